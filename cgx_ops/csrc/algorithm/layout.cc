@@ -1,0 +1,64 @@
+#include "algorithm/layout.h"
+
+#include <algorithm>
+
+#include "algorithm/schedule.h"
+
+namespace cgx {
+namespace {
+
+// Encoded bytes of a message: what Open MPI still sends eagerly over TCP, and small enough that a
+// chunk is decoded from the cache it was encoded into.
+constexpr int64_t kChunkBytes = 32 * 1024;
+
+}  // namespace
+
+Layout::Layout(const Plan& plan) {
+  const bool cut_by_owner = plan.verb == CGX_ALLREDUCE && plan.algorithm != CGX_ONE_SHOT;
+  shards_.resize(cut_by_owner ? plan.size : 1);
+  if (plan.verb != CGX_ALLREDUCE) block_stride_ = plan.block_numel;
+  for (const auto& segment : plan.segments) {
+    const int64_t grain = compressor(segment.scatter)->grain();
+    const int64_t grains = (segment.numel + grain - 1) / grain;
+    for (int owner = 0; owner < static_cast<int>(shards_.size()); ++owner) {
+      const auto range = owned_grains(grains, owner, static_cast<int>(shards_.size()));
+      append(&shards_[owner], segment, std::min(segment.numel, range.first * grain),
+             std::min(segment.numel, range.last * grain));
+    }
+  }
+}
+
+void Layout::append(Shard* shard, const Segment& segment, int64_t first, int64_t last) {
+  const Compressor* scatter = compressor(segment.scatter);
+  const Compressor* gather = compressor(segment.gather);
+  const int64_t grain = std::max(scatter->grain(), gather->grain());
+  const int64_t grain_bytes = std::max(scatter->max_bytes(grain), gather->max_bytes(grain));
+  while (first < last) {
+    const bool open = !shard->chunks.empty();
+    const int64_t used = open ? std::max(shard->chunks.back().scatter_bytes,
+                                         shard->chunks.back().gather_bytes)
+                              : kChunkBytes;
+    int64_t room = (kChunkBytes - used) / grain_bytes;
+    if (room <= 0) {
+      shard->chunks.push_back({shard->pieces.size(), shard->pieces.size(), 0, 0});
+      room = std::max<int64_t>(1, kChunkBytes / grain_bytes);
+    }
+    Chunk& chunk = shard->chunks.back();
+    const int64_t numel = std::min(last - first, room * grain);
+    shard->pieces.push_back({segment.offset + first, numel, first, scatter, gather,
+                             chunk.scatter_bytes, chunk.gather_bytes});
+    chunk.last_piece = shard->pieces.size();
+    chunk.scatter_bytes += scatter->max_bytes(numel);
+    chunk.gather_bytes += gather->max_bytes(numel);
+    first += numel;
+  }
+}
+
+const Compressor* Layout::compressor(const CompressorSettings& settings) {
+  for (const auto& [known, made] : compressors_)
+    if (known == settings) return made.get();
+  compressors_.emplace_back(settings, make_compressor(settings));
+  return compressors_.back().second.get();
+}
+
+}  // namespace cgx

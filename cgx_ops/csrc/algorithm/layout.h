@@ -1,0 +1,54 @@
+// How the values of a plan are cut for travelling: shards, one for each owner; chunks, one for each
+// message; pieces, the part of one segment inside one chunk. Cuts fall between grains (buckets), so
+// each piece encodes independently, and every rank computes the same layout.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "compressor/compressor.h"
+#include "plan.h"
+
+namespace cgx {
+
+struct Piece {
+  int64_t offset;       // elements, in the buffer (allreduce) or in a rank's block
+  int64_t numel;
+  int64_t first_index;  // of its first element, in its segment
+  const Compressor* scatter;
+  const Compressor* gather;
+  int64_t scatter_at;  // bytes, in the chunk's message
+  int64_t gather_at;
+};
+
+struct Chunk {
+  size_t first_piece;
+  size_t last_piece;  // one past
+  int64_t scatter_bytes;
+  int64_t gather_bytes;
+};
+
+struct Shard {
+  std::vector<Piece> pieces;
+  std::vector<Chunk> chunks;
+};
+
+class Layout {
+ public:
+  explicit Layout(const Plan& plan);
+
+  // What rank `owner` owns. one_shot has one shard, of everything; in reduce_scatter and all_gather
+  // every rank's shard is a block, and `block_offset` tells where in the larger buffer.
+  const Shard& shard(int owner) const { return shards_.size() == 1 ? shards_[0] : shards_[owner]; }
+  int64_t block_offset(int owner) const { return block_stride_ * owner; }
+
+ private:
+  void append(Shard* shard, const Segment& segment, int64_t first, int64_t last);
+  const Compressor* compressor(const CompressorSettings& settings);
+
+  std::vector<std::pair<CompressorSettings, std::unique_ptr<Compressor>>> compressors_;
+  std::vector<Shard> shards_;
+  int64_t block_stride_ = 0;
+};
+
+}  // namespace cgx

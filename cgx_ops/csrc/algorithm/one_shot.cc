@@ -1,0 +1,123 @@
+// One shot: every rank sends all its encoded values to every other, and sums everybody's in rank
+// order, its own decoded bytes included, so that all ranks compute the same bits.
+//
+//   small    (kEagerBytes encoded): the values ride in the header that announces the collective
+//   larger   chunk messages; a chunk is summed when everybody's is here
+//
+// Steps: 1. Sent by each rank: (n-1) times the encoded size. Quantized once.
+#include "algorithm/one_shot.h"
+
+#include <deque>
+
+#include "algorithm/algorithm.h"
+#include "algorithm/layout.h"
+#include "algorithm/reduce.h"
+#include "kernel/kernels.h"
+
+namespace cgx {
+namespace {
+
+constexpr int kMostUnreleased = 64;  // as in sra
+
+class OneShot : public Algorithm {
+ public:
+  explicit OneShot(Plan plan)
+      : plan_(std::move(plan)), layout_(plan_), eager_(plan_.size), arrived_(plan_.size) {
+    int64_t bytes = 0;
+    for (const auto& chunk : chunks()) bytes += chunk.scatter_bytes;
+    is_eager_ = bytes <= kEagerBytes && chunks().size() <= 1;
+  }
+
+  Bytes eager() override {
+    if (!is_eager_ || chunks().empty()) return {};
+    Bytes payload(chunks()[0].scatter_bytes);
+    encode(chunks()[0], payload.data());
+    eager_[plan_.rank] = payload;
+    encoded_ = 1;
+    return payload;
+  }
+
+  void deliver_eager(int source, Bytes payload) override { eager_[source] = std::move(payload); }
+
+  Step step(Port& port) override {
+    if (reduce_next()) return Step::kWorked;
+    if (encoded_ == chunks().size()) return Step::kIdle;
+    if (port.unreleased() >= kMostUnreleased) return Step::kBlocked;
+    const Chunk& chunk = chunks()[encoded_++];
+    const BufferRef buffer = port.allocate(chunk.scatter_bytes);
+    encode(chunk, buffer->data);
+    for (int step = 1; step < plan_.size; ++step)
+      port.send((plan_.rank + step) % plan_.size, 0, buffer, chunk.scatter_bytes);
+    own_.push_back(buffer);
+    return Step::kWorked;
+  }
+
+  void deliver(int, Arrival arrival) override {
+    arrived_[arrival.source].push_back(std::move(arrival));
+  }
+
+  bool finished() const override { return reduced_ == chunks().size(); }
+  bool waits_for(int rank) const override {
+    return rank != plan_.rank && reduced_ + arrived_[rank].size() < chunks().size() && !is_eager_;
+  }
+  const char* phase() const override { return "one-shot exchange"; }
+
+ private:
+  const std::vector<Chunk>& chunks() const { return layout_.shard(0).chunks; }
+
+  void encode(const Chunk& chunk, std::byte* to) const {
+    for (size_t i = chunk.first_piece; i < chunk.last_piece; ++i) {
+      const Piece& piece = layout_.shard(0).pieces[i];
+      piece.scatter->encode(plan_.dtype, plan_.input + plan_.bytes(piece.offset), piece.numel,
+                            piece.first_index, plan_.rounding(kScatterPhase),
+                            to + piece.scatter_at);
+    }
+  }
+
+  // Rank's message of the chunk that is next to be summed; null if it is not here yet.
+  const std::byte* message(int rank) const {
+    if (is_eager_) return eager_[rank].data();
+    if (rank == plan_.rank) return own_.empty() ? nullptr : own_.front()->data;
+    return arrived_[rank].empty() ? nullptr : arrived_[rank].front().bytes.data();
+  }
+
+  bool reduce_next() {
+    if (finished()) return false;
+    std::vector<const std::byte*> messages(plan_.size);
+    for (int rank = 0; rank < plan_.size; ++rank)
+      if (!(messages[rank] = message(rank))) return false;
+    std::vector<Contribution> contributions(plan_.size);
+    const Chunk& chunk = chunks()[reduced_++];
+    for (size_t i = chunk.first_piece; i < chunk.last_piece; ++i) {
+      const Piece& piece = layout_.shard(0).pieces[i];
+      for (int rank = 0; rank < plan_.size; ++rank)
+        contributions[rank] = {messages[rank] + piece.scatter_at, false};
+      reducer_.reduce(plan_, piece, contributions, true,
+                      [&](const float* sum, int64_t first, int64_t numel) {
+                        kernels().convert(Dtype::kFloat32, sum, plan_.dtype,
+                                          plan_.output + plan_.bytes(piece.offset + first), numel);
+                      });
+    }
+    if (!is_eager_) own_.pop_front();
+    for (auto& queue : arrived_)
+      if (!queue.empty()) queue.pop_front();
+    return true;
+  }
+
+  const Plan plan_;
+  const Layout layout_;
+  bool is_eager_ = false;
+  std::vector<Bytes> eager_;  // by rank
+  size_t encoded_ = 0, reduced_ = 0;
+  std::deque<BufferRef> own_;
+  std::vector<std::deque<Arrival>> arrived_;
+  Reducer reducer_;
+};
+
+}  // namespace
+
+std::unique_ptr<Algorithm> make_one_shot(Plan plan) {
+  return std::make_unique<OneShot>(std::move(plan));
+}
+
+}  // namespace cgx

@@ -1,0 +1,169 @@
+// Ring allreduce: every rank talks to its right-hand neighbour only.
+//
+//   1. start: encode my values of the shard that begins at me
+//   2. reduce: to each message from the left add my own values; encode and pass on, or, when the
+//      shard has reached its owner (me), encode the sum for everyone
+//   3. gather: decode the owners' bytes and pass them on unchanged
+//
+// Messages are passed on in the order of arrival, mine first, so the n-th message from the left has
+// a known meaning. Steps: 2(n-1). Values are quantized once per hop: for exact values, or few ranks.
+#include <cstring>
+#include <deque>
+
+#include "algorithm/algorithm.h"
+#include "algorithm/layout.h"
+#include "algorithm/reduce.h"
+#include "algorithm/schedule.h"
+
+namespace cgx {
+namespace {
+
+constexpr int kReduce = 0, kGather = 1;  // parts
+constexpr int kMostUnreleased = 64;      // as in sra
+
+// Walks the messages of one part from the left: chunk after chunk of the shards of hop 1, 2, ...
+// size - 1. Hop h brings shard rank - shift - h.
+class Walk {
+ public:
+  Walk(const Layout& layout, int rank, int size, int shift)
+      : layout_(layout), rank_(rank), size_(size), shift_(shift) {
+    skip_empty();
+  }
+  bool done() const { return hop_ >= size_; }
+  int shard() const { return ring_shard(rank_, hop_ + shift_, size_); }
+  const Chunk& chunk() const { return layout_.shard(shard()).chunks[chunk_]; }
+  bool last_hop() const { return hop_ == size_ - 1; }
+  void advance() {
+    ++chunk_;
+    skip_empty();
+  }
+
+ private:
+  void skip_empty() {
+    while (!done() && chunk_ == layout_.shard(shard()).chunks.size()) {
+      ++hop_;
+      chunk_ = 0;
+    }
+  }
+  const Layout& layout_;
+  const int rank_, size_, shift_;
+  int hop_ = 1;
+  size_t chunk_ = 0;
+};
+
+class RingAllreduce : public Algorithm {
+ public:
+  explicit RingAllreduce(Plan plan)
+      : plan_(std::move(plan)),
+        layout_(plan_),
+        left_(ring_left(plan_.rank, plan_.size)),
+        right_(ring_right(plan_.rank, plan_.size)),
+        reduce_(layout_, plan_.rank, plan_.size, 1),
+        gather_(layout_, plan_.rank, plan_.size, 0) {}
+
+  Step step(Port& port) override {
+    if (!finished() && port.unreleased() >= kMostUnreleased) return Step::kBlocked;
+    if (started_ < starting_shard().chunks.size()) {
+      start_next(port);
+    } else if (!reduce_.done()) {
+      if (arrived_[kReduce].empty()) return Step::kIdle;
+      reduce_next(port);
+    } else {
+      if (gather_.done() || arrived_[kGather].empty()) return Step::kIdle;
+      gather_next(port);
+    }
+    return Step::kWorked;
+  }
+
+  void deliver(int part, Arrival arrival) override { arrived_[part].push_back(std::move(arrival)); }
+  bool finished() const override {
+    return started_ == starting_shard().chunks.size() && reduce_.done() && gather_.done();
+  }
+  bool waits_for(int rank) const override { return rank == left_ && !finished(); }
+  const char* phase() const override { return reduce_.done() ? "ring gather" : "ring reduce"; }
+
+ private:
+  const Shard& starting_shard() const { return layout_.shard(left_); }
+  const std::byte* input(const Piece& piece) const {
+    return plan_.input + plan_.bytes(piece.offset);
+  }
+  std::byte* output(const Piece& piece) const { return plan_.output + plan_.bytes(piece.offset); }
+
+  void start_next(Port& port) {
+    const Shard& shard = starting_shard();
+    const Chunk& chunk = shard.chunks[started_++];
+    const BufferRef buffer = port.allocate(chunk.scatter_bytes);
+    for (size_t i = chunk.first_piece; i < chunk.last_piece; ++i) {
+      const Piece& piece = shard.pieces[i];
+      piece.scatter->encode(plan_.dtype, input(piece), piece.numel, piece.first_index,
+                            plan_.rounding(kScatterPhase), buffer->data + piece.scatter_at);
+    }
+    port.send(right_, kReduce, buffer, chunk.scatter_bytes);
+  }
+
+  void reduce_next(Port& port) {
+    const Arrival arrival = std::move(arrived_[kReduce].front());
+    arrived_[kReduce].pop_front();
+    const bool mine = reduce_.last_hop();
+    const Shard& shard = layout_.shard(reduce_.shard());
+    const Chunk& chunk = reduce_.chunk();
+    const int64_t bytes = mine ? chunk.gather_bytes : chunk.scatter_bytes;
+    const BufferRef buffer = port.allocate(bytes);
+    const Rounding rounding = plan_.rounding(mine ? kGatherPhase : kScatterPhase);
+    for (size_t i = chunk.first_piece; i < chunk.last_piece; ++i) {
+      const Piece& piece = shard.pieces[i];
+      const Compressor* compressor = mine ? piece.gather : piece.scatter;
+      const Contribution contributions[] = {{arrival.bytes.data() + piece.scatter_at, false},
+                                            {input(piece), true}};
+      reducer_.reduce(plan_, piece, contributions, mine,
+                      [&](const float* sum, int64_t first, int64_t numel) {
+                        std::byte* to = buffer->data +
+                                        (mine ? piece.gather_at : piece.scatter_at) +
+                                        compressor->max_bytes(first);
+                        const int64_t encoded =
+                            compressor->encode(Dtype::kFloat32, sum, numel,
+                                               piece.first_index + first, rounding, to);
+                        if (mine)
+                          compressor->decode(to, encoded, numel, plan_.dtype,
+                                             output(piece) + plan_.bytes(first));
+                      });
+    }
+    reduce_.advance();
+    port.send(right_, mine ? kGather : kReduce, buffer, bytes);
+  }
+
+  void gather_next(Port& port) {
+    const Arrival arrival = std::move(arrived_[kGather].front());
+    arrived_[kGather].pop_front();
+    if (!gather_.last_hop()) {  // the right-hand neighbour does not own it
+      const BufferRef buffer = port.allocate(arrival.bytes.size());
+      std::memcpy(buffer->data, arrival.bytes.data(), arrival.bytes.size());
+      port.send(right_, kGather, buffer, arrival.bytes.size());
+    }
+    const Shard& shard = layout_.shard(gather_.shard());
+    const Chunk& chunk = gather_.chunk();
+    for (size_t i = chunk.first_piece; i < chunk.last_piece; ++i) {
+      const Piece& piece = shard.pieces[i];
+      piece.gather->decode(arrival.bytes.data() + piece.gather_at,
+                           piece.gather->max_bytes(piece.numel), piece.numel, plan_.dtype,
+                           output(piece));
+    }
+    gather_.advance();
+  }
+
+  const Plan plan_;
+  const Layout layout_;
+  const int left_, right_;
+  size_t started_ = 0;
+  Walk reduce_, gather_;
+  std::deque<Arrival> arrived_[2];
+  Reducer reducer_;
+};
+
+}  // namespace
+
+std::unique_ptr<Algorithm> make_ring(Plan plan) {
+  return std::make_unique<RingAllreduce>(std::move(plan));
+}
+
+}  // namespace cgx

@@ -1,0 +1,54 @@
+// The algorithms, and which one `auto` takes. A new one is a file beside this and a row here.
+#include <cstdint>
+
+#include "algorithm/algorithm.h"
+#include "algorithm/one_shot.h"
+#include "base/status.h"
+
+namespace cgx {
+
+const std::vector<AlgorithmEntry>& algorithm_table() {
+  static const std::vector<AlgorithmEntry> table = {
+      {CGX_ONE_SHOT, "one_shot",
+       "everyone sends everything to everyone: 1 step, (n-1) x size sent, quantized once",
+       make_one_shot},
+      {CGX_SRA, "sra",
+       "scatter-reduce-allgather: 2 steps, 2(n-1)/n x size sent, quantized twice", make_sra},
+      {CGX_RING, "ring",
+       "2(n-1) steps to the right-hand neighbour, 2(n-1)/n x size sent, quantized n times: for "
+       "exact values",
+       make_ring},
+  };
+  return table;
+}
+
+const char* algorithm_name(cgx_algorithm_t algorithm) {
+  for (const auto& entry : algorithm_table())
+    if (entry.id == algorithm) return entry.name;
+  return "auto";
+}
+
+std::unique_ptr<Algorithm> make_algorithm(Plan plan) {
+  for (const auto& entry : algorithm_table())
+    if (entry.id == plan.algorithm) return entry.make(std::move(plan));
+  fail(CGX_INTERNAL, "no algorithm ", static_cast<int>(plan.algorithm));
+}
+
+cgx_algorithm_t pick_algorithm(cgx_algorithm_t asked, const Plan& plan) {
+  if (asked != CGX_AUTO) return asked;
+  // Up to and including `bytes` of encoded values. A quantized ring is never picked: its error grows
+  // with the number of ranks.
+  struct Row {
+    int64_t bytes;
+    cgx_algorithm_t algorithm;
+  };
+  static constexpr Row kRows[] = {{kEagerBytes, CGX_ONE_SHOT}, {INT64_MAX, CGX_SRA}};
+  int64_t bytes = 0;
+  for (const auto& segment : plan.segments)
+    bytes += make_compressor(segment.scatter)->max_bytes(segment.numel);
+  for (const auto& row : kRows)
+    if (bytes <= row.bytes) return row.algorithm;
+  return CGX_SRA;
+}
+
+}  // namespace cgx

@@ -1,0 +1,41 @@
+// Failure inside the core is an Error that carries a status; cgx.cc turns it into a status code and
+// a thread-local text, so that no exception crosses the library's border.
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "cgx/cgx.h"
+
+namespace cgx {
+
+class Error : public std::runtime_error {
+ public:
+  Error(cgx_status_t status, const std::string& text) : std::runtime_error(text), status_(status) {}
+  cgx_status_t status() const { return status_; }
+
+ private:
+  cgx_status_t status_;
+};
+
+template <typename... Parts>
+std::string join(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
+// Throws Error(status, all parts one after another).
+template <typename... Parts>
+[[noreturn]] void fail(cgx_status_t status, const Parts&... parts) {
+  throw Error(status, join(parts...));
+}
+
+template <typename... Parts>
+void require(bool condition, cgx_status_t status, const Parts&... parts) {
+  if (!condition) [[unlikely]]
+    fail(status, parts...);
+}
+
+}  // namespace cgx

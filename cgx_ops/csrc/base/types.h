@@ -1,0 +1,33 @@
+// The vocabulary every layer shares: enums of cgx.h as C++ enums, and the size of a value.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cgx/cgx.h"
+
+namespace cgx {
+
+enum class Dtype : int32_t { kFloat32 = CGX_FLOAT32, kFloat16 = CGX_FLOAT16, kBfloat16 = CGX_BFLOAT16 };
+enum class Op : int32_t {
+  kSum = CGX_SUM,
+  kAvg = CGX_AVG,
+  kMin = CGX_MIN,
+  kMax = CGX_MAX,
+  kProduct = CGX_PRODUCT
+};
+
+inline constexpr int kExactBits = 32;
+
+inline int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+
+// How an encoder rounds. The Philox counter of element i of a segment is made of (i, rank, phase),
+// the key is the seed: noise depends on neither threads nor chunks.
+struct Rounding {
+  bool stochastic = false;
+  uint64_t seed = 0;
+  uint32_t rank = 0;
+  uint32_t phase = 0;
+};
+
+}  // namespace cgx

@@ -1,0 +1,312 @@
+// The waist: every function of cgx.h. Each converts, calls one layer below, and turns what is thrown
+// into a status and this thread's error text. A forked child is refused: the threads, the memory and
+// the MPI of its parent are not its own.
+#include "cgx/cgx.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <cstring>
+#include <mutex>
+
+#include "base/env.h"
+#include "base/float_mode.h"
+#include "base/status.h"
+#include "communicator.h"
+#include "kernel/kernels.h"
+#include "transport/mpi.h"
+
+namespace {
+
+using namespace cgx;
+
+thread_local std::string last_error;
+std::atomic<bool> forked{false};
+std::mutex init_mutex;
+
+void watch_forks() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+  (void)registered;
+}
+
+template <typename Work>
+cgx_status_t guarded(Work&& work) {
+  const FloatMode mode;
+  try {
+    last_error.clear();
+    require(!forked, CGX_CLOSED,
+            "this process is a forked child of one that uses cgx: communicators belong to the "
+            "parent; start workers with spawn to use cgx in them");
+    work();
+    return CGX_OK;
+  } catch (const Error& error) {
+    last_error = error.what();
+    return error.status();
+  } catch (const std::bad_alloc&) {
+    last_error = "out of memory";
+    return CGX_SYSTEM;
+  } catch (const std::exception& error) {
+    last_error = error.what();
+    return CGX_INTERNAL;
+  } catch (...) {
+    last_error = "unknown exception";
+    return CGX_INTERNAL;
+  }
+}
+
+template <typename T>
+void check_struct(const T* given, const char* type) {
+  require(given != nullptr, CGX_INVALID_ARGUMENT, type, " is a null pointer");
+  require(given->struct_size == sizeof(T), CGX_INVALID_ARGUMENT, type, ".struct_size is ",
+          given->struct_size, ", this libcgx (", CGX_VERSION, ") expects ", sizeof(T),
+          ": caller and library are of different versions");
+}
+
+Communicator::Seconds timeout_or_default(double seconds) {
+  return Communicator::Seconds(seconds > 0 ? seconds : env_timeout_seconds());
+}
+
+std::string transport_or_default(const char* transport) {
+  if (!transport) return env_transport();
+  const std::string text = transport;
+  require(text == "AUTO" || text == "SHM" || text == "MPI", CGX_INVALID_ARGUMENT, "transport is '",
+          text, "'; accepted: AUTO, SHM, MPI");
+  return text;
+}
+
+CommunicatorRef make_world() {
+  const auto timeout = timeout_or_default(0);
+  const std::string type = env_transport();
+  if (!mpi_wanted()) return std::make_shared<Communicator>("world", 0, 1, timeout, nullptr);
+  const MpiWorld mpi = mpi_start(timeout);
+  const Allgather allgather = [&](const Bytes& mine) {
+    const Bytes all = mpi_allgather(mine, timeout);
+    std::vector<Bytes> blobs;
+    for (int rank = 0; rank < mpi.size; ++rank)
+      blobs.emplace_back(all.begin() + rank * mine.size(), all.begin() + (rank + 1) * mine.size());
+    return blobs;
+  };
+  return connect("world", mpi.rank, mpi.size, allgather, type, timeout);
+}
+
+struct Codec {
+  std::unique_ptr<Compressor> compressor;
+  Dtype dtype;
+  Rounding rounding;
+};
+
+Codec make_codec(const cgx_codec_t* codec, int64_t numel) {
+  check_struct(codec, "cgx_codec_t");
+  require(numel >= 0, CGX_INVALID_ARGUMENT, "numel is ", numel, "; accepted: 0 or more");
+  require(codec->dtype >= 0 && codec->dtype <= CGX_BFLOAT16, CGX_INVALID_ARGUMENT, "dtype is ",
+          codec->dtype, "; accepted: a cgx_dtype_t");
+  require(codec->rounding == CGX_NEAREST || codec->rounding == CGX_STOCHASTIC,
+          CGX_INVALID_ARGUMENT, "rounding is ", codec->rounding, "; accepted: a cgx_rounding_t");
+  const auto dtype = static_cast<Dtype>(codec->dtype);
+  auto compressor = make_compressor(
+      {dtype, codec->bits, codec->bucket_size, codec->skip_incomplete_buckets != 0});
+  require(codec->first_index >= 0 && codec->first_index % compressor->grain() == 0,
+          CGX_INVALID_ARGUMENT, "first_index is ", codec->first_index,
+          "; accepted: a multiple of bucket_size, ", compressor->grain());
+  return {std::move(compressor), dtype,
+          {codec->rounding == CGX_STOCHASTIC, static_cast<uint64_t>(codec->seed),
+           static_cast<uint32_t>(codec->rank), static_cast<uint32_t>(codec->phase)}};
+}
+
+// One row of cgx_describe: {"name": ..., "description": ...}. Names and texts are our own constants,
+// free of characters that JSON escapes.
+template <typename Table>
+std::string describe_rows(const Table& table) {
+  std::string rows;
+  for (const auto& row : table)
+    rows += join(rows.empty() ? "" : ", ", "{\"name\": \"", row.name, "\", \"description\": \"",
+                 row.description, "\"}");
+  return "[" + rows + "]";
+}
+
+std::string describe() {
+  std::string targets;
+  for (const auto* target : available_kernels())
+    targets += join(targets.empty() ? "\"" : ", \"", target->name, "\"");
+  return join("{\"version\": \"", CGX_VERSION, "\", \"mpi\": \"", mpi_library(),
+              "\", \"cpu_target\": \"", kernels().name, "\", \"cpu_targets\": [", targets,
+              "], \"transports\": ", describe_rows(transport_table()),
+              ", \"compressors\": ", describe_rows(compressor_table()),
+              ", \"algorithms\": ", describe_rows(algorithm_table()), "}");
+}
+
+}  // namespace
+
+struct cgx_request_t {
+  CommunicatorRef communicator;
+  std::shared_ptr<Collective> collective;
+};
+
+const char* cgx_last_error(void) { return last_error.c_str(); }
+const char* cgx_version(void) { return CGX_VERSION; }
+
+const char* cgx_describe(void) {
+  thread_local std::string text;
+  text.clear();
+  guarded([] { text = describe(); });
+  return text.c_str();
+}
+
+cgx_status_t cgx_init(int32_t* world) {
+  return guarded([&] {
+    watch_forks();
+    const std::lock_guard lock(init_mutex);
+    kernels();  // a wrong CGX_CPU_TARGET is told here, not in the first collective
+    if (!Registry::instance().find_world()) Registry::instance().add_world(make_world());
+    if (world) *world = Registry::kWorld;
+  });
+}
+
+cgx_status_t cgx_finalize(void) {
+  if (forked) return CGX_OK;
+  return guarded([] {
+    const std::lock_guard lock(init_mutex);
+    bool healthy = true;
+    for (const auto& communicator : Registry::instance().remove_all()) {
+      communicator->close();
+      healthy &= !communicator->failed();
+    }
+    mpi_finish(healthy);
+  });
+}
+
+cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* comm) {
+  return guarded([&] {
+    watch_forks();
+    check_struct(bootstrap, "cgx_bootstrap_t");
+    const std::string name = bootstrap->name ? bootstrap->name : "";
+    Registry::instance().require_free(name);
+    const int size = bootstrap->size;
+    const Allgather allgather = [&](const Bytes& mine) {
+      Bytes all(mine.size() * size);
+      require(bootstrap->allgather(bootstrap->context, mine.data(), mine.size(), all.data()) == 0,
+              CGX_SYSTEM, "the bootstrap's allgather failed");
+      std::vector<Bytes> blobs;
+      for (int rank = 0; rank < size; ++rank)
+        blobs.emplace_back(all.begin() + rank * mine.size(),
+                           all.begin() + (rank + 1) * mine.size());
+      return blobs;
+    };
+    *comm = Registry::instance().add(connect(name, bootstrap->rank, size, allgather,
+                                             transport_or_default(bootstrap->transport),
+                                             timeout_or_default(bootstrap->timeout_s)));
+  });
+}
+
+cgx_status_t cgx_comm_create_local(int32_t size, const char* name, double timeout_s,
+                                   int32_t* comms) {
+  return guarded([&] {
+    watch_forks();
+    int32_t* next = comms;
+    for (auto& communicator : connect_local(name ? name : "", size, timeout_or_default(timeout_s)))
+      *next++ = Registry::instance().add(std::move(communicator));
+  });
+}
+
+cgx_status_t cgx_comm_split(int32_t comm, int32_t color, int32_t key, const char* name,
+                            int32_t* out) {
+  return guarded([&] {
+    const auto parent = Registry::instance().get(comm);
+    Registry::instance().require_free(name ? name : "");
+    auto child = split(*parent, color, key, name);
+    *out = child ? Registry::instance().add(std::move(child)) : -1;
+  });
+}
+
+cgx_status_t cgx_comm_group(int32_t comm, const int32_t* ranks, int32_t num_ranks,
+                            const char* name, int32_t* out) {
+  return guarded([&] {
+    const auto parent = Registry::instance().get(comm);
+    Registry::instance().require_free(name ? name : "");
+    *out = Registry::instance().add(group(*parent, {ranks, ranks + num_ranks}, name));
+  });
+}
+
+cgx_status_t cgx_comm_find(const char* name, int32_t* comm) {
+  return guarded([&] { *comm = Registry::instance().find(name ? name : ""); });
+}
+
+cgx_status_t cgx_comm_info(int32_t comm, cgx_comm_info_t* info) {
+  return guarded([&] {
+    check_struct(info, "cgx_comm_info_t");
+    const auto communicator = Registry::instance().get(comm);
+    *info = {sizeof(*info),
+             communicator->rank,
+             communicator->size,
+             communicator->closed(),
+             communicator->name.c_str(),
+             communicator->transport_name(),
+             communicator->bytes_sent(),
+             communicator->completed()};
+  });
+}
+
+cgx_status_t cgx_comm_close(int32_t comm) {
+  return guarded([&] { Registry::instance().remove(comm)->close(); });
+}
+
+cgx_status_t cgx_start(const cgx_collective_t* collective, cgx_callback_t callback, void* context,
+                       cgx_request_t** request) {
+  return guarded([&] {
+    check_struct(collective, "cgx_collective_t");
+    require((callback != nullptr) != (request != nullptr), CGX_INVALID_ARGUMENT,
+            "give either a callback or a place for the request");
+    auto communicator = Registry::instance().get(collective->comm);
+    auto started = communicator->start(*collective, callback, context);
+    if (request) *request = new cgx_request_t{std::move(communicator), std::move(started)};
+  });
+}
+
+cgx_status_t cgx_test(cgx_request_t* request, int32_t* done) {
+  return guarded([&] { *done = request->collective->done; });
+}
+
+cgx_status_t cgx_wait(cgx_request_t* request) {
+  return guarded([&] {
+    const std::unique_ptr<cgx_request_t> owned(request);
+    owned->communicator->wait(*owned->collective);
+    require(owned->collective->status == CGX_OK, owned->collective->status,
+            owned->collective->error);
+  });
+}
+
+cgx_status_t cgx_plan(const cgx_collective_t* collective, cgx_plan_t* plan) {
+  return guarded([&] {
+    check_struct(collective, "cgx_collective_t");
+    check_struct(plan, "cgx_plan_t");
+    const auto communicator = Registry::instance().get(collective->comm);
+    const Plan made = make_plan(*collective, communicator->rank, communicator->size);
+    Plan exact = made;
+    for (auto& segment : exact.segments) segment.scatter.bits = segment.gather.bits = kExactBits;
+    plan->algorithm = made.algorithm;
+    plan->payload_bytes = payload_bytes(made);
+    plan->exact_bytes = payload_bytes(exact);
+  });
+}
+
+cgx_status_t cgx_encoded_bytes(const cgx_codec_t* codec, int64_t numel, int64_t* bytes) {
+  return guarded([&] { *bytes = make_codec(codec, numel).compressor->max_bytes(numel); });
+}
+
+cgx_status_t cgx_quantize(const cgx_codec_t* codec, const void* values, int64_t numel,
+                          void* bytes) {
+  return guarded([&] {
+    const Codec made = make_codec(codec, numel);
+    made.compressor->encode(made.dtype, values, numel, codec->first_index, made.rounding,
+                            static_cast<std::byte*>(bytes));
+  });
+}
+
+cgx_status_t cgx_dequantize(const cgx_codec_t* codec, const void* bytes, int64_t numel,
+                            void* values) {
+  return guarded([&] {
+    const Codec made = make_codec(codec, numel);
+    made.compressor->decode(static_cast<const std::byte*>(bytes),
+                            made.compressor->max_bytes(numel), numel, made.dtype, values);
+  });
+}

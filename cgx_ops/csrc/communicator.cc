@@ -1,0 +1,351 @@
+#include "communicator.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "algorithm/exchange.h"
+#include "base/env.h"
+#include "base/status.h"
+
+namespace cgx {
+namespace {
+
+constexpr double kLongestTimeout = 1e8;  // seconds: three years, far from overflowing a clock
+constexpr size_t kMostBlobBytes = 4096;
+constexpr size_t kOfferBytes = 320;   // of one transport
+constexpr size_t kReasonBytes = 240;
+
+template <size_t N>
+void put_text(char (&field)[N], const std::string& text) {
+  std::memset(field, 0, N);
+  std::memcpy(field, text.data(), std::min(text.size(), N - 1));
+}
+
+template <typename T>
+Bytes to_bytes(const T& value) {
+  Bytes bytes(sizeof(T));
+  std::memcpy(bytes.data(), &value, sizeof(T));
+  return bytes;
+}
+
+template <typename T>
+T from_bytes(const Bytes& bytes) {
+  T value;
+  require(bytes.size() == sizeof(T), CGX_INTERNAL, "a bootstrap blob has ", bytes.size(),
+          " bytes instead of ", sizeof(T));
+  std::memcpy(&value, bytes.data(), sizeof(T));
+  return value;
+}
+
+// What every rank says first.
+struct Hello {
+  char version[32];
+  char type[8];
+};
+struct Offered {
+  uint32_t bytes;  // 0: this rank cannot serve the transport
+  std::byte offer[kOfferBytes];
+};
+struct Connected {
+  char failure[kReasonBytes];  // "" when it worked
+};
+
+template <typename T>
+std::vector<T> gather(const Allgather& allgather, const T& mine) {
+  std::vector<T> all;
+  for (const auto& bytes : allgather(to_bytes(mine))) all.push_back(from_bytes<T>(bytes));
+  return all;
+}
+
+void check_hello(const Allgather& allgather, const std::string& type) {
+  Hello mine;
+  put_text(mine.version, CGX_VERSION);
+  put_text(mine.type, type);
+  const auto all = gather(allgather, mine);
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    require(std::string(all[rank].version) == all[0].version, CGX_MISMATCH, "rank 0 runs cgx ",
+            all[0].version, ", rank ", rank, " cgx ", all[rank].version,
+            ": install one version on all hosts");
+    require(std::string(all[rank].type) == all[0].type, CGX_MISMATCH,
+            "COMMUNICATOR_TYPE (or the transport asked for) is ", all[0].type, " on rank 0, ",
+            all[rank].type, " on rank ", rank);
+  }
+}
+
+// One transport: nullptr and why, if these ranks cannot have it.
+std::unique_ptr<Transport> try_transport(const TransportEntry& entry, int rank, int size,
+                                         const Allgather& allgather,
+                                         Communicator::Seconds timeout, std::string* why) {
+  auto connector = entry.make(rank, size);
+  Offered mine{};
+  if (connector) {
+    const Bytes offer = connector->offer();
+    require(offer.size() <= kOfferBytes, CGX_INTERNAL, "offer of ", offer.size(), " bytes");
+    mine.bytes = static_cast<uint32_t>(offer.size());
+    std::memcpy(mine.offer, offer.data(), offer.size());
+  }
+  std::vector<Bytes> offers;
+  const auto all = gather(allgather, mine);
+  for (size_t peer = 0; peer < all.size(); ++peer) {
+    if (all[peer].bytes == 0) {
+      *why = join("rank ", peer, " has not started it");
+      return nullptr;
+    }
+    offers.emplace_back(all[peer].offer, all[peer].offer + all[peer].bytes);
+  }
+  *why = connector->refusal(offers);
+  if (!why->empty()) return nullptr;
+
+  std::unique_ptr<Transport> transport;
+  Connected result{};
+  try {
+    transport = connector->connect(offers, timeout);
+  } catch (const std::exception& error) {
+    put_text(result.failure, error.what());
+  }
+  const auto results = gather(allgather, result);
+  for (size_t peer = 0; peer < results.size(); ++peer) {
+    if (results[peer].failure[0] == '\0') continue;
+    *why = join("rank ", peer, ": ", results[peer].failure);
+    return nullptr;
+  }
+  return transport;
+}
+
+// The parent's name keeps keys of communicator making apart from those of users' collectives.
+std::string making(const std::string& name, const std::string& what) {
+  return join("\x01", what, ":", name);
+}
+
+}  // namespace
+
+// ---- Communicator --------------------------------------------------------------------------
+
+Communicator::Communicator(std::string name, int rank, int size, Seconds timeout,
+                           std::unique_ptr<Transport> transport)
+    : name(std::move(name)),
+      rank(rank),
+      size(size),
+      timeout(timeout),
+      engine_(transport
+                  ? std::make_unique<Engine>(this->name, rank, size, std::move(transport))
+                  : nullptr) {}
+
+Communicator::~Communicator() { close(); }
+
+std::shared_ptr<Collective> Communicator::start(const cgx_collective_t& call,
+                                                cgx_callback_t callback, void* context) {
+  Plan plan = make_plan(call, rank, size);
+  auto collective = std::make_shared<Collective>();
+  collective->name = call.name ? call.name : "";
+  require(collective->name.size() <= kLongestName, CGX_INVALID_ARGUMENT, "the name has ",
+          collective->name.size(), " bytes; at most ", kLongestName);
+  collective->callback = callback;
+  collective->context = context;
+  if (!engine_) {
+    require(!closed_, CGX_CLOSED, "communicator '", name, "' is closed: it was closed on this rank");
+    copy_through(plan);
+    ++completed_;
+    collective->done = true;
+    if (callback) callback(context, CGX_OK, "");
+    return collective;
+  }
+  collective->occurrence = call.occurrence;
+  collective->agreement = make_agreement(call, plan);
+  collective->timeout = call.timeout_s > 0
+                            ? Seconds(std::min(call.timeout_s, kLongestTimeout))
+                            : timeout;
+  for (int member = 0; member < size; ++member) collective->members.push_back(member);
+  collective->algorithm = make_algorithm(std::move(plan));
+  engine_->submit(collective);
+  return collective;
+}
+
+void Communicator::wait(Collective& collective) {
+  if (engine_) engine_->wait(collective);
+}
+
+// One rank alone: identity.
+void Communicator::copy_through(const Plan& plan) const {
+  if (plan.input == plan.output) return;
+  for (const auto& segment : plan.segments)
+    std::memmove(plan.output + plan.bytes(segment.offset),
+                 plan.input + plan.bytes(segment.offset),
+                 static_cast<size_t>(plan.bytes(segment.numel)));
+}
+
+std::vector<Bytes> Communicator::exchange(const std::vector<int>& members,
+                                          const std::string& key, const Bytes& mine) {
+  require(mine.size() <= kMostBlobBytes, CGX_INTERNAL, "blob of ", mine.size(), " bytes");
+  std::vector<Bytes> blobs(size);
+  if (members.size() == 1) return {mine};
+  auto collective = std::make_shared<Collective>();
+  collective->name = key;
+  collective->timeout = timeout;
+  collective->members = members;
+  collective->algorithm = std::make_unique<Exchange>(rank, mine, &blobs);
+  engine_->submit(collective);
+  engine_->wait(*collective);
+  require(collective->status == CGX_OK, collective->status, collective->error);
+  std::vector<Bytes> ordered;
+  for (const int member : members) ordered.push_back(std::move(blobs[member]));
+  return ordered;
+}
+
+void Communicator::close() {
+  if (engine_) engine_->close(timeout);
+  closed_ = true;
+}
+
+// ---- making --------------------------------------------------------------------------------
+
+CommunicatorRef connect(const std::string& name, int rank, int size, const Allgather& allgather,
+                        const std::string& type, Communicator::Seconds timeout) {
+  require(size >= 1 && rank >= 0 && rank < size, CGX_INVALID_ARGUMENT, "rank ", rank, " of size ",
+          size);
+  if (size == 1) return std::make_shared<Communicator>(name, rank, size, timeout, nullptr);
+  check_hello(allgather, type);
+  std::string tried;
+  for (const auto& entry : transport_table()) {
+    if (type != "AUTO" && type != entry.communicator_type) continue;
+    std::string why;
+    auto transport = try_transport(entry, rank, size, allgather, timeout, &why);
+    if (transport)
+      return std::make_shared<Communicator>(name, rank, size, timeout, std::move(transport));
+    tried += join("; ", entry.name, ": ", why);
+  }
+  fail(CGX_UNSUPPORTED, "no transport connects the ", size, " ranks of communicator '", name,
+       "' (COMMUNICATOR_TYPE ", type, ")", tried);
+}
+
+std::vector<CommunicatorRef> connect_local(const std::string& name, int size,
+                                           Communicator::Seconds timeout) {
+  require(size >= 1, CGX_INVALID_ARGUMENT, "size is ", size, "; accepted: 1 or more");
+  std::vector<CommunicatorRef> communicators;
+  if (size == 1) {
+    communicators.push_back(
+        std::make_shared<Communicator>(name + "/0", 0, 1, timeout, nullptr));
+    return communicators;
+  }
+  std::vector<std::unique_ptr<Connector>> connectors;
+  std::vector<Bytes> offers;
+  for (int rank = 0; rank < size; ++rank) {
+    connectors.push_back(make_thread_connector(rank, size));
+    offers.push_back(connectors.back()->offer());
+  }
+  for (int rank = 0; rank < size; ++rank)
+    communicators.push_back(std::make_shared<Communicator>(
+        join(name, "/", rank), rank, size, timeout, connectors[rank]->connect(offers, timeout)));
+  return communicators;
+}
+
+CommunicatorRef split(Communicator& parent, int color, int key, const std::string& name) {
+  struct Choice {
+    int32_t color, key;
+  };
+  std::vector<int> everyone(parent.size);
+  for (int rank = 0; rank < parent.size; ++rank) everyone[rank] = rank;
+  const auto blobs = parent.exchange(everyone, making(name, "split"), to_bytes(Choice{color, key}));
+  if (color < 0) return nullptr;
+  std::vector<std::pair<int, int>> members;  // (key, rank)
+  for (int rank = 0; rank < parent.size; ++rank) {
+    const auto choice = from_bytes<Choice>(blobs[rank]);
+    if (choice.color == color) members.emplace_back(choice.key, rank);
+  }
+  std::sort(members.begin(), members.end());
+  std::vector<int> ranks;
+  for (const auto& [order, rank] : members) ranks.push_back(rank);
+  return group(parent, ranks, name);
+}
+
+CommunicatorRef group(Communicator& parent, const std::vector<int>& ranks,
+                      const std::string& name) {
+  std::string list;
+  for (const int rank : ranks) {
+    require(rank >= 0 && rank < parent.size, CGX_INVALID_ARGUMENT, "rank ", rank,
+            " is not in communicator '", parent.name, "' of size ", parent.size);
+    require(std::count(ranks.begin(), ranks.end(), rank) == 1, CGX_INVALID_ARGUMENT, "rank ", rank,
+            " is listed twice");
+    list += join(list.empty() ? "" : ",", rank);
+  }
+  const auto self = std::find(ranks.begin(), ranks.end(), parent.rank);
+  require(self != ranks.end(), CGX_INVALID_ARGUMENT, "this rank, ", parent.rank,
+          ", is not among the ranks [", list, "]: only members call");
+  // The list is part of the key: other members may be making another group of the same name.
+  uint64_t hash = std::hash<std::string>()(list);
+  const std::string key = making(join(name, "#", hash), "group");
+  const Allgather allgather = [&](const Bytes& mine) {
+    return parent.exchange(ranks, key, mine);
+  };
+  return connect(name, static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size()),
+                 allgather, env_transport(), parent.timeout);
+}
+
+// ---- Registry ------------------------------------------------------------------------------
+
+Registry& Registry::instance() {
+  static auto* registry = new Registry;  // never destroyed: threads may outlive static destructors
+  return *registry;
+}
+
+void Registry::require_free(const std::string& name) const {
+  require(!name.empty(), CGX_INVALID_ARGUMENT, "a communicator needs a name");
+  const std::lock_guard lock(mutex_);
+  for (const auto& [id, communicator] : communicators_)
+    require(communicator->name != name, CGX_INVALID_ARGUMENT, "a communicator named '", name,
+            "' exists: close it first, or choose another name");
+}
+
+int32_t Registry::add(CommunicatorRef communicator) {
+  require_free(communicator->name);
+  const std::lock_guard lock(mutex_);
+  communicators_[next_] = std::move(communicator);
+  return next_++;
+}
+
+void Registry::add_world(CommunicatorRef communicator) {
+  const std::lock_guard lock(mutex_);
+  communicators_[kWorld] = std::move(communicator);
+}
+
+CommunicatorRef Registry::find_world() const {
+  const std::lock_guard lock(mutex_);
+  const auto found = communicators_.find(kWorld);
+  return found == communicators_.end() ? nullptr : found->second;
+}
+
+CommunicatorRef Registry::get(int32_t id) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = communicators_.find(id);
+  require(found != communicators_.end(), CGX_NOT_FOUND, "no communicator ", id,
+          ": it was closed, or never made; cgx_init makes the world, 0");
+  return found->second;
+}
+
+int32_t Registry::find(const std::string& name) const {
+  const std::lock_guard lock(mutex_);
+  std::string known;
+  for (const auto& [id, communicator] : communicators_) {
+    if (communicator->name == name) return id;
+    known += join(known.empty() ? "'" : ", '", communicator->name, "'");
+  }
+  fail(CGX_NOT_FOUND, "no communicator is named '", name, "'; known: ",
+       known.empty() ? "none" : known);
+}
+
+CommunicatorRef Registry::remove(int32_t id) {
+  auto communicator = get(id);
+  const std::lock_guard lock(mutex_);
+  communicators_.erase(id);
+  return communicator;
+}
+
+std::vector<CommunicatorRef> Registry::remove_all() {
+  const std::lock_guard lock(mutex_);
+  std::vector<CommunicatorRef> all;
+  for (auto& [id, communicator] : communicators_) all.push_back(std::move(communicator));
+  communicators_.clear();
+  return all;
+}
+
+}  // namespace cgx

@@ -1,0 +1,90 @@
+// Communicators, and the registry of them: the only process-wide state of the core.
+//
+//   make      from a bootstrap: exchange offers, try the transports in order of preference until one
+//             connects all ranks
+//   derive    by color or from a list of ranks: the parent is the bootstrap
+//   registry  small integers and names; the world is 0
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine.h"
+
+namespace cgx {
+
+// All ranks' blobs of equal size, in rank order.
+using Allgather = std::function<std::vector<Bytes>(const Bytes& mine)>;
+
+class Communicator {
+ public:
+  using Seconds = std::chrono::duration<double>;
+
+  // No transport: a communicator of one rank.
+  Communicator(std::string name, int rank, int size, Seconds timeout,
+               std::unique_ptr<Transport> transport);
+  ~Communicator();
+
+  // Throws if the call is malformed or the communicator closed. On one rank the values are copied at
+  // once and the collective is done on return.
+  std::shared_ptr<Collective> start(const cgx_collective_t& call, cgx_callback_t callback,
+                                    void* context);
+  void wait(Collective& collective);
+
+  // All members' blobs (at most 4 KB each), in the order of `members`. Calls are matched by name.
+  std::vector<Bytes> exchange(const std::vector<int>& members, const std::string& name,
+                              const Bytes& mine);
+  void close();
+
+  const std::string name;
+  const int rank, size;
+  const Seconds timeout;
+  const char* transport_name() const { return engine_ ? engine_->transport_name() : "self"; }
+  bool closed() const { return engine_ ? engine_->closed() : closed_.load(); }
+  bool failed() const { return engine_ && engine_->failed(); }
+  int64_t bytes_sent() const { return engine_ ? engine_->bytes_sent() : 0; }
+  int64_t completed() const { return engine_ ? engine_->completed() : completed_.load(); }
+
+ private:
+  void copy_through(const Plan& plan) const;
+
+  const std::unique_ptr<Engine> engine_;
+  std::atomic<bool> closed_{false};
+  std::atomic<int64_t> completed_{0};
+};
+
+using CommunicatorRef = std::shared_ptr<Communicator>;
+
+// Collective over the bootstrap's ranks. `type` is AUTO, SHM or MPI.
+CommunicatorRef connect(const std::string& name, int rank, int size, const Allgather& allgather,
+                        const std::string& type, Communicator::Seconds timeout);
+std::vector<CommunicatorRef> connect_local(const std::string& name, int size,
+                                           Communicator::Seconds timeout);
+// nullptr for a negative color.
+CommunicatorRef split(Communicator& parent, int color, int key, const std::string& name);
+CommunicatorRef group(Communicator& parent, const std::vector<int>& ranks, const std::string& name);
+
+class Registry {
+ public:
+  static Registry& instance();
+  static constexpr int32_t kWorld = 0;
+
+  int32_t add(CommunicatorRef communicator);  // throws if the name is taken
+  void add_world(CommunicatorRef communicator);
+  void require_free(const std::string& name) const;
+  CommunicatorRef get(int32_t id) const;  // throws CGX_NOT_FOUND
+  CommunicatorRef find_world() const;     // nullptr before cgx_init
+  int32_t find(const std::string& name) const;
+  CommunicatorRef remove(int32_t id);
+  std::vector<CommunicatorRef> remove_all();
+
+ private:
+  mutable std::mutex mutex_;
+  std::unordered_map<int32_t, CommunicatorRef> communicators_;
+  int32_t next_ = kWorld + 1;
+};
+
+}  // namespace cgx

@@ -1,0 +1,437 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/float_mode.h"
+#include "base/status.h"
+
+namespace cgx {
+namespace {
+
+constexpr auto kCheckInterval = std::chrono::milliseconds(20);  // deadlines, lost peers
+constexpr auto kLongestSleep = std::chrono::milliseconds(10);
+constexpr auto kSpinTime = std::chrono::microseconds(50);
+constexpr auto kGrace = std::chrono::microseconds(200);
+constexpr int kStepsPerPass = 16;  // between two looks at the transport
+
+uint64_t channel_key(int source, uint32_t channel) {
+  return static_cast<uint64_t>(source) << 32 | channel;
+}
+uint32_t channel_of(uint32_t serial, int part) { return serial % (kChannels / 2) * 2 + part; }
+
+}  // namespace
+
+class Engine::CollectivePort : public Port {
+ public:
+  CollectivePort(Engine* engine, Collective* collective)
+      : engine_(engine), collective_(collective) {}
+  BufferRef allocate(size_t bytes) override { return engine_->transport_->allocate(bytes); }
+  void send(int destination, int part, const BufferRef& buffer, size_t bytes) override {
+    engine_->bytes_sent_ += static_cast<int64_t>(bytes);
+    engine_->transport_->send(destination, channel_of(collective_->serial, part), buffer, bytes,
+                              collective_->sends);
+  }
+  int unreleased() const override { return collective_->sends->unreleased; }
+
+ private:
+  Engine* engine_;
+  Collective* collective_;
+};
+
+Engine::Engine(std::string name, int rank, int size, std::unique_ptr<Transport> transport)
+    : name_(std::move(name)),
+      rank_(rank),
+      size_(size),
+      transport_(std::move(transport)),
+      lost_(size) {}
+
+Engine::~Engine() = default;
+
+// ---- the caller's side ---------------------------------------------------------------------
+
+void Engine::submit(const CollectiveRef& collective) {
+  {
+    const std::lock_guard lock(mutex_);
+    require(!closed_, CGX_CLOSED, "communicator '", name_, "' is closed: ", close_reason_);
+    collective->key = {collective->name, collective->occurrence >= 0
+                                             ? static_cast<uint64_t>(collective->occurrence)
+                                             : occurrences_[collective->name]++};
+    collective->deadline =
+        Clock::now() + std::chrono::duration_cast<Clock::duration>(collective->timeout);
+    submitted_.push_back(collective);
+    ++in_flight_;
+    if (collective->callback) ++callbacks_in_flight_;
+    if (!thread_.joinable()) thread_ = std::thread([this] { progress_thread(); });
+  }
+  if (try_take_role()) {  // announce it now: peers may be waiting for the header
+    progress();
+    give_role();
+  } else {
+    transport_->wake();
+  }
+  if (in_flight_) work_given_.notify_one();
+}
+
+void Engine::wait(Collective& collective) {
+  std::unique_lock lock(mutex_);
+  while (!collective.done) {
+    if (role_taken_) {
+      changed_.wait(lock);
+      continue;
+    }
+    role_taken_ = true;
+    lock.unlock();
+    for (int spins = 0; !collective.done;) {
+      if (progress())
+        spins = 0;
+      else
+        idle(&spins);
+    }
+    lock.lock();
+    role_taken_ = false;
+    changed_.notify_all();
+    if (in_flight_) work_given_.notify_one();
+  }
+}
+
+void Engine::close(std::chrono::duration<double> at_most) {
+  std::unique_lock lock(mutex_);
+  if (stop_) return;
+  stop_ = true;
+  if (!closed_.exchange(true)) close_reason_ = "it was closed on this rank";
+  work_given_.notify_all();
+  transport_->wake();
+  changed_.wait(lock, [&] { return !role_taken_; });
+  role_taken_ = true;
+  lock.unlock();
+  if (thread_.joinable()) thread_.join();
+
+  progress();  // takes in what was submitted last
+  if (in_flight_) fail_all(CGX_CLOSED, "it was closed on this rank", nullptr);
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(at_most);
+  for (int spins = 0; !failed_ && !transport_->drained() && Clock::now() < deadline;)
+    if (!progress()) idle(&spins);
+  if (!failed_) transport_->leave(transport_->drained(), "it closed the communicator");
+}
+
+// ---- the progress role ---------------------------------------------------------------------
+
+bool Engine::try_take_role() {
+  const std::lock_guard lock(mutex_);
+  return !std::exchange(role_taken_, true);
+}
+
+void Engine::give_role() {
+  const std::lock_guard lock(mutex_);
+  role_taken_ = false;
+  changed_.notify_all();
+}
+
+void Engine::progress_thread() {
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    if (role_taken_ || in_flight_ == 0) {
+      work_given_.wait(lock);
+      continue;
+    }
+    // Who starts a collective without a callback mostly waits for it at once, and takes the role.
+    if (callbacks_in_flight_ == 0 && work_given_.wait_for(lock, kGrace) == std::cv_status::no_timeout)
+      continue;
+    if (role_taken_ || stop_) continue;
+    role_taken_ = true;
+    lock.unlock();
+    for (int spins = 0; in_flight_ != 0 && !stop_;) {
+      if (progress())
+        spins = 0;
+      else
+        idle(&spins);
+    }
+    lock.lock();
+    role_taken_ = false;
+    changed_.notify_all();
+  }
+}
+
+void Engine::idle(int* spins) {
+  // Give way first: with more ranks than cores the peer that is waited for may need this one.
+  static thread_local Clock::time_point since;
+  if ((*spins)++ == 0) since = Clock::now();
+  if (Clock::now() - since < kSpinTime)
+    std::this_thread::yield();
+  else
+    transport_->wait(kLongestSleep);
+}
+
+bool Engine::progress() {
+  const FloatMode mode;
+  std::deque<CollectiveRef> submitted;
+  {
+    const std::lock_guard lock(mutex_);
+    submitted.swap(submitted_);
+  }
+  bool worked = !submitted.empty();
+  for (const auto& collective : submitted) guard([&] { accept(collective); });
+  guard([&] {
+    worked |= transport_->progress(*this);
+    worked |= run_queue();
+    if (Clock::now() >= next_check_) check_deadlines();
+  });
+  return worked;
+}
+
+template <typename Work>
+void Engine::guard(Work&& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    fail_all(error.status(), error.what(), nullptr);
+  } catch (const std::exception& error) {
+    fail_all(CGX_INTERNAL, error.what(), nullptr);
+  }
+}
+
+// ---- collectives ---------------------------------------------------------------------------
+
+void Engine::accept(const CollectiveRef& collective) {
+  Collective& c = *collective;
+  if (failed_) {  // submitted just before the communicator failed
+    end(c, CGX_CLOSED, join("communicator '", name_, "' is closed: ", close_reason_));
+    return;
+  }
+  if (!running_.emplace(c.key, collective).second) {
+    end(c, CGX_INVALID_ARGUMENT,
+        join("collective ", c.key.text(), " is already in flight on communicator '", name_,
+             "': give each call its own name or occurrence"));
+    return;
+  }
+  c.serial = next_serial_++;
+  c.headers.resize(size_);
+  c.missing_headers = static_cast<int>(c.members.size());
+  Header own{c.key, c.serial, c.agreement, c.algorithm->eager()};
+  const Bytes message = write_header(own);
+  for (const int member : c.members) {
+    if (member == rank_) continue;
+    transport_->send_control(member, message);
+    bytes_sent_ += static_cast<int64_t>(message.size());
+  }
+  own.eager.clear();  // the algorithm has it
+  take_header(c, rank_, std::move(own));
+  const auto early = early_headers_.find(c.key);
+  if (early == early_headers_.end()) return;
+  auto headers = std::move(early->second);
+  early_headers_.erase(early);
+  for (auto& [source, header] : headers) place_header(source, std::move(header));
+}
+
+// A header belongs to the running collective of its key, unless that one has the source's already (a
+// fast peer is at its next use of the key) or is still to come.
+void Engine::place_header(int source, Header header) {
+  const auto found = running_.find(header.key);
+  if (found == running_.end() || found->second->headers[source])
+    early_headers_[header.key].emplace_back(source, std::move(header));
+  else
+    take_header(*found->second, source, std::move(header));
+}
+
+void Engine::take_header(Collective& collective, int source, Header header) {
+  if (source != rank_) {
+    for (int part = 0; part < 2; ++part)
+      channels_[channel_key(source, channel_of(header.serial, part))] = &collective;
+    collective.algorithm->deliver_eager(source, std::move(header.eager));
+  }
+  collective.headers[source] = std::move(header);
+  if (--collective.missing_headers == 0) agree(collective);
+}
+
+void Engine::agree(Collective& collective) {
+  // Every member sees the same headers, so every member comes to the same end, with the same words.
+  const int first = *std::min_element(collective.members.begin(), collective.members.end());
+  const Agreement& reference = collective.headers[first]->agreement;
+  for (const int member : collective.members) {
+    const Agreement& other = collective.headers[member]->agreement;
+    if (std::memcmp(&reference, &other, sizeof(Agreement)) == 0) continue;
+    finish(collective, CGX_MISMATCH,
+           join("ranks ", first, " and ", member, " disagree on collective ", collective.key.text(),
+                ": ",
+                difference(reference, other),
+                "; every rank must call it with the same arguments, in the same order or by name"));
+    return;
+  }
+  collective.agreed = true;
+  auto early = std::move(collective.early);
+  for (auto& [part, arrival] : early) collective.algorithm->deliver(part, std::move(arrival));
+  enqueue(collective);
+}
+
+void Engine::enqueue(Collective& collective) {
+  if (std::exchange(collective.queued, true)) return;
+  ready_.push_back(&collective);
+}
+
+bool Engine::run_queue() {
+  bool worked = false;
+  for (Collective* collective : std::exchange(blocked_, {})) enqueue(*collective);
+  for (int steps = 0; steps < kStepsPerPass && !ready_.empty(); ++steps) {
+    Collective& collective = *ready_.front();
+    ready_.pop_front();
+    collective.queued = false;
+    CollectivePort port(this, &collective);
+    const Step step = collective.algorithm->step(port);
+    worked |= step == Step::kWorked;
+    if (step == Step::kWorked)
+      enqueue(collective);
+    else if (collective.algorithm->finished())
+      finishing_.push_back(&collective);
+    else if (step == Step::kBlocked)
+      blocked_.push_back(&collective);
+  }
+  // Order of finishing_ does not matter: collectives are independent.
+  for (size_t i = 0; i < finishing_.size();) {
+    if (finishing_[i]->sends->unsent != 0) {
+      ++i;
+      continue;
+    }
+    Collective* collective = finishing_[i];
+    finishing_[i] = finishing_.back();
+    finishing_.pop_back();
+    finish(*collective, CGX_OK, "");
+    worked = true;
+  }
+  return worked;
+}
+
+void Engine::finish(Collective& collective, cgx_status_t status, std::string error) {
+  const CollectiveRef keep = running_.at(collective.key);
+  running_.erase(collective.key);
+  for (int source = 0; source < static_cast<int>(collective.headers.size()); ++source)
+    if (source != rank_ && collective.headers[source])
+      for (int part = 0; part < 2; ++part)
+        channels_.erase(channel_key(source, channel_of(collective.headers[source]->serial, part)));
+  if (collective.queued) std::erase(ready_, &collective);
+  std::erase(blocked_, &collective);
+  std::erase(finishing_, &collective);
+  // What it holds of the transport goes back while this thread has the role.
+  collective.early.clear();
+  collective.headers.clear();
+  end(collective, status, std::move(error));
+}
+
+void Engine::end(Collective& collective, cgx_status_t status, std::string error) {
+  collective.algorithm.reset();
+  collective.status = status;
+  collective.error = std::move(error);
+  if (status == CGX_OK) ++completed_;
+  if (collective.callback) --callbacks_in_flight_;
+  if (collective.callback)
+    collective.callback(collective.context, status, collective.error.c_str());
+  const std::lock_guard lock(mutex_);
+  --in_flight_;
+  collective.done = true;
+  changed_.notify_all();
+}
+
+// ---- messages ------------------------------------------------------------------------------
+
+void Engine::on_control(int source, std::span<const std::byte> message) {
+  if (control_kind(message) == ControlKind::kAbort) {
+    on_peer_lost(source, false, read_abort(message));
+    return;
+  }
+  place_header(source, read_header(message));
+}
+
+void Engine::on_bulk(Arrival arrival) {
+  const auto found = channels_.find(channel_key(arrival.source, arrival.channel));
+  if (found == channels_.end()) return;  // of a collective that has failed here
+  Collective& collective = *found->second;
+  const int part = static_cast<int>(arrival.channel % 2);
+  if (!collective.agreed) {
+    collective.early.emplace_back(part, std::move(arrival));
+    return;
+  }
+  collective.algorithm->deliver(part, std::move(arrival));
+  enqueue(collective);
+}
+
+// ---- failure -------------------------------------------------------------------------------
+
+bool Engine::waits_for(const Collective& collective, int rank) const {
+  if (rank == rank_ || std::find(collective.members.begin(), collective.members.end(), rank) ==
+                           collective.members.end())
+    return false;
+  return !collective.headers[rank] || (collective.agreed && collective.algorithm->waits_for(rank));
+}
+
+void Engine::on_peer_lost(int rank, bool graceful, const std::string& reason) {
+  if (failed_ || lost_[rank]) return;
+  lost_[rank] = reason;
+  next_check_ = {};
+  if (!graceful)
+    fail_all(CGX_PEER_FAILED, join("rank ", rank, " is lost: ", reason), nullptr);
+}
+
+void Engine::check_deadlines() {
+  const auto now = Clock::now();
+  next_check_ = now + kCheckInterval;
+  for (const auto& [key, collective] : running_) {
+    for (const int member : collective->members) {
+      // A rank that left in good order had done its part in all that it started.
+      if (!lost_[member] || collective->headers[member]) continue;
+      fail_all(CGX_PEER_FAILED,
+               join("rank ", member, " is lost before it started collective ", key.text(), ": ",
+                    *lost_[member]),
+               nullptr);
+      return;
+    }
+    if (now < collective->deadline) continue;
+    fail_all(CGX_TIMEOUT, describe_wait(*collective), collective.get());
+    return;
+  }
+}
+
+std::string Engine::describe_wait(const Collective& collective) const {
+  std::string text = join("collective ", collective.key.text(), " did not end within ",
+                          collective.timeout.count(), " s");
+  for (const int member : collective.members) {
+    if (!waits_for(collective, member)) continue;
+    if (collective.headers[member]) {
+      text += join("; rank ", member, " is late in phase ", collective.algorithm->phase());
+      continue;
+    }
+    text += join("; rank ", member, " has not started it (phase header)");
+    const auto other = std::find_if(
+        early_headers_.begin(), early_headers_.end(), [&](const auto& early) {
+          return std::any_of(early.second.begin(), early.second.end(),
+                             [&](const auto& entry) { return entry.first == member; });
+        });
+    if (other != early_headers_.end()) text += join(", but has started ", other->first.text());
+  }
+  return text;
+}
+
+void Engine::fail_all(cgx_status_t status, const std::string& reason, Collective* cause) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (failed_.exchange(true)) return;
+    closed_ = true;
+    close_reason_ = reason;
+  }
+  // Peers first: their collectives wait for this rank.
+  const Bytes abort = write_abort(reason.substr(0, 900));
+  for (int peer = 0; peer < size_; ++peer)
+    if (peer != rank_ && !lost_[peer]) transport_->send_control(peer, abort);
+  while (!running_.empty()) {
+    Collective& collective = *running_.begin()->second;
+    std::string text = join("communicator '", name_, "', rank ", rank_, ": ", reason);
+    if (&collective != cause) {
+      text += join(" [while collective ", collective.key.text(), " was in phase ",
+                   collective.agreed ? collective.algorithm->phase() : "header", "]");
+    }
+    finish(collective, status, std::move(text));
+  }
+  early_headers_.clear();
+  transport_->leave(false, reason);
+}
+
+}  // namespace cgx

@@ -1,0 +1,106 @@
+// The engine of one rank of one communicator: any number of collectives in flight, started in any
+// order, on any threads.
+//
+//   submit   a collective gets its key and is announced to every member by a header. No collective
+//            waits for an order to be agreed on: headers are matched by key.
+//   agree    when every member's header is here they are compared. All ranks see the same headers, so
+//            all go on, or all end with one error. Values move only after that.
+//   run      the algorithm's state machine, fed by messages, in bounded steps
+//   end      done, or failed: a passed deadline or a lost peer ends every collective and closes the
+//            communicator, and says so to the peers
+//
+// One thread at a time holds the progress role: a caller blocked in wait(), else the progress thread,
+// which sleeps while nothing is in flight.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <list>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+
+#include "collective.h"
+
+namespace cgx {
+
+class Engine : private Sink {
+ public:
+  Engine(std::string name, int rank, int size, std::unique_ptr<Transport> transport);
+  ~Engine() override;  // close() first
+
+  // Never blocks on a peer. Throws Error(CGX_CLOSED) if the communicator is closed.
+  void submit(const std::shared_ptr<Collective>& collective);
+  // Until collective->done; drives progress. The deadline of the collective bounds it.
+  void wait(Collective& collective);
+
+  // Waits until peers have read what they were sent, no longer than at_most, then leaves.
+  void close(std::chrono::duration<double> at_most);
+
+  bool closed() const { return closed_.load(); }
+  bool failed() const { return failed_.load(); }
+  int64_t bytes_sent() const { return bytes_sent_.load(); }
+  int64_t completed() const { return completed_.load(); }
+  const char* transport_name() const { return transport_->name(); }
+
+ private:
+  class CollectivePort;
+  using CollectiveRef = std::shared_ptr<Collective>;
+
+  // The progress role.
+  bool try_take_role();
+  void give_role();
+  void progress_thread();
+  void idle(int* spins);
+
+  // Below: only with the role.
+  bool progress();
+  template <typename Work>
+  void guard(Work&& work);  // a failure of the transport ends everything
+  void accept(const CollectiveRef& collective);
+  void place_header(int source, Header header);
+  void take_header(Collective& collective, int source, Header header);
+  void agree(Collective& collective);
+  bool run_queue();
+  void enqueue(Collective& collective);
+  void check_deadlines();
+  void finish(Collective& collective, cgx_status_t status, std::string error);
+  void end(Collective& collective, cgx_status_t status, std::string error);
+  void fail_all(cgx_status_t status, const std::string& reason, Collective* cause);
+  std::string describe_wait(const Collective& collective) const;
+  bool waits_for(const Collective& collective, int rank) const;
+
+  void on_control(int source, std::span<const std::byte> message) override;
+  void on_bulk(Arrival arrival) override;
+  void on_peer_lost(int rank, bool graceful, const std::string& reason) override;
+
+  const std::string name_;
+  const int rank_, size_;
+  const std::unique_ptr<Transport> transport_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;     // a collective ended, or the role is free
+  std::condition_variable work_given_;  // for the progress thread
+  bool role_taken_ = false;
+  std::atomic<bool> stop_{false};
+  std::deque<CollectiveRef> submitted_;
+  std::string close_reason_;
+  std::unordered_map<std::string, uint64_t> occurrences_;
+  std::thread thread_;
+  std::atomic<bool> closed_{false}, failed_{false};
+  std::atomic<int> in_flight_{0}, callbacks_in_flight_{0};
+  std::atomic<int64_t> bytes_sent_{0}, completed_{0};
+
+  // With the role.
+  std::unordered_map<Key, CollectiveRef, KeyHash> running_;
+  std::unordered_map<Key, std::vector<std::pair<int, Header>>, KeyHash> early_headers_;
+  std::unordered_map<uint64_t, Collective*> channels_;  // (source, channel)
+  std::deque<Collective*> ready_;
+  std::vector<Collective*> blocked_;
+  std::vector<Collective*> finishing_;  // computed; their sends are not handed over yet
+  std::vector<std::optional<std::string>> lost_;  // by rank: why
+  uint32_t next_serial_ = 0;
+  Clock::time_point next_check_{};
+};
+
+}  // namespace cgx

@@ -1,0 +1,238 @@
+/* The waist of libcgx: everything the bindings (torch_ops/, xla_ffi/, cgx_ops/_native.py) may call.
+ *
+ *   1. status codes and the error text
+ *   2. the process: init, finalize, describe
+ *   3. communicators, as small integers in one process-wide registry
+ *   4. collectives: start, test, wait
+ *   5. the codec alone, for tests and tools
+ *   6. an inline C++ face: cgx::check() throws in the caller's own module
+ *
+ * No exception crosses this border: every function returns a status, and the text of the calling
+ * thread's last failure is cgx_last_error(). Structs begin with struct_size = sizeof(the struct);
+ * new fields are appended at the end only, and zero in them means the default. */
+#ifndef CGX_CGX_H_
+#define CGX_CGX_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define CGX_VERSION "0.1.0"
+
+#if defined(_WIN32)
+#error "cgx runs on Linux"
+#endif
+#define CGX_API __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- 1. status ---------------------------------------------------------------------------- */
+
+typedef enum cgx_status_t {
+  CGX_OK = 0,
+  CGX_INVALID_ARGUMENT = 1, /* a value out of its range: bits, bucket_size, CGX_* text, ... */
+  CGX_UNSUPPORTED = 2,      /* a dtype, op or layout that no kernel serves */
+  CGX_NOT_FOUND = 3,        /* no such communicator */
+  CGX_MISMATCH = 4,         /* ranks called one collective with different arguments */
+  CGX_TIMEOUT = 5,          /* a deadline passed; the communicator is closed */
+  CGX_PEER_FAILED = 6,      /* a peer died or gave up; the communicator is closed */
+  CGX_CLOSED = 7,           /* the communicator was closed before this call */
+  CGX_SYSTEM = 8,           /* MPI or the operating system refused */
+  CGX_INTERNAL = 9          /* a defect in cgx */
+} cgx_status_t;
+
+/* Text of this thread's last failure; "" if none. Valid until the thread's next cgx call. */
+CGX_API const char* cgx_last_error(void);
+CGX_API const char* cgx_version(void);
+
+/* ---- 2. the process ----------------------------------------------------------------------- */
+
+/* What this build has, as JSON: {"version", "mpi", "cpu_target", "cpu_targets": [...],
+ * "transports" | "compressors" | "algorithms": [{"name", "description"}]}. Starts nothing.
+ * "mpi" is the version line of the MPI library that is loaded. */
+CGX_API const char* cgx_describe(void);
+
+/* Starts MPI if this process was launched by mpirun (or somebody already started MPI), and makes the
+ * communicator "world". Without mpirun the world has one rank and needs no MPI. Idempotent. */
+CGX_API cgx_status_t cgx_init(int32_t* world);
+
+/* Closes every communicator and finalizes MPI if cgx started it. Bounded in time; idempotent.
+ * Call it from the interpreter's atexit. Does nothing in a forked child. */
+CGX_API cgx_status_t cgx_finalize(void);
+
+/* ---- 3. communicators --------------------------------------------------------------------- */
+
+/* Every rank gives `bytes` bytes and receives all ranks' blobs in rank order. Returns 0, or not. */
+typedef int (*cgx_allgather_t)(void* context, const void* mine, size_t bytes, void* all);
+
+typedef struct cgx_bootstrap_t {
+  size_t struct_size;
+  int32_t rank;
+  int32_t size;
+  cgx_allgather_t allgather;
+  void* context;         /* passed to allgather; not used after cgx_comm_create returns */
+  const char* name;      /* unique among this process's live communicators */
+  const char* transport; /* "AUTO", "SHM", "MPI"; NULL: COMMUNICATOR_TYPE, else AUTO */
+  double timeout_s;      /* default deadline of its collectives; <= 0: CGX_TIMEOUT, else 300 */
+} cgx_bootstrap_t;
+
+typedef struct cgx_comm_info_t {
+  size_t struct_size;
+  int32_t rank;
+  int32_t size;
+  int32_t closed;         /* 1 after a failure or cgx_comm_close */
+  const char* name;       /* valid while the communicator is */
+  const char* transport;  /* "self", "thread", "shm", "mpi" */
+  int64_t bytes_sent;     /* what this rank handed to peers since creation, headers included */
+  int64_t collectives;    /* completed without error since creation */
+} cgx_comm_info_t;
+
+/* Collective over the ranks of the bootstrap. */
+CGX_API cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* comm);
+/* `size` ranks inside this process, to be used by `size` threads; comms[i] is rank i, named
+ * "<name>/<i>". */
+CGX_API cgx_status_t cgx_comm_create_local(int32_t size, const char* name, double timeout_s,
+                                           int32_t* comms);
+/* Collective over comm: ranks with equal color form a communicator, ordered by (key, rank). A
+ * negative color joins none and gets *out = -1. `name` must be equal on all members: it is the
+ * communicator's name and, as the calls are matched by it, splits may start in any order. */
+CGX_API cgx_status_t cgx_comm_split(int32_t comm, int32_t color, int32_t key, const char* name,
+                                    int32_t* out);
+/* Collective over the listed ranks of comm only; ranks[i] becomes rank i. */
+CGX_API cgx_status_t cgx_comm_group(int32_t comm, const int32_t* ranks, int32_t num_ranks,
+                                    const char* name, int32_t* out);
+CGX_API cgx_status_t cgx_comm_find(const char* name, int32_t* comm);
+CGX_API cgx_status_t cgx_comm_info(int32_t comm, cgx_comm_info_t* info);
+/* Waits (bounded) until peers have read what was sent to them, then frees. Not collective. */
+CGX_API cgx_status_t cgx_comm_close(int32_t comm);
+
+/* ---- 4. collectives ----------------------------------------------------------------------- */
+
+typedef enum cgx_dtype_t { CGX_FLOAT32 = 0, CGX_FLOAT16 = 1, CGX_BFLOAT16 = 2 } cgx_dtype_t;
+typedef enum cgx_op_t { CGX_SUM = 0, CGX_AVG = 1, CGX_MIN = 2, CGX_MAX = 3, CGX_PRODUCT = 4 } cgx_op_t;
+typedef enum cgx_verb_t {
+  CGX_ALLREDUCE = 0,
+  CGX_REDUCE_SCATTER = 1,
+  CGX_ALL_GATHER = 2
+} cgx_verb_t;
+typedef enum cgx_algorithm_t {
+  CGX_AUTO = 0,
+  CGX_ONE_SHOT = 1,
+  CGX_SRA = 2,
+  CGX_RING = 3
+} cgx_algorithm_t;
+typedef enum cgx_rounding_t { CGX_NEAREST = 0, CGX_STOCHASTIC = 1 } cgx_rounding_t;
+
+/* A run of elements with its own compression. Bucket grid, minimal_size and noise index restart at
+ * each segment. Segments must not overlap. */
+typedef struct cgx_segment_t {
+  int64_t offset;      /* elements from the start of the buffer (or of a rank's block) */
+  int64_t numel;       /* >= 0 */
+  int64_t bucket_size; /* >= 1 elements that share one minimum and step */
+  int32_t bits;        /* 1-8, or 32: exact */
+  int32_t reserved;    /* 0 */
+} cgx_segment_t;
+
+typedef struct cgx_collective_t {
+  size_t struct_size;
+  int32_t comm;
+  int32_t verb;
+  int32_t dtype;
+  int32_t op;        /* bits < 32: sum and avg only. Ignored by all_gather */
+  int32_t algorithm; /* allreduce only */
+  int32_t rounding;
+  int32_t gather_bits; /* bits of the reduced values on their way back; 0: as the segment's */
+  int32_t skip_incomplete_buckets; /* 1: a segment's last bucket, if not full, travels exact */
+  int64_t minimal_size; /* segments of fewer than max(16, minimal_size) elements travel exact */
+  int64_t seed;         /* of stochastic rounding; ranks need not agree on it */
+  /* allreduce: output may be input. reduce_scatter: input holds `size` blocks of block_numel
+   * elements, output one block. all_gather: the reverse. Segments lie inside a block. */
+  const void* input;
+  void* output;
+  int64_t block_numel; /* 0: where the last segment ends */
+  const cgx_segment_t* segments;
+  int64_t num_segments;
+  const char* name;   /* NULL or "": calls match in the communicator's program order */
+  int64_t occurrence; /* n-th use of the name, counted from 0; < 0: counted by the communicator */
+  double timeout_s;   /* <= 0: the communicator's */
+} cgx_collective_t;
+
+typedef struct cgx_request_t cgx_request_t;
+
+/* Called once, from some thread that must not be blocked (the progress thread or a waiter):
+ * `message` is valid during the call and "" on success. */
+typedef void (*cgx_callback_t)(void* context, cgx_status_t status, const char* message);
+
+/* Never blocks on a peer. Buffers, not the structs, must outlive the collective. With a callback the
+ * collective owns itself and request must be NULL; without one *request must be given to cgx_wait.
+ * A failure returned here means that nothing was started and callback will not be called. */
+CGX_API cgx_status_t cgx_start(const cgx_collective_t* collective, cgx_callback_t callback,
+                               void* context, cgx_request_t** request);
+CGX_API cgx_status_t cgx_test(cgx_request_t* request, int32_t* done);
+/* Blocks until the collective ends (its deadline bounds this) and frees the request. */
+CGX_API cgx_status_t cgx_wait(cgx_request_t* request);
+
+/* What cgx_start would do: the algorithm it picks and the bytes this rank would send. */
+typedef struct cgx_plan_t {
+  size_t struct_size;
+  int32_t algorithm;
+  int32_t reserved;
+  int64_t payload_bytes; /* encoded values sent by this rank, over all peers */
+  int64_t exact_bytes;   /* the same with 32 bits everywhere */
+} cgx_plan_t;
+CGX_API cgx_status_t cgx_plan(const cgx_collective_t* collective, cgx_plan_t* plan);
+
+/* ---- 5. the codec alone ------------------------------------------------------------------- */
+
+typedef struct cgx_codec_t {
+  size_t struct_size;
+  int32_t dtype;
+  int32_t bits; /* 1-8, or 32 */
+  int64_t bucket_size;
+  int32_t rounding;
+  int32_t skip_incomplete_buckets;
+  int64_t seed;        /* the Philox counter is (first_index + i, rank, phase), the key is seed */
+  int32_t rank;
+  int32_t phase;
+  int64_t first_index; /* index of the first element in its segment: a multiple of bucket_size */
+} cgx_codec_t;
+
+CGX_API cgx_status_t cgx_encoded_bytes(const cgx_codec_t* codec, int64_t numel, int64_t* bytes);
+CGX_API cgx_status_t cgx_quantize(const cgx_codec_t* codec, const void* values, int64_t numel,
+                                  void* bytes);
+CGX_API cgx_status_t cgx_dequantize(const cgx_codec_t* codec, const void* bytes, int64_t numel,
+                                    void* values);
+
+#ifdef __cplusplus
+} /* extern "C" */
+
+/* ---- 6. C++ face -------------------------------------------------------------------------- */
+
+#include <stdexcept>
+#include <string>
+
+namespace cgx {
+
+class StatusError : public std::runtime_error {
+ public:
+  StatusError(cgx_status_t status, const std::string& text)
+      : std::runtime_error(text), status(status) {}
+  cgx_status_t status;
+};
+
+inline void check(cgx_status_t status) {
+  if (status != CGX_OK) throw StatusError(status, cgx_last_error());
+}
+
+/* Zero-initialised with struct_size set: auto c = cgx::make<cgx_collective_t>(); */
+template <typename T>
+T make() {
+  T t{};
+  t.struct_size = sizeof(T);
+  return t;
+}
+
+}  // namespace cgx
+#endif /* __cplusplus */
+#endif /* CGX_CGX_H_ */

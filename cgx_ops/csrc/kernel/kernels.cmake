@@ -1,0 +1,21 @@
+# Sources of the kernels and the options of each: sets CGX_KERNEL_SOURCES. Included by
+# cgx_ops/csrc/CMakeLists.txt, because properties of a source count only in the directory that sets
+# them. Every target gives the same bits: no contraction to FMA, no fast-math. -fno-trapping-math
+# changes no result: it lets the compiler compute both sides of a choice, as SIMD must.
+
+set(CGX_KERNEL_DIR ${CMAKE_CURRENT_LIST_DIR})
+set(CGX_KERNEL_SOURCES ${CGX_KERNEL_DIR}/dispatch.cc)
+
+function(cgx_cpu_target name)
+  set(source ${CGX_KERNEL_DIR}/cpu/kernels_${name}.cc)
+  set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS "-O3;-ffp-contract=off;-fno-trapping-math;${ARGN}")
+  set(CGX_KERNEL_SOURCES ${CGX_KERNEL_SOURCES} ${source} PARENT_SCOPE)
+endfunction()
+
+cgx_cpu_target(baseline)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
+  cgx_cpu_target(avx2 -mavx2)
+  cgx_cpu_target(avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
+  cgx_cpu_target(neon)
+endif()

@@ -1,0 +1,55 @@
+// Arithmetic on one rank, over raw pointers: the contract that every CPU target (and, later, CUDA)
+// fulfils to the same bit. docs/wire_format.md and docs/numerics.md spell the arithmetic out.
+//
+// All targets are compiled from kernel/cpu/kernels-inl.h; kernels() picks one at first use: the
+// best that this CPU runs, or the one that CGX_CPU_TARGET names.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/types.h"
+
+namespace cgx {
+
+// A run of whole buckets (the last may be short) of one segment.
+struct BucketRun {
+  int64_t numel = 0;
+  int64_t first_index = 0;  // of the first element, in its segment: a multiple of bucket_size
+  int64_t bucket_size = 1;
+  int bits = 4;  // 1-8
+};
+
+// Callers hold a FloatMode (base/float_mode.h). Pointers need not be aligned to their type. A sum,
+// product or quotient that is NaN is the NaN 0x7fc00000, because processors keep different
+// payloads.
+struct Kernels {
+  const char* name;  // "baseline", "avx2", "avx512", "neon"
+  const char* description;
+
+  // values (of `dtype`) -> bucket records, laid end to end: {fp32 min, fp32 step, ceil(n*bits/8)
+  // bytes of levels}. Writes exactly the bytes of the records.
+  void (*quantize)(Dtype dtype, const void* values, const BucketRun& run, const Rounding& rounding,
+                   std::byte* records);
+  // records -> values, rounded to `dtype`.
+  void (*dequantize)(const std::byte* records, const BucketRun& run, Dtype dtype, void* values);
+  // sum[i] += decoded value i, in fp32.
+  void (*dequantize_add)(const std::byte* records, const BucketRun& run, float* sum);
+
+  // Exact values. Equal types: a copy, bit for bit. `from` and `to` are equal or do not overlap.
+  void (*convert)(Dtype from_type, const void* from, Dtype to_type, void* to, int64_t numel);
+  void (*add)(Dtype dtype, const void* values, float* sum, int64_t numel);  // sum += values
+  // into = op(into, values); avg adds. NaN wins in min and max, and -0 < +0.
+  void (*combine)(Op op, const float* values, float* into, int64_t numel);
+  void (*divide)(float* values, float divisor, int64_t numel);
+};
+
+// The chosen target's table. Throws Error(CGX_INVALID_ARGUMENT) if CGX_CPU_TARGET names a target
+// that is unknown or that this CPU does not run.
+const Kernels& kernels();
+// Those this CPU runs, best first.
+std::vector<const Kernels*> available_kernels();
+
+}  // namespace cgx

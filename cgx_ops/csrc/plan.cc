@@ -1,0 +1,201 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "algorithm/algorithm.h"
+#include "algorithm/layout.h"
+#include "base/status.h"
+
+namespace cgx {
+namespace {
+
+constexpr int64_t kSmallestCompressed = 16;  // fewer elements cost more as a bucket than exact
+
+template <typename T>
+T in_range(const char* what, int64_t value, int64_t lowest, int64_t highest, const char* accepted) {
+  require(value >= lowest && value <= highest, CGX_INVALID_ARGUMENT, what, " is ", value,
+          "; accepted: ", accepted);
+  return static_cast<T>(value);
+}
+
+void check_bits(const char* what, int64_t bits) {
+  require((bits >= 1 && bits <= 8) || bits == kExactBits, CGX_INVALID_ARGUMENT, what, " is ", bits,
+          "; accepted: 1 to 8, or 32 for exact values");
+}
+
+void check_segments(const cgx_segment_t* segments, int64_t count, int64_t block_numel) {
+  std::vector<std::pair<int64_t, int64_t>> ranges;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto& segment = segments[i];
+    require(segment.offset >= 0 && segment.numel >= 0 &&
+                segment.offset <= INT64_MAX / 8 - segment.numel,
+            CGX_INVALID_ARGUMENT, "segment ", i, " has offset ", segment.offset, " and numel ",
+            segment.numel, "; both must be 0 or more");
+    require(segment.bucket_size >= 1, CGX_INVALID_ARGUMENT, "bucket_size is ", segment.bucket_size,
+            "; accepted: 1 or more");
+    check_bits("bits", segment.bits);
+    require(block_numel == 0 || segment.offset + segment.numel <= block_numel, CGX_INVALID_ARGUMENT,
+            "segment ", i, " ends at element ", segment.offset + segment.numel,
+            ", behind the block of ", block_numel);
+    if (segment.numel > 0) ranges.emplace_back(segment.offset, segment.offset + segment.numel);
+  }
+  if (!std::is_sorted(ranges.begin(), ranges.end())) std::sort(ranges.begin(), ranges.end());
+  for (size_t i = 1; i < ranges.size(); ++i)
+    require(ranges[i].first >= ranges[i - 1].second, CGX_INVALID_ARGUMENT,
+            "segments overlap at element ", ranges[i].first);
+}
+
+uint64_t hash_segments(const cgx_segment_t* segments, int64_t count) {
+  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a over the fields
+  for (int64_t i = 0; i < count; ++i)
+    for (const int64_t value : {segments[i].offset, segments[i].numel, segments[i].bucket_size,
+                                static_cast<int64_t>(segments[i].bits)})
+      for (int byte = 0; byte < 8; ++byte)
+        hash = (hash ^ (static_cast<uint64_t>(value) >> (8 * byte) & 0xff)) * 0x100000001b3;
+  return hash;
+}
+
+const char* verb_name(int verb) {
+  static constexpr const char* kNames[] = {"allreduce", "reduce_scatter", "all_gather"};
+  return kNames[verb];
+}
+const char* dtype_name(int dtype) {
+  static constexpr const char* kNames[] = {"float32", "float16", "bfloat16"};
+  return kNames[dtype];
+}
+const char* op_name(int op) {
+  static constexpr const char* kNames[] = {"sum", "avg", "min", "max", "product"};
+  return kNames[op];
+}
+const char* rounding_name(int rounding) { return rounding == CGX_NEAREST ? "nearest" : "stochastic"; }
+
+}  // namespace
+
+Plan make_plan(const cgx_collective_t& call, int rank, int size) {
+  Plan plan;
+  plan.verb = in_range<cgx_verb_t>("verb", call.verb, 0, CGX_ALL_GATHER, "a cgx_verb_t");
+  plan.dtype = in_range<Dtype>("dtype", call.dtype, 0, CGX_BFLOAT16, "a cgx_dtype_t");
+  plan.op = in_range<Op>("op", call.op, 0, CGX_PRODUCT, "sum, avg, min, max, product");
+  in_range<int>("algorithm", call.algorithm, 0, CGX_RING, "auto, one_shot, sra, ring");
+  in_range<int>("rounding", call.rounding, 0, CGX_STOCHASTIC, "nearest, stochastic");
+  require(call.minimal_size >= 0, CGX_INVALID_ARGUMENT, "minimal_size is ", call.minimal_size,
+          "; accepted: 0 or more");
+  require(call.num_segments >= 0, CGX_INVALID_ARGUMENT, "num_segments is ", call.num_segments);
+  if (call.gather_bits != 0) check_bits("gather_bits", call.gather_bits);
+  check_segments(call.segments, call.num_segments, call.block_numel);
+
+  plan.stochastic = call.rounding == CGX_STOCHASTIC;
+  plan.seed = static_cast<uint64_t>(call.seed);
+  plan.rank = rank;
+  plan.size = size;
+  plan.input = static_cast<const std::byte*>(call.input);
+  plan.output = static_cast<std::byte*>(call.output);
+  plan.block_numel = call.block_numel;
+  const int64_t smallest = std::max(kSmallestCompressed, call.minimal_size);
+  bool compressed = false;
+  for (int64_t i = 0; i < call.num_segments; ++i) {
+    const auto& given = call.segments[i];
+    Segment segment{given.offset, given.numel, {}, {}};
+    segment.scatter = {plan.dtype, given.numel < smallest ? kExactBits : given.bits,
+                       given.bucket_size, call.skip_incomplete_buckets != 0};
+    segment.gather = segment.scatter;
+    if (call.gather_bits != 0 && segment.scatter.bits != kExactBits)
+      segment.gather.bits = call.gather_bits;
+    compressed |= given.bits != kExactBits;
+    if (call.block_numel == 0)
+      plan.block_numel = std::max(plan.block_numel, given.offset + given.numel);
+    plan.segments.push_back(segment);
+  }
+  require(!compressed || plan.op == Op::kSum || plan.op == Op::kAvg || plan.verb == CGX_ALL_GATHER,
+          CGX_UNSUPPORTED, "op ", op_name(call.op),
+          " is not defined on compressed values: use sum or avg, or bits=32 (exact)");
+  require(plan.block_numel == 0 || (call.input && call.output), CGX_INVALID_ARGUMENT,
+          "input or output is a null pointer");
+  plan.algorithm = plan.verb == CGX_ALLREDUCE
+                       ? pick_algorithm(static_cast<cgx_algorithm_t>(call.algorithm), plan)
+                       : CGX_SRA;
+  return plan;
+}
+
+Agreement make_agreement(const cgx_collective_t& call, const Plan& plan) {
+  static_assert(std::has_unique_object_representations_v<Agreement>);
+  Agreement agreement;
+  agreement.verb = call.verb;
+  agreement.dtype = call.dtype;
+  agreement.op = call.op;
+  agreement.algorithm = plan.algorithm;
+  agreement.rounding = call.rounding;
+  agreement.gather_bits = call.gather_bits;
+  agreement.skip_incomplete_buckets = call.skip_incomplete_buckets != 0;
+  agreement.minimal_size = call.minimal_size;
+  agreement.num_segments = call.num_segments;
+  if (plan.verb != CGX_ALLREDUCE) agreement.block_numel = plan.block_numel;
+  for (const auto& segment : plan.segments) agreement.numel += segment.numel;
+  if (call.num_segments > 0) {
+    agreement.bits = call.segments[0].bits;
+    agreement.bucket_size = call.segments[0].bucket_size;
+  }
+  agreement.segments_hash = hash_segments(call.segments, call.num_segments);
+  return agreement;
+}
+
+std::string difference(const Agreement& left, const Agreement& right) {
+  struct Row {
+    const char* name;
+    std::string (*text)(const Agreement&);
+  };
+  static const Row rows[] = {
+      {"verb", [](const Agreement& a) -> std::string { return verb_name(a.verb); }},
+      {"dtype", [](const Agreement& a) -> std::string { return dtype_name(a.dtype); }},
+      {"numel", [](const Agreement& a) { return std::to_string(a.numel); }},
+      {"op", [](const Agreement& a) -> std::string { return op_name(a.op); }},
+      {"bits", [](const Agreement& a) { return std::to_string(a.bits); }},
+      {"bucket_size", [](const Agreement& a) { return std::to_string(a.bucket_size); }},
+      {"rounding", [](const Agreement& a) -> std::string { return rounding_name(a.rounding); }},
+      {"gather_bits", [](const Agreement& a) { return std::to_string(a.gather_bits); }},
+      {"minimal_size", [](const Agreement& a) { return std::to_string(a.minimal_size); }},
+      {"skip_incomplete_buckets",
+       [](const Agreement& a) { return std::to_string(a.skip_incomplete_buckets); }},
+      {"number of segments", [](const Agreement& a) { return std::to_string(a.num_segments); }},
+      {"block_numel", [](const Agreement& a) { return std::to_string(a.block_numel); }},
+      {"algorithm",
+       [](const Agreement& a) -> std::string {
+         return algorithm_name(static_cast<cgx_algorithm_t>(a.algorithm));
+       }},
+  };
+  std::string text;
+  for (const auto& row : rows) {
+    const std::string a = row.text(left), b = row.text(right);
+    if (a != b) text += join(text.empty() ? "" : ", ", row.name, " ", a, " against ", b);
+  }
+  return text.empty() ? "segments of other sizes or settings" : text;
+}
+
+int64_t payload_bytes(const Plan& plan) {
+  if (plan.size == 1) return 0;
+  const Layout layout(plan);
+  const int64_t peers = plan.size - 1;
+  const auto bytes = [&](int shard, int64_t Chunk::* which) {
+    int64_t sum = 0;
+    for (const auto& chunk : layout.shard(shard).chunks) sum += chunk.*which;
+    return sum;
+  };
+  if (plan.algorithm == CGX_ONE_SHOT) return peers * bytes(0, &Chunk::scatter_bytes);
+  int64_t sum = 0;
+  if (plan.algorithm == CGX_RING) {  // every shard but one passes through, each way
+    for (int shard = 0; shard < plan.size; ++shard) {
+      if (shard != plan.rank) sum += bytes(shard, &Chunk::scatter_bytes);
+      if (shard != (plan.rank + 1) % plan.size) sum += bytes(shard, &Chunk::gather_bytes);
+    }
+    return sum;
+  }
+  if (plan.verb != CGX_ALL_GATHER)
+    for (int shard = 0; shard < plan.size; ++shard)
+      if (shard != plan.rank) sum += bytes(shard, &Chunk::scatter_bytes);
+  if (plan.verb != CGX_REDUCE_SCATTER) sum += peers * bytes(plan.rank, &Chunk::gather_bytes);
+  return sum;
+}
+
+}  // namespace cgx

@@ -1,0 +1,68 @@
+// A plan: one call of cgx.h, checked and resolved. Every rank makes the same plan from the same
+// arguments, so layouts, message counts and the algorithm need no negotiation.
+//
+//   1. check every argument
+//   2. resolve: segments too small to compress travel exact, `auto` becomes an algorithm
+//   3. agreement: what ranks compare before any value moves, and how a difference is told
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/types.h"
+#include "compressor/compressor.h"
+
+namespace cgx {
+
+struct Segment {
+  int64_t offset = 0;
+  int64_t numel = 0;
+  CompressorSettings scatter;  // a rank's own values, on their way to the owner
+  CompressorSettings gather;   // reduced values, on their way back
+};
+
+// Phases of the noise (docs/wire_format.md).
+inline constexpr uint32_t kScatterPhase = 0;
+inline constexpr uint32_t kGatherPhase = 1;
+
+struct Plan {
+  cgx_verb_t verb = CGX_ALLREDUCE;
+  cgx_algorithm_t algorithm = CGX_SRA;
+  Dtype dtype = Dtype::kFloat32;
+  Op op = Op::kSum;
+  bool stochastic = false;
+  uint64_t seed = 0;
+  int rank = 0;
+  int size = 1;
+  std::vector<Segment> segments;
+  int64_t block_numel = 0;  // elements from one rank's block to the next; the whole for allreduce
+  const std::byte* input = nullptr;
+  std::byte* output = nullptr;
+
+  Rounding rounding(uint32_t phase) const {
+    return {stochastic, seed, static_cast<uint32_t>(rank), phase};
+  }
+  // Bytes from the start of a buffer to an element.
+  int64_t bytes(int64_t elements) const { return elements * size_of(dtype); }
+};
+
+// What must be equal on all ranks. Compared as bytes, so it has no padding.
+struct Agreement {
+  int32_t verb = 0, dtype = 0, op = 0, algorithm = 0, rounding = 0, gather_bits = 0;
+  int32_t skip_incomplete_buckets = 0, bits = 0;  // bits of the first segment
+  int64_t minimal_size = 0, num_segments = 0, numel = 0, block_numel = 0;
+  int64_t bucket_size = 0;  // of the first segment
+  uint64_t segments_hash = 0;
+};
+
+// Throws Error(CGX_INVALID_ARGUMENT or CGX_UNSUPPORTED).
+Plan make_plan(const cgx_collective_t& call, int rank, int size);
+Agreement make_agreement(const cgx_collective_t& call, const Plan& plan);
+// "numel 1000 against 999, bits 4 against 8".
+std::string difference(const Agreement& left, const Agreement& right);
+
+// Payload bytes that this rank sends under the plan.
+int64_t payload_bytes(const Plan& plan);
+
+}  // namespace cgx

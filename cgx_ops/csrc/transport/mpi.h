@@ -1,0 +1,29 @@
+// MPI as the core uses it: brought up once per process, asked for its world, taken down at the end.
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace cgx {
+
+struct MpiWorld {
+  int rank = 0;
+  int size = 1;
+};
+
+// Whether this process belongs to an MPI job: launched by mpirun, or MPI is already initialized.
+bool mpi_wanted();
+// Initializes MPI (thread level MULTIPLE) unless somebody did. Throws if the level is lower.
+MpiWorld mpi_start(std::chrono::duration<double> timeout);
+// Finalizes MPI if mpi_start() initialized it. After a failure MPI_Finalize may wait for ranks that
+// never come, so it is then given a few seconds and abandoned.
+void mpi_finish(bool healthy);
+// All ranks' blobs of equal size, over MPI_COMM_WORLD; throws when the timeout passes.
+Bytes mpi_allgather(const Bytes& mine, std::chrono::duration<double> timeout);
+// First line of MPI_Get_library_version.
+std::string mpi_library();
+
+}  // namespace cgx

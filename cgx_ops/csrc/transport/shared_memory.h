@@ -1,0 +1,131 @@
+// The protocol of ranks that can read each other's memory, whether they are threads or processes.
+//
+// Every rank has a control segment: its doorbell, its state and one inbox ring for each peer. Bulk
+// bytes stay where the sender encoded them; a small frame tells the receiver where, the receiver
+// decodes in place and answers with a release frame. So values cross without a copy, and buffers,
+// released quickly, are reused while they are still in the cache.
+//
+// Where segments come from is the only difference between threads and processes: SegmentStore.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "transport/doorbell.h"
+#include "transport/host.h"
+#include "transport/ring.h"
+#include "transport/transport.h"
+
+namespace cgx {
+
+// What a rank tells its peers before it connects.
+struct LocalOffer {
+  Host host;
+  int64_t pid;
+  uint64_t control;  // the id of its control segment
+
+  static LocalOffer read(const Bytes& bytes);
+  Bytes bytes() const;
+};
+
+class SegmentStore {
+ public:
+  struct Segment {
+    std::byte* data = nullptr;
+    size_t bytes = 0;
+    uint64_t id = 0;
+  };
+  virtual ~SegmentStore() = default;
+  // Zeroed memory that peers can map by its id; freed with the store.
+  virtual Segment create(size_t bytes) = 0;
+  // A peer's segment in this process; throws if it is gone.
+  virtual std::byte* map(int owner, uint64_t id, size_t bytes) = 0;
+  // False once the peer's process has ended.
+  virtual bool alive(int peer) = 0;
+};
+
+// Blocks of power-of-two sizes, cut from segments; memory is taken when used and kept for reuse.
+class BufferPool {
+ public:
+  explicit BufferPool(SegmentStore* store) : store_(store) {}
+  Buffer take(size_t bytes);
+  void give_back(const Buffer& buffer) { free_[buffer.capacity].push_back(buffer); }
+  size_t segment_bytes(uint64_t segment) const { return segment_bytes_.at(segment); }
+
+ private:
+  SegmentStore* store_;
+  std::unordered_map<size_t, std::vector<Buffer>> free_;  // by capacity
+  std::unordered_map<uint64_t, size_t> segment_bytes_;
+};
+
+// The first thing in a rank's control segment; `size` inbox rings follow.
+struct ControlSegment {
+  enum State : uint32_t { kHere = 0, kLeft = 1, kFailed = 2 };
+  Doorbell doorbell;
+  std::atomic<uint32_t> state{kHere};
+  char reason[1020];
+  Ring inbox[];
+
+  static size_t bytes(int size) { return sizeof(ControlSegment) + size * sizeof(Ring); }
+};
+
+class SharedMemoryTransport : public Transport, private Arrival::Release {
+ public:
+  // control_ids[r] is rank r's control segment.
+  SharedMemoryTransport(const char* name, int rank, const std::vector<uint64_t>& control_ids,
+                        std::unique_ptr<SegmentStore> store, std::byte* own_control);
+
+  const char* name() const override { return name_; }
+  BufferRef allocate(size_t bytes) override;
+  void send_control(int destination, std::span<const std::byte> message) override;
+  void send(int destination, uint32_t channel, const BufferRef& buffer, size_t bytes,
+            const std::shared_ptr<SendState>& state) override;
+  bool progress(Sink& sink) override;
+  void wait(std::chrono::microseconds at_most) override;
+  void wake() override { own_->doorbell.ring(); }
+  bool drained() const override;
+  void leave(bool graceful, const std::string& reason) override;
+
+ private:
+  struct Frame {
+    uint32_t type;
+    Bytes body;
+    std::shared_ptr<SendState> state;  // of a bulk frame
+  };
+  struct Outstanding {
+    int destination;
+    BufferRef buffer;
+    std::shared_ptr<SendState> state;
+  };
+  struct Peer {
+    ControlSegment* control = nullptr;
+    std::deque<Frame> backlog;  // frames that found the ring full
+    bool lost = false;
+    std::string died;  // set by wait(): the process is gone
+  };
+
+  void release(int source, uint64_t token) override;
+  void push(int destination, Frame frame);
+  bool flush(int destination);
+  bool drain(int source, Sink& sink);
+  void handle(int source, uint32_t type, std::span<const std::byte> body, Sink& sink);
+  void forget(int peer);
+
+  const char* name_;
+  const int rank_;
+  std::unique_ptr<SegmentStore> store_;
+  std::shared_ptr<BufferPool> pool_;
+  ControlSegment* own_;
+  std::vector<Peer> peers_;
+  std::unordered_map<uint64_t, Outstanding> outstanding_;
+  uint64_t next_token_ = 0;
+  uint32_t rings_seen_ = 0;
+  Bytes scratch_;
+  std::chrono::steady_clock::time_point last_check_{};
+};
+
+}  // namespace cgx

@@ -1,0 +1,134 @@
+// A transport moves bytes between the ranks of one communicator. It knows no dtype and no algorithm.
+//
+//   control   small messages, ordered between two ranks, delivered unasked: the engine's headers
+//   bulk      messages on a channel, ordered within it; an engine sends them only to a rank whose
+//             header it has, so nothing large waits for a receiver that is not ready
+//
+// One thread at a time (the holder of the engine's progress role) calls everything but wake().
+// Nothing here blocks but wait(), which a message, wake() or its timeout ends.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace cgx {
+
+using Bytes = std::vector<std::byte>;
+
+// Memory that peers can read once it has been sent; encoders write straight into it. Its last owner
+// (the sender, or the transport until every peer has read it) gives it back to the pool.
+struct Buffer {
+  std::byte* data = nullptr;
+  size_t capacity = 0;
+  uint64_t segment = 0;  // where peers find it: the transport's own terms
+  size_t offset = 0;
+};
+using BufferRef = std::shared_ptr<Buffer>;
+
+// The sends of one collective that are still under way.
+struct SendState {
+  int unsent = 0;      // not yet handed over: the sender must still drive progress
+  int unreleased = 0;  // not yet read by the peer: bounds what a collective keeps in flight
+};
+
+// A bulk message. The bytes stay valid until the Arrival is destroyed, which tells the sender so.
+class Arrival {
+ public:
+  struct Release {
+    virtual ~Release() = default;
+    virtual void release(int source, uint64_t token) = 0;
+  };
+  Arrival(int source, uint32_t channel, std::span<const std::byte> bytes, Release* owner,
+          uint64_t token)
+      : source(source), channel(channel), bytes(bytes), owner_(owner), token_(token) {}
+  Arrival(Arrival&& other) noexcept
+      : source(other.source),
+        channel(other.channel),
+        bytes(other.bytes),
+        owner_(std::exchange(other.owner_, nullptr)),
+        token_(other.token_) {}
+  Arrival& operator=(Arrival&&) = delete;
+  ~Arrival() {
+    if (owner_) owner_->release(source, token_);
+  }
+
+  const int source;
+  const uint32_t channel;
+  const std::span<const std::byte> bytes;
+
+ private:
+  Release* owner_;
+  uint64_t token_;
+};
+
+// Who receives: the engine.
+class Sink {
+ public:
+  virtual ~Sink() = default;
+  virtual void on_control(int source, std::span<const std::byte> message) = 0;
+  virtual void on_bulk(Arrival arrival) = 0;
+  // The rank is gone. graceful: it closed its communicator after everything it sent was handed over.
+  virtual void on_peer_lost(int rank, bool graceful, const std::string& reason) = 0;
+};
+
+inline constexpr size_t kMaxControlBytes = 16 * 1024;
+inline constexpr uint32_t kChannels = 1u << 30;  // channel numbers are below
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual const char* name() const = 0;
+
+  virtual BufferRef allocate(size_t bytes) = 0;
+  virtual void send_control(int destination, std::span<const std::byte> message) = 0;
+  virtual void send(int destination, uint32_t channel, const BufferRef& buffer, size_t bytes,
+                    const std::shared_ptr<SendState>& state) = 0;
+
+  // Moves what can be moved without waiting; returns whether anything did.
+  virtual bool progress(Sink& sink) = 0;
+  virtual void wait(std::chrono::microseconds at_most) = 0;
+  virtual void wake() = 0;  // from any thread
+
+  // Everything sent has been handed over, and read if that takes this rank's memory.
+  virtual bool drained() const = 0;
+  // Tells peers that this rank leaves. graceful: after drained().
+  virtual void leave(bool graceful, const std::string& reason) = 0;
+};
+
+// ---- the table -----------------------------------------------------------------------------
+
+// Brings up one transport among the ranks of a bootstrap: everybody's offers are exchanged, then all
+// ranks decide alike from the same bytes.
+class Connector {
+ public:
+  virtual ~Connector() = default;
+  virtual Bytes offer() const = 0;
+  // "" if these ranks can be connected, else why not.
+  virtual std::string refusal(const std::vector<Bytes>& offers) const = 0;
+  // May throw; the ranks then agree to try the next transport. Blocks no longer than timeout.
+  virtual std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers,
+                                             std::chrono::duration<double> timeout) = 0;
+};
+
+struct TransportEntry {
+  const char* name;
+  const char* description;
+  const char* communicator_type;  // the COMMUNICATOR_TYPE that insists on it; "" if AUTO only
+  // nullptr when this process cannot serve the transport at all (MPI is not up).
+  std::unique_ptr<Connector> (*make)(int rank, int size);
+};
+
+// In order of preference.
+const std::vector<TransportEntry>& transport_table();
+
+std::unique_ptr<Connector> make_thread_connector(int rank, int size);
+std::unique_ptr<Connector> make_shm_connector(int rank, int size);
+std::unique_ptr<Connector> make_mpi_connector(int rank, int size);
+
+}  // namespace cgx

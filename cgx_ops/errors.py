@@ -1,0 +1,62 @@
+"""The exceptions of cgx_ops: one kind per status of cgx.h, each also the built-in it resembles."""
+
+
+class CgxError(RuntimeError):
+    """Base of everything that cgx_ops raises on its own behalf."""
+
+
+class InvalidArgument(CgxError, ValueError):
+    """A value out of its range: bits, bucket_size, the text of a CGX_* variable."""
+
+
+class Unsupported(CgxError, TypeError):
+    """A dtype, operation or layout that no kernel serves."""
+
+
+class NotFound(CgxError, LookupError):
+    """No communicator has this name or id."""
+
+
+class MismatchError(CgxError):
+    """Ranks called one collective with different arguments."""
+
+
+class DeadlineExceeded(CgxError, TimeoutError):
+    """A collective outlived its deadline; its communicator is closed."""
+
+
+class PeerFailed(CgxError, ConnectionError):
+    """A peer died or gave up; the communicator is closed."""
+
+
+class Closed(CgxError):
+    """The communicator was closed before the call."""
+
+
+class SystemFailure(CgxError):
+    """MPI or the operating system refused."""
+
+
+class InternalError(CgxError):
+    """A defect in cgx_ops."""
+
+
+# Indexed by cgx_status_t; 0 is success.
+KINDS: tuple[type[CgxError], ...] = (
+    CgxError,
+    InvalidArgument,
+    Unsupported,
+    NotFound,
+    MismatchError,
+    DeadlineExceeded,
+    PeerFailed,
+    Closed,
+    SystemFailure,
+    InternalError,
+)
+
+
+def from_status(status: int, message: str) -> CgxError:
+    """Return the exception that stands for a failed cgx_status_t."""
+    kind = KINDS[status] if 0 < status < len(KINDS) else InternalError
+    return kind(message or f"cgx status {status}")

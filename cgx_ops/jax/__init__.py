@@ -1,0 +1,14 @@
+"""Quantized collectives for JAX: inside jit and shard_map, on CPU devices.
+
+Under mpirun call `cgx_ops.jax.initialize()` first; then, in a shard_map over the mesh axis "d",
+
+    grads = jax.grad(loss)(jax.lax.pcast(weights, "d", to="varying"), batch)
+    grads = cgx_ops.jax.pmean_q(grads, "d", bits=4, key=key)
+
+averages gradients at 4 bits an element.
+"""
+
+from cgx_ops.jax.initialize import initialize
+from cgx_ops.jax.psum import pmean_q, psum_q
+
+__all__ = ["initialize", "pmean_q", "psum_q"]

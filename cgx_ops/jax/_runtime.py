@@ -1,0 +1,94 @@
+"""The compiled handlers and the processes they talk to.
+
+Registers the handlers with XLA at the first lowering (not at import: an import starts no backend,
+and XLA refuses a state type that it learns before the backend exists), and finds out in which
+processes the devices of a mesh are.
+"""
+
+import functools
+import os
+import threading
+import warnings
+from collections import Counter
+from typing import Any
+
+import jax
+import jaxlib.version
+
+import cgx_ops
+from cgx_ops import _native
+from cgx_ops.jax import _compat
+
+# Half of what XLA:CPU lets its own collectives wait before it aborts the process.
+_TIMEOUT_S = 20.0
+_TARGET = "cgx_psum_q"
+
+_lock = threading.Lock()
+
+
+def psum_q_target() -> str:
+    """Return the name of psum_q's FFI target, registered if need be."""
+    with _lock:
+        _register()
+    return _TARGET
+
+
+@functools.cache
+def _register() -> None:
+    _native.require_binding("jax", jaxlib.version.__version__)
+    from cgx_ops import _xla_ffi
+
+    jax.local_devices(backend="cpu")  # makes the backend
+    site: Any = _xla_ffi.site_type()
+    jax.ffi.register_ffi_type("cgx_psum_q_site", site, platform="cpu")
+    jax.ffi.register_ffi_target(_TARGET, _xla_ffi.psum_q_handlers(), platform="cpu")
+    _compat.call_around_compile(_xla_ffi.compilation_begins, _xla_ffi.compilation_ends)
+    # 0: the communicators have the user's deadline already.
+    _xla_ffi.set_timeout(0.0 if os.environ.get("CGX_TIMEOUT") else _TIMEOUT_S)
+
+
+def processes_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None) -> list[int] | None:
+    """Return the process of each device of the mesh, in order; None if all are in this one.
+
+    Raises:
+        NotImplementedError: several processes have several devices each.
+        RuntimeError: JAX and cgx number the processes differently, or the mesh has no devices.
+    """
+    if jax.process_count() == 1:
+        warn_if_alone()
+        return None
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise RuntimeError(
+            "psum_q needs to know the devices of the mesh when there are several processes: give "
+            "jax.shard_map a jax.sharding.Mesh, or call jax.set_mesh"
+        )
+    processes = [device.process_index for device in mesh.devices.flat]
+    if set(processes) == {jax.process_index()}:
+        return None
+    process, most = Counter(processes).most_common(1)[0]
+    if most > 1:
+        raise NotImplementedError(
+            f"psum_q on a mesh with {most} devices in process {process} and others elsewhere: it "
+            "needs one device per process, or all devices in one process. Start one process per "
+            "device with mpirun -np, without xla_force_host_platform_device_count"
+        )
+    cgx_ops.init()
+    ours, theirs = (cgx_ops.rank(), cgx_ops.size()), (jax.process_index(), jax.process_count())
+    if ours != theirs:
+        raise RuntimeError(
+            f"this is rank {ours[0]} of {ours[1]} for cgx but process {theirs[0]} of {theirs[1]} "
+            "for JAX: call cgx_ops.jax.initialize() instead of jax.distributed.initialize()"
+        )
+    return processes
+
+
+@functools.cache
+def warn_if_alone() -> None:
+    """Warn once if mpirun started several processes that JAX knows nothing of."""
+    size = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or "1"
+    if size != "1" and not jax.distributed.is_initialized():
+        warnings.warn(
+            f"mpirun started {size} processes, but JAX sees this one only, so psum_q sums over its "
+            "own devices. Call cgx_ops.jax.initialize() first to make one mesh of all",
+            stacklevel=2,
+        )

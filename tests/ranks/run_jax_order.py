@@ -1,0 +1,64 @@
+"""Rank program: the programs of jax_cases on a mesh of all processes, one device each.
+
+    run_jax_order.py WANT.npy LAUNCHES PROGRAM... [--extra RANK]
+
+Prints "ok PROGRAM" for each. With --extra that rank first traces, lowers and compiles more than the
+others do, every program among it, so that whatever counts process-wide is ahead there.
+"""
+
+import argparse
+
+import jax
+import numpy as np
+from jax_cases import (
+    PROGRAMS,
+    mesh_of,
+    on_mesh,
+    order_inputs,
+    rows_of_processes,
+    same_bits,
+    use_cpu_devices,
+)
+
+import cgx_ops.jax
+
+
+def compile_extra(mesh: jax.sharding.Mesh, operand: jax.Array, program: str) -> None:
+    """Do what other ranks do not: executables with the same call sites, and others of that name."""
+    for _ in range(2):
+        on_mesh(mesh, PROGRAMS[program]).lower(operand).compile()
+        jax.clear_caches()
+    jax.make_jaxpr(on_mesh(mesh, PROGRAMS[program]))(operand)
+
+    def on_device(x: jax.Array) -> jax.Array:
+        return PROGRAMS[program](x) + 1
+
+    on_mesh(mesh, on_device).lower(operand).compile()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("want")
+    parser.add_argument("launches", type=int)
+    parser.add_argument("programs", nargs="+")
+    parser.add_argument("--extra", type=int, default=-1)
+    args = parser.parse_args()
+
+    use_cpu_devices(1)
+    cgx_ops.jax.initialize()
+    rank, size = jax.process_index(), jax.process_count()
+    assert (rank, size) == (cgx_ops.rank(), cgx_ops.size())
+    mesh = mesh_of((size,), ("d",))
+    operand = rows_of_processes(mesh, order_inputs(size)[rank])
+    want = np.load(args.want)
+    for program in args.programs:
+        if rank == args.extra:
+            compile_extra(mesh, operand, program)
+        step = on_mesh(mesh, PROGRAMS[program])
+        for _ in range(args.launches):
+            row = np.asarray(step(operand).addressable_data(0))[0]
+            assert same_bits(row, want[: len(row)]), program
+        print("ok", program, flush=True)
+
+
+main()

@@ -1,0 +1,72 @@
+"""Rank program: torch and jax in one process, in the given order, over one communicator.
+
+    run_jax_shared_state.py torch|jax
+
+Communicators are found by name in the one registry of the process: the group that a JAX mesh made
+is one that torch's op and the numpy face can use.
+"""
+
+import importlib
+import sys
+from typing import Any
+
+import numpy as np
+
+first = sys.argv[1]
+frameworks = ("torch", "jax") if first == "torch" else ("jax", "torch")
+for framework in frameworks:
+    importlib.import_module(f"cgx_ops.{framework}")
+
+import torch  # noqa: E402
+from jax_cases import (  # noqa: E402
+    expected,
+    mesh_of,
+    normal,
+    on_mesh,
+    rows_of_processes,
+    same_bits,
+    use_cpu_devices,
+)
+
+import cgx_ops  # noqa: E402
+import cgx_ops.jax  # noqa: E402
+
+use_cpu_devices(1)
+cgx_ops.jax.initialize()
+rank, size = cgx_ops.rank(), cgx_ops.size()
+x = normal(1, size, 5000)
+want = expected(x)
+
+
+def with_jax() -> Any:
+    mesh = mesh_of((size,), ("d",))
+    step = on_mesh(mesh, lambda v: cgx_ops.jax.psum_q(v, "d", algorithm="sra"))
+    return np.asarray(step(rows_of_processes(mesh, x[rank])).addressable_data(0))[0]
+
+
+def with_torch(group_name: str) -> Any:
+    y = torch.ops.cgx.quantized_allreduce(
+        torch.from_numpy(x[rank].copy()), algorithm="sra", rounding="nearest", group_name=group_name
+    )
+    return y.numpy()
+
+
+order = [with_jax, lambda: with_torch("")]
+for call in order if first == "jax" else reversed(order):
+    assert same_bits(call(), want)
+
+# The communicator that JAX made, used by torch and by numpy: one counter for all.
+name = "jax:" + ",".join(map(str, range(size)))
+shared = cgx_ops.Communicator.find(name)
+assert (shared.rank, shared.size) == (rank, size)
+before = shared.collectives
+assert same_bits(with_torch(name), want)
+config = cgx_ops.Config(rounding="nearest", algorithm="sra")
+assert same_bits(shared.allreduce(x[rank], config=config), want)
+assert same_bits(with_jax(), want)
+assert shared.collectives == before + 3
+
+with open("/proc/self/maps") as maps:
+    libraries = {line.split()[-1] for line in maps if line.rstrip().endswith("/libcgx.so")}
+assert len(libraries) == 1, libraries
+print("ok", flush=True)

@@ -1,0 +1,618 @@
+"""The numpy oracle: what every collective and the codec must give, to the bit.
+
+Written from docs/wire_format.md and docs/design.md, and never by calling the library. Slow and
+plain on purpose. All arithmetic is fp32 (numpy rounds every operation); the names follow the
+documents.
+
+    1. values: widening, rounding, sums, min and max
+    2. noise: Philox4x32-10 and the lane an element gets
+    3. the codec: quantize, dequantize, encoded_bytes
+    4. collectives: allreduce, reduce_scatter, all_gather
+    5. error_bound: how far nearest rounding may be from the exact result, with the derivation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+Values: TypeAlias = npt.NDArray[Any]  # float32, float16 or ml_dtypes.bfloat16, one dimension
+Float32s: TypeAlias = npt.NDArray[np.float32]
+Op = Literal["sum", "avg", "min", "max", "product"]
+Algorithm = Literal["one_shot", "sra", "ring"]
+RoundingMode = Literal["nearest", "stochastic"]
+
+EXACT_BITS = 32
+SMALLEST_QUANTIZED = 16  # a segment of fewer elements always travels exact
+HEADER_BYTES = 8
+FLOAT32 = np.dtype(np.float32)
+FLOAT16 = np.dtype(np.float16)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [offset, offset + numel) of a buffer (or of a rank's block), compressed alike."""
+
+    offset: int
+    numel: int
+    bits: int = 4
+    bucket_size: int = 512
+
+
+# ---- 1. values ----------------------------------------------------------------------------------
+
+
+def widen(x: Values) -> Float32s:
+    """Return the same values in fp32: exact."""
+    return x.astype(np.float32)
+
+
+def round_to(x: Float32s, dtype: np.dtype[Any]) -> Values:
+    """Round to nearest even. fp16 and bf16 get one NaN, 0x7e00 or 0x7fc0; fp32 stays as it is."""
+    if dtype == FLOAT32:
+        return x.copy()
+    with np.errstate(all="ignore"):
+        rounded = x.astype(dtype)
+    nan = np.uint16(0x7E00 if dtype == FLOAT16 else 0x7FC0)
+    return np.where(np.isnan(x), nan, rounded.view(np.uint16)).view(dtype)
+
+
+def with_one_nan(x: Float32s) -> Float32s:
+    """Make every NaN 0x7fc00000: processors differ in the payload and sign of a result's."""
+    return np.where(np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32)).view(np.float32)
+
+
+def order_key(x: Float32s) -> npt.NDArray[np.int32]:
+    """Map values to integers of the same order: -0 < +0, NaNs outside the infinities."""
+    bits = x.view(np.int32)
+    return np.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits)
+
+
+def from_order_key(key: npt.NDArray[np.int32]) -> Float32s:
+    """Invert order_key()."""
+    return np.where(key < 0, key ^ np.int32(0x7FFFFFFF), key).astype(np.int32).view(np.float32)
+
+
+def combine(op: Op, a: Float32s, b: Float32s) -> Float32s:
+    """Do one step of a reduction in fp32; avg adds here and divides later. NaN wins."""
+    with np.errstate(all="ignore"):
+        if op in ("sum", "avg"):
+            return with_one_nan(a + b)
+        if op == "product":
+            return with_one_nan(a * b)
+        pick_key = np.minimum if op == "min" else np.maximum
+        extreme = from_order_key(pick_key(order_key(a), order_key(b)))
+    nan = np.isnan(a) | np.isnan(b)
+    return with_one_nan(np.where(nan, np.float32(np.nan), extreme))
+
+
+def reduce_in_order(op: Op, terms: Sequence[Float32s]) -> Float32s:
+    """Assign the first term, combine the others in the given order. avg is not divided."""
+    total = terms[0].copy()
+    for term in terms[1:]:
+        total = combine(op, total, term)
+    return total
+
+
+def finish(op: Op, total: Float32s, world_size: int) -> Float32s:
+    """Divide the fp32 sum by the number of ranks if op is avg."""
+    if op != "avg":
+        return total
+    with np.errstate(all="ignore"):
+        return with_one_nan(total / np.float32(world_size))
+
+
+# ---- 2. noise -----------------------------------------------------------------------------------
+
+
+def philox4x32_10(counters: npt.NDArray[np.uint32], seed: int) -> npt.NDArray[np.uint32]:
+    """Run ten rounds on counters of shape (n, 4); the key is (seed low 32, seed high 32)."""
+    mask = np.uint64(0xFFFFFFFF)
+    c0, c1, c2, c3 = (counters[:, i].astype(np.uint64) for i in range(4))
+    key0, key1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    for _ in range(10):
+        product0 = c0 * np.uint64(0xD2511F53)
+        product1 = c2 * np.uint64(0xCD9E8D57)
+        c0 = (product1 >> np.uint64(32)) ^ c1 ^ np.uint64(key0)
+        c1 = product1 & mask
+        c2 = (product0 >> np.uint64(32)) ^ c3 ^ np.uint64(key1)
+        c3 = product0 & mask
+        key0 = (key0 + 0x9E3779B9) & 0xFFFFFFFF
+        key1 = (key1 + 0xBB67AE85) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
+
+
+def noise(first_index: int, numel: int, seed: int, rank: int, phase: int) -> Float32s:
+    """Return r in (0, 1) of elements [first_index, first_index + numel) of a segment."""
+    index = np.arange(first_index, first_index + numel, dtype=np.int64)
+    group, e = index // 128, index % 128
+    c = (16 * group + e % 16).astype(np.uint64)
+    counters = np.empty((numel, 4), np.uint32)
+    counters[:, 0] = c & np.uint64(0xFFFFFFFF)
+    counters[:, 1] = c >> np.uint64(32)
+    counters[:, 2] = rank
+    counters[:, 3] = phase
+    out = philox4x32_10(counters, seed & 0xFFFFFFFFFFFFFFFF)
+    word = np.take_along_axis(out, ((e // 16) // 2)[:, None], axis=1)[:, 0]
+    u = (word >> (16 * ((e // 16) % 2)).astype(np.uint32)) & np.uint32(0xFFFF)
+    return ((u.astype(np.float64) + 0.5) / 65536).astype(np.float32)
+
+
+# ---- 3. the codec -------------------------------------------------------------------------------
+
+
+def _quantize_rows(x: Float32s, r: Float32s, bits: int) -> npt.NDArray[np.uint8]:
+    """Encode buckets of equal length, one a row, as records, one a row. r has the shape of x."""
+    top = np.float32((1 << bits) - 1)
+    key = order_key(x)
+    lo = from_order_key(key.min(axis=1))
+    hi = from_order_key(key.max(axis=1))
+    with np.errstate(all="ignore"):
+        extent = hi - lo
+        finite = np.isfinite(x).all(axis=1) & np.isfinite(extent)
+        step = extent / top
+        inverse = np.float32(1) / step
+        flat = ~finite | (step == 0) | np.isinf(inverse)
+        scaled = (x - lo[:, None]) * inverse[:, None] + r
+        level = np.minimum(np.floor(scaled), top)
+    levels = np.where(flat[:, None], np.float32(0), level).astype(np.uint8)
+    header = np.stack([lo, step], axis=1)
+    header[~finite] = np.uint32(0x7FC00000).view(np.float32)
+    # Level j fills bits [j*bits, (j+1)*bits) of a little-endian integer.
+    spread = np.unpackbits(levels[:, :, None], axis=2, count=bits, bitorder="little")
+    field = np.packbits(spread.reshape(len(x), -1), axis=1, bitorder="little")
+    return np.concatenate([header.view(np.uint8), field], axis=1)
+
+
+def _dequantize_rows(records: npt.NDArray[np.uint8], numel: int, bits: int) -> Float32s:
+    """Decode records of buckets of `numel` elements: fp32, shape (rows, numel)."""
+    header = np.ascontiguousarray(records[:, :HEADER_BYTES]).view(np.float32)
+    spread = np.unpackbits(
+        records[:, HEADER_BYTES:], axis=1, count=numel * bits, bitorder="little"
+    ).reshape(len(records), numel, bits)
+    level = np.packbits(spread, axis=2, bitorder="little")[:, :, 0].astype(np.float32)
+    with np.errstate(all="ignore"):
+        x = header[:, :1] + level * header[:, 1:]
+    return with_one_nan(x.astype(np.float32))
+
+
+def _split(numel: int, bucket_size: int) -> tuple[int, int]:
+    """Return (whole buckets, elements in the short last bucket)."""
+    return numel // bucket_size, numel % bucket_size
+
+
+def _record_bytes(numel: int, bits: int) -> int:
+    return HEADER_BYTES + (numel * bits + 7) // 8
+
+
+def encoded_bytes(
+    numel: int,
+    bits: int,
+    bucket_size: int,
+    *,
+    dtype: npt.DTypeLike = np.float32,
+    skip_incomplete_buckets: bool = False,
+) -> int:
+    """Return the bytes of the message for `numel` elements of a tensor of `dtype`."""
+    width = np.dtype(dtype).itemsize
+    if bits == EXACT_BITS:
+        return numel * width
+    whole, last = _split(numel, bucket_size)
+    tail = 0
+    if last:
+        tail = last * width if skip_incomplete_buckets else _record_bytes(last, bits)
+    return whole * _record_bytes(bucket_size, bits) + tail
+
+
+def quantize(
+    values: Values,
+    bits: int,
+    bucket_size: int,
+    *,
+    rounding: RoundingMode = "nearest",
+    seed: int = 0,
+    rank: int = 0,
+    phase: int = 0,
+    first_index: int = 0,
+    dtype: npt.DTypeLike | None = None,
+    skip_incomplete_buckets: bool = False,
+) -> bytes:
+    """Encode values whose first is element first_index of its segment.
+
+    dtype: of the tensor, in which raw values travel; the values' own if None.
+    """
+    assert first_index % bucket_size == 0 or bits == EXACT_BITS
+    wire = values.dtype if dtype is None else np.dtype(dtype)
+    if bits == EXACT_BITS:
+        raw = values if values.dtype == wire else round_to(widen(values), wire)
+        return raw.tobytes()
+    x = widen(values)
+    if rounding == "stochastic":
+        r = noise(first_index, len(x), seed, rank, phase)
+    else:
+        r = np.full(len(x), 0.5, np.float32)
+    whole, last = _split(len(x), bucket_size)
+    end = whole * bucket_size
+    message = b""
+    if whole:
+        shape = (whole, bucket_size)
+        message += _quantize_rows(x[:end].reshape(shape), r[:end].reshape(shape), bits).tobytes()
+    if last and skip_incomplete_buckets:
+        message += quantize(values[end:], EXACT_BITS, bucket_size, dtype=wire)
+    elif last:
+        message += _quantize_rows(x[None, end:], r[None, end:], bits).tobytes()
+    return message
+
+
+def dequantize(
+    message: bytes,
+    numel: int,
+    bits: int,
+    bucket_size: int,
+    *,
+    dtype: npt.DTypeLike = np.float32,
+    skip_incomplete_buckets: bool = False,
+) -> Float32s:
+    """Decode to fp32. dtype: of the tensor. round_to() makes what is delivered."""
+    wire = np.dtype(dtype)
+    data = np.frombuffer(message, np.uint8)
+    if bits == EXACT_BITS:
+        return widen(data.view(wire))
+    whole, last = _split(numel, bucket_size)
+    record = _record_bytes(bucket_size, bits)
+    parts = [np.empty(0, np.float32)]
+    if whole:
+        rows = data[: whole * record].reshape(whole, record)
+        parts.append(_dequantize_rows(rows, bucket_size, bits).ravel())
+    tail = data[whole * record :]
+    if last and skip_incomplete_buckets:
+        parts.append(widen(tail.view(wire)))
+    elif last:
+        parts.append(_dequantize_rows(tail[None, :], last, bits).ravel())
+    return np.concatenate(parts)
+
+
+# ---- 4. collectives -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Wire:
+    """How one segment's values become what their receivers see."""
+
+    dtype: np.dtype[Any]
+    bits: int
+    bucket_size: int
+    rounding: RoundingMode
+    seeds: Sequence[int]
+    skip_incomplete_buckets: bool
+
+    def seen(self, values: Values, first_index: int, rank: int, phase: int) -> Float32s:
+        """Return decode(encode(values)) in fp32."""
+        message = quantize(
+            values,
+            self.bits,
+            self.bucket_size,
+            rounding=self.rounding,
+            seed=self.seeds[rank],
+            rank=rank,
+            phase=phase,
+            first_index=first_index,
+            dtype=self.dtype,
+            skip_incomplete_buckets=self.skip_incomplete_buckets,
+        )
+        return dequantize(
+            message,
+            len(values),
+            self.bits,
+            self.bucket_size,
+            dtype=self.dtype,
+            skip_incomplete_buckets=self.skip_incomplete_buckets,
+        )
+
+    @property
+    def exact(self) -> bool:
+        return self.bits == EXACT_BITS
+
+
+def travels_exact(segment: Segment, minimal_size: int) -> bool:
+    """Tell whether a segment's values travel raw whatever its bits."""
+    return segment.bits == EXACT_BITS or segment.numel < max(SMALLEST_QUANTIZED, minimal_size)
+
+
+def shards(segment: Segment, world_size: int, exact: bool) -> list[slice]:
+    """Return what each rank owns of the segment in sra and ring: cut between buckets."""
+    grain = 1 if exact else segment.bucket_size
+    grains = -(-segment.numel // grain)
+    cuts = [min(p * grains // world_size * grain, segment.numel) for p in range(world_size + 1)]
+    return [slice(cuts[p], cuts[p + 1]) for p in range(world_size)]
+
+
+def pick(total_numel: int, dtype: npt.DTypeLike, world_size: int) -> Algorithm:
+    """Return what "auto" stands for in an allreduce of total_numel elements over all segments."""
+    raise NotImplementedError("the table of auto is the algorithm layer's; pass the algorithm")
+
+
+def _owner_terms(
+    xs: Sequence[Values], at: slice, first_index: int, owner: int, wire: _Wire
+) -> list[Float32s]:
+    """Return, in rank order, the owner's own values raw, the others' as they arrive."""
+    return [
+        widen(x[at]) if rank == owner else wire.seen(x[at], first_index, rank, phase=0)
+        for rank, x in enumerate(xs)
+    ]
+
+
+def _one_shot(xs: Sequence[Values], segment: Segment, op: Op, wire: _Wire, back: _Wire) -> Float32s:
+    del back  # nothing is encoded a second time
+    terms = [wire.seen(x, 0, rank, phase=0) for rank, x in enumerate(xs)]
+    return finish(op, reduce_in_order(op, terms), len(xs))
+
+
+def _sra(xs: Sequence[Values], segment: Segment, op: Op, wire: _Wire, back: _Wire) -> Float32s:
+    out = np.empty(segment.numel, np.float32)
+    for owner, at in enumerate(shards(segment, len(xs), wire.exact)):
+        terms = _owner_terms(xs, at, at.start, owner, wire)
+        total = finish(op, reduce_in_order(op, terms), len(xs))
+        out[at] = back.seen(total, at.start, owner, phase=1)
+    return out
+
+
+def _ring(xs: Sequence[Values], segment: Segment, op: Op, wire: _Wire, back: _Wire) -> Float32s:
+    world_size = len(xs)
+    out = np.empty(segment.numel, np.float32)
+    for owner, at in enumerate(shards(segment, world_size, wire.exact)):
+        first = (owner + 1) % world_size
+        arriving = wire.seen(xs[first][at], at.start, first, phase=0)
+        total = arriving
+        for hop in range(2, world_size + 1):
+            rank = (owner + hop) % world_size
+            total = combine(op, arriving, widen(xs[rank][at]))
+            if rank != owner:
+                arriving = wire.seen(total, at.start, rank, phase=0)
+        out[at] = back.seen(finish(op, total, world_size), at.start, owner, phase=1)
+    return out
+
+
+_ALGORITHMS: dict[str, Callable[..., Float32s]] = {
+    "one_shot": _one_shot,
+    "sra": _sra,
+    "ring": _ring,
+}
+
+
+def allreduce(
+    inputs: Sequence[Values],
+    segments: Sequence[Segment],
+    *,
+    op: Op = "sum",
+    algorithm: Algorithm = "sra",
+    rounding: RoundingMode = "nearest",
+    seeds: Sequence[int] | None = None,
+    gather_bits: int = 0,
+    minimal_size: int = 0,
+    skip_incomplete_buckets: bool = False,
+) -> Values:
+    """Return the result that every rank has.
+
+    inputs[w]: rank w's buffer; all of one shape and dtype.
+
+    seeds: one of each rank; zeros if None. gather_bits: of the reduced values on their way back, 0
+    for the segment's own. Elements outside all segments are 0 in the result.
+    """
+    dtype = inputs[0].dtype
+    out = np.zeros(inputs[0].shape, dtype)
+    for segment in segments:
+        at = slice(segment.offset, segment.offset + segment.numel)
+        xs = [x[at] for x in inputs]
+        if len(xs) == 1:
+            out[at] = xs[0]
+            continue
+        exact = travels_exact(segment, minimal_size)
+        if not exact and op not in ("sum", "avg"):
+            raise ValueError(f"op {op!r} on {segment.bits}-bit values")
+        bits = EXACT_BITS if exact else segment.bits
+        back_bits = EXACT_BITS if exact else gather_bits or bits
+        wire, back = (
+            _Wire(
+                dtype,
+                b,
+                segment.bucket_size,
+                rounding,
+                seeds or [0] * len(xs),
+                skip_incomplete_buckets,
+            )
+            for b in (bits, back_bits)
+        )
+        out[at] = round_to(_ALGORITHMS[algorithm](xs, segment, op, wire, back), dtype)
+    return out
+
+
+def reduce_scatter(
+    inputs: Sequence[Values],
+    segments: Sequence[Segment],
+    *,
+    op: Op = "sum",
+    rounding: RoundingMode = "nearest",
+    seeds: Sequence[int] | None = None,
+    minimal_size: int = 0,
+    skip_incomplete_buckets: bool = False,
+) -> list[Values]:
+    """Return each rank's reduced block. inputs[w]: len(inputs) blocks; segments lie in a block."""
+    world_size, dtype = len(inputs), inputs[0].dtype
+    block = len(inputs[0]) // world_size
+    outs: list[Values] = []
+    for owner in range(world_size):
+        out = np.zeros(block, dtype)
+        for segment in segments:
+            start = owner * block + segment.offset
+            xs = [x[start : start + segment.numel] for x in inputs]
+            at = slice(segment.offset, segment.offset + segment.numel)
+            if world_size == 1:
+                out[at] = xs[0]
+                continue
+            exact = travels_exact(segment, minimal_size)
+            if not exact and op not in ("sum", "avg"):
+                raise ValueError(f"op {op!r} on {segment.bits}-bit values")
+            wire = _Wire(
+                dtype,
+                EXACT_BITS if exact else segment.bits,
+                segment.bucket_size,
+                rounding,
+                seeds or [0] * world_size,
+                skip_incomplete_buckets,
+            )
+            terms = _owner_terms(xs, slice(0, segment.numel), 0, owner, wire)
+            total = finish(op, reduce_in_order(op, terms), world_size)
+            out[at] = round_to(total, dtype)
+        outs.append(out)
+    return outs
+
+
+def all_gather(
+    blocks: Sequence[Values],
+    segments: Sequence[Segment],
+    *,
+    rounding: RoundingMode = "nearest",
+    seeds: Sequence[int] | None = None,
+    minimal_size: int = 0,
+    skip_incomplete_buckets: bool = False,
+) -> Values:
+    """Return all blocks, in rank order, as every rank (their owners too) sees them."""
+    world_size, dtype = len(blocks), blocks[0].dtype
+    outs: list[Values] = []
+    for rank, block in enumerate(blocks):
+        out = np.zeros(len(block), dtype)
+        for segment in segments:
+            at = slice(segment.offset, segment.offset + segment.numel)
+            if world_size == 1 or travels_exact(segment, minimal_size):
+                out[at] = block[at]
+                continue
+            wire = _Wire(
+                dtype,
+                segment.bits,
+                segment.bucket_size,
+                rounding,
+                seeds or [0] * world_size,
+                skip_incomplete_buckets,
+            )
+            out[at] = round_to(wire.seen(block[at], 0, rank, phase=1), dtype)
+        outs.append(out)
+    return np.concatenate(outs)
+
+
+# ---- 5. the bound -------------------------------------------------------------------------------
+#
+# u = 2^-24 is the unit roundoff of fp32: an operation's result is off by at most u times its size.
+#
+# One encoding, nearest. A bucket has values of size at most M in [lo, hi], L = 2^bits - 1 levels
+# and the step s = fp32(fp32(hi - lo) / L). The scaled value fp32(fp32(x - lo) * inverse) is off
+# from (x - lo) / s by three relative roundings, 3u L, and adding 0.5 by one more, u (L + 1); floor
+# then puts the level within 1/2 of that. The clamp to L costs at most the 2u L by which s may be
+# too small. Decoding rounds level * s (u L s) and the sum with lo (u M). With L s about hi - lo,
+# which is at most 2 M:
+#       |x - decoded| <= s/2 + (3 + 1 + 2 + 1) * 2 u M + 2 u M  =  s/2 + 16 u M.
+# A step below the normal range carries an error of half the smallest denormal for each level, and
+# where the step's inverse is infinite (s <= 2^-128) every level is 0 and the error is the whole
+# extent; L * 2^-127 is above both.
+#
+# The sum of W terms t_w in fp32: W - 1 roundings, each of at most u times the sizes of all terms.
+# avg rounds once more. sra encodes the sum y + e1 (|e1| <= E1, all the above) again: its step is at
+# most (max(y + E1) - min(y - E1)) / L, with the relative error 3 u of three roundings. Last comes
+# the rounding to the tensor's dtype.
+
+_UNIT = {FLOAT32: 2.0**-24, FLOAT16: 2.0**-11, BFLOAT16: 2.0**-8}
+_HALF_SMALLEST = {FLOAT32: 2.0**-150, FLOAT16: 2.0**-25, BFLOAT16: 2.0**-134}
+_U = _UNIT[FLOAT32]
+
+
+def _per_bucket(
+    x: npt.NDArray[np.float64],
+    bucket_size: int,
+    function: Callable[[npt.NDArray[np.float64]], np.float64],
+) -> npt.NDArray[np.float64]:
+    """Return function(bucket), repeated for each element of the bucket."""
+    out = np.empty_like(x)
+    for start in range(0, len(x), bucket_size):
+        out[start : start + bucket_size] = function(x[start : start + bucket_size])
+    return out
+
+
+def _encoding_error(
+    low: npt.NDArray[np.float64],
+    high: npt.NDArray[np.float64],
+    bits: int,
+    bucket_size: int,
+    dtype: np.dtype[Any],
+    skip_incomplete_buckets: bool,
+) -> npt.NDArray[np.float64]:
+    """Bound the error of encoding values that lie in [low, high], element by element."""
+    largest = np.maximum(np.abs(low), np.abs(high))
+    raw = _UNIT[dtype] * largest + _HALF_SMALLEST[dtype]  # 0 for values that are of dtype already
+    if bits == EXACT_BITS:
+        return raw
+    top = (1 << bits) - 1
+    extent = _per_bucket(high, bucket_size, np.max) - _per_bucket(low, bucket_size, np.min)
+    step = extent / top * (1 + 4 * _U)
+    error = step / 2 + 16 * _U * _per_bucket(largest, bucket_size, np.max) + top * 2.0**-127
+    if skip_incomplete_buckets:
+        end = len(low) // bucket_size * bucket_size
+        error[end:] = raw[end:]
+    return error
+
+
+def error_bound(
+    inputs: Sequence[Values],
+    segment: Segment,
+    *,
+    op: Literal["sum", "avg"] = "sum",
+    algorithm: Literal["one_shot", "sra"] = "sra",
+    gather_bits: int = 0,
+    minimal_size: int = 0,
+    skip_incomplete_buckets: bool = False,
+) -> npt.NDArray[np.float64]:
+    """Bound |result - exact| of allreduce with nearest rounding, for each of segment's elements.
+
+    exact is the sum (or mean) of the inputs in float64. Inputs are finite and the result does not
+    overflow its dtype.
+    """
+    dtype, world_size = inputs[0].dtype, len(inputs)
+    at = slice(segment.offset, segment.offset + segment.numel)
+    xs = [x[at].astype(np.float64) for x in inputs]
+    if world_size == 1:
+        return np.zeros(segment.numel)
+    exact = travels_exact(segment, minimal_size)
+    bits = EXACT_BITS if exact else segment.bits
+    back_bits = EXACT_BITS if exact else gather_bits or bits
+    y = np.sum(xs, axis=0)
+
+    first = np.zeros(segment.numel)
+    for rank, x in enumerate(xs):
+        if bits == EXACT_BITS:
+            continue
+        sent = _encoding_error(x, x, bits, segment.bucket_size, dtype, skip_incomplete_buckets)
+        if skip_incomplete_buckets:
+            sent[segment.numel // segment.bucket_size * segment.bucket_size :] = 0
+        if algorithm == "sra":
+            sent[shards(segment, world_size, exact)[rank]] = 0  # its owner adds raw values
+        first += sent
+    sizes = np.sum(np.abs(xs), axis=0) + first
+    first += (world_size - 1) * _U * sizes * (1 + world_size * _U)
+    if op == "avg":
+        y, first, sizes = y / world_size, first / world_size, sizes / world_size
+        first += _U * sizes * (1 + _U) + _HALF_SMALLEST[FLOAT32]
+
+    second = np.zeros(segment.numel)
+    if algorithm == "sra" and not exact:
+        second = _encoding_error(
+            y - first, y + first, back_bits, segment.bucket_size, dtype, skip_incomplete_buckets
+        )
+    error = first + second
+    if dtype != FLOAT32:
+        error += _UNIT[dtype] * (np.abs(y) + error) + _HALF_SMALLEST[dtype]
+    return error

@@ -1,0 +1,130 @@
+"""Config: every field is checked, and CGX's variables give it."""
+
+import dataclasses
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cgx_ops import CgxError, Config, InvalidArgument
+
+
+def test_defaults() -> None:
+    assert dataclasses.asdict(Config()) == {
+        "bits": 4,
+        "bucket_size": 512,
+        "rounding": "stochastic",
+        "algorithm": "auto",
+        "gather_bits": None,
+        "skip_incomplete_buckets": False,
+        "minimal_size": 0,
+        "seed": 0,
+        "fusion_buffer_size_mb": 64,
+        "communicator_type": "AUTO",
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("bits", [*range(1, 9), 32, np.int64(3)]),
+        ("bucket_size", [1, 7, 2**40]),
+        ("rounding", ["stochastic", "nearest"]),
+        ("algorithm", ["auto", "one_shot", "sra", "ring"]),
+        ("gather_bits", [None, 1, 8, 32]),
+        ("skip_incomplete_buckets", [True, False]),
+        ("minimal_size", [0, 1, 2**40]),
+        ("seed", [-(2**63), 0, 2**63 - 1]),
+        ("fusion_buffer_size_mb", [1, 4096]),
+        ("communicator_type", ["AUTO", "SHM", "MPI"]),
+    ],
+)
+def test_accepts(field: str, values: list[Any]) -> None:
+    for value in values:
+        assert getattr(Config(**{field: value}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("bits", value) for value in (0, 9, 16, 31, 33, -4, 4.0, "4", None, True)),
+        *(("bucket_size", value) for value in (0, -1, 2**63, 512.0, None)),
+        *(("rounding", value) for value in ("up", "NEAREST", None, 0)),
+        *(("algorithm", value) for value in ("tree", "SRA", 1)),
+        *(("gather_bits", value) for value in (0, 9, 31, "8")),
+        *(("skip_incomplete_buckets", value) for value in (1, None, "yes")),
+        *(("minimal_size", value) for value in (-1, 2**63, 1.5)),
+        *(("seed", value) for value in (2**63, -(2**63) - 1, 0.5)),
+        *(("fusion_buffer_size_mb", value) for value in (0, -64, 2**20 + 1)),
+        *(("communicator_type", value) for value in ("NCCL", "shm", None)),
+    ],
+)
+def test_refuses_and_names_the_field_and_value(field: str, value: object) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        Config(**{field: value})  # pyright: ignore[reportArgumentType]
+    assert f"Config.{field} is {value!r}; it must be " in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, CgxError)
+
+
+def test_is_a_value() -> None:
+    config = Config(bits=2, seed=7)
+    assert config == dataclasses.replace(Config(), bits=2, seed=7)
+    assert hash(config) == hash(Config(bits=2, seed=7))
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.bits = 3  # pyright: ignore[reportAttributeAccessIssue]
+    assert type(Config(bits=np.int64(3)).bits) is int  # pyright: ignore[reportArgumentType]
+
+
+def test_environment_defaults_to_off() -> None:
+    assert Config.from_env({}) == Config(bits=32)
+    assert Config.from_env({"CGX_COMPRESSION_BUCKET_SIZE": ""}) == Config(bits=32)
+
+
+def test_environment_gives_every_name_of_cgx() -> None:
+    environment = {
+        "CGX_COMPRESSION_QUANTIZATION_BITS": "4",
+        "CGX_COMPRESSION_BUCKET_SIZE": " 1024 ",
+        "CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS": "1",
+        "CGX_COMPRESSION_MINIMAL_SIZE": "100",
+        "CGX_FUSION_BUFFER_SIZE_MB": "8",
+        "COMMUNICATOR_TYPE": "shm",
+    }
+    assert Config.from_env(environment) == Config(
+        bits=4,
+        bucket_size=1024,
+        skip_incomplete_buckets=True,
+        minimal_size=100,
+        fusion_buffer_size_mb=8,
+        communicator_type="SHM",
+    )
+
+
+def test_environment_is_the_process_s_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CGX_COMPRESSION_QUANTIZATION_BITS", "3")
+    assert Config.from_env().bits == 3
+    monkeypatch.setenv("CGX_COMPRESSION_QUANTIZATION_BITS", "5")  # read anew
+    assert Config.from_env().bits == 5
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("CGX_COMPRESSION_QUANTIZATION_BITS", "four"),
+        ("CGX_COMPRESSION_QUANTIZATION_BITS", "16"),
+        ("CGX_COMPRESSION_QUANTIZATION_BITS", "4.0"),
+        ("CGX_COMPRESSION_QUANTIZATION_BITS", "--4"),
+        ("CGX_COMPRESSION_QUANTIZATION_BITS", "\N{SUPERSCRIPT FOUR}"),
+        ("CGX_COMPRESSION_BUCKET_SIZE", "0"),
+        ("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", "2"),
+        ("CGX_COMPRESSION_MINIMAL_SIZE", "-1"),
+        ("CGX_FUSION_BUFFER_SIZE_MB", "0"),
+        ("COMMUNICATOR_TYPE", "NCCL"),
+    ],
+)
+def test_environment_refuses_and_names_the_variable_and_text(variable: str, text: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        Config.from_env({variable: text})
+    assert f"{variable} is {text!r}; it must be " in str(caught.value)

@@ -1,0 +1,206 @@
+"""The demo, the examples by themselves and the README's code: what they print, how they fail."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rich.progress import Progress
+
+ROOT = Path(__file__).resolve().parent.parent
+PARAMETERS = 64 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def load_demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "examples" / "demo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+demo = load_demo()
+
+
+def run_python(
+    script: Path, *arguments: str, ranks: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a script, under mpirun if ranks are given; 120 s at most."""
+    launcher = [] if ranks is None else demo.mpirun_command(ranks)
+    return subprocess.run(
+        [*launcher, sys.executable, str(script), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+# ---- the demo ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """Run a shortened demo; return its output, and the folder that it filled."""
+    out = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--epochs", "10"]
+    # demo.py ends its own runs after 150 s each.
+    process = subprocess.run(
+        [*command, "--out", str(out)], capture_output=True, text=True, timeout=330
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout, out
+
+
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_demo_trains_with_a_seventh_of_the_bytes(
+    finished: tuple[str, Path], framework: str
+) -> None:
+    output, out = finished
+    results = json.loads((out / "results.json").read_text())
+    exact, few = (r for r in results if r["framework"] == framework)
+    assert (exact["bits"], few["bits"]) == (32, 4)
+    # Two ranks: each sends half of its values, then the reduced other half; headers on top.
+    assert 4 * PARAMETERS <= exact["bytes_per_step"] < 1.05 * 4 * PARAMETERS
+    assert 7 < exact["bytes_per_step"] / few["bytes_per_step"] < 32 / 4.125
+    for result in (exact, few):
+        assert result["identical"]
+        assert result["accuracy"] >= 0.95
+        assert len(result["losses"]) == 10
+        assert result["losses"][-1] < result["losses"][0] / 5
+        row = rf"^\s*{framework}\s+{result['bits']}\s+{result['accuracy']:.2%}\s.*identical"
+        assert re.search(row, output, re.MULTILINE), output
+    assert few["losses"] != exact["losses"], "the second run did not quantize"
+
+
+@pytest.mark.timeout(360)
+def test_demo_draws_the_loss_curves(finished: tuple[str, Path]) -> None:
+    assert (finished[1] / "loss.png").read_bytes().startswith(PNG)
+
+
+# ---- how the demo fails ------------------------------------------------------------------------
+
+
+def good_results() -> list[dict[str, Any]]:
+    runs = [(framework, bits) for framework in ("torch", "jax") for bits in (32, 4)]
+    return [
+        {
+            "framework": framework,
+            "bits": bits,
+            "accuracy": 0.97,
+            "bytes_per_step": 1000.0 * bits,
+            "identical": True,
+        }
+        for framework, bits in runs
+    ]
+
+
+def test_good_results_have_no_problems() -> None:
+    assert demo.problems(good_results()) == []
+
+
+@pytest.mark.parametrize(
+    ("run", "field", "value", "sentence"),
+    [
+        (0, "identical", False, "torch, 32 bits: the ranks' weights differ"),
+        (3, "identical", False, "jax, 4 bits: the ranks' weights differ"),
+        (1, "accuracy", 0.959, "torch: 95.90% at 4 bits is more than one point below 97.00% exact"),
+        (1, "accuracy", 0.949, "torch: 94.90% at 4 bits is below 95 %"),
+        (3, "bytes_per_step", 32000.0, "jax: 4 bits did not send fewer bytes than exact"),
+        (2, "framework", "other", "jax: a result is missing"),
+    ],
+)
+def test_bad_results_are_named(run: int, field: str, value: Any, sentence: str) -> None:
+    results = good_results()
+    results[run][field] = value
+    assert sentence in demo.problems(results)
+
+
+def test_a_rank_that_raises_is_shown(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\n"
+        "rank = os.environ['OMPI_COMM_WORLD_RANK']\n"
+        "print('here is rank', rank, flush=True)\n"
+        "if rank == '1':\n"
+        "    raise ValueError('no more digits')\n"
+    )
+    with Progress(disable=True) as progress, pytest.raises(demo.RunError) as caught:
+        demo.run(script, [], progress, 1, timeout=60)
+    last_lines = str(caught.value).split("--- rank 1\n")[1]
+    assert "here is rank 1" in last_lines
+    assert "ValueError: no more digits" in last_lines
+
+
+def test_a_run_that_hangs_is_ended(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "(folder / os.environ['OMPI_COMM_WORLD_RANK']).write_text(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+    with Progress(disable=True) as progress, pytest.raises(demo.RunError, match="more than 5 s"):
+        demo.run(script, [], progress, 1, timeout=5)
+    processes = [Path(f"/proc/{(tmp_path / rank).read_text()}") for rank in "01"]
+    deadline = time.monotonic() + 20
+    while any(is_alive(process) for process in processes):
+        assert time.monotonic() < deadline, "ranks outlived the demo's deadline"
+        time.sleep(0.1)
+
+
+def is_alive(process: Path) -> bool:
+    """Tell whether a process of /proc is there and not a zombie that nobody has waited for."""
+    try:
+        return "State:\tZ" not in (process / "status").read_text()
+    except OSError:
+        return False
+
+
+# ---- the examples by themselves, and the README --------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_one_rank_needs_no_mpirun(framework: str) -> None:
+    script = ROOT / "examples" / f"{framework}_digits.py"
+    process = run_python(script, "--epochs", "1", "--bits", "2")
+    assert process.returncode == 0, process.stderr
+    epoch, result = map(json.loads, process.stdout.splitlines())
+    assert (epoch["bits"], epoch["epoch"]) == (2, 1)
+    assert result["bytes_per_step"] == 0
+    assert result["identical"]
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_code_of_the_readme_runs(framework: str, tmp_path: Path) -> None:
+    code = readme_code(framework)
+    assert 3 < sum(bool(line.strip()) for line in code.splitlines()) < 10
+    script = tmp_path / "average.py"
+    script.write_text(code)
+    process = run_python(script, ranks=2)
+    assert process.returncode == 0, process.stdout + process.stderr
+    printed: dict[str, list[str]] = {"0": [], "1": []}
+    for rank, text in re.findall(r"^\[[^]]*,(\d)\]<stdout>: (.*)$", process.stdout, re.MULTILINE):
+        printed[rank].append(text)
+    assert printed["0"], "nothing was printed"
+    assert printed["0"] == printed["1"], "ranks printed different averages"
+
+
+def readme_code(framework: str) -> str:
+    """Return the first block of indented lines after the heading of a framework."""
+    text = (ROOT / "README.md").read_text()
+    section = text.split({"torch": "## PyTorch\n", "jax": "## JAX\n"}[framework])[1]
+    lines = section.split("\n## ")[0].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("    "))
+    end = next(i for i in range(start, len(lines)) if lines[i] and not lines[i].startswith("    "))
+    return "\n".join(line[4:] for line in lines[start:end]) + "\n"

@@ -1,0 +1,74 @@
+"""`python -m cgx_ops info` names what is here, and how to get what is not."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cgx_ops
+from cgx_ops import __main__, _native
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cgx_ops", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_info_shows_all_that_the_core_describes() -> None:
+    result = _run("info")
+    assert result.returncode == 0, result.stderr
+    words = " ".join(result.stdout.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
+    build = _native.describe()
+    for text in (cgx_ops.__version__, build["cpu_target"], *build["cpu_targets"]):
+        assert text in words
+    assert build["mpi"][:60] in words
+    for kind in ("transports", "compressors", "algorithms"):
+        assert build[kind], f"the core lists no {kind}"
+        for entry in build[kind]:
+            assert f"{entry['name']} {entry['description']}"[:60] in words
+            assert "\n" not in entry["description"]  # one line each
+
+
+def test_core_lists_what_the_design_names() -> None:
+    build = _native.describe()
+    names = {
+        kind: {entry["name"] for entry in build[kind]}
+        for kind in build
+        if kind[-1] == "s" and kind != "cpu_targets"
+    }
+    assert {"thread", "shm", "mpi"} <= names["transports"]
+    assert {"none", "uniform"} <= names["compressors"]
+    assert {"one_shot", "sra", "ring"} <= names["algorithms"]
+    assert build["cpu_target"] in build["cpu_targets"]
+    assert build["mpi"].startswith("Open MPI v5")
+
+
+def test_missing_framework_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"torch": "2.13.0", "jaxlib": None}
+    monkeypatch.setattr(__main__, "_installed", installed.get)
+    monkeypatch.setattr(_native, "built_with", lambda: {"version": "0", "torch": "2.12.1"})
+    assert __main__._binding("torch")[1].startswith("missing: cgx_ops was built for torch 2.12.1")
+    assert "jaxlib is not installed: pip install jax" in __main__._binding("jax")[1]
+
+
+def test_binding_of_another_minor_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "built_with", lambda: {"version": "0", "torch": "2.13.0+cpu"})
+    _native.require_binding("torch", "2.13.1")
+    with pytest.raises(ImportError, match=r"built for torch 2\.13\.0\+cpu, but torch 2\.14\.0"):
+        _native.require_binding("torch", "2.14.0")
+    with pytest.raises(ImportError, match="without its jax binding"):
+        _native.require_binding("jax", "0.10.2")
+
+
+def test_wrong_command_line() -> None:
+    for arguments in ((), ("nonsense",)):
+        result = _run(*arguments)
+        assert result.returncode == 2
+        assert "info" in result.stderr  # what there is
+
+
+def test_build_note_is_of_this_version() -> None:
+    note = json.loads((Path(cgx_ops.__file__).parent / "_build.json").read_text())
+    assert note["version"] == cgx_ops.__version__

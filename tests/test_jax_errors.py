@@ -1,0 +1,148 @@
+"""What psum_q refuses, with which words, and that the process is usable afterwards."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, use_cpu_devices
+
+from cgx_ops import _xla_ffi
+from cgx_ops.jax import pmean_q, psum_q
+
+use_cpu_devices(8)
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def run(body: Callable[..., Any], x: Any) -> Any:
+    return jax.block_until_ready(on_mesh(mesh_of((8,), ("d",)), body)(x))
+
+
+@pytest.fixture(autouse=True)
+def usable_afterwards() -> Any:
+    yield
+    x = normal(0, 8, 1000)
+    assert same_bits(run(lambda v: psum_q(v, "d", algorithm="sra"), x)[0], expected(x))
+
+
+@pytest.mark.parametrize("reduce", [psum_q, pmean_q])
+@pytest.mark.parametrize(
+    ("dtype", "remedy"),
+    [
+        (np.int32, "jax.lax.psum"),
+        (np.uint8, "float32"),
+        (np.bool_, "jax.lax.psum"),
+        (np.complex64, "real and imaginary"),
+        (jnp.float8_e4m3fn, "float32"),
+    ],
+)
+def test_dtypes(reduce: Any, dtype: Any, remedy: str) -> None:
+    x = {"w": np.zeros((8, 100), dtype)}
+    name = np.dtype(dtype).name
+    with pytest.raises(TypeError, match=rf"{reduce.__name__}: x\['w'\] has dtype {name}.*{remedy}"):
+        run(lambda v: reduce(v, "d"), x)
+
+
+def test_float64() -> None:
+    with jax.enable_x64(True):
+        with pytest.raises(TypeError, match=r"float64.*cast it to float32"):
+            run(lambda v: psum_q(v, "d"), np.zeros((8, 100)))
+        x = normal(1, 8, 1000)
+        assert same_bits(run(lambda v: psum_q(v, "d", algorithm="sra"), x)[0], expected(x))
+
+
+@pytest.mark.parametrize("where", [lambda f: f, jax.jit])
+def test_unbound_axis(where: Any) -> None:
+    with pytest.raises(NameError, match=r"unbound axis name: 'nowhere'.*jax\.shard_map"):
+        where(lambda v: psum_q(v, "nowhere"))(np.ones(4, np.float32))
+    with pytest.raises(NameError, match="'e'"):
+        run(lambda v: psum_q(v, ("d", "e")), np.ones((8, 100), np.float32))
+
+
+def test_an_axis_named_twice() -> None:
+    with pytest.raises(ValueError, match="named twice"):
+        run(lambda v: psum_q(v, ("d", "d")), np.ones((8, 100), np.float32))
+
+
+@pytest.mark.parametrize("knob", ["bits", "bucket_size", "minimal_size", "gather_bits"])
+def test_traced_knobs(knob: str) -> None:
+    with pytest.raises(TypeError, match=f"{knob} must be a static Python value"):
+        run(lambda v: psum_q(v, "d", **{knob: v[0].astype(int)}), np.ones((8, 100), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [
+        ("bits", 0),
+        ("bits", 9),
+        ("bits", 16),
+        ("bits", 4.0),
+        ("bits", "4"),
+        ("bucket_size", 0),
+        ("bucket_size", -512),
+        ("gather_bits", 0),
+        ("minimal_size", -1),
+        ("algorithm", "hierarchical"),
+        ("skip_incomplete_buckets", 2),
+    ],
+)
+def test_knobs_out_of_range(knob: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{knob} is {re.escape(repr(value))}"):
+        run(lambda v: psum_q(v, "d", **{knob: value}), np.ones((8, 100), np.float32))
+
+
+def test_a_key_that_is_no_key() -> None:
+    with pytest.raises(TypeError):
+        run(lambda v: psum_q(v, "d", key=v), np.ones((8, 100), np.float32))
+
+
+def test_axes_of_vmap() -> None:
+    x = np.ones((3, 100), np.float32)
+    with pytest.raises(NotImplementedError, match=r"'i' belongs to a vmap.*jax\.lax\.psum"):
+        jax.vmap(lambda v: psum_q(v, "i"), axis_name="i")(x)
+    with pytest.raises(NotImplementedError, match="'i' belongs to a vmap"):
+        run(
+            lambda v: jax.vmap(lambda u: psum_q(u, ("d", "i")), axis_name="i")(v),
+            np.ones((8, 3, 100), np.float32),
+        )
+
+
+def test_a_shard_map_that_leaves_an_axis_to_the_compiler() -> None:
+    mesh = mesh_of((4, 2), ("d", "m"))
+    partial = jax.shard_map(
+        lambda v: psum_q(v, "d"), mesh=mesh, in_specs=P("d"), out_specs=P(), axis_names={"d"}
+    )
+    with pytest.raises(NotImplementedError, match=r"'m'.*axis_names"):
+        jax.jit(partial)(np.ones((4, 100), np.float32))
+
+
+def test_other_platforms() -> None:
+    program = on_mesh(mesh_of((8,), ("d",)), lambda v: psum_q(v, "d"))
+    with pytest.raises(NotImplementedError, match="CPU devices only, not on cuda"):
+        program.trace(jax.ShapeDtypeStruct((8, 100), jnp.float32)).lower(
+            lowering_platforms=("cuda",)
+        )
+
+
+def test_devices_that_do_not_meet() -> None:
+    """A predicate that differs between devices: the lonely ones are told, the next run is whole."""
+    x = normal(2, 8, 1000)
+    run(lambda v: psum_q(v, "d"), x)  # registers the handlers, which sets the usual deadline
+    _xla_ffi.set_timeout(2.0)
+    try:
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match=r"DEADLINE_EXCEEDED.*psum_q 'jit_on_device/"
+        ):
+            run(
+                lambda v: jax.lax.cond(
+                    jax.lax.axis_index("d") < 7, lambda u: psum_q(u, "d"), lambda u: u, v
+                ),
+                x,
+            )
+    finally:
+        _xla_ffi.set_timeout(20.0)

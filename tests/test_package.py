@@ -1,0 +1,104 @@
+"""What is shipped: relocatable libraries that export the API alone, in a wheel that is complete."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import cgx_ops
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(cgx_ops.__file__).parent
+LIBRARIES = sorted(PACKAGE.glob("*.so"))
+
+
+def _output(*command: str | Path, **options: object) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, **options)  # pyright: ignore
+    assert result.returncode == 0, f"{command}\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
+    return result.stdout
+
+
+def _dynamic(library: Path, tag: str) -> list[str]:
+    text = _output("readelf", "--dynamic", "--wide", library)
+    return re.findall(rf"\({tag}\).*\[(.*)\]", text)
+
+
+def test_core_and_bindings_lie_side_by_side() -> None:
+    names = {library.name.split(".")[0] for library in LIBRARIES}
+    assert names == {"libcgx", "_torch_ops", "_xla_ffi"}
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name.split(".")[0])
+def test_no_path_of_the_build_machine(library: Path) -> None:
+    core = library.name == "libcgx.so"
+    expected = "$ORIGIN:$ORIGIN/../../.." if core else "$ORIGIN"
+    assert _dynamic(library, "RUNPATH") == [expected]
+    assert _dynamic(library, "RPATH") == []
+    if core:
+        assert _dynamic(library, "SONAME") == ["libcgx.so"]
+        assert "libmpi.so.40" in _dynamic(library, "NEEDED")
+    else:
+        assert "libcgx.so" in _dynamic(library, "NEEDED")
+        assert not [name for name in _dynamic(library, "NEEDED") if "mpi" in name]
+    assert not [name for name in _dynamic(library, "NEEDED") if "/" in name]
+
+
+def test_core_exports_the_api_and_nothing_else() -> None:
+    symbols = _output("nm", "--dynamic", "--defined-only", PACKAGE / "libcgx.so")
+    exported = {line.split()[-1].split("@")[0] for line in symbols.splitlines()}
+    header = (ROOT / "cgx_ops/csrc/include/cgx/cgx.h").read_text()
+    declared = set(re.findall(r"CGX_API [^(;]*?\b(cgx_\w+)\(", header))
+    assert len(declared) > 15
+    assert exported == declared
+
+
+def test_bindings_export_their_entry_point_alone() -> None:
+    for module, entry in (("_torch_ops", "PyInit__torch_ops"), ("_xla_ffi", "PyInit__xla_ffi")):
+        library = PACKAGE / f"{module}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        text = _output("nm", "--dynamic", "--defined-only", "--demangle", library)
+        strong = {line.split(maxsplit=2)[-1] for line in text.splitlines() if " T " in line}
+        assert entry in strong
+        assert not [name for name in strong if name.startswith("cgx")]
+
+
+def test_wheel_works_without_the_source_tree(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    options = ["--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", str(tmp_path)]
+    _output(*pip, "wheel", *options, str(ROOT))
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    for needed in (
+        "libcgx.so",
+        "py.typed",
+        "_build.json",
+        "_torch_ops.pyi",
+        "_xla_ffi.pyi",
+        "csrc/include/cgx/cgx.h",
+        "torch/__init__.py",
+        "jax/__init__.py",
+    ):
+        assert f"cgx_ops/{needed}" in names
+    strangers = [n for n in names if not n.startswith(("cgx_ops/", "cgx_ops-"))]
+    assert not strangers
+    assert not [n for n in names if n.endswith((".cc", ".py")) and "csrc" in n]
+
+    # Another environment: this package comes from the wheel, what it depends on from this one.
+    new = tmp_path / "venv"
+    _output(sys.executable, "-m", "venv", "--without-pip", new)
+    site = _output(new / "bin/python", "-c", "import site; print(site.getsitepackages()[0])")
+    zipfile.ZipFile(wheel).extractall(site.strip())
+    code = """
+import sys
+import numpy as np, cgx_ops, cgx_ops.torch, cgx_ops.jax
+assert cgx_ops.__file__.startswith(sys.prefix), cgx_ops.__file__
+x = np.arange(1000, dtype=np.float32)
+print(cgx_ops.allreduce(x).sum(), cgx_ops.__version__)
+"""
+    environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
+    printed = _output(new / "bin/python", "-c", code, cwd=tmp_path, env=environment)
+    assert printed.split() == ["499500.0", cgx_ops.__version__]

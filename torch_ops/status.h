@@ -1,0 +1,40 @@
+// From a cgx status to the exception a PyTorch user expects.
+//
+// ValueError: a value, a name or two ranks that disagree; TypeError: a dtype or layout nobody
+// serves; torch.distributed.DistBackendError: a deadline, a dead peer, a closed communicator, MPI.
+#ifndef CGX_TORCH_OPS_STATUS_H_
+#define CGX_TORCH_OPS_STATUS_H_
+
+#include <c10/util/Exception.h>
+
+#include <string>
+
+#include "cgx/cgx.h"
+
+namespace cgx::torch_ops {
+
+// Throws for every status but CGX_OK. Call it on the thread that got the status: the text is the
+// calling thread's last failure.
+inline void check(cgx_status_t status) {
+  if (status == CGX_OK) return;
+  const std::string text = cgx_last_error();
+  switch (status) {
+    case CGX_INVALID_ARGUMENT:
+    case CGX_NOT_FOUND:
+      C10_THROW_ERROR(ValueError, text);
+    case CGX_UNSUPPORTED:
+      C10_THROW_ERROR(TypeError, text);
+    case CGX_MISMATCH:
+    case CGX_TIMEOUT:
+    case CGX_PEER_FAILED:
+    case CGX_CLOSED:
+    case CGX_SYSTEM:
+      C10_THROW_ERROR(DistBackendError, text);
+    default:
+      C10_THROW_ERROR(Error, text);
+  }
+}
+
+}  // namespace cgx::torch_ops
+
+#endif  // CGX_TORCH_OPS_STATUS_H_

@@ -1,0 +1,31 @@
+// The Python module cgx_ops._xla_ffi: what cgx_ops.jax needs to register the handlers with XLA.
+#include <nanobind/nanobind.h>
+
+#include "cgx/cgx.h"
+#include "psum_q.h"
+#include "site.h"
+
+namespace nb = nanobind;
+
+NB_MODULE(_xla_ffi, module) {
+  using namespace cgx::xla;  // NOLINT: the whole module is about it
+  module.doc() = "XLA FFI handlers of cgx_ops.jax";
+
+  module.def("psum_q_handlers", [] {
+    nb::dict stages;
+    stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(&PsumQInstantiate));
+    stages["execute"] = nb::capsule(reinterpret_cast<void*>(&PsumQExecute));
+    return stages;
+  });
+  module.def("site_type", [] {
+    static ffi::TypeInfo info = ffi::MakeTypeInfo<Site>();
+    nb::dict type;
+    type["type_id"] = nb::capsule(&Site::id);
+    type["type_info"] = nb::capsule(&info);
+    return type;
+  });
+  module.def("compilation_begins", &CompilationBegins);
+  module.def("compilation_ends", &CompilationEnds);
+  module.def("set_timeout", &SetTimeout, nb::arg("seconds"));
+  module.def("version", [] { return cgx_version(); });
+}
