@@ -88,6 +88,9 @@ def _run(command: list[str], environment: dict[str, str], timeout: float) -> tup
             status = process.wait(timeout)
         except subprocess.TimeoutExpired:
             status = None
+            process.terminate()  # mpirun ends its ranks and removes what Open MPI keeps in /dev/shm
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
         finally:
             # mpirun gives each rank its own process group, but all stay in the session.
             for pid in _session(process.pid):

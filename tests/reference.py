@@ -25,6 +25,7 @@ Values: TypeAlias = npt.NDArray[Any]  # float32, float16 or ml_dtypes.bfloat16, 
 Float32s: TypeAlias = npt.NDArray[np.float32]
 Op = Literal["sum", "avg", "min", "max", "product"]
 Algorithm = Literal["one_shot", "sra", "ring"]
+AnyAlgorithm = Literal["auto", "one_shot", "sra", "ring"]
 RoundingMode = Literal["nearest", "stochastic"]
 
 EXACT_BITS = 32
@@ -333,9 +334,28 @@ def shards(segment: Segment, world_size: int, exact: bool) -> list[slice]:
     return [slice(cuts[p], cuts[p + 1]) for p in range(world_size)]
 
 
-def pick(total_numel: int, dtype: npt.DTypeLike, world_size: int) -> Algorithm:
-    """Return what "auto" stands for in an allreduce of total_numel elements over all segments."""
-    raise NotImplementedError("the table of auto is the algorithm layer's; pass the algorithm")
+EAGER_BYTES = 8 * 1024  # what fits beside the header, in the first message
+
+
+def pick(
+    segments: Sequence[Segment],
+    dtype: npt.DTypeLike,
+    *,
+    minimal_size: int = 0,
+    skip_incomplete_buckets: bool = False,
+) -> Algorithm:
+    """Return what "auto" stands for: one_shot while all encoded values fit beside the header."""
+    total = sum(
+        encoded_bytes(
+            segment.numel,
+            EXACT_BITS if travels_exact(segment, minimal_size) else segment.bits,
+            segment.bucket_size,
+            dtype=dtype,
+            skip_incomplete_buckets=skip_incomplete_buckets,
+        )
+        for segment in segments
+    )
+    return "one_shot" if total <= EAGER_BYTES else "sra"
 
 
 def _owner_terms(
@@ -391,7 +411,7 @@ def allreduce(
     segments: Sequence[Segment],
     *,
     op: Op = "sum",
-    algorithm: Algorithm = "sra",
+    algorithm: AnyAlgorithm = "auto",
     rounding: RoundingMode = "nearest",
     seeds: Sequence[int] | None = None,
     gather_bits: int = 0,
@@ -406,6 +426,13 @@ def allreduce(
     for the segment's own. Elements outside all segments are 0 in the result.
     """
     dtype = inputs[0].dtype
+    if algorithm == "auto":
+        algorithm = pick(
+            segments,
+            dtype,
+            minimal_size=minimal_size,
+            skip_incomplete_buckets=skip_incomplete_buckets,
+        )
     out = np.zeros(inputs[0].shape, dtype)
     for segment in segments:
         at = slice(segment.offset, segment.offset + segment.numel)

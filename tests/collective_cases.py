@@ -1,0 +1,193 @@
+"""The collectives that are compared with the oracle, on every transport and CPU target.
+
+A case says everything about one call; its inputs follow from it and the rank. Ranks print a digest
+of each result (tests/ranks/run_collectives.py), the test computes the oracle's once.
+
+    MATRIX    bits x dtype x rounding x bucket_size x size, by sra and one_shot
+    FEATURES  verbs, ops, algorithms, gather_bits, minimal_size, incomplete buckets, many segments,
+              special values
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import reference
+
+from cgx_ops import Communicator, Config, Segment
+
+DTYPES: dict[str, Any] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+}
+SIZES = (0, 1, 15, 16, 17, 511, 512, 513, 100_003)
+BUCKETS = (1, 7, 64, 512, 1000)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective. segments: (offset, numel, bits, bucket_size) each; size is that of a block."""
+
+    size: int
+    bits: int = 4
+    bucket_size: int = 512
+    dtype: str = "float32"
+    rounding: str = "stochastic"
+    verb: str = "allreduce"
+    op: str = "sum"
+    algorithm: str = "auto"
+    gather_bits: int = 0
+    minimal_size: int = 0
+    skip_incomplete_buckets: bool = False
+    segments: tuple[tuple[int, int, int, int], ...] = ()
+    special: str = ""
+
+    def seed(self, rank: int) -> int:
+        """Return the seed of a rank's noise: 64 bits that differ between ranks and cases."""
+        digest = hashlib.blake2b(f"{self}/{rank}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
+
+
+MATRIX = [
+    Case(size, bits, bucket_size, dtype, rounding, algorithm=algorithm)
+    for bits, dtype, rounding, bucket_size, size in itertools.product(
+        range(1, 9), DTYPES, ("nearest", "stochastic"), BUCKETS, SIZES
+    )
+    for algorithm in (("sra",) if size == SIZES[-1] else ("sra", "one_shot"))
+]
+# Each value of each dimension, in many combinations, at a hundredth of the time.
+MATRIX_SLICE = [case for case in MATRIX if case.size < SIZES[-1]][::13] + [
+    Case(SIZES[-1], bits, 64, dtype, "stochastic", algorithm="sra")
+    for bits, dtype in zip(range(1, 9), itertools.cycle(DTYPES), strict=False)
+]
+
+
+def _features() -> list[Case]:
+    layers = ((0, 700, 4, 512), (700, 9, 4, 512), (709, 1000, 8, 64), (2000, 5000, 32, 1))
+    cases = [
+        Case(size, bits, 64, dtype, op=op, algorithm=algorithm)
+        for size, (bits, op), dtype, algorithm in itertools.product(
+            (33, 3000),
+            ((4, "sum"), (3, "avg"), (32, "sum"), (32, "avg"), (32, "min"), (32, "max")),
+            DTYPES,
+            ("auto", "one_shot", "sra", "ring"),
+        )
+    ]
+    cases += [Case(2000, 32, op="product", dtype=dtype) for dtype in DTYPES]
+    cases += [
+        Case(size, bits, 100, dtype, verb=verb, op=op)
+        for size, bits, dtype, verb, op in itertools.product(
+            (0, 5, 1234), (2, 8, 32), DTYPES, ("reduce_scatter", "all_gather"), ("sum", "avg")
+        )
+    ]
+    for verb in ("allreduce", "reduce_scatter", "all_gather"):
+        cases += [
+            Case(8000, verb=verb, segments=layers),
+            Case(8000, verb=verb, segments=layers[::-1], dtype="float16", rounding="nearest"),
+            Case(8000, verb=verb, segments=layers, skip_incomplete_buckets=True),
+            Case(8000, verb=verb, segments=layers, minimal_size=1000),
+            Case(64 * 300, verb=verb, segments=tuple((64 * i, 60, 4, 16) for i in range(300))),
+        ]
+    cases += [
+        Case(size, bits, 128, dtype, gather_bits=8, algorithm=algorithm)
+        for size, bits, dtype, algorithm in itertools.product(
+            (300, 40_000), (4, 2), DTYPES, ("sra", "ring")
+        )
+    ]
+    cases += [
+        Case(size, 5, 64, dtype, skip_incomplete_buckets=True, algorithm=algorithm)
+        for size, dtype, algorithm in itertools.product(
+            (63, 1000, 1024), DTYPES, ("one_shot", "sra", "ring")
+        )
+    ]
+    cases += [Case(size, minimal_size=100) for size in (99, 100, 101)]
+    # A bucket larger than any message, and a message of more bytes than the exact values.
+    cases += [Case(300_000, bucket_size=1 << 20), Case(5000, 8, 1, "float16", algorithm="sra")]
+    cases += [
+        Case(1500, bits, 64, dtype, special=special, algorithm=algorithm)
+        for bits, dtype, special, algorithm in itertools.product(
+            (1, 4, 8), DTYPES, ("nan", "inf", "huge", "tiny", "zeros", "constant"), ("sra", "ring")
+        )
+    ]
+    return cases
+
+
+FEATURES = _features()
+SETS = {"matrix": MATRIX, "slice": MATRIX_SLICE, "features": FEATURES}
+
+
+def inputs(case: Case, rank: int, world_size: int) -> npt.NDArray[Any]:
+    """Return what a rank gives: `world_size` blocks for reduce_scatter, else one."""
+    random = np.random.default_rng([abs(case.seed(rank)) % 2**32, rank])
+    numel = case.size * (world_size if case.verb == "reduce_scatter" else 1)
+    x = random.standard_normal(numel).astype(np.float32)
+    if case.special and numel:
+        at = random.integers(0, numel, 3)
+        if case.special in ("nan", "inf"):
+            # Of both signs, on one rank only: every rank must see it.
+            if rank == world_size - 1:
+                x[at] = [np.nan, -np.nan, np.nan] if case.special == "nan" else [np.inf, -np.inf, 1]
+        else:
+            scale = {"huge": 3e38, "tiny": 1e-41, "zeros": -0.0, "constant": 0.0}[case.special]
+            x = np.clip(x, -1, 1) * np.float32(scale)
+            if case.special == "constant":
+                x += np.float32(rank + 0.1)
+    with np.errstate(all="ignore"):
+        return x.astype(DTYPES[case.dtype])
+
+
+def digest(result: npt.NDArray[Any]) -> str:
+    """Return a digest of the result's bits."""
+    return hashlib.blake2b(result.tobytes(), digest_size=12).hexdigest()
+
+
+def run(case: Case, comm: Communicator) -> str:
+    """Call the library on this rank and return its result's digest."""
+    config = Config(
+        bits=case.bits,
+        bucket_size=case.bucket_size,
+        rounding=case.rounding,
+        algorithm=case.algorithm,
+        gather_bits=case.gather_bits or None,
+        minimal_size=case.minimal_size,
+        skip_incomplete_buckets=case.skip_incomplete_buckets,
+    )
+    segments = [Segment(o, n, bits=b, bucket_size=k) for o, n, b, k in case.segments] or None
+    x = inputs(case, comm.rank, comm.size)
+    kept = x.copy()
+    call = getattr(comm, case.verb)
+    op = () if case.verb == "all_gather" else (case.op,)
+    result = call(x, *op, config=config, segments=segments, seed=case.seed(comm.rank))
+    assert x.tobytes() == kept.tobytes(), f"the input changed: {case}"
+    return digest(result)
+
+
+@functools.cache
+def expected(case: Case, world_size: int) -> list[str]:
+    """Return the digest of the oracle's result, by rank."""
+    xs = [inputs(case, rank, world_size) for rank in range(world_size)]
+    segments = [reference.Segment(*s) for s in case.segments] or [
+        reference.Segment(0, case.size, case.bits, case.bucket_size)
+    ]
+    options: dict[str, Any] = {
+        "rounding": case.rounding,
+        "seeds": [case.seed(rank) for rank in range(world_size)],
+        "minimal_size": case.minimal_size,
+        "skip_incomplete_buckets": case.skip_incomplete_buckets,
+    }
+    with np.errstate(all="ignore"):
+        if case.verb == "all_gather":
+            return [digest(reference.all_gather(xs, segments, **options))] * world_size
+        options["op"] = case.op
+        if case.verb == "reduce_scatter":
+            return [digest(y) for y in reference.reduce_scatter(xs, segments, **options)]
+        options |= {"algorithm": case.algorithm, "gather_bits": case.gather_bits}
+        return [digest(reference.allreduce(xs, segments, **options))] * world_size

@@ -1,0 +1,180 @@
+"""Every collective against the oracle, to the bit: all ranks, transports and CPU targets.
+
+Three ways to run ranks: threads of one process, mpirun over shared memory, mpirun over MPI.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import collective_cases
+import launch
+import numpy as np
+import pytest
+import reference
+
+from cgx_ops import Communicator, Config, _native
+
+PROGRAM = Path(__file__).parent / "ranks" / "run_collectives.py"
+TARGETS = _native.describe()["cpu_targets"]
+
+
+def compare(cases: list[collective_cases.Case], ranks: list[list[str]]) -> None:
+    """Compare each rank's digests with the oracle's."""
+    for rank, digests in enumerate(ranks):
+        assert len(digests) == len(cases), f"rank {rank} ran {len(digests)} of {len(cases)} cases"
+    wrong = [
+        f"{case}: ranks {[r for r in range(len(ranks)) if ranks[r][i] != want[r]]}"
+        for i, case in enumerate(cases)
+        if [digests[i] for digests in ranks] != (want := collective_cases.expected(case, len(ranks)))
+    ]
+    assert not wrong, f"{len(wrong)} of {len(cases)} cases differ:\n" + "\n".join(wrong[:20])
+
+
+def on_threads(cases: str, n: int, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a set on threads of a process that uses one CPU target: it is chosen once, at the start."""
+    monkeypatch.setenv("CGX_CPU_TARGET", target)
+    done = subprocess.run(
+        [sys.executable, PROGRAM, cases, "--threads", str(n)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    compare(collective_cases.SETS[cases], [json.loads(line) for line in done.stdout.splitlines()])
+
+
+def under_mpirun(cases: str, n: int, transport: str) -> None:
+    """Run a set on n processes over one transport."""
+    outputs = launch.mpirun(n, PROGRAM, cases, env={"COMMUNICATOR_TYPE": transport}, timeout=900)
+    ranks = [json.loads(output.splitlines()[-1]) for output in outputs]
+    assert [rank[0] for rank in ranks] == [transport.lower()] * n
+    compare(collective_cases.SETS[cases], [rank[1:] for rank in ranks])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("cases", "n"), [("slice", 3), ("features", 4)])
+def test_threads(cases: str, n: int, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_threads(cases, n, target, monkeypatch)
+
+
+@pytest.mark.parametrize(("cases", "n"), [("slice", n) for n in (1, 2, 8)] + [("features", 2)])
+def test_threads_of_other_sizes(cases: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_threads(cases, n, TARGETS[0], monkeypatch)
+
+
+@pytest.mark.parametrize("transport", ["SHM", "MPI"])
+@pytest.mark.parametrize(("cases", "n"), [("slice", 3), ("features", 2)])
+def test_mpirun(cases: str, n: int, transport: str) -> None:
+    under_mpirun(cases, n, transport)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("target", TARGETS)
+def test_matrix_on_threads(target: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_threads("matrix", n, target, monkeypatch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("transport", ["SHM", "MPI"])
+def test_matrix_under_mpirun(transport: str, n: int) -> None:
+    under_mpirun("matrix", n, transport)
+
+
+def test_nearest_stays_within_the_bound() -> None:
+    """The oracle's bound holds for what the library gives, and is not far above it."""
+    closest = 0.0
+    for numel, bits, bucket_size in [(1000, 4, 64), (5000, 8, 512), (5000, 1, 100), (40, 2, 7)]:
+        xs = [np.random.default_rng(r).standard_normal(numel).astype(np.float32) for r in range(3)]
+        for algorithm in ("one_shot", "sra"):
+            config = Config(
+                bits=bits, bucket_size=bucket_size, rounding="nearest", algorithm=algorithm
+            )
+
+            def run(rank: int, comm: Communicator, config: Config = config) -> np.ndarray:
+                return comm.allreduce(xs[rank], config=config)  # noqa: B023
+
+            result = launch.threads(3, run)[0]
+            bound = reference.error_bound(
+                xs, reference.Segment(0, numel, bits, bucket_size), algorithm=algorithm
+            )
+            error = np.abs(result - np.sum(xs, axis=0, dtype=np.float64))
+            assert (error <= bound).all()
+            closest = max(closest, (error / bound).max())
+    assert closest > 0.7
+
+
+def test_stochastic_rounding_is_unbiased() -> None:
+    """The mean over many seeds tends to the exact sum: within 5 of its own standard errors."""
+    repeats, numel = 400, 2000
+    xs = [np.random.default_rng(r).standard_normal(numel).astype(np.float32) for r in range(3)]
+
+    def run(rank: int, comm: Communicator) -> np.ndarray:
+        config = Config(bits=2, bucket_size=64, algorithm="sra")
+        results = [comm.allreduce(xs[rank], config=config, seed=s) for s in range(repeats)]
+        return np.array(results, np.float64)
+
+    results = launch.threads(3, run)[0]
+    exact = np.sum(xs, axis=0, dtype=np.float64)
+    # Of one element the mean is off by 5 standard errors about once in 1.7 million; of the mean over
+    # all elements, the more so.
+    errors = (results - exact).mean(axis=0)
+    deviation = results.std(axis=0) / np.sqrt(repeats)
+    assert (np.abs(errors) <= 5 * deviation + 1e-6).mean() > 0.999
+    assert abs(errors.mean()) <= 5 * np.sqrt((deviation**2).sum()) / numel
+
+
+def test_runs_repeat_and_calls_differ() -> None:
+    """Config.seed fixes the noise of a run; two calls of a run do not share it."""
+    x = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+
+    def run(rank: int, comm: Communicator) -> list[bytes]:
+        config = Config(bits=1, seed=7)
+        return [comm.allreduce(x * (rank + 1), config=config).tobytes() for _ in range(2)]
+
+    # The noise follows the communicator's calls, not its name.
+    first, second = (launch.threads(2, run)[0] for _ in range(2))
+    assert first == second
+    assert first[0] != first[1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_more_than_two_to_the_31_bytes() -> None:
+    """537 million fp32 values in place on two ranks; the oracle checks slices around the edges."""
+    numel, bucket = 2**29 + 1000, 512
+    pattern = np.random.default_rng(0).standard_normal(2**20 + 7).astype(np.float32)
+    middle = -(-numel // bucket) // 2 * bucket  # where the second rank's shard begins
+
+    def values(rank: int) -> np.ndarray:
+        return np.resize(pattern * (rank + 1), numel)
+
+    def run(rank: int, comm: Communicator) -> np.ndarray:
+        x = values(rank)
+        config = Config(bits=4, rounding="nearest", algorithm="sra")
+        return comm.allreduce(x, config=config, out=x)
+
+    left, right = launch.threads(2, run, timeout=600)
+    assert np.array_equal(left, right)
+    inputs = [values(0), values(1)]
+    for start in (0, middle - 8 * bucket, middle, (numel - 1000) // bucket * bucket):
+        at = slice(start, min(start + 8 * bucket, numel))
+        owner = int(start >= middle)
+        seen = [
+            x[at]
+            if rank == owner
+            else reference.dequantize(
+                reference.quantize(x[at], 4, bucket), len(x[at]), 4, bucket, dtype=np.float32
+            )
+            for rank, x in enumerate(inputs)
+        ]
+        total = seen[0] + seen[1]
+        want = reference.dequantize(
+            reference.quantize(total, 4, bucket), len(total), 4, bucket, dtype=np.float32
+        )
+        assert np.array_equal(left[at], want), start
