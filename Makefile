@@ -26,10 +26,11 @@ lint: $(BUILT)
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
 # The C++ tests under ThreadSanitizer, then under AddressSanitizer.
-sanitize: build/sanitize-thread build/sanitize-address
+SANITIZED = build/sanitize-thread build/sanitize-address
+.PHONY: $(SANITIZED)
+sanitize: $(SANITIZED)
 
-.PHONY: build/sanitize-thread build/sanitize-address
-build/sanitize-%: .venv/.ready
+$(SANITIZED): build/sanitize-%: .venv/.ready
 	$(BIN)/cmake -S cgx_ops/csrc -B $@ -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 	  -DCGX_MPI_ROOT=$(abspath .venv) -DCGX_BUILD_TESTS=ON -DCGX_SANITIZE=$*
 	$(BIN)/ninja -C $@

@@ -242,7 +242,7 @@ class Communicator:
         Args:
             color: None or a negative number: this rank joins none, and gets None.
             key: orders the ranks of the new communicator; equal keys keep their order.
-            name: of the new communicator, equal on its members.
+            name: of the new communicators, equal on all ranks of this one; it matches the call.
         """
         color = -1 if color is None else color
         new = _native.call_for_id("cgx_comm_split", self.id, color, key, _encode(name))

@@ -181,6 +181,36 @@ def test_one_rank_needs_no_mpirun(framework: str) -> None:
     assert result["identical"]
 
 
+CHECK_OF_WEIGHTS = {
+    "torch": """
+import torch, torch_digits as example
+model = torch.nn.Linear(3, 2)
+for value in (0.0, 1e-30 * rank):
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.constant_(model.bias, value)
+    print(example.same_on_all_ranks(model))
+""",
+    "jax": """
+import jax.numpy as jnp, jax_digits as example
+for value in (0.0, 1e-30 * rank):
+    print(example.same_on_all_ranks([(jnp.zeros((3, 2)), jnp.full(2, value))]))
+""",
+}
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_weights_that_differ_are_noticed(framework: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    start = f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
+    start += "import cgx_ops; rank = cgx_ops.init().rank\n"
+    script.write_text(start + CHECK_OF_WEIGHTS[framework])
+    process = run_python(script, ranks=2)
+    assert process.returncode == 0, process.stdout + process.stderr
+    for rank in "01":
+        said = re.findall(rf"^\[[^]]*,{rank}\]<stdout>: (.*)$", process.stdout, re.MULTILINE)
+        assert said == ["True", "False"]
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_code_of_the_readme_runs(framework: str, tmp_path: Path) -> None:
     code = readme_code(framework)

@@ -15,8 +15,9 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <atomic>
 #include <optional>
-#include <string>
+#include <string_view>
 #include <utility>
 
 #include "kernels.h"
@@ -28,6 +29,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Seed = std::optional<at::Tensor>;
+
+std::atomic<void (*)()> trace_hook{nullptr};
 
 // ---- 1. the parts --------------------------------------------------------------------------
 
@@ -63,6 +66,7 @@ at::Tensor all_reduce(const at::Tensor& x, const Seed& seed, const Options& o) {
       find("_c10d_functional::wait_tensor").typed<at::Tensor(const at::Tensor&)>();
 
   const bool traced = is_traced(x);
+  if (const auto hook = trace_hook.load(); traced && hook != nullptr) hook();
   const at::Tensor result =
       (traced ? start : blocking)
           .call(x, seed, o.bits, o.bucket_size, o.op, o.rounding, o.algorithm, o.gather_bits,
@@ -102,12 +106,14 @@ class AllReduce : public torch::autograd::Function<AllReduce> {
 
 // ---- 3. the public operators ---------------------------------------------------------------
 
+void set_trace_hook(void (*hook)()) { trace_hook = hook; }
+
 at::Tensor quantized_allreduce(const at::Tensor& x, int64_t bits, int64_t bucket_size,
                                std::string_view op, std::string_view group_name,
                                std::string_view rounding, std::string_view algorithm,
-                               int64_t gather_bits, bool skip_incomplete_buckets,
+                               std::optional<int64_t> gather_bits, bool skip_incomplete_buckets,
                                int64_t minimal_size, std::string_view name) {
-  const Options options(bits, bucket_size, op, rounding, algorithm, gather_bits,
+  const Options options(bits, bucket_size, op, rounding, algorithm, gather_bits.value_or(0),
                         skip_incomplete_buckets, minimal_size, name, /*depth=*/0, group_name);
   options.check(x);
   return AllReduce::reduce(x, draw_if_needed(options), options);
@@ -115,10 +121,10 @@ at::Tensor quantized_allreduce(const at::Tensor& x, int64_t bits, int64_t bucket
 
 void quantized_allreduce_(at::Tensor& x, int64_t bits, int64_t bucket_size, std::string_view op,
                           std::string_view group_name, std::string_view rounding,
-                          std::string_view algorithm, int64_t gather_bits,
+                          std::string_view algorithm, std::optional<int64_t> gather_bits,
                           bool skip_incomplete_buckets, int64_t minimal_size,
                           std::string_view name) {
-  const Options options(bits, bucket_size, op, rounding, algorithm, gather_bits,
+  const Options options(bits, bucket_size, op, rounding, algorithm, gather_bits.value_or(0),
                         skip_incomplete_buckets, minimal_size, name, /*depth=*/0, group_name);
   options.check(x);
   const bool differentiable = c10::GradMode::is_enabled() && x.requires_grad();

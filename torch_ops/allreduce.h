@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 namespace cgx::torch_ops {
@@ -13,16 +14,19 @@ namespace cgx::torch_ops {
 at::Tensor quantized_allreduce(const at::Tensor& x, int64_t bits, int64_t bucket_size,
                                std::string_view op, std::string_view group_name,
                                std::string_view rounding, std::string_view algorithm,
-                               int64_t gather_bits, bool skip_incomplete_buckets,
+                               std::optional<int64_t> gather_bits, bool skip_incomplete_buckets,
                                int64_t minimal_size, std::string_view name);
 
 // cgx::quantized_allreduce_: the same, written to x. Without a gradient and without a tracer it
 // reduces in x's own memory.
 void quantized_allreduce_(at::Tensor& x, int64_t bits, int64_t bucket_size, std::string_view op,
                           std::string_view group_name, std::string_view rounding,
-                          std::string_view algorithm, int64_t gather_bits,
+                          std::string_view algorithm, std::optional<int64_t> gather_bits,
                           bool skip_incomplete_buckets, int64_t minimal_size,
                           std::string_view name);
+
+// Has `hook` called before an operator becomes part of a graph; null: no longer.
+void set_trace_hook(void (*hook)());
 
 }  // namespace cgx::torch_ops
 

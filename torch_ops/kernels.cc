@@ -5,7 +5,6 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/scalar_tensor.h>
 
-#include <atomic>
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -14,8 +13,6 @@
 
 namespace cgx::torch_ops {
 namespace {
-
-std::atomic<bool> copy_input{false};
 
 int32_t find_communicator(const std::string& group_name) {
   int32_t comm = -1;
@@ -56,8 +53,6 @@ void check_call(const at::Tensor& x, const std::optional<at::Tensor>& seed,
 }
 
 }  // namespace
-
-void set_copy_input(bool copy) { copy_input = copy; }
 
 c10::intrusive_ptr<Work> launch(const at::Tensor& input, const at::Tensor& output,
                                 const std::optional<at::Tensor>& seed, const Options& options) {
@@ -113,11 +108,20 @@ at::Tensor start_cpu(const at::Tensor& x, const std::optional<at::Tensor>& seed,
                      std::string_view algorithm, int64_t gather_bits, bool skip_incomplete_buckets,
                      int64_t minimal_size, std::string_view name, int64_t depth,
                      std::string_view group_name) {
+  return borrow_cpu(x.clone(at::MemoryFormat::Contiguous), seed, bits, bucket_size, op, rounding,
+                    algorithm, gather_bits, skip_incomplete_buckets, minimal_size, name, depth,
+                    group_name);
+}
+
+at::Tensor borrow_cpu(const at::Tensor& x, const std::optional<at::Tensor>& seed, int64_t bits,
+                      int64_t bucket_size, std::string_view op, std::string_view rounding,
+                      std::string_view algorithm, int64_t gather_bits, bool skip_incomplete_buckets,
+                      int64_t minimal_size, std::string_view name, int64_t depth,
+                      std::string_view group_name) {
   const Options options(bits, bucket_size, op, rounding, algorithm, gather_bits,
                         skip_incomplete_buckets, minimal_size, name, depth, group_name);
   check_call(x, seed, options);
-
-  const at::Tensor input = copy_input ? x.clone(at::MemoryFormat::Contiguous) : x.contiguous();
+  const at::Tensor input = x.contiguous();
   at::Tensor output = at::empty_like(input, at::MemoryFormat::Contiguous);
   c10d::register_work(output, launch(input, output, seed, options));
   return output;

@@ -31,22 +31,26 @@ at::Tensor all_reduce_cpu(const at::Tensor& x, const std::optional<at::Tensor>& 
                           int64_t depth, std::string_view group_name);
 
 // cgx::quantized_all_reduce_start: the same, to be read only after _c10d_functional.wait_tensor.
+// Reduces from a copy of x, since who sees an ordinary operator may reuse x's memory at once.
 at::Tensor start_cpu(const at::Tensor& x, const std::optional<at::Tensor>& seed, int64_t bits,
                      int64_t bucket_size, std::string_view op, std::string_view rounding,
                      std::string_view algorithm, int64_t gather_bits, bool skip_incomplete_buckets,
                      int64_t minimal_size, std::string_view name, int64_t depth,
                      std::string_view group_name);
 
-// The Meta kernel of both: makes the same checks and starts nothing.
+// cgx::quantized_all_reduce_start.borrow: for callers who leave x's memory alone until the wait.
+at::Tensor borrow_cpu(const at::Tensor& x, const std::optional<at::Tensor>& seed, int64_t bits,
+                      int64_t bucket_size, std::string_view op, std::string_view rounding,
+                      std::string_view algorithm, int64_t gather_bits, bool skip_incomplete_buckets,
+                      int64_t minimal_size, std::string_view name, int64_t depth,
+                      std::string_view group_name);
+
+// The Meta kernel of all three: makes the same checks and starts nothing.
 at::Tensor all_reduce_meta(const at::Tensor& x, const std::optional<at::Tensor>& seed, int64_t bits,
                            int64_t bucket_size, std::string_view op, std::string_view rounding,
                            std::string_view algorithm, int64_t gather_bits,
                            bool skip_incomplete_buckets, int64_t minimal_size,
                            std::string_view name, int64_t depth, std::string_view group_name);
-
-// Whether start_cpu reduces from a copy. A compiler that does not know the operator to be
-// asynchronous may give x's memory away before the wait; see cgx_ops/torch/inductor.py.
-void set_copy_input(bool copy);
 
 }  // namespace cgx::torch_ops
 

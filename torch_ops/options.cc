@@ -92,7 +92,7 @@ void Options::check(const at::Tensor& x) const {
   }
   if (gather_bits != 0 && !valid_bits(gather_bits)) {
     C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: gather_bits is ", gather_bits,
-                                         "; use 0 (as bits), 1 to 8, or 32"));
+                                         "; use None (as bits), 1 to 8, or 32"));
   }
   if (bucket_size < 1) {
     C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: bucket_size is ", bucket_size,

@@ -1,6 +1,6 @@
-// The waist: every function of cgx.h. Each converts, calls one layer below, and turns what is thrown
-// into a status and this thread's error text. A forked child is refused: the threads, the memory and
-// the MPI of its parent are not its own.
+// The waist: every function of cgx.h. Each converts, calls one layer below, and turns what is
+// thrown into a status and this thread's error text. A forked child is refused: the threads, the
+// memory and the MPI of its parent are not its own.
 #include "cgx/cgx.h"
 
 #include <pthread.h>
@@ -100,21 +100,22 @@ Codec make_codec(const cgx_codec_t* codec, int64_t numel) {
   require(numel >= 0, CGX_INVALID_ARGUMENT, "numel is ", numel, "; accepted: 0 or more");
   require(codec->dtype >= 0 && codec->dtype <= CGX_BFLOAT16, CGX_INVALID_ARGUMENT, "dtype is ",
           codec->dtype, "; accepted: a cgx_dtype_t");
-  require(codec->rounding == CGX_NEAREST || codec->rounding == CGX_STOCHASTIC,
-          CGX_INVALID_ARGUMENT, "rounding is ", codec->rounding, "; accepted: a cgx_rounding_t");
+  require(codec->rounding == CGX_NEAREST || codec->rounding == CGX_STOCHASTIC, CGX_INVALID_ARGUMENT,
+          "rounding is ", codec->rounding, "; accepted: a cgx_rounding_t");
   const auto dtype = static_cast<Dtype>(codec->dtype);
   auto compressor = make_compressor(
       {dtype, codec->bits, codec->bucket_size, codec->skip_incomplete_buckets != 0});
   require(codec->first_index >= 0 && codec->first_index % compressor->grain() == 0,
           CGX_INVALID_ARGUMENT, "first_index is ", codec->first_index,
           "; accepted: a multiple of bucket_size, ", compressor->grain());
-  return {std::move(compressor), dtype,
+  return {std::move(compressor),
+          dtype,
           {codec->rounding == CGX_STOCHASTIC, static_cast<uint64_t>(codec->seed),
            static_cast<uint32_t>(codec->rank), static_cast<uint32_t>(codec->phase)}};
 }
 
-// One row of cgx_describe: {"name": ..., "description": ...}. Names and texts are our own constants,
-// free of characters that JSON escapes.
+// One row of cgx_describe: {"name": ..., "description": ...}. Names and texts are our own
+// constants, free of characters that JSON escapes.
 template <typename Table>
 std::string describe_rows(const Table& table) {
   std::string rows;
@@ -218,8 +219,8 @@ cgx_status_t cgx_comm_split(int32_t comm, int32_t color, int32_t key, const char
   });
 }
 
-cgx_status_t cgx_comm_group(int32_t comm, const int32_t* ranks, int32_t num_ranks,
-                            const char* name, int32_t* out) {
+cgx_status_t cgx_comm_group(int32_t comm, const int32_t* ranks, int32_t num_ranks, const char* name,
+                            int32_t* out) {
   return guarded([&] {
     const auto parent = Registry::instance().get(comm);
     Registry::instance().require_free(name ? name : "");
@@ -306,7 +307,7 @@ cgx_status_t cgx_dequantize(const cgx_codec_t* codec, const void* bytes, int64_t
                             void* values) {
   return guarded([&] {
     const Codec made = make_codec(codec, numel);
-    made.compressor->decode(static_cast<const std::byte*>(bytes),
-                            made.compressor->max_bytes(numel), numel, made.dtype, values);
+    made.compressor->decode(static_cast<const std::byte*>(bytes), made.compressor->max_bytes(numel),
+                            numel, made.dtype, values);
   });
 }

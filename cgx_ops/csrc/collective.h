@@ -32,8 +32,8 @@ struct Collective {
   uint32_t serial = 0;
   std::vector<std::optional<Header>> headers;  // by rank
   int missing_headers = 0;
-  bool agreed = false;   // all headers are here and equal
-  bool queued = false;   // in the run queue
+  bool agreed = false;  // all headers are here and equal
+  bool queued = false;  // in the run queue
   std::shared_ptr<SendState> sends = std::make_shared<SendState>();
   std::vector<std::pair<int, Arrival>> early;  // bulk messages that overtook a header
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kLongestTimeout = 1e8;  // seconds: three years, far from overflowing a clock
 constexpr size_t kMostBlobBytes = 4096;
-constexpr size_t kOfferBytes = 320;   // of one transport
+constexpr size_t kOfferBytes = 320;  // of one transport
 constexpr size_t kReasonBytes = 240;
 
 template <size_t N>
@@ -74,8 +74,8 @@ void check_hello(const Allgather& allgather, const std::string& type) {
 
 // One transport: nullptr and why, if these ranks cannot have it.
 std::unique_ptr<Transport> try_transport(const TransportEntry& entry, int rank, int size,
-                                         const Allgather& allgather,
-                                         Communicator::Seconds timeout, std::string* why) {
+                                         const Allgather& allgather, Communicator::Seconds timeout,
+                                         std::string* why) {
   auto connector = entry.make(rank, size);
   Offered mine{};
   if (connector) {
@@ -127,9 +127,8 @@ Communicator::Communicator(std::string name, int rank, int size, Seconds timeout
       rank(rank),
       size(size),
       timeout(timeout),
-      engine_(transport
-                  ? std::make_unique<Engine>(this->name, rank, size, std::move(transport))
-                  : nullptr) {}
+      engine_(transport ? std::make_unique<Engine>(this->name, rank, size, std::move(transport))
+                        : nullptr) {}
 
 Communicator::~Communicator() { close(); }
 
@@ -143,7 +142,8 @@ std::shared_ptr<Collective> Communicator::start(const cgx_collective_t& call,
   collective->callback = callback;
   collective->context = context;
   if (!engine_) {
-    require(!closed_, CGX_CLOSED, "communicator '", name, "' is closed: it was closed on this rank");
+    require(!closed_, CGX_CLOSED, "communicator '", name,
+            "' is closed: it was closed on this rank");
     copy_through(plan);
     ++completed_;
     collective->done = true;
@@ -152,9 +152,8 @@ std::shared_ptr<Collective> Communicator::start(const cgx_collective_t& call,
   }
   collective->occurrence = call.occurrence;
   collective->agreement = make_agreement(call, plan);
-  collective->timeout = call.timeout_s > 0
-                            ? Seconds(std::min(call.timeout_s, kLongestTimeout))
-                            : timeout;
+  collective->timeout =
+      call.timeout_s > 0 ? Seconds(std::min(call.timeout_s, kLongestTimeout)) : timeout;
   for (int member = 0; member < size; ++member) collective->members.push_back(member);
   collective->algorithm = make_algorithm(std::move(plan));
   engine_->submit(collective);
@@ -169,13 +168,12 @@ void Communicator::wait(Collective& collective) {
 void Communicator::copy_through(const Plan& plan) const {
   if (plan.input == plan.output) return;
   for (const auto& segment : plan.segments)
-    std::memmove(plan.output + plan.bytes(segment.offset),
-                 plan.input + plan.bytes(segment.offset),
+    std::memmove(plan.output + plan.bytes(segment.offset), plan.input + plan.bytes(segment.offset),
                  static_cast<size_t>(plan.bytes(segment.numel)));
 }
 
-std::vector<Bytes> Communicator::exchange(const std::vector<int>& members,
-                                          const std::string& key, const Bytes& mine) {
+std::vector<Bytes> Communicator::exchange(const std::vector<int>& members, const std::string& key,
+                                          const Bytes& mine) {
   require(mine.size() <= kMostBlobBytes, CGX_INTERNAL, "blob of ", mine.size(), " bytes");
   std::vector<Bytes> blobs(size);
   if (members.size() == 1) return {mine};
@@ -223,8 +221,7 @@ std::vector<CommunicatorRef> connect_local(const std::string& name, int size,
   require(size >= 1, CGX_INVALID_ARGUMENT, "size is ", size, "; accepted: 1 or more");
   std::vector<CommunicatorRef> communicators;
   if (size == 1) {
-    communicators.push_back(
-        std::make_shared<Communicator>(name + "/0", 0, 1, timeout, nullptr));
+    communicators.push_back(std::make_shared<Communicator>(name + "/0", 0, 1, timeout, nullptr));
     return communicators;
   }
   std::vector<std::unique_ptr<Connector>> connectors;
@@ -274,9 +271,7 @@ CommunicatorRef group(Communicator& parent, const std::vector<int>& ranks,
   // The list is part of the key: other members may be making another group of the same name.
   uint64_t hash = std::hash<std::string>()(list);
   const std::string key = making(join(name, "#", hash), "group");
-  const Allgather allgather = [&](const Bytes& mine) {
-    return parent.exchange(ranks, key, mine);
-  };
+  const Allgather allgather = [&](const Bytes& mine) { return parent.exchange(ranks, key, mine); };
   return connect(name, static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size()),
                  allgather, env_transport(), parent.timeout);
 }
@@ -329,8 +324,8 @@ int32_t Registry::find(const std::string& name) const {
     if (communicator->name == name) return id;
     known += join(known.empty() ? "'" : ", '", communicator->name, "'");
   }
-  fail(CGX_NOT_FOUND, "no communicator is named '", name, "'; known: ",
-       known.empty() ? "none" : known);
+  fail(CGX_NOT_FOUND, "no communicator is named '", name,
+       "'; known: ", known.empty() ? "none" : known);
 }
 
 CommunicatorRef Registry::remove(int32_t id) {

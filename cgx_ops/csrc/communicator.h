@@ -1,6 +1,7 @@
 // Communicators, and the registry of them: the only process-wide state of the core.
 //
-//   make      from a bootstrap: exchange offers, try the transports in order of preference until one
+//   make      from a bootstrap: exchange offers, try the transports in order of preference until
+//   one
 //             connects all ranks
 //   derive    by color or from a list of ranks: the parent is the bootstrap
 //   registry  small integers and names; the world is 0
@@ -28,8 +29,8 @@ class Communicator {
                std::unique_ptr<Transport> transport);
   ~Communicator();
 
-  // Throws if the call is malformed or the communicator closed. On one rank the values are copied at
-  // once and the collective is done on return.
+  // Throws if the call is malformed or the communicator closed. On one rank the values are copied
+  // at once and the collective is done on return.
   std::shared_ptr<Collective> start(const cgx_collective_t& call, cgx_callback_t callback,
                                     void* context);
   void wait(Collective& collective);

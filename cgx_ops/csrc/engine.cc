@@ -12,6 +12,7 @@ namespace {
 constexpr auto kCheckInterval = std::chrono::milliseconds(20);  // deadlines, lost peers
 constexpr auto kLongestSleep = std::chrono::milliseconds(10);
 constexpr auto kSpinTime = std::chrono::microseconds(50);
+constexpr size_t kLongestNews = 900;  // bytes that every transport carries
 constexpr auto kGrace = std::chrono::microseconds(200);
 constexpr int kStepsPerPass = 16;  // between two looks at the transport
 
@@ -108,7 +109,7 @@ void Engine::close(std::chrono::duration<double> at_most) {
   if (thread_.joinable()) thread_.join();
 
   progress();  // takes in what was submitted last
-  if (in_flight_) fail_all(CGX_CLOSED, "it was closed on this rank", nullptr);
+  if (in_flight_) fail_all(CGX_CLOSED, "it was closed on this rank");
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(at_most);
   for (int spins = 0; !failed_ && !transport_->drained() && Clock::now() < deadline;)
     if (!progress()) idle(&spins);
@@ -136,7 +137,8 @@ void Engine::progress_thread() {
       continue;
     }
     // Who starts a collective without a callback mostly waits for it at once, and takes the role.
-    if (callbacks_in_flight_ == 0 && work_given_.wait_for(lock, kGrace) == std::cv_status::no_timeout)
+    if (callbacks_in_flight_ == 0 &&
+        work_given_.wait_for(lock, kGrace) == std::cv_status::no_timeout)
       continue;
     if (role_taken_ || stop_) continue;
     role_taken_ = true;
@@ -185,9 +187,9 @@ void Engine::guard(Work&& work) {
   try {
     work();
   } catch (const Error& error) {
-    fail_all(error.status(), error.what(), nullptr);
+    fail_all(error.status(), error.what());
   } catch (const std::exception& error) {
-    fail_all(CGX_INTERNAL, error.what(), nullptr);
+    fail_all(CGX_INTERNAL, error.what());
   }
 }
 
@@ -224,8 +226,8 @@ void Engine::accept(const CollectiveRef& collective) {
   for (auto& [source, header] : headers) place_header(source, std::move(header));
 }
 
-// A header belongs to the running collective of its key, unless that one has the source's already (a
-// fast peer is at its next use of the key) or is still to come.
+// A header belongs to the running collective of its key, unless that one has the source's already
+// (a fast peer is at its next use of the key) or is still to come.
 void Engine::place_header(int source, Header header) {
   const auto found = running_.find(header.key);
   if (found == running_.end() || found->second->headers[source])
@@ -253,8 +255,7 @@ void Engine::agree(Collective& collective) {
     if (std::memcmp(&reference, &other, sizeof(Agreement)) == 0) continue;
     finish(collective, CGX_MISMATCH,
            join("ranks ", first, " and ", member, " disagree on collective ", collective.key.text(),
-                ": ",
-                difference(reference, other),
+                ": ", difference(reference, other),
                 "; every rank must call it with the same arguments, in the same order or by name"));
     return;
   }
@@ -335,7 +336,7 @@ void Engine::end(Collective& collective, cgx_status_t status, std::string error)
 
 void Engine::on_control(int source, std::span<const std::byte> message) {
   if (control_kind(message) == ControlKind::kAbort) {
-    on_peer_lost(source, false, read_abort(message));
+    on_peer_lost(source, Loss::kGaveUp, read_abort(message));
     return;
   }
   place_header(source, read_header(message));
@@ -363,12 +364,14 @@ bool Engine::waits_for(const Collective& collective, int rank) const {
   return !collective.headers[rank] || (collective.agreed && collective.algorithm->waits_for(rank));
 }
 
-void Engine::on_peer_lost(int rank, bool graceful, const std::string& reason) {
+void Engine::on_peer_lost(int rank, Loss how, const std::string& reason) {
   if (failed_ || lost_[rank]) return;
   lost_[rank] = reason;
   next_check_ = {};
-  if (!graceful)
-    fail_all(CGX_PEER_FAILED, join("rank ", rank, " is lost: ", reason), nullptr);
+  if (how == Loss::kDied)
+    fail_all(CGX_PEER_FAILED, join("rank ", rank, " is lost: ", reason));
+  else if (how == Loss::kGaveUp)
+    fail_all(CGX_PEER_FAILED, reason, nullptr, true);
 }
 
 void Engine::check_deadlines() {
@@ -378,10 +381,8 @@ void Engine::check_deadlines() {
     for (const int member : collective->members) {
       // A rank that left in good order had done its part in all that it started.
       if (!lost_[member] || collective->headers[member]) continue;
-      fail_all(CGX_PEER_FAILED,
-               join("rank ", member, " is lost before it started collective ", key.text(), ": ",
-                    *lost_[member]),
-               nullptr);
+      fail_all(CGX_PEER_FAILED, join("rank ", member, " is lost before it started collective ",
+                                     key.text(), ": ", *lost_[member]));
       return;
     }
     if (now < collective->deadline) continue;
@@ -400,8 +401,8 @@ std::string Engine::describe_wait(const Collective& collective) const {
       continue;
     }
     text += join("; rank ", member, " has not started it (phase header)");
-    const auto other = std::find_if(
-        early_headers_.begin(), early_headers_.end(), [&](const auto& early) {
+    const auto other =
+        std::find_if(early_headers_.begin(), early_headers_.end(), [&](const auto& early) {
           return std::any_of(early.second.begin(), early.second.end(),
                              [&](const auto& entry) { return entry.first == member; });
         });
@@ -410,15 +411,18 @@ std::string Engine::describe_wait(const Collective& collective) const {
   return text;
 }
 
-void Engine::fail_all(cgx_status_t status, const std::string& reason, Collective* cause) {
+void Engine::fail_all(cgx_status_t status, const std::string& reason, Collective* cause,
+                      bool told) {
   {
     const std::lock_guard lock(mutex_);
     if (failed_.exchange(true)) return;
     closed_ = true;
     close_reason_ = reason;
   }
-  // Peers first: their collectives wait for this rank.
-  const Bytes abort = write_abort(reason.substr(0, 900));
+  // Peers first: their collectives wait for this rank. What was told is passed on as it is.
+  const std::string news =
+      (told ? reason : join("rank ", rank_, " gave up: ", reason)).substr(0, kLongestNews);
+  const Bytes abort = write_abort(news);
   for (int peer = 0; peer < size_; ++peer)
     if (peer != rank_ && !lost_[peer]) transport_->send_control(peer, abort);
   while (!running_.empty()) {
@@ -431,7 +435,7 @@ void Engine::fail_all(cgx_status_t status, const std::string& reason, Collective
     finish(collective, status, std::move(text));
   }
   early_headers_.clear();
-  transport_->leave(false, reason);
+  transport_->leave(false, news);
 }
 
 }  // namespace cgx

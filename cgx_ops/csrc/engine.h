@@ -3,14 +3,15 @@
 //
 //   submit   a collective gets its key and is announced to every member by a header. No collective
 //            waits for an order to be agreed on: headers are matched by key.
-//   agree    when every member's header is here they are compared. All ranks see the same headers, so
+//   agree    when every member's header is here they are compared. All ranks see the same headers,
+//   so
 //            all go on, or all end with one error. Values move only after that.
 //   run      the algorithm's state machine, fed by messages, in bounded steps
 //   end      done, or failed: a passed deadline or a lost peer ends every collective and closes the
 //            communicator, and says so to the peers
 //
-// One thread at a time holds the progress role: a caller blocked in wait(), else the progress thread,
-// which sleeps while nothing is in flight.
+// One thread at a time holds the progress role: a caller blocked in wait(), else the progress
+// thread, which sleeps while nothing is in flight.
 #pragma once
 
 #include <condition_variable>
@@ -66,13 +67,15 @@ class Engine : private Sink {
   void check_deadlines();
   void finish(Collective& collective, cgx_status_t status, std::string error);
   void end(Collective& collective, cgx_status_t status, std::string error);
-  void fail_all(cgx_status_t status, const std::string& reason, Collective* cause);
+  // `told`: the reason is what a peer that gave up said. `cause`: whose deadline it was, if any.
+  void fail_all(cgx_status_t status, const std::string& reason, Collective* cause = nullptr,
+                bool told = false);
   std::string describe_wait(const Collective& collective) const;
   bool waits_for(const Collective& collective, int rank) const;
 
   void on_control(int source, std::span<const std::byte> message) override;
   void on_bulk(Arrival arrival) override;
-  void on_peer_lost(int rank, bool graceful, const std::string& reason) override;
+  void on_peer_lost(int rank, Loss how, const std::string& reason) override;
 
   const std::string name_;
   const int rank_, size_;
@@ -97,7 +100,7 @@ class Engine : private Sink {
   std::unordered_map<uint64_t, Collective*> channels_;  // (source, channel)
   std::deque<Collective*> ready_;
   std::vector<Collective*> blocked_;
-  std::vector<Collective*> finishing_;  // computed; their sends are not handed over yet
+  std::vector<Collective*> finishing_;            // computed; their sends are not handed over yet
   std::vector<std::optional<std::string>> lost_;  // by rank: why
   uint32_t next_serial_ = 0;
   Clock::time_point next_check_{};

@@ -1,8 +1,8 @@
 // The engine's control messages: a header announces a collective to every peer, an abort tells that
 // this rank has closed the communicator.
 //
-// A header is the first message of a collective: its key, what all ranks must agree on, and, when it
-// is small, its values.
+// A header is the first message of a collective: its key, what all ranks must agree on, and, when
+// it is small, its values.
 #pragma once
 
 #include <cstdint>

@@ -69,7 +69,9 @@ const char* op_name(int op) {
   static constexpr const char* kNames[] = {"sum", "avg", "min", "max", "product"};
   return kNames[op];
 }
-const char* rounding_name(int rounding) { return rounding == CGX_NEAREST ? "nearest" : "stochastic"; }
+const char* rounding_name(int rounding) {
+  return rounding == CGX_NEAREST ? "nearest" : "stochastic";
+}
 
 }  // namespace
 

@@ -296,7 +296,7 @@ def _batch(
     axes: tuple[Hashable, ...],
     batch: int,
     **params: Any,
-) -> tuple[jax.Array, int]:
+) -> tuple[jax.Array, int | None]:
     """Each example becomes a segment of one collective, compressed as if it were alone."""
     (x, seed), (x_dim, seed_dim) = args, dims
     if axis_data.name in axes:
@@ -309,7 +309,8 @@ def _batch(
         if x_dim is None:
             return jax.lax.map(lambda one: bind(x, one), seed), 0
         return jax.lax.map(lambda both: bind(*both), (jnp.moveaxis(x, x_dim, 0), seed)), 0
-    assert x_dim is not None
+    if x_dim is None:  # not batched at all, as JAX may ask too
+        return psum_q_p.bind(x, seed, axes=axes, batch=batch, **params), None
     x = jnp.moveaxis(x, x_dim, 0)
     return psum_q_p.bind(x, seed, axes=axes, batch=batch * x.shape[0], **params), 0
 

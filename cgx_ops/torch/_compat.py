@@ -1,6 +1,6 @@
 """The parts of torch that are not public: everything here may differ in the next release.
 
-Tested with torch 2.13. What is missing here is missed in speed only, never in results; `inductor.py`
+Tested with torch 2.13. What a release lacks costs speed only, never a right result; `inductor.py`
 says how.
 """
 
@@ -35,24 +35,25 @@ def key_compile_caches(files: Iterable[Path]) -> None:
     config.cache_key_tag = f"{config.cache_key_tag}cgx_ops:{digest.hexdigest()[:16]};"
 
 
-def lower_as_collective(operator: Any) -> None:
+def lower_as_collective(operator: Any, kernel: Any) -> None:
     """Make inductor treat a functional operator as it does its own collectives.
 
     That gives one order of all collectives on every rank, overlap with computation, and inputs
     whose memory is left alone until `wait_tensor`.
 
     Args:
-        operator: the overload; its first argument is the tensor that is reduced.
+        operator: the overload in the graph; its first argument is the tensor that is reduced.
+        kernel: the overload with the same arguments that the compiled code calls.
 
     Raises:
         ImportError, AttributeError: this torch has no such lowering any more.
     """
     from torch._inductor import ir, lowering
 
-    kernel: Callable[..., Any] = ir._CollectiveKernel.create_out_of_place
+    create: Callable[..., Any] = ir._CollectiveKernel.create_out_of_place
 
     def lower(x: Any, *arguments: Any) -> Any:
-        return ir.TensorBox.create(kernel(operator, x, *arguments))
+        return ir.TensorBox.create(create(kernel, x, *arguments))
 
     lowering.add_layout_constraint(operator, lowering.constrain_to_fx_strides)
     lowering.register_lowering(operator, type_promotion_kind=None)(lower)

@@ -1,12 +1,16 @@
 """Tells inductor that `cgx::quantized_all_reduce_start` is an asynchronous collective.
 
 With the lowering, inductor keeps all collectives of a graph in one order, can overlap them with
-computation, and leaves a collective's input alone until the wait. Where a release of torch has moved
-the private interface, the operator becomes an ordinary extern kernel whose input inductor may
-overwrite early; the binding then reduces from a copy.
+computation, and leaves a collective's input alone until the wait, so that no copy of it is needed.
+Without it (a release of torch that moved the private interface) the operator is an ordinary extern
+kernel: right, but from a copy and without overlap.
+
+Inductor takes seconds to import and eager programs never need it, so the lowering is registered at
+the first trace that finds inductor loaded: its own tracing always does.
 """
 
 import logging
+import sys
 
 import torch
 
@@ -16,17 +20,23 @@ from cgx_ops.torch import _compat
 _log = logging.getLogger(__name__)
 
 
-def register() -> bool:
-    """Register the lowering; tell whether this torch has what it takes."""
+def register() -> None:
+    """Have the lowering registered when it is needed. Once per process."""
+    _torch_ops.on_trace(_register_lowering)
+
+
+def _register_lowering() -> bool:
+    """Register the lowering if inductor is loaded; tell whether that was the last try."""
+    if "torch._inductor.lowering" not in sys.modules:
+        return False
+    start = torch.ops.cgx.quantized_all_reduce_start
     try:
-        _compat.lower_as_collective(torch.ops.cgx.quantized_all_reduce_start.default)
+        _compat.lower_as_collective(start.default, start.borrow)
     except (ImportError, AttributeError) as error:
-        _torch_ops.set_copy_input(True)
         _log.warning(
             "torch %s has no collective lowering that cgx_ops knows (%s): compiled models stay "
             "right, but copy the input of each allreduce and overlap less",
             _compat.TORCH_VERSION,
             error,
         )
-        return False
     return True

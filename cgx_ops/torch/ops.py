@@ -3,14 +3,14 @@
 Kernels for tensors and for tracing, gradient and checks are C++ (`torch_ops/`).
 
     quantized_allreduce(x, bits=4, bucket_size=512, op="sum", group_name="", *,
-                        rounding="stochastic", algorithm="auto", gather_bits=0,
+                        rounding="stochastic", algorithm="auto", gather_bits=None,
                         skip_incomplete_buckets=False, minimal_size=0, name="") -> Tensor
     quantized_allreduce_(x, ...same...) -> None
 
 `x` is a float32, float16 or bfloat16 tensor of any shape on the CPU; the result has its shape and
-dtype, is contiguous, and holds the same bits on every rank of the group. `bits` is 1 to 8, or 32 for
-an exact result; `op` is sum or avg, and at 32 bits also min, max or product; `group_name` names a
-communicator of cgx_ops, "" is the world. The other arguments are those of `cgx_ops.Config`, and
+dtype, is contiguous, and holds the same bits on every rank of the group. `bits` is 1 to 8, or 32
+for an exact result; `op` is sum or avg, and at 32 bits also min, max or product; `group_name` names
+a communicator of cgx_ops, "" is the world. The other arguments are those of `cgx_ops.Config`, and
 `name` identifies a collective that is started from several threads. Stochastic rounding takes its
 seed from torch's default CPU generator, so `torch.manual_seed` and activation checkpointing cover
 it; nearest rounding draws nothing.
@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 
 from cgx_ops import _torch_ops
-from cgx_ops.torch import _compat
+from cgx_ops.torch import _compat, inductor
 
 
 def register() -> None:
@@ -42,7 +42,10 @@ def register() -> None:
     for operator in (
         cgx.quantized_allreduce.default,
         cgx.quantized_allreduce_.default,
+        cgx.quantized_all_reduce.default,
         cgx.quantized_all_reduce_start.default,
     ):
         _compat.keep_in_graphs(operator)
-    _compat.key_compile_caches([Path(_torch_ops.__file__), Path(_compat.__file__)])
+    _compat.key_compile_caches(
+        [Path(_torch_ops.__file__), Path(_compat.__file__), Path(inductor.__file__)]
+    )

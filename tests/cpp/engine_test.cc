@@ -1,5 +1,6 @@
 // The engine with threads as ranks: results, any order of named collectives, mismatch, a rank that
-// never calls, a rank that leaves. Run under ThreadSanitizer and AddressSanitizer by `make sanitize`.
+// never calls, a rank that leaves. Run under ThreadSanitizer and AddressSanitizer by `make
+// sanitize`.
 #include <algorithm>
 #include <chrono>
 #include <numeric>
@@ -39,7 +40,8 @@ void test_results(const char* transport, int size) {
           ok(allreduce.run());
         });
         for (int rank = 1; rank < size; ++rank)
-          CHECK(results[rank] == results[0], "rank %d, numel %ld, bits %d", rank, long(numel), bits);
+          CHECK(results[rank] == results[0], "rank %d, numel %ld, bits %d", rank, long(numel),
+                bits);
         if (bits == 32)
           CHECK(results[0] == expected, "numel %ld, algorithm %d", long(numel), algorithm);
       }

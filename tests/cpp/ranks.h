@@ -12,14 +12,14 @@
 
 #include "cgx/cgx.h"
 
-#define CHECK(condition, ...)                                                       \
-  do {                                                                              \
-    if (!(condition)) {                                                             \
-      std::fprintf(stderr, "%s:%d: %s failed. ", __FILE__, __LINE__, #condition);   \
-      std::fprintf(stderr, __VA_ARGS__);                                            \
-      std::fprintf(stderr, "\n");                                                   \
-      std::abort();                                                                 \
-    }                                                                               \
+#define CHECK(condition, ...)                                                     \
+  do {                                                                            \
+    if (!(condition)) {                                                           \
+      std::fprintf(stderr, "%s:%d: %s failed. ", __FILE__, __LINE__, #condition); \
+      std::fprintf(stderr, __VA_ARGS__);                                          \
+      std::fprintf(stderr, "\n");                                                 \
+      std::abort();                                                               \
+    }                                                                             \
   } while (0)
 
 inline void ok(cgx_status_t status) { CHECK(status == CGX_OK, "%s", cgx_last_error()); }

@@ -70,8 +70,8 @@ def check_training() -> None:
     truth = normal(6, 64, 8)
 
     def loss(weights: jax.Array, batch: jax.Array) -> jax.Array:
-        layer = jax.checkpoint(lambda b: jnp.tanh(b @ weights))
-        return jnp.square(layer(batch) - jnp.tanh(batch @ truth)).mean()
+        layer = jax.checkpoint(lambda b: b @ weights)
+        return jnp.square(layer(batch) - batch @ truth).mean()
 
     def step(weights: jax.Array, batches: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         def one(w: jax.Array, operand: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -94,7 +94,7 @@ def check_training() -> None:
     mine = np.asarray(weights)
     everybody = cgx_ops.init().all_gather(mine, cgx_ops.Config(bits=32)).reshape(4, *mine.shape)
     assert all(same_bits(other, mine) for other in everybody)
-    assert float(losses[-1]) < 0.05, losses
+    assert float(losses[-1]) < 1e-3, losses  # it began at 64
 
 
 for check in (check_two_axes, check_another_order, check_parts, check_own_keys, check_training):

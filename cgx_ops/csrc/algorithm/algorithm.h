@@ -1,6 +1,6 @@
-// An algorithm decides who sends what when. It is a state machine that never waits: the engine hands
-// it messages, asks it for one bounded step after another, and may have any number of others in
-// flight.
+// An algorithm decides who sends what when. It is a state machine that never waits: the engine
+// hands it messages, asks it for one bounded step after another, and may have any number of others
+// in flight.
 #pragma once
 
 #include <memory>

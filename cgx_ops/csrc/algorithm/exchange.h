@@ -1,5 +1,5 @@
-// An allgather of small blobs: they ride in the headers, so there is nothing else to do. Communicators
-// are made from others with it.
+// An allgather of small blobs: they ride in the headers, so there is nothing else to do.
+// Communicators are made from others with it.
 #pragma once
 
 #include <memory>
@@ -12,7 +12,8 @@ namespace cgx {
 class Exchange : public Algorithm {
  public:
   // blobs[rank] is filled in; it belongs to the caller and outlives the collective.
-  Exchange(int rank, Bytes mine, std::vector<Bytes>* blobs) : mine_(std::move(mine)), blobs_(blobs) {
+  Exchange(int rank, Bytes mine, std::vector<Bytes>* blobs)
+      : mine_(std::move(mine)), blobs_(blobs) {
     (*blobs_)[rank] = mine_;
   }
   Bytes eager() override { return mine_; }

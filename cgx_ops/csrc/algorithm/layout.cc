@@ -35,9 +35,9 @@ void Layout::append(Shard* shard, const Segment& segment, int64_t first, int64_t
   const int64_t grain_bytes = std::max(scatter->max_bytes(grain), gather->max_bytes(grain));
   while (first < last) {
     const bool open = !shard->chunks.empty();
-    const int64_t used = open ? std::max(shard->chunks.back().scatter_bytes,
-                                         shard->chunks.back().gather_bytes)
-                              : kChunkBytes;
+    const int64_t used =
+        open ? std::max(shard->chunks.back().scatter_bytes, shard->chunks.back().gather_bytes)
+             : kChunkBytes;
     int64_t room = (kChunkBytes - used) / grain_bytes;
     if (room <= 0) {
       shard->chunks.push_back({shard->pieces.size(), shard->pieces.size(), 0, 0});

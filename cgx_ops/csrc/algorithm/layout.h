@@ -12,7 +12,7 @@
 namespace cgx {
 
 struct Piece {
-  int64_t offset;       // elements, in the buffer (allreduce) or in a rank's block
+  int64_t offset;  // elements, in the buffer (allreduce) or in a rank's block
   int64_t numel;
   int64_t first_index;  // of its first element, in its segment
   const Compressor* scatter;

@@ -6,7 +6,8 @@
 //   3. gather: decode the owners' bytes and pass them on unchanged
 //
 // Messages are passed on in the order of arrival, mine first, so the n-th message from the left has
-// a known meaning. Steps: 2(n-1). Values are quantized once per hop: for exact values, or few ranks.
+// a known meaning. Steps: 2(n-1). Values are quantized once per hop: for exact values, or few
+// ranks.
 #include <cstring>
 #include <deque>
 
@@ -117,12 +118,10 @@ class RingAllreduce : public Algorithm {
                                             {input(piece), true}};
       reducer_.reduce(plan_, piece, contributions, mine,
                       [&](const float* sum, int64_t first, int64_t numel) {
-                        std::byte* to = buffer->data +
-                                        (mine ? piece.gather_at : piece.scatter_at) +
+                        std::byte* to = buffer->data + (mine ? piece.gather_at : piece.scatter_at) +
                                         compressor->max_bytes(first);
-                        const int64_t encoded =
-                            compressor->encode(Dtype::kFloat32, sum, numel,
-                                               piece.first_index + first, rounding, to);
+                        const int64_t encoded = compressor->encode(
+                            Dtype::kFloat32, sum, numel, piece.first_index + first, rounding, to);
                         if (mine)
                           compressor->decode(to, encoded, numel, plan_.dtype,
                                              output(piece) + plan_.bytes(first));

@@ -25,6 +25,8 @@ inline GrainRange owned_grains(int64_t grains, int owner, int size) {
 inline int ring_right(int rank, int size) { return (rank + 1) % size; }
 inline int ring_left(int rank, int size) { return (rank + size - 1) % size; }
 // The shard whose owner is `steps` ranks to the left.
-inline int ring_shard(int rank, int steps, int size) { return ((rank - steps) % size + size) % size; }
+inline int ring_shard(int rank, int steps, int size) {
+  return ((rank - steps) % size + size) % size;
+}
 
 }  // namespace cgx

@@ -1,12 +1,13 @@
 // Scatter-reduce-allgather. Every rank owns a shard.
 //
 //   1. scatter: encode each peer's shard of my values, send it to its owner
-//   2. reduce: when all peers' messages of a chunk of my shard are here, sum them in rank order with
+//   2. reduce: when all peers' messages of a chunk of my shard are here, sum them in rank order
+//   with
 //      my own (exact) values; then encode the sum once and send it to everyone
 //   3. gather: decode the owners' bytes; of my own shard too, so that all ranks hold the same bits
 //
-// reduce_scatter is 1 and the sum of 2; all_gather is 3 on every rank's own block. Steps: 2. Sent by
-// each rank: 2(n-1)/n of the encoded size.
+// reduce_scatter is 1 and the sum of 2; all_gather is 3 on every rank's own block. Steps: 2. Sent
+// by each rank: 2(n-1)/n of the encoded size.
 #include <deque>
 
 #include "algorithm/algorithm.h"
@@ -90,8 +91,8 @@ class Sra : public Algorithm {
     return plan_.output + plan_.bytes(block + piece.offset);
   }
 
-  // Phase 1, one message: chunk `encoded_` of the shard of peer `encode_peer_`. Chunks outermost, so
-  // that no owner waits for all of another's.
+  // Phase 1, one message: chunk `encoded_` of the shard of peer `encode_peer_`. Chunks outermost,
+  // so that no owner waits for all of another's.
   void encode_next(Port& port) {
     const Shard& shard = layout_.shard(encode_peer_);
     if (encoded_ < shard.chunks.size()) {
@@ -128,20 +129,19 @@ class Sra : public Algorithm {
             peer == plan_.rank
                 ? Contribution{input(peer, piece), true}
                 : Contribution{contributions_[peer].front().bytes.data() + piece.scatter_at, false};
-      reducer_.reduce(plan_, piece, contributions, true,
-                      [&](const float* sum, int64_t first, int64_t numel) {
-                        std::byte* out = output(plan_.rank, piece) + plan_.bytes(first);
-                        if (!gathers_) {
-                          kernels().convert(Dtype::kFloat32, sum, plan_.dtype, out, numel);
-                          return;
-                        }
-                        std::byte* to =
-                            buffer->data + piece.gather_at + piece.gather->max_bytes(first);
-                        const int64_t bytes = piece.gather->encode(
-                            Dtype::kFloat32, sum, numel, piece.first_index + first,
-                            plan_.rounding(kGatherPhase), to);
-                        piece.gather->decode(to, bytes, numel, plan_.dtype, out);
-                      });
+      reducer_.reduce(
+          plan_, piece, contributions, true, [&](const float* sum, int64_t first, int64_t numel) {
+            std::byte* out = output(plan_.rank, piece) + plan_.bytes(first);
+            if (!gathers_) {
+              kernels().convert(Dtype::kFloat32, sum, plan_.dtype, out, numel);
+              return;
+            }
+            std::byte* to = buffer->data + piece.gather_at + piece.gather->max_bytes(first);
+            const int64_t bytes =
+                piece.gather->encode(Dtype::kFloat32, sum, numel, piece.first_index + first,
+                                     plan_.rounding(kGatherPhase), to);
+            piece.gather->decode(to, bytes, numel, plan_.dtype, out);
+          });
     }
     for (auto& queue : contributions_)
       if (!queue.empty()) queue.pop_front();
@@ -158,9 +158,9 @@ class Sra : public Algorithm {
     const BufferRef buffer = port.allocate(chunk.gather_bytes);
     for (size_t i = chunk.first_piece; i < chunk.last_piece; ++i) {
       const Piece& piece = shard.pieces[i];
-      const int64_t bytes = piece.gather->encode(
-          plan_.dtype, input(plan_.rank, piece), piece.numel, piece.first_index,
-          plan_.rounding(kGatherPhase), buffer->data + piece.gather_at);
+      const int64_t bytes = piece.gather->encode(plan_.dtype, input(plan_.rank, piece), piece.numel,
+                                                 piece.first_index, plan_.rounding(kGatherPhase),
+                                                 buffer->data + piece.gather_at);
       piece.gather->decode(buffer->data + piece.gather_at, bytes, piece.numel, plan_.dtype,
                            output(plan_.rank, piece));
     }

@@ -12,8 +12,8 @@ const std::vector<AlgorithmEntry>& algorithm_table() {
       {CGX_ONE_SHOT, "one_shot",
        "everyone sends everything to everyone: 1 step, (n-1) x size sent, quantized once",
        make_one_shot},
-      {CGX_SRA, "sra",
-       "scatter-reduce-allgather: 2 steps, 2(n-1)/n x size sent, quantized twice", make_sra},
+      {CGX_SRA, "sra", "scatter-reduce-allgather: 2 steps, 2(n-1)/n x size sent, quantized twice",
+       make_sra},
       {CGX_RING, "ring",
        "2(n-1) steps to the right-hand neighbour, 2(n-1)/n x size sent, quantized n times: for "
        "exact values",
@@ -36,8 +36,8 @@ std::unique_ptr<Algorithm> make_algorithm(Plan plan) {
 
 cgx_algorithm_t pick_algorithm(cgx_algorithm_t asked, const Plan& plan) {
   if (asked != CGX_AUTO) return asked;
-  // Up to and including `bytes` of encoded values. A quantized ring is never picked: its error grows
-  // with the number of ranks.
+  // Up to and including `bytes` of encoded values. A quantized ring is never picked: its error
+  // grows with the number of ranks.
   struct Row {
     int64_t bytes;
     cgx_algorithm_t algorithm;

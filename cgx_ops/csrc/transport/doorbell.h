@@ -1,4 +1,5 @@
-// A doorbell: one word that a rank sleeps on and its peers ring, across threads or processes (futex).
+// A doorbell: one word that a rank sleeps on and its peers ring, across threads or processes
+// (futex).
 //
 // The sleeper reads the count, looks for work once more, then sleeps only while the count stands; a
 // ringer makes its work visible, then counts up. So no ring is lost, and nobody awake costs a call

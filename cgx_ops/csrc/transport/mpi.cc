@@ -1,8 +1,9 @@
 // The MPI transport: every message is a non-blocking send on a communicator of its own, taken in by
-// matched probes. Tag 0 is control, the other tags are channels; MPI keeps a tag's messages in order.
+// matched probes. Tag 0 is control, the other tags are channels; MPI keeps a tag's messages in
+// order.
 //
-// Messages are at most a chunk (32 KB of payload), which Open MPI sends eagerly over TCP: large single
-// sends use one direction of the link at a time and take twice as long.
+// Messages are at most a chunk (32 KB of payload), which Open MPI sends eagerly over TCP: large
+// single sends use one direction of the link at a time and take twice as long.
 #include "transport/mpi.h"
 
 #include <mpi.h>
@@ -136,7 +137,7 @@ class MpiTransport : public Transport, private Arrival::Release {
     struct Deaf : Sink {
       void on_control(int, std::span<const std::byte>) override {}
       void on_bulk(Arrival) override {}
-      void on_peer_lost(int, bool, const std::string&) override {}
+      void on_peer_lost(int, Loss, const std::string&) override {}
     } deaf;
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(1);
     while (!drained() && std::chrono::steady_clock::now() < deadline) test_sends(deaf);
@@ -215,7 +216,7 @@ class MpiTransport : public Transport, private Arrival::Release {
       }
       start_sends(peer);
     }
-    for (auto& [peer, text] : std::exchange(errors_, {})) lose(peer, false, text, sink);
+    for (auto& [peer, text] : std::exchange(errors_, {})) lose(peer, Loss::kDied, text, sink);
     return worked;
   }
 
@@ -243,7 +244,7 @@ class MpiTransport : public Transport, private Arrival::Release {
       int done = 0;
       const int code = MPI_Test(&receiving_.front().request, &done, MPI_STATUS_IGNORE);
       if (code != MPI_SUCCESS) {
-        lose(receiving_.front().source, false, text_of(code), sink);
+        lose(receiving_.front().source, Loss::kDied, text_of(code), sink);
         receiving_.pop_front();
         continue;
       }
@@ -261,12 +262,13 @@ class MpiTransport : public Transport, private Arrival::Release {
     if (incoming.tag != 0) {
       const uint64_t token = next_token_++;
       auto& bytes = held_[token] = std::move(incoming.bytes);
-      sink.on_bulk(Arrival(incoming.source, static_cast<uint32_t>(incoming.tag - 1), bytes, this,
-                           token));
+      sink.on_bulk(
+          Arrival(incoming.source, static_cast<uint32_t>(incoming.tag - 1), bytes, this, token));
     } else if (incoming.bytes[0] == kBye) {
       const std::string reason(reinterpret_cast<const char*>(incoming.bytes.data()) + 2,
                                incoming.bytes.size() - 2);
-      lose(incoming.source, incoming.bytes[1] == std::byte{1}, reason, sink);
+      lose(incoming.source, incoming.bytes[1] == std::byte{1} ? Loss::kLeft : Loss::kGaveUp, reason,
+           sink);
     } else {
       sink.on_control(incoming.source, incoming.bytes);
     }
@@ -288,7 +290,7 @@ class MpiTransport : public Transport, private Arrival::Release {
     for (int i = 0; i < count; ++i) {
       int peer = MPI_UNDEFINED;
       MPI_Group_translate_ranks(failed, 1, &i, all, &peer);
-      if (peer != MPI_UNDEFINED) lose(peer, false, "its process ended", sink);
+      if (peer != MPI_UNDEFINED) lose(peer, Loss::kDied, "its process ended", sink);
       any = true;
     }
     MPI_Group_free(&failed);
@@ -297,20 +299,20 @@ class MpiTransport : public Transport, private Arrival::Release {
     return any;
   }
 
-  void lose(int peer, bool graceful, const std::string& reason, Sink& sink) {
+  void lose(int peer, Loss how, const std::string& reason, Sink& sink) {
     if (lost_[peer]) return;
     lost_[peer] = true;
-    failed_ |= !graceful;
+    failed_ |= how != Loss::kLeft;
     for (auto& message : links_[peer].queued) settle(message);
     links_[peer].queued.clear();
-    if (!graceful) {
+    if (how != Loss::kLeft) {
       for (auto& message : links_[peer].sending) {
         settle(message);
         abandoned_.push_back(message.buffer);  // MPI may still read it
       }
       links_[peer].sending.clear();
     }
-    sink.on_peer_lost(peer, graceful, reason);
+    sink.on_peer_lost(peer, how, reason);
   }
 
   MPI_Comm comm_;

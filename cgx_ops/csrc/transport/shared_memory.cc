@@ -91,8 +91,8 @@ void SharedMemoryTransport::send(int destination, uint32_t channel, const Buffer
   outstanding_.emplace(token, Outstanding{destination, buffer, state});
   ++state->unsent;
   ++state->unreleased;
-  const BulkFrame frame{channel, buffer->segment, pool_->segment_bytes(buffer->segment),
-                        buffer->offset, bytes, token};
+  const BulkFrame frame{channel,        buffer->segment, pool_->segment_bytes(buffer->segment),
+                        buffer->offset, bytes,           token};
   push(destination, {kBulk, to_bytes(as_bytes(frame)), state});
 }
 
@@ -133,9 +133,11 @@ bool SharedMemoryTransport::progress(Sink& sink) {
     worked |= drain(peer, sink);
     if (peers_[peer].lost || (state == ControlSegment::kHere && !died)) continue;
     forget(peer);
-    sink.on_peer_lost(peer, state == ControlSegment::kLeft,
-                      state == ControlSegment::kHere ? peers_[peer].died
-                                                     : peers_[peer].control->reason);
+    if (state == ControlSegment::kHere)
+      sink.on_peer_lost(peer, Loss::kDied, peers_[peer].died);
+    else
+      sink.on_peer_lost(peer, state == ControlSegment::kLeft ? Loss::kLeft : Loss::kGaveUp,
+                        peers_[peer].control->reason);
     worked = true;
   }
   return worked;
@@ -172,8 +174,8 @@ void SharedMemoryTransport::handle(int source, uint32_t type, std::span<const st
       peers_[source].died = error.what();
       return;
     }
-    sink.on_bulk(Arrival(source, static_cast<uint32_t>(frame.channel), {segment + frame.offset, frame.bytes}, this,
-                         frame.token));
+    sink.on_bulk(Arrival(source, static_cast<uint32_t>(frame.channel),
+                         {segment + frame.offset, frame.bytes}, this, frame.token));
   }
 }
 
@@ -203,9 +205,8 @@ void SharedMemoryTransport::wait(std::chrono::microseconds at_most) {
 }
 
 bool SharedMemoryTransport::drained() const {
-  return outstanding_.empty() && std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) {
-           return peer.backlog.empty();
-         });
+  return outstanding_.empty() && std::all_of(peers_.begin(), peers_.end(),
+                                             [](const Peer& peer) { return peer.backlog.empty(); });
 }
 
 void SharedMemoryTransport::leave(bool graceful, const std::string& reason) {

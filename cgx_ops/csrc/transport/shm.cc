@@ -39,8 +39,8 @@ class Mapping {
  public:
   Mapping(int fd, size_t bytes) : bytes_(bytes) {
     data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    require(data_ != MAP_FAILED, CGX_SYSTEM, "cannot map ", bytes, " bytes of shared memory: ",
-            std::strerror(errno));
+    require(data_ != MAP_FAILED, CGX_SYSTEM, "cannot map ", bytes,
+            " bytes of shared memory: ", std::strerror(errno));
   }
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
@@ -69,8 +69,7 @@ class MemoryFileStore : public SegmentStore {
   std::byte* map(int owner, uint64_t id, size_t bytes) override {
     auto& mapping = peers_.at(owner).mapped[id];
     if (!mapping) {
-      const std::string path =
-          join("/proc/", peers_[owner].pid, "/fd/", static_cast<uint32_t>(id));
+      const std::string path = join("/proc/", peers_[owner].pid, "/fd/", static_cast<uint32_t>(id));
       const FileDescriptor fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
       require(fd.get() >= 0, CGX_PEER_FAILED, "cannot open the shared memory of rank ", owner,
               " (process ", peers_[owner].pid, "): ", std::strerror(errno));
@@ -116,9 +115,7 @@ class ShmConnector : public Connector {
         store_(std::make_unique<MemoryFileStore>()),
         control_(store_->create(ControlSegment::bytes(size))) {}
 
-  Bytes offer() const override {
-    return LocalOffer{this_host(), getpid(), control_.id}.bytes();
-  }
+  Bytes offer() const override { return LocalOffer{this_host(), getpid(), control_.id}.bytes(); }
 
   std::string refusal(const std::vector<Bytes>& offers) const override {
     for (size_t peer = 0; peer < offers.size(); ++peer)

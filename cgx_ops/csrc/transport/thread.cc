@@ -66,14 +66,13 @@ class ThreadConnector : public Connector {
         store_(std::make_unique<HeapStore>()),
         control_(store_->create(ControlSegment::bytes(size))) {}
 
-  Bytes offer() const override {
-    return LocalOffer{this_host(), getpid(), control_.id}.bytes();
-  }
+  Bytes offer() const override { return LocalOffer{this_host(), getpid(), control_.id}.bytes(); }
 
   std::string refusal(const std::vector<Bytes>& offers) const override {
     for (size_t peer = 0; peer < offers.size(); ++peer) {
       const auto theirs = LocalOffer::read(offers[peer]);
-      if (theirs.host != LocalOffer::read(offers[0]).host || theirs.pid != LocalOffer::read(offers[0]).pid)
+      if (theirs.host != LocalOffer::read(offers[0]).host ||
+          theirs.pid != LocalOffer::read(offers[0]).pid)
         return join("rank ", peer, " lives in another process than rank 0");
     }
     return "";

@@ -1,4 +1,5 @@
-// A transport moves bytes between the ranks of one communicator. It knows no dtype and no algorithm.
+// A transport moves bytes between the ranks of one communicator. It knows no dtype and no
+// algorithm.
 //
 //   control   small messages, ordered between two ranks, delivered unasked: the engine's headers
 //   bulk      messages on a channel, ordered within it; an engine sends them only to a rank whose
@@ -67,14 +68,19 @@ class Arrival {
   uint64_t token_;
 };
 
+enum class Loss {
+  kLeft,    // closed its communicator, after everything it sent was handed over
+  kGaveUp,  // failed, and says why
+  kDied,
+};
+
 // Who receives: the engine.
 class Sink {
  public:
   virtual ~Sink() = default;
   virtual void on_control(int source, std::span<const std::byte> message) = 0;
   virtual void on_bulk(Arrival arrival) = 0;
-  // The rank is gone. graceful: it closed its communicator after everything it sent was handed over.
-  virtual void on_peer_lost(int rank, bool graceful, const std::string& reason) = 0;
+  virtual void on_peer_lost(int rank, Loss how, const std::string& reason) = 0;
 };
 
 inline constexpr size_t kMaxControlBytes = 16 * 1024;
@@ -103,8 +109,8 @@ class Transport {
 
 // ---- the table -----------------------------------------------------------------------------
 
-// Brings up one transport among the ranks of a bootstrap: everybody's offers are exchanged, then all
-// ranks decide alike from the same bytes.
+// Brings up one transport among the ranks of a bootstrap: everybody's offers are exchanged, then
+// all ranks decide alike from the same bytes.
 class Connector {
  public:
   virtual ~Connector() = default;

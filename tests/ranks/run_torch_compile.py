@@ -1,0 +1,198 @@
+"""Rank program: torch.compile'd functions against eager ones and the oracle, to the bit.
+
+    run_torch_compile.py [--no-lowering]
+
+With --no-lowering torch's private lowering of collectives is hidden from cgx_ops. The functions
+around the collectives use only operations that inductor computes to the same bits as eager.
+"""
+
+import argparse
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch_cases as tc
+from torch._dynamo.utils import counters
+from torch._inductor import ir
+from torch._inductor.utils import run_and_get_code
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+import cgx_ops
+
+RANK, SIZE = cgx_ops.rank(), cgx_ops.size()
+OPTIONS: dict[str, Any] = {"bits": 3, "bucket_size": 64, "algorithm": "sra"}
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def run(
+    function: Step, numel: int = 1000, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return output, gradient and the number of collectives of one forward and backward."""
+    torch.manual_seed(100 + RANK)
+    before = cgx_ops.init().collectives
+    x = tc.values(RANK, numel, dtype).requires_grad_()
+    y = function(x)
+    y.backward(tc.values(RANK, numel, dtype, call=1))
+    assert x.grad is not None
+    return y.detach(), x.grad, cgx_ops.init().collectives - before
+
+
+def oracle(numel: int, dtype: torch.dtype, rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what run() gives for x -> 2 * allreduce(2 * relu(x))."""
+    seeds = [tc.drawn_seeds(100 + rank)[0] for rank in range(SIZE)]
+    options = {"rounding": rounding, "bits": 3, "bucket_size": 64}
+    inputs = [tc.values(rank, numel, dtype) for rank in range(SIZE)]
+    y = 2 * tc.expected([2 * x.relu() for x in inputs], seeds=seeds, **options)
+    gradients = [2 * tc.values(rank, numel, dtype, call=1) for rank in range(SIZE)]
+    seeds = [tc.gradient_seed(seed) for seed in seeds]
+    gradient = tc.expected(gradients, seeds=seeds, **options) * 2
+    return y, torch.where(inputs[RANK] > 0, gradient, 0)
+
+
+def forward_and_backward() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for rounding in ("nearest", "stochastic"):
+
+            def step(x: torch.Tensor, rounding: str = rounding) -> torch.Tensor:
+                return 2 * tc.allreduce(2 * x.relu(), rounding=rounding, **OPTIONS)
+
+            def in_place(x: torch.Tensor, rounding: str = rounding) -> torch.Tensor:
+                y = 2 * x.relu()
+                tc.allreduce_(y, rounding=rounding, **OPTIONS)
+                return 2 * y
+
+            y, gradient = oracle(1000, dtype, rounding)
+            for function in (step, in_place):
+                for call in (function, torch.compile(function, fullgraph=True)):
+                    got = run(call, dtype=dtype)
+                    assert tc.same_bits(got[0], y), (dtype, rounding, call)
+                    assert tc.same_bits(got[1], gradient), (dtype, rounding, call)
+                    assert got[2] == 2, got[2]
+
+
+def in_place_on_the_input() -> None:
+    def step(x: torch.Tensor) -> None:
+        tc.allreduce_(x, rounding="nearest", **OPTIONS)
+
+    want = tc.expected([tc.values(rank, 1000) for rank in range(SIZE)], 3, 64)
+    for call in (step, torch.compile(step, fullgraph=True)):
+        for view in (lambda x: x, lambda x: x.reshape(8, 125).t()):
+            x = tc.values(RANK, 1000)
+            call(view(x))
+            if x.is_contiguous() and view(x).is_contiguous():
+                assert tc.same_bits(x, want)
+    assert not tc.same_bits(want, tc.values(RANK, 1000))
+
+
+def dynamic_shapes() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return 2 * tc.allreduce(2 * x.relu(), rounding="nearest", **OPTIONS)
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for numel in (17, 1000, 64, 5000):
+        y, gradient = oracle(numel, torch.float32, "nearest")
+        got = run(compiled, numel)
+        assert tc.same_bits(got[0], y), numel
+        assert tc.same_bits(got[1], gradient), numel
+    assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
+
+
+def checkpointed() -> None:
+    """The recomputed noise is the forward's: the gradient of y*y multiplies by the recomputed y."""
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y = tc.allreduce(2 * x, **OPTIONS)
+        return y * y
+
+    def recomputed(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, x, use_reentrant=False)
+
+    plain = run(block)
+    assert plain[2] == 2
+    for call in (recomputed, torch.compile(recomputed, fullgraph=True)):
+        got = run(call)
+        assert tc.same_bits(got[0], plain[0]), call
+        assert tc.same_bits(got[1], plain[1]), call
+        assert got[2] == 3, got[2]  # forward, recomputation, gradient
+
+
+def seeds() -> None:
+    """Two calls have noise of their own; the same manual_seed repeats both."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tc.allreduce(x, **OPTIONS), tc.allreduce(x, **OPTIONS)])
+
+    for call in (step, torch.compile(step, fullgraph=True)):
+        for grad in (False, True):
+            x = tc.values(RANK, 1000).requires_grad_(grad)
+            torch.manual_seed(RANK)
+            first = call(x)
+            second = call(x)
+            torch.manual_seed(RANK)
+            assert tc.same_bits(call(x), first)
+            assert tc.same_bits(call(x), second)
+            assert not tc.same_bits(first, second)
+            assert not tc.same_bits(first[0], first[1]), (call, grad)
+
+
+def compiled_autograd() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return 2 * tc.allreduce(2 * x.relu(), **OPTIONS)
+
+    want = run(step)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        got = torch.compile(lambda: run(step), backend="aot_eager")()
+    assert tc.same_bits(got[0], want[0])
+    assert tc.same_bits(got[1], want[1])
+
+
+def operators() -> None:
+    for options in ({"rounding": "nearest"}, {"bits": 32, "op": "avg"}):
+        for grad in (False, True):
+            x = tc.values(RANK, 40).requires_grad_(grad)
+            opcheck(tc.allreduce.default, (x,), options)
+            opcheck(tc.allreduce_.default, (x * 2 if grad else x,), options)
+
+
+def generated_code(lowering: bool) -> None:
+    """Inductor reads the producer's own buffer, or else a copy of it."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return tc.allreduce(2 * x, rounding="nearest") + 1
+
+    _, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), tc.values(RANK, 100))
+    assert ("all_reduce_start.borrow(" in code) == lowering
+    assert ("all_reduce_start.default(" in code) != lowering
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--no-lowering", action="store_true")
+    lowering = not parser.parse_args().no_lowering
+    torch.compiler.config.force_disable_caches = True
+    if lowering:
+        warnings: list[logging.LogRecord] = []
+        logging.getLogger("cgx_ops").addFilter(lambda record: warnings.append(record) or True)
+        checks = [forward_and_backward, in_place_on_the_input, dynamic_shapes, checkpointed, seeds]
+        checks += [compiled_autograd, operators]
+        for check in checks:
+            torch._dynamo.reset()
+            check()
+            print(f"ok {check.__name__}")
+        generated_code(lowering=True)
+    else:
+        create = ir._CollectiveKernel.create_out_of_place
+        del ir._CollectiveKernel.create_out_of_place
+        generated_code(lowering=False)
+        ir._CollectiveKernel.create_out_of_place = create
+        forward_and_backward()
+    print("ok all")
+
+
+if __name__ == "__main__":
+    main()

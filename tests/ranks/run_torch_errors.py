@@ -1,0 +1,46 @@
+"""Rank program: every refused call, on every rank, each followed by a collective that works."""
+
+import re
+
+import torch
+import torch_cases as tc
+from torch_bad_calls import BAD_CALLS
+
+import cgx_ops
+
+
+def main() -> None:
+    size = cgx_ops.size()
+    for case, (call, kind, text) in BAD_CALLS.items():
+        try:
+            call()
+        except kind as error:
+            assert re.search(text, str(error), re.DOTALL), (case, str(error))
+        else:
+            raise AssertionError(f"{case}: not refused")
+        assert tc.allreduce(torch.ones(20), 32).tolist() == [size] * 20, case
+
+    # Ranks that disagree: an error on all, and the communicator is still whole.
+    try:
+        tc.allreduce(torch.ones(100 + cgx_ops.rank()))
+    except torch.distributed.DistBackendError as error:
+        assert all(str(100 + rank) in str(error) for rank in range(size)), str(error)
+    else:
+        raise AssertionError("different shapes: no error")
+    assert tc.allreduce(torch.ones(20), 32).tolist() == [size] * 20
+
+    # Refused while a compiler traces: in its wrapping, the same on every rank.
+    try:
+        torch.compile(lambda x: tc.allreduce(x, 9), fullgraph=True, backend="aot_eager")(
+            torch.ones(9)
+        )
+    except torch._dynamo.exc.TorchRuntimeError as error:
+        assert "bits is 9; use 1 to 8, or 32" in str(error), str(error)
+    else:
+        raise AssertionError("compiled: not refused")
+    assert tc.allreduce(torch.ones(20), 32).tolist() == [size] * 20
+    print(f"rank {cgx_ops.rank()}: all refused")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Calls that torch.ops.cgx must refuse: a thunk, the exception, and what its text must say."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch_cases as tc
+
+X = torch.ones(40)
+
+
+def _start_without_seed() -> None:
+    torch.ops.cgx.quantized_all_reduce_start(
+        X, None, 4, 512, "sum", "stochastic", "auto", 0, False, 0, "", 0, ""
+    )
+
+
+# Each is refused before anything is sent, so ranks need not agree on making the call.
+BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "int64": (lambda: tc.allreduce(X.long()), TypeError, r"Long.*x\.float\(\)"),
+    "bool": (lambda: tc.allreduce(X.bool()), TypeError, "Bool.*float32, float16 and bfloat16"),
+    "float64": (lambda: tc.allreduce(X.double()), TypeError, r"Double.*x\.float\(\)"),
+    "complex": (lambda: tc.allreduce(X.cfloat()), TypeError, r"ComplexFloat.*view_as_real"),
+    "sparse": (lambda: tc.allreduce(X.to_sparse()), TypeError, r"Sparse.*to_dense\(\)"),
+    "not a tensor": (
+        lambda: tc.allreduce([1.0]),
+        RuntimeError,
+        "Expected a value of type 'Tensor'",
+    ),
+    "bits 0": (lambda: tc.allreduce(X, 0), ValueError, "bits is 0; use 1 to 8, or 32"),
+    "bits 9": (lambda: tc.allreduce(X, 9), ValueError, "bits is 9; use 1 to 8, or 32"),
+    "bits 4.5": (lambda: tc.allreduce(X, 4.5), RuntimeError, "bits"),
+    "bits 2**40": (lambda: tc.allreduce(X, 2**40), ValueError, "bits is 1099511627776"),
+    "gather_bits": (lambda: tc.allreduce(X, gather_bits=16), ValueError, "gather_bits is 16"),
+    "bucket_size 0": (lambda: tc.allreduce(X, 4, 0), ValueError, "bucket_size is 0.*at least 1"),
+    "bucket_size -1": (lambda: tc.allreduce(X, 4, -1), ValueError, "bucket_size is -1"),
+    "minimal_size": (lambda: tc.allreduce(X, minimal_size=-1), ValueError, "minimal_size is -1"),
+    "op": (lambda: tc.allreduce(X, op="mean"), ValueError, "op 'mean'.*'sum', 'avg'"),
+    "op at 4 bits": (lambda: tc.allreduce(X, op="max"), ValueError, "'max' at 4 bits.*bits=32"),
+    "rounding": (
+        lambda: tc.allreduce(X, rounding="up"),
+        ValueError,
+        "'up'.*'nearest', 'stochastic'",
+    ),
+    "algorithm": (lambda: tc.allreduce(X, algorithm="tree"), ValueError, "'tree'.*'auto'.*'ring'"),
+    "group": (lambda: tc.allreduce(X, group_name="no"), ValueError, "'no'.*known: .*'world'"),
+    "gradient of max": (
+        lambda: tc.allreduce(X.clone().requires_grad_(), 32, op="max"),
+        NotImplementedError,
+        r"'max' has no gradient.*detach\(\)",
+    ),
+    "forward mode": (
+        lambda: torch.func.jvp(lambda x: tc.allreduce(x, 32), (X,), (X,)),
+        NotImplementedError,
+        "forward-mode",
+    ),
+    "in place, leaf": (
+        lambda: tc.allreduce_(X.clone().requires_grad_()),
+        ValueError,
+        r"leaf that requires grad.*torch\.no_grad\(\)",
+    ),
+    "in place, overlapping": (
+        lambda: tc.allreduce_(torch.ones(1).expand(40)),
+        RuntimeError,
+        "single memory location",
+    ),
+    "in place, dtype": (lambda: tc.allreduce_(X.double()), TypeError, "Double"),
+    "start without seed": (_start_without_seed, ValueError, "needs seed.*draw_seed"),
+}

@@ -1,0 +1,84 @@
+"""What the tests of the torch binding share: inputs, bits, and the seeds the operators draw."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import reference
+import torch
+
+import cgx_ops.torch  # noqa: F401  registers torch.ops.cgx
+
+allreduce: Any = torch.ops.cgx.quantized_allreduce
+allreduce_: Any = torch.ops.cgx.quantized_allreduce_
+
+# For rank programs: they import this file too, and share two cores.
+ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+
+_MASK = 2**64 - 1
+_BIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def values(
+    rank: int, numel: int, dtype: torch.dtype = torch.float32, call: int = 0
+) -> torch.Tensor:
+    """Return what rank `rank` contributes to a call: different on each, known to all."""
+    noise = np.random.default_rng([rank, numel, call]).standard_normal(numel)
+    return torch.from_numpy(noise.astype(np.float32)).to(dtype)
+
+
+def to_numpy(x: torch.Tensor) -> npt.NDArray[Any]:
+    """Return the elements as a one-dimensional array, bfloat16 too."""
+    x = x.detach().contiguous().flatten()
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether two tensors are equal in dtype, shape and every bit."""
+    bits = _BIT_DTYPES[a.element_size()]
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.detach().contiguous().view(bits), b.detach().contiguous().view(bits))
+    )
+
+
+def expected(
+    inputs: Sequence[torch.Tensor],
+    bits: int = 4,
+    bucket_size: int = 512,
+    algorithm: reference.AnyAlgorithm = "sra",
+    **options: Any,
+) -> torch.Tensor:
+    """Return the oracle's result for the ranks' inputs, in their shape and dtype."""
+    arrays = [to_numpy(x) for x in inputs]
+    segment = reference.Segment(0, len(arrays[0]), bits, bucket_size)
+    result = reference.allreduce(arrays, [segment], algorithm=algorithm, **options)
+    if result.dtype == ml_dtypes.bfloat16:
+        flat = torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
+    else:
+        flat = torch.from_numpy(result)
+    return flat.reshape(inputs[0].shape)
+
+
+def drawn_seeds(manual_seed: int, count: int = 1) -> list[int]:
+    """Return the seeds of the first stochastic calls after torch.manual_seed(manual_seed)."""
+    state = torch.get_rng_state()
+    torch.manual_seed(manual_seed)
+    seeds = [torch.ops.cgx.draw_seed(torch.empty(0)).item() for _ in range(count)]
+    torch.set_rng_state(state)
+    return seeds
+
+
+def gradient_seed(seed: int, depth: int = 1) -> int:
+    """Return the seed of the depth-th derivative of a call: SplitMix64 of both."""
+    z = (seed + depth * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z ^= z >> 31
+    return z - 2**64 if z >> 63 else z
