@@ -6,6 +6,8 @@ others. Importing it starts nothing: init() or the first collective does.
 
 import functools
 
+import numpy.typing as npt
+
 from cgx_ops import _native
 from cgx_ops._arrays import Array
 from cgx_ops.codec import dequantize, quantize
@@ -72,7 +74,7 @@ def size() -> int:
 
 
 def allreduce(
-    array: Array,
+    array: npt.ArrayLike,
     op: Op = "sum",
     config: Config | None = None,
     *,

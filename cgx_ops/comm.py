@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from cgx_ops import _native
 from cgx_ops._arrays import Array, as_input, as_output, dtype_code
@@ -295,7 +296,7 @@ class Communicator:
 
     def allreduce(
         self,
-        array: Array,
+        array: npt.ArrayLike,
         op: Op = "sum",
         config: Config | None = None,
         *,
@@ -334,7 +335,7 @@ class Communicator:
 
     def allreduce_async(
         self,
-        array: Array,
+        array: npt.ArrayLike,
         op: Op = "sum",
         config: Config | None = None,
         *,
@@ -351,7 +352,7 @@ class Communicator:
 
     def reduce_scatter(
         self,
-        array: Array,
+        array: npt.ArrayLike,
         op: Op = "sum",
         config: Config | None = None,
         *,
@@ -381,7 +382,7 @@ class Communicator:
 
     def all_gather(
         self,
-        array: Array,
+        array: npt.ArrayLike,
         config: Config | None = None,
         *,
         out: Array | None = None,

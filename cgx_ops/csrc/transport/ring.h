@@ -21,15 +21,14 @@ struct Ring {
   alignas(64) std::byte bytes[kCapacity];
 
   // False if there is no room yet.
-  bool push(uint32_t type, std::span<const std::byte> head, std::span<const std::byte> body) {
-    const uint64_t size = head.size() + body.size();
+  bool push(uint32_t type, std::span<const std::byte> body) {
+    const uint64_t size = body.size();
     const uint64_t at = written.load(std::memory_order_relaxed);
     const uint64_t total = 8 + round_up(size);
     if (at + total - read.load(std::memory_order_acquire) > kCapacity) return false;
     const uint32_t prefix[2] = {static_cast<uint32_t>(size), type};
     copy_in(at, prefix, sizeof(prefix));
-    copy_in(at + 8, head.data(), head.size());
-    copy_in(at + 8 + head.size(), body.data(), body.size());
+    copy_in(at + 8, body.data(), size);
     written.store(at + total, std::memory_order_release);
     return true;
   }

@@ -111,7 +111,7 @@ bool SharedMemoryTransport::flush(int destination) {
   bool pushed = false;
   while (!peer.backlog.empty()) {
     Frame& frame = peer.backlog.front();
-    if (!peer.control->inbox[rank_].push(frame.type, frame.body, {})) break;
+    if (!peer.control->inbox[rank_].push(frame.type, frame.body)) break;
     if (frame.state) --frame.state->unsent;
     peer.backlog.pop_front();
     pushed = true;

@@ -1,0 +1,122 @@
+// Index arithmetic: shards, chunks and pieces cover every element once, cut between buckets; a
+// ring's shards pass every rank once.
+#include "algorithm/layout.h"
+
+#include <random>
+#include <set>
+
+#include "algorithm/schedule.h"
+#include "ranks.h"
+
+namespace {
+
+using namespace cgx;
+
+constexpr int64_t kChunkBytes = 32 * 1024;
+
+cgx_collective_t call_of(int verb, int algorithm, const std::vector<cgx_segment_t>& segments,
+                         int gather_bits) {
+  static std::byte anywhere[1];
+  auto call = make<cgx_collective_t>();
+  call.verb = verb;
+  call.algorithm = algorithm;
+  call.gather_bits = gather_bits;
+  call.segments = segments.data();
+  call.num_segments = static_cast<int64_t>(segments.size());
+  call.input = call.output = anywhere;
+  return call;
+}
+
+std::vector<cgx_segment_t> random_segments(std::mt19937& random) {
+  std::vector<cgx_segment_t> segments;
+  int64_t offset = random() % 5;
+  for (unsigned i = 0, count = 1 + random() % 6; i < count; ++i) {
+    const int64_t numel = random() % 4 ? random() % 2000 : random() % 300000;
+    const int64_t bucket = random() % 3 ? 1 + random() % 700 : 40000;
+    const int bits = random() % 5 ? 1 + random() % 8 : 32;
+    segments.push_back({offset, numel, bucket, bits, 0});
+    offset += numel + random() % 3;
+  }
+  return segments;
+}
+
+void check_layout(const Plan& plan, int shards) {
+  const Layout layout(plan);
+  std::vector<int> seen(plan.block_numel, 0);
+  for (int owner = 0; owner < shards; ++owner) {
+    const Shard& shard = layout.shard(owner);
+    size_t next_piece = 0;
+    for (const auto& chunk : shard.chunks) {
+      CHECK(chunk.first_piece == next_piece && chunk.last_piece > chunk.first_piece, "gap");
+      next_piece = chunk.last_piece;
+      int64_t scatter = 0, gather = 0, grains = 0;
+      for (size_t i = chunk.first_piece; i < chunk.last_piece; ++i) {
+        const Piece& piece = shard.pieces[i];
+        const int64_t grain = std::max(piece.scatter->grain(), piece.gather->grain());
+        CHECK(piece.first_index % grain == 0, "cut inside a bucket");
+        CHECK(piece.scatter_at == scatter && piece.gather_at == gather, "gap in the message");
+        scatter += piece.scatter->max_bytes(piece.numel);
+        gather += piece.gather->max_bytes(piece.numel);
+        grains += (piece.numel + grain - 1) / grain;
+        for (int64_t k = 0; k < piece.numel; ++k) ++seen[piece.offset + k];
+      }
+      CHECK(scatter == chunk.scatter_bytes && gather == chunk.gather_bytes, "wrong size");
+      CHECK(std::max(scatter, gather) <= kChunkBytes || grains == 1, "chunk too large");
+    }
+    CHECK(next_piece == shard.pieces.size(), "pieces outside all chunks");
+  }
+  std::vector<int> expected(plan.block_numel, 0);
+  for (const auto& segment : plan.segments)
+    for (int64_t k = 0; k < segment.numel; ++k) expected[segment.offset + k] = 1;
+  CHECK(seen == expected, "an element is missing, or there twice");
+}
+
+void test_layouts() {
+  std::mt19937 random(1);
+  for (int i = 0; i < 300; ++i) {
+    const auto segments = random_segments(random);
+    const int size = 2 + static_cast<int>(random() % 8);
+    const int gather_bits = random() % 2 ? 8 : 0;
+    check_layout(make_plan(call_of(CGX_ALLREDUCE, CGX_SRA, segments, gather_bits), 0, size), size);
+    check_layout(make_plan(call_of(CGX_ALLREDUCE, CGX_ONE_SHOT, segments, gather_bits), 0, size),
+                 1);
+    check_layout(make_plan(call_of(CGX_REDUCE_SCATTER, CGX_AUTO, segments, 0), 0, size), 1);
+  }
+}
+
+void test_ring() {
+  for (const int size : {2, 3, 4, 8, 11}) {
+    for (int rank = 0; rank < size; ++rank) {
+      CHECK(ring_left(ring_right(rank, size), size) == rank, "rank %d of %d", rank, size);
+      // What a rank reduces at hop h, its right-hand neighbour reduces at hop h + 1; it comes to
+      // its owner last, and no shard comes twice.
+      std::set<int> passed{ring_left(rank, size)};
+      for (int hop = 1; hop < size; ++hop) {
+        const int shard = ring_shard(rank, hop + 1, size);
+        CHECK(shard == ring_shard(ring_right(rank, size), hop + 2, size), "hop %d", hop);
+        CHECK(passed.insert(shard).second, "shard %d passes rank %d twice", shard, rank);
+        CHECK((shard == rank) == (hop == size - 1), "rank %d, hop %d", rank, hop);
+      }
+    }
+  }
+}
+
+void test_shards_of_huge_tensors() {
+  const int64_t grains = INT64_MAX / 2;
+  int64_t next = 0;
+  for (int owner = 0; owner < 7; ++owner) {
+    const auto range = owned_grains(grains, owner, 7);
+    CHECK(range.first == next && range.last > range.first, "owner %d", owner);
+    next = range.last;
+  }
+  CHECK(next == grains, "%ld", long(next));
+}
+
+}  // namespace
+
+int main() {
+  test_layouts();
+  test_ring();
+  test_shards_of_huge_tensors();
+  std::puts("passed");
+}

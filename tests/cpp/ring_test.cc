@@ -1,0 +1,56 @@
+// The frame ring of the shared-memory transports: order, wrapping, a full ring, two threads.
+#include "transport/ring.h"
+
+#include <memory>
+#include <numeric>
+#include <random>
+
+#include "ranks.h"
+
+namespace {
+
+using cgx::Ring;
+
+std::vector<std::byte> frame_of(int index) {
+  std::mt19937 random(index);
+  std::vector<std::byte> frame(random() % 20000);
+  for (auto& byte : frame) byte = static_cast<std::byte>(random());
+  return frame;
+}
+
+void test_full_ring() {
+  auto ring = std::make_unique<Ring>();
+  const std::vector<std::byte> frame(16 * 1024);
+  int pushed = 0;
+  while (ring->push(1, frame)) ++pushed;
+  CHECK(pushed == 3, "%d frames of 16 KB in 64 KB, with their prefixes", pushed);
+  uint32_t type;
+  std::vector<std::byte> body;
+  CHECK(ring->pop(&type, &body) && ring->push(2, frame), "a popped frame makes room");
+}
+
+void test_two_threads() {
+  constexpr int kFrames = 3000;
+  auto ring = std::make_unique<Ring>();
+  std::thread writer([&] {
+    for (int i = 0; i < kFrames; ++i) {
+      const auto frame = frame_of(i);
+      while (!ring->push(static_cast<uint32_t>(i), frame)) std::this_thread::yield();
+    }
+  });
+  for (int i = 0; i < kFrames; ++i) {
+    uint32_t type;
+    std::vector<std::byte> body;
+    while (!ring->pop(&type, &body)) std::this_thread::yield();
+    CHECK(type == static_cast<uint32_t>(i) && body == frame_of(i), "frame %d", i);
+  }
+  writer.join();
+}
+
+}  // namespace
+
+int main() {
+  test_full_ring();
+  test_two_threads();
+  std::puts("passed");
+}
