@@ -15,10 +15,6 @@ import statistics
 import time
 from collections.abc import Callable
 
-import mpi4py
-
-mpi4py.rc.initialize = False  # cgx starts MPI, as it does without mpi4py
-
 import numpy as np
 import torch
 import torch.distributed as dist

@@ -3,19 +3,19 @@
 from typing import Any
 
 def psum_q_handlers() -> dict[str, Any]:
-    """Capsules of the handlers by FFI stage, for jax.ffi.register_ffi_target."""
+    """Return capsules of the handlers by FFI stage, for jax.ffi.register_ffi_target."""
 
 def site_type() -> dict[str, Any]:
-    """Capsules of the handlers' state type, for jax.ffi.register_ffi_type."""
+    """Return capsules of the handlers' state type, for jax.ffi.register_ffi_type."""
 
 def compilation_begins() -> None:
-    """Says that XLA is about to compile (or load) an executable."""
+    """Say that XLA is about to compile (or load) an executable."""
 
 def compilation_ends() -> None:
-    """Says that a compilation is over, with or without success."""
+    """Say that a compilation is over, with or without success."""
 
-def set_timeout(seconds: float) -> None:
-    """Sets the deadline of collectives started from now on; 0: that of their communicator."""
+def set_local_timeout(seconds: float) -> None:
+    """Set the deadline of collectives among devices of this process; 0: the library's default."""
 
 def version() -> str:
-    """Version of the libcgx that the handlers use."""
+    """Return the version of the libcgx that the handlers use."""

@@ -119,7 +119,7 @@ def mixed(x: jax.Array) -> jax.Array:
 
 
 def chained(x: jax.Array) -> jax.Array:
-    """Calls whose results XLA's own collectives wait for: a completed call resumes one that blocks."""
+    """XLA's own collectives wait for each call: completing it resumes a program that blocks."""
     return jnp.stack([lax.pmax(psum_q(x[i], "d", algorithm="sra"), "d") for i in range(CALLS // 2)])
 
 

@@ -27,13 +27,14 @@ def compare(cases: list[collective_cases.Case], ranks: list[list[str]]) -> None:
     wrong = [
         f"{case}: ranks {[r for r in range(len(ranks)) if ranks[r][i] != want[r]]}"
         for i, case in enumerate(cases)
-        if [digests[i] for digests in ranks] != (want := collective_cases.expected(case, len(ranks)))
+        if [digests[i] for digests in ranks]
+        != (want := collective_cases.expected(case, len(ranks)))
     ]
     assert not wrong, f"{len(wrong)} of {len(cases)} cases differ:\n" + "\n".join(wrong[:20])
 
 
 def on_threads(cases: str, n: int, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a set on threads of a process that uses one CPU target: it is chosen once, at the start."""
+    """Run a set on threads of a process that uses one CPU target: it is chosen once."""
     monkeypatch.setenv("CGX_CPU_TARGET", target)
     done = subprocess.run(
         [sys.executable, PROGRAM, cases, "--threads", str(n)],
@@ -121,8 +122,8 @@ def test_stochastic_rounding_is_unbiased() -> None:
 
     results = launch.threads(3, run)[0]
     exact = np.sum(xs, axis=0, dtype=np.float64)
-    # Of one element the mean is off by 5 standard errors about once in 1.7 million; of the mean over
-    # all elements, the more so.
+    # One element's mean is off by 5 standard errors about once in 1.7 million; the mean over all
+    # elements, the more so.
     errors = (results - exact).mean(axis=0)
     deviation = results.std(axis=0) / np.sqrt(repeats)
     assert (np.abs(errors) <= 5 * deviation + 1e-6).mean() > 0.999

@@ -133,11 +133,11 @@ def test_devices_that_do_not_meet() -> None:
     """A predicate that differs between devices: the lonely ones are told, the next run is whole."""
     x = normal(2, 8, 1000)
     run(lambda v: psum_q(v, "d"), x)  # registers the handlers, which sets the usual deadline
-    _xla_ffi.set_timeout(2.0)
+    _xla_ffi.set_local_timeout(2.0)
     try:
-        with pytest.raises(
-            jax.errors.JaxRuntimeError, match=r"DEADLINE_EXCEEDED.*psum_q 'jit_on_device/"
-        ):
+        # XLA reports one of the devices' errors: a deadline, or that another device gave up.
+        said = r"(DEADLINE_EXCEEDED|UNAVAILABLE).*psum_q 'jit_on_device/.*rank 7 has not started it"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=said):
             run(
                 lambda v: jax.lax.cond(
                     jax.lax.axis_index("d") < 7, lambda u: psum_q(u, "d"), lambda u: u, v
@@ -145,4 +145,4 @@ def test_devices_that_do_not_meet() -> None:
                 x,
             )
     finally:
-        _xla_ffi.set_timeout(20.0)
+        _xla_ffi.set_local_timeout(20.0)

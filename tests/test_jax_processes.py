@@ -1,5 +1,6 @@
 """psum_q on a mesh of processes under mpirun, one device each."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +22,18 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return files
 
 
-def check_order(ranks: int, wanted: Path, launches: int, *args: object, timeout: float) -> None:
+def check_order(
+    ranks: int, wanted: Path, launches: int, *args: object, timeout: float,
+    programs: Collection[str] = PROGRAMS.keys(),
+) -> list[str]:  # fmt: skip
     outputs = mpirun(
-        ranks, "run_jax_order.py", wanted, launches, *PROGRAMS, *args,
+        ranks, "run_jax_order.py", wanted, launches, *programs, *args,
         env=ENVIRONMENT, timeout=timeout,
     )  # fmt: skip
     for output in outputs:
-        for program in PROGRAMS:
+        for program in programs:
             assert f"ok {program}" in output
+    return outputs
 
 
 @pytest.mark.timeout(240)
@@ -40,7 +45,17 @@ def test_order_does_not_matter(ranks: int, wanted: dict[int, Path]) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_compiles_more(rank: int, wanted: dict[int, Path]) -> None:
-    check_order(2, wanted[2], 3, "--extra", rank, timeout=220)
+    programs = ["independent", "inner_jit"]
+    check_order(2, wanted[2], 2, "--extra", rank, programs=programs, timeout=220)
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_that_loads_what_the_other_compiles(wanted: dict[int, Path], tmp_path: Path) -> None:
+    for hits in (False, True):
+        outputs = check_order(
+            2, wanted[2], 2, "--cache", tmp_path, programs=["inner_jit"], timeout=110
+        )
+        assert ("cache hits: 0" not in outputs[0]) == hits
 
 
 @pytest.mark.exhaustive
@@ -54,7 +69,7 @@ def test_a_hundred_launches(ranks: int, extra: int, wanted: dict[int, Path]) -> 
 @pytest.mark.timeout(150)
 def test_meshes_and_training() -> None:
     for output in mpirun(4, "run_jax_mesh.py", env=ENVIRONMENT, timeout=140):
-        assert output.count("ok check_") == 5
+        assert output.count("ok check_") == 6
 
 
 @pytest.mark.timeout(120)

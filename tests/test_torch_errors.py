@@ -86,7 +86,9 @@ def test_a_rank_that_never_calls() -> None:
 
 
 def test_bad_input_on_every_rank() -> None:
-    for rank, output in enumerate(launch.mpirun(2, "run_torch_errors.py", env=tc.ENVIRONMENT, timeout=180)):
+    for rank, output in enumerate(
+        launch.mpirun(2, "run_torch_errors.py", env=tc.ENVIRONMENT, timeout=180)
+    ):
         assert f"rank {rank}: all refused" in output
 
 

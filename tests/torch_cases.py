@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import reference
 import torch
+import torch._functorch.config
+import torch._inductor.config
 
 import cgx_ops.torch  # noqa: F401  registers torch.ops.cgx
 
@@ -82,3 +84,10 @@ def gradient_seed(seed: int, depth: int = 1) -> int:
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     z ^= z >> 31
     return z - 2**64 if z >> 63 else z
+
+
+def forget_compiled_graphs() -> None:
+    """Have every graph compiled anew, by the code under test; machine code may be reused."""
+    torch._inductor.config.fx_graph_cache = False
+    torch._inductor.config.fx_graph_remote_cache = False
+    torch._functorch.config.enable_autograd_cache = False

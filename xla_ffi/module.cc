@@ -26,6 +26,6 @@ NB_MODULE(_xla_ffi, module) {
   });
   module.def("compilation_begins", &CompilationBegins);
   module.def("compilation_ends", &CompilationEnds);
-  module.def("set_timeout", &SetTimeout, nb::arg("seconds"));
+  module.def("set_local_timeout", &SetLocalTimeout, nb::arg("seconds"));
   module.def("version", [] { return cgx_version(); });
 }

@@ -24,7 +24,7 @@
 namespace cgx::xla {
 namespace {
 
-std::atomic<double> timeout_s{0};
+std::atomic<double> local_timeout_s{0};
 
 // One execution on one device, from Execute to the completed promise.
 struct Call {
@@ -123,7 +123,6 @@ void Describe(const ffi::AnyBuffer& x, ffi::AnyBuffer& y, const ffi::Buffer<ffi:
   call.collective.seed = static_cast<int64_t>(low | high << 32);
   call.collective.input = x.untyped_data();
   call.collective.output = y.untyped_data();
-  call.collective.timeout_s = timeout_s;
   int64_t numel = static_cast<int64_t>(x.element_count()) / site.batch();
   for (int64_t example = 0; example < site.batch(); ++example) {
     call.segments.push_back({example * numel, numel, site.bucket_size(), site.bits(), 0});
@@ -134,9 +133,10 @@ void StartAmongDevices(std::unique_ptr<Call> call, int64_t run, int64_t partitio
                        const Site::Place& place, Site& site) {
   call->key = std::to_string(site.serial()) + "@" + std::to_string(run);
   call->collective.occurrence = site.NextOccurrence(run, partition);
+  call->collective.timeout_s = local_timeout_s;
   int32_t comm = -1;
   try {
-    comm = LocalCommunicator(place.members, place.rank, run, timeout_s);
+    comm = LocalCommunicator(place.members, place.rank, run, local_timeout_s);
   } catch (const StatusError& error) {
     Complete(std::move(call), error.status, error.what());
     return;
@@ -199,7 +199,7 @@ ffi::Future Execute(ffi::AnyBuffer x, ffi::Buffer<ffi::U32> seed,
 
 }  // namespace
 
-void SetTimeout(double seconds) { timeout_s = seconds; }
+void SetLocalTimeout(double seconds) { local_timeout_s = seconds; }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PsumQInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
 

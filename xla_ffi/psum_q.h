@@ -9,8 +9,9 @@ namespace cgx::xla {
 XLA_FFI_DECLARE_HANDLER_SYMBOL(PsumQInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(PsumQExecute);
 
-// The deadline of every collective started from here on; <= 0: its communicator's.
-void SetTimeout(double seconds);
+// Sets the deadline of collectives among devices of this process that start from here on; <= 0: the
+// library's default. Collectives among processes have their communicator's deadline.
+void SetLocalTimeout(double seconds);
 
 }  // namespace cgx::xla
 

@@ -213,8 +213,7 @@ cgx_status_t cgx_comm_split(int32_t comm, int32_t color, int32_t key, const char
                             int32_t* out) {
   return guarded([&] {
     const auto parent = Registry::instance().get(comm);
-    Registry::instance().require_free(name ? name : "");
-    auto child = split(*parent, color, key, name);
+    auto child = split(*parent, color, key, name ? name : "");
     *out = child ? Registry::instance().add(std::move(child)) : -1;
   });
 }
@@ -223,8 +222,7 @@ cgx_status_t cgx_comm_group(int32_t comm, const int32_t* ranks, int32_t num_rank
                             int32_t* out) {
   return guarded([&] {
     const auto parent = Registry::instance().get(comm);
-    Registry::instance().require_free(name ? name : "");
-    *out = Registry::instance().add(group(*parent, {ranks, ranks + num_ranks}, name));
+    *out = Registry::instance().add(group(*parent, {ranks, ranks + num_ranks}, name ? name : ""));
   });
 }
 

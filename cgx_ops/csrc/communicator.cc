@@ -268,11 +268,15 @@ CommunicatorRef group(Communicator& parent, const std::vector<int>& ranks,
   const auto self = std::find(ranks.begin(), ranks.end(), parent.rank);
   require(self != ranks.end(), CGX_INVALID_ARGUMENT, "this rank, ", parent.rank,
           ", is not among the ranks [", list, "]: only members call");
+  // Ranks that are threads share the registry: each one's communicator has a name of its own.
+  const std::string own =
+      std::string(parent.transport_name()) == "thread" ? join(name, "/", parent.rank) : name;
+  Registry::instance().require_free(own);
   // The list is part of the key: other members may be making another group of the same name.
-  uint64_t hash = std::hash<std::string>()(list);
+  const uint64_t hash = std::hash<std::string>()(list);
   const std::string key = making(join(name, "#", hash), "group");
   const Allgather allgather = [&](const Bytes& mine) { return parent.exchange(ranks, key, mine); };
-  return connect(name, static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size()),
+  return connect(own, static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size()),
                  allgather, env_transport(), parent.timeout);
 }
 

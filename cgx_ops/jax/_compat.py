@@ -8,8 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-from jax._src import core, dispatch, sharding_impls, xla_bridge
-from jax._src.interpreters import pxla
+from jax._src import core, dispatch, xla_bridge
 from jax.interpreters import ad
 
 Tracer = core.Tracer
@@ -63,27 +62,15 @@ def next_index(ctx: Any) -> int:
     return index
 
 
-def mesh_of(ctx: Any) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
-    """Return the mesh of the shard_map around a lowering, or None outside of one."""
-    axis_context = ctx.module_context.axis_context
-    return getattr(axis_context, "mesh", None)
+def mesh_of(ctx: Any) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
+    """Return the mesh of the shard_map around a lowering."""
+    return ctx.module_context.axis_context.mesh
 
 
 def automatic_axes(ctx: Any) -> tuple[str, ...]:
     """Return the axes larger than one that the shard_map here leaves to the compiler."""
-    axis_context: sharding_impls.SPMDAxisContext = ctx.module_context.axis_context
-    shape = axis_context.mesh.shape
-    return tuple(
-        str(name) for name in shape if shape[name] > 1 and name not in axis_context.manual_axes
-    )
-
-
-def axis_groups(ctx: Any, axes: tuple[Hashable, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of partition ids, in rank order, that a collective over the axes joins."""
-    return tuple(
-        tuple(int(i) for i in group)
-        for group in pxla.axis_groups(ctx.module_context.axis_context, axes)
-    )
+    shape, manual = mesh_of(ctx).shape, ctx.module_context.axis_context.manual_axes
+    return tuple(str(name) for name in shape if shape[name] > 1 and name not in manual)
 
 
 def scalar_u32() -> core.ShapedArray:

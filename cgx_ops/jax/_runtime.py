@@ -19,8 +19,9 @@ import cgx_ops
 from cgx_ops import _native
 from cgx_ops.jax import _compat
 
-# Half of what XLA:CPU lets its own collectives wait before it aborts the process.
-_TIMEOUT_S = 20.0
+# Half of what XLA:CPU lets its own collectives among the devices of a process wait before it aborts
+# the process: a later deadline of ours would never be seen. Among processes XLA waits on.
+_LOCAL_TIMEOUT_S = 20.0
 _TARGET = "cgx_psum_q"
 
 _lock = threading.Lock()
@@ -43,11 +44,11 @@ def _register() -> None:
     jax.ffi.register_ffi_type("cgx_psum_q_site", site, platform="cpu")
     jax.ffi.register_ffi_target(_TARGET, _xla_ffi.psum_q_handlers(), platform="cpu")
     _compat.call_around_compile(_xla_ffi.compilation_begins, _xla_ffi.compilation_ends)
-    # 0: the communicators have the user's deadline already.
-    _xla_ffi.set_timeout(0.0 if os.environ.get("CGX_TIMEOUT") else _TIMEOUT_S)
+    if not os.environ.get("CGX_TIMEOUT"):  # the user's is the library's default already
+        _xla_ffi.set_local_timeout(_LOCAL_TIMEOUT_S)
 
 
-def processes_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None) -> list[int] | None:
+def processes_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> list[int] | None:
     """Return the process of each device of the mesh, in order; None if all are in this one.
 
     Raises:

@@ -76,8 +76,8 @@ def psum_q(
         TypeError: a leaf is not float32, float16 or bfloat16; a knob is not a static value.
         ValueError: a knob is out of its range.
         jax.errors.JaxRuntimeError: at run time; a peer is late or dead or called something else.
-          The deadline is 20 s, because XLA:CPU aborts a process whose own collectives wait for 40;
-          the variable CGX_TIMEOUT replaces it.
+          The deadline is CGX_TIMEOUT; unless that is set, 300 s among processes, and 20 s among
+          the devices of one, because XLA:CPU aborts a process whose own devices wait for 40 s.
     """
     knobs = {
         "bits": bits,
@@ -238,7 +238,7 @@ def _lower_cpu(
             f"psum_q over {axes} in a shard_map that leaves {automatic} to the compiler: name "
             "these axes too in its axis_names, or nest a shard_map over them around the psum_q"
         )
-    groups = np.asarray(_compat.axis_groups(ctx, axes), np.int64)
+    groups = _groups(_compat.mesh_of(ctx), axes)
     numbers = {
         "bits": config.bits,
         "bucket_size": config.bucket_size,
@@ -262,6 +262,19 @@ def _lower_cpu(
     rule = jax.ffi.ffi_lowering(_runtime.psum_q_target(), has_side_effect=True)
     ctx = ctx.replace(avals_in=[*ctx.avals_in, _compat.scalar_u32()])
     return rule(ctx, x, seed, stablehlo.partition_id(), **attributes)
+
+
+def _groups(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axes: tuple[Hashable, ...]
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return a row for each group: the partition ids of its ranks, in order.
+
+    Partition ids count the places of the mesh, whichever devices are there.
+    """
+    places = np.arange(mesh.size, dtype=np.int64).reshape(mesh.axis_sizes)
+    last = range(-len(axes), 0)
+    places = np.moveaxis(places, [mesh.axis_names.index(axis) for axis in axes], last)
+    return places.reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
 
 
 def _call_id(ctx: Any, attributes: dict[str, Any]) -> str:

@@ -1,5 +1,7 @@
 """Rank program: meshes over four processes: parts of them, other orders, two axes, training."""
 
+import hashlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,6 +66,17 @@ def check_own_keys() -> None:
     assert same_bits(np.asarray(row)[0], expected(X, seeds=[seed_of(key) for key in keys]))
 
 
+def check_one_program_for_all() -> None:
+    """Nothing of this process is in the program: all ranks compile, and could cache, the same."""
+    mesh = mesh_of((4,), ("d",))
+    step = on_mesh(mesh, lambda v: psum_q(v, "d") + psum_q(v, "d", bits=8))
+    text = step.lower(rows_of_processes(mesh, X[RANK])).as_text()
+    assert text.count("@cgx_psum_q") == 2
+    digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8).astype(np.float32)
+    everybody = cgx_ops.init().all_gather(digest, cgx_ops.Config(bits=32)).reshape(4, -1)
+    assert (np.asarray(everybody) == digest).all()
+
+
 def check_training() -> None:
     """Weights stay equal to the bit over steps, under one jit, with remat and scan inside."""
     mesh = mesh_of((4,), ("d",))
@@ -97,6 +110,13 @@ def check_training() -> None:
     assert float(losses[-1]) < 1e-3, losses  # it began at 64
 
 
-for check in (check_two_axes, check_another_order, check_parts, check_own_keys, check_training):
+for check in (
+    check_two_axes,
+    check_another_order,
+    check_parts,
+    check_own_keys,
+    check_one_program_for_all,
+    check_training,
+):
     check()
     print("ok", check.__name__, flush=True)

@@ -1,9 +1,10 @@
 """Rank program: the programs of jax_cases on a mesh of all processes, one device each.
 
-    run_jax_order.py WANT.npy LAUNCHES PROGRAM... [--extra RANK]
+    run_jax_order.py WANT.npy LAUNCHES PROGRAM... [--extra RANK] [--cache FOLDER]
 
 Prints "ok PROGRAM" for each. With --extra that rank first traces, lowers and compiles more than the
-others do, every program among it, so that whatever counts process-wide is ahead there.
+others do, every program among it, so that whatever counts process-wide is ahead there. With --cache
+rank 0 alone has a persistent compilation cache, and prints how many executables came from it.
 """
 
 import argparse
@@ -42,12 +43,21 @@ def main() -> None:
     parser.add_argument("launches", type=int)
     parser.add_argument("programs", nargs="+")
     parser.add_argument("--extra", type=int, default=-1)
+    parser.add_argument("--cache")
     args = parser.parse_args()
 
     use_cpu_devices(1)
     cgx_ops.jax.initialize()
     rank, size = jax.process_index(), jax.process_count()
     assert (rank, size) == (cgx_ops.rank(), cgx_ops.size())
+    hits: list[str] = []
+    if args.cache and rank == 0:
+        jax.config.update("jax_compilation_cache_dir", args.cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        jax.monitoring.register_event_listener(
+            lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None
+        )
     mesh = mesh_of((size,), ("d",))
     operand = rows_of_processes(mesh, order_inputs(size)[rank])
     want = np.load(args.want)
@@ -59,6 +69,7 @@ def main() -> None:
             row = np.asarray(step(operand).addressable_data(0))[0]
             assert same_bits(row, want[: len(row)]), program
         print("ok", program, flush=True)
+    print("cache hits:", len(hits), flush=True)
 
 
 main()

@@ -7,7 +7,7 @@ around the collectives use only operations that inductor computes to the same bi
 """
 
 import argparse
-import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -77,14 +77,14 @@ def in_place_on_the_input() -> None:
     def step(x: torch.Tensor) -> None:
         tc.allreduce_(x, rounding="nearest", **OPTIONS)
 
-    want = tc.expected([tc.values(rank, 1000) for rank in range(SIZE)], 3, 64)
+    inputs = [tc.values(rank, 1000).reshape(8, 125) for rank in range(SIZE)]
     for call in (step, torch.compile(step, fullgraph=True)):
-        for view in (lambda x: x, lambda x: x.reshape(8, 125).t()):
-            x = tc.values(RANK, 1000)
-            call(view(x))
-            if x.is_contiguous() and view(x).is_contiguous():
-                assert tc.same_bits(x, want)
-    assert not tc.same_bits(want, tc.values(RANK, 1000))
+        x = inputs[RANK].clone()
+        call(x)
+        assert tc.same_bits(x, tc.expected(inputs, 3, 64)), call
+        x = inputs[RANK].clone()
+        call(x.t())
+        assert tc.same_bits(x.t(), tc.expected([x.t() for x in inputs], 3, 64)), call
 
 
 def dynamic_shapes() -> None:
@@ -145,8 +145,11 @@ def compiled_autograd() -> None:
         return 2 * tc.allreduce(2 * x.relu(), **OPTIONS)
 
     want = run(step)
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        got = torch.compile(lambda: run(step), backend="aot_eager")()
+    counters.clear()
+    compiler = torch.compile(backend="aot_eager", fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        got = run(step)
+    assert counters["compiled_autograd"]["captures"] == 1, counters
     assert tc.same_bits(got[0], want[0])
     assert tc.same_bits(got[1], want[1])
 
@@ -157,6 +160,27 @@ def operators() -> None:
             x = tc.values(RANK, 40).requires_grad_(grad)
             opcheck(tc.allreduce.default, (x,), options)
             opcheck(tc.allreduce_.default, (x * 2 if grad else x,), options)
+
+
+def input_left_alone() -> None:
+    """While a late peer keeps the collective open, its input's memory is not given to others."""
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = tc.allreduce(x * 2, 32)
+        other = (x @ x).relu() * 3
+        return y, (other @ x).relu() * 5
+
+    inputs = [tc.values(rank, 512 * 512).reshape(512, 512) for rank in range(SIZE)]
+    with torch._inductor.config.patch(
+        reorder_for_compute_comm_overlap=True,
+        reorder_for_compute_comm_overlap_passes=["raise_comms", "sink_waits"],
+    ):
+        compiled = torch.compile(step, fullgraph=True)
+        compiled(inputs[RANK])
+        for _ in range(3):
+            time.sleep(0.3 * RANK)
+            y, _ = compiled(inputs[RANK])
+            assert tc.same_bits(y, tc.expected([x * 2 for x in inputs], 32, algorithm="auto"))
 
 
 def generated_code(lowering: bool) -> None:
@@ -174,23 +198,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--no-lowering", action="store_true")
     lowering = not parser.parse_args().no_lowering
-    torch.compiler.config.force_disable_caches = True
+    tc.forget_compiled_graphs()
     if lowering:
-        warnings: list[logging.LogRecord] = []
-        logging.getLogger("cgx_ops").addFilter(lambda record: warnings.append(record) or True)
         checks = [forward_and_backward, in_place_on_the_input, dynamic_shapes, checkpointed, seeds]
-        checks += [compiled_autograd, operators]
-        for check in checks:
-            torch._dynamo.reset()
-            check()
-            print(f"ok {check.__name__}")
-        generated_code(lowering=True)
+        checks += [compiled_autograd, operators, input_left_alone]
+        generated_code(lowering)
     else:
+        checks = [forward_and_backward, input_left_alone]
         create = ir._CollectiveKernel.create_out_of_place
         del ir._CollectiveKernel.create_out_of_place
-        generated_code(lowering=False)
+        generated_code(lowering)
         ir._CollectiveKernel.create_out_of_place = create
-        forward_and_backward()
+    for check in checks:
+        torch._dynamo.reset()
+        check()
+        print(f"ok {check.__name__}")
     print("ok all")
 
 

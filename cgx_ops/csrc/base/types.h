@@ -8,7 +8,11 @@
 
 namespace cgx {
 
-enum class Dtype : int32_t { kFloat32 = CGX_FLOAT32, kFloat16 = CGX_FLOAT16, kBfloat16 = CGX_BFLOAT16 };
+enum class Dtype : int32_t {
+  kFloat32 = CGX_FLOAT32,
+  kFloat16 = CGX_FLOAT16,
+  kBfloat16 = CGX_BFLOAT16
+};
 enum class Op : int32_t {
   kSum = CGX_SUM,
   kAvg = CGX_AVG,

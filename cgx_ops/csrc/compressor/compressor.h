@@ -1,13 +1,14 @@
-// A compressor maps values to bytes and back. It knows no rank and no transport; algorithms move its
-// bytes. One object serves one segment's settings and is immutable, so threads may share it.
+// A compressor maps values to bytes and back. It knows no rank and no transport; algorithms move
+// its bytes. One object serves one segment's settings and is immutable, so threads may share it.
 //
 // What algorithms rely on:
 //   - a piece of a segment that begins at a multiple of grain() encodes independently of the rest,
 //     so shards and chunks are cut there;
 //   - if fixed_size(), encode() fills exactly max_bytes(numel) bytes: receivers know every length.
-//     Otherwise (top-k) it returns the length, which travels with the message, and such payloads are
-//     gathered, not scattered.
-// Sums are fp32 and belong to the algorithm: encode() accepts fp32 whatever the wire's value type is.
+//     Otherwise (top-k) it returns the length, which travels with the message, and such payloads
+//     are gathered, not scattered.
+// Sums are fp32 and belong to the algorithm: encode() accepts fp32 whatever the wire's value type
+// is.
 #pragma once
 
 #include <cstddef>

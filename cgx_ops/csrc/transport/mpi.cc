@@ -9,9 +9,11 @@
 #include <mpi.h>
 // After mpi.h, whose macros it needs.
 #include <mpi-ext.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <deque>
+#include <fstream>
 #include <list>
 #include <thread>
 #include <unordered_map>
@@ -64,6 +66,16 @@ void complete(MPI_Request* request, const char* call, std::chrono::duration<doub
     require(std::chrono::steady_clock::now() < deadline, CGX_TIMEOUT, call, " did not end within ",
             timeout.count(), " s: a rank of the MPI job has not called cgx, or has died");
     std::this_thread::yield();
+  }
+}
+
+// Open MPI's shared-memory files lose their names in MPI_Finalize. Where that did not come to its
+// end they are taken from /dev/shm here: this process's own, and those of peers that it has mapped.
+void remove_shared_files() {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    const auto at = line.find("/dev/shm/sm_segment.");
+    if (at != std::string::npos) unlink(line.c_str() + at);
   }
 }
 
@@ -429,6 +441,7 @@ void mpi_finish(bool healthy) {
   const auto deadline = std::chrono::steady_clock::now() + kFinalizeGrace;
   while (done->count.load() == seen && std::chrono::steady_clock::now() < deadline)
     done->sleep(seen, std::chrono::milliseconds(100));
+  remove_shared_files();
 }
 
 Bytes mpi_allgather(const Bytes& mine, std::chrono::duration<double> timeout) {

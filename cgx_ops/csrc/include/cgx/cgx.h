@@ -53,8 +53,8 @@ CGX_API const char* cgx_version(void);
  * "mpi" is the version line of the MPI library that is loaded. */
 CGX_API const char* cgx_describe(void);
 
-/* Starts MPI if this process was launched by mpirun (or somebody already started MPI), and makes the
- * communicator "world". Without mpirun the world has one rank and needs no MPI. Idempotent. */
+/* Starts MPI if this process was launched by mpirun (or somebody already started MPI), and makes
+ * the communicator "world". Without mpirun the world has one rank and needs no MPI. Idempotent. */
 CGX_API cgx_status_t cgx_init(int32_t* world);
 
 /* Closes every communicator and finalizes MPI if cgx started it. Bounded in time; idempotent.
@@ -81,11 +81,11 @@ typedef struct cgx_comm_info_t {
   size_t struct_size;
   int32_t rank;
   int32_t size;
-  int32_t closed;         /* 1 after a failure or cgx_comm_close */
-  const char* name;       /* valid while the communicator is */
-  const char* transport;  /* "self", "thread", "shm", "mpi" */
-  int64_t bytes_sent;     /* what this rank handed to peers since creation, headers included */
-  int64_t collectives;    /* completed without error since creation */
+  int32_t closed;        /* 1 after a failure or cgx_comm_close */
+  const char* name;      /* valid while the communicator is */
+  const char* transport; /* "self", "thread", "shm", "mpi" */
+  int64_t bytes_sent;    /* what this rank handed to peers since creation, headers included */
+  int64_t collectives;   /* completed without error since creation */
 } cgx_comm_info_t;
 
 /* Collective over the ranks of the bootstrap. */
@@ -95,11 +95,12 @@ CGX_API cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* 
 CGX_API cgx_status_t cgx_comm_create_local(int32_t size, const char* name, double timeout_s,
                                            int32_t* comms);
 /* Collective over comm: ranks with equal color form a communicator, ordered by (key, rank). A
- * negative color joins none and gets *out = -1. `name` must be equal on all members: it is the
- * communicator's name and, as the calls are matched by it, splits may start in any order. */
+ * negative color joins none and gets *out = -1. `name` must be equal on all ranks of comm: the
+ * calls are matched by it, so that splits may start in any order. It is the communicator's name; of
+ * ranks that are threads, "<name>/<rank in comm>". */
 CGX_API cgx_status_t cgx_comm_split(int32_t comm, int32_t color, int32_t key, const char* name,
                                     int32_t* out);
-/* Collective over the listed ranks of comm only; ranks[i] becomes rank i. */
+/* Collective over the listed ranks of comm only; ranks[i] becomes rank i. Names as in split. */
 CGX_API cgx_status_t cgx_comm_group(int32_t comm, const int32_t* ranks, int32_t num_ranks,
                                     const char* name, int32_t* out);
 CGX_API cgx_status_t cgx_comm_find(const char* name, int32_t* comm);
@@ -110,7 +111,13 @@ CGX_API cgx_status_t cgx_comm_close(int32_t comm);
 /* ---- 4. collectives ----------------------------------------------------------------------- */
 
 typedef enum cgx_dtype_t { CGX_FLOAT32 = 0, CGX_FLOAT16 = 1, CGX_BFLOAT16 = 2 } cgx_dtype_t;
-typedef enum cgx_op_t { CGX_SUM = 0, CGX_AVG = 1, CGX_MIN = 2, CGX_MAX = 3, CGX_PRODUCT = 4 } cgx_op_t;
+typedef enum cgx_op_t {
+  CGX_SUM = 0,
+  CGX_AVG = 1,
+  CGX_MIN = 2,
+  CGX_MAX = 3,
+  CGX_PRODUCT = 4
+} cgx_op_t;
 typedef enum cgx_verb_t {
   CGX_ALLREDUCE = 0,
   CGX_REDUCE_SCATTER = 1,
@@ -164,9 +171,10 @@ typedef struct cgx_request_t cgx_request_t;
  * `message` is valid during the call and "" on success. */
 typedef void (*cgx_callback_t)(void* context, cgx_status_t status, const char* message);
 
-/* Never blocks on a peer. Buffers, not the structs, must outlive the collective. With a callback the
- * collective owns itself and request must be NULL; without one *request must be given to cgx_wait.
- * A failure returned here means that nothing was started and callback will not be called. */
+/* Never blocks on a peer. Buffers, not the structs, must outlive the collective. With a callback
+ * the collective owns itself and request must be NULL; without one *request must be given to
+ * cgx_wait. A failure returned here means that nothing was started and callback will not be called.
+ */
 CGX_API cgx_status_t cgx_start(const cgx_collective_t* collective, cgx_callback_t callback,
                                void* context, cgx_request_t** request);
 CGX_API cgx_status_t cgx_test(cgx_request_t* request, int32_t* done);
@@ -192,7 +200,7 @@ typedef struct cgx_codec_t {
   int64_t bucket_size;
   int32_t rounding;
   int32_t skip_incomplete_buckets;
-  int64_t seed;        /* the Philox counter is (first_index + i, rank, phase), the key is seed */
+  int64_t seed; /* the Philox counter is (first_index + i, rank, phase), the key is seed */
   int32_t rank;
   int32_t phase;
   int64_t first_index; /* index of the first element in its segment: a multiple of bucket_size */

@@ -1,0 +1,29 @@
+"""torch.ops.cgx under torch.compile, on two processes: see the rank programs for what is shown."""
+
+import launch
+import pytest
+import torch_cases as tc
+
+# Two compilers share two cores, so deadlines are far above the usual half minute to a minute. A
+# collective that misses its peer fails long before, and says so.
+ENVIRONMENT = {**tc.ENVIRONMENT, "CGX_TIMEOUT": "90"}
+
+
+def ends_well(program: str, *arguments: str) -> None:
+    for output in launch.mpirun(2, program, *arguments, env=ENVIRONMENT, timeout=600):
+        assert output.rstrip().endswith("ok all"), output
+
+
+@pytest.mark.timeout(620)
+def test_results_are_those_of_eager() -> None:
+    ends_well("run_torch_compile.py")
+
+
+@pytest.mark.timeout(620)
+def test_results_without_inductors_lowering() -> None:
+    ends_well("run_torch_compile.py", "--no-lowering")
+
+
+@pytest.mark.timeout(620)
+def test_ranks_start_the_same_collectives() -> None:
+    ends_well("run_torch_order.py")
