@@ -8,6 +8,7 @@ from typing import Any
 
 import launch
 import pytest
+import reference
 import torch
 import torch_cases as tc
 from torch.library import opcheck
@@ -41,7 +42,9 @@ def kernel(x: torch.Tensor, seed: int, group: str, **options: Any) -> torch.Tens
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("algorithm", ["one_shot", "sra", "ring"])
 @pytest.mark.parametrize("n", [1, 3])
-def test_nearest_equals_the_oracle(dtype: torch.dtype, algorithm: str, n: int) -> None:
+def test_nearest_equals_the_oracle(
+    dtype: torch.dtype, algorithm: reference.Algorithm, n: int
+) -> None:
     cases = [(size, bits, op) for size in SIZES for bits in (2, 4, 8, 32) for op in ("sum", "avg")]
 
     def rank_program(rank: int, comm: Communicator) -> list[torch.Tensor]:
@@ -214,16 +217,16 @@ def test_gradient_noise_is_derived_and_draws_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
     # What a rank of one cannot show (it encodes nothing): the seed of the gradient's noise.
-    def rank_program(rank: int, comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-        by_depth = kernel(gradient, seed + rank, comm.name, depth=1)
-        by_seed = kernel(gradient, tc.gradient_seed(seed + rank), comm.name)
-        return by_depth, by_seed
+    def rank_program(rank: int, comm: Communicator) -> list[torch.Tensor]:
+        return [
+            kernel(gradient, seed + rank, comm.name, depth=1),
+            kernel(gradient, tc.gradient_seed(seed + rank), comm.name),
+            kernel(gradient, seed + rank, comm.name),
+        ]
 
-    for by_depth, by_seed in launch.threads(2, rank_program):
+    for by_depth, by_seed, forward in launch.threads(2, rank_program):
         assert tc.same_bits(by_depth, by_seed)
-    assert not tc.same_bits(
-        by_depth, launch.threads(2, lambda r, c: kernel(gradient, seed + r, c.name))[0]
-    )
+        assert not tc.same_bits(by_depth, forward)
 
 
 # ---- Randomness ----------------------------------------------------------------------------------

@@ -14,13 +14,14 @@ import torch.compiler.config
 
 # Marks wait_tensor as an operator with a side effect, which is what keeps unused collectives.
 import torch.distributed._functional_collectives
+from torch.fx.node import has_side_effect
 
 TORCH_VERSION: str = torch.__version__
 
 
 def keep_in_graphs(operator: Any) -> None:
     """Tell dead-code elimination that `operator` does something even if nobody reads its result."""
-    torch.fx.node.has_side_effect(operator)
+    has_side_effect(operator)
 
 
 def key_compile_caches(files: Iterable[Path]) -> None:

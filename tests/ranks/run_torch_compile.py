@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 import torch_cases as tc
+from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 from torch._inductor import ir
 from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
@@ -147,7 +149,7 @@ def compiled_autograd() -> None:
     want = run(step)
     counters.clear()
     compiler = torch.compile(backend="aot_eager", fullgraph=True)
-    with torch._dynamo.compiled_autograd._enable(compiler):
+    with _enable(compiler):
         got = run(step)
     assert counters["compiled_autograd"]["captures"] == 1, counters
     assert tc.same_bits(got[0], want[0])
@@ -171,7 +173,7 @@ def input_left_alone() -> None:
         return y, (other @ x).relu() * 5
 
     inputs = [tc.values(rank, 512 * 512).reshape(512, 512) for rank in range(SIZE)]
-    with torch._inductor.config.patch(
+    with inductor_config.patch(
         reorder_for_compute_comm_overlap=True,
         reorder_for_compute_comm_overlap_passes=["raise_comms", "sink_waits"],
     ):

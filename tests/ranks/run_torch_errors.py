@@ -4,6 +4,7 @@ import re
 
 import torch
 import torch_cases as tc
+from torch._dynamo.exc import TorchRuntimeError
 from torch_bad_calls import BAD_CALLS
 
 import cgx_ops
@@ -34,7 +35,7 @@ def main() -> None:
         torch.compile(lambda x: tc.allreduce(x, 9), fullgraph=True, backend="aot_eager")(
             torch.ones(9)
         )
-    except torch._dynamo.exc.TorchRuntimeError as error:
+    except TorchRuntimeError as error:
         assert "bits is 9; use 1 to 8, or 32" in str(error), str(error)
     else:
         raise AssertionError("compiled: not refused")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch_cases as tc
+from torch._inductor import config as inductor_config
 
 import cgx_ops
 
@@ -82,7 +83,7 @@ def independent_calls() -> None:
         for grad in (False, True):
             torch._dynamo.reset()
             x = tc.values(RANK, 200).requires_grad_(grad)
-            with torch._inductor.config.patch(config):
+            with inductor_config.patch(config):
                 total = torch.compile(step, fullgraph=True)(x)
             torch.testing.assert_close(total, step(x))
 
