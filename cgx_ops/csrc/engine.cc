@@ -83,12 +83,7 @@ void Engine::wait(Collective& collective) {
     }
     role_taken_ = true;
     lock.unlock();
-    for (int spins = 0; !collective.done;) {
-      if (progress())
-        spins = 0;
-      else
-        idle(&spins);
-    }
+    drive([&] { return collective.done.load(); });
     lock.lock();
     role_taken_ = false;
     changed_.notify_all();
@@ -111,8 +106,7 @@ void Engine::close(std::chrono::duration<double> at_most) {
   progress();  // takes in what was submitted last
   if (in_flight_) fail_all(CGX_CLOSED, "it was closed on this rank");
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(at_most);
-  for (int spins = 0; !failed_ && !transport_->drained() && Clock::now() < deadline;)
-    if (!progress()) idle(&spins);
+  drive([&] { return failed_ || transport_->drained() || Clock::now() >= deadline; });
   if (!failed_) transport_->leave(transport_->drained(), "it closed the communicator");
 }
 
@@ -143,26 +137,26 @@ void Engine::progress_thread() {
     if (role_taken_ || stop_) continue;
     role_taken_ = true;
     lock.unlock();
-    for (int spins = 0; in_flight_ != 0 && !stop_;) {
-      if (progress())
-        spins = 0;
-      else
-        idle(&spins);
-    }
+    drive([&] { return in_flight_ == 0 || stop_; });
     lock.lock();
     role_taken_ = false;
     changed_.notify_all();
   }
 }
 
-void Engine::idle(int* spins) {
-  // Give way first: with more ranks than cores the peer that is waited for may need this one.
-  static thread_local Clock::time_point since;
-  if ((*spins)++ == 0) since = Clock::now();
-  if (Clock::now() - since < kSpinTime)
-    std::this_thread::yield();
-  else
-    transport_->wait(kLongestSleep);
+template <typename Until>
+void Engine::drive(Until&& until) {
+  // Gives way before it sleeps: with more ranks than cores the peer that is waited for may need
+  // this one.
+  auto last_work = Clock::now();
+  while (!until()) {
+    if (progress())
+      last_work = Clock::now();
+    else if (Clock::now() - last_work < kSpinTime)
+      std::this_thread::yield();
+    else
+      transport_->wait(kLongestSleep);
+  }
 }
 
 bool Engine::progress() {

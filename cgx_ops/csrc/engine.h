@@ -52,9 +52,10 @@ class Engine : private Sink {
   bool try_take_role();
   void give_role();
   void progress_thread();
-  void idle(int* spins);
 
   // Below: only with the role.
+  template <typename Until>
+  void drive(Until&& until);  // progress, or sleep, until that is true
   bool progress();
   template <typename Work>
   void guard(Work&& work);  // a failure of the transport ends everything

@@ -1,59 +1,27 @@
-// The MPI transport: every message is a non-blocking send on a communicator of its own, taken in by
-// matched probes. Tag 0 is control, the other tags are channels; MPI keeps a tag's messages in
-// order.
-//
-// Messages are at most a chunk (32 KB of payload), which Open MPI sends eagerly over TCP: large
-// single sends use one direction of the link at a time and take twice as long.
+// MPI of the process: up, down, and an allgather for the bootstrap of the world.
 #include "transport/mpi.h"
 
-#include <mpi.h>
-// After mpi.h, whose macros it needs.
-#include <mpi-ext.h>
 #include <unistd.h>
 
-#include <cstring>
-#include <deque>
 #include <fstream>
-#include <list>
 #include <thread>
-#include <unordered_map>
 
 #include "base/env.h"
 #include "base/status.h"
 #include "transport/doorbell.h"
+#include "transport/mpi_world.h"
 
 namespace cgx {
 namespace {
 
-constexpr int kSendWindow = 16;  // sends handed to MPI per destination
-constexpr auto kPollInterval = std::chrono::microseconds(100);
 constexpr auto kFinalizeGrace = std::chrono::seconds(5);
 
 bool started_by_us = false;
-bool world_ready = false;
-MPI_Comm world = MPI_COMM_NULL;  // our duplicate of MPI_COMM_WORLD
-uint64_t job = 0;                // equal on the ranks of one job, and only there
-
-std::string text_of(int code) {
-  char text[MPI_MAX_ERROR_STRING];
-  int length = 0;
-  MPI_Error_string(code, text, &length);
-  return {text, static_cast<size_t>(length)};
-}
-
-void check_mpi(int code, const char* call) {
-  require(code == MPI_SUCCESS, CGX_SYSTEM, call, " failed: ", text_of(code));
-}
+MpiJob job;
 
 bool initialized() {
   int flag = 0;
   MPI_Initialized(&flag);
-  return flag != 0;
-}
-
-bool finalized() {
-  int flag = 0;
-  MPI_Finalized(&flag);
   return flag != 0;
 }
 
@@ -79,324 +47,31 @@ void remove_shared_files() {
   }
 }
 
-class MpiTransport : public Transport, private Arrival::Release {
- public:
-  MpiTransport(MPI_Comm comm, int rank, int size)
-      : comm_(comm), rank_(rank), links_(size), lost_(size, false) {
-    void* upper = nullptr;
-    int found = 0;
-    MPI_Comm_get_attr(comm_, MPI_TAG_UB, &upper, &found);
-    require(found && *static_cast<int*>(upper) >= static_cast<int>(kChannels), CGX_SYSTEM,
-            "this MPI has too few tags: ", found ? *static_cast<int*>(upper) : 0);
-  }
-
-  ~MpiTransport() override {
-    // Requests and communicators that a failure left behind are abandoned: freeing them can block.
-    if (drained() && !failed_ && !finalized()) MPI_Comm_free(&comm_);
-  }
-
-  const char* name() const override { return "mpi"; }
-
-  BufferRef allocate(size_t bytes) override {
-    auto* block = new Bytes(bytes);
-    return {new Buffer{block->data(), bytes, 0, 0}, [block](Buffer* buffer) {
-              delete block;
-              delete buffer;
-            }};
-  }
-
-  void send_control(int destination, std::span<const std::byte> message) override {
-    auto buffer = allocate(message.size());
-    std::memcpy(buffer->data, message.data(), message.size());
-    queue(destination, {0, buffer, message.size(), nullptr});
-  }
-
-  void send(int destination, uint32_t channel, const BufferRef& buffer, size_t bytes,
-            const std::shared_ptr<SendState>& state) override {
-    ++state->unsent;
-    ++state->unreleased;
-    queue(destination, {static_cast<int>(1 + channel), buffer, bytes, state});
-  }
-
-  bool progress(Sink& sink) override {
-    const bool sent = test_sends(sink);
-    const bool received = receive(sink);
-    return sent || received;
-  }
-
-  void wait(std::chrono::microseconds at_most) override {
-    bell_.sleep(seen_, std::min(at_most, kPollInterval));
-    seen_ = bell_.count.load();
-  }
-  void wake() override { bell_.ring(); }
-
-  bool drained() const override {
-    for (const auto& link : links_)
-      if (!link.queued.empty() || !link.sending.empty()) return false;
-    return true;
-  }
-
-  void leave(bool graceful, const std::string& reason) override {
-    // A rank that leaves says so on the control channel, behind its last header.
-    for (int peer = 0; peer < static_cast<int>(links_.size()); ++peer) {
-      if (peer == rank_ || lost_[peer]) continue;
-      Bytes bye(2 + reason.size());
-      bye[0] = kBye;
-      bye[1] = std::byte{graceful};
-      std::memcpy(bye.data() + 2, reason.data(), reason.size());
-      send_control(peer, bye);
-    }
-    struct Deaf : Sink {
-      void on_control(int, std::span<const std::byte>) override {}
-      void on_bulk(Arrival) override {}
-      void on_peer_lost(int, Loss, const std::string&) override {}
-    } deaf;
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(1);
-    while (!drained() && std::chrono::steady_clock::now() < deadline) test_sends(deaf);
-  }
-
- private:
-  // Marks the last control message of a rank; the engine's kinds are small numbers.
-  static constexpr std::byte kBye{0xff};
-
-  struct Outgoing {
-    int tag;
-    BufferRef buffer;
-    size_t bytes;
-    std::shared_ptr<SendState> state;
-    MPI_Request request = MPI_REQUEST_NULL;
-  };
-  struct Link {
-    std::deque<Outgoing> queued;
-    std::list<Outgoing> sending;
-  };
-  struct Incoming {
-    int source;
-    int tag;
-    Bytes bytes;
-    MPI_Request request;
-  };
-
-  void queue(int destination, Outgoing message) {
-    links_[destination].queued.push_back(std::move(message));
-    start_sends(destination);
-  }
-
-  void start_sends(int destination) {
-    auto& link = links_[destination];
-    while (!link.queued.empty() && link.sending.size() < kSendWindow) {
-      link.sending.push_back(std::move(link.queued.front()));
-      link.queued.pop_front();
-      auto& message = link.sending.back();
-      if (lost_[destination]) {
-        settle(message);
-        link.sending.pop_back();
-        continue;
-      }
-      const int code = MPI_Isend(message.buffer->data, static_cast<int>(message.bytes), MPI_BYTE,
-                                 destination, message.tag, comm_, &message.request);
-      if (code != MPI_SUCCESS) {
-        settle(message);
-        link.sending.pop_back();
-        errors_.emplace_back(destination, text_of(code));
-        return;
-      }
-    }
-  }
-
-  static void settle(const Outgoing& message) {
-    if (!message.state) return;
-    --message.state->unsent;
-    --message.state->unreleased;
-  }
-
-  bool test_sends(Sink& sink) {
-    bool worked = false;
-    for (int peer = 0; peer < static_cast<int>(links_.size()); ++peer) {
-      auto& sending = links_[peer].sending;
-      for (auto it = sending.begin(); it != sending.end();) {
-        int done = 0;
-        const int code = MPI_Test(&it->request, &done, MPI_STATUS_IGNORE);
-        if (code != MPI_SUCCESS) errors_.emplace_back(peer, text_of(code));
-        if (!done && code == MPI_SUCCESS) {
-          ++it;
-          continue;
-        }
-        settle(*it);
-        it = sending.erase(it);
-        worked = true;
-      }
-      start_sends(peer);
-    }
-    for (auto& [peer, text] : std::exchange(errors_, {})) lose(peer, Loss::kDied, text, sink);
-    return worked;
-  }
-
-  bool receive(Sink& sink) {
-    bool worked = false;
-    for (;;) {
-      int found = 0;
-      MPI_Message message;
-      MPI_Status status;
-      const int code = MPI_Improbe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm_, &found, &message, &status);
-      if (code != MPI_SUCCESS) {
-        if (!report_failed(sink)) check_mpi(code, "MPI_Improbe");
-        return true;
-      }
-      if (!found) break;
-      int bytes = 0;
-      MPI_Get_count(&status, MPI_BYTE, &bytes);
-      auto& incoming = receiving_.emplace_back(
-          Incoming{status.MPI_SOURCE, status.MPI_TAG, Bytes(bytes), MPI_REQUEST_NULL});
-      check_mpi(MPI_Imrecv(incoming.bytes.data(), bytes, MPI_BYTE, &message, &incoming.request),
-                "MPI_Imrecv");
-    }
-    // In order of arrival: a message is delivered only when those before it have been.
-    while (!receiving_.empty()) {
-      int done = 0;
-      const int code = MPI_Test(&receiving_.front().request, &done, MPI_STATUS_IGNORE);
-      if (code != MPI_SUCCESS) {
-        lose(receiving_.front().source, Loss::kDied, text_of(code), sink);
-        receiving_.pop_front();
-        continue;
-      }
-      if (!done) break;
-      Incoming incoming = std::move(receiving_.front());
-      receiving_.pop_front();
-      deliver(std::move(incoming), sink);
-      worked = true;
-    }
-    return worked;
-  }
-
-  void deliver(Incoming incoming, Sink& sink) {
-    if (lost_[incoming.source]) return;
-    if (incoming.tag != 0) {
-      const uint64_t token = next_token_++;
-      auto& bytes = held_[token] = std::move(incoming.bytes);
-      sink.on_bulk(
-          Arrival(incoming.source, static_cast<uint32_t>(incoming.tag - 1), bytes, this, token));
-    } else if (incoming.bytes[0] == kBye) {
-      const std::string reason(reinterpret_cast<const char*>(incoming.bytes.data()) + 2,
-                               incoming.bytes.size() - 2);
-      lose(incoming.source, incoming.bytes[1] == std::byte{1} ? Loss::kLeft : Loss::kGaveUp, reason,
-           sink);
-    } else {
-      sink.on_control(incoming.source, incoming.bytes);
-    }
-  }
-
-  void release(int, uint64_t token) override { held_.erase(token); }
-
-  // Asks a fault-tolerant MPI (mpirun --with-ft ulfm) who died. False if nobody did.
-  bool report_failed(Sink& sink) {
-    bool any = false;
-#if defined(OMPI_HAVE_MPI_EXT_FTMPI) && OMPI_HAVE_MPI_EXT_FTMPI
-    MPI_Group failed = MPI_GROUP_NULL, all = MPI_GROUP_NULL;
-    if (MPIX_Comm_failure_ack(comm_) != MPI_SUCCESS ||
-        MPIX_Comm_failure_get_acked(comm_, &failed) != MPI_SUCCESS)
-      return false;
-    MPI_Comm_group(comm_, &all);
-    int count = 0;
-    MPI_Group_size(failed, &count);
-    for (int i = 0; i < count; ++i) {
-      int peer = MPI_UNDEFINED;
-      MPI_Group_translate_ranks(failed, 1, &i, all, &peer);
-      if (peer != MPI_UNDEFINED) lose(peer, Loss::kDied, "its process ended", sink);
-      any = true;
-    }
-    MPI_Group_free(&failed);
-    MPI_Group_free(&all);
-#endif
-    return any;
-  }
-
-  void lose(int peer, Loss how, const std::string& reason, Sink& sink) {
-    if (lost_[peer]) return;
-    lost_[peer] = true;
-    failed_ |= how != Loss::kLeft;
-    for (auto& message : links_[peer].queued) settle(message);
-    links_[peer].queued.clear();
-    if (how != Loss::kLeft) {
-      for (auto& message : links_[peer].sending) {
-        settle(message);
-        abandoned_.push_back(message.buffer);  // MPI may still read it
-      }
-      links_[peer].sending.clear();
-    }
-    sink.on_peer_lost(peer, how, reason);
-  }
-
-  MPI_Comm comm_;
-  const int rank_;
-  std::vector<Link> links_;
-  std::vector<bool> lost_;
-  bool failed_ = false;
-  std::deque<Incoming> receiving_;
-  std::unordered_map<uint64_t, Bytes> held_;
-  uint64_t next_token_ = 0;
-  std::vector<std::pair<int, std::string>> errors_;
-  std::vector<BufferRef> abandoned_;
-  Doorbell bell_;
-  uint32_t seen_ = 0;
-};
-
-struct Offer {
-  uint64_t job;
-  int64_t world_rank;
-};
-
-class MpiConnector : public Connector {
- public:
-  explicit MpiConnector(int rank) : rank_(rank) {}
-
-  Bytes offer() const override {
-    int world_rank = 0;
-    MPI_Comm_rank(world, &world_rank);
-    const Offer mine{job, world_rank};
-    Bytes bytes(sizeof(mine));
-    std::memcpy(bytes.data(), &mine, sizeof(mine));
-    return bytes;
-  }
-
-  std::string refusal(const std::vector<Bytes>& offers) const override {
-    for (size_t peer = 0; peer < offers.size(); ++peer)
-      if (read(offers[peer]).job != read(offers[0]).job)
-        return join("rank ", peer, " belongs to another MPI job than rank 0");
-    return "";
-  }
-
-  std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers,
-                                     std::chrono::duration<double>) override {
-    std::vector<int> ranks;
-    for (const auto& offer : offers) ranks.push_back(static_cast<int>(read(offer).world_rank));
-    MPI_Group all, members;
-    MPI_Comm_group(world, &all);
-    MPI_Group_incl(all, static_cast<int>(ranks.size()), ranks.data(), &members);
-    MPI_Comm comm;
-    const int code = MPI_Comm_create_group(world, members, 0, &comm);
-    MPI_Group_free(&members);
-    MPI_Group_free(&all);
-    check_mpi(code, "MPI_Comm_create_group");
-    MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
-    return std::make_unique<MpiTransport>(comm, rank_, static_cast<int>(ranks.size()));
-  }
-
- private:
-  static Offer read(const Bytes& bytes) {
-    Offer offer;
-    std::memcpy(&offer, bytes.data(), sizeof(offer));
-    return offer;
-  }
-  int rank_;
-};
-
 }  // namespace
+
+std::string mpi_text(int code) {
+  char text[MPI_MAX_ERROR_STRING];
+  int length = 0;
+  MPI_Error_string(code, text, &length);
+  return {text, static_cast<size_t>(length)};
+}
+
+void check_mpi(int code, const char* call) {
+  require(code == MPI_SUCCESS, CGX_SYSTEM, call, " failed: ", mpi_text(code));
+}
+
+bool mpi_finalized() {
+  int flag = 0;
+  MPI_Finalized(&flag);
+  return flag != 0;
+}
+
+const MpiJob& mpi_job() { return job; }
 
 bool mpi_wanted() { return initialized() || env_mpirun_world().has_value(); }
 
 MpiWorld mpi_start(std::chrono::duration<double> timeout) {
-  require(!finalized(), CGX_SYSTEM,
+  require(!mpi_finalized(), CGX_SYSTEM,
           "MPI was finalized in this process; initialize cgx before that, and finalize it after");
   int level = 0;
   if (initialized()) {
@@ -411,23 +86,23 @@ MpiWorld mpi_start(std::chrono::duration<double> timeout) {
   MpiWorld mine;
   MPI_Comm_rank(MPI_COMM_WORLD, &mine.rank);
   MPI_Comm_size(MPI_COMM_WORLD, &mine.size);
-  if (world_ready) return mine;
+  if (job.ready) return mine;
   MPI_Request request;
-  check_mpi(MPI_Comm_idup(MPI_COMM_WORLD, &world, &request), "MPI_Comm_idup");
+  check_mpi(MPI_Comm_idup(MPI_COMM_WORLD, &job.world, &request), "MPI_Comm_idup");
   complete(&request, "MPI_Comm_idup", timeout);
-  MPI_Comm_set_errhandler(world, MPI_ERRORS_RETURN);
+  MPI_Comm_set_errhandler(job.world, MPI_ERRORS_RETURN);
   if (mine.rank == 0)
-    job = static_cast<uint64_t>(std::chrono::system_clock::now().time_since_epoch().count());
-  check_mpi(MPI_Ibcast(&job, 1, MPI_UINT64_T, 0, world, &request), "MPI_Ibcast");
+    job.number = static_cast<uint64_t>(std::chrono::system_clock::now().time_since_epoch().count());
+  check_mpi(MPI_Ibcast(&job.number, 1, MPI_UINT64_T, 0, job.world, &request), "MPI_Ibcast");
   complete(&request, "MPI_Ibcast", timeout);
-  world_ready = true;
+  job.ready = true;
   return mine;
 }
 
 void mpi_finish(bool healthy) {
-  if (!started_by_us || finalized()) return;
+  if (!started_by_us || mpi_finalized()) return;
   if (healthy) {
-    if (world_ready) MPI_Comm_free(&world);
+    if (job.ready) MPI_Comm_free(&job.world);
     MPI_Finalize();
     return;
   }
@@ -446,13 +121,13 @@ void mpi_finish(bool healthy) {
 
 Bytes mpi_allgather(const Bytes& mine, std::chrono::duration<double> timeout) {
   int size = 1;
-  MPI_Comm_size(world, &size);
+  MPI_Comm_size(job.world, &size);
   Bytes all(mine.size() * size);
   MPI_Request request;
   const int bytes = static_cast<int>(mine.size());
-  check_mpi(
-      MPI_Iallgather(mine.data(), bytes, MPI_BYTE, all.data(), bytes, MPI_BYTE, world, &request),
-      "MPI_Iallgather");
+  check_mpi(MPI_Iallgather(mine.data(), bytes, MPI_BYTE, all.data(), bytes, MPI_BYTE, job.world,
+                           &request),
+            "MPI_Iallgather");
   complete(&request, "MPI_Iallgather", timeout);
   return all;
 }
@@ -463,11 +138,6 @@ std::string mpi_library() {
   MPI_Get_library_version(text, &length);
   std::string line(text, static_cast<size_t>(length));
   return line.substr(0, line.find_first_of(",\n"));
-}
-
-std::unique_ptr<Connector> make_mpi_connector(int rank, int) {
-  if (!world_ready || finalized()) return nullptr;
-  return std::make_unique<MpiConnector>(rank);
 }
 
 }  // namespace cgx

@@ -1,5 +1,7 @@
 #include "transport/shared_memory.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -36,6 +38,32 @@ LocalOffer LocalOffer::read(const Bytes& bytes) {
 }
 
 Bytes LocalOffer::bytes() const { return to_bytes(as_bytes(*this)); }
+
+size_t SharedMemoryConnector::control_bytes(int size) { return ControlSegment::bytes(size); }
+
+Bytes SharedMemoryConnector::offer() const {
+  return LocalOffer{this_host(), getpid(), control_.id}.bytes();
+}
+
+std::string SharedMemoryConnector::refusal(const std::vector<Bytes>& offers) const {
+  for (size_t peer = 0; peer < offers.size(); ++peer)
+    if (!near_(LocalOffer::read(offers[0]), LocalOffer::read(offers[peer])))
+      return join("rank ", peer, " ", far_, " than rank 0");
+  return "";
+}
+
+std::unique_ptr<Transport> SharedMemoryConnector::connect(const std::vector<Bytes>& offers,
+                                                          std::chrono::duration<double>) {
+  std::vector<LocalOffer> peers;
+  std::vector<uint64_t> controls;
+  for (const auto& offer : offers) {
+    peers.push_back(LocalOffer::read(offer));
+    controls.push_back(peers.back().control);
+  }
+  store_->meet(peers);
+  return std::make_unique<SharedMemoryTransport>(name_, rank_, controls, std::move(store_),
+                                                 control_.data);
+}
 
 Buffer BufferPool::take(size_t bytes) {
   const size_t capacity = std::bit_ceil(std::max(bytes, kSmallestBlock));

@@ -44,8 +44,34 @@ class SegmentStore {
   virtual Segment create(size_t bytes) = 0;
   // A peer's segment in this process; throws if it is gone.
   virtual std::byte* map(int owner, uint64_t id, size_t bytes) = 0;
+  // Before anything of the peers is mapped.
+  virtual void meet(const std::vector<LocalOffer>& /*peers*/) {}
   // False once the peer's process has ended.
   virtual bool alive(int peer) = 0;
+};
+
+class SharedMemoryConnector : public Connector {
+ public:
+  using Near = bool (*)(const LocalOffer&, const LocalOffer&);
+  // `near`: whether two ranks can share memory; `far`: what is said of one that cannot.
+  SharedMemoryConnector(const char* name, int rank, int size, std::unique_ptr<SegmentStore> store,
+                        Near near, const char* far)
+      : name_(name), rank_(rank), store_(std::move(store)), near_(near), far_(far) {
+    control_ = store_->create(control_bytes(size));
+  }
+  Bytes offer() const override;
+  std::string refusal(const std::vector<Bytes>& offers) const override;
+  std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers,
+                                     std::chrono::duration<double> timeout) override;
+
+ private:
+  static size_t control_bytes(int size);
+  const char* name_;
+  int rank_;
+  std::unique_ptr<SegmentStore> store_;
+  Near near_;
+  const char* far_;
+  SegmentStore::Segment control_;
 };
 
 // Blocks of power-of-two sizes, cut from segments; memory is taken when used and kept for reuse.

@@ -12,7 +12,6 @@
 #include <cstring>
 
 #include "base/status.h"
-#include "transport/host.h"
 #include "transport/shared_memory.h"
 
 namespace cgx {
@@ -85,9 +84,9 @@ class MemoryFileStore : public SegmentStore {
     return poll(&ended, 1, 0) == 0;
   }
 
-  void meet(const std::vector<Bytes>& offers) {
-    for (const auto& offer : offers) {
-      const auto pid = static_cast<pid_t>(LocalOffer::read(offer).pid);
+  void meet(const std::vector<LocalOffer>& peers) override {
+    for (const auto& peer : peers) {
+      const auto pid = static_cast<pid_t>(peer.pid);
       peers_.push_back(
           {pid, FileDescriptor(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))), {}});
     }
@@ -108,41 +107,13 @@ class MemoryFileStore : public SegmentStore {
   std::vector<Process> peers_;
 };
 
-class ShmConnector : public Connector {
- public:
-  ShmConnector(int rank, int size)
-      : rank_(rank),
-        store_(std::make_unique<MemoryFileStore>()),
-        control_(store_->create(ControlSegment::bytes(size))) {}
-
-  Bytes offer() const override { return LocalOffer{this_host(), getpid(), control_.id}.bytes(); }
-
-  std::string refusal(const std::vector<Bytes>& offers) const override {
-    for (size_t peer = 0; peer < offers.size(); ++peer)
-      if (LocalOffer::read(offers[peer]).host != LocalOffer::read(offers[0]).host)
-        return join("rank ", peer, " runs on another host than rank 0");
-    return "";
-  }
-
-  std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers,
-                                     std::chrono::duration<double>) override {
-    std::vector<uint64_t> controls;
-    for (const auto& offer : offers) controls.push_back(LocalOffer::read(offer).control);
-    store_->meet(offers);
-    return std::make_unique<SharedMemoryTransport>("shm", rank_, controls, std::move(store_),
-                                                   control_.data);
-  }
-
- private:
-  int rank_;
-  std::unique_ptr<MemoryFileStore> store_;
-  SegmentStore::Segment control_;
-};
+bool same_host(const LocalOffer& a, const LocalOffer& b) { return a.host == b.host; }
 
 }  // namespace
 
 std::unique_ptr<Connector> make_shm_connector(int rank, int size) {
-  return std::make_unique<ShmConnector>(rank, size);
+  return std::make_unique<SharedMemoryConnector>(
+      "shm", rank, size, std::make_unique<MemoryFileStore>(), same_host, "runs on another host");
 }
 
 }  // namespace cgx

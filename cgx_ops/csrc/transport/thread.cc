@@ -1,12 +1,9 @@
 // Ranks that are threads of one process: segments are heap blocks with process-wide serial numbers.
-#include <unistd.h>
-
 #include <cstring>
 #include <mutex>
 #include <new>
 
 #include "base/status.h"
-#include "transport/host.h"
 #include "transport/shared_memory.h"
 
 namespace cgx {
@@ -59,43 +56,16 @@ class HeapStore : public SegmentStore {
   std::unordered_map<uint64_t, Block> held_;
 };
 
-class ThreadConnector : public Connector {
- public:
-  ThreadConnector(int rank, int size)
-      : rank_(rank),
-        store_(std::make_unique<HeapStore>()),
-        control_(store_->create(ControlSegment::bytes(size))) {}
-
-  Bytes offer() const override { return LocalOffer{this_host(), getpid(), control_.id}.bytes(); }
-
-  std::string refusal(const std::vector<Bytes>& offers) const override {
-    for (size_t peer = 0; peer < offers.size(); ++peer) {
-      const auto theirs = LocalOffer::read(offers[peer]);
-      if (theirs.host != LocalOffer::read(offers[0]).host ||
-          theirs.pid != LocalOffer::read(offers[0]).pid)
-        return join("rank ", peer, " lives in another process than rank 0");
-    }
-    return "";
-  }
-
-  std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers,
-                                     std::chrono::duration<double>) override {
-    std::vector<uint64_t> controls;
-    for (const auto& offer : offers) controls.push_back(LocalOffer::read(offer).control);
-    return std::make_unique<SharedMemoryTransport>("thread", rank_, controls, std::move(store_),
-                                                   control_.data);
-  }
-
- private:
-  int rank_;
-  std::unique_ptr<HeapStore> store_;
-  SegmentStore::Segment control_;
-};
+bool same_process(const LocalOffer& a, const LocalOffer& b) {
+  return a.host == b.host && a.pid == b.pid;
+}
 
 }  // namespace
 
 std::unique_ptr<Connector> make_thread_connector(int rank, int size) {
-  return std::make_unique<ThreadConnector>(rank, size);
+  return std::make_unique<SharedMemoryConnector>("thread", rank, size,
+                                                 std::make_unique<HeapStore>(), same_process,
+                                                 "lives in another process");
 }
 
 }  // namespace cgx

@@ -1,0 +1,22 @@
+// What the MPI transport takes from transport/mpi.cc, in MPI's own types.
+#pragma once
+
+#include <mpi.h>
+
+#include <cstdint>
+#include <string>
+
+namespace cgx {
+
+struct MpiJob {
+  bool ready = false;
+  MPI_Comm world = MPI_COMM_NULL;  // our duplicate of MPI_COMM_WORLD
+  uint64_t number = 0;             // equal on the ranks of one job, and only there
+};
+
+const MpiJob& mpi_job();
+bool mpi_finalized();
+std::string mpi_text(int code);
+void check_mpi(int code, const char* call);  // throws Error(CGX_SYSTEM)
+
+}  // namespace cgx
