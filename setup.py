@@ -142,10 +142,10 @@ class BuildExt(build_ext):
         for folder in [Path(self.build_lib), *([ROOT] if self.inplace else [])]:
             (folder / "cgx_ops/_build.json").write_text(json.dumps(built) + "\n")
 
-    def copy_file(self, infile, outfile, *args, **options):
-        """Put a new file in the place of an old library: a process may be running the old one."""
-        Path(outfile).unlink(missing_ok=True)
-        return super().copy_file(infile, outfile, *args, **options)
+    def copy_extensions_to_source(self) -> None:
+        for extension in self.extensions:  # a running process keeps its old library
+            (ROOT / self.get_ext_filename(extension.name)).unlink(missing_ok=True)
+        super().copy_extensions_to_source()
 
     def build_extensions(self) -> None:
         core, ninja = BUILD / "cmake", tool("ninja")

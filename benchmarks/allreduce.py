@@ -11,6 +11,7 @@ values and write the result once.
 import argparse
 import json
 import platform
+import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -82,7 +83,7 @@ def table_of(results: dict[int, dict[str, float]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Allreduce beside MPI and gloo")
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--largest", type=int, default=64 << 20, help="bytes")
     parser.add_argument("--json", help="also write the results to this file")
@@ -90,13 +91,10 @@ def main() -> None:
     cgx_ops.init()
     world = MPI.COMM_WORLD
     torch.set_num_threads(1)  # as every other contender
-    # The store of rank 0 picks a free port and tells the others.
-    store = None
-    if world.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, world.size, is_master=True, wait_for_workers=False)
-    port = world.bcast(store.port if store else None)
-    store = store or dist.TCPStore("127.0.0.1", port, world.size)
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = world.bcast(f"tcp://127.0.0.1:{free.getsockname()[1]}")
+    dist.init_process_group("gloo", address, rank=world.rank, world_size=world.size)
 
     results = {}
     size = 4 << 10

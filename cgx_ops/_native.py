@@ -235,6 +235,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_comm_info": (c_int32, POINTER(CommInfo)),
     "cgx_comm_close": (c_int32,),
     "cgx_start": (POINTER(Collective), c_void_p, c_void_p, POINTER(c_void_p)),
+    "cgx_run": (POINTER(Collective),),
     "cgx_test": (c_void_p, POINTER(c_int32)),
     "cgx_wait": (c_void_p,),
     "cgx_plan": (POINTER(Collective), POINTER(Plan)),

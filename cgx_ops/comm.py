@@ -66,7 +66,7 @@ class Request:
         self._lock = threading.Lock()
 
     def done(self) -> bool:
-        """Return whether wait() would return (or raise) at once. Advances the collective."""
+        """Return whether wait() would return (or raise) at once."""
         with self._lock:
             if self._handle is None:
                 return True
@@ -322,16 +322,9 @@ class Communicator:
         Returns:
             `out`, or a new array of the input's shape and dtype.
         """
-        return self.allreduce_async(
-            array,
-            op,
-            config,
-            out=out,
-            name=name,
-            segments=segments,
-            seed=seed,
-            timeout=timeout,
-        ).wait()
+        source = as_input(array)
+        call = _Call("allreduce", op, config, name, segments, seed, timeout)
+        return self._run(call, source, source.shape, source.size, out)
 
     def allreduce_async(
         self,
@@ -348,7 +341,11 @@ class Communicator:
         """Start what allreduce() does and return at once. Leave the arrays alone until wait()."""
         source = as_input(array)
         call = _Call("allreduce", op, config, name, segments, seed, timeout)
-        return self._start(call, source, source.shape, source.size, out)
+        collective, result = self._prepare(call, source, source.shape, source.size, out)
+        _collect_abandoned()
+        handle = c_void_p()
+        _native.call("cgx_start", byref(collective), None, None, byref(handle))
+        return Request(handle, result, (source,))
 
     def reduce_scatter(
         self,
@@ -378,7 +375,7 @@ class Communicator:
             )
         shape = (source.shape[0] // self.size, *source.shape[1:])
         call = _Call("reduce_scatter", op, config, name, segments, seed, timeout)
-        return self._start(call, source, shape, source.size // self.size, out).wait()
+        return self._run(call, source, shape, source.size // self.size, out)
 
     def all_gather(
         self,
@@ -401,12 +398,19 @@ class Communicator:
         source = as_input(array)
         shape = (self.size * (source.shape[0] if source.ndim else 1), *source.shape[1:])
         call = _Call("all_gather", "sum", config, name, segments, seed, timeout)
-        return self._start(call, source, shape, source.size, out).wait()
+        return self._run(call, source, shape, source.size, out)
 
-    def _start(
+    def _run(
         self, call: "_Call", source: Array, shape: tuple[int, ...], block: int, out: Array | None
-    ) -> Request:
-        """Start `call` on a contiguous source whose rank's block has `block` elements."""
+    ) -> Array:
+        collective, result = self._prepare(call, source, shape, block, out)
+        _native.call("cgx_run", byref(collective))
+        return result
+
+    def _prepare(
+        self, call: "_Call", source: Array, shape: tuple[int, ...], block: int, out: Array | None
+    ) -> tuple[_native.Collective, Array]:
+        """Return `call` on a contiguous source, with `block` elements a rank, and its result."""
         result = as_output(out, shape, source.dtype)
         in_place = call.verb == "allreduce" and result.ctypes.data == source.ctypes.data
         if not in_place and np.may_share_memory(result, source):
@@ -439,10 +443,7 @@ class Communicator:
             occurrence=-1,
             timeout_s=call.timeout or 0.0,
         )
-        _collect_abandoned()
-        handle = c_void_p()
-        _native.call("cgx_start", byref(collective), None, None, byref(handle))
-        return Request(handle, result, (source,))
+        return collective, result
 
     # ---- The end ---------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import reference
 
 from cgx_ops import Communicator, Config, Segment
+from cgx_ops.config import Algorithm, Rounding
 
 DTYPES: dict[str, Any] = {
     "float32": np.float32,
@@ -34,16 +35,16 @@ BUCKETS = (1, 7, 64, 512, 1000)
 
 @dataclass(frozen=True)
 class Case:
-    """One collective. segments: (offset, numel, bits, bucket_size) each; size is that of a block."""
+    """One collective. segments: (offset, numel, bits, bucket_size); size is that of a block."""
 
     size: int
     bits: int = 4
     bucket_size: int = 512
     dtype: str = "float32"
-    rounding: str = "stochastic"
+    rounding: Rounding = "stochastic"
     verb: str = "allreduce"
     op: str = "sum"
-    algorithm: str = "auto"
+    algorithm: Algorithm = "auto"
     gather_bits: int = 0
     minimal_size: int = 0
     skip_incomplete_buckets: bool = False

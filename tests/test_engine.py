@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import launch
 import numpy as np
@@ -121,7 +122,7 @@ def test_world_of_one_needs_no_mpirun() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-MISMATCHES = {
+MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"array": np.ones(1001, np.float32)}, "numel 1000 against 1001"),
     "dtype": ({"array": np.ones(1000, np.float16)}, "dtype float32 against float16"),
     "bits": ({"config": Config(bits=8)}, "bits 4 against 8"),
@@ -139,7 +140,9 @@ def test_disagreement_is_one_error_on_every_rank(what: str) -> None:
     other, text = MISMATCHES[what]
 
     def run(rank: int, comm: Communicator) -> str:
-        arguments = {"array": ONES, "config": Config()} | (other if rank == 2 else {})
+        arguments: dict[str, Any] = {"array": ONES, "config": Config()} | (
+            other if rank == 2 else {}
+        )
         with pytest.raises(MismatchError) as caught:
             comm.allreduce(**arguments)
         # The communicator is whole: the next call works.
@@ -178,12 +181,13 @@ def test_split_and_group(transport: str) -> None:
 def test_bad_arguments_leave_the_communicator_whole() -> None:
     def run(rank: int, comm: Communicator) -> None:
         del rank
-        for bad in (
+        bad_arguments: tuple[dict[str, Any], ...] = (
             {"op": "mean"},
             {"op": "min", "config": Config(bits=4)},
             {"timeout": -1},
             {"out": np.empty(3, np.float32)},
-        ):
+        )
+        for bad in bad_arguments:
             with pytest.raises((InvalidArgument, TypeError, ValueError)):
                 comm.allreduce(ONES, **bad)
         for array in (np.ones(3, np.int32), np.ones(3, np.complex64), np.ones(3, np.float64)):
@@ -224,9 +228,9 @@ def test_threads_split() -> None:
         half = comm.split(rank % 2, name="half")
         assert half is not None
         pair = comm.group([0, 3], name="ends") if rank in (0, 3) else None
-        total = float(half.allreduce(np.float32([rank]))[0])
+        total = float(half.allreduce(np.array([rank], np.float32))[0])
         if pair is not None:
-            assert float(pair.allreduce(np.float32([rank]))[0]) == 3
+            assert float(pair.allreduce(np.array([rank], np.float32))[0]) == 3
             pair.close()
         half.close()
         return half.rank, total

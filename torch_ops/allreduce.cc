@@ -141,7 +141,7 @@ void quantized_allreduce_(at::Tensor& x, int64_t bits, int64_t bucket_size, std:
     return;
   }
   const at::Tensor buffer = x.contiguous();
-  launch(buffer, buffer, seed, options)->wait();
+  run(buffer, buffer, seed, options);
   if (!buffer.is_same(x)) {
     x.copy_(buffer);
   } else if (!x.is_inference()) {

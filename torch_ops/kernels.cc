@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "status.h"
+#include "work.h"
 
 namespace cgx::torch_ops {
 namespace {
@@ -52,10 +53,10 @@ void check_call(const at::Tensor& x, const std::optional<at::Tensor>& seed,
   }
 }
 
-}  // namespace
-
-c10::intrusive_ptr<Work> launch(const at::Tensor& input, const at::Tensor& output,
-                                const std::optional<at::Tensor>& seed, const Options& options) {
+// Calls start(collective) on the call of cgx.h that reduces input into output.
+template <typename Start>
+void with_collective(const at::Tensor& input, const at::Tensor& output,
+                     const std::optional<at::Tensor>& seed, const Options& options, Start&& start) {
   cgx_segment_t segment{};
   segment.numel = input.numel();
   segment.bucket_size = options.bucket_size;
@@ -71,9 +72,23 @@ c10::intrusive_ptr<Work> launch(const at::Tensor& input, const at::Tensor& outpu
   collective.segments = &segment;
   collective.num_segments = 1;
 
+  check(start(&collective));
+}
+
+c10::intrusive_ptr<Work> launch(const at::Tensor& input, const at::Tensor& output,
+                                const std::optional<at::Tensor>& seed, const Options& options) {
   cgx_request_t* request = nullptr;
-  check(cgx_start(&collective, /*callback=*/nullptr, /*context=*/nullptr, &request));
+  with_collective(input, output, seed, options, [&](const cgx_collective_t* collective) {
+    return cgx_start(collective, /*callback=*/nullptr, /*context=*/nullptr, &request);
+  });
   return c10::make_intrusive<Work>(request, input, output);
+}
+
+}  // namespace
+
+void run(const at::Tensor& input, const at::Tensor& output, const std::optional<at::Tensor>& seed,
+         const Options& options) {
+  with_collective(input, output, seed, options, cgx_run);
 }
 
 at::Tensor draw_seed(const at::Tensor& /*distinct*/) {
@@ -99,7 +114,7 @@ at::Tensor all_reduce_cpu(const at::Tensor& x, const std::optional<at::Tensor>& 
 
   const at::Tensor input = x.contiguous();
   at::Tensor output = at::empty_like(input, at::MemoryFormat::Contiguous);
-  launch(input, output, seed, options)->wait();
+  run(input, output, seed, options);
   return output;
 }
 

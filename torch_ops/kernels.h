@@ -9,14 +9,13 @@
 #include <string_view>
 
 #include "options.h"
-#include "work.h"
 
 namespace cgx::torch_ops {
 
-// Starts reducing `input` into `output`: contiguous, of one dtype and size, perhaps one tensor.
+// Reduces `input` into `output`: contiguous, of one dtype and size, perhaps one tensor. Blocks.
 // `seed` is needed if the options round stochastically. Checks nothing that Options::check did.
-c10::intrusive_ptr<Work> launch(const at::Tensor& input, const at::Tensor& output,
-                                const std::optional<at::Tensor>& seed, const Options& options);
+void run(const at::Tensor& input, const at::Tensor& output, const std::optional<at::Tensor>& seed,
+         const Options& options);
 
 // cgx::draw_seed: an int64 scalar from torch's default generator. The argument only tells draws
 // apart (see draw_if_needed) and puts the operator on the CPU.

@@ -261,6 +261,13 @@ cgx_status_t cgx_start(const cgx_collective_t* collective, cgx_callback_t callba
   });
 }
 
+cgx_status_t cgx_run(const cgx_collective_t* collective) {
+  return guarded([&] {
+    check_struct(collective, "cgx_collective_t");
+    Registry::instance().get(collective->comm)->run(*collective);
+  });
+}
+
 cgx_status_t cgx_test(cgx_request_t* request, int32_t* done) {
   return guarded([&] { *done = request->collective->done; });
 }
@@ -269,8 +276,6 @@ cgx_status_t cgx_wait(cgx_request_t* request) {
   return guarded([&] {
     const std::unique_ptr<cgx_request_t> owned(request);
     owned->communicator->wait(*owned->collective);
-    require(owned->collective->status == CGX_OK, owned->collective->status,
-            owned->collective->error);
   });
 }
 

@@ -112,6 +112,10 @@ std::unique_ptr<Transport> try_transport(const TransportEntry& entry, int rank, 
   return transport;
 }
 
+void require_success(const Collective& collective) {
+  require(collective.status == CGX_OK, collective.status, collective.error);
+}
+
 // The parent's name keeps keys of communicator making apart from those of users' collectives.
 std::string making(const std::string& name, const std::string& what) {
   return join("\x01", what, ":", name);
@@ -134,42 +138,59 @@ Communicator::~Communicator() { close(); }
 
 std::shared_ptr<Collective> Communicator::start(const cgx_collective_t& call,
                                                 cgx_callback_t callback, void* context) {
+  auto collective = prepare(call);
+  collective->callback = callback;
+  collective->context = context;
+  if (engine_) {
+    engine_->submit(collective);
+  } else {
+    copy_through(call);
+    collective->done = true;
+    if (callback) callback(context, CGX_OK, "");
+  }
+  return collective;
+}
+
+void Communicator::run(const cgx_collective_t& call) {
+  const auto collective = prepare(call);
+  if (engine_) {
+    engine_->run(collective);
+    require_success(*collective);
+  } else {
+    copy_through(call);
+  }
+}
+
+void Communicator::wait(Collective& collective) {
+  if (engine_) engine_->wait(collective);
+  require_success(collective);
+}
+
+std::shared_ptr<Collective> Communicator::prepare(const cgx_collective_t& call) const {
   Plan plan = make_plan(call, rank, size);
   auto collective = std::make_shared<Collective>();
   collective->name = call.name ? call.name : "";
   require(collective->name.size() <= kLongestName, CGX_INVALID_ARGUMENT, "the name has ",
           collective->name.size(), " bytes; at most ", kLongestName);
-  collective->callback = callback;
-  collective->context = context;
-  if (!engine_) {
-    require(!closed_, CGX_CLOSED, "communicator '", name,
-            "' is closed: it was closed on this rank");
-    copy_through(plan);
-    ++completed_;
-    collective->done = true;
-    if (callback) callback(context, CGX_OK, "");
-    return collective;
-  }
   collective->occurrence = call.occurrence;
   collective->agreement = make_agreement(call, plan);
   collective->timeout =
       call.timeout_s > 0 ? Seconds(std::min(call.timeout_s, kLongestTimeout)) : timeout;
   for (int member = 0; member < size; ++member) collective->members.push_back(member);
-  collective->algorithm = make_algorithm(std::move(plan));
-  engine_->submit(collective);
+  if (engine_) collective->algorithm = make_algorithm(std::move(plan));
   return collective;
 }
 
-void Communicator::wait(Collective& collective) {
-  if (engine_) engine_->wait(collective);
-}
-
 // One rank alone: identity.
-void Communicator::copy_through(const Plan& plan) const {
-  if (plan.input == plan.output) return;
-  for (const auto& segment : plan.segments)
-    std::memmove(plan.output + plan.bytes(segment.offset), plan.input + plan.bytes(segment.offset),
-                 static_cast<size_t>(plan.bytes(segment.numel)));
+void Communicator::copy_through(const cgx_collective_t& call) {
+  require(!closed_, CGX_CLOSED, "communicator '", name, "' is closed: it was closed on this rank");
+  ++completed_;
+  if (call.input == call.output) return;
+  const int64_t width = size_of(static_cast<Dtype>(call.dtype));
+  for (int64_t i = 0; i < call.num_segments; ++i)
+    std::memmove(static_cast<std::byte*>(call.output) + call.segments[i].offset * width,
+                 static_cast<const std::byte*>(call.input) + call.segments[i].offset * width,
+                 static_cast<size_t>(call.segments[i].numel * width));
 }
 
 std::vector<Bytes> Communicator::exchange(const std::vector<int>& members, const std::string& key,
@@ -182,9 +203,8 @@ std::vector<Bytes> Communicator::exchange(const std::vector<int>& members, const
   collective->timeout = timeout;
   collective->members = members;
   collective->algorithm = std::make_unique<Exchange>(rank, mine, &blobs);
-  engine_->submit(collective);
-  engine_->wait(*collective);
-  require(collective->status == CGX_OK, collective->status, collective->error);
+  engine_->run(collective);
+  require_success(*collective);
   std::vector<Bytes> ordered;
   for (const int member : members) ordered.push_back(std::move(blobs[member]));
   return ordered;

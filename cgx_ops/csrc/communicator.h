@@ -33,7 +33,9 @@ class Communicator {
   // at once and the collective is done on return.
   std::shared_ptr<Collective> start(const cgx_collective_t& call, cgx_callback_t callback,
                                     void* context);
+  // Until it is done; throws what it ended with.
   void wait(Collective& collective);
+  void run(const cgx_collective_t& call);
 
   // All members' blobs (at most 4 KB each), in the order of `members`. Calls are matched by name.
   std::vector<Bytes> exchange(const std::vector<int>& members, const std::string& name,
@@ -50,7 +52,8 @@ class Communicator {
   int64_t completed() const { return engine_ ? engine_->completed() : completed_.load(); }
 
  private:
-  void copy_through(const Plan& plan) const;
+  std::shared_ptr<Collective> prepare(const cgx_collective_t& call) const;
+  void copy_through(const cgx_collective_t& call);
 
   const std::unique_ptr<Engine> engine_;
   std::atomic<bool> closed_{false};

@@ -51,27 +51,35 @@ Engine::~Engine() = default;
 
 // ---- the caller's side ---------------------------------------------------------------------
 
+void Engine::put(const CollectiveRef& collective) {
+  const std::lock_guard lock(mutex_);
+  require(!closed_, CGX_CLOSED, "communicator '", name_, "' is closed: ", close_reason_);
+  collective->key = {collective->name, collective->occurrence >= 0
+                                           ? static_cast<uint64_t>(collective->occurrence)
+                                           : occurrences_[collective->name]++};
+  collective->deadline =
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(collective->timeout);
+  submitted_.push_back(collective);
+  ++in_flight_;
+  if (collective->callback) ++callbacks_in_flight_;
+  if (role_taken_) transport_->wake();
+}
+
 void Engine::submit(const CollectiveRef& collective) {
-  {
-    const std::lock_guard lock(mutex_);
-    require(!closed_, CGX_CLOSED, "communicator '", name_, "' is closed: ", close_reason_);
-    collective->key = {collective->name, collective->occurrence >= 0
-                                             ? static_cast<uint64_t>(collective->occurrence)
-                                             : occurrences_[collective->name]++};
-    collective->deadline =
-        Clock::now() + std::chrono::duration_cast<Clock::duration>(collective->timeout);
-    submitted_.push_back(collective);
-    ++in_flight_;
-    if (collective->callback) ++callbacks_in_flight_;
-    if (!thread_.joinable()) thread_ = std::thread([this] { progress_thread(); });
-  }
+  put(collective);
   if (try_take_role()) {  // announce it now: peers may be waiting for the header
     progress();
     give_role();
-  } else {
-    transport_->wake();
   }
-  if (in_flight_) work_given_.notify_one();
+  if (in_flight_ == 0) return;
+  const std::lock_guard lock(mutex_);
+  if (!thread_.joinable() && !stop_) thread_ = std::thread([this] { progress_thread(); });
+  work_given_.notify_one();
+}
+
+void Engine::run(const CollectiveRef& collective) {
+  put(collective);
+  wait(*collective);
 }
 
 void Engine::wait(Collective& collective) {

@@ -32,6 +32,8 @@ class Engine : private Sink {
 
   // Never blocks on a peer. Throws Error(CGX_CLOSED) if the communicator is closed.
   void submit(const std::shared_ptr<Collective>& collective);
+  // submit and wait: the progress thread sleeps on.
+  void run(const std::shared_ptr<Collective>& collective);
   // Until collective->done; drives progress. The deadline of the collective bounds it.
   void wait(Collective& collective);
 
@@ -47,6 +49,8 @@ class Engine : private Sink {
  private:
   class CollectivePort;
   using CollectiveRef = std::shared_ptr<Collective>;
+
+  void put(const CollectiveRef& collective);
 
   // The progress role.
   bool try_take_role();

@@ -1,4 +1,4 @@
-"""What a rank that dies, or never calls, does to the others. Prints the error and the seconds to it.
+"""What a rank that dies, or never calls, does to the others: prints the error and when it came.
 
 Arguments: how the last rank fails ("kill" or "absent"), the deadline in seconds.
 """

@@ -180,6 +180,8 @@ CGX_API cgx_status_t cgx_start(const cgx_collective_t* collective, cgx_callback_
 CGX_API cgx_status_t cgx_test(cgx_request_t* request, int32_t* done);
 /* Blocks until the collective ends (its deadline bounds this) and frees the request. */
 CGX_API cgx_status_t cgx_wait(cgx_request_t* request);
+/* cgx_start and cgx_wait in one: spares waking the progress thread. */
+CGX_API cgx_status_t cgx_run(const cgx_collective_t* collective);
 
 /* What cgx_start would do: the algorithm it picks and the bytes this rank would send. */
 typedef struct cgx_plan_t {
