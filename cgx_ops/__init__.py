@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from cgx_ops import _native
 from cgx_ops._arrays import Array
+from cgx_ops.call import Op, Segment
 from cgx_ops.codec import dequantize, quantize
-from cgx_ops.comm import Communicator, Op, Request, Segment
+from cgx_ops.comm import Communicator
 from cgx_ops.config import Config
 from cgx_ops.errors import (
     CgxError,
@@ -25,6 +26,7 @@ from cgx_ops.errors import (
     SystemFailure,
     Unsupported,
 )
+from cgx_ops.request import Request
 
 __version__ = _native.version()
 

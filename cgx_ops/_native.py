@@ -252,6 +252,13 @@ def _declare(library: ctypes.CDLL) -> None:
         getattr(library, name).argtypes, getattr(library, name).restype = arguments, c_int
 
 
+def encode(text: str) -> bytes:
+    """Return text as bytes for C, which would end it at a NUL."""
+    if "\0" in text:
+        raise errors.InvalidArgument(f"{text!r} holds a NUL character; a name must not")
+    return text.encode()
+
+
 def text(pointer: bytes | None) -> str:
     """Decode a C string of libcgx; "" for NULL."""
     return (pointer or b"").decode(errors="replace")

@@ -1,128 +1,31 @@
-"""Communicator: ranks that reduce numpy arrays together, over any transport of libcgx.
-
-Order of parts: what a caller describes (Segment), what a started collective is (Request), the
-Communicator, and how a call becomes a cgx_collective_t.
-"""
+"""Communicator: ranks that reduce numpy arrays together, over any transport of libcgx."""
 
 import contextlib
 import ctypes
-import hashlib
 import itertools
-import operator
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import byref, c_int32, c_void_p
-from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from cgx_ops import _native
-from cgx_ops._arrays import Array, as_input, as_output, dtype_code
+from cgx_ops._arrays import Array, as_input, as_output
+from cgx_ops.call import Call, Op, Segment
 from cgx_ops.config import Config
 from cgx_ops.errors import CgxError, InvalidArgument, NotFound
+from cgx_ops.request import Request, collect_abandoned
 
-Op = Literal["sum", "avg", "min", "max", "product"]
 Allgather = Callable[[bytes], Sequence[bytes]]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A run of elements with its own compression: one tensor of a fused message.
-
-    Attributes:
-        offset: its first element, counted from the start of the array (or of a rank's block).
-        numel: how many elements.
-        bits: as Config.bits; None: the call's Config decides.
-        bucket_size: as Config.bucket_size; None: the call's Config decides.
-    """
-
-    offset: int
-    numel: int
-    bits: int | None = None
-    bucket_size: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("offset", "numel"):
-            value = operator.index(getattr(self, name))
-            if not 0 <= value < 2**63:
-                raise InvalidArgument(f"Segment.{name} is {value}; it must be an integer >= 0")
-
-
-class Request:
-    """A started collective. It keeps the arrays alive until the collective ends.
-
-    Call wait(). A request that is dropped instead still completes: libcgx reads and writes the
-    arrays meanwhile, so they are kept until then.
-    """
-
-    def __init__(self, handle: c_void_p, result: Array, buffers: tuple[Array, ...]) -> None:
-        self._handle: c_void_p | None = handle
-        self._result, self._buffers = result, buffers
-        self._error: CgxError | None = None
-        self._lock = threading.Lock()
-
-    def done(self) -> bool:
-        """Return whether wait() would return (or raise) at once."""
-        with self._lock:
-            if self._handle is None:
-                return True
-            finished = c_int32()
-            _native.call("cgx_test", self._handle, byref(finished))
-            return bool(finished.value)
-
-    def wait(self) -> Array:
-        """Block until the collective ends and return its result; its deadline bounds this.
-
-        Raises:
-            CgxError: what went wrong, again on each call. The result is then undefined.
-        """
-        with self._lock:
-            if self._handle is not None:
-                handle, self._handle = self._handle, None
-                try:
-                    _native.call("cgx_wait", handle)
-                except CgxError as error:
-                    self._error = error
-                self._buffers = ()
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            _abandoned.append((self._handle, self._result, self._buffers))
-
-
-# Requests nobody waited for, until they end: collected by the next start.
-_abandoned: list[tuple[c_void_p | None, Array, tuple[Array, ...]]] = []
-
-
-def _collect_abandoned() -> None:
-    for _ in range(len(_abandoned)):
-        handle, result, buffers = _abandoned.pop()
-        finished = c_int32()
-        with contextlib.suppress(CgxError):
-            _native.call("cgx_test", handle, byref(finished))
-            if finished.value:
-                _native.call("cgx_wait", handle)
-        if not finished.value:
-            _abandoned.insert(0, (handle, result, buffers))
 
 
 # Calls so far, per communicator and name. Threads that start named collectives in any order, and
 # several Communicator objects of one id, so draw the same noise in every run.
 _calls: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
 _local_names = itertools.count()
-
-
-def call_seed(seed: int, name: str, occurrence: int) -> int:
-    """Return the seed of one call's noise: the n-th of this name, from 0, under Config.seed."""
-    digest = hashlib.blake2b(f"{seed}/{occurrence}/{name}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 class Communicator:
@@ -167,7 +70,7 @@ class Communicator:
             raise InvalidArgument(f"size is {size}; it must be an integer >= 1")
         name = f"local-{next(_local_names)}" if name is None else name
         ids = (c_int32 * size)()
-        _native.call("cgx_comm_create_local", size, _encode(name), timeout or 0.0, ids)
+        _native.call("cgx_comm_create_local", size, _native.encode(name), timeout or 0.0, ids)
         return [cls(comm) for comm in ids]
 
     @classmethod
@@ -215,8 +118,8 @@ class Communicator:
             rank=rank,
             size=size,
             allgather=_native.ALLGATHER(gather),
-            name=_encode(name),
-            transport=None if transport is None else _encode(transport),
+            name=_native.encode(name),
+            transport=None if transport is None else _native.encode(transport),
             timeout_s=timeout or 0.0,
         )
         try:
@@ -233,7 +136,7 @@ class Communicator:
         Raises:
             NotFound: there is none.
         """
-        return cls(_native.call_for_id("cgx_comm_find", _encode(name)))
+        return cls(_native.call_for_id("cgx_comm_find", _native.encode(name)))
 
     def split(self, color: int | None, key: int = 0, *, name: str) -> Self | None:
         """Divide the ranks by color; ranks of equal color form a communicator.
@@ -246,7 +149,7 @@ class Communicator:
             name: of the new communicators, equal on all ranks of this one; it matches the call.
         """
         color = -1 if color is None else color
-        new = _native.call_for_id("cgx_comm_split", self.id, color, key, _encode(name))
+        new = _native.call_for_id("cgx_comm_split", self.id, color, key, _native.encode(name))
         return None if new < 0 else type(self)(new)
 
     def group(self, ranks: Sequence[int], *, name: str) -> Self:
@@ -256,7 +159,7 @@ class Communicator:
         """
         listed = (c_int32 * len(ranks))(*ranks)
         return type(self)(
-            _native.call_for_id("cgx_comm_group", self.id, listed, len(ranks), _encode(name))
+            _native.call_for_id("cgx_comm_group", self.id, listed, len(ranks), _native.encode(name))
         )
 
     # ---- What it is ------------------------------------------------------------------------------
@@ -323,7 +226,7 @@ class Communicator:
             `out`, or a new array of the input's shape and dtype.
         """
         source = as_input(array)
-        call = _Call("allreduce", op, config, name, segments, seed, timeout)
+        call = Call("allreduce", op, config, name, segments, seed, timeout)
         return self._run(call, source, source.shape, source.size, out)
 
     def allreduce_async(
@@ -340,9 +243,9 @@ class Communicator:
     ) -> Request:
         """Start what allreduce() does and return at once. Leave the arrays alone until wait()."""
         source = as_input(array)
-        call = _Call("allreduce", op, config, name, segments, seed, timeout)
+        call = Call("allreduce", op, config, name, segments, seed, timeout)
         collective, result = self._prepare(call, source, source.shape, source.size, out)
-        _collect_abandoned()
+        collect_abandoned()
         handle = c_void_p()
         _native.call("cgx_start", byref(collective), None, None, byref(handle))
         return Request(handle, result, (source,))
@@ -374,7 +277,7 @@ class Communicator:
                 f"array's shape is {source.shape}: pad it"
             )
         shape = (source.shape[0] // self.size, *source.shape[1:])
-        call = _Call("reduce_scatter", op, config, name, segments, seed, timeout)
+        call = Call("reduce_scatter", op, config, name, segments, seed, timeout)
         return self._run(call, source, shape, source.size // self.size, out)
 
     def all_gather(
@@ -397,18 +300,18 @@ class Communicator:
         """
         source = as_input(array)
         shape = (self.size * (source.shape[0] if source.ndim else 1), *source.shape[1:])
-        call = _Call("all_gather", "sum", config, name, segments, seed, timeout)
+        call = Call("all_gather", "sum", config, name, segments, seed, timeout)
         return self._run(call, source, shape, source.size, out)
 
     def _run(
-        self, call: "_Call", source: Array, shape: tuple[int, ...], block: int, out: Array | None
+        self, call: Call, source: Array, shape: tuple[int, ...], block: int, out: Array | None
     ) -> Array:
         collective, result = self._prepare(call, source, shape, block, out)
         _native.call("cgx_run", byref(collective))
         return result
 
     def _prepare(
-        self, call: "_Call", source: Array, shape: tuple[int, ...], block: int, out: Array | None
+        self, call: Call, source: Array, shape: tuple[int, ...], block: int, out: Array | None
     ) -> tuple[_native.Collective, Array]:
         """Return `call` on a contiguous source, with `block` elements a rank, and its result."""
         result = as_output(out, shape, source.dtype)
@@ -420,30 +323,8 @@ class Communicator:
             )
         if out is None and call.segments is not None:
             result.fill(0)
-        segments = call.native_segments(block)
         count = next(_calls[self.id, call.name])
-        config = call.config
-        collective = _native.Collective(
-            comm=self.id,
-            verb=_native.VERBS[call.verb],
-            dtype=dtype_code(source.dtype),
-            op=_native.OPS[call.op],
-            algorithm=_native.ALGORITHMS[config.algorithm],
-            rounding=_native.ROUNDINGS[config.rounding],
-            gather_bits=config.gather_bits or 0,
-            skip_incomplete_buckets=config.skip_incomplete_buckets,
-            minimal_size=config.minimal_size,
-            seed=call_seed(config.seed, call.name, count) if call.seed is None else call.seed,
-            input=source.ctypes.data,
-            output=result.ctypes.data,
-            block_numel=block,
-            segments=segments,
-            num_segments=len(segments),
-            name=_encode(call.name),
-            occurrence=-1,
-            timeout_s=call.timeout or 0.0,
-        )
-        return collective, result
+        return call.collective(self.id, count, source, result, block), result
 
     # ---- The end ---------------------------------------------------------------------------------
 
@@ -464,47 +345,3 @@ class Communicator:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-class _Call:
-    """The arguments of one collective, checked."""
-
-    def __init__(
-        self,
-        verb: str,
-        op: str,
-        config: Config | None,
-        name: str,
-        segments: Sequence[Segment] | None,
-        seed: int | None,
-        timeout: float | None,
-    ) -> None:
-        if op not in _native.OPS:
-            raise InvalidArgument(f"op is {op!r}; it must be one of {', '.join(_native.OPS)}")
-        if timeout is not None and not timeout > 0:
-            raise InvalidArgument(f"timeout is {timeout!r}; it must be seconds > 0, or None")
-        self.verb, self.op, self.name, self.segments = verb, op, name, segments
-        self.config = Config.from_env() if config is None else config
-        self.timeout = timeout
-        self.seed = None if seed is None else replace(self.config, seed=seed).seed
-
-    def native_segments(self, block: int) -> ctypes.Array[_native.Segment]:
-        """Return the segments as an array of cgx_segment_t."""
-        given = [Segment(0, block)] if self.segments is None else self.segments
-        result = (_native.Segment * len(given))()
-        for native, segment in zip(result, given, strict=True):
-            own = self.config
-            if segment.bits is not None:
-                own = replace(own, bits=segment.bits)
-            if segment.bucket_size is not None:
-                own = replace(own, bucket_size=segment.bucket_size)
-            native.offset, native.numel = segment.offset, segment.numel
-            native.bits, native.bucket_size = own.bits, own.bucket_size
-        return result
-
-
-def _encode(text: str) -> bytes:
-    """Return text as bytes for C, which would end it at a NUL."""
-    if "\0" in text:
-        raise InvalidArgument(f"{text!r} holds a NUL character; a name must not")
-    return text.encode()

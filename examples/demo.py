@@ -24,6 +24,7 @@ import matplotlib
 matplotlib.use("Agg")  # draws to files: no display is needed
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
@@ -184,6 +185,7 @@ def plot(results: list[Result], path: Path) -> None:
             style = "-" if r["bits"] == EXACT else "--"
             curve = range(1, len(r["losses"]) + 1), r["losses"]
             panel.semilogy(*curve, style, label=name_of(framework, r["bits"]))
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.set(title=framework, xlabel="epoch", ylabel="training loss of rank 0")
         panel.legend()
     figure.tight_layout()

@@ -64,11 +64,6 @@ MATRIX = [
     )
     for algorithm in (("sra",) if size == SIZES[-1] else ("sra", "one_shot"))
 ]
-# Each value of each dimension, in many combinations, at a hundredth of the time.
-MATRIX_SLICE = [case for case in MATRIX if case.size < SIZES[-1]][::13] + [
-    Case(SIZES[-1], bits, 64, dtype, "stochastic", algorithm="sra")
-    for bits, dtype in zip(range(1, 9), itertools.cycle(DTYPES), strict=False)
-]
 
 
 def _features() -> list[Case]:
@@ -122,7 +117,7 @@ def _features() -> list[Case]:
 
 
 FEATURES = _features()
-SETS = {"matrix": MATRIX, "slice": MATRIX_SLICE, "features": FEATURES}
+SETS = {"matrix": MATRIX, "features": FEATURES}
 
 
 def inputs(case: Case, rank: int, world_size: int) -> npt.NDArray[Any]:

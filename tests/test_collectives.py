@@ -54,37 +54,18 @@ def under_mpirun(cases: str, n: int, transport: str) -> None:
     compare(collective_cases.SETS[cases], [rank[1:] for rank in ranks])
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("cases", "n"), [("slice", 3), ("features", 4)])
-def test_threads(cases: str, n: int, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cases", collective_cases.SETS)
+def test_threads(cases: str, target: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     on_threads(cases, n, target, monkeypatch)
 
 
-@pytest.mark.parametrize(("cases", "n"), [("slice", n) for n in (1, 2, 8)] + [("features", 2)])
-def test_threads_of_other_sizes(cases: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_threads(cases, n, TARGETS[0], monkeypatch)
-
-
-@pytest.mark.parametrize("transport", ["SHM", "MPI"])
-@pytest.mark.parametrize(("cases", "n"), [("slice", 3), ("features", 2)])
-def test_mpirun(cases: str, n: int, transport: str) -> None:
-    under_mpirun(cases, n, transport)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("target", TARGETS)
-def test_matrix_on_threads(target: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_threads("matrix", n, target, monkeypatch)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("transport", ["SHM", "MPI"])
-def test_matrix_under_mpirun(transport: str, n: int) -> None:
-    under_mpirun("matrix", n, transport)
+@pytest.mark.parametrize("cases", collective_cases.SETS)
+def test_mpirun(cases: str, transport: str, n: int) -> None:
+    under_mpirun(cases, n, transport)
 
 
 def test_nearest_stays_within_the_bound() -> None:

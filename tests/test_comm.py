@@ -19,7 +19,7 @@ from cgx_ops import (
     Segment,
     Unsupported,
 )
-from cgx_ops.comm import call_seed
+from cgx_ops.call import call_seed
 
 EXACT = Config(bits=32)
 
