@@ -1,5 +1,6 @@
 """Numpy arrays at the border of libcgx: which are accepted, and how."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ Array = npt.NDArray[Any]
 _REMEDY = "convert it first, for instance with array.astype(numpy.float32)"
 
 
+@functools.cache  # a dtype finds its name slowly, and every call asks
 def dtype_code(dtype: np.dtype[Any]) -> int:
     """Return the cgx_dtype_t of a numpy dtype; bfloat16 is that of ml_dtypes, known by its name.
 
