@@ -5,6 +5,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <mutex>
@@ -23,6 +24,8 @@ using namespace cgx;
 thread_local std::string last_error;
 std::atomic<bool> forked{false};
 std::mutex init_mutex;
+// Some rank has been lost, or never came: MPI_Finalize may wait for it.
+std::atomic<bool> job_failed{false};
 
 void watch_forks() {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
@@ -63,7 +66,8 @@ void check_struct(const T* given, const char* type) {
 }
 
 Communicator::Seconds timeout_or_default(double seconds) {
-  return Communicator::Seconds(seconds > 0 ? seconds : env_timeout_seconds());
+  return Communicator::Seconds(
+      std::min(seconds > 0 ? seconds : env_timeout_seconds(), kLongestTimeout));
 }
 
 std::string transport_or_default(const char* transport) {
@@ -87,6 +91,11 @@ CommunicatorRef make_world() {
     return blobs;
   };
   return connect("world", mpi.rank, mpi.size, allgather, type, timeout);
+}
+
+void close(Communicator& communicator) {
+  communicator.close();
+  if (communicator.failed()) job_failed = true;
 }
 
 struct Codec {
@@ -158,7 +167,11 @@ cgx_status_t cgx_init(int32_t* world) {
     watch_forks();
     const std::lock_guard lock(init_mutex);
     kernels();  // a wrong CGX_CPU_TARGET is told here, not in the first collective
-    if (!Registry::instance().find_world()) Registry::instance().add_world(make_world());
+    if (!Registry::instance().find_world()) {
+      const bool failed = job_failed.exchange(true);  // unless make_world returns
+      Registry::instance().add_world(make_world());
+      job_failed = failed;
+    }
     if (world) *world = Registry::kWorld;
   });
 }
@@ -167,12 +180,8 @@ cgx_status_t cgx_finalize(void) {
   if (forked) return CGX_OK;
   return guarded([] {
     const std::lock_guard lock(init_mutex);
-    bool healthy = true;
-    for (const auto& communicator : Registry::instance().remove_all()) {
-      communicator->close();
-      healthy &= !communicator->failed();
-    }
-    mpi_finish(healthy);
+    for (const auto& communicator : Registry::instance().remove_all()) close(*communicator);
+    mpi_finish(!job_failed);
   });
 }
 
@@ -203,6 +212,8 @@ cgx_status_t cgx_comm_create_local(int32_t size, const char* name, double timeou
                                    int32_t* comms) {
   return guarded([&] {
     watch_forks();
+    for (int32_t rank = 0; rank < size; ++rank)
+      Registry::instance().require_free(join(name ? name : "", "/", rank));
     int32_t* next = comms;
     for (auto& communicator : connect_local(name ? name : "", size, timeout_or_default(timeout_s)))
       *next++ = Registry::instance().add(std::move(communicator));
@@ -246,7 +257,7 @@ cgx_status_t cgx_comm_info(int32_t comm, cgx_comm_info_t* info) {
 }
 
 cgx_status_t cgx_comm_close(int32_t comm) {
-  return guarded([&] { Registry::instance().remove(comm)->close(); });
+  return guarded([&] { close(*Registry::instance().remove(comm)); });
 }
 
 cgx_status_t cgx_start(const cgx_collective_t* collective, cgx_callback_t callback, void* context,
@@ -255,9 +266,11 @@ cgx_status_t cgx_start(const cgx_collective_t* collective, cgx_callback_t callba
     check_struct(collective, "cgx_collective_t");
     require((callback != nullptr) != (request != nullptr), CGX_INVALID_ARGUMENT,
             "give either a callback or a place for the request");
-    auto communicator = Registry::instance().get(collective->comm);
-    auto started = communicator->start(*collective, callback, context);
-    if (request) *request = new cgx_request_t{std::move(communicator), std::move(started)};
+    // Nothing may fail once it has started: the caller would take its buffers away.
+    auto owned = std::make_unique<cgx_request_t>();
+    owned->communicator = Registry::instance().get(collective->comm);
+    owned->collective = owned->communicator->start(*collective, callback, context);
+    if (request) *request = owned.release();
   });
 }
 

@@ -10,7 +10,7 @@
 namespace cgx {
 namespace {
 
-constexpr double kLongestTimeout = 1e8;  // seconds: three years, far from overflowing a clock
+constexpr size_t kLongestCommunicatorName = 512;  // making one adds to it, below kLongestName
 constexpr size_t kMostBlobBytes = 4096;
 constexpr size_t kOfferBytes = 320;  // of one transport
 constexpr size_t kReasonBytes = 240;
@@ -257,6 +257,8 @@ std::vector<CommunicatorRef> connect_local(const std::string& name, int size,
 }
 
 CommunicatorRef split(Communicator& parent, int color, int key, const std::string& name) {
+  require(!name.empty() && name.size() <= kLongestCommunicatorName, CGX_INVALID_ARGUMENT,
+          "a communicator needs a name of 1 to ", kLongestCommunicatorName, " bytes");
   struct Choice {
     int32_t color, key;
   };
@@ -308,16 +310,22 @@ Registry& Registry::instance() {
 }
 
 void Registry::require_free(const std::string& name) const {
-  require(!name.empty(), CGX_INVALID_ARGUMENT, "a communicator needs a name");
   const std::lock_guard lock(mutex_);
+  require_free_locked(name);
+}
+
+void Registry::require_free_locked(const std::string& name) const {
+  require(!name.empty(), CGX_INVALID_ARGUMENT, "a communicator needs a name");
+  require(name.size() <= kLongestCommunicatorName, CGX_INVALID_ARGUMENT, "the name has ",
+          name.size(), " bytes; at most ", kLongestCommunicatorName);
   for (const auto& [id, communicator] : communicators_)
     require(communicator->name != name, CGX_INVALID_ARGUMENT, "a communicator named '", name,
             "' exists: close it first, or choose another name");
 }
 
 int32_t Registry::add(CommunicatorRef communicator) {
-  require_free(communicator->name);
   const std::lock_guard lock(mutex_);
+  require_free_locked(communicator->name);
   communicators_[next_] = std::move(communicator);
   return next_++;
 }

@@ -17,6 +17,9 @@
 
 namespace cgx {
 
+// Three years: no deadline overflows a clock.
+inline constexpr double kLongestTimeout = 1e8;
+
 // All ranks' blobs of equal size, in rank order.
 using Allgather = std::function<std::vector<Bytes>(const Bytes& mine)>;
 
@@ -86,6 +89,8 @@ class Registry {
   std::vector<CommunicatorRef> remove_all();
 
  private:
+  void require_free_locked(const std::string& name) const;
+
   mutable std::mutex mutex_;
   std::unordered_map<int32_t, CommunicatorRef> communicators_;
   int32_t next_ = kWorld + 1;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 
 #include "base/float_mode.h"
 #include "base/status.h"
@@ -66,15 +67,16 @@ void Engine::put(const CollectiveRef& collective) {
 }
 
 void Engine::submit(const CollectiveRef& collective) {
+  {
+    const std::lock_guard lock(mutex_);
+    need_thread();  // before put: nothing may fail after it
+  }
   put(collective);
   if (try_take_role()) {  // announce it now: peers may be waiting for the header
     progress();
+    const std::lock_guard lock(mutex_);
     give_role();
   }
-  if (in_flight_ == 0) return;
-  const std::lock_guard lock(mutex_);
-  if (!thread_.joinable() && !stop_) thread_ = std::thread([this] { progress_thread(); });
-  work_given_.notify_one();
 }
 
 void Engine::run(const CollectiveRef& collective) {
@@ -85,17 +87,15 @@ void Engine::run(const CollectiveRef& collective) {
 void Engine::wait(Collective& collective) {
   std::unique_lock lock(mutex_);
   while (!collective.done) {
-    if (role_taken_) {
+    if (role_taken_ || stop_) {  // close() ends what is left
       changed_.wait(lock);
       continue;
     }
     role_taken_ = true;
     lock.unlock();
-    drive([&] { return collective.done.load(); });
+    drive([&] { return collective.done || stop_; });
     lock.lock();
-    role_taken_ = false;
-    changed_.notify_all();
-    if (in_flight_) work_given_.notify_one();
+    give_role();
   }
 }
 
@@ -125,16 +125,30 @@ bool Engine::try_take_role() {
   return !std::exchange(role_taken_, true);
 }
 
+// With mutex_ held.
 void Engine::give_role() {
-  const std::lock_guard lock(mutex_);
+  // What a peer needs must not lie here until this rank's next call.
+  unflushed_ = !failed_ && !transport_->flushed();
   role_taken_ = false;
   changed_.notify_all();
+  if (unflushed_) {
+    try {
+      need_thread();
+    } catch (const std::system_error&) {  // no thread to be had: the next call goes on
+    }
+  }
+  if (in_flight_ != 0 || unflushed_) work_given_.notify_one();
+}
+
+// With mutex_ held.
+void Engine::need_thread() {
+  if (!thread_.joinable() && !stop_) thread_ = std::thread([this] { progress_thread(); });
 }
 
 void Engine::progress_thread() {
   std::unique_lock lock(mutex_);
   while (!stop_) {
-    if (role_taken_ || in_flight_ == 0) {
+    if (role_taken_ || (in_flight_ == 0 && !unflushed_)) {
       work_given_.wait(lock);
       continue;
     }
@@ -145,10 +159,9 @@ void Engine::progress_thread() {
     if (role_taken_ || stop_) continue;
     role_taken_ = true;
     lock.unlock();
-    drive([&] { return in_flight_ == 0 || stop_; });
+    drive([&] { return stop_ || (in_flight_ == 0 && (failed_ || transport_->flushed())); });
     lock.lock();
-    role_taken_ = false;
-    changed_.notify_all();
+    give_role();
   }
 }
 
@@ -162,9 +175,14 @@ void Engine::drive(Until&& until) {
       last_work = Clock::now();
     else if (Clock::now() - last_work < kSpinTime)
       std::this_thread::yield();
-    else
+    else if (!anything_submitted())  // what is put after this rings the transport's bell
       transport_->wait(kLongestSleep);
   }
+}
+
+bool Engine::anything_submitted() {
+  const std::lock_guard lock(mutex_);
+  return !submitted_.empty();
 }
 
 bool Engine::progress() {
@@ -175,7 +193,10 @@ bool Engine::progress() {
     submitted.swap(submitted_);
   }
   bool worked = !submitted.empty();
-  for (const auto& collective : submitted) guard([&] { accept(collective); });
+  for (const auto& collective : submitted) {
+    guard([&] { accept(collective); });
+    if (failed_ && !collective->done) end(*collective, CGX_CLOSED, close_reason_);
+  }
   guard([&] {
     worked |= transport_->progress(*this);
     worked |= run_queue();
@@ -424,9 +445,12 @@ void Engine::fail_all(cgx_status_t status, const std::string& reason, Collective
   // Peers first: their collectives wait for this rank. What was told is passed on as it is.
   const std::string news =
       (told ? reason : join("rank ", rank_, " gave up: ", reason)).substr(0, kLongestNews);
-  const Bytes abort = write_abort(news);
-  for (int peer = 0; peer < size_; ++peer)
-    if (peer != rank_ && !lost_[peer]) transport_->send_control(peer, abort);
+  try {
+    const Bytes abort = write_abort(news);
+    for (int peer = 0; peer < size_; ++peer)
+      if (peer != rank_ && !lost_[peer]) transport_->send_control(peer, abort);
+  } catch (const std::exception&) {  // the transport may be what failed; leave() tells them too
+  }
   while (!running_.empty()) {
     Collective& collective = *running_.begin()->second;
     std::string text = join("communicator '", name_, "', rank ", rank_, ": ", reason);

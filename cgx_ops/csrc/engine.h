@@ -11,7 +11,7 @@
 //            communicator, and says so to the peers
 //
 // One thread at a time holds the progress role: a caller blocked in wait(), else the progress
-// thread, which sleeps while nothing is in flight.
+// thread, which sleeps while nothing is in flight and nothing waits to be handed over.
 #pragma once
 
 #include <condition_variable>
@@ -55,11 +55,13 @@ class Engine : private Sink {
   // The progress role.
   bool try_take_role();
   void give_role();
+  void need_thread();
   void progress_thread();
 
   // Below: only with the role.
   template <typename Until>
   void drive(Until&& until);  // progress, or sleep, until that is true
+  bool anything_submitted();
   bool progress();
   template <typename Work>
   void guard(Work&& work);  // a failure of the transport ends everything
@@ -90,6 +92,7 @@ class Engine : private Sink {
   std::condition_variable changed_;     // a collective ended, or the role is free
   std::condition_variable work_given_;  // for the progress thread
   bool role_taken_ = false;
+  bool unflushed_ = false;  // the transport still has messages to hand over
   std::atomic<bool> stop_{false};
   std::deque<CollectiveRef> submitted_;
   std::string close_reason_;

@@ -100,8 +100,13 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size) {
   for (int64_t i = 0; i < call.num_segments; ++i) {
     const auto& given = call.segments[i];
     Segment segment{given.offset, given.numel, {}, {}};
-    segment.scatter = {plan.dtype, given.numel < smallest ? kExactBits : given.bits,
-                       given.bucket_size, call.skip_incomplete_buckets != 0};
+    // A bucket larger than the segment: one, with the same bytes, whose size cannot overflow.
+    const int64_t bucket_size =
+        call.skip_incomplete_buckets
+            ? std::min(given.bucket_size, given.numel + 1)
+            : std::min(given.bucket_size, std::max<int64_t>(1, given.numel));
+    segment.scatter = {plan.dtype, given.numel < smallest ? kExactBits : given.bits, bucket_size,
+                       call.skip_incomplete_buckets != 0};
     segment.gather = segment.scatter;
     if (call.gather_bits != 0 && segment.scatter.bits != kExactBits)
       segment.gather.bits = call.gather_bits;

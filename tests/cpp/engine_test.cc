@@ -132,6 +132,98 @@ void test_leaving_rank(const char* transport) {
   ranks.comms.clear();
 }
 
+// Shards of hundreds of chunks, in both directions of a ring; more ranks than sra keeps messages in
+// flight; one bucket for everything, however large the segment.
+void test_many_messages(const char* transport) {
+  for (const int algorithm : {CGX_RING, CGX_SRA, CGX_ONE_SHOT}) {
+    const Ranks ranks(3, transport, 60, "many_messages");
+    ranks.run([&](int rank, int32_t comm) {
+      std::vector<float> values(3'000'000, static_cast<float>(rank));
+      Allreduce allreduce(comm, &values, 32);
+      allreduce.call.algorithm = algorithm;
+      ok(allreduce.run());
+      for (const float value : values) CHECK(value == 3.0f, "%g, algorithm %d", value, algorithm);
+    });
+  }
+}
+
+void test_many_ranks() {
+  constexpr int kSize = 80;
+  const Ranks ranks(kSize, "AUTO", 120, "many_ranks");
+  ranks.run([&](int, int32_t comm) {
+    std::vector<float> values(20'000, 1.0f);
+    Allreduce allreduce(comm, &values, 4);
+    allreduce.call.algorithm = CGX_SRA;
+    ok(allreduce.run());
+    CHECK(values[0] == kSize && values.back() == kSize, "%g", values[0]);
+  });
+}
+
+void test_one_huge_bucket() {
+  const Ranks ranks(2, "AUTO", 60, "huge_bucket");
+  ranks.run([&](int, int32_t comm) {
+    std::vector<float> values(5000, 2.0f);
+    cgx_segment_t segment{0, 5000, INT64_MAX, 4, 0};
+    Allreduce allreduce(comm, &values, 4);
+    allreduce.call.segments = &segment;
+    allreduce.call.num_segments = 1;
+    for (const int skip : {0, 1}) {
+      values.assign(5000, 2.0f);
+      allreduce.call.skip_incomplete_buckets = skip;
+      ok(cgx_run(&allreduce.call));
+      CHECK(values[0] == 4.0f && values[4999] == 4.0f, "%g", values[0]);
+    }
+  });
+}
+
+// Rank 0 has all it needs, and makes no further call until rank 1 has too: what rank 0 could not
+// yet hand over must not wait for it.
+void test_idle_rank_hands_over(const char* transport) {
+  const Ranks ranks(2, transport, 20, "hands_over");
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    std::barrier<> both_done(2);
+    ranks.run([&](int, int32_t comm) {
+      std::vector<std::vector<float>> values(60, std::vector<float>(1900, 1.0f));
+      std::vector<cgx_request_t*> requests;
+      for (auto& each : values) requests.push_back(Allreduce(comm, &each, 32).start());
+      for (auto* request : requests) ok(cgx_wait(request));
+      both_done.arrive_and_wait();
+    });
+  }
+}
+
+void test_endless_timeout() {
+  const Ranks ranks(2, "AUTO", 1e300, "endless");
+  ranks.run([&](int, int32_t comm) {
+    std::vector<float> values(10, 1.0f);
+    ok(Allreduce(comm, &values, 32).run());
+  });
+}
+
+// A thread that closes ends what other threads of the rank wait for.
+void test_close_while_waiting(const char* transport) {
+  Ranks ranks(2, transport, 100, "close_while_waiting");
+  std::vector<float> values(1000, 1.0f);
+  cgx_request_t* request = Allreduce(ranks.comms[0], &values, 4).start();
+  std::thread waiter([&] { CHECK(cgx_wait(request) == CGX_CLOSED, "%s", cgx_last_error()); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  ok(cgx_comm_close(ranks.comms[0]));
+  waiter.join();
+  ok(cgx_comm_close(ranks.comms[1]));
+  ranks.comms.clear();
+}
+
+void test_names() {
+  int32_t taken[3], other[2];
+  ok(cgx_comm_create_local(3, "names", 10, taken));
+  ok(cgx_comm_close(taken[0]));
+  CHECK(cgx_comm_create_local(2, "names", 10, other) == CGX_INVALID_ARGUMENT, "names/1 exists");
+  int32_t found;
+  CHECK(cgx_comm_find("names/0", &found) == CGX_NOT_FOUND, "nothing is left of the failed call");
+  ok(cgx_comm_close(taken[1]));
+  ok(cgx_comm_close(taken[2]));
+}
+
 }  // namespace
 
 int main() {
@@ -141,7 +233,14 @@ int main() {
     test_mismatch(transport);
     test_absent_rank(transport);
     test_leaving_rank(transport);
+    test_many_messages(transport);
+    test_idle_rank_hands_over(transport);
+    test_close_while_waiting(transport);
     std::printf("%s: passed\n", transport);
   }
+  test_many_ranks();
+  test_one_huge_bucket();
+  test_endless_timeout();
+  test_names();
   ok(cgx_finalize());
 }

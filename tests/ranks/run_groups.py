@@ -1,5 +1,7 @@
 """Communicators by color and from lists of ranks, made in different orders, nested, closed."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 
 import cgx_ops
@@ -35,6 +37,20 @@ for comm in (nested, half, *comms.values()):
 # A name is free again once its communicator is closed.
 again = world.split(0, name="half")
 assert again is not None and total(again) == sum(range(size))
+# Threads that make groups of the same ranks side by side.
+for repeat in range(10):
+    names = [f"side by side {repeat} {i}" for i in range(3)]
+    with ThreadPoolExecutor() as pool:
+        made = list(pool.map(lambda name: world.group(list(range(size)), name=name), names))
+    for comm in made:
+        assert total(comm) == sum(range(size))
+        comm.close()
+try:
+    world.group(list(range(size)), name="x" * 10_000)
+except ValueError as error:
+    assert "bytes" in str(error)
+else:
+    raise AssertionError("a long name was accepted")
 try:
     world.group([rank, rank], name="twice")
 except ValueError as error:

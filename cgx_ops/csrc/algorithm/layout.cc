@@ -19,7 +19,7 @@ Layout::Layout(const Plan& plan) {
   if (plan.verb != CGX_ALLREDUCE) block_stride_ = plan.block_numel;
   for (const auto& segment : plan.segments) {
     const int64_t grain = compressor(segment.scatter)->grain();
-    const int64_t grains = (segment.numel + grain - 1) / grain;
+    const int64_t grains = segment.numel / grain + (segment.numel % grain != 0);
     for (int owner = 0; owner < static_cast<int>(shards_.size()); ++owner) {
       const auto range = owned_grains(grains, owner, static_cast<int>(shards_.size()));
       append(&shards_[owner], segment, std::min(segment.numel, range.first * grain),

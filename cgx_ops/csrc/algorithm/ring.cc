@@ -6,8 +6,9 @@
 //   3. gather: decode the owners' bytes and pass them on unchanged
 //
 // Messages are passed on in the order of arrival, mine first, so the n-th message from the left has
-// a known meaning. Steps: 2(n-1). Values are quantized once per hop: for exact values, or few
-// ranks.
+// a known meaning. A rank starts all of one shard before it reads anything, so a limit on what is
+// in flight would stop a ring whose ranks all wait for their neighbours to read. Steps: 2(n-1).
+// Values are quantized once per hop: for exact values, or few ranks.
 #include <cstring>
 #include <deque>
 
@@ -20,7 +21,6 @@ namespace cgx {
 namespace {
 
 constexpr int kReduce = 0, kGather = 1;  // parts
-constexpr int kMostUnreleased = 64;      // as in sra
 
 // Walks the messages of one part from the left: chunk after chunk of the shards of hop 1, 2, ...
 // size - 1. Hop h brings shard rank - shift - h.
@@ -63,7 +63,6 @@ class RingAllreduce : public Algorithm {
         gather_(layout_, plan_.rank, plan_.size, 0) {}
 
   Step step(Port& port) override {
-    if (!finished() && port.unreleased() >= kMostUnreleased) return Step::kBlocked;
     if (started_ < starting_shard().chunks.size()) {
       start_next(port);
     } else if (!reduce_.done()) {

@@ -8,6 +8,7 @@
 //
 // reduce_scatter is 1 and the sum of 2; all_gather is 3 on every rank's own block. Steps: 2. Sent
 // by each rank: 2(n-1)/n of the encoded size.
+#include <algorithm>
 #include <deque>
 
 #include "algorithm/algorithm.h"
@@ -20,7 +21,8 @@ namespace {
 
 constexpr int kScatter = 0, kGather = 1;  // parts
 // Messages of a collective that peers may leave unread before it stops encoding: 2 MB. Every rank
-// sends its chunks in the same order, so the oldest chunk can always be reduced, and read.
+// sends its chunks in the same order, and at least one to every peer, so the oldest chunk can
+// always be reduced, and read.
 constexpr int kMostUnreleased = 64;
 
 class Sra : public Algorithm {
@@ -42,7 +44,7 @@ class Sra : public Algorithm {
     if (!scatters_ && encode_own_block(port)) return Step::kWorked;
     if (decode_next()) return Step::kWorked;
     if (scatters_ && encoded_ < longest_) {
-      if (port.unreleased() >= kMostUnreleased) return Step::kBlocked;
+      if (port.unreleased() >= std::max(kMostUnreleased, plan_.size - 1)) return Step::kBlocked;
       encode_next(port);
       return Step::kWorked;
     }

@@ -17,6 +17,7 @@ namespace {
 constexpr auto kFinalizeGrace = std::chrono::seconds(5);
 
 bool started_by_us = false;
+bool broken = false;  // a collective call of the bring-up did not end: ranks are out of step
 MpiJob job;
 
 bool initialized() {
@@ -86,7 +87,10 @@ MpiWorld mpi_start(std::chrono::duration<double> timeout) {
   MpiWorld mine;
   MPI_Comm_rank(MPI_COMM_WORLD, &mine.rank);
   MPI_Comm_size(MPI_COMM_WORLD, &mine.size);
+  require(!broken, CGX_SYSTEM,
+          "an earlier attempt to bring up cgx over MPI failed in this process: restart the job");
   if (job.ready) return mine;
+  broken = true;  // until it has worked
   MPI_Request request;
   check_mpi(MPI_Comm_idup(MPI_COMM_WORLD, &job.world, &request), "MPI_Comm_idup");
   complete(&request, "MPI_Comm_idup", timeout);
@@ -96,6 +100,7 @@ MpiWorld mpi_start(std::chrono::duration<double> timeout) {
   check_mpi(MPI_Ibcast(&job.number, 1, MPI_UINT64_T, 0, job.world, &request), "MPI_Ibcast");
   complete(&request, "MPI_Ibcast", timeout);
   job.ready = true;
+  broken = false;
   return mine;
 }
 
@@ -122,14 +127,23 @@ void mpi_finish(bool healthy) {
 Bytes mpi_allgather(const Bytes& mine, std::chrono::duration<double> timeout) {
   int size = 1;
   MPI_Comm_size(job.world, &size);
-  Bytes all(mine.size() * size);
+  struct Buffers {
+    Bytes mine, all;
+  };
+  auto buffers = std::make_unique<Buffers>(mine, Bytes(mine.size() * size));
   MPI_Request request;
   const int bytes = static_cast<int>(mine.size());
-  check_mpi(MPI_Iallgather(mine.data(), bytes, MPI_BYTE, all.data(), bytes, MPI_BYTE, job.world,
-                           &request),
+  check_mpi(MPI_Iallgather(buffers->mine.data(), bytes, MPI_BYTE, buffers->all.data(), bytes,
+                           MPI_BYTE, job.world, &request),
             "MPI_Iallgather");
-  complete(&request, "MPI_Iallgather", timeout);
-  return all;
+  try {
+    complete(&request, "MPI_Iallgather", timeout);
+  } catch (const Error&) {
+    buffers.release();  // NOLINT: MPI may still use them
+    broken = true;
+    throw;
+  }
+  return std::move(buffers->all);
 }
 
 std::string mpi_library() {

@@ -8,9 +8,12 @@
 // After mpi.h, whose macros it needs.
 #include <mpi-ext.h>
 
+#include <atomic>
+#include <climits>
 #include <cstring>
 #include <deque>
 #include <list>
+#include <tuple>
 #include <unordered_map>
 
 #include "base/status.h"
@@ -35,9 +38,11 @@ class MpiTransport : public Transport, private Arrival::Release {
             "this MPI has too few tags: ", found ? *static_cast<int*>(upper) : 0);
   }
 
+  // comm_ is left to MPI_Finalize: freeing is collective, and a rank leaves alone. So are requests
+  // that never completed, and the memory MPI may still use for them.
   ~MpiTransport() override {
-    // Requests and communicators that a failure left behind are abandoned: freeing them can block.
-    if (drained() && !failed_ && !mpi_finalized()) MPI_Comm_free(&comm_);
+    if (drained() && receiving_.empty() && abandoned_.empty()) return;
+    new std::tuple(std::move(links_), std::move(receiving_), std::move(abandoned_));
   }
 
   const char* name() const override { return "mpi"; }
@@ -58,12 +63,17 @@ class MpiTransport : public Transport, private Arrival::Release {
 
   void send(int destination, uint32_t channel, const BufferRef& buffer, size_t bytes,
             const std::shared_ptr<SendState>& state) override {
+    require(bytes <= INT_MAX, CGX_UNSUPPORTED, "a bucket of ", bytes,
+            " bytes does not fit into an MPI message: choose a smaller bucket_size");
     ++state->unsent;
     ++state->unreleased;
     queue(destination, {static_cast<int>(1 + channel), buffer, bytes, state});
   }
 
   bool progress(Sink& sink) override {
+    require(
+        !mpi_finalized(), CGX_SYSTEM,
+        "MPI was finalized while cgx used it: call cgx_finalize, or close communicators, before");
     const bool sent = test_sends(sink);
     const bool received = receive(sink);
     return sent || received;
@@ -75,13 +85,15 @@ class MpiTransport : public Transport, private Arrival::Release {
   }
   void wake() override { bell_.ring(); }
 
-  bool drained() const override {
+  bool flushed() const override {
     for (const auto& link : links_)
       if (!link.queued.empty() || !link.sending.empty()) return false;
     return true;
   }
+  bool drained() const override { return flushed(); }
 
   void leave(bool graceful, const std::string& reason) override {
+    if (mpi_finalized()) return;
     // A rank that leaves says so on the control channel, behind its last header.
     for (int peer = 0; peer < static_cast<int>(links_.size()); ++peer) {
       if (peer == rank_ || lost_[peer]) continue;
@@ -133,7 +145,7 @@ class MpiTransport : public Transport, private Arrival::Release {
       link.sending.push_back(std::move(link.queued.front()));
       link.queued.pop_front();
       auto& message = link.sending.back();
-      if (lost_[destination]) {
+      if (lost_[destination] || mpi_finalized()) {
         settle(message);
         link.sending.pop_back();
         continue;
@@ -259,7 +271,6 @@ class MpiTransport : public Transport, private Arrival::Release {
   void lose(int peer, Loss how, const std::string& reason, Sink& sink) {
     if (lost_[peer]) return;
     lost_[peer] = true;
-    failed_ |= how != Loss::kLeft;
     for (auto& message : links_[peer].queued) settle(message);
     links_[peer].queued.clear();
     if (how != Loss::kLeft) {
@@ -276,7 +287,6 @@ class MpiTransport : public Transport, private Arrival::Release {
   const int rank_;
   std::vector<Link> links_;
   std::vector<bool> lost_;
-  bool failed_ = false;
   std::deque<Incoming> receiving_;
   std::unordered_map<uint64_t, Bytes> held_;
   uint64_t next_token_ = 0;
@@ -289,7 +299,10 @@ class MpiTransport : public Transport, private Arrival::Release {
 struct Offer {
   uint64_t job;
   int64_t world_rank;
+  uint64_t serial;  // of the communicator, on this rank
 };
+
+std::atomic<uint64_t> next_serial{0};
 
 class MpiConnector : public Connector {
  public:
@@ -298,7 +311,7 @@ class MpiConnector : public Connector {
   Bytes offer() const override {
     int world_rank = 0;
     MPI_Comm_rank(mpi_job().world, &world_rank);
-    const Offer mine{mpi_job().number, world_rank};
+    const Offer mine{mpi_job().number, world_rank, serial_};
     Bytes bytes(sizeof(mine));
     std::memcpy(bytes.data(), &mine, sizeof(mine));
     return bytes;
@@ -318,12 +331,14 @@ class MpiConnector : public Connector {
     MPI_Group all, members;
     MPI_Comm_group(mpi_job().world, &all);
     MPI_Group_incl(all, static_cast<int>(ranks.size()), ranks.data(), &members);
-    // Threads may be making groups side by side: the tag keeps other members' messages apart.
+    // Threads may be making groups side by side, of the same ranks too: serials tell them apart.
     uint32_t tag = 0;
-    for (const int rank : ranks) tag = tag * 31 + static_cast<uint32_t>(rank) + 1;
+    for (const auto& offer : offers)
+      tag = tag * 1000003u +
+            static_cast<uint32_t>(read(offer).world_rank * 7919 + read(offer).serial);
     MPI_Comm comm;
     const int code =
-        MPI_Comm_create_group(mpi_job().world, members, static_cast<int>(tag % 32768), &comm);
+        MPI_Comm_create_group(mpi_job().world, members, static_cast<int>(tag % 32749), &comm);
     MPI_Group_free(&members);
     MPI_Group_free(&all);
     check_mpi(code, "MPI_Comm_create_group");
@@ -338,6 +353,7 @@ class MpiConnector : public Connector {
     return offer;
   }
   int rank_;
+  const uint64_t serial_ = next_serial++;
 };
 
 }  // namespace

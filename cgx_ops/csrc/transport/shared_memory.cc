@@ -232,9 +232,9 @@ void SharedMemoryTransport::wait(std::chrono::microseconds at_most) {
       peers_[peer].died = "its process ended";
 }
 
-bool SharedMemoryTransport::drained() const {
-  return outstanding_.empty() && std::all_of(peers_.begin(), peers_.end(),
-                                             [](const Peer& peer) { return peer.backlog.empty(); });
+bool SharedMemoryTransport::flushed() const {
+  return std::all_of(peers_.begin(), peers_.end(),
+                     [](const Peer& peer) { return peer.backlog.empty(); });
 }
 
 void SharedMemoryTransport::leave(bool graceful, const std::string& reason) {

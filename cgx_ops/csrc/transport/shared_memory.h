@@ -113,7 +113,8 @@ class SharedMemoryTransport : public Transport, private Arrival::Release {
   bool progress(Sink& sink) override;
   void wait(std::chrono::microseconds at_most) override;
   void wake() override { own_->doorbell.ring(); }
-  bool drained() const override;
+  bool flushed() const override;
+  bool drained() const override { return outstanding_.empty() && flushed(); }
   void leave(bool graceful, const std::string& reason) override;
 
  private:

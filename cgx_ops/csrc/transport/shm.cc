@@ -79,9 +79,10 @@ class MemoryFileStore : public SegmentStore {
 
   bool alive(int peer) override {
     const Process& process = peers_.at(peer);
-    if (process.pidfd.get() < 0) return kill(static_cast<pid_t>(process.pid), 0) == 0;
+    if (process.pidfd.get() < 0)
+      return kill(static_cast<pid_t>(process.pid), 0) == 0 || errno == EPERM;
     pollfd ended{process.pidfd.get(), POLLIN, 0};
-    return poll(&ended, 1, 0) == 0;
+    return poll(&ended, 1, 0) <= 0;  // a signal may interrupt it
   }
 
   void meet(const std::vector<LocalOffer>& peers) override {

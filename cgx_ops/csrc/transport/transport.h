@@ -101,7 +101,9 @@ class Transport {
   virtual void wait(std::chrono::microseconds at_most) = 0;
   virtual void wake() = 0;  // from any thread
 
-  // Everything sent has been handed over, and read if that takes this rank's memory.
+  // Everything sent has been handed over: peers get it without this rank's progress.
+  virtual bool flushed() const = 0;
+  // It has also been read, where peers read this rank's memory.
   virtual bool drained() const = 0;
   // Tells peers that this rank leaves. graceful: after drained().
   virtual void leave(bool graceful, const std::string& reason) = 0;
