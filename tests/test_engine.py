@@ -122,6 +122,22 @@ def test_world_of_one_needs_no_mpirun() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_shared_memory_by_a_store_needs_no_mpi(tmp_path: Path) -> None:
+    program = Path(__file__).parent / "ranks" / "run_bootstrap.py"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program, str(rank), "3", tmp_path],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], outputs
+    assert all("no MPI needed" in output for output in outputs), outputs
+
+
 MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"array": np.ones(1001, np.float32)}, "numel 1000 against 1001"),
     "dtype": ({"array": np.ones(1000, np.float16)}, "dtype float32 against float16"),
