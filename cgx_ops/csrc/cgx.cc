@@ -10,6 +10,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "algorithm/layout.h"
 #include "base/env.h"
 #include "base/float_mode.h"
 #include "base/status.h"
@@ -297,7 +298,7 @@ cgx_status_t cgx_plan(const cgx_collective_t* collective, cgx_plan_t* plan) {
     check_struct(collective, "cgx_collective_t");
     check_struct(plan, "cgx_plan_t");
     const auto communicator = Registry::instance().get(collective->comm);
-    const Plan made = make_plan(*collective, communicator->rank, communicator->size);
+    const Plan made = communicator->plan(*collective);
     Plan exact = made;
     for (auto& segment : exact.segments) segment.scatter.bits = segment.gather.bits = kExactBits;
     plan->algorithm = made.algorithm;

@@ -166,18 +166,24 @@ void Communicator::wait(Collective& collective) {
   require_success(collective);
 }
 
+Plan Communicator::plan(const cgx_collective_t& call) const {
+  Plan made = make_plan(call, rank, size);
+  made.algorithm = pick_algorithm(made);
+  return made;
+}
+
 std::shared_ptr<Collective> Communicator::prepare(const cgx_collective_t& call) const {
-  Plan plan = make_plan(call, rank, size);
+  Plan made = plan(call);
   auto collective = std::make_shared<Collective>();
   collective->name = call.name ? call.name : "";
   require(collective->name.size() <= kLongestName, CGX_INVALID_ARGUMENT, "the name has ",
           collective->name.size(), " bytes; at most ", kLongestName);
   collective->occurrence = call.occurrence;
-  collective->agreement = make_agreement(call, plan);
+  collective->agreement = make_agreement(call, made);
   collective->timeout =
       call.timeout_s > 0 ? Seconds(std::min(call.timeout_s, kLongestTimeout)) : timeout;
   for (int member = 0; member < size; ++member) collective->members.push_back(member);
-  if (engine_) collective->algorithm = make_algorithm(std::move(plan));
+  if (engine_) collective->algorithm = make_algorithm(std::move(made));
   return collective;
 }
 

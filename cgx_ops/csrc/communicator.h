@@ -34,6 +34,8 @@ class Communicator {
 
   // Throws if the call is malformed or the communicator closed. On one rank the values are copied
   // at once and the collective is done on return.
+  // The call as it would run here.
+  Plan plan(const cgx_collective_t& call) const;
   std::shared_ptr<Collective> start(const cgx_collective_t& call, cgx_callback_t callback,
                                     void* context);
   // Until it is done; throws what it ended with.

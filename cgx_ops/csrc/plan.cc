@@ -4,8 +4,6 @@
 #include <cstring>
 #include <type_traits>
 
-#include "algorithm/algorithm.h"
-#include "algorithm/layout.h"
 #include "base/status.h"
 
 namespace cgx {
@@ -69,6 +67,10 @@ const char* op_name(int op) {
   static constexpr const char* kNames[] = {"sum", "avg", "min", "max", "product"};
   return kNames[op];
 }
+const char* algorithm_name(int algorithm) {
+  static constexpr const char* kNames[] = {"auto", "one_shot", "sra", "ring"};
+  return kNames[algorithm];
+}
 const char* rounding_name(int rounding) {
   return rounding == CGX_NEAREST ? "nearest" : "stochastic";
 }
@@ -120,9 +122,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size) {
           " is not defined on compressed values: use sum or avg, or bits=32 (exact)");
   require(plan.block_numel == 0 || (call.input && call.output), CGX_INVALID_ARGUMENT,
           "input or output is a null pointer");
-  plan.algorithm = plan.verb == CGX_ALLREDUCE
-                       ? pick_algorithm(static_cast<cgx_algorithm_t>(call.algorithm), plan)
-                       : CGX_SRA;
+  if (plan.verb == CGX_ALLREDUCE) plan.algorithm = static_cast<cgx_algorithm_t>(call.algorithm);
   return plan;
 }
 
@@ -167,10 +167,7 @@ std::string difference(const Agreement& left, const Agreement& right) {
        [](const Agreement& a) { return std::to_string(a.skip_incomplete_buckets); }},
       {"number of segments", [](const Agreement& a) { return std::to_string(a.num_segments); }},
       {"block_numel", [](const Agreement& a) { return std::to_string(a.block_numel); }},
-      {"algorithm",
-       [](const Agreement& a) -> std::string {
-         return algorithm_name(static_cast<cgx_algorithm_t>(a.algorithm));
-       }},
+      {"algorithm", [](const Agreement& a) -> std::string { return algorithm_name(a.algorithm); }},
   };
   std::string text;
   for (const auto& row : rows) {
@@ -178,31 +175,6 @@ std::string difference(const Agreement& left, const Agreement& right) {
     if (a != b) text += join(text.empty() ? "" : ", ", row.name, " ", a, " against ", b);
   }
   return text.empty() ? "segments of other sizes or settings" : text;
-}
-
-int64_t payload_bytes(const Plan& plan) {
-  if (plan.size == 1) return 0;
-  const Layout layout(plan);
-  const int64_t peers = plan.size - 1;
-  const auto bytes = [&](int shard, int64_t Chunk::* which) {
-    int64_t sum = 0;
-    for (const auto& chunk : layout.shard(shard).chunks) sum += chunk.*which;
-    return sum;
-  };
-  if (plan.algorithm == CGX_ONE_SHOT) return peers * bytes(0, &Chunk::scatter_bytes);
-  int64_t sum = 0;
-  if (plan.algorithm == CGX_RING) {  // every shard but one passes through, each way
-    for (int shard = 0; shard < plan.size; ++shard) {
-      if (shard != plan.rank) sum += bytes(shard, &Chunk::scatter_bytes);
-      if (shard != (plan.rank + 1) % plan.size) sum += bytes(shard, &Chunk::gather_bytes);
-    }
-    return sum;
-  }
-  if (plan.verb != CGX_ALL_GATHER)
-    for (int shard = 0; shard < plan.size; ++shard)
-      if (shard != plan.rank) sum += bytes(shard, &Chunk::scatter_bytes);
-  if (plan.verb != CGX_REDUCE_SCATTER) sum += peers * bytes(plan.rank, &Chunk::gather_bytes);
-  return sum;
 }
 
 }  // namespace cgx

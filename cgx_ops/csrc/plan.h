@@ -2,7 +2,8 @@
 // arguments, so layouts, message counts and the algorithm need no negotiation.
 //
 //   1. check every argument
-//   2. resolve: segments too small to compress travel exact, `auto` becomes an algorithm
+//   2. resolve: segments too small to compress travel exact (what `auto` means is the algorithms'
+//      own table)
 //   3. agreement: what ranks compare before any value moves, and how a difference is told
 #pragma once
 
@@ -61,8 +62,5 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size);
 Agreement make_agreement(const cgx_collective_t& call, const Plan& plan);
 // "numel 1000 against 999, bits 4 against 8".
 std::string difference(const Agreement& left, const Agreement& right);
-
-// Payload bytes that this rank sends under the plan.
-int64_t payload_bytes(const Plan& plan);
 
 }  // namespace cgx

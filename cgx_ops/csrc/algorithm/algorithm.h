@@ -51,11 +51,10 @@ struct AlgorithmEntry {
   std::unique_ptr<Algorithm> (*make)(Plan plan);
 };
 const std::vector<AlgorithmEntry>& algorithm_table();
-const char* algorithm_name(cgx_algorithm_t algorithm);
 std::unique_ptr<Algorithm> make_algorithm(Plan plan);
 
-// `auto` by the encoded size of the plan's tensors; anything else is what was asked for.
-cgx_algorithm_t pick_algorithm(cgx_algorithm_t asked, const Plan& plan);
+// What `auto` stands for, by the encoded size of the plan's tensors; anything else stays.
+cgx_algorithm_t pick_algorithm(const Plan& plan);
 
 std::unique_ptr<Algorithm> make_one_shot(Plan plan);
 std::unique_ptr<Algorithm> make_sra(Plan plan);

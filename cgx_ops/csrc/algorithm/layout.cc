@@ -61,4 +61,29 @@ const Compressor* Layout::compressor(const CompressorSettings& settings) {
   return compressors_.back().second.get();
 }
 
+int64_t payload_bytes(const Plan& plan) {
+  if (plan.size == 1) return 0;
+  const Layout layout(plan);
+  const int64_t peers = plan.size - 1;
+  const auto bytes = [&](int shard, int64_t Chunk::* which) {
+    int64_t sum = 0;
+    for (const auto& chunk : layout.shard(shard).chunks) sum += chunk.*which;
+    return sum;
+  };
+  if (plan.algorithm == CGX_ONE_SHOT) return peers * bytes(0, &Chunk::scatter_bytes);
+  int64_t sum = 0;
+  if (plan.algorithm == CGX_RING) {  // every shard but one passes through, each way
+    for (int shard = 0; shard < plan.size; ++shard) {
+      if (shard != plan.rank) sum += bytes(shard, &Chunk::scatter_bytes);
+      if (shard != (plan.rank + 1) % plan.size) sum += bytes(shard, &Chunk::gather_bytes);
+    }
+    return sum;
+  }
+  if (plan.verb != CGX_ALL_GATHER)
+    for (int shard = 0; shard < plan.size; ++shard)
+      if (shard != plan.rank) sum += bytes(shard, &Chunk::scatter_bytes);
+  if (plan.verb != CGX_REDUCE_SCATTER) sum += peers * bytes(plan.rank, &Chunk::gather_bytes);
+  return sum;
+}
+
 }  // namespace cgx

@@ -51,4 +51,7 @@ class Layout {
   int64_t block_stride_ = 0;
 };
 
+// Payload bytes that this rank sends under a plan whose algorithm is picked.
+int64_t payload_bytes(const Plan& plan);
+
 }  // namespace cgx

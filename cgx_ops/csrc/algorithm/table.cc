@@ -22,20 +22,14 @@ const std::vector<AlgorithmEntry>& algorithm_table() {
   return table;
 }
 
-const char* algorithm_name(cgx_algorithm_t algorithm) {
-  for (const auto& entry : algorithm_table())
-    if (entry.id == algorithm) return entry.name;
-  return "auto";
-}
-
 std::unique_ptr<Algorithm> make_algorithm(Plan plan) {
   for (const auto& entry : algorithm_table())
     if (entry.id == plan.algorithm) return entry.make(std::move(plan));
   fail(CGX_INTERNAL, "no algorithm ", static_cast<int>(plan.algorithm));
 }
 
-cgx_algorithm_t pick_algorithm(cgx_algorithm_t asked, const Plan& plan) {
-  if (asked != CGX_AUTO) return asked;
+cgx_algorithm_t pick_algorithm(const Plan& plan) {
+  if (plan.algorithm != CGX_AUTO) return plan.algorithm;
   // Up to and including `bytes` of encoded values. A quantized ring is never picked: its error
   // grows with the number of ranks.
   struct Row {
