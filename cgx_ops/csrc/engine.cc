@@ -200,7 +200,7 @@ bool Engine::progress() {
   guard([&] {
     worked |= transport_->progress(*this);
     worked |= run_queue();
-    if (Clock::now() >= next_check_) check_deadlines();
+    if (Clock::now() >= next_check_) check_waits();
   });
   return worked;
 }
@@ -230,6 +230,7 @@ void Engine::accept(const CollectiveRef& collective) {
              "': give each call its own name or occurrence"));
     return;
   }
+  next_check_ = {};  // a peer that it needs may be lost already
   c.serial = next_serial_++;
   c.headers.resize(size_);
   c.missing_headers = static_cast<int>(c.members.size());
@@ -387,25 +388,26 @@ bool Engine::waits_for(const Collective& collective, int rank) const {
   return !collective.headers[rank] || (collective.agreed && collective.algorithm->waits_for(rank));
 }
 
+// A peer's loss ends nothing by itself: what it sent before it went has been delivered, and may be
+// all that the collectives in flight need. Those that need more, now or later, find it missing.
 void Engine::on_peer_lost(int rank, Loss how, const std::string& reason) {
-  if (failed_ || lost_[rank]) return;
-  lost_[rank] = reason;
+  if (lost_[rank]) return;
+  lost_[rank] = {how, reason};
+  if (how != Loss::kLeft) peer_failed_ = true;
   next_check_ = {};
-  if (how == Loss::kDied)
-    fail_all(CGX_PEER_FAILED, join("rank ", rank, " is lost: ", reason));
-  else if (how == Loss::kGaveUp)
-    fail_all(CGX_PEER_FAILED, reason, nullptr, true);
 }
 
-void Engine::check_deadlines() {
+void Engine::check_waits() {
   const auto now = Clock::now();
   next_check_ = now + kCheckInterval;
   for (const auto& [key, collective] : running_) {
     for (const int member : collective->members) {
-      // A rank that left in good order had done its part in all that it started.
-      if (!lost_[member] || collective->headers[member]) continue;
-      fail_all(CGX_PEER_FAILED, join("rank ", member, " is lost before it started collective ",
-                                     key.text(), ": ", *lost_[member]));
+      if (!lost_[member] || !waits_for(*collective, member)) continue;
+      const auto& [how, reason] = *lost_[member];
+      if (how == Loss::kGaveUp)
+        fail_all(CGX_PEER_FAILED, reason, nullptr, true);
+      else
+        fail_all(CGX_PEER_FAILED, join("rank ", member, " is lost: ", reason));
       return;
     }
     if (now < collective->deadline) continue;

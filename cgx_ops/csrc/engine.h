@@ -41,7 +41,8 @@ class Engine : private Sink {
   void close(std::chrono::duration<double> at_most);
 
   bool closed() const { return closed_.load(); }
-  bool failed() const { return failed_.load(); }
+  // It, or a peer, did not end in good order.
+  bool failed() const { return failed_ || peer_failed_; }
   int64_t bytes_sent() const { return bytes_sent_.load(); }
   int64_t completed() const { return completed_.load(); }
   const char* transport_name() const { return transport_->name(); }
@@ -71,7 +72,7 @@ class Engine : private Sink {
   void agree(Collective& collective);
   bool run_queue();
   void enqueue(Collective& collective);
-  void check_deadlines();
+  void check_waits();  // deadlines, lost peers
   void finish(Collective& collective, cgx_status_t status, std::string error);
   void end(Collective& collective, cgx_status_t status, std::string error);
   // `told`: the reason is what a peer that gave up said. `cause`: whose deadline it was, if any.
@@ -98,7 +99,7 @@ class Engine : private Sink {
   std::string close_reason_;
   std::unordered_map<std::string, uint64_t> occurrences_;
   std::thread thread_;
-  std::atomic<bool> closed_{false}, failed_{false};
+  std::atomic<bool> closed_{false}, failed_{false}, peer_failed_{false};
   std::atomic<int> in_flight_{0}, callbacks_in_flight_{0};
   std::atomic<int64_t> bytes_sent_{0}, completed_{0};
 
@@ -108,8 +109,12 @@ class Engine : private Sink {
   std::unordered_map<uint64_t, Collective*> channels_;  // (source, channel)
   std::deque<Collective*> ready_;
   std::vector<Collective*> blocked_;
-  std::vector<Collective*> finishing_;            // computed; their sends are not handed over yet
-  std::vector<std::optional<std::string>> lost_;  // by rank: why
+  std::vector<Collective*> finishing_;  // computed; their sends are not handed over yet
+  struct Lost {
+    Loss how;
+    std::string reason;
+  };
+  std::vector<std::optional<Lost>> lost_;  // by rank
   uint32_t next_serial_ = 0;
   Clock::time_point next_check_{};
 };

@@ -122,12 +122,10 @@ void test_leaving_rank(const char* transport) {
     std::vector<float> values(50000, 1.0f);
     ok(Allreduce(comm, &values, 4).run());
     CHECK(values[49999] == 3.0f, "%g", values[49999]);
-    if (rank == 0) {
-      ok(cgx_comm_close(comm));
-    } else {
+    // What all ranks started ends well everywhere, however soon others fail in the next.
+    if (rank != 0)
       CHECK(Allreduce(comm, &values, 4).run() == CGX_PEER_FAILED, "%s", cgx_last_error());
-      ok(cgx_comm_close(comm));
-    }
+    ok(cgx_comm_close(comm));
   });
   ranks.comms.clear();
 }
@@ -232,7 +230,7 @@ int main() {
     test_any_order(transport, 4, 2000, 4);
     test_mismatch(transport);
     test_absent_rank(transport);
-    test_leaving_rank(transport);
+    for (int repeat = 0; repeat < 20; ++repeat) test_leaving_rank(transport);
     test_many_messages(transport);
     test_idle_rank_hands_over(transport);
     test_close_while_waiting(transport);

@@ -60,7 +60,10 @@ class RingAllreduce : public Algorithm {
         left_(ring_left(plan_.rank, plan_.size)),
         right_(ring_right(plan_.rank, plan_.size)),
         reduce_(layout_, plan_.rank, plan_.size, 1),
-        gather_(layout_, plan_.rank, plan_.size, 0) {}
+        gather_(layout_, plan_.rank, plan_.size, 0) {
+    for (const Walk& walk : {reduce_, gather_})
+      for (Walk ahead = walk; !ahead.done(); ahead.advance()) ++awaited_;
+  }
 
   Step step(Port& port) override {
     if (started_ < starting_shard().chunks.size()) {
@@ -75,11 +78,14 @@ class RingAllreduce : public Algorithm {
     return Step::kWorked;
   }
 
-  void deliver(int part, Arrival arrival) override { arrived_[part].push_back(std::move(arrival)); }
+  void deliver(int part, Arrival arrival) override {
+    --awaited_;
+    arrived_[part].push_back(std::move(arrival));
+  }
   bool finished() const override {
     return started_ == starting_shard().chunks.size() && reduce_.done() && gather_.done();
   }
-  bool waits_for(int rank) const override { return rank == left_ && !finished(); }
+  bool waits_for(int rank) const override { return rank == left_ && awaited_ > 0; }
   const char* phase() const override { return reduce_.done() ? "ring gather" : "ring reduce"; }
 
  private:
@@ -153,6 +159,7 @@ class RingAllreduce : public Algorithm {
   const Layout layout_;
   const int left_, right_;
   size_t started_ = 0;
+  size_t awaited_ = 0;  // messages from the left
   Walk reduce_, gather_;
   std::deque<Arrival> arrived_[2];
   Reducer reducer_;

@@ -33,6 +33,7 @@ class Sra : public Algorithm {
         scatters_(plan_.verb != CGX_ALL_GATHER),
         gathers_(plan_.verb != CGX_REDUCE_SCATTER),
         contributions_(plan_.size),
+        gather_arrived_(plan_.size, 0),
         decoded_(plan_.size, 0) {
     encode_peer_ = next_peer(plan_.rank);
     for (int owner = 0; owner < plan_.size; ++owner)
@@ -52,24 +53,27 @@ class Sra : public Algorithm {
   }
 
   void deliver(int part, Arrival arrival) override {
-    if (part == kScatter)
+    if (part == kScatter) {
       contributions_[arrival.source].push_back(std::move(arrival));
-    else
+    } else {
+      ++gather_arrived_[arrival.source];
       gathered_.push_back(std::move(arrival));
+    }
   }
 
   bool finished() const override {
     if (scatters_ && encoded_ < longest_) return false;
     if (reduced_ < own_chunks().size()) return false;
     for (int peer = 0; peer < plan_.size; ++peer)
-      if (missing_gather(peer)) return false;
+      if (lacks(decoded_, peer)) return false;
     return true;
   }
 
   bool waits_for(int rank) const override {
     if (rank == plan_.rank) return false;
-    return missing_gather(rank) || (scatters_ && reduced_ < own_chunks().size() &&
-                                    reduced_ + contributions_[rank].size() < own_chunks().size());
+    return lacks(gather_arrived_, rank) ||
+           (scatters_ && reduced_ < own_chunks().size() &&
+            reduced_ + contributions_[rank].size() < own_chunks().size());
   }
 
   const char* phase() const override {
@@ -79,8 +83,9 @@ class Sra : public Algorithm {
  private:
   const std::vector<Chunk>& own_chunks() const { return layout_.shard(plan_.rank).chunks; }
   int next_peer(int peer) const { return (peer + 1) % plan_.size; }
-  bool missing_gather(int peer) const {
-    return gathers_ && peer != plan_.rank && decoded_[peer] < layout_.shard(peer).chunks.size();
+  // Whether a peer's shard has chunks that `counts` does not count yet.
+  bool lacks(const std::vector<size_t>& counts, int peer) const {
+    return gathers_ && peer != plan_.rank && counts[peer] < layout_.shard(peer).chunks.size();
   }
 
   // Where an element of a rank's shard is, in the input and in the output.
@@ -200,7 +205,8 @@ class Sra : public Algorithm {
   std::vector<std::deque<Arrival>> contributions_;  // of my shard, by source
   size_t reduced_ = 0;                              // chunks of my shard that are done
   std::deque<Arrival> gathered_;
-  std::vector<size_t> decoded_;  // chunks of each owner's shard that are in the output
+  std::vector<size_t> gather_arrived_,
+      decoded_;  // chunks of each owner's shard that are in the output
   Reducer reducer_;
 };
 
