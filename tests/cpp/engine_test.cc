@@ -227,7 +227,7 @@ void test_names() {
 int main() {
   for (const char* transport : kTransports) {
     for (const int size : {1, 2, 3, 4, 8}) test_results(transport, size);
-    test_any_order(transport, 4, 2000, 4);
+    test_any_order(transport, 4, 10000, 4);
     test_mismatch(transport);
     test_absent_rank(transport);
     for (int repeat = 0; repeat < 20; ++repeat) test_leaving_rank(transport);
