@@ -112,6 +112,12 @@ std::unique_ptr<Transport> try_transport(const TransportEntry& entry, int rank, 
   return transport;
 }
 
+void check_name(const std::string& name) {
+  require(!name.empty(), CGX_INVALID_ARGUMENT, "a communicator needs a name");
+  require(name.size() <= kLongestCommunicatorName, CGX_INVALID_ARGUMENT, "the name has ",
+          name.size(), " bytes; at most ", kLongestCommunicatorName);
+}
+
 void require_success(const Collective& collective) {
   require(collective.status == CGX_OK, collective.status, collective.error);
 }
@@ -263,8 +269,7 @@ std::vector<CommunicatorRef> connect_local(const std::string& name, int size,
 }
 
 CommunicatorRef split(Communicator& parent, int color, int key, const std::string& name) {
-  require(!name.empty() && name.size() <= kLongestCommunicatorName, CGX_INVALID_ARGUMENT,
-          "a communicator needs a name of 1 to ", kLongestCommunicatorName, " bytes");
+  check_name(name);
   struct Choice {
     int32_t color, key;
   };
@@ -321,9 +326,7 @@ void Registry::require_free(const std::string& name) const {
 }
 
 void Registry::require_free_locked(const std::string& name) const {
-  require(!name.empty(), CGX_INVALID_ARGUMENT, "a communicator needs a name");
-  require(name.size() <= kLongestCommunicatorName, CGX_INVALID_ARGUMENT, "the name has ",
-          name.size(), " bytes; at most ", kLongestCommunicatorName);
+  check_name(name);
   for (const auto& [id, communicator] : communicators_)
     require(communicator->name != name, CGX_INVALID_ARGUMENT, "a communicator named '", name,
             "' exists: close it first, or choose another name");

@@ -194,8 +194,9 @@ bool Engine::progress() {
   }
   bool worked = !submitted.empty();
   for (const auto& collective : submitted) {
-    guard([&] { accept(collective); });
-    if (failed_ && !collective->done) end(*collective, CGX_CLOSED, close_reason_);
+    if (!failed_) guard([&] { accept(collective); });
+    if (failed_ && !collective->done)  // too late, or it never got among the running
+      end(*collective, CGX_CLOSED, join("communicator '", name_, "' is closed: ", close_reason_));
   }
   guard([&] {
     worked |= transport_->progress(*this);
@@ -220,10 +221,6 @@ void Engine::guard(Work&& work) {
 
 void Engine::accept(const CollectiveRef& collective) {
   Collective& c = *collective;
-  if (failed_) {  // submitted just before the communicator failed
-    end(c, CGX_CLOSED, join("communicator '", name_, "' is closed: ", close_reason_));
-    return;
-  }
   if (!running_.emplace(c.key, collective).second) {
     end(c, CGX_INVALID_ARGUMENT,
         join("collective ", c.key.text(), " is already in flight on communicator '", name_,
