@@ -27,6 +27,7 @@ from cgx_ops.errors import (
     Unsupported,
 )
 from cgx_ops.request import Request
+from cgx_ops.stats import Stats, stats
 
 __version__ = _native.version()
 
@@ -43,6 +44,7 @@ __all__ = [
     "PeerFailed",
     "Request",
     "Segment",
+    "Stats",
     "SystemFailure",
     "Unsupported",
     "__version__",
@@ -52,6 +54,7 @@ __all__ = [
     "quantize",
     "rank",
     "size",
+    "stats",
 ]
 
 

@@ -109,6 +109,7 @@ def require_binding(framework: str, installed: str) -> None:
 # ---- 2. The structs of cgx.h ---------------------------------------------------------------------
 
 ALLGATHER = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t, c_void_p)
+CALLBACK = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p)
 
 
 class _Sized(ctypes.Structure):
@@ -145,6 +146,11 @@ class CommInfo(_Sized):
         ("transport", c_char_p),
         ("bytes_sent", c_int64),
         ("collectives", c_int64),
+        ("bytes_in", c_int64),
+        ("agree_ns", c_int64),
+        ("move_ns", c_int64),
+        ("compute_ns", c_int64),
+        ("bytes_plain", c_int64),
     )
 
 
@@ -198,6 +204,17 @@ class Plan(_Sized):
     )
 
 
+class Carried(_Sized):
+    """cgx_carried_t."""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("rank", c_int32),
+        ("size", c_int32),
+        ("call", POINTER(Collective)),
+    )
+
+
 class Codec(_Sized):
     """cgx_codec_t."""
 
@@ -218,7 +235,7 @@ class Codec(_Sized):
 VERBS = {"allreduce": 0, "reduce_scatter": 1, "all_gather": 2}
 OPS = {"sum": 0, "avg": 1, "min": 2, "max": 3, "product": 4}
 ALGORITHMS = {"auto": 0, "one_shot": 1, "sra": 2, "ring": 3}
-ROUNDINGS = {"nearest": 0, "stochastic": 1}
+ROUNDINGS = {"nearest": 0, "stochastic": 1, "shift": 2}
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 # ---- 3. The functions ----------------------------------------------------------------------------
@@ -232,13 +249,19 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_comm_split": (c_int32, c_int32, c_int32, c_char_p, POINTER(c_int32)),
     "cgx_comm_group": (c_int32, POINTER(c_int32), c_int32, c_char_p, POINTER(c_int32)),
     "cgx_comm_find": (c_char_p, POINTER(c_int32)),
+    "cgx_comm_next": (c_int32, POINTER(c_int32)),
     "cgx_comm_info": (c_int32, POINTER(CommInfo)),
     "cgx_comm_close": (c_int32,),
     "cgx_start": (POINTER(Collective), c_void_p, c_void_p, POINTER(c_void_p)),
     "cgx_run": (POINTER(Collective),),
     "cgx_test": (c_void_p, POINTER(c_int32)),
+    "cgx_notify": (c_void_p, CALLBACK, c_void_p),
     "cgx_wait": (c_void_p,),
     "cgx_plan": (POINTER(Collective), POINTER(Plan)),
+    "cgx_carried_plan": (POINTER(Carried), POINTER(c_int32), POINTER(c_int64), POINTER(c_int64)),
+    "cgx_carried_encode": (POINTER(Carried), c_void_p),
+    "cgx_carried_reduce": (POINTER(Carried), c_void_p, c_void_p),
+    "cgx_carried_decode": (POINTER(Carried), c_void_p, c_int64),
     "cgx_encoded_bytes": (POINTER(Codec), c_int64, POINTER(c_int64)),
     "cgx_quantize": (POINTER(Codec), c_void_p, c_int64, c_void_p),
     "cgx_dequantize": (POINTER(Codec), c_void_p, c_int64, c_void_p),

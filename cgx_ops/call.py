@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cgx_ops import _native
-from cgx_ops._arrays import Array, dtype_code
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument
 
 Op = Literal["sum", "avg", "min", "max", "product"]
+Verb = Literal["allreduce", "reduce_scatter", "all_gather"]
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Call:
 
     def __init__(
         self,
-        verb: str,
-        op: str,
+        verb: Verb,
+        op: Op,
         config: Config | None,
         name: str,
         segments: Sequence[Segment] | None,
@@ -67,18 +67,19 @@ class Call:
         self.seed = None if seed is None else replace(self.config, seed=seed).seed
 
     def collective(
-        self, comm: int, count: int, source: Array, result: Array, block: int
+        self, comm: int, count: int, dtype: int, source: int, result: int, block: int
     ) -> _native.Collective:
-        """Return the call as a cgx_collective_t on contiguous arrays with `block` elements a rank.
+        """Return the call as a cgx_collective_t on contiguous memory.
 
-        count: how often the communicator saw this name before.
+        comm: the communicator's id. count: how often it saw this name before. dtype: a
+        cgx_dtype_t. source, result: addresses, of `block` elements a rank.
         """
         segments = self.native_segments(block)
         config = self.config
         return _native.Collective(
             comm=comm,
             verb=_native.VERBS[self.verb],
-            dtype=dtype_code(source.dtype),
+            dtype=dtype,
             op=_native.OPS[self.op],
             algorithm=_native.ALGORITHMS[config.algorithm],
             rounding=_native.ROUNDINGS[config.rounding],
@@ -86,8 +87,8 @@ class Call:
             skip_incomplete_buckets=config.skip_incomplete_buckets,
             minimal_size=config.minimal_size,
             seed=call_seed(config.seed, self.name, count) if self.seed is None else self.seed,
-            input=source.ctypes.data,
-            output=result.ctypes.data,
+            input=source,
+            output=result,
             block_numel=block,
             segments=segments,
             num_segments=len(segments),

@@ -33,7 +33,7 @@ def quantize(
         config: None: Config(), 4 bits stochastic in buckets of 512.
         bits: this and the next four replace fields of config. 32: the values as they are.
         bucket_size: elements that share one minimum and step.
-        rounding: "stochastic" or "nearest".
+        rounding: "stochastic", "nearest" or "shift", as in Config.
         skip_incomplete_buckets: keep a last bucket that is not full exact.
         seed: of the noise, used as it is.
         rank: of the noise: the encoding rank.

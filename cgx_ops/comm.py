@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cgx_ops import _native
-from cgx_ops._arrays import Array, as_input, as_output
+from cgx_ops._arrays import Array, as_input, as_output, dtype_code
 from cgx_ops.call import Call, Op, Segment
 from cgx_ops.config import Config
 from cgx_ops.errors import CgxError, InvalidArgument, NotFound
 from cgx_ops.request import Request, collect_abandoned
+from cgx_ops.stats import Stats, read_stats
 
 Allgather = Callable[[bytes], Sequence[bytes]]
 
@@ -192,6 +193,14 @@ class Communicator:
         """Collectives that ended well since creation."""
         return self._info().collectives
 
+    def stats(self) -> Stats:
+        """Return what this rank has done here since creation: counts, bytes, time per phase.
+
+        Raises:
+            NotFound: it was closed; one that a failure ended still tells.
+        """
+        return read_stats(self.id)
+
     def __repr__(self) -> str:
         return f"Communicator(id={self.id}, name={self.name!r}, rank={self.rank}, size={self.size})"
 
@@ -323,8 +332,15 @@ class Communicator:
             )
         if out is None and call.segments is not None:
             result.fill(0)
-        count = next(_calls[self.id, call.name])
-        return call.collective(self.id, count, source, result, block), result
+        pointers = source.ctypes.data, result.ctypes.data
+        collective = call.collective(
+            self.id, self.next_call(call.name), dtype_code(source.dtype), *pointers, block
+        )
+        return collective, result
+
+    def next_call(self, name: str) -> int:
+        """Count a call of this name: how many this process made before. Seeds derive from it."""
+        return next(_calls[self.id, name])
 
     # ---- The end ---------------------------------------------------------------------------------
 

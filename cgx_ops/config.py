@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from cgx_ops.errors import InvalidArgument
 
-Rounding = Literal["stochastic", "nearest"]
+Rounding = Literal["stochastic", "nearest", "shift"]
 Algorithm = Literal["auto", "one_shot", "sra", "ring"]
 CommunicatorType = Literal["AUTO", "SHM", "MPI"]
 
@@ -17,7 +17,7 @@ _MAX_INT64 = 2**63 - 1
 
 # What a field accepts: the words to choose from, or (test of an int, the same in words).
 _WORDS: dict[str, tuple[str, ...]] = {
-    "rounding": ("stochastic", "nearest"),
+    "rounding": ("stochastic", "nearest", "shift"),
     "algorithm": ("auto", "one_shot", "sra", "ring"),
     "communicator_type": ("AUTO", "SHM", "MPI"),
 }
@@ -53,12 +53,15 @@ class Config:
     Attributes:
         bits: of a quantized value, 1-8; 32 sends everything exact.
         bucket_size: elements that share one minimum and step.
-        rounding: "stochastic" is unbiased; "nearest" has half the worst error.
+        rounding: "stochastic" is unbiased; "nearest" has half the worst error; "shift" is unbiased
+            with the error of nearest: each bucket's grid is moved by one random fraction of a step
+            before values go to the nearest point (dithering; QSDP, Markov et al., ICML 2023).
         algorithm: "auto" picks by size; "one_shot", "sra" (scatter-reduce-allgather), "ring".
         gather_bits: bits of the reduced values on their way back; None: as `bits`.
         skip_incomplete_buckets: send a last bucket that is not full exact.
         minimal_size: tensors of fewer than max(16, minimal_size) elements travel exact.
-        seed: of the stochastic rounding; each call derives its own from this and a call counter.
+        seed: of the noise of stochastic and shift rounding; each call derives its own from this and
+            a call counter.
         fusion_buffer_size_mb: most megabytes of tensors that are fused into one collective.
         communicator_type: the transport: "SHM", "MPI", or "AUTO", the best that connects the ranks.
     """

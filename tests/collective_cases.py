@@ -57,12 +57,18 @@ class Case:
         return int.from_bytes(digest, "little", signed=True)
 
 
+_SHIFTED: tuple[tuple[int, Algorithm], ...] = ((17, "one_shot"), (513, "sra"), (5003, "sra"))
 MATRIX = [
     Case(size, bits, bucket_size, dtype, rounding, algorithm=algorithm)
     for bits, dtype, rounding, bucket_size, size in itertools.product(
         range(1, 9), DTYPES, ("nearest", "stochastic"), BUCKETS, SIZES
     )
     for algorithm in (("sra",) if size == SIZES[-1] else ("sra", "one_shot"))
+] + [  # shift differs from nearest in each bucket's header alone: fewer sizes
+    Case(size, bits, bucket_size, dtype, "shift", algorithm=algorithm)
+    for bits, dtype, bucket_size, (size, algorithm) in itertools.product(
+        range(1, 9), DTYPES, BUCKETS, _SHIFTED
+    )
 ]
 
 
@@ -90,12 +96,29 @@ def _features() -> list[Case]:
             Case(8000, verb=verb, segments=layers[::-1], dtype="float16", rounding="nearest"),
             Case(8000, verb=verb, segments=layers, skip_incomplete_buckets=True),
             Case(8000, verb=verb, segments=layers, minimal_size=1000),
+            Case(8000, verb=verb, segments=layers, rounding="shift"),
             Case(64 * 300, verb=verb, segments=tuple((64 * i, 60, 4, 16) for i in range(300))),
         ]
     cases += [
         Case(size, bits, 128, dtype, gather_bits=8, algorithm=algorithm)
         for size, bits, dtype, algorithm in itertools.product(
             (300, 40_000), (4, 2), DTYPES, ("sra", "ring")
+        )
+    ]
+    cases += [
+        Case(
+            5000,
+            3,
+            128,
+            dtype,
+            "shift",
+            gather_bits=g,
+            skip_incomplete_buckets=skip,
+            op="avg",
+            algorithm=a,
+        )
+        for dtype, g, skip, a in itertools.product(
+            DTYPES, (0, 8), (False, True), ("sra", "ring", "one_shot")
         )
     ]
     cases += [
@@ -111,6 +134,12 @@ def _features() -> list[Case]:
         Case(1500, bits, 64, dtype, special=special, algorithm=algorithm)
         for bits, dtype, special, algorithm in itertools.product(
             (1, 4, 8), DTYPES, ("nan", "inf", "huge", "tiny", "zeros", "constant"), ("sra", "ring")
+        )
+    ]
+    cases += [
+        Case(1500, bits, 64, dtype, "shift", special=special, algorithm="sra")
+        for bits, dtype, special in itertools.product(
+            (1, 4, 8), DTYPES, ("nan", "inf", "huge", "tiny", "zeros", "constant")
         )
     ]
     return cases

@@ -8,7 +8,8 @@ documents.
     2. noise: Philox4x32-10 and the lane an element gets
     3. the codec: quantize, dequantize, encoded_bytes
     4. collectives: allreduce, reduce_scatter, all_gather
-    5. error_bound: how far nearest rounding may be from the exact result, with the derivation
+    5. error_bound: how far nearest and shift rounding may be from the exact result, with the
+       derivation
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Float32s: TypeAlias = npt.NDArray[np.float32]
 Op = Literal["sum", "avg", "min", "max", "product"]
 Algorithm = Literal["one_shot", "sra", "ring"]
 AnyAlgorithm = Literal["auto", "one_shot", "sra", "ring"]
-RoundingMode = Literal["nearest", "stochastic"]
+RoundingMode = Literal["nearest", "stochastic", "shift"]
 
 EXACT_BITS = 32
 SMALLEST_QUANTIZED = 16  # a segment of fewer elements always travels exact
@@ -129,12 +130,11 @@ def philox4x32_10(counters: npt.NDArray[np.uint32], seed: int) -> npt.NDArray[np
     return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
 
 
-def noise(first_index: int, numel: int, seed: int, rank: int, phase: int) -> Float32s:
-    """Return r in (0, 1) of elements [first_index, first_index + numel) of a segment."""
-    index = np.arange(first_index, first_index + numel, dtype=np.int64)
+def noise(index: npt.NDArray[np.int64], seed: int, rank: int, phase: int) -> Float32s:
+    """Return r in (0, 1) of the elements of a segment that have these indices."""
     group, e = index // 128, index % 128
     c = (16 * group + e % 16).astype(np.uint64)
-    counters = np.empty((numel, 4), np.uint32)
+    counters = np.empty((len(index), 4), np.uint32)
     counters[:, 0] = c & np.uint64(0xFFFFFFFF)
     counters[:, 1] = c >> np.uint64(32)
     counters[:, 2] = rank
@@ -148,8 +148,20 @@ def noise(first_index: int, numel: int, seed: int, rank: int, phase: int) -> Flo
 # ---- 3. the codec -------------------------------------------------------------------------------
 
 
-def _quantize_rows(x: Float32s, r: Float32s, bits: int) -> npt.NDArray[np.uint8]:
-    """Encode buckets of equal length, one a row, as records, one a row. r has the shape of x."""
+def _quantize_rows(
+    x: Float32s, first_index: int, bits: int, rounding: RoundingMode, noise_of: tuple[int, int, int]
+) -> npt.NDArray[np.uint8]:
+    """Encode buckets of equal length, one a row, as records, one a row.
+
+    first_index: of x[0, 0] in its segment. noise_of: its seed, rank and phase.
+    """
+    index = first_index + np.arange(x.size, dtype=np.int64).reshape(x.shape)
+    if rounding == "stochastic":
+        r = noise(index.ravel(), *noise_of).reshape(x.shape)
+    elif rounding == "shift":
+        r = noise(index[:, 0], *noise_of)[:, None]  # one for each bucket
+    else:
+        r = np.full((1, 1), 0.5, np.float32)
     top = np.float32((1 << bits) - 1)
     key = order_key(x)
     lo = from_order_key(key.min(axis=1))
@@ -162,6 +174,8 @@ def _quantize_rows(x: Float32s, r: Float32s, bits: int) -> npt.NDArray[np.uint8]
         flat = ~finite | (step == 0) | np.isinf(inverse)
         scaled = (x - lo[:, None]) * inverse[:, None] + r
         level = np.minimum(np.floor(scaled), top)
+        if rounding == "shift":
+            lo = np.where(flat, lo, lo + (np.float32(0.5) - r[:, 0]) * step)
     levels = np.where(flat[:, None], np.float32(0), level).astype(np.uint8)
     header = np.stack([lo, step], axis=1)
     header[~finite] = np.uint32(0x7FC00000).view(np.float32)
@@ -234,20 +248,18 @@ def quantize(
         raw = values if values.dtype == wire else round_to(widen(values), wire)
         return raw.tobytes()
     x = widen(values)
-    if rounding == "stochastic":
-        r = noise(first_index, len(x), seed, rank, phase)
-    else:
-        r = np.full(len(x), 0.5, np.float32)
+    noise_of = (seed, rank, phase)
     whole, last = _split(len(x), bucket_size)
     end = whole * bucket_size
     message = b""
     if whole:
-        shape = (whole, bucket_size)
-        message += _quantize_rows(x[:end].reshape(shape), r[:end].reshape(shape), bits).tobytes()
+        rows = x[:end].reshape(whole, bucket_size)
+        message += _quantize_rows(rows, first_index, bits, rounding, noise_of).tobytes()
     if last and skip_incomplete_buckets:
         message += quantize(values[end:], EXACT_BITS, bucket_size, dtype=wire)
     elif last:
-        message += _quantize_rows(x[None, end:], r[None, end:], bits).tobytes()
+        row = x[None, end:]
+        message += _quantize_rows(row, first_index + end, bits, rounding, noise_of).tobytes()
     return message
 
 
@@ -544,6 +556,10 @@ def all_gather(
 # too small. Decoding rounds level * s (u L s) and the sum with lo (u M). With L s about hi - lo,
 # which is at most 2 M:
 #       |x - decoded| <= s/2 + (3 + 1 + 2 + 1) * 2 u M + 2 u M  =  s/2 + 16 u M.
+# Shift adds r in (0, 1) instead of 1/2, which changes no count above, and stores, instead of lo,
+# fp32(lo + fp32((1/2 - r) * s)): two roundings, u s/2 and u (M + s/2). The decoder's sum may now be
+# larger than M, by s/2: u s/2. With s <= hi - lo <= 2 M (equal at one bit) that is 4 u M more:
+#       |x - decoded| <= s/2 + 20 u M.
 # A step below the normal range carries an error of half the smallest denormal for each level, and
 # where the step's inverse is infinite (s <= 2^-128) every level is 0 and the error is the whole
 # extent; L * 2^-127 is above both.
@@ -577,6 +593,7 @@ def _encoding_error(
     bucket_size: int,
     dtype: np.dtype[Any],
     skip_incomplete_buckets: bool,
+    rounding: Literal["nearest", "shift"],
 ) -> npt.NDArray[np.float64]:
     """Bound the error of encoding values that lie in [low, high], element by element."""
     largest = np.maximum(np.abs(low), np.abs(high))
@@ -586,7 +603,8 @@ def _encoding_error(
     top = (1 << bits) - 1
     extent = _per_bucket(high, bucket_size, np.max) - _per_bucket(low, bucket_size, np.min)
     step = extent / top * (1 + 4 * _U)
-    error = step / 2 + 16 * _U * _per_bucket(largest, bucket_size, np.max) + top * 2.0**-127
+    roundings = {"nearest": 16, "shift": 20}[rounding] * _U
+    error = step / 2 + roundings * _per_bucket(largest, bucket_size, np.max) + top * 2.0**-127
     if skip_incomplete_buckets:
         end = len(low) // bucket_size * bucket_size
         error[end:] = raw[end:]
@@ -599,11 +617,12 @@ def error_bound(
     *,
     op: Literal["sum", "avg"] = "sum",
     algorithm: Literal["one_shot", "sra"] = "sra",
+    rounding: Literal["nearest", "shift"] = "nearest",
     gather_bits: int = 0,
     minimal_size: int = 0,
     skip_incomplete_buckets: bool = False,
 ) -> npt.NDArray[np.float64]:
-    """Bound |result - exact| of allreduce with nearest rounding, for each of segment's elements.
+    """Bound |result - exact| of allreduce for each of segment's elements.
 
     exact is the sum (or mean) of the inputs in float64. Inputs are finite and the result does not
     overflow its dtype.
@@ -622,7 +641,9 @@ def error_bound(
     for rank, x in enumerate(xs):
         if bits == EXACT_BITS:
             continue
-        sent = _encoding_error(x, x, bits, segment.bucket_size, dtype, skip_incomplete_buckets)
+        sent = _encoding_error(
+            x, x, bits, segment.bucket_size, dtype, skip_incomplete_buckets, rounding
+        )
         if skip_incomplete_buckets:
             sent[segment.numel // segment.bucket_size * segment.bucket_size :] = 0
         if algorithm == "sra":
@@ -637,7 +658,13 @@ def error_bound(
     second = np.zeros(segment.numel)
     if algorithm == "sra" and not exact:
         second = _encoding_error(
-            y - first, y + first, back_bits, segment.bucket_size, dtype, skip_incomplete_buckets
+            y - first,
+            y + first,
+            back_bits,
+            segment.bucket_size,
+            dtype,
+            skip_incomplete_buckets,
+            rounding,
         )
     error = first + second
     if dtype != FLOAT32:

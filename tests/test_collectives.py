@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import collective_cases
 import launch
@@ -15,6 +16,7 @@ import pytest
 import reference
 
 from cgx_ops import Communicator, Config, _native
+from cgx_ops.config import Rounding
 
 PROGRAM = Path(__file__).parent / "ranks" / "run_collectives.py"
 TARGETS = _native.describe()["cpu_targets"]
@@ -68,14 +70,15 @@ def test_mpirun(cases: str, transport: str, n: int) -> None:
     under_mpirun(cases, n, transport)
 
 
-def test_nearest_stays_within_the_bound() -> None:
+@pytest.mark.parametrize("rounding", ["nearest", "shift"])
+def test_error_stays_within_the_bound(rounding: Literal["nearest", "shift"]) -> None:
     """The oracle's bound holds for what the library gives, and is not far above it."""
     closest = 0.0
     for numel, bits, bucket_size in [(1000, 4, 64), (5000, 8, 512), (5000, 1, 100), (40, 2, 7)]:
         xs = [np.random.default_rng(r).standard_normal(numel).astype(np.float32) for r in range(3)]
         for algorithm in ("one_shot", "sra"):
             config = Config(
-                bits=bits, bucket_size=bucket_size, rounding="nearest", algorithm=algorithm
+                bits=bits, bucket_size=bucket_size, rounding=rounding, algorithm=algorithm
             )
 
             def run(rank: int, comm: Communicator, config: Config = config) -> np.ndarray:
@@ -83,7 +86,10 @@ def test_nearest_stays_within_the_bound() -> None:
 
             result = launch.threads(3, run)[0]
             bound = reference.error_bound(
-                xs, reference.Segment(0, numel, bits, bucket_size), algorithm=algorithm
+                xs,
+                reference.Segment(0, numel, bits, bucket_size),
+                algorithm=algorithm,
+                rounding=rounding,
             )
             error = np.abs(result - np.sum(xs, axis=0, dtype=np.float64))
             assert (error <= bound).all()
@@ -91,13 +97,17 @@ def test_nearest_stays_within_the_bound() -> None:
     assert closest > 0.7
 
 
-def test_stochastic_rounding_is_unbiased() -> None:
-    """The mean over many seeds tends to the exact sum: within 5 of its own standard errors."""
+@pytest.mark.parametrize(("rounding", "together"), [("stochastic", 1), ("shift", 64)])
+def test_noise_is_unbiased(rounding: Rounding, together: int) -> None:
+    """The mean over many seeds tends to the exact sum: within 5 of its own standard errors.
+
+    together: elements that share their noise, so that their errors may add up.
+    """
     repeats, numel = 400, 2000
     xs = [np.random.default_rng(r).standard_normal(numel).astype(np.float32) for r in range(3)]
 
     def run(rank: int, comm: Communicator) -> np.ndarray:
-        config = Config(bits=2, bucket_size=64, algorithm="sra")
+        config = Config(bits=2, bucket_size=64, rounding=rounding, algorithm="sra")
         results = [comm.allreduce(xs[rank], config=config, seed=s) for s in range(repeats)]
         return np.array(results, np.float64)
 
@@ -108,7 +118,7 @@ def test_stochastic_rounding_is_unbiased() -> None:
     errors = (results - exact).mean(axis=0)
     deviation = results.std(axis=0) / np.sqrt(repeats)
     assert (np.abs(errors) <= 5 * deviation + 1e-6).mean() > 0.999
-    assert abs(errors.mean()) <= 5 * np.sqrt((deviation**2).sum()) / numel
+    assert abs(errors.mean()) <= 5 * np.sqrt(together * (deviation**2).sum()) / numel
 
 
 def test_runs_repeat_and_calls_differ() -> None:

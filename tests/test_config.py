@@ -30,7 +30,7 @@ def test_defaults() -> None:
     [
         ("bits", [*range(1, 9), 32, np.int64(3)]),
         ("bucket_size", [1, 7, 2**40]),
-        ("rounding", ["stochastic", "nearest"]),
+        ("rounding", ["stochastic", "nearest", "shift"]),
         ("algorithm", ["auto", "one_shot", "sra", "ring"]),
         ("gather_bits", [None, 1, 8, 32]),
         ("skip_incomplete_buckets", [True, False]),

@@ -1,5 +1,6 @@
 """What is shipped: relocatable libraries that export the API alone, in a wheel that is complete."""
 
+import ctypes
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import cgx_ops
+from cgx_ops import _native
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(cgx_ops.__file__).parent
@@ -55,6 +57,35 @@ def test_core_exports_the_api_and_nothing_else() -> None:
     declared = set(re.findall(r"CGX_API [^(;]*?\b(cgx_\w+)\(", header))
     assert len(declared) > 15
     assert exported == declared
+
+
+def test_python_declares_what_the_header_does() -> None:
+    header = (ROOT / "cgx_ops/csrc/include/cgx/cgx.h").read_text()
+    header = re.sub(r"/\*.*?\*/|//[^\n]*", "", header, flags=re.DOTALL)
+    functions = {
+        name: 0 if arguments.strip() == "void" else arguments.count(",") + 1
+        for name, arguments in re.findall(r"CGX_API [^(;]*?\b(cgx_\w+)\(([^)]*)\);", header)
+    }
+    texts = dict.fromkeys(_native._TEXTS, 0)
+    assert functions == texts | {name: len(types) for name, types in _native._CALLS.items()}
+
+    plain = {
+        "size_t": ctypes.c_size_t,
+        "int32_t": ctypes.c_int32,
+        "int64_t": ctypes.c_int64,
+        "double": ctypes.c_double,
+        "const char*": ctypes.c_char_p,
+    }
+    pointer = ctypes.sizeof(ctypes.c_void_p)
+    structs = re.findall(r"typedef struct cgx_(\w+)_t \{(.*?)\}", header, re.DOTALL)
+    assert len(structs) > 5
+    for name, body in structs:
+        declared = getattr(_native, "".join(word.capitalize() for word in name.split("_")))._fields_
+        fields = re.findall(r"([\w ]+?\*?)\s*(\w+);", body)
+        assert [field for _, field in fields] == [field for field, _ in declared], name
+        for (c_type, field), (_, given) in zip(fields, declared, strict=True):
+            wanted = plain.get(c_type.strip())
+            assert given is wanted if wanted else ctypes.sizeof(given) == pointer, (name, field)
 
 
 def test_bindings_export_their_entry_point_alone() -> None:

@@ -7,7 +7,7 @@
 #include <optional>
 #include <utility>
 
-#include "completion.h"
+#include "cgx/completion_pool.h"
 #include "recent_runs.h"
 
 namespace cgx::xla {
@@ -56,7 +56,7 @@ class ProcessGroup {
       return;
     }
     waiting_.push_back(std::move(use));
-    if (waiting_.size() == 1) CompletionPool::Get().Run([this] { Create(); });
+    if (waiting_.size() == 1) CompletionPool::get().run([this] { Create(); });
   }
 
  private:
@@ -105,7 +105,7 @@ int32_t LocalCommunicator(const std::vector<int64_t>& members, int64_t rank, int
     group.comms.clear();
     // Closing waits until peers have read their messages, so it must not happen here.
     if (!old.empty()) {
-      CompletionPool::Get().Run([old] {
+      CompletionPool::get().run([old] {
         for (int32_t comm : old) cgx_comm_close(comm);
       });
     }

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "cgx/cgx.h"
-#include "completion.h"
+#include "cgx/completion_pool.h"
 #include "groups.h"
 #include "site.h"
 
@@ -73,10 +73,10 @@ cgx_dtype_t ToDtype(ffi::DataType type) {
   }
 }
 
-// Completes the promise on a thread of its own; see completion.h.
+// Completes the promise on a thread of its own; see completion_pool.h.
 void Complete(std::unique_ptr<Call> call, cgx_status_t status, const std::string& message) {
   std::shared_ptr<Call> shared = std::move(call);
-  CompletionPool::Get().Run([shared, status, message] {
+  CompletionPool::get().run([shared, status, message] {
     if (status == CGX_OK) {
       shared->promise.SetAvailable();
     } else {

@@ -1,6 +1,5 @@
-// The waist: every function of cgx.h. Each converts, calls one layer below, and turns what is
-// thrown into a status and this thread's error text. A forked child is refused: the threads, the
-// memory and the MPI of its parent are not its own.
+// The waist: the functions of cgx.h, but for section 5 (carried_api.cc). Each converts and calls
+// one layer below; api.h turns what is thrown into a status.
 #include "cgx/cgx.h"
 
 #include <pthread.h>
@@ -11,8 +10,8 @@
 #include <mutex>
 
 #include "algorithm/layout.h"
+#include "api.h"
 #include "base/env.h"
-#include "base/float_mode.h"
 #include "base/status.h"
 #include "communicator.h"
 #include "kernel/kernels.h"
@@ -22,8 +21,6 @@ namespace {
 
 using namespace cgx;
 
-thread_local std::string last_error;
-std::atomic<bool> forked{false};
 std::mutex init_mutex;
 // Some rank has been lost, or never came: MPI_Finalize may wait for it.
 std::atomic<bool> job_failed{false};
@@ -31,39 +28,6 @@ std::atomic<bool> job_failed{false};
 void watch_forks() {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
   (void)registered;
-}
-
-template <typename Work>
-cgx_status_t guarded(Work&& work) {
-  const FloatMode mode;
-  try {
-    last_error.clear();
-    require(!forked, CGX_CLOSED,
-            "this process is a forked child of one that uses cgx: communicators belong to the "
-            "parent; start workers with spawn to use cgx in them");
-    work();
-    return CGX_OK;
-  } catch (const Error& error) {
-    last_error = error.what();
-    return error.status();
-  } catch (const std::bad_alloc&) {
-    last_error = "out of memory";
-    return CGX_SYSTEM;
-  } catch (const std::exception& error) {
-    last_error = error.what();
-    return CGX_INTERNAL;
-  } catch (...) {
-    last_error = "unknown exception";
-    return CGX_INTERNAL;
-  }
-}
-
-template <typename T>
-void check_struct(const T* given, const char* type) {
-  require(given != nullptr, CGX_INVALID_ARGUMENT, type, " is a null pointer");
-  require(given->struct_size == sizeof(T), CGX_INVALID_ARGUMENT, type, ".struct_size is ",
-          given->struct_size, ", this libcgx (", CGX_VERSION, ") expects ", sizeof(T),
-          ": caller and library are of different versions");
 }
 
 Communicator::Seconds timeout_or_default(double seconds) {
@@ -82,7 +46,7 @@ std::string transport_or_default(const char* transport) {
 CommunicatorRef make_world() {
   const auto timeout = timeout_or_default(0);
   const std::string type = env_transport();
-  if (!mpi_wanted()) return std::make_shared<Communicator>("world", 0, 1, timeout, nullptr);
+  if (!mpi_wanted()) return connect(Registry::kWorldName, 0, 1, {}, type, timeout);
   const MpiWorld mpi = mpi_start(timeout);
   const Allgather allgather = [&](const Bytes& mine) {
     const Bytes all = mpi_allgather(mine, timeout);
@@ -91,12 +55,16 @@ CommunicatorRef make_world() {
       blobs.emplace_back(all.begin() + rank * mine.size(), all.begin() + (rank + 1) * mine.size());
     return blobs;
   };
-  return connect("world", mpi.rank, mpi.size, allgather, type, timeout);
+  return connect(Registry::kWorldName, mpi.rank, mpi.size, allgather, type, timeout);
 }
 
 void close(Communicator& communicator) {
   communicator.close();
   if (communicator.failed()) job_failed = true;
+}
+
+int64_t nanoseconds(Clock::duration time) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
 }
 
 struct Codec {
@@ -110,7 +78,7 @@ Codec make_codec(const cgx_codec_t* codec, int64_t numel) {
   require(numel >= 0, CGX_INVALID_ARGUMENT, "numel is ", numel, "; accepted: 0 or more");
   require(codec->dtype >= 0 && codec->dtype <= CGX_BFLOAT16, CGX_INVALID_ARGUMENT, "dtype is ",
           codec->dtype, "; accepted: a cgx_dtype_t");
-  require(codec->rounding == CGX_NEAREST || codec->rounding == CGX_STOCHASTIC, CGX_INVALID_ARGUMENT,
+  require(codec->rounding >= 0 && codec->rounding <= CGX_SHIFT, CGX_INVALID_ARGUMENT,
           "rounding is ", codec->rounding, "; accepted: a cgx_rounding_t");
   const auto dtype = static_cast<Dtype>(codec->dtype);
   auto compressor = make_compressor(
@@ -120,7 +88,7 @@ Codec make_codec(const cgx_codec_t* codec, int64_t numel) {
           "; accepted: a multiple of bucket_size, ", compressor->grain());
   return {std::move(compressor),
           dtype,
-          {codec->rounding == CGX_STOCHASTIC, static_cast<uint64_t>(codec->seed),
+          {static_cast<RoundingMode>(codec->rounding), static_cast<uint64_t>(codec->seed),
            static_cast<uint32_t>(codec->rank), static_cast<uint32_t>(codec->phase)}};
 }
 
@@ -242,18 +210,31 @@ cgx_status_t cgx_comm_find(const char* name, int32_t* comm) {
   return guarded([&] { *comm = Registry::instance().find(name ? name : ""); });
 }
 
+cgx_status_t cgx_comm_next(int32_t after, int32_t* comm) {
+  return guarded([&] { *comm = Registry::instance().next(after); });
+}
+
 cgx_status_t cgx_comm_info(int32_t comm, cgx_comm_info_t* info) {
   return guarded([&] {
-    check_struct(info, "cgx_comm_info_t");
+    check_struct(info, "cgx_comm_info_t", offsetof(cgx_comm_info_t, bytes_in));
     const auto communicator = Registry::instance().get(comm);
-    *info = {sizeof(*info),
-             communicator->rank,
-             communicator->size,
-             communicator->closed(),
-             communicator->name.c_str(),
-             communicator->transport_name(),
-             communicator->bytes_sent(),
-             communicator->completed()};
+    thread_local std::string name;
+    name = communicator->name;
+    const Totals totals = communicator->totals();
+    const cgx_comm_info_t all = {info->struct_size,
+                                 communicator->rank,
+                                 communicator->size,
+                                 communicator->closed(),
+                                 name.c_str(),
+                                 communicator->transport_name(),
+                                 communicator->bytes_sent(),
+                                 totals.collectives,
+                                 totals.bytes_in,
+                                 nanoseconds(totals.agree),
+                                 nanoseconds(totals.move),
+                                 nanoseconds(totals.compute),
+                                 totals.bytes_plain};
+    std::memcpy(info, &all, info->struct_size);
   });
 }
 
@@ -272,6 +253,14 @@ cgx_status_t cgx_start(const cgx_collective_t* collective, cgx_callback_t callba
     owned->communicator = Registry::instance().get(collective->comm);
     owned->collective = owned->communicator->start(*collective, callback, context);
     if (request) *request = owned.release();
+  });
+}
+
+cgx_status_t cgx_notify(cgx_request_t* request, cgx_callback_t callback, void* context) {
+  return guarded([&] {
+    require(callback != nullptr, CGX_INVALID_ARGUMENT, "callback is a null pointer");
+    const cgx_request_t kept = *request;  // what callback sets off may free the request
+    kept.communicator->notify(*kept.collective, callback, context);
   });
 }
 

@@ -23,12 +23,17 @@ struct Collective {
   std::unique_ptr<Algorithm> algorithm;
   std::vector<int> members;  // ranks of the communicator that take part, this one included
   std::chrono::duration<double> timeout{0};
+  bool counts = true;                     // in the totals; false: it only makes a communicator
+  int64_t bytes_in = 0, bytes_plain = 0;  // as in cgx_comm_info_t
+
+  // Who wants to know of the end; under the engine's mutex.
   cgx_callback_t callback = nullptr;
   void* context = nullptr;
 
   // Kept by the engine's progress role.
   Key key;
-  Clock::time_point deadline;
+  Clock::time_point started, agreed_at, deadline;
+  Clock::duration computed{0};  // in the algorithm
   uint32_t serial = 0;
   std::vector<std::optional<Header>> headers;  // by rank
   int missing_headers = 0;
@@ -41,6 +46,26 @@ struct Collective {
   cgx_status_t status = CGX_OK;
   std::string error;
   std::atomic<bool> done{false};
+
+  // Kept by the communicator.
+  std::atomic<bool> notified{false};      // somebody has asked to be called back
+  std::atomic<bool> calling_back{false};  // by who asked after the end
+};
+
+// What the collectives of a communicator that ended well add up to, on one rank.
+struct Totals {
+  int64_t collectives = 0;
+  int64_t bytes_in = 0, bytes_plain = 0;
+  Clock::duration agree{0}, move{0}, compute{0};
+
+  void add(const Collective& collective, Clock::time_point ended) {
+    ++collectives;
+    bytes_in += collective.bytes_in;
+    bytes_plain += collective.bytes_plain;
+    agree += collective.agreed_at - collective.started;
+    move += ended - collective.agreed_at;
+    compute += collective.computed;
+  }
 };
 
 }  // namespace cgx

@@ -145,16 +145,25 @@ Communicator::~Communicator() { close(); }
 std::shared_ptr<Collective> Communicator::start(const cgx_collective_t& call,
                                                 cgx_callback_t callback, void* context) {
   auto collective = prepare(call);
-  collective->callback = callback;
-  collective->context = context;
   if (engine_) {
+    collective->callback = callback;
+    collective->context = context;
     engine_->submit(collective);
   } else {
-    copy_through(call);
-    collective->done = true;
-    if (callback) callback(context, CGX_OK, "");
+    copy_through(call, *collective);
+    if (callback) notify(*collective, callback, context);
   }
   return collective;
+}
+
+void Communicator::notify(Collective& collective, cgx_callback_t callback, void* context) {
+  require(!collective.notified.exchange(true), CGX_INVALID_ARGUMENT, "a callback was given for ",
+          "this request already; call several from one");
+  if (engine_ && engine_->notify(collective, callback, context)) return;
+  collective.calling_back = true;
+  callback(context, collective.status, collective.error.c_str());
+  collective.calling_back = false;
+  collective.calling_back.notify_all();
 }
 
 void Communicator::run(const cgx_collective_t& call) {
@@ -163,12 +172,13 @@ void Communicator::run(const cgx_collective_t& call) {
     engine_->run(collective);
     require_success(*collective);
   } else {
-    copy_through(call);
+    copy_through(call, *collective);
   }
 }
 
 void Communicator::wait(Collective& collective) {
   if (engine_) engine_->wait(collective);
+  collective.calling_back.wait(true);
   require_success(collective);
 }
 
@@ -189,20 +199,31 @@ std::shared_ptr<Collective> Communicator::prepare(const cgx_collective_t& call) 
   collective->timeout =
       call.timeout_s > 0 ? Seconds(std::min(call.timeout_s, kLongestTimeout)) : timeout;
   for (int member = 0; member < size; ++member) collective->members.push_back(member);
+  const int64_t bytes = made.bytes(collective->agreement.numel);
+  collective->bytes_in = made.verb == CGX_REDUCE_SCATTER ? size * bytes : bytes;
+  collective->bytes_plain = (size - 1) * (made.verb == CGX_ALLREDUCE ? 2 * bytes / size : bytes);
   if (engine_) collective->algorithm = make_algorithm(std::move(made));
   return collective;
 }
 
 // One rank alone: identity.
-void Communicator::copy_through(const cgx_collective_t& call) {
+void Communicator::copy_through(const cgx_collective_t& call, Collective& collective) {
   require(!closed_, CGX_CLOSED, "communicator '", name, "' is closed: it was closed on this rank");
-  ++completed_;
-  if (call.input == call.output) return;
+  collective.started = collective.agreed_at = Clock::now();
   const int64_t width = size_of(static_cast<Dtype>(call.dtype));
-  for (int64_t i = 0; i < call.num_segments; ++i)
+  for (int64_t i = 0; i < call.num_segments && call.input != call.output; ++i)
     std::memmove(static_cast<std::byte*>(call.output) + call.segments[i].offset * width,
                  static_cast<const std::byte*>(call.input) + call.segments[i].offset * width,
                  static_cast<size_t>(call.segments[i].numel * width));
+  collective.done = true;
+  const std::lock_guard lock(totals_mutex_);
+  totals_.add(collective, Clock::now());
+}
+
+Totals Communicator::totals() const {
+  if (engine_) return engine_->totals();
+  const std::lock_guard lock(totals_mutex_);
+  return totals_;
 }
 
 std::vector<Bytes> Communicator::exchange(const std::vector<int>& members, const std::string& key,
@@ -212,6 +233,7 @@ std::vector<Bytes> Communicator::exchange(const std::vector<int>& members, const
   if (members.size() == 1) return {mine};
   auto collective = std::make_shared<Collective>();
   collective->name = key;
+  collective->counts = false;
   collective->timeout = timeout;
   collective->members = members;
   collective->algorithm = std::make_unique<Exchange>(rank, mine, &blobs);
@@ -327,6 +349,8 @@ void Registry::require_free(const std::string& name) const {
 
 void Registry::require_free_locked(const std::string& name) const {
   check_name(name);
+  require(name != kWorldName, CGX_INVALID_ARGUMENT, "the name '", name,
+          "' is kept for the communicator of all ranks: choose another");
   for (const auto& [id, communicator] : communicators_)
     require(communicator->name != name, CGX_INVALID_ARGUMENT, "a communicator named '", name,
             "' exists: close it first, or choose another name");
@@ -356,6 +380,12 @@ CommunicatorRef Registry::get(int32_t id) const {
   require(found != communicators_.end(), CGX_NOT_FOUND, "no communicator ", id,
           ": it was closed, or never made; cgx_init makes the world, 0");
   return found->second;
+}
+
+int32_t Registry::next(int32_t after) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = communicators_.upper_bound(after);
+  return found == communicators_.end() ? -1 : found->first;
 }
 
 int32_t Registry::find(const std::string& name) const {

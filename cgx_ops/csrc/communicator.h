@@ -9,7 +9,9 @@
 
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -38,7 +40,10 @@ class Communicator {
   Plan plan(const cgx_collective_t& call) const;
   std::shared_ptr<Collective> start(const cgx_collective_t& call, cgx_callback_t callback,
                                     void* context);
-  // Until it is done; throws what it ended with.
+  // Has `callback` called when it ends; at once, on this thread, if it has. Once, and only if it
+  // was started without one.
+  void notify(Collective& collective, cgx_callback_t callback, void* context);
+  // Until it is done and whoever is notified has returned; throws what it ended with.
   void wait(Collective& collective);
   void run(const cgx_collective_t& call);
 
@@ -54,15 +59,17 @@ class Communicator {
   bool closed() const { return engine_ ? engine_->closed() : closed_.load(); }
   bool failed() const { return engine_ && engine_->failed(); }
   int64_t bytes_sent() const { return engine_ ? engine_->bytes_sent() : 0; }
-  int64_t completed() const { return engine_ ? engine_->completed() : completed_.load(); }
+  Totals totals() const;
 
  private:
   std::shared_ptr<Collective> prepare(const cgx_collective_t& call) const;
-  void copy_through(const cgx_collective_t& call);
+  void copy_through(const cgx_collective_t& call, Collective& collective);
 
   const std::unique_ptr<Engine> engine_;
   std::atomic<bool> closed_{false};
-  std::atomic<int64_t> completed_{0};
+  // Of one rank alone; else the engine's.
+  mutable std::mutex totals_mutex_;
+  Totals totals_;
 };
 
 using CommunicatorRef = std::shared_ptr<Communicator>;
@@ -80,6 +87,7 @@ class Registry {
  public:
   static Registry& instance();
   static constexpr int32_t kWorld = 0;
+  static constexpr const char* kWorldName = "world";
 
   int32_t add(CommunicatorRef communicator);  // throws if the name is taken
   void add_world(CommunicatorRef communicator);
@@ -87,6 +95,7 @@ class Registry {
   CommunicatorRef get(int32_t id) const;  // throws CGX_NOT_FOUND
   CommunicatorRef find_world() const;     // nullptr before cgx_init
   int32_t find(const std::string& name) const;
+  int32_t next(int32_t after) const;  // the smallest id above it, or -1
   CommunicatorRef remove(int32_t id);
   std::vector<CommunicatorRef> remove_all();
 
@@ -94,7 +103,7 @@ class Registry {
   void require_free_locked(const std::string& name) const;
 
   mutable std::mutex mutex_;
-  std::unordered_map<int32_t, CommunicatorRef> communicators_;
+  std::map<int32_t, CommunicatorRef> communicators_;
   int32_t next_ = kWorld + 1;
 };
 

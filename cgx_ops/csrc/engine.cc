@@ -22,6 +22,23 @@ uint64_t channel_key(int source, uint32_t channel) {
 }
 uint32_t channel_of(uint32_t serial, int part) { return serial % (kChannels / 2) * 2 + part; }
 
+// Adds up time on one account until another is named: one look at the clock for a run of steps of
+// one collective.
+class Stopwatch {
+ public:
+  void charge(Clock::duration* account) {
+    if (account == account_) return;
+    const auto now = Clock::now();
+    if (account_) *account_ += now - since_;
+    account_ = account;
+    since_ = now;
+  }
+
+ private:
+  Clock::duration* account_ = nullptr;
+  Clock::time_point since_;
+};
+
 }  // namespace
 
 class Engine::CollectivePort : public Port {
@@ -58,8 +75,9 @@ void Engine::put(const CollectiveRef& collective) {
   collective->key = {collective->name, collective->occurrence >= 0
                                            ? static_cast<uint64_t>(collective->occurrence)
                                            : occurrences_[collective->name]++};
+  collective->started = Clock::now();
   collective->deadline =
-      Clock::now() + std::chrono::duration_cast<Clock::duration>(collective->timeout);
+      collective->started + std::chrono::duration_cast<Clock::duration>(collective->timeout);
   submitted_.push_back(collective);
   ++in_flight_;
   if (collective->callback) ++callbacks_in_flight_;
@@ -97,6 +115,21 @@ void Engine::wait(Collective& collective) {
     lock.lock();
     give_role();
   }
+}
+
+bool Engine::notify(Collective& collective, cgx_callback_t callback, void* context) {
+  const std::lock_guard lock(mutex_);
+  if (collective.done) return false;
+  collective.callback = callback;
+  collective.context = context;
+  ++callbacks_in_flight_;
+  work_given_.notify_one();  // nobody may be going to wait: the progress thread's grace is over
+  return true;
+}
+
+Totals Engine::totals() const {
+  const std::lock_guard lock(mutex_);
+  return totals_;
 }
 
 void Engine::close(std::chrono::duration<double> at_most) {
@@ -172,8 +205,8 @@ void Engine::drive(Until&& until) {
   auto last_work = Clock::now();
   while (!until()) {
     if (progress())
-      last_work = Clock::now();
-    else if (Clock::now() - last_work < kSpinTime)
+      last_work = now_;
+    else if (now_ - last_work < kSpinTime)
       std::this_thread::yield();
     else if (!anything_submitted())  // what is put after this rings the transport's bell
       transport_->wait(kLongestSleep);
@@ -201,8 +234,9 @@ bool Engine::progress() {
   guard([&] {
     worked |= transport_->progress(*this);
     worked |= run_queue();
-    if (Clock::now() >= next_check_) check_waits();
   });
+  now_ = Clock::now();
+  if (now_ >= next_check_) guard([&] { check_waits(); });
   return worked;
 }
 
@@ -231,7 +265,9 @@ void Engine::accept(const CollectiveRef& collective) {
   c.serial = next_serial_++;
   c.headers.resize(size_);
   c.missing_headers = static_cast<int>(c.members.size());
+  const auto begin = Clock::now();
   Header own{c.key, c.serial, c.agreement, c.algorithm->eager()};
+  c.computed += Clock::now() - begin;
   const Bytes message = write_header(own);
   for (const int member : c.members) {
     if (member == rank_) continue;
@@ -281,6 +317,7 @@ void Engine::agree(Collective& collective) {
     return;
   }
   collective.agreed = true;
+  collective.agreed_at = Clock::now();
   auto early = std::move(collective.early);
   for (auto& [part, arrival] : early) collective.algorithm->deliver(part, std::move(arrival));
   enqueue(collective);
@@ -294,11 +331,13 @@ void Engine::enqueue(Collective& collective) {
 bool Engine::run_queue() {
   bool worked = false;
   for (Collective* collective : std::exchange(blocked_, {})) enqueue(*collective);
+  Stopwatch stopwatch;
   for (int steps = 0; steps < kStepsPerPass && !ready_.empty(); ++steps) {
     Collective& collective = *ready_.front();
     ready_.pop_front();
     collective.queued = false;
     CollectivePort port(this, &collective);
+    stopwatch.charge(&collective.computed);
     const Step step = collective.algorithm->step(port);
     worked |= step == Step::kWorked;
     if (step == Step::kWorked)
@@ -308,6 +347,7 @@ bool Engine::run_queue() {
     else if (step == Step::kBlocked)
       blocked_.push_back(&collective);
   }
+  stopwatch.charge(nullptr);
   // Order of finishing_ does not matter: collectives are independent.
   for (size_t i = 0; i < finishing_.size();) {
     if (finishing_[i]->sends->unsent != 0) {
@@ -340,14 +380,19 @@ void Engine::finish(Collective& collective, cgx_status_t status, std::string err
 }
 
 void Engine::end(Collective& collective, cgx_status_t status, std::string error) {
+  const auto ended = Clock::now();
   collective.algorithm.reset();
   collective.status = status;
   collective.error = std::move(error);
-  if (status == CGX_OK) ++completed_;
-  if (collective.callback) --callbacks_in_flight_;
-  if (collective.callback)
+  std::unique_lock lock(mutex_);
+  if (status == CGX_OK && collective.counts) totals_.add(collective, ended);
+  if (collective.callback) {
+    --callbacks_in_flight_;
+    lock.unlock();
     collective.callback(collective.context, status, collective.error.c_str());
-  const std::lock_guard lock(mutex_);
+    lock.lock();
+  }
+  // Under the lock that saw whether there is a callback: notify() comes before it or after `done`.
   --in_flight_;
   collective.done = true;
   changed_.notify_all();
@@ -395,8 +440,7 @@ void Engine::on_peer_lost(int rank, Loss how, const std::string& reason) {
 }
 
 void Engine::check_waits() {
-  const auto now = Clock::now();
-  next_check_ = now + kCheckInterval;
+  next_check_ = now_ + kCheckInterval;
   for (const auto& [key, collective] : running_) {
     for (const int member : collective->members) {
       if (!lost_[member] || !waits_for(*collective, member)) continue;
@@ -407,7 +451,7 @@ void Engine::check_waits() {
         fail_all(CGX_PEER_FAILED, join("rank ", member, " is lost: ", reason));
       return;
     }
-    if (now < collective->deadline) continue;
+    if (now_ < collective->deadline) continue;
     fail_all(CGX_TIMEOUT, describe_wait(*collective), collective.get());
     return;
   }

@@ -8,7 +8,8 @@
 //            all go on, or all end with one error. Values move only after that.
 //   run      the algorithm's state machine, fed by messages, in bounded steps
 //   end      done, or failed: a passed deadline or a lost peer ends every collective and closes the
-//            communicator, and says so to the peers
+//            communicator, and says so to the peers. Who asked to be notified is called, then
+//            those who wait go on
 //
 // One thread at a time holds the progress role: a caller blocked in wait(), else the progress
 // thread, which sleeps while nothing is in flight and nothing waits to be handed over.
@@ -36,6 +37,9 @@ class Engine : private Sink {
   void run(const std::shared_ptr<Collective>& collective);
   // Until collective->done; drives progress. The deadline of the collective bounds it.
   void wait(Collective& collective);
+  // Has `callback` called at the end of a submitted collective, before `done`; returns false if it
+  // has ended. Once per collective.
+  bool notify(Collective& collective, cgx_callback_t callback, void* context);
 
   // Waits until peers have read what they were sent, no longer than at_most, then leaves.
   void close(std::chrono::duration<double> at_most);
@@ -44,7 +48,7 @@ class Engine : private Sink {
   // It, or a peer, did not end in good order.
   bool failed() const { return failed_ || peer_failed_; }
   int64_t bytes_sent() const { return bytes_sent_.load(); }
-  int64_t completed() const { return completed_.load(); }
+  Totals totals() const;
   const char* transport_name() const { return transport_->name(); }
 
  private:
@@ -89,7 +93,7 @@ class Engine : private Sink {
   const int rank_, size_;
   const std::unique_ptr<Transport> transport_;
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;     // a collective ended, or the role is free
   std::condition_variable work_given_;  // for the progress thread
   bool role_taken_ = false;
@@ -98,10 +102,12 @@ class Engine : private Sink {
   std::deque<CollectiveRef> submitted_;
   std::string close_reason_;
   std::unordered_map<std::string, uint64_t> occurrences_;
+  int callbacks_in_flight_ = 0;
+  Totals totals_;
   std::thread thread_;
   std::atomic<bool> closed_{false}, failed_{false}, peer_failed_{false};
-  std::atomic<int> in_flight_{0}, callbacks_in_flight_{0};
-  std::atomic<int64_t> bytes_sent_{0}, completed_{0};
+  std::atomic<int> in_flight_{0};
+  std::atomic<int64_t> bytes_sent_{0};
 
   // With the role.
   std::unordered_map<Key, CollectiveRef, KeyHash> running_;
@@ -116,6 +122,7 @@ class Engine : private Sink {
   };
   std::vector<std::optional<Lost>> lost_;  // by rank
   uint32_t next_serial_ = 0;
+  Clock::time_point now_{};  // when the last pass of progress() ended
   Clock::time_point next_check_{};
 };
 

@@ -72,25 +72,26 @@ const char* algorithm_name(int algorithm) {
   return kNames[algorithm];
 }
 const char* rounding_name(int rounding) {
-  return rounding == CGX_NEAREST ? "nearest" : "stochastic";
+  static constexpr const char* kNames[] = {"nearest", "stochastic", "shift"};
+  return kNames[rounding];
 }
 
 }  // namespace
 
-Plan make_plan(const cgx_collective_t& call, int rank, int size) {
+Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed used) {
   Plan plan;
   plan.verb = in_range<cgx_verb_t>("verb", call.verb, 0, CGX_ALL_GATHER, "a cgx_verb_t");
   plan.dtype = in_range<Dtype>("dtype", call.dtype, 0, CGX_BFLOAT16, "a cgx_dtype_t");
   plan.op = in_range<Op>("op", call.op, 0, CGX_PRODUCT, "sum, avg, min, max, product");
   in_range<int>("algorithm", call.algorithm, 0, CGX_RING, "auto, one_shot, sra, ring");
-  in_range<int>("rounding", call.rounding, 0, CGX_STOCHASTIC, "nearest, stochastic");
+  plan.rounding_mode =
+      in_range<RoundingMode>("rounding", call.rounding, 0, CGX_SHIFT, "nearest, stochastic, shift");
   require(call.minimal_size >= 0, CGX_INVALID_ARGUMENT, "minimal_size is ", call.minimal_size,
           "; accepted: 0 or more");
   require(call.num_segments >= 0, CGX_INVALID_ARGUMENT, "num_segments is ", call.num_segments);
   if (call.gather_bits != 0) check_bits("gather_bits", call.gather_bits);
   check_segments(call.segments, call.num_segments, call.block_numel);
 
-  plan.stochastic = call.rounding == CGX_STOCHASTIC;
   plan.seed = static_cast<uint64_t>(call.seed);
   plan.rank = rank;
   plan.size = size;
@@ -120,8 +121,13 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size) {
   require(!compressed || plan.op == Op::kSum || plan.op == Op::kAvg || plan.verb == CGX_ALL_GATHER,
           CGX_UNSUPPORTED, "op ", op_name(call.op),
           " is not defined on compressed values: use sum or avg, or bits=32 (exact)");
-  require(plan.block_numel == 0 || (call.input && call.output), CGX_INVALID_ARGUMENT,
-          "input or output is a null pointer");
+  const auto check_buffer = [&](const char* what, const void* buffer) {
+    require(plan.block_numel == 0 || buffer, CGX_INVALID_ARGUMENT, what,
+            " is a null pointer; it holds ", plan.block_numel, " elements",
+            plan.verb == CGX_ALLREDUCE ? "" : " or as many blocks of them as there are ranks");
+  };
+  if (used.input) check_buffer("input", call.input);
+  if (used.output) check_buffer("output", call.output);
   if (plan.verb == CGX_ALLREDUCE) plan.algorithm = static_cast<cgx_algorithm_t>(call.algorithm);
   return plan;
 }

@@ -32,7 +32,7 @@ struct Plan {
   cgx_algorithm_t algorithm = CGX_SRA;
   Dtype dtype = Dtype::kFloat32;
   Op op = Op::kSum;
-  bool stochastic = false;
+  RoundingMode rounding_mode = RoundingMode::kNearest;
   uint64_t seed = 0;
   int rank = 0;
   int size = 1;
@@ -42,7 +42,7 @@ struct Plan {
   std::byte* output = nullptr;
 
   Rounding rounding(uint32_t phase) const {
-    return {stochastic, seed, static_cast<uint32_t>(rank), phase};
+    return {rounding_mode, seed, static_cast<uint32_t>(rank), phase};
   }
   // Bytes from the start of a buffer to an element.
   int64_t bytes(int64_t elements) const { return elements * size_of(dtype); }
@@ -57,8 +57,14 @@ struct Agreement {
   uint64_t segments_hash = 0;
 };
 
+// Which of a call's buffers will be used; one that will not may be null.
+struct BuffersUsed {
+  bool input = true;
+  bool output = true;
+};
+
 // Throws Error(CGX_INVALID_ARGUMENT or CGX_UNSUPPORTED).
-Plan make_plan(const cgx_collective_t& call, int rank, int size);
+Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed used = {});
 Agreement make_agreement(const cgx_collective_t& call, const Plan& plan);
 // "numel 1000 against 999, bits 4 against 8".
 std::string difference(const Agreement& left, const Agreement& right);

@@ -109,6 +109,8 @@ std::vector<float> make_data(Data kind, int64_t numel, uint32_t seed) {
   return values;
 }
 
+constexpr RoundingMode kModes[] = {RoundingMode::kNearest, RoundingMode::kStochastic,
+                                   RoundingMode::kShift};
 constexpr Dtype kDtypes[] = {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBfloat16};
 
 float widened(Dtype dtype, const std::byte* stored) {
@@ -162,8 +164,8 @@ Unaligned stored(Dtype dtype, const std::vector<float>& values) {
 std::string describe(const Kernels& target, Dtype dtype, const BucketRun& run,
                      const Rounding& rounding, Data kind) {
   return join(target.name, " dtype ", static_cast<int>(dtype), " bits ", run.bits, " bucket ",
-              run.bucket_size, " numel ", run.numel, " first ", run.first_index,
-              rounding.stochastic ? " stochastic" : " nearest", " data ", static_cast<int>(kind));
+              run.bucket_size, " numel ", run.numel, " first ", run.first_index, " rounding ",
+              static_cast<int>(rounding.mode), " data ", static_cast<int>(kind));
 }
 
 // ---- 2. the slow codec ----
@@ -211,20 +213,25 @@ void slow_quantize(const std::vector<float>& values, const BucketRun& run, const
     const float step = extent / top;
     const float inverse = 1.0f / step;
     const float nan = std::bit_cast<float>(kFloat32Nan);
-    const float header[2] = {finite ? lo : nan, finite ? step : nan};
+    const bool flat = !finite || step == 0 || std::isinf(inverse);
+    const bool shifted = rounding.mode == RoundingMode::kShift && !flat;
+    const float fraction = shifted ? slow_noise(run.first_index + start, rounding) : 0.5f;
+    const float offset = (0.5f - fraction) * step;
+    const float header[2] = {!finite ? nan : shifted ? lo + offset : lo, finite ? step : nan};
     std::memcpy(records, header, 8);
     std::byte* field = records + 8;
     const int64_t field_bytes = (n * run.bits + 7) / 8;
     std::memset(field, 0, static_cast<size_t>(field_bytes));
     records = field + field_bytes;
-    if (!finite || step == 0 || std::isinf(inverse)) continue;
+    if (flat) continue;
     for (int64_t i = 0; i < n; ++i) {
-      const float r =
-          rounding.stochastic ? slow_noise(run.first_index + start + i, rounding) : 0.5f;
+      const float r = rounding.mode == RoundingMode::kStochastic
+                          ? slow_noise(run.first_index + start + i, rounding)
+                          : fraction;
       const float difference = x[i] - lo;
       const float scaled = difference * inverse;
-      const float shifted = scaled + r;
-      const int level = static_cast<int>(std::fmin(top, std::floor(shifted)));
+      const float sum = scaled + r;
+      const int level = static_cast<int>(std::fmin(top, std::floor(sum)));
       for (int bit = 0; bit < run.bits; ++bit) {
         const int64_t at = i * run.bits + bit;
         field[at / 8] |= static_cast<std::byte>(((level >> bit) & 1) << (at % 8));
@@ -454,7 +461,7 @@ void test_codec() {
     }
     for (int bits = 1; bits <= 8; ++bits) {
       for (const Dtype dtype : kDtypes) {
-        for (const bool stochastic : {false, true}) {
+        for (const RoundingMode mode : kModes) {
           for (const int64_t bucket_size : kBuckets) {
             // The largest size takes the kinds of data in turn, the others take all.
             const bool large = numel > 1000;
@@ -465,7 +472,7 @@ void test_codec() {
                                   .first_index = first * bucket_size,
                                   .bucket_size = bucket_size,
                                   .bits = bits};
-              const Rounding rounding{.stochastic = stochastic,
+              const Rounding rounding{.mode = mode,
                                       .seed = 0x9876543210fedcba + static_cast<uint64_t>(turn),
                                       .rank = static_cast<uint32_t>(turn % 5),
                                       .phase = static_cast<uint32_t>(turn % 2)};
@@ -481,7 +488,8 @@ void test_codec() {
   for (const int64_t bucket_size : {300000, 10000000}) {
     const std::vector<float> values = make_data(Data::kNormal, 300001, 5);
     const BucketRun run{.numel = 300001, .bucket_size = bucket_size, .bits = 5};
-    test_codec_case(Dtype::kFloat32, run, {.stochastic = true, .seed = 3}, Data::kNormal, values);
+    test_codec_case(Dtype::kFloat32, run, {.mode = RoundingMode::kStochastic, .seed = 3},
+                    Data::kNormal, values);
   }
 }
 
@@ -629,7 +637,8 @@ void test_compressors() {
           const Unaligned values = stored(wire, make_data(Data::kNormal, numel, 4));
           Unaligned wide(numel * 4);
           kernels().convert(wire, values.data(), Dtype::kFloat32, wide.data(), numel);
-          const Rounding rounding{.stochastic = true, .seed = 5, .rank = 2, .phase = 1};
+          const Rounding rounding{
+              .mode = RoundingMode::kStochastic, .seed = 5, .rank = 2, .phase = 1};
           Unaligned message(bytes);
           Unaligned message_of_wide(bytes);
           CHECK(

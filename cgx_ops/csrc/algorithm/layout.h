@@ -4,6 +4,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "compressor/compressor.h"
@@ -31,6 +32,10 @@ struct Chunk {
 struct Shard {
   std::vector<Piece> pieces;
   std::vector<Chunk> chunks;
+
+  std::span<const Piece> pieces_of(const Chunk& chunk) const {
+    return std::span(pieces).subspan(chunk.first_piece, chunk.last_piece - chunk.first_piece);
+  }
 };
 
 class Layout {

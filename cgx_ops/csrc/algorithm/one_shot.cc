@@ -10,9 +10,8 @@
 #include <deque>
 
 #include "algorithm/algorithm.h"
+#include "algorithm/chunks.h"
 #include "algorithm/layout.h"
-#include "algorithm/reduce.h"
-#include "kernel/kernels.h"
 
 namespace cgx {
 namespace {
@@ -22,7 +21,12 @@ constexpr int kMostUnreleased = 64;  // as in sra
 class OneShot : public Algorithm {
  public:
   explicit OneShot(Plan plan)
-      : plan_(std::move(plan)), layout_(plan_), eager_(plan_.size), arrived_(plan_.size) {
+      : plan_(std::move(plan)),
+        layout_(plan_),
+        eager_(plan_.size),
+        arrived_(plan_.size),
+        messages_(plan_.size),
+        reducer_(plan_) {
     int64_t bytes = 0;
     for (const auto& chunk : chunks()) bytes += chunk.scatter_bytes;
     is_eager_ = bytes <= kEagerBytes && chunks().size() <= 1;
@@ -63,15 +67,11 @@ class OneShot : public Algorithm {
   const char* phase() const override { return "one-shot exchange"; }
 
  private:
-  const std::vector<Chunk>& chunks() const { return layout_.shard(0).chunks; }
+  const Shard& shard() const { return layout_.shard(plan_.rank); }  // everything
+  const std::vector<Chunk>& chunks() const { return shard().chunks; }
 
   void encode(const Chunk& chunk, std::byte* to) const {
-    for (size_t i = chunk.first_piece; i < chunk.last_piece; ++i) {
-      const Piece& piece = layout_.shard(0).pieces[i];
-      piece.scatter->encode(plan_.dtype, plan_.input + plan_.bytes(piece.offset), piece.numel,
-                            piece.first_index, plan_.rounding(kScatterPhase),
-                            to + piece.scatter_at);
-    }
+    encode_chunk(plan_, shard(), chunk, Way::kScatter, plan_.input, to);
   }
 
   // Rank's message of the chunk that is next to be summed; null if it is not here yet.
@@ -83,21 +83,9 @@ class OneShot : public Algorithm {
 
   bool reduce_next() {
     if (finished()) return false;
-    std::vector<const std::byte*> messages(plan_.size);
     for (int rank = 0; rank < plan_.size; ++rank)
-      if (!(messages[rank] = message(rank))) return false;
-    std::vector<Contribution> contributions(plan_.size);
-    const Chunk& chunk = chunks()[reduced_++];
-    for (size_t i = chunk.first_piece; i < chunk.last_piece; ++i) {
-      const Piece& piece = layout_.shard(0).pieces[i];
-      for (int rank = 0; rank < plan_.size; ++rank)
-        contributions[rank] = {messages[rank] + piece.scatter_at, false};
-      reducer_.reduce(plan_, piece, contributions, true,
-                      [&](const float* sum, int64_t first, int64_t numel) {
-                        kernels().convert(Dtype::kFloat32, sum, plan_.dtype,
-                                          plan_.output + plan_.bytes(piece.offset + first), numel);
-                      });
-    }
+      if (!(messages_[rank] = message(rank))) return false;
+    reducer_.to_values(shard(), chunks()[reduced_++], messages_, nullptr, plan_.output);
     if (!is_eager_) own_.pop_front();
     for (auto& queue : arrived_)
       if (!queue.empty()) queue.pop_front();
@@ -111,7 +99,8 @@ class OneShot : public Algorithm {
   size_t encoded_ = 0, reduced_ = 0;
   std::deque<BufferRef> own_;
   std::vector<std::deque<Arrival>> arrived_;
-  Reducer reducer_;
+  std::vector<const std::byte*> messages_;  // of one chunk, by rank
+  ChunkReducer reducer_;
 };
 
 }  // namespace

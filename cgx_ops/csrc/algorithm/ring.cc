@@ -13,8 +13,8 @@
 #include <deque>
 
 #include "algorithm/algorithm.h"
+#include "algorithm/chunks.h"
 #include "algorithm/layout.h"
-#include "algorithm/reduce.h"
 #include "algorithm/schedule.h"
 
 namespace cgx {
@@ -60,7 +60,8 @@ class RingAllreduce : public Algorithm {
         left_(ring_left(plan_.rank, plan_.size)),
         right_(ring_right(plan_.rank, plan_.size)),
         reduce_(layout_, plan_.rank, plan_.size, 1),
-        gather_(layout_, plan_.rank, plan_.size, 0) {
+        gather_(layout_, plan_.rank, plan_.size, 0),
+        reducer_(plan_) {
     for (const Walk& walk : {reduce_, gather_})
       for (Walk ahead = walk; !ahead.done(); ahead.advance()) ++awaited_;
   }
@@ -90,20 +91,12 @@ class RingAllreduce : public Algorithm {
 
  private:
   const Shard& starting_shard() const { return layout_.shard(left_); }
-  const std::byte* input(const Piece& piece) const {
-    return plan_.input + plan_.bytes(piece.offset);
-  }
-  std::byte* output(const Piece& piece) const { return plan_.output + plan_.bytes(piece.offset); }
 
   void start_next(Port& port) {
     const Shard& shard = starting_shard();
     const Chunk& chunk = shard.chunks[started_++];
     const BufferRef buffer = port.allocate(chunk.scatter_bytes);
-    for (size_t i = chunk.first_piece; i < chunk.last_piece; ++i) {
-      const Piece& piece = shard.pieces[i];
-      piece.scatter->encode(plan_.dtype, input(piece), piece.numel, piece.first_index,
-                            plan_.rounding(kScatterPhase), buffer->data + piece.scatter_at);
-    }
+    encode_chunk(plan_, shard, chunk, Way::kScatter, plan_.input, buffer->data);
     port.send(right_, kReduce, buffer, chunk.scatter_bytes);
   }
 
@@ -115,23 +108,11 @@ class RingAllreduce : public Algorithm {
     const Chunk& chunk = reduce_.chunk();
     const int64_t bytes = mine ? chunk.gather_bytes : chunk.scatter_bytes;
     const BufferRef buffer = port.allocate(bytes);
-    const Rounding rounding = plan_.rounding(mine ? kGatherPhase : kScatterPhase);
-    for (size_t i = chunk.first_piece; i < chunk.last_piece; ++i) {
-      const Piece& piece = shard.pieces[i];
-      const Compressor* compressor = mine ? piece.gather : piece.scatter;
-      const Contribution contributions[] = {{arrival.bytes.data() + piece.scatter_at, false},
-                                            {input(piece), true}};
-      reducer_.reduce(plan_, piece, contributions, mine,
-                      [&](const float* sum, int64_t first, int64_t numel) {
-                        std::byte* to = buffer->data + (mine ? piece.gather_at : piece.scatter_at) +
-                                        compressor->max_bytes(first);
-                        const int64_t encoded = compressor->encode(
-                            Dtype::kFloat32, sum, numel, piece.first_index + first, rounding, to);
-                        if (mine)
-                          compressor->decode(to, encoded, numel, plan_.dtype,
-                                             output(piece) + plan_.bytes(first));
-                      });
-    }
+    const std::byte* messages[] = {arrival.bytes.data(), nullptr};
+    if (mine)
+      reducer_.to_gather_message(shard, chunk, messages, plan_.input, buffer->data, plan_.output);
+    else
+      reducer_.to_scatter_message(shard, chunk, messages, plan_.input, buffer->data);
     reduce_.advance();
     port.send(right_, mine ? kGather : kReduce, buffer, bytes);
   }
@@ -145,13 +126,7 @@ class RingAllreduce : public Algorithm {
       port.send(right_, kGather, buffer, arrival.bytes.size());
     }
     const Shard& shard = layout_.shard(gather_.shard());
-    const Chunk& chunk = gather_.chunk();
-    for (size_t i = chunk.first_piece; i < chunk.last_piece; ++i) {
-      const Piece& piece = shard.pieces[i];
-      piece.gather->decode(arrival.bytes.data() + piece.gather_at,
-                           piece.gather->max_bytes(piece.numel), piece.numel, plan_.dtype,
-                           output(piece));
-    }
+    decode_chunk(plan_, shard, gather_.chunk(), arrival.bytes.data(), plan_.output);
     gather_.advance();
   }
 
@@ -162,7 +137,7 @@ class RingAllreduce : public Algorithm {
   size_t awaited_ = 0;  // messages from the left
   Walk reduce_, gather_;
   std::deque<Arrival> arrived_[2];
-  Reducer reducer_;
+  ChunkReducer reducer_;
 };
 
 }  // namespace

@@ -12,9 +12,8 @@
 #include <deque>
 
 #include "algorithm/algorithm.h"
+#include "algorithm/chunks.h"
 #include "algorithm/layout.h"
-#include "algorithm/reduce.h"
-#include "kernel/kernels.h"
 
 namespace cgx {
 namespace {
@@ -33,8 +32,10 @@ class Sra : public Algorithm {
         scatters_(plan_.verb != CGX_ALL_GATHER),
         gathers_(plan_.verb != CGX_REDUCE_SCATTER),
         contributions_(plan_.size),
+        messages_(plan_.size),
         gather_arrived_(plan_.size, 0),
-        decoded_(plan_.size, 0) {
+        decoded_(plan_.size, 0),
+        reducer_(plan_) {
     encode_peer_ = next_peer(plan_.rank);
     for (int owner = 0; owner < plan_.size; ++owner)
       longest_ = std::max(longest_, layout_.shard(owner).chunks.size());
@@ -88,14 +89,12 @@ class Sra : public Algorithm {
     return gathers_ && peer != plan_.rank && counts[peer] < layout_.shard(peer).chunks.size();
   }
 
-  // Where an element of a rank's shard is, in the input and in the output.
-  const std::byte* input(int owner, const Piece& piece) const {
-    const int64_t block = scatters_ ? layout_.block_offset(owner) : 0;
-    return plan_.input + plan_.bytes(block + piece.offset);
+  // Where the offsets of a rank's shard count from, in the input and in the output.
+  const std::byte* input(int owner) const {
+    return plan_.input + plan_.bytes(scatters_ ? layout_.block_offset(owner) : 0);
   }
-  std::byte* output(int owner, const Piece& piece) const {
-    const int64_t block = gathers_ ? layout_.block_offset(owner) : 0;
-    return plan_.output + plan_.bytes(block + piece.offset);
+  std::byte* output(int owner) const {
+    return plan_.output + plan_.bytes(gathers_ ? layout_.block_offset(owner) : 0);
   }
 
   // Phase 1, one message: chunk `encoded_` of the shard of peer `encode_peer_`. Chunks outermost,
@@ -105,12 +104,7 @@ class Sra : public Algorithm {
     if (encoded_ < shard.chunks.size()) {
       const Chunk& chunk = shard.chunks[encoded_];
       const BufferRef buffer = port.allocate(chunk.scatter_bytes);
-      for (size_t i = chunk.first_piece; i < chunk.last_piece; ++i) {
-        const Piece& piece = shard.pieces[i];
-        piece.scatter->encode(plan_.dtype, input(encode_peer_, piece), piece.numel,
-                              piece.first_index, plan_.rounding(kScatterPhase),
-                              buffer->data + piece.scatter_at);
-      }
+      encode_chunk(plan_, shard, chunk, Way::kScatter, input(encode_peer_), buffer->data);
       port.send(encode_peer_, kScatter, buffer, chunk.scatter_bytes);
     }
     encode_peer_ = next_peer(encode_peer_);
@@ -123,37 +117,23 @@ class Sra : public Algorithm {
   // Phase 2, one chunk of my shard.
   bool reduce_next(Port& port) {
     if (reduced_ == own_chunks().size()) return false;
-    for (int peer = 0; peer < plan_.size; ++peer)
-      if (peer != plan_.rank && contributions_[peer].empty()) return false;
+    for (int peer = 0; peer < plan_.size; ++peer) {
+      if (peer == plan_.rank) continue;
+      if (contributions_[peer].empty()) return false;
+      messages_[peer] = contributions_[peer].front().bytes.data();
+    }
     const Shard& shard = layout_.shard(plan_.rank);
-    const Chunk& chunk = shard.chunks[reduced_];
-    const BufferRef buffer = gathers_ ? port.allocate(chunk.gather_bytes) : nullptr;
-    std::vector<Contribution> contributions(plan_.size);
-    for (size_t i = chunk.first_piece; i < chunk.last_piece; ++i) {
-      const Piece& piece = shard.pieces[i];
-      for (int peer = 0; peer < plan_.size; ++peer)
-        contributions[peer] =
-            peer == plan_.rank
-                ? Contribution{input(peer, piece), true}
-                : Contribution{contributions_[peer].front().bytes.data() + piece.scatter_at, false};
-      reducer_.reduce(
-          plan_, piece, contributions, true, [&](const float* sum, int64_t first, int64_t numel) {
-            std::byte* out = output(plan_.rank, piece) + plan_.bytes(first);
-            if (!gathers_) {
-              kernels().convert(Dtype::kFloat32, sum, plan_.dtype, out, numel);
-              return;
-            }
-            std::byte* to = buffer->data + piece.gather_at + piece.gather->max_bytes(first);
-            const int64_t bytes =
-                piece.gather->encode(Dtype::kFloat32, sum, numel, piece.first_index + first,
-                                     plan_.rounding(kGatherPhase), to);
-            piece.gather->decode(to, bytes, numel, plan_.dtype, out);
-          });
+    const Chunk& chunk = shard.chunks[reduced_++];
+    const std::byte* own = input(plan_.rank);
+    if (gathers_) {
+      const BufferRef buffer = port.allocate(chunk.gather_bytes);
+      reducer_.to_gather_message(shard, chunk, messages_, own, buffer->data, output(plan_.rank));
+      send_to_all(port, buffer, chunk.gather_bytes);
+    } else {
+      reducer_.to_values(shard, chunk, messages_, own, output(plan_.rank));
     }
     for (auto& queue : contributions_)
       if (!queue.empty()) queue.pop_front();
-    ++reduced_;
-    if (gathers_) send_to_all(port, buffer, chunk.gather_bytes);
     return true;
   }
 
@@ -163,14 +143,8 @@ class Sra : public Algorithm {
     const Shard& shard = layout_.shard(plan_.rank);
     const Chunk& chunk = shard.chunks[reduced_++];
     const BufferRef buffer = port.allocate(chunk.gather_bytes);
-    for (size_t i = chunk.first_piece; i < chunk.last_piece; ++i) {
-      const Piece& piece = shard.pieces[i];
-      const int64_t bytes = piece.gather->encode(plan_.dtype, input(plan_.rank, piece), piece.numel,
-                                                 piece.first_index, plan_.rounding(kGatherPhase),
-                                                 buffer->data + piece.gather_at);
-      piece.gather->decode(buffer->data + piece.gather_at, bytes, piece.numel, plan_.dtype,
-                           output(plan_.rank, piece));
-    }
+    encode_chunk(plan_, shard, chunk, Way::kGather, input(plan_.rank), buffer->data);
+    decode_chunk(plan_, shard, chunk, buffer->data, output(plan_.rank));
     send_to_all(port, buffer, chunk.gather_bytes);
     return true;
   }
@@ -187,12 +161,7 @@ class Sra : public Algorithm {
     gathered_.pop_front();
     const Shard& shard = layout_.shard(arrival.source);
     const Chunk& chunk = shard.chunks[decoded_[arrival.source]++];
-    for (size_t i = chunk.first_piece; i < chunk.last_piece; ++i) {
-      const Piece& piece = shard.pieces[i];
-      piece.gather->decode(arrival.bytes.data() + piece.gather_at,
-                           piece.gather->max_bytes(piece.numel), piece.numel, plan_.dtype,
-                           output(arrival.source, piece));
-    }
+    decode_chunk(plan_, shard, chunk, arrival.bytes.data(), output(arrival.source));
     return true;
   }
 
@@ -203,11 +172,13 @@ class Sra : public Algorithm {
   size_t encoded_ = 0;  // chunk that phase 1 is at
   int encode_peer_;
   std::vector<std::deque<Arrival>> contributions_;  // of my shard, by source
-  size_t reduced_ = 0;                              // chunks of my shard that are done
+  // Of the chunk that is being reduced, by source; null: my own, raw values.
+  std::vector<const std::byte*> messages_;
+  size_t reduced_ = 0;  // chunks of my shard that are done
   std::deque<Arrival> gathered_;
   std::vector<size_t> gather_arrived_,
       decoded_;  // chunks of each owner's shard that are in the output
-  Reducer reducer_;
+  ChunkReducer reducer_;
 };
 
 }  // namespace

@@ -37,12 +37,14 @@ cgx_algorithm_t pick_algorithm(const Plan& plan) {
     cgx_algorithm_t algorithm;
   };
   static constexpr Row kRows[] = {{kEagerBytes, CGX_ONE_SHOT}, {INT64_MAX, CGX_SRA}};
+  const Row* row = kRows;
   int64_t bytes = 0;
-  for (const auto& segment : plan.segments)
+  for (const auto& segment : plan.segments) {
+    if (row->bytes == INT64_MAX) break;  // long lists need not be sized to their end
     bytes += make_compressor(segment.scatter)->max_bytes(segment.numel);
-  for (const auto& row : kRows)
-    if (bytes <= row.bytes) return row.algorithm;
-  return CGX_SRA;
+    while (bytes > row->bytes) ++row;
+  }
+  return row->algorithm;
 }
 
 }  // namespace cgx

@@ -25,10 +25,16 @@ inline constexpr int kExactBits = 32;
 
 inline int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
+enum class RoundingMode : int32_t {
+  kNearest = CGX_NEAREST,
+  kStochastic = CGX_STOCHASTIC,
+  kShift = CGX_SHIFT
+};
+
 // How an encoder rounds. The Philox counter of element i of a segment is made of (i, rank, phase),
 // the key is the seed: noise depends on neither threads nor chunks.
 struct Rounding {
-  bool stochastic = false;
+  RoundingMode mode = RoundingMode::kNearest;
   uint64_t seed = 0;
   uint32_t rank = 0;
   uint32_t phase = 0;

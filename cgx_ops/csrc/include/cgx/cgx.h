@@ -3,9 +3,10 @@
  *   1. status codes and the error text
  *   2. the process: init, finalize, describe
  *   3. communicators, as small integers in one process-wide registry
- *   4. collectives: start, test, wait
- *   5. the codec alone, for tests and tools
- *   6. an inline C++ face: cgx::check() throws in the caller's own module
+ *   4. collectives: start, test, notify, wait
+ *   5. an allreduce whose bytes the caller carries: torch's or XLA's own collectives
+ *   6. the codec alone, for tests and tools
+ *   7. an inline C++ face: cgx::check() throws in the caller's own module
  *
  * No exception crosses this border: every function returns a status, and the text of the calling
  * thread's last failure is cgx_last_error(). Structs begin with struct_size = sizeof(the struct);
@@ -72,7 +73,7 @@ typedef struct cgx_bootstrap_t {
   int32_t size;
   cgx_allgather_t allgather;
   void* context;         /* passed to allgather; not used after cgx_comm_create returns */
-  const char* name;      /* unique among this process's live communicators */
+  const char* name;      /* unique among this process's live communicators; not "world" */
   const char* transport; /* "AUTO", "SHM", "MPI"; NULL: COMMUNICATOR_TYPE, else AUTO */
   double timeout_s;      /* default deadline of its collectives; <= 0: CGX_TIMEOUT, else 300 */
 } cgx_bootstrap_t;
@@ -82,10 +83,19 @@ typedef struct cgx_comm_info_t {
   int32_t rank;
   int32_t size;
   int32_t closed;        /* 1 after a failure or cgx_comm_close */
-  const char* name;      /* valid while the communicator is */
+  const char* name;      /* valid until this thread's next cgx_comm_info */
   const char* transport; /* "self", "thread", "shm", "mpi" */
   int64_t bytes_sent;    /* what this rank handed to peers since creation, headers included */
   int64_t collectives;   /* completed without error since creation */
+  /* Of those `collectives`, on this rank, summed. They overlap, so the times may exceed the
+   * clock's. One rank alone sends nothing: it copies, which counts as move_ns. */
+  int64_t bytes_in;    /* of the segments' values in `input`, as they were given */
+  int64_t agree_ns;    /* from the start until every rank's header was here and equal */
+  int64_t move_ns;     /* from then until the end: callbacks and waiters not included */
+  int64_t compute_ns;  /* of both, inside the algorithm: encode, sum, decode, hand over */
+  int64_t bytes_plain; /* what they would send uncompressed, by the algorithms that send least, for
+                        * n ranks: bytes_in times 2(n-1)/n (allreduce), (n-1)/n (reduce_scatter) or
+                        * n-1 (all_gather) */
 } cgx_comm_info_t;
 
 /* Collective over the ranks of the bootstrap. */
@@ -104,6 +114,8 @@ CGX_API cgx_status_t cgx_comm_split(int32_t comm, int32_t color, int32_t key, co
 CGX_API cgx_status_t cgx_comm_group(int32_t comm, const int32_t* ranks, int32_t num_ranks,
                                     const char* name, int32_t* out);
 CGX_API cgx_status_t cgx_comm_find(const char* name, int32_t* comm);
+/* The communicator with the smallest id above `after`, or -1: start with after = -1 to list all. */
+CGX_API cgx_status_t cgx_comm_next(int32_t after, int32_t* comm);
 CGX_API cgx_status_t cgx_comm_info(int32_t comm, cgx_comm_info_t* info);
 /* Waits (bounded) until peers have read what was sent to them, then frees. Not collective. */
 CGX_API cgx_status_t cgx_comm_close(int32_t comm);
@@ -129,7 +141,9 @@ typedef enum cgx_algorithm_t {
   CGX_SRA = 2,
   CGX_RING = 3
 } cgx_algorithm_t;
-typedef enum cgx_rounding_t { CGX_NEAREST = 0, CGX_STOCHASTIC = 1 } cgx_rounding_t;
+/* CGX_SHIFT: every bucket's grid is shifted by one random fraction of a step, then values round to
+ * the nearest (QSDP). Unbiased as stochastic rounding, at the error of nearest. */
+typedef enum cgx_rounding_t { CGX_NEAREST = 0, CGX_STOCHASTIC = 1, CGX_SHIFT = 2 } cgx_rounding_t;
 
 /* A run of elements with its own compression. Bucket grid, minimal_size and noise index restart at
  * each segment. Segments must not overlap. */
@@ -152,7 +166,7 @@ typedef struct cgx_collective_t {
   int32_t gather_bits; /* bits of the reduced values on their way back; 0: as the segment's */
   int32_t skip_incomplete_buckets; /* 1: a segment's last bucket, if not full, travels exact */
   int64_t minimal_size; /* segments of fewer than max(16, minimal_size) elements travel exact */
-  int64_t seed;         /* of stochastic rounding; ranks need not agree on it */
+  int64_t seed;         /* of stochastic and shift rounding; ranks need not agree on it */
   /* allreduce: output may be input. reduce_scatter: input holds `size` blocks of block_numel
    * elements, output one block. all_gather: the reverse. Segments lie inside a block. */
   const void* input;
@@ -167,8 +181,9 @@ typedef struct cgx_collective_t {
 
 typedef struct cgx_request_t cgx_request_t;
 
-/* Called once, from some thread that must not be blocked (the progress thread or a waiter):
- * `message` is valid during the call and "" on success. */
+/* Called once, from some thread that must not be blocked (the progress thread, a waiter, or the
+ * caller of the function that it was given to): `message` is valid during the call and "" on
+ * success. */
 typedef void (*cgx_callback_t)(void* context, cgx_status_t status, const char* message);
 
 /* Never blocks on a peer. Buffers, not the structs, must outlive the collective. With a callback
@@ -178,6 +193,11 @@ typedef void (*cgx_callback_t)(void* context, cgx_status_t status, const char* m
 CGX_API cgx_status_t cgx_start(const cgx_collective_t* collective, cgx_callback_t callback,
                                void* context, cgx_request_t** request);
 CGX_API cgx_status_t cgx_test(cgx_request_t* request, int32_t* done);
+/* Has callback called when the collective ends; at once, on this thread, if it has. Once per
+ * request (then CGX_INVALID_ARGUMENT), which must still be given to cgx_wait, after this has
+ * returned or from what callback sets off, on another thread; cgx_wait returns after the callback
+ * has. */
+CGX_API cgx_status_t cgx_notify(cgx_request_t* request, cgx_callback_t callback, void* context);
 /* Blocks until the collective ends (its deadline bounds this) and frees the request. */
 CGX_API cgx_status_t cgx_wait(cgx_request_t* request);
 /* cgx_start and cgx_wait in one: spares waking the progress thread. */
@@ -193,7 +213,41 @@ typedef struct cgx_plan_t {
 } cgx_plan_t;
 CGX_API cgx_status_t cgx_plan(const cgx_collective_t* collective, cgx_plan_t* plan);
 
-/* ---- 5. the codec alone ------------------------------------------------------------------- */
+/* ---- 5. an allreduce that the caller carries ------------------------------------------------ */
+
+/* The steps of an allreduce between its exchanges, for callers who move bytes themselves: same bits
+ * as cgx_run, same bytes. call->comm and call->name are ignored, call->verb must be allreduce and
+ * the algorithm auto, one_shot or sra. `rank` and `size` are the caller's own.
+ *
+ *   sra       encode -> all-to-all (rank p gets scatter_bytes[p] from each other rank, nothing from
+ *             itself) -> reduce -> all-gather (gather_bytes[p] from rank p) -> decode
+ *   one_shot  encode -> all-gather (gather_bytes, equal everywhere) -> decode, which sums
+ *
+ * One rank alone carries nothing: decode copies input to output.
+ *
+ * Messages lie end to end in rank order. In the input of decode, rank p's begins at p * stride. */
+typedef struct cgx_carried_t {
+  size_t struct_size;
+  int32_t rank;
+  int32_t size;
+  const cgx_collective_t* call;
+} cgx_carried_t;
+
+/* Which algorithm it is (resolved from auto), and bytes[size] each. one_shot: scatter_bytes are 0.
+ */
+CGX_API cgx_status_t cgx_carried_plan(const cgx_carried_t* carried, int32_t* algorithm,
+                                      int64_t* scatter_bytes, int64_t* gather_bytes);
+/* Reads call->input; writes the messages for the other ranks, or one_shot's one message for all. */
+CGX_API cgx_status_t cgx_carried_encode(const cgx_carried_t* carried, void* messages);
+/* sra only: reads call->input (this rank's own values) and what arrived; writes the reduced shard's
+ * message for all. */
+CGX_API cgx_status_t cgx_carried_reduce(const cgx_carried_t* carried, const void* arrived,
+                                        void* message);
+/* Writes call->output. */
+CGX_API cgx_status_t cgx_carried_decode(const cgx_carried_t* carried, const void* gathered,
+                                        int64_t stride);
+
+/* ---- 6. the codec alone ------------------------------------------------------------------- */
 
 typedef struct cgx_codec_t {
   size_t struct_size;
@@ -217,7 +271,7 @@ CGX_API cgx_status_t cgx_dequantize(const cgx_codec_t* codec, const void* bytes,
 #ifdef __cplusplus
 } /* extern "C" */
 
-/* ---- 6. C++ face -------------------------------------------------------------------------- */
+/* ---- 7. C++ face -------------------------------------------------------------------------- */
 
 #include <stdexcept>
 #include <string>

@@ -1,6 +1,6 @@
-// The noise of stochastic rounding, in blocks of 128 elements (docs/wire_format.md, section 4):
-// sixteen Philox counters in the lanes of vector registers give eight elements each. The block made
-// last is kept, since short buckets need one block many times.
+// The noise of stochastic and shift rounding, in blocks of 128 elements (docs/wire_format.md,
+// section 4): sixteen Philox counters in the lanes of vector registers give eight elements each.
+// The block made last is kept, since short buckets need one block many times.
 #pragma once
 
 #include <cstdint>

@@ -33,7 +33,8 @@ constexpr int64_t field_bytes(int64_t numel, int bits) {
 // ---- 1. range ----
 
 struct Range {
-  Header header;
+  float lo;
+  float step;
   float inverse;  // 0: all levels are 0
 };
 
@@ -58,11 +59,11 @@ Range range_of(const Stored<typename Value::Bits>* __restrict values, int64_t n,
   // Any NaN or infinity is at an end of the order.
   if (!is_finite(lo) || !is_finite(hi) || !is_finite(extent)) {
     const float nan = __builtin_bit_cast(float, kFloat32Nan);
-    return {{nan, nan}, 0.0f};
+    return {nan, nan, 0.0f};
   }
   const float step = extent / static_cast<float>((1 << bits) - 1);
   const float inverse = 1.0f / step;
-  return {{lo, step}, step == 0.0f || !is_finite(inverse) ? 0.0f : inverse};
+  return {lo, step, step == 0.0f || !is_finite(inverse) ? 0.0f : inverse};
 }
 
 // ---- 2. encode ----
@@ -72,12 +73,12 @@ template <typename Value, typename Addend>
 [[gnu::always_inline]] inline void levels_of(const Stored<typename Value::Bits>* __restrict values,
                                              int64_t n, const Range& range, int32_t highest,
                                              const Addend& r, uint8_t* __restrict levels) {
-  const float min = range.header.min;
+  const float lo = range.lo;
   const float inverse = range.inverse;
   for (int64_t i = 0; i < n; ++i) {
     // Not negative, and little more than `highest`: truncation is floor and cannot overflow.
     const int32_t level =
-        static_cast<int32_t>((Value::widen(values[i].value) - min) * inverse + r(i));
+        static_cast<int32_t>((Value::widen(values[i].value) - lo) * inverse + r(i));
     levels[i] = static_cast<uint8_t>(level < highest ? level : highest);
   }
 }
@@ -93,7 +94,13 @@ void quantize_as(const std::byte* bytes, const BucketRun& run, const Rounding& r
   for (int64_t start = 0; start < run.numel; start += run.bucket_size) {
     const int64_t n = at_most(run.bucket_size, run.numel - start);
     const Range range = range_of<Value>(values + start, n, run.bits);
-    __builtin_memcpy(records, &range.header, sizeof(Header));
+    Header header{range.lo, range.step};
+    float r = 0.5f;
+    if (rounding.mode == RoundingMode::kShift && range.inverse != 0.0f) {
+      r = *noise.at(static_cast<uint64_t>(run.first_index + start));
+      header.min = range.lo + (0.5f - r) * range.step;
+    }
+    __builtin_memcpy(records, &header, sizeof(Header));
     std::byte* field = records + sizeof(Header);
     records = field + field_bytes(n, run.bits);
     if (range.inverse == 0.0f) {
@@ -103,15 +110,16 @@ void quantize_as(const std::byte* bytes, const BucketRun& run, const Rounding& r
     for (int64_t i = 0; i < n; i += kTile) {
       const int64_t tile = at_most(kTile, n - i);
       const auto* from = values + start + i;
-      if (!rounding.stochastic) {
-        levels_of<Value>(from, tile, range, highest, [](int64_t) { return 0.5f; }, levels);
+      if (rounding.mode != RoundingMode::kStochastic) {
+        levels_of<Value>(from, tile, range, highest, [r](int64_t) { return r; }, levels);
       } else {
         for (int64_t done = 0; done < tile;) {
           const auto index = static_cast<uint64_t>(run.first_index + start + i + done);
-          const float* r = noise.at(index);
+          const float* own = noise.at(index);
           const int64_t piece = at_most(Noise::left(index), tile - done);
           levels_of<Value>(
-              from + done, piece, range, highest, [r](int64_t j) { return r[j]; }, levels + done);
+              from + done, piece, range, highest, [own](int64_t j) { return own[j]; },
+              levels + done);
           done += piece;
         }
       }

@@ -1,0 +1,32 @@
+// The arithmetic of an allreduce between exchanges that the caller makes (cgx.h, section 5): what
+// sra and one_shot do with values and messages, without a port.
+#pragma once
+
+#include "algorithm/layout.h"
+#include "plan.h"
+
+namespace cgx {
+
+class Carried {
+ public:
+  // Throws Error(CGX_INVALID_ARGUMENT or CGX_UNSUPPORTED).
+  Carried(const cgx_collective_t& call, int rank, int size, BuffersUsed used);
+
+  cgx_algorithm_t algorithm() const { return plan_.algorithm; }
+  // To `owner` from each other rank, and from `owner` to everyone.
+  int64_t scatter_bytes(int owner) const;
+  int64_t gather_bytes(int owner) const;
+
+  void encode(std::byte* messages) const;
+  void reduce(const std::byte* arrived, std::byte* message) const;
+  void decode(const std::byte* gathered, int64_t stride) const;
+
+ private:
+  bool one_shot() const { return plan_.algorithm == CGX_ONE_SHOT; }
+  void copy_through() const;
+
+  const Plan plan_;
+  const Layout layout_;
+};
+
+}  // namespace cgx

@@ -1,0 +1,91 @@
+#include "algorithm/chunks.h"
+
+#include "kernel/kernels.h"
+
+namespace cgx {
+namespace {
+
+struct Encoding {
+  const Compressor* compressor;
+  int64_t at;  // bytes, in the chunk's message
+  uint32_t phase;
+};
+
+Encoding encoding(const Piece& piece, Way way) {
+  if (way == Way::kScatter) return {piece.scatter, piece.scatter_at, kScatterPhase};
+  return {piece.gather, piece.gather_at, kGatherPhase};
+}
+
+// Encodes a block of sums, `first` elements into the piece. Returns where, and how many bytes.
+std::span<const std::byte> encode_sums(const Plan& plan, const Piece& piece, Way way,
+                                       const float* sums, int64_t first, int64_t numel,
+                                       std::byte* message) {
+  const auto [compressor, at, phase] = encoding(piece, way);
+  std::byte* to = message + at + compressor->max_bytes(first);
+  const int64_t bytes = compressor->encode(Dtype::kFloat32, sums, numel, piece.first_index + first,
+                                           plan.rounding(phase), to);
+  return {to, static_cast<size_t>(bytes)};
+}
+
+}  // namespace
+
+void encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way way,
+                  const std::byte* input, std::byte* message) {
+  for (const Piece& piece : shard.pieces_of(chunk)) {
+    const auto [compressor, at, phase] = encoding(piece, way);
+    compressor->encode(plan.dtype, input + plan.bytes(piece.offset), piece.numel, piece.first_index,
+                       plan.rounding(phase), message + at);
+  }
+}
+
+void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk,
+                  const std::byte* message, std::byte* output) {
+  for (const Piece& piece : shard.pieces_of(chunk))
+    piece.gather->decode(message + piece.gather_at, piece.gather->max_bytes(piece.numel),
+                         piece.numel, plan.dtype, output + plan.bytes(piece.offset));
+}
+
+template <typename Emit>
+void ChunkReducer::reduce(const Shard& shard, const Chunk& chunk, Messages messages,
+                          const std::byte* own, bool divide, const Emit& emit) {
+  contributions_.resize(messages.size());
+  for (const Piece& piece : shard.pieces_of(chunk)) {
+    for (size_t i = 0; i < messages.size(); ++i)
+      contributions_[i] = messages[i] ? Contribution{messages[i] + piece.scatter_at, false}
+                                      : Contribution{own + plan_.bytes(piece.offset), true};
+    reducer_.reduce(
+        plan_, piece, contributions_, divide,
+        [&](const float* sums, int64_t first, int64_t numel) { emit(piece, sums, first, numel); });
+  }
+}
+
+void ChunkReducer::to_values(const Shard& shard, const Chunk& chunk, Messages messages,
+                             const std::byte* own, std::byte* output) {
+  reduce(shard, chunk, messages, own, true,
+         [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
+           kernels().convert(Dtype::kFloat32, sums, plan_.dtype,
+                             output + plan_.bytes(piece.offset + first), numel);
+         });
+}
+
+void ChunkReducer::to_gather_message(const Shard& shard, const Chunk& chunk, Messages messages,
+                                     const std::byte* own, std::byte* message, std::byte* output) {
+  reduce(shard, chunk, messages, own, true,
+         [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
+           const auto encoded =
+               encode_sums(plan_, piece, Way::kGather, sums, first, numel, message);
+           if (output)
+             piece.gather->decode(encoded.data(), encoded.size(), numel, plan_.dtype,
+                                  output + plan_.bytes(piece.offset + first));
+         });
+}
+
+void ChunkReducer::to_scatter_message(const Shard& shard, const Chunk& chunk, Messages messages,
+                                      const std::byte* own, std::byte* message) {
+  reduce(shard, chunk, messages, own, false,
+         [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
+           encode_sums(plan_, piece, Way::kScatter, sums, first, numel, message);
+         });
+}
+
+}  // namespace cgx

@@ -1,0 +1,57 @@
+// What is done with one chunk of a shard, piece by piece: the same in every algorithm, whoever
+// carries the messages.
+//
+//   encode_chunk   values -> message
+//   decode_chunk   message -> values
+//   ChunkReducer   messages of several ranks -> their sum, as values or as one message
+//
+// `input`, `own` and `output` point to where the offsets of the shard's pieces count from.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "algorithm/layout.h"
+#include "algorithm/reduce.h"
+#include "plan.h"
+
+namespace cgx {
+
+// A rank's own values on their way to the owner, or reduced values on their way back.
+enum class Way { kScatter, kGather };
+
+void encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way way,
+                  const std::byte* input, std::byte* message);
+
+// Of reduced values.
+void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk,
+                  const std::byte* message, std::byte* output);
+
+class ChunkReducer {
+ public:
+  // The ranks' kScatter messages of one chunk, in the order in which they are summed; null stands
+  // for this rank's own values, which are at `own`.
+  using Messages = std::span<const std::byte* const>;
+
+  explicit ChunkReducer(const Plan& plan) : plan_(plan) {}
+
+  void to_values(const Shard& shard, const Chunk& chunk, Messages messages, const std::byte* own,
+                 std::byte* output);
+  // `output`, if not null, gets what the message decodes to.
+  void to_gather_message(const Shard& shard, const Chunk& chunk, Messages messages,
+                         const std::byte* own, std::byte* message, std::byte* output);
+  // A partial sum, for the next rank to add to: avg is not divided.
+  void to_scatter_message(const Shard& shard, const Chunk& chunk, Messages messages,
+                          const std::byte* own, std::byte* message);
+
+ private:
+  template <typename Emit>
+  void reduce(const Shard& shard, const Chunk& chunk, Messages messages, const std::byte* own,
+              bool divide, const Emit& emit);
+
+  const Plan& plan_;
+  Reducer reducer_;
+  std::vector<Contribution> contributions_;
+};
+
+}  // namespace cgx

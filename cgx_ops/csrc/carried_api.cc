@@ -1,0 +1,54 @@
+// The functions of cgx.h, section 5. Buffers that a step does not read or write may be null.
+#include "algorithm/carried.h"
+#include "api.h"
+
+namespace {
+
+using namespace cgx;
+
+Carried make_carried(const cgx_carried_t* carried, BuffersUsed used) {
+  check_struct(carried, "cgx_carried_t");
+  check_struct(carried->call, "cgx_collective_t");
+  // One rank alone has nothing to carry: decode copies input to output.
+  if (carried->size == 1) used.input = used.output;
+  return {*carried->call, carried->rank, carried->size, used};
+}
+
+}  // namespace
+
+cgx_status_t cgx_carried_plan(const cgx_carried_t* carried, int32_t* algorithm,
+                              int64_t* scatter_bytes, int64_t* gather_bytes) {
+  return guarded([&] {
+    const Carried made = make_carried(carried, {.input = false, .output = false});
+    require(algorithm && scatter_bytes && gather_bytes, CGX_INVALID_ARGUMENT,
+            "algorithm, scatter_bytes or gather_bytes is a null pointer; give one int32 and twice "
+            "`size` int64");
+    *algorithm = made.algorithm();
+    for (int32_t rank = 0; rank < carried->size; ++rank) {
+      scatter_bytes[rank] = made.scatter_bytes(rank);
+      gather_bytes[rank] = made.gather_bytes(rank);
+    }
+  });
+}
+
+cgx_status_t cgx_carried_encode(const cgx_carried_t* carried, void* messages) {
+  return guarded([&] {
+    make_carried(carried, {.input = true, .output = false})
+        .encode(static_cast<std::byte*>(messages));
+  });
+}
+
+cgx_status_t cgx_carried_reduce(const cgx_carried_t* carried, const void* arrived, void* message) {
+  return guarded([&] {
+    make_carried(carried, {.input = true, .output = false})
+        .reduce(static_cast<const std::byte*>(arrived), static_cast<std::byte*>(message));
+  });
+}
+
+cgx_status_t cgx_carried_decode(const cgx_carried_t* carried, const void* gathered,
+                                int64_t stride) {
+  return guarded([&] {
+    make_carried(carried, {.input = false, .output = true})
+        .decode(static_cast<const std::byte*>(gathered), stride);
+  });
+}

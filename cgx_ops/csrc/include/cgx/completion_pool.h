@@ -1,0 +1,74 @@
+// A pool of threads that tell frameworks of collectives that ended.
+//
+// What a framework does then may block: XLA resumes a program inline, on the thread that completes
+// its future, and torch runs the callbacks of a future there, which may wait for other collectives.
+// So the core's progress thread, which calls back when a collective ends, may do none of it, and no
+// thread may take up a second completion while it is inside a first. The pool therefore starts a
+// thread whenever no idle one is left for the work at hand; threads that stay idle leave.
+//
+// Header only: each binding has a pool of its own.
+#ifndef CGX_COMPLETION_POOL_H_
+#define CGX_COMPLETION_POOL_H_
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace cgx {
+
+class CompletionPool {
+ public:
+  // Lives until the process ends: frameworks may still run when static objects are destroyed.
+  static CompletionPool& get() {
+    static CompletionPool* pool = new CompletionPool;
+    return *pool;
+  }
+
+  // Runs `work` soon, on a thread that has nothing else to do. Never blocks.
+  void run(std::function<void()> work) {
+    const std::lock_guard lock(mutex_);
+    queue_.push_back(std::move(work));
+    // Every idle thread takes one item, so items beyond them need threads of their own.
+    if (queue_.size() > idle_) {
+      std::thread([this] { loop(); }).detach();
+    } else {
+      wake_.notify_one();
+    }
+  }
+
+ private:
+  static constexpr auto kIdleTime = std::chrono::seconds(30);
+
+  void loop() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      if (queue_.empty()) {
+        ++idle_;
+        wake_.wait_for(lock, kIdleTime, [this] { return !queue_.empty(); });
+        --idle_;
+        if (queue_.empty()) return;
+      }
+      {
+        std::function<void()> work = std::move(queue_.front());
+        queue_.pop_front();
+        lock.unlock();
+        work();
+      }  // what the work holds is released without the mutex
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::function<void()>> queue_;
+  size_t idle_ = 0;  // threads that wait in wake_, counted until they hold the mutex again
+};
+
+}  // namespace cgx
+
+#endif  // CGX_COMPLETION_POOL_H_

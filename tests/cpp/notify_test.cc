@@ -1,0 +1,225 @@
+// cgx_notify: a callback is called exactly once, with what the collective ended with, whenever it
+// is given: before the end, after it, or as it happens. Run under ThreadSanitizer and
+// AddressSanitizer by `make sanitize`.
+#include <atomic>
+#include <chrono>
+#include <semaphore>
+
+#include "ranks.h"
+
+namespace {
+
+const char* const kTransports[] = {"AUTO", "SHM"};
+constexpr auto kDeadline = std::chrono::seconds(20);
+
+// What a callback was told. It outlives the callback only because cgx_wait waits for that.
+struct Told {
+  std::atomic<int> calls{0};
+  cgx_status_t status = CGX_INTERNAL;
+  std::string message = "?";
+  std::thread::id thread;
+  std::binary_semaphore called{0};
+
+  static void call(void* context, cgx_status_t status, const char* message) {
+    auto* told = static_cast<Told*>(context);
+    told->status = status;
+    told->message = message;
+    told->thread = std::this_thread::get_id();
+    ++told->calls;
+    told->called.release();
+  }
+  void notify(cgx_request_t* request) { ok(cgx_notify(request, call, this)); }
+  void expect(cgx_status_t wanted) {
+    CHECK(called.try_acquire_for(kDeadline), "never called");
+    CHECK(calls == 1 && status == wanted, "%d calls, status %d: %s", calls.load(), status,
+          message.c_str());
+  }
+};
+
+int32_t is_done(cgx_request_t* request) {
+  int32_t done = 0;
+  ok(cgx_test(request, &done));
+  return done;
+}
+
+// Nobody waits: the progress thread brings the collective to its end, and calls.
+void test_before_the_end(const char* transport) {
+  const Ranks ranks(2, transport, 60, "before");
+  std::binary_semaphore asked(0);
+  ranks.run([&](int rank, int32_t comm) {
+    std::vector<float> values(100'000, 1.0f);
+    if (rank == 1) CHECK(asked.try_acquire_for(kDeadline), "rank 0 is stuck");
+    cgx_request_t* request = Allreduce(comm, &values, 4).start();
+    Told told;
+    told.notify(request);
+    if (rank == 0) {
+      CHECK(told.calls == 0 && !is_done(request), "rank 1 has not started it");
+      asked.release();
+    }
+    told.expect(CGX_OK);
+    CHECK(told.message.empty(), "%s", told.message.c_str());
+    CHECK(values[0] == 2.0f && values.back() == 2.0f, "%g", values[0]);
+    ok(cgx_wait(request));
+    CHECK(told.calls == 1, "%d", told.calls.load());
+  });
+}
+
+void expect_call_at_once(cgx_request_t* request) {
+  Told told;
+  told.notify(request);
+  CHECK(told.calls == 1 && told.thread == std::this_thread::get_id(), "%d", told.calls.load());
+  told.expect(CGX_OK);
+  ok(cgx_wait(request));
+}
+
+void test_after_the_end(const char* transport) {
+  for (const int size : {1, 2}) {
+    const Ranks ranks(size, transport, 60, "after");
+    ranks.run([&](int, int32_t comm) {
+      std::vector<float> values(1000, 1.0f);
+      cgx_request_t* request = Allreduce(comm, &values, 4).start();
+      while (!is_done(request)) std::this_thread::yield();
+      expect_call_at_once(request);
+    });
+  }
+}
+
+void test_once_per_request(const char* transport) {
+  const Ranks ranks(2, transport, 60, "once");
+  ranks.run([&](int, int32_t comm) {
+    std::vector<float> values(1000, 1.0f);
+    cgx_request_t* request = Allreduce(comm, &values, 4).start();
+    CHECK(cgx_notify(request, nullptr, nullptr) == CGX_INVALID_ARGUMENT, "%s", cgx_last_error());
+    Told first, second;
+    first.notify(request);
+    CHECK(cgx_notify(request, Told::call, &second) == CGX_INVALID_ARGUMENT, "%s", cgx_last_error());
+    first.expect(CGX_OK);
+    CHECK(cgx_notify(request, Told::call, &second) == CGX_INVALID_ARGUMENT, "%s", cgx_last_error());
+    ok(cgx_wait(request));
+    CHECK(second.calls == 0, "%d", second.calls.load());
+  });
+}
+
+// A deadline, a peer that leaves, and this rank's own close: the callback gets what cgx_wait tells.
+void test_failures(const char* transport) {
+  struct Failure {
+    cgx_status_t status;
+    const char* text;
+    double timeout_s;
+    void (*cause)(const Ranks&);
+  };
+  const Failure failures[] = {
+      {CGX_TIMEOUT, "rank 1 has not started it", 0.2, [](const Ranks&) {}},
+      {CGX_PEER_FAILED, "rank 1", 60, [](const Ranks& r) { ok(cgx_comm_close(r.comms[1])); }},
+      {CGX_CLOSED, "closed on this rank", 60,
+       [](const Ranks& r) { ok(cgx_comm_close(r.comms[0])); }},
+  };
+  for (const auto& failure : failures) {
+    for (const bool before : {true, false}) {
+      Ranks ranks(2, transport, 60, "failures");
+      std::vector<float> values(1000, 1.0f);
+      Allreduce allreduce(ranks.comms[0], &values, 4, "lonely");
+      allreduce.call.timeout_s = failure.timeout_s;
+      cgx_request_t* request = allreduce.start();
+      Told told;
+      if (before) told.notify(request);
+      failure.cause(ranks);
+      const auto begin = std::chrono::steady_clock::now();
+      while (!is_done(request))
+        CHECK(std::chrono::steady_clock::now() - begin < kDeadline, "%s", failure.text);
+      if (!before) told.notify(request);
+      told.expect(failure.status);
+      CHECK(told.message.find(failure.text) != std::string::npos, "%s", told.message.c_str());
+      CHECK(cgx_wait(request) == failure.status, "%s", cgx_last_error());
+      CHECK(told.message == cgx_last_error(), "%s", cgx_last_error());
+      for (const int32_t comm : ranks.comms) cgx_comm_close(comm);  // one of them is already
+      ranks.comms.clear();
+    }
+  }
+}
+
+// Collectives that end at any moment between their start and what follows notify: another thread of
+// the rank, which waits for one that the peer starts last of all, brings them to their end.
+void test_races(const char* transport) {
+  constexpr int kRounds = 150, kTogether = 16;
+  const Ranks ranks(2, transport, 60, "races");
+  std::atomic<int> at_once{0}, later{0};
+  ranks.run([&](int rank, int32_t comm) {
+    const auto last_of = [&](int waiting) {
+      std::vector<float> values(2000, 1.0f);
+      ok(Allreduce(comm, &values, 4, "last of " + std::to_string(waiting)).run());
+    };
+    std::thread driver(last_of, rank);
+    std::vector<std::vector<float>> values(kTogether);
+    std::vector<cgx_request_t*> requests(kTogether);
+    for (int round = 0; round < kRounds; ++round) {
+      std::vector<Told> told(kTogether);
+      for (int i = 0; i < kTogether; ++i) {
+        values[i].assign(100, 1.0f);
+        requests[i] = Allreduce(comm, &values[i], 32, "raced").start();
+      }
+      while (!is_done(requests[round % kTogether])) {  // the others follow at any moment
+      }
+      for (int i = 0; i < kTogether; ++i) {
+        told[i].notify(requests[i]);
+        ++(told[i].calls == 1 && told[i].thread == std::this_thread::get_id() ? at_once : later);
+      }
+      for (int i = 0; i < kTogether; ++i) {
+        told[i].expect(CGX_OK);
+        ok(cgx_wait(requests[i]));
+        CHECK(told[i].calls == 1, "round %d: %d calls", round, told[i].calls.load());
+        CHECK(values[i][99] == 2.0f, "%g", values[i][99]);
+      }
+    }
+    last_of(1 - rank);
+    driver.join();
+  });
+  std::printf("%s: %d called at once, %d later\n", transport, at_once.load(), later.load());
+}
+
+// Whoever the callback wakes may wait, and so free the request, before cgx_notify has returned; but
+// cgx_wait does not return before the callback has.
+void test_wait_set_off_by_the_callback(const char* transport) {
+  struct Call {
+    cgx_request_t* request = nullptr;
+    std::binary_semaphore called{0};
+    bool returned = false;
+  };
+  const Ranks ranks(2, transport, 60, "set_off");
+  ranks.run([&](int, int32_t comm) {
+    std::vector<float> values(1000, 1.0f);
+    for (int i = 0; i < 400; ++i) {
+      Call call;
+      call.request = Allreduce(comm, &values, 32).start();
+      std::thread waiter([&] {
+        CHECK(call.called.try_acquire_for(kDeadline), "never called");
+        ok(cgx_wait(call.request));
+        CHECK(call.returned, "cgx_wait came back during the callback");
+      });
+      while (i % 2 && !is_done(call.request)) std::this_thread::yield();
+      const auto callback = [](void* context, cgx_status_t, const char*) {
+        auto* call = static_cast<Call*>(context);
+        call->called.release();
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+        call->returned = true;
+      };
+      ok(cgx_notify(call.request, callback, &call));
+      waiter.join();
+    }
+  });
+}
+
+}  // namespace
+
+int main() {
+  for (const char* transport : kTransports) {
+    test_before_the_end(transport);
+    test_after_the_end(transport);
+    test_once_per_request(transport);
+    test_failures(transport);
+    test_races(transport);
+    test_wait_set_off_by_the_callback(transport);
+    std::printf("%s: passed\n", transport);
+  }
+  ok(cgx_finalize());
+}
