@@ -1,6 +1,13 @@
 """The compiled part of cgx_ops.torch: importing it registers torch.ops.cgx.*."""
 
-from collections.abc import Callable
+import datetime
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
 
 __file__: str
 torch_version: str
@@ -8,3 +15,65 @@ cgx_version: str
 
 def on_trace(callback: Callable[[], bool]) -> None:
     """Call callback() whenever an operator is traced, until it returns True. Once per process."""
+
+def start(
+    collective: int,
+    input: torch.Tensor,  # noqa: A002
+    output: torch.Tensor,
+) -> dist.Work:
+    """Start the cgx_collective_t at this address, on these tensors' memory; return its Work."""
+
+# ---- The backend "cgx": cgx_ops/torch/backend.py ------------------------------------------------
+
+class Compression:
+    """A cgx_ops.Config as the core wants it; gather_bits 0 means as bits."""
+
+    def __init__(
+        self,
+        *,
+        bits: int,
+        bucket_size: int,
+        rounding: int,
+        algorithm: int,
+        gather_bits: int,
+        skip_incomplete_buckets: bool,
+        minimal_size: int,
+        seed: int,
+    ) -> None: ...
+
+class ScopeKind(enum.Enum):
+    NONE = ...
+    COMPRESSED = ...
+    UNCOMPRESSED = ...
+
+class Scope:
+    """What `with compressed()` or `with uncompressed()` say to the calling thread."""
+
+    def __init__(self, kind: ScopeKind, compression: Compression | None = None) -> None: ...
+
+def exchange_scope(scope: Scope) -> Scope:
+    """Make `scope` the calling thread's and return what it was."""
+
+class Options(c10d.Backend.Options):
+    """The settings of one group's backend."""
+
+    def __init__(
+        self, compression: Compression, everything: bool, timeout: datetime.timedelta
+    ) -> None: ...
+
+class Backend(c10d.Backend):
+    """Allreduce by the core, everything else by an inner backend, chosen by kind of device."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        communicator: int,
+        inner: Mapping[str, Any],
+        options: Options,
+        make_backend: Callable[[c10d.Store, int, int, Options], c10d.Backend],
+    ) -> None: ...
+    @property
+    def communicator(self) -> int: ...
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing: ranks outside a new group take no part in making it."""

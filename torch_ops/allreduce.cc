@@ -15,11 +15,14 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <atomic>
 #include <optional>
 #include <string_view>
 #include <utility>
 
+#include "carried.h"
+#include "coalesced.h"
 #include "kernels.h"
 #include "options.h"
 
@@ -37,7 +40,7 @@ std::atomic<void (*)()> trace_hook{nullptr};
 // Each draw gets an empty tensor of its own: compilers merge equal expressions, a custom random
 // operator's too, but never take two at::empty for one.
 Seed draw_if_needed(const Options& options) {
-  if (!options.stochastic()) return std::nullopt;
+  if (!options.random()) return std::nullopt;
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("cgx::draw_seed", "")
                              .typed<decltype(draw_seed)>();
@@ -45,36 +48,58 @@ Seed draw_if_needed(const Options& options) {
 }
 
 // Whether a graph is being built. Modes of a user (a profile, a flop count, opcheck) build none.
-bool is_traced(const at::Tensor& x) {
+bool is_traced(const variable_list& xs) {
   using c10::impl::TorchDispatchModeKey;
   using c10::impl::TorchDispatchModeTLS;
   constexpr c10::DispatchKeySet tracing(
       {c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
-  return x.key_set().has_any(tracing) ||
+  return std::any_of(xs.begin(), xs.end(),
+                     [&](const at::Tensor& x) { return x.key_set().has_any(tracing); }) ||
          TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE).has_value() ||
          TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::PROXY).has_value() ||
          TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
 }
 
-at::Tensor all_reduce(const at::Tensor& x, const Seed& seed, const Options& o) {
-  const auto find = [](const char* name) {
-    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
-  };
-  static const auto blocking = find("cgx::quantized_all_reduce").typed<decltype(all_reduce_cpu)>();
-  static const auto start = find("cgx::quantized_all_reduce_start").typed<decltype(start_cpu)>();
-  static const auto wait =
-      find("_c10d_functional::wait_tensor").typed<at::Tensor(const at::Tensor&)>();
+template <typename Kernel>
+c10::TypedOperatorHandle<Kernel> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Kernel>();
+}
 
-  const bool traced = is_traced(x);
-  if (const auto hook = trace_hook.load(); traced && hook != nullptr) hook();
-  const at::Tensor result =
-      (traced ? start : blocking)
-          .call(x, seed, o.bits, o.bucket_size, o.op, o.rounding, o.algorithm, o.gather_bits,
-                o.skip_incomplete_buckets, o.minimal_size, o.name, o.depth, o.group_name);
-  return traced ? wait.call(result) : result;
+variable_list all_reduce_native(const variable_list& xs, const Seed& seed, const Options& o) {
+  static const auto blocking = find<decltype(all_reduce_cpu)>("cgx::quantized_all_reduce");
+  static const auto start = find<decltype(start_cpu)>("cgx::quantized_all_reduce_start");
+  static const auto blocking_list =
+      find<decltype(all_reduce_coalesced_cpu)>("cgx::quantized_all_reduce_coalesced");
+  static const auto start_list =
+      find<decltype(start_coalesced_cpu)>("cgx::quantized_all_reduce_coalesced_start");
+  static const auto wait = find<at::Tensor(const at::Tensor&)>("_c10d_functional::wait_tensor");
+
+  const auto call = [&](const auto& op, const auto& x) {
+    return op.call(x, seed, o.bits, o.bucket_size, o.op, o.rounding, o.algorithm, o.gather_bits,
+                   o.skip_incomplete_buckets, o.minimal_size, o.name, o.depth, o.group_name);
+  };
+  const bool single = xs.size() == 1;
+  if (!is_traced(xs)) {
+    return single ? variable_list{call(blocking, xs[0])} : call(blocking_list, at::TensorList(xs));
+  }
+  if (const auto hook = trace_hook.load(); hook != nullptr) hook();
+  variable_list results =
+      single ? variable_list{call(start, xs[0])} : call(start_list, at::TensorList(xs));
+  for (at::Tensor& result : results) result = wait.call(result);
+  return results;
+}
+
+variable_list all_reduce(const variable_list& xs, const Seed& seed, const Options& options) {
+  return options.carried() ? all_reduce_carried(xs, seed, options)
+                           : all_reduce_native(xs, seed, options);
 }
 
 // ---- 2. the differentiable whole -----------------------------------------------------------
+
+bool require_grad(const variable_list& xs) {
+  return c10::GradMode::is_enabled() &&
+         std::any_of(xs.begin(), xs.end(), [](const at::Tensor& x) { return x.requires_grad(); });
+}
 
 // Every rank's output is the same sum (or mean) of all inputs, so the gradient of one rank's input
 // is the sum (or mean) of all ranks' output gradients: the same collective, quantized like it.
@@ -82,23 +107,24 @@ class AllReduce : public torch::autograd::Function<AllReduce> {
  public:
   static constexpr bool is_traceable = true;  // backward holds no state that tracing would miss
 
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const Seed& seed,
-                            const Options& options) {
+  static variable_list forward(AutogradContext* context, at::TensorList xs, const Seed& seed,
+                               const Options& options) {
     context->saved_data["gradient"] = options.gradient().pack();
     context->save_for_backward({seed.value_or(at::Tensor())});
-    return all_reduce(x, seed, options);
+    return all_reduce(xs.vec(), seed, options);
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const Options options = Options::unpack(context->saved_data["gradient"]);
     const at::Tensor seed = context->get_saved_variables()[0];
-    return {reduce(gradients[0], seed.defined() ? Seed(seed) : std::nullopt, options), at::Tensor(),
-            at::Tensor()};
+    variable_list results = reduce(gradients, seed.defined() ? Seed(seed) : std::nullopt, options);
+    results.resize(results.size() + 2);  // none for seed and options
+    return results;
   }
 
-  static at::Tensor reduce(const at::Tensor& x, const Seed& seed, const Options& options) {
-    if (c10::GradMode::is_enabled() && x.requires_grad()) return apply(x, seed, options);
-    return all_reduce(x, seed, options);
+  static variable_list reduce(const variable_list& xs, const Seed& seed, const Options& options) {
+    if (require_grad(xs)) return apply(at::TensorList(xs), seed, options);
+    return all_reduce(xs, seed, options);
   }
 };
 
@@ -108,26 +134,20 @@ class AllReduce : public torch::autograd::Function<AllReduce> {
 
 void set_trace_hook(void (*hook)()) { trace_hook = hook; }
 
-at::Tensor quantized_allreduce(const at::Tensor& x, int64_t bits, int64_t bucket_size,
-                               std::string_view op, std::string_view group_name,
-                               std::string_view rounding, std::string_view algorithm,
-                               std::optional<int64_t> gather_bits, bool skip_incomplete_buckets,
-                               int64_t minimal_size, std::string_view name) {
-  const Options options(bits, bucket_size, op, rounding, algorithm, gather_bits.value_or(0),
-                        skip_incomplete_buckets, minimal_size, name, /*depth=*/0, group_name);
+#define CGX_PUBLIC_OPTIONS                                                                      \
+  bits, bucket_size, op, rounding, algorithm, gather_bits.value_or(0), skip_incomplete_buckets, \
+      minimal_size, name, /*depth=*/0, group_name, carrier
+
+at::Tensor quantized_allreduce(const at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
+  const Options options(CGX_PUBLIC_OPTIONS);
   options.check(x);
-  return AllReduce::reduce(x, draw_if_needed(options), options);
+  return AllReduce::reduce({x}, draw_if_needed(options), options)[0];
 }
 
-void quantized_allreduce_(at::Tensor& x, int64_t bits, int64_t bucket_size, std::string_view op,
-                          std::string_view group_name, std::string_view rounding,
-                          std::string_view algorithm, std::optional<int64_t> gather_bits,
-                          bool skip_incomplete_buckets, int64_t minimal_size,
-                          std::string_view name) {
-  const Options options(bits, bucket_size, op, rounding, algorithm, gather_bits.value_or(0),
-                        skip_incomplete_buckets, minimal_size, name, /*depth=*/0, group_name);
+void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
+  const Options options(CGX_PUBLIC_OPTIONS);
   options.check(x);
-  const bool differentiable = c10::GradMode::is_enabled() && x.requires_grad();
+  const bool differentiable = require_grad({x});
   if (differentiable && x.is_leaf()) {
     C10_THROW_ERROR(ValueError,
                     "cgx::quantized_allreduce_: x is a leaf that requires grad and cannot be "
@@ -135,18 +155,26 @@ void quantized_allreduce_(at::Tensor& x, int64_t bits, int64_t bucket_size, std:
   }
   at::assert_no_internal_overlap(x);
   const Seed seed = draw_if_needed(options);
-  if (differentiable || is_traced(x) || x.is_meta() ||
+  if (differentiable || options.carried() || is_traced({at::Tensor(x)}) || x.is_meta() ||
       c10::impl::TorchDispatchModeTLS::any_modes_set()) {
-    x.copy_(AllReduce::reduce(x, seed, options));
+    x.copy_(AllReduce::reduce({x}, seed, options)[0]);
     return;
   }
   const at::Tensor buffer = x.contiguous();
-  run(buffer, buffer, seed, options);
+  run(buffer, buffer, {buffer.numel()}, seed, options);
   if (!buffer.is_same(x)) {
     x.copy_(buffer);
   } else if (!x.is_inference()) {
     x.unsafeGetTensorImpl()->bump_version();
   }
+}
+
+std::vector<at::Tensor> quantized_allreduce_coalesced(at::TensorList xs, CGX_PUBLIC_PARAMETERS) {
+  const Options options(CGX_PUBLIC_OPTIONS);
+  const Seed seed = xs.empty() ? std::nullopt : draw_if_needed(options);
+  check_list(xs, seed, options);
+  if (xs.empty()) return {};
+  return AllReduce::reduce(xs.vec(), seed, options);
 }
 
 }  // namespace cgx::torch_ops

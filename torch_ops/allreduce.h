@@ -4,26 +4,21 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
-#include <optional>
-#include <string_view>
+#include <vector>
+
+#include "options.h"
 
 namespace cgx::torch_ops {
 
 // cgx::quantized_allreduce: x reduced over the ranks of the group, as a new tensor.
-at::Tensor quantized_allreduce(const at::Tensor& x, int64_t bits, int64_t bucket_size,
-                               std::string_view op, std::string_view group_name,
-                               std::string_view rounding, std::string_view algorithm,
-                               std::optional<int64_t> gather_bits, bool skip_incomplete_buckets,
-                               int64_t minimal_size, std::string_view name);
+at::Tensor quantized_allreduce(const at::Tensor& x, CGX_PUBLIC_PARAMETERS);
 
 // cgx::quantized_allreduce_: the same, written to x. Without a gradient and without a tracer it
 // reduces in x's own memory.
-void quantized_allreduce_(at::Tensor& x, int64_t bits, int64_t bucket_size, std::string_view op,
-                          std::string_view group_name, std::string_view rounding,
-                          std::string_view algorithm, std::optional<int64_t> gather_bits,
-                          bool skip_incomplete_buckets, int64_t minimal_size,
-                          std::string_view name);
+void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS);
+
+// cgx::quantized_allreduce_coalesced: a list in one message, each tensor with its own buckets.
+std::vector<at::Tensor> quantized_allreduce_coalesced(at::TensorList xs, CGX_PUBLIC_PARAMETERS);
 
 // Has `hook` called before an operator becomes part of a graph; null: no longer.
 void set_trace_hook(void (*hook)());

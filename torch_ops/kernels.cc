@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/record_function.h>
 
 #include <mutex>
 #include <string>
@@ -42,53 +43,65 @@ int64_t derive(int64_t seed, int64_t depth) {
   return static_cast<int64_t>(z ^ (z >> 31));
 }
 
+}  // namespace
+
+void run(const at::Tensor& input, const at::Tensor& output, const std::vector<int64_t>& numels,
+         const std::optional<at::Tensor>& seed, const Options& options) {
+  with_collective(numels, input.scalar_type(), input.const_data_ptr(), output.mutable_data_ptr(),
+                  seed, options, [&](cgx_collective_t* collective) {
+                    collective->comm = find_communicator(options.group_name);
+                    at::RecordFunction record(at::RecordScope::USER_SCOPE);
+                    if (record.isActive()) {
+                      const std::vector<c10::IValue> arguments{input};
+                      record.before(profile_title(*collective), &arguments);
+                    }
+                    check(cgx_run(collective));
+                  });
+}
+
+c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, const std::vector<int64_t>& numels,
+                                      const std::optional<at::Tensor>& seed,
+                                      const Options& options) {
+  c10::intrusive_ptr<c10d::Work> work;
+  const at::Tensor input = buffers.input, output = buffers.output;
+  with_collective(numels, input.scalar_type(), input.const_data_ptr(), output.mutable_data_ptr(),
+                  seed, options, [&](cgx_collective_t* collective) {
+                    collective->comm = find_communicator(options.group_name);
+                    work = start(*collective, std::move(buffers));
+                  });
+  return work;
+}
+
 void check_call(const at::Tensor& x, const std::optional<at::Tensor>& seed,
                 const Options& options) {
   options.check(x);
-  if (!options.stochastic()) return;
+  if (!options.random()) return;
   if (!seed.has_value() || seed->scalar_type() != at::kLong || seed->dim() != 0) {
     C10_THROW_ERROR(ValueError,
-                    "cgx::quantized_all_reduce: stochastic rounding needs seed, an int64 "
-                    "tensor without dimensions: torch.ops.cgx.draw_seed(torch.empty(0))");
+                    c10::str("cgx::quantized_all_reduce: ", options.rounding,
+                             " rounding needs seed, an int64 tensor without dimensions: "
+                             "torch.ops.cgx.draw_seed(torch.empty(0))"));
   }
 }
 
-// Calls start(collective) on the call of cgx.h that reduces input into output.
-template <typename Start>
-void with_collective(const at::Tensor& input, const at::Tensor& output,
-                     const std::optional<at::Tensor>& seed, const Options& options, Start&& start) {
-  cgx_segment_t segment{};
-  segment.numel = input.numel();
-  segment.bucket_size = options.bucket_size;
-  segment.bits = static_cast<int32_t>(options.bits);
-
+void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, const void* input,
+                     void* output, const std::optional<at::Tensor>& seed, const Options& options,
+                     const std::function<void(cgx_collective_t*)>& use) {
+  std::vector<cgx_segment_t> segments;
+  int64_t offset = 0;
+  for (const int64_t numel : numels) {
+    segments.push_back(
+        {offset, numel, options.bucket_size, static_cast<int32_t>(options.bits), /*reserved=*/0});
+    offset += numel;
+  }
   cgx_collective_t collective = options.collective();
-  collective.comm = find_communicator(options.group_name);
-  collective.dtype = cgx_dtype(input.scalar_type());
-  collective.seed =
-      options.stochastic() ? derive(seed->item<int64_t>(), options.depth) : int64_t{0};
-  collective.input = input.const_data_ptr();
-  collective.output = output.mutable_data_ptr();
-  collective.segments = &segment;
-  collective.num_segments = 1;
-
-  check(start(&collective));
-}
-
-c10::intrusive_ptr<Work> launch(const at::Tensor& input, const at::Tensor& output,
-                                const std::optional<at::Tensor>& seed, const Options& options) {
-  cgx_request_t* request = nullptr;
-  with_collective(input, output, seed, options, [&](const cgx_collective_t* collective) {
-    return cgx_start(collective, /*callback=*/nullptr, /*context=*/nullptr, &request);
-  });
-  return c10::make_intrusive<Work>(request, input, output);
-}
-
-}  // namespace
-
-void run(const at::Tensor& input, const at::Tensor& output, const std::optional<at::Tensor>& seed,
-         const Options& options) {
-  with_collective(input, output, seed, options, cgx_run);
+  collective.dtype = cgx_dtype(dtype);
+  collective.seed = options.random() ? derive(seed->item<int64_t>(), options.depth) : int64_t{0};
+  collective.input = input;
+  collective.output = output;
+  collective.segments = segments.data();
+  collective.num_segments = static_cast<int64_t>(segments.size());
+  use(&collective);
 }
 
 at::Tensor draw_seed(const at::Tensor& /*distinct*/) {
@@ -103,54 +116,32 @@ at::Tensor draw_seed_meta(const at::Tensor& distinct) {
   return at::empty({}, distinct.options().dtype(at::kLong));
 }
 
-at::Tensor all_reduce_cpu(const at::Tensor& x, const std::optional<at::Tensor>& seed, int64_t bits,
-                          int64_t bucket_size, std::string_view op, std::string_view rounding,
-                          std::string_view algorithm, int64_t gather_bits,
-                          bool skip_incomplete_buckets, int64_t minimal_size, std::string_view name,
-                          int64_t depth, std::string_view group_name) {
-  const Options options(bits, bucket_size, op, rounding, algorithm, gather_bits,
-                        skip_incomplete_buckets, minimal_size, name, depth, group_name);
-  check_call(x, seed, options);
-
-  const at::Tensor input = x.contiguous();
-  at::Tensor output = at::empty_like(input, at::MemoryFormat::Contiguous);
-  run(input, output, seed, options);
-  return output;
-}
-
-at::Tensor start_cpu(const at::Tensor& x, const std::optional<at::Tensor>& seed, int64_t bits,
-                     int64_t bucket_size, std::string_view op, std::string_view rounding,
-                     std::string_view algorithm, int64_t gather_bits, bool skip_incomplete_buckets,
-                     int64_t minimal_size, std::string_view name, int64_t depth,
-                     std::string_view group_name) {
-  return borrow_cpu(x.clone(at::MemoryFormat::Contiguous), seed, bits, bucket_size, op, rounding,
-                    algorithm, gather_bits, skip_incomplete_buckets, minimal_size, name, depth,
-                    group_name);
-}
-
-at::Tensor borrow_cpu(const at::Tensor& x, const std::optional<at::Tensor>& seed, int64_t bits,
-                      int64_t bucket_size, std::string_view op, std::string_view rounding,
-                      std::string_view algorithm, int64_t gather_bits, bool skip_incomplete_buckets,
-                      int64_t minimal_size, std::string_view name, int64_t depth,
-                      std::string_view group_name) {
-  const Options options(bits, bucket_size, op, rounding, algorithm, gather_bits,
-                        skip_incomplete_buckets, minimal_size, name, depth, group_name);
+at::Tensor all_reduce_cpu(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name) {
+  const Options options(CGX_KERNEL_OPTIONS, group_name);
   check_call(x, seed, options);
   const at::Tensor input = x.contiguous();
   at::Tensor output = at::empty_like(input, at::MemoryFormat::Contiguous);
-  c10d::register_work(output, launch(input, output, seed, options));
+  run(input, output, {input.numel()}, seed, options);
   return output;
 }
 
-at::Tensor all_reduce_meta(const at::Tensor& x, const std::optional<at::Tensor>& seed, int64_t bits,
-                           int64_t bucket_size, std::string_view op, std::string_view rounding,
-                           std::string_view algorithm, int64_t gather_bits,
-                           bool skip_incomplete_buckets, int64_t minimal_size,
-                           std::string_view name, int64_t depth, std::string_view group_name) {
-  const Options options(bits, bucket_size, op, rounding, algorithm, gather_bits,
-                        skip_incomplete_buckets, minimal_size, name, depth, group_name);
-  check_call(x, seed, options);
+at::Tensor start_cpu(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name) {
+  return borrow_cpu(x.clone(at::MemoryFormat::Contiguous), seed, CGX_KERNEL_OPTIONS, group_name);
+}
 
+at::Tensor borrow_cpu(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name) {
+  const Options options(CGX_KERNEL_OPTIONS, group_name);
+  check_call(x, seed, options);
+  const at::Tensor input = x.contiguous();
+  at::Tensor output = at::empty_like(input, at::MemoryFormat::Contiguous);
+  c10d::register_work(output,
+                      launch({.input = input, .output = output}, {input.numel()}, seed, options));
+  return output;
+}
+
+at::Tensor all_reduce_meta(const at::Tensor& x, CGX_KERNEL_PARAMETERS,
+                           std::string_view group_name) {
+  check_call(x, seed, Options(CGX_KERNEL_OPTIONS, group_name));
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 

@@ -1,14 +1,18 @@
 // The operators of torch.ops.cgx: schemas and which function serves them; and the Python module
 // cgx_ops._torch_ops, whose import registers them.
-#include <pybind11/pybind11.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #include <torch/version.h>
 
 #include <utility>
+#include <vector>
 
 #include "allreduce.h"
+#include "carried.h"
 #include "cgx/cgx.h"
+#include "coalesced.h"
 #include "kernels.h"
+#include "work.h"
 
 namespace cgx::torch_ops {
 
@@ -16,33 +20,52 @@ namespace cgx::torch_ops {
 #define CGX_PUBLIC_OPTIONS                                                       \
   "int bits=4, int bucket_size=512, str op=\"sum\", str group_name=\"\", *, "    \
   "str rounding=\"stochastic\", str algorithm=\"auto\", int? gather_bits=None, " \
-  "bool skip_incomplete_buckets=False, int minimal_size=0, str name=\"\""
+  "bool skip_incomplete_buckets=False, int minimal_size=0, str name=\"\", "      \
+  "str carrier=\"native\""
+
+#define CGX_KERNEL_OPTIONS_SCHEMA                                                  \
+  "Tensor? seed, int bits, int bucket_size, str op, str rounding, str algorithm, " \
+  "int gather_bits, bool skip_incomplete_buckets, int minimal_size, str name, int depth, "
 
 // Inductor reads two things off these: "all_reduce" in the name, and the last argument as the
 // group.
-#define CGX_KERNEL_SCHEMA                                                                     \
-  "(Tensor x, Tensor? seed, int bits, int bucket_size, str op, str rounding, str algorithm, " \
-  "int gather_bits, bool skip_incomplete_buckets, int minimal_size, str name, int depth, "    \
-  "str group_name) -> Tensor"
+#define CGX_ALL_REDUCE_SCHEMA "(Tensor x, " CGX_KERNEL_OPTIONS_SCHEMA "str group_name) -> Tensor"
+#define CGX_COALESCED_SCHEMA \
+  "(Tensor[] xs, " CGX_KERNEL_OPTIONS_SCHEMA "str group_name) -> Tensor[]"
 
 TORCH_LIBRARY(cgx, m) {
-  m.def("quantized_allreduce(Tensor x, " CGX_PUBLIC_OPTIONS ") -> Tensor",
-        {at::Tag::pt2_compliant_tag});
-  m.def("quantized_allreduce_(Tensor(a!) x, " CGX_PUBLIC_OPTIONS ") -> ()",
-        {at::Tag::pt2_compliant_tag});
-  m.def("draw_seed(Tensor distinct) -> Tensor",
-        {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
-  m.def("quantized_all_reduce" CGX_KERNEL_SCHEMA, {at::Tag::pt2_compliant_tag});
-  m.def("quantized_all_reduce_start" CGX_KERNEL_SCHEMA, {at::Tag::pt2_compliant_tag});
-  m.def("quantized_all_reduce_start.borrow" CGX_KERNEL_SCHEMA, {at::Tag::pt2_compliant_tag});
+  const auto define = [&m](const char* schema,
+                           const std::vector<at::Tag>& tags = {at::Tag::pt2_compliant_tag}) {
+    m.def(schema, tags);
+  };
+  define("quantized_allreduce(Tensor x, " CGX_PUBLIC_OPTIONS ") -> Tensor");
+  define("quantized_allreduce_(Tensor(a!) x, " CGX_PUBLIC_OPTIONS ") -> ()");
+  define("quantized_allreduce_coalesced(Tensor[] xs, " CGX_PUBLIC_OPTIONS ") -> Tensor[]");
+
+  define("draw_seed(Tensor distinct) -> Tensor",
+         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  define("quantized_all_reduce" CGX_ALL_REDUCE_SCHEMA);
+  define("quantized_all_reduce_start" CGX_ALL_REDUCE_SCHEMA);
+  define("quantized_all_reduce_start.borrow" CGX_ALL_REDUCE_SCHEMA);
+  define("quantized_all_reduce_coalesced" CGX_COALESCED_SCHEMA);
+  define("quantized_all_reduce_coalesced_start" CGX_COALESCED_SCHEMA);
+
+  define("carried_encode(Tensor[] xs, " CGX_KERNEL_OPTIONS_SCHEMA "int rank, int size) -> Tensor");
+  define("carried_reduce(Tensor[] xs, Tensor arrived, " CGX_KERNEL_OPTIONS_SCHEMA
+         "int rank, int size) -> Tensor");
+  define("carried_decode(Tensor[] like, Tensor gathered, " CGX_KERNEL_OPTIONS_SCHEMA
+         "int rank, int size) -> Tensor[]");
 }
 
-#undef CGX_KERNEL_SCHEMA
+#undef CGX_COALESCED_SCHEMA
+#undef CGX_ALL_REDUCE_SCHEMA
+#undef CGX_KERNEL_OPTIONS_SCHEMA
 #undef CGX_PUBLIC_OPTIONS
 
 TORCH_LIBRARY_IMPL(cgx, CompositeImplicitAutograd, m) {
   m.impl("quantized_allreduce", quantized_allreduce);
   m.impl("quantized_allreduce_", quantized_allreduce_);
+  m.impl("quantized_allreduce_coalesced", quantized_allreduce_coalesced);
 }
 
 TORCH_LIBRARY_IMPL(cgx, CPU, m) {
@@ -50,6 +73,11 @@ TORCH_LIBRARY_IMPL(cgx, CPU, m) {
   m.impl("quantized_all_reduce", all_reduce_cpu);
   m.impl("quantized_all_reduce_start", start_cpu);
   m.impl("quantized_all_reduce_start.borrow", borrow_cpu);
+  m.impl("quantized_all_reduce_coalesced", all_reduce_coalesced_cpu);
+  m.impl("quantized_all_reduce_coalesced_start", start_coalesced_cpu);
+  m.impl("carried_encode", carried_encode_cpu);
+  m.impl("carried_reduce", carried_reduce_cpu);
+  m.impl("carried_decode", carried_decode_cpu);
 }
 
 TORCH_LIBRARY_IMPL(cgx, Meta, m) {
@@ -57,6 +85,11 @@ TORCH_LIBRARY_IMPL(cgx, Meta, m) {
   m.impl("quantized_all_reduce", all_reduce_meta);
   m.impl("quantized_all_reduce_start", all_reduce_meta);
   m.impl("quantized_all_reduce_start.borrow", all_reduce_meta);
+  m.impl("quantized_all_reduce_coalesced", all_reduce_coalesced_meta);
+  m.impl("quantized_all_reduce_coalesced_start", all_reduce_coalesced_meta);
+  m.impl("carried_encode", carried_encode_meta);
+  m.impl("carried_reduce", carried_reduce_meta);
+  m.impl("carried_decode", carried_decode_meta);
 }
 
 }  // namespace cgx::torch_ops
@@ -73,6 +106,10 @@ void call_trace_callback() {
 
 }  // namespace
 
+namespace cgx::torch_ops {
+void bind_backend(pybind11::module_& module);  // backend_module.cc
+}
+
 PYBIND11_MODULE(_torch_ops, m) {
   m.doc() = "The compiled part of cgx_ops.torch: importing it registers torch.ops.cgx.*.";
   m.attr("torch_version") = TORCH_VERSION;
@@ -85,4 +122,18 @@ PYBIND11_MODULE(_torch_ops, m) {
       },
       pybind11::arg("callback"),
       "Call callback() whenever an operator is traced, until it returns True. Once per process.");
+  m.def(
+      "start",
+      [](uintptr_t collective, const at::Tensor& input, const at::Tensor& output) {
+        static constexpr c10d::OpType kTypes[] = {
+            c10d::OpType::ALLREDUCE, c10d::OpType::REDUCE_SCATTER, c10d::OpType::ALLGATHER};
+        const auto& call = *reinterpret_cast<const cgx_collective_t*>(collective);
+        c10::intrusive_ptr<c10d::Work> work =
+            cgx::torch_ops::start(call, {.input = input, .output = output}, kTypes[call.verb]);
+        return work;
+      },
+      pybind11::arg("collective"), pybind11::arg("input"), pybind11::arg("output"),
+      pybind11::call_guard<pybind11::gil_scoped_release>(),
+      "Start the cgx_collective_t at this address, on these tensors' memory; return its Work.");
+  cgx::torch_ops::bind_backend(m);
 }

@@ -20,10 +20,13 @@ constexpr std::array<Choice, 5> kOps = {{{"sum", CGX_SUM},
                                          {"min", CGX_MIN},
                                          {"max", CGX_MAX},
                                          {"product", CGX_PRODUCT}}};
-constexpr std::array<Choice, 2> kRoundings = {
-    {{"nearest", CGX_NEAREST}, {"stochastic", CGX_STOCHASTIC}}};
+constexpr std::array<Choice, 3> kRoundings = {
+    {{"nearest", CGX_NEAREST}, {"stochastic", CGX_STOCHASTIC}, {"shift", CGX_SHIFT}}};
 constexpr std::array<Choice, 4> kAlgorithms = {
     {{"auto", CGX_AUTO}, {"one_shot", CGX_ONE_SHOT}, {"sra", CGX_SRA}, {"ring", CGX_RING}}};
+
+// The value is whether torch's collectives carry it.
+constexpr std::array<Choice, 2> kCarriers = {{{"native", 0}, {"c10d", 1}}};
 
 template <size_t n>
 int32_t choose(const std::array<Choice, n>& choices, const char* what, std::string_view text) {
@@ -71,7 +74,7 @@ void check_tensor(const at::Tensor& x) {
 Options::Options(int64_t bits, int64_t bucket_size, std::string_view op, std::string_view rounding,
                  std::string_view algorithm, int64_t gather_bits, bool skip_incomplete_buckets,
                  int64_t minimal_size, std::string_view name, int64_t depth,
-                 std::string_view group_name)
+                 std::string_view group_name, std::string_view carrier)
     : bits(bits),
       bucket_size(bucket_size),
       op(op),
@@ -82,7 +85,8 @@ Options::Options(int64_t bits, int64_t bucket_size, std::string_view op, std::st
       minimal_size(minimal_size),
       name(name),
       depth(depth),
-      group_name(group_name) {}
+      group_name(group_name),
+      carrier(carrier) {}
 
 void Options::check(const at::Tensor& x) const {
   check_tensor(x);
@@ -105,6 +109,12 @@ void Options::check(const at::Tensor& x) const {
   const int32_t reduction = choose(kOps, "op", op);
   choose(kRoundings, "rounding", rounding);
   choose(kAlgorithms, "algorithm", algorithm);
+  choose(kCarriers, "carrier", carrier);
+  if (carried() && algorithm == "ring") {
+    C10_THROW_ERROR(ValueError,
+                    "cgx::quantized_allreduce: carrier 'c10d' has no algorithm 'ring'; use auto, "
+                    "sra or one_shot");
+  }
   if (!is_linear(reduction) && bits != 32) {
     C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: op '", op, "' at ", bits,
                                          " bits; only sum and avg can be quantized: use bits=32"));
@@ -142,14 +152,14 @@ cgx_collective_t Options::collective() const {
 // tuples: all of these shape the program.
 c10::IValue Options::pack() const {
   return std::make_tuple(bits, bucket_size, op, rounding, algorithm, gather_bits,
-                         skip_incomplete_buckets, minimal_size, name, depth, group_name);
+                         skip_incomplete_buckets, minimal_size, name, depth, group_name, carrier);
 }
 
 Options Options::unpack(const c10::IValue& packed) {
   const std::vector<c10::IValue> e = packed.toTuple()->elements().vec();
-  return {e[0].toInt(),       e[1].toInt(), e[2].toStringRef(), e[3].toStringRef(),
-          e[4].toStringRef(), e[5].toInt(), e[6].toBool(),      e[7].toInt(),
-          e[8].toStringRef(), e[9].toInt(), e[10].toStringRef()};
+  return {e[0].toInt(),       e[1].toInt(), e[2].toStringRef(),  e[3].toStringRef(),
+          e[4].toStringRef(), e[5].toInt(), e[6].toBool(),       e[7].toInt(),
+          e[8].toStringRef(), e[9].toInt(), e[10].toStringRef(), e[11].toStringRef()};
 }
 
 }  // namespace cgx::torch_ops

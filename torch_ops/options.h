@@ -11,6 +11,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -18,10 +19,27 @@
 
 namespace cgx::torch_ops {
 
+// The dispatcher takes plain functions, so every kernel lists these: what it is declared with, and
+// what it hands on. The schemas in library.cc have them in the same order.
+#define CGX_KERNEL_PARAMETERS                                                                   \
+  const std::optional<at::Tensor>&seed, int64_t bits, int64_t bucket_size, std::string_view op, \
+      std::string_view rounding, std::string_view algorithm, int64_t gather_bits,               \
+      bool skip_incomplete_buckets, int64_t minimal_size, std::string_view name, int64_t depth
+#define CGX_KERNEL_OPTIONS                                                                        \
+  bits, bucket_size, op, rounding, algorithm, gather_bits, skip_incomplete_buckets, minimal_size, \
+      name, depth
+// Likewise for the public operators.
+#define CGX_PUBLIC_PARAMETERS                                                                    \
+  int64_t bits, int64_t bucket_size, std::string_view op, std::string_view group_name,           \
+      std::string_view rounding, std::string_view algorithm, std::optional<int64_t> gather_bits, \
+      bool skip_incomplete_buckets, int64_t minimal_size, std::string_view name,                 \
+      std::string_view carrier
+
 struct Options {
   Options(int64_t bits, int64_t bucket_size, std::string_view op, std::string_view rounding,
           std::string_view algorithm, int64_t gather_bits, bool skip_incomplete_buckets,
-          int64_t minimal_size, std::string_view name, int64_t depth, std::string_view group_name);
+          int64_t minimal_size, std::string_view name, int64_t depth, std::string_view group_name,
+          std::string_view carrier = "native");
 
   int64_t bits;
   int64_t bucket_size;
@@ -34,12 +52,15 @@ struct Options {
   std::string name;
   int64_t depth;  // 0: a forward call, n: the gradient of one of depth n - 1
   std::string group_name;
+  std::string carrier;
 
   // Throws ValueError (options) or TypeError (tensor), naming the remedy.
   void check(const at::Tensor& x) const;
 
   // Whether rounding needs a random seed.
-  bool stochastic() const { return rounding == "stochastic" && bits < 32; }
+  bool random() const { return rounding != "nearest" && bits < 32; }
+  // Whether torch's own collectives move the bytes.
+  bool carried() const { return carrier == "c10d"; }
 
   // What the gradient of a call with these options is called with. Throws NotImplementedError for
   // an op without one.

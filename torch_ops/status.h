@@ -1,7 +1,8 @@
 // From a cgx status to the exception a PyTorch user expects.
 //
-// ValueError: a value, a name or two ranks that disagree; TypeError: a dtype or layout nobody
-// serves; torch.distributed.DistBackendError: a deadline, a dead peer, a closed communicator, MPI.
+// ValueError: a value or a name; TypeError: a dtype or layout nobody serves;
+// torch.distributed.DistBackendError: ranks that disagree, a deadline, a dead peer, a closed
+// communicator, MPI.
 #ifndef CGX_TORCH_OPS_STATUS_H_
 #define CGX_TORCH_OPS_STATUS_H_
 

@@ -1,22 +1,31 @@
 #include "work.h"
 
+#include <ATen/record_function.h>
+
 #include <algorithm>
+#include <set>
+#include <string>
 #include <thread>
 #include <utility>
 
+#include "cgx/completion_pool.h"
 #include "status.h"
 
 namespace cgx::torch_ops {
 
-Work::Work(cgx_request_t* request, at::Tensor input, at::Tensor output)
-    : c10d::Work(/*rank=*/-1, c10d::OpType::ALLREDUCE),
-      request_(request),
-      input_(std::move(input)),
-      output_(std::move(output)) {}
+using c10::ivalue::Future;
+
+Work::Work(Buffers buffers, c10d::OpType type, const char* title)
+    : c10d::Work(/*rank=*/-1, type, title, std::vector<at::Tensor>{buffers.input}),
+      buffers_(std::move(buffers)),
+      results_(buffers_.results.empty() ? std::vector<at::Tensor>{buffers_.output}
+                                        : buffers_.results) {}
 
 Work::~Work() {
-  const std::lock_guard<std::mutex> lock(request_mutex_);
-  join();
+  if (request_ == nullptr) return;
+  CompletionPool::get().run([request = request_, buffers = std::move(buffers_)] {
+    (void)cgx_wait(request);  // nobody is left to tell
+  });
 }
 
 bool Work::isCompleted() {
@@ -37,7 +46,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
     while (!isCompleted()) {
       if (std::chrono::steady_clock::now() >= deadline) {
         C10_THROW_ERROR(DistBackendError,
-                        c10::str("cgx: the allreduce has not ended after the ", timeout.count(),
+                        c10::str("cgx: the collective has not ended after the ", timeout.count(),
                                  " ms given to wait(); it goes on until its own deadline"));
       }
       std::this_thread::sleep_for(pause);
@@ -50,6 +59,44 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   }
   if (const std::exception_ptr failure = exception()) std::rethrow_exception(failure);
   return true;
+}
+
+c10::intrusive_ptr<Future> Work::getFuture() {
+  const std::lock_guard<std::mutex> lock(future_mutex_);
+  if (future_) return future_;
+  future_ = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
+  // The callback holds this object: nobody else may, once the caller has the future.
+  using Self = c10::intrusive_ptr<Work>;
+  auto self = std::make_unique<Self>(Self::unsafe_reclaim_from_nonowning(this));
+  const auto callback = [](void* context, cgx_status_t, const char*) {
+    auto* self = static_cast<Self*>(context);
+    CompletionPool::get().run([self] {
+      const std::unique_ptr<Self> owned(self);
+      (*owned)->complete_future();
+    });
+  };
+  bool ended = true;
+  if (const std::unique_lock<std::mutex> request_lock(request_mutex_, std::try_to_lock);
+      request_lock.owns_lock() && request_ != nullptr) {
+    check(cgx_notify(request_, callback, self.get()));
+    self.release();
+    ended = false;
+  }
+  // It has ended, or a thread in wait() is about to see its end: the pool waits for that one.
+  if (ended) callback(self.release(), CGX_OK, "");
+  return future_;
+}
+
+void Work::complete_future() {
+  {
+    const std::lock_guard<std::mutex> lock(request_mutex_);
+    join();
+  }
+  if (const std::exception_ptr failure = exception()) {
+    future_->setError(failure);
+  } else {
+    future_->markCompleted(c10::IValue(results_));
+  }
 }
 
 bool Work::poll() {
@@ -66,11 +113,42 @@ void Work::join() {
   std::exception_ptr failure;
   try {
     check(cgx_wait(std::exchange(request_, nullptr)));
+    if (buffers_.deliver) buffers_.deliver();
   } catch (...) {
     failure = std::current_exception();
   }
-  input_.reset();
+  buffers_ = {};
   finish(failure);
+}
+
+c10::intrusive_ptr<Work> start(const cgx_collective_t& collective, Buffers buffers,
+                               c10d::OpType type) {
+  const char* title = at::hasCallbacks() ? profile_title(collective) : nullptr;
+  auto work = c10::make_intrusive<Work>(std::move(buffers), type, title);
+  check(cgx_start(&collective, /*callback=*/nullptr, /*context=*/nullptr, &work->request_));
+  return work;
+}
+
+const char* profile_title(const cgx_collective_t& collective) {
+  static constexpr const char* kVerbs[] = {"all_reduce", "reduce_scatter", "all_gather"};
+  static constexpr int64_t kItemSizes[] = {4, 2, 2};
+  std::set<int32_t> widths;
+  int64_t numel = 0;
+  for (int64_t i = 0; i < collective.num_segments; ++i) {
+    widths.insert(collective.segments[i].bits);
+    numel += collective.segments[i].numel;
+  }
+  std::string bits;
+  for (const int32_t width : widths) bits += (bits.empty() ? "" : "/") + std::to_string(width);
+  auto plan = make<cgx_plan_t>();
+  check(cgx_plan(&collective, &plan));
+  const std::string title =
+      c10::str("cgx:", kVerbs[collective.verb], " ", bits, " bits, ",
+               numel * kItemSizes[collective.dtype], " -> ", plan.payload_bytes, " bytes");
+  static std::mutex mutex;
+  static auto* titles = new std::set<std::string>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return titles->insert(title).first->c_str();
 }
 
 }  // namespace cgx::torch_ops

@@ -1,4 +1,9 @@
 // A collective in flight, as torch.distributed sees it.
+//
+//   start()      hands a collective to the core and returns its Work
+//   wait()       drives the collective's progress, so it goes to the core
+//   getFuture()  asks the core to say when the collective ends; the future is completed on a thread
+//                of its own, because its callbacks may wait for other collectives
 #ifndef CGX_TORCH_OPS_WORK_H_
 #define CGX_TORCH_OPS_WORK_H_
 
@@ -6,6 +11,7 @@
 
 #include <chrono>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
@@ -14,15 +20,21 @@
 
 namespace cgx::torch_ops {
 
-// Owns the request and keeps its buffers alive until the collective has ended. Whoever waits drives
-// the collective's progress, so wait() goes to the core and not to a condition variable.
+// What a collective works on, and what is done when it has ended well.
+struct Buffers {
+  at::Tensor input;                 // contiguous; kept alive until the end
+  at::Tensor output;                // contiguous; perhaps the input
+  std::vector<at::Tensor> results;  // what the caller sees; empty: the output
+  std::function<void()> deliver =
+      nullptr;  // moves values from output to results, where they differ
+};
+
+// Owns the request and keeps its buffers alive until the collective has ended.
 class Work final : public c10d::Work {
  public:
-  // Reduces `input` into `output` (they may be one tensor; both contiguous). Takes over `request`,
-  // which the core has started on these buffers.
-  Work(cgx_request_t* request, at::Tensor input, at::Tensor output);
-  // Waits if nobody did: memory that the core still writes must not be freed. The collective's
-  // deadline bounds it.
+  Work(Buffers buffers, c10d::OpType type, const char* title);
+  // Memory that the core still writes must not be freed: if nobody waited, another thread does,
+  // since this one may hold Python's lock.
   ~Work() override;
 
   bool isCompleted() override;
@@ -31,18 +43,35 @@ class Work final : public c10d::Work {
   // DistBackendError and leaves the collective running.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(); }
-  std::vector<at::Tensor> result() override { return {output_}; }
+  std::vector<at::Tensor> result() override { return results_; }
+  // Of a list of tensors: result().
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
+  friend c10::intrusive_ptr<Work> start(const cgx_collective_t& collective, Buffers buffers,
+                                        c10d::OpType type);
+
   // Both need request_mutex_ held. poll() tells whether the collective has ended; join() ends it.
   bool poll();
   void join();
+  void complete_future();
 
   std::mutex request_mutex_;  // held by the one thread that is inside the core with request_
-  cgx_request_t* request_;    // null once the collective has ended
-  at::Tensor input_;
-  at::Tensor output_;
+  cgx_request_t* request_ = nullptr;  // null once the collective has ended
+  Buffers buffers_;
+  const std::vector<at::Tensor> results_;
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
+
+// Starts `collective`, whose input and output are those of `buffers`. Throws if it cannot start.
+c10::intrusive_ptr<Work> start(const cgx_collective_t& collective, Buffers buffers,
+                               c10d::OpType type = c10d::OpType::ALLREDUCE);
+
+// The name under which the profiler shows a collective: what it is, bits, bytes of the tensors and
+// bytes that this rank sends. "cgx:all_reduce 4 bits, 4000 -> 540 bytes". Costs a plan. Valid for
+// ever: profilers keep views of it.
+const char* profile_title(const cgx_collective_t& collective);
 
 }  // namespace cgx::torch_ops
 

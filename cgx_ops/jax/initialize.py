@@ -11,12 +11,12 @@ import json
 import socket
 
 import jax
-import numpy as np
 
 import cgx_ops
+from cgx_ops.address import exchange, free_address
 from cgx_ops.jax import _compat
 
-_BLOB = 512  # bytes that a rank may say at a time
+_NAME = "cgx_ops.jax.initialize"  # of the collectives here
 
 
 def initialize(coordinator_address: str | None = None) -> None:
@@ -36,15 +36,16 @@ def initialize(coordinator_address: str | None = None) -> None:
     cgx_ops.init()
     if cgx_ops.size() == 1:
         return
-    said = [json.loads(text) for text in _exchange(json.dumps([_obstacle(), socket.gethostname()]))]
+    mine = json.dumps([_obstacle(), socket.gethostname()])
+    said = [json.loads(text) for text in exchange(mine, _NAME)]
     obstacles = [f"rank {rank}: {what}" for rank, (what, _) in enumerate(said) if what]
     if obstacles:
         raise RuntimeError("cgx_ops.jax.initialize: " + "; ".join(obstacles))
     if cgx_ops.rank() == 0:
-        address = coordinator_address or _free_address([host for _, host in said])
+        address = coordinator_address or "{}:{}".format(*free_address([host for _, host in said]))
     else:
         address = ""
-    address = _exchange(address)[0]
+    address = exchange(address, _NAME)[0]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         coordinator_address=address, num_processes=cgx_ops.size(), process_id=cgx_ops.rank()
@@ -61,33 +62,3 @@ def _obstacle() -> str:
             "creation or any other computation"
         )
     return ""
-
-
-def _exchange(text: str) -> list[str]:
-    """Gives every rank's text to every rank, in rank order."""
-    data = text.encode()[:_BLOB]
-    blob = np.zeros(_BLOB, np.float32)
-    blob[: len(data)] = np.frombuffer(data, np.uint8)
-    world = cgx_ops.init()
-    blobs = world.all_gather(blob, cgx_ops.Config(bits=32), name="cgx_ops.jax.initialize")
-    rows = np.asarray(blobs).reshape(world.size, _BLOB).astype(np.uint8)
-    return [row.tobytes().rstrip(b"\0").decode() for row in rows]
-
-
-def _free_address(hosts: list[str]) -> str:
-    """An address of this host that processes on all the hosts can reach, with a free port."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    others = [host for host in hosts if host != hosts[0]]
-    return f"{_address_towards(others[0]) if others else '127.0.0.1'}:{port}"
-
-
-def _address_towards(host: str) -> str:
-    """The address that this host sends from to another host; nothing is sent to find out."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))
-            return str(probe.getsockname()[0])
-    except OSError:  # the name cannot be resolved from here
-        return socket.getfqdn()

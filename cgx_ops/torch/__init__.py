@@ -15,9 +15,33 @@ from cgx_ops.torch import _compat
 
 _native.require_binding("torch", _compat.TORCH_VERSION)
 
-from cgx_ops.torch import inductor, ops  # noqa: E402
+from cgx_ops.torch import backend, ddp, inductor, launch, ops  # noqa: E402
+from cgx_ops.torch.backend import BackendOptions, compressed, uncompressed  # noqa: E402
+from cgx_ops.torch.layers import (  # noqa: E402
+    exclude_layer,
+    forget_models,
+    register_layer,
+    register_model,
+    set_quantization_bits,
+    set_quantization_bucket_size,
+)
+from cgx_ops.torch.rewrite import compress_collectives  # noqa: E402
 
 ops.register()
 inductor.register()
+launch.register()
+backend.register()
+ddp.register()
 
-__all__: list[str] = []
+__all__ = [
+    "BackendOptions",
+    "compress_collectives",
+    "compressed",
+    "exclude_layer",
+    "forget_models",
+    "register_layer",
+    "register_model",
+    "set_quantization_bits",
+    "set_quantization_bucket_size",
+    "uncompressed",
+]

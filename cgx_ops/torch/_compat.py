@@ -4,17 +4,27 @@ Tested with torch 2.13. What a release lacks costs speed only, never a right res
 says how.
 """
 
+import datetime
+import functools
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.compiler.config
+import torch.distributed as dist
 
 # Marks wait_tensor as an operator with a side effect, which is what keeps unused collectives.
 import torch.distributed._functional_collectives
+import torch.fx
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
 from torch.fx.node import has_side_effect
+from torch.utils._pytree import tree_map
 
 TORCH_VERSION: str = torch.__version__
 
@@ -24,16 +34,27 @@ def keep_in_graphs(operator: Any) -> None:
     has_side_effect(operator)
 
 
+class _KeyTag(str):
+    """A text that, in a cache's key, is followed by this rank's place in its process groups."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (f"{self}{groups()}",)
+
+
 def key_compile_caches(files: Iterable[Path]) -> None:
     """Make torch.compile's caches on disk forget graphs that other versions of `files` made.
 
-    The caches know an operator by its name only, not by what it decomposes into.
+    The caches know an operator by its name only, not by what it decomposes into. A carried
+    operator decomposes into messages of this rank's own sizes, and ranks share a cache: the key
+    must tell them apart, too. It is made long after this call, when there are groups.
     """
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.read_bytes())
     config: Any = torch.compiler.config
-    config.cache_key_tag = f"{config.cache_key_tag}cgx_ops:{digest.hexdigest()[:16]};"
+    config.cache_key_tag = _KeyTag(f"{config.cache_key_tag}cgx_ops:{digest.hexdigest()[:16]};")
 
 
 def lower_as_collective(operator: Any, kernel: Any) -> None:
@@ -43,7 +64,8 @@ def lower_as_collective(operator: Any, kernel: Any) -> None:
     whose memory is left alone until `wait_tensor`.
 
     Args:
-        operator: the overload in the graph; its first argument is the tensor that is reduced.
+        operator: the overload in the graph; its first argument is the tensor that is reduced, or
+            the list of those that are.
         kernel: the overload with the same arguments that the compiled code calls.
 
     Raises:
@@ -54,7 +76,195 @@ def lower_as_collective(operator: Any, kernel: Any) -> None:
     create: Callable[..., Any] = ir._CollectiveKernel.create_out_of_place
 
     def lower(x: Any, *arguments: Any) -> Any:
-        return ir.TensorBox.create(create(kernel, x, *arguments))
+        return tree_map(ir.TensorBox.create, create(kernel, x, *arguments))
 
     lowering.add_layout_constraint(operator, lowering.constrain_to_fx_strides)
     lowering.register_lowering(operator, type_promotion_kind=None)(lower)
+
+
+def wrap_env_rendezvous(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace what `init_process_group` does with "env://" by wrap(what it did)."""
+    from torch.distributed.rendezvous import _rendezvous_handlers as handlers
+
+    handlers["env"] = wrap(handlers["env"])
+
+
+def allow_monitored_barrier(backend: str) -> None:
+    """Let `torch.distributed.monitored_barrier` serve a backend that has one.
+
+    It refuses all but gloo by name. Everything but that check happens as torch has it.
+    """
+    from torch.distributed import distributed_c10d as module
+
+    distributed_c10d: Any = module
+    original = distributed_c10d.monitored_barrier
+
+    @functools.wraps(original)
+    def monitored_barrier(
+        group: Any = distributed_c10d.GroupMember.WORLD,
+        timeout: Any = None,
+        wait_all_ranks: bool = False,
+    ) -> Any:
+        if (
+            distributed_c10d._rank_not_in_group(group)
+            or distributed_c10d.get_backend(group) != backend
+        ):
+            return original(group, timeout, wait_all_ranks)
+        if isinstance(timeout, int | float):
+            timeout = datetime.timedelta(seconds=timeout)
+        if timeout is None:
+            timeout = distributed_c10d._get_default_timeout(backend)
+        distributed_c10d._check_valid_timeout(timeout)
+        chosen = distributed_c10d._get_default_group() if group is None else group
+        return chosen.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+    distributed_c10d.monitored_barrier = monitored_barrier
+    distributed: Any = torch.distributed
+    distributed.monitored_barrier = monitored_barrier
+
+
+# ---- for rewrite.py ------------------------------------------------------------------------------
+
+
+def declare_graph_pass(kind: type) -> None:
+    """Have inductor take objects of `kind`, callable and with uuid(), for graph passes of its own.
+
+    Passes without a uuid make it compile everything anew.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    CustomGraphPass.register(kind)
+
+
+def post_grad_pass(run: Callable[[torch.fx.Graph], None]) -> AbstractContextManager[object]:
+    """Return a context in which inductor calls run(graph) last, after the user's own passes."""
+    from torch._inductor import config
+
+    before: Any = config.post_grad_custom_post_pass
+    if before is None:
+        passes: Any = run
+    else:
+        passes = [*(before if isinstance(before, (list, tuple)) else [before]), run]
+    return config.patch(post_grad_custom_post_pass=passes)
+
+
+def compile_counters() -> Counter[str]:
+    """Return inductor's counters; what a compilation adds to them, a cached graph adds again."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]
+
+
+def trace(function: Callable[..., Any], values: list[torch.Tensor]) -> torch.fx.Graph:
+    """Return the graph of function(*values), whose values are fake tensors; it runs nothing."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad():
+        return make_fx(function, tracing_mode="fake")(*values).graph
+
+
+def arguments(node: torch.fx.Node) -> list[Any]:
+    """Return what a node calls its operator with, in the order of the operator's schema."""
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    rest = [a.name for a in schema.arguments[len(node.args) :]]
+    return [*node.args, *(node.kwargs[name] for name in rest if name in node.kwargs)]
+
+
+def group_name(group: Any) -> str:
+    """Return the name of a process group; graphs hold the one or the other."""
+    return group.group_name if isinstance(group, dist.ProcessGroup) else str(group)
+
+
+def groups() -> list[tuple[str, tuple[int, int]]]:
+    """Return the name, own rank and size of each process group that this rank is in."""
+    if not dist.is_initialized():
+        return []
+    known = dist.distributed_c10d._world.pg_names.items()
+    return sorted((str(name), (group.rank(), group.size())) for group, name in known)
+
+
+def serves(operator: Any, device: str) -> bool:
+    """Tell whether an operator has a kernel for a type of device."""
+    key = torch._C._dispatch_key_for_device(device)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+
+
+def optimize_ddp() -> object:
+    """Return how DistributedDataParallel and torch.compile meet: "python_reducer", or others."""
+    from torch._dynamo import config
+
+    return config.optimize_ddp
+
+
+# ---- for fsdp.py ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A parameter of a module that `fully_shard` wrapped.
+
+    Attributes:
+        module: which holds it, and under which name.
+        shape: of the whole parameter (of this rank's part of a DTensor).
+        numel: elements in each rank's block, padding included.
+        trainable: whether it gets a gradient.
+        plain: whether its shard is what is gathered; a tensor subclass may send something else.
+    """
+
+    module: torch.nn.Module
+    name: str
+    shape: torch.Size
+    numel: int
+    trainable: bool
+    plain: bool
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """Return the groups of parameters that FSDP gathers and reduces together for this module."""
+    return list(module._get_fsdp_state()._fsdp_param_groups)
+
+
+def fsdp_shard_group(group: Any) -> dist.ProcessGroup | None:
+    """Return the ranks that a group of parameters is sharded over; None: it is replicated only."""
+    return getattr(group.mesh_info, "shard_process_group", None)
+
+
+def fsdp_communications(group: Any) -> tuple[Any, Any]:
+    """Return what gathers a group's parameters, and what reduces their gradients."""
+    return group._all_gather_comm, group._reduce_scatter_comm
+
+
+def fsdp_gathers_shards(group: Any) -> bool:
+    """Tell whether the next all-gather starts from the shards, or from parts of what it gathered.
+
+    The latter is so in backward where reshard_after_forward is a number.
+    """
+    return group.is_sharded
+
+
+def fsdp_parameters(group: Any) -> list[ShardedParameter]:
+    """Return a group's parameters in the order in which they lie in a block."""
+    return [
+        ShardedParameter(
+            parameter._module_info.module,
+            parameter._module_info.param_name,
+            parameter._orig_size,
+            parameter.padded_sharded_param_size.numel(),
+            parameter.sharded_param.requires_grad,
+            not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"),
+        )
+        for parameter in group.fsdp_params
+    ]
+
+
+def in_backward() -> bool:
+    """Tell whether autograd's engine is running this thread's code."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# ---- for ddp.py ----------------------------------------------------------------------------------
+
+
+def has_comm_hook(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Tell whether somebody registered a communication hook."""
+    return bool(getattr(wrapper, "_comm_hooks", ()))

@@ -1,4 +1,4 @@
-"""Tells inductor that `cgx::quantized_all_reduce_start` is an asynchronous collective.
+"""Tells inductor that cgx's `quantized_all_reduce_start` operators are asynchronous collectives.
 
 With the lowering, inductor keeps all collectives of a graph in one order, can overlap them with
 computation, and leaves a collective's input alone until the wait, so that no copy of it is needed.
@@ -30,8 +30,10 @@ def _register_lowering() -> bool:
     if "torch._inductor.lowering" not in sys.modules:
         return False
     start = torch.ops.cgx.quantized_all_reduce_start
+    coalesced = torch.ops.cgx.quantized_all_reduce_coalesced_start
     try:
         _compat.lower_as_collective(start.default, start.borrow)
+        _compat.lower_as_collective(coalesced.default, coalesced.default)
     except (ImportError, AttributeError) as error:
         _log.warning(
             "torch %s has no collective lowering that cgx_ops knows (%s): compiled models stay "

@@ -4,16 +4,28 @@ Kernels for tensors and for tracing, gradient and checks are C++ (`torch_ops/`).
 
     quantized_allreduce(x, bits=4, bucket_size=512, op="sum", group_name="", *,
                         rounding="stochastic", algorithm="auto", gather_bits=None,
-                        skip_incomplete_buckets=False, minimal_size=0, name="") -> Tensor
+                        skip_incomplete_buckets=False, minimal_size=0, name="",
+                        carrier="native") -> Tensor
     quantized_allreduce_(x, ...same...) -> None
+    quantized_allreduce_coalesced(xs, ...same...) -> list[Tensor]
 
 `x` is a float32, float16 or bfloat16 tensor of any shape on the CPU; the result has its shape and
 dtype, is contiguous, and holds the same bits on every rank of the group. `bits` is 1 to 8, or 32
 for an exact result; `op` is sum or avg, and at 32 bits also min, max or product; `group_name` names
-a communicator of cgx_ops, "" is the world. The other arguments are those of `cgx_ops.Config`, and
-`name` identifies a collective that is started from several threads. Stochastic rounding takes its
-seed from torch's default CPU generator, so `torch.manual_seed` and activation checkpointing cover
-it; nearest rounding draws nothing.
+a communicator of cgx_ops, "" is the world; a group of the backend "cgx" is one under its own name.
+The other arguments are those of `cgx_ops.Config`, and `name` identifies a collective that is
+started from several threads. Random rounding ("stochastic", "shift") takes its seed from torch's
+default CPU generator, so `torch.manual_seed` and activation checkpointing cover it; nearest
+rounding draws nothing.
+
+The coalesced form sends a list of tensors of one dtype as one message; each has buckets (and a
+minimal_size) of its own, and a result as if it were reduced alone by the algorithm that the whole
+list takes.
+
+`carrier="c10d"` moves the bytes by torch's own collectives, all_to_all_single and
+all_gather_into_tensor of uint8, with the same bits in the result: `group_name` is then any group of
+torch.distributed ("" the default one), on gloo or NCCL, under any launcher, without MPI. Compiled
+graphs are specialised to sizes. Its op may be sum or avg, or any at 32 bits.
 
 The gradient of sum and avg is the same collective on the incoming gradient, quantized alike, with
 noise of its own derived from the forward's seed. min, max and product refuse a tensor that requires
@@ -42,8 +54,11 @@ def register() -> None:
     for operator in (
         cgx.quantized_allreduce.default,
         cgx.quantized_allreduce_.default,
+        cgx.quantized_allreduce_coalesced.default,
         cgx.quantized_all_reduce.default,
         cgx.quantized_all_reduce_start.default,
+        cgx.quantized_all_reduce_coalesced.default,
+        cgx.quantized_all_reduce_coalesced_start.default,
     ):
         _compat.keep_in_graphs(operator)
     _compat.key_compile_caches(

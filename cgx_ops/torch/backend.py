@@ -1,0 +1,273 @@
+"""The torch.distributed backend "cgx": allreduce by the core, all else by an inner gloo or NCCL.
+
+    import cgx_ops.torch
+    torch.distributed.init_process_group("cgx")
+
+Under mpirun (MPI, or shared memory within a host), and under torchrun or multiprocessing on one
+host (shared memory, no MPI). The communicator of a group has the group's name:
+`cgx_ops.Communicator.find(group.group_name)`.
+
+Every allreduce of float32, float16 or bfloat16 CPU tensors with sum, avg, min, max or product goes
+to the core. It is compressed only if all of this holds:
+
+  - the group's Config has bits < 32 (`CGX_COMPRESSION_QUANTIZATION_BITS`, or BackendOptions);
+  - it is a sum or an average of at least max(16, minimal_size) elements;
+  - it synchronises gradients: it starts while autograd accumulates the gradient of a leaf (DDP's
+    reducer and hooks on parameters do) or in the callbacks at the end of backward (DDP with
+    static_graph), or inside `with compressed():`, or the group was made with compress="all";
+  - it is not inside `with uncompressed():`.
+
+DistributedDataParallel over a group with bits < 32 gets the hook of ddp.py unasked, which reduces
+layer by layer. So statistics of SyncBatchNorm, softmax over ranks, metrics and tensor parallelism stay exact. The
+logger "cgx_ops.torch.backend" says at level DEBUG what was decided and why. Exact means `none` of
+the core: the full values travel.
+
+Phases of making a group: the ranks' communicator over the Store; inner backends; both joined.
+"""
+
+import contextlib
+import datetime
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+import cgx_ops
+from cgx_ops import Communicator, Config, _native, _torch_ops
+from cgx_ops.errors import CgxError, InvalidArgument, NotFound, Unsupported
+from cgx_ops.torch import _compat, launch
+
+NAME = "cgx"
+
+_log = logging.getLogger(__name__)
+# The options of the default group, which its sub-groups inherit.
+_world_options: "BackendOptions | None" = None
+# Those of each group, by its name; groups that were split off have those of the default group.
+_options: "dict[str, BackendOptions]" = {}
+# What _torch_ops.exchange_scope() was told last on each thread.
+_thread = threading.local()
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What a group compresses and how: the pg_options of init_process_group and new_group.
+
+    Without pg_options, a sub-group has those of the default group, and the default group
+    BackendOptions().
+
+    Attributes:
+        config: how values travel; by default Config.from_env(), which is exact unless CGX_*
+            variables say otherwise.
+        compress: "gradients", or "all": every sum and average of floats, as CGX does.
+    """
+
+    config: Config = field(default_factory=Config.from_env)
+    compress: Literal["gradients", "all"] = "gradients"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, Config):
+            raise InvalidArgument(f"BackendOptions.config is {self.config!r}; give a Config")
+        if self.compress not in ("gradients", "all"):
+            raise InvalidArgument(
+                f"BackendOptions.compress is {self.compress!r}; it must be 'gradients' or 'all'"
+            )
+
+
+@contextlib.contextmanager
+def compressed(config: Config | None = None) -> Iterator[None]:
+    """Compress the sums and averages that this thread starts inside, whatever they are for.
+
+    It holds for the calling thread. On the CPU, backward runs its hooks on the thread that called
+    it, so they are inside too.
+
+    Args:
+        config: how values travel; None: as the group's BackendOptions say.
+    """
+    compression = None if config is None else _compression(config)
+    with _scope(_torch_ops.Scope(_torch_ops.ScopeKind.COMPRESSED, compression), config):
+        yield
+
+
+@contextlib.contextmanager
+def uncompressed() -> Iterator[None]:
+    """Send everything that this thread starts inside exact, gradients too."""
+    with _scope(_torch_ops.Scope(_torch_ops.ScopeKind.UNCOMPRESSED), "uncompressed"):
+        yield
+
+
+@contextlib.contextmanager
+def _scope(
+    scope: _torch_ops.Scope, seen: Config | Literal["uncompressed"] | None
+) -> Iterator[None]:
+    outer, outer_seen = _torch_ops.exchange_scope(scope), current_scope()
+    _thread.scope = seen
+    try:
+        yield
+    finally:
+        _torch_ops.exchange_scope(outer)
+        _thread.scope = outer_seen
+
+
+def current_scope() -> Config | Literal["uncompressed"] | None:
+    """Return what compressed() (a Config, if given one) or uncompressed() says on this thread."""
+    return getattr(_thread, "scope", None)
+
+
+def options_of(group: dist.ProcessGroup) -> BackendOptions | None:
+    """Return the options of a group over the backend "cgx"; None for other groups."""
+    if NAME not in str(dist.get_backend_config(group)):
+        return None
+    return _options.get(group.group_name, _world_options)
+
+
+def register() -> None:
+    """Make the backend known to torch.distributed. Once per process."""
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    _compat.allow_monitored_barrier(NAME)
+
+
+def _compression(config: Config) -> _torch_ops.Compression:
+    """Return what the binding knows of a Config."""
+    return _torch_ops.Compression(
+        bits=config.bits,
+        bucket_size=config.bucket_size,
+        rounding=_native.ROUNDINGS[config.rounding],
+        algorithm=_native.ALGORITHMS[config.algorithm],
+        gather_bits=config.gather_bits or 0,
+        skip_incomplete_buckets=config.skip_incomplete_buckets,
+        minimal_size=config.minimal_size,
+        seed=config.seed,
+    )
+
+
+def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
+    """Make the backend of a group: torch calls it on every rank of the group."""
+    global _world_options
+    default = not asked.global_ranks_in_group
+    if pg_options is None and not default and _default_group_is_ours():
+        pg_options = _world_options
+    if pg_options is None:
+        pg_options = BackendOptions()
+    if not isinstance(pg_options, BackendOptions):
+        raise TypeError(
+            f"pg_options is {type(pg_options).__name__}; the backend cgx takes a "
+            "cgx_ops.torch.BackendOptions"
+        )
+    if default:
+        _world_options = pg_options
+        _options.clear()
+    _options[asked.group_id] = pg_options
+    config = pg_options.config
+    options = _torch_ops.Options(_compression(config), pg_options.compress == "all", asked.timeout)
+    options.group_name = asked.group_id
+    options.global_ranks_in_group = asked.global_ranks_in_group
+    transport = None if config.communicator_type == "AUTO" else config.communicator_type
+    return _make(asked.store, asked.group_rank, asked.group_size, options, transport)
+
+
+def _default_group_is_ours() -> bool:
+    return dist.is_initialized() and NAME in str(dist.get_backend_config())
+
+
+def _make(
+    store: _compat.Store,
+    rank: int,
+    size: int,
+    options: _torch_ops.Options,
+    transport: str | None = None,
+) -> _torch_ops.Backend:
+    """Make a backend; torch's split and merge come here too. Collective over the group's ranks."""
+    name, timeout = options.group_name, options._timeout
+    store = _compat.PrefixStore(f"{name}/cgx", store)
+    comm = _connect(store, rank, size, name, timeout, transport)
+    try:
+        inner = _inner(store, rank, size, options)
+        return _torch_ops.Backend(rank, size, comm.id, inner, options, _make)
+    except BaseException:
+        comm.close()
+        raise
+
+
+def _connect(
+    store: _compat.Store,
+    rank: int,
+    size: int,
+    name: str,
+    timeout: datetime.timedelta,
+    transport: str | None,
+) -> Communicator:
+    """Make the communicator of a group."""
+    if launch.under_mpirun():
+        cgx_ops.init()  # so that MPI is there for ranks on several hosts
+    with contextlib.suppress(NotFound):
+        old = Communicator.find(name)
+        if old.closed:  # it failed, and its group was not destroyed
+            old.close()
+    gather = _store_allgather(store, rank, size, name, timeout)
+    try:
+        return Communicator.create(
+            rank, size, gather, name, transport=transport, timeout=timeout.total_seconds()
+        )
+    except Unsupported as error:
+        raise dist.DistBackendError(
+            f"init_process_group('cgx'): {error}. Ranks on several hosts need MPI: start them with "
+            "mpirun. Without MPI use init_process_group('gloo') (or 'nccl') and compress with "
+            "torch.ops.cgx.quantized_allreduce(..., carrier='c10d')"
+        ) from error
+    except CgxError as error:
+        raise dist.DistBackendError(f"init_process_group('cgx'): {error}") from error
+
+
+def _store_allgather(
+    store: _compat.Store, rank: int, size: int, name: str, timeout: datetime.timedelta
+) -> Callable[[bytes], Sequence[bytes]]:
+    """Return an allgather of small blobs over a Store, for the making of one communicator.
+
+    Every use has keys of its own, also where a store outlives its groups: ranks count how often
+    they came here. The last to read a round's blobs deletes them.
+    """
+    made = store.add(f"made/{rank}", 1)
+    rounds = iter(range(2**31))
+
+    def allgather(mine: bytes) -> Sequence[bytes]:
+        prefix = f"{made}/{next(rounds)}"
+        keys = [f"{prefix}/{peer}" for peer in range(size)]
+        store.set(keys[rank], mine.hex())
+        try:
+            store.wait(keys, timeout)
+        except dist.DistError as error:
+            late = [peer for peer, key in enumerate(keys) if not store.check([key])]
+            raise dist.DistBackendError(
+                f"the backend cgx, group '{name}': rank {rank} waited "
+                f"{timeout.total_seconds():g} s for ranks {late} of {size} to make the group"
+            ) from error
+        blobs = [bytes.fromhex(store.get(key).decode()) for key in keys]
+        if store.add(f"{prefix}/read", 1) == size:
+            for key in (*keys, f"{prefix}/read"):
+                store.delete_key(key)
+        return blobs
+
+    return allgather
+
+
+def _inner(
+    store: _compat.Store, rank: int, size: int, options: _torch_ops.Options
+) -> dict[str, Any]:
+    """Make what moves everything but the core's allreduces, by kind of device."""
+    timeout = options._timeout
+    gloo = dist.ProcessGroupGloo(_compat.PrefixStore("gloo", store), rank, size, timeout=timeout)
+    inner: dict[str, Any] = {"cpu": gloo}
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = timeout
+        nccl_store = _compat.PrefixStore("nccl", store)
+        inner["cuda"] = dist.ProcessGroupNCCL(nccl_store, rank, size, nccl_options)
+    for backend in inner.values():
+        backend.options.group_name = options.group_name
+        backend.options.global_ranks_in_group = options.global_ranks_in_group
+        backend._set_sequence_number_for_group()
+    return inner

@@ -1,0 +1,90 @@
+"""The steps of an allreduce that torch's own collectives carry, for one process group.
+
+What `carrier="c10d"` of the operators is in graphs, this is for the DDP hook: lists of layers with
+bits of their own, in the background, in the order in which they were started.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import byref, c_int32, c_int64, c_void_p
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cgx_ops import Config, Segment, _native
+from cgx_ops.call import Call, Op
+from cgx_ops.torch.work import DTYPES
+
+
+class Carrier:
+    """Allreduces over a process group, one after the other on a thread of its own.
+
+    The thread uses a process group that nobody else does, so that its collectives cannot fall
+    between the caller's in another order on each rank. Making a Carrier is collective over `group`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        own = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend=dist.get_backend(group),
+            use_local_synchronization=True,
+        )
+        assert isinstance(own, dist.ProcessGroup), "this rank is a member"
+        self._group = own
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cgx-carrier")
+
+    def start(
+        self,
+        buffer: torch.Tensor,
+        config: Config,
+        *,
+        op: Op,
+        segments: Sequence[Segment],
+        seed: int,
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Reduce `buffer` in place; return at once a future of it. Arguments as work.start()."""
+        call = Call("allreduce", op, config, "", segments, seed, None)
+        future: torch.futures.Future[Any] = torch.futures.Future()
+
+        def run() -> None:
+            try:
+                self._reduce(buffer, call)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(buffer)
+
+        self._thread.submit(run)
+        return future
+
+    def _reduce(self, buffer: torch.Tensor, call: Call) -> None:
+        rank, size = self._group.rank(), self._group.size()
+        address = buffer.data_ptr()
+        collective = call.collective(0, 0, DTYPES[buffer.dtype], address, address, buffer.numel())
+        carried = _native.Carried(rank=rank, size=size, call=ctypes.pointer(collective))
+        algorithm, scatter, gather = c_int32(), (c_int64 * size)(), (c_int64 * size)()
+        _native.call("cgx_carried_plan", byref(carried), byref(algorithm), scatter, gather)
+        stride = max(gather)
+
+        def step(function: str, numel: int, *inputs: torch.Tensor) -> torch.Tensor:
+            message = torch.zeros(numel, dtype=torch.uint8)
+            pointers = [c_void_p(x.data_ptr()) for x in (*inputs, message)]
+            _native.call(function, byref(carried), *pointers)
+            return message
+
+        if size == 1:
+            return
+        if algorithm.value == _native.ALGORITHMS["one_shot"]:
+            message = step("cgx_carried_encode", stride)
+        else:
+            to = [0 if peer == rank else count for peer, count in enumerate(scatter)]
+            came = [0 if peer == rank else scatter[rank] for peer in range(size)]
+            messages = step("cgx_carried_encode", sum(to))
+            arrived = torch.empty(sum(came), dtype=torch.uint8)
+            dist.all_to_all_single(arrived, messages, came, to, group=self._group)
+            message = step("cgx_carried_reduce", stride, arrived)
+        gathered = torch.empty(stride * size, dtype=torch.uint8)
+        dist.all_gather_into_tensor(gathered, message, group=self._group)
+        _native.call("cgx_carried_decode", byref(carried), c_void_p(gathered.data_ptr()), stride)

@@ -1,0 +1,275 @@
+"""In how many bits each layer of a model travels.
+
+  1. Rules: by name, by dimension; what the DDP hook asks for every parameter of a bucket
+  2. CGX's names, which change the Rules of this process: register_model, exclude_layer,
+     set_quantization_bits, set_quantization_bucket_size
+
+A rule needs no list of layers. Registering one lets mistakes be told: a pattern that no layer has,
+a layer of another size.
+"""
+
+import fnmatch
+import operator
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from torch import nn
+
+from cgx_ops import Config, Segment
+from cgx_ops.errors import InvalidArgument
+
+EXACT_BITS = 32
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A parameter as rules see it.
+
+    Attributes:
+        name: as model.named_parameters() has it; "" if unknown.
+        dimensions: of its shape.
+        numel: number of elements.
+    """
+
+    name: str
+    dimensions: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a pattern sets; None leaves it as it is.
+
+    Attributes:
+        pattern: a part of the name, as in CGX; with *, ? or [ in it, a glob for the whole name.
+        bits: as Config.bits; 32 is exact.
+        bucket_size: as Config.bucket_size.
+    """
+
+    pattern: str
+    bits: int | None = None
+    bucket_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str) or not self.pattern:
+            raise InvalidArgument(
+                f"the pattern is {self.pattern!r}; it must be a part of a layer's name, or a glob"
+            )
+        checked = Config()  # which refuses what is out of range
+        if self.bits is not None:
+            replace(checked, bits=self.bits)
+        if self.bucket_size is not None:
+            replace(checked, bucket_size=self.bucket_size)
+
+    def matches(self, name: str) -> bool:
+        """Tell whether a layer's name has the pattern."""
+        if any(c in self.pattern for c in "*?["):
+            return fnmatch.fnmatchcase(name, self.pattern)
+        return self.pattern in name
+
+
+class Rules:
+    """Which layers travel in how many bits. Later rules win; all win over the dimension.
+
+    Parameters of at most one dimension (biases, norms) travel exact unless a rule names them: they
+    are few bytes, and sensitive. Config.minimal_size makes small layers exact, rules or not.
+
+    It pickles, and must be equal on all ranks.
+    """
+
+    def __init__(self, rules: Iterable[Rule] = (), *, exact_vectors: bool = True) -> None:
+        """Make rules.
+
+        Args:
+            rules: in order.
+            exact_vectors: whether parameters of at most one dimension travel exact.
+        """
+        self.rules = list(rules)
+        self.exact_vectors = exact_vectors
+
+    def exclude(self, pattern: str) -> None:
+        """Have layers of this pattern travel exact."""
+        self.set_bits(pattern, EXACT_BITS)
+
+    def set_bits(self, pattern: str, bits: int) -> None:
+        """Have layers of this pattern travel in so many bits: 1 to 8, or 32."""
+        self.rules.append(Rule(pattern, bits=bits))
+
+    def set_bucket_size(self, pattern: str, bucket_size: int) -> None:
+        """Have so many values of layers of this pattern share a minimum and step."""
+        self.rules.append(Rule(pattern, bucket_size=bucket_size))
+
+    def __bool__(self) -> bool:
+        return bool(self.rules)
+
+    def of(self, layer: Layer, config: Config) -> Config:
+        """Return how a layer travels, where `config` is for those that no rule names."""
+        bits, bucket_size = config.bits, config.bucket_size
+        if self.exact_vectors and layer.dimensions <= 1:
+            bits = EXACT_BITS
+        for rule in self.rules:
+            if rule.matches(layer.name):
+                bits = bits if rule.bits is None else rule.bits
+                bucket_size = bucket_size if rule.bucket_size is None else rule.bucket_size
+        return replace(config, bits=bits, bucket_size=bucket_size)
+
+    def segments(
+        self, layers: Sequence[Layer], offsets: Sequence[int], config: Config
+    ) -> list[Segment]:
+        """Return the layers of a buffer, which begin at `offsets`, with their bits and buckets."""
+        configs = [self.of(layer, config) for layer in layers]
+        return [
+            Segment(offset, layer.numel, bits=own.bits, bucket_size=own.bucket_size)
+            for layer, offset, own in zip(layers, offsets, configs, strict=True)
+        ]
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """Return the patterns that none of these layers has."""
+        names = list(names)
+        return [r.pattern for r in self.rules if not any(r.matches(name) for name in names)]
+
+
+# ---- CGX's names ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Registered:
+    """What CGX keeps per process: rules, and the layers of registered models."""
+
+    rules: Rules
+    sizes: dict[str, int]
+
+
+_registered = _Registered(Rules(), {})
+
+
+def process_rules() -> Rules:
+    """Return the Rules that CGX's functions change: those of every hook that is given none."""
+    return _registered.rules
+
+
+def register_model(layers: nn.Module | Iterable[tuple[str, int]]) -> None:
+    """Tell the layers of a model, so that wrong names and sizes are noticed.
+
+    Call it before DistributedDataParallel's first forward. Unlike in CGX it restricts nothing: an
+    allreduce that is no gradient bucket stays legal, and models may follow each other.
+
+    Args:
+        layers: (name, number of elements) of each, as from `[(name, p.numel()) for name, p in
+            model.named_parameters()]`; or the model itself.
+
+    Raises:
+        InvalidArgument: a layer listed twice, registered before with another size, or whose size
+            is no integer of 1 or more.
+    """
+    if isinstance(layers, nn.Module):
+        layers = [(name, p.numel()) for name, p in layers.named_parameters()]
+    new: dict[str, int] = {}
+    for name, numel in layers:
+        try:
+            size = operator.index(numel)
+        except TypeError:
+            size = 0
+        if size < 1:
+            raise InvalidArgument(
+                f"register_model: layer '{name}' has {numel!r} elements; give p.numel()"
+            )
+        if name in new:
+            raise InvalidArgument(f"register_model: layer '{name}' is listed twice")
+        known = _registered.sizes.get(name, size)
+        if known != size:
+            raise InvalidArgument(
+                f"register_model: layer '{name}' was registered with {known} elements and now has "
+                f"{size}; call cgx_ops.torch.forget_models() before another model"
+            )
+        new[name] = size
+    _registered.sizes.update(new)
+    _warn_of_unmatched(_registered.sizes)
+
+
+def forget_models() -> None:
+    """Forget registered layers, and every rule that was set for them."""
+    _registered.sizes.clear()
+    _registered.rules.rules.clear()
+
+
+def exclude_layer(pattern: str) -> None:
+    """Have layers travel exact: those with `pattern` in their name, or that a glob matches."""
+    _add(Rule(pattern, bits=EXACT_BITS))
+
+
+def set_quantization_bits(pattern: str, bits: int, *position: int) -> None:
+    """Have layers travel in so many bits: those with `pattern` in their name, or of a glob.
+
+    Args:
+        pattern: a part of the name, or a glob.
+        bits: 1 to 8, or 32 (exact).
+        *position: CGX's form by place in a bucket, refused.
+    """
+    _refuse_positions("set_quantization_bits", pattern, position)
+    _add(Rule(pattern, bits=bits))
+
+
+def set_quantization_bucket_size(pattern: str, bucket_size: int, *position: int) -> None:
+    """Have so many values of such layers share a minimum and step; see set_quantization_bits."""
+    _refuse_positions("set_quantization_bucket_size", pattern, position)
+    _add(Rule(pattern, bucket_size=bucket_size))
+
+
+def register_layer(*position: int) -> NoReturn:
+    """Refuse CGX's registration by place in a bucket."""
+    _refuse_positions("register_layer", position and position[0], position[1:])
+    raise InvalidArgument("register_layer: use register_model([(name, numel), ...])")
+
+
+def _refuse_positions(function: str, first: object, rest: Sequence[object]) -> None:
+    if rest or not isinstance(first, str):
+        raise InvalidArgument(
+            f"{function}: layers are named here, not counted: DistributedDataParallel makes its "
+            "buckets anew after the first step, and places change. Call "
+            "register_model([(name, numel), ...]), then set_quantization_bits(name, bits) and "
+            "set_quantization_bucket_size(name, bucket_size)"
+        )
+
+
+def _add(rule: Rule) -> None:
+    _registered.rules.rules.append(rule)
+    if _registered.sizes:
+        _warn_of_unmatched(_registered.sizes, [rule])
+
+
+def _warn_of_unmatched(names: Iterable[str], rules: Sequence[Rule] | None = None) -> None:
+    names = list(names)
+    for pattern in Rules(_registered.rules.rules if rules is None else rules).unmatched(names):
+        warnings.warn(
+            f"no layer matches '{pattern}': the rule has no effect. Layers: "
+            + ", ".join(names[:8])
+            + (", ..." if len(names) > 8 else ""),
+            stacklevel=3,
+        )
+
+
+def check_model(layers: Sequence[Layer]) -> None:
+    """Compare a model that is about to train with what was registered.
+
+    Raises:
+        InvalidArgument: a layer of the model was registered with another size.
+    """
+    for layer in layers:
+        numel = _registered.sizes.get(layer.name, layer.numel)
+        if numel != layer.numel:
+            raise InvalidArgument(
+                f"layer '{layer.name}' was registered with {numel} elements, and has {layer.numel} "
+                "in the model that DistributedDataParallel trains: register this model"
+            )
+    if _registered.sizes:
+        missing = [layer.name for layer in layers if layer.name not in _registered.sizes]
+        if missing:
+            warnings.warn(
+                f"{len(missing)} of {len(layers)} layers were not registered, '{missing[0]}' for "
+                "one; rules by name hold for them too",
+                stacklevel=2,
+            )
+    _warn_of_unmatched([layer.name for layer in layers])

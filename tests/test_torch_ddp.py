@@ -1,0 +1,12 @@
+"""DistributedDataParallel with the quantized hook: the rank program says what is shown."""
+
+import launch
+import pytest
+import torch_cases as tc
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("n", [2, 3])
+def test_ddp(n: int) -> None:
+    for output in launch.mpirun(n, "run_torch_ddp.py", env=tc.ENVIRONMENT, timeout=180):
+        assert output.rstrip().endswith("ok all"), output

@@ -1,0 +1,150 @@
+"""cgx_ops.torch.layers: which layers travel in how many bits."""
+
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import cgx_ops.torch as torch_cgx
+from cgx_ops import Config, InvalidArgument, Segment
+from cgx_ops.torch import layers
+from cgx_ops.torch.layers import Layer, Rule, Rules
+
+CONFIG = Config(bits=4, bucket_size=512)
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    torch_cgx.forget_models()
+
+
+def bits(rules: Rules, name: str, dimensions: int = 2) -> int:
+    return rules.of(Layer(name, dimensions, 1000), CONFIG).bits
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "matches"),
+    [
+        ("bn", "layer1.bn2.weight", True),
+        ("bn", "layer1.conv.weight", False),
+        ("layer1", "layer10.weight", True),  # a part of the name, as in CGX
+        ("layer1.*", "layer10.weight", False),
+        ("layer1.*", "layer1.weight", True),
+        ("*.bias", "a.b.bias", True),
+        ("*.bias", "bias", False),
+        ("layer[12].weight", "layer2.weight", True),
+        ("BN", "bn.weight", False),
+    ],
+)
+def test_patterns(pattern: str, name: str, matches: bool) -> None:
+    assert Rule(pattern).matches(name) == matches
+
+
+def test_vectors_are_exact_unless_named() -> None:
+    assert bits(Rules(), "w") == 4
+    assert bits(Rules(), "b", dimensions=1) == 32
+    assert bits(Rules(), "scale", dimensions=0) == 32
+    assert bits(Rules(exact_vectors=False), "b", dimensions=1) == 4
+    assert bits(Rules([Rule("b", bits=8)]), "b", dimensions=1) == 8
+    assert bits(Rules([Rule("b", bucket_size=8)]), "b", dimensions=1) == 32
+
+
+def test_later_rules_win() -> None:
+    rules = Rules([Rule("conv", bits=2, bucket_size=64), Rule("conv1", bits=8)])
+    assert rules.of(Layer("conv1.weight", 4, 1000), CONFIG) == Config(bits=8, bucket_size=64)
+    rules.exclude("conv")
+    assert bits(rules, "conv1.weight") == 32
+
+
+def test_segments_lie_where_the_layers_do() -> None:
+    found = [Layer("a", 2, 100), Layer("b", 1, 10), Layer("c", 3, 7)]
+    rules = Rules([Rule("c", bits=1, bucket_size=16)])
+    assert rules.segments(found, [0, 100, 128], CONFIG) == [
+        Segment(0, 100, bits=4, bucket_size=512),
+        Segment(100, 10, bits=32, bucket_size=512),
+        Segment(128, 7, bits=1, bucket_size=16),
+    ]
+
+
+def test_rules_pickle() -> None:
+    rules = Rules([Rule("a*", bits=2), Rule("b", bucket_size=3)], exact_vectors=False)
+    again = pickle.loads(pickle.dumps(rules))
+    assert (again.rules, again.exact_vectors) == (rules.rules, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pattern": ""}, "part of a layer's name"),
+        ({"pattern": "a", "bits": 9}, "bits is 9"),
+        ({"pattern": "a", "bits": 0}, "bits is 0"),
+        ({"pattern": "a", "bucket_size": 0}, "bucket_size is 0"),
+    ],
+)
+def test_bad_rules_are_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        Rule(**options)  # type: ignore[arg-type]
+
+
+# ---- CGX's names ---------------------------------------------------------------------------------
+
+
+def test_the_readmes_script_runs() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4))
+    torch_cgx.register_model([(name, p.numel()) for name, p in model.named_parameters()])
+    torch_cgx.exclude_layer("bias")
+    torch_cgx.exclude_layer("1.")
+    torch_cgx.set_quantization_bits("2.weight", 8)
+    torch_cgx.set_quantization_bucket_size("0.weight", 128)
+    rules = layers.process_rules()
+    assert bits(rules, "2.weight") == 8
+    assert bits(rules, "2.bias") == 32
+    assert rules.of(Layer("0.weight", 4, 216), CONFIG).bucket_size == 128
+    torch_cgx.forget_models()
+    assert bits(rules, "2.weight") == 4
+
+
+def test_mistakes_are_named() -> None:
+    torch_cgx.register_model([("fc.weight", 20), ("fc.bias", 4)])
+    with pytest.raises(InvalidArgument, match=r"'fc.weight' was registered with 20 .* now has 30"):
+        torch_cgx.register_model([("fc.weight", 30)])
+    with pytest.raises(InvalidArgument, match="'a' is listed twice"):
+        torch_cgx.register_model([("a", 1), ("a", 1)])
+    with pytest.raises(InvalidArgument, match="'a' has 'many' elements"):
+        torch_cgx.register_model([("a", "many")])  # type: ignore[list-item]
+    with pytest.warns(UserWarning, match="no layer matches 'conv'.*fc.weight, fc.bias"):
+        torch_cgx.exclude_layer("conv")
+
+
+def test_a_rule_set_before_registration_is_checked_then() -> None:
+    torch_cgx.exclude_layer("conv")
+    with pytest.warns(UserWarning, match="no layer matches 'conv'"):
+        torch_cgx.register_model(nn.Linear(3, 4))
+
+
+def test_the_model_that_trains_is_checked() -> None:
+    torch_cgx.register_model([("weight", 12), ("bias", 4)])
+    layers.check_model([Layer("weight", 2, 12), Layer("bias", 1, 4)])
+    with pytest.raises(InvalidArgument, match=r"'weight' was registered with 12 .* has 13"):
+        layers.check_model([Layer("weight", 2, 13)])
+    with pytest.warns(UserWarning, match="1 of 2 layers were not registered, 'other'"):
+        layers.check_model([Layer("weight", 2, 12), Layer("other", 2, 12)])
+
+
+def test_places_in_buckets_are_refused_with_the_remedy() -> None:
+    for call in (
+        lambda: torch_cgx.register_layer(0, 1, 100, 4, 512),
+        lambda: torch_cgx.set_quantization_bits(0, 1, 4),  # type: ignore[arg-type]
+        lambda: torch_cgx.set_quantization_bucket_size(0, 1, 64),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidArgument, match="layers are named here, not counted"):
+            call()
+
+
+def test_import_defines_the_names_of_torch_cgx() -> None:
+    assert torch.ops.cgx.quantized_allreduce is not None
+    for name in ("register_model", "exclude_layer", "set_quantization_bits"):
+        assert name in torch_cgx.__all__

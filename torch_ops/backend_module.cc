@@ -1,0 +1,108 @@
+// What Python sees of the backend "cgx": cgx_ops/torch/backend.py makes and documents it.
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <utility>
+
+#include "backend.h"
+
+namespace py = pybind11;
+
+namespace cgx::torch_ops {
+namespace {
+
+constexpr auto kLogger = "cgx_ops.torch.backend";
+
+// Lives for ever: collectives may outlast the interpreter's own objects.
+py::object& logger() {
+  static auto* logger = new py::object(py::module_::import("logging").attr("getLogger")(kLogger));
+  return *logger;
+}
+
+// Asks Python once a second: a look at the clock is all that a call costs when the level is off.
+bool debug_wanted() {
+  using Clock = std::chrono::steady_clock;
+  static std::atomic<Clock::rep> asked_again_at{0};
+  static std::atomic<bool> wanted{false};
+  const auto now = Clock::now().time_since_epoch().count();
+  if (now >= asked_again_at) {
+    asked_again_at = now + Clock::duration(std::chrono::seconds(1)).count();
+    const py::gil_scoped_acquire gil;
+    wanted = logger().attr("isEnabledFor")(10).cast<bool>();  // logging.DEBUG
+  }
+  return wanted;
+}
+
+template <const char* const& method>
+void log_line(const std::string& line) {
+  const py::gil_scoped_acquire gil;
+  logger().attr(method)("%s", line);
+}
+
+const char* const kDebug = "debug";
+const char* const kWarning = "warning";
+
+}  // namespace
+
+void bind_backend(py::module_& module) {
+  py::module_::import("torch.distributed");  // its classes are the bases of these
+  set_backend_log({debug_wanted, log_line<kDebug>, log_line<kWarning>});
+
+  py::class_<Compression, std::shared_ptr<Compression>>(module, "Compression")
+      .def(py::init([](int32_t bits, int64_t bucket_size, int32_t rounding, int32_t algorithm,
+                       int32_t gather_bits, bool skip_incomplete_buckets, int64_t minimal_size,
+                       int64_t seed) {
+             return std::make_shared<Compression>(
+                 Compression{bits, bucket_size, rounding, algorithm, gather_bits,
+                             skip_incomplete_buckets, minimal_size, seed});
+           }),
+           py::kw_only(), py::arg("bits"), py::arg("bucket_size"), py::arg("rounding"),
+           py::arg("algorithm"), py::arg("gather_bits"), py::arg("skip_incomplete_buckets"),
+           py::arg("minimal_size"), py::arg("seed"));
+
+  py::enum_<Scope::Kind>(module, "ScopeKind")
+      .value("NONE", Scope::Kind::kNone)
+      .value("COMPRESSED", Scope::Kind::kCompressed)
+      .value("UNCOMPRESSED", Scope::Kind::kUncompressed);
+  py::class_<Scope>(module, "Scope")
+      .def(py::init([](Scope::Kind kind, std::shared_ptr<Compression> compression) {
+             return Scope{kind, std::move(compression)};
+           }),
+           py::arg("kind"), py::arg("compression") = nullptr);
+  module.def("exchange_scope", exchange_scope, py::arg("scope"),
+             "Make `scope` the calling thread's and return what it was.");
+
+  using Options = Backend::Options;
+  py::class_<Options, c10::intrusive_ptr<Options>, c10d::Backend::Options>(module, "Options")
+      .def(py::init([](std::shared_ptr<Compression> compression, bool everything,
+                       Backend::Milliseconds timeout) {
+             return c10::make_intrusive<Options>(std::move(compression), everything, timeout);
+           }),
+           py::arg("compression"), py::arg("everything"), py::arg("timeout"))
+      .def("__deepcopy__", [](const Options& self, const py::dict& /*memo*/) {
+        return c10::make_intrusive<Options>(self);
+      });
+
+  py::class_<Backend, c10::intrusive_ptr<Backend>, c10d::Backend>(module, "Backend")
+      .def(py::init([](int rank, int size, int32_t communicator,
+                       const std::map<std::string, Backend::BackendRef>& inner,
+                       c10::intrusive_ptr<Options> options, Backend::MakeBackend make_backend) {
+             Backend::Inner by_device;
+             for (const auto& [device, backend] : inner) {
+               by_device[at::Device(device).type()] = backend;
+             }
+             return c10::make_intrusive<Backend>(rank, size, communicator, std::move(by_device),
+                                                 std::move(options), std::move(make_backend));
+           }),
+           py::arg("rank"), py::arg("size"), py::arg("communicator"), py::arg("inner"),
+           py::arg("options"), py::arg("make_backend"))
+      .def_property_readonly("communicator", &Backend::communicator)
+      // torch calls it on ranks that a new group leaves out, if the backend can split.
+      .def(
+          "perform_nocolor_split", [](Backend&, const py::object& /*device*/) {},
+          py::arg("device"));
+}
+
+}  // namespace cgx::torch_ops

@@ -1,0 +1,49 @@
+#include "backend_rule.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace cgx::torch_ops {
+namespace {
+
+constexpr int32_t kExactBits = 32;
+constexpr int64_t kSmallest = 16;          // the core sends fewer elements exact
+constexpr int64_t kWorthAWord = 64 << 10;  // elements: below, nobody misses the compression
+
+Scope& current_scope() {
+  thread_local Scope scope;
+  return scope;
+}
+
+}  // namespace
+
+Scope exchange_scope(Scope scope) { return std::exchange(current_scope(), std::move(scope)); }
+
+bool completing_gradients() {
+  if (const auto node = torch::autograd::get_current_node()) {
+    return dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()) != nullptr;
+  }
+  return torch::autograd::get_current_graph_task_id() >= 0;
+}
+
+Decision decide(const std::shared_ptr<const Compression>& group, bool everything, cgx_op_t op,
+                int64_t numel) {
+  const Scope& scope = current_scope();
+  if (scope.kind == Scope::Kind::kUncompressed) return {nullptr, "inside uncompressed()"};
+  const auto& compression = scope.compression ? scope.compression : group;
+  if (compression->bits == kExactBits) return {nullptr, "bits are 32"};
+  if (op != CGX_SUM && op != CGX_AVG) return {nullptr, "neither a sum nor an average"};
+  if (numel < std::max(kSmallest, compression->minimal_size)) {
+    return {nullptr, "fewer elements than minimal_size"};
+  }
+  if (scope.kind == Scope::Kind::kCompressed) return {compression, "inside compressed()"};
+  if (everything) return {compression, "the group compresses all"};
+  if (completing_gradients()) return {compression, "autograd is completing gradients"};
+  return {nullptr, "outside gradient synchronisation", numel >= kWorthAWord};
+}
+
+}  // namespace cgx::torch_ops

@@ -1,0 +1,54 @@
+// Which allreduces of the backend "cgx" are compressed.
+//
+//   Compression   how values travel: a cgx_ops.Config as the core wants it
+//   Scope         what `with compressed():` and `with uncompressed():` say, on the calling thread
+//   decide()      the rule; docs/torch.md, "What is compressed", has it in words
+#ifndef CGX_TORCH_OPS_BACKEND_RULE_H_
+#define CGX_TORCH_OPS_BACKEND_RULE_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "cgx/cgx.h"
+
+namespace cgx::torch_ops {
+
+struct Compression {
+  int32_t bits = 32;
+  int64_t bucket_size = 512;
+  int32_t rounding = CGX_STOCHASTIC;
+  int32_t algorithm = CGX_AUTO;
+  int32_t gather_bits = 0;  // 0: as bits
+  bool skip_incomplete_buckets = false;
+  int64_t minimal_size = 0;
+  int64_t seed = 0;
+};
+
+struct Scope {
+  enum class Kind { kNone, kCompressed, kUncompressed };
+  Kind kind = Kind::kNone;
+  std::shared_ptr<const Compression> compression;  // kCompressed: null means the group's
+};
+
+// Makes `scope` the calling thread's and returns what it was.
+Scope exchange_scope(Scope scope);
+
+// Whether the caller is inside the part of backward that completes gradients: while autograd
+// accumulates a leaf's gradient (DDP's reducer and hooks on parameters run there), or in the
+// callbacks at the end of backward (where DDP reduces with static_graph).
+bool completing_gradients();
+
+struct Decision {
+  std::shared_ptr<const Compression> compression;  // null: exact
+  const char* reason;
+  bool surprising = false;  // exact though bits are set, and nobody asked for that
+};
+
+// On an allreduce of `numel` floating values with `op`. `group` is the communication group's own
+// setting, `everything` whether it compresses outside gradient synchronisation too.
+Decision decide(const std::shared_ptr<const Compression>& group, bool everything, cgx_op_t op,
+                int64_t numel);
+
+}  // namespace cgx::torch_ops
+
+#endif  // CGX_TORCH_OPS_BACKEND_RULE_H_

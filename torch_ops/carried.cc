@@ -1,0 +1,205 @@
+#include "carried.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
+
+#include "coalesced.h"
+#include "kernels.h"
+#include "status.h"
+
+namespace cgx::torch_ops {
+namespace {
+
+// ---- the core's part -----------------------------------------------------------------------
+
+struct Shape {
+  int32_t algorithm = 0;
+  std::vector<int64_t> scatter_bytes, gather_bytes;  // by rank
+  int64_t stride = 0;                                // of the all-gather
+};
+
+// Concrete sizes: message lengths depend on them, so a graph is specialised to them.
+std::vector<int64_t> sizes_of(at::TensorList xs) {
+  std::vector<int64_t> numels;
+  for (const at::Tensor& x : xs) numels.push_back(x.sym_numel().guard_int(__FILE__, __LINE__));
+  return numels;
+}
+
+template <typename Use>
+void with_carried(const std::vector<int64_t>& numels, at::ScalarType dtype, const void* input,
+                  void* output, const std::optional<at::Tensor>& seed, const Options& options,
+                  int64_t rank, int64_t size, Use&& use) {
+  with_collective(numels, dtype, input, output, seed, options, [&](cgx_collective_t* collective) {
+    auto carried = make<cgx_carried_t>();
+    carried.rank = static_cast<int32_t>(rank);
+    carried.size = static_cast<int32_t>(size);
+    carried.call = collective;
+    use(&carried);
+  });
+}
+
+Shape shape_of(at::TensorList xs, const Options& options, int64_t rank, int64_t size) {
+  Shape shape;
+  shape.scatter_bytes.resize(size);
+  shape.gather_bytes.resize(size);
+  Options sizes = options;  // messages are as long whatever the rounding: no seed is needed
+  sizes.rounding = "nearest";
+  with_carried(sizes_of(xs), xs[0].scalar_type(), nullptr, nullptr, std::nullopt, sizes, rank, size,
+               [&](const cgx_carried_t* carried) {
+                 check(cgx_carried_plan(carried, &shape.algorithm, shape.scatter_bytes.data(),
+                                        shape.gather_bytes.data()));
+               });
+  shape.stride = *std::max_element(shape.gather_bytes.begin(), shape.gather_bytes.end());
+  return shape;
+}
+
+int64_t sum(const std::vector<int64_t>& values) {
+  return std::accumulate(values.begin(), values.end(), int64_t{0});
+}
+
+// What a rank encodes at first: one message for all, or one for each other rank.
+int64_t encoded_bytes(const Shape& shape, int64_t rank) {
+  return shape.algorithm == CGX_ONE_SHOT ? shape.stride
+                                         : sum(shape.scatter_bytes) - shape.scatter_bytes[rank];
+}
+
+// One tensor needs no packing.
+at::Tensor flat_of(at::TensorList xs) {
+  return xs.size() == 1 ? xs[0].contiguous().view({-1}) : pack(xs);
+}
+
+at::TensorOptions bytes_like(at::TensorList xs) { return xs[0].options().dtype(at::kByte); }
+
+// ---- torch's part --------------------------------------------------------------------------
+
+// Boxed, since the type of group_name in these schemas differs between releases of torch.
+template <typename... Arguments>
+at::Tensor functional(const char* name, Arguments&&... arguments) {
+  torch::jit::Stack stack{c10::IValue(std::forward<Arguments>(arguments))...};
+  c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(stack);
+  return stack.at(0).toTensor();
+}
+
+at::Tensor wait(const at::Tensor& x) { return functional("_c10d_functional::wait_tensor", x); }
+
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+}  // namespace
+
+std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const std::optional<at::Tensor>& seed,
+                                           const Options& o) {
+  static const auto encode = find<decltype(carried_encode_cpu)>("cgx::carried_encode");
+  static const auto reduce = find<decltype(carried_reduce_cpu)>("cgx::carried_reduce");
+  static const auto decode = find<decltype(carried_decode_cpu)>("cgx::carried_decode");
+  if (xs.empty()) return {};
+
+  // The name that init_process_group gives the default group.
+  const std::string group_name = o.group_name.empty() ? "0" : o.group_name;
+  const auto group = c10d::resolve_process_group(group_name);
+  const int64_t rank = group->getRank(), size = group->getSize();
+  if (size == 1) {
+    std::vector<at::Tensor> results;
+    for (const at::Tensor& x : xs) results.push_back(x.clone(at::MemoryFormat::Contiguous));
+    return results;
+  }
+  const Shape shape = shape_of(xs, o, rank, size);
+  const auto call = [&](const auto& op, auto&&... tensors) {
+    return op.call(tensors..., seed, o.bits, o.bucket_size, o.op, o.rounding, o.algorithm,
+                   o.gather_bits, o.skip_incomplete_buckets, o.minimal_size, o.name, o.depth, rank,
+                   size);
+  };
+
+  at::Tensor message = call(encode, xs);
+  if (shape.algorithm != CGX_ONE_SHOT) {
+    std::vector<int64_t> from(size, shape.scatter_bytes[rank]), to = shape.scatter_bytes;
+    from[rank] = to[rank] = 0;
+    const at::Tensor arrived =
+        wait(functional("_c10d_functional::all_to_all_single", message, from, to, group_name));
+    message = call(reduce, xs, arrived);
+  }
+  const at::Tensor gathered =
+      wait(functional("_c10d_functional::all_gather_into_tensor", message, size, group_name));
+  return call(decode, xs, gathered);
+}
+
+// ---- kernels -------------------------------------------------------------------------------
+
+at::Tensor carried_encode_cpu(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t rank,
+                              int64_t size) {
+  const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
+  check_list(xs, seed, options);
+  const at::Tensor flat = flat_of(xs);
+  const at::Tensor message =
+      at::empty({encoded_bytes(shape_of(xs, options, rank, size), rank)}, bytes_like(xs));
+  with_carried(sizes_of(xs), flat.scalar_type(), flat.const_data_ptr(), nullptr, seed, options,
+               rank, size, [&](const cgx_carried_t* carried) {
+                 check(cgx_carried_encode(carried, message.mutable_data_ptr()));
+               });
+  return message;
+}
+
+at::Tensor carried_reduce_cpu(at::TensorList xs, const at::Tensor& arrived, CGX_KERNEL_PARAMETERS,
+                              int64_t rank, int64_t size) {
+  const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
+  check_list(xs, seed, options);
+  const at::Tensor flat = flat_of(xs), bytes = arrived.contiguous();
+  // The padding goes to peers: it must not be what was in this memory before.
+  const at::Tensor message = at::zeros({shape_of(xs, options, rank, size).stride}, bytes_like(xs));
+  with_carried(
+      sizes_of(xs), flat.scalar_type(), flat.const_data_ptr(), nullptr, seed, options, rank, size,
+      [&](const cgx_carried_t* carried) {
+        check(cgx_carried_reduce(carried, bytes.const_data_ptr(), message.mutable_data_ptr()));
+      });
+  return message;
+}
+
+std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor& gathered,
+                                           CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size) {
+  const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
+  check_list(like, seed, options);
+  const int64_t stride = shape_of(like, options, rank, size).stride;
+  const std::vector<int64_t> numels = sizes_of(like);
+  const at::Tensor bytes = gathered.contiguous();
+  std::vector<at::Tensor> results = empty_like(like);
+  const at::Tensor flat =
+      results.size() == 1 ? results[0].view({-1}) : at::empty({sum(numels)}, like[0].options());
+  with_carried(numels, flat.scalar_type(), nullptr, flat.mutable_data_ptr(), seed, options, rank,
+               size, [&](const cgx_carried_t* carried) {
+                 check(cgx_carried_decode(carried, bytes.const_data_ptr(), stride));
+               });
+  if (results.size() > 1) unpack(flat, results);
+  return results;
+}
+
+at::Tensor carried_encode_meta(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t rank,
+                               int64_t size) {
+  const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
+  check_list(xs, seed, options);
+  return at::empty({encoded_bytes(shape_of(xs, options, rank, size), rank)}, bytes_like(xs));
+}
+
+at::Tensor carried_reduce_meta(at::TensorList xs, const at::Tensor& /*arrived*/,
+                               CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size) {
+  const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
+  check_list(xs, seed, options);
+  return at::empty({shape_of(xs, options, rank, size).stride}, bytes_like(xs));
+}
+
+std::vector<at::Tensor> carried_decode_meta(at::TensorList like, const at::Tensor& /*gathered*/,
+                                            CGX_KERNEL_PARAMETERS, int64_t /*rank*/,
+                                            int64_t /*size*/) {
+  return all_reduce_coalesced_meta(like, seed, CGX_KERNEL_OPTIONS, /*group_name=*/"");
+}
+
+}  // namespace cgx::torch_ops

@@ -1,0 +1,42 @@
+// carrier="c10d": the allreduce whose bytes torch's own collectives move, so that it runs wherever
+// torch.distributed does (torchrun, gloo, NCCL), and as ordinary functional collectives in graphs.
+//
+//   carried_encode -> all_to_all_single -> carried_reduce -> all_gather_into_tensor ->
+//   carried_decode
+//
+// or, for small tensors (one_shot), carried_encode -> all_gather_into_tensor -> carried_decode. The
+// core does the arithmetic (cgx.h, section 5): same bits and same payloads as its own transports. A
+// rank's message of the all-gather is padded to the longest one's, at most a bucket.
+#ifndef CGX_TORCH_OPS_CARRIED_H_
+#define CGX_TORCH_OPS_CARRIED_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "options.h"
+
+namespace cgx::torch_ops {
+
+// The whole, by calls of the dispatcher. options.group_name is a group of torch.distributed, "" the
+// default one.
+std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const std::optional<at::Tensor>& seed,
+                                           const Options& options);
+
+// The kernels between the collectives. Messages are 1-D uint8 tensors.
+at::Tensor carried_encode_cpu(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size);
+at::Tensor carried_reduce_cpu(at::TensorList xs, const at::Tensor& arrived, CGX_KERNEL_PARAMETERS,
+                              int64_t rank, int64_t size);
+// Of `like` only shapes and dtype are used.
+std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor& gathered,
+                                           CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size);
+at::Tensor carried_encode_meta(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t rank,
+                               int64_t size);
+at::Tensor carried_reduce_meta(at::TensorList xs, const at::Tensor& arrived, CGX_KERNEL_PARAMETERS,
+                               int64_t rank, int64_t size);
+std::vector<at::Tensor> carried_decode_meta(at::TensorList like, const at::Tensor& gathered,
+                                            CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size);
+
+}  // namespace cgx::torch_ops
+
+#endif  // CGX_TORCH_OPS_CARRIED_H_

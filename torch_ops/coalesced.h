@@ -1,0 +1,37 @@
+// The kernels that reduce a list of tensors in one message, each tensor with a bucket grid of its
+// own (a segment of the core). All of one dtype; an empty list sends nothing.
+#ifndef CGX_TORCH_OPS_COALESCED_H_
+#define CGX_TORCH_OPS_COALESCED_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "options.h"
+
+namespace cgx::torch_ops {
+
+// Throws unless the tensors can share a message.
+void check_list(at::TensorList xs, const std::optional<at::Tensor>& seed, const Options& options);
+// Their values end to end, in one new tensor; and back into tensors like those given.
+at::Tensor pack(at::TensorList xs);
+std::vector<at::Tensor> empty_like(at::TensorList xs);
+void unpack(const at::Tensor& flat, at::TensorList into);
+std::vector<int64_t> numels_of(at::TensorList xs);
+
+// cgx::quantized_all_reduce_coalesced: new tensors with the results. Blocks.
+std::vector<at::Tensor> all_reduce_coalesced_cpu(at::TensorList xs, CGX_KERNEL_PARAMETERS,
+                                                 std::string_view group_name);
+
+// cgx::quantized_all_reduce_coalesced_start: the same, each to be read only after
+// _c10d_functional.wait_tensor. It packs at once, so the inputs' memory may be reused at once.
+std::vector<at::Tensor> start_coalesced_cpu(at::TensorList xs, CGX_KERNEL_PARAMETERS,
+                                            std::string_view group_name);
+
+// The Meta kernel of both.
+std::vector<at::Tensor> all_reduce_coalesced_meta(at::TensorList xs, CGX_KERNEL_PARAMETERS,
+                                                  std::string_view group_name);
+
+}  // namespace cgx::torch_ops
+
+#endif  // CGX_TORCH_OPS_COALESCED_H_
