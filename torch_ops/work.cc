@@ -16,7 +16,9 @@ namespace cgx::torch_ops {
 using c10::ivalue::Future;
 
 Work::Work(Buffers buffers, c10d::OpType type, const char* title)
-    : c10d::Work(/*rank=*/-1, type, title, std::vector<at::Tensor>{buffers.input}),
+    : c10d::Work(
+          /*rank=*/-1, type, title,
+          buffers.results.empty() ? std::vector<at::Tensor>{buffers.input} : buffers.results),
       buffers_(std::move(buffers)),
       results_(buffers_.results.empty() ? std::vector<at::Tensor>{buffers_.output}
                                         : buffers_.results) {}

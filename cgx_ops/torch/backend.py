@@ -18,9 +18,9 @@ to the core. It is compressed only if all of this holds:
   - it is not inside `with uncompressed():`.
 
 DistributedDataParallel over a group with bits < 32 gets the hook of ddp.py unasked, which reduces
-layer by layer. So statistics of SyncBatchNorm, softmax over ranks, metrics and tensor parallelism stay exact. The
-logger "cgx_ops.torch.backend" says at level DEBUG what was decided and why. Exact means `none` of
-the core: the full values travel.
+layer by layer. So statistics of SyncBatchNorm, softmax over ranks, metrics and tensor parallelism
+stay exact. The logger "cgx_ops.torch.backend" says at level DEBUG what was decided and why. Exact
+means `none` of the core: the full values travel.
 
 Phases of making a group: the ranks' communicator over the Store; inner backends; both joined.
 """

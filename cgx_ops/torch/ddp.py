@@ -230,6 +230,8 @@ def register() -> None:
 
 def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     """See DistributedDataParallel take its module: torch calls this for every submodule."""
+    if torch.compiler.is_compiling():  # modules that dynamo looks into are made already
+        return
     if name != "module" or not isinstance(parent, DistributedDataParallel) or child is None:
         return
     _wrapped[child] = {}

@@ -75,6 +75,30 @@ def forward_and_backward() -> None:
                     assert got[2] == 2, got[2]
 
 
+def lists() -> None:
+    """A list in one message, its gradient in another; compiled, recomputed, of changing sizes."""
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        a, b = tc.coalesced([2 * x.relu(), x + 1], **OPTIONS)
+        return a * a + b * b  # both are needed again in backward
+
+    def recomputed(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, x, use_reentrant=False)
+
+    want = run(block)
+    assert want[2] == 2
+    for call in (torch.compile(block, fullgraph=True), torch.compile(recomputed, fullgraph=True)):
+        got = run(call)
+        torch.testing.assert_close(got[:2], want[:2])
+    compiled = torch.compile(lambda x: tc.coalesced([x, x + 1], **OPTIONS), dynamic=True)
+    for numel in (17, 1000, 5000):
+        torch.manual_seed(RANK)
+        got = compiled(tc.values(RANK, numel))
+        torch.manual_seed(RANK)
+        x = tc.values(RANK, numel)
+        assert all(map(tc.same_bits, got, tc.coalesced([x, x + 1], **OPTIONS))), numel
+
+
 def in_place_on_the_input() -> None:
     def step(x: torch.Tensor) -> None:
         tc.allreduce_(x, rounding="nearest", **OPTIONS)
@@ -202,8 +226,15 @@ def main() -> None:
     lowering = not parser.parse_args().no_lowering
     tc.forget_compiled_graphs()
     if lowering:
-        checks = [forward_and_backward, in_place_on_the_input, dynamic_shapes, checkpointed, seeds]
-        checks += [compiled_autograd, operators, input_left_alone]
+        checks = [
+            forward_and_backward,
+            in_place_on_the_input,
+            dynamic_shapes,
+            checkpointed,
+            seeds,
+            lists,
+        ]
+        checks += [lists, compiled_autograd, operators, input_left_alone]
         generated_code(lowering)
     else:
         checks = [forward_and_backward, input_left_alone]

@@ -1,0 +1,307 @@
+"""FSDP2: gradients' reduce-scatter, and if asked parameters' all-gather, in a few bits.
+
+    from torch.distributed.fsdp import fully_shard
+    from cgx_ops.torch import fsdp
+
+    dist.init_process_group("cgx")
+    for block in model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    state = fsdp.compress(model, weights=fsdp.WEIGHTS)  # without `weights`: gradients only
+
+The method is QSDP (Markov, Vladu, Guo, Alistarh: Quantized Distributed Training of Large Models
+with Convergence Guarantees, ICML 2023): every rank keeps and updates its exact shard; what is
+gathered, for forward and again for backward, is the shard quantized without bias by randomly
+shifted grids; gradients are rounded stochastically; one-dimensional parameters (biases, norms)
+travel exact. QSDP's defaults are 8 bits for both, in buckets of 1024.
+
+Phases: compress() puts an all-gather and a reduce-scatter of ours into every module that
+fully_shard wrapped (FSDP2's custom communication); these divide a rank's block into the parameters
+that lie in it, each with buckets of its own; State numbers the noise.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from cgx_ops import Communicator, Config, Segment
+from cgx_ops.call import Op, call_seed
+from cgx_ops.errors import InvalidArgument, NotFound
+from cgx_ops.torch import _compat
+from cgx_ops.torch.work import DTYPES, start
+
+GRADIENTS = Config(bits=8, bucket_size=1024)
+WEIGHTS = Config(bits=8, bucket_size=1024, rounding="shift")
+
+_EXACT_BITS = 32
+# What FSDP asks of a reduce-scatter; PREMUL_SUM is a sum that a factor of its own scales.
+_OPS: dict[str, Op] = {"SUM": "sum", "AVG": "avg", "PREMUL_SUM": "sum"}
+
+
+def one_dimensional(name: str, shape: torch.Size) -> bool:
+    """Tell whether a parameter has at most one dimension, as biases and norms have."""
+    return len(shape) <= 1
+
+
+class State:
+    """Which noise comes next: what a checkpoint needs besides model and optimizer.
+
+    Equal on all ranks. It has the state_dict() and load_state_dict() that
+    torch.distributed.checkpoint asks for, and pickles.
+
+    Weights get new noise in the first forward after a backward. Until then every gather of theirs
+    sees the same noise, so backward and recomputed activations use forward's weights, and so do
+    evaluations. Gradients get new noise in every reduction.
+    """
+
+    def __init__(self) -> None:
+        self._draws = 0
+        self._reductions = 0
+        self._used = False  # a backward used this draw
+
+    def state_dict(self) -> dict[str, int]:
+        """Return it as integers by name."""
+        return {"draws": self._draws, "reductions": self._reductions, "used": int(self._used)}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continue where the State was that state_dict() was called of."""
+        self._draws = int(state_dict["draws"])
+        self._reductions = int(state_dict["reductions"])
+        self._used = bool(state_dict["used"])
+
+    def weights_seed(self, seed: int, name: str) -> int:
+        """Return the seed of the gather that begins now. Replicas of a shard get the same."""
+        if _compat.in_backward():
+            self._used = True
+        elif self._used:
+            self._draws += 1
+            self._used = False
+        return call_seed(seed, name, self._draws)
+
+    def gradients_seed(self, seed: int, name: str) -> int:
+        """Return the seed of the reduction that begins now; every rank has one of its own."""
+        self._used = True
+        self._reductions += 1
+        return call_seed(seed, f"{name} of rank {dist.get_rank()}", self._reductions)
+
+
+def compress(
+    model: nn.Module,
+    gradients: Config | None = GRADIENTS,
+    weights: Config | None = None,
+    *,
+    exact: Callable[[str, torch.Size], bool] = one_dimensional,
+) -> State:
+    """Have the collectives of every module inside `model` that fully_shard wrapped compressed.
+
+    Call it after the last fully_shard, on every rank alike; again to change what it set. Parameters
+    are float32, float16 or bfloat16 on the CPU, as MixedPrecisionPolicy has them; with another
+    dtype, or gathered by a tensor subclass's own means, they travel exact, with a warning.
+
+    Args:
+        model: holds FSDPModules, or is one.
+        gradients: how they travel to be reduced; None: exact, as FSDP does it. Of Config, bits,
+            bucket_size, rounding, minimal_size, skip_incomplete_buckets and seed count.
+        weights: how they travel to be gathered; `WEIGHTS` for QSDP's; None: exact. Rounding to
+            nearest biases training: use "shift" or "stochastic".
+        exact: exact(name, shape) tells which parameters travel exact in either direction, by their
+            names in `model` and the shapes of the whole parameters. Equal on all ranks.
+
+    Returns:
+        The state of the noise: save it with each checkpoint for a continuation that is the same to
+        the bit.
+
+    Raises:
+        InvalidArgument (a ValueError): no module is wrapped, or one is only replicated; a process
+            group has no communicator of cgx_ops. ValueError: a module shards its parameters over
+            several meshes. TypeError: gradients or weights is not a Config.
+    """
+    for role, config in (("gradients", gradients), ("weights", weights)):
+        if not isinstance(config, Config | None):
+            raise TypeError(f"{role} is {config!r}; it must be a cgx_ops.Config or None")
+    names = {module: name for name, module in model.named_modules()}
+    wrapped = {name: module for module, name in names.items() if isinstance(module, FSDPModule)}
+    if not wrapped:
+        raise InvalidArgument(
+            f"no module of this {type(model).__name__} is an FSDPModule: call "
+            "torch.distributed.fsdp.fully_shard before compress"
+        )
+    state = State()
+    for name, module in wrapped.items():
+        for group in _compat.fsdp_groups(module):
+            block = _Block(name, group, names, exact)
+            gather: Any
+            reduce: Any
+            gather, reduce = map(_plain, _compat.fsdp_communications(group))
+            if weights is not None:
+                gather = _AllGather(block, weights, state, gather)
+            if gradients is not None:
+                reduce = _ReduceScatter(block, gradients, state, reduce)
+            if weights is not None or gradients is not None:
+                block.check()
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(reduce)
+    return state
+
+
+def _plain(communication: Any) -> Any:
+    """Return what was there before compress()."""
+    return communication.plain if isinstance(communication, _Custom) else communication
+
+
+def _communicator(group: dist.ProcessGroup) -> Communicator:
+    try:
+        return Communicator.find(group.group_name)
+    except NotFound:
+        raise InvalidArgument(
+            f"the process group '{group.group_name}' ({dist.get_backend(group)}) has no "
+            "communicator of cgx_ops: call torch.distributed.init_process_group('cgx') before "
+            "init_device_mesh and fully_shard"
+        ) from None
+
+
+class _Block:
+    """What lies in a rank's block of the messages of one group of parameters."""
+
+    def __init__(
+        self,
+        name: str,
+        group: Any,
+        names: dict[nn.Module, str],
+        exact: Callable[[str, torch.Size], bool],
+    ) -> None:
+        self.name, self._group, self._names, self._exact = name, group, names, exact
+        self._warned: set[str] = set()
+
+    def check(self) -> None:
+        """Raise InvalidArgument if the group's ranks cannot communicate through cgx_ops."""
+        ranks = _compat.fsdp_shard_group(self._group)
+        if ranks is None:
+            raise InvalidArgument(
+                f"the parameters of module '{self.name}' are replicated, not sharded: compress "
+                "their gradients' allreduce with cgx_ops.torch.BackendOptions(compress='all')"
+            )
+        _communicator(ranks)
+
+    def gathered(self, numel: int, dtype: torch.dtype) -> list[Segment] | None:
+        """Return the segments of an all-gather; None: it must be exact."""
+        if not _compat.fsdp_gathers_shards(self._group):
+            return None  # parts of what was gathered: quantized once already
+        parameters = _compat.fsdp_parameters(self._group)
+        if dtype not in DTYPES or not all(parameter.plain for parameter in parameters):
+            self._warn(f"its parameters are gathered exact: they travel as {dtype}")
+            return None
+        return self._segments(parameters, numel)
+
+    def reduced(self, numel: int, dtype: torch.dtype) -> list[Segment] | None:
+        """Return the segments of a reduce-scatter; None: it must be exact."""
+        if dtype not in DTYPES:
+            self._warn(f"its gradients are reduced exact: they travel as {dtype}")
+            return None
+        trainable = [p for p in _compat.fsdp_parameters(self._group) if p.trainable]
+        return self._segments(trainable, numel)
+
+    def _segments(
+        self, parameters: Iterable[_compat.ShardedParameter], numel: int
+    ) -> list[Segment]:
+        """Return one for each parameter; one for the whole block if it holds something else."""
+        segments, offset = [], 0
+        for p in parameters:
+            name = ".".join(filter(None, (self._names.get(p.module), p.name)))
+            bits = _EXACT_BITS if self._exact(name, p.shape) else None
+            segments.append(Segment(offset, p.numel, bits))
+            offset += p.numel
+        if offset == numel:
+            return segments
+        self._warn(
+            "some of its parameters got no gradient, so what travels is quantized as one run, with "
+            "what was to stay exact; set_reduce_scatter_unused_params(True) on the module prevents "
+            "this"
+        )
+        return [Segment(0, numel)]
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            module = f"module '{self.name}'" if self.name else "the root module"
+            warnings.warn(f"cgx_ops.torch.fsdp, {module}: {text}", stacklevel=2)
+
+
+class _Custom:
+    """A collective that FSDP calls for one group of parameters."""
+
+    def __init__(self, block: _Block, config: Config, state: State, plain: Any) -> None:
+        self.plain = plain
+        self._block, self._config, self._state = block, config, state
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return self.plain.allocate(size, dtype=dtype, device=device)
+
+
+class _AllGather(_Custom):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        segments = self._block.gathered(input_tensor.numel(), input_tensor.dtype)
+        if segments is None:
+            return self.plain(output_tensor, input_tensor, group, async_op)
+        # Even if it need not be asynchronous: FSDP waits for a Work where it uses the weights, and
+        # on the CPU that is all that lets a prefetched gather overlap with computation.
+        name = f"fsdp/all_gather/{self._block.name}"
+        return start(
+            _communicator(group),
+            "all_gather",
+            input_tensor.clone(),  # FSDP's is a part of the output
+            output_tensor,
+            self._config,
+            segments=segments,
+            seed=self._state.weights_seed(self._config.seed, name),
+            name=name,
+        )
+
+
+class _ReduceScatter(_Custom):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        segments = self._block.reduced(output_tensor.numel(), output_tensor.dtype)
+        if segments is None:
+            return self.plain(output_tensor, input_tensor, group, op, async_op)
+        kind = getattr(op, "op", op).name
+        if kind not in _OPS:
+            raise InvalidArgument(
+                f"module '{self._block.name}' reduces gradients by {kind}; "
+                "with compression it must be a sum, an average or a sum times a factor"
+            )
+        name = f"fsdp/reduce_scatter/{self._block.name}"
+        work = start(
+            _communicator(group),
+            "reduce_scatter",
+            input_tensor,
+            output_tensor,
+            self._config,
+            op=_OPS[kind],
+            segments=segments,
+            seed=self._state.gradients_seed(self._config.seed, name),
+            name=name,
+        )
+        work.wait()  # FSDP uses the output at once
+        if kind == "PREMUL_SUM":
+            output_tensor.mul_(op.__getstate__()[1])
+        return None

@@ -1,0 +1,375 @@
+"""Rank program for torchrun: carrier="c10d" over gloo against the oracle, to the bit.
+
+The ranks form groups of 1, 2, ... ranks, so that one launch shows every world size. Each rank has
+the oracle for its share of the cases; that all ranks agree is checked for every case.
+"""
+
+import hashlib
+import io
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import reference
+import torch
+import torch.distributed as dist
+import torch_cases as tc
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+coalesced: Any = torch.ops.cgx.quantized_allreduce_coalesced
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ROUNDINGS = ("nearest", "stochastic", "shift")
+SIZES = (0, 1, 17, 511, 512, 513)
+LIST = (513, 0, 17, 1, 5000, 512, 8)
+
+
+class Group:
+    """The ranks 0 to size - 1, and what each of them draws first after manual_seed(rank)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.name = group, group.group_name
+        self.rank, self.size = group.rank(), group.size()
+        self.seeds = [tc.drawn_seeds(rank)[0] for rank in range(self.size)]
+
+    def options(self, **options: Any) -> dict[str, Any]:
+        return {"carrier": "c10d", "group_name": self.name, **options}
+
+    def check_equal(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Fail unless every rank has these bits."""
+        digest = hashlib.sha256()
+        for x in tensors:
+            digest.update(tc.to_numpy(x).tobytes())
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, digest.digest(), self.group)
+        assert everyone == everyone[:1] * self.size
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+def results(group: Group) -> None:
+    cases = [
+        (numel, dtype, rounding, bits, op)
+        for numel, dtype, rounding, (bits, op) in itertools.product(
+            SIZES, DTYPES, ROUNDINGS, zip((*range(1, 9), 32), ("sum", "avg") * 5, strict=False)
+        )
+        if (bits, rounding) != (1, "shift")
+    ]
+    cases += [(5000, dtype, "stochastic", 3, "sum") for dtype in DTYPES]
+    cases += [(2**20 + 7, torch.float32, "nearest", 4, "avg")]
+    cases += [(2**20 + 7, torch.bfloat16, "stochastic", 8, "sum")]
+    seen = []
+    for index, (numel, dtype, rounding, bits, op) in enumerate(cases):
+        options: dict[str, Any] = {"op": op, "rounding": rounding}
+        if index % 2 and numel < 2**20:
+            options |= {"algorithm": "sra", "gather_bits": 8, "skip_incomplete_buckets": True}
+        inputs = [tc.values(rank, numel, dtype) for rank in range(group.size)]
+        torch.manual_seed(group.rank)
+        y = tc.allreduce(inputs[group.rank], bits, 64, **group.options(**options))
+        seen.append(y)
+        if index % group.size == group.rank:
+            options = {"algorithm": "auto", "seeds": group.seeds, **options}
+            want = tc.expected(inputs, bits, 64, **options)
+            assert tc.same_bits(y, want), (group.size, numel, dtype, bits, options)
+    group.check_equal(seen)
+
+
+def lists(group: Group) -> None:
+    inputs = [[tc.values(r, n, call=i) for i, n in enumerate(LIST)] for r in range(group.size)]
+    offsets = np.cumsum([0, *LIST[:-1]]).tolist()
+    layout = [reference.Segment(o, n, 3, 64) for o, n in zip(offsets, LIST, strict=True)]
+    for rounding in ROUNDINGS:
+        torch.manual_seed(group.rank)
+        got = coalesced(inputs[group.rank], 3, 64, **group.options(rounding=rounding))
+        assert [y.shape for y in got] == [x.shape for x in inputs[0]]
+        flat = [tc.to_numpy(torch.cat(xs)) for xs in inputs]
+        want = reference.allreduce(
+            flat, layout, op="sum", algorithm="auto", rounding=rounding, seeds=group.seeds
+        )
+        assert tc.same_bits(torch.cat(got), torch.from_numpy(want)), (group.size, rounding)
+    assert coalesced([], **group.options()) == []
+
+
+def layouts(group: Group) -> None:
+    """Strides, shapes and the in-place form."""
+    inputs = [tc.values(rank, 600).reshape(20, 30) for rank in range(group.size)]
+    want = tc.expected([x.t() for x in inputs], 4, 64, algorithm="auto")
+    options = group.options(rounding="nearest")
+    y = tc.allreduce(inputs[group.rank].t(), 4, 64, **options)
+    assert tc.same_bits(y, want)
+    x = inputs[group.rank].clone().t()
+    tc.allreduce_(x, 4, 64, **options)
+    assert tc.same_bits(x, want)
+    scalar = tc.allreduce(torch.tensor(float(group.rank)), 4, 64, **options)
+    assert scalar.shape == () and scalar.item() == sum(range(group.size))
+
+
+# ---- gradients, compilers ------------------------------------------------------------------------
+
+
+def step(x: torch.Tensor, group: Group, rounding: str) -> torch.Tensor:
+    """The operator between operations that inductor computes to eager's bits."""
+    options = group.options(rounding=rounding, algorithm="sra")
+    return 2 * tc.allreduce(2 * x.relu(), 3, 64, **options)
+
+
+def both_steps(x: torch.Tensor, group: Group, rounding: str) -> torch.Tensor:
+    options = group.options(rounding=rounding, algorithm="sra")
+    a, b = coalesced([2 * x.relu(), x[:700] + 1], 3, 64, **options)
+    return step(x, group, rounding) + 2 * a + torch.nn.functional.pad(b, (0, len(x) - 700))
+
+
+def recomputed_step(x: torch.Tensor, group: Group, rounding: str) -> torch.Tensor:
+    result = checkpoint(step, x, group, rounding, use_reentrant=False)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def forward_and_backward(group: Group, function: Any, rounding: str) -> list[torch.Tensor]:
+    torch.manual_seed(group.rank)
+    x = tc.values(group.rank, 1000).requires_grad_()
+    y = function(x, group, rounding)
+    y.backward(tc.values(group.rank, 1000, call=1))
+    assert x.grad is not None
+    return [y.detach(), x.grad]
+
+
+def gradients(group: Group) -> None:
+    for rounding in ROUNDINGS:
+        options: dict[str, Any] = {"rounding": rounding, "bits": 3, "bucket_size": 64}
+        inputs = [tc.values(rank, 1000) for rank in range(group.size)]
+        y = 2 * tc.expected([2 * x.relu() for x in inputs], seeds=group.seeds, **options)
+        upstream = [2 * tc.values(rank, 1000, call=1) for rank in range(group.size)]
+        seeds = [tc.gradient_seed(seed) for seed in group.seeds]
+        gradient = 2 * tc.expected(upstream, seeds=seeds, **options)
+        gradient = torch.where(inputs[group.rank] > 0, gradient, 0)
+        got = forward_and_backward(group, step, rounding)
+        assert tc.same_bits(got[0], y) and tc.same_bits(got[1], gradient), (group.size, rounding)
+
+
+class Salt(CustomGraphPass):
+    """Part of the caches' keys: graphs that an earlier run of this program left are not found."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        pass
+
+    def uuid(self) -> str:
+        return sys.argv[1]
+
+
+def compiled(group: Group) -> None:
+    """As in eager, from graphs that were just compiled or come from the cache that ranks share."""
+    counters.clear()
+    want = forward_and_backward(group, both_steps, "stochastic")
+    for run, backend in enumerate(("inductor", "inductor", "aot_eager")):
+        torch._dynamo.reset()
+        call = torch.compile(both_steps, fullgraph=True, backend=backend)
+        with (
+            inductor_config.patch(fx_graph_cache=True, post_grad_custom_post_pass=Salt()),
+            functorch_config.patch(enable_autograd_cache=True),
+        ):
+            got = forward_and_backward(group, call, "stochastic")
+        assert all(map(tc.same_bits, got, want)), (backend, run)
+        dist.barrier(group.group)  # until all ranks have written to the cache
+    found = counters["aot_autograd"]
+    assert (found["autograd_cache_miss"], found["autograd_cache_hit"]) == (1, 1), found
+
+
+def checkpointed(group: Group) -> None:
+    """The recomputed noise is the forward's."""
+    want = forward_and_backward(group, recomputed_step, "stochastic")
+    torch._dynamo.reset()
+    call = torch.compile(recomputed_step, fullgraph=True)
+    got = forward_and_backward(group, call, "stochastic")
+    assert all(map(tc.same_bits, got, want))
+
+
+class Model(torch.nn.Module):
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.options = group.options(rounding="nearest", algorithm="sra")
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        y = tc.allreduce(2 * x, 3, 64, **self.options)
+        return [y, *coalesced([x, x[:300] + 1], 3, 64, **self.options)]
+
+
+def exported(group: Group) -> None:
+    """As public operators, to run on any rank; or decomposed into this rank's own messages."""
+    inputs = [tc.values(rank, 1000) for rank in range(group.size)]
+    wants = [tc.expected([2 * x for x in inputs], 3, 64), tc.expected(inputs, 3, 64)]
+    wants.append(tc.expected([x[:300] + 1 for x in inputs], 3, 64))
+    program = torch.export.export(Model(group), (inputs[group.rank],))
+    names = ["quantized_allreduce", "carried_encode"]
+    for name, each in zip(names, (program, program.run_decompositions()), strict=True):
+        assert any(name in str(node.target) for node in each.graph.nodes), each
+        file = io.BytesIO()
+        torch.export.save(each, file)
+        file.seek(0)
+        results = torch.export.load(file).module()(inputs[group.rank])
+        assert all(map(tc.same_bits, results, wants)), name
+
+
+def checked_operator(group: Group) -> None:
+    # The two others find that wait_tensor, torch's own, hides an alias.
+    checks = ["test_autograd_registration", "test_aot_dispatch_dynamic"]
+    for grad in (False, True):
+        x = tc.values(group.rank, 200).requires_grad_(grad)
+        for operator, y in ((tc.allreduce, x), (tc.allreduce_, x.detach()), (coalesced, [x, x])):
+            options = group.options(rounding="nearest")
+            opcheck(operator.default, (y,), options, test_utils=checks)
+
+
+def dynamic(group: Group) -> None:
+    """Messages have lengths, so each size gets a graph of its own, also if asked not to."""
+    torch._dynamo.reset()
+    call = torch.compile(step, fullgraph=True, dynamic=True)
+    for numel in (1000, 5000, 17):
+        inputs = [tc.values(rank, numel) for rank in range(group.size)]
+        y = 2 * tc.expected([2 * x.relu() for x in inputs], 3, 64)
+        assert tc.same_bits(call(inputs[group.rank], group, "nearest"), y), numel
+
+
+def divergence(group: Group) -> None:
+    """Unused results, twins, orders of use, one rank in eager: the same exchanges on all ranks."""
+    options = group.options(rounding="nearest")
+    last = group.rank == group.size - 1
+
+    def differs(x: torch.Tensor) -> torch.Tensor:
+        parts = [tc.allreduce(x[: 200 + i], 32, **options) for i in range(3)]
+        parts += coalesced([x[:300], x[:301]], 32, **options)
+        total = sum(((p * 2).relu().sum() for p in (parts[::-1] if last else parts)), x.sum())
+        y = tc.allreduce(x * 2, **options)
+        z = coalesced([x + 1, x * 3], **options)
+        return total + (x * 3 if last else x * 3 + y + z[1])
+
+    def twins(x: torch.Tensor) -> torch.Tensor:
+        first = tc.allreduce(x + 1, **options)
+        return first * tc.allreduce(x + 1, **options)
+
+    for function, grad in ((differs, False), (differs, True), (twins, True)):
+        torch._dynamo.reset()
+        x = tc.values(group.rank, 1000)
+        want = function(x)
+        compiled = torch.compile(function, fullgraph=True)
+        # A compiler may make one of two twins, on all ranks; eager does not.
+        call = function if last and grad and function is differs else compiled
+        torch.testing.assert_close(call(x.requires_grad_(grad)).detach(), want)
+
+
+# ---- bytes on the wire ---------------------------------------------------------------------------
+
+
+class Sent(TorchDispatchMode):
+    """Counts the bytes that a rank hands to others."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.size, self.bytes = group.size, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            assert args[2][dist.get_rank()] == 0
+            self.bytes += args[0].nbytes
+        elif func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.bytes += args[0].nbytes * (self.size - 1)
+        else:
+            assert func.namespace != "_c10d_functional" or "wait" in func.name(), func
+        return func(*args, **(kwargs or {}))
+
+
+def payload(group: Group, numel: int, bits: int) -> int:
+    """Return the bytes of values that a rank of scatter-reduce-allgather sends."""
+    segment = reference.Segment(0, numel, bits, 64)
+    exact = reference.travels_exact(segment, 0)
+    bits = 32 if exact else bits
+    sizes = [
+        reference.encoded_bytes(shard.stop - shard.start, bits, 64)
+        for shard in reference.shards(segment, group.size, exact)
+    ]
+    return sum(sizes) + (group.size - 2) * sizes[group.rank]
+
+
+def wire(group: Group) -> None:
+    for numel, bits in itertools.product((0, 17, 513, 5000, 2**20 + 7), (1, 4, 8, 32)):
+        with Sent(group) as sent:
+            options = group.options(algorithm="sra", rounding="nearest")
+            tc.allreduce(tc.values(group.rank, numel), bits, 64, **options)
+        if group.size == 1:
+            assert sent.bytes == 0
+            continue
+        # A rank's part of the all-gather is padded to the largest: at most by a bucket.
+        padding = sent.bytes - payload(group, numel, bits)
+        bucket = 4 if bits == 32 or numel < 16 else reference.encoded_bytes(64, bits, 64)
+        assert 0 <= padding <= (group.size - 1) * bucket, (numel, bits, padding)
+
+
+# ---- bad calls -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def refused(kind: type[Exception], text: str) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        assert text in str(error), str(error)
+    else:
+        raise AssertionError(f"not refused: {text}")
+
+
+def bad_calls(group: Group) -> None:
+    x = torch.ones(100)
+    with refused(ValueError, "carrier 'c10d' has no algorithm 'ring'"):
+        tc.allreduce(x, **group.options(algorithm="ring"))
+    with refused(ValueError, "carrier 'mpi' is unknown; use one of 'native', 'c10d'"):
+        tc.allreduce(x, **group.options(carrier="mpi"))
+    with refused((ValueError, RuntimeError), "nobody"):  # type: ignore[arg-type]
+        tc.allreduce(x, **group.options(group_name="nobody"))
+    with refused(ValueError, "only sum and avg can be quantized"):
+        tc.allreduce(x, **group.options(op="max"))
+    assert tc.allreduce(x, 32, **group.options(op="max")).tolist() == [1.0] * 100
+    with refused(TypeError, "float32, float16 and bfloat16 are served"):
+        tc.allreduce(x.long(), **group.options())
+
+
+def main() -> None:
+    with refused((ValueError, RuntimeError), "0"):  # type: ignore[arg-type]
+        tc.allreduce(torch.ones(100), carrier="c10d")
+    dist.init_process_group("gloo")
+    tc.forget_compiled_graphs()
+    world = dist.get_world_size()
+    for size in range(1, world + 1):
+        members = dist.new_group(list(range(size)))
+        if dist.get_rank() >= size:
+            continue
+        assert isinstance(members, dist.ProcessGroup)
+        group = Group(members)
+        checks = [results, lists, layouts, gradients, wire, bad_calls]
+        if size == 2:
+            checks += [exported, checked_operator, compiled, checkpointed, dynamic, divergence]
+        for check in checks:
+            begin = time.perf_counter()
+            check(group)
+            seconds = time.perf_counter() - begin
+            print(f"ok {check.__name__} on {size}: {seconds:.1f} s", flush=True)
+    # "" is the default group.
+    y = tc.allreduce(torch.ones(20), 32, carrier="c10d")
+    assert y.tolist() == [world] * 20
+    dist.destroy_process_group()
+    assert "mpi4py" not in sys.modules
+    print("ok all")
+
+
+if __name__ == "__main__":
+    main()

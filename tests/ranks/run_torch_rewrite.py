@@ -1,0 +1,372 @@
+"""Rank program for torchrun: compress_collectives() on all the ways to an all-reduce in a graph.
+
+    run_torch_rewrite.py SALT
+
+Everything runs twice: on a group without a communicator (gloo carries) and on one with.
+SALT: a text that no run had before; it keeps graphs of earlier runs out of this one's caches.
+"""
+
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch_cases as tc
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import run_and_get_code
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ops
+from cgx_ops import Config
+from cgx_ops.errors import InvalidArgument
+from cgx_ops.torch.rewrite import NothingRewritten, compress_collectives
+
+NEAREST = Config(bits=3, bucket_size=64, rounding="nearest", algorithm="sra")
+SALT: list[str] = sys.argv[1:]
+
+Group = dist.ProcessGroup
+Step = Callable[[torch.Tensor], Any]
+
+
+class Count(CustomGraphPass):
+    """A pass of the user's: counts the native all-reduces it is shown."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.seen += sum("all_reduce" in str(node.target) for node in graph.nodes)
+
+    def uuid(self) -> object:
+        return SALT
+
+
+def inputs(numel: int = 2000, dtype: torch.dtype = torch.float32, call: int = 0) -> Any:
+    """Return every rank's values, and this rank's."""
+    everyone = [tc.values(r, numel, dtype, call) for r in range(dist.get_world_size())]
+    return everyone, everyone[dist.get_rank()].clone()
+
+
+def expected(everyone: list[torch.Tensor], op: str = "sum", bits: int = 3) -> torch.Tensor:
+    return tc.expected(everyone, bits, 64, op=op)
+
+
+def compiled(function: Step, **options: Any) -> Step:
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, **options)
+
+
+@contextmanager
+def says(*texts: str) -> Iterator[None]:
+    """Check that the block warns once, with these texts."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    messages = [str(w.message) for w in caught if w.category is NothingRewritten]
+    assert len(messages) == (1 if texts else 0), messages
+    for text in texts:
+        assert text in messages[0], messages[0]
+
+
+# ---- the ways to an all-reduce -------------------------------------------------------------------
+
+
+def functional_collectives(group: Group) -> None:
+    everyone, x = inputs()
+    for op in ("sum", "avg"):
+
+        def step(x: torch.Tensor, op: str = op) -> tuple[torch.Tensor, ...]:
+            y = functional.all_reduce(2 * x, op, group)
+            a, b = functional.all_reduce_coalesced([x + 1, x[:1300]], op, group)
+            return y + 1, a * 2, b * 2
+
+        with compress_collectives(NEAREST) as rewrite:
+            y, a, b = compiled(step)(x)
+        assert rewrite.counts == {"graphs": 1, "rewritten": 2}, rewrite.counts
+        assert tc.same_bits(y, expected([2 * x for x in everyone], op) + 1)
+        assert tc.same_bits(a, expected([x + 1 for x in everyone], op) * 2)
+        assert tc.same_bits(b, expected([x[:1300] for x in everyone], op) * 2)
+
+
+def in_place_and_half(group: Group) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        everyone, x = inputs(dtype=dtype)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(x, group=group)
+            return x + 1
+
+        with compress_collectives(NEAREST) as rewrite:
+            y = compiled(step)(x)
+        assert rewrite.rewritten == 1
+        want = expected(everyone)
+        assert tc.same_bits(x, want), dtype
+        assert tc.same_bits(y, want + 1), dtype
+
+
+def distributed_tensor(group: Group) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    everyone, x = inputs()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+        return partial.redistribute(mesh, [Replicate()]).to_local() * 2
+
+    with compress_collectives(NEAREST) as rewrite:
+        y = compiled(step)(x)
+    assert rewrite.rewritten == 1, rewrite.counts
+    assert tc.same_bits(y, expected(everyone) * 2)
+
+
+def data_parallel(group: Group) -> None:
+    """DDP whose reducer is in the graph: forward and backward are compiled, and the gradient."""
+    everyone, _ = inputs(32 * 40)
+    batches = [x.reshape(32, 40) for x in everyone]
+    world = len(everyone)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer", compiled_autograd=True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(40, 50, bias=False)
+        local = [torch.autograd.grad(layer(b).sum(), layer.weight)[0] for b in batches]
+        model = DistributedDataParallel(layer, process_group=group)
+
+        @torch.compile
+        def step(batch: torch.Tensor) -> None:
+            model(batch).sum().backward()
+
+        with compress_collectives(NEAREST) as rewrite:
+            step(batches[dist.get_rank()])
+    assert rewrite.rewritten == 1, rewrite.counts
+    assert layer.weight.grad is not None
+    want = expected([(g / world).flatten() for g in local]).reshape(50, 40)
+    assert tc.same_bits(layer.weight.grad, want)
+    inductor_config._fuse_ddp_communication = False  # DDP has set it for good
+
+
+# ---- noise, choice, other passes, caches ---------------------------------------------------------
+
+
+def noise(group: Group) -> None:
+    """Two calls have noise of their own, manual_seed repeats it, and ranks agree on the result."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        twins = [functional.all_reduce(x * 1, "sum", group) for _ in range(2)]
+        return torch.stack(twins)
+
+    everyone, x = inputs()
+    config = Config(bits=3, bucket_size=64, algorithm="sra")
+    for grad in (False, True):
+        with compress_collectives(config) as rewrite:
+            call = compiled(step)
+            torch.manual_seed(dist.get_rank())
+            first = call(x.requires_grad_(grad)).detach()
+        torch.manual_seed(dist.get_rank())
+        assert tc.same_bits(call(x).detach(), first)
+        # Torch merges equal all-reduces of a training graph, before any pass of ours.
+        assert rewrite.rewritten == (1 if tc.same_bits(first[0], first[1]) else 2)
+        seeds = [tc.drawn_seeds(r, 2) for r in range(len(everyone))]
+        wants = [
+            tc.expected(everyone, 3, 64, rounding="stochastic", seeds=[s[i] for s in seeds])
+            for i in range(2)
+        ]
+        for y in first:
+            assert any(tc.same_bits(y, want) for want in wants), "not the oracle's noise"
+
+
+def choice(group: Group) -> None:
+    """What is left out stays exact, is counted, and said if nothing else is left."""
+
+    def step(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return functional.all_reduce(x * 1, op, group) * 1
+
+    _, x = inputs()
+    name = group.group_name
+    cases: list[tuple[dict[str, Any], Any, str]] = [
+        ({"min_numel": 2001}, {}, "1 of fewer than min_numel=2001 elements"),
+        ({"groups": ["7"]}, {}, f"1 of group '{name}' is not one of groups=['7']"),
+        ({"dtypes": [torch.float16]}, {}, "1 of torch.float32 is not one of dtypes="),
+        ({}, {"op": "max"}, "1 of op 'max'; only sum and avg can be compressed"),
+    ]
+    for options, arguments, text in cases:
+        with (
+            says("every all-reduce of 1 compiled graphs was left out", text),
+            compress_collectives(NEAREST, **options) as rewrite,
+        ):
+            y = compiled(step)(x, **arguments)  # type: ignore[call-arg]
+        assert rewrite.rewritten == 0
+        assert torch.equal(y, tc.allreduce(x, 32, 512, arguments.get("op", "sum"), name,
+                                           carrier="c10d"))  # fmt: skip
+    with says(), compress_collectives(NEAREST, groups=[group], min_numel=2000) as rewrite:
+        compiled(step)(x)
+    assert rewrite.rewritten == 1
+    with says("a size that is not static"), compress_collectives(NEAREST):
+        torch._dynamo.reset()
+        torch.compile(step, fullgraph=True, dynamic=True)(x)
+
+
+def says_why(group: Group) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(x * 1, "sum", group) * 1
+
+    _, x = inputs()
+    call = compiled(step)
+    call(x)
+    with (
+        says("no graph was compiled in the block", "torch._dynamo.reset()", "python_reducer"),
+        compress_collectives(NEAREST),
+    ):
+        call(x)
+    model = DistributedDataParallel(torch.nn.Linear(64, 64), process_group=group)
+    with (
+        says("none has an all-reduce", "optimize_ddp", "cgx_ops.torch.ddp"),
+        compress_collectives(NEAREST),
+    ):
+        torch.compile(lambda x: model(x * 2).sum())(torch.ones(2, 64)).backward()
+    with says():
+        try:
+            with compress_collectives(NEAREST):
+                raise KeyError
+        except KeyError:
+            pass
+    bad_options: list[dict[str, Any]]
+    bad_options = [{"dtypes": [torch.float64]}, {"min_numel": -1}, {"groups": []}]
+    for bad in bad_options:
+        try:
+            compress_collectives(**bad)
+        except InvalidArgument as error:
+            assert next(iter(bad)) in str(error)
+        else:
+            raise AssertionError(f"{bad}: not refused")
+
+
+def as_an_option_and_chained(group: Group) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(x * 1, "sum", group) * 1
+
+    everyone, x = inputs()
+    rewrite = compress_collectives(NEAREST)
+    call = compiled(step, options={"post_grad_custom_post_pass": rewrite})
+    assert tc.same_bits(call(x), expected(everyone))
+    assert rewrite.rewritten == 1
+    users = Count()
+    for before in (users, [users]):
+        with inductor_config.patch(post_grad_custom_post_pass=before):
+            with compress_collectives(NEAREST) as rewrite:
+                assert tc.same_bits(compiled(step)(x), expected(everyone))
+            assert inductor_config.post_grad_custom_post_pass == before
+        assert rewrite.rewritten == 1
+    assert users.seen == 2, "the user's pass comes first, and sees torch's all-reduce"
+    outer, inner = (compress_collectives(NEAREST, min_numel=n) for n in (5000, 0))
+    with says("none has an all-reduce"), outer, inner:
+        compiled(step)(torch.cat([x] * 3))
+    assert (outer.rewritten, inner.rewritten) == (1, 0), "the outer block has taken it"
+
+
+def caches(group: Group) -> None:
+    """A cached graph is found by equal settings only, and counts as rewritten."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(x * 1, "sum", group) * 1
+
+    everyone, x = inputs()
+    with (
+        inductor_config.patch(fx_graph_cache=True, post_grad_custom_post_pass=[Count()]),
+        functorch_config.patch(enable_autograd_cache=True),
+    ):
+        for bits in (3, 5, 3, 32, 5):
+            config = Config(bits=bits, bucket_size=64, rounding="nearest", algorithm="sra")
+            with compress_collectives(config) as rewrite:
+                y = compiled(step)(x)
+            assert rewrite.rewritten == 1, (bits, rewrite.counts)
+            assert tc.same_bits(y, expected(everyone, bits=bits)), bits
+            dist.barrier(group)
+        y = compiled(step)(x)
+        assert torch.equal(y, expected(everyone, bits=32)), "torch's own, exact"
+
+
+def generated_code(group: Group) -> None:
+    """Native: a collective of inductor's, waited for where it was. Carried: two exchanges."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = functional.all_reduce(x * 2, "sum", group)
+        return (x @ x.t()).sum() + y
+
+    x = inputs()[1].reshape(40, 50)
+    with compress_collectives(NEAREST):
+        _, (code,) = run_and_get_code(compiled(step), x)
+    if has_communicator(group):
+        assert code.count("all_reduce_start.borrow(") == 1
+        assert code.count("wait_tensor.default(") == 1
+    else:
+        steps = ("encode", "all_to_all_single", "reduce", "all_gather_into_tensor", "decode")
+        places = [code.index(f"{what}.default(") for what in steps]
+        assert places == sorted(places)
+        assert code.count("wait_tensor.default(") == 2
+    assert "_c10d_functional.all_reduce" not in code
+
+
+def overlap(group: Group) -> None:
+    """With inductor's passes: products that need no result stand between start and wait."""
+
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        y = functional.all_reduce(x * 2, "sum", group)
+        return [y + 1, *(torch.mm(x + i, x.t()) for i in range(6))]
+
+    with (
+        inductor_config.patch(
+            reorder_for_compute_comm_overlap=True,
+            reorder_for_compute_comm_overlap_passes=["raise_comms", "sink_waits"],
+        ),
+        compress_collectives(NEAREST),
+    ):
+        _, (code,) = run_and_get_code(compiled(step), inputs(256 * 256)[1].reshape(256, 256))
+    start = "all_reduce_start.borrow(" if has_communicator(group) else "all_to_all_single.default("
+    places = [code.index(start)]
+    places += [match.start() for match in re.finditer(r"extern_kernels\.mm\(", code)]
+    places += [code.index("wait_tensor.default(")]
+    assert len(places) == 8
+    assert places == sorted(places), (group.group_name, places)
+
+
+def has_communicator(group: Group) -> bool:
+    return group.group_name != dist.group.WORLD.group_name  # type: ignore[union-attr]
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    tc.forget_compiled_graphs()
+    world = dist.group.WORLD
+    other = dist.new_group()
+    assert isinstance(other, Group) and world is not None
+
+    def allgather(mine: bytes) -> list[bytes]:
+        everyone: list[Any] = [None] * other.size()
+        dist.all_gather_object(everyone, mine, other)
+        return everyone
+
+    name = other.group_name
+    cgx_ops.Communicator.create(other.rank(), other.size(), allgather, name, timeout=90)
+    checks = [functional_collectives, in_place_and_half, distributed_tensor, noise, choice]
+    checks += [as_an_option_and_chained, caches, says_why, generated_code, overlap, data_parallel]
+    for check in checks:
+        for group in (world, other):
+            begin = time.perf_counter()
+            check(group)
+            seconds = time.perf_counter() - begin
+            print(f"ok {check.__name__} on {group.group_name}: {seconds:.1f} s", flush=True)
+    dist.destroy_process_group()
+    print("ok all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""opcheck of every operator of torch.ops.cgx, and torch.export of models that use them."""
+
+import io
+from typing import Any
+
+import launch
+import pytest
+import torch
+import torch_cases as tc
+from torch.library import opcheck
+
+from cgx_ops import Communicator
+
+coalesced: Any = torch.ops.cgx.quantized_allreduce_coalesced
+
+
+def kernel_options(*, rank: int | None = None, rounding: str = "nearest") -> tuple[Any, ...]:
+    """Return what the operators under the public ones take after their tensors."""
+    seed = torch.tensor(7) if rounding != "nearest" else None
+    options = (seed, 4, 64, "sum", rounding, "sra", 0, False, 0, "", 0)
+    return (*options, "") if rank is None else (*options, rank, 2)
+
+
+def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return calls of an operator; a KeyError is an operator that nobody checks."""
+    x, grad = tc.values(0, 200), tc.values(1, 200).requires_grad_()
+    xs = [x, tc.values(0, 30).reshape(5, 6).t()]
+    arrived, gathered = torch.zeros(500, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
+    nearest: dict[str, Any] = {"rounding": "nearest"}
+    exact: dict[str, Any] = {"bits": 32, "op": "avg"}
+    public = [((x,), nearest), ((grad,), nearest), ((grad,), exact)]
+    start = [((x, *kernel_options(rounding=r)), {}) for r in ("nearest", "stochastic")]
+    start_list = [((xs, *kernel_options(rounding=r)), {}) for r in ("nearest", "shift")]
+    return {
+        "quantized_allreduce": public,
+        "quantized_allreduce_": [((x,), nearest), ((grad * 2,), nearest), ((x,), exact)],
+        "quantized_allreduce_coalesced": [((xs,), nearest), (([grad, x],), exact), (([],), {})],
+        "draw_seed": [((torch.empty(0),), {})],
+        "quantized_all_reduce": start,
+        "quantized_all_reduce_start": start,
+        "quantized_all_reduce_start.borrow": start,
+        "quantized_all_reduce_coalesced": start_list,
+        "quantized_all_reduce_coalesced_start": start_list,
+        "carried_encode": [((xs, *kernel_options(rank=rank)), {}) for rank in (0, 1)],
+        "carried_reduce": [((xs, arrived, *kernel_options(rank=0)), {})],
+        "carried_decode": [((xs, gathered, *kernel_options(rank=1)), {})],
+    }[name]
+
+
+OPERATORS = sorted(
+    name.removeprefix("cgx::")
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("cgx::")
+)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_opcheck(name: str) -> None:
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.cgx, packet), overload or "default")
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    # It compares values: every draw is another, and a start has none before its wait. The public
+    # operators are traced into them.
+    if name != "draw_seed" and "_start" not in name:
+        checks.append("test_aot_dispatch_dynamic")
+    for arguments, keywords in calls(name):
+        opcheck(operator, arguments, keywords, test_utils=checks)
+
+
+class Model(torch.nn.Module):
+    """The plain, the coalesced and the in-place form."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__()
+        self.options = {"group_name": group, "rounding": "nearest", "algorithm": "sra"}
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        y = 2 * x
+        tc.allreduce_(y, 4, 64, **self.options)
+        both = coalesced([x, x[:300] + 1], 4, 64, **self.options)
+        return [tc.allreduce(2 * x, 4, 64, **self.options), *both, y]
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_exported_models_reduce(decomposed: bool) -> None:
+    """Saved and loaded; as public operators, or as their start and wait."""
+    group, inputs = f"exported-{decomposed}", [tc.values(rank, 1000) for rank in range(2)]
+    programs = []
+    for rank in range(2):
+        program = torch.export.export(Model(f"{group}/{rank}"), (inputs[rank],))
+        if decomposed:
+            program = program.run_decompositions()
+        file = io.BytesIO()
+        torch.export.save(program, file)
+        file.seek(0)
+        programs.append(torch.export.load(file))
+        targets = [str(node.target) for node in program.graph.nodes]
+        form = "all_reduce%s_start" if decomposed else "allreduce%s"
+        for which in ("", "_coalesced"):
+            assert f"cgx.quantized_{form % which}.default" in targets, targets
+
+    def run(rank: int, comm: Communicator) -> list[torch.Tensor]:
+        assert comm.name == f"{group}/{rank}"
+        return programs[rank].module()(inputs[rank])
+
+    twice = tc.expected([2 * x for x in inputs], 4, 64)
+    first = tc.expected(inputs, 4, 64)
+    second = tc.expected([x[:300] + 1 for x in inputs], 4, 64)
+    for results in launch.threads(2, run, name=group):
+        for got, want in zip(results, (twice, first, second, twice), strict=True):
+            assert tc.same_bits(got, want)
