@@ -5,84 +5,76 @@
 
 The training step is written as for any backend: it averages each gradient with torch's own
 functional all_reduce, and knows nothing of cgx. compress_collectives() around the first step
-rewrites the graph that torch.compile makes of it. Rank 0 prints a line of JSON per epoch and per
-result. Data and model are those of torch_digits.py.
+rewrites the graph that torch.compile makes of it. The noise comes from torch's generator, so a
+checkpoint that holds its state continues to the same bits. Rank 0 prints a line of JSON per epoch
+and per result. Data and model are those of digits.py.
 """
 
 import argparse
-import hashlib
 import json
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from digits import BATCH, Training, digest, perceptron, same_on_all_ranks
 from torch import nn
 from torch.distributed import _functional_collectives as functional
-from torch_digits import BATCH, HIDDEN, LEARNING_RATE, digits
 
 import cgx_ops
 from cgx_ops.torch import compress_collectives
 
 
-def same_on_all_ranks(model: nn.Module) -> bool:
-    """Tell whether all ranks hold the same bits."""
-    weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, hashlib.sha256(weights).digest())
-    return len(set(everyone)) == 1
-
-
 def train(bits: int, epochs: int) -> dict[str, Any]:
-    """Train one model; return its accuracy, loss curve and the number of rewritten all-reduces."""
+    """Train; save half way, and train the second half twice."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert world is not None
-    train_x, test_x, train_y, test_y = digits()
-    torch.manual_seed(0)  # the same weights on all ranks
-    model = nn.Sequential(nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(),
-                          nn.Linear(HIDDEN, 10))  # fmt: skip
-    names = [name for name, _ in model.named_parameters()]
+    model = perceptron()
+    training = Training(model, rank, size, epochs, bits)
 
-    def gradients(images: torch.Tensor, labels: torch.Tensor) -> Any:
-        weights = {name: p.detach() for name, p in zip(names, model.parameters(), strict=True)}
-
+    def gradients(weights: dict[str, torch.Tensor], images: torch.Tensor, labels: torch.Tensor):
         def loss_of(weights: dict[str, torch.Tensor]) -> torch.Tensor:
             scores = torch.func.functional_call(model, weights, images)
             return nn.functional.cross_entropy(scores, labels)
 
         grads, loss = torch.func.grad_and_value(loss_of)(weights)
-        return loss, [functional.all_reduce(g, "avg", world) for g in grads.values()]
+        return loss, {name: functional.all_reduce(g, "avg", world) for name, g in grads.items()}
 
     torch._dynamo.reset()
-    step = torch.compile(gradients, fullgraph=True)
+    compiled = torch.compile(gradients, fullgraph=True)
+
+    def step_of(model: nn.Module) -> Any:
+        def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            weights = {name: p.detach() for name, p in model.named_parameters()}
+            loss, grads = compiled(weights, images, labels)
+            for name, parameter in model.named_parameters():
+                parameter.grad = grads[name]
+            return loss
+
+        return step
+
     rewrite = nullcontext() if bits == 32 else compress_collectives(cgx_ops.Config(bits=bits))
     with rewrite:
-        step(train_x[:BATCH], train_y[:BATCH])  # compiles; what is compiled stays
+        step_of(model)(training.train_x[:BATCH], training.train_y[:BATCH])  # what is compiled stays
+    training.run(step_of(model), until=epochs // 2)
+    saved = {name: p.clone() for name, p in model.state_dict().items()}
+    saved_training, saved_noise = training.state_dict(), torch.get_rng_state()
+    training.run(step_of(model), until=epochs)
 
-    steps = len(train_x) // (size * BATCH)
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps * epochs)
-    shuffle = torch.Generator().manual_seed(1)
-    curve = []
-    for epoch in range(epochs):
-        order = torch.randperm(len(train_x), generator=shuffle)[: steps * size * BATCH]
-        losses = []
-        for mine in order.view(steps, size, BATCH)[:, rank]:
-            loss, grads = step(train_x[mine], train_y[mine])
-            for parameter, grad in zip(model.parameters(), grads, strict=True):
-                parameter.grad = grad
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.item())
-        curve.append(float(np.mean(losses)))
-        if rank == 0:
-            print(json.dumps({"bits": bits, "epoch": epoch + 1, "loss": curve[-1]}), flush=True)
-    with torch.no_grad():
-        accuracy = (model(test_x).argmax(1) == test_y).float().mean().item()
-    rewritten = 0 if bits == 32 else rewrite.rewritten  # type: ignore[union-attr]
-    return {"bits": bits, "accuracy": accuracy, "losses": curve, "rewritten": rewritten,
-            "identical": same_on_all_ranks(model)}  # fmt: skip
+    resumed = perceptron()
+    resumed.load_state_dict(saved)
+    second = Training(resumed, rank, size, epochs, bits)
+    second.load_state_dict(saved_training)
+    torch.set_rng_state(saved_noise)
+    second.run(step_of(resumed), until=epochs)
+    return {
+        "bits": bits,
+        "accuracy": training.accuracy(model),
+        "losses": training.curve,
+        "rewritten": 0 if bits == 32 else rewrite.rewritten,  # type: ignore[union-attr]
+        "identical": same_on_all_ranks(digest(model)),
+        "resumed_identical": digest(resumed) == digest(model),
+    }
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def main() -> None:
         cgx_ops.torch.register_model([(name, p.numel()) for name, p in module.named_parameters()])
         cgx_ops.torch.exclude_layer("4.weight")  # the last layer: small, and sensitive
         model = DistributedDataParallel(module)
-        training = Training(model, dist.get_rank(), dist.get_world_size(), arguments.epochs)
+        training = Training(model, dist.get_rank(), dist.get_world_size(), arguments.epochs, bits)
 
         def step(
             images: torch.Tensor, labels: torch.Tensor, model: nn.Module = model

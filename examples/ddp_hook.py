@@ -39,7 +39,7 @@ def run(bits: int, epochs: int) -> dict[str, Any]:
     model = DistributedDataParallel(perceptron())
     state = QuantizedAllreduceState(config=Config(bits=bits))
     model.register_comm_hook(state, quantized_allreduce_hook)
-    training = Training(model, rank, size, epochs)
+    training = Training(model, rank, size, epochs, bits)
     train(model, training, until=epochs // 2)
 
     checkpoint = io.BytesIO()
@@ -53,7 +53,7 @@ def run(bits: int, epochs: int) -> dict[str, Any]:
     resumed = DistributedDataParallel(perceptron())
     resumed.load_state_dict(loaded["model"])
     resumed.register_comm_hook(loaded["comm_hook_state"], loaded["comm_hook"])
-    second = Training(resumed, rank, size, epochs)
+    second = Training(resumed, rank, size, epochs, bits)
     second.load_state_dict(loaded["training"])
     train(resumed, second, until=epochs)
     return {

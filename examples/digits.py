@@ -1,5 +1,6 @@
 """What the PyTorch examples share: the handwritten digits, a perceptron, and its training loop."""
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable
@@ -31,9 +32,13 @@ def perceptron() -> nn.Sequential:
 
 
 class Training:
-    """Momentum SGD over every rank's part of each batch, and all that a checkpoint of it needs."""
+    """Momentum SGD over every rank's part of each batch, and all that a checkpoint of it needs.
 
-    def __init__(self, model: nn.Module, rank: int, size: int, epochs: int) -> None:
+    Rank 0 prints a line of JSON per epoch, with the `bits` that gradients take.
+    """
+
+    def __init__(self, model: nn.Module, rank: int, size: int, epochs: int, bits: int) -> None:
+        self.bits = bits
         self.rank, self.size, self.epochs, self.curve = rank, size, epochs, list[float]()
         self.train_x, self.test_x, self.train_y, self.test_y = digits()
         self.steps = len(self.train_x) // (size * BATCH)  # of an epoch
@@ -56,7 +61,8 @@ class Training:
                 self.schedule.step()
             self.curve.append(float(np.mean(losses)))
             if self.rank == 0:
-                print(json.dumps({"epoch": len(self.curve), "loss": self.curve[-1]}), flush=True)
+                facts = {"bits": self.bits, "epoch": len(self.curve), "loss": self.curve[-1]}
+                print(json.dumps(facts), flush=True)
 
     def accuracy(self, model: nn.Module) -> float:
         """Return the part of the test images that the model names right."""
@@ -65,8 +71,9 @@ class Training:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what load_state_dict() continues from."""
-        return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict(),
-                "shuffle": self.shuffle.get_state(), "curve": list(self.curve)}  # fmt: skip
+        state = {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict(),
+                 "shuffle": self.shuffle.get_state(), "curve": self.curve}  # fmt: skip
+        return copy.deepcopy(state)  # what goes on training must not change it
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where state_dict() was called."""

@@ -15,14 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
+from digits import Training, perceptron
 from torch import nn
 
 import cgx_ops
 import cgx_ops.torch  # defines torch.ops.cgx
-
-HIDDEN, BATCH, LEARNING_RATE = 256, 32, 0.1
 
 
 class AverageGradient(torch.autograd.Function):
@@ -38,14 +35,6 @@ class AverageGradient(torch.autograd.Function):
         return torch.ops.cgx.quantized_allreduce(gradients[0], bits=ctx.bits, op="avg"), None
 
 
-def digits() -> list[torch.Tensor]:
-    """Return train and test images (n, 64) in [0, 1], train and test labels (n,)."""
-    images, labels = load_digits(return_X_y=True)
-    images = images.astype(np.float32) / 16
-    parts = train_test_split(images, labels, test_size=1 / 3, random_state=0, stratify=labels)
-    return [torch.from_numpy(part) for part in parts]
-
-
 def same_on_all_ranks(model: nn.Module) -> bool:
     """Tell whether all ranks hold the same bits: each hash byte's least value is its greatest."""
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
@@ -56,10 +45,8 @@ def same_on_all_ranks(model: nn.Module) -> bool:
 
 def train(world: cgx_ops.Communicator, bits: int, epochs: int) -> dict[str, Any]:
     """Train one model; return its accuracy, traffic, times and loss curve."""
-    train_x, test_x, train_y, test_y = digits()
-    torch.manual_seed(0)  # the same weights on all ranks, and the same rounding in every run
-    model = nn.Sequential(nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(),
-                          nn.Linear(HIDDEN, 10))  # fmt: skip
+    model = perceptron()  # seeds torch's generator: the same rounding in every run
+    training = Training(model, world.rank, world.size, epochs, bits)
 
     @torch.compile(fullgraph=True)
     def loss_of(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -67,32 +54,21 @@ def train(world: cgx_ops.Communicator, bits: int, epochs: int) -> dict[str, Any]
         scores = torch.func.functional_call(model, weights, images)
         return nn.functional.cross_entropy(scores, labels)
 
-    steps = len(train_x) // (world.size * BATCH)
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps * epochs)
-    shuffle = torch.Generator().manual_seed(1)
-    curve, first_step, sent, start = [], 0.0, world.bytes_sent, time.perf_counter()
-    for epoch in range(epochs):
-        order = torch.randperm(len(train_x), generator=shuffle)[: steps * world.size * BATCH]
-        losses = []
-        for mine in order.view(steps, world.size, BATCH)[:, world.rank]:
-            loss = loss_of(train_x[mine], train_y[mine])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.item())
-            first_step = first_step or time.perf_counter() - start  # it compiles
-        curve.append(float(np.mean(losses)))
-        if world.rank == 0:
-            print(json.dumps({"bits": bits, "epoch": epoch + 1, "loss": curve[-1]}), flush=True)
+    first_step, sent, start = 0.0, world.bytes_sent, time.perf_counter()
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        nonlocal first_step
+        loss = loss_of(images, labels)
+        loss.backward()
+        first_step = first_step or time.perf_counter() - start  # it compiles
+        return loss
+
+    training.run(step, until=epochs)
     seconds = time.perf_counter() - start - first_step
-    bytes_per_step = (world.bytes_sent - sent) / (steps * epochs)
-    with torch.no_grad():
-        accuracy = (model(test_x).argmax(1) == test_y).float().mean().item()
-    return {"framework": "torch", "bits": bits, "accuracy": accuracy, "losses": curve,
-            "bytes_per_step": bytes_per_step, "first_step": first_step, "seconds": seconds,
-            "identical": same_on_all_ranks(model)}  # fmt: skip
+    bytes_per_step = (world.bytes_sent - sent) / (training.steps * epochs)
+    return {"framework": "torch", "bits": bits, "accuracy": training.accuracy(model),
+            "losses": training.curve, "bytes_per_step": bytes_per_step, "first_step": first_step,
+            "seconds": seconds, "identical": same_on_all_ranks(model)}  # fmt: skip
 
 
 if __name__ == "__main__":

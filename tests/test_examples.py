@@ -213,7 +213,9 @@ def check_few_bits(process: subprocess.CompletedProcess[str], lines: list[str]) 
 def test_rewritten_step_trains_in_few_bits() -> None:
     process = run_python(ROOT / "examples" / "compiled.py", "--epochs", "10", ranks=2)
     lines = re.findall(r"^\[[^]]*,0\]<stdout>: (.*)$", process.stdout, re.MULTILINE)
-    assert check_few_bits(process, lines)["rewritten"] == 3
+    few = check_few_bits(process, lines)
+    assert few["rewritten"] == 3
+    assert few["resumed_identical"]
 
 
 def lines_of_rank_0(process: subprocess.CompletedProcess[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """cgx_ops.torch.layers: which layers travel in how many bits."""
 
 import pickle
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -125,13 +126,31 @@ def test_a_rule_set_before_registration_is_checked_then() -> None:
         torch_cgx.register_model(nn.Linear(3, 4))
 
 
+def test_a_layer_without_elements_is_registered() -> None:
+    torch_cgx.register_model([("empty", 0)])
+    with pytest.raises(InvalidArgument, match="'bad' has -1 elements"):
+        torch_cgx.register_model([("bad", -1)])
+
+
+def test_rules_of_the_process_need_not_match_in_every_model() -> None:
+    torch_cgx.register_model([("critic.weight", 12)])
+    torch_cgx.exclude_layer("critic")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "no layer matches")
+        with pytest.warns(UserWarning, match="not registered"):
+            layers.check_model([Layer("generator.weight", 2, 12)], layers.process_rules())
+    torch_cgx.forget_models()
+    with pytest.warns(UserWarning, match="no layer matches 'critic'"):
+        layers.check_model([Layer("generator.weight", 2, 12)], Rules([Rule("critic", bits=2)]))
+
+
 def test_the_model_that_trains_is_checked() -> None:
     torch_cgx.register_model([("weight", 12), ("bias", 4)])
-    layers.check_model([Layer("weight", 2, 12), Layer("bias", 1, 4)])
+    layers.check_model([Layer("weight", 2, 12), Layer("bias", 1, 4)], layers.process_rules())
     with pytest.raises(InvalidArgument, match=r"'weight' was registered with 12 .* has 13"):
-        layers.check_model([Layer("weight", 2, 13)])
+        layers.check_model([Layer("weight", 2, 13)], layers.process_rules())
     with pytest.warns(UserWarning, match="1 of 2 layers were not registered, 'other'"):
-        layers.check_model([Layer("weight", 2, 12), Layer("other", 2, 12)])
+        layers.check_model([Layer("weight", 2, 12), Layer("other", 2, 12)], layers.process_rules())
 
 
 def test_places_in_buckets_are_refused_with_the_remedy() -> None:

@@ -14,7 +14,7 @@
 namespace cgx::torch_ops {
 namespace {
 
-BackendLog backend_log;
+BackendHost host;
 
 std::optional<cgx_op_t> core_op(const c10d::ReduceOp& op) {
   static const std::map<c10d::ReduceOp::RedOpType, cgx_op_t> kOps = {
@@ -138,7 +138,7 @@ std::string name_of(int32_t comm) {
 
 }  // namespace
 
-void set_backend_log(const BackendLog& log) { backend_log = log; }
+void set_backend_host(const BackendHost& given) { host = given; }
 
 Backend::Backend(int rank, int size, int32_t comm, Inner inner, c10::intrusive_ptr<Options> options,
                  MakeBackend make_backend)
@@ -151,7 +151,15 @@ Backend::Backend(int rank, int size, int32_t comm, Inner inner, c10::intrusive_p
   init();
 }
 
-Backend::~Backend() { close_communicator(); }
+// Python may hold the last reference, and its lock: threads that the inner backends wait for may
+// need that lock to free tensors.
+Backend::~Backend() {
+  const auto leave = [this] {
+    close_communicator();
+    inner_.clear();
+  };
+  host.without_lock ? host.without_lock(leave) : leave();
+}
 
 // ---- The group ---------------------------------------------------------------------------------
 
@@ -315,14 +323,14 @@ Decision Backend::decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t n
     return c10::str("group '", name_, "': allreduce of ", numel, " ", tensors[0].dtype().name(),
                     tensors.size() == 1 ? "" : c10::str(" in ", tensors.size(), " tensors"));
   };
-  if (backend_log.wanted && backend_log.wanted()) {
+  if (host.debug_wanted && host.debug_wanted()) {
     const std::string how =
         decision.compression ? c10::str(decision.compression->bits, " bits") : std::string("exact");
-    backend_log.debug(c10::str(call(), ": ", how, ", ", decision.reason));
+    host.debug(c10::str(call(), ": ", how, ", ", decision.reason));
   }
   static std::atomic<bool> warned{false};
-  if (decision.surprising && size_ > 1 && backend_log.warn && !warned.exchange(true)) {
-    backend_log.warn(c10::str(
+  if (decision.surprising && size_ > 1 && host.warn && !warned.exchange(true)) {
+    host.warn(c10::str(
         call(), " stays exact though the group has ", options_->compression->bits,
         " bits: only gradients are compressed unasked, while autograd completes them. To compress "
         "this call too, make it inside `with cgx_ops.torch.compressed():`; to have it exact and "

@@ -28,13 +28,14 @@
 
 namespace cgx::torch_ops {
 
-// How decisions reach Python's logging. Set once, before the first backend.
-struct BackendLog {
-  bool (*wanted)() = nullptr;                        // whether debug lines are
-  void (*debug)(const std::string& line) = nullptr;  // one line per decision
-  void (*warn)(const std::string& line) = nullptr;   // at most once per process
+// What a backend wants of Python. Set once, before the first backend.
+struct BackendHost {
+  bool (*debug_wanted)() = nullptr;                                   // whether debug lines are
+  void (*debug)(const std::string& line) = nullptr;                   // one line per decision
+  void (*warn)(const std::string& line) = nullptr;                    // at most once per process
+  void (*without_lock)(const std::function<void()>& work) = nullptr;  // runs it without the GIL
 };
-void set_backend_log(const BackendLog& log);
+void set_backend_host(const BackendHost& host);
 
 class Backend final : public c10d::Backend {
  public:
@@ -44,6 +45,10 @@ class Backend final : public c10d::Backend {
         : c10d::Backend::Options("cgx", timeout),
           compression(std::move(compression)),
           everything(everything) {}
+    // Virtual from torch 2.14 on: groups that are split off get a copy.
+    c10::intrusive_ptr<c10d::Backend::Options> clone() const {
+      return c10::make_intrusive<Options>(*this);
+    }
     std::shared_ptr<const Compression> compression;
     bool everything;  // compress every sum and average, as CGX does
   };
@@ -144,7 +149,7 @@ class Backend final : public c10d::Backend {
 
   const int32_t comm_;
   const std::string name_;  // of the communicator
-  const Inner inner_;
+  Inner inner_;
   const c10::intrusive_ptr<Options> options_;
   const MakeBackend make_backend_;
   std::string related_name_;  // of the group made last by split or merge

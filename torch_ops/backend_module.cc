@@ -41,6 +41,12 @@ void log_line(const std::string& line) {
   logger().attr(method)("%s", line);
 }
 
+void without_lock(const std::function<void()>& work) {
+  if (PyGILState_Check() == 0) return work();
+  const py::gil_scoped_release no_gil;
+  work();
+}
+
 const char* const kDebug = "debug";
 const char* const kWarning = "warning";
 
@@ -48,7 +54,7 @@ const char* const kWarning = "warning";
 
 void bind_backend(py::module_& module) {
   py::module_::import("torch.distributed");  // its classes are the bases of these
-  set_backend_log({debug_wanted, log_line<kDebug>, log_line<kWarning>});
+  set_backend_host({debug_wanted, log_line<kDebug>, log_line<kWarning>, without_lock});
 
   py::class_<Compression, std::shared_ptr<Compression>>(module, "Compression")
       .def(py::init([](int32_t bits, int64_t bucket_size, int32_t rounding, int32_t algorithm,

@@ -267,4 +267,18 @@ def in_backward() -> bool:
 
 def has_comm_hook(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
     """Tell whether somebody registered a communication hook."""
-    return bool(getattr(wrapper, "_comm_hooks", ()))
+    # A built-in hook is only in the logger's data.
+    named = wrapper._get_ddp_logging_data().get("comm_hook")
+    return bool(getattr(wrapper, "_comm_hooks", ()) or named)
+
+
+def has_python_reducer(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Tell whether gradients are reduced one by one in a compiled graph, without buckets."""
+    return bool(getattr(wrapper, "_use_python_reducer", False))
+
+
+def parameters_of(
+    wrapper: torch.nn.parallel.DistributedDataParallel,
+) -> list[torch.nn.Parameter]:
+    """Return the parameters that it had when it was made."""
+    return wrapper._module_parameters

@@ -269,5 +269,4 @@ def _inner(
     for backend in inner.values():
         backend.options.group_name = options.group_name
         backend.options.global_ranks_in_group = options.global_ranks_in_group
-        backend._set_sequence_number_for_group()
     return inner

@@ -17,15 +17,17 @@ The layout of torch's own hooks (torch.distributed.algorithms.ddp_comm_hooks), P
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 import cgx_ops
 from cgx_ops import Communicator, Config, Segment
@@ -58,6 +60,9 @@ class QuantizedAllreduceState:
         carrier: "native", cgx_ops' own transports: the group is one of the backend "cgx", or, under
             mpirun, of any backend and all ranks in MPI's order. "c10d": torch's own collectives,
             over any group. Same bits either way.
+        unsupported: what happens to gradients that the core cannot average (float64, complex,
+            sparse, on a GPU): "refuse" raises TypeError, "exact" has the process group average
+            them.
         steps: backward passes so far; the noise of a step derives from config.seed and this.
     """
 
@@ -68,12 +73,15 @@ class QuantizedAllreduceState:
         *,
         rules: Rules | None = None,
         carrier: Literal["native", "c10d"] = "native",
+        unsupported: Literal["refuse", "exact"] = "refuse",
     ) -> None:
         """Make a state; config None: Config.from_env(), which CGX_* variables set."""
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise InvalidArgument(f"process_group is {process_group!r}; it must be one, or None")
         if carrier not in ("native", "c10d"):
             raise InvalidArgument(f"carrier is {carrier!r}; it must be 'native' or 'c10d'")
+        if unsupported not in ("refuse", "exact"):
+            raise InvalidArgument(f"unsupported is {unsupported!r}; it must be 'refuse' or 'exact'")
         config = Config.from_env() if config is None else config
         if config.algorithm == "auto":
             config = replace(config, algorithm="sra")
@@ -83,12 +91,14 @@ class QuantizedAllreduceState:
         self.config = config
         self.rules = rules
         self.carrier = carrier
+        self.unsupported = unsupported
         self.steps = 0
         self._connect()
 
     def _connect(self) -> None:
         self._communicator: Communicator | None = None
         self._carrier: Carrier | None = None
+        self._checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but what belongs to this process."""
@@ -97,7 +107,7 @@ class QuantizedAllreduceState:
                 "a QuantizedAllreduceState is pickled without its process group: set process_group "
                 "after it is restored, if it is not to be the default group"
             )
-        kept = ("config", "rules", "carrier", "steps")
+        kept = ("config", "rules", "carrier", "unsupported", "steps")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -161,26 +171,53 @@ def quantized_allreduce_hook(
 
     Raises:
         TypeError: gradients of another dtype, layout or device; it names the layer.
-        InvalidArgument: the process group cannot be served.
-        torch.distributed.DistBackendError: in the future; ranks disagree, a peer is gone or late.
+        InvalidArgument: the process group cannot be served, or is not the model's; a layer has
+            another size than was registered.
+
+    What goes wrong later (ranks disagree, a peer is gone or late) is in the future. backward()
+    raises what any hook's future holds as a RuntimeError, with the text of the first error.
     """
-    buffer = bucket.buffer()
-    parameters = bucket.parameters()
-    _refuse_others(buffer, parameters)
+    if not isinstance(bucket, GradBucket):
+        raise TypeError(
+            f"quantized_allreduce_hook: bucket is {type(bucket).__name__}, not a GradBucket. With "
+            'torch._dynamo.config.optimize_ddp = "python_reducer" there are no buckets: use '
+            "cgx_ops.torch.compress_collectives() there"
+        )
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    wrappers = _wrappers_of(parameters)
+    _check_once(state, wrappers)
+    names = _wrapped[wrappers[0]].names if wrappers else {}
+    # One seed for all buckets of a step: the noise of a layer must not depend on its bucket.
     scope = backend.current_scope()
     config = scope if isinstance(scope, Config) else state.config
+    seed = call_seed(config.seed, "ddp", state.steps)
+    if bucket.is_last():
+        state.steps += 1
+
+    problem = _unsupported(buffer, parameters)
+    if problem and state.unsupported == "exact":
+        with backend.uncompressed():
+            return default_hooks.allreduce_hook(_group_or_default(state.process_group), bucket)
+    if problem:
+        listed = ", ".join(f"'{names.get(id(p), '')}'" for p in parameters[:4])
+        raise TypeError(
+            f"quantized_allreduce_hook: the gradients of {listed} are {problem}, or give "
+            "QuantizedAllreduceState(unsupported='exact')"
+        )
+
     if scope == "uncompressed":
         segments = [Segment(0, buffer.numel(), bits=layers.EXACT_BITS)]
     else:
         rules = layers.process_rules() if state.rules is None else state.rules
-        found = [_layer(parameter, rules) for parameter in parameters]
+        if rules and not names:
+            raise InvalidArgument(
+                "quantized_allreduce_hook: a rule names layers, but this model's names are not "
+                "known: import cgx_ops.torch before DistributedDataParallel(model)"
+            )
+        found = [Layer(names.get(id(p), ""), p.dim(), p.numel()) for p in parameters]
         base = buffer.storage_offset()
         offsets = [int(g.storage_offset() - base) for g in bucket.gradients()]
         segments = rules.segments(found, offsets, config)
-    # One seed for all buckets of a step: the noise of a layer must not depend on its bucket.
-    seed = call_seed(config.seed, "ddp", state.steps)
-    if bucket.is_last():
-        state.steps += 1
     if state.carrier == "c10d":
         return state.carry().start(buffer, config, op="avg", segments=segments, seed=seed)
     work = start(
@@ -197,27 +234,45 @@ def quantized_allreduce_hook(
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def _refuse_others(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
-    """Raise for gradients that the core cannot average."""
+def _unsupported(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> str:
+    """Return what the core cannot average about a bucket, and the remedy; "" if it can."""
     if buffer.layout != torch.strided:
-        what, remedy = f"{buffer.layout}", "make the layer with sparse=False"
-    elif buffer.device.type != "cpu":
-        what, remedy = f"on {buffer.device}", "this build serves the CPU"
-    elif buffer.dtype not in DTYPES:
-        what, remedy = f"{buffer.dtype}", "train it in float32, float16 or bfloat16: model.float()"
-    else:
-        return
-    names = ", ".join(f"'{_name_of(p)}'" for p in parameters[:4])
-    raise TypeError(
-        f"quantized_allreduce_hook: the gradients of {names} are {what}; {remedy}, or leave them "
-        "out of this DistributedDataParallel"
-    )
+        return f"{buffer.layout}; make the layer with sparse=False"
+    if buffer.device.type != "cpu":
+        return f"on {buffer.device}; this build serves the CPU"
+    # Buckets of complex parameters are real, with twice as many elements.
+    for dtype in (buffer.dtype, *(p.dtype for p in parameters if p.is_complex())):
+        if dtype not in DTYPES:
+            return f"{dtype}; train it in float32, float16 or bfloat16: model.float()"
+    return ""
 
 
 # ---- 3. who is who -------------------------------------------------------------------------------
 
-# Modules under DistributedDataParallel, and the names of their parameters by id, made when needed.
-_wrapped: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+
+@dataclass
+class _Wrapped:
+    """What is known of a DistributedDataParallel.
+
+    Attributes:
+        names: of its parameters, by id. It keeps them alive, so no id passes to another tensor.
+        dtypes: of its parameters when it was made, which its buckets have.
+        first_forward: the hook that waits for it; None once it has come.
+        watched: whether a change of dtypes is noticed.
+    """
+
+    names: dict[int, str]
+    dtypes: dict[int, torch.dtype]
+    first_forward: RemovableHandle | None = None
+    watched: bool = False
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_Wrapped":
+        named = list(module.named_parameters())
+        return cls({id(p): name for name, p in named}, {id(p): p.dtype for _, p in named})
+
+
+_wrapped: weakref.WeakKeyDictionary[DistributedDataParallel, _Wrapped] = weakref.WeakKeyDictionary()
 
 
 def register() -> None:
@@ -234,30 +289,35 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
         return
     if name != "module" or not isinstance(parent, DistributedDataParallel) or child is None:
         return
-    _wrapped[child] = {}
-    ddp = weakref.ref(parent)
+    known = _wrapped[parent] = _Wrapped.of(child)
+    if backend.options_of(_group_or_default(parent.process_group)) is not None:
+        known.first_forward = parent.register_forward_pre_hook(_before_first_forward)
 
-    def before_first_forward(_module: nn.Module, _inputs: Any) -> None:
-        handle.remove()
-        wrapper = ddp()
-        if wrapper is not None:
-            _attach(wrapper)
 
-    hook: Any = torch.compiler.disable(before_first_forward)
-    handle = parent.register_forward_pre_hook(hook)
+@torch.compiler.disable
+def _before_first_forward(wrapper: DistributedDataParallel, _inputs: Any) -> None:
+    # A copy of a model has this hook, too, but its parameters were not seen yet.
+    known = _wrapped.get(wrapper)
+    if known is None:
+        known = _wrapped[wrapper] = _Wrapped.of(wrapper.module)
+    _attach(wrapper)
+    if known.first_forward is not None:
+        known.first_forward.remove()
+        known.first_forward = None
 
 
 def _attach(wrapper: DistributedDataParallel) -> None:
     """Give a DistributedDataParallel over the backend "cgx" the hook, if it has none."""
     group = _group_or_default(wrapper.process_group)
     options = backend.options_of(group)
-    if options is None or _compat.has_comm_hook(wrapper):
+    # Its Python reducer has no buckets; compress_collectives() is for that.
+    if options is None or _compat.has_comm_hook(wrapper) or _compat.has_python_reducer(wrapper):
         return
-    named = list(wrapper.module.named_parameters())
-    layers.check_model([Layer(name, p.dim(), p.numel()) for name, p in named])
+    _check_layers(wrapper, layers.process_rules())
     if options.config.bits == layers.EXACT_BITS and not layers.process_rules():
         return
-    state = QuantizedAllreduceState(group, options.config)
+    _watch_dtypes(wrapper)
+    state = QuantizedAllreduceState(group, options.config, unsupported="exact")
     wrapper.register_comm_hook(state, quantized_allreduce_hook)
     _log.debug(
         "group '%s': DistributedDataParallel's gradients are compressed layer by layer",
@@ -265,24 +325,66 @@ def _attach(wrapper: DistributedDataParallel) -> None:
     )
 
 
-def _layer(parameter: torch.Tensor, rules: Rules) -> Layer:
-    name = _name_of(parameter)
-    if rules and not name:
+def _wrappers_of(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
+    """Return those who may have made a bucket, the youngest first: one, but for modules in two."""
+    if not parameters:
+        return []
+    known = reversed(list(_wrapped.items()))
+    return [wrapper for wrapper, its in known if id(parameters[0]) in its.names]
+
+
+def _check_once(state: QuantizedAllreduceState, wrappers: list[DistributedDataParallel]) -> None:
+    """Compare a state with the model whose gradients it gets, when it first gets them."""
+    if not wrappers or any(wrapper in state._checked for wrapper in wrappers):
+        return
+    ranks = dist.get_process_group_ranks(_group_or_default(state.process_group))
+    for wrapper in wrappers:
+        if _ranks_of(wrapper) == ranks:
+            break
+    else:
         raise InvalidArgument(
-            "quantized_allreduce_hook: a rule names layers, but this model's names are not known: "
-            "import cgx_ops.torch before DistributedDataParallel(model)"
+            f"quantized_allreduce_hook: the state averages over ranks {ranks}, "
+            f"DistributedDataParallel over {_ranks_of(wrappers[0])}; give it the model's group: "
+            "state.process_group = model.process_group"
         )
-    return Layer(name, parameter.dim(), parameter.numel())
+    _check_layers(wrapper, layers.process_rules() if state.rules is None else state.rules)
+    _watch_dtypes(wrapper)
+    state._checked.add(wrapper)
 
 
-def _name_of(parameter: torch.Tensor) -> str:
-    """Return a parameter's name in the module that DistributedDataParallel wraps; "" if unknown."""
-    for look_again in (False, True):
-        for module, names in _wrapped.items():
-            if look_again:
-                names.update({id(p): name for name, p in module.named_parameters()})
-            name = names.get(id(parameter))
-            # An id may have passed to another tensor, and a module may have changed.
-            if name is not None and dict(module.named_parameters()).get(name) is parameter:
-                return name
-    return ""
+def _ranks_of(wrapper: DistributedDataParallel) -> list[int]:
+    try:
+        return dist.get_process_group_ranks(wrapper.process_group)
+    except (KeyError, ValueError):  # its group was destroyed
+        return []
+
+
+def _check_layers(wrapper: DistributedDataParallel, rules: Rules) -> None:
+    named = wrapper.module.named_parameters()
+    layers.check_model([Layer(name, p.dim(), p.numel()) for name, p in named], rules)
+
+
+def _watch_dtypes(wrapper: DistributedDataParallel) -> None:
+    """Have forward raise once parameters have other dtypes than DistributedDataParallel's buckets.
+
+    It would not notice, and would stop averaging: torch gives such parameters new accumulators of
+    gradients, without its hooks.
+    """
+    _refuse_new_dtypes(wrapper, ())
+    if not _wrapped[wrapper].watched:
+        _wrapped[wrapper].watched = True
+        wrapper.register_forward_pre_hook(_refuse_new_dtypes)
+
+
+def _refuse_new_dtypes(wrapper: DistributedDataParallel, _inputs: Any) -> None:
+    known = None if torch.compiler.is_compiling() else _wrapped.get(wrapper)
+    if known is None:
+        return
+    for parameter in _compat.parameters_of(wrapper):
+        was = known.dtypes.get(id(parameter), parameter.dtype)
+        if parameter.dtype != was and parameter.requires_grad:
+            raise TypeError(
+                f"'{known.names[id(parameter)]}' is {parameter.dtype} and was {was} when "
+                "DistributedDataParallel(model) was made, which does not average such gradients: "
+                "change the dtype first, then make it"
+            )

@@ -162,7 +162,7 @@ def register_model(layers: nn.Module | Iterable[tuple[str, int]]) -> None:
 
     Raises:
         InvalidArgument: a layer listed twice, registered before with another size, or whose size
-            is no integer of 1 or more.
+            is no integer of 0 or more.
     """
     if isinstance(layers, nn.Module):
         layers = [(name, p.numel()) for name, p in layers.named_parameters()]
@@ -171,8 +171,8 @@ def register_model(layers: nn.Module | Iterable[tuple[str, int]]) -> None:
         try:
             size = operator.index(numel)
         except TypeError:
-            size = 0
-        if size < 1:
+            size = -1
+        if size < 0:
             raise InvalidArgument(
                 f"register_model: layer '{name}' has {numel!r} elements; give p.numel()"
             )
@@ -186,7 +186,7 @@ def register_model(layers: nn.Module | Iterable[tuple[str, int]]) -> None:
             )
         new[name] = size
     _registered.sizes.update(new)
-    _warn_of_unmatched(_registered.sizes)
+    _warn_of_unmatched(_registered.sizes, _registered.rules)
 
 
 def forget_models() -> None:
@@ -237,12 +237,12 @@ def _refuse_positions(function: str, first: object, rest: Sequence[object]) -> N
 def _add(rule: Rule) -> None:
     _registered.rules.rules.append(rule)
     if _registered.sizes:
-        _warn_of_unmatched(_registered.sizes, [rule])
+        _warn_of_unmatched(_registered.sizes, Rules([rule]))
 
 
-def _warn_of_unmatched(names: Iterable[str], rules: Sequence[Rule] | None = None) -> None:
+def _warn_of_unmatched(names: Iterable[str], rules: Rules) -> None:
     names = list(names)
-    for pattern in Rules(_registered.rules.rules if rules is None else rules).unmatched(names):
+    for pattern in rules.unmatched(names):
         warnings.warn(
             f"no layer matches '{pattern}': the rule has no effect. Layers: "
             + ", ".join(names[:8])
@@ -251,8 +251,8 @@ def _warn_of_unmatched(names: Iterable[str], rules: Sequence[Rule] | None = None
         )
 
 
-def check_model(layers: Sequence[Layer]) -> None:
-    """Compare a model that is about to train with what was registered.
+def check_model(layers: Sequence[Layer], rules: Rules) -> None:
+    """Compare a model that is about to train with what was registered, and with its rules.
 
     Raises:
         InvalidArgument: a layer of the model was registered with another size.
@@ -272,4 +272,7 @@ def check_model(layers: Sequence[Layer]) -> None:
                 "one; rules by name hold for them too",
                 stacklevel=2,
             )
-    _warn_of_unmatched([layer.name for layer in layers])
+    names = [layer.name for layer in layers]
+    # Rules for all models of this process; they need not match in each.
+    others = _registered.sizes if rules is _registered.rules else ()
+    _warn_of_unmatched([*names, *others], rules)

@@ -4,7 +4,10 @@ Every check compares with the oracle to the bit, or with another run to the bit.
 """
 
 import copy
+import datetime
 import io
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +102,21 @@ def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: obje
     assert got.keys() == want.keys(), (what, got.keys(), want.keys())
     for name, value in want.items():
         assert tc.same_bits(got[name], value), (what, name)
+
+
+def compressing_group() -> Any:
+    """Return a group over the backend that gives DistributedDataParallel the hook."""
+    options = cgx_ops.torch.BackendOptions(config=NEAREST)
+    return dist.new_group(backend="cgx", pg_options=options)
+
+
+def fails(error: type[Exception], words: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except error as raised:
+        assert words in str(raised), raised
+    else:
+        raise AssertionError(f"no {error.__name__} with {words!r}")
 
 
 def identical_on_all_ranks(tensors: dict[str, torch.Tensor]) -> None:
@@ -198,14 +216,85 @@ def inside_torchs_wrappers() -> None:
 
 
 def a_module_changes_its_dtype() -> None:
-    module = network()
-    model, _ = hooked(module)
+    """Torch would stop averaging without a word."""
+    automatic = DistributedDataParallel(network(), process_group=compressing_group())
+    for model in (hooked(network())[0], automatic):
+        model(images(RANK), spare=True).square().sum().backward()
+        model.module.bfloat16()
+        fails(
+            TypeError,
+            "'first.weight' is torch.bfloat16 and was torch.float32",
+            lambda model=model: model(images(RANK, dtype=torch.bfloat16)),
+        )
+        other, _ = hooked(model.module)
+        other.zero_grad()
+        other(images(RANK, dtype=torch.bfloat16), spare=True).float().square().sum().backward()
+        alone = [local_gradients(r, dtype=torch.bfloat16, spare=True) for r in range(SIZE)]
+        same(gradients_of(other), averaged(alone))
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes, frozen ones, and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.after = nn.Linear(20, 20), nn.Linear(20, 20)
+        self.narrow = nn.Linear(20, 20).bfloat16()
+        self.frozen = nn.Linear(20, 20).requires_grad_(False)
+        self.empty = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.narrow(self.wide(x).bfloat16()).float()
+        return self.frozen(self.after(x)) + self.empty.sum()
+
+
+def layers_of_all_kinds() -> None:
+    model, _ = hooked(Mixed())
+    alone = []
+    for rank in range(SIZE):
+        module = Mixed()
+        module(images(rank)).square().sum().backward()
+        alone.append(gradients_of(module))
+    model(images(RANK)).square().sum().backward()
+    got = gradients_of(model)
+    assert got.pop("empty").shape == (0, 4)
+    for gradients in alone:
+        del gradients["empty"]
+    same(got, averaged(alone))
+
+
+def small_layers_are_exact() -> None:
+    config = Config(bits=4, bucket_size=64, rounding="nearest", minimal_size=900)
+    model, _ = hooked(network(), config)
     model(images(RANK), spare=True).square().sum().backward()
-    other, _ = hooked(copy.deepcopy(module).to(torch.bfloat16))
-    other.zero_grad()
-    other(images(RANK, dtype=torch.bfloat16), spare=True).float().square().sum().backward()
-    alone = [local_gradients(r, dtype=torch.bfloat16, spare=True) for r in range(SIZE)]
-    same(gradients_of(other), averaged(alone))
+    alone = [local_gradients(r, spare=True) for r in range(SIZE)]
+    want = averaged(alone, config, bits=lambda name, _: 4 if name == "spare.weight" else 32)
+    same(gradients_of(model), want)
+
+
+def over_gloo_under_mpirun() -> None:
+    """The native carrier serves a group of another backend that has the world's ranks."""
+    model, _ = hooked(network(), process_group=dist.new_group(backend="gloo"))
+    model(images(RANK), spare=True).square().sum().backward()
+    same(gradients_of(model), averaged([local_gradients(r, spare=True) for r in range(SIZE)]))
+
+
+def uneven_inputs() -> None:
+    """Ranks that have run out of data take part with zeros."""
+    model, state = hooked(network())
+    with model.join():
+        for step in range(1 + RANK):
+            model.zero_grad()
+            model(images(RANK, step), spare=True).square().sum().backward()
+    assert state.steps == SIZE
+    last = local_gradients(SIZE - 1, (SIZE - 1,), spare=True)
+    zeros = {name: torch.zeros_like(g) for name, g in last.items()}
+    if RANK == SIZE - 1:
+        alone = [zeros] * (SIZE - 1) + [last]
+        # Ranks that are still there are what the average divides by in torch's own hook; a hook
+        # of a user's divides by what it likes: all ranks.
+        same(gradients_of(model), averaged(alone, step=SIZE - 1))
 
 
 def a_large_layer_before_small_ones() -> None:
@@ -304,6 +393,69 @@ def two_models() -> None:
         )
 
 
+# ---- time ----------------------------------------------------------------------------------------
+
+
+def does_not_wait() -> None:
+    """The hook returns while a peer has not even begun; only the end of backward waits."""
+    for carrier in ("native", "c10d"):
+        done, begun = [], time.monotonic()
+
+        def hook(
+            state: Any,
+            bucket: GradBucket,
+            done: list[bool] = done,
+        ) -> torch.futures.Future[torch.Tensor]:
+            future = ddp.quantized_allreduce_hook(state, bucket)
+            done.append(future.done())
+            return future
+
+        group = dist.new_group(backend="gloo")
+        options: dict[str, Any] = {"process_group": group, "bucket_cap_mb": 0.001}
+        model, _ = hooked(network(), hook=hook, carrier=carrier, **options)
+        model(images(RANK), spare=True).square().sum().backward()  # connects
+        loss = model(images(RANK), spare=True).square().sum()
+        done.clear()
+        dist.barrier()
+        if RANK == SIZE - 1:
+            time.sleep(0.5)
+        begun = time.monotonic()
+        loss.backward()
+        if RANK == 0:
+            assert len(done) > 1
+            assert not any(done), "a bucket ended before its last rank began"
+            assert time.monotonic() - begun > 0.3
+
+
+def a_peer_that_never_comes() -> None:
+    group = dist.new_group(backend="cgx", timeout=datetime.timedelta(seconds=1))
+    model, _ = hooked(network(), process_group=group)
+    loss = model(images(RANK), spare=True).square().sum()
+    if RANK == 0:
+        fails(RuntimeError, "rank 1 has not started it", loss.backward)
+    dist.barrier()
+
+
+def looks_for_names_once() -> None:
+    """Steps after the first do not walk through the modules."""
+    model, _ = hooked(network())
+    for _ in range(2):
+        model(images(RANK), spare=True).square().sum().backward()
+    loss = model(images(RANK), spare=True).square().sum()
+    walk, walks = nn.Module.named_parameters, []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        walks.append(args)
+        return walk(*args, **options)
+
+    nn.Module.named_parameters = counted  # type: ignore[method-assign]
+    try:
+        loss.backward()
+    finally:
+        nn.Module.named_parameters = walk  # type: ignore[method-assign]
+    assert not walks
+
+
 # ---- the backend, and CGX's names ----------------------------------------------------------------
 
 
@@ -311,8 +463,7 @@ def over_the_backend_without_a_word() -> None:
     """A script for torch_cgx: only the import is changed."""
     import cgx_ops.torch as torch_cgx
 
-    group = dist.new_group(backend="cgx", pg_options=cgx_ops.torch.BackendOptions(config=NEAREST))
-    module = network()
+    group, module = compressing_group(), network()
     torch_cgx.register_model([(name, p.numel()) for name, p in module.named_parameters()])
     torch_cgx.exclude_layer("last")
     torch_cgx.set_quantization_bits("spare.weight", 2)
@@ -339,8 +490,7 @@ def over_the_backend_without_a_word() -> None:
 
 
 def a_hook_of_the_users_own_is_left_alone() -> None:
-    group = dist.new_group(backend="cgx", pg_options=cgx_ops.torch.BackendOptions(config=NEAREST))
-    model = DistributedDataParallel(network(), process_group=group)
+    model = DistributedDataParallel(network(), process_group=compressing_group())
     seen = []
 
     def own(_state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -353,20 +503,61 @@ def a_hook_of_the_users_own_is_left_alone() -> None:
     model(images(RANK), spare=True).square().sum().backward()
     assert seen
     same(gradients_of(model), local_gradients(RANK, spare=True))
+    model = DistributedDataParallel(network(), process_group=compressing_group())
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    model(images(RANK), spare=True).square().sum().backward()
+
+
+class Products(nn.Module):
+    """Several layers of any dtype, complex ones too."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = (20, 30, 5)
+        self.w = nn.ParameterList([nn.Parameter(torch.randn(n, n, dtype=dtype)) for n in sizes])
+
+    def forward(self, scale: float) -> torch.Tensor:
+        return sum((w * scale).abs().square().sum() for w in self.w)  # type: ignore[return-value]
+
+
+def what_it_cannot_compress_stays_exact_over_the_backend() -> None:
+    """Nobody asked for the hook there: it must not make a model fail."""
+    mean = sum((r + 1) ** 2 for r in range(SIZE)) / SIZE
+    for dtype in (torch.float64, torch.complex64):
+        module = Products(dtype)
+        model = DistributedDataParallel(module, process_group=compressing_group())
+        model(float(RANK + 1)).backward()
+        for w in module.w:
+            torch.testing.assert_close(w.grad, w.detach() * 2 * mean)
+    module = nn.Embedding(20, 40, sparse=True)
+    model = DistributedDataParallel(module, process_group=compressing_group())
+    model(torch.tensor([RANK, 5])).sum().backward()
+    want = torch.zeros(20, 40)
+    want[:SIZE] = 1 / SIZE
+    want[5] += 1
+    assert module.weight.grad is not None
+    torch.testing.assert_close(module.weight.grad.to_dense(), want)
+
+
+def is_saved_and_copied_before_its_first_forward() -> None:
+    group = compressing_group()
+    model = DistributedDataParallel(network(), process_group=group)
+    default = DistributedDataParallel(network())
+    torch.save(default, io.BytesIO())
+    copied = copy.deepcopy(default)
+    for each in (model, copied):
+        each(images(RANK), spare=True).square().sum().backward()
+    alone = [local_gradients(r, spare=True) for r in range(SIZE)]
+    same(gradients_of(model), averaged(alone))
+    for name, gradient in gradients_of(copied).items():  # the default group has 32 bits
+        torch.testing.assert_close(gradient, sum(g[name] for g in alone) / SIZE)
 
 
 # ---- errors --------------------------------------------------------------------------------------
 
 
 def refuses() -> None:
-    def fails(error: type[Exception], words: str, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except error as raised:
-            assert words in str(raised), raised
-        else:
-            raise AssertionError(f"no {error.__name__} with {words!r}")
-
     model, _ = hooked(network(dtype=torch.float64))
     loss = model(images(RANK).double(), spare=True).square().sum()
     fails(TypeError, "'first.weight', 'first.bias'", loss.backward)
@@ -374,6 +565,24 @@ def refuses() -> None:
     model, _ = hooked(nn.Embedding(10, 4, sparse=True))
     loss = model(torch.tensor([1, 2])).sum()
     fails(TypeError, "sparse=False", loss.backward)
+
+    for bits in (4, 32):  # their buckets are real: layers would not lie where they seem to
+        model, _ = hooked(Products(torch.complex64), Config(bits=bits))
+        fails(TypeError, "torch.complex64", model(1.0).backward)
+
+    alone = [dist.new_group([rank], backend="gloo") for rank in range(SIZE)][RANK]
+    model = DistributedDataParallel(network(), process_group=alone)
+    model.register_comm_hook(
+        ddp.QuantizedAllreduceState(None, NEAREST), ddp.quantized_allreduce_hook
+    )
+    loss = model(images(RANK), spare=True).square().sum()
+    fails(ValueError, f"DistributedDataParallel over [{RANK}]", loss.backward)
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model, _ = hooked(network(), rules=layers.Rules([layers.Rule("typo", bits=2)]))
+        model(images(RANK), spare=True).square().sum().backward()
+    assert any("no layer matches 'typo'" in str(w.message) for w in warned), warned
 
     gloo = dist.new_group([0], backend="gloo")
     if isinstance(gloo, dist.ProcessGroup) and RANK == 0:
@@ -383,9 +592,12 @@ def refuses() -> None:
     module = network()
     layers.register_model([(name, p.numel() + 1) for name, p in module.named_parameters()])
     try:
-        group = dist.new_group(backend="cgx")
-        model = DistributedDataParallel(module, process_group=group)
-        fails(ValueError, "'first.weight' was registered with 801", lambda: model(images(RANK)))
+        wrong = "'first.weight' was registered with 801"
+        model = DistributedDataParallel(module, process_group=compressing_group())
+        for _ in range(2):  # it does not go away
+            fails(ValueError, wrong, lambda: model(images(RANK)))
+        model, _ = hooked(network())
+        fails(ValueError, wrong, model(images(RANK), spare=True).sum().backward)
     finally:
         layers.forget_models()
 
@@ -396,8 +608,12 @@ def main() -> None:
     RANK, SIZE = dist.get_rank(), dist.get_world_size()
     checks = [equals_the_oracle, carried_by_torch, each_layer_in_its_own_bits, accumulates]
     checks += [inside_torchs_wrappers, a_module_changes_its_dtype, a_large_layer_before_small_ones]
+    checks += [layers_of_all_kinds, small_layers_are_exact, over_gloo_under_mpirun, uneven_inputs]
     checks += [not_finite_is_not_hidden, resumes_to_the_same_bits, two_models]
-    checks += [over_the_backend_without_a_word, a_hook_of_the_users_own_is_left_alone, refuses]
+    checks += [does_not_wait, a_peer_that_never_comes, looks_for_names_once]
+    checks += [over_the_backend_without_a_word, a_hook_of_the_users_own_is_left_alone]
+    checks += [what_it_cannot_compress_stays_exact_over_the_backend]
+    checks += [is_saved_and_copied_before_its_first_forward, refuses]
     for check in checks:
         check()
         print(f"ok {check.__name__}", flush=True)
