@@ -1,6 +1,7 @@
 """One collective call on arrays: its arguments checked, and turned into a cgx_collective_t."""
 
 import ctypes
+import functools
 import hashlib
 import operator
 from collections.abc import Sequence
@@ -36,6 +37,13 @@ class Segment:
             value = operator.index(getattr(self, name))
             if not 0 <= value < 2**63:
                 raise InvalidArgument(f"Segment.{name} is {value}; it must be an integer >= 0")
+
+
+@functools.lru_cache(maxsize=4096)  # checking takes longer than quantizing a small layer
+def with_segment(config: Config, bits: int | None, bucket_size: int | None) -> Config:
+    """Return how a segment travels: config's settings where its own are None."""
+    own = config if bits is None else replace(config, bits=bits)
+    return own if bucket_size is None else replace(own, bucket_size=bucket_size)
 
 
 def call_seed(seed: int, name: str, occurrence: int) -> int:
@@ -102,11 +110,7 @@ class Call:
         given = [Segment(0, block)] if self.segments is None else self.segments
         result = (_native.Segment * len(given))()
         for native, segment in zip(result, given, strict=True):
-            own = self.config
-            if segment.bits is not None:
-                own = replace(own, bits=segment.bits)
-            if segment.bucket_size is not None:
-                own = replace(own, bucket_size=segment.bucket_size)
+            own = with_segment(self.config, segment.bits, segment.bucket_size)
             native.offset, native.numel = segment.offset, segment.numel
             native.bits, native.bucket_size = own.bits, own.bucket_size
         return result

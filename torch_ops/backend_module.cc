@@ -105,6 +105,8 @@ void bind_backend(py::module_& module) {
            py::arg("rank"), py::arg("size"), py::arg("communicator"), py::arg("inner"),
            py::arg("options"), py::arg("make_backend"))
       .def_property_readonly("communicator", &Backend::communicator)
+      .def_property_readonly("_timeout",
+                             [](Backend& self) { return self.getBackendOptions()->timeout; })
       // torch calls it on ranks that a new group leaves out, if the backend can split.
       .def(
           "perform_nocolor_split", [](Backend&, const py::object& /*device*/) {},

@@ -262,6 +262,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """Return how long a group's collectives may take; None if its backend does not say."""
+    backend = group._get_backend(torch.device("cpu"))
+    return getattr(getattr(backend, "options", backend), "_timeout", None)
+
+
 # ---- for ddp.py ----------------------------------------------------------------------------------
 
 

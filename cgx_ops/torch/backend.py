@@ -31,7 +31,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,7 @@ class BackendOptions:
 
     config: Config = field(default_factory=Config.from_env)
     compress: Literal["gradients", "all"] = "gradients"
+    _timeout: ClassVar[None] = None  # init_device_mesh asks for it: the group's own default
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, Config):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from cgx_ops import Config, Segment, _native
 from cgx_ops.call import Call, Op
+from cgx_ops.torch import _compat
 from cgx_ops.torch.work import DTYPES
 
 
@@ -28,6 +29,7 @@ class Carrier:
     def __init__(self, group: dist.ProcessGroup) -> None:
         own = dist.new_group(
             dist.get_process_group_ranks(group),
+            timeout=_compat.group_timeout(group),
             backend=dist.get_backend(group),
             use_local_synchronization=True,
         )

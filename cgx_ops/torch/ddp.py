@@ -291,7 +291,8 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
         return
     known = _wrapped[parent] = _Wrapped.of(child)
     if backend.options_of(_group_or_default(parent.process_group)) is not None:
-        known.first_forward = parent.register_forward_pre_hook(_before_first_forward)
+        hook: Any = _before_first_forward  # of this module, by its own name: models pickle
+        known.first_forward = parent.register_forward_pre_hook(hook)
 
 
 @torch.compiler.disable

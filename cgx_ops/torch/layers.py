@@ -12,12 +12,13 @@ import fnmatch
 import operator
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 from torch import nn
 
 from cgx_ops import Config, Segment
+from cgx_ops.call import with_segment
 from cgx_ops.errors import InvalidArgument
 
 EXACT_BITS = 32
@@ -57,11 +58,7 @@ class Rule:
             raise InvalidArgument(
                 f"the pattern is {self.pattern!r}; it must be a part of a layer's name, or a glob"
             )
-        checked = Config()  # which refuses what is out of range
-        if self.bits is not None:
-            replace(checked, bits=self.bits)
-        if self.bucket_size is not None:
-            replace(checked, bucket_size=self.bucket_size)
+        with_segment(Config(), self.bits, self.bucket_size)  # refuses what is out of range
 
     def matches(self, name: str) -> bool:
         """Tell whether a layer's name has the pattern."""
@@ -113,7 +110,7 @@ class Rules:
             if rule.matches(layer.name):
                 bits = bits if rule.bits is None else rule.bits
                 bucket_size = bucket_size if rule.bucket_size is None else rule.bucket_size
-        return replace(config, bits=bits, bucket_size=bucket_size)
+        return with_segment(config, bits, bucket_size)
 
     def segments(
         self, layers: Sequence[Layer], offsets: Sequence[int], config: Config

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch_cases as tc
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
+from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -434,6 +434,16 @@ def a_peer_that_never_comes() -> None:
     if RANK == 0:
         fails(RuntimeError, "rank 1 has not started it", loss.backward)
     dist.barrier()
+    # Torch's collectives end at the deadline of the group that was given, on the state's own too.
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=2))
+    model, state = hooked(network(), process_group=group, carrier="c10d")
+    state.carry()
+    loss = model(images(RANK), spare=True).square().sum()
+    if RANK == 0:
+        begun = time.monotonic()
+        fails(RuntimeError, "", loss.backward)
+        assert time.monotonic() - begun < 20
+    dist.barrier()
 
 
 def looks_for_names_once() -> None:
@@ -504,7 +514,7 @@ def a_hook_of_the_users_own_is_left_alone() -> None:
     assert seen
     same(gradients_of(model), local_gradients(RANK, spare=True))
     model = DistributedDataParallel(network(), process_group=compressing_group())
-    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    model._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE)
     model(images(RANK), spare=True).square().sum().backward()
 
 
