@@ -107,3 +107,24 @@ def test_a_tensor_without_gradient_in_the_list() -> None:
 def test_bad_lists_are_refused(xs: list[torch.Tensor], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         coalesced(xs)
+
+
+def test_a_refused_call_draws_nothing() -> None:
+    state = torch.get_rng_state()
+    with pytest.raises(TypeError):
+        coalesced([torch.ones(100), torch.ones(8, dtype=torch.int32)])
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_messages_of_a_wrong_size_are_refused() -> None:
+    cgx, x, few = torch.ops.cgx, [torch.randn(2**16)], torch.empty(3, dtype=torch.uint8)
+    options = (None, 4, 512, "sum", "nearest", "sra", 0, False, 0, "", 0)
+    for call in (
+        lambda: cgx.carried_reduce(x, few, *options, 0, 2),
+        lambda: cgx.carried_decode(x, few, *options, 0, 2),
+    ):
+        with pytest.raises(ValueError, match="the messages are 3 "):
+            call()
+    for rank, size in ((0, -1), (2, 2), (-1, 2)):
+        with pytest.raises(ValueError, match=f"rank {rank} of {size}"):
+            cgx.carried_encode(x, *options, rank, size)

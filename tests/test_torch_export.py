@@ -25,7 +25,7 @@ def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return calls of an operator; a KeyError is an operator that nobody checks."""
     x, grad = tc.values(0, 200), tc.values(1, 200).requires_grad_()
     xs = [x, tc.values(0, 30).reshape(5, 6).t()]
-    arrived, gathered = torch.zeros(500, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
+    arrived, gathered = torch.zeros(80, dtype=torch.uint8), torch.zeros(160, dtype=torch.uint8)
     nearest: dict[str, Any] = {"rounding": "nearest"}
     exact: dict[str, Any] = {"bits": 32, "op": "avg"}
     public = [((x,), nearest), ((grad,), nearest), ((grad,), exact)]

@@ -104,6 +104,20 @@ def test_thousands_of_futures_race_with_waits() -> None:
     launch.threads(2, rank_program)
 
 
+def test_who_has_waited_can_read_the_future() -> None:
+    def rank_program(rank: int, comm: Communicator) -> None:
+        for i in range(300):
+            x = torch.full((64,), float(rank))
+            work = start(comm, "allreduce", x, x, Config(bits=32))
+            early = work.get_future() if i % 2 else None
+            work.wait()
+            for future in filter(None, (early, work.get_future())):
+                assert future.done()
+                assert future.value()[0][0].item() == 1.0
+
+    launch.threads(2, rank_program)
+
+
 def test_a_dropped_work_goes_on_and_nobody_waits_for_it() -> None:
     dropped = threading.Event()
 
@@ -170,6 +184,7 @@ def test_profiler_shows_bits_and_bytes() -> None:
         ((torch.ones(8), torch.ones(8).half()), Unsupported, "output is torch.float16"),
         ((torch.ones(8).to_sparse(),) * 2, Unsupported, "dense tensor on the CPU"),
         ((torch.ones(4, 4).t(),) * 2, InvalidArgument, "input is not contiguous"),
+        ((torch._neg_view(torch.ones(8)),) * 2, InvalidArgument, "a negative view"),
         ((torch.ones(8), torch.ones(9)), InvalidArgument, "input has 8 elements, output 9"),
     ],
 )

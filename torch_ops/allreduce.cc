@@ -171,9 +171,9 @@ void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
 
 std::vector<at::Tensor> quantized_allreduce_coalesced(at::TensorList xs, CGX_PUBLIC_PARAMETERS) {
   const Options options(CGX_PUBLIC_OPTIONS);
-  const Seed seed = xs.empty() ? std::nullopt : draw_if_needed(options);
-  check_list(xs, seed, options);
+  for (const at::Tensor& x : xs) options.check(x);  // before anything is drawn
   if (xs.empty()) return {};
+  const Seed seed = draw_if_needed(options);
   return AllReduce::reduce(xs.vec(), seed, options);
 }
 

@@ -274,10 +274,7 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op, Mi
     buffers.input = tensors[0];
   } else {
     buffers.input = pack(tensors);
-    buffers.deliver = [flat = buffers.input, results = buffers.results] {
-      const at::AutoDispatchBelowADInplaceOrView no_autograd;
-      unpack(flat, results);
-    };
+    buffers.deliver = [flat = buffers.input, results = buffers.results] { unpack(flat, results); };
   }
   buffers.output = buffers.input;
 
@@ -304,8 +301,8 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op, Mi
   if (decision.compression && how.rounding != CGX_NEAREST) {
     collective.seed = nth_seed(how.seed, draws_++);
   }
+  collective.output = buffers.output.mutable_data_ptr();  // first: it may move a lazy copy
   collective.input = buffers.input.const_data_ptr();
-  collective.output = buffers.output.mutable_data_ptr();
   collective.segments = segments.data();
   collective.num_segments = static_cast<int64_t>(segments.size());
   // Counted apart from the calls of torch.ops.cgx on this communicator.
@@ -343,9 +340,7 @@ Decision Backend::decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t n
 
 void Backend::startCoalescing() {
   const std::lock_guard<std::mutex> lock(coalescing_mutex_);
-  if (coalescing_)
-    C10_THROW_ERROR(ValueError, "startCoalescing: it was called before, without end");
-  coalescing_.emplace();
+  coalescing_.emplace();  // anew: an exception inside a block leaves it open
 }
 
 Backend::WorkRef Backend::endCoalescing() {
@@ -383,7 +378,8 @@ Backend::WorkRef Backend::forward(const char* title, at::TensorList shown,
   c10d::Backend& backend = inner(shown.empty() ? at::Device(at::kCPU) : shown[0].device());
   WorkRef work = (backend.*method)(std::forward<Arguments>(arguments)...);
   call.until(work);
-  if (!c10d::isP2POp(work->retrieveOpType())) ++sequence_;  // not every rank calls those
+  // Not every rank calls p2p operations. NCCL gives no work for what it did at once.
+  if (!work || !c10d::isP2POp(work->retrieveOpType())) ++sequence_;
   return coalesced(std::move(work));
 }
 

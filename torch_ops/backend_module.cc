@@ -54,6 +54,7 @@ const char* const kWarning = "warning";
 
 void bind_backend(py::module_& module) {
   py::module_::import("torch.distributed");  // its classes are the bases of these
+  logger();  // found now: an import inside a static's making could wait for itself
   set_backend_host({debug_wanted, log_line<kDebug>, log_line<kWarning>, without_lock});
 
   py::class_<Compression, std::shared_ptr<Compression>>(module, "Compression")

@@ -47,6 +47,10 @@ void with_carried(const std::vector<int64_t>& numels, at::ScalarType dtype, cons
 }
 
 Shape shape_of(at::TensorList xs, const Options& options, int64_t rank, int64_t size) {
+  if (xs.empty() || size < 1 || rank < 0 || rank >= size) {
+    C10_THROW_ERROR(ValueError, c10::str("cgx::carried_*: ", xs.size(), " tensors, rank ", rank,
+                                         " of ", size, "; give one tensor or more, and a rank"));
+  }
   Shape shape;
   shape.scatter_bytes.resize(size);
   shape.gather_bytes.resize(size);
@@ -69,6 +73,18 @@ int64_t sum(const std::vector<int64_t>& values) {
 int64_t encoded_bytes(const Shape& shape, int64_t rank) {
   return shape.algorithm == CGX_ONE_SHOT ? shape.stride
                                          : sum(shape.scatter_bytes) - shape.scatter_bytes[rank];
+}
+
+void check_bytes(const at::Tensor& bytes, int64_t wanted) {
+  if (bytes.scalar_type() == at::kByte && bytes.sym_numel() == wanted) return;
+  C10_THROW_ERROR(
+      ValueError,
+      c10::str("cgx::carried_*: the messages are ", bytes.sym_numel(), " ", bytes.scalar_type(),
+               " elements; these tensors and ranks make ", wanted, " bytes"));
+}
+
+int64_t arrived_bytes(const Shape& shape, int64_t rank, int64_t size) {
+  return (size - 1) * shape.scatter_bytes[rank];
 }
 
 // One tensor needs no packing.
@@ -153,9 +169,11 @@ at::Tensor carried_reduce_cpu(at::TensorList xs, const at::Tensor& arrived, CGX_
                               int64_t rank, int64_t size) {
   const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
   check_list(xs, seed, options);
+  const Shape shape = shape_of(xs, options, rank, size);
+  check_bytes(arrived, arrived_bytes(shape, rank, size));
   const at::Tensor flat = flat_of(xs), bytes = arrived.contiguous();
   // The padding goes to peers: it must not be what was in this memory before.
-  const at::Tensor message = at::zeros({shape_of(xs, options, rank, size).stride}, bytes_like(xs));
+  const at::Tensor message = at::zeros({shape.stride}, bytes_like(xs));
   with_carried(
       sizes_of(xs), flat.scalar_type(), flat.const_data_ptr(), nullptr, seed, options, rank, size,
       [&](const cgx_carried_t* carried) {
@@ -169,6 +187,7 @@ std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor
   const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
   check_list(like, seed, options);
   const int64_t stride = shape_of(like, options, rank, size).stride;
+  check_bytes(gathered, size * stride);
   const std::vector<int64_t> numels = sizes_of(like);
   const at::Tensor bytes = gathered.contiguous();
   std::vector<at::Tensor> results = empty_like(like);
@@ -189,16 +208,19 @@ at::Tensor carried_encode_meta(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t
   return at::empty({encoded_bytes(shape_of(xs, options, rank, size), rank)}, bytes_like(xs));
 }
 
-at::Tensor carried_reduce_meta(at::TensorList xs, const at::Tensor& /*arrived*/,
-                               CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size) {
+at::Tensor carried_reduce_meta(at::TensorList xs, const at::Tensor& arrived, CGX_KERNEL_PARAMETERS,
+                               int64_t rank, int64_t size) {
   const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
   check_list(xs, seed, options);
-  return at::empty({shape_of(xs, options, rank, size).stride}, bytes_like(xs));
+  const Shape shape = shape_of(xs, options, rank, size);
+  check_bytes(arrived, arrived_bytes(shape, rank, size));
+  return at::empty({shape.stride}, bytes_like(xs));
 }
 
-std::vector<at::Tensor> carried_decode_meta(at::TensorList like, const at::Tensor& /*gathered*/,
-                                            CGX_KERNEL_PARAMETERS, int64_t /*rank*/,
-                                            int64_t /*size*/) {
+std::vector<at::Tensor> carried_decode_meta(at::TensorList like, const at::Tensor& gathered,
+                                            CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size) {
+  const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
+  check_bytes(gathered, size * shape_of(like, options, rank, size).stride);
   return all_reduce_coalesced_meta(like, seed, CGX_KERNEL_OPTIONS, /*group_name=*/"");
 }
 

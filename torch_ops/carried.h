@@ -1,5 +1,5 @@
 // carrier="c10d": the allreduce whose bytes torch's own collectives move, so that it runs wherever
-// torch.distributed does (torchrun, gloo, NCCL), and as ordinary functional collectives in graphs.
+// torch.distributed does (torchrun, gloo), and as ordinary functional collectives in graphs.
 //
 //   carried_encode -> all_to_all_single -> carried_reduce -> all_gather_into_tensor ->
 //   carried_decode

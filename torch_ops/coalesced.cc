@@ -1,5 +1,6 @@
 #include "coalesced.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
@@ -50,6 +51,8 @@ std::vector<at::Tensor> empty_like(at::TensorList xs) {
 }
 
 void unpack(const at::Tensor& flat, at::TensorList into) {
+  // Whoever waits may be inside or outside of inference mode; no version counts this write.
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
   int64_t offset = 0;
   for (const at::Tensor& x : into) {
     x.copy_(flat.narrow(0, offset, x.numel()).view(x.sizes()));

@@ -47,8 +47,9 @@ int64_t derive(int64_t seed, int64_t depth) {
 
 void run(const at::Tensor& input, const at::Tensor& output, const std::vector<int64_t>& numels,
          const std::optional<at::Tensor>& seed, const Options& options) {
-  with_collective(numels, input.scalar_type(), input.const_data_ptr(), output.mutable_data_ptr(),
-                  seed, options, [&](cgx_collective_t* collective) {
+  void* const to = output.mutable_data_ptr();  // first: it may move a lazy copy, the input too
+  with_collective(numels, input.scalar_type(), input.const_data_ptr(), to, seed, options,
+                  [&](cgx_collective_t* collective) {
                     collective->comm = find_communicator(options.group_name);
                     at::RecordFunction record(at::RecordScope::USER_SCOPE);
                     if (record.isActive()) {
@@ -64,8 +65,9 @@ c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, const std::vector<int64_t
                                       const Options& options) {
   c10::intrusive_ptr<c10d::Work> work;
   const at::Tensor input = buffers.input, output = buffers.output;
-  with_collective(numels, input.scalar_type(), input.const_data_ptr(), output.mutable_data_ptr(),
-                  seed, options, [&](cgx_collective_t* collective) {
+  void* const to = output.mutable_data_ptr();  // first: it may move a lazy copy, the input too
+  with_collective(numels, input.scalar_type(), input.const_data_ptr(), to, seed, options,
+                  [&](cgx_collective_t* collective) {
                     collective->comm = find_communicator(options.group_name);
                     work = start(*collective, std::move(buffers));
                   });

@@ -59,6 +59,13 @@ bool Work::wait(std::chrono::milliseconds timeout) {
     const std::lock_guard<std::mutex> lock(request_mutex_);
     join();
   }
+  // Who has waited may read the future at once, as DistributedDataParallel does when it joins.
+  c10::intrusive_ptr<Future> future;
+  {
+    const std::lock_guard<std::mutex> lock(future_mutex_);
+    future = future_;
+  }
+  if (future) future->wait();
   if (const std::exception_ptr failure = exception()) std::rethrow_exception(failure);
   return true;
 }
@@ -77,15 +84,16 @@ c10::intrusive_ptr<Future> Work::getFuture() {
       (*owned)->complete_future();
     });
   };
-  bool ended = true;
-  if (const std::unique_lock<std::mutex> request_lock(request_mutex_, std::try_to_lock);
-      request_lock.owns_lock() && request_ != nullptr) {
+  const std::unique_lock<std::mutex> request_lock(request_mutex_, std::try_to_lock);
+  if (!request_lock.owns_lock()) {
+    // A thread in wait() is about to see the end: the pool waits for that one.
+    callback(self.release(), CGX_OK, "");
+  } else if (request_ != nullptr) {
     check(cgx_notify(request_, callback, self.get()));
     self.release();
-    ended = false;
+  } else {
+    mark_future();  // it has no callbacks yet that could block
   }
-  // It has ended, or a thread in wait() is about to see its end: the pool waits for that one.
-  if (ended) callback(self.release(), CGX_OK, "");
   return future_;
 }
 
@@ -94,6 +102,10 @@ void Work::complete_future() {
     const std::lock_guard<std::mutex> lock(request_mutex_);
     join();
   }
+  mark_future();
+}
+
+void Work::mark_future() {
   if (const std::exception_ptr failure = exception()) {
     future_->setError(failure);
   } else {

@@ -54,7 +54,8 @@ class Work final : public c10d::Work {
   // Both need request_mutex_ held. poll() tells whether the collective has ended; join() ends it.
   bool poll();
   void join();
-  void complete_future();
+  void complete_future();  // joins, then marks
+  void mark_future();      // after the end
 
   std::mutex request_mutex_;  // held by the one thread that is inside the core with request_
   cgx_request_t* request_ = nullptr;  // null once the collective has ended

@@ -389,7 +389,10 @@ void Engine::end(Collective& collective, cgx_status_t status, std::string error)
   if (collective.callback) {
     --callbacks_in_flight_;
     lock.unlock();
-    collective.callback(collective.context, status, collective.error.c_str());
+    try {
+      collective.callback(collective.context, status, collective.error.c_str());
+    } catch (...) {  // against its contract; whoever waits must see the end all the same
+    }
     lock.lock();
   }
   // Under the lock that saw whether there is a callback: notify() comes before it or after `done`.

@@ -262,6 +262,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def default_store() -> Store:
+    """Return the Store over which torch.distributed was initialised."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
     """Return how long a group's collectives may take; None if its backend does not say."""
     backend = group._get_backend(torch.device("cpu"))

@@ -20,21 +20,20 @@ from cgx_ops.torch.work import DTYPES
 
 
 class Carrier:
-    """Allreduces over a process group, one after the other on a thread of its own.
+    """Allreduces of CPU tensors over a group's ranks, one after the other on a thread of its own.
 
-    The thread uses a process group that nobody else does, so that its collectives cannot fall
-    between the caller's in another order on each rank. Making a Carrier is collective over `group`.
+    The thread uses a gloo that nobody else does, so that its collectives cannot fall between the
+    caller's in another order on each rank. Every rank of `group` makes as many Carriers over it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        own = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=_compat.group_timeout(group),
-            backend=dist.get_backend(group),
-            use_local_synchronization=True,
-        )
-        assert isinstance(own, dist.ProcessGroup), "this rank is a member"
-        self._group = own
+        rank, size = group.rank(), group.size()
+        store = _compat.PrefixStore(f"cgx_ops/carrier/{group.group_name}", _compat.default_store())
+        # Keys of their own for each Carrier, also where a store outlives its groups.
+        store = _compat.PrefixStore(str(store.add(f"made/{rank}", 1)), store)
+        timeout = _compat.group_timeout(group) or dist.default_pg_timeout
+        self._rank, self._size = rank, size
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cgx-carrier")
 
     def start(
@@ -62,7 +61,7 @@ class Carrier:
         return future
 
     def _reduce(self, buffer: torch.Tensor, call: Call) -> None:
-        rank, size = self._group.rank(), self._group.size()
+        rank, size = self._rank, self._size
         address = buffer.data_ptr()
         collective = call.collective(0, 0, DTYPES[buffer.dtype], address, address, buffer.numel())
         carried = _native.Carried(rank=rank, size=size, call=ctypes.pointer(collective))
@@ -85,8 +84,8 @@ class Carrier:
             came = [0 if peer == rank else scatter[rank] for peer in range(size)]
             messages = step("cgx_carried_encode", sum(to))
             arrived = torch.empty(sum(came), dtype=torch.uint8)
-            dist.all_to_all_single(arrived, messages, came, to, group=self._group)
+            self._gloo.alltoall_base(arrived, messages, came, to).wait()
             message = step("cgx_carried_reduce", stride, arrived)
         gathered = torch.empty(stride * size, dtype=torch.uint8)
-        dist.all_gather_into_tensor(gathered, message, group=self._group)
+        self._gloo._allgather_base(gathered, message).wait()
         _native.call("cgx_carried_decode", byref(carried), c_void_p(gathered.data_ptr()), stride)

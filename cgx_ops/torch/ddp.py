@@ -83,6 +83,13 @@ class QuantizedAllreduceState:
         if unsupported not in ("refuse", "exact"):
             raise InvalidArgument(f"unsupported is {unsupported!r}; it must be 'refuse' or 'exact'")
         config = Config.from_env() if config is None else config
+        if not isinstance(config, Config):
+            raise InvalidArgument(
+                f"config is {config!r}; give cgx_ops.Config(bits=, bucket_size=, minimal_size=); "
+                "minimal_size is CGXState's layer_min_size"
+            )
+        if rules is not None and not isinstance(rules, Rules):
+            raise InvalidArgument(f"rules is {rules!r}; give layers.Rules([...])")
         if config.algorithm == "auto":
             config = replace(config, algorithm="sra")
         if carrier == "c10d" and config.algorithm == "ring":
@@ -331,7 +338,7 @@ def _wrappers_of(parameters: Sequence[torch.Tensor]) -> list[DistributedDataPara
     if not parameters:
         return []
     known = reversed(list(_wrapped.items()))
-    return [wrapper for wrapper, its in known if id(parameters[0]) in its.names]
+    return [w for w, its in known if all(id(p) in its.names for p in parameters)]
 
 
 def _check_once(state: QuantizedAllreduceState, wrappers: list[DistributedDataParallel]) -> None:

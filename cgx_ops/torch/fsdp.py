@@ -105,8 +105,8 @@ def compress(
 
     Args:
         model: holds FSDPModules, or is one.
-        gradients: how they travel to be reduced; None: exact, as FSDP does it. Of Config, bits,
-            bucket_size, rounding, minimal_size, skip_incomplete_buckets and seed count.
+        gradients: how they travel to be reduced; None: exact. Of Config, bits, bucket_size,
+            rounding, minimal_size, skip_incomplete_buckets and seed count.
         weights: how they travel to be gathered; `WEIGHTS` for QSDP's; None: exact. Rounding to
             nearest biases training: use "shift" or "stochastic".
         exact: exact(name, shape) tells which parameters travel exact in either direction, by their
@@ -131,6 +131,9 @@ def compress(
             f"no module of this {type(model).__name__} is an FSDPModule: call "
             "torch.distributed.fsdp.fully_shard before compress"
         )
+    if gradients is None and weights is not None:
+        # Ours all the same: a reduction tells that weights were used, and need new noise.
+        gradients = Config(bits=_EXACT_BITS)
     state = State()
     for name, module in wrapped.items():
         for group in _compat.fsdp_groups(module):

@@ -24,8 +24,9 @@ list takes.
 
 `carrier="c10d"` moves the bytes by torch's own collectives, all_to_all_single and
 all_gather_into_tensor of uint8, with the same bits in the result: `group_name` is then any group of
-torch.distributed ("" the default one), on gloo or NCCL, under any launcher, without MPI. Compiled
-graphs are specialised to sizes. Its op may be sum or avg, or any at 32 bits.
+torch.distributed ("" the default one) that moves CPU tensors, such as gloo, under any launcher,
+without MPI. Compiled graphs are specialised to sizes. Unlike native calls, ranks that call with
+different arguments are not told: their results differ, or gloo ends the process.
 
 The gradient of sum and avg is the same collective on the incoming gradient, quantized alike, with
 noise of its own derived from the forward's seed. min, max and product refuse a tensor that requires

@@ -10,7 +10,7 @@ A pass of inductor, after all of inductor's own work on the graph, DDP's fusion 
 `_c10d_functional.all_reduce` and `all_reduce_coalesced`: what functional collectives,
 `dist.all_reduce`, DTensor and DDP's Python reducer are in a graph. Each is replaced by what
 `torch.ops.cgx.quantized_allreduce` is in a graph: native where the group has a communicator of
-cgx_ops (backend "cgx"), else carried by the group's own collectives (gloo, NCCL).
+cgx_ops (backend "cgx"), else carried by the group's own collectives (gloo).
 
     1. Choice: which all-reduces, and why not the others
     2. splice: one all-reduce becomes the traced operator

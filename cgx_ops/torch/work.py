@@ -65,8 +65,10 @@ def start(
                 f"{verb}: {role} is {tensor.layout} on {tensor.device}; it must be a dense tensor "
                 "on the CPU"
             )
-        if not tensor.is_contiguous():
-            raise InvalidArgument(f"{verb}: {role} is not contiguous; give {role}.contiguous()")
+        if not tensor.is_contiguous() or tensor.is_neg():
+            raise InvalidArgument(
+                f"{verb}: {role} is not contiguous, or a negative view; give {role}.clone()"
+            )
     block, whole = output.numel(), input.numel()
     if verb == "all_gather":
         block, whole = whole, block
@@ -76,7 +78,8 @@ def start(
             f"{output.numel()}"
         )
     call = Call(verb, op, config, name, segments, seed, timeout)
-    pointers = input.data_ptr(), output.data_ptr()
+    to = output.data_ptr()  # first: it may move a lazy copy, the input too
+    pointers = input.data_ptr(), to
     collective = call.collective(
         comm.id, comm.next_call(name), DTYPES[input.dtype], *pointers, block
     )

@@ -529,11 +529,25 @@ def compressing_again() -> None:
     """The last call counts; without any Config all is as FSDP2 has it."""
     x, y = batch(0)
     model = sharded(Model())
-    for configs, count in (((FEW, None), 4), ((None, FEW), 7), ((FEW, FEW), 11), ((None, None), 0)):
+    # Weights alone: gradients go the same way, exact, and tell that the weights were used.
+    for configs, count in (
+        ((FEW, None), 4),
+        ((None, FEW), 11),
+        ((FEW, FEW), 11),
+        ((None, None), 0),
+    ):
         fsdp.compress(model, *configs)
         with recorded() as messages:
             nn.functional.cross_entropy(model(x), y).backward()
         assert len(messages) == count, (configs, len(messages))
+    for gradients in (None, FEW):
+        root = fully_shard(nn.Linear(30, 30))  # whose weights stay gathered until backward
+        state = fsdp.compress(root, gradients, FEW)
+        for steps in range(3):
+            root(torch.ones(2, 30)).sum().backward()
+            assert state.state_dict()["draws"] == steps, (
+                "each step's weights have noise of their own"
+            )
 
 
 def ranks_that_disagree() -> None:

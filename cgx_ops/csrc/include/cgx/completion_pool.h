@@ -16,6 +16,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -25,18 +26,27 @@ class CompletionPool {
  public:
   // Lives until the process ends: frameworks may still run when static objects are destroyed.
   static CompletionPool& get() {
-    static CompletionPool* pool = new CompletionPool;
+    static CompletionPool* pool = [] {
+      auto* made = new CompletionPool;
+      std::thread([made] { made->loop(/*stay=*/true); }).detach();
+      return made;
+    }();
     return *pool;
   }
 
-  // Runs `work` soon, on a thread that has nothing else to do. Never blocks.
+  // Runs `work` soon, on a thread that has nothing else to do. Never blocks, never throws: where no
+  // thread can be had, work waits for one of those there are, of which one never leaves.
   void run(std::function<void()> work) {
     const std::lock_guard lock(mutex_);
     queue_.push_back(std::move(work));
     // Every idle thread takes one item, so items beyond them need threads of their own.
-    if (queue_.size() > idle_) {
-      std::thread([this] { loop(); }).detach();
-    } else {
+    if (queue_.size() <= idle_) {
+      wake_.notify_one();
+      return;
+    }
+    try {
+      std::thread([this] { loop(/*stay=*/false); }).detach();
+    } catch (const std::system_error&) {
       wake_.notify_one();
     }
   }
@@ -44,13 +54,14 @@ class CompletionPool {
  private:
   static constexpr auto kIdleTime = std::chrono::seconds(30);
 
-  void loop() {
+  void loop(bool stay) {
     std::unique_lock lock(mutex_);
     for (;;) {
       if (queue_.empty()) {
         ++idle_;
         wake_.wait_for(lock, kIdleTime, [this] { return !queue_.empty(); });
         --idle_;
+        if (queue_.empty() && stay) continue;
         if (queue_.empty()) return;
       }
       {
