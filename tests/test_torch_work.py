@@ -184,7 +184,7 @@ def test_profiler_shows_bits_and_bytes() -> None:
         ((torch.ones(8), torch.ones(8).half()), Unsupported, "output is torch.float16"),
         ((torch.ones(8).to_sparse(),) * 2, Unsupported, "dense tensor on the CPU"),
         ((torch.ones(4, 4).t(),) * 2, InvalidArgument, "input is not contiguous"),
-        ((torch._neg_view(torch.ones(8)),) * 2, InvalidArgument, "a negative view"),
+        ((torch.ones(8, dtype=torch.cfloat).conj().imag,) * 2, InvalidArgument, "negative view"),
         ((torch.ones(8), torch.ones(9)), InvalidArgument, "input has 8 elements, output 9"),
     ],
 )

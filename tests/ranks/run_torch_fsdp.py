@@ -541,7 +541,7 @@ def compressing_again() -> None:
             nn.functional.cross_entropy(model(x), y).backward()
         assert len(messages) == count, (configs, len(messages))
     for gradients in (None, FEW):
-        root = fully_shard(nn.Linear(30, 30))  # whose weights stay gathered until backward
+        root: Any = fully_shard(nn.Linear(30, 30))  # its weights stay gathered until backward
         state = fsdp.compress(root, gradients, FEW)
         for steps in range(3):
             root(torch.ones(2, 30)).sum().backward()
