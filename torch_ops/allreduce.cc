@@ -23,6 +23,7 @@
 
 #include "carried.h"
 #include "coalesced.h"
+#include "core.h"
 #include "kernels.h"
 #include "options.h"
 
@@ -41,9 +42,7 @@ std::atomic<void (*)()> trace_hook{nullptr};
 // operator's too, but never take two at::empty for one.
 Seed draw_if_needed(const Options& options) {
   if (!options.random()) return std::nullopt;
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("cgx::draw_seed", "")
-                             .typed<decltype(draw_seed)>();
+  static const auto op = find_operator<decltype(draw_seed)>("cgx::draw_seed");
   return op.call(at::empty({0}, at::TensorOptions(at::kFloat).device(at::kCPU)));
 }
 
@@ -60,19 +59,15 @@ bool is_traced(const variable_list& xs) {
          TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
 }
 
-template <typename Kernel>
-c10::TypedOperatorHandle<Kernel> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Kernel>();
-}
-
 variable_list all_reduce_native(const variable_list& xs, const Seed& seed, const Options& o) {
-  static const auto blocking = find<decltype(all_reduce_cpu)>("cgx::quantized_all_reduce");
-  static const auto start = find<decltype(start_cpu)>("cgx::quantized_all_reduce_start");
+  static const auto blocking = find_operator<decltype(all_reduce_cpu)>("cgx::quantized_all_reduce");
+  static const auto start = find_operator<decltype(start_cpu)>("cgx::quantized_all_reduce_start");
   static const auto blocking_list =
-      find<decltype(all_reduce_coalesced_cpu)>("cgx::quantized_all_reduce_coalesced");
+      find_operator<decltype(all_reduce_coalesced_cpu)>("cgx::quantized_all_reduce_coalesced");
   static const auto start_list =
-      find<decltype(start_coalesced_cpu)>("cgx::quantized_all_reduce_coalesced_start");
-  static const auto wait = find<at::Tensor(const at::Tensor&)>("_c10d_functional::wait_tensor");
+      find_operator<decltype(start_coalesced_cpu)>("cgx::quantized_all_reduce_coalesced_start");
+  static const auto wait =
+      find_operator<at::Tensor(const at::Tensor&)>("_c10d_functional::wait_tensor");
 
   const auto call = [&](const auto& op, const auto& x) {
     return op.call(x, seed, o.bits, o.bucket_size, o.op, o.rounding, o.algorithm, o.gather_bits,

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "coalesced.h"
+#include "core.h"
 #include "status.h"
 #include "work.h"
 
@@ -26,22 +27,6 @@ std::optional<cgx_op_t> core_op(const c10d::ReduceOp& op) {
   const auto found = kOps.find(op.op_);
   if (found == kOps.end()) return std::nullopt;
   return found->second;
-}
-
-std::optional<cgx_dtype_t> core_dtype(at::ScalarType dtype) {
-  static const std::map<at::ScalarType, cgx_dtype_t> kDtypes = {
-      {at::kFloat, CGX_FLOAT32}, {at::kHalf, CGX_FLOAT16}, {at::kBFloat16, CGX_BFLOAT16}};
-  const auto found = kDtypes.find(dtype);
-  if (found == kDtypes.end()) return std::nullopt;
-  return found->second;
-}
-
-// SplitMix64's output function: the n-th seed of a stream that `seed` names.
-int64_t nth_seed(int64_t seed, int64_t n) {
-  uint64_t z = static_cast<uint64_t>(seed) + static_cast<uint64_t>(n + 1) * 0x9e3779b97f4a7c15u;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return static_cast<int64_t>(z ^ (z >> 31));
 }
 
 // The values can be read and written where they lie.
@@ -281,12 +266,8 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op, Mi
   const Decision decision = decide_and_tell(op, tensors, buffers.input.numel());
   static const Compression exact;
   const Compression& how = decision.compression ? *decision.compression : exact;
-  std::vector<cgx_segment_t> segments;
-  int64_t offset = 0;
-  for (const at::Tensor& tensor : tensors) {
-    segments.push_back({offset, tensor.numel(), how.bucket_size, how.bits, /*reserved=*/0});
-    offset += tensor.numel();
-  }
+  const std::vector<cgx_segment_t> segments =
+      end_to_end(numels_of(tensors), how.bits, how.bucket_size);
 
   auto collective = cgx::make<cgx_collective_t>();
   collective.comm = comm_;
@@ -299,7 +280,7 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op, Mi
   collective.skip_incomplete_buckets = how.skip_incomplete_buckets ? 1 : 0;
   collective.minimal_size = how.minimal_size;
   if (decision.compression && how.rounding != CGX_NEAREST) {
-    collective.seed = nth_seed(how.seed, draws_++);
+    collective.seed = nth_seed(how.seed, ++draws_);
   }
   collective.output = buffers.output.mutable_data_ptr();  // first: it may move a lazy copy
   collective.input = buffers.input.const_data_ptr();

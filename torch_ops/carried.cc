@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "coalesced.h"
+#include "core.h"
 #include "kernels.h"
 #include "status.h"
 
@@ -106,18 +107,13 @@ at::Tensor functional(const char* name, Arguments&&... arguments) {
 
 at::Tensor wait(const at::Tensor& x) { return functional("_c10d_functional::wait_tensor", x); }
 
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
 }  // namespace
 
 std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const std::optional<at::Tensor>& seed,
                                            const Options& o) {
-  static const auto encode = find<decltype(carried_encode_cpu)>("cgx::carried_encode");
-  static const auto reduce = find<decltype(carried_reduce_cpu)>("cgx::carried_reduce");
-  static const auto decode = find<decltype(carried_decode_cpu)>("cgx::carried_decode");
+  static const auto encode = find_operator<decltype(carried_encode_cpu)>("cgx::carried_encode");
+  static const auto reduce = find_operator<decltype(carried_reduce_cpu)>("cgx::carried_reduce");
+  static const auto decode = find_operator<decltype(carried_decode_cpu)>("cgx::carried_decode");
   if (xs.empty()) return {};
 
   // The name that init_process_group gives the default group.
@@ -220,6 +216,7 @@ at::Tensor carried_reduce_meta(at::TensorList xs, const at::Tensor& arrived, CGX
 std::vector<at::Tensor> carried_decode_meta(at::TensorList like, const at::Tensor& gathered,
                                             CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size) {
   const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
+  check_list(like, seed, options);
   check_bytes(gathered, size * shape_of(like, options, rank, size).stride);
   return all_reduce_coalesced_meta(like, seed, CGX_KERNEL_OPTIONS, /*group_name=*/"");
 }

@@ -10,6 +10,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "core.h"
 #include "status.h"
 #include "work.h"
 
@@ -20,27 +21,6 @@ int32_t find_communicator(const std::string& group_name) {
   int32_t comm = -1;
   check(group_name.empty() ? cgx_init(&comm) : cgx_comm_find(group_name.c_str(), &comm));
   return comm;
-}
-
-int32_t cgx_dtype(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kHalf:
-      return CGX_FLOAT16;
-    case at::kBFloat16:
-      return CGX_BFLOAT16;
-    default:
-      return CGX_FLOAT32;
-  }
-}
-
-// The seed of the n-th derivative of a call: its own stream of noise, without a draw from the
-// generator in backward, where checkpointing does not restore it. SplitMix64's output function.
-int64_t derive(int64_t seed, int64_t depth) {
-  if (depth == 0) return seed;
-  uint64_t z = static_cast<uint64_t>(seed) + static_cast<uint64_t>(depth) * 0x9e3779b97f4a7c15u;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return static_cast<int64_t>(z ^ (z >> 31));
 }
 
 }  // namespace
@@ -89,16 +69,12 @@ void check_call(const at::Tensor& x, const std::optional<at::Tensor>& seed,
 void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, const void* input,
                      void* output, const std::optional<at::Tensor>& seed, const Options& options,
                      const std::function<void(cgx_collective_t*)>& use) {
-  std::vector<cgx_segment_t> segments;
-  int64_t offset = 0;
-  for (const int64_t numel : numels) {
-    segments.push_back(
-        {offset, numel, options.bucket_size, static_cast<int32_t>(options.bits), /*reserved=*/0});
-    offset += numel;
-  }
+  const std::vector<cgx_segment_t> segments = end_to_end(numels, options.bits, options.bucket_size);
   cgx_collective_t collective = options.collective();
-  collective.dtype = cgx_dtype(dtype);
-  collective.seed = options.random() ? derive(seed->item<int64_t>(), options.depth) : int64_t{0};
+  collective.dtype = *core_dtype(dtype);
+  // A gradient has its own noise without a draw from the generator in backward, where checkpointing
+  // does not restore it.
+  collective.seed = options.random() ? nth_seed(seed->item<int64_t>(), options.depth) : int64_t{0};
   collective.input = input;
   collective.output = output;
   collective.segments = segments.data();

@@ -5,6 +5,7 @@
 #include <tuple>
 #include <vector>
 
+#include "core.h"
 #include "status.h"
 
 namespace cgx::torch_ops {
@@ -49,7 +50,7 @@ void check_tensor(const at::Tensor& x) {
                                         x.layout(), "; give it dense: x.to_dense()"));
   }
   const at::ScalarType dtype = x.scalar_type();
-  if (dtype != at::kFloat && dtype != at::kHalf && dtype != at::kBFloat16) {
+  if (!core_dtype(dtype)) {
     const char* remedy = at::isComplexType(dtype) ? "reduce torch.view_as_real(x)"
                          : dtype == at::kDouble   ? "convert it: x.float()"
                                                   : "convert it, x.float(), if values up to 2**24 "

@@ -1,0 +1,60 @@
+// What torch's types and operators are called in the core, and the small arithmetic that all of
+// this binding shares.
+#ifndef CGX_TORCH_OPS_CORE_H_
+#define CGX_TORCH_OPS_CORE_H_
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "cgx/cgx.h"
+
+namespace cgx::torch_ops {
+
+// The core's name of a dtype; none for those that it does not serve.
+inline std::optional<cgx_dtype_t> core_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return CGX_FLOAT32;
+    case at::kHalf:
+      return CGX_FLOAT16;
+    case at::kBFloat16:
+      return CGX_BFLOAT16;
+    default:
+      return std::nullopt;
+  }
+}
+
+// The n-th seed of the stream that begins with `seed`: SplitMix64's output function.
+inline int64_t nth_seed(int64_t seed, int64_t n) {
+  if (n == 0) return seed;
+  uint64_t z = static_cast<uint64_t>(seed) + static_cast<uint64_t>(n) * 0x9e3779b97f4a7c15u;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return static_cast<int64_t>(z ^ (z >> 31));
+}
+
+// Tensors that lie end to end, each a segment.
+inline std::vector<cgx_segment_t> end_to_end(const std::vector<int64_t>& numels, int64_t bits,
+                                             int64_t bucket_size) {
+  std::vector<cgx_segment_t> segments;
+  int64_t offset = 0;
+  for (const int64_t numel : numels) {
+    segments.push_back({offset, numel, bucket_size, static_cast<int32_t>(bits), /*reserved=*/0});
+    offset += numel;
+  }
+  return segments;
+}
+
+// An operator by name, to be called through the dispatcher, so that tracers and modes see it.
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+}  // namespace cgx::torch_ops
+
+#endif  // CGX_TORCH_OPS_CORE_H_
