@@ -189,6 +189,11 @@ class Collective(_Sized):
         ("name", c_char_p),
         ("occurrence", c_int64),
         ("timeout_s", c_double),
+        ("inputs", POINTER(c_void_p)),
+        ("outputs", POINTER(c_void_p)),
+        ("seeds", POINTER(c_int64)),
+        ("errors", POINTER(c_void_p)),
+        ("divisor", c_int64),
     )
 
 
@@ -258,6 +263,9 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_notify": (c_void_p, CALLBACK, c_void_p),
     "cgx_wait": (c_void_p,),
     "cgx_plan": (POINTER(Collective), POINTER(Plan)),
+    "cgx_refuse": (POINTER(Collective), c_int, c_char_p),
+    "cgx_sum": (c_int32, POINTER(c_void_p), c_int32, c_int64, c_void_p),
+    "cgx_convert": (c_int32, c_void_p, c_int32, c_void_p, c_int64),
     "cgx_carried_plan": (POINTER(Carried), POINTER(c_int32), POINTER(c_int64), POINTER(c_int64)),
     "cgx_carried_encode": (POINTER(Carried), c_void_p),
     "cgx_carried_reduce": (POINTER(Carried), c_void_p, c_void_p),

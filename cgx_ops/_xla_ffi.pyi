@@ -2,7 +2,7 @@
 
 from typing import Any
 
-def psum_q_handlers() -> dict[str, Any]:
+def collective_handlers() -> dict[str, Any]:
     """Return capsules of the handlers by FFI stage, for jax.ffi.register_ffi_target."""
 
 def site_type() -> dict[str, Any]:
@@ -15,7 +15,7 @@ def compilation_ends() -> None:
     """Say that a compilation is over, with or without success."""
 
 def set_local_timeout(seconds: float) -> None:
-    """Set the deadline of collectives among devices of this process; 0: the library's default."""
+    """Set the deadline of collectives that several devices of this process take part in."""
 
 def version() -> str:
     """Return the version of the libcgx that the handlers use."""

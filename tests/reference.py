@@ -102,12 +102,12 @@ def reduce_in_order(op: Op, terms: Sequence[Float32s]) -> Float32s:
     return total
 
 
-def finish(op: Op, total: Float32s, world_size: int) -> Float32s:
-    """Divide the fp32 sum by the number of ranks if op is avg."""
+def finish(op: Op, total: Float32s, divisor: int) -> Float32s:
+    """Divide the fp32 sum if op is avg."""
     if op != "avg":
         return total
     with np.errstate(all="ignore"):
-        return with_one_nan(total / np.float32(world_size))
+        return with_one_nan(total / np.float32(divisor))
 
 
 # ---- 2. noise -----------------------------------------------------------------------------------
@@ -304,6 +304,10 @@ class _Wire:
     rounding: RoundingMode
     seeds: Sequence[int]
     skip_incomplete_buckets: bool
+    divisor: int  # of avg
+    # By rank: receives what encoding loses of its values, times `scale`.
+    lost: Sequence[Float32s] | None = None
+    scale: int = 1
 
     def seen(self, values: Values, first_index: int, rank: int, phase: int) -> Float32s:
         """Return decode(encode(values)) in fp32."""
@@ -319,7 +323,7 @@ class _Wire:
             dtype=self.dtype,
             skip_incomplete_buckets=self.skip_incomplete_buckets,
         )
-        return dequantize(
+        decoded = dequantize(
             message,
             len(values),
             self.bits,
@@ -327,6 +331,12 @@ class _Wire:
             dtype=self.dtype,
             skip_incomplete_buckets=self.skip_incomplete_buckets,
         )
+        if self.lost is not None:
+            with np.errstate(all="ignore"):
+                error = (widen(values) - decoded) * np.float32(self.scale)
+            at = slice(first_index, first_index + len(values))
+            self.lost[rank][at] = np.where(np.isfinite(error), error, np.float32(0))
+        return decoded
 
     @property
     def exact(self) -> bool:
@@ -383,14 +393,14 @@ def _owner_terms(
 def _one_shot(xs: Sequence[Values], segment: Segment, op: Op, wire: _Wire, back: _Wire) -> Float32s:
     del back  # nothing is encoded a second time
     terms = [wire.seen(x, 0, rank, phase=0) for rank, x in enumerate(xs)]
-    return finish(op, reduce_in_order(op, terms), len(xs))
+    return finish(op, reduce_in_order(op, terms), wire.divisor)
 
 
 def _sra(xs: Sequence[Values], segment: Segment, op: Op, wire: _Wire, back: _Wire) -> Float32s:
     out = np.empty(segment.numel, np.float32)
     for owner, at in enumerate(shards(segment, len(xs), wire.exact)):
         terms = _owner_terms(xs, at, at.start, owner, wire)
-        total = finish(op, reduce_in_order(op, terms), len(xs))
+        total = finish(op, reduce_in_order(op, terms), wire.divisor)
         out[at] = back.seen(total, at.start, owner, phase=1)
     return out
 
@@ -407,7 +417,7 @@ def _ring(xs: Sequence[Values], segment: Segment, op: Op, wire: _Wire, back: _Wi
             total = combine(op, arriving, widen(xs[rank][at]))
             if rank != owner:
                 arriving = wire.seen(total, at.start, rank, phase=0)
-        out[at] = back.seen(finish(op, total, world_size), at.start, owner, phase=1)
+        out[at] = back.seen(finish(op, total, wire.divisor), at.start, owner, phase=1)
     return out
 
 
@@ -429,13 +439,16 @@ def allreduce(
     gather_bits: int = 0,
     minimal_size: int = 0,
     skip_incomplete_buckets: bool = False,
+    divisor: int = 0,
+    errors: Sequence[Values] | None = None,
 ) -> Values:
     """Return the result that every rank has.
 
     inputs[w]: rank w's buffer; all of one shape and dtype.
 
     seeds: one of each rank; zeros if None. gather_bits: of the reduced values on their way back, 0
-    for the segment's own. Elements outside all segments are 0 in the result.
+    for the segment's own. divisor: of avg; 0 for the number of ranks. errors[w]: a buffer that
+    receives what was lost of rank w's values. Elements outside all segments are 0 in the result.
     """
     dtype = inputs[0].dtype
     if algorithm == "auto":
@@ -457,6 +470,8 @@ def allreduce(
             raise ValueError(f"op {op!r} on {segment.bits}-bit values")
         bits = EXACT_BITS if exact else segment.bits
         back_bits = EXACT_BITS if exact else gather_bits or bits
+        divide_by = divisor or len(xs)
+        lost = [np.zeros(segment.numel, np.float32) for _ in xs] if errors else None
         wire, back = (
             _Wire(
                 dtype,
@@ -465,10 +480,15 @@ def allreduce(
                 rounding,
                 seeds or [0] * len(xs),
                 skip_incomplete_buckets,
+                divide_by,
+                lost,
+                scale,
             )
-            for b in (bits, back_bits)
+            for b, scale in ((bits, 1), (back_bits, divide_by if op == "avg" else 1))
         )
         out[at] = round_to(_ALGORITHMS[algorithm](xs, segment, op, wire, back), dtype)
+        for error, of_rank in zip(errors or (), lost or (), strict=True):
+            error[at] = round_to(of_rank, dtype)
     return out
 
 
@@ -481,6 +501,7 @@ def reduce_scatter(
     seeds: Sequence[int] | None = None,
     minimal_size: int = 0,
     skip_incomplete_buckets: bool = False,
+    divisor: int = 0,
 ) -> list[Values]:
     """Return each rank's reduced block. inputs[w]: len(inputs) blocks; segments lie in a block."""
     world_size, dtype = len(inputs), inputs[0].dtype
@@ -505,9 +526,10 @@ def reduce_scatter(
                 rounding,
                 seeds or [0] * world_size,
                 skip_incomplete_buckets,
+                divisor or world_size,
             )
             terms = _owner_terms(xs, slice(0, segment.numel), 0, owner, wire)
-            total = finish(op, reduce_in_order(op, terms), world_size)
+            total = finish(op, reduce_in_order(op, terms), wire.divisor)
             out[at] = round_to(total, dtype)
         outs.append(out)
     return outs
@@ -539,6 +561,7 @@ def all_gather(
                 rounding,
                 seeds or [0] * world_size,
                 skip_incomplete_buckets,
+                world_size,
             )
             out[at] = round_to(wire.seen(block[at], 0, rank, phase=1), dtype)
         outs.append(out)

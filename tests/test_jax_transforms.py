@@ -252,4 +252,4 @@ def test_eval_shape_and_jaxpr(check_vma: bool) -> None:
         assert (shape.shape, shape.dtype) == ((8, 10, 3), dtype)
     jaxpr = jax.make_jaxpr(program)(np.zeros((8, 10), np.float32))
     assert not jaxpr.effects
-    assert "cgx_psum_q" in str(jaxpr)
+    assert "cgx_collective_q" in str(jaxpr)

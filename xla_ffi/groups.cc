@@ -131,4 +131,17 @@ void WithProcessCommunicator(const std::vector<int32_t>& processes, UseCommunica
   group->Use(std::move(use));
 }
 
+void Refuse(const std::vector<int32_t>& processes, const std::string& name, cgx_status_t refusal,
+            const std::string& text) {
+  WithProcessCommunicator(
+      processes, [=](int32_t comm, cgx_status_t status, const std::string& /*message*/) {
+        if (status != CGX_OK) return;  // without a communicator nobody waits
+        auto collective = make<cgx_collective_t>();
+        collective.comm = comm;
+        collective.name = name.c_str();
+        collective.occurrence = -1;
+        cgx_refuse(&collective, refusal, text.c_str());  // a closed one has told them already
+      });
+}
+
 }  // namespace cgx::xla

@@ -33,6 +33,10 @@ using UseCommunicator =
 // called later and on another thread. Uses of one group are called in the order of these calls.
 void WithProcessCommunicator(const std::vector<int32_t>& processes, UseCommunicator use);
 
+// Tells the other processes that this one takes no part in its next collective of that name.
+void Refuse(const std::vector<int32_t>& processes, const std::string& name, cgx_status_t status,
+            const std::string& text);
+
 }  // namespace cgx::xla
 
 #endif  // CGX_XLA_FFI_GROUPS_H_

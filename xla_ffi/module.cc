@@ -1,8 +1,9 @@
 // The Python module cgx_ops._xla_ffi: what cgx_ops.jax needs to register the handlers with XLA.
 #include <nanobind/nanobind.h>
 
+#include "carried.h"
 #include "cgx/cgx.h"
-#include "psum_q.h"
+#include "collective.h"
 #include "site.h"
 
 namespace nb = nanobind;
@@ -11,11 +12,20 @@ NB_MODULE(_xla_ffi, module) {
   using namespace cgx::xla;  // NOLINT: the whole module is about it
   module.doc() = "XLA FFI handlers of cgx_ops.jax";
 
-  module.def("psum_q_handlers", [] {
+  module.def("collective_handlers", [] {
     nb::dict stages;
-    stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(&PsumQInstantiate));
-    stages["execute"] = nb::capsule(reinterpret_cast<void*>(&PsumQExecute));
+    stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(&CollectiveInstantiate));
+    stages["execute"] = nb::capsule(reinterpret_cast<void*>(&CollectiveExecute));
     return stages;
+  });
+  module.def("carried_handlers", [] {
+    nb::dict handlers;
+    handlers["cgx_carried_sum"] = nb::capsule(reinterpret_cast<void*>(&CarriedSum));
+    handlers["cgx_carried_round"] = nb::capsule(reinterpret_cast<void*>(&CarriedRound));
+    handlers["cgx_carried_encode"] = nb::capsule(reinterpret_cast<void*>(&CarriedEncode));
+    handlers["cgx_carried_reduce"] = nb::capsule(reinterpret_cast<void*>(&CarriedReduce));
+    handlers["cgx_carried_decode"] = nb::capsule(reinterpret_cast<void*>(&CarriedDecode));
+    return handlers;
   });
   module.def("site_type", [] {
     static ffi::TypeInfo info = ffi::MakeTypeInfo<Site>();

@@ -1,4 +1,4 @@
-// A call site: one psum_q custom call of one executable, made by XLA's Instantiate stage.
+// A call site: one collective's custom call in one executable, made by XLA's Instantiate stage.
 //
 // Parses the attributes once and gives the site its two identities:
 //   serial    unique in this process; with XLA's RunId it names a collective among the devices of
@@ -11,6 +11,7 @@
 #define CGX_XLA_FFI_SITE_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -24,51 +25,77 @@ namespace cgx::xla {
 
 namespace ffi = ::xla::ffi;
 
+class Meeting;
+
+// The devices that reduce together, and where they are.
+struct Group {
+  int64_t index;                 // among the groups of the mesh axes
+  std::vector<int64_t> members;  // partition ids, in rank order
+  // Empty if all members are in this process. Else the processes, in the order in which they first
+  // appear, and for each member the index of its process and its own among that process's members.
+  std::vector<int32_t> processes;
+  std::vector<int64_t> process_of, place_of;
+  std::vector<std::vector<int64_t>> members_of;  // by process: ranks in the group
+
+  // Some process has several members, which are reduced first.
+  bool hierarchical() const { return processes.size() > 1 && processes.size() < members.size(); }
+};
+
 class Site {
  public:
   static ffi::TypeId id;
 
   // Throws StatusError if an attribute is missing or has the wrong type.
   explicit Site(const ffi::Dictionary& attributes);
+  ~Site();
 
-  // Where a partition stands: its group's members, in rank order, and its own rank.
+  // Where a partition stands. Throws StatusError if no group holds it.
   struct Place {
-    std::vector<int64_t> members;
+    const Group* group;
     int64_t rank;
   };
-  // Throws StatusError if no group holds the partition.
   Place Find(int64_t partition) const;
 
   // Counts the executions of this site by one partition within one run: 0, 1, ... in a loop.
   int64_t NextOccurrence(int64_t run, int64_t partition);
 
-  // True if each device of the mesh belongs to a process of its own.
-  bool across_processes() const { return !processes_.empty(); }
-  int64_t process(int64_t partition) const { return processes_.at(partition); }
+  // Where the members of a group in this process meet, for one of its collectives. Forget it once
+  // nobody else will ask.
+  std::shared_ptr<Meeting> FindMeeting(int64_t run, const Group& group, int64_t process,
+                                       int64_t occurrence, double timeout_s);
+  void ForgetMeeting(int64_t run, const Group& group, int64_t occurrence);
 
   int64_t serial() const { return serial_; }
   // "<call id>#<instance>"
   const std::string& name() const { return name_; }
-  int64_t batch() const { return batch_; }
-  int64_t bucket_size() const { return bucket_size_; }
-  int32_t bits() const { return bits_; }
+  // That of the group's collectives among processes.
+  std::string NameOf(const Group& group) const;
+  bool named() const { return named_; }  // by the user
+  const char* function() const;          // the user's, for error messages
+  bool returns_errors() const { return returns_errors_; }
 
-  // Everything that the attributes fix: op, algorithm, rounding and so on.
+  struct Leaf {
+    int32_t bits;
+    int64_t batch;  // equal segments in the operand: the examples of a vmap
+  };
+  const std::vector<Leaf>& leaves() const { return leaves_; }
+  int64_t bucket_size() const { return bucket_size_; }
+  // Everything that the attributes fix: verb, op, algorithm, rounding and so on.
   cgx_collective_t collective() const { return collective_; }
 
  private:
-  std::vector<int64_t> groups_;  // partition ids, group after group
-  int64_t group_size_;
-  std::vector<int64_t> processes_;  // process of each partition; empty: all in this process
-  int64_t batch_;                   // equal segments in the operand: the examples of a vmap
+  std::vector<Group> groups_;
+  std::vector<Leaf> leaves_;
   int64_t bucket_size_;
-  int32_t bits_;
+  bool named_, returns_errors_;
   cgx_collective_t collective_;
   int64_t serial_;
   std::string name_;
 
   std::mutex mutex_;
-  RecentRuns<std::vector<int64_t>> occurrences_;  // guarded by mutex_; by partition
+  // Guarded by mutex_: by run, executions so far by partition; meetings by (group, occurrence).
+  RecentRuns<std::map<int64_t, int64_t>> occurrences_;
+  RecentRuns<std::map<std::pair<int64_t, int64_t>, std::shared_ptr<Meeting>>> meetings_;
 };
 
 // Tell where executables begin and end: XLA instantiates on threads of its own and does not say for

@@ -73,14 +73,18 @@ struct Codec {
   Rounding rounding;
 };
 
+Dtype to_dtype(int32_t dtype) {
+  require(dtype >= 0 && dtype <= CGX_BFLOAT16, CGX_INVALID_ARGUMENT, "dtype is ", dtype,
+          "; accepted: a cgx_dtype_t");
+  return static_cast<Dtype>(dtype);
+}
+
 Codec make_codec(const cgx_codec_t* codec, int64_t numel) {
   check_struct(codec, "cgx_codec_t");
   require(numel >= 0, CGX_INVALID_ARGUMENT, "numel is ", numel, "; accepted: 0 or more");
-  require(codec->dtype >= 0 && codec->dtype <= CGX_BFLOAT16, CGX_INVALID_ARGUMENT, "dtype is ",
-          codec->dtype, "; accepted: a cgx_dtype_t");
   require(codec->rounding >= 0 && codec->rounding <= CGX_SHIFT, CGX_INVALID_ARGUMENT,
           "rounding is ", codec->rounding, "; accepted: a cgx_rounding_t");
-  const auto dtype = static_cast<Dtype>(codec->dtype);
+  const Dtype dtype = to_dtype(codec->dtype);
   auto compressor = make_compressor(
       {dtype, codec->bits, codec->bucket_size, codec->skip_incomplete_buckets != 0});
   require(codec->first_index >= 0 && codec->first_index % compressor->grain() == 0,
@@ -264,6 +268,16 @@ cgx_status_t cgx_notify(cgx_request_t* request, cgx_callback_t callback, void* c
   });
 }
 
+cgx_status_t cgx_refuse(const cgx_collective_t* collective, cgx_status_t status,
+                        const char* message) {
+  return guarded([&] {
+    check_struct(collective, "cgx_collective_t");
+    require(status != CGX_OK && message, CGX_INVALID_ARGUMENT,
+            "a refusal needs a status that is not CGX_OK, and a message");
+    Registry::instance().get(collective->comm)->refuse(*collective, status, message);
+  });
+}
+
 cgx_status_t cgx_run(const cgx_collective_t* collective) {
   return guarded([&] {
     check_struct(collective, "cgx_collective_t");
@@ -294,6 +308,31 @@ cgx_status_t cgx_plan(const cgx_collective_t* collective, cgx_plan_t* plan) {
     plan->payload_bytes = payload_bytes(made);
     plan->exact_bytes = payload_bytes(exact);
   });
+}
+
+cgx_status_t cgx_sum(int32_t dtype, const void* const* values, int32_t num_values, int64_t numel,
+                     float* sum) {
+  return guarded([&] {
+    const Dtype type = to_dtype(dtype);
+    require(num_values >= 1 && numel >= 0, CGX_INVALID_ARGUMENT, "num_values is ", num_values,
+            " and numel ", numel, "; accepted: 1 or more, and 0 or more");
+    // A block of the sum stays in the first-level cache while it grows.
+    constexpr int64_t kBlockNumel = 4096;
+    for (int64_t first = 0; first < numel; first += kBlockNumel) {
+      const int64_t count = std::min(kBlockNumel, numel - first);
+      const auto at = [&](int32_t i) {
+        return static_cast<const std::byte*>(values[i]) + first * size_of(type);
+      };
+      kernels().convert(type, at(0), Dtype::kFloat32, sum + first, count);
+      for (int32_t i = 1; i < num_values; ++i) kernels().add(type, at(i), sum + first, count);
+    }
+  });
+}
+
+cgx_status_t cgx_convert(int32_t from_dtype, const void* from, int32_t to_type, void* to,
+                         int64_t numel) {
+  return guarded(
+      [&] { kernels().convert(to_dtype(from_dtype), from, to_dtype(to_type), to, numel); });
 }
 
 cgx_status_t cgx_encoded_bytes(const cgx_codec_t* codec, int64_t numel, int64_t* bytes) {

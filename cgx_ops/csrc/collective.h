@@ -23,6 +23,7 @@ struct Collective {
   std::unique_ptr<Algorithm> algorithm;
   std::vector<int> members;  // ranks of the communicator that take part, this one included
   std::chrono::duration<double> timeout{0};
+  Refused refusal;                        // if any, of this rank to take part
   bool counts = true;                     // in the totals; false: it only makes a communicator
   int64_t bytes_in = 0, bytes_plain = 0;  // as in cgx_comm_info_t
 

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "algorithm/chunks.h"
 #include "algorithm/exchange.h"
+#include "algorithm/refusal.h"
 #include "base/env.h"
 #include "base/status.h"
 
@@ -14,6 +16,7 @@ constexpr size_t kLongestCommunicatorName = 512;  // making one adds to it, belo
 constexpr size_t kMostBlobBytes = 4096;
 constexpr size_t kOfferBytes = 320;  // of one transport
 constexpr size_t kReasonBytes = 240;
+constexpr size_t kLongestRefusal = 512;  // with the name, within what every transport carries
 
 template <size_t N>
 void put_text(char (&field)[N], const std::string& text) {
@@ -176,6 +179,16 @@ void Communicator::run(const cgx_collective_t& call) {
   }
 }
 
+void Communicator::refuse(const cgx_collective_t& call, cgx_status_t status,
+                          const std::string& message) {
+  if (!engine_) return;
+  auto collective = named(call);
+  collective->counts = false;
+  collective->refusal = {status, message.substr(0, kLongestRefusal)};
+  collective->algorithm = std::make_unique<Refusal>();
+  engine_->submit(collective);
+}
+
 void Communicator::wait(Collective& collective) {
   if (engine_) engine_->wait(collective);
   collective.calling_back.wait(true);
@@ -188,17 +201,22 @@ Plan Communicator::plan(const cgx_collective_t& call) const {
   return made;
 }
 
-std::shared_ptr<Collective> Communicator::prepare(const cgx_collective_t& call) const {
-  Plan made = plan(call);
+std::shared_ptr<Collective> Communicator::named(const cgx_collective_t& call) const {
   auto collective = std::make_shared<Collective>();
   collective->name = call.name ? call.name : "";
   require(collective->name.size() <= kLongestName, CGX_INVALID_ARGUMENT, "the name has ",
           collective->name.size(), " bytes; at most ", kLongestName);
   collective->occurrence = call.occurrence;
-  collective->agreement = make_agreement(call, made);
   collective->timeout =
       call.timeout_s > 0 ? Seconds(std::min(call.timeout_s, kLongestTimeout)) : timeout;
   for (int member = 0; member < size; ++member) collective->members.push_back(member);
+  return collective;
+}
+
+std::shared_ptr<Collective> Communicator::prepare(const cgx_collective_t& call) const {
+  Plan made = plan(call);
+  auto collective = named(call);
+  collective->agreement = make_agreement(call, made);
   const int64_t bytes = made.bytes(collective->agreement.numel);
   collective->bytes_in = made.verb == CGX_REDUCE_SCATTER ? size * bytes : bytes;
   collective->bytes_plain = (size - 1) * (made.verb == CGX_ALLREDUCE ? 2 * bytes / size : bytes);
@@ -210,11 +228,7 @@ std::shared_ptr<Collective> Communicator::prepare(const cgx_collective_t& call) 
 void Communicator::copy_through(const cgx_collective_t& call, Collective& collective) {
   require(!closed_, CGX_CLOSED, "communicator '", name, "' is closed: it was closed on this rank");
   collective.started = collective.agreed_at = Clock::now();
-  const int64_t width = size_of(static_cast<Dtype>(call.dtype));
-  for (int64_t i = 0; i < call.num_segments && call.input != call.output; ++i)
-    std::memmove(static_cast<std::byte*>(call.output) + call.segments[i].offset * width,
-                 static_cast<const std::byte*>(call.input) + call.segments[i].offset * width,
-                 static_cast<size_t>(call.segments[i].numel * width));
+  pass_through(plan(call));
   collective.done = true;
   const std::lock_guard lock(totals_mutex_);
   totals_.add(collective, Clock::now());

@@ -46,6 +46,8 @@ class Communicator {
   // Until it is done and whoever is notified has returned; throws what it ended with.
   void wait(Collective& collective);
   void run(const cgx_collective_t& call);
+  // Tells the peers that this rank takes no part in the collective of that key.
+  void refuse(const cgx_collective_t& call, cgx_status_t status, const std::string& message);
 
   // All members' blobs (at most 4 KB each), in the order of `members`. Calls are matched by name.
   std::vector<Bytes> exchange(const std::vector<int>& members, const std::string& name,
@@ -62,6 +64,7 @@ class Communicator {
   Totals totals() const;
 
  private:
+  std::shared_ptr<Collective> named(const cgx_collective_t& call) const;  // its key and deadline
   std::shared_ptr<Collective> prepare(const cgx_collective_t& call) const;
   void copy_through(const cgx_collective_t& call, Collective& collective);
 

@@ -266,7 +266,7 @@ void Engine::accept(const CollectiveRef& collective) {
   c.headers.resize(size_);
   c.missing_headers = static_cast<int>(c.members.size());
   const auto begin = Clock::now();
-  Header own{c.key, c.serial, c.agreement, c.algorithm->eager()};
+  Header own{c.key, c.serial, c.agreement, c.algorithm->eager(), c.refusal};
   c.computed += Clock::now() - begin;
   const Bytes message = write_header(own);
   for (const int member : c.members) {
@@ -274,9 +274,19 @@ void Engine::accept(const CollectiveRef& collective) {
     transport_->send_control(member, message);
     bytes_sent_ += static_cast<int64_t>(message.size());
   }
+  const auto early = early_headers_.find(c.key);
+  if (c.refusal.status != CGX_OK) {  // over, for this rank: what the others say is not for it
+    size_t to_come = c.members.size() - 1;
+    if (early != early_headers_.end()) {
+      to_come -= early->second.size();
+      early_headers_.erase(early);
+    }
+    if (to_come != 0) refused_[c.key] = to_come;
+    finish(c, CGX_OK, "");
+    return;
+  }
   own.eager.clear();  // the algorithm has it
   take_header(c, rank_, std::move(own));
-  const auto early = early_headers_.find(c.key);
   if (early == early_headers_.end()) return;
   auto headers = std::move(early->second);
   early_headers_.erase(early);
@@ -286,6 +296,10 @@ void Engine::accept(const CollectiveRef& collective) {
 // A header belongs to the running collective of its key, unless that one has the source's already
 // (a fast peer is at its next use of the key) or is still to come.
 void Engine::place_header(int source, Header header) {
+  if (const auto refused = refused_.find(header.key); refused != refused_.end()) {
+    if (--refused->second == 0) refused_.erase(refused);
+    return;
+  }
   const auto found = running_.find(header.key);
   if (found == running_.end() || found->second->headers[source])
     early_headers_[header.key].emplace_back(source, std::move(header));
@@ -306,6 +320,14 @@ void Engine::take_header(Collective& collective, int source, Header header) {
 void Engine::agree(Collective& collective) {
   // Every member sees the same headers, so every member comes to the same end, with the same words.
   const int first = *std::min_element(collective.members.begin(), collective.members.end());
+  for (const int member : collective.members) {
+    const Refused& refused = collective.headers[member]->refused;
+    if (refused.status == CGX_OK) continue;
+    finish(collective, refused.status,
+           join("rank ", member, " takes no part in collective ", collective.key.text(), ": ",
+                refused.message));
+    return;
+  }
   const Agreement& reference = collective.headers[first]->agreement;
   for (const int member : collective.members) {
     const Agreement& other = collective.headers[member]->agreement;

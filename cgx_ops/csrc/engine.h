@@ -112,6 +112,7 @@ class Engine : private Sink {
   // With the role.
   std::unordered_map<Key, CollectiveRef, KeyHash> running_;
   std::unordered_map<Key, std::vector<std::pair<int, Header>>, KeyHash> early_headers_;
+  std::unordered_map<Key, size_t, KeyHash> refused_;    // headers that are still to come, unwanted
   std::unordered_map<uint64_t, Collective*> channels_;  // (source, channel)
   std::deque<Collective*> ready_;
   std::vector<Collective*> blocked_;

@@ -14,6 +14,8 @@ struct Fixed {
   uint64_t occurrence;
   uint32_t name_bytes;
   uint32_t eager_bytes;
+  uint32_t refusal_bytes;
+  int32_t refusal_status;
   Agreement agreement;
 };
 
@@ -30,13 +32,17 @@ Bytes write_header(const Header& header) {
   fixed.occurrence = header.key.occurrence;
   fixed.name_bytes = static_cast<uint32_t>(header.key.name.size());
   fixed.eager_bytes = static_cast<uint32_t>(header.eager.size());
+  fixed.refusal_bytes = static_cast<uint32_t>(header.refused.message.size());
+  fixed.refusal_status = header.refused.status;
   fixed.agreement = header.agreement;
-  Bytes message(sizeof(fixed) + fixed.name_bytes + fixed.eager_bytes);
+  Bytes message(sizeof(fixed) + fixed.name_bytes + fixed.eager_bytes + fixed.refusal_bytes);
   std::memcpy(message.data(), &fixed, sizeof(fixed));
   std::memcpy(message.data() + sizeof(fixed), header.key.name.data(), fixed.name_bytes);
   if (fixed.eager_bytes)
     std::memcpy(message.data() + sizeof(fixed) + fixed.name_bytes, header.eager.data(),
                 fixed.eager_bytes);
+  std::memcpy(message.data() + message.size() - fixed.refusal_bytes, header.refused.message.data(),
+              fixed.refusal_bytes);
   return message;
 }
 
@@ -54,15 +60,20 @@ ControlKind control_kind(std::span<const std::byte> message) {
 Header read_header(std::span<const std::byte> message) {
   Fixed fixed;
   std::memcpy(&fixed, message.data(), sizeof(fixed));
-  require(message.size() == sizeof(fixed) + fixed.name_bytes + fixed.eager_bytes, CGX_INTERNAL,
-          "malformed header");
+  require(
+      message.size() == sizeof(fixed) + fixed.name_bytes + fixed.eager_bytes + fixed.refusal_bytes,
+      CGX_INTERNAL, "malformed header");
   const std::byte* rest = message.data() + sizeof(fixed);
   Header header;
   header.serial = fixed.serial;
   header.agreement = fixed.agreement;
   header.key = {std::string(reinterpret_cast<const char*>(rest), fixed.name_bytes),
                 fixed.occurrence};
-  header.eager.assign(rest + fixed.name_bytes, rest + fixed.name_bytes + fixed.eager_bytes);
+  rest += fixed.name_bytes;
+  header.eager.assign(rest, rest + fixed.eager_bytes);
+  rest += fixed.eager_bytes;
+  header.refused = {static_cast<cgx_status_t>(fixed.refusal_status),
+                    std::string(reinterpret_cast<const char*>(rest), fixed.refusal_bytes)};
   return header;
 }
 

@@ -29,11 +29,18 @@ struct KeyHash {
 
 inline constexpr size_t kLongestName = 1024;
 
+// Why a rank takes no part in a collective; CGX_OK: it does.
+struct Refused {
+  cgx_status_t status = CGX_OK;
+  std::string message;
+};
+
 struct Header {
   Key key;
   uint32_t serial = 0;  // the sender's number of this collective: names its channels
   Agreement agreement;
   Bytes eager;
+  Refused refused;
 };
 
 enum class ControlKind : uint8_t { kHeader = 1, kAbort = 2 };

@@ -23,10 +23,13 @@ void check_bits(const char* what, int64_t bits) {
           "; accepted: 1 to 8, or 32 for exact values");
 }
 
-void check_segments(const cgx_segment_t* segments, int64_t count, int64_t block_numel) {
+// Segments that lie in one buffer must not overlap. Lists of pointers are the caller's word.
+void check_segments(const cgx_collective_t& call) {
+  const bool in_one_buffer = !call.inputs && !call.outputs;
+  const int64_t block_numel = in_one_buffer ? call.block_numel : 0;
   std::vector<std::pair<int64_t, int64_t>> ranges;
-  for (int64_t i = 0; i < count; ++i) {
-    const auto& segment = segments[i];
+  for (int64_t i = 0; i < call.num_segments; ++i) {
+    const auto& segment = call.segments[i];
     require(segment.offset >= 0 && segment.numel >= 0 &&
                 segment.offset <= INT64_MAX / 8 - segment.numel,
             CGX_INVALID_ARGUMENT, "segment ", i, " has offset ", segment.offset, " and numel ",
@@ -37,7 +40,8 @@ void check_segments(const cgx_segment_t* segments, int64_t count, int64_t block_
     require(block_numel == 0 || segment.offset + segment.numel <= block_numel, CGX_INVALID_ARGUMENT,
             "segment ", i, " ends at element ", segment.offset + segment.numel,
             ", behind the block of ", block_numel);
-    if (segment.numel > 0) ranges.emplace_back(segment.offset, segment.offset + segment.numel);
+    if (segment.numel > 0 && in_one_buffer)
+      ranges.emplace_back(segment.offset, segment.offset + segment.numel);
   }
   if (!std::is_sorted(ranges.begin(), ranges.end())) std::sort(ranges.begin(), ranges.end());
   for (size_t i = 1; i < ranges.size(); ++i)
@@ -47,9 +51,9 @@ void check_segments(const cgx_segment_t* segments, int64_t count, int64_t block_
 
 uint64_t hash_segments(const cgx_segment_t* segments, int64_t count) {
   uint64_t hash = 0xcbf29ce484222325;  // FNV-1a over the fields
-  for (int64_t i = 0; i < count; ++i)
-    for (const int64_t value : {segments[i].offset, segments[i].numel, segments[i].bucket_size,
-                                static_cast<int64_t>(segments[i].bits)})
+  for (int64_t i = 0; i < count; ++i)  // where they lie is each rank's own business
+    for (const int64_t value :
+         {segments[i].numel, segments[i].bucket_size, static_cast<int64_t>(segments[i].bits)})
       for (int byte = 0; byte < 8; ++byte)
         hash = (hash ^ (static_cast<uint64_t>(value) >> (8 * byte) & 0xff)) * 0x100000001b3;
   return hash;
@@ -76,6 +80,41 @@ const char* rounding_name(int rounding) {
   return kNames[rounding];
 }
 
+// Lists of pointers: complete, and for calls that have them.
+void check_lists(const cgx_collective_t& call, const Plan& plan, BuffersUsed used) {
+  struct Row {
+    const char* name;
+    const void* const* pointers;
+    bool used;
+  };
+  const Row rows[] = {{"inputs", call.inputs, used.input},
+                      {"outputs", call.outputs, used.output},
+                      {"errors", call.errors, true}};
+  for (const Row& row : rows) {
+    if (!row.pointers) continue;
+    require(plan.verb == CGX_ALLREDUCE, CGX_INVALID_ARGUMENT, row.name, " are given for ",
+            verb_name(plan.verb), ": only an allreduce has them");
+    for (int64_t i = 0; i < call.num_segments && row.used; ++i)
+      require(row.pointers[i] || call.segments[i].numel == 0, CGX_INVALID_ARGUMENT, row.name, "[",
+              i, "] is a null pointer; it holds ", call.segments[i].numel, " elements");
+  }
+  require(!call.errors || plan.op == Op::kSum || plan.op == Op::kAvg, CGX_INVALID_ARGUMENT,
+          "errors are given for op ", op_name(call.op), ": only sum and avg have them");
+}
+
+// Where displacements count from.
+const void* first_of(const void* const* pointers, int64_t count) {
+  const auto found = std::find_if(pointers, pointers + count, [](const void* p) { return p; });
+  return found == pointers + count ? nullptr : *found;
+}
+void* first_of(void* const* pointers, int64_t count) {
+  return const_cast<void*>(first_of(const_cast<const void* const*>(pointers), count));
+}
+
+int64_t distance(const void* from, const void* to) {
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(from));
+}
+
 }  // namespace
 
 Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed used) {
@@ -90,19 +129,32 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
           "; accepted: 0 or more");
   require(call.num_segments >= 0, CGX_INVALID_ARGUMENT, "num_segments is ", call.num_segments);
   if (call.gather_bits != 0) check_bits("gather_bits", call.gather_bits);
-  check_segments(call.segments, call.num_segments, call.block_numel);
+  require(call.divisor >= 0, CGX_INVALID_ARGUMENT, "divisor is ", call.divisor,
+          "; accepted: 1 or more, or 0 for the number of ranks");
+  check_lists(call, plan, used);
+  check_segments(call);
 
-  plan.seed = static_cast<uint64_t>(call.seed);
   plan.rank = rank;
   plan.size = size;
-  plan.input = static_cast<const std::byte*>(call.input);
-  plan.output = static_cast<std::byte*>(call.output);
-  plan.block_numel = call.block_numel;
+  plan.divisor = call.divisor != 0 ? call.divisor : size;
+  plan.input = static_cast<const std::byte*>(call.inputs ? first_of(call.inputs, call.num_segments)
+                                                         : call.input);
+  plan.output = static_cast<std::byte*>(call.outputs ? first_of(call.outputs, call.num_segments)
+                                                     : call.output);
+  const bool in_one_buffer = !call.inputs && !call.outputs;
+  plan.block_numel = in_one_buffer ? call.block_numel : 0;
   const int64_t smallest = std::max(kSmallestCompressed, call.minimal_size);
   bool compressed = false;
   for (int64_t i = 0; i < call.num_segments; ++i) {
     const auto& given = call.segments[i];
-    Segment segment{given.offset, given.numel, {}, {}};
+    Segment segment;
+    segment.numel = given.numel;
+    segment.seed = static_cast<uint64_t>(call.seeds ? call.seeds[i] : call.seed);
+    segment.input_at =
+        call.inputs ? distance(plan.input, call.inputs[i]) : plan.bytes(given.offset);
+    segment.output_at =
+        call.outputs ? distance(plan.output, call.outputs[i]) : plan.bytes(given.offset);
+    if (call.errors) segment.error = static_cast<std::byte*>(call.errors[i]);
     // A bucket larger than the segment: one, with the same bytes, whose size cannot overflow.
     const int64_t bucket_size =
         call.skip_incomplete_buckets
@@ -114,7 +166,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     if (call.gather_bits != 0 && segment.scatter.bits != kExactBits)
       segment.gather.bits = call.gather_bits;
     compressed |= given.bits != kExactBits;
-    if (call.block_numel == 0)
+    if (call.block_numel == 0 && in_one_buffer)
       plan.block_numel = std::max(plan.block_numel, given.offset + given.numel);
     plan.segments.push_back(segment);
   }
@@ -126,8 +178,8 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
             " is a null pointer; it holds ", plan.block_numel, " elements",
             plan.verb == CGX_ALLREDUCE ? "" : " or as many blocks of them as there are ranks");
   };
-  if (used.input) check_buffer("input", call.input);
-  if (used.output) check_buffer("output", call.output);
+  if (used.input && !call.inputs) check_buffer("input", call.input);
+  if (used.output && !call.outputs) check_buffer("output", call.output);
   if (plan.verb == CGX_ALLREDUCE) plan.algorithm = static_cast<cgx_algorithm_t>(call.algorithm);
   return plan;
 }
@@ -145,6 +197,7 @@ Agreement make_agreement(const cgx_collective_t& call, const Plan& plan) {
   agreement.minimal_size = call.minimal_size;
   agreement.num_segments = call.num_segments;
   if (plan.verb != CGX_ALLREDUCE) agreement.block_numel = plan.block_numel;
+  if (plan.op == Op::kAvg) agreement.divisor = plan.divisor;
   for (const auto& segment : plan.segments) agreement.numel += segment.numel;
   if (call.num_segments > 0) {
     agreement.bits = call.segments[0].bits;
@@ -164,6 +217,7 @@ std::string difference(const Agreement& left, const Agreement& right) {
       {"dtype", [](const Agreement& a) -> std::string { return dtype_name(a.dtype); }},
       {"numel", [](const Agreement& a) { return std::to_string(a.numel); }},
       {"op", [](const Agreement& a) -> std::string { return op_name(a.op); }},
+      {"divisor", [](const Agreement& a) { return std::to_string(a.divisor); }},
       {"bits", [](const Agreement& a) { return std::to_string(a.bits); }},
       {"bucket_size", [](const Agreement& a) { return std::to_string(a.bucket_size); }},
       {"rounding", [](const Agreement& a) -> std::string { return rounding_name(a.rounding); }},

@@ -17,8 +17,11 @@
 namespace cgx {
 
 struct Segment {
-  int64_t offset = 0;
+  int64_t input_at = 0;  // bytes, from the plan's input
+  int64_t output_at = 0;
+  std::byte* error = nullptr;  // gets what compression lost
   int64_t numel = 0;
+  uint64_t seed = 0;
   CompressorSettings scatter;  // a rank's own values, on their way to the owner
   CompressorSettings gather;   // reduced values, on their way back
 };
@@ -33,15 +36,15 @@ struct Plan {
   Dtype dtype = Dtype::kFloat32;
   Op op = Op::kSum;
   RoundingMode rounding_mode = RoundingMode::kNearest;
-  uint64_t seed = 0;
   int rank = 0;
   int size = 1;
+  int64_t divisor = 1;  // of avg
   std::vector<Segment> segments;
   int64_t block_numel = 0;  // elements from one rank's block to the next; the whole for allreduce
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
 
-  Rounding rounding(uint32_t phase) const {
+  Rounding rounding(uint64_t seed, uint32_t phase) const {
     return {rounding_mode, seed, static_cast<uint32_t>(rank), phase};
   }
   // Bytes from the start of a buffer to an element.
@@ -52,7 +55,7 @@ struct Plan {
 struct Agreement {
   int32_t verb = 0, dtype = 0, op = 0, algorithm = 0, rounding = 0, gather_bits = 0;
   int32_t skip_incomplete_buckets = 0, bits = 0;  // bits of the first segment
-  int64_t minimal_size = 0, num_segments = 0, numel = 0, block_numel = 0;
+  int64_t minimal_size = 0, num_segments = 0, numel = 0, block_numel = 0, divisor = 0;
   int64_t bucket_size = 0;  // of the first segment
   uint64_t segments_hash = 0;
 };

@@ -10,5 +10,6 @@ averages gradients at 4 bits an element.
 
 from cgx_ops.jax.initialize import initialize
 from cgx_ops.jax.psum import pmean_q, psum_q
+from cgx_ops.jax.scatter_gather import all_gather_q, psum_scatter_q
 
-__all__ = ["initialize", "pmean_q", "psum_q"]
+__all__ = ["all_gather_q", "initialize", "pmean_q", "psum_q", "psum_scatter_q"]

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 from jax._src import core, dispatch, xla_bridge
+from jax._src.interpreters import mlir
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad
 
 Tracer = core.Tracer
@@ -43,6 +45,14 @@ def is_shard_map_axis(name: Hashable) -> bool:
     return name in jax.sharding.get_abstract_mesh().manual_axes
 
 
+def automatic_axes() -> tuple[str, ...]:
+    """Return the axes larger than one that the shard_map here leaves to the compiler."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(
+        str(name) for name, size in mesh.shape.items() if size > 1 and name not in mesh.manual_axes
+    )
+
+
 # ---- where a lowering happens ------------------------------------------------------------------
 
 # How many indices next_index has given out in each module that is being lowered.
@@ -67,15 +77,19 @@ def mesh_of(ctx: Any) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
     return ctx.module_context.axis_context.mesh
 
 
-def automatic_axes(ctx: Any) -> tuple[str, ...]:
-    """Return the axes larger than one that the shard_map here leaves to the compiler."""
-    shape, manual = mesh_of(ctx).shape, ctx.module_context.axis_context.manual_axes
-    return tuple(str(name) for name in shape if shape[name] > 1 and name not in manual)
-
-
 def scalar_u32() -> core.ShapedArray:
     """Return the abstract value of a partition id."""
     return core.ShapedArray((), jax.numpy.uint32)
+
+
+def plain(aval: core.ShapedArray) -> core.ShapedArray:
+    """Return the shape and dtype alone of an abstract value."""
+    return core.ShapedArray(aval.shape, aval.dtype)
+
+
+def collective_channel() -> Any:
+    """Return what says that the replica groups of an HLO collective are partition ids."""
+    return stablehlo.ChannelHandle.get(mlir.COLLECTIVE_CHANNEL_ID, mlir.DEVICE_TO_DEVICE_TYPE)
 
 
 # ---- the runtime -------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import functools
 import os
 import threading
 import warnings
-from collections import Counter
 from typing import Any
 
 import jax
@@ -22,16 +21,28 @@ from cgx_ops.jax import _compat
 # Half of what XLA:CPU lets its own collectives among the devices of a process wait before it aborts
 # the process: a later deadline of ours would never be seen. Among processes XLA waits on.
 _LOCAL_TIMEOUT_S = 20.0
-_TARGET = "cgx_psum_q"
+# By verb; one handler serves them all.
+_TARGETS = {
+    "allreduce": "cgx_psum_q",
+    "reduce_scatter": "cgx_psum_scatter_q",
+    "all_gather": "cgx_all_gather_q",
+}
 
 _lock = threading.Lock()
 
 
-def psum_q_target() -> str:
-    """Return the name of psum_q's FFI target, registered if need be."""
+def target(verb: str) -> str:
+    """Return the name of a collective's FFI target, registered if need be."""
     with _lock:
         _register()
-    return _TARGET
+    return _TARGETS[verb]
+
+
+def carried_target(step: str) -> str:
+    """Return the name of the FFI target of a step of carrier="xla", registered if need be."""
+    with _lock:
+        _register()
+    return f"cgx_carried_{step}"
 
 
 @functools.cache
@@ -42,18 +53,22 @@ def _register() -> None:
     jax.local_devices(backend="cpu")  # makes the backend
     site: Any = _xla_ffi.site_type()
     jax.ffi.register_ffi_type("cgx_psum_q_site", site, platform="cpu")
-    jax.ffi.register_ffi_target(_TARGET, _xla_ffi.psum_q_handlers(), platform="cpu")
+    for name in _TARGETS.values():
+        jax.ffi.register_ffi_target(name, _xla_ffi.collective_handlers(), platform="cpu")
+    for name, handler in _xla_ffi.carried_handlers().items():
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
     _compat.call_around_compile(_xla_ffi.compilation_begins, _xla_ffi.compilation_ends)
-    if not os.environ.get("CGX_TIMEOUT"):  # the user's is the library's default already
-        _xla_ffi.set_local_timeout(_LOCAL_TIMEOUT_S)
+    _xla_ffi.set_local_timeout(float(os.environ.get("CGX_TIMEOUT") or _LOCAL_TIMEOUT_S))
 
 
-def processes_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> list[int] | None:
+def processes_of(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, carrier: str
+) -> list[int] | None:
     """Return the process of each device of the mesh, in order; None if all are in this one.
 
     Raises:
-        NotImplementedError: several processes have several devices each.
-        RuntimeError: JAX and cgx number the processes differently, or the mesh has no devices.
+        RuntimeError: the mesh has no devices; or cgx, which is to carry the bytes ("native"), does
+          not know JAX's processes.
     """
     if jax.process_count() == 1:
         warn_if_alone()
@@ -66,13 +81,8 @@ def processes_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> list[in
     processes = [device.process_index for device in mesh.devices.flat]
     if set(processes) == {jax.process_index()}:
         return None
-    process, most = Counter(processes).most_common(1)[0]
-    if most > 1:
-        raise NotImplementedError(
-            f"psum_q on a mesh with {most} devices in process {process} and others elsewhere: it "
-            "needs one device per process, or all devices in one process. Start one process per "
-            "device with mpirun -np, without xla_force_host_platform_device_count"
-        )
+    if carrier == "xla":
+        return processes
     cgx_ops.init()
     ours, theirs = (cgx_ops.rank(), cgx_ops.size()), (jax.process_index(), jax.process_count())
     if ours != theirs:

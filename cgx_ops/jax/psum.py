@@ -1,37 +1,31 @@
-"""psum_q: a sum over mesh axes whose operands travel compressed, as a JAX primitive.
+"""psum_q and pmean_q: sums and means over mesh axes whose operands travel compressed.
 
-In this order: the public functions, abstract evaluation, lowering, batching, differentiation.
+1. check the knobs, the axes and the leaves
+2. give every leaf its bits (rules) and its seed (key)
+3. one collective for all leaves of a dtype, or one for each leaf
 """
 
-import functools
-import hashlib
 import math
-from collections.abc import Hashable
-from typing import Any
+import re
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import Primitive
-from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters import ad, batching, mlir, xla
 
 from cgx_ops.config import Algorithm, Config
 from cgx_ops.jax import _compat, _runtime
+from cgx_ops.jax._keys import check_key, leaf_seed
+from cgx_ops.jax.primitive import Carrier, Settings, bind, vary
+
+Axes = Hashable | tuple[Hashable, ...]
 
 _DTYPES = ("float32", "float16", "bfloat16")
-# The numbers of cgx.h.
-_OPS = {"sum": 0, "avg": 1}
-_ALGORITHMS = {"auto": 0, "one_shot": 1, "sra": 2, "ring": 3}
-_ROUNDINGS = {"nearest": 0, "stochastic": 1}
-
-
-# ---- the public functions ----------------------------------------------------------------------
 
 
 def psum_q(
     x: Any,
-    axis_name: Hashable | tuple[Hashable, ...],
+    axis_name: Axes,
     *,
     bits: int = 4,
     bucket_size: int = 512,
@@ -41,12 +35,18 @@ def psum_q(
     gather_bits: int | None = None,
     skip_incomplete_buckets: bool = False,
     minimal_size: int = 0,
+    rules: Mapping[str, int] | None = None,
+    fuse: bool = True,
+    carrier: Carrier = "native",
 ) -> Any:
     """Sum `x` over mesh axes like `jax.lax.psum`, sending `bits` bits an element.
 
-    Inside `jax.shard_map` only. Every device of a group gets the same bits. Arrays with fewer than
-    max(16, minimal_size) elements are summed exactly. Each leaf is a collective of its own, and
-    each example of a vmap is compressed by itself, as if it were summed alone.
+    Inside `jax.shard_map` only. Every device of a group gets the same bits. Leaves with fewer than
+    max(16, minimal_size) elements are summed exactly. Every leaf, and each example of a vmap, is
+    compressed by itself, as if it were summed alone.
+
+    Where a group has several devices in each of several processes, the devices of a process are
+    summed first, exactly, and processes send compressed sums to each other.
 
     The derivative is that of `jax.lax.psum`: tangents and cotangents are summed exactly. To
     compress gradients, apply psum_q to the gradients.
@@ -63,8 +63,14 @@ def psum_q(
           same time. "": the call's place in the program that is being compiled.
         algorithm: "auto", "one_shot", "sra" or "ring".
         gather_bits: bits of the reduced values on their way back; None: as `bits`.
-        skip_incomplete_buckets: send the last bucket exact if it is not full.
-        minimal_size: arrays with fewer elements are summed exactly.
+        skip_incomplete_buckets: send a leaf's last bucket exact if it is not full.
+        minimal_size: leaves with fewer elements are summed exactly.
+        rules: bits by leaf: the first of these regular expressions that is found in the leaf's
+          path, such as "layers/0/bias", gives its bits. {"bias|norm|scale": 32} keeps those exact.
+        fuse: one message for all leaves of a dtype. False: one for each leaf, so that XLA can start
+          it when that leaf is computed, while others are not.
+        carrier: "native": cgx moves the bytes, through memory and MPI. "xla": XLA's own collectives
+          do, wherever those work, with or without MPI; the bits of the result are the same.
 
     Returns:
         The sums, in the structure, shapes and dtypes of `x`; equal on all devices of a group.
@@ -72,12 +78,14 @@ def psum_q(
     Raises:
         NameError: an axis name is not bound here.
         NotImplementedError: an axis belongs to a vmap; the shard_map leaves axes to the compiler;
-          the mesh has several devices in each of several processes; the platform is not CPU.
-        TypeError: a leaf is not float32, float16 or bfloat16; a knob is not a static value.
+          the platform is not CPU.
+        TypeError: a leaf is not float32, float16 or bfloat16; a knob is not a static value; `key`
+          is not a key.
         ValueError: a knob is out of its range.
+        RuntimeError: processes of the mesh cannot reach each other natively.
         jax.errors.JaxRuntimeError: at run time; a peer is late or dead or called something else.
-          The deadline is CGX_TIMEOUT; unless that is set, 300 s among processes, and 20 s among
-          the devices of one, because XLA:CPU aborts a process whose own devices wait for 40 s.
+          The deadline is CGX_TIMEOUT; unless that is set, 300 s where each process has one device,
+          and 20 s otherwise, because XLA:CPU aborts a process whose own devices wait for 40 s.
     """
     knobs = {
         "bits": bits,
@@ -86,13 +94,16 @@ def psum_q(
         "gather_bits": gather_bits,
         "skip_incomplete_buckets": skip_incomplete_buckets,
         "minimal_size": minimal_size,
+        "rules": rules,
+        "fuse": fuse,
+        "carrier": carrier,
     }
-    return _reduce("psum_q", x, axis_name, key, name, "sum", knobs)
+    return reduce_tree("psum_q", x, axis_name, "sum", key=key, name=name, **knobs)[0]
 
 
 def pmean_q(
     x: Any,
-    axis_name: Hashable | tuple[Hashable, ...],
+    axis_name: Axes,
     *,
     bits: int = 4,
     bucket_size: int = 512,
@@ -102,6 +113,9 @@ def pmean_q(
     gather_bits: int | None = None,
     skip_incomplete_buckets: bool = False,
     minimal_size: int = 0,
+    rules: Mapping[str, int] | None = None,
+    fuse: bool = True,
+    carrier: Carrier = "native",
 ) -> Any:
     """Average `x` over mesh axes like `jax.lax.pmean`; everything else as in `psum_q`.
 
@@ -114,38 +128,144 @@ def pmean_q(
         "gather_bits": gather_bits,
         "skip_incomplete_buckets": skip_incomplete_buckets,
         "minimal_size": minimal_size,
+        "rules": rules,
+        "fuse": fuse,
+        "carrier": carrier,
     }
-    return _reduce("pmean_q", x, axis_name, key, name, "avg", knobs)
+    return reduce_tree("pmean_q", x, axis_name, "avg", key=key, name=name, **knobs)[0]
 
 
-def _reduce(
+def reduce_with_error(
+    x: Any, axis_name: Axes, op: str = "avg", *, key: jax.Array | None = None, name: str = "",
+    **knobs: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Reduce `x` as psum_q (op "sum") or pmean_q ("avg") do, and return what compression lost.
+
+    Returns:
+        The reduced tree, and a tree like `x` of errors, in the units of `x`: the sum of x over all
+        devices is the result (as a sum) plus the sum of the errors, but for what float32 sums and
+        the dtype round. Added to the next `x`, nothing is lost for good (error feedback). They
+        differ between devices; where devices of a process are summed first, the first of them gets
+        the error of all. Not finite: 0.
+    """
+    return reduce_tree(
+        "reduce_with_error", x, axis_name, op, key=key, name=name, errors=True, **knobs
+    )
+
+
+# ---- shared by all collectives here ------------------------------------------------------------
+
+
+def reduce_tree(
     caller: str,
     x: Any,
-    axis_name: Hashable | tuple[Hashable, ...],
+    axis_name: Axes,
+    op: str,
+    *,
     key: jax.Array | None,
     name: str,
-    op: str,
-    knobs: dict[str, Any],
-) -> Any:
-    for knob, value in knobs.items():
+    errors: bool = False,
+    rules: Mapping[str, int] | None = None,
+    fuse: bool = True,
+    carrier: Carrier = "native",
+    **knobs: Any,
+) -> tuple[Any, Any]:
+    """Reduce a tree; return the reduced and, if `errors`, the lost (else None)."""
+    config = checked_config(
+        caller, key, name=name, carrier=carrier, rules=rules, fuse=fuse, **knobs
+    )
+    axes, size = checked_axes(caller, axis_name)
+    paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(x)
+    leaves = [
+        Leaf(index, checked_leaf(caller, path, leaf), bits_of(path, config, rules))
+        for index, (path, leaf) in enumerate(paths_and_leaves)
+    ]
+    messages: dict[Hashable, list[Leaf]] = {}
+    for leaf in leaves:
+        if leaf.x.size > 0 and size > 1:
+            messages.setdefault(leaf.x.dtype if fuse else leaf.place, []).append(leaf)
+    sums: list[Any] = [None] * len(leaves)
+    lost: list[Any] = [None] * len(leaves)
+    for message in messages.values():
+        settings = Settings(
+            "allreduce", op, axes, size, tuple(leaf.bits for leaf in message), config,
+            name_of(name, message[0].place, len(messages)), carrier, errors,
+        )  # fmt: skip
+        results = bind(
+            [leaf.x.reshape(1, -1) for leaf in message],
+            [leaf_seed(key, leaf.place) for leaf in message],
+            settings,
+        )
+        for position, leaf in enumerate(message):
+            sums[leaf.place] = results[position].reshape(leaf.x.shape)
+            if errors:
+                lost[leaf.place] = results[len(message) + position].reshape(leaf.x.shape)
+    for place, given, _ in leaves:
+        if sums[place] is None:  # nothing to send, but the type changes
+            alone = vary(given, frozenset(axes))
+            sums[place], lost[place] = jax.lax.psum(alone, axes), jnp.zeros_like(alone)
+    if size == 1:
+        _runtime.warn_if_alone()
+    unflatten = jax.tree_util.tree_unflatten
+    return unflatten(tree, sums), unflatten(tree, lost) if errors else None
+
+
+class Leaf(NamedTuple):
+    """One array of a tree, its place there and its bits."""
+
+    place: int
+    x: jax.Array
+    bits: int
+
+
+def checked_config(
+    caller: str,
+    key: jax.Array | None,
+    *,
+    name: str,
+    carrier: str,
+    rules: Mapping[str, int] | None = None,
+    fuse: bool = True,
+    **knobs: Any,
+) -> Config:
+    """Check all that must be static, and the key; return the knobs that the core knows."""
+    static = {**knobs, "name": name, "carrier": carrier, "fuse": fuse, **(rules or {})}
+    for knob, value in static.items():
         if isinstance(value, _compat.Tracer):
             raise TypeError(
                 f"{caller}: {knob} must be a static Python value, not {value!r}: it is part of the "
                 "compiled program. Pass it by closure, functools.partial or static_argnames"
             )
-    config = Config(rounding="nearest" if key is None else "stochastic", **knobs)
+    if carrier not in ("native", "xla"):
+        raise ValueError(f"{caller}: carrier is {carrier!r}; it must be 'native' or 'xla'")
+    if not isinstance(name, str):
+        raise TypeError(f"{caller}: name is {name!r}; it must be a str")
+    check_key(caller, key)
+    for pattern, bits in (rules or {}).items():
+        try:
+            re.compile(pattern)
+            Config(bits=bits)
+        except (re.error, ValueError, TypeError) as error:
+            raise ValueError(
+                f"{caller}: rules[{pattern!r}] is {bits!r}; rules map regular expressions to bits, "
+                f"1 to 8 or 32: {error}"
+            ) from None
+    return Config(rounding="nearest" if key is None else "stochastic", **knobs)
+
+
+def checked_axes(caller: str, axis_name: Axes) -> tuple[tuple[Hashable, ...], int]:
+    """Return the axes as a tuple, and how many devices a group of them has."""
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if len(set(axes)) < len(axes):
         raise ValueError(f"{caller}: an axis is named twice: {axes}")
     size = math.prod(_axis_size(caller, axis) for axis in axes)
-    paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(x)
-    leaves = [_checked(caller, path, leaf) for path, leaf in paths_and_leaves]
-    sums = []
-    for index, leaf in enumerate(leaves):
-        seed = _seed(key, index)
-        leaf_name = f"{name}/{index}" if name and len(leaves) > 1 else name
-        sums.append(_reduce_leaf(leaf, seed, axes, size, op, config, leaf_name))
-    return jax.tree_util.tree_unflatten(tree, sums)
+    automatic = _compat.automatic_axes()
+    if automatic:
+        raise NotImplementedError(
+            f"{caller} over {axes} in a shard_map that leaves {automatic} to the compiler: name "
+            "these axes too in its axis_names, or nest a shard_map over them around the call"
+        )
+    return axes, size
 
 
 def _axis_size(caller: str, axis: Hashable) -> int:
@@ -158,21 +278,23 @@ def _axis_size(caller: str, axis: Hashable) -> int:
     if not _compat.is_shard_map_axis(axis):
         raise NotImplementedError(
             f"{caller}: the axis {axis!r} belongs to a vmap, so its elements are in one device and "
-            "there is nothing to send. Use jax.lax.psum for it, or jax.shard_map to spread it"
+            "there is nothing to send. Use JAX's own collective for it, or jax.shard_map to spread "
+            "it"
         )
     return size
 
 
-def _checked(caller: str, path: Any, leaf: Any) -> jax.Array:
+def checked_leaf(caller: str, path: Any, leaf: Any) -> jax.Array:
+    """Return a leaf as an array, if it can be compressed."""
     dtype = jnp.result_type(leaf)
     if dtype.name not in _DTYPES:
         where = jax.tree_util.keystr(path)
         if dtype.name == "float64":
-            remedy = "cast it to float32, or sum it exactly with jax.lax.psum"
+            remedy = "cast it to float32, or reduce it exactly with JAX's own collective"
         elif jnp.issubdtype(dtype, jnp.complexfloating):
-            remedy = "reduce its real and imaginary parts, or sum it exactly with jax.lax.psum"
+            remedy = "reduce its real and imaginary parts, or use JAX's own collective"
         else:
-            remedy = "sum it exactly with jax.lax.psum, or cast it to float32"
+            remedy = "reduce it exactly with JAX's own collective, or cast it to float32"
         raise TypeError(
             f"{caller}: x{where} has dtype {dtype}, and only {', '.join(_DTYPES)} can be "
             f"compressed: {remedy}"
@@ -180,174 +302,15 @@ def _checked(caller: str, path: Any, leaf: Any) -> jax.Array:
     return jnp.asarray(leaf, dtype)
 
 
-def _seed(key: jax.Array | None, index: int) -> jax.Array:
-    if key is None:
-        return jnp.zeros(2, jnp.uint32)
-    return jax.random.bits(jax.random.fold_in(key, index), (2,), jnp.uint32)
+def bits_of(path: Any, config: Config, rules: Mapping[str, int] | None) -> int:
+    """Return the bits of the first rule that finds itself in the path, else config's."""
+    text = jax.tree_util.keystr(path, simple=True, separator="/")
+    for pattern, bits in (rules or {}).items():
+        if re.search(pattern, text):
+            return bits
+    return config.bits
 
 
-def _reduce_leaf(
-    x: jax.Array,
-    seed: jax.Array,
-    axes: tuple[Hashable, ...],
-    size: int,
-    op: str,
-    config: Config,
-    name: str,
-) -> jax.Array:
-    # With check_vma=False nothing is known to vary, and pcast does nothing.
-    missing = (frozenset(axes) | _compat.varying_axes(seed)) - _compat.varying_axes(x)
-    if missing:
-        x = jax.lax.pcast(x, tuple(sorted(missing, key=str)), to="varying")
-    if size == 1:
-        _runtime.warn_if_alone()
-    if size == 1 or x.size == 0:  # nothing to send, but the type changes
-        return jax.lax.psum(x, axes)
-    return psum_q_p.bind(x, seed, axes=axes, op=op, config=config, name=name, batch=1)
-
-
-# ---- abstract evaluation -----------------------------------------------------------------------
-
-psum_q_p = Primitive("cgx_psum_q")
-psum_q_p.def_impl(functools.partial(xla.apply_primitive, psum_q_p))
-
-
-@psum_q_p.def_abstract_eval
-def _abstract_eval(x: Any, seed: Any, *, axes: tuple[Hashable, ...], **_: Any) -> Any:
-    varying = _compat.varying_axes(x) | _compat.varying_axes(seed)
-    return _compat.with_varying_axes(x, varying - frozenset(axes))
-
-
-# ---- lowering ----------------------------------------------------------------------------------
-
-
-def _lower_cpu(
-    ctx: Any,
-    x: Any,
-    seed: Any,
-    *,
-    axes: tuple[Hashable, ...],
-    op: str,
-    config: Config,
-    name: str,
-    batch: int,
-) -> Any:
-    automatic = _compat.automatic_axes(ctx)
-    if automatic:
-        raise NotImplementedError(
-            f"psum_q over {axes} in a shard_map that leaves {automatic} to the compiler: name "
-            "these axes too in its axis_names, or nest a shard_map over them around the psum_q"
-        )
-    groups = _groups(_compat.mesh_of(ctx), axes)
-    numbers = {
-        "bits": config.bits,
-        "bucket_size": config.bucket_size,
-        "gather_bits": config.gather_bits or 0,
-        "minimal_size": config.minimal_size,
-        "skip_incomplete_buckets": config.skip_incomplete_buckets,
-        "op": _OPS[op],
-        "algorithm": _ALGORITHMS[config.algorithm],
-        "rounding": _ROUNDINGS[config.rounding],
-        "batch": batch,
-        "group_size": groups.shape[1],
-    }
-    attributes: dict[str, Any] = {knob: np.int64(value) for knob, value in numbers.items()}
-    attributes["groups"] = groups.reshape(-1)
-    processes = _runtime.processes_of(_compat.mesh_of(ctx))
-    if processes is not None:
-        attributes["processes"] = np.asarray(processes, np.int64)
-    attributes["call"] = name or _call_id(ctx, attributes)
-    # The side effect is HLO's only: it keeps XLA from merging or dropping calls, on some ranks
-    # perhaps. As an effect of JAX it would cost 60 us a launch and forbid remat.
-    rule = jax.ffi.ffi_lowering(_runtime.psum_q_target(), has_side_effect=True)
-    ctx = ctx.replace(avals_in=[*ctx.avals_in, _compat.scalar_u32()])
-    return rule(ctx, x, seed, stablehlo.partition_id(), **attributes)
-
-
-def _groups(
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axes: tuple[Hashable, ...]
-) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return a row for each group: the partition ids of its ranks, in order.
-
-    Partition ids count the places of the mesh, whichever devices are there.
-    """
-    places = np.arange(mesh.size, dtype=np.int64).reshape(mesh.axis_sizes)
-    last = range(-len(axes), 0)
-    places = np.moveaxis(places, [mesh.axis_names.index(axis) for axis in axes], last)
-    return places.reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
-
-
-def _call_id(ctx: Any, attributes: dict[str, Any]) -> str:
-    """Names the call by its place in the module, the same in every process that compiles it."""
-    aval = ctx.avals_in[0]
-    values = {knob: np.asarray(value).tolist() for knob, value in sorted(attributes.items())}
-    what = repr((aval.shape, aval.dtype.name, values))
-    digest = hashlib.sha256(what.encode()).hexdigest()[:8]
-    return f"{_compat.module_name(ctx)}/{_compat.next_index(ctx)}:{digest}"
-
-
-def _lower_elsewhere(ctx: Any, *_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
-        f"psum_q runs on CPU devices only, not on {'/'.join(ctx.module_context.platforms)}: set "
-        "JAX_PLATFORMS=cpu, or use jax.lax.psum"
-    )
-
-
-# A cached lowering would give equal calls one id; they are told apart then too, but less clearly.
-mlir.register_lowering(psum_q_p, _lower_cpu, platform="cpu", cacheable=False)
-mlir.register_lowering(psum_q_p, _lower_elsewhere)
-
-
-# ---- batching ----------------------------------------------------------------------------------
-
-
-def _batch(
-    axis_data: Any,
-    args: tuple[jax.Array, jax.Array],
-    dims: tuple[int | None, int | None],
-    *,
-    axes: tuple[Hashable, ...],
-    batch: int,
-    **params: Any,
-) -> tuple[jax.Array, int | None]:
-    """Each example becomes a segment of one collective, compressed as if it were alone."""
-    (x, seed), (x_dim, seed_dim) = args, dims
-    if axis_data.name in axes:
-        raise NotImplementedError(
-            f"psum_q over {axes} inside a vmap of that axis_name: use jax.lax.psum for vmap's axes"
-        )
-    if seed_dim is not None:  # a collective has one seed
-        seed = jnp.moveaxis(seed, seed_dim, 0)
-        bind = functools.partial(psum_q_p.bind, axes=axes, batch=batch, **params)
-        if x_dim is None:
-            return jax.lax.map(lambda one: bind(x, one), seed), 0
-        return jax.lax.map(lambda both: bind(*both), (jnp.moveaxis(x, x_dim, 0), seed)), 0
-    if x_dim is None:  # not batched at all, as JAX may ask too
-        return psum_q_p.bind(x, seed, axes=axes, batch=batch, **params), None
-    x = jnp.moveaxis(x, x_dim, 0)
-    return psum_q_p.bind(x, seed, axes=axes, batch=batch * x.shape[0], **params), 0
-
-
-batching.fancy_primitive_batchers[psum_q_p] = _batch
-
-
-# ---- differentiation ---------------------------------------------------------------------------
-
-
-def _jvp(
-    primals: tuple[jax.Array, jax.Array],
-    tangents: tuple[Any, Any],
-    *,
-    axes: tuple[Hashable, ...],
-    op: str,
-    **params: Any,
-) -> tuple[jax.Array, Any]:
-    """Straight through: the tangent is that of the exact sum, which JAX can transpose."""
-    y = psum_q_p.bind(*primals, axes=axes, op=op, **params)
-    tangent = tangents[0]
-    if type(tangent) is ad.Zero:
-        return y, _compat.zero_tangent(y)
-    return y, (jax.lax.psum if op == "sum" else jax.lax.pmean)(tangent, axes)
-
-
-ad.primitive_jvps[psum_q_p] = _jvp
+def name_of(name: str, index: int, messages: int) -> str:
+    """Return the name of one of several messages of a call: the user's, numbered."""
+    return f"{name}/{index}" if name and messages > 1 else name

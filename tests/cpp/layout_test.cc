@@ -42,6 +42,7 @@ std::vector<cgx_segment_t> random_segments(std::mt19937& random) {
 
 void check_layout(const Plan& plan, int shards) {
   const Layout layout(plan);
+  const int64_t width = plan.bytes(1);
   std::vector<int> seen(plan.block_numel, 0);
   for (int owner = 0; owner < shards; ++owner) {
     const Shard& shard = layout.shard(owner);
@@ -58,7 +59,7 @@ void check_layout(const Plan& plan, int shards) {
         scatter += piece.scatter->max_bytes(piece.numel);
         gather += piece.gather->max_bytes(piece.numel);
         grains += (piece.numel + grain - 1) / grain;
-        for (int64_t k = 0; k < piece.numel; ++k) ++seen[piece.offset + k];
+        for (int64_t k = 0; k < piece.numel; ++k) ++seen[piece.input_at / width + k];
       }
       CHECK(scatter == chunk.scatter_bytes && gather == chunk.gather_bytes, "wrong size");
       CHECK(std::max(scatter, gather) <= kChunkBytes || grains == 1, "chunk too large");
@@ -67,7 +68,7 @@ void check_layout(const Plan& plan, int shards) {
   }
   std::vector<int> expected(plan.block_numel, 0);
   for (const auto& segment : plan.segments)
-    for (int64_t k = 0; k < segment.numel; ++k) expected[segment.offset + k] = 1;
+    for (int64_t k = 0; k < segment.numel; ++k) expected[segment.input_at / width + k] = 1;
   CHECK(seen == expected, "an element is missing, or there twice");
 }
 

@@ -6,7 +6,6 @@
 #include "algorithm/algorithm.h"
 #include "algorithm/chunks.h"
 #include "base/status.h"
-#include "kernel/kernels.h"
 
 namespace cgx {
 namespace {
@@ -87,7 +86,7 @@ void Carried::reduce(const std::byte* arrived, std::byte* message) const {
 }
 
 void Carried::decode(const std::byte* gathered, int64_t stride) const {
-  if (plan_.size == 1) return copy_through();
+  if (plan_.size == 1) return pass_through(plan_);
   int64_t longest = 0;
   for (int rank = 0; rank < plan_.size; ++rank) longest = std::max(longest, gather_bytes(rank));
   require_pointer(gathered, longest, "gathered");
@@ -112,13 +111,6 @@ void Carried::decode(const std::byte* gathered, int64_t stride) const {
     reducer.to_values(shard, chunk, messages, nullptr, plan_.output);
     for (const std::byte*& message : messages) message += chunk.scatter_bytes;
   }
-}
-
-// One rank alone: identity.
-void Carried::copy_through() const {
-  for (const Segment& segment : plan_.segments)
-    kernels().convert(plan_.dtype, plan_.input + plan_.bytes(segment.offset), plan_.dtype,
-                      plan_.output + plan_.bytes(segment.offset), segment.numel);
 }
 
 }  // namespace cgx

@@ -23,7 +23,6 @@ class Carried {
 
  private:
   bool one_shot() const { return plan_.algorithm == CGX_ONE_SHOT; }
-  void copy_through() const;
 
   const Plan plan_;
   const Layout layout_;

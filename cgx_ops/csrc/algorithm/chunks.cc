@@ -1,5 +1,8 @@
 #include "algorithm/chunks.h"
 
+#include <cstring>
+
+#include "algorithm/residual.h"
 #include "kernel/kernels.h"
 
 namespace cgx {
@@ -23,7 +26,7 @@ std::span<const std::byte> encode_sums(const Plan& plan, const Piece& piece, Way
   const auto [compressor, at, phase] = encoding(piece, way);
   std::byte* to = message + at + compressor->max_bytes(first);
   const int64_t bytes = compressor->encode(Dtype::kFloat32, sums, numel, piece.first_index + first,
-                                           plan.rounding(phase), to);
+                                           plan.rounding(piece.seed, phase), to);
   return {to, static_cast<size_t>(bytes)};
 }
 
@@ -33,8 +36,9 @@ void encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way 
                   const std::byte* input, std::byte* message) {
   for (const Piece& piece : shard.pieces_of(chunk)) {
     const auto [compressor, at, phase] = encoding(piece, way);
-    compressor->encode(plan.dtype, input + plan.bytes(piece.offset), piece.numel, piece.first_index,
-                       plan.rounding(phase), message + at);
+    compressor->encode(plan.dtype, input + piece.input_at, piece.numel, piece.first_index,
+                       plan.rounding(piece.seed, phase), message + at);
+    if (piece.error) write_error(plan, piece, input + piece.input_at, message + at);
   }
 }
 
@@ -42,7 +46,16 @@ void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk,
                   const std::byte* message, std::byte* output) {
   for (const Piece& piece : shard.pieces_of(chunk))
     piece.gather->decode(message + piece.gather_at, piece.gather->max_bytes(piece.numel),
-                         piece.numel, plan.dtype, output + plan.bytes(piece.offset));
+                         piece.numel, plan.dtype, output + piece.output_at);
+}
+
+void pass_through(const Plan& plan) {
+  for (const Segment& segment : plan.segments) {
+    const size_t bytes = plan.bytes(segment.numel);
+    if (bytes == 0) continue;
+    std::memmove(plan.output + segment.output_at, plan.input + segment.input_at, bytes);
+    if (segment.error) std::memset(segment.error, 0, bytes);
+  }
 }
 
 template <typename Emit>
@@ -52,7 +65,7 @@ void ChunkReducer::reduce(const Shard& shard, const Chunk& chunk, Messages messa
   for (const Piece& piece : shard.pieces_of(chunk)) {
     for (size_t i = 0; i < messages.size(); ++i)
       contributions_[i] = messages[i] ? Contribution{messages[i] + piece.scatter_at, false}
-                                      : Contribution{own + plan_.bytes(piece.offset), true};
+                                      : Contribution{own + piece.input_at, true};
     reducer_.reduce(
         plan_, piece, contributions_, divide,
         [&](const float* sums, int64_t first, int64_t numel) { emit(piece, sums, first, numel); });
@@ -64,7 +77,7 @@ void ChunkReducer::to_values(const Shard& shard, const Chunk& chunk, Messages me
   reduce(shard, chunk, messages, own, true,
          [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
            kernels().convert(Dtype::kFloat32, sums, plan_.dtype,
-                             output + plan_.bytes(piece.offset + first), numel);
+                             output + piece.output_at + plan_.bytes(first), numel);
          });
 }
 
@@ -74,9 +87,10 @@ void ChunkReducer::to_gather_message(const Shard& shard, const Chunk& chunk, Mes
          [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
            const auto encoded =
                encode_sums(plan_, piece, Way::kGather, sums, first, numel, message);
+           if (piece.error) write_error(plan_, piece, Way::kGather, sums, first, numel, encoded);
            if (output)
              piece.gather->decode(encoded.data(), encoded.size(), numel, plan_.dtype,
-                                  output + plan_.bytes(piece.offset + first));
+                                  output + piece.output_at + plan_.bytes(first));
          });
 }
 
@@ -84,7 +98,9 @@ void ChunkReducer::to_scatter_message(const Shard& shard, const Chunk& chunk, Me
                                       const std::byte* own, std::byte* message) {
   reduce(shard, chunk, messages, own, false,
          [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
-           encode_sums(plan_, piece, Way::kScatter, sums, first, numel, message);
+           const auto encoded =
+               encode_sums(plan_, piece, Way::kScatter, sums, first, numel, message);
+           if (piece.error) write_error(plan_, piece, Way::kScatter, sums, first, numel, encoded);
          });
 }
 

@@ -17,15 +17,15 @@
 
 namespace cgx {
 
-// A rank's own values on their way to the owner, or reduced values on their way back.
-enum class Way { kScatter, kGather };
-
 void encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way way,
                   const std::byte* input, std::byte* message);
 
 // Of reduced values.
 void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk,
                   const std::byte* message, std::byte* output);
+
+// One rank alone: the identity, which loses nothing.
+void pass_through(const Plan& plan);
 
 class ChunkReducer {
  public:

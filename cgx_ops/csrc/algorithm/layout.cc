@@ -45,8 +45,11 @@ void Layout::append(Shard* shard, const Segment& segment, int64_t first, int64_t
     }
     Chunk& chunk = shard->chunks.back();
     const int64_t numel = std::min(last - first, room * grain);
-    shard->pieces.push_back({segment.offset + first, numel, first, scatter, gather,
-                             chunk.scatter_bytes, chunk.gather_bytes});
+    const int64_t at = first * size_of(segment.scatter.dtype);
+    shard->pieces.push_back({segment.input_at + at, segment.output_at + at,
+                             segment.error ? segment.error + at : nullptr, numel, first,
+                             segment.seed, scatter, gather, chunk.scatter_bytes,
+                             chunk.gather_bytes});
     chunk.last_piece = shard->pieces.size();
     chunk.scatter_bytes += scatter->max_bytes(numel);
     chunk.gather_bytes += gather->max_bytes(numel);

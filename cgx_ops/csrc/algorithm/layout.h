@@ -12,10 +12,16 @@
 
 namespace cgx {
 
+// A rank's own values on their way to the owner, or reduced values on their way back.
+enum class Way { kScatter, kGather };
+
 struct Piece {
-  int64_t offset;  // elements, in the buffer (allreduce) or in a rank's block
+  int64_t input_at;   // bytes, in the input (allreduce) or in a rank's block of it
+  int64_t output_at;  // bytes, in the output or in a rank's block of it
+  std::byte* error;   // where to write what compression lost; null: nowhere
   int64_t numel;
   int64_t first_index;  // of its first element, in its segment
+  uint64_t seed;
   const Compressor* scatter;
   const Compressor* gather;
   int64_t scatter_at;  // bytes, in the chunk's message

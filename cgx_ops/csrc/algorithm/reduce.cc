@@ -42,7 +42,7 @@ float* Reducer::reduce_block(const Plan& plan, const Piece& piece,
       piece.scatter->decode_add(from.data + encoded_at, encoded_bytes, numel, sum);
     }
   }
-  if (divide && plan.op == Op::kAvg) kernels().divide(sum, static_cast<float>(plan.size), numel);
+  if (divide && plan.op == Op::kAvg) kernels().divide(sum, static_cast<float>(plan.divisor), numel);
   return sum;
 }
 

@@ -5,7 +5,7 @@
  *   3. communicators, as small integers in one process-wide registry
  *   4. collectives: start, test, notify, wait
  *   5. an allreduce whose bytes the caller carries: torch's or XLA's own collectives
- *   6. the codec alone, for tests and tools
+ *   6. arithmetic on one rank: exact sums; the codec alone, for tests and tools
  *   7. an inline C++ face: cgx::check() throws in the caller's own module
  *
  * No exception crosses this border: every function returns a status, and the text of the calling
@@ -177,6 +177,19 @@ typedef struct cgx_collective_t {
   const char* name;   /* NULL or "": calls match in the communicator's program order */
   int64_t occurrence; /* n-th use of the name, counted from 0; < 0: counted by the communicator */
   double timeout_s;   /* <= 0: the communicator's */
+  /* allreduce only, one pointer per segment: where its values are, wherever that is, instead of
+   * `input` and `output` with the segments' offsets. NULL, both: as above. */
+  const void* const* inputs;
+  void* const* outputs;
+  const int64_t* seeds; /* one per segment; NULL: `seed` for all */
+  /* allreduce of sums and averages only, one pointer per segment, or NULL. Gets, in the values'
+   * dtype, what was lost of this rank's values: by this rank's encoding of them, and, of the
+   * elements that this rank reduced, by its encoding of the sum (in units of the sum, also if op is
+   * avg). So over all ranks the sum of the inputs is the result (as a sum) plus the sum of the
+   * errors, but for what fp32 sums and the dtype round: adding errors to the next input gives
+   * nothing up (error feedback). What is not finite becomes 0. */
+  void* const* errors;
+  int64_t divisor; /* of avg; 0: the number of ranks */
 } cgx_collective_t;
 
 typedef struct cgx_request_t cgx_request_t;
@@ -202,6 +215,13 @@ CGX_API cgx_status_t cgx_notify(cgx_request_t* request, cgx_callback_t callback,
 CGX_API cgx_status_t cgx_wait(cgx_request_t* request);
 /* cgx_start and cgx_wait in one: spares waking the progress thread. */
 CGX_API cgx_status_t cgx_run(const cgx_collective_t* collective);
+
+/* Tells every peer that this rank will not take part in the collective that `collective` identifies
+ * by comm, name and occurrence (the rest is ignored): theirs ends with `status` and a text that
+ * carries `message`, once all ranks have started or refused it. It uses the key up, and never
+ * blocks. The communicator stays open. */
+CGX_API cgx_status_t cgx_refuse(const cgx_collective_t* collective, cgx_status_t status,
+                                const char* message);
 
 /* What cgx_start would do: the algorithm it picks and the bytes this rank would send. */
 typedef struct cgx_plan_t {
@@ -247,7 +267,14 @@ CGX_API cgx_status_t cgx_carried_reduce(const cgx_carried_t* carried, const void
 CGX_API cgx_status_t cgx_carried_decode(const cgx_carried_t* carried, const void* gathered,
                                         int64_t stride);
 
-/* ---- 6. the codec alone ------------------------------------------------------------------- */
+/* ---- 6. arithmetic on one rank -------------------------------------------------------------- */
+
+/* sum[i] = values[0][i] + values[1][i] + ..., in fp32, in this order; num_values >= 1. */
+CGX_API cgx_status_t cgx_sum(int32_t dtype, const void* const* values, int32_t num_values,
+                             int64_t numel, float* sum);
+/* `from` and `to` are equal or do not overlap. Values are rounded to the nearest, ties to even. */
+CGX_API cgx_status_t cgx_convert(int32_t from_dtype, const void* from, int32_t to_dtype, void* to,
+                                 int64_t numel);
 
 typedef struct cgx_codec_t {
   size_t struct_size;

@@ -79,5 +79,15 @@ void divide(float* values, float divisor, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) to[i].value = with_one_nan(to[i].value / divisor);
 }
 
+void lost(const float* from, float scale, float* into, int64_t numel) {
+  const auto* __restrict values = reinterpret_cast<const Stored<float>*>(from);
+  auto* __restrict kept = reinterpret_cast<Stored<float>*>(into);
+  for (int64_t i = 0; i < numel; ++i) {
+    const float error = (values[i].value - kept[i].value) * scale;
+    const bool finite = (__builtin_bit_cast(uint32_t, error) & 0x7f800000u) != 0x7f800000u;
+    kept[i].value = finite ? error : 0.0f;
+  }
+}
+
 }  // namespace
 }  // namespace cgx::cpu::CGX_TARGET

@@ -26,7 +26,8 @@ constexpr Kernels table(const char* name, const char* description) {
           .convert = convert,
           .add = add,
           .combine = combine,
-          .divide = divide};
+          .divide = divide,
+          .lost = lost};
 }
 
 }  // namespace

@@ -1,0 +1,17 @@
+// What runs where a rank takes no part: nothing.
+#pragma once
+
+#include "algorithm/algorithm.h"
+
+namespace cgx {
+
+class Refusal : public Algorithm {
+ public:
+  Step step(Port&) override { return Step::kIdle; }
+  void deliver(int, Arrival) override {}
+  bool finished() const override { return true; }
+  bool waits_for(int) const override { return false; }
+  const char* phase() const override { return "refusal"; }
+};
+
+}  // namespace cgx

@@ -1,0 +1,384 @@
+"""carrier="xla": an allreduce whose bytes XLA's own collectives carry, without MPI or cgx's ranks.
+
+A rank is a device or, where a process has several devices of a group, that process: they first sum
+their values exactly in float32 and then share its messages, so that nothing crosses twice.
+
+    1. routes: the ranks of each group, and who sends to whom
+    2. the plan: which algorithm it is, and the lengths of its messages
+    3. the program: sum? -> encode -> all-to-all -> reduce -> all-gather -> decode; one_shot has
+       neither all-to-all nor reduce
+    4. XLA's collectives over groups of partition ids
+
+The steps between the exchanges are FFI calls, pure functions of their operands (xla_ffi/carried.h).
+Their bits and bytes are the native carrier's, but that messages are padded to the longest.
+"""
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_int32, c_int64
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.extend.core import Primitive
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
+
+from cgx_ops import _native
+from cgx_ops.jax import _compat, _runtime
+
+if TYPE_CHECKING:
+    from cgx_ops.jax.primitive import Settings
+
+Int64s = npt.NDArray[np.int64]
+Groups = tuple[tuple[int, ...], ...]  # partition ids, a tuple for each group, in order
+
+
+def lower(
+    ctx: Any,
+    leaves: Sequence[Any],
+    seeds: Sequence[Any],
+    *,
+    settings: "Settings",
+    groups: Int64s,
+    processes: Sequence[int] | None,
+) -> Any:
+    """Lower an allreduce to the program.
+
+    Args:
+        ctx: of the lowering; its avals are those of `leaves`, then those of `seeds`.
+        leaves: HLO values (batch, n), of one dtype.
+        seeds: HLO values uint32 (batch, 2), one for each leaf.
+        settings: what is static in the call.
+        groups: the partition ids of each group, a row each.
+        processes: the process of each partition; None: all are in this one.
+
+    Returns:
+        HLO values like `leaves`.
+
+    Raises:
+        NotImplementedError: it is another collective; or groups have different numbers of devices
+          in their processes.
+        ValueError: the algorithm is ring.
+    """
+    _check(settings)
+    route = _route(groups, processes)
+    avals = [_compat.plain(aval) for aval in ctx.avals_in]
+    ctx = ctx.replace(avals_in=[_compat.scalar_u32(), *avals])
+    program = functools.partial(_allreduce, settings=settings, route=route)
+    return mlir.lower_fun(program)(ctx, stablehlo.partition_id(), *leaves, *seeds)
+
+
+def _check(settings: "Settings") -> None:
+    if settings.verb != "allreduce":
+        raise NotImplementedError(
+            f"carrier='xla' serves psum_q and pmean_q, not {settings.verb}: use carrier='native'"
+        )
+    if settings.config.algorithm == "ring":
+        raise ValueError(
+            "psum_q with carrier='xla': in algorithm='ring' ranks pass messages on, one after the "
+            "other, which XLA's collectives do not: use 'auto', 'one_shot' or 'sra'"
+        )
+
+
+# ---- 1. routes -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Route:
+    """Who sends to whom.
+
+    Attributes:
+        across: one device of each rank, in rank order: those that exchange messages.
+        within: the devices of each rank.
+        rank_of: the rank of each partition in its group.
+        share_of: its place among the devices of its rank.
+    """
+
+    across: Groups
+    within: Groups
+    rank_of: Int64s
+    share_of: Int64s
+
+    @property
+    def ranks(self) -> int:
+        return len(self.across[0])
+
+    @property
+    def devices(self) -> int:
+        """Of each rank."""
+        return len(self.within[0])
+
+
+def _route(groups: Int64s, processes: Sequence[int] | None) -> _Route:
+    ranks = [_ranks_of(group.tolist(), processes) for group in groups]
+    shapes = sorted({tuple(map(len, of_group)) for of_group in ranks})
+    if len(shapes) > 1 or len(set(shapes[0])) > 1:
+        raise NotImplementedError(
+            f"psum_q with carrier='xla': the processes of a group hold {_listed(shapes)} of its "
+            "devices, and it needs equal numbers, the same in all groups. Use carrier='native', or "
+            "a mesh that is spread evenly over the processes"
+        )
+    table = np.asarray(ranks)  # (groups, ranks, devices)
+    rank_of, share_of = np.zeros((2, groups.size), np.int64)
+    _, rank_of[table], share_of[table] = np.indices(table.shape)
+    across = table.swapaxes(1, 2).reshape(-1, table.shape[1])
+    within = table.reshape(-1, table.shape[2])
+    return _Route(_tuples(across), _tuples(within), rank_of, share_of)
+
+
+def _ranks_of(group: list[int], processes: Sequence[int] | None) -> list[list[int]]:
+    """Return the devices of each rank: of each process, unless there is only one process."""
+    by_process: dict[int, list[int]] = {}
+    for device in group:
+        by_process.setdefault(processes[device] if processes else 0, []).append(device)
+    if len(by_process) == 1:
+        return [[device] for device in group]
+    return list(by_process.values())
+
+
+def _listed(shapes: list[tuple[int, ...]]) -> str:
+    """Return such as "1+1 or 2+2"."""
+    return " or ".join("+".join(map(str, shape)) for shape in shapes)
+
+
+def _tuples(rows: Int64s) -> Groups:
+    return tuple(map(tuple, rows.tolist()))
+
+
+# ---- 2. the plan ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the core makes of a call.
+
+    Attributes:
+        algorithm: "one_shot" or "sra".
+        scatter_bytes: to each rank from each other one.
+        gather_bytes: from each rank to everyone.
+    """
+
+    algorithm: str
+    scatter_bytes: list[int]
+    gather_bytes: list[int]
+
+
+def _plan(leaves: list[jax.ShapeDtypeStruct], ranks: int, settings: "Settings") -> _Plan:
+    """Plan for leaves (batch, n). "auto" goes by one example, compressed as if it were alone."""
+    shapes = [leaf.shape for leaf in leaves]
+    ask = functools.partial(_ask_core, dtype=leaves[0].dtype.name, ranks=ranks, settings=settings)
+    example = ask([(1, numel) for _, numel in shapes], algorithm=settings.config.algorithm)
+    return ask(shapes, algorithm=example.algorithm)
+
+
+def _ask_core(
+    shapes: list[tuple[int, int]], *, algorithm: str, dtype: str, ranks: int, settings: "Settings"
+) -> _Plan:
+    config = settings.config
+    segments = [
+        _native.Segment(0, numel, config.bucket_size, bits)
+        for (batch, numel), bits in zip(shapes, settings.bits, strict=True)
+        for _ in range(batch)
+    ]
+    # Lists of pointers, all null: where values are does not matter here, only that they are apart.
+    nowhere = (ctypes.c_void_p * len(segments))()
+    call = _native.Collective(
+        verb=_native.VERBS["allreduce"],
+        dtype=_native.DTYPES[dtype],
+        op=_native.OPS[settings.op],
+        algorithm=_native.ALGORITHMS[algorithm],
+        gather_bits=config.gather_bits or 0,
+        skip_incomplete_buckets=config.skip_incomplete_buckets,
+        minimal_size=config.minimal_size,
+        segments=(_native.Segment * len(segments))(*segments),
+        num_segments=len(segments),
+        inputs=nowhere,
+        outputs=nowhere,
+    )
+    carried = _native.Carried(rank=0, size=ranks, call=ctypes.pointer(call))
+    resolved, scatter, gather = c_int32(), (c_int64 * ranks)(), (c_int64 * ranks)()
+    _native.call("cgx_carried_plan", byref(carried), byref(resolved), scatter, gather)
+    names = {number: name for name, number in _native.ALGORITHMS.items()}
+    return _Plan(names[resolved.value], list(scatter), list(gather))
+
+
+# ---- 3. the program ------------------------------------------------------------------------------
+
+
+def _allreduce(
+    partition: jax.Array, *operands: jax.Array, settings: "Settings", route: _Route
+) -> list[jax.Array]:
+    leaves, seeds = operands[: len(operands) // 2], operands[len(operands) // 2 :]
+    dtype, seed = leaves[0].dtype, jnp.concatenate(seeds)  # a row for each segment
+    if route.devices > 1:
+        leaves, seed = _sum_within(leaves, seed, route)
+    like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    plan = _plan(like, route.ranks, settings)
+    rank = _look_up(route.rank_of, partition)
+    attributes = _attributes(settings, plan, route)
+    exchange = functools.partial(_exchange, partition=partition, route=route)
+
+    def step(name: str, results: list[Any], *inputs: jax.Array, **knobs: Any) -> list[jax.Array]:
+        call = jax.ffi.ffi_call(_runtime.carried_target(name), results, **knobs)
+        return list(call(rank, *inputs, **attributes))
+
+    message = _bytes(_row_length(plan.gather_bytes, route))
+    lost = like if settings.errors else []
+    if plan.algorithm == "one_shot":
+        mine, *errors = step("encode", [message, *lost], seed, *leaves)
+    else:
+        messages = _bytes(route.ranks, _row_length(plan.scatter_bytes, route))
+        messages, *errors = step("encode", [messages, *lost], seed, *leaves)
+        # The errors of one step are completed in place by the other.
+        first = 3 + len(leaves)
+        aliases = {first + i: 1 + i for i in range(len(lost))}
+        mine, *errors = step(
+            "reduce", [message, *lost], seed, exchange(_all_to_all, messages), *leaves, *errors,
+            input_output_aliases=aliases,
+        )  # fmt: skip
+    results = step("decode", like, exchange(_all_gather, mine))
+    if route.devices > 1:
+        # What the devices of a rank lost is given once, to the first.
+        is_first = _look_up(route.share_of, partition) == 0
+        errors = [jnp.where(is_first, error, 0) for error in errors]
+    return [_rounded(x, dtype) for x in (*results, *errors)]
+
+
+def _sum_within(
+    leaves: Sequence[jax.Array], seed: jax.Array, route: _Route
+) -> tuple[list[jax.Array], jax.Array]:
+    """Sum in float32 over the devices of each rank, of whose seeds the first counts.
+
+    Each device sums a part of the elements and sends it to the others.
+    """
+    flat = _padded(jnp.concatenate([leaf.reshape(-1) for leaf in leaves]), route.devices)
+    rows = _all_to_all(flat.reshape(route.devices, -1), route.within)
+    part = jax.ShapeDtypeStruct(rows.shape[1:], jnp.float32)
+    total = jax.ffi.ffi_call(_runtime.carried_target("sum"), part)(rows)
+    total = _all_gather(total, route.within).reshape(-1)
+    sizes = [leaf.size for leaf in leaves]
+    parts = jnp.split(total[: sum(sizes)], np.cumsum(sizes)[:-1])
+    sums = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+    return sums, _all_gather(seed, route.within)[0]
+
+
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    if x.dtype == dtype:
+        return x
+    result = jax.ShapeDtypeStruct(x.shape, dtype)
+    return jax.ffi.ffi_call(_runtime.carried_target("round"), result)(x)
+
+
+def _exchange(
+    collective: Callable[[jax.Array, Groups], jax.Array],
+    messages: jax.Array,
+    *,
+    partition: jax.Array,
+    route: _Route,
+) -> jax.Array:
+    """Have the ranks exchange rows; the devices of a rank send and receive a share of each."""
+    if route.devices == 1:
+        return collective(messages, route.across)
+    length = messages.shape[-1] // route.devices
+    begin = _look_up(route.share_of * length, partition)
+    mine = jax.lax.dynamic_slice_in_dim(messages, begin, length, axis=-1)
+    shares = _all_gather(collective(mine, route.across), route.within)
+    return jnp.moveaxis(shares, 0, 1).reshape(route.ranks, -1)
+
+
+def _attributes(
+    settings: "Settings", plan: _Plan, route: _Route
+) -> dict[str, np.int64 | Int64s]:
+    """Return what CarriedSettings of xla_ffi/carried.cc holds."""
+    config = settings.config
+    return {
+        "op": np.int64(_native.OPS[settings.op]),
+        "algorithm": np.int64(_native.ALGORITHMS[plan.algorithm]),
+        "rounding": np.int64(_native.ROUNDINGS[config.rounding]),
+        "gather_bits": np.int64(config.gather_bits or 0),
+        "skip_incomplete_buckets": np.int64(config.skip_incomplete_buckets),
+        "minimal_size": np.int64(config.minimal_size),
+        "bucket_size": np.int64(config.bucket_size),
+        "bits": np.asarray(settings.bits, np.int64),
+        "size": np.int64(route.ranks),
+        "divisor": np.int64(route.ranks * route.devices),
+    }
+
+
+def _row_length(message_bytes: list[int], route: _Route) -> int:
+    """Return the length of rows that hold the longest message, in equal shares."""
+    return math.ceil(max(message_bytes) / route.devices) * route.devices
+
+
+def _bytes(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.uint8)
+
+
+def _padded(flat: jax.Array, multiple: int) -> jax.Array:
+    return jnp.pad(flat, (0, -flat.size % multiple))
+
+
+def _look_up(table: Int64s, partition: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(table.astype(np.uint32), partition, keepdims=False)
+
+
+# ---- 4. XLA's collectives over groups of partition ids -------------------------------------------
+#
+# jax.lax's are over mesh axes, of which the devices of one process need not be any.
+
+
+def _all_to_all(x: jax.Array, groups: Groups) -> jax.Array:
+    """Send row i to member i of the group: (members, ...) to the same."""
+    return _all_to_all_p.bind(x, groups=groups)
+
+
+def _all_gather(x: jax.Array, groups: Groups) -> jax.Array:
+    """Stack what the members of the group have: (...) to (members, ...)."""
+    return _all_gather_p.bind(x[None], groups=groups)
+
+
+_all_to_all_p = Primitive("cgx_all_to_all")
+_all_gather_p = Primitive("cgx_all_gather")  # along axis 0
+
+
+@_all_to_all_p.def_abstract_eval
+def _all_to_all_abstract_eval(x: Any, *, groups: Groups) -> Any:
+    return x
+
+
+@_all_gather_p.def_abstract_eval
+def _all_gather_abstract_eval(x: Any, *, groups: Groups) -> Any:
+    return x.update(shape=(len(groups[0]) * x.shape[0], *x.shape[1:]))
+
+
+def _lower_all_to_all(ctx: Any, x: Any, *, groups: Groups) -> Any:
+    return stablehlo.AllToAllOp(
+        [x],
+        split_dimension=mlir.i64_attr(0),
+        concat_dimension=mlir.i64_attr(0),
+        split_count=mlir.i64_attr(len(groups[0])),
+        replica_groups=mlir.dense_int_elements(groups),
+        channel_handle=_compat.collective_channel(),
+    ).results
+
+
+def _lower_all_gather(ctx: Any, x: Any, *, groups: Groups) -> Any:
+    return stablehlo.AllGatherOp(
+        [mlir.aval_to_ir_type(ctx.module_context, ctx.avals_out[0])],
+        [x],
+        all_gather_dim=mlir.i64_attr(0),
+        replica_groups=mlir.dense_int_elements(groups),
+        channel_handle=_compat.collective_channel(),
+        use_global_device_ids=mlir.ir.BoolAttr.get(True),
+    ).results
+
+
+mlir.register_lowering(_all_to_all_p, _lower_all_to_all)
+mlir.register_lowering(_all_gather_p, _lower_all_gather)

@@ -1,0 +1,290 @@
+"""The primitive under psum_q, psum_scatter_q and all_gather_q: one collective over mesh axes.
+
+In this order: parameters, binding, abstract evaluation, lowering, batching, differentiation.
+
+Operands are `leaves` of one dtype in canonical shapes, then as many `seeds`, uint32 (batch, 2):
+
+    verb              leaf               result
+    allreduce         (batch, n)         (batch, n); with `errors`, another of them
+    reduce_scatter    (size, batch, n)   (batch, n)
+    all_gather        (batch, n)         (size, batch, n)
+
+An example of the batch (vmap's) is a segment of the message with a seed of its own, compressed as
+if it were alone. All leaves of one binding are one message.
+"""
+
+import functools
+import hashlib
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import ad, batching, mlir, xla
+
+from cgx_ops.config import Config
+from cgx_ops.jax import _compat, _runtime
+
+Verb = Literal["allreduce", "reduce_scatter", "all_gather"]
+Carrier = Literal["native", "xla"]
+
+# The numbers of cgx.h.
+VERBS = {"allreduce": 0, "reduce_scatter": 1, "all_gather": 2}
+OPS = {"sum": 0, "avg": 1}
+ALGORITHMS = {"auto": 0, "one_shot": 1, "sra": 2, "ring": 3}
+ROUNDINGS = {"nearest": 0, "stochastic": 1, "shift": 2}
+
+# By verb: what users call it, and where vmap's examples stand in a leaf and in its result.
+NAMES = {"allreduce": "psum_q", "reduce_scatter": "psum_scatter_q", "all_gather": "all_gather_q"}
+_BATCH_IN = {"allreduce": 0, "reduce_scatter": 1, "all_gather": 0}
+_BATCH_OUT = {"allreduce": 0, "reduce_scatter": 0, "all_gather": 1}
+
+
+# ---- parameters --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is static in a call, besides its shapes.
+
+    Attributes:
+        verb: which collective.
+        op: "sum" or "avg"; all_gather ignores it.
+        axes: names of the mesh axes that form its groups.
+        size: devices in a group.
+        bits: of each leaf.
+        config: every other knob; its `bits` are not used.
+        name: the user's; "" to name the call by its place in the program.
+        carrier: "native": the core moves the bytes; "xla": XLA's own collectives do.
+        errors: whether allreduce also returns what compression lost.
+    """
+
+    verb: Verb
+    op: str
+    axes: tuple[Hashable, ...]
+    size: int
+    bits: tuple[int, ...]
+    config: Config
+    name: str
+    carrier: Carrier
+    errors: bool = False
+
+
+# ---- binding -----------------------------------------------------------------------------------
+
+
+def bind(leaves: list[jax.Array], seeds: list[jax.Array], settings: Settings) -> list[jax.Array]:
+    """Run one collective; leaves that do not vary over its axes are made to."""
+    varying = [
+        vary(leaf, frozenset(settings.axes) | _compat.varying_axes(seed))
+        for leaf, seed in zip(leaves, seeds, strict=True)
+    ]
+    return collective_q_p.bind(*varying, *seeds, settings=settings)
+
+
+def vary(leaf: jax.Array, axes: frozenset[Hashable]) -> jax.Array:
+    """Make a leaf's type vary over all of these axes."""
+    # With check_vma=False nothing is known to vary, and pcast does nothing.
+    missing = axes - _compat.varying_axes(leaf)
+    if not missing:
+        return leaf
+    return jax.lax.pcast(leaf, tuple(sorted(missing, key=str)), to="varying")
+
+
+collective_q_p = Primitive("cgx_collective_q")
+collective_q_p.multiple_results = True
+collective_q_p.def_impl(functools.partial(xla.apply_primitive, collective_q_p))
+
+
+def _halves(values: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Part the operands into leaves and seeds."""
+    half = len(values) // 2
+    return tuple(values[:half]), tuple(values[half:])
+
+
+# ---- abstract evaluation -----------------------------------------------------------------------
+
+
+@collective_q_p.def_abstract_eval
+def _abstract_eval(*avals: Any, settings: Settings) -> list[Any]:
+    results, errors = [], []
+    for leaf, seed in zip(*_halves(avals), strict=True):
+        shape = {
+            "allreduce": leaf.shape,
+            "reduce_scatter": leaf.shape[1:],
+            "all_gather": (settings.size, *leaf.shape),
+        }[settings.verb]
+        varying = _compat.varying_axes(leaf) | _compat.varying_axes(seed)
+        errors.append(_compat.with_varying_axes(leaf, varying))
+        if settings.verb == "allreduce":  # all devices of a group get the same
+            varying -= frozenset(settings.axes)
+        results.append(_compat.with_varying_axes(leaf.update(shape=shape), varying))
+    return results + errors if settings.errors else results
+
+
+# ---- lowering ----------------------------------------------------------------------------------
+
+
+def _lower_cpu(ctx: Any, *operands: Any, settings: Settings) -> Any:
+    mesh = _compat.mesh_of(ctx)
+    groups = _groups(mesh, settings.axes)
+    processes = _runtime.processes_of(mesh, settings.carrier)
+    if settings.carrier == "xla":
+        from cgx_ops.jax import carrier
+
+        leaves, seeds = _halves(operands)
+        return carrier.lower(
+            ctx, leaves, seeds, settings=settings, groups=groups, processes=processes
+        )
+    attributes = _attributes(ctx, settings, groups)
+    if processes is not None:
+        attributes["processes"] = np.asarray(processes, np.int64)
+    attributes["named"] = np.int64(bool(settings.name))
+    attributes["call"] = settings.name or _call_id(ctx, settings, attributes)
+    # The side effect is HLO's only: it keeps XLA from merging or dropping calls, on some ranks
+    # perhaps. As an effect of JAX it would cost 60 us a launch and forbid remat.
+    rule = jax.ffi.ffi_lowering(_runtime.target(settings.verb), has_side_effect=True)
+    ctx = ctx.replace(avals_in=[*ctx.avals_in, _compat.scalar_u32()])
+    return rule(ctx, *operands, stablehlo.partition_id(), **attributes)
+
+
+def _attributes(
+    ctx: Any, settings: Settings, groups: np.ndarray[Any, np.dtype[np.int64]]
+) -> dict[str, Any]:
+    config = settings.config
+    batch_axis = _BATCH_IN[settings.verb]
+    leaves = _halves(ctx.avals_in)[0]
+    return {
+        "verb": np.int64(VERBS[settings.verb]),
+        "op": np.int64(OPS[settings.op]),
+        "algorithm": np.int64(ALGORITHMS[config.algorithm]),
+        "rounding": np.int64(ROUNDINGS[config.rounding]),
+        "gather_bits": np.int64(config.gather_bits or 0),
+        "skip_incomplete_buckets": np.int64(config.skip_incomplete_buckets),
+        "minimal_size": np.int64(config.minimal_size),
+        "bucket_size": np.int64(config.bucket_size),
+        "bits": np.asarray(settings.bits, np.int64),
+        "batches": np.asarray([leaf.shape[batch_axis] for leaf in leaves], np.int64),
+        "errors": np.int64(settings.errors),
+        "groups": groups.reshape(-1),
+        "group_size": np.int64(groups.shape[1]),
+    }
+
+
+def _groups(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axes: tuple[Hashable, ...]
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return a row for each group: the partition ids of its ranks, in order.
+
+    Partition ids count the places of the mesh, whichever devices are there.
+    """
+    places = np.arange(mesh.size, dtype=np.int64).reshape(mesh.axis_sizes)
+    last = range(-len(axes), 0)
+    places = np.moveaxis(places, [mesh.axis_names.index(axis) for axis in axes], last)
+    return places.reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
+
+
+def _call_id(ctx: Any, settings: Settings, attributes: dict[str, Any]) -> str:
+    """Names the call by its place in the module, the same in every process that compiles it."""
+    avals = [(aval.shape, aval.dtype.name) for aval in _halves(ctx.avals_in)[0]]
+    values = {knob: np.asarray(value).tolist() for knob, value in sorted(attributes.items())}
+    digest = hashlib.sha256(repr((avals, settings.axes, values)).encode()).hexdigest()[:8]
+    return f"{_compat.module_name(ctx)}/{_compat.next_index(ctx)}:{digest}"
+
+
+def _lower_elsewhere(ctx: Any, *_: Any, settings: Settings) -> Any:
+    raise NotImplementedError(
+        f"{NAMES[settings.verb]} runs on CPU devices only, not on "
+        f"{'/'.join(ctx.module_context.platforms)}: set JAX_PLATFORMS=cpu, or use JAX's own "
+        "collective"
+    )
+
+
+# A cached lowering would give equal calls one id; they are told apart then too, but less clearly.
+mlir.register_lowering(collective_q_p, _lower_cpu, platform="cpu", cacheable=False)
+mlir.register_lowering(collective_q_p, _lower_elsewhere)
+
+
+# ---- batching ----------------------------------------------------------------------------------
+
+
+def _batch(
+    axis_data: Any, args: tuple[Any, ...], dims: tuple[int | None, ...], *, settings: Settings
+) -> tuple[list[Any], list[int | None]]:
+    """Each example becomes a segment of the one message."""
+    if axis_data.name in settings.axes:
+        raise NotImplementedError(
+            f"{NAMES[settings.verb]} over {settings.axes} inside a vmap of that axis_name: use "
+            "JAX's own collective for vmap's axes"
+        )
+    at, out = _BATCH_IN[settings.verb], _BATCH_OUT[settings.verb]
+    size, batched = axis_data.size, []
+    operands: tuple[list[Any], list[Any]] = [], []
+    for leaf, seed, leaf_dim, seed_dim in zip(*_halves(args), *_halves(dims), strict=True):
+        batched.append(leaf_dim is not None or seed_dim is not None)
+        if batched[-1]:
+            leaf = _merged(batching.bdim_at_front(leaf, leaf_dim, size), at)
+            seed = _merged(batching.bdim_at_front(seed, seed_dim, size), 0)
+        operands[0].append(leaf)
+        operands[1].append(seed)
+    results = collective_q_p.bind(*operands[0], *operands[1], settings=settings)
+    parted = []
+    for index, result in enumerate(results):
+        is_error = index >= len(batched)
+        where = at if is_error else out
+        parted.append(_parted(result, where, size) if batched[index % len(batched)] else result)
+    kinds = [out] * len(batched) + [at] * (len(results) - len(batched))
+    dims_out = [
+        where if batched[index % len(batched)] else None for index, where in enumerate(kinds)
+    ]
+    return parted, dims_out
+
+
+def _merged(x: jax.Array, axis: int) -> jax.Array:
+    """Move axis 0, vmap's, to before `axis` of the rest, and merge it with that."""
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+
+
+def _parted(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Undo the merge; vmap's axis stays at `axis`."""
+    return x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
+
+
+batching.fancy_primitive_batchers[collective_q_p] = _batch
+
+
+# ---- differentiation ---------------------------------------------------------------------------
+
+
+def _jvp(
+    primals: tuple[jax.Array, ...], tangents: tuple[Any, ...], *, settings: Settings
+) -> tuple[list[jax.Array], list[Any]]:
+    """Straight through: the tangent is that of the exact collective, which JAX can transpose."""
+    results = collective_q_p.bind(*primals, settings=settings)
+    leaves = _halves(tangents)[0]
+    tangents_out = [
+        _compat.zero_tangent(result) if type(leaf) is ad.Zero else _exact(leaf, settings)
+        for result, leaf in zip(results, leaves, strict=False)
+    ]
+    tangents_out += [_compat.zero_tangent(result) for result in results[len(leaves) :]]
+    return results, tangents_out
+
+
+def _exact(leaf: jax.Array, settings: Settings) -> jax.Array:
+    axes = settings.axes
+    if settings.verb == "all_gather":
+        return jax.lax.all_gather(leaf, axes)
+    if settings.verb == "allreduce":
+        total = jax.lax.psum(leaf, axes)
+    else:
+        total = jax.lax.psum_scatter(leaf, axes)
+    return total / settings.size if settings.op == "avg" else total
+
+
+ad.primitive_jvps[collective_q_p] = _jvp

@@ -1,0 +1,108 @@
+"""What the tests of carrier="xla" share with their rank program: calls, and what they must give."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import reference
+from jax_cases import normal, seed_of
+
+from cgx_ops.config import Algorithm
+from cgx_ops.jax.primitive import Carrier
+from cgx_ops.jax.psum import reduce_with_error
+
+Values = npt.NDArray[Any]
+BF16 = ml_dtypes.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One reduction over an axis. `keys`: whether devices have none, equal or different ones."""
+
+    numel: int
+    bits: int = 4
+    dtype: Any = np.float32
+    op: Literal["sum", "avg"] = "sum"
+    algorithm: Algorithm = "sra"
+    keys: Literal["none", "equal", "different"] = "none"
+    bucket_size: int = 512
+    gather_bits: int | None = None
+    skip_incomplete_buckets: bool = False
+    minimal_size: int = 0
+
+    def knobs(self) -> dict[str, Any]:
+        names = ("bits", "bucket_size", "algorithm", "gather_bits")
+        names += ("skip_incomplete_buckets", "minimal_size")
+        return {name: getattr(self, name) for name in names}
+
+    def inputs(self, devices: int) -> Values:
+        """Return each device's values, a row each."""
+        return normal(self.numel, devices, self.numel, dtype=self.dtype)
+
+    def seeds(self, devices: int) -> Values:
+        """Return what each device's key is made of."""
+        return np.arange(devices, dtype=np.int32) * (self.keys == "different") + 7
+
+    def call(self, x: jax.Array, seed: jax.Array, axes: Any, carrier: Carrier) -> Any:
+        """Reduce on a device; return (result, error)."""
+        key = None if self.keys == "none" else jax.random.key(seed)
+        return reduce_with_error(x, axes, self.op, key=key, carrier=carrier, **self.knobs())
+
+    def expected(self, group: Sequence[int], processes: Sequence[int]) -> tuple[Values, Values]:
+        """Return the result of a group of devices, and the error of each of them.
+
+        processes: of each device. Where several of them have several devices in the group, each is
+        one rank: with the exact fp32 sum of its devices and the first one's seed.
+        """
+        x, seeds = self.inputs(len(processes)), self.seeds(len(processes))
+        ranks: dict[int, list[int]] = {}
+        for device in group:
+            ranks.setdefault(processes[device], []).append(device)
+        if len(ranks) in (1, len(group)):
+            ranks = {device: [device] for device in group}
+            rows = [x[device] for device in group]
+        else:
+            rows = [
+                reference.reduce_in_order("sum", [reference.widen(x[device]) for device in rank])
+                for rank in ranks.values()
+            ]
+        lost = [np.zeros_like(row) for row in rows]
+        keys = [seed_of(jax.random.key(seeds[rank[0]])) for rank in ranks.values()]
+        result = reference.allreduce(
+            rows,
+            [reference.Segment(0, self.numel, self.bits, self.bucket_size)],
+            op=self.op,
+            algorithm=self.algorithm,
+            rounding="nearest" if self.keys == "none" else "stochastic",
+            seeds=None if self.keys == "none" else keys,
+            gather_bits=self.gather_bits or 0,
+            skip_incomplete_buckets=self.skip_incomplete_buckets,
+            minimal_size=self.minimal_size,
+            divisor=len(group),
+            errors=lost,
+        )
+        errors = np.zeros((len(group), self.numel), self.dtype)
+        for rank, error in zip(ranks.values(), lost, strict=True):
+            errors[list(group).index(rank[0])] = rounded(error, self.dtype)
+        return rounded(result, self.dtype), errors
+
+
+def rounded(x: Values, dtype: npt.DTypeLike) -> Values:
+    """Round fp32 to another dtype; else change nothing."""
+    return x if x.dtype == dtype else reference.round_to(x, np.dtype(dtype))
+
+
+CASES = [
+    *(Case(numel) for numel in (1, 17, 511, 512, 513, 20000)),
+    *(Case(5000, bits, bucket_size=100, op="avg") for bits in (1, 4, 8, 32)),
+    *(Case(3001, dtype=dtype, op="avg", keys="different") for dtype in (np.float16, BF16)),
+    *(Case(3001, algorithm="one_shot", keys=keys) for keys in ("none", "equal", "different")),
+    *(Case(numel, algorithm="auto", keys="equal") for numel in (700, 40000)),
+    Case(1000, 2, bucket_size=64, gather_bits=8, skip_incomplete_buckets=True),
+    Case(1000, minimal_size=1001),
+]

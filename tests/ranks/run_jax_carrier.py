@@ -1,0 +1,93 @@
+"""Rank program: carrier="xla" over gloo, on meshes of processes with one or two devices each.
+
+    run_jax_carrier.py <devices> [<coordinator> <processes>]
+
+With a coordinator JAX starts by itself, as process RANK, and nothing of cgx's own may start: no
+communicator, no MPI. Without one the program runs under mpirun, and the native carrier must give
+the same bits.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax_carrier_cases import BF16, CASES, Case, Values
+from jax_cases import mesh_of, on_mesh, same_bits, use_cpu_devices
+
+import cgx_ops.jax
+from cgx_ops import _native
+
+use_cpu_devices(int(sys.argv[1]))
+ALONE = len(sys.argv) > 2
+if ALONE:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(sys.argv[2], int(sys.argv[3]), int(os.environ["RANK"]))
+else:
+    cgx_ops.jax.initialize()
+DEVICES = jax.devices()
+CARRIERS = ("xla",) if ALONE else ("xla", "native")
+
+
+def spread(mesh: Mesh, rows: Values) -> jax.Array:
+    """Return the operand of which the mesh's i-th device has the i-th row."""
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
+    return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+
+
+def check(mesh: Mesh, axes: tuple[str, ...], groups: Sequence[Sequence[int]], case: Case) -> None:
+    """Require the wanted bits of all devices here. `groups`: places in the mesh."""
+    processes = [device.process_index for device in mesh.devices.flat]
+    operands = spread(mesh, case.inputs(mesh.size)), spread(mesh, case.seeds(mesh.size))
+    wanted = {group[0]: case.expected(group, processes) for group in groups}
+    for carrier in CARRIERS:
+        program = on_mesh(mesh, lambda x, seed, c=carrier: case.call(x, seed, axes, c))
+        results, errors = (
+            {shard.index[0].start: np.asarray(shard.data)[0] for shard in rows.addressable_shards}
+            for rows in program(*operands)
+        )
+        for group in groups:
+            result, lost = wanted[group[0]]
+            for rank, place in enumerate(group):
+                if place in results:
+                    what = f"{carrier}, place {place} of {group}, {case}"
+                    assert same_bits(results[place], result), f"the result: {what}"
+                    assert same_bits(errors[place], lost[rank]), f"the error: {what}"
+
+
+def check_one_axis() -> None:
+    mesh = mesh_of((len(DEVICES),), ("d",))
+    for case in CASES:
+        check(mesh, ("d",), [range(mesh.size)], case)
+
+
+def check_two_axes() -> None:
+    mesh = mesh_of((2, len(DEVICES) // 2), ("a", "b"))
+    places = np.arange(mesh.size).reshape(2, -1)
+    for axes, groups in (
+        (("a",), places.T),
+        (("b",), places),
+        (("a", "b"), places.reshape(1, -1)),
+        (("b", "a"), places.T.reshape(1, -1)),
+    ):
+        if groups.shape[1] > 1:
+            for case in (Case(3000), Case(3000, dtype=BF16, op="avg", keys="different")):
+                check(mesh, axes, groups.tolist(), case)
+
+
+def check_another_order() -> None:
+    """Devices of one process are no longer neighbours."""
+    mesh = mesh_of((len(DEVICES),), ("d",), DEVICES[1::2] + DEVICES[0::2])
+    for case in (Case(3000), Case(3000, keys="different")):
+        check(mesh, ("d",), [range(mesh.size)], case)
+
+
+for step in (check_one_axis, check_two_axes, check_another_order):
+    step()
+    print("ok", step.__name__, flush=True)
+if ALONE:
+    assert _native.call_for_id("cgx_comm_next", -1) == -1, "a communicator was made"
+    print("ok alone", flush=True)

@@ -1,0 +1,251 @@
+"""What a call may say of each of its segments: where it is, its seed, what it lost; and refusals.
+
+1. calls of the C interface, by threads as ranks
+2. results and errors, against the oracle to the bit
+3. bad lists
+4. refusals
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_int64, c_void_p
+from typing import Any
+
+import launch
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import reference
+
+from cgx_ops import CgxError, Communicator, InvalidArgument, MismatchError, _native
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+NUMELS = (5000, 17, 0, 512, 3)
+BITS = (4, 2, 8, 32, 4)
+
+# ---- 1. calls -----------------------------------------------------------------------------------
+
+
+def pointers(arrays: Sequence[npt.NDArray[Any]]) -> Any:
+    """Return the arrays' addresses; null for those without elements."""
+    return (c_void_p * len(arrays))(*(a.ctypes.data if a.size else None for a in arrays))
+
+
+def call_of(comm: Communicator, dtype: str, **fields: Any) -> _native.Collective:
+    """Return an allreduce of NUMELS elements, of which `fields` say the rest."""
+    segments = (_native.Segment * len(NUMELS))(
+        *(_native.Segment(0, n, 512, bits) for n, bits in zip(NUMELS, BITS, strict=True))
+    )
+    return _native.Collective(
+        comm=comm.id, dtype=_native.DTYPES[dtype], segments=segments, num_segments=len(NUMELS),
+        occurrence=-1, **fields,
+    )  # fmt: skip
+
+
+def inputs(rank: int, dtype: str, scale: float = 1) -> list[npt.NDArray[Any]]:
+    """Return one array a segment, each where it happens to be."""
+    random = np.random.default_rng(rank)
+    return [(random.standard_normal(n) * scale).astype(DTYPES[dtype]) for n in NUMELS]
+
+
+def run(call: _native.Collective, xs: Any, ys: Any, seeds: Any = None, errors: Any = None) -> None:
+    call.inputs, call.outputs = pointers(xs), pointers(ys)
+    if seeds is not None:
+        call.seeds = (c_int64 * len(seeds))(*seeds)
+    if errors is not None:
+        call.errors = pointers(errors)
+    _native.call("cgx_run", byref(call))
+
+
+# ---- 2. results and errors ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("algorithm", ["sra", "one_shot", "ring"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_segments_anywhere(size: int, dtype: str, algorithm: Any, op: Any) -> None:
+    """Lists of pointers, a seed for each segment, a divisor and errors, all to the bit."""
+    divisor = 2 * size
+
+    def rank_of(rank: int, comm: Communicator) -> tuple[Any, Any]:
+        xs = inputs(rank, dtype)
+        ys, errors = ([np.full_like(x, 7) for x in xs] for _ in range(2))
+        call = call_of(
+            comm, dtype, op=_native.OPS[op], algorithm=_native.ALGORITHMS[algorithm],
+            rounding=_native.ROUNDINGS["stochastic"], divisor=divisor,
+        )  # fmt: skip
+        run(call, xs, ys, [100 * rank + i for i in range(len(xs))], errors)
+        return ys, errors
+
+    results = launch.threads(size, rank_of)
+    for i, (numel, bits) in enumerate(zip(NUMELS, BITS, strict=True)):
+        xs = [inputs(rank, dtype)[i] for rank in range(size)]
+        lost = [np.zeros(numel, xs[0].dtype) for _ in xs]
+        want = reference.allreduce(
+            xs, [reference.Segment(0, numel, bits, 512)], op=op, algorithm=algorithm,
+            rounding="stochastic", seeds=[100 * rank + i for rank in range(size)],
+            divisor=divisor, errors=lost,
+        )  # fmt: skip
+        for rank, (ys, errors) in enumerate(results):
+            assert ys[i].tobytes() == want.tobytes(), (i, rank)
+            assert errors[i].tobytes() == lost[rank].tobytes(), (i, rank)
+
+
+@pytest.mark.parametrize("algorithm", ["sra", "one_shot", "ring"])
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_nothing_is_lost_for_good(op: Any, algorithm: Any) -> None:
+    """The sum of inputs is the result plus the errors, to the rounding of fp32."""
+    size = 3
+
+    def rank_of(rank: int, comm: Communicator) -> tuple[Any, Any]:
+        xs = inputs(rank, "float32")
+        ys, errors = ([np.empty_like(x) for x in xs] for _ in range(2))
+        call = call_of(comm, "float32", op=_native.OPS[op], algorithm=_native.ALGORITHMS[algorithm])
+        run(call, xs, ys, errors=errors)
+        return ys, errors
+
+    results = launch.threads(size, rank_of)
+    for i in range(len(NUMELS)):
+        exact = sum(inputs(rank, "float32")[i].astype(np.float64) for rank in range(size))
+        lost = sum(errors[i].astype(np.float64) for _, errors in results)
+        total = results[0][0][i].astype(np.float64) * (size if op == "avg" else 1)
+        # Each value passes at most 2 (size + 2) fp32 operations (sums, a quotient, differences, a
+        # product), each off by 2^-24 of a value of at most `largest`.
+        largest = sum(np.abs(inputs(rank, "float32")[i]).max(initial=0) for rank in range(size))
+        bound = 2 * (size + 2) * 2.0**-24 * 2 * largest
+        assert np.abs(exact - total - lost).max(initial=0) <= bound
+
+
+def test_what_is_not_finite_is_not_kept() -> None:
+    """A NaN makes its bucket's result NaN, and leaves no error to poison the next call."""
+
+    def rank_of(rank: int, comm: Communicator) -> tuple[Any, Any]:
+        xs = inputs(rank, "float32")
+        if rank == 1:
+            xs[0][700] = np.nan
+        ys, errors = ([np.empty_like(x) for x in xs] for _ in range(2))
+        call = call_of(comm, "float32", algorithm=_native.ALGORITHMS["sra"])
+        run(call, xs, ys, errors=errors)
+        return ys, errors
+
+    for ys, errors in launch.threads(2, rank_of):
+        assert np.isnan(ys[0][512:1024]).all()
+        assert np.isfinite(ys[0][:512]).all()
+        assert all(np.isfinite(error).all() for error in errors)
+
+
+def test_lists_meet_one_buffer() -> None:
+    """Where values lie is each rank's own business."""
+
+    def rank_of(rank: int, comm: Communicator) -> npt.NDArray[Any]:
+        xs = inputs(rank, "float32")
+        call = call_of(comm, "float32", algorithm=_native.ALGORITHMS["sra"])
+        if rank == 0:
+            ys = [np.empty_like(x) for x in xs]
+            run(call, xs, ys)
+            return np.concatenate(ys)
+        flat = np.concatenate(xs)
+        at = 0
+        for i, numel in enumerate(NUMELS):
+            call.segments[i].offset = at
+            at += numel
+        call.input = call.output = flat.ctypes.data
+        _native.call("cgx_run", byref(call))
+        return flat
+
+    first, second = launch.threads(2, rank_of)
+    assert first.tobytes() == second.tobytes()
+
+
+# ---- 3. bad lists -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["inputs", "outputs", "errors"])
+def test_a_missing_buffer(which: str) -> None:
+    comm = Communicator.local(2)[0]
+    xs = inputs(0, "float32")
+    lists = {"xs": xs, "ys": list(xs), "errors": list(xs)}
+    key = {"inputs": "xs", "outputs": "ys", "errors": "errors"}[which]
+    lists[key] = [x if i else np.empty(0, np.float32) for i, x in enumerate(lists[key])]
+    with pytest.raises(InvalidArgument, match=rf"{which}\[0\] is a null pointer; it holds 5000"):
+        run(call_of(comm, "float32"), **lists)
+
+
+def test_lists_are_for_allreduce_and_errors_for_sums() -> None:
+    comm = Communicator.local(2)[0]
+    xs = inputs(0, "float32")
+    with pytest.raises(InvalidArgument, match="only an allreduce"):
+        run(call_of(comm, "float32", verb=_native.VERBS["all_gather"]), xs, xs)
+    exact = call_of(comm, "float32", op=_native.OPS["max"])
+    for segment in exact.segments[: len(NUMELS)]:
+        segment.bits = 32
+    with pytest.raises(InvalidArgument, match="only sum and avg"):
+        run(exact, xs, xs, errors=xs)
+
+
+def test_a_divisor_must_be_the_same() -> None:
+    def rank_of(rank: int, comm: Communicator) -> None:
+        xs = inputs(rank, "float32")
+        call = call_of(comm, "float32", op=_native.OPS["avg"], divisor=4 + rank)
+        with pytest.raises(MismatchError, match="divisor 4 against 5"):
+            run(call, xs, xs)
+
+    launch.threads(2, rank_of)
+    comm = Communicator.local(2)[0]
+    with pytest.raises(InvalidArgument, match="divisor is -1"):
+        run(call_of(comm, "float32", divisor=-1), inputs(0, "float32"), inputs(0, "float32"))
+
+
+# ---- 4. refusals --------------------------------------------------------------------------------
+
+
+def refuse(comm: Communicator, name: str, text: str) -> None:
+    call = _native.Collective(comm=comm.id, name=name.encode(), occurrence=-1)
+    _native.call("cgx_refuse", byref(call), 1, text.encode())
+
+
+@pytest.mark.parametrize("refusing", [(0,), (2,), (0, 1), (0, 1, 2)])
+def test_a_refusal_ends_the_call_everywhere(refusing: tuple[int, ...]) -> None:
+    """And nothing else: the communicator serves on, that name too."""
+
+    def rank_of(rank: int, comm: Communicator) -> None:
+        x = np.ones(1000, np.float32)
+        for _ in range(3):
+            if rank in refusing:
+                refuse(comm, "step", "no devices")
+            else:
+                with pytest.raises(
+                    CgxError, match=rf"rank {refusing[0]} takes no part.*no devices"
+                ):
+                    comm.allreduce(x, name="step")
+            assert (comm.allreduce(x, name="step") == 3).all()
+        assert (comm.allreduce(x) == 3).all()
+
+    launch.threads(3, rank_of)
+
+
+def test_a_refusal_needs_a_reason() -> None:
+    comm = Communicator.local(2)[0]
+    call = _native.Collective(comm=comm.id, name=b"x", occurrence=-1)
+    for status, text in ((0, b"why"), (1, None)):
+        with pytest.raises(InvalidArgument, match="a refusal needs"):
+            _native.call("cgx_refuse", byref(call), status, text)
+
+
+def test_exact_sums() -> None:
+    """cgx_sum adds in order, in fp32."""
+    values = [inputs(rank, "float16", 1000)[0] for rank in range(3)]
+    total = np.empty(len(values[0]), np.float32)
+    lists = pointers(values)
+    functions: Callable[..., Any] = _native.call
+    functions("cgx_sum", _native.DTYPES["float16"], lists, 3, total.size, total.ctypes.data)
+    want = values[0].astype(np.float32)
+    for value in values[1:]:
+        want = want + value.astype(np.float32)
+    assert total.tobytes() == want.tobytes()
+    half = np.empty(total.size, np.float16)
+    args = (_native.DTYPES["float32"], total.ctypes.data, _native.DTYPES["float16"])
+    functions("cgx_convert", *args, half.ctypes.data, ctypes.c_int64(half.size))
+    assert half.tobytes() == want.astype(np.float16).tobytes()

@@ -1,0 +1,148 @@
+#include "call.h"
+
+#include <utility>
+
+#include "cgx/completion_pool.h"
+#include "core.h"
+
+namespace cgx::xla {
+namespace {
+
+template <typename T>
+T Get(const ffi::ErrorOr<T>& value) {
+  if (!value) {
+    throw StatusError(CGX_INTERNAL, "the custom call's buffers are not those of this cgx_ops: " +
+                                        value.error().message());
+  }
+  return *value;
+}
+
+// What lives from the start of a message to its end.
+struct InFlight {
+  std::shared_ptr<Message> message;
+  Done done;
+};
+
+void Finish(void* context, cgx_status_t status, const char* text) {
+  const std::unique_ptr<InFlight> in_flight(static_cast<InFlight*>(context));
+  in_flight->done(status, text);
+}
+
+}  // namespace
+
+// ---- Call ---------------------------------------------------------------------------------------
+
+Call::Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Site& site,
+           const Site::Place& place)
+    : where_(std::string(site.function()) + " '" + site.name() + "' on rank " +
+             std::to_string(place.rank) + " of " + std::to_string(place.group->members.size())) {
+  const size_t count = site.leaves().size();
+  const auto ranks = static_cast<int64_t>(place.group->members.size());
+  for (size_t i = 0; i < count; ++i) {
+    const auto [bits, batch] = site.leaves()[i];
+    const auto values = Get(args.get<ffi::AnyBuffer>(i));
+    auto result = Get(rets.get<ffi::AnyBuffer>(i));
+    const auto seeds = Get(args.get<ffi::Buffer<ffi::U32>>(count + i));
+    dtype_ = ToDtype(values.element_type());
+    int64_t elements = static_cast<int64_t>(values.element_count());
+    if (site.collective().verb == CGX_REDUCE_SCATTER) elements /= ranks;
+    std::byte* error = nullptr;
+    if (site.returns_errors())
+      error = static_cast<std::byte*>(Get(rets.get<ffi::AnyBuffer>(count + i))->untyped_data());
+    leaves_.push_back({static_cast<const std::byte*>(values.untyped_data()),
+                       static_cast<std::byte*>(result->untyped_data()), error, bits, batch,
+                       elements / batch});
+    for (int64_t row = 0; row < batch; ++row) {
+      const uint64_t low = seeds.typed_data()[2 * row], high = seeds.typed_data()[2 * row + 1];
+      seeds_.push_back(static_cast<int64_t>(low | high << 32));
+    }
+  }
+}
+
+void Call::Complete(cgx_status_t status, const std::string& message) {
+  launched_.reset();
+  if (status == CGX_OK) {
+    promise_.SetAvailable();
+  } else {
+    promise_.SetError(ffi::Error(ToErrorCode(status), where_ + ": " + message));
+  }
+}
+
+void CompleteSoon(std::shared_ptr<Call> call, cgx_status_t status, std::string text) {
+  CompletionPool::get().run(
+      [call = std::move(call), status, text = std::move(text)] { call->Complete(status, text); });
+}
+
+// ---- Message ------------------------------------------------------------------------------------
+
+Message::Message(const Site& site, std::string key, int32_t dtype, int64_t divisor)
+    : collective(site.collective()), key_(std::move(key)) {
+  collective.dtype = dtype;
+  collective.divisor = divisor;
+}
+
+void Message::Add(const Leaf& leaf, int64_t bucket_size, int64_t at) {
+  for (int64_t row = 0; row < leaf.batch; ++row) {
+    segments_.push_back({at + row * leaf.numel, leaf.numel, bucket_size, leaf.bits, 0});
+    if (row == 0) examples_.push_back(segments_.back());
+  }
+}
+
+void Message::Add(const Leaf& leaf, int64_t bucket_size) {
+  Add(leaf, bucket_size, /*at=*/0);
+  for (int64_t row = 0; row < leaf.batch; ++row) {
+    const int64_t at = row * leaf.numel * SizeOf(collective.dtype);
+    inputs_.push_back(leaf.values + at);
+    outputs_.push_back(leaf.result + at);
+    if (leaf.error) errors_.push_back(leaf.error + at);
+  }
+}
+
+const cgx_collective_t& Message::On(int32_t comm) {
+  collective.comm = comm;
+  collective.name = key_.c_str();
+  PickAlgorithm();
+  collective.segments = segments_.data();
+  collective.num_segments = static_cast<int64_t>(segments_.size());
+  collective.seeds = seeds.data();
+  if (!inputs_.empty()) {
+    collective.inputs = inputs_.data();
+    collective.outputs = outputs_.data();
+  }
+  if (!errors_.empty()) collective.errors = errors_.data();
+  return collective;
+}
+
+// Each example of a vmap is to be reduced as if it were alone, so "auto" must go by the size of
+// one.
+void Message::PickAlgorithm() {
+  if (collective.algorithm != CGX_AUTO || examples_.size() == segments_.size()) return;
+  cgx_collective_t one = collective;
+  int64_t end = 0;
+  for (cgx_segment_t& example : examples_) {
+    example.offset = std::exchange(end, end + example.numel);
+  }
+  one.segments = examples_.data();
+  one.num_segments = static_cast<int64_t>(examples_.size());
+  one.input = one.output = this;  // not looked at: only the sizes count
+  auto plan = make<cgx_plan_t>();
+  check(cgx_plan(&one, &plan));
+  collective.algorithm = plan.algorithm;
+}
+
+void Start(std::shared_ptr<Message> message, int32_t comm, Done done) {
+  auto* in_flight = new InFlight{std::move(message), std::move(done)};
+  // Finish may run, and free it, before cgx_start returns.
+  cgx_status_t status;
+  std::string text;
+  try {
+    status = cgx_start(&in_flight->message->On(comm), &Finish, in_flight, nullptr);
+    if (status != CGX_OK) text = cgx_last_error();
+  } catch (const StatusError& error) {
+    status = error.status;
+    text = error.what();
+  }
+  if (status != CGX_OK) Finish(in_flight, status, text.c_str());
+}
+
+}  // namespace cgx::xla

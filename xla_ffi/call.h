@@ -1,0 +1,92 @@
+// One execution of a collective on one device, from Execute to the completed promise, and the
+// message that the core gets of it.
+#ifndef CGX_XLA_FFI_CALL_H_
+#define CGX_XLA_FFI_CALL_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cgx/cgx.h"
+#include "launches.h"
+#include "site.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace cgx::xla {
+
+struct Leaf {
+  const std::byte* values;
+  std::byte* result;
+  std::byte* error;  // null unless the site returns errors
+  int32_t bits;
+  int64_t batch;  // segments: the examples of a vmap
+  int64_t numel;  // of a segment
+  int64_t elements() const { return batch * numel; }
+};
+
+// Copies what it needs of XLA's call frame, which dies when the handler returns; the buffers live
+// until the promise is completed.
+class Call {
+ public:
+  // Throws StatusError.
+  Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Site& site,
+       const Site::Place& place);
+
+  ffi::Future future() { return ffi::Future(promise_); }
+  // What ends before the promise is completed.
+  void Hold(std::unique_ptr<LaunchedCall> launched) { launched_ = std::move(launched); }
+  // Once. Resumes XLA's program on this thread, which may block: see completion_pool.h.
+  void Complete(cgx_status_t status, const std::string& message);
+
+  int32_t dtype() const { return dtype_; }
+  const std::vector<Leaf>& leaves() const { return leaves_; }
+  const std::vector<int64_t>& seeds() const { return seeds_; }  // by segment
+
+ private:
+  ffi::Promise promise_;
+  std::unique_ptr<LaunchedCall> launched_;
+  std::string where_;  // for error messages
+  int32_t dtype_;
+  std::vector<Leaf> leaves_;
+  std::vector<int64_t> seeds_;
+};
+
+// A rank's part of a collective as the core takes it, with the lists that it points to.
+class Message {
+ public:
+  // Everything but values: the site's settings under a key. `divisor`: of averages.
+  Message(const Site& site, std::string key, int32_t dtype, int64_t divisor);
+
+  // Adds a leaf's segments, wherever its buffers are; an error may be null.
+  void Add(const Leaf& leaf, int64_t bucket_size);
+  // Adds a leaf's segments, `at` elements into the buffers (or blocks) that the collective has.
+  void Add(const Leaf& leaf, int64_t bucket_size, int64_t at);
+
+  // The collective, pointed to all of that.
+  const cgx_collective_t& On(int32_t comm);
+
+  cgx_collective_t collective;  // what is not below may be changed before On
+  std::vector<int64_t> seeds;   // by segment
+
+ private:
+  void PickAlgorithm();
+
+  std::string key_;
+  std::vector<cgx_segment_t> segments_, examples_;  // all; the first of each leaf
+  std::vector<const void*> inputs_;                 // by segment; empty: in one buffer
+  std::vector<void*> outputs_, errors_;
+};
+
+// Starts a message; `done` is called once, on a thread that must not be blocked.
+using Done = std::function<void(cgx_status_t status, const std::string& text)>;
+void Start(std::shared_ptr<Message> message, int32_t comm, Done done);
+
+// Completes a call on a thread of the pool.
+void CompleteSoon(std::shared_ptr<Call> call, cgx_status_t status, std::string text);
+
+}  // namespace cgx::xla
+
+#endif  // CGX_XLA_FFI_CALL_H_

@@ -1,0 +1,309 @@
+#include "carried.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "cgx/cgx.h"
+#include "core.h"
+
+namespace cgx::xla {
+
+// What the program fixes, the same in all handlers of one psum_q.
+struct CarriedSettings {
+  int64_t op, algorithm, rounding, gather_bits, skip_incomplete_buckets, minimal_size, bucket_size;
+  int64_t size;     // ranks
+  int64_t divisor;  // of avg
+  ffi::Span<const int64_t> bits;  // of each leaf
+};
+
+}  // namespace cgx::xla
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::cgx::xla::CarriedSettings, StructMember<int64_t>("op"), StructMember<int64_t>("algorithm"),
+    StructMember<int64_t>("rounding"), StructMember<int64_t>("gather_bits"),
+    StructMember<int64_t>("skip_incomplete_buckets"), StructMember<int64_t>("minimal_size"),
+    StructMember<int64_t>("bucket_size"), StructMember<int64_t>("size"),
+    StructMember<int64_t>("divisor"), StructMember<Span<const int64_t>>("bits"));
+
+namespace cgx::xla {
+namespace {
+
+using U32Buffer = ffi::Buffer<ffi::U32>;
+using U8Buffer = ffi::Buffer<ffi::U8>;
+
+// ---- one call of cgx.h --------------------------------------------------------------------------
+
+void Require(bool expected, const char* what) {
+  if (expected) return;
+  throw StatusError(CGX_INTERNAL, std::string("the ") + what +
+                                      " of a custom call are not those of this cgx_ops");
+}
+
+template <typename Buffer, typename Buffers>
+auto GetBuffer(const Buffers& buffers, size_t index) {
+  auto buffer = buffers.template get<Buffer>(index);
+  Require(buffer.has_value(), "buffers");
+  return *buffer;
+}
+
+// A call, with the lists that it points to. A leaf is (examples, elements): each example of a vmap
+// is a segment.
+class CarriedCall {
+ public:
+  CarriedCall(const CarriedSettings& settings, const U32Buffer& rank)
+      : settings_(settings),
+        collective_(make<cgx_collective_t>()),
+        carried_(make<cgx_carried_t>()) {
+    collective_.verb = CGX_ALLREDUCE;
+    collective_.op = static_cast<int32_t>(settings.op);
+    collective_.algorithm = static_cast<int32_t>(settings.algorithm);
+    collective_.rounding = static_cast<int32_t>(settings.rounding);
+    collective_.gather_bits = static_cast<int32_t>(settings.gather_bits);
+    collective_.skip_incomplete_buckets = static_cast<int32_t>(settings.skip_incomplete_buckets);
+    collective_.minimal_size = settings.minimal_size;
+    collective_.divisor = settings.divisor;
+    carried_.rank = static_cast<int32_t>(*rank.typed_data());
+    carried_.size = static_cast<int32_t>(settings.size);
+    carried_.call = &collective_;
+  }
+  CarriedCall(const CarriedCall&) = delete;
+
+  // The values that a rank gives, with a seed for each segment: rows (low half, high half).
+  void SetInputs(const ffi::RemainingArgs& leaves, const U32Buffer& seeds) {
+    for (size_t i = 0; i < NumLeaves(); ++i) {
+      const auto leaf = GetBuffer<ffi::AnyBuffer>(leaves, i);
+      AddSegments(leaf, settings_.bits[i]);
+      AddPointers(leaf, values_);
+    }
+    Require(seeds.element_count() == 2 * segments_.size(), "seeds");
+    for (size_t i = 0; i < segments_.size(); ++i) {
+      const uint64_t low = seeds.typed_data()[2 * i], high = seeds.typed_data()[2 * i + 1];
+      seeds_.push_back(static_cast<int64_t>(low | high << 32));
+    }
+    collective_.inputs = values_.data();
+    collective_.seeds = seeds_.data();
+    Plan();
+  }
+
+  void SetOutputs(const ffi::RemainingRets& results) {
+    for (size_t i = 0; i < NumLeaves(); ++i) {
+      const ffi::AnyBuffer result = *GetBuffer<ffi::AnyBuffer>(results, i);
+      AddSegments(result, settings_.bits[i]);
+      AddPointers(result, values_);
+    }
+    collective_.outputs = values_.data();
+    Plan();
+  }
+
+  // Where what compression loses goes, if the program wants it.
+  void SetErrors(const ffi::RemainingRets& errors) {
+    if (errors.size() == 0) return;
+    for (size_t i = 0; i < NumLeaves(); ++i) {
+      const ffi::AnyBuffer error = *GetBuffer<ffi::AnyBuffer>(errors, i);
+      AddPointers(error, errors_);
+    }
+    Require(errors_.size() == segments_.size(), "errors");
+    collective_.errors = errors_.data();
+  }
+
+  const cgx_carried_t* get() const { return &carried_; }
+  int64_t rank() const { return carried_.rank; }
+  int64_t size() const { return carried_.size; }
+  bool one_shot() const { return collective_.algorithm == CGX_ONE_SHOT; }
+  // Bytes to each rank from each other one, and from each rank to everyone.
+  const std::vector<int64_t>& scatter_bytes() const { return scatter_bytes_; }
+  const std::vector<int64_t>& gather_bytes() const { return gather_bytes_; }
+
+ private:
+  size_t NumLeaves() const { return settings_.bits.size(); }
+
+  void AddSegments(const ffi::AnyBuffer& leaf, int64_t bits) {
+    Require(leaf.dimensions().size() == 2, "leaves");
+    collective_.dtype = ToDtype(leaf.element_type());
+    segments_.resize(segments_.size() + leaf.dimensions()[0],
+                     {0, leaf.dimensions()[1], settings_.bucket_size, static_cast<int32_t>(bits), 0});
+    collective_.segments = segments_.data();
+    collective_.num_segments = static_cast<int64_t>(segments_.size());
+  }
+
+  static void AddPointers(const ffi::AnyBuffer& leaf, std::vector<void*>& pointers) {
+    const int64_t bytes = leaf.dimensions()[1] * SizeOf(ToDtype(leaf.element_type()));
+    for (int64_t example = 0; example < leaf.dimensions()[0]; ++example)
+      pointers.push_back(static_cast<std::byte*>(leaf.untyped_data()) + example * bytes);
+  }
+
+  void Plan() {
+    scatter_bytes_.resize(size());
+    gather_bytes_.resize(size());
+    check(cgx_carried_plan(&carried_, &collective_.algorithm, scatter_bytes_.data(),
+                           gather_bytes_.data()));
+  }
+
+  const CarriedSettings& settings_;
+  cgx_collective_t collective_;
+  cgx_carried_t carried_;
+  std::vector<cgx_segment_t> segments_;
+  std::vector<void*> values_, errors_;  // of each segment
+  std::vector<int64_t> seeds_, scatter_bytes_, gather_bytes_;
+};
+
+// ---- messages as rows ---------------------------------------------------------------------------
+
+std::byte* Bytes(const U8Buffer& buffer) {
+  return reinterpret_cast<std::byte*>(buffer.typed_data());
+}
+
+// The length of each of `rows` rows in a buffer, which hold these messages.
+int64_t RowLength(const U8Buffer& buffer, int64_t rows, const std::vector<int64_t>& messages) {
+  const auto bytes = static_cast<int64_t>(buffer.element_count());
+  const int64_t longest = *std::max_element(messages.begin(), messages.end());
+  Require(bytes % rows == 0 && bytes / rows >= longest, "messages");
+  return bytes / rows;
+}
+
+// Moves messages that lie end to end to rows of `length` bytes. The last goes first: no row begins
+// before its message did.
+void SpreadRows(const std::vector<int64_t>& bytes, int64_t length, std::byte* rows) {
+  int64_t begin = std::accumulate(bytes.begin(), bytes.end(), int64_t{0});
+  for (size_t row = bytes.size(); row-- > 0;) {
+    begin -= bytes[row];
+    std::byte* to = rows + row * length;
+    std::memmove(to, rows + begin, bytes[row]);
+    std::memset(to + bytes[row], 0, length - bytes[row]);
+  }
+}
+
+// Lays the first `bytes` of each row but the rank's own end to end.
+std::unique_ptr<std::byte[]> PackRows(const std::byte* rows, int64_t length, int64_t bytes,
+                                      const CarriedCall& call) {
+  auto packed = std::make_unique_for_overwrite<std::byte[]>((call.size() - 1) * bytes);
+  std::byte* to = packed.get();
+  for (int64_t row = 0; row < call.size(); ++row) {
+    if (row == call.rank()) continue;
+    std::memcpy(to, rows + row * length, bytes);
+    to += bytes;
+  }
+  return packed;
+}
+
+// ---- the handlers' work -------------------------------------------------------------------------
+
+// (members, n) to float32 (n), in the order of the members.
+void Sum(ffi::AnyBuffer values, ffi::Result<ffi::Buffer<ffi::F32>> sum) {
+  const auto numel = static_cast<int64_t>(sum->element_count());
+  const cgx_dtype_t dtype = ToDtype(values.element_type());
+  std::vector<const void*> rows(values.dimensions().front());
+  for (size_t row = 0; row < rows.size(); ++row)
+    rows[row] = static_cast<std::byte*>(values.untyped_data()) + row * numel * SizeOf(dtype);
+  check(cgx_sum(dtype, rows.data(), static_cast<int32_t>(rows.size()), numel, sum->typed_data()));
+}
+
+// Float32 to another dtype.
+void Round(ffi::Buffer<ffi::F32> values, ffi::Result<ffi::AnyBuffer> rounded) {
+  check(cgx_convert(CGX_FLOAT32, values.typed_data(), ToDtype(rounded->element_type()),
+                    rounded->untyped_data(), static_cast<int64_t>(values.element_count())));
+}
+
+void Encode(CarriedSettings settings, U32Buffer rank, U32Buffer seeds, ffi::RemainingArgs leaves,
+            ffi::Result<U8Buffer> messages, ffi::RemainingRets errors) {
+  CarriedCall call(settings, rank);
+  call.SetInputs(leaves, seeds);
+  call.SetErrors(errors);
+  std::vector<int64_t> bytes;  // of each row
+  if (call.one_shot()) {
+    bytes = {call.gather_bytes()[call.rank()]};
+  } else {
+    bytes = call.scatter_bytes();
+    bytes[call.rank()] = 0;
+  }
+  const int64_t length = RowLength(*messages, static_cast<int64_t>(bytes.size()), bytes);
+  check(cgx_carried_encode(call.get(), messages->typed_data()));
+  SpreadRows(bytes, length, Bytes(*messages));
+}
+
+// The errors, which come behind the leaves, are those that Encode has written: where they are, this
+// adds those of the sums that this rank encodes.
+void Reduce(CarriedSettings settings, U32Buffer rank, U32Buffer seeds, U8Buffer arrived,
+            ffi::RemainingArgs leaves_and_errors, ffi::Result<U8Buffer> message,
+            ffi::RemainingRets errors) {
+  CarriedCall call(settings, rank);
+  call.SetInputs(leaves_and_errors, seeds);
+  call.SetErrors(errors);
+  const int64_t arrived_length = RowLength(arrived, call.size(), call.scatter_bytes());
+  const int64_t length = RowLength(*message, 1, call.gather_bytes());
+  const auto packed = PackRows(Bytes(arrived), arrived_length,
+                               call.scatter_bytes()[call.rank()], call);
+  check(cgx_carried_reduce(call.get(), packed.get(), message->typed_data()));
+  const int64_t bytes = call.gather_bytes()[call.rank()];
+  std::memset(Bytes(*message) + bytes, 0, length - bytes);
+}
+
+void Decode(CarriedSettings settings, U32Buffer rank, U8Buffer gathered,
+            ffi::RemainingRets results) {
+  CarriedCall call(settings, rank);
+  call.SetOutputs(results);
+  check(cgx_carried_decode(call.get(), gathered.typed_data(),
+                           RowLength(gathered, call.size(), call.gather_bytes())));
+}
+
+// ---- XLA's view ---------------------------------------------------------------------------------
+
+// Makes a handler of a function that throws StatusError.
+template <typename... Arguments>
+auto Handler(void (*work)(Arguments...)) {
+  return [work](Arguments... arguments) {
+    try {
+      work(arguments...);
+      return ffi::Error::Success();
+    } catch (const StatusError& error) {
+      return ffi::Error(ToErrorCode(error.status),
+                        std::string("psum_q with carrier='xla': ") + error.what());
+    }
+  };
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedSum, Handler(&Sum),
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedRound, Handler(&Round),
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedEncode, Handler(&Encode),
+                              ffi::Ffi::Bind()
+                                  .Attrs<CarriedSettings>()
+                                  .Arg<U32Buffer>()
+                                  .Arg<U32Buffer>()
+                                  .RemainingArgs()
+                                  .Ret<U8Buffer>()
+                                  .RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedReduce, Handler(&Reduce),
+                              ffi::Ffi::Bind()
+                                  .Attrs<CarriedSettings>()
+                                  .Arg<U32Buffer>()
+                                  .Arg<U32Buffer>()
+                                  .Arg<U8Buffer>()
+                                  .RemainingArgs()
+                                  .Ret<U8Buffer>()
+                                  .RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedDecode, Handler(&Decode),
+                              ffi::Ffi::Bind()
+                                  .Attrs<CarriedSettings>()
+                                  .Arg<U32Buffer>()
+                                  .Arg<U8Buffer>()
+                                  .RemainingRets());
+
+}  // namespace cgx::xla

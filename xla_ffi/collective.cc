@@ -1,0 +1,164 @@
+// How one execution of a collective on one device goes:
+//
+//   1. Execute, on a thread of XLA: copies what it needs, and returns a future. It never waits: XLA
+//      runs independent calls in any order, so one that waits for its peers may keep the thread
+//      that its peers' peers need.
+//   2. It starts on the communicator of its group, under a key that does not depend on the order
+//      in which calls arrive (see site.h):
+//        among devices     all of the group are in this process, each a rank
+//        among processes   one device of the group in each
+//        at a meeting      several devices in a process (see meeting.h)
+//   3. The end, on a thread of the core: hands the promise to the pool, whose thread completes it.
+#include "collective.h"
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "call.h"
+#include "cgx/cgx.h"
+#include "core.h"
+#include "groups.h"
+#include "launches.h"
+#include "meeting.h"
+#include "site.h"
+
+namespace cgx::xla {
+namespace {
+
+std::atomic<double> local_timeout_s{20};
+
+// One execution of a site by one device.
+struct Execution {
+  int64_t run;
+  int32_t device;
+  int64_t partition;
+  Site::Place place;
+  Site& site;
+};
+
+// The message of a device that is a rank of its own: buffers are used where they are.
+std::shared_ptr<Message> AsRank(const Call& call, const Site& site, std::string key) {
+  auto message = std::make_shared<Message>(site, std::move(key), call.dtype(), /*divisor=*/0);
+  message->seeds = call.seeds();
+  if (site.collective().verb == CGX_ALLREDUCE) {
+    for (const Leaf& leaf : call.leaves()) message->Add(leaf, site.bucket_size());
+    return message;
+  }
+  const Leaf& leaf = call.leaves()[0];
+  message->Add(leaf, site.bucket_size(), /*at=*/0);
+  message->collective.input = leaf.values;
+  message->collective.output = leaf.result;
+  message->collective.block_numel = leaf.elements();
+  return message;
+}
+
+void StartAmongDevices(std::shared_ptr<Call> call, const Execution& execution) {
+  Site& site = execution.site;
+  auto message =
+      AsRank(*call, site, std::to_string(site.serial()) + "@" + std::to_string(execution.run));
+  message->collective.occurrence = site.NextOccurrence(execution.run, execution.partition);
+  message->collective.timeout_s = local_timeout_s;
+  const int32_t comm = LocalCommunicator(execution.place.group->members, execution.place.rank,
+                                         execution.run, local_timeout_s);
+  Start(std::move(message), comm,
+        [call](cgx_status_t status, const std::string& text) { CompleteSoon(call, status, text); });
+}
+
+void StartAmongProcesses(std::shared_ptr<Call> call, const Execution& execution, bool alone) {
+  const Site& site = execution.site;
+  const Group& group = *execution.place.group;
+  const std::string name = site.NameOf(group);
+  if (!alone) {
+    Refuse(group.processes, name, CGX_INVALID_ARGUMENT, kOverlap);
+    return CompleteSoon(std::move(call), CGX_INVALID_ARGUMENT, kOverlap);
+  }
+  auto message = AsRank(*call, site, name);
+  message->collective.occurrence = -1;  // executions follow each other, in every process alike
+  const auto end = [call = std::move(call)](cgx_status_t status, const std::string& text) {
+    CompleteSoon(call, status, text);
+  };
+  WithProcessCommunicator(
+      group.processes, [message, end](int32_t comm, cgx_status_t status, const std::string& text) {
+        if (status != CGX_OK) return end(status, text);
+        Start(message, comm, end);
+      });
+}
+
+void StartAtMeeting(std::shared_ptr<Call> call, const Execution& execution, bool alone) {
+  Site& site = execution.site;
+  const auto& [group, rank] = execution.place;
+  const int64_t occurrence = site.NextOccurrence(execution.run, execution.partition);
+  const auto meeting =
+      site.FindMeeting(execution.run, *group, group->process_of[rank], occurrence, local_timeout_s);
+  if (!alone) meeting->Fail(CGX_INVALID_ARGUMENT, kOverlap);
+  if (meeting->Join(group->place_of[rank], std::move(call)))
+    site.ForgetMeeting(execution.run, *group, occurrence);
+}
+
+void StartCall(const std::shared_ptr<Call>& call, const Execution& execution) {
+  const Group& group = *execution.place.group;
+  if (group.processes.empty()) return StartAmongDevices(call, execution);
+  const Site& site = execution.site;
+  auto launched = std::make_unique<LaunchedCall>(execution.device, execution.run,
+                                                 site.NameOf(group), site.named());
+  const bool alone = launched->alone();
+  call->Hold(std::move(launched));
+  const auto start = group.hierarchical() ? StartAtMeeting : StartAmongProcesses;
+  start(call, execution, alone);
+}
+
+ffi::ErrorOr<std::unique_ptr<Site>> Instantiate(ffi::Dictionary attributes) {
+  try {
+    return std::make_unique<Site>(attributes);
+  } catch (const StatusError& error) {
+    return ffi::Unexpected(ffi::Error(ToErrorCode(error.status), error.what()));
+  }
+}
+
+ffi::Future Failed(const StatusError& error) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  promise.SetError(ffi::Error(ToErrorCode(error.status), error.what()));
+  return future;
+}
+
+ffi::Future Execute(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary,
+                    ffi::RunId run, int32_t device, Site* site) {
+  std::shared_ptr<Call> call;
+  try {
+    const auto last = args.get<ffi::Buffer<ffi::U32>>(args.size() - 1);
+    if (!last) throw StatusError(CGX_INTERNAL, "the custom call has no partition id");
+    const int64_t partition = *last->typed_data();
+    const Site::Place place = site->Find(partition);
+    call = std::make_shared<Call>(args, rets, *site, place);
+    ffi::Future future = call->future();
+    try {
+      StartCall(call, {run.run_id, device, partition, place, *site});
+    } catch (const StatusError& error) {  // before anything was started
+      CompleteSoon(call, error.status, error.what());
+    }
+    return future;
+  } catch (const StatusError& error) {
+    return Failed(error);
+  }
+}
+
+}  // namespace
+
+void SetLocalTimeout(double seconds) { local_timeout_s = seconds; }
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CollectiveInstantiate, Instantiate,
+                              ffi::Ffi::BindInstantiate().Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CollectiveExecute, Execute,
+                              ffi::Ffi::Bind()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs()
+                                  .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::State<Site>>());
+
+}  // namespace cgx::xla

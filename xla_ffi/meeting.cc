@@ -1,0 +1,278 @@
+#include "meeting.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <thread>
+#include <utility>
+
+#include "cgx/completion_pool.h"
+#include "core.h"
+#include "groups.h"
+
+namespace cgx::xla {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Fails meetings at their deadlines. All wait equally long, so they end in the order of opening.
+class Deadlines {
+ public:
+  static Deadlines& Get() {
+    static auto* deadlines = new Deadlines;  // lives as its thread does, until the process ends
+    return *deadlines;
+  }
+
+  void Add(Clock::time_point when, std::weak_ptr<Meeting> meeting) {
+    std::lock_guard lock(mutex_);
+    waiting_.push_back({when, std::move(meeting)});
+    changed_.notify_one();
+  }
+
+ private:
+  struct Entry {
+    Clock::time_point when;
+    std::weak_ptr<Meeting> meeting;
+  };
+
+  Deadlines() {
+    std::thread([this] { Loop(); }).detach();
+  }
+
+  void Loop() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [this] { return !waiting_.empty(); });
+      const Entry first = waiting_.front();
+      if (!first.meeting.expired() && Clock::now() < first.when) {
+        changed_.wait_until(lock, first.when);
+        continue;
+      }
+      waiting_.pop_front();
+      lock.unlock();
+      if (auto meeting = first.meeting.lock()) meeting->Expire();
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Entry> waiting_;
+};
+
+std::unique_ptr<std::byte[]> Buffer(int64_t bytes) {
+  return std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(bytes));
+}
+
+// One call's leaf i, and those of all calls.
+const Leaf& LeafOf(const std::shared_ptr<Call>& call, size_t i) { return call->leaves()[i]; }
+
+void Sum(const std::vector<std::shared_ptr<Call>>& calls, size_t leaf, int64_t first, int64_t numel,
+         std::byte* sums) {
+  std::vector<const void*> values;
+  for (const auto& call : calls)
+    values.push_back(LeafOf(call, leaf).values + first * SizeOf(call->dtype()));
+  check(cgx_sum(calls[0]->dtype(), values.data(), static_cast<int32_t>(values.size()), numel,
+                reinterpret_cast<float*>(sums)));
+}
+
+}  // namespace
+
+std::shared_ptr<Meeting> Meeting::Open(const Site& site, const Group& group, int64_t process,
+                                       double timeout_s) {
+  std::shared_ptr<Meeting> meeting(new Meeting(site, group, process, timeout_s));
+  const auto wait = std::chrono::duration<double>(timeout_s);
+  Deadlines::Get().Add(Clock::now() + std::chrono::duration_cast<Clock::duration>(wait), meeting);
+  return meeting;
+}
+
+Meeting::Meeting(const Site& site, const Group& group, int64_t process, double timeout_s)
+    : site_(site),
+      group_(group),
+      process_(process),
+      timeout_s_(timeout_s),
+      calls_(group.members_of[process].size()) {}
+
+bool Meeting::Join(int64_t place, std::shared_ptr<Call> call) {
+  std::unique_lock lock(mutex_);
+  if (failed_ != CGX_OK) {
+    lock.unlock();
+    CompleteSoon(std::move(call), failed_, why_);
+    return false;
+  }
+  calls_[place] = std::move(call);
+  if (++joined_ < calls_.size()) return false;
+  lock.unlock();
+  CompletionPool::get().run([self = shared_from_this()] { self->Run(); });
+  return true;
+}
+
+void Meeting::Fail(cgx_status_t status, const std::string& text) {
+  std::vector<std::shared_ptr<Call>> calls;
+  {
+    std::lock_guard lock(mutex_);
+    if (failed_ != CGX_OK || joined_ == calls_.size()) return;
+    failed_ = status;
+    why_ = text;
+    calls = std::move(calls_);
+  }
+  Refuse(group_.processes, site_.NameOf(group_), status, text);
+  for (auto& call : calls)
+    if (call) CompleteSoon(std::move(call), status, text);
+}
+
+void Meeting::Expire() {
+  char text[128];
+  size_t missing;
+  {
+    std::lock_guard lock(mutex_);
+    missing = calls_.size() - joined_;
+  }
+  std::snprintf(text, sizeof(text),
+                "%zu of %zu devices of this process did not call it within %g s", missing,
+                group_.members_of[process_].size(), timeout_s_);
+  Fail(CGX_TIMEOUT, text);
+}
+
+// Below, everybody is here: calls_ does not change any more.
+
+void Meeting::Run() {
+  std::shared_ptr<Message> message;
+  try {
+    switch (site_.collective().verb) {
+      case CGX_ALLREDUCE:
+        message = ReduceAll();
+        break;
+      case CGX_REDUCE_SCATTER:
+        message = ReduceScatter();
+        break;
+      default:
+        message = Gather();
+    }
+  } catch (const std::exception& error) {
+    Refuse(group_.processes, site_.NameOf(group_), CGX_INTERNAL, error.what());
+    End(CGX_INTERNAL, error.what());
+    return;
+  }
+  message->collective.timeout_s = timeout_s_;
+  auto self = shared_from_this();
+  WithProcessCommunicator(group_.processes, [self, message](int32_t comm, cgx_status_t status,
+                                                            const std::string& text) {
+    if (status != CGX_OK) return self->End(status, text);
+    Start(message, comm,
+          [self, message](cgx_status_t ended, const std::string& why) { self->End(ended, why); });
+  });
+}
+
+std::shared_ptr<Message> Meeting::ReduceAll() {
+  const auto divisor = static_cast<int64_t>(group_.members.size());
+  auto message = std::make_shared<Message>(site_, site_.NameOf(group_), CGX_FLOAT32, divisor);
+  const std::vector<Leaf>& leaves = calls_[0]->leaves();
+  int64_t bytes = 0;
+  for (const Leaf& leaf : leaves) bytes += 4 * leaf.elements();
+  sent_ = Buffer(bytes);
+  if (site_.returns_errors()) lost_ = Buffer(bytes);
+  int64_t at = 0;
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    Leaf whole = leaves[i];
+    whole.values = whole.result = sent_.get() + at;
+    whole.error = lost_ ? lost_.get() + at : nullptr;
+    Sum(calls_, i, /*first=*/0, whole.elements(), sent_.get() + at);
+    message->Add(whole, site_.bucket_size());
+    at += 4 * whole.elements();
+  }
+  message->seeds = calls_[0]->seeds();
+  return message;
+}
+
+// A block of the processes' message holds the blocks of the process's members, in order.
+std::shared_ptr<Message> Meeting::ReduceScatter() {
+  const auto divisor = static_cast<int64_t>(group_.members.size());
+  auto message = std::make_shared<Message>(site_, site_.NameOf(group_), CGX_FLOAT32, divisor);
+  const Leaf& leaf = calls_[0]->leaves()[0];
+  const auto locals = static_cast<int64_t>(calls_.size());
+  const int64_t block = leaf.elements();
+  sent_ = Buffer(4 * block * static_cast<int64_t>(group_.members.size()));
+  received_ = Buffer(4 * block * locals);
+  std::byte* to = sent_.get();
+  for (const auto& members : group_.members_of) {
+    for (const int64_t rank : members) {
+      Sum(calls_, 0, rank * block, block, to);
+      to += 4 * block;
+    }
+  }
+  for (int64_t place = 0; place < locals; ++place) {
+    message->Add(leaf, site_.bucket_size(), place * block);
+    message->seeds.insert(message->seeds.end(), calls_[0]->seeds().begin(),
+                          calls_[0]->seeds().end());
+  }
+  message->collective.input = sent_.get();
+  message->collective.output = received_.get();
+  message->collective.block_numel = block * locals;
+  return message;
+}
+
+std::shared_ptr<Message> Meeting::Gather() {
+  const int32_t dtype = calls_[0]->dtype();
+  auto message = std::make_shared<Message>(site_, site_.NameOf(group_), dtype, /*divisor=*/0);
+  const int64_t block = calls_[0]->leaves()[0].elements(), bytes = block * SizeOf(dtype);
+  const auto locals = static_cast<int64_t>(calls_.size());
+  sent_ = Buffer(bytes * locals);
+  received_ = Buffer(bytes * static_cast<int64_t>(group_.members.size()));
+  for (int64_t place = 0; place < locals; ++place) {
+    const Leaf& leaf = calls_[place]->leaves()[0];
+    std::memcpy(sent_.get() + place * bytes, leaf.values, bytes);
+    message->Add(leaf, site_.bucket_size(), place * block);
+    message->seeds.insert(message->seeds.end(), calls_[place]->seeds().begin(),
+                          calls_[place]->seeds().end());
+  }
+  message->collective.input = sent_.get();
+  message->collective.output = received_.get();
+  message->collective.block_numel = block * locals;
+  return message;
+}
+
+void Meeting::End(cgx_status_t status, const std::string& text) {
+  for (size_t place = 0; place < calls_.size(); ++place) {
+    CompletionPool::get().run([self = shared_from_this(), place, status, text] {
+      if (status == CGX_OK) self->Deliver(static_cast<int64_t>(place));
+      // The last to go takes the buffers along, not the call: it must not outlive its promise.
+      self->calls_[place]->Complete(status, text);
+    });
+  }
+}
+
+void Meeting::Deliver(int64_t place) {
+  const Call& call = *calls_[place];
+  const int64_t width = SizeOf(call.dtype());
+  const Leaf& first = call.leaves()[0];
+  if (site_.collective().verb == CGX_ALL_GATHER) {
+    const int64_t bytes = first.elements() * width;
+    const auto locals = static_cast<int64_t>(calls_.size());
+    for (size_t rank = 0; rank < group_.members.size(); ++rank) {
+      const int64_t from = group_.process_of[rank] * locals + group_.place_of[rank];
+      std::memcpy(first.result + static_cast<int64_t>(rank) * bytes, received_.get() + from * bytes,
+                  bytes);
+    }
+    return;
+  }
+  if (site_.collective().verb == CGX_REDUCE_SCATTER) {
+    check(cgx_convert(CGX_FLOAT32, received_.get() + 4 * place * first.elements(), call.dtype(),
+                      first.result, first.elements()));
+    return;
+  }
+  int64_t at = 0;
+  for (const Leaf& leaf : call.leaves()) {
+    check(cgx_convert(CGX_FLOAT32, sent_.get() + at, call.dtype(), leaf.result, leaf.elements()));
+    // The loss of all is given to one, and so is given once.
+    if (leaf.error && place == 0)
+      check(cgx_convert(CGX_FLOAT32, lost_.get() + at, call.dtype(), leaf.error, leaf.elements()));
+    else if (leaf.error)
+      std::memset(leaf.error, 0, leaf.elements() * width);
+    at += 4 * leaf.elements();
+  }
+}
+
+}  // namespace cgx::xla
