@@ -5,6 +5,9 @@ from typing import Any
 def collective_handlers() -> dict[str, Any]:
     """Return capsules of the handlers by FFI stage, for jax.ffi.register_ffi_target."""
 
+def carried_handlers() -> dict[str, Any]:
+    """Return capsules of the handlers of carrier="xla" by target, for register_ffi_target."""
+
 def site_type() -> dict[str, Any]:
     """Return capsules of the handlers' state type, for jax.ffi.register_ffi_type."""
 

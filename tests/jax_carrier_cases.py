@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt

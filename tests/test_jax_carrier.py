@@ -1,10 +1,10 @@
 """carrier="xla": XLA's own collectives carry the messages, and the bits are the native carrier's.
 
-    1. one process, eight devices: against the oracle and the native carrier
-    2. processes, pretended and real ones with gloo: without MPI, and under mpirun
-    3. what crosses, to the byte
-    4. transformations
-    5. what is refused
+1. one process, eight devices: against the oracle and the native carrier
+2. processes, pretended and real ones with gloo: without MPI, and under mpirun
+3. what crosses, to the byte
+4. transformations
+5. what is refused
 """
 
 import re
@@ -132,7 +132,8 @@ def test_sums_in_a_process_hide_and_flush_nothing(monkeypatch: pytest.MonkeyPatc
     for dtype, tiny in ((np.float32, 1e-40), (np.float16, 1e-6), (BF16, 1e-40)):
         x = (normal(6, 8, 100) * np.float32(tiny)).astype(dtype)
         program = on_mesh(mesh_of((8,), ("d",)), lambda v: psum_q(v, "d", bits=32, carrier="xla"))
-        sums = [reference.reduce_in_order("sum", list(map(reference.widen, x[p::2]))) for p in (0, 1)]
+        wide = reference.widen(x)
+        sums = [reference.reduce_in_order("sum", list(wide[process::2])) for process in (0, 1)]
         want = reference.round_to(reference.combine("sum", *sums), x.dtype)
         assert np.any(want != 0)
         assert all(same_bits(row, want) for row in np.asarray(program(x))), dtype
@@ -149,7 +150,10 @@ exit ${status:-0}
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("with_mpi", [True, False], ids=["mpirun", "without"])
-@pytest.mark.parametrize(("processes", "devices"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("processes", "devices"),
+    [(2, 2), *(pytest.param(n, 1, marks=pytest.mark.exhaustive) for n in (2, 4))],
+)
 def test_among_processes(processes: int, devices: int, with_mpi: bool) -> None:
     environment = {
         "PYTHONPATH": str(Path(__file__).parent), "XLA_FLAGS": "", "OMP_NUM_THREADS": "1"
@@ -163,7 +167,7 @@ def test_among_processes(processes: int, devices: int, with_mpi: bool) -> None:
         arguments = (devices, coordinator, processes)
         outputs = launch._launch(launcher, processes, program, arguments, environment, 140, True)
     for output in outputs:
-        assert output.count("ok check_") == 3
+        assert output.count("ok check_") == 4
         assert ("ok alone" in output) != with_mpi
 
 
@@ -235,6 +239,26 @@ def test_nothing_crosses_between_processes_twice(monkeypatch: pytest.MonkeyPatch
     assert shapes["all_to_all"] == [[2, one // 4]]
     assert shapes["all_gather"] == [[1, 2, one // 4], [1, one // 4], [1, 2, one // 4]]
     assert 2 * one * 2 == payload(case, 2)
+
+
+def test_padding_is_zeros() -> None:
+    """What pads a message, and a rank's own row, is not what was in that memory before."""
+    ones = np.ones((1, 4 * 512), np.float32)  # a bucket for each of four ranks: 264 bytes
+    attributes = {
+        "op": 0, "algorithm": 2, "rounding": 0, "gather_bits": 0, "skip_incomplete_buckets": 0,
+        "minimal_size": 0, "bucket_size": 512, "size": 4, "divisor": 4,
+    }  # fmt: skip
+    call = jax.ffi.ffi_call(
+        _runtime.carried_target("encode"), jax.ShapeDtypeStruct((4, 300), jnp.uint8)
+    )
+    rows = call(
+        np.uint32(1), np.zeros((1, 2), np.uint32), ones, bits=np.array([4], np.int64),
+        **{name: np.int64(value) for name, value in attributes.items()},
+    )  # fmt: skip
+    record = np.array([1, 0], np.float32).view(np.uint8)  # minimum and step; the levels are 0
+    want = np.zeros((4, 300), np.uint8)
+    want[[0, 2, 3], :8] = record
+    assert same_bits(rows, want)
 
 
 # ---- 4. transformations --------------------------------------------------------------------------

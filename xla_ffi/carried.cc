@@ -17,8 +17,8 @@ namespace cgx::xla {
 // What the program fixes, the same in all handlers of one psum_q.
 struct CarriedSettings {
   int64_t op, algorithm, rounding, gather_bits, skip_incomplete_buckets, minimal_size, bucket_size;
-  int64_t size;     // ranks
-  int64_t divisor;  // of avg
+  int64_t size;                   // ranks
+  int64_t divisor;                // of avg
   ffi::Span<const int64_t> bits;  // of each leaf
 };
 
@@ -41,8 +41,8 @@ using U8Buffer = ffi::Buffer<ffi::U8>;
 
 void Require(bool expected, const char* what) {
   if (expected) return;
-  throw StatusError(CGX_INTERNAL, std::string("the ") + what +
-                                      " of a custom call are not those of this cgx_ops");
+  throw StatusError(CGX_INTERNAL,
+                    std::string("the ") + what + " of a custom call are not those of this cgx_ops");
 }
 
 template <typename Buffer, typename Buffers>
@@ -126,8 +126,9 @@ class CarriedCall {
   void AddSegments(const ffi::AnyBuffer& leaf, int64_t bits) {
     Require(leaf.dimensions().size() == 2, "leaves");
     collective_.dtype = ToDtype(leaf.element_type());
-    segments_.resize(segments_.size() + leaf.dimensions()[0],
-                     {0, leaf.dimensions()[1], settings_.bucket_size, static_cast<int32_t>(bits), 0});
+    segments_.resize(
+        segments_.size() + leaf.dimensions()[0],
+        {0, leaf.dimensions()[1], settings_.bucket_size, static_cast<int32_t>(bits), 0});
     collective_.segments = segments_.data();
     collective_.num_segments = static_cast<int64_t>(segments_.size());
   }
@@ -237,8 +238,8 @@ void Reduce(CarriedSettings settings, U32Buffer rank, U32Buffer seeds, U8Buffer 
   call.SetErrors(errors);
   const int64_t arrived_length = RowLength(arrived, call.size(), call.scatter_bytes());
   const int64_t length = RowLength(*message, 1, call.gather_bytes());
-  const auto packed = PackRows(Bytes(arrived), arrived_length,
-                               call.scatter_bytes()[call.rank()], call);
+  const auto packed =
+      PackRows(Bytes(arrived), arrived_length, call.scatter_bytes()[call.rank()], call);
   check(cgx_carried_reduce(call.get(), packed.get(), message->typed_data()));
   const int64_t bytes = call.gather_bytes()[call.rank()];
   std::memset(Bytes(*message) + bytes, 0, length - bytes);
@@ -271,14 +272,10 @@ auto Handler(void (*work)(Arguments...)) {
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedSum, Handler(&Sum),
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+                              ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Ret<ffi::Buffer<ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedRound, Handler(&Round),
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::AnyBuffer>());
+                              ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedEncode, Handler(&Encode),
                               ffi::Ffi::Bind()
@@ -299,11 +296,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedReduce, Handler(&Reduce),
                                   .Ret<U8Buffer>()
                                   .RemainingRets());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedDecode, Handler(&Decode),
-                              ffi::Ffi::Bind()
-                                  .Attrs<CarriedSettings>()
-                                  .Arg<U32Buffer>()
-                                  .Arg<U8Buffer>()
-                                  .RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CarriedDecode, Handler(&Decode),
+    ffi::Ffi::Bind().Attrs<CarriedSettings>().Arg<U32Buffer>().Arg<U8Buffer>().RemainingRets());
 
 }  // namespace cgx::xla

@@ -1,5 +1,5 @@
-// The XLA FFI handlers of psum_q with carrier="xla": the arithmetic between exchanges that XLA's own
-// collectives make (cgx.h, section 5).
+// The XLA FFI handlers of psum_q with carrier="xla": the arithmetic between exchanges that XLA's
+// own collectives make (cgx.h, section 5).
 //
 //   sra       Encode -> all-to-all -> Reduce -> all-gather -> Decode
 //   one_shot  Encode -> all-gather -> Decode

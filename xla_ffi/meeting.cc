@@ -27,8 +27,9 @@ class Deadlines {
 
   void Add(Clock::time_point when, std::weak_ptr<Meeting> meeting) {
     std::lock_guard lock(mutex_);
+    while (!waiting_.empty() && waiting_.front().meeting.expired()) waiting_.pop_front();
     waiting_.push_back({when, std::move(meeting)});
-    changed_.notify_one();
+    if (waiting_.size() == 1) changed_.notify_one();
   }
 
  private:

@@ -8,8 +8,19 @@ Under mpirun call `cgx_ops.jax.initialize()` first; then, in a shard_map over th
 averages gradients at 4 bits an element.
 """
 
+from cgx_ops.jax.gradients import compress_grads, value_and_grad
 from cgx_ops.jax.initialize import initialize
+from cgx_ops.jax.launching import launching
 from cgx_ops.jax.psum import pmean_q, psum_q
 from cgx_ops.jax.scatter_gather import all_gather_q, psum_scatter_q
 
-__all__ = ["all_gather_q", "initialize", "pmean_q", "psum_q", "psum_scatter_q"]
+__all__ = [
+    "all_gather_q",
+    "compress_grads",
+    "initialize",
+    "launching",
+    "pmean_q",
+    "psum_q",
+    "psum_scatter_q",
+    "value_and_grad",
+]

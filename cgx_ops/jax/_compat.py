@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-from jax._src import core, dispatch, xla_bridge
+from jax._src import config, core, dispatch, xla_bridge
 from jax._src.interpreters import mlir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad
@@ -27,6 +27,11 @@ def varying_axes(x: Any) -> frozenset[Hashable]:
 def with_varying_axes(aval: core.ShapedArray, axes: frozenset[Hashable]) -> core.ShapedArray:
     """Return the same abstract value, varying over exactly these axes."""
     return aval.update(manual_axis_type=aval.mat.update(varying=axes), weak_type=False)
+
+
+def types_are_checked() -> bool:
+    """Tell whether the shard_map here has check_vma=True, so that types say what varies."""
+    return config._check_vma.value
 
 
 def zero_tangent(primal: Any) -> Any:

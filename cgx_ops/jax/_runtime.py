@@ -58,7 +58,12 @@ def _register() -> None:
     for name, handler in _xla_ffi.carried_handlers().items():
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
     _compat.call_around_compile(_xla_ffi.compilation_begins, _xla_ffi.compilation_ends)
-    _xla_ffi.set_local_timeout(float(os.environ.get("CGX_TIMEOUT") or _LOCAL_TIMEOUT_S))
+    _xla_ffi.set_local_timeout(timeout(_LOCAL_TIMEOUT_S))
+
+
+def timeout(default: float = 300) -> float:
+    """Return how many seconds to wait for peers: CGX_TIMEOUT, or a default."""
+    return float(os.environ.get("CGX_TIMEOUT") or default)
 
 
 def processes_of(

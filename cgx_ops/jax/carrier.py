@@ -16,6 +16,7 @@ Their bits and bytes are the native carrier's, but that messages are padded to t
 import ctypes
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_int32, c_int64
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def lower(
         ValueError: the algorithm is ring.
     """
     _check(settings)
-    route = _route(groups, processes)
+    route = _route(groups, processes or [0] * groups.size)
     avals = [_compat.plain(aval) for aval in ctx.avals_in]
     ctx = ctx.replace(avals_in=[_compat.scalar_u32(), *avals])
     program = functools.partial(_allreduce, settings=settings, route=route)
@@ -115,12 +116,13 @@ class _Route:
         return len(self.within[0])
 
 
-def _route(groups: Int64s, processes: Sequence[int] | None) -> _Route:
+def _route(groups: Int64s, processes: Sequence[int]) -> _Route:
     ranks = [_ranks_of(group.tolist(), processes) for group in groups]
-    shapes = sorted({tuple(map(len, of_group)) for of_group in ranks})
-    if len(shapes) > 1 or len(set(shapes[0])) > 1:
+    shapes = {tuple(map(len, of_group)) for of_group in ranks}
+    if len(shapes) > 1 or len(set(next(iter(shapes)))) > 1:
+        held = {tuple(Counter(processes[i] for i in group).values()) for group in groups}
         raise NotImplementedError(
-            f"psum_q with carrier='xla': the processes of a group hold {_listed(shapes)} of its "
+            f"psum_q with carrier='xla': the processes of a group hold {_listed(held)} of its "
             "devices, and it needs equal numbers, the same in all groups. Use carrier='native', or "
             "a mesh that is spread evenly over the processes"
         )
@@ -132,19 +134,19 @@ def _route(groups: Int64s, processes: Sequence[int] | None) -> _Route:
     return _Route(_tuples(across), _tuples(within), rank_of, share_of)
 
 
-def _ranks_of(group: list[int], processes: Sequence[int] | None) -> list[list[int]]:
+def _ranks_of(group: list[int], processes: Sequence[int]) -> list[list[int]]:
     """Return the devices of each rank: of each process, unless there is only one process."""
     by_process: dict[int, list[int]] = {}
     for device in group:
-        by_process.setdefault(processes[device] if processes else 0, []).append(device)
+        by_process.setdefault(processes[device], []).append(device)
     if len(by_process) == 1:
         return [[device] for device in group]
     return list(by_process.values())
 
 
-def _listed(shapes: list[tuple[int, ...]]) -> str:
+def _listed(held: set[tuple[int, ...]]) -> str:
     """Return such as "1+1 or 2+2"."""
-    return " or ".join("+".join(map(str, shape)) for shape in shapes)
+    return " or ".join("+".join(map(str, counts)) for counts in sorted(held))
 
 
 def _tuples(rows: Int64s) -> Groups:
@@ -293,9 +295,7 @@ def _exchange(
     return jnp.moveaxis(shares, 0, 1).reshape(route.ranks, -1)
 
 
-def _attributes(
-    settings: "Settings", plan: _Plan, route: _Route
-) -> dict[str, np.int64 | Int64s]:
+def _attributes(settings: "Settings", plan: _Plan, route: _Route) -> dict[str, np.int64 | Int64s]:
     """Return what CarriedSettings of xla_ffi/carried.cc holds."""
     config = settings.config
     return {
@@ -376,7 +376,7 @@ def _lower_all_gather(ctx: Any, x: Any, *, groups: Groups) -> Any:
         all_gather_dim=mlir.i64_attr(0),
         replica_groups=mlir.dense_int_elements(groups),
         channel_handle=_compat.collective_channel(),
-        use_global_device_ids=mlir.ir.BoolAttr.get(True),
+        use_global_device_ids=True,
     ).results
 
 

@@ -15,6 +15,7 @@ import jax
 import cgx_ops
 from cgx_ops.address import exchange, free_address
 from cgx_ops.jax import _compat
+from cgx_ops.jax.launching import claim
 
 _NAME = "cgx_ops.jax.initialize"  # of the collectives here
 
@@ -33,6 +34,7 @@ def initialize(coordinator_address: str | None = None) -> None:
     Raises:
         RuntimeError: on every rank, if any rank called it twice or too late.
     """
+    claim()
     cgx_ops.init()
     if cgx_ops.size() == 1:
         return

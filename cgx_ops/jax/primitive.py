@@ -16,6 +16,7 @@ if it were alone. All leaves of one binding are one message.
 import functools
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from cgx_ops.config import Config
 from cgx_ops.jax import _compat, _runtime
+from cgx_ops.jax.launching import launcher
 
 Verb = Literal["allreduce", "reduce_scatter", "all_gather"]
 Carrier = Literal["native", "xla"]
@@ -142,10 +144,15 @@ def _lower_cpu(ctx: Any, *operands: Any, settings: Settings) -> Any:
             ctx, leaves, seeds, settings=settings, groups=groups, processes=processes
         )
     attributes = _attributes(ctx, settings, groups)
+    launched_by = ""
     if processes is not None:
+        _check_counts(settings, groups, processes)
         attributes["processes"] = np.asarray(processes, np.int64)
-    attributes["named"] = np.int64(bool(settings.name))
-    attributes["call"] = settings.name or _call_id(ctx, settings, attributes)
+        several = len(set(processes)) < len(processes)
+        launched_by = launcher(named=bool(settings.name), several_devices=several)
+    call = settings.name or _call_id(ctx, settings, attributes)
+    attributes["call"] = f"{launched_by}/{call}" if launched_by else call
+    attributes["named"] = np.int64(bool(settings.name or launched_by))
     # The side effect is HLO's only: it keeps XLA from merging or dropping calls, on some ranks
     # perhaps. As an effect of JAX it would cost 60 us a launch and forbid remat.
     rule = jax.ffi.ffi_lowering(_runtime.target(settings.verb), has_side_effect=True)
@@ -187,6 +194,20 @@ def _groups(
     last = range(-len(axes), 0)
     places = np.moveaxis(places, [mesh.axis_names.index(axis) for axis in axes], last)
     return places.reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
+
+
+def _check_counts(
+    settings: Settings, groups: np.ndarray[Any, np.dtype[np.int64]], processes: list[int]
+) -> None:
+    """Scatter and gather need as many devices of a group in each of its processes."""
+    for group in groups:
+        counts = Counter(processes[partition] for partition in group)
+        if settings.verb != "allreduce" and len(set(counts.values())) > 1:
+            raise NotImplementedError(
+                f"{NAMES[settings.verb]} over {settings.axes}: a group of the mesh has "
+                f"{sorted(counts.values())} devices in its processes, and needs as many in each. "
+                "Choose the devices of the mesh so, or use JAX's own collective"
+            )
 
 
 def _call_id(ctx: Any, settings: Settings, attributes: dict[str, Any]) -> str:

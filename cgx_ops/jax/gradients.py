@@ -1,0 +1,183 @@
+"""compress_grads and value_and_grad: gradients whose sum over a mesh axis travels compressed.
+
+Two ways to one result, for weights that all devices of the axis share:
+
+    compress_grads(weights, axis)      inside the loss: its backward pass is psum_q
+    value_and_grad(loss, axis)         around the loss: jax.value_and_grad, then pmean_q
+
+JAX sums the gradients of shared weights by itself, exactly, unless they are made to vary over the
+axis. Both do that first; a psum_q after JAX's own sum would be N times too large, and say nothing.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+
+from cgx_ops.jax import _compat
+from cgx_ops.jax.psum import Axes, checked_axes, checked_config, checked_leaf, reduce_tree
+
+
+def compress_grads(
+    params: Any, axis_name: Axes, *, key: jax.Array | None = None, name: str = "", **knobs: Any
+) -> Any:
+    """Return `params` as they are; their gradient is summed over mesh axes by `psum_q`.
+
+    Call it on the weights inside `jax.shard_map`, before they are used:
+
+        def loss(weights, batch):
+            weights = cgx_ops.jax.compress_grads(weights, "data", bits=4, key=key)
+            return lax.pmean(loss_of(model(weights, batch)), "data")
+
+    It stands where JAX would sum over the devices itself and changes how that sum travels, never
+    what it means: jax.grad of `loss`, in the body or around the shard_map, gives the gradient that
+    it gives without this call, but for the compression. So of a loss that is averaged over the axis
+    it is the gradient of the average; of each device's own loss, that of their sum.
+
+    Args:
+        params: an array or a pytree of arrays of float32, float16 or bfloat16, any shape, equal on
+          all devices of the axis: passed to shard_map with in_specs that do not name it.
+        axis_name: name of a mesh axis, or a tuple of names.
+        key: a PRNG key, as of `psum_q`: give another in every step. None: rounds to nearest.
+        name: of the collective, as of `psum_q`.
+        **knobs: every other keyword of `psum_q`. With fuse (the default) all gradients go in one
+          message, when the last is computed. To overlap them with the rest of the backward pass,
+          give fuse=False, or call this for each layer where it is used.
+
+    Returns:
+        `params`, varying over the axes for JAX's type checks.
+
+    Raises:
+        NameError: an axis name is not bound here: there is no shard_map around the call.
+        ValueError: `params` vary over the axes already; a knob is out of its range.
+        NotImplementedError: the shard_map has check_vma=False, where this cannot be right in every
+          place that jax.grad may stand in; else as `psum_q`.
+        TypeError: as `psum_q`; forward-mode differentiation (jax.jvp).
+    """
+    caller = "compress_grads"
+    checked_config(caller, key, name=name, **{"carrier": "native", **knobs})
+    axes, _ = checked_axes(caller, axis_name)
+    if not _compat.types_are_checked():
+        # Around the shard_map JAX would sum what psum_q summed, once more; in the body it would
+        # leave a loss's own psum or pmean out of account. Neither can be seen from here.
+        raise NotImplementedError(
+            f"{caller} in a shard_map with check_vma=False: JAX would sum the gradients of "
+            "replicated weights once more, and they would be N times too large. Leave check_vma at "
+            "its default, True, or take the gradient in the body with cgx_ops.jax.value_and_grad"
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        checked_leaf(caller, path, leaf)
+        _check_shared(caller, f"params{jax.tree_util.keystr(path)}", leaf, axes, key)
+
+    @jax.custom_vjp
+    def shared(params: Any, key: jax.Array | None) -> Any:
+        del key
+        return _varying(params, axes)
+
+    def forward(params: Any, key: jax.Array | None) -> tuple[Any, jax.Array | None]:
+        return shared(params, key), key
+
+    def backward(key: jax.Array | None, cotangents: Any) -> tuple[Any, None]:
+        # The key came as a residual: the forward pass's own may belong to another shard_map.
+        sums, _ = reduce_tree(caller, cotangents, axes, "sum", key=key, name=name, **knobs)
+        return sums, None
+
+    shared.defvjp(forward, backward)
+    return shared(params, key)
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    axis_name: Axes,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    key: jax.Array | None = None,
+    name: str = "",
+    **knobs: Any,
+) -> Callable[..., Any]:
+    """Do as `jax.value_and_grad`, and average over mesh axes: the value exactly, gradients in bits.
+
+    For use inside `jax.shard_map`, with check_vma True or False:
+
+        gradient_of = cgx_ops.jax.value_and_grad(loss_of, "data", bits=4, key=key)
+        loss, gradients = gradient_of(weights, batch)
+
+    where `loss_of` is the device's own mean loss. Both results are those of the mean over devices.
+
+    Args:
+        fun: returns a scalar (or a scalar and anything, with has_aux) that no psum or pmean over
+          the axes went into.
+        axis_name: name of a mesh axis, or a tuple of names.
+        argnums: which arguments to differentiate, as of jax.value_and_grad. Each is a pytree of
+          float32, float16 or bfloat16; equal on all devices of the axis, as a rule.
+        has_aux: whether fun returns a pair, of which only the first is differentiated.
+        key: a PRNG key, as of `psum_q`: give another in every step. None: rounds to nearest.
+        name: of the collective, as of `psum_q`.
+        **knobs: every other keyword of `psum_q`, such as bits, rules={"bias|norm": 32} and fuse.
+
+    Returns:
+        A function with fun's arguments. It returns (value, gradients), or ((value, aux), gradients)
+        with has_aux: `value` by jax.lax.pmean and `gradients` by `pmean_q`, equal on all devices of
+        the axis; `aux` as this device computed it.
+
+    Raises:
+        NameError: at the call; an axis name is not bound here: there is no shard_map around it.
+        ValueError: at the call; the value is equal on all devices, so it was reduced already.
+        TypeError, NotImplementedError, jax.errors.JaxRuntimeError: as `psum_q`.
+    """
+    caller = "value_and_grad"
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        axes, _ = checked_axes(caller, axis_name)
+        chosen = {number % max(len(args), 1) for number in numbers}
+        copies = [_varying(arg, axes) if i in chosen else arg for i, arg in enumerate(args)]
+        result, gradients = jax.value_and_grad(fun, argnums, has_aux)(*copies, **kwargs)
+        value = result[0] if has_aux else result
+        reduced = frozenset(axes) - _compat.varying_axes(value)
+        if _compat.types_are_checked() and reduced:
+            raise ValueError(
+                f"{caller}: the value of fun is the same on all devices of {_names(reduced)}, so "
+                "the gradients are not those of each device's own value, and their mean would be N "
+                "times too small. Return the device's own value from fun, without psum or pmean "
+                "over these axes; it is averaged here"
+            )
+        value = jax.lax.pmean(value, axes)
+        gradients, _ = reduce_tree(caller, gradients, axes, "avg", key=key, name=name, **knobs)
+        return ((value, result[1]) if has_aux else value), gradients
+
+    return differentiated
+
+
+def _check_shared(
+    caller: str, what: str, leaf: Any, axes: tuple[Hashable, ...], key: jax.Array | None
+) -> None:
+    """Require that a leaf is the same on all devices of the axes, and stays so, as types say."""
+    own = _compat.varying_axes(leaf)
+    if own & frozenset(axes):
+        raise ValueError(
+            f"{caller}: {what} varies over {_names(own & frozenset(axes))} already, so JAX would "
+            "sum its gradient once more, and it would be N times too large. Give the weights as "
+            "shard_map passed them, without lax.pcast, with in_specs that do not name these axes"
+        )
+    foreign = (frozenset() if key is None else _compat.varying_axes(key)) - frozenset(axes) - own
+    if foreign:
+        raise ValueError(
+            f"{caller}: the key varies over {_names(foreign)}, where {what} does not: devices that "
+            "share a weight would get different gradients of it. Give them one key"
+        )
+
+
+def _names(axes: frozenset[Hashable]) -> list[Hashable]:
+    return sorted(axes, key=str)
+
+
+def _varying(x: Any, axes: tuple[Hashable, ...]) -> Any:
+    """Make every leaf vary over the axes; with check_vma=False there is nothing to do."""
+
+    def copy(leaf: Any) -> Any:
+        missing = frozenset(axes) - _compat.varying_axes(leaf)
+        return jax.lax.pcast(leaf, tuple(_names(missing)), to="varying")
+
+    return jax.tree.map(copy, x)
