@@ -60,31 +60,16 @@ def lower(
         processes: the process of each partition; None: all are in this one.
 
     Returns:
-        HLO values like `leaves`.
+        HLO values like `leaves`; with settings.errors, as many of errors.
 
     Raises:
-        NotImplementedError: it is another collective; or groups have different numbers of devices
-          in their processes.
-        ValueError: the algorithm is ring.
+        NotImplementedError: the processes of a group have different numbers of its devices.
     """
-    _check(settings)
     route = _route(groups, processes or [0] * groups.size)
     avals = [_compat.plain(aval) for aval in ctx.avals_in]
     ctx = ctx.replace(avals_in=[_compat.scalar_u32(), *avals])
     program = functools.partial(_allreduce, settings=settings, route=route)
     return mlir.lower_fun(program)(ctx, stablehlo.partition_id(), *leaves, *seeds)
-
-
-def _check(settings: "Settings") -> None:
-    if settings.verb != "allreduce":
-        raise NotImplementedError(
-            f"carrier='xla' serves psum_q and pmean_q, not {settings.verb}: use carrier='native'"
-        )
-    if settings.config.algorithm == "ring":
-        raise ValueError(
-            "psum_q with carrier='xla': in algorithm='ring' ranks pass messages on, one after the "
-            "other, which XLA's collectives do not: use 'auto', 'one_shot' or 'sra'"
-        )
 
 
 # ---- 1. routes -----------------------------------------------------------------------------------
@@ -236,15 +221,14 @@ def _allreduce(
     if plan.algorithm == "one_shot":
         mine, *errors = step("encode", [message, *lost], seed, *leaves)
     else:
-        messages = _bytes(route.ranks, _row_length(plan.scatter_bytes, route))
-        messages, *errors = step("encode", [messages, *lost], seed, *leaves)
-        # The errors of one step are completed in place by the other.
-        first = 3 + len(leaves)
-        aliases = {first + i: 1 + i for i in range(len(lost))}
+        rows = _bytes(route.ranks, _row_length(plan.scatter_bytes, route))
+        rows, *errors = step("encode", [rows, *lost], seed, *leaves)
+        inputs = seed, exchange(_all_to_all, rows), *leaves
+        # The errors of one step are completed in place by the other. The rank is operand 0.
+        in_place = {1 + len(inputs) + i: 1 + i for i in range(len(errors))}
         mine, *errors = step(
-            "reduce", [message, *lost], seed, exchange(_all_to_all, messages), *leaves, *errors,
-            input_output_aliases=aliases,
-        )  # fmt: skip
+            "reduce", [message, *lost], *inputs, *errors, input_output_aliases=in_place
+        )
     results = step("decode", like, exchange(_all_gather, mine))
     if route.devices > 1:
         # What the devices of a rank lost is given once, to the first.
@@ -272,6 +256,7 @@ def _sum_within(
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Round as the core does, whatever XLA does with denormals and NaNs."""
     if x.dtype == dtype:
         return x
     result = jax.ShapeDtypeStruct(x.shape, dtype)
@@ -288,11 +273,11 @@ def _exchange(
     """Have the ranks exchange rows; the devices of a rank send and receive a share of each."""
     if route.devices == 1:
         return collective(messages, route.across)
-    length = messages.shape[-1] // route.devices
-    begin = _look_up(route.share_of * length, partition)
-    mine = jax.lax.dynamic_slice_in_dim(messages, begin, length, axis=-1)
-    shares = _all_gather(collective(mine, route.across), route.within)
-    return jnp.moveaxis(shares, 0, 1).reshape(route.ranks, -1)
+    shares = messages.reshape(*messages.shape[:-1], route.devices, -1)
+    share = _look_up(route.share_of, partition)
+    mine = jax.lax.dynamic_index_in_dim(shares, share, axis=-2, keepdims=False)
+    arrived = _all_gather(collective(mine, route.across), route.within)
+    return jnp.moveaxis(arrived, 0, 1).reshape(route.ranks, -1)
 
 
 def _attributes(settings: "Settings", plan: _Plan, route: _Route) -> dict[str, np.int64 | Int64s]:

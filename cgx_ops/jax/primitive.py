@@ -29,7 +29,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir, xla
 
 from cgx_ops.config import Config
-from cgx_ops.jax import _compat, _runtime
+from cgx_ops.jax import _compat, _runtime, carrier
 from cgx_ops.jax.launching import launcher
 
 Verb = Literal["allreduce", "reduce_scatter", "all_gather"]
@@ -137,8 +137,6 @@ def _lower_cpu(ctx: Any, *operands: Any, settings: Settings) -> Any:
     groups = _groups(mesh, settings.axes)
     processes = _runtime.processes_of(mesh, settings.carrier)
     if settings.carrier == "xla":
-        from cgx_ops.jax import carrier
-
         leaves, seeds = _halves(operands)
         return carrier.lower(
             ctx, leaves, seeds, settings=settings, groups=groups, processes=processes
@@ -243,26 +241,25 @@ def _batch(
             f"{NAMES[settings.verb]} over {settings.axes} inside a vmap of that axis_name: use "
             "JAX's own collective for vmap's axes"
         )
-    at, out = _BATCH_IN[settings.verb], _BATCH_OUT[settings.verb]
-    size, batched = axis_data.size, []
-    operands: tuple[list[Any], list[Any]] = [], []
+    at, size = _BATCH_IN[settings.verb], axis_data.size
+    leaves, seeds, examples = [], [], []
     for leaf, seed, leaf_dim, seed_dim in zip(*_halves(args), *_halves(dims), strict=True):
-        batched.append(leaf_dim is not None or seed_dim is not None)
-        if batched[-1]:
-            leaf = _merged(batching.bdim_at_front(leaf, leaf_dim, size), at)
-            seed = _merged(batching.bdim_at_front(seed, seed_dim, size), 0)
-        operands[0].append(leaf)
-        operands[1].append(seed)
-    results = collective_q_p.bind(*operands[0], *operands[1], settings=settings)
-    parted = []
-    for index, result in enumerate(results):
-        is_error = index >= len(batched)
-        where = at if is_error else out
-        parted.append(_parted(result, where, size) if batched[index % len(batched)] else result)
-    kinds = [out] * len(batched) + [at] * (len(results) - len(batched))
-    dims_out = [
-        where if batched[index % len(batched)] else None for index, where in enumerate(kinds)
-    ]
+        batched = leaf_dim is not None or seed_dim is not None
+        if batched:
+            leaf = batching.bdim_at_front(leaf, leaf_dim, size)
+            seed = batching.bdim_at_front(seed, seed_dim, size)
+        examples.append((size, seed.shape[1]) if batched else None)
+        leaves.append(_merged(leaf, at) if batched else leaf)
+        seeds.append(_merged(seed, 0) if batched else seed)
+    results = collective_q_p.bind(*leaves, *seeds, settings=settings)
+    # Results of the leaves, then perhaps their errors, which are like the leaves.
+    places = [_BATCH_OUT[settings.verb]] * len(leaves) + [at] * (len(results) - len(leaves))
+    parted, dims_out = [], []
+    for result, place, example in zip(
+        results, places, examples * (len(results) // len(leaves)), strict=True
+    ):
+        parted.append(result if example is None else _parted(result, place, example))
+        dims_out.append(None if example is None else place)
     return parted, dims_out
 
 
@@ -272,9 +269,9 @@ def _merged(x: jax.Array, axis: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
-def _parted(x: jax.Array, axis: int, size: int) -> jax.Array:
+def _parted(x: jax.Array, axis: int, example: tuple[int, int]) -> jax.Array:
     """Undo the merge; vmap's axis stays at `axis`."""
-    return x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
+    return x.reshape(*x.shape[:axis], *example, *x.shape[axis + 1 :])
 
 
 batching.fancy_primitive_batchers[collective_q_p] = _batch

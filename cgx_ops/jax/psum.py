@@ -70,7 +70,8 @@ def psum_q(
         fuse: one message for all leaves of a dtype. False: one for each leaf, so that XLA can start
           it when that leaf is computed, while others are not.
         carrier: "native": cgx moves the bytes, through memory and MPI. "xla": XLA's own collectives
-          do, wherever those work, with or without MPI; the bits of the result are the same.
+          do, wherever those work, with or without MPI; the bits of the result are the same. Not for
+          the algorithm "ring", nor for groups with more devices in one process than in another.
 
     Returns:
         The sums, in the structure, shapes and dtypes of `x`; equal on all devices of a group.
@@ -238,6 +239,11 @@ def checked_config(
             )
     if carrier not in ("native", "xla"):
         raise ValueError(f"{caller}: carrier is {carrier!r}; it must be 'native' or 'xla'")
+    if carrier == "xla" and knobs.get("algorithm") == "ring":
+        raise ValueError(
+            f"{caller}: in algorithm='ring' ranks pass messages on, one after the other, which "
+            "carrier='xla' cannot: use 'auto', 'one_shot' or 'sra'"
+        )
     if not isinstance(name, str):
         raise TypeError(f"{caller}: name is {name!r}; it must be a str")
     check_key(caller, key)
