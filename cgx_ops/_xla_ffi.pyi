@@ -8,6 +8,9 @@ def collective_handlers() -> dict[str, Any]:
 def carried_handlers() -> dict[str, Any]:
     """Return capsules of the handlers of carrier="xla" by target, for register_ffi_target."""
 
+def allreduce_q_handler() -> Any:
+    """Return a capsule of allreduce_q's handler, for jax.ffi.register_ffi_target."""
+
 def site_type() -> dict[str, Any]:
     """Return capsules of the handlers' state type, for jax.ffi.register_ffi_type."""
 
@@ -19,6 +22,9 @@ def compilation_ends() -> None:
 
 def set_local_timeout(seconds: float) -> None:
     """Set the deadline of collectives that several devices of this process take part in."""
+
+def set_world(comm: int) -> None:
+    """Set the communicator whose ranks are JAX's processes; it is cgx_ops.init() until then."""
 
 def version() -> str:
     """Return the version of the libcgx that the handlers use."""

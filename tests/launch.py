@@ -1,4 +1,4 @@
-"""The one way to start ranks in tests: processes under mpirun or torchrun, or threads of this one.
+"""The one way to start ranks in tests: processes, by mpirun or torchrun or nothing, or threads.
 
 Every launch has a deadline; at it, or when a rank fails, everything started is killed, and an
 AssertionError carries the end of every rank's output.
@@ -24,6 +24,14 @@ Result = TypeVar("Result")
 _TAIL = 4000  # characters of a rank's output that a failure shows
 # Each rank writes to a file of its own: nothing is interleaved, and a kill loses nothing.
 _CAPTURE = 'exec "$@" > "$CGX_TEST_OUTPUT/${OMPI_COMM_WORLD_RANK:-$RANK}" 2>&1'
+
+# Ends with the status of a rank that failed.
+_EACH = """
+n=$1; shift; rank=0; started=; status=0
+while [ $rank -lt $n ]; do RANK=$rank "$@" & started="$started $!"; rank=$((rank + 1)); done
+for process in $started; do wait $process || status=$?; done
+exit $status
+"""
 
 
 def mpirun(
@@ -68,6 +76,19 @@ def torchrun(
     """Do as mpirun() does, with torchrun instead: no MPI in sight."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
     return _launch([*command, "--nproc-per-node", n], n, program, args, env, timeout, check)
+
+
+def processes(
+    n: int,
+    program: str | Path,
+    *args: object,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
+    check: bool = True,
+) -> list[str]:
+    """Do as mpirun() does, with nothing that tells processes of each other: each has its RANK."""
+    command = ["/bin/sh", "-c", _EACH, "sh", n]
+    return _launch(command, n, program, args, env, timeout, check)
 
 
 def _launch(

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, use_cpu_devices
 
 from cgx_ops import _xla_ffi
-from cgx_ops.jax import pmean_q, psum_q
+from cgx_ops.jax import all_gather_q, pmean_q, psum_q, psum_scatter_q
 
 use_cpu_devices(8)
 
@@ -30,20 +30,28 @@ def usable_afterwards() -> Any:
     assert same_bits(run(lambda v: psum_q(v, "d", algorithm="sra"), x)[0], expected(x))
 
 
-@pytest.mark.parametrize("reduce", [psum_q, pmean_q])
+@pytest.mark.parametrize(
+    ("reduce", "exact"),
+    [
+        (psum_q, "jax.lax.psum"),
+        (pmean_q, "jax.lax.pmean"),
+        (psum_scatter_q, "jax.lax.psum_scatter"),
+        (all_gather_q, "jax.lax.all_gather"),
+    ],
+)
 @pytest.mark.parametrize(
     ("dtype", "remedy"),
     [
-        (np.int32, "jax.lax.psum"),
+        (np.int32, "exactly with EXACT, or cast it to float32"),
         (np.uint8, "float32"),
-        (np.bool_, "jax.lax.psum"),
+        (np.bool_, "exactly with EXACT,"),
         (np.complex64, "real and imaginary"),
         (jnp.float8_e4m3fn, "float32"),
     ],
 )
-def test_dtypes(reduce: Any, dtype: Any, remedy: str) -> None:
-    x = {"w": np.zeros((8, 100), dtype)}
-    name = np.dtype(dtype).name
+def test_dtypes(reduce: Any, exact: str, dtype: Any, remedy: str) -> None:
+    x = {"w": np.zeros((8, 8, 100), dtype)}
+    name, remedy = np.dtype(dtype).name, re.escape(remedy.replace("EXACT", exact))
     with pytest.raises(TypeError, match=rf"{reduce.__name__}: x\['w'\] has dtype {name}.*{remedy}"):
         run(lambda v: reduce(v, "d"), x)
 
@@ -96,9 +104,21 @@ def test_knobs_out_of_range(knob: str, value: Any) -> None:
         run(lambda v: psum_q(v, "d", **{knob: value}), np.ones((8, 100), np.float32))
 
 
-def test_a_key_that_is_no_key() -> None:
-    with pytest.raises(TypeError):
-        run(lambda v: psum_q(v, "d", key=v), np.ones((8, 100), np.float32))
+@pytest.mark.parametrize(
+    ("key", "error", "said"),
+    [
+        (7, TypeError, "7, not a PRNG key"),
+        (np.float32(7), TypeError, "not a PRNG key"),
+        (np.zeros(2, np.int32), TypeError, "not a PRNG key"),
+        (np.zeros(3, np.uint32), ValueError, r"shape \(3,\); a raw key has shape \(2,\)"),
+        (np.zeros((), np.uint32), ValueError, r"shape \(\); a raw key has shape \(2,\)"),
+        (jax.random.split(jax.random.key(0), 3), ValueError, r"3 keys, of shape \(3,\)"),
+    ],
+)
+@pytest.mark.parametrize("reduce", [psum_q, psum_scatter_q, all_gather_q])
+def test_keys_that_are_none(reduce: Any, key: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=f"{reduce.__name__}: key is .*{said}"):
+        run(lambda v: reduce(v, "d", key=key), np.ones((8, 8, 100), np.float32))
 
 
 def test_axes_of_vmap() -> None:
@@ -124,7 +144,7 @@ def test_a_shard_map_that_leaves_an_axis_to_the_compiler() -> None:
 def test_other_platforms() -> None:
     program = on_mesh(mesh_of((8,), ("d",)), lambda v: psum_q(v, "d"))
     with pytest.raises(NotImplementedError, match="CPU devices only, not on cuda"):
-        program.trace(jax.ShapeDtypeStruct((8, 100), jnp.float32)).lower(
+        program.jitted.trace(jax.ShapeDtypeStruct((8, 100), jnp.float32)).lower(
             lowering_platforms=("cuda",)
         )
 

@@ -75,8 +75,11 @@ void CompleteSoon(std::shared_ptr<Call> call, cgx_status_t status, std::string t
 
 // ---- Message ------------------------------------------------------------------------------------
 
+Message::Message(const cgx_collective_t& settings, std::string key)
+    : collective(settings), key_(std::move(key)) {}
+
 Message::Message(const Site& site, std::string key, int32_t dtype, int64_t divisor)
-    : collective(site.collective()), key_(std::move(key)) {
+    : Message(site.collective(), std::move(key)) {
   collective.dtype = dtype;
   collective.divisor = divisor;
 }

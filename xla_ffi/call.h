@@ -57,7 +57,9 @@ class Call {
 // A rank's part of a collective as the core takes it, with the lists that it points to.
 class Message {
  public:
-  // Everything but values: the site's settings under a key. `divisor`: of averages.
+  // Everything but values and segments: settings under a key.
+  Message(const cgx_collective_t& settings, std::string key);
+  // The same, of a site's settings. `divisor`: of averages.
   Message(const Site& site, std::string key, int32_t dtype, int64_t divisor);
 
   // Adds a leaf's segments, wherever its buffers are; an error may be null.

@@ -1,6 +1,7 @@
 #include "groups.h"
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -43,7 +44,9 @@ bool IsClosed(int32_t comm) {
   return cgx_comm_info(comm, &info) != CGX_OK || info.closed != 0;
 }
 
-// ---- one device per process ---------------------------------------------------------------------
+// ---- processes ------------------------------------------------------------------------------------
+
+std::atomic<int32_t> world_of_processes{-1};  // cgx_init's
 
 class ProcessGroup {
  public:
@@ -68,8 +71,8 @@ class ProcessGroup {
 
   void Create() {
     Outcome outcome{-1, CGX_OK, ""};
-    int32_t world = -1;
-    outcome.status = cgx_init(&world);
+    int32_t world = world_of_processes;
+    if (world < 0) outcome.status = cgx_init(&world);
     if (outcome.status == CGX_OK) {
       std::string name = "jax:" + Join(processes_);
       outcome.status =
@@ -94,6 +97,8 @@ class ProcessGroup {
 };
 
 }  // namespace
+
+void SetWorld(int32_t comm) { world_of_processes = comm; }
 
 int32_t LocalCommunicator(const std::vector<int64_t>& members, int64_t rank, int64_t run,
                           double timeout_s) {

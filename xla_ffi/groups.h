@@ -1,10 +1,10 @@
 // The communicators of the groups that mesh axes form.
 //
 //   LocalCommunicator          all devices of the group are in this process
-//   WithProcessCommunicator    each device of the group is in a process of its own
+//   WithProcessCommunicator    the group is in several processes
 //
-// Both are made at the group's first use and kept. They are the only state of the binding besides
-// the call sites.
+// Both are made at the group's first use and kept. They, and the world that they are made from, are
+// the only state of the binding besides the call sites.
 #ifndef CGX_XLA_FFI_GROUPS_H_
 #define CGX_XLA_FFI_GROUPS_H_
 
@@ -16,6 +16,10 @@
 #include "cgx/cgx.h"
 
 namespace cgx::xla {
+
+// Sets the communicator whose ranks are JAX's processes, before any is used. Until then it is
+// cgx_init's world.
+void SetWorld(int32_t comm);
 
 // Returns the communicator of rank `rank` in the group of the given partitions, for one run of one
 // program. A group whose communicator was closed by a failure gets a new one for runs that have not

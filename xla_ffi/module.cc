@@ -1,9 +1,11 @@
 // The Python module cgx_ops._xla_ffi: what cgx_ops.jax needs to register the handlers with XLA.
 #include <nanobind/nanobind.h>
 
+#include "allreduce_q.h"
 #include "carried.h"
 #include "cgx/cgx.h"
 #include "collective.h"
+#include "groups.h"
 #include "site.h"
 
 namespace nb = nanobind;
@@ -27,6 +29,8 @@ NB_MODULE(_xla_ffi, module) {
     handlers["cgx_carried_decode"] = nb::capsule(reinterpret_cast<void*>(&CarriedDecode));
     return handlers;
   });
+  module.def("allreduce_q_handler",
+             [] { return nb::capsule(reinterpret_cast<void*>(&AllreduceQ)); });
   module.def("site_type", [] {
     static ffi::TypeInfo info = ffi::MakeTypeInfo<Site>();
     nb::dict type;
@@ -37,5 +41,6 @@ NB_MODULE(_xla_ffi, module) {
   module.def("compilation_begins", &CompilationBegins);
   module.def("compilation_ends", &CompilationEnds);
   module.def("set_local_timeout", &SetLocalTimeout, nb::arg("seconds"));
+  module.def("set_world", &SetWorld, nb::arg("comm"));
   module.def("version", [] { return cgx_version(); });
 }

@@ -5,22 +5,29 @@ Under mpirun call `cgx_ops.jax.initialize()` first; then, in a shard_map over th
     grads = jax.grad(loss)(jax.lax.pcast(weights, "d", to="varying"), batch)
     grads = cgx_ops.jax.pmean_q(grads, "d", bits=4, key=key)
 
-averages gradients at 4 bits an element.
+averages gradients at 4 bits an element. Without a mesh, in programs of one process a rank,
+`allreduce_q(grads, op="avg", key=key)` does.
 """
 
+from cgx_ops.jax.allreduce import allreduce_q
 from cgx_ops.jax.gradients import compress_grads, value_and_grad
 from cgx_ops.jax.initialize import initialize
 from cgx_ops.jax.launching import launching
+from cgx_ops.jax.optimizer import AverageGradientsState, average_gradients, state_specs
 from cgx_ops.jax.psum import pmean_q, psum_q
 from cgx_ops.jax.scatter_gather import all_gather_q, psum_scatter_q
 
 __all__ = [
+    "AverageGradientsState",
     "all_gather_q",
+    "allreduce_q",
+    "average_gradients",
     "compress_grads",
     "initialize",
     "launching",
     "pmean_q",
     "psum_q",
     "psum_scatter_q",
+    "state_specs",
     "value_and_grad",
 ]

@@ -3,15 +3,18 @@
 Three parts: the types of arrays inside shard_map, where a lowering happens, and the runtime.
 """
 
+import math
+import os
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-from jax._src import config, core, dispatch, xla_bridge
+from jax._src import clusters, config, core, dispatch, distributed, effects, xla_bridge
 from jax._src.interpreters import mlir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]  # a module without stubs
 
 Tracer = core.Tracer
 
@@ -97,12 +100,124 @@ def collective_channel() -> Any:
     return stablehlo.ChannelHandle.get(mlir.COLLECTIVE_CHANNEL_ID, mlir.DEVICE_TO_DEVICE_TYPE)
 
 
+# ---- ordered effects ---------------------------------------------------------------------------
+
+Effect = effects.Effect
+
+
+def register_ordered_effect(kind: type[effects.Effect]) -> None:
+    """Have JAX keep what has this effect in order, wherever it may stand."""
+    for allowed in (
+        effects.lowerable_effects,
+        effects.ordered_effects,
+        effects.control_flow_allowed_effects,
+        effects.custom_derivatives_allowed_effects,
+        effects.remat_allowed_effects,
+    ):
+        allowed.add_type(kind)
+    _mend_tokens(kind)
+
+
+def _mend_tokens(kind: type[effects.Effect]) -> None:
+    """Have launches take tokens as they should be taken.
+
+    JAX gives each launch the token of the one before it, waits for it, and copies it to where it is
+    already, which costs about as much as the rest of the launch. The token of a launch that failed
+    while it ran in the background is an error too: every later launch would fail with it.
+    """
+    tokens = dispatch.RuntimeTokenSet
+    get_token_input = tokens.get_token_input
+
+    def get_mended_token_input(self: Any, eff: effects.Effect, devices: Any) -> Any:
+        token = self.current_tokens.get(eff) if isinstance(eff, kind) else None
+        if token is not None:
+            try:
+                token.block_until_ready()
+            except jax.errors.JaxRuntimeError:  # of a launch whose results say so
+                del self.current_tokens[eff]
+            else:
+                if token._buf.devices() == set(devices):
+                    return token
+        return get_token_input(self, eff, devices)
+
+    tokens.get_token_input = get_mended_token_input
+
+
+def lower_in_order(
+    ctx: Any, effect: effects.Effect, rule: Callable[..., Any], *operands: Any, **attributes: Any
+) -> Any:
+    """Lower a custom call that takes the effect's token before its operands and gives it back."""
+    with_token = ctx.replace(
+        avals_in=[core.abstract_token, *ctx.avals_in],
+        avals_out=[core.abstract_token, *ctx.avals_out],
+    )
+    token, *results = rule(with_token, ctx.tokens_in.get(effect), *operands, **attributes)
+    ctx.set_tokens_out(mlir.TokenSet({effect: token}))
+    return results
+
+
 # ---- the runtime -------------------------------------------------------------------------------
 
 
 def backends_started() -> bool:
     """Tell whether some XLA backend exists already, so that jax.distributed comes too late."""
     return xla_bridge.backends_are_initialized()
+
+
+def cluster_is_detected() -> bool:
+    """Tell whether JAX recognizes the launcher of this process, such as SLURM's."""
+    kinds = clusters.ClusterEnv._cluster_types
+    return any(kind.is_env_present() for kind in kinds if not kind.opt_in_only_method)
+
+
+def detected_place(
+    address: str | None, size: int | None, rank: int | None, timeout_s: float
+) -> tuple[str | None, int | None, int | None]:
+    """Complete a coordinator's address, the number of processes and this one's by the launcher.
+
+    Also has JAX see only the accelerators that the launcher meant for this process.
+    """
+    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    address, size, rank, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        address, size, rank, None, None, math.ceil(timeout_s)
+    )
+    if devices is not None:
+        for option in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
+            jax.config.update(option, ",".join(map(str, devices)))
+    return address, size, rank
+
+
+def connect(address: str, size: int, rank: int, timeout_s: float) -> None:
+    """Do what jax.distributed.initialize does, with a service that another process runs."""
+    state = distributed.global_state
+    state.coordinator_address, state.num_processes, state.process_id = address, size, rank
+    client = _jax.get_distributed_runtime_client(
+        address, rank, init_timeout=math.ceil(timeout_s), use_compression=True
+    )
+    client.connect()
+    state.client = client
+    state.initialize_preemption_sync_manager()
+
+
+def leave_distributed() -> None:
+    """Undo connect: this process is alone."""
+    jax.distributed.shutdown()
+    state = distributed.global_state
+    state.coordinator_address, state.num_processes, state.process_id = None, 1, 0
+
+
+def process_place() -> tuple[int, int]:
+    """Return this process's index and the number of processes; starts no backend."""
+    return distributed.global_state.process_id, distributed.global_state.num_processes
+
+
+def gather_from_processes(key: str, mine: bytes, timeout_s: float) -> list[bytes]:
+    """Give every process's bytes to every process, by JAX's key-value store; once per key."""
+    client, (rank, size) = distributed.global_state.client, process_place()
+    assert client is not None, "jax.distributed is not initialized"
+    client.key_value_set_bytes(f"{key}/{rank}", mine)
+    timeout_ms = math.ceil(1000 * timeout_s)
+    return [client.blocking_key_value_get_bytes(f"{key}/{i}", timeout_ms) for i in range(size)]
 
 
 def call_around_compile(begin: Callable[[], None], end: Callable[[], None]) -> None:

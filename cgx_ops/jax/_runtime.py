@@ -15,7 +15,7 @@ import jax
 import jaxlib.version
 
 import cgx_ops
-from cgx_ops import _native
+from cgx_ops import Communicator, _native
 from cgx_ops.jax import _compat
 
 # Half of what XLA:CPU lets its own collectives among the devices of a process wait before it aborts
@@ -27,8 +27,32 @@ _TARGETS = {
     "reduce_scatter": "cgx_psum_scatter_q",
     "all_gather": "cgx_all_gather_q",
 }
+_ALLREDUCE_Q = "cgx_allreduce_q"
 
 _lock = threading.Lock()
+
+# The communicator whose ranks are JAX's processes, or why there is none; None: cgx_ops.init()'s.
+_world: Communicator | str | None = None
+
+
+def set_world(world: Communicator | str) -> None:
+    """Set the communicator of JAX's processes, or say why there is none. Before any lowering."""
+    global _world
+    _world = world
+
+
+def world() -> Communicator:
+    """Return the communicator whose ranks are JAX's processes.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if isinstance(_world, str):
+        raise RuntimeError(
+            f"cgx cannot connect JAX's processes: {_world}. Start them with mpirun, or pass "
+            "carrier='xla'"
+        )
+    return _world or cgx_ops.init()
 
 
 def target(verb: str) -> str:
@@ -45,6 +69,13 @@ def carried_target(step: str) -> str:
     return f"cgx_carried_{step}"
 
 
+def allreduce_q_target() -> str:
+    """Return the name of allreduce_q's FFI target, registered if need be."""
+    with _lock:
+        _register()
+    return _ALLREDUCE_Q
+
+
 @functools.cache
 def _register() -> None:
     _native.require_binding("jax", jaxlib.version.__version__)
@@ -57,8 +88,11 @@ def _register() -> None:
         jax.ffi.register_ffi_target(name, _xla_ffi.collective_handlers(), platform="cpu")
     for name, handler in _xla_ffi.carried_handlers().items():
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    jax.ffi.register_ffi_target(_ALLREDUCE_Q, _xla_ffi.allreduce_q_handler(), platform="cpu")
     _compat.call_around_compile(_xla_ffi.compilation_begins, _xla_ffi.compilation_ends)
     _xla_ffi.set_local_timeout(timeout(_LOCAL_TIMEOUT_S))
+    if isinstance(_world, Communicator):
+        _xla_ffi.set_world(_world.id)
 
 
 def timeout(default: float = 300) -> float:
@@ -88,8 +122,7 @@ def processes_of(
         return None
     if carrier == "xla":
         return processes
-    cgx_ops.init()
-    ours, theirs = (cgx_ops.rank(), cgx_ops.size()), (jax.process_index(), jax.process_count())
+    ours, theirs = (world().rank, world().size), (jax.process_index(), jax.process_count())
     if ours != theirs:
         raise RuntimeError(
             f"this is rank {ours[0]} of {ours[1]} for cgx but process {theirs[0]} of {theirs[1]} "

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from cgx_ops.jax import _compat
+from cgx_ops.jax.primitive import vary
 from cgx_ops.jax.psum import Axes, checked_axes, checked_config, checked_leaf, reduce_tree
 
 
@@ -72,7 +73,7 @@ def compress_grads(
     @jax.custom_vjp
     def shared(params: Any, key: jax.Array | None) -> Any:
         del key
-        return _varying(params, axes)
+        return vary_tree(params, axes)
 
     def forward(params: Any, key: jax.Array | None) -> tuple[Any, jax.Array | None]:
         return shared(params, key), key
@@ -132,7 +133,7 @@ def value_and_grad(
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         axes, _ = checked_axes(caller, axis_name)
         chosen = {number % max(len(args), 1) for number in numbers}
-        copies = [_varying(arg, axes) if i in chosen else arg for i, arg in enumerate(args)]
+        copies = [vary_tree(arg, axes) if i in chosen else arg for i, arg in enumerate(args)]
         result, gradients = jax.value_and_grad(fun, argnums, has_aux)(*copies, **kwargs)
         value = result[0] if has_aux else result
         reduced = frozenset(axes) - _compat.varying_axes(value)
@@ -173,11 +174,6 @@ def _names(axes: frozenset[Hashable]) -> list[Hashable]:
     return sorted(axes, key=str)
 
 
-def _varying(x: Any, axes: tuple[Hashable, ...]) -> Any:
-    """Make every leaf vary over the axes; with check_vma=False there is nothing to do."""
-
-    def copy(leaf: Any) -> Any:
-        missing = frozenset(axes) - _compat.varying_axes(leaf)
-        return jax.lax.pcast(leaf, tuple(_names(missing)), to="varying")
-
-    return jax.tree.map(copy, x)
+def vary_tree(tree: Any, axes: tuple[Hashable, ...]) -> Any:
+    """Make the type of every leaf vary over the axes."""
+    return jax.tree.map(lambda leaf: vary(leaf, frozenset(axes)), tree)

@@ -1,57 +1,154 @@
-"""initialize(): one JAX over all processes that mpirun started.
+"""initialize(): one JAX over several processes, and a communicator of cgx's over the same.
 
-JAX does not recognize Open MPI 5, so the processes agree over cgx's own communicator:
+Started by mpirun, which JAX does not recognize (Open MPI 5), ranks agree over cgx's communicator:
 
   1. every rank says whether it can start, and its host name; all ranks raise if one cannot
-  2. rank 0 picks the coordinator's address and sends it to all
-  3. every rank calls jax.distributed.initialize with what was agreed
+  2. rank 0 starts the coordinator (_coordinator.py) and sends its address to all
+  3. every rank connects to it
+
+Started by anything else that JAX knows or that is told to it, they agree over the coordinator:
+
+  1. process 0 starts it; every process connects, even one that comes too late
+  2. every process says whether it can go on; all raise if one cannot
+  3. they make a communicator; if they are on several hosts, which takes MPI, psum_q says so later
 """
 
+import itertools
 import json
+import os
+import select
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 
 import cgx_ops
+from cgx_ops import Communicator, Unsupported
 from cgx_ops.address import exchange, free_address
-from cgx_ops.jax import _compat
+from cgx_ops.jax import _compat, _runtime
 from cgx_ops.jax.launching import claim
 
 _NAME = "cgx_ops.jax.initialize"  # of the collectives here
 
+_lifeline: socket.socket | None = None  # open until this process ends: see _coordinator.py
 
-def initialize(coordinator_address: str | None = None) -> None:
-    """Starts jax.distributed for the processes of mpirun, one JAX process per rank.
 
-    Process i of JAX is rank i of cgx. XLA's own CPU collectives (`jax.lax.psum`) go through gloo.
-    Call it once, in every process, before anything that starts an XLA backend (jax.devices(),
-    jax.numpy computations). Without mpirun, or with one rank, it does nothing.
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> None:
+    """Start jax.distributed, and connect its processes for psum_q.
+
+    Call it once, in every process, from the thread that launches programs, before anything that
+    starts an XLA backend (jax.devices(), jax.numpy computations). A process may have several
+    devices (jax_num_cpu_devices). XLA's own CPU collectives (`jax.lax.psum`) go through gloo.
+
+    Under mpirun no argument is needed: process i of JAX is rank i of cgx. Otherwise the arguments
+    are those of jax.distributed.initialize, and what is not given is found out by JAX (SLURM,
+    Kubernetes). Without mpirun, arguments and a launcher that JAX knows there is one process, and
+    nothing to do.
+
+    Processes that mpirun did not start reach each other natively if they are on one host. On
+    several hosts psum_q needs mpirun or carrier="xla".
+
+    The death of a process, also of the first, does not end the others, as it does after
+    jax.distributed.initialize: their collectives raise.
 
     Args:
-        coordinator_address: "host:port" of a free port on rank 0's host; None: rank 0 finds one.
-          Needed only where other hosts cannot reach rank 0 by the address of its route to them.
+        coordinator_address: "host:port" of a free port on the host of process 0. Under mpirun it is
+          needed only where other hosts cannot reach rank 0 by the address of its route to them.
+        num_processes: how many there are.
+        process_id: which of them this is, from 0.
 
     Raises:
-        RuntimeError: on every rank, if any rank called it twice or too late.
+        RuntimeError: in every process, if any called it twice or too late, or under mpirun with
+          another process_id or num_processes than its rank and their number; the coordinator does
+          not start.
+        ValueError: an argument is missing that JAX does not find out.
     """
     claim()
     cgx_ops.init()
-    if cgx_ops.size() == 1:
-        return
-    mine = json.dumps([_obstacle(), socket.gethostname()])
+    if cgx_ops.size() > 1:
+        _initialize_by_mpirun(coordinator_address, num_processes, process_id)
+    elif num_processes is not None or process_id is not None or _launched_by_another():
+        _initialize_by_jax(coordinator_address, num_processes, process_id)
+
+
+def _launched_by_another() -> bool:
+    """Tell whether JAX knows the launcher; mpirun -n 1 in a job of SLURM's is not SLURM's."""
+    return "OMPI_COMM_WORLD_SIZE" not in os.environ and _compat.cluster_is_detected()
+
+
+# ---- mpirun ------------------------------------------------------------------------------------
+
+
+def _initialize_by_mpirun(
+    coordinator_address: str | None, num_processes: int | None, process_id: int | None
+) -> None:
+    rank, size = cgx_ops.rank(), cgx_ops.size()
+    obstacle = _obstacle()
+    if num_processes not in (None, size) or process_id not in (None, rank):
+        obstacle = (
+            f"this is process {process_id} of {num_processes} by its arguments but rank {rank} of "
+            f"{size} by mpirun. Leave them out"
+        )
+    mine = json.dumps([obstacle, socket.gethostname()])
     said = [json.loads(text) for text in exchange(mine, _NAME)]
-    obstacles = [f"rank {rank}: {what}" for rank, (what, _) in enumerate(said) if what]
-    if obstacles:
-        raise RuntimeError("cgx_ops.jax.initialize: " + "; ".join(obstacles))
-    if cgx_ops.rank() == 0:
-        address = coordinator_address or "{}:{}".format(*free_address([host for _, host in said]))
-    else:
-        address = ""
-    address = exchange(address, _NAME)[0]
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        coordinator_address=address, num_processes=cgx_ops.size(), process_id=cgx_ops.rank()
-    )
+    _require_none([what for what, _ in said])
+    found = ("", 0, "")
+    if rank == 0:
+        address = coordinator_address or f"{free_address([host for _, host in said])[0]}:0"
+        try:
+            found = (*_start_coordinator(address, size), "")
+        except RuntimeError as error:
+            found = ("", 0, str(error))
+    address, lifeline, failure = json.loads(exchange(json.dumps(found), _NAME)[0])
+    if failure:
+        raise RuntimeError(failure)
+    _hold(address, lifeline)
+    _compat.connect(address, size, rank, _runtime.timeout())
+
+
+# ---- other launchers ---------------------------------------------------------------------------
+
+
+def _initialize_by_jax(
+    coordinator_address: str | None, num_processes: int | None, process_id: int | None
+) -> None:
+    if jax.distributed.is_initialized():
+        _require_none([_obstacle()])
+    timeout_s = _runtime.timeout()
+    place = _compat.detected_place(coordinator_address, num_processes, process_id, timeout_s)
+    address, size, rank = place
+    if address is None or size is None or rank is None:
+        raise ValueError(
+            "cgx_ops.jax.initialize: coordinator_address, num_processes and process_id are "
+            f"{place}, and JAX does not recognize the launcher: give all three, or use mpirun"
+        )
+    obstacle = _obstacle()
+    lifeline = _start_coordinator(address, size)[1] if rank == 0 else 0
+    _compat.connect(address, size, rank, timeout_s)
+    steps = itertools.count()
+
+    def allgather(mine: bytes) -> list[bytes]:
+        return _compat.gather_from_processes(f"{_NAME}/{next(steps)}", mine, timeout_s)
+
+    said = [json.loads(text) for text in allgather(json.dumps([obstacle, lifeline]).encode())]
+    _hold(address, said[0][1])
+    obstacles = [what for what, _ in said]
+    if any(obstacles):
+        _compat.leave_distributed()
+        _require_none(obstacles)
+    try:
+        _runtime.set_world(Communicator.create(rank, size, allgather, "jax"))
+    except Unsupported as error:
+        _runtime.set_world(str(error))
+
+
+# ---- shared by both ----------------------------------------------------------------------------
 
 
 def _obstacle() -> str:
@@ -64,3 +161,46 @@ def _obstacle() -> str:
             "creation or any other computation"
         )
     return ""
+
+
+def _require_none(obstacles: list[str]) -> None:
+    found = [f"rank {rank}: {what}" for rank, what in enumerate(obstacles) if what]
+    if found:
+        raise RuntimeError("cgx_ops.jax.initialize: " + "; ".join(found))
+
+
+def _start_coordinator(address: str, processes: int) -> tuple[str, int]:
+    """Start it at an address here, with port 0 at any; return its address and the lifeline's port.
+
+    Raises:
+        RuntimeError: it does not start.
+    """
+    host, _, port = address.rpartition(":")
+    program = Path(__file__).with_name("_coordinator.py")
+    timeout_s = _runtime.timeout()
+    process = subprocess.Popen(
+        [sys.executable, "-P", program, port, str(processes), str(timeout_s)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # a launcher that reads ours would wait for its end
+        process_group=0,  # what kills this process by its group spares it
+        text=True,
+    )
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], timeout_s)
+    said = process.stdout.readline().split() if ready else []
+    if len(said) != 2:
+        process.kill()
+        raise RuntimeError(
+            f"cgx_ops.jax.initialize: process 0 cannot start the coordinator at {address}: is the "
+            "port free?"
+        )
+    return f"{host}:{said[0]}", int(said[1])
+
+
+def _hold(address: str, lifeline: int) -> None:
+    """Keep the coordinator until this process ends; have XLA's collectives go over gloo."""
+    global _lifeline
+    host = address.rpartition(":")[0].strip("[]")
+    _lifeline = socket.create_connection((host, lifeline), _runtime.timeout())
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")

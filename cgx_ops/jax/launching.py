@@ -78,7 +78,8 @@ def launching(name: str) -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    ticket = int(exchange(str(_tickets.draw()), f"cgx_ops.jax.launching:{name}")[0])
+    name_of_exchange = f"cgx_ops.jax.launching:{name}"
+    ticket = int(exchange(str(_tickets.draw()), name_of_exchange, _runtime.world())[0])
     with _tickets.turn(ticket), _context(name):
         yield
 

@@ -21,6 +21,15 @@ from cgx_ops.jax.primitive import Carrier, Settings, bind, vary
 Axes = Hashable | tuple[Hashable, ...]
 
 _DTYPES = ("float32", "float16", "bfloat16")
+_EXACT_TWINS = {  # of callers, for error messages
+    "psum_q": "jax.lax.psum",
+    "pmean_q": "jax.lax.pmean",
+    "psum_scatter_q": "jax.lax.psum_scatter",
+    "all_gather_q": "jax.lax.all_gather",
+    "compress_grads": "jax.lax.psum",
+    "value_and_grad": "jax.lax.pmean",
+    "average_gradients": "jax.lax.pmean",
+}
 
 
 def psum_q(
@@ -284,10 +293,15 @@ def _axis_size(caller: str, axis: Hashable) -> int:
     if not _compat.is_shard_map_axis(axis):
         raise NotImplementedError(
             f"{caller}: the axis {axis!r} belongs to a vmap, so its elements are in one device and "
-            "there is nothing to send. Use JAX's own collective for it, or jax.shard_map to spread "
-            "it"
+            f"there is nothing to send. Use {exact_twin(caller)} for it, or jax.shard_map to "
+            "spread it"
         )
     return size
+
+
+def exact_twin(caller: str) -> str:
+    """Return the name of JAX's exact function in place of one of ours."""
+    return _EXACT_TWINS.get(caller, "JAX's own collective")
 
 
 def checked_leaf(caller: str, path: Any, leaf: Any) -> jax.Array:
@@ -296,11 +310,11 @@ def checked_leaf(caller: str, path: Any, leaf: Any) -> jax.Array:
     if dtype.name not in _DTYPES:
         where = jax.tree_util.keystr(path)
         if dtype.name == "float64":
-            remedy = "cast it to float32, or reduce it exactly with JAX's own collective"
+            remedy = f"cast it to float32, or reduce it exactly with {exact_twin(caller)}"
         elif jnp.issubdtype(dtype, jnp.complexfloating):
-            remedy = "reduce its real and imaginary parts, or use JAX's own collective"
+            remedy = f"reduce its real and imaginary parts, or use {exact_twin(caller)}"
         else:
-            remedy = "reduce it exactly with JAX's own collective, or cast it to float32"
+            remedy = f"reduce it exactly with {exact_twin(caller)}, or cast it to float32"
         raise TypeError(
             f"{caller}: x{where} has dtype {dtype}, and only {', '.join(_DTYPES)} can be "
             f"compressed: {remedy}"

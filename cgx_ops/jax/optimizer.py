@@ -1,0 +1,232 @@
+"""average_gradients: the mean over a mesh axis as an optax transformation, with error feedback.
+
+Each step, on each device:
+
+  1. add the residual, what compression lost of this device's gradients before
+  2. reduce compressed, which also returns what is lost now
+  3. keep that as the residual: nothing is lost for good, only late
+
+So few bits converge where they would stall without (1-bit SGD, Seide et al., Interspeech 2014; a
+proof in Karimireddy et al., ICML 2019). Both compressions are fed back, that of a contribution and
+that of the reduced values, whose error goes to the device that compressed them (DoubleSqueeze, Tang
+et al., ICML 2019).
+"""
+
+import math
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from cgx_ops.jax import _compat
+from cgx_ops.jax.gradients import vary_tree
+from cgx_ops.jax.psum import Axes, checked_axes, checked_config, reduce_tree
+
+if TYPE_CHECKING:
+    import optax
+
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+
+class AverageGradientsState(NamedTuple):
+    """What average_gradients keeps between steps.
+
+    Attributes:
+        step: int32 scalar: the steps done, equal on all devices.
+        residual: a tree like the parameters, or None without error feedback. A leaf has one more
+          axis in front, over the devices of the axis: (devices, *shape) outside of shard_map,
+          (1, *shape) inside.
+    """
+
+    step: jax.Array
+    residual: Any
+
+
+def average_gradients(
+    axis_name: Axes,
+    *,
+    error_feedback: bool = True,
+    key: jax.Array | None = None,
+    name: str = "",
+    mesh: Mesh | None = None,
+    **knobs: Any,
+) -> "optax.GradientTransformation":
+    """Return an optax transformation that averages gradients over mesh axes, compressed.
+
+    Chain it before an optimizer, whose `update` is then called inside `jax.shard_map`, with each
+    device's own gradients:
+
+        optimizer = optax.chain(average_gradients("data", bits=2, mesh=mesh), optax.adam(1e-3))
+
+        def step(params, state, batch):
+            copies = lax.pcast(params, "data", to="varying")  # or JAX sums the gradients itself
+            gradients = jax.grad(loss)(copies, batch)
+            updates, state = optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+    `state_specs` gives the specs of the state for that shard_map. `init` works inside it too.
+
+    Args:
+        axis_name: name of a mesh axis, or a tuple of names.
+        error_feedback: keep what compression loses, and add it to the next step's gradients. It
+          takes the memory of one more copy of the parameters on every device, and 2 bits or more.
+        key: a PRNG key, as of `psum_q`, not traced: the count of steps is folded into it. None
+          rounds to nearest, which is the better choice with error feedback: it loses half as much
+          in a step, and what it loses always in one direction comes back too.
+        name: of the collective, as of `psum_q`.
+        mesh: of the shard_map. Only `init` outside of it asks for it, to know how many devices the
+          axis has; None: that of `jax.set_mesh`.
+        **knobs: every other keyword of `psum_q`, such as bits and rules={"bias|norm": 32}.
+
+    Returns:
+        An optax.GradientTransformation, whose state is an `AverageGradientsState`.
+
+    Raises:
+        ImportError: optax is not installed.
+        ValueError: at init, no mesh is known; at update, the gradients are equal on all devices
+          already, or the state has other shapes than the gradients; a knob is out of its range.
+        NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `psum_q`.
+    """
+    optax = _optax("average_gradients")
+    caller = "average_gradients"
+    config = checked_config(caller, key, name=name, **{"carrier": "native", **knobs})
+    if error_feedback and 1 in (
+        config.bits, config.gather_bits, *(knobs.get("rules") or {}).values()
+    ):  # fmt: skip
+        raise ValueError(
+            f"{caller}: at 1 bit the error may be as large as the gradients, and residuals may "
+            "grow without end: give 2 bits or more, or error_feedback=False"
+        )
+
+    def init(params: Any) -> AverageGradientsState:
+        step = jnp.zeros((), jnp.int32)
+        if not error_feedback:
+            return AverageGradientsState(step, None)
+        names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        if any(_compat.axis_size(axis) is not None for axis in names):
+            axes, _ = checked_axes(caller, axis_name)
+            zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf)[None], params)
+            return AverageGradientsState(step, vary_tree(zeros, axes))
+        devices = _devices(names, mesh)
+        residual = jax.tree.map(
+            lambda leaf: jnp.zeros((devices, *jnp.shape(leaf)), jnp.result_type(leaf)), params
+        )
+        return AverageGradientsState(step, residual)
+
+    def update(
+        updates: Any, state: AverageGradientsState, params: Any = None
+    ) -> tuple[Any, AverageGradientsState]:
+        del params
+        axes, _ = checked_axes(caller, axis_name)
+        _check_own(updates, axes)
+        noise = None if key is None else jax.random.fold_in(key, state.step)
+        residual = state.residual
+        if error_feedback:
+            updates = jax.tree_util.tree_map_with_path(_corrected, updates, residual)
+        mean, lost = reduce_tree(
+            caller, updates, axes, "avg", key=noise, name=name, errors=error_feedback, **knobs
+        )
+        if error_feedback:
+            residual = jax.tree.map(lambda e, old: e.astype(old.dtype)[None], lost, residual)
+        return mean, AverageGradientsState(state.step + 1, residual)
+
+    return optax.GradientTransformation(init, update)
+
+
+def state_specs(
+    optimizer: "optax.GradientTransformation",
+    params: Any,
+    axis_name: Axes,
+    param_specs: Any = None,
+) -> Any:
+    """Return the PartitionSpecs of an optimizer's state, for shard_map or out_shardings.
+
+    Residuals of `average_gradients` are spread over its axes, everything else lies like the
+    parameters. To make the state where it belongs, at once on all devices:
+
+        specs = state_specs(optimizer, params, "data")
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        state = jax.jit(optimizer.init, out_shardings=shardings)(params)
+
+    Args:
+        optimizer: an optax transformation with average_gradients somewhere in it.
+        params: the parameters, or their jax.ShapeDtypeStructs.
+        axis_name: that of average_gradients.
+        param_specs: the PartitionSpecs of the parameters, a tree like `params`; None: P() for all.
+
+    Returns:
+        A tree like `optimizer.init(params)`, of PartitionSpecs.
+
+    Raises:
+        ImportError: optax is not installed.
+        ValueError: as `optimizer.init`, outside of shard_map.
+    """
+    optax = _optax("state_specs")
+    if param_specs is None:
+        param_specs = jax.tree.map(lambda _: jax.P(), params)
+    masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    specs = optax.tree.map_params(
+        optimizer,
+        lambda leaf, spec: leaf if masked(leaf) else spec,
+        jax.eval_shape(optimizer.init, params),
+        param_specs,
+        transform_non_params=lambda _: jax.P(),
+        is_leaf=masked,
+    )
+
+    def spread(node: Any) -> Any:
+        if not isinstance(node, AverageGradientsState):
+            return node
+        residual = jax.tree.map(lambda spec: jax.P(axis_name, *spec), node.residual)
+        return node._replace(residual=residual)
+
+    return jax.tree.map(spread, specs, is_leaf=lambda node: isinstance(node, AverageGradientsState))
+
+
+def _optax(caller: str) -> Any:
+    """Import optax, which nothing else here needs."""
+    try:
+        import optax
+    except ImportError:
+        raise ImportError(f"cgx_ops.jax.{caller} needs optax: pip install optax") from None
+    return optax
+
+
+def _devices(axes: tuple[Hashable, ...], mesh: Mesh | None) -> int:
+    """Return how many devices a group has, outside of shard_map."""
+    sizes = dict((mesh or jax.sharding.get_abstract_mesh()).shape)
+    unknown = [axis for axis in axes if axis not in sizes]
+    if unknown:
+        raise ValueError(
+            f"average_gradients: init outside of shard_map needs the sizes of the axes {unknown}, "
+            f"and the mesh here has {list(sizes)}: give average_gradients the mesh of the "
+            "shard_map, or call jax.set_mesh"
+        )
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def _check_own(updates: Any, axes: tuple[Hashable, ...]) -> None:
+    """Require that gradients are each device's own, where types tell."""
+    if not _compat.types_are_checked():
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+        same = frozenset(axes) - _compat.varying_axes(leaf)
+        if same:
+            raise ValueError(
+                f"average_gradients: updates{jax.tree_util.keystr(path)} is the same on all "
+                f"devices of {sorted(same, key=str)}: JAX has summed this gradient already, "
+                "exactly, and it is N times too large for an average. Differentiate "
+                'jax.lax.pcast(params, axis_name, to="varying") instead of params'
+            )
+
+
+def _corrected(path: Any, update: jax.Array, residual: jax.Array) -> jax.Array:
+    """Add what compression lost before."""
+    if residual.shape != (1, *update.shape):
+        raise ValueError(
+            f"average_gradients: the residual of updates{jax.tree_util.keystr(path)} has shape "
+            f"{residual.shape} here, not {(1, *update.shape)}: give shard_map the state with the "
+            "in_specs and out_specs of cgx_ops.jax.state_specs"
+        )
+    return update + residual[0].astype(update.dtype)

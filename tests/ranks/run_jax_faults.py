@@ -1,0 +1,174 @@
+"""Rank program: what goes wrong on a mesh of two processes, and what works afterwards.
+
+    run_jax_faults.py CASE [VICTIM]
+
+VICTIM is the process that does something wrong, if one does. Each of the others prints the error
+that it gets, naming the call site, then "ok".
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, spread
+from jax_fault_cases import check_backend, error_of
+
+import cgx_ops.jax
+from cgx_ops.jax import psum_q
+
+jax.config.update("jax_platforms", "cpu")
+if "COORDINATOR" in os.environ:
+    cgx_ops.jax.initialize(os.environ["COORDINATOR"], 2, int(os.environ["RANK"]))
+else:
+    cgx_ops.jax.initialize()
+RANK, DEVICES = jax.process_index(), jax.device_count()
+VICTIM = int(sys.argv[2]) if len(sys.argv) > 2 else -1
+MESH = mesh_of((DEVICES,), ("d",))
+X = normal(1, DEVICES, 3000)
+
+
+def program(body: Callable[..., Any] | None = None, **knobs: Any) -> Callable[[], Any]:
+    """Return the launch of a program that sums over all devices."""
+    step = on_mesh(MESH, body or (lambda v: psum_q(v, "d", algorithm="sra", **knobs))).jitted
+    operand = spread(MESH, X, P("d"))
+    return lambda: step(operand)
+
+
+def check_together() -> None:
+    """Require a sum over all processes."""
+    for shard in program(name="well")().addressable_shards:
+        assert same_bits(shard.data[0], expected(X))
+
+
+def fails(launch: Callable[[], Any], *words: str) -> str:
+    """Require an error with these words, in time to be seen: XLA aborts some waits at 40 s."""
+    faulthandler.dump_traceback_later(30, exit=True)
+    text = error_of(launch)
+    faulthandler.cancel_dump_traceback_later()
+    assert text.startswith(("JaxRuntimeError: ", "ValueError: ")), text
+    for word in words:
+        assert word in text, (word, text)
+    return text
+
+
+# ---- ranks that disagree: all are told, and go on ------------------------------------------------
+
+
+def other_bits_under_one_name() -> None:
+    launch = program(name="g", bits=4 + RANK)
+    fails(launch, "psum_q 'g#0' on rank", "disagree on collective 'g#0'", "bits 4 against 5")
+    check_together()
+
+
+def other_programs_with_one_name() -> None:
+    """The name is in programs of which each process launches another."""
+    ours = [
+        program(lambda v: psum_q(v * 2, "d", name="g")),
+        program(lambda v: psum_q(v[:2000], "d", name="g")),
+    ]
+    fails(ours[RANK], "psum_q 'g#0'", "numel 3000 against 2000")
+    check_together()
+    # In one order in all processes a name may be in several programs.
+    for launch in ours:
+        jax.block_until_ready(launch())
+
+
+# ---- ranks that do not come: the deadline, CGX_TIMEOUT, or earlier -------------------------------
+
+
+def other_programs() -> None:
+    """Calls without names: each process waits for its own, and is told of the other's."""
+    check_together()
+    launch = program(bits=4 + RANK)
+    text = fails(launch, "psum_q 'jit_on_device/0:")
+    assert "DEADLINE_EXCEEDED" in text or "UNAVAILABLE" in text
+    assert text.count("jit_on_device/0:") > 1  # the other's name, too
+    check_backend()
+
+
+def never_calls() -> None:
+    check_together()  # makes the communicator
+    if RANK == VICTIM:
+        time.sleep(6)
+        check_backend()
+    else:
+        fails(program(name="lonely"), "DEADLINE_EXCEEDED", "psum_q 'lonely#0'")
+        check_backend()
+
+
+def a_device_fails() -> None:
+    """A callback raises on one device, before the collective."""
+
+    def shaken(x: Any, device: Any) -> Any:
+        if device == DEVICES - 1:
+            raise ArithmeticError("no such number")
+        return np.asarray(x)
+
+    def body(v: jax.Array) -> jax.Array:
+        v = jax.pure_callback(shaken, v, v, jax.lax.axis_index("d"))
+        return psum_q(v, "d", name="shaken")
+
+    check_together()
+    text = fails(program(body))
+    if RANK == 0:
+        assert "psum_q 'shaken#0'" in text
+    check_backend()
+
+
+# ---- a process that ends: the others are told at once --------------------------------------------
+
+
+def dies(how: Callable[[], None]) -> None:
+    check_together()
+    launch = program(name="orphaned")
+    if RANK == VICTIM:
+        how()
+    fails(launch, "UNAVAILABLE: psum_q 'orphaned#0'", f"rank {VICTIM} is lost")
+    check_backend()
+
+
+def raises() -> None:
+    def fail() -> None:
+        raise ArithmeticError("in mid-program")
+
+    dies(fail)
+
+
+def exits() -> None:
+    dies(sys.exit)
+
+
+def exits_at_once() -> None:
+    dies(lambda: os._exit(0))
+
+
+def is_killed() -> None:
+    dies(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    f.__name__: f
+    for f in (
+        other_bits_under_one_name,
+        other_programs_with_one_name,
+        other_programs,
+        never_calls,
+        a_device_fails,
+        raises,
+        exits,
+        exits_at_once,
+        is_killed,
+        check_together,
+    )
+}
+CASES[sys.argv[1]]()
+assert float(jnp.arange(4.0).sum()) == 6
+print("ok", flush=True)

@@ -1,0 +1,160 @@
+"""Rank program: initialize(), by mpirun or by nothing, and what works after it.
+
+    run_jax_initialize.py CASE
+
+Without mpirun, COORDINATOR, PROCESSES and RANK tell the processes of each other. Prints the error
+that the case is about, then "ok".
+"""
+
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, spread
+from jax_fault_cases import check_backend, error_of
+
+import cgx_ops
+import cgx_ops.jax
+from cgx_ops.jax import psum_q
+
+BY_MPIRUN = "OMPI_COMM_WORLD_RANK" in os.environ
+SIZE = int(os.environ.get("PROCESSES") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
+RANK = int(os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
+
+
+def initialize() -> None:
+    if BY_MPIRUN:
+        cgx_ops.jax.initialize()
+    else:
+        cgx_ops.jax.initialize(os.environ["COORDINATOR"], SIZE, RANK)
+
+
+def check_mesh(**knobs: Any) -> None:
+    """Sum over all devices, compressed and not."""
+    count = jax.device_count()
+    x = normal(1, count, 3000)
+    mesh = mesh_of((count,), ("d",))
+
+    def both(v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return psum_q(v, "d", algorithm="sra", **knobs), lax.psum(jnp.ones(()), "d")
+
+    ours, theirs = on_mesh(mesh, both).jitted(spread(mesh, x, P("d")))
+    for shard in ours.addressable_shards:
+        assert same_bits(shard.data[0], expected(x))
+    for shard in theirs.addressable_shards:
+        assert shard.data[0] == count
+
+
+def works() -> None:
+    initialize()
+    assert (jax.process_index(), jax.process_count()) == (RANK, SIZE)
+    check_mesh()
+    check_mesh(carrier="xla")
+    with cgx_ops.jax.launching("block"):
+        check_mesh()
+    assert (cgx_ops.size() > 1) == BY_MPIRUN  # otherwise nothing of MPI's was needed
+
+
+def detected() -> None:
+    """JAX finds out everything from the launcher's variables, of which these differ."""
+    os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = str(RANK)
+    cgx_ops.jax.initialize()
+    assert (jax.process_index(), jax.process_count()) == (RANK, SIZE)
+    check_mesh()
+
+
+def nothing_to_do() -> None:
+    cgx_ops.jax.initialize()
+    assert not jax.distributed.is_initialized()
+    cgx_ops.jax.initialize()
+    assert jax.process_count() == 1
+    check_mesh()
+
+
+def unreachable() -> None:
+    """Processes that cgx does not connect: the other carrier serves them."""
+    initialize()
+    text = error_of(check_mesh)
+    assert "RuntimeError: cgx cannot connect JAX's processes" in text
+    assert "Start them with mpirun, or pass carrier='xla'" in text
+    check_mesh(carrier="xla")
+
+
+def twice() -> None:
+    initialize()
+    text = error_of(initialize)
+    assert "initialized already" in text
+    check_mesh()
+
+
+def late_on_one_rank() -> None:
+    """One rank has a backend already: all are told which, and can work alone."""
+    cgx_ops.init()
+    late = SIZE - 1
+    if late == RANK:
+        jax.devices()
+    text = error_of(initialize)
+    assert f"RuntimeError: cgx_ops.jax.initialize: rank {late}: an XLA backend is running" in text
+    assert not jax.distributed.is_initialized()
+    assert jax.process_count() == 1
+    check_backend()
+
+
+def another_rank_than_that_of_mpirun() -> None:
+    size, rank = (SIZE, 1) if RANK == 0 else (None, None)
+    text = error_of(lambda: cgx_ops.jax.initialize(num_processes=size, process_id=rank))
+    assert "rank 0: this is process 1 of 2 by its arguments but rank 0 of 2 by mpirun" in text
+    initialize()
+    check_mesh()
+
+
+def a_port_that_is_taken() -> None:
+    """Rank 0 starts the coordinator, so it is rank 0's address that all are told of."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        text = error_of(lambda: cgx_ops.jax.initialize(address))
+    wanted = address if RANK == 0 else "127.0.0.1:"
+    assert f"process 0 cannot start the coordinator at {wanted}" in text
+    assert "is the port free?" in text
+    initialize()
+    check_mesh()
+
+
+def not_initialized() -> None:
+    """Without initialize() each process sums over its own devices, and says so."""
+    x = normal(3, 1, 100)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows = np.asarray(on_mesh(mesh_of((1,), ("d",)), lambda v: psum_q(v, "d"))(x))
+    assert same_bits(rows, x)
+    assert any("cgx_ops.jax.initialize" in str(warning.message) for warning in caught)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    f.__name__: f
+    for f in (
+        works,
+        detected,
+        nothing_to_do,
+        unreachable,
+        twice,
+        late_on_one_rank,
+        another_rank_than_that_of_mpirun,
+        a_port_that_is_taken,
+        not_initialized,
+    )
+}
+
+jax.config.update("jax_platforms", "cpu")
+CASES[sys.argv[1]]()
+print("ok", flush=True)

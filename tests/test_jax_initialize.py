@@ -1,0 +1,83 @@
+"""initialize(): by mpirun, by a launcher that JAX knows, by arguments; called twice or too late."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launch import mpirun, processes
+
+from cgx_ops.address import free_address
+
+pytestmark = pytest.mark.timeout(120)
+
+PROGRAM = "run_jax_initialize.py"
+ENVIRONMENT = {
+    "PYTHONPATH": str(Path(__file__).parent),
+    "OMP_NUM_THREADS": "1",
+    "CGX_TIMEOUT": "60",
+    "XLA_FLAGS": "",
+}
+
+
+def check(outputs: list[str]) -> None:
+    for output in outputs:
+        assert "ok" in output.splitlines(), output
+
+
+def by_arguments(n: int, case: str, **env: str) -> None:
+    address = "{}:{}".format(*free_address([""]))
+    own = {"COORDINATOR": address, "PROCESSES": str(n)}
+    check(processes(n, PROGRAM, case, env={**ENVIRONMENT, **own, **env}, timeout=110))
+
+
+def by_mpirun(n: int, case: str, **env: str) -> None:
+    check(mpirun(n, PROGRAM, case, env={**ENVIRONMENT, **env}, timeout=110))
+
+
+Launch = Callable[..., None]
+both = pytest.mark.parametrize("launch", [by_mpirun, by_arguments])
+
+
+@both
+@pytest.mark.parametrize(
+    ("n", "devices"),
+    [(2, 1), (2, 2), pytest.param(2, 4, marks=pytest.mark.exhaustive)],
+)
+def test_all_devices_are_one_mesh(launch: Launch, n: int, devices: int) -> None:
+    launch(n, "works", XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}")
+
+
+def test_devices_by_jax_s_own_option() -> None:
+    by_mpirun(2, "works", JAX_NUM_CPU_DEVICES="2")
+
+
+def test_a_launcher_that_jax_knows() -> None:
+    """SLURM's variables, by which JAX recognizes it. Each process adds its own place."""
+    address, port = free_address([""])
+    by_arguments(
+        2, "detected", SLURM_JOB_ID="1", SLURM_STEP_NODELIST=address, SLURM_NTASKS="2",
+        JAX_COORDINATOR_PORT=str(port),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("launch", [by_mpirun, by_arguments])
+def test_alone_there_is_nothing_to_do(launch: Launch) -> None:
+    launch(1, "nothing_to_do")
+
+
+def test_processes_that_only_xla_connects() -> None:
+    """As on several hosts, where cgx needs MPI: here it may use nothing else."""
+    by_arguments(2, "unreachable", COMMUNICATOR_TYPE="MPI")
+
+
+@both
+@pytest.mark.parametrize("case", ["twice", "late_on_one_rank"])
+def test_called_when_it_must_not_be(launch: Launch, case: str) -> None:
+    launch(2, case)
+
+
+@pytest.mark.parametrize(
+    "case", ["another_rank_than_that_of_mpirun", "a_port_that_is_taken", "not_initialized"]
+)
+def test_under_mpirun(case: str) -> None:
+    by_mpirun(2, case)
