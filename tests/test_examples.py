@@ -219,7 +219,8 @@ def test_rewritten_step_trains_in_few_bits() -> None:
 
 
 def lines_of_rank_0(process: subprocess.CompletedProcess[str]) -> list[str]:
-    return re.findall(r"^\[[^]]*,0\]<stdout>: (.*)$", process.stdout, re.MULTILINE)
+    """Return what rank 0 printed in JSON; gloo prints as well."""
+    return re.findall(r"^\[[^]]*,0\]<stdout>: (\{.*)$", process.stdout, re.MULTILINE)
 
 
 def test_ddp_on_the_backend_trains_in_few_bits() -> None:
@@ -247,6 +248,47 @@ def test_torchrun_trains_in_few_bits() -> None:
         timeout=120,
     )
     check_few_bits(process, [x for x in process.stdout.splitlines() if x.startswith("{")])
+
+
+def test_two_axes_train_alike_in_one_process_and_in_two() -> None:
+    """The axis "data" is one between devices or one between processes: the bits are the same."""
+    script, arguments = ROOT / "examples" / "jax_two_axes.py", ("--epochs", "10")
+    alone, mpirun = run_python(script, *arguments), run_python(script, *arguments, ranks=2)
+    few = check_few_bits(alone, alone.stdout.splitlines())
+    assert few["mesh"] == {"data": 2, "model": 2}
+    assert check_few_bits(mpirun, lines_of_rank_0(mpirun)) == few
+
+
+def test_a_process_per_rank_trains_in_few_bits() -> None:
+    script = ROOT / "examples" / "jax_process_per_rank.py"
+    process = run_python(script, "--epochs", "10", ranks=2)
+    few = check_few_bits(process, lines_of_rank_0(process))
+    # Two ranks: each sends half of its values, then the reduced other half, and headers; a leaf of
+    # fewer than 16 values is exact.
+    payload = (PARAMETERS - 10) * (1 / 2 + 8 / 512) + 4 * 10
+    assert payload <= few["bytes_per_step"] < 1.05 * payload
+
+
+@pytest.mark.timeout(400)
+def test_optax_with_feedback_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    def results(*arguments: str) -> list[dict[str, Any]]:
+        process = run_python(ROOT / "examples" / "jax_optax.py", *arguments, ranks=2)
+        assert process.returncode == 0, process.stdout + process.stderr
+        lines = map(json.loads, lines_of_rank_0(process))
+        return [line for line in lines if "accuracy" in line]
+
+    exact, *few = results("--bits", "32", "4", "2")
+    assert exact["accuracy"] >= 0.95
+    for result, bits in zip(few, (4, 2), strict=True):
+        assert (result["bits"], result["epoch"], result["feedback"]) == (bits, 20, True)
+        assert result["accuracy"] >= exact["accuracy"] - 0.01
+        assert result["identical"]
+    assert len({result["digest"] for result in (exact, *few)}) == 3, "some did not quantize"
+    half = ("--bits", "2", "--folder", str(tmp_path / "run"))
+    [stopped], [resumed] = results(*half, "--stop", "10"), results(*half)
+    assert (stopped["epoch"], resumed["epoch"]) == (10, 20)
+    assert stopped["losses"] + resumed["losses"] == few[1]["losses"]
+    assert resumed["digest"] == few[1]["digest"]
 
 
 CHECK_OF_WEIGHTS = {

@@ -241,24 +241,31 @@ def test_nothing_crosses_between_processes_twice(monkeypatch: pytest.MonkeyPatch
     assert 2 * one * 2 == payload(case, 2)
 
 
-def test_padding_is_zeros() -> None:
+@pytest.mark.parametrize("step", ["encode", "reduce"])
+def test_padding_is_zeros(step: str) -> None:
     """What pads a message, and a rank's own row, is not what was in that memory before."""
-    ones = np.ones((1, 4 * 512), np.float32)  # a bucket for each of four ranks: 264 bytes
+    values = np.ones((1, 4 * 512), np.float32)  # a bucket for each of four ranks: 264 bytes
     attributes = {
         "op": 0, "algorithm": 2, "rounding": 0, "gather_bits": 0, "skip_incomplete_buckets": 0,
         "minimal_size": 0, "bucket_size": 512, "size": 4, "divisor": 4,
     }  # fmt: skip
+    arrived = [np.zeros((4, 300), np.uint8)] if step == "reduce" else []
+    operands = [np.uint32(1), np.zeros((1, 2), np.uint32), *arrived, values]
+    before = np.full((4, 300) if step == "encode" else (300,), 0xA5, np.uint8)
     call = jax.ffi.ffi_call(
-        _runtime.carried_target("encode"), jax.ShapeDtypeStruct((4, 300), jnp.uint8)
+        _runtime.carried_target(step),
+        jax.ShapeDtypeStruct(before.shape, before.dtype),
+        input_output_aliases={len(operands): 0},
     )
-    rows = call(
-        np.uint32(1), np.zeros((1, 2), np.uint32), ones, bits=np.array([4], np.int64),
+    messages = call(
+        *operands, before, bits=np.array([4], np.int64),
         **{name: np.int64(value) for name, value in attributes.items()},
     )  # fmt: skip
-    record = np.array([1, 0], np.float32).view(np.uint8)  # minimum and step; the levels are 0
-    want = np.zeros((4, 300), np.uint8)
-    want[[0, 2, 3], :8] = record
-    assert same_bits(rows, want)
+    want = np.zeros_like(before)
+    want[..., :8] = np.array([1, 0], np.float32).view(np.uint8)  # minimum, step; levels are 0
+    if step == "encode":
+        want[1] = 0  # the rank itself
+    assert same_bits(messages, want)
 
 
 # ---- 4. transformations --------------------------------------------------------------------------
