@@ -5,7 +5,7 @@ The gradient of the loss here is the device's row of the batch, whatever the wei
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,17 @@ import orbax.checkpoint as ocp
 import pytest
 from jax import NamedSharding, lax
 from jax.sharding import PartitionSpec as P
-from jax_cases import Values, expected, mesh_of, normal, same_bits, seed_of, use_cpu_devices
+from jax_cases import (
+    PROCESSES,
+    Values,
+    expected,
+    fetch,
+    mesh_of,
+    normal,
+    same_bits,
+    seed_of,
+    use_cpu_devices,
+)
 from launch import mpirun
 
 from cgx_ops.jax import average_gradients, state_specs
@@ -27,6 +37,7 @@ use_cpu_devices(8)
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.mpirun]
 
+one_process = pytest.mark.skipif(PROCESSES > 1, reason="is about one process, or starts its own")
 both_modes = pytest.mark.parametrize("check_vma", [True, False])
 
 N, STEPS, NUMEL = 8, 4, 1200
@@ -36,13 +47,15 @@ MESH = mesh_of((N,), ("d",))
 U = 2.0**-24  # what a float32 operation rounds, of its result
 
 
-def oracle(rows: Values, *, feedback: bool = True, key: Any = None, bits: int = 2) -> Iterator[Any]:
-    """Yield each step's mean and residuals, (N, NUMEL)."""
+def oracle(
+    rows: Values, *, feedback: bool = True, key: Any = None, at: Sequence[int] | None = None
+) -> Iterator[Any]:
+    """Yield each step's mean and residuals, (N, NUMEL). `at`: as of expected()."""
     residual = np.zeros_like(rows[0])
     for step, row in enumerate(rows):
         seeds = None if key is None else [seed_of(jax.random.fold_in(key, step))] * len(row)
         lost = [np.zeros(row[0].size, np.float32) for _ in row]
-        mean = expected(row + residual, op="avg", bits=bits, seeds=seeds, errors=lost)
+        mean = expected(row + residual, op="avg", bits=2, seeds=seeds, errors=lost, at=at)
         residual = np.stack(lost) if feedback else residual
         yield mean, residual
 
@@ -95,7 +108,8 @@ def test_steps_with_donated_state(feedback: bool, key: Any, check_vma: bool) -> 
         assert same_bits(got, mean)
         if feedback:
             assert before.residual.is_deleted(), "it was not donated"
-            assert same_bits(state.residual, residual)
+            # A copy: what numpy has seen is not donated any more (jax 0.11).
+            assert same_bits(jnp.copy(state.residual), residual)
             assert state.residual.sharding.spec == P("d")
         else:
             assert state.residual is None
@@ -146,8 +160,8 @@ def test_what_is_lost_comes_back(feedback: bool) -> None:
     steps, bound = 50, 2 * largest_of_buckets(rows)
     for _ in range(steps):
         mean, state = step(WEIGHTS, state, rows)
-        total += np.asarray(mean, np.float64)
-        residual = np.asarray(state.residual) if feedback else residual
+        total += fetch(mean).astype(np.float64)
+        residual = fetch(state.residual) if feedback else residual
         assert (largest_of_buckets(residual) <= bound).all()
     missing = rows.mean(0, np.float64) - total / steps
     rounded = 32 * U * (np.abs(rows).max() + bound.max())
@@ -175,8 +189,8 @@ def test_gradients_that_are_not_finite_leave_no_trace() -> None:
     for row, (mean, residual) in zip(rows, oracle(rows), strict=True):
         got, state = step(WEIGHTS, state, row)
         assert same_bits(state.residual, residual)
-        assert np.array_equal(got, mean, equal_nan=True)
-        means.append(np.asarray(got))
+        means.append(fetch(got))
+        assert np.array_equal(means[-1], mean, equal_nan=True)
     assert np.isnan(means[1][512:1024]).all()
     assert np.isfinite(means[2]).all()
 
@@ -197,9 +211,9 @@ def test_trees_with_rules_and_dtypes(fuse: bool) -> None:
         assert same_bits(got["kernel"], mean)
         assert same_bits(state.residual["kernel"], residual)
         assert same_bits(got["bias"], expected(row, bits=32, op="avg"))
-        assert not np.asarray(state.residual["bias"]).any()
+        assert not fetch(state.residual["bias"]).any()
         assert got["half"].dtype == state.residual["half"].dtype == jnp.bfloat16
-    assert np.asarray(state.residual["half"]).any()
+    assert fetch(state.residual["half"]).any()
 
 
 WRAPPERS = {
@@ -233,7 +247,7 @@ def test_inside_other_transformations(wrapper: str, check_vma: bool) -> None:
         for leaf in jax.tree.leaves(updates):
             assert np.isfinite(leaf).all()
             assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
-    assert any(np.asarray(leaf).any() for leaf in jax.tree.leaves(state))
+    assert any(leaf.any() for leaf in jax.tree.leaves(fetch(state)))
 
 
 @both_modes
@@ -251,7 +265,7 @@ def test_parameters_spread_over_another_axis(check_vma: bool) -> None:
         check_vma=check_vma,
     )  # fmt: skip
     state: Any = optimizer.init(params)
-    parts = [oracle(batch[:, :, m * NUMEL :][:, :, :NUMEL]) for m in range(2)]
+    parts = [oracle(batch[:, :, m * NUMEL :][:, :, :NUMEL], at=range(m, N, 2)) for m in range(2)]
     trace = np.zeros(2 * NUMEL, np.float32)
     for rows in batch:
         updates, state = jax.jit(program)(params, state, rows)
@@ -291,7 +305,7 @@ def test_init_finds_the_mesh() -> None:
     states: list[Any] = [given, found, wide]
     for state in states:
         assert state.residual.shape == (N, NUMEL)
-        assert not np.asarray(state.residual).any()
+        assert not fetch(state.residual).any()
 
 
 @pytest.mark.parametrize("mesh", [None, mesh_of((N,), ("other",))], ids=["none", "other"])
@@ -312,12 +326,14 @@ def test_two_axes_in_the_order_of_the_group() -> None:
         mesh=mesh, in_specs=(P(), specs, P(("b", "a"))), out_specs=(P(), specs),
     )  # fmt: skip
     state: Any = optimizer.init(WEIGHTS)
-    for rows, (mean, residual) in zip(ROWS, oracle(ROWS), strict=True):
+    order = np.arange(N).reshape(2, 4).T.reshape(-1).tolist()
+    for rows, (mean, residual) in zip(ROWS, oracle(ROWS, at=order), strict=True):
         got, state = jax.jit(program)(WEIGHTS, state, rows)
         assert same_bits(got, mean)
         assert same_bits(state.residual, residual)
 
 
+@one_process
 def test_checkpoint_with_sharding(tmp_path: Path) -> None:
     """Restored state lies where it lay, and training goes on to the same bits."""
     optimizer = optax.chain(average(key=KEY), optax.trace(0.9))
@@ -341,6 +357,7 @@ def test_checkpoint_with_sharding(tmp_path: Path) -> None:
         assert same_bits(got, want)
 
 
+@one_process
 @pytest.mark.timeout(240)
 def test_checkpoint_of_processes_with_two_devices_each(tmp_path: Path) -> None:
     """The program checks steps and checkpoint by the oracle; new processes go on from it."""
@@ -396,6 +413,7 @@ def test_bad_knobs_are_refused_at_once(knobs: Any, error: type[Exception]) -> No
         average(**knobs)
 
 
+@one_process
 def test_optax_is_needed_here_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optax", None)
     for call in (average, lambda: state_specs(None, WEIGHTS, "d")):  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ averages gradients at 4 bits an element. Without a mesh, in programs of one proc
 """
 
 from cgx_ops.jax.allreduce import allreduce_q
+from cgx_ops.jax.exporting import register
 from cgx_ops.jax.gradients import compress_grads, value_and_grad
 from cgx_ops.jax.initialize import initialize
 from cgx_ops.jax.launching import launching
@@ -28,6 +29,7 @@ __all__ = [
     "pmean_q",
     "psum_q",
     "psum_scatter_q",
+    "register",
     "state_specs",
     "value_and_grad",
 ]

@@ -1,6 +1,7 @@
 """Every name of JAX that is private or differs between versions (0.10 and 0.11).
 
-Three parts: the types of arrays inside shard_map, where a lowering happens, and the runtime.
+Four parts: the types of arrays inside shard_map, where a lowering happens, ordered effects, and the
+runtime.
 """
 
 import math
@@ -206,18 +207,13 @@ def leave_distributed() -> None:
     state.coordinator_address, state.num_processes, state.process_id = None, 1, 0
 
 
-def process_place() -> tuple[int, int]:
-    """Return this process's index and the number of processes; starts no backend."""
-    return distributed.global_state.process_id, distributed.global_state.num_processes
-
-
 def gather_from_processes(key: str, mine: bytes, timeout_s: float) -> list[bytes]:
     """Give every process's bytes to every process, by JAX's key-value store; once per key."""
-    client, (rank, size) = distributed.global_state.client, process_place()
+    state, timeout_ms = distributed.global_state, math.ceil(1000 * timeout_s)
+    client, processes = state.client, range(state.num_processes)
     assert client is not None, "jax.distributed is not initialized"
-    client.key_value_set_bytes(f"{key}/{rank}", mine)
-    timeout_ms = math.ceil(1000 * timeout_s)
-    return [client.blocking_key_value_get_bytes(f"{key}/{i}", timeout_ms) for i in range(size)]
+    client.key_value_set_bytes(f"{key}/{state.process_id}", mine)
+    return [client.blocking_key_value_get_bytes(f"{key}/{i}", timeout_ms) for i in processes]
 
 
 def call_around_compile(begin: Callable[[], None], end: Callable[[], None]) -> None:

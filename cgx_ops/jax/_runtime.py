@@ -57,42 +57,46 @@ def world() -> Communicator:
 
 def target(verb: str) -> str:
     """Return the name of a collective's FFI target, registered if need be."""
-    with _lock:
-        _register()
+    targets()
     return _TARGETS[verb]
 
 
 def carried_target(step: str) -> str:
     """Return the name of the FFI target of a step of carrier="xla", registered if need be."""
-    with _lock:
-        _register()
+    targets()
     return f"cgx_carried_{step}"
 
 
 def allreduce_q_target() -> str:
     """Return the name of allreduce_q's FFI target, registered if need be."""
-    with _lock:
-        _register()
+    targets()
     return _ALLREDUCE_Q
 
 
+def targets() -> tuple[str, ...]:
+    """Return the names of all FFI targets, registered if need be."""
+    with _lock:
+        return _register()
+
+
 @functools.cache
-def _register() -> None:
+def _register() -> tuple[str, ...]:
     _native.require_binding("jax", jaxlib.version.__version__)
     from cgx_ops import _xla_ffi
 
     jax.local_devices(backend="cpu")  # makes the backend
     site: Any = _xla_ffi.site_type()
     jax.ffi.register_ffi_type("cgx_psum_q_site", site, platform="cpu")
-    for name in _TARGETS.values():
-        jax.ffi.register_ffi_target(name, _xla_ffi.collective_handlers(), platform="cpu")
-    for name, handler in _xla_ffi.carried_handlers().items():
+    handlers = {name: _xla_ffi.collective_handlers() for name in _TARGETS.values()}
+    handlers |= _xla_ffi.carried_handlers()
+    handlers[_ALLREDUCE_Q] = _xla_ffi.allreduce_q_handler()
+    for name, handler in handlers.items():
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
-    jax.ffi.register_ffi_target(_ALLREDUCE_Q, _xla_ffi.allreduce_q_handler(), platform="cpu")
     _compat.call_around_compile(_xla_ffi.compilation_begins, _xla_ffi.compilation_ends)
     _xla_ffi.set_local_timeout(timeout(_LOCAL_TIMEOUT_S))
     if isinstance(_world, Communicator):
         _xla_ffi.set_world(_world.id)
+    return tuple(handlers)
 
 
 def timeout(default: float = 300) -> float:

@@ -1,0 +1,29 @@
+"""register: what programs need that one process exports and another runs (jax.export)."""
+
+import jax
+
+from cgx_ops.jax import _runtime
+
+
+def register() -> list[jax.export.DisabledSafetyCheck]:
+    """Make cgx's custom calls known to XLA, and return their names as jax.export takes them.
+
+    A process that traces a collective registers them by itself. Call this where a program is only
+    loaded, before it runs, and where one is exported, since jax.export refuses custom calls that
+    nobody vouches for:
+
+        exported = jax.export.export(step, disabled_checks=cgx_ops.jax.register())(weights, batch)
+        file.write_bytes(exported.serialize())
+
+        cgx_ops.jax.register()  # in another process
+        step = jax.export.deserialize(file.read_bytes()).call
+
+    An exported program runs with the cgx_ops release that exported it, on as many devices; a group
+    of processes is part of it, so every process loads what a process of an equal mesh exported.
+
+    Starts the XLA backend: call `initialize` first where there are several processes.
+
+    Returns:
+        The checks to disable, for jax.export.export(..., disabled_checks=).
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in _runtime.targets()]

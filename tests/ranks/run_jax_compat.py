@@ -1,0 +1,29 @@
+"""Rank program: the functions of _compat.py about several processes.
+
+    run_jax_compat.py ADDRESS
+
+Three processes, of which RANK 0 keeps the coordinator of initialize().
+"""
+
+import os
+import sys
+
+import jax
+
+from cgx_ops.jax import _compat
+from cgx_ops.jax.initialize import initialize
+
+jax.config.update("jax_platforms", "cpu")
+rank = int(os.environ["RANK"])
+assert not _compat.backends_started()
+initialize(sys.argv[1], 3, rank)  # connects
+assert jax.distributed.is_initialized()
+assert not _compat.backends_started()
+for turn in range(2):
+    said = _compat.gather_from_processes(f"test/{turn}", bytes([rank, turn]), 30)
+    assert said == [bytes([other, turn]) for other in range(3)]
+assert _compat.gather_from_processes("empty", b"", 30) == [b""] * 3
+_compat.leave_distributed()
+assert not jax.distributed.is_initialized()
+assert jax.process_count() == 1
+print("ok")

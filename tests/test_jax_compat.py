@@ -1,0 +1,243 @@
+"""cgx_ops/jax/_compat.py: each function does what it says with the JAX that is installed.
+
+The first to fail after an update of JAX, and the only one that should need to.
+"""
+
+import ast
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec as P
+from jax_cases import mesh_of, on_mesh, use_cpu_devices
+from launch import processes
+
+import cgx_ops.jax
+from cgx_ops.address import free_address
+from cgx_ops.jax import _compat
+
+use_cpu_devices(8)
+
+MESH = mesh_of((4, 2), ("a", "b"))
+PACKAGE = Path(inspect.getfile(cgx_ops.jax)).parent
+
+
+def inside(body: Callable[[jax.Array], Any], **knobs: Any) -> list[Any]:
+    """Return what `body` finds while it is traced in a shard_map, on a row that varies over "a"."""
+    found = []
+
+    def traced(x: jax.Array) -> jax.Array:
+        found.append(body(x))
+        return x
+
+    jax.eval_shape(
+        jax.shard_map(traced, mesh=MESH, in_specs=P("a"), out_specs=P("a"), **knobs), jnp.ones(8)
+    )
+    return found
+
+
+# ---- no other file has such names ----------------------------------------------------------------
+
+
+def test_private_names_are_here_alone() -> None:
+    # _coordinator.py says why it stands apart.
+    files = set(PACKAGE.glob("*.py")) - {PACKAGE / "_compat.py", PACKAGE / "_coordinator.py"}
+    assert len(files) > 10
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{name}" for name in names]
+            elif isinstance(node, ast.Attribute):
+                names = [ast.unparse(node)]
+            elif not isinstance(node, ast.Import):
+                continue
+            private = [name for name in names if re.match(r"(jax|jaxlib)\b.*\._(?!_)", name)]
+            assert not private, (file.name, private)
+
+
+def test_all_of_it_is_used() -> None:
+    """What an older JAX needed must go with it."""
+    users = "".join(file.read_text() for file in PACKAGE.glob("*.py"))
+    tree = ast.parse((PACKAGE / "_compat.py").read_text())
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    for name in names:
+        assert f"_compat.{name}" in users or name.startswith("_"), name
+
+
+# ---- types inside shard_map ----------------------------------------------------------------------
+
+
+def test_varying_axes() -> None:
+    assert inside(_compat.varying_axes) == [{"a"}]
+    assert inside(lambda x: _compat.varying_axes(lax.psum(x, "a"))) == [set()]
+    assert inside(lambda x: _compat.varying_axes(lax.pcast(x, "b", to="varying"))) == [{"a", "b"}]
+    assert inside(lambda x: _compat.varying_axes(jax.typeof(x))) == [{"a"}]
+    assert _compat.varying_axes(1.5) == set()
+
+
+def test_with_varying_axes() -> None:
+    def both(x: jax.Array) -> Any:
+        aval = _compat.with_varying_axes(jax.typeof(x), frozenset("b"))
+        return aval.shape, aval.dtype, aval.weak_type, _compat.varying_axes(aval)
+
+    assert inside(both) == [((2,), np.float32, False, {"b"})]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_types_are_checked(check_vma: bool) -> None:
+    assert inside(lambda _: _compat.types_are_checked(), check_vma=check_vma) == [check_vma]
+
+
+def test_zero_tangent() -> None:
+    zero = _compat.zero_tangent(np.ones(3, np.float32))
+    assert type(zero) is type(_compat.zero_tangent(2.0))
+    assert (zero.aval.shape, zero.aval.dtype) == ((3,), np.float32)
+
+
+def test_axes() -> None:
+    def found(x: jax.Array) -> Any:
+        under_vmap = []
+
+        def example(row: jax.Array) -> jax.Array:
+            under_vmap.append((_compat.axis_size("i"), _compat.is_shard_map_axis("i")))
+            return row
+
+        jax.vmap(example, axis_name="i")(jnp.ones((3, 5)))
+        return _compat.axis_size("a"), _compat.is_shard_map_axis("a"), under_vmap
+
+    assert inside(found) == [(4, True, [(3, False)])]
+    assert inside(lambda _: _compat.axis_size("c")) == [None]
+    assert _compat.axis_size("a") is None
+    assert inside(lambda _: _compat.automatic_axes()) == [()]
+    assert inside(lambda _: _compat.automatic_axes(), axis_names={"a"}) == [("b",)]
+    assert _compat.automatic_axes() == ()
+
+
+# ---- a lowering ----------------------------------------------------------------------------------
+
+
+def test_where_a_lowering_happens() -> None:
+    found: list[Any] = []
+    probe_p = Primitive("cgx_test_probe")
+    probe_p.def_abstract_eval(lambda x: x)
+
+    def lower(ctx: Any, x: Any) -> list[Any]:
+        mesh = _compat.mesh_of(ctx)
+        plain = _compat.plain(ctx.avals_in[0])
+        assert (plain.shape, plain.dtype, _compat.varying_axes(plain)) == (
+            (2, 1),
+            np.float32,
+            set(),
+        )
+        found.append((_compat.module_name(ctx), _compat.next_index(ctx), mesh.axis_names))
+        return [x]
+
+    mlir.register_lowering(probe_p, lower, cacheable=False)
+
+    def probed(x: jax.Array) -> jax.Array:
+        return probe_p.bind(probe_p.bind(x))
+
+    def program() -> Any:
+        # A function of its own each time: JAX keeps what it has lowered.
+        mapped = jax.shard_map(
+            lambda x: probed(x), mesh=MESH, in_specs=P("a", "b"), out_specs=P("a", "b"),
+            check_vma=False,
+        )  # fmt: skip
+        return jax.jit(mapped)
+
+    for _ in range(2):
+        program().lower(jnp.ones((8, 2)))
+    name = found[0][0]
+    assert name.startswith("jit_")
+    assert found == 2 * [(name, 0, ("a", "b")), (name, 1, ("a", "b"))]
+
+
+def test_small_values() -> None:
+    scalar = _compat.scalar_u32()
+    assert (scalar.shape, scalar.dtype) == ((), np.uint32)
+    with mlir.make_ir_context():
+        assert re.search(r"handle = \d+, type = \d+", str(_compat.collective_channel()))
+
+
+def test_effects_in_order() -> None:
+    """The token goes in and out, from call to call."""
+
+    class Order(_compat.Effect):
+        pass
+
+    _compat.register_ordered_effect(Order)
+    effect = Order()
+    call_p = Primitive("cgx_test_in_order")
+    call_p.def_effectful_abstract_eval(lambda x: (x, {effect}))
+
+    def lower(ctx: Any, x: Any) -> Any:
+        rule = jax.ffi.ffi_lowering("cgx_test_no_such_target", has_side_effect=True)
+        return _compat.lower_in_order(ctx, effect, rule, x)
+
+    mlir.register_lowering(call_p, lower, platform="cpu")
+    looped = jax.jit(lambda x: lax.fori_loop(0, 3, lambda _, v: call_p.bind(v), call_p.bind(x)))
+    text = looped.lower(jnp.ones(3)).as_text()
+    calls = re.findall(r"custom_call @cgx_test_no_such_target\(%\w+, %\w+\)", text)
+    assert len(calls) == 2
+    assert "stablehlo.token" in text
+
+
+# ---- the runtime ---------------------------------------------------------------------------------
+
+
+def test_compilations_are_reported() -> None:
+    events: list[str] = []
+    _compat.call_around_compile(lambda: events.append("begin"), lambda: events.append("end"))
+    program = jax.jit(lambda x: x * 3.25)
+    program.lower(jnp.ones(7))
+    assert events.count("begin") == events.count("end")
+    del events[:]
+    x = np.ones(7, np.float32)
+    program(x)
+    program(x)
+    assert events == ["begin", "end"]
+
+
+def test_backends_started() -> None:
+    """Before they do: see ranks/run_jax_compat.py."""
+    jax.devices()
+    assert _compat.backends_started()
+
+
+def test_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _compat.cluster_is_detected()
+    assert _compat.detected_place("here:1", 4, 2, 10) == ("here:1", 4, 2)
+    variables = {"JOB_ID": "1", "STEP_NODELIST": "here", "NTASKS": "3", "PROCID": "2", "LOCALID": 2}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    assert _compat.cluster_is_detected()
+    address, size, rank = _compat.detected_place(None, None, None, 10)
+    assert str(address).startswith("here:")
+    assert (size, rank) == (3, 2)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "there:5")
+    assert _compat.detected_place(None, None, None, 10) == ("there:5", 3, 2)
+
+
+@pytest.mark.timeout(120)
+def test_processes() -> None:
+    """connect, gather_from_processes, leave_distributed."""
+    address = "{}:{}".format(*free_address([""]))
+    environment = {"PYTHONPATH": str(Path(__file__).parent), "CGX_TIMEOUT": "60"}
+    for output in processes(3, "run_jax_compat.py", address, env=environment, timeout=100):
+        assert "ok" in output.splitlines()
+
+
+def test_a_checked_program_runs() -> None:
+    """What the harness of all other tests relies on."""
+    rows = on_mesh(MESH, lambda x: lax.psum(x, ("a", "b")), check_vma=True)(np.ones((8, 3)))
+    assert np.array_equal(rows, np.full((8, 3), 8))
