@@ -1,4 +1,11 @@
-"""What every test shares: the header's lines. Deadlines and markers are in pyproject.toml."""
+"""What every test shares: the header's lines, and what runs under `mpirun pytest`.
+
+Deadlines and markers are in pyproject.toml.
+"""
+
+import os
+
+import pytest
 
 import cgx_ops
 from cgx_ops import _native
@@ -13,3 +20,12 @@ def pytest_report_header() -> list[str]:
         f"MPI: {build['mpi']}",
         f"CPU target: {build['cpu_target']} of {', '.join(build['cpu_targets'])}",
     ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, under mpirun, what starts processes of its own or is about one process."""
+    if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) == 1:
+        return
+    for item in items:
+        if not item.get_closest_marker("mpirun"):
+            item.add_marker(pytest.mark.skip(reason="is about one process, or starts its own"))

@@ -1,9 +1,14 @@
 """What the JAX tests share with the programs in ranks/: devices, inputs, programs, the oracle.
 
-Call use_cpu_devices() before anything that starts an XLA backend.
+Call use_cpu_devices() before anything that starts an XLA backend. Tests with the marker `mpirun`
+run as `pytest` on eight devices of one process, and as `mpirun -np N pytest` on 8/N devices of each
+of N processes: on_mesh() gives and takes whole arrays in every process, and expected() knows what
+groups of several processes do.
 """
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +20,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import cgx_ops.jax
 from cgx_ops.jax import psum_q
 
 Values = npt.NDArray[Any]
@@ -22,38 +28,108 @@ Values = npt.NDArray[Any]
 CALLS, NUMEL = 64, 65536  # of the programs that show that order does not matter
 INNER_CALLS = 32
 
+# Processes that mpirun started.
+PROCESSES = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+
 
 def use_cpu_devices(count: int) -> None:
-    """Make JAX see `count` CPU devices in this process and nothing else."""
-    if jax.config.values["jax_num_cpu_devices"] != count:
+    """Make JAX see `count` CPU devices and nothing else.
+
+    In a test they are those of all processes that mpirun started; in a rank program those of this
+    process, which then calls initialize() itself.
+    """
+    in_test = "pytest" in sys.modules
+    here = count // PROCESSES if in_test else count
+    if jax.config.values["jax_num_cpu_devices"] != here:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_num_cpu_devices", here)
+    if in_test and PROCESSES > 1 and not jax.distributed.is_initialized():
+        cgx_ops.jax.initialize()
 
 
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], devices: Any = None) -> Mesh:
     return jax.make_mesh(shape, names, (AxisType.Auto,) * len(names), devices=devices)
 
 
-def on_mesh(mesh: Mesh, body: Callable[..., Any], check_vma: bool = False) -> Any:
-    """Return the compiled program in which every device applies `body` to its row of each operand.
+class OnMesh:
+    """A compiled program in which every device applies `body` to its row of each operand.
 
-    Operands and results have a leading axis with a row for each device.
+    Operands and results have a leading axis with a row for each device of the mesh, in its order.
+    Whole numpy arrays give whole numpy arrays, in every process of the mesh; jax.Arrays are taken
+    and given as they are.
     """
-    rows = P(mesh.axis_names)
 
-    def as_row(y: jax.Array) -> jax.Array:
-        # What psum_q returns is equal on all devices, and its checked type says so: forget it.
-        if check_vma:
-            missing = set(mesh.axis_names) - set(jax.typeof(y).mat.varying)
-            y = lax.pcast(y, tuple(missing), to="varying")
-        return y[None]
+    def __init__(self, mesh: Mesh, body: Callable[..., Any], check_vma: bool) -> None:
+        rows = P(mesh.axis_names)
 
-    def on_device(*operands: jax.Array) -> Any:
-        return jax.tree.map(as_row, body(*jax.tree.map(lambda x: x[0], operands)))
+        def as_row(y: jax.Array) -> jax.Array:
+            # What psum_q returns is equal on all devices, and its checked type says so: forget it.
+            if check_vma:
+                missing = set(mesh.axis_names) - set(jax.typeof(y).mat.varying)
+                y = lax.pcast(y, tuple(missing), to="varying")
+            return y[None]
 
-    return jax.jit(
-        jax.shard_map(on_device, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=check_vma)
-    )
+        def on_device(*operands: jax.Array) -> Any:
+            return jax.tree.map(as_row, body(*jax.tree.map(lambda x: x[0], operands)))
+
+        self.mesh = mesh
+        self.eager = jax.shard_map(
+            on_device, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=check_vma
+        )
+        self.jitted = jax.jit(self.eager)
+
+    def __call__(self, *operands: Any) -> Any:
+        return self.run(self.jitted, *operands)
+
+    def eagerly(self, *operands: Any) -> Any:
+        """Run without jit around it."""
+        return self.run(self.eager, *operands)
+
+    def run(self, program: Callable[..., Any], *operands: Any) -> Any:
+        """Apply to these operands some program of the same mesh and specs."""
+        if isinstance(jax.tree.leaves(operands)[0], jax.Array):
+            return program(*operands)
+        return fetch(program(*self.spread(operands)))
+
+    def spread(self, operands: Any) -> Any:
+        rows = P(self.mesh.axis_names)
+        return jax.tree.map(lambda x: spread(self.mesh, x, rows), operands)
+
+    def lower(self, *operands: Any) -> Any:
+        return self.jitted.lower(*self.spread(operands))
+
+
+def on_mesh(mesh: Mesh, body: Callable[..., Any], check_vma: bool = False) -> OnMesh:
+    return OnMesh(mesh, body, check_vma)
+
+
+def spread(mesh: Mesh, x: Any, spec: P) -> jax.Array:
+    """Return an array that every process holds as one of the mesh, cut by spec."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return x
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(spread(mesh, np.asarray(jax.random.key_data(x)), spec))
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda at: x[at])
+
+
+def fetch(tree: Any) -> Any:
+    """Return arrays of a mesh as numpy arrays that every process of it holds whole."""
+
+    def is_here(y: Any) -> bool:
+        return not isinstance(y, jax.Array) or y.is_fully_addressable or y.is_fully_replicated
+
+    def everywhere(y: jax.Array) -> NamedSharding:
+        assert isinstance(y.sharding, NamedSharding)
+        return NamedSharding(y.sharding.mesh, P())
+
+    if not all(map(is_here, jax.tree.leaves(tree))):
+        tree = jax.jit(lambda t: t, out_shardings=jax.tree.map(everywhere, tree))(tree)
+    return jax.tree.map(np.asarray, tree)
+
+
+def has_part_in(mesh: Mesh) -> bool:
+    """Tell whether this process has devices of the mesh."""
+    return any(device.process_index == jax.process_index() for device in mesh.devices.flat)
 
 
 def normal(seed: int, *shape: int, dtype: npt.DTypeLike = np.float32) -> Values:
@@ -62,14 +138,88 @@ def normal(seed: int, *shape: int, dtype: npt.DTypeLike = np.float32) -> Values:
 
 def expected(
     rows: Values, *, bits: int = 4, bucket_size: int = 512, seeds: list[int] | None = None,
-    algorithm: reference.Algorithm = "sra", **knobs: Any,
+    algorithm: reference.Algorithm = "sra", at: Sequence[int] | None = None,
+    errors: list[Values] | None = None, **knobs: Any,
 ) -> Values:  # fmt: skip
-    """Return the oracle's result for one psum_q of rows[r] on rank r."""
-    flat = [row.reshape(-1) for row in rows]
-    segment = reference.Segment(0, flat[0].size, bits, bucket_size)
+    """Return the oracle's result for one psum_q of rows[r] on rank r.
+
+    at: which of jax.devices() holds each row; None: the first ones, in order. Where the group has
+    several devices in one of several processes, ranks are the processes, each with the exact fp32
+    sum of its devices and the first one's seed, and its error goes to the first one.
+    """
+    devices = range(len(rows)) if at is None else at
+    ranks = ranks_of(processes_of(devices))
+    segment = reference.Segment(0, rows[0].size, bits, bucket_size)
     rounding: reference.RoundingMode = "nearest" if seeds is None else "stochastic"
-    knobs = {"seeds": seeds, "rounding": rounding, "algorithm": algorithm, **knobs}
-    return reference.allreduce(flat, [segment], **knobs).reshape(rows[0].shape)
+    knobs = {"rounding": rounding, "algorithm": algorithm, "divisor": len(rows), **knobs}
+    flat = sums_of([row.reshape(-1) for row in rows], ranks)
+    lost = [np.zeros(rows[0].size, flat[0].dtype) for _ in ranks]
+    result = reference.allreduce(
+        flat, [segment], errors=lost,
+        seeds=None if seeds is None else [seeds[members[0]] for members in ranks], **knobs,
+    )  # fmt: skip
+    for members, error in zip(ranks, lost, strict=True):
+        if errors is not None:
+            errors[members[0]][:] = reference.round_to(reference.widen(error), rows[0].dtype)
+    return reference.round_to(reference.widen(result), rows[0].dtype).reshape(rows[0].shape)
+
+
+def scatter_expected(
+    rows: Values, *, bits: int = 4, seeds: list[int] | None = None, **knobs: Any
+) -> list[Values]:
+    """Return the oracle's block for each rank of one psum_scatter_q of rows[r], (ranks, ...)."""
+    ranks, numel = ranks_of(processes_of(range(len(rows)))), rows[0, 0].size
+    order = [member for members in ranks for member in members]
+    inputs = sums_of([row[order].reshape(-1) for row in rows], ranks)
+    segments = [reference.Segment(i * numel, numel, bits) for i in range(len(ranks[0]))]
+    blocks = np.concatenate(
+        reference.reduce_scatter(
+            inputs, segments, divisor=len(rows),
+            seeds=None if seeds is None else [seeds[members[0]] for members in ranks], **knobs,
+        )
+    ).reshape(len(rows), numel)  # fmt: skip
+    rounded = reference.round_to(reference.widen(blocks), rows.dtype)
+    return [rounded[order.index(r)].reshape(rows.shape[2:]) for r in range(len(rows))]
+
+
+def gather_expected(
+    rows: Values, *, bits: int = 4, seeds: list[int] | None = None, **knobs: Any
+) -> Values:
+    """Return the oracle's result of one all_gather_q of rows[r]."""
+    ranks, numel = ranks_of(processes_of(range(len(rows)))), rows[0].size
+    order = [member for members in ranks for member in members]
+    blocks = [rows[members].reshape(-1) for members in ranks]
+    segments = [reference.Segment(i * numel, numel, bits) for i in range(len(ranks[0]))]
+    gathered = reference.all_gather(
+        blocks, segments,
+        seeds=None if seeds is None else [seeds[members[0]] for members in ranks], **knobs,
+    ).reshape(rows.shape)  # fmt: skip
+    return gathered[np.argsort(order)]
+
+
+def processes_of(devices: Sequence[int]) -> list[int]:
+    """Return the process of each of jax.devices()."""
+    return [jax.devices()[device].process_index for device in devices]
+
+
+def ranks_of(processes: Sequence[int]) -> list[list[int]]:
+    """Return the members of each rank of a group, by their place in it, given their processes."""
+    if len(set(processes)) in (1, len(processes)):
+        return [[place] for place in range(len(processes))]
+    return [
+        [place for place, other in enumerate(processes) if other == process]
+        for process in dict.fromkeys(processes)
+    ]
+
+
+def sums_of(rows: Sequence[Values], ranks: list[list[int]]) -> list[Values]:
+    """Return each rank's values: if all are one device, as they are; else the exact fp32 sums."""
+    if all(len(members) == 1 for members in ranks):
+        return [rows[place] for (place,) in ranks]
+    wide = [reference.widen(row) for row in rows]
+    return [
+        reference.reduce_in_order("sum", [wide[place] for place in members]) for members in ranks
+    ]
 
 
 def seed_of(key: jax.Array, leaf: int = 0) -> int:
@@ -79,8 +229,8 @@ def seed_of(key: jax.Array, leaf: int = 0) -> int:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Tell whether two arrays have the same dtype, shape and bytes."""
-    a, b = np.asarray(a), np.asarray(b)
+    """Tell whether two arrays have the same dtype, shape and bytes. Of a mesh: all of it."""
+    a, b = fetch(a), fetch(b)
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
@@ -131,14 +281,16 @@ def order_inputs(ranks: int) -> Values:
     return normal(7, ranks, CALLS, NUMEL)
 
 
-def order_expected(inputs: Values) -> Values:
-    """Return what each call gives, (CALLS, NUMEL)."""
-    flat = [row.reshape(-1) for row in inputs]
-    segments = [reference.Segment(i * NUMEL, NUMEL) for i in range(CALLS)]
-    return reference.allreduce(flat, segments, algorithm="sra").reshape(CALLS, NUMEL)
+def order_expected(inputs: Values, devices: int = 1) -> Values:
+    """Return what each call gives with that many devices in a process, as inputs[0]."""
+    ranks = ranks_of([row // devices for row in range(len(inputs))])
+    flat = sums_of([row.reshape(-1) for row in inputs], ranks)
+    calls, numel = inputs[0].shape
+    segments = [reference.Segment(i * numel, numel) for i in range(calls)]
+    return reference.allreduce(flat, segments, algorithm="sra").reshape(calls, numel)
 
 
 def rows_of_processes(mesh: Mesh, mine: Values) -> jax.Array:
-    """Return the global operand of which this process's device has the row `mine`."""
+    """Return the global operand of which this process, which has one device, has the row `mine`."""
     sharding = NamedSharding(mesh, P(mesh.axis_names))
     return jax.make_array_from_process_local_data(sharding, mine[None])

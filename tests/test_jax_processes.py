@@ -1,5 +1,12 @@
-"""psum_q on a mesh of processes under mpirun, one device each."""
+"""psum_q on meshes of processes under mpirun.
 
+1. the tests with the marker `mpirun`, as `mpirun pytest`
+2. the order of calls does not matter, and other thunks run beside them
+3. several Python threads
+4. errors, and what works afterwards
+"""
+
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -9,25 +16,72 @@ from jax_cases import PROGRAMS, order_expected, order_inputs
 from launch import mpirun
 
 TESTS = Path(__file__).parent
-ENVIRONMENT = {"PYTHONPATH": str(TESTS), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+ENVIRONMENT = {
+    "PYTHONPATH": str(TESTS),
+    "XLA_FLAGS": "",
+    "JAX_PLATFORMS": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "CGX_TIMEOUT": "60",  # where a defect hangs
+}
+
+# ---- 1. tests of other files --------------------------------------------------------------------
+
+
+def check_pytest(ranks: int, *args: object, timeout: float) -> None:
+    """Run pytest on ranks with 8/ranks devices each; each must have run as many tests."""
+    outputs = mpirun(
+        ranks, "run_pytest.py", "-q", "-x", "--color=no", "-p", "no:cacheprovider", *args,
+        env=ENVIRONMENT, timeout=timeout,
+    )  # fmt: skip
+    counts = [
+        {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|skipped)", output)}
+        for output in (output.splitlines()[-1] for output in outputs)
+    ]
+    assert all(count["passed"] > 0 for count in counts), counts
+    # A rank without devices in a test's mesh skips it.
+    assert len({sum(count.values()) for count in counts}) == 1, counts
+
+
+@pytest.mark.timeout(240)
+def test_on_every_mesh() -> None:
+    files = [TESTS / f"test_jax_{name}.py" for name in ("meshes", "trees")]
+    check_pytest(2, "-m", "not exhaustive", *files, timeout=220)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(2500)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_all_files(ranks: int) -> None:
+    """On 8 processes XLA's threads alone are many: without what is exhaustive itself."""
+    which = [] if ranks == 2 else ["-m", "not exhaustive"]
+    check_pytest(ranks, *which, *sorted(TESTS.glob("test_jax_*.py")), timeout=2400)
+
+
+# ---- 2. order -----------------------------------------------------------------------------------
+
+
+Mesh = tuple[int, int]  # processes, devices in each
+Wanted = dict[Mesh, Path]
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Return files with the results of the programs of jax_cases, by the number of ranks."""
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> Wanted:
+    """Return files with the results of the programs of jax_cases, by mesh."""
     files = {}
-    for ranks in (2, 4):
-        files[ranks] = tmp_path_factory.mktemp("wanted") / f"{ranks}.npy"
-        np.save(files[ranks], order_expected(order_inputs(ranks)))
+    for ranks, devices in ((2, 1), (2, 2), (4, 1)):
+        file = tmp_path_factory.mktemp("wanted") / f"{ranks}x{devices}.npy"
+        np.save(file, order_expected(order_inputs(ranks * devices), devices))
+        files[ranks, devices] = file
     return files
 
 
 def check_order(
-    ranks: int, wanted: Path, launches: int, *args: object, timeout: float,
-    programs: Collection[str] = PROGRAMS.keys(),
+    mesh: Mesh, wanted: Wanted, launches: int, *args: object,
+    timeout: float, programs: Collection[str] = PROGRAMS.keys(),
 ) -> list[str]:  # fmt: skip
+    ranks, devices = mesh
     outputs = mpirun(
-        ranks, "run_jax_order.py", wanted, launches, *programs, *args,
+        ranks, "run_jax_order.py", wanted[mesh], devices, launches, *programs, *args,
         env=ENVIRONMENT, timeout=timeout,
     )  # fmt: skip
     for output in outputs:
@@ -37,52 +91,69 @@ def check_order(
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_order_does_not_matter(ranks: int, wanted: dict[int, Path]) -> None:
-    check_order(ranks, wanted[ranks], 10, timeout=220)
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_compiles_more(rank: int, wanted: dict[int, Path]) -> None:
-    programs = ["independent", "inner_jit"]
-    check_order(2, wanted[2], 2, "--extra", rank, programs=programs, timeout=220)
-
-
-@pytest.mark.timeout(240)
-def test_a_rank_that_loads_what_the_other_compiles(wanted: dict[int, Path], tmp_path: Path) -> None:
-    for hits in (False, True):
-        outputs = check_order(
-            2, wanted[2], 2, "--cache", tmp_path, programs=["inner_jit"], timeout=110
-        )
-        assert ("cache hits: 0" not in outputs[0]) == hits
+@pytest.mark.parametrize("mesh", [(2, 2), (4, 1)])
+def test_order_does_not_matter(mesh: Mesh, wanted: Wanted) -> None:
+    check_order(mesh, wanted, 3, timeout=220)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("extra", [-1, 0])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_hundred_launches(ranks: int, extra: int, wanted: dict[int, Path]) -> None:
-    check_order(ranks, wanted[ranks], 100, "--extra", extra, timeout=1180)
+@pytest.mark.parametrize("mesh", [(2, 2), (4, 1)])
+def test_a_hundred_launches(mesh: Mesh, extra: int, wanted: Wanted) -> None:
+    check_order(mesh, wanted, 100, "--extra", extra, timeout=1180)
 
 
-@pytest.mark.timeout(150)
-def test_meshes_and_training() -> None:
-    for output in mpirun(4, "run_jax_mesh.py", env=ENVIRONMENT, timeout=140):
-        assert output.count("ok check_") == 6
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_compiles_more(rank: int, wanted: Wanted) -> None:
+    programs = ["independent", "inner_jit"]
+    check_order((2, 1), wanted, 2, "--extra", rank, programs=programs, timeout=220)
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_that_loads_what_the_other_compiles(wanted: Wanted, tmp_path: Path) -> None:
+    for hits in (False, True):
+        outputs = check_order(
+            (2, 1), wanted, 2, "--cache", tmp_path, programs=["inner_jit"], timeout=110
+        )
+        assert ("cache hits: 0" not in outputs[0]) == hits
+
+
+@pytest.mark.timeout(120)
+def test_other_thunks_run_beside(tmp_path: Path) -> None:
+    for output in mpirun(2, "run_jax_overlap.py", tmp_path, env=ENVIRONMENT, timeout=100):
+        assert "ok" in output.splitlines()
+
+
+# ---- 3. threads ---------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("devices", "case"),
+    [
+        (2, "own_functions"),
+        (2, "one_function"),
+        (1, "names"),
+        (1, "one_name"),
+        (1, "unnamed"),
+        (2, "unnamed"),
+        (2, "names_of_several_devices"),
+    ],
+)
+def test_threads(devices: int, case: str) -> None:
+    for output in mpirun(2, "run_jax_threads.py", devices, case, env=ENVIRONMENT, timeout=100):
+        assert "ok" in output.splitlines()
+
+
+# ---- 4. errors ----------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "case",
-    [
-        "mismatch",
-        "late",
-        "initialize_twice",
-        "initialize_late_on_one_rank",
-        "two_devices_each",
-        "not_initialized",
-    ],
+    ["mismatch", "late", "initialize_twice", "initialize_late_on_one_rank", "not_initialized"],
 )
 def test_errors(case: str) -> None:
     environment = {**ENVIRONMENT, **({"CGX_TIMEOUT": "3"} if case == "late" else {})}

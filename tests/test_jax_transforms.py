@@ -9,13 +9,23 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, seed_of, use_cpu_devices
+from jax_cases import (
+    expected,
+    fetch,
+    mesh_of,
+    normal,
+    on_mesh,
+    same_bits,
+    seed_of,
+    spread,
+    use_cpu_devices,
+)
 
 from cgx_ops.jax import pmean_q, psum_q
 
 use_cpu_devices(8)
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.mpirun]
 
 both_modes = pytest.mark.parametrize("check_vma", [True, False])
 
@@ -58,9 +68,10 @@ def test_gradient_of_the_whole_shard_map(check_vma: bool) -> None:
         )
         return lambda v: (mapped(v) * weight).sum()
 
-    ours = jax.jit(jax.grad(loss(lambda v: q(v))))(x)
-    theirs = jax.jit(jax.grad(loss(lambda v: lax.psum(v, "d"))))(x)
-    assert np.array_equal(np.asarray(ours), np.asarray(theirs))
+    x = spread(mesh, x, P("d"))
+    ours = fetch(jax.jit(jax.grad(loss(lambda v: q(v))))(x))
+    theirs = fetch(jax.jit(jax.grad(loss(lambda v: lax.psum(v, "d"))))(x))
+    assert np.array_equal(ours, theirs)
 
 
 @both_modes
@@ -164,12 +175,11 @@ def test_vmap_over_keys(check_vma: bool) -> None:
 
 @both_modes
 def test_vmap_around_shard_map(check_vma: bool) -> None:
-    x = normal(14, 3, 8, 600)
+    x, mesh = normal(14, 3, 8, 600), mesh_of((8,), ("d",))
     mapped = jax.shard_map(
-        lambda v: q(v[0]), mesh=mesh_of((8,), ("d",)), in_specs=P("d"), out_specs=P(),
-        check_vma=check_vma,
-    )  # fmt: skip
-    y = jax.jit(jax.vmap(mapped))(x)
+        lambda v: q(v[0]), mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=check_vma
+    )
+    y = fetch(jax.jit(jax.vmap(mapped))(spread(mesh, x, P(None, "d"))))
     for i in range(3):
         assert same_bits(y[i], expected(x[i]))
 

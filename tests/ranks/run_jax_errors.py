@@ -87,21 +87,6 @@ def initialize_late_on_one_rank() -> None:
     print("ok", flush=True)
 
 
-def two_devices_each() -> None:
-    jax.config.update("jax_num_cpu_devices", 2)
-    cgx_ops.jax.initialize()
-    mesh = mesh_of((4,), ("d",))
-    step = on_mesh(mesh, lambda v: psum_q(v, "d"))
-    text = error_of(lambda: step.lower(jax.ShapeDtypeStruct((4, 100), jnp.float32)))
-    assert "2 devices in process 0" in text
-    # Devices of this process alone make a mesh.
-    x = normal(2, 2, 3000)
-    local = mesh_of((2,), ("d",), jax.local_devices())
-    rows = np.asarray(on_mesh(local, lambda v: psum_q(v, "d", algorithm="sra"))(x))
-    assert same_bits(rows[0], expected(x))
-    print("ok", flush=True)
-
-
 def not_initialized() -> None:
     """Without initialize() each process sums over its own devices, and says so."""
     import warnings
@@ -122,7 +107,6 @@ CASES = {
         late,
         initialize_twice,
         initialize_late_on_one_rank,
-        two_devices_each,
         not_initialized,
     )
 }

@@ -1,23 +1,25 @@
-"""Rank program: the programs of jax_cases on a mesh of all processes, one device each.
+"""Rank program: the programs of jax_cases on a mesh of all processes.
 
-    run_jax_order.py WANT.npy LAUNCHES PROGRAM... [--extra RANK] [--cache FOLDER]
+    run_jax_order.py WANT.npy DEVICES LAUNCHES PROGRAM... [--extra RANK] [--cache FOLDER]
 
-Prints "ok PROGRAM" for each. With --extra that rank first traces, lowers and compiles more than the
-others do, every program among it, so that whatever counts process-wide is ahead there. With --cache
-rank 0 alone has a persistent compilation cache, and prints how many executables came from it.
+There are DEVICES in each process. Prints "ok PROGRAM" for each. With --extra that rank first
+traces, lowers and compiles more than the others do, every program among it, so that whatever counts
+process-wide is ahead there. With --cache rank 0 alone has a persistent compilation cache, and
+prints how many executables came from it.
 """
 
 import argparse
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jax_cases import (
     PROGRAMS,
     mesh_of,
     on_mesh,
     order_inputs,
-    rows_of_processes,
     same_bits,
+    spread,
     use_cpu_devices,
 )
 
@@ -40,13 +42,14 @@ def compile_extra(mesh: jax.sharding.Mesh, operand: jax.Array, program: str) -> 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("want")
+    parser.add_argument("devices", type=int)
     parser.add_argument("launches", type=int)
     parser.add_argument("programs", nargs="+")
     parser.add_argument("--extra", type=int, default=-1)
     parser.add_argument("--cache")
     args = parser.parse_args()
 
-    use_cpu_devices(1)
+    use_cpu_devices(args.devices)
     cgx_ops.jax.initialize()
     rank, size = jax.process_index(), jax.process_count()
     assert (rank, size) == (cgx_ops.rank(), cgx_ops.size())
@@ -58,16 +61,17 @@ def main() -> None:
         jax.monitoring.register_event_listener(
             lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None
         )
-    mesh = mesh_of((size,), ("d",))
-    operand = rows_of_processes(mesh, order_inputs(size)[rank])
+    mesh = mesh_of((size * args.devices,), ("d",))
+    operand = spread(mesh, order_inputs(mesh.size), P("d"))
     want = np.load(args.want)
     for program in args.programs:
         if rank == args.extra:
             compile_extra(mesh, operand, program)
         step = on_mesh(mesh, PROGRAMS[program])
         for _ in range(args.launches):
-            row = np.asarray(step(operand).addressable_data(0))[0]
-            assert same_bits(row, want[: len(row)]), program
+            for shard in step(operand).addressable_shards:
+                row = np.asarray(shard.data)[0]
+                assert same_bits(row, want[: len(row)]), program
         print("ok", program, flush=True)
     print("cache hits:", len(hits), flush=True)
 
