@@ -1,6 +1,6 @@
-"""Processes that disagree, are late, fail or end: what the others are told, and how soon.
+"""Devices and processes that disagree, are late, fail or end: what the others are told, how soon.
 
-The cases are in ranks/run_jax_faults.py. Each surviving process gets an error that names the call,
+The cases are in ranks/run_jax_faults.py: each surviving process gets an error that names the call,
 within its own deadline, computes on afterwards, and ends with status 0.
 """
 
@@ -27,9 +27,13 @@ def environment(devices: int, timeout_s: int) -> dict[str, str]:
 
 
 def by_mpirun(*case: object, env: dict[str, str], check: bool = True) -> list[str]:
-    # Without ULFM, mpirun ends all when one is killed.
+    # Without ULFM, mpirun ends all when one is killed; with it, its status hides signals.
     ulfm = ("--with-ft", "ulfm")
     return mpirun(2, PROGRAM, *case, env=env, timeout=100, mpirun_args=ulfm, check=check)
+
+
+def by_plain_mpirun(*case: object, env: dict[str, str]) -> list[str]:
+    return mpirun(2, PROGRAM, *case, env=env, timeout=100)
 
 
 def by_arguments(*case: object, env: dict[str, str], check: bool = True) -> list[str]:
@@ -37,36 +41,45 @@ def by_arguments(*case: object, env: dict[str, str], check: bool = True) -> list
     return processes(2, PROGRAM, *case, env=env, timeout=100, check=check)
 
 
+def check_outputs(outputs: list[str], victim: int | None = None) -> None:
+    """Require that every process but the victim came to the end of its case."""
+    for rank, output in enumerate(outputs):
+        # Not the last line: JAX may report a launch that failed once more at exit.
+        assert ("ok" in output.splitlines()) == (rank != victim), output
+
+
 exhaustive = pytest.mark.exhaustive
 by_devices = pytest.mark.parametrize("devices", [pytest.param(1, marks=exhaustive), 2])
-
-
-def check_all(outputs: list[str]) -> None:
-    for output in outputs:
-        assert "ok" in output.splitlines(), (
-            output
-        )  # JAX may report a failed launch once more at exit
 
 
 @by_devices
 @pytest.mark.parametrize("case", ["other_bits_under_one_name", "other_programs_with_one_name"])
 def test_processes_that_disagree(case: str, devices: int) -> None:
-    check_all(by_mpirun(case, env=environment(devices, 60)))
+    check_outputs(by_mpirun(case, env=environment(devices, 60)))
 
 
 @by_devices
 @pytest.mark.parametrize(
     "case",
-    [
-        ("other_programs",),
-        pytest.param(("never_calls", 0), marks=exhaustive),
-        ("never_calls", 1),
-        ("a_device_fails",),
-    ],
+    [("other_programs",), pytest.param(("never_calls", 0), marks=exhaustive), ("never_calls", 1)],
     ids=lambda case: "_".join(map(str, case)),
 )
 def test_processes_that_do_not_come(case: tuple[object, ...], devices: int) -> None:
-    check_all(by_mpirun(*case, env=environment(devices, 3)))
+    check_outputs(by_mpirun(*case, env=environment(devices, 5)))
+
+
+def test_the_device_of_a_process() -> None:
+    check_outputs(by_mpirun("a_device_fails", env=environment(1, 60)))
+
+
+def test_a_device_of_one_process() -> None:
+    env = environment(8, 60)
+    check_outputs(processes(1, PROGRAM, "one_of_several_devices_fails", env=env, timeout=100))
+
+
+@pytest.mark.parametrize("launch", [by_mpirun, pytest.param(by_arguments, marks=exhaustive)])
+def test_a_device_of_several_in_a_process(launch: Callable[..., list[str]]) -> None:
+    check_outputs(launch("one_of_several_devices_fails", env=environment(2, 60)))
 
 
 @by_devices
@@ -88,17 +101,30 @@ def test_processes_that_end(
     how: str, launch: Callable[..., list[str]], victim: int, devices: int
 ) -> None:
     """The deadline is long: only the news of the end comes in time."""
-    outputs = launch(how, victim, env=environment(devices, 60), check=False)
-    check_all([outputs[1 - victim]])
-    assert "ok" not in outputs[victim].splitlines()
+    status_is_the_survivor_s = how.startswith("exits")
+    outputs = launch(how, victim, env=environment(devices, 60), check=status_is_the_survivor_s)
+    check_outputs(outputs, victim)
 
 
-def launches(n: int) -> list[object]:
-    return [pytest.param(i, marks=[exhaustive] if i >= n else []) for i in range(50)]
+# ---- the end -----------------------------------------------------------------------------------
+
+# After success, after an error of all, after the loss of a process: (launch, case, victim).
+# Not with ULFM: mpirun then ends with status 0 though all ranks crash.
+ENDS: list[tuple[Callable[..., list[str]], str, int | None]] = [
+    (by_plain_mpirun, "check_together", None),
+    (by_plain_mpirun, "other_bits_under_one_name", None),
+    (by_plain_mpirun, "exits", 1),
+    (by_arguments, "exits_at_once", 0),
+]
+LAUNCHES = 50
 
 
-@pytest.mark.parametrize("launch", launches(2))
-def test_the_end(launch: int) -> None:
-    """Status 0, fifty times: no crash while JAX, MPI and cgx end, after success or failure."""
-    case = "other_bits_under_one_name" if launch % 2 else "check_together"
-    check_all(by_mpirun(case, env=environment(1 + launch // 2 % 2, 60)))
+@pytest.mark.parametrize(
+    "number", [pytest.param(i, marks=() if i < len(ENDS) else exhaustive) for i in range(LAUNCHES)]
+)
+def test_the_end(number: int) -> None:
+    """Status 0 of all, every time: nothing crashes while JAX, MPI and cgx end."""
+    launch, case, victim = ENDS[number % len(ENDS)]
+    devices = 1 + (number + number // len(ENDS)) % 2
+    args = (case,) if victim is None else (case, victim)
+    check_outputs(launch(*args, env=environment(devices, 60)), victim)

@@ -11,7 +11,6 @@ import hashlib
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,24 @@ import numpy as np
 from jax import lax
 from jax.experimental import serialize_executable
 from jax.sharding import PartitionSpec as P
-from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, spread, use_cpu_devices
+from jax_cases import (
+    Values,
+    expected,
+    gather_expected,
+    mesh_of,
+    normal,
+    on_mesh,
+    same_bits,
+    scatter_expected,
+    spread,
+    use_cpu_devices,
+)
 
 import cgx_ops.jax
-from cgx_ops.jax import psum_q
+from cgx_ops.jax import all_gather_q, psum_q, psum_scatter_q
+from cgx_ops.jax.primitive import Carrier
 
 FOLDER, DEVICES = Path(sys.argv[1]), int(sys.argv[2])
-NATIVE, XLA, LOADED = FOLDER / "native", FOLDER / "xla", FOLDER / "compiled"
 
 use_cpu_devices(DEVICES)
 cgx_ops.jax.initialize()
@@ -39,10 +49,9 @@ jax.monitoring.register_event_listener(lambda event, **_: events.update([event.r
 MESH = mesh_of((jax.device_count(),), ("d",))
 X = normal(1, MESH.size, 3000)
 OPERAND = spread(MESH, X, P("d"))
-MINE = f"{LOADED}.{jax.process_index()}"  # an executable is of one process
 
 
-def body(v: jax.Array, carrier: Any) -> jax.Array:
+def sums(v: jax.Array, carrier: Carrier) -> jax.Array:
     """Two calls, one of them in a loop, and a collective of XLA's."""
     twice = lax.fori_loop(
         0, 2, lambda _, s: s + psum_q(v, "d", algorithm="sra", carrier=carrier), 0 * v
@@ -51,30 +60,55 @@ def body(v: jax.Array, carrier: Any) -> jax.Array:
     return once + 0 * lax.psum(twice, "d")
 
 
-def program(carrier: str) -> Any:
-    return on_mesh(MESH, lambda v: body(v, carrier)).jitted
+def halves(v: jax.Array) -> jax.Array:
+    """The halves of a sum."""
+    return all_gather_q(psum_scatter_q(v, "d", tiled=True), "d", tiled=True)
 
 
-def check(run: Callable[[jax.Array], Any]) -> None:
+def halves_expected() -> Values:
+    blocks = scatter_expected(X.reshape(MESH.size, MESH.size, -1))
+    return gather_expected(np.stack(blocks)).reshape(-1)
+
+
+# What to write, and what it gives on every device.
+PROGRAMS = {
+    "native": (lambda v: sums(v, "native"), expected(X)),
+    "xla": (lambda v: sums(v, "xla"), expected(X)),
+    "halves": (halves, halves_expected()),
+}
+
+
+def exported_of(name: str) -> Path:
+    return FOLDER / f"{name}.exported"
+
+
+def compiled_of(name: str) -> Path:
+    """An executable is of one process."""
+    return FOLDER / f"{name}.compiled.{jax.process_index()}"
+
+
+def check(name: str, run: Any) -> None:
     for shard in run(OPERAND).addressable_shards:
-        assert same_bits(np.asarray(shard.data)[0], expected(X))
+        assert same_bits(np.asarray(shard.data)[0], PROGRAMS[name][1]), name
 
 
-if NATIVE.exists():
-    checks = cgx_ops.jax.register()
-    for file in (NATIVE, XLA):
-        check(jax.jit(jax.export.deserialize(bytearray(file.read_bytes())).call))
-    check(serialize_executable.deserialize_and_load(*pickle.loads(Path(MINE).read_bytes())))
+if compiled_of("native").exists():
+    cgx_ops.jax.register()
+    for name in PROGRAMS:
+        exported = jax.export.deserialize(bytearray(exported_of(name).read_bytes()))
+        check(name, jax.jit(exported.call))
+        compiled = pickle.loads(compiled_of(name).read_bytes())
+        check(name, serialize_executable.deserialize_and_load(*compiled))
     events.clear()  # an exported program is another one, within its caller
-for carrier, file in (("native", NATIVE), ("xla", XLA)):
-    lowered = program(carrier).lower(OPERAND)
-    print(f"lowered {carrier}: {hashlib.sha256(lowered.as_text().encode()).hexdigest()}")
+for name, (body, _) in PROGRAMS.items():
+    program = on_mesh(MESH, body).jitted
+    lowered = program.lower(OPERAND)
+    print(f"lowered {name}: {hashlib.sha256(lowered.as_text().encode()).hexdigest()}")
     compiled = lowered.compile()
-    check(compiled)
-    if carrier == "native":
-        Path(MINE).write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
-    exported = jax.export.export(program(carrier), disabled_checks=cgx_ops.jax.register())(OPERAND)
+    check(name, compiled)
+    compiled_of(name).write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
+    exported = jax.export.export(program, disabled_checks=cgx_ops.jax.register())(OPERAND)
     if jax.process_index() == 0:
-        file.write_bytes(exported.serialize())
+        exported_of(name).write_bytes(exported.serialize())
 print(f"from the cache: {events['cache_hits']}, compiled: {events['cache_misses']}")
 print("ok")

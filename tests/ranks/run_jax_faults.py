@@ -1,4 +1,4 @@
-"""Rank program: what goes wrong on a mesh of two processes, and what works afterwards.
+"""Rank program: what goes wrong on a mesh of processes, and what works afterwards.
 
     run_jax_faults.py CASE [VICTIM]
 
@@ -22,6 +22,7 @@ from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, spread
 from jax_fault_cases import check_backend, error_of
 
 import cgx_ops.jax
+from cgx_ops import _xla_ffi
 from cgx_ops.jax import psum_q
 
 jax.config.update("jax_platforms", "cpu")
@@ -97,29 +98,51 @@ def other_programs() -> None:
 def never_calls() -> None:
     check_together()  # makes the communicator
     if RANK == VICTIM:
-        time.sleep(6)
+        time.sleep(float(os.environ["CGX_TIMEOUT"]) + 3)
         check_backend()
     else:
         fails(program(name="lonely"), "DEADLINE_EXCEEDED", "psum_q 'lonely#0'")
         check_backend()
 
 
-def a_device_fails() -> None:
-    """A callback raises on one device, before the collective."""
+def shaken() -> Callable[[], Any]:
+    """Return the launch of a program in which a callback raises, on one device, before the sum."""
 
-    def shaken(x: Any, device: Any) -> Any:
+    def shake(x: Any, device: Any) -> Any:
         if device == DEVICES - 1:
             raise ArithmeticError("no such number")
         return np.asarray(x)
 
     def body(v: jax.Array) -> jax.Array:
-        v = jax.pure_callback(shaken, v, v, jax.lax.axis_index("d"))
+        v = jax.pure_callback(shake, v, v, jax.lax.axis_index("d"))
         return psum_q(v, "d", name="shaken")
 
+    return program(body)
+
+
+def a_device_fails() -> None:
+    """The only one of its process: cgx never hears of the launch there, but of the end."""
     check_together()
-    text = fails(program(body))
-    if RANK == 0:
+    told = ["UNAVAILABLE: psum_q 'shaken#0'", "rank 1 is lost"]
+    fails(shaken(), *(told if RANK == 0 else ["no such number"]))
+    check_backend()
+
+
+def one_of_several_devices_fails() -> None:
+    """The others of its process are there, so that it can tell other processes, and all go on."""
+    check_together()
+    here = jax.process_index() == jax.process_count() - 1
+    if here:
+        _xla_ffi.set_local_timeout(1.0)  # other processes have their 60 s
+    text = fails(shaken())
+    if here:  # XLA tells one device's error
+        assert "no such number" in text or "psum_q 'shaken#0'" in text
+        _xla_ffi.set_local_timeout(60.0)
+    else:
         assert "psum_q 'shaken#0'" in text
+        assert "rank 1 takes no part" in text
+        assert "1 of 2 devices of this process did not call it within 1 s" in text
+    check_together()
     check_backend()
 
 
@@ -162,6 +185,7 @@ CASES: dict[str, Callable[[], None]] = {
         other_programs,
         never_calls,
         a_device_fails,
+        one_of_several_devices_fails,
         raises,
         exits,
         exits_at_once,
