@@ -17,6 +17,7 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax_cases import mesh_of, on_mesh, use_cpu_devices
 from launch import processes
@@ -31,7 +32,7 @@ MESH = mesh_of((4, 2), ("a", "b"))
 PACKAGE = Path(inspect.getfile(cgx_ops.jax)).parent
 
 
-def inside(body: Callable[[jax.Array], Any], **knobs: Any) -> list[Any]:
+def inside(body: Callable[[jax.Array], Any], mesh: Mesh = MESH, **knobs: Any) -> list[Any]:
     """Return what `body` finds while it is traced in a shard_map, on a row that varies over "a"."""
     found = []
 
@@ -40,7 +41,7 @@ def inside(body: Callable[[jax.Array], Any], **knobs: Any) -> list[Any]:
         return x
 
     jax.eval_shape(
-        jax.shard_map(traced, mesh=MESH, in_specs=P("a"), out_specs=P("a"), **knobs), jnp.ones(8)
+        jax.shard_map(traced, mesh=mesh, in_specs=P("a"), out_specs=P("a"), **knobs), jnp.ones(8)
     )
     return found
 
@@ -120,6 +121,8 @@ def test_axes() -> None:
     assert _compat.axis_size("a") is None
     assert inside(lambda _: _compat.automatic_axes()) == [()]
     assert inside(lambda _: _compat.automatic_axes(), axis_names={"a"}) == [("b",)]
+    with_one = mesh_of((4, 1), ("a", "b"))
+    assert inside(lambda _: _compat.automatic_axes(), with_one, axis_names={"a"}) == [()]
     assert _compat.automatic_axes() == ()
 
 
@@ -169,27 +172,54 @@ def test_small_values() -> None:
         assert re.search(r"handle = \d+, type = \d+", str(_compat.collective_channel()))
 
 
+# ---- ordered effects -----------------------------------------------------------------------------
+
+
+class Order(_compat.Effect):
+    pass
+
+
+_compat.register_ordered_effect(Order)
+ORDER = Order()
+
+
 def test_effects_in_order() -> None:
-    """The token goes in and out, from call to call."""
-
-    class Order(_compat.Effect):
-        pass
-
-    _compat.register_ordered_effect(Order)
-    effect = Order()
+    """Each call takes the token of the one before it, and loops carry it."""
     call_p = Primitive("cgx_test_in_order")
-    call_p.def_effectful_abstract_eval(lambda x: (x, {effect}))
+    call_p.def_effectful_abstract_eval(lambda x: (x, {ORDER}))
 
     def lower(ctx: Any, x: Any) -> Any:
         rule = jax.ffi.ffi_lowering("cgx_test_no_such_target", has_side_effect=True)
-        return _compat.lower_in_order(ctx, effect, rule, x)
+        return _compat.lower_in_order(ctx, ORDER, rule, x)
 
     mlir.register_lowering(call_p, lower, platform="cpu")
+    twice = jax.jit(lambda x: call_p.bind(call_p.bind(x)))
+    calls = re.findall(
+        r"(%\w+):2 = stablehlo.custom_call @cgx_test_no_such_target\((%\S+), %\S+\)",
+        twice.lower(jnp.ones(3)).as_text(),
+    )
+    (first, token), (_, next_token) = calls
+    assert (token, next_token) == ("%arg0", f"{first}#0")
     looped = jax.jit(lambda x: lax.fori_loop(0, 3, lambda _, v: call_p.bind(v), call_p.bind(x)))
     text = looped.lower(jnp.ones(3)).as_text()
-    calls = re.findall(r"custom_call @cgx_test_no_such_target\(%\w+, %\w+\)", text)
-    assert len(calls) == 2
-    assert "stablehlo.token" in text
+    assert text.count("@cgx_test_no_such_target(") == 2
+    assert re.search(r"stablehlo.while\(.* : !stablehlo.token", text)
+
+
+def test_tokens_of_launches() -> None:
+    """One is passed on as it is, moved only to another device, and a failed one is forgotten."""
+
+    class Failed:
+        def block_until_ready(self) -> None:
+            raise jax.errors.JaxRuntimeError("the launch failed")
+
+    tokens: Any = _compat.dispatch.RuntimeTokenSet()
+    here, there = jax.devices()[:2]
+    token = tokens.get_token_input(ORDER, [here])
+    assert tokens.get_token_input(ORDER, [here]) is token
+    assert tokens.get_token_input(ORDER, [there])._buf.devices() == {there}
+    tokens.current_tokens[ORDER] = Failed()
+    tokens.get_token_input(ORDER, [here]).block_until_ready()
 
 
 # ---- the runtime ---------------------------------------------------------------------------------
@@ -221,11 +251,16 @@ def test_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     assert _compat.cluster_is_detected()
+    options = [f"jax_{kind}_visible_devices" for kind in ("cuda", "rocm")]
+    before = [jax.config.values[option] for option in options]
     address, size, rank = _compat.detected_place(None, None, None, 10)
+    assert [jax.config.values[option] for option in options] == ["2", "2"]
     assert str(address).startswith("here:")
     assert (size, rank) == (3, 2)
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "there:5")
     assert _compat.detected_place(None, None, None, 10) == ("there:5", 3, 2)
+    for option, value in zip(options, before, strict=True):
+        jax.config.update(option, value)
 
 
 @pytest.mark.timeout(120)

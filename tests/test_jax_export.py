@@ -94,6 +94,6 @@ def test_other_processes_run_them(ranks: int, devices: int, tmp_path: Path) -> N
         # each process, and only process 0 writes.
         counts = re.search(r"from the cache: (\d+), compiled: (\d+)", outputs[0])
         assert counts, outputs[0]
-        assert counts.groups() == (("0", "2") if launch == 0 else ("2", "0"))
+        assert counts.groups() == (("0", "3") if launch == 0 else ("3", "0"))
     assert len(lowered) == 1, lowered
-    assert len(lowered.pop()) == 2
+    assert len(lowered.pop()) == 3
