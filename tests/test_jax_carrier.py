@@ -139,17 +139,12 @@ def test_sums_in_a_process_hide_and_flush_nothing(monkeypatch: pytest.MonkeyPatc
         assert all(same_bits(row, want) for row in np.asarray(program(x))), dtype
 
 
-# Starts "$1" processes of the rest, as RANK 0, 1, ...; fails if one does.
-_WITHOUT_LAUNCHER = """
-n=$1; shift
-for rank in $(seq 0 $((n - 1))); do RANK=$rank "$@" & started="$started $!"; done
-for pid in $started; do wait $pid || status=1; done
-exit ${status:-0}
-"""
-
-
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("with_mpi", [True, False], ids=["mpirun", "without"])
+@pytest.mark.parametrize(
+    "with_mpi",
+    [True, pytest.param(False, marks=pytest.mark.exhaustive)],
+    ids=["mpirun", "without"],
+)
 @pytest.mark.parametrize(
     ("processes", "devices"),
     [(2, 2), *(pytest.param(n, 1, marks=pytest.mark.exhaustive) for n in (2, 4))],
@@ -163,9 +158,9 @@ def test_among_processes(processes: int, devices: int, with_mpi: bool) -> None:
         outputs = launch.mpirun(processes, program, devices, env=environment, timeout=140)
     else:
         coordinator = "{}:{}".format(*free_address([""]))
-        launcher = ["/bin/sh", "-c", _WITHOUT_LAUNCHER, "sh", processes]
-        arguments = (devices, coordinator, processes)
-        outputs = launch._launch(launcher, processes, program, arguments, environment, 140, True)
+        outputs = launch.processes(
+            processes, program, devices, coordinator, processes, env=environment, timeout=140
+        )
     for output in outputs:
         assert output.count("ok check_") == 4
         assert ("ok alone" in output) != with_mpi

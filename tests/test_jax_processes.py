@@ -45,8 +45,7 @@ def check_pytest(ranks: int, *args: object, timeout: float) -> None:
 
 @pytest.mark.timeout(240)
 def test_on_every_mesh() -> None:
-    files = [TESTS / f"test_jax_{name}.py" for name in ("meshes", "trees")]
-    check_pytest(2, "-m", "not exhaustive", *files, timeout=220)
+    check_pytest(2, "-m", "not exhaustive", TESTS / "test_jax_meshes.py", timeout=220)
 
 
 @pytest.mark.exhaustive
@@ -106,7 +105,7 @@ def test_a_hundred_launches(mesh: Mesh, extra: int, wanted: Wanted) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_compiles_more(rank: int, wanted: Wanted) -> None:
     programs = ["independent", "inner_jit"]
     check_order((2, 1), wanted, 2, "--extra", rank, programs=programs, timeout=220)

@@ -59,7 +59,7 @@ def check(outputs: Sequence[str], transport: str) -> None:
         assert f"rank {rank}: all cases over {transport}" in output, output
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_every_case_under_mpirun(n: int) -> None:
     check(launch.mpirun(n, "run_torch_backend.py", env=tc.ENVIRONMENT), "shm")
 

@@ -6,7 +6,7 @@ import torch_cases as tc
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_ddp(n: int) -> None:
     for output in launch.mpirun(n, "run_torch_ddp.py", env=tc.ENVIRONMENT, timeout=180):
         assert output.rstrip().endswith("ok all"), output
