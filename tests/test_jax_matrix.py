@@ -191,8 +191,8 @@ def matrix() -> list[Any]:
             for k, (carrier, check_vma) in enumerate(
                 [("native", True), ("xla", False), ("native", False), ("xla", True)]
             ):
-                # Two meshes a way, with a carrier and a mode that take turns.
-                daily = (i + 5 * k) % len(MESHES) == j and k < 2
+                # One a way: meshes, carriers and modes take turns.
+                daily = (i % len(MESHES), i % 4) == (j, k)
                 marks = [] if daily else [pytest.mark.exhaustive]
                 name = f"{way}-{case.name}-{carrier}-{check_vma}"
                 combinations.append(

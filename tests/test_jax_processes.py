@@ -134,7 +134,7 @@ def test_other_thunks_run_beside(tmp_path: Path) -> None:
     ("devices", "case"),
     [
         (2, "own_functions"),
-        (2, "one_function"),
+        pytest.param(2, "one_function", marks=pytest.mark.exhaustive),
         (1, "names"),
         (1, "one_name"),
         (1, "unnamed"),

@@ -69,6 +69,7 @@ def test_every_case_over_mpi() -> None:
     check(launch.mpirun(3, "run_torch_backend.py", env=environment), "mpi")
 
 
+@pytest.mark.exhaustive
 def test_debug_detail() -> None:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend; it too meets no late rank."""
     cases = ["exact_allreduce", "other_kinds", "collectives", "objects", "point_to_point"]

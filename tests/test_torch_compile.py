@@ -19,6 +19,7 @@ def test_results_are_those_of_eager() -> None:
     ends_well("run_torch_compile.py")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(620)
 def test_results_without_inductors_lowering() -> None:
     ends_well("run_torch_compile.py", "--no-lowering")

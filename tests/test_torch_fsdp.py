@@ -11,7 +11,7 @@ from cgx_ops import InvalidArgument
 from cgx_ops.torch import fsdp
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_ranks(ranks: int) -> None:
     outputs = launch.mpirun(ranks, "run_torch_fsdp.py", ranks, env=tc.ENVIRONMENT, timeout=150)
     for output in outputs:
