@@ -44,7 +44,7 @@ bool IsClosed(int32_t comm) {
   return cgx_comm_info(comm, &info) != CGX_OK || info.closed != 0;
 }
 
-// ---- processes ------------------------------------------------------------------------------------
+// ---- processes ----------------------------------------------------------------------------------
 
 std::atomic<int32_t> world_of_processes{-1};  // cgx_init's
 
