@@ -13,7 +13,7 @@ from jax_cases import normal, seed_of
 
 from cgx_ops.config import Algorithm
 from cgx_ops.jax.primitive import Carrier
-from cgx_ops.jax.psum import reduce_with_error
+from cgx_ops.jax.psum import reduce_tree
 
 Values = npt.NDArray[Any]
 BF16 = ml_dtypes.bfloat16
@@ -50,7 +50,10 @@ class Case:
     def call(self, x: jax.Array, seed: jax.Array, axes: Any, carrier: Carrier) -> Any:
         """Reduce on a device; return (result, error)."""
         key = None if self.keys == "none" else jax.random.key(seed)
-        return reduce_with_error(x, axes, self.op, key=key, carrier=carrier, **self.knobs())
+        return reduce_tree(
+            "psum_q", x, axes, self.op, key=key, name="", errors=True, carrier=carrier,
+            **self.knobs(),
+        )  # fmt: skip
 
     def expected(self, group: Sequence[int], processes: Sequence[int]) -> tuple[Values, Values]:
         """Return the result of a group of devices, and the error of each of them.

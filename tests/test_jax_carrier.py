@@ -248,7 +248,7 @@ def test_padding_is_zeros(step: str) -> None:
     operands = [np.uint32(1), np.zeros((1, 2), np.uint32), *arrived, values]
     before = np.full((4, 300) if step == "encode" else (300,), 0xA5, np.uint8)
     call = jax.ffi.ffi_call(
-        _runtime.carried_target(step),
+        _runtime.target(f"carried_{step}"),
         jax.ShapeDtypeStruct(before.shape, before.dtype),
         input_output_aliases={len(operands): 0},
     )

@@ -27,7 +27,7 @@ from jax_cases import (
 )
 
 from cgx_ops.jax import all_gather_q, pmean_q, psum_q, psum_scatter_q
-from cgx_ops.jax.psum import reduce_with_error
+from cgx_ops.jax.psum import reduce_tree
 
 use_cpu_devices(8)
 
@@ -233,13 +233,17 @@ def test_what_cannot_be_cut() -> None:
 # ---- 3. what compression lost -------------------------------------------------------------------
 
 
+def reduce_with_error(x: Any, op: str = "avg", key: Any = None, **knobs: Any) -> tuple[Any, Any]:
+    return reduce_tree("psum_q", x, "d", op, key=key, name="", errors=True, **knobs)
+
+
 @both_modes
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("algorithm", ["sra", "one_shot"])
 def test_errors(algorithm: Any, op: str, check_vma: bool) -> None:
     x, key = normal(50, 8, 2000), jax.random.key(1)
     got, errors = run(
-        lambda v: reduce_with_error(v, "d", op, key=key, bits=2, algorithm=algorithm), x,
+        lambda v: reduce_with_error(v, op, key=key, bits=2, algorithm=algorithm), x,
         check_vma=check_vma,
     )  # fmt: skip
     lost = [np.zeros(2000, np.float32) for _ in range(8)]
@@ -250,9 +254,9 @@ def test_errors(algorithm: Any, op: str, check_vma: bool) -> None:
 
 def test_errors_of_trees_under_vmap_and_grad() -> None:
     x = normal(51, 8, 3, 600)
-    got, errors = run(jax.vmap(lambda v: reduce_with_error({"w": v}, "d", algorithm="sra")), x)
+    got, errors = run(jax.vmap(lambda v: reduce_with_error({"w": v}, algorithm="sra")), x)
     for i in range(3):
         lost = [np.zeros(600, np.float32) for _ in range(8)]
         assert same_bits(got["w"][0, i], expected(x[:, i], op="avg", errors=lost))
         assert all(same_bits(a, b) for a, b in zip(errors["w"][:, i], lost, strict=True))
-    assert (run(jax.grad(lambda v: reduce_with_error(v, "d")[1].sum()), x) == 0).all()
+    assert (run(jax.grad(lambda v: reduce_with_error(v)[1].sum()), x) == 0).all()

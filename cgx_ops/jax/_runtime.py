@@ -21,13 +21,8 @@ from cgx_ops.jax import _compat
 # Half of what XLA:CPU lets its own collectives among the devices of a process wait before it aborts
 # the process: a later deadline of ours would never be seen. Among processes XLA waits on.
 _LOCAL_TIMEOUT_S = 20.0
-# By verb; one handler serves them all.
-_TARGETS = {
-    "allreduce": "cgx_psum_q",
-    "reduce_scatter": "cgx_psum_scatter_q",
-    "all_gather": "cgx_all_gather_q",
-}
-_ALLREDUCE_Q = "cgx_allreduce_q"
+# Of psum_q, psum_scatter_q and all_gather_q: one handler serves them all.
+_COLLECTIVES = ("cgx_psum_q", "cgx_psum_scatter_q", "cgx_all_gather_q")
 
 _lock = threading.Lock()
 
@@ -55,22 +50,10 @@ def world() -> Communicator:
     return _world or cgx_ops.init()
 
 
-def target(verb: str) -> str:
-    """Return the name of a collective's FFI target, registered if need be."""
+def target(name: str) -> str:
+    """Return the name that XLA has for a target, such as "psum_q"; registers all if need be."""
     targets()
-    return _TARGETS[verb]
-
-
-def carried_target(step: str) -> str:
-    """Return the name of the FFI target of a step of carrier="xla", registered if need be."""
-    targets()
-    return f"cgx_carried_{step}"
-
-
-def allreduce_q_target() -> str:
-    """Return the name of allreduce_q's FFI target, registered if need be."""
-    targets()
-    return _ALLREDUCE_Q
+    return f"cgx_{name}"
 
 
 def targets() -> tuple[str, ...]:
@@ -87,9 +70,9 @@ def _register() -> tuple[str, ...]:
     jax.local_devices(backend="cpu")  # makes the backend
     site: Any = _xla_ffi.site_type()
     jax.ffi.register_ffi_type("cgx_psum_q_site", site, platform="cpu")
-    handlers = {name: _xla_ffi.collective_handlers() for name in _TARGETS.values()}
+    handlers = dict.fromkeys(_COLLECTIVES, _xla_ffi.collective_handlers())
     handlers |= _xla_ffi.carried_handlers()
-    handlers[_ALLREDUCE_Q] = _xla_ffi.allreduce_q_handler()
+    handlers["cgx_allreduce_q"] = _xla_ffi.allreduce_q_handler()
     for name, handler in handlers.items():
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
     _compat.call_around_compile(_xla_ffi.compilation_begins, _xla_ffi.compilation_ends)

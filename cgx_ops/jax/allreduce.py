@@ -23,8 +23,8 @@ from cgx_ops.comm import Communicator
 from cgx_ops.config import Algorithm, Config
 from cgx_ops.errors import Closed
 from cgx_ops.jax import _compat, _runtime
+from cgx_ops.jax._calls import halves, knob_attributes
 from cgx_ops.jax._keys import leaf_seed
-from cgx_ops.jax.primitive import ALGORITHMS, OPS, ROUNDINGS
 from cgx_ops.jax.psum import checked_config, checked_leaf, name_of
 
 # Of all calls that the user gave none: a sequence of their own on each communicator. Python calls
@@ -105,7 +105,7 @@ def allreduce_q(
         "minimal_size": minimal_size,
     }
     config = checked_config("allreduce_q", key, name=name, carrier="native", **knobs)
-    if op not in OPS:
+    if op not in ("sum", "avg"):
         raise ValueError(f"allreduce_q: op is {op!r}; it must be 'sum' or 'avg'")
     _refuse_meshes()
     comm = _checked_communicator(comm)
@@ -198,18 +198,12 @@ allreduce_q_p.multiple_results = True
 allreduce_q_p.def_impl(functools.partial(xla.apply_primitive, allreduce_q_p))
 
 
-def _halves(values: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Part the operands into leaves and seeds."""
-    half = len(values) // 2
-    return tuple(values[:half]), tuple(values[half:])
-
-
 # ---- abstract evaluation -----------------------------------------------------------------------
 
 
 @allreduce_q_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, settings: _Settings) -> tuple[list[Any], set[_compat.Effect]]:
-    return list(_halves(avals)[0]), {_in_order}
+    return list(halves(avals)[0]), {_in_order}
 
 
 # ---- lowering ----------------------------------------------------------------------------------
@@ -217,19 +211,10 @@ def _abstract_eval(*avals: Any, settings: _Settings) -> tuple[list[Any], set[_co
 
 def _lower_cpu(ctx: Any, *operands: Any, settings: _Settings) -> Any:
     config = settings.config
-    numbers = {
-        "op": OPS[settings.op],
-        "algorithm": ALGORITHMS[config.algorithm],
-        "rounding": ROUNDINGS[config.rounding],
-        "gather_bits": config.gather_bits or 0,
-        "skip_incomplete_buckets": config.skip_incomplete_buckets,
-        "minimal_size": config.minimal_size,
-        "bits": config.bits,
-        "bucket_size": config.bucket_size,
-    }
-    attributes: dict[str, Any] = {knob: np.int64(value) for knob, value in numbers.items()}
+    attributes = knob_attributes(settings.op, config.algorithm, config)
+    attributes["bits"] = np.int64(config.bits)
     attributes |= {"comm": settings.comm, "name": settings.name}
-    rule = jax.ffi.ffi_lowering(_runtime.allreduce_q_target(), has_side_effect=True)
+    rule = jax.ffi.ffi_lowering(_runtime.target("allreduce_q"), has_side_effect=True)
     return _compat.lower_in_order(ctx, _in_order, rule, *operands, **attributes)
 
 
@@ -253,7 +238,7 @@ def _batch(
     """Each example becomes a segment of the one message."""
     size, rows = axis_data.size, []  # rows: of an example's leaf; None: the same in all examples
     operands: tuple[list[Any], list[Any]] = [], []
-    for leaf, seed, leaf_dim, seed_dim in zip(*_halves(args), *_halves(dims), strict=True):
+    for leaf, seed, leaf_dim, seed_dim in zip(*halves(args), *halves(dims), strict=True):
         if leaf_dim is None and seed_dim is None:
             rows.append(None)
         else:
@@ -285,7 +270,7 @@ def _jvp(
 
     Zeros travel too: ranks that differentiate with respect to other leaves send equal messages.
     """
-    leaves, seeds = _halves(tangents)[0], _halves(primals)[1]
+    leaves, seeds = halves(tangents)[0], halves(primals)[1]
     results = allreduce_q_p.bind(*primals, settings=settings)
     leaves = [ad.instantiate_zeros(leaf) for leaf in leaves]
     return results, allreduce_q_p.bind(*leaves, *seeds, settings=settings.exact())
@@ -293,7 +278,7 @@ def _jvp(
 
 def _transpose(cotangents: list[Any], *operands: Any, settings: _Settings) -> list[Any]:
     """Sum the cotangents exactly, also where one is zero on this rank."""
-    leaves, seeds = _halves(operands)
+    leaves, seeds = halves(operands)
     cotangents = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
     sums = allreduce_q_p.bind(*cotangents, *seeds, settings=settings.exact())
     wanted = [ad.is_undefined_primal(leaf) for leaf in leaves]

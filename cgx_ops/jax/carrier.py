@@ -32,6 +32,7 @@ from jax.interpreters import mlir
 
 from cgx_ops import _native
 from cgx_ops.jax import _compat, _runtime
+from cgx_ops.jax._calls import halves, knob_attributes
 
 if TYPE_CHECKING:
     from cgx_ops.jax.primitive import Settings
@@ -201,7 +202,7 @@ def _ask_core(
 def _allreduce(
     partition: jax.Array, *operands: jax.Array, settings: "Settings", route: _Route
 ) -> list[jax.Array]:
-    leaves, seeds = operands[: len(operands) // 2], operands[len(operands) // 2 :]
+    leaves, seeds = halves(operands)
     dtype, seed = leaves[0].dtype, jnp.concatenate(seeds)  # a row for each segment
     if route.devices > 1:
         leaves, seed = _sum_within(leaves, seed, route)
@@ -213,7 +214,7 @@ def _allreduce(
     exchange = functools.partial(_exchange, partition=partition, route=route)
 
     def step(name: str, results: list[Any], *inputs: jax.Array, **knobs: Any) -> list[jax.Array]:
-        call = jax.ffi.ffi_call(_runtime.carried_target(name), results, **knobs)
+        call = jax.ffi.ffi_call(_runtime.target(f"carried_{name}"), results, **knobs)
         return list(call(rank, *inputs, **attributes))
 
     message = _bytes(_row_length(plan.gather_bytes, route))
@@ -247,7 +248,7 @@ def _sum_within(
     flat = _padded(jnp.concatenate([leaf.reshape(-1) for leaf in leaves]), route.devices)
     rows = _all_to_all(flat.reshape(route.devices, -1), route.within)
     part = jax.ShapeDtypeStruct(rows.shape[1:], jnp.float32)
-    total = jax.ffi.ffi_call(_runtime.carried_target("sum"), part)(rows)
+    total = jax.ffi.ffi_call(_runtime.target("carried_sum"), part)(rows)
     total = _all_gather(total, route.within).reshape(-1)
     sizes = [leaf.size for leaf in leaves]
     parts = jnp.split(total[: sum(sizes)], np.cumsum(sizes)[:-1])
@@ -260,7 +261,7 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
     if x.dtype == dtype:
         return x
     result = jax.ShapeDtypeStruct(x.shape, dtype)
-    return jax.ffi.ffi_call(_runtime.carried_target("round"), result)(x)
+    return jax.ffi.ffi_call(_runtime.target("carried_round"), result)(x)
 
 
 def _exchange(
@@ -280,17 +281,10 @@ def _exchange(
     return jnp.moveaxis(arrived, 0, 1).reshape(route.ranks, -1)
 
 
-def _attributes(settings: "Settings", plan: _Plan, route: _Route) -> dict[str, np.int64 | Int64s]:
+def _attributes(settings: "Settings", plan: _Plan, route: _Route) -> dict[str, Any]:
     """Return what CarriedSettings of xla_ffi/carried.cc holds."""
-    config = settings.config
     return {
-        "op": np.int64(_native.OPS[settings.op]),
-        "algorithm": np.int64(_native.ALGORITHMS[plan.algorithm]),
-        "rounding": np.int64(_native.ROUNDINGS[config.rounding]),
-        "gather_bits": np.int64(config.gather_bits or 0),
-        "skip_incomplete_buckets": np.int64(config.skip_incomplete_buckets),
-        "minimal_size": np.int64(config.minimal_size),
-        "bucket_size": np.int64(config.bucket_size),
+        **knob_attributes(settings.op, plan.algorithm, settings.config),
         "bits": np.asarray(settings.bits, np.int64),
         "size": np.int64(route.ranks),
         "divisor": np.int64(route.ranks * route.devices),

@@ -28,18 +28,14 @@ from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir, xla
 
+from cgx_ops import _native
 from cgx_ops.config import Config
 from cgx_ops.jax import _compat, _runtime, carrier
+from cgx_ops.jax._calls import halves, knob_attributes
 from cgx_ops.jax.launching import launcher
 
 Verb = Literal["allreduce", "reduce_scatter", "all_gather"]
 Carrier = Literal["native", "xla"]
-
-# The numbers of cgx.h.
-VERBS = {"allreduce": 0, "reduce_scatter": 1, "all_gather": 2}
-OPS = {"sum": 0, "avg": 1}
-ALGORITHMS = {"auto": 0, "one_shot": 1, "sra": 2, "ring": 3}
-ROUNDINGS = {"nearest": 0, "stochastic": 1, "shift": 2}
 
 # By verb: what users call it, and where vmap's examples stand in a leaf and in its result.
 NAMES = {"allreduce": "psum_q", "reduce_scatter": "psum_scatter_q", "all_gather": "all_gather_q"}
@@ -103,19 +99,13 @@ collective_q_p.multiple_results = True
 collective_q_p.def_impl(functools.partial(xla.apply_primitive, collective_q_p))
 
 
-def _halves(values: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Part the operands into leaves and seeds."""
-    half = len(values) // 2
-    return tuple(values[:half]), tuple(values[half:])
-
-
 # ---- abstract evaluation -----------------------------------------------------------------------
 
 
 @collective_q_p.def_abstract_eval
 def _abstract_eval(*avals: Any, settings: Settings) -> list[Any]:
     results, errors = [], []
-    for leaf, seed in zip(*_halves(avals), strict=True):
+    for leaf, seed in zip(*halves(avals), strict=True):
         shape = {
             "allreduce": leaf.shape,
             "reduce_scatter": leaf.shape[1:],
@@ -137,7 +127,7 @@ def _lower_cpu(ctx: Any, *operands: Any, settings: Settings) -> Any:
     groups = _groups(mesh, settings.axes)
     processes = _runtime.processes_of(mesh, settings.carrier)
     if settings.carrier == "xla":
-        leaves, seeds = _halves(operands)
+        leaves, seeds = halves(operands)
         return carrier.lower(
             ctx, leaves, seeds, settings=settings, groups=groups, processes=processes
         )
@@ -153,7 +143,7 @@ def _lower_cpu(ctx: Any, *operands: Any, settings: Settings) -> Any:
     attributes["named"] = np.int64(bool(settings.name or launched_by))
     # The side effect is HLO's only: it keeps XLA from merging or dropping calls, on some ranks
     # perhaps. As an effect of JAX it would cost 60 us a launch and forbid remat.
-    rule = jax.ffi.ffi_lowering(_runtime.target(settings.verb), has_side_effect=True)
+    rule = jax.ffi.ffi_lowering(_runtime.target(NAMES[settings.verb]), has_side_effect=True)
     ctx = ctx.replace(avals_in=[*ctx.avals_in, _compat.scalar_u32()])
     return rule(ctx, *operands, stablehlo.partition_id(), **attributes)
 
@@ -161,18 +151,11 @@ def _lower_cpu(ctx: Any, *operands: Any, settings: Settings) -> Any:
 def _attributes(
     ctx: Any, settings: Settings, groups: np.ndarray[Any, np.dtype[np.int64]]
 ) -> dict[str, Any]:
-    config = settings.config
     batch_axis = _BATCH_IN[settings.verb]
-    leaves = _halves(ctx.avals_in)[0]
+    leaves = halves(ctx.avals_in)[0]
     return {
-        "verb": np.int64(VERBS[settings.verb]),
-        "op": np.int64(OPS[settings.op]),
-        "algorithm": np.int64(ALGORITHMS[config.algorithm]),
-        "rounding": np.int64(ROUNDINGS[config.rounding]),
-        "gather_bits": np.int64(config.gather_bits or 0),
-        "skip_incomplete_buckets": np.int64(config.skip_incomplete_buckets),
-        "minimal_size": np.int64(config.minimal_size),
-        "bucket_size": np.int64(config.bucket_size),
+        **knob_attributes(settings.op, settings.config.algorithm, settings.config),
+        "verb": np.int64(_native.VERBS[settings.verb]),
         "bits": np.asarray(settings.bits, np.int64),
         "batches": np.asarray([leaf.shape[batch_axis] for leaf in leaves], np.int64),
         "errors": np.int64(settings.errors),
@@ -210,7 +193,7 @@ def _check_counts(
 
 def _call_id(ctx: Any, settings: Settings, attributes: dict[str, Any]) -> str:
     """Names the call by its place in the module, the same in every process that compiles it."""
-    avals = [(aval.shape, aval.dtype.name) for aval in _halves(ctx.avals_in)[0]]
+    avals = [(aval.shape, aval.dtype.name) for aval in halves(ctx.avals_in)[0]]
     values = {knob: np.asarray(value).tolist() for knob, value in sorted(attributes.items())}
     digest = hashlib.sha256(repr((avals, settings.axes, values)).encode()).hexdigest()[:8]
     return f"{_compat.module_name(ctx)}/{_compat.next_index(ctx)}:{digest}"
@@ -243,7 +226,7 @@ def _batch(
         )
     at, size = _BATCH_IN[settings.verb], axis_data.size
     leaves, seeds, examples = [], [], []
-    for leaf, seed, leaf_dim, seed_dim in zip(*_halves(args), *_halves(dims), strict=True):
+    for leaf, seed, leaf_dim, seed_dim in zip(*halves(args), *halves(dims), strict=True):
         batched = leaf_dim is not None or seed_dim is not None
         if batched:
             leaf = batching.bdim_at_front(leaf, leaf_dim, size)
@@ -285,7 +268,7 @@ def _jvp(
 ) -> tuple[list[jax.Array], list[Any]]:
     """Straight through: the tangent is that of the exact collective, which JAX can transpose."""
     results = collective_q_p.bind(*primals, settings=settings)
-    leaves = _halves(tangents)[0]
+    leaves = halves(tangents)[0]
     tangents_out = [
         _compat.zero_tangent(result) if type(leaf) is ad.Zero else _exact(leaf, settings)
         for result, leaf in zip(results, leaves, strict=False)

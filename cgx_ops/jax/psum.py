@@ -145,24 +145,6 @@ def pmean_q(
     return reduce_tree("pmean_q", x, axis_name, "avg", key=key, name=name, **knobs)[0]
 
 
-def reduce_with_error(
-    x: Any, axis_name: Axes, op: str = "avg", *, key: jax.Array | None = None, name: str = "",
-    **knobs: Any,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Reduce `x` as psum_q (op "sum") or pmean_q ("avg") do, and return what compression lost.
-
-    Returns:
-        The reduced tree, and a tree like `x` of errors, in the units of `x`: the sum of x over all
-        devices is the result (as a sum) plus the sum of the errors, but for what float32 sums and
-        the dtype round. Added to the next `x`, nothing is lost for good (error feedback). They
-        differ between devices; where devices of a process are summed first, the first of them gets
-        the error of all. Not finite: 0.
-    """
-    return reduce_tree(
-        "reduce_with_error", x, axis_name, op, key=key, name=name, errors=True, **knobs
-    )
-
-
 # ---- shared by all collectives here ------------------------------------------------------------
 
 
@@ -180,7 +162,15 @@ def reduce_tree(
     carrier: Carrier = "native",
     **knobs: Any,
 ) -> tuple[Any, Any]:
-    """Reduce a tree; return the reduced and, if `errors`, the lost (else None)."""
+    """Reduce a tree as psum_q (op "sum") or pmean_q ("avg") do.
+
+    Returns:
+        The reduced tree, and with `errors` a tree like `x` of what compression lost, in the units
+        of `x` (else None): the sum of x over all devices is the result (as a sum) plus the sum of
+        the errors, but for what float32 sums and the dtype round. Added to the next `x`, nothing is
+        lost for good (error feedback). They differ between devices; where devices of a process are
+        summed first, the first of them gets the error of all. Not finite: 0.
+    """
     config = checked_config(
         caller, key, name=name, carrier=carrier, rules=rules, fuse=fuse, **knobs
     )
