@@ -185,7 +185,7 @@ float slow_noise(int64_t index, const Rounding& rounding) {
   const auto e = static_cast<uint64_t>(index) % 128;
   const uint64_t counter = 16 * group + e % 16;
   uint64_t words[4] = {counter & 0xffffffff, counter >> 32, rounding.rank, rounding.phase};
-  philox4x32_10(words, rounding.seed, multiply_words);
+  philox4x32_10(words, PhiloxKeys(rounding.seed), multiply_words);
   const uint64_t u = (words[e / 32] >> (e / 16 % 2 * 16)) & 0xffff;
   return static_cast<float>((static_cast<double>(u) + 0.5) / 65536);
 }
@@ -283,7 +283,7 @@ void test_philox() {
   for (const Answer& answer : answers) {
     uint64_t words[4];
     std::copy_n(answer.counter, 4, words);
-    philox4x32_10(words, answer.seed, multiply_words);
+    philox4x32_10(words, PhiloxKeys(answer.seed), multiply_words);
     for (int i = 0; i < 4; ++i) {
       CHECK(static_cast<uint32_t>(words[i]) == answer.noise[i], join("word ", i));
     }

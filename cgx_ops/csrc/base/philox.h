@@ -13,25 +13,36 @@ inline constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9;
 inline constexpr uint32_t kPhiloxWeyl1 = 0xBB67AE85;
 inline constexpr int kPhiloxRounds = 10;
 
+// The words that the rounds add to the state, from the key: the same for every counter.
+struct PhiloxKeys {
+  uint64_t at[kPhiloxRounds][2];
+
+  [[gnu::always_inline]] explicit PhiloxKeys(uint64_t seed) {
+    auto key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+    for (auto& round : at) {
+      round[0] = key0;
+      round[1] = key1;
+      key0 += kPhiloxWeyl0;
+      key1 += kPhiloxWeyl1;
+    }
+  }
+};
+
 // Replaces `words` (the counter) by noise. Word is uint64_t or a vector of them whose low halves
 // hold the 32-bit words; the high halves may hold anything, before and after, so that one 32 x 32
 // -> 64 bit product serves as both its halves. multiply(word, constant) is that product of the low
 // halves.
 template <typename Word, typename Multiply>
-[[gnu::always_inline]] inline void philox4x32_10(Word (&words)[4], uint64_t seed,
+[[gnu::always_inline]] inline void philox4x32_10(Word (&words)[4], const PhiloxKeys& keys,
                                                  const Multiply& multiply) {
-  uint32_t key0 = static_cast<uint32_t>(seed);
-  uint32_t key1 = static_cast<uint32_t>(seed >> 32);
 #pragma GCC unroll 10
   for (int round = 0; round < kPhiloxRounds; ++round) {
     const Word product0 = multiply(words[0], kPhiloxMultiplier0);
     const Word product1 = multiply(words[2], kPhiloxMultiplier1);
-    words[0] = (product1 >> 32) ^ words[1] ^ uint64_t { key0 };
+    words[0] = (product1 >> 32) ^ words[1] ^ keys.at[round][0];
     words[1] = product1;
-    words[2] = (product0 >> 32) ^ words[3] ^ uint64_t { key1 };
+    words[2] = (product0 >> 32) ^ words[3] ^ keys.at[round][1];
     words[3] = product0;
-    key0 += kPhiloxWeyl0;
-    key1 += kPhiloxWeyl1;
   }
 }
 

@@ -1,72 +1,117 @@
-// Levels (one byte each) <-> fields of `bits` bits. Eight levels are one 64-bit word of bytes and
-// `bits` bytes of the field: three shift-and-or steps squeeze a word or spread it again, and
-// compilers run these steps on several words at once.
+// Levels <-> fields of `kBits` bits, sixteen at a time.
+//
+// Neighbours meet in the registers first: of two 32-bit lanes one 64-bit lane with 2 * kBits bits.
+// These are narrowed to bytes (or to halves, for more than 4 bits) in general registers, where two
+// shift-and-or steps squeeze out what is left between them. 4 bits and 8 need no step at all.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
-#include "kernel/cpu/values-inl.h"
+#include "kernel/cpu/vectors-inl.h"
 
 namespace cgx::cpu::CGX_TARGET {
 namespace {
 
-// Levels handled between memory and the field: a multiple of the 128 elements of a noise block.
-constexpr int kTile = 512;
-
-template <int kBits>
+// Eight fields of kBits bits, one in each byte of the word -> end to end. kLane: that of the
+// field's lane, 8 or 16 bits (then four fields).
+template <int kBits, int kLane>
 [[gnu::always_inline]] inline uint64_t squeeze(uint64_t word) {
-  word = (word & 0x00ff00ff00ff00ff) | ((word & 0xff00ff00ff00ff00) >> (8 - kBits));
-  word = (word & 0x0000ffff0000ffff) | ((word & 0xffff0000ffff0000) >> (16 - 2 * kBits));
-  return (word & 0x00000000ffffffff) | ((word & 0xffffffff00000000) >> (32 - 4 * kBits));
+  if constexpr (kLane == 8 && kBits < 8) {
+    word = (word & 0x00ff00ff00ff00ff) | ((word & 0xff00ff00ff00ff00) >> (8 - kBits));
+    return squeeze<2 * kBits, 16>(word);
+  } else if constexpr (kLane == 16 && kBits < 16) {
+    word = (word & 0x0000ffff0000ffff) | ((word & 0xffff0000ffff0000) >> (16 - kBits));
+    return (word & 0x00000000ffffffff) | ((word & 0xffffffff00000000) >> (32 - 2 * kBits));
+  } else {
+    return word;
+  }
 }
 
-template <int kBits>
+// The inverse. What lies above the fields is ignored.
+template <int kBits, int kLane>
 [[gnu::always_inline]] inline uint64_t spread(uint64_t word) {
-  constexpr uint64_t kFour = (uint64_t{1} << (4 * kBits)) - 1;
-  constexpr uint64_t kTwo = ((uint64_t{1} << (2 * kBits)) - 1) * 0x0000000100000001;
-  constexpr uint64_t kOne = ((uint64_t{1} << kBits) - 1) * 0x0001000100010001;
-  word = (word & kFour) | ((word & (kFour << (4 * kBits))) << (32 - 4 * kBits));
-  word = (word & kTwo) | ((word & (kTwo << (2 * kBits))) << (16 - 2 * kBits));
-  return (word & kOne) | ((word & (kOne << kBits)) << (8 - kBits));
+  if constexpr (kLane == 8 && kBits < 8) {
+    constexpr uint64_t kOne = ((uint64_t{1} << kBits) - 1) * 0x0001000100010001;
+    word = spread<2 * kBits, 16>(word);
+    return (word & kOne) | ((word & (kOne << kBits)) << (8 - kBits));
+  } else if constexpr (kLane == 16 && kBits < 16) {
+    constexpr uint64_t kFour = (uint64_t{1} << (2 * kBits)) - 1;
+    constexpr uint64_t kTwo = ((uint64_t{1} << kBits) - 1) * 0x0000000100000001;
+    word = (word & kFour) | ((word & (kFour << (2 * kBits))) << (32 - 2 * kBits));
+    return (word & kTwo) | ((word & (kTwo << kBits)) << (16 - kBits));
+  } else {
+    return word;
+  }
 }
 
-// `levels` is a tile of which the first n count; pack() may overwrite the rest of the last word.
+// kBytes bytes of memory, 2 or 4 to 8, as a word: two parts that overlap. (Copied byte by byte into
+// a word in memory, they would have to reach it before the word can be read.)
+template <int kBytes>
+using WordPart =
+    std::conditional_t<kBytes == 2, uint16_t, std::conditional_t<kBytes == 8, uint64_t, uint32_t>>;
+
+template <int kBytes>
+[[gnu::always_inline]] inline uint64_t load_word(const std::byte* from) {
+  using Part = WordPart<kBytes>;
+  constexpr int kLast = kBytes - static_cast<int>(sizeof(Part));
+  const auto* first = reinterpret_cast<const Stored<Part>*>(from);
+  const auto* last = reinterpret_cast<const Stored<Part>*>(from + kLast);
+  return uint64_t{first->value} | uint64_t{last->value} << (8 * kLast);
+}
+
+template <int kBytes>
+[[gnu::always_inline]] inline void store_word(uint64_t word, std::byte* to) {
+  using Part = WordPart<kBytes>;
+  constexpr int kLast = kBytes - static_cast<int>(sizeof(Part));
+  reinterpret_cast<Stored<Part>*>(to)->value = static_cast<Part>(word);
+  reinterpret_cast<Stored<Part>*>(to + kLast)->value = static_cast<Part>(word >> (8 * kLast));
+}
+
+// Writes 2 * kBits bytes.
 template <int kBits>
-void pack_as(uint8_t* __restrict levels, int n, std::byte* __restrict field) {
-  for (int i = n; i % 8 != 0; ++i) levels[i] = 0;
-  const auto* words = reinterpret_cast<const Stored<uint64_t>*>(levels);
-  uint64_t squeezed[kTile / 8];
-  for (int i = 0; i < (n + 7) / 8; ++i) squeezed[i] = squeeze<kBits>(words[i].value);
-  for (int i = 0; i < n / 8; ++i) {
-    __builtin_memcpy(field + kBits * i, &squeezed[i], kBits);
-  }
-  if (n % 8 != 0) {
-    __builtin_memcpy(field + kBits * (n / 8), &squeezed[n / 8], (n % 8 * kBits + 7) / 8);
+[[gnu::always_inline]] inline void pack16(const Ints16& levels, std::byte* field) {
+  if constexpr (kBits == 8) {
+    const TwoWords bytes = bytes_of_ints(levels);
+    __builtin_memcpy(field, &bytes, 16);
+  } else {
+    const auto pairs = map<Ints16>(levels, [](Ints lanes) {
+      const auto words = Words(lanes);
+      return Ints(words |
+                  (words >> (32 - kBits)));  // the odd lane's bits stay above; narrowed away
+    });
+    if constexpr (kBits <= 4) {
+      store_word<2 * kBits>(squeeze<2 * kBits, 8>(bytes_of_words(pairs)), field);
+    } else {
+      const TwoWords words = halves_of_words(pairs);
+      store_word<kBits>(squeeze<2 * kBits, 16>(words.at[0]), field);
+      store_word<kBits>(squeeze<2 * kBits, 16>(words.at[1]), field + kBits);
+    }
   }
 }
 
-// Fills whole words of `levels`: up to the next multiple of 8 after n.
+// Reads 2 * kBits bytes.
 template <int kBits>
-void unpack_as(const std::byte* __restrict field, int n, uint8_t* __restrict levels) {
-  auto* words = reinterpret_cast<Stored<uint64_t>*>(levels);
-  uint64_t squeezed[kTile / 8];
-  for (int i = 0; i < n / 8; ++i) {
-    squeezed[i] = 0;
-    __builtin_memcpy(&squeezed[i], field + kBits * i, kBits);
+[[gnu::always_inline]] inline Ints16 unpack16(const std::byte* field) {
+  if constexpr (kBits == 8) {
+    TwoWords bytes;
+    __builtin_memcpy(&bytes, field, 16);
+    return ints_of_bytes(bytes);
+  } else {
+    Ints16 pairs;
+    if constexpr (kBits <= 4) {
+      pairs = words_of_bytes(spread<2 * kBits, 8>(load_word<2 * kBits>(field)));
+    } else {
+      pairs = words_of_halves({spread<2 * kBits, 16>(load_word<kBits>(field)),
+                               spread<2 * kBits, 16>(load_word<kBits>(field + kBits))});
+    }
+    return map<Ints16>(pairs, [](Ints lanes) {
+      constexpr uint64_t kLevel = (uint64_t{1} << kBits) - 1;
+      const auto words = Words(lanes);
+      return Ints((words | (words << (32 - kBits))) & (kLevel << 32 | kLevel));
+    });
   }
-  if (n % 8 != 0) {
-    squeezed[n / 8] = 0;
-    __builtin_memcpy(&squeezed[n / 8], field + kBits * (n / 8), (n % 8 * kBits + 7) / 8);
-  }
-  for (int i = 0; i < (n + 7) / 8; ++i) words[i].value = spread<kBits>(squeezed[i]);
 }
-
-using Pack = void (*)(uint8_t* levels, int n, std::byte* field);
-using Unpack = void (*)(const std::byte* field, int n, uint8_t* levels);
-constexpr Pack kPack[9] = {nullptr,    pack_as<1>, pack_as<2>, pack_as<3>, pack_as<4>,
-                           pack_as<5>, pack_as<6>, pack_as<7>, pack_as<8>};
-constexpr Unpack kUnpack[9] = {nullptr,      unpack_as<1>, unpack_as<2>, unpack_as<3>, unpack_as<4>,
-                               unpack_as<5>, unpack_as<6>, unpack_as<7>, unpack_as<8>};
 
 }  // namespace
 }  // namespace cgx::cpu::CGX_TARGET

@@ -1,104 +1,121 @@
 // The noise of stochastic and shift rounding, in blocks of 128 elements (docs/wire_format.md,
 // section 4): sixteen Philox counters in the lanes of vector registers give eight elements each.
-// The block made last is kept, since short buckets need one block many times.
+// A few blocks are made at once and kept, since short buckets need one block many times.
 #pragma once
 
 #include <cstdint>
 
 #include "base/philox.h"
 #include "base/types.h"
+#include "kernel/cpu/vectors-inl.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
+#if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
 namespace cgx::cpu::CGX_TARGET {
 namespace {
 
-// A register of 64-bit lanes, and the product of their low halves.
+// The product of the low halves of 64-bit lanes.
+[[gnu::always_inline]] inline Words multiply_low_halves(Words a, uint32_t b) {
 #if defined(__AVX512F__)
-typedef uint64_t Lanes __attribute__((vector_size(64)));
-[[gnu::always_inline]] inline Lanes multiply_low_halves(Lanes a, uint32_t b) {
   // Unmasked, GCC 12 warns of an undefined register inside its own header.
-  return Lanes(_mm512_maskz_mul_epu32(0xff, __m512i(a), _mm512_set1_epi64(b)));
-}
+  return Words(_mm512_maskz_mul_epu32(0xff, __m512i(a), _mm512_set1_epi64(b)));
 #elif defined(__AVX2__)
-typedef uint64_t Lanes __attribute__((vector_size(32)));
-[[gnu::always_inline]] inline Lanes multiply_low_halves(Lanes a, uint32_t b) {
-  return Lanes(_mm256_mul_epu32(__m256i(a), _mm256_set1_epi64x(b)));
-}
+  return Words(_mm256_mul_epu32(__m256i(a), _mm256_set1_epi64x(b)));
 #elif defined(__SSE2__)
-typedef uint64_t Lanes __attribute__((vector_size(16)));
-[[gnu::always_inline]] inline Lanes multiply_low_halves(Lanes a, uint32_t b) {
-  return Lanes(_mm_mul_epu32(__m128i(a), _mm_set1_epi64x(b)));
-}
+  return Words(_mm_mul_epu32(__m128i(a), _mm_set1_epi64x(b)));
 #elif defined(__ARM_NEON)
-typedef uint64_t Lanes __attribute__((vector_size(16)));
-[[gnu::always_inline]] inline Lanes multiply_low_halves(Lanes a, uint32_t b) {
-  return Lanes(vmull_u32(vmovn_u64(uint64x2_t(a)), vdup_n_u32(b)));
-}
+  return Words(vmull_u32(vmovn_u64(uint64x2_t(a)), vdup_n_u32(b)));
 #endif
+}
+
+// Two registers side by side: a round of Philox is a chain of a few slow steps, and two chains take
+// hardly longer than one.
+struct Twin {
+  Words a, b;
+  Twin operator>>(int shift) const { return {a >> shift, b >> shift}; }
+  Twin operator^(const Twin& other) const { return {a ^ other.a, b ^ other.b}; }
+  Twin operator^(uint64_t word) const { return {a ^ word, b ^ word}; }
+};
+constexpr int kTwinLanes = sizeof(Twin) / sizeof(uint64_t);
+
+// first, first + 1, ...
+[[gnu::always_inline]] inline Twin counting_from(uint64_t first) {
+  static constexpr uint64_t kCount[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Twin lanes;
+  __builtin_memcpy(&lanes.a, kCount, sizeof(lanes.a));
+  __builtin_memcpy(&lanes.b, kCount + kTwinLanes / 2, sizeof(lanes.b));
+  return {lanes.a + first, lanes.b + first};
+}
+
+// The low half of every lane.
+[[gnu::always_inline]] inline Ints low_words(const Twin& twin) {
+  const auto a = Ints(twin.a), b = Ints(twin.b);
+#if defined(__AVX512F__)
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+#elif defined(__AVX2__)
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+#else
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6);
+#endif
+}
 
 class Noise {
  public:
-  static constexpr uint64_t kBlock = 128;
+  explicit Noise(const Rounding& rounding) : rounding_(rounding), keys_(rounding.seed) {}
 
-  explicit Noise(const Rounding& rounding) : rounding_(rounding) {}
-
-  // r of element `index` and of those after it in the same block.
-  const float* at(uint64_t index) {
-    if (index / kBlock != block_) {
-      block_ = index / kBlock;
-      fill();
-    }
-    return r_ + index % kBlock;
+  // r of elements [index, index + 16).
+  [[gnu::always_inline]] Floats16 at(uint64_t index) {
+    if (index % kSixteen == 0) return group(index / kSixteen);
+    // Buckets that are no multiples of 16 long.
+    alignas(64) float two[2 * kSixteen];
+    store_registers(group(index / kSixteen), two);
+    store_registers(group(index / kSixteen + 1), two + kSixteen);
+    return load_registers<Floats16>(two + index % kSixteen);
   }
-
-  // How many of them there are.
-  static int64_t left(uint64_t index) { return static_cast<int64_t>(kBlock - index % kBlock); }
 
  private:
-  static constexpr int kCounters = 16;
-  static constexpr int kLanes = sizeof(Lanes) / sizeof(uint64_t);
-  static constexpr uint64_t kLaneIndex[kCounters] = {0, 1, 2,  3,  4,  5,  6,  7,
-                                                     8, 9, 10, 11, 12, 13, 14, 15};
+  static constexpr int kCounters = 16;  // of a block
+  // A block's eight groups of sixteen: of each of the four words the low halves, then the high
+  // ones.
+  static constexpr int kGroups = 8;
+  static constexpr int kBlocks = 4;  // made at once
 
-  void fill() {
-    alignas(64) uint64_t words[4][kCounters];
-    const uint64_t counter = block_ * kCounters;
-    for (int first = 0; first < kCounters; first += kLanes) {
-      Lanes state[4];
-      __builtin_memcpy(&state[0], kLaneIndex + first, sizeof(Lanes));
-      state[0] += counter;
-      state[1] = Lanes{} + (counter >> 32);
-      state[2] = Lanes{} + uint64_t{rounding_.rank};
-      state[3] = Lanes{} + uint64_t{rounding_.phase};
-      philox4x32_10(state, rounding_.seed, multiply_low_halves);
-      for (int word = 0; word < 4; ++word) {
-        __builtin_memcpy(&words[word][first], &state[word], sizeof(Lanes));
-      }
-    }
-    for (int word = 0; word < 4; ++word) {
-      float* r = r_ + 2 * kCounters * word;
-      for (int i = 0; i < kCounters; ++i) {
-        r[i] = uniform(static_cast<uint32_t>(words[word][i]) & 0xffff);
-      }
-      for (int i = 0; i < kCounters; ++i) {
-        r[kCounters + i] = uniform(static_cast<uint32_t>(words[word][i]) >> 16);
-      }
-    }
+  [[gnu::always_inline]] Floats16 group(uint64_t number) {
+    if (number / (kGroups * kBlocks) != made_) [[unlikely]]
+      fill(number / (kGroups * kBlocks));
+    const auto words = load_registers<Ints16>(words_[number % (kGroups * kBlocks) / 2]);
+    // (u + 0.5) / 65536, exact: u as the upper bits of the fraction of a float in [1, 2), minus 1.
+    const auto uniform = [](Ints u) { return Floats((u & 0x007fff80) | 0x3f800040) - 1.0f; };
+    return number % 2 ? map<Floats16>(words, [&](Ints word) { return uniform(word >> 9); })
+                      : map<Floats16>(words, [&](Ints word) { return uniform(word << 7); });
   }
 
-  // (u + 0.5) / 65536, exact.
-  [[gnu::always_inline]] static float uniform(uint32_t u) {
-    return static_cast<float>(static_cast<int32_t>(u)) * 0x1p-16f + 0x1p-17f;
+  [[gnu::noinline]] void fill(uint64_t number) {
+    made_ = number;
+    constexpr Twin kZero{};
+    for (uint64_t block = 0; block < kBlocks; ++block) {
+      const uint64_t counter = (number * kBlocks + block) * kCounters;
+      for (int first = 0; first < kCounters; first += kTwinLanes) {
+        Twin state[4] = {counting_from(counter + static_cast<uint64_t>(first)),
+                         kZero ^ (counter >> 32), kZero ^ uint64_t{rounding_.rank},
+                         kZero ^ uint64_t{rounding_.phase}};
+        philox4x32_10(state, keys_, [](const Twin& x, uint32_t by) {
+          return Twin{multiply_low_halves(x.a, by), multiply_low_halves(x.b, by)};
+        });
+        for (int word = 0; word < 4; ++word) {
+          const Ints low = low_words(state[word]);
+          __builtin_memcpy(&words_[4 * block + word][first], &low, sizeof(low));
+        }
+      }
+    }
   }
 
   const Rounding rounding_;
-  uint64_t block_ = ~uint64_t{0};  // none
-  alignas(64) float r_[kBlock] = {};
+  const PhiloxKeys keys_;
+  uint64_t made_ = ~uint64_t{0};  // none
+  alignas(64) uint32_t words_[4 * kBlocks][kCounters];
 };
 
 }  // namespace

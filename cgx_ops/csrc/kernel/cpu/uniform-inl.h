@@ -1,6 +1,6 @@
 // Bucketed min-max quantization. A bucket is read twice: once for its range, once to be encoded,
-// the second time from the cache unless the bucket is larger than it. Levels pass through a tile on
-// the stack, one byte each, so that arithmetic and packing are separate simple loops.
+// the second time from the cache unless the bucket is larger than it. From a value to its place in
+// the field, and back, everything stays in registers, sixteen values at a time.
 //
 //   1. the range of a bucket, and the record's header
 //   2. values -> levels -> field
@@ -68,122 +68,189 @@ Range range_of(const Stored<typename Value::Bits>* __restrict values, int64_t n,
 
 // ---- 2. encode ----
 
-// n <= kTile. `r(i)` is what element i adds before it is rounded down.
-template <typename Value, typename Addend>
-[[gnu::always_inline]] inline void levels_of(const Stored<typename Value::Bits>* __restrict values,
-                                             int64_t n, const Range& range, int32_t highest,
-                                             const Addend& r, uint8_t* __restrict levels) {
-  const float lo = range.lo;
-  const float inverse = range.inverse;
-  for (int64_t i = 0; i < n; ++i) {
+// Sixteen values -> levels. `r` is what is added before rounding down.
+[[gnu::always_inline]] inline Ints16 levels_of(const Floats16& values, const Range& range,
+                                               int32_t highest, const Floats16& r) {
+  const Ints top = Ints{} + highest;
+  Ints16 levels;
+#pragma GCC unroll 4
+  for (int i = 0; i < kRegisters; ++i) {
     // Not negative, and little more than `highest`: truncation is floor and cannot overflow.
-    const int32_t level =
-        static_cast<int32_t>((Value::widen(values[i].value) - lo) * inverse + r(i));
-    levels[i] = static_cast<uint8_t>(level < highest ? level : highest);
+    const Ints level =
+        __builtin_convertvector((values.at[i] - range.lo) * range.inverse + r.at[i], Ints);
+    levels.at[i] = level < top ? level : top;
   }
+  return levels;
 }
 
-template <typename Value>
+// One bucket's field. noise(i) gives r of elements [i, i + 16).
+template <typename Value, int kBits, typename R>
+[[gnu::always_inline]] inline void encode_field(
+    const Stored<typename Value::Bits>* __restrict values, int64_t n, const Range& range,
+    std::byte* __restrict field, const R& noise) {
+  constexpr int32_t kHighest = (1 << kBits) - 1;
+  int64_t i = 0;
+  for (; i + kSixteen <= n; i += kSixteen, field += 2 * kBits)
+    pack16<kBits>(levels_of(load16<Value>(values + i), range, kHighest, noise(i)), field);
+  if (i == n) return;
+  alignas(64) float last[kSixteen];
+  for (int j = 0; j < kSixteen; ++j)  // the minimum has level 0
+    last[j] = i + j < n ? Value::widen(values[i + j].value) : range.lo;
+  std::byte packed[2 * kBits];
+  pack16<kBits>(levels_of(load_registers<Floats16>(last), range, kHighest, noise(i)), packed);
+  __builtin_memcpy(field, packed, static_cast<size_t>(field_bytes(n - i, kBits)));
+}
+
+// A bucket's record. Returns where the next one begins.
+template <typename Value, int kBits>
+[[gnu::always_inline]] inline std::byte* encode_bucket(
+    const Stored<typename Value::Bits>* __restrict values, int64_t n, uint64_t index,
+    const Range& range, RoundingMode mode, Noise* noise, std::byte* record) {
+  Header header{range.lo, range.step};
+  float r = 0.5f;
+  if (mode == RoundingMode::kShift && range.inverse != 0.0f) {
+    r = noise->at(index).at[0][0];
+    header.min = range.lo + (0.5f - r) * range.step;
+  }
+  __builtin_memcpy(record, &header, sizeof(Header));
+  std::byte* field = record + sizeof(Header);
+  std::byte* end = field + field_bytes(n, kBits);
+  if (range.inverse == 0.0f) {
+    __builtin_memset(field, 0, static_cast<size_t>(end - field));
+  } else if (mode == RoundingMode::kStochastic) {
+    encode_field<Value, kBits>(values, n, range, field, [&](int64_t i) {
+      return noise->at(index + static_cast<uint64_t>(i));
+    });
+  } else {
+    Floats16 same;
+    for (auto& lanes : same.at) lanes = Floats{} + r;
+    encode_field<Value, kBits>(values, n, range, field, [&](int64_t) { return same; });
+  }
+  return end;
+}
+
+constexpr int64_t kMostRanges = 8;
+constexpr int64_t kScanAhead = 4096;  // values: they stay in the first-level cache
+
+template <typename Value, int kBits>
 void quantize_as(const std::byte* bytes, const BucketRun& run, const Rounding& rounding,
                  std::byte* records) {
   const auto* values = reinterpret_cast<const Stored<typename Value::Bits>*>(bytes);
-  const int32_t highest = (1 << run.bits) - 1;
-  const Pack pack = kPack[run.bits];
   Noise noise(rounding);
-  alignas(64) uint8_t levels[kTile];
-  for (int64_t start = 0; start < run.numel; start += run.bucket_size) {
-    const int64_t n = at_most(run.bucket_size, run.numel - start);
-    const Range range = range_of<Value>(values + start, n, run.bits);
-    Header header{range.lo, range.step};
-    float r = 0.5f;
-    if (rounding.mode == RoundingMode::kShift && range.inverse != 0.0f) {
-      r = *noise.at(static_cast<uint64_t>(run.first_index + start));
-      header.min = range.lo + (0.5f - r) * range.step;
+  // The ends of a few buckets' scans, and their divisions, overlap if they follow each other.
+  Range ranges[kMostRanges];
+  const int64_t most = at_most(kMostRanges, 1 + kScanAhead / run.bucket_size);
+  for (int64_t start = 0; start < run.numel;) {
+    int64_t scanned = 0;
+    for (int64_t from = start; scanned < most && from < run.numel; from += run.bucket_size)
+      ranges[scanned++] =
+          range_of<Value>(values + from, at_most(run.bucket_size, run.numel - from), kBits);
+    for (int64_t i = 0; i < scanned; ++i, start += run.bucket_size) {
+      const int64_t n = at_most(run.bucket_size, run.numel - start);
+      const auto index = static_cast<uint64_t>(run.first_index + start);
+      records = encode_bucket<Value, kBits>(values + start, n, index, ranges[i], rounding.mode,
+                                            &noise, records);
     }
-    __builtin_memcpy(records, &header, sizeof(Header));
-    std::byte* field = records + sizeof(Header);
-    records = field + field_bytes(n, run.bits);
-    if (range.inverse == 0.0f) {
-      __builtin_memset(field, 0, static_cast<size_t>(records - field));
-      continue;
-    }
-    for (int64_t i = 0; i < n; i += kTile) {
-      const int64_t tile = at_most(kTile, n - i);
-      const auto* from = values + start + i;
-      if (rounding.mode != RoundingMode::kStochastic) {
-        levels_of<Value>(from, tile, range, highest, [r](int64_t) { return r; }, levels);
-      } else {
-        for (int64_t done = 0; done < tile;) {
-          const auto index = static_cast<uint64_t>(run.first_index + start + i + done);
-          const float* own = noise.at(index);
-          const int64_t piece = at_most(Noise::left(index), tile - done);
-          levels_of<Value>(
-              from + done, piece, range, highest, [own](int64_t j) { return own[j]; },
-              levels + done);
-          done += piece;
-        }
-      }
-      pack(levels, static_cast<int>(tile), field + field_bytes(i, run.bits));
-    }
+  }
+}
+
+// Calls visit(std::integral_constant<int, bits>{}).
+template <typename Visit>
+[[gnu::always_inline]] inline void with_bits(int bits, const Visit& visit) {
+  switch (bits) {
+    case 1:
+      return visit(std::integral_constant<int, 1>{});
+    case 2:
+      return visit(std::integral_constant<int, 2>{});
+    case 3:
+      return visit(std::integral_constant<int, 3>{});
+    case 4:
+      return visit(std::integral_constant<int, 4>{});
+    case 5:
+      return visit(std::integral_constant<int, 5>{});
+    case 6:
+      return visit(std::integral_constant<int, 6>{});
+    case 7:
+      return visit(std::integral_constant<int, 7>{});
+    case 8:
+      return visit(std::integral_constant<int, 8>{});
   }
 }
 
 void quantize(Dtype dtype, const void* values, const BucketRun& run, const Rounding& rounding,
               std::byte* records) {
   with_value_type(dtype, [&](auto value) {
-    quantize_as<decltype(value)>(static_cast<const std::byte*>(values), run, rounding, records);
+    with_bits(run.bits, [&](auto bits) {
+      quantize_as<decltype(value), bits()>(static_cast<const std::byte*>(values), run, rounding,
+                                           records);
+    });
   });
 }
 
 // ---- 3. decode ----
 
-// Calls deliver(first, n, header, levels) for every tile of every bucket.
-template <typename Deliver>
-[[gnu::always_inline]] inline void for_each_tile(const std::byte* records, const BucketRun& run,
-                                                 const Deliver& deliver) {
-  const Unpack unpack = kUnpack[run.bits];
-  alignas(64) uint8_t levels[kTile];
+// Calls deliver(first, n, decoded) for every sixteen values of every bucket; the last may be fewer.
+template <int kBits, typename Deliver>
+[[gnu::always_inline]] inline void decode_records(const std::byte* __restrict records,
+                                                  const BucketRun& run, const Deliver& deliver) {
   for (int64_t start = 0; start < run.numel; start += run.bucket_size) {
     const int64_t n = at_most(run.bucket_size, run.numel - start);
     Header header;
     __builtin_memcpy(&header, records, sizeof(Header));
+    const auto decoded = [&header](Ints levels) {
+      return header.min + __builtin_convertvector(levels, Floats) * header.step;
+    };
     const std::byte* field = records + sizeof(Header);
-    records = field + field_bytes(n, run.bits);
-    for (int64_t i = 0; i < n; i += kTile) {
-      const int64_t tile = at_most(kTile, n - i);
-      unpack(field + field_bytes(i, run.bits), static_cast<int>(tile), levels);
-      deliver(start + i, tile, header, static_cast<const uint8_t*>(levels));
-    }
+    records = field + field_bytes(n, kBits);
+    int64_t i = 0;
+    for (; i + kSixteen <= n; i += kSixteen, field += 2 * kBits)
+      deliver(start + i, kSixteen, map<Floats16>(unpack16<kBits>(field), decoded));
+    if (i == n) continue;
+    std::byte packed[2 * kBits] = {};
+    __builtin_memcpy(packed, field, static_cast<size_t>(records - field));
+    deliver(start + i, static_cast<int>(n - i), map<Floats16>(unpack16<kBits>(packed), decoded));
   }
 }
 
-[[gnu::always_inline]] inline float decoded(const Header& header, uint8_t level) {
-  return header.min + static_cast<float>(int32_t{level}) * header.step;
-}
-
-template <typename Value>
+template <typename Value, int kBits>
 void dequantize_as(const std::byte* records, const BucketRun& run, void* out) {
   auto* values = static_cast<Stored<typename Value::Bits>*>(out);
-  for_each_tile(
-      records, run,
-      [values](int64_t first, int64_t n, Header header, const uint8_t* __restrict levels) {
-        auto* __restrict to = values + first;
-        for (int64_t i = 0; i < n; ++i) to[i].value = Value::round(decoded(header, levels[i]));
-      });
+  decode_records<kBits>(records, run, [values](int64_t first, int n, const Floats16& decoded) {
+    if (n == kSixteen) return store16<Value>(decoded, values + first);
+    Stored<typename Value::Bits> last[kSixteen];
+    store16<Value>(decoded, last);
+    __builtin_memcpy(values + first, last, static_cast<size_t>(n) * sizeof(last[0]));
+  });
 }
 
 void dequantize(const std::byte* records, const BucketRun& run, Dtype dtype, void* values) {
-  with_value_type(dtype, [&](auto value) { dequantize_as<decltype(value)>(records, run, values); });
+  with_value_type(dtype, [&](auto value) {
+    with_bits(run.bits,
+              [&](auto bits) { dequantize_as<decltype(value), bits()>(records, run, values); });
+  });
+}
+
+template <int kBits>
+void dequantize_add_as(const std::byte* records, const BucketRun& run, float* sum) {
+  decode_records<kBits>(records, run, [sum](int64_t first, int n, const Floats16& decoded) {
+    if (n == kSixteen) {
+      auto total = load_registers<Floats16>(sum + first);
+      for (int i = 0; i < kRegisters; ++i) {
+        const Floats added = total.at[i] + decoded.at[i];
+        total.at[i] = added != added ? Floats{} + __builtin_bit_cast(float, kFloat32Nan) : added;
+      }
+      store_registers(total, sum + first);
+    } else {
+      alignas(64) float last[kSixteen];
+      store_registers(decoded, last);
+      auto* to = reinterpret_cast<Stored<float>*>(sum) + first;
+      for (int i = 0; i < n; ++i) to[i].value = with_one_nan(to[i].value + last[i]);
+    }
+  });
 }
 
 void dequantize_add(const std::byte* records, const BucketRun& run, float* sum) {
-  for_each_tile(records, run,
-                [sum](int64_t first, int64_t n, Header header, const uint8_t* __restrict levels) {
-                  auto* __restrict to = reinterpret_cast<Stored<float>*>(sum) + first;
-                  for (int64_t i = 0; i < n; ++i) {
-                    to[i].value = with_one_nan(to[i].value + decoded(header, levels[i]));
-                  }
-                });
+  with_bits(run.bits, [&](auto bits) { dequantize_add_as<bits()>(records, run, sum); });
 }
 
 }  // namespace

@@ -1,0 +1,214 @@
+// Sixteen values at a time, in as many native registers as they need: the unit in which the codec
+// works. Arithmetic is written with the compilers' vector types; the few moves between widths that
+// compilers do badly with those are spelled out for each instruction set.
+//
+//   1. registers of one native size, and sixteen values made of them
+//   2. memory <-> sixteen values
+//   3. lanes of 32 and 64 bits <-> bytes and halves, end to end
+#pragma once
+
+#include <cstdint>
+
+#include "kernel/cpu/values-inl.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace cgx::cpu::CGX_TARGET {
+namespace {
+
+// ---- 1. registers ----
+
+#if defined(__AVX512F__)
+#define CGX_REGISTER_BYTES 64
+#elif defined(__AVX2__)
+#define CGX_REGISTER_BYTES 32
+#else
+#define CGX_REGISTER_BYTES 16
+#endif
+typedef float Floats __attribute__((vector_size(CGX_REGISTER_BYTES)));
+typedef int32_t Ints __attribute__((vector_size(CGX_REGISTER_BYTES)));
+typedef uint64_t Words __attribute__((vector_size(CGX_REGISTER_BYTES)));
+
+constexpr int kSixteen = 16;
+constexpr int kLanes = CGX_REGISTER_BYTES / 4;
+constexpr int kRegisters = kSixteen / kLanes;
+#undef CGX_REGISTER_BYTES
+
+// Elements in order: register by register, lane by lane.
+struct Floats16 {
+  Floats at[kRegisters];
+};
+struct Ints16 {
+  Ints at[kRegisters];
+};
+
+// out = f(in), register by register.
+template <typename Out, typename In, typename F>
+[[gnu::always_inline]] inline Out map(const In& in, const F& f) {
+  Out out;
+#pragma GCC unroll 4
+  for (int i = 0; i < kRegisters; ++i) out.at[i] = f(in.at[i]);
+  return out;
+}
+
+// ---- 2. memory ----
+
+// Register by register: copied as one struct, GCC takes smaller steps, through the stack.
+template <typename Sixteen>
+[[gnu::always_inline]] inline Sixteen load_registers(const void* from) {
+  Sixteen to;
+  for (int i = 0; i < kRegisters; ++i)
+    __builtin_memcpy(&to.at[i], static_cast<const std::byte*>(from) + i * sizeof(to.at[0]),
+                     sizeof(to.at[0]));
+  return to;
+}
+template <typename Sixteen>
+[[gnu::always_inline]] inline void store_registers(const Sixteen& from, void* to) {
+  for (int i = 0; i < kRegisters; ++i)
+    __builtin_memcpy(static_cast<std::byte*>(to) + i * sizeof(from.at[0]), &from.at[i],
+                     sizeof(from.at[0]));
+}
+
+// Widened to fp32.
+template <typename Value>
+[[gnu::always_inline]] inline Floats16 load16(const Stored<typename Value::Bits>* values) {
+  if constexpr (sizeof(typename Value::Bits) == sizeof(float)) {
+    return load_registers<Floats16>(values);
+  } else {
+    alignas(64) float widened[kSixteen];
+    for (int i = 0; i < kSixteen; ++i) widened[i] = Value::widen(values[i].value);
+    return load_registers<Floats16>(widened);
+  }
+}
+
+// Rounded to the type.
+template <typename Value>
+[[gnu::always_inline]] inline void store16(const Floats16& from,
+                                           Stored<typename Value::Bits>* values) {
+  if constexpr (sizeof(typename Value::Bits) == sizeof(float)) {
+    store_registers(from, values);
+  } else {
+    alignas(64) float wide[kSixteen];
+    store_registers(from, wide);
+    for (int i = 0; i < kSixteen; ++i) values[i].value = Value::round(wide[i]);
+  }
+}
+
+// ---- 3. wide lanes <-> small ones ----
+//
+// `ints` are sixteen lanes of 32 bits, `words` the same registers as eight lanes of 64 bits.
+// Narrowing keeps the low bits of each lane, widening fills up with zeros.
+
+struct TwoWords {
+  uint64_t at[2];
+};
+
+#if defined(__AVX512F__)
+
+// The masks let every lane pass: unmasked, GCC 12 warns of an undefined register inside its header.
+[[gnu::always_inline]] inline TwoWords bytes_of_ints(const Ints16& from) {
+  const auto bytes = _mm512_maskz_cvtepi32_epi8(0xffff, __m512i(from.at[0]));
+  return __builtin_bit_cast(TwoWords, bytes);
+}
+[[gnu::always_inline]] inline uint64_t bytes_of_words(const Ints16& from) {
+  return static_cast<uint64_t>(
+      _mm_cvtsi128_si64(_mm512_maskz_cvtepi64_epi8(0xff, __m512i(from.at[0]))));
+}
+[[gnu::always_inline]] inline TwoWords halves_of_words(const Ints16& from) {
+  return __builtin_bit_cast(TwoWords, _mm512_maskz_cvtepi64_epi16(0xff, __m512i(from.at[0])));
+}
+[[gnu::always_inline]] inline Ints16 ints_of_bytes(TwoWords bytes) {
+  return {Ints(_mm512_maskz_cvtepu8_epi32(0xffff, __builtin_bit_cast(__m128i, bytes)))};
+}
+[[gnu::always_inline]] inline Ints16 words_of_bytes(uint64_t bytes) {
+  return {Ints(_mm512_maskz_cvtepu8_epi64(0xff, _mm_cvtsi64_si128(static_cast<int64_t>(bytes))))};
+}
+[[gnu::always_inline]] inline Ints16 words_of_halves(TwoWords halves) {
+  return {Ints(_mm512_maskz_cvtepu16_epi64(0xff, __builtin_bit_cast(__m128i, halves)))};
+}
+
+#elif defined(__AVX2__)
+
+// Bytes that `pick` takes from each half of a register (-1: zero), one half laid over the other.
+[[gnu::always_inline]] inline __m128i fold(__m256i from, __m256i pick) {
+  const __m256i picked = _mm256_shuffle_epi8(from, pick);
+  return _mm_or_si128(_mm256_castsi256_si128(picked), _mm256_extracti128_si256(picked, 1));
+}
+// The low halves of 64-bit lanes: of the first register 0 1, of the second 0 1, then 2 3 and 2 3.
+[[gnu::always_inline]] inline __m256i low_halves(const Ints16& from) {
+  return __m256i(_mm256_shuffle_ps(__m256(from.at[0]), __m256(from.at[1]), 0x88));
+}
+[[gnu::always_inline]] inline TwoWords bytes_of_ints(const Ints16& from) {
+  const __m256i packed = _mm256_packs_epi32(__m256i(from.at[0]), __m256i(from.at[1]));
+  const __m256i pick = _mm256_setr_epi8(0, 2, 4, 6, -1, -1, -1, -1, 8, 10, 12, 14, -1, -1, -1, -1,
+                                        -1, -1, -1, -1, 0, 2, 4, 6, -1, -1, -1, -1, 8, 10, 12, 14);
+  return __builtin_bit_cast(TwoWords, fold(packed, pick));
+}
+[[gnu::always_inline]] inline uint64_t bytes_of_words(const Ints16& from) {
+  const __m256i pick =
+      _mm256_setr_epi8(0, 4, -1, -1, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
+                       -1, -1, 0, 4, -1, -1, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1);
+  return static_cast<uint64_t>(_mm_cvtsi128_si64(fold(low_halves(from), pick)));
+}
+[[gnu::always_inline]] inline TwoWords halves_of_words(const Ints16& from) {
+  const __m256i pick =
+      _mm256_setr_epi8(0, 1, 4, 5, -1, -1, -1, -1, 8, 9, 12, 13, -1, -1, -1, -1,  //
+                       -1, -1, -1, -1, 0, 1, 4, 5, -1, -1, -1, -1, 8, 9, 12, 13);
+  return __builtin_bit_cast(TwoWords, fold(low_halves(from), pick));
+}
+[[gnu::always_inline]] inline __m128i low_word(uint64_t word) {
+  return _mm_cvtsi64_si128(static_cast<int64_t>(word));
+}
+[[gnu::always_inline]] inline Ints16 ints_of_bytes(TwoWords bytes) {
+  return {Ints(_mm256_cvtepu8_epi32(low_word(bytes.at[0]))),
+          Ints(_mm256_cvtepu8_epi32(low_word(bytes.at[1])))};
+}
+[[gnu::always_inline]] inline Ints16 words_of_bytes(uint64_t bytes) {
+  return {Ints(_mm256_cvtepu8_epi64(low_word(bytes))),
+          Ints(_mm256_cvtepu8_epi64(low_word(bytes >> 32)))};
+}
+[[gnu::always_inline]] inline Ints16 words_of_halves(TwoWords halves) {
+  return {Ints(_mm256_cvtepu16_epi64(low_word(halves.at[0]))),
+          Ints(_mm256_cvtepu16_epi64(low_word(halves.at[1])))};
+}
+
+#else
+
+// Lane by lane: compilers make of it what the instruction set has.
+template <typename Out, typename FromLane, typename ToLane, typename In>
+[[gnu::always_inline]] inline Out converted(const In& in) {
+  constexpr int kCount = sizeof(In) / sizeof(FromLane);
+  static_assert(sizeof(Out) == kCount * sizeof(ToLane));
+  FromLane from[kCount];
+  ToLane to[kCount];
+  Out out;
+  __builtin_memcpy(from, &in, sizeof(in));
+  for (int i = 0; i < kCount; ++i) to[i] = static_cast<ToLane>(from[i]);
+  __builtin_memcpy(&out, to, sizeof(out));
+  return out;
+}
+[[gnu::always_inline]] inline TwoWords bytes_of_ints(const Ints16& from) {
+  return converted<TwoWords, uint32_t, uint8_t>(from);
+}
+[[gnu::always_inline]] inline uint64_t bytes_of_words(const Ints16& from) {
+  return converted<uint64_t, uint64_t, uint8_t>(from);
+}
+[[gnu::always_inline]] inline TwoWords halves_of_words(const Ints16& from) {
+  return converted<TwoWords, uint64_t, uint16_t>(from);
+}
+[[gnu::always_inline]] inline Ints16 ints_of_bytes(TwoWords bytes) {
+  return converted<Ints16, uint8_t, uint32_t>(bytes);
+}
+[[gnu::always_inline]] inline Ints16 words_of_bytes(uint64_t bytes) {
+  return converted<Ints16, uint8_t, uint64_t>(bytes);
+}
+[[gnu::always_inline]] inline Ints16 words_of_halves(TwoWords halves) {
+  return converted<Ints16, uint16_t, uint64_t>(halves);
+}
+
+#endif
+
+}  // namespace
+}  // namespace cgx::cpu::CGX_TARGET
