@@ -15,7 +15,8 @@ std::vector<const Kernels*> detect() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("bmi2")) {
     found.push_back(&cpu::kAvx512);
   }
   if (__builtin_cpu_supports("avx2")) found.push_back(&cpu::kAvx2);

@@ -4,6 +4,6 @@
 
 namespace cgx::cpu {
 
-const Kernels kAvx512 = avx512::table("avx512", "x86-64 with AVX-512 F, BW, DQ and VL");
+const Kernels kAvx512 = avx512::table("avx512", "x86-64 with AVX-512 F, BW, DQ and VL, and BMI2");
 
 }  // namespace cgx::cpu

@@ -105,28 +105,41 @@ struct TwoWords {
   uint64_t at[2];
 };
 
+#if defined(__AVX2__)
+
+// Between the two kinds of registers, not by way of memory.
+[[gnu::always_inline]] inline TwoWords two_words(__m128i from) {
+  return {{static_cast<uint64_t>(_mm_cvtsi128_si64(from)),
+           static_cast<uint64_t>(_mm_extract_epi64(from, 1))}};
+}
+[[gnu::always_inline]] inline __m128i one_register(TwoWords words) {
+  return _mm_set_epi64x(static_cast<int64_t>(words.at[1]), static_cast<int64_t>(words.at[0]));
+}
+
+#endif
+
 #if defined(__AVX512F__)
 
 // The masks let every lane pass: unmasked, GCC 12 warns of an undefined register inside its header.
 [[gnu::always_inline]] inline TwoWords bytes_of_ints(const Ints16& from) {
   const auto bytes = _mm512_maskz_cvtepi32_epi8(0xffff, __m512i(from.at[0]));
-  return __builtin_bit_cast(TwoWords, bytes);
+  return two_words(bytes);
 }
 [[gnu::always_inline]] inline uint64_t bytes_of_words(const Ints16& from) {
   return static_cast<uint64_t>(
       _mm_cvtsi128_si64(_mm512_maskz_cvtepi64_epi8(0xff, __m512i(from.at[0]))));
 }
 [[gnu::always_inline]] inline TwoWords halves_of_words(const Ints16& from) {
-  return __builtin_bit_cast(TwoWords, _mm512_maskz_cvtepi64_epi16(0xff, __m512i(from.at[0])));
+  return two_words(_mm512_maskz_cvtepi64_epi16(0xff, __m512i(from.at[0])));
 }
 [[gnu::always_inline]] inline Ints16 ints_of_bytes(TwoWords bytes) {
-  return {Ints(_mm512_maskz_cvtepu8_epi32(0xffff, __builtin_bit_cast(__m128i, bytes)))};
+  return {Ints(_mm512_maskz_cvtepu8_epi32(0xffff, one_register(bytes)))};
 }
 [[gnu::always_inline]] inline Ints16 words_of_bytes(uint64_t bytes) {
   return {Ints(_mm512_maskz_cvtepu8_epi64(0xff, _mm_cvtsi64_si128(static_cast<int64_t>(bytes))))};
 }
 [[gnu::always_inline]] inline Ints16 words_of_halves(TwoWords halves) {
-  return {Ints(_mm512_maskz_cvtepu16_epi64(0xff, __builtin_bit_cast(__m128i, halves)))};
+  return {Ints(_mm512_maskz_cvtepu16_epi64(0xff, one_register(halves)))};
 }
 
 #elif defined(__AVX2__)
@@ -144,7 +157,7 @@ struct TwoWords {
   const __m256i packed = _mm256_packs_epi32(__m256i(from.at[0]), __m256i(from.at[1]));
   const __m256i pick = _mm256_setr_epi8(0, 2, 4, 6, -1, -1, -1, -1, 8, 10, 12, 14, -1, -1, -1, -1,
                                         -1, -1, -1, -1, 0, 2, 4, 6, -1, -1, -1, -1, 8, 10, 12, 14);
-  return __builtin_bit_cast(TwoWords, fold(packed, pick));
+  return two_words(fold(packed, pick));
 }
 [[gnu::always_inline]] inline uint64_t bytes_of_words(const Ints16& from) {
   const __m256i pick =
@@ -156,7 +169,7 @@ struct TwoWords {
   const __m256i pick =
       _mm256_setr_epi8(0, 1, 4, 5, -1, -1, -1, -1, 8, 9, 12, 13, -1, -1, -1, -1,  //
                        -1, -1, -1, -1, 0, 1, 4, 5, -1, -1, -1, -1, 8, 9, 12, 13);
-  return __builtin_bit_cast(TwoWords, fold(low_halves(from), pick));
+  return two_words(fold(low_halves(from), pick));
 }
 [[gnu::always_inline]] inline __m128i low_word(uint64_t word) {
   return _mm_cvtsi64_si128(static_cast<int64_t>(word));
