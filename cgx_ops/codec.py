@@ -96,6 +96,11 @@ def dequantize(
     return values
 
 
+def encoded_bytes(numel: int, config: Config, dtype: npt.DTypeLike = "float32") -> int:
+    """Return how many bytes quantize() makes of `numel` values."""
+    return _encoded_bytes(_codec(config, dtype_named(dtype)), numel)
+
+
 def _settings(
     config: Config | None,
     bits: int | None,

@@ -46,8 +46,8 @@ def test_core_lists_what_the_design_names() -> None:
 
 
 def test_missing_framework_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {"torch": "2.13.0", "jaxlib": None}
-    monkeypatch.setattr(__main__, "_installed", installed.get)
+    versions = {"torch": "2.13.0", "jaxlib": None}
+    monkeypatch.setattr(__main__, "installed", versions.get)
     monkeypatch.setattr(_native, "built_with", lambda: {"version": "0", "torch": "2.12.1"})
     assert __main__._binding("torch")[1].startswith("missing: cgx_ops was built for torch 2.12.1")
     assert "jaxlib is not installed: pip install jax" in __main__._binding("jax")[1]

@@ -1,0 +1,199 @@
+"""The codec on one core: its time beside a memcpy of the values, and its instructions per value.
+
+    python benchmarks/codec.py [--rounds N] [--json FILE]
+
+Phases: build codec_bench.cc, which calls the core without Python; run it at a size that only memory
+holds and at one that stays in the cache; run it under callgrind, once per operation, for a figure
+that does not move with the machine's load. Everything runs on one core.
+
+The ratio is memcpy's time for the input values over the operation's: 1 is as fast as copying.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cgx_ops import _native
+from cgx_ops.bench.measure import Summary
+from cgx_ops.bench.report import Report, Table
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "cmake"  # where setup.py built the core
+SIZES = {"memory": 1 << 24, "cache": 1 << 16}  # values: 64 MiB and 256 KiB of fp32
+COUNTED = 1 << 16  # values
+COUNTED_TARGET = "avx2"  # valgrind knows no AVX-512
+OPERATIONS = ("quantize", "dequantize", "dequantize-add")
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation, in the words of codec_bench.cc."""
+
+    dtype: str
+    operation: str
+    bits: int
+    rounding: str
+
+    @classmethod
+    def of(cls, words: list[str]) -> "Case":
+        return cls(words[0], words[1], int(words[2]), words[3])
+
+
+@dataclass(frozen=True)
+class Result(Case):
+    """An operation at one size.
+
+    Attributes:
+        place: of SIZES.
+        values: how many.
+        seconds: of a call; the median over rounds.
+        lower: first quartile of the same.
+        upper: third quartile.
+        rounds: how many.
+        ratio: memcpy's seconds for the same values, over these.
+        instructions: per value, of the kernels for COUNTED_TARGET; None: not counted.
+    """
+
+    place: str
+    values: int
+    seconds: float
+    lower: float
+    upper: float
+    rounds: int
+    ratio: float
+    instructions: float | None
+
+
+def build() -> Path:
+    """Build codec_bench beside the core and return its path."""
+    scripts = str(Path(sys.executable).parent)
+    cmake = shutil.which("cmake", path=scripts)
+    if cmake is None or not BUILD.exists():
+        sys.exit("The core is not built here: make test, or pip install --no-build-isolation -e .")
+    configure = [cmake, "-S", ROOT / "cgx_ops/csrc", "-B", BUILD, "-DCGX_BUILD_BENCHMARKS=ON"]
+    for command in (configure, [cmake, "--build", BUILD, "--target", "codec_bench"]):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        if done.returncode:
+            sys.exit(f"{done.stdout}{done.stderr}\ncodec_bench could not be built")
+    return BUILD / "codec_bench"
+
+
+def time_all(program: Path, numel: int, rounds: int) -> dict[Case, Summary]:
+    """Return the seconds a call of every operation on `numel` values."""
+    command = [program, "time", str(numel), str(rounds)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600, check=True)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return {Case.of(words): Summary.of([float(word) for word in words[4:]]) for words in lines}
+
+
+def count_all(program: Path) -> dict[Case, float]:
+    """Return the instructions per value of every operation; nothing if valgrind is missing."""
+    if shutil.which("valgrind") is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [
+                *("valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/out"),
+                *("--toggle-collect=run_case", "--dump-after=run_case"),
+                *(program, "count", str(COUNTED)),
+            ],
+            env={**os.environ, "CGX_CPU_TARGET": COUNTED_TARGET},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=True,
+        )
+        cases = [Case.of(line.split()) for line in done.stdout.splitlines()]
+        return {
+            case: _total(Path(folder, f"out.{number}")) / COUNTED  # a file for each call
+            for number, case in enumerate(cases, start=1)
+        }
+
+
+def _total(dump: Path) -> int:
+    found = re.search(r"^totals: (\d+)$", dump.read_text(), re.MULTILINE)
+    assert found, f"{dump} is not what callgrind writes"
+    return int(found[1])
+
+
+def results_of(times: dict[str, dict[Case, Summary]], counts: dict[Case, float]) -> list[Result]:
+    return [
+        Result(
+            **asdict(case),
+            place=place,
+            values=SIZES[place],
+            seconds=summary.median,
+            lower=summary.lower,
+            upper=summary.upper,
+            rounds=summary.rounds,
+            ratio=found[Case(case.dtype, "memcpy", 32, "-")].median / summary.median,
+            instructions=counts.get(case),
+        )
+        for place, found in times.items()
+        for case, summary in found.items()
+    ]
+
+
+def table_of(results: list[Result]) -> Table:
+    """Return a row for each operation: fp32 values, then bf16."""
+    found = {(r.dtype, r.place, r.operation, r.bits, r.rounding): r for r in results}
+    kinds = sorted({key[2:] for key in found if key[2] in OPERATIONS})
+
+    def cells(dtype: str, kind: tuple[str, int, str]) -> list[str]:
+        at = [found[dtype, place, *kind] for place in SIZES if (dtype, place, *kind) in found]
+        numbers = [each.ratio for each in at] + [each.instructions for each in at[:1]]
+        return [f"{number:.2f}" if number else "" for number in numbers] or [""] * 3
+
+    rows = [
+        [kind[0], str(kind[1]), kind[2], *cells("fp32", kind), *cells("bf16", kind)]
+        for kind in kinds
+    ]
+    columns = [f"{dtype} {what}" for dtype in ("fp32", "bf16") for what in (*SIZES, "instr.")]
+    copies = (
+        f"in {place} {r.values * 4 / r.seconds / 1e9:.1f} GB/s"
+        for place in SIZES
+        if (r := found["fp32", place, "memcpy", 32, "-"])
+    )
+    return Table(
+        "codec on one core: memcpy's time over the operation's (1: as fast as copying)",
+        ["operation", "bits", "rounding", *columns],
+        rows,
+        text_columns=3,
+        sections=[i for i in range(1, len(rows)) if rows[i][0] != rows[i - 1][0]],
+        notes=[
+            f"memcpy of fp32 values: {', '.join(copies)}. Memory: {SIZES['memory']:,} values; "
+            f"cache: {SIZES['cache']:,}. Kernels: {_native.describe()['cpu_target']}.",
+            "Instr.: instructions per value, "
+            + (
+                f"counted by callgrind in the {COUNTED_TARGET} kernels: it knows no AVX-512."
+                if shutil.which("valgrind")
+                else "not counted, because valgrind is missing: apt install valgrind."
+            ),
+        ],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The codec on one core, beside memcpy")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    options = parser.parse_args()
+    program = build()
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # of the programs started here too
+    times = {place: time_all(program, SIZES[place], options.rounds) for place in SIZES}
+    results = results_of(times, count_all(program))
+    table = table_of(results)
+    table.print()
+    if options.json:
+        settings = {"cores": 1, "counted_target": COUNTED_TARGET}
+        Report("codec", settings, [asdict(r) for r in results], [table]).write(options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Draws what reports hold: time by size, speed-up by link, steps by phase, losses by time.
+
+    python benchmarks/plots.py [folder]
+
+Reads the reports (JSON) of the folder and writes PNG files beside them, each if there is something
+to draw:
+
+    time_by_size.png      a panel for each allreduce report: contenders as lines, limits dashed
+    speedup_by_link.png   over the fastest exact peer, from slow links to shared memory
+    steps.png             a panel for each report whose settings have "phases":
+                          {contender: {"compute_s": ..., "communicate_s": ...}}
+    convergence.png       validation loss against wall time, a panel for each task
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # draws to files: no display is needed
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+from cgx_ops.bench.report import Report, rate_text, size_text
+from cgx_ops.bench.results import Result
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+# Colours of Okabe and Ito, which differ to every eye; cgx in full lines, what others do in thin.
+_STYLE: dict[str, dict[str, Any]] = {
+    "mpi": {"color": "#000000", "marker": "s"},
+    "gloo": {"color": "#7f7f7f", "marker": "o"},
+    "psum": {"color": "#b0b0b0", "marker": "^"},
+    "fp16": {"color": "#cc79a7", "marker": "v"},
+    "powersgd": {"color": "#56b4e9", "marker": "D"},
+    "pertensor": {"color": "#f0e442", "marker": "P"},
+    "numpy": {"color": "#8c6d31", "marker": "X"},
+    "cgx 32": {"color": "#0072b2", "marker": "s", "linewidth": 2.5},
+    "cgx 8 nearest": {"color": "#e69f00", "marker": "o", "linewidth": 2.5},
+    "cgx 4 nearest": {"color": "#d55e00", "marker": "o", "linewidth": 2.5},
+    "cgx 4 stochastic": {"color": "#d55e00", "marker": "o", "linewidth": 2.5, "linestyle": ":"},
+    "cgx 2 nearest": {"color": "#009e73", "marker": "o", "linewidth": 2.5},
+}
+_LIMITS = ("cgx 32", "cgx 4 nearest")  # whose limits are drawn
+_PHASES = {"compute_s": ("compute", "#999999"), "communicate_s": ("communicate", "#d55e00")}
+
+
+def draw(folder: Path) -> list[Path]:
+    """Draw all plots that the folder's reports allow; return their paths."""
+    reports = [Report.read(path) for path in sorted(folder.glob("*.json"))]
+    allreduces = sorted((r for r in reports if r.part == "allreduce"), key=_by_link)
+    steps = [report for report in reports if "phases" in report.settings]
+    trained = next((report for report in reports if report.part == "convergence"), None)
+    figures = {
+        "time_by_size.png": time_by_size(allreduces) if allreduces else None,
+        "speedup_by_link.png": speedup_by_link(allreduces) if allreduces else None,
+        "steps.png": stacked_steps(steps) if steps else None,
+        "convergence.png": losses(trained) if trained else None,
+    }
+    written = []
+    for name, figure in figures.items():
+        if figure is not None:
+            figure.savefig(folder / name, dpi=100)
+            plt.close(figure)
+            written.append(folder / name)
+    return written
+
+
+def _results(report: Report) -> list[Result]:
+    return [Result.of(record) for record in report.results]
+
+
+def _by_link(report: Report) -> tuple[bool, float, int]:
+    """Order reports from the slowest link to shared memory, then by ranks."""
+    settings = report.settings
+    return settings["hosts"] == 1, settings["link_rate"] or math.inf, settings["ranks"]
+
+
+def _link_name(report: Report) -> str:
+    settings = report.settings
+    if settings["hosts"] == 1:
+        return f"{settings['transport']}, {settings['ranks']} ranks"
+    rate = settings["link_rate"]
+    link = "unshaped TCP" if rate is None else rate_text(rate)
+    return f"{link}, {settings['hosts']} hosts"
+
+
+def time_by_size(reports: Sequence[Report]) -> Figure:
+    """Draw a panel for each report of allreduce."""
+    columns = min(len(reports), 4)
+    rows = math.ceil(len(reports) / columns)
+    figure, axes = plt.subplots(
+        rows,
+        columns,
+        figsize=(4.6 * columns, 4.2 * rows + 0.8),
+        layout="constrained",
+        squeeze=False,
+    )
+    for panel, report in zip(axes.flat, reports, strict=False):
+        results = _results(report)
+        for name, style in _STYLE.items():
+            mine = [result for result in results if result.contender == name]
+            sizes = [result.bytes for result in mine]
+            if mine:
+                seconds = [result.seconds for result in mine]
+                panel.plot(sizes, seconds, label=name, markersize=4, **style)
+            if mine and name in _LIMITS:
+                limits = [result.limit_seconds for result in mine]
+                label = f"limit of {name.split(' ')[1]} bits"
+                panel.plot(sizes, limits, "--", color=style["color"], linewidth=1, label=label)
+        _label_sizes(panel, sorted({result.bytes for result in results}))
+        panel.set_title(_link_name(report))
+        panel.grid(alpha=0.3)
+    for panel in axes.flat[len(reports) :]:
+        panel.axis("off")
+    for panel in axes[:, 0]:
+        panel.set_ylabel("seconds")
+    _legend(figure, axes.flat)
+    figure.suptitle("Allreduce of fp32: median time of the slowest rank")
+    return figure
+
+
+def _label_sizes(panel: Axes, sizes: list[int]) -> None:
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_xticks(sizes, [size_text(size).replace("iB", "") for size in sizes])
+
+
+def _legend(figure: Figure, panels: Any) -> None:
+    """Put one legend for all panels below them, in the order of _STYLE."""
+    handles = {}
+    for panel in panels:
+        found, labels = panel.get_legend_handles_labels()
+        handles |= dict(zip(labels, found, strict=True))
+    order = [*_STYLE, *handles]
+    handles = {label: handles[label] for label in sorted(handles, key=order.index)}
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=7, frameon=False)
+
+
+def speedup_by_link(reports: Sequence[Report]) -> Figure:
+    """Draw each contender's speed-up at the largest size, a group of bars for each report."""
+    names = [name for name in _STYLE if name not in ("mpi", "gloo", "psum")]
+    width = 0.85 / len(names)
+    figure, panel = plt.subplots(figsize=(2.4 * len(reports) + 2, 5), layout="constrained")
+    groups = []
+    for place, report in enumerate(reports):
+        results = _results(report)
+        largest = max(result.bytes for result in results)
+        groups.append(f"{_link_name(report)}\n{size_text(largest)}")
+        found = {r.contender: r.speedup for r in results if r.bytes == largest}
+        for index, name in enumerate(names):
+            speedup = found.get(name)
+            if speedup is not None:
+                x = place + (index - (len(names) - 1) / 2) * width
+                pattern = "//" if "linestyle" in _STYLE[name] else None
+                color = _STYLE[name]["color"]
+                bars = panel.bar(x, speedup, width, color=color, hatch=pattern, label=name)
+                panel.bar_label(bars, [f"{speedup:.1f}"], padding=2, fontsize=8)
+    panel.axhline(1, color="#7f7f7f", linewidth=1, zorder=0)
+    panel.set_xticks(range(len(groups)), groups)
+    panel.set_ylabel("times faster than the fastest exact peer")
+    panel.set_title("Allreduce of fp32: speed-up by link")
+    _legend(figure, [panel])
+    return figure
+
+
+def stacked_steps(reports: Sequence[Report]) -> Figure:
+    """Draw a training step of each contender, divided into its phases."""
+    figure, axes = plt.subplots(
+        1, len(reports), figsize=(6.5 * len(reports), 4.5), layout="constrained", squeeze=False
+    )
+    for panel, report in zip(axes.flat, reports, strict=True):
+        phases = report.settings["phases"]
+        names = list(phases)[::-1]  # the first on top
+        left = [0.0] * len(names)
+        for key, (label, color) in _PHASES.items():
+            seconds = [phases[name][key] for name in names]
+            panel.barh(names, seconds, left=left, color=color, label=label)
+            left = [a + b for a, b in zip(left, seconds, strict=True)]
+        for name, total in zip(names, left, strict=True):
+            panel.annotate(f" {total:.2f}", (total, name), va="center")
+        panel.margins(x=0.12)
+        panel.set_xlabel("seconds a step")
+        panel.set_title(report.part)
+    _legend(figure, axes.flat)
+    return figure
+
+
+def losses(report: Report) -> Figure:
+    """Draw validation losses against the seconds of training, a panel for each task."""
+    styles = {
+        "gloo": _STYLE["gloo"],
+        "gloo, fp16 hook": _STYLE["fp16"],
+        "gloo, PowerSGD rank 4": _STYLE["powersgd"],
+        "cgx 4 bits": _STYLE["cgx 4 nearest"],
+    }
+    tasks = list(dict.fromkeys(point["task"] for point in report.results))
+    figure, axes = plt.subplots(
+        1, len(tasks), figsize=(6.5 * len(tasks), 4.5), layout="constrained", squeeze=False
+    )
+    for panel, task in zip(axes.flat, tasks, strict=True):
+        for name, style in styles.items():
+            curve = [
+                (point["seconds"], point["loss"])
+                for point in report.results
+                if (point["task"], point["contender"]) == (task, name)
+            ]
+            panel.plot(*zip(*curve, strict=True), label=name, markersize=4, **style)
+        panel.set_yscale("log")
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_locator(NullLocator())
+        panel.set_xlabel("seconds of training")
+        panel.set_title(task)
+        panel.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("validation loss, nats")
+    _legend(figure, axes.flat)
+    rate = report.settings["link_rate"]
+    link = f" at {rate_text(rate)}" if rate else ""
+    figure.suptitle(f"DDP on {report.settings['hosts']} hosts{link}: loss against wall time")
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Plots of the reports in a folder.")
+    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS)
+    for path in draw(parser.parse_args().folder):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Runs all benchmarks, in under 15 minutes: reports, tables and plots in benchmarks/results/.
+
+    make bench                                   # all parts
+    python benchmarks/suite.py [part ...]        # some; --list shows them
+
+A part is a few runs (PARTS); each run is one command, printed before it starts, and writes
+results/<name>.json. What cannot run here is skipped with the reason. At the end all reports of the
+folder, older ones too, become tables.md and the plots (plots.py).
+"""
+
+import argparse
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import hosts
+import plots
+from rich.console import Console
+
+from cgx_ops.bench.report import Report, Table
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+_GRACE = 15  # seconds in which hosts.py, past its own deadline, shows what its ranks wrote
+RESULTS = Path("benchmarks/results")  # below ROOT, so that reports name no path of this machine
+
+
+@dataclass(frozen=True)
+class Run:
+    """A program on ranks of this machine, or of hosts made for it.
+
+    Attributes:
+        name: of its report.
+        program: the words after "python"; --json FILE is added.
+        ranks: on each host.
+        hosts: of hosts.py; 0: this machine as it is.
+        rate: of the hosts' links; None: unlimited.
+        timeout: seconds until it is ended.
+    """
+
+    name: str
+    program: tuple[str, ...]
+    ranks: int = 1
+    hosts: int = 0
+    rate: str | None = None
+    timeout: int = 240
+
+    @property
+    def report(self) -> Path:
+        return RESULTS / f"{self.name}.json"
+
+    def refusal(self) -> str:
+        """Say why it cannot run here; "" if it can."""
+        return hosts.refusal() if self.hosts else ""
+
+    def command(self) -> list[str]:
+        words = [str(BIN / "python"), *self.program, "--json", str(self.report)]
+        if self.hosts:
+            made = ["--hosts", str(self.hosts), "--ranks-per-host", str(self.ranks)]
+            made += ["--rate", self.rate] if self.rate else []
+            made += ["--timeout", str(self.timeout)]
+            return [str(BIN / "python"), "benchmarks/hosts.py", *made, "--", *words]
+        if self.ranks > 1:
+            mpirun = [str(BIN / "mpirun"), "-n", str(self.ranks)]
+            mpirun += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+            return [*mpirun, "--oversubscribe", "--bind-to", "none", *words]
+        return words
+
+
+def allreduce(
+    name: str, arguments: str, *, ranks: int = 1, hosts: int = 0, rate: str | None = None
+) -> Run:
+    """Return a run of `python -m cgx_ops bench`."""
+    link = ("--link-rate", rate) if rate else ()
+    program = ("-m", "cgx_ops", "bench", *arguments.split(), *link)
+    return Run(f"allreduce-{name}", program, ranks, hosts, rate)
+
+
+def training(program: str) -> Run:
+    """Return a run of a training benchmark, on 2 hosts and 1 Gbit/s."""
+    words = (f"benchmarks/{program}.py", "--link-rate", "1gbit")
+    return Run(program, words, hosts=2, rate="1gbit")
+
+
+PARTS: dict[str, tuple[Run, ...]] = {
+    "shm": (
+        allreduce("shm-2", "--budget 5", ranks=2),
+        *(
+            allreduce(
+                f"shm-{ranks}",
+                "--budget 5 --sizes 64KiB 256KiB 1MiB 4MiB 16MiB 64MiB --peers mpi gloo fp16",
+                ranks=ranks,
+            )
+            for ranks in (4, 8)
+        ),
+    ),
+    "links": (
+        allreduce("1gbit-2", "--budget 6 --sizes 64KiB 1MiB 16MiB 64MiB", hosts=2, rate="1gbit"),
+        allreduce(
+            "1gbit-4",
+            "--budget 8 --sizes 1MiB 64MiB --peers mpi gloo fp16 powersgd",
+            hosts=4,
+            rate="1gbit",
+        ),
+        allreduce(
+            "100mbit-2",
+            "--budget 8 --sizes 64KiB 1MiB 16MiB --peers mpi gloo fp16 powersgd --rounding nearest",
+            hosts=2,
+            rate="100mbit",
+        ),
+        allreduce("unshaped-2", "--budget 6 --sizes 64KiB 1MiB 16MiB 64MiB", hosts=2),
+    ),
+    "steps": (training("ddp_step"), training("jax_step")),
+    "convergence": (training("convergence"),),
+    "codec": (Run("codec", ("benchmarks/codec.py",)),),
+}
+
+
+def run(one: Run) -> str:
+    """Run it to its end; return "done", or what went wrong."""
+    one.report.unlink(missing_ok=True)  # should it fail, an old one must not pass for its own
+    process = subprocess.Popen(one.command(), env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        status = process.wait(one.timeout + _GRACE)
+    except subprocess.TimeoutExpired:
+        return f"ran past {one.timeout} s"
+    finally:
+        process.terminate()  # mpirun ends its ranks, hosts.py all that it made
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        process.kill()
+        process.wait()
+    return f"failed with status {status}" if status else "done"
+
+
+def write_tables(reports: list[Report]) -> None:
+    """Write the tables of all reports as Markdown."""
+    newest = max(reports, key=lambda report: report.machine["date"])
+    versions = ", ".join(f"{name} {number}" for name, number in newest.machine["versions"].items())
+    text = [
+        "# What the benchmarks found",
+        "Written by `make bench`; how to read them: [README.md](../README.md).",
+        f"{newest.machine['mpi']}, {versions}; {newest.machine['platform']}.",
+    ]
+    for report in reports:
+        where = "{cpu}, {cores} cores, {date}".format(**report.machine)
+        for table in report.tables:
+            text += [table.markdown(), f"{where}: `{report.command}`"]
+    (RESULTS / "tables.md").write_text("\n\n".join(text) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Runs the benchmarks and collects the results.")
+    parser.add_argument(
+        "parts", nargs="*", choices=[*PARTS, []], metavar="part", help="all if none"
+    )
+    parser.add_argument("--list", action="store_true", help="show the parts and their commands")
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    console = Console(highlight=False, markup=False)
+    rows, failed = [], False
+    for part in options.parts or PARTS:
+        for one in PARTS[part]:
+            command = shlex.join(one.command()).replace(f"{BIN}/", "")
+            if options.list:
+                console.print(f"{part:12} {command}", soft_wrap=True)
+                continue
+            console.rule(f"{part}: {one.name}")
+            console.print(command, soft_wrap=True)
+            begin, refusal = time.monotonic(), one.refusal()
+            outcome = f"skipped: {refusal}" if refusal else run(one)
+            failed |= not refusal and outcome != "done"
+            rows.append([part, one.name, f"{time.monotonic() - begin:.0f}", outcome])
+    if options.list:
+        return
+    reports = [Report.read(path) for path in sorted(RESULTS.glob("*.json"))]
+    if reports:
+        write_tables(reports)
+        plots.draw(RESULTS)
+    Table("runs", ["part", "run", "seconds", "outcome"], rows).print()
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
