@@ -1,5 +1,6 @@
 """Numpy arrays at the border of libcgx: which are accepted, and how."""
 
+import ctypes
 import functools
 from typing import Any
 
@@ -44,6 +45,14 @@ def as_input(values: npt.ArrayLike) -> Array:
     array = np.asarray(values)
     dtype_code(array.dtype)
     return array if array.flags.c_contiguous else array.copy(order="C")
+
+
+def address(array: Array) -> int:
+    """Return where a C-contiguous array's values begin."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))  # array.ctypes takes longer
+    except (TypeError, ValueError):  # it is read-only, empty, or of ml_dtypes' bfloat16
+        return array.ctypes.data
 
 
 def as_output(out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

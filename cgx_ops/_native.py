@@ -169,6 +169,8 @@ class Segment(ctypes.Structure):
 class Collective(_Sized):
     """cgx_collective_t."""
 
+    pattern: "Collective"  # what this is a copy of: holds the memory that pointers lead to
+
     _fields_ = (
         ("struct_size", c_size_t),
         ("comm", c_int32),
@@ -194,6 +196,8 @@ class Collective(_Sized):
         ("seeds", POINTER(c_int64)),
         ("errors", POINTER(c_void_p)),
         ("divisor", c_int64),
+        ("intra_bits", c_int32),
+        ("reserved", c_int32),
     )
 
 
@@ -239,7 +243,7 @@ class Codec(_Sized):
 
 VERBS = {"allreduce": 0, "reduce_scatter": 1, "all_gather": 2}
 OPS = {"sum": 0, "avg": 1, "min": 2, "max": 3, "product": 4}
-ALGORITHMS = {"auto": 0, "one_shot": 1, "sra": 2, "ring": 3}
+ALGORITHMS = {"auto": 0, "one_shot": 1, "sra": 2, "ring": 3, "hierarchical": 4}
 ROUNDINGS = {"nearest": 0, "stochastic": 1, "shift": 2}
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 

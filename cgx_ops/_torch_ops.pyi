@@ -26,7 +26,7 @@ def start(
 # ---- The backend "cgx": cgx_ops/torch/backend.py ------------------------------------------------
 
 class Compression:
-    """A cgx_ops.Config as the core wants it; gather_bits 0 means as bits."""
+    """A cgx_ops.Config as the core wants it; gather_bits 0: as bits, intra_bits 0: exact."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Compression:
         rounding: int,
         algorithm: int,
         gather_bits: int,
+        intra_bits: int,
         skip_incomplete_buckets: bool,
         minimal_size: int,
         seed: int,

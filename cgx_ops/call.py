@@ -1,6 +1,5 @@
 """One collective call on arrays: its arguments checked, and turned into a cgx_collective_t."""
 
-import ctypes
 import functools
 import hashlib
 import operator
@@ -69,7 +68,9 @@ class Call:
             raise InvalidArgument(f"op is {op!r}; it must be one of {', '.join(_native.OPS)}")
         if timeout is not None and not timeout > 0:
             raise InvalidArgument(f"timeout is {timeout!r}; it must be seconds > 0, or None")
-        self.verb, self.op, self.name, self.segments = verb, op, name, segments
+        self.verb: Verb = verb
+        self.op: Op = op
+        self.name, self.segments = name, segments
         self.config = Config.from_env() if config is None else config
         self.timeout = timeout
         self.seed = None if seed is None else replace(self.config, seed=seed).seed
@@ -82,35 +83,56 @@ class Call:
         comm: the communicator's id. count: how often it saw this name before. dtype: a
         cgx_dtype_t. source, result: addresses, of `block` elements a rank.
         """
-        segments = self.native_segments(block)
-        config = self.config
-        return _native.Collective(
-            comm=comm,
-            verb=_native.VERBS[self.verb],
-            dtype=dtype,
-            op=_native.OPS[self.op],
-            algorithm=_native.ALGORITHMS[config.algorithm],
-            rounding=_native.ROUNDINGS[config.rounding],
-            gather_bits=config.gather_bits or 0,
-            skip_incomplete_buckets=config.skip_incomplete_buckets,
-            minimal_size=config.minimal_size,
-            seed=call_seed(config.seed, self.name, count) if self.seed is None else self.seed,
-            input=source,
-            output=result,
-            block_numel=block,
-            segments=segments,
-            num_segments=len(segments),
-            name=_native.encode(self.name),
-            occurrence=-1,
-            timeout_s=self.timeout or 0.0,
+        config, seed = self.config, self.seed
+        if seed is None:  # it takes time, and only noise needs it
+            seed = call_seed(config.seed, self.name, count) if config.rounding != "nearest" else 0
+        make = _known_pattern if self.segments is None else _pattern
+        pattern = make(
+            comm, self.verb, self.op, config, self.name, self.timeout, dtype, block, self.segments
         )
+        native = _native.Collective.from_buffer_copy(pattern)
+        native.pattern = pattern  # holds what the copy's pointers lead to
+        native.seed, native.input, native.output = seed, source, result
+        return native
 
-    def native_segments(self, block: int) -> ctypes.Array[_native.Segment]:
-        """Return the segments as an array of cgx_segment_t."""
-        given = [Segment(0, block)] if self.segments is None else self.segments
-        result = (_native.Segment * len(given))()
-        for native, segment in zip(result, given, strict=True):
-            own = with_segment(self.config, segment.bits, segment.bucket_size)
-            native.offset, native.numel = segment.offset, segment.numel
-            native.bits, native.bucket_size = own.bits, own.bucket_size
-        return result
+
+def _pattern(
+    comm: int,
+    verb: Verb,
+    op: Op,
+    config: Config,
+    name: str,
+    timeout: float | None,
+    dtype: int,
+    block: int,
+    segments: Sequence[Segment] | None,
+) -> _native.Collective:
+    """Return a call as a cgx_collective_t, but for its seed and its addresses."""
+    given = [Segment(0, block)] if segments is None else segments
+    native = (_native.Segment * len(given))()
+    for to, segment in zip(native, given, strict=True):
+        own = with_segment(config, segment.bits, segment.bucket_size)
+        to.offset, to.numel = segment.offset, segment.numel
+        to.bits, to.bucket_size = own.bits, own.bucket_size
+    return _native.Collective(
+        comm=comm,
+        verb=_native.VERBS[verb],
+        dtype=dtype,
+        op=_native.OPS[op],
+        algorithm=_native.ALGORITHMS[config.algorithm],
+        rounding=_native.ROUNDINGS[config.rounding],
+        gather_bits=config.gather_bits or 0,
+        intra_bits=config.intra_bits or 0,
+        skip_incomplete_buckets=config.skip_incomplete_buckets,
+        minimal_size=config.minimal_size,
+        block_numel=block,
+        segments=native,
+        num_segments=len(native),
+        name=_native.encode(name),
+        occurrence=-1,
+        timeout_s=timeout or 0.0,
+    )
+
+
+# Filling the struct takes longer than a small allreduce.
+_known_pattern = functools.lru_cache(maxsize=1024)(_pattern)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cgx_ops import _native
-from cgx_ops._arrays import Array, as_input, as_output, dtype_code
+from cgx_ops._arrays import Array, address, as_input, as_output, dtype_code
 from cgx_ops.call import Call, Op, Segment
 from cgx_ops.config import Config
 from cgx_ops.errors import CgxError, InvalidArgument, NotFound
@@ -172,7 +172,7 @@ class Communicator:
 
     @property
     def transport(self) -> str:
-        """How bytes move: "self", "thread", "shm" or "mpi"."""
+        """How bytes move: "self", "thread", "shm", "hybrid" or "mpi"."""
         return _native.text(self._info().transport)
 
     @property
@@ -324,7 +324,8 @@ class Communicator:
     ) -> tuple[_native.Collective, Array]:
         """Return `call` on a contiguous source, with `block` elements a rank, and its result."""
         result = as_output(out, shape, source.dtype)
-        in_place = call.verb == "allreduce" and result.ctypes.data == source.ctypes.data
+        pointers = address(source), address(result)
+        in_place = call.verb == "allreduce" and pointers[0] == pointers[1]
         if not in_place and np.may_share_memory(result, source):
             raise InvalidArgument(
                 f"out overlaps the input of {call.verb}: "
@@ -332,7 +333,6 @@ class Communicator:
             )
         if out is None and call.segments is not None:
             result.fill(0)
-        pointers = source.ctypes.data, result.ctypes.data
         collective = call.collective(
             self.id, self.next_call(call.name), dtype_code(source.dtype), *pointers, block
         )

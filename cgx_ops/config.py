@@ -9,7 +9,7 @@ from typing import Any, Literal
 from cgx_ops.errors import InvalidArgument
 
 Rounding = Literal["stochastic", "nearest", "shift"]
-Algorithm = Literal["auto", "one_shot", "sra", "ring"]
+Algorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical"]
 CommunicatorType = Literal["AUTO", "SHM", "MPI"]
 
 _EXACT = 32
@@ -18,7 +18,7 @@ _MAX_INT64 = 2**63 - 1
 # What a field accepts: the words to choose from, or (test of an int, the same in words).
 _WORDS: dict[str, tuple[str, ...]] = {
     "rounding": ("stochastic", "nearest", "shift"),
-    "algorithm": ("auto", "one_shot", "sra", "ring"),
+    "algorithm": ("auto", "one_shot", "sra", "ring", "hierarchical"),
     "communicator_type": ("AUTO", "SHM", "MPI"),
 }
 _INTEGERS = {
@@ -28,10 +28,17 @@ _INTEGERS = {
         lambda n: 1 <= n <= 8 or n == _EXACT,
         "None (as bits), an integer from 1 to 8, or 32 (exact)",
     ),
+    "intra_bits": (
+        lambda n: 1 <= n <= 8 or n == _EXACT,
+        "None or 32 (exact), or an integer from 1 to 8",
+    ),
     "minimal_size": (lambda n: 0 <= n <= _MAX_INT64, "an integer >= 0"),
     "seed": (lambda n: -_MAX_INT64 - 1 <= n <= _MAX_INT64, "an integer of 64 bits, signed"),
     "fusion_buffer_size_mb": (lambda n: 1 <= n <= 2**20, "an integer from 1 to 1048576"),
 }
+
+
+_OPTIONAL = ("gather_bits", "intra_bits")  # may be None
 
 
 def _as_integer(value: Any) -> int | None:
@@ -56,8 +63,10 @@ class Config:
         rounding: "stochastic" is unbiased; "nearest" has half the worst error; "shift" is unbiased
             with the error of nearest: each bucket's grid is moved by one random fraction of a step
             before values go to the nearest point (dithering; QSDP, Markov et al., ICML 2023).
-        algorithm: "auto" picks by size; "one_shot", "sra" (scatter-reduce-allgather), "ring".
+        algorithm: "auto" picks by size and hosts; "one_shot", "sra" (scatter-reduce-allgather),
+            "ring", "hierarchical" (ranks of a host, then hosts; "sra" where that is one level).
         gather_bits: bits of the reduced values on their way back; None: as `bits`.
+        intra_bits: hierarchical: bits of values that their own host sums; None: exact.
         skip_incomplete_buckets: send a last bucket that is not full exact.
         minimal_size: tensors of fewer than max(16, minimal_size) elements travel exact.
         seed: of the noise of stochastic and shift rounding; each call derives its own from this and
@@ -71,6 +80,7 @@ class Config:
     rounding: Rounding = "stochastic"
     algorithm: Algorithm = "auto"
     gather_bits: int | None = None
+    intra_bits: int | None = None
     skip_incomplete_buckets: bool = False
     minimal_size: int = 0
     seed: int = 0
@@ -84,7 +94,7 @@ class Config:
                 self._refuse(name, value, "one of " + ", ".join(map(repr, accepted)))
         for name, (accepts, words) in _INTEGERS.items():
             value = getattr(self, name)
-            if name == "gather_bits" and value is None:
+            if name in _OPTIONAL and value is None:
                 continue
             number = _as_integer(value)
             if number is None or not accepts(number):
@@ -111,21 +121,28 @@ class Config:
         """
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {"bits": _EXACT}
-        for variable, name in VARIABLES.items():
+        for variable, name in _VARIABLES.items():
             text = environ.get(variable, "").strip()
             if text:
                 values[name] = _parse(variable, name, text)
+        if values.pop("intra_compress", False):
+            values["intra_bits"] = values["bits"]
+        for variable, words in _HOST_SWITCHES.items():
+            text = environ.get(variable, "").strip()
+            if text:
+                _check_switch(variable, words, text)
         return cls(**values)
 
 
 # The names and meanings of CGX.
-VARIABLES = {
+_VARIABLES = {
     "CGX_COMPRESSION_QUANTIZATION_BITS": "bits",
     "CGX_COMPRESSION_BUCKET_SIZE": "bucket_size",
     "CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS": "skip_incomplete_buckets",
     "CGX_COMPRESSION_MINIMAL_SIZE": "minimal_size",
     "CGX_FUSION_BUFFER_SIZE_MB": "fusion_buffer_size_mb",
     "COMMUNICATOR_TYPE": "communicator_type",
+    "CGX_INTRA_COMPRESS": "intra_compress",  # no field: whether intra_bits is bits
 }
 _FLAGS = {"0": False, "false": False, "off": False, "1": True, "true": True, "on": True}
 
@@ -146,3 +163,33 @@ def _parse(variable: str, name: str, text: str) -> int | bool | str:
             return _FLAGS[text.lower()]
         accepted = "0 or 1"
     raise InvalidArgument(f"The environment variable {variable} is {text!r}; it must be {accepted}")
+
+
+_NO_NCCL = "this build serves CPUs"
+_NO_RING = "in a ring values are quantized once per rank, here twice at most"
+# What else CGX lets choose of its two levels. None: that is how `hierarchical` works; else why not.
+_HOST_SWITCHES: dict[str, dict[str, str | None]] = {
+    "CGX_INTRA_BROADCAST": {
+        "0": None,
+        "1": "all ranks of a host share in what it sends to others, which no single rank does",
+    },
+    "CGX_INNER_COMMUNICATOR_TYPE": {
+        "SHM": None,
+        "MPI": "set COMMUNICATOR_TYPE=MPI, which carries everything by MPI",
+        "NCCL": _NO_NCCL,
+    },
+    "CGX_CROSS_COMMUNICATOR_TYPE": {"MPI": None, "NCCL": _NO_NCCL},
+    "CGX_INNER_REDUCTION_TYPE": {"SRA": None, "RING": _NO_RING},
+    "CGX_CROSS_REDUCTION_TYPE": {"SRA": None, "RING": _NO_RING},
+}
+
+
+def _check_switch(variable: str, words: Mapping[str, str | None], text: str) -> None:
+    """Raise unless the variable asks for what happens anyway."""
+    accepted = next(word for word, refusal in words.items() if refusal is None)
+    refusal = words.get(text.upper(), "")
+    if refusal is not None:
+        raise InvalidArgument(
+            f"The environment variable {variable} is {text!r}; it must be {accepted}, or not set"
+            + (f": {refusal}" if refusal else "")
+        )

@@ -27,7 +27,7 @@ class Stats:
         name: of the communicator.
         rank: this one's, from 0.
         size: number of ranks.
-        transport: how bytes move: "self", "thread", "shm" or "mpi".
+        transport: how bytes move: "self", "thread", "shm", "hybrid" or "mpi".
         collectives: how many.
         bytes_in: of their input values on this rank, as they were given. What lies in no segment
             does not count.

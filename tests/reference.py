@@ -14,6 +14,7 @@ documents.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -25,8 +26,8 @@ import numpy.typing as npt
 Values: TypeAlias = npt.NDArray[Any]  # float32, float16 or ml_dtypes.bfloat16, one dimension
 Float32s: TypeAlias = npt.NDArray[np.float32]
 Op = Literal["sum", "avg", "min", "max", "product"]
-Algorithm = Literal["one_shot", "sra", "ring"]
-AnyAlgorithm = Literal["auto", "one_shot", "sra", "ring"]
+Algorithm = Literal["one_shot", "sra", "ring", "hierarchical"]
+AnyAlgorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical"]
 RoundingMode = Literal["nearest", "stochastic", "shift"]
 
 EXACT_BITS = 32
@@ -356,6 +357,17 @@ def shards(segment: Segment, world_size: int, exact: bool) -> list[slice]:
     return [slice(cuts[p], cuts[p + 1]) for p in range(world_size)]
 
 
+def ranks_by_host(hosts: Sequence[int]) -> list[list[int]]:
+    """Return the ranks of each host, hosts in the order of their first ranks. hosts: by rank."""
+    order = list(dict.fromkeys(hosts))
+    return [[rank for rank, host in enumerate(hosts) if host == each] for each in order]
+
+
+def is_nested(hosts: Sequence[int] | None) -> bool:
+    """Tell whether there are several hosts, and one of several ranks."""
+    return hosts is not None and 1 < len(set(hosts)) < len(hosts)
+
+
 EAGER_BYTES = 8 * 1024  # what fits beside the header, in the first message
 
 
@@ -365,6 +377,7 @@ def pick(
     *,
     minimal_size: int = 0,
     skip_incomplete_buckets: bool = False,
+    hosts: Sequence[int] | None = None,
 ) -> Algorithm:
     """Return what "auto" stands for: one_shot while all encoded values fit beside the header."""
     total = sum(
@@ -377,7 +390,9 @@ def pick(
         )
         for segment in segments
     )
-    return "one_shot" if total <= EAGER_BYTES else "sra"
+    if total <= EAGER_BYTES:
+        return "one_shot"
+    return "hierarchical" if is_nested(hosts) else "sra"
 
 
 def _owner_terms(
@@ -421,10 +436,42 @@ def _ring(xs: Sequence[Values], segment: Segment, op: Op, wire: _Wire, back: _Wi
     return out
 
 
+def _hierarchical(
+    xs: Sequence[Values],
+    segment: Segment,
+    op: Op,
+    wire: _Wire,
+    back: _Wire,
+    intra: _Wire,
+    hosts: Sequence[int],
+) -> Float32s:
+    ranks_of = ranks_by_host(hosts)
+    lanes = min(map(len, ranks_of))
+    out = np.empty(segment.numel, np.float32)
+    for shard, at in enumerate(shards(segment, len(ranks_of) * lanes, wire.exact)):
+        owner_host, lane = divmod(shard, lanes)
+        own_terms: list[Float32s] = []
+        sums: list[Float32s] = []
+        for host, ranks in enumerate(ranks_of):
+            acting = ranks[lane]
+            terms = [
+                widen(xs[r][at]) if r == acting else intra.seen(xs[r][at], at.start, r, phase=2)
+                for r in ranks
+            ]
+            if host == owner_host:
+                own_terms = terms
+            else:
+                sums.append(wire.seen(reduce_in_order(op, terms), at.start, acting, phase=0))
+        total = finish(op, reduce_in_order(op, own_terms + sums), wire.divisor)
+        out[at] = back.seen(total, at.start, ranks_of[owner_host][lane], phase=1)
+    return out
+
+
 _ALGORITHMS: dict[str, Callable[..., Float32s]] = {
     "one_shot": _one_shot,
     "sra": _sra,
     "ring": _ring,
+    "hierarchical": _hierarchical,
 }
 
 
@@ -437,18 +484,22 @@ def allreduce(
     rounding: RoundingMode = "nearest",
     seeds: Sequence[int] | None = None,
     gather_bits: int = 0,
+    intra_bits: int = 0,
     minimal_size: int = 0,
     skip_incomplete_buckets: bool = False,
     divisor: int = 0,
     errors: Sequence[Values] | None = None,
+    hosts: Sequence[int] | None = None,
 ) -> Values:
     """Return the result that every rank has.
 
     inputs[w]: rank w's buffer; all of one shape and dtype.
 
     seeds: one of each rank; zeros if None. gather_bits: of the reduced values on their way back, 0
-    for the segment's own. divisor: of avg; 0 for the number of ranks. errors[w]: a buffer that
-    receives what was lost of rank w's values. Elements outside all segments are 0 in the result.
+    for the segment's own. intra_bits: of values within a host in hierarchical, 0 for exact.
+    divisor: of avg; 0 for the number of ranks. errors[w]: a buffer that receives what was lost of
+    rank w's values. hosts[w]: what stands for rank w's host; None: all ranks share one. Elements
+    outside all segments are 0 in the result.
     """
     dtype = inputs[0].dtype
     if algorithm == "auto":
@@ -457,7 +508,10 @@ def allreduce(
             dtype,
             minimal_size=minimal_size,
             skip_incomplete_buckets=skip_incomplete_buckets,
+            hosts=hosts,
         )
+    if algorithm == "hierarchical" and not is_nested(hosts):
+        algorithm = "sra"
     out = np.zeros(inputs[0].shape, dtype)
     for segment in segments:
         at = slice(segment.offset, segment.offset + segment.numel)
@@ -472,7 +526,7 @@ def allreduce(
         back_bits = EXACT_BITS if exact else gather_bits or bits
         divide_by = divisor or len(xs)
         lost = [np.zeros(segment.numel, np.float32) for _ in xs] if errors else None
-        wire, back = (
+        wire, back, intra = (
             _Wire(
                 dtype,
                 b,
@@ -484,9 +538,15 @@ def allreduce(
                 lost,
                 scale,
             )
-            for b, scale in ((bits, 1), (back_bits, divide_by if op == "avg" else 1))
+            for b, scale in (
+                (bits, 1),
+                (back_bits, divide_by if op == "avg" else 1),
+                (EXACT_BITS if exact else intra_bits or EXACT_BITS, 1),
+            )
         )
-        out[at] = round_to(_ALGORITHMS[algorithm](xs, segment, op, wire, back), dtype)
+        levels = (intra, hosts) if algorithm == "hierarchical" else ()
+        reduced = _ALGORITHMS[algorithm](xs, segment, op, wire, back, *levels)
+        out[at] = round_to(reduced, dtype)
         for error, of_rank in zip(errors or (), lost or (), strict=True):
             error[at] = round_to(of_rank, dtype)
     return out
@@ -634,21 +694,57 @@ def _encoding_error(
     return error
 
 
+def _error_of_host_sums(
+    xs: Sequence[npt.NDArray[np.float64]],
+    segment: Segment,
+    hosts: Sequence[int],
+    bits: int,
+    intra_bits: int,
+    encoding: Callable[..., npt.NDArray[np.float64]],
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Bound the error of hierarchical's sums before they are divided, and their terms' sizes.
+
+    A host's sum is off by what its ranks' encodings and additions are; encoding it adds half a step
+    of what it may be; the owner adds one sum for each host but its own.
+    """
+    ranks_of = ranks_by_host(hosts)
+    lanes = min(map(len, ranks_of))
+    error, sizes = np.zeros(segment.numel), np.zeros(segment.numel)
+    for shard, at in enumerate(shards(segment, len(ranks_of) * lanes, bits == EXACT_BITS)):
+        owner_host, lane = divmod(shard, lanes)
+        for host, ranks in enumerate(ranks_of):
+            terms = [xs[rank][at] for rank in ranks]
+            sent = [x for rank, x in zip(ranks, terms, strict=True) if rank != ranks[lane]]
+            off = np.zeros(len(terms[0]))
+            if intra_bits != EXACT_BITS:
+                off += sum(encoding(x, x, intra_bits) for x in sent)
+            size = np.sum(np.abs(terms), axis=0) + off
+            off += (len(ranks) - 1) * _U * size * (1 + len(ranks) * _U)
+            if host != owner_host:
+                total = np.sum(terms, axis=0)
+                off += encoding(total - off, total + off, bits)
+            error[at] += off
+            sizes[at] += size + off
+    return error + (len(ranks_of) - 1) * _U * sizes * (1 + len(ranks_of) * _U), sizes
+
+
 def error_bound(
     inputs: Sequence[Values],
     segment: Segment,
     *,
     op: Literal["sum", "avg"] = "sum",
-    algorithm: Literal["one_shot", "sra"] = "sra",
+    algorithm: Literal["one_shot", "sra", "hierarchical"] = "sra",
     rounding: Literal["nearest", "shift"] = "nearest",
     gather_bits: int = 0,
+    intra_bits: int = 0,
     minimal_size: int = 0,
     skip_incomplete_buckets: bool = False,
+    hosts: Sequence[int] = (),
 ) -> npt.NDArray[np.float64]:
     """Bound |result - exact| of allreduce for each of segment's elements.
 
     exact is the sum (or mean) of the inputs in float64. Inputs are finite and the result does not
-    overflow its dtype.
+    overflow its dtype. hosts: by rank, of hierarchical, which are several, one of several ranks.
     """
     dtype, world_size = inputs[0].dtype, len(inputs)
     at = slice(segment.offset, segment.offset + segment.numel)
@@ -660,13 +756,18 @@ def error_bound(
     back_bits = EXACT_BITS if exact else gather_bits or bits
     y = np.sum(xs, axis=0)
 
+    encoding = functools.partial(
+        _encoding_error,
+        bucket_size=segment.bucket_size,
+        dtype=dtype,
+        skip_incomplete_buckets=skip_incomplete_buckets,
+        rounding=rounding,
+    )
     first = np.zeros(segment.numel)
     for rank, x in enumerate(xs):
-        if bits == EXACT_BITS:
+        if bits == EXACT_BITS or algorithm == "hierarchical":
             continue
-        sent = _encoding_error(
-            x, x, bits, segment.bucket_size, dtype, skip_incomplete_buckets, rounding
-        )
+        sent = encoding(x, x, bits)
         if skip_incomplete_buckets:
             sent[segment.numel // segment.bucket_size * segment.bucket_size :] = 0
         if algorithm == "sra":
@@ -674,21 +775,16 @@ def error_bound(
         first += sent
     sizes = np.sum(np.abs(xs), axis=0) + first
     first += (world_size - 1) * _U * sizes * (1 + world_size * _U)
+    if algorithm == "hierarchical":
+        intra = EXACT_BITS if exact else intra_bits or EXACT_BITS
+        first, sizes = _error_of_host_sums(xs, segment, hosts, bits, intra, encoding)
     if op == "avg":
         y, first, sizes = y / world_size, first / world_size, sizes / world_size
         first += _U * sizes * (1 + _U) + _HALF_SMALLEST[FLOAT32]
 
     second = np.zeros(segment.numel)
-    if algorithm == "sra" and not exact:
-        second = _encoding_error(
-            y - first,
-            y + first,
-            back_bits,
-            segment.bucket_size,
-            dtype,
-            skip_incomplete_buckets,
-            rounding,
-        )
+    if algorithm != "one_shot" and not exact:
+        second = encoding(y - first, y + first, back_bits)
     error = first + second
     if dtype != FLOAT32:
         error += _UNIT[dtype] * (np.abs(y) + error) + _HALF_SMALLEST[dtype]

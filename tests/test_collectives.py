@@ -61,8 +61,10 @@ def on_threads(cases: str, n: int, target: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def under_mpirun(cases: str, n: int, transport: str) -> None:
-    """Run a set on n processes over one transport."""
-    outputs = launch.mpirun(n, PROGRAM, cases, env={"COMMUNICATOR_TYPE": transport}, timeout=900)
+    """Run a set on n processes over one transport, with one codec thread or several."""
+    threads = {"SHM": "1", "MPI": "3"}[transport]
+    env = {"COMMUNICATOR_TYPE": transport, "CGX_THREADS": threads}
+    outputs = launch.mpirun(n, PROGRAM, cases, env=env, timeout=900)
     ranks = [json.loads(output.splitlines()[-1]) for output in outputs]
     assert [rank[0] for rank in ranks] == [transport.lower()] * n
     compare(cases, [rank[1:] for rank in ranks])

@@ -17,6 +17,7 @@ def test_defaults() -> None:
         "rounding": "stochastic",
         "algorithm": "auto",
         "gather_bits": None,
+        "intra_bits": None,
         "skip_incomplete_buckets": False,
         "minimal_size": 0,
         "seed": 0,
@@ -31,8 +32,9 @@ def test_defaults() -> None:
         ("bits", [*range(1, 9), 32, np.int64(3)]),
         ("bucket_size", [1, 7, 2**40]),
         ("rounding", ["stochastic", "nearest", "shift"]),
-        ("algorithm", ["auto", "one_shot", "sra", "ring"]),
+        ("algorithm", ["auto", "one_shot", "sra", "ring", "hierarchical"]),
         ("gather_bits", [None, 1, 8, 32]),
+        ("intra_bits", [None, 1, 8, 32]),
         ("skip_incomplete_buckets", [True, False]),
         ("minimal_size", [0, 1, 2**40]),
         ("seed", [-(2**63), 0, 2**63 - 1]),
@@ -53,6 +55,7 @@ def test_accepts(field: str, values: list[Any]) -> None:
         *(("rounding", value) for value in ("up", "NEAREST", None, 0)),
         *(("algorithm", value) for value in ("tree", "SRA", 1)),
         *(("gather_bits", value) for value in (0, 9, 31, "8")),
+        *(("intra_bits", value) for value in (0, 9, 31, "8")),
         *(("skip_incomplete_buckets", value) for value in (1, None, "yes")),
         *(("minimal_size", value) for value in (-1, 2**63, 1.5)),
         *(("seed", value) for value in (2**63, -(2**63) - 1, 0.5)),
@@ -102,6 +105,36 @@ def test_environment_gives_every_name_of_cgx() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("bits", "switch", "intra_bits"),
+    [("4", "1", 4), ("4", "0", None), ("4", "", None), ("", "1", 32), ("2", "on", 2)],
+)
+def test_environment_compresses_within_hosts(bits: str, switch: str, intra_bits: int) -> None:
+    environment = {"CGX_COMPRESSION_QUANTIZATION_BITS": bits, "CGX_INTRA_COMPRESS": switch}
+    assert Config.from_env(environment).intra_bits == intra_bits
+
+
+@pytest.mark.parametrize(
+    ("variable", "honoured", "refused"),
+    [
+        ("CGX_INTRA_BROADCAST", "0", ("1", "2")),
+        ("CGX_INNER_COMMUNICATOR_TYPE", "shm", ("MPI", "NCCL", "x")),
+        ("CGX_CROSS_COMMUNICATOR_TYPE", "MPI", ("NCCL", "SHM")),
+        ("CGX_INNER_REDUCTION_TYPE", "SRA", ("Ring", "TREE")),
+        ("CGX_CROSS_REDUCTION_TYPE", "sra", ("RING",)),
+    ],
+)
+def test_environment_s_switches_of_hosts(
+    variable: str, honoured: str, refused: tuple[str, ...]
+) -> None:
+    assert Config.from_env({variable: honoured}) == Config.from_env({variable: ""}) == Config(32)
+    for text in refused:
+        with pytest.raises(InvalidArgument) as caught:
+            Config.from_env({variable: text})
+        says = f"{variable} is {text!r}; it must be {honoured.upper()}, or not set"
+        assert says in str(caught.value)
+
+
 def test_environment_is_the_process_s_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGX_COMPRESSION_QUANTIZATION_BITS", "3")
     assert Config.from_env().bits == 3
@@ -122,6 +155,7 @@ def test_environment_is_the_process_s_by_default(monkeypatch: pytest.MonkeyPatch
         ("CGX_COMPRESSION_MINIMAL_SIZE", "-1"),
         ("CGX_FUSION_BUFFER_SIZE_MB", "0"),
         ("COMMUNICATOR_TYPE", "NCCL"),
+        ("CGX_INTRA_COMPRESS", "yes"),
     ],
 )
 def test_environment_refuses_and_names_the_variable_and_text(variable: str, text: str) -> None:

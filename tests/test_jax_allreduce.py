@@ -496,7 +496,9 @@ def test_float64(pair: list[Communicator]) -> None:
     check(on_ranks(3, body), STEPS[0])
 
 
-@pytest.mark.parametrize("knob", ["bits", "bucket_size", "minimal_size", "gather_bits"])
+@pytest.mark.parametrize(
+    "knob", ["bits", "bucket_size", "minimal_size", "gather_bits", "intra_bits"]
+)
 def test_traced_knobs(knob: str, pair: list[Communicator]) -> None:
     with pytest.raises(TypeError, match=f"allreduce_q: {knob} must be a static Python value"):
         jax.jit(lambda v: allreduce_q(np.ones(3), pair[0], **{knob: v}))(4)

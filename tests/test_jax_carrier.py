@@ -241,8 +241,9 @@ def test_padding_is_zeros(step: str) -> None:
     """What pads a message, and a rank's own row, is not what was in that memory before."""
     values = np.ones((1, 4 * 512), np.float32)  # a bucket for each of four ranks: 264 bytes
     attributes = {
-        "op": 0, "algorithm": 2, "rounding": 0, "gather_bits": 0, "skip_incomplete_buckets": 0,
-        "minimal_size": 0, "bucket_size": 512, "size": 4, "divisor": 4,
+        "op": 0, "algorithm": 2, "rounding": 0, "gather_bits": 0, "intra_bits": 0,
+        "skip_incomplete_buckets": 0, "minimal_size": 0, "bucket_size": 512, "size": 4,
+        "divisor": 4,
     }  # fmt: skip
     arrived = [np.zeros((4, 300), np.uint8)] if step == "reduce" else []
     operands = [np.uint32(1), np.zeros((1, 2), np.uint32), *arrived, values]
@@ -342,9 +343,10 @@ def test_unused_results_are_dropped_everywhere() -> None:
 # ---- 5. what is refused --------------------------------------------------------------------------
 
 
-def test_ring_is_refused() -> None:
+@pytest.mark.parametrize("algorithm", ["ring", "hierarchical"])
+def test_algorithms_that_pass_messages_on_are_refused(algorithm: Any) -> None:
     program = on_mesh(
-        mesh_of((8,), ("d",)), lambda v: psum_q(v, "d", algorithm="ring", carrier="xla")
+        mesh_of((8,), ("d",)), lambda v: psum_q(v, "d", algorithm=algorithm, carrier="xla")
     )
     with pytest.raises(ValueError, match="use 'auto', 'one_shot' or 'sra'"):
         program(normal(12, 8, 100))

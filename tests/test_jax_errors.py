@@ -77,7 +77,9 @@ def test_an_axis_named_twice() -> None:
         run(lambda v: psum_q(v, ("d", "d")), np.ones((8, 100), np.float32))
 
 
-@pytest.mark.parametrize("knob", ["bits", "bucket_size", "minimal_size", "gather_bits"])
+@pytest.mark.parametrize(
+    "knob", ["bits", "bucket_size", "minimal_size", "gather_bits", "intra_bits"]
+)
 def test_traced_knobs(knob: str) -> None:
     with pytest.raises(TypeError, match=f"{knob} must be a static Python value"):
         run(lambda v: psum_q(v, "d", **{knob: v[0].astype(int)}), np.ones((8, 100), np.float32))
@@ -94,8 +96,9 @@ def test_traced_knobs(knob: str) -> None:
         ("bucket_size", 0),
         ("bucket_size", -512),
         ("gather_bits", 0),
+        ("intra_bits", 9),
         ("minimal_size", -1),
-        ("algorithm", "hierarchical"),
+        ("algorithm", "tree"),
         ("skip_incomplete_buckets", 2),
     ],
 )

@@ -118,7 +118,7 @@ def test_a_refused_call_draws_nothing() -> None:
 
 def test_messages_of_a_wrong_size_are_refused() -> None:
     cgx, x, few = torch.ops.cgx, [torch.randn(2**16)], torch.empty(3, dtype=torch.uint8)
-    options = (None, 4, 512, "sum", "nearest", "sra", 0, False, 0, "", 0)
+    options = (None, 4, 512, "sum", "nearest", "sra", 0, 0, False, 0, "", 0)
     for call in (
         lambda: cgx.carried_reduce(x, few, *options, 0, 2),
         lambda: cgx.carried_decode(x, few, *options, 0, 2),

@@ -31,6 +31,7 @@ def kernel(x: torch.Tensor, seed: int, group: str, **options: Any) -> torch.Tens
         options.get("rounding", "stochastic"),
         options.get("algorithm", "sra"),
         options.get("gather_bits", 0),
+        options.get("intra_bits", 0),
         options.get("skip_incomplete_buckets", False),
         options.get("minimal_size", 0),
         options.get("name", ""),
@@ -266,7 +267,7 @@ def test_opcheck_public(options: dict[str, Any], requires_grad: bool) -> None:
 
 
 def test_opcheck_parts() -> None:
-    arguments = (4, 512, "sum", "stochastic", "auto", 0, False, 0, "", 0, "")
+    arguments = (4, 512, "sum", "stochastic", "auto", 0, 0, False, 0, "", 0, "")
     call = (torch.randn(40), torch.tensor(7), *arguments)
     opcheck(torch.ops.cgx.quantized_all_reduce.default, call)
     # A start's result may be read after the wait only, and a seed is new each time: the check that
@@ -316,7 +317,7 @@ def test_an_unwaited_start_does_not_hold_up_the_exit() -> None:
     program = (
         "import torch, cgx_ops.torch\n"
         "torch.ops.cgx.quantized_all_reduce_start(\n"
-        "    torch.ones(50), None, 32, 512, 'sum', 'nearest', 'auto', 0, False, 0, '', 0, '')\n"
+        "    torch.ones(50), None, 32, 512, 'sum', 'nearest', 'auto', 0, 0, False, 0, '', 0, '')\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60

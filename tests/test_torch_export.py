@@ -17,7 +17,7 @@ coalesced: Any = torch.ops.cgx.quantized_allreduce_coalesced
 def kernel_options(*, rank: int | None = None, rounding: str = "nearest") -> tuple[Any, ...]:
     """Return what the operators under the public ones take after their tensors."""
     seed = torch.tensor(7) if rounding != "nearest" else None
-    options = (seed, 4, 64, "sum", rounding, "sra", 0, False, 0, "", 0)
+    options = (seed, 4, 64, "sum", rounding, "sra", 0, 0, False, 0, "", 0)
     return (*options, "") if rank is None else (*options, rank, 2)
 
 

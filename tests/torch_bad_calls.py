@@ -11,7 +11,7 @@ X = torch.ones(40)
 
 def _start_without_seed() -> None:
     torch.ops.cgx.quantized_all_reduce_start(
-        X, None, 4, 512, "sum", "stochastic", "auto", 0, False, 0, "", 0, ""
+        X, None, 4, 512, "sum", "stochastic", "auto", 0, 0, False, 0, "", 0, ""
     )
 
 
@@ -36,6 +36,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "bits 4.5": (lambda: tc.allreduce(X, 4.5), RuntimeError, "bits"),
     "bits 2**40": (lambda: tc.allreduce(X, 2**40), ValueError, "bits is 1099511627776"),
     "gather_bits": (lambda: tc.allreduce(X, gather_bits=16), ValueError, "gather_bits is 16"),
+    "intra_bits": (lambda: tc.allreduce(X, intra_bits=9), ValueError, "intra_bits is 9"),
     "bucket_size 0": (lambda: tc.allreduce(X, 4, 0), ValueError, "bucket_size is 0.*at least 1"),
     "bucket_size -1": (lambda: tc.allreduce(X, 4, -1), ValueError, "bucket_size is -1"),
     "minimal_size": (lambda: tc.allreduce(X, minimal_size=-1), ValueError, "minimal_size is -1"),

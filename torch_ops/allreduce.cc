@@ -71,7 +71,8 @@ variable_list all_reduce_native(const variable_list& xs, const Seed& seed, const
 
   const auto call = [&](const auto& op, const auto& x) {
     return op.call(x, seed, o.bits, o.bucket_size, o.op, o.rounding, o.algorithm, o.gather_bits,
-                   o.skip_incomplete_buckets, o.minimal_size, o.name, o.depth, o.group_name);
+                   o.intra_bits, o.skip_incomplete_buckets, o.minimal_size, o.name, o.depth,
+                   o.group_name);
   };
   const bool single = xs.size() == 1;
   if (!is_traced(xs)) {
@@ -129,9 +130,9 @@ class AllReduce : public torch::autograd::Function<AllReduce> {
 
 void set_trace_hook(void (*hook)()) { trace_hook = hook; }
 
-#define CGX_PUBLIC_OPTIONS                                                                      \
-  bits, bucket_size, op, rounding, algorithm, gather_bits.value_or(0), skip_incomplete_buckets, \
-      minimal_size, name, /*depth=*/0, group_name, carrier
+#define CGX_PUBLIC_OPTIONS                                                                     \
+  bits, bucket_size, op, rounding, algorithm, gather_bits.value_or(0), intra_bits.value_or(0), \
+      skip_incomplete_buckets, minimal_size, name, /*depth=*/0, group_name, carrier
 
 at::Tensor quantized_allreduce(const at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
   const Options options(CGX_PUBLIC_OPTIONS);

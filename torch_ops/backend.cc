@@ -277,6 +277,7 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op, Mi
   collective.algorithm = how.algorithm;
   collective.rounding = how.rounding;
   collective.gather_bits = how.gather_bits;
+  collective.intra_bits = how.intra_bits;
   collective.skip_incomplete_buckets = how.skip_incomplete_buckets ? 1 : 0;
   collective.minimal_size = how.minimal_size;
   if (decision.compression && how.rounding != CGX_NEAREST) {

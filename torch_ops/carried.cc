@@ -128,8 +128,8 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const std::optiona
   const Shape shape = shape_of(xs, o, rank, size);
   const auto call = [&](const auto& op, auto&&... tensors) {
     return op.call(tensors..., seed, o.bits, o.bucket_size, o.op, o.rounding, o.algorithm,
-                   o.gather_bits, o.skip_incomplete_buckets, o.minimal_size, o.name, o.depth, rank,
-                   size);
+                   o.gather_bits, o.intra_bits, o.skip_incomplete_buckets, o.minimal_size, o.name,
+                   o.depth, rank, size);
   };
 
   at::Tensor message = call(encode, xs);

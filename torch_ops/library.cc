@@ -20,12 +20,14 @@ namespace cgx::torch_ops {
 #define CGX_PUBLIC_OPTIONS                                                       \
   "int bits=4, int bucket_size=512, str op=\"sum\", str group_name=\"\", *, "    \
   "str rounding=\"stochastic\", str algorithm=\"auto\", int? gather_bits=None, " \
+  "int? intra_bits=None, "                                                       \
   "bool skip_incomplete_buckets=False, int minimal_size=0, str name=\"\", "      \
   "str carrier=\"native\""
 
-#define CGX_KERNEL_OPTIONS_SCHEMA                                                  \
-  "Tensor? seed, int bits, int bucket_size, str op, str rounding, str algorithm, " \
-  "int gather_bits, bool skip_incomplete_buckets, int minimal_size, str name, int depth, "
+#define CGX_KERNEL_OPTIONS_SCHEMA                                                               \
+  "Tensor? seed, int bits, int bucket_size, str op, str rounding, str algorithm, "              \
+  "int gather_bits, int intra_bits, bool skip_incomplete_buckets, int minimal_size, str name, " \
+  "int depth, "
 
 // Inductor reads two things off these: "all_reduce" in the name, and the last argument as the
 // group.

@@ -23,8 +23,11 @@ constexpr std::array<Choice, 5> kOps = {{{"sum", CGX_SUM},
                                          {"product", CGX_PRODUCT}}};
 constexpr std::array<Choice, 3> kRoundings = {
     {{"nearest", CGX_NEAREST}, {"stochastic", CGX_STOCHASTIC}, {"shift", CGX_SHIFT}}};
-constexpr std::array<Choice, 4> kAlgorithms = {
-    {{"auto", CGX_AUTO}, {"one_shot", CGX_ONE_SHOT}, {"sra", CGX_SRA}, {"ring", CGX_RING}}};
+constexpr std::array<Choice, 5> kAlgorithms = {{{"auto", CGX_AUTO},
+                                                {"one_shot", CGX_ONE_SHOT},
+                                                {"sra", CGX_SRA},
+                                                {"ring", CGX_RING},
+                                                {"hierarchical", CGX_HIERARCHICAL}}};
 
 // The value is whether torch's collectives carry it.
 constexpr std::array<Choice, 2> kCarriers = {{{"native", 0}, {"c10d", 1}}};
@@ -73,15 +76,16 @@ void check_tensor(const at::Tensor& x) {
 }  // namespace
 
 Options::Options(int64_t bits, int64_t bucket_size, std::string_view op, std::string_view rounding,
-                 std::string_view algorithm, int64_t gather_bits, bool skip_incomplete_buckets,
-                 int64_t minimal_size, std::string_view name, int64_t depth,
-                 std::string_view group_name, std::string_view carrier)
+                 std::string_view algorithm, int64_t gather_bits, int64_t intra_bits,
+                 bool skip_incomplete_buckets, int64_t minimal_size, std::string_view name,
+                 int64_t depth, std::string_view group_name, std::string_view carrier)
     : bits(bits),
       bucket_size(bucket_size),
       op(op),
       rounding(rounding),
       algorithm(algorithm),
       gather_bits(gather_bits),
+      intra_bits(intra_bits),
       skip_incomplete_buckets(skip_incomplete_buckets),
       minimal_size(minimal_size),
       name(name),
@@ -99,6 +103,10 @@ void Options::check(const at::Tensor& x) const {
     C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: gather_bits is ", gather_bits,
                                          "; use None (as bits), 1 to 8, or 32"));
   }
+  if (intra_bits != 0 && !valid_bits(intra_bits)) {
+    C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: intra_bits is ", intra_bits,
+                                         "; use None (exact), 1 to 8, or 32"));
+  }
   if (bucket_size < 1) {
     C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: bucket_size is ", bucket_size,
                                          "; it must be at least 1 (512 is a good start)"));
@@ -111,10 +119,10 @@ void Options::check(const at::Tensor& x) const {
   choose(kRoundings, "rounding", rounding);
   choose(kAlgorithms, "algorithm", algorithm);
   choose(kCarriers, "carrier", carrier);
-  if (carried() && algorithm == "ring") {
+  if (carried() && (algorithm == "ring" || algorithm == "hierarchical")) {
     C10_THROW_ERROR(ValueError,
-                    "cgx::quantized_allreduce: carrier 'c10d' has no algorithm 'ring'; use auto, "
-                    "sra or one_shot");
+                    c10::str("cgx::quantized_allreduce: carrier 'c10d' has no algorithm '",
+                             algorithm, "'; use auto, sra or one_shot"));
   }
   if (!is_linear(reduction) && bits != 32) {
     C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: op '", op, "' at ", bits,
@@ -142,6 +150,7 @@ cgx_collective_t Options::collective() const {
   c.algorithm = choose(kAlgorithms, "algorithm", algorithm);
   c.rounding = choose(kRoundings, "rounding", rounding);
   c.gather_bits = static_cast<int32_t>(gather_bits);
+  c.intra_bits = static_cast<int32_t>(intra_bits);
   c.skip_incomplete_buckets = skip_incomplete_buckets ? 1 : 0;
   c.minimal_size = minimal_size;
   c.name = name.c_str();
@@ -152,15 +161,16 @@ cgx_collective_t Options::collective() const {
 // A tuple, because compiled autograd turns loose integers into graph inputs and compares whole
 // tuples: all of these shape the program.
 c10::IValue Options::pack() const {
-  return std::make_tuple(bits, bucket_size, op, rounding, algorithm, gather_bits,
+  return std::make_tuple(bits, bucket_size, op, rounding, algorithm, gather_bits, intra_bits,
                          skip_incomplete_buckets, minimal_size, name, depth, group_name, carrier);
 }
 
 Options Options::unpack(const c10::IValue& packed) {
   const std::vector<c10::IValue> e = packed.toTuple()->elements().vec();
-  return {e[0].toInt(),       e[1].toInt(), e[2].toStringRef(),  e[3].toStringRef(),
-          e[4].toStringRef(), e[5].toInt(), e[6].toBool(),       e[7].toInt(),
-          e[8].toStringRef(), e[9].toInt(), e[10].toStringRef(), e[11].toStringRef()};
+  return {e[0].toInt(),       e[1].toInt(),       e[2].toStringRef(), e[3].toStringRef(),
+          e[4].toStringRef(), e[5].toInt(),       e[6].toInt(),       e[7].toBool(),
+          e[8].toInt(),       e[9].toStringRef(), e[10].toInt(),      e[11].toStringRef(),
+          e[12].toStringRef()};
 }
 
 }  // namespace cgx::torch_ops

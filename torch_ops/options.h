@@ -24,22 +24,23 @@ namespace cgx::torch_ops {
 #define CGX_KERNEL_PARAMETERS                                                                   \
   const std::optional<at::Tensor>&seed, int64_t bits, int64_t bucket_size, std::string_view op, \
       std::string_view rounding, std::string_view algorithm, int64_t gather_bits,               \
-      bool skip_incomplete_buckets, int64_t minimal_size, std::string_view name, int64_t depth
-#define CGX_KERNEL_OPTIONS                                                                        \
-  bits, bucket_size, op, rounding, algorithm, gather_bits, skip_incomplete_buckets, minimal_size, \
-      name, depth
+      int64_t intra_bits, bool skip_incomplete_buckets, int64_t minimal_size,                   \
+      std::string_view name, int64_t depth
+#define CGX_KERNEL_OPTIONS                                                                      \
+  bits, bucket_size, op, rounding, algorithm, gather_bits, intra_bits, skip_incomplete_buckets, \
+      minimal_size, name, depth
 // Likewise for the public operators.
 #define CGX_PUBLIC_PARAMETERS                                                                    \
   int64_t bits, int64_t bucket_size, std::string_view op, std::string_view group_name,           \
       std::string_view rounding, std::string_view algorithm, std::optional<int64_t> gather_bits, \
-      bool skip_incomplete_buckets, int64_t minimal_size, std::string_view name,                 \
-      std::string_view carrier
+      std::optional<int64_t> intra_bits, bool skip_incomplete_buckets, int64_t minimal_size,     \
+      std::string_view name, std::string_view carrier
 
 struct Options {
   Options(int64_t bits, int64_t bucket_size, std::string_view op, std::string_view rounding,
-          std::string_view algorithm, int64_t gather_bits, bool skip_incomplete_buckets,
-          int64_t minimal_size, std::string_view name, int64_t depth, std::string_view group_name,
-          std::string_view carrier = "native");
+          std::string_view algorithm, int64_t gather_bits, int64_t intra_bits,
+          bool skip_incomplete_buckets, int64_t minimal_size, std::string_view name, int64_t depth,
+          std::string_view group_name, std::string_view carrier = "native");
 
   int64_t bits;
   int64_t bucket_size;
@@ -47,6 +48,7 @@ struct Options {
   std::string rounding;
   std::string algorithm;
   int64_t gather_bits;
+  int64_t intra_bits;
   bool skip_incomplete_buckets;
   int64_t minimal_size;
   std::string name;

@@ -25,7 +25,7 @@ namespace cgx::xla {
 // The attributes of the custom call.
 struct AllreduceSettings {
   std::string_view comm, name;
-  int64_t op, algorithm, rounding, gather_bits, skip_incomplete_buckets, minimal_size;
+  int64_t op, algorithm, rounding, gather_bits, intra_bits, skip_incomplete_buckets, minimal_size;
   int64_t bits, bucket_size;
 };
 
@@ -35,9 +35,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::cgx::xla::AllreduceSettings, StructMember<std::string_view>("comm"),
     StructMember<std::string_view>("name"), StructMember<int64_t>("op"),
     StructMember<int64_t>("algorithm"), StructMember<int64_t>("rounding"),
-    StructMember<int64_t>("gather_bits"), StructMember<int64_t>("skip_incomplete_buckets"),
-    StructMember<int64_t>("minimal_size"), StructMember<int64_t>("bits"),
-    StructMember<int64_t>("bucket_size"));
+    StructMember<int64_t>("gather_bits"), StructMember<int64_t>("intra_bits"),
+    StructMember<int64_t>("skip_incomplete_buckets"), StructMember<int64_t>("minimal_size"),
+    StructMember<int64_t>("bits"), StructMember<int64_t>("bucket_size"));
 
 namespace cgx::xla {
 namespace {
@@ -51,6 +51,7 @@ std::shared_ptr<Message> MakeMessage(const ffi::RemainingArgs& args, const ffi::
   collective.algorithm = static_cast<int32_t>(settings.algorithm);
   collective.rounding = static_cast<int32_t>(settings.rounding);
   collective.gather_bits = static_cast<int32_t>(settings.gather_bits);
+  collective.intra_bits = static_cast<int32_t>(settings.intra_bits);
   collective.skip_incomplete_buckets = static_cast<int32_t>(settings.skip_incomplete_buckets);
   collective.minimal_size = settings.minimal_size;
   collective.dtype = ToDtype(args.get<ffi::AnyBuffer>(0)->element_type());

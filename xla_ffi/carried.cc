@@ -16,7 +16,8 @@ namespace cgx::xla {
 
 // What the program fixes, the same in all handlers of one psum_q.
 struct CarriedSettings {
-  int64_t op, algorithm, rounding, gather_bits, skip_incomplete_buckets, minimal_size, bucket_size;
+  int64_t op, algorithm, rounding, gather_bits, intra_bits, skip_incomplete_buckets, minimal_size,
+      bucket_size;
   int64_t size;                   // ranks
   int64_t divisor;                // of avg
   ffi::Span<const int64_t> bits;  // of each leaf
@@ -27,9 +28,10 @@ struct CarriedSettings {
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::cgx::xla::CarriedSettings, StructMember<int64_t>("op"), StructMember<int64_t>("algorithm"),
     StructMember<int64_t>("rounding"), StructMember<int64_t>("gather_bits"),
-    StructMember<int64_t>("skip_incomplete_buckets"), StructMember<int64_t>("minimal_size"),
-    StructMember<int64_t>("bucket_size"), StructMember<int64_t>("size"),
-    StructMember<int64_t>("divisor"), StructMember<Span<const int64_t>>("bits"));
+    StructMember<int64_t>("intra_bits"), StructMember<int64_t>("skip_incomplete_buckets"),
+    StructMember<int64_t>("minimal_size"), StructMember<int64_t>("bucket_size"),
+    StructMember<int64_t>("size"), StructMember<int64_t>("divisor"),
+    StructMember<Span<const int64_t>>("bits"));
 
 namespace cgx::xla {
 namespace {

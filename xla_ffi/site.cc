@@ -109,6 +109,7 @@ Site::Site(const ffi::Dictionary& attributes)
   collective_.algorithm = number("algorithm");
   collective_.rounding = number("rounding");
   collective_.gather_bits = number("gather_bits");
+  collective_.intra_bits = number("intra_bits");
   collective_.skip_incomplete_buckets = number("skip_incomplete_buckets");
   collective_.minimal_size = Get<int64_t>(attributes, "minimal_size");
   std::string call(Get<std::string_view>(attributes, "call"));

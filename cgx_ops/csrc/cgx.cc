@@ -185,10 +185,12 @@ cgx_status_t cgx_comm_create_local(int32_t size, const char* name, double timeou
                                    int32_t* comms) {
   return guarded([&] {
     watch_forks();
+    require(size >= 1, CGX_INVALID_ARGUMENT, "size is ", size, "; accepted: 1 or more");
     for (int32_t rank = 0; rank < size; ++rank)
       Registry::instance().require_free(join(name ? name : "", "/", rank));
     int32_t* next = comms;
-    for (auto& communicator : connect_local(name ? name : "", size, timeout_or_default(timeout_s)))
+    for (auto& communicator :
+         connect_local(name ? name : "", std::vector<int>(size, 0), timeout_or_default(timeout_s)))
       *next++ = Registry::instance().add(std::move(communicator));
   });
 }
@@ -303,7 +305,8 @@ cgx_status_t cgx_plan(const cgx_collective_t* collective, cgx_plan_t* plan) {
     const auto communicator = Registry::instance().get(collective->comm);
     const Plan made = communicator->plan(*collective);
     Plan exact = made;
-    for (auto& segment : exact.segments) segment.scatter.bits = segment.gather.bits = kExactBits;
+    for (auto& segment : exact.segments)
+      segment.intra.bits = segment.scatter.bits = segment.gather.bits = kExactBits;
     plan->algorithm = made.algorithm;
     plan->payload_bytes = payload_bytes(made);
     plan->exact_bytes = payload_bytes(exact);
@@ -324,7 +327,8 @@ cgx_status_t cgx_sum(int32_t dtype, const void* const* values, int32_t num_value
         return static_cast<const std::byte*>(values[i]) + first * size_of(type);
       };
       kernels().convert(type, at(0), Dtype::kFloat32, sum + first, count);
-      for (int32_t i = 1; i < num_values; ++i) kernels().add(type, at(i), sum + first, count);
+      for (int32_t i = 1; i < num_values; ++i)
+        kernels().add(type, at(i), sum + first, sum + first, count);
     }
   });
 }

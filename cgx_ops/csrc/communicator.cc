@@ -8,6 +8,7 @@
 #include "algorithm/refusal.h"
 #include "base/env.h"
 #include "base/status.h"
+#include "transport/host.h"
 
 namespace cgx {
 namespace {
@@ -44,6 +45,7 @@ T from_bytes(const Bytes& bytes) {
 struct Hello {
   char version[32];
   char type[8];
+  Host host;
 };
 struct Offered {
   uint32_t bytes;  // 0: this rank cannot serve the transport
@@ -60,10 +62,12 @@ std::vector<T> gather(const Allgather& allgather, const T& mine) {
   return all;
 }
 
-void check_hello(const Allgather& allgather, const std::string& type) {
+std::shared_ptr<const Topology> exchange_hellos(const Allgather& allgather,
+                                                const std::string& type) {
   Hello mine;
   put_text(mine.version, CGX_VERSION);
   put_text(mine.type, type);
+  mine.host = this_host();
   const auto all = gather(allgather, mine);
   for (size_t rank = 1; rank < all.size(); ++rank) {
     require(std::string(all[rank].version) == all[0].version, CGX_MISMATCH, "rank 0 runs cgx ",
@@ -73,6 +77,9 @@ void check_hello(const Allgather& allgather, const std::string& type) {
             "COMMUNICATOR_TYPE (or the transport asked for) is ", all[0].type, " on rank 0, ",
             all[rank].type, " on rank ", rank);
   }
+  std::vector<Host> hosts;
+  for (const Hello& each : all) hosts.push_back(each.host);
+  return std::make_shared<Topology>(number_hosts(hosts));
 }
 
 // One transport: nullptr and why, if these ranks cannot have it.
@@ -134,11 +141,12 @@ std::string making(const std::string& name, const std::string& what) {
 
 // ---- Communicator --------------------------------------------------------------------------
 
-Communicator::Communicator(std::string name, int rank, int size, Seconds timeout,
-                           std::unique_ptr<Transport> transport)
+Communicator::Communicator(std::string name, int rank, std::shared_ptr<const Topology> topology,
+                           Seconds timeout, std::unique_ptr<Transport> transport)
     : name(std::move(name)),
       rank(rank),
-      size(size),
+      size(topology->size()),
+      topology(std::move(topology)),
       timeout(timeout),
       engine_(transport ? std::make_unique<Engine>(this->name, rank, size, std::move(transport))
                         : nullptr) {}
@@ -197,6 +205,7 @@ void Communicator::wait(Collective& collective) {
 
 Plan Communicator::plan(const cgx_collective_t& call) const {
   Plan made = make_plan(call, rank, size);
+  made.topology = topology;
   made.algorithm = pick_algorithm(made);
   return made;
 }
@@ -265,33 +274,40 @@ void Communicator::close() {
 
 // ---- making --------------------------------------------------------------------------------
 
+namespace {
+
+CommunicatorRef alone(const std::string& name, Communicator::Seconds timeout) {
+  const auto topology = std::make_shared<Topology>(std::vector<int>{0});
+  return std::make_shared<Communicator>(name, 0, topology, timeout, nullptr);
+}
+
+}  // namespace
+
 CommunicatorRef connect(const std::string& name, int rank, int size, const Allgather& allgather,
                         const std::string& type, Communicator::Seconds timeout) {
   require(size >= 1 && rank >= 0 && rank < size, CGX_INVALID_ARGUMENT, "rank ", rank, " of size ",
           size);
-  if (size == 1) return std::make_shared<Communicator>(name, rank, size, timeout, nullptr);
-  check_hello(allgather, type);
+  if (size == 1) return alone(name, timeout);
+  const auto topology = exchange_hellos(allgather, type);
   std::string tried;
   for (const auto& entry : transport_table()) {
     if (type != "AUTO" && type != entry.communicator_type) continue;
     std::string why;
     auto transport = try_transport(entry, rank, size, allgather, timeout, &why);
     if (transport)
-      return std::make_shared<Communicator>(name, rank, size, timeout, std::move(transport));
+      return std::make_shared<Communicator>(name, rank, topology, timeout, std::move(transport));
     tried += join("; ", entry.name, ": ", why);
   }
   fail(CGX_UNSUPPORTED, "no transport connects the ", size, " ranks of communicator '", name,
        "' (COMMUNICATOR_TYPE ", type, ")", tried);
 }
 
-std::vector<CommunicatorRef> connect_local(const std::string& name, int size,
+std::vector<CommunicatorRef> connect_local(const std::string& name, std::vector<int> host_of,
                                            Communicator::Seconds timeout) {
-  require(size >= 1, CGX_INVALID_ARGUMENT, "size is ", size, "; accepted: 1 or more");
+  const auto topology = std::make_shared<Topology>(std::move(host_of));
+  const int size = topology->size();
+  if (size == 1) return {alone(name + "/0", timeout)};
   std::vector<CommunicatorRef> communicators;
-  if (size == 1) {
-    communicators.push_back(std::make_shared<Communicator>(name + "/0", 0, 1, timeout, nullptr));
-    return communicators;
-  }
   std::vector<std::unique_ptr<Connector>> connectors;
   std::vector<Bytes> offers;
   for (int rank = 0; rank < size; ++rank) {
@@ -299,8 +315,9 @@ std::vector<CommunicatorRef> connect_local(const std::string& name, int size,
     offers.push_back(connectors.back()->offer());
   }
   for (int rank = 0; rank < size; ++rank)
-    communicators.push_back(std::make_shared<Communicator>(
-        join(name, "/", rank), rank, size, timeout, connectors[rank]->connect(offers, timeout)));
+    communicators.push_back(
+        std::make_shared<Communicator>(join(name, "/", rank), rank, topology, timeout,
+                                       connectors[rank]->connect(offers, timeout)));
   return communicators;
 }
 

@@ -29,9 +29,9 @@ class Communicator {
  public:
   using Seconds = std::chrono::duration<double>;
 
-  // No transport: a communicator of one rank.
-  Communicator(std::string name, int rank, int size, Seconds timeout,
-               std::unique_ptr<Transport> transport);
+  // No transport: a communicator of one rank. topology: of as many ranks.
+  Communicator(std::string name, int rank, std::shared_ptr<const Topology> topology,
+               Seconds timeout, std::unique_ptr<Transport> transport);
   ~Communicator();
 
   // Throws if the call is malformed or the communicator closed. On one rank the values are copied
@@ -56,6 +56,7 @@ class Communicator {
 
   const std::string name;
   const int rank, size;
+  const std::shared_ptr<const Topology> topology;
   const Seconds timeout;
   const char* transport_name() const { return engine_ ? engine_->transport_name() : "self"; }
   bool closed() const { return engine_ ? engine_->closed() : closed_.load(); }
@@ -80,7 +81,8 @@ using CommunicatorRef = std::shared_ptr<Communicator>;
 // Collective over the bootstrap's ranks. `type` is AUTO, SHM or MPI.
 CommunicatorRef connect(const std::string& name, int rank, int size, const Allgather& allgather,
                         const std::string& type, Communicator::Seconds timeout);
-std::vector<CommunicatorRef> connect_local(const std::string& name, int size,
+// host_of: by rank, to try on threads what is for several hosts.
+std::vector<CommunicatorRef> connect_local(const std::string& name, std::vector<int> host_of,
                                            Communicator::Seconds timeout);
 // nullptr for a negative color.
 CommunicatorRef split(Communicator& parent, int color, int key, const std::string& name);

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <system_error>
 
+#include "base/cores.h"
 #include "base/float_mode.h"
 #include "base/status.h"
 
@@ -13,6 +14,7 @@ namespace {
 constexpr auto kCheckInterval = std::chrono::milliseconds(20);  // deadlines, lost peers
 constexpr auto kLongestSleep = std::chrono::milliseconds(10);
 constexpr auto kSpinTime = std::chrono::microseconds(50);
+constexpr int kLooks = 64;  // without giving way: about 10 us, longer than a small message takes
 constexpr size_t kLongestNews = 900;  // bytes that every transport carries
 constexpr auto kGrace = std::chrono::microseconds(200);
 constexpr int kStepsPerPass = 16;  // between two looks at the transport
@@ -63,6 +65,7 @@ Engine::Engine(std::string name, int rank, int size, std::unique_ptr<Transport> 
       rank_(rank),
       size_(size),
       transport_(std::move(transport)),
+      crowded_(crowded()),
       lost_(size) {}
 
 Engine::~Engine() = default;
@@ -200,16 +203,19 @@ void Engine::progress_thread() {
 
 template <typename Until>
 void Engine::drive(Until&& until) {
-  // Gives way before it sleeps: with more ranks than cores the peer that is waited for may need
-  // this one.
+  // Looks again at once for a moment, then gives way before it sleeps: with more ranks than cores
+  // the peer that is waited for may need this one.
   auto last_work = Clock::now();
+  int looks = 0;
   while (!until()) {
-    if (progress())
+    if (progress()) {
       last_work = now_;
-    else if (now_ - last_work < kSpinTime)
-      std::this_thread::yield();
-    else if (!anything_submitted())  // what is put after this rings the transport's bell
+      looks = 0;
+    } else if (now_ - last_work < kSpinTime) {
+      if (crowded_ || ++looks > kLooks) std::this_thread::yield();
+    } else if (!anything_submitted()) {  // what is put after this rings the transport's bell
       transport_->wait(kLongestSleep);
+    }
   }
 }
 
@@ -220,7 +226,7 @@ bool Engine::anything_submitted() {
 
 bool Engine::progress() {
   const FloatMode mode;
-  std::deque<CollectiveRef> submitted;
+  std::vector<CollectiveRef> submitted;
   {
     const std::lock_guard lock(mutex_);
     submitted.swap(submitted_);

@@ -92,6 +92,7 @@ class Engine : private Sink {
   const std::string name_;
   const int rank_, size_;
   const std::unique_ptr<Transport> transport_;
+  const bool crowded_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;     // a collective ended, or the role is free
@@ -99,7 +100,7 @@ class Engine : private Sink {
   bool role_taken_ = false;
   bool unflushed_ = false;  // the transport still has messages to hand over
   std::atomic<bool> stop_{false};
-  std::deque<CollectiveRef> submitted_;
+  std::vector<CollectiveRef> submitted_;
   std::string close_reason_;
   std::unordered_map<std::string, uint64_t> occurrences_;
   int callbacks_in_flight_ = 0;

@@ -72,7 +72,7 @@ const char* op_name(int op) {
   return kNames[op];
 }
 const char* algorithm_name(int algorithm) {
-  static constexpr const char* kNames[] = {"auto", "one_shot", "sra", "ring"};
+  static constexpr const char* kNames[] = {"auto", "one_shot", "sra", "ring", "hierarchical"};
   return kNames[algorithm];
 }
 const char* rounding_name(int rounding) {
@@ -122,13 +122,15 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
   plan.verb = in_range<cgx_verb_t>("verb", call.verb, 0, CGX_ALL_GATHER, "a cgx_verb_t");
   plan.dtype = in_range<Dtype>("dtype", call.dtype, 0, CGX_BFLOAT16, "a cgx_dtype_t");
   plan.op = in_range<Op>("op", call.op, 0, CGX_PRODUCT, "sum, avg, min, max, product");
-  in_range<int>("algorithm", call.algorithm, 0, CGX_RING, "auto, one_shot, sra, ring");
+  in_range<int>("algorithm", call.algorithm, 0, CGX_HIERARCHICAL,
+                "auto, one_shot, sra, ring, hierarchical");
   plan.rounding_mode =
       in_range<RoundingMode>("rounding", call.rounding, 0, CGX_SHIFT, "nearest, stochastic, shift");
   require(call.minimal_size >= 0, CGX_INVALID_ARGUMENT, "minimal_size is ", call.minimal_size,
           "; accepted: 0 or more");
   require(call.num_segments >= 0, CGX_INVALID_ARGUMENT, "num_segments is ", call.num_segments);
   if (call.gather_bits != 0) check_bits("gather_bits", call.gather_bits);
+  if (call.intra_bits != 0) check_bits("intra_bits", call.intra_bits);
   require(call.divisor >= 0, CGX_INVALID_ARGUMENT, "divisor is ", call.divisor,
           "; accepted: 1 or more, or 0 for the number of ranks");
   check_lists(call, plan, used);
@@ -162,9 +164,11 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
             : std::min(given.bucket_size, std::max<int64_t>(1, given.numel));
     segment.scatter = {plan.dtype, given.numel < smallest ? kExactBits : given.bits, bucket_size,
                        call.skip_incomplete_buckets != 0};
-    segment.gather = segment.scatter;
-    if (call.gather_bits != 0 && segment.scatter.bits != kExactBits)
-      segment.gather.bits = call.gather_bits;
+    segment.intra = segment.gather = segment.scatter;
+    if (segment.scatter.bits != kExactBits) {
+      segment.intra.bits = call.intra_bits != 0 ? call.intra_bits : kExactBits;
+      if (call.gather_bits != 0) segment.gather.bits = call.gather_bits;
+    }
     compressed |= given.bits != kExactBits;
     if (call.block_numel == 0 && in_one_buffer)
       plan.block_numel = std::max(plan.block_numel, given.offset + given.numel);
@@ -193,6 +197,7 @@ Agreement make_agreement(const cgx_collective_t& call, const Plan& plan) {
   agreement.algorithm = plan.algorithm;
   agreement.rounding = call.rounding;
   agreement.gather_bits = call.gather_bits;
+  agreement.intra_bits = call.intra_bits;
   agreement.skip_incomplete_buckets = call.skip_incomplete_buckets != 0;
   agreement.minimal_size = call.minimal_size;
   agreement.num_segments = call.num_segments;
@@ -222,6 +227,7 @@ std::string difference(const Agreement& left, const Agreement& right) {
       {"bucket_size", [](const Agreement& a) { return std::to_string(a.bucket_size); }},
       {"rounding", [](const Agreement& a) -> std::string { return rounding_name(a.rounding); }},
       {"gather_bits", [](const Agreement& a) { return std::to_string(a.gather_bits); }},
+      {"intra_bits", [](const Agreement& a) { return std::to_string(a.intra_bits); }},
       {"minimal_size", [](const Agreement& a) { return std::to_string(a.minimal_size); }},
       {"skip_incomplete_buckets",
        [](const Agreement& a) { return std::to_string(a.skip_incomplete_buckets); }},

@@ -8,9 +8,11 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "base/topology.h"
 #include "base/types.h"
 #include "compressor/compressor.h"
 
@@ -22,13 +24,15 @@ struct Segment {
   std::byte* error = nullptr;  // gets what compression lost
   int64_t numel = 0;
   uint64_t seed = 0;
-  CompressorSettings scatter;  // a rank's own values, on their way to the owner
+  CompressorSettings intra;    // a rank's own values, within its host (hierarchical)
+  CompressorSettings scatter;  // a rank's own values, or its host's sums, on their way to the owner
   CompressorSettings gather;   // reduced values, on their way back
 };
 
 // Phases of the noise (docs/wire_format.md).
 inline constexpr uint32_t kScatterPhase = 0;
 inline constexpr uint32_t kGatherPhase = 1;
+inline constexpr uint32_t kIntraPhase = 2;
 
 struct Plan {
   cgx_verb_t verb = CGX_ALLREDUCE;
@@ -38,7 +42,8 @@ struct Plan {
   RoundingMode rounding_mode = RoundingMode::kNearest;
   int rank = 0;
   int size = 1;
-  int64_t divisor = 1;  // of avg
+  std::shared_ptr<const Topology> topology;  // null: not known
+  int64_t divisor = 1;                       // of avg
   std::vector<Segment> segments;
   int64_t block_numel = 0;  // elements from one rank's block to the next; the whole for allreduce
   const std::byte* input = nullptr;
@@ -55,7 +60,8 @@ struct Plan {
 struct Agreement {
   int32_t verb = 0, dtype = 0, op = 0, algorithm = 0, rounding = 0, gather_bits = 0;
   int32_t skip_incomplete_buckets = 0, bits = 0;  // bits of the first segment
-  int64_t minimal_size = 0, num_segments = 0, numel = 0, block_numel = 0, divisor = 0;
+  int64_t intra_bits = 0, minimal_size = 0, num_segments = 0, numel = 0, block_numel = 0;
+  int64_t divisor = 0;
   int64_t bucket_size = 0;  // of the first segment
   uint64_t segments_hash = 0;
 };

@@ -21,6 +21,7 @@ def knob_attributes(op: str, algorithm: str, config: Config) -> dict[str, Any]:
         "algorithm": _native.ALGORITHMS[algorithm],
         "rounding": _native.ROUNDINGS[config.rounding],
         "gather_bits": config.gather_bits or 0,
+        "intra_bits": config.intra_bits or 0,
         "skip_incomplete_buckets": config.skip_incomplete_buckets,
         "minimal_size": config.minimal_size,
         "bucket_size": config.bucket_size,

@@ -43,6 +43,7 @@ def allreduce_q(
     name: str = "",
     algorithm: Algorithm = "auto",
     gather_bits: int | None = None,
+    intra_bits: int | None = None,
     skip_incomplete_buckets: bool = False,
     minimal_size: int = 0,
 ) -> Any:
@@ -78,8 +79,9 @@ def allreduce_q(
           from fold_in(key, i). Give another key in every step. Ranks may have equal or different
           keys. None: rounds to nearest.
         name: identifies the call among ranks; "": its place in the rank's sequence does.
-        algorithm: "auto", "one_shot", "sra" or "ring".
+        algorithm: "auto", "one_shot", "sra", "ring" or "hierarchical" (hosts: "auto" picks it).
         gather_bits: bits of the reduced values on their way back; None: as `bits`.
+        intra_bits: in "hierarchical", bits of values that their own host sums; None: exact.
         skip_incomplete_buckets: send a leaf's last bucket exact if it is not full.
         minimal_size: leaves with fewer elements are summed exactly.
 
@@ -101,6 +103,7 @@ def allreduce_q(
         "bucket_size": bucket_size,
         "algorithm": algorithm,
         "gather_bits": gather_bits,
+        "intra_bits": intra_bits,
         "skip_incomplete_buckets": skip_incomplete_buckets,
         "minimal_size": minimal_size,
     }

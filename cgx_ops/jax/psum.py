@@ -42,6 +42,7 @@ def psum_q(
     name: str = "",
     algorithm: Algorithm = "auto",
     gather_bits: int | None = None,
+    intra_bits: int | None = None,
     skip_incomplete_buckets: bool = False,
     minimal_size: int = 0,
     rules: Mapping[str, int] | None = None,
@@ -70,8 +71,9 @@ def psum_q(
           keys. None: rounds to nearest.
         name: identifies the collective among processes, and is unique among those that run at the
           same time. "": the call's place in the program that is being compiled.
-        algorithm: "auto", "one_shot", "sra" or "ring".
+        algorithm: "auto", "one_shot", "sra", "ring" or "hierarchical" (hosts: "auto" picks it).
         gather_bits: bits of the reduced values on their way back; None: as `bits`.
+        intra_bits: in "hierarchical", bits of values that their own host sums; None: exact.
         skip_incomplete_buckets: send a leaf's last bucket exact if it is not full.
         minimal_size: leaves with fewer elements are summed exactly.
         rules: bits by leaf: the first of these regular expressions that is found in the leaf's
@@ -79,8 +81,9 @@ def psum_q(
         fuse: one message for all leaves of a dtype. False: one for each leaf, so that XLA can start
           it when that leaf is computed, while others are not.
         carrier: "native": cgx moves the bytes, through memory and MPI. "xla": XLA's own collectives
-          do, wherever those work, with or without MPI; the bits of the result are the same. Not for
-          the algorithm "ring", nor for groups with more devices in one process than in another.
+          do, wherever those work, with or without MPI; the bits of the result are those of the same
+          algorithm. Not for "ring" and "hierarchical", nor for groups with more devices in one
+          process than in another.
 
     Returns:
         The sums, in the structure, shapes and dtypes of `x`; equal on all devices of a group.
@@ -102,6 +105,7 @@ def psum_q(
         "bucket_size": bucket_size,
         "algorithm": algorithm,
         "gather_bits": gather_bits,
+        "intra_bits": intra_bits,
         "skip_incomplete_buckets": skip_incomplete_buckets,
         "minimal_size": minimal_size,
         "rules": rules,
@@ -121,6 +125,7 @@ def pmean_q(
     name: str = "",
     algorithm: Algorithm = "auto",
     gather_bits: int | None = None,
+    intra_bits: int | None = None,
     skip_incomplete_buckets: bool = False,
     minimal_size: int = 0,
     rules: Mapping[str, int] | None = None,
@@ -136,6 +141,7 @@ def pmean_q(
         "bucket_size": bucket_size,
         "algorithm": algorithm,
         "gather_bits": gather_bits,
+        "intra_bits": intra_bits,
         "skip_incomplete_buckets": skip_incomplete_buckets,
         "minimal_size": minimal_size,
         "rules": rules,
@@ -238,10 +244,10 @@ def checked_config(
             )
     if carrier not in ("native", "xla"):
         raise ValueError(f"{caller}: carrier is {carrier!r}; it must be 'native' or 'xla'")
-    if carrier == "xla" and knobs.get("algorithm") == "ring":
+    if carrier == "xla" and (algorithm := knobs.get("algorithm")) in ("ring", "hierarchical"):
         raise ValueError(
-            f"{caller}: in algorithm='ring' ranks pass messages on, one after the other, which "
-            "carrier='xla' cannot: use 'auto', 'one_shot' or 'sra'"
+            f"{caller}: in algorithm={algorithm!r} ranks pass messages on, one after the other, "
+            "which carrier='xla' cannot: use 'auto', 'one_shot' or 'sra'"
         )
     if not isinstance(name, str):
         raise TypeError(f"{caller}: name is {name!r}; it must be a str")

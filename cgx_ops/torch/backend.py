@@ -139,6 +139,7 @@ def _compression(config: Config) -> _torch_ops.Compression:
         rounding=_native.ROUNDINGS[config.rounding],
         algorithm=_native.ALGORITHMS[config.algorithm],
         gather_bits=config.gather_bits or 0,
+        intra_bits=config.intra_bits or 0,
         skip_incomplete_buckets=config.skip_incomplete_buckets,
         minimal_size=config.minimal_size,
         seed=config.seed,

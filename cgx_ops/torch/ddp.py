@@ -52,14 +52,15 @@ class QuantizedAllreduceState:
 
     Attributes:
         process_group: whose ranks average; None: the default group.
-        config: how values travel. Its algorithm "auto" is "sra" here: what a layer becomes must not
-            depend on the other layers in its bucket, since DistributedDataParallel makes its
-            buckets anew after the first step, and after each restart.
+        config: how values travel. Its algorithm "auto" is "hierarchical" here, or "sra" if carried:
+            what a layer becomes must not depend on the other layers in its bucket, since
+            DistributedDataParallel makes its buckets anew after the first step, and after each
+            restart.
         rules: which layers travel otherwise; None: those that cgx_ops.torch.exclude_layer() and its
             like set. Parameters of one dimension are exact unless a rule names them.
         carrier: "native", cgx_ops' own transports: the group is one of the backend "cgx", or, under
             mpirun, of any backend and all ranks in MPI's order. "c10d": torch's own collectives,
-            over any group. Same bits either way.
+            over any group. Same bits either way for one algorithm.
         unsupported: what happens to gradients that the core cannot average (float64, complex,
             sparse, on a GPU): "refuse" raises TypeError, "exact" has the process group average
             them.
@@ -91,9 +92,9 @@ class QuantizedAllreduceState:
         if rules is not None and not isinstance(rules, Rules):
             raise InvalidArgument(f"rules is {rules!r}; give layers.Rules([...])")
         if config.algorithm == "auto":
-            config = replace(config, algorithm="sra")
-        if carrier == "c10d" and config.algorithm == "ring":
-            raise InvalidArgument("carrier 'c10d' has no algorithm 'ring'; use 'sra'")
+            config = replace(config, algorithm="sra" if carrier == "c10d" else "hierarchical")
+        if carrier == "c10d" and (algorithm := config.algorithm) in ("ring", "hierarchical"):
+            raise InvalidArgument(f"carrier 'c10d' has no algorithm {algorithm!r}; use 'sra'")
         self.process_group = process_group
         self.config = config
         self.rules = rules

@@ -4,7 +4,7 @@ Kernels for tensors and for tracing, gradient and checks are C++ (`torch_ops/`).
 
     quantized_allreduce(x, bits=4, bucket_size=512, op="sum", group_name="", *,
                         rounding="stochastic", algorithm="auto", gather_bits=None,
-                        skip_incomplete_buckets=False, minimal_size=0, name="",
+                        intra_bits=None, skip_incomplete_buckets=False, minimal_size=0, name="",
                         carrier="native") -> Tensor
     quantized_allreduce_(x, ...same...) -> None
     quantized_allreduce_coalesced(xs, ...same...) -> list[Tensor]

@@ -119,6 +119,7 @@ def trace(values: list[torch.Tensor], op: str, group: str, config: Config) -> to
             "rounding": config.rounding,
             "algorithm": config.algorithm,
             "gather_bits": config.gather_bits,
+            "intra_bits": config.intra_bits,
             "skip_incomplete_buckets": config.skip_incomplete_buckets,
             "minimal_size": config.minimal_size,
             "carrier": carrier,

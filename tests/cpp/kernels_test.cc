@@ -444,8 +444,14 @@ void test_codec_case(Dtype dtype, const BucketRun& run, const Rounding& rounding
     target->dequantize(expected.data(), run, dtype, out.data());
     CHECK(out == expected_values, where);
     Unaligned sum = stored(Dtype::kFloat32, before);
-    target->dequantize_add(expected.data(), run, reinterpret_cast<float*>(sum.data()));
+    auto* in_place = reinterpret_cast<float*>(sum.data());
+    target->dequantize_add(expected.data(), run, in_place, in_place);
     CHECK(sum == expected_sum, where);
+    const Unaligned base = stored(Dtype::kFloat32, before);
+    Unaligned apart(run.numel * 4);
+    target->dequantize_add(expected.data(), run, reinterpret_cast<const float*>(base.data()),
+                           reinterpret_cast<float*>(apart.data()));
+    CHECK(apart == expected_sum, where);
   }
 }
 
@@ -576,7 +582,8 @@ void test_exact() {
             return widened(from_type, source.data() + i * size_of(from_type));
           };
           Unaligned sum = stored(Dtype::kFloat32, a);
-          target->add(from_type, source.data(), reinterpret_cast<float*>(sum.data()), numel);
+          auto* in_place = reinterpret_cast<float*>(sum.data());
+          target->add(from_type, source.data(), in_place, in_place, numel);
           Unaligned expected_sum(numel * 4);
           for (int64_t i = 0; i < numel; ++i) {
             store(Dtype::kFloat32, one_nan(a[static_cast<size_t>(i)] + value_at(i)),
@@ -657,8 +664,8 @@ void test_compressors() {
                 where);
           Unaligned sum(numel * 4);
           std::memset(sum.data(), 0, static_cast<size_t>(numel * 4));
-          compressor->decode_add(message.data(), bytes, numel,
-                                 reinterpret_cast<float*>(sum.data()));
+          auto* in_place = reinterpret_cast<float*>(sum.data());
+          compressor->decode_add(message.data(), bytes, numel, in_place, in_place);
           CHECK(sum == decoded, where);
 
           // A piece that begins at a grain encodes to its part of the message.

@@ -71,6 +71,8 @@ class Ranks {
       });
     for (auto& thread : threads) thread.join();
   }
+  // Communicators that were made otherwise.
+  explicit Ranks(std::vector<int32_t> made) : comms(std::move(made)) {}
   // Closing waits for peers that still read, so ranks close side by side.
   ~Ranks() {
     run([](int, int32_t comm) { ok(cgx_comm_close(comm)); });

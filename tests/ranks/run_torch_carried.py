@@ -330,8 +330,9 @@ def refused(kind: type[Exception], text: str) -> Iterator[None]:
 
 def bad_calls(group: Group) -> None:
     x = torch.ones(100)
-    with refused(ValueError, "carrier 'c10d' has no algorithm 'ring'"):
-        tc.allreduce(x, **group.options(algorithm="ring"))
+    for algorithm in ("ring", "hierarchical"):
+        with refused(ValueError, f"carrier 'c10d' has no algorithm '{algorithm}'"):
+            tc.allreduce(x, **group.options(algorithm=algorithm))
     with refused(ValueError, "carrier 'mpi' is unknown; use one of 'native', 'c10d'"):
         tc.allreduce(x, **group.options(carrier="mpi"))
     with refused((ValueError, RuntimeError), "nobody"):  # type: ignore[arg-type]

@@ -53,11 +53,13 @@ struct AlgorithmEntry {
 const std::vector<AlgorithmEntry>& algorithm_table();
 std::unique_ptr<Algorithm> make_algorithm(Plan plan);
 
-// What `auto` stands for, by the encoded size of the plan's tensors; anything else stays.
+// What `auto` stands for, by the encoded size of the plan's tensors and by hosts. hierarchical is
+// sra where hosts make only one level; anything else stays.
 cgx_algorithm_t pick_algorithm(const Plan& plan);
 
 std::unique_ptr<Algorithm> make_one_shot(Plan plan);
 std::unique_ptr<Algorithm> make_sra(Plan plan);
 std::unique_ptr<Algorithm> make_ring(Plan plan);
+std::unique_ptr<Algorithm> make_hierarchical(Plan plan);
 
 }  // namespace cgx

@@ -16,10 +16,10 @@ Plan carried_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed 
   Plan plan = make_plan(call, rank, size, used);
   require(plan.verb == CGX_ALLREDUCE, CGX_INVALID_ARGUMENT, "verb is ", call.verb,
           ": only an allreduce can be carried by its caller; give CGX_ALLREDUCE");
+  require(plan.algorithm != CGX_RING && plan.algorithm != CGX_HIERARCHICAL, CGX_INVALID_ARGUMENT,
+          "algorithm is ", plan.algorithm == CGX_RING ? "ring" : "hierarchical",
+          ", which passes messages on: its caller cannot carry it; give auto, one_shot or sra");
   plan.algorithm = pick_algorithm(plan);
-  require(plan.algorithm != CGX_RING, CGX_INVALID_ARGUMENT,
-          "algorithm is ring, which passes every message on: its caller cannot carry it; give "
-          "auto, one_shot or sra");
   return plan;
 }
 

@@ -15,6 +15,7 @@ struct Encoding {
 };
 
 Encoding encoding(const Piece& piece, Way way) {
+  if (way == Way::kIntra) return {piece.intra, piece.intra_at, kIntraPhase};
   if (way == Way::kScatter) return {piece.scatter, piece.scatter_at, kScatterPhase};
   return {piece.gather, piece.gather_at, kGatherPhase};
 }
@@ -38,7 +39,7 @@ void encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way 
     const auto [compressor, at, phase] = encoding(piece, way);
     compressor->encode(plan.dtype, input + piece.input_at, piece.numel, piece.first_index,
                        plan.rounding(piece.seed, phase), message + at);
-    if (piece.error) write_error(plan, piece, input + piece.input_at, message + at);
+    if (piece.error) write_error(plan, piece, way, input + piece.input_at, message + at);
   }
 }
 
@@ -59,13 +60,18 @@ void pass_through(const Plan& plan) {
 }
 
 template <typename Emit>
-void ChunkReducer::reduce(const Shard& shard, const Chunk& chunk, Messages messages,
+void ChunkReducer::reduce(const Shard& shard, const Chunk& chunk, Messages intra, Messages messages,
                           const std::byte* own, bool divide, const Emit& emit) {
-  contributions_.resize(messages.size());
   for (const Piece& piece : shard.pieces_of(chunk)) {
-    for (size_t i = 0; i < messages.size(); ++i)
-      contributions_[i] = messages[i] ? Contribution{messages[i] + piece.scatter_at, false}
-                                      : Contribution{own + piece.input_at, true};
+    contributions_.clear();
+    const auto add = [&](Messages encoded, Way way) {
+      const auto [compressor, at, phase] = encoding(piece, way);
+      for (const std::byte* message : encoded)
+        contributions_.push_back(message ? Contribution{message + at, compressor}
+                                         : Contribution{own + piece.input_at, nullptr});
+    };
+    add(intra, Way::kIntra);
+    add(messages, Way::kScatter);
     reducer_.reduce(
         plan_, piece, contributions_, divide,
         [&](const float* sums, int64_t first, int64_t numel) { emit(piece, sums, first, numel); });
@@ -74,7 +80,7 @@ void ChunkReducer::reduce(const Shard& shard, const Chunk& chunk, Messages messa
 
 void ChunkReducer::to_values(const Shard& shard, const Chunk& chunk, Messages messages,
                              const std::byte* own, std::byte* output) {
-  reduce(shard, chunk, messages, own, true,
+  reduce(shard, chunk, {}, messages, own, true,
          [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
            kernels().convert(Dtype::kFloat32, sums, plan_.dtype,
                              output + piece.output_at + plan_.bytes(first), numel);
@@ -82,8 +88,9 @@ void ChunkReducer::to_values(const Shard& shard, const Chunk& chunk, Messages me
 }
 
 void ChunkReducer::to_gather_message(const Shard& shard, const Chunk& chunk, Messages messages,
-                                     const std::byte* own, std::byte* message, std::byte* output) {
-  reduce(shard, chunk, messages, own, true,
+                                     const std::byte* own, std::byte* message, std::byte* output,
+                                     Messages intra) {
+  reduce(shard, chunk, intra, messages, own, true,
          [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
            const auto encoded =
                encode_sums(plan_, piece, Way::kGather, sums, first, numel, message);
@@ -95,8 +102,8 @@ void ChunkReducer::to_gather_message(const Shard& shard, const Chunk& chunk, Mes
 }
 
 void ChunkReducer::to_scatter_message(const Shard& shard, const Chunk& chunk, Messages messages,
-                                      const std::byte* own, std::byte* message) {
-  reduce(shard, chunk, messages, own, false,
+                                      const std::byte* own, std::byte* message, Messages intra) {
+  reduce(shard, chunk, intra, messages, own, false,
          [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
            const auto encoded =
                encode_sums(plan_, piece, Way::kScatter, sums, first, numel, message);

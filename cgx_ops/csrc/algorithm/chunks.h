@@ -29,8 +29,9 @@ void pass_through(const Plan& plan);
 
 class ChunkReducer {
  public:
-  // The ranks' kScatter messages of one chunk, in the order in which they are summed; null stands
-  // for this rank's own values, which are at `own`.
+  // Messages of one chunk, in the order in which they are summed: first those of `intra`, if any,
+  // which are kIntra, then the others, which are kScatter. Null stands for this rank's own values,
+  // which are at `own`.
   using Messages = std::span<const std::byte* const>;
 
   explicit ChunkReducer(const Plan& plan) : plan_(plan) {}
@@ -39,15 +40,16 @@ class ChunkReducer {
                  std::byte* output);
   // `output`, if not null, gets what the message decodes to.
   void to_gather_message(const Shard& shard, const Chunk& chunk, Messages messages,
-                         const std::byte* own, std::byte* message, std::byte* output);
+                         const std::byte* own, std::byte* message, std::byte* output,
+                         Messages intra = {});
   // A partial sum, for the next rank to add to: avg is not divided.
   void to_scatter_message(const Shard& shard, const Chunk& chunk, Messages messages,
-                          const std::byte* own, std::byte* message);
+                          const std::byte* own, std::byte* message, Messages intra = {});
 
  private:
   template <typename Emit>
-  void reduce(const Shard& shard, const Chunk& chunk, Messages messages, const std::byte* own,
-              bool divide, const Emit& emit);
+  void reduce(const Shard& shard, const Chunk& chunk, Messages intra, Messages messages,
+              const std::byte* own, bool divide, const Emit& emit);
 
   const Plan& plan_;
   Reducer reducer_;

@@ -11,11 +11,16 @@ namespace {
 // chunk is decoded from the cache it was encoded into.
 constexpr int64_t kChunkBytes = 32 * 1024;
 
+int count_shards(const Plan& plan) {
+  if (plan.verb != CGX_ALLREDUCE || plan.algorithm == CGX_ONE_SHOT) return 1;
+  if (plan.algorithm != CGX_HIERARCHICAL) return plan.size;
+  return plan.topology->hosts() * plan.topology->lanes();
+}
+
 }  // namespace
 
 Layout::Layout(const Plan& plan) {
-  const bool cut_by_owner = plan.verb == CGX_ALLREDUCE && plan.algorithm != CGX_ONE_SHOT;
-  shards_.resize(cut_by_owner ? plan.size : 1);
+  shards_.resize(count_shards(plan));
   if (plan.verb != CGX_ALLREDUCE) block_stride_ = plan.block_numel;
   for (const auto& segment : plan.segments) {
     const int64_t grain = compressor(segment.scatter)->grain();
@@ -29,9 +34,10 @@ Layout::Layout(const Plan& plan) {
 }
 
 void Layout::append(Shard* shard, const Segment& segment, int64_t first, int64_t last) {
+  const Compressor* intra = compressor(segment.intra);
   const Compressor* scatter = compressor(segment.scatter);
   const Compressor* gather = compressor(segment.gather);
-  const int64_t grain = std::max(scatter->grain(), gather->grain());
+  const int64_t grain = std::max({intra->grain(), scatter->grain(), gather->grain()});
   const int64_t grain_bytes = std::max(scatter->max_bytes(grain), gather->max_bytes(grain));
   while (first < last) {
     const bool open = !shard->chunks.empty();
@@ -40,7 +46,7 @@ void Layout::append(Shard* shard, const Segment& segment, int64_t first, int64_t
              : kChunkBytes;
     int64_t room = (kChunkBytes - used) / grain_bytes;
     if (room <= 0) {
-      shard->chunks.push_back({shard->pieces.size(), shard->pieces.size(), 0, 0});
+      shard->chunks.push_back({shard->pieces.size(), shard->pieces.size(), 0, 0, 0});
       room = std::max<int64_t>(1, kChunkBytes / grain_bytes);
     }
     Chunk& chunk = shard->chunks.back();
@@ -48,9 +54,10 @@ void Layout::append(Shard* shard, const Segment& segment, int64_t first, int64_t
     const int64_t at = first * size_of(segment.scatter.dtype);
     shard->pieces.push_back({segment.input_at + at, segment.output_at + at,
                              segment.error ? segment.error + at : nullptr, numel, first,
-                             segment.seed, scatter, gather, chunk.scatter_bytes,
-                             chunk.gather_bytes});
+                             segment.seed, intra, scatter, gather, chunk.intra_bytes,
+                             chunk.scatter_bytes, chunk.gather_bytes});
     chunk.last_piece = shard->pieces.size();
+    chunk.intra_bytes += intra->max_bytes(numel);
     chunk.scatter_bytes += scatter->max_bytes(numel);
     chunk.gather_bytes += gather->max_bytes(numel);
     first += numel;
@@ -79,6 +86,24 @@ int64_t payload_bytes(const Plan& plan) {
     for (int shard = 0; shard < plan.size; ++shard) {
       if (shard != plan.rank) sum += bytes(shard, &Chunk::scatter_bytes);
       if (shard != (plan.rank + 1) % plan.size) sum += bytes(shard, &Chunk::gather_bytes);
+    }
+    return sum;
+  }
+  if (plan.algorithm == CGX_HIERARCHICAL) {
+    const Topology& topology = *plan.topology;
+    const int host = topology.host_of(plan.rank), place = topology.place_of(plan.rank);
+    const int64_t neighbours = static_cast<int64_t>(topology.ranks_of(host).size()) - 1;
+    for (int owner = 0; owner < topology.hosts(); ++owner) {
+      for (int lane = 0; lane < topology.lanes(); ++lane) {
+        const int shard = topology.shard_of(owner, lane);
+        const int64_t reduced = bytes(shard, &Chunk::gather_bytes);
+        if (lane != place)
+          sum += bytes(shard, &Chunk::intra_bytes);
+        else if (owner != host)
+          sum += bytes(shard, &Chunk::scatter_bytes) + neighbours * reduced;
+        else
+          sum += (topology.hosts() - 1 + neighbours) * reduced;
+      }
     }
     return sum;
   }

@@ -12,8 +12,9 @@
 
 namespace cgx {
 
-// A rank's own values on their way to the owner, or reduced values on their way back.
-enum class Way { kScatter, kGather };
+// What travels: a rank's own values within its host (hierarchical), what is summed on its way to
+// the owner, reduced values on their way back.
+enum class Way { kIntra, kScatter, kGather };
 
 struct Piece {
   int64_t input_at;   // bytes, in the input (allreduce) or in a rank's block of it
@@ -22,15 +23,18 @@ struct Piece {
   int64_t numel;
   int64_t first_index;  // of its first element, in its segment
   uint64_t seed;
+  const Compressor* intra;
   const Compressor* scatter;
   const Compressor* gather;
-  int64_t scatter_at;  // bytes, in the chunk's message
+  int64_t intra_at;  // bytes, in the chunk's message
+  int64_t scatter_at;
   int64_t gather_at;
 };
 
 struct Chunk {
   size_t first_piece;
   size_t last_piece;  // one past
+  int64_t intra_bytes;
   int64_t scatter_bytes;
   int64_t gather_bytes;
 };
@@ -50,6 +54,7 @@ class Layout {
 
   // What rank `owner` owns. one_shot has one shard, of everything; in reduce_scatter and all_gather
   // every rank's shard is a block, and `block_offset` tells where in the larger buffer.
+  // hierarchical numbers shards by Topology::shard_of.
   const Shard& shard(int owner) const { return shards_.size() == 1 ? shards_[0] : shards_[owner]; }
   int64_t block_offset(int owner) const { return block_stride_ * owner; }
 

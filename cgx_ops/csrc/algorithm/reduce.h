@@ -10,10 +10,11 @@
 
 namespace cgx {
 
-// Where one rank's values of a piece are: encoded bytes, or (the owner's own) raw values.
+// Where one rank's values of a piece, or one host's sum of them, are: encoded bytes, or (the
+// owner's own) raw values.
 struct Contribution {
   const std::byte* data = nullptr;
-  bool raw = false;  // values of the plan's dtype, at the piece's first element
+  const Compressor* compressor = nullptr;  // null: values of the plan's dtype
 };
 
 class Reducer {
@@ -26,16 +27,15 @@ class Reducer {
     const int64_t block = block_numel(piece);
     for (int64_t first = 0; first < piece.numel; first += block) {
       const int64_t numel = std::min(block, piece.numel - first);
-      float* values = reduce_block(plan, piece, contributions, divide, first, numel);
+      float* values = reduce_block(plan, contributions, divide, first, numel);
       emit(values, first, numel);
     }
   }
 
  private:
   static int64_t block_numel(const Piece& piece);
-  float* reduce_block(const Plan& plan, const Piece& piece,
-                      std::span<const Contribution> contributions, bool divide, int64_t first,
-                      int64_t numel);
+  float* reduce_block(const Plan& plan, std::span<const Contribution> contributions, bool divide,
+                      int64_t first, int64_t numel);
   std::vector<float> sum_, other_;
 };
 

@@ -9,8 +9,8 @@
 
 namespace cgx {
 
-// Of a piece's own values, as its scatter message decodes.
-void write_error(const Plan& plan, const Piece& piece, const std::byte* values,
+// Of a piece's own values, as their message decodes.
+void write_error(const Plan& plan, const Piece& piece, Way way, const std::byte* values,
                  const std::byte* message);
 
 // Of a block of sums, `first` elements into the piece, as `encoded` decodes. What avg has divided

@@ -14,6 +14,7 @@
 #include "algorithm/algorithm.h"
 #include "algorithm/chunks.h"
 #include "algorithm/layout.h"
+#include "base/thread_pool.h"
 
 namespace cgx {
 namespace {
@@ -32,10 +33,9 @@ class Sra : public Algorithm {
         scatters_(plan_.verb != CGX_ALL_GATHER),
         gathers_(plan_.verb != CGX_REDUCE_SCATTER),
         contributions_(plan_.size),
-        messages_(plan_.size),
         gather_arrived_(plan_.size, 0),
         decoded_(plan_.size, 0),
-        reducer_(plan_) {
+        reducers_(threads_.size(), ChunkReducer(plan_)) {
     encode_peer_ = next_peer(plan_.rank);
     for (int owner = 0; owner < plan_.size; ++owner)
       longest_ = std::max(longest_, layout_.shard(owner).chunks.size());
@@ -97,43 +97,60 @@ class Sra : public Algorithm {
     return plan_.output + plan_.bytes(gathers_ ? layout_.block_offset(owner) : 0);
   }
 
-  // Phase 1, one message: chunk `encoded_` of the shard of peer `encode_peer_`. Chunks outermost,
-  // so that no owner waits for all of another's.
+  // Phase 1, a message a thread, beginning with chunk `encoded_` of the shard of peer
+  // `encode_peer_`. Chunks outermost, so that no owner waits for all of another's.
   void encode_next(Port& port) {
-    const Shard& shard = layout_.shard(encode_peer_);
-    if (encoded_ < shard.chunks.size()) {
-      const Chunk& chunk = shard.chunks[encoded_];
-      const BufferRef buffer = port.allocate(chunk.scatter_bytes);
-      encode_chunk(plan_, shard, chunk, Way::kScatter, input(encode_peer_), buffer->data);
-      port.send(encode_peer_, kScatter, buffer, chunk.scatter_bytes);
-    }
-    encode_peer_ = next_peer(encode_peer_);
-    if (encode_peer_ == plan_.rank) {
+    messages_.clear();
+    while (static_cast<int>(messages_.size()) < threads_.size() && encoded_ < longest_) {
+      const auto& chunks = layout_.shard(encode_peer_).chunks;
+      if (encoded_ < chunks.size()) {
+        const Chunk& chunk = chunks[encoded_];
+        messages_.push_back({encode_peer_, &chunk, port.allocate(chunk.scatter_bytes)});
+      }
+      encode_peer_ = next_peer(encode_peer_);
+      if (encode_peer_ != plan_.rank) continue;
       encode_peer_ = next_peer(encode_peer_);
       ++encoded_;
     }
+    threads_.for_each(static_cast<int>(messages_.size()), [&](int i) {
+      const auto& [peer, chunk, buffer] = messages_[i];
+      encode_chunk(plan_, layout_.shard(peer), *chunk, Way::kScatter, input(peer), buffer->data);
+    });
+    for (const auto& [peer, chunk, buffer] : messages_)
+      port.send(peer, kScatter, buffer, chunk->scatter_bytes);
+    messages_.clear();
   }
 
-  // Phase 2, one chunk of my shard.
+  // Phase 2, of my shard a chunk a thread, as many as are here.
   bool reduce_next(Port& port) {
-    if (reduced_ == own_chunks().size()) return false;
-    for (int peer = 0; peer < plan_.size; ++peer) {
-      if (peer == plan_.rank) continue;
-      if (contributions_[peer].empty()) return false;
-      messages_[peer] = contributions_[peer].front().bytes.data();
-    }
+    size_t ready = std::min<size_t>(threads_.size(), own_chunks().size() - reduced_);
+    for (int peer = 0; peer < plan_.size; ++peer)
+      if (peer != plan_.rank) ready = std::min(ready, contributions_[peer].size());
+    if (ready == 0) return false;
     const Shard& shard = layout_.shard(plan_.rank);
-    const Chunk& chunk = shard.chunks[reduced_++];
     const std::byte* own = input(plan_.rank);
-    if (gathers_) {
-      const BufferRef buffer = port.allocate(chunk.gather_bytes);
-      reducer_.to_gather_message(shard, chunk, messages_, own, buffer->data, output(plan_.rank));
-      send_to_all(port, buffer, chunk.gather_bytes);
-    } else {
-      reducer_.to_values(shard, chunk, messages_, own, output(plan_.rank));
+    messages_.clear();
+    for (size_t i = 0; i < ready; ++i) {
+      const Chunk& chunk = own_chunks()[reduced_ + i];
+      messages_.push_back(
+          {plan_.rank, &chunk, gathers_ ? port.allocate(chunk.gather_bytes) : nullptr});
     }
+    threads_.for_each(static_cast<int>(ready), [&](int i) {
+      const auto& [rank, chunk, buffer] = messages_[i];
+      std::vector<const std::byte*> arrived(plan_.size);  // null: my own, raw values
+      for (int peer = 0; peer < plan_.size; ++peer)
+        if (peer != rank) arrived[peer] = contributions_[peer][i].bytes.data();
+      if (gathers_)
+        reducers_[i].to_gather_message(shard, *chunk, arrived, own, buffer->data, output(rank));
+      else
+        reducers_[i].to_values(shard, *chunk, arrived, own, output(rank));
+    });
+    reduced_ += ready;
     for (auto& queue : contributions_)
-      if (!queue.empty()) queue.pop_front();
+      for (size_t i = 0; i < ready && !queue.empty(); ++i) queue.pop_front();
+    for (const auto& [rank, chunk, buffer] : messages_)
+      if (gathers_) send_to_all(port, buffer, chunk->gather_bytes);
+    messages_.clear();
     return true;
   }
 
@@ -154,17 +171,32 @@ class Sra : public Algorithm {
       port.send(peer, kGather, buffer, bytes);
   }
 
-  // Phase 3, one message.
+  // Phase 3, a message a thread.
   bool decode_next() {
-    if (gathered_.empty()) return false;
-    const Arrival arrival = std::move(gathered_.front());
-    gathered_.pop_front();
-    const Shard& shard = layout_.shard(arrival.source);
-    const Chunk& chunk = shard.chunks[decoded_[arrival.source]++];
-    decode_chunk(plan_, shard, chunk, arrival.bytes.data(), output(arrival.source));
+    const size_t ready = std::min<size_t>(threads_.size(), gathered_.size());
+    if (ready == 0) return false;
+    std::vector<const Chunk*> chunks;
+    for (size_t i = 0; i < ready; ++i) {
+      const int owner = gathered_[i].source;
+      chunks.push_back(&layout_.shard(owner).chunks[decoded_[owner]++]);
+    }
+    threads_.for_each(static_cast<int>(ready), [&](int i) {
+      const Arrival& arrival = gathered_[i];
+      decode_chunk(plan_, layout_.shard(arrival.source), *chunks[i], arrival.bytes.data(),
+                   output(arrival.source));
+    });
+    for (size_t i = 0; i < ready; ++i) gathered_.pop_front();
     return true;
   }
 
+  // A chunk on its way out.
+  struct Message {
+    int peer;
+    const Chunk* chunk;
+    BufferRef buffer;
+  };
+
+  ThreadPool& threads_ = ThreadPool::instance();
   const Plan plan_;
   const Layout layout_;
   const bool scatters_, gathers_;
@@ -172,13 +204,12 @@ class Sra : public Algorithm {
   size_t encoded_ = 0;  // chunk that phase 1 is at
   int encode_peer_;
   std::vector<std::deque<Arrival>> contributions_;  // of my shard, by source
-  // Of the chunk that is being reduced, by source; null: my own, raw values.
-  std::vector<const std::byte*> messages_;
-  size_t reduced_ = 0;  // chunks of my shard that are done
+  size_t reduced_ = 0;                              // chunks of my shard that are done
   std::deque<Arrival> gathered_;
   std::vector<size_t> gather_arrived_,
-      decoded_;  // chunks of each owner's shard that are in the output
-  ChunkReducer reducer_;
+      decoded_;                         // chunks of each owner's shard that are in the output
+  std::vector<Message> messages_;       // of one step
+  std::vector<ChunkReducer> reducers_;  // one for each thread
 };
 
 }  // namespace

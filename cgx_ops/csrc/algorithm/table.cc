@@ -18,6 +18,10 @@ const std::vector<AlgorithmEntry>& algorithm_table() {
        "2(n-1) steps to the right-hand neighbour, 2(n-1)/n x size sent, quantized n times: for "
        "exact values",
        make_ring},
+      {CGX_HIERARCHICAL, "hierarchical",
+       "ranks of a host, hosts, ranks of a host: 4 steps, 2(h-1)/h x size sent by each of h hosts "
+       "to others, quantized twice",
+       make_hierarchical},
   };
   return table;
 }
@@ -29,6 +33,8 @@ std::unique_ptr<Algorithm> make_algorithm(Plan plan) {
 }
 
 cgx_algorithm_t pick_algorithm(const Plan& plan) {
+  const bool nested = plan.topology && plan.topology->nested();
+  if (plan.algorithm == CGX_HIERARCHICAL && !nested) return CGX_SRA;
   if (plan.algorithm != CGX_AUTO) return plan.algorithm;
   // Up to and including `bytes` of encoded values. A quantized ring is never picked: its error
   // grows with the number of ranks.
@@ -36,8 +42,9 @@ cgx_algorithm_t pick_algorithm(const Plan& plan) {
     int64_t bytes;
     cgx_algorithm_t algorithm;
   };
-  static constexpr Row kRows[] = {{kEagerBytes, CGX_ONE_SHOT}, {INT64_MAX, CGX_SRA}};
-  const Row* row = kRows;
+  const Row rows[] = {{kEagerBytes, CGX_ONE_SHOT},
+                      {INT64_MAX, nested ? CGX_HIERARCHICAL : CGX_SRA}};
+  const Row* row = rows;
   int64_t bytes = 0;
   for (const auto& segment : plan.segments) {
     if (row->bytes == INT64_MAX) break;  // long lists need not be sized to their end

@@ -13,6 +13,8 @@ namespace cgx {
 namespace {
 
 constexpr double kDefaultTimeoutSeconds = 300;
+constexpr int kMost = std::numeric_limits<int>::max();
+constexpr size_t kLongestHostId = 64;
 
 // Locale-free, and the whole text must be a number.
 template <typename Number>
@@ -64,12 +66,27 @@ std::optional<std::string> env_cpu_target() { return env_string("CGX_CPU_TARGET"
 
 double env_timeout_seconds() { return env_seconds("CGX_TIMEOUT", kDefaultTimeoutSeconds); }
 
+std::optional<std::string> env_host_id() {
+  std::optional<std::string> id = env_string("CGX_HOST_ID");
+  require(!id || id->size() <= kLongestHostId, CGX_INVALID_ARGUMENT, "CGX_HOST_ID=\"",
+          id.value_or(""), "\": give at most ", kLongestHostId,
+          " bytes, equal on the ranks of a host");
+  return id;
+}
+
 std::string env_transport() {
   return env_choice("COMMUNICATOR_TYPE", {"AUTO", "SHM", "MPI"}, "AUTO");
 }
 
+std::optional<int> env_threads() { return env_integer("CGX_THREADS", 1, 1024); }
+
+int env_ranks_on_host() {
+  for (const char* name : {"OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"})
+    if (const auto ranks = env_integer(name, 1, kMost)) return *ranks;
+  return 1;
+}
+
 std::optional<MpirunWorld> env_mpirun_world() {
-  constexpr int kMost = std::numeric_limits<int>::max();
   const std::optional<int> size = env_integer("OMPI_COMM_WORLD_SIZE", 1, kMost);
   if (!size) return std::nullopt;
   const std::optional<int> rank = env_integer("OMPI_COMM_WORLD_RANK", 0, *size - 1);

@@ -27,6 +27,15 @@ std::optional<std::string> env_cpu_target();
 // CGX_TIMEOUT: seconds until a waiting collective gives up. 300 if unset.
 double env_timeout_seconds();
 
+// CGX_THREADS: threads of this process that encode and decode.
+std::optional<int> env_threads();
+
+// Ranks of this job on this host, as the launcher (mpirun, torchrun) tells; 1 if it does not.
+int env_ranks_on_host();
+
+// CGX_HOST_ID: what stands for this rank's host, instead of the machine. At most 64 bytes.
+std::optional<std::string> env_host_id();
+
 // COMMUNICATOR_TYPE: "AUTO" (if unset), "SHM" or "MPI".
 std::string env_transport();
 

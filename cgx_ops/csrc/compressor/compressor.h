@@ -31,9 +31,9 @@ class Compressor {
                          const Rounding& rounding, std::byte* bytes) const = 0;
   virtual void decode(const std::byte* bytes, int64_t num_bytes, int64_t numel, Dtype dtype,
                       void* values) const = 0;
-  // sum += decoded, in fp32.
+  // sum = base + decoded, in fp32; `base` may be `sum`.
   virtual void decode_add(const std::byte* bytes, int64_t num_bytes, int64_t numel,
-                          float* sum) const = 0;
+                          const float* base, float* sum) const = 0;
 };
 
 // Settings of one segment on the wire. Two with equal settings encode alike.

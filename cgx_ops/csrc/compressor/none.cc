@@ -25,10 +25,10 @@ class None final : public Compressor {
     kernels().convert(wire_, bytes, dtype, values, numel);
   }
 
-  void decode_add(const std::byte* bytes, int64_t num_bytes, int64_t numel,
+  void decode_add(const std::byte* bytes, int64_t num_bytes, int64_t numel, const float* base,
                   float* sum) const override {
     check_length(num_bytes, numel);
-    kernels().add(wire_, bytes, sum, numel);
+    kernels().add(wire_, bytes, base, sum, numel);
   }
 
  private:

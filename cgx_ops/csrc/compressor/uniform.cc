@@ -45,13 +45,14 @@ class Uniform final : public Compressor {
     }
   }
 
-  void decode_add(const std::byte* bytes, int64_t num_bytes, int64_t numel,
+  void decode_add(const std::byte* bytes, int64_t num_bytes, int64_t numel, const float* base,
                   float* sum) const override {
     check_length(num_bytes, numel);
     const int64_t encoded = encoded_numel(numel);
-    kernels().dequantize_add(bytes, run(encoded, 0), sum);
+    kernels().dequantize_add(bytes, run(encoded, 0), base, sum);
     if (encoded < numel) {
-      kernels().add(settings_.dtype, bytes + record_bytes(encoded), sum + encoded, numel - encoded);
+      kernels().add(settings_.dtype, bytes + record_bytes(encoded), base + encoded, sum + encoded,
+                    numel - encoded);
     }
   }
 

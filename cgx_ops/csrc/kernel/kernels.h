@@ -35,12 +35,13 @@ struct Kernels {
                    std::byte* records);
   // records -> values, rounded to `dtype`.
   void (*dequantize)(const std::byte* records, const BucketRun& run, Dtype dtype, void* values);
-  // sum[i] += decoded value i, in fp32.
-  void (*dequantize_add)(const std::byte* records, const BucketRun& run, float* sum);
+  // sum[i] = base[i] + decoded value i, in fp32. `base` may be `sum`, here and in add.
+  void (*dequantize_add)(const std::byte* records, const BucketRun& run, const float* base,
+                         float* sum);
 
   // Exact values. Equal types: a copy, bit for bit. `from` and `to` are equal or do not overlap.
   void (*convert)(Dtype from_type, const void* from, Dtype to_type, void* to, int64_t numel);
-  void (*add)(Dtype dtype, const void* values, float* sum, int64_t numel);  // sum += values
+  void (*add)(Dtype dtype, const void* values, const float* base, float* sum, int64_t numel);
   // into = op(into, values); avg adds. NaN wins in min and max, and -0 < +0.
   void (*combine)(Op op, const float* values, float* into, int64_t numel);
   void (*divide)(float* values, float divisor, int64_t numel);

@@ -2,23 +2,39 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <string>
 
-namespace cgx {
+#include "base/env.h"
 
-Host this_host() {
+namespace cgx {
+namespace {
+
+std::string machine() {
   char name[65] = {}, pid_namespace[64] = {};
   gethostname(name, sizeof(name) - 1);
   if (readlink("/proc/self/ns/pid", pid_namespace, sizeof(pid_namespace) - 1) < 0)
     pid_namespace[0] = '\0';
   std::string boot;
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
-  const std::string all = std::string(name) + "|" + boot + "|" + pid_namespace;
+  return std::string(name) + "|" + boot + "|" + pid_namespace;
+}
+
+Host to_host(const std::string& text) {
   Host host{};
-  std::memcpy(host.data(), all.data(), std::min(all.size(), host.size()));
+  std::memcpy(host.data(), text.data(), std::min(text.size(), host.size()));
   return host;
 }
+
+}  // namespace
+
+Host this_host() {
+  const std::optional<std::string> id = env_host_id();
+  return to_host(id ? "id|" + *id : machine());
+}
+
+Host this_memory() { return to_host(env_host_id().value_or("") + "|" + machine()); }
 
 }  // namespace cgx

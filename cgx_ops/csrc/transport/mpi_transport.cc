@@ -13,6 +13,7 @@
 #include <cstring>
 #include <deque>
 #include <list>
+#include <memory>
 #include <tuple>
 #include <unordered_map>
 
@@ -26,6 +27,28 @@ namespace {
 
 constexpr int kSendWindow = 16;  // sends handed to MPI per destination
 constexpr auto kPollInterval = std::chrono::microseconds(100);
+
+// Memory for messages, kept for reuse: fresh memory is paid for page by page.
+class BlockPool {
+ public:
+  using Block = std::unique_ptr<std::byte[]>;
+
+  Block take(size_t bytes) {
+    if (bytes > kBlockBytes) return std::make_unique_for_overwrite<std::byte[]>(bytes);
+    if (free_.empty()) return std::make_unique_for_overwrite<std::byte[]>(kBlockBytes);
+    Block block = std::move(free_.back());
+    free_.pop_back();
+    return block;
+  }
+  void give_back(Block block, size_t bytes) {
+    if (bytes <= kBlockBytes && free_.size() < kMostFree) free_.push_back(std::move(block));
+  }
+
+ private:
+  static constexpr size_t kBlockBytes = 64 * 1024;  // holds a chunk
+  static constexpr size_t kMostFree = 64;
+  std::vector<Block> free_;
+};
 
 class MpiTransport : public Transport, private Arrival::Release {
  public:
@@ -48,9 +71,9 @@ class MpiTransport : public Transport, private Arrival::Release {
   const char* name() const override { return "mpi"; }
 
   BufferRef allocate(size_t bytes) override {
-    auto* block = new Bytes(bytes);
-    return {new Buffer{block->data(), bytes, 0, 0}, [block](Buffer* buffer) {
-              delete block;
+    // The pool outlives the buffers that collectives still hold when the transport goes.
+    return {new Buffer{pool_->take(bytes).release(), bytes, 0, 0}, [pool = pool_](Buffer* buffer) {
+              pool->give_back(BlockPool::Block(buffer->data), buffer->capacity);
               delete buffer;
             }};
   }
@@ -130,8 +153,11 @@ class MpiTransport : public Transport, private Arrival::Release {
   struct Incoming {
     int source;
     int tag;
-    Bytes bytes;
+    BlockPool::Block block;
+    size_t size;
     MPI_Request request;
+
+    std::span<const std::byte> bytes() const { return {block.get(), size}; }
   };
 
   void queue(int destination, Outgoing message) {
@@ -203,9 +229,10 @@ class MpiTransport : public Transport, private Arrival::Release {
       if (!found) break;
       int bytes = 0;
       MPI_Get_count(&status, MPI_BYTE, &bytes);
-      auto& incoming = receiving_.emplace_back(
-          Incoming{status.MPI_SOURCE, status.MPI_TAG, Bytes(bytes), MPI_REQUEST_NULL});
-      check_mpi(MPI_Imrecv(incoming.bytes.data(), bytes, MPI_BYTE, &message, &incoming.request),
+      auto& incoming =
+          receiving_.emplace_back(Incoming{status.MPI_SOURCE, status.MPI_TAG, pool_->take(bytes),
+                                           static_cast<size_t>(bytes), MPI_REQUEST_NULL});
+      check_mpi(MPI_Imrecv(incoming.block.get(), bytes, MPI_BYTE, &message, &incoming.request),
                 "MPI_Imrecv");
     }
     // In order of arrival: a message is delivered only when those before it have been.
@@ -227,23 +254,30 @@ class MpiTransport : public Transport, private Arrival::Release {
   }
 
   void deliver(Incoming incoming, Sink& sink) {
-    if (lost_[incoming.source]) return;
+    const int source = incoming.source;
+    if (lost_[source]) return;
+    const auto bytes = incoming.bytes();
     if (incoming.tag != 0) {
+      const auto channel = static_cast<uint32_t>(incoming.tag - 1);
       const uint64_t token = next_token_++;
-      auto& bytes = held_[token] = std::move(incoming.bytes);
-      sink.on_bulk(
-          Arrival(incoming.source, static_cast<uint32_t>(incoming.tag - 1), bytes, this, token));
-    } else if (incoming.bytes[0] == kBye) {
-      const std::string reason(reinterpret_cast<const char*>(incoming.bytes.data()) + 2,
-                               incoming.bytes.size() - 2);
-      lose(incoming.source, incoming.bytes[1] == std::byte{1} ? Loss::kLeft : Loss::kGaveUp, reason,
-           sink);
-    } else {
-      sink.on_control(incoming.source, incoming.bytes);
+      held_.emplace(token, std::move(incoming));
+      sink.on_bulk(Arrival(source, channel, bytes, this, token));
+      return;
     }
+    if (bytes[0] == kBye) {
+      const std::string reason(reinterpret_cast<const char*>(bytes.data()) + 2, bytes.size() - 2);
+      lose(source, bytes[1] == std::byte{1} ? Loss::kLeft : Loss::kGaveUp, reason, sink);
+    } else {
+      sink.on_control(source, bytes);
+    }
+    pool_->give_back(std::move(incoming.block), incoming.size);
   }
 
-  void release(int, uint64_t token) override { held_.erase(token); }
+  void release(int, uint64_t token) override {
+    const auto held = held_.find(token);
+    pool_->give_back(std::move(held->second.block), held->second.size);
+    held_.erase(held);
+  }
 
   // Asks a fault-tolerant MPI (mpirun --with-ft ulfm) who died. False if nobody did.
   bool report_failed(Sink& sink) {
@@ -283,12 +317,13 @@ class MpiTransport : public Transport, private Arrival::Release {
     sink.on_peer_lost(peer, how, reason);
   }
 
+  const std::shared_ptr<BlockPool> pool_ = std::make_shared<BlockPool>();
   MPI_Comm comm_;
   const int rank_;
   std::vector<Link> links_;
   std::vector<bool> lost_;
   std::deque<Incoming> receiving_;
-  std::unordered_map<uint64_t, Bytes> held_;
+  std::unordered_map<uint64_t, Incoming> held_;
   uint64_t next_token_ = 0;
   std::vector<std::pair<int, std::string>> errors_;
   std::vector<BufferRef> abandoned_;

@@ -31,7 +31,7 @@ Bytes to_bytes(std::span<const std::byte> span) { return {span.begin(), span.end
 
 }  // namespace
 
-LocalOffer LocalOffer::read(const Bytes& bytes) {
+LocalOffer LocalOffer::read(std::span<const std::byte> bytes) {
   LocalOffer offer;
   std::memcpy(&offer, bytes.data(), sizeof(offer));
   return offer;
@@ -42,7 +42,7 @@ Bytes LocalOffer::bytes() const { return to_bytes(as_bytes(*this)); }
 size_t SharedMemoryConnector::control_bytes(int size) { return ControlSegment::bytes(size); }
 
 Bytes SharedMemoryConnector::offer() const {
-  return LocalOffer{this_host(), getpid(), control_.id}.bytes();
+  return LocalOffer{this_memory(), getpid(), control_.id}.bytes();
 }
 
 std::string SharedMemoryConnector::refusal(const std::vector<Bytes>& offers) const {
@@ -58,7 +58,8 @@ std::unique_ptr<Transport> SharedMemoryConnector::connect(const std::vector<Byte
   std::vector<uint64_t> controls;
   for (const auto& offer : offers) {
     peers.push_back(LocalOffer::read(offer));
-    controls.push_back(peers.back().control);
+    const bool reached = near_(LocalOffer::read(offers[rank_]), peers.back());
+    controls.push_back(reached ? peers.back().control : 0);
   }
   store_->meet(peers);
   return std::make_unique<SharedMemoryTransport>(name_, rank_, controls, std::move(store_),
@@ -93,6 +94,8 @@ SharedMemoryTransport::SharedMemoryTransport(const char* name, int rank,
   const int size = static_cast<int>(control_ids.size());
   for (int peer = 0; peer < size; ++peer) {
     if (peer == rank) continue;
+    peers_[peer].lost = control_ids[peer] == 0;
+    if (peers_[peer].lost) continue;
     peers_[peer].control = reinterpret_cast<ControlSegment*>(
         store_->map(peer, control_ids[peer], ControlSegment::bytes(size)));
   }
@@ -109,7 +112,7 @@ BufferRef SharedMemoryTransport::allocate(size_t bytes) {
 void SharedMemoryTransport::send_control(int destination, std::span<const std::byte> message) {
   require(message.size() <= kMaxControlBytes, CGX_INTERNAL, "control message of ", message.size(),
           " bytes");
-  push(destination, {kControl, to_bytes(message), nullptr});
+  push(destination, kControl, message);
 }
 
 void SharedMemoryTransport::send(int destination, uint32_t channel, const BufferRef& buffer,
@@ -121,17 +124,23 @@ void SharedMemoryTransport::send(int destination, uint32_t channel, const Buffer
   ++state->unreleased;
   const BulkFrame frame{channel,        buffer->segment, pool_->segment_bytes(buffer->segment),
                         buffer->offset, bytes,           token};
-  push(destination, {kBulk, to_bytes(as_bytes(frame)), state});
+  push(destination, kBulk, as_bytes(frame), state);
 }
 
 void SharedMemoryTransport::release(int source, uint64_t token) {
-  push(source, {kRelease, to_bytes(as_bytes(token)), nullptr});
+  push(source, kRelease, as_bytes(token));
 }
 
-void SharedMemoryTransport::push(int destination, Frame frame) {
-  if (peers_[destination].lost) return;
-  peers_[destination].backlog.push_back(std::move(frame));
-  flush(destination);
+void SharedMemoryTransport::push(int destination, uint32_t type, std::span<const std::byte> body,
+                                 const std::shared_ptr<SendState>& state) {
+  auto& peer = peers_[destination];
+  if (peer.lost) return;
+  if (peer.backlog.empty() && peer.control->inbox[rank_].push(type, body)) {
+    if (state) --state->unsent;
+    peer.control->doorbell.ring();
+  } else {
+    peer.backlog.push_back({type, to_bytes(body), state});
+  }
 }
 
 bool SharedMemoryTransport::flush(int destination) {
@@ -184,7 +193,7 @@ bool SharedMemoryTransport::drain(int source, Sink& sink) {
 void SharedMemoryTransport::handle(int source, uint32_t type, std::span<const std::byte> body,
                                    Sink& sink) {
   if (type == kControl) {
-    sink.on_control(source, to_bytes(body));
+    sink.on_control(source, body);
   } else if (type == kRelease) {
     uint64_t token;
     std::memcpy(&token, body.data(), sizeof(token));

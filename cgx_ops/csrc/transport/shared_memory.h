@@ -24,11 +24,11 @@ namespace cgx {
 
 // What a rank tells its peers before it connects.
 struct LocalOffer {
-  Host host;
+  Host memory;
   int64_t pid;
   uint64_t control;  // the id of its control segment
 
-  static LocalOffer read(const Bytes& bytes);
+  static LocalOffer read(std::span<const std::byte> bytes);
   Bytes bytes() const;
 };
 
@@ -61,6 +61,7 @@ class SharedMemoryConnector : public Connector {
   }
   Bytes offer() const override;
   std::string refusal(const std::vector<Bytes>& offers) const override;
+  // Leaves out whoever is not near.
   std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers,
                                      std::chrono::duration<double> timeout) override;
 
@@ -101,7 +102,7 @@ struct ControlSegment {
 
 class SharedMemoryTransport : public Transport, private Arrival::Release {
  public:
-  // control_ids[r] is rank r's control segment.
+  // control_ids[r] is rank r's control segment; 0: out of reach, nothing is sent there.
   SharedMemoryTransport(const char* name, int rank, const std::vector<uint64_t>& control_ids,
                         std::unique_ptr<SegmentStore> store, std::byte* own_control);
 
@@ -136,7 +137,8 @@ class SharedMemoryTransport : public Transport, private Arrival::Release {
   };
 
   void release(int source, uint64_t token) override;
-  void push(int destination, Frame frame);
+  void push(int destination, uint32_t type, std::span<const std::byte> body,
+            const std::shared_ptr<SendState>& state = nullptr);
   bool flush(int destination);
   bool drain(int source, Sink& sink);
   void handle(int source, uint32_t type, std::span<const std::byte> body, Sink& sink);

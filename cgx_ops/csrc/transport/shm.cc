@@ -108,7 +108,7 @@ class MemoryFileStore : public SegmentStore {
   std::vector<Process> peers_;
 };
 
-bool same_host(const LocalOffer& a, const LocalOffer& b) { return a.host == b.host; }
+bool same_host(const LocalOffer& a, const LocalOffer& b) { return a.memory == b.memory; }
 
 }  // namespace
 

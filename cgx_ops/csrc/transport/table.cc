@@ -9,6 +9,7 @@ const std::vector<TransportEntry>& transport_table() {
        make_thread_connector},
       {"shm", "ranks are processes of one host; memory without a name, mapped by peers", "SHM",
        make_shm_connector},
+      {"hybrid", "several hosts: shm within each, mpi between them", "", make_hybrid_connector},
       {"mpi", "whatever MPI reaches: TCP, UCX, RoCE, InfiniBand; fragmented messages", "MPI",
        make_mpi_connector},
   };

@@ -57,7 +57,7 @@ class HeapStore : public SegmentStore {
 };
 
 bool same_process(const LocalOffer& a, const LocalOffer& b) {
-  return a.host == b.host && a.pid == b.pid;
+  return a.memory == b.memory && a.pid == b.pid;
 }
 
 }  // namespace

@@ -137,6 +137,7 @@ const std::vector<TransportEntry>& transport_table();
 
 std::unique_ptr<Connector> make_thread_connector(int rank, int size);
 std::unique_ptr<Connector> make_shm_connector(int rank, int size);
+std::unique_ptr<Connector> make_hybrid_connector(int rank, int size);
 std::unique_ptr<Connector> make_mpi_connector(int rank, int size);
 
 }  // namespace cgx

@@ -84,7 +84,7 @@ typedef struct cgx_comm_info_t {
   int32_t size;
   int32_t closed;        /* 1 after a failure or cgx_comm_close */
   const char* name;      /* valid until this thread's next cgx_comm_info */
-  const char* transport; /* "self", "thread", "shm", "mpi" */
+  const char* transport; /* "self", "thread", "shm", "hybrid", "mpi" */
   int64_t bytes_sent;    /* what this rank handed to peers since creation, headers included */
   int64_t collectives;   /* completed without error since creation */
   /* Of those `collectives`, on this rank, summed. They overlap, so the times may exceed the
@@ -139,7 +139,8 @@ typedef enum cgx_algorithm_t {
   CGX_AUTO = 0,
   CGX_ONE_SHOT = 1,
   CGX_SRA = 2,
-  CGX_RING = 3
+  CGX_RING = 3,
+  CGX_HIERARCHICAL = 4 /* where no host has several ranks, or there is one only: CGX_SRA */
 } cgx_algorithm_t;
 /* CGX_SHIFT: every bucket's grid is shifted by one random fraction of a step, then values round to
  * the nearest (QSDP). Unbiased as stochastic rounding, at the error of nearest. */
@@ -190,6 +191,10 @@ typedef struct cgx_collective_t {
    * nothing up (error feedback). What is not finite becomes 0. */
   void* const* errors;
   int64_t divisor; /* of avg; 0: the number of ranks */
+  /* hierarchical: bits of values that stay on their host until it has summed them; 0: exact.
+   * Segments that travel exact do so there too. */
+  int32_t intra_bits;
+  int32_t reserved; /* 0 */
 } cgx_collective_t;
 
 typedef struct cgx_request_t cgx_request_t;

@@ -28,16 +28,19 @@ void convert(Dtype from_type, const void* from, Dtype to_type, void* to, int64_t
   });
 }
 
+// `base` and `sum` are equal or do not overlap: no __restrict between them.
 template <typename Value>
-void add_as(const void* bytes, float* into, int64_t numel) {
+void add_as(const void* bytes, const float* base, float* into, int64_t numel) {
   const auto* __restrict values = static_cast<const Stored<typename Value::Bits>*>(bytes);
-  auto* __restrict sum = reinterpret_cast<Stored<float>*>(into);
+  const auto* from = reinterpret_cast<const Stored<float>*>(base);
+  auto* sum = reinterpret_cast<Stored<float>*>(into);
+#pragma GCC ivdep
   for (int64_t i = 0; i < numel; ++i)
-    sum[i].value = with_one_nan(sum[i].value + Value::widen(values[i].value));
+    sum[i].value = with_one_nan(from[i].value + Value::widen(values[i].value));
 }
 
-void add(Dtype dtype, const void* values, float* sum, int64_t numel) {
-  with_value_type(dtype, [&](auto value) { add_as<decltype(value)>(values, sum, numel); });
+void add(Dtype dtype, const void* values, const float* base, float* sum, int64_t numel) {
+  with_value_type(dtype, [&](auto value) { add_as<decltype(value)>(values, base, sum, numel); });
 }
 
 // By the order of keys, so that -0 < +0 everywhere.

@@ -231,10 +231,11 @@ void dequantize(const std::byte* records, const BucketRun& run, Dtype dtype, voi
 }
 
 template <int kBits>
-void dequantize_add_as(const std::byte* records, const BucketRun& run, float* sum) {
-  decode_records<kBits>(records, run, [sum](int64_t first, int n, const Floats16& decoded) {
+void dequantize_add_as(const std::byte* records, const BucketRun& run, const float* base,
+                       float* sum) {
+  decode_records<kBits>(records, run, [base, sum](int64_t first, int n, const Floats16& decoded) {
     if (n == kSixteen) {
-      auto total = load_registers<Floats16>(sum + first);
+      auto total = load_registers<Floats16>(base + first);
       for (int i = 0; i < kRegisters; ++i) {
         const Floats added = total.at[i] + decoded.at[i];
         total.at[i] = added != added ? Floats{} + __builtin_bit_cast(float, kFloat32Nan) : added;
@@ -243,14 +244,15 @@ void dequantize_add_as(const std::byte* records, const BucketRun& run, float* su
     } else {
       alignas(64) float last[kSixteen];
       store_registers(decoded, last);
+      const auto* from = reinterpret_cast<const Stored<float>*>(base) + first;
       auto* to = reinterpret_cast<Stored<float>*>(sum) + first;
-      for (int i = 0; i < n; ++i) to[i].value = with_one_nan(to[i].value + last[i]);
+      for (int i = 0; i < n; ++i) to[i].value = with_one_nan(from[i].value + last[i]);
     }
   });
 }
 
-void dequantize_add(const std::byte* records, const BucketRun& run, float* sum) {
-  with_bits(run.bits, [&](auto bits) { dequantize_add_as<bits()>(records, run, sum); });
+void dequantize_add(const std::byte* records, const BucketRun& run, const float* base, float* sum) {
+  with_bits(run.bits, [&](auto bits) { dequantize_add_as<bits()>(records, run, base, sum); });
 }
 
 }  // namespace

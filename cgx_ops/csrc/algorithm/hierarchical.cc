@@ -1,0 +1,345 @@
+// Hierarchical allreduce, for several hosts with several ranks: a value crosses between two hosts
+// once each way, however many ranks they have.
+//
+// The values are cut into a shard for every host in every lane (base/topology.h). The rank of the
+// lane on that host owns the shard; on each other host the rank of the lane acts for the owner.
+//
+//   1. intra: encode my values (exact, or in intra_bits) for the ranks of my host that own a shard
+//      or act for its owner
+//   2. reduce: sum what the ranks of my host sent, in rank order, with my own (raw) values. Acting
+//      for an owner: encode the sum and send it there. Owning the shard: add the other hosts' sums,
+//      in host order, then encode the whole once and send it to those who act
+//   3. gather: decode the owners' bytes, pass them on unchanged within my host. So all ranks hold
+//      the same bits
+//
+// Steps: 4. Between hosts, each of h hosts sends 2(h-1)/h of the encoded size, like a rank of sra.
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <optional>
+
+#include "algorithm/algorithm.h"
+#include "algorithm/chunks.h"
+#include "algorithm/layout.h"
+#include "base/thread_pool.h"
+
+namespace cgx {
+namespace {
+
+// Parts: ranks of one host send each other values and results, ranks of one lane sums and results.
+constexpr int kScatter = 0, kGather = 1;
+
+// Messages of a collective that peers may leave unread before it stops encoding: 8 MB, as the exact
+// values of a chunk of 4 bits are 256 KB.
+constexpr int kMostUnreleased = 32;
+
+// The messages of one lane in the order in which they pass between two ranks of a host: chunk by
+// chunk, in each the shards of the next hosts first, the host's own last.
+class LaneWalk {
+ public:
+  LaneWalk(const Layout& layout, const Topology& topology, int host, int lane) : host_(host) {
+    for (int owner = 0; owner < topology.hosts(); ++owner) {
+      shards_.push_back(&layout.shard(topology.shard_of(owner, lane)));
+      messages_ += shards_.back()->chunks.size();
+      longest_ = std::max(longest_, shards_.back()->chunks.size());
+    }
+    skip_missing();
+  }
+  size_t messages() const { return messages_; }
+  bool done() const { return chunk_ == longest_; }
+  int owner() const { return (host_ + step_) % hosts(); }  // the host whose shard comes next
+  const Shard& shard() const { return *shards_[owner()]; }
+  const Chunk& chunk() const { return shard().chunks[chunk_]; }
+  size_t chunk_index() const { return chunk_; }
+  void advance() {
+    next();
+    skip_missing();
+  }
+
+ private:
+  int hosts() const { return static_cast<int>(shards_.size()); }
+  void next() {
+    if (++step_ <= hosts()) return;
+    step_ = 1;
+    ++chunk_;
+  }
+  void skip_missing() {
+    while (!done() && chunk_ >= shard().chunks.size()) next();
+  }
+  const int host_;
+  std::vector<const Shard*> shards_;  // by owner
+  size_t messages_ = 0, longest_ = 0, chunk_ = 0;
+  int step_ = 1;
+};
+
+// A rank of my host; of my own entry only `rank` is used.
+struct Neighbour {
+  int rank = 0;
+  std::optional<LaneWalk> values_to;        // my values that it gets next, if it is in a lane
+  std::optional<LaneWalk> values_from;      // its values that I get next, if I am in one
+  std::optional<LaneWalk> results_from;     // what it passes on to me next, if it is in a lane
+  std::vector<std::deque<Arrival>> values;  // that have come, by the owner of their shard
+};
+
+// What concerns the shard of my lane that belongs to one host: mine to own, or to act for.
+struct LaneShard {
+  const Shard* shard = nullptr;
+  size_t reduced = 0;        // chunks that are summed over my host
+  size_t decoded = 0;        // chunks whose result has come, if another host owns it
+  std::deque<Arrival> sums;  // that host's of the shard that I own
+  std::deque<std::pair<BufferRef, size_t>> results;  // to be passed on: buffer, bytes
+
+  size_t size() const { return shard->chunks.size(); }
+};
+
+class Hierarchical : public Algorithm {
+ public:
+  explicit Hierarchical(Plan plan)
+      : plan_(std::move(plan)),
+        topology_(*plan_.topology),
+        layout_(plan_),
+        hosts_(topology_.hosts()),
+        lanes_(topology_.lanes()),
+        host_(topology_.host_of(plan_.rank)),
+        place_(topology_.place_of(plan_.rank)),
+        most_unreleased_(std::max(kMostUnreleased, (lanes_ + 2) * hosts_)),
+        awaited_(plan_.size, 0),
+        reducers_(threads_.size(), ChunkReducer(plan_)) {
+    for (const int rank : topology_.ranks_of(host_)) add_neighbour(rank);
+    choose_next();
+    if (place_ >= lanes_) return;
+    if (neighbours_.size() > 1) passed_on_.emplace(layout_, topology_, host_, place_);
+    shards_ = std::vector<LaneShard>(hosts_);
+    for (int host = 0; host < hosts_; ++host)
+      shards_[host].shard = &layout_.shard(topology_.shard_of(host, place_));
+    for (int host = 0; host < hosts_; ++host)
+      if (host != host_) awaited_[partner(host)] = shards_[host].size() + shards_[host_].size();
+  }
+
+  Step step(Port& port) override {
+    if (decode_next(port)) return Step::kWorked;
+    for (int owner = 0; owner < static_cast<int>(shards_.size()); ++owner)
+      if (reduce_next(port, owner)) return Step::kWorked;
+    if (pass_on_next(port)) return Step::kWorked;
+    if (!next_) return Step::kIdle;
+    if (port.unreleased() >= most_unreleased_) return Step::kBlocked;
+    encode_next(port);
+    return Step::kWorked;
+  }
+
+  void deliver(int part, Arrival arrival) override {
+    const int source = arrival.source, host = topology_.host_of(source);
+    --awaited_[source];
+    if (part == kGather) {
+      gathered_.push_back(std::move(arrival));
+    } else if (host != host_) {
+      shards_[host].sums.push_back(std::move(arrival));
+    } else {
+      Neighbour& from = neighbours_[topology_.place_of(source)];
+      from.values[from.values_from->owner()].push_back(std::move(arrival));
+      from.values_from->advance();
+    }
+  }
+
+  bool finished() const override {
+    return !next_ && reduced() && gathered_.empty() && (!passed_on_ || passed_on_->done()) &&
+           std::all_of(awaited_.begin(), awaited_.end(), [](size_t n) { return n == 0; });
+  }
+  bool waits_for(int rank) const override { return awaited_[rank] != 0; }
+  const char* phase() const override {
+    return reduced() ? "hierarchical all-gather" : "hierarchical scatter-reduce";
+  }
+
+ private:
+  void add_neighbour(int rank) {
+    Neighbour& added = neighbours_.emplace_back();
+    added.rank = rank;
+    if (rank == plan_.rank) return;
+    const int place = topology_.place_of(rank);
+    if (place < lanes_) {
+      added.values_to.emplace(layout_, topology_, host_, place);
+      added.results_from.emplace(layout_, topology_, host_, place);
+      awaited_[rank] += added.results_from->messages();
+    }
+    if (place_ < lanes_) {
+      added.values_from.emplace(layout_, topology_, host_, place_);
+      added.values = std::vector<std::deque<Arrival>>(hosts_);
+      awaited_[rank] += added.values_from->messages();
+    }
+  }
+
+  // The rank of my lane on another host.
+  int partner(int host) const { return topology_.ranks_of(host)[place_]; }
+  bool reduced() const {
+    return std::all_of(shards_.begin(), shards_.end(),
+                       [](const LaneShard& each) { return each.reduced == each.size(); });
+  }
+
+  // To whom the lowest chunk that is not sent yet goes, so that no shard waits for all of another.
+  // Begins behind me, so that not all ranks send to the same one first.
+  void choose_next() {
+    next_ = nullptr;
+    for (size_t step = 1; step < neighbours_.size(); ++step) {
+      Neighbour& other = neighbours_[(place_ + step) % neighbours_.size()];
+      if (!other.values_to || other.values_to->done()) continue;
+      if (!next_ || other.values_to->chunk_index() < next_->values_to->chunk_index())
+        next_ = &other;
+    }
+  }
+
+  // Phase 1, a message a thread.
+  void encode_next(Port& port) {
+    jobs_.clear();
+    while (static_cast<int>(jobs_.size()) < threads_.size() && next_) {
+      LaneWalk& walk = *next_->values_to;
+      const Chunk& chunk = walk.chunk();
+      jobs_.push_back({next_->rank, &walk.shard(), &chunk, port.allocate(chunk.intra_bytes)});
+      walk.advance();
+      choose_next();
+    }
+    threads_.for_each(static_cast<int>(jobs_.size()), [&](int i) {
+      const auto& [peer, shard, chunk, buffer] = jobs_[i];
+      encode_chunk(plan_, *shard, *chunk, Way::kIntra, plan_.input, buffer->data);
+    });
+    for (const auto& [peer, shard, chunk, buffer] : jobs_)
+      port.send(peer, kScatter, buffer, chunk->intra_bytes);
+    jobs_.clear();
+  }
+
+  // Chunks of host `owner`'s shard of which all that I am to sum is here. None beyond the chunk
+  // that phase 1 is at: where all ranks have been stopped by kMostUnreleased they are at one chunk,
+  // of which each may send all messages, so that it can be reduced.
+  size_t ready_to_reduce(int owner) const {
+    const LaneShard& mine = shards_[owner];
+    size_t end = mine.size();
+    if (next_) end = std::min(end, next_->values_to->chunk_index() + 1);
+    if (end <= mine.reduced) return 0;
+    size_t ready = end - mine.reduced;
+    for (const Neighbour& from : neighbours_)
+      if (from.rank != plan_.rank) ready = std::min(ready, from.values[owner].size());
+    for (int host = 0; host < hosts_ && owner == host_; ++host)
+      if (host != host_) ready = std::min(ready, shards_[host].sums.size());
+    return ready;
+  }
+
+  // Phase 2, of one shard a chunk a thread.
+  bool reduce_next(Port& port, int owner) {
+    const auto ready = static_cast<int>(std::min<size_t>(ready_to_reduce(owner), threads_.size()));
+    if (ready == 0) return false;
+    const bool mine = owner == host_;
+    LaneShard& of = shards_[owner];
+    jobs_.clear();
+    for (int i = 0; i < ready; ++i) {
+      const Chunk& chunk = of.shard->chunks[of.reduced++];
+      const int64_t bytes = mine ? chunk.gather_bytes : chunk.scatter_bytes;
+      jobs_.push_back({plan_.rank, of.shard, &chunk, port.allocate(bytes)});
+    }
+    threads_.for_each(ready, [&](int i) {
+      const auto& [peer, shard, chunk, buffer] = jobs_[i];
+      std::vector<const std::byte*> intra, sums;
+      for (const Neighbour& from : neighbours_)
+        intra.push_back(from.rank == peer ? nullptr : from.values[owner][i].bytes.data());
+      for (int host = 0; host < hosts_ && mine; ++host)
+        if (host != host_) sums.push_back(shards_[host].sums[i].bytes.data());
+      if (mine)
+        reducers_[i].to_gather_message(*shard, *chunk, sums, plan_.input, buffer->data,
+                                       plan_.output, intra);
+      else
+        reducers_[i].to_scatter_message(*shard, *chunk, {}, plan_.input, buffer->data, intra);
+    });
+    for (const auto& [peer, shard, chunk, buffer] : jobs_) {
+      for (Neighbour& from : neighbours_)
+        if (from.rank != plan_.rank) from.values[owner].pop_front();
+      if (mine)
+        send_result(port, buffer, chunk->gather_bytes);
+      else
+        port.send(partner(owner), kScatter, buffer, chunk->scatter_bytes);
+    }
+    jobs_.clear();
+    return true;
+  }
+
+  void send_result(Port& port, const BufferRef& buffer, size_t bytes) {
+    for (int step = 1; step < hosts_; ++step) {
+      const int host = (host_ + step) % hosts_;
+      shards_[host].sums.pop_front();
+      port.send(partner(host), kGather, buffer, bytes);
+    }
+    if (passed_on_) shards_[host_].results.emplace_back(buffer, bytes);
+  }
+
+  // Phase 3, a message a thread: from owners, or passed on by ranks of my host.
+  bool decode_next(Port& port) {
+    const auto ready = static_cast<int>(std::min<size_t>(gathered_.size(), threads_.size()));
+    if (ready == 0) return false;
+    jobs_.clear();
+    for (int i = 0; i < ready; ++i) {
+      const int source = gathered_[i].source, host = topology_.host_of(source);
+      if (host == host_) {
+        LaneWalk& walk = *neighbours_[topology_.place_of(source)].results_from;
+        jobs_.push_back({source, &walk.shard(), &walk.chunk(), nullptr});
+        walk.advance();
+      } else {
+        LaneShard& from = shards_[host];
+        const Chunk& chunk = from.shard->chunks[from.decoded++];
+        jobs_.push_back({source, from.shard, &chunk, nullptr});
+        if (!passed_on_) continue;
+        jobs_.back().buffer = port.allocate(chunk.gather_bytes);
+        from.results.emplace_back(jobs_.back().buffer, chunk.gather_bytes);
+      }
+    }
+    threads_.for_each(ready, [&](int i) {
+      const auto& [peer, shard, chunk, buffer] = jobs_[i];
+      const auto bytes = gathered_[i].bytes;
+      decode_chunk(plan_, *shard, *chunk, bytes.data(), plan_.output);
+      if (buffer) std::memcpy(buffer->data, bytes.data(), bytes.size());
+    });
+    jobs_.clear();
+    for (int i = 0; i < ready; ++i) gathered_.pop_front();
+    return true;
+  }
+
+  // Of my lane, one message to everyone on my host.
+  bool pass_on_next(Port& port) {
+    if (!passed_on_ || passed_on_->done()) return false;
+    auto& results = shards_[passed_on_->owner()].results;
+    if (results.empty()) return false;
+    const auto [buffer, bytes] = std::move(results.front());
+    results.pop_front();
+    for (const Neighbour& to : neighbours_)
+      if (to.rank != plan_.rank) port.send(to.rank, kGather, buffer, bytes);
+    passed_on_->advance();
+    return true;
+  }
+
+  // A message on its way out, or to be decoded.
+  struct Job {
+    int peer;
+    const Shard* shard;
+    const Chunk* chunk;
+    BufferRef buffer;
+  };
+
+  ThreadPool& threads_ = ThreadPool::instance();
+  const Plan plan_;
+  const Topology& topology_;
+  const Layout layout_;
+  const int hosts_, lanes_, host_, place_;  // place_: mine on my host, and my lane if it is in one
+  const int most_unreleased_;
+  std::vector<Neighbour> neighbours_;   // by place
+  Neighbour* next_ = nullptr;           // to whom phase 1 sends next; null: it is over
+  std::vector<LaneShard> shards_;       // by owner; empty if I am in no lane
+  std::vector<size_t> awaited_;         // messages to come, by rank
+  std::deque<Arrival> gathered_;        // of results
+  std::optional<LaneWalk> passed_on_;   // results of my lane; none if nobody else is on my host
+  std::vector<Job> jobs_;               // of one step
+  std::vector<ChunkReducer> reducers_;  // one for each thread
+};
+
+}  // namespace
+
+std::unique_ptr<Algorithm> make_hierarchical(Plan plan) {
+  return std::make_unique<Hierarchical>(std::move(plan));
+}
+
+}  // namespace cgx

@@ -1,0 +1,64 @@
+// Which ranks of a communicator share a host: pure index arithmetic.
+//
+// Hosts are numbered in the order of their first ranks. Lane l is the l-th rank of every host.
+// There are as many lanes as the smallest host has ranks, so that each lane spans all hosts; what
+// larger hosts have beyond that is in no lane.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+namespace cgx {
+
+class Topology {
+ public:
+  // By rank: the number of its host.
+  explicit Topology(std::vector<int> host_of) : host_of_(std::move(host_of)) {
+    for (int rank = 0; rank < static_cast<int>(host_of_.size()); ++rank) {
+      const auto host = static_cast<size_t>(host_of_[rank]);
+      if (host == ranks_of_.size()) ranks_of_.emplace_back();
+      place_of_.push_back(static_cast<int>(ranks_of_[host].size()));
+      ranks_of_[host].push_back(rank);
+    }
+    const auto fewer = [](const auto& a, const auto& b) { return a.size() < b.size(); };
+    const auto [smallest, largest] = std::minmax_element(ranks_of_.begin(), ranks_of_.end(), fewer);
+    lanes_ = static_cast<int>(smallest->size());
+    nested_ = hosts() > 1 && largest->size() > 1;
+  }
+
+  int size() const { return static_cast<int>(host_of_.size()); }
+  int hosts() const { return static_cast<int>(ranks_of_.size()); }
+  int lanes() const { return lanes_; }
+  // Several hosts, and one of several ranks: else there is one level only.
+  bool nested() const { return nested_; }
+
+  int host_of(int rank) const { return host_of_[rank]; }
+  // The n-th rank of its host, from 0: its lane, if that is below lanes().
+  int place_of(int rank) const { return place_of_[rank]; }
+  const std::vector<int>& ranks_of(int host) const { return ranks_of_[host]; }
+  // There is a shard for every host in every lane; they are numbered host by host.
+  int shard_of(int host, int lane) const { return host * lanes_ + lane; }
+
+ private:
+  std::vector<int> host_of_, place_of_;
+  std::vector<std::vector<int>> ranks_of_;
+  int lanes_ = 1;
+  bool nested_ = false;
+};
+
+// Hosts (anything that compares equal on one host) numbered in the order of their first ranks.
+template <typename Host>
+std::vector<int> number_hosts(const std::vector<Host>& hosts) {
+  std::vector<Host> known;
+  std::vector<int> numbers;
+  for (const Host& host : hosts) {
+    const auto found = std::find(known.begin(), known.end(), host);
+    numbers.push_back(static_cast<int>(found - known.begin()));
+    if (found == known.end()) known.push_back(host);
+  }
+  return numbers;
+}
+
+}  // namespace cgx

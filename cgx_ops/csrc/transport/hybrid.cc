@@ -1,0 +1,136 @@
+// Several hosts, some with several ranks: shared memory within a host, MPI between hosts.
+//
+// Each half knows all ranks by the communicator's numbers and carries what is for its own. Encoders
+// write into shared memory whoever reads it: MPI sends from there.
+#include <algorithm>
+
+#include "base/status.h"
+#include "transport/shared_memory.h"
+#include "transport/transport.h"
+
+namespace cgx {
+namespace {
+
+// MPI has nothing that rings a bell; as in mpi_transport.cc.
+constexpr auto kPollInterval = std::chrono::microseconds(100);
+
+class HybridTransport : public Transport {
+ public:
+  HybridTransport(std::unique_ptr<Transport> near, std::unique_ptr<Transport> far,
+                  std::vector<bool> is_near)
+      : near_(std::move(near)), far_(std::move(far)), is_near_(std::move(is_near)) {}
+
+  // MPI may still read what it was to send when this rank failed, so the memory stays.
+  ~HybridTransport() override {
+    if (gave_up_) static_cast<void>(near_.release());
+  }
+
+  const char* name() const override { return "hybrid"; }
+
+  BufferRef allocate(size_t bytes) override { return near_->allocate(bytes); }
+  void send_control(int destination, std::span<const std::byte> message) override {
+    to(destination).send_control(destination, message);
+  }
+  void send(int destination, uint32_t channel, const BufferRef& buffer, size_t bytes,
+            const std::shared_ptr<SendState>& state) override {
+    to(destination).send(destination, channel, buffer, bytes, state);
+  }
+
+  bool progress(Sink& sink) override {
+    FarSink far_sink(sink, is_near_);
+    const bool near_worked = near_->progress(sink);
+    return far_->progress(far_sink) || near_worked;
+  }
+  void wait(std::chrono::microseconds at_most) override {
+    near_->wait(std::min<std::chrono::microseconds>(at_most, kPollInterval));
+  }
+  void wake() override { near_->wake(); }
+
+  bool flushed() const override { return near_->flushed() && far_->flushed(); }
+  bool drained() const override { return near_->drained() && far_->drained(); }
+  void leave(bool graceful, const std::string& reason) override {
+    gave_up_ = !graceful;
+    near_->leave(graceful, reason);
+    far_->leave(graceful, reason);
+  }
+
+ private:
+  // What MPI says of a near rank may overtake what that rank left in shared memory, which tells its
+  // own end.
+  class FarSink : public Sink {
+   public:
+    FarSink(Sink& sink, const std::vector<bool>& is_near) : sink_(sink), is_near_(is_near) {}
+    void on_control(int source, std::span<const std::byte> message) override {
+      sink_.on_control(source, message);
+    }
+    void on_bulk(Arrival arrival) override { sink_.on_bulk(std::move(arrival)); }
+    void on_peer_lost(int rank, Loss how, const std::string& reason) override {
+      if (!is_near_[rank]) sink_.on_peer_lost(rank, how, reason);
+    }
+
+   private:
+    Sink& sink_;
+    const std::vector<bool>& is_near_;
+  };
+
+  Transport& to(int destination) { return is_near_[destination] ? *near_ : *far_; }
+
+  std::unique_ptr<Transport> near_, far_;
+  const std::vector<bool> is_near_;  // by rank
+  bool gave_up_ = false;
+};
+
+class HybridConnector : public Connector {
+ public:
+  HybridConnector(int rank, std::unique_ptr<Connector> near, std::unique_ptr<Connector> far)
+      : rank_(rank), near_(std::move(near)), far_(std::move(far)) {}
+
+  // shm's, which is as long on every rank, then MPI's.
+  Bytes offer() const override {
+    Bytes both = near_->offer();
+    const Bytes far = far_->offer();
+    both.insert(both.end(), far.begin(), far.end());
+    return both;
+  }
+
+  std::string refusal(const std::vector<Bytes>& offers) const override {
+    std::vector<Host> memories;
+    for (const Bytes& offer : offers) memories.push_back(LocalOffer::read(offer).memory);
+    std::sort(memories.begin(), memories.end());
+    if (memories.front() == memories.back()) return "all ranks share memory";
+    if (std::adjacent_find(memories.begin(), memories.end()) == memories.end())
+      return "no two ranks share memory";
+    return far_->refusal(far_part(offers));
+  }
+
+  std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers,
+                                     std::chrono::duration<double> timeout) override {
+    const Host own = LocalOffer::read(offers[rank_]).memory;
+    std::vector<bool> is_near;
+    for (const Bytes& offer : offers) is_near.push_back(LocalOffer::read(offer).memory == own);
+    auto near = near_->connect(offers, timeout);
+    return std::make_unique<HybridTransport>(
+        std::move(near), far_->connect(far_part(offers), timeout), std::move(is_near));
+  }
+
+ private:
+  static std::vector<Bytes> far_part(const std::vector<Bytes>& offers) {
+    std::vector<Bytes> parts;
+    for (const Bytes& offer : offers)
+      parts.emplace_back(offer.begin() + sizeof(LocalOffer), offer.end());
+    return parts;
+  }
+
+  int rank_;
+  std::unique_ptr<Connector> near_, far_;
+};
+
+}  // namespace
+
+std::unique_ptr<Connector> make_hybrid_connector(int rank, int size) {
+  auto far = make_mpi_connector(rank, size);
+  if (!far) return nullptr;
+  return std::make_unique<HybridConnector>(rank, make_shm_connector(rank, size), std::move(far));
+}
+
+}  // namespace cgx

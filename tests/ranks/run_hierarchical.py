@@ -1,0 +1,85 @@
+"""Collectives on several hosts. Prints one JSON object for each rank.
+
+    transport   the communicator's
+    results     digests of collective_cases.HIERARCHICAL
+    errors      digests of a result and of what was lost of this rank's values
+
+Argument: what `auto` is there for a large message.
+"""
+
+import json
+import sys
+from ctypes import byref, c_void_p
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import collective_cases
+import numpy as np
+
+import cgx_ops
+from cgx_ops import Communicator, Config, MismatchError, _native
+from cgx_ops.call import Call
+
+HEADER = 128  # docs/wire_format.md, section 6
+
+
+def check_plan(comm: Communicator, picked: str) -> None:
+    """Check that cgx_plan tells what a call sends, and the algorithm."""
+    for config in (Config(), Config(intra_bits=8, gather_bits=8), Config(bits=32)):
+        x = np.ones(100_003, np.float32)
+        before = comm.stats().bytes_sent
+        comm.allreduce(x, config=config)
+        call = Call("allreduce", "sum", config, "", None, 0, None).collective(
+            comm.id, 0, _native.DTYPES["float32"], x.ctypes.data, x.ctypes.data, x.size
+        )
+        plan = _native.Plan()
+        _native.call("cgx_plan", byref(call), byref(plan))
+        assert plan.algorithm == _native.ALGORITHMS[picked], plan.algorithm
+        sent = comm.stats().bytes_sent - before - HEADER * (comm.size - 1)
+        assert sent == plan.payload_bytes, (config, sent, plan.payload_bytes)
+
+
+def check_disagreement(comm: Communicator) -> None:
+    """Check that ranks which differ in intra_bits get one error, and go on."""
+    x = np.ones(100_003, np.float32)
+    try:
+        comm.allreduce(x, config=Config(intra_bits=8 if comm.rank else None))
+    except MismatchError as error:
+        assert "intra_bits 0 against 8" in str(error), error
+    else:
+        raise AssertionError("ranks that disagree were not told")
+    assert (comm.allreduce(x, config=Config(bits=32)) == comm.size).all()
+
+
+def errors(comm: Communicator, op: str, intra_bits: int) -> list[str]:
+    """Return digests of an average of 5,000 values and of what was lost of this rank's."""
+    x = np.random.default_rng(comm.rank).standard_normal(5000).astype(np.float32)
+    result, lost = np.empty_like(x), np.full_like(x, 7)
+    config = Config(
+        algorithm="hierarchical", rounding="nearest", gather_bits=8, intra_bits=intra_bits
+    )
+    call = Call("allreduce", op, config, "", None, 0, None).collective(  # pyright: ignore[reportArgumentType]
+        comm.id, 0, _native.DTYPES["float32"], x.ctypes.data, result.ctypes.data, x.size
+    )
+    call.errors = (c_void_p * 1)(lost.ctypes.data)
+    _native.call("cgx_run", byref(call))
+    return [collective_cases.digest(result), collective_cases.digest(lost)]
+
+
+def main() -> None:
+    world = cgx_ops.init()
+    print(
+        json.dumps(
+            {
+                "transport": world.transport,
+                "results": [collective_cases.run(c, world) for c in collective_cases.HIERARCHICAL],
+                "errors": [errors(world, op, bits) for op in ("sum", "avg") for bits in (4, 32)],
+            }
+        )
+    )
+    check_plan(world, sys.argv[1])
+    check_disagreement(world)
+
+
+main()
