@@ -41,6 +41,7 @@ class Run:
         hosts: of hosts.py; 0: this machine as it is.
         rate: of the hosts' links; None: unlimited.
         timeout: seconds until it is ended.
+        makes_hosts: whether the program itself makes hosts.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Run:
     hosts: int = 0
     rate: str | None = None
     timeout: int = 240
+    makes_hosts: bool = False
 
     @property
     def report(self) -> Path:
@@ -56,7 +58,7 @@ class Run:
 
     def refusal(self) -> str:
         """Say why it cannot run here; "" if it can."""
-        return hosts.refusal() if self.hosts else ""
+        return hosts.refusal() if self.hosts or self.makes_hosts else ""
 
     def command(self) -> list[str]:
         words = [str(BIN / "python"), *self.program, "--json", str(self.report)]
@@ -118,6 +120,14 @@ PARTS: dict[str, tuple[Run, ...]] = {
     "steps": (training("ddp_step"), training("jax_step")),
     "convergence": (training("convergence"),),
     "codec": (Run("codec", ("benchmarks/codec.py",)),),
+    "growth": (Run("growth", ("benchmarks/growth.py",)),),
+    "simulator": (
+        Run(
+            "simulator",
+            ("benchmarks/simulator.py", "--plot", str(RESULTS / "simulator.png")),
+            makes_hosts=True,
+        ),
+    ),
 }
 
 

@@ -1,0 +1,30 @@
+"""What cgx_plan says that each rank sends. Prints one JSON object for each rank.
+
+Arguments: JSON lists of algorithm, values, bits.
+"""
+
+import json
+import sys
+from ctypes import byref
+
+import numpy as np
+
+import cgx_ops
+from cgx_ops import Communicator, Config, _native
+from cgx_ops.call import Call
+
+
+def plan(comm: Communicator, algorithm: str, values: int, bits: int) -> _native.Plan:
+    """Return the plan of an allreduce of fp32 values."""
+    config = Config(bits=bits, algorithm=algorithm)  # pyright: ignore[reportArgumentType]
+    some = np.empty(1).ctypes.data
+    call = Call("allreduce", "sum", config, "", None, 0, None)
+    native = call.collective(comm.id, 0, _native.DTYPES["float32"], some, some, values)
+    planned = _native.Plan()
+    _native.call("cgx_plan", byref(native), byref(planned))
+    return planned
+
+
+if __name__ == "__main__":
+    world = cgx_ops.init()
+    print(json.dumps([plan(world, *json.loads(case)).payload_bytes for case in sys.argv[1:]]))
