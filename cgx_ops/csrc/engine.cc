@@ -17,6 +17,7 @@ constexpr auto kSpinTime = std::chrono::microseconds(50);
 constexpr int kLooks = 64;  // without giving way: about 10 us, longer than a small message takes
 constexpr size_t kLongestNews = 900;  // bytes that every transport carries
 constexpr auto kGrace = std::chrono::microseconds(200);
+constexpr auto kFailedGrace = std::chrono::milliseconds(250);
 constexpr int kStepsPerPass = 16;  // between two looks at the transport
 
 uint64_t channel_key(int source, uint32_t channel) {
@@ -149,8 +150,10 @@ void Engine::close(std::chrono::duration<double> at_most) {
 
   progress();  // takes in what was submitted last
   if (in_flight_) fail_all(CGX_CLOSED, "it was closed on this rank");
+  // After a failure too: peers may still be about to read what ended well before it.
+  if (failed_) at_most = std::min<std::chrono::duration<double>>(at_most, kFailedGrace);
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(at_most);
-  drive([&] { return failed_ || transport_->drained() || Clock::now() >= deadline; });
+  drive([&] { return transport_->drained() || Clock::now() >= deadline; });
   if (!failed_) transport_->leave(transport_->drained(), "it closed the communicator");
 }
 
