@@ -130,7 +130,9 @@ def test_order_and_groups(hosts: str, program: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", "absent"])
-@pytest.mark.parametrize("hosts", ["a,a,b,b", "a,a,a,b"])
+@pytest.mark.parametrize(
+    "hosts", ["a,a,b,b", pytest.param("a,a,a,b", marks=pytest.mark.exhaustive)]
+)
 def test_lost_rank(how: str, hosts: str) -> None:
     """The last rank goes, near some and far from others: all others say so in time."""
     outputs = launch.mpirun(

@@ -12,7 +12,11 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize(
-    ("program", "first", "count"), [("ddp_step.py", "gloo", 6), ("jax_step.py", "lax.psum", 3)]
+    ("program", "first", "count"),
+    [
+        ("ddp_step.py", "gloo", 6),
+        pytest.param("jax_step.py", "lax.psum", 3, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_step_is_divided_into_phases(program: str, first: str, count: int, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
@@ -34,6 +38,7 @@ def test_step_is_divided_into_phases(program: str, first: str, count: int, tmp_p
     assert [row[0] for row in table["rows"]] == list(phases)
 
 
+@pytest.mark.exhaustive
 def test_training_reports_a_curve_for_each_contender(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     launch.mpirun(
