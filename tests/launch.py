@@ -217,3 +217,16 @@ def threads(
     if late:
         raise AssertionError(f"{len(late)} of {n} ranks ran past {timeout} s\n" + "\n".join(stacks))
     return [future.result() for future in futures]
+
+
+def check_survivors(outputs: Sequence[str], how: str) -> None:
+    """Check what run_failure.py wrote on ranks 0-2 after rank 3 went: "kill" or "absent"."""
+    for output in outputs:
+        lines = [line.split("|") for line in output.splitlines()]
+        errors = [line for line in lines if line[0] in ("DeadlineExceeded", "PeerFailed")]
+        assert len(errors) == 1, output
+        kind, seconds, text = errors[0]
+        assert float(seconds) < 20, output
+        assert "rank 3" in text and "fatal" in text and "phase" in text, output
+        assert kind == "PeerFailed" or how == "absent", output
+        assert any(line[0] == "Closed" for line in lines), output
