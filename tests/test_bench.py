@@ -165,7 +165,8 @@ def test_limit_is_the_slower_of_copy_and_link(
 def test_sizes_and_rates() -> None:
     sizes = ("4096", "4KiB", "64MiB", "1GiB")
     assert [allreduce.parse_size(s) for s in sizes] == [4096, 4096, 64 << 20, 1 << 30]
-    assert [allreduce.parse_rate(r) for r in ("100mbit", "2.5gbit")] == [12.5e6, 312.5e6]
+    rates = ("100bit", "3kbit", "100mbit", "2.5gbit")
+    assert [allreduce.parse_rate(r) for r in rates] == [12.5, 375, 12.5e6, 312.5e6]
     assert [size_text(s) for s in (20, 4096, 3 << 20)] == ["20 bytes", "4 KiB", "3 MiB"]
     assert [rate_text(r) for r in (12.5e6, 312.5e6)] == ["100 Mbit/s", "2.5 Gbit/s"]
     times = (7.119e-6, 0.0365, 0.1234, 1.2, 0.0)

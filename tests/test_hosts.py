@@ -196,11 +196,6 @@ def test_rate_that_is_none_is_refused(rate: str) -> None:
         Hosts(2, rate=rate)
 
 
-def test_rates_are_those_of_tc() -> None:
-    rates = ["100bit", "3kbit", "100mbit", "2.5gbit"]
-    assert [hosts_py.bits_per_second(rate) for rate in rates] == [100, 3e3, 1e8, 2.5e9]
-
-
 @pytest.mark.parametrize("count", [0, 101])
 def test_number_of_hosts_is_checked(count: int) -> None:
     with pytest.raises(ValueError, match="from 1 to 100"):
@@ -237,6 +232,13 @@ def test_ranks_of_one_host_share_its_memory() -> None:
 
 
 @needs_hosts
+def test_ranks_of_all_hosts_are_in_one_session(three: Hosts) -> None:
+    """Else the scheduler takes each host for a group, and may not run one for a minute."""
+    sessions = three.mpirun(1, [sys.executable, "-c", "import os; print(os.getsid(0))"]).stdout
+    assert len(sessions.split()) == 3
+    assert len(set(sessions.split())) == 1
+
+
 def test_command_has_folder_variables_and_output() -> None:
     script = 'pwd; echo "$WORD"; echo aside >&2'
     with Hosts(2) as hosts:

@@ -48,12 +48,20 @@ def parse_size(text: str) -> int:
     return size
 
 
+class NoRate(argparse.ArgumentTypeError, ValueError):
+    """Text that is no rate: of an option, which argparse reports, or of an argument in Python."""
+
+
 def parse_rate(text: str) -> float:
-    """Return the bytes a second of "100mbit", "1gbit" or "2.5gbit", as tc writes rates."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", text)
-    rate = float(found[1]) * 1000 ** ("kmg".index(found[2]) + 1) / 8 if found else 0.0
+    """Return the bytes a second of "100mbit", "1gbit" or "2.5gbit", as tc writes rates.
+
+    Raises:
+        NoRate: it is none; it shows what is.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", text)
+    rate = float(found[1]) * 1000 ** ["", "k", "m", "g"].index(found[2]) / 8 if found else 0.0
     if rate <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate: as in 100mbit, 1gbit")
+        raise NoRate(f"{text!r} is no rate: give a number and a unit, such as 100mbit or 1gbit")
     return rate
 
 

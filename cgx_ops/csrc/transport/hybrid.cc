@@ -5,14 +5,12 @@
 #include <algorithm>
 
 #include "base/status.h"
+#include "transport/mpi.h"
 #include "transport/shared_memory.h"
 #include "transport/transport.h"
 
 namespace cgx {
 namespace {
-
-// MPI has nothing that rings a bell; as in mpi_transport.cc.
-constexpr auto kPollInterval = std::chrono::microseconds(100);
 
 class HybridTransport : public Transport {
  public:
@@ -42,7 +40,7 @@ class HybridTransport : public Transport {
     return far_->progress(far_sink) || near_worked;
   }
   void wait(std::chrono::microseconds at_most) override {
-    near_->wait(std::min<std::chrono::microseconds>(at_most, kPollInterval));
+    near_->wait(std::min(at_most, kMpiPollInterval));
   }
   void wake() override { near_->wake(); }
 

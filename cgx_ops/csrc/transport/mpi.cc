@@ -34,7 +34,7 @@ void complete(MPI_Request* request, const char* call, std::chrono::duration<doub
     if (done) return;
     require(std::chrono::steady_clock::now() < deadline, CGX_TIMEOUT, call, " did not end within ",
             timeout.count(), " s: a rank of the MPI job has not called cgx, or has died");
-    std::this_thread::yield();
+    std::this_thread::sleep_for(kMpiPollInterval);
   }
 }
 

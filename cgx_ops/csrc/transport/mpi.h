@@ -9,6 +9,9 @@
 
 namespace cgx {
 
+// MPI has nothing that rings a bell: who waits for it sleeps this long between two looks.
+constexpr auto kMpiPollInterval = std::chrono::microseconds(100);
+
 struct MpiWorld {
   int rank = 0;
   int size = 1;

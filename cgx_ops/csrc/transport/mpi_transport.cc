@@ -19,6 +19,7 @@
 
 #include "base/status.h"
 #include "transport/doorbell.h"
+#include "transport/mpi.h"
 #include "transport/mpi_world.h"
 #include "transport/transport.h"
 
@@ -26,7 +27,6 @@ namespace cgx {
 namespace {
 
 constexpr int kSendWindow = 16;  // sends handed to MPI per destination
-constexpr auto kPollInterval = std::chrono::microseconds(100);
 
 // Memory for messages, kept for reuse: fresh memory is paid for page by page.
 class BlockPool {
@@ -103,7 +103,7 @@ class MpiTransport : public Transport, private Arrival::Release {
   }
 
   void wait(std::chrono::microseconds at_most) override {
-    bell_.sleep(seen_, std::min(at_most, kPollInterval));
+    bell_.sleep(seen_, std::min(at_most, kMpiPollInterval));
     seen_ = bell_.count.load();
   }
   void wake() override { bell_.ring(); }
