@@ -4,6 +4,7 @@ A case says everything about one call; its inputs follow from it and the rank. R
 of each result (tests/ranks/run_collectives.py), the test computes the oracle's once.
 
     MATRIX    bits x dtype x rounding x bucket_size x size, by sra and one_shot
+    SAMPLE    a seventh of it, with every pair of two arguments' values
     FEATURES  verbs, ops, algorithms, gather_bits, minimal_size, incomplete buckets, many segments,
               special values
     HIERARCHICAL  several hosts: bits x intra_bits x dtype x op x size, and the features
@@ -182,15 +183,18 @@ def _hierarchical() -> list[Case]:
             Case(60_000, segments=layers, **options),
             Case(60_000, segments=layers[::-1], minimal_size=1000, **options),
         ]
-    # Picked: the first by size, the others by the hosts.
+    # Picked: the first by size, the others by the hosts. These five are in the sample.
     cases += [Case(1000), Case(100_003), Case(2**20 + 7, intra_bits=8)]
     cases += [Case(2**20 + 7, 32, op="avg"), Case(300_000, bucket_size=1 << 20)]
     return cases
 
 
+SAMPLE = MATRIX[::7]  # 7 divides no argument's number of values: test_collectives.py
 FEATURES = _features()
-HIERARCHICAL = _hierarchical()  # on several hosts: tests/test_hierarchical.py
-SETS = {"matrix": MATRIX, "features": FEATURES}
+_NESTED = _hierarchical()
+# On several hosts: tests/test_hierarchical.py. 5 divides no argument's number of values.
+HIERARCHICAL = {"all": _NESTED, "sample": _NESTED[:-5:5] + _NESTED[-5:]}
+SETS = {"matrix": MATRIX, "sample": SAMPLE, "features": FEATURES}
 
 
 def inputs(case: Case, rank: int, world_size: int) -> npt.NDArray[Any]:

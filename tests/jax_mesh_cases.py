@@ -83,7 +83,7 @@ MESHES: Sequence[MeshCase] = [
     MeshCase("uneven_part", (3,), "a", (1, 6, 0)),
 ]
 
-# Each carrier and each mode on every mesh every day, but not each with each.
+# Each carrier and each mode every day, but not each with each.
 carriers_and_modes = pytest.mark.parametrize(
     ("carrier", "check_vma"),
     [

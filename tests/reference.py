@@ -134,14 +134,17 @@ def philox4x32_10(counters: npt.NDArray[np.uint32], seed: int) -> npt.NDArray[np
 def noise(index: npt.NDArray[np.int64], seed: int, rank: int, phase: int) -> Float32s:
     """Return r in (0, 1) of the elements of a segment that have these indices."""
     group, e = index // 128, index % 128
-    c = (16 * group + e % 16).astype(np.uint64)
-    counters = np.empty((len(index), 4), np.uint32)
-    counters[:, 0] = c & np.uint64(0xFFFFFFFF)
-    counters[:, 1] = c >> np.uint64(32)
+    c = 16 * group + e % 16
+    # Eight elements share a block of Philox: all blocks from the first to the last, once.
+    first = c.min()
+    blocks = np.arange(first, c.max() + 1, dtype=np.uint64)
+    counters = np.empty((len(blocks), 4), np.uint32)
+    counters[:, 0] = blocks & np.uint64(0xFFFFFFFF)
+    counters[:, 1] = blocks >> np.uint64(32)
     counters[:, 2] = rank
     counters[:, 3] = phase
-    out = philox4x32_10(counters, seed & 0xFFFFFFFFFFFFFFFF)
-    word = np.take_along_axis(out, ((e // 16) // 2)[:, None], axis=1)[:, 0]
+    words = philox4x32_10(counters, seed & 0xFFFFFFFFFFFFFFFF)
+    word = words[c - first, (e // 16) // 2]
     u = (word >> (16 * ((e // 16) % 2)).astype(np.uint32)) & np.uint32(0xFFFF)
     return ((u.astype(np.float64) + 0.5) / 65536).astype(np.float32)
 

@@ -201,7 +201,7 @@ def check(cases: list[Case], size: int) -> None:
     assert not wrong, f"{len(wrong)} of {len(cases)} cases:\n" + "\n".join(wrong[:20])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.exhaustive), 8])
 @pytest.mark.parametrize("cases", SETS)
 def test_same_bits_and_bytes(cases: str, size: int) -> None:
     check(SETS[cases], size)

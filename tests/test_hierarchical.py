@@ -45,25 +45,37 @@ def expected_errors(hosts: tuple[int, ...], op: Any, intra_bits: int) -> list[li
     return [[collective_cases.digest(result), collective_cases.digest(each)] for each in lost]
 
 
-@pytest.mark.parametrize(
-    ("hosts", "asked", "transport", "picked"),
-    [
-        *((hosts, "AUTO", "hybrid", "hierarchical") for hosts in NESTED),
-        ("a,a,b,b", "MPI", "mpi", "hierarchical"),
-        ("a,b", "AUTO", "mpi", "sra"),
-        ("a,a", "AUTO", "shm", "sra"),
-    ],
-)
-def test_against_the_oracle(hosts: str, asked: str, transport: str, picked: str) -> None:
+LAYOUTS = [
+    *((hosts, "AUTO", "hybrid", "hierarchical") for hosts in NESTED),
+    ("a,a,b,b", "MPI", "mpi", "hierarchical"),
+    ("a,b", "AUTO", "mpi", "sra"),
+    ("a,a", "AUTO", "shm", "sra"),
+]
+# Every day all cases run on even hosts and on the most uneven ones, a sample of them elsewhere.
+RUNS = [
+    pytest.param(*layout, cases, marks=[] if daily else pytest.mark.exhaustive)
+    for layout in LAYOUTS
+    for cases in ("all", "sample")
+    for daily in [(cases == "all") == (layout[0] in (NESTED[0], NESTED[3]))]
+    if daily or cases == "all"
+]
+
+
+@pytest.mark.parametrize(("hosts", "asked", "transport", "picked", "cases"), RUNS)
+def test_against_the_oracle(
+    hosts: str, asked: str, transport: str, picked: str, cases: str
+) -> None:
     of_ranks = numbers(hosts)
     threads = "1" if hosts == NESTED[0] else "3"  # of the codec
     env = {"COMMUNICATOR_TYPE": asked, "CGX_THREADS": threads}
-    outputs = launch.mpirun(len(of_ranks), "run_hierarchical.py", picked, env=env, hosts=hosts)
+    outputs = launch.mpirun(
+        len(of_ranks), "run_hierarchical.py", picked, cases, env=env, hosts=hosts
+    )
     ranks = [json.loads(output.splitlines()[-1]) for output in outputs]
     assert [rank["transport"] for rank in ranks] == [transport] * len(ranks)
     wrong = [
         f"{case}: {[rank['results'][i] for rank in ranks]}"
-        for i, case in enumerate(collective_cases.HIERARCHICAL)
+        for i, case in enumerate(collective_cases.HIERARCHICAL[cases])
         if [rank["results"][i] for rank in ranks]
         != collective_cases.expected(case, len(ranks), of_ranks)
     ]
@@ -121,8 +133,15 @@ def test_nothing_is_lost_for_good(hosts: str, intra_bits: int, op: Literal["sum"
 # ---- 3. in any order, in groups, and in trouble --------------------------------------------------
 
 
-@pytest.mark.parametrize("program", [("run_order.py", 2000), ("run_groups.py",)])
-@pytest.mark.parametrize("hosts", ["a,b,a,b", "a,a,b,c"])
+@pytest.mark.parametrize(
+    ("hosts", "program"),
+    [
+        ("a,b,a,b", ("run_order.py", 2000)),
+        ("a,a,b,c", ("run_groups.py",)),
+        pytest.param("a,b,a,b", ("run_groups.py",), marks=pytest.mark.exhaustive),
+        pytest.param("a,a,b,c", ("run_order.py", 2000), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_order_and_groups(hosts: str, program: tuple[Any, ...]) -> None:
     """Thousands in flight; groups on one host, on several, and on as many as ranks."""
     outputs = launch.mpirun(4, *program, hosts=hosts)

@@ -4,6 +4,7 @@ The cases are in ranks/run_jax_faults.py: each surviving process gets an error t
 within its own deadline, computes on afterwards, and ends with status 0.
 """
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,7 +54,13 @@ by_devices = pytest.mark.parametrize("devices", [pytest.param(1, marks=exhaustiv
 
 
 @by_devices
-@pytest.mark.parametrize("case", ["other_bits_under_one_name", "other_programs_with_one_name"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("other_bits_under_one_name", marks=exhaustive),  # test_the_end() has it
+        "other_programs_with_one_name",
+    ],
+)
 def test_processes_that_disagree(case: str, devices: int) -> None:
     check_outputs(by_mpirun(case, env=environment(devices, 60)))
 
@@ -82,19 +89,17 @@ def test_a_device_of_several_in_a_process(launch: Callable[..., list[str]]) -> N
     check_outputs(launch("one_of_several_devices_fails", env=environment(2, 60)))
 
 
+DAILY_ENDS = [("raises", by_mpirun, 0), ("is_killed", by_mpirun, 0), ("is_killed", by_arguments, 0)]
+
+
 @by_devices
 @pytest.mark.parametrize(
-    ("launch", "victim"),
-    [(by_mpirun, 0), pytest.param(by_mpirun, 1, marks=exhaustive), (by_arguments, 0),
-     pytest.param(by_arguments, 1, marks=exhaustive)],
-)  # fmt: skip
-@pytest.mark.parametrize(
-    "how",
+    ("how", "launch", "victim"),
     [
-        "raises",
-        pytest.param("exits", marks=exhaustive),
-        pytest.param("exits_at_once", marks=exhaustive),
-        "is_killed",
+        pytest.param(*end, marks=[] if end in DAILY_ENDS else exhaustive)
+        for end in itertools.product(
+            ("raises", "exits", "exits_at_once", "is_killed"), (by_mpirun, by_arguments), (0, 1)
+        )
     ],
 )
 def test_processes_that_end(

@@ -70,8 +70,15 @@ def test_processes_that_only_xla_connects() -> None:
     by_arguments(2, "unreachable", COMMUNICATOR_TYPE="MPI")
 
 
-@both
-@pytest.mark.parametrize("case", ["twice", "late_on_one_rank"])
+@pytest.mark.parametrize(
+    ("launch", "case"),
+    [
+        (by_mpirun, "twice"),
+        pytest.param(by_arguments, "twice", marks=pytest.mark.exhaustive),  # asked of JAX alone
+        (by_mpirun, "late_on_one_rank"),
+        (by_arguments, "late_on_one_rank"),
+    ],
+)
 def test_called_when_it_must_not_be(launch: Launch, case: str) -> None:
     launch(2, case)
 

@@ -18,15 +18,13 @@ import numpy as np
 import pytest
 from jax import lax
 from jax_cases import Values, expected, mesh_of, normal, on_mesh, same_bits, use_cpu_devices
-from jax_mesh_cases import MESHES, MeshCase
+from jax_mesh_cases import MESHES, MeshCase, carriers_and_modes
 
 from cgx_ops.jax import psum_q
 
 use_cpu_devices(8)
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.mpirun]
-both_modes = pytest.mark.parametrize("check_vma", [True, False])
-both_carriers = pytest.mark.parametrize("carrier", ["native", "xla"])
 
 ROWS, NUMEL = 4, 600  # 600 elements: a bucket and a part of one
 
@@ -239,8 +237,7 @@ def test_values_tangents_and_gradients(
 # ---- 4. what differs from a function of arrays --------------------------------------------------
 
 
-@both_modes
-@both_carriers
+@carriers_and_modes
 def test_eager(carrier: Any, check_vma: bool) -> None:
     case = MESHES[0]
     x, w = normal(4, 8, ROWS, NUMEL), small_integers(5, 8)
@@ -256,8 +253,7 @@ def test_eager(carrier: Any, check_vma: bool) -> None:
     check_sums(case, gradients, w)
 
 
-@both_modes
-@both_carriers
+@carriers_and_modes
 def test_donation(carrier: Any, check_vma: bool) -> None:
     x = normal(6, 8, 5000)
     program = on_mesh(
@@ -270,8 +266,7 @@ def test_donation(carrier: Any, check_vma: bool) -> None:
     assert all(same_bits(row, expected(x)) for row in rows)
 
 
-@both_modes
-@both_carriers
+@carriers_and_modes
 def test_x64(carrier: Any, check_vma: bool) -> None:
     x = normal(7, 8, 5000)
 
@@ -285,8 +280,7 @@ def test_x64(carrier: Any, check_vma: bool) -> None:
             on_mesh(mesh_of((8,), ("d",)), body, check_vma)(x.astype(np.float64))
 
 
-@both_modes
-@both_carriers
+@carriers_and_modes
 def test_weak_types_become_strong(carrier: Any, check_vma: bool) -> None:
     def body(v: jax.Array) -> jax.Array:
         total = psum_q(2.5, "d", carrier=carrier)
@@ -297,8 +291,7 @@ def test_weak_types_become_strong(carrier: Any, check_vma: bool) -> None:
     assert np.array_equal(rows, np.full((8, 1), 20, np.float32))
 
 
-@both_modes
-@both_carriers
+@carriers_and_modes
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
 def test_nothing_to_sum(shape: tuple[int, ...], carrier: Any, check_vma: bool) -> None:
     def body(v: jax.Array) -> Any:
@@ -309,8 +302,7 @@ def test_nothing_to_sum(shape: tuple[int, ...], carrier: Any, check_vma: bool) -
         assert (rows.shape, rows.dtype) == ((8, *shape), np.float32)
 
 
-@both_modes
-@both_carriers
+@carriers_and_modes
 def test_trees(carrier: Any, check_vma: bool) -> None:
     tree = {"a": normal(8, 8, 700), "b": [normal(9, 8, 3, 40), None, normal(10, 8)]}
     w = jax.tree.map(lambda x: np.round(8 * x), tree)

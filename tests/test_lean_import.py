@@ -23,6 +23,12 @@ def test_import_brings_no_framework() -> None:
         assert f"'{module}'" not in loaded
 
 
+def test_torch_binding_brings_no_compiler() -> None:
+    pytest.importorskip("torch")
+    code = "import sys, cgx_ops.torch; print({'torch._dynamo', 'torch._inductor'} & {*sys.modules})"
+    assert _python(code) == "set()\n"
+
+
 def test_import_starts_no_mpi_and_no_thread() -> None:
     code = """
 import ctypes, os, cgx_ops

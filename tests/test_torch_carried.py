@@ -8,7 +8,8 @@ import torch_cases as tc
 
 
 @pytest.mark.timeout(320)
-def test_gloo_carries_the_same_bits() -> None:
+@pytest.mark.parametrize("n", [3, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_gloo_carries_the_same_bits(n: int) -> None:
     salt = uuid.uuid4().hex
-    for output in launch.torchrun(4, "run_torch_carried.py", salt, env=tc.ENVIRONMENT, timeout=300):
+    for output in launch.torchrun(n, "run_torch_carried.py", salt, env=tc.ENVIRONMENT, timeout=300):
         assert output.rstrip().endswith("ok all"), output

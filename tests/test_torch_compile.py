@@ -26,5 +26,6 @@ def test_results_without_inductors_lowering() -> None:
 
 
 @pytest.mark.timeout(620)
-def test_ranks_start_the_same_collectives() -> None:
-    ends_well("run_torch_order.py")
+@pytest.mark.parametrize("runs", [12, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_ranks_start_the_same_collectives(runs: int) -> None:
+    ends_well("run_torch_order.py", str(runs))

@@ -1,12 +1,14 @@
-"""Rank program: torch and jax in one process, in the given order, over one communicator.
+"""Rank program: torch and jax in one process, over one communicator.
 
     run_jax_shared_state.py torch|jax
 
+The one that is named is called first, and imported first on even ranks, last on the others.
 Communicators are found by name in the one registry of the process: the group that a JAX mesh made
 is one that torch's op and the numpy face can use.
 """
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -14,7 +16,8 @@ import numpy as np
 
 first = sys.argv[1]
 frameworks = ("torch", "jax") if first == "torch" else ("jax", "torch")
-for framework in frameworks:
+even = int(os.environ["OMPI_COMM_WORLD_RANK"]) % 2 == 0
+for framework in frameworks if even else reversed(frameworks):
     importlib.import_module(f"cgx_ops.{framework}")
 
 import torch  # noqa: E402

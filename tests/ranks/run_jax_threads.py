@@ -1,9 +1,9 @@
 """Rank program: four Python threads of each process launch programs on a mesh of all processes.
 
-    run_jax_threads.py DEVICES CASE
+    run_jax_threads.py DEVICES CASE...
 
 with DEVICES in each process. Each thread has values of its own, so that calls which take those of
-another thread's give wrong results. Every case prints "ok" at its end.
+another thread's give wrong results. Every case prints "ok" and its name at its end.
 
 1. what is right: blocks of launching(), with collectives of XLA's own between; names, where each
    process has one device
@@ -184,5 +184,6 @@ CASES = {
         own_functions, one_function, names, unnamed, names_of_several_devices, one_name,
     )
 }  # fmt: skip
-CASES[sys.argv[2]]()
-print("ok", flush=True)
+for name in sys.argv[2:]:
+    CASES[name]()
+    print("ok", name, flush=True)

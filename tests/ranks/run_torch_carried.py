@@ -234,7 +234,7 @@ def checked_operator(group: Group) -> None:
 def dynamic(group: Group) -> None:
     """Messages have lengths, so each size gets a graph of its own, also if asked not to."""
     torch._dynamo.reset()
-    call = torch.compile(step, fullgraph=True, dynamic=True)
+    call = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
     for numel in (1000, 5000, 17):
         inputs = [tc.values(rank, numel) for rank in range(group.size)]
         y = 2 * tc.expected([2 * x.relu() for x in inputs], 3, 64)

@@ -2,8 +2,11 @@
 
 Unused results, equal calls, and independent calls that each rank uses in another order. Calls have
 no name, so that an order that differs is an error, and a call that is missing a late peer.
+
+    run_torch_order.py RUNS     of unused results: 12 have every combination
 """
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -29,8 +32,8 @@ def count(call: Callable[[], object]) -> int:
 
 
 def unused_results() -> None:
-    """Rank 0 uses the result and rank 1 does not: 20 programs, each compiled from the start."""
-    for run in range(20):
+    """Rank 0 uses the result and rank 1 does not: each program is compiled from the start."""
+    for run in range(int(sys.argv[1])):
         torch._dynamo.reset()
         grad = run % 2 == 0
 
