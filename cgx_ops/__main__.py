@@ -7,6 +7,7 @@ bench: allreduce beside other libraries, among the ranks that mpirun started (cg
 import argparse
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m cgx_ops")
     commands = parser.add_subparsers(dest="command", required=True)
-    info = commands.add_parser("info", help="versions, MPI, CPU target, what is built and missing")
+    info = commands.add_parser("info", help="versions, MPI, CPU target, CUDA, what is missing")
     info.set_defaults(run=_info)
     allreduce.add_arguments(commands.add_parser("bench", help="time allreduce among ranks"))
     options = parser.parse_args(arguments)
@@ -45,11 +46,32 @@ def _info(_options: argparse.Namespace) -> int:
             ("CPU targets here", ", ".join(build["cpu_targets"])),
         )
     )
+    console.print(_table("CUDA", *_cuda(build["cuda"])))
     for kind in ("transports", "compressors", "algorithms"):
         rows = ((entry["name"], entry["description"]) for entry in build[kind])
         console.print(_table(kind.capitalize(), *rows))
     console.print(_table("Bindings", *map(_binding, _FRAMEWORKS)))
     return 0
+
+
+def _cuda(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what the core says of CUDA, and of what is missing how to get it."""
+    if not found["built"]:
+        remedy = "put nvcc on PATH or set CUDA_HOME, then build cgx_ops again (see README)"
+        return [("built with", f"nothing: built without CUDA; {remedy}")]
+    driver = found["driver"]
+    devices = [
+        (f"cuda:{i}", "{name}, compute capability {capability}, {memory_gib} GiB".format(**device))
+        for i, device in enumerate(found["devices"])
+    ]
+    return [
+        ("built with", f"CUDA {found['built']}"),
+        (
+            "driver",
+            f"of CUDA {driver}" if driver else "missing: no NVIDIA driver here",
+        ),
+        *(devices or [("devices", "none")]),
+    ]
 
 
 def _versions() -> Table:

@@ -151,6 +151,7 @@ class CommInfo(_Sized):
         ("move_ns", c_int64),
         ("compute_ns", c_int64),
         ("bytes_plain", c_int64),
+        ("wire", c_char_p),
     )
 
 
@@ -197,7 +198,9 @@ class Collective(_Sized):
         ("errors", POINTER(c_void_p)),
         ("divisor", c_int64),
         ("intra_bits", c_int32),
-        ("reserved", c_int32),
+        ("device", c_int32),
+        ("stream", c_void_p),
+        ("device_seeds", c_void_p),
     )
 
 
@@ -238,6 +241,9 @@ class Codec(_Sized):
         ("rank", c_int32),
         ("phase", c_int32),
         ("first_index", c_int64),
+        ("device", c_int32),
+        ("reserved", c_int32),
+        ("stream", c_void_p),
     )
 
 
@@ -266,6 +272,8 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_test": (c_void_p, POINTER(c_int32)),
     "cgx_notify": (c_void_p, CALLBACK, c_void_p),
     "cgx_wait": (c_void_p,),
+    "cgx_enqueue": (POINTER(Collective),),
+    "cgx_comm_check": (c_int32, c_int32),
     "cgx_plan": (POINTER(Collective), POINTER(Plan)),
     "cgx_refuse": (POINTER(Collective), c_int, c_char_p),
     "cgx_sum": (c_int32, POINTER(c_void_p), c_int32, c_int64, c_void_p),
@@ -277,6 +285,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_encoded_bytes": (POINTER(Codec), c_int64, POINTER(c_int64)),
     "cgx_quantize": (POINTER(Codec), c_void_p, c_int64, c_void_p),
     "cgx_dequantize": (POINTER(Codec), c_void_p, c_int64, c_void_p),
+    "cgx_sum_encoded": (POINTER(Codec), c_void_p, c_int32, c_int64, c_int64, c_void_p),
 }
 
 

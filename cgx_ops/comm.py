@@ -93,7 +93,8 @@ class Communicator:
             allgather: gives one rank's bytes to all and returns those of all ranks, in rank order;
                 called a few times, with equally many bytes on all ranks, during this call only.
             name: equal on all ranks, unique among this process's communicators.
-            transport: "AUTO", "SHM" or "MPI"; None: COMMUNICATOR_TYPE, else AUTO.
+            transport: "AUTO", "SHM", "MPI" or "NCCL" (between GPUs; else as AUTO); None:
+                COMMUNICATOR_TYPE, else AUTO.
             timeout: seconds that a collective may take; None: CGX_TIMEOUT, else 300.
 
         Raises:
@@ -174,6 +175,11 @@ class Communicator:
     def transport(self) -> str:
         """How bytes move: "self", "thread", "shm", "hybrid" or "mpi"."""
         return _native.text(self._info().transport)
+
+    @property
+    def wire(self) -> str:
+        """How its ranks' GPUs are connected: "direct", "staged", "nccl"; "" before they are."""
+        return _native.text(self._info().wire)
 
     @property
     def closed(self) -> bool:

@@ -10,7 +10,7 @@ from cgx_ops.errors import InvalidArgument
 
 Rounding = Literal["stochastic", "nearest", "shift"]
 Algorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical"]
-CommunicatorType = Literal["AUTO", "SHM", "MPI"]
+CommunicatorType = Literal["AUTO", "SHM", "MPI", "NCCL"]
 
 _EXACT = 32
 _MAX_INT64 = 2**63 - 1
@@ -19,7 +19,7 @@ _MAX_INT64 = 2**63 - 1
 _WORDS: dict[str, tuple[str, ...]] = {
     "rounding": ("stochastic", "nearest", "shift"),
     "algorithm": ("auto", "one_shot", "sra", "ring", "hierarchical"),
-    "communicator_type": ("AUTO", "SHM", "MPI"),
+    "communicator_type": ("AUTO", "SHM", "MPI", "NCCL"),
 }
 _INTEGERS = {
     "bits": (lambda n: 1 <= n <= 8 or n == _EXACT, "an integer from 1 to 8, or 32 (exact)"),
@@ -73,6 +73,7 @@ class Config:
             a call counter.
         fusion_buffer_size_mb: most megabytes of tensors that are fused into one collective.
         communicator_type: the transport: "SHM", "MPI", or "AUTO", the best that connects the ranks.
+            "NCCL" carries messages between GPUs, and is "AUTO" between processes.
     """
 
     bits: int = 4
@@ -129,7 +130,8 @@ class Config:
             values["intra_bits"] = values["bits"]
         for variable, words in _HOST_SWITCHES.items():
             text = environ.get(variable, "").strip()
-            if text:
+            same = _SAME_AS.get(variable, "")
+            if text and text.upper() != values.get(same):
                 _check_switch(variable, words, text)
         return cls(**values)
 
@@ -165,7 +167,7 @@ def _parse(variable: str, name: str, text: str) -> int | bool | str:
     raise InvalidArgument(f"The environment variable {variable} is {text!r}; it must be {accepted}")
 
 
-_NO_NCCL = "this build serves CPUs"
+_ASK_FOR_NCCL = "set COMMUNICATOR_TYPE=NCCL, by which NCCL carries all messages between GPUs"
 _NO_RING = "in a ring values are quantized once per rank, here twice at most"
 # What else CGX lets choose of its two levels. None: that is how `hierarchical` works; else why not.
 _HOST_SWITCHES: dict[str, dict[str, str | None]] = {
@@ -176,11 +178,16 @@ _HOST_SWITCHES: dict[str, dict[str, str | None]] = {
     "CGX_INNER_COMMUNICATOR_TYPE": {
         "SHM": None,
         "MPI": "set COMMUNICATOR_TYPE=MPI, which carries everything by MPI",
-        "NCCL": _NO_NCCL,
+        "NCCL": _ASK_FOR_NCCL,
     },
-    "CGX_CROSS_COMMUNICATOR_TYPE": {"MPI": None, "NCCL": _NO_NCCL},
+    "CGX_CROSS_COMMUNICATOR_TYPE": {"MPI": None, "NCCL": _ASK_FOR_NCCL},
     "CGX_INNER_REDUCTION_TYPE": {"SRA": None, "RING": _NO_RING},
     "CGX_CROSS_REDUCTION_TYPE": {"SRA": None, "RING": _NO_RING},
+}
+# What a switch asks for happens too where this field is the same.
+_SAME_AS = {
+    "CGX_INNER_COMMUNICATOR_TYPE": "communicator_type",
+    "CGX_CROSS_COMMUNICATOR_TYPE": "communicator_type",
 }
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cgx_ops import CgxError, Config, InvalidArgument
+from cgx_ops.config import CommunicatorType
 
 
 def test_defaults() -> None:
@@ -39,7 +40,7 @@ def test_defaults() -> None:
         ("minimal_size", [0, 1, 2**40]),
         ("seed", [-(2**63), 0, 2**63 - 1]),
         ("fusion_buffer_size_mb", [1, 4096]),
-        ("communicator_type", ["AUTO", "SHM", "MPI"]),
+        ("communicator_type", ["AUTO", "SHM", "MPI", "NCCL"]),
     ],
 )
 def test_accepts(field: str, values: list[Any]) -> None:
@@ -60,7 +61,7 @@ def test_accepts(field: str, values: list[Any]) -> None:
         *(("minimal_size", value) for value in (-1, 2**63, 1.5)),
         *(("seed", value) for value in (2**63, -(2**63) - 1, 0.5)),
         *(("fusion_buffer_size_mb", value) for value in (0, -64, 2**20 + 1)),
-        *(("communicator_type", value) for value in ("NCCL", "shm", None)),
+        *(("communicator_type", value) for value in ("UCC", "shm", None)),
     ],
 )
 def test_refuses_and_names_the_field_and_value(field: str, value: object) -> None:
@@ -135,6 +136,17 @@ def test_environment_s_switches_of_hosts(
         assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("level", ["INNER", "CROSS"])
+@pytest.mark.parametrize("kind", ["NCCL", "MPI"])
+def test_environment_s_switches_of_transports(level: str, kind: CommunicatorType) -> None:
+    switch = f"CGX_{level}_COMMUNICATOR_TYPE"
+    environment = {"COMMUNICATOR_TYPE": kind, switch: kind.lower()}
+    assert Config.from_env(environment) == Config(32, communicator_type=kind)
+    for other in ("AUTO", "SHM"):
+        with pytest.raises(InvalidArgument, match="set COMMUNICATOR_TYPE=NCCL"):
+            Config.from_env({"COMMUNICATOR_TYPE": other, switch: "NCCL"})
+
+
 def test_environment_is_the_process_s_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGX_COMPRESSION_QUANTIZATION_BITS", "3")
     assert Config.from_env().bits == 3
@@ -154,7 +166,7 @@ def test_environment_is_the_process_s_by_default(monkeypatch: pytest.MonkeyPatch
         ("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", "2"),
         ("CGX_COMPRESSION_MINIMAL_SIZE", "-1"),
         ("CGX_FUSION_BUFFER_SIZE_MB", "0"),
-        ("COMMUNICATOR_TYPE", "NCCL"),
+        ("COMMUNICATOR_TYPE", "UCC"),
         ("CGX_INTRA_COMPRESS", "yes"),
     ],
 )

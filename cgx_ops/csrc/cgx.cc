@@ -1,5 +1,6 @@
-// The waist: the functions of cgx.h, but for section 5 (carried_api.cc). Each converts and calls
-// one layer below; api.h turns what is thrown into a status.
+// The waist: the functions of cgx.h, but for sections 5 (carried_api.cc) and 6
+// (codec_api.cc). Each converts and calls one layer below; api.h turns what is thrown into a
+// status.
 #include "cgx/cgx.h"
 
 #include <pthread.h>
@@ -38,9 +39,12 @@ Communicator::Seconds timeout_or_default(double seconds) {
 std::string transport_or_default(const char* transport) {
   if (!transport) return env_transport();
   const std::string text = transport;
-  require(text == "AUTO" || text == "SHM" || text == "MPI", CGX_INVALID_ARGUMENT, "transport is '",
-          text, "'; accepted: AUTO, SHM, MPI");
-  return text;
+  std::string accepted;
+  for (const std::string& type : communicator_types()) {
+    if (text == type) return text;
+    accepted += (accepted.empty() ? "" : ", ") + type;
+  }
+  fail(CGX_INVALID_ARGUMENT, "transport is '", text, "'; accepted: ", accepted);
 }
 
 CommunicatorRef make_world() {
@@ -67,33 +71,13 @@ int64_t nanoseconds(Clock::duration time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
 }
 
-struct Codec {
-  std::unique_ptr<Compressor> compressor;
-  Dtype dtype;
-  Rounding rounding;
-};
-
-Dtype to_dtype(int32_t dtype) {
-  require(dtype >= 0 && dtype <= CGX_BFLOAT16, CGX_INVALID_ARGUMENT, "dtype is ", dtype,
-          "; accepted: a cgx_dtype_t");
-  return static_cast<Dtype>(dtype);
-}
-
-Codec make_codec(const cgx_codec_t* codec, int64_t numel) {
-  check_struct(codec, "cgx_codec_t");
-  require(numel >= 0, CGX_INVALID_ARGUMENT, "numel is ", numel, "; accepted: 0 or more");
-  require(codec->rounding >= 0 && codec->rounding <= CGX_SHIFT, CGX_INVALID_ARGUMENT,
-          "rounding is ", codec->rounding, "; accepted: a cgx_rounding_t");
-  const Dtype dtype = to_dtype(codec->dtype);
-  auto compressor = make_compressor(
-      {dtype, codec->bits, codec->bucket_size, codec->skip_incomplete_buckets != 0});
-  require(codec->first_index >= 0 && codec->first_index % compressor->grain() == 0,
-          CGX_INVALID_ARGUMENT, "first_index is ", codec->first_index,
-          "; accepted: a multiple of bucket_size, ", compressor->grain());
-  return {std::move(compressor),
-          dtype,
-          {static_cast<RoundingMode>(codec->rounding), static_cast<uint64_t>(codec->seed),
-           static_cast<uint32_t>(codec->rank), static_cast<uint32_t>(codec->phase)}};
+// Null where every one is.
+const void* first_buffer(const cgx_collective_t& call) {
+  for (const void* buffer : {call.input, static_cast<const void*>(call.output)})
+    if (buffer) return buffer;
+  for (int64_t i = 0; call.inputs && i < call.num_segments; ++i)
+    if (call.inputs[i]) return call.inputs[i];
+  return nullptr;
 }
 
 // One row of cgx_describe: {"name": ..., "description": ...}. Names and texts are our own
@@ -115,7 +99,9 @@ std::string describe() {
               "\", \"cpu_target\": \"", kernels().name, "\", \"cpu_targets\": [", targets,
               "], \"transports\": ", describe_rows(transport_table()),
               ", \"compressors\": ", describe_rows(compressor_table()),
-              ", \"algorithms\": ", describe_rows(algorithm_table()), "}");
+              ", \"wires\": ", describe_rows(device::wire_table()),
+              ", \"algorithms\": ", describe_rows(algorithm_table()),
+              ", \"cuda\": ", device::describe_devices(), "}");
 }
 
 }  // namespace
@@ -239,7 +225,8 @@ cgx_status_t cgx_comm_info(int32_t comm, cgx_comm_info_t* info) {
                                  nanoseconds(totals.agree),
                                  nanoseconds(totals.move),
                                  nanoseconds(totals.compute),
-                                 totals.bytes_plain};
+                                 totals.bytes_plain,
+                                 communicator->wire_name()};
     std::memcpy(info, &all, info->struct_size);
   });
 }
@@ -287,6 +274,18 @@ cgx_status_t cgx_run(const cgx_collective_t* collective) {
   });
 }
 
+cgx_status_t cgx_enqueue(const cgx_collective_t* collective) {
+  return guarded([&] {
+    check_struct(collective, "cgx_collective_t");
+    const auto communicator = Registry::instance().get(collective->comm);
+    communicator->enqueue(*collective, device::device_of(first_buffer(*collective)));
+  });
+}
+
+cgx_status_t cgx_comm_check(int32_t comm, int32_t finish) {
+  return guarded([&] { Registry::instance().get(comm)->check_devices(finish != 0); });
+}
+
 cgx_status_t cgx_test(cgx_request_t* request, int32_t* done) {
   return guarded([&] { *done = request->collective->done; });
 }
@@ -310,53 +309,5 @@ cgx_status_t cgx_plan(const cgx_collective_t* collective, cgx_plan_t* plan) {
     plan->algorithm = made.algorithm;
     plan->payload_bytes = payload_bytes(made);
     plan->exact_bytes = payload_bytes(exact);
-  });
-}
-
-cgx_status_t cgx_sum(int32_t dtype, const void* const* values, int32_t num_values, int64_t numel,
-                     float* sum) {
-  return guarded([&] {
-    const Dtype type = to_dtype(dtype);
-    require(num_values >= 1 && numel >= 0, CGX_INVALID_ARGUMENT, "num_values is ", num_values,
-            " and numel ", numel, "; accepted: 1 or more, and 0 or more");
-    // A block of the sum stays in the first-level cache while it grows.
-    constexpr int64_t kBlockNumel = 4096;
-    for (int64_t first = 0; first < numel; first += kBlockNumel) {
-      const int64_t count = std::min(kBlockNumel, numel - first);
-      const auto at = [&](int32_t i) {
-        return static_cast<const std::byte*>(values[i]) + first * size_of(type);
-      };
-      kernels().convert(type, at(0), Dtype::kFloat32, sum + first, count);
-      for (int32_t i = 1; i < num_values; ++i)
-        kernels().add(type, at(i), sum + first, sum + first, count);
-    }
-  });
-}
-
-cgx_status_t cgx_convert(int32_t from_dtype, const void* from, int32_t to_type, void* to,
-                         int64_t numel) {
-  return guarded(
-      [&] { kernels().convert(to_dtype(from_dtype), from, to_dtype(to_type), to, numel); });
-}
-
-cgx_status_t cgx_encoded_bytes(const cgx_codec_t* codec, int64_t numel, int64_t* bytes) {
-  return guarded([&] { *bytes = make_codec(codec, numel).compressor->max_bytes(numel); });
-}
-
-cgx_status_t cgx_quantize(const cgx_codec_t* codec, const void* values, int64_t numel,
-                          void* bytes) {
-  return guarded([&] {
-    const Codec made = make_codec(codec, numel);
-    made.compressor->encode(made.dtype, values, numel, codec->first_index, made.rounding,
-                            static_cast<std::byte*>(bytes));
-  });
-}
-
-cgx_status_t cgx_dequantize(const cgx_codec_t* codec, const void* bytes, int64_t numel,
-                            void* values) {
-  return guarded([&] {
-    const Codec made = make_codec(codec, numel);
-    made.compressor->decode(static_cast<const std::byte*>(bytes), made.compressor->max_bytes(numel),
-                            numel, made.dtype, values);
   });
 }

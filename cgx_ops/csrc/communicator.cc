@@ -8,6 +8,7 @@
 #include "algorithm/refusal.h"
 #include "base/env.h"
 #include "base/status.h"
+#include "device/rounds.h"
 #include "transport/host.h"
 
 namespace cgx {
@@ -137,19 +138,69 @@ std::string making(const std::string& name, const std::string& what) {
   return join("\x01", what, ":", name);
 }
 
+// What a group of devices sees of its communicator.
+class Link final : public device::HostLink {
+ public:
+  explicit Link(Communicator* communicator) : communicator_(*communicator) {
+    for (int rank = 0; rank < communicator_.size; ++rank) everyone_.push_back(rank);
+  }
+  const std::string& name() const override { return communicator_.name; }
+  int rank() const override { return communicator_.rank; }
+  int size() const override { return communicator_.size; }
+  std::vector<Bytes> exchange(const std::string& what, const Bytes& mine,
+                              Communicator::Seconds timeout) override {
+    return communicator_.exchange(everyone_, making("", what), mine, timeout);
+  }
+  void start(std::unique_ptr<Algorithm> algorithm, const std::string& what, uint64_t number,
+             const Agreement& agreement, Communicator::Seconds timeout, cgx_callback_t callback,
+             void* context) override {
+    communicator_.start(std::move(algorithm), what, number, agreement, timeout, callback, context);
+  }
+
+ private:
+  Communicator& communicator_;
+  std::vector<int> everyone_;
+};
+
+void require_device(const cgx_collective_t& call, cgx_device_t device, const char* instead) {
+  require(call.device == device, CGX_INVALID_ARGUMENT, "device is ", call.device,
+          call.device == CGX_CPU    ? " (CPU)"
+          : call.device == CGX_CUDA ? " (CUDA)"
+                                    : "",
+          ": ", instead);
+}
+
+// A host's or a freed address would break the device for the whole process.
+void check_addresses(const cgx_collective_t& call, device::Device& device) {
+  const auto check = [&](const void* address, const std::string& what) {
+    if (address) device.check_address(address, what);
+  };
+  const auto check_list = [&](const void* const* list, const char* what) {
+    for (int64_t i = 0; list && i < call.num_segments; ++i) check(list[i], join(what, "[", i, "]"));
+  };
+  check(call.input, "input");
+  check(call.output, "output");
+  check(call.device_seeds, "device_seeds");
+  check_list(call.inputs, "inputs");
+  check_list(call.outputs, "outputs");
+  check_list(call.errors, "errors");
+}
+
 }  // namespace
 
 // ---- Communicator --------------------------------------------------------------------------
 
 Communicator::Communicator(std::string name, int rank, std::shared_ptr<const Topology> topology,
-                           Seconds timeout, std::unique_ptr<Transport> transport)
+                           std::string type, Seconds timeout, std::unique_ptr<Transport> transport)
     : name(std::move(name)),
       rank(rank),
       size(topology->size()),
       topology(std::move(topology)),
+      type(std::move(type)),
       timeout(timeout),
       engine_(transport ? std::make_unique<Engine>(this->name, rank, size, std::move(transport))
-                        : nullptr) {}
+                        : nullptr),
+      link_(std::make_unique<Link>(this)) {}
 
 Communicator::~Communicator() { close(); }
 
@@ -223,6 +274,7 @@ std::shared_ptr<Collective> Communicator::named(const cgx_collective_t& call) co
 }
 
 std::shared_ptr<Collective> Communicator::prepare(const cgx_collective_t& call) const {
+  require_device(call, CGX_CPU, "cgx_start and cgx_run are for the CPU; use cgx_enqueue");
   Plan made = plan(call);
   auto collective = named(call);
   collective->agreement = make_agreement(call, made);
@@ -249,15 +301,79 @@ Totals Communicator::totals() const {
   return totals_;
 }
 
+// ---- devices -------------------------------------------------------------------------------
+
+device::Group& Communicator::devices(device::Device& device) {
+  const std::lock_guard lock(devices_mutex_);
+  require(!closed(), CGX_CLOSED, "communicator '", name, "' is closed");
+  if (!devices_) devices_ = std::make_unique<device::Group>(device, *link_, type, timeout);
+  require(&devices_->device() == &device, CGX_INVALID_ARGUMENT, "the buffers are on ",
+          device.name(), ", but this rank's earlier ones on communicator '", name, "' were on ",
+          devices_->device().name(), ": a rank has one device; make a communicator for each");
+  return *devices_;
+}
+
+void Communicator::enqueue(const cgx_collective_t& call, device::Device& device) {
+  require_device(call, CGX_CUDA, "cgx_enqueue is for CUDA; use cgx_start or cgx_run");
+  Plan made = make_plan(call, rank, size);
+  // Devices are one level: without a topology `auto` is not hierarchical.
+  made.algorithm = pick_algorithm(made);
+  require(made.algorithm == CGX_SRA || made.algorithm == CGX_ONE_SHOT, CGX_UNSUPPORTED,
+          "algorithm is ", made.algorithm == CGX_RING ? "ring" : "hierarchical",
+          "; on devices there are one_shot and sra: give one of them, or auto");
+  check_addresses(call, device);
+  const Agreement agreement = make_agreement(call, made);
+  if (!engine_) {
+    require(!closed_, CGX_CLOSED, "communicator '", name, "' is closed");
+    return device::pass_through(made, *device.wrap(call.stream));
+  }
+  const Seconds at_most =
+      call.timeout_s > 0 ? Seconds(std::min(call.timeout_s, kLongestTimeout)) : timeout;
+  devices(device).enqueue(std::move(made), agreement, call.name ? call.name : "", at_most,
+                          call.stream);
+}
+
+void Communicator::check_devices(bool finish) {
+  device::Group* group = nullptr;
+  {
+    const std::lock_guard lock(devices_mutex_);
+    group = devices_.get();
+  }
+  if (group) group->check(finish);
+}
+
+const char* Communicator::wire_name() const {
+  const std::lock_guard lock(devices_mutex_);
+  return devices_ ? devices_->wire() : "";
+}
+
+void Communicator::start(std::unique_ptr<Algorithm> algorithm, const std::string& key,
+                         uint64_t number, const Agreement& agreement, Seconds at_most,
+                         cgx_callback_t callback, void* context) {
+  auto collective = std::make_shared<Collective>();
+  collective->name = making("", key);
+  collective->occurrence = static_cast<int64_t>(number);
+  collective->agreement = agreement;
+  collective->timeout = at_most;
+  collective->counts = false;
+  for (int member = 0; member < size; ++member) collective->members.push_back(member);
+  collective->algorithm = std::move(algorithm);
+  collective->callback = callback;
+  collective->context = context;
+  engine_->submit(collective);
+}
+
+// ---- what making others takes --------------------------------------------------------------
+
 std::vector<Bytes> Communicator::exchange(const std::vector<int>& members, const std::string& key,
-                                          const Bytes& mine) {
+                                          const Bytes& mine, Seconds at_most) {
   require(mine.size() <= kMostBlobBytes, CGX_INTERNAL, "blob of ", mine.size(), " bytes");
   std::vector<Bytes> blobs(size);
   if (members.size() == 1) return {mine};
   auto collective = std::make_shared<Collective>();
   collective->name = key;
   collective->counts = false;
-  collective->timeout = timeout;
+  collective->timeout = at_most;
   collective->members = members;
   collective->algorithm = std::make_unique<Exchange>(rank, mine, &blobs);
   engine_->run(collective);
@@ -268,6 +384,10 @@ std::vector<Bytes> Communicator::exchange(const std::vector<int>& members, const
 }
 
 void Communicator::close() {
+  {
+    const std::lock_guard lock(devices_mutex_);
+    if (devices_ && !closed_) devices_->close(timeout);
+  }
   if (engine_) engine_->close(timeout);
   closed_ = true;
 }
@@ -278,7 +398,7 @@ namespace {
 
 CommunicatorRef alone(const std::string& name, Communicator::Seconds timeout) {
   const auto topology = std::make_shared<Topology>(std::vector<int>{0});
-  return std::make_shared<Communicator>(name, 0, topology, timeout, nullptr);
+  return std::make_shared<Communicator>(name, 0, topology, "AUTO", timeout, nullptr);
 }
 
 }  // namespace
@@ -290,12 +410,14 @@ CommunicatorRef connect(const std::string& name, int rank, int size, const Allga
   if (size == 1) return alone(name, timeout);
   const auto topology = exchange_hellos(allgather, type);
   std::string tried;
+  const bool any = type == "AUTO" || type == "NCCL";  // NCCL is between devices only
   for (const auto& entry : transport_table()) {
-    if (type != "AUTO" && type != entry.communicator_type) continue;
+    if (!any && type != entry.communicator_type) continue;
     std::string why;
     auto transport = try_transport(entry, rank, size, allgather, timeout, &why);
     if (transport)
-      return std::make_shared<Communicator>(name, rank, topology, timeout, std::move(transport));
+      return std::make_shared<Communicator>(name, rank, topology, type, timeout,
+                                            std::move(transport));
     tried += join("; ", entry.name, ": ", why);
   }
   fail(CGX_UNSUPPORTED, "no transport connects the ", size, " ranks of communicator '", name,
@@ -303,7 +425,7 @@ CommunicatorRef connect(const std::string& name, int rank, int size, const Allga
 }
 
 std::vector<CommunicatorRef> connect_local(const std::string& name, std::vector<int> host_of,
-                                           Communicator::Seconds timeout) {
+                                           Communicator::Seconds timeout, const std::string& type) {
   const auto topology = std::make_shared<Topology>(std::move(host_of));
   const int size = topology->size();
   if (size == 1) return {alone(name + "/0", timeout)};
@@ -316,7 +438,7 @@ std::vector<CommunicatorRef> connect_local(const std::string& name, std::vector<
   }
   for (int rank = 0; rank < size; ++rank)
     communicators.push_back(
-        std::make_shared<Communicator>(join(name, "/", rank), rank, topology, timeout,
+        std::make_shared<Communicator>(join(name, "/", rank), rank, topology, type, timeout,
                                        connectors[rank]->connect(offers, timeout)));
   return communicators;
 }
@@ -328,7 +450,8 @@ CommunicatorRef split(Communicator& parent, int color, int key, const std::strin
   };
   std::vector<int> everyone(parent.size);
   for (int rank = 0; rank < parent.size; ++rank) everyone[rank] = rank;
-  const auto blobs = parent.exchange(everyone, making(name, "split"), to_bytes(Choice{color, key}));
+  const auto blobs = parent.exchange(everyone, making(name, "split"), to_bytes(Choice{color, key}),
+                                     parent.timeout);
   if (color < 0) return nullptr;
   std::vector<std::pair<int, int>> members;  // (key, rank)
   for (int rank = 0; rank < parent.size; ++rank) {
@@ -361,7 +484,9 @@ CommunicatorRef group(Communicator& parent, const std::vector<int>& ranks,
   // The list is part of the key: other members may be making another group of the same name.
   const uint64_t hash = std::hash<std::string>()(list);
   const std::string key = making(join(name, "#", hash), "group");
-  const Allgather allgather = [&](const Bytes& mine) { return parent.exchange(ranks, key, mine); };
+  const Allgather allgather = [&](const Bytes& mine) {
+    return parent.exchange(ranks, key, mine, parent.timeout);
+  };
   return connect(own, static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size()),
                  allgather, env_transport(), parent.timeout);
 }

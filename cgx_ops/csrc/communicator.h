@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "device/group.h"
 #include "engine.h"
 
 namespace cgx {
@@ -29,9 +30,9 @@ class Communicator {
  public:
   using Seconds = std::chrono::duration<double>;
 
-  // No transport: a communicator of one rank. topology: of as many ranks.
+  // No transport: a communicator of one rank. topology: of as many ranks. type: as in env.h.
   Communicator(std::string name, int rank, std::shared_ptr<const Topology> topology,
-               Seconds timeout, std::unique_ptr<Transport> transport);
+               std::string type, Seconds timeout, std::unique_ptr<Transport> transport);
   ~Communicator();
 
   // Throws if the call is malformed or the communicator closed. On one rank the values are copied
@@ -49,16 +50,26 @@ class Communicator {
   // Tells the peers that this rank takes no part in the collective of that key.
   void refuse(const cgx_collective_t& call, cgx_status_t status, const std::string& message);
 
+  // cgx_enqueue and cgx_comm_check. `device` is where the call's buffers are.
+  void enqueue(const cgx_collective_t& call, device::Device& device);
+  void check_devices(bool finish);
+
   // All members' blobs (at most 4 KB each), in the order of `members`. Calls are matched by name.
   std::vector<Bytes> exchange(const std::vector<int>& members, const std::string& name,
-                              const Bytes& mine);
+                              const Bytes& mine, Seconds at_most);
+  // An algorithm as it is, matched by name and number.
+  void start(std::unique_ptr<Algorithm> algorithm, const std::string& name, uint64_t number,
+             const Agreement& agreement, Seconds at_most, cgx_callback_t callback, void* context);
   void close();
 
   const std::string name;
   const int rank, size;
   const std::shared_ptr<const Topology> topology;
+  const std::string type;
   const Seconds timeout;
   const char* transport_name() const { return engine_ ? engine_->transport_name() : "self"; }
+  // "" before the first collective on devices.
+  const char* wire_name() const;
   bool closed() const { return engine_ ? engine_->closed() : closed_.load(); }
   bool failed() const { return engine_ && engine_->failed(); }
   int64_t bytes_sent() const { return engine_ ? engine_->bytes_sent() : 0; }
@@ -69,7 +80,12 @@ class Communicator {
   std::shared_ptr<Collective> prepare(const cgx_collective_t& call) const;
   void copy_through(const cgx_collective_t& call, Collective& collective);
 
+  device::Group& devices(device::Device& device);
+
   const std::unique_ptr<Engine> engine_;
+  const std::unique_ptr<device::HostLink> link_;
+  mutable std::mutex devices_mutex_;
+  std::unique_ptr<device::Group> devices_;
   std::atomic<bool> closed_{false};
   // Of one rank alone; else the engine's.
   mutable std::mutex totals_mutex_;
@@ -78,12 +94,13 @@ class Communicator {
 
 using CommunicatorRef = std::shared_ptr<Communicator>;
 
-// Collective over the bootstrap's ranks. `type` is AUTO, SHM or MPI.
+// Collective over the bootstrap's ranks. `type`: one of communicator_types(), equal on all.
 CommunicatorRef connect(const std::string& name, int rank, int size, const Allgather& allgather,
                         const std::string& type, Communicator::Seconds timeout);
-// host_of: by rank, to try on threads what is for several hosts.
+// host_of: by rank, to try on threads what is for several hosts. `type` counts for devices only.
 std::vector<CommunicatorRef> connect_local(const std::string& name, std::vector<int> host_of,
-                                           Communicator::Seconds timeout);
+                                           Communicator::Seconds timeout,
+                                           const std::string& type = "AUTO");
 // nullptr for a negative color.
 CommunicatorRef split(Communicator& parent, int color, int key, const std::string& name);
 CommunicatorRef group(Communicator& parent, const std::vector<int>& ranks, const std::string& name);

@@ -152,6 +152,8 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     Segment segment;
     segment.numel = given.numel;
     segment.seed = static_cast<uint64_t>(call.seeds ? call.seeds[i] : call.seed);
+    if (call.device_seeds)
+      segment.seed_at = reinterpret_cast<const uint64_t*>(call.device_seeds + i);
     segment.input_at =
         call.inputs ? distance(plan.input, call.inputs[i]) : plan.bytes(given.offset);
     segment.output_at =
@@ -234,6 +236,7 @@ std::string difference(const Agreement& left, const Agreement& right) {
       {"number of segments", [](const Agreement& a) { return std::to_string(a.num_segments); }},
       {"block_numel", [](const Agreement& a) { return std::to_string(a.block_numel); }},
       {"algorithm", [](const Agreement& a) -> std::string { return algorithm_name(a.algorithm); }},
+      {"name", [](const Agreement& a) { return join("#", std::hex, a.name_hash); }},
   };
   std::string text;
   for (const auto& row : rows) {

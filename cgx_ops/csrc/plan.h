@@ -24,10 +24,15 @@ struct Segment {
   std::byte* error = nullptr;  // gets what compression lost
   int64_t numel = 0;
   uint64_t seed = 0;
-  CompressorSettings intra;    // a rank's own values, within its host (hierarchical)
+  const uint64_t* seed_at = nullptr;  // if not null, the seed is here, on the device
+  CompressorSettings intra;           // a rank's own values, within its host (hierarchical)
   CompressorSettings scatter;  // a rank's own values, or its host's sums, on their way to the owner
   CompressorSettings gather;   // reduced values, on their way back
 };
+
+// Encoded bytes of a message between CPUs: what Open MPI still sends eagerly over TCP, and small
+// enough that a chunk is decoded from the cache it was encoded into.
+inline constexpr int64_t kChunkBytes = 32 * 1024;
 
 // Phases of the noise (docs/wire_format.md).
 inline constexpr uint32_t kScatterPhase = 0;
@@ -48,6 +53,7 @@ struct Plan {
   int64_t block_numel = 0;  // elements from one rank's block to the next; the whole for allreduce
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
+  int64_t chunk_bytes = kChunkBytes;  // at most, of a message
 
   Rounding rounding(uint64_t seed, uint32_t phase) const {
     return {rounding_mode, seed, static_cast<uint32_t>(rank), phase};
@@ -64,6 +70,7 @@ struct Agreement {
   int64_t divisor = 0;
   int64_t bucket_size = 0;  // of the first segment
   uint64_t segments_hash = 0;
+  uint64_t name_hash = 0;  // of calls that are matched by their order, whatever their names
 };
 
 // Which of a call's buffers will be used; one that will not may be null.

@@ -13,6 +13,9 @@ namespace {
 Plan carried_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed used) {
   require(size >= 1 && rank >= 0 && rank < size, CGX_INVALID_ARGUMENT, "rank is ", rank,
           " and size ", size, "; accepted: 0 <= rank < size");
+  require(
+      call.device == CGX_CPU, CGX_UNSUPPORTED, "device is ", call.device,
+      ": what the caller carries is encoded on the CPU; give CGX_CPU, and values in its memory");
   Plan plan = make_plan(call, rank, size, used);
   require(plan.verb == CGX_ALLREDUCE, CGX_INVALID_ARGUMENT, "verb is ", call.verb,
           ": only an allreduce can be carried by its caller; give CGX_ALLREDUCE");

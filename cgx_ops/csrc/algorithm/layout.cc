@@ -7,10 +7,6 @@
 namespace cgx {
 namespace {
 
-// Encoded bytes of a message: what Open MPI still sends eagerly over TCP, and small enough that a
-// chunk is decoded from the cache it was encoded into.
-constexpr int64_t kChunkBytes = 32 * 1024;
-
 int count_shards(const Plan& plan) {
   if (plan.verb != CGX_ALLREDUCE || plan.algorithm == CGX_ONE_SHOT) return 1;
   if (plan.algorithm != CGX_HIERARCHICAL) return plan.size;
@@ -21,6 +17,7 @@ int count_shards(const Plan& plan) {
 
 Layout::Layout(const Plan& plan) {
   shards_.resize(count_shards(plan));
+  chunk_bytes_ = plan.chunk_bytes;
   if (plan.verb != CGX_ALLREDUCE) block_stride_ = plan.block_numel;
   for (const auto& segment : plan.segments) {
     const int64_t grain = compressor(segment.scatter)->grain();
@@ -43,11 +40,11 @@ void Layout::append(Shard* shard, const Segment& segment, int64_t first, int64_t
     const bool open = !shard->chunks.empty();
     const int64_t used =
         open ? std::max(shard->chunks.back().scatter_bytes, shard->chunks.back().gather_bytes)
-             : kChunkBytes;
-    int64_t room = (kChunkBytes - used) / grain_bytes;
+             : chunk_bytes_;
+    int64_t room = (chunk_bytes_ - used) / grain_bytes;
     if (room <= 0) {
       shard->chunks.push_back({shard->pieces.size(), shard->pieces.size(), 0, 0, 0});
-      room = std::max<int64_t>(1, kChunkBytes / grain_bytes);
+      room = std::max<int64_t>(1, chunk_bytes_ / grain_bytes);
     }
     Chunk& chunk = shard->chunks.back();
     const int64_t numel = std::min(last - first, room * grain);
@@ -55,7 +52,7 @@ void Layout::append(Shard* shard, const Segment& segment, int64_t first, int64_t
     shard->pieces.push_back({segment.input_at + at, segment.output_at + at,
                              segment.error ? segment.error + at : nullptr, numel, first,
                              segment.seed, intra, scatter, gather, chunk.intra_bytes,
-                             chunk.scatter_bytes, chunk.gather_bytes});
+                             chunk.scatter_bytes, chunk.gather_bytes, &segment});
     chunk.last_piece = shard->pieces.size();
     chunk.intra_bytes += intra->max_bytes(numel);
     chunk.scatter_bytes += scatter->max_bytes(numel);

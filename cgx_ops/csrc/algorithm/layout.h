@@ -29,6 +29,7 @@ struct Piece {
   int64_t intra_at;  // bytes, in the chunk's message
   int64_t scatter_at;
   int64_t gather_at;
+  const Segment* segment;  // of the plan that the layout is of
 };
 
 struct Chunk {
@@ -50,7 +51,7 @@ struct Shard {
 
 class Layout {
  public:
-  explicit Layout(const Plan& plan);
+  explicit Layout(const Plan& plan);  // which outlives it
 
   // What rank `owner` owns. one_shot has one shard, of everything; in reduce_scatter and all_gather
   // every rank's shard is a block, and `block_offset` tells where in the larger buffer.
@@ -64,7 +65,7 @@ class Layout {
 
   std::vector<std::pair<CompressorSettings, std::unique_ptr<Compressor>>> compressors_;
   std::vector<Shard> shards_;
-  int64_t block_stride_ = 0;
+  int64_t chunk_bytes_ = 0, block_stride_ = 0;
 };
 
 // Payload bytes that this rank sends under a plan whose algorithm is picked.

@@ -74,8 +74,13 @@ std::optional<std::string> env_host_id() {
   return id;
 }
 
+const std::vector<std::string>& communicator_types() {
+  static const std::vector<std::string> types = {"AUTO", "SHM", "MPI", "NCCL"};
+  return types;
+}
+
 std::string env_transport() {
-  return env_choice("COMMUNICATOR_TYPE", {"AUTO", "SHM", "MPI"}, "AUTO");
+  return env_choice("COMMUNICATOR_TYPE", communicator_types(), "AUTO");
 }
 
 std::optional<int> env_threads() { return env_integer("CGX_THREADS", 1, 1024); }

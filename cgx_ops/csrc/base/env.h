@@ -36,7 +36,9 @@ int env_ranks_on_host();
 // CGX_HOST_ID: what stands for this rank's host, instead of the machine. At most 64 bytes.
 std::optional<std::string> env_host_id();
 
-// COMMUNICATOR_TYPE: "AUTO" (if unset), "SHM" or "MPI".
+// COMMUNICATOR_TYPE, as a communicator may also be told: AUTO (if unset) and the one transport to
+// use; NCCL is about GPUs, and AUTO for all else.
+const std::vector<std::string>& communicator_types();
 std::string env_transport();
 
 // The world that Open MPI's mpirun started this process in; nothing without mpirun.

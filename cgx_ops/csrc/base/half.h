@@ -1,12 +1,11 @@
 // fp16 and bf16 <-> fp32, element by element, in a form that compilers turn into SIMD and that
 // gives the same bits on every target. Widening is exact; rounding is to nearest even; every NaN
 // rounds to one quiet NaN, because hardware disagrees about the rest.
-//
-// All functions are always inlined: they are compiled into files with different instruction sets,
-// and an out-of-line copy could be merged by the linker into a program that cannot run it.
 #pragma once
 
 #include <cstdint>
+
+#include "base/host_device.h"
 
 namespace cgx {
 
@@ -14,21 +13,19 @@ inline constexpr uint32_t kFloat32Nan = 0x7fc00000;
 inline constexpr uint16_t kFloat16Nan = 0x7e00;
 inline constexpr uint16_t kBfloat16Nan = 0x7fc0;
 
-[[gnu::always_inline]] inline bool is_nan(uint32_t bits) {
-  return (bits & 0x7fffffffu) > 0x7f800000u;
-}
+CGX_HD bool is_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
 
-[[gnu::always_inline]] inline float widen_bfloat16(uint16_t bits) {
+CGX_HD float widen_bfloat16(uint16_t bits) {
   return __builtin_bit_cast(float, uint32_t{bits} << 16);
 }
 
-[[gnu::always_inline]] inline uint16_t round_to_bfloat16(float value) {
+CGX_HD uint16_t round_to_bfloat16(float value) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, value);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return static_cast<uint16_t>(is_nan(bits) ? uint32_t{kBfloat16Nan} : rounded);
 }
 
-[[gnu::always_inline]] inline float widen_float16(uint16_t bits) {
+CGX_HD float widen_float16(uint16_t bits) {
   constexpr uint32_t kRebias = (127u - 15u) << 23;
   constexpr uint32_t kSmallest = 113u << 23;  // 2^-14, the smallest normal fp16
   const uint32_t sign = (bits & 0x8000u) << 16;
@@ -44,7 +41,7 @@ inline constexpr uint16_t kBfloat16Nan = 0x7fc0;
   return __builtin_bit_cast(float, (exponent == 0 ? denormal : normal) | sign);
 }
 
-[[gnu::always_inline]] inline uint16_t round_to_float16(float value) {
+CGX_HD uint16_t round_to_float16(float value) {
   constexpr uint32_t kRebias = (127u - 15u) << 23;
   const uint32_t bits = __builtin_bit_cast(uint32_t, value);
   const uint32_t sign = (bits >> 16) & 0x8000u;

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "base/host_device.h"
+
 namespace cgx {
 
 inline constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53;
@@ -17,7 +19,7 @@ inline constexpr int kPhiloxRounds = 10;
 struct PhiloxKeys {
   uint64_t at[kPhiloxRounds][2];
 
-  [[gnu::always_inline]] explicit PhiloxKeys(uint64_t seed) {
+  CGX_HD explicit PhiloxKeys(uint64_t seed) {
     auto key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
     for (auto& round : at) {
       round[0] = key0;
@@ -33,9 +35,8 @@ struct PhiloxKeys {
 // -> 64 bit product serves as both its halves. multiply(word, constant) is that product of the low
 // halves.
 template <typename Word, typename Multiply>
-[[gnu::always_inline]] inline void philox4x32_10(Word (&words)[4], const PhiloxKeys& keys,
-                                                 const Multiply& multiply) {
-#pragma GCC unroll 10
+CGX_HD void philox4x32_10(Word (&words)[4], const PhiloxKeys& keys, const Multiply& multiply) {
+  CGX_UNROLL
   for (int round = 0; round < kPhiloxRounds; ++round) {
     const Word product0 = multiply(words[0], kPhiloxMultiplier0);
     const Word product1 = multiply(words[2], kPhiloxMultiplier1);

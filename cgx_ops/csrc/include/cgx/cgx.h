@@ -50,8 +50,9 @@ CGX_API const char* cgx_version(void);
 /* ---- 2. the process ----------------------------------------------------------------------- */
 
 /* What this build has, as JSON: {"version", "mpi", "cpu_target", "cpu_targets": [...],
- * "transports" | "compressors" | "algorithms": [{"name", "description"}]}. Starts nothing.
- * "mpi" is the version line of the MPI library that is loaded. */
+ * "transports" | "wires" | "compressors" | "algorithms": [{"name", "description"}], "cuda":
+ * {"built", "driver", "devices": [{"name", "capability", "memory_gib"}]}}. Starts nothing. "mpi" is
+ * the version line of the MPI library that is loaded. */
 CGX_API const char* cgx_describe(void);
 
 /* Starts MPI if this process was launched by mpirun (or somebody already started MPI), and makes
@@ -74,7 +75,8 @@ typedef struct cgx_bootstrap_t {
   cgx_allgather_t allgather;
   void* context;         /* passed to allgather; not used after cgx_comm_create returns */
   const char* name;      /* unique among this process's live communicators; not "world" */
-  const char* transport; /* "AUTO", "SHM", "MPI"; NULL: COMMUNICATOR_TYPE, else AUTO */
+  const char* transport; /* "AUTO", "SHM", "MPI", "NCCL" (between GPUs; else as AUTO); NULL:
+                          * COMMUNICATOR_TYPE, else AUTO */
   double timeout_s;      /* default deadline of its collectives; <= 0: CGX_TIMEOUT, else 300 */
 } cgx_bootstrap_t;
 
@@ -96,6 +98,9 @@ typedef struct cgx_comm_info_t {
   int64_t bytes_plain; /* what they would send uncompressed, by the algorithms that send least, for
                         * n ranks: bytes_in times 2(n-1)/n (allreduce), (n-1)/n (reduce_scatter) or
                         * n-1 (all_gather) */
+  /* How its ranks' devices are connected: "direct", "staged", "nccl"; "" before the first
+   * cgx_enqueue. Collectives on devices count in none of the sums above. */
+  const char* wire;
 } cgx_comm_info_t;
 
 /* Collective over the ranks of the bootstrap. */
@@ -146,6 +151,8 @@ typedef enum cgx_algorithm_t {
  * the nearest (QSDP). Unbiased as stochastic rounding, at the error of nearest. */
 typedef enum cgx_rounding_t { CGX_NEAREST = 0, CGX_STOCHASTIC = 1, CGX_SHIFT = 2 } cgx_rounding_t;
 
+typedef enum cgx_device_t { CGX_CPU = 0, CGX_CUDA = 1 } cgx_device_t;
+
 /* A run of elements with its own compression. Bucket grid, minimal_size and noise index restart at
  * each segment. Segments must not overlap. */
 typedef struct cgx_segment_t {
@@ -194,7 +201,10 @@ typedef struct cgx_collective_t {
   /* hierarchical: bits of values that stay on their host until it has summed them; 0: exact.
    * Segments that travel exact do so there too. */
   int32_t intra_bits;
-  int32_t reserved; /* 0 */
+  int32_t device; /* a cgx_device_t: where all buffers are */
+  void* stream;   /* CGX_CUDA: the cudaStream_t that the work is put on; NULL: the default stream */
+  const int64_t*
+      device_seeds; /* CGX_CUDA: one per segment, in the GPU's memory, instead of seeds */
 } cgx_collective_t;
 
 typedef struct cgx_request_t cgx_request_t;
@@ -220,6 +230,24 @@ CGX_API cgx_status_t cgx_notify(cgx_request_t* request, cgx_callback_t callback,
 CGX_API cgx_status_t cgx_wait(cgx_request_t* request);
 /* cgx_start and cgx_wait in one: spares waking the progress thread. */
 CGX_API cgx_status_t cgx_run(const cgx_collective_t* collective);
+
+/* The same on a GPU (device is CGX_CUDA; the functions above are for CGX_CPU). Puts the collective
+ * on call->stream and returns: it waits for neither the device nor peers, but for a communicator's
+ * first such call, which connects the ranks' devices. (Where NCCL carries the messages each call
+ * waits on the host until all ranks have made it, no longer than its timeout.) Results are there
+ * for what is put on the stream later, or waits for it; inputs must stay until then, in no other
+ * way than with any kernel.
+ * All such collectives of a communicator run one after another, in the order of these calls, which
+ * must be the same on all ranks; other order or arguments are CGX_MISMATCH. A rank's buffers are
+ * all on one GPU, in every call on the communicator. Where the devices are connected directly the
+ * stream may be recording a CUDA graph.
+ *
+ * What fails later (a deadline, a lost peer, a mismatch) fills the outputs with NaN on the stream
+ * and closes the communicator for devices: the next cgx_enqueue, and cgx_comm_check, return it. */
+CGX_API cgx_status_t cgx_enqueue(const cgx_collective_t* collective);
+/* What collectives put on devices have failed with, as far as is known now; CGX_OK if none has.
+ * With `finish` not 0 waits for all of them to end first. */
+CGX_API cgx_status_t cgx_comm_check(int32_t comm, int32_t finish);
 
 /* Tells every peer that this rank will not take part in the collective that `collective` identifies
  * by comm, name and occurrence (the rest is ignored): theirs ends with `status` and a text that
@@ -292,6 +320,9 @@ typedef struct cgx_codec_t {
   int32_t rank;
   int32_t phase;
   int64_t first_index; /* index of the first element in its segment: a multiple of bucket_size */
+  int32_t device;      /* a cgx_device_t: where values and bytes are */
+  int32_t reserved;    /* 0 */
+  void* stream;        /* CGX_CUDA: the work is put on it, and nothing waits */
 } cgx_codec_t;
 
 CGX_API cgx_status_t cgx_encoded_bytes(const cgx_codec_t* codec, int64_t numel, int64_t* bytes);
@@ -299,6 +330,11 @@ CGX_API cgx_status_t cgx_quantize(const cgx_codec_t* codec, const void* values, 
                                   void* bytes);
 CGX_API cgx_status_t cgx_dequantize(const cgx_codec_t* codec, const void* bytes, int64_t numel,
                                     void* values);
+/* What the owner of a shard does: decodes num_messages messages of numel values, `stride` bytes
+ * apart, adds them up in fp32, in their order, and encodes the sum. */
+CGX_API cgx_status_t cgx_sum_encoded(const cgx_codec_t* codec, const void* messages,
+                                     int32_t num_messages, int64_t stride, int64_t numel,
+                                     void* message);
 
 #ifdef __cplusplus
 } /* extern "C" */

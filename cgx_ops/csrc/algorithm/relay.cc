@@ -1,0 +1,57 @@
+#include "algorithm/relay.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/status.h"
+
+namespace cgx {
+namespace {
+
+// Messages that peers may leave unread before it stops copying: 2 MB.
+constexpr int kMostUnreleased = 64;
+
+}  // namespace
+
+Relay::Relay(int rank, std::vector<std::span<const std::byte>> outgoing,
+             std::vector<std::span<std::byte>> incoming)
+    : rank_(rank), outgoing_(std::move(outgoing)), incoming_(std::move(incoming)), next_(rank) {
+  outgoing_[rank] = {};
+  incoming_[rank] = {};
+}
+
+// One message, to the next peer that lacks one: all links are busy from the start.
+Step Relay::step(Port& port) {
+  const int size = static_cast<int>(outgoing_.size());
+  for (int tried = 0; tried < size; ++tried) {
+    next_ = (next_ + 1) % size;
+    auto& rest = outgoing_[next_];
+    if (rest.empty()) continue;
+    if (port.unreleased() >= kMostUnreleased) return Step::kBlocked;
+    const size_t bytes = std::min<size_t>(rest.size(), kChunkBytes);
+    const BufferRef buffer = port.allocate(bytes);
+    std::memcpy(buffer->data, rest.data(), bytes);
+    port.send(next_, 0, buffer, bytes);
+    rest = rest.subspan(bytes);
+    return Step::kWorked;
+  }
+  return Step::kIdle;
+}
+
+void Relay::deliver(int /*part*/, Arrival arrival) {
+  auto& rest = incoming_[arrival.source];
+  require(arrival.bytes.size() <= rest.size(), CGX_INTERNAL, "rank ", arrival.source, " sent ",
+          arrival.bytes.size(), " bytes where ", rest.size(), " are left to come");
+  std::memcpy(rest.data(), arrival.bytes.data(), arrival.bytes.size());
+  rest = rest.subspan(arrival.bytes.size());
+}
+
+bool Relay::finished() const {
+  const auto empty = [](const auto& rest) { return rest.empty(); };
+  return std::all_of(outgoing_.begin(), outgoing_.end(), empty) &&
+         std::all_of(incoming_.begin(), incoming_.end(), empty);
+}
+
+bool Relay::waits_for(int rank) const { return !incoming_[rank].empty(); }
+
+}  // namespace cgx

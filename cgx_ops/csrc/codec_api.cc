@@ -1,0 +1,135 @@
+// The functions of cgx.h, section 6: sums and the codec alone.
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "api.h"
+#include "compressor/compressor.h"
+#include "device/codec.h"
+#include "kernel/kernels.h"
+
+namespace {
+
+using namespace cgx;
+
+// Values of a sum at a time: they stay in the first-level cache while it grows.
+constexpr int64_t kBlockNumel = 4096;
+
+Dtype to_dtype(int32_t dtype) {
+  require(dtype >= 0 && dtype <= CGX_BFLOAT16, CGX_INVALID_ARGUMENT, "dtype is ", dtype,
+          "; accepted: a cgx_dtype_t");
+  return static_cast<Dtype>(dtype);
+}
+
+// A checked call: on the CPU by `compressor`, else by the device's kernels.
+struct Codec {
+  std::unique_ptr<Compressor> compressor;
+  device::Run run;
+};
+
+Codec make_codec(const cgx_codec_t* codec, int64_t numel) {
+  check_struct(codec, "cgx_codec_t");
+  require(numel >= 0, CGX_INVALID_ARGUMENT, "numel is ", numel, "; accepted: 0 or more");
+  require(codec->rounding >= 0 && codec->rounding <= CGX_SHIFT, CGX_INVALID_ARGUMENT,
+          "rounding is ", codec->rounding, "; accepted: a cgx_rounding_t");
+  require(codec->device == CGX_CPU || codec->device == CGX_CUDA, CGX_INVALID_ARGUMENT, "device is ",
+          codec->device, "; accepted: a cgx_device_t");
+  const CompressorSettings settings{to_dtype(codec->dtype), codec->bits, codec->bucket_size,
+                                    codec->skip_incomplete_buckets != 0};
+  auto compressor = make_compressor(settings);
+  require(codec->first_index >= 0 && codec->first_index % compressor->grain() == 0,
+          CGX_INVALID_ARGUMENT, "first_index is ", codec->first_index,
+          "; accepted: a multiple of bucket_size, ", compressor->grain());
+  const Rounding rounding{static_cast<RoundingMode>(codec->rounding),
+                          static_cast<uint64_t>(codec->seed), static_cast<uint32_t>(codec->rank),
+                          static_cast<uint32_t>(codec->phase)};
+  return {std::move(compressor), {settings, rounding, numel, codec->first_index}};
+}
+
+std::unique_ptr<device::Queue> queue_of(const cgx_codec_t* codec, const void* buffer) {
+  return device::device_of(buffer).wrap(codec->stream);
+}
+
+void sum_on_cpu(const Codec& codec, const std::byte* messages, int32_t count, int64_t stride,
+                std::byte* message) {
+  const Compressor& compressor = *codec.compressor;
+  const int64_t grain = compressor.grain();
+  const int64_t block = std::max(grain, kBlockNumel / grain * grain);
+  std::vector<float> sum(std::min(block, codec.run.numel));
+  for (int64_t first = 0; first < codec.run.numel; first += block) {
+    const int64_t numel = std::min(block, codec.run.numel - first);
+    const int64_t at = compressor.max_bytes(first);
+    const int64_t bytes = compressor.max_bytes(first + numel) - at;
+    compressor.decode(messages + at, bytes, numel, Dtype::kFloat32, sum.data());
+    for (int32_t i = 1; i < count; ++i)
+      compressor.decode_add(messages + i * stride + at, bytes, numel, sum.data(), sum.data());
+    compressor.encode(Dtype::kFloat32, sum.data(), numel, codec.run.first_index + first,
+                      codec.run.rounding, message + at);
+  }
+}
+
+}  // namespace
+
+cgx_status_t cgx_sum(int32_t dtype, const void* const* values, int32_t num_values, int64_t numel,
+                     float* sum) {
+  return guarded([&] {
+    const Dtype type = to_dtype(dtype);
+    require(num_values >= 1 && numel >= 0, CGX_INVALID_ARGUMENT, "num_values is ", num_values,
+            " and numel ", numel, "; accepted: 1 or more, and 0 or more");
+    for (int64_t first = 0; first < numel; first += kBlockNumel) {
+      const int64_t count = std::min(kBlockNumel, numel - first);
+      const auto at = [&](int32_t i) {
+        return static_cast<const std::byte*>(values[i]) + first * size_of(type);
+      };
+      kernels().convert(type, at(0), Dtype::kFloat32, sum + first, count);
+      for (int32_t i = 1; i < num_values; ++i)
+        kernels().add(type, at(i), sum + first, sum + first, count);
+    }
+  });
+}
+
+cgx_status_t cgx_convert(int32_t from_dtype, const void* from, int32_t to_type, void* to,
+                         int64_t numel) {
+  return guarded(
+      [&] { kernels().convert(to_dtype(from_dtype), from, to_dtype(to_type), to, numel); });
+}
+
+cgx_status_t cgx_encoded_bytes(const cgx_codec_t* codec, int64_t numel, int64_t* bytes) {
+  return guarded([&] { *bytes = make_codec(codec, numel).compressor->max_bytes(numel); });
+}
+
+cgx_status_t cgx_quantize(const cgx_codec_t* codec, const void* values, int64_t numel,
+                          void* bytes) {
+  return guarded([&] {
+    const Codec made = make_codec(codec, numel);
+    if (codec->device != CGX_CPU)
+      return device::quantize(*queue_of(codec, values), made.run, values, bytes);
+    made.compressor->encode(made.run.settings.dtype, values, numel, made.run.first_index,
+                            made.run.rounding, static_cast<std::byte*>(bytes));
+  });
+}
+
+cgx_status_t cgx_dequantize(const cgx_codec_t* codec, const void* bytes, int64_t numel,
+                            void* values) {
+  return guarded([&] {
+    const Codec made = make_codec(codec, numel);
+    if (codec->device != CGX_CPU)
+      return device::dequantize(*queue_of(codec, values), made.run, bytes, values);
+    made.compressor->decode(static_cast<const std::byte*>(bytes), made.compressor->max_bytes(numel),
+                            numel, made.run.settings.dtype, values);
+  });
+}
+
+cgx_status_t cgx_sum_encoded(const cgx_codec_t* codec, const void* messages, int32_t num_messages,
+                             int64_t stride, int64_t numel, void* message) {
+  return guarded([&] {
+    const Codec made = make_codec(codec, numel);
+    require(num_messages >= 1, CGX_INVALID_ARGUMENT, "num_messages is ", num_messages,
+            "; accepted: 1 or more");
+    if (codec->device != CGX_CPU)
+      return device::sum_encoded(*queue_of(codec, messages), made.run, messages, num_messages,
+                                 stride, message);
+    sum_on_cpu(made, static_cast<const std::byte*>(messages), num_messages, stride,
+               static_cast<std::byte*>(message));
+  });
+}

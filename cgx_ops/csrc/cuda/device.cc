@@ -1,0 +1,152 @@
+#include "cuda/device.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "cuda/nccl.h"
+#include "cuda/sharing.h"
+#include "kernel/cuda/kernels.h"
+
+namespace cgx::device::cuda {
+namespace {
+
+constexpr int kOldestMajor = 8;  // the compute capability that kernels are built for
+
+// Where an address points to, as far as CUDA knows.
+enum class Kind { kUnknown, kPinned, kDevice };
+struct Location {
+  Kind kind;
+  int ordinal;  // of kDevice
+};
+
+// By the driver: cudaPointerGetAttributes would start a context on this thread's current device.
+Location locate(const void* address) {
+  unsigned int type = 0, managed = 0;
+  int ordinal = -1;
+  CUpointer_attribute asked[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_IS_MANAGED,
+                                 CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL};
+  void* answers[] = {&type, &managed, &ordinal};
+  const CUresult result =
+      driver().pointer_attributes(3, asked, answers, reinterpret_cast<CUdeviceptr>(address));
+  if (result == CUDA_ERROR_INVALID_VALUE || result == CUDA_ERROR_INVALID_CONTEXT)
+    return {Kind::kUnknown, -1};  // so the driver calls memory that it has not seen
+  check(result, "cuPointerGetAttributes");
+  if (type == CU_MEMORYTYPE_DEVICE || managed) return {Kind::kDevice, ordinal};
+  return {type == CU_MEMORYTYPE_HOST ? Kind::kPinned : Kind::kUnknown, -1};
+}
+
+// The number of the device whose memory this is.
+int device_at(const void* address, const std::string& what) {
+  constexpr char kRemedy[] =
+      ": give device=CPU, or move the values to the GPU (a tensor's .cuda()) before the call";
+  require(address != nullptr, CGX_INVALID_ARGUMENT, what, " is a null pointer");
+  const Location at = locate(address);
+  require(at.kind != Kind::kPinned, CGX_INVALID_ARGUMENT, what, " is in pinned host memory",
+          kRemedy);
+  require(at.kind == Kind::kDevice, CGX_INVALID_ARGUMENT, what, " (address ", address,
+          ") is in host memory, or in a GPU's that has been freed", kRemedy);
+  return at.ordinal;
+}
+
+}  // namespace
+
+CudaDevice& CudaDevice::get(int ordinal) {
+  static std::mutex mutex;
+  static auto& devices = *new std::map<int, std::unique_ptr<CudaDevice>>;  // never destroyed
+  const std::lock_guard lock(mutex);
+  auto& device = devices[ordinal];
+  if (!device) device.reset(new CudaDevice(ordinal));
+  return *device;
+}
+
+CudaDevice::CudaDevice(int ordinal) : ordinal_(ordinal) {
+  cudaDeviceProp properties{};
+  check(cudaGetDeviceProperties(&properties, ordinal), "asking ", name(), " what it is");
+  require(properties.major >= kOldestMajor, CGX_UNSUPPORTED, name(), " (", properties.name,
+          ") has compute capability ", properties.major, ".", properties.minor, "; cgx_ops needs ",
+          kOldestMajor, ".0 or newer: give device=CPU");
+  CUdevice device = 0;
+  check(driver().device_get(&device, ordinal), "cuDeviceGet of ", name());
+  check(driver().device_uuid(&uuid_, device), "cuDeviceGetUuid of ", name());
+  check(driver().retain_primary(&context_, device), "starting ", name());
+  const Current current(context_);
+  load_kernels();
+}
+
+std::string CudaDevice::name() const { return join("cuda:", ordinal_); }
+
+std::unique_ptr<Queue> CudaDevice::make_queue() { return std::make_unique<CudaQueue>(*this); }
+
+std::unique_ptr<Queue> CudaDevice::wrap(void* stream) {
+  return std::make_unique<CudaQueue>(*this, static_cast<cudaStream_t>(stream));
+}
+
+bool CudaDevice::recording(void* stream) {
+  const Current current(context_);
+  cudaStreamCaptureStatus status{};
+  check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status),
+        "cudaStreamIsCapturing on ", name());
+  return status != cudaStreamCaptureStatusNone;
+}
+
+Memory CudaDevice::allocate(size_t bytes, Place place) {
+  const Current current(context_);
+  return place == Place::kDevice ? allocate_device(bytes) : allocate_pinned(bytes);
+}
+
+Memory CudaDevice::allocate_device(size_t bytes) {
+  void* address = nullptr;
+  if (const cudaError_t error = cudaMalloc(&address, std::max<size_t>(bytes, 1))) {
+    size_t available = 0, total = 0;
+    cudaMemGetInfo(&available, &total);
+    fail_cuda(error, join("cudaMalloc of ", size_text(bytes), " on ", name(), " (",
+                          size_text(available), " of ", size_text(total), " free)"));
+  }
+  Memory memory(static_cast<std::byte*>(address),
+                [this](std::byte* at) { release([at] { cudaFree(at); }); });
+  // On a stream of our own: the default stream may be recording, or busy for long.
+  CudaQueue queue(*this);
+  queue.clear(address, bytes);
+  queue.synchronize();
+  return memory;
+}
+
+Memory CudaDevice::allocate_pinned(size_t bytes) {
+  void* address = nullptr;  // the same for the device: addresses are unified
+  check(cudaHostAlloc(&address, std::max<size_t>(bytes, 1),
+                      cudaHostAllocPortable | cudaHostAllocMapped),
+        "cudaHostAlloc of ", size_text(bytes), " for ", name());
+  std::memset(address, 0, bytes);
+  return Memory(static_cast<std::byte*>(address),
+                [this](std::byte* at) { release([at] { cudaFreeHost(at); }); });
+}
+
+Bytes CudaDevice::share(const Memory& memory) { return cuda::share(*this, memory.get()); }
+
+Memory CudaDevice::open(const Bytes& shared) { return cuda::open(*this, shared); }
+
+std::unique_ptr<Fabric> CudaDevice::make_fabric() {
+  return std::make_unique<NcclFabric>(Nccl::find(), *this);
+}
+
+void CudaDevice::check_address(const void* address, const std::string& what) {
+  const int ordinal = device_at(address, what);
+  require(ordinal == ordinal_, CGX_INVALID_ARGUMENT, what, " is on cuda:", ordinal,
+          ", the communicator uses ", name(),
+          ": all buffers of a rank's collectives are on one GPU");
+}
+
+}  // namespace cgx::device::cuda
+
+namespace cgx::device {
+
+Device& device_of(const void* address) {
+  if (address) return cuda::CudaDevice::get(cuda::device_at(address, "the first buffer"));
+  int current = 0;
+  cuda::check(cudaGetDevice(&current), "asking for the current GPU");
+  return cuda::CudaDevice::get(current);
+}
+
+}  // namespace cgx::device

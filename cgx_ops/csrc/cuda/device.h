@@ -1,0 +1,54 @@
+// A GPU as a Device.
+//
+// A device starts at its first use, never when libcgx.so is loaded, and lives as long as the
+// process: CUDA's own end comes before that of static objects. It uses the primary context, which
+// the frameworks and their CUDA runtimes share.
+#pragma once
+
+#include "cuda/queue.h"
+
+namespace cgx::device::cuda {
+
+class CudaDevice : public Device {
+ public:
+  // Starts the device if need be. Throws Error(CGX_SYSTEM) if there is none of this number, and
+  // Error(CGX_UNSUPPORTED) if it is older than the kernels.
+  static CudaDevice& get(int ordinal);
+
+  std::string name() const override;
+  std::unique_ptr<Queue> make_queue() override;
+  std::unique_ptr<Queue> wrap(void* stream) override;
+  bool recording(void* stream) override;
+  Memory allocate(size_t bytes, Place place) override;
+  Bytes share(const Memory& memory) override;
+  Memory open(const Bytes& shared) override;
+  std::unique_ptr<Fabric> make_fabric() override;
+  void check_address(const void* address, const std::string& what) override;
+
+  int ordinal() const { return ordinal_; }
+  const cudaUUID_t& uuid() const { return uuid_; }
+  CUcontext context() const { return context_; }
+
+  // Runs what frees something, in a destructor or deleter. That may be after the end of CUDA, which
+  // has then freed everything.
+  template <typename Work>
+  void release(Work work) const noexcept {
+    try {
+      const Current current(context_);
+      work();
+      cudaGetLastError();
+    } catch (const Error&) {
+    }
+  }
+
+ private:
+  explicit CudaDevice(int ordinal);
+  Memory allocate_device(size_t bytes);
+  Memory allocate_pinned(size_t bytes);
+
+  const int ordinal_;
+  CUcontext context_ = nullptr;
+  cudaUUID_t uuid_{};
+};
+
+}  // namespace cgx::device::cuda

@@ -1,0 +1,199 @@
+#include "device/direct.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "base/status.h"
+#include "device/agree.h"
+
+namespace cgx::device {
+namespace {
+
+constexpr int64_t kMostSlotBytes = 8 << 20;
+constexpr int64_t kWindowBytes = 64 << 20;  // of all slots, so that many ranks do not need more
+constexpr int64_t kAlignment = 256;
+constexpr auto kLinger = std::chrono::seconds(2);  // for peers that have not let go of a window
+
+int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// What a notice says.
+struct Said {
+  Agreement agreement;
+  uint64_t number;
+  char name[128];
+};
+static_assert(sizeof(Said) <= sizeof(Notice::words));
+
+Notice notice_of(const Call& call) {
+  Notice notice{};
+  Said said{};
+  said.agreement = call.agreement;
+  said.number = call.number;
+  std::memcpy(said.name, call.name.data(), std::min(call.name.size(), sizeof(said.name) - 1));
+  std::memcpy(notice.words, &said, sizeof(said));
+  notice.digest = 0xcbf29ce484222325;  // FNV-1a, by words
+  for (const uint64_t word : notice.words) notice.digest = (notice.digest ^ word) * 0x100000001b3;
+  return notice;
+}
+
+Said said_in(const Notice& notice) {
+  Said said;
+  std::memcpy(&said, notice.words, sizeof(said));
+  return said;
+}
+
+std::string title(const Said& said) {
+  return said.name[0] ? join("'", said.name, "' (number ", said.number, ")")
+                      : join("number ", said.number);
+}
+
+// The words of `status` for what the device has reported.
+std::string text_of(const Report& report, double timeout_s) {
+  const Said ours = said_in(report.ours);
+  const std::string what = join("device collective ", title(ours));
+  switch (report.status) {
+    case CGX_TIMEOUT:
+      return join(what, ": rank ", report.rank, " has not come to it after ", timeout_s,
+                  " s; it is late, gone, or has called fewer collectives");
+    case CGX_MISMATCH: {
+      const Said theirs = said_in(report.theirs);
+      const std::string differs =
+          theirs.number != ours.number || std::strcmp(theirs.name, ours.name)
+              ? join("it is at ", title(theirs))
+              : difference(ours.agreement, theirs.agreement);
+      return join(what, ": rank ", report.rank, " disagrees: ", differs,
+                  "; every rank must call device collectives with the same arguments in the same "
+                  "order");
+    }
+    default:
+      return join(what, ": rank ", report.rank, " gave up before it ended");
+  }
+}
+
+class Direct final : public Wire, private Lane {
+ public:
+  Direct(Device& device, HostLink& host)
+      : host_(host),
+        slot_bytes_(
+            std::min(kMostSlotBytes, kWindowBytes / (2 * host.size()) / kAlignment * kAlignment)),
+        first_slot_(aligned(2 * host.size() * static_cast<int64_t>(sizeof(Mailbox)))),
+        window_(device.allocate(first_slot_ + 2 * region_bytes(), Place::kDevice)),
+        control_(device.allocate(sizeof(Control), Place::kDevice)),
+        report_(device.allocate(sizeof(Report), Place::kPinned)),
+        shared_(device.share(window_)) {}
+
+  const Bytes& shared() const { return shared_; }
+  // Windows by rank.
+  void open(Device& device, const std::vector<Bytes>& windows) {
+    for (int peer = 0; peer < host_.size(); ++peer)
+      windows_.push_back(peer == host_.rank() ? window_ : device.open(windows[peer]));
+  }
+
+  // ---- Wire ----
+
+  const char* name() const override { return "direct"; }
+  int64_t slot_bytes() const override { return slot_bytes_; }
+  bool recordable() const override { return true; }
+  Regions regions() const override { return {&control()->done, region_bytes()}; }
+
+  void begin(const Call& call, Queue& caller) override {
+    queue_ = &caller;
+    timeout_ = call.timeout;
+    notice_ = notice_of(call);
+  }
+  Lane& lane(int64_t) override { return *this; }
+  void end(Queue&) override { queue_ = nullptr; }
+
+  std::optional<Failure> failure() override {
+    auto& report = *reinterpret_cast<Report*>(report_.get());
+    const uint32_t status = std::atomic_ref(report.status).load(std::memory_order_acquire);
+    if (status == CGX_OK) return std::nullopt;
+    return Failure{static_cast<cgx_status_t>(status), text_of(report, timeout_.count())};
+  }
+
+  // A window is freed when every peer has let go of it, else with the process: freeing memory that
+  // another process has mapped is undefined.
+  void close(std::chrono::duration<double> at_most) override {
+    windows_.clear();
+    try {
+      host_.exchange("device windows closed", {},
+                     std::min<std::chrono::duration<double>>(at_most, kLinger));
+    } catch (const Error&) {
+      new Memory(std::move(window_));
+    }
+  }
+
+ private:
+  // On the device.
+  struct Control {
+    uint64_t done;  // exchanges
+    uint32_t fault;
+  };
+  Control* control() const { return reinterpret_cast<Control*>(control_.get()); }
+  int64_t region_bytes() const { return slot_bytes_ * host_.size(); }
+  std::byte* slot(int window, int sender) const {
+    return windows_[window].get() + first_slot_ + sender * slot_bytes_;
+  }
+
+  // ---- Lane ----
+
+  Queue& queue() override { return *queue_; }
+  const uint32_t* fault() const override { return &control()->fault; }
+
+  Slots slots(Traffic) override {
+    Slots slots{{}, slot(host_.rank(), 0), slot_bytes_};
+    for (int peer = 0; peer < host_.size(); ++peer) slots.to.push_back(slot(peer, host_.rank()));
+    return slots;
+  }
+
+  void exchange(Traffic, std::span<const int64_t>, std::span<const int64_t>) override {
+    Signals launch{};
+    launch.rank = host_.rank();
+    launch.size = host_.size();
+    for (int peer = 0; peer < host_.size(); ++peer)
+      launch.at_peer[peer] = reinterpret_cast<Mailbox*>(windows_[peer].get());
+    launch.done = &control()->done;
+    launch.timeout_ns = static_cast<uint64_t>(timeout_.count() * 1e9);
+    launch.notice = notice_;
+    launch.fault = &control()->fault;
+    launch.report = reinterpret_cast<Report*>(report_.get());
+    queue_->signal(launch);
+  }
+
+  HostLink& host_;
+  const int64_t slot_bytes_, first_slot_;
+  Memory window_;
+  const Memory control_, report_;
+  const Bytes shared_;
+  std::vector<Memory> windows_;
+  // Of the collective that is being put on a queue.
+  Queue* queue_ = nullptr;
+  std::chrono::duration<double> timeout_{0};
+  Notice notice_{};
+};
+
+}  // namespace
+
+std::unique_ptr<Wire> connect_direct(Device& device, HostLink& host,
+                                     std::chrono::duration<double> timeout, std::string* why) {
+  if (host.size() > kMostPeers) {
+    *why = join("there are ", host.size(), " ranks; at most ", kMostPeers, " are connected so");
+    return nullptr;
+  }
+  std::unique_ptr<Direct> wire;
+  std::vector<Bytes> windows;
+  const auto allocate = [&] {
+    wire = std::make_unique<Direct>(device, host);
+    return wire->shared();
+  };
+  if (!all_succeed(host, "device windows", timeout, allocate, &windows, why)) return nullptr;
+  const auto open = [&] {
+    wire->open(device, windows);
+    return Bytes();
+  };
+  if (!all_succeed(host, "device windows opened", timeout, open, &windows, why)) return nullptr;
+  return wire;
+}
+
+}  // namespace cgx::device

@@ -1,0 +1,121 @@
+#include "device/group.h"
+
+#include <cstdio>
+#include <mutex>
+#include <vector>
+
+#include "base/status.h"
+#include "device/direct.h"
+#include "device/library.h"
+#include "device/rounds.h"
+#include "device/staged.h"
+
+namespace cgx::device {
+namespace {
+
+uint64_t hash_of(const std::string& name) {
+  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
+  for (const char letter : name) hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3;
+  return hash;
+}
+
+// Why AUTO takes a slower way: to the user, once in a process.
+void tell_once(const std::string& text) {
+  static std::once_flag told;
+  std::call_once(told, [&] { std::fprintf(stderr, "cgx: %s\n", text.c_str()); });
+}
+
+}  // namespace
+
+const std::vector<WireEntry>& wire_table() {
+  static const std::vector<WireEntry> table = {
+      {"direct", "GPUs of one host write into each other's memory (CUDA IPC, peer access)", "SHM",
+       true, connect_direct},
+      {"staged", "encoded bytes through pinned memory and the communicator's own transport", "MPI",
+       true, connect_staged},
+      // Not for AUTO: it has never run between GPUs, and each call waits for the ranks to agree.
+      {"nccl", "NCCL from GPU to GPU, also between hosts; one GPU for each rank", "NCCL", false,
+       connect_library},
+  };
+  return table;
+}
+
+Group::Group(Device& device, HostLink& host, const std::string& type, Seconds timeout)
+    : device_(device), host_(host) {
+  std::string reasons;
+  for (const WireEntry& entry : wire_table()) {
+    if (type == "AUTO" ? !entry.automatic : type != entry.type) continue;
+    std::string why;
+    wire_ = entry.connect(device, host, timeout, &why);
+    if (wire_) break;
+    reasons += join(reasons.empty() ? "" : "; ", entry.name, ": ", why);
+  }
+  require(wire_ != nullptr, CGX_SYSTEM, "the devices of communicator '", host.name(),
+          "' cannot be connected (COMMUNICATOR_TYPE ", type, "): ", reasons);
+  if (!reasons.empty())
+    tell_once(join("devices of communicator '", host.name(), "' are connected by the wire '",
+                   wire_->name(), "', not by a better one: ", reasons));
+  tail_ = device.make_queue();
+}
+
+void Group::enqueue(Plan plan, Agreement agreement, const std::string& name, Seconds timeout,
+                    void* stream) {
+  plan.chunk_bytes = wire_->slot_bytes();
+  const bool recording = device_.recording(stream);
+  require(!recording || wire_->recordable(), CGX_UNSUPPORTED,
+          "the stream is recording a CUDA graph, but the devices of communicator '", host_.name(),
+          "' are connected by the wire '", wire_->name(),
+          "', which needs the host each time: run this collective outside of graphs, or on GPUs "
+          "that reach each other's memory");
+  const Rounds rounds(std::move(plan));
+  const auto queue = device_.wrap(stream);
+
+  const std::lock_guard lock(mutex_);
+  require_well();
+  agreement.name_hash = hash_of(name);
+  const auto end = [&] {
+    wire_->end(*queue);
+    // A graph is ordered by who replays it: events of outside are not for it.
+    if (!recording) tail_->follow(*queue);
+  };
+  try {
+    if (!recording) queue->follow(*tail_);
+    wire_->begin({agreement, calls_++, name, timeout}, *queue);
+    try {
+      for (int64_t round = 0; round < rounds.count(); ++round)
+        rounds.run(round, *wire_, wire_->lane(round));
+    } catch (const Error&) {  // half of it is on the wire's queues, and uses the caller's memory
+      end();
+      throw;
+    }
+    end();
+  } catch (const Error& error) {
+    broken_ = Failure{error.status(), error.what()};
+    throw;
+  }
+}
+
+void Group::check(bool finish) {
+  if (finish) tail_->synchronize();
+  const std::lock_guard lock(mutex_);
+  require_well();
+}
+
+void Group::require_well() {
+  if (!broken_) broken_ = wire_->failure();
+  if (broken_)
+    fail(broken_->status, "communicator '", host_.name(),
+         "' is closed for devices: ", broken_->text);
+}
+
+void Group::close(Seconds at_most) {
+  const std::lock_guard lock(mutex_);
+  try {
+    tail_->synchronize();
+  } catch (const Error&) {
+    // A device that is gone holds nothing up.
+  }
+  wire_->close(at_most);
+}
+
+}  // namespace cgx::device

@@ -1,0 +1,265 @@
+#include "device/library.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <future>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "algorithm/relay.h"
+#include "base/status.h"
+#include "device/agree.h"
+#include "device/fabric.h"
+
+namespace cgx::device {
+namespace {
+
+using Seconds = std::chrono::duration<double>;
+
+constexpr int64_t kMostSlotBytes = 8 << 20;
+constexpr int64_t kLaneBytes = 64 << 20;  // of all slots, so that many ranks do not need more
+constexpr int64_t kAlignment = 256;
+constexpr auto kLookEvery = std::chrono::milliseconds(100);  // for peers that the library has lost
+constexpr auto kLinger = std::chrono::seconds(2);            // for peers that close later
+
+std::string title(const Call& call) {
+  return call.name.empty() ? join("device collective number ", call.number)
+                           : join("device collective '", call.name, "' (number ", call.number, ")");
+}
+
+// Ends what takes too long on the device. Collectives are on one queue, so the first that has not
+// ended is the one that runs.
+class Watch {
+ public:
+  Watch(Fabric& fabric, Memory word) : fabric_(fabric), word_(std::move(word)) {}
+  ~Watch() {
+    {
+      const std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    changed_.notify_all();
+    if (thread_.joinable()) thread_.join();
+  }
+
+  // In pinned memory: 1 from the first failure on.
+  const uint32_t* word() const { return reinterpret_cast<const uint32_t*>(word_.get()); }
+  std::optional<Failure> failure() const {
+    const std::lock_guard lock(mutex_);
+    return failure_;
+  }
+
+  void put_begin(const Call& call, Queue& queue) {
+    {
+      const std::lock_guard lock(mutex_);
+      calls_.push_back({title(call), call.timeout});
+      if (!thread_.joinable()) thread_ = std::thread([this] { watch(); });
+    }
+    queue.call([](void* self) { static_cast<Watch*>(self)->begun(); }, this);
+  }
+  void put_end(Queue& queue) {
+    queue.call([](void* self) { static_cast<Watch*>(self)->ended(); }, this);
+  }
+
+  // The word first: what goes on because of the abort must see it.
+  void fail(cgx_status_t status, const std::string& text) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!failure_) failure_ = Failure{status, text};
+      std::atomic_ref(*reinterpret_cast<uint32_t*>(word_.get()))
+          .store(1, std::memory_order_release);
+    }
+    fabric_.abort();
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Watched {
+    std::string title;
+    Seconds timeout;
+  };
+
+  // Called by the queue.
+  void begun() {
+    const std::lock_guard lock(mutex_);
+    deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(calls_.front().timeout);
+    changed_.notify_all();
+  }
+  void ended() {
+    const std::lock_guard lock(mutex_);
+    deadline_.reset();
+    calls_.pop_front();
+  }
+
+  void watch() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [this] { return stop_ || deadline_; });
+      if (stop_) return;
+      const Watched& call = calls_.front();
+      if (Clock::now() >= *deadline_) {
+        const std::string text =
+            join(call.title, ": messages have not come after ", call.timeout.count(),
+                 " s on the device: a rank is gone, or stands still");
+        lock.unlock();
+        return fail(CGX_TIMEOUT, text);
+      }
+      const std::string what = call.title;
+      lock.unlock();
+      try {
+        fabric_.check();
+      } catch (const Error& error) {
+        return fail(error.status(), join(what, ": ", error.what()));
+      }
+      lock.lock();
+      if (!deadline_) continue;
+      const auto next_look = std::min(*deadline_, Clock::now() + kLookEvery);
+      changed_.wait_until(lock, next_look, [this] { return stop_; });
+    }
+  }
+
+  Fabric& fabric_;
+  const Memory word_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Watched> calls_;                  // on the queue
+  std::optional<Clock::time_point> deadline_;  // of the first of them, if it has begun
+  std::optional<Failure> failure_;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+class Library final : public Wire, private Lane {
+ public:
+  Library(Device& device, HostLink& host)
+      : host_(host),
+        slot_bytes_(
+            std::min(kMostSlotBytes, kLaneBytes / (2 * host.size()) / kAlignment * kAlignment)),
+        fabric_(device.make_fabric()),
+        watch_(*fabric_, device.allocate(sizeof(uint32_t), Place::kPinned)),
+        outgoing_(device.allocate(slot_bytes_ * host.size(), Place::kDevice)),
+        arrived_(device.allocate(slot_bytes_ * host.size(), Place::kDevice)),
+        fault_(device.allocate(sizeof(uint32_t), Place::kDevice)),
+        queue_(device.make_queue()) {}
+
+  Fabric& fabric() { return *fabric_; }
+
+  // ---- Wire ----
+
+  const char* name() const override { return "nccl"; }
+  int64_t slot_bytes() const override { return slot_bytes_; }
+  bool recordable() const override { return false; }
+  Regions regions() const override { return {nullptr, 0}; }
+
+  void begin(const Call& call, Queue& caller) override {
+    agree(call);
+    timeout_ = call.timeout;
+    queue_->follow(caller);
+    watch_.put_begin(call, *queue_);
+  }
+  Lane& lane(int64_t) override { return *this; }
+  void end(Queue& caller) override {
+    watch_.put_end(*queue_);
+    caller.follow(*queue_);
+  }
+
+  std::optional<Failure> failure() override { return watch_.failure(); }
+  void close(Seconds at_most) override {
+    try {
+      queue_->synchronize();
+      if (failure()) return;  // aborted
+      fabric_->close(std::min<Seconds>(at_most, kLinger));
+    } catch (const Error&) {  // peers that are gone, or the device: its destructor aborts
+    }
+  }
+
+ private:
+  // A relay of nothing ends when all ranks have come, and is refused if they differ.
+  void agree(const Call& call) {
+    auto promise = std::make_unique<std::promise<Failure>>();
+    auto ended = promise->get_future();
+    const std::vector<std::span<const std::byte>> nothing_sent(host_.size());
+    const std::vector<std::span<std::byte>> nothing_received(host_.size());
+    host_.start(
+        std::make_unique<Relay>(host_.rank(), nothing_sent, nothing_received),
+        "agreement of devices", call.number, call.agreement, call.timeout,
+        [](void* context, cgx_status_t status, const char* message) {
+          const std::unique_ptr<std::promise<Failure>> promise(
+              static_cast<std::promise<Failure>*>(context));
+          promise->set_value({status, message});
+        },
+        promise.get());
+    promise.release();                    // the callback has it now
+    const Failure outcome = ended.get();  // the deadline bounds this
+    require(outcome.status == CGX_OK, outcome.status, title(call), ": ", outcome.text);
+  }
+
+  std::byte* outgoing(int rank) const { return outgoing_.get() + rank * slot_bytes_; }
+  std::byte* arrived(int rank) const { return arrived_.get() + rank * slot_bytes_; }
+
+  // ---- Lane ----
+
+  Queue& queue() override { return *queue_; }
+  const uint32_t* fault() const override { return reinterpret_cast<const uint32_t*>(fault_.get()); }
+
+  // A message for all is written where this rank's would arrive, so that it is there for itself
+  // too.
+  Slots slots(Traffic traffic) override {
+    Slots slots{{}, arrived_.get(), slot_bytes_};
+    for (int peer = 0; peer < host_.size(); ++peer)
+      slots.to.push_back(traffic == Traffic::kAll ? arrived(host_.rank()) : outgoing(peer));
+    return slots;
+  }
+
+  void exchange(Traffic traffic, std::span<const int64_t> sent,
+                std::span<const int64_t> received) override {
+    const Slots from = slots(traffic);
+    std::vector<Fabric::Message> out, in;
+    for (int peer = 0; peer < host_.size(); ++peer) {
+      if (peer == host_.rank()) continue;
+      if (sent[peer] > 0) out.push_back({peer, from.to[peer], static_cast<size_t>(sent[peer])});
+      if (received[peer] > 0)
+        in.push_back({peer, arrived(peer), static_cast<size_t>(received[peer])});
+    }
+    try {
+      if (!out.empty() || !in.empty()) fabric_->exchange(out, in, *queue_, timeout_);
+    } catch (const Error& error) {
+      watch_.fail(error.status(), error.what());  // what was put before waits for peers
+      const Failure first = *failure();
+      fail(first.status, first.text);
+    }
+    queue_->copy(fault_.get(), watch_.word(), sizeof(uint32_t));
+  }
+
+  HostLink& host_;
+  const int64_t slot_bytes_;
+  const std::unique_ptr<Fabric> fabric_;
+  Watch watch_;
+  const Memory outgoing_, arrived_, fault_;
+  const std::unique_ptr<Queue> queue_;
+  Seconds timeout_{0};  // of the collective that is being put on the queue
+};
+
+}  // namespace
+
+std::unique_ptr<Wire> connect_library(Device& device, HostLink& host,
+                                      std::chrono::duration<double> timeout, std::string* why) {
+  std::unique_ptr<Library> wire;
+  std::vector<Bytes> ids;
+  const auto make = [&] {
+    wire = std::make_unique<Library>(device, host);
+    return host.rank() == 0 ? wire->fabric().make_id() : Bytes();
+  };
+  if (!all_succeed(host, "device library", timeout, make, &ids, why)) return nullptr;
+  const Bytes id = ids[0];
+  const auto connect = [&] {
+    wire->fabric().connect(host.rank(), host.size(), id, timeout);
+    return Bytes();
+  };
+  if (!all_succeed(host, "device library connected", timeout, connect, &ids, why)) return nullptr;
+  return wire;
+}
+
+}  // namespace cgx::device

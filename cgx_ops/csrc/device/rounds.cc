@@ -1,0 +1,257 @@
+#include "device/rounds.h"
+
+#include <algorithm>
+#include <span>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+
+namespace cgx::device {
+namespace {
+
+using CpuPiece = ::cgx::Piece;
+
+// Puts pieces on a queue, a full launch at a time.
+template <typename Launch>
+class Batch {
+ public:
+  using Put = void (Queue::*)(const Launch&);
+  Batch(Queue& queue, Put put, const Launch& launch) : queue_(queue), put_(put), launch_(launch) {
+    launch_.pieces.count = 0;
+  }
+  void add(const Piece& piece) {
+    if (launch_.pieces.count == kMostPieces) flush();
+    launch_.pieces.at[launch_.pieces.count++] = piece;
+  }
+  void flush() {
+    if (launch_.pieces.count > 0) (queue_.*put_)(launch_);
+    launch_.pieces.count = 0;
+  }
+
+ private:
+  Queue& queue_;
+  const Put put_;
+  Launch launch_;
+};
+
+// Which compressor of a piece writes its message, and where that begins in the chunk's.
+struct Encoding {
+  const Compressor* compressor;
+  int64_t at;
+  int bits;
+  // Bytes from the beginning of the chunk's message to element `first` of the piece.
+  int64_t offset(int64_t first) const { return at + compressor->max_bytes(first); }
+};
+Encoding encoding(const CpuPiece& piece, Way way) {
+  if (way == Way::kScatter) return {piece.scatter, piece.scatter_at, piece.segment->scatter.bits};
+  return {piece.gather, piece.gather_at, piece.segment->gather.bits};
+}
+
+// Calls add(piece, first, raw) for the parts of a CPU piece: its whole buckets, and with
+// skip_incomplete_buckets the values of its last one, which travel raw.
+template <typename Add>
+void for_parts(const Plan& plan, const CpuPiece& cpu, const Add& add) {
+  const CompressorSettings& settings = cpu.segment->scatter;
+  const bool skips = settings.skip_incomplete_buckets && settings.bits != kExactBits;
+  const int64_t whole = skips ? cpu.numel - cpu.numel % settings.bucket_size : cpu.numel;
+  const auto part = [&](int64_t first, int64_t numel, bool raw) {
+    if (numel == 0) return;
+    Piece piece{};
+    if (cpu.error) piece.error = cpu.error + plan.bytes(first);
+    piece.numel = numel;
+    piece.first_index = cpu.first_index + first;
+    piece.bucket_size = settings.bucket_size;
+    piece.seed = cpu.seed;
+    piece.seed_at = cpu.segment->seed_at;
+    add(piece, first, raw);
+  };
+  part(0, whole, false);
+  part(whole, cpu.numel - whole, true);
+}
+
+// Distinct places, each once: the first, and how far the others are from it.
+std::pair<std::byte*, Copies> distinct(std::vector<std::byte*> places) {
+  std::sort(places.begin(), places.end());
+  places.erase(std::unique(places.begin(), places.end()), places.end());
+  require(places.size() <= kMostPeers, CGX_INTERNAL, places.size(), " places of one message");
+  Copies copies{};
+  for (size_t i = 1; i < places.size(); ++i)
+    copies.distance[copies.count++] = places[i] - places[0];
+  return {places[0], copies};
+}
+
+}  // namespace
+
+// A round, where it runs.
+struct Rounds::At {
+  int64_t round;
+  Wire& wire;
+  Lane& lane;
+
+  // Null where the shard has ended.
+  const Chunk* chunk(const Shard& shard) const {
+    return round < static_cast<int64_t>(shard.chunks.size()) ? &shard.chunks[round] : nullptr;
+  }
+  std::span<const CpuPiece> pieces(const Shard& shard) const {
+    const Chunk* found = chunk(shard);
+    return found ? shard.pieces_of(*found) : std::span<const CpuPiece>();
+  }
+};
+
+Rounds::Rounds(Plan plan) : plan_(std::move(plan)), layout_(plan_) {
+  for (int owner = 0; owner < plan_.size; ++owner) {
+    const auto& chunks = layout_.shard(owner).chunks;
+    count_ = std::max(count_, static_cast<int64_t>(chunks.size()));
+    for (const Chunk& chunk : chunks) {
+      const int64_t bytes = std::max(chunk.scatter_bytes, chunk.gather_bytes);
+      require(bytes <= plan_.chunk_bytes, CGX_UNSUPPORTED, "a bucket takes ", bytes,
+              " bytes, more than the ", plan_.chunk_bytes,
+              " that devices pass at a time: give a smaller bucket_size");
+    }
+  }
+}
+
+void Rounds::run(int64_t round, Wire& wire, Lane& lane) const {
+  const At at{round, wire, lane};
+  encode(at);
+  exchange(at, scatters() && !one_shot() ? Traffic::kEach : Traffic::kAll);
+  if (scatters()) reduce(at);
+  if (one_shot() || !gathers()) return;
+  if (scatters()) exchange(at, Traffic::kAll);
+  decode(at);
+}
+
+// Where the offsets of a rank's shard count from.
+const std::byte* Rounds::input(int owner) const {
+  return plan_.input + plan_.bytes(scatters() ? layout_.block_offset(owner) : 0);
+}
+std::byte* Rounds::output(int owner) const {
+  return plan_.output + plan_.bytes(gathers() ? layout_.block_offset(owner) : 0);
+}
+
+// What others will sum, for each owner or (one_shot) for all; or my block, for all.
+void Rounds::encode(const At& at) const {
+  const bool for_all = one_shot() || !scatters();
+  const Way way = scatters() ? Way::kScatter : Way::kGather;
+  const Slots slots = at.lane.slots(for_all ? Traffic::kAll : Traffic::kEach);
+  Encode launch{};
+  launch.dtype = plan_.dtype;
+  launch.rounding = plan_.rounding_mode;
+  launch.rank = static_cast<uint32_t>(plan_.rank);
+  launch.phase = scatters() ? kScatterPhase : kGatherPhase;
+  launch.regions = at.wire.regions();
+  launch.fault = at.lane.fault();
+  std::byte* to = nullptr;
+  if (for_all) std::tie(to, launch.copies) = distinct(slots.to);
+  Batch<Encode> batch(at.lane.queue(), &Queue::encode, launch);
+  const auto encode_shard = [&](int owner, std::byte* message) {
+    for (const CpuPiece& cpu : at.pieces(layout_.shard(owner)))
+      for_parts(plan_, cpu, [&](Piece piece, int64_t first, bool raw) {
+        const Encoding how = encoding(cpu, way);
+        piece.values = input(owner) + cpu.input_at + plan_.bytes(first);
+        piece.message = message + how.offset(first);
+        piece.bits = raw ? kExactBits : how.bits;
+        batch.add(piece);
+      });
+  };
+  if (for_all) {
+    encode_shard(plan_.rank, to);
+  } else {
+    for (int owner = 0; owner < plan_.size; ++owner)
+      if (owner != plan_.rank) encode_shard(owner, slots.to[owner]);
+  }
+  batch.flush();
+}
+
+void Rounds::exchange(const At& at, Traffic traffic) const {
+  const auto bytes = [&](int owner, int64_t Chunk::* which) {
+    const Chunk* chunk = at.chunk(layout_.shard(owner));
+    return chunk ? chunk->*which : 0;
+  };
+  std::vector<int64_t> sent(plan_.size, 0), received(plan_.size, 0);
+  const auto which =
+      traffic == Traffic::kEach || one_shot() ? &Chunk::scatter_bytes : &Chunk::gather_bytes;
+  for (int peer = 0; peer < plan_.size; ++peer) {
+    if (peer == plan_.rank) continue;
+    sent[peer] = bytes(traffic == Traffic::kEach ? peer : plan_.rank, which);
+    received[peer] = bytes(traffic == Traffic::kEach ? plan_.rank : peer, which);
+  }
+  at.lane.exchange(traffic, sent, received);
+}
+
+// My shard, or (one_shot) everything: in rank order, my own values as they are unless I sent them
+// too.
+void Rounds::reduce(const At& at) const {
+  const Slots arrived = at.lane.slots(one_shot() ? Traffic::kAll : Traffic::kEach);
+  const bool to_message = gathers() && !one_shot();
+  const bool averages = plan_.op == Op::kAvg;
+  Reduce launch{};
+  launch.dtype = plan_.dtype;
+  launch.rounding = plan_.rounding_mode;
+  launch.op = plan_.op;
+  launch.divisor = static_cast<float>(plan_.divisor);
+  launch.rank = static_cast<uint32_t>(plan_.rank);
+  launch.phase = kGatherPhase;
+  launch.size = plan_.size;
+  launch.own = one_shot() ? -1 : plan_.rank;
+  launch.stride = arrived.stride;
+  launch.error_scale = averages ? launch.divisor : 1.0f;
+  launch.regions = at.wire.regions();
+  launch.fault = at.lane.fault();
+  std::byte* to = nullptr;
+  if (to_message) std::tie(to, launch.copies) = distinct(at.lane.slots(Traffic::kAll).to);
+  Batch<Reduce> batch(at.lane.queue(), &Queue::reduce, launch);
+  for (const CpuPiece& cpu : at.pieces(layout_.shard(plan_.rank)))
+    for_parts(plan_, cpu, [&](Piece piece, int64_t first, bool raw) {
+      const Encoding scattered = encoding(cpu, Way::kScatter),
+                     gathered = encoding(cpu, Way::kGather);
+      if (!one_shot()) piece.values = input(plan_.rank) + cpu.input_at + plan_.bytes(first);
+      piece.message = arrived.from + scattered.offset(first);
+      piece.bits = raw ? kExactBits : scattered.bits;
+      if (to_message) {
+        piece.reduced = to + gathered.offset(first);
+        piece.reduced_bits = raw ? kExactBits : gathered.bits;
+      } else {
+        piece.result = output(plan_.rank) + cpu.output_at + plan_.bytes(first);
+        piece.error = nullptr;  // values lose nothing
+      }
+      batch.add(piece);
+    });
+  batch.flush();
+}
+
+// All shards, mine too: what peers hold.
+void Rounds::decode(const At& at) const {
+  const Slots slots = at.lane.slots(Traffic::kAll);
+  Decode launch{};
+  launch.dtype = plan_.dtype;
+  launch.regions = at.wire.regions();
+  launch.fault = at.lane.fault();
+  Batch<Decode> batch(at.lane.queue(), &Queue::decode, launch);
+  for (int owner = 0; owner < plan_.size; ++owner)
+    for (const CpuPiece& cpu : at.pieces(layout_.shard(owner)))
+      for_parts(plan_, cpu, [&](Piece piece, int64_t first, bool raw) {
+        const Encoding how = encoding(cpu, Way::kGather);
+        piece.message = slots.from + owner * slots.stride + how.offset(first);
+        piece.bits = raw ? kExactBits : how.bits;
+        piece.result = output(owner) + cpu.output_at + plan_.bytes(first);
+        piece.error = nullptr;  // already written
+        batch.add(piece);
+      });
+  batch.flush();
+}
+
+void pass_through(const Plan& plan, Queue& queue) {
+  for (const Segment& segment : plan.segments) {
+    const size_t bytes = plan.bytes(segment.numel);
+    if (bytes == 0) continue;
+    const std::byte* from = plan.input + segment.input_at;
+    std::byte* to = plan.output + segment.output_at;
+    if (from != to) queue.copy(to, from, bytes);
+    if (segment.error) queue.clear(segment.error, bytes);
+  }
+}
+
+}  // namespace cgx::device

@@ -1,0 +1,200 @@
+#include "device/staged.h"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+
+#include "algorithm/relay.h"
+#include "base/status.h"
+#include "device/agree.h"
+
+namespace cgx::device {
+namespace {
+
+constexpr int kLanes = 3;
+constexpr int64_t kMostSlotBytes = 1 << 20;
+constexpr int64_t kLaneBytes = 32 << 20;  // of the slots of a lane, so that many ranks need no more
+constexpr int64_t kAlignment = 256;
+
+// What this rank has failed with. Shared by all relays under way, which may outlive the wire.
+class Failures {
+ public:
+  explicit Failures(Memory word) : word_(std::move(word)) {}
+  // In pinned memory: 1 from the first failure on.
+  const uint32_t* word() const { return reinterpret_cast<const uint32_t*>(word_.get()); }
+  void add(cgx_status_t status, const std::string& text) {
+    const std::lock_guard lock(mutex_);
+    if (!first_) first_ = Failure{status, text};
+    std::atomic_ref(*reinterpret_cast<uint32_t*>(word_.get())).store(1, std::memory_order_release);
+  }
+  std::optional<Failure> first() const {
+    const std::lock_guard lock(mutex_);
+    return first_;
+  }
+
+ private:
+  const Memory word_;
+  mutable std::mutex mutex_;
+  std::optional<Failure> first_;
+};
+
+// One exchange on the host, from the device's call to the end of the relay.
+struct Relaying {
+  HostLink& host;
+  std::shared_ptr<Failures> failures;
+  std::string what;
+  Call call;
+  std::unique_ptr<Relay> relay;
+  uint32_t* ended;  // counts the lane's relays
+
+  static void start(void* context) {
+    auto* self = static_cast<Relaying*>(context);
+    if (self->failures->first()) return finish(context, CGX_OK, "");  // the collective is over
+    try {
+      self->host.start(std::move(self->relay), self->what, self->call.number, self->call.agreement,
+                       self->call.timeout, finish, context);
+    } catch (const Error& error) {
+      finish(context, error.status(), error.what());
+    } catch (const std::exception& error) {
+      finish(context, CGX_INTERNAL, error.what());
+    }
+  }
+  static void finish(void* context, cgx_status_t status, const char* message) {
+    std::unique_ptr<Relaying> self(static_cast<Relaying*>(context));
+    if (status != CGX_OK) self->failures->add(status, message);
+    uint32_t* const ended = self->ended;
+    self.reset();  // first: the wire may go when the device goes on
+    std::atomic_ref(*ended).fetch_add(1, std::memory_order_release);
+  }
+};
+
+class StagedLane final : public Lane {
+ public:
+  StagedLane(Device& device, HostLink& host, int number, int64_t slot_bytes,
+             std::shared_ptr<Failures> failures)
+      : host_(host),
+        number_(number),
+        slot_bytes_(slot_bytes),
+        failures_(std::move(failures)),
+        queue_(device.make_queue()),
+        outgoing_(device.allocate(slots_bytes(), Place::kDevice)),
+        arrived_(device.allocate(slots_bytes(), Place::kDevice)),
+        pinned_outgoing_(device.allocate(slots_bytes(), Place::kPinned)),
+        pinned_arrived_(device.allocate(slots_bytes(), Place::kPinned)),
+        ended_(device.allocate(sizeof(uint32_t), Place::kPinned)),
+        fault_(device.allocate(sizeof(uint32_t), Place::kDevice)) {}
+
+  void begin(const Call& call) {
+    call_ = call;
+    exchanges_ = 0;
+  }
+
+  Queue& queue() override { return *queue_; }
+  const uint32_t* fault() const override { return reinterpret_cast<const uint32_t*>(fault_.get()); }
+
+  // A message for all is written where this rank's would arrive, so that it is there for itself
+  // too.
+  Slots slots(Traffic traffic) override {
+    Slots slots{{}, arrived_.get(), slot_bytes_};
+    for (int peer = 0; peer < host_.size(); ++peer)
+      slots.to.push_back(traffic == Traffic::kAll ? arrived_.get() + at(host_.rank())
+                                                  : outgoing_.get() + at(peer));
+    return slots;
+  }
+
+  void exchange(Traffic traffic, std::span<const int64_t> sent,
+                std::span<const int64_t> received) override {
+    const bool one_message = traffic == Traffic::kAll;
+    const Slots from = slots(traffic);
+    std::vector<std::span<const std::byte>> outgoing(host_.size());
+    std::vector<std::span<std::byte>> incoming(host_.size());
+    bool copied = false;
+    for (int peer = 0; peer < host_.size(); ++peer) {
+      if (peer == host_.rank()) continue;
+      std::byte* to = pinned_outgoing_.get() + (one_message ? 0 : at(peer));
+      if (!(one_message && copied) && sent[peer] > 0) {
+        queue_->copy(to, from.to[peer], sent[peer]);
+        copied = true;
+      }
+      outgoing[peer] = {to, static_cast<size_t>(sent[peer])};
+      incoming[peer] = {pinned_arrived_.get() + at(peer), static_cast<size_t>(received[peer])};
+    }
+    auto* ended = reinterpret_cast<uint32_t*>(ended_.get());
+    auto relaying = std::make_unique<Relaying>(
+        Relaying{host_, failures_, join("relay ", number_, ".", exchanges_++, " of a device"),
+                 call_, std::make_unique<Relay>(host_.rank(), outgoing, incoming), ended});
+    queue_->call(Relaying::start, relaying.get());
+    relaying.release();  // finish() has it now
+    queue_->wait_for(ended, ++relays_);
+    for (int peer = 0; peer < host_.size(); ++peer)
+      if (!incoming[peer].empty())
+        queue_->copy(arrived_.get() + at(peer), incoming[peer].data(), incoming[peer].size());
+    queue_->copy(fault_.get(), failures_->word(), sizeof(uint32_t));
+  }
+
+ private:
+  int64_t slots_bytes() const { return slot_bytes_ * host_.size(); }
+  int64_t at(int rank) const { return rank * slot_bytes_; }
+
+  HostLink& host_;
+  const int number_;
+  const int64_t slot_bytes_;
+  const std::shared_ptr<Failures> failures_;
+  const std::unique_ptr<Queue> queue_;
+  const Memory outgoing_, arrived_, pinned_outgoing_, pinned_arrived_;
+  const Memory ended_;  // relays, counted by the host
+  const Memory fault_;
+  uint32_t relays_ = 0;  // put on the queue so far
+  Call call_;
+  int exchanges_ = 0;  // of this call
+};
+
+class Staged final : public Wire {
+ public:
+  Staged(Device& device, HostLink& host)
+      : slot_bytes_(std::min(kMostSlotBytes, kLaneBytes / host.size() / kAlignment * kAlignment)),
+        failures_(std::make_shared<Failures>(device.allocate(sizeof(uint32_t), Place::kPinned))) {
+    for (int number = 0; number < kLanes; ++number)
+      lanes_.push_back(std::make_unique<StagedLane>(device, host, number, slot_bytes_, failures_));
+  }
+
+  const char* name() const override { return "staged"; }
+  int64_t slot_bytes() const override { return slot_bytes_; }
+  bool recordable() const override { return false; }
+  Regions regions() const override { return {nullptr, 0}; }
+
+  void begin(const Call& call, Queue& caller) override {
+    for (const auto& lane : lanes_) {
+      lane->begin(call);
+      lane->queue().follow(caller);
+    }
+  }
+  Lane& lane(int64_t round) override { return *lanes_[round % kLanes]; }
+  void end(Queue& caller) override {
+    for (const auto& lane : lanes_) caller.follow(lane->queue());
+  }
+
+  std::optional<Failure> failure() override { return failures_->first(); }
+  void close(std::chrono::duration<double>) override {}  // shares nothing
+
+ private:
+  const int64_t slot_bytes_;
+  const std::shared_ptr<Failures> failures_;
+  std::vector<std::unique_ptr<StagedLane>> lanes_;
+};
+
+}  // namespace
+
+std::unique_ptr<Wire> connect_staged(Device& device, HostLink& host,
+                                     std::chrono::duration<double> timeout, std::string* why) {
+  std::unique_ptr<Wire> wire;
+  std::vector<Bytes> nothing;
+  const auto allocate = [&] {
+    wire = std::make_unique<Staged>(device, host);
+    return Bytes();
+  };
+  if (!all_succeed(host, "device staging", timeout, allocate, &nothing, why)) return nullptr;
+  return wire;
+}
+
+}  // namespace cgx::device

@@ -1,0 +1,82 @@
+// A wire carries messages between the devices of a communicator's ranks. It knows no dtype and no
+// algorithm: they write messages into slots, one for each rank, and have them exchanged.
+//
+//   direct   slots are in the peers' own memory: an exchange only tells that they are written
+//   staged   the communicator's transport between CPUs carries them through pinned memory
+//   nccl     a library carries them from device to device (device/library.h)
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "device/queue.h"
+#include "plan.h"
+
+namespace cgx::device {
+
+enum class Traffic {
+  kEach,  // every peer gets a message of its own
+  kAll,   // all ranks get the same, the sender too
+};
+
+// Where the messages of the next exchange lie.
+struct Slots {
+  std::vector<std::byte*>
+      to;           // by rank: where this rank writes; equal where one copy serves several
+  std::byte* from;  // where rank 0's message will be; the others' are `stride` apart
+  int64_t stride;
+};
+
+// A round on its way: a queue, and slots that no other round uses meanwhile.
+class Lane {
+ public:
+  virtual ~Lane() = default;
+  virtual Queue& queue() = 0;
+  virtual const uint32_t* fault() const = 0;  // a word on the device: launches.h
+  virtual Slots slots(Traffic traffic) = 0;
+  // What the queue has written to slots(traffic).to is where the receivers read it, for what they
+  // put on their queue after this. Lengths in bytes, by rank; both ends know them.
+  virtual void exchange(Traffic traffic, std::span<const int64_t> sent,
+                        std::span<const int64_t> received) = 0;
+};
+
+// A collective as the wire sees it.
+struct Call {
+  Agreement agreement;  // equal on all ranks, or the exchange fails
+  uint64_t number = 0;  // of the communicator's device collectives
+  std::string name;     // for error texts
+  std::chrono::duration<double> timeout{0};
+};
+
+struct Failure {
+  cgx_status_t status;
+  std::string text;
+};
+
+class Wire {
+ public:
+  virtual ~Wire() = default;
+  virtual const char* name() const = 0;
+  virtual int64_t slot_bytes() const = 0;
+  virtual bool recordable() const = 0;  // into a CUDA graph
+  virtual Regions regions() const = 0;
+
+  // A collective, whose results `caller` waits for from end() on. May wait for the ranks to agree
+  // on it, no longer than its timeout; then what they do not agree on is thrown here.
+  virtual void begin(const Call& call, Queue& caller) = 0;
+  virtual Lane& lane(int64_t round) = 0;
+  virtual void end(Queue& caller) = 0;
+
+  // What went wrong first, on this rank, as far as is known now.
+  virtual std::optional<Failure> failure() = 0;
+  // Everything on its queues has ended. Tells peers, waits for them no longer than at_most, and
+  // lets go of shared memory.
+  virtual void close(std::chrono::duration<double> at_most) = 0;
+};
+
+}  // namespace cgx::device

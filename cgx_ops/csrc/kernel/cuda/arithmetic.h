@@ -1,0 +1,112 @@
+// The arithmetic of docs/wire_format.md, operation by operation: nothing contracts, nothing is
+// flushed, NaNs are one NaN. And a Dtype's values: how they are stored, widened to fp32, rounded.
+//
+// The GPU converts halves by instructions that give the bits of base/half.h but for NaNs.
+#pragma once
+
+#include <cstdint>
+
+#include "base/half.h"
+#include "base/types.h"
+#include "kernel/cuda/group.h"
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#else
+#include <cmath>
+#endif
+
+namespace cgx::device::cuda {
+
+// ---- 1. operations, each rounded to nearest even ----
+
+CGX_LANE uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
+CGX_LANE float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+
+#if defined(__CUDACC__)
+CGX_LANE float add(float a, float b) { return __fadd_rn(a, b); }
+CGX_LANE float subtract(float a, float b) { return __fsub_rn(a, b); }
+CGX_LANE float multiply(float a, float b) { return __fmul_rn(a, b); }
+CGX_LANE float divide(float a, float b) { return __fdiv_rn(a, b); }
+CGX_LANE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+CGX_LANE float smaller(float a, float b) { return fminf(a, b); }
+#else
+CGX_LANE float add(float a, float b) { return a + b; }
+CGX_LANE float subtract(float a, float b) { return a - b; }
+CGX_LANE float multiply(float a, float b) { return a * b; }
+CGX_LANE float divide(float a, float b) { return a / b; }
+CGX_LANE float multiply_add(float a, float b, float c) { return std::fmaf(a, b, c); }
+CGX_LANE float smaller(float a, float b) { return a < b ? a : b; }
+#endif
+
+// Conversions between floats and integers are slow on a GPU; a float of [2^23, 2^24) holds an
+// integer in its low bits.
+inline constexpr uint32_t kIntegerBits = 0x4b000000;  // of 2^23
+
+// 2^23 + floor(x), for 0 <= x < 2^22.
+CGX_LANE float floor_as_integer(float x) {
+#if defined(__CUDACC__)
+  return __fadd_rd(x, 8388608.0f);
+#else
+  return std::floor(x) + 8388608.0f;
+#endif
+}
+
+CGX_LANE bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
+
+CGX_LANE float with_one_nan(float x) { return is_nan(bits_of(x)) ? float_of(kFloat32Nan) : x; }
+
+// Integers ordered as the values are, with -0 < +0 and NaNs beyond the infinities; its own inverse.
+CGX_LANE int32_t order_key(int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
+CGX_LANE int32_t key_of(float x) { return order_key(static_cast<int32_t>(bits_of(x))); }
+CGX_LANE float value_of_key(int32_t key) { return float_of(static_cast<uint32_t>(order_key(key))); }
+
+// The ops of exact values but sums; a NaN wins.
+CGX_LANE float combine(Op op, float a, float b) {
+  if (op == Op::kProduct) return multiply(a, b);
+  if (op != Op::kMin && op != Op::kMax) return add(a, b);
+  const int32_t key_a = key_of(a), key_b = key_of(b);
+  if (is_nan(bits_of(a)) || is_nan(bits_of(b))) return float_of(kFloat32Nan);
+  return value_of_key((op == Op::kMin) == (key_a < key_b) ? key_a : key_b);
+}
+
+// ---- 2. values ----
+
+struct Float32 {
+  using Bits = uint32_t;
+  CGX_LANE static float widen(uint32_t bits) { return float_of(bits); }
+  CGX_LANE static uint32_t round(float x) { return bits_of(x); }
+};
+
+#if defined(__CUDACC__)
+struct Float16 {
+  using Bits = uint16_t;
+  CGX_LANE static float widen(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+  CGX_LANE static uint16_t round(float x) {
+    const uint16_t rounded = __half_as_ushort(__float2half_rn(x));
+    return is_nan(bits_of(x)) ? kFloat16Nan : rounded;
+  }
+};
+struct Bfloat16 {
+  using Bits = uint16_t;
+  CGX_LANE static float widen(uint16_t bits) { return widen_bfloat16(bits); }
+  CGX_LANE static uint16_t round(float x) {
+    const uint16_t rounded = __bfloat16_as_ushort(__float2bfloat16_rn(x));
+    return is_nan(bits_of(x)) ? kBfloat16Nan : rounded;
+  }
+};
+#else
+struct Float16 {
+  using Bits = uint16_t;
+  static float widen(uint16_t bits) { return widen_float16(bits); }
+  static uint16_t round(float x) { return round_to_float16(x); }
+};
+struct Bfloat16 {
+  using Bits = uint16_t;
+  static float widen(uint16_t bits) { return widen_bfloat16(bits); }
+  static uint16_t round(float x) { return round_to_bfloat16(x); }
+};
+#endif
+
+}  // namespace cgx::device::cuda

@@ -1,0 +1,112 @@
+// One exchange of Signals (launches.h), by one warp: a lane a peer.
+//
+//   1. the notice and the number to every peer
+//   2. theirs is waited for, until all are there, one has failed, or time is up
+//   3. the exchange is counted, or the failure told to host and peers
+//
+// Memory says how words are shared with other devices and with the host: load_acquire and
+// store_release at system scope, fence, now (ns), pause.
+#pragma once
+
+#include <cstdint>
+
+#include "kernel/cuda/group.h"
+#include "kernel/cuda/launches.h"
+
+namespace cgx::device::cuda {
+
+// What a lane knows of its peer.
+struct Peer {
+  bool awaited;
+  uint32_t failure;  // a cgx_status_t
+};
+
+template <typename Memory, typename Group>
+CGX_LANE void exchange(Group& group, const Signals& signals) {
+  static_assert(kMostPeers <= Group::kLanes);
+  constexpr int kWords = sizeof(Notice) / sizeof(uint64_t);
+  const int rank = signals.rank, size = signals.size;
+  const uint64_t number = *signals.done + 1;
+  const auto region = static_cast<int>(number % 2) * size;
+  // This rank's mailbox at a peer, a peer's mailbox here.
+  const auto mailbox_at = [&](int peer) -> Mailbox& {
+    return signals.at_peer[peer][region + rank];
+  };
+  const auto mailbox_of = [&](int peer) -> Mailbox& {
+    return signals.at_peer[rank][region + peer];
+  };
+  bool failed = *signals.fault != 0;
+
+  typename Group::template Lanes<Peer> peers;
+  typename Group::template Lanes<bool> said;
+  if (!failed) {
+    group.each([&](int lane) {
+      for (int peer = 0; peer < size; ++peer) {
+        if (peer == rank) continue;
+        auto* to = reinterpret_cast<uint64_t*>(&mailbox_at(peer).notice);
+        const auto* from = reinterpret_cast<const uint64_t*>(&signals.notice);
+        for (int i = lane; i < kWords; i += Group::kLanes) to[i] = from[i];
+      }
+      Memory::fence();
+    });
+    group.each([&](int lane) {
+      peers[lane] = {lane < size && lane != rank, CGX_OK};
+      if (peers[lane].awaited) Memory::store_release(&mailbox_at(lane).exchange, number);
+    });
+
+    const uint64_t begin = Memory::now();
+    for (bool waiting = true; waiting && !failed;) {
+      const bool late = Memory::now() - begin > signals.timeout_ns;
+      group.each([&](int lane) {
+        Peer& peer = peers[lane];
+        if (peer.awaited) {
+          const uint64_t theirs = Memory::load_acquire(&mailbox_of(lane).exchange);
+          if (theirs == kGaveUp) {
+            peer.failure = CGX_PEER_FAILED;
+          } else if (theirs >= number) {
+            peer.awaited = false;
+            if (mailbox_of(lane).notice.digest != signals.notice.digest)
+              peer.failure = CGX_MISMATCH;
+          } else if (late) {
+            peer.failure = CGX_TIMEOUT;
+          }
+        }
+        said[lane] = peer.failure != CGX_OK;
+      });
+      failed = group.any(said);
+      group.each([&](int lane) { said[lane] = peers[lane].awaited; });
+      waiting = group.any(said);
+      if (waiting && !failed) Memory::pause();
+    }
+    if (!failed) {
+      group.each([&](int lane) {
+        if (lane == 0) *signals.done = number;
+      });
+      return;
+    }
+    // The lowest rank that failed is whom the report names.
+    typename Group::template Lanes<Extremes> ranks;
+    group.each([&](int lane) {
+      const int named = peers[lane].failure != CGX_OK ? lane : Group::kLanes;
+      ranks[lane] = {named, named};
+    });
+    const int named = group.extremes(ranks).lowest;
+    group.each([&](int lane) {
+      Report& report = *signals.report;
+      if (lane != named || report.status != CGX_OK) return;
+      report.rank = named;
+      report.exchange = number;
+      // Who is late may be writing it.
+      if (peers[lane].failure != CGX_TIMEOUT) report.theirs = mailbox_of(named).notice;
+      Memory::store_release(&report.status, peers[lane].failure);
+    });
+  }
+  group.each([&](int lane) {
+    if (lane == 0) *signals.fault = 1;
+    if (lane >= size || lane == rank) return;
+    for (int either = 0; either < 2; ++either)
+      Memory::store_release(&signals.at_peer[lane][either * size + rank].exchange, kGaveUp);
+  });
+}
+
+}  // namespace cgx::device::cuda

@@ -1,0 +1,90 @@
+// A group of lanes that work on one bucket: a block of threads, of one warp or many. Code of the
+// kernels is written as steps, `group.each(step)`: every lane runs the step, then they meet. A
+// variable that lives from step to step is a Lanes<T>; all others are the same in every lane.
+//
+// So a host runs the same code with a loop for the lanes (tests/cpp/host_group.h), in any order of
+// the lanes: what one step writes for other lanes is read in the next step at the earliest.
+#pragma once
+
+#include <cstdint>
+
+#include "base/host_device.h"
+
+// Compiled for the GPU in .cu files and for the host in tests.
+#if defined(__CUDACC__)
+#define CGX_LANE __device__ __forceinline__
+#else
+#define CGX_LANE inline
+#endif
+
+namespace cgx::device::cuda {
+
+struct Extremes {
+  int32_t lowest, highest;
+};
+
+#if defined(__CUDACC__)
+
+// One lane's own: `lane` is always the one that runs.
+template <typename T>
+struct OwnLane {
+  T own;
+  CGX_LANE T& operator[](int /*lane*/) { return own; }
+};
+
+CGX_LANE Extremes extremes_of_warp(Extremes mine) {
+  return {__reduce_min_sync(~0u, mine.lowest), __reduce_max_sync(~0u, mine.highest)};
+}
+
+struct Warp {
+  static constexpr int kLanes = 32;
+  struct Shared {};
+  template <typename T>
+  using Lanes = OwnLane<T>;
+
+  CGX_LANE explicit Warp(Shared* /*shared*/) : lane(static_cast<int>(threadIdx.x)) {}
+
+  template <typename Step>
+  CGX_LANE void each(const Step& step) {
+    step(lane);
+    __syncwarp();
+  }
+  CGX_LANE Extremes extremes(OwnLane<Extremes>& mine) { return extremes_of_warp(mine.own); }
+  CGX_LANE bool any(OwnLane<bool>& mine) { return __any_sync(~0u, mine.own); }
+
+  int lane;
+};
+
+template <int kThreads>
+struct Block {
+  static constexpr int kLanes = kThreads;
+  struct Shared {
+    Extremes of_warp[kThreads / 32];
+  };
+  template <typename T>
+  using Lanes = OwnLane<T>;
+
+  CGX_LANE explicit Block(Shared* shared) : lane(static_cast<int>(threadIdx.x)), shared_(shared) {}
+
+  template <typename Step>
+  CGX_LANE void each(const Step& step) {
+    step(lane);
+    __syncthreads();
+  }
+  CGX_LANE Extremes extremes(OwnLane<Extremes>& mine) {
+    shared_->of_warp[lane / 32] = extremes_of_warp(mine.own);
+    __syncthreads();
+    const Extremes all = extremes_of_warp(shared_->of_warp[lane % (kThreads / 32)]);
+    __syncthreads();
+    return all;
+  }
+
+  int lane;
+
+ private:
+  Shared* shared_;
+};
+
+#endif
+
+}  // namespace cgx::device::cuda

@@ -1,0 +1,13 @@
+// All kernels at once.
+#include "kernel/cuda/launching.cuh"
+
+namespace cgx::device::cuda {
+
+void load_kernels() {
+  load_encode_kernels();
+  load_reduce_kernels();
+  load_decode_kernels();
+  load_signals_kernel();
+}
+
+}  // namespace cgx::device::cuda

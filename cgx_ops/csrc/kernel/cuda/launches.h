@@ -1,0 +1,138 @@
+// What the kernels of a GPU are told: plain structs, passed by value as kernel parameters, so that
+// a launch needs no table in memory that would have to outlive it (or a CUDA graph that holds it).
+//
+//   Encode   this rank's values -> messages
+//   Reduce   messages of all ranks -> their sum, in rank order -> one message, values, or both
+//   Decode   a message -> values
+//   Signals  what was written is told to the peers; theirs is waited for
+//
+// Work is a list of pieces, each a run of whole buckets of one segment (or of exact values): the
+// layers of a DDP bucket are a launch or a few, not hundreds. No CUDA header: who builds these
+// (device/) is tested without a GPU.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/types.h"
+
+namespace cgx::device {
+
+inline constexpr int kMostPieces = 32;  // of a launch: kernel parameters are 4 KB at most
+inline constexpr int kMostPeers = 16;   // that one launch writes to or is signalled by
+
+// Everything is at any alignment; pointers are to memory that the device reads and writes.
+struct Piece {
+  const std::byte* values = nullptr;  // Encode, Reduce: this rank's own. Null where there is none
+  std::byte* result = nullptr;   // Decode, Reduce: gets values, rounded to the dtype; null: nowhere
+  std::byte* error = nullptr;    // Encode, Reduce: gets what encoding lost (cgx.h); null: nowhere
+  std::byte* message = nullptr;  // Encode: written. Decode: read. Reduce: rank 0's, read; others'
+                                 // are `stride` apart
+  std::byte* reduced = nullptr;  // Reduce: written; null: nowhere
+  int64_t numel = 0;
+  int64_t first_index = 0;  // of its first element, in its segment: a multiple of bucket_size
+  int64_t bucket_size = 0;  // elements
+  uint64_t seed = 0;
+  const uint64_t* seed_at = nullptr;  // if not null, the seed is here, on the device
+  int32_t bits = 0;                   // of `message`: 1-8, or 32: exact values in the dtype
+  int32_t reduced_bits = 0;           // of `reduced`
+};
+
+struct Pieces {
+  int32_t count = 0;
+  Piece at[kMostPieces] = {};
+};
+
+// Further places that get the same bytes: how far they are from the first.
+struct Copies {
+  int32_t count = 0;
+  int64_t distance[kMostPeers - 1] = {};
+};
+
+// Messages lie in one of two regions, in turns, so that none is overwritten while a peer reads it:
+// exchange number e is in region e % 2, `bytes` behind the first if that is 1. What is written
+// belongs to the exchange after the *done ones, what is read to the last of these. The count is the
+// device's, not a parameter, so that a CUDA graph can be replayed. Null: one region.
+struct Regions {
+  const uint64_t* done = nullptr;
+  int64_t bytes = 0;
+};
+
+// In all launches: `fault` is a word on the device; if it is not 0 the collective has failed: no
+// message is read or written (peers that do not know yet may be reading the last one), and every
+// result and error that would be written is NaN. Null: it cannot fail.
+
+struct Encode {
+  Dtype dtype = Dtype::kFloat32;
+  RoundingMode rounding = RoundingMode::kNearest;
+  uint32_t rank = 0, phase = 0;  // of the noise
+  Pieces pieces = {};
+  Copies copies = {};  // of messages
+  Regions regions = {};
+  const uint32_t* fault = nullptr;
+};
+
+// result = the sum itself unless `reduced` is written; then what that decodes to, so that this rank
+// holds what its peers will. Bits of `reduced` are made from the fp32 sum, divided for avg.
+struct Reduce {
+  Dtype dtype = Dtype::kFloat32;
+  RoundingMode rounding = RoundingMode::kNearest;
+  Op op = Op::kSum;
+  float divisor = 1.0f;          // of avg
+  uint32_t rank = 0, phase = 0;  // of the noise
+  int32_t size = 0;              // messages
+  int32_t own = -1;          // whose values are at piece.values and not in a message; -1: nobody's
+  int64_t stride = 0;        // bytes from one rank's message to the next
+  float error_scale = 1.0f;  // errors of sums are in units of the input: avg's divisor, else 1
+  Pieces pieces = {};
+  Copies copies = {};    // of `reduced`
+  Regions regions = {};  // of messages, read, and of `reduced`, written
+  const uint32_t* fault = nullptr;
+};
+
+struct Decode {
+  Dtype dtype = Dtype::kFloat32;
+  Pieces pieces = {};
+  Regions regions = {};
+  const uint32_t* fault = nullptr;
+};
+
+// What a rank says with a signal; all ranks must say the same.
+struct Notice {
+  uint64_t digest;     // of everything below, and of what did not fit
+  uint64_t words[31];  // the sender's own business (device/group.cc): to tell what differs
+};
+struct Mailbox {
+  uint64_t exchange;  // number of the last exchange that the sender has written its messages of
+  Notice notice;
+};
+inline constexpr uint64_t kGaveUp = ~uint64_t{0};  // instead of a number: the sender has failed
+
+// What went wrong first, in host memory that the device writes.
+struct Report {
+  uint32_t status;  // a cgx_status_t, written last; CGX_OK: nothing
+  int32_t rank;     // the peer's: late, gone, or of another mind
+  uint64_t exchange;
+  Notice ours, theirs;  // theirs: of CGX_MISMATCH
+};
+
+// One exchange: number *done + 1. Writes the notice, then the number, to this rank's mailbox at
+// every peer, at system scope, after everything that the stream has done before; waits until every
+// peer has done so here, and that in bounded time; counts the exchange.
+//   a peer's number is too small after timeout_ns   -> CGX_TIMEOUT
+//   it is kGaveUp                                    -> CGX_PEER_FAILED
+//   its notice has another digest                    -> CGX_MISMATCH
+// In each case, and if *fault was set before: sets *fault and (the first time) *report, and writes
+// kGaveUp to all peers. Mailboxes of region r are `size` further for r = 1.
+struct Signals {
+  int32_t rank = 0, size = 0;
+  Mailbox* at_peer[kMostPeers] =
+      {};  // by peer: its array of mailboxes, by sender; own: this rank's
+  uint64_t* done = nullptr;
+  uint64_t timeout_ns = 0;
+  Notice notice = {};
+  uint32_t* fault = nullptr;
+  Report* report = nullptr;
+};
+
+}  // namespace cgx::device

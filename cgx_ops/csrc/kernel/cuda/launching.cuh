@@ -1,0 +1,106 @@
+// Kernels around buckets.h, and their launches: one kernel for a dtype and a kind of group.
+// Included by one file for each launch, so that they are compiled side by side.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "base/status.h"
+#include "kernel/cuda/buckets.h"
+#include "kernel/cuda/group.h"
+#include "kernel/cuda/kernels.h"
+#include "kernel/cuda/work.h"
+
+namespace cgx::device::cuda {
+
+// Of a call about kernels. What CUDA keeps as its last error is cleared: it has been told.
+inline void require_success(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();
+  fail(CGX_SYSTEM, what, ": ", cudaGetErrorString(status));
+}
+
+// ---- 1. the kernel: a block is a group, so that what its lanes share is in uniform registers ----
+
+// Blocks of a multiprocessor, at least: so many registers does a thread get, 80 where a block is a
+// warp and 64 where it is many, and for Reduce 128.
+template <typename Group, typename Launch>
+constexpr int least_blocks() {
+  constexpr bool kReduces = std::is_same_v<Launch, Reduce>;
+  return Group::kLanes == kWarpLanes ? (kReduces ? 16 : 24) : (kReduces ? 1 : 2);
+}
+
+template <typename Value, typename Group, typename Launch>
+__global__ void __launch_bounds__(Group::kLanes, least_blocks<Group, Launch>())
+    run_buckets(const __grid_constant__ Launch launch, const __grid_constant__ Work work) {
+  __shared__ alignas(16) std::byte buffer[Layout<Group>::kBytes];
+  __shared__ typename Group::Shared shared;
+  Group group(&shared);
+  const Place place = place_of(launch.regions, launch.fault);
+  int32_t piece = 0;
+  for (int64_t at = blockIdx.x; at < work.buckets; at += gridDim.x)
+    run_bucket<Value>(group, buffer, launch, place, find_bucket(work, at, &piece));
+}
+static_assert(sizeof(Reduce) + sizeof(Work) <= 4096, "kernel parameters");
+
+// ---- 2. launches ----
+
+// Calls visit(kernel, takers, lanes of a group) for the kernels of a dtype.
+template <typename Launch, typename Visit>
+void for_kernels(Dtype dtype, const Visit& visit) {
+  const auto of_value = [&](auto value) {
+    using Value = decltype(value);
+    visit(&run_buckets<Value, Warp, Launch>, Takers::kWarps, kWarpLanes);
+    visit(&run_buckets<Value, Block<kBlockLanes>, Launch>, Takers::kBlocks, kBlockLanes);
+  };
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return of_value(Float32{});
+    case Dtype::kFloat16:
+      return of_value(Float16{});
+    case Dtype::kBfloat16:
+      return of_value(Bfloat16{});
+  }
+}
+
+template <typename Launch>
+void launch_on(Launch launch, bool reduces, cudaStream_t stream) {
+  cut_exact_pieces(&launch.pieces, reduces);
+  int device = 0, processors = 0;
+  require_success(cudaGetDevice(&device), "cudaGetDevice");
+  require_success(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
+                  "cudaDeviceGetAttribute");
+  for_kernels<Launch>(launch.dtype, [&](const auto& kernel, Takers takers, int lanes) {
+    Work work = work_for(takers, launch.pieces);
+    if (work.buckets == 0) return;
+    const auto blocks = static_cast<unsigned>(groups_for(takers, work.buckets, processors));
+    void* arguments[] = {&launch, &work};
+    require_success(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks),
+                                     dim3(kBlockLanes), arguments, 0, stream),
+                    "launching a kernel");
+  });
+}
+
+// ---- 3. loading ----
+
+// Of a file's kernels, each.
+void load_encode_kernels();
+void load_reduce_kernels();
+void load_decode_kernels();
+void load_signals_kernel();
+
+inline void load_kernel(const void* kernel) {
+  cudaFuncAttributes attributes;
+  require_success(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
+}
+
+template <typename Launch>
+void load_kernels_of() {
+  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBfloat16})
+    for_kernels<Launch>(dtype, [](const auto& kernel, Takers, int) {
+      load_kernel(reinterpret_cast<const void*>(kernel));
+    });
+}
+
+}  // namespace cgx::device::cuda

@@ -1,0 +1,665 @@
+// The code of the GPU's kernels, run on the host by a loop for the lanes (host_group.h), against
+// the CPU's kernels and compressors, to the bit. What this does not see: the instructions that the
+// GPU has for loads, reductions and conversions, and the launches.
+//
+//   1. CHECK, data, memory in which every byte counts
+//   2. launches on the host
+//   3. Encode, Reduce, Decode: any pieces, anywhere
+//   4. a failed collective
+//   5. how work is dealt out
+//   6. Signals among threads
+//
+// Exits with 1 if any check failed.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/float_mode.h"
+#include "base/half.h"
+#include "base/status.h"
+#include "compressor/compressor.h"
+#include "host_group.h"
+#include "kernel/cuda/buckets.h"
+#include "kernel/cuda/exchange.h"
+#include "kernel/cuda/work.h"
+#include "kernel/kernels.h"
+
+namespace cgx::device::cuda {
+namespace {
+
+// ---- 1. checks, data, memory ----
+
+std::atomic<int64_t> passed = 0, failed = 0;
+
+void check(bool condition, const char* text, int line, const std::string& where) {
+  ++(condition ? passed : failed);
+  if (!condition && failed <= 20)
+    std::fprintf(stderr, "line %d: %s is false: %s\n", line, text, where.c_str());
+}
+#define CHECK(condition, where) check((condition), #condition, __LINE__, (where))
+
+using Memory = std::vector<std::byte>;
+constexpr std::byte kFill{0xa5};
+
+std::mt19937 random_bits(20240607);
+int64_t pick(int64_t end) {
+  return static_cast<int64_t>(random_bits() % static_cast<uint64_t>(end));
+}
+template <typename T>
+T one_of(std::initializer_list<T> list) {
+  return list.begin()[pick(static_cast<int64_t>(list.size()))];
+}
+
+enum class Data { kNormal, kHugeRange, kNonFinite, kDenormal, kZeros, kConstant, kAnyBits, kEnd };
+
+float value_of(Data kind) {
+  static std::normal_distribution<float> normal;
+  const float x = normal(random_bits);
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  switch (kind) {
+    case Data::kNormal:
+      return x;
+    case Data::kHugeRange:
+      return std::ldexp(x, static_cast<int>(pick(254)) - 127);
+    case Data::kNonFinite:
+      return pick(2000) > 4 ? x : one_of({kInf, -kInf, -0.0f, 3e38f, -3e38f, std::nanf("7")});
+    case Data::kDenormal:
+      return x * 1e-39f;
+    case Data::kZeros:
+      return pick(2) ? 0.0f : -0.0f;
+    case Data::kConstant:
+      return 3.3f;
+    case Data::kAnyBits:
+    case Data::kEnd:
+      break;
+  }
+  return std::bit_cast<float>(static_cast<uint32_t>(random_bits()));
+}
+
+// Values of a dtype, some bytes after an aligned address; nothing lies behind them.
+struct Values {
+  Memory memory;
+  int64_t skipped = 0;
+  std::byte* data() { return memory.data() + skipped; }
+};
+
+Values make_values(Dtype dtype, int64_t numel, Data kind) {
+  const int64_t width = size_of(dtype);
+  Values values;
+  values.skipped = one_of<int64_t>({0, 0, 0, 1, 2, 4, 8, 11});
+  values.memory.resize(static_cast<size_t>(values.skipped + numel * width));
+  for (int64_t i = 0; i < numel; ++i) {
+    const float x = value_of(kind);
+    const auto any = static_cast<uint16_t>(random_bits());
+    const uint16_t half = kind == Data::kAnyBits     ? any
+                          : dtype == Dtype::kFloat16 ? round_to_float16(x)
+                                                     : round_to_bfloat16(x);
+    const void* from = width == 4 ? static_cast<const void*>(&x) : &half;
+    std::memcpy(values.data() + i * width, from, static_cast<size_t>(width));
+  }
+  return values;
+}
+
+Memory as_floats(Dtype dtype, const std::byte* values, int64_t numel) {
+  Memory floats(static_cast<size_t>(4 * numel));
+  kernels().convert(dtype, values, Dtype::kFloat32, floats.data(), numel);
+  return floats;
+}
+float* floats_of(Memory& memory) { return reinterpret_cast<float*>(memory.data()); }
+
+// Memory that a launch writes to: afterwards all of it, what is between the places included, must
+// be as expected.
+struct Space {
+  Memory actual, expected;
+
+  // Returns where a new place begins.
+  int64_t add(int64_t bytes) {
+    const auto at = static_cast<int64_t>(actual.size()) + one_of<int64_t>({16, 16, 17, 22, 24, 31});
+    actual.resize(static_cast<size_t>(at + bytes + 16), kFill);
+    return at;
+  }
+  void repeat(int times) {
+    const size_t once = actual.size();
+    actual.resize(once * static_cast<size_t>(times), kFill);
+  }
+  void expect(int64_t at, const Memory& bytes) {
+    if (expected.empty()) expected.assign(actual.size(), kFill);
+    if (!bytes.empty()) std::memcpy(expected.data() + at, bytes.data(), bytes.size());
+  }
+  bool as_expected() {
+    if (expected.empty()) expected.assign(actual.size(), kFill);
+    return actual == expected;
+  }
+};
+
+// ---- 2. launches on the host ----
+
+template <typename Value, int kLanes, typename Launch>
+void run_groups(const Launch& launch, Takers takers) {
+  const Work work = work_for(takers, launch.pieces);
+  HostGroup<kLanes> group(pick(2) == 1);
+  Memory buffer(Layout<HostGroup<kLanes>>::kBytes, std::byte{0xcd});
+  const Place place = place_of(launch.regions, launch.fault);
+  int32_t piece = 0;
+  for (int64_t at = 0; at < work.buckets; ++at)
+    run_bucket<Value>(group, buffer.data(), launch, place, find_bucket(work, at, &piece));
+}
+
+template <typename Launch>
+void run(Launch launch, bool reduces) {
+  FloatMode mode;
+  cut_exact_pieces(&launch.pieces, reduces);
+  const auto of_value = [&](auto value) {
+    run_groups<decltype(value), 32>(launch, Takers::kWarps);
+    run_groups<decltype(value), kBlockLanes>(launch, Takers::kBlocks);
+  };
+  if (launch.dtype == Dtype::kFloat32) of_value(Float32{});
+  if (launch.dtype == Dtype::kFloat16) of_value(Float16{});
+  if (launch.dtype == Dtype::kBfloat16) of_value(Bfloat16{});
+}
+
+// ---- 3. any pieces, anywhere ----
+
+constexpr int64_t kBucketSizes[] = {1, 7, 64, 128, 512, 513, 1024, 1025, 8192, 8193, 100000};
+constexpr int64_t kLengths[] = {0, 1, 17, 511, 512, 513, 3000, 65543};
+constexpr Dtype kDtypes[] = {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBfloat16};
+
+struct Shape {
+  int64_t numel, bucket_size, first_index;
+  int bits, reduced_bits;
+  uint64_t seed;
+};
+
+std::unique_ptr<Compressor> codec(Dtype dtype, const Shape& shape, int bits) {
+  return make_compressor({.dtype = dtype, .bits = bits, .bucket_size = shape.bucket_size});
+}
+
+// The piece that a case is about, and maybe others beside it.
+std::vector<Shape> shapes_around(int bits, int64_t bucket_size, int64_t numel) {
+  const auto any_bits = [] { return one_of({1, 2, 3, 4, 5, 6, 7, 8, 8, 4, kExactBits}); };
+  std::vector<Shape> shapes = {{numel, bucket_size, 0, bits, any_bits(), 0}};
+  for (int64_t more = pick(3); more > 0; --more)
+    shapes.push_back(
+        {pick(700), one_of<int64_t>({1, 64, 100, 512, 2000}), 0, any_bits(), any_bits(), 0});
+  std::shuffle(shapes.begin(), shapes.end(), random_bits);
+  for (Shape& shape : shapes) {
+    shape.first_index = shape.bucket_size * one_of<int64_t>({0, 0, 1, 3, int64_t{1} << 33});
+    shape.seed = random_bits() * uint64_t{0x100000001};
+  }
+  return shapes;
+}
+
+struct Exchanges {
+  uint64_t done = 0;
+  Regions regions{};
+};
+void make_regions(Exchanges* exchanges, int64_t bytes) {
+  exchanges->done = static_cast<uint64_t>(pick(5));
+  exchanges->regions = pick(3) ? Regions{&exchanges->done, bytes} : Regions{nullptr, bytes};
+}
+int64_t written_at(const Regions& regions) {
+  return regions.done && *regions.done % 2 == 0 ? regions.bytes : 0;
+}
+int64_t read_at(const Regions& regions) {
+  return regions.done && *regions.done % 2 == 1 ? regions.bytes : 0;
+}
+
+// What is lost between floats and their encoding, as the dtype.
+Memory lost_of(Dtype dtype, Memory& floats, const Compressor& codec, const Memory& message,
+               float scale) {
+  const auto numel = static_cast<int64_t>(floats.size() / 4);
+  Memory decoded(floats.size()), error(static_cast<size_t>(numel * size_of(dtype)));
+  codec.decode(message.data(), static_cast<int64_t>(message.size()), numel, Dtype::kFloat32,
+               decoded.data());
+  kernels().lost(floats_of(floats), scale, floats_of(decoded), numel);
+  kernels().convert(Dtype::kFloat32, decoded.data(), dtype, error.data(), numel);
+  return error;
+}
+
+void test_encode(Dtype dtype, RoundingMode rounding, Data kind, const std::vector<Shape>& shapes,
+                 const std::string& where) {
+  Encode launch{.dtype = dtype, .rounding = rounding, .rank = 3, .phase = 1};
+  std::vector<Values> inputs;
+  std::vector<int64_t> message_at, error_at;
+  Space messages, errors;
+  for (const Shape& shape : shapes) {
+    inputs.push_back(make_values(dtype, shape.numel, kind));
+    message_at.push_back(messages.add(codec(dtype, shape, shape.bits)->max_bytes(shape.numel)));
+    error_at.push_back(pick(2) ? errors.add(shape.numel * size_of(dtype)) : -1);
+  }
+  messages.actual.resize(messages.actual.size() + static_cast<size_t>(pick(20)), kFill);
+  const auto region = static_cast<int64_t>(messages.actual.size());
+  launch.copies.count = static_cast<int32_t>(pick(4));
+  for (int i = 0; i < launch.copies.count; ++i) launch.copies.distance[i] = 2 * region * (i + 1);
+  messages.repeat(2 * (launch.copies.count + 1));
+  Exchanges exchanges;
+  make_regions(&exchanges, region);
+  launch.regions = exchanges.regions;
+
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    const Shape& shape = shapes[i];
+    launch.pieces.at[launch.pieces.count++] = {
+        .values = inputs[i].data(),
+        .error = error_at[i] < 0 ? nullptr : errors.actual.data() + error_at[i],
+        .message = messages.actual.data() + message_at[i],
+        .numel = shape.numel,
+        .first_index = shape.first_index,
+        .bucket_size = shape.bucket_size,
+        .seed = shape.seed,
+        .bits = shape.bits};
+    const auto compressor = codec(dtype, shape, shape.bits);
+    Memory message(static_cast<size_t>(compressor->max_bytes(shape.numel)));
+    compressor->encode(dtype, inputs[i].data(), shape.numel, shape.first_index,
+                       {rounding, shape.seed, launch.rank, launch.phase}, message.data());
+    for (int copy = 0; copy <= launch.copies.count; ++copy)
+      messages.expect(message_at[i] + written_at(launch.regions) + 2 * region * copy, message);
+    Memory floats = as_floats(dtype, inputs[i].data(), shape.numel);
+    if (error_at[i] >= 0)
+      errors.expect(error_at[i], lost_of(dtype, floats, *compressor, message, 1.0f));
+  }
+  run(launch, false);
+  CHECK(messages.as_expected(), where);
+  CHECK(errors.as_expected(), where);
+}
+
+void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shape> shapes,
+                 const std::string& where) {
+  Reduce launch{.dtype = dtype, .rounding = rounding, .divisor = 3.0f, .rank = 2, .phase = 1};
+  launch.size = static_cast<int32_t>(1 + pick(5));
+  launch.own = static_cast<int32_t>(pick(launch.size + 1)) - 1;
+  launch.op = one_of({Op::kSum, Op::kAvg});
+  if (pick(4) == 0) {  // ops of exact values
+    launch.op = one_of({Op::kMin, Op::kMax, Op::kProduct});
+    for (Shape& shape : shapes) shape.bits = shape.reduced_bits = kExactBits;
+  }
+  launch.error_scale = launch.op == Op::kAvg ? launch.divisor : 1.0f;
+
+  std::vector<std::vector<Values>> inputs;  // by piece, by rank
+  std::vector<int64_t> message_at, reduced_at, result_at, error_at;
+  Space messages, reduced, results, errors;
+  for (const Shape& shape : shapes) {
+    inputs.emplace_back();
+    for (int rank = 0; rank < launch.size; ++rank)
+      inputs.back().push_back(make_values(dtype, shape.numel, kind));
+    message_at.push_back(messages.add(codec(dtype, shape, shape.bits)->max_bytes(shape.numel)));
+    reduced_at.push_back(
+        pick(3) ? reduced.add(codec(dtype, shape, shape.reduced_bits)->max_bytes(shape.numel))
+                : -1);
+    result_at.push_back(pick(3) ? results.add(shape.numel * size_of(dtype)) : -1);
+    error_at.push_back(reduced_at.back() >= 0 && pick(2) ? errors.add(shape.numel * size_of(dtype))
+                                                         : -1);
+  }
+  launch.stride = static_cast<int64_t>(messages.actual.size()) + pick(20);
+  messages.actual.resize(static_cast<size_t>(launch.stride), kFill);
+  const int64_t region =
+      std::max<int64_t>(launch.stride * launch.size, static_cast<int64_t>(reduced.actual.size()));
+  messages.repeat(launch.size);
+  messages.actual.resize(static_cast<size_t>(2 * region), kFill);
+  reduced.actual.resize(static_cast<size_t>(region), kFill);
+  launch.copies.count = static_cast<int32_t>(pick(3));
+  for (int i = 0; i < launch.copies.count; ++i) launch.copies.distance[i] = 2 * region * (i + 1);
+  reduced.repeat(2 * (launch.copies.count + 1));
+  Exchanges exchanges;
+  make_regions(&exchanges, region);
+  launch.regions = exchanges.regions;
+
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    const Shape& shape = shapes[i];
+    launch.pieces.at[launch.pieces.count++] = {
+        .values = launch.own < 0 ? nullptr : inputs[i][static_cast<size_t>(launch.own)].data(),
+        .result = result_at[i] < 0 ? nullptr : results.actual.data() + result_at[i],
+        .error = error_at[i] < 0 ? nullptr : errors.actual.data() + error_at[i],
+        .message = messages.actual.data() + message_at[i],
+        .reduced = reduced_at[i] < 0 ? nullptr : reduced.actual.data() + reduced_at[i],
+        .numel = shape.numel,
+        .first_index = shape.first_index,
+        .bucket_size = shape.bucket_size,
+        .seed = shape.seed,
+        .bits = shape.bits,
+        .reduced_bits = shape.reduced_bits};
+    const auto from = codec(dtype, shape, shape.bits);
+    const int64_t bytes = from->max_bytes(shape.numel);
+    Memory sums, other(static_cast<size_t>(4 * shape.numel));
+    for (int rank = 0; rank < launch.size; ++rank) {
+      std::byte* values = inputs[i][static_cast<size_t>(rank)].data();
+      Memory floats = as_floats(dtype, values, shape.numel);
+      if (rank != launch.own) {
+        std::byte* message =
+            messages.actual.data() + read_at(launch.regions) + message_at[i] + rank * launch.stride;
+        from->encode(dtype, values, shape.numel, shape.first_index,
+                     {rounding, shape.seed, static_cast<uint32_t>(rank), 0}, message);
+        from->decode(message, bytes, shape.numel, Dtype::kFloat32, floats.data());
+      }
+      if (rank == 0) {
+        sums = floats;
+      } else {
+        kernels().combine(launch.op, floats_of(floats), floats_of(sums), shape.numel);
+      }
+    }
+    if (launch.op == Op::kAvg) kernels().divide(floats_of(sums), launch.divisor, shape.numel);
+    Memory result(static_cast<size_t>(shape.numel * size_of(dtype)));
+    kernels().convert(Dtype::kFloat32, sums.data(), dtype, result.data(), shape.numel);
+    if (reduced_at[i] >= 0) {
+      const auto to = codec(dtype, shape, shape.reduced_bits);
+      Memory message(static_cast<size_t>(to->max_bytes(shape.numel)));
+      to->encode(Dtype::kFloat32, sums.data(), shape.numel, shape.first_index,
+                 {rounding, shape.seed, launch.rank, launch.phase}, message.data());
+      to->decode(message.data(), static_cast<int64_t>(message.size()), shape.numel, dtype,
+                 result.data());
+      for (int copy = 0; copy <= launch.copies.count; ++copy)
+        reduced.expect(reduced_at[i] + written_at(launch.regions) + 2 * region * copy, message);
+      if (error_at[i] >= 0)
+        errors.expect(error_at[i], lost_of(dtype, sums, *to, message, launch.error_scale));
+    }
+    if (result_at[i] >= 0) results.expect(result_at[i], result);
+  }
+  messages.expected = messages.actual;
+  run(launch, true);
+  const std::string all =
+      join(where, " op ", int(launch.op), " size ", launch.size, " own ", launch.own);
+  CHECK(messages.as_expected(), all);
+  CHECK(reduced.as_expected(), all);
+  CHECK(results.as_expected(), all);
+  CHECK(errors.as_expected(), all);
+}
+
+void test_decode(Dtype dtype, Data kind, const std::vector<Shape>& shapes,
+                 const std::string& where) {
+  Decode launch{.dtype = dtype};
+  std::vector<int64_t> message_at, result_at;
+  Space messages, results;
+  for (const Shape& shape : shapes) {
+    message_at.push_back(messages.add(codec(dtype, shape, shape.bits)->max_bytes(shape.numel)));
+    result_at.push_back(results.add(shape.numel * size_of(dtype)));
+  }
+  const auto region = static_cast<int64_t>(messages.actual.size());
+  messages.repeat(2);
+  Exchanges exchanges;
+  make_regions(&exchanges, region);
+  launch.regions = exchanges.regions;
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    const Shape& shape = shapes[i];
+    const auto compressor = codec(dtype, shape, shape.bits);
+    launch.pieces.at[launch.pieces.count++] = {.result = results.actual.data() + result_at[i],
+                                               .message = messages.actual.data() + message_at[i],
+                                               .numel = shape.numel,
+                                               .bucket_size = shape.bucket_size,
+                                               .bits = shape.bits};
+    std::byte* message = messages.actual.data() + message_at[i] + read_at(launch.regions);
+    Values values = make_values(dtype, shape.numel, kind);
+    const int64_t bytes = compressor->encode(dtype, values.data(), shape.numel, 0, {}, message);
+    Memory result(static_cast<size_t>(shape.numel * size_of(dtype)));
+    compressor->decode(message, bytes, shape.numel, dtype, result.data());
+    results.expect(result_at[i], result);
+  }
+  run(launch, false);
+  CHECK(results.as_expected(), where);
+}
+
+void test_pieces() {
+  int turn = 0;
+  for (const int bits : {1, 2, 3, 4, 5, 6, 7, 8, kExactBits}) {
+    for (const int64_t bucket_size : kBucketSizes) {
+      for (const int64_t numel : kLengths) {
+        if (numel > 10000 && bucket_size < 64 && bits % 4 != 0) continue;  // many tiny records
+        const Dtype dtype = kDtypes[++turn % 3];
+        const auto rounding = static_cast<RoundingMode>(turn / 3 % 3);
+        const auto kind = static_cast<Data>(turn % static_cast<int>(Data::kEnd));
+        const std::string where =
+            join("bits ", bits, " bucket ", bucket_size, " numel ", numel, " dtype ", int(dtype),
+                 " rounding ", int(rounding), " data ", int(kind), " turn ", turn);
+        test_encode(dtype, rounding, kind, shapes_around(bits, bucket_size, numel), where);
+        test_reduce(dtype, rounding, kind, shapes_around(bits, bucket_size, numel), where);
+        test_decode(dtype, kind, shapes_around(bits, bucket_size, numel), where);
+      }
+    }
+  }
+}
+
+// ---- 4. a failed collective ----
+
+void test_fault() {
+  const uint32_t fault = 1;
+  for (const int bits : {4, kExactBits}) {
+    constexpr int64_t kNumel = 700;
+    const std::string where = join("bits ", bits);
+    std::vector<float> values(kNumel, 1.0f), result(kNumel), error(kNumel), reduced(kNumel, 3.0f);
+    const auto bytes_of = [](std::vector<float>& floats) {
+      return reinterpret_cast<std::byte*>(floats.data());
+    };
+    const auto all_nan = [](const std::vector<float>& floats) {
+      return std::ranges::all_of(floats,
+                                 [](float x) { return std::bit_cast<uint32_t>(x) == kFloat32Nan; });
+    };
+    Piece piece{.values = bytes_of(values),
+                .result = bytes_of(result),
+                .error = bytes_of(error),
+                .message = nullptr,  // not read
+                .reduced = bytes_of(reduced),
+                .numel = kNumel,
+                .bucket_size = 512,
+                .bits = bits,
+                .reduced_bits = bits};
+    run(Reduce{.dtype = Dtype::kFloat32,
+               .rounding = RoundingMode::kStochastic,
+               .op = Op::kSum,
+               .size = 2,
+               .own = 0,
+               .error_scale = 1.0f,
+               .pieces = {1, {piece}},
+               .fault = &fault},
+        true);
+    CHECK(all_nan(result) && all_nan(error), where);
+
+    // No message is written: peers may be reading the last one.
+    const std::vector<float> untouched(kNumel, 3.0f);
+    CHECK(reduced == untouched, where);
+    std::vector<float> message = untouched;
+    piece.message = bytes_of(message);
+    std::fill(error.begin(), error.end(), 0.0f);
+    run(Encode{.dtype = Dtype::kFloat32, .pieces = {1, {piece}}, .fault = &fault}, false);
+    CHECK(all_nan(error) && message == untouched, where);
+
+    std::fill(result.begin(), result.end(), 0.0f);
+    piece.message = nullptr;
+    run(Decode{.dtype = Dtype::kFloat32, .pieces = {1, {piece}}, .fault = &fault}, false);
+    CHECK(all_nan(result), where);
+  }
+}
+
+// ---- 5. how work is dealt out ----
+
+void test_work() {
+  constexpr int64_t kHuge = (int64_t{1} << 33) + 5;  // elements: over 2^32
+  Pieces pieces{.count = 6};
+  const auto set = [&](int i, int64_t numel, int64_t bucket_size, int bits) {
+    pieces.at[i] = {.numel = numel, .bucket_size = bucket_size, .bits = bits, .reduced_bits = bits};
+  };
+  set(0, kHuge, 512, 4);
+  set(1, 0, 512, 4);
+  set(2, kHuge, 1 << 20, 4);
+  set(3, 100, int64_t{1} << 40, 4);  // shorter than its bucket
+  set(4, 5000, 1, kExactBits);
+  set(5, 1025, 1025, 8);
+  cut_exact_pieces(&pieces, true);
+  CHECK(pieces.at[4].bucket_size == kMostOfWarp, "exact values have no grid");
+  const Work warps = work_for(Takers::kWarps, pieces);
+  const Work blocks = work_for(Takers::kBlocks, pieces);
+  const int64_t first = kHuge / 512 + 1;
+  CHECK(warps.pieces == 3 && warps.buckets == first + 1 + 5, "of warps");
+  CHECK(blocks.pieces == 2 && blocks.buckets == kHuge / (1 << 20) + 1 + 1, "of blocks");
+
+  // Every bucket is found, by one search after another and from the start.
+  struct Expected {
+    int64_t bucket;
+    int32_t piece;
+    int64_t number;
+  };
+  int32_t from = 0;
+  for (const auto& [bucket, piece, number] :
+       {Expected{0, 0, 0}, Expected{first - 1, 0, first - 1}, Expected{first, 3, 0},
+        Expected{first + 1, 4, 0}, Expected{first + 5, 4, 4}}) {
+    int32_t start = 0;
+    for (int32_t* at : {&from, &start}) {
+      const Bucket found = find_bucket(warps, bucket, at);
+      CHECK(found.piece == piece && found.number == number, join("bucket ", bucket));
+    }
+  }
+  CHECK(bucket_at(first - 1, 512, 4, 4) == (first - 1) * 264, "beyond 2^32");
+  CHECK(bucket_at(0, int64_t{1} << 62, 8, 4) == 0, "a bucket longer than memory");
+  CHECK(field_bytes((int64_t{1} << 62) + 1, 8) == (int64_t{1} << 62) + 1, "does not overflow");
+  CHECK(buckets_of({.numel = 1, .bucket_size = std::numeric_limits<int64_t>::max()}) == 1, "one");
+
+  CHECK(groups_for(Takers::kWarps, 9, 132) == 9, "a bucket a group");
+  CHECK(groups_for(Takers::kWarps, int64_t{1} << 40, 132) == 132 * 64, "in turn");
+  CHECK(groups_for(Takers::kBlocks, int64_t{1} << 40, 132) == 132 * 4, "in turn");
+}
+
+// ---- 6. Signals among threads ----
+
+struct ThreadMemory {
+  static uint64_t load_acquire(uint64_t* at) {
+    return std::atomic_ref(*at).load(std::memory_order_acquire);
+  }
+  template <typename Word>
+  static void store_release(Word* at, Word value) {
+    std::atomic_ref(*at).store(value, std::memory_order_release);
+  }
+  static void fence() {}
+  static uint64_t now() {
+    const auto since = std::chrono::steady_clock::now().time_since_epoch();
+    return static_cast<uint64_t>(std::chrono::nanoseconds(since).count());
+  }
+  static void pause() { std::this_thread::yield(); }
+};
+
+constexpr uint64_t kLong = uint64_t{120} * 1000 * 1000 * 1000;
+
+struct Rank {
+  std::array<Mailbox, 2 * kMostPeers> mailboxes{};
+  uint64_t done = 0;
+  uint32_t fault = 0;
+  Report report{};
+};
+
+// Ranks' exchanges; change() may alter what a rank launches.
+class World {
+ public:
+  explicit World(int size) : ranks_(static_cast<size_t>(size)) {}
+  Rank& operator[](int rank) { return ranks_[static_cast<size_t>(rank)]; }
+
+  void exchange_as(int rank, uint64_t digest, uint64_t timeout_ns = kLong) {
+    const auto size = static_cast<int>(ranks_.size());
+    Rank& mine = (*this)[rank];
+    Signals signals{.rank = rank, .size = size, .done = &mine.done, .timeout_ns = timeout_ns};
+    for (int peer = 0; peer < size; ++peer) signals.at_peer[peer] = (*this)[peer].mailboxes.data();
+    signals.notice.digest = digest;
+    std::fill(std::begin(signals.notice.words), std::end(signals.notice.words),
+              100 * digest + static_cast<uint64_t>(rank));
+    signals.fault = &mine.fault;
+    signals.report = &mine.report;
+    HostGroup<32> group(rank % 2 == 1);
+    exchange<ThreadMemory>(group, signals);
+  }
+  void in_threads(const std::function<void(int)>& work) {
+    std::vector<std::jthread> threads;
+    for (size_t rank = 0; rank < ranks_.size(); ++rank)
+      threads.emplace_back(work, static_cast<int>(rank));
+  }
+
+ private:
+  std::vector<Rank> ranks_;
+};
+
+void test_signals() {
+  {  // What is written before an exchange is read after it, over and over.
+    World world(4);
+    constexpr int kTimes = 300;
+    std::vector<std::array<int, 2>> written(4);
+    std::atomic<int> wrong = 0;
+    world.in_threads([&](int rank) {
+      for (int i = 1; i <= kTimes; ++i) {
+        written[static_cast<size_t>(rank)][i % 2] = i;
+        world.exchange_as(rank, static_cast<uint64_t>(i));
+        for (const auto& of_peer : written) wrong += of_peer[i % 2] != i;
+      }
+    });
+    CHECK(wrong == 0, join(wrong.load(), " stale words"));
+    for (int rank = 0; rank < 4; ++rank)
+      CHECK(world[rank].done == kTimes && world[rank].fault == 0 && world[rank].report.status == 0,
+            join("rank ", rank));
+  }
+  {  // One rank alone has nobody to wait for.
+    World world(1);
+    world.exchange_as(0, 1);
+    CHECK(world[0].done == 1 && world[0].fault == 0, "alone");
+  }
+  {  // A rank that is late: named by all who waited for it, and told when it comes.
+    World world(3);
+    world.in_threads([&](int rank) {
+      if (rank != 1) world.exchange_as(rank, 1, 1000 * 1000);
+    });
+    for (const int rank : {0, 2}) {
+      const Report& report = world[rank].report;
+      // Rank 0 may give up before rank 2 has looked: then it is rank 0 that failed.
+      const bool late = report.status == CGX_TIMEOUT && report.rank == 1;
+      const bool told = report.status == CGX_PEER_FAILED && report.rank == 2 - rank;
+      CHECK((late || told) && report.exchange == 1, join("rank ", rank));
+      CHECK(world[rank].fault == 1 && world[rank].done == 0, join("rank ", rank));
+    }
+    world.exchange_as(1, 1);
+    CHECK(world[1].report.status == CGX_PEER_FAILED && world[1].report.rank == 0, "the late one");
+  }
+  {  // A rank that had failed before: others hear of it, its report stays.
+    World world(2);
+    world[0].fault = 7;
+    world[0].report.status = CGX_SYSTEM;
+    world.in_threads([&](int rank) { world.exchange_as(rank, 1); });
+    CHECK(world[0].report.status == CGX_SYSTEM && world[0].report.exchange == 0, "the first stays");
+    CHECK(world[1].report.status == CGX_PEER_FAILED && world[1].report.rank == 0, "hears of it");
+    world.exchange_as(1, 1);
+    CHECK(world[1].report.exchange == 1, "once");
+  }
+  {  // A rank of another mind: its notice tells of what.
+    World world(2);
+    world.in_threads([&](int rank) {
+      world.exchange_as(rank, 1);
+      world.exchange_as(rank, rank == 0 ? 2 : 3);
+    });
+    for (int rank = 0; rank < 2; ++rank) {
+      const Report& report = world[rank].report;
+      // Who sees the difference first gives up, which the other may see before the notice.
+      CHECK(report.status == CGX_MISMATCH || report.status == CGX_PEER_FAILED, join("rank ", rank));
+      CHECK(report.rank == 1 - rank && report.exchange == 2, join("rank ", rank));
+      const auto digest = static_cast<uint64_t>(rank == 0 ? 3 : 2);
+      const uint64_t word = 100 * digest + static_cast<uint64_t>(1 - rank);
+      if (report.status == CGX_MISMATCH)
+        CHECK(report.theirs.digest == digest && report.theirs.words[30] == word, "its notice");
+    }
+    CHECK(world[0].report.status == CGX_MISMATCH || world[1].report.status == CGX_MISMATCH, "who");
+  }
+}
+
+}  // namespace
+}  // namespace cgx::device::cuda
+
+int main() {
+  using namespace cgx::device::cuda;
+  test_pieces();
+  test_fault();
+  test_work();
+  test_signals();
+  if (failed > 0) std::fprintf(stderr, "%ld checks failed\n", static_cast<long>(failed));
+  std::printf("%ld checks passed\n", static_cast<long>(passed));
+  return failed == 0 ? 0 : 1;
+}

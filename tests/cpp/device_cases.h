@@ -1,0 +1,182 @@
+// Collectives on devices that are threads (fake_device.h), to be compared with the same on CPUs.
+#pragma once
+
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "communicator.h"
+#include "fake_device.h"
+#include "ranks.h"
+
+namespace cgx {
+
+using device::FakeDevice;
+using device::FakeQueue;
+using Seconds = Communicator::Seconds;
+
+// A job of ranks, with a device each.
+struct Job {
+  Job(int size, const std::string& type, double timeout_s = 60) {
+    static int jobs = 0;
+    communicators =
+        connect_local(join("job", jobs++), std::vector<int>(size, 0), Seconds(timeout_s), type);
+    for (int rank = 0; rank < size; ++rank) devices.push_back(std::make_unique<FakeDevice>(rank));
+  }
+  ~Job() {
+    run([&](int rank) { communicators[rank]->close(); });
+  }
+  int size() const { return static_cast<int>(communicators.size()); }
+  void run(const std::function<void(int rank)>& body) const {
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size(); ++rank)
+      threads.emplace_back([&, rank] {
+        const FloatMode mode;
+        body(rank);
+      });
+    for (auto& thread : threads) thread.join();
+  }
+  std::vector<std::unique_ptr<FakeDevice>> devices;  // outlive what uses them
+  std::vector<CommunicatorRef> communicators;
+};
+
+struct Case {
+  cgx_verb_t verb = CGX_ALLREDUCE;
+  cgx_dtype_t dtype = CGX_FLOAT32;
+  cgx_op_t op = CGX_SUM;
+  cgx_algorithm_t algorithm = CGX_AUTO;
+  cgx_rounding_t rounding = CGX_NEAREST;
+  std::vector<int64_t> numels = {1000};
+  int bits = 4;
+  int64_t bucket_size = 512;
+  int gather_bits = 0;
+  bool skip = false, errors = false, in_place = false, device_seeds = false;
+  int64_t divisor = 0;
+
+  std::string text() const {
+    std::string sizes;
+    for (const int64_t numel : numels) sizes += join(" ", numel);
+    return join("verb ", verb, " dtype ", dtype, " op ", op, " algorithm ", algorithm, " rounding ",
+                rounding, " bits ", bits, "/", gather_bits, " bucket ", bucket_size, " skip ", skip,
+                " errors ", errors, " in place ", in_place, " sizes", sizes.substr(0, 80));
+  }
+};
+
+// One rank's call, with memory of its own.
+class Rank {
+ public:
+  Rank(const Case& given, int rank, int size, const std::string& name = "")
+      : case_(given), name_(name) {
+    int64_t offset = 0;
+    for (const int64_t numel : given.numels) {
+      segments_.push_back({offset, numel, given.bucket_size, given.bits, 0});
+      offset += numel;
+      seeds_.push_back(offset * 31 + rank);
+    }
+    const int64_t item = given.dtype == CGX_FLOAT32 ? 4 : 2;
+    const int64_t scattered = given.verb == CGX_REDUCE_SCATTER ? size : 1;
+    const int64_t gathered = given.verb == CGX_ALL_GATHER ? size : 1;
+    input_.resize(offset * scattered * item);
+    output_.resize(offset * gathered * item, std::byte{0x5a});
+    std::mt19937 random(100 * rank + 7);
+    std::normal_distribution<float> normal;
+    std::vector<float> values(offset * scattered);
+    for (float& value : values) value = normal(random);
+    kernels().convert(Dtype::kFloat32, values.data(), static_cast<Dtype>(given.dtype),
+                      input_.data(), values.size());
+    call = cgx::make<cgx_collective_t>();
+    call.verb = given.verb;
+    call.dtype = given.dtype;
+    call.op = given.op;
+    call.algorithm = given.algorithm;
+    call.rounding = given.rounding;
+    call.gather_bits = given.gather_bits;
+    call.skip_incomplete_buckets = given.skip;
+    call.divisor = given.divisor;
+    call.input = input_.data();
+    call.output = given.in_place ? input_.data() : output_.data();
+    call.segments = segments_.data();
+    call.num_segments = static_cast<int64_t>(segments_.size());
+    call.block_numel = offset;
+    call.name = name_.c_str();
+    call.occurrence = -1;
+    if (given.errors) {
+      errors_.resize(offset * item, std::byte{0x5a});
+      for (const auto& segment : segments_)
+        error_at_.push_back(errors_.data() + segment.offset * item);
+      call.errors = error_at_.data();
+    }
+  }
+  // On the CPU.
+  void run(Communicator& communicator) {
+    call.device = CGX_CPU;
+    call.seeds = seeds_.data();
+    communicator.run(call);
+  }
+  // On the device.
+  void enqueue(Communicator& communicator, FakeDevice& device, FakeQueue& stream) {
+    call.device = CGX_CUDA;
+    call.stream = &stream;
+    call.seeds = case_.device_seeds ? nullptr : seeds_.data();
+    call.device_seeds = case_.device_seeds ? seeds_.data() : nullptr;
+    communicator.enqueue(call, device);
+  }
+  std::vector<std::byte> result() const {
+    std::vector<std::byte> all = case_.in_place ? input_ : output_;
+    all.insert(all.end(), errors_.begin(), errors_.end());
+    return all;
+  }
+  bool all_nan() const {
+    for (size_t i = 0; i + 4 <= output_.size(); i += 4) {
+      float value;
+      std::memcpy(&value, output_.data() + i, 4);
+      if (!std::isnan(value)) return false;
+    }
+    return true;
+  }
+
+  cgx_collective_t call;
+
+ private:
+  const Case case_;
+  const std::string name_;
+  std::vector<cgx_segment_t> segments_;
+  std::vector<int64_t> seeds_;
+  std::vector<std::byte> input_, output_, errors_;
+  std::vector<void*> error_at_;
+};
+
+inline std::string error_of(const std::function<void()>& call, cgx_status_t expected) {
+  try {
+    call();
+  } catch (const Error& error) {
+    CHECK(error.status() == expected, "status %d: %s", error.status(), error.what());
+    return error.what();
+  }
+  CHECK(false, "no error where %d is due", expected);
+}
+
+inline bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// The case on devices against the same on CPUs, to the bit.
+inline void compare(const Job& job, const Case& one, int64_t* compared) {
+  job.run([&](int rank) {
+    Rank cpu(one, rank, job.size()), gpu(one, rank, job.size());
+    FakeQueue stream(rank);
+    cpu.run(*job.communicators[rank]);
+    gpu.enqueue(*job.communicators[rank], *job.devices[rank], stream);
+    stream.synchronize();
+    job.communicators[rank]->check_devices(false);
+    CHECK(cpu.result() == gpu.result(), "rank %d of %d differs: %s", rank, job.size(),
+          one.text().c_str());
+  });
+  ++*compared;
+}
+
+}  // namespace cgx

@@ -1,0 +1,304 @@
+// Collectives on devices, with threads for devices and ranks (fake_device.h), against the same on
+// CPUs to the bit.
+//
+//   1. cases: every verb, dtype, width, rounding, algorithm, list of segments; both wires
+//   2. order: many at once, on several streams, without waiting
+//   3. the codec alone
+//   4. failures: late, lost and disagreeing ranks; devices that cannot be connected
+#include "device/codec.h"
+#include "device_cases.h"
+
+namespace cgx {
+namespace {
+
+// ---- 1. cases ------------------------------------------------------------------------------
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  const auto add = [&](const std::function<void(Case*)>& change) {
+    all.emplace_back();
+    change(&all.back());
+  };
+  for (const int64_t numel : {0, 1, 17, 511, 512, 513, 40'000, (1 << 20) + 7})
+    for (const auto algorithm : {CGX_AUTO, CGX_ONE_SHOT, CGX_SRA})
+      if (numel < 100'000 || algorithm == CGX_AUTO)
+        add([&](Case* c) {
+          c->numels = {numel};
+          c->algorithm = algorithm;
+          c->rounding = CGX_STOCHASTIC;
+        });
+  for (const int bits : {1, 2, 3, 4, 5, 6, 7, 8, 32})
+    for (const auto dtype : {CGX_FLOAT32, CGX_FLOAT16, CGX_BFLOAT16})
+      for (const auto verb : {CGX_ALLREDUCE, CGX_REDUCE_SCATTER, CGX_ALL_GATHER})
+        add([&](Case* c) {
+          c->bits = bits;
+          c->dtype = dtype;
+          c->verb = verb;
+          c->numels = {5000};
+          c->rounding = bits % 2 ? CGX_STOCHASTIC : CGX_SHIFT;
+        });
+  for (const auto op : {CGX_AVG, CGX_MIN, CGX_MAX, CGX_PRODUCT})
+    add([&](Case* c) {
+      c->op = op;
+      c->bits = op == CGX_AVG ? 4 : 32;
+      c->divisor = op == CGX_AVG ? 7 : 0;
+      c->algorithm = CGX_SRA;
+    });
+  for (const bool skip : {false, true})
+    for (const auto algorithm : {CGX_ONE_SHOT, CGX_SRA})
+      for (const int gather_bits : {0, 8, 32})
+        add([&](Case* c) {
+          c->skip = skip;
+          c->algorithm = algorithm;
+          c->gather_bits = gather_bits;
+          c->errors = true;
+          c->op = gather_bits == 8 ? CGX_AVG : CGX_SUM;
+          c->numels = {700, 3, 1000, 16, 90};
+        });
+  add([](Case* c) {
+    c->numels.assign(100, 300);  // more pieces than a launch holds
+    c->numels[7] = 0;
+    c->algorithm = CGX_SRA;
+    c->in_place = true;
+    c->device_seeds = true;
+    c->rounding = CGX_STOCHASTIC;
+  });
+  add([](Case* c) {
+    c->numels = {3'000'000, 17, 2'000'000};  // several rounds
+    c->bits = 8;
+    c->gather_bits = 4;
+    c->rounding = CGX_STOCHASTIC;
+    c->errors = true;
+  });
+  return all;
+}
+
+void cases_equal_the_cpus() {
+  int64_t compared = 0;
+  for (const std::string type : {"SHM", "MPI"})
+    for (const int size : {1, 2, 3, 4, 8}) {
+      const Job job(size, type);
+      for (const Case& one : cases())
+        if (size <= 3 || one.numels[0] < 100'000) compare(job, one, &compared);
+      if (size > 1)
+        CHECK(
+            std::string(job.communicators[0]->wire_name()) == (type == "SHM" ? "direct" : "staged"),
+            "%s", job.communicators[0]->wire_name());
+    }
+  std::printf("%lld cases equal the CPU's\n", static_cast<long long>(compared));
+}
+
+// ---- 2. order ------------------------------------------------------------------------------
+
+void many_in_flight_on_several_streams() {
+  for (const std::string type : {"SHM", "MPI"}) {
+    const Job job(3, type);
+    job.run([&](int rank) {
+      FakeQueue streams[2] = {FakeQueue(rank), FakeQueue(rank + 10)};
+      std::vector<std::unique_ptr<Rank>> cpu, gpu;
+      for (int i = 0; i < 24; ++i) {
+        Case one;
+        one.numels = {100 + 997 * i};
+        one.algorithm = i % 3 ? CGX_SRA : CGX_ONE_SHOT;
+        cpu.push_back(std::make_unique<Rank>(one, rank, job.size()));
+        gpu.push_back(std::make_unique<Rank>(one, rank, job.size()));
+        cpu.back()->run(*job.communicators[rank]);
+      }
+      for (int i = 0; i < 24; ++i)
+        gpu[i]->enqueue(*job.communicators[rank], *job.devices[rank], streams[i / 2 % 2]);
+      job.communicators[rank]->check_devices(true);
+      for (int i = 0; i < 24; ++i) CHECK(cpu[i]->result() == gpu[i]->result(), "call %d", i);
+    });
+  }
+}
+
+// ---- 3. the codec alone --------------------------------------------------------------------
+
+void the_codec_alone() {
+  for (const int bits : {3, 4, 8, 32})
+    for (const bool skip : {false, true}) {
+      constexpr int64_t kNumel = 5000, kFirst = 1024, kMessages = 3;
+      auto codec = cgx::make<cgx_codec_t>();
+      codec.bits = bits;
+      codec.bucket_size = 512;
+      codec.rounding = CGX_STOCHASTIC;
+      codec.skip_incomplete_buckets = skip;
+      codec.seed = 5;
+      codec.rank = 2;
+      codec.phase = 1;
+      codec.first_index = kFirst;
+      int64_t bytes = 0;
+      ok(cgx_encoded_bytes(&codec, kNumel, &bytes));
+      std::vector<float> values(kMessages * kNumel);
+      std::mt19937 random(bits);
+      std::normal_distribution<float> normal;
+      for (float& value : values) value = normal(random);
+
+      const device::Run run{
+          {Dtype::kFloat32, bits, 512, skip}, {RoundingMode::kStochastic, 5, 2, 1}, kNumel, kFirst};
+      FakeQueue queue(1);
+      using Buffer = std::vector<std::byte>;
+      Buffer cpu(kMessages * bytes), gpu(kMessages * bytes), cpu_sum(bytes), gpu_sum(bytes);
+      for (int64_t i = 0; i < kMessages; ++i) {
+        ok(cgx_quantize(&codec, &values[i * kNumel], kNumel, &cpu[i * bytes]));
+        device::quantize(queue, run, &values[i * kNumel], &gpu[i * bytes]);
+      }
+      ok(cgx_sum_encoded(&codec, cpu.data(), kMessages, bytes, kNumel, cpu_sum.data()));
+      device::sum_encoded(queue, run, gpu.data(), kMessages, bytes, gpu_sum.data());
+      std::vector<float> cpu_values(kNumel), gpu_values(kNumel);
+      ok(cgx_dequantize(&codec, cpu_sum.data(), kNumel, cpu_values.data()));
+      device::dequantize(queue, run, gpu_sum.data(), gpu_values.data());
+      queue.synchronize();
+      CHECK(cpu == gpu && cpu_sum == gpu_sum && cpu_values == gpu_values, "%d bits, skip %d", bits,
+            skip);
+    }
+}
+
+// ---- 4. failures ---------------------------------------------------------------------------
+
+void a_rank_that_never_comes_is_a_timeout() {
+  for (const std::string type : {"SHM", "MPI"}) {
+    const Job job(3, type, 60);
+    job.run([&](int rank) {
+      FakeQueue stream(rank);
+      Communicator& communicator = *job.communicators[rank];
+      Rank good({}, rank, job.size()), bad({}, rank, job.size(), "lonely"),
+          late({}, rank, job.size());
+      good.enqueue(communicator, *job.devices[rank], stream);
+      communicator.check_devices(true);
+      if (rank == 1) return;
+      bad.call.timeout_s = 0.3;
+      bad.enqueue(communicator, *job.devices[rank], stream);
+      late.call.timeout_s = 0.3;
+      late.enqueue(communicator, *job.devices[rank],
+                   stream);  // already on the stream when it fails
+      stream.synchronize();
+      CHECK(bad.all_nan() && late.all_nan(), "rank %d kept values", rank);
+      try {
+        communicator.check_devices(true);
+        CHECK(false, "rank %d saw no failure", rank);
+      } catch (const Error& error) {
+        const bool told = error.status() == CGX_TIMEOUT || error.status() == CGX_PEER_FAILED;
+        CHECK(told && contains(error.what(), "closed for devices"), "%s", error.what());
+      }
+      Rank next({}, rank, job.size());
+      try {
+        next.enqueue(communicator, *job.devices[rank], stream);
+        CHECK(false, "rank %d could go on", rank);
+      } catch (const Error&) {
+      }
+    });
+  }
+}
+
+void ranks_that_disagree_are_told_how() {
+  struct Row {
+    std::function<void(Rank*)> change;
+    const char* text;
+  };
+  const Row rows[] = {{[](Rank* r) { r->call.rounding = CGX_STOCHASTIC; }, "rounding"},
+                      {[](Rank* r) { r->call.op = CGX_AVG; }, "op"},
+                      {[](Rank* r) { r->call.name = "other"; }, ""}};
+  for (const std::string type : {"SHM", "MPI"})
+    for (const Row& row : rows) {
+      const Job job(2, type, 60);
+      job.run([&](int rank) {
+        FakeQueue stream(rank);
+        Rank call({}, rank, job.size(), "mine");
+        if (rank == 1) row.change(&call);
+        call.enqueue(*job.communicators[rank], *job.devices[rank], stream);
+        stream.synchronize();
+        CHECK(call.all_nan(), "rank %d", rank);
+        try {
+          job.communicators[rank]->check_devices(true);
+          CHECK(false, "rank %d saw no mismatch", rank);
+        } catch (const Error& error) {
+          // Who sees it second may find that the other has given up.
+          const bool told = error.status() == CGX_MISMATCH || error.status() == CGX_PEER_FAILED;
+          CHECK(told, "%s", error.what());
+          if (error.status() == CGX_MISMATCH)
+            CHECK(contains(error.what(), row.text), "%s", error.what());
+        }
+      });
+    }
+}
+
+void devices_that_do_not_reach_each_other_are_staged() {
+  const Job job(3, "AUTO");
+  job.devices[1]->reaches_peers = false;
+  int64_t compared = 0;
+  compare(job, {}, &compared);
+  for (const auto& communicator : job.communicators)
+    CHECK(std::string(communicator->wire_name()) == "staged", "%s", communicator->wire_name());
+
+  const Job strict(2, "SHM");
+  strict.devices[1]->reaches_peers = false;
+  strict.run([&](int rank) {
+    FakeQueue stream(rank);
+    Rank call({}, rank, 2);
+    const std::string text =
+        error_of([&] { call.enqueue(*strict.communicators[rank], *strict.devices[rank], stream); },
+                 CGX_SYSTEM);
+    CHECK(contains(text, "rank 1") && contains(text, "does not reach"), "%s", text.c_str());
+  });
+}
+
+void a_device_without_memory_is_everybodys_error() {
+  const Job job(2, "AUTO");
+  job.devices[0]->memory_left = 1000;
+  job.run([&](int rank) {
+    FakeQueue stream(rank);
+    Rank call({}, rank, 2);
+    const std::string text = error_of(
+        [&] { call.enqueue(*job.communicators[rank], *job.devices[rank], stream); }, CGX_SYSTEM);
+    CHECK(contains(text, "rank 0") && contains(text, "wanted"), "%s", text.c_str());
+  });
+}
+
+void what_devices_refuse() {
+  const Job job(2, "MPI");
+  job.run([&](int rank) {
+    FakeQueue stream(rank);
+    Communicator& communicator = *job.communicators[rank];
+    Case ring;
+    ring.algorithm = CGX_RING;
+    Case wide;
+    wide.numels = {4 << 20};
+    wide.bucket_size = 4 << 20;
+    const auto refused = [&](const Case& one, const char* part) {
+      Rank call(one, rank, 2);
+      const std::string text = error_of(
+          [&] { call.enqueue(communicator, *job.devices[rank], stream); }, CGX_UNSUPPORTED);
+      CHECK(contains(text, part), "%s", text.c_str());
+    };
+    refused(ring, "one_shot and sra");
+    refused(wide, "bucket_size");
+    job.devices[rank]->is_recording = true;
+    refused({}, "recording");
+    job.devices[rank]->is_recording = false;
+
+    Rank call({}, rank, 2);
+    error_of([&] { call.call.device = CGX_CUDA, communicator.run(call.call); },
+             CGX_INVALID_ARGUMENT);
+    FakeDevice other(9);
+    const std::string text =
+        error_of([&] { call.enqueue(communicator, other, stream); }, CGX_INVALID_ARGUMENT);
+    CHECK(contains(text, "fake:9"), "%s", text.c_str());
+  });
+}
+
+}  // namespace
+}  // namespace cgx
+
+int main() {
+  using namespace cgx;
+  cases_equal_the_cpus();
+  many_in_flight_on_several_streams();
+  the_codec_alone();
+  a_rank_that_never_comes_is_a_timeout();
+  ranks_that_disagree_are_told_how();
+  devices_that_do_not_reach_each_other_are_staged();
+  a_device_without_memory_is_everybodys_error();
+  what_devices_refuse();
+  std::puts("device_test: all well");
+}

@@ -1,0 +1,289 @@
+// The wire `nccl` on devices that are threads, with a library that is threads and memory
+// (FakeFabric in fake_device.h) for NCCL.
+//
+//   1. cases: as on CPUs, to the bit
+//   2. agreement: late and disagreeing ranks are the call's error, before anything is exchanged
+//   3. watch: what hangs on the device ends there, as NaN
+//   4. no library
+#include <barrier>
+
+#include "device_cases.h"
+
+namespace cgx {
+namespace {
+
+const char* const kType = "NCCL";
+constexpr double kSoon = 2;  // seconds: a deadline that is to pass, late enough for busy machines
+
+int exchanges(const Job& job, int rank) { return job.devices[rank]->fabric.exchanges; }
+
+void refuses_more(const Job& job, int rank, FakeQueue& stream, cgx_status_t status) {
+  Rank next({}, rank, job.size());
+  const std::string text =
+      error_of([&] { next.enqueue(*job.communicators[rank], *job.devices[rank], stream); }, status);
+  CHECK(contains(text, "closed for devices"), "%s", text.c_str());
+}
+
+// What is put on the stream waits until it opens.
+class Gate {
+ public:
+  explicit Gate(FakeQueue& stream) {
+    stream.put([open = open_] { open->wait(false); });
+  }
+  void open() {
+    *open_ = true;
+    open_->notify_all();
+  }
+
+ private:
+  const std::shared_ptr<std::atomic<bool>> open_ = std::make_shared<std::atomic<bool>>(false);
+};
+
+// ---- 1. cases ------------------------------------------------------------------------------
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (const int64_t numel : {0, 1, 513, 40'000})
+    for (const auto verb : {CGX_ALLREDUCE, CGX_REDUCE_SCATTER, CGX_ALL_GATHER})
+      for (const auto algorithm : {CGX_ONE_SHOT, CGX_SRA}) {
+        if (verb != CGX_ALLREDUCE && algorithm == CGX_ONE_SHOT) continue;
+        Case one;
+        one.numels = {numel};
+        one.verb = verb;
+        one.algorithm = algorithm;
+        one.rounding = CGX_STOCHASTIC;
+        all.push_back(one);
+      }
+  Case segments;
+  segments.numels = {700, 3, 1000, 16, 90};
+  segments.dtype = CGX_BFLOAT16;
+  segments.algorithm = CGX_SRA;
+  segments.gather_bits = 8;
+  segments.skip = segments.errors = true;
+  all.push_back(segments);
+  Case rounds;
+  rounds.numels = {5'000'000, 17};
+  rounds.bits = 32;
+  all.push_back(rounds);
+  return all;
+}
+
+void cases_equal_the_cpus() {
+  int64_t compared = 0;
+  for (const int size : {2, 3, 5}) {
+    const Job job(size, kType);
+    for (const Case& one : cases())
+      if (size == 2 || one.numels[0] < 100'000) compare(job, one, &compared);
+    CHECK(std::string(job.communicators[0]->wire_name()) == "nccl", "%s",
+          job.communicators[0]->wire_name());
+    CHECK(exchanges(job, 0) > 0, "nothing went through the library");
+  }
+  std::printf("%lld cases equal the CPU's\n", static_cast<long long>(compared));
+}
+
+void many_in_flight_on_several_streams() {
+  const Job job(3, kType);
+  job.run([&](int rank) {
+    FakeQueue streams[2] = {FakeQueue(rank), FakeQueue(rank + 10)};
+    std::vector<std::unique_ptr<Rank>> cpu, gpu;
+    for (int i = 0; i < 12; ++i) {
+      Case one;
+      one.numels = {100 + 997 * i};
+      one.algorithm = i % 3 ? CGX_SRA : CGX_ONE_SHOT;
+      cpu.push_back(std::make_unique<Rank>(one, rank, job.size()));
+      gpu.push_back(std::make_unique<Rank>(one, rank, job.size()));
+      cpu.back()->run(*job.communicators[rank]);
+    }
+    for (int i = 0; i < 12; ++i)
+      gpu[i]->enqueue(*job.communicators[rank], *job.devices[rank], streams[i / 2 % 2]);
+    job.communicators[rank]->check_devices(true);
+    for (int i = 0; i < 12; ++i) CHECK(cpu[i]->result() == gpu[i]->result(), "call %d", i);
+  });
+}
+
+// ---- 2. agreement --------------------------------------------------------------------------
+
+void ranks_that_disagree_are_told_before_anything_is_exchanged() {
+  struct Row {
+    std::function<void(Rank*)> change;
+    const char* text;
+  };
+  const Row rows[] = {{[](Rank* r) { r->call.rounding = CGX_STOCHASTIC; }, "rounding"},
+                      {[](Rank* r) { r->call.op = CGX_AVG; }, "op"},
+                      {[](Rank* r) { r->call.name = "other"; }, "name"}};
+  for (const Row& row : rows) {
+    const Job job(2, kType);
+    job.run([&](int rank) {
+      FakeQueue stream(rank);
+      Communicator& communicator = *job.communicators[rank];
+      Rank call({}, rank, job.size(), "mine");
+      const auto before = call.result();
+      if (rank == 1) row.change(&call);
+      const std::string text =
+          error_of([&] { call.enqueue(communicator, *job.devices[rank], stream); }, CGX_MISMATCH);
+      CHECK(contains(text, row.text), "%s", text.c_str());
+      stream.synchronize();
+      CHECK(exchanges(job, rank) == 0 && call.result() == before, "rank %d went on", rank);
+      refuses_more(job, rank, stream, CGX_MISMATCH);
+    });
+  }
+}
+
+void a_rank_that_never_comes_is_the_calls_timeout() {
+  const Job job(3, kType);
+  std::barrier<> all(job.size());
+  job.run([&](int rank) {
+    FakeQueue stream(rank);
+    Communicator& communicator = *job.communicators[rank];
+    Rank good({}, rank, job.size()), lonely({}, rank, job.size(), "lonely");
+    good.enqueue(communicator, *job.devices[rank], stream);
+    communicator.check_devices(true);
+    const int before = exchanges(job, rank);
+    all.arrive_and_wait();
+    if (rank == 1) return all.arrive_and_wait();  // alive meanwhile
+    lonely.call.timeout_s = 0.3;
+    try {
+      lonely.enqueue(communicator, *job.devices[rank], stream);
+      CHECK(false, "rank %d went on alone", rank);
+    } catch (const Error& error) {
+      // Who sees it second may find that the other has given up.
+      const bool told = error.status() == CGX_TIMEOUT || error.status() == CGX_PEER_FAILED;
+      CHECK(told && contains(error.what(), "'lonely' (number 1)"), "%s", error.what());
+    }
+    CHECK(exchanges(job, rank) == before, "rank %d exchanged something", rank);
+    all.arrive_and_wait();
+  });
+}
+
+// ---- 3. watch ------------------------------------------------------------------------------
+
+// Both calls are on the stream when the first hangs; the error is the first's.
+void what_hangs(double timeout_s, const std::function<void(FakeDevice&)>& fault,
+                cgx_status_t status, const char* part) {
+  const Job job(2, kType);
+  std::barrier<> both(job.size());
+  job.run([&](int rank) {
+    FakeQueue stream(rank);
+    Communicator& communicator = *job.communicators[rank];
+    FakeDevice& device = *job.devices[rank];
+    Rank good({}, rank, job.size()), first({}, rank, job.size(), "first"),
+        second({}, rank, job.size());
+    good.enqueue(communicator, device, stream);
+    communicator.check_devices(true);
+    both.arrive_and_wait();
+    Gate gate(stream);
+    first.call.timeout_s = second.call.timeout_s = timeout_s;
+    first.enqueue(communicator, device, stream);
+    second.enqueue(communicator, device, stream);
+    both.arrive_and_wait();
+    fault(device);
+    gate.open();
+    stream.synchronize();
+    CHECK(first.all_nan() && second.all_nan(), "rank %d kept values", rank);
+    const std::string text = error_of([&] { communicator.check_devices(true); }, status);
+    CHECK(contains(text, "'first' (number 1)") && contains(text, part), "%s", text.c_str());
+    refuses_more(job, rank, stream, status);
+    CHECK(device.fabric.aborts > 0, "rank %d did not abort", rank);
+  });
+}
+
+void what_hangs_on_the_device_ends_there() {
+  what_hangs(
+      kSoon, [](FakeDevice& device) { device.fabric.delivers = false; }, CGX_TIMEOUT,
+      "have not come after 2 s");
+  what_hangs(
+      60,
+      [](FakeDevice& device) { device.fabric.delivers = false, device.fabric.lost_peer = true; },
+      CGX_PEER_FAILED, "lost a peer");
+}
+
+// Work that is on the stream before a collective may take longer than its timeout.
+void deadlines_begin_when_the_device_comes_to_it() {
+  const Job job(2, kType);
+  std::barrier<> both(job.size());
+  job.run([&](int rank) {
+    FakeQueue stream(rank);
+    Communicator& communicator = *job.communicators[rank];
+    Rank call({}, rank, job.size());
+    both.arrive_and_wait();
+    Gate gate(stream);
+    call.call.timeout_s = kSoon;
+    call.enqueue(communicator, *job.devices[rank], stream);
+    std::this_thread::sleep_for(Seconds(1.25 * kSoon));
+    both.arrive_and_wait();
+    gate.open();
+    communicator.check_devices(true);
+  });
+}
+
+void what_the_library_does_not_take_is_the_calls_error() {
+  const Job job(2, kType);
+  job.run([&](int rank) {
+    FakeQueue stream(rank);
+    Communicator& communicator = *job.communicators[rank];
+    FakeDevice& device = *job.devices[rank];
+    device.fabric.accepts = false;
+    Rank call({}, rank, job.size());
+    const std::string text =
+        error_of([&] { call.enqueue(communicator, device, stream); }, CGX_SYSTEM);
+    CHECK(contains(text, "takes no more"), "%s", text.c_str());
+    stream.synchronize();  // what was put before that uses the call's memory
+    refuses_more(job, rank, stream, CGX_SYSTEM);
+    CHECK(device.fabric.aborts > 0, "rank %d did not abort", rank);
+  });
+}
+
+// ---- 4. no library -------------------------------------------------------------------------
+
+void devices_that_cannot_be_connected_so_say_why() {
+  struct Row {
+    std::function<void(FakeDevice&)> change;
+    const char* text;
+  };
+  const Row rows[] = {
+      {[](FakeDevice& device) { device.fabric.missing = true; }, "no fake library here"},
+      {[](FakeDevice& device) { device.memory_left = 1000; }, "wanted on fake:1"}};
+  for (const Row& row : rows) {
+    const Job job(3, kType);
+    row.change(*job.devices[1]);
+    job.run([&](int rank) {
+      FakeQueue stream(rank);
+      Rank call({}, rank, job.size());
+      const std::string text = error_of(
+          [&] { call.enqueue(*job.communicators[rank], *job.devices[rank], stream); }, CGX_SYSTEM);
+      CHECK(contains(text, "COMMUNICATOR_TYPE NCCL") && contains(text, "nccl: rank 1: ") &&
+                contains(text, row.text),
+            "%s", text.c_str());
+    });
+  }
+}
+
+void streams_that_record_are_refused() {
+  const Job job(2, kType);
+  job.run([&](int rank) {
+    FakeQueue stream(rank);
+    job.devices[rank]->is_recording = true;
+    Rank call({}, rank, job.size());
+    const std::string text =
+        error_of([&] { call.enqueue(*job.communicators[rank], *job.devices[rank], stream); },
+                 CGX_UNSUPPORTED);
+    CHECK(contains(text, "recording") && contains(text, "'nccl'"), "%s", text.c_str());
+  });
+}
+
+}  // namespace
+}  // namespace cgx
+
+int main() {
+  using namespace cgx;
+  cases_equal_the_cpus();
+  many_in_flight_on_several_streams();
+  ranks_that_disagree_are_told_before_anything_is_exchanged();
+  a_rank_that_never_comes_is_the_calls_timeout();
+  what_hangs_on_the_device_ends_there();
+  deadlines_begin_when_the_device_comes_to_it();
+  what_the_library_does_not_take_is_the_calls_error();
+  devices_that_cannot_be_connected_so_say_why();
+  streams_that_record_are_refused();
+  std::puts("fabric_test: all well");
+}

@@ -1,0 +1,456 @@
+// A device made of threads: its memory is the host's, a queue is a thread that does one thing after
+// another, kernels are the CPU's compressors. With it all of device/ runs without a GPU, and under
+// ThreadSanitizer.
+//
+//   1. kernels, as launches.h tells them
+//   2. FakeQueue
+//   3. FakeFabric: a library that moves messages between them
+//   4. FakeDevice
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/float_mode.h"
+#include "base/status.h"
+#include "compressor/compressor.h"
+#include "device/fabric.h"
+#include "device/queue.h"
+#include "kernel/kernels.h"
+
+namespace cgx::device {
+
+// ---- 1. kernels ----------------------------------------------------------------------------
+
+inline std::unique_ptr<Compressor> compressor_of(Dtype dtype, const Piece& piece, int bits) {
+  return make_compressor({dtype, bits, piece.bucket_size, false});
+}
+
+inline Rounding rounding_of(RoundingMode mode, uint32_t rank, uint32_t phase, const Piece& piece) {
+  return {mode, piece.seed_at ? *piece.seed_at : piece.seed, rank, phase};
+}
+
+inline int64_t region_offset(const Regions& regions, uint64_t ahead) {
+  return regions.done ? static_cast<int64_t>((*regions.done + ahead) % 2) * regions.bytes : 0;
+}
+
+inline bool has_failed(const uint32_t* fault) { return fault && *fault != 0; }
+
+inline void fill_nan(Dtype dtype, void* values, int64_t numel) {
+  if (!values) return;
+  const std::vector<float> nans(numel, std::numeric_limits<float>::quiet_NaN());
+  kernels().convert(Dtype::kFloat32, nans.data(), dtype, values, numel);
+}
+
+// What `bytes` lose of fp32 values, times scale, to `error`.
+inline void fake_error(Dtype dtype, const Compressor& compressor, const std::byte* bytes,
+                       const std::vector<float>& values, float scale, std::byte* error) {
+  if (!error) return;
+  const auto numel = static_cast<int64_t>(values.size());
+  std::vector<float> kept(values.size());
+  compressor.decode(bytes, compressor.max_bytes(numel), numel, Dtype::kFloat32, kept.data());
+  kernels().lost(values.data(), scale, kept.data(), numel);
+  kernels().convert(Dtype::kFloat32, kept.data(), dtype, error, numel);
+}
+
+inline void write_copies(const Copies& copies, const std::byte* message, int64_t bytes,
+                         std::byte* first) {
+  std::memcpy(first, message, bytes);
+  for (int i = 0; i < copies.count; ++i) std::memcpy(first + copies.distance[i], message, bytes);
+}
+
+inline void run(const Encode& launch) {
+  const bool failed = has_failed(launch.fault);
+  for (int i = 0; i < launch.pieces.count; ++i) {
+    const Piece& piece = launch.pieces.at[i];
+    if (failed) {
+      fill_nan(launch.dtype, piece.error, piece.numel);
+      continue;
+    }
+    const auto compressor = compressor_of(launch.dtype, piece, piece.bits);
+    std::vector<std::byte> message(compressor->max_bytes(piece.numel));
+    compressor->encode(launch.dtype, piece.values, piece.numel, piece.first_index,
+                       rounding_of(launch.rounding, launch.rank, launch.phase, piece),
+                       message.data());
+    std::vector<float> values(piece.numel);
+    kernels().convert(launch.dtype, piece.values, Dtype::kFloat32, values.data(), piece.numel);
+    fake_error(launch.dtype, *compressor, message.data(), values, 1.0f, piece.error);
+    write_copies(launch.copies, message.data(), message.size(),
+                 piece.message + region_offset(launch.regions, 1));
+  }
+}
+
+inline void run(const Reduce& launch) {
+  const bool failed = has_failed(launch.fault);
+  for (int i = 0; i < launch.pieces.count; ++i) {
+    const Piece& piece = launch.pieces.at[i];
+    if (failed) {
+      fill_nan(launch.dtype, piece.error, piece.numel);
+      fill_nan(launch.dtype, piece.result, piece.numel);
+      continue;
+    }
+    const auto from = compressor_of(launch.dtype, piece, piece.bits);
+    std::vector<float> sum(piece.numel), other(piece.numel);
+    for (int rank = 0; rank < launch.size; ++rank) {
+      std::vector<float>& into = rank == 0 ? sum : other;
+      if (rank == launch.own)
+        kernels().convert(launch.dtype, piece.values, Dtype::kFloat32, into.data(), piece.numel);
+      else
+        from->decode(piece.message + region_offset(launch.regions, 0) + rank * launch.stride,
+                     from->max_bytes(piece.numel), piece.numel, Dtype::kFloat32, into.data());
+      if (rank > 0) kernels().combine(launch.op, other.data(), sum.data(), piece.numel);
+    }
+    if (launch.op == Op::kAvg) kernels().divide(sum.data(), launch.divisor, piece.numel);
+    if (piece.reduced) {
+      const auto to = compressor_of(launch.dtype, piece, piece.reduced_bits);
+      std::vector<std::byte> message(to->max_bytes(piece.numel));
+      to->encode(Dtype::kFloat32, sum.data(), piece.numel, piece.first_index,
+                 rounding_of(launch.rounding, launch.rank, launch.phase, piece), message.data());
+      fake_error(launch.dtype, *to, message.data(), sum, launch.error_scale, piece.error);
+      write_copies(launch.copies, message.data(), message.size(),
+                   piece.reduced + region_offset(launch.regions, 1));
+      if (piece.result)
+        to->decode(message.data(), message.size(), piece.numel, launch.dtype, piece.result);
+    } else {
+      kernels().convert(Dtype::kFloat32, sum.data(), launch.dtype, piece.result, piece.numel);
+    }
+  }
+}
+
+inline void run(const Decode& launch) {
+  for (int i = 0; i < launch.pieces.count; ++i) {
+    const Piece& piece = launch.pieces.at[i];
+    if (has_failed(launch.fault)) {
+      fill_nan(launch.dtype, piece.result, piece.numel);
+      continue;
+    }
+    const auto compressor = compressor_of(launch.dtype, piece, piece.bits);
+    compressor->decode(piece.message + region_offset(launch.regions, 0),
+                       compressor->max_bytes(piece.numel), piece.numel, launch.dtype, piece.result);
+  }
+}
+
+inline void run(const Signals& launch) {
+  const uint64_t exchange = *launch.done + 1;
+  const auto mailbox = [&](int at, int sender) -> Mailbox& {
+    return launch.at_peer[at][exchange % 2 * launch.size + sender];
+  };
+  const auto number = [](Mailbox& box) { return std::atomic_ref(box.exchange); };
+  const auto tell = [&](uint64_t value) {
+    for (int peer = 0; peer < launch.size; ++peer) {
+      if (peer == launch.rank) continue;
+      Mailbox& box = mailbox(peer, launch.rank);
+      if (value != kGaveUp) box.notice = launch.notice;
+      number(box).store(value, std::memory_order_release);
+    }
+  };
+  const auto give_up = [&](cgx_status_t status, int peer, const Notice* theirs) {
+    if (std::exchange(*launch.fault, 1) == 0) {
+      launch.report->rank = peer;
+      launch.report->exchange = exchange;
+      launch.report->ours = launch.notice;
+      if (theirs) launch.report->theirs = *theirs;
+      std::atomic_ref(launch.report->status).store(status, std::memory_order_release);
+    }
+    tell(kGaveUp);
+  };
+  *launch.done = exchange;
+  if (*launch.fault) return tell(kGaveUp);
+  tell(exchange);
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::nanoseconds(launch.timeout_ns);
+  for (int peer = 0; peer < launch.size; ++peer) {
+    if (peer == launch.rank) continue;
+    Mailbox& box = mailbox(launch.rank, peer);
+    uint64_t seen;
+    while ((seen = number(box).load(std::memory_order_acquire)) < exchange) {
+      if (std::chrono::steady_clock::now() >= deadline) return give_up(CGX_TIMEOUT, peer, nullptr);
+      std::this_thread::yield();
+    }
+    if (seen == kGaveUp) return give_up(CGX_PEER_FAILED, peer, nullptr);
+    if (box.notice.digest != launch.notice.digest) return give_up(CGX_MISMATCH, peer, &box.notice);
+  }
+}
+
+// ---- 2. queues -----------------------------------------------------------------------------
+
+class FakeQueue;
+FakeQueue& fake_queue(Queue& queue);
+
+class FakeQueue final : public Queue {
+ public:
+  explicit FakeQueue(uint32_t seed) : random_(seed), thread_([this] { serve(); }) {}
+  ~FakeQueue() override {
+    synchronize();
+    put([this] { stop_ = true; });
+    thread_.join();
+  }
+  void encode(const Encode& launch) override {
+    put([launch] { run(launch); });
+  }
+  void reduce(const Reduce& launch) override {
+    put([launch] { run(launch); });
+  }
+  void decode(const Decode& launch) override {
+    put([launch] { run(launch); });
+  }
+  void signal(const Signals& launch) override {
+    put([launch] { run(launch); });
+  }
+  void copy(void* to, const void* from, size_t bytes) override {
+    if (bytes == sizeof(uint32_t)) {  // as one, like a device's
+      put([=] {
+        const std::atomic_ref word(*static_cast<uint32_t*>(const_cast<void*>(from)));
+        *static_cast<uint32_t*>(to) = word.load(std::memory_order_acquire);
+      });
+    } else {
+      put([=] { std::memcpy(to, from, bytes); });
+    }
+  }
+  void clear(void* at, size_t bytes) override {
+    put([=] { std::memset(at, 0, bytes); });
+  }
+  void call(void (*work)(void*), void* context) override {
+    put([=] { work(context); });
+  }
+  void wait_for(const uint32_t* word, uint32_t value) override {
+    put([=] {
+      const std::atomic_ref seen(*const_cast<uint32_t*>(word));
+      while (static_cast<int32_t>(seen.load(std::memory_order_acquire) - value) < 0)
+        std::this_thread::yield();
+    });
+  }
+  void follow(Queue& other) override {
+    auto reached = std::make_shared<std::atomic<bool>>(false);
+    fake_queue(other).put([reached] {
+      *reached = true;
+      reached->notify_all();
+    });
+    put([reached] { reached->wait(false); });
+  }
+  bool idle() override {
+    const std::lock_guard lock(mutex_);
+    return done_ == put_;
+  }
+  void synchronize() override {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&, until = put_] { return done_ >= until; });
+  }
+  void put(std::function<void()> work) {
+    const std::lock_guard lock(mutex_);
+    work_.push_back(std::move(work));
+    ++put_;
+    changed_.notify_all();
+  }
+
+ private:
+  void serve() {
+    const FloatMode mode;
+    std::unique_lock lock(mutex_);
+    while (!stop_) {
+      changed_.wait(lock, [&] { return !work_.empty(); });
+      const auto work = std::move(work_.front());
+      work_.pop_front();
+      lock.unlock();
+      // Sometimes late: what must wait for it shows if it does not.
+      if (random_() % 32 == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+      work();
+      lock.lock();
+      ++done_;
+      changed_.notify_all();
+    }
+  }
+
+  std::mt19937 random_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> work_;
+  uint64_t put_ = 0, done_ = 0;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+// A stream of the caller's, as the core gets it: wrap() gives a queue that passes everything on.
+class FakeStream final : public Queue {
+ public:
+  explicit FakeStream(FakeQueue* to) : to_(*to) {}
+  void encode(const Encode& launch) override { to_.encode(launch); }
+  void reduce(const Reduce& launch) override { to_.reduce(launch); }
+  void decode(const Decode& launch) override { to_.decode(launch); }
+  void signal(const Signals& launch) override { to_.signal(launch); }
+  void copy(void* to, const void* from, size_t bytes) override { to_.copy(to, from, bytes); }
+  void clear(void* at, size_t bytes) override { to_.clear(at, bytes); }
+  void call(void (*work)(void*), void* context) override { to_.call(work, context); }
+  void wait_for(const uint32_t* word, uint32_t value) override { to_.wait_for(word, value); }
+  void follow(Queue& other) override { to_.follow(other); }
+  bool idle() override { return to_.idle(); }
+  void synchronize() override { to_.synchronize(); }
+
+  FakeQueue& queue() { return to_; }
+
+ private:
+  FakeQueue& to_;
+};
+
+inline FakeQueue& fake_queue(Queue& queue) {
+  auto* stream = dynamic_cast<FakeStream*>(&queue);
+  return stream ? stream->queue() : static_cast<FakeQueue&>(queue);
+}
+
+// ---- 3. a library ----------------------------------------------------------------------------
+
+// What lies between the ranks of one communicator of the library.
+struct FakeNetwork {
+  std::mutex mutex;
+  std::condition_variable changed;
+  int connected = 0;
+  std::map<std::pair<int, int>, std::deque<std::vector<std::byte>>> sent;  // from, to
+};
+
+// What tests do to it, and see of it.
+struct FakeFabricFaults {
+  std::atomic<bool> missing = false;    // there is no such library
+  std::atomic<bool> delivers = true;    // what is sent arrives
+  std::atomic<bool> accepts = true;     // what is to be sent is put on the queue
+  std::atomic<bool> lost_peer = false;  // check() says so
+  std::atomic<int> exchanges = 0, aborts = 0;
+};
+
+class FakeFabric final : public Fabric {
+ public:
+  explicit FakeFabric(FakeFabricFaults& faults) : faults_(faults) {
+    require(!faults.missing, CGX_SYSTEM, "no fake library here");
+  }
+  ~FakeFabric() override {
+    if (!closed_) abort();
+  }
+
+  // An id is an address, kept alive by the memory it is in.
+  Bytes make_id() override {
+    auto* network = new std::shared_ptr<FakeNetwork>(std::make_shared<FakeNetwork>());
+    made_.reset(network);
+    Bytes id(sizeof(network));
+    std::memcpy(id.data(), &network, sizeof(network));
+    return id;
+  }
+  void connect(int rank, int size, const Bytes& id, Seconds timeout) override {
+    std::shared_ptr<FakeNetwork>* shared;
+    require(id.size() == sizeof(shared), CGX_INTERNAL, "an id of ", id.size(), " bytes");
+    std::memcpy(&shared, id.data(), sizeof(shared));
+    network_ = *shared;
+    rank_ = rank;
+    std::unique_lock lock(network_->mutex);
+    ++network_->connected;
+    network_->changed.notify_all();
+    require(network_->changed.wait_for(lock, timeout, [&] { return network_->connected == size; }),
+            CGX_TIMEOUT, "a rank has not connected");
+  }
+  void exchange(std::span<const Message> outgoing, std::span<const Message> incoming, Queue& queue,
+                Seconds) override {
+    ++faults_.exchanges;
+    require(faults_.accepts, CGX_SYSTEM, "the fake library takes no more");
+    fake_queue(queue).put([this, out = std::vector(outgoing.begin(), outgoing.end()),
+                           in = std::vector(incoming.begin(), incoming.end())] {
+      send(out);
+      for (const Message& message : in) receive(message);
+    });
+  }
+  void check() override {
+    require(!faults_.lost_peer, CGX_PEER_FAILED, "the fake library lost a peer");
+  }
+  void abort() override {
+    ++faults_.aborts;
+    if (!network_) return;
+    const std::lock_guard lock(network_->mutex);
+    aborted_ = true;
+    network_->changed.notify_all();
+  }
+  void close(Seconds) override { closed_ = true; }
+
+ private:
+  void send(const std::vector<Message>& messages) {
+    const std::lock_guard lock(network_->mutex);
+    if (aborted_ || !faults_.delivers) return;
+    for (const Message& message : messages)
+      network_->sent[{rank_, message.peer}].emplace_back(message.at, message.at + message.bytes);
+    network_->changed.notify_all();
+  }
+  void receive(const Message& message) {
+    std::unique_lock lock(network_->mutex);
+    auto& arrived = network_->sent[{message.peer, rank_}];
+    network_->changed.wait(lock, [&] { return aborted_ || !arrived.empty(); });
+    if (aborted_) {
+      std::memset(message.at, 0x37, message.bytes);
+      return;
+    }
+    if (arrived.front().size() != message.bytes) std::abort();  // the library would hang, or worse
+    std::memcpy(message.at, arrived.front().data(), message.bytes);
+    arrived.pop_front();
+  }
+
+  FakeFabricFaults& faults_;
+  std::unique_ptr<std::shared_ptr<FakeNetwork>> made_;
+  std::shared_ptr<FakeNetwork> network_;
+  int rank_ = 0;
+  bool aborted_ = false;  // under the network's mutex
+  bool closed_ = false;
+};
+
+// ---- 4. devices ----------------------------------------------------------------------------
+
+class FakeDevice final : public Device {
+ public:
+  explicit FakeDevice(int number) : number_(number) {}
+
+  std::string name() const override { return "fake:" + std::to_string(number_); }
+  std::unique_ptr<Queue> make_queue() override { return std::make_unique<FakeQueue>(++queues_); }
+  std::unique_ptr<Queue> wrap(void* stream) override {
+    return std::make_unique<FakeStream>(static_cast<FakeQueue*>(stream));
+  }
+  bool recording(void*) override { return is_recording; }
+  Memory allocate(size_t bytes, Place) override {
+    require(bytes <= memory_left, CGX_SYSTEM, bytes, " bytes wanted on ", name(), ", ", memory_left,
+            " are left");
+    return {new (std::align_val_t(256)) std::byte[bytes](),
+            [](std::byte* at) { ::operator delete[](at, std::align_val_t(256)); }};
+  }
+  Bytes share(const Memory& memory) override {
+    Bytes blob(sizeof(Memory*));
+    auto* kept = new Memory(memory);  // until the peers have opened it
+    shared_.emplace_back(kept);
+    std::memcpy(blob.data(), &kept, sizeof(kept));
+    return blob;
+  }
+  Memory open(const Bytes& shared) override {
+    require(reaches_peers, CGX_SYSTEM, name(), " does not reach its peers' memory");
+    Memory* kept;
+    std::memcpy(&kept, shared.data(), sizeof(kept));
+    return *kept;
+  }
+  std::unique_ptr<Fabric> make_fabric() override { return std::make_unique<FakeFabric>(fabric); }
+  void check_address(const void*, const std::string&) override {}
+
+  std::atomic<bool> is_recording = false, reaches_peers = true;
+  std::atomic<size_t> memory_left = std::numeric_limits<size_t>::max();
+  FakeFabricFaults fabric;
+
+ private:
+  const int number_;
+  uint32_t queues_ = 0;
+  std::vector<std::unique_ptr<Memory>> shared_;
+};
+
+}  // namespace cgx::device

@@ -1,0 +1,93 @@
+"""What libcgx.so holds for GPUs, read from it by NVIDIA's cuobjdump: no GPU is needed."""
+
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import cgx_ops
+from cgx_ops import _native
+
+LIBRARY = Path(cgx_ops.__file__).parent / "libcgx.so"
+ARCHITECTURES = ("sm_80", "sm_90")
+DTYPES = ("Float32", "Float16", "Bfloat16")
+
+pytestmark = pytest.mark.skipif(
+    "cuda" not in _native.built_with(), reason="cgx_ops was built without CUDA: no nvcc was found"
+)
+
+
+@cache
+def _dump(*options: str) -> str:
+    # cuobjdump calls nvdisasm; the packages put both there, a CUDA toolkit into its own folder.
+    folders = [f"{sysconfig.get_path('purelib')}/nvidia/cu13/bin", "/usr/local/cuda/bin"]
+    tool = next(filter(None, (shutil.which("cuobjdump", path=f) for f in [*folders, None])), None)
+    assert tool, "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+    environment = {"PATH": f"{Path(tool).parent}:/usr/bin:/bin"}
+    done = subprocess.run(
+        [tool, *options, LIBRARY], capture_output=True, text=True, timeout=250, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _kernels(architecture: str) -> dict[str, str]:
+    """Return the machine code of each kernel."""
+    code = _dump("--dump-sass", "--gpu-architecture", architecture)
+    parts = re.split(r"^\s*Function : (\S+)$", code, flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _named(launch: str, dtype: str, architecture: str) -> Iterator[str]:
+    wanted = ("run_buckets", f"{len(dtype)}{dtype}", f"{len(launch)}{launch}E")
+    for name, code in _kernels(architecture).items():
+        if all(part in name for part in wanted):
+            yield code
+
+
+def test_machine_code_of_both_architectures_and_ptx_for_later_ones() -> None:
+    held = _dump("--list-elf", "--list-ptx")
+    assert set(re.findall(r"(sm_\d+)\.cubin", held)) == set(ARCHITECTURES)
+    assert set(re.findall(r"(sm_\d+)\.ptx", held)) == {"sm_90"}  # a name for compute_90
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_is_there(architecture: str) -> None:
+    for launch in ("Encode", "Reduce", "Decode"):
+        for dtype in DTYPES:
+            assert len(list(_named(launch, dtype, architecture))) == 2, (launch, dtype)
+    assert [name for name in _kernels(architecture) if "run_exchange" in name]
+
+
+def test_registers_suffice() -> None:
+    """A kernel that spills has a stack."""
+    usage = re.findall(r"Function (\S+):\s+(REG:.*)", _dump("--dump-resource-usage"))
+    assert len(usage) >= 2 * 19
+    spilling = [(name, used) for name, used in usage if "STACK:0 " not in used]
+    assert not spilling
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_is_moved_in_16_bytes(dtype: str, architecture: str) -> None:
+    for code in _named("Encode", dtype, architecture):
+        assert re.search(r"\bLDG\.E\S*\.128\b", code), "values are read"
+        assert re.search(r"\bSTG\.E\S*\.128\b", code), "records are written"
+    for code in _named("Reduce", dtype, architecture):
+        assert re.search(r"\bLDGSTS\.E\S*\.128\b", code), "messages are copied to shared memory"
+    for code in _named("Decode", dtype, architecture):
+        assert re.search(r"\bSTG\.E\S*\.128\b", code), "values are written"
+
+
+def test_arithmetic_is_exact() -> None:
+    """Denormals are kept, divisions are rounded to nearest; what is fused is meant to be."""
+    code = _dump("--dump-ptx")
+    operations = set(re.findall(r"\s((?:add|sub|mul|fma|mad|div|rcp|sqrt)\S*\.f32)\s", code))
+    spelled_out = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "fma", "div")}
+    assert operations == {*spelled_out, "add.rm.f32"}  # which takes the floor
+    assert not re.search(r"\.f(tz|ull)\b|\.approx", code)
