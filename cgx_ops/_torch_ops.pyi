@@ -20,8 +20,12 @@ def start(
     collective: int,
     input: torch.Tensor,  # noqa: A002
     output: torch.Tensor,
+    asynchronous: bool,
 ) -> dist.Work:
-    """Start the cgx_collective_t at this address, on these tensors' memory; return its Work."""
+    """Start the cgx_collective_t at this address, on these tensors' memory; return its Work.
+
+    Not asynchronous: CUDA tensors on the current stream.
+    """
 
 # ---- The backend "cgx": cgx_ops/torch/backend.py ------------------------------------------------
 
@@ -71,6 +75,7 @@ class Backend(c10d.Backend):
         size: int,
         communicator: int,
         inner: Mapping[str, Any],
+        cuda: bool,
         options: Options,
         make_backend: Callable[[c10d.Store, int, int, Options], c10d.Backend],
     ) -> None: ...

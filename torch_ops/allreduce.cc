@@ -24,6 +24,7 @@
 #include "carried.h"
 #include "coalesced.h"
 #include "core.h"
+#include "cuda.h"
 #include "kernels.h"
 #include "options.h"
 
@@ -38,14 +39,6 @@ std::atomic<void (*)()> trace_hook{nullptr};
 
 // ---- 1. the parts --------------------------------------------------------------------------
 
-// Each draw gets an empty tensor of its own: compilers merge equal expressions, a custom random
-// operator's too, but never take two at::empty for one.
-Seed draw_if_needed(const Options& options) {
-  if (!options.random()) return std::nullopt;
-  static const auto op = find_operator<decltype(draw_seed)>("cgx::draw_seed");
-  return op.call(at::empty({0}, at::TensorOptions(at::kFloat).device(at::kCPU)));
-}
-
 // Whether a graph is being built. Modes of a user (a profile, a flop count, opcheck) build none.
 bool is_traced(const variable_list& xs) {
   using c10::impl::TorchDispatchModeKey;
@@ -59,13 +52,29 @@ bool is_traced(const variable_list& xs) {
          TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
 }
 
+// From the CPU's generator, a number that costs the GPU nothing. Not so for CUDA tensors in a
+// graph, a compiled or a recorded one: a number would be the same at every replay, so there it is
+// the GPU's generator that draws, in the GPU's memory.
+//
+// Each draw gets an empty tensor of its own: compilers merge equal expressions, a custom random
+// operator's too, but never take two at::empty for one.
+Seed draw_if_needed(const Options& options, const variable_list& xs) {
+  if (!options.random()) return std::nullopt;
+  static const auto op = find_operator<decltype(draw_seed_cpu)>("cgx::draw_seed");
+  const at::Device device = xs[0].device();
+  const bool on_gpu = device.is_cuda() && (is_traced(xs) || capturing(device));
+  return op.call(at::empty({0}, at::TensorOptions(at::kFloat).device(on_gpu ? device : at::kCPU)));
+}
+
 variable_list all_reduce_native(const variable_list& xs, const Seed& seed, const Options& o) {
-  static const auto blocking = find_operator<decltype(all_reduce_cpu)>("cgx::quantized_all_reduce");
-  static const auto start = find_operator<decltype(start_cpu)>("cgx::quantized_all_reduce_start");
+  static const auto blocking =
+      find_operator<decltype(all_reduce_kernel)>("cgx::quantized_all_reduce");
+  static const auto start =
+      find_operator<decltype(start_kernel)>("cgx::quantized_all_reduce_start");
   static const auto blocking_list =
-      find_operator<decltype(all_reduce_coalesced_cpu)>("cgx::quantized_all_reduce_coalesced");
+      find_operator<decltype(all_reduce_coalesced_kernel)>("cgx::quantized_all_reduce_coalesced");
   static const auto start_list =
-      find_operator<decltype(start_coalesced_cpu)>("cgx::quantized_all_reduce_coalesced_start");
+      find_operator<decltype(start_coalesced_kernel)>("cgx::quantized_all_reduce_coalesced_start");
   static const auto wait =
       find_operator<at::Tensor(const at::Tensor&)>("_c10d_functional::wait_tensor");
 
@@ -137,7 +146,7 @@ void set_trace_hook(void (*hook)()) { trace_hook = hook; }
 at::Tensor quantized_allreduce(const at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
   const Options options(CGX_PUBLIC_OPTIONS);
   options.check(x);
-  return AllReduce::reduce({x}, draw_if_needed(options), options)[0];
+  return AllReduce::reduce({x}, draw_if_needed(options, {x}), options)[0];
 }
 
 void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
@@ -150,7 +159,7 @@ void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
                     "changed in place; call it under torch.no_grad() or on x.grad");
   }
   at::assert_no_internal_overlap(x);
-  const Seed seed = draw_if_needed(options);
+  const Seed seed = draw_if_needed(options, {x});
   if (differentiable || options.carried() || is_traced({at::Tensor(x)}) || x.is_meta() ||
       c10::impl::TorchDispatchModeTLS::any_modes_set()) {
     x.copy_(AllReduce::reduce({x}, seed, options)[0]);
@@ -168,9 +177,9 @@ void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
 std::vector<at::Tensor> quantized_allreduce_coalesced(at::TensorList xs, CGX_PUBLIC_PARAMETERS) {
   const Options options(CGX_PUBLIC_OPTIONS);
   for (const at::Tensor& x : xs) options.check(x);  // before anything is drawn
+  check_alike(xs);
   if (xs.empty()) return {};
-  const Seed seed = draw_if_needed(options);
-  return AllReduce::reduce(xs.vec(), seed, options);
+  return AllReduce::reduce(xs.vec(), draw_if_needed(options, xs.vec()), options);
 }
 
 }  // namespace cgx::torch_ops

@@ -125,12 +125,13 @@ std::string name_of(int32_t comm) {
 
 void set_backend_host(const BackendHost& given) { host = given; }
 
-Backend::Backend(int rank, int size, int32_t comm, Inner inner, c10::intrusive_ptr<Options> options,
-                 MakeBackend make_backend)
+Backend::Backend(int rank, int size, int32_t comm, Inner inner, bool cuda,
+                 c10::intrusive_ptr<Options> options, MakeBackend make_backend)
     : c10d::Backend(rank, size),
       comm_(comm),
       name_(name_of(comm)),
       inner_(std::move(inner)),
+      cuda_(cuda),
       options_(std::move(options)),
       make_backend_(std::move(make_backend)) {
   init();
@@ -183,7 +184,8 @@ Backend::BackendRef Backend::related(const c10::intrusive_ptr<c10d::Store>& stor
 }
 
 void Backend::eagerConnectSingleDevice(at::Device device) {
-  inner(device).eagerConnectSingleDevice(device);
+  const auto found = inner_.find(device.type());
+  if (found != inner_.end()) found->second->eagerConnectSingleDevice(device);
 }
 
 void Backend::setSequenceNumberForGroup() {
@@ -196,7 +198,8 @@ void Backend::enableCollectivesTiming() {
 
 c10d::ErrorType Backend::getError() {
   auto info = make<cgx_comm_info_t>();
-  const bool lost = !closed_ && (cgx_comm_info(comm_, &info) != CGX_OK || info.closed);
+  const bool lost = !closed_ && (cgx_comm_info(comm_, &info) != CGX_OK || info.closed ||
+                                 cgx_comm_check(comm_, /*finish=*/0) != CGX_OK);
   return lost ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
 }
 
@@ -219,7 +222,7 @@ void Backend::close_communicator() {
 Backend::WorkRef Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   cgx_op_t op;
   if (tensors.size() == 1 && serves(tensors, options.reduceOp, &op)) {
-    return reduce_in_core(tensors, op, options.timeout, c10d::OpType::ALLREDUCE);
+    return reduce_in_core(tensors, op, options, c10d::OpType::ALLREDUCE);
   }
   return forward("cgx:all_reduce", tensors, &c10d::Backend::allreduce, tensors, options);
 }
@@ -228,7 +231,7 @@ Backend::WorkRef Backend::allreduce_coalesced(Tensors& tensors,
                                               const c10d::AllreduceCoalescedOptions& options) {
   cgx_op_t op;
   if (!tensors.empty() && serves(tensors, options.reduceOp, &op)) {
-    return reduce_in_core(tensors, op, options.timeout, c10d::OpType::ALLREDUCE_COALESCED);
+    return reduce_in_core(tensors, op, options, c10d::OpType::ALLREDUCE_COALESCED);
   }
   return forward("cgx:all_reduce", tensors, &c10d::Backend::allreduce_coalesced, tensors, options);
 }
@@ -238,19 +241,24 @@ bool Backend::serves(at::TensorList tensors, const c10d::ReduceOp& reduce_op, cg
   if (!known) return false;
   *op = *known;
   return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
-    return tensor.layout() == at::kStrided && tensor.device().is_cpu() &&
+    return tensor.layout() == at::kStrided && (tensor.is_cpu() || (cuda_ && tensor.is_cuda())) &&
            tensor.scalar_type() == tensors[0].scalar_type() && core_dtype(tensor.scalar_type());
   });
 }
 
-Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op, Milliseconds timeout,
-                                         c10d::OpType type) {
+Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
+                                         const c10d::AllreduceOptions& options, c10d::OpType type) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   for (const at::Tensor& tensor : tensors) {
     if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
       C10_THROW_ERROR(ValueError,
                       "allreduce: elements of the tensor share memory (it was expanded); "
                       "give it tensor.contiguous()");
+    }
+    if (tensor.device() != tensors[0].device()) {
+      C10_THROW_ERROR(ValueError, c10::str("allreduce: the list holds tensors on ",
+                                           tensors[0].device(), " and ", tensor.device(),
+                                           "; one message has one device: call it once for each"));
     }
   }
   Buffers buffers;
@@ -290,10 +298,10 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op, Mi
   // Counted apart from the calls of torch.ops.cgx on this communicator.
   collective.name = "c10d";
   collective.occurrence = -1;
-  const Milliseconds allowed = timeout > kNoTimeout ? timeout : options_->timeout;
+  const Milliseconds allowed = options.timeout > kNoTimeout ? options.timeout : options_->timeout;
   collective.timeout_s = std::chrono::duration<double>(allowed).count();
   ++sequence_;
-  return coalesced(start(collective, std::move(buffers), type));
+  return coalesced(start(collective, std::move(buffers), type, options.asyncOp));
 }
 
 Decision Backend::decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t numel) {

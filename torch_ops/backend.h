@@ -1,9 +1,11 @@
 // The torch.distributed backend "cgx": allreduce goes to the core, everything else to an inner
 // backend of torch (gloo for CPU tensors, NCCL for CUDA tensors).
 //
-//   allreduce of one dense CPU tensor, or of a list, of float32, float16 or bfloat16, with sum,
-//   avg, min, max or product: the core, compressed where backend_rule.h says so, else exact
-//   all other calls: the inner backend of the tensors' device, shown to profilers as "cgx:..."
+//   allreduce of one dense tensor, or of a list, of float32, float16 or bfloat16, with sum, avg,
+//   min, max or product: the core, compressed where backend_rule.h says so, else exact. CPU
+//   tensors, and CUDA tensors if the core has CUDA; these as NCCL does it: a call with
+//   async_op=False is put on the current stream, all others on a stream of the group's own all
+//   other calls: the inner backend of the tensors' device, shown to profilers as "cgx:..."
 //
 // The inner backends and the communicator are made in Python (cgx_ops/torch/backend.py): torch does
 // not ship what it takes to make a gloo backend in C++.
@@ -62,9 +64,10 @@ class Backend final : public c10d::Backend {
   using MakeBackend = std::function<BackendRef(c10::intrusive_ptr<c10d::Store>, int, int,
                                                c10::intrusive_ptr<Options>)>;
 
-  // `comm` is the cgx communicator of the group; the backend closes it.
-  Backend(int rank, int size, int32_t comm, Inner inner, c10::intrusive_ptr<Options> options,
-          MakeBackend make_backend);
+  // `comm` is the cgx communicator of the group; the backend closes it. `cuda`: whether the core
+  // reduces CUDA tensors.
+  Backend(int rank, int size, int32_t comm, Inner inner, bool cuda,
+          c10::intrusive_ptr<Options> options, MakeBackend make_backend);
   ~Backend() override;
 
   const std::string getBackendName() const override { return "cgx"; }
@@ -134,7 +137,7 @@ class Backend final : public c10d::Backend {
   c10d::Backend& inner(at::Device device) const;
   // Whether the core reduces such tensors with such an operation; if so, *op is the core's.
   bool serves(at::TensorList tensors, const c10d::ReduceOp& reduce_op, cgx_op_t* op) const;
-  WorkRef reduce_in_core(at::TensorList tensors, cgx_op_t op, Milliseconds timeout,
+  WorkRef reduce_in_core(at::TensorList tensors, cgx_op_t op, const c10d::AllreduceOptions& options,
                          c10d::OpType type);
   Decision decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t numel);
   // Calls a method of the inner backend of the device of `shown`, with the call shown to profilers.
@@ -150,6 +153,7 @@ class Backend final : public c10d::Backend {
   const int32_t comm_;
   const std::string name_;  // of the communicator
   Inner inner_;
+  const bool cuda_;
   const c10::intrusive_ptr<Options> options_;
   const MakeBackend make_backend_;
   std::string related_name_;  // of the group made last by split or merge

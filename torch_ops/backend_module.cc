@@ -94,17 +94,17 @@ void bind_backend(py::module_& module) {
 
   py::class_<Backend, c10::intrusive_ptr<Backend>, c10d::Backend>(module, "Backend")
       .def(py::init([](int rank, int size, int32_t communicator,
-                       const std::map<std::string, Backend::BackendRef>& inner,
+                       const std::map<std::string, Backend::BackendRef>& inner, bool cuda,
                        c10::intrusive_ptr<Options> options, Backend::MakeBackend make_backend) {
              Backend::Inner by_device;
              for (const auto& [device, backend] : inner) {
                by_device[at::Device(device).type()] = backend;
              }
              return c10::make_intrusive<Backend>(rank, size, communicator, std::move(by_device),
-                                                 std::move(options), std::move(make_backend));
+                                                 cuda, std::move(options), std::move(make_backend));
            }),
            py::arg("rank"), py::arg("size"), py::arg("communicator"), py::arg("inner"),
-           py::arg("options"), py::arg("make_backend"))
+           py::arg("cuda"), py::arg("options"), py::arg("make_backend"))
       .def_property_readonly("communicator", &Backend::communicator)
       .def_property_readonly("_timeout",
                              [](Backend& self) { return self.getBackendOptions()->timeout; })

@@ -38,7 +38,8 @@ template <typename Use>
 void with_carried(const std::vector<int64_t>& numels, at::ScalarType dtype, const void* input,
                   void* output, const std::optional<at::Tensor>& seed, const Options& options,
                   int64_t rank, int64_t size, Use&& use) {
-  with_collective(numels, dtype, input, output, seed, options, [&](cgx_collective_t* collective) {
+  const Seeds seeds = seeds_of(seed, options, numels.size());
+  with_collective(numels, dtype, input, output, seeds, options, [&](cgx_collective_t* collective) {
     auto carried = make<cgx_carried_t>();
     carried.rank = static_cast<int32_t>(rank);
     carried.size = static_cast<int32_t>(size);

@@ -12,16 +12,26 @@
 
 namespace cgx::torch_ops {
 
-void check_list(at::TensorList xs, const std::optional<at::Tensor>& seed, const Options& options) {
+void check_alike(at::TensorList xs) {
   for (const at::Tensor& x : xs) {
-    check_call(x, seed, options);
     if (x.scalar_type() != xs[0].scalar_type()) {
       C10_THROW_ERROR(TypeError,
                       c10::str("cgx::quantized_allreduce_coalesced: the list holds ",
                                xs[0].scalar_type(), " and ", x.scalar_type(),
                                " tensors; one message has one dtype: call it once for each"));
     }
+    if (x.device() != xs[0].device()) {
+      C10_THROW_ERROR(
+          ValueError,
+          c10::str("cgx::quantized_allreduce_coalesced: the list holds tensors on ", xs[0].device(),
+                   " and ", x.device(), "; one message has one device: call it once for each"));
+    }
   }
+}
+
+void check_list(at::TensorList xs, const std::optional<at::Tensor>& seed, const Options& options) {
+  for (const at::Tensor& x : xs) check_call(x, seed, options);
+  check_alike(xs);
 }
 
 std::vector<int64_t> numels_of(at::TensorList xs) {
@@ -60,8 +70,8 @@ void unpack(const at::Tensor& flat, at::TensorList into) {
   }
 }
 
-std::vector<at::Tensor> all_reduce_coalesced_cpu(at::TensorList xs, CGX_KERNEL_PARAMETERS,
-                                                 std::string_view group_name) {
+std::vector<at::Tensor> all_reduce_coalesced_kernel(at::TensorList xs, CGX_KERNEL_PARAMETERS,
+                                                    std::string_view group_name) {
   const Options options(CGX_KERNEL_OPTIONS, group_name);
   check_list(xs, seed, options);
   if (xs.empty()) return {};
@@ -72,8 +82,8 @@ std::vector<at::Tensor> all_reduce_coalesced_cpu(at::TensorList xs, CGX_KERNEL_P
   return results;
 }
 
-std::vector<at::Tensor> start_coalesced_cpu(at::TensorList xs, CGX_KERNEL_PARAMETERS,
-                                            std::string_view group_name) {
+std::vector<at::Tensor> start_coalesced_kernel(at::TensorList xs, CGX_KERNEL_PARAMETERS,
+                                               std::string_view group_name) {
   const Options options(CGX_KERNEL_OPTIONS, group_name);
   check_list(xs, seed, options);
   if (xs.empty()) return {};

@@ -1,5 +1,5 @@
 // The kernels that reduce a list of tensors in one message, each tensor with a bucket grid of its
-// own (a segment of the core). All of one dtype; an empty list sends nothing.
+// own (a segment of the core). All of one dtype and device; an empty list sends nothing.
 #ifndef CGX_TORCH_OPS_COALESCED_H_
 #define CGX_TORCH_OPS_COALESCED_H_
 
@@ -11,7 +11,9 @@
 
 namespace cgx::torch_ops {
 
-// Throws unless the tensors can share a message.
+// Throws unless the tensors can share a message: they are of one dtype, on one device.
+void check_alike(at::TensorList xs);
+// The same, and unless each can be reduced with `options` and `seed`.
 void check_list(at::TensorList xs, const std::optional<at::Tensor>& seed, const Options& options);
 // Their values end to end, in one new tensor; and back into tensors like those given.
 at::Tensor pack(at::TensorList xs);
@@ -19,14 +21,14 @@ std::vector<at::Tensor> empty_like(at::TensorList xs);
 void unpack(const at::Tensor& flat, at::TensorList into);
 std::vector<int64_t> numels_of(at::TensorList xs);
 
-// cgx::quantized_all_reduce_coalesced: new tensors with the results. Blocks.
-std::vector<at::Tensor> all_reduce_coalesced_cpu(at::TensorList xs, CGX_KERNEL_PARAMETERS,
-                                                 std::string_view group_name);
+// cgx::quantized_all_reduce_coalesced: new tensors with the results. As run() of kernels.h.
+std::vector<at::Tensor> all_reduce_coalesced_kernel(at::TensorList xs, CGX_KERNEL_PARAMETERS,
+                                                    std::string_view group_name);
 
 // cgx::quantized_all_reduce_coalesced_start: the same, each to be read only after
 // _c10d_functional.wait_tensor. It packs at once, so the inputs' memory may be reused at once.
-std::vector<at::Tensor> start_coalesced_cpu(at::TensorList xs, CGX_KERNEL_PARAMETERS,
-                                            std::string_view group_name);
+std::vector<at::Tensor> start_coalesced_kernel(at::TensorList xs, CGX_KERNEL_PARAMETERS,
+                                               std::string_view group_name);
 
 // The Meta kernel of both.
 std::vector<at::Tensor> all_reduce_coalesced_meta(at::TensorList xs, CGX_KERNEL_PARAMETERS,

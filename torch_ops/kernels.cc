@@ -1,16 +1,19 @@
 #include "kernels.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/record_function.h>
 
+#include <limits>
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "core.h"
+#include "cuda.h"
 #include "status.h"
 #include "work.h"
 
@@ -28,7 +31,8 @@ int32_t find_communicator(const std::string& group_name) {
 void run(const at::Tensor& input, const at::Tensor& output, const std::vector<int64_t>& numels,
          const std::optional<at::Tensor>& seed, const Options& options) {
   void* const to = output.mutable_data_ptr();  // first: it may move a lazy copy, the input too
-  with_collective(numels, input.scalar_type(), input.const_data_ptr(), to, seed, options,
+  const Seeds seeds = seeds_of(seed, options, numels.size());
+  with_collective(numels, input.scalar_type(), input.const_data_ptr(), to, seeds, options,
                   [&](cgx_collective_t* collective) {
                     collective->comm = find_communicator(options.group_name);
                     at::RecordFunction record(at::RecordScope::USER_SCOPE);
@@ -36,6 +40,7 @@ void run(const at::Tensor& input, const at::Tensor& output, const std::vector<in
                       const std::vector<c10::IValue> arguments{input};
                       record.before(profile_title(*collective), &arguments);
                     }
+                    if (input.is_cuda()) return enqueue(*collective, input.device());
                     check(cgx_run(collective));
                   });
 }
@@ -46,7 +51,9 @@ c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, const std::vector<int64_t
   c10::intrusive_ptr<c10d::Work> work;
   const at::Tensor input = buffers.input, output = buffers.output;
   void* const to = output.mutable_data_ptr();  // first: it may move a lazy copy, the input too
-  with_collective(numels, input.scalar_type(), input.const_data_ptr(), to, seed, options,
+  const Seeds seeds = seeds_of(seed, options, numels.size());
+  buffers.seeds = seeds.on_device;
+  with_collective(numels, input.scalar_type(), input.const_data_ptr(), to, seeds, options,
                   [&](cgx_collective_t* collective) {
                     collective->comm = find_communicator(options.group_name);
                     work = start(*collective, std::move(buffers));
@@ -64,17 +71,36 @@ void check_call(const at::Tensor& x, const std::optional<at::Tensor>& seed,
                              " rounding needs seed, an int64 tensor without dimensions: "
                              "torch.ops.cgx.draw_seed(torch.empty(0))"));
   }
+  if (!seed->is_cpu() && seed->device() != x.device()) {
+    C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_all_reduce: seed is on ", seed->device(),
+                                         ", x on ", x.device(), "; use seed.cpu()"));
+  }
+}
+
+Seeds seeds_of(const std::optional<at::Tensor>& seed, const Options& options, size_t segments) {
+  Seeds seeds;
+  if (!options.random()) return seeds;
+  // A gradient has its own noise without a draw from the generator in backward, where checkpointing
+  // does not restore it.
+  if (seed->is_cpu()) {
+    seeds.number = nth_seed(seed->item<int64_t>(), options.depth);
+  } else {
+    const at::Tensor own = options.depth == 0 ? *seed : at::add(*seed, nth_offset(options.depth));
+    seeds.on_device = own.expand({static_cast<int64_t>(segments)}).contiguous();
+  }
+  return seeds;
 }
 
 void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, const void* input,
-                     void* output, const std::optional<at::Tensor>& seed, const Options& options,
+                     void* output, const Seeds& seeds, const Options& options,
                      const std::function<void(cgx_collective_t*)>& use) {
   const std::vector<cgx_segment_t> segments = end_to_end(numels, options.bits, options.bucket_size);
   cgx_collective_t collective = options.collective();
   collective.dtype = *core_dtype(dtype);
-  // A gradient has its own noise without a draw from the generator in backward, where checkpointing
-  // does not restore it.
-  collective.seed = options.random() ? nth_seed(seed->item<int64_t>(), options.depth) : int64_t{0};
+  collective.seed = seeds.number;
+  if (seeds.on_device.defined()) {
+    collective.device_seeds = seeds.on_device.const_data_ptr<int64_t>();
+  }
   collective.input = input;
   collective.output = output;
   collective.segments = segments.data();
@@ -82,7 +108,7 @@ void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, c
   use(&collective);
 }
 
-at::Tensor draw_seed(const at::Tensor& /*distinct*/) {
+at::Tensor draw_seed_cpu(const at::Tensor& /*distinct*/) {
   auto* generator = at::get_generator_or_default<at::CPUGeneratorImpl>(
       std::nullopt, at::detail::getDefaultCPUGenerator());
   const std::lock_guard<std::mutex> lock(generator->mutex_);
@@ -90,11 +116,18 @@ at::Tensor draw_seed(const at::Tensor& /*distinct*/) {
                            at::TensorOptions().dtype(at::kLong).device(at::kCPU));
 }
 
+at::Tensor draw_seed_cuda(const at::Tensor& distinct) {
+  at::Tensor seed = at::empty({}, distinct.options().dtype(at::kLong));
+  const std::optional<int64_t> no_bound;
+  return seed.random_(std::numeric_limits<int64_t>::min(), no_bound);
+}
+
 at::Tensor draw_seed_meta(const at::Tensor& distinct) {
   return at::empty({}, distinct.options().dtype(at::kLong));
 }
 
-at::Tensor all_reduce_cpu(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name) {
+at::Tensor all_reduce_kernel(const at::Tensor& x, CGX_KERNEL_PARAMETERS,
+                             std::string_view group_name) {
   const Options options(CGX_KERNEL_OPTIONS, group_name);
   check_call(x, seed, options);
   const at::Tensor input = x.contiguous();
@@ -103,11 +136,11 @@ at::Tensor all_reduce_cpu(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::strin
   return output;
 }
 
-at::Tensor start_cpu(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name) {
-  return borrow_cpu(x.clone(at::MemoryFormat::Contiguous), seed, CGX_KERNEL_OPTIONS, group_name);
+at::Tensor start_kernel(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name) {
+  return borrow_kernel(x.clone(at::MemoryFormat::Contiguous), seed, CGX_KERNEL_OPTIONS, group_name);
 }
 
-at::Tensor borrow_cpu(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name) {
+at::Tensor borrow_kernel(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name) {
   const Options options(CGX_KERNEL_OPTIONS, group_name);
   check_call(x, seed, options);
   const at::Tensor input = x.contiguous();

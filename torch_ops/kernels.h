@@ -16,9 +16,10 @@
 
 namespace cgx::torch_ops {
 
-// Reduces `input` into `output`: contiguous, of one dtype and size, perhaps one tensor; `numels`
-// are the sizes of the tensors that lie in it end to end. `seed` is needed if the options round at
-// random. They check nothing that check_call did. run() blocks.
+// Reduces `input` into `output`: contiguous, of one device, dtype and size, perhaps one tensor;
+// `numels` are the sizes of the tensors that lie in it end to end. `seed` is needed if the options
+// round at random. They check nothing that check_call did. run() blocks, or puts the collective on
+// the current stream; launch() does neither.
 void run(const at::Tensor& input, const at::Tensor& output, const std::vector<int64_t>& numels,
          const std::optional<at::Tensor>& seed, const Options& options);
 c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, const std::vector<int64_t>& numels,
@@ -28,26 +29,38 @@ c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, const std::vector<int64_t
 // Throws unless the tensor is one that `options` can reduce and there is a seed where one is
 // needed.
 void check_call(const at::Tensor& x, const std::optional<at::Tensor>& seed, const Options& options);
+
+// The seeds of a collective's segments: one number for all, or in the GPU's memory one for each,
+// where a graph that is recorded finds new ones at every replay.
+struct Seeds {
+  int64_t number = 0;
+  at::Tensor on_device;
+};
+Seeds seeds_of(const std::optional<at::Tensor>& seed, const Options& options, size_t segments);
+
 // Calls use(collective) with `options` on `numels.size()` tensors that lie end to end in `input`
 // (null where there is none), each a segment; `comm` is left for `use` to fill in.
 void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, const void* input,
-                     void* output, const std::optional<at::Tensor>& seed, const Options& options,
+                     void* output, const Seeds& seeds, const Options& options,
                      const std::function<void(cgx_collective_t*)>& use);
 
-// cgx::draw_seed: an int64 scalar from torch's default generator. The argument only tells draws
-// apart (see draw_if_needed) and puts the operator on the CPU.
-at::Tensor draw_seed(const at::Tensor& distinct);
+// cgx::draw_seed: an int64 scalar on the argument's device, from that device's default generator of
+// torch. Otherwise the argument only tells draws apart (see draw_if_needed).
+at::Tensor draw_seed_cpu(const at::Tensor& distinct);
+at::Tensor draw_seed_cuda(const at::Tensor& distinct);
 at::Tensor draw_seed_meta(const at::Tensor& distinct);
 
-// cgx::quantized_all_reduce: a new tensor with the result. Blocks.
-at::Tensor all_reduce_cpu(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name);
+// cgx::quantized_all_reduce: a new tensor with the result. As run(). These serve both the CPU and
+// CUDA.
+at::Tensor all_reduce_kernel(const at::Tensor& x, CGX_KERNEL_PARAMETERS,
+                             std::string_view group_name);
 
 // cgx::quantized_all_reduce_start: the same, to be read only after _c10d_functional.wait_tensor.
 // Reduces from a copy of x, since who sees an ordinary operator may reuse x's memory at once.
-at::Tensor start_cpu(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name);
+at::Tensor start_kernel(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name);
 
 // cgx::quantized_all_reduce_start.borrow: for callers who leave x's memory alone until the wait.
-at::Tensor borrow_cpu(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name);
+at::Tensor borrow_kernel(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name);
 
 // The Meta kernel of all three: makes the same checks and starts nothing.
 at::Tensor all_reduce_meta(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name);

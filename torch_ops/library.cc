@@ -70,16 +70,29 @@ TORCH_LIBRARY_IMPL(cgx, CompositeImplicitAutograd, m) {
   m.impl("quantized_allreduce_coalesced", quantized_allreduce_coalesced);
 }
 
+// None is tagged cudagraph_unsafe, as torch's own collectives are not. What compilers record into a
+// CUDA graph is a start and its wait: the tag would leave the start out, and the wait, which is
+// torch's operator, would be recorded alone. Where a communicator cannot be recorded the core says
+// so.
+static void impl_reductions(torch::Library& m) {
+  m.impl("quantized_all_reduce", all_reduce_kernel);
+  m.impl("quantized_all_reduce_start", start_kernel);
+  m.impl("quantized_all_reduce_start.borrow", borrow_kernel);
+  m.impl("quantized_all_reduce_coalesced", all_reduce_coalesced_kernel);
+  m.impl("quantized_all_reduce_coalesced_start", start_coalesced_kernel);
+}
+
 TORCH_LIBRARY_IMPL(cgx, CPU, m) {
-  m.impl("draw_seed", draw_seed);
-  m.impl("quantized_all_reduce", all_reduce_cpu);
-  m.impl("quantized_all_reduce_start", start_cpu);
-  m.impl("quantized_all_reduce_start.borrow", borrow_cpu);
-  m.impl("quantized_all_reduce_coalesced", all_reduce_coalesced_cpu);
-  m.impl("quantized_all_reduce_coalesced_start", start_coalesced_cpu);
+  impl_reductions(m);
+  m.impl("draw_seed", draw_seed_cpu);
   m.impl("carried_encode", carried_encode_cpu);
   m.impl("carried_reduce", carried_reduce_cpu);
   m.impl("carried_decode", carried_decode_cpu);
+}
+
+TORCH_LIBRARY_IMPL(cgx, CUDA, m) {
+  impl_reductions(m);
+  m.impl("draw_seed", draw_seed_cuda);
 }
 
 TORCH_LIBRARY_IMPL(cgx, Meta, m) {
@@ -126,16 +139,17 @@ PYBIND11_MODULE(_torch_ops, m) {
       "Call callback() whenever an operator is traced, until it returns True. Once per process.");
   m.def(
       "start",
-      [](uintptr_t collective, const at::Tensor& input, const at::Tensor& output) {
+      [](uintptr_t collective, const at::Tensor& input, const at::Tensor& output,
+         bool asynchronous) {
         static constexpr c10d::OpType kTypes[] = {
             c10d::OpType::ALLREDUCE, c10d::OpType::REDUCE_SCATTER, c10d::OpType::ALLGATHER};
         const auto& call = *reinterpret_cast<const cgx_collective_t*>(collective);
-        c10::intrusive_ptr<c10d::Work> work =
-            cgx::torch_ops::start(call, {.input = input, .output = output}, kTypes[call.verb]);
-        return work;
+        return cgx::torch_ops::start(call, {.input = input, .output = output}, kTypes[call.verb],
+                                     asynchronous);
       },
       pybind11::arg("collective"), pybind11::arg("input"), pybind11::arg("output"),
-      pybind11::call_guard<pybind11::gil_scoped_release>(),
-      "Start the cgx_collective_t at this address, on these tensors' memory; return its Work.");
+      pybind11::arg("asynchronous"), pybind11::call_guard<pybind11::gil_scoped_release>(),
+      "Start the cgx_collective_t at this address, on these tensors' memory; return its Work. Not "
+      "asynchronous: CUDA tensors on the current stream.");
   cgx::torch_ops::bind_backend(m);
 }

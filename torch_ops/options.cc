@@ -61,9 +61,9 @@ void check_tensor(const at::Tensor& x) {
     C10_THROW_ERROR(TypeError, c10::str("cgx::quantized_allreduce: the tensor is ", dtype,
                                         "; float32, float16 and bfloat16 are served: ", remedy));
   }
-  if (!x.device().is_cpu() && !x.device().is_meta()) {
+  if (!x.device().is_cpu() && !x.device().is_cuda() && !x.device().is_meta()) {
     C10_THROW_ERROR(TypeError, c10::str("cgx::quantized_allreduce: the tensor is on ", x.device(),
-                                        ", this build serves the CPU: use x.cpu()"));
+                                        "; the CPU and CUDA are served: use x.cpu()"));
   }
   // A dual tensor's tangent would be lost without a word.
   if (x._fw_grad(/*level=*/0).defined()) {
@@ -123,6 +123,11 @@ void Options::check(const at::Tensor& x) const {
     C10_THROW_ERROR(ValueError,
                     c10::str("cgx::quantized_allreduce: carrier 'c10d' has no algorithm '",
                              algorithm, "'; use auto, sra or one_shot"));
+  }
+  if (carried() && x.is_cuda()) {
+    C10_THROW_ERROR(TypeError, c10::str("cgx::quantized_allreduce: the tensor is on ", x.device(),
+                                        ", and what carrier 'c10d' sends is encoded on the CPU: "
+                                        "use carrier='native', or x.cpu()"));
   }
   if (!is_linear(reduction) && bits != 32) {
     C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: op '", op, "' at ", bits,

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "cgx/completion_pool.h"
+#include "cuda.h"
 #include "status.h"
 
 namespace cgx::torch_ops {
@@ -135,8 +136,11 @@ void Work::join() {
   finish(failure);
 }
 
-c10::intrusive_ptr<Work> start(const cgx_collective_t& collective, Buffers buffers,
-                               c10d::OpType type) {
+c10::intrusive_ptr<c10d::Work> start(const cgx_collective_t& collective, Buffers buffers,
+                                     c10d::OpType type, bool asynchronous) {
+  if (buffers.output.is_cuda()) {
+    return start_cuda(collective, std::move(buffers), type, asynchronous);
+  }
   const char* title = at::hasCallbacks() ? profile_title(collective) : nullptr;
   auto work = c10::make_intrusive<Work>(std::move(buffers), type, title);
   check(cgx_start(&collective, /*callback=*/nullptr, /*context=*/nullptr, &work->request_));

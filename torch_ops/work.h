@@ -1,6 +1,7 @@
 // A collective in flight, as torch.distributed sees it.
 //
-//   start()      hands a collective to the core and returns its Work
+//   start()      hands a collective to the core and returns its Work: of CPU tensors that below, of
+//                CUDA tensors that of cuda.h
 //   wait()       drives the collective's progress, so it goes to the core
 //   getFuture()  asks the core to say when the collective ends; the future is completed on a thread
 //                of its own, because its callbacks may wait for other collectives
@@ -26,10 +27,11 @@ struct Buffers {
   at::Tensor output;                // contiguous; perhaps the input
   std::vector<at::Tensor> results;  // what the caller sees; empty: the output
   std::function<void()> deliver =
-      nullptr;  // moves values from output to results, where they differ
+      nullptr;       // moves values from output to results, where they differ
+  at::Tensor seeds;  // perhaps; in the GPU's memory
 };
 
-// Owns the request and keeps its buffers alive until the collective has ended.
+// Of CPU tensors. Owns the request and keeps its buffers alive until the collective has ended.
 class Work final : public c10d::Work {
  public:
   Work(Buffers buffers, c10d::OpType type, const char* title);
@@ -48,8 +50,8 @@ class Work final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  friend c10::intrusive_ptr<Work> start(const cgx_collective_t& collective, Buffers buffers,
-                                        c10d::OpType type);
+  friend c10::intrusive_ptr<c10d::Work> start(const cgx_collective_t& collective, Buffers buffers,
+                                              c10d::OpType type, bool asynchronous);
 
   // Both need request_mutex_ held. poll() tells whether the collective has ended; join() ends it.
   bool poll();
@@ -66,8 +68,10 @@ class Work final : public c10d::Work {
 };
 
 // Starts `collective`, whose input and output are those of `buffers`. Throws if it cannot start.
-c10::intrusive_ptr<Work> start(const cgx_collective_t& collective, Buffers buffers,
-                               c10d::OpType type = c10d::OpType::ALLREDUCE);
+// Not asynchronous: CUDA tensors on the current stream; of CPU tensors the caller has to wait.
+c10::intrusive_ptr<c10d::Work> start(const cgx_collective_t& collective, Buffers buffers,
+                                     c10d::OpType type = c10d::OpType::ALLREDUCE,
+                                     bool asynchronous = true);
 
 // The name under which the profiler shows a collective: what it is, bits, bytes of the tensors and
 // bytes that this rank sends. "cgx:all_reduce 4 bits, 4000 -> 540 bytes". Costs a plan. Valid for

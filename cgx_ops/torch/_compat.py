@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.compiler.config
@@ -23,10 +23,14 @@ import torch.distributed._functional_collectives
 import torch.fx
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
+from torch._compile import _disable_dynamo
 from torch.fx.node import has_side_effect
 from torch.utils._pytree import tree_map
 
 TORCH_VERSION: str = torch.__version__
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 def keep_in_graphs(operator: Any) -> None:
@@ -183,10 +187,9 @@ def groups() -> list[tuple[str, tuple[int, int]]]:
     return sorted((str(name), (group.rank(), group.size())) for group, name in known)
 
 
-def serves(operator: Any, device: str) -> bool:
-    """Tell whether an operator has a kernel for a type of device."""
-    key = torch._C._dispatch_key_for_device(device)
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+def not_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Do as torch.compiler.disable, but import torch._dynamo (a second) when it is called."""
+    return _disable_dynamo(function)
 
 
 def optimize_ddp() -> object:

@@ -7,8 +7,9 @@ Under mpirun (MPI, or shared memory within a host), and under torchrun or multip
 host (shared memory, no MPI). The communicator of a group has the group's name:
 `cgx_ops.Communicator.find(group.group_name)`.
 
-Every allreduce of float32, float16 or bfloat16 CPU tensors with sum, avg, min, max or product goes
-to the core. It is compressed only if all of this holds:
+Every allreduce of float32, float16 or bfloat16 tensors with sum, avg, min, max or product goes to
+the core: of CPU tensors, and of CUDA tensors where cgx_ops is built with CUDA. It is compressed
+only if all of this holds:
 
   - the group's Config has bits < 32 (`CGX_COMPRESSION_QUANTIZATION_BITS`, or BackendOptions);
   - it is a sum or an average of at least max(16, minimal_size) elements;
@@ -40,6 +41,7 @@ import cgx_ops
 from cgx_ops import Communicator, Config, _native, _torch_ops
 from cgx_ops.errors import CgxError, InvalidArgument, NotFound, Unsupported
 from cgx_ops.torch import _compat, launch
+from cgx_ops.torch.work import devices
 
 NAME = "cgx"
 
@@ -83,7 +85,7 @@ def compressed(config: Config | None = None) -> Iterator[None]:
     """Compress the sums and averages that this thread starts inside, whatever they are for.
 
     It holds for the calling thread. On the CPU, backward runs its hooks on the thread that called
-    it, so they are inside too.
+    it, so they are inside too; of a CUDA model it runs them on a thread of autograd's, outside.
 
     Args:
         config: how values travel; None: as the group's BackendOptions say.
@@ -164,6 +166,11 @@ def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
         _options.clear()
     _options[asked.group_id] = pg_options
     config = pg_options.config
+    if default and config.bits < 32 and torch.cuda.is_available() and "cuda" not in devices():
+        _log.warning(
+            "cgx_ops was built without CUDA: allreduces of CUDA tensors travel exact, by NCCL. To "
+            "compress them build it again with nvcc on PATH or in CUDA_HOME"
+        )
     options = _torch_ops.Options(_compression(config), pg_options.compress == "all", asked.timeout)
     options.group_name = asked.group_id
     options.global_ranks_in_group = asked.global_ranks_in_group
@@ -188,7 +195,8 @@ def _make(
     comm = _connect(store, rank, size, name, timeout, transport)
     try:
         inner = _inner(store, rank, size, options)
-        return _torch_ops.Backend(rank, size, comm.id, inner, options, _make)
+        cuda = "cuda" in devices()
+        return _torch_ops.Backend(rank, size, comm.id, inner, cuda, options, _make)
     except BaseException:
         comm.close()
         raise

@@ -36,7 +36,7 @@ from cgx_ops.errors import InvalidArgument, NotFound
 from cgx_ops.torch import _compat, backend, layers
 from cgx_ops.torch.carried import Carrier
 from cgx_ops.torch.layers import Layer, Rules
-from cgx_ops.torch.work import DTYPES, start
+from cgx_ops.torch.work import DTYPES, devices, start
 
 _log = logging.getLogger(__name__)
 
@@ -52,18 +52,18 @@ class QuantizedAllreduceState:
 
     Attributes:
         process_group: whose ranks average; None: the default group.
-        config: how values travel. Its algorithm "auto" is "hierarchical" here, or "sra" if carried:
-            what a layer becomes must not depend on the other layers in its bucket, since
-            DistributedDataParallel makes its buckets anew after the first step, and after each
-            restart.
+        config: how values travel. Its algorithm "auto" is "hierarchical" here, or "sra" if carried,
+            and "hierarchical" is "sra" on GPUs: what a layer becomes must not depend on the other
+            layers in its bucket, since DistributedDataParallel makes its buckets anew after the
+            first step, and after each restart.
         rules: which layers travel otherwise; None: those that cgx_ops.torch.exclude_layer() and its
             like set. Parameters of one dimension are exact unless a rule names them.
         carrier: "native", cgx_ops' own transports: the group is one of the backend "cgx", or, under
             mpirun, of any backend and all ranks in MPI's order. "c10d": torch's own collectives,
-            over any group. Same bits either way for one algorithm.
+            over any group; CPU tensors only. Same bits either way for one algorithm.
         unsupported: what happens to gradients that the core cannot average (float64, complex,
-            sparse, on a GPU): "refuse" raises TypeError, "exact" has the process group average
-            them.
+            sparse, on a GPU if cgx_ops was built without CUDA): "refuse" raises TypeError, "exact"
+            has the process group average them.
         steps: backward passes so far; the noise of a step derives from config.seed and this.
     """
 
@@ -172,10 +172,11 @@ def quantized_allreduce_hook(
 
     Args:
         state: a QuantizedAllreduceState.
-        bucket: gradients in one flat float32, float16 or bfloat16 tensor on the CPU.
+        bucket: gradients in one flat float32, float16 or bfloat16 tensor, on the CPU or a GPU.
 
     Returns:
-        A future of the same tensor, averaged in place; the hook itself does not wait.
+        A future of the same tensor, averaged in place; the hook itself does not wait. On a GPU it
+        is complete at once, and who takes its value has the current stream wait.
 
     Raises:
         TypeError: gradients of another dtype, layout or device; it names the layer.
@@ -183,7 +184,8 @@ def quantized_allreduce_hook(
             another size than was registered.
 
     What goes wrong later (ranks disagree, a peer is gone or late) is in the future. backward()
-    raises what any hook's future holds as a RuntimeError, with the text of the first error.
+    raises what any hook's future holds as a RuntimeError, with the text of the first error. On a
+    GPU it makes the gradients NaN, and the next bucket's hook raises it.
     """
     if not isinstance(bucket, GradBucket):
         raise TypeError(
@@ -198,11 +200,13 @@ def quantized_allreduce_hook(
     # One seed for all buckets of a step: the noise of a layer must not depend on its bucket.
     scope = backend.current_scope()
     config = scope if isinstance(scope, Config) else state.config
+    if buffer.is_cuda and config.algorithm == "hierarchical":
+        config = replace(config, algorithm="sra")  # GPUs are one level
     seed = call_seed(config.seed, "ddp", state.steps)
     if bucket.is_last():
         state.steps += 1
 
-    problem = _unsupported(buffer, parameters)
+    problem = _unsupported(state, buffer, parameters)
     if problem and state.unsupported == "exact":
         with backend.uncompressed():
             return default_hooks.allreduce_hook(_group_or_default(state.process_group), bucket)
@@ -242,12 +246,16 @@ def quantized_allreduce_hook(
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def _unsupported(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> str:
+def _unsupported(
+    state: QuantizedAllreduceState, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]
+) -> str:
     """Return what the core cannot average about a bucket, and the remedy; "" if it can."""
     if buffer.layout != torch.strided:
         return f"{buffer.layout}; make the layer with sparse=False"
-    if buffer.device.type != "cpu":
-        return f"on {buffer.device}; this build serves the CPU"
+    if buffer.device.type not in devices():
+        return f"on {buffer.device}; build cgx_ops with CUDA (nvcc on PATH or in CUDA_HOME)"
+    if state.carrier == "c10d" and buffer.device.type != "cpu":
+        return f"on {buffer.device}; carrier 'c10d' encodes on the CPU: use the backend 'cgx'"
     # Buckets of complex parameters are real, with twice as many elements.
     for dtype in (buffer.dtype, *(p.dtype for p in parameters if p.is_complex())):
         if dtype not in DTYPES:
@@ -303,7 +311,7 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
         known.first_forward = parent.register_forward_pre_hook(hook)
 
 
-@torch.compiler.disable
+@_compat.not_compiled
 def _before_first_forward(wrapper: DistributedDataParallel, _inputs: Any) -> None:
     # A copy of a model has this hook, too, but its parameters were not seen yet.
     known = _wrapped.get(wrapper)

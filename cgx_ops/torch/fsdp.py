@@ -100,7 +100,8 @@ def compress(
     """Have the collectives of every module inside `model` that fully_shard wrapped compressed.
 
     Call it after the last fully_shard, on every rank alike; again to change what it set. Parameters
-    are float32, float16 or bfloat16 on the CPU, as MixedPrecisionPolicy has them; with another
+    are float32, float16 or bfloat16, as MixedPrecisionPolicy has them, on the CPU or a GPU (if
+    cgx_ops is built with CUDA); with another
     dtype, or gathered by a tensor subclass's own means, they travel exact, with a warning.
 
     Args:
@@ -259,10 +260,12 @@ class _AllGather(_Custom):
         segments = self._block.gathered(input_tensor.numel(), input_tensor.dtype)
         if segments is None:
             return self.plain(output_tensor, input_tensor, group, async_op)
-        # Even if it need not be asynchronous: FSDP waits for a Work where it uses the weights, and
-        # on the CPU that is all that lets a prefetched gather overlap with computation.
+        # On the CPU even if it need not be asynchronous: FSDP waits for a Work where it uses the
+        # weights, and that is all that lets a prefetched gather overlap with computation. On a GPU
+        # the current stream is one that FSDP has for it.
+        asynchronous = async_op or input_tensor.device.type == "cpu"
         name = f"fsdp/all_gather/{self._block.name}"
-        return start(
+        work = start(
             _communicator(group),
             "all_gather",
             input_tensor.clone(),  # FSDP's is a part of the output
@@ -271,7 +274,9 @@ class _AllGather(_Custom):
             segments=segments,
             seed=self._state.weights_seed(self._config.seed, name),
             name=name,
+            asynchronous=asynchronous,
         )
+        return work if asynchronous else None
 
 
 class _ReduceScatter(_Custom):
@@ -303,8 +308,9 @@ class _ReduceScatter(_Custom):
             segments=segments,
             seed=self._state.gradients_seed(self._config.seed, name),
             name=name,
+            asynchronous=False,
         )
-        work.wait()  # FSDP uses the output at once
+        work.wait()  # FSDP uses the output at once, on a GPU on the current stream
         if kind == "PREMUL_SUM":
             output_tensor.mul_(op.__getstate__()[1])
         return None

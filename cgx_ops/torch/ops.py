@@ -9,36 +9,41 @@ Kernels for tensors and for tracing, gradient and checks are C++ (`torch_ops/`).
     quantized_allreduce_(x, ...same...) -> None
     quantized_allreduce_coalesced(xs, ...same...) -> list[Tensor]
 
-`x` is a float32, float16 or bfloat16 tensor of any shape on the CPU; the result has its shape and
-dtype, is contiguous, and holds the same bits on every rank of the group. `bits` is 1 to 8, or 32
-for an exact result; `op` is sum or avg, and at 32 bits also min, max or product; `group_name` names
-a communicator of cgx_ops, "" is the world; a group of the backend "cgx" is one under its own name.
+`x` is a float32, float16 or bfloat16 tensor of any shape, on the CPU or (if cgx_ops is built with
+CUDA) on a GPU; the result has its shape and dtype, is contiguous, and holds the same bits on every
+rank of the group, on a GPU those that the CPU would compute. `bits` is 1 to 8, or 32 for an exact
+result; `op` is sum or avg, and at 32 bits also min, max or product; `group_name` names a
+communicator of cgx_ops, "" is the world; a group of the backend "cgx" is one under its own name.
 The other arguments are those of `cgx_ops.Config`, and `name` identifies a collective that is
 started from several threads. Random rounding ("stochastic", "shift") takes its seed from torch's
 default CPU generator, so `torch.manual_seed` and activation checkpointing cover it; nearest
-rounding draws nothing.
+rounding draws nothing. In a graph, compiled or recorded, the seeds of CUDA tensors come from the
+GPU's default generator, so that every replay has new noise.
 
-The coalesced form sends a list of tensors of one dtype as one message; each has buckets (and a
-minimal_size) of its own, and a result as if it were reduced alone by the algorithm that the whole
-list takes.
+On a GPU a call puts the collective on the current stream and returns, as any kernel. Where ranks'
+GPUs are connected directly it can be recorded (torch.cuda.graph, mode="reduce-overhead").
+
+The coalesced form sends a list of tensors of one dtype and device as one message; each has buckets
+(and a minimal_size) of its own, and a result as if it were reduced alone by the algorithm that the
+whole list takes.
 
 `carrier="c10d"` moves the bytes by torch's own collectives, all_to_all_single and
 all_gather_into_tensor of uint8, with the same bits in the result: `group_name` is then any group of
 torch.distributed ("" the default one) that moves CPU tensors, such as gloo, under any launcher,
-without MPI. Compiled graphs are specialised to sizes. Unlike native calls, ranks that call with
-different arguments are not told: their results differ, or gloo ends the process.
+without MPI; `x` is on the CPU. Compiled graphs are specialised to sizes. Unlike native calls, ranks
+that call with different arguments are not told: their results differ, or gloo ends the process.
 
 The gradient of sum and avg is the same collective on the incoming gradient, quantized alike, with
 noise of its own derived from the forward's seed. min, max and product refuse a tensor that requires
 grad. The in-place form reduces in x's memory where no gradient is recorded.
 
 Raises:
-    TypeError: another dtype, a sparse tensor, another device.
+    TypeError: another dtype, a sparse tensor, another device, a GPU in a build without CUDA.
     ValueError: bits, bucket_size, op, rounding, algorithm or group_name out of range; the text
         names the choices.
     torch.distributed.DistBackendError: ranks that call with different arguments, a peer that died
-        or is late. Under `torch.compile`, refusals while tracing arrive wrapped in torch's own
-        exceptions.
+        or is late. On a GPU that is known late: the result is NaN, and the next call raises. Under
+        `torch.compile`, refusals while tracing arrive wrapped in torch's own exceptions.
 """
 
 from pathlib import Path

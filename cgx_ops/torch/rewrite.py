@@ -44,6 +44,7 @@ import torch.fx
 from cgx_ops import Communicator, Config
 from cgx_ops.errors import InvalidArgument, NotFound
 from cgx_ops.torch import _compat
+from cgx_ops.torch.work import devices
 
 _log = logging.getLogger(__name__)
 
@@ -87,9 +88,13 @@ class Choice:
             return "tensors of several dtypes in one call"
         for dtype in kinds - set(self.dtypes):
             return f"{dtype} is not one of dtypes={list(self.dtypes)}"
-        for device in {value.device.type for value in values}:
-            if not _compat.serves(torch.ops.cgx.quantized_all_reduce_start.default, device):
-                return f"tensors on {device}, which this build does not serve"
+        places = {value.device for value in values}
+        if len(places) > 1:
+            return "tensors on several devices in one call"
+        native = has_communicator(group)
+        for device in {place.type for place in places} - set(devices() if native else ("cpu",)):
+            how = "this build of cgx_ops" if native else "a group of another backend than 'cgx'"
+            return f"tensors on {device}, which {how} does not serve"
         numels = [value.numel() for value in values]
         if not all(isinstance(numel, int) for numel in numels):
             return "a size that is not static; compile with dynamic=False"
@@ -238,7 +243,7 @@ class Rewrite:
         digest = hashlib.sha256(Path(__file__).read_bytes())
         digest.update(Path(_compat.__file__).read_bytes())
         groups = [(name, *where, has_communicator(name)) for name, where in _compat.groups()]
-        return digest.hexdigest(), self._settings, groups
+        return digest.hexdigest(), self._settings, devices(), groups
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Return self: inductor copies its configuration, and the pass in it stays this one."""

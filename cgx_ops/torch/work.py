@@ -3,18 +3,25 @@
 The DDP hook and FSDP's collectives stand on it. Compiled models use the operators of `ops.py`.
 """
 
+import functools
 from collections.abc import Sequence
 from ctypes import addressof
 
 import torch
 import torch.distributed as dist
 
-from cgx_ops import Communicator, Config, Segment, _torch_ops
+from cgx_ops import Communicator, Config, Segment, _native, _torch_ops
 from cgx_ops.call import Call, Op, Verb
 from cgx_ops.errors import InvalidArgument, Unsupported
 
 # cgx_dtype_t
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+@functools.cache
+def devices() -> tuple[str, ...]:
+    """Return the types of device whose tensors the core takes: "cpu", and if built so "cuda"."""
+    return ("cpu", "cuda") if _native.describe()["cuda"]["built"] else ("cpu",)
 
 
 def start(
@@ -29,22 +36,29 @@ def start(
     seed: int | None = None,
     name: str = "",
     timeout: float | None = None,
+    asynchronous: bool = True,
 ) -> dist.Work:
     """Start a collective and return at once; leave the tensors alone until it ends.
+
+    CUDA tensors: it follows what is on the current stream now, on a stream of its own. wait() and
+    the future's callbacks have the then-current stream wait, not the host. What fails later fills
+    the output with NaN, and wait() or the next collective on `comm` raises it.
 
     Args:
         comm: the ranks; all of them call with equal arguments (tensors, seed and timeout apart).
         verb: "allreduce", "reduce_scatter" or "all_gather".
-        input: contiguous, on the CPU; float32, float16 or bfloat16.
-        output: of the same dtype, contiguous. allreduce: as many elements as the input, perhaps the
-            input itself. reduce_scatter: the input holds comm.size blocks of output.numel()
-            elements. all_gather: the reverse.
+        input: contiguous, on the CPU or a CUDA device; float32, float16 or bfloat16.
+        output: of the same dtype and device, contiguous. allreduce: as many elements as the input,
+            perhaps the input itself. reduce_scatter: the input holds comm.size blocks of
+            output.numel() elements. all_gather: the reverse.
         config: how values travel.
         op: "sum" or "avg"; with 32 bits also "min", "max" and "product". Not for all_gather.
         segments: runs of elements (of a block) with their own bits and bucket_size; None: one.
         seed: of this call's noise; None: derived from config.seed and the calls so far.
         name: matches this call with those of other ranks, whatever runs in between.
         timeout: seconds it may take; None: the communicator's.
+        asynchronous: False puts the collective of CUDA tensors on the current stream, where nobody
+            need wait for it. CPU tensors: no difference.
 
     Returns:
         Its Work: wait() raises what it failed with; get_future() holds a list of the output, and
@@ -60,11 +74,13 @@ def start(
                 f"{verb}: {role} is {tensor.dtype}; both must be float32, both float16 or both "
                 "bfloat16"
             )
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        if tensor.device.type not in devices() or tensor.layout != torch.strided:
             raise Unsupported(
                 f"{verb}: {role} is {tensor.layout} on {tensor.device}; it must be a dense tensor "
-                "on the CPU"
+                f"on {'the CPU or a GPU' if 'cuda' in devices() else 'the CPU'}"
             )
+        if tensor.device != input.device:
+            raise InvalidArgument(f"{verb}: input is on {input.device}, output on {output.device}")
         if not tensor.is_contiguous() or tensor.is_neg():
             raise InvalidArgument(
                 f"{verb}: {role} is not contiguous, or a negative view; give {role}.clone()"
@@ -83,4 +99,4 @@ def start(
     collective = call.collective(
         comm.id, comm.next_call(name), DTYPES[input.dtype], *pointers, block
     )
-    return _torch_ops.start(addressof(collective), input, output)
+    return _torch_ops.start(addressof(collective), input, output, asynchronous)

@@ -1,0 +1,489 @@
+"""Rank program: torch.ops.cgx and the backend "cgx" on CUDA tensors; all ranks share the first GPU.
+
+    run_cuda_torch.py CASE ...
+
+Results are compared to the bit: with the CPU's for the same call, seeds and group, or the oracle's.
+Gradients are those of models without sums, which the CPU and the GPU compute alike.
+"""
+
+import datetime
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+import torch_cases as tc
+from cuda_cases import BITS, DTYPES, ROUNDINGS, SIZES
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.fsdp import fully_shard
+from torch.library import opcheck
+from torch.nn.parallel import DistributedDataParallel
+
+from cgx_ops import Config
+from cgx_ops.torch import BackendOptions, backend, compressed, ddp, fsdp
+
+dist: Any = torch.distributed  # its annotations are those of its own internals
+NEAREST = Config(bits=4, bucket_size=64, rounding="nearest")
+NUMEL = 300_000
+BUSY = 200_000_000  # cycles that keep the GPU busy: about a tenth of a second
+WORLD = "0"  # the name of the default group
+
+Case = Callable[[int, int], None]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def allreduce(x: torch.Tensor, bits: int = 4, op: str = "sum", **options: Any) -> torch.Tensor:
+    return tc.allreduce(x, bits, 64, op, options.pop("group_name", WORLD), **options)
+
+
+def everybodys(n: int, numel: int, dtype: torch.dtype = torch.float32, call: int = 0) -> list[Any]:
+    return [tc.values(rank, numel, dtype, call) for rank in range(n)]
+
+
+def same(got: torch.Tensor, want: torch.Tensor, what: object = "") -> None:
+    assert got.is_cuda, what
+    assert tc.same_bits(got.cpu(), want.cpu()), what
+
+
+def as_on_the_cpu(call: Callable[[torch.Tensor], Any], x: torch.Tensor, what: object = "") -> None:
+    """Make a call with CPU and CUDA tensors in turns, with equal seeds; compare the results."""
+    torch.manual_seed(100 + dist.get_rank())
+    want = call(x)
+    torch.manual_seed(100 + dist.get_rank())
+    got = call(x.cuda())
+    if isinstance(want, torch.Tensor):
+        want, got = [want], [got]
+    for a, b in zip(got, want, strict=True):
+        same(a, b, what)
+
+
+def late(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a CPU tensor that the current stream will hold, some time from now."""
+    torch.cuda._sleep(BUSY)
+    return x.pin_memory().to("cuda", non_blocking=True)
+
+
+# ---- The operators -------------------------------------------------------------------------------
+
+
+@case
+def values(r: int, n: int) -> None:
+    for size, bits, name, rounding in itertools.product(SIZES, BITS, DTYPES, ROUNDINGS):
+        for algorithm in ("auto", "one_shot", "sra") if size < 1000 else ("auto",):
+            options: Any = {"rounding": rounding, "algorithm": algorithm}
+            x = tc.values(r, size, getattr(torch, name))
+            call = (size, bits, name, options)
+            as_on_the_cpu(lambda x, b=bits, o=options: allreduce(x, b, **o), x, call)
+    x = tc.values(r, 1000)
+    for op in ("sum", "avg", "min", "max", "product"):
+        as_on_the_cpu(lambda x, op=op: allreduce(x, 32, op), x, op)
+    extras: list[dict[str, Any]] = [{"gather_bits": 8}, {"minimal_size": 1001}]
+    for extra in [*extras, {"skip_incomplete_buckets": True}]:
+        as_on_the_cpu(lambda x, o=extra: allreduce(x, **o), x, extra)
+
+
+@case
+def lists(r: int, n: int) -> None:
+    sizes = [513, 0, 17, 1, 5000, 512, 8]
+
+    def call(flat: torch.Tensor) -> list[torch.Tensor]:
+        return tc.coalesced(list(flat.split(sizes)), 4, 64, "avg", WORLD)
+
+    as_on_the_cpu(call, tc.values(r, sum(sizes)))
+    with pytest.raises(ValueError, match="tensors on cuda:0 and cpu; one message has one device"):
+        tc.coalesced([torch.ones(9).cuda(), torch.ones(9)], group_name=WORLD)
+    if torch.cuda.device_count() > 1:
+        with pytest.raises(ValueError, match="tensors on cuda:0 and cuda:1"):
+            tc.coalesced([torch.ones(9).cuda(0), torch.ones(9).cuda(1)], group_name=WORLD)
+
+
+@case
+def layouts(r: int, n: int) -> None:
+    views: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: x.t(),
+        lambda x: x[::2, 1:],
+        lambda x: x[3, 4],
+        lambda x: x.expand(2, 20, 30),
+    ]
+    for view in views:
+        as_on_the_cpu(lambda x, view=view: allreduce(view(x)), tc.values(r, 600).reshape(20, 30))
+
+
+@case
+def in_place(r: int, n: int) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        address, version = x.data_ptr(), x._version
+        tc.allreduce_(x, 4, 64, "sum", WORLD)
+        assert x.data_ptr() == address
+        assert x._version > version
+        return x
+
+    x = tc.values(r, 600).reshape(20, 30)
+    as_on_the_cpu(lambda x: call(x.clone()), x)
+    as_on_the_cpu(lambda x: call(x.clone().t()), x)
+
+
+@case
+def gradients(r: int, n: int) -> None:
+    upstream = tc.values(r, 5000, call=1)
+
+    def call(x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.clone().requires_grad_()
+        y = allreduce(2 * x)
+        y.backward(upstream.to(x.device))
+        assert x.grad is not None
+        return [y.detach(), x.grad]
+
+    as_on_the_cpu(call, tc.values(r, 5000))
+
+
+@case
+def operators(r: int, n: int) -> None:
+    for options in ({"rounding": "nearest"}, {"bits": 32, "op": "avg"}):
+        for grad in (False, True):
+            x = tc.values(r, 40).cuda().requires_grad_(grad)
+            opcheck(tc.allreduce.default, (x,), {**options, "group_name": WORLD})
+            inner = x * 2 if grad else x
+            opcheck(tc.allreduce_.default, (inner,), {**options, "group_name": WORLD})
+
+
+# ---- Streams -------------------------------------------------------------------------------------
+
+
+@case
+def streams(r: int, n: int) -> None:
+    """A call comes after what was on the current stream before, and before what comes then."""
+    given = tc.values(r, NUMEL)
+    want = allreduce(2 * given, rounding="nearest")
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            x = late(given) * 2
+            y = allreduce(x, rounding="nearest")
+            x.fill_(torch.nan)
+            z = y + 0
+            assert not stream.query(), "the host waited"
+        stream.synchronize()
+        same(z, want, stream)
+
+
+@case
+def works(r: int, n: int) -> None:
+    """Asynchronous calls: streams wait, the host does not; memory is left alone until then."""
+    given = tc.values(r, NUMEL)
+    want = tc.expected(everybodys(n, NUMEL), 32, algorithm="auto")
+
+    x = late(given)
+    work = dist.all_reduce(x, async_op=True)
+    assert not work.is_completed(), "the host waited"
+    with pytest.raises(dist.DistBackendError, match="1 ms given to wait"):
+        work.wait(datetime.timedelta(milliseconds=1))
+    work.wait()
+    same(x + 0, want)
+    assert work.is_completed() and work.exception() is None
+
+    x = late(given)
+    future = dist.all_reduce(x, async_op=True).get_future().then(lambda f: f.value()[0] + 1)
+    same(future.wait() + 0, want + 1)
+
+    # Nobody waits for these, and their memory goes back at once.
+    for _ in range(5):
+        dist.all_reduce(late(given), async_op=True)
+    x = late(given)
+    work = dist.all_reduce(x, async_op=True)
+    alone = torch.cuda.Stream()
+    with torch.cuda.stream(alone):
+        work.wait()
+        y = x + 0
+    del work, x
+    torch.full((NUMEL,), torch.nan, device="cuda")
+    alone.synchronize()
+    same(y, want)
+
+    # As compiled code calls it, and waits on another stream.
+    options = (None, 4, 64, "sum", "nearest", "auto", 0, 0, False, 0, "", 0, WORLD)
+    x = late(given)
+    y = torch.ops.cgx.quantized_all_reduce_start(x, *options)
+    x.fill_(torch.nan)
+    with torch.cuda.stream(alone):
+        z = torch.ops._c10d_functional.wait_tensor(y) + 0
+    alone.synchronize()
+    same(z, allreduce(given, rounding="nearest"))
+
+
+@case
+def recorded(r: int, n: int) -> None:
+    """A recorded graph reduces what is in its memory when it is replayed."""
+    x = torch.zeros(NUMEL, device="cuda")
+    seed = torch.zeros((), dtype=torch.int64, device="cuda")
+    options: Any = (4, 64, "sum", "stochastic", "auto", 0, 0, False, 0, "", 0, WORLD)
+    allreduce(x, rounding="nearest")  # connects
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        nearest = allreduce(x, rounding="nearest")
+        in_turn = torch.ops.cgx.quantized_all_reduce_start(nearest, seed, *options)
+        in_turn = torch.ops._c10d_functional.wait_tensor(in_turn)
+        drawn = allreduce(x)
+        summed = x.clone()
+        dist.all_reduce(summed)
+    noises = []
+    for step in range(4):
+        given = tc.values(r, NUMEL, call=step % 2)
+        x.copy_(given)
+        seed.fill_(step)
+        graph.replay()
+        want = allreduce(given, rounding="nearest")
+        same(nearest, want, step)
+        then = torch.ops.cgx.quantized_all_reduce(want, torch.tensor(step), *options)
+        same(in_turn, then, step)
+        same(summed, tc.expected(everybodys(n, NUMEL, call=step % 2), 32, algorithm="auto"), step)
+        noises.append(drawn.clone())
+        as_on_the_cpu(allreduce, given, "between replays")
+    assert not tc.same_bits(noises[0], noises[2]), "replays draw noise of their own"
+
+
+@case
+def not_recorded(r: int, n: int) -> None:
+    x = torch.ones(NUMEL, device="cuda")
+    allreduce(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.graph(torch.cuda.CUDAGraph())
+    with pytest.raises(TypeError, match="recording a CUDA graph"), graph:
+        allreduce(x, rounding="nearest")
+    as_on_the_cpu(allreduce, tc.values(r, NUMEL))
+
+
+# ---- torch.compile -------------------------------------------------------------------------------
+
+
+def step(x: torch.Tensor, rounding: str = "nearest") -> torch.Tensor:
+    return 2 * allreduce(2 * x.relu(), rounding=rounding)
+
+
+@case
+def compiled(r: int, n: int) -> None:
+    function = torch.compile(step, fullgraph=True)
+    upstream = tc.values(r, 5000, call=1)
+
+    def call(x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.clone().requires_grad_()
+        y = (function if x.is_cuda else step)(x)
+        y.backward(upstream.to(x.device))
+        assert x.grad is not None
+        return [y.detach(), x.grad]
+
+    as_on_the_cpu(call, tc.values(r, 5000))
+    x = tc.values(r, 5000).cuda()
+    results = []
+    for seed in (1, 1, 2):
+        torch.cuda.manual_seed(seed + 10 * r)
+        results.append(function(x, "stochastic"))
+    assert tc.same_bits(results[0], results[1])
+    assert not tc.same_bits(results[0], results[2])
+
+
+@case
+def compiled_and_recorded(r: int, n: int) -> None:
+    function = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+    counters.clear()
+    noises = []
+    for call in range(6):
+        x = tc.values(r, 5000, call=call)
+        torch.compiler.cudagraph_mark_step_begin()
+        same(function(x.cuda()).clone(), step(x), call)
+        torch.compiler.cudagraph_mark_step_begin()
+        noises.append(function(torch.ones_like(x).cuda() * 0.3, "stochastic").clone())
+    assert counters["inductor"]["cudagraph_skips"] == 0, counters["inductor"]
+    assert not tc.same_bits(noises[-1], noises[-2]), "replays draw noise of their own"
+
+
+# ---- The backend ---------------------------------------------------------------------------------
+
+
+@case
+def backend_calls(r: int, n: int) -> None:
+    ops = ["SUM", "AVG", "MIN", "MAX", "PRODUCT"]
+    for name, op, asynchronous in itertools.product(DTYPES, ops, (False, True)):
+        for numel in (0, 1, 513, 70_003):
+            mine = everybodys(n, numel, getattr(torch, name))
+            x = mine[r].cuda()
+            work = dist.all_reduce(x, getattr(dist.ReduceOp, op), async_op=asynchronous)
+            if asynchronous:
+                work.wait()
+            same(x, tc.expected(mine, 32, op=op.lower()), (name, op, numel))
+    a, b = tc.values(r, 1000).cuda(), tc.values(r, 600).cuda().reshape(20, 30).t()
+    dist.all_reduce_coalesced([a, b])
+    with _coalescing_manager():
+        dist.all_reduce(a)
+        dist.all_reduce(b)
+    want = n * tc.expected(everybodys(n, 1000), 32, algorithm="auto")
+    torch.testing.assert_close(a.cpu(), want)  # n equal values are added one by one
+    pair = dist.new_group([0, 1])
+    if r < 2:
+        x, y = tc.values(r, 1000).cuda(), tc.values(r, 1000)
+        dist.all_reduce(x, group=pair)
+        dist.all_reduce(y, group=pair)
+        same(x, y)
+        dist.destroy_process_group(pair)
+
+
+@case
+def what_is_compressed(r: int, n: int) -> None:
+    mine = everybodys(n, 5000)
+    for asynchronous in (False, True):
+        x = mine[r].cuda()
+        with compressed(NEAREST):
+            work = dist.all_reduce(x, async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+        same(x, tc.expected(mine, 4, 64, algorithm="auto"))
+    x = mine[r].cuda()
+    dist.all_reduce(x)
+    same(x, tc.expected(mine, 32, algorithm="auto"))
+
+
+class Scale(nn.Module):
+    """The gradients are the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.ones(64, 30))
+        self.vector = nn.Parameter(torch.ones(513))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.matrix * x, self.vector * y
+
+
+def inputs(rank: int, call: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return tc.values(rank, 64 * 30, call=call).reshape(64, 30), tc.values(rank, 513, call=call)
+
+
+def train(model: nn.Module, rank: int, device: str, call: int = 0) -> list[torch.Tensor]:
+    a, b = model(*(x.to(device) for x in inputs(rank, call)))
+    (a.sum() + b.sum()).backward()
+    return [a.detach(), b.detach()]
+
+
+@case
+def data_parallel(r: int, n: int) -> None:
+    compressing = dist.new_group(backend="cgx", pg_options=BackendOptions(NEAREST))
+
+    def hooked(model: DistributedDataParallel) -> None:
+        state = ddp.QuantizedAllreduceState(config=NEAREST)
+        model.register_comm_hook(state, ddp.quantized_allreduce_hook)
+
+    for what, group, prepare, bits in (
+        ("the hook", None, hooked, 4),
+        ("the backend's own hook", compressing, lambda _: None, 4),
+        ("exact", None, lambda _: None, 32),
+    ):
+        # What is checked and broadcast at the start is not the core's, and gloo has no such calls.
+        model = DistributedDataParallel(Scale().cuda(), process_group=group, init_sync=False)
+        prepare(model)
+        for call in range(3):
+            model.zero_grad()
+            train(model, r, "cuda", call)
+            matrices, vectors = zip(*(inputs(rank, call) for rank in range(n)), strict=True)
+            same(model.module.matrix.grad, tc.expected(matrices, bits, 64, op="avg"), what)
+            same(model.module.vector.grad, tc.expected(vectors, 32, op="avg"), what)
+
+
+@case
+def sharded(r: int, n: int) -> None:
+    """FSDP2 on the GPU does what it does on the CPU."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for device in ("cpu", "cuda"):
+        model: Any = Scale().to(device)
+        fully_shard(model, mesh=init_device_mesh(device, (n,)))
+        fsdp.compress(model, weights=fsdp.WEIGHTS)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        found[device] = []
+        for call in range(3):
+            optimizer.zero_grad()
+            found[device] += train(model, r, device, call)
+            found[device] += [p.grad.to_local().clone() for p in model.parameters()]
+            optimizer.step()
+    for i, (got, want) in enumerate(zip(found["cuda"], found["cpu"], strict=True)):
+        same(got, want, i)
+
+
+# ---- Ranks that fail -----------------------------------------------------------------------------
+
+
+def fails_on_all(group: Any, numel: int) -> str:
+    """Call on a group that is about to fail: the result is NaN; return what the next call says."""
+    x = torch.ones(numel, device="cuda")
+    dist.all_reduce(x, group=group)
+    torch.cuda.synchronize()
+    assert torch.isnan(x).all()
+    with pytest.raises(dist.DistBackendError, match="closed for devices") as raised:
+        dist.all_reduce(x, group=group)
+    work = dist.all_reduce(torch.ones(9, device="cuda"), async_op=True)  # another group's
+    work.wait()
+    return str(raised.value)
+
+
+@case
+def late_rank(r: int, n: int) -> None:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    dist.all_reduce(torch.ones(9, device="cuda"), group=group)
+    if r == 1:
+        time.sleep(6)
+        dist.all_reduce(torch.ones(9, device="cuda"))
+    else:
+        assert "rank 1" in fails_on_all(group, 5000)
+    dist.barrier()
+
+
+@case
+def mismatch(r: int, n: int) -> None:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=20))
+    dist.all_reduce(torch.ones(9, device="cuda"), group=group)
+    fails_on_all(group, 5000 + min(r, 1))
+    dist.barrier()
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def share_the_gpu() -> None:
+    """Have gloo move what is not the core's: NCCL refuses ranks that share a GPU."""
+    dist.is_nccl_available = lambda: False
+    make = backend._inner
+
+    def inner(*arguments: Any) -> dict[str, Any]:
+        made = make(*arguments)
+        return {**made, "cuda": made["cpu"]}
+
+    backend._inner = inner
+
+
+def main() -> None:
+    torch.cuda.set_device(0)
+    tc.forget_compiled_graphs()
+    share_the_gpu()
+    dist.init_process_group("cgx", timeout=datetime.timedelta(seconds=60))
+    for name in sys.argv[1:]:
+        begun = time.monotonic()
+        CASES[name](dist.get_rank(), dist.get_world_size())
+        torch.cuda.synchronize()
+        dist.barrier()
+        print(f"{name}: {time.monotonic() - begun:.2f} s", flush=True)
+    dist.destroy_process_group()
+    print("ok all", flush=True)
+
+
+if __name__ == "__main__":
+    main()

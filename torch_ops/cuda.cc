@@ -1,0 +1,201 @@
+#include "cuda.h"
+
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "status.h"
+
+namespace cgx::torch_ops {
+namespace {
+
+using c10::ivalue::Future;
+
+c10::impl::VirtualGuardImpl cuda() { return c10::impl::VirtualGuardImpl(at::kCUDA); }
+
+// One for each communicator and device: groups must not wait for each other, since ranks may use
+// them in different orders.
+c10::Stream side_stream(int32_t comm, at::Device device) {
+  static std::mutex mutex;
+  static auto* streams = new std::map<std::pair<int32_t, c10::DeviceIndex>, c10::Stream>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto key = std::make_pair(comm, device.index());
+  const auto found = streams->find(key);
+  if (found != streams->end()) return found->second;
+  return streams->emplace(key, cuda().getStreamFromGlobalPool(device)).first->second;
+}
+
+// A collective of no elements has no memory that would tell the device; all ranks leave it out.
+bool empty(const cgx_collective_t& collective) {
+  const cgx_segment_t* const segments = collective.segments;
+  return std::all_of(segments, segments + collective.num_segments,
+                     [](const cgx_segment_t& segment) { return segment.numel == 0; });
+}
+
+void enqueue_on(const c10::Stream& stream, const cgx_collective_t& collective) {
+  if (empty(collective)) return;
+  const c10::DeviceGuard guard(stream.device());
+  cgx_collective_t call = collective;
+  call.device = CGX_CUDA;
+  call.stream = stream.native_handle();
+  check(cgx_enqueue(&call));
+}
+
+// What the communicator's device collectives failed with, as far as is known; null if none did.
+std::exception_ptr failure_of(int32_t comm) {
+  const cgx_status_t status = cgx_comm_check(comm, /*finish=*/0);
+  // Of a group that was destroyed nothing more is known.
+  if (status == CGX_OK || status == CGX_NOT_FOUND) return nullptr;
+  try {
+    check(status);
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+// The memory of a collective on a side stream was allocated for another stream, whose next kernels
+// may get it as soon as it is free. So the Work owns it until somebody waits: what that stream does
+// then comes after the collective. Telling the caching allocator instead (record_stream) would keep
+// every call's memory from being reused until the host sees the end, and forbids reuse inside of
+// CUDA graphs. It is told only where no wait orders the streams: the Work is dropped, or another
+// stream waits.
+class CudaWork final : public c10d::Work {
+ public:
+  CudaWork(Buffers buffers, c10d::OpType type, const char* title, int32_t comm, c10::Stream stream)
+      : c10d::Work(/*rank=*/-1, type, title, std::vector<at::Tensor>{buffers.input}),
+        comm_(comm),
+        stream_(stream),
+        caller_(cuda().getStream(stream.device())),
+        results_(buffers.results.empty() ? std::vector<at::Tensor>{buffers.output}
+                                         : buffers.results),
+        buffers_(std::move(buffers)),
+        end_(at::kCUDA),
+        future_(c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()),
+                                            std::vector<c10::Device>{stream.device()})) {}
+
+  ~CudaWork() override { release(/*ordered=*/false); }
+
+  // The stream is current.
+  void put(const cgx_collective_t& collective) {
+    enqueue_on(stream_, collective);
+    if (buffers_.deliver) buffers_.deliver();
+    end_.record(stream_);
+    future_->markCompleted(c10::IValue(results_));  // for streams: who uses the value waits for it
+    if (recordFunctionEndCallback_) std::exchange(recordFunctionEndCallback_, nullptr)();
+  }
+
+  bool isCompleted() override { return end_.query(); }
+
+  bool isSuccess() const override { return end_.query() && !exception(); }
+
+  std::exception_ptr exception() const override {
+    return failure(end_.query());  // asked first: who has ended has told
+  }
+
+  // Has the current stream wait; with a timeout, the host too. Throws what is known to have failed.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
+    const c10::Stream current = cuda().getStream(stream_.device());
+    end_.block(current);
+    release(/*ordered=*/current == caller_);
+    if (timeout > kNoTimeout) wait_on_host(timeout);
+    if (const std::exception_ptr known = failure(/*ended=*/false)) std::rethrow_exception(known);
+    return true;
+  }
+
+  void synchronize() override { wait(); }
+  std::vector<at::Tensor> result() override { return results_; }
+  c10::intrusive_ptr<Future> getFuture() override { return future_; }
+
+ private:
+  void wait_on_host(std::chrono::milliseconds timeout) const {
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    while (!end_.query()) {
+      if (std::chrono::steady_clock::now() >= deadline) {
+        C10_THROW_ERROR(DistBackendError,
+                        c10::str("cgx: the collective has not ended after the ", timeout.count(),
+                                 " ms given to wait(); it goes on until its own deadline"));
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    if (const std::exception_ptr known = failure(/*ended=*/true)) std::rethrow_exception(known);
+  }
+
+  // Looks once more unless the end was seen before: what fails later is not this collective.
+  std::exception_ptr failure(bool ended) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!settled_) failure_ = failure_of(comm_);
+    settled_ = settled_ || ended || failure_;
+    return failure_;
+  }
+
+  // Gives the memory up; `ordered`: the stream it belongs to waits for the collective.
+  void release(bool ordered) {
+    Buffers buffers;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      buffers = std::exchange(buffers_, Buffers{});
+    }
+    if (ordered || stream_ == caller_) return;
+    std::vector<at::Tensor> used = buffers.results;
+    used.insert(used.end(), {buffers.input, buffers.output, buffers.seeds});
+    for (const at::Tensor& tensor : used) {
+      if (tensor.defined()) cuda().recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
+    }
+  }
+
+  const int32_t comm_;
+  const c10::Stream stream_, caller_;  // where it runs; whose memory it uses
+  const std::vector<at::Tensor> results_;
+  Buffers buffers_;
+  c10::Event end_;
+  const c10::intrusive_ptr<Future> future_;
+  mutable bool settled_ = false;  // failure_ is the last word
+  mutable std::exception_ptr failure_;
+};
+
+}  // namespace
+
+void enqueue(const cgx_collective_t& collective, at::Device device) {
+  enqueue_on(cuda().getStream(device), collective);
+}
+
+c10::intrusive_ptr<c10d::Work> start_cuda(const cgx_collective_t& collective, Buffers buffers,
+                                          c10d::OpType type, bool asynchronous) {
+  const at::Device device = buffers.output.device();
+  const char* title = at::hasCallbacks() ? profile_title(collective) : nullptr;
+  const c10::Stream current = cuda().getStream(device);
+  const c10::Stream stream = asynchronous ? side_stream(collective.comm, device) : current;
+  auto work =
+      c10::make_intrusive<CudaWork>(std::move(buffers), type, title, collective.comm, stream);
+  const c10::StreamGuard guard(stream);
+  if (stream != current) {
+    c10::Event ready(at::kCUDA);
+    ready.record(current);
+    ready.block(stream);
+  }
+  work->put(collective);
+  return work;
+}
+
+bool capturing(at::Device device) {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 12
+  return cuda().getStream(device).is_capturing();
+#else
+  (void)device;
+  return true;
+#endif
+}
+
+}  // namespace cgx::torch_ops
