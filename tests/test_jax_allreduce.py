@@ -540,8 +540,8 @@ def test_devices(pair: list[Communicator]) -> None:
     spread = jax.device_put(x, jax.NamedSharding(mesh, P("d")))
     with pytest.raises(ValueError, match=r"allreduce_q \(.*psum_q in jax\.shard_map"):
         jax.jit(lambda v: allreduce_q(v, pair[0]))(spread)
-    with pytest.raises(NotImplementedError, match="CPU devices only, not on cuda"):
-        jax.jit(lambda v: allreduce_q(v, pair[0])).trace(x).lower(lowering_platforms=("cuda",))
+    with pytest.raises(NotImplementedError, match="CPU and CUDA devices, not on tpu"):
+        jax.jit(lambda v: allreduce_q(v, pair[0])).trace(x).lower(lowering_platforms=("tpu",))
 
 
 def test_a_closed_communicator(pair: list[Communicator]) -> None:

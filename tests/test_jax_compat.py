@@ -190,7 +190,7 @@ def test_effects_in_order() -> None:
 
     def lower(ctx: Any, x: Any) -> Any:
         rule = jax.ffi.ffi_lowering("cgx_test_no_such_target", has_side_effect=True)
-        return _compat.lower_in_order(ctx, ORDER, rule, x)
+        return _compat.lower_in_order(ctx, ORDER, rule, ctx.avals_in, x)
 
     mlir.register_lowering(call_p, lower, platform="cpu")
     twice = jax.jit(lambda x: call_p.bind(call_p.bind(x)))

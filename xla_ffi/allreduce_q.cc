@@ -1,8 +1,10 @@
-// How one execution of allreduce_q goes:
+// How one execution of allreduce_q goes, on a CPU device:
 //
 //   1. Execute, on a thread of XLA: finds the communicator by its name, starts one collective of
 //      all leaves and returns a future. It never waits: other devices may need the thread.
 //   2. The end, on a thread of the core: hands the promise to the pool, whose thread completes it.
+//
+// and on a GPU: Enqueue puts the collective on the stream and returns (see cuda.h).
 //
 // The order of calls is XLA's affair: each call takes the token that the one before it gives, and
 // so starts after that one's end.
@@ -18,65 +20,45 @@
 #include "cgx/cgx.h"
 #include "cgx/completion_pool.h"
 #include "core.h"
+#include "cuda.h"
 #include "launches.h"
-
-namespace cgx::xla {
-
-// The attributes of the custom call.
-struct AllreduceSettings {
-  std::string_view comm, name;
-  int64_t op, algorithm, rounding, gather_bits, intra_bits, skip_incomplete_buckets, minimal_size;
-  int64_t bits, bucket_size;
-};
-
-}  // namespace cgx::xla
-
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    ::cgx::xla::AllreduceSettings, StructMember<std::string_view>("comm"),
-    StructMember<std::string_view>("name"), StructMember<int64_t>("op"),
-    StructMember<int64_t>("algorithm"), StructMember<int64_t>("rounding"),
-    StructMember<int64_t>("gather_bits"), StructMember<int64_t>("intra_bits"),
-    StructMember<int64_t>("skip_incomplete_buckets"), StructMember<int64_t>("minimal_size"),
-    StructMember<int64_t>("bits"), StructMember<int64_t>("bucket_size"));
 
 namespace cgx::xla {
 namespace {
 
-// Of leaves (batch, n), and their seeds (batch, 2).
+std::string Text(const ffi::Dictionary& attributes, std::string_view name) {
+  return std::string(GetAttribute<std::string_view>(attributes, name));
+}
+
+// For error messages.
+std::string Describe(const ffi::Dictionary& attributes) {
+  return "allreduce_q '" + Text(attributes, "name") + "' on '" + Text(attributes, "comm") + "'";
+}
+
+// Of leaves (batch, n), without their seeds, which are the operand behind them.
 std::shared_ptr<Message> MakeMessage(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                                     const AllreduceSettings& settings) {
-  auto collective = make<cgx_collective_t>();
+                                     const ffi::Dictionary& attributes) {
+  cgx_collective_t collective = GetSettings(attributes);
   collective.verb = CGX_ALLREDUCE;
-  collective.op = static_cast<int32_t>(settings.op);
-  collective.algorithm = static_cast<int32_t>(settings.algorithm);
-  collective.rounding = static_cast<int32_t>(settings.rounding);
-  collective.gather_bits = static_cast<int32_t>(settings.gather_bits);
-  collective.intra_bits = static_cast<int32_t>(settings.intra_bits);
-  collective.skip_incomplete_buckets = static_cast<int32_t>(settings.skip_incomplete_buckets);
-  collective.minimal_size = settings.minimal_size;
-  collective.dtype = ToDtype(args.get<ffi::AnyBuffer>(0)->element_type());
+  collective.dtype = ToDtype(GetBuffer<ffi::AnyBuffer>(args, 0).element_type());
   collective.occurrence = -1;  // the order of calls is that of the program
-  auto message = std::make_shared<Message>(collective, std::string(settings.name));
+  auto message = std::make_shared<Message>(collective, Text(attributes, "name"));
+  const auto bits = static_cast<int32_t>(GetAttribute<int64_t>(attributes, "bits"));
+  const auto bucket_size = GetAttribute<int64_t>(attributes, "bucket_size");
   for (size_t i = 0; i < rets.size(); ++i) {
-    const ffi::AnyBuffer values = *args.get<ffi::AnyBuffer>(i);
-    const ffi::AnyBuffer result = **rets.get<ffi::AnyBuffer>(i);
-    const auto seeds = *args.get<ffi::Buffer<ffi::U32>>(rets.size() + i);
-    const int64_t batch = values.dimensions()[0], numel = values.dimensions()[1];
+    const auto values = GetBuffer<ffi::AnyBuffer>(args, i);
+    auto result = GetBuffer<ffi::AnyBuffer>(rets, i);
     message->Add({static_cast<const std::byte*>(values.untyped_data()),
-                  static_cast<std::byte*>(result.untyped_data()), /*error=*/nullptr,
-                  static_cast<int32_t>(settings.bits), batch, numel},
-                 settings.bucket_size);
-    for (int64_t row = 0; row < batch; ++row) {
-      const uint64_t low = seeds.typed_data()[2 * row], high = seeds.typed_data()[2 * row + 1];
-      message->seeds.push_back(static_cast<int64_t>(low | high << 32));
-    }
+                  static_cast<std::byte*>(result->untyped_data()), /*error=*/nullptr, bits,
+                  values.dimensions()[0], values.dimensions()[1]},
+                 bucket_size);
   }
   return message;
 }
 
-int32_t FindCommunicator(const std::string& name) {
+int32_t FindCommunicator(const ffi::Dictionary& attributes) {
   int32_t comm = -1;
-  const cgx_status_t status = cgx_comm_find(name.c_str(), &comm);
+  const cgx_status_t status = cgx_comm_find(Text(attributes, "comm").c_str(), &comm);
   if (status != CGX_OK) {
     throw StatusError(status, std::string(cgx_last_error()) +
                                   ". It was closed after this program had been traced: trace the "
@@ -88,7 +70,7 @@ int32_t FindCommunicator(const std::string& name) {
 // One execution, until its promise is completed.
 struct Execution {
   ffi::Promise promise;
-  std::string where;  // for error messages
+  std::string where = "allreduce_q";  // for error messages
   std::unique_ptr<LaunchedCall> launched;
 };
 
@@ -98,23 +80,24 @@ void Complete(std::shared_ptr<Execution> execution, cgx_status_t status, std::st
     if (status == CGX_OK) {
       execution->promise.SetAvailable();
     } else {
-      execution->promise.SetError(ffi::Error(ToErrorCode(status), execution->where + text));
+      execution->promise.SetError(ffi::Error(ToErrorCode(status), execution->where + ": " + text));
     }
   });
 }
 
-ffi::Future Execute(AllreduceSettings settings, ffi::Token, ffi::RemainingArgs args,
+ffi::Future Execute(ffi::Dictionary attributes, ffi::Token, ffi::RemainingArgs args,
                     ffi::Result<ffi::Token>, ffi::RemainingRets rets, ffi::RunId run) {
-  const std::string comm_name(settings.comm), name(settings.name);
   auto execution = std::make_shared<Execution>();
-  execution->where = "allreduce_q '" + name + "' on '" + comm_name + "': ";
   ffi::Future future(execution->promise);
   try {
-    const int32_t comm = FindCommunicator(comm_name);
-    auto message = MakeMessage(args, rets, settings);
+    execution->where = Describe(attributes);
+    const int32_t comm = FindCommunicator(attributes);
+    auto message = MakeMessage(args, rets, attributes);
+    message->seeds = ReadSeeds(GetBuffer<U32Buffer>(args, rets.size()));
     // Only launches of other threads can overlap this one, on whatever device they are.
     execution->launched = std::make_unique<LaunchedCall>(
-        /*device=*/-1, run.run_id, comm_name + "/" + name, /*named=*/true);
+        /*device=*/-1, run.run_id, Text(attributes, "comm") + "/" + Text(attributes, "name"),
+        /*named=*/true);
     if (execution->launched->alone()) {
       Start(std::move(message), comm, [execution](cgx_status_t status, const std::string& text) {
         Complete(execution, status, text);
@@ -129,15 +112,38 @@ ffi::Future Execute(AllreduceSettings settings, ffi::Token, ffi::RemainingArgs a
   return future;
 }
 
+ffi::Error Enqueue(CUstream_st* stream, ffi::Dictionary attributes, ffi::Token,
+                   ffi::RemainingArgs args, ffi::Result<ffi::Token>, ffi::RemainingRets rets) {
+  std::string where = "allreduce_q";
+  try {
+    where = Describe(attributes);
+    const int32_t comm = FindCommunicator(attributes);
+    EnqueueOn(stream, *MakeMessage(args, rets, attributes), GetBuffer<U32Buffer>(args, rets.size()),
+              comm);
+    return ffi::Error::Success();
+  } catch (const StatusError& error) {
+    return ffi::Error(ToErrorCode(error.status), where + ": " + error.what());
+  }
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(AllreduceQ, Execute,
                               ffi::Ffi::Bind()
-                                  .Attrs<AllreduceSettings>()
+                                  .Attrs()
                                   .Arg<ffi::Token>()
                                   .RemainingArgs()
                                   .Ret<ffi::Token>()
                                   .RemainingRets()
                                   .Ctx<ffi::RunId>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaAllreduceQ, Enqueue,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                                  .Attrs()
+                                  .Arg<ffi::Token>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::Token>()
+                                  .RemainingRets());
 
 }  // namespace cgx::xla

@@ -1,4 +1,4 @@
-// The XLA FFI handler of allreduce_q on CPU.
+// The XLA FFI handlers of allreduce_q, on CPU and on CUDA.
 #ifndef CGX_XLA_FFI_ALLREDUCE_Q_H_
 #define CGX_XLA_FFI_ALLREDUCE_Q_H_
 
@@ -7,6 +7,7 @@
 namespace cgx::xla {
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(AllreduceQ);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaAllreduceQ);
 
 }  // namespace cgx::xla
 

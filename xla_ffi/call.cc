@@ -8,15 +8,6 @@
 namespace cgx::xla {
 namespace {
 
-template <typename T>
-T Get(const ffi::ErrorOr<T>& value) {
-  if (!value) {
-    throw StatusError(CGX_INTERNAL, "the custom call's buffers are not those of this cgx_ops: " +
-                                        value.error().message());
-  }
-  return *value;
-}
-
 // What lives from the start of a message to its end.
 struct InFlight {
   std::shared_ptr<Message> message;
@@ -30,34 +21,35 @@ void Finish(void* context, cgx_status_t status, const char* text) {
 
 }  // namespace
 
-// ---- Call ---------------------------------------------------------------------------------------
+// ---- Operands -----------------------------------------------------------------------------------
 
-Call::Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Site& site,
-           const Site::Place& place)
-    : where_(std::string(site.function()) + " '" + site.name() + "' on rank " +
-             std::to_string(place.rank) + " of " + std::to_string(place.group->members.size())) {
+Operands::Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Site& site,
+                   const Site::Place& place) {
   const size_t count = site.leaves().size();
   const auto ranks = static_cast<int64_t>(place.group->members.size());
   for (size_t i = 0; i < count; ++i) {
     const auto [bits, batch] = site.leaves()[i];
-    const auto values = Get(args.get<ffi::AnyBuffer>(i));
-    auto result = Get(rets.get<ffi::AnyBuffer>(i));
-    const auto seeds = Get(args.get<ffi::Buffer<ffi::U32>>(count + i));
-    dtype_ = ToDtype(values.element_type());
+    const auto values = GetBuffer<ffi::AnyBuffer>(args, i);
+    auto result = GetBuffer<ffi::AnyBuffer>(rets, i);
+    dtype = ToDtype(values.element_type());
     int64_t elements = static_cast<int64_t>(values.element_count());
     if (site.collective().verb == CGX_REDUCE_SCATTER) elements /= ranks;
     std::byte* error = nullptr;
     if (site.returns_errors())
-      error = static_cast<std::byte*>(Get(rets.get<ffi::AnyBuffer>(count + i))->untyped_data());
-    leaves_.push_back({static_cast<const std::byte*>(values.untyped_data()),
-                       static_cast<std::byte*>(result->untyped_data()), error, bits, batch,
-                       elements / batch});
-    for (int64_t row = 0; row < batch; ++row) {
-      const uint64_t low = seeds.typed_data()[2 * row], high = seeds.typed_data()[2 * row + 1];
-      seeds_.push_back(static_cast<int64_t>(low | high << 32));
-    }
+      error = static_cast<std::byte*>(GetBuffer<ffi::AnyBuffer>(rets, count + i)->untyped_data());
+    leaves.push_back({static_cast<const std::byte*>(values.untyped_data()),
+                      static_cast<std::byte*>(result->untyped_data()), error, bits, batch,
+                      elements / batch});
   }
 }
+
+// ---- Call ---------------------------------------------------------------------------------------
+
+Call::Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Site& site,
+           const Site::Place& place)
+    : where_(site.Describe(place)),
+      operands_(args, rets, site, place),
+      seeds_(ReadSeeds(SeedsOf(args, site))) {}
 
 void Call::Complete(cgx_status_t status, const std::string& message) {
   launched_.reset();
@@ -107,7 +99,7 @@ const cgx_collective_t& Message::On(int32_t comm) {
   PickAlgorithm();
   collective.segments = segments_.data();
   collective.num_segments = static_cast<int64_t>(segments_.size());
-  collective.seeds = seeds.data();
+  if (!seeds.empty()) collective.seeds = seeds.data();
   if (!inputs_.empty()) {
     collective.inputs = inputs_.data();
     collective.outputs = outputs_.data();
@@ -131,6 +123,20 @@ void Message::PickAlgorithm() {
   auto plan = make<cgx_plan_t>();
   check(cgx_plan(&one, &plan));
   collective.algorithm = plan.algorithm;
+}
+
+std::shared_ptr<Message> AsRank(const Operands& operands, const Site& site, std::string key) {
+  auto message = std::make_shared<Message>(site, std::move(key), operands.dtype, /*divisor=*/0);
+  if (site.collective().verb == CGX_ALLREDUCE) {
+    for (const Leaf& leaf : operands.leaves) message->Add(leaf, site.bucket_size());
+    return message;
+  }
+  const Leaf& leaf = operands.leaves[0];
+  message->Add(leaf, site.bucket_size(), /*at=*/0);
+  message->collective.input = leaf.values;
+  message->collective.output = leaf.result;
+  message->collective.block_numel = leaf.elements();
+  return message;
 }
 
 void Start(std::shared_ptr<Message> message, int32_t comm, Done done) {

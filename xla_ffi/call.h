@@ -1,5 +1,5 @@
-// One execution of a collective on one device, from Execute to the completed promise, and the
-// message that the core gets of it.
+// One execution of a collective on one device: its buffers, the message that the core gets of them
+// and, on CPU, the call from Execute to the completed promise.
 #ifndef CGX_XLA_FFI_CALL_H_
 #define CGX_XLA_FFI_CALL_H_
 
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cgx/cgx.h"
+#include "core.h"
 #include "launches.h"
 #include "site.h"
 #include "xla/ffi/api/ffi.h"
@@ -27,6 +28,22 @@ struct Leaf {
   int64_t elements() const { return batch * numel; }
 };
 
+// The leaves of a custom call, whose operands are these, then the seeds of all their segments in
+// one, and whose results are theirs, then perhaps their errors.
+struct Operands {
+  // Throws StatusError.
+  Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Site& site,
+           const Site::Place& place);
+
+  int32_t dtype;
+  std::vector<Leaf> leaves;
+};
+
+// (segments, 2): see ReadSeeds.
+inline U32Buffer SeedsOf(const ffi::RemainingArgs& args, const Site& site) {
+  return GetBuffer<U32Buffer>(args, site.leaves().size());
+}
+
 // Copies what it needs of XLA's call frame, which dies when the handler returns; the buffers live
 // until the promise is completed.
 class Call {
@@ -41,17 +58,17 @@ class Call {
   // Once. Resumes XLA's program on this thread, which may block: see completion_pool.h.
   void Complete(cgx_status_t status, const std::string& message);
 
-  int32_t dtype() const { return dtype_; }
-  const std::vector<Leaf>& leaves() const { return leaves_; }
+  int32_t dtype() const { return operands_.dtype; }
+  const std::vector<Leaf>& leaves() const { return operands_.leaves; }
   const std::vector<int64_t>& seeds() const { return seeds_; }  // by segment
+  const Operands& operands() const { return operands_; }
 
  private:
   ffi::Promise promise_;
   std::unique_ptr<LaunchedCall> launched_;
-  std::string where_;  // for error messages
-  int32_t dtype_;
-  std::vector<Leaf> leaves_;
-  std::vector<int64_t> seeds_;
+  const std::string where_;  // for error messages
+  const Operands operands_;
+  const std::vector<int64_t> seeds_;
 };
 
 // A rank's part of a collective as the core takes it, with the lists that it points to.
@@ -81,6 +98,10 @@ class Message {
   std::vector<const void*> inputs_;                 // by segment; empty: in one buffer
   std::vector<void*> outputs_, errors_;
 };
+
+// The message of a device that is a rank of its own: buffers are used where they are. It has no
+// seeds yet.
+std::shared_ptr<Message> AsRank(const Operands& operands, const Site& site, std::string key);
 
 // Starts a message; `done` is called once, on a thread that must not be blocked.
 using Done = std::function<void(cgx_status_t status, const std::string& text)>;

@@ -14,29 +14,8 @@
 
 namespace cgx::xla {
 
-// What the program fixes, the same in all handlers of one psum_q.
-struct CarriedSettings {
-  int64_t op, algorithm, rounding, gather_bits, intra_bits, skip_incomplete_buckets, minimal_size,
-      bucket_size;
-  int64_t size;                   // ranks
-  int64_t divisor;                // of avg
-  ffi::Span<const int64_t> bits;  // of each leaf
-};
-
-}  // namespace cgx::xla
-
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    ::cgx::xla::CarriedSettings, StructMember<int64_t>("op"), StructMember<int64_t>("algorithm"),
-    StructMember<int64_t>("rounding"), StructMember<int64_t>("gather_bits"),
-    StructMember<int64_t>("intra_bits"), StructMember<int64_t>("skip_incomplete_buckets"),
-    StructMember<int64_t>("minimal_size"), StructMember<int64_t>("bucket_size"),
-    StructMember<int64_t>("size"), StructMember<int64_t>("divisor"),
-    StructMember<Span<const int64_t>>("bits"));
-
-namespace cgx::xla {
 namespace {
 
-using U32Buffer = ffi::Buffer<ffi::U32>;
 using U8Buffer = ffi::Buffer<ffi::U8>;
 
 // ---- one call of cgx.h --------------------------------------------------------------------------
@@ -47,31 +26,19 @@ void Require(bool expected, const char* what) {
                     std::string("the ") + what + " of a custom call are not those of this cgx_ops");
 }
 
-template <typename Buffer, typename Buffers>
-auto GetBuffer(const Buffers& buffers, size_t index) {
-  auto buffer = buffers.template get<Buffer>(index);
-  Require(buffer.has_value(), "buffers");
-  return *buffer;
-}
-
 // A call, with the lists that it points to. A leaf is (examples, elements): each example of a vmap
 // is a segment.
 class CarriedCall {
  public:
-  CarriedCall(const CarriedSettings& settings, const U32Buffer& rank)
-      : settings_(settings),
-        collective_(make<cgx_collective_t>()),
+  CarriedCall(const ffi::Dictionary& attributes, const U32Buffer& rank)
+      : bits_(GetList(attributes, "bits")),
+        bucket_size_(GetAttribute<int64_t>(attributes, "bucket_size")),
+        collective_(GetSettings(attributes)),
         carried_(make<cgx_carried_t>()) {
     collective_.verb = CGX_ALLREDUCE;
-    collective_.op = static_cast<int32_t>(settings.op);
-    collective_.algorithm = static_cast<int32_t>(settings.algorithm);
-    collective_.rounding = static_cast<int32_t>(settings.rounding);
-    collective_.gather_bits = static_cast<int32_t>(settings.gather_bits);
-    collective_.skip_incomplete_buckets = static_cast<int32_t>(settings.skip_incomplete_buckets);
-    collective_.minimal_size = settings.minimal_size;
-    collective_.divisor = settings.divisor;
+    collective_.divisor = GetAttribute<int64_t>(attributes, "divisor");
     carried_.rank = static_cast<int32_t>(*rank.typed_data());
-    carried_.size = static_cast<int32_t>(settings.size);
+    carried_.size = static_cast<int32_t>(GetAttribute<int64_t>(attributes, "size"));
     carried_.call = &collective_;
   }
   CarriedCall(const CarriedCall&) = delete;
@@ -80,14 +47,11 @@ class CarriedCall {
   void SetInputs(const ffi::RemainingArgs& leaves, const U32Buffer& seeds) {
     for (size_t i = 0; i < NumLeaves(); ++i) {
       const auto leaf = GetBuffer<ffi::AnyBuffer>(leaves, i);
-      AddSegments(leaf, settings_.bits[i]);
+      AddSegments(leaf, bits_[i]);
       AddPointers(leaf, values_);
     }
-    Require(seeds.element_count() == 2 * segments_.size(), "seeds");
-    for (size_t i = 0; i < segments_.size(); ++i) {
-      const uint64_t low = seeds.typed_data()[2 * i], high = seeds.typed_data()[2 * i + 1];
-      seeds_.push_back(static_cast<int64_t>(low | high << 32));
-    }
+    seeds_ = ReadSeeds(seeds);
+    Require(seeds_.size() == segments_.size(), "seeds");
     collective_.inputs = values_.data();
     collective_.seeds = seeds_.data();
     Plan();
@@ -96,7 +60,7 @@ class CarriedCall {
   void SetOutputs(const ffi::RemainingRets& results) {
     for (size_t i = 0; i < NumLeaves(); ++i) {
       const ffi::AnyBuffer result = *GetBuffer<ffi::AnyBuffer>(results, i);
-      AddSegments(result, settings_.bits[i]);
+      AddSegments(result, bits_[i]);
       AddPointers(result, values_);
     }
     collective_.outputs = values_.data();
@@ -123,14 +87,13 @@ class CarriedCall {
   const std::vector<int64_t>& gather_bytes() const { return gather_bytes_; }
 
  private:
-  size_t NumLeaves() const { return settings_.bits.size(); }
+  size_t NumLeaves() const { return bits_.size(); }
 
   void AddSegments(const ffi::AnyBuffer& leaf, int64_t bits) {
     Require(leaf.dimensions().size() == 2, "leaves");
     collective_.dtype = ToDtype(leaf.element_type());
-    segments_.resize(
-        segments_.size() + leaf.dimensions()[0],
-        {0, leaf.dimensions()[1], settings_.bucket_size, static_cast<int32_t>(bits), 0});
+    segments_.resize(segments_.size() + leaf.dimensions()[0],
+                     {0, leaf.dimensions()[1], bucket_size_, static_cast<int32_t>(bits), 0});
     collective_.segments = segments_.data();
     collective_.num_segments = static_cast<int64_t>(segments_.size());
   }
@@ -148,7 +111,8 @@ class CarriedCall {
                            gather_bytes_.data()));
   }
 
-  const CarriedSettings& settings_;
+  const std::vector<int64_t> bits_;  // of each leaf
+  const int64_t bucket_size_;
   cgx_collective_t collective_;
   cgx_carried_t carried_;
   std::vector<cgx_segment_t> segments_;
@@ -213,9 +177,9 @@ void Round(ffi::Buffer<ffi::F32> values, ffi::Result<ffi::AnyBuffer> rounded) {
                     rounded->untyped_data(), static_cast<int64_t>(values.element_count())));
 }
 
-void Encode(CarriedSettings settings, U32Buffer rank, U32Buffer seeds, ffi::RemainingArgs leaves,
+void Encode(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds, ffi::RemainingArgs leaves,
             ffi::Result<U8Buffer> messages, ffi::RemainingRets errors) {
-  CarriedCall call(settings, rank);
+  CarriedCall call(attributes, rank);
   call.SetInputs(leaves, seeds);
   call.SetErrors(errors);
   std::vector<int64_t> bytes;  // of each row
@@ -232,10 +196,10 @@ void Encode(CarriedSettings settings, U32Buffer rank, U32Buffer seeds, ffi::Rema
 
 // The errors, which come behind the leaves, are those that Encode has written: where they are, this
 // adds those of the sums that this rank encodes.
-void Reduce(CarriedSettings settings, U32Buffer rank, U32Buffer seeds, U8Buffer arrived,
+void Reduce(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds, U8Buffer arrived,
             ffi::RemainingArgs leaves_and_errors, ffi::Result<U8Buffer> message,
             ffi::RemainingRets errors) {
-  CarriedCall call(settings, rank);
+  CarriedCall call(attributes, rank);
   call.SetInputs(leaves_and_errors, seeds);
   call.SetErrors(errors);
   const int64_t arrived_length = RowLength(arrived, call.size(), call.scatter_bytes());
@@ -247,9 +211,9 @@ void Reduce(CarriedSettings settings, U32Buffer rank, U32Buffer seeds, U8Buffer 
   std::memset(Bytes(*message) + bytes, 0, length - bytes);
 }
 
-void Decode(CarriedSettings settings, U32Buffer rank, U8Buffer gathered,
+void Decode(ffi::Dictionary attributes, U32Buffer rank, U8Buffer gathered,
             ffi::RemainingRets results) {
-  CarriedCall call(settings, rank);
+  CarriedCall call(attributes, rank);
   call.SetOutputs(results);
   check(cgx_carried_decode(call.get(), gathered.typed_data(),
                            RowLength(gathered, call.size(), call.gather_bytes())));
@@ -281,7 +245,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedRound, Handler(&Round),
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedEncode, Handler(&Encode),
                               ffi::Ffi::Bind()
-                                  .Attrs<CarriedSettings>()
+                                  .Attrs()
                                   .Arg<U32Buffer>()
                                   .Arg<U32Buffer>()
                                   .RemainingArgs()
@@ -290,7 +254,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedEncode, Handler(&Encode),
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedReduce, Handler(&Reduce),
                               ffi::Ffi::Bind()
-                                  .Attrs<CarriedSettings>()
+                                  .Attrs()
                                   .Arg<U32Buffer>()
                                   .Arg<U32Buffer>()
                                   .Arg<U8Buffer>()
@@ -300,6 +264,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedReduce, Handler(&Reduce),
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     CarriedDecode, Handler(&Decode),
-    ffi::Ffi::Bind().Attrs<CarriedSettings>().Arg<U32Buffer>().Arg<U8Buffer>().RemainingRets());
+    ffi::Ffi::Bind().Attrs().Arg<U32Buffer>().Arg<U8Buffer>().RemainingRets());
 
 }  // namespace cgx::xla

@@ -38,19 +38,10 @@ struct Execution {
   Site& site;
 };
 
-// The message of a device that is a rank of its own: buffers are used where they are.
+// The same, with its seeds.
 std::shared_ptr<Message> AsRank(const Call& call, const Site& site, std::string key) {
-  auto message = std::make_shared<Message>(site, std::move(key), call.dtype(), /*divisor=*/0);
+  auto message = AsRank(call.operands(), site, std::move(key));
   message->seeds = call.seeds();
-  if (site.collective().verb == CGX_ALLREDUCE) {
-    for (const Leaf& leaf : call.leaves()) message->Add(leaf, site.bucket_size());
-    return message;
-  }
-  const Leaf& leaf = call.leaves()[0];
-  message->Add(leaf, site.bucket_size(), /*at=*/0);
-  message->collective.input = leaf.values;
-  message->collective.output = leaf.result;
-  message->collective.block_numel = leaf.elements();
   return message;
 }
 
@@ -60,8 +51,8 @@ void StartAmongDevices(std::shared_ptr<Call> call, const Execution& execution) {
       AsRank(*call, site, std::to_string(site.serial()) + "@" + std::to_string(execution.run));
   message->collective.occurrence = site.NextOccurrence(execution.run, execution.partition);
   message->collective.timeout_s = local_timeout_s;
-  const int32_t comm = LocalCommunicator(execution.place.group->members, execution.place.rank,
-                                         execution.run, local_timeout_s);
+  const int32_t comm = LocalCommunicator("jax-local", execution.place.group->members,
+                                         execution.place.rank, execution.run, local_timeout_s);
   Start(std::move(message), comm,
         [call](cgx_status_t status, const std::string& text) { CompleteSoon(call, status, text); });
 }
@@ -109,14 +100,6 @@ void StartCall(const std::shared_ptr<Call>& call, const Execution& execution) {
   start(call, execution, alone);
 }
 
-ffi::ErrorOr<std::unique_ptr<Site>> Instantiate(ffi::Dictionary attributes) {
-  try {
-    return std::make_unique<Site>(attributes);
-  } catch (const StatusError& error) {
-    return ffi::Unexpected(ffi::Error(ToErrorCode(error.status), error.what()));
-  }
-}
-
 ffi::Future Failed(const StatusError& error) {
   ffi::Promise promise;
   ffi::Future future(promise);
@@ -128,9 +111,7 @@ ffi::Future Execute(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dicti
                     ffi::RunId run, int32_t device, Site* site) {
   std::shared_ptr<Call> call;
   try {
-    const auto last = args.get<ffi::Buffer<ffi::U32>>(args.size() - 1);
-    if (!last) throw StatusError(CGX_INTERNAL, "the custom call has no partition id");
-    const int64_t partition = *last->typed_data();
+    const int64_t partition = *GetBuffer<U32Buffer>(args, args.size() - 1).typed_data();
     const Site::Place place = site->Find(partition);
     call = std::make_shared<Call>(args, rets, *site, place);
     ffi::Future future = call->future();
@@ -149,7 +130,7 @@ ffi::Future Execute(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dicti
 
 void SetLocalTimeout(double seconds) { local_timeout_s = seconds; }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CollectiveInstantiate, Instantiate,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CollectiveInstantiate, MakeSite<Site>,
                               ffi::Ffi::BindInstantiate().Attrs());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CollectiveExecute, Execute,

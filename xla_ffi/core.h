@@ -1,6 +1,11 @@
-// What XLA's types and errors are called in the core, for all handlers.
+// What XLA's types, errors, attributes and seeds are in the core, for all handlers.
 #ifndef CGX_XLA_FFI_CORE_H_
 #define CGX_XLA_FFI_CORE_H_
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include "cgx/cgx.h"
 #include "xla/ffi/api/ffi.h"
@@ -49,6 +54,63 @@ inline cgx_dtype_t ToDtype(ffi::DataType type) {
 }
 
 inline int64_t SizeOf(int32_t dtype) { return dtype == CGX_FLOAT32 ? 4 : 2; }
+
+// Of a custom call. Throws StatusError if it is missing or has another type.
+template <typename T>
+T GetAttribute(const ffi::Dictionary& attributes, std::string_view name) {
+  ffi::ErrorOr<T> value = attributes.get<T>(name);
+  if (!value) {
+    throw StatusError(CGX_INTERNAL, "the custom call has no attribute '" + std::string(name) +
+                                        "' of the right type: " + value.error().message() +
+                                        ". Was it lowered by another version of cgx_ops?");
+  }
+  return *value;
+}
+
+// A list of int64.
+inline std::vector<int64_t> GetList(const ffi::Dictionary& attributes, std::string_view name) {
+  const auto span = GetAttribute<ffi::Span<const int64_t>>(attributes, name);
+  return {span.begin(), span.end()};
+}
+
+// The settings that all custom calls have (knob_attributes of cgx_ops/jax/_calls.py).
+inline cgx_collective_t GetSettings(const ffi::Dictionary& attributes) {
+  const auto number = [&](std::string_view name) {
+    return static_cast<int32_t>(GetAttribute<int64_t>(attributes, name));
+  };
+  auto collective = make<cgx_collective_t>();
+  collective.op = number("op");
+  collective.algorithm = number("algorithm");
+  collective.rounding = number("rounding");
+  collective.gather_bits = number("gather_bits");
+  collective.intra_bits = number("intra_bits");
+  collective.skip_incomplete_buckets = number("skip_incomplete_buckets");
+  collective.minimal_size = GetAttribute<int64_t>(attributes, "minimal_size");
+  return collective;
+}
+
+// The buffer at `index` of a custom call's operands or results.
+template <typename Buffer, typename Buffers>
+auto GetBuffer(const Buffers& buffers, size_t index) {
+  const auto buffer = buffers.template get<Buffer>(index);
+  if (!buffer) {
+    throw StatusError(CGX_INTERNAL, "the custom call's buffers are not those of this cgx_ops: " +
+                                        buffer.error().message());
+  }
+  return *buffer;
+}
+
+using U32Buffer = ffi::Buffer<ffi::U32>;
+
+// Seeds of segments: rows (low half, high half), each a little-endian int64.
+inline std::vector<int64_t> ReadSeeds(const U32Buffer& rows) {
+  std::vector<int64_t> seeds(rows.element_count() / 2);
+  for (size_t row = 0; row < seeds.size(); ++row) {
+    const uint64_t low = rows.typed_data()[2 * row], high = rows.typed_data()[2 * row + 1];
+    seeds[row] = static_cast<int64_t>(low | high << 32);
+  }
+  return seeds;
+}
 
 }  // namespace cgx::xla
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -21,22 +23,29 @@ std::string Join(const std::vector<T>& values) {
   return text;
 }
 
+constexpr const char* kCuda = "jax-cuda";
+
 // ---- devices of one process ---------------------------------------------------------------------
 
 struct LocalGroup {
   std::mutex mutex;
   std::vector<int32_t> comms;  // by rank; empty before the first use
+  bool abandoned = false;      // comms are
   int64_t generation = 0;
   RecentRuns<std::vector<int32_t>> runs;  // the communicators that a run began with
 };
 
-LocalGroup& FindLocalGroup(const std::vector<int64_t>& members) {
+LocalGroup& FindLocalGroup(const std::string& name) {
   static auto* mutex = new std::mutex;
-  static auto* groups = new std::map<std::vector<int64_t>, std::unique_ptr<LocalGroup>>;
+  static auto* groups = new std::map<std::string, std::unique_ptr<LocalGroup>>;
   std::lock_guard lock(*mutex);
-  std::unique_ptr<LocalGroup>& group = (*groups)[members];
+  std::unique_ptr<LocalGroup>& group = (*groups)[name];
   if (!group) group = std::make_unique<LocalGroup>();
   return *group;
+}
+
+std::string NameOf(const std::string& kind, const std::vector<int64_t>& members) {
+  return kind + ":" + Join(members);
 }
 
 bool IsClosed(int32_t comm) {
@@ -50,7 +59,8 @@ std::atomic<int32_t> world_of_processes{-1};  // cgx_init's
 
 class ProcessGroup {
  public:
-  explicit ProcessGroup(std::vector<int32_t> processes) : processes_(std::move(processes)) {}
+  ProcessGroup(std::string name, std::vector<int32_t> processes)
+      : name_(std::move(name)), processes_(std::move(processes)) {}
 
   void Use(UseCommunicator use) {
     std::lock_guard lock(mutex_);
@@ -74,10 +84,9 @@ class ProcessGroup {
     int32_t world = world_of_processes;
     if (world < 0) outcome.status = cgx_init(&world);
     if (outcome.status == CGX_OK) {
-      std::string name = "jax:" + Join(processes_);
       outcome.status =
           cgx_comm_group(world, processes_.data(), static_cast<int32_t>(processes_.size()),
-                         name.c_str(), &outcome.comm);
+                         name_.c_str(), &outcome.comm);
     }
     if (outcome.status != CGX_OK) {
       outcome.message = std::string("no communicator for the processes ") + Join(processes_) +
@@ -90,24 +99,37 @@ class ProcessGroup {
     waiting_.clear();
   }
 
+  const std::string name_;
   const std::vector<int32_t> processes_;
   std::mutex mutex_;
   std::optional<Outcome> outcome_;
   std::vector<UseCommunicator> waiting_;
 };
 
+ProcessGroup& FindProcessGroup(const std::string& name, const std::vector<int32_t>& processes) {
+  static auto* mutex = new std::mutex;
+  static auto* groups = new std::map<std::string, std::unique_ptr<ProcessGroup>>;
+  std::lock_guard lock(*mutex);
+  std::unique_ptr<ProcessGroup>& group = (*groups)[name];
+  if (!group) group = std::make_unique<ProcessGroup>(name, processes);
+  return *group;
+}
+
 }  // namespace
 
 void SetWorld(int32_t comm) { world_of_processes = comm; }
 
-int32_t LocalCommunicator(const std::vector<int64_t>& members, int64_t rank, int64_t run,
-                          double timeout_s) {
-  LocalGroup& group = FindLocalGroup(members);
+int32_t LocalCommunicator(const std::string& kind, const std::vector<int64_t>& members,
+                          int64_t rank, int64_t run, double timeout_s) {
+  const std::string name = NameOf(kind, members);
+  LocalGroup& group = FindLocalGroup(name);
   std::lock_guard lock(group.mutex);
   if (std::vector<int32_t>* comms = group.runs.Find(run)) return comms->at(rank);
-  if (group.comms.empty() || std::any_of(group.comms.begin(), group.comms.end(), IsClosed)) {
+  if (group.comms.empty() || group.abandoned ||
+      std::any_of(group.comms.begin(), group.comms.end(), IsClosed)) {
     std::vector<int32_t> old = std::move(group.comms);
     group.comms.clear();
+    group.abandoned = false;
     // Closing waits until peers have read their messages, so it must not happen here.
     if (!old.empty()) {
       CompletionPool::get().run([old] {
@@ -115,25 +137,40 @@ int32_t LocalCommunicator(const std::vector<int64_t>& members, int64_t rank, int
       });
     }
     std::vector<int32_t> comms(members.size());
-    std::string name = "jax-local:" + Join(members) + ":" + std::to_string(group.generation++);
-    check(cgx_comm_create_local(static_cast<int32_t>(members.size()), name.c_str(), timeout_s,
-                                comms.data()));
+    check(cgx_comm_create_local(static_cast<int32_t>(members.size()),
+                                (name + ":" + std::to_string(group.generation++)).c_str(),
+                                timeout_s, comms.data()));
     group.comms = std::move(comms);
   }
   return group.runs.Add(run, group.comms)->at(rank);
 }
 
 void WithProcessCommunicator(const std::vector<int32_t>& processes, UseCommunicator use) {
-  static auto* mutex = new std::mutex;
-  static auto* groups = new std::map<std::vector<int32_t>, std::unique_ptr<ProcessGroup>>;
-  ProcessGroup* group;
-  {
-    std::lock_guard lock(*mutex);
-    std::unique_ptr<ProcessGroup>& entry = (*groups)[processes];
-    if (!entry) entry = std::make_unique<ProcessGroup>(processes);
-    group = entry.get();
-  }
-  group->Use(std::move(use));
+  FindProcessGroup("jax:" + Join(processes), processes).Use(std::move(use));
+}
+
+// ---- GPUs ---------------------------------------------------------------------------------------
+
+int32_t CudaCommunicator(const CudaGroup& group, int64_t rank, int64_t run) {
+  if (group.processes.empty())
+    return LocalCommunicator(kCuda, group.devices, rank, run, /*timeout_s=*/0);
+  auto made = std::make_shared<std::promise<int32_t>>();
+  FindProcessGroup(NameOf(kCuda, group.devices), group.processes)
+      .Use([made](int32_t comm, cgx_status_t status, const std::string& message) {
+        if (status == CGX_OK) return made->set_value(comm);
+        made->set_exception(std::make_exception_ptr(StatusError(status, message)));
+      });
+  return made->get_future().get();
+}
+
+void Abandon(const CudaGroup& group, int64_t rank, int64_t run) {
+  if (!group.processes.empty()) return;
+  LocalGroup& local = FindLocalGroup(NameOf(kCuda, group.devices));
+  std::lock_guard lock(local.mutex);
+  const std::vector<int32_t>* comms = local.runs.Find(run);
+  if (comms == nullptr || *comms != local.comms) return;
+  local.abandoned = true;
+  CompletionPool::get().run([comm = comms->at(rank)] { cgx_comm_close(comm); });
 }
 
 void Refuse(const std::vector<int32_t>& processes, const std::string& name, cgx_status_t refusal,

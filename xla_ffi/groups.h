@@ -2,8 +2,9 @@
 //
 //   LocalCommunicator          all devices of the group are in this process
 //   WithProcessCommunicator    the group is in several processes
+//   CudaCommunicator           either, on GPUs
 //
-// Both are made at the group's first use and kept. They, and the world that they are made from, are
+// All are made at the group's first use and kept. They, and the world that they are made from, are
 // the only state of the binding besides the call sites.
 #ifndef CGX_XLA_FFI_GROUPS_H_
 #define CGX_XLA_FFI_GROUPS_H_
@@ -21,12 +22,12 @@ namespace cgx::xla {
 // cgx_init's world.
 void SetWorld(int32_t comm);
 
-// Returns the communicator of rank `rank` in the group of the given partitions, for one run of one
-// program. A group whose communicator was closed by a failure gets a new one for runs that have not
-// used it yet; late devices of the failed run still get the closed one, so that they fail at once
-// and cannot disturb the next run. Throws StatusError.
-int32_t LocalCommunicator(const std::vector<int64_t>& members, int64_t rank, int64_t run,
-                          double timeout_s);
+// Returns the communicator of rank `rank` in the group of the given members, for one run of one
+// program. `kind` and members name the group. A group whose communicator was closed by a failure
+// gets a new one for runs that have not used it yet; late devices of the failed run still get the
+// closed one, so that they fail at once and cannot disturb the next run. Throws StatusError.
+int32_t LocalCommunicator(const std::string& kind, const std::vector<int64_t>& members,
+                          int64_t rank, int64_t run, double timeout_s);
 
 // Receives a communicator, or the reason why there is none.
 using UseCommunicator =
@@ -36,6 +37,21 @@ using UseCommunicator =
 // world. Never blocks: making a communicator waits for the other processes, so at first `use` is
 // called later and on another thread. Uses of one group are called in the order of these calls.
 void WithProcessCommunicator(const std::vector<int32_t>& processes, UseCommunicator use);
+
+// GPUs that reduce together, by rank. Each rank of their communicator keeps to its GPU.
+struct CudaGroup {
+  std::vector<int64_t> devices;    // ids
+  std::vector<int32_t> processes;  // empty: all are in this one
+};
+
+// Returns the communicator of rank `rank`. Waits for the other processes if it is the first of the
+// group, in bounded time. Throws StatusError.
+int32_t CudaCommunicator(const CudaGroup& group, int64_t rank, int64_t run);
+
+// Has the run's other devices in this process fail, since this one has: XLA aborts a process whose
+// devices don't follow within 10 s. Runs that come later get a new communicator. Nothing is to be
+// done for devices in other processes: they wait no longer than the deadline.
+void Abandon(const CudaGroup& group, int64_t rank, int64_t run);
 
 // Tells the other processes that this one takes no part in its next collective of that name.
 void Refuse(const std::vector<int32_t>& processes, const std::string& name, cgx_status_t status,

@@ -1,14 +1,31 @@
 // The Python module cgx_ops._xla_ffi: what cgx_ops.jax needs to register the handlers with XLA.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 
 #include "allreduce_q.h"
 #include "carried.h"
 #include "cgx/cgx.h"
 #include "collective.h"
+#include "cuda.h"
 #include "groups.h"
 #include "site.h"
 
 namespace nb = nanobind;
+namespace ffi = cgx::xla::ffi;
+
+namespace {
+
+// What XLA must know of a handler's state.
+template <typename T>
+nb::dict StateType() {
+  static ffi::TypeInfo info = ffi::MakeTypeInfo<T>();
+  nb::dict type;
+  type["type_id"] = nb::capsule(&T::id);
+  type["type_info"] = nb::capsule(&info);
+  return type;
+}
+
+}  // namespace
 
 NB_MODULE(_xla_ffi, module) {
   using namespace cgx::xla;  // NOLINT: the whole module is about it
@@ -18,6 +35,12 @@ NB_MODULE(_xla_ffi, module) {
     nb::dict stages;
     stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(&CollectiveInstantiate));
     stages["execute"] = nb::capsule(reinterpret_cast<void*>(&CollectiveExecute));
+    return stages;
+  });
+  module.def("cuda_collective_handlers", [] {
+    nb::dict stages;
+    stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(&CudaCollectiveInstantiate));
+    stages["execute"] = nb::capsule(reinterpret_cast<void*>(&CudaCollectiveExecute));
     return stages;
   });
   module.def("carried_handlers", [] {
@@ -31,16 +54,14 @@ NB_MODULE(_xla_ffi, module) {
   });
   module.def("allreduce_q_handler",
              [] { return nb::capsule(reinterpret_cast<void*>(&AllreduceQ)); });
-  module.def("site_type", [] {
-    static ffi::TypeInfo info = ffi::MakeTypeInfo<Site>();
-    nb::dict type;
-    type["type_id"] = nb::capsule(&Site::id);
-    type["type_info"] = nb::capsule(&info);
-    return type;
-  });
+  module.def("cuda_allreduce_q_handler",
+             [] { return nb::capsule(reinterpret_cast<void*>(&CudaAllreduceQ)); });
+  module.def("site_type", &StateType<Site>);
+  module.def("cuda_site_type", &StateType<CudaSite>);
   module.def("compilation_begins", &CompilationBegins);
   module.def("compilation_ends", &CompilationEnds);
   module.def("set_local_timeout", &SetLocalTimeout, nb::arg("seconds"));
+  module.def("set_cuda_devices", &SetCudaDevices, nb::arg("ids"));
   module.def("set_world", &SetWorld, nb::arg("comm"));
   module.def("version", [] { return cgx_version(); });
 }

@@ -41,22 +41,6 @@ class InstanceCounter {
   int64_t compilations_ = 0;  // under way
 };
 
-template <typename T>
-T Get(const ffi::Dictionary& attributes, std::string_view name) {
-  ffi::ErrorOr<T> value = attributes.get<T>(name);
-  if (!value) {
-    throw StatusError(CGX_INTERNAL, "the custom call has no attribute '" + std::string(name) +
-                                        "' of the right type: " + value.error().message() +
-                                        ". Was it lowered by another version of cgx_ops?");
-  }
-  return *value;
-}
-
-std::vector<int64_t> GetList(const ffi::Dictionary& attributes, std::string_view name) {
-  auto span = Get<ffi::Span<const int64_t>>(attributes, name);
-  return {span.begin(), span.end()};
-}
-
 // The groups, each with the processes of its members; `processes` is by partition, or empty.
 std::vector<Group> MakeGroups(const std::vector<int64_t>& partitions, int64_t group_size,
                               const std::vector<int64_t>& processes) {
@@ -86,33 +70,25 @@ std::vector<Group> MakeGroups(const std::vector<int64_t>& partitions, int64_t gr
 }  // namespace
 
 ffi::TypeId Site::id = {};
+ffi::TypeId CudaSite::id = {};
 
 Site::Site(const ffi::Dictionary& attributes)
-    : bucket_size_(Get<int64_t>(attributes, "bucket_size")),
-      named_(Get<int64_t>(attributes, "named") != 0),
-      returns_errors_(Get<int64_t>(attributes, "errors") != 0),
-      collective_(make<cgx_collective_t>()),
+    : bucket_size_(GetAttribute<int64_t>(attributes, "bucket_size")),
+      named_(GetAttribute<int64_t>(attributes, "named") != 0),
+      returns_errors_(GetAttribute<int64_t>(attributes, "errors") != 0),
+      collective_(GetSettings(attributes)),
       serial_(next_serial++) {
   std::vector<int64_t> processes;
   if (attributes.contains("processes")) processes = GetList(attributes, "processes");
-  groups_ =
-      MakeGroups(GetList(attributes, "groups"), Get<int64_t>(attributes, "group_size"), processes);
+  if (attributes.contains("devices")) devices_ = GetList(attributes, "devices");
+  groups_ = MakeGroups(GetList(attributes, "groups"),
+                       GetAttribute<int64_t>(attributes, "group_size"), processes);
   const std::vector<int64_t> bits = GetList(attributes, "bits");
   const std::vector<int64_t> batches = GetList(attributes, "batches");
   for (size_t leaf = 0; leaf < bits.size(); ++leaf)
     leaves_.push_back({static_cast<int32_t>(bits[leaf]), batches.at(leaf)});
-  auto number = [&](std::string_view name) {
-    return static_cast<int32_t>(Get<int64_t>(attributes, name));
-  };
-  collective_.verb = number("verb");
-  collective_.op = number("op");
-  collective_.algorithm = number("algorithm");
-  collective_.rounding = number("rounding");
-  collective_.gather_bits = number("gather_bits");
-  collective_.intra_bits = number("intra_bits");
-  collective_.skip_incomplete_buckets = number("skip_incomplete_buckets");
-  collective_.minimal_size = Get<int64_t>(attributes, "minimal_size");
-  std::string call(Get<std::string_view>(attributes, "call"));
+  collective_.verb = static_cast<int32_t>(GetAttribute<int64_t>(attributes, "verb"));
+  std::string call(GetAttribute<std::string_view>(attributes, "call"));
   name_ = call + "#" + std::to_string(InstanceCounter::Get().Next(call));
 }
 
@@ -125,6 +101,22 @@ Site::Place Site::Find(int64_t partition) const {
   }
   throw StatusError(CGX_INTERNAL,
                     "partition " + std::to_string(partition) + " is in no group of the mesh axes");
+}
+
+int64_t Site::PartitionOf(int64_t device) const {
+  const auto found = std::find(devices_.begin(), devices_.end(), device);
+  if (found == devices_.end()) {
+    throw StatusError(CGX_INVALID_ARGUMENT,
+                      "the program was lowered for a mesh that device " + std::to_string(device) +
+                          " is not in: lower (or export) it again, for the devices that run it");
+  }
+  return found - devices_.begin();
+}
+
+std::string Site::Describe(const Place& place) const {
+  static constexpr const char* kFunctions[] = {"psum_q", "psum_scatter_q", "all_gather_q"};
+  return std::string(kFunctions[collective_.verb]) + " '" + name_ + "' on rank " +
+         std::to_string(place.rank) + " of " + std::to_string(place.group->members.size());
 }
 
 int64_t Site::NextOccurrence(int64_t run, int64_t partition) {
@@ -151,11 +143,6 @@ void Site::ForgetMeeting(int64_t run, const Group& group, int64_t occurrence) {
 
 std::string Site::NameOf(const Group& group) const {
   return groups_.size() == 1 ? name_ : name_ + "/" + std::to_string(group.index);
-}
-
-const char* Site::function() const {
-  static constexpr const char* kFunctions[] = {"psum_q", "psum_scatter_q", "all_gather_q"};
-  return kFunctions[collective_.verb];
 }
 
 void CompilationBegins() { InstanceCounter::Get().CompilationBegins(); }

@@ -18,12 +18,11 @@
 #include <vector>
 
 #include "cgx/cgx.h"
+#include "core.h"
 #include "recent_runs.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace cgx::xla {
-
-namespace ffi = ::xla::ffi;
 
 class Meeting;
 
@@ -43,7 +42,7 @@ struct Group {
 
 class Site {
  public:
-  static ffi::TypeId id;
+  static ffi::TypeId id;  // on CPUs
 
   // Throws StatusError if an attribute is missing or has the wrong type.
   explicit Site(const ffi::Dictionary& attributes);
@@ -55,6 +54,9 @@ class Site {
     int64_t rank;
   };
   Place Find(int64_t partition) const;
+  // The partition that runs on the device of this id. Throws StatusError.
+  int64_t PartitionOf(int64_t device) const;
+  const std::vector<int64_t>& devices() const { return devices_; }  // ids by partition
 
   // Counts the executions of this site by one partition within one run: 0, 1, ... in a loop.
   int64_t NextOccurrence(int64_t run, int64_t partition);
@@ -71,7 +73,8 @@ class Site {
   // That of the group's collectives among processes.
   std::string NameOf(const Group& group) const;
   bool named() const { return named_; }  // by the user
-  const char* function() const;          // the user's, for error messages
+  // Such as "psum_q 'jit_step/0:1f2e3d4c#0' on rank 1 of 2", for error messages.
+  std::string Describe(const Place& place) const;
   bool returns_errors() const { return returns_errors_; }
 
   struct Leaf {
@@ -85,6 +88,7 @@ class Site {
 
  private:
   std::vector<Group> groups_;
+  std::vector<int64_t> devices_;  // empty where XLA tells a handler its partition
   std::vector<Leaf> leaves_;
   int64_t bucket_size_;
   bool named_, returns_errors_;
@@ -97,6 +101,23 @@ class Site {
   RecentRuns<std::map<int64_t, int64_t>> occurrences_;
   RecentRuns<std::map<std::pair<int64_t, int64_t>, std::shared_ptr<Meeting>>> meetings_;
 };
+
+// A site on GPUs. XLA's GPU plugin numbers types by itself, so its sites need a type of their own.
+class CudaSite : public Site {
+ public:
+  static ffi::TypeId id;
+  using Site::Site;
+};
+
+// XLA's Instantiate stage.
+template <typename T>
+ffi::ErrorOr<std::unique_ptr<T>> MakeSite(ffi::Dictionary attributes) {
+  try {
+    return std::make_unique<T>(attributes);
+  } catch (const StatusError& error) {
+    return ffi::Unexpected(ffi::Error(ToErrorCode(error.status), error.what()));
+  }
+}
 
 // Tell where executables begin and end: XLA instantiates on threads of its own and does not say for
 // which executable. Instances are counted from 0 again when a compilation begins or ends and no

@@ -1,4 +1,4 @@
-"""Quantized collectives for JAX: inside jit and shard_map, on CPU devices.
+"""Quantized collectives for JAX: inside jit and shard_map, on CPUs and NVIDIA GPUs.
 
 Under mpirun call `cgx_ops.jax.initialize()` first; then, in a shard_map over the mesh axis "d",
 

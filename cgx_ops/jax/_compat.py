@@ -7,7 +7,7 @@ runtime.
 import math
 import os
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -96,6 +96,18 @@ def plain(aval: core.ShapedArray) -> core.ShapedArray:
     return core.ShapedArray(aval.shape, aval.dtype)
 
 
+def seed_rows(count: int) -> core.ShapedArray:
+    """Return the abstract value of the seeds of that many segments."""
+    return core.ShapedArray((count, 2), jax.numpy.uint32)
+
+
+def concatenated(rows: Sequence[Any]) -> Any:
+    """Return HLO values of one dtype, (n, ...), one behind the other."""
+    if len(rows) == 1:
+        return rows[0]
+    return stablehlo.concatenate(list(rows), dimension=0)
+
+
 def collective_channel() -> Any:
     """Return what says that the replica groups of an HLO collective are partition ids."""
     return stablehlo.ChannelHandle.get(mlir.COLLECTIVE_CHANNEL_ID, mlir.DEVICE_TO_DEVICE_TYPE)
@@ -145,11 +157,16 @@ def _mend_tokens(kind: type[effects.Effect]) -> None:
 
 
 def lower_in_order(
-    ctx: Any, effect: effects.Effect, rule: Callable[..., Any], *operands: Any, **attributes: Any
+    ctx: Any,
+    effect: effects.Effect,
+    rule: Callable[..., Any],
+    avals_in: Sequence[core.AbstractValue],
+    *operands: Any,
+    **attributes: Any,
 ) -> Any:
     """Lower a custom call that takes the effect's token before its operands and gives it back."""
     with_token = ctx.replace(
-        avals_in=[core.abstract_token, *ctx.avals_in],
+        avals_in=[core.abstract_token, *avals_in],
         avals_out=[core.abstract_token, *ctx.avals_out],
     )
     token, *results = rule(with_token, ctx.tokens_in.get(effect), *operands, **attributes)
@@ -163,6 +180,25 @@ def lower_in_order(
 def backends_started() -> bool:
     """Tell whether some XLA backend exists already, so that jax.distributed comes too late."""
     return xla_bridge.backends_are_initialized()
+
+
+def device_ids(platform: str) -> dict[int, int]:
+    """Return JAX's ids of this process's devices of a platform, by the numbers that drivers give.
+
+    Starts the backends. Empty where JAX has none of that platform.
+    """
+    try:
+        devices = jax.local_devices(backend=platform)
+    except RuntimeError:
+        return {}
+    return {device.local_hardware_id: device.id for device in devices}
+
+
+def choose_gpu(number: int) -> None:
+    """Have JAX see one GPU only, unless the user has chosen some. Before any backend."""
+    option = "jax_cuda_visible_devices"
+    if jax.config.values[option] == "all":
+        jax.config.update(option, str(number))
 
 
 def cluster_is_detected() -> bool:

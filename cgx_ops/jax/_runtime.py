@@ -1,15 +1,16 @@
 """The compiled handlers and the processes they talk to.
 
-Registers the handlers with XLA at the first lowering (not at import: an import starts no backend,
-and XLA refuses a state type that it learns before the backend exists), and finds out in which
-processes the devices of a mesh are.
+Registers the handlers of a platform with XLA at the first lowering for it (not at import: an import
+starts no backend, and XLA:CPU refuses a state type that it learns before the backend exists), and
+finds out in which processes the devices of a mesh are.
 """
 
 import functools
 import os
 import threading
 import warnings
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jaxlib.version
@@ -17,6 +18,8 @@ import jaxlib.version
 import cgx_ops
 from cgx_ops import Communicator, _native
 from cgx_ops.jax import _compat
+
+Platform = Literal["cpu", "cuda"]  # those that are served, by JAX's names
 
 # Half of what XLA:CPU lets its own collectives among the devices of a process wait before it aborts
 # the process: a later deadline of ours would never be seen. Among processes XLA waits on.
@@ -50,36 +53,69 @@ def world() -> Communicator:
     return _world or cgx_ops.init()
 
 
-def target(name: str) -> str:
+def target(name: str, platform: Platform = "cpu") -> str:
     """Return the name that XLA has for a target, such as "psum_q"; registers all if need be."""
-    targets()
+    with _lock:
+        _REGISTER[platform]()
     return f"cgx_{name}"
 
 
 def targets() -> tuple[str, ...]:
     """Return the names of all FFI targets, registered if need be."""
     with _lock:
-        return _register()
+        return tuple({name: None for register in _REGISTER.values() for name in register()})
 
 
 @functools.cache
-def _register() -> tuple[str, ...]:
+def _binding() -> Any:
     _native.require_binding("jax", jaxlib.version.__version__)
     from cgx_ops import _xla_ffi
 
-    jax.local_devices(backend="cpu")  # makes the backend
-    site: Any = _xla_ffi.site_type()
-    jax.ffi.register_ffi_type("cgx_psum_q_site", site, platform="cpu")
-    handlers = dict.fromkeys(_COLLECTIVES, _xla_ffi.collective_handlers())
-    handlers |= _xla_ffi.carried_handlers()
-    handlers["cgx_allreduce_q"] = _xla_ffi.allreduce_q_handler()
-    for name, handler in handlers.items():
-        jax.ffi.register_ffi_target(name, handler, platform="cpu")
     _compat.call_around_compile(_xla_ffi.compilation_begins, _xla_ffi.compilation_ends)
     _xla_ffi.set_local_timeout(timeout(_LOCAL_TIMEOUT_S))
     if isinstance(_world, Communicator):
         _xla_ffi.set_world(_world.id)
+    return _xla_ffi
+
+
+@functools.cache
+def _register_cpu() -> tuple[str, ...]:
+    binding = _binding()
+    _compat.device_ids("cpu")  # makes the backend
+    jax.ffi.register_ffi_type("cgx_psum_q_site", binding.site_type(), platform="cpu")
+    handlers: dict[str, Any] = dict.fromkeys(_COLLECTIVES, binding.collective_handlers())
+    handlers |= binding.carried_handlers()
+    handlers["cgx_allreduce_q"] = binding.allreduce_q_handler()
+    for name, handler in handlers.items():
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
     return tuple(handlers)
+
+
+@functools.cache
+def _register_cuda() -> tuple[str, ...]:
+    binding = _binding()
+    binding.set_cuda_devices(_compat.device_ids("cuda"))
+    # Where there is no GPU, for which programs may be lowered nevertheless, JAX only notes these.
+    jax.ffi.register_ffi_type("cgx_psum_q_cuda_site", binding.cuda_site_type(), platform="CUDA")
+    handlers: dict[str, Any] = dict.fromkeys(_COLLECTIVES, binding.cuda_collective_handlers())
+    handlers["cgx_allreduce_q"] = binding.cuda_allreduce_q_handler()
+    for name, handler in handlers.items():
+        jax.ffi.register_ffi_target(name, handler, platform="CUDA")
+    return tuple(handlers)
+
+
+_REGISTER: dict[Platform, Callable[[], tuple[str, ...]]] = {
+    "cpu": _register_cpu,
+    "cuda": _register_cuda,
+}
+
+
+def refusal(function: str, platforms: Sequence[str]) -> str:
+    """Say that a function is not served on some platform, and what to do."""
+    return (
+        f"{function} runs on CPU and CUDA devices, not on {'/'.join(platforms)}: set "
+        "JAX_PLATFORMS=cpu or JAX_PLATFORMS=cuda, or use JAX's own collective"
+    )
 
 
 def timeout(default: float = 300) -> float:
@@ -116,6 +152,20 @@ def processes_of(
             "for JAX: call cgx_ops.jax.initialize() instead of jax.distributed.initialize()"
         )
     return processes
+
+
+def devices_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> list[int]:
+    """Return the id of each device of the mesh, in order.
+
+    Raises:
+        RuntimeError: the mesh has no devices.
+    """
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise RuntimeError(
+            "psum_q needs to know the devices of the mesh when they are GPUs: give jax.shard_map a "
+            "jax.sharding.Mesh, or call jax.set_mesh"
+        )
+    return [device.id for device in mesh.devices.flat]
 
 
 @functools.cache

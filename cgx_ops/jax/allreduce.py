@@ -59,7 +59,8 @@ def allreduce_q(
     their programs do: all ranks must make equal calls in equal order. Calls with a `name` meet the
     others' calls of that name instead, also those from Python (`Communicator.allreduce`). Python
     threads that dispatch calls at the same time must name them, and be no more than this process
-    has cores or CPU devices (jax_num_cpu_devices): XLA runs no more programs at once.
+    has cores or CPU devices (jax_num_cpu_devices): XLA runs no more programs at once. On GPUs calls
+    of all names meet in the order of dispatch: one thread dispatches them.
 
     The derivative is that of an exact sum over ranks, whose transpose is an exact sum over ranks:
     tangents and cotangents travel too, and jax.grad gives the gradient of the sum of all ranks'
@@ -90,13 +91,14 @@ def allreduce_q(
 
     Raises:
         NotImplementedError: inside a shard_map or an explicit mesh of several devices (psum_q is
-          for that), or on a platform other than CPU.
+          for that), or on a platform other than CPU and CUDA.
         TypeError: a leaf is not float32, float16 or bfloat16; a knob is not a static value; `comm`
           is not a Communicator; `key` is not a key.
         ValueError: a knob is out of its range; or the program is compiled for several devices.
         cgx_ops.Closed: the communicator was closed.
         jax.errors.JaxRuntimeError: at run time; a peer is late or dead or called something else.
-          The deadline is the communicator's. Launches that wait behind the failed one fail too.
+          The deadline is the communicator's. Launches that wait behind the failed one fail too. On
+          GPUs results are NaN then, and the next call raises.
     """
     knobs: dict[str, Any] = {
         "bits": bits,
@@ -212,23 +214,27 @@ def _abstract_eval(*avals: Any, settings: _Settings) -> tuple[list[Any], set[_co
 # ---- lowering ----------------------------------------------------------------------------------
 
 
-def _lower_cpu(ctx: Any, *operands: Any, settings: _Settings) -> Any:
+def _lower(ctx: Any, *operands: Any, settings: _Settings, platform: _runtime.Platform) -> Any:
     config = settings.config
     attributes = knob_attributes(settings.op, config.algorithm, config)
     attributes["bits"] = np.int64(config.bits)
     attributes |= {"comm": settings.comm, "name": settings.name}
-    rule = jax.ffi.ffi_lowering(_runtime.target("allreduce_q"), has_side_effect=True)
-    return _compat.lower_in_order(ctx, _in_order, rule, *operands, **attributes)
-
-
-def _lower_elsewhere(ctx: Any, *_: Any, settings: _Settings) -> Any:
-    raise NotImplementedError(
-        f"allreduce_q runs on CPU devices only, not on {'/'.join(ctx.module_context.platforms)}: "
-        "set JAX_PLATFORMS=cpu"
+    (leaves, seeds), (leaf_avals, seed_avals) = halves(operands), halves(ctx.avals_in)
+    avals_in = [*leaf_avals, _compat.seed_rows(sum(aval.shape[0] for aval in seed_avals))]
+    rule = jax.ffi.ffi_lowering(_runtime.target("allreduce_q", platform), has_side_effect=True)
+    return _compat.lower_in_order(
+        ctx, _in_order, rule, avals_in, *leaves, _compat.concatenated(seeds), **attributes
     )
 
 
-mlir.register_lowering(allreduce_q_p, _lower_cpu, platform="cpu")
+def _lower_elsewhere(ctx: Any, *_: Any, settings: _Settings) -> Any:
+    raise NotImplementedError(_runtime.refusal("allreduce_q", ctx.module_context.platforms))
+
+
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(
+        allreduce_q_p, functools.partial(_lower, platform=_platform), platform=_platform
+    )
 mlir.register_lowering(allreduce_q_p, _lower_elsewhere)
 
 

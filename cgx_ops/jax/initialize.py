@@ -3,8 +3,9 @@
 Started by mpirun, which JAX does not recognize (Open MPI 5), ranks agree over cgx's communicator:
 
   1. every rank says whether it can start, and its host name; all ranks raise if one cannot
-  2. rank 0 starts the coordinator (_coordinator.py) and sends its address to all
-  3. every rank connects to it
+  2. each takes one of the GPUs of its host, if there are any
+  3. rank 0 starts the coordinator (_coordinator.py) and sends its address to all
+  4. every rank connects to it
 
 Started by anything else that JAX knows or that is told to it, they agree over the coordinator:
 
@@ -25,7 +26,7 @@ from pathlib import Path
 import jax
 
 import cgx_ops
-from cgx_ops import Communicator, Unsupported
+from cgx_ops import Communicator, Unsupported, _native
 from cgx_ops.address import exchange, free_address
 from cgx_ops.jax import _compat, _runtime
 from cgx_ops.jax.launching import claim
@@ -43,10 +44,11 @@ def initialize(
     """Start jax.distributed, and connect its processes for psum_q.
 
     Call it once, in every process, from the thread that launches programs, before anything that
-    starts an XLA backend (jax.devices(), jax.numpy computations). A process may have several
+    starts an XLA backend (jax.devices(), jax.numpy computations). A process may have several CPU
     devices (jax_num_cpu_devices). XLA's own CPU collectives (`jax.lax.psum`) go through gloo.
 
-    Under mpirun no argument is needed: process i of JAX is rank i of cgx. Otherwise the arguments
+    Under mpirun no argument is needed: process i of JAX is rank i of cgx, and sees one GPU: those
+    of its host in turns, unless jax_cuda_visible_devices says otherwise. Otherwise the arguments
     are those of jax.distributed.initialize, and what is not given is found out by JAX (SLURM,
     Kubernetes). Without mpirun, arguments and a launcher that JAX knows there is one process, and
     nothing to do.
@@ -98,6 +100,7 @@ def _initialize_by_mpirun(
     mine = json.dumps([obstacle, socket.gethostname()])
     said = [json.loads(text) for text in exchange(mine, _NAME)]
     _require_none([what for what, _ in said])
+    _choose_gpu([host for _, host in said], rank)
     found = ("", 0, "")
     if rank == 0:
         address = coordinator_address or f"{free_address([host for _, host in said])[0]}:0"
@@ -110,6 +113,13 @@ def _initialize_by_mpirun(
         raise RuntimeError(failure)
     _hold(address, lifeline)
     _compat.connect(address, size, rank, _runtime.timeout())
+
+
+def _choose_gpu(hosts: list[str], rank: int) -> None:
+    """Have each process of a host see one of its GPUs, in turns; they share them if need be."""
+    gpus = len(_native.describe()["cuda"]["devices"])
+    if gpus:
+        _compat.choose_gpu(hosts[:rank].count(hosts[rank]) % gpus)
 
 
 # ---- other launchers ---------------------------------------------------------------------------

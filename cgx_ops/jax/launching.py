@@ -31,12 +31,12 @@ def claim() -> None:
     _context(_MAIN).__enter__()  # until the thread ends
 
 
-def launcher(named: bool, several_devices: bool) -> str:
+def launcher(named: bool, names_suffice: bool) -> str:
     """Return the name of the block that lowers a program here; "" if it needs none.
 
     Args:
         named: the call has a name of the user's, which tells the threads' calls apart.
-        several_devices: some process has several devices in it.
+        names_suffice: such names are enough: each process has one device, a CPU.
 
     Raises:
         RuntimeError: a thread that nobody knows launches what only one thread may.
@@ -45,12 +45,12 @@ def launcher(named: bool, several_devices: bool) -> str:
     if launching_here is None and threading.current_thread() is threading.main_thread():
         claim()  # somebody called jax.distributed.initialize() instead of ours
         return ""
-    if launching_here is None and (several_devices or not named):
+    if launching_here is None and not (named and names_suffice):
         raise RuntimeError(
             "a collective among processes is launched by another thread than the one that called "
             "cgx_ops.jax.initialize(): in which order threads launch differs between processes. "
             'Launch it in a block `with cgx_ops.jax.launching("..."):`, with a name for each thread'
-            + ("" if several_devices else ", or give the collective a name (name=)")
+            + (", or give the collective a name (name=)" if names_suffice else "")
         )
     return launching_here if isinstance(launching_here, str) else ""
 

@@ -122,6 +122,9 @@ def _abstract_eval(*avals: Any, settings: Settings) -> list[Any]:
 # ---- lowering ----------------------------------------------------------------------------------
 
 
+# Custom calls take the leaves, then the seeds of all segments in one operand.
+
+
 def _lower_cpu(ctx: Any, *operands: Any, settings: Settings) -> Any:
     mesh = _compat.mesh_of(ctx)
     groups = _groups(mesh, settings.axes)
@@ -131,29 +134,80 @@ def _lower_cpu(ctx: Any, *operands: Any, settings: Settings) -> Any:
         return carrier.lower(
             ctx, leaves, seeds, settings=settings, groups=groups, processes=processes
         )
-    attributes = _attributes(ctx, settings, groups)
-    launched_by = ""
+    several = processes is not None and len(set(processes)) < len(processes)
     if processes is not None:
         _check_counts(settings, groups, processes)
-        attributes["processes"] = np.asarray(processes, np.int64)
-        several = len(set(processes)) < len(processes)
-        launched_by = launcher(named=bool(settings.name), several_devices=several)
-    call = settings.name or _call_id(ctx, settings, attributes)
-    attributes["call"] = f"{launched_by}/{call}" if launched_by else call
-    attributes["named"] = np.int64(bool(settings.name or launched_by))
+    attributes = _attributes(
+        ctx, settings, groups=groups, processes=processes, names_suffice=not several
+    )
+    # XLA tells a handler the device, not which partition of the program it runs.
+    partition = (_compat.scalar_u32(), stablehlo.partition_id())
+    return _custom_call(ctx, "cpu", operands, [partition], settings, attributes)
+
+
+def _lower_cuda(ctx: Any, *operands: Any, settings: Settings) -> Any:
+    if settings.carrier == "xla":
+        raise NotImplementedError(
+            f"{NAMES[settings.verb]} with carrier='xla' computes on the CPU, and its operands are "
+            "on GPUs: use carrier='native'"
+        )
+    mesh = _compat.mesh_of(ctx)
+    groups = _groups(mesh, settings.axes)
+    devices = _runtime.devices_of(mesh)
+    processes = _runtime.processes_of(mesh, settings.carrier)
+    if processes is not None:
+        _check_spread(settings, groups, processes)
+    # On a GPU collectives of all names run one after the other.
+    attributes = _attributes(
+        ctx, settings, groups=groups, processes=processes, names_suffice=False, devices=devices
+    )
+    return _custom_call(ctx, "cuda", operands, [], settings, attributes)
+
+
+def _custom_call(
+    ctx: Any,
+    platform: _runtime.Platform,
+    operands: tuple[Any, ...],
+    others: list[tuple[Any, Any]],
+    settings: Settings,
+    attributes: dict[str, Any],
+) -> Any:
+    """Emit the call; `others` are abstract values and values of operands behind the seeds."""
+    (leaves, seeds), (leaf_avals, seed_avals) = halves(operands), halves(ctx.avals_in)
+    segments = sum(aval.shape[0] for aval in seed_avals)
     # The side effect is HLO's only: it keeps XLA from merging or dropping calls, on some ranks
     # perhaps. As an effect of JAX it would cost 60 us a launch and forbid remat.
-    rule = jax.ffi.ffi_lowering(_runtime.target(NAMES[settings.verb]), has_side_effect=True)
-    ctx = ctx.replace(avals_in=[*ctx.avals_in, _compat.scalar_u32()])
-    return rule(ctx, *operands, stablehlo.partition_id(), **attributes)
+    target = _runtime.target(NAMES[settings.verb], platform)
+    rule = jax.ffi.ffi_lowering(target, has_side_effect=True)
+    avals = [*leaf_avals, _compat.seed_rows(segments), *(aval for aval, _ in others)]
+    rows = _compat.concatenated(seeds)
+    return rule(
+        ctx.replace(avals_in=avals), *leaves, rows, *(value for _, value in others), **attributes
+    )
 
 
 def _attributes(
-    ctx: Any, settings: Settings, groups: np.ndarray[Any, np.dtype[np.int64]]
+    ctx: Any,
+    settings: Settings,
+    *,
+    groups: np.ndarray[Any, np.dtype[np.int64]],
+    processes: list[int] | None,
+    names_suffice: bool,
+    devices: list[int] | None = None,
 ) -> dict[str, Any]:
+    """Return what Site of xla_ffi/site.cc reads.
+
+    Args:
+        ctx: of the lowering.
+        settings: what is static in the call.
+        groups: the partition ids of each group, a row each.
+        processes: the process of each partition; None: all are in this one.
+        names_suffice: whether threads that launch at the same time may name their calls instead.
+        devices: the id of each partition's device, where the handler goes by that.
+    """
     batch_axis = _BATCH_IN[settings.verb]
     leaves = halves(ctx.avals_in)[0]
-    return {
+    attributes = {
         **knob_attributes(settings.op, settings.config.algorithm, settings.config),
         "verb": np.int64(_native.VERBS[settings.verb]),
         "bits": np.asarray(settings.bits, np.int64),
@@ -162,6 +216,16 @@ def _attributes(
         "groups": groups.reshape(-1),
         "group_size": np.int64(groups.shape[1]),
     }
+    launched_by = ""
+    if devices is not None:
+        attributes["devices"] = np.asarray(devices, np.int64)
+    if processes is not None:
+        attributes["processes"] = np.asarray(processes, np.int64)
+        launched_by = launcher(named=bool(settings.name), names_suffice=names_suffice)
+    call = settings.name or _call_id(ctx, settings, attributes)
+    attributes["call"] = f"{launched_by}/{call}" if launched_by else call
+    attributes["named"] = np.int64(bool(settings.name or launched_by))
+    return attributes
 
 
 def _groups(
@@ -191,6 +255,21 @@ def _check_counts(
             )
 
 
+def _check_spread(
+    settings: Settings, groups: np.ndarray[Any, np.dtype[np.int64]], processes: list[int]
+) -> None:
+    """GPUs of a group are all in one process, or each in one of its own."""
+    for group in groups:
+        counts = Counter(processes[partition] for partition in group)
+        if 1 < len(counts) < len(group):
+            raise NotImplementedError(
+                f"{NAMES[settings.verb]} over {settings.axes}: a group of the mesh has "
+                f"{sorted(counts.values())} GPUs in its {len(counts)} processes; it may have all "
+                "of them in one process, or one in each. Start a process for each GPU: under "
+                "mpirun cgx_ops.jax.initialize() gives each its own, elsewhere CUDA_VISIBLE_DEVICES"
+            )
+
+
 def _call_id(ctx: Any, settings: Settings, attributes: dict[str, Any]) -> str:
     """Names the call by its place in the module, the same in every process that compiles it."""
     avals = [(aval.shape, aval.dtype.name) for aval in halves(ctx.avals_in)[0]]
@@ -200,15 +279,12 @@ def _call_id(ctx: Any, settings: Settings, attributes: dict[str, Any]) -> str:
 
 
 def _lower_elsewhere(ctx: Any, *_: Any, settings: Settings) -> Any:
-    raise NotImplementedError(
-        f"{NAMES[settings.verb]} runs on CPU devices only, not on "
-        f"{'/'.join(ctx.module_context.platforms)}: set JAX_PLATFORMS=cpu, or use JAX's own "
-        "collective"
-    )
+    raise NotImplementedError(_runtime.refusal(NAMES[settings.verb], ctx.module_context.platforms))
 
 
 # A cached lowering would give equal calls one id; they are told apart then too, but less clearly.
 mlir.register_lowering(collective_q_p, _lower_cpu, platform="cpu", cacheable=False)
+mlir.register_lowering(collective_q_p, _lower_cuda, platform="cuda", cacheable=False)
 mlir.register_lowering(collective_q_p, _lower_elsewhere)
 
 

@@ -91,14 +91,17 @@ def psum_q(
     Raises:
         NameError: an axis name is not bound here.
         NotImplementedError: an axis belongs to a vmap; the shard_map leaves axes to the compiler;
-          the platform is not CPU.
+          the platform is neither CPU nor CUDA. On CUDA: carrier="xla"; a group has several GPUs in
+          each of several processes.
         TypeError: a leaf is not float32, float16 or bfloat16; a knob is not a static value; `key`
           is not a key.
         ValueError: a knob is out of its range.
-        RuntimeError: processes of the mesh cannot reach each other natively.
+        RuntimeError: processes of the mesh cannot reach each other natively; the shard_map has no
+          jax.sharding.Mesh, of several processes or GPUs.
         jax.errors.JaxRuntimeError: at run time; a peer is late or dead or called something else.
           The deadline is CGX_TIMEOUT; unless that is set, 300 s where each process has one device,
-          and 20 s otherwise, because XLA:CPU aborts a process whose own devices wait for 40 s.
+          and 20 s otherwise, because XLA:CPU aborts a process whose own devices wait for 40 s. On
+          GPUs the results are NaN then, and the next call raises.
     """
     knobs = {
         "bits": bits,

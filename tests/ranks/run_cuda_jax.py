@@ -1,0 +1,354 @@
+"""Rank program: JAX's collectives on CUDA.
+
+    run_cuda_jax.py [--on-cpu LIBRARY] CASE...
+
+By mpirun each process has one device. With --on-cpu there is no GPU: XLA:CPU runs the CUDA
+lowerings and handlers, and the core runs on the CPU. LIBRARY is tests/cpp/cuda_handlers_on_cpu.cc,
+compiled and in LD_PRELOAD; a process alone has four devices then. Prints "ok" and the name of each
+case.
+"""
+
+import ctypes
+import functools
+import importlib
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+from jax_cases import (
+    PROCESSES,
+    expected,
+    gather_expected,
+    independent,
+    mesh_of,
+    normal,
+    on_mesh,
+    order_expected,
+    order_inputs,
+    same_bits,
+    scatter_expected,
+    seed_of,
+    use_cpu_devices,
+)
+
+import cgx_ops.jax
+from cgx_ops.jax import (
+    _runtime,
+    all_gather_q,
+    allreduce_q,
+    pmean_q,
+    primitive,
+    psum_q,
+    psum_scatter_q,
+)
+from cgx_ops.jax.psum import reduce_tree
+
+allreduce = importlib.import_module("cgx_ops.jax.allreduce")
+ON_CPU = sys.argv[1] == "--on-cpu"
+CASES = sys.argv[3 if ON_CPU else 1 :]
+LIBRARY: Any = ctypes.CDLL(sys.argv[2]) if ON_CPU else None
+# What JAX raises at a launch; the latter where the program has been called before.
+LAUNCH_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
+# The deadline in the case "late"; also of what comes before, the start of the GPU among it.
+LATE_S = 20
+RANKS = 4 if ON_CPU and PROCESSES == 1 else PROCESSES
+
+# ---- the handlers on XLA:CPU ---------------------------------------------------------------------
+
+
+def address(capsule: Any) -> ctypes.c_void_p:
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    return ctypes.c_void_p(get(capsule, None))
+
+
+def register_for_cpu() -> tuple[str, ...]:
+    """Do what _register_cuda does, with XLA:CPU for the GPU and its devices for GPUs."""
+    binding = _runtime._binding()
+    # As DeviceOrdinal, XLA:CPU gives the id.
+    binding.set_cuda_devices({device.id: device.id for device in jax.local_devices()})
+    jax.ffi.register_ffi_type("cuda_site_on_cpu", binding.cuda_site_type())
+    stages = binding.cuda_collective_handlers()
+    LIBRARY.set_handlers(address(stages["execute"]), address(binding.cuda_allreduce_q_handler()))
+    stages["execute"] = jax.ffi.pycapsule(LIBRARY.collective_execute)
+    for name in _runtime._COLLECTIVES:
+        jax.ffi.register_ffi_target(name, stages)
+    jax.ffi.register_ffi_target("cgx_allreduce_q", jax.ffi.pycapsule(LIBRARY.allreduce_q))
+    return ()
+
+
+def use_cuda_handlers() -> None:
+    _runtime._REGISTER["cuda"] = register_for_cpu
+    mlir.register_lowering(
+        primitive.collective_q_p, primitive._lower_cuda, platform="cpu", cacheable=False
+    )
+    lower = functools.partial(allreduce._lower, platform="cuda")
+    mlir.register_lowering(allreduce.allreduce_q_p, lower, platform="cpu")
+
+
+# ---- cases for both ------------------------------------------------------------------------------
+
+
+def on_ranks(body: Callable[..., Any], *operands: Any, devices: Any = None) -> list[Any]:
+    """Return what body gives on this process's devices, each with the rank that it is."""
+    mesh = mesh_of((RANKS,), ("d",), devices)
+    step = on_mesh(mesh, body)
+    results = step.jitted(*step.spread(operands))
+    ranks = [device.id for device in mesh.devices.flat]
+    return [
+        (ranks.index(shard.device.id), np.asarray(shard.data)[0])
+        for shard in results.addressable_shards
+    ]
+
+
+def check(results: list[Any], want: Sequence[Any]) -> None:
+    assert results
+    for rank, result in results:
+        assert same_bits(result, want[rank]), rank
+
+
+def values() -> None:
+    for dtype in (np.float32, np.float16, jnp.bfloat16):
+        x = normal(1, RANKS, 3000, dtype=dtype)
+        check(on_ranks(lambda v: psum_q(v, "d", algorithm="sra"), x), [expected(x)] * RANKS)
+        got = on_ranks(lambda v: pmean_q(v, "d", bits=2, bucket_size=64, algorithm="sra"), x)
+        check(got, [expected(x, op="avg", bits=2, bucket_size=64)] * RANKS)
+
+
+def keys() -> None:
+    """Two leaves, so that their seeds are put together; and each rank has a key of its own."""
+    x, y = normal(2, RANKS, 3000), normal(3, RANKS, 700)
+    own = [jax.random.key(rank) for rank in range(RANKS)]
+    raw = np.stack([np.asarray(jax.random.key_data(key)) for key in own])
+
+    def body(v: jax.Array, w: jax.Array, key: jax.Array) -> jax.Array:
+        sums = psum_q([v, w], "d", key=jax.random.wrap_key_data(key), algorithm="sra")
+        return jnp.concatenate(sums)
+
+    want = [
+        expected(rows, seeds=[seed_of(key, leaf) for key in own])
+        for leaf, rows in enumerate((x, y))
+    ]
+    check(on_ranks(body, x, y, raw), [np.concatenate(want)] * RANKS)
+
+
+def halves() -> None:
+    x, y = normal(4, RANKS, RANKS, 600), normal(5, RANKS, 600)
+    key = jax.random.key(6)
+    seeds = [seed_of(key)] * RANKS
+    blocks = scatter_expected(x, seeds=seeds, rounding="stochastic")
+    check(on_ranks(lambda v: psum_scatter_q(v, "d", key=key), x), blocks)
+    gathered = gather_expected(y, seeds=seeds, rounding="stochastic")
+    check(on_ranks(lambda v: all_gather_q(v, "d", key=key), y), [gathered] * RANKS)
+
+
+def examples() -> None:
+    """vmap, with a seed for each example, in a loop."""
+    x = normal(7, RANKS, 2, 3, 700)
+    key = jax.random.key(8)
+    keys = jax.random.split(key, 3)
+
+    def body(v: jax.Array) -> jax.Array:
+        def step(_: int, u: jax.Array) -> tuple[int, jax.Array]:
+            reduced = jax.vmap(lambda w, k: psum_q(w, "d", key=k, algorithm="sra"))(u, keys)
+            return 0, reduced
+
+        return lax.scan(step, 0, v)[1]
+
+    want = np.stack(
+        [
+            np.stack([expected(x[:, i, j], seeds=[seed_of(keys[j])] * RANKS) for j in range(3)])
+            for i in range(2)
+        ]
+    )
+    check(on_ranks(body, x), [want] * RANKS)
+
+
+def errors() -> None:
+    """What compression loses comes back."""
+    x = normal(9, RANKS, 3000)
+    lost = [np.zeros(3000, np.float32) for _ in range(RANKS)]
+    expected(x, errors=lost)
+
+    def body(v: jax.Array) -> jax.Array:
+        return reduce_tree("psum_q", v, "d", "sum", key=None, name="", errors=True, bits=4,
+                           algorithm="sra")[1]  # fmt: skip
+
+    check(on_ranks(body, x), lost)
+
+
+def permuted() -> None:
+    """Ranks are the mesh's places, whichever devices are there."""
+    x = normal(10, RANKS, RANKS, 600)
+    devices = list(reversed(jax.devices()))[:RANKS]
+    blocks = scatter_expected(x)
+    check(on_ranks(lambda v: psum_scatter_q(v, "d"), x, devices=devices), blocks)
+
+
+def in_order() -> None:
+    """allreduce_q among processes: two in a program, and from launch to launch."""
+    x = normal(11, RANKS, 2, 3000)
+    key = jax.random.key(12)
+    mine = x[jax.process_index()]
+
+    @jax.jit
+    def step(v: jax.Array) -> jax.Array:
+        return jnp.stack([allreduce_q(row, key=key, algorithm="sra") for row in v])
+
+    for _ in range(2):
+        for i, row in enumerate(np.asarray(step(mine))):
+            assert same_bits(row, expected(x[:, i], seeds=[seed_of(key)] * RANKS))
+
+
+def failure() -> None:
+    """One device's error is all devices', at once; then a new communicator works."""
+    x = normal(13, RANKS, 3000)
+    step = on_mesh(mesh_of((RANKS,), ("d",)), lambda v: psum_q(v, "d", algorithm="sra"))
+    for times in (1, RANKS):
+        LIBRARY.fail_next(times)
+        try:
+            jax.block_until_ready(step.jitted(*step.spread([x])))
+        except LAUNCH_ERRORS as error:
+            assert "psum_q 'jit_on_device/0:" in str(error), error
+        else:
+            raise AssertionError("nothing was raised")
+        LIBRARY.fail_next(0)
+        result = step(x)
+        assert all(same_bits(row, expected(x)) for row in result)
+
+
+def sizes() -> None:
+    for size in (0, 1, 17, 511, 512, 513, 2**20 + 7):
+        x = normal(size, RANKS, size)
+        got = on_ranks(lambda v: psum_q(v, "d", algorithm="sra"), x)
+        check(got, [expected(x) if size else x[0]] * RANKS)
+
+
+def bits_and_dtypes() -> None:
+    for dtype, bits in itertools.product(
+        (np.float32, np.float16, jnp.bfloat16), (*range(1, 9), 32)
+    ):
+        x = normal(bits, RANKS, 3000, dtype=dtype)
+        for algorithm in ("sra", "one_shot"):
+            knobs: dict[str, Any] = {"bits": bits, "algorithm": algorithm, "op": "avg"}
+            check(on_ranks(mean_of(bits, algorithm), x), [expected(x, **knobs)] * RANKS)
+
+
+def mean_of(bits: int, algorithm: Any) -> Callable[[jax.Array], jax.Array]:
+    return lambda v: pmean_q(v, "d", bits=bits, algorithm=algorithm)
+
+
+def trees() -> None:
+    """A message for each dtype, rules, and small leaves, which are exact."""
+    x, y, bias = normal(14, RANKS, 700), normal(15, RANKS, 600), normal(16, RANKS, 5)
+
+    def body(v: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+        tree = {"v": v, "w": w, "half": v.astype(jnp.bfloat16), "bias": b}
+        sums = psum_q(tree, "d", rules={"w": 8}, algorithm="sra")
+        return jnp.concatenate([sums[name].astype(jnp.float32) for name in tree])
+
+    want = [
+        expected(x),
+        expected(y, bits=8),
+        expected(x.astype(jnp.bfloat16)).astype(np.float32),
+        expected(bias, bits=32),
+    ]
+    check(on_ranks(body, x, y, bias), [np.concatenate(want)] * RANKS)
+
+
+def gradients() -> None:
+    x = normal(17, RANKS, 3000)
+
+    def body(v: jax.Array) -> jax.Array:
+        gradient = jax.grad(lambda w: (w * w).sum() / 2)(v)  # w
+        return psum_q(gradient, "d", algorithm="sra")
+
+    check(on_ranks(body, x), [expected(x)] * RANKS)
+
+
+def two_programs() -> None:
+    """In turns, without waiting for one another."""
+    mesh, inputs = mesh_of((RANKS,), ("d",)), [normal(18, RANKS, 3000), normal(19, RANKS, 40000)]
+    step = on_mesh(mesh, lambda v: psum_q(v, "d", algorithm="sra"))
+    operands = [step.spread([x]) for x in inputs]
+    results = [step.jitted(*operands[i % 2]) for i in range(10)]
+    for i, result in enumerate(results):
+        got = np.asarray(result.addressable_shards[0].data)[0]
+        assert same_bits(got, expected(inputs[i % 2])), i
+
+
+# ---- cases that need a GPU -----------------------------------------------------------------------
+
+
+def independent_calls() -> None:
+    x = order_inputs(RANKS)
+    check(on_ranks(independent, x), [order_expected(x)] * RANKS)
+
+
+def alone() -> None:
+    """A group of one."""
+    x = normal(20, 1, 3000)
+    check(on_ranks(lambda v: psum_q(v, "d"), x), list(x))
+    assert same_bits(allreduce_q(x[0]), x[0])
+
+
+def raises_soon(step: Callable[[], jax.Array]) -> str:
+    """Return the error of the call after the one that fails, whose results are NaN."""
+    for _ in range(3):
+        try:
+            values = np.asarray(step().addressable_shards[0].data)
+        except LAUNCH_ERRORS as error:
+            return str(error)
+        assert np.isnan(values).all()
+    raise AssertionError("nothing was raised")
+
+
+def mismatch() -> None:
+    x = normal(21, RANKS, 3000)
+    bits = 4 + jax.process_index()
+    step = on_mesh(mesh_of((RANKS,), ("d",)), lambda v: psum_q(v, "d", bits=bits, name="clash"))
+    error = raises_soon(lambda: step.jitted(*step.spread([x])))
+    assert re.search(r"psum_q 'clash#0' on rank \d of 2.*bits [45] against [45]", error), error
+
+
+def late() -> None:
+    x = normal(22, RANKS, 3000)
+    step = on_mesh(mesh_of((RANKS,), ("d",)), lambda v: psum_q(v, "d", algorithm="sra"))
+    operands = step.spread([x])
+    first = step.jitted(*operands)
+    assert same_bits(np.asarray(first.addressable_shards[0].data)[0], expected(x))
+    if jax.process_index() == 0:
+        error = raises_soon(lambda: step.jitted(*operands))
+        assert "rank 1" in error, error
+    else:
+        time.sleep(3 * LATE_S)
+
+
+def main() -> None:
+    if "late" in CASES:
+        os.environ["CGX_TIMEOUT"] = str(LATE_S)
+    if "mismatch" in CASES:  # XLA's processes would wait for each other's tuning of other programs
+        os.environ["XLA_FLAGS"] = "--xla_gpu_shard_autotuning=false"
+    if ON_CPU:
+        use_cpu_devices(RANKS // PROCESSES)
+    else:
+        jax.config.update("jax_platforms", "cuda")
+    cgx_ops.jax.initialize()
+    if ON_CPU:
+        use_cuda_handlers()
+    assert len(jax.devices()) >= RANKS
+    for case in CASES:
+        globals()[case]()
+        print("ok", case, flush=True)
+
+
+main()

@@ -1,0 +1,102 @@
+// How one execution of a collective on one GPU goes:
+//
+//   Execute, on the thread of XLA that puts a program's work on that device's stream: puts the
+//   collective there too, and returns. XLA puts work there in one order, the same on every device,
+//   so calls match in the order of the program.
+//
+// It waits for peers once, when a communicator's first collective connects the devices. XLA gives
+// every device of a process a thread of its own there (one device: the caller's), so all come.
+//
+// What a handler reads must be on the host. So the partition is not an operand, as it is on CPU: it
+// follows from the device's ordinal, its id in JAX, and the mesh's ids in the attributes. Seeds
+// stay on the device.
+//
+// kCmdBufferCompatible is not among the handlers' traits: XLA would then record them into a CUDA
+// graph, which a collective can be only where devices are connected directly, and that is not known
+// when handlers are registered.
+#include "cuda.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "call.h"
+#include "cgx/cgx.h"
+#include "core.h"
+#include "groups.h"
+#include "site.h"
+
+namespace cgx::xla {
+namespace {
+
+std::map<int32_t, int64_t>& DeviceIds() {
+  static auto* ids = new std::map<int32_t, int64_t>;
+  return *ids;
+}
+
+int64_t DeviceId(int32_t ordinal) {
+  const auto found = DeviceIds().find(ordinal);
+  if (found == DeviceIds().end()) {
+    throw StatusError(CGX_INTERNAL, "cgx_ops.jax does not know the GPU with the ordinal " +
+                                        std::to_string(ordinal) +
+                                        ": the JAX backend was made after its first collective");
+  }
+  return found->second;
+}
+
+CudaGroup GroupOf(const Group& group, const Site& site) {
+  CudaGroup gpus{{}, group.processes};
+  for (const int64_t member : group.members) gpus.devices.push_back(site.devices().at(member));
+  return gpus;
+}
+
+ffi::Error Execute(CUstream_st* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   ffi::Dictionary, ffi::RunId run, int32_t ordinal, CudaSite* site) {
+  std::string where = "a collective on cuda:" + std::to_string(ordinal);
+  try {
+    const Site::Place place = site->Find(site->PartitionOf(DeviceId(ordinal)));
+    where = site->Describe(place);
+    const CudaGroup gpus = GroupOf(*place.group, *site);
+    try {
+      const auto message =
+          AsRank(Operands(args, rets, *site, place), *site, site->NameOf(*place.group));
+      message->collective.occurrence = -1;  // executions follow each other, on every rank alike
+      EnqueueOn(stream, *message, SeedsOf(args, *site),
+                CudaCommunicator(gpus, place.rank, run.run_id));
+    } catch (const StatusError&) {
+      Abandon(gpus, place.rank, run.run_id);
+      throw;
+    }
+    return ffi::Error::Success();
+  } catch (const StatusError& error) {
+    return ffi::Error(ToErrorCode(error.status), where + ": " + error.what());
+  }
+}
+
+}  // namespace
+
+void SetCudaDevices(std::map<int32_t, int64_t> ids) { DeviceIds() = std::move(ids); }
+
+void EnqueueOn(CUstream_st* stream, Message& message, const U32Buffer& seeds, int32_t comm) {
+  message.collective.device = CGX_CUDA;
+  message.collective.stream = stream;
+  // Rows (low half, high half): the device's int64, which is little-endian.
+  message.collective.device_seeds = static_cast<const int64_t*>(seeds.untyped_data());
+  check(cgx_enqueue(&message.On(comm)));
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCollectiveInstantiate, MakeSite<CudaSite>,
+                              ffi::Ffi::BindInstantiate().Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCollectiveExecute, Execute,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs()
+                                  .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::State<CudaSite>>());
+
+}  // namespace cgx::xla
