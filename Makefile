@@ -4,7 +4,8 @@ PYTHON ?= python3
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-CXX_FILES = $(shell find cgx_ops torch_ops xla_ffi tests benchmarks -name '*.cc' -o -name '*.h')
+CXX_FILES = $(shell find cgx_ops torch_ops xla_ffi tests benchmarks -name '*.cc' -o -name '*.h' \
+  -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py pyproject.toml $(shell find cgx_ops/csrc torch_ops xla_ffi -type f)
 BUILT = build/.installed
 
@@ -39,6 +40,23 @@ $(SANITIZED): build/sanitize-%: .venv/.ready
 	  -DCGX_MPI_ROOT=$(abspath .venv) -DCGX_BUILD_TESTS=ON -DCGX_SANITIZE=$*
 	$(BIN)/ninja -C $@
 	$(BIN)/ctest --test-dir $@ --output-on-failure --no-tests=error
+
+# With a GPU: the tests of CUDA, then its benchmarks, which write docs/gpu.md's tables. They use the
+# packages of PYTHON, not .venv, and no network; nothing is installed.
+.PHONY: gpu gpu-test gpu-bench gpu-build
+gpu: gpu-test gpu-bench
+
+gpu-test gpu-bench: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+gpu-test: gpu-build
+	CGX_REQUIRE_GPU=1 $(PYTHON) -m pytest tests/test_cuda_*.py
+
+gpu-bench: gpu-build
+	$(PYTHON) benchmarks/gpu.py
+
+gpu-build:
+	@$(PYTHON) benchmarks/gpu_present.py
+	CGX_WITH=torch,jax,cuda $(PYTHON) setup.py --quiet build_ext --inplace
+	rm -f $(BUILT)  # what .venv needs is built again when it is needed
 
 # ---- Set-up --------------------------------------------------------------------------------------
 

@@ -126,7 +126,7 @@ def _numbers(samples: list[float]) -> tuple[float, float, float, int]:
     return summary.median, summary.lower, summary.upper, summary.rounds
 
 
-class _ThreadRank:
+class ThreadRank:
     """The Ranks of a thread among others: `seconds` has a place for each."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, seconds: list[float]) -> None:
@@ -150,7 +150,7 @@ def threads(ranks: int, options: argparse.Namespace) -> list[Cost]:
 
     def run(comm: Communicator) -> list[Cost]:
         try:
-            rank = _ThreadRank(comm.rank, barrier, seconds)
+            rank = ThreadRank(comm.rank, barrier, seconds)
             return measure_ranks(comm, rank, 1, options, mpi=False)
         except BaseException:
             barrier.abort()  # the others would wait until their deadline

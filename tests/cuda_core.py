@@ -1,0 +1,104 @@
+"""Collectives of GPU memory without a binding: cgx_enqueue by ctypes; torch has memory and streams.
+
+OnGpu       a Communicator whose collectives of numpy arrays run on the GPU
+allreduce   of torch tensors, on the current stream; returns at once
+"""
+
+import itertools
+from ctypes import byref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cgx_ops import Communicator, Config, _native
+from cgx_ops.call import Call, Op
+
+CUDA = 1  # cgx_device_t
+_GUARD = 128  # bytes on each side of a buffer: as many as the widest store of a warp is aligned to
+_PATTERN = 0xA5
+
+
+class Values:
+    """A copy of an array in the GPU's memory, between guards.
+
+    Its address is a multiple of the items' size, and seldom of more.
+    """
+
+    _count = itertools.count()
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        shift = next(self._count) % 16 * array.itemsize
+        self._at = slice(_GUARD + shift, _GUARD + shift + array.nbytes)
+        held = np.full(self._at.stop + _GUARD, _PATTERN, np.uint8)
+        held[self._at] = array.reshape(-1).view(np.uint8)
+        self._shape, self._dtype = array.shape, array.dtype
+        self._held = torch.from_numpy(held).cuda()
+
+    @property
+    def address(self) -> int:
+        return self._held.data_ptr() + self._at.start
+
+    def array(self) -> npt.NDArray[Any]:
+        """Wait for the current stream, check the guards, return the values."""
+        held = self._held.cpu().numpy()
+        outside = np.concatenate([held[: self._at.start], held[self._at.stop :]])
+        assert (outside == _PATTERN).all(), "bytes beside the buffer were written"
+        return held[self._at].copy().view(self._dtype).reshape(self._shape)
+
+
+class OnGpu(Communicator):
+    """The ranks of a communicator, named by its id. Collectives run on the current stream."""
+
+    def _run(
+        self,
+        call: Call,
+        source: npt.NDArray[Any],
+        shape: tuple[int, ...],
+        block: int,
+        out: npt.NDArray[Any] | None,
+    ) -> npt.NDArray[Any]:
+        collective, result = self._prepare(call, source, shape, block, out)
+        if out is None and call.segments is None:
+            result.reshape(-1).view(np.uint8).fill(0xFF)  # NaN: every value must be written
+        given = Values(source)
+        gets = given if out is source else Values(result)
+        enqueue(collective, given.address, gets.address)
+        result[...] = gets.array()
+        check(self)
+        if gets is not given:
+            assert given.array().tobytes() == source.tobytes(), "the input changed"
+        return result
+
+
+def allreduce(
+    comm: Communicator,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    config: Config,
+    op: Op = "sum",
+    *,
+    seed: int = 0,
+    device_seeds: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> None:
+    """Put an allreduce of x into y on the current stream. Arguments are cgx.h's."""
+    dtype = _native.DTYPES[str(x.dtype).removeprefix("torch.")]
+    call = Call("allreduce", op, config, "", None, seed, timeout)
+    collective = call.collective(comm.id, 0, dtype, 0, 0, x.numel())
+    if device_seeds is not None:
+        collective.device_seeds = device_seeds.data_ptr()
+    enqueue(collective, x.data_ptr(), y.data_ptr())
+
+
+def enqueue(collective: _native.Collective, source: int | None, result: int | None) -> None:
+    """Call cgx_enqueue with these addresses, on the current stream."""
+    collective.input, collective.output = source, result
+    collective.device, collective.stream = CUDA, torch.cuda.current_stream().cuda_stream
+    _native.call("cgx_enqueue", byref(collective))
+
+
+def check(comm: Communicator, *, finish: bool = False) -> None:
+    """Raise what collectives on the GPU have failed with; finish: when all have ended."""
+    _native.call("cgx_comm_check", comm.id, finish)

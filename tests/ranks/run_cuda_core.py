@@ -1,0 +1,511 @@
+"""A scenario of the core on a GPU, on each rank; the last line that it prints is JSON.
+
+Arguments: the scenario (a function below). With --threads N on N threads of this process instead of
+the ranks of mpirun: a line for each.
+
+    results    every case against cgx_run on the CPU, to the bit
+    codec      cgx_quantize, cgx_dequantize and cgx_sum_encoded, too
+    large      over 2^31 bytes, in place
+    streams    order on one stream and on several, and against other work
+    graphs     recorded once, replayed; or refused
+    mismatch   ranks that disagree
+    lost       a rank that is killed, or never calls
+    bad        calls that are refused, and leave the communicator whole
+    memory     no memory is left when the devices connect
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from ctypes import byref, c_int64, c_void_p
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import collective_cases
+import launch
+import numpy as np
+import torch
+from collective_cases import Case
+from cuda_cases import BITS, DTYPES, ROUNDINGS, SIZES
+from cuda_core import CUDA, OnGpu, Values, allreduce, check, enqueue
+
+import cgx_ops
+from cgx_ops import CgxError, Communicator, Config, _native
+
+Finding = Any  # what JSON can hold
+
+# ---- 1. results ----------------------------------------------------------------------------------
+
+BY_SIZE = [
+    Case(size, bits, dtype=dtype, rounding=rounding)
+    for size, bits, dtype, rounding in itertools.product(SIZES, BITS, DTYPES, ROUNDINGS)
+]
+SETS = {**collective_cases.SETS, "by_size": BY_SIZE}
+
+
+def served(case: Case) -> bool:
+    """Return whether the GPU takes it: every algorithm but those that pass messages on."""
+    return case.algorithm not in ("ring", "hierarchical")
+
+
+def results(comm: Communicator, sets: list[str]) -> Finding:
+    """Compare with the CPU; each case's collectives of CPU and GPU take turns."""
+    on_gpu = OnGpu(comm.id)
+    cases = [case for name in sets for case in SETS[name] if served(case)]
+    wrong = [
+        str(case)
+        for case in cases
+        if collective_cases.run(case, on_gpu) != collective_cases.run(case, comm)
+    ]
+    combinations = list(itertools.product(DTYPES, ("one_shot", "sra"), ROUNDINGS, (0, 3)))
+    for dtype, algorithm, rounding, divisor in combinations:
+        options = {
+            "dtype": _native.DTYPES[dtype],
+            "algorithm": _native.ALGORITHMS[algorithm],
+            "rounding": _native.ROUNDINGS[rounding],
+            "op": _native.OPS["avg"],
+            "divisor": divisor,
+        }
+        want = layers(comm, dtype, options, "cpu")
+        for seeds in ("gpu", "gpu, its seeds too"):
+            if layers(comm, dtype, options, seeds) != want:
+                wrong.append(f"layers of {options}, {seeds}")
+    wire = _native.text(comm._info().wire)
+    return {"count": len(cases) + 2 * len(combinations), "wrong": wrong, "wire": wire}
+
+
+# Of a DDP bucket: numel, bits, bucket_size.
+LAYERS = ((700, 4, 512), (9, 4, 512), (0, 4, 512), (100_003, 8, 64), (5000, 32, 1), (2048, 1, 128))
+
+
+def layers(comm: Communicator, dtype: str, options: dict[str, Any], where: str) -> list[bytes]:
+    """Reduce layers wherever they lie, with a seed and an error for each; return all results."""
+    random = np.random.default_rng(comm.rank)
+    scalar = collective_cases.DTYPES[dtype]
+    xs = [random.standard_normal(n).astype(scalar) for n, _, _ in LAYERS]
+    ys, lost = ([np.zeros_like(x) for x in xs] for _ in range(2))
+    seeds = random.integers(-(2**63), 2**63, len(LAYERS), np.int64)
+    segments = (_native.Segment * len(LAYERS))(*(_native.Segment(0, n, k, b) for n, b, k in LAYERS))
+    collective = _native.Collective(
+        comm=comm.id, segments=segments, num_segments=len(LAYERS), occurrence=-1, **options
+    )
+    if where == "cpu":
+        for name, arrays in (("inputs", xs), ("outputs", ys), ("errors", lost)):
+            setattr(collective, name, pointers([a.ctypes.data for a in arrays], arrays))
+        collective.seeds = (c_int64 * len(LAYERS))(*seeds)
+        _native.call("cgx_run", byref(collective))
+        return [a.tobytes() for a in ys + lost]
+    on_gpu = [[Values(a) for a in arrays] for arrays in (xs, ys, lost)]
+    for name, values, arrays in zip(
+        ("inputs", "outputs", "errors"), on_gpu, (xs, ys, lost), strict=True
+    ):
+        setattr(collective, name, pointers([v.address for v in values], arrays))
+    held = torch.from_numpy(seeds).cuda()
+    if where == "gpu":
+        collective.seeds = (c_int64 * len(LAYERS))(*seeds)
+    else:
+        collective.device_seeds = held.data_ptr()
+    enqueue(collective, None, None)
+    found = [v.array().tobytes() for v in on_gpu[1] + on_gpu[2]]
+    check(comm)
+    return found
+
+
+def pointers(addresses: list[int], arrays: list[Any]) -> Any:
+    """Return the addresses for C; null for arrays without elements."""
+    named = zip(addresses, arrays, strict=True)
+    return (c_void_p * len(arrays))(*(at if a.size else None for at, a in named))
+
+
+def codec(_comm: Communicator) -> Finding:
+    """Return what differs from the CPU's: messages, their values, and sums of three of them."""
+    wrong = []
+    cases = list(itertools.product(SIZES, BITS, DTYPES, ROUNDINGS))
+    for size, bits, dtype, rounding in cases:
+        native = _native.Codec(
+            dtype=_native.DTYPES[dtype],
+            bits=bits,
+            bucket_size=512,
+            rounding=_native.ROUNDINGS[rounding],
+            seed=size,
+            rank=1,
+            first_index=1024,
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
+        count = c_int64()
+        _native.call("cgx_encoded_bytes", byref(native), size, byref(count))
+        x = np.random.default_rng(bits).standard_normal((3, size)).astype(np.float32)
+        x = x.astype(collective_cases.DTYPES[dtype])
+        found = []
+        for device, place in ((0, OnHost), (CUDA, Values)):
+            native.device = device
+            values = [place(row) for row in x]
+            messages = place(np.zeros((3, count.value), np.uint8))
+            decoded, total = place(np.zeros_like(x[0])), place(np.zeros(count.value, np.uint8))
+            for row, value in enumerate(values):
+                at = messages.address + row * count.value
+                _native.call("cgx_quantize", byref(native), value.address, size, at)
+            every = (messages.address, 3, count.value, size, total.address)
+            _native.call("cgx_sum_encoded", byref(native), *every)
+            _native.call("cgx_dequantize", byref(native), total.address, size, decoded.address)
+            found.append([held.array().tobytes() for held in (messages, total, decoded)])
+        if found[0] != found[1]:
+            wrong.append(f"{size} {dtype}, {bits} bits, {rounding}")
+    return {"count": len(cases), "wrong": wrong}
+
+
+class OnHost:
+    """What Values are on the GPU."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array.copy()
+        self.address = self._array.ctypes.data
+
+    def array(self) -> np.ndarray:
+        return self._array
+
+
+def large(comm: Communicator) -> Finding:
+    """537 million fp32 values, in place."""
+    pattern = np.random.default_rng(comm.rank).standard_normal(2**20 + 7).astype(np.float32)
+    x = np.resize(pattern, 2**29 + 1000)
+    config = Config(bits=4, algorithm="sra")
+    want = comm.allreduce(x, config=config, seed=1)
+    OnGpu(comm.id).allreduce(x, config=config, seed=1, out=x)
+    return bool(np.array_equal(x.view(np.int32), want.view(np.int32)))
+
+
+# ---- 2. streams and graphs -----------------------------------------------------------------------
+
+NUMEL = 300_000
+CONFIG = Config(bits=4, rounding="stochastic")
+LONG = 2_000_000_000  # cycles that keep the GPU busy: about a second
+
+
+def values(comm: Communicator, step: int) -> np.ndarray:
+    """Return what a rank gives in a step."""
+    random = np.random.default_rng([comm.rank, step])
+    return random.standard_normal(NUMEL).astype(np.float32)
+
+
+def differs(y: torch.Tensor, want: np.ndarray) -> bool:
+    """Wait for the current stream and compare bits."""
+    return y.cpu().numpy().tobytes() != want.tobytes()
+
+
+def streams(comm: Communicator) -> Finding:
+    """Return what went wrong, by name."""
+    wrong = []
+    steps = range(6)
+    wants = [comm.allreduce(2 * values(comm, step), config=CONFIG, seed=step) for step in steps]
+    given = [torch.from_numpy(values(comm, step)).pin_memory() for step in steps]
+    y = torch.empty(NUMEL, device="cuda")
+    allreduce(comm, torch.zeros_like(y), y, CONFIG)  # connects
+    torch.cuda.synchronize()
+
+    def steps_on(step: int, busy: bool) -> torch.Tensor:
+        """Copy, double, reduce and add one: all on the current stream; return without waiting."""
+        if busy:
+            torch.cuda._sleep(LONG)
+        x = given[step].to("cuda", non_blocking=True) * 2
+        result = torch.full_like(x, torch.nan)
+        allreduce(comm, x, result, CONFIG, seed=step)
+        x.fill_(torch.nan)  # later than the collective reads it
+        return result + 1
+
+    for name, stream in (
+        ("default stream", torch.cuda.default_stream()),
+        ("side stream", torch.cuda.Stream()),
+        ("stream of another priority", torch.cuda.Stream(priority=-1)),
+    ):
+        with torch.cuda.stream(stream):
+            first = torch.cuda.Event()
+            torch.cuda._sleep(LONG)
+            first.record()
+            result = steps_on(0, busy=False)
+            if first.query():
+                wrong.append(f"{name}: the host waited for the device")
+            if differs(result, wants[0] + np.float32(1)):
+                wrong.append(name)
+
+    # On two streams in turns, each with work before: collectives run in the order of the calls.
+    sides = [torch.cuda.Stream(), torch.cuda.Stream()]
+    found = []
+    for step in steps:
+        with torch.cuda.stream(sides[step % 2]):
+            found.append(steps_on(step, busy=step == 0))
+    for step in steps:
+        with torch.cuda.stream(sides[step % 2]):
+            if differs(found[step], wants[step] + np.float32(1)):
+                wrong.append(f"two streams, step {step}")
+
+    # Several communicators of the same ranks at once, on a stream each.
+    copies = [comm.split(0, name=f"copy {i}") for i in range(3)]
+    found = []
+    for step, copy in enumerate(copies):
+        assert copy is not None
+        with torch.cuda.stream(sides[step % 2]):
+            x = given[step].to("cuda", non_blocking=True) * 2
+            found.append(torch.full_like(x, torch.nan))
+            allreduce(copy, x, found[-1], CONFIG, seed=step)
+    torch.cuda.synchronize()
+    wrong += [f"communicator {i}" for i, y in enumerate(found) if differs(y, wants[i])]
+    for copy in copies:
+        assert copy is not None
+        check(copy, finish=True)
+        copy.close()
+    check(comm, finish=True)
+    return wrong
+
+
+def graphs(comm: Communicator) -> Finding:
+    """Return the error where recording is refused, else what went wrong in replays."""
+    seeds = torch.zeros(1, dtype=torch.int64, device="cuda")
+    x, y = torch.zeros(NUMEL, device="cuda"), torch.zeros(NUMEL, device="cuda")
+    allreduce(comm, x, y, CONFIG)  # connects
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            allreduce(comm, x * 2, y, CONFIG, device_seeds=seeds)
+            z = y + 1
+            allreduce(comm, z, z, CONFIG, seed=7)
+    except CgxError as error:
+        refused = [type(error).__name__, str(error)]
+        return {"refused": refused, "wrong": replays(comm, None, x, y, y, seeds)}
+    return {"refused": None, "wrong": replays(comm, graph, x, y, z, seeds)}
+
+
+def replays(
+    comm: Communicator,
+    graph: torch.cuda.CUDAGraph | None,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    z: torch.Tensor,
+    seeds: torch.Tensor,
+) -> list[str]:
+    """Replay with new inputs and seeds, and calls that no graph holds in between."""
+    wrong = []
+    for step in range(5):
+        given = values(comm, step)
+        if graph is not None:
+            want = comm.allreduce(2 * given, config=CONFIG, seed=step)
+            then = comm.allreduce(want + np.float32(1), config=CONFIG, seed=7)
+            x.copy_(torch.from_numpy(given))
+            seeds.fill_(step)
+            graph.replay()
+            if differs(y, want) or differs(z, then):
+                wrong.append(f"replay {step}")
+        plain = comm.allreduce(given, config=CONFIG, seed=step)
+        own = torch.from_numpy(given).cuda()
+        allreduce(comm, own, own, CONFIG, seed=step)
+        if differs(own, plain):
+            wrong.append(f"call {step}")
+    check(comm, finish=True)
+    return wrong
+
+
+# ---- 3. failures ---------------------------------------------------------------------------------
+
+
+def failure(call: Callable[[], object]) -> list[str] | None:
+    """Return an error's kind and text; None if there was none."""
+    try:
+        call()
+    except CgxError as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+
+def outcome(comm: Communicator, y: torch.Tensor) -> Finding:
+    """Return what a failed collective says, now and next, and whether its output is NaN."""
+    error = failure(lambda: check(comm, finish=True))
+    return {
+        "error": error,
+        "nan": bool(torch.isnan(y).all().item()),
+        "next": failure(lambda: allreduce(comm, y, y, CONFIG)),
+    }
+
+
+# What the last rank does otherwise, by the word that the error must hold.
+DISAGREEMENTS: dict[str, tuple[Config, dict[str, Any]]] = {
+    "bits": (replace(CONFIG, bits=3), {}),
+    "bucket_size": (replace(CONFIG, bucket_size=64), {}),
+    "rounding": (replace(CONFIG, rounding="nearest"), {}),
+    "gather_bits": (replace(CONFIG, gather_bits=8), {}),
+    "algorithm": (replace(CONFIG, algorithm="one_shot"), {}),
+    "op": (CONFIG, {"op": "avg"}),
+    "dtype": (CONFIG, {"dtype": torch.bfloat16}),
+    "numel": (CONFIG, {"numel": NUMEL + 512}),
+}
+
+
+def mismatch(comm: Communicator) -> Finding:
+    """Return each disagreement's outcome; a communicator for each, since it ends one."""
+    outcomes = {
+        word: disagreement(comm, f"odd {index}", *disagreeing)
+        for index, (word, disagreeing) in enumerate(DISAGREEMENTS.items())
+    }
+    whole = comm.allreduce(np.ones(100, np.float32), config=Config(bits=32))
+    return {"outcomes": outcomes, "whole": bool((whole == comm.size).all())}
+
+
+def disagreement(comm: Communicator, name: str, config: Config, options: dict[str, Any]) -> Finding:
+    """Return the outcome where the last rank has these."""
+    own = comm.split(0, name=name)
+    assert own is not None
+    ready = torch.ones(NUMEL, device="cuda")
+    allreduce(own, ready, ready, CONFIG)
+    check(own, finish=True)
+    if comm.rank != comm.size - 1:
+        config, options = CONFIG, {}
+    dtype = options.get("dtype", torch.float32)
+    x = torch.ones(options.get("numel", NUMEL), dtype=dtype, device="cuda")
+    y = torch.zeros_like(x)
+    at_once = failure(lambda: allreduce(own, x, y, config, options.get("op", "sum")))
+    found = {"at once": at_once, **outcome(own, y)}
+    own.close()
+    return found
+
+
+def lost(comm: Communicator, how: str, timeout: float) -> Finding:
+    """Return what the others see of a last rank that is killed at work, or never calls."""
+    x, y = torch.ones(4_000_000, device="cuda"), torch.zeros(4_000_000, device="cuda")
+    allreduce(comm, x, y, CONFIG)
+    check(comm, finish=True)
+    last = comm.rank == comm.size - 1
+    if last and how == "absent":
+        time.sleep(timeout + 5)
+        os._exit(0)
+    if last:
+        threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    with contextlib.suppress(CgxError):
+        while True:
+            y.zero_()
+            allreduce(comm, x, y, CONFIG, timeout=timeout)
+            check(comm, finish=True)
+    return outcome(comm, y)
+
+
+def bad(comm: Communicator) -> Finding:
+    """Return the error of each bad call, which all ranks make, and whether the next one is well."""
+    x, y = torch.ones(NUMEL, device="cuda"), torch.zeros(NUMEL, device="cuda")
+    host = torch.ones(NUMEL)
+    freed = torch.ones(2**26, device="cuda").data_ptr()  # its tensor is gone, and so is the memory
+    torch.cuda.empty_cache()
+
+    def call(source: int | None, result: int | None, **fields: Any) -> Callable[[], None]:
+        segment = _native.Segment(0, NUMEL, 512, 4)
+        fields = {"segments": (_native.Segment * 1)(segment), "num_segments": 1, **fields}
+        collective = _native.Collective(comm=comm.id, occurrence=-1, **fields)
+        return lambda: enqueue(collective, source, result)
+
+    def on(device: int, function: str) -> Callable[[], None]:
+        segments = (_native.Segment * 1)(_native.Segment(0, NUMEL, 512, 4))
+        collective = _native.Collective(
+            comm=comm.id, segments=segments, num_segments=1, occurrence=-1,
+            input=x.data_ptr(), output=y.data_ptr(), device=device,
+        )  # fmt: skip
+        return lambda: _native.call(function, byref(collective))
+
+    ring, nested = _native.ALGORITHMS["ring"], _native.ALGORITHMS["hierarchical"]
+    calls = {
+        "input on the host": call(host.data_ptr(), y.data_ptr()),
+        "output on the host": call(x.data_ptr(), host.data_ptr()),
+        "freed": call(freed, y.data_ptr()),
+        "null": call(None, y.data_ptr()),
+        "ring": call(x.data_ptr(), y.data_ptr(), algorithm=ring),
+        "bits": call(
+            x.data_ptr(), y.data_ptr(),
+            segments=(_native.Segment * 1)(_native.Segment(0, NUMEL, 512, 9)),
+        ),
+        "cgx_run of a GPU's memory": on(CUDA, "cgx_run"),
+        "cgx_enqueue for the CPU": on(0, "cgx_enqueue"),
+    }  # fmt: skip
+    if torch.cuda.device_count() > 1:
+        other = torch.ones(NUMEL, device="cuda:1")
+        calls["another device"] = call(x.data_ptr(), other.data_ptr())
+    errors = {name: failure(bad_call) for name, bad_call in calls.items()}
+    call(x.data_ptr(), y.data_ptr(), algorithm=nested)()  # where there is one host: as on the CPU
+    want = comm.allreduce(np.ones(NUMEL, np.float32), config=Config(rounding="nearest"))
+    allreduce(comm, x, y, Config(rounding="nearest"))
+    return {"errors": errors, "whole": not differs(y, want)}
+
+
+@contextlib.contextmanager
+def full_memory(comm: Communicator) -> Iterator[None]:
+    """Hold all of the GPU's memory on rank 0; all ranks enter and leave together."""
+    meet = np.zeros(16, np.float32)
+    comm.allreduce(meet, config=Config(bits=32))
+    held, size = [], 2**33
+    while comm.rank == 0 and size >= 2**21:
+        try:
+            held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.cuda.OutOfMemoryError:
+            size //= 2
+    comm.allreduce(meet, config=Config(bits=32))
+    try:
+        yield
+    finally:
+        comm.allreduce(meet, config=Config(bits=32))
+        held.clear()
+        torch.cuda.empty_cache()
+        comm.allreduce(meet, config=Config(bits=32))
+
+
+def memory(comm: Communicator) -> Finding:
+    """Return the error of a first collective that finds no memory, and whether one works later."""
+    x, y = torch.ones(2**26, device="cuda"), torch.zeros(2**26, device="cuda")
+    poor = comm.split(0, name="poor")
+    assert poor is not None
+    with full_memory(comm):
+        error = failure(lambda: allreduce(poor, x, y, CONFIG, timeout=20))
+        error = error or failure(lambda: check(poor, finish=True))
+    rich = comm.split(0, name="rich")
+    assert rich is not None
+    allreduce(rich, x, y, Config(bits=32))
+    check(rich, finish=True)
+    return {"error": error, "later": bool((y == comm.size).all().item())}
+
+
+# ---- The program ---------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    scenario = parser.add_subparsers(dest="scenario", required=True)
+    for function in (codec, large, streams, graphs, mismatch, bad, memory):
+        scenario.add_parser(function.__name__).set_defaults(run=function)
+    every = scenario.add_parser("results")
+    every.add_argument("--threads", type=int, default=0)
+    every.add_argument("sets", nargs="+", choices=SETS)
+    every.set_defaults(run=lambda comm: results(comm, options.sets))
+    gone = scenario.add_parser("lost")
+    gone.add_argument("how", choices=("kill", "absent"))
+    gone.add_argument("timeout", type=float)
+    gone.set_defaults(run=lambda comm: lost(comm, options.how, options.timeout))
+    options = parser.parse_args()
+
+    if threads := getattr(options, "threads", 0):
+
+        def on_thread(_rank: int, comm: Communicator) -> Finding:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                return options.run(comm)
+
+        for found in launch.threads(threads, on_thread, timeout=600):
+            print(json.dumps(found))
+    else:
+        print(json.dumps(options.run(cgx_ops.init())), flush=True)
+
+
+main()
