@@ -64,6 +64,17 @@ def nvcc_version(nvcc: Path) -> str:
     return re.findall(r"release (\S+),", said)[0]
 
 
+def usable_nvcc() -> tuple[Path | None, str]:
+    """Return the compiler, or why there is none."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return None, "no nvcc on PATH or in CUDA_HOME"
+    version = nvcc_version(nvcc)
+    if tuple(map(int, version.split("."))) < (12, 5):
+        return None, f"{nvcc} is of CUDA {version}; cgx_ops needs 12.5 or newer"
+    return nvcc, ""
+
+
 def files_of(folder: str) -> list[str]:
     return sorted(str(f.relative_to(ROOT)) for f in (ROOT / folder).rglob("*") if f.is_file())
 
@@ -145,11 +156,10 @@ class BuildExt(build_ext):
                 sys.exit(f"{sentence}. CGX_WITH insists on it.")
             print(sentence, file=sys.stderr)
 
-        self.nvcc = None if wanted == ["none"] else find_nvcc()
+        self.nvcc, reason = usable_nvcc() if wanted != ["none"] else (None, "CGX_WITH is none")
         if self.nvcc:
             built["cuda"] = nvcc_version(self.nvcc)
         else:
-            reason = "no nvcc on PATH or in CUDA_HOME" if wanted != ["none"] else "CGX_WITH is none"
             leave_out("cuda", f"cgx_ops: building without CUDA: {reason}")
         chosen = [name for name in wanted if name not in ("", "cuda")]  # empty: all there are
         for binding in [e for e in self.extensions if isinstance(e, Binding)]:

@@ -53,7 +53,7 @@ def allreduce(comm: Communicator, x: torch.Tensor, y: torch.Tensor, config: Conf
 
 
 def wire(comm: Communicator) -> str:
-    """Return how the ranks' GPUs are connected: "direct" or "staged"; "" before the first call."""
+    """Return how the ranks' GPUs are connected, "direct" or "staged"; "" before the first call."""
     return _native.text(comm._info().wire)
 
 

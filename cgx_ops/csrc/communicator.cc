@@ -306,7 +306,10 @@ Totals Communicator::totals() const {
 device::Group& Communicator::devices(device::Device& device) {
   const std::lock_guard lock(devices_mutex_);
   require(!closed(), CGX_CLOSED, "communicator '", name, "' is closed");
-  if (!devices_) devices_ = std::make_unique<device::Group>(device, *link_, type, timeout);
+  if (!devices_) {
+    devices_ = std::make_unique<device::Group>(device, *link_, type, timeout);
+    connected_ = devices_.get();
+  }
   require(&devices_->device() == &device, CGX_INVALID_ARGUMENT, "the buffers are on ",
           device.name(), ", but this rank's earlier ones on communicator '", name, "' were on ",
           devices_->device().name(), ": a rank has one device; make a communicator for each");
@@ -334,17 +337,12 @@ void Communicator::enqueue(const cgx_collective_t& call, device::Device& device)
 }
 
 void Communicator::check_devices(bool finish) {
-  device::Group* group = nullptr;
-  {
-    const std::lock_guard lock(devices_mutex_);
-    group = devices_.get();
-  }
-  if (group) group->check(finish);
+  if (device::Group* group = connected_) group->check(finish);
 }
 
 const char* Communicator::wire_name() const {
-  const std::lock_guard lock(devices_mutex_);
-  return devices_ ? devices_->wire() : "";
+  const device::Group* group = connected_;
+  return group ? group->wire() : "";
 }
 
 void Communicator::start(std::unique_ptr<Algorithm> algorithm, const std::string& key,

@@ -7,6 +7,7 @@
 //   registry  small integers and names; the world is 0
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <map>
@@ -84,8 +85,9 @@ class Communicator {
 
   const std::unique_ptr<Engine> engine_;
   const std::unique_ptr<device::HostLink> link_;
-  mutable std::mutex devices_mutex_;
+  std::mutex devices_mutex_;  // held while they connect, and close
   std::unique_ptr<device::Group> devices_;
+  std::atomic<device::Group*> connected_ = nullptr;  // the same, for who must not wait
   std::atomic<bool> closed_{false};
   // Of one rank alone; else the engine's.
   mutable std::mutex totals_mutex_;

@@ -236,7 +236,6 @@ std::string difference(const Agreement& left, const Agreement& right) {
       {"number of segments", [](const Agreement& a) { return std::to_string(a.num_segments); }},
       {"block_numel", [](const Agreement& a) { return std::to_string(a.block_numel); }},
       {"algorithm", [](const Agreement& a) -> std::string { return algorithm_name(a.algorithm); }},
-      {"name", [](const Agreement& a) { return join("#", std::hex, a.name_hash); }},
   };
   std::string text;
   for (const auto& row : rows) {

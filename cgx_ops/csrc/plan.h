@@ -70,7 +70,6 @@ struct Agreement {
   int64_t divisor = 0;
   int64_t bucket_size = 0;  // of the first segment
   uint64_t segments_hash = 0;
-  uint64_t name_hash = 0;  // of calls that are matched by their order, whatever their names
 };
 
 // Which of a call's buffers will be used; one that will not may be null.

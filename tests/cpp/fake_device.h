@@ -145,44 +145,51 @@ inline void run(const Decode& launch) {
 
 inline void run(const Signals& launch) {
   const uint64_t exchange = *launch.done + 1;
-  const auto mailbox = [&](int at, int sender) -> Mailbox& {
-    return launch.at_peer[at][exchange % 2 * launch.size + sender];
+  const auto mailbox = [&](uint64_t which, int at, int sender) -> Mailbox& {
+    return launch.at_peer[at][which % 2 * launch.size + sender];
   };
   const auto number = [](Mailbox& box) { return std::atomic_ref(box.exchange); };
-  const auto tell = [&](uint64_t value) {
-    for (int peer = 0; peer < launch.size; ++peer) {
-      if (peer == launch.rank) continue;
-      Mailbox& box = mailbox(peer, launch.rank);
-      if (value != kGaveUp) box.notice = launch.notice;
-      number(box).store(value, std::memory_order_release);
-    }
+  const auto say = [&](uint64_t which, uint64_t value) {  // to the mailboxes of exchange `which`
+    for (int peer = 0; peer < launch.size; ++peer)
+      if (peer != launch.rank)
+        number(mailbox(which, peer, launch.rank)).store(value, std::memory_order_release);
   };
   const auto give_up = [&](cgx_status_t status, int peer, const Notice* theirs) {
-    if (std::exchange(*launch.fault, 1) == 0) {
+    *launch.fault = kFailedAndTold;
+    if (launch.report->status == CGX_OK) {
       launch.report->rank = peer;
       launch.report->exchange = exchange;
       launch.report->ours = launch.notice;
       if (theirs) launch.report->theirs = *theirs;
       std::atomic_ref(launch.report->status).store(status, std::memory_order_release);
     }
-    tell(kGaveUp);
+    say(exchange + 1, kGaveUp | exchange);
+    if (status != CGX_MISMATCH) say(exchange, kGaveUp | exchange);
   };
-  *launch.done = exchange;
-  if (*launch.fault) return tell(kGaveUp);
-  tell(exchange);
+  if (*launch.fault == kFailedAndTold) return;
+  if (*launch.fault) {
+    *launch.fault = kFailedAndTold;
+    say(exchange + 1, kGaveUp | exchange);
+    return say(exchange, kGaveUp | exchange);
+  }
+  for (int peer = 0; peer < launch.size; ++peer)
+    if (peer != launch.rank) mailbox(exchange, peer, launch.rank).notice = launch.notice;
+  say(exchange, exchange);
   const auto deadline =
       std::chrono::steady_clock::now() + std::chrono::nanoseconds(launch.timeout_ns);
   for (int peer = 0; peer < launch.size; ++peer) {
     if (peer == launch.rank) continue;
-    Mailbox& box = mailbox(launch.rank, peer);
+    Mailbox& box = mailbox(exchange, launch.rank, peer);
     uint64_t seen;
     while ((seen = number(box).load(std::memory_order_acquire)) < exchange) {
       if (std::chrono::steady_clock::now() >= deadline) return give_up(CGX_TIMEOUT, peer, nullptr);
       std::this_thread::yield();
     }
-    if (seen == kGaveUp) return give_up(CGX_PEER_FAILED, peer, nullptr);
+    if ((seen & kGaveUp) && (seen & ~kGaveUp) <= exchange)
+      return give_up(CGX_PEER_FAILED, peer, nullptr);
     if (box.notice.digest != launch.notice.digest) return give_up(CGX_MISMATCH, peer, &box.notice);
   }
+  *launch.done = exchange;
 }
 
 // ---- 2. queues -----------------------------------------------------------------------------
@@ -421,6 +428,7 @@ class FakeDevice final : public Device {
     return std::make_unique<FakeStream>(static_cast<FakeQueue*>(stream));
   }
   bool recording(void*) override { return is_recording; }
+  void synchronize() override {}  // it records nothing
   Memory allocate(size_t bytes, Place) override {
     require(bytes <= memory_left, CGX_SYSTEM, bytes, " bytes wanted on ", name(), ", ", memory_left,
             " are left");

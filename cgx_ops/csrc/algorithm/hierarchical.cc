@@ -29,9 +29,9 @@ namespace {
 // Parts: ranks of one host send each other values and results, ranks of one lane sums and results.
 constexpr int kScatter = 0, kGather = 1;
 
-// Messages of a collective that peers may leave unread before it stops encoding: 8 MB, as the exact
-// values of a chunk of 4 bits are 256 KB.
-constexpr int kMostUnreleased = 32;
+// Fewer messages than elsewhere are left unread (8 MB): the exact values of a chunk of 4 bits are
+// 256 KB.
+constexpr int kFewUnreleased = 32;
 
 // The messages of one lane in the order in which they pass between two ranks of a host: chunk by
 // chunk, in each the shards of the next hosts first, the host's own last.
@@ -102,7 +102,7 @@ class Hierarchical : public Algorithm {
         lanes_(topology_.lanes()),
         host_(topology_.host_of(plan_.rank)),
         place_(topology_.place_of(plan_.rank)),
-        most_unreleased_(std::max(kMostUnreleased, (lanes_ + 2) * hosts_)),
+        most_unreleased_(std::max(kFewUnreleased, (lanes_ + 2) * hosts_)),
         awaited_(plan_.size, 0),
         reducers_(threads_.size(), ChunkReducer(plan_)) {
     for (const int rank : topology_.ranks_of(host_)) add_neighbour(rank);
@@ -207,8 +207,8 @@ class Hierarchical : public Algorithm {
   }
 
   // Chunks of host `owner`'s shard of which all that I am to sum is here. None beyond the chunk
-  // that phase 1 is at: where all ranks have been stopped by kMostUnreleased they are at one chunk,
-  // of which each may send all messages, so that it can be reduced.
+  // that phase 1 is at: where all ranks have been stopped by most_unreleased_ they are at one
+  // chunk, of which each may send all messages, so that it can be reduced.
   size_t ready_to_reduce(int owner) const {
     const LaneShard& mine = shards_[owner];
     size_t end = mine.size();

@@ -16,8 +16,6 @@
 namespace cgx {
 namespace {
 
-constexpr int kMostUnreleased = 64;  // as in sra
-
 class OneShot : public Algorithm {
  public:
   explicit OneShot(Plan plan)

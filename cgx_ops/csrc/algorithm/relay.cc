@@ -6,13 +6,6 @@
 #include "base/status.h"
 
 namespace cgx {
-namespace {
-
-// Messages that peers may leave unread before it stops copying: 2 MB.
-constexpr int kMostUnreleased = 64;
-
-}  // namespace
-
 Relay::Relay(int rank, std::vector<std::span<const std::byte>> outgoing,
              std::vector<std::span<std::byte>> incoming)
     : rank_(rank), outgoing_(std::move(outgoing)), incoming_(std::move(incoming)), next_(rank) {

@@ -20,10 +20,6 @@ namespace cgx {
 namespace {
 
 constexpr int kScatter = 0, kGather = 1;  // parts
-// Messages of a collective that peers may leave unread before it stops encoding: 2 MB. Every rank
-// sends its chunks in the same order, and at least one to every peer, so the oldest chunk can
-// always be reduced, and read.
-constexpr int kMostUnreleased = 64;
 
 class Sra : public Algorithm {
  public:
@@ -46,6 +42,8 @@ class Sra : public Algorithm {
     if (!scatters_ && encode_own_block(port)) return Step::kWorked;
     if (decode_next()) return Step::kWorked;
     if (scatters_ && encoded_ < longest_) {
+      // Every rank sends its chunks in the same order, and at least one to every peer before it
+      // stops, so the oldest chunk can always be reduced, and read.
       if (port.unreleased() >= std::max(kMostUnreleased, plan_.size - 1)) return Step::kBlocked;
       encode_next(port);
       return Step::kWorked;

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
 
 #include "cuda/nccl.h"
 #include "cuda/sharing.h"
@@ -22,7 +23,8 @@ struct Location {
 };
 
 // By the driver: cudaPointerGetAttributes would start a context on this thread's current device.
-Location locate(const void* address) {
+// nullopt: this thread has no context, and the driver then knows no address.
+std::optional<Location> locate(const void* address) {
   unsigned int type = 0, managed = 0;
   int ordinal = -1;
   CUpointer_attribute asked[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_IS_MANAGED,
@@ -30,11 +32,30 @@ Location locate(const void* address) {
   void* answers[] = {&type, &managed, &ordinal};
   const CUresult result =
       driver().pointer_attributes(3, asked, answers, reinterpret_cast<CUdeviceptr>(address));
-  if (result == CUDA_ERROR_INVALID_VALUE || result == CUDA_ERROR_INVALID_CONTEXT)
-    return {Kind::kUnknown, -1};  // so the driver calls memory that it has not seen
+  if (result == CUDA_ERROR_INVALID_CONTEXT) return std::nullopt;
+  if (result == CUDA_ERROR_INVALID_VALUE)
+    return Location{Kind::kUnknown, -1};  // so the driver calls memory that it has not seen
   check(result, "cuPointerGetAttributes");
-  if (type == CU_MEMORYTYPE_DEVICE || managed) return {Kind::kDevice, ordinal};
-  return {type == CU_MEMORYTYPE_HOST ? Kind::kPinned : Kind::kUnknown, -1};
+  if (type == CU_MEMORYTYPE_DEVICE || managed) return Location{Kind::kDevice, ordinal};
+  return Location{type == CU_MEMORYTYPE_HOST ? Kind::kPinned : Kind::kUnknown, -1};
+}
+
+// Any device's context will do, as addresses are unified: of those that this process has started.
+Location locate_on_any_thread(const void* address) {
+  if (const auto found = locate(address)) return *found;
+  int count = 0;
+  check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    CUdevice device = 0;
+    unsigned int flags = 0;
+    int active = 0;
+    check(driver().device_get(&device, ordinal), "cuDeviceGet");
+    check(driver().primary_state(device, &flags, &active), "cuDevicePrimaryCtxGetState");
+    if (!active) continue;
+    const Current current(CudaDevice::get(ordinal).context());
+    return locate(address).value_or(Location{Kind::kUnknown, -1});
+  }
+  return {Kind::kUnknown, -1};
 }
 
 // The number of the device whose memory this is.
@@ -42,7 +63,7 @@ int device_at(const void* address, const std::string& what) {
   constexpr char kRemedy[] =
       ": give device=CPU, or move the values to the GPU (a tensor's .cuda()) before the call";
   require(address != nullptr, CGX_INVALID_ARGUMENT, what, " is a null pointer");
-  const Location at = locate(address);
+  const Location at = locate_on_any_thread(address);
   require(at.kind != Kind::kPinned, CGX_INVALID_ARGUMENT, what, " is in pinned host memory",
           kRemedy);
   require(at.kind == Kind::kDevice, CGX_INVALID_ARGUMENT, what, " (address ", address,
@@ -89,6 +110,11 @@ bool CudaDevice::recording(void* stream) {
   check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status),
         "cudaStreamIsCapturing on ", name());
   return status != cudaStreamCaptureStatusNone;
+}
+
+void CudaDevice::synchronize() {
+  const Current current(context_);
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize on ", name());
 }
 
 Memory CudaDevice::allocate(size_t bytes, Place place) {

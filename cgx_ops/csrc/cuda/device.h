@@ -19,6 +19,7 @@ class CudaDevice : public Device {
   std::unique_ptr<Queue> make_queue() override;
   std::unique_ptr<Queue> wrap(void* stream) override;
   bool recording(void* stream) override;
+  void synchronize() override;
   Memory allocate(size_t bytes, Place place) override;
   Bytes share(const Memory& memory) override;
   Memory open(const Bytes& shared) override;

@@ -23,6 +23,7 @@ Driver load() {
   find("cuDeviceGet", 2000, &driver.device_get);
   find("cuDeviceGetUuid", 11040, &driver.device_uuid);
   find("cuDevicePrimaryCtxRetain", 7000, &driver.retain_primary);
+  find("cuDevicePrimaryCtxGetState", 7000, &driver.primary_state);
   find("cuCtxPushCurrent", 4000, &driver.push);
   find("cuCtxPopCurrent", 4000, &driver.pop);
   find("cuPointerGetAttributes", 7000, &driver.pointer_attributes);

@@ -12,6 +12,7 @@ struct Driver {
   PFN_cuDeviceGet_v2000 device_get;
   PFN_cuDeviceGetUuid_v11040 device_uuid;
   PFN_cuDevicePrimaryCtxRetain_v7000 retain_primary;
+  PFN_cuDevicePrimaryCtxGetState_v7000 primary_state;
   PFN_cuCtxPushCurrent_v4000 push;
   PFN_cuCtxPopCurrent_v4000 pop;
   PFN_cuPointerGetAttributes_v7000 pointer_attributes;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <mutex>
 
 #include "base/status.h"
 #include "device/agree.h"
@@ -13,7 +14,6 @@ namespace {
 constexpr int64_t kMostSlotBytes = 8 << 20;
 constexpr int64_t kWindowBytes = 64 << 20;  // of all slots, so that many ranks do not need more
 constexpr int64_t kAlignment = 256;
-constexpr auto kLinger = std::chrono::seconds(2);  // for peers that have not let go of a window
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -21,7 +21,8 @@ int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * 
 struct Said {
   Agreement agreement;
   uint64_t number;
-  char name[128];
+  double timeout_s;  // the sender's own business: not in the digest
+  char name[120];
 };
 static_assert(sizeof(Said) <= sizeof(Notice::words));
 
@@ -34,6 +35,8 @@ Notice notice_of(const Call& call) {
   std::memcpy(notice.words, &said, sizeof(said));
   notice.digest = 0xcbf29ce484222325;  // FNV-1a, by words
   for (const uint64_t word : notice.words) notice.digest = (notice.digest ^ word) * 0x100000001b3;
+  said.timeout_s = call.timeout.count();
+  std::memcpy(notice.words, &said, sizeof(said));
   return notice;
 }
 
@@ -49,12 +52,12 @@ std::string title(const Said& said) {
 }
 
 // The words of `status` for what the device has reported.
-std::string text_of(const Report& report, double timeout_s) {
+std::string text_of(const Report& report) {
   const Said ours = said_in(report.ours);
   const std::string what = join("device collective ", title(ours));
   switch (report.status) {
     case CGX_TIMEOUT:
-      return join(what, ": rank ", report.rank, " has not come to it after ", timeout_s,
+      return join(what, ": rank ", report.rank, " has not come to it after ", ours.timeout_s,
                   " s; it is late, gone, or has called fewer collectives");
     case CGX_MISMATCH: {
       const Said theirs = said_in(report.theirs);
@@ -71,6 +74,15 @@ std::string text_of(const Report& report, double timeout_s) {
   }
 }
 
+// Windows stay until the process ends: to free memory that another process has mapped is undefined,
+// and to know that none has would take waiting for all of them when a communicator is closed.
+void keep(const Memory& window) {
+  static std::mutex mutex;
+  static auto& windows = *new std::vector<Memory>;
+  const std::lock_guard lock(mutex);
+  windows.push_back(window);
+}
+
 class Direct final : public Wire, private Lane {
  public:
   Direct(Device& device, HostLink& host)
@@ -80,8 +92,11 @@ class Direct final : public Wire, private Lane {
         first_slot_(aligned(2 * host.size() * static_cast<int64_t>(sizeof(Mailbox)))),
         window_(device.allocate(first_slot_ + 2 * region_bytes(), Place::kDevice)),
         control_(device.allocate(sizeof(Control), Place::kDevice)),
-        report_(device.allocate(sizeof(Report), Place::kPinned)),
-        shared_(device.share(window_)) {}
+        pinned_(device.allocate(sizeof(Pinned), Place::kPinned)),
+        shared_(device.share(window_)) {
+    pinned()->given_up = kFailedAndTold + 1;
+    keep(window_);
+  }
 
   const Bytes& shared() const { return shared_; }
   // Windows by rank.
@@ -106,23 +121,19 @@ class Direct final : public Wire, private Lane {
   void end(Queue&) override { queue_ = nullptr; }
 
   std::optional<Failure> failure() override {
-    auto& report = *reinterpret_cast<Report*>(report_.get());
+    Report& report = pinned()->report;
     const uint32_t status = std::atomic_ref(report.status).load(std::memory_order_acquire);
     if (status == CGX_OK) return std::nullopt;
-    return Failure{static_cast<cgx_status_t>(status), text_of(report, timeout_.count())};
+    return Failure{static_cast<cgx_status_t>(status), text_of(report)};
   }
 
-  // A window is freed when every peer has let go of it, else with the process: freeing memory that
-  // another process has mapped is undefined.
-  void close(std::chrono::duration<double> at_most) override {
-    windows_.clear();
-    try {
-      host_.exchange("device windows closed", {},
-                     std::min<std::chrono::duration<double>>(at_most, kLinger));
-    } catch (const Error&) {
-      new Memory(std::move(window_));
-    }
+  // What is on the caller's queue goes on; peers wait for messages that will not come.
+  void give_up(Queue& caller) override {
+    caller.copy(&control()->fault, &pinned()->given_up, sizeof(uint32_t));
+    queue_ = &caller;
+    exchange(Traffic::kAll, {}, {});
   }
+  void close(std::chrono::duration<double>) override { windows_.clear(); }
 
  private:
   // On the device.
@@ -131,6 +142,11 @@ class Direct final : public Wire, private Lane {
     uint32_t fault;
   };
   Control* control() const { return reinterpret_cast<Control*>(control_.get()); }
+  struct Pinned {
+    Report report;
+    uint32_t given_up;
+  };
+  Pinned* pinned() const { return reinterpret_cast<Pinned*>(pinned_.get()); }
   int64_t region_bytes() const { return slot_bytes_ * host_.size(); }
   std::byte* slot(int window, int sender) const {
     return windows_[window].get() + first_slot_ + sender * slot_bytes_;
@@ -157,14 +173,14 @@ class Direct final : public Wire, private Lane {
     launch.timeout_ns = static_cast<uint64_t>(timeout_.count() * 1e9);
     launch.notice = notice_;
     launch.fault = &control()->fault;
-    launch.report = reinterpret_cast<Report*>(report_.get());
+    launch.report = &pinned()->report;
     queue_->signal(launch);
   }
 
   HostLink& host_;
   const int64_t slot_bytes_, first_slot_;
-  Memory window_;
-  const Memory control_, report_;
+  const Memory window_;
+  const Memory control_, pinned_;
   const Bytes shared_;
   std::vector<Memory> windows_;
   // Of the collective that is being put on a queue.

@@ -72,7 +72,8 @@ void Group::enqueue(Plan plan, Agreement agreement, const std::string& name, Sec
 
   const std::lock_guard lock(mutex_);
   require_well();
-  agreement.name_hash = hash_of(name);
+  agreement.segments_hash ^= hash_of(name);  // calls match by order: their names must, too
+  recorded_ = recorded_ || recording;
   const auto end = [&] {
     wire_->end(*queue);
     // A graph is ordered by who replays it: events of outside are not for it.
@@ -90,19 +91,33 @@ void Group::enqueue(Plan plan, Agreement agreement, const std::string& name, Sec
     }
     end();
   } catch (const Error& error) {
-    broken_ = Failure{error.status(), error.what()};
+    break_with({error.status(), error.what()});
+    try {
+      wire_->give_up(*queue);
+    } catch (const Error&) {  // the device takes nothing any more: peers have their deadlines
+    }
     throw;
   }
 }
 
 void Group::check(bool finish) {
-  if (finish) tail_->synchronize();
-  const std::lock_guard lock(mutex_);
+  if (finish) finish_all();
   require_well();
 }
 
+void Group::finish_all() {
+  tail_->synchronize();
+  if (recorded_) device_.synchronize();
+}
+
+void Group::break_with(const Failure& failure) {
+  const std::lock_guard lock(broken_mutex_);
+  if (!broken_) broken_ = failure;
+}
+
 void Group::require_well() {
-  if (!broken_) broken_ = wire_->failure();
+  if (const auto failure = wire_->failure()) break_with(*failure);
+  const std::lock_guard lock(broken_mutex_);
   if (broken_)
     fail(broken_->status, "communicator '", host_.name(),
          "' is closed for devices: ", broken_->text);
@@ -111,10 +126,11 @@ void Group::require_well() {
 void Group::close(Seconds at_most) {
   const std::lock_guard lock(mutex_);
   try {
-    tail_->synchronize();
+    finish_all();
   } catch (const Error&) {
     // A device that is gone holds nothing up.
   }
+  break_with({CGX_CLOSED, "it was closed on this rank"});
   wire_->close(at_most);
 }
 

@@ -4,6 +4,7 @@
 // Collectives run one after another, in the order of the calls, whatever their streams.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <mutex>
@@ -37,6 +38,9 @@ class Group {
   const char* wire() const { return wire_->name(); }
 
  private:
+  // What is on the device ends, replays of graphs included.
+  void finish_all();
+  void break_with(const Failure& failure);  // the first counts
   void require_well();
 
   Device& device_;
@@ -46,6 +50,8 @@ class Group {
   // Follows every collective, and the next one follows it, even where the stream seems to be the
   // same: a handle may be a thread's own stream, or one that took another's place.
   std::unique_ptr<Queue> tail_;
+  std::atomic<bool> recorded_ = false;  // some collective is in a CUDA graph
+  std::mutex broken_mutex_;
   std::optional<Failure> broken_;
   uint64_t calls_ = 0;
 };

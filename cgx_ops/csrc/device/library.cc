@@ -1,7 +1,6 @@
 #include "device/library.h"
 
 #include <algorithm>
-#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <future>
@@ -13,6 +12,7 @@
 #include "base/status.h"
 #include "device/agree.h"
 #include "device/fabric.h"
+#include "device/failures.h"
 
 namespace cgx::device {
 namespace {
@@ -34,7 +34,7 @@ std::string title(const Call& call) {
 // ended is the one that runs.
 class Watch {
  public:
-  Watch(Fabric& fabric, Memory word) : fabric_(fabric), word_(std::move(word)) {}
+  Watch(Fabric& fabric, Memory word) : fabric_(fabric), failures_(std::move(word)) {}
   ~Watch() {
     {
       const std::lock_guard lock(mutex_);
@@ -44,12 +44,7 @@ class Watch {
     if (thread_.joinable()) thread_.join();
   }
 
-  // In pinned memory: 1 from the first failure on.
-  const uint32_t* word() const { return reinterpret_cast<const uint32_t*>(word_.get()); }
-  std::optional<Failure> failure() const {
-    const std::lock_guard lock(mutex_);
-    return failure_;
-  }
+  const Failures& failures() const { return failures_; }
 
   void put_begin(const Call& call, Queue& queue) {
     {
@@ -65,12 +60,7 @@ class Watch {
 
   // The word first: what goes on because of the abort must see it.
   void fail(cgx_status_t status, const std::string& text) {
-    {
-      const std::lock_guard lock(mutex_);
-      if (!failure_) failure_ = Failure{status, text};
-      std::atomic_ref(*reinterpret_cast<uint32_t*>(word_.get()))
-          .store(1, std::memory_order_release);
-    }
+    failures_.add(status, text);
     fabric_.abort();
   }
 
@@ -121,12 +111,11 @@ class Watch {
   }
 
   Fabric& fabric_;
-  const Memory word_;
-  mutable std::mutex mutex_;
+  Failures failures_;
+  std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Watched> calls_;                  // on the queue
   std::optional<Clock::time_point> deadline_;  // of the first of them, if it has begun
-  std::optional<Failure> failure_;
   bool stop_ = false;
   std::thread thread_;
 };
@@ -165,7 +154,7 @@ class Library final : public Wire, private Lane {
     caller.follow(*queue_);
   }
 
-  std::optional<Failure> failure() override { return watch_.failure(); }
+  std::optional<Failure> failure() override { return watch_.failures().first(); }
   void close(Seconds at_most) override {
     try {
       queue_->synchronize();
@@ -230,7 +219,7 @@ class Library final : public Wire, private Lane {
       const Failure first = *failure();
       fail(first.status, first.text);
     }
-    queue_->copy(fault_.get(), watch_.word(), sizeof(uint32_t));
+    queue_->copy(fault_.get(), watch_.failures().word(), sizeof(uint32_t));
   }
 
   HostLink& host_;

@@ -55,6 +55,8 @@ class Device {
   virtual std::unique_ptr<Queue> wrap(void* stream) = 0;
   // Whether what is put on the stream is recorded into a graph rather than run.
   virtual bool recording(void* stream) = 0;
+  // Blocks until everything on the device has ended, whoever put it there.
+  virtual void synchronize() = 0;
   // Zeroed. Throws Error(CGX_SYSTEM): how much of what was asked for, what is free, the remedy.
   virtual Memory allocate(size_t bytes, Place place) = 0;
   // Memory of kDevice, for another rank: in this process or another one, on this device or another.

@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <utility>
 
 #include "algorithm/relay.h"
 #include "base/status.h"
 #include "device/agree.h"
+#include "device/failures.h"
 
 namespace cgx::device {
 namespace {
@@ -16,37 +18,54 @@ constexpr int64_t kMostSlotBytes = 1 << 20;
 constexpr int64_t kLaneBytes = 32 << 20;  // of the slots of a lane, so that many ranks need no more
 constexpr int64_t kAlignment = 256;
 
-// What this rank has failed with. Shared by all relays under way, which may outlive the wire.
-class Failures {
+// A call's first relay finds out whether the ranks agree. Until then its others wait: ranks that
+// disagree may have more of them than their peers, and would wait for those to their deadline.
+class Agreeing {
  public:
-  explicit Failures(Memory word) : word_(std::move(word)) {}
-  // In pinned memory: 1 from the first failure on.
-  const uint32_t* word() const { return reinterpret_cast<const uint32_t*>(word_.get()); }
-  void add(cgx_status_t status, const std::string& text) {
-    const std::lock_guard lock(mutex_);
-    if (!first_) first_ = Failure{status, text};
-    std::atomic_ref(*reinterpret_cast<uint32_t*>(word_.get())).store(1, std::memory_order_release);
+  // Calls start(context): now, or when the ranks have agreed, or not.
+  void then(void (*start)(void* context), void* context) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!over_) {
+        waiting_.emplace_back(start, context);
+        return;
+      }
+    }
+    start(context);
   }
-  std::optional<Failure> first() const {
-    const std::lock_guard lock(mutex_);
-    return first_;
+  void end() {
+    std::vector<std::pair<void (*)(void*), void*>> ready;
+    {
+      const std::lock_guard lock(mutex_);
+      over_ = true;
+      ready.swap(waiting_);
+    }
+    for (const auto& [start, context] : ready) start(context);
   }
 
  private:
-  const Memory word_;
-  mutable std::mutex mutex_;
-  std::optional<Failure> first_;
+  std::mutex mutex_;
+  bool over_ = false;
+  std::vector<std::pair<void (*)(void*), void*>> waiting_;
 };
 
 // One exchange on the host, from the device's call to the end of the relay.
 struct Relaying {
   HostLink& host;
   std::shared_ptr<Failures> failures;
+  std::shared_ptr<Agreeing> agreeing;
+  bool first;  // of its call
   std::string what;
   Call call;
   std::unique_ptr<Relay> relay;
   uint32_t* ended;  // counts the lane's relays
 
+  // Called by the device.
+  static void begin(void* context) {
+    const auto* self = static_cast<Relaying*>(context);
+    const auto agreeing = self->agreeing;
+    self->first ? start(context) : agreeing->then(start, context);
+  }
   static void start(void* context) {
     auto* self = static_cast<Relaying*>(context);
     if (self->failures->first()) return finish(context, CGX_OK, "");  // the collective is over
@@ -62,9 +81,11 @@ struct Relaying {
   static void finish(void* context, cgx_status_t status, const char* message) {
     std::unique_ptr<Relaying> self(static_cast<Relaying*>(context));
     if (status != CGX_OK) self->failures->add(status, message);
+    const auto agreeing = self->first ? self->agreeing : nullptr;
     uint32_t* const ended = self->ended;
-    self.reset();  // first: the wire may go when the device goes on
+    self.reset();  // before the device goes on, and the wire with it
     std::atomic_ref(*ended).fetch_add(1, std::memory_order_release);
+    if (agreeing) agreeing->end();
   }
 };
 
@@ -84,8 +105,9 @@ class StagedLane final : public Lane {
         ended_(device.allocate(sizeof(uint32_t), Place::kPinned)),
         fault_(device.allocate(sizeof(uint32_t), Place::kDevice)) {}
 
-  void begin(const Call& call) {
+  void begin(const Call& call, std::shared_ptr<Agreeing> agreeing) {
     call_ = call;
+    agreeing_ = std::move(agreeing);
     exchanges_ = 0;
   }
 
@@ -120,10 +142,12 @@ class StagedLane final : public Lane {
       incoming[peer] = {pinned_arrived_.get() + at(peer), static_cast<size_t>(received[peer])};
     }
     auto* ended = reinterpret_cast<uint32_t*>(ended_.get());
+    const bool first = number_ == 0 && exchanges_ == 0;
     auto relaying = std::make_unique<Relaying>(
-        Relaying{host_, failures_, join("relay ", number_, ".", exchanges_++, " of a device"),
-                 call_, std::make_unique<Relay>(host_.rank(), outgoing, incoming), ended});
-    queue_->call(Relaying::start, relaying.get());
+        Relaying{host_, failures_, agreeing_, first,
+                 join("relay ", number_, ".", exchanges_++, " of a device"), call_,
+                 std::make_unique<Relay>(host_.rank(), outgoing, incoming), ended});
+    queue_->call(Relaying::begin, relaying.get());
     relaying.release();  // finish() has it now
     queue_->wait_for(ended, ++relays_);
     for (int peer = 0; peer < host_.size(); ++peer)
@@ -146,7 +170,8 @@ class StagedLane final : public Lane {
   const Memory fault_;
   uint32_t relays_ = 0;  // put on the queue so far
   Call call_;
-  int exchanges_ = 0;  // of this call
+  std::shared_ptr<Agreeing> agreeing_;  // the call's
+  int exchanges_ = 0;                   // of this call
 };
 
 class Staged final : public Wire {
@@ -164,8 +189,9 @@ class Staged final : public Wire {
   Regions regions() const override { return {nullptr, 0}; }
 
   void begin(const Call& call, Queue& caller) override {
+    const auto agreeing = std::make_shared<Agreeing>();
     for (const auto& lane : lanes_) {
-      lane->begin(call);
+      lane->begin(call, agreeing);
       lane->queue().follow(caller);
     }
   }

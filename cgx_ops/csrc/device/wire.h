@@ -71,6 +71,8 @@ class Wire {
   virtual void begin(const Call& call, Queue& caller) = 0;
   virtual Lane& lane(int64_t round) = 0;
   virtual void end(Queue& caller) = 0;
+  // This rank cannot go on: puts on the caller's queue what tells peers, if anything can.
+  virtual void give_up(Queue& /*caller*/) {}
 
   // What went wrong first, on this rank, as far as is known now.
   virtual std::optional<Failure> failure() = 0;

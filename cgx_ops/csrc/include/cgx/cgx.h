@@ -240,10 +240,12 @@ CGX_API cgx_status_t cgx_run(const cgx_collective_t* collective);
  * All such collectives of a communicator run one after another, in the order of these calls, which
  * must be the same on all ranks; other order or arguments are CGX_MISMATCH. A rank's buffers are
  * all on one GPU, in every call on the communicator. Where the devices are connected directly the
- * stream may be recording a CUDA graph.
+ * stream may be recording a CUDA graph; its replays are ordered with other collectives on the
+ * communicator by who replays it, alike on all ranks, and have ended before that is closed.
  *
- * What fails later (a deadline, a lost peer, a mismatch) fills the outputs with NaN on the stream
- * and closes the communicator for devices: the next cgx_enqueue, and cgx_comm_check, return it. */
+ * What fails later (a deadline, a lost peer, a mismatch) writes NaN, on the stream, to what is not
+ * reduced yet (long messages go in rounds), and closes the communicator for devices: the next
+ * cgx_enqueue, and cgx_comm_check, return it. */
 CGX_API cgx_status_t cgx_enqueue(const cgx_collective_t* collective);
 /* What collectives put on devices have failed with, as far as is known now; CGX_OK if none has.
  * With `finish` not 0 waits for all of them to end first. */

@@ -35,7 +35,10 @@ CGX_LANE void exchange(Group& group, const Signals& signals) {
   const auto mailbox_of = [&](int peer) -> Mailbox& {
     return signals.at_peer[rank][region + peer];
   };
-  bool failed = *signals.fault != 0;
+  const uint32_t fault = *signals.fault;
+  if (fault == kFailedAndTold) return;
+  bool failed = fault != 0;
+  bool disagrees = false;
 
   typename Group::template Lanes<Peer> peers;
   typename Group::template Lanes<bool> said;
@@ -61,9 +64,10 @@ CGX_LANE void exchange(Group& group, const Signals& signals) {
         Peer& peer = peers[lane];
         if (peer.awaited) {
           const uint64_t theirs = Memory::load_acquire(&mailbox_of(lane).exchange);
-          if (theirs == kGaveUp) {
+          const uint64_t at = theirs & ~kGaveUp;
+          if (theirs != at && at <= number) {
             peer.failure = CGX_PEER_FAILED;
-          } else if (theirs >= number) {
+          } else if (at >= number) {
             peer.awaited = false;
             if (mailbox_of(lane).notice.digest != signals.notice.digest)
               peer.failure = CGX_MISMATCH;
@@ -84,10 +88,14 @@ CGX_LANE void exchange(Group& group, const Signals& signals) {
       });
       return;
     }
-    // The lowest rank that failed is whom the report names.
+    // Whoever disagrees does so for all: each is to see it for itself, in what this exchange said.
+    group.each([&](int lane) { said[lane] = peers[lane].failure == CGX_MISMATCH; });
+    disagrees = group.any(said);
+    // The lowest rank that failed is whom the report names; one that disagrees, if any does.
     typename Group::template Lanes<Extremes> ranks;
     group.each([&](int lane) {
-      const int named = peers[lane].failure != CGX_OK ? lane : Group::kLanes;
+      const bool counts = disagrees ? said[lane] : peers[lane].failure != CGX_OK;
+      const int named = counts ? lane : Group::kLanes;
       ranks[lane] = {named, named};
     });
     const int named = group.extremes(ranks).lowest;
@@ -96,16 +104,18 @@ CGX_LANE void exchange(Group& group, const Signals& signals) {
       if (lane != named || report.status != CGX_OK) return;
       report.rank = named;
       report.exchange = number;
+      report.ours = signals.notice;
       // Who is late may be writing it.
       if (peers[lane].failure != CGX_TIMEOUT) report.theirs = mailbox_of(named).notice;
       Memory::store_release(&report.status, peers[lane].failure);
     });
   }
   group.each([&](int lane) {
-    if (lane == 0) *signals.fault = 1;
+    if (lane == 0) *signals.fault = kFailedAndTold;
     if (lane >= size || lane == rank) return;
-    for (int either = 0; either < 2; ++either)
-      Memory::store_release(&signals.at_peer[lane][either * size + rank].exchange, kGaveUp);
+    Mailbox* const mine = &signals.at_peer[lane][rank];  // of region 0; `size` further: of 1
+    Memory::store_release(&mine[size - region].exchange, kGaveUp | number);
+    if (!disagrees) Memory::store_release(&mine[region].exchange, kGaveUp | number);
   });
 }
 

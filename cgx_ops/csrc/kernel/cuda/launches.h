@@ -106,7 +106,9 @@ struct Mailbox {
   uint64_t exchange;  // number of the last exchange that the sender has written its messages of
   Notice notice;
 };
-inline constexpr uint64_t kGaveUp = ~uint64_t{0};  // instead of a number: the sender has failed
+inline constexpr uint32_t kFailedAndTold = 1;           // of a fault word: peers know
+inline constexpr uint64_t kGaveUp = uint64_t{1} << 63;  // with the number of the exchange in which
+                                                        // the sender has failed
 
 // What went wrong first, in host memory that the device writes.
 struct Report {
@@ -120,10 +122,12 @@ struct Report {
 // every peer, at system scope, after everything that the stream has done before; waits until every
 // peer has done so here, and that in bounded time; counts the exchange.
 //   a peer's number is too small after timeout_ns   -> CGX_TIMEOUT
-//   it is kGaveUp                                    -> CGX_PEER_FAILED
+//   it is kGaveUp and not above this one's           -> CGX_PEER_FAILED
 //   its notice has another digest                    -> CGX_MISMATCH
-// In each case, and if *fault was set before: sets *fault and (the first time) *report, and writes
-// kGaveUp to all peers. Mailboxes of region r are `size` further for r = 1.
+// In each case sets *fault to kFailedAndTold and (the first time) *report, and writes kGaveUp to
+// all peers: to both mailboxes, but after a mismatch to the next exchange's only, so that every
+// rank sees for itself who says what. If *fault was set before by the host (to another value), only
+// does the latter. Mailboxes of region r are `size` further for r = 1.
 struct Signals {
   int32_t rank = 0, size = 0;
   Mailbox* at_peer[kMostPeers] =

@@ -46,13 +46,14 @@ static_assert(sizeof(Reduce) + sizeof(Work) <= 4096, "kernel parameters");
 
 // ---- 2. launches ----
 
-// Calls visit(kernel, takers, lanes of a group) for the kernels of a dtype.
+// Calls visit(kernel, takers) for the kernels of a dtype.
 template <typename Launch, typename Visit>
 void for_kernels(Dtype dtype, const Visit& visit) {
   const auto of_value = [&](auto value) {
     using Value = decltype(value);
-    visit(&run_buckets<Value, Warp, Launch>, Takers::kWarps, kWarpLanes);
-    visit(&run_buckets<Value, Block<kBlockLanes>, Launch>, Takers::kBlocks, kBlockLanes);
+    static_assert(Warp::kLanes == lanes_of(Takers::kWarps));
+    visit(&run_buckets<Value, Warp, Launch>, Takers::kWarps);
+    visit(&run_buckets<Value, Block<lanes_of(Takers::kBlocks)>, Launch>, Takers::kBlocks);
   };
   switch (dtype) {
     case Dtype::kFloat32:
@@ -71,13 +72,14 @@ void launch_on(Launch launch, bool reduces, cudaStream_t stream) {
   require_success(cudaGetDevice(&device), "cudaGetDevice");
   require_success(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
                   "cudaDeviceGetAttribute");
-  for_kernels<Launch>(launch.dtype, [&](const auto& kernel, Takers takers, int lanes) {
+  for_kernels<Launch>(launch.dtype, [&](const auto& kernel, Takers takers) {
     Work work = work_for(takers, launch.pieces);
     if (work.buckets == 0) return;
     const auto blocks = static_cast<unsigned>(groups_for(takers, work.buckets, processors));
+    const auto threads = static_cast<unsigned>(lanes_of(takers));
     void* arguments[] = {&launch, &work};
     require_success(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks),
-                                     dim3(kBlockLanes), arguments, 0, stream),
+                                     dim3(threads), arguments, 0, stream),
                     "launching a kernel");
   });
 }
@@ -98,7 +100,7 @@ inline void load_kernel(const void* kernel) {
 template <typename Launch>
 void load_kernels_of() {
   for (const Dtype dtype : {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBfloat16})
-    for_kernels<Launch>(dtype, [](const auto& kernel, Takers, int) {
+    for_kernels<Launch>(dtype, [](const auto& kernel, Takers) {
       load_kernel(reinterpret_cast<const void*>(kernel));
     });
 }

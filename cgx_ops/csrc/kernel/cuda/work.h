@@ -53,6 +53,9 @@ inline void cut_exact_pieces(Pieces* pieces, bool reduces) {
 
 // Who takes a bucket: a warp, or a block if it is long.
 enum class Takers { kWarps, kBlocks };
+constexpr int lanes_of(Takers takers) {
+  return takers == Takers::kWarps ? kWarpLanes : kBlockLanes;
+}
 
 inline Takers takers_of(const Piece& piece) {
   return at_most(piece.bucket_size, piece.numel) <= kMostOfWarp ? Takers::kWarps : Takers::kBlocks;
