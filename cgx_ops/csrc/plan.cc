@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
 #include <type_traits>
 
+#include "base/hash.h"
 #include "base/status.h"
 
 namespace cgx {
@@ -50,12 +52,11 @@ void check_segments(const cgx_collective_t& call) {
 }
 
 uint64_t hash_segments(const cgx_segment_t* segments, int64_t count) {
-  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a over the fields
-  for (int64_t i = 0; i < count; ++i)  // where they lie is each rank's own business
-    for (const int64_t value :
-         {segments[i].numel, segments[i].bucket_size, static_cast<int64_t>(segments[i].bits)})
-      for (int byte = 0; byte < 8; ++byte)
-        hash = (hash ^ (static_cast<uint64_t>(value) >> (8 * byte) & 0xff)) * 0x100000001b3;
+  uint64_t hash = fnv1a({});
+  for (int64_t i = 0; i < count; ++i) {  // where they lie is each rank's own business
+    const int64_t fields[] = {segments[i].numel, segments[i].bucket_size, segments[i].bits};
+    hash = fnv1a(std::as_bytes(std::span(fields)), hash);
+  }
   return hash;
 }
 

@@ -179,4 +179,24 @@ inline void compare(const Job& job, const Case& one, int64_t* compared) {
   ++*compared;
 }
 
+// Many calls on two streams in turns, none of which is waited for, against the same on CPUs.
+inline void compare_many_at_once(const Job& job, int calls) {
+  job.run([&](int rank) {
+    FakeQueue streams[2] = {FakeQueue(rank), FakeQueue(rank + 10)};
+    std::vector<std::unique_ptr<Rank>> cpu, gpu;
+    for (int i = 0; i < calls; ++i) {
+      Case one;
+      one.numels = {100 + 997 * i};
+      one.algorithm = i % 3 ? CGX_SRA : CGX_ONE_SHOT;
+      cpu.push_back(std::make_unique<Rank>(one, rank, job.size()));
+      gpu.push_back(std::make_unique<Rank>(one, rank, job.size()));
+      cpu.back()->run(*job.communicators[rank]);
+    }
+    for (int i = 0; i < calls; ++i)
+      gpu[i]->enqueue(*job.communicators[rank], *job.devices[rank], streams[i / 2 % 2]);
+    job.communicators[rank]->check_devices(true);
+    for (int i = 0; i < calls; ++i) CHECK(cpu[i]->result() == gpu[i]->result(), "call %d", i);
+  });
+}
+
 }  // namespace cgx

@@ -93,25 +93,7 @@ void cases_equal_the_cpus() {
 // ---- 2. order ------------------------------------------------------------------------------
 
 void many_in_flight_on_several_streams() {
-  for (const std::string type : {"SHM", "MPI"}) {
-    const Job job(3, type);
-    job.run([&](int rank) {
-      FakeQueue streams[2] = {FakeQueue(rank), FakeQueue(rank + 10)};
-      std::vector<std::unique_ptr<Rank>> cpu, gpu;
-      for (int i = 0; i < 24; ++i) {
-        Case one;
-        one.numels = {100 + 997 * i};
-        one.algorithm = i % 3 ? CGX_SRA : CGX_ONE_SHOT;
-        cpu.push_back(std::make_unique<Rank>(one, rank, job.size()));
-        gpu.push_back(std::make_unique<Rank>(one, rank, job.size()));
-        cpu.back()->run(*job.communicators[rank]);
-      }
-      for (int i = 0; i < 24; ++i)
-        gpu[i]->enqueue(*job.communicators[rank], *job.devices[rank], streams[i / 2 % 2]);
-      job.communicators[rank]->check_devices(true);
-      for (int i = 0; i < 24; ++i) CHECK(cpu[i]->result() == gpu[i]->result(), "call %d", i);
-    });
-  }
+  for (const std::string type : {"SHM", "MPI"}) compare_many_at_once(Job(3, type), 24);
 }
 
 // ---- 3. the codec alone --------------------------------------------------------------------

@@ -81,25 +81,7 @@ void cases_equal_the_cpus() {
   std::printf("%lld cases equal the CPU's\n", static_cast<long long>(compared));
 }
 
-void many_in_flight_on_several_streams() {
-  const Job job(3, kType);
-  job.run([&](int rank) {
-    FakeQueue streams[2] = {FakeQueue(rank), FakeQueue(rank + 10)};
-    std::vector<std::unique_ptr<Rank>> cpu, gpu;
-    for (int i = 0; i < 12; ++i) {
-      Case one;
-      one.numels = {100 + 997 * i};
-      one.algorithm = i % 3 ? CGX_SRA : CGX_ONE_SHOT;
-      cpu.push_back(std::make_unique<Rank>(one, rank, job.size()));
-      gpu.push_back(std::make_unique<Rank>(one, rank, job.size()));
-      cpu.back()->run(*job.communicators[rank]);
-    }
-    for (int i = 0; i < 12; ++i)
-      gpu[i]->enqueue(*job.communicators[rank], *job.devices[rank], streams[i / 2 % 2]);
-    job.communicators[rank]->check_devices(true);
-    for (int i = 0; i < 12; ++i) CHECK(cpu[i]->result() == gpu[i]->result(), "call %d", i);
-  });
-}
+void many_in_flight_on_several_streams() { compare_many_at_once(Job(3, kType), 12); }
 
 // ---- 2. agreement --------------------------------------------------------------------------
 

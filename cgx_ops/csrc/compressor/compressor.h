@@ -45,6 +45,12 @@ struct CompressorSettings {
   bool operator==(const CompressorSettings&) const = default;
 };
 
+// Of a piece of `numel` values: those that are not the raw ones of a last bucket that is skipped.
+inline int64_t numel_of_whole_buckets(const CompressorSettings& settings, int64_t numel) {
+  const bool skips = settings.skip_incomplete_buckets && settings.bits != kExactBits;
+  return skips ? numel - numel % settings.bucket_size : numel;
+}
+
 // The table of compressors: docs, `info` and make_compressor() read it.
 struct CompressorEntry {
   const char* name;

@@ -58,9 +58,7 @@ class Uniform final : public Compressor {
 
  private:
   // Values in records; the rest travels raw.
-  int64_t encoded_numel(int64_t numel) const {
-    return settings_.skip_incomplete_buckets ? numel - numel % settings_.bucket_size : numel;
-  }
+  int64_t encoded_numel(int64_t numel) const { return numel_of_whole_buckets(settings_, numel); }
 
   int64_t record_bytes(int64_t numel) const {
     const int64_t whole = numel / settings_.bucket_size;

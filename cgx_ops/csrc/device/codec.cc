@@ -13,8 +13,7 @@ template <typename Launch, typename Place>
 Launch launch_of(const Run& run, const Place& place) {
   const CompressorSettings& settings = run.settings;
   const auto compressor = make_compressor(settings);
-  const bool skips = settings.skip_incomplete_buckets && settings.bits != kExactBits;
-  const int64_t whole = skips ? run.numel - run.numel % settings.bucket_size : run.numel;
+  const int64_t whole = numel_of_whole_buckets(settings, run.numel);
   Launch launch{};
   launch.dtype = settings.dtype;
   const auto part = [&](int64_t first, int64_t numel, int bits) {

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "base/hash.h"
 #include "base/status.h"
 #include "device/agree.h"
 
@@ -13,9 +14,10 @@ namespace {
 
 constexpr int64_t kMostSlotBytes = 8 << 20;
 constexpr int64_t kWindowBytes = 64 << 20;  // of all slots, so that many ranks do not need more
-constexpr int64_t kAlignment = 256;
 
-int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+int64_t aligned(int64_t bytes) {
+  return (bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
+}
 
 // What a notice says.
 struct Said {
@@ -33,8 +35,7 @@ Notice notice_of(const Call& call) {
   said.number = call.number;
   std::memcpy(said.name, call.name.data(), std::min(call.name.size(), sizeof(said.name) - 1));
   std::memcpy(notice.words, &said, sizeof(said));
-  notice.digest = 0xcbf29ce484222325;  // FNV-1a, by words
-  for (const uint64_t word : notice.words) notice.digest = (notice.digest ^ word) * 0x100000001b3;
+  notice.digest = fnv1a(std::as_bytes(std::span(notice.words)));
   said.timeout_s = call.timeout.count();
   std::memcpy(notice.words, &said, sizeof(said));
   return notice;
@@ -46,15 +47,10 @@ Said said_in(const Notice& notice) {
   return said;
 }
 
-std::string title(const Said& said) {
-  return said.name[0] ? join("'", said.name, "' (number ", said.number, ")")
-                      : join("number ", said.number);
-}
-
 // The words of `status` for what the device has reported.
 std::string text_of(const Report& report) {
   const Said ours = said_in(report.ours);
-  const std::string what = join("device collective ", title(ours));
+  const std::string what = join("device collective ", title_of(ours.name, ours.number));
   switch (report.status) {
     case CGX_TIMEOUT:
       return join(what, ": rank ", report.rank, " has not come to it after ", ours.timeout_s,
@@ -63,7 +59,7 @@ std::string text_of(const Report& report) {
       const Said theirs = said_in(report.theirs);
       const std::string differs =
           theirs.number != ours.number || std::strcmp(theirs.name, ours.name)
-              ? join("it is at ", title(theirs))
+              ? join("it is at ", title_of(theirs.name, theirs.number))
               : difference(ours.agreement, theirs.agreement);
       return join(what, ": rank ", report.rank, " disagrees: ", differs,
                   "; every rank must call device collectives with the same arguments in the same "
@@ -87,8 +83,7 @@ class Direct final : public Wire, private Lane {
  public:
   Direct(Device& device, HostLink& host)
       : host_(host),
-        slot_bytes_(
-            std::min(kMostSlotBytes, kWindowBytes / (2 * host.size()) / kAlignment * kAlignment)),
+        slot_bytes_(slot_bytes_for(kMostSlotBytes, kWindowBytes, 2 * host.size())),
         first_slot_(aligned(2 * host.size() * static_cast<int64_t>(sizeof(Mailbox)))),
         window_(device.allocate(first_slot_ + 2 * region_bytes(), Place::kDevice)),
         control_(device.allocate(sizeof(Control), Place::kDevice)),

@@ -2,8 +2,10 @@
 
 #include <cstdio>
 #include <mutex>
+#include <span>
 #include <vector>
 
+#include "base/hash.h"
 #include "base/status.h"
 #include "device/direct.h"
 #include "device/library.h"
@@ -12,12 +14,6 @@
 
 namespace cgx::device {
 namespace {
-
-uint64_t hash_of(const std::string& name) {
-  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
-  for (const char letter : name) hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3;
-  return hash;
-}
 
 // Why AUTO takes a slower way: to the user, once in a process.
 void tell_once(const std::string& text) {
@@ -72,7 +68,8 @@ void Group::enqueue(Plan plan, Agreement agreement, const std::string& name, Sec
 
   const std::lock_guard lock(mutex_);
   require_well();
-  agreement.segments_hash ^= hash_of(name);  // calls match by order: their names must, too
+  agreement.segments_hash ^=
+      fnv1a(std::as_bytes(std::span(name)));  // calls match by order: their names must, too
   recorded_ = recorded_ || recording;
   const auto end = [&] {
     wire_->end(*queue);

@@ -21,13 +21,11 @@ using Seconds = std::chrono::duration<double>;
 
 constexpr int64_t kMostSlotBytes = 8 << 20;
 constexpr int64_t kLaneBytes = 64 << 20;  // of all slots, so that many ranks do not need more
-constexpr int64_t kAlignment = 256;
 constexpr auto kLookEvery = std::chrono::milliseconds(100);  // for peers that the library has lost
 constexpr auto kLinger = std::chrono::seconds(2);            // for peers that close later
 
 std::string title(const Call& call) {
-  return call.name.empty() ? join("device collective number ", call.number)
-                           : join("device collective '", call.name, "' (number ", call.number, ")");
+  return join("device collective ", title_of(call.name, call.number));
 }
 
 // Ends what takes too long on the device. Collectives are on one queue, so the first that has not
@@ -124,8 +122,7 @@ class Library final : public Wire, private Lane {
  public:
   Library(Device& device, HostLink& host)
       : host_(host),
-        slot_bytes_(
-            std::min(kMostSlotBytes, kLaneBytes / (2 * host.size()) / kAlignment * kAlignment)),
+        slot_bytes_(slot_bytes_for(kMostSlotBytes, kLaneBytes, 2 * host.size())),
         fabric_(device.make_fabric()),
         watch_(*fabric_, device.allocate(sizeof(uint32_t), Place::kPinned)),
         outgoing_(device.allocate(slot_bytes_ * host.size(), Place::kDevice)),

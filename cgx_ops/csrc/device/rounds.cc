@@ -54,8 +54,7 @@ Encoding encoding(const CpuPiece& piece, Way way) {
 template <typename Add>
 void for_parts(const Plan& plan, const CpuPiece& cpu, const Add& add) {
   const CompressorSettings& settings = cpu.segment->scatter;
-  const bool skips = settings.skip_incomplete_buckets && settings.bits != kExactBits;
-  const int64_t whole = skips ? cpu.numel - cpu.numel % settings.bucket_size : cpu.numel;
+  const int64_t whole = numel_of_whole_buckets(settings, cpu.numel);
   const auto part = [&](int64_t first, int64_t numel, bool raw) {
     if (numel == 0) return;
     Piece piece{};

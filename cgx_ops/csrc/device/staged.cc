@@ -16,7 +16,6 @@ namespace {
 constexpr int kLanes = 3;
 constexpr int64_t kMostSlotBytes = 1 << 20;
 constexpr int64_t kLaneBytes = 32 << 20;  // of the slots of a lane, so that many ranks need no more
-constexpr int64_t kAlignment = 256;
 
 // A call's first relay finds out whether the ranks agree. Until then its others wait: ranks that
 // disagree may have more of them than their peers, and would wait for those to their deadline.
@@ -177,7 +176,7 @@ class StagedLane final : public Lane {
 class Staged final : public Wire {
  public:
   Staged(Device& device, HostLink& host)
-      : slot_bytes_(std::min(kMostSlotBytes, kLaneBytes / host.size() / kAlignment * kAlignment)),
+      : slot_bytes_(slot_bytes_for(kMostSlotBytes, kLaneBytes, host.size())),
         failures_(std::make_shared<Failures>(device.allocate(sizeof(uint32_t), Place::kPinned))) {
     for (int number = 0; number < kLanes; ++number)
       lanes_.push_back(std::make_unique<StagedLane>(device, host, number, slot_bytes_, failures_));

@@ -6,6 +6,7 @@
 //   nccl     a library carries them from device to device (device/library.h)
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -14,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "base/status.h"
 #include "device/queue.h"
 #include "plan.h"
 
@@ -31,6 +33,12 @@ struct Slots {
   std::byte* from;  // where rank 0's message will be; the others' are `stride` apart
   int64_t stride;
 };
+
+// Bytes of each of `slots` slots: at most `most`, and no more than `all` together.
+inline constexpr int64_t kSlotAlignment = 256;
+inline int64_t slot_bytes_for(int64_t most, int64_t all, int64_t slots) {
+  return std::min(most, all / slots / kSlotAlignment * kSlotAlignment);
+}
 
 // A round on its way: a queue, and slots that no other round uses meanwhile.
 class Lane {
@@ -52,6 +60,11 @@ struct Call {
   std::string name;     // for error texts
   std::chrono::duration<double> timeout{0};
 };
+
+// How error texts call a collective: "'name' (number 7)", "number 7".
+inline std::string title_of(const std::string& name, uint64_t number) {
+  return name.empty() ? join("number ", number) : join("'", name, "' (number ", number, ")");
+}
 
 struct Failure {
   cgx_status_t status;
