@@ -20,7 +20,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-CHUNK_BYTES = 32 * 1024  # kChunkBytes of csrc/algorithm/layout.cc
+CHUNK_BYTES = 32 * 1024  # of a message at most: csrc/transport/table.cc
+SHARED_CHUNK_BYTES = 128 * 1024  # the same where all ranks are on one host
 EAGER_BYTES = 8 * 1024  # kEagerBytes of csrc/algorithm/one_shot.h: values that ride in headers
 HEADER_BYTES = 128  # docs/wire_format.md, section 6
 BUCKET = 512  # values
@@ -102,8 +103,8 @@ def _largest_shard(values: int, bits: int, owners: int) -> int:
     return min(values, math.ceil(math.ceil(values / grain) / owners) * grain)
 
 
-def _messages(size: float) -> int:
-    return math.ceil(size / CHUNK_BYTES)
+def _messages(size: float, ranks: Ranks) -> int:
+    return math.ceil(size / (CHUNK_BYTES if ranks.hosts > 1 else SHARED_CHUNK_BYTES))
 
 
 def _to_each(ranks: Ranks, steps: int, messages: int, size: float) -> tuple[Traffic, Traffic]:
@@ -127,7 +128,7 @@ def one_shot(values: int, bits: int, ranks: Ranks) -> Work:
     """Everything from everyone to everyone; in the headers if it is small."""
     size = wire_bytes(values, bits)
     rides = size <= EAGER_BYTES
-    messages = _messages(size)
+    messages = _messages(size, ranks)
     far, near = _to_each(ranks, 0 if rides else 1, 0 if rides else messages, size)
     far_headers, near_headers = _headers(ranks)
     far, near = far + far_headers, near + near_headers
@@ -147,7 +148,7 @@ def sra(values: int, bits: int, ranks: Ranks) -> Work:
     shard = _largest_shard(values, bits, ranks.size)
     size = wire_bytes(shard, bits)
     scattered = (wire_bytes(values, bits) - size) / peers  # to each; `size` is gathered
-    far, near = _to_each(ranks, 2, 2 * _messages(size), scattered + size)
+    far, near = _to_each(ranks, 2, 2 * _messages(size, ranks), scattered + size)
     far_headers, near_headers = _headers(ranks)
     far, near = far + far_headers, near + near_headers
     return Work(
@@ -155,7 +156,7 @@ def sra(values: int, bits: int, ranks: Ranks) -> Work:
         near,
         ranks.per_host * far.bytes,
         {("encode", bits): values, ("add", bits): peers * shard, ("decode", bits): values},
-        peers * _messages(size),
+        peers * _messages(size, ranks),
     )
 
 
@@ -163,7 +164,7 @@ def ring(values: int, bits: int, ranks: Ranks) -> Work:
     """2(n-1) steps to the right-hand neighbour, as the last rank of a host sees it."""
     shards = ranks.size - 1  # that it adds to, and decodes
     size = wire_bytes(values, bits) / ranks.size
-    messages = _messages(size)
+    messages = _messages(size, ranks)
     far, near = _rightwards(ranks, messages, size)
     far_headers, near_headers = _headers(ranks)
     share = values * shards / ranks.size
@@ -189,7 +190,7 @@ def hierarchical(values: int, bits: int, ranks: Ranks) -> Work:
         return sra(values, bits, ranks)
     shard = _largest_shard(values, bits, ranks.size)  # of a host, in one lane
     size = wire_bytes(shard, bits)
-    messages = _messages(size)
+    messages = _messages(size, ranks)
     others = hosts * shard * (lanes - 1)  # values of other lanes: sent exactly, and got as many
     far = Traffic(2, 2 * (hosts - 1) * messages, 2 * (hosts - 1) * size)
     near = Traffic(

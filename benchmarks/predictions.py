@@ -17,7 +17,16 @@ matplotlib.use("Agg")  # draws to a file: no display is needed
 
 import matplotlib.pyplot as plt
 import numpy as np
-from cost_model import EAGER_BYTES, EXACT, Constants, Machine, Ranks, predict, wire_bytes
+from cost_model import (
+    EAGER_BYTES,
+    EXACT,
+    HEADER_BYTES,
+    Constants,
+    Machine,
+    Ranks,
+    predict,
+    wire_bytes,
+)
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -32,6 +41,7 @@ RANKS = tuple(2**power for power in range(1, 13))
 GRID = tuple(1 << power for power in range(11, 31))  # bytes of fp32: 2 KiB to 1 GiB
 _FINE = tuple(sorted({round(2 ** (quarter / 4)) * 2048 for quarter in range(77)}))  # the same
 _MODEL_BYTES = 100_000_000 // 2048 * 2048  # whole buckets
+_NESTED_LINK_BYTES = 32 * 1024  # kLinkBytes of csrc/algorithm/table.cc
 _CANDIDATES = ("one_shot", "sra", "hierarchical")  # for 4 bits; ring's error grows with the ranks
 
 
@@ -42,9 +52,14 @@ def ranks_of(size: int, per_host: int) -> Ranks:
 
 def auto(size: int, ranks: Ranks) -> str:
     """Return what csrc/algorithm/table.cc takes for `size` bytes of fp32 at 4 bits."""
-    if wire_bytes(size // 4, 4) <= EAGER_BYTES:
+    nested = ranks.hosts > 1 and ranks.per_host > 1
+    most = EAGER_BYTES
+    if nested:
+        pairs = ranks.per_host * (ranks.size - ranks.per_host)  # of ranks on one host's link
+        most = min(max(_NESTED_LINK_BYTES // pairs, HEADER_BYTES), most)
+    if wire_bytes(size // 4, 4) <= most:
         return "one_shot"
-    return "hierarchical" if ranks.hosts > 1 and ranks.per_host > 1 else "sra"
+    return "hierarchical" if nested else "sra"
 
 
 def times(size: int, ranks: Ranks, constants: Constants) -> dict[str, float]:
@@ -87,7 +102,8 @@ def rule_table(machine: Machine) -> Table:
     headers = 2 * (RANKS[-1] - 1) * machine.far_message
     return Table(
         "what auto should take at 4 bits, by encoded size: it takes one_shot to "
-        f"{size_text(EAGER_BYTES)}, then sra, or hierarchical on hosts of several ranks",
+        f"{size_text(EAGER_BYTES)}, then sra; on hosts of several ranks one_shot while their link "
+        f"carries {size_text(_NESTED_LINK_BYTES)}, then hierarchical",
         ["link", "hosts x ranks", "fastest by the model", "auto / best", "at worst"],
         rows,
         text_columns=3,

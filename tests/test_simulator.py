@@ -22,9 +22,9 @@ import predictions
 import pytest
 import simulator
 from cost_model import ALGORITHMS, HEADER_BYTES, PEERS, Constants, Path, Ranks, seconds
-from ranks.run_plan import plan
+from ranks.run_plan import algorithm_of, plan
 
-from cgx_ops import Communicator, Config, _native
+from cgx_ops import Communicator, Config
 from cgx_ops.codec import encoded_bytes
 
 EVERY = {**ALGORITHMS, **PEERS}
@@ -88,7 +88,7 @@ def test_bytes_of_hierarchical_are_those_of_the_plan() -> None:
     planned = [json.loads(output.splitlines()[-1]) for output in outputs]
     for index, (_, values, bits) in enumerate(cases):
         work = cost_model.hierarchical(values, bits, Ranks(2, 2))
-        assert work.sent - HEADER_BYTES * 3 == max(ranks[index] for ranks in planned)
+        assert work.sent - HEADER_BYTES * 3 == max(ranks[index][1] for ranks in planned)
 
 
 @pytest.mark.parametrize("algorithm", [name for name in EVERY if name != "hierarchical"])
@@ -227,11 +227,23 @@ def test_auto_is_the_cores() -> None:
     """predictions.auto() is what the core picks; hosts of several ranks aside, in threads."""
 
     def picked(_rank: int, comm: Communicator) -> list[str]:
-        names = {number: name for name, number in _native.ALGORITHMS.items()}
-        return [names[plan(comm, "auto", size // 4, 4).algorithm] for size in predictions.GRID]
+        return [algorithm_of(plan(comm, "auto", size // 4, 4)) for size in predictions.GRID]
 
     expected = [predictions.auto(size, Ranks(1, 2)) for size in predictions.GRID]
     assert launch.threads(2, picked) == [expected, expected]
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [(2, 4), (4, 2)])
+def test_auto_is_the_cores_on_hosts_of_several_ranks(hosts: int, per_host: int) -> None:
+    """Around the limits: on 2 hosts of 4 ranks 2 KiB of encoded values, on 4 of 2 2.7 KiB."""
+    sizes = [64, 512, *range(12 << 10, 24 << 10, 1 << 10), 64 << 10]
+    cases = [json.dumps(["auto", size // 4, 4]) for size in sizes]
+    names = ",".join(name for name in "abcd"[:hosts] for _ in range(per_host))
+    outputs = launch.mpirun(8, "run_plan.py", *cases, hosts=names)
+    expected = [predictions.auto(size, Ranks(hosts, per_host)) for size in sizes]
+    assert {"one_shot", "hierarchical"} <= set(expected)
+    for output in outputs:
+        assert [name for name, _ in json.loads(output.splitlines()[-1])] == expected
 
 
 # ---- growth -------------------------------------------------------------------------------------

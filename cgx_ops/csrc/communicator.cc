@@ -200,6 +200,7 @@ Communicator::Communicator(std::string name, int rank, std::shared_ptr<const Top
       timeout(timeout),
       engine_(transport ? std::make_unique<Engine>(this->name, rank, size, std::move(transport))
                         : nullptr),
+      chunk_bytes_(engine_ ? transport_entry(engine_->transport_name()).chunk_bytes : kChunkBytes),
       link_(std::make_unique<Link>(this)) {}
 
 Communicator::~Communicator() { close(); }
@@ -257,6 +258,7 @@ void Communicator::wait(Collective& collective) {
 Plan Communicator::plan(const cgx_collective_t& call) const {
   Plan made = make_plan(call, rank, size);
   made.topology = topology;
+  made.chunk_bytes = chunk_bytes_;
   made.algorithm = pick_algorithm(made);
   return made;
 }

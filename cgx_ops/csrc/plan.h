@@ -30,10 +30,6 @@ struct Segment {
   CompressorSettings gather;   // reduced values, on their way back
 };
 
-// Encoded bytes of a message between CPUs: what Open MPI still sends eagerly over TCP, and small
-// enough that a chunk is decoded from the cache it was encoded into.
-inline constexpr int64_t kChunkBytes = 32 * 1024;
-
 // Phases of the noise (docs/wire_format.md).
 inline constexpr uint32_t kScatterPhase = 0;
 inline constexpr uint32_t kGatherPhase = 1;
@@ -53,7 +49,7 @@ struct Plan {
   int64_t block_numel = 0;  // elements from one rank's block to the next; the whole for allreduce
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
-  int64_t chunk_bytes = kChunkBytes;  // at most, of a message
+  int64_t chunk_bytes = kChunkBytes;  // of encoded values, at most, in a message
 
   Rounding rounding(uint64_t seed, uint32_t phase) const {
     return {rounding_mode, seed, static_cast<uint32_t>(rank), phase};

@@ -1,6 +1,6 @@
-"""What cgx_plan says that each rank sends. Prints one JSON object for each rank.
+"""What cgx_plan says of allreduces: the algorithm that is taken, and the bytes that a rank sends.
 
-Arguments: JSON lists of algorithm, values, bits.
+Arguments: JSON lists of algorithm, values, bits. Prints a JSON list of pairs.
 """
 
 import json
@@ -25,6 +25,12 @@ def plan(comm: Communicator, algorithm: str, values: int, bits: int) -> _native.
     return planned
 
 
+def algorithm_of(planned: _native.Plan) -> str:
+    """Return the name of its algorithm."""
+    return next(name for name, number in _native.ALGORITHMS.items() if number == planned.algorithm)
+
+
 if __name__ == "__main__":
     world = cgx_ops.init()
-    print(json.dumps([plan(world, *json.loads(case)).payload_bytes for case in sys.argv[1:]]))
+    plans = [plan(world, *json.loads(case)) for case in sys.argv[1:]]
+    print(json.dumps([(algorithm_of(planned), planned.payload_bytes) for planned in plans]))

@@ -22,7 +22,7 @@ class Port {
   virtual int unreleased() const = 0;  // messages that peers have not read yet
 };
 
-// Messages of a collective, of at most 32 KB, that peers may leave unread before it sends no more.
+// Messages of a collective that peers may leave unread before it sends no more.
 inline constexpr int kMostUnreleased = 64;
 
 enum class Step {

@@ -1,4 +1,5 @@
 // The algorithms, and which one `auto` takes. A new one is a file beside this and a row here.
+#include <algorithm>
 #include <cstdint>
 
 #include "algorithm/algorithm.h"
@@ -6,6 +7,23 @@
 #include "base/status.h"
 
 namespace cgx {
+namespace {
+
+// Up to which `auto` takes one_shot where hosts have several ranks. All g ranks of a host send to
+// the n - g of other hosts, on one link; by hierarchical the host sends a value twice at most, but
+// in four steps. A link of 1 Gbit/s carries 32 KiB in the time of these; and values that are no
+// longer than the headers, which go to all ranks anyway, may always ride in them.
+int64_t nested_one_shot_bytes(const Topology& topology) {
+  constexpr int64_t kLinkBytes = 32 * 1024, kHeaderBytes = 128;
+  int64_t pairs = 0;
+  for (int host = 0; host < topology.hosts(); ++host) {
+    const auto ranks = static_cast<int64_t>(topology.ranks_of(host).size());
+    pairs = std::max(pairs, ranks * (topology.size() - ranks));
+  }
+  return std::clamp(kLinkBytes / pairs, kHeaderBytes, kEagerBytes);
+}
+
+}  // namespace
 
 const std::vector<AlgorithmEntry>& algorithm_table() {
   static const std::vector<AlgorithmEntry> table = {
@@ -42,7 +60,7 @@ cgx_algorithm_t pick_algorithm(const Plan& plan) {
     int64_t bytes;
     cgx_algorithm_t algorithm;
   };
-  const Row rows[] = {{kEagerBytes, CGX_ONE_SHOT},
+  const Row rows[] = {{nested ? nested_one_shot_bytes(*plan.topology) : kEagerBytes, CGX_ONE_SHOT},
                       {INT64_MAX, nested ? CGX_HIERARCHICAL : CGX_SRA}};
   const Row* row = rows;
   int64_t bytes = 0;

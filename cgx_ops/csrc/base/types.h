@@ -1,4 +1,5 @@
-// The vocabulary every layer shares: enums of cgx.h as C++ enums, and the size of a value.
+// The vocabulary every layer shares: enums of cgx.h as C++ enums, and the size of a value and of a
+// message.
 #pragma once
 
 #include <cstddef>
@@ -22,6 +23,9 @@ enum class Op : int32_t {
 };
 
 inline constexpr int kExactBits = 32;
+
+// Of a message that every transport carries well: what Open MPI still sends eagerly over TCP.
+inline constexpr int64_t kChunkBytes = 32 * 1024;
 
 inline int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 

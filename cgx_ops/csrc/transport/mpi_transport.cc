@@ -2,7 +2,7 @@
 // matched probes. Tag 0 is control, the other tags are channels; MPI keeps a tag's messages in
 // order.
 //
-// Messages are at most a chunk (32 KB of payload), which Open MPI sends eagerly over TCP: large
+// Messages are at most a chunk (32 KiB of payload), which Open MPI sends eagerly over TCP: large
 // single sends use one direction of the link at a time and take twice as long.
 #include <mpi.h>
 // After mpi.h, whose macros it needs.

@@ -128,12 +128,14 @@ struct TransportEntry {
   const char* name;
   const char* description;
   const char* communicator_type;  // the COMMUNICATOR_TYPE that insists on it; "" if AUTO only
+  int64_t chunk_bytes;            // of encoded values, at most, in a message
   // nullptr when this process cannot serve the transport at all (MPI is not up).
   std::unique_ptr<Connector> (*make)(int rank, int size);
 };
 
 // In order of preference.
 const std::vector<TransportEntry>& transport_table();
+const TransportEntry& transport_entry(const std::string& name);
 
 std::unique_ptr<Connector> make_thread_connector(int rank, int size);
 std::unique_ptr<Connector> make_shm_connector(int rank, int size);
