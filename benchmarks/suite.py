@@ -111,7 +111,8 @@ PARTS: dict[str, tuple[Run, ...]] = {
         ),
         allreduce(
             "100mbit-2",
-            "--budget 8 --sizes 64KiB 1MiB 16MiB --peers mpi gloo fp16 powersgd --rounding nearest",
+            "--budget 35 --sizes 64KiB 1MiB 16MiB --peers mpi gloo fp16 powersgd "
+            "--rounding nearest",
             hosts=2,
             rate="100mbit",
         ),
@@ -119,6 +120,7 @@ PARTS: dict[str, tuple[Run, ...]] = {
     ),
     "steps": (training("ddp_step"), training("jax_step")),
     "convergence": (training("convergence"),),
+    "memory": (Run("memory", ("benchmarks/memory.py",), ranks=2),),
     "codec": (Run("codec", ("benchmarks/codec.py",)),),
     "growth": (Run("growth", ("benchmarks/growth.py",)),),
     "simulator": (
