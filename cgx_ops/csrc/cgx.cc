@@ -14,8 +14,9 @@
 #include "api.h"
 #include "base/env.h"
 #include "base/status.h"
-#include "communicator.h"
+#include "connect.h"
 #include "kernel/kernels.h"
+#include "registry.h"
 #include "transport/mpi.h"
 
 namespace {

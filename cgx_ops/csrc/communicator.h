@@ -1,16 +1,9 @@
-// Communicators, and the registry of them: the only process-wide state of the core.
-//
-//   make      from a bootstrap: exchange offers, try the transports in order of preference until
-//   one
-//             connects all ranks
-//   derive    by color or from a list of ranks: the parent is the bootstrap
-//   registry  small integers and names; the world is 0
+// A communicator: ranks that reduce together. It turns calls into collectives and hands them to its
+// engine (on CPUs) or to its group of devices.
 #pragma once
 
 #include <atomic>
 #include <chrono>
-#include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -24,8 +17,8 @@ namespace cgx {
 // Three years: no deadline overflows a clock.
 inline constexpr double kLongestTimeout = 1e8;
 
-// All ranks' blobs of equal size, in rank order.
-using Allgather = std::function<std::vector<Bytes>(const Bytes& mine)>;
+// A name of what the core itself exchanges: no collective of a user has such a one.
+std::string internal_key(const std::string& name, const std::string& what);
 
 class Communicator {
  public:
@@ -36,10 +29,10 @@ class Communicator {
                std::string type, Seconds timeout, std::unique_ptr<Transport> transport);
   ~Communicator();
 
-  // Throws if the call is malformed or the communicator closed. On one rank the values are copied
-  // at once and the collective is done on return.
   // The call as it would run here.
   Plan plan(const cgx_collective_t& call) const;
+  // Throws if the call is malformed or the communicator closed. On one rank the values are copied
+  // at once and the collective is done on return.
   std::shared_ptr<Collective> start(const cgx_collective_t& call, cgx_callback_t callback,
                                     void* context);
   // Has `callback` called when it ends; at once, on this thread, if it has. Once, and only if it
@@ -77,6 +70,7 @@ class Communicator {
   Totals totals() const;
 
  private:
+  Seconds timeout_of(const cgx_collective_t& call) const;
   std::shared_ptr<Collective> named(const cgx_collective_t& call) const;  // its key and deadline
   std::shared_ptr<Collective> prepare(const cgx_collective_t& call) const;
   void copy_through(const cgx_collective_t& call, Collective& collective);
@@ -96,40 +90,5 @@ class Communicator {
 };
 
 using CommunicatorRef = std::shared_ptr<Communicator>;
-
-// Collective over the bootstrap's ranks. `type`: one of communicator_types(), equal on all.
-CommunicatorRef connect(const std::string& name, int rank, int size, const Allgather& allgather,
-                        const std::string& type, Communicator::Seconds timeout);
-// host_of: by rank, to try on threads what is for several hosts. `type` counts for devices only.
-std::vector<CommunicatorRef> connect_local(const std::string& name, std::vector<int> host_of,
-                                           Communicator::Seconds timeout,
-                                           const std::string& type = "AUTO");
-// nullptr for a negative color.
-CommunicatorRef split(Communicator& parent, int color, int key, const std::string& name);
-CommunicatorRef group(Communicator& parent, const std::vector<int>& ranks, const std::string& name);
-
-class Registry {
- public:
-  static Registry& instance();
-  static constexpr int32_t kWorld = 0;
-  static constexpr const char* kWorldName = "world";
-
-  int32_t add(CommunicatorRef communicator);  // throws if the name is taken
-  void add_world(CommunicatorRef communicator);
-  void require_free(const std::string& name) const;
-  CommunicatorRef get(int32_t id) const;  // throws CGX_NOT_FOUND
-  CommunicatorRef find_world() const;     // nullptr before cgx_init
-  int32_t find(const std::string& name) const;
-  int32_t next(int32_t after) const;  // the smallest id above it, or -1
-  CommunicatorRef remove(int32_t id);
-  std::vector<CommunicatorRef> remove_all();
-
- private:
-  void require_free_locked(const std::string& name) const;
-
-  mutable std::mutex mutex_;
-  std::map<int32_t, CommunicatorRef> communicators_;
-  int32_t next_ = kWorld + 1;
-};
 
 }  // namespace cgx

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "communicator.h"
+#include "connect.h"
 #include "fake_device.h"
 #include "ranks.h"
 

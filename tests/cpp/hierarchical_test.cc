@@ -5,8 +5,9 @@
 #include <numeric>
 
 #include "base/topology.h"
-#include "communicator.h"
+#include "connect.h"
 #include "ranks.h"
+#include "registry.h"
 
 namespace {
 

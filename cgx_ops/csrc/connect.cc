@@ -1,0 +1,215 @@
+#include "connect.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/env.h"
+#include "base/status.h"
+#include "registry.h"
+#include "transport/host.h"
+
+namespace cgx {
+namespace {
+
+constexpr size_t kOfferBytes = 320;  // of one transport
+constexpr size_t kReasonBytes = 240;
+
+template <size_t N>
+void put_text(char (&field)[N], const std::string& text) {
+  std::memset(field, 0, N);
+  std::memcpy(field, text.data(), std::min(text.size(), N - 1));
+}
+
+template <typename T>
+Bytes to_bytes(const T& value) {
+  Bytes bytes(sizeof(T));
+  std::memcpy(bytes.data(), &value, sizeof(T));
+  return bytes;
+}
+
+template <typename T>
+T from_bytes(const Bytes& bytes) {
+  T value;
+  require(bytes.size() == sizeof(T), CGX_INTERNAL, "a bootstrap blob has ", bytes.size(),
+          " bytes instead of ", sizeof(T));
+  std::memcpy(&value, bytes.data(), sizeof(T));
+  return value;
+}
+
+// What every rank says first.
+struct Hello {
+  char version[32];
+  char type[8];
+  Host host;
+};
+struct Offered {
+  uint32_t bytes;  // 0: this rank cannot serve the transport
+  std::byte offer[kOfferBytes];
+};
+struct Connected {
+  char failure[kReasonBytes];  // "" when it worked
+};
+
+template <typename T>
+std::vector<T> gather(const Allgather& allgather, const T& mine) {
+  std::vector<T> all;
+  for (const auto& bytes : allgather(to_bytes(mine))) all.push_back(from_bytes<T>(bytes));
+  return all;
+}
+
+std::shared_ptr<const Topology> exchange_hellos(const Allgather& allgather,
+                                                const std::string& type) {
+  Hello mine;
+  put_text(mine.version, CGX_VERSION);
+  put_text(mine.type, type);
+  mine.host = this_host();
+  const auto all = gather(allgather, mine);
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    require(std::string(all[rank].version) == all[0].version, CGX_MISMATCH, "rank 0 runs cgx ",
+            all[0].version, ", rank ", rank, " cgx ", all[rank].version,
+            ": install one version on all hosts");
+    require(std::string(all[rank].type) == all[0].type, CGX_MISMATCH,
+            "COMMUNICATOR_TYPE (or the transport asked for) is ", all[0].type, " on rank 0, ",
+            all[rank].type, " on rank ", rank);
+  }
+  std::vector<Host> hosts;
+  for (const Hello& each : all) hosts.push_back(each.host);
+  return std::make_shared<Topology>(number_hosts(hosts));
+}
+
+// One transport: nullptr and why, if these ranks cannot have it.
+std::unique_ptr<Transport> try_transport(const TransportEntry& entry, int rank, int size,
+                                         const Allgather& allgather, Communicator::Seconds timeout,
+                                         std::string* why) {
+  auto connector = entry.make(rank, size);
+  Offered mine{};
+  if (connector) {
+    const Bytes offer = connector->offer();
+    require(offer.size() <= kOfferBytes, CGX_INTERNAL, "offer of ", offer.size(), " bytes");
+    mine.bytes = static_cast<uint32_t>(offer.size());
+    std::memcpy(mine.offer, offer.data(), offer.size());
+  }
+  std::vector<Bytes> offers;
+  const auto all = gather(allgather, mine);
+  for (size_t peer = 0; peer < all.size(); ++peer) {
+    if (all[peer].bytes == 0) {
+      *why = join("rank ", peer, " has not started it");
+      return nullptr;
+    }
+    offers.emplace_back(all[peer].offer, all[peer].offer + all[peer].bytes);
+  }
+  *why = connector->refusal(offers);
+  if (!why->empty()) return nullptr;
+
+  std::unique_ptr<Transport> transport;
+  Connected result{};
+  try {
+    transport = connector->connect(offers, timeout);
+  } catch (const std::exception& error) {
+    put_text(result.failure, error.what());
+  }
+  const auto results = gather(allgather, result);
+  for (size_t peer = 0; peer < results.size(); ++peer) {
+    if (results[peer].failure[0] == '\0') continue;
+    *why = join("rank ", peer, ": ", results[peer].failure);
+    return nullptr;
+  }
+  return transport;
+}
+
+CommunicatorRef alone(const std::string& name, Communicator::Seconds timeout) {
+  const auto topology = std::make_shared<Topology>(std::vector<int>{0});
+  return std::make_shared<Communicator>(name, 0, topology, "AUTO", timeout, nullptr);
+}
+
+}  // namespace
+
+CommunicatorRef connect(const std::string& name, int rank, int size, const Allgather& allgather,
+                        const std::string& type, Communicator::Seconds timeout) {
+  require(size >= 1 && rank >= 0 && rank < size, CGX_INVALID_ARGUMENT, "rank ", rank, " of size ",
+          size);
+  if (size == 1) return alone(name, timeout);
+  const auto topology = exchange_hellos(allgather, type);
+  std::string tried;
+  const bool any = type == "AUTO" || type == "NCCL";  // NCCL is between devices only
+  for (const auto& entry : transport_table()) {
+    if (!any && type != entry.communicator_type) continue;
+    std::string why;
+    auto transport = try_transport(entry, rank, size, allgather, timeout, &why);
+    if (transport)
+      return std::make_shared<Communicator>(name, rank, topology, type, timeout,
+                                            std::move(transport));
+    tried += join("; ", entry.name, ": ", why);
+  }
+  fail(CGX_UNSUPPORTED, "no transport connects the ", size, " ranks of communicator '", name,
+       "' (COMMUNICATOR_TYPE ", type, ")", tried);
+}
+
+std::vector<CommunicatorRef> connect_local(const std::string& name, std::vector<int> host_of,
+                                           Communicator::Seconds timeout, const std::string& type) {
+  const auto topology = std::make_shared<Topology>(std::move(host_of));
+  const int size = topology->size();
+  if (size == 1) return {alone(name + "/0", timeout)};
+  std::vector<CommunicatorRef> communicators;
+  std::vector<std::unique_ptr<Connector>> connectors;
+  std::vector<Bytes> offers;
+  for (int rank = 0; rank < size; ++rank) {
+    connectors.push_back(make_thread_connector(rank, size));
+    offers.push_back(connectors.back()->offer());
+  }
+  for (int rank = 0; rank < size; ++rank)
+    communicators.push_back(
+        std::make_shared<Communicator>(join(name, "/", rank), rank, topology, type, timeout,
+                                       connectors[rank]->connect(offers, timeout)));
+  return communicators;
+}
+
+CommunicatorRef split(Communicator& parent, int color, int key, const std::string& name) {
+  check_name(name);
+  struct Choice {
+    int32_t color, key;
+  };
+  std::vector<int> everyone(parent.size);
+  for (int rank = 0; rank < parent.size; ++rank) everyone[rank] = rank;
+  const auto blobs = parent.exchange(everyone, internal_key(name, "split"),
+                                     to_bytes(Choice{color, key}), parent.timeout);
+  if (color < 0) return nullptr;
+  std::vector<std::pair<int, int>> members;  // (key, rank)
+  for (int rank = 0; rank < parent.size; ++rank) {
+    const auto choice = from_bytes<Choice>(blobs[rank]);
+    if (choice.color == color) members.emplace_back(choice.key, rank);
+  }
+  std::sort(members.begin(), members.end());
+  std::vector<int> ranks;
+  for (const auto& [order, rank] : members) ranks.push_back(rank);
+  return group(parent, ranks, name);
+}
+
+CommunicatorRef group(Communicator& parent, const std::vector<int>& ranks,
+                      const std::string& name) {
+  std::string list;
+  for (const int rank : ranks) {
+    require(rank >= 0 && rank < parent.size, CGX_INVALID_ARGUMENT, "rank ", rank,
+            " is not in communicator '", parent.name, "' of size ", parent.size);
+    require(std::count(ranks.begin(), ranks.end(), rank) == 1, CGX_INVALID_ARGUMENT, "rank ", rank,
+            " is listed twice");
+    list += join(list.empty() ? "" : ",", rank);
+  }
+  const auto self = std::find(ranks.begin(), ranks.end(), parent.rank);
+  require(self != ranks.end(), CGX_INVALID_ARGUMENT, "this rank, ", parent.rank,
+          ", is not among the ranks [", list, "]: only members call");
+  // Ranks that are threads share the registry: each one's communicator has a name of its own.
+  const std::string own =
+      std::string(parent.transport_name()) == "thread" ? join(name, "/", parent.rank) : name;
+  Registry::instance().require_free(own);
+  // The list is part of the key: other members may be making another group of the same name.
+  const uint64_t hash = std::hash<std::string>()(list);
+  const std::string key = internal_key(join(name, "#", hash), "group");
+  const Allgather allgather = [&](const Bytes& mine) {
+    return parent.exchange(ranks, key, mine, parent.timeout);
+  };
+  return connect(own, static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size()),
+                 allgather, env_transport(), parent.timeout);
+}
+
+}  // namespace cgx

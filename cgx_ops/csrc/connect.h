@@ -1,0 +1,32 @@
+// Making communicators.
+//
+//   connect        from a bootstrap: exchange offers, try the transports in order of preference
+//   until
+//                  one connects all ranks
+//   connect_local  ranks that are threads of this process
+//   split, group   by color, or from a list of ranks: the parent is the bootstrap
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "communicator.h"
+
+namespace cgx {
+
+// All ranks' blobs of equal size, in rank order.
+using Allgather = std::function<std::vector<Bytes>(const Bytes& mine)>;
+
+// Collective over the bootstrap's ranks. `type`: one of communicator_types(), equal on all.
+CommunicatorRef connect(const std::string& name, int rank, int size, const Allgather& allgather,
+                        const std::string& type, Communicator::Seconds timeout);
+// host_of: by rank, to try on threads what is for several hosts. `type` counts for devices only.
+std::vector<CommunicatorRef> connect_local(const std::string& name, std::vector<int> host_of,
+                                           Communicator::Seconds timeout,
+                                           const std::string& type = "AUTO");
+// nullptr for a negative color.
+CommunicatorRef split(Communicator& parent, int color, int key, const std::string& name);
+CommunicatorRef group(Communicator& parent, const std::vector<int>& ranks, const std::string& name);
+
+}  // namespace cgx

@@ -1,0 +1,91 @@
+#include "registry.h"
+
+#include "base/status.h"
+
+namespace cgx {
+
+void check_name(const std::string& name) {
+  constexpr size_t kLongest = 512;  // making a communicator adds to it, below kLongestName
+  require(!name.empty(), CGX_INVALID_ARGUMENT, "a communicator needs a name");
+  require(name.size() <= kLongest, CGX_INVALID_ARGUMENT, "the name has ", name.size(),
+          " bytes; at most ", kLongest);
+}
+
+Registry& Registry::instance() {
+  static auto* registry = new Registry;  // never destroyed: threads may outlive static destructors
+  return *registry;
+}
+
+void Registry::require_free(const std::string& name) const {
+  const std::lock_guard lock(mutex_);
+  require_free_locked(name);
+}
+
+void Registry::require_free_locked(const std::string& name) const {
+  check_name(name);
+  require(name != kWorldName, CGX_INVALID_ARGUMENT, "the name '", name,
+          "' is kept for the communicator of all ranks: choose another");
+  for (const auto& [id, communicator] : communicators_)
+    require(communicator->name != name, CGX_INVALID_ARGUMENT, "a communicator named '", name,
+            "' exists: close it first, or choose another name");
+}
+
+int32_t Registry::add(CommunicatorRef communicator) {
+  const std::lock_guard lock(mutex_);
+  require_free_locked(communicator->name);
+  communicators_[next_] = std::move(communicator);
+  return next_++;
+}
+
+void Registry::add_world(CommunicatorRef communicator) {
+  const std::lock_guard lock(mutex_);
+  communicators_[kWorld] = std::move(communicator);
+}
+
+CommunicatorRef Registry::find_world() const {
+  const std::lock_guard lock(mutex_);
+  const auto found = communicators_.find(kWorld);
+  return found == communicators_.end() ? nullptr : found->second;
+}
+
+CommunicatorRef Registry::get(int32_t id) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = communicators_.find(id);
+  require(found != communicators_.end(), CGX_NOT_FOUND, "no communicator ", id,
+          ": it was closed, or never made; cgx_init makes the world, 0");
+  return found->second;
+}
+
+int32_t Registry::next(int32_t after) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = communicators_.upper_bound(after);
+  return found == communicators_.end() ? -1 : found->first;
+}
+
+int32_t Registry::find(const std::string& name) const {
+  const std::lock_guard lock(mutex_);
+  std::string known;
+  for (const auto& [id, communicator] : communicators_) {
+    if (communicator->name == name) return id;
+    known += join(known.empty() ? "'" : ", '", communicator->name, "'");
+  }
+  fail(CGX_NOT_FOUND, "no communicator is named '", name,
+       "'; known: ", known.empty() ? "none" : known);
+}
+
+CommunicatorRef Registry::remove(int32_t id) {
+  auto communicator = get(id);
+  const std::lock_guard lock(mutex_);
+  communicators_.erase(id);
+  return communicator;
+}
+
+std::vector<CommunicatorRef> Registry::remove_all() {
+  const std::lock_guard lock(mutex_);
+  std::vector<CommunicatorRef> all;
+  for (auto& [id, communicator] : communicators_) all.push_back(std::move(communicator));
+  communicators_.clear();
+  return all;
+}
+
+}  // namespace cgx

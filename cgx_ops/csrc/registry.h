@@ -1,0 +1,41 @@
+// The communicators of this process by small integers and names: the only process-wide state of the
+// core. The world is 0.
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "communicator.h"
+
+namespace cgx {
+
+// Throws Error(CGX_INVALID_ARGUMENT) if nothing can be called so.
+void check_name(const std::string& name);
+
+class Registry {
+ public:
+  static Registry& instance();
+  static constexpr int32_t kWorld = 0;
+  static constexpr const char* kWorldName = "world";
+
+  int32_t add(CommunicatorRef communicator);  // throws if the name is taken
+  void add_world(CommunicatorRef communicator);
+  void require_free(const std::string& name) const;
+  CommunicatorRef get(int32_t id) const;  // throws CGX_NOT_FOUND
+  CommunicatorRef find_world() const;     // nullptr before cgx_init
+  int32_t find(const std::string& name) const;
+  int32_t next(int32_t after) const;  // the smallest id above it, or -1
+  CommunicatorRef remove(int32_t id);
+  std::vector<CommunicatorRef> remove_all();
+
+ private:
+  void require_free_locked(const std::string& name) const;
+
+  mutable std::mutex mutex_;
+  std::map<int32_t, CommunicatorRef> communicators_;
+  int32_t next_ = kWorld + 1;
+};
+
+}  // namespace cgx
