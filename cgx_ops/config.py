@@ -34,7 +34,6 @@ _INTEGERS = {
     ),
     "minimal_size": (lambda n: 0 <= n <= _MAX_INT64, "an integer >= 0"),
     "seed": (lambda n: -_MAX_INT64 - 1 <= n <= _MAX_INT64, "an integer of 64 bits, signed"),
-    "fusion_buffer_size_mb": (lambda n: 1 <= n <= 2**20, "an integer from 1 to 1048576"),
 }
 
 
@@ -71,7 +70,6 @@ class Config:
         minimal_size: tensors of fewer than max(16, minimal_size) elements travel exact.
         seed: of the noise of stochastic and shift rounding; each call derives its own from this and
             a call counter.
-        fusion_buffer_size_mb: most megabytes of tensors that are fused into one collective.
         communicator_type: the transport: "SHM", "MPI", or "AUTO", the best that connects the ranks.
             "NCCL" carries messages between GPUs, and is "AUTO" between processes.
     """
@@ -85,7 +83,6 @@ class Config:
     skip_incomplete_buckets: bool = False
     minimal_size: int = 0
     seed: int = 0
-    fusion_buffer_size_mb: int = 64
     communicator_type: CommunicatorType = "AUTO"
 
     def __post_init__(self) -> None:
@@ -142,7 +139,6 @@ _VARIABLES = {
     "CGX_COMPRESSION_BUCKET_SIZE": "bucket_size",
     "CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS": "skip_incomplete_buckets",
     "CGX_COMPRESSION_MINIMAL_SIZE": "minimal_size",
-    "CGX_FUSION_BUFFER_SIZE_MB": "fusion_buffer_size_mb",
     "COMMUNICATOR_TYPE": "communicator_type",
     "CGX_INTRA_COMPRESS": "intra_compress",  # no field: whether intra_bits is bits
 }

@@ -62,9 +62,13 @@ def on_threads(cases: str, n: int, target: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def under_mpirun(cases: str, n: int, transport: str) -> None:
-    """Run a set on n processes over one transport, with one codec thread or several."""
-    threads = {"SHM": "1", "MPI": "3"}[transport]
-    env = {"COMMUNICATOR_TYPE": transport, "CGX_THREADS": threads}
+    """Run a set on n processes over one transport, with other threads and buffers for each."""
+    threads, buffer = {"SHM": ("1", "64"), "MPI": ("3", "1")}[transport]
+    env = {
+        "COMMUNICATOR_TYPE": transport,
+        "CGX_THREADS": threads,
+        "CGX_FUSION_BUFFER_SIZE_MB": buffer,
+    }
     outputs = launch.mpirun(n, PROGRAM, cases, env=env, timeout=900)
     ranks = [json.loads(output.splitlines()[-1]) for output in outputs]
     assert [rank[0] for rank in ranks] == [transport.lower()] * n

@@ -211,6 +211,14 @@ def test_registry_and_close() -> None:
         Communicator.local(1, "twice")
 
 
+@pytest.mark.parametrize("text", ["0", "-64", "1048577", "64MB"])
+def test_a_fusion_buffer_of_no_size(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CGX_FUSION_BUFFER_SIZE_MB", text)
+    says = f'CGX_FUSION_BUFFER_SIZE_MB="{text}": give an integer from 1 to 1048576'
+    with pytest.raises(InvalidArgument, match=says):
+        Communicator.local(2)
+
+
 def test_bootstrap_by_callback_needs_no_mpi() -> None:
     alone = Communicator.create(0, 1, lambda blob: [blob], "alone")
     assert (alone.name, alone.rank, alone.size) == ("alone", 0, 1)

@@ -22,7 +22,6 @@ def test_defaults() -> None:
         "skip_incomplete_buckets": False,
         "minimal_size": 0,
         "seed": 0,
-        "fusion_buffer_size_mb": 64,
         "communicator_type": "AUTO",
     }
 
@@ -39,7 +38,6 @@ def test_defaults() -> None:
         ("skip_incomplete_buckets", [True, False]),
         ("minimal_size", [0, 1, 2**40]),
         ("seed", [-(2**63), 0, 2**63 - 1]),
-        ("fusion_buffer_size_mb", [1, 4096]),
         ("communicator_type", ["AUTO", "SHM", "MPI", "NCCL"]),
     ],
 )
@@ -60,7 +58,6 @@ def test_accepts(field: str, values: list[Any]) -> None:
         *(("skip_incomplete_buckets", value) for value in (1, None, "yes")),
         *(("minimal_size", value) for value in (-1, 2**63, 1.5)),
         *(("seed", value) for value in (2**63, -(2**63) - 1, 0.5)),
-        *(("fusion_buffer_size_mb", value) for value in (0, -64, 2**20 + 1)),
         *(("communicator_type", value) for value in ("UCC", "shm", None)),
     ],
 )
@@ -93,7 +90,6 @@ def test_environment_gives_every_name_of_cgx() -> None:
         "CGX_COMPRESSION_BUCKET_SIZE": " 1024 ",
         "CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS": "1",
         "CGX_COMPRESSION_MINIMAL_SIZE": "100",
-        "CGX_FUSION_BUFFER_SIZE_MB": "8",
         "COMMUNICATOR_TYPE": "shm",
     }
     assert Config.from_env(environment) == Config(
@@ -101,7 +97,6 @@ def test_environment_gives_every_name_of_cgx() -> None:
         bucket_size=1024,
         skip_incomplete_buckets=True,
         minimal_size=100,
-        fusion_buffer_size_mb=8,
         communicator_type="SHM",
     )
 
@@ -165,7 +160,6 @@ def test_environment_is_the_process_s_by_default(monkeypatch: pytest.MonkeyPatch
         ("CGX_COMPRESSION_BUCKET_SIZE", "0"),
         ("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", "2"),
         ("CGX_COMPRESSION_MINIMAL_SIZE", "-1"),
-        ("CGX_FUSION_BUFFER_SIZE_MB", "0"),
         ("COMMUNICATOR_TYPE", "UCC"),
         ("CGX_INTRA_COMPRESS", "yes"),
     ],

@@ -5,6 +5,7 @@
 #include "algorithm/chunks.h"
 #include "algorithm/exchange.h"
 #include "algorithm/refusal.h"
+#include "base/env.h"
 #include "base/status.h"
 #include "device/rounds.h"
 
@@ -83,6 +84,7 @@ Communicator::Communicator(std::string name, int rank, std::shared_ptr<const Top
       engine_(transport ? std::make_unique<Engine>(this->name, rank, size, std::move(transport))
                         : nullptr),
       chunk_bytes_(engine_ ? transport_entry(engine_->transport_name()).chunk_bytes : kChunkBytes),
+      unread_bytes_(env_fusion_buffer_bytes()),
       link_(std::make_unique<Link>(this)) {}
 
 Communicator::~Communicator() { close(); }
@@ -141,6 +143,7 @@ Plan Communicator::plan(const cgx_collective_t& call) const {
   Plan made = make_plan(call, rank, size);
   made.topology = topology;
   made.chunk_bytes = chunk_bytes_;
+  made.unread_bytes = unread_bytes_;
   made.algorithm = pick_algorithm(made);
   return made;
 }

@@ -7,6 +7,7 @@
 //   3. agreement: what ranks compare before any value moves, and how a difference is told
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -30,6 +31,9 @@ struct Segment {
   CompressorSettings gather;   // reduced values, on their way back
 };
 
+// Messages of a collective that peers may leave unread.
+inline constexpr int kMostUnreleased = 64;
+
 // Phases of the noise (docs/wire_format.md).
 inline constexpr uint32_t kScatterPhase = 0;
 inline constexpr uint32_t kGatherPhase = 1;
@@ -50,9 +54,15 @@ struct Plan {
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   int64_t chunk_bytes = kChunkBytes;  // of encoded values, at most, in a message
+  int64_t unread_bytes = INT64_MAX;   // of messages, at most; each rank's own business
 
   Rounding rounding(uint64_t seed, uint32_t phase) const {
     return {rounding_mode, seed, static_cast<uint32_t>(rank), phase};
+  }
+  // Of messages of so many bytes: how many peers may leave unread before no more are sent.
+  int most_unreleased(int64_t message_bytes) const {
+    const int64_t fit = unread_bytes / std::max<int64_t>(1, message_bytes);
+    return static_cast<int>(std::clamp<int64_t>(fit, 1, kMostUnreleased));
   }
   // Bytes from the start of a buffer to an element.
   int64_t bytes(int64_t elements) const { return elements * size_of(dtype); }

@@ -303,7 +303,7 @@ def compress_collectives(
 
     Args:
         config: how values travel; None: Config(), 4 bits. Its seed is torch's generator's, and
-            neither communicator_type nor fusion_buffer_size_mb is used.
+            communicator_type is not used.
         groups: process groups, or their names; None: all.
         dtypes: None: float32, float16 and bfloat16.
         min_numel: calls with fewer elements stay as they are.

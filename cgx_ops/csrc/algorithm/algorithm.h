@@ -22,9 +22,6 @@ class Port {
   virtual int unreleased() const = 0;  // messages that peers have not read yet
 };
 
-// Messages of a collective that peers may leave unread before it sends no more.
-inline constexpr int kMostUnreleased = 64;
-
 enum class Step {
   kWorked,   // call again
   kIdle,     // nothing to do until a message arrives

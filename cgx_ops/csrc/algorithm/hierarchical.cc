@@ -102,7 +102,9 @@ class Hierarchical : public Algorithm {
         lanes_(topology_.lanes()),
         host_(topology_.host_of(plan_.rank)),
         place_(topology_.place_of(plan_.rank)),
-        most_unreleased_(std::max(kFewUnreleased, (lanes_ + 2) * hosts_)),
+        most_unreleased_(
+            std::max(std::min(kFewUnreleased, plan_.most_unreleased(layout_.longest_message())),
+                     (lanes_ + 2) * hosts_)),
         awaited_(plan_.size, 0),
         reducers_(threads_.size(), ChunkReducer(plan_)) {
     for (const int rank : topology_.ranks_of(host_)) add_neighbour(rank);

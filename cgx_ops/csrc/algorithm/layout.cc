@@ -30,6 +30,14 @@ Layout::Layout(const Plan& plan) {
   }
 }
 
+int64_t Layout::longest_message() const {
+  int64_t longest = 0;
+  for (const Shard& shard : shards_)
+    for (const Chunk& chunk : shard.chunks)
+      longest = std::max({longest, chunk.intra_bytes, chunk.scatter_bytes, chunk.gather_bytes});
+  return longest;
+}
+
 void Layout::append(Shard* shard, const Segment& segment, int64_t first, int64_t last) {
   const Compressor* intra = compressor(segment.intra);
   const Compressor* scatter = compressor(segment.scatter);

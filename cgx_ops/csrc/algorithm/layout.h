@@ -58,6 +58,7 @@ class Layout {
   // hierarchical numbers shards by Topology::shard_of.
   const Shard& shard(int owner) const { return shards_.size() == 1 ? shards_[0] : shards_[owner]; }
   int64_t block_offset(int owner) const { return block_stride_ * owner; }
+  int64_t longest_message() const;  // bytes
 
  private:
   void append(Shard* shard, const Segment& segment, int64_t first, int64_t last);

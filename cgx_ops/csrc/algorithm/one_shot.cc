@@ -44,7 +44,7 @@ class OneShot : public Algorithm {
   Step step(Port& port) override {
     if (reduce_next()) return Step::kWorked;
     if (encoded_ == chunks().size()) return Step::kIdle;
-    if (port.unreleased() >= kMostUnreleased) return Step::kBlocked;
+    if (port.unreleased() >= plan_.most_unreleased(plan_.chunk_bytes)) return Step::kBlocked;
     const Chunk& chunk = chunks()[encoded_++];
     const BufferRef buffer = port.allocate(chunk.scatter_bytes);
     encode(chunk, buffer->data);

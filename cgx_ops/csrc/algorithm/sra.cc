@@ -28,6 +28,7 @@ class Sra : public Algorithm {
         layout_(plan_),
         scatters_(plan_.verb != CGX_ALL_GATHER),
         gathers_(plan_.verb != CGX_REDUCE_SCATTER),
+        most_unreleased_(std::max(plan_.most_unreleased(plan_.chunk_bytes), plan_.size - 1)),
         contributions_(plan_.size),
         gather_arrived_(plan_.size, 0),
         decoded_(plan_.size, 0),
@@ -44,7 +45,7 @@ class Sra : public Algorithm {
     if (scatters_ && encoded_ < longest_) {
       // Every rank sends its chunks in the same order, and at least one to every peer before it
       // stops, so the oldest chunk can always be reduced, and read.
-      if (port.unreleased() >= std::max(kMostUnreleased, plan_.size - 1)) return Step::kBlocked;
+      if (port.unreleased() >= most_unreleased_) return Step::kBlocked;
       encode_next(port);
       return Step::kWorked;
     }
@@ -198,6 +199,7 @@ class Sra : public Algorithm {
   const Plan plan_;
   const Layout layout_;
   const bool scatters_, gathers_;
+  const int most_unreleased_;
   size_t longest_ = 0;  // chunks of the longest shard
   size_t encoded_ = 0;  // chunk that phase 1 is at
   int encode_peer_;

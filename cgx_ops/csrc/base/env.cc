@@ -83,6 +83,11 @@ std::string env_transport() {
   return env_choice("COMMUNICATOR_TYPE", communicator_types(), "AUTO");
 }
 
+int64_t env_fusion_buffer_bytes() {
+  constexpr int kMostMegabytes = 1 << 20;
+  return int64_t{env_integer("CGX_FUSION_BUFFER_SIZE_MB", 1, kMostMegabytes).value_or(64)} << 20;
+}
+
 std::optional<int> env_threads() { return env_integer("CGX_THREADS", 1, 1024); }
 
 int env_ranks_on_host() {

@@ -3,6 +3,7 @@
 // and what is accepted. An empty variable counts as unset.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -26,6 +27,9 @@ std::optional<std::string> env_cpu_target();
 
 // CGX_TIMEOUT: seconds until a waiting collective gives up. 300 if unset.
 double env_timeout_seconds();
+
+// CGX_FUSION_BUFFER_SIZE_MB, in bytes: what a collective may have on its way. 64 MiB if unset.
+int64_t env_fusion_buffer_bytes();
 
 // CGX_THREADS: threads of this process that encode and decode.
 std::optional<int> env_threads();
