@@ -21,6 +21,10 @@ _FRAMEWORKS = {
     "torch": ("torch", "_torch_ops", "torch"),
     "jax": ("jaxlib", "_xla_ffi", "jax"),
 }
+_MPI_TAKES = {
+    True: "CUDA-aware: it takes addresses of GPUs' memory",
+    False: "not CUDA-aware: it takes the host's memory only (docs/gpu.md)",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,6 +46,7 @@ def _info(_options: argparse.Namespace) -> int:
         _table(
             "Machine",
             ("MPI library", build["mpi"]),
+            ("MPI and GPUs", _MPI_TAKES[build["mpi_cuda_aware"]]),
             ("CPU target", build["cpu_target"]),
             ("CPU targets here", ", ".join(build["cpu_targets"])),
         )

@@ -178,7 +178,7 @@ class Communicator:
 
     @property
     def wire(self) -> str:
-        """How its ranks' GPUs are connected: "direct", "staged", "nccl"; "" before they are."""
+        """How its ranks' GPUs are connected: "direct", "mpi", "staged" or "nccl"; "" before."""
         return _native.text(self._info().wire)
 
     @property

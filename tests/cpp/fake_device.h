@@ -392,7 +392,8 @@ class FakeFabric final : public Fabric {
     const std::lock_guard lock(network_->mutex);
     if (aborted_ || !faults_.delivers) return;
     for (const Message& message : messages)
-      network_->sent[{rank_, message.peer}].emplace_back(message.at, message.at + message.bytes);
+      network_->sent[{rank_, message.peer}].emplace_back(message.at.get(),
+                                                         message.at.get() + message.bytes);
     network_->changed.notify_all();
   }
   void receive(const Message& message) {
@@ -400,11 +401,11 @@ class FakeFabric final : public Fabric {
     auto& arrived = network_->sent[{message.peer, rank_}];
     network_->changed.wait(lock, [&] { return aborted_ || !arrived.empty(); });
     if (aborted_) {
-      std::memset(message.at, 0x37, message.bytes);
+      std::memset(message.at.get(), 0x37, message.bytes);
       return;
     }
     if (arrived.front().size() != message.bytes) std::abort();  // the library would hang, or worse
-    std::memcpy(message.at, arrived.front().data(), message.bytes);
+    std::memcpy(message.at.get(), arrived.front().data(), message.bytes);
     arrived.pop_front();
   }
 
@@ -449,13 +450,22 @@ class FakeDevice final : public Device {
     return *kept;
   }
   std::unique_ptr<Fabric> make_fabric() override { return std::make_unique<FakeFabric>(fabric); }
+  bool reached_by_mpi() override { return is_reached_by_mpi; }
+  void make_current() override { current_ = this; }
+  void flush_remote_writes() override {
+    if (current_ != this) std::abort();
+    ++flushes;
+  }
   void check_address(const void*, const std::string&) override {}
 
-  std::atomic<bool> is_recording = false, reaches_peers = true;
+  std::atomic<bool> is_recording = false, reaches_peers = true, is_reached_by_mpi = false;
+  std::atomic<int> flushes = 0;
   std::atomic<size_t> memory_left = std::numeric_limits<size_t>::max();
   FakeFabricFaults fabric;
 
  private:
+  static inline thread_local const FakeDevice* current_ = nullptr;
+
   const int number_;
   uint32_t queues_ = 0;
   std::vector<std::unique_ptr<Memory>> shared_;

@@ -9,6 +9,7 @@
 #include "cuda/nccl.h"
 #include "cuda/sharing.h"
 #include "kernel/cuda/kernels.h"
+#include "transport/mpi.h"
 
 namespace cgx::device::cuda {
 namespace {
@@ -88,6 +89,8 @@ CudaDevice::CudaDevice(int ordinal) : ordinal_(ordinal) {
   require(properties.major >= kOldestMajor, CGX_UNSUPPORTED, name(), " (", properties.name,
           ") has compute capability ", properties.major, ".", properties.minor, "; cgx_ops needs ",
           kOldestMajor, ".0 or newer: give device=CPU");
+  flushes_remote_writes_ =
+      properties.gpuDirectRDMAFlushWritesOptions & cudaFlushGPUDirectRDMAWritesOptionHost;
   CUdevice device = 0;
   check(driver().device_get(&device, ordinal), "cuDeviceGet of ", name());
   check(driver().device_uuid(&uuid_, device), "cuDeviceGetUuid of ", name());
@@ -155,6 +158,17 @@ Memory CudaDevice::open(const Bytes& shared) { return cuda::open(*this, shared);
 
 std::unique_ptr<Fabric> CudaDevice::make_fabric() {
   return std::make_unique<NcclFabric>(Nccl::find(), *this);
+}
+
+bool CudaDevice::reached_by_mpi() { return mpi_cuda_aware(); }
+
+void CudaDevice::make_current() { check(driver().push(context_), "cuCtxPushCurrent of ", name()); }
+
+void CudaDevice::flush_remote_writes() {
+  if (!flushes_remote_writes_) return;  // nothing writes so, or needs it
+  check(cudaDeviceFlushGPUDirectRDMAWrites(cudaFlushGPUDirectRDMAWritesTargetCurrentDevice,
+                                           cudaFlushGPUDirectRDMAWritesToOwner),
+        "cudaDeviceFlushGPUDirectRDMAWrites on ", name());
 }
 
 void CudaDevice::check_address(const void* address, const std::string& what) {

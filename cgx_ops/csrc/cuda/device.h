@@ -24,6 +24,9 @@ class CudaDevice : public Device {
   Bytes share(const Memory& memory) override;
   Memory open(const Bytes& shared) override;
   std::unique_ptr<Fabric> make_fabric() override;
+  bool reached_by_mpi() override;
+  void make_current() override;
+  void flush_remote_writes() override;
   void check_address(const void* address, const std::string& what) override;
 
   int ordinal() const { return ordinal_; }
@@ -48,6 +51,7 @@ class CudaDevice : public Device {
   Memory allocate_pinned(size_t bytes);
 
   const int ordinal_;
+  bool flushes_remote_writes_ = false;
   CUcontext context_ = nullptr;
   cudaUUID_t uuid_{};
 };

@@ -135,7 +135,7 @@ void NcclFabric::exchange(std::span<const Message> outgoing, std::span<const Mes
   int result = kSuccess;  // of the first that failed; a group that was begun must be ended
   const auto put = [&](auto function, const Message& message) {
     if (result == kSuccess || result == kInProgress)
-      result = function(message.at, message.bytes, kInt8, message.peer, comm, stream);
+      result = function(message.at.get(), message.bytes, kInt8, message.peer, comm, stream);
   };
   for (const Message& message : outgoing) put(call.send, message);
   for (const Message& message : incoming) put(call.receive, message);

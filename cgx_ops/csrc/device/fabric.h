@@ -1,16 +1,14 @@
-// A library that moves messages between devices on a queue by itself, as NCCL does. Its waits have
-// no deadlines on the device: whoever uses one watches it, and aborts (device/library.h).
+// A library that moves messages between devices, in the order of a queue: NCCL, or MPI. Its waits
+// have no deadlines on the device: whoever uses one watches it, and aborts (device/library.h).
 #pragma once
 
 #include <chrono>
 #include <cstddef>
 #include <span>
 
-#include "transport/transport.h"  // Bytes
+#include "device/queue.h"
 
 namespace cgx::device {
-
-class Queue;
 
 // One rank's end. Functions throw Error: CGX_TIMEOUT, CGX_PEER_FAILED, CGX_SYSTEM; abort() alone is
 // of use then. It and check() may be called while other threads call the others.
@@ -19,7 +17,7 @@ class Fabric {
   using Seconds = std::chrono::duration<double>;
   struct Message {
     int peer;
-    std::byte* at;  // on the device; read if it is sent, written if it is received
+    Memory at;  // on the device; read if it is sent, written if it is received
     size_t bytes;
   };
 
@@ -29,7 +27,8 @@ class Fabric {
   // Once, first. Collective over the ranks, each with a device of its own.
   virtual void connect(int rank, int size, const Bytes& id, Seconds timeout) = 0;
   // Puts all messages on the queue as one operation; both ends know the lengths, none of which is
-  // 0. May wait for peers, no longer than the timeout, before it is put.
+  // 0. Who may still use a message's memory after an abort keeps it. May wait for peers, no longer
+  // than the timeout, before it is put.
   virtual void exchange(std::span<const Message> outgoing, std::span<const Message> incoming,
                         Queue& queue, Seconds timeout) = 0;
   // Throws what has failed since, as far as is known now.

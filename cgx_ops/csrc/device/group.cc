@@ -9,6 +9,7 @@
 #include "base/status.h"
 #include "device/direct.h"
 #include "device/library.h"
+#include "device/mpi_fabric.h"
 #include "device/rounds.h"
 #include "device/staged.h"
 
@@ -27,11 +28,14 @@ const std::vector<WireEntry>& wire_table() {
   static const std::vector<WireEntry> table = {
       {"direct", "GPUs of one host write into each other's memory (CUDA IPC, peer access)", "SHM",
        true, connect_direct},
+      // mpi and nccl are not for AUTO: they have never run between GPUs, and each call waits for
+      // the ranks to agree.
+      {"mpi", "MPI from GPU to GPU, where it says that it is CUDA-aware", "MPI", false,
+       connect_mpi},
       {"staged", "encoded bytes through pinned memory and the communicator's own transport", "MPI",
        true, connect_staged},
-      // Not for AUTO: it has never run between GPUs, and each call waits for the ranks to agree.
       {"nccl", "NCCL from GPU to GPU, also between hosts; one GPU for each rank", "NCCL", false,
-       connect_library},
+       connect_nccl},
   };
   return table;
 }
@@ -44,7 +48,7 @@ Group::Group(Device& device, HostLink& host, const std::string& type, Seconds ti
     std::string why;
     wire_ = entry.connect(device, host, timeout, &why);
     if (wire_) break;
-    reasons += join(reasons.empty() ? "" : "; ", entry.name, ": ", why);
+    if (!why.empty()) reasons += join(reasons.empty() ? "" : "; ", entry.name, ": ", why);
   }
   require(wire_ != nullptr, CGX_SYSTEM, "the devices of communicator '", host.name(),
           "' cannot be connected (COMMUNICATOR_TYPE ", type, "): ", reasons);

@@ -62,6 +62,7 @@ struct WireEntry {
   const char* description;
   const char* type;  // the communicator type that insists on it
   bool automatic;    // AUTO tries it
+  // Null on all ranks if it cannot connect them; *why is left empty where that is nothing to tell.
   std::unique_ptr<Wire> (*connect)(Device& device, HostLink& host, Group::Seconds timeout,
                                    std::string* why);
 };

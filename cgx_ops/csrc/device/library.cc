@@ -11,7 +11,6 @@
 #include "algorithm/relay.h"
 #include "base/status.h"
 #include "device/agree.h"
-#include "device/fabric.h"
 #include "device/failures.h"
 
 namespace cgx::device {
@@ -120,10 +119,11 @@ class Watch {
 
 class Library final : public Wire, private Lane {
  public:
-  Library(Device& device, HostLink& host)
-      : host_(host),
+  Library(const char* name, std::unique_ptr<Fabric> fabric, Device& device, HostLink& host)
+      : name_(name),
+        host_(host),
         slot_bytes_(slot_bytes_for(kMostSlotBytes, kLaneBytes, 2 * host.size())),
-        fabric_(device.make_fabric()),
+        fabric_(std::move(fabric)),
         watch_(*fabric_, device.allocate(sizeof(uint32_t), Place::kPinned)),
         outgoing_(device.allocate(slot_bytes_ * host.size(), Place::kDevice)),
         arrived_(device.allocate(slot_bytes_ * host.size(), Place::kDevice)),
@@ -134,7 +134,7 @@ class Library final : public Wire, private Lane {
 
   // ---- Wire ----
 
-  const char* name() const override { return "nccl"; }
+  const char* name() const override { return name_; }
   int64_t slot_bytes() const override { return slot_bytes_; }
   bool recordable() const override { return false; }
   Regions regions() const override { return {nullptr, 0}; }
@@ -182,8 +182,12 @@ class Library final : public Wire, private Lane {
     require(outcome.status == CGX_OK, outcome.status, title(call), ": ", outcome.text);
   }
 
-  std::byte* outgoing(int rank) const { return outgoing_.get() + rank * slot_bytes_; }
-  std::byte* arrived(int rank) const { return arrived_.get() + rank * slot_bytes_; }
+  // A rank's slot, which keeps all of them.
+  Memory outgoing(int rank) const { return {outgoing_, outgoing_.get() + rank * slot_bytes_}; }
+  Memory arrived(int rank) const { return {arrived_, arrived_.get() + rank * slot_bytes_}; }
+  Memory written(Traffic traffic, int peer) const {
+    return traffic == Traffic::kAll ? arrived(host_.rank()) : outgoing(peer);
+  }
 
   // ---- Lane ----
 
@@ -195,17 +199,17 @@ class Library final : public Wire, private Lane {
   Slots slots(Traffic traffic) override {
     Slots slots{{}, arrived_.get(), slot_bytes_};
     for (int peer = 0; peer < host_.size(); ++peer)
-      slots.to.push_back(traffic == Traffic::kAll ? arrived(host_.rank()) : outgoing(peer));
+      slots.to.push_back(written(traffic, peer).get());
     return slots;
   }
 
   void exchange(Traffic traffic, std::span<const int64_t> sent,
                 std::span<const int64_t> received) override {
-    const Slots from = slots(traffic);
     std::vector<Fabric::Message> out, in;
     for (int peer = 0; peer < host_.size(); ++peer) {
       if (peer == host_.rank()) continue;
-      if (sent[peer] > 0) out.push_back({peer, from.to[peer], static_cast<size_t>(sent[peer])});
+      if (sent[peer] > 0)
+        out.push_back({peer, written(traffic, peer), static_cast<size_t>(sent[peer])});
       if (received[peer] > 0)
         in.push_back({peer, arrived(peer), static_cast<size_t>(received[peer])});
     }
@@ -219,6 +223,7 @@ class Library final : public Wire, private Lane {
     queue_->copy(fault_.get(), watch_.failures().word(), sizeof(uint32_t));
   }
 
+  const char* const name_;
   HostLink& host_;
   const int64_t slot_bytes_;
   const std::unique_ptr<Fabric> fabric_;
@@ -230,12 +235,14 @@ class Library final : public Wire, private Lane {
 
 }  // namespace
 
-std::unique_ptr<Wire> connect_library(Device& device, HostLink& host,
+std::unique_ptr<Wire> connect_library(const char* name,
+                                      const std::function<std::unique_ptr<Fabric>()>& make_fabric,
+                                      Device& device, HostLink& host,
                                       std::chrono::duration<double> timeout, std::string* why) {
   std::unique_ptr<Library> wire;
   std::vector<Bytes> ids;
   const auto make = [&] {
-    wire = std::make_unique<Library>(device, host);
+    wire = std::make_unique<Library>(name, make_fabric(), device, host);
     return host.rank() == 0 ? wire->fabric().make_id() : Bytes();
   };
   if (!all_succeed(host, "device library", timeout, make, &ids, why)) return nullptr;
@@ -246,6 +253,11 @@ std::unique_ptr<Wire> connect_library(Device& device, HostLink& host,
   };
   if (!all_succeed(host, "device library connected", timeout, connect, &ids, why)) return nullptr;
   return wire;
+}
+
+std::unique_ptr<Wire> connect_nccl(Device& device, HostLink& host,
+                                   std::chrono::duration<double> timeout, std::string* why) {
+  return connect_library("nccl", [&] { return device.make_fabric(); }, device, host, timeout, why);
 }
 
 }  // namespace cgx::device

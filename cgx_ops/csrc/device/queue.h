@@ -65,8 +65,16 @@ class Device {
   // A peer's memory. Throws Error(CGX_SYSTEM) and says why: handles cannot be opened (containers),
   // no peer access, another host.
   virtual Memory open(const Bytes& shared) = 0;
-  // For one communicator. Throws Error(CGX_SYSTEM) and says why: there is no such library.
+  // Of the device's own library, for one communicator. Throws Error(CGX_SYSTEM) and says why: there
+  // is no such library.
   virtual std::unique_ptr<Fabric> make_fabric() = 0;
+  // Whether MPI says that it takes addresses of this device's memory.
+  virtual bool reached_by_mpi() = 0;
+  // The calling thread's current device from now on, for libraries that use that.
+  virtual void make_current() = 0;
+  // Makes what others, such as network cards, have written to this device's memory visible to work
+  // on its queues, also to what was put there before. On a thread where the device is current.
+  virtual void flush_remote_writes() = 0;
   // Throws Error(CGX_INVALID_ARGUMENT) unless the device can use memory at this address.
   virtual void check_address(const void* address, const std::string& what) = 0;
 };

@@ -3,7 +3,8 @@
 //
 //   direct   slots are in the peers' own memory: an exchange only tells that they are written
 //   staged   the communicator's transport between CPUs carries them through pinned memory
-//   nccl     a library carries them from device to device (device/library.h)
+//   mpi      MPI carries them from device to device, where it takes devices' addresses
+//   nccl     NCCL does (both: device/library.h)
 #pragma once
 
 #include <algorithm>

@@ -1,8 +1,12 @@
 // MPI of the process: up, down, and an allgather for the bootstrap of the world.
 #include "transport/mpi.h"
 
+#include <mpi.h>
+// After mpi.h, whose macros it needs.
+#include <mpi-ext.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <fstream>
 #include <thread>
 
@@ -18,6 +22,7 @@ constexpr auto kFinalizeGrace = std::chrono::seconds(5);
 
 bool started_by_us = false;
 bool broken = false;  // a collective call of the bring-up did not end: ranks are out of step
+std::atomic<bool> left_behind = false;
 MpiJob job;
 
 bool initialized() {
@@ -106,7 +111,7 @@ MpiWorld mpi_start(std::chrono::duration<double> timeout) {
 
 void mpi_finish(bool healthy) {
   if (!started_by_us || mpi_finalized()) return;
-  if (healthy) {
+  if (healthy && !left_behind) {
     if (job.ready) MPI_Comm_free(&job.world);
     MPI_Finalize();
     return;
@@ -123,6 +128,8 @@ void mpi_finish(bool healthy) {
     done->sleep(seen, std::chrono::milliseconds(100));
   remove_shared_files();
 }
+
+void mpi_leave_behind() { left_behind = true; }
 
 Bytes mpi_allgather(const Bytes& mine, std::chrono::duration<double> timeout) {
   int size = 1;
@@ -152,6 +159,15 @@ std::string mpi_library() {
   MPI_Get_library_version(text, &length);
   std::string line(text, static_cast<size_t>(length));
   return line.substr(0, line.find_first_of(",\n"));
+}
+
+bool mpi_cuda_aware() {
+#if defined(OMPI_HAVE_MPI_EXT_CUDA) && OMPI_HAVE_MPI_EXT_CUDA
+  return initialized() && !mpi_finalized() ? MPIX_Query_cuda_support() != 0
+                                           : MPIX_CUDA_AWARE_SUPPORT != 0;
+#else
+  return false;
+#endif
 }
 
 }  // namespace cgx

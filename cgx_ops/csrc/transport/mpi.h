@@ -24,9 +24,14 @@ MpiWorld mpi_start(std::chrono::duration<double> timeout);
 // Finalizes MPI if mpi_start() initialized it. After a failure MPI_Finalize may wait for ranks that
 // never come, so it is then given a few seconds and abandoned.
 void mpi_finish(bool healthy);
+// Messages were begun that may never end, and MPI_Finalize may wait for them, too.
+void mpi_leave_behind();
 // All ranks' blobs of equal size, over MPI_COMM_WORLD; throws when the timeout passes.
 Bytes mpi_allgather(const Bytes& mine, std::chrono::duration<double> timeout);
 // First line of MPI_Get_library_version.
 std::string mpi_library();
+// Whether it takes addresses of NVIDIA GPUs' memory: what it says once it is up, before that what
+// its headers say.
+bool mpi_cuda_aware();
 
 }  // namespace cgx

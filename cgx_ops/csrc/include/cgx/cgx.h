@@ -98,7 +98,7 @@ typedef struct cgx_comm_info_t {
   int64_t bytes_plain; /* what they would send uncompressed, by the algorithms that send least, for
                         * n ranks: bytes_in times 2(n-1)/n (allreduce), (n-1)/n (reduce_scatter) or
                         * n-1 (all_gather) */
-  /* How its ranks' devices are connected: "direct", "staged", "nccl"; "" before the first
+  /* How its ranks' devices are connected: "direct", "mpi", "staged", "nccl"; "" before the first
    * cgx_enqueue. Collectives on devices count in none of the sums above. */
   const char* wire;
 } cgx_comm_info_t;
@@ -233,10 +233,11 @@ CGX_API cgx_status_t cgx_run(const cgx_collective_t* collective);
 
 /* The same on a GPU (device is CGX_CUDA; the functions above are for CGX_CPU). Puts the collective
  * on call->stream and returns: it waits for neither the device nor peers, but for a communicator's
- * first such call, which connects the ranks' devices. (Where NCCL carries the messages each call
- * waits on the host until all ranks have made it, no longer than its timeout.) Results are there
- * for what is put on the stream later, or waits for it; inputs must stay until then, in no other
- * way than with any kernel.
+ * first such call, which connects the ranks' devices. (Where NCCL or MPI carries the messages each
+ * call waits on the host until all ranks have made it, no longer than its timeout.) Results are
+ * there for what is put on the stream later, or waits for it; inputs must stay until then, in no
+ * other way than with any kernel.
+ *
  * All such collectives of a communicator run one after another, in the order of these calls, which
  * must be the same on all ranks; other order or arguments are CGX_MISMATCH. A rank's buffers are
  * all on one GPU, in every call on the communicator. Where the devices are connected directly the

@@ -1,0 +1,167 @@
+#include "transport/mpi_messages.h"
+
+#include <mpi.h>
+// After mpi.h, whose macros it needs.
+#include <mpi-ext.h>
+
+#include <atomic>
+#include <climits>
+#include <cstring>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "base/status.h"
+#include "transport/mpi.h"
+#include "transport/mpi_world.h"
+
+namespace cgx {
+namespace {
+
+// MPI promises no more. Who gets a tag a second time finds its first owner long closed.
+constexpr int kTags = 32768;
+std::atomic<unsigned> next_tag{0};
+
+struct Address {
+  uint64_t job;
+  int32_t rank;  // in the job
+  int32_t tag;
+};
+
+Address read(const Bytes& bytes) {
+  Address address;
+  std::memcpy(&address, bytes.data(), sizeof(address));
+  return address;
+}
+
+bool tells_of_death(int code) {
+#if defined(OMPI_HAVE_MPI_EXT_FTMPI) && OMPI_HAVE_MPI_EXT_FTMPI
+  int kind = MPI_SUCCESS;
+  MPI_Error_class(code, &kind);
+  return kind == MPIX_ERR_PROC_FAILED;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+// What is pending, and has been since the last time that nothing was.
+struct MpiMessages::Sets {
+  struct Message {
+    int peer;
+    bool received;
+    Memory memory;
+  };
+
+  std::vector<MPI_Request> requests;  // null: has ended
+  std::vector<Message> messages;
+  std::vector<int> ended;  // of the last test: indices, and how they ended
+  std::vector<MPI_Status> statuses;
+};
+
+MpiMessages::MpiMessages()
+    : tag_(static_cast<int>(next_tag++ % kTags)), sets_(std::make_unique<Sets>()) {}
+
+MpiMessages::~MpiMessages() = default;
+
+Bytes MpiMessages::address() const {
+  if (!mpi_job().ready || mpi_finalized()) return {};
+  Address mine{mpi_job().number, 0, tag_};
+  MPI_Comm_rank(mpi_job().world, &mine.rank);
+  Bytes bytes(sizeof(mine));
+  std::memcpy(bytes.data(), &mine, sizeof(mine));
+  return bytes;
+}
+
+bool MpiMessages::can_connect(const std::vector<Bytes>& addresses) {
+  std::set<int32_t> ranks;
+  for (const Bytes& bytes : addresses) {
+    if (bytes.size() != sizeof(Address)) return false;
+    if (read(bytes).job != read(addresses[0]).job) return false;
+    if (!ranks.insert(read(bytes).rank).second) return false;
+  }
+  return true;
+}
+
+void MpiMessages::connect(const std::vector<Bytes>& addresses) {
+  for (const Bytes& bytes : addresses) peers_.push_back({read(bytes).rank, read(bytes).tag});
+}
+
+void MpiMessages::send(int peer, Memory from, size_t bytes) {
+  require(bytes <= INT_MAX, CGX_INTERNAL, "a message of ", bytes, " bytes for MPI");
+  MPI_Request request = MPI_REQUEST_NULL;
+  // Synchronous: one that MPI has only buffered might need further calls of this rank to arrive,
+  // and there may be none for long.
+  require_success(MPI_Issend(from.get(), static_cast<int>(bytes), MPI_BYTE, peers_[peer].rank,
+                             peers_[peer].tag, mpi_job().world, &request),
+                  peer);
+  sets_->requests.push_back(request);
+  sets_->messages.push_back({peer, false, std::move(from)});
+  ++pending_;
+}
+
+void MpiMessages::receive(int peer, Memory to, size_t bytes) {
+  require(bytes <= INT_MAX, CGX_INTERNAL, "a message of ", bytes, " bytes for MPI");
+  MPI_Request request = MPI_REQUEST_NULL;
+  require_success(MPI_Irecv(to.get(), static_cast<int>(bytes), MPI_BYTE, peers_[peer].rank, tag_,
+                            mpi_job().world, &request),
+                  peer);
+  sets_->requests.push_back(request);
+  sets_->messages.push_back({peer, true, std::move(to)});
+  ++pending_;
+}
+
+bool MpiMessages::progress() {
+  require(!mpi_finalized(), CGX_SYSTEM,
+          "MPI was finalized while cgx used it: call cgx_finalize, or close communicators, before");
+  auto& [requests, messages, ended, statuses] = *sets_;
+  ended.resize(requests.size());
+  statuses.resize(requests.size());
+  int count = 0;
+  const int code = MPI_Testsome(static_cast<int>(requests.size()), requests.data(), &count,
+                                ended.data(), statuses.data());
+  if (count == MPI_UNDEFINED) count = 0;
+  pending_ -= count;
+  for (int i = 0; i < count; ++i) requests[ended[i]] = MPI_REQUEST_NULL;  // also what has failed
+  if (code != MPI_SUCCESS) {
+    for (int i = 0; i < count; ++i) require_success(statuses[i].MPI_ERROR, messages[ended[i]].peer);
+    check_mpi(code, "MPI_Testsome");
+  }
+  if (pending_ == 0) {
+    requests.clear();
+    messages.clear();
+  }
+  return count > 0;
+}
+
+void MpiMessages::abandon(std::chrono::duration<double> at_most) {
+  const auto deadline = std::chrono::steady_clock::now() + at_most;
+  if (!mpi_finalized()) {
+    for (size_t i = 0; i < sets_->requests.size(); ++i)
+      if (sets_->messages[i].received && sets_->requests[i] != MPI_REQUEST_NULL)
+        MPI_Cancel(&sets_->requests[i]);
+    while (pending() && std::chrono::steady_clock::now() < deadline) {
+      bool moved = false;
+      try {
+        moved = progress();
+      } catch (const Error&) {  // it has ended, too
+      }
+      if (!moved) std::this_thread::sleep_for(kMpiPollInterval);
+    }
+  }
+  if (!pending()) return;
+  sets_.release();  // NOLINT: MPI may still use what is in it
+  sets_ = std::make_unique<Sets>();
+  pending_ = 0;
+  mpi_leave_behind();
+}
+
+void MpiMessages::require_success(int code, int peer) const {
+  if (code == MPI_SUCCESS) return;
+  const bool died = tells_of_death(code);
+  fail(died ? CGX_PEER_FAILED : CGX_SYSTEM, "MPI ", died ? "has lost" : "cannot reach", " rank ",
+       peer, ", rank ", peers_[peer].rank, " of the job: ", mpi_text(code));
+}
+
+}  // namespace cgx

@@ -1,0 +1,6 @@
+"""Becomes another program: the arguments are its path and its own."""
+
+import os
+import sys
+
+os.execv(sys.argv[1], sys.argv[1:])
