@@ -18,7 +18,7 @@ import launch
 import numpy as np
 import pytest
 from cuda_cases import WIRES, needs_jax_gpu, on_one_gpu
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from jax_cases import mesh_of, normal, on_mesh, use_cpu_devices
 
@@ -132,10 +132,10 @@ def test_carrier_xla() -> None:
 
 
 def test_a_mesh_without_devices() -> None:
+    mesh = AbstractMesh((8,), ("d",), axis_types=(AxisType.Auto,))
     step = jax.shard_map(
-        lambda v: psum_q(v, "d"), mesh=AbstractMesh((8,), ("d",)), in_specs=P("d"), out_specs=P(),
-        check_vma=False,
-    )  # fmt: skip
+        lambda v: psum_q(v, "d"), mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False
+    )
     x = jax.ShapeDtypeStruct((8, 600), jnp.float32)
     with pytest.raises(RuntimeError, match=r"devices of the mesh.*jax\.sharding\.Mesh"):
         jax.jit(step).trace(x).lower(lowering_platforms=("cuda",))

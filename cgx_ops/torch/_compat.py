@@ -1,7 +1,7 @@
 """The parts of torch that are not public: everything here may differ in the next release.
 
-Tested with torch 2.13. What a release lacks costs speed only, never a right result; `inductor.py`
-says how.
+Tested with torch 2.13 and 2.11. What a release lacks costs speed only, never a right result;
+`inductor.py` says how.
 """
 
 import datetime
@@ -142,14 +142,32 @@ def declare_graph_pass(kind: type) -> None:
 
 def post_grad_pass(run: Callable[[torch.fx.Graph], None]) -> AbstractContextManager[object]:
     """Return a context in which inductor calls run(graph) last, after the user's own passes."""
-    from torch._inductor import config
+    from torch._inductor import config, custom_graph_pass
 
     before: Any = config.post_grad_custom_post_pass
     if before is None:
         passes: Any = run
     else:
         passes = [*(before if isinstance(before, (list, tuple)) else [before]), run]
+        if not hasattr(custom_graph_pass, "get_custom_graph_passes"):  # as in torch 2.11
+            passes = _chain(passes)
     return config.patch(post_grad_custom_post_pass=passes)
+
+
+def _chain(passes: list[Any]) -> object:
+    """Return one pass that runs these, for a torch that takes no list of them."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Chain(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for each in passes:
+                each(graph)
+
+        def uuid(self) -> object:
+            known = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes]
+            return None if None in known else tuple(known)
+
+    return Chain()
 
 
 def compile_counters() -> Counter[str]:
@@ -224,7 +242,10 @@ class ShardedParameter:
 
 def fsdp_groups(module: Any) -> list[Any]:
     """Return the groups of parameters that FSDP gathers and reduces together for this module."""
-    return list(module._get_fsdp_state()._fsdp_param_groups)
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []  # as in torch 2.11
 
 
 def fsdp_shard_group(group: Any) -> dist.ProcessGroup | None:

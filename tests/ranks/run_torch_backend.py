@@ -195,8 +195,12 @@ def collectives(r: int, n: int) -> None:
     dist.all_to_all_single(out, torch.arange(float(n)) + 10 * r)
     assert out.tolist() == [10.0 * i + r for i in range(n)]
     outs = [torch.empty(1) for _ in range(n)]
-    dist.all_to_all(outs, [torch.tensor([100.0 * r + i]) for i in range(n)])
-    assert [each.item() for each in outs] == [100.0 * i + r for i in range(n)]
+    try:
+        dist.all_to_all(outs, [torch.tensor([100.0 * r + i]) for i in range(n)])
+    except RuntimeError as error:  # the inner gloo of torch 2.11 lacks it
+        assert "Backend gloo does not support alltoall" in str(error)
+    else:
+        assert [each.item() for each in outs] == [100.0 * i + r for i in range(n)]
     dist.barrier()
     dist.barrier(async_op=True).wait()
     dist.monitored_barrier(timeout=datetime.timedelta(seconds=30), wait_all_ranks=True)
