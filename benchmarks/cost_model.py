@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 CHUNK_BYTES = 32 * 1024  # of a message at most: csrc/transport/table.cc
-SHARED_CHUNK_BYTES = 128 * 1024  # the same where all ranks are on one host
+SHARED_CHUNK_BYTES = 128 * 1024  # the same where all ranks are on one host,
+CHUNKS_OF_SHARD = 8  # and a shard is that many messages: csrc/algorithm/layout.cc
 EAGER_BYTES = 8 * 1024  # kEagerBytes of csrc/algorithm/one_shot.h: values that ride in headers
 HEADER_BYTES = 128  # docs/wire_format.md, section 6
 BUCKET = 512  # values
@@ -103,8 +104,11 @@ def _largest_shard(values: int, bits: int, owners: int) -> int:
     return min(values, math.ceil(math.ceil(values / grain) / owners) * grain)
 
 
-def _messages(size: float, ranks: Ranks) -> int:
-    return math.ceil(size / (CHUNK_BYTES if ranks.hosts > 1 else SHARED_CHUNK_BYTES))
+def _messages(shard: float, ranks: Ranks) -> int:
+    longest = CHUNK_BYTES
+    if ranks.hosts == 1:
+        longest = min(max(shard / CHUNKS_OF_SHARD, CHUNK_BYTES), SHARED_CHUNK_BYTES)
+    return math.ceil(shard / longest)
 
 
 def _to_each(ranks: Ranks, steps: int, messages: int, size: float) -> tuple[Traffic, Traffic]:

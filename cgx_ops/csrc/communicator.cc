@@ -83,7 +83,8 @@ Communicator::Communicator(std::string name, int rank, std::shared_ptr<const Top
       timeout(timeout),
       engine_(transport ? std::make_unique<Engine>(this->name, rank, size, std::move(transport))
                         : nullptr),
-      chunk_bytes_(engine_ ? transport_entry(engine_->transport_name()).chunk_bytes : kChunkBytes),
+      most_chunk_bytes_(engine_ ? transport_entry(engine_->transport_name()).chunk_bytes
+                                : kChunkBytes),
       unread_bytes_(env_fusion_buffer_bytes()),
       link_(std::make_unique<Link>(this)) {}
 
@@ -142,9 +143,9 @@ void Communicator::wait(Collective& collective) {
 Plan Communicator::plan(const cgx_collective_t& call) const {
   Plan made = make_plan(call, rank, size);
   made.topology = topology;
-  made.chunk_bytes = chunk_bytes_;
-  made.unread_bytes = unread_bytes_;
   made.algorithm = pick_algorithm(made);
+  made.chunk_bytes = fitting_chunk_bytes(made, most_chunk_bytes_);
+  made.unread_bytes = unread_bytes_;
   return made;
 }
 

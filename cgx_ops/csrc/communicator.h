@@ -78,7 +78,7 @@ class Communicator {
   device::Group& devices(device::Device& device);
 
   const std::unique_ptr<Engine> engine_;
-  const int64_t chunk_bytes_, unread_bytes_;  // as in Plan
+  const int64_t most_chunk_bytes_, unread_bytes_;  // for plans
   const std::unique_ptr<device::HostLink> link_;
   std::mutex devices_mutex_;  // held while they connect, and close
   std::unique_ptr<device::Group> devices_;

@@ -129,6 +129,7 @@ CommunicatorRef connect(const std::string& name, int rank, int size, const Allga
   require(size >= 1 && rank >= 0 && rank < size, CGX_INVALID_ARGUMENT, "rank ", rank, " of size ",
           size);
   if (size == 1) return alone(name, timeout);
+  env_fusion_buffer_bytes();  // a wrong one is told before peers are connected to this rank
   const auto topology = exchange_hellos(allgather, type);
   std::string tried;
   const bool any = type == "AUTO" || type == "NCCL";  // NCCL is between devices only

@@ -1,8 +1,7 @@
 // Making communicators.
 //
 //   connect        from a bootstrap: exchange offers, try the transports in order of preference
-//   until
-//                  one connects all ranks
+//                  until one connects all ranks
 //   connect_local  ranks that are threads of this process
 //   split, group   by color, or from a list of ranks: the parent is the bootstrap
 #pragma once

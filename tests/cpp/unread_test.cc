@@ -1,5 +1,6 @@
 // How much a collective leaves unread before it stops sending: what CGX_FUSION_BUFFER_SIZE_MB
 // bounds. The port here never delivers anything, so peers read nothing.
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <vector>
@@ -23,30 +24,44 @@ class DeafPort : public Port {
   }
   void send(int, int, const BufferRef&, size_t bytes) override {
     ++messages_;
-    bytes_ += static_cast<int64_t>(bytes);
+    longest_ = std::max(longest_, static_cast<int64_t>(bytes));
   }
   int unreleased() const override { return messages_; }
-  int64_t bytes() const { return bytes_; }
+  int64_t longest() const { return longest_; }
 
  private:
   std::vector<std::unique_ptr<std::byte[]>> memory_;
   int messages_ = 0;
-  int64_t bytes_ = 0;
+  int64_t longest_ = 0;
 };
 
-// Bytes that rank 0 of `hosts` sends before it is blocked.
-int64_t sent_until_blocked(cgx_algorithm_t algorithm, const std::vector<int>& hosts, int bits,
-                           int64_t chunk_bytes, int64_t unread_bytes) {
-  const cgx_segment_t segment{0, 16 << 20, 512, bits, 0};
-  std::vector<float> values(segment.numel), result(segment.numel);
+struct Row {
+  cgx_verb_t verb;
+  cgx_algorithm_t algorithm;
+  std::vector<int> hosts;
+  int bits;
+  int64_t bucket_size;
+  int least;     // messages that may always be unread, so that all ranks can go on
+  int most;      // messages, whatever the limit
+  int together;  // messages that are sent at once
+};
+
+// What rank 0 sends before it is blocked.
+DeafPort run_until_blocked(const Row& row, int64_t chunk_bytes, int64_t unread_bytes) {
+  const auto size = static_cast<int64_t>(row.hosts.size());
+  const cgx_segment_t segment{0, 20 << 20, row.bucket_size, row.bits, 0};
+  // Of every run: memory that is there already.
+  static std::vector<float> values(segment.numel), results(3 * segment.numel);
   auto call = make<cgx_collective_t>();
-  call.algorithm = algorithm;
+  call.verb = row.verb;
+  call.algorithm = row.algorithm;
   call.segments = &segment;
   call.num_segments = 1;
   call.input = values.data();
-  call.output = result.data();
-  Plan plan = make_plan(call, 0, static_cast<int>(hosts.size()));
-  plan.topology = std::make_shared<Topology>(hosts);
+  call.output = results.data();
+  Plan plan = make_plan(call, 0, static_cast<int>(size));
+  plan.topology = std::make_shared<Topology>(row.hosts);
+  plan.algorithm = pick_algorithm(plan);
   plan.chunk_bytes = chunk_bytes;
   plan.unread_bytes = unread_bytes;
   const auto made = make_algorithm(std::move(plan));
@@ -54,41 +69,36 @@ int64_t sent_until_blocked(cgx_algorithm_t algorithm, const std::vector<int>& ho
   made->eager();
   Step step = Step::kWorked;
   while (step == Step::kWorked) step = made->step(port);
-  CHECK(step == Step::kBlocked, "algorithm %d ends otherwise", algorithm);
-  return port.bytes();
+  CHECK(step == Step::kBlocked, "algorithm %d ends otherwise", row.algorithm);
+  return port;
 }
 
 void test_limits() {
-  struct Row {
-    cgx_algorithm_t algorithm;
-    std::vector<int> hosts;
-    int bits;
-  };
-  const Row rows[] = {{CGX_SRA, {0, 0}, 32},
-                      {CGX_SRA, {0, 0, 0}, 8},
-                      {CGX_ONE_SHOT, {0, 0}, 4},
-                      {CGX_ONE_SHOT, {0, 0, 0}, 32},
-                      {CGX_HIERARCHICAL, {0, 0, 1, 1}, 32},
-                      {CGX_HIERARCHICAL, {0, 0, 1, 1}, 8}};
-  for (const auto& [algorithm, hosts, bits] : rows) {
+  const Row rows[] = {
+      {CGX_ALLREDUCE, CGX_SRA, {0, 0}, 32, 512, 1, 64, 1},
+      {CGX_ALLREDUCE, CGX_SRA, {0, 0, 0}, 8, 512, 2, 64, 1},
+      {CGX_ALLREDUCE, CGX_SRA, {0, 0}, 8, 1 << 17, 1, 64, 1},  // buckets longer than a chunk
+      {CGX_ALL_GATHER, CGX_AUTO, {0, 0, 0}, 8, 512, 2, 64, 2},
+      {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0}, 4, 512, 1, 64, 1},
+      {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0, 0}, 8, 1 << 17, 1, 64, 2},
+      {CGX_ALLREDUCE, CGX_HIERARCHICAL, {0, 0, 1, 1}, 32, 512, 8, 32, 1},
+      {CGX_ALLREDUCE, CGX_HIERARCHICAL, {0, 0, 1, 1}, 8, 512, 8, 32, 1}};
+  for (const Row& row : rows) {
     for (const int64_t chunk : {32 << 10, 128 << 10}) {
-      const bool nested = algorithm == CGX_HIERARCHICAL;
-      // Within hosts values are exact: 4 bytes for 1 of 8 bits, beside headers of buckets.
-      const int64_t longest = nested && bits == 8 ? 4 * chunk : chunk;
-      const auto peers = static_cast<int64_t>(hosts.size()) - 1;
-      // Messages: so many may always go, so that all ranks can go on; and never more.
-      const int64_t least = nested ? 8 : algorithm == CGX_SRA ? peers : 1;
-      const int64_t most = nested ? 32 : 64;
-      const int64_t together = algorithm == CGX_ONE_SHOT ? peers : 1;  // one to each peer
-      for (const int64_t limit : {int64_t{1}, 10 * longest, int64_t{1} << 40}) {
-        const int64_t sent = sent_until_blocked(algorithm, hosts, bits, chunk, limit);
-        const int64_t allowed = std::clamp(limit / longest, least, most) + together - 1;
-        CHECK(sent <= allowed * longest, "algorithm %d: %ld bytes, limit %ld", algorithm,
-              long(sent), long(limit));
-        CHECK(sent > allowed * longest * 3 / 4, "algorithm %d: only %ld bytes, limit %ld",
-              algorithm, long(sent), long(limit));
+      const int64_t longest = run_until_blocked(row, chunk, 1).longest();
+      CHECK(longest > chunk * 9 / 10, "messages of %ld bytes", long(longest));
+      // Less than a whole message more allows no further one.
+      for (const int64_t fit : {0, 10, 12}) {
+        const int64_t limit = (fit + 1) * longest - 1;
+        const auto allowed = std::clamp<int64_t>(fit, row.least, row.most) + row.together - 1;
+        const int sent = run_until_blocked(row, chunk, limit).unreleased();
+        CHECK(sent <= allowed && sent > allowed - row.together,
+              "algorithm %d: %d messages, not %ld", row.algorithm, sent, long(allowed));
       }
     }
+    const int sent = run_until_blocked(row, 32 << 10, INT64_MAX).unreleased();
+    CHECK(sent >= row.most && sent < row.most + row.together, "algorithm %d: %d messages, not %d",
+          row.algorithm, sent, row.most);
   }
 }
 

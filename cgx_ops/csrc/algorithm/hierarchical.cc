@@ -29,8 +29,7 @@ namespace {
 // Parts: ranks of one host send each other values and results, ranks of one lane sums and results.
 constexpr int kScatter = 0, kGather = 1;
 
-// Fewer messages than elsewhere are left unread (8 MB): the exact values of a chunk of 4 bits are
-// 256 KB.
+// Fewer messages than elsewhere are left unread: the exact values of a chunk of 4 bits are 256 KiB.
 constexpr int kFewUnreleased = 32;
 
 // The messages of one lane in the order in which they pass between two ranks of a host: chunk by

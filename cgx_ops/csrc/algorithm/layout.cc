@@ -18,6 +18,7 @@ int count_shards(const Plan& plan) {
 Layout::Layout(const Plan& plan) {
   shards_.resize(count_shards(plan));
   chunk_bytes_ = plan.chunk_bytes;
+  has_intra_ = plan.algorithm == CGX_HIERARCHICAL;
   if (plan.verb != CGX_ALLREDUCE) block_stride_ = plan.block_numel;
   for (const auto& segment : plan.segments) {
     const int64_t grain = compressor(segment.scatter)->grain();
@@ -34,7 +35,8 @@ int64_t Layout::longest_message() const {
   int64_t longest = 0;
   for (const Shard& shard : shards_)
     for (const Chunk& chunk : shard.chunks)
-      longest = std::max({longest, chunk.intra_bytes, chunk.scatter_bytes, chunk.gather_bytes});
+      longest = std::max(
+          {longest, chunk.scatter_bytes, chunk.gather_bytes, has_intra_ ? chunk.intra_bytes : 0});
   return longest;
 }
 
@@ -74,6 +76,18 @@ const Compressor* Layout::compressor(const CompressorSettings& settings) {
     if (known == settings) return made.get();
   compressors_.emplace_back(settings, make_compressor(settings));
   return compressors_.back().second.get();
+}
+
+int64_t fitting_chunk_bytes(const Plan& plan, int64_t most) {
+  constexpr int64_t kChunksOfShard = 8;
+  int64_t bytes = 0;  // of values alone, without buckets' headers
+  for (const Segment& segment : plan.segments) {
+    const int bits = std::min<int>(segment.scatter.bits, 8 * static_cast<int>(plan.bytes(1)));
+    bytes += segment.numel / 8 * bits;
+  }
+  const bool cut = plan.verb == CGX_ALLREDUCE && plan.algorithm != CGX_ONE_SHOT;
+  const int64_t shard = bytes / (cut ? plan.size : 1);
+  return std::clamp(shard / kChunksOfShard, kChunkBytes, std::max(kChunkBytes, most));
 }
 
 int64_t payload_bytes(const Plan& plan) {

@@ -58,7 +58,7 @@ class Layout {
   // hierarchical numbers shards by Topology::shard_of.
   const Shard& shard(int owner) const { return shards_.size() == 1 ? shards_[0] : shards_[owner]; }
   int64_t block_offset(int owner) const { return block_stride_ * owner; }
-  int64_t longest_message() const;  // bytes
+  int64_t longest_message() const;  // bytes; a grain may be longer than a chunk should be
 
  private:
   void append(Shard* shard, const Segment& segment, int64_t first, int64_t last);
@@ -67,7 +67,12 @@ class Layout {
   std::vector<std::pair<CompressorSettings, std::unique_ptr<Compressor>>> compressors_;
   std::vector<Shard> shards_;
   int64_t chunk_bytes_ = 0, block_stride_ = 0;
+  bool has_intra_ = false;  // messages within a host
 };
+
+// Plan::chunk_bytes where the transport carries up to `most`: longer chunks only where a shard has
+// many, for threads to share and for steps to overlap.
+int64_t fitting_chunk_bytes(const Plan& plan, int64_t most);
 
 // Payload bytes that this rank sends under a plan whose algorithm is picked.
 int64_t payload_bytes(const Plan& plan);

@@ -24,7 +24,8 @@ class OneShot : public Algorithm {
         eager_(plan_.size),
         arrived_(plan_.size),
         messages_(plan_.size),
-        reducer_(plan_) {
+        reducer_(plan_),
+        most_unreleased_(plan_.most_unreleased(layout_.longest_message())) {
     int64_t bytes = 0;
     for (const auto& chunk : chunks()) bytes += chunk.scatter_bytes;
     is_eager_ = bytes <= kEagerBytes && chunks().size() <= 1;
@@ -44,7 +45,7 @@ class OneShot : public Algorithm {
   Step step(Port& port) override {
     if (reduce_next()) return Step::kWorked;
     if (encoded_ == chunks().size()) return Step::kIdle;
-    if (port.unreleased() >= plan_.most_unreleased(plan_.chunk_bytes)) return Step::kBlocked;
+    if (port.unreleased() >= most_unreleased_) return Step::kBlocked;
     const Chunk& chunk = chunks()[encoded_++];
     const BufferRef buffer = port.allocate(chunk.scatter_bytes);
     encode(chunk, buffer->data);
@@ -99,6 +100,7 @@ class OneShot : public Algorithm {
   std::vector<std::deque<Arrival>> arrived_;
   std::vector<const std::byte*> messages_;  // of one chunk, by rank
   ChunkReducer reducer_;
+  const int most_unreleased_;
 };
 
 }  // namespace

@@ -2,8 +2,7 @@
 //
 //   1. scatter: encode each peer's shard of my values, send it to its owner
 //   2. reduce: when all peers' messages of a chunk of my shard are here, sum them in rank order
-//   with
-//      my own (exact) values; then encode the sum once and send it to everyone
+//      with my own (exact) values; then encode the sum once and send it to everyone
 //   3. gather: decode the owners' bytes; of my own shard too, so that all ranks hold the same bits
 //
 // reduce_scatter is 1 and the sum of 2; all_gather is 3 on every rank's own block. Steps: 2. Sent
@@ -28,7 +27,8 @@ class Sra : public Algorithm {
         layout_(plan_),
         scatters_(plan_.verb != CGX_ALL_GATHER),
         gathers_(plan_.verb != CGX_REDUCE_SCATTER),
-        most_unreleased_(std::max(plan_.most_unreleased(plan_.chunk_bytes), plan_.size - 1)),
+        most_unreleased_(
+            std::max(plan_.most_unreleased(layout_.longest_message()), plan_.size - 1)),
         contributions_(plan_.size),
         gather_arrived_(plan_.size, 0),
         decoded_(plan_.size, 0),
@@ -40,8 +40,12 @@ class Sra : public Algorithm {
 
   Step step(Port& port) override {
     if (scatters_ && reduce_next(port)) return Step::kWorked;
-    if (!scatters_ && encode_own_block(port)) return Step::kWorked;
     if (decode_next()) return Step::kWorked;
+    if (!scatters_ && reduced_ < own_chunks().size()) {
+      if (port.unreleased() >= most_unreleased_) return Step::kBlocked;
+      encode_own_block(port);
+      return Step::kWorked;
+    }
     if (scatters_ && encoded_ < longest_) {
       // Every rank sends its chunks in the same order, and at least one to every peer before it
       // stops, so the oldest chunk can always be reduced, and read.
@@ -154,15 +158,13 @@ class Sra : public Algorithm {
   }
 
   // all_gather: one chunk of my own block.
-  bool encode_own_block(Port& port) {
-    if (reduced_ == own_chunks().size()) return false;
+  void encode_own_block(Port& port) {
     const Shard& shard = layout_.shard(plan_.rank);
     const Chunk& chunk = shard.chunks[reduced_++];
     const BufferRef buffer = port.allocate(chunk.gather_bytes);
     encode_chunk(plan_, shard, chunk, Way::kGather, input(plan_.rank), buffer->data);
     decode_chunk(plan_, shard, chunk, buffer->data, output(plan_.rank));
     send_to_all(port, buffer, chunk.gather_bytes);
-    return true;
   }
 
   void send_to_all(Port& port, const BufferRef& buffer, size_t bytes) {

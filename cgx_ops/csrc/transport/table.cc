@@ -7,8 +7,7 @@ namespace cgx {
 namespace {
 
 // Messages of 32 to 256 KiB were measured (benchmarks/README.md): over TCP, longer ones than what
-// is sent eagerly take twice as long; in shared memory, fewer mean fewer changes between ranks that
-// work and ranks that wait.
+// is sent eagerly take twice as long; in shared memory, those of large tensors are a little faster.
 constexpr int64_t kSharedChunkBytes = 4 * kChunkBytes;
 
 }  // namespace

@@ -128,7 +128,7 @@ struct TransportEntry {
   const char* name;
   const char* description;
   const char* communicator_type;  // the COMMUNICATOR_TYPE that insists on it; "" if AUTO only
-  int64_t chunk_bytes;            // of encoded values, at most, in a message
+  int64_t chunk_bytes;            // of encoded values, at most, in a message of a large tensor
   // nullptr when this process cannot serve the transport at all (MPI is not up).
   std::unique_ptr<Connector> (*make)(int rank, int size);
 };
