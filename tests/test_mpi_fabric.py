@@ -45,7 +45,7 @@ def test_many_ranks(program: Path) -> None:
 
 
 def test_late_rank(program: Path) -> None:
-    """The others' devices go on at the deadline, with NaN, and their processes end."""
+    """The others' calls raise at the deadline, with NaN on their devices, and all processes end."""
     outputs = ranks(program, 3, "late", "--with-ft", "ulfm", check=False)
     assert outputs == ["all well\n"] * 3
 

@@ -209,7 +209,9 @@ void what_the_library_does_not_take_is_the_calls_error() {
     const std::string text =
         error_of([&] { call.enqueue(communicator, device, stream); }, CGX_SYSTEM);
     CHECK(contains(text, "takes no more"), "%s", text.c_str());
-    stream.synchronize();  // what was put before that uses the call's memory
+    CHECK(contains(text, "device collective number 0"), "%s", text.c_str());
+    stream.synchronize();
+    CHECK(call.all_nan(), "rank %d kept values", rank);
     refuses_more(job, rank, stream, CGX_SYSTEM);
     CHECK(device.fabric.aborts > 0, "rank %d did not abort", rank);
   });

@@ -22,6 +22,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/float_mode.h"
@@ -451,7 +452,10 @@ class FakeDevice final : public Device {
   }
   std::unique_ptr<Fabric> make_fabric() override { return std::make_unique<FakeFabric>(fabric); }
   bool reached_by_mpi() override { return is_reached_by_mpi; }
-  void make_current() override { current_ = this; }
+  std::shared_ptr<void> make_current() override {
+    ++times_current;
+    return {std::exchange(current_, this), [](FakeDevice* before) { current_ = before; }};
+  }
   void flush_remote_writes() override {
     if (current_ != this) std::abort();
     ++flushes;
@@ -459,12 +463,12 @@ class FakeDevice final : public Device {
   void check_address(const void*, const std::string&) override {}
 
   std::atomic<bool> is_recording = false, reaches_peers = true, is_reached_by_mpi = false;
-  std::atomic<int> flushes = 0;
+  std::atomic<int> times_current = 0, flushes = 0;
   std::atomic<size_t> memory_left = std::numeric_limits<size_t>::max();
   FakeFabricFaults fabric;
 
  private:
-  static inline thread_local const FakeDevice* current_ = nullptr;
+  static inline thread_local FakeDevice* current_ = nullptr;
 
   const int number_;
   uint32_t queues_ = 0;

@@ -6,11 +6,12 @@
 //   tiny     a few of them, for many ranks
 //   late     messages that are never taken; the last rank's device comes too late, and it stays
 //            when the others leave
-//   killed   the last rank dies while its peers' devices wait for it
+//   killed   the last rank dies while its peers wait for its messages
 #include <unistd.h>
 
 #include <csignal>
 #include <cstdlib>
+#include <optional>
 
 #include "device_cases.h"
 #include "registry.h"
@@ -57,6 +58,43 @@ void require_wire(const Communicator& communicator, const std::string& expected)
   CHECK(communicator.wire_name() == expected, "'%s' has the wire %s", communicator.name.c_str(),
         communicator.wire_name());
 }
+
+// A call, in a thread since it waits for its peers. Its device comes to it when it is opened.
+class Held {
+ public:
+  Held(Communicator& communicator, const Case& one, const std::string& name = "",
+       double timeout_s = 60)
+      : call(one, communicator.rank, communicator.size, name) {
+    call.call.timeout_s = timeout_s;
+    stream_.put([this] { opened_.wait(false); });
+    thread_ = std::thread([&] {
+      try {
+        call.enqueue(communicator, device(), stream_);
+      } catch (const Error& error) {
+        error_ = error;
+      }
+    });
+  }
+  ~Held() { error(); }
+  void open() {
+    opened_ = true;
+    opened_.notify_all();
+  }
+  // What the call has thrown, once all has ended.
+  const std::optional<Error>& error() {
+    if (thread_.joinable()) thread_.join();
+    stream_.synchronize();
+    return error_;
+  }
+
+  Rank call;
+
+ private:
+  std::atomic<bool> opened_ = false;
+  FakeQueue stream_{0};
+  std::optional<Error> error_;
+  std::thread thread_;
+};
 
 // ---- cases ---------------------------------------------------------------------------------
 
@@ -127,29 +165,24 @@ void compare_at_once(const std::vector<CommunicatorRef>& communicators, int call
     CHECK(cpu[i]->result() == gpu[i]->result(), "call %zu of many differs", i);
 }
 
-// A rank's device comes to one communicator's collective first, its neighbour's to the other's.
+// A rank comes to one communicator's exchange first, its neighbour to the other's.
 void compare_crosswise(const std::vector<CommunicatorRef>& communicators) {
   const Case one = case_of(1000, CGX_ALLREDUCE, CGX_SRA);
-  std::atomic<bool> opened[2] = {false, false};
-  FakeQueue streams[2] = {FakeQueue(0), FakeQueue(1)};
-  std::vector<std::unique_ptr<Rank>> cpu, gpu;
+  std::vector<std::unique_ptr<Rank>> cpu;
+  std::vector<std::unique_ptr<Held>> gpu;
   for (int i = 0; i < 2; ++i) {
     Communicator& communicator = *communicators[i];
     cpu.push_back(std::make_unique<Rank>(one, communicator.rank, communicator.size));
-    gpu.push_back(std::make_unique<Rank>(one, communicator.rank, communicator.size));
     cpu[i]->run(communicator);
-    streams[i].put([&gate = opened[i]] { gate.wait(false); });
-    gpu[i]->enqueue(communicator, device(), streams[i]);
+    gpu.push_back(std::make_unique<Held>(communicator, one));
   }
-  meet();
   for (const int i : {world()->rank % 2, 1 - world()->rank % 2}) {
-    opened[i] = true;
-    opened[i].notify_all();
+    gpu[i]->open();
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   }
   for (int i = 0; i < 2; ++i) {
-    communicators[i]->check_devices(true);
-    CHECK(cpu[i]->result() == gpu[i]->result(), "collective %d met another", i);
+    CHECK(!gpu[i]->error(), "%s", gpu[i]->error()->what());
+    CHECK(cpu[i]->result() == gpu[i]->call.result(), "collective %d met another", i);
   }
 }
 
@@ -189,7 +222,8 @@ void threads_are_not_connected_by_mpi() {
 void run_cases() {
   for (const Case& one : cases()) compare(*world(), one);
   require_wire(*world(), "mpi");
-  CHECK(device().flushes > 0, "what arrived is not made visible");
+  CHECK(device().flushes > 0 && device().flushes == device().times_current,
+        "what arrived is not made visible");
   if (world()->size == 2) compare(*world(), several_rounds());
   const auto communicators = overlapping();
   compare_at_once(communicators, 8);
@@ -214,52 +248,51 @@ void run_tiny() {
 
 // ---- faults --------------------------------------------------------------------------------
 
-// All ranks have put a collective on their devices; the last one's does not come to it.
+// All ranks have agreed on a collective, and all but the last wait for its messages.
 struct Stuck {
-  explicit Stuck(double timeout_s)
-      : call(case_of(100'000, CGX_ALLREDUCE, CGX_SRA), world()->rank, world()->size, "stuck") {
+  explicit Stuck(double timeout_s) {
     compare(*world(), case_of(1000, CGX_ALLREDUCE, CGX_SRA));
     require_wire(*world(), "mpi");
-    if (is_last()) stream.put([this] { opened.wait(false); });
-    call.call.timeout_s = timeout_s;
-    call.enqueue(*world(), device(), stream);
+    const int before = device().times_current;
+    held.emplace(*world(), case_of(100'000, CGX_ALLREDUCE, CGX_SRA), "stuck", timeout_s);
+    if (!is_last()) {
+      held->open();
+      const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+      while (device().times_current == before) {
+        CHECK(std::chrono::steady_clock::now() < deadline, "the exchange has not begun");
+        std::this_thread::yield();
+      }
+    }
     meet();
   }
-  void open() {
-    opened = true;
-    opened.notify_all();
-  }
-  // The others' devices give up, in time.
+  // The call gives up, and so does every later one.
   void require_given_up(const std::function<bool(const Error&)>& expected) {
-    stream.synchronize();
-    CHECK(call.all_nan(), "rank %d kept values", world()->rank);
-    try {
-      world()->check_devices(true);
-      CHECK(false, "rank %d is well", world()->rank);
-    } catch (const Error& error) {
-      CHECK(contains(error.what(), "'stuck'") && expected(error), "status %d: %s", error.status(),
-            error.what());
-    }
+    const auto& error = held->error();
+    CHECK(error, "rank %d is well", world()->rank);
+    CHECK(contains(error->what(), "'stuck' (number 1): ") && expected(*error), "status %d: %s",
+          error->status(), error->what());
+    CHECK(held->call.all_nan(), "rank %d kept values", world()->rank);
+    const std::string later = error_of([] { world()->check_devices(true); }, error->status());
+    CHECK(contains(later, error->what()), "%s", later.c_str());
   }
 
-  std::atomic<bool> opened = false;
-  Rank call;
-  FakeQueue stream{0};
+  std::optional<Held> held;
 };
 
 // Rank 0 sends what rank 1 does not take; rank 1 waits for what the last does not send.
 void memory_that_mpi_may_still_use_is_kept() {
-  MpiMessages messages;
-  messages.connect(exchange("addresses", messages.address()));
+  auto messages = std::make_unique<MpiMessages>();
+  messages->connect(exchange("addresses", messages->address()));
   constexpr size_t kBytes = 1000;
   MpiMessages::Memory memory(new std::byte[kBytes](), [](std::byte* at) { delete[] at; });
   const std::weak_ptr<std::byte> left = memory;
   const int rank = world()->rank;
-  if (rank == 0) messages.send(1, std::move(memory), kBytes);
-  if (rank == 1) messages.receive(world()->size - 1, std::move(memory), kBytes);
-  CHECK(messages.pending() == (rank <= 1), "rank %d", rank);
-  messages.abandon(Seconds(0.1));
-  CHECK(!messages.pending(), "rank %d", rank);
+  if (rank == 0) messages->send(1, std::move(memory), kBytes);
+  if (rank == 1) messages->receive(world()->size - 1, std::move(memory), kBytes);
+  CHECK(messages->pending() == (rank <= 1), "rank %d", rank);
+  messages->abandon(Seconds(0.1));
+  CHECK(!messages->pending(), "rank %d", rank);
+  messages.reset();
   if (rank == 0) CHECK(!left.expired(), "MPI may read freed memory");
   if (rank == 1) CHECK(left.expired(), "a receive was not cancelled");
 }
@@ -283,24 +316,27 @@ void run_late() {
   std::memcpy(mine.data(), &self, sizeof(self));
   const std::vector<Bytes> processes = exchange("processes", mine);
   Stuck stuck(kSoon);
+  const std::string last = join("late, or gone: rank ", world()->size - 1);
   if (!is_last())
-    stuck.require_given_up([](const Error& error) { return error.status() == CGX_TIMEOUT; });
+    stuck.require_given_up([&](const Error& error) {
+      return error.status() == CGX_TIMEOUT && std::string(error.what()).ends_with(last);
+    });
   meet();
   if (!is_last()) return;
-  // Later than its peers try to take back what they have sent: what is left of it may arrive, or
-  // never.
-  std::this_thread::sleep_for(Seconds(kSoon));
-  stuck.open();
-  stuck.stream.synchronize();
+  // Its peers have tried to take back what they had sent: what is left of it may arrive, or never.
+  stuck.held->open();
+  stuck.require_given_up([](const Error& error) {
+    return error.status() == CGX_TIMEOUT || error.status() == CGX_PEER_FAILED;
+  });
   outlive(processes);
 }
 
-// Who notices first tells the others, so there are two errors.
 void run_killed() {
   Stuck stuck(60);
   if (is_last()) kill(getpid(), SIGKILL);
-  stuck.require_given_up([](const Error& error) {
-    return error.status() == CGX_PEER_FAILED && contains(error.what(), "rank");
+  const std::string last = join("MPI has lost rank ", world()->size - 1);
+  stuck.require_given_up([&](const Error& error) {
+    return error.status() == CGX_PEER_FAILED && contains(error.what(), last);
   });
 }
 
@@ -322,9 +358,7 @@ int main(int, char** arguments) {
   ok(cgx_init(nullptr));
   const FloatMode mode;
   for (const Entry& entry : kTable)
-    if (entry.name == std::string(arguments[1])) {
-      entry.run();
-      std::puts("all well");
-    }
-  return cgx_finalize() == CGX_OK ? 0 : 1;
+    if (entry.name == std::string(arguments[1])) entry.run();
+  ok(cgx_finalize());
+  std::puts("all well");
 }

@@ -162,7 +162,7 @@ std::unique_ptr<Fabric> CudaDevice::make_fabric() {
 
 bool CudaDevice::reached_by_mpi() { return mpi_cuda_aware(); }
 
-void CudaDevice::make_current() { check(driver().push(context_), "cuCtxPushCurrent of ", name()); }
+std::shared_ptr<void> CudaDevice::make_current() { return std::make_shared<Current>(context_); }
 
 void CudaDevice::flush_remote_writes() {
   if (!flushes_remote_writes_) return;  // nothing writes so, or needs it

@@ -25,7 +25,7 @@ class CudaDevice : public Device {
   Memory open(const Bytes& shared) override;
   std::unique_ptr<Fabric> make_fabric() override;
   bool reached_by_mpi() override;
-  void make_current() override;
+  std::shared_ptr<void> make_current() override;
   void flush_remote_writes() override;
   void check_address(const void* address, const std::string& what) override;
 

@@ -1,5 +1,6 @@
-// A library that moves messages between devices, in the order of a queue: NCCL, or MPI. Its waits
-// have no deadlines on the device: whoever uses one watches it, and aborts (device/library.h).
+// A library that moves messages between devices, in the order of a queue: NCCL, or MPI. Where it
+// waits on the device, that has no deadline: whoever uses it watches it, and aborts
+// (device/library.h).
 #pragma once
 
 #include <chrono>
@@ -26,14 +27,17 @@ class Fabric {
   virtual Bytes make_id() = 0;
   // Once, first. Collective over the ranks, each with a device of its own.
   virtual void connect(int rank, int size, const Bytes& id, Seconds timeout) = 0;
-  // Puts all messages on the queue as one operation; both ends know the lengths, none of which is
-  // 0. Who may still use a message's memory after an abort keeps it. May wait for peers, no longer
-  // than the timeout, before it is put.
+  // Whether what exchange() puts on the queue waits there for peers. If not, it waits for them
+  // itself, no longer than the timeout, and nothing is left on the device.
+  virtual bool waits_on_device() const { return true; }
+  // Moves all messages as one operation, after what is on the queue and before what is put there
+  // next; both ends know the lengths, none of which is 0. Who may still use a message's memory
+  // after an abort keeps it. May wait for peers, no longer than the timeout.
   virtual void exchange(std::span<const Message> outgoing, std::span<const Message> incoming,
                         Queue& queue, Seconds timeout) = 0;
   // Throws what has failed since, as far as is known now.
   virtual void check() = 0;
-  // What is on the device ends, wherever it is; its results are undefined.
+  // What is on the device ends, wherever it is, and so does exchange(); results are undefined.
   virtual void abort() = 0;
   // Once all that was put on queues has ended: waits for the peers to do so too.
   virtual void close(Seconds timeout) = 0;

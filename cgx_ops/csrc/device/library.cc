@@ -141,14 +141,18 @@ class Library final : public Wire, private Lane {
 
   void begin(const Call& call, Queue& caller) override {
     agree(call);
+    title_ = title(call);
     timeout_ = call.timeout;
     queue_->follow(caller);
-    watch_.put_begin(call, *queue_);
+    if (fabric_->waits_on_device()) watch_.put_begin(call, *queue_);
   }
   Lane& lane(int64_t) override { return *this; }
   void end(Queue& caller) override {
-    watch_.put_end(*queue_);
+    if (fabric_->waits_on_device()) watch_.put_end(*queue_);
     caller.follow(*queue_);
+    if (!refused_) return;
+    const Failure first = *failure();
+    fail(first.status, first.text);
   }
 
   std::optional<Failure> failure() override { return watch_.failures().first(); }
@@ -203,6 +207,7 @@ class Library final : public Wire, private Lane {
     return slots;
   }
 
+  // After a failure it goes on, with the fault word set: what is put next writes NaN.
   void exchange(Traffic traffic, std::span<const int64_t> sent,
                 std::span<const int64_t> received) override {
     std::vector<Fabric::Message> out, in;
@@ -216,9 +221,8 @@ class Library final : public Wire, private Lane {
     try {
       if (!out.empty() || !in.empty()) fabric_->exchange(out, in, *queue_, timeout_);
     } catch (const Error& error) {
-      watch_.fail(error.status(), error.what());  // what was put before waits for peers
-      const Failure first = *failure();
-      fail(first.status, first.text);
+      refused_ = true;
+      watch_.fail(error.status(), join(title_, ": ", error.what()));
     }
     queue_->copy(fault_.get(), watch_.failures().word(), sizeof(uint32_t));
   }
@@ -230,7 +234,10 @@ class Library final : public Wire, private Lane {
   Watch watch_;
   const Memory outgoing_, arrived_, fault_;
   const std::unique_ptr<Queue> queue_;
-  Seconds timeout_{0};  // of the collective that is being put on the queue
+  // Of the collective that is being put on the queue.
+  std::string title_;
+  Seconds timeout_{0};
+  bool refused_ = false;  // an exchange has failed
 };
 
 }  // namespace

@@ -5,10 +5,11 @@
 //             worse, on messages of other lengths than the peer's. These are the only wires whose
 //             calls wait for the peers, each no longer than its timeout. Nothing is put on the
 //             device before, so a rank that is late or of another mind is the call's own error
-//   exchange  the library's, on the lane's queue
-//   watch     a thread knows the deadline of what is on the device, from when it begins there. When
-//             that passes, or the library finds that a peer is lost, the fault word is set, so that
-//             results become NaN, and the library aborted, so that the device goes on. Peers are
+//   exchange  the library's, on the lane's queue; or on the host, if it does not wait on the device
+//   watch     where it does, a thread knows the deadline of what is on the device, from when it
+//             begins there, and asks the library for lost peers
+//   failure   the fault word is set, so that results become NaN, and the library aborted, so that
+//             the device goes on. What the call itself sees it also throws, at its end. Peers are
 //             not told: their own deadlines end it there
 #pragma once
 

@@ -1,12 +1,18 @@
 // The wire by an MPI that takes addresses of the devices' memory ("CUDA-aware"): MPI as a library
 // between devices (device/library.h). Where MPI does not say that it does, this is no wire.
 //
-//   exchange   the queue calls the host, which hands the messages to a thread, and waits for a word
-//   thread     all of MPI's calls for this communicator: it posts the messages, tests them until
-//   all
-//              have ended, and counts the word up. Exchanges come one after another
-//   abort      the word is counted up at once for all that is on the queue; the thread cancels what
-//              is pending, and what it cannot cancel keeps its memory until the process ends
+// An exchange is the calling thread's, from its beginning to its end:
+//
+//   1. synchronize  what is to be sent is there, and what came before has been read
+//   2. post         receives, then sends
+//   3. poll         until all have ended, or it fails: at its deadline, by MPI's word, by abort()
+//   4. flush        what has come is visible to what the queue gets next
+//
+// So no stream ever waits for MPI. One that did could wait for ever: Open MPI copies on streams
+// that wait for the legacy default stream, and the caller's work may stand there, behind ours.
+//
+// After a failure what is pending is cancelled, within a moment; what cannot be cancelled keeps its
+// memory until the process ends.
 #pragma once
 
 #include <chrono>

@@ -70,10 +70,10 @@ class Device {
   virtual std::unique_ptr<Fabric> make_fabric() = 0;
   // Whether MPI says that it takes addresses of this device's memory.
   virtual bool reached_by_mpi() = 0;
-  // The calling thread's current device from now on, for libraries that use that.
-  virtual void make_current() = 0;
-  // Makes what others, such as network cards, have written to this device's memory visible to work
-  // on its queues, also to what was put there before. On a thread where the device is current.
+  // The calling thread's current device while the result lives, for libraries that use that.
+  [[nodiscard]] virtual std::shared_ptr<void> make_current() = 0;
+  // Makes what others, such as network cards, have written to this device's memory visible to what
+  // its queues get next. On a thread where the device is current.
   virtual void flush_remote_writes() = 0;
   // Throws Error(CGX_INVALID_ARGUMENT) unless the device can use memory at this address.
   virtual void check_address(const void* address, const std::string& what) = 0;

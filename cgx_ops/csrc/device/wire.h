@@ -84,6 +84,7 @@ class Wire {
   // on it, no longer than its timeout; then what they do not agree on is thrown here.
   virtual void begin(const Call& call, Queue& caller) = 0;
   virtual Lane& lane(int64_t round) = 0;
+  // Throws what exchanges have failed with, once what writes NaN is on the way.
   virtual void end(Queue& caller) = 0;
   // This rank cannot go on: puts on the caller's queue what tells peers, if anything can.
   virtual void give_up(Queue& /*caller*/) {}

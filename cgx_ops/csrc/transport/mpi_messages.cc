@@ -18,7 +18,8 @@
 namespace cgx {
 namespace {
 
-// MPI promises no more. Who gets a tag a second time finds its first owner long closed.
+// MPI promises no more, so they are given in turns: who is connected still when 32,768 more have
+// been made shares a tag with one of them, and must not have messages on their way with it at once.
 constexpr int kTags = 32768;
 std::atomic<unsigned> next_tag{0};
 
@@ -53,6 +54,14 @@ struct MpiMessages::Sets {
     bool received;
     Memory memory;
   };
+
+  // Makes room for one more, so that nothing can fail for want of memory once MPI has it.
+  void add(int peer, bool received, Memory memory) {
+    messages.push_back({peer, received, std::move(memory)});
+    requests.push_back(MPI_REQUEST_NULL);
+    ended.resize(requests.size());
+    statuses.resize(requests.size());
+  }
 
   std::vector<MPI_Request> requests;  // null: has ended
   std::vector<Message> messages;
@@ -90,34 +99,41 @@ void MpiMessages::connect(const std::vector<Bytes>& addresses) {
 
 void MpiMessages::send(int peer, Memory from, size_t bytes) {
   require(bytes <= INT_MAX, CGX_INTERNAL, "a message of ", bytes, " bytes for MPI");
+  std::byte* const at = from.get();
+  sets_->add(peer, false, std::move(from));
   MPI_Request request = MPI_REQUEST_NULL;
   // Synchronous: one that MPI has only buffered might need further calls of this rank to arrive,
   // and there may be none for long.
-  require_success(MPI_Issend(from.get(), static_cast<int>(bytes), MPI_BYTE, peers_[peer].rank,
+  require_success(MPI_Issend(at, static_cast<int>(bytes), MPI_BYTE, peers_[peer].rank,
                              peers_[peer].tag, mpi_job().world, &request),
                   peer);
-  sets_->requests.push_back(request);
-  sets_->messages.push_back({peer, false, std::move(from)});
+  sets_->requests.back() = request;
   ++pending_;
 }
 
 void MpiMessages::receive(int peer, Memory to, size_t bytes) {
   require(bytes <= INT_MAX, CGX_INTERNAL, "a message of ", bytes, " bytes for MPI");
+  std::byte* const at = to.get();
+  sets_->add(peer, true, std::move(to));
   MPI_Request request = MPI_REQUEST_NULL;
-  require_success(MPI_Irecv(to.get(), static_cast<int>(bytes), MPI_BYTE, peers_[peer].rank, tag_,
+  require_success(MPI_Irecv(at, static_cast<int>(bytes), MPI_BYTE, peers_[peer].rank, tag_,
                             mpi_job().world, &request),
                   peer);
-  sets_->requests.push_back(request);
-  sets_->messages.push_back({peer, true, std::move(to)});
+  sets_->requests.back() = request;
   ++pending_;
+}
+
+std::set<int> MpiMessages::pending_peers() const {
+  std::set<int> peers;
+  for (size_t i = 0; i < sets_->requests.size(); ++i)
+    if (sets_->requests[i] != MPI_REQUEST_NULL) peers.insert(sets_->messages[i].peer);
+  return peers;
 }
 
 bool MpiMessages::progress() {
   require(!mpi_finalized(), CGX_SYSTEM,
           "MPI was finalized while cgx used it: call cgx_finalize, or close communicators, before");
   auto& [requests, messages, ended, statuses] = *sets_;
-  ended.resize(requests.size());
-  statuses.resize(requests.size());
   int count = 0;
   const int code = MPI_Testsome(static_cast<int>(requests.size()), requests.data(), &count,
                                 ended.data(), statuses.data());
@@ -152,7 +168,6 @@ void MpiMessages::abandon(std::chrono::duration<double> at_most) {
   }
   if (!pending()) return;
   sets_.release();  // NOLINT: MPI may still use what is in it
-  sets_ = std::make_unique<Sets>();
   pending_ = 0;
   mpi_leave_behind();
 }

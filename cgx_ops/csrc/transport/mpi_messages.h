@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstddef>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "transport/transport.h"  // Bytes
@@ -22,7 +23,7 @@ class MpiMessages {
   using Memory = std::shared_ptr<std::byte>;  // kept for as long as MPI may use it
 
   MpiMessages();
-  ~MpiMessages();  // after abandon(), unless none is pending
+  ~MpiMessages();  // none is pending
   MpiMessages(const MpiMessages&) = delete;
   MpiMessages& operator=(const MpiMessages&) = delete;
 
@@ -38,10 +39,11 @@ class MpiMessages {
   void send(int peer, Memory from, size_t bytes);
   void receive(int peer, Memory to, size_t bytes);
   bool pending() const { return pending_ > 0; }
+  std::set<int> pending_peers() const;
   // Moves what can be moved without waiting; returns whether any message has ended.
   bool progress();
-  // Cancels what is pending, no longer than `at_most`. The memory of what cannot be cancelled is
-  // kept until the process ends.
+  // The last call: cancels what is pending, no longer than `at_most`. The memory of what cannot be
+  // cancelled is kept until the process ends.
   void abandon(std::chrono::duration<double> at_most);
 
  private:

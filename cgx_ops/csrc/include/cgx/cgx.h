@@ -234,9 +234,10 @@ CGX_API cgx_status_t cgx_run(const cgx_collective_t* collective);
 /* The same on a GPU (device is CGX_CUDA; the functions above are for CGX_CPU). Puts the collective
  * on call->stream and returns: it waits for neither the device nor peers, but for a communicator's
  * first such call, which connects the ranks' devices. (Where NCCL or MPI carries the messages each
- * call waits on the host until all ranks have made it, no longer than its timeout.) Results are
- * there for what is put on the stream later, or waits for it; inputs must stay until then, in no
- * other way than with any kernel.
+ * call waits on the host until all ranks have made it, and with MPI for the stream and until the
+ * messages have come; for peers never longer than its timeout at a time.) Results are there for
+ * what is put on the stream later, or waits for it; inputs must stay until then, in no other way
+ * than with any kernel.
  *
  * All such collectives of a communicator run one after another, in the order of these calls, which
  * must be the same on all ranks; other order or arguments are CGX_MISMATCH. A rank's buffers are
