@@ -28,7 +28,8 @@ std::optional<std::string> env_cpu_target();
 // CGX_TIMEOUT: seconds until a waiting collective gives up. 300 if unset.
 double env_timeout_seconds();
 
-// CGX_FUSION_BUFFER_SIZE_MB, in bytes: what of a collective peers may leave unread. 64 MiB if unset.
+// CGX_FUSION_BUFFER_SIZE_MB, in bytes: what of a collective peers may leave unread. 64 MiB if
+// unset.
 int64_t env_fusion_buffer_bytes();
 
 // CGX_THREADS: threads of this process that encode and decode.
