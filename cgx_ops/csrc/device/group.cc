@@ -75,9 +75,8 @@ void Group::enqueue(Plan plan, Agreement agreement, const std::string& name, Sec
   agreement.segments_hash ^=
       fnv1a(std::as_bytes(std::span(name)));  // calls match by order: their names must, too
   recorded_ = recorded_ || recording;
-  const auto end = [&] {
-    wire_->end(*queue);
-    // A graph is ordered by who replays it: events of outside are not for it.
+  // A graph is ordered by who replays it: events of outside are not for it.
+  const auto order_next_after = [&] {
     if (!recording) tail_->follow(*queue);
   };
   try {
@@ -87,14 +86,16 @@ void Group::enqueue(Plan plan, Agreement agreement, const std::string& name, Sec
       for (int64_t round = 0; round < rounds.count(); ++round)
         rounds.run(round, *wire_, wire_->lane(round));
     } catch (const Error&) {  // half of it is on the wire's queues, and uses the caller's memory
-      end();
+      wire_->end(*queue);
       throw;
     }
-    end();
+    wire_->end(*queue);
+    order_next_after();
   } catch (const Error& error) {
     break_with({error.status(), error.what()});
     try {
       wire_->give_up(*queue);
+      order_next_after();     // what waits for all of it waits for this, too
     } catch (const Error&) {  // the device takes nothing any more: peers have their deadlines
     }
     throw;
