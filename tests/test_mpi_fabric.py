@@ -27,7 +27,7 @@ def ranks(
 
 
 @pytest.mark.timeout(900)  # with the build
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 4))])
 def test_results_are_those_of_cpus(n: int, program: Path) -> None:
     """Nothing is told of MPI where it does not reach some device's memory."""
     assert ranks(program, n, "cases") == ["all well\n"] * n
