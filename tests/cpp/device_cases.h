@@ -179,6 +179,33 @@ inline void compare(const Job& job, const Case& one, int64_t* compared) {
   ++*compared;
 }
 
+inline Case case_of(int64_t numel, cgx_verb_t verb, cgx_algorithm_t algorithm) {
+  Case one;
+  one.numels = {numel};
+  one.verb = verb;
+  one.algorithm = algorithm;
+  one.rounding = CGX_STOCHASTIC;
+  return one;
+}
+
+// What a wire has to carry: every verb and algorithm, of each length, and segments.
+inline std::vector<Case> cases_of_lengths(const std::vector<int64_t>& numels) {
+  std::vector<Case> all;
+  for (const int64_t numel : numels) {
+    all.push_back(case_of(numel, CGX_ALLREDUCE, CGX_ONE_SHOT));
+    for (const auto verb : {CGX_ALLREDUCE, CGX_REDUCE_SCATTER, CGX_ALL_GATHER})
+      all.push_back(case_of(numel, verb, CGX_SRA));
+  }
+  Case segments;
+  segments.numels = {700, 3, 1000, 16, 90};
+  segments.dtype = CGX_BFLOAT16;
+  segments.algorithm = CGX_SRA;
+  segments.gather_bits = 8;
+  segments.skip = segments.errors = true;
+  all.push_back(segments);
+  return all;
+}
+
 // Many calls on two streams in turns, none of which is waited for, against the same on CPUs.
 inline void compare_many_at_once(const Job& job, int calls) {
   job.run([&](int rank) {

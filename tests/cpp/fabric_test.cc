@@ -42,25 +42,7 @@ class Gate {
 // ---- 1. cases ------------------------------------------------------------------------------
 
 std::vector<Case> cases() {
-  std::vector<Case> all;
-  for (const int64_t numel : {0, 1, 513, 40'000})
-    for (const auto verb : {CGX_ALLREDUCE, CGX_REDUCE_SCATTER, CGX_ALL_GATHER})
-      for (const auto algorithm : {CGX_ONE_SHOT, CGX_SRA}) {
-        if (verb != CGX_ALLREDUCE && algorithm == CGX_ONE_SHOT) continue;
-        Case one;
-        one.numels = {numel};
-        one.verb = verb;
-        one.algorithm = algorithm;
-        one.rounding = CGX_STOCHASTIC;
-        all.push_back(one);
-      }
-  Case segments;
-  segments.numels = {700, 3, 1000, 16, 90};
-  segments.dtype = CGX_BFLOAT16;
-  segments.algorithm = CGX_SRA;
-  segments.gather_bits = 8;
-  segments.skip = segments.errors = true;
-  all.push_back(segments);
+  std::vector<Case> all = cases_of_lengths({0, 1, 513, 40'000});
   Case rounds;
   rounds.numels = {5'000'000, 17};
   rounds.bits = 32;

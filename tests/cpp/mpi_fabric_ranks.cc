@@ -110,31 +110,7 @@ void compare(Communicator& communicator, const Case& one) {
         communicator.name.c_str(), one.text().c_str());
 }
 
-Case case_of(int64_t numel, cgx_verb_t verb, cgx_algorithm_t algorithm) {
-  Case one;
-  one.numels = {numel};
-  one.verb = verb;
-  one.algorithm = algorithm;
-  one.rounding = CGX_STOCHASTIC;
-  return one;
-}
-
-std::vector<Case> cases() {
-  std::vector<Case> all;
-  for (const int64_t numel : {0, 1, 17, 511, 512, 513, 40'000}) {
-    all.push_back(case_of(numel, CGX_ALLREDUCE, CGX_ONE_SHOT));
-    for (const auto verb : {CGX_ALLREDUCE, CGX_REDUCE_SCATTER, CGX_ALL_GATHER})
-      all.push_back(case_of(numel, verb, CGX_SRA));
-  }
-  Case segments;
-  segments.numels = {700, 3, 1000, 16, 90};
-  segments.dtype = CGX_BFLOAT16;
-  segments.algorithm = CGX_SRA;
-  segments.gather_bits = 8;
-  segments.skip = segments.errors = true;
-  all.push_back(segments);
-  return all;
-}
+std::vector<Case> cases() { return cases_of_lengths({0, 1, 17, 511, 512, 513, 40'000}); }
 
 // A message to each peer is longer than a slot, 8 MiB between few ranks.
 Case several_rounds() {
