@@ -5,7 +5,6 @@
 #include "algorithm/chunks.h"
 #include "algorithm/exchange.h"
 #include "algorithm/refusal.h"
-#include "base/env.h"
 #include "base/status.h"
 #include "device/rounds.h"
 
@@ -74,7 +73,8 @@ std::string internal_key(const std::string& name, const std::string& what) {
 }
 
 Communicator::Communicator(std::string name, int rank, std::shared_ptr<const Topology> topology,
-                           std::string type, Seconds timeout, std::unique_ptr<Transport> transport)
+                           std::string type, Seconds timeout, int64_t unread_bytes,
+                           std::unique_ptr<Transport> transport)
     : name(std::move(name)),
       rank(rank),
       size(topology->size()),
@@ -85,7 +85,7 @@ Communicator::Communicator(std::string name, int rank, std::shared_ptr<const Top
                         : nullptr),
       most_chunk_bytes_(engine_ ? transport_entry(engine_->transport_name()).chunk_bytes
                                 : kChunkBytes),
-      unread_bytes_(env_fusion_buffer_bytes()),
+      unread_bytes_(unread_bytes),
       link_(std::make_unique<Link>(this)) {}
 
 Communicator::~Communicator() { close(); }

@@ -25,8 +25,10 @@ class Communicator {
   using Seconds = std::chrono::duration<double>;
 
   // No transport: a communicator of one rank. topology: of as many ranks. type: as in env.h.
+  // unread_bytes: as in Plan.
   Communicator(std::string name, int rank, std::shared_ptr<const Topology> topology,
-               std::string type, Seconds timeout, std::unique_ptr<Transport> transport);
+               std::string type, Seconds timeout, int64_t unread_bytes,
+               std::unique_ptr<Transport> transport);
   ~Communicator();
 
   // The call as it would run here.

@@ -119,7 +119,8 @@ std::unique_ptr<Transport> try_transport(const TransportEntry& entry, int rank, 
 
 CommunicatorRef alone(const std::string& name, Communicator::Seconds timeout) {
   const auto topology = std::make_shared<Topology>(std::vector<int>{0});
-  return std::make_shared<Communicator>(name, 0, topology, "AUTO", timeout, nullptr);
+  return std::make_shared<Communicator>(name, 0, topology, "AUTO", timeout,
+                                        env_fusion_buffer_bytes(), nullptr);
 }
 
 }  // namespace
@@ -129,7 +130,8 @@ CommunicatorRef connect(const std::string& name, int rank, int size, const Allga
   require(size >= 1 && rank >= 0 && rank < size, CGX_INVALID_ARGUMENT, "rank ", rank, " of size ",
           size);
   if (size == 1) return alone(name, timeout);
-  env_fusion_buffer_bytes();  // a wrong one is told before peers are connected to this rank
+  // Now: a wrong one is told before peers are connected to this rank.
+  const int64_t unread_bytes = env_fusion_buffer_bytes();
   const auto topology = exchange_hellos(allgather, type);
   std::string tried;
   const bool any = type == "AUTO" || type == "NCCL";  // NCCL is between devices only
@@ -138,7 +140,7 @@ CommunicatorRef connect(const std::string& name, int rank, int size, const Allga
     std::string why;
     auto transport = try_transport(entry, rank, size, allgather, timeout, &why);
     if (transport)
-      return std::make_shared<Communicator>(name, rank, topology, type, timeout,
+      return std::make_shared<Communicator>(name, rank, topology, type, timeout, unread_bytes,
                                             std::move(transport));
     tried += join("; ", entry.name, ": ", why);
   }
@@ -151,6 +153,7 @@ std::vector<CommunicatorRef> connect_local(const std::string& name, std::vector<
   const auto topology = std::make_shared<Topology>(std::move(host_of));
   const int size = topology->size();
   if (size == 1) return {alone(name + "/0", timeout)};
+  const int64_t unread_bytes = env_fusion_buffer_bytes();
   std::vector<CommunicatorRef> communicators;
   std::vector<std::unique_ptr<Connector>> connectors;
   std::vector<Bytes> offers;
@@ -161,7 +164,7 @@ std::vector<CommunicatorRef> connect_local(const std::string& name, std::vector<
   for (int rank = 0; rank < size; ++rank)
     communicators.push_back(
         std::make_shared<Communicator>(join(name, "/", rank), rank, topology, type, timeout,
-                                       connectors[rank]->connect(offers, timeout)));
+                                       unread_bytes, connectors[rank]->connect(offers, timeout)));
   return communicators;
 }
 
