@@ -1,0 +1,297 @@
+// Every algorithm over a transport with one fault (faulty_transport.h), with threads as ranks.
+// Whatever the fault, every rank ends, with the right values or with an error:
+//
+//   none, delay              all values are right
+//   truncate, grow           the receiver's error names the sender
+//   duplicate, reorder       the same, unless nobody is harmed: then the values are right
+//   drop, foreign            somebody waits in vain: an error, unless nobody is harmed
+//   flip                     ends. Nothing tells a changed value from another: there is no checksum
+//
+//   faults_test [first seed] [number of seeds]
+#include <atomic>
+#include <barrier>
+#include <cstdlib>
+#include <mutex>
+#include <numeric>
+
+#include "algorithm/relay.h"
+#include "base/status.h"
+#include "communicator.h"
+#include "faulty_transport.h"
+#include "ranks.h"
+
+namespace {
+
+using namespace cgx;
+using Values = std::vector<float>;
+
+constexpr int kCalls = 3;          // one after another, on one communicator
+constexpr int64_t kMany = 40'000;  // several chunks a shard
+constexpr int64_t kFew = 1'000;    // values that ride in the headers
+constexpr int64_t kBucket = 512;   // all values of a bucket are equal, so 8 bits are exact too
+constexpr double kSoon = 0.4;      // seconds: where a deadline is what ends the wait
+constexpr double kLate = 60;       // where it is not
+constexpr int kWorkers = 4;        // cases at a time: they mostly wait
+
+float value(int rank, int64_t i, int call) {
+  return static_cast<float>((i / kBucket * 31 + rank * 17 + call * 5) % 201 - 100);
+}
+float sum(int size, int64_t i, int call) {
+  float total = 0;
+  for (int rank = 0; rank < size; ++rank) total += value(rank, i, call);
+  return total;
+}
+
+// A collective: makes call number `call` and returns whether its values are right. Throws Error.
+using Body = std::function<bool(Communicator&, int call)>;
+
+struct Collective {
+  std::string name;
+  std::vector<int> hosts;  // by rank
+  Body body;
+};
+
+cgx_collective_t plain_call(const cgx_segment_t& segment) {
+  auto call = make<cgx_collective_t>();
+  call.op = CGX_SUM;
+  call.segments = &segment;
+  call.num_segments = 1;
+  call.occurrence = -1;
+  return call;
+}
+
+Body allreduce(int algorithm, int64_t numel, int bits) {
+  return [=](Communicator& communicator, int number) {
+    Values values(numel);
+    for (int64_t i = 0; i < numel; ++i) values[i] = value(communicator.rank, i, number);
+    const cgx_segment_t segment{0, numel, kBucket, bits, 0};
+    auto call = plain_call(segment);
+    call.algorithm = algorithm;
+    call.input = call.output = values.data();
+    communicator.run(call);
+    for (int64_t i = 0; i < numel; ++i)
+      if (values[i] != sum(communicator.size, i, number)) return false;
+    return true;
+  };
+}
+
+bool reduce_scatter(Communicator& communicator, int number) {
+  const int64_t block = kMany / 2;
+  Values input(communicator.size * block), output(block);
+  for (size_t i = 0; i < input.size(); ++i)
+    input[i] = value(communicator.rank, static_cast<int64_t>(i) % block, number);
+  const cgx_segment_t segment{0, block, kBucket, 8, 0};
+  auto call = plain_call(segment);
+  call.verb = CGX_REDUCE_SCATTER;
+  call.input = input.data();
+  call.output = output.data();
+  communicator.run(call);
+  for (int64_t i = 0; i < block; ++i)
+    if (output[i] != sum(communicator.size, i, number)) return false;
+  return true;
+}
+
+bool all_gather(Communicator& communicator, int number) {
+  const int64_t block = kMany / 2;
+  Values input(block), output(communicator.size * block);
+  for (int64_t i = 0; i < block; ++i) input[i] = value(communicator.rank, i, number);
+  const cgx_segment_t segment{0, block, kBucket, 8, 0};
+  auto call = plain_call(segment);
+  call.verb = CGX_ALL_GATHER;
+  call.input = input.data();
+  call.output = output.data();
+  communicator.run(call);
+  for (size_t i = 0; i < output.size(); ++i) {
+    const auto at = static_cast<int64_t>(i);
+    if (output[i] != value(static_cast<int>(at / block), at % block, number)) return false;
+  }
+  return true;
+}
+
+bool exchange(Communicator& communicator, int number) {
+  const auto blob = [&](int rank) { return Bytes(300 + rank, std::byte(rank + number)); };
+  std::vector<int> everyone(communicator.size);
+  std::iota(everyone.begin(), everyone.end(), 0);
+  const auto blobs =
+      communicator.exchange(everyone, "exchange", blob(communicator.rank), communicator.timeout);
+  for (const int rank : everyone)
+    if (blobs[rank] != blob(rank)) return false;
+  return true;
+}
+
+bool relay(Communicator& communicator, int number) {
+  const auto blob = [&](int from, int to) {
+    return Bytes(100'000, std::byte(from * 10 + to + number));
+  };
+  const int rank = communicator.rank, size = communicator.size;
+  std::vector<Bytes> outgoing, incoming(size, Bytes(100'000));
+  for (int peer = 0; peer < size; ++peer) outgoing.push_back(blob(rank, peer));
+  struct End {
+    std::atomic<bool> here{false};
+    cgx_status_t status = CGX_OK;
+    std::string error;
+  } end;
+  communicator.start(
+      std::make_unique<Relay>(
+          rank, std::vector<std::span<const std::byte>>(outgoing.begin(), outgoing.end()),
+          std::vector<std::span<std::byte>>(incoming.begin(), incoming.end())),
+      "relay", number, {}, communicator.timeout,
+      [](void* context, cgx_status_t status, const char* message) {
+        auto* end = static_cast<End*>(context);
+        end->status = status;
+        end->error = message;
+        end->here = true;
+        end->here.notify_all();
+      },
+      &end);
+  end.here.wait(false);
+  require(end.status == CGX_OK, end.status, end.error);
+  for (int peer = 0; peer < size; ++peer)
+    if (peer != rank && incoming[peer] != blob(peer, rank)) return false;
+  return true;
+}
+
+const std::vector<Collective>& collectives() {
+  static const std::vector<Collective> all = {
+      {"one_shot, eager", {0, 0, 0}, allreduce(CGX_ONE_SHOT, kFew, 32)},
+      {"one_shot", {0, 0, 0}, allreduce(CGX_ONE_SHOT, kMany, 32)},
+      {"sra", {0, 0, 0}, allreduce(CGX_SRA, kMany, 32)},
+      {"sra of 8 bits, 2 ranks", {0, 0}, allreduce(CGX_SRA, 4 * kMany, 8)},
+      {"ring", {0, 0, 0}, allreduce(CGX_RING, kMany, 32)},
+      {"hierarchical", {0, 0, 1, 1}, allreduce(CGX_HIERARCHICAL, kMany, 8)},
+      {"reduce_scatter", {0, 0, 0}, reduce_scatter},
+      {"all_gather", {0, 0, 0}, all_gather},
+      {"exchange", {0, 0, 0}, exchange},
+      {"relay", {0, 0}, relay},
+  };
+  return all;
+}
+
+// How one rank ended: with all values right, with wrong ones, or with an error.
+struct End {
+  bool right = true;
+  std::string error;
+};
+
+// The receiver alone has the fault.
+std::vector<CommunicatorRef> connect(const std::vector<int>& hosts, int receiver, double timeout_s,
+                                     const std::shared_ptr<Fault>& fault) {
+  const Communicator::Seconds timeout(timeout_s);
+  const auto topology = std::make_shared<const Topology>(hosts);
+  const int size = topology->size();
+  std::vector<std::unique_ptr<Connector>> connectors;
+  std::vector<Bytes> offers;
+  for (int rank = 0; rank < size; ++rank) {
+    connectors.push_back(make_thread_connector(rank, size));
+    offers.push_back(connectors.back()->offer());
+  }
+  std::vector<CommunicatorRef> communicators;
+  for (int rank = 0; rank < size; ++rank) {
+    auto transport = connectors[rank]->connect(offers, timeout);
+    const auto own = rank == receiver ? fault : std::make_shared<Fault>();
+    communicators.push_back(std::make_shared<Communicator>(
+        join("faults/", rank), rank, topology, "AUTO", timeout, INT64_MAX,
+        std::make_unique<FaultyTransport>(std::move(transport), rank, size, own)));
+  }
+  return communicators;
+}
+
+std::vector<End> run(const Collective& collective, int receiver, double timeout_s,
+                     const std::shared_ptr<Fault>& fault) {
+  const auto communicators = connect(collective.hosts, receiver, timeout_s, fault);
+  std::vector<End> ends(communicators.size());
+  std::vector<std::thread> threads;
+  for (size_t rank = 0; rank < ends.size(); ++rank)
+    threads.emplace_back([&, rank] {
+      Communicator& own = *communicators[rank];
+      try {
+        for (int call = 0; call < kCalls && ends[rank].right; ++call)
+          ends[rank].right = collective.body(own, call);
+      } catch (const Error& error) {
+        ends[rank].error = error.what();
+      }
+      own.close();
+    });
+  for (auto& thread : threads) thread.join();
+  return ends;
+}
+
+struct Case {
+  const Collective* collective;
+  Fault fault;
+  int receiver;
+
+  std::string text() const {
+    return join(collective->name, ": ", kFaultNames[static_cast<int>(fault.kind)], " of ",
+                kTrafficNames[static_cast<int>(fault.traffic)], " message ", fault.nth, " to rank ",
+                receiver, ", seed ", fault.seed);
+  }
+};
+
+bool waits_for_deadline(FaultKind kind) {
+  return kind == FaultKind::kDrop || kind == FaultKind::kFlip || kind == FaultKind::kForeign;
+}
+
+// "" if it kept the contract.
+std::string violation(const Case& each) {
+  const FaultKind kind = each.fault.kind;
+  const auto fault = std::make_shared<Fault>(each.fault);
+  const auto ends =
+      run(*each.collective, each.receiver, waits_for_deadline(kind) ? kSoon : kLate, fault);
+  const bool harmless = fault->sender < 0 || kind == FaultKind::kNone || kind == FaultKind::kDelay;
+  for (size_t rank = 0; rank < ends.size(); ++rank) {
+    const auto& [right, error] = ends[rank];
+    if (!right && kind != FaultKind::kFlip) return join("wrong values on rank ", rank);
+    if (harmless && !error.empty()) return join("an error on rank ", rank, ": ", error);
+  }
+  const std::string& told = ends[each.receiver].error;
+  const bool must_tell = kind == FaultKind::kTruncate || kind == FaultKind::kGrow;
+  if (harmless || (told.empty() && !must_tell)) return "";
+  if (told.empty()) return "the receiver takes it for right";
+  const bool must_name = !waits_for_deadline(kind);
+  if (must_name && told.find(join("rank ", fault->sender)) == std::string::npos)
+    return join("sent by rank ", fault->sender, ", which the error does not name: ", told);
+  return "";
+}
+
+std::vector<Case> cases(unsigned first_seed, unsigned seeds) {
+  std::vector<Case> all;
+  for (unsigned seed = first_seed; seed < first_seed + seeds; ++seed) {
+    for (const auto& collective : collectives()) {
+      for (size_t kind = 0; kind < kFaultNames.size(); ++kind) {
+        for (const Traffic traffic : {Traffic::kControl, Traffic::kBulk}) {
+          std::mt19937 random(static_cast<unsigned>(seed * 1009 + all.size()));
+          const auto size = static_cast<unsigned>(collective.hosts.size());
+          const unsigned messages = traffic == Traffic::kControl ? kCalls * (size - 1) : 20;
+          all.push_back({&collective,
+                         {static_cast<FaultKind>(kind), traffic,
+                          static_cast<int>(random() % messages), static_cast<unsigned>(random())},
+                         static_cast<int>(random() % size)});
+        }
+      }
+    }
+  }
+  return all;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const unsigned first_seed = argc > 1 ? std::strtoul(argv[1], nullptr, 10) : 0;
+  const unsigned seeds = argc > 2 ? std::strtoul(argv[2], nullptr, 10) : 3;
+  const auto all = cases(first_seed, seeds);
+  std::atomic<size_t> next = 0, bad = 0;
+  std::vector<std::thread> workers;
+  for (int worker = 0; worker < kWorkers; ++worker)
+    workers.emplace_back([&] {
+      for (size_t i = next++; i < all.size(); i = next++) {
+        const std::string found = violation(all[i]);
+        if (found.empty()) continue;
+        ++bad;
+        std::fprintf(stderr, "%s: %s\n", all[i].text().c_str(), found.c_str());
+      }
+    });
+  for (auto& worker : workers) worker.join();
+  std::printf("%zu cases, %zu against the contract\n", all.size(), bad.load());
+  return bad == 0 ? 0 : 1;
+}

@@ -1,0 +1,215 @@
+// A transport with faults: it hands on what another one brings, but for one message, which it
+// drops, cuts, lengthens, changes, doubles, displaces, holds up or takes for another rank's.
+//
+// Faults happen where messages arrive. Every message is handed on in heap memory of exactly its
+// length, so that AddressSanitizer sees a read past its end.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace cgx {
+
+enum class FaultKind {
+  kNone,
+  kDrop,
+  kTruncate,
+  kGrow,
+  kFlip,  // of one bit
+  kDuplicate,
+  kReorder,  // behind the next one of the same rank
+  kDelay,    // with all that the same rank sent after it
+  kForeign,  // delivered as the next rank's
+};
+inline constexpr std::array kFaultNames{"none",      "drop",    "truncate", "grow",   "flip",
+                                        "duplicate", "reorder", "delay",    "foreign"};
+
+enum class Traffic { kControl, kBulk };
+inline constexpr std::array kTrafficNames{"control", "bulk"};
+
+struct Fault {
+  FaultKind kind = FaultKind::kNone;
+  Traffic traffic = Traffic::kControl;
+  int nth = 0;  // of this traffic, whoever sent it, counted from 0
+  unsigned seed = 0;
+  // Kept by the transport: who sent the message; -1 before it has come.
+  int sender = -1;
+};
+
+class FaultyTransport : public Transport, private Sink, private Arrival::Release {
+ public:
+  // `fault` is read by others only after the communicator is closed.
+  FaultyTransport(std::unique_ptr<Transport> inner, int rank, int size,
+                  std::shared_ptr<Fault> fault)
+      : inner_(std::move(inner)),
+        rank_(rank),
+        fault_(std::move(fault)),
+        random_(fault_->seed),
+        links_(size) {}
+
+  const char* name() const override { return inner_->name(); }
+  BufferRef allocate(size_t bytes) override { return inner_->allocate(bytes); }
+  void send_control(int destination, std::span<const std::byte> message) override {
+    inner_->send_control(destination, message);
+  }
+  void send(int destination, uint32_t channel, const BufferRef& buffer, size_t bytes,
+            const std::shared_ptr<SendState>& state) override {
+    inner_->send(destination, channel, buffer, bytes, state);
+  }
+  bool progress(Sink& sink) override {
+    const bool worked = inner_->progress(*this);
+    return hand_on(sink) || worked;
+  }
+  void wait(std::chrono::microseconds at_most) override {
+    inner_->wait(std::min<std::chrono::microseconds>(at_most, std::chrono::milliseconds(1)));
+  }
+  void wake() override { inner_->wake(); }
+  bool flushed() const override { return inner_->flushed(); }
+  bool drained() const override { return inner_->drained(); }
+  void leave(bool graceful, const std::string& reason) override { inner_->leave(graceful, reason); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr auto kHoldUp = std::chrono::milliseconds(5);
+
+  // A control message, a bulk message or the end of a rank.
+  struct Message {
+    int source;
+    std::optional<Arrival> arrival;  // of a bulk message: it is the sender's memory until released
+    Bytes bytes;
+    std::function<void(Sink&)> loss;
+  };
+  struct Link {
+    std::deque<Message> queue;
+    Clock::time_point stopped_until{};
+    std::optional<Message> displaced;
+    Clock::time_point displaced_until{};
+  };
+
+  // What the inner transport brings.
+  void on_control(int source, std::span<const std::byte> message) override {
+    take(Traffic::kControl, {source, {}, exactly(message), {}});
+  }
+  void on_bulk(Arrival arrival) override {
+    const int source = arrival.source;
+    Bytes bytes = exactly(arrival.bytes);
+    take(Traffic::kBulk, {source, std::move(arrival), std::move(bytes), {}});
+  }
+  void on_peer_lost(int rank, Loss how, const std::string& reason) override {
+    put_back(links_[rank]);
+    links_[rank].queue.push_back(
+        {rank, {}, {}, [=](Sink& sink) { sink.on_peer_lost(rank, how, reason); }});
+  }
+
+  void take(Traffic traffic, Message message) {
+    Link& link = links_[message.source];
+    const bool hit =
+        traffic == fault_->traffic && fault_->kind != FaultKind::kNone && seen_++ == fault_->nth;
+    if (hit) {
+      fault_->sender = message.source;
+      spoil(link, std::move(message));
+    } else {
+      link.queue.push_back(std::move(message));
+      if (link.displaced && traffic == fault_->traffic) put_back(link);
+    }
+  }
+
+  void spoil(Link& link, Message message) {
+    Bytes& bytes = message.bytes;
+    switch (fault_->kind) {
+      case FaultKind::kDrop:
+        return;
+      case FaultKind::kTruncate:
+        bytes = exactly(std::span(bytes).first(random_() % bytes.size()));
+        break;
+      case FaultKind::kGrow:
+        for (auto extra = 1 + random_() % 100; extra > 0; --extra)
+          bytes.push_back(static_cast<std::byte>(random_()));
+        bytes = exactly(bytes);
+        break;
+      case FaultKind::kFlip:
+        bytes[random_() % bytes.size()] ^= static_cast<std::byte>(1u << random_() % 8);
+        break;
+      case FaultKind::kDuplicate:
+        link.queue.push_back({message.source, again(message.arrival), exactly(bytes), {}});
+        break;
+      case FaultKind::kReorder:
+        link.displaced.emplace(std::move(message));
+        link.displaced_until = Clock::now() + 4 * kHoldUp;
+        return;
+      case FaultKind::kDelay:
+        link.stopped_until = Clock::now() + kHoldUp;
+        break;
+      case FaultKind::kForeign:
+        do message.source = (message.source + 1) % static_cast<int>(links_.size());
+        while (message.source == rank_);
+        break;
+      case FaultKind::kNone:
+        break;
+    }
+    link.queue.push_back(std::move(message));
+  }
+
+  // A displaced message comes last of what is here.
+  static void put_back(Link& link) {
+    if (!link.displaced) return;
+    link.queue.push_back(std::move(*link.displaced));
+    link.displaced.reset();
+  }
+
+  bool hand_on(Sink& sink) {
+    bool worked = false;
+    for (Link& link : links_) {
+      const auto now = Clock::now();
+      if (link.displaced && now >= link.displaced_until) put_back(link);
+      if (now < link.stopped_until) continue;
+      while (!link.queue.empty()) {
+        Message message = std::move(link.queue.front());
+        link.queue.pop_front();
+        deliver(std::move(message), sink);
+        worked = true;
+      }
+    }
+    return worked;
+  }
+
+  void deliver(Message message, Sink& sink) {
+    if (message.loss) return message.loss(sink);
+    if (!message.arrival) return sink.on_control(message.source, message.bytes);
+    const uint64_t token = next_token_++;
+    const Message& held = held_.emplace(token, std::move(message)).first->second;
+    sink.on_bulk(Arrival(held.source, held.arrival->channel, held.bytes, this, token));
+  }
+
+  void release(int /*source*/, uint64_t token) override { held_.erase(token); }
+
+  // One that nobody waits to have back.
+  static std::optional<Arrival> again(const std::optional<Arrival>& arrival) {
+    if (!arrival) return {};
+    return Arrival(arrival->source, arrival->channel, arrival->bytes, nullptr, 0);
+  }
+  static Bytes exactly(std::span<const std::byte> bytes) { return {bytes.begin(), bytes.end()}; }
+
+  const std::unique_ptr<Transport> inner_;  // outlives the arrivals below
+  const int rank_;
+  const std::shared_ptr<Fault> fault_;
+  std::mt19937 random_;
+  int seen_ = 0;             // messages of the fault's traffic
+  std::vector<Link> links_;  // by source
+  std::unordered_map<uint64_t, Message> held_;
+  uint64_t next_token_ = 0;
+};
+
+}  // namespace cgx
