@@ -137,7 +137,7 @@ Bytes mpi_allgather(const Bytes& mine, std::chrono::duration<double> timeout) {
   struct Buffers {
     Bytes mine, all;
   };
-  auto buffers = std::make_unique<Buffers>(mine, Bytes(mine.size() * size));
+  auto buffers = std::make_unique<Buffers>(Buffers{mine, Bytes(mine.size() * size)});
   MPI_Request request;
   const int bytes = static_cast<int>(mine.size());
   check_mpi(MPI_Iallgather(buffers->mine.data(), bytes, MPI_BYTE, buffers->all.data(), bytes,
