@@ -9,7 +9,7 @@ CXX_FILES = $(shell find cgx_ops torch_ops xla_ffi tests benchmarks -name '*.cc'
 SOURCES = setup.py pyproject.toml $(shell find cgx_ops/csrc torch_ops xla_ffi -type f)
 BUILT = build/.installed
 
-.PHONY: demo test test-all bench lint sanitize clean
+.PHONY: demo test test-all bench lint sanitize fuzz clean
 
 demo: $(BUILT)
 	$(BIN)/python examples/demo.py
@@ -30,8 +30,8 @@ lint: $(BUILT)
 	$(BIN)/pyright
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
-# The C++ tests under ThreadSanitizer, then under AddressSanitizer.
-SANITIZED = build/sanitize-thread build/sanitize-address
+# The C++ tests under ThreadSanitizer, then under AddressSanitizer and UndefinedBehaviorSanitizer.
+SANITIZED = build/sanitize-thread build/sanitize-address,undefined
 .PHONY: $(SANITIZED)
 sanitize: $(SANITIZED)
 
@@ -40,6 +40,22 @@ $(SANITIZED): build/sanitize-%: .venv/.ready
 	  -DCGX_MPI_ROOT=$(abspath .venv) -DCGX_BUILD_TESTS=ON -DCGX_SANITIZE=$*
 	$(BIN)/ninja -C $@
 	$(BIN)/ctest --test-dir $@ --output-on-failure --no-tests=error
+
+# The targets of tests/fuzz with libFuzzer, RUNS inputs each, under AddressSanitizer and
+# UndefinedBehaviorSanitizer. New inputs that reach new code are kept in build/fuzz/corpus.
+CLANG ?= clang++
+RUNS ?= 100000
+FUZZ_TARGETS = headers engine codec carried offers
+fuzz: .venv/.ready
+	@command -v $(CLANG) > /dev/null || { \
+	  echo "make fuzz needs clang++ with libFuzzer: apt-get install clang libclang-rt-14-dev"; exit 1; }
+	$(BIN)/cmake -S cgx_ops/csrc -B build/fuzz -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	  -DCGX_MPI_ROOT=$(abspath .venv) -DCMAKE_CXX_COMPILER=$(CLANG) -DCGX_FUZZ=ON \
+	  -DCGX_SANITIZE=fuzzer-no-link,address,undefined
+	$(BIN)/ninja -C build/fuzz $(FUZZ_TARGETS:%=fuzz_%)
+	set -e; for target in $(FUZZ_TARGETS); do mkdir -p build/fuzz/corpus/$$target; \
+	  build/fuzz/fuzz_$$target -runs=$(RUNS) -max_len=512 -artifact_prefix=build/fuzz/$$target- \
+	    build/fuzz/corpus/$$target tests/fuzz/corpus/$$target; done
 
 # With a GPU: the tests of CUDA, then its benchmarks, which write docs/gpu.md's tables. They use the
 # packages of PYTHON, not .venv, and no network; nothing is installed.

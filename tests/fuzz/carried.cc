@@ -1,0 +1,56 @@
+// An allreduce that its caller carries (cgx.h, section 5): any messages, in memory of exactly the
+// lengths that cgx_carried_plan tells, are decoded or refused.
+#include "cgx/cgx.h"
+#include "input.h"
+
+namespace {
+
+using Bytes = std::vector<std::byte>;
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  Input input(data, size);
+  constexpr int kBits[] = {1, 2, 3, 4, 5, 6, 7, 8, 32};
+  std::vector<cgx_segment_t> segments(input.below(4));
+  int64_t numel = 0;
+  for (auto& segment : segments) {
+    segment = {numel, input.number<uint16_t>() % 1500, 1 + input.number<uint16_t>() % 600,
+               kBits[input.below(9)], 0};
+    numel += segment.numel;
+  }
+  auto call = cgx::make<cgx_collective_t>();
+  call.dtype = input.below(3);
+  call.op = input.below(5);
+  call.algorithm = input.below(3);
+  call.rounding = input.below(3);
+  call.gather_bits = input.below(9);
+  call.skip_incomplete_buckets = input.below(2);
+  call.minimal_size = input.number<uint8_t>();
+  call.segments = segments.data();
+  call.num_segments = static_cast<int64_t>(segments.size());
+  const size_t value_bytes = call.dtype == CGX_FLOAT32 ? 4 : 2;
+  const Bytes values = input.pattern(numel * value_bytes);
+  Bytes result(numel * value_bytes);
+  call.input = values.data();
+  call.output = result.data();
+
+  auto carried = cgx::make<cgx_carried_t>();
+  carried.size = 1 + input.below(5);
+  carried.rank = input.below(6);
+  carried.call = &call;
+  int32_t algorithm = 0;
+  std::vector<int64_t> scatter(carried.size), gather(carried.size);
+  if (cgx_carried_plan(&carried, &algorithm, scatter.data(), gather.data()) != CGX_OK) return 0;
+  const int64_t longest = *std::max_element(gather.begin(), gather.end());
+  if (algorithm == CGX_SRA) {
+    const Bytes arrived = input.pattern(scatter[carried.rank] * (carried.size - 1));
+    Bytes message(gather[carried.rank]);
+    FUZZ_CHECK(cgx_carried_reduce(&carried, arrived.data(), message.data()) == CGX_OK);
+  }
+  const int64_t stride = longest + input.number<int8_t>();
+  const Bytes gathered = input.pattern(longest + std::max<int64_t>(0, stride) * (carried.size - 1));
+  const bool decoded = cgx_carried_decode(&carried, gathered.data(), stride) == CGX_OK;
+  FUZZ_CHECK(decoded == (carried.size == 1 || stride >= longest));
+  return 0;
+}

@@ -1,0 +1,86 @@
+// Decoding: any bytes of any length, as a message of any settings. A message of the wrong length is
+// refused; one of the right length is decoded, by all CPU targets to the same bits, and nothing
+// beyond it is read or written.
+#include "base/float_mode.h"
+#include "base/status.h"
+#include "compressor/compressor.h"
+#include "input.h"
+#include "kernel/kernels.h"
+
+using namespace cgx;
+
+namespace {
+
+using Bytes = std::vector<std::byte>;
+
+// Any of the bytes of settings, of which some make no sense.
+cgx_codec_t any_codec(Input& input) {
+  auto codec = make<cgx_codec_t>();
+  codec.dtype = input.number<int8_t>();
+  codec.bits = input.number<int8_t>();
+  codec.bucket_size = input.number<int64_t>();
+  codec.skip_incomplete_buckets = input.flag();
+  codec.first_index = input.number<int64_t>();
+  return codec;
+}
+
+void check_any(Input& input) {
+  const cgx_codec_t codec = any_codec(input);
+  const auto numel = input.number<int64_t>();
+  int64_t bytes = -1;
+  if (cgx_encoded_bytes(&codec, numel, &bytes) == CGX_OK) FUZZ_CHECK(bytes >= 0);
+}
+
+template <typename Decode>
+void same_on_all_targets(int64_t bytes, const Decode& decode) {
+  Bytes first;
+  for (const Kernels* kernels : available_kernels()) {
+    Bytes values(bytes);
+    decode(*kernels, values.data());
+    if (first.empty()) first = values;
+    FUZZ_CHECK(values == first);
+  }
+}
+
+void check_decoding(Input& input) {
+  constexpr int kBits[] = {1, 2, 3, 4, 5, 6, 7, 8, kExactBits};
+  const CompressorSettings settings{static_cast<Dtype>(input.below(3)), kBits[input.below(9)],
+                                    1 + input.number<uint16_t>() % 600, input.flag()};
+  const auto to = static_cast<Dtype>(input.below(3));
+  const int64_t numel = input.number<uint16_t>() % 1500;
+  const auto compressor = make_compressor(settings);
+  const int64_t expected = compressor->max_bytes(numel);
+  const int change = input.number<int8_t>();
+  const int64_t length = std::max<int64_t>(0, expected + (change % 4 == 1 ? change : 0));
+  const Bytes message = input.flag() ? input.bytes(length) : input.pattern(length);
+  Bytes values(numel * size_of(to));
+  std::vector<float> sum(numel, 1.0f);
+  const auto decode = [&](const auto& work) {
+    try {
+      work();
+      FUZZ_CHECK(length == expected);
+    } catch (const Error&) {
+      FUZZ_CHECK(length != expected);
+    }
+  };
+  decode([&] { compressor->decode(message.data(), length, numel, to, values.data()); });
+  decode([&] { compressor->decode_add(message.data(), length, numel, sum.data(), sum.data()); });
+  if (length != expected || settings.bits == kExactBits || settings.skip_incomplete_buckets) return;
+  const BucketRun run{numel, 0, settings.bucket_size, settings.bits};
+  same_on_all_targets(values.size(), [&](const Kernels& kernels, std::byte* into) {
+    kernels.dequantize(message.data(), run, to, into);
+  });
+  const std::vector<float> base(numel, 0.5f);
+  same_on_all_targets(numel * 4, [&](const Kernels& kernels, std::byte* into) {
+    kernels.dequantize_add(message.data(), run, base.data(), reinterpret_cast<float*>(into));
+  });
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  const FloatMode mode;
+  Input input(data, size);
+  input.below(8) == 0 ? check_any(input) : check_decoding(input);
+  return 0;
+}

@@ -1,0 +1,211 @@
+// Rank 0's engine, whose peers send what the fuzzer wants: headers and values as they should be,
+// spoiled ones, and any bytes, while a collective of each algorithm is in flight. It ends: done, or
+// with an Error; whatever comes is in memory of exactly its length.
+#include "engine.h"
+
+#include <array>
+#include <optional>
+#include <unordered_map>
+
+#include "algorithm/algorithm.h"
+#include "algorithm/exchange.h"
+#include "algorithm/layout.h"
+#include "algorithm/relay.h"
+#include "base/status.h"
+#include "input.h"
+
+using namespace cgx;
+
+namespace {
+
+constexpr int kSize = 3;
+constexpr int kCalls = 2;  // one after another
+
+struct Scenario {
+  cgx_verb_t verb;
+  cgx_algorithm_t algorithm;
+  std::array<int, kSize> hosts;
+  int64_t numel;
+  int bits;
+};
+// Of the last two the algorithm is not in a plan.
+constexpr Scenario kScenarios[] = {
+    {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0, 0}, 48, 4},
+    {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0, 0}, 30'000, 8},
+    {CGX_ALLREDUCE, CGX_SRA, {0, 0, 0}, 96, 4},
+    {CGX_ALLREDUCE, CGX_SRA, {0, 0, 0}, 48, 32},
+    {CGX_ALLREDUCE, CGX_RING, {0, 0, 0}, 96, 32},
+    {CGX_ALLREDUCE, CGX_HIERARCHICAL, {0, 0, 1}, 96, 4},
+    {CGX_REDUCE_SCATTER, CGX_SRA, {0, 0, 0}, 32, 4},
+    {CGX_ALL_GATHER, CGX_SRA, {0, 0, 0}, 32, 4},
+    {},  // exchange
+    {},  // relay
+};
+constexpr int kExchange = std::size(kScenarios) - 2, kRelay = kExchange + 1;
+
+// Delivers one message after another as the input has it, then the loss of all peers: so no
+// collective waits for a deadline.
+class ScriptedTransport : public Transport, private Arrival::Release {
+ public:
+  explicit ScriptedTransport(Input& input) : input_(input) {}
+  const char* name() const override { return "thread"; }
+  BufferRef allocate(size_t bytes) override {
+    struct Block : Buffer {
+      Bytes memory;
+    };
+    auto block = std::make_shared<Block>();
+    block->memory.resize(bytes);
+    block->data = block->memory.data();
+    block->capacity = bytes;
+    return block;
+  }
+  void send_control(int, std::span<const std::byte> message) override {
+    if (control_kind(message) == ControlKind::kHeader)
+      own_header_ = {message.begin(), message.end()};
+  }
+  void send(int, uint32_t, const BufferRef&, size_t, const std::shared_ptr<SendState>&) override {}
+  bool progress(Sink& sink) override {
+    while (!input_.empty() && !own_header_.empty()) {
+      const int source = 1 + input_.below(kSize - 1);
+      switch (input_.below(6)) {
+        case 0:  // as it should be, if peers call the same
+          sink.on_control(source, own_header_);
+          break;
+        case 1:
+          deliver_control(sink, source, input_.spoiled(own_header_));
+          break;
+        case 2:
+          deliver_control(sink, source, input_.bytes(input_.below(200)));
+          break;
+        case 3: {  // on the channel that it should have
+          const auto channel = static_cast<uint32_t>(2 * calls_ + input_.below(2));
+          deliver_bulk(sink, source, channel, lengths_[input_.below(lengths_.size())]);
+          break;
+        }
+        case 4:
+          deliver_bulk(sink, source, input_.number<uint32_t>(), input_.number<uint8_t>());
+          break;
+        case 5:  // what has come is worked on before the rest comes
+          return true;
+      }
+    }
+    if (own_header_.empty() || lost_) return false;
+    lost_ = true;
+    for (int peer = 1; peer < kSize; ++peer) sink.on_peer_lost(peer, Loss::kDied, "it has ended");
+    return true;
+  }
+  void wait(std::chrono::microseconds) override {}
+  void wake() override {}
+  bool flushed() const override { return true; }
+  bool drained() const override { return true; }
+  void leave(bool, const std::string&) override {}
+
+  // A collective with messages of these lengths begins.
+  void begin(int calls, std::vector<size_t> lengths) {
+    calls_ = calls;
+    lengths_ = std::move(lengths);
+  }
+
+ private:
+  static void deliver_control(Sink& sink, int source, Bytes message) {
+    sink.on_control(source, message);
+  }
+  void deliver_bulk(Sink& sink, int source, uint32_t channel, size_t length) {
+    const int change = input_.number<int8_t>();  // mostly none
+    if (change % 4 == 1) length = static_cast<size_t>(std::max<int64_t>(0, length + change / 4));
+    const uint64_t token = next_token_++;
+    const Bytes& bytes = held_.emplace(token, input_.pattern(length)).first->second;
+    sink.on_bulk(Arrival(source, channel, bytes, this, token));
+  }
+  void release(int, uint64_t token) override { FUZZ_CHECK(held_.erase(token) == 1); }
+
+  Input& input_;
+  Bytes own_header_;
+  int calls_ = 0;
+  bool lost_ = false;
+  std::vector<size_t> lengths_;  // that messages should have
+  std::unordered_map<uint64_t, Bytes> held_;
+  uint64_t next_token_ = 0;
+};
+
+// What a collective works on, until it has ended.
+struct Memory {
+  std::vector<float> input, output;
+  Bytes outgoing[kSize], incoming[kSize];
+  std::vector<Bytes> blobs{kSize};
+};
+
+// An algorithm, and how long its messages are.
+std::unique_ptr<Algorithm> make(int which, Memory& memory, Agreement* agreement,
+                                std::vector<size_t>* lengths) {
+  if (which == kExchange) {
+    lengths->push_back(0);
+    return std::make_unique<Exchange>(0, Bytes(20), &memory.blobs);
+  }
+  if (which == kRelay) {
+    std::vector<std::span<const std::byte>> outgoing;
+    std::vector<std::span<std::byte>> incoming;
+    for (int peer = 0; peer < kSize; ++peer) {
+      memory.outgoing[peer].resize(100);
+      memory.incoming[peer].resize(100);
+      outgoing.emplace_back(memory.outgoing[peer]);
+      incoming.emplace_back(memory.incoming[peer]);
+    }
+    lengths->push_back(100);
+    return std::make_unique<Relay>(0, std::move(outgoing), std::move(incoming));
+  }
+  const Scenario& scenario = kScenarios[which];
+  static const std::shared_ptr<const Topology> topologies[] = {
+      std::make_shared<Topology>(std::vector<int>{0, 0, 0}),
+      std::make_shared<Topology>(std::vector<int>{0, 0, 1})};
+  const int64_t blocks = scenario.verb == CGX_ALLREDUCE ? 1 : kSize;
+  memory.input.resize(scenario.numel * (scenario.verb == CGX_REDUCE_SCATTER ? blocks : 1));
+  memory.output.resize(scenario.numel * (scenario.verb == CGX_ALL_GATHER ? blocks : 1));
+  const cgx_segment_t segment{0, scenario.numel, 16, scenario.bits, 0};
+  auto call = cgx::make<cgx_collective_t>();
+  call.verb = scenario.verb;
+  call.algorithm = scenario.verb == CGX_ALLREDUCE ? scenario.algorithm : CGX_AUTO;
+  call.op = CGX_SUM;
+  call.segments = &segment;
+  call.num_segments = 1;
+  call.input = memory.input.data();
+  call.output = memory.output.data();
+  Plan plan = make_plan(call, 0, kSize);
+  plan.topology = topologies[scenario.hosts[kSize - 1]];
+  plan.algorithm = scenario.algorithm;
+  *agreement = make_agreement(call, plan);
+  const Layout layout(plan);
+  for (int owner = 0; owner < kSize; ++owner)
+    for (const Chunk& chunk : layout.shard(owner).chunks)
+      for (const int64_t bytes : {chunk.scatter_bytes, chunk.gather_bytes, chunk.intra_bytes})
+        lengths->push_back(bytes);
+  std::sort(lengths->begin(), lengths->end());
+  lengths->erase(std::unique(lengths->begin(), lengths->end()), lengths->end());
+  return make_algorithm(std::move(plan));
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  static const bool one_thread = setenv("CGX_THREADS", "1", 1) == 0;
+  FUZZ_CHECK(one_thread);
+  Input input(data, size);
+  const int which = input.below(std::size(kScenarios));
+  Memory memory;
+  auto transport = std::make_unique<ScriptedTransport>(input);
+  ScriptedTransport& script = *transport;
+  Engine engine("fuzzed", 0, kSize, std::move(transport));
+  for (int call = 0; call < kCalls && !engine.closed(); ++call) {
+    auto collective = std::make_shared<Collective>();
+    std::vector<size_t> lengths;
+    collective->algorithm = make(which, memory, &collective->agreement, &lengths);
+    script.begin(call, std::move(lengths));
+    collective->timeout = std::chrono::hours(1);
+    collective->members = {0, 1, 2};
+    engine.run(collective);
+    FUZZ_CHECK(collective->done);
+    FUZZ_CHECK(collective->status == CGX_OK || !collective->error.empty());
+  }
+  engine.close(std::chrono::seconds(0));
+  return 0;
+}

@@ -1,0 +1,71 @@
+// What a fuzzer gives, read from the front: numbers, bytes, or zeros where there is no more. And
+// memory of exactly the length that is meant, so that AddressSanitizer sees a step beyond it.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <span>
+#include <vector>
+
+// Called with any bytes; returns 0.
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
+
+#define FUZZ_CHECK(condition)                                                     \
+  do {                                                                            \
+    if (!(condition)) {                                                           \
+      std::fprintf(stderr, "%s:%d: %s failed\n", __FILE__, __LINE__, #condition); \
+      std::abort();                                                               \
+    }                                                                             \
+  } while (0)
+
+class Input {
+ public:
+  Input(const uint8_t* data, size_t size) : rest_(data, size) {}
+  bool empty() const { return rest_.empty(); }
+
+  template <typename T>
+  T number() {
+    T value{};
+    const size_t bytes = std::min(sizeof(T), rest_.size());
+    if (bytes) std::memcpy(&value, rest_.data(), bytes);
+    rest_ = rest_.subspan(bytes);
+    return value;
+  }
+  // Below `end`.
+  int below(int end) { return number<uint8_t>() % end; }
+  bool flag() { return number<uint8_t>() % 2 != 0; }
+
+  // `length` bytes, of which the input gives the first.
+  std::vector<std::byte> bytes(size_t length) {
+    std::vector<std::byte> taken(length);
+    const size_t given = std::min(length, rest_.size());
+    if (given) std::memcpy(taken.data(), rest_.data(), given);
+    rest_ = rest_.subspan(given);
+    return taken;
+  }
+  // `length` bytes of a short pattern, so that short inputs make long messages.
+  std::vector<std::byte> pattern(size_t length) {
+    const auto part = bytes(1 + below(16));
+    std::vector<std::byte> made(length);
+    for (size_t i = 0; i < length; ++i) made[i] = part[i % part.size()];
+    return made;
+  }
+  // The same bytes but for a few, and mostly as many.
+  std::vector<std::byte> spoiled(std::vector<std::byte> bytes) {
+    for (int changes = below(4); changes > 0 && !bytes.empty(); --changes) {
+      const size_t at = number<uint16_t>() % bytes.size();
+      bytes[at] ^= number<std::byte>();
+    }
+    const int change = number<int8_t>();
+    const auto length = static_cast<int64_t>(bytes.size());
+    bytes.resize(std::max<int64_t>(0, length + (change % 4 == 0 ? change / 4 : 0)));
+    return {bytes.begin(), bytes.end()};
+  }
+
+ private:
+  std::span<const uint8_t> rest_;
+};

@@ -1,0 +1,24 @@
+// Runs a fuzz target on the files of the folders that are named: what `make test` does with the
+// corpus, without libFuzzer.
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+
+#include "input.h"
+
+int main(int argc, char** argv) {
+  size_t files = 0;
+  for (int i = 1; i < argc; ++i) {
+    for (const auto& entry : std::filesystem::directory_iterator(argv[i])) {
+      std::ifstream file(entry.path(), std::ios::binary);
+      const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
+      const std::vector<uint8_t> exactly(bytes.begin(), bytes.end());
+      std::fprintf(stderr, "%s\n", entry.path().c_str());
+      LLVMFuzzerTestOneInput(exactly.data(), exactly.size());
+      ++files;
+    }
+  }
+  std::printf("%zu inputs\n", files);
+  return files == 0;
+}
