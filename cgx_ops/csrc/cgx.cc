@@ -142,7 +142,7 @@ cgx_status_t cgx_finalize(void) {
   return guarded([] {
     const std::lock_guard lock(init_mutex);
     for (const auto& communicator : Registry::instance().remove_all()) close(*communicator);
-    mpi_finish(!job_failed);
+    mpi_finish(!job_failed, timeout_or_default(0));
   });
 }
 
@@ -151,7 +151,6 @@ cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* comm) {
     watch_forks();
     check_struct(bootstrap, "cgx_bootstrap_t");
     const std::string name = bootstrap->name ? bootstrap->name : "";
-    Registry::instance().require_free(name);
     const int size = bootstrap->size;
     const Allgather allgather = [&](const Bytes& mine) {
       Bytes all(mine.size() * size);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "algorithm/algorithm.h"
+#include "base/status.h"
 #include "header.h"
 
 namespace cgx {
@@ -40,8 +41,10 @@ struct Collective {
   int missing_headers = 0;
   bool agreed = false;  // all headers are here and equal
   bool queued = false;  // in the run queue
-  std::shared_ptr<SendState> sends = std::make_shared<SendState>();
+  std::shared_ptr<SendState> sends;
+  std::vector<uint32_t> sent[2];  // messages so far, by part and destination
   std::vector<std::pair<int, Arrival>> early;  // bulk messages that overtook a header
+  std::optional<Error> shortage;               // why this rank cannot go on with it
 
   // The result: written before `done`, read after.
   cgx_status_t status = CGX_OK;

@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
+#include "base/bytes.h"
 #include "base/env.h"
+#include "base/hash.h"
 #include "base/status.h"
 #include "registry.h"
 #include "transport/host.h"
@@ -20,20 +23,10 @@ void put_text(char (&field)[N], const std::string& text) {
   std::memcpy(field, text.data(), std::min(text.size(), N - 1));
 }
 
-template <typename T>
-Bytes to_bytes(const T& value) {
-  Bytes bytes(sizeof(T));
-  std::memcpy(bytes.data(), &value, sizeof(T));
-  return bytes;
-}
-
-template <typename T>
-T from_bytes(const Bytes& bytes) {
-  T value;
-  require(bytes.size() == sizeof(T), CGX_INTERNAL, "a bootstrap blob has ", bytes.size(),
-          " bytes instead of ", sizeof(T));
-  std::memcpy(&value, bytes.data(), sizeof(T));
-  return value;
+// A peer's text may lack its end.
+template <size_t N>
+std::string text_of(const char (&field)[N]) {
+  return {field, strnlen(field, N)};
 }
 
 // What every rank says first.
@@ -41,10 +34,12 @@ struct Hello {
   char version[32];
   char type[8];
   Host host;
+  char refusal[kReasonBytes];  // why this rank cannot take part; "" if it can
 };
 struct Offered {
   uint32_t bytes;  // 0: this rank cannot serve the transport
   std::byte offer[kOfferBytes];
+  char refusal[kReasonBytes];  // why not
 };
 struct Connected {
   char failure[kReasonBytes];  // "" when it worked
@@ -53,65 +48,85 @@ struct Connected {
 template <typename T>
 std::vector<T> gather(const Allgather& allgather, const T& mine) {
   std::vector<T> all;
-  for (const auto& bytes : allgather(to_bytes(mine))) all.push_back(from_bytes<T>(bytes));
+  for (const auto& bytes : allgather(to_bytes(mine)))
+    all.push_back(from_bytes<T>(bytes, "a bootstrap's blob"));
   return all;
 }
 
-std::shared_ptr<const Topology> exchange_hellos(const Allgather& allgather,
-                                                const std::string& type) {
-  Hello mine;
+// refusal: why this rank cannot take part.
+std::shared_ptr<const Topology> exchange_hellos(const Allgather& allgather, const std::string& type,
+                                                const std::optional<Error>& refusal) {
+  Hello mine{};
   put_text(mine.version, CGX_VERSION);
   put_text(mine.type, type);
   mine.host = this_host();
+  if (refusal) put_text(mine.refusal, refusal->what());
   const auto all = gather(allgather, mine);
-  for (size_t rank = 1; rank < all.size(); ++rank) {
-    require(std::string(all[rank].version) == all[0].version, CGX_MISMATCH, "rank 0 runs cgx ",
-            all[0].version, ", rank ", rank, " cgx ", all[rank].version,
-            ": install one version on all hosts");
-    require(std::string(all[rank].type) == all[0].type, CGX_MISMATCH,
-            "COMMUNICATOR_TYPE (or the transport asked for) is ", all[0].type, " on rank 0, ",
-            all[rank].type, " on rank ", rank);
+  if (refusal) throw *refusal;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    const std::string version = text_of(all[rank].version), its_type = text_of(all[rank].type);
+    require(version == CGX_VERSION, CGX_MISMATCH, "this rank runs cgx ", CGX_VERSION, ", rank ",
+            rank, " cgx ", version, ": install one version on all hosts");
+    require(its_type == type, CGX_MISMATCH,
+            "COMMUNICATOR_TYPE (or the transport asked for) is ", type, " on this rank, ", its_type,
+            " on rank ", rank);
+    require(all[rank].refusal[0] == '\0', CGX_SYSTEM, "rank ", rank,
+            " cannot take part: ", text_of(all[rank].refusal));
   }
   std::vector<Host> hosts;
   for (const Hello& each : all) hosts.push_back(each.host);
   return std::make_shared<Topology>(number_hosts(hosts));
 }
 
-// One transport: nullptr and why, if these ranks cannot have it.
+// Runs `work`; returns what it threw.
+template <typename Work>
+std::optional<Error> failure_of(Work&& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    return error;
+  } catch (const std::exception& error) {
+    return Error(CGX_SYSTEM, error.what());
+  }
+  return std::nullopt;
+}
+
+// One transport: nullptr and why, if these ranks cannot have it. What fails on this rank alone is
+// told to the others in the next exchange, so that all stay in step.
 std::unique_ptr<Transport> try_transport(const TransportEntry& entry, int rank, int size,
-                                         const Allgather& allgather, Communicator::Seconds timeout,
-                                         std::string* why) {
-  auto connector = entry.make(rank, size);
+                                         const Allgather& allgather, std::string* why) {
+  std::unique_ptr<Connector> connector;
   Offered mine{};
-  if (connector) {
+  const auto no_offer = failure_of([&] {
+    connector = entry.make(rank, size);
+    require(connector != nullptr, CGX_SYSTEM, "it has not been started");
     const Bytes offer = connector->offer();
     require(offer.size() <= kOfferBytes, CGX_INTERNAL, "offer of ", offer.size(), " bytes");
+    std::copy(offer.begin(), offer.end(), mine.offer);
     mine.bytes = static_cast<uint32_t>(offer.size());
-    std::memcpy(mine.offer, offer.data(), offer.size());
-  }
+  });
+  if (no_offer) put_text(mine.refusal, no_offer->what());
   std::vector<Bytes> offers;
   const auto all = gather(allgather, mine);
   for (size_t peer = 0; peer < all.size(); ++peer) {
-    if (all[peer].bytes == 0) {
-      *why = join("rank ", peer, " has not started it");
+    const Offered& offered = all[peer];
+    if (offered.bytes == 0 || offered.bytes > kOfferBytes) {
+      *why = join("rank ", peer, ": ", text_of(offered.refusal));
       return nullptr;
     }
-    offers.emplace_back(all[peer].offer, all[peer].offer + all[peer].bytes);
+    offers.emplace_back(offered.offer, offered.offer + offered.bytes);
   }
   *why = connector->refusal(offers);
   if (!why->empty()) return nullptr;
 
   std::unique_ptr<Transport> transport;
   Connected result{};
-  try {
-    transport = connector->connect(offers, timeout);
-  } catch (const std::exception& error) {
-    put_text(result.failure, error.what());
-  }
+  const auto failure = failure_of([&] { transport = connector->connect(offers); });
+  if (failure) put_text(result.failure, failure->what());
   const auto results = gather(allgather, result);
   for (size_t peer = 0; peer < results.size(); ++peer) {
     if (results[peer].failure[0] == '\0') continue;
-    *why = join("rank ", peer, ": ", results[peer].failure);
+    *why = join("rank ", peer, ": ", text_of(results[peer].failure));
     return nullptr;
   }
   return transport;
@@ -130,15 +145,18 @@ CommunicatorRef connect(const std::string& name, int rank, int size, const Allga
   require(size >= 1 && rank >= 0 && rank < size, CGX_INVALID_ARGUMENT, "rank ", rank, " of size ",
           size);
   if (size == 1) return alone(name, timeout);
-  // Now: a wrong one is told before peers are connected to this rank.
-  const int64_t unread_bytes = env_fusion_buffer_bytes();
-  const auto topology = exchange_hellos(allgather, type);
+  int64_t unread_bytes = 0;
+  const auto refusal = failure_of([&] {
+    if (name != Registry::kWorldName) Registry::instance().require_free(name);
+    unread_bytes = env_fusion_buffer_bytes();
+  });
+  const auto topology = exchange_hellos(allgather, type, refusal);
   std::string tried;
   const bool any = type == "AUTO" || type == "NCCL";  // NCCL is between devices only
   for (const auto& entry : transport_table()) {
     if (!any && type != entry.communicator_type) continue;
     std::string why;
-    auto transport = try_transport(entry, rank, size, allgather, timeout, &why);
+    auto transport = try_transport(entry, rank, size, allgather, &why);
     if (transport)
       return std::make_shared<Communicator>(name, rank, topology, type, timeout, unread_bytes,
                                             std::move(transport));
@@ -164,7 +182,7 @@ std::vector<CommunicatorRef> connect_local(const std::string& name, std::vector<
   for (int rank = 0; rank < size; ++rank)
     communicators.push_back(
         std::make_shared<Communicator>(join(name, "/", rank), rank, topology, type, timeout,
-                                       unread_bytes, connectors[rank]->connect(offers, timeout)));
+                                       unread_bytes, connectors[rank]->connect(offers)));
   return communicators;
 }
 
@@ -180,7 +198,7 @@ CommunicatorRef split(Communicator& parent, int color, int key, const std::strin
   if (color < 0) return nullptr;
   std::vector<std::pair<int, int>> members;  // (key, rank)
   for (int rank = 0; rank < parent.size; ++rank) {
-    const auto choice = from_bytes<Choice>(blobs[rank]);
+    const auto choice = from_bytes<Choice>(blobs[rank], "a choice of color");
     if (choice.color == color) members.emplace_back(choice.key, rank);
   }
   std::sort(members.begin(), members.end());
@@ -191,6 +209,7 @@ CommunicatorRef split(Communicator& parent, int color, int key, const std::strin
 
 CommunicatorRef group(Communicator& parent, const std::vector<int>& ranks,
                       const std::string& name) {
+  check_name(name);
   std::string list;
   for (const int rank : ranks) {
     require(rank >= 0 && rank < parent.size, CGX_INVALID_ARGUMENT, "rank ", rank,
@@ -205,9 +224,8 @@ CommunicatorRef group(Communicator& parent, const std::vector<int>& ranks,
   // Ranks that are threads share the registry: each one's communicator has a name of its own.
   const std::string own =
       std::string(parent.transport_name()) == "thread" ? join(name, "/", parent.rank) : name;
-  Registry::instance().require_free(own);
   // The list is part of the key: other members may be making another group of the same name.
-  const uint64_t hash = std::hash<std::string>()(list);
+  const uint64_t hash = fnv1a(std::as_bytes(std::span(list)));
   const std::string key = internal_key(join(name, "#", hash), "group");
   const Allgather allgather = [&](const Bytes& mine) {
     return parent.exchange(ranks, key, mine, parent.timeout);

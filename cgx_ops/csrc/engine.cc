@@ -23,7 +23,8 @@ constexpr int kStepsPerPass = 16;  // between two looks at the transport
 uint64_t channel_key(int source, uint32_t channel) {
   return static_cast<uint64_t>(source) << 32 | channel;
 }
-uint32_t channel_of(uint32_t serial, int part) { return serial % (kChannels / 2) * 2 + part; }
+constexpr uint32_t kSerials = kChannels / 2;  // that channels can tell apart
+uint32_t channel_of(uint32_t serial, int part) { return serial % kSerials * 2 + part; }
 
 // Adds up time on one account until another is named: one look at the clock for a run of steps of
 // one collective.
@@ -51,10 +52,11 @@ class Engine::CollectivePort : public Port {
   BufferRef allocate(size_t bytes) override { return engine_->transport_->allocate(bytes); }
   void send(int destination, int part, const BufferRef& buffer, size_t bytes) override {
     engine_->bytes_sent_ += static_cast<int64_t>(bytes);
-    engine_->transport_->send(destination, channel_of(collective_->serial, part), buffer, bytes,
-                              collective_->sends);
+    const uint32_t number = collective_->sent[part][destination]++;
+    const Slot slot{channel_of(collective_->serial, part), number % kSequences};
+    engine_->transport_->send(destination, slot, buffer, bytes, collective_->sends);
   }
-  int unreleased() const override { return collective_->sends->unreleased; }
+  int unreleased() const override { return collective_->sends->unreleased(); }
 
  private:
   Engine* engine_;
@@ -67,6 +69,7 @@ Engine::Engine(std::string name, int rank, int size, std::unique_ptr<Transport> 
       size_(size),
       transport_(std::move(transport)),
       crowded_(crowded()),
+      last_serial_(size, UINT32_MAX),
       lost_(size) {}
 
 Engine::~Engine() = default;
@@ -78,7 +81,8 @@ void Engine::put(const CollectiveRef& collective) {
   require(!closed_, CGX_CLOSED, "communicator '", name_, "' is closed: ", close_reason_);
   collective->key = {collective->name, collective->occurrence >= 0
                                            ? static_cast<uint64_t>(collective->occurrence)
-                                           : occurrences_[collective->name]++};
+                                       : collective->name.empty() ? unnamed_++
+                                                                  : Key::kNext};
   collective->started = Clock::now();
   collective->deadline =
       collective->started + std::chrono::duration_cast<Clock::duration>(collective->timeout);
@@ -264,14 +268,17 @@ void Engine::guard(Work&& work) {
 
 void Engine::accept(const CollectiveRef& collective) {
   Collective& c = *collective;
-  if (!running_.emplace(c.key, collective).second) {
+  if (c.key.occurrence != Key::kNext && running_.contains(c.key)) {
     end(c, CGX_INVALID_ARGUMENT,
         join("collective ", c.key.text(), " is already in flight on communicator '", name_,
              "': give each call its own name or occurrence"));
     return;
   }
+  running_.emplace(c.key, collective);
   next_check_ = {};  // a peer that it needs may be lost already
   c.serial = next_serial_++;
+  c.sends = std::make_shared<SendState>(size_);
+  for (auto& sent : c.sent) sent.resize(size_);
   c.headers.resize(size_);
   c.missing_headers = static_cast<int>(c.members.size());
   const auto begin = Clock::now();
@@ -283,47 +290,52 @@ void Engine::accept(const CollectiveRef& collective) {
     transport_->send_control(member, message);
     bytes_sent_ += static_cast<int64_t>(message.size());
   }
-  const auto early = early_headers_.find(c.key);
-  if (c.refusal.status != CGX_OK) {  // over, for this rank: what the others say is not for it
-    size_t to_come = c.members.size() - 1;
-    if (early != early_headers_.end()) {
-      to_come -= early->second.size();
-      early_headers_.erase(early);
-    }
-    if (to_come != 0) refused_[c.key] = to_come;
-    finish(c, CGX_OK, "");
-    return;
-  }
+  // Over, for this rank, if it refuses; what the others say of it is still to come, and is not for
+  // what follows.
+  if (c.refusal.status != CGX_OK) finish(c, CGX_OK, "");
   own.eager.clear();  // the algorithm has it
-  take_header(c, rank_, std::move(own));
-  if (early == early_headers_.end()) return;
-  auto headers = std::move(early->second);
-  early_headers_.erase(early);
-  for (auto& [source, header] : headers) place_header(source, std::move(header));
+  Uses& uses = uses_[c.key];
+  uses.open.push_back(collective);
+  std::vector<std::pair<int, Header>> mine;  // the first of each source
+  std::erase_if(uses.early, [&](auto& early) {
+    for (const auto& [source, header] : mine)
+      if (source == early.first) return false;
+    mine.push_back(std::move(early));
+    return true;
+  });
+  match(collective, rank_, std::move(own));
+  for (auto& [source, header] : mine) match(collective, source, std::move(header));
 }
 
-// A header belongs to the running collective of its key, unless that one has the source's already
-// (a fast peer is at its next use of the key) or is still to come.
-void Engine::place_header(int source, Header header) {
-  if (const auto refused = refused_.find(header.key); refused != refused_.end()) {
-    if (--refused->second == 0) refused_.erase(refused);
-    return;
-  }
-  const auto found = running_.find(header.key);
-  if (found == running_.end() || found->second->headers[source])
-    early_headers_[header.key].emplace_back(source, std::move(header));
-  else
-    take_header(*found->second, source, std::move(header));
+// A header belongs to the oldest collective of its key that lacks its source's, or to one that is
+// still to come.
+void Engine::take_header(int source, Header header) {
+  require(static_cast<int32_t>(header.serial - last_serial_[source]) > 0, CGX_PEER_FAILED, "rank ",
+          source, " announced collective ", header.key.text(), " twice, or out of turn");
+  last_serial_[source] = header.serial;
+  Uses& uses = uses_[header.key];
+  for (const CollectiveRef& collective : uses.open)
+    if (!collective->headers[source])
+      return match(CollectiveRef(collective), source, std::move(header));
+  uses.early.emplace_back(source, std::move(header));
 }
 
-void Engine::take_header(Collective& collective, int source, Header header) {
-  if (source != rank_) {
+void Engine::match(const CollectiveRef& ref, int source, Header header) {
+  Collective& collective = *ref;
+  require(std::find(collective.members.begin(), collective.members.end(), source) !=
+              collective.members.end(),
+          CGX_PEER_FAILED, "rank ", source, " takes part in collective ", collective.key.text(),
+          ", but is not one of its members");
+  const bool refused = collective.refusal.status != CGX_OK;
+  if (source != rank_ && !refused)
     for (int part = 0; part < 2; ++part)
-      channels_[channel_key(source, channel_of(header.serial, part))] = &collective;
-    collective.algorithm->deliver_eager(source, std::move(header.eager));
-  }
+      channels_[channel_key(source, channel_of(header.serial, part))] = {&collective};
   collective.headers[source] = std::move(header);
-  if (--collective.missing_headers == 0) agree(collective);
+  if (--collective.missing_headers != 0) return;
+  const auto found = uses_.find(collective.key);
+  found->second.open.pop_front();  // it is the oldest: those after it lack the same header, or more
+  if (found->second.open.empty() && found->second.early.empty()) uses_.erase(found);
+  if (!refused) agree(collective);
 }
 
 void Engine::agree(Collective& collective) {
@@ -349,9 +361,42 @@ void Engine::agree(Collective& collective) {
   }
   collective.agreed = true;
   collective.agreed_at = Clock::now();
+  if (collective.shortage) return cancel(collective);
+  for (const int member : collective.members)
+    if (member != rank_)
+      collective.algorithm->deliver_eager(member, std::move(collective.headers[member]->eager));
   auto early = std::move(collective.early);
   for (auto& [part, arrival] : early) collective.algorithm->deliver(part, std::move(arrival));
   enqueue(collective);
+}
+
+// This rank cannot go on with it. Those that are done with it have the right values; the others
+// end with this error. All headers are here, so nothing of it can be taken for another's.
+void Engine::cancel(Collective& collective) {
+  const cgx_status_t status = collective.shortage->status();
+  const std::string reason =
+      join("rank ", rank_, " cannot go on with collective ", collective.key.text(), ": ",
+           collective.shortage->what())
+          .substr(0, kLongestNews);
+  const Bytes message = write_cancel({collective.serial, {status, reason}});
+  for (const int member : collective.members)
+    if (member != rank_ && !lost_[member]) transport_->send_control(member, message);
+  finish(collective, status, reason);
+}
+
+void Engine::take_cancel(int source, const Cancel& cancel) {
+  const auto found = channels_.find(channel_key(source, channel_of(cancel.serial, 0)));
+  if (found != channels_.end()) {
+    Collective& collective = *found->second.collective;
+    if (collective.agreed)
+      finish(collective, cancel.reason.status, cancel.reason.message);
+    else  // with the last header it ends
+      collective.headers[source]->refused = cancel.reason;
+    return;
+  }
+  for (auto& [key, uses] : uses_)
+    for (auto& [member, header] : uses.early)
+      if (member == source && header.serial == cancel.serial) header.refused = cancel.reason;
 }
 
 void Engine::enqueue(Collective& collective) {
@@ -369,7 +414,21 @@ bool Engine::run_queue() {
     collective.queued = false;
     CollectivePort port(this, &collective);
     stopwatch.charge(&collective.computed);
-    const Step step = collective.algorithm->step(port);
+    Step step = Step::kIdle;
+    try {
+      step = collective.algorithm->step(port);
+    } catch (const Error& error) {
+      if (error.status() != CGX_SYSTEM && error.status() != CGX_UNSUPPORTED) throw;
+      collective.shortage = error;
+    } catch (const std::bad_alloc&) {
+      collective.shortage = Error(CGX_SYSTEM, "out of memory");
+    }
+    if (collective.shortage) {
+      stopwatch.charge(nullptr);
+      cancel(collective);
+      worked = true;
+      continue;
+    }
     worked |= step == Step::kWorked;
     if (step == Step::kWorked)
       enqueue(collective);
@@ -381,7 +440,7 @@ bool Engine::run_queue() {
   stopwatch.charge(nullptr);
   // Order of finishing_ does not matter: collectives are independent.
   for (size_t i = 0; i < finishing_.size();) {
-    if (finishing_[i]->sends->unsent != 0) {
+    if (finishing_[i]->sends->unsent() != 0) {
       ++i;
       continue;
     }
@@ -395,8 +454,11 @@ bool Engine::run_queue() {
 }
 
 void Engine::finish(Collective& collective, cgx_status_t status, std::string error) {
-  const CollectiveRef keep = running_.at(collective.key);
-  running_.erase(collective.key);
+  const auto [first, last] = running_.equal_range(collective.key);
+  const auto place = std::find_if(
+      first, last, [&](const auto& entry) { return entry.second.get() == &collective; });
+  const CollectiveRef keep = place->second;
+  running_.erase(place);
   for (int source = 0; source < static_cast<int>(collective.headers.size()); ++source)
     if (source != rank_ && collective.headers[source])
       for (int part = 0; part < 2; ++part)
@@ -406,7 +468,7 @@ void Engine::finish(Collective& collective, cgx_status_t status, std::string err
   std::erase(finishing_, &collective);
   // What it holds of the transport goes back while this thread has the role.
   collective.early.clear();
-  collective.headers.clear();
+  if (collective.missing_headers == 0) collective.headers.clear();  // else they are still counted
   end(collective, status, std::move(error));
 }
 
@@ -435,24 +497,50 @@ void Engine::end(Collective& collective, cgx_status_t status, std::string error)
 // ---- messages ------------------------------------------------------------------------------
 
 void Engine::on_control(int source, std::span<const std::byte> message) {
-  if (control_kind(message) == ControlKind::kAbort) {
-    on_peer_lost(source, Loss::kGaveUp, read_abort(message));
-    return;
+  Message read = read_message(source, message);
+  if (auto* header = std::get_if<Header>(&read))
+    take_header(source, std::move(*header));
+  else if (const auto* cancel = std::get_if<Cancel>(&read))
+    take_cancel(source, *cancel);
+  else
+    on_peer_lost(source, Loss::kGaveUp, std::get<Abort>(read).reason);
+}
+
+// The channel of a bulk message, which is counted; null if its collective has ended here.
+Engine::Channel* Engine::channel(int source, Slot slot) {
+  const auto found = channels_.find(channel_key(source, slot.channel));
+  if (found == channels_.end()) {
+    const uint32_t age = (last_serial_[source] - slot.channel / 2) % kSerials;
+    require(age < kSerials / 2, CGX_PEER_FAILED, "rank ", source,
+            " sent a message of a collective that it has not announced");
+    return nullptr;
   }
-  place_header(source, read_header(message));
+  Channel& channel = found->second;
+  require(slot.sequence == channel.next, CGX_PEER_FAILED, "rank ", source, " sent message ",
+          slot.sequence, " of collective ", channel.collective->key.text(), " where message ",
+          channel.next, " is due: one is lost, doubled or out of turn");
+  channel.next = (channel.next + 1) % kSequences;
+  return &channel;
 }
 
 void Engine::on_bulk(Arrival arrival) {
-  const auto found = channels_.find(channel_key(arrival.source, arrival.channel));
-  if (found == channels_.end()) return;  // of a collective that has failed here
-  Collective& collective = *found->second;
-  const int part = static_cast<int>(arrival.channel % 2);
+  const Channel* const of = channel(arrival.source, arrival.slot);
+  if (of == nullptr) return;
+  Collective& collective = *of->collective;
+  const int part = static_cast<int>(arrival.slot.channel % 2);
   if (!collective.agreed) {
     collective.early.emplace_back(part, std::move(arrival));
     return;
   }
   collective.algorithm->deliver(part, std::move(arrival));
   enqueue(collective);
+}
+
+void Engine::on_unreadable(int source, Slot slot, const Error& error) {
+  const Channel* const of = channel(source, slot);
+  if (of == nullptr) return;
+  of->collective->shortage = error;
+  if (of->collective->agreed) cancel(*of->collective);
 }
 
 // ---- failure -------------------------------------------------------------------------------
@@ -495,18 +583,23 @@ std::string Engine::describe_wait(const Collective& collective) const {
   std::string text = join("collective ", collective.key.text(), " did not end within ",
                           collective.timeout.count(), " s");
   for (const int member : collective.members) {
-    if (!waits_for(collective, member)) continue;
+    if (!waits_for(collective, member)) {
+      if (collective.sends->unread_by(member))
+        text += join("; rank ", member, " has not read what was sent to it");
+      continue;
+    }
     if (collective.headers[member]) {
       text += join("; rank ", member, " is late in phase ", collective.algorithm->phase());
       continue;
     }
     text += join("; rank ", member, " has not started it (phase header)");
     const auto other =
-        std::find_if(early_headers_.begin(), early_headers_.end(), [&](const auto& early) {
-          return std::any_of(early.second.begin(), early.second.end(),
+        std::find_if(uses_.begin(), uses_.end(), [&](const auto& each) {
+          const auto& early = each.second.early;
+          return std::any_of(early.begin(), early.end(),
                              [&](const auto& entry) { return entry.first == member; });
         });
-    if (other != early_headers_.end()) text += join(", but has started ", other->first.text());
+    if (other != uses_.end()) text += join(", but has started ", other->first.text());
   }
   return text;
 }
@@ -537,7 +630,7 @@ void Engine::fail_all(cgx_status_t status, const std::string& reason, Collective
     }
     finish(collective, status, std::move(text));
   }
-  early_headers_.clear();
+  uses_.clear();
   transport_->leave(false, news);
 }
 

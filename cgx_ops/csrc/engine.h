@@ -3,13 +3,13 @@
 //
 //   submit   a collective gets its key and is announced to every member by a header. No collective
 //            waits for an order to be agreed on: headers are matched by key.
-//   agree    when every member's header is here they are compared. All ranks see the same headers,
-//   so
-//            all go on, or all end with one error. Values move only after that.
-//   run      the algorithm's state machine, fed by messages, in bounded steps
-//   end      done, or failed: a passed deadline or a lost peer ends every collective and closes the
-//            communicator, and says so to the peers. Who asked to be notified is called, then
-//            those who wait go on
+//   agree    when every member's header is here they are compared: all ranks see the same, so all
+//            go on, or all end with one error. Values move only after that
+//   run      the algorithm's state machine, fed by messages, in bounded steps. A rank that is short
+//            of something cancels the collective on all ranks; the others go on
+//   end      done, or failed: a passed deadline, a lost peer or a message that makes no sense ends
+//            every collective and closes the communicator, and says so to the peers. Who asked to
+//            be notified is called, then those who wait go on
 //
 // One thread at a time holds the progress role: a caller blocked in wait(), else the progress
 // thread, which sleeps while nothing is in flight and nothing waits to be handed over.
@@ -71,9 +71,11 @@ class Engine : private Sink {
   template <typename Work>
   void guard(Work&& work);  // a failure of the transport ends everything
   void accept(const CollectiveRef& collective);
-  void place_header(int source, Header header);
-  void take_header(Collective& collective, int source, Header header);
+  void take_header(int source, Header header);
+  void match(const CollectiveRef& collective, int source, Header header);
   void agree(Collective& collective);
+  void cancel(Collective& collective);  // for its shortage
+  void take_cancel(int source, const Cancel& cancel);
   bool run_queue();
   void enqueue(Collective& collective);
   void check_waits();  // deadlines, lost peers
@@ -87,6 +89,7 @@ class Engine : private Sink {
 
   void on_control(int source, std::span<const std::byte> message) override;
   void on_bulk(Arrival arrival) override;
+  void on_unreadable(int source, Slot slot, const Error& error) override;
   void on_peer_lost(int rank, Loss how, const std::string& reason) override;
 
   const std::string name_;
@@ -102,7 +105,7 @@ class Engine : private Sink {
   std::atomic<bool> stop_{false};
   std::vector<CollectiveRef> submitted_;
   std::string close_reason_;
-  std::unordered_map<std::string, uint64_t> occurrences_;
+  uint64_t unnamed_ = 0;  // collectives without a name
   int callbacks_in_flight_ = 0;
   Totals totals_;
   std::thread thread_;
@@ -111,10 +114,21 @@ class Engine : private Sink {
   std::atomic<int64_t> bytes_sent_{0};
 
   // With the role.
-  std::unordered_map<Key, CollectiveRef, KeyHash> running_;
-  std::unordered_map<Key, std::vector<std::pair<int, Header>>, KeyHash> early_headers_;
-  std::unordered_map<Key, size_t, KeyHash> refused_;    // headers that are still to come, unwanted
-  std::unordered_map<uint64_t, Collective*> channels_;  // (source, channel)
+  std::unordered_multimap<Key, CollectiveRef, KeyHash> running_;
+  // What is known of one key, until it is used up. A rank's n-th header belongs to this rank's n-th
+  // collective of the key, so nothing needs to be counted for longer.
+  struct Uses {
+    std::deque<CollectiveRef> open;                // lack headers; oldest first
+    std::deque<std::pair<int, Header>> early;      // of collectives that are not started here yet
+  };
+  std::unordered_map<Key, Uses, KeyHash> uses_;
+  struct Channel {
+    Collective* collective;
+    uint32_t next = 0;  // sequence of the message that comes next
+  };
+  Channel* channel(int source, Slot slot);
+  std::unordered_map<uint64_t, Channel> channels_;  // by source and channel
+  std::vector<uint32_t> last_serial_;               // by source, of its headers
   std::deque<Collective*> ready_;
   std::vector<Collective*> blocked_;
   std::vector<Collective*> finishing_;  // computed; their sends are not handed over yet

@@ -7,7 +7,9 @@
 namespace cgx {
 namespace {
 
-struct Fixed {
+enum class Kind : uint8_t { kHeader = 1, kAbort = 2, kCancel = 3 };
+
+struct FixedHeader {
   uint8_t kind;
   uint8_t reserved[3];
   uint32_t serial;
@@ -19,15 +21,96 @@ struct Fixed {
   Agreement agreement;
 };
 
+struct FixedCancel {
+  uint8_t kind;
+  uint8_t reserved[3];
+  uint32_t serial;
+  int32_t status;
+};
+
+// A message: its fixed part, then texts and bytes of any length.
+template <typename Fixed, typename... Fields>
+Bytes write(const Fixed& fixed, const Fields&... fields) {
+  Bytes message = to_bytes(fixed);
+  const auto add = [&](const auto& field) {
+    const auto* first = reinterpret_cast<const std::byte*>(field.data());
+    message.insert(message.end(), first, first + field.size());
+  };
+  (add(fields), ...);
+  return message;
+}
+
+// Takes fields off a message, none beyond its end.
+class Reader {
+ public:
+  Reader(int source, std::span<const std::byte> message) : source_(source), rest_(message) {}
+
+  std::span<const std::byte> bytes(size_t count) {
+    require(count <= rest_.size(), CGX_PEER_FAILED, "rank ", source_,
+            " sent a control message that ends too early: ", rest_.size(), " bytes instead of ",
+            count);
+    const auto taken = rest_.first(count);
+    rest_ = rest_.subspan(count);
+    return taken;
+  }
+  template <typename T>
+  T fixed() {
+    return from_bytes<T>(bytes(sizeof(T)), "a control message");
+  }
+  std::string text(size_t count) {
+    const auto taken = bytes(count);
+    return {reinterpret_cast<const char*>(taken.data()), taken.size()};
+  }
+  std::string rest() { return text(rest_.size()); }
+  void require_end() const {
+    require(rest_.empty(), CGX_PEER_FAILED, "rank ", source_,
+            " sent a control message that is too long by ", rest_.size(), " bytes");
+  }
+  cgx_status_t status(int32_t value) const {
+    require(value >= CGX_OK && value <= CGX_INTERNAL, CGX_PEER_FAILED, "rank ", source_,
+            " sent the status ", value);
+    return static_cast<cgx_status_t>(value);
+  }
+
+ private:
+  const int source_;
+  std::span<const std::byte> rest_;
+};
+
+Header read_header(Reader reader, int source) {
+  const auto fixed = reader.fixed<FixedHeader>();
+  require(fixed.name_bytes <= kLongestName, CGX_PEER_FAILED, "rank ", source, " sent a name of ",
+          fixed.name_bytes, " bytes");
+  Header header;
+  header.serial = fixed.serial;
+  header.agreement = fixed.agreement;
+  header.key = {reader.text(fixed.name_bytes), fixed.occurrence};
+  header.eager = to_bytes(reader.bytes(fixed.eager_bytes));
+  header.refused = {reader.status(fixed.refusal_status), reader.text(fixed.refusal_bytes)};
+  reader.require_end();
+  return header;
+}
+
+Cancel read_cancel(Reader reader) {
+  const auto fixed = reader.fixed<FixedCancel>();
+  return {fixed.serial, {reader.status(fixed.status), reader.rest()}};
+}
+
+Abort read_abort(Reader reader) {
+  reader.fixed<Kind>();
+  return {reader.rest()};
+}
+
 }  // namespace
 
 std::string Key::text() const {
-  return name.empty() ? join("call ", occurrence) : join("'", name, "' (use ", occurrence, ")");
+  if (name.empty()) return join("call ", occurrence);
+  return occurrence == kNext ? join("'", name, "'") : join("'", name, "' (use ", occurrence, ")");
 }
 
 Bytes write_header(const Header& header) {
-  Fixed fixed{};
-  fixed.kind = static_cast<uint8_t>(ControlKind::kHeader);
+  FixedHeader fixed{};
+  fixed.kind = static_cast<uint8_t>(Kind::kHeader);
   fixed.serial = header.serial;
   fixed.occurrence = header.key.occurrence;
   fixed.name_bytes = static_cast<uint32_t>(header.key.name.size());
@@ -35,50 +118,32 @@ Bytes write_header(const Header& header) {
   fixed.refusal_bytes = static_cast<uint32_t>(header.refused.message.size());
   fixed.refusal_status = header.refused.status;
   fixed.agreement = header.agreement;
-  Bytes message(sizeof(fixed) + fixed.name_bytes + fixed.eager_bytes + fixed.refusal_bytes);
-  std::memcpy(message.data(), &fixed, sizeof(fixed));
-  std::memcpy(message.data() + sizeof(fixed), header.key.name.data(), fixed.name_bytes);
-  if (fixed.eager_bytes)
-    std::memcpy(message.data() + sizeof(fixed) + fixed.name_bytes, header.eager.data(),
-                fixed.eager_bytes);
-  std::memcpy(message.data() + message.size() - fixed.refusal_bytes, header.refused.message.data(),
-              fixed.refusal_bytes);
-  return message;
+  return write(fixed, header.key.name, header.eager, header.refused.message);
 }
 
-Bytes write_abort(const std::string& reason) {
-  Bytes message(1 + reason.size());
-  message[0] = static_cast<std::byte>(ControlKind::kAbort);
-  std::memcpy(message.data() + 1, reason.data(), reason.size());
-  return message;
+Bytes write_cancel(const Cancel& cancel) {
+  FixedCancel fixed{};
+  fixed.kind = static_cast<uint8_t>(Kind::kCancel);
+  fixed.serial = cancel.serial;
+  fixed.status = cancel.reason.status;
+  return write(fixed, cancel.reason.message);
 }
 
-ControlKind control_kind(std::span<const std::byte> message) {
-  return static_cast<ControlKind>(message[0]);
-}
+Bytes write_abort(const std::string& reason) { return write(Kind::kAbort, reason); }
 
-Header read_header(std::span<const std::byte> message) {
-  Fixed fixed;
-  std::memcpy(&fixed, message.data(), sizeof(fixed));
-  require(
-      message.size() == sizeof(fixed) + fixed.name_bytes + fixed.eager_bytes + fixed.refusal_bytes,
-      CGX_INTERNAL, "malformed header");
-  const std::byte* rest = message.data() + sizeof(fixed);
-  Header header;
-  header.serial = fixed.serial;
-  header.agreement = fixed.agreement;
-  header.key = {std::string(reinterpret_cast<const char*>(rest), fixed.name_bytes),
-                fixed.occurrence};
-  rest += fixed.name_bytes;
-  header.eager.assign(rest, rest + fixed.eager_bytes);
-  rest += fixed.eager_bytes;
-  header.refused = {static_cast<cgx_status_t>(fixed.refusal_status),
-                    std::string(reinterpret_cast<const char*>(rest), fixed.refusal_bytes)};
-  return header;
-}
-
-std::string read_abort(std::span<const std::byte> message) {
-  return {reinterpret_cast<const char*>(message.data()) + 1, message.size() - 1};
+Message read_message(int source, std::span<const std::byte> message) {
+  const Reader reader(source, message);
+  switch (const auto kind = Reader(reader).fixed<Kind>()) {
+    case Kind::kHeader:
+      return read_header(reader, source);
+    case Kind::kCancel:
+      return read_cancel(reader);
+    case Kind::kAbort:
+      return read_abort(reader);
+    default:
+      fail(CGX_PEER_FAILED, "rank ", source, " sent a control message of kind ",
+           static_cast<int>(kind));
+  }
 }
 
 }  // namespace cgx

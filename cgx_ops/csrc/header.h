@@ -1,13 +1,17 @@
-// The engine's control messages: a header announces a collective to every peer, an abort tells that
-// this rank has closed the communicator.
+// The engine's control messages.
 //
-// A header is the first message of a collective: its key, what all ranks must agree on, and, when
-// it is small, its values.
+//   header   the first message of a collective, to every peer: its key, what all ranks must agree
+//            on, and, when it is small, its values
+//   cancel   this rank cannot go on with a collective that all have agreed on, and why
+//   abort    this rank has closed the communicator, and why
+//
+// read_message() checks all that a peer has written before anything of it is used.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <string>
+#include <variant>
 
 #include "plan.h"
 #include "transport/transport.h"
@@ -16,6 +20,9 @@ namespace cgx {
 
 // What identifies a collective on a communicator, whatever the order in which ranks start it.
 struct Key {
+  // For names whose uses nobody counts: each rank's next one, in its own order.
+  static constexpr uint64_t kNext = UINT64_MAX;
+
   std::string name;  // "" for calls that follow the communicator's program order
   uint64_t occurrence = 0;
   bool operator==(const Key&) const = default;
@@ -43,13 +50,22 @@ struct Header {
   Refused refused;
 };
 
-enum class ControlKind : uint8_t { kHeader = 1, kAbort = 2 };
+struct Cancel {
+  uint32_t serial;  // the sender's number of the collective
+  Refused reason;
+};
+
+struct Abort {
+  std::string reason;
+};
+
+using Message = std::variant<Header, Cancel, Abort>;
 
 Bytes write_header(const Header& header);
+Bytes write_cancel(const Cancel& cancel);
 Bytes write_abort(const std::string& reason);
 
-ControlKind control_kind(std::span<const std::byte> message);
-Header read_header(std::span<const std::byte> message);
-std::string read_abort(std::span<const std::byte> message);
+// Throws Error(CGX_PEER_FAILED), which names the sender, for what no rank writes.
+Message read_message(int source, std::span<const std::byte> message);
 
 }  // namespace cgx

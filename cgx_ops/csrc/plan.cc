@@ -60,25 +60,31 @@ uint64_t hash_segments(const cgx_segment_t* segments, int64_t count) {
   return hash;
 }
 
+// A peer's number may be outside of the table.
+template <size_t N>
+const char* name_of(const char* const (&names)[N], int number) {
+  return number >= 0 && number < static_cast<int>(N) ? names[number] : "unknown";
+}
+
 const char* verb_name(int verb) {
   static constexpr const char* kNames[] = {"allreduce", "reduce_scatter", "all_gather"};
-  return kNames[verb];
+  return name_of(kNames, verb);
 }
 const char* dtype_name(int dtype) {
   static constexpr const char* kNames[] = {"float32", "float16", "bfloat16"};
-  return kNames[dtype];
+  return name_of(kNames, dtype);
 }
 const char* op_name(int op) {
   static constexpr const char* kNames[] = {"sum", "avg", "min", "max", "product"};
-  return kNames[op];
+  return name_of(kNames, op);
 }
 const char* algorithm_name(int algorithm) {
   static constexpr const char* kNames[] = {"auto", "one_shot", "sra", "ring", "hierarchical"};
-  return kNames[algorithm];
+  return name_of(kNames, algorithm);
 }
 const char* rounding_name(int rounding) {
   static constexpr const char* kNames[] = {"nearest", "stochastic", "shift"};
-  return kNames[rounding];
+  return name_of(kNames, rounding);
 }
 
 // Lists of pointers: complete, and for calls that have them.

@@ -34,14 +34,25 @@ class Algorithm {
   // What rides in the header that announces the collective; asked once, before anything else. The
   // peers' come with theirs.
   virtual Bytes eager() { return {}; }
-  virtual void deliver_eager(int /*source*/, Bytes /*payload*/) {}
-  // From here on all ranks are known to agree.
+  // From here on all ranks are known to agree. What peers send is given to take_eager() and take()
+  // only if this rank's own plan awaits just that; else these throw Error(CGX_PEER_FAILED), which
+  // names the sender.
+  void deliver_eager(int source, Bytes payload);
+  void deliver(int part, Arrival arrival);
   virtual Step step(Port& port) = 0;
-  virtual void deliver(int part, Arrival arrival) = 0;
   virtual bool finished() const = 0;
   // Messages of this rank are still missing; and in which phase it is, for the error text.
   virtual bool waits_for(int rank) const = 0;
   virtual const char* phase() const = 0;
+
+ protected:
+  static constexpr int64_t kNone = -1;
+
+  // Bytes of the next message that is due from a rank on a part, or kNone.
+  virtual int64_t due(int /*source*/, int /*part*/) const { return kNone; }
+  virtual bool awaits_eager(int /*source*/, size_t bytes) const { return bytes == 0; }
+  virtual void take_eager(int /*source*/, Bytes /*payload*/) {}
+  virtual void take(int /*part*/, Arrival /*arrival*/) {}
 };
 
 struct AlgorithmEntry {

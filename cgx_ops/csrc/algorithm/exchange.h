@@ -17,14 +17,15 @@ class Exchange : public Algorithm {
     (*blobs_)[rank] = mine_;
   }
   Bytes eager() override { return mine_; }
-  void deliver_eager(int source, Bytes payload) override { (*blobs_)[source] = std::move(payload); }
   Step step(Port&) override { return Step::kIdle; }
-  void deliver(int, Arrival) override {}
   bool finished() const override { return true; }
   bool waits_for(int) const override { return false; }
   const char* phase() const override { return "exchange"; }
 
  private:
+  bool awaits_eager(int, size_t) const override { return true; }  // who asked knows what it awaits
+  void take_eager(int source, Bytes payload) override { (*blobs_)[source] = std::move(payload); }
+
   Bytes mine_;
   std::vector<Bytes>* blobs_;
 };

@@ -76,7 +76,8 @@ struct Neighbour {
   int rank = 0;
   std::optional<LaneWalk> values_to;        // my values that it gets next, if it is in a lane
   std::optional<LaneWalk> values_from;      // its values that I get next, if I am in one
-  std::optional<LaneWalk> results_from;     // what it passes on to me next, if it is in a lane
+  std::optional<LaneWalk> results_due;      // what it passes on to me next, if it is in a lane
+  std::optional<LaneWalk> results_from;     // what of that is decoded next
   std::vector<std::deque<Arrival>> values;  // that have come, by the owner of their shard
 };
 
@@ -84,7 +85,8 @@ struct Neighbour {
 struct LaneShard {
   const Shard* shard = nullptr;
   size_t reduced = 0;        // chunks that are summed over my host
-  size_t decoded = 0;        // chunks whose result has come, if another host owns it
+  size_t arrived = 0;        // chunks whose result has come, if another host owns it
+  size_t decoded = 0;        // chunks of these that are decoded
   std::deque<Arrival> sums;  // that host's of the shard that I own
   std::deque<std::pair<BufferRef, size_t>> results;  // to be passed on: buffer, bytes
 
@@ -128,20 +130,6 @@ class Hierarchical : public Algorithm {
     return Step::kWorked;
   }
 
-  void deliver(int part, Arrival arrival) override {
-    const int source = arrival.source, host = topology_.host_of(source);
-    --awaited_[source];
-    if (part == kGather) {
-      gathered_.push_back(std::move(arrival));
-    } else if (host != host_) {
-      shards_[host].sums.push_back(std::move(arrival));
-    } else {
-      Neighbour& from = neighbours_[topology_.place_of(source)];
-      from.values[from.values_from->owner()].push_back(std::move(arrival));
-      from.values_from->advance();
-    }
-  }
-
   bool finished() const override {
     return !next_ && reduced() && gathered_.empty() && (!passed_on_ || passed_on_->done()) &&
            std::all_of(awaited_.begin(), awaited_.end(), [](size_t n) { return n == 0; });
@@ -152,6 +140,42 @@ class Hierarchical : public Algorithm {
   }
 
  private:
+  int64_t due(int source, int part) const override {
+    const int host = topology_.host_of(source);
+    if (host == host_) {
+      const Neighbour& from = neighbours_[topology_.place_of(source)];
+      const auto& walk = part == kScatter ? from.values_from : from.results_due;
+      if (!walk || walk->done()) return kNone;
+      return part == kScatter ? walk->chunk().intra_bytes : walk->chunk().gather_bytes;
+    }
+    if (place_ >= lanes_ || source != partner(host)) return kNone;
+    const LaneShard& mine = shards_[host_];
+    const LaneShard& theirs = shards_[host];
+    const size_t next = part == kScatter ? mine.reduced + theirs.sums.size() : theirs.arrived;
+    const auto& chunks = (part == kScatter ? mine : theirs).shard->chunks;
+    if (next >= chunks.size()) return kNone;
+    return part == kScatter ? chunks[next].scatter_bytes : chunks[next].gather_bytes;
+  }
+
+  void take(int part, Arrival arrival) override {
+    const int source = arrival.source, host = topology_.host_of(source);
+    const bool near = host == host_;
+    --awaited_[source];
+    if (part == kGather) {
+      if (near)
+        neighbours_[topology_.place_of(source)].results_due->advance();
+      else
+        ++shards_[host].arrived;
+      gathered_.push_back(std::move(arrival));
+    } else if (near) {
+      Neighbour& from = neighbours_[topology_.place_of(source)];
+      from.values[from.values_from->owner()].push_back(std::move(arrival));
+      from.values_from->advance();
+    } else {
+      shards_[host].sums.push_back(std::move(arrival));
+    }
+  }
+
   void add_neighbour(int rank) {
     Neighbour& added = neighbours_.emplace_back();
     added.rank = rank;
@@ -159,7 +183,8 @@ class Hierarchical : public Algorithm {
     const int place = topology_.place_of(rank);
     if (place < lanes_) {
       added.values_to.emplace(layout_, topology_, host_, place);
-      added.results_from.emplace(layout_, topology_, host_, place);
+      added.results_due.emplace(layout_, topology_, host_, place);
+      added.results_from.emplace(*added.results_due);
       awaited_[rank] += added.results_from->messages();
     }
     if (place_ < lanes_) {

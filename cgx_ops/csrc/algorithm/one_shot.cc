@@ -40,8 +40,6 @@ class OneShot : public Algorithm {
     return payload;
   }
 
-  void deliver_eager(int source, Bytes payload) override { eager_[source] = std::move(payload); }
-
   Step step(Port& port) override {
     if (reduce_next()) return Step::kWorked;
     if (encoded_ == chunks().size()) return Step::kIdle;
@@ -55,10 +53,6 @@ class OneShot : public Algorithm {
     return Step::kWorked;
   }
 
-  void deliver(int, Arrival arrival) override {
-    arrived_[arrival.source].push_back(std::move(arrival));
-  }
-
   bool finished() const override { return reduced_ == chunks().size(); }
   bool waits_for(int rank) const override {
     return rank != plan_.rank && reduced_ + arrived_[rank].size() < chunks().size() && !is_eager_;
@@ -66,6 +60,20 @@ class OneShot : public Algorithm {
   const char* phase() const override { return "one-shot exchange"; }
 
  private:
+  int64_t due(int source, int part) const override {
+    const size_t next = reduced_ + arrived_[source].size();
+    if (is_eager_ || part != 0 || next >= chunks().size()) return kNone;
+    return chunks()[next].scatter_bytes;
+  }
+  void take(int, Arrival arrival) override {
+    arrived_[arrival.source].push_back(std::move(arrival));
+  }
+  bool awaits_eager(int, size_t bytes) const override {
+    const bool has = is_eager_ && !chunks().empty();
+    return bytes == (has ? static_cast<size_t>(chunks()[0].scatter_bytes) : 0);
+  }
+  void take_eager(int source, Bytes payload) override { eager_[source] = std::move(payload); }
+
   const Shard& shard() const { return layout_.shard(plan_.rank); }  // everything
   const std::vector<Chunk>& chunks() const { return shard().chunks; }
 

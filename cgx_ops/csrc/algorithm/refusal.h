@@ -8,7 +8,6 @@ namespace cgx {
 class Refusal : public Algorithm {
  public:
   Step step(Port&) override { return Step::kIdle; }
-  void deliver(int, Arrival) override {}
   bool finished() const override { return true; }
   bool waits_for(int) const override { return false; }
   const char* phase() const override { return "refusal"; }

@@ -18,12 +18,14 @@ class Relay : public Algorithm {
         std::vector<std::span<std::byte>> incoming);
 
   Step step(Port& port) override;
-  void deliver(int part, Arrival arrival) override;
   bool finished() const override;
   bool waits_for(int rank) const override;
   const char* phase() const override { return "relay"; }
 
  private:
+  int64_t due(int source, int part) const override;
+  void take(int part, Arrival arrival) override;
+
   const int rank_;
   std::vector<std::span<const std::byte>> outgoing_;  // what is still to be sent
   std::vector<std::span<std::byte>> incoming_;        // what is still to come

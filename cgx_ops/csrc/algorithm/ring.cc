@@ -61,10 +61,8 @@ class RingAllreduce : public Algorithm {
         right_(ring_right(plan_.rank, plan_.size)),
         reduce_(layout_, plan_.rank, plan_.size, 1),
         gather_(layout_, plan_.rank, plan_.size, 0),
-        reducer_(plan_) {
-    for (const Walk& walk : {reduce_, gather_})
-      for (Walk ahead = walk; !ahead.done(); ahead.advance()) ++awaited_;
-  }
+        due_{reduce_, gather_},
+        reducer_(plan_) {}
 
   Step step(Port& port) override {
     if (started_ < starting_shard().chunks.size()) {
@@ -79,17 +77,25 @@ class RingAllreduce : public Algorithm {
     return Step::kWorked;
   }
 
-  void deliver(int part, Arrival arrival) override {
-    --awaited_;
-    arrived_[part].push_back(std::move(arrival));
-  }
   bool finished() const override {
     return started_ == starting_shard().chunks.size() && reduce_.done() && gather_.done();
   }
-  bool waits_for(int rank) const override { return rank == left_ && awaited_ > 0; }
+  bool waits_for(int rank) const override {
+    return rank == left_ && !(due_[kReduce].done() && due_[kGather].done());
+  }
   const char* phase() const override { return reduce_.done() ? "ring gather" : "ring reduce"; }
 
  private:
+  int64_t due(int source, int part) const override {
+    if (source != left_ || due_[part].done()) return kNone;
+    const Chunk& chunk = due_[part].chunk();
+    return part == kReduce ? chunk.scatter_bytes : chunk.gather_bytes;
+  }
+  void take(int part, Arrival arrival) override {
+    due_[part].advance();
+    arrived_[part].push_back(std::move(arrival));
+  }
+
   const Shard& starting_shard() const { return layout_.shard(left_); }
 
   void start_next(Port& port) {
@@ -134,8 +140,8 @@ class RingAllreduce : public Algorithm {
   const Layout layout_;
   const int left_, right_;
   size_t started_ = 0;
-  size_t awaited_ = 0;  // messages from the left
-  Walk reduce_, gather_;
+  Walk reduce_, gather_;  // what is done next
+  Walk due_[2];           // by part: what comes next
   std::deque<Arrival> arrived_[2];
   ChunkReducer reducer_;
 };

@@ -56,15 +56,6 @@ class Sra : public Algorithm {
     return Step::kIdle;
   }
 
-  void deliver(int part, Arrival arrival) override {
-    if (part == kScatter) {
-      contributions_[arrival.source].push_back(std::move(arrival));
-    } else {
-      ++gather_arrived_[arrival.source];
-      gathered_.push_back(std::move(arrival));
-    }
-  }
-
   bool finished() const override {
     if (scatters_ && encoded_ < longest_) return false;
     if (reduced_ < own_chunks().size()) return false;
@@ -85,6 +76,23 @@ class Sra : public Algorithm {
   }
 
  private:
+  int64_t due(int source, int part) const override {
+    if (part == kScatter) {
+      const size_t next = reduced_ + contributions_[source].size();
+      return scatters_ && next < own_chunks().size() ? own_chunks()[next].scatter_bytes : kNone;
+    }
+    if (!lacks(gather_arrived_, source)) return kNone;
+    return layout_.shard(source).chunks[gather_arrived_[source]].gather_bytes;
+  }
+  void take(int part, Arrival arrival) override {
+    if (part == kScatter) {
+      contributions_[arrival.source].push_back(std::move(arrival));
+    } else {
+      ++gather_arrived_[arrival.source];
+      gathered_.push_back(std::move(arrival));
+    }
+  }
+
   const std::vector<Chunk>& own_chunks() const { return layout_.shard(plan_.rank).chunks; }
   int next_peer(int peer) const { return (peer + 1) % plan_.size; }
   // Whether a peer's shard has chunks that `counts` does not count yet.

@@ -3,10 +3,10 @@
 #include <unistd.h>
 
 #include <cstring>
-#include <functional>
 #include <optional>
-#include <string_view>
+#include <span>
 
+#include "base/hash.h"
 #include "transport/host.h"
 
 namespace cgx::device::cuda {
@@ -76,7 +76,7 @@ Shared Shared::read(const Bytes& bytes) {
 // By a hash, since the names are too long for a handle.
 uint64_t Shared::this_memory_number() {
   const Host memory = this_memory();
-  return std::hash<std::string_view>()({memory.data(), memory.size()});
+  return fnv1a(std::as_bytes(std::span(memory)));
 }
 
 Bytes Shared::bytes() const {

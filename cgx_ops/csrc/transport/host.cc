@@ -12,7 +12,7 @@
 namespace cgx {
 namespace {
 
-std::string machine() {
+std::string read_machine() {
   char name[65] = {}, pid_namespace[64] = {};
   gethostname(name, sizeof(name) - 1);
   if (readlink("/proc/self/ns/pid", pid_namespace, sizeof(pid_namespace) - 1) < 0)
@@ -20,6 +20,12 @@ std::string machine() {
   std::string boot;
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
   return std::string(name) + "|" + boot + "|" + pid_namespace;
+}
+
+// Read once: later this process may have no descriptor left to read it with, and would be another.
+const std::string& machine() {
+  static const std::string text = read_machine();
+  return text;
 }
 
 Host to_host(const std::string& text) {

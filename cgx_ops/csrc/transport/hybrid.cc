@@ -29,9 +29,9 @@ class HybridTransport : public Transport {
   void send_control(int destination, std::span<const std::byte> message) override {
     to(destination).send_control(destination, message);
   }
-  void send(int destination, uint32_t channel, const BufferRef& buffer, size_t bytes,
+  void send(int destination, Slot slot, const BufferRef& buffer, size_t bytes,
             const std::shared_ptr<SendState>& state) override {
-    to(destination).send(destination, channel, buffer, bytes, state);
+    to(destination).send(destination, slot, buffer, bytes, state);
   }
 
   bool progress(Sink& sink) override {
@@ -62,6 +62,9 @@ class HybridTransport : public Transport {
       sink_.on_control(source, message);
     }
     void on_bulk(Arrival arrival) override { sink_.on_bulk(std::move(arrival)); }
+    void on_unreadable(int source, Slot slot, const Error& error) override {
+      sink_.on_unreadable(source, slot, error);
+    }
     void on_peer_lost(int rank, Loss how, const std::string& reason) override {
       if (!is_near_[rank]) sink_.on_peer_lost(rank, how, reason);
     }
@@ -93,29 +96,40 @@ class HybridConnector : public Connector {
 
   std::string refusal(const std::vector<Bytes>& offers) const override {
     std::vector<Host> memories;
-    for (const Bytes& offer : offers) memories.push_back(LocalOffer::read(offer).memory);
+    for (const Bytes& offer : near_parts(offers))
+      memories.push_back(LocalOffer::read(offer).memory);
     std::sort(memories.begin(), memories.end());
     if (memories.front() == memories.back()) return "all ranks share memory";
     if (std::adjacent_find(memories.begin(), memories.end()) == memories.end())
       return "no two ranks share memory";
-    return far_->refusal(far_part(offers));
+    return far_->refusal(far_parts(offers));
   }
 
-  std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers,
-                                     std::chrono::duration<double> timeout) override {
-    const Host own = LocalOffer::read(offers[rank_]).memory;
+  std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers) override {
+    const std::vector<Bytes> near = near_parts(offers);
+    const Host own = LocalOffer::read(near[rank_]).memory;
     std::vector<bool> is_near;
-    for (const Bytes& offer : offers) is_near.push_back(LocalOffer::read(offer).memory == own);
-    auto near = near_->connect(offers, timeout);
-    return std::make_unique<HybridTransport>(
-        std::move(near), far_->connect(far_part(offers), timeout), std::move(is_near));
+    for (const Bytes& offer : near) is_near.push_back(LocalOffer::read(offer).memory == own);
+    auto connected = near_->connect(near);
+    return std::make_unique<HybridTransport>(std::move(connected),
+                                             far_->connect(far_parts(offers)), std::move(is_near));
   }
 
  private:
-  static std::vector<Bytes> far_part(const std::vector<Bytes>& offers) {
+  // Both halves check the length of their part.
+  static size_t near_bytes(const Bytes& offer) {
+    return std::min(offer.size(), sizeof(LocalOffer));
+  }
+  static std::vector<Bytes> near_parts(const std::vector<Bytes>& offers) {
     std::vector<Bytes> parts;
     for (const Bytes& offer : offers)
-      parts.emplace_back(offer.begin() + sizeof(LocalOffer), offer.end());
+      parts.emplace_back(offer.begin(), offer.begin() + near_bytes(offer));
+    return parts;
+  }
+  static std::vector<Bytes> far_parts(const std::vector<Bytes>& offers) {
+    std::vector<Bytes> parts;
+    for (const Bytes& offer : offers)
+      parts.emplace_back(offer.begin() + near_bytes(offer), offer.end());
     return parts;
   }
 

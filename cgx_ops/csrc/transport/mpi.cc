@@ -97,9 +97,11 @@ MpiWorld mpi_start(std::chrono::duration<double> timeout) {
   if (job.ready) return mine;
   broken = true;  // until it has worked
   MPI_Request request;
-  check_mpi(MPI_Comm_idup(MPI_COMM_WORLD, &job.world, &request), "MPI_Comm_idup");
-  complete(&request, "MPI_Comm_idup", timeout);
-  MPI_Comm_set_errhandler(job.world, MPI_ERRORS_RETURN);
+  for (MPI_Comm* comm : {&job.world, &job.messages}) {
+    check_mpi(MPI_Comm_idup(MPI_COMM_WORLD, comm, &request), "MPI_Comm_idup");
+    complete(&request, "MPI_Comm_idup", timeout);
+    MPI_Comm_set_errhandler(*comm, MPI_ERRORS_RETURN);
+  }
   if (mine.rank == 0)
     job.number = static_cast<uint64_t>(std::chrono::system_clock::now().time_since_epoch().count());
   check_mpi(MPI_Ibcast(&job.number, 1, MPI_UINT64_T, 0, job.world, &request), "MPI_Ibcast");
@@ -109,24 +111,24 @@ MpiWorld mpi_start(std::chrono::duration<double> timeout) {
   return mine;
 }
 
-void mpi_finish(bool healthy) {
+void mpi_finish(bool healthy, std::chrono::duration<double> timeout) {
   if (!started_by_us || mpi_finalized()) return;
-  if (healthy && !left_behind) {
-    if (job.ready) MPI_Comm_free(&job.world);
-    MPI_Finalize();
-    return;
-  }
+  const bool sound = healthy && !left_behind;
   // A helper may be left behind in MPI_Finalize: it dies with the process.
   auto done = std::make_shared<Doorbell>();
   const uint32_t seen = done->count.load();
-  std::thread([done] {
+  std::thread([done, sound] {
+    if (sound && job.ready)
+      for (MPI_Comm* comm : {&job.world, &job.messages}) MPI_Comm_free(comm);
     MPI_Finalize();
     done->ring();
   }).detach();
-  const auto deadline = std::chrono::steady_clock::now() + kFinalizeGrace;
+  const auto deadline = std::chrono::steady_clock::now() +
+                        std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                            sound ? timeout : kFinalizeGrace);
   while (done->count.load() == seen && std::chrono::steady_clock::now() < deadline)
     done->sleep(seen, std::chrono::milliseconds(100));
-  remove_shared_files();
+  if (!sound || done->count.load() == seen) remove_shared_files();
 }
 
 void mpi_leave_behind() { left_behind = true; }

@@ -21,9 +21,9 @@ struct MpiWorld {
 bool mpi_wanted();
 // Initializes MPI (thread level MULTIPLE) unless somebody did. Throws if the level is lower.
 MpiWorld mpi_start(std::chrono::duration<double> timeout);
-// Finalizes MPI if mpi_start() initialized it. After a failure MPI_Finalize may wait for ranks that
-// never come, so it is then given a few seconds and abandoned.
-void mpi_finish(bool healthy);
+// Finalizes MPI if mpi_start() initialized it. MPI_Finalize may wait for ranks that never come, so
+// it is abandoned after the timeout, and after a failure within a few seconds.
+void mpi_finish(bool healthy, std::chrono::duration<double> timeout);
 // Messages were begun that may never end, and MPI_Finalize may wait for them, too.
 void mpi_leave_behind();
 // All ranks' blobs of equal size, over MPI_COMM_WORLD; throws when the timeout passes.

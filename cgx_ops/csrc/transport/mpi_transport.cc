@@ -1,12 +1,10 @@
-// The MPI transport: every message is a non-blocking send on a communicator of its own, taken in by
-// matched probes. Tag 0 is control, the other tags are channels; MPI keeps a tag's messages in
-// order.
+// The MPI transport: every message is a non-blocking send; what comes is taken in by the post that
+// this process's communicators share (transport/mpi_post.h). A message carries its sequence in its
+// tag; MPI keeps the order between two ranks.
 //
 // Messages are at most a chunk (32 KiB of payload), which Open MPI sends eagerly over TCP: large
 // single sends use one direction of the link at a time and take twice as long.
 #include <mpi.h>
-// After mpi.h, whose macros it needs.
-#include <mpi-ext.h>
 
 #include <atomic>
 #include <climits>
@@ -14,12 +12,13 @@
 #include <deque>
 #include <list>
 #include <memory>
-#include <tuple>
 #include <unordered_map>
+#include <utility>
 
+#include "base/hash.h"
 #include "base/status.h"
-#include "transport/doorbell.h"
 #include "transport/mpi.h"
+#include "transport/mpi_post.h"
 #include "transport/mpi_world.h"
 #include "transport/transport.h"
 
@@ -27,70 +26,55 @@ namespace cgx {
 namespace {
 
 constexpr int kSendWindow = 16;  // sends handed to MPI per destination
+constexpr auto kFarewell = std::chrono::seconds(1);
 
-// Memory for messages, kept for reuse: fresh memory is paid for page by page.
-class BlockPool {
- public:
-  using Block = std::unique_ptr<std::byte[]>;
+enum Kind : uint32_t { kControl = 1, kBulk = 2, kBye = 3 };
 
-  Block take(size_t bytes) {
-    if (bytes > kBlockBytes) return std::make_unique_for_overwrite<std::byte[]>(bytes);
-    if (free_.empty()) return std::make_unique_for_overwrite<std::byte[]>(kBlockBytes);
-    Block block = std::move(free_.back());
-    free_.pop_back();
-    return block;
-  }
-  void give_back(Block block, size_t bytes) {
-    if (bytes <= kBlockBytes && free_.size() < kMostFree) free_.push_back(std::move(block));
-  }
-
- private:
-  static constexpr size_t kBlockBytes = 64 * 1024;  // holds a chunk
-  static constexpr size_t kMostFree = 64;
-  std::vector<Block> free_;
-};
+static_assert(sizeof(MpiPrefix) <= kHeadroom);
 
 class MpiTransport : public Transport, private Arrival::Release {
  public:
-  MpiTransport(MPI_Comm comm, int rank, int size)
-      : comm_(comm), rank_(rank), links_(size), lost_(size, false) {
-    void* upper = nullptr;
-    int found = 0;
-    MPI_Comm_get_attr(comm_, MPI_TAG_UB, &upper, &found);
-    require(found && *static_cast<int*>(upper) >= static_cast<int>(kChannels), CGX_SYSTEM,
-            "this MPI has too few tags: ", found ? *static_cast<int*>(upper) : 0);
+  // ranks_in_job: by rank.
+  MpiTransport(uint64_t communicator, int rank, const std::vector<int>& ranks_in_job)
+      : communicator_(communicator),
+        rank_(rank),
+        box_(post_.open(communicator)),
+        links_(ranks_in_job.size()) {
+    for (int peer = 0; peer < static_cast<int>(ranks_in_job.size()); ++peer) {
+      links_[peer].rank_in_job = ranks_in_job[peer];
+      rank_of_[ranks_in_job[peer]] = peer;
+    }
   }
 
-  // comm_ is left to MPI_Finalize: freeing is collective, and a rank leaves alone. So are requests
-  // that never completed, and the memory MPI may still use for them.
+  // What MPI has not sent yet is left to it, with its memory.
   ~MpiTransport() override {
-    if (drained() && receiving_.empty() && abandoned_.empty()) return;
-    new std::tuple(std::move(links_), std::move(receiving_), std::move(abandoned_));
+    if (!drained() || !abandoned_.empty())
+      new std::pair(std::move(links_), std::move(abandoned_));  // NOLINT
   }
 
   const char* name() const override { return "mpi"; }
 
   BufferRef allocate(size_t bytes) override {
-    // The pool outlives the buffers that collectives still hold when the transport goes.
-    return {new Buffer{pool_->take(bytes).release(), bytes, 0, 0}, [pool = pool_](Buffer* buffer) {
-              pool->give_back(BlockPool::Block(buffer->data), buffer->capacity);
+    const size_t whole = kHeadroom + bytes;
+    auto block = post_.blocks().take(whole);
+    std::byte* const data = block.get() + kHeadroom;
+    return {new Buffer{data, bytes, 0, 0},
+            [this_block = block.release(), whole, &blocks = post_.blocks()](Buffer* buffer) {
+              blocks.give_back(BlockPool::Block(this_block), whole);
               delete buffer;
             }};
   }
 
   void send_control(int destination, std::span<const std::byte> message) override {
-    auto buffer = allocate(message.size());
-    std::memcpy(buffer->data, message.data(), message.size());
-    queue(destination, {0, buffer, message.size(), nullptr});
+    send_unread(destination, kControl, message);
   }
 
-  void send(int destination, uint32_t channel, const BufferRef& buffer, size_t bytes,
+  void send(int destination, Slot slot, const BufferRef& buffer, size_t bytes,
             const std::shared_ptr<SendState>& state) override {
-    require(bytes <= INT_MAX, CGX_UNSUPPORTED, "a bucket of ", bytes,
+    require(bytes <= INT_MAX - sizeof(MpiPrefix), CGX_UNSUPPORTED, "a bucket of ", bytes,
             " bytes does not fit into an MPI message: choose a smaller bucket_size");
-    ++state->unsent;
-    ++state->unreleased;
-    queue(destination, {static_cast<int>(1 + channel), buffer, bytes, state});
+    state->begin(destination);
+    queue(destination, {{communicator_, kBulk, slot.channel}, slot.sequence, buffer, bytes, state});
   }
 
   bool progress(Sink& sink) override {
@@ -103,13 +87,13 @@ class MpiTransport : public Transport, private Arrival::Release {
   }
 
   void wait(std::chrono::microseconds at_most) override {
-    bell_.sleep(seen_, std::min(at_most, kMpiPollInterval));
-    seen_ = bell_.count.load();
+    box_->bell.sleep(seen_, std::min(at_most, kMpiPollInterval));
+    seen_ = box_->bell.count.load();
   }
-  void wake() override { bell_.ring(); }
+  void wake() override { box_->bell.ring(); }
 
   bool flushed() const override {
-    for (const auto& link : links_)
+    for (const Link& link : links_)
       if (!link.queued.empty() || !link.sending.empty()) return false;
     return true;
   }
@@ -117,48 +101,42 @@ class MpiTransport : public Transport, private Arrival::Release {
 
   void leave(bool graceful, const std::string& reason) override {
     if (mpi_finalized()) return;
-    // A rank that leaves says so on the control channel, behind its last header.
-    for (int peer = 0; peer < static_cast<int>(links_.size()); ++peer) {
-      if (peer == rank_ || lost_[peer]) continue;
-      Bytes bye(2 + reason.size());
-      bye[0] = kBye;
-      bye[1] = std::byte{graceful};
-      std::memcpy(bye.data() + 2, reason.data(), reason.size());
-      send_control(peer, bye);
-    }
+    Bytes bye = to_bytes(static_cast<uint8_t>(graceful));
+    bye.insert(bye.end(), reinterpret_cast<const std::byte*>(reason.data()),
+               reinterpret_cast<const std::byte*>(reason.data() + reason.size()));
+    for (int peer = 0; peer < static_cast<int>(links_.size()); ++peer)
+      if (peer != rank_ && !links_[peer].lost) send_unread(peer, kBye, bye);
     struct Deaf : Sink {
       void on_control(int, std::span<const std::byte>) override {}
       void on_bulk(Arrival) override {}
+      void on_unreadable(int, Slot, const Error&) override {}
       void on_peer_lost(int, Loss, const std::string&) override {}
     } deaf;
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+    const auto deadline = std::chrono::steady_clock::now() + kFarewell;
     while (!drained() && std::chrono::steady_clock::now() < deadline) test_sends(deaf);
   }
 
  private:
-  // Marks the last control message of a rank; the engine's kinds are small numbers.
-  static constexpr std::byte kBye{0xff};
-
   struct Outgoing {
-    int tag;
+    MpiPrefix prefix;
+    uint32_t sequence;
     BufferRef buffer;
     size_t bytes;
-    std::shared_ptr<SendState> state;
+    std::shared_ptr<SendState> state;  // of a bulk message
     MPI_Request request = MPI_REQUEST_NULL;
   };
   struct Link {
+    int rank_in_job = 0;
+    bool lost = false;
     std::deque<Outgoing> queued;
     std::list<Outgoing> sending;
   };
-  struct Incoming {
-    int source;
-    int tag;
-    BlockPool::Block block;
-    size_t size;
-    MPI_Request request;
 
-    std::span<const std::byte> bytes() const { return {block.get(), size}; }
-  };
+  void send_unread(int destination, Kind kind, std::span<const std::byte> message) {
+    auto buffer = allocate(message.size());
+    std::memcpy(buffer->data, message.data(), message.size());
+    queue(destination, {{communicator_, kind, 0}, 0, buffer, message.size(), nullptr});
+  }
 
   void queue(int destination, Outgoing message) {
     links_[destination].queued.push_back(std::move(message));
@@ -166,20 +144,26 @@ class MpiTransport : public Transport, private Arrival::Release {
   }
 
   void start_sends(int destination) {
-    auto& link = links_[destination];
+    Link& link = links_[destination];
     while (!link.queued.empty() && link.sending.size() < kSendWindow) {
       link.sending.push_back(std::move(link.queued.front()));
       link.queued.pop_front();
-      auto& message = link.sending.back();
-      if (lost_[destination] || mpi_finalized()) {
-        settle(message);
+      Outgoing& message = link.sending.back();
+      if (link.lost || mpi_finalized()) {
+        settle(destination, message);
         link.sending.pop_back();
         continue;
       }
-      const int code = MPI_Isend(message.buffer->data, static_cast<int>(message.bytes), MPI_BYTE,
-                                 destination, message.tag, comm_, &message.request);
+      // All destinations of a buffer get the same prefix, so it may be under way already.
+      std::byte* const begin = message.buffer->data - sizeof(MpiPrefix);
+      if (std::memcmp(begin, &message.prefix, sizeof(MpiPrefix)) != 0)
+        std::memcpy(begin, &message.prefix, sizeof(MpiPrefix));
+      const int code =
+          MPI_Isend(begin, static_cast<int>(sizeof(MpiPrefix) + message.bytes), MPI_BYTE,
+                    link.rank_in_job, static_cast<int>(message.sequence), mpi_job().messages,
+                    &message.request);
       if (code != MPI_SUCCESS) {
-        settle(message);
+        settle(destination, message);
         link.sending.pop_back();
         errors_.emplace_back(destination, mpi_text(code));
         return;
@@ -187,10 +171,10 @@ class MpiTransport : public Transport, private Arrival::Release {
     }
   }
 
-  static void settle(const Outgoing& message) {
+  static void settle(int destination, const Outgoing& message) {
     if (!message.state) return;
-    --message.state->unsent;
-    --message.state->unreleased;
+    message.state->hand_over();
+    message.state->release(destination);
   }
 
   bool test_sends(Sink& sink) {
@@ -205,7 +189,7 @@ class MpiTransport : public Transport, private Arrival::Release {
           ++it;
           continue;
         }
-        settle(*it);
+        settle(peer, *it);
         it = sending.erase(it);
         worked = true;
       }
@@ -216,125 +200,89 @@ class MpiTransport : public Transport, private Arrival::Release {
   }
 
   bool receive(Sink& sink) {
-    bool worked = false;
-    for (;;) {
-      int found = 0;
-      MPI_Message message;
-      MPI_Status status;
-      const int code = MPI_Improbe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm_, &found, &message, &status);
-      if (code != MPI_SUCCESS) {
-        if (!report_failed(sink)) check_mpi(code, "MPI_Improbe");
-        return true;
-      }
-      if (!found) break;
-      int bytes = 0;
-      MPI_Get_count(&status, MPI_BYTE, &bytes);
-      auto& incoming =
-          receiving_.emplace_back(Incoming{status.MPI_SOURCE, status.MPI_TAG, pool_->take(bytes),
-                                           static_cast<size_t>(bytes), MPI_REQUEST_NULL});
-      check_mpi(MPI_Imrecv(incoming.block.get(), bytes, MPI_BYTE, &message, &incoming.request),
-                "MPI_Imrecv");
+    post_.progress();
+    std::deque<MpiMessage> messages;
+    std::vector<int> dead;
+    {
+      const std::lock_guard lock(box_->mutex);
+      messages.swap(box_->messages);
+      dead.swap(box_->dead);
     }
-    // In order of arrival: a message is delivered only when those before it have been.
-    while (!receiving_.empty()) {
-      int done = 0;
-      const int code = MPI_Test(&receiving_.front().request, &done, MPI_STATUS_IGNORE);
-      if (code != MPI_SUCCESS) {
-        lose(receiving_.front().source, Loss::kDied, mpi_text(code), sink);
-        receiving_.pop_front();
-        continue;
-      }
-      if (!done) break;
-      Incoming incoming = std::move(receiving_.front());
-      receiving_.pop_front();
-      deliver(std::move(incoming), sink);
-      worked = true;
-    }
-    return worked;
+    for (MpiMessage& message : messages) deliver(std::move(message), sink);
+    for (const int rank_in_job : dead)
+      if (const auto found = rank_of_.find(rank_in_job); found != rank_of_.end())
+        lose(found->second, Loss::kDied, "its process ended", sink);
+    return !messages.empty() || !dead.empty();
   }
 
-  void deliver(Incoming incoming, Sink& sink) {
-    const int source = incoming.source;
-    if (lost_[source]) return;
-    const auto bytes = incoming.bytes();
-    if (incoming.tag != 0) {
-      const auto channel = static_cast<uint32_t>(incoming.tag - 1);
+  void deliver(MpiMessage message, Sink& sink) {
+    const auto found = rank_of_.find(message.sender);
+    require(found != rank_of_.end(), CGX_PEER_FAILED, "rank ", message.sender,
+            " of the MPI job, which is not of this communicator, sent it a message");
+    const int source = found->second;
+    if (links_[source].lost) return;
+    const MpiPrefix prefix = message.prefix();
+    const auto payload = message.payload();
+    if (prefix.kind == kBulk) {
+      const Slot slot{prefix.channel, message.sequence};
       const uint64_t token = next_token_++;
-      held_.emplace(token, std::move(incoming));
-      sink.on_bulk(Arrival(source, channel, bytes, this, token));
+      held_.emplace(token, std::move(message));
+      sink.on_bulk(Arrival(source, slot, payload, this, token));
       return;
     }
-    if (bytes[0] == kBye) {
-      const std::string reason(reinterpret_cast<const char*>(bytes.data()) + 2, bytes.size() - 2);
-      lose(source, bytes[1] == std::byte{1} ? Loss::kLeft : Loss::kGaveUp, reason, sink);
+    if (prefix.kind == kControl) {
+      sink.on_control(source, payload);
     } else {
-      sink.on_control(source, bytes);
+      require(prefix.kind == kBye && !payload.empty(), CGX_PEER_FAILED, "rank ", source,
+              " sent a message of kind ", prefix.kind, " with ", payload.size(), " bytes");
+      const std::string reason(reinterpret_cast<const char*>(payload.data()) + 1,
+                               payload.size() - 1);
+      lose(source, payload[0] == std::byte{1} ? Loss::kLeft : Loss::kGaveUp, reason, sink);
     }
-    pool_->give_back(std::move(incoming.block), incoming.size);
+    post_.blocks().give_back(std::move(message.block), message.size);
   }
 
   void release(int, uint64_t token) override {
     const auto held = held_.find(token);
-    pool_->give_back(std::move(held->second.block), held->second.size);
+    post_.blocks().give_back(std::move(held->second.block), held->second.size);
     held_.erase(held);
   }
 
-  // Asks a fault-tolerant MPI (mpirun --with-ft ulfm) who died. False if nobody did.
-  bool report_failed(Sink& sink) {
-    bool any = false;
-#if defined(OMPI_HAVE_MPI_EXT_FTMPI) && OMPI_HAVE_MPI_EXT_FTMPI
-    MPI_Group failed = MPI_GROUP_NULL, all = MPI_GROUP_NULL;
-    if (MPIX_Comm_failure_ack(comm_) != MPI_SUCCESS ||
-        MPIX_Comm_failure_get_acked(comm_, &failed) != MPI_SUCCESS)
-      return false;
-    MPI_Comm_group(comm_, &all);
-    int count = 0;
-    MPI_Group_size(failed, &count);
-    for (int i = 0; i < count; ++i) {
-      int peer = MPI_UNDEFINED;
-      MPI_Group_translate_ranks(failed, 1, &i, all, &peer);
-      if (peer != MPI_UNDEFINED) lose(peer, Loss::kDied, "its process ended", sink);
-      any = true;
-    }
-    MPI_Group_free(&failed);
-    MPI_Group_free(&all);
-#endif
-    return any;
-  }
-
   void lose(int peer, Loss how, const std::string& reason, Sink& sink) {
-    if (lost_[peer]) return;
-    lost_[peer] = true;
-    for (auto& message : links_[peer].queued) settle(message);
-    links_[peer].queued.clear();
+    Link& link = links_[peer];
+    if (link.lost) return;
+    link.lost = true;
+    for (auto& message : link.queued) settle(peer, message);
+    link.queued.clear();
     if (how != Loss::kLeft) {
-      for (auto& message : links_[peer].sending) {
-        settle(message);
+      for (auto& message : link.sending) {
+        settle(peer, message);
         abandoned_.push_back(message.buffer);  // MPI may still read it
       }
-      links_[peer].sending.clear();
+      link.sending.clear();
     }
     sink.on_peer_lost(peer, how, reason);
   }
 
-  const std::shared_ptr<BlockPool> pool_ = std::make_shared<BlockPool>();
-  MPI_Comm comm_;
+  MpiPost& post_ = MpiPost::instance();
+  const uint64_t communicator_;
   const int rank_;
-  std::vector<Link> links_;
-  std::vector<bool> lost_;
-  std::deque<Incoming> receiving_;
-  std::unordered_map<uint64_t, Incoming> held_;
+  const std::shared_ptr<MpiBox> box_;
+  std::vector<Link> links_;               // by rank
+  std::unordered_map<int, int> rank_of_;  // by rank in the job
+  std::unordered_map<uint64_t, MpiMessage> held_;
   uint64_t next_token_ = 0;
   std::vector<std::pair<int, std::string>> errors_;
   std::vector<BufferRef> abandoned_;
-  Doorbell bell_;
   uint32_t seen_ = 0;
 };
 
 struct Offer {
   uint64_t job;
-  int64_t world_rank;
+  int64_t rank_in_job;
   uint64_t serial;  // of the communicator, on this rank
+
+  static Offer read(const Bytes& bytes) { return from_bytes<Offer>(bytes, "an offer of MPI"); }
 };
 
 std::atomic<uint64_t> next_serial{0};
@@ -344,50 +292,30 @@ class MpiConnector : public Connector {
   explicit MpiConnector(int rank) : rank_(rank) {}
 
   Bytes offer() const override {
-    int world_rank = 0;
-    MPI_Comm_rank(mpi_job().world, &world_rank);
-    const Offer mine{mpi_job().number, world_rank, serial_};
-    Bytes bytes(sizeof(mine));
-    std::memcpy(bytes.data(), &mine, sizeof(mine));
-    return bytes;
+    int rank_in_job = 0;
+    MPI_Comm_rank(mpi_job().world, &rank_in_job);
+    return to_bytes(Offer{mpi_job().number, rank_in_job, serial_});
   }
 
   std::string refusal(const std::vector<Bytes>& offers) const override {
     for (size_t peer = 0; peer < offers.size(); ++peer)
-      if (read(offers[peer]).job != read(offers[0]).job)
+      if (Offer::read(offers[peer]).job != Offer::read(offers[0]).job)
         return join("rank ", peer, " belongs to another MPI job than rank 0");
     return "";
   }
 
-  std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers,
-                                     std::chrono::duration<double>) override {
-    std::vector<int> ranks;
-    for (const auto& offer : offers) ranks.push_back(static_cast<int>(read(offer).world_rank));
-    MPI_Group all, members;
-    MPI_Comm_group(mpi_job().world, &all);
-    MPI_Group_incl(all, static_cast<int>(ranks.size()), ranks.data(), &members);
-    // Threads may be making groups side by side, of the same ranks too: serials tell them apart.
-    uint32_t tag = 0;
-    for (const auto& offer : offers)
-      tag = tag * 1000003u +
-            static_cast<uint32_t>(read(offer).world_rank * 7919 + read(offer).serial);
-    MPI_Comm comm;
-    const int code =
-        MPI_Comm_create_group(mpi_job().world, members, static_cast<int>(tag % 32749), &comm);
-    MPI_Group_free(&members);
-    MPI_Group_free(&all);
-    check_mpi(code, "MPI_Comm_create_group");
-    MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
-    return std::make_unique<MpiTransport>(comm, rank_, static_cast<int>(ranks.size()));
+  std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers) override {
+    std::vector<int> ranks_in_job;
+    uint64_t communicator = fnv1a({});  // of what every rank says of it: no two are equal
+    for (const Bytes& offer : offers) {
+      ranks_in_job.push_back(static_cast<int>(Offer::read(offer).rank_in_job));
+      communicator = fnv1a(offer, communicator);
+    }
+    return std::make_unique<MpiTransport>(communicator, rank_, ranks_in_job);
   }
 
  private:
-  static Offer read(const Bytes& bytes) {
-    Offer offer;
-    std::memcpy(&offer, bytes.data(), sizeof(offer));
-    return offer;
-  }
-  int rank_;
+  const int rank_;
   const uint64_t serial_ = next_serial++;
 };
 

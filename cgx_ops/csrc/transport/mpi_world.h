@@ -10,7 +10,8 @@ namespace cgx {
 
 struct MpiJob {
   bool ready = false;
-  MPI_Comm world = MPI_COMM_NULL;  // our duplicate of MPI_COMM_WORLD
+  // Our duplicates of MPI_COMM_WORLD: one for what is addressed by tag, one for the post.
+  MPI_Comm world = MPI_COMM_NULL, messages = MPI_COMM_NULL;
   uint64_t number = 0;             // equal on the ranks of one job, and only there
 };
 

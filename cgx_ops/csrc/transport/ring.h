@@ -1,6 +1,7 @@
 // A ring of frames between one writer and one reader, in memory both can map.
 //
-// A frame is {uint32 size, uint32 type, body, padding to 8}. Positions only grow; the bytes wrap.
+// A frame is {uint32 size, uint32 type, body, padding to 8}. Positions only grow; the bytes wrap. The
+// reader believes no length that the writer has written.
 #pragma once
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 namespace cgx {
 
 struct Ring {
+  enum class Popped { kFrame, kNothing, kMalformed };
   static constexpr size_t kCapacity = 64 * 1024;  // a power of two; at least two control messages
 
   alignas(64) std::atomic<uint64_t> written{0};
@@ -33,17 +35,20 @@ struct Ring {
     return true;
   }
 
-  // False if it is empty.
-  bool pop(uint32_t* type, std::vector<std::byte>* body) {
+  Popped pop(uint32_t* type, std::vector<std::byte>* body) {
     const uint64_t at = read.load(std::memory_order_relaxed);
-    if (written.load(std::memory_order_acquire) == at) return false;
+    const uint64_t there = written.load(std::memory_order_acquire) - at;
+    if (there == 0) return Popped::kNothing;
+    if (there < 8 || there > kCapacity) return Popped::kMalformed;
     uint32_t prefix[2];
     copy_out(at, prefix, sizeof(prefix));
+    const uint64_t total = 8 + round_up(prefix[0]);
+    if (total > there) return Popped::kMalformed;
     *type = prefix[1];
     body->resize(prefix[0]);
     copy_out(at + 8, body->data(), body->size());
-    read.store(at + 8 + round_up(prefix[0]), std::memory_order_release);
-    return true;
+    read.store(at + total, std::memory_order_release);
+    return Popped::kFrame;
   }
 
  private:

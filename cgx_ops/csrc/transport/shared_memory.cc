@@ -14,7 +14,11 @@ namespace {
 enum FrameType : uint32_t { kControl = 1, kBulk = 2, kRelease = 3 };
 
 struct BulkFrame {
-  uint64_t channel, segment, segment_bytes, offset, bytes, token;
+  Slot slot;
+  uint64_t segment, segment_bytes, offset, bytes, token;
+
+  // The bytes that it names lie in the segment.
+  bool fits() const { return offset <= segment_bytes && bytes <= segment_bytes - offset; }
 };
 
 constexpr size_t kSmallestBlock = 4 * 1024;
@@ -22,27 +26,16 @@ constexpr size_t kLargestSharedBlock = 256 * 1024;  // larger blocks get a segme
 constexpr size_t kBlocksPerSegment = 16;
 constexpr auto kAliveCheckInterval = std::chrono::milliseconds(50);
 
-template <typename T>
-std::span<const std::byte> as_bytes(const T& value) {
-  return {reinterpret_cast<const std::byte*>(&value), sizeof(T)};
-}
-
-Bytes to_bytes(std::span<const std::byte> span) { return {span.begin(), span.end()}; }
-
 }  // namespace
 
 LocalOffer LocalOffer::read(std::span<const std::byte> bytes) {
-  LocalOffer offer;
-  std::memcpy(&offer, bytes.data(), sizeof(offer));
-  return offer;
+  return from_bytes<LocalOffer>(bytes, "an offer of shared memory");
 }
-
-Bytes LocalOffer::bytes() const { return to_bytes(as_bytes(*this)); }
 
 size_t SharedMemoryConnector::control_bytes(int size) { return ControlSegment::bytes(size); }
 
 Bytes SharedMemoryConnector::offer() const {
-  return LocalOffer{this_memory(), getpid(), control_.id}.bytes();
+  return to_bytes(LocalOffer{this_memory(), getpid(), store_->file(), control_.id});
 }
 
 std::string SharedMemoryConnector::refusal(const std::vector<Bytes>& offers) const {
@@ -52,14 +45,15 @@ std::string SharedMemoryConnector::refusal(const std::vector<Bytes>& offers) con
   return "";
 }
 
-std::unique_ptr<Transport> SharedMemoryConnector::connect(const std::vector<Bytes>& offers,
-                                                          std::chrono::duration<double>) {
-  std::vector<LocalOffer> peers;
-  std::vector<uint64_t> controls;
-  for (const auto& offer : offers) {
-    peers.push_back(LocalOffer::read(offer));
-    const bool reached = near_(LocalOffer::read(offers[rank_]), peers.back());
-    controls.push_back(reached ? peers.back().control : 0);
+std::unique_ptr<Transport> SharedMemoryConnector::connect(const std::vector<Bytes>& offers) {
+  const LocalOffer own = LocalOffer::read(offers[rank_]);
+  std::vector<std::optional<LocalOffer>> peers(offers.size());
+  std::vector<uint64_t> controls(offers.size());
+  for (int peer = 0; peer < static_cast<int>(offers.size()); ++peer) {
+    const LocalOffer offer = LocalOffer::read(offers[peer]);
+    if (!near_(own, offer)) continue;
+    controls[peer] = offer.control;
+    if (peer != rank_) peers[peer] = offer;
   }
   store_->meet(peers);
   return std::make_unique<SharedMemoryTransport>(name_, rank_, controls, std::move(store_),
@@ -71,10 +65,13 @@ Buffer BufferPool::take(size_t bytes) {
   auto& free = free_[capacity];
   if (free.empty()) {
     const size_t count = capacity <= kLargestSharedBlock ? kBlocksPerSegment : 1;
-    const auto segment = store_->create(count * capacity);
+    const size_t stride = kHeadroom + capacity;
+    const auto segment = store_->create(count * stride);
     segment_bytes_[segment.id] = segment.bytes;
-    for (size_t i = count; i-- > 0;)  // the lowest address is taken first
-      free.push_back({segment.data + i * capacity, capacity, segment.id, i * capacity});
+    for (size_t i = count; i-- > 0;) {  // the lowest address is taken first
+      const size_t offset = i * stride + kHeadroom;
+      free.push_back({segment.data + offset, capacity, segment.id, offset});
+    }
   }
   Buffer buffer = free.back();
   free.pop_back();
@@ -91,13 +88,14 @@ SharedMemoryTransport::SharedMemoryTransport(const char* name, int rank,
       pool_(std::make_shared<BufferPool>(store_.get())),
       own_(reinterpret_cast<ControlSegment*>(own_control)),
       peers_(control_ids.size()) {
+  using Access = SegmentStore::Access;
   const int size = static_cast<int>(control_ids.size());
   for (int peer = 0; peer < size; ++peer) {
     if (peer == rank) continue;
     peers_[peer].lost = control_ids[peer] == 0;
     if (peers_[peer].lost) continue;
     peers_[peer].control = reinterpret_cast<ControlSegment*>(
-        store_->map(peer, control_ids[peer], ControlSegment::bytes(size)));
+        store_->map(peer, control_ids[peer], ControlSegment::bytes(size), Access::kWrite));
   }
 }
 
@@ -115,14 +113,13 @@ void SharedMemoryTransport::send_control(int destination, std::span<const std::b
   push(destination, kControl, message);
 }
 
-void SharedMemoryTransport::send(int destination, uint32_t channel, const BufferRef& buffer,
-                                 size_t bytes, const std::shared_ptr<SendState>& state) {
+void SharedMemoryTransport::send(int destination, Slot slot, const BufferRef& buffer, size_t bytes,
+                                 const std::shared_ptr<SendState>& state) {
   if (peers_[destination].lost) return;
   const uint64_t token = next_token_++;
   outstanding_.emplace(token, Outstanding{destination, buffer, state});
-  ++state->unsent;
-  ++state->unreleased;
-  const BulkFrame frame{channel,        buffer->segment, pool_->segment_bytes(buffer->segment),
+  state->begin(destination);
+  const BulkFrame frame{slot,           buffer->segment, pool_->segment_bytes(buffer->segment),
                         buffer->offset, bytes,           token};
   push(destination, kBulk, as_bytes(frame), state);
 }
@@ -136,7 +133,7 @@ void SharedMemoryTransport::push(int destination, uint32_t type, std::span<const
   auto& peer = peers_[destination];
   if (peer.lost) return;
   if (peer.backlog.empty() && peer.control->inbox[rank_].push(type, body)) {
-    if (state) --state->unsent;
+    if (state) state->hand_over();
     peer.control->doorbell.ring();
   } else {
     peer.backlog.push_back({type, to_bytes(body), state});
@@ -149,7 +146,7 @@ bool SharedMemoryTransport::flush(int destination) {
   while (!peer.backlog.empty()) {
     Frame& frame = peer.backlog.front();
     if (!peer.control->inbox[rank_].push(frame.type, frame.body)) break;
-    if (frame.state) --frame.state->unsent;
+    if (frame.state) frame.state->hand_over();
     peer.backlog.pop_front();
     pushed = true;
   }
@@ -182,48 +179,64 @@ bool SharedMemoryTransport::progress(Sink& sink) {
 
 bool SharedMemoryTransport::drain(int source, Sink& sink) {
   uint32_t type;
-  bool worked = false;
-  while (own_->inbox[source].pop(&type, &scratch_)) {
-    handle(source, type, scratch_, sink);
-    worked = true;
+  for (bool worked = false;; worked = true) {
+    const auto popped = own_->inbox[source].pop(&type, &scratch_);
+    require(popped != Ring::Popped::kMalformed, CGX_PEER_FAILED, "rank ", source,
+            " has left nonsense in its ring");
+    if (popped == Ring::Popped::kNothing) return worked;
+    if (!handle(source, type, scratch_, sink)) return true;
   }
-  return worked;
 }
 
-void SharedMemoryTransport::handle(int source, uint32_t type, std::span<const std::byte> body,
+// False if the peer's memory is gone: nothing that follows is taken in.
+bool SharedMemoryTransport::handle(int source, uint32_t type, std::span<const std::byte> body,
                                    Sink& sink) {
   if (type == kControl) {
     sink.on_control(source, body);
-  } else if (type == kRelease) {
-    uint64_t token;
-    std::memcpy(&token, body.data(), sizeof(token));
-    const auto found = outstanding_.find(token);
-    if (found == outstanding_.end()) return;
-    --found->second.state->unreleased;
-    outstanding_.erase(found);
-  } else {
-    BulkFrame frame;
-    std::memcpy(&frame, body.data(), sizeof(frame));
-    const std::byte* segment = nullptr;
-    try {
-      segment = store_->map(source, frame.segment, frame.segment_bytes);
-    } catch (const Error& error) {  // the sender failed and took its memory with it
-      peers_[source].died = error.what();
-      return;
-    }
-    sink.on_bulk(Arrival(source, static_cast<uint32_t>(frame.channel),
-                         {segment + frame.offset, frame.bytes}, this, frame.token));
+    return true;
   }
+  if (type == kBulk) return take_bulk(source, body, sink);
+  require(type == kRelease && body.size() == sizeof(uint64_t), CGX_PEER_FAILED, "rank ", source,
+          " sent a frame of type ", type, " with ", body.size(), " bytes");
+  const auto token = from_bytes<uint64_t>(body, "a release");
+  const auto found = outstanding_.find(token);
+  require(found != outstanding_.end() && found->second.destination == source, CGX_PEER_FAILED,
+          "rank ", source, " releases message ", token, ", which it does not have");
+  found->second.state->release(source);
+  outstanding_.erase(found);
+  return true;
+}
+
+bool SharedMemoryTransport::take_bulk(int source, std::span<const std::byte> body, Sink& sink) {
+  const auto frame = from_bytes<BulkFrame>(body, "a bulk frame");
+  require(frame.fits(), CGX_PEER_FAILED, "rank ", source, " sent a message of ", frame.bytes,
+          " bytes at ", frame.offset, " in a segment of ", frame.segment_bytes);
+  const std::byte* segment = nullptr;
+  try {
+    segment =
+        store_->map(source, frame.segment, frame.segment_bytes, SegmentStore::Access::kRead);
+  } catch (const Error& error) {
+    if (error.status() == CGX_PEER_FAILED) {  // it failed, and took its memory with it
+      if (peers_[source].died.empty()) peers_[source].died = error.what();
+      return false;
+    }
+    release(source, frame.token);
+    sink.on_unreadable(source, frame.slot, error);
+    return true;
+  }
+  sink.on_bulk(
+      Arrival(source, frame.slot, {segment + frame.offset, frame.bytes}, this, frame.token));
+  return true;
 }
 
 void SharedMemoryTransport::forget(int peer) {
   peers_[peer].lost = true;
   for (auto& frame : peers_[peer].backlog)
-    if (frame.state) --frame.state->unsent;
+    if (frame.state) frame.state->hand_over();
   peers_[peer].backlog.clear();
   for (auto it = outstanding_.begin(); it != outstanding_.end();) {
     if (it->second.destination == peer) {
-      --it->second.state->unreleased;
+      it->second.state->release(peer);
       it = outstanding_.erase(it);
     } else {
       ++it;

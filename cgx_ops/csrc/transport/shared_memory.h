@@ -11,6 +11,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -22,14 +23,21 @@
 
 namespace cgx {
 
+// The memory file that holds a rank's segments: where it is, and what tells it from any other file
+// that may be found there later.
+struct MemoryFile {
+  int64_t descriptor = -1;  // of the process that made it
+  uint64_t device = 0, inode = 0;
+};
+
 // What a rank tells its peers before it connects.
 struct LocalOffer {
   Host memory;
   int64_t pid;
-  uint64_t control;  // the id of its control segment
+  MemoryFile file;
+  uint64_t control;  // the id of its control segment; never 0
 
   static LocalOffer read(std::span<const std::byte> bytes);
-  Bytes bytes() const;
 };
 
 class SegmentStore {
@@ -39,13 +47,17 @@ class SegmentStore {
     size_t bytes = 0;
     uint64_t id = 0;
   };
+  enum class Access { kRead, kWrite };
   virtual ~SegmentStore() = default;
-  // Zeroed memory that peers can map by its id; freed with the store.
+  // Zeroed memory that peers can map by its id; freed with the store. Throws Error(CGX_SYSTEM).
   virtual Segment create(size_t bytes) = 0;
-  // A peer's segment in this process; throws if it is gone.
-  virtual std::byte* map(int owner, uint64_t id, size_t bytes) = 0;
-  // Before anything of the peers is mapped.
-  virtual void meet(const std::vector<LocalOffer>& /*peers*/) {}
+  // A peer's segment in this process. Throws Error: CGX_PEER_FAILED if it is not there, or is
+  // something else; CGX_SYSTEM if this process is short of something.
+  virtual std::byte* map(int owner, uint64_t id, size_t bytes, Access access) = 0;
+  // The file that the segments are in, if any.
+  virtual MemoryFile file() const { return {}; }
+  // Before anything of the peers is mapped. By rank; nothing for those that are not near.
+  virtual void meet(const std::vector<std::optional<LocalOffer>>& /*peers*/) {}
   // False once the peer's process has ended.
   virtual bool alive(int peer) = 0;
 };
@@ -62,8 +74,7 @@ class SharedMemoryConnector : public Connector {
   Bytes offer() const override;
   std::string refusal(const std::vector<Bytes>& offers) const override;
   // Leaves out whoever is not near.
-  std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers,
-                                     std::chrono::duration<double> timeout) override;
+  std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers) override;
 
  private:
   static size_t control_bytes(int size);
@@ -75,7 +86,8 @@ class SharedMemoryConnector : public Connector {
   SegmentStore::Segment control_;
 };
 
-// Blocks of power-of-two sizes, cut from segments; memory is taken when used and kept for reuse.
+// Blocks of power-of-two sizes, each behind its headroom, cut from segments; memory is taken when
+// used and kept for reuse.
 class BufferPool {
  public:
   explicit BufferPool(SegmentStore* store) : store_(store) {}
@@ -109,7 +121,7 @@ class SharedMemoryTransport : public Transport, private Arrival::Release {
   const char* name() const override { return name_; }
   BufferRef allocate(size_t bytes) override;
   void send_control(int destination, std::span<const std::byte> message) override;
-  void send(int destination, uint32_t channel, const BufferRef& buffer, size_t bytes,
+  void send(int destination, Slot slot, const BufferRef& buffer, size_t bytes,
             const std::shared_ptr<SendState>& state) override;
   bool progress(Sink& sink) override;
   void wait(std::chrono::microseconds at_most) override;
@@ -141,7 +153,8 @@ class SharedMemoryTransport : public Transport, private Arrival::Release {
             const std::shared_ptr<SendState>& state = nullptr);
   bool flush(int destination);
   bool drain(int source, Sink& sink);
-  void handle(int source, uint32_t type, std::span<const std::byte> body, Sink& sink);
+  bool handle(int source, uint32_t type, std::span<const std::byte> body, Sink& sink);
+  bool take_bulk(int source, std::span<const std::byte> body, Sink& sink);
   void forget(int peer);
 
   const char* name_;

@@ -1,111 +1,150 @@
-// Ranks that are processes of one host: segments are memory files (memfd) that peers open through
-// /proc/<pid>/fd. They have no name in /dev/shm, so no two jobs can meet and nothing is left behind
-// when a process ends, however it ends.
+// Ranks that are processes of one host: a rank's segments are ranges of one memory file (memfd),
+// which peers open through /proc/<pid>/fd. It has no name in /dev/shm, so no two jobs can meet and
+// nothing is left behind when a process ends, however it ends.
+//
+// A descriptor's number may be another file's by the time a peer opens it: the maker has closed the
+// communicator, or has ended. So a peer compares device and inode with what the maker has told, and
+// maps only what is sealed against shrinking, which nothing but a memory file is: no read of a
+// mapping can fail.
 #include <fcntl.h>
-#include <poll.h>
-#include <signal.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
 
 #include "base/status.h"
+#include "transport/file_descriptor.h"
+#include "transport/process.h"
 #include "transport/shared_memory.h"
 
 namespace cgx {
 namespace {
 
-class FileDescriptor {
- public:
-  explicit FileDescriptor(int fd = -1) : fd_(fd) {}
-  FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  FileDescriptor& operator=(FileDescriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~FileDescriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  int get() const { return fd_; }
+// This process has too little of something, which may be otherwise in a moment.
+bool is_short(int error) { return error == EMFILE || error == ENFILE || error == ENOMEM; }
 
- private:
-  int fd_;
-};
+[[noreturn]] void fail_short(const std::string& what, int error) {
+  const char* const remedy = error == ENOMEM ? "raise the limit of memory (ulimit -v)"
+                             : is_short(error)
+                                 ? "close files, or raise the limit of open files (ulimit -n)"
+                                 : "see the errors of memfd_create(2), ftruncate(2), mmap(2)";
+  fail(CGX_SYSTEM, what, ": ", std::strerror(error), "; ", remedy);
+}
 
 class Mapping {
  public:
-  Mapping(int fd, size_t bytes) : bytes_(bytes) {
-    data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    require(data_ != MAP_FAILED, CGX_SYSTEM, "cannot map ", bytes,
-            " bytes of shared memory: ", std::strerror(errno));
+  Mapping(int fd, off_t offset, size_t bytes, int protection) : bytes_(bytes) {
+    data_ = mmap(nullptr, bytes, protection, MAP_SHARED, fd, offset);
+    if (data_ == MAP_FAILED) fail_short(join("cannot map ", bytes, " bytes"), errno);
   }
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
   ~Mapping() { munmap(data_, bytes_); }
   std::byte* data() const { return static_cast<std::byte*>(data_); }
+  size_t bytes() const { return bytes_; }
 
  private:
   void* data_;
   size_t bytes_;
 };
 
+const size_t kPage = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+
+// Ids are never 0.
+uint64_t id_of(size_t offset) { return offset / kPage + 1; }
+size_t offset_of(uint64_t id) { return (id - 1) * kPage; }
+
+bool same_file(const MemoryFile& file, const struct stat& found) {
+  return found.st_dev == file.device && found.st_ino == file.inode;
+}
+
 class MemoryFileStore : public SegmentStore {
  public:
-  Segment create(size_t bytes) override {
-    FileDescriptor fd(memfd_create("cgx", MFD_CLOEXEC));
-    require(fd.get() >= 0 && ftruncate(fd.get(), static_cast<off_t>(bytes)) == 0, CGX_SYSTEM,
-            "cannot make ", bytes, " bytes of shared memory: ", std::strerror(errno));
-    auto mapping = std::make_unique<Mapping>(fd.get(), bytes);
-    // A serial number above the descriptor: a reused descriptor is not taken for the old segment.
-    const uint64_t id = static_cast<uint64_t>(fd.get()) | (++serial_ << 32);
-    std::byte* data = mapping->data();
-    own_.push_back({std::move(fd), std::move(mapping)});
-    return {data, bytes, id};
+  MemoryFileStore() : fd_(memfd_create("cgx", MFD_CLOEXEC | MFD_ALLOW_SEALING)) {
+    struct stat made;
+    if (fd_.get() < 0 || fcntl(fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK) < 0 ||
+        fstat(fd_.get(), &made) < 0)
+      fail_short("cannot make shared memory", errno);
+    file_ = {fd_.get(), made.st_dev, made.st_ino};
   }
 
-  std::byte* map(int owner, uint64_t id, size_t bytes) override {
-    auto& mapping = peers_.at(owner).mapped[id];
-    if (!mapping) {
-      const std::string path = join("/proc/", peers_[owner].pid, "/fd/", static_cast<uint32_t>(id));
-      const FileDescriptor fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
-      require(fd.get() >= 0, CGX_PEER_FAILED, "cannot open the shared memory of rank ", owner,
-              " (process ", peers_[owner].pid, "): ", std::strerror(errno));
-      mapping = std::make_unique<Mapping>(fd.get(), bytes);
-    }
+  Segment create(size_t bytes) override {
+    const size_t begin = bytes_, end = begin + (bytes + kPage - 1) / kPage * kPage;
+    if (ftruncate(fd_.get(), static_cast<off_t>(end)) < 0)
+      fail_short(join("cannot make ", bytes, " bytes of shared memory"), errno);
+    bytes_ = end;
+    own_.push_back(std::make_unique<Mapping>(fd_.get(), begin, bytes, PROT_READ | PROT_WRITE));
+    return {own_.back()->data(), bytes, id_of(begin)};
+  }
+
+  std::byte* map(int owner, uint64_t id, size_t bytes, Access access) override {
+    Peer& peer = peers_.at(owner);
+    auto& mapping = peer.mapped[id];
+    if (!mapping) mapping = open_mapping(owner, peer, id, bytes, access);
+    require(bytes <= mapping->bytes(), CGX_PEER_FAILED, "rank ", owner, " says that segment ", id,
+            " has ", bytes, " bytes; it had ", mapping->bytes());
     return mapping->data();
   }
 
-  bool alive(int peer) override {
-    const Process& process = peers_.at(peer);
-    if (process.pidfd.get() < 0)
-      return kill(static_cast<pid_t>(process.pid), 0) == 0 || errno == EPERM;
-    pollfd ended{process.pidfd.get(), POLLIN, 0};
-    return poll(&ended, 1, 0) <= 0;  // a signal may interrupt it
-  }
+  MemoryFile file() const override { return file_; }
 
-  void meet(const std::vector<LocalOffer>& peers) override {
-    for (const auto& peer : peers) {
-      const auto pid = static_cast<pid_t>(peer.pid);
-      peers_.push_back(
-          {pid, FileDescriptor(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))), {}});
+  bool alive(int peer) override { return peers_.at(peer).process->alive(); }
+
+  void meet(const std::vector<std::optional<LocalOffer>>& peers) override {
+    for (const auto& offer : peers) {
+      Peer& met = peers_.emplace_back();
+      if (!offer) continue;
+      met.pid = static_cast<pid_t>(offer->pid);
+      met.file = offer->file;
+      met.process = Process::of(met.pid);
     }
   }
 
  private:
-  struct Own {
-    FileDescriptor fd;
-    std::unique_ptr<Mapping> mapping;
-  };
-  struct Process {
-    int64_t pid;
-    FileDescriptor pidfd;  // < 0 on kernels without it
+  struct Peer {  // only of near ones
+    pid_t pid = 0;
+    MemoryFile file;
+    std::shared_ptr<Process> process;
     std::unordered_map<uint64_t, std::unique_ptr<Mapping>> mapped;
   };
-  uint64_t serial_ = 0;
-  std::vector<Own> own_;
-  std::vector<Process> peers_;
+
+  static std::unique_ptr<Mapping> open_mapping(int owner, const Peer& peer, uint64_t id,
+                                               size_t bytes, Access access) {
+    const auto gone = [&](const std::string& why) {
+      fail(CGX_PEER_FAILED, "the shared memory of rank ", owner, " (process ", peer.pid,
+           ") is gone: ", why);
+    };
+    const auto check = [&](int result) {
+      if (result >= 0) return;
+      if (is_short(errno)) fail_short(join("cannot open the memory of rank ", owner), errno);
+      gone(std::strerror(errno));
+    };
+    const std::string path = join("/proc/", peer.pid, "/fd/", peer.file.descriptor);
+    struct stat found;
+    check(stat(path.c_str(), &found));  // opening some other file could have effects
+    if (!same_file(peer.file, found)) gone("another file has its descriptor");
+    const bool writes = access == Access::kWrite;
+    const FileDescriptor fd(
+        open(path.c_str(), (writes ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
+    check(fd.get());
+    check(fstat(fd.get(), &found));
+    const int seals = fcntl(fd.get(), F_GET_SEALS);
+    if (!same_file(peer.file, found) || seals < 0 || !(seals & F_SEAL_SHRINK))
+      gone("another file has its descriptor");
+    const size_t offset = offset_of(id), end = static_cast<size_t>(found.st_size);
+    require(id > 0 && offset <= end && bytes <= end - offset, CGX_PEER_FAILED, "rank ", owner,
+            " says that segment ", id, " has ", bytes, " bytes; its memory ends before");
+    return std::make_unique<Mapping>(fd.get(), offset, bytes,
+                                     writes ? PROT_READ | PROT_WRITE : PROT_READ);
+  }
+
+  const FileDescriptor fd_;
+  MemoryFile file_;
+  size_t bytes_ = 0;  // of the file
+  std::vector<std::unique_ptr<Mapping>> own_;
+  std::vector<Peer> peers_;
 };
 
 bool same_host(const LocalOffer& a, const LocalOffer& b) { return a.memory == b.memory; }

@@ -1,7 +1,11 @@
-// Ranks that are threads of one process: segments are heap blocks with process-wide serial numbers.
+// Ranks that are threads of one process: segments are anonymous memory with process-wide serial
+// numbers. The kernel gives its pages, zeroed, when they are first used: most of a control segment
+// of many ranks never is.
+#include <sys/mman.h>
+
+#include <cerrno>
 #include <cstring>
 #include <mutex>
-#include <new>
 
 #include "base/status.h"
 #include "transport/shared_memory.h"
@@ -9,50 +13,65 @@
 namespace cgx {
 namespace {
 
-using Block = std::shared_ptr<std::byte>;
+struct Block {
+  std::shared_ptr<std::byte> memory;
+  size_t bytes = 0;
+};
 
-// Every live heap segment of this process. A rank that fails may free its segments while a peer is
+// Every live segment of this process. A rank that fails may free its segments while a peer is
 // about to look at them: whoever maps a segment shares its ownership.
-struct Heap {
+struct Segments {
+  struct Entry {
+    std::weak_ptr<std::byte> memory;
+    size_t bytes;
+  };
   std::mutex mutex;
   uint64_t next = 1;
-  std::unordered_map<uint64_t, std::weak_ptr<std::byte>> blocks;
-  static Heap& instance() {
-    static Heap* heap = new Heap;  // never destroyed: threads may outlive static destructors
-    return *heap;
+  std::unordered_map<uint64_t, Entry> live;
+  static Segments& instance() {
+    static auto* segments = new Segments;  // never destroyed: threads may outlive static destructors
+    return *segments;
   }
 };
 
-class HeapStore : public SegmentStore {
+class ThreadStore : public SegmentStore {
  public:
   Segment create(size_t bytes) override {
-    constexpr std::align_val_t kAlignment{64};
-    Block block(static_cast<std::byte*>(::operator new(bytes, kAlignment)),
-                [](std::byte* data) { ::operator delete(data, kAlignment); });
-    std::memset(block.get(), 0, bytes);
-    auto& heap = Heap::instance();
-    const std::lock_guard lock(heap.mutex);
-    std::erase_if(heap.blocks, [](const auto& entry) { return entry.second.expired(); });
-    const uint64_t id = heap.next++;
-    heap.blocks[id] = block;
+    void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    require(data != MAP_FAILED, CGX_SYSTEM, "cannot get ", bytes, " bytes of memory: ",
+            std::strerror(errno));
+    madvise(data, bytes, MADV_NOHUGEPAGE);  // a huge page would be zeroed as a whole
+    const Block block{{static_cast<std::byte*>(data), [bytes](auto* at) { munmap(at, bytes); }},
+                      bytes};
+    auto& segments = Segments::instance();
+    const std::lock_guard lock(segments.mutex);
+    std::erase_if(segments.live, [](const auto& entry) { return entry.second.memory.expired(); });
+    const uint64_t id = segments.next++;
+    segments.live[id] = {block.memory, bytes};
     held_[id] = block;
-    return {block.get(), bytes, id};
+    return {block.memory.get(), bytes, id};
   }
 
-  std::byte* map(int owner, uint64_t id, size_t) override {
-    const auto held = held_.find(id);
-    if (held != held_.end()) return held->second.get();
-    auto& heap = Heap::instance();
-    const std::lock_guard lock(heap.mutex);
-    const auto found = heap.blocks.find(id);
-    const Block block = found == heap.blocks.end() ? nullptr : found->second.lock();
-    require(block != nullptr, CGX_PEER_FAILED, "the memory of rank ", owner, " is gone");
-    return (held_[id] = block).get();
+  std::byte* map(int owner, uint64_t id, size_t bytes, Access) override {
+    Block& block = held_[id];
+    if (!block.memory) block = find(id);
+    require(block.memory && bytes <= block.bytes, CGX_PEER_FAILED, "the memory of rank ", owner,
+            " is gone");
+    return block.memory.get();
   }
 
   bool alive(int) override { return true; }  // as long as this process is
 
  private:
+  static Block find(uint64_t id) {
+    auto& segments = Segments::instance();
+    const std::lock_guard lock(segments.mutex);
+    const auto found = segments.live.find(id);
+    if (found == segments.live.end()) return {};
+    return {found->second.memory.lock(), found->second.bytes};
+  }
+
   std::unordered_map<uint64_t, Block> held_;
 };
 
@@ -64,7 +83,7 @@ bool same_process(const LocalOffer& a, const LocalOffer& b) {
 
 std::unique_ptr<Connector> make_thread_connector(int rank, int size) {
   return std::make_unique<SharedMemoryConnector>("thread", rank, size,
-                                                 std::make_unique<HeapStore>(), same_process,
+                                                 std::make_unique<ThreadStore>(), same_process,
                                                  "lives in another process");
 }
 

@@ -18,24 +18,49 @@
 #include <utility>
 #include <vector>
 
-namespace cgx {
+#include "base/bytes.h"
 
-using Bytes = std::vector<std::byte>;
+namespace cgx {
 
 // Memory that peers can read once it has been sent; encoders write straight into it. Its last owner
 // (the sender, or the transport until every peer has read it) gives it back to the pool.
 struct Buffer {
-  std::byte* data = nullptr;
+  std::byte* data = nullptr;  // kHeadroom bytes before it are the transport's
   size_t capacity = 0;
   uint64_t segment = 0;  // where peers find it: the transport's own terms
   size_t offset = 0;
 };
 using BufferRef = std::shared_ptr<Buffer>;
 
-// The sends of one collective that are still under way.
-struct SendState {
-  int unsent = 0;      // not yet handed over: the sender must still drive progress
-  int unreleased = 0;  // not yet read by the peer: bounds what a collective keeps in flight
+// Where bulk messages of one collective belong: a channel, and the number that a message has among
+// those to its destination, so that a lost, doubled or displaced one is noticed.
+struct Slot {
+  uint32_t channel;
+  uint32_t sequence;  // below kSequences: they begin anew after that
+};
+
+// The sends of one collective that are still under way. Transports tell it.
+class SendState {
+ public:
+  explicit SendState(int size) : unread_by_(size, 0) {}
+  void begin(int destination) {
+    ++unsent_;
+    ++unreleased_;
+    ++unread_by_[destination];
+  }
+  void hand_over() { --unsent_; }
+  void release(int destination) {
+    --unreleased_;
+    --unread_by_[destination];
+  }
+
+  int unsent() const { return unsent_; }  // the sender must still drive progress
+  int unreleased() const { return unreleased_; }  // bounds what a collective keeps in flight
+  bool unread_by(int rank) const { return unread_by_[rank] != 0; }
+
+ private:
+  int unsent_ = 0, unreleased_ = 0;
+  std::vector<int> unread_by_;  // by rank
 };
 
 // A bulk message. The bytes stay valid until the Arrival is destroyed, which tells the sender so.
@@ -45,12 +70,11 @@ class Arrival {
     virtual ~Release() = default;
     virtual void release(int source, uint64_t token) = 0;
   };
-  Arrival(int source, uint32_t channel, std::span<const std::byte> bytes, Release* owner,
-          uint64_t token)
-      : source(source), channel(channel), bytes(bytes), owner_(owner), token_(token) {}
+  Arrival(int source, Slot slot, std::span<const std::byte> bytes, Release* owner, uint64_t token)
+      : source(source), slot(slot), bytes(bytes), owner_(owner), token_(token) {}
   Arrival(Arrival&& other) noexcept
       : source(other.source),
-        channel(other.channel),
+        slot(other.slot),
         bytes(other.bytes),
         owner_(std::exchange(other.owner_, nullptr)),
         token_(other.token_) {}
@@ -60,7 +84,7 @@ class Arrival {
   }
 
   const int source;
-  const uint32_t channel;
+  const Slot slot;
   const std::span<const std::byte> bytes;
 
  private:
@@ -80,11 +104,15 @@ class Sink {
   virtual ~Sink() = default;
   virtual void on_control(int source, std::span<const std::byte> message) = 0;
   virtual void on_bulk(Arrival arrival) = 0;
+  // A bulk message is here, but this rank cannot take it in: it is short of something.
+  virtual void on_unreadable(int source, Slot slot, const Error& error) = 0;
   virtual void on_peer_lost(int rank, Loss how, const std::string& reason) = 0;
 };
 
 inline constexpr size_t kMaxControlBytes = 16 * 1024;
-inline constexpr uint32_t kChannels = 1u << 30;  // channel numbers are below
+inline constexpr uint32_t kChannels = 1u << 30;   // channel numbers are below
+inline constexpr uint32_t kSequences = 1u << 14;  // what every MPI's tags can tell
+inline constexpr size_t kHeadroom = 64;           // a cache line: payloads stay aligned
 
 class Transport {
  public:
@@ -93,7 +121,8 @@ class Transport {
 
   virtual BufferRef allocate(size_t bytes) = 0;
   virtual void send_control(int destination, std::span<const std::byte> message) = 0;
-  virtual void send(int destination, uint32_t channel, const BufferRef& buffer, size_t bytes,
+  // A buffer may go to several ranks, on one channel.
+  virtual void send(int destination, Slot slot, const BufferRef& buffer, size_t bytes,
                     const std::shared_ptr<SendState>& state) = 0;
 
   // Moves what can be moved without waiting; returns whether anything did.
@@ -112,16 +141,16 @@ class Transport {
 // ---- the table -----------------------------------------------------------------------------
 
 // Brings up one transport among the ranks of a bootstrap: everybody's offers are exchanged, then
-// all ranks decide alike from the same bytes.
+// all ranks decide alike from the same bytes. connect() makes no collective call of its own, so a
+// rank on which it throws keeps nobody waiting.
 class Connector {
  public:
   virtual ~Connector() = default;
   virtual Bytes offer() const = 0;
   // "" if these ranks can be connected, else why not.
   virtual std::string refusal(const std::vector<Bytes>& offers) const = 0;
-  // May throw; the ranks then agree to try the next transport. Blocks no longer than timeout.
-  virtual std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers,
-                                             std::chrono::duration<double> timeout) = 0;
+  // May throw; the ranks then agree to try the next transport. Waits for nobody.
+  virtual std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers) = 0;
 };
 
 struct TransportEntry {
@@ -129,7 +158,8 @@ struct TransportEntry {
   const char* description;
   const char* communicator_type;  // the COMMUNICATOR_TYPE that insists on it; "" if AUTO only
   int64_t chunk_bytes;            // of encoded values, at most, in a message of a large tensor
-  // nullptr when this process cannot serve the transport at all (MPI is not up).
+  // nullptr when this process cannot serve the transport at all (MPI is not up). May throw: this
+  // rank then has no offer, and says why.
   std::unique_ptr<Connector> (*make)(int rank, int size);
 };
 

@@ -1,0 +1,41 @@
+// Plain structs as bytes and back. What comes from a peer is never longer or shorter than expected:
+// from_bytes() checks, once for all.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include "base/status.h"
+
+namespace cgx {
+
+using Bytes = std::vector<std::byte>;
+
+template <typename T>
+std::span<const std::byte> as_bytes(const T& value) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  return {reinterpret_cast<const std::byte*>(&value), sizeof(T)};
+}
+
+inline Bytes to_bytes(std::span<const std::byte> span) { return {span.begin(), span.end()}; }
+
+template <typename T>
+Bytes to_bytes(const T& value) {
+  return to_bytes(as_bytes(value));
+}
+
+// `what`: said where the length is wrong.
+template <typename T>
+T from_bytes(std::span<const std::byte> bytes, const char* what) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  require(bytes.size() == sizeof(T), CGX_PEER_FAILED, what, " has ", bytes.size(),
+          " bytes instead of ", sizeof(T));
+  T value;
+  std::memcpy(&value, bytes.data(), sizeof(T));
+  return value;
+}
+
+}  // namespace cgx
