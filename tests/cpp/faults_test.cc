@@ -31,7 +31,7 @@ constexpr int64_t kFew = 1'000;    // values that ride in the headers
 constexpr int64_t kBucket = 512;   // all values of a bucket are equal, so 8 bits are exact too
 constexpr double kSoon = 0.4;      // seconds: where a deadline is what ends the wait
 constexpr double kLate = 60;       // where it is not
-constexpr int kWorkers = 4;        // cases at a time: they mostly wait
+constexpr int kWorkers = 8;        // cases at a time: they mostly wait
 
 float value(int rank, int64_t i, int call) {
   return static_cast<float>((i / kBucket * 31 + rank * 17 + call * 5) % 201 - 100);
@@ -187,7 +187,7 @@ std::vector<CommunicatorRef> connect(const std::vector<int>& hosts, int receiver
   }
   std::vector<CommunicatorRef> communicators;
   for (int rank = 0; rank < size; ++rank) {
-    auto transport = connectors[rank]->connect(offers, timeout);
+    auto transport = connectors[rank]->connect(offers);
     const auto own = rank == receiver ? fault : std::make_shared<Fault>();
     communicators.push_back(std::make_shared<Communicator>(
         join("faults/", rank), rank, topology, "AUTO", timeout, INT64_MAX,

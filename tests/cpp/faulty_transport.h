@@ -64,9 +64,9 @@ class FaultyTransport : public Transport, private Sink, private Arrival::Release
   void send_control(int destination, std::span<const std::byte> message) override {
     inner_->send_control(destination, message);
   }
-  void send(int destination, uint32_t channel, const BufferRef& buffer, size_t bytes,
+  void send(int destination, Slot slot, const BufferRef& buffer, size_t bytes,
             const std::shared_ptr<SendState>& state) override {
-    inner_->send(destination, channel, buffer, bytes, state);
+    inner_->send(destination, slot, buffer, bytes, state);
   }
   bool progress(Sink& sink) override {
     const bool worked = inner_->progress(*this);
@@ -84,12 +84,12 @@ class FaultyTransport : public Transport, private Sink, private Arrival::Release
   using Clock = std::chrono::steady_clock;
   static constexpr auto kHoldUp = std::chrono::milliseconds(5);
 
-  // A control message, a bulk message or the end of a rank.
+  // A control message, a bulk message or news that is handed on as it is.
   struct Message {
     int source;
     std::optional<Arrival> arrival;  // of a bulk message: it is the sender's memory until released
     Bytes bytes;
-    std::function<void(Sink&)> loss;
+    std::function<void(Sink&)> news;
   };
   struct Link {
     std::deque<Message> queue;
@@ -106,6 +106,10 @@ class FaultyTransport : public Transport, private Sink, private Arrival::Release
     const int source = arrival.source;
     Bytes bytes = exactly(arrival.bytes);
     take(Traffic::kBulk, {source, std::move(arrival), std::move(bytes), {}});
+  }
+  void on_unreadable(int source, Slot slot, const Error& error) override {
+    links_[source].queue.push_back(
+        {source, {}, {}, [=](Sink& sink) { sink.on_unreadable(source, slot, error); }});
   }
   void on_peer_lost(int rank, Loss how, const std::string& reason) override {
     put_back(links_[rank]);
@@ -186,11 +190,11 @@ class FaultyTransport : public Transport, private Sink, private Arrival::Release
   }
 
   void deliver(Message message, Sink& sink) {
-    if (message.loss) return message.loss(sink);
+    if (message.news) return message.news(sink);
     if (!message.arrival) return sink.on_control(message.source, message.bytes);
     const uint64_t token = next_token_++;
     const Message& held = held_.emplace(token, std::move(message)).first->second;
-    sink.on_bulk(Arrival(held.source, held.arrival->channel, held.bytes, this, token));
+    sink.on_bulk(Arrival(held.source, held.arrival->slot, held.bytes, this, token));
   }
 
   void release(int /*source*/, uint64_t token) override { held_.erase(token); }
@@ -198,7 +202,7 @@ class FaultyTransport : public Transport, private Sink, private Arrival::Release
   // One that nobody waits to have back.
   static std::optional<Arrival> again(const std::optional<Arrival>& arrival) {
     if (!arrival) return {};
-    return Arrival(arrival->source, arrival->channel, arrival->bytes, nullptr, 0);
+    return Arrival(arrival->source, arrival->slot, arrival->bytes, nullptr, 0);
   }
   static Bytes exactly(std::span<const std::byte> bytes) { return {bytes.begin(), bytes.end()}; }
 

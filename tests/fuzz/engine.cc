@@ -4,6 +4,7 @@
 #include "engine.h"
 
 #include <array>
+#include <map>
 #include <optional>
 #include <unordered_map>
 
@@ -18,7 +19,7 @@ using namespace cgx;
 
 namespace {
 
-constexpr int kSize = 3;
+constexpr int kSize = 4;
 constexpr int kCalls = 2;  // one after another
 
 struct Scenario {
@@ -30,14 +31,14 @@ struct Scenario {
 };
 // Of the last two the algorithm is not in a plan.
 constexpr Scenario kScenarios[] = {
-    {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0, 0}, 48, 4},
-    {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0, 0}, 30'000, 8},
-    {CGX_ALLREDUCE, CGX_SRA, {0, 0, 0}, 96, 4},
-    {CGX_ALLREDUCE, CGX_SRA, {0, 0, 0}, 48, 32},
-    {CGX_ALLREDUCE, CGX_RING, {0, 0, 0}, 96, 32},
-    {CGX_ALLREDUCE, CGX_HIERARCHICAL, {0, 0, 1}, 96, 4},
-    {CGX_REDUCE_SCATTER, CGX_SRA, {0, 0, 0}, 32, 4},
-    {CGX_ALL_GATHER, CGX_SRA, {0, 0, 0}, 32, 4},
+    {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0, 0, 0}, 64, 4},
+    {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0, 0, 0}, 30'000, 8},
+    {CGX_ALLREDUCE, CGX_SRA, {0, 0, 0, 0}, 128, 4},
+    {CGX_ALLREDUCE, CGX_SRA, {0, 0, 0, 0}, 64, 32},
+    {CGX_ALLREDUCE, CGX_RING, {0, 0, 0, 0}, 128, 32},
+    {CGX_ALLREDUCE, CGX_HIERARCHICAL, {0, 0, 1, 1}, 128, 4},
+    {CGX_REDUCE_SCATTER, CGX_SRA, {0, 0, 0, 0}, 32, 4},
+    {CGX_ALL_GATHER, CGX_SRA, {0, 0, 0, 0}, 32, 4},
     {},  // exchange
     {},  // relay
 };
@@ -60,10 +61,9 @@ class ScriptedTransport : public Transport, private Arrival::Release {
     return block;
   }
   void send_control(int, std::span<const std::byte> message) override {
-    if (control_kind(message) == ControlKind::kHeader)
-      own_header_ = {message.begin(), message.end()};
+    if (std::holds_alternative<Header>(read_message(0, message))) own_header_ = to_bytes(message);
   }
-  void send(int, uint32_t, const BufferRef&, size_t, const std::shared_ptr<SendState>&) override {}
+  void send(int, Slot, const BufferRef&, size_t, const std::shared_ptr<SendState>&) override {}
   bool progress(Sink& sink) override {
     while (!input_.empty() && !own_header_.empty()) {
       const int source = 1 + input_.below(kSize - 1);
@@ -79,11 +79,12 @@ class ScriptedTransport : public Transport, private Arrival::Release {
           break;
         case 3: {  // on the channel that it should have
           const auto channel = static_cast<uint32_t>(2 * calls_ + input_.below(2));
-          deliver_bulk(sink, source, channel, lengths_[input_.below(lengths_.size())]);
+          const Slot slot{channel, sent_[{source, channel}]++};
+          deliver_bulk(sink, source, slot, lengths_[input_.below(lengths_.size())]);
           break;
         }
         case 4:
-          deliver_bulk(sink, source, input_.number<uint32_t>(), input_.number<uint8_t>());
+          deliver_bulk(sink, source, input_.number<Slot>(), input_.number<uint8_t>());
           break;
         case 5:  // what has come is worked on before the rest comes
           return true;
@@ -110,12 +111,12 @@ class ScriptedTransport : public Transport, private Arrival::Release {
   static void deliver_control(Sink& sink, int source, Bytes message) {
     sink.on_control(source, message);
   }
-  void deliver_bulk(Sink& sink, int source, uint32_t channel, size_t length) {
+  void deliver_bulk(Sink& sink, int source, Slot slot, size_t length) {
     const int change = input_.number<int8_t>();  // mostly none
     if (change % 4 == 1) length = static_cast<size_t>(std::max<int64_t>(0, length + change / 4));
     const uint64_t token = next_token_++;
     const Bytes& bytes = held_.emplace(token, input_.pattern(length)).first->second;
-    sink.on_bulk(Arrival(source, channel, bytes, this, token));
+    sink.on_bulk(Arrival(source, slot, bytes, this, token));
   }
   void release(int, uint64_t token) override { FUZZ_CHECK(held_.erase(token) == 1); }
 
@@ -123,7 +124,8 @@ class ScriptedTransport : public Transport, private Arrival::Release {
   Bytes own_header_;
   int calls_ = 0;
   bool lost_ = false;
-  std::vector<size_t> lengths_;  // that messages should have
+  std::map<std::pair<int, uint32_t>, uint32_t> sent_;  // messages so far, by source and channel
+  std::vector<size_t> lengths_;                        // that messages should have
   std::unordered_map<uint64_t, Bytes> held_;
   uint64_t next_token_ = 0;
 };
@@ -156,8 +158,8 @@ std::unique_ptr<Algorithm> make(int which, Memory& memory, Agreement* agreement,
   }
   const Scenario& scenario = kScenarios[which];
   static const std::shared_ptr<const Topology> topologies[] = {
-      std::make_shared<Topology>(std::vector<int>{0, 0, 0}),
-      std::make_shared<Topology>(std::vector<int>{0, 0, 1})};
+      std::make_shared<Topology>(std::vector<int>{0, 0, 0, 0}),
+      std::make_shared<Topology>(std::vector<int>{0, 0, 1, 1})};
   const int64_t blocks = scenario.verb == CGX_ALLREDUCE ? 1 : kSize;
   memory.input.resize(scenario.numel * (scenario.verb == CGX_REDUCE_SCATTER ? blocks : 1));
   memory.output.resize(scenario.numel * (scenario.verb == CGX_ALL_GATHER ? blocks : 1));
@@ -201,7 +203,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     collective->algorithm = make(which, memory, &collective->agreement, &lengths);
     script.begin(call, std::move(lengths));
     collective->timeout = std::chrono::hours(1);
-    collective->members = {0, 1, 2};
+    collective->members = {0, 1, 2, 3};
     engine.run(collective);
     FUZZ_CHECK(collective->done);
     FUZZ_CHECK(collective->status == CGX_OK || !collective->error.empty());

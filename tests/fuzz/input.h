@@ -47,6 +47,7 @@ class Input {
     rest_ = rest_.subspan(given);
     return taken;
   }
+  std::vector<std::byte> rest() { return bytes(rest_.size()); }
   // `length` bytes of a short pattern, so that short inputs make long messages.
   std::vector<std::byte> pattern(size_t length) {
     const auto part = bytes(1 + below(16));
