@@ -180,6 +180,8 @@ def _quantize_rows(
         level = np.minimum(np.floor(scaled), top)
         if rounding == "shift":
             lo = np.where(flat, lo, lo + (np.float32(0.5) - r[:, 0]) * step)
+            finite &= np.isfinite(lo)  # a grid shifted beyond the lowest number is none
+            flat |= ~finite
     levels = np.where(flat[:, None], np.float32(0), level).astype(np.uint8)
     header = np.stack([lo, step], axis=1)
     header[~finite] = np.uint32(0x7FC00000).view(np.float32)
@@ -198,7 +200,7 @@ def _dequantize_rows(records: npt.NDArray[np.uint8], numel: int, bits: int) -> F
     level = np.packbits(spread, axis=2, bitorder="little")[:, :, 0].astype(np.float32)
     with np.errstate(all="ignore"):
         x = header[:, :1] + level * header[:, 1:]
-    return with_one_nan(x.astype(np.float32))
+    return x.astype(np.float32)
 
 
 def _split(numel: int, bucket_size: int) -> tuple[int, int]:
@@ -302,7 +304,7 @@ def dequantize(
 class _Wire:
     """How one segment's values become what their receivers see."""
 
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any]  # of exact values
     bits: int
     bucket_size: int
     rounding: RoundingMode
@@ -470,6 +472,13 @@ def _hierarchical(
     return out
 
 
+def _alone(op: Op, values: Values, divisor: int) -> Values:
+    """Return what one rank gets of its own values: nothing is encoded, but avg divides."""
+    if op != "avg" or divisor in (0, 1):
+        return values
+    return round_to(finish(op, widen(values), divisor), values.dtype)
+
+
 _ALGORITHMS: dict[str, Callable[..., Float32s]] = {
     "one_shot": _one_shot,
     "sra": _sra,
@@ -520,7 +529,7 @@ def allreduce(
         at = slice(segment.offset, segment.offset + segment.numel)
         xs = [x[at] for x in inputs]
         if len(xs) == 1:
-            out[at] = xs[0]
+            out[at] = _alone(op, xs[0], divisor)
             continue
         exact = travels_exact(segment, minimal_size)
         if not exact and op not in ("sum", "avg"):
@@ -528,10 +537,13 @@ def allreduce(
         bits = EXACT_BITS if exact else segment.bits
         back_bits = EXACT_BITS if exact else gather_bits or bits
         divide_by = divisor or len(xs)
+        # Partial sums and products are not rounded to fp16 or bf16; a minimum is one of the values.
+        passed_on = algorithm in ("ring", "hierarchical") and op not in ("min", "max")
+        way_out = FLOAT32 if passed_on else dtype
         lost = [np.zeros(segment.numel, np.float32) for _ in xs] if errors else None
         wire, back, intra = (
             _Wire(
-                dtype,
+                wire_dtype,
                 b,
                 segment.bucket_size,
                 rounding,
@@ -541,10 +553,10 @@ def allreduce(
                 lost,
                 scale,
             )
-            for b, scale in (
-                (bits, 1),
-                (back_bits, divide_by if op == "avg" else 1),
-                (EXACT_BITS if exact else intra_bits or EXACT_BITS, 1),
+            for wire_dtype, b, scale in (
+                (way_out, bits, 1),
+                (dtype, back_bits, divide_by if op == "avg" else 1),
+                (dtype, EXACT_BITS if exact else intra_bits or EXACT_BITS, 1),
             )
         )
         levels = (intra, hosts) if algorithm == "hierarchical" else ()
@@ -577,7 +589,7 @@ def reduce_scatter(
             xs = [x[start : start + segment.numel] for x in inputs]
             at = slice(segment.offset, segment.offset + segment.numel)
             if world_size == 1:
-                out[at] = xs[0]
+                out[at] = _alone(op, xs[0], divisor)
                 continue
             exact = travels_exact(segment, minimal_size)
             if not exact and op not in ("sum", "avg"):
@@ -725,7 +737,7 @@ def _error_of_host_sums(
             off += (len(ranks) - 1) * _U * size * (1 + len(ranks) * _U)
             if host != owner_host:
                 total = np.sum(terms, axis=0)
-                off += encoding(total - off, total + off, bits)
+                off += encoding(total - off, total + off, bits, dtype=FLOAT32)
             error[at] += off
             sizes[at] += size + off
     return error + (len(ranks_of) - 1) * _U * sizes * (1 + len(ranks_of) * _U), sizes
@@ -746,8 +758,9 @@ def error_bound(
 ) -> npt.NDArray[np.float64]:
     """Bound |result - exact| of allreduce for each of segment's elements.
 
-    exact is the sum (or mean) of the inputs in float64. Inputs are finite and the result does not
-    overflow its dtype. hosts: by rank, of hierarchical, which are several, one of several ranks.
+    exact is the sum (or mean) of the inputs in float64; inputs are finite. The bound is infinite
+    where the result may exceed its dtype's largest number, and so be infinite. hosts: by rank, of
+    hierarchical, which are several, one of several ranks.
     """
     dtype, world_size = inputs[0].dtype, len(inputs)
     at = slice(segment.offset, segment.offset + segment.numel)
@@ -791,4 +804,4 @@ def error_bound(
     error = first + second
     if dtype != FLOAT32:
         error += _UNIT[dtype] * (np.abs(y) + error) + _HALF_SMALLEST[dtype]
-    return error
+    return np.where(np.abs(y) + error > float(ml_dtypes.finfo(dtype).max), np.inf, error)

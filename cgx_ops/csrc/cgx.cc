@@ -27,7 +27,10 @@ std::mutex init_mutex;
 // Some rank has been lost, or never came: MPI_Finalize may wait for it.
 std::atomic<bool> job_failed{false};
 
-void watch_forks() {
+// Before anything that a forked child must not use. kernels() is asked first: a wrong
+// CGX_CPU_TARGET is told here, not in the first collective, and children find it settled.
+void prepare_process() {
+  kernels();
   static const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
   (void)registered;
 }
@@ -125,9 +128,8 @@ const char* cgx_describe(void) {
 
 cgx_status_t cgx_init(int32_t* world) {
   return guarded([&] {
-    watch_forks();
+    prepare_process();
     const std::lock_guard lock(init_mutex);
-    kernels();  // a wrong CGX_CPU_TARGET is told here, not in the first collective
     if (!Registry::instance().find_world()) {
       const bool failed = job_failed.exchange(true);  // unless make_world returns
       Registry::instance().add_world(make_world());
@@ -148,7 +150,7 @@ cgx_status_t cgx_finalize(void) {
 
 cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* comm) {
   return guarded([&] {
-    watch_forks();
+    prepare_process();
     check_struct(bootstrap, "cgx_bootstrap_t");
     const std::string name = bootstrap->name ? bootstrap->name : "";
     const int size = bootstrap->size;
@@ -171,7 +173,7 @@ cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* comm) {
 cgx_status_t cgx_comm_create_local(int32_t size, const char* name, double timeout_s,
                                    int32_t* comms) {
   return guarded([&] {
-    watch_forks();
+    prepare_process();
     require(size >= 1, CGX_INVALID_ARGUMENT, "size is ", size, "; accepted: 1 or more");
     for (int32_t rank = 0; rank < size; ++rank)
       Registry::instance().require_free(join(name ? name : "", "/", rank));

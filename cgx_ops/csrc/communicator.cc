@@ -143,7 +143,7 @@ void Communicator::wait(Collective& collective) {
 Plan Communicator::plan(const cgx_collective_t& call) const {
   Plan made = make_plan(call, rank, size);
   made.topology = topology;
-  made.algorithm = pick_algorithm(made);
+  resolve_algorithm(&made);
   made.chunk_bytes = fitting_chunk_bytes(made, most_chunk_bytes_);
   made.unread_bytes = unread_bytes_;
   return made;
@@ -211,7 +211,7 @@ void Communicator::enqueue(const cgx_collective_t& call, device::Device& device)
   require_device(call, CGX_CUDA, "cgx_enqueue is for CUDA; use cgx_start or cgx_run");
   Plan made = make_plan(call, rank, size);
   // Devices are one level: without a topology `auto` is not hierarchical.
-  made.algorithm = pick_algorithm(made);
+  resolve_algorithm(&made);
   require(made.algorithm == CGX_SRA || made.algorithm == CGX_ONE_SHOT, CGX_UNSUPPORTED,
           "algorithm is ", made.algorithm == CGX_RING ? "ring" : "hierarchical",
           "; on devices there are one_shot and sra: give one of them, or auto");

@@ -26,8 +26,9 @@ struct Segment {
   int64_t numel = 0;
   uint64_t seed = 0;
   const uint64_t* seed_at = nullptr;  // if not null, the seed is here, on the device
-  CompressorSettings intra;           // a rank's own values, within its host (hierarchical)
-  CompressorSettings scatter;  // a rank's own values, or its host's sums, on their way to the owner
+  // Exact values are of the tensor's dtype, but for partial sums (resolve_algorithm).
+  CompressorSettings intra;    // a rank's own values, within its host (hierarchical)
+  CompressorSettings scatter;  // a rank's own values, or partial sums, on their way to the owner
   CompressorSettings gather;   // reduced values, on their way back
 };
 
@@ -64,6 +65,8 @@ struct Plan {
     const int64_t fit = unread_bytes / std::max<int64_t>(1, message_bytes);
     return static_cast<int>(std::clamp<int64_t>(fit, 1, kMostUnreleased));
   }
+  // Whether one rank alone changes its values: the sum is its own, but divided.
+  bool divides_alone() const { return op == Op::kAvg && divisor != 1 && verb != CGX_ALL_GATHER; }
   // Bytes from the start of a buffer to an element.
   int64_t bytes(int64_t elements) const { return elements * size_of(dtype); }
 };

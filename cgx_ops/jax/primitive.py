@@ -364,4 +364,21 @@ def _exact(leaf: jax.Array, settings: Settings) -> jax.Array:
     return total / settings.size if settings.op == "avg" else total
 
 
+def _transpose(cotangents: list[Any], *operands: Any, settings: Settings) -> list[Any]:
+    """Transpose the exact collective. Cotangents of errors count for nothing, as their tangents."""
+    leaves, seeds = halves(operands)
+    exact = functools.partial(_exact, settings=settings)
+
+    def of_leaf(leaf: Any, cotangent: Any) -> Any:
+        if not ad.is_undefined_primal(leaf):
+            return None
+        if type(cotangent) is ad.Zero:
+            return ad.Zero(leaf.aval)
+        return jax.linear_transpose(exact, leaf.aval)(cotangent)[0]
+
+    transposed = [of_leaf(*pair) for pair in zip(leaves, cotangents, strict=False)]
+    return [*transposed, *(None for _ in seeds)]
+
+
 ad.primitive_jvps[collective_q_p] = _jvp
+ad.primitive_transposes[collective_q_p] = _transpose

@@ -169,6 +169,46 @@ def other_kinds(r: int, n: int) -> None:
 
 
 @case
+def averages(r: int, n: int) -> None:
+    """Of what the core does not reduce: the sum, divided. Integers towards zero, as NCCL does."""
+    avg, start = dist.ReduceOp.AVG, torch.arange(-3 * n, 3 * n)
+
+    def mine(dtype: torch.dtype, rank: int) -> torch.Tensor:
+        return (start * (rank + 1)).to(dtype)
+
+    def wanted(dtype: torch.dtype) -> torch.Tensor:
+        total = torch.stack([mine(dtype, rank) for rank in range(n)]).sum(0, dtype=dtype)
+        return total / n if dtype.is_floating_point else total.div(n, rounding_mode="trunc")
+
+    for dtype in (torch.int64, torch.int32, torch.int8, torch.float64, torch.float32):
+        want, part = wanted(dtype), slice(6 * r, 6 * r + 6)
+        x = mine(dtype, r)
+        dist.all_reduce(x, avg)
+        assert torch.equal(x, want), dtype
+        x = mine(dtype, r)
+        work = dist.all_reduce(x, avg, async_op=True)
+        doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+        assert torch.equal(doubled.wait(), want * 2), dtype
+        assert work.wait() and work.is_completed() and work.is_success() and torch.equal(x, want)
+        x = mine(dtype, r)
+        dist.reduce(x, n - 1, avg)
+        assert r != n - 1 or torch.equal(x, want), dtype
+        out = torch.empty(6, dtype=dtype)
+        dist.reduce_scatter_tensor(out, mine(dtype, r), avg)
+        assert torch.equal(out, want[part]), dtype
+        dist.reduce_scatter(out, list(mine(dtype, r).chunk(n)), avg)
+        assert torch.equal(out, want[part]), dtype
+    xs = [mine(torch.int64, r), mine(torch.int64, r)[1:]]
+    with _coalescing_manager():
+        for x in xs:
+            dist.all_reduce(x, avg)
+    assert all(map(torch.equal, xs, [wanted(torch.int64), wanted(torch.int64)[1:]]))
+    leaf = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    dist.all_reduce(leaf.detach(), avg)
+    assert leaf.tolist() == [1.0] * 3
+
+
+@case
 def collectives(r: int, n: int) -> None:
     x = torch.full((3,), float(r))
     dist.broadcast(x, n - 1)

@@ -1,5 +1,6 @@
 #include "algorithm/chunks.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "algorithm/residual.h"
@@ -31,6 +32,19 @@ std::span<const std::byte> encode_sums(const Plan& plan, const Piece& piece, Way
   return {to, static_cast<size_t>(bytes)};
 }
 
+// values = values / divisor, in fp32.
+void divide(const Plan& plan, std::byte* values, int64_t numel) {
+  constexpr int64_t kBlockNumel = 4096;
+  std::vector<float> block(std::min(numel, kBlockNumel));
+  for (int64_t first = 0; first < numel; first += kBlockNumel) {
+    const int64_t count = std::min(kBlockNumel, numel - first);
+    std::byte* at = values + plan.bytes(first);
+    kernels().convert(plan.dtype, at, Dtype::kFloat32, block.data(), count);
+    kernels().divide(block.data(), static_cast<float>(plan.divisor), count);
+    kernels().convert(Dtype::kFloat32, block.data(), plan.dtype, at, count);
+  }
+}
+
 }  // namespace
 
 void encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way way,
@@ -55,6 +69,7 @@ void pass_through(const Plan& plan) {
     const size_t bytes = plan.bytes(segment.numel);
     if (bytes == 0) continue;
     std::memmove(plan.output + segment.output_at, plan.input + segment.input_at, bytes);
+    if (plan.divides_alone()) divide(plan, plan.output + segment.output_at, segment.numel);
     if (segment.error) std::memset(segment.error, 0, bytes);
   }
 }

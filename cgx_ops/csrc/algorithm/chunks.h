@@ -24,7 +24,7 @@ void encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way 
 void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk,
                   const std::byte* message, std::byte* output);
 
-// One rank alone: the identity, which loses nothing.
+// One rank alone: the identity, but that avg divides. Nothing is encoded, so nothing is lost.
 void pass_through(const Plan& plan);
 
 class ChunkReducer {

@@ -243,14 +243,32 @@ void Rounds::decode(const At& at) const {
 }
 
 void pass_through(const Plan& plan, Queue& queue) {
+  Reduce division{};  // of the sum of one rank's values
+  division.dtype = plan.dtype;
+  division.op = plan.op;
+  division.divisor = static_cast<float>(plan.divisor);
+  division.size = 1;
+  division.own = 0;
+  Batch<Reduce> divide(queue, &Queue::reduce, division);
   for (const Segment& segment : plan.segments) {
     const size_t bytes = plan.bytes(segment.numel);
     if (bytes == 0) continue;
     const std::byte* from = plan.input + segment.input_at;
     std::byte* to = plan.output + segment.output_at;
-    if (from != to) queue.copy(to, from, bytes);
+    if (plan.divides_alone()) {
+      Piece piece{};
+      piece.values = from;
+      piece.result = to;
+      piece.numel = segment.numel;
+      piece.bucket_size = segment.scatter.bucket_size;
+      piece.bits = kExactBits;
+      divide.add(piece);
+    } else if (from != to) {
+      queue.copy(to, from, bytes);
+    }
     if (segment.error) queue.clear(segment.error, bytes);
   }
+  divide.flush();
 }
 
 }  // namespace cgx::device
