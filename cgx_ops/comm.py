@@ -377,7 +377,12 @@ class Communicator:
         if out is None and call.segments is not None:
             result.fill(0)
         collective = call.collective(
-            self.id, self.next_call(call.name), dtype_code(source.dtype), *pointers, block, self.name
+            self.id,
+            self.next_call(call.name),
+            dtype_code(source.dtype),
+            *pointers,
+            block,
+            self.name,
         )
         return collective, result
 

@@ -149,15 +149,15 @@ def derived_seed(seed: int, step: int, n: int) -> int:
 Seeds: TypeAlias = Sequence[int | Sequence[int]]
 
 
-def seeds_of(
-    seeds: Seeds | None, world_size: int, segment: int, block: int = 0
-) -> list[int]:
+def seeds_of(seeds: Seeds | None, world_size: int, segment: int, block: int = 0) -> list[int]:
     """Return each rank's seed of one segment, and of one block of a reduce_scatter."""
     own = [
-        derived_seed(seed, _SEGMENT_STEP, segment) if isinstance(seed, int) else seed[segment]
+        seed[segment]
+        if isinstance(seed, Sequence)
+        else derived_seed(int(seed), _SEGMENT_STEP, segment)
         for seed in seeds or [0] * world_size
     ]
-    return [derived_seed(seed, _BLOCK_STEP, block) for seed in own]
+    return [derived_seed(int(seed), _BLOCK_STEP, block) for seed in own]
 
 
 def noise(index: npt.NDArray[np.int64], seed: int, rank: int, phase: int) -> Float32s:
@@ -529,9 +529,9 @@ def allreduce(
 
     inputs[w]: rank w's buffer; all of one shape and dtype.
 
-    seeds: of each rank one, or one for each segment; zeros if None. noise_ranks[w]: what the noise's
-    counter holds of rank w; None: w. gather_bits: of the reduced values on their way back, 0
-    for the segment's own. intra_bits: of values within a host in hierarchical, 0 for exact.
+    seeds: of each rank one, or one for each segment; zeros if None. noise_ranks[w]: what the
+    noise's counter holds of rank w; None: w. gather_bits: of the reduced values on their way back,
+    0 for the segment's own. intra_bits: of values within a host in hierarchical, 0 for exact.
     divisor: of avg; 0 for the number of ranks. errors[w]: a buffer that receives what was lost of
     rank w's values. hosts[w]: what stands for rank w's host; None: all ranks share one. Elements
     outside all segments are 0 in the result.

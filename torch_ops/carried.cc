@@ -44,7 +44,7 @@ template <typename Use>
 void with_carried(const std::vector<int64_t>& numels, at::ScalarType dtype, const void* input,
                   void* output, const std::optional<at::Tensor>& seed, const Options& options,
                   const Place& place, Use&& use) {
-  const Seed own = seed_of(seed, options);
+  const OwnSeed own = seed_of(seed, options);
   with_collective(numels, dtype, input, output, own, options, [&](cgx_collective_t* collective) {
     const auto noise_rank = static_cast<int32_t>(place.noise_rank);
     collective->noise_rank = &noise_rank;

@@ -51,7 +51,7 @@ c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, const std::vector<int64_t
   c10::intrusive_ptr<c10d::Work> work;
   const at::Tensor input = buffers.input, output = buffers.output;
   void* const to = output.mutable_data_ptr();  // first: it may move a lazy copy, the input too
-  const Seed own = seed_of(seed, options);
+  const OwnSeed own = seed_of(seed, options);
   buffers.seed = own.on_device;
   with_collective(numels, input.scalar_type(), input.const_data_ptr(), to, own, options,
                   [&](cgx_collective_t* collective) {
@@ -77,8 +77,8 @@ void check_call(const at::Tensor& x, const std::optional<at::Tensor>& seed,
   }
 }
 
-Seed seed_of(const std::optional<at::Tensor>& seed, const Options& options) {
-  Seed own;
+OwnSeed seed_of(const std::optional<at::Tensor>& seed, const Options& options) {
+  OwnSeed own;
   if (!options.random()) return own;
   // A gradient has its own noise without a draw from the generator in backward, where checkpointing
   // does not restore it.
@@ -91,7 +91,7 @@ Seed seed_of(const std::optional<at::Tensor>& seed, const Options& options) {
 }
 
 void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, const void* input,
-                     void* output, const Seed& seed, const Options& options,
+                     void* output, const OwnSeed& seed, const Options& options,
                      const std::function<void(cgx_collective_t*)>& use) {
   const std::vector<cgx_segment_t> segments = end_to_end(numels, options.bits, options.bucket_size);
   cgx_collective_t collective = options.collective();

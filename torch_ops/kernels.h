@@ -32,16 +32,16 @@ void check_call(const at::Tensor& x, const std::optional<at::Tensor>& seed, cons
 
 // The seed of a collective: a number, or in the GPU's memory, where a graph that is recorded finds a
 // new one at every replay. The core derives those of segments.
-struct Seed {
+struct OwnSeed {
   int64_t number = 0;
   at::Tensor on_device;
 };
-Seed seed_of(const std::optional<at::Tensor>& seed, const Options& options);
+OwnSeed seed_of(const std::optional<at::Tensor>& seed, const Options& options);
 
 // Calls use(collective) with `options` on `numels.size()` tensors that lie end to end in `input`
 // (null where there is none), each a segment; `comm` is left for `use` to fill in.
 void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, const void* input,
-                     void* output, const Seed& seed, const Options& options,
+                     void* output, const OwnSeed& seed, const Options& options,
                      const std::function<void(cgx_collective_t*)>& use);
 
 // cgx::draw_seed: an int64 scalar on the argument's device, from that device's default generator of

@@ -41,9 +41,9 @@ def check_key(caller: str, key: Any) -> None:
 class CallSeeds:
     """The seeds of one call's leaves, from its key.
 
-    Errors of the groups along one mesh axis may be summed along another, so their noise must differ:
-    beside the call itself, a seed says where the device is along the other axes over which its leaf
-    varies. Where it does not vary, groups hold the same values, and get the same sums.
+    Errors of the groups along one mesh axis may be summed along another, so their noise must
+    differ: beside the call itself, a seed says where the device is along the other axes over which
+    its leaf varies. Where it does not vary, groups hold the same values, and get the same sums.
     """
 
     def __init__(self, key: jax.Array | None, call: str, axes: Iterable[Hashable] = ()) -> None:

@@ -10,7 +10,8 @@ Operands are `leaves` of one dtype in canonical shapes, then as many `seeds`, ui
     all_gather        (batch, n)         (size, batch, n)
 
 An example of the batch (vmap's) is a segment of the message with a seed of its own (also where vmap
-gives all of them one key), compressed as if it were alone. All leaves of one binding are one message.
+gives all of them one key), compressed as if it were alone. All leaves of one binding are one
+message.
 """
 
 import functools
