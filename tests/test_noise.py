@@ -38,10 +38,10 @@ def test_groups_with_equal_seeds(algorithm: Any) -> None:
     x, config = values(), Config(algorithm=algorithm)
 
     def run(rank: int, comm: Communicator) -> list[Any]:
-        split = comm.split(rank // 2, name="split")
+        split = comm.split(rank // 2, name=f"split {algorithm}")
         assert split is not None
-        group = comm.group([0, 1] if rank < 2 else [3, 2], name="group")
-        again = group.group([1, 0], name=f"again {rank // 2}")
+        group = comm.group([0, 1] if rank < 2 else [3, 2], name=f"group {algorithm}")
+        again = group.group([1, 0], name=f"again {algorithm} {rank // 2}")
         return [errors(c.allreduce(x, config=config, seed=5), 2 * x) for c in (split, group, again)]
 
     first, _, last, _ = launch.threads(4, run)
@@ -225,7 +225,7 @@ def test_communicators_outside_of_a_mesh() -> None:
 
     def run(rank: int, comm: Communicator) -> list[Any]:
         with jax.default_device(jax.devices()[rank]):
-            other = comm.split(0, name="other")
+            other = comm.split(0, name="outside")
             assert other is not None
             both = [allreduce_q(x, c, key=KEY) for c in (comm, other)]
             rows = jax.vmap(lambda v: allreduce_q(v, comm, key=KEY))(jnp.tile(x, (2, 1)))
