@@ -169,8 +169,8 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const std::optiona
 
 // ---- kernels -------------------------------------------------------------------------------
 
-at::Tensor carried_encode_cpu(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t rank,
-                              int64_t size, int64_t noise_rank) {
+at::Tensor carried_encode_cpu(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size,
+                              int64_t noise_rank) {
   const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
   check_list(xs, seed, options);
   const at::Tensor flat = flat_of(xs);
@@ -201,7 +201,8 @@ at::Tensor carried_reduce_cpu(at::TensorList xs, const at::Tensor& arrived, CGX_
 }
 
 std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor& gathered,
-                                           CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size, int64_t /*noise_rank*/) {
+                                           CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size,
+                                           int64_t /*noise_rank*/) {
   const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
   check_list(like, seed, options);
   const int64_t stride = shape_of(like, options, rank, size).stride;
@@ -219,8 +220,8 @@ std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor
   return results;
 }
 
-at::Tensor carried_encode_meta(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t rank,
-                               int64_t size, int64_t /*noise_rank*/) {
+at::Tensor carried_encode_meta(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size,
+                               int64_t /*noise_rank*/) {
   const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
   check_list(xs, seed, options);
   return at::empty({encoded_bytes(shape_of(xs, options, rank, size), rank)}, bytes_like(xs));
@@ -236,7 +237,8 @@ at::Tensor carried_reduce_meta(at::TensorList xs, const at::Tensor& arrived, CGX
 }
 
 std::vector<at::Tensor> carried_decode_meta(at::TensorList like, const at::Tensor& gathered,
-                                            CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size, int64_t /*noise_rank*/) {
+                                            CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size,
+                                            int64_t /*noise_rank*/) {
   const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
   check_list(like, seed, options);
   check_bytes(gathered, size * shape_of(like, options, rank, size).stride);

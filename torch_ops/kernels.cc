@@ -32,8 +32,7 @@ void run(const at::Tensor& input, const at::Tensor& output, const std::vector<in
          const std::optional<at::Tensor>& seed, const Options& options) {
   void* const to = output.mutable_data_ptr();  // first: it may move a lazy copy, the input too
   with_collective(numels, input.scalar_type(), input.const_data_ptr(), to, seed_of(seed, options),
-                  options,
-                  [&](cgx_collective_t* collective) {
+                  options, [&](cgx_collective_t* collective) {
                     collective->comm = find_communicator(options.group_name);
                     at::RecordFunction record(at::RecordScope::USER_SCOPE);
                     if (record.isActive()) {

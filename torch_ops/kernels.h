@@ -30,8 +30,8 @@ c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, const std::vector<int64_t
 // needed.
 void check_call(const at::Tensor& x, const std::optional<at::Tensor>& seed, const Options& options);
 
-// The seed of a collective: a number, or in the GPU's memory, where a graph that is recorded finds a
-// new one at every replay. The core derives those of segments.
+// The seed of a collective: a number, or in the GPU's memory, where a graph that is recorded finds
+// a new one at every replay. The core derives those of segments.
 struct OwnSeed {
   int64_t number = 0;
   at::Tensor on_device;

@@ -27,7 +27,7 @@ struct Buffers {
   at::Tensor output;                // contiguous; perhaps the input
   std::vector<at::Tensor> results;  // what the caller sees; empty: the output
   std::function<void()> deliver =
-      nullptr;       // moves values from output to results, where they differ
+      nullptr;      // moves values from output to results, where they differ
   at::Tensor seed;  // perhaps; in the GPU's memory
 };
 

@@ -79,8 +79,8 @@ void Sum(const std::vector<std::shared_ptr<Call>>& calls, size_t leaf, int64_t f
                 reinterpret_cast<float*>(sums)));
 }
 
-// The members of a process are one rank, so their blocks need seeds of their own where they have one
-// key. Seeds are random numbers: their neighbours are nobody else's.
+// The members of a process are one rank, so their blocks need seeds of their own where they have
+// one key. Seeds are random numbers: their neighbours are nobody else's.
 void AddSeeds(const Call& call, int64_t place, Message* message) {
   for (const int64_t seed : call.seeds())
     message->seeds.push_back(static_cast<int64_t>(static_cast<uint64_t>(seed) + place));

@@ -163,10 +163,9 @@ std::vector<CommunicatorRef> connect_local(const std::string& name, std::vector<
     offers.push_back(connectors.back()->offer());
   }
   for (int rank = 0; rank < size; ++rank)
-    communicators.push_back(
-        std::make_shared<Communicator>(join(name, "/", rank), rank, /*noise_rank=*/rank, topology,
-                                       type, timeout, unread_bytes,
-                                       connectors[rank]->connect(offers, timeout)));
+    communicators.push_back(std::make_shared<Communicator>(
+        join(name, "/", rank), rank, /*noise_rank=*/rank, topology, type, timeout, unread_bytes,
+        connectors[rank]->connect(offers, timeout)));
   return communicators;
 }
 

@@ -29,7 +29,7 @@ struct Segment {
   // number `seed_number` follows.
   const uint64_t* seed_at = nullptr;
   int64_t seed_number = 0;
-  CompressorSettings intra;           // a rank's own values, within its host (hierarchical)
+  CompressorSettings intra;    // a rank's own values, within its host (hierarchical)
   CompressorSettings scatter;  // a rank's own values, or its host's sums, on their way to the owner
   CompressorSettings gather;   // reduced values, on their way back
 };

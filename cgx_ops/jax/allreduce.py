@@ -76,8 +76,9 @@ def allreduce_q(
         op: "sum" or "avg".
         bits: 1 to 8 bits an element, or 32: exact.
         bucket_size: elements that share one minimum and step, >= 1.
-        key: a PRNG key (typed or raw): rounds stochastically, unbiased; the noise of leaf i follows
-          from fold_in(key, i). Give another key in every step. Ranks may have equal or different
+        key: a PRNG key (typed or raw): rounds stochastically, unbiased. Give another key in every
+          step. Two calls with one key have the same noise if their communicator and name are the
+          same; leaves and examples of a vmap have their own. Ranks may have equal or different
           keys. None: rounds to nearest.
         name: identifies the call among ranks; "": its place in the rank's sequence does.
         algorithm: "auto", "one_shot", "sra", "ring" or "hierarchical" (hosts: "auto" picks it).

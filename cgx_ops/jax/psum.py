@@ -66,9 +66,11 @@ def psum_q(
         axis_name: name of a mesh axis, or a tuple of names, as for `jax.lax.psum`.
         bits: 1 to 8 bits an element, or 32: exact.
         bucket_size: elements that share one minimum and step, >= 1.
-        key: a PRNG key (typed or raw): rounds stochastically, unbiased; the noise of leaf i follows
-          from fold_in(key, i). Give another key in every step. Devices may have equal or different
-          keys. None: rounds to nearest.
+        key: a PRNG key (typed or raw): rounds stochastically, unbiased. Give another key in every
+          step. Two calls with one key have the same noise if their verb, axes and name are the
+          same; leaves, examples of a vmap, devices, and groups whose values vary over other axes
+          (if types are checked) have noise of their own. Devices may have equal or different keys.
+          None: rounds to nearest.
         name: identifies the collective among processes, and is unique among those that run at the
           same time. "": the call's place in the program that is being compiled.
         algorithm: "auto", "one_shot", "sra", "ring" or "hierarchical" (hosts: "auto" picks it).

@@ -210,7 +210,7 @@ typedef struct cgx_collective_t {
   int32_t device; /* a cgx_device_t: where all buffers are */
   void* stream;   /* CGX_CUDA: the cudaStream_t that the work is put on; NULL: the default stream */
   const int64_t*
-      device_seeds; /* CGX_CUDA: one per segment, in the GPU's memory, instead of seeds */
+      device_seeds;           /* CGX_CUDA: one per segment, in the GPU's memory, instead of seeds */
   const int64_t* device_seed; /* CGX_CUDA: one, in the GPU's memory, instead of seed */
   const int32_t* noise_rank;  /* as in cgx_bootstrap_t; NULL: the communicator's */
 } cgx_collective_t;

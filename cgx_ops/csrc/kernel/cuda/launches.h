@@ -35,10 +35,10 @@ struct Piece {
   uint64_t seed = 0;
   // If not null, a seed is here, on the device: that of number `seed_number` after it is used.
   const uint64_t* seed_at = nullptr;
-  int32_t bits = 0;                   // of `message`: 1-8, or 32: exact values in the dtype
-  int32_t reduced_bits = 0;           // of `reduced`
-  int32_t seed_number = 0;            // of segments (base/seeds.h)
-  int32_t block = 0;                  // of a reduce_scatter's input: it changes the seed, too
+  int32_t bits = 0;          // of `message`: 1-8, or 32: exact values in the dtype
+  int32_t reduced_bits = 0;  // of `reduced`
+  int32_t seed_number = 0;   // of segments (base/seeds.h)
+  int32_t block = 0;         // of a reduce_scatter's input: it changes the seed, too
 };
 
 struct Pieces {
