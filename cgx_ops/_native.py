@@ -131,6 +131,7 @@ class Bootstrap(_Sized):
         ("name", c_char_p),
         ("transport", c_char_p),
         ("timeout_s", c_double),
+        ("noise_rank", POINTER(c_int32)),
     )
 
 
@@ -201,6 +202,8 @@ class Collective(_Sized):
         ("device", c_int32),
         ("stream", c_void_p),
         ("device_seeds", c_void_p),
+        ("device_seed", c_void_p),
+        ("noise_rank", POINTER(c_int32)),
     )
 
 

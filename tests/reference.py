@@ -5,7 +5,7 @@ plain on purpose. All arithmetic is fp32 (numpy rounds every operation); the nam
 documents.
 
     1. values: widening, rounding, sums, min and max
-    2. noise: Philox4x32-10 and the lane an element gets
+    2. noise: the seeds of segments and blocks, Philox4x32-10 and the lane an element gets
     3. the codec: quantize, dequantize, encoded_bytes
     4. collectives: allreduce, reduce_scatter, all_gather
     5. error_bound: how far nearest and shift rounding may be from the exact result, with the
@@ -129,6 +129,35 @@ def philox4x32_10(counters: npt.NDArray[np.uint32], seed: int) -> npt.NDArray[np
         key0 = (key0 + 0x9E3779B9) & 0xFFFFFFFF
         key1 = (key1 + 0xBB67AE85) & 0xFFFFFFFF
     return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
+
+
+_MASK = (1 << 64) - 1
+_SEGMENT_STEP, _BLOCK_STEP = 0xD1342543DE82EF95, 0xAF251AF3B0F025B5
+
+
+def derived_seed(seed: int, step: int, n: int) -> int:
+    """Return the n-th seed after `seed`, of 64 bits, by SplitMix64; the 0-th is `seed` itself."""
+    if n == 0:
+        return seed & _MASK
+    z = (seed + n * step) & _MASK
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    return z ^ (z >> 31)
+
+
+# What a rank gives: one seed for all segments, or one for each.
+Seeds: TypeAlias = Sequence[int | Sequence[int]]
+
+
+def seeds_of(seeds: Seeds | None, world_size: int, segment: int, block: int = 0) -> list[int]:
+    """Return each rank's seed of one segment, and of one block of a reduce_scatter."""
+    own = [
+        seed[segment]
+        if isinstance(seed, Sequence)
+        else derived_seed(int(seed), _SEGMENT_STEP, segment)
+        for seed in seeds or [0] * world_size
+    ]
+    return [derived_seed(int(seed), _BLOCK_STEP, block) for seed in own]
 
 
 def noise(index: npt.NDArray[np.int64], seed: int, rank: int, phase: int) -> Float32s:
@@ -309,6 +338,7 @@ class _Wire:
     bucket_size: int
     rounding: RoundingMode
     seeds: Sequence[int]
+    noise_ranks: Sequence[int]
     skip_incomplete_buckets: bool
     divisor: int  # of avg
     # By rank: receives what encoding loses of its values, times `scale`.
@@ -323,7 +353,7 @@ class _Wire:
             self.bucket_size,
             rounding=self.rounding,
             seed=self.seeds[rank],
-            rank=rank,
+            rank=self.noise_ranks[rank],
             phase=phase,
             first_index=first_index,
             dtype=self.dtype,
@@ -494,7 +524,7 @@ def allreduce(
     op: Op = "sum",
     algorithm: AnyAlgorithm = "auto",
     rounding: RoundingMode = "nearest",
-    seeds: Sequence[int] | None = None,
+    seeds: Seeds | None = None,
     gather_bits: int = 0,
     intra_bits: int = 0,
     minimal_size: int = 0,
@@ -502,13 +532,15 @@ def allreduce(
     divisor: int = 0,
     errors: Sequence[Values] | None = None,
     hosts: Sequence[int] | None = None,
+    noise_ranks: Sequence[int] | None = None,
 ) -> Values:
     """Return the result that every rank has.
 
     inputs[w]: rank w's buffer; all of one shape and dtype.
 
-    seeds: one of each rank; zeros if None. gather_bits: of the reduced values on their way back, 0
-    for the segment's own. intra_bits: of values within a host in hierarchical, 0 for exact.
+    seeds: of each rank one, or one for each segment; zeros if None. noise_ranks[w]: what the
+    noise's counter holds of rank w; None: w. gather_bits: of the reduced values on their way back,
+    0 for the segment's own. intra_bits: of values within a host in hierarchical, 0 for exact.
     divisor: of avg; 0 for the number of ranks. errors[w]: a buffer that receives what was lost of
     rank w's values. hosts[w]: what stands for rank w's host; None: all ranks share one. Elements
     outside all segments are 0 in the result.
@@ -525,7 +557,7 @@ def allreduce(
     if algorithm == "hierarchical" and not is_nested(hosts):
         algorithm = "sra"
     out = np.zeros(inputs[0].shape, dtype)
-    for segment in segments:
+    for number, segment in enumerate(segments):
         at = slice(segment.offset, segment.offset + segment.numel)
         xs = [x[at] for x in inputs]
         if len(xs) == 1:
@@ -547,7 +579,8 @@ def allreduce(
                 b,
                 segment.bucket_size,
                 rounding,
-                seeds or [0] * len(xs),
+                seeds_of(seeds, len(xs), number),
+                noise_ranks or range(len(xs)),
                 skip_incomplete_buckets,
                 divide_by,
                 lost,
@@ -573,10 +606,11 @@ def reduce_scatter(
     *,
     op: Op = "sum",
     rounding: RoundingMode = "nearest",
-    seeds: Sequence[int] | None = None,
+    seeds: Seeds | None = None,
     minimal_size: int = 0,
     skip_incomplete_buckets: bool = False,
     divisor: int = 0,
+    noise_ranks: Sequence[int] | None = None,
 ) -> list[Values]:
     """Return each rank's reduced block. inputs[w]: len(inputs) blocks; segments lie in a block."""
     world_size, dtype = len(inputs), inputs[0].dtype
@@ -584,7 +618,7 @@ def reduce_scatter(
     outs: list[Values] = []
     for owner in range(world_size):
         out = np.zeros(block, dtype)
-        for segment in segments:
+        for number, segment in enumerate(segments):
             start = owner * block + segment.offset
             xs = [x[start : start + segment.numel] for x in inputs]
             at = slice(segment.offset, segment.offset + segment.numel)
@@ -599,7 +633,8 @@ def reduce_scatter(
                 EXACT_BITS if exact else segment.bits,
                 segment.bucket_size,
                 rounding,
-                seeds or [0] * world_size,
+                seeds_of(seeds, world_size, number, owner),
+                noise_ranks or range(world_size),
                 skip_incomplete_buckets,
                 divisor or world_size,
             )
@@ -615,16 +650,17 @@ def all_gather(
     segments: Sequence[Segment],
     *,
     rounding: RoundingMode = "nearest",
-    seeds: Sequence[int] | None = None,
+    seeds: Seeds | None = None,
     minimal_size: int = 0,
     skip_incomplete_buckets: bool = False,
+    noise_ranks: Sequence[int] | None = None,
 ) -> Values:
     """Return all blocks, in rank order, as every rank (their owners too) sees them."""
     world_size, dtype = len(blocks), blocks[0].dtype
     outs: list[Values] = []
     for rank, block in enumerate(blocks):
         out = np.zeros(len(block), dtype)
-        for segment in segments:
+        for number, segment in enumerate(segments):
             at = slice(segment.offset, segment.offset + segment.numel)
             if world_size == 1 or travels_exact(segment, minimal_size):
                 out[at] = block[at]
@@ -634,7 +670,8 @@ def all_gather(
                 segment.bits,
                 segment.bucket_size,
                 rounding,
-                seeds or [0] * world_size,
+                seeds_of(seeds, world_size, number),
+                noise_ranks or range(world_size),
                 skip_incomplete_buckets,
                 world_size,
             )

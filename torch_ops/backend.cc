@@ -292,7 +292,7 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
   collective.skip_incomplete_buckets = how.skip_incomplete_buckets ? 1 : 0;
   collective.minimal_size = how.minimal_size;
   if (decision.compression && how.rounding != CGX_NEAREST) {
-    collective.seed = nth_seed(how.seed, ++draws_);
+    collective.seed = nth_seed(named_seed(how.seed, name_), ++draws_);
   }
   collective.output = buffers.output.mutable_data_ptr();  // first: it may move a lazy copy
   collective.input = buffers.input.const_data_ptr();

@@ -27,8 +27,8 @@ struct Buffers {
   at::Tensor output;                // contiguous; perhaps the input
   std::vector<at::Tensor> results;  // what the caller sees; empty: the output
   std::function<void()> deliver =
-      nullptr;       // moves values from output to results, where they differ
-  at::Tensor seeds;  // perhaps; in the GPU's memory
+      nullptr;      // moves values from output to results, where they differ
+  at::Tensor seed;  // perhaps; in the GPU's memory
 };
 
 // Of CPU tensors. Owns the request and keeps its buffers alive until the collective has ended.

@@ -100,6 +100,7 @@ const cgx_collective_t& Message::On(int32_t comm) {
   collective.segments = segments_.data();
   collective.num_segments = static_cast<int64_t>(segments_.size());
   if (!seeds.empty()) collective.seeds = seeds.data();
+  if (noise_rank >= 0) collective.noise_rank = &noise_rank;
   if (!inputs_.empty()) {
     collective.inputs = inputs_.data();
     collective.outputs = outputs_.data();
@@ -125,8 +126,10 @@ void Message::PickAlgorithm() {
   collective.algorithm = plan.algorithm;
 }
 
-std::shared_ptr<Message> AsRank(const Operands& operands, const Site& site, std::string key) {
+std::shared_ptr<Message> AsRank(const Operands& operands, const Site& site, int64_t rank,
+                                std::string key) {
   auto message = std::make_shared<Message>(site, std::move(key), operands.dtype, /*divisor=*/0);
+  message->noise_rank = static_cast<int32_t>(rank);
   if (site.collective().verb == CGX_ALLREDUCE) {
     for (const Leaf& leaf : operands.leaves) message->Add(leaf, site.bucket_size());
     return message;

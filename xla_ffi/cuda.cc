@@ -60,7 +60,7 @@ ffi::Error Execute(CUstream_st* stream, ffi::RemainingArgs args, ffi::RemainingR
     const CudaGroup gpus = GroupOf(*place.group, *site);
     try {
       const auto message =
-          AsRank(Operands(args, rets, *site, place), *site, site->NameOf(*place.group));
+          AsRank(Operands(args, rets, *site, place), *site, place.rank, site->NameOf(*place.group));
       message->collective.occurrence = -1;  // executions follow each other, on every rank alike
       EnqueueOn(stream, *message, SeedsOf(args, *site),
                 CudaCommunicator(gpus, place.rank, run.run_id));

@@ -79,6 +79,13 @@ void Sum(const std::vector<std::shared_ptr<Call>>& calls, size_t leaf, int64_t f
                 reinterpret_cast<float*>(sums)));
 }
 
+// The members of a process are one rank, so their blocks need seeds of their own where they have
+// one key. Seeds are random numbers: their neighbours are nobody else's.
+void AddSeeds(const Call& call, int64_t place, Message* message) {
+  for (const int64_t seed : call.seeds())
+    message->seeds.push_back(static_cast<int64_t>(static_cast<uint64_t>(seed) + place));
+}
+
 }  // namespace
 
 std::shared_ptr<Meeting> Meeting::Open(const Site& site, const Group& group, int64_t process,
@@ -158,6 +165,7 @@ void Meeting::Run() {
     return;
   }
   message->collective.timeout_s = timeout_s_;
+  message->noise_rank = static_cast<int32_t>(process_);  // the process is the rank
   auto self = shared_from_this();
   WithProcessCommunicator(group_.processes, [self, message](int32_t comm, cgx_status_t status,
                                                             const std::string& text) {
@@ -206,8 +214,7 @@ std::shared_ptr<Message> Meeting::ReduceScatter() {
   }
   for (int64_t place = 0; place < locals; ++place) {
     message->Add(leaf, site_.bucket_size(), place * block);
-    message->seeds.insert(message->seeds.end(), calls_[0]->seeds().begin(),
-                          calls_[0]->seeds().end());
+    AddSeeds(*calls_[0], place, message.get());
   }
   message->collective.input = sent_.get();
   message->collective.output = received_.get();
@@ -226,8 +233,7 @@ std::shared_ptr<Message> Meeting::Gather() {
     const Leaf& leaf = calls_[place]->leaves()[0];
     std::memcpy(sent_.get() + place * bytes, leaf.values, bytes);
     message->Add(leaf, site_.bucket_size(), place * block);
-    message->seeds.insert(message->seeds.end(), calls_[place]->seeds().begin(),
-                          calls_[place]->seeds().end());
+    AddSeeds(*calls_[place], place, message.get());
   }
   message->collective.input = sent_.get();
   message->collective.output = received_.get();

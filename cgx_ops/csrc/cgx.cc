@@ -54,7 +54,7 @@ std::string transport_or_default(const char* transport) {
 CommunicatorRef make_world() {
   const auto timeout = timeout_or_default(0);
   const std::string type = env_transport();
-  if (!mpi_wanted()) return connect(Registry::kWorldName, 0, 1, {}, type, timeout);
+  if (!mpi_wanted()) return connect(Registry::kWorldName, 0, 0, 1, {}, type, timeout);
   const MpiWorld mpi = mpi_start(timeout);
   const Allgather allgather = [&](const Bytes& mine) {
     const Bytes all = mpi_allgather(mine, timeout);
@@ -63,7 +63,7 @@ CommunicatorRef make_world() {
       blobs.emplace_back(all.begin() + rank * mine.size(), all.begin() + (rank + 1) * mine.size());
     return blobs;
   };
-  return connect(Registry::kWorldName, mpi.rank, mpi.size, allgather, type, timeout);
+  return connect(Registry::kWorldName, mpi.rank, mpi.rank, mpi.size, allgather, type, timeout);
 }
 
 void close(Communicator& communicator) {
@@ -154,6 +154,9 @@ cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* comm) {
     check_struct(bootstrap, "cgx_bootstrap_t");
     const std::string name = bootstrap->name ? bootstrap->name : "";
     const int size = bootstrap->size;
+    const int noise_rank = bootstrap->noise_rank ? *bootstrap->noise_rank : bootstrap->rank;
+    require(noise_rank >= 0, CGX_INVALID_ARGUMENT, "noise_rank is ", noise_rank,
+            "; accepted: 0 or more");
     const Allgather allgather = [&](const Bytes& mine) {
       Bytes all(mine.size() * size);
       require(bootstrap->allgather(bootstrap->context, mine.data(), mine.size(), all.data()) == 0,
@@ -164,7 +167,7 @@ cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* comm) {
                            all.begin() + (rank + 1) * mine.size());
       return blobs;
     };
-    *comm = Registry::instance().add(connect(name, bootstrap->rank, size, allgather,
+    *comm = Registry::instance().add(connect(name, bootstrap->rank, noise_rank, size, allgather,
                                              transport_or_default(bootstrap->transport),
                                              timeout_or_default(bootstrap->timeout_s)));
   });

@@ -61,6 +61,7 @@ void check_addresses(const cgx_collective_t& call, device::Device& device) {
   check(call.input, "input");
   check(call.output, "output");
   check(call.device_seeds, "device_seeds");
+  check(call.device_seed, "device_seed");
   check_list(call.inputs, "inputs");
   check_list(call.outputs, "outputs");
   check_list(call.errors, "errors");
@@ -72,11 +73,13 @@ std::string internal_key(const std::string& name, const std::string& what) {
   return join("\x01", what, ":", name);
 }
 
-Communicator::Communicator(std::string name, int rank, std::shared_ptr<const Topology> topology,
-                           std::string type, Seconds timeout, int64_t unread_bytes,
+Communicator::Communicator(std::string name, int rank, int noise_rank,
+                           std::shared_ptr<const Topology> topology, std::string type,
+                           Seconds timeout, int64_t unread_bytes,
                            std::unique_ptr<Transport> transport)
     : name(std::move(name)),
       rank(rank),
+      noise_rank(noise_rank),
       size(topology->size()),
       topology(std::move(topology)),
       type(std::move(type)),
@@ -140,8 +143,14 @@ void Communicator::wait(Collective& collective) {
   require_success(collective);
 }
 
-Plan Communicator::plan(const cgx_collective_t& call) const {
+Plan Communicator::checked(const cgx_collective_t& call) const {
   Plan made = make_plan(call, rank, size);
+  if (!call.noise_rank) made.noise_rank = noise_rank;
+  return made;
+}
+
+Plan Communicator::plan(const cgx_collective_t& call) const {
+  Plan made = checked(call);
   made.topology = topology;
   resolve_algorithm(&made);
   made.chunk_bytes = fitting_chunk_bytes(made, most_chunk_bytes_);
@@ -209,7 +218,7 @@ device::Group& Communicator::devices(device::Device& device) {
 
 void Communicator::enqueue(const cgx_collective_t& call, device::Device& device) {
   require_device(call, CGX_CUDA, "cgx_enqueue is for CUDA; use cgx_start or cgx_run");
-  Plan made = make_plan(call, rank, size);
+  Plan made = checked(call);
   // Devices are one level: without a topology `auto` is not hierarchical.
   resolve_algorithm(&made);
   require(made.algorithm == CGX_SRA || made.algorithm == CGX_ONE_SHOT, CGX_UNSUPPORTED,

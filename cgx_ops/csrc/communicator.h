@@ -25,8 +25,8 @@ class Communicator {
   using Seconds = std::chrono::duration<double>;
 
   // No transport: a communicator of one rank. topology: of as many ranks. type: as in env.h.
-  // unread_bytes: as in Plan.
-  Communicator(std::string name, int rank, std::shared_ptr<const Topology> topology,
+  // noise_rank, unread_bytes: as in Plan.
+  Communicator(std::string name, int rank, int noise_rank, std::shared_ptr<const Topology> topology,
                std::string type, Seconds timeout, int64_t unread_bytes,
                std::unique_ptr<Transport> transport);
   ~Communicator();
@@ -59,7 +59,7 @@ class Communicator {
   void close();
 
   const std::string name;
-  const int rank, size;
+  const int rank, noise_rank, size;
   const std::shared_ptr<const Topology> topology;
   const std::string type;
   const Seconds timeout;
@@ -72,6 +72,7 @@ class Communicator {
   Totals totals() const;
 
  private:
+  Plan checked(const cgx_collective_t& call) const;  // its algorithm is not picked yet
   Seconds timeout_of(const cgx_collective_t& call) const;
   std::shared_ptr<Collective> named(const cgx_collective_t& call) const;  // its key and deadline
   std::shared_ptr<Collective> prepare(const cgx_collective_t& call) const;

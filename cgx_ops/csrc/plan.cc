@@ -7,6 +7,7 @@
 
 #include "base/checks.h"
 #include "base/hash.h"
+#include "base/seeds.h"
 #include "base/status.h"
 
 namespace cgx {
@@ -146,6 +147,9 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
 
   plan.rank = rank;
   plan.size = size;
+  plan.noise_rank = call.noise_rank ? *call.noise_rank : rank;
+  require(plan.noise_rank >= 0, CGX_INVALID_ARGUMENT, "noise_rank is ", plan.noise_rank,
+          "; accepted: 0 or more");
   plan.divisor = call.divisor != 0 ? call.divisor : size;
   plan.input = static_cast<const std::byte*>(call.inputs ? first_of(call.inputs, call.num_segments)
                                                          : call.input);
@@ -159,9 +163,14 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     const auto& given = call.segments[i];
     Segment segment;
     segment.numel = given.numel;
-    segment.seed = static_cast<uint64_t>(call.seeds ? call.seeds[i] : call.seed);
-    if (call.device_seeds)
+    segment.seed = call.seeds ? static_cast<uint64_t>(call.seeds[i])
+                              : segment_seed(static_cast<uint64_t>(call.seed), i);
+    if (call.device_seeds) {
       segment.seed_at = reinterpret_cast<const uint64_t*>(call.device_seeds + i);
+    } else if (call.device_seed) {
+      segment.seed_at = reinterpret_cast<const uint64_t*>(call.device_seed);
+      segment.seed_number = i;
+    }
     segment.input_at =
         call.inputs ? distance(plan.input, call.inputs[i]) : plan.bytes(given.offset);
     segment.output_at =

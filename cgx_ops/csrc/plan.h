@@ -25,7 +25,10 @@ struct Segment {
   std::byte* error = nullptr;  // gets what compression lost
   int64_t numel = 0;
   uint64_t seed = 0;
-  const uint64_t* seed_at = nullptr;  // if not null, the seed is here, on the device
+  // If not null, a seed is here, on the device: the segment's, or the call's, from which that of
+  // number `seed_number` follows.
+  const uint64_t* seed_at = nullptr;
+  int64_t seed_number = 0;
   // Exact values are of the tensor's dtype, but for partial sums (resolve_algorithm).
   CompressorSettings intra;    // a rank's own values, within its host (hierarchical)
   CompressorSettings scatter;  // a rank's own values, or partial sums, on their way to the owner
@@ -48,6 +51,7 @@ struct Plan {
   RoundingMode rounding_mode = RoundingMode::kNearest;
   int rank = 0;
   int size = 1;
+  int noise_rank = 0;  // in the noise's counter: the call's if it says one, else `rank`
   std::shared_ptr<const Topology> topology;  // null: not known
   int64_t divisor = 1;                       // of avg
   std::vector<Segment> segments;
@@ -58,7 +62,7 @@ struct Plan {
   int64_t unread_bytes = INT64_MAX;   // of messages, at most; each rank's own business
 
   Rounding rounding(uint64_t seed, uint32_t phase) const {
-    return {rounding_mode, seed, static_cast<uint32_t>(rank), phase};
+    return {rounding_mode, seed, static_cast<uint32_t>(noise_rank), phase};
   }
   // Of messages of so many bytes: how many peers may leave unread before no more are sent.
   int most_unreleased(int64_t message_bytes) const {

@@ -220,7 +220,13 @@ def _connect(
     gather = _store_allgather(store, rank, size, name, timeout)
     try:
         return Communicator.create(
-            rank, size, gather, name, transport=transport, timeout=timeout.total_seconds()
+            rank,
+            size,
+            gather,
+            name,
+            transport=transport,
+            timeout=timeout.total_seconds(),
+            noise_rank=dist.get_rank() if dist.is_initialized() else rank,
         )
     except Unsupported as error:
         raise dist.DistBackendError(

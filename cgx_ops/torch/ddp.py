@@ -64,7 +64,8 @@ class QuantizedAllreduceState:
         unsupported: what happens to gradients that the core cannot average (float64, complex,
             sparse, on a GPU if cgx_ops was built without CUDA): "refuse" raises TypeError, "exact"
             has the process group average them.
-        steps: backward passes so far; the noise of a step derives from config.seed and this.
+        steps: backward passes so far; the noise of a layer derives from config.seed, this and the
+            names of the layer and of the group.
     """
 
     def __init__(
@@ -197,12 +198,11 @@ def quantized_allreduce_hook(
     wrappers = _wrappers_of(parameters)
     _check_once(state, wrappers)
     names = _wrapped[wrappers[0]].names if wrappers else {}
-    # One seed for all buckets of a step: the noise of a layer must not depend on its bucket.
     scope = backend.current_scope()
     config = scope if isinstance(scope, Config) else state.config
     if buffer.is_cuda and config.algorithm == "hierarchical":
         config = replace(config, algorithm="sra")  # GPUs are one level
-    seed = call_seed(config.seed, "ddp", state.steps)
+    step = state.steps
     if bucket.is_last():
         state.steps += 1
 
@@ -218,7 +218,7 @@ def quantized_allreduce_hook(
         )
 
     if scope == "uncompressed":
-        segments = [Segment(0, buffer.numel(), bits=layers.EXACT_BITS)]
+        segments, seeds = [Segment(0, buffer.numel(), bits=layers.EXACT_BITS)], [0]
     else:
         rules = layers.process_rules() if state.rules is None else state.rules
         if rules and not names:
@@ -230,8 +230,14 @@ def quantized_allreduce_hook(
         base = buffer.storage_offset()
         offsets = [int(g.storage_offset() - base) for g in bucket.gradients()]
         segments = rules.segments(found, offsets, config)
+        # The noise of a layer must not depend on its bucket, nor be that of another.
+        group_name = _group_or_default(state.process_group).group_name
+        seeds = [
+            call_seed(config.seed, f"ddp/{layer.name or (bucket.index(), i)}", step, group_name)
+            for i, layer in enumerate(found)
+        ]
     if state.carrier == "c10d":
-        return state.carry().start(buffer, config, op="avg", segments=segments, seed=seed)
+        return state.carry().start(buffer, config, op="avg", segments=segments, seed=seeds)
     work = start(
         state.communicator(),
         "allreduce",
@@ -240,7 +246,7 @@ def quantized_allreduce_hook(
         config,
         op="avg",
         segments=segments,
-        seed=seed,
+        seed=seeds,
         name="ddp",
     )
     return work.get_future().then(lambda future: future.value()[0])

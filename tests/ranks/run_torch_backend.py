@@ -372,17 +372,17 @@ def compression(r: int, n: int) -> None:
 
 @case
 def noise(r: int, n: int) -> None:
-    """The n-th seed of a group comes from Config.seed; torch's generator is left alone."""
+    """The n-th seed comes from Config.seed and the group; torch's generator is left alone."""
     config = Config(bits=4, seed=11)
     mine = everybodys(n, 3000)
-    for _ in range(2):  # a new group, the same noise
+    for _ in range(2):
         group = dist.new_group(pg_options=BackendOptions(config))
         state = torch.get_rng_state()
         for draw in range(2):
             x = mine[r].clone()
             with compressed():
                 dist.all_reduce(x, group=group)
-            seeds = [tc.gradient_seed(11, draw + 1)] * n
+            seeds = [tc.gradient_seed(tc.named_seed(11, group.group_name), draw + 1)] * n
             want = tc.expected(mine, algorithm="auto", rounding="stochastic", seeds=seeds)
             assert tc.same_bits(x, want), draw
         assert torch.equal(state, torch.get_rng_state())

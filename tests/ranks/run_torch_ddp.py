@@ -83,7 +83,7 @@ def averaged(
     bits: Callable[[str, torch.Tensor], int] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the oracle's average of the ranks' gradients, layer by layer."""
-    seeds = [call_seed(config.seed, "ddp", step)] * SIZE
+    group_name = dist.group.WORLD.group_name
     result = {}
     for name, first in gradients[0].items():
         own = bits(name, first) if bits else config.bits if first.dim() > 1 else 32
@@ -93,7 +93,7 @@ def averaged(
             config.bucket_size,
             op="avg",
             rounding=config.rounding,
-            seeds=seeds,
+            seeds=[call_seed(config.seed, f"ddp/{name}", step, group_name)] * SIZE,
         )
     return result
 

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "algorithm/residual.h"
+#include "base/seeds.h"
 #include "kernel/kernels.h"
 
 namespace cgx {
@@ -48,11 +49,11 @@ void divide(const Plan& plan, std::byte* values, int64_t numel) {
 }  // namespace
 
 void encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way way,
-                  const std::byte* input, std::byte* message) {
+                  const std::byte* input, std::byte* message, int block) {
   for (const Piece& piece : shard.pieces_of(chunk)) {
     const auto [compressor, at, phase] = encoding(piece, way);
     compressor->encode(plan.dtype, input + piece.input_at, piece.numel, piece.first_index,
-                       plan.rounding(piece.seed, phase), message + at);
+                       plan.rounding(block_seed(piece.seed, block), phase), message + at);
     if (piece.error) write_error(plan, piece, way, input + piece.input_at, message + at);
   }
 }

@@ -17,8 +17,9 @@
 
 namespace cgx {
 
+// block: of a reduce_scatter's input; each has noise of its own.
 void encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way way,
-                  const std::byte* input, std::byte* message);
+                  const std::byte* input, std::byte* message, int block = 0);
 
 // Of reduced values.
 void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk,

@@ -64,6 +64,7 @@ void for_parts(const Plan& plan, const CpuPiece& cpu, const Add& add) {
     piece.bucket_size = settings.bucket_size;
     piece.seed = cpu.seed;
     piece.seed_at = cpu.segment->seed_at;
+    piece.seed_number = static_cast<int32_t>(cpu.segment->seed_number);
     add(piece, first, raw);
   };
   part(0, whole, false);
@@ -138,7 +139,7 @@ void Rounds::encode(const At& at) const {
   Encode launch{};
   launch.dtype = plan_.dtype;
   launch.rounding = plan_.rounding_mode;
-  launch.rank = static_cast<uint32_t>(plan_.rank);
+  launch.rank = static_cast<uint32_t>(plan_.noise_rank);
   launch.phase = scatters() ? kScatterPhase : kGatherPhase;
   launch.regions = at.wire.regions();
   launch.fault = at.lane.fault();
@@ -152,6 +153,7 @@ void Rounds::encode(const At& at) const {
         piece.values = input(owner) + cpu.input_at + plan_.bytes(first);
         piece.message = message + how.offset(first);
         piece.bits = raw ? kExactBits : how.bits;
+        piece.block = gathers() ? 0 : owner;
         batch.add(piece);
       });
   };
@@ -191,7 +193,7 @@ void Rounds::reduce(const At& at) const {
   launch.rounding = plan_.rounding_mode;
   launch.op = plan_.op;
   launch.divisor = static_cast<float>(plan_.divisor);
-  launch.rank = static_cast<uint32_t>(plan_.rank);
+  launch.rank = static_cast<uint32_t>(plan_.noise_rank);
   launch.phase = kGatherPhase;
   launch.size = plan_.size;
   launch.own = one_shot() ? -1 : plan_.rank;

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "base/seeds.h"
 #include "kernel/cuda/codec.h"
 #include "kernel/cuda/launches.h"
 #include "kernel/cuda/memory.h"
@@ -412,7 +413,9 @@ CGX_LANE Extent extent_of(const Piece& piece, int64_t number) {
 
 template <typename Launch>
 CGX_LANE Noise noise_of(const Piece& piece, const Launch& launch) {
-  return {piece.seed_at ? *piece.seed_at : piece.seed, launch.rank, launch.phase};
+  const uint64_t seed =
+      piece.seed_at ? segment_seed(*piece.seed_at, piece.seed_number) : piece.seed;
+  return {block_seed(seed, piece.block), launch.rank, launch.phase};
 }
 
 CGX_LANE std::byte* moved(std::byte* from, int64_t bytes) { return from ? from + bytes : nullptr; }
