@@ -6,19 +6,19 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from ctypes import byref, c_int32, c_void_p, pointer
+from ctypes import byref, c_int32, pointer
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from cgx_ops import _native
+from cgx_ops import _native, request
 from cgx_ops._arrays import Array, address, as_input, as_output, dtype_code
 from cgx_ops.call import Call, Op, Segment
 from cgx_ops.config import Config
 from cgx_ops.errors import CgxError, InvalidArgument, NotFound
-from cgx_ops.request import Request, collect_abandoned
+from cgx_ops.request import Request
 from cgx_ops.stats import Stats, read_stats
 
 Allgather = Callable[[bytes], Sequence[bytes]]
@@ -297,10 +297,7 @@ class Communicator:
         source = as_input(array)
         call = Call("allreduce", op, config, name, segments, seed, timeout)
         collective, result = self._prepare(call, source, source.shape, source.size, out)
-        collect_abandoned()
-        handle = c_void_p()
-        _native.call("cgx_start", byref(collective), None, None, byref(handle))
-        return Request(handle, result, (source,))
+        return request.start(collective, result, source)
 
     def reduce_scatter(
         self,
@@ -359,8 +356,7 @@ class Communicator:
         self, call: Call, source: Array, shape: tuple[int, ...], block: int, out: Array | None
     ) -> Array:
         collective, result = self._prepare(call, source, shape, block, out)
-        _native.call("cgx_run", byref(collective))
-        return result
+        return request.run(collective, result, source)
 
     def _prepare(
         self, call: Call, source: Array, shape: tuple[int, ...], block: int, out: Array | None
@@ -396,6 +392,7 @@ class Communicator:
         """Let peers read what was sent to them (bounded in time), then free it. Not collective."""
         with contextlib.suppress(NotFound):  # closed before
             _native.call("cgx_comm_close", self.id)
+        request.collect_dropped()  # they hold what the communicator has
         _calls.pop(self.id, None)
 
     def __enter__(self) -> Self:

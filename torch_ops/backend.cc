@@ -178,6 +178,8 @@ Backend::BackendRef Backend::related(const c10::intrusive_ptr<c10d::Store>& stor
   auto copied = c10::make_intrusive<Options>(ours ? *ours : *options_);
   copied->group_name = options->group_name;
   copied->timeout = options->timeout;
+  // A hook over this group is none over that one.
+  if (copied->unasked == Unasked::kNothing) copied->unasked = Unasked::kGradients;
   BackendRef made = make_backend_(store, rank, size, std::move(copied));
   related_name_ = options->group_name;
   related_ = made;
@@ -308,7 +310,7 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
 }
 
 Decision Backend::decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t numel) {
-  Decision decision = decide(options_->compression, options_->everything, op, numel);
+  Decision decision = decide(options_->compression, options_->unasked, op, numel);
   const auto call = [&] {
     return c10::str("group '", name_, "': allreduce of ", numel, " ", tensors[0].dtype().name(),
                     tensors.size() == 1 ? "" : c10::str(" in ", tensors.size(), " tensors"));

@@ -43,17 +43,17 @@ void set_backend_host(const BackendHost& host);
 class Backend final : public c10d::Backend {
  public:
   struct Options : c10d::Backend::Options {
-    Options(std::shared_ptr<const Compression> compression, bool everything,
+    Options(std::shared_ptr<const Compression> compression, Unasked unasked,
             std::chrono::milliseconds timeout)
         : c10d::Backend::Options("cgx", timeout),
           compression(std::move(compression)),
-          everything(everything) {}
+          unasked(unasked) {}
     // Virtual from torch 2.14 on: groups that are split off get a copy.
     c10::intrusive_ptr<c10d::Backend::Options> clone() const {
       return c10::make_intrusive<Options>(*this);
     }
     std::shared_ptr<const Compression> compression;
-    bool everything;  // compress every sum and average, as CGX does
+    Unasked unasked;
   };
   using Milliseconds = std::chrono::milliseconds;
   using WorkRef = c10::intrusive_ptr<c10d::Work>;

@@ -17,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
+#include "backend_rule.h"
 #include "cgx/cgx.h"
 
 namespace cgx::torch_ops {
@@ -63,6 +64,7 @@ class Work final : public c10d::Work {
   cgx_request_t* request_ = nullptr;  // null once the collective has ended
   Buffers buffers_;
   const std::vector<at::Tensor> results_;
+  const Context context_ = Context::current();  // of the call, for the future's callbacks
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };

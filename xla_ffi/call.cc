@@ -52,11 +52,13 @@ Call::Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const
       seeds_(ReadSeeds(SeedsOf(args, site))) {}
 
 void Call::Complete(cgx_status_t status, const std::string& message) {
-  launched_.reset();
-  if (status == CGX_OK) {
-    promise_.SetAvailable();
-  } else {
+  const bool alone = !launched_ || launched_->Leave();
+  if (status != CGX_OK) {
     promise_.SetError(ffi::Error(ToErrorCode(status), where_ + ": " + message));
+  } else if (!alone) {
+    promise_.SetError(ffi::Error(ToErrorCode(CGX_INVALID_ARGUMENT), where_ + ": " + kOverlap));
+  } else {
+    promise_.SetAvailable();
   }
 }
 
@@ -150,8 +152,8 @@ void Start(std::shared_ptr<Message> message, int32_t comm, Done done) {
   try {
     status = cgx_start(&in_flight->message->On(comm), &Finish, in_flight, nullptr);
     if (status != CGX_OK) text = cgx_last_error();
-  } catch (const StatusError& error) {
-    status = error.status;
+  } catch (const std::exception& error) {
+    status = StatusOf(error);
     text = error.what();
   }
   if (status != CGX_OK) Finish(in_flight, status, text.c_str());

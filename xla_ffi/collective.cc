@@ -100,10 +100,10 @@ void StartCall(const std::shared_ptr<Call>& call, const Execution& execution) {
   start(call, execution, alone);
 }
 
-ffi::Future Failed(const StatusError& error) {
+ffi::Future Failed(const std::exception& error) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  promise.SetError(ffi::Error(ToErrorCode(error.status), error.what()));
+  promise.SetError(ToError(error));
   return future;
 }
 
@@ -117,11 +117,11 @@ ffi::Future Execute(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dicti
     ffi::Future future = call->future();
     try {
       StartCall(call, {run.run_id, device, partition, place, *site});
-    } catch (const StatusError& error) {  // before anything was started
-      CompleteSoon(call, error.status, error.what());
+    } catch (const std::exception& error) {  // before anything was started
+      CompleteSoon(call, StatusOf(error), error.what());
     }
     return future;
-  } catch (const StatusError& error) {
+  } catch (const std::exception& error) {
     return Failed(error);
   }
 }

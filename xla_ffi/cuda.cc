@@ -64,13 +64,13 @@ ffi::Error Execute(CUstream_st* stream, ffi::RemainingArgs args, ffi::RemainingR
       message->collective.occurrence = -1;  // executions follow each other, on every rank alike
       EnqueueOn(stream, *message, SeedsOf(args, *site),
                 CudaCommunicator(gpus, place.rank, run.run_id));
-    } catch (const StatusError&) {
+    } catch (const std::exception&) {
       Abandon(gpus, place.rank, run.run_id);
       throw;
     }
     return ffi::Error::Success();
-  } catch (const StatusError& error) {
-    return ffi::Error(ToErrorCode(error.status), where + ": " + error.what());
+  } catch (const std::exception& error) {
+    return ToError(error, where + ": ");
   }
 }
 

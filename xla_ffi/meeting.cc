@@ -131,16 +131,16 @@ void Meeting::Fail(cgx_status_t status, const std::string& text) {
     if (call) CompleteSoon(std::move(call), status, text);
 }
 
+// The deadlines' thread comes here. Site and group live as long as a call of theirs does: so they
+// are left alone unless this meeting's calls are waiting, as only Fail() knows.
 void Meeting::Expire() {
   char text[128];
-  size_t missing;
   {
     std::lock_guard lock(mutex_);
-    missing = calls_.size() - joined_;
+    std::snprintf(text, sizeof(text),
+                  "%zu of %zu devices of this process did not call it within %g s",
+                  calls_.size() - joined_, calls_.size(), timeout_s_);
   }
-  std::snprintf(text, sizeof(text),
-                "%zu of %zu devices of this process did not call it within %g s", missing,
-                group_.members_of[process_].size(), timeout_s_);
   Fail(CGX_TIMEOUT, text);
 }
 
@@ -160,8 +160,8 @@ void Meeting::Run() {
         message = Gather();
     }
   } catch (const std::exception& error) {
-    Refuse(group_.processes, site_.NameOf(group_), CGX_INTERNAL, error.what());
-    End(CGX_INTERNAL, error.what());
+    Refuse(group_.processes, site_.NameOf(group_), StatusOf(error), error.what());
+    End(StatusOf(error), error.what());
     return;
   }
   message->collective.timeout_s = timeout_s_;
@@ -244,9 +244,16 @@ std::shared_ptr<Message> Meeting::Gather() {
 void Meeting::End(cgx_status_t status, const std::string& text) {
   for (size_t place = 0; place < calls_.size(); ++place) {
     CompletionPool::get().run([self = shared_from_this(), place, status, text] {
-      if (status == CGX_OK) self->Deliver(static_cast<int64_t>(place));
+      cgx_status_t ended = status;
+      std::string why = text;
+      try {
+        if (status == CGX_OK) self->Deliver(static_cast<int64_t>(place));
+      } catch (const std::exception& error) {
+        ended = StatusOf(error);
+        why = error.what();
+      }
       // The last to go takes the buffers along, not the call: it must not outlive its promise.
-      self->calls_[place]->Complete(status, text);
+      self->calls_[place]->Complete(ended, why);
     });
   }
 }

@@ -40,6 +40,12 @@ Communicator::Seconds timeout_or_default(double seconds) {
       std::min(seconds > 0 ? seconds : env_timeout_seconds(), kLongestTimeout));
 }
 
+Communicator::Seconds time_limit(double seconds) {
+  require(seconds >= 0 && seconds <= kLongestTimeout, CGX_INVALID_ARGUMENT, "seconds is ", seconds,
+          "; accepted: 0 to ", kLongestTimeout);
+  return Communicator::Seconds(seconds);
+}
+
 std::string transport_or_default(const char* transport) {
   if (!transport) return env_transport();
   const std::string text = transport;
@@ -300,6 +306,26 @@ cgx_status_t cgx_wait(cgx_request_t* request) {
   return guarded([&] {
     const std::unique_ptr<cgx_request_t> owned(request);
     owned->communicator->wait(*owned->collective);
+  });
+}
+
+cgx_status_t cgx_wait_for(cgx_request_t* request, double seconds, int32_t* done) {
+  return guarded([&] {
+    *done = request->communicator->wait(*request->collective, time_limit(seconds));
+    if (*done) request->communicator->wait(*request->collective);  // throws what it ended with
+  });
+}
+
+cgx_status_t cgx_run_for(const cgx_collective_t* collective, double seconds,
+                         cgx_request_t** request) {
+  return guarded([&] {
+    check_struct(collective, "cgx_collective_t");
+    const auto limit = time_limit(seconds);
+    *request = nullptr;
+    auto owned = std::make_unique<cgx_request_t>();
+    owned->communicator = Registry::instance().get(collective->comm);
+    owned->collective = owned->communicator->run(*collective, limit);
+    if (owned->collective) *request = owned.release();
   });
 }
 

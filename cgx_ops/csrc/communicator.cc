@@ -127,6 +127,18 @@ void Communicator::run(const cgx_collective_t& call) {
   }
 }
 
+std::shared_ptr<Collective> Communicator::run(const cgx_collective_t& call, Seconds at_most) {
+  auto collective = prepare(call);
+  if (engine_) {
+    engine_->run(collective, std::chrono::duration_cast<Clock::duration>(at_most));
+    if (!collective->done) return collective;
+    require_success(*collective);
+  } else {
+    copy_through(call, *collective);
+  }
+  return nullptr;
+}
+
 void Communicator::refuse(const cgx_collective_t& call, cgx_status_t status,
                           const std::string& message) {
   if (!engine_) return;
@@ -141,6 +153,11 @@ void Communicator::wait(Collective& collective) {
   if (engine_) engine_->wait(collective);
   collective.calling_back.wait(true);
   require_success(collective);
+}
+
+bool Communicator::wait(Collective& collective, Seconds at_most) {
+  if (engine_) engine_->wait(collective, std::chrono::duration_cast<Clock::duration>(at_most));
+  return collective.done;
 }
 
 Plan Communicator::checked(const cgx_collective_t& call) const {

@@ -42,7 +42,11 @@ class Communicator {
   void notify(Collective& collective, cgx_callback_t callback, void* context);
   // Until it is done and whoever is notified has returned; throws what it ended with.
   void wait(Collective& collective);
+  // No longer than at_most; returns whether it is done. Throws nothing that it ended with.
+  bool wait(Collective& collective, Seconds at_most);
   void run(const cgx_collective_t& call);
+  // The same, no longer than at_most; returns the collective if it goes on, else null.
+  std::shared_ptr<Collective> run(const cgx_collective_t& call, Seconds at_most);
   // Tells the peers that this rank takes no part in the collective of that key.
   void refuse(const cgx_collective_t& call, cgx_status_t status, const std::string& message);
 

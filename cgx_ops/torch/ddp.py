@@ -43,12 +43,17 @@ _log = logging.getLogger(__name__)
 # ---- 1. the state --------------------------------------------------------------------------------
 
 
+# What goes into checkpoints of a state.
+_KEPT = ("config", "rules", "carrier", "unsupported", "steps")
+
+
 class QuantizedAllreduceState:
     """What quantized_allreduce_hook needs. Equal on all ranks but for the process group.
 
-    It pickles, and torch.save and torch.load take it: config, rules, and how many steps were made,
-    so that a run that is resumed continues to the same bits. Its process group is left out: the
-    restored state uses the default one unless `process_group` is set.
+    It has the state_dict() and load_state_dict() that torch.distributed.checkpoint and others look
+    for: config, rules, and how many steps were made, so that a run that is resumed continues to the
+    same bits. It pickles, too, and torch.save and torch.load take it. Its process group is left
+    out: a state that is unpickled uses the default one unless `process_group` is set.
 
     Attributes:
         process_group: whose ranks average; None: the default group.
@@ -109,15 +114,33 @@ class QuantizedAllreduceState:
         self._carrier: Carrier | None = None
         self._checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return everything but what belongs to this process."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue, in place, where the state was that state_dict() was called of.
+
+        Its process group, and the hook that has it, stay.
+
+        Raises:
+            InvalidArgument: this is not the state_dict() of such a state.
+        """
+        if set(state_dict) != set(_KEPT):
+            raise InvalidArgument(
+                f"QuantizedAllreduceState.load_state_dict: the names are {sorted(state_dict)}, not "
+                f"{sorted(_KEPT)}: give what state_dict() returned"
+            )
+        self.__dict__.update(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is saved, for pickles."""
         if self.process_group is not None:
             _log.warning(
                 "a QuantizedAllreduceState is pickled without its process group: set process_group "
                 "after it is restored, if it is not to be the default group"
             )
-        kept = ("config", "rules", "carrier", "unsupported", "steps")
-        return {name: getattr(self, name) for name in kept}
+        return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore it over the default group."""
@@ -334,7 +357,12 @@ def _attach(wrapper: DistributedDataParallel) -> None:
     group = _group_or_default(wrapper.process_group)
     options = backend.options_of(group)
     # Its Python reducer has no buckets; compress_collectives() is for that.
-    if options is None or _compat.has_comm_hook(wrapper) or _compat.has_python_reducer(wrapper):
+    if options is None or _compat.has_python_reducer(wrapper):
+        return
+    if _compat.has_comm_hook(wrapper):
+        backend.leave_gradients_to_hooks(group)
+        return
+    if _compat.steps_in_backward(wrapper):  # by a communication hook that torch is about to set
         return
     _check_layers(wrapper, layers.process_rules())
     if options.config.bits == layers.EXACT_BITS and not layers.process_rules():

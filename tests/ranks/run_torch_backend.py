@@ -492,9 +492,10 @@ def what_is_compressed(r: int, n: int) -> None:
 
 @case
 def data_parallel(r: int, n: int) -> None:
-    """What DDP's reducer starts is compressed, and only that, however it is set up.
+    """What DDP's reducer starts is compressed where asked, and only that, however it is set up.
 
-    With a hook of torch's own, since over this backend it would get the one of cgx_ops.torch.ddp.
+    With a hook of torch's own, since over this backend it would get the one of cgx_ops.torch.ddp:
+    what such a hook starts is exact unless asked.
     """
     group = dist.new_group(pg_options=BackendOptions(NEAREST))
     choices: tuple[dict[str, Any], ...] = (
@@ -517,21 +518,22 @@ def data_parallel(r: int, n: int) -> None:
                 with ddp.no_sync():
                     ddp(tc.values(r, 400, call=step).reshape(8, 50)).sum().backward()
                 assert not DECISIONS.taken(), "no_sync"
-            ddp(tc.values(r, 400, call=step).reshape(8, 50)).sum().backward()
+            with compressed():
+                ddp(tc.values(r, 400, call=step).reshape(8, 50)).sum().backward()
             lines = DECISIONS.taken()
-            assert lines and all("4 bits, autograd" in line for line in lines), (options, lines)
+            assert lines and all("4 bits, inside" in line for line in lines), (options, lines)
             for parameter in model.parameters():
                 assert equal_everywhere(parameter.grad), options
             ddp.zero_grad()
-        with uncompressed():
-            ddp(tc.values(r, 400).reshape(8, 50)).sum().backward()
+        ddp(tc.values(r, 400).reshape(8, 50)).sum().backward()
         lines = DECISIONS.taken()
-        assert lines and all("exact, inside uncompressed()" in line for line in lines), lines
+        assert lines and all("exact, a communication hook" in line for line in lines), lines
     # The gradient of one bucket, to the bit: the hook divides by n first.
     layer = torch.nn.Linear(100, 70, bias=False)
     ddp = DistributedDataParallel(layer, process_group=group)
     ddp.register_comm_hook(group, allreduce_hook)
-    ddp(tc.values(r, 100).reshape(1, 100)).sum().backward()
+    with compressed():
+        ddp(tc.values(r, 100).reshape(1, 100)).sum().backward()
     mine = [x.repeat(70) / n for x in everybodys(n, 100)]
     want = tc.expected(mine, algorithm="auto").reshape(70, 100)
     gradient = layer.weight.grad

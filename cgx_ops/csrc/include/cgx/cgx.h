@@ -238,6 +238,14 @@ CGX_API cgx_status_t cgx_notify(cgx_request_t* request, cgx_callback_t callback,
 CGX_API cgx_status_t cgx_wait(cgx_request_t* request);
 /* cgx_start and cgx_wait in one: spares waking the progress thread. */
 CGX_API cgx_status_t cgx_run(const cgx_collective_t* collective);
+/* For callers that have to look up now and then, as Python has for signals. Blocks until the
+ * collective ends or `seconds` (0 to 1e8) have passed, and says in *done which. It does not free
+ * the request: every call after the end returns the same status, from any number of threads. */
+CGX_API cgx_status_t cgx_wait_for(cgx_request_t* request, double seconds, int32_t* done);
+/* cgx_start and cgx_wait_for in one, as cgx_run is. *request is NULL if the collective has ended,
+ * or has failed to start; else it goes on, and *request must be given to cgx_wait. */
+CGX_API cgx_status_t cgx_run_for(const cgx_collective_t* collective, double seconds,
+                                 cgx_request_t** request);
 
 /* The same on a GPU (device is CGX_CUDA; the functions above are for CGX_CPU). Puts the collective
  * on call->stream and returns: it waits for neither the device nor peers, but for a communicator's
