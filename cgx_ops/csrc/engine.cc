@@ -69,6 +69,8 @@ Engine::Engine(std::string name, int rank, int size, std::unique_ptr<Transport> 
       size_(size),
       transport_(std::move(transport)),
       crowded_(crowded()),
+      headers_sent_(size),
+      headers_taken_(size),
       last_serial_(size, UINT32_MAX),
       lost_(size) {}
 
@@ -297,9 +299,10 @@ void Engine::accept(const CollectiveRef& collective) {
   const auto begin = Clock::now();
   Header own{c.key, c.serial, c.agreement, c.algorithm->eager(), c.refusal};
   c.computed += Clock::now() - begin;
-  const Bytes message = write_header(own);
   for (const int member : c.members) {
     if (member == rank_) continue;
+    own.turn = headers_sent_[member]++;
+    const Bytes message = write_header(own);
     transport_->send_control(member, message);
     bytes_sent_ += static_cast<int64_t>(message.size());
   }
@@ -323,8 +326,10 @@ void Engine::accept(const CollectiveRef& collective) {
 // A header belongs to the oldest collective of its key that lacks its source's, or to one that is
 // still to come.
 void Engine::take_header(int source, Header header) {
-  require(static_cast<int32_t>(header.serial - last_serial_[source]) > 0, CGX_PEER_FAILED, "rank ",
-          source, " announced collective ", header.key.text(), " twice, or out of turn");
+  const uint32_t due = headers_taken_[source]++;
+  require(header.turn == due, CGX_PEER_FAILED, "rank ", source, " announced collective ",
+          header.key.text(), " as number ", header.turn, " of all, where number ", due,
+          " is due: an announcement is lost, doubled or out of turn");
   last_serial_[source] = header.serial;
   Uses& uses = uses_[header.key];
   for (const CollectiveRef& collective : uses.open)

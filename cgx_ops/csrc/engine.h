@@ -133,7 +133,8 @@ class Engine : private Sink {
   };
   Channel* channel(int source, Slot slot);
   std::unordered_map<uint64_t, Channel> channels_;  // by source and channel
-  std::vector<uint32_t> last_serial_;               // by source, of its headers
+  std::vector<uint32_t> headers_sent_, headers_taken_;  // by destination, by source
+  std::vector<uint32_t> last_serial_;                   // by source, of its headers
   std::deque<Collective*> ready_;
   std::vector<Collective*> blocked_;
   std::vector<Collective*> finishing_;  // computed; their sends are not handed over yet

@@ -13,6 +13,8 @@ struct FixedHeader {
   uint8_t kind;
   uint8_t reserved[3];
   uint32_t serial;
+  uint32_t turn;
+  uint32_t reserved_too;
   uint64_t occurrence;
   uint32_t name_bytes;
   uint32_t eager_bytes;
@@ -83,6 +85,7 @@ Header read_header(Reader reader, int source) {
           fixed.name_bytes, " bytes");
   Header header;
   header.serial = fixed.serial;
+  header.turn = fixed.turn;
   header.agreement = fixed.agreement;
   header.key = {reader.text(fixed.name_bytes), fixed.occurrence};
   header.eager = to_bytes(reader.bytes(fixed.eager_bytes));
@@ -112,6 +115,7 @@ Bytes write_header(const Header& header) {
   FixedHeader fixed{};
   fixed.kind = static_cast<uint8_t>(Kind::kHeader);
   fixed.serial = header.serial;
+  fixed.turn = header.turn;
   fixed.occurrence = header.key.occurrence;
   fixed.name_bytes = static_cast<uint32_t>(header.key.name.size());
   fixed.eager_bytes = static_cast<uint32_t>(header.eager.size());

@@ -45,6 +45,7 @@ struct Refused {
 struct Header {
   Key key;
   uint32_t serial = 0;  // the sender's number of this collective: names its channels
+  uint32_t turn = 0;    // how many headers the sender sent to this receiver before
   Agreement agreement;
   Bytes eager;
   Refused refused;
