@@ -131,6 +131,7 @@ class Bootstrap(_Sized):
         ("name", c_char_p),
         ("transport", c_char_p),
         ("timeout_s", c_double),
+        ("noise_rank", POINTER(c_int32)),
     )
 
 
@@ -201,6 +202,8 @@ class Collective(_Sized):
         ("device", c_int32),
         ("stream", c_void_p),
         ("device_seeds", c_void_p),
+        ("device_seed", c_void_p),
+        ("noise_rank", POINTER(c_int32)),
     )
 
 
@@ -269,9 +272,11 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_comm_close": (c_int32,),
     "cgx_start": (POINTER(Collective), c_void_p, c_void_p, POINTER(c_void_p)),
     "cgx_run": (POINTER(Collective),),
+    "cgx_run_for": (POINTER(Collective), c_double, POINTER(c_void_p)),
     "cgx_test": (c_void_p, POINTER(c_int32)),
     "cgx_notify": (c_void_p, CALLBACK, c_void_p),
     "cgx_wait": (c_void_p,),
+    "cgx_wait_for": (c_void_p, c_double, POINTER(c_int32)),
     "cgx_enqueue": (POINTER(Collective),),
     "cgx_comm_check": (c_int32, c_int32),
     "cgx_plan": (POINTER(Collective), POINTER(Plan)),

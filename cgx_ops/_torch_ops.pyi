@@ -59,11 +59,20 @@ class Scope:
 def exchange_scope(scope: Scope) -> Scope:
     """Make `scope` the calling thread's and return what it was."""
 
+class Unasked(enum.Enum):
+    """What a group compresses that nobody asked for by a scope."""
+
+    GRADIENTS = ...
+    EVERYTHING = ...
+    NOTHING = ...
+
 class Options(c10d.Backend.Options):
     """The settings of one group's backend."""
 
+    unasked: Unasked
+
     def __init__(
-        self, compression: Compression, everything: bool, timeout: datetime.timedelta
+        self, compression: Compression, unasked: Unasked, timeout: datetime.timedelta
     ) -> None: ...
 
 class Backend(c10d.Backend):

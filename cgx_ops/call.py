@@ -4,6 +4,7 @@ import functools
 import hashlib
 import operator
 from collections.abc import Sequence
+from ctypes import c_int64
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -45,9 +46,16 @@ def with_segment(config: Config, bits: int | None, bucket_size: int | None) -> C
     return own if bucket_size is None else replace(own, bucket_size=bucket_size)
 
 
-def call_seed(seed: int, name: str, occurrence: int) -> int:
-    """Return the seed of one call's noise: the n-th of this name, from 0, under Config.seed."""
-    digest = hashlib.blake2b(f"{seed}/{occurrence}/{name}".encode(), digest_size=8)
+def call_seed(seed: int, name: str, occurrence: int, comm: str = "") -> int:
+    """Return the seed of one call's noise.
+
+    Args:
+        seed: Config.seed.
+        name: of the call.
+        occurrence: it is the n-th of this name, from 0.
+        comm: the communicator's name: ranks that have two draw different noise in each.
+    """
+    digest = hashlib.blake2b(repr((seed, occurrence, name, comm)).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
@@ -61,7 +69,7 @@ class Call:
         config: Config | None,
         name: str,
         segments: Sequence[Segment] | None,
-        seed: int | None,
+        seed: int | Sequence[int] | None,
         timeout: float | None,
     ) -> None:
         if op not in _native.OPS:
@@ -73,19 +81,40 @@ class Call:
         self.name, self.segments = name, segments
         self.config = Config.from_env() if config is None else config
         self.timeout = timeout
-        self.seed = None if seed is None else replace(self.config, seed=seed).seed
+        self.seed = self.seeds = None  # of the call, of its segments
+        if isinstance(seed, Sequence):
+            if segments is None or len(seed) != len(segments):
+                raise InvalidArgument(
+                    f"seed is a list of {len(seed)} for "
+                    f"{'no' if segments is None else len(segments)} segments; give one each"
+                )
+            self.seeds = [self._checked(each) for each in seed]
+        elif seed is not None:
+            self.seed = self._checked(seed)
+
+    def _checked(self, seed: int) -> int:
+        return replace(self.config, seed=seed).seed
 
     def collective(
-        self, comm: int, count: int, dtype: int, source: int, result: int, block: int
+        self,
+        comm: int,
+        count: int,
+        dtype: int,
+        source: int,
+        result: int,
+        block: int,
+        comm_name: str = "",
     ) -> _native.Collective:
         """Return the call as a cgx_collective_t on contiguous memory.
 
         comm: the communicator's id. count: how often it saw this name before. dtype: a
-        cgx_dtype_t. source, result: addresses, of `block` elements a rank.
+        cgx_dtype_t. source, result: addresses, of `block` elements a rank. comm_name: the
+        communicator's, for a seed that the caller did not give.
         """
         config, seed = self.config, self.seed
         if seed is None:  # it takes time, and only noise needs it
-            seed = call_seed(config.seed, self.name, count) if config.rounding != "nearest" else 0
+            random = config.rounding != "nearest" and self.seeds is None
+            seed = call_seed(config.seed, self.name, count, comm_name) if random else 0
         make = _known_pattern if self.segments is None else _pattern
         pattern = make(
             comm, self.verb, self.op, config, self.name, self.timeout, dtype, block, self.segments
@@ -93,6 +122,8 @@ class Call:
         native = _native.Collective.from_buffer_copy(pattern)
         native.pattern = pattern  # holds what the copy's pointers lead to
         native.seed, native.input, native.output = seed, source, result
+        if self.seeds is not None:
+            native.seeds = (c_int64 * len(self.seeds))(*self.seeds)
         return native
 
 

@@ -26,7 +26,10 @@ def quantize(
     phase: int = 0,
     first_index: int = 0,
 ) -> bytes:
-    """Return the bytes that a rank would send for these values.
+    """Return what these values are on the wire, in the settings given.
+
+    A collective sends fewer than max(16, minimal_size) elements exact, whatever the bits; this
+    encodes them in `bits`, and ignores config's minimal_size.
 
     Args:
         values: an array of dtype float32, float16 or bfloat16, any shape, read in C order.
@@ -47,9 +50,15 @@ def quantize(
     array = as_input(values)
     settings = _settings(config, bits, bucket_size, rounding, skip_incomplete_buckets, seed)
     codec = _codec(settings, array.dtype)
-    for field, value in (("rank", rank), ("phase", phase)):
-        if not 0 <= value < 2**31:
-            raise InvalidArgument(f"{field} is {value}; it must be an integer from 0 to 2^31 - 1")
+    for field, value, bits in (
+        ("rank", rank, 31),
+        ("phase", phase, 31),
+        ("first_index", first_index, 63),
+    ):
+        if not 0 <= value < 2**bits:
+            raise InvalidArgument(
+                f"{field} is {value}; it must be an integer from 0 to 2^{bits} - 1"
+            )
     codec.rank, codec.phase, codec.first_index = rank, phase, first_index
     encoded = np.empty(_encoded_bytes(codec, array.size), np.uint8)
     _native.call("cgx_quantize", byref(codec), array.ctypes.data, array.size, encoded.ctypes.data)
@@ -132,8 +141,8 @@ def _codec(settings: Config, dtype: np.dtype[Any]) -> _native.Codec:
 
 
 def _encoded_bytes(codec: _native.Codec, numel: int) -> int:
-    if numel < 0:
-        raise InvalidArgument(f"numel is {numel}; it must be an integer >= 0")
+    if not 0 <= numel < 2**63:
+        raise InvalidArgument(f"numel is {numel}; it must be an integer from 0 to 2^59")
     count = c_int64()
     _native.call("cgx_encoded_bytes", byref(codec), numel, byref(count))
     return count.value

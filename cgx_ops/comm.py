@@ -3,30 +3,60 @@
 import contextlib
 import ctypes
 import itertools
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from ctypes import byref, c_int32, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_int32, pointer
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from cgx_ops import _native
+from cgx_ops import _native, request
 from cgx_ops._arrays import Array, address, as_input, as_output, dtype_code
 from cgx_ops.call import Call, Op, Segment
 from cgx_ops.config import Config
 from cgx_ops.errors import CgxError, InvalidArgument, NotFound
-from cgx_ops.request import Request, collect_abandoned
+from cgx_ops.request import Request
 from cgx_ops.stats import Stats, read_stats
 
 Allgather = Callable[[bytes], Sequence[bytes]]
 
 
-# Calls so far, per communicator and name. Threads that start named collectives in any order, and
-# several Communicator objects of one id, so draw the same noise in every run.
-_calls: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
 _local_names = itertools.count()
+
+
+class _Counter:
+    """Counts a communicator's calls by name, for the seeds of their noise.
+
+    Threads that start named collectives in any order so draw the same noise in every run. Of names
+    that come and go only the last MOST are kept. A forgotten one that comes back goes on at the
+    highest count of any that was forgotten, as new ones do: no seed is drawn twice.
+    """
+
+    MOST = 16384
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}  # the name used last is the last
+        self._forgotten = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def next(self, name: str) -> int:
+        """Return how many calls of this name there were before."""
+        with self._lock:
+            count = self._counts.pop(name, self._forgotten)
+            self._counts[name] = count + 1
+            if len(self._counts) > self.MOST:
+                self._forgotten = max(self._forgotten, self._counts.pop(next(iter(self._counts))))
+            return count
+
+
+# By communicator: several Communicator objects may have one id.
+_calls: defaultdict[int, _Counter] = defaultdict(_Counter)
 
 
 class Communicator:
@@ -84,6 +114,7 @@ class Communicator:
         *,
         transport: str | None = None,
         timeout: float | None = None,
+        noise_rank: int | None = None,
     ) -> Self:
         """Return a communicator of processes that can already exchange small messages.
 
@@ -96,6 +127,9 @@ class Communicator:
             transport: "AUTO", "SHM", "MPI" or "NCCL" (between GPUs; else as AUTO); None:
                 COMMUNICATOR_TYPE, else AUTO.
             timeout: seconds that a collective may take; None: CGX_TIMEOUT, else 300.
+            noise_rank: this rank's number where noise is drawn, >= 0; None: `rank`. Several groups
+                of one job draw different noise, whatever their seeds, if each rank has its number
+                in the whole job. Those that split() and group() make keep them.
 
         Raises:
             Whatever allgather raises, and CgxError.
@@ -123,6 +157,7 @@ class Communicator:
             name=_native.encode(name),
             transport=None if transport is None else _native.encode(transport),
             timeout_s=timeout or 0.0,
+            noise_rank=None if noise_rank is None else pointer(c_int32(noise_rank)),
         )
         try:
             return cls(_native.call_for_id("cgx_comm_create", byref(bootstrap)))
@@ -221,7 +256,7 @@ class Communicator:
         out: Array | None = None,
         name: str = "",
         segments: Sequence[Segment] | None = None,
-        seed: int | None = None,
+        seed: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> Array:
         """Reduce the ranks' arrays elementwise; every rank gets the same bits.
@@ -234,7 +269,9 @@ class Communicator:
             name: matches this call with those of other ranks, whatever runs in between.
             segments: runs of elements with their own bits and bucket_size; None: one, of all. What
                 lies in no segment is not reduced: `out` keeps it, a new result has zeros there.
-            seed: of this call's noise; None: derived from config.seed and the calls so far.
+            seed: of this call's noise, from which those of segments and of a reduce_scatter's
+                blocks follow; or a list with one for each segment. None: derived from config.seed,
+                the communicator's name and the calls of this name so far.
             timeout: seconds this call may take; None: the communicator's.
 
         Returns:
@@ -253,17 +290,14 @@ class Communicator:
         out: Array | None = None,
         name: str = "",
         segments: Sequence[Segment] | None = None,
-        seed: int | None = None,
+        seed: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> Request:
         """Start what allreduce() does and return at once. Leave the arrays alone until wait()."""
         source = as_input(array)
         call = Call("allreduce", op, config, name, segments, seed, timeout)
         collective, result = self._prepare(call, source, source.shape, source.size, out)
-        collect_abandoned()
-        handle = c_void_p()
-        _native.call("cgx_start", byref(collective), None, None, byref(handle))
-        return Request(handle, result, (source,))
+        return request.start(collective, result, source)
 
     def reduce_scatter(
         self,
@@ -274,7 +308,7 @@ class Communicator:
         out: Array | None = None,
         name: str = "",
         segments: Sequence[Segment] | None = None,
-        seed: int | None = None,
+        seed: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> Array:
         """Reduce the ranks' arrays; rank i gets the i-th of `size` equal blocks of the first axis.
@@ -303,7 +337,7 @@ class Communicator:
         out: Array | None = None,
         name: str = "",
         segments: Sequence[Segment] | None = None,
-        seed: int | None = None,
+        seed: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> Array:
         """Concatenate the ranks' arrays along the first axis, in rank order, on every rank.
@@ -322,8 +356,7 @@ class Communicator:
         self, call: Call, source: Array, shape: tuple[int, ...], block: int, out: Array | None
     ) -> Array:
         collective, result = self._prepare(call, source, shape, block, out)
-        _native.call("cgx_run", byref(collective))
-        return result
+        return request.run(collective, result, source)
 
     def _prepare(
         self, call: Call, source: Array, shape: tuple[int, ...], block: int, out: Array | None
@@ -340,13 +373,18 @@ class Communicator:
         if out is None and call.segments is not None:
             result.fill(0)
         collective = call.collective(
-            self.id, self.next_call(call.name), dtype_code(source.dtype), *pointers, block
+            self.id,
+            self.next_call(call.name),
+            dtype_code(source.dtype),
+            *pointers,
+            block,
+            self.name,
         )
         return collective, result
 
     def next_call(self, name: str) -> int:
         """Count a call of this name: how many this process made before. Seeds derive from it."""
-        return next(_calls[self.id, name])
+        return _calls[self.id].next(name)
 
     # ---- The end ---------------------------------------------------------------------------------
 
@@ -354,8 +392,8 @@ class Communicator:
         """Let peers read what was sent to them (bounded in time), then free it. Not collective."""
         with contextlib.suppress(NotFound):  # closed before
             _native.call("cgx_comm_close", self.id)
-        for key in [key for key in list(_calls) if key[0] == self.id]:
-            _calls.pop(key, None)
+        request.collect_dropped()  # they hold what the communicator has
+        _calls.pop(self.id, None)
 
     def __enter__(self) -> Self:
         return self

@@ -68,8 +68,8 @@ class Config:
         intra_bits: hierarchical: bits of values that their own host sums; None: exact.
         skip_incomplete_buckets: send a last bucket that is not full exact.
         minimal_size: tensors of fewer than max(16, minimal_size) elements travel exact.
-        seed: of the noise of stochastic and shift rounding; each call derives its own from this and
-            a call counter.
+        seed: of the noise of stochastic and shift rounding; each call derives its own from this,
+            the communicator's name and a count of the calls.
         communicator_type: the transport: "SHM", "MPI", or "AUTO", the best that connects the ranks.
             "NCCL" carries messages between GPUs, and is "AUTO" between processes.
     """

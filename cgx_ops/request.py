@@ -1,7 +1,12 @@
-"""A collective in flight, as its caller holds it."""
+"""A collective in flight, as its caller holds it.
+
+The core reads and writes a collective's arrays until its end, and a signal handler may raise in any
+line of the caller before (Ctrl-C does). So the arrays belong to a _Flight: it holds them before the
+start, the core itself writes the handle into it, and only the core's word that the collective has
+ended empties it.
+"""
 
 import contextlib
-import threading
 from collections import deque
 from ctypes import byref, c_int32, c_void_p
 
@@ -9,28 +14,93 @@ from cgx_ops import _native
 from cgx_ops._arrays import Array
 from cgx_ops.errors import CgxError
 
+_LOOK_UP_S = 0.1  # how long a wait stays in the core, where Python's signal handlers do not run
+
+
+class _Flight:
+    """The arrays that the core may touch, empty if none, and the collective's handle or null."""
+
+    __slots__ = ("arrays", "handle")
+
+    def __init__(self) -> None:
+        self.arrays: tuple[Array, ...] = ()
+        self.handle = c_void_p()
+
+    def done(self) -> bool:
+        finished = c_int32()
+        _native.call("cgx_test", self.handle, byref(finished))
+        return bool(finished.value)
+
+    def wait(self) -> None:
+        """Block until the end, looking up for signals; raise what went wrong, on each call."""
+        ended = c_int32()
+        try:
+            while not ended.value:
+                _native.call("cgx_wait_for", self.handle, _LOOK_UP_S, byref(ended))
+        finally:
+            if ended.value:
+                self.arrays = ()
+
+
+_flights: set[_Flight] = set()  # all that were made: none is freed with arrays of the core's
+_idle: list[_Flight] = []  # to be used again: making one takes longer
+_dropped: deque[_Flight] = deque()  # whose callers are gone
+
+
+def _hold(*arrays: Array) -> _Flight:
+    """Return a flight that holds these arrays. An exception may lose it, but frees nothing."""
+    if _dropped:
+        collect_dropped()
+    try:
+        flight = _idle.pop()
+    except IndexError:
+        flight = _Flight()
+        _flights.add(flight)
+    flight.arrays = arrays
+    return flight
+
+
+def _drop(flight: _Flight) -> None:
+    """Give back a flight that nobody else will use."""
+    if flight.handle:
+        if flight.arrays:  # nobody has seen its end
+            _dropped.append(flight)
+            return
+        handle, flight.handle = flight.handle, c_void_p()  # first: it must not be freed twice
+        with contextlib.suppress(CgxError):
+            _native.call("cgx_wait", handle)
+    flight.arrays = ()
+    _idle.append(flight)
+
+
+def collect_dropped() -> None:
+    """Empty the flights nobody waited for whose collectives have ended. On any thread."""
+    for _ in range(len(_dropped)):
+        try:
+            flight = _dropped.popleft()
+        except IndexError:  # another thread took the last
+            return
+        with contextlib.suppress(CgxError):
+            if flight.done():
+                flight.arrays = ()
+        _drop(flight)
+
 
 class Request:
     """A started collective. It keeps the arrays alive until the collective ends.
 
-    Call wait(). A request that is dropped instead still completes: libcgx reads and writes the
-    arrays meanwhile, so they are kept until then.
+    Call wait(), from any number of threads. An exception of a signal handler (KeyboardInterrupt)
+    may end a wait, never the collective: it goes on, as that of a request that is dropped does, and
+    the arrays are kept until its end, because the core reads and writes them meanwhile.
     """
 
-    def __init__(self, handle: c_void_p, result: Array, buffers: tuple[Array, ...]) -> None:
-        self._handle: c_void_p | None = handle
-        self._result, self._buffers = result, buffers
-        self._error: CgxError | None = None
-        self._lock = threading.Lock()
+    def __init__(self, result: Array, source: Array) -> None:
+        self._result = result
+        self._flight = _hold(result, source)
 
     def done(self) -> bool:
         """Return whether wait() would return (or raise) at once."""
-        with self._lock:
-            if self._handle is None:
-                return True
-            finished = c_int32()
-            _native.call("cgx_test", self._handle, byref(finished))
-            return bool(finished.value)
+        return self._flight.done()
 
     def wait(self) -> Array:
         """Block until the collective ends and return its result; its deadline bounds this.
@@ -38,38 +108,28 @@ class Request:
         Raises:
             CgxError: what went wrong, again on each call. The result is then undefined.
         """
-        with self._lock:
-            if self._handle is not None:
-                handle, self._handle = self._handle, None
-                try:
-                    _native.call("cgx_wait", handle)
-                except CgxError as error:
-                    self._error = error
-                self._buffers = ()
-        if self._error is not None:
-            raise self._error
+        self._flight.wait()
         return self._result
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            _abandoned.append((self._handle, self._result, self._buffers))
+        if hasattr(self, "_flight"):
+            _drop(self._flight)
 
 
-# Requests nobody waited for, until they end: collected by the next start, on any thread.
-_abandoned: deque[tuple[c_void_p | None, Array, tuple[Array, ...]]] = deque()
+def start(collective: _native.Collective, result: Array, source: Array) -> Request:
+    """Start a collective that reads `source` and writes `result`."""
+    request = Request(result, source)
+    _native.call("cgx_start", byref(collective), None, None, byref(request._flight.handle))
+    return request
 
 
-def collect_abandoned() -> None:
-    """Free those that have ended."""
-    for _ in range(len(_abandoned)):
-        try:
-            handle, result, buffers = _abandoned.popleft()
-        except IndexError:  # another thread took the last
-            return
-        finished = c_int32()
-        with contextlib.suppress(CgxError):
-            _native.call("cgx_test", handle, byref(finished))
-            if finished.value:
-                _native.call("cgx_wait", handle)
-        if not finished.value:
-            _abandoned.append((handle, result, buffers))
+def run(collective: _native.Collective, result: Array, source: Array) -> Array:
+    """Start such a collective, wait for its end and return its result."""
+    flight = _hold(result, source)
+    try:
+        _native.call("cgx_run_for", byref(collective), _LOOK_UP_S, byref(flight.handle))
+        if flight.handle:  # it has not ended yet
+            flight.wait()
+    finally:
+        _drop(flight)
+    return result

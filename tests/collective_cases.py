@@ -140,6 +140,14 @@ def _features() -> list[Case]:
         )
     ]
     cases += [
+        Case(40_000, 32, dtype=dtype, op=op, algorithm="ring", special="large")
+        for dtype, op in itertools.product(DTYPES, ("sum", "avg", "min", "max", "product"))
+    ]
+    cases += [
+        Case(5000, bits, 3, rounding="shift", special="lowest", algorithm="sra", verb=verb)
+        for bits, verb in itertools.product((1, 5), ("allreduce", "all_gather"))
+    ]
+    cases += [
         Case(1500, bits, 64, dtype, "shift", special=special, algorithm="sra")
         for bits, dtype, special in itertools.product(
             (1, 4, 8), DTYPES, ("nan", "inf", "huge", "tiny", "zeros", "constant")
@@ -175,6 +183,15 @@ def _hierarchical() -> list[Case]:
             (1, 8), DTYPES, ("nan", "inf", "huge", "tiny", "zeros", "constant"), (0, 8)
         )
     ]
+    large: dict[str, Any] = {"algorithm": "hierarchical", "special": "large"}
+    cases += [
+        Case(60_000, 32, dtype=dtype, op=op, **large)
+        for dtype, op in itertools.product(DTYPES, ("sum", "avg", "min", "max", "product"))
+    ]
+    cases += [
+        Case(60_000, segments=layers, dtype=dtype, op="avg", skip_incomplete_buckets=skip, **large)
+        for dtype, skip in itertools.product(DTYPES, (False, True))
+    ]
     for dtype in DTYPES:
         options: dict[str, Any] = {"dtype": dtype, "algorithm": "hierarchical", "intra_bits": 8}
         cases += [
@@ -208,6 +225,15 @@ def inputs(case: Case, rank: int, world_size: int) -> npt.NDArray[Any]:
             # Of both signs, on one rank only: every rank must see it.
             if rank == world_size - 1:
                 x[at] = [np.nan, -np.nan, np.nan] if case.special == "nan" else [np.inf, -np.inf, 1]
+        elif case.special == "large":
+            # Whose sums and products of two exceed fp16, but not the average or product of all.
+            x = np.clip(x, -0.5, 0.5) + 1
+            inverted = case.op == "product" and 2 * rank >= world_size
+            x *= {"product": 1 / 300 if inverted else 300}.get(case.op, 40_000)
+        elif case.special == "lowest":
+            # Shifted grids that begin below the lowest number; all of it is on one rank.
+            lowest = np.finfo(np.float32).min
+            x = lowest * random.choice([0, 0.3, 1], numel).astype(np.float32) * (rank == 0)
         else:
             scale = {"huge": 3e38, "tiny": 1e-41, "zeros": -0.0, "constant": 0.0}[case.special]
             x = np.clip(x, -1, 1) * np.float32(scale)

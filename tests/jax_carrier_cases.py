@@ -55,8 +55,10 @@ class Case:
             **self.knobs(),
         )  # fmt: skip
 
-    def expected(self, group: Sequence[int], processes: Sequence[int]) -> tuple[Values, Values]:
-        """Return the result of a group of devices, and the error of each of them.
+    def expected(
+        self, group: Sequence[int], processes: Sequence[int], axes: Any = "d"
+    ) -> tuple[Values, Values]:
+        """Return the result of a group of devices along `axes`, and the error of each of them.
 
         processes: of each device. Where several of them have several devices in the group, each is
         one rank: with the exact fp32 sum of its devices and the first one's seed.
@@ -74,7 +76,8 @@ class Case:
                 for rank in ranks.values()
             ]
         lost = [np.zeros_like(row) for row in rows]
-        keys = [seed_of(jax.random.key(seeds[rank[0]])) for rank in ranks.values()]
+        call = f"allreduce over {','.join(axes)}: "
+        keys = [seed_of(jax.random.key(seeds[rank[0]]), call=call) for rank in ranks.values()]
         result = reference.allreduce(
             rows,
             [reference.Segment(0, self.numel, self.bits, self.bucket_size)],

@@ -8,6 +8,7 @@ groups of several processes do.
 
 import os
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -172,11 +173,9 @@ def scatter_expected(
     order = [member for members in ranks for member in members]
     inputs = sums_of([row[order].reshape(-1) for row in rows], ranks)
     segments = [reference.Segment(i * numel, numel, bits) for i in range(len(ranks[0]))]
+    own = [[seeds[m[0]] + i for i in range(len(m))] for m in ranks] if seeds else None
     blocks = np.concatenate(
-        reference.reduce_scatter(
-            inputs, segments, divisor=len(rows),
-            seeds=None if seeds is None else [seeds[members[0]] for members in ranks], **knobs,
-        )
+        reference.reduce_scatter(inputs, segments, divisor=len(rows), seeds=own, **knobs)
     ).reshape(len(rows), numel)  # fmt: skip
     rounded = reference.round_to(reference.widen(blocks), rows.dtype)
     return [rounded[order.index(r)].reshape(rows.shape[2:]) for r in range(len(rows))]
@@ -190,10 +189,8 @@ def gather_expected(
     order = [member for members in ranks for member in members]
     blocks = [rows[members].reshape(-1) for members in ranks]
     segments = [reference.Segment(i * numel, numel, bits) for i in range(len(ranks[0]))]
-    gathered = reference.all_gather(
-        blocks, segments,
-        seeds=None if seeds is None else [seeds[members[0]] for members in ranks], **knobs,
-    ).reshape(rows.shape)  # fmt: skip
+    own = [[seeds[m] + i for i, m in enumerate(members)] for members in ranks] if seeds else None
+    gathered = reference.all_gather(blocks, segments, seeds=own, **knobs).reshape(rows.shape)
     return gathered[np.argsort(order)]
 
 
@@ -222,8 +219,16 @@ def sums_of(rows: Sequence[Values], ranks: list[list[int]]) -> list[Values]:
     ]
 
 
-def seed_of(key: jax.Array, leaf: int = 0) -> int:
-    """Return the seed that psum_q gives the core for one leaf: documented as fold_in(key, leaf)."""
+def seed_of(
+    key: jax.Array, leaf: int = 0, *, call: str = "allreduce over d: ", at: Sequence[int] = ()
+) -> int:
+    """Return the seed that psum_q gives the core for one leaf, as docs/jax.md says.
+
+    call: verb, axes and name. at: the device's index along each other axis over which the leaf is
+    known to vary, in the order of the axes' names.
+    """
+    for number in (zlib.crc32(call.encode()), *at):
+        key = jax.random.fold_in(key, number)
     low, high = np.asarray(jax.random.bits(jax.random.fold_in(key, leaf), (2,), jnp.uint32))
     return int(np.array([low, high], np.uint32).view(np.int64)[0])
 

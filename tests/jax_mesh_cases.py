@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from jax_cases import has_part_in, mesh_of, processes_of, ranks_of, same_bits
+from jax_cases import has_part_in, mesh_of, processes_of, ranks_of, same_bits, seed_of
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,13 @@ class MeshCase:
         return len({tuple(map(len, group)) for group in ranks}) == 1 and all(
             len(set(map(len, group))) == 1 for group in ranks
         )
+
+    def seed(self, key: jax.Array, place: int, check_vma: bool) -> int:
+        """Return the seed of the device at a place; its values are known to vary if checked."""
+        others = [axis for axis in "ab"[: len(self.shape)] if axis not in self.axes]
+        where = dict(zip("ab", np.unravel_index(place, self.shape), strict=False))
+        at = [int(where[axis]) for axis in others] if check_vma else []
+        return seed_of(key, call=f"allreduce over {','.join(self.axes)}: ", at=at)
 
     def check(self, rows: Any, want: Callable[[list[int], list[int]], Any]) -> None:
         """Require that every device has the bits want(places, devices) of its group."""

@@ -5,7 +5,7 @@ plain on purpose. All arithmetic is fp32 (numpy rounds every operation); the nam
 documents.
 
     1. values: widening, rounding, sums, min and max
-    2. noise: Philox4x32-10 and the lane an element gets
+    2. noise: the seeds of segments and blocks, Philox4x32-10 and the lane an element gets
     3. the codec: quantize, dequantize, encoded_bytes
     4. collectives: allreduce, reduce_scatter, all_gather
     5. error_bound: how far nearest and shift rounding may be from the exact result, with the
@@ -131,6 +131,35 @@ def philox4x32_10(counters: npt.NDArray[np.uint32], seed: int) -> npt.NDArray[np
     return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
 
 
+_MASK = (1 << 64) - 1
+_SEGMENT_STEP, _BLOCK_STEP = 0xD1342543DE82EF95, 0xAF251AF3B0F025B5
+
+
+def derived_seed(seed: int, step: int, n: int) -> int:
+    """Return the n-th seed after `seed`, of 64 bits, by SplitMix64; the 0-th is `seed` itself."""
+    if n == 0:
+        return seed & _MASK
+    z = (seed + n * step) & _MASK
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    return z ^ (z >> 31)
+
+
+# What a rank gives: one seed for all segments, or one for each.
+Seeds: TypeAlias = Sequence[int | Sequence[int]]
+
+
+def seeds_of(seeds: Seeds | None, world_size: int, segment: int, block: int = 0) -> list[int]:
+    """Return each rank's seed of one segment, and of one block of a reduce_scatter."""
+    own = [
+        seed[segment]
+        if isinstance(seed, Sequence)
+        else derived_seed(int(seed), _SEGMENT_STEP, segment)
+        for seed in seeds or [0] * world_size
+    ]
+    return [derived_seed(int(seed), _BLOCK_STEP, block) for seed in own]
+
+
 def noise(index: npt.NDArray[np.int64], seed: int, rank: int, phase: int) -> Float32s:
     """Return r in (0, 1) of the elements of a segment that have these indices."""
     group, e = index // 128, index % 128
@@ -180,6 +209,8 @@ def _quantize_rows(
         level = np.minimum(np.floor(scaled), top)
         if rounding == "shift":
             lo = np.where(flat, lo, lo + (np.float32(0.5) - r[:, 0]) * step)
+            finite &= np.isfinite(lo)  # a grid shifted beyond the lowest number is none
+            flat |= ~finite
     levels = np.where(flat[:, None], np.float32(0), level).astype(np.uint8)
     header = np.stack([lo, step], axis=1)
     header[~finite] = np.uint32(0x7FC00000).view(np.float32)
@@ -198,7 +229,7 @@ def _dequantize_rows(records: npt.NDArray[np.uint8], numel: int, bits: int) -> F
     level = np.packbits(spread, axis=2, bitorder="little")[:, :, 0].astype(np.float32)
     with np.errstate(all="ignore"):
         x = header[:, :1] + level * header[:, 1:]
-    return with_one_nan(x.astype(np.float32))
+    return x.astype(np.float32)
 
 
 def _split(numel: int, bucket_size: int) -> tuple[int, int]:
@@ -302,11 +333,12 @@ def dequantize(
 class _Wire:
     """How one segment's values become what their receivers see."""
 
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any]  # of exact values
     bits: int
     bucket_size: int
     rounding: RoundingMode
     seeds: Sequence[int]
+    noise_ranks: Sequence[int]
     skip_incomplete_buckets: bool
     divisor: int  # of avg
     # By rank: receives what encoding loses of its values, times `scale`.
@@ -321,7 +353,7 @@ class _Wire:
             self.bucket_size,
             rounding=self.rounding,
             seed=self.seeds[rank],
-            rank=rank,
+            rank=self.noise_ranks[rank],
             phase=phase,
             first_index=first_index,
             dtype=self.dtype,
@@ -470,6 +502,13 @@ def _hierarchical(
     return out
 
 
+def _alone(op: Op, values: Values, divisor: int) -> Values:
+    """Return what one rank gets of its own values: nothing is encoded, but avg divides."""
+    if op != "avg" or divisor in (0, 1):
+        return values
+    return round_to(finish(op, widen(values), divisor), values.dtype)
+
+
 _ALGORITHMS: dict[str, Callable[..., Float32s]] = {
     "one_shot": _one_shot,
     "sra": _sra,
@@ -485,7 +524,7 @@ def allreduce(
     op: Op = "sum",
     algorithm: AnyAlgorithm = "auto",
     rounding: RoundingMode = "nearest",
-    seeds: Sequence[int] | None = None,
+    seeds: Seeds | None = None,
     gather_bits: int = 0,
     intra_bits: int = 0,
     minimal_size: int = 0,
@@ -493,13 +532,15 @@ def allreduce(
     divisor: int = 0,
     errors: Sequence[Values] | None = None,
     hosts: Sequence[int] | None = None,
+    noise_ranks: Sequence[int] | None = None,
 ) -> Values:
     """Return the result that every rank has.
 
     inputs[w]: rank w's buffer; all of one shape and dtype.
 
-    seeds: one of each rank; zeros if None. gather_bits: of the reduced values on their way back, 0
-    for the segment's own. intra_bits: of values within a host in hierarchical, 0 for exact.
+    seeds: of each rank one, or one for each segment; zeros if None. noise_ranks[w]: what the
+    noise's counter holds of rank w; None: w. gather_bits: of the reduced values on their way back,
+    0 for the segment's own. intra_bits: of values within a host in hierarchical, 0 for exact.
     divisor: of avg; 0 for the number of ranks. errors[w]: a buffer that receives what was lost of
     rank w's values. hosts[w]: what stands for rank w's host; None: all ranks share one. Elements
     outside all segments are 0 in the result.
@@ -516,11 +557,11 @@ def allreduce(
     if algorithm == "hierarchical" and not is_nested(hosts):
         algorithm = "sra"
     out = np.zeros(inputs[0].shape, dtype)
-    for segment in segments:
+    for number, segment in enumerate(segments):
         at = slice(segment.offset, segment.offset + segment.numel)
         xs = [x[at] for x in inputs]
         if len(xs) == 1:
-            out[at] = xs[0]
+            out[at] = _alone(op, xs[0], divisor)
             continue
         exact = travels_exact(segment, minimal_size)
         if not exact and op not in ("sum", "avg"):
@@ -528,23 +569,27 @@ def allreduce(
         bits = EXACT_BITS if exact else segment.bits
         back_bits = EXACT_BITS if exact else gather_bits or bits
         divide_by = divisor or len(xs)
+        # Partial sums and products are not rounded to fp16 or bf16; a minimum is one of the values.
+        passed_on = algorithm in ("ring", "hierarchical") and op not in ("min", "max")
+        way_out = FLOAT32 if passed_on else dtype
         lost = [np.zeros(segment.numel, np.float32) for _ in xs] if errors else None
         wire, back, intra = (
             _Wire(
-                dtype,
+                wire_dtype,
                 b,
                 segment.bucket_size,
                 rounding,
-                seeds or [0] * len(xs),
+                seeds_of(seeds, len(xs), number),
+                noise_ranks or range(len(xs)),
                 skip_incomplete_buckets,
                 divide_by,
                 lost,
                 scale,
             )
-            for b, scale in (
-                (bits, 1),
-                (back_bits, divide_by if op == "avg" else 1),
-                (EXACT_BITS if exact else intra_bits or EXACT_BITS, 1),
+            for wire_dtype, b, scale in (
+                (way_out, bits, 1),
+                (dtype, back_bits, divide_by if op == "avg" else 1),
+                (dtype, EXACT_BITS if exact else intra_bits or EXACT_BITS, 1),
             )
         )
         levels = (intra, hosts) if algorithm == "hierarchical" else ()
@@ -561,10 +606,11 @@ def reduce_scatter(
     *,
     op: Op = "sum",
     rounding: RoundingMode = "nearest",
-    seeds: Sequence[int] | None = None,
+    seeds: Seeds | None = None,
     minimal_size: int = 0,
     skip_incomplete_buckets: bool = False,
     divisor: int = 0,
+    noise_ranks: Sequence[int] | None = None,
 ) -> list[Values]:
     """Return each rank's reduced block. inputs[w]: len(inputs) blocks; segments lie in a block."""
     world_size, dtype = len(inputs), inputs[0].dtype
@@ -572,12 +618,12 @@ def reduce_scatter(
     outs: list[Values] = []
     for owner in range(world_size):
         out = np.zeros(block, dtype)
-        for segment in segments:
+        for number, segment in enumerate(segments):
             start = owner * block + segment.offset
             xs = [x[start : start + segment.numel] for x in inputs]
             at = slice(segment.offset, segment.offset + segment.numel)
             if world_size == 1:
-                out[at] = xs[0]
+                out[at] = _alone(op, xs[0], divisor)
                 continue
             exact = travels_exact(segment, minimal_size)
             if not exact and op not in ("sum", "avg"):
@@ -587,7 +633,8 @@ def reduce_scatter(
                 EXACT_BITS if exact else segment.bits,
                 segment.bucket_size,
                 rounding,
-                seeds or [0] * world_size,
+                seeds_of(seeds, world_size, number, owner),
+                noise_ranks or range(world_size),
                 skip_incomplete_buckets,
                 divisor or world_size,
             )
@@ -603,16 +650,17 @@ def all_gather(
     segments: Sequence[Segment],
     *,
     rounding: RoundingMode = "nearest",
-    seeds: Sequence[int] | None = None,
+    seeds: Seeds | None = None,
     minimal_size: int = 0,
     skip_incomplete_buckets: bool = False,
+    noise_ranks: Sequence[int] | None = None,
 ) -> Values:
     """Return all blocks, in rank order, as every rank (their owners too) sees them."""
     world_size, dtype = len(blocks), blocks[0].dtype
     outs: list[Values] = []
     for rank, block in enumerate(blocks):
         out = np.zeros(len(block), dtype)
-        for segment in segments:
+        for number, segment in enumerate(segments):
             at = slice(segment.offset, segment.offset + segment.numel)
             if world_size == 1 or travels_exact(segment, minimal_size):
                 out[at] = block[at]
@@ -622,7 +670,8 @@ def all_gather(
                 segment.bits,
                 segment.bucket_size,
                 rounding,
-                seeds or [0] * world_size,
+                seeds_of(seeds, world_size, number),
+                noise_ranks or range(world_size),
                 skip_incomplete_buckets,
                 world_size,
             )
@@ -725,7 +774,7 @@ def _error_of_host_sums(
             off += (len(ranks) - 1) * _U * size * (1 + len(ranks) * _U)
             if host != owner_host:
                 total = np.sum(terms, axis=0)
-                off += encoding(total - off, total + off, bits)
+                off += encoding(total - off, total + off, bits, dtype=FLOAT32)
             error[at] += off
             sizes[at] += size + off
     return error + (len(ranks_of) - 1) * _U * sizes * (1 + len(ranks_of) * _U), sizes
@@ -746,8 +795,9 @@ def error_bound(
 ) -> npt.NDArray[np.float64]:
     """Bound |result - exact| of allreduce for each of segment's elements.
 
-    exact is the sum (or mean) of the inputs in float64. Inputs are finite and the result does not
-    overflow its dtype. hosts: by rank, of hierarchical, which are several, one of several ranks.
+    exact is the sum (or mean) of the inputs in float64; inputs are finite. The bound is infinite
+    where the result may exceed its dtype's largest number, and so be infinite. hosts: by rank, of
+    hierarchical, which are several, one of several ranks.
     """
     dtype, world_size = inputs[0].dtype, len(inputs)
     at = slice(segment.offset, segment.offset + segment.numel)
@@ -791,4 +841,4 @@ def error_bound(
     error = first + second
     if dtype != FLOAT32:
         error += _UNIT[dtype] * (np.abs(y) + error) + _HALF_SMALLEST[dtype]
-    return error
+    return np.where(np.abs(y) + error > float(ml_dtypes.finfo(dtype).max), np.inf, error)

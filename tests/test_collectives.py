@@ -171,17 +171,16 @@ def test_noise_is_unbiased(rounding: Rounding, together: int) -> None:
 
 
 def test_runs_repeat_and_calls_differ() -> None:
-    """Config.seed fixes the noise of a run; two calls of a run do not share it."""
+    """Config.seed fixes the noise of a run; two calls of a run, and two communicators, differ."""
     x = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
 
     def run(rank: int, comm: Communicator) -> list[bytes]:
         config = Config(bits=1, seed=7)
         return [comm.allreduce(x * (rank + 1), config=config).tobytes() for _ in range(2)]
 
-    # The noise follows the communicator's calls, not its name.
-    first, second = (launch.threads(2, run)[0] for _ in range(2))
+    first, second, other = (launch.threads(2, run, name=name)[0] for name in ("a", "a", "b"))
     assert first == second
-    assert first[0] != first[1]
+    assert len({*first, *other}) == 4
 
 
 @pytest.mark.exhaustive

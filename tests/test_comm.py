@@ -159,9 +159,10 @@ def test_noise_changes_with_every_call_and_repeats_with_every_run() -> None:
     def run(_rank: int, comm: Communicator) -> list[np.ndarray]:
         seeds = [Config(seed=5), Config(seed=5), Config(seed=6)]
         results = [comm.allreduce(values, config=config) for config in seeds]
-        return [*results, comm.allreduce(values, config=Config(), seed=call_seed(5, "", 0))]
+        seed = call_seed(5, "", 0, comm.name)
+        return [*results, comm.allreduce(values, config=Config(), seed=seed)]
 
-    first, again = threads(2, run)[0], threads(2, run)[0]
+    first, again = threads(2, run, name="noise")[0], threads(2, run, name="noise")[0]
     for one, other in zip(first, again, strict=True):
         np.testing.assert_array_equal(one, other)
     assert (first[0] != first[1]).any()

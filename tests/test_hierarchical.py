@@ -48,6 +48,7 @@ def expected_errors(hosts: tuple[int, ...], op: Any, intra_bits: int) -> list[li
 LAYOUTS = [
     *((hosts, "AUTO", "hybrid", "hierarchical") for hosts in NESTED),
     ("a,a,b,b", "MPI", "mpi", "hierarchical"),
+    ("a,a,b", "AUTO", "hybrid", "hierarchical"),
     ("a,b", "AUTO", "mpi", "sra"),
     ("a,a", "AUTO", "shm", "sra"),
 ]

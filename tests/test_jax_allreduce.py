@@ -44,14 +44,21 @@ ENVIRONMENT = {
 }
 
 
-def on_ranks(n: int, body: Callable[[int, Communicator], Any]) -> list[Any]:
+def on_ranks(
+    n: int, body: Callable[[int, Communicator], Any], name: str | None = None
+) -> list[Any]:
     """Call body(rank, communicator) on threads with a device each; return what they return."""
 
     def run(rank: int, comm: Communicator) -> Any:
         with jax.default_device(jax.devices()[rank]):
             return jax.block_until_ready(body(rank, comm))
 
-    return threads(n, run)
+    return threads(n, run, name=name)
+
+
+def seed_on(rank: int, key: jax.Array, leaf: int = 0) -> int:
+    """Return a rank's seed of one leaf on the communicator "noise"."""
+    return seed_of(key, leaf, call=f"allreduce_q on noise/{rank}: ")
 
 
 def check(results: list[Any], wanted: Any) -> None:
@@ -110,7 +117,8 @@ def test_keys(make: Callable[[int], jax.Array]) -> None:
             x[rank], keys[rank]
         )
 
-    check(on_ranks(3, body), expected(x, seeds=[seed_of(key) for key in keys]))
+    seeds = [seed_on(rank, key) for rank, key in enumerate(keys)]
+    check(on_ranks(3, body, "noise"), expected(x, seeds=seeds))
 
 
 def test_a_tree_is_one_message_for_each_dtype() -> None:
@@ -127,10 +135,10 @@ def test_a_tree_is_one_message_for_each_dtype() -> None:
         sums = jax.block_until_ready(allreduce_q(mine, comm, key=key))
         return sums, comm.collectives
 
-    for sums, collectives in on_ranks(2, body):
+    for sums, collectives in on_ranks(2, body, "noise"):
         assert collectives == 2
         for leaf, (name, rows) in enumerate(trees.items()):
-            seeds = [seed_of(key, leaf)] * 2
+            seeds = [seed_on(rank, key, leaf) for rank in range(2)]
             assert same_bits(sums[name], expected(rows, seeds=seeds, **AUTO)), name
 
 
@@ -239,10 +247,10 @@ def test_examples_have_their_own_keys() -> None:
         noisy = lambda v, k: allreduce_q(v, comm, key=k, algorithm="sra")  # noqa: E731
         return jax.vmap(noisy)(X[rank], keys), jax.vmap(noisy, (None, 0))(X[rank, 0], keys)
 
-    seeds = [[seed_of(key)] * 3 for key in keys]
+    seeds = [[seed_on(rank, key) for rank in range(3)] for key in keys]
     wanted = [expected(X[:, row], seeds=seeds[row]) for row in range(4)]
     repeated = [expected(X[:, 0], seeds=seeds[row]) for row in range(4)]
-    check(on_ranks(3, body), (np.stack(wanted), np.stack(repeated)))
+    check(on_ranks(3, body, "noise"), (np.stack(wanted), np.stack(repeated)))
 
 
 @pytest.mark.parametrize("check_vma", [False, True])

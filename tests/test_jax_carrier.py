@@ -46,7 +46,7 @@ def check(
     """Compare each group's results and errors with the oracle. `groups`: places in the mesh."""
     results, errors = map(np.asarray, run(case, mesh, axes))
     for group in groups:
-        result, lost = case.expected(group, processes)
+        result, lost = case.expected(group, processes, axes)
         for rank, place in enumerate(group):
             assert same_bits(results[place], result), f"the result at {place} of {group}, {case}"
             assert same_bits(errors[place], lost[rank]), f"the error at {place} of {group}, {case}"

@@ -1,6 +1,8 @@
 """What psum_q refuses, with which words, and that the process is usable afterwards."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -169,3 +171,26 @@ def test_devices_that_do_not_meet() -> None:
             )
     finally:
         _xla_ffi.set_local_timeout(20.0)
+
+
+def test_any_exception_of_a_handler_is_an_error() -> None:
+    """Attributes that no release of ours writes: more bits than batches."""
+    script = """
+import jax, numpy as np
+from cgx_ops.jax import _runtime
+target = _runtime.target("psum_q")
+numbers = ("bucket_size", "named", "errors", "op", "algorithm", "rounding", "gather_bits",
+           "intra_bits", "skip_incomplete_buckets", "minimal_size", "group_size")
+attributes = dict.fromkeys(numbers, np.int64(1))
+attributes |= {"groups": np.zeros(1, np.int64), "bits": np.full(2, 4, np.int64),
+               "batches": np.ones(1, np.int64)}
+call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((4,), np.float32))
+try:
+    print(jax.jit(lambda x: call(x, **attributes))(np.ones(4, np.float32)))
+except Exception as error:
+    assert "INTERNAL" in str(error), error
+    print("an error")
+"""
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, timeout=100, capture_output=True, text=True)
+    assert ended.stdout == "an error\n", ended

@@ -1,11 +1,16 @@
 """initialize(): by mpirun, by a launcher that JAX knows, by arguments; called twice or too late."""
 
+import contextlib
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from launch import mpirun, processes
 
+import cgx_ops
 from cgx_ops.address import free_address
 
 pytestmark = pytest.mark.timeout(120)
@@ -88,3 +93,35 @@ def test_called_when_it_must_not_be(launch: Launch, case: str) -> None:
 )
 def test_under_mpirun(case: str) -> None:
     by_mpirun(2, case)
+
+
+def test_the_coordinator_knows_its_processes() -> None:
+    """Who does not say the word is not counted, and keeps nobody waiting."""
+    program = Path(cgx_ops.__file__).parent / "jax" / "_coordinator.py"
+    command = [sys.executable, "-P", str(program), "127.0.0.1", "0", "2", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as coordinator:
+        assert coordinator.stdout is not None
+        port, lifeline, word = coordinator.stdout.readline().split()
+        for wanted in (port, lifeline):  # it listens to this machine alone
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.2", int(wanted)))
+        at = ("127.0.0.1", int(lifeline))
+        silent = socket.create_connection(at)
+        strangers = [socket.create_connection(at) for _ in range(3)]
+        strangers[0].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        strangers[1].sendall(b"0" * len(word))
+        strangers[2].close()
+        for stranger in strangers[:2]:
+            stranger.settimeout(60)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""  # it was sent away
+        known = [socket.create_connection(at) for _ in range(2)]
+        known[0].sendall(word[:5].encode())
+        known[1].sendall(word.encode())
+        known[0].sendall(word[5:].encode())
+        known[0].close()
+        with pytest.raises(subprocess.TimeoutExpired):
+            coordinator.wait(0.5)
+        known[1].close()
+        assert coordinator.wait(60) == 0
+        silent.close()

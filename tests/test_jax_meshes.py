@@ -29,7 +29,6 @@ from jax_cases import (
     normal,
     on_mesh,
     same_bits,
-    seed_of,
     spread,
     use_cpu_devices,
 )
@@ -67,8 +66,12 @@ class Call:
         knobs: dict[str, Any] = {"algorithm": "sra", "carrier": carrier}
         return reduce(v.astype(self.dtype), axes, bits=self.bits, key=key, **knobs)
 
-    def expected(self, x: Values, places: list[int], devices: list[int]) -> Values:
-        seeds = None if self.keys == "none" else [seed_of(self.key(place)) for place in places]
+    def expected(
+        self, case: MeshCase, check_vma: bool, x: Values, places: list[int], devices: list[int]
+    ) -> Values:
+        seeds = None
+        if self.keys != "none":
+            seeds = [case.seed(self.key(place), place, check_vma) for place in places]
         rows = x[places].astype(self.dtype)
         return expected(rows, bits=self.bits, op=self.op, at=devices, seeds=seeds)
 
@@ -103,7 +106,7 @@ def test_dtypes_bits_operators_and_keys(
             program(*operands)
         return
     for call, rows in zip(calls, program(*operands), strict=True):
-        case.check(rows, partial(call.expected, x))
+        case.check(rows, partial(call.expected, case, check_vma, x))
 
 
 # ---- 2. sums in 32 bits -------------------------------------------------------------------------

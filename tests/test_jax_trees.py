@@ -151,7 +151,7 @@ def test_bad_rules(rules: Any) -> None:
 def test_scatter(bits: int, dtype: Any, check_vma: bool) -> None:
     x, key = normal(40, 8, 8, 30, 20, dtype=dtype), jax.random.key(2)
     got = run(lambda v: psum_scatter_q(v, "d", bits=bits, key=key), x, check_vma=check_vma)
-    seeds = [seed_of(key)] * 8
+    seeds = [seed_of(key, call="reduce_scatter over d: ")] * 8
     for row, want in zip(
         got, scatter_expected(x, bits=bits, seeds=seeds, rounding="stochastic"), strict=True
     ):
@@ -163,7 +163,8 @@ def test_scatter(bits: int, dtype: Any, check_vma: bool) -> None:
 def test_gather(bits: int, dtype: Any, check_vma: bool) -> None:
     x, key = normal(41, 8, 30, 20, dtype=dtype), jax.random.key(2)
     got = run(lambda v: all_gather_q(v, "d", bits=bits, key=key), x, check_vma=check_vma)
-    want = gather_expected(x, bits=bits, seeds=[seed_of(key)] * 8, rounding="stochastic")
+    seeds = [seed_of(key, call="all_gather over d: ")] * 8
+    want = gather_expected(x, bits=bits, seeds=seeds, rounding="stochastic")
     assert all(same_bits(row, want) for row in got)
 
 

@@ -93,6 +93,26 @@ def test_segments_anywhere(size: int, dtype: str, algorithm: Any, op: Any) -> No
             assert errors[i].tobytes() == lost[rank].tobytes(), (i, rank)
 
 
+@pytest.mark.parametrize("verb", _native.VERBS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_rank_divides_what_it_averages(dtype: str, verb: str) -> None:
+    """The sum over one rank is its own values; an average of them still has its divisor."""
+    comm = Communicator.local(1)[0]
+    x = inputs(0, dtype)[0]
+    for divisor in (0, 1, 3):
+        y = np.empty_like(x)
+        segment = _native.Segment(0, x.size, 512, 4)
+        call = _native.Collective(
+            comm=comm.id, verb=_native.VERBS[verb], dtype=_native.DTYPES[dtype],
+            op=_native.OPS["avg"], segments=(_native.Segment * 1)(segment), num_segments=1,
+            occurrence=-1, divisor=divisor,
+        )  # fmt: skip
+        call.input, call.output = x.ctypes.data, y.ctypes.data
+        _native.call("cgx_run", byref(call))
+        by = np.float32(1 if verb == "all_gather" else divisor or 1)
+        assert y.tobytes() == (x.astype(np.float32) / by).astype(x.dtype).tobytes(), divisor
+
+
 @pytest.mark.parametrize("algorithm", ["sra", "one_shot", "ring"])
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_nothing_is_lost_for_good(op: Any, algorithm: Any) -> None:

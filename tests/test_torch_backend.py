@@ -60,7 +60,7 @@ def check(outputs: Sequence[str], transport: str) -> None:
 
 
 # All that moves data; deadlines and torch's own bookkeeping know no transport.
-OVER_MPI = ["exact_allreduce", "asynchronous", "other_kinds", "collectives", "objects"]
+OVER_MPI = ["exact_allreduce", "asynchronous", "other_kinds", "averages", "collectives", "objects"]
 OVER_MPI += ["point_to_point", "coalescing", "compression", "what_is_compressed", "data_parallel"]
 OVER_MPI += ["groups", "bad_input", "begin_again"]
 # What depends on how ranks find each other; the rest is the same code over the same transport.

@@ -18,7 +18,7 @@ def kernel_options(*, rank: int | None = None, rounding: str = "nearest") -> tup
     """Return what the operators under the public ones take after their tensors."""
     seed = torch.tensor(7) if rounding != "nearest" else None
     options = (seed, 4, 64, "sum", rounding, "sra", 0, 0, False, 0, "", 0)
-    return (*options, "") if rank is None else (*options, rank, 2)
+    return (*options, "") if rank is None else (*options, rank, 2, rank)
 
 
 def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

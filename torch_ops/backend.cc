@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "averages.h"
 #include "coalesced.h"
 #include "core.h"
 #include "status.h"
@@ -177,6 +178,8 @@ Backend::BackendRef Backend::related(const c10::intrusive_ptr<c10d::Store>& stor
   auto copied = c10::make_intrusive<Options>(ours ? *ours : *options_);
   copied->group_name = options->group_name;
   copied->timeout = options->timeout;
+  // A hook over this group is none over that one.
+  if (copied->unasked == Unasked::kNothing) copied->unasked = Unasked::kGradients;
   BackendRef made = make_backend_(store, rank, size, std::move(copied));
   related_name_ = options->group_name;
   related_ = made;
@@ -224,7 +227,8 @@ Backend::WorkRef Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
   if (tensors.size() == 1 && serves(tensors, options.reduceOp, &op)) {
     return reduce_in_core(tensors, op, options, c10d::OpType::ALLREDUCE);
   }
-  return forward("cgx:all_reduce", tensors, &c10d::Backend::allreduce, tensors, options);
+  return forward_reduction("cgx:all_reduce", tensors, &c10d::Backend::allreduce, tensors, options,
+                           tensors);
 }
 
 Backend::WorkRef Backend::allreduce_coalesced(Tensors& tensors,
@@ -233,7 +237,8 @@ Backend::WorkRef Backend::allreduce_coalesced(Tensors& tensors,
   if (!tensors.empty() && serves(tensors, options.reduceOp, &op)) {
     return reduce_in_core(tensors, op, options, c10d::OpType::ALLREDUCE_COALESCED);
   }
-  return forward("cgx:all_reduce", tensors, &c10d::Backend::allreduce_coalesced, tensors, options);
+  return forward_reduction("cgx:all_reduce", tensors, &c10d::Backend::allreduce_coalesced, tensors,
+                           options, tensors);
 }
 
 bool Backend::serves(at::TensorList tensors, const c10d::ReduceOp& reduce_op, cgx_op_t* op) const {
@@ -289,7 +294,7 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
   collective.skip_incomplete_buckets = how.skip_incomplete_buckets ? 1 : 0;
   collective.minimal_size = how.minimal_size;
   if (decision.compression && how.rounding != CGX_NEAREST) {
-    collective.seed = nth_seed(how.seed, ++draws_);
+    collective.seed = nth_seed(named_seed(how.seed, name_), ++draws_);
   }
   collective.output = buffers.output.mutable_data_ptr();  // first: it may move a lazy copy
   collective.input = buffers.input.const_data_ptr();
@@ -305,7 +310,7 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
 }
 
 Decision Backend::decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t numel) {
-  Decision decision = decide(options_->compression, options_->everything, op, numel);
+  Decision decision = decide(options_->compression, options_->unasked, op, numel);
   const auto call = [&] {
     return c10::str("group '", name_, "': allreduce of ", numel, " ", tensors[0].dtype().name(),
                     tensors.size() == 1 ? "" : c10::str(" in ", tensors.size(), " tensors"));
@@ -347,8 +352,7 @@ Backend::WorkRef Backend::coalesced(WorkRef work) {
   return work;
 }
 
-// ---- What the inner backends do
-// ------------------------------------------------------------------
+// ---- What the inner backends do ----------------------------------------------------------------
 
 c10d::Backend& Backend::inner(at::Device device) const {
   const auto found = inner_.find(device.type());
@@ -359,18 +363,42 @@ c10d::Backend& Backend::inner(at::Device device) const {
                device.is_cuda() ? ": this torch has no NCCL; move the tensor to the CPU" : ""));
 }
 
+// Of no tensor at all, gloo says what is wrong.
+at::Device device_of(at::TensorList tensors) {
+  return tensors.empty() ? at::Device(at::kCPU) : tensors[0].device();
+}
+
 template <typename... Parameters, typename... Arguments>
 Backend::WorkRef Backend::forward(const char* title, at::TensorList shown,
                                   WorkRef (c10d::Backend::*method)(Parameters...),
                                   Arguments&&... arguments) {
+  return coalesced(start_inner(title, shown, method, std::forward<Arguments>(arguments)...));
+}
+
+template <typename Method, typename OpOptions, typename... Arguments>
+Backend::WorkRef Backend::forward_reduction(const char* title, at::TensorList shown, Method method,
+                                            at::TensorList results, const OpOptions& options,
+                                            Arguments&... arguments) {
+  const bool averages = options.reduceOp.op_ == c10d::ReduceOp::AVG;
+  if (!averages || !device_of(shown).is_cpu())  // NCCL has averages
+    return forward(title, shown, method, arguments..., options);
+  OpOptions of_sum = options;
+  of_sum.reduceOp = c10d::ReduceOp::SUM;
+  WorkRef sum = start_inner(title, shown, method, arguments..., of_sum);
+  return coalesced(averaged(std::move(sum), results.vec(), size_));
+}
+
+template <typename... Parameters, typename... Arguments>
+Backend::WorkRef Backend::start_inner(const char* title, at::TensorList shown,
+                                      WorkRef (c10d::Backend::*method)(Parameters...),
+                                      Arguments&&... arguments) {
   Shown call(title, shown);
-  // Of no tensor at all, gloo says what is wrong.
-  c10d::Backend& backend = inner(shown.empty() ? at::Device(at::kCPU) : shown[0].device());
+  c10d::Backend& backend = inner(device_of(shown));
   WorkRef work = (backend.*method)(std::forward<Arguments>(arguments)...);
   call.until(work);
   // Not every rank calls p2p operations. NCCL gives no work for what it did at once.
   if (!work || !c10d::isP2POp(work->retrieveOpType())) ++sequence_;
-  return coalesced(std::move(work));
+  return work;
 }
 
 Backend::WorkRef Backend::allreduce_sparse(Tensors& tensors,
@@ -384,7 +412,10 @@ Backend::WorkRef Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptio
 }
 
 Backend::WorkRef Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return forward("cgx:reduce", tensors, &c10d::Backend::reduce, tensors, options);
+  // What other ranks are left with is not defined.
+  const Tensors results = options.rootRank == rank_ ? tensors : Tensors{};
+  return forward_reduction("cgx:reduce", tensors, &c10d::Backend::reduce, results, options,
+                           tensors);
 }
 
 Backend::WorkRef Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -424,20 +455,21 @@ Backend::WorkRef Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
 Backend::WorkRef Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                          const c10d::ReduceScatterOptions& options) {
   const Tensors shown = inputs.empty() ? outputs : inputs[0];
-  return forward("cgx:reduce_scatter", shown, &c10d::Backend::reduce_scatter, outputs, inputs,
-                 options);
+  return forward_reduction("cgx:reduce_scatter", shown, &c10d::Backend::reduce_scatter, outputs,
+                           options, outputs, inputs);
 }
 
 Backend::WorkRef Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                const c10d::ReduceScatterOptions& options) {
-  return forward("cgx:reduce_scatter", input, &c10d::Backend::_reduce_scatter_base, output, input,
-                 options);
+  return forward_reduction("cgx:reduce_scatter", input, &c10d::Backend::_reduce_scatter_base,
+                           output, options, output, input);
 }
 
 Backend::WorkRef Backend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  return forward("cgx:reduce_scatter", inputs, &c10d::Backend::reduce_scatter_tensor_coalesced,
-                 outputs, inputs, options);
+  return forward_reduction("cgx:reduce_scatter", inputs,
+                           &c10d::Backend::reduce_scatter_tensor_coalesced, outputs, options,
+                           outputs, inputs);
 }
 
 Backend::WorkRef Backend::alltoall_base(at::Tensor& output, at::Tensor& input,

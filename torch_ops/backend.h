@@ -1,11 +1,12 @@
 // The torch.distributed backend "cgx": allreduce goes to the core, everything else to an inner
 // backend of torch (gloo for CPU tensors, NCCL for CUDA tensors).
 //
-//   allreduce of one dense tensor, or of a list, of float32, float16 or bfloat16, with sum, avg,
-//   min, max or product: the core, compressed where backend_rule.h says so, else exact. CPU
-//   tensors, and CUDA tensors if the core has CUDA; these as NCCL does it: a call with
-//   async_op=False is put on the current stream, all others on a stream of the group's own all
-//   other calls: the inner backend of the tensors' device, shown to profilers as "cgx:..."
+//   - allreduce of one dense tensor, or of a list, of float32, float16 or bfloat16, with sum, avg,
+//     min, max or product: the core, compressed where backend_rule.h says so, else exact. CPU
+//     tensors, and CUDA tensors if the core has CUDA; these as NCCL does it: a call with
+//     async_op=False is put on the current stream, all others on a stream of the group's own
+//   - all other calls: the inner backend of the tensors' device, shown to profilers as "cgx:...".
+//     Averages of CPU tensors are gloo's sums, divided (averages.h)
 //
 // The inner backends and the communicator are made in Python (cgx_ops/torch/backend.py): torch does
 // not ship what it takes to make a gloo backend in C++.
@@ -42,17 +43,17 @@ void set_backend_host(const BackendHost& host);
 class Backend final : public c10d::Backend {
  public:
   struct Options : c10d::Backend::Options {
-    Options(std::shared_ptr<const Compression> compression, bool everything,
+    Options(std::shared_ptr<const Compression> compression, Unasked unasked,
             std::chrono::milliseconds timeout)
         : c10d::Backend::Options("cgx", timeout),
           compression(std::move(compression)),
-          everything(everything) {}
+          unasked(unasked) {}
     // Virtual from torch 2.14 on: groups that are split off get a copy.
     c10::intrusive_ptr<c10d::Backend::Options> clone() const {
       return c10::make_intrusive<Options>(*this);
     }
     std::shared_ptr<const Compression> compression;
-    bool everything;  // compress every sum and average, as CGX does
+    Unasked unasked;
   };
   using Milliseconds = std::chrono::milliseconds;
   using WorkRef = c10::intrusive_ptr<c10d::Work>;
@@ -144,6 +145,15 @@ class Backend final : public c10d::Backend {
   template <typename... Parameters, typename... Arguments>
   WorkRef forward(const char* title, at::TensorList shown,
                   WorkRef (c10d::Backend::*method)(Parameters...), Arguments&&... arguments);
+  // The same of a reduction to `results`, and its averages where the inner backend has none.
+  template <typename Method, typename OpOptions, typename... Arguments>
+  WorkRef forward_reduction(const char* title, at::TensorList shown, Method method,
+                            at::TensorList results, const OpOptions& options,
+                            Arguments&... arguments);
+  // The same as forward, but that coalescing does not see the work.
+  template <typename... Parameters, typename... Arguments>
+  WorkRef start_inner(const char* title, at::TensorList shown,
+                      WorkRef (c10d::Backend::*method)(Parameters...), Arguments&&... arguments);
   // Notes the work of a call between startCoalescing and endCoalescing.
   WorkRef coalesced(WorkRef work);
   BackendRef related(const c10::intrusive_ptr<c10d::Store>& store, const OptionsRef& options,

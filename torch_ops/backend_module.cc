@@ -81,13 +81,18 @@ void bind_backend(py::module_& module) {
   module.def("exchange_scope", exchange_scope, py::arg("scope"),
              "Make `scope` the calling thread's and return what it was.");
 
+  py::enum_<Unasked>(module, "Unasked")
+      .value("GRADIENTS", Unasked::kGradients)
+      .value("EVERYTHING", Unasked::kEverything)
+      .value("NOTHING", Unasked::kNothing);
   using Options = Backend::Options;
   py::class_<Options, c10::intrusive_ptr<Options>, c10d::Backend::Options>(module, "Options")
-      .def(py::init([](std::shared_ptr<Compression> compression, bool everything,
+      .def(py::init([](std::shared_ptr<Compression> compression, Unasked unasked,
                        Backend::Milliseconds timeout) {
-             return c10::make_intrusive<Options>(std::move(compression), everything, timeout);
+             return c10::make_intrusive<Options>(std::move(compression), unasked, timeout);
            }),
-           py::arg("compression"), py::arg("everything"), py::arg("timeout"))
+           py::arg("compression"), py::arg("unasked"), py::arg("timeout"))
+      .def_readwrite("unasked", &Options::unasked)
       .def("__deepcopy__", [](const Options& self, const py::dict& /*memo*/) {
         return c10::make_intrusive<Options>(self);
       });

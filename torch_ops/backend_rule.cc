@@ -19,18 +19,36 @@ Scope& current_scope() {
   return scope;
 }
 
+// Set in callbacks of collectives that were started while gradients were being completed.
+bool& follows_gradients() {
+  thread_local bool follows = false;
+  return follows;
+}
+
 }  // namespace
 
 Scope exchange_scope(Scope scope) { return std::exchange(current_scope(), std::move(scope)); }
 
+Context Context::current() { return {current_scope(), torch_ops::completing_gradients()}; }
+
+ContextGuard::ContextGuard(const Context& context)
+    : outer_scope_(exchange_scope(context.scope)),
+      outer_completing_(std::exchange(follows_gradients(), context.completing_gradients)) {}
+
+ContextGuard::~ContextGuard() {
+  exchange_scope(outer_scope_);
+  follows_gradients() = outer_completing_;
+}
+
 bool completing_gradients() {
+  if (follows_gradients()) return true;
   if (const auto node = torch::autograd::get_current_node()) {
     return dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()) != nullptr;
   }
   return torch::autograd::get_current_graph_task_id() >= 0;
 }
 
-Decision decide(const std::shared_ptr<const Compression>& group, bool everything, cgx_op_t op,
+Decision decide(const std::shared_ptr<const Compression>& group, Unasked unasked, cgx_op_t op,
                 int64_t numel) {
   const Scope& scope = current_scope();
   if (scope.kind == Scope::Kind::kUncompressed) return {nullptr, "inside uncompressed()"};
@@ -41,7 +59,10 @@ Decision decide(const std::shared_ptr<const Compression>& group, bool everything
     return {nullptr, "fewer elements than minimal_size"};
   }
   if (scope.kind == Scope::Kind::kCompressed) return {compression, "inside compressed()"};
-  if (everything) return {compression, "the group compresses all"};
+  if (unasked == Unasked::kEverything) return {compression, "the group compresses all"};
+  if (unasked == Unasked::kNothing) {
+    return {nullptr, "a communication hook of the user's synchronises gradients"};
+  }
   if (completing_gradients()) return {compression, "autograd is completing gradients"};
   return {nullptr, "outside gradient synchronisation", numel >= kWorthAWord};
 }

@@ -2,6 +2,9 @@
 //
 //   Compression   how values travel: a cgx_ops.Config as the core wants it
 //   Scope         what `with compressed():` and `with uncompressed():` say, on the calling thread
+//   Context       that, and whether gradients are being completed. The callbacks of a future have
+//                 the context of the call that it is of, whichever thread runs them: else ranks
+//                 would decide by who was faster
 //   decide()      the rule; docs/torch.md, "What is compressed", has it in words
 #ifndef CGX_TORCH_OPS_BACKEND_RULE_H_
 #define CGX_TORCH_OPS_BACKEND_RULE_H_
@@ -36,8 +39,31 @@ Scope exchange_scope(Scope scope);
 
 // Whether the caller is inside the part of backward that completes gradients: while autograd
 // accumulates a leaf's gradient (DDP's reducer and hooks on parameters run there), or in the
-// callbacks at the end of backward (where DDP reduces with static_graph).
+// callbacks at the end of backward (where DDP reduces with static_graph). Or in a callback of a
+// collective that was.
 bool completing_gradients();
+
+struct Context {
+  static Context current();
+  Scope scope;
+  bool completing_gradients = false;
+};
+
+// Makes `context` the calling thread's, until it is destroyed.
+class ContextGuard {
+ public:
+  explicit ContextGuard(const Context& context);
+  ~ContextGuard();
+  ContextGuard(const ContextGuard&) = delete;
+  ContextGuard& operator=(const ContextGuard&) = delete;
+
+ private:
+  const Scope outer_scope_;
+  const bool outer_completing_;
+};
+
+// What a group compresses that nobody asked for by a scope.
+enum class Unasked { kGradients, kEverything, kNothing };
 
 struct Decision {
   std::shared_ptr<const Compression> compression;  // null: exact
@@ -46,8 +72,8 @@ struct Decision {
 };
 
 // On an allreduce of `numel` floating values with `op`. `group` is the communication group's own
-// setting, `everything` whether it compresses outside gradient synchronisation too.
-Decision decide(const std::shared_ptr<const Compression>& group, bool everything, cgx_op_t op,
+// setting.
+Decision decide(const std::shared_ptr<const Compression>& group, Unasked unasked, cgx_op_t op,
                 int64_t numel);
 
 }  // namespace cgx::torch_ops

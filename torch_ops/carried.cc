@@ -21,6 +21,12 @@ namespace {
 
 // ---- the core's part -----------------------------------------------------------------------
 
+// Of a rank in its group; noise_rank: in the default group, for noise (cgx.h).
+struct Place {
+  int64_t rank, size;
+  int64_t noise_rank = 0;
+};
+
 struct Shape {
   int32_t algorithm = 0;
   std::vector<int64_t> scatter_bytes, gather_bytes;  // by rank
@@ -37,12 +43,14 @@ std::vector<int64_t> sizes_of(at::TensorList xs) {
 template <typename Use>
 void with_carried(const std::vector<int64_t>& numels, at::ScalarType dtype, const void* input,
                   void* output, const std::optional<at::Tensor>& seed, const Options& options,
-                  int64_t rank, int64_t size, Use&& use) {
-  const Seeds seeds = seeds_of(seed, options, numels.size());
-  with_collective(numels, dtype, input, output, seeds, options, [&](cgx_collective_t* collective) {
+                  const Place& place, Use&& use) {
+  const OwnSeed own = seed_of(seed, options);
+  with_collective(numels, dtype, input, output, own, options, [&](cgx_collective_t* collective) {
+    const auto noise_rank = static_cast<int32_t>(place.noise_rank);
+    collective->noise_rank = &noise_rank;
     auto carried = make<cgx_carried_t>();
-    carried.rank = static_cast<int32_t>(rank);
-    carried.size = static_cast<int32_t>(size);
+    carried.rank = static_cast<int32_t>(place.rank);
+    carried.size = static_cast<int32_t>(place.size);
     carried.call = collective;
     use(&carried);
   });
@@ -58,8 +66,8 @@ Shape shape_of(at::TensorList xs, const Options& options, int64_t rank, int64_t 
   shape.gather_bytes.resize(size);
   Options sizes = options;  // messages are as long whatever the rounding: no seed is needed
   sizes.rounding = "nearest";
-  with_carried(sizes_of(xs), xs[0].scalar_type(), nullptr, nullptr, std::nullopt, sizes, rank, size,
-               [&](const cgx_carried_t* carried) {
+  with_carried(sizes_of(xs), xs[0].scalar_type(), nullptr, nullptr, std::nullopt, sizes,
+               {rank, size}, [&](const cgx_carried_t* carried) {
                  check(cgx_carried_plan(carried, &shape.algorithm, shape.scatter_bytes.data(),
                                         shape.gather_bytes.data()));
                });
@@ -106,6 +114,19 @@ at::Tensor functional(const char* name, Arguments&&... arguments) {
   return stack.at(0).toTensor();
 }
 
+// The name that init_process_group gives it.
+constexpr const char* kDefaultGroup = "0";
+
+// Its ranks in turn number the ranks of all groups; who has made a group without it has no other.
+int64_t rank_in_default_group(const c10d::ProcessGroup& group) {
+  if (group.getGroupName() == kDefaultGroup) return group.getRank();
+  try {
+    return c10d::resolve_process_group(kDefaultGroup)->getRank();
+  } catch (const c10::Error&) {
+    return group.getRank();
+  }
+}
+
 at::Tensor wait(const at::Tensor& x) { return functional("_c10d_functional::wait_tensor", x); }
 
 }  // namespace
@@ -117,8 +138,7 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const std::optiona
   static const auto decode = find_operator<decltype(carried_decode_cpu)>("cgx::carried_decode");
   if (xs.empty()) return {};
 
-  // The name that init_process_group gives the default group.
-  const std::string group_name = o.group_name.empty() ? "0" : o.group_name;
+  const std::string group_name = o.group_name.empty() ? kDefaultGroup : o.group_name;
   const auto group = c10d::resolve_process_group(group_name);
   const int64_t rank = group->getRank(), size = group->getSize();
   if (size == 1) {
@@ -127,10 +147,11 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const std::optiona
     return results;
   }
   const Shape shape = shape_of(xs, o, rank, size);
+  const int64_t noise_rank = rank_in_default_group(*group);
   const auto call = [&](const auto& op, auto&&... tensors) {
     return op.call(tensors..., seed, o.bits, o.bucket_size, o.op, o.rounding, o.algorithm,
                    o.gather_bits, o.intra_bits, o.skip_incomplete_buckets, o.minimal_size, o.name,
-                   o.depth, rank, size);
+                   o.depth, rank, size, noise_rank);
   };
 
   at::Tensor message = call(encode, xs);
@@ -148,22 +169,22 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const std::optiona
 
 // ---- kernels -------------------------------------------------------------------------------
 
-at::Tensor carried_encode_cpu(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t rank,
-                              int64_t size) {
+at::Tensor carried_encode_cpu(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size,
+                              int64_t noise_rank) {
   const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
   check_list(xs, seed, options);
   const at::Tensor flat = flat_of(xs);
   const at::Tensor message =
       at::empty({encoded_bytes(shape_of(xs, options, rank, size), rank)}, bytes_like(xs));
   with_carried(sizes_of(xs), flat.scalar_type(), flat.const_data_ptr(), nullptr, seed, options,
-               rank, size, [&](const cgx_carried_t* carried) {
+               {rank, size, noise_rank}, [&](const cgx_carried_t* carried) {
                  check(cgx_carried_encode(carried, message.mutable_data_ptr()));
                });
   return message;
 }
 
 at::Tensor carried_reduce_cpu(at::TensorList xs, const at::Tensor& arrived, CGX_KERNEL_PARAMETERS,
-                              int64_t rank, int64_t size) {
+                              int64_t rank, int64_t size, int64_t noise_rank) {
   const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
   check_list(xs, seed, options);
   const Shape shape = shape_of(xs, options, rank, size);
@@ -172,15 +193,16 @@ at::Tensor carried_reduce_cpu(at::TensorList xs, const at::Tensor& arrived, CGX_
   // The padding goes to peers: it must not be what was in this memory before.
   const at::Tensor message = at::zeros({shape.stride}, bytes_like(xs));
   with_carried(
-      sizes_of(xs), flat.scalar_type(), flat.const_data_ptr(), nullptr, seed, options, rank, size,
-      [&](const cgx_carried_t* carried) {
+      sizes_of(xs), flat.scalar_type(), flat.const_data_ptr(), nullptr, seed, options,
+      {rank, size, noise_rank}, [&](const cgx_carried_t* carried) {
         check(cgx_carried_reduce(carried, bytes.const_data_ptr(), message.mutable_data_ptr()));
       });
   return message;
 }
 
 std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor& gathered,
-                                           CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size) {
+                                           CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size,
+                                           int64_t /*noise_rank*/) {
   const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
   check_list(like, seed, options);
   const int64_t stride = shape_of(like, options, rank, size).stride;
@@ -190,23 +212,23 @@ std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor
   std::vector<at::Tensor> results = empty_like(like);
   const at::Tensor flat =
       results.size() == 1 ? results[0].view({-1}) : at::empty({sum(numels)}, like[0].options());
-  with_carried(numels, flat.scalar_type(), nullptr, flat.mutable_data_ptr(), seed, options, rank,
-               size, [&](const cgx_carried_t* carried) {
+  with_carried(numels, flat.scalar_type(), nullptr, flat.mutable_data_ptr(), seed, options,
+               {rank, size}, [&](const cgx_carried_t* carried) {
                  check(cgx_carried_decode(carried, bytes.const_data_ptr(), stride));
                });
   if (results.size() > 1) unpack(flat, results);
   return results;
 }
 
-at::Tensor carried_encode_meta(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t rank,
-                               int64_t size) {
+at::Tensor carried_encode_meta(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size,
+                               int64_t /*noise_rank*/) {
   const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
   check_list(xs, seed, options);
   return at::empty({encoded_bytes(shape_of(xs, options, rank, size), rank)}, bytes_like(xs));
 }
 
 at::Tensor carried_reduce_meta(at::TensorList xs, const at::Tensor& arrived, CGX_KERNEL_PARAMETERS,
-                               int64_t rank, int64_t size) {
+                               int64_t rank, int64_t size, int64_t /*noise_rank*/) {
   const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
   check_list(xs, seed, options);
   const Shape shape = shape_of(xs, options, rank, size);
@@ -215,7 +237,8 @@ at::Tensor carried_reduce_meta(at::TensorList xs, const at::Tensor& arrived, CGX
 }
 
 std::vector<at::Tensor> carried_decode_meta(at::TensorList like, const at::Tensor& gathered,
-                                            CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size) {
+                                            CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size,
+                                            int64_t /*noise_rank*/) {
   const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
   check_list(like, seed, options);
   check_bytes(gathered, size * shape_of(like, options, rank, size).stride);

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string_view>
 #include <vector>
 
 #include "cgx/cgx.h"
@@ -40,6 +41,13 @@ inline int64_t nth_seed(int64_t seed, int64_t n) {
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
   return static_cast<int64_t>(z ^ (z >> 31));
+}
+
+// A seed under a name (of a group): the seed plus FNV-1a of the name.
+inline int64_t named_seed(int64_t seed, std::string_view name) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
+  return static_cast<int64_t>(static_cast<uint64_t>(seed) + hash);
 }
 
 // Tensors that lie end to end, each a segment.

@@ -149,7 +149,7 @@ class CudaWork final : public c10d::Work {
     }
     if (ordered || stream_ == caller_) return;
     std::vector<at::Tensor> used = buffers.results;
-    used.insert(used.end(), {buffers.input, buffers.output, buffers.seeds});
+    used.insert(used.end(), {buffers.input, buffers.output, buffers.seed});
     for (const at::Tensor& tensor : used) {
       if (tensor.defined()) cuda().recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
     }

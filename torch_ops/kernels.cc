@@ -31,9 +31,8 @@ int32_t find_communicator(const std::string& group_name) {
 void run(const at::Tensor& input, const at::Tensor& output, const std::vector<int64_t>& numels,
          const std::optional<at::Tensor>& seed, const Options& options) {
   void* const to = output.mutable_data_ptr();  // first: it may move a lazy copy, the input too
-  const Seeds seeds = seeds_of(seed, options, numels.size());
-  with_collective(numels, input.scalar_type(), input.const_data_ptr(), to, seeds, options,
-                  [&](cgx_collective_t* collective) {
+  with_collective(numels, input.scalar_type(), input.const_data_ptr(), to, seed_of(seed, options),
+                  options, [&](cgx_collective_t* collective) {
                     collective->comm = find_communicator(options.group_name);
                     at::RecordFunction record(at::RecordScope::USER_SCOPE);
                     if (record.isActive()) {
@@ -51,9 +50,9 @@ c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, const std::vector<int64_t
   c10::intrusive_ptr<c10d::Work> work;
   const at::Tensor input = buffers.input, output = buffers.output;
   void* const to = output.mutable_data_ptr();  // first: it may move a lazy copy, the input too
-  const Seeds seeds = seeds_of(seed, options, numels.size());
-  buffers.seeds = seeds.on_device;
-  with_collective(numels, input.scalar_type(), input.const_data_ptr(), to, seeds, options,
+  const OwnSeed own = seed_of(seed, options);
+  buffers.seed = own.on_device;
+  with_collective(numels, input.scalar_type(), input.const_data_ptr(), to, own, options,
                   [&](cgx_collective_t* collective) {
                     collective->comm = find_communicator(options.group_name);
                     work = start(*collective, std::move(buffers));
@@ -77,30 +76,27 @@ void check_call(const at::Tensor& x, const std::optional<at::Tensor>& seed,
   }
 }
 
-Seeds seeds_of(const std::optional<at::Tensor>& seed, const Options& options, size_t segments) {
-  Seeds seeds;
-  if (!options.random()) return seeds;
+OwnSeed seed_of(const std::optional<at::Tensor>& seed, const Options& options) {
+  OwnSeed own;
+  if (!options.random()) return own;
   // A gradient has its own noise without a draw from the generator in backward, where checkpointing
   // does not restore it.
   if (seed->is_cpu()) {
-    seeds.number = nth_seed(seed->item<int64_t>(), options.depth);
+    own.number = nth_seed(seed->item<int64_t>(), options.depth);
   } else {
-    const at::Tensor own = options.depth == 0 ? *seed : at::add(*seed, nth_offset(options.depth));
-    seeds.on_device = own.expand({static_cast<int64_t>(segments)}).contiguous();
+    own.on_device = options.depth == 0 ? *seed : at::add(*seed, nth_offset(options.depth));
   }
-  return seeds;
+  return own;
 }
 
 void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, const void* input,
-                     void* output, const Seeds& seeds, const Options& options,
+                     void* output, const OwnSeed& seed, const Options& options,
                      const std::function<void(cgx_collective_t*)>& use) {
   const std::vector<cgx_segment_t> segments = end_to_end(numels, options.bits, options.bucket_size);
   cgx_collective_t collective = options.collective();
   collective.dtype = *core_dtype(dtype);
-  collective.seed = seeds.number;
-  if (seeds.on_device.defined()) {
-    collective.device_seeds = seeds.on_device.const_data_ptr<int64_t>();
-  }
+  collective.seed = seed.number;
+  if (seed.on_device.defined()) collective.device_seed = seed.on_device.const_data_ptr<int64_t>();
   collective.input = input;
   collective.output = output;
   collective.segments = segments.data();

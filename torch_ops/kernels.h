@@ -30,18 +30,18 @@ c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, const std::vector<int64_t
 // needed.
 void check_call(const at::Tensor& x, const std::optional<at::Tensor>& seed, const Options& options);
 
-// The seeds of a collective's segments: one number for all, or in the GPU's memory one for each,
-// where a graph that is recorded finds new ones at every replay.
-struct Seeds {
+// The seed of a collective: a number, or in the GPU's memory, where a graph that is recorded finds
+// a new one at every replay. The core derives those of segments.
+struct OwnSeed {
   int64_t number = 0;
   at::Tensor on_device;
 };
-Seeds seeds_of(const std::optional<at::Tensor>& seed, const Options& options, size_t segments);
+OwnSeed seed_of(const std::optional<at::Tensor>& seed, const Options& options);
 
 // Calls use(collective) with `options` on `numels.size()` tensors that lie end to end in `input`
 // (null where there is none), each a segment; `comm` is left for `use` to fill in.
 void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, const void* input,
-                     void* output, const Seeds& seeds, const Options& options,
+                     void* output, const OwnSeed& seed, const Options& options,
                      const std::function<void(cgx_collective_t*)>& use);
 
 // cgx::draw_seed: an int64 scalar on the argument's device, from that device's default generator of

@@ -52,11 +52,12 @@ TORCH_LIBRARY(cgx, m) {
   define("quantized_all_reduce_coalesced" CGX_COALESCED_SCHEMA);
   define("quantized_all_reduce_coalesced_start" CGX_COALESCED_SCHEMA);
 
-  define("carried_encode(Tensor[] xs, " CGX_KERNEL_OPTIONS_SCHEMA "int rank, int size) -> Tensor");
+  define("carried_encode(Tensor[] xs, " CGX_KERNEL_OPTIONS_SCHEMA
+         "int rank, int size, int noise_rank) -> Tensor");
   define("carried_reduce(Tensor[] xs, Tensor arrived, " CGX_KERNEL_OPTIONS_SCHEMA
-         "int rank, int size) -> Tensor");
+         "int rank, int size, int noise_rank) -> Tensor");
   define("carried_decode(Tensor[] like, Tensor gathered, " CGX_KERNEL_OPTIONS_SCHEMA
-         "int rank, int size) -> Tensor[]");
+         "int rank, int size, int noise_rank) -> Tensor[]");
 }
 
 #undef CGX_COALESCED_SCHEMA

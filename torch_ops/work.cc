@@ -107,6 +107,7 @@ void Work::complete_future() {
 }
 
 void Work::mark_future() {
+  const ContextGuard guard(context_);
   if (const std::exception_ptr failure = exception()) {
     future_->setError(failure);
   } else {

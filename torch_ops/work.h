@@ -17,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
+#include "backend_rule.h"
 #include "cgx/cgx.h"
 
 namespace cgx::torch_ops {
@@ -27,8 +28,8 @@ struct Buffers {
   at::Tensor output;                // contiguous; perhaps the input
   std::vector<at::Tensor> results;  // what the caller sees; empty: the output
   std::function<void()> deliver =
-      nullptr;       // moves values from output to results, where they differ
-  at::Tensor seeds;  // perhaps; in the GPU's memory
+      nullptr;      // moves values from output to results, where they differ
+  at::Tensor seed;  // perhaps; in the GPU's memory
 };
 
 // Of CPU tensors. Owns the request and keeps its buffers alive until the collective has ended.
@@ -63,6 +64,7 @@ class Work final : public c10d::Work {
   cgx_request_t* request_ = nullptr;  // null once the collective has ended
   Buffers buffers_;
   const std::vector<at::Tensor> results_;
+  const Context context_ = Context::current();  // of the call, for the future's callbacks
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };

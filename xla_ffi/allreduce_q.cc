@@ -76,11 +76,15 @@ struct Execution {
 
 void Complete(std::shared_ptr<Execution> execution, cgx_status_t status, std::string text) {
   CompletionPool::get().run([execution = std::move(execution), status, text = std::move(text)] {
-    execution->launched.reset();  // the program goes on inside of what follows
-    if (status == CGX_OK) {
-      execution->promise.SetAvailable();
-    } else {
+    // The program goes on inside of what follows.
+    const bool alone = !execution->launched || execution->launched->Leave();
+    if (status != CGX_OK) {
       execution->promise.SetError(ffi::Error(ToErrorCode(status), execution->where + ": " + text));
+    } else if (!alone) {
+      execution->promise.SetError(
+          ffi::Error(ToErrorCode(CGX_INVALID_ARGUMENT), execution->where + ": " + kOverlap));
+    } else {
+      execution->promise.SetAvailable();
     }
   });
 }
@@ -106,8 +110,8 @@ ffi::Future Execute(ffi::Dictionary attributes, ffi::Token, ffi::RemainingArgs a
       cgx_refuse(&message->On(comm), CGX_INVALID_ARGUMENT, kOverlap);
       Complete(execution, CGX_INVALID_ARGUMENT, kOverlap);
     }
-  } catch (const StatusError& error) {
-    Complete(execution, error.status, error.what());
+  } catch (const std::exception& error) {
+    Complete(execution, StatusOf(error), error.what());
   }
   return future;
 }
@@ -121,8 +125,8 @@ ffi::Error Enqueue(CUstream_st* stream, ffi::Dictionary attributes, ffi::Token,
     EnqueueOn(stream, *MakeMessage(args, rets, attributes), GetBuffer<U32Buffer>(args, rets.size()),
               comm);
     return ffi::Error::Success();
-  } catch (const StatusError& error) {
-    return ffi::Error(ToErrorCode(error.status), where + ": " + error.what());
+  } catch (const std::exception& error) {
+    return ToError(error, where + ": ");
   }
 }
 

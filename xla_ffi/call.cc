@@ -52,11 +52,13 @@ Call::Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const
       seeds_(ReadSeeds(SeedsOf(args, site))) {}
 
 void Call::Complete(cgx_status_t status, const std::string& message) {
-  launched_.reset();
-  if (status == CGX_OK) {
-    promise_.SetAvailable();
-  } else {
+  const bool alone = !launched_ || launched_->Leave();
+  if (status != CGX_OK) {
     promise_.SetError(ffi::Error(ToErrorCode(status), where_ + ": " + message));
+  } else if (!alone) {
+    promise_.SetError(ffi::Error(ToErrorCode(CGX_INVALID_ARGUMENT), where_ + ": " + kOverlap));
+  } else {
+    promise_.SetAvailable();
   }
 }
 
@@ -100,6 +102,7 @@ const cgx_collective_t& Message::On(int32_t comm) {
   collective.segments = segments_.data();
   collective.num_segments = static_cast<int64_t>(segments_.size());
   if (!seeds.empty()) collective.seeds = seeds.data();
+  if (noise_rank >= 0) collective.noise_rank = &noise_rank;
   if (!inputs_.empty()) {
     collective.inputs = inputs_.data();
     collective.outputs = outputs_.data();
@@ -125,8 +128,10 @@ void Message::PickAlgorithm() {
   collective.algorithm = plan.algorithm;
 }
 
-std::shared_ptr<Message> AsRank(const Operands& operands, const Site& site, std::string key) {
+std::shared_ptr<Message> AsRank(const Operands& operands, const Site& site, int64_t rank,
+                                std::string key) {
   auto message = std::make_shared<Message>(site, std::move(key), operands.dtype, /*divisor=*/0);
+  message->noise_rank = static_cast<int32_t>(rank);
   if (site.collective().verb == CGX_ALLREDUCE) {
     for (const Leaf& leaf : operands.leaves) message->Add(leaf, site.bucket_size());
     return message;
@@ -147,8 +152,8 @@ void Start(std::shared_ptr<Message> message, int32_t comm, Done done) {
   try {
     status = cgx_start(&in_flight->message->On(comm), &Finish, in_flight, nullptr);
     if (status != CGX_OK) text = cgx_last_error();
-  } catch (const StatusError& error) {
-    status = error.status;
+  } catch (const std::exception& error) {
+    status = StatusOf(error);
     text = error.what();
   }
   if (status != CGX_OK) Finish(in_flight, status, text.c_str());

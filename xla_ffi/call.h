@@ -87,6 +87,10 @@ class Message {
   // The collective, pointed to all of that.
   const cgx_collective_t& On(int32_t comm);
 
+  // In the noise's counter: a rank's number in its group, whatever communicator serves that. Groups
+  // whose noise must differ have different seeds (cgx_ops/jax/_keys.py). Negative: the
+  // communicator's.
+  int32_t noise_rank = -1;
   cgx_collective_t collective;  // what is not below may be changed before On
   std::vector<int64_t> seeds;   // by segment
 
@@ -101,7 +105,8 @@ class Message {
 
 // The message of a device that is a rank of its own: buffers are used where they are. It has no
 // seeds yet.
-std::shared_ptr<Message> AsRank(const Operands& operands, const Site& site, std::string key);
+std::shared_ptr<Message> AsRank(const Operands& operands, const Site& site, int64_t rank,
+                                std::string key);
 
 // Starts a message; `done` is called once, on a thread that must not be blocked.
 using Done = std::function<void(cgx_status_t status, const std::string& text)>;

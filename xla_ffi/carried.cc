@@ -221,16 +221,15 @@ void Decode(ffi::Dictionary attributes, U32Buffer rank, U8Buffer gathered,
 
 // ---- XLA's view ---------------------------------------------------------------------------------
 
-// Makes a handler of a function that throws StatusError.
+// Makes a handler of a function that throws.
 template <typename... Arguments>
 auto Handler(void (*work)(Arguments...)) {
   return [work](Arguments... arguments) {
     try {
       work(arguments...);
       return ffi::Error::Success();
-    } catch (const StatusError& error) {
-      return ffi::Error(ToErrorCode(error.status),
-                        std::string("psum_q with carrier='xla': ") + error.what());
+    } catch (const std::exception& error) {
+      return ToError(error, "psum_q with carrier='xla': ");
     }
   };
 }

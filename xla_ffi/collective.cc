@@ -39,8 +39,8 @@ struct Execution {
 };
 
 // The same, with its seeds.
-std::shared_ptr<Message> AsRank(const Call& call, const Site& site, std::string key) {
-  auto message = AsRank(call.operands(), site, std::move(key));
+std::shared_ptr<Message> AsRank(const Call& call, const Execution& execution, std::string key) {
+  auto message = AsRank(call.operands(), execution.site, execution.place.rank, std::move(key));
   message->seeds = call.seeds();
   return message;
 }
@@ -48,7 +48,7 @@ std::shared_ptr<Message> AsRank(const Call& call, const Site& site, std::string 
 void StartAmongDevices(std::shared_ptr<Call> call, const Execution& execution) {
   Site& site = execution.site;
   auto message =
-      AsRank(*call, site, std::to_string(site.serial()) + "@" + std::to_string(execution.run));
+      AsRank(*call, execution, std::to_string(site.serial()) + "@" + std::to_string(execution.run));
   message->collective.occurrence = site.NextOccurrence(execution.run, execution.partition);
   message->collective.timeout_s = local_timeout_s;
   const int32_t comm = LocalCommunicator("jax-local", execution.place.group->members,
@@ -65,7 +65,7 @@ void StartAmongProcesses(std::shared_ptr<Call> call, const Execution& execution,
     Refuse(group.processes, name, CGX_INVALID_ARGUMENT, kOverlap);
     return CompleteSoon(std::move(call), CGX_INVALID_ARGUMENT, kOverlap);
   }
-  auto message = AsRank(*call, site, name);
+  auto message = AsRank(*call, execution, name);
   message->collective.occurrence = -1;  // executions follow each other, in every process alike
   const auto end = [call = std::move(call)](cgx_status_t status, const std::string& text) {
     CompleteSoon(call, status, text);
@@ -100,10 +100,10 @@ void StartCall(const std::shared_ptr<Call>& call, const Execution& execution) {
   start(call, execution, alone);
 }
 
-ffi::Future Failed(const StatusError& error) {
+ffi::Future Failed(const std::exception& error) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  promise.SetError(ffi::Error(ToErrorCode(error.status), error.what()));
+  promise.SetError(ToError(error));
   return future;
 }
 
@@ -117,11 +117,11 @@ ffi::Future Execute(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dicti
     ffi::Future future = call->future();
     try {
       StartCall(call, {run.run_id, device, partition, place, *site});
-    } catch (const StatusError& error) {  // before anything was started
-      CompleteSoon(call, error.status, error.what());
+    } catch (const std::exception& error) {  // before anything was started
+      CompleteSoon(call, StatusOf(error), error.what());
     }
     return future;
-  } catch (const StatusError& error) {
+  } catch (const std::exception& error) {
     return Failed(error);
   }
 }

@@ -3,6 +3,8 @@
 #define CGX_XLA_FFI_CORE_H_
 
 #include <cstdint>
+#include <exception>
+#include <new>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -37,6 +39,17 @@ inline ffi::ErrorCode ToErrorCode(cgx_status_t status) {
       break;
   }
   return ffi::ErrorCode::kInternal;
+}
+
+// What a failure is to the core. No exception leaves a handler, whatever its type: XLA would lose
+// its kind and where it was, and the threads of the core and of the pool end the process.
+inline cgx_status_t StatusOf(const std::exception& error) {
+  if (const auto* known = dynamic_cast<const StatusError*>(&error)) return known->status;
+  return dynamic_cast<const std::bad_alloc*>(&error) ? CGX_SYSTEM : CGX_INTERNAL;
+}
+
+inline ffi::Error ToError(const std::exception& error, const std::string& where = "") {
+  return ffi::Error(ToErrorCode(StatusOf(error)), where + error.what());
 }
 
 // Throws StatusError for types that the core does not serve.

@@ -60,17 +60,17 @@ ffi::Error Execute(CUstream_st* stream, ffi::RemainingArgs args, ffi::RemainingR
     const CudaGroup gpus = GroupOf(*place.group, *site);
     try {
       const auto message =
-          AsRank(Operands(args, rets, *site, place), *site, site->NameOf(*place.group));
+          AsRank(Operands(args, rets, *site, place), *site, place.rank, site->NameOf(*place.group));
       message->collective.occurrence = -1;  // executions follow each other, on every rank alike
       EnqueueOn(stream, *message, SeedsOf(args, *site),
                 CudaCommunicator(gpus, place.rank, run.run_id));
-    } catch (const StatusError&) {
+    } catch (const std::exception&) {
       Abandon(gpus, place.rank, run.run_id);
       throw;
     }
     return ffi::Error::Success();
-  } catch (const StatusError& error) {
-    return ffi::Error(ToErrorCode(error.status), where + ": " + error.what());
+  } catch (const std::exception& error) {
+    return ToError(error, where + ": ");
   }
 }
 

@@ -3,7 +3,8 @@
 // Executions that one Python thread dispatches to a device follow each other, in every process
 // alike, so the n-th use of a key means the same everywhere. Launches by several threads overlap,
 // and which of them is first differs between processes: calls without a name of the user's are
-// refused then, and calls of one name too.
+// refused then, and calls of one name too. So is the call that was there first, at its end: it may
+// have met another launch's of another process.
 #ifndef CGX_XLA_FFI_LAUNCHES_H_
 #define CGX_XLA_FFI_LAUNCHES_H_
 
@@ -20,8 +21,10 @@ class LaunchedCall {
   LaunchedCall(const LaunchedCall&) = delete;
   LaunchedCall& operator=(const LaunchedCall&) = delete;
 
-  // No other launch had a call in flight that this one could be taken for.
-  bool alone() const { return alone_; }
+  // No other launch had a call in flight that this one could be taken for, so far.
+  bool alone() const;
+  // Ends it, and returns whether it was alone until then.
+  bool Leave();
 
  private:
   const int32_t device_;

@@ -79,6 +79,13 @@ void Sum(const std::vector<std::shared_ptr<Call>>& calls, size_t leaf, int64_t f
                 reinterpret_cast<float*>(sums)));
 }
 
+// The members of a process are one rank, so their blocks need seeds of their own where they have
+// one key. Seeds are random numbers: their neighbours are nobody else's.
+void AddSeeds(const Call& call, int64_t place, Message* message) {
+  for (const int64_t seed : call.seeds())
+    message->seeds.push_back(static_cast<int64_t>(static_cast<uint64_t>(seed) + place));
+}
+
 }  // namespace
 
 std::shared_ptr<Meeting> Meeting::Open(const Site& site, const Group& group, int64_t process,
@@ -124,16 +131,16 @@ void Meeting::Fail(cgx_status_t status, const std::string& text) {
     if (call) CompleteSoon(std::move(call), status, text);
 }
 
+// The deadlines' thread comes here. Site and group live as long as a call of theirs does: so they
+// are left alone unless this meeting's calls are waiting, as only Fail() knows.
 void Meeting::Expire() {
   char text[128];
-  size_t missing;
   {
     std::lock_guard lock(mutex_);
-    missing = calls_.size() - joined_;
+    std::snprintf(text, sizeof(text),
+                  "%zu of %zu devices of this process did not call it within %g s",
+                  calls_.size() - joined_, calls_.size(), timeout_s_);
   }
-  std::snprintf(text, sizeof(text),
-                "%zu of %zu devices of this process did not call it within %g s", missing,
-                group_.members_of[process_].size(), timeout_s_);
   Fail(CGX_TIMEOUT, text);
 }
 
@@ -153,11 +160,12 @@ void Meeting::Run() {
         message = Gather();
     }
   } catch (const std::exception& error) {
-    Refuse(group_.processes, site_.NameOf(group_), CGX_INTERNAL, error.what());
-    End(CGX_INTERNAL, error.what());
+    Refuse(group_.processes, site_.NameOf(group_), StatusOf(error), error.what());
+    End(StatusOf(error), error.what());
     return;
   }
   message->collective.timeout_s = timeout_s_;
+  message->noise_rank = static_cast<int32_t>(process_);  // the process is the rank
   auto self = shared_from_this();
   WithProcessCommunicator(group_.processes, [self, message](int32_t comm, cgx_status_t status,
                                                             const std::string& text) {
@@ -206,8 +214,7 @@ std::shared_ptr<Message> Meeting::ReduceScatter() {
   }
   for (int64_t place = 0; place < locals; ++place) {
     message->Add(leaf, site_.bucket_size(), place * block);
-    message->seeds.insert(message->seeds.end(), calls_[0]->seeds().begin(),
-                          calls_[0]->seeds().end());
+    AddSeeds(*calls_[0], place, message.get());
   }
   message->collective.input = sent_.get();
   message->collective.output = received_.get();
@@ -226,8 +233,7 @@ std::shared_ptr<Message> Meeting::Gather() {
     const Leaf& leaf = calls_[place]->leaves()[0];
     std::memcpy(sent_.get() + place * bytes, leaf.values, bytes);
     message->Add(leaf, site_.bucket_size(), place * block);
-    message->seeds.insert(message->seeds.end(), calls_[place]->seeds().begin(),
-                          calls_[place]->seeds().end());
+    AddSeeds(*calls_[place], place, message.get());
   }
   message->collective.input = sent_.get();
   message->collective.output = received_.get();
@@ -238,9 +244,16 @@ std::shared_ptr<Message> Meeting::Gather() {
 void Meeting::End(cgx_status_t status, const std::string& text) {
   for (size_t place = 0; place < calls_.size(); ++place) {
     CompletionPool::get().run([self = shared_from_this(), place, status, text] {
-      if (status == CGX_OK) self->Deliver(static_cast<int64_t>(place));
+      cgx_status_t ended = status;
+      std::string why = text;
+      try {
+        if (status == CGX_OK) self->Deliver(static_cast<int64_t>(place));
+      } catch (const std::exception& error) {
+        ended = StatusOf(error);
+        why = error.what();
+      }
       // The last to go takes the buffers along, not the call: it must not outlive its promise.
-      self->calls_[place]->Complete(status, text);
+      self->calls_[place]->Complete(ended, why);
     });
   }
 }

@@ -114,8 +114,8 @@ template <typename T>
 ffi::ErrorOr<std::unique_ptr<T>> MakeSite(ffi::Dictionary attributes) {
   try {
     return std::make_unique<T>(attributes);
-  } catch (const StatusError& error) {
-    return ffi::Unexpected(ffi::Error(ToErrorCode(error.status), error.what()));
+  } catch (const std::exception& error) {
+    return ffi::Unexpected(ToError(error));
   }
 }
 

@@ -1,6 +1,5 @@
 // What every function of cgx.h is wrapped in: failures become a status and this thread's error
-// text, and a forked child is refused, because the threads, the memory and the MPI of its parent
-// are not its own.
+// text.
 #pragma once
 
 #include <atomic>
@@ -15,14 +14,21 @@ namespace cgx {
 inline thread_local std::string last_error;
 inline std::atomic<bool> forked{false};
 
+// A forked child is refused what this is called for: the threads, the memory, the MPI and the CUDA
+// of its parent are not its own.
+inline void refuse_forked() {
+  require(!forked, CGX_CLOSED,
+          "this process is a forked child of one that uses cgx: communicators and GPUs belong to "
+          "the parent; start workers with spawn to use cgx in them");
+}
+
+// Arithmetic on arguments alone: it uses no thread but the caller's and no lock, so that it works
+// in a forked child too.
 template <typename Work>
-cgx_status_t guarded(Work&& work) {
+cgx_status_t guarded_arithmetic(Work&& work) {
   const FloatMode mode;
   try {
     last_error.clear();
-    require(!forked, CGX_CLOSED,
-            "this process is a forked child of one that uses cgx: communicators belong to the "
-            "parent; start workers with spawn to use cgx in them");
     work();
     return CGX_OK;
   } catch (const Error& error) {
@@ -38,6 +44,14 @@ cgx_status_t guarded(Work&& work) {
     last_error = "unknown exception";
     return CGX_INTERNAL;
   }
+}
+
+template <typename Work>
+cgx_status_t guarded(Work&& work) {
+  return guarded_arithmetic([&] {
+    refuse_forked();
+    work();
+  });
 }
 
 // oldest: the size that the struct had when it first appeared; a caller built then still gives that

@@ -1,4 +1,5 @@
-// The functions of cgx.h, section 5. Buffers that a step does not read or write may be null.
+// The functions of cgx.h, section 5: they need no communicator. Buffers that a step does not read
+// or write may be null.
 #include "algorithm/carried.h"
 #include "api.h"
 
@@ -18,7 +19,7 @@ Carried make_carried(const cgx_carried_t* carried, BuffersUsed used) {
 
 cgx_status_t cgx_carried_plan(const cgx_carried_t* carried, int32_t* algorithm,
                               int64_t* scatter_bytes, int64_t* gather_bytes) {
-  return guarded([&] {
+  return guarded_arithmetic([&] {
     const Carried made = make_carried(carried, {.input = false, .output = false});
     require(algorithm && scatter_bytes && gather_bytes, CGX_INVALID_ARGUMENT,
             "algorithm, scatter_bytes or gather_bytes is a null pointer; give one int32 and twice "
@@ -32,14 +33,14 @@ cgx_status_t cgx_carried_plan(const cgx_carried_t* carried, int32_t* algorithm,
 }
 
 cgx_status_t cgx_carried_encode(const cgx_carried_t* carried, void* messages) {
-  return guarded([&] {
+  return guarded_arithmetic([&] {
     make_carried(carried, {.input = true, .output = false})
         .encode(static_cast<std::byte*>(messages));
   });
 }
 
 cgx_status_t cgx_carried_reduce(const cgx_carried_t* carried, const void* arrived, void* message) {
-  return guarded([&] {
+  return guarded_arithmetic([&] {
     make_carried(carried, {.input = true, .output = false})
         .reduce(static_cast<const std::byte*>(arrived), static_cast<std::byte*>(message));
   });
@@ -47,7 +48,7 @@ cgx_status_t cgx_carried_reduce(const cgx_carried_t* carried, const void* arrive
 
 cgx_status_t cgx_carried_decode(const cgx_carried_t* carried, const void* gathered,
                                 int64_t stride) {
-  return guarded([&] {
+  return guarded_arithmetic([&] {
     make_carried(carried, {.input = false, .output = true})
         .decode(static_cast<const std::byte*>(gathered), stride);
   });

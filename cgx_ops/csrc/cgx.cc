@@ -27,7 +27,10 @@ std::mutex init_mutex;
 // Some rank has been lost, or never came: MPI_Finalize may wait for it.
 std::atomic<bool> job_failed{false};
 
-void watch_forks() {
+// Before anything that a forked child must not use. kernels() is asked first: a wrong
+// CGX_CPU_TARGET is told here, not in the first collective, and children find it settled.
+void prepare_process() {
+  kernels();
   static const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
   (void)registered;
 }
@@ -35,6 +38,12 @@ void watch_forks() {
 Communicator::Seconds timeout_or_default(double seconds) {
   return Communicator::Seconds(
       std::min(seconds > 0 ? seconds : env_timeout_seconds(), kLongestTimeout));
+}
+
+Communicator::Seconds time_limit(double seconds) {
+  require(seconds >= 0 && seconds <= kLongestTimeout, CGX_INVALID_ARGUMENT, "seconds is ", seconds,
+          "; accepted: 0 to ", kLongestTimeout);
+  return Communicator::Seconds(seconds);
 }
 
 std::string transport_or_default(const char* transport) {
@@ -51,7 +60,7 @@ std::string transport_or_default(const char* transport) {
 CommunicatorRef make_world() {
   const auto timeout = timeout_or_default(0);
   const std::string type = env_transport();
-  if (!mpi_wanted()) return connect(Registry::kWorldName, 0, 1, {}, type, timeout);
+  if (!mpi_wanted()) return connect(Registry::kWorldName, 0, 0, 1, {}, type, timeout);
   const MpiWorld mpi = mpi_start(timeout);
   const Allgather allgather = [&](const Bytes& mine) {
     const Bytes all = mpi_allgather(mine, timeout);
@@ -60,7 +69,7 @@ CommunicatorRef make_world() {
       blobs.emplace_back(all.begin() + rank * mine.size(), all.begin() + (rank + 1) * mine.size());
     return blobs;
   };
-  return connect(Registry::kWorldName, mpi.rank, mpi.size, allgather, type, timeout);
+  return connect(Registry::kWorldName, mpi.rank, mpi.rank, mpi.size, allgather, type, timeout);
 }
 
 void close(Communicator& communicator) {
@@ -125,9 +134,8 @@ const char* cgx_describe(void) {
 
 cgx_status_t cgx_init(int32_t* world) {
   return guarded([&] {
-    watch_forks();
+    prepare_process();
     const std::lock_guard lock(init_mutex);
-    kernels();  // a wrong CGX_CPU_TARGET is told here, not in the first collective
     if (!Registry::instance().find_world()) {
       const bool failed = job_failed.exchange(true);  // unless make_world returns
       Registry::instance().add_world(make_world());
@@ -148,10 +156,13 @@ cgx_status_t cgx_finalize(void) {
 
 cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* comm) {
   return guarded([&] {
-    watch_forks();
+    prepare_process();
     check_struct(bootstrap, "cgx_bootstrap_t");
     const std::string name = bootstrap->name ? bootstrap->name : "";
     const int size = bootstrap->size;
+    const int noise_rank = bootstrap->noise_rank ? *bootstrap->noise_rank : bootstrap->rank;
+    require(noise_rank >= 0, CGX_INVALID_ARGUMENT, "noise_rank is ", noise_rank,
+            "; accepted: 0 or more");
     const Allgather allgather = [&](const Bytes& mine) {
       Bytes all(mine.size() * size);
       require(bootstrap->allgather(bootstrap->context, mine.data(), mine.size(), all.data()) == 0,
@@ -162,7 +173,7 @@ cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* comm) {
                            all.begin() + (rank + 1) * mine.size());
       return blobs;
     };
-    *comm = Registry::instance().add(connect(name, bootstrap->rank, size, allgather,
+    *comm = Registry::instance().add(connect(name, bootstrap->rank, noise_rank, size, allgather,
                                              transport_or_default(bootstrap->transport),
                                              timeout_or_default(bootstrap->timeout_s)));
   });
@@ -171,7 +182,7 @@ cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* comm) {
 cgx_status_t cgx_comm_create_local(int32_t size, const char* name, double timeout_s,
                                    int32_t* comms) {
   return guarded([&] {
-    watch_forks();
+    prepare_process();
     require(size >= 1, CGX_INVALID_ARGUMENT, "size is ", size, "; accepted: 1 or more");
     for (int32_t rank = 0; rank < size; ++rank)
       Registry::instance().require_free(join(name ? name : "", "/", rank));
@@ -295,6 +306,26 @@ cgx_status_t cgx_wait(cgx_request_t* request) {
   return guarded([&] {
     const std::unique_ptr<cgx_request_t> owned(request);
     owned->communicator->wait(*owned->collective);
+  });
+}
+
+cgx_status_t cgx_wait_for(cgx_request_t* request, double seconds, int32_t* done) {
+  return guarded([&] {
+    *done = request->communicator->wait(*request->collective, time_limit(seconds));
+    if (*done) request->communicator->wait(*request->collective);  // throws what it ended with
+  });
+}
+
+cgx_status_t cgx_run_for(const cgx_collective_t* collective, double seconds,
+                         cgx_request_t** request) {
+  return guarded([&] {
+    check_struct(collective, "cgx_collective_t");
+    const auto limit = time_limit(seconds);
+    *request = nullptr;
+    auto owned = std::make_unique<cgx_request_t>();
+    owned->communicator = Registry::instance().get(collective->comm);
+    owned->collective = owned->communicator->run(*collective, limit);
+    if (owned->collective) *request = owned.release();
   });
 }
 

@@ -1,9 +1,11 @@
-// The functions of cgx.h, section 6: sums and the codec alone.
+// The functions of cgx.h, section 6: sums and the codec alone. On the CPU they work in a forked
+// child too.
 #include <algorithm>
 #include <memory>
 #include <vector>
 
 #include "api.h"
+#include "base/checks.h"
 #include "compressor/compressor.h"
 #include "device/codec.h"
 #include "kernel/kernels.h"
@@ -16,9 +18,7 @@ using namespace cgx;
 constexpr int64_t kBlockNumel = 4096;
 
 Dtype to_dtype(int32_t dtype) {
-  require(dtype >= 0 && dtype <= CGX_BFLOAT16, CGX_INVALID_ARGUMENT, "dtype is ", dtype,
-          "; accepted: a cgx_dtype_t");
-  return static_cast<Dtype>(dtype);
+  return in_range<Dtype>("dtype", dtype, 0, CGX_BFLOAT16, "a cgx_dtype_t");
 }
 
 // A checked call: on the CPU by `compressor`, else by the device's kernels.
@@ -29,15 +29,16 @@ struct Codec {
 
 Codec make_codec(const cgx_codec_t* codec, int64_t numel) {
   check_struct(codec, "cgx_codec_t");
-  require(numel >= 0, CGX_INVALID_ARGUMENT, "numel is ", numel, "; accepted: 0 or more");
-  require(codec->rounding >= 0 && codec->rounding <= CGX_SHIFT, CGX_INVALID_ARGUMENT,
-          "rounding is ", codec->rounding, "; accepted: a cgx_rounding_t");
-  require(codec->device == CGX_CPU || codec->device == CGX_CUDA, CGX_INVALID_ARGUMENT, "device is ",
-          codec->device, "; accepted: a cgx_device_t");
+  in_range("numel", numel, 0, kMostElements, kCountsAccepted);
+  in_range("rounding", codec->rounding, 0, CGX_SHIFT, "a cgx_rounding_t");
+  in_range("device", codec->device, CGX_CPU, CGX_CUDA, "a cgx_device_t");
+  in_range("rank", codec->rank, 0, INT32_MAX, "0 or more");
+  in_range("phase", codec->phase, 0, INT32_MAX, "0 or more");
   const CompressorSettings settings{to_dtype(codec->dtype), codec->bits, codec->bucket_size,
                                     codec->skip_incomplete_buckets != 0};
   auto compressor = make_compressor(settings);
-  require(codec->first_index >= 0 && codec->first_index % compressor->grain() == 0,
+  require(codec->first_index >= 0 && codec->first_index <= INT64_MAX - numel &&
+              codec->first_index % compressor->grain() == 0,
           CGX_INVALID_ARGUMENT, "first_index is ", codec->first_index,
           "; accepted: a multiple of bucket_size, ", compressor->grain());
   const Rounding rounding{static_cast<RoundingMode>(codec->rounding),
@@ -47,6 +48,7 @@ Codec make_codec(const cgx_codec_t* codec, int64_t numel) {
 }
 
 std::unique_ptr<device::Queue> queue_of(const cgx_codec_t* codec, const void* buffer) {
+  refuse_forked();
   return device::device_of(buffer).wrap(codec->stream);
 }
 
@@ -72,10 +74,13 @@ void sum_on_cpu(const Codec& codec, const std::byte* messages, int32_t count, in
 
 cgx_status_t cgx_sum(int32_t dtype, const void* const* values, int32_t num_values, int64_t numel,
                      float* sum) {
-  return guarded([&] {
+  return guarded_arithmetic([&] {
     const Dtype type = to_dtype(dtype);
-    require(num_values >= 1 && numel >= 0, CGX_INVALID_ARGUMENT, "num_values is ", num_values,
-            " and numel ", numel, "; accepted: 1 or more, and 0 or more");
+    in_range("num_values", num_values, 1, INT32_MAX, "1 or more");
+    in_range("numel", numel, 0, kMostElements, kCountsAccepted);
+    check_pointer(values, num_values, "values", "pointers");
+    for (int32_t i = 0; i < num_values; ++i) check_pointer(values[i], numel, "one of values");
+    check_pointer(sum, numel, "sum");
     for (int64_t first = 0; first < numel; first += kBlockNumel) {
       const int64_t count = std::min(kBlockNumel, numel - first);
       const auto at = [&](int32_t i) {
@@ -90,18 +95,28 @@ cgx_status_t cgx_sum(int32_t dtype, const void* const* values, int32_t num_value
 
 cgx_status_t cgx_convert(int32_t from_dtype, const void* from, int32_t to_type, void* to,
                          int64_t numel) {
-  return guarded(
-      [&] { kernels().convert(to_dtype(from_dtype), from, to_dtype(to_type), to, numel); });
+  return guarded_arithmetic([&] {
+    in_range("numel", numel, 0, kMostElements, kCountsAccepted);
+    check_pointer(from, numel, "from");
+    check_pointer(to, numel, "to");
+    kernels().convert(to_dtype(from_dtype), from, to_dtype(to_type), to, numel);
+  });
 }
 
 cgx_status_t cgx_encoded_bytes(const cgx_codec_t* codec, int64_t numel, int64_t* bytes) {
-  return guarded([&] { *bytes = make_codec(codec, numel).compressor->max_bytes(numel); });
+  return guarded_arithmetic([&] {
+    const Codec made = make_codec(codec, numel);
+    check_pointer(bytes, 1, "bytes", "int64");
+    *bytes = made.compressor->max_bytes(numel);
+  });
 }
 
 cgx_status_t cgx_quantize(const cgx_codec_t* codec, const void* values, int64_t numel,
                           void* bytes) {
-  return guarded([&] {
+  return guarded_arithmetic([&] {
     const Codec made = make_codec(codec, numel);
+    check_pointer(values, numel, "values");
+    check_pointer(bytes, made.compressor->max_bytes(numel), "bytes", "bytes");
     if (codec->device != CGX_CPU)
       return device::quantize(*queue_of(codec, values), made.run, values, bytes);
     made.compressor->encode(made.run.settings.dtype, values, numel, made.run.first_index,
@@ -111,8 +126,10 @@ cgx_status_t cgx_quantize(const cgx_codec_t* codec, const void* values, int64_t 
 
 cgx_status_t cgx_dequantize(const cgx_codec_t* codec, const void* bytes, int64_t numel,
                             void* values) {
-  return guarded([&] {
+  return guarded_arithmetic([&] {
     const Codec made = make_codec(codec, numel);
+    check_pointer(bytes, made.compressor->max_bytes(numel), "bytes", "bytes");
+    check_pointer(values, numel, "values");
     if (codec->device != CGX_CPU)
       return device::dequantize(*queue_of(codec, values), made.run, bytes, values);
     made.compressor->decode(static_cast<const std::byte*>(bytes), made.compressor->max_bytes(numel),
@@ -122,10 +139,13 @@ cgx_status_t cgx_dequantize(const cgx_codec_t* codec, const void* bytes, int64_t
 
 cgx_status_t cgx_sum_encoded(const cgx_codec_t* codec, const void* messages, int32_t num_messages,
                              int64_t stride, int64_t numel, void* message) {
-  return guarded([&] {
+  return guarded_arithmetic([&] {
     const Codec made = make_codec(codec, numel);
-    require(num_messages >= 1, CGX_INVALID_ARGUMENT, "num_messages is ", num_messages,
-            "; accepted: 1 or more");
+    const int64_t bytes = made.compressor->max_bytes(numel);
+    in_range("num_messages", num_messages, 1, INT32_MAX, "1 or more");
+    check_pointer(messages, bytes, "messages", "bytes");
+    check_pointer(message, bytes, "message", "bytes");
+    if (num_messages > 1) check_stride(stride, bytes, num_messages);
     if (codec->device != CGX_CPU)
       return device::sum_encoded(*queue_of(codec, messages), made.run, messages, num_messages,
                                  stride, message);

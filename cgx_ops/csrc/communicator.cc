@@ -61,6 +61,7 @@ void check_addresses(const cgx_collective_t& call, device::Device& device) {
   check(call.input, "input");
   check(call.output, "output");
   check(call.device_seeds, "device_seeds");
+  check(call.device_seed, "device_seed");
   check_list(call.inputs, "inputs");
   check_list(call.outputs, "outputs");
   check_list(call.errors, "errors");
@@ -72,11 +73,13 @@ std::string internal_key(const std::string& name, const std::string& what) {
   return join("\x01", what, ":", name);
 }
 
-Communicator::Communicator(std::string name, int rank, std::shared_ptr<const Topology> topology,
-                           std::string type, Seconds timeout, int64_t unread_bytes,
+Communicator::Communicator(std::string name, int rank, int noise_rank,
+                           std::shared_ptr<const Topology> topology, std::string type,
+                           Seconds timeout, int64_t unread_bytes,
                            std::unique_ptr<Transport> transport)
     : name(std::move(name)),
       rank(rank),
+      noise_rank(noise_rank),
       size(topology->size()),
       topology(std::move(topology)),
       type(std::move(type)),
@@ -124,6 +127,18 @@ void Communicator::run(const cgx_collective_t& call) {
   }
 }
 
+std::shared_ptr<Collective> Communicator::run(const cgx_collective_t& call, Seconds at_most) {
+  auto collective = prepare(call);
+  if (engine_) {
+    engine_->run(collective, std::chrono::duration_cast<Clock::duration>(at_most));
+    if (!collective->done) return collective;
+    require_success(*collective);
+  } else {
+    copy_through(call, *collective);
+  }
+  return nullptr;
+}
+
 void Communicator::refuse(const cgx_collective_t& call, cgx_status_t status,
                           const std::string& message) {
   if (!engine_) return;
@@ -140,10 +155,21 @@ void Communicator::wait(Collective& collective) {
   require_success(collective);
 }
 
-Plan Communicator::plan(const cgx_collective_t& call) const {
+bool Communicator::wait(Collective& collective, Seconds at_most) {
+  if (engine_) engine_->wait(collective, std::chrono::duration_cast<Clock::duration>(at_most));
+  return collective.done;
+}
+
+Plan Communicator::checked(const cgx_collective_t& call) const {
   Plan made = make_plan(call, rank, size);
+  if (!call.noise_rank) made.noise_rank = noise_rank;
+  return made;
+}
+
+Plan Communicator::plan(const cgx_collective_t& call) const {
+  Plan made = checked(call);
   made.topology = topology;
-  made.algorithm = pick_algorithm(made);
+  resolve_algorithm(&made);
   made.chunk_bytes = fitting_chunk_bytes(made, most_chunk_bytes_);
   made.unread_bytes = unread_bytes_;
   return made;
@@ -209,9 +235,9 @@ device::Group& Communicator::devices(device::Device& device) {
 
 void Communicator::enqueue(const cgx_collective_t& call, device::Device& device) {
   require_device(call, CGX_CUDA, "cgx_enqueue is for CUDA; use cgx_start or cgx_run");
-  Plan made = make_plan(call, rank, size);
+  Plan made = checked(call);
   // Devices are one level: without a topology `auto` is not hierarchical.
-  made.algorithm = pick_algorithm(made);
+  resolve_algorithm(&made);
   require(made.algorithm == CGX_SRA || made.algorithm == CGX_ONE_SHOT, CGX_UNSUPPORTED,
           "algorithm is ", made.algorithm == CGX_RING ? "ring" : "hierarchical",
           "; on devices there are one_shot and sra: give one of them, or auto");

@@ -25,8 +25,8 @@ class Communicator {
   using Seconds = std::chrono::duration<double>;
 
   // No transport: a communicator of one rank. topology: of as many ranks. type: as in env.h.
-  // unread_bytes: as in Plan.
-  Communicator(std::string name, int rank, std::shared_ptr<const Topology> topology,
+  // noise_rank, unread_bytes: as in Plan.
+  Communicator(std::string name, int rank, int noise_rank, std::shared_ptr<const Topology> topology,
                std::string type, Seconds timeout, int64_t unread_bytes,
                std::unique_ptr<Transport> transport);
   ~Communicator();
@@ -42,7 +42,11 @@ class Communicator {
   void notify(Collective& collective, cgx_callback_t callback, void* context);
   // Until it is done and whoever is notified has returned; throws what it ended with.
   void wait(Collective& collective);
+  // No longer than at_most; returns whether it is done. Throws nothing that it ended with.
+  bool wait(Collective& collective, Seconds at_most);
   void run(const cgx_collective_t& call);
+  // The same, no longer than at_most; returns the collective if it goes on, else null.
+  std::shared_ptr<Collective> run(const cgx_collective_t& call, Seconds at_most);
   // Tells the peers that this rank takes no part in the collective of that key.
   void refuse(const cgx_collective_t& call, cgx_status_t status, const std::string& message);
 
@@ -59,7 +63,7 @@ class Communicator {
   void close();
 
   const std::string name;
-  const int rank, size;
+  const int rank, noise_rank, size;
   const std::shared_ptr<const Topology> topology;
   const std::string type;
   const Seconds timeout;
@@ -72,6 +76,7 @@ class Communicator {
   Totals totals() const;
 
  private:
+  Plan checked(const cgx_collective_t& call) const;  // its algorithm is not picked yet
   Seconds timeout_of(const cgx_collective_t& call) const;
   std::shared_ptr<Collective> named(const cgx_collective_t& call) const;  // its key and deadline
   std::shared_ptr<Collective> prepare(const cgx_collective_t& call) const;

@@ -132,19 +132,20 @@ std::unique_ptr<Transport> try_transport(const TransportEntry& entry, int rank, 
   return transport;
 }
 
-CommunicatorRef alone(const std::string& name, Communicator::Seconds timeout) {
+CommunicatorRef alone(const std::string& name, int noise_rank, Communicator::Seconds timeout) {
   const auto topology = std::make_shared<Topology>(std::vector<int>{0});
-  return std::make_shared<Communicator>(name, 0, topology, "AUTO", timeout,
+  return std::make_shared<Communicator>(name, 0, noise_rank, topology, "AUTO", timeout,
                                         env_fusion_buffer_bytes(), nullptr);
 }
 
 }  // namespace
 
-CommunicatorRef connect(const std::string& name, int rank, int size, const Allgather& allgather,
-                        const std::string& type, Communicator::Seconds timeout) {
+CommunicatorRef connect(const std::string& name, int rank, int noise_rank, int size,
+                        const Allgather& allgather, const std::string& type,
+                        Communicator::Seconds timeout) {
   require(size >= 1 && rank >= 0 && rank < size, CGX_INVALID_ARGUMENT, "rank ", rank, " of size ",
           size);
-  if (size == 1) return alone(name, timeout);
+  if (size == 1) return alone(name, noise_rank, timeout);
   int64_t unread_bytes = 0;
   const auto refusal = failure_of([&] {
     if (name != Registry::kWorldName) Registry::instance().require_free(name);
@@ -158,8 +159,8 @@ CommunicatorRef connect(const std::string& name, int rank, int size, const Allga
     std::string why;
     auto transport = try_transport(entry, rank, size, allgather, &why);
     if (transport)
-      return std::make_shared<Communicator>(name, rank, topology, type, timeout, unread_bytes,
-                                            std::move(transport));
+      return std::make_shared<Communicator>(name, rank, noise_rank, topology, type, timeout,
+                                            unread_bytes, std::move(transport));
     tried += join("; ", entry.name, ": ", why);
   }
   fail(CGX_UNSUPPORTED, "no transport connects the ", size, " ranks of communicator '", name,
@@ -170,7 +171,7 @@ std::vector<CommunicatorRef> connect_local(const std::string& name, std::vector<
                                            Communicator::Seconds timeout, const std::string& type) {
   const auto topology = std::make_shared<Topology>(std::move(host_of));
   const int size = topology->size();
-  if (size == 1) return {alone(name + "/0", timeout)};
+  if (size == 1) return {alone(name + "/0", /*noise_rank=*/0, timeout)};
   const int64_t unread_bytes = env_fusion_buffer_bytes();
   std::vector<CommunicatorRef> communicators;
   std::vector<std::unique_ptr<Connector>> connectors;
@@ -180,9 +181,9 @@ std::vector<CommunicatorRef> connect_local(const std::string& name, std::vector<
     offers.push_back(connectors.back()->offer());
   }
   for (int rank = 0; rank < size; ++rank)
-    communicators.push_back(
-        std::make_shared<Communicator>(join(name, "/", rank), rank, topology, type, timeout,
-                                       unread_bytes, connectors[rank]->connect(offers)));
+    communicators.push_back(std::make_shared<Communicator>(
+        join(name, "/", rank), rank, /*noise_rank=*/rank, topology, type, timeout, unread_bytes,
+        connectors[rank]->connect(offers)));
   return communicators;
 }
 
@@ -230,8 +231,8 @@ CommunicatorRef group(Communicator& parent, const std::vector<int>& ranks,
   const Allgather allgather = [&](const Bytes& mine) {
     return parent.exchange(ranks, key, mine, parent.timeout);
   };
-  return connect(own, static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size()),
-                 allgather, env_transport(), parent.timeout);
+  return connect(own, static_cast<int>(self - ranks.begin()), parent.noise_rank,
+                 static_cast<int>(ranks.size()), allgather, env_transport(), parent.timeout);
 }
 
 }  // namespace cgx

@@ -18,13 +18,15 @@ namespace cgx {
 using Allgather = std::function<std::vector<Bytes>(const Bytes& mine)>;
 
 // Collective over the bootstrap's ranks. `type`: one of communicator_types(), equal on all.
-CommunicatorRef connect(const std::string& name, int rank, int size, const Allgather& allgather,
-                        const std::string& type, Communicator::Seconds timeout);
+// noise_rank: as in Plan.
+CommunicatorRef connect(const std::string& name, int rank, int noise_rank, int size,
+                        const Allgather& allgather, const std::string& type,
+                        Communicator::Seconds timeout);
 // host_of: by rank, to try on threads what is for several hosts. `type` counts for devices only.
 std::vector<CommunicatorRef> connect_local(const std::string& name, std::vector<int> host_of,
                                            Communicator::Seconds timeout,
                                            const std::string& type = "AUTO");
-// nullptr for a negative color.
+// Both keep the noise ranks that ranks have in the parent. nullptr for a negative color.
 CommunicatorRef split(Communicator& parent, int color, int key, const std::string& name);
 CommunicatorRef group(Communicator& parent, const std::vector<int>& ranks, const std::string& name);
 

@@ -110,16 +110,30 @@ void Engine::run(const CollectiveRef& collective) {
   wait(*collective);
 }
 
-void Engine::wait(Collective& collective) {
+void Engine::run(const CollectiveRef& collective, Clock::duration at_most) {
+  put(collective);
+  wait(*collective, at_most);
+}
+
+void Engine::wait(Collective& collective) { wait_until(collective, std::nullopt); }
+
+void Engine::wait(Collective& collective, Clock::duration at_most) {
+  wait_until(collective, Clock::now() + at_most);
+}
+
+void Engine::wait_until(Collective& collective, std::optional<Clock::time_point> limit) {
   std::unique_lock lock(mutex_);
-  while (!collective.done) {
+  while (!collective.done && !(limit && Clock::now() >= *limit)) {
     if (role_taken_ || stop_) {  // close() ends what is left
-      changed_.wait(lock);
+      if (limit)
+        changed_.wait_until(lock, *limit);
+      else
+        changed_.wait(lock);
       continue;
     }
     role_taken_ = true;
     lock.unlock();
-    drive([&] { return collective.done || stop_; });
+    drive([&] { return collective.done || stop_ || (limit && now_ >= *limit); });
     lock.lock();
     give_role();
   }
@@ -174,13 +188,12 @@ void Engine::give_role() {
   unflushed_ = !failed_ && !transport_->flushed();
   role_taken_ = false;
   changed_.notify_all();
-  if (unflushed_) {
-    try {
-      need_thread();
-    } catch (const std::system_error&) {  // no thread to be had: the next call goes on
-    }
+  if (in_flight_ == 0 && !unflushed_) return;
+  try {
+    need_thread();                      // whoever waits may stop waiting
+  } catch (const std::system_error&) {  // no thread to be had: the next call goes on
   }
-  if (in_flight_ != 0 || unflushed_) work_given_.notify_one();
+  work_given_.notify_one();
 }
 
 // With mutex_ held.

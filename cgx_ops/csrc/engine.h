@@ -19,6 +19,7 @@
 #include <deque>
 #include <list>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <unordered_map>
 
@@ -35,8 +36,11 @@ class Engine : private Sink {
   void submit(const std::shared_ptr<Collective>& collective);
   // submit and wait: the progress thread sleeps on.
   void run(const std::shared_ptr<Collective>& collective);
+  void run(const std::shared_ptr<Collective>& collective, Clock::duration at_most);
   // Until collective->done; drives progress. The deadline of the collective bounds it.
   void wait(Collective& collective);
+  // The same, no longer than at_most: then the progress thread goes on with it.
+  void wait(Collective& collective, Clock::duration at_most);
   // Has `callback` called at the end of a submitted collective, before `done`; returns false if it
   // has ended. Once per collective.
   bool notify(Collective& collective, cgx_callback_t callback, void* context);
@@ -56,6 +60,7 @@ class Engine : private Sink {
   using CollectiveRef = std::shared_ptr<Collective>;
 
   void put(const CollectiveRef& collective);
+  void wait_until(Collective& collective, std::optional<Clock::time_point> limit);
 
   // The progress role.
   bool try_take_role();

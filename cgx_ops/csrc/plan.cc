@@ -5,7 +5,9 @@
 #include <span>
 #include <type_traits>
 
+#include "base/checks.h"
 #include "base/hash.h"
+#include "base/seeds.h"
 #include "base/status.h"
 
 namespace cgx {
@@ -13,29 +15,32 @@ namespace {
 
 constexpr int64_t kSmallestCompressed = 16;  // fewer elements cost more as a bucket than exact
 
-template <typename T>
-T in_range(const char* what, int64_t value, int64_t lowest, int64_t highest, const char* accepted) {
-  require(value >= lowest && value <= highest, CGX_INVALID_ARGUMENT, what, " is ", value,
-          "; accepted: ", accepted);
-  return static_cast<T>(value);
-}
-
 void check_bits(const char* what, int64_t bits) {
   require((bits >= 1 && bits <= 8) || bits == kExactBits, CGX_INVALID_ARGUMENT, what, " is ", bits,
           "; accepted: 1 to 8, or 32 for exact values");
 }
 
 // Segments that lie in one buffer must not overlap. Lists of pointers are the caller's word.
-void check_segments(const cgx_collective_t& call) {
+// `most`: elements, of all segments together and of a block.
+void check_segments(const cgx_collective_t& call, int64_t most) {
+  in_range("num_segments", call.num_segments, 0, kMostElements, kCountsAccepted);
+  check_pointer(call.segments, call.num_segments, "segments", "segments");
+  in_range("block_numel", call.block_numel, 0, most, "0 or more, in all blocks at most 2^59");
   const bool in_one_buffer = !call.inputs && !call.outputs;
   const int64_t block_numel = in_one_buffer ? call.block_numel : 0;
+  int64_t total = 0;
   std::vector<std::pair<int64_t, int64_t>> ranges;
   for (int64_t i = 0; i < call.num_segments; ++i) {
     const auto& segment = call.segments[i];
-    require(segment.offset >= 0 && segment.numel >= 0 &&
-                segment.offset <= INT64_MAX / 8 - segment.numel,
+    require(segment.offset >= 0 && segment.numel >= 0, CGX_INVALID_ARGUMENT, "segment ", i,
+            " has offset ", segment.offset, " and numel ", segment.numel,
+            "; both must be 0 or more");
+    require(segment.offset <= most &&
+                segment.numel <= most - (in_one_buffer ? segment.offset : 0) &&
+                segment.numel <= most - total,
             CGX_INVALID_ARGUMENT, "segment ", i, " has offset ", segment.offset, " and numel ",
-            segment.numel, "; both must be 0 or more");
+            segment.numel, "; all ranks' elements together may be 2^59 at most");
+    total += segment.numel;
     require(segment.bucket_size >= 1, CGX_INVALID_ARGUMENT, "bucket_size is ", segment.bucket_size,
             "; accepted: 1 or more");
     check_bits("bits", segment.bits);
@@ -133,18 +138,18 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
                 "auto, one_shot, sra, ring, hierarchical");
   plan.rounding_mode =
       in_range<RoundingMode>("rounding", call.rounding, 0, CGX_SHIFT, "nearest, stochastic, shift");
-  require(call.minimal_size >= 0, CGX_INVALID_ARGUMENT, "minimal_size is ", call.minimal_size,
-          "; accepted: 0 or more");
-  require(call.num_segments >= 0, CGX_INVALID_ARGUMENT, "num_segments is ", call.num_segments);
+  in_range("minimal_size", call.minimal_size, 0, INT64_MAX, "0 or more");
   if (call.gather_bits != 0) check_bits("gather_bits", call.gather_bits);
   if (call.intra_bits != 0) check_bits("intra_bits", call.intra_bits);
-  require(call.divisor >= 0, CGX_INVALID_ARGUMENT, "divisor is ", call.divisor,
-          "; accepted: 1 or more, or 0 for the number of ranks");
+  in_range("divisor", call.divisor, 0, INT64_MAX, "1 or more, or 0 for the number of ranks");
+  check_segments(call, kMostElements / size);
   check_lists(call, plan, used);
-  check_segments(call);
 
   plan.rank = rank;
   plan.size = size;
+  plan.noise_rank = call.noise_rank ? *call.noise_rank : rank;
+  require(plan.noise_rank >= 0, CGX_INVALID_ARGUMENT, "noise_rank is ", plan.noise_rank,
+          "; accepted: 0 or more");
   plan.divisor = call.divisor != 0 ? call.divisor : size;
   plan.input = static_cast<const std::byte*>(call.inputs ? first_of(call.inputs, call.num_segments)
                                                          : call.input);
@@ -158,9 +163,14 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     const auto& given = call.segments[i];
     Segment segment;
     segment.numel = given.numel;
-    segment.seed = static_cast<uint64_t>(call.seeds ? call.seeds[i] : call.seed);
-    if (call.device_seeds)
+    segment.seed = call.seeds ? static_cast<uint64_t>(call.seeds[i])
+                              : segment_seed(static_cast<uint64_t>(call.seed), i);
+    if (call.device_seeds) {
       segment.seed_at = reinterpret_cast<const uint64_t*>(call.device_seeds + i);
+    } else if (call.device_seed) {
+      segment.seed_at = reinterpret_cast<const uint64_t*>(call.device_seed);
+      segment.seed_number = i;
+    }
     segment.input_at =
         call.inputs ? distance(plan.input, call.inputs[i]) : plan.bytes(given.offset);
     segment.output_at =

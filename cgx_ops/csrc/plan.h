@@ -25,9 +25,13 @@ struct Segment {
   std::byte* error = nullptr;  // gets what compression lost
   int64_t numel = 0;
   uint64_t seed = 0;
-  const uint64_t* seed_at = nullptr;  // if not null, the seed is here, on the device
-  CompressorSettings intra;           // a rank's own values, within its host (hierarchical)
-  CompressorSettings scatter;  // a rank's own values, or its host's sums, on their way to the owner
+  // If not null, a seed is here, on the device: the segment's, or the call's, from which that of
+  // number `seed_number` follows.
+  const uint64_t* seed_at = nullptr;
+  int64_t seed_number = 0;
+  // Exact values are of the tensor's dtype, but for partial sums (resolve_algorithm).
+  CompressorSettings intra;    // a rank's own values, within its host (hierarchical)
+  CompressorSettings scatter;  // a rank's own values, or partial sums, on their way to the owner
   CompressorSettings gather;   // reduced values, on their way back
 };
 
@@ -47,6 +51,7 @@ struct Plan {
   RoundingMode rounding_mode = RoundingMode::kNearest;
   int rank = 0;
   int size = 1;
+  int noise_rank = 0;  // in the noise's counter: the call's if it says one, else `rank`
   std::shared_ptr<const Topology> topology;  // null: not known
   int64_t divisor = 1;                       // of avg
   std::vector<Segment> segments;
@@ -57,13 +62,15 @@ struct Plan {
   int64_t unread_bytes = INT64_MAX;   // of messages, at most; each rank's own business
 
   Rounding rounding(uint64_t seed, uint32_t phase) const {
-    return {rounding_mode, seed, static_cast<uint32_t>(rank), phase};
+    return {rounding_mode, seed, static_cast<uint32_t>(noise_rank), phase};
   }
   // Of messages of so many bytes: how many peers may leave unread before no more are sent.
   int most_unreleased(int64_t message_bytes) const {
     const int64_t fit = unread_bytes / std::max<int64_t>(1, message_bytes);
     return static_cast<int>(std::clamp<int64_t>(fit, 1, kMostUnreleased));
   }
+  // Whether one rank alone changes its values: the sum is its own, but divided.
+  bool divides_alone() const { return op == Op::kAvg && divisor != 1 && verb != CGX_ALL_GATHER; }
   // Bytes from the start of a buffer to an element.
   int64_t bytes(int64_t elements) const { return elements * size_of(dtype); }
 };

@@ -1,13 +1,15 @@
 """A program: the service by which JAX's processes find each other, in a process of its own.
 
-    _coordinator.py PORT PROCESSES SECONDS
+    _coordinator.py HOST PORT PROCESSES SECONDS
 
 JAX has its process 0 run this service, and aborts every process that loses it: when process 0 is
 killed, nobody lives to see an error. Here it outlives any of them. It does not end the others when
 one dies, nor does it wait for all at their end: cgx tells of both. In this order:
 
-  1. start the service at PORT, or at a free port if that is 0
-  2. print "<port> <lifeline>", another port, to which every process connects within SECONDS
+  1. start the service at PORT, or at a free port if that is 0; where HOST, by which the processes
+     reach it, is this machine's loopback, nobody else is listened to
+  2. print "<port> <lifeline> <word>": another port, to which every process connects within SECONDS,
+     and what it says there; who says anything else is not counted
   3. end when all these connections have: their processes did, however they ended
 
 It does not import JAX, which would take longer than all of this, and so stands apart from
@@ -15,38 +17,85 @@ _compat.py.
 """
 
 import contextlib
+import hmac
+import secrets
+import selectors
 import socket
 import sys
+import time
 
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]  # a module without stubs
 
 _SILENCE_S = 24 * 3600  # after which JAX would call a process dead; its connections tell sooner
+# By host: where to listen. All others are reached from outside, by whatever interface.
+_LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1"}
 
 
 def main() -> None:
     """Serve until all processes have ended."""
-    port, processes, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    if port == 0:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-    service = _jax.get_distributed_runtime_service(
-        f"[::]:{port}", processes, heartbeat_timeout=_SILENCE_S, recoverable=True
-    )
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    with socket.create_server(("", 0), family=family, dualstack_ipv6=dual) as lifeline:
-        print(port, lifeline.getsockname()[1], flush=True)
-        lifeline.settimeout(seconds)
-        with contextlib.suppress(TimeoutError):  # somebody failed before it came here
-            ends = [lifeline.accept()[0] for _ in range(processes)]
-            for end in ends:
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for end in ends:
-                end.settimeout(None)
-                with contextlib.suppress(ConnectionError):
-                    end.recv(1)
+    host, port = sys.argv[1].strip("[]"), int(sys.argv[2])
+    processes, seconds = int(sys.argv[3]), float(sys.argv[4])
+    bind = _LOOPBACK.get(host, "")
+    word = secrets.token_hex(16)
+    with _listen(bind) as lifeline:
+        if port == 0:
+            with _listen(bind) as probe:
+                port = probe.getsockname()[1]
+        at = f"[{bind}]" if ":" in bind else bind or "[::]"
+        service = _jax.get_distributed_runtime_service(
+            f"{at}:{port}", processes, heartbeat_timeout=_SILENCE_S, recoverable=True
+        )
+        print(port, lifeline.getsockname()[1], word, flush=True)
+        for end in _connections(lifeline, processes, word.encode(), seconds):
+            end.setblocking(True)
+            with contextlib.suppress(ConnectionError):
+                end.recv(1)
     service.shutdown()
+
+
+def _listen(address: str) -> socket.socket:
+    """Listen at one address, or at all of this machine if it is ""."""
+    dual = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, dualstack_ipv6=dual)
+
+
+def _connections(
+    lifeline: socket.socket, processes: int, word: bytes, seconds: float
+) -> list[socket.socket]:
+    """Return the connections of all processes, known by their word; none if one is missing."""
+    deadline = time.monotonic() + seconds
+    known: list[socket.socket] = []
+    lifeline.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(lifeline, selectors.EVENT_READ)
+        while len(known) < processes:
+            ready = selector.select(max(0, deadline - time.monotonic()))
+            if time.monotonic() >= deadline:
+                return []  # somebody failed before it came here
+            for key, _ in ready:
+                if key.fileobj is lifeline:
+                    with contextlib.suppress(OSError):  # it is gone again
+                        end = lifeline.accept()[0]
+                        end.setblocking(False)
+                        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                        selector.register(end, selectors.EVENT_READ, data=b"")
+                    continue
+                end = key.fileobj
+                assert isinstance(end, socket.socket)
+                said = b""
+                with contextlib.suppress(OSError):
+                    said = end.recv(len(word) - len(key.data))
+                heard = key.data + said
+                if said and len(heard) < len(word):
+                    selector.modify(end, selectors.EVENT_READ, data=heard)
+                    continue
+                selector.unregister(end)
+                if hmac.compare_digest(heard, word):
+                    known.append(end)
+                else:
+                    end.close()
+    return known
 
 
 main()

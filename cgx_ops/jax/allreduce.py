@@ -24,7 +24,7 @@ from cgx_ops.config import Algorithm, Config
 from cgx_ops.errors import Closed
 from cgx_ops.jax import _compat, _runtime
 from cgx_ops.jax._calls import halves, knob_attributes
-from cgx_ops.jax._keys import leaf_seed
+from cgx_ops.jax._keys import CallSeeds, example_seeds
 from cgx_ops.jax.psum import checked_config, checked_leaf, name_of
 
 # Of all calls that the user gave none: a sequence of their own on each communicator. Python calls
@@ -76,8 +76,9 @@ def allreduce_q(
         op: "sum" or "avg".
         bits: 1 to 8 bits an element, or 32: exact.
         bucket_size: elements that share one minimum and step, >= 1.
-        key: a PRNG key (typed or raw): rounds stochastically, unbiased; the noise of leaf i follows
-          from fold_in(key, i). Give another key in every step. Ranks may have equal or different
+        key: a PRNG key (typed or raw): rounds stochastically, unbiased. Give another key in every
+          step. Two calls with one key have the same noise if their communicator and name are the
+          same; leaves and examples of a vmap have their own. Ranks may have equal or different
           keys. None: rounds to nearest.
         name: identifies the call among ranks; "": its place in the rank's sequence does.
         algorithm: "auto", "one_shot", "sra", "ring" or "hierarchical" (hosts: "auto" picks it).
@@ -118,6 +119,7 @@ def allreduce_q(
     leaves = [checked_leaf("allreduce_q", path, leaf) for path, leaf in paths_and_leaves]
     if comm.size == 1:
         return jax.tree_util.tree_unflatten(tree, leaves)
+    seeds = CallSeeds(key, f"allreduce_q on {comm.name}: {name}")
     messages: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
         messages.setdefault(leaf.dtype, []).append(index)
@@ -126,7 +128,7 @@ def allreduce_q(
         settings = _Settings(comm.name, op, call_name or _UNNAMED, config)
         results = allreduce_q_p.bind(
             *[leaves[index].reshape(1, -1) for index in message],
-            *[leaf_seed(key, index) for index in message],
+            *[seeds.of(index, leaves[index]) for index in message],
             settings=settings,
         )
         for index, result in zip(message, results, strict=True):
@@ -252,7 +254,10 @@ def _batch(
             rows.append(None)
         else:
             leaf = batching.bdim_at_front(leaf, leaf_dim, size)
-            seed = batching.bdim_at_front(seed, seed_dim, size)
+            if seed_dim is None and settings.config.rounding != "nearest":
+                seed = example_seeds(seed, size)
+            else:
+                seed = batching.bdim_at_front(seed, seed_dim, size)
             rows.append(leaf.shape[1])
             leaf = leaf.reshape(size * leaf.shape[1], leaf.shape[2])
             seed = seed.reshape(size * seed.shape[1], 2)

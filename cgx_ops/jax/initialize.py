@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -101,17 +102,17 @@ def _initialize_by_mpirun(
     said = [json.loads(text) for text in exchange(mine, _NAME)]
     _require_none([what for what, _ in said])
     _choose_gpu([host for _, host in said], rank)
-    found = ("", 0, "")
+    found: tuple[_Coordinator | None, str] = (None, "")
     if rank == 0:
         address = coordinator_address or f"{free_address([host for _, host in said])[0]}:0"
         try:
-            found = (*_start_coordinator(address, size), "")
+            found = (_start_coordinator(address, size), "")
         except RuntimeError as error:
-            found = ("", 0, str(error))
-    address, lifeline, failure = json.loads(exchange(json.dumps(found), _NAME)[0])
+            found = (None, str(error))
+    coordinator, failure = json.loads(exchange(json.dumps(found), _NAME)[0])
     if failure:
         raise RuntimeError(failure)
-    _hold(address, lifeline)
+    address = _hold(_Coordinator(*coordinator))
     _compat.connect(address, size, rank, _runtime.timeout())
 
 
@@ -139,15 +140,15 @@ def _initialize_by_jax(
             f"{place}, and JAX does not recognize the launcher: give all three, or use mpirun"
         )
     obstacle = _obstacle()
-    lifeline = _start_coordinator(address, size)[1] if rank == 0 else 0
+    coordinator = _start_coordinator(address, size) if rank == 0 else None
     _compat.connect(address, size, rank, timeout_s)
     steps = itertools.count()
 
     def allgather(mine: bytes) -> list[bytes]:
         return _compat.gather_from_processes(f"{_NAME}/{next(steps)}", mine, timeout_s)
 
-    said = [json.loads(text) for text in allgather(json.dumps([obstacle, lifeline]).encode())]
-    _hold(address, said[0][1])
+    said = [json.loads(text) for text in allgather(json.dumps([obstacle, coordinator]).encode())]
+    _hold(_Coordinator(*said[0][1]))
     obstacles = [what for what, _ in said]
     if any(obstacles):
         _compat.leave_distributed()
@@ -179,8 +180,16 @@ def _require_none(obstacles: list[str]) -> None:
         raise RuntimeError("cgx_ops.jax.initialize: " + "; ".join(found))
 
 
-def _start_coordinator(address: str, processes: int) -> tuple[str, int]:
-    """Start it at an address here, with port 0 at any; return its address and the lifeline's port.
+class _Coordinator(NamedTuple):
+    """Where it is, the port of its lifeline, and the word that it knows our processes by."""
+
+    address: str
+    lifeline: int
+    word: str
+
+
+def _start_coordinator(address: str, processes: int) -> _Coordinator:
+    """Start it at an address here, with port 0 at any.
 
     Raises:
         RuntimeError: it does not start.
@@ -189,7 +198,7 @@ def _start_coordinator(address: str, processes: int) -> tuple[str, int]:
     program = Path(__file__).with_name("_coordinator.py")
     timeout_s = _runtime.timeout()
     process = subprocess.Popen(
-        [sys.executable, "-P", program, port, str(processes), str(timeout_s)],
+        [sys.executable, "-P", program, host, port, str(processes), str(timeout_s)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,  # a launcher that reads ours would wait for its end
@@ -199,18 +208,24 @@ def _start_coordinator(address: str, processes: int) -> tuple[str, int]:
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], timeout_s)
     said = process.stdout.readline().split() if ready else []
-    if len(said) != 2:
+    if len(said) != 3:
         process.kill()
         raise RuntimeError(
             f"cgx_ops.jax.initialize: process 0 cannot start the coordinator at {address}: is the "
             "port free?"
         )
-    return f"{host}:{said[0]}", int(said[1])
+    return _Coordinator(f"{host}:{said[0]}", int(said[1]), said[2])
 
 
-def _hold(address: str, lifeline: int) -> None:
-    """Keep the coordinator until this process ends; have XLA's collectives go over gloo."""
+def _hold(coordinator: _Coordinator) -> str:
+    """Keep the coordinator until this process ends; have XLA's collectives go over gloo.
+
+    Returns:
+        Its address.
+    """
     global _lifeline
-    host = address.rpartition(":")[0].strip("[]")
-    _lifeline = socket.create_connection((host, lifeline), _runtime.timeout())
+    host = coordinator.address.rpartition(":")[0].strip("[]")
+    _lifeline = socket.create_connection((host, coordinator.lifeline), _runtime.timeout())
+    _lifeline.sendall(coordinator.word.encode())
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    return coordinator.address

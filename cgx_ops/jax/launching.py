@@ -13,8 +13,11 @@ for ever. XLA tells a handler nothing of threads. So this makes the thread a par
 
 import contextlib
 import itertools
+import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import NamedTuple
 
 import jax
 
@@ -78,39 +81,94 @@ def launching(name: str) -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    name_of_exchange = f"cgx_ops.jax.launching:{name}"
-    ticket = int(exchange(str(_tickets.draw()), name_of_exchange, _runtime.world())[0])
-    with _tickets.turn(ticket), _context(name):
+    with _tickets.turn(_agree(name)), _context(name):
         yield
 
 
+class _Ticket(NamedTuple):
+    """A block's place in the order of launching, which rank 0 gives it."""
+
+    number: int
+    previous: int  # of the block that it follows
+
+
 class _Tickets:
-    """Numbers of blocks in the order of launching: drawn on rank 0, served in every process."""
+    """Blocks, one after the other, in the same order in every process."""
 
     def __init__(self) -> None:
-        self._drawn = itertools.count()
+        self._numbers = itertools.count(1)
+        self._last = 0  # drawn
         self._changed = threading.Condition()
-        self._serving = 0
+        self._ended = {0}  # blocks whose follower has not begun
+        self._given_up: dict[int, int] = {}  # blocks that will not run, by the one they follow
 
-    def draw(self) -> int:
+    def draw(self) -> _Ticket:
         with self._changed:
-            return next(self._drawn)
+            ticket = _Ticket(next(self._numbers), self._last)
+            self._last = ticket.number
+            return ticket
+
+    def void(self, ticket: _Ticket) -> None:
+        """Take back a ticket that was given to nobody."""
+        with self._changed:
+            if self._last == ticket.number:
+                self._last = ticket.previous
 
     @contextlib.contextmanager
-    def turn(self, ticket: int) -> Iterator[None]:
-        """Wait until all smaller tickets are done."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._serving == ticket, _runtime.timeout()):
-                raise TimeoutError(
-                    f"block {ticket} of cgx_ops.jax.launching waits for block {self._serving}, "
-                    "whose thread has not come to its end here"
-                )
+    def turn(self, ticket: _Ticket) -> Iterator[None]:
+        """Wait until the block before has ended; this one has ended after it, come what may."""
         try:
+            with self._changed:
+                if not self._changed.wait_for(
+                    lambda: ticket.previous in self._ended, _runtime.timeout()
+                ):
+                    raise TimeoutError(
+                        f"block {ticket.number} of cgx_ops.jax.launching waits for block "
+                        f"{ticket.previous}, whose thread has not come to its end here"
+                    )
             yield
         finally:
-            with self._changed:
-                self._serving = ticket + 1
-                self._changed.notify_all()
+            self.end(ticket)
+
+    def end(self, ticket: _Ticket) -> None:
+        """Let the next block begin, once the one before this has ended."""
+        with self._changed:
+            if ticket.previous not in self._ended:
+                self._given_up[ticket.previous] = ticket.number
+                return
+            self._ended.discard(ticket.previous)
+            number: int | None = ticket.number
+            while number in self._given_up:
+                number = self._given_up.pop(number)
+            self._ended.add(number)
+            self._changed.notify_all()
 
 
 _tickets = _Tickets()
+
+
+def _agree(name: str) -> _Ticket:
+    """Return the ticket that rank 0 draws for the next block of this name.
+
+    Another thread asks: who waits here may be interrupted (Ctrl-C), and the other processes, which
+    are not, count on this block's end.
+    """
+    world = _runtime.world()
+    drawn = _tickets.draw() if world.rank == 0 else None
+    answer: Future[_Ticket] = Future()
+
+    def ask() -> None:
+        try:
+            text = exchange(json.dumps(drawn), f"cgx_ops.jax.launching:{name}", world)[0]
+            answer.set_result(_Ticket(*json.loads(text)))
+        except Exception as error:
+            if drawn is not None:
+                _tickets.void(drawn)
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return answer.result()
+    except BaseException:
+        answer.add_done_callback(lambda done: done.exception() or _tickets.end(done.result()))
+        raise

@@ -9,8 +9,9 @@ Operands are `leaves` of one dtype in canonical shapes, then as many `seeds`, ui
     reduce_scatter    (size, batch, n)   (batch, n)
     all_gather        (batch, n)         (size, batch, n)
 
-An example of the batch (vmap's) is a segment of the message with a seed of its own, compressed as
-if it were alone. All leaves of one binding are one message.
+An example of the batch (vmap's) is a segment of the message with a seed of its own (also where vmap
+gives all of them one key), compressed as if it were alone. All leaves of one binding are one
+message.
 """
 
 import functools
@@ -32,6 +33,7 @@ from cgx_ops import _native
 from cgx_ops.config import Config
 from cgx_ops.jax import _compat, _runtime, carrier
 from cgx_ops.jax._calls import halves, knob_attributes
+from cgx_ops.jax._keys import example_seeds
 from cgx_ops.jax.launching import launcher
 
 Verb = Literal["allreduce", "reduce_scatter", "all_gather"]
@@ -306,7 +308,10 @@ def _batch(
         batched = leaf_dim is not None or seed_dim is not None
         if batched:
             leaf = batching.bdim_at_front(leaf, leaf_dim, size)
-            seed = batching.bdim_at_front(seed, seed_dim, size)
+            if seed_dim is None and settings.config.rounding != "nearest":
+                seed = example_seeds(seed, size)
+            else:
+                seed = batching.bdim_at_front(seed, seed_dim, size)
         examples.append((size, seed.shape[1]) if batched else None)
         leaves.append(_merged(leaf, at) if batched else leaf)
         seeds.append(_merged(seed, 0) if batched else seed)
@@ -364,4 +369,21 @@ def _exact(leaf: jax.Array, settings: Settings) -> jax.Array:
     return total / settings.size if settings.op == "avg" else total
 
 
+def _transpose(cotangents: list[Any], *operands: Any, settings: Settings) -> list[Any]:
+    """Transpose the exact collective. Cotangents of errors count for nothing, as their tangents."""
+    leaves, seeds = halves(operands)
+    exact = functools.partial(_exact, settings=settings)
+
+    def of_leaf(leaf: Any, cotangent: Any) -> Any:
+        if not ad.is_undefined_primal(leaf):
+            return None
+        if type(cotangent) is ad.Zero:
+            return ad.Zero(leaf.aval)
+        return jax.linear_transpose(exact, leaf.aval)(cotangent)[0]
+
+    transposed = [of_leaf(*pair) for pair in zip(leaves, cotangents, strict=False)]
+    return [*transposed, *(None for _ in seeds)]
+
+
 ad.primitive_jvps[collective_q_p] = _jvp
+ad.primitive_transposes[collective_q_p] = _transpose

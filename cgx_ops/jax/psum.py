@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from cgx_ops.config import Algorithm, Config
 from cgx_ops.jax import _compat, _runtime
-from cgx_ops.jax._keys import check_key, leaf_seed
-from cgx_ops.jax.primitive import Carrier, Settings, bind, vary
+from cgx_ops.jax._keys import CallSeeds, check_key
+from cgx_ops.jax.primitive import Carrier, Settings, Verb, bind, vary
 
 Axes = Hashable | tuple[Hashable, ...]
 
@@ -66,9 +66,11 @@ def psum_q(
         axis_name: name of a mesh axis, or a tuple of names, as for `jax.lax.psum`.
         bits: 1 to 8 bits an element, or 32: exact.
         bucket_size: elements that share one minimum and step, >= 1.
-        key: a PRNG key (typed or raw): rounds stochastically, unbiased; the noise of leaf i follows
-          from fold_in(key, i). Give another key in every step. Devices may have equal or different
-          keys. None: rounds to nearest.
+        key: a PRNG key (typed or raw): rounds stochastically, unbiased. Give another key in every
+          step. Two calls with one key have the same noise if their verb, axes and name are the
+          same; leaves, examples of a vmap, devices, and groups whose values vary over other axes
+          (if types are checked) have noise of their own. Devices may have equal or different keys.
+          None: rounds to nearest.
         name: identifies the collective among processes, and is unique among those that run at the
           same time. "": the call's place in the program that is being compiled.
         algorithm: "auto", "one_shot", "sra", "ring" or "hierarchical" (hosts: "auto" picks it).
@@ -189,6 +191,7 @@ def reduce_tree(
         Leaf(index, checked_leaf(caller, path, leaf), bits_of(path, config, rules))
         for index, (path, leaf) in enumerate(paths_and_leaves)
     ]
+    seeds = CallSeeds(key, call_text("allreduce", axes, name), axes)
     messages: dict[Hashable, list[Leaf]] = {}
     for leaf in leaves:
         if leaf.x.size > 0 and size > 1:
@@ -202,7 +205,7 @@ def reduce_tree(
         )  # fmt: skip
         results = bind(
             [leaf.x.reshape(1, -1) for leaf in message],
-            [leaf_seed(key, leaf.place) for leaf in message],
+            [seeds.of(leaf.place, leaf.x) for leaf in message],
             settings,
         )
         for position, leaf in enumerate(message):
@@ -328,6 +331,11 @@ def bits_of(path: Any, config: Config, rules: Mapping[str, int] | None) -> int:
         if re.search(pattern, text):
             return bits
     return config.bits
+
+
+def call_text(verb: Verb, axes: tuple[Hashable, ...], name: str) -> str:
+    """Return what tells the noise of calls apart that have one key."""
+    return f"{verb} over {','.join(map(str, axes))}: {name}"
 
 
 def name_of(name: str, index: int, messages: int) -> str:

@@ -10,9 +10,16 @@ from typing import Any
 import jax
 
 from cgx_ops.config import Config
-from cgx_ops.jax._keys import leaf_seed
+from cgx_ops.jax._keys import CallSeeds
 from cgx_ops.jax.primitive import Settings, Verb, bind, vary
-from cgx_ops.jax.psum import Axes, checked_axes, checked_config, checked_leaf, name_of
+from cgx_ops.jax.psum import (
+    Axes,
+    call_text,
+    checked_axes,
+    checked_config,
+    checked_leaf,
+    name_of,
+)
 
 
 def psum_scatter_q(
@@ -156,6 +163,7 @@ def _each_leaf(
 ) -> Any:
     axes, size = checked_axes(caller, axis_name)
     paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(x)
+    seeds = CallSeeds(key, call_text(verb, axes, name), axes)
     results = []
     for index, (path, given) in enumerate(paths_and_leaves):
         leaf = checked_leaf(caller, path, given)
@@ -163,7 +171,7 @@ def _each_leaf(
             verb, "sum", axes, size, (config.bits,), config,
             name_of(name, index, len(paths_and_leaves)), "native",
         )  # fmt: skip
-        results.append(one(leaf, settings, leaf_seed(key, index)))
+        results.append(one(leaf, settings, seeds.of(index, leaf)))
     return jax.tree_util.tree_unflatten(tree, results)
 
 

@@ -307,6 +307,11 @@ def has_comm_hook(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
     return bool(getattr(wrapper, "_comm_hooks", ()) or named)
 
 
+def steps_in_backward(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Tell whether optimizers step as gradients come (_apply_optimizer_in_backward)."""
+    return any(hasattr(p, "_in_backward_optimizers") for p in parameters_of(wrapper))
+
+
 def has_python_reducer(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
     """Tell whether gradients are reduced one by one in a compiled graph, without buckets."""
     return bool(getattr(wrapper, "_use_python_reducer", False))

@@ -15,8 +15,11 @@ only if all of this holds:
   - it is a sum or an average of at least max(16, minimal_size) elements;
   - it synchronises gradients: it starts while autograd accumulates the gradient of a leaf (DDP's
     reducer and hooks on parameters do) or in the callbacks at the end of backward (DDP with
-    static_graph), or inside `with compressed():`, or the group was made with compress="all";
+    static_graph), and no DistributedDataParallel over the group has a communication hook of the
+    user's; or it is inside `with compressed():`, or the group was made with compress="all";
   - it is not inside `with uncompressed():`.
+
+The callbacks of a collective's future count as being where the collective was started.
 
 DistributedDataParallel over a group with bits < 32 gets the hook of ddp.py unasked, which reduces
 layer by layer. So statistics of SyncBatchNorm, softmax over ranks, metrics and tensor parallelism
@@ -50,6 +53,12 @@ _log = logging.getLogger(__name__)
 _world_options: "BackendOptions | None" = None
 # Those of each group, by its name; groups that were split off have those of the default group.
 _options: "dict[str, BackendOptions]" = {}
+# What the binding knows of each group's.
+_native_options: dict[str, _torch_ops.Options] = {}
+_UNASKED = {
+    "gradients": _torch_ops.Unasked.GRADIENTS,
+    "all": _torch_ops.Unasked.EVERYTHING,
+}
 # What _torch_ops.exchange_scope() was told last on each thread.
 _thread = threading.local()
 
@@ -127,6 +136,17 @@ def options_of(group: dist.ProcessGroup) -> BackendOptions | None:
     return _options.get(group.group_name, _world_options)
 
 
+def leave_gradients_to_hooks(group: dist.ProcessGroup) -> None:
+    """Have a group compress nothing unasked from now on, unless it compresses all.
+
+    A communication hook of the user's says itself what becomes of gradients, on several threads:
+    torch runs the callbacks of a future wherever it is completed.
+    """
+    options = _native_options[group.group_name]
+    if options.unasked == _torch_ops.Unasked.GRADIENTS:
+        options.unasked = _torch_ops.Unasked.NOTHING
+
+
 def register() -> None:
     """Make the backend known to torch.distributed. Once per process."""
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
@@ -171,7 +191,8 @@ def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
             "cgx_ops was built without CUDA: allreduces of CUDA tensors travel exact, by NCCL. To "
             "compress them build it again with nvcc on PATH or in CUDA_HOME"
         )
-    options = _torch_ops.Options(_compression(config), pg_options.compress == "all", asked.timeout)
+    unasked = _UNASKED[pg_options.compress]
+    options = _torch_ops.Options(_compression(config), unasked, asked.timeout)
     options.group_name = asked.group_id
     options.global_ranks_in_group = asked.global_ranks_in_group
     transport = None if config.communicator_type == "AUTO" else config.communicator_type
@@ -191,6 +212,7 @@ def _make(
 ) -> _torch_ops.Backend:
     """Make a backend; torch's split and merge come here too. Collective over the group's ranks."""
     name, timeout = options.group_name, options._timeout
+    _native_options[name] = options
     store = _compat.PrefixStore(f"{name}/cgx", store)
     comm = _connect(store, rank, size, name, timeout, transport)
     try:
@@ -220,7 +242,13 @@ def _connect(
     gather = _store_allgather(store, rank, size, name, timeout)
     try:
         return Communicator.create(
-            rank, size, gather, name, transport=transport, timeout=timeout.total_seconds()
+            rank,
+            size,
+            gather,
+            name,
+            transport=transport,
+            timeout=timeout.total_seconds(),
+            noise_rank=dist.get_rank() if dist.is_initialized() else rank,
         )
     except Unsupported as error:
         raise dist.DistBackendError(

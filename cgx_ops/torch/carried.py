@@ -32,7 +32,7 @@ class Carrier:
         # Keys of their own for each Carrier, also where a store outlives its groups.
         store = _compat.PrefixStore(str(store.add(f"made/{rank}", 1)), store)
         timeout = _compat.group_timeout(group) or dist.default_pg_timeout
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._noise_rank = rank, size, dist.get_rank()
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cgx-carrier")
 
@@ -43,7 +43,7 @@ class Carrier:
         *,
         op: Op,
         segments: Sequence[Segment],
-        seed: int,
+        seed: Sequence[int],
     ) -> torch.futures.Future[torch.Tensor]:
         """Reduce `buffer` in place; return at once a future of it. Arguments as work.start()."""
         call = Call("allreduce", op, config, "", segments, seed, None)
@@ -64,6 +64,7 @@ class Carrier:
         rank, size = self._rank, self._size
         address = buffer.data_ptr()
         collective = call.collective(0, 0, DTYPES[buffer.dtype], address, address, buffer.numel())
+        collective.noise_rank = ctypes.pointer(c_int32(self._noise_rank))
         carried = _native.Carried(rank=rank, size=size, call=ctypes.pointer(collective))
         algorithm, scatter, gather = c_int32(), (c_int64 * size)(), (c_int64 * size)()
         _native.call("cgx_carried_plan", byref(carried), byref(algorithm), scatter, gather)

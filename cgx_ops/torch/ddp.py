@@ -43,12 +43,17 @@ _log = logging.getLogger(__name__)
 # ---- 1. the state --------------------------------------------------------------------------------
 
 
+# What goes into checkpoints of a state.
+_KEPT = ("config", "rules", "carrier", "unsupported", "steps")
+
+
 class QuantizedAllreduceState:
     """What quantized_allreduce_hook needs. Equal on all ranks but for the process group.
 
-    It pickles, and torch.save and torch.load take it: config, rules, and how many steps were made,
-    so that a run that is resumed continues to the same bits. Its process group is left out: the
-    restored state uses the default one unless `process_group` is set.
+    It has the state_dict() and load_state_dict() that torch.distributed.checkpoint and others look
+    for: config, rules, and how many steps were made, so that a run that is resumed continues to the
+    same bits. It pickles, too, and torch.save and torch.load take it. Its process group is left
+    out: a state that is unpickled uses the default one unless `process_group` is set.
 
     Attributes:
         process_group: whose ranks average; None: the default group.
@@ -64,7 +69,8 @@ class QuantizedAllreduceState:
         unsupported: what happens to gradients that the core cannot average (float64, complex,
             sparse, on a GPU if cgx_ops was built without CUDA): "refuse" raises TypeError, "exact"
             has the process group average them.
-        steps: backward passes so far; the noise of a step derives from config.seed and this.
+        steps: backward passes so far; the noise of a layer derives from config.seed, this and the
+            names of the layer and of the group.
     """
 
     def __init__(
@@ -108,15 +114,33 @@ class QuantizedAllreduceState:
         self._carrier: Carrier | None = None
         self._checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return everything but what belongs to this process."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue, in place, where the state was that state_dict() was called of.
+
+        Its process group, and the hook that has it, stay.
+
+        Raises:
+            InvalidArgument: this is not the state_dict() of such a state.
+        """
+        if set(state_dict) != set(_KEPT):
+            raise InvalidArgument(
+                f"QuantizedAllreduceState.load_state_dict: the names are {sorted(state_dict)}, not "
+                f"{sorted(_KEPT)}: give what state_dict() returned"
+            )
+        self.__dict__.update(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is saved, for pickles."""
         if self.process_group is not None:
             _log.warning(
                 "a QuantizedAllreduceState is pickled without its process group: set process_group "
                 "after it is restored, if it is not to be the default group"
             )
-        kept = ("config", "rules", "carrier", "unsupported", "steps")
-        return {name: getattr(self, name) for name in kept}
+        return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore it over the default group."""
@@ -197,12 +221,11 @@ def quantized_allreduce_hook(
     wrappers = _wrappers_of(parameters)
     _check_once(state, wrappers)
     names = _wrapped[wrappers[0]].names if wrappers else {}
-    # One seed for all buckets of a step: the noise of a layer must not depend on its bucket.
     scope = backend.current_scope()
     config = scope if isinstance(scope, Config) else state.config
     if buffer.is_cuda and config.algorithm == "hierarchical":
         config = replace(config, algorithm="sra")  # GPUs are one level
-    seed = call_seed(config.seed, "ddp", state.steps)
+    step = state.steps
     if bucket.is_last():
         state.steps += 1
 
@@ -218,7 +241,7 @@ def quantized_allreduce_hook(
         )
 
     if scope == "uncompressed":
-        segments = [Segment(0, buffer.numel(), bits=layers.EXACT_BITS)]
+        segments, seeds = [Segment(0, buffer.numel(), bits=layers.EXACT_BITS)], [0]
     else:
         rules = layers.process_rules() if state.rules is None else state.rules
         if rules and not names:
@@ -230,8 +253,14 @@ def quantized_allreduce_hook(
         base = buffer.storage_offset()
         offsets = [int(g.storage_offset() - base) for g in bucket.gradients()]
         segments = rules.segments(found, offsets, config)
+        # The noise of a layer must not depend on its bucket, nor be that of another.
+        group_name = _group_or_default(state.process_group).group_name
+        seeds = [
+            call_seed(config.seed, f"ddp/{layer.name or (bucket.index(), i)}", step, group_name)
+            for i, layer in enumerate(found)
+        ]
     if state.carrier == "c10d":
-        return state.carry().start(buffer, config, op="avg", segments=segments, seed=seed)
+        return state.carry().start(buffer, config, op="avg", segments=segments, seed=seeds)
     work = start(
         state.communicator(),
         "allreduce",
@@ -240,7 +269,7 @@ def quantized_allreduce_hook(
         config,
         op="avg",
         segments=segments,
-        seed=seed,
+        seed=seeds,
         name="ddp",
     )
     return work.get_future().then(lambda future: future.value()[0])
@@ -328,7 +357,12 @@ def _attach(wrapper: DistributedDataParallel) -> None:
     group = _group_or_default(wrapper.process_group)
     options = backend.options_of(group)
     # Its Python reducer has no buckets; compress_collectives() is for that.
-    if options is None or _compat.has_comm_hook(wrapper) or _compat.has_python_reducer(wrapper):
+    if options is None or _compat.has_python_reducer(wrapper):
+        return
+    if _compat.has_comm_hook(wrapper):
+        backend.leave_gradients_to_hooks(group)
+        return
+    if _compat.steps_in_backward(wrapper):  # by a communication hook that torch is about to set
         return
     _check_layers(wrapper, layers.process_rules())
     if options.config.bits == layers.EXACT_BITS and not layers.process_rules():

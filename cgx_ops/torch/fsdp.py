@@ -273,6 +273,7 @@ class _AllGather(_Custom):
             self._config,
             segments=segments,
             seed=self._state.weights_seed(self._config.seed, name),
+            noise_rank=group.rank(),  # so that replicas get the same
             name=name,
             asynchronous=asynchronous,
         )

@@ -227,7 +227,8 @@ def _refuse_positions(function: str, first: object, rest: Sequence[object]) -> N
             f"{function}: layers are named here, not counted: DistributedDataParallel makes its "
             "buckets anew after the first step, and places change. Call "
             "register_model([(name, numel), ...]), then set_quantization_bits(name, bits) and "
-            "set_quantization_bucket_size(name, bucket_size)"
+            "set_quantization_bucket_size(name, bucket_size). The hook that does without places, "
+            "torch_cgx's cgx_hook, is cgx_ops.torch.ddp.quantized_allreduce_hook"
         )
 
 

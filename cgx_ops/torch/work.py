@@ -5,7 +5,7 @@ The DDP hook and FSDP's collectives stand on it. Compiled models use the operato
 
 import functools
 from collections.abc import Sequence
-from ctypes import addressof
+from ctypes import addressof, c_int32, pointer
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,8 @@ def start(
     *,
     op: Op = "sum",
     segments: Sequence[Segment] | None = None,
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
+    noise_rank: int | None = None,
     name: str = "",
     timeout: float | None = None,
     asynchronous: bool = True,
@@ -54,7 +55,10 @@ def start(
         config: how values travel.
         op: "sum" or "avg"; with 32 bits also "min", "max" and "product". Not for all_gather.
         segments: runs of elements (of a block) with their own bits and bucket_size; None: one.
-        seed: of this call's noise; None: derived from config.seed and the calls so far.
+        seed: of this call's noise, or a list with one for each segment; None: derived from
+            config.seed, the communicator's name and the calls so far.
+        noise_rank: this rank's number where noise is drawn; None: that of `comm`, its rank in the
+            default group. Groups that give equal numbers, seeds and values get equal results.
         name: matches this call with those of other ranks, whatever runs in between.
         timeout: seconds it may take; None: the communicator's.
         asynchronous: False puts the collective of CUDA tensors on the current stream, where nobody
@@ -97,6 +101,8 @@ def start(
     to = output.data_ptr()  # first: it may move a lazy copy, the input too
     pointers = input.data_ptr(), to
     collective = call.collective(
-        comm.id, comm.next_call(name), DTYPES[input.dtype], *pointers, block
+        comm.id, comm.next_call(name), DTYPES[input.dtype], *pointers, block, comm.name
     )
+    if noise_rank is not None:
+        collective.noise_rank = pointer(c_int32(noise_rank))
     return _torch_ops.start(addressof(collective), input, output, asynchronous)

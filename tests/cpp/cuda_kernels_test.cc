@@ -60,7 +60,18 @@ T one_of(std::initializer_list<T> list) {
   return list.begin()[pick(static_cast<int64_t>(list.size()))];
 }
 
-enum class Data { kNormal, kHugeRange, kNonFinite, kDenormal, kZeros, kConstant, kAnyBits, kEnd };
+// kLowest: of which a shifted grid may begin below the lowest number, and end above the highest.
+enum class Data {
+  kNormal,
+  kHugeRange,
+  kNonFinite,
+  kLowest,
+  kDenormal,
+  kZeros,
+  kConstant,
+  kAnyBits,
+  kEnd
+};
 
 float value_of(Data kind) {
   static std::normal_distribution<float> normal;
@@ -73,6 +84,8 @@ float value_of(Data kind) {
       return std::ldexp(x, static_cast<int>(pick(254)) - 127);
     case Data::kNonFinite:
       return pick(2000) > 4 ? x : one_of({kInf, -kInf, -0.0f, 3e38f, -3e38f, std::nanf("7")});
+    case Data::kLowest:
+      return pick(8) ? -std::fmin(std::fabs(x), 3.0f) * 1e38f : -std::numeric_limits<float>::max();
     case Data::kDenormal:
       return x * 1e-39f;
     case Data::kZeros:

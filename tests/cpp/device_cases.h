@@ -54,7 +54,8 @@ struct Case {
   int bits = 4;
   int64_t bucket_size = 512;
   int gather_bits = 0;
-  bool skip = false, errors = false, in_place = false, device_seeds = false;
+  bool skip = false, errors = false, in_place = false;
+  bool one_seed = false, seeds_on_device = false;
   int64_t divisor = 0;
 
   std::string text() const {
@@ -114,15 +115,14 @@ class Rank {
   // On the CPU.
   void run(Communicator& communicator) {
     call.device = CGX_CPU;
-    call.seeds = seeds_.data();
+    give_seeds(/*on_device=*/false);
     communicator.run(call);
   }
   // On the device.
   void enqueue(Communicator& communicator, FakeDevice& device, FakeQueue& stream) {
     call.device = CGX_CUDA;
     call.stream = &stream;
-    call.seeds = case_.device_seeds ? nullptr : seeds_.data();
-    call.device_seeds = case_.device_seeds ? seeds_.data() : nullptr;
+    give_seeds(case_.seeds_on_device);
     communicator.enqueue(call, device);
   }
   std::vector<std::byte> result() const {
@@ -142,6 +142,14 @@ class Rank {
   cgx_collective_t call;
 
  private:
+  void give_seeds(bool on_device) {
+    const int64_t* const seeds = seeds_.data();
+    call.seed = case_.one_seed && !on_device ? *seeds : 0;
+    call.seeds = case_.one_seed || on_device ? nullptr : seeds;
+    call.device_seed = case_.one_seed && on_device ? seeds : nullptr;
+    call.device_seeds = !case_.one_seed && on_device ? seeds : nullptr;
+  }
+
   const Case case_;
   const std::string name_;
   std::vector<cgx_segment_t> segments_;

@@ -60,9 +60,18 @@ std::vector<Case> cases() {
     c->numels[7] = 0;
     c->algorithm = CGX_SRA;
     c->in_place = true;
-    c->device_seeds = true;
+    c->seeds_on_device = true;
     c->rounding = CGX_STOCHASTIC;
   });
+  for (const auto verb : {CGX_ALLREDUCE, CGX_REDUCE_SCATTER, CGX_ALL_GATHER})
+    for (const bool on_device : {false, true})
+      add([&](Case* c) {  // noise of each segment and block follows from one seed
+        c->verb = verb;
+        c->numels.assign(40, 100);
+        c->one_seed = true;
+        c->seeds_on_device = on_device;
+        c->rounding = CGX_STOCHASTIC;
+      });
   add([](Case* c) {
     c->numels = {3'000'000, 17, 2'000'000};  // several rounds
     c->bits = 8;

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "base/float_mode.h"
+#include "base/seeds.h"
 #include "base/status.h"
 #include "compressor/compressor.h"
 #include "device/fabric.h"
@@ -41,7 +42,9 @@ inline std::unique_ptr<Compressor> compressor_of(Dtype dtype, const Piece& piece
 }
 
 inline Rounding rounding_of(RoundingMode mode, uint32_t rank, uint32_t phase, const Piece& piece) {
-  return {mode, piece.seed_at ? *piece.seed_at : piece.seed, rank, phase};
+  const uint64_t seed =
+      piece.seed_at ? segment_seed(*piece.seed_at, piece.seed_number) : piece.seed;
+  return {mode, block_seed(seed, piece.block), rank, phase};
 }
 
 inline int64_t region_offset(const Regions& regions, uint64_t ahead) {

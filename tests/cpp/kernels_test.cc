@@ -67,7 +67,18 @@ bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-enum class Data { kNormal, kHugeRange, kNonFinite, kDenormal, kZeros, kConstant, kAnyBits, kEnd };
+// kLowest: of which a shifted grid may begin below the lowest number, and end above the highest.
+enum class Data {
+  kNormal,
+  kHugeRange,
+  kNonFinite,
+  kLowest,
+  kDenormal,
+  kZeros,
+  kConstant,
+  kAnyBits,
+  kEnd
+};
 
 std::vector<float> make_data(Data kind, int64_t numel, uint32_t seed) {
   std::mt19937 random(seed);
@@ -91,6 +102,10 @@ std::vector<float> make_data(Data kind, int64_t numel, uint32_t seed) {
                          : normal(random);
         break;
       }
+      case Data::kLowest:
+        x = random() % 8 ? -std::fmin(std::fabs(normal(random)), 3.0f) * 1e38f
+                         : -std::numeric_limits<float>::max();
+        break;
       case Data::kDenormal:
         x = normal(random) * 1e-39f;
         break;
@@ -213,11 +228,14 @@ void slow_quantize(const std::vector<float>& values, const BucketRun& run, const
     const float step = extent / top;
     const float inverse = 1.0f / step;
     const float nan = std::bit_cast<float>(kFloat32Nan);
-    const bool flat = !finite || step == 0 || std::isinf(inverse);
+    bool flat = !finite || step == 0 || std::isinf(inverse);
     const bool shifted = rounding.mode == RoundingMode::kShift && !flat;
     const float fraction = shifted ? slow_noise(run.first_index + start, rounding) : 0.5f;
     const float offset = (0.5f - fraction) * step;
-    const float header[2] = {!finite ? nan : shifted ? lo + offset : lo, finite ? step : nan};
+    const float first = shifted ? lo + offset : lo;
+    finite = finite && std::isfinite(first);
+    flat = flat || !finite;
+    const float header[2] = {finite ? first : nan, finite ? step : nan};
     std::memcpy(records, header, 8);
     std::byte* field = records + 8;
     const int64_t field_bytes = (n * run.bits + 7) / 8;
@@ -430,6 +448,8 @@ void test_codec_case(Dtype dtype, const BucketRun& run, const Rounding& rounding
   const std::vector<float> before = make_data(Data::kNormal, run.numel, 99);
   for (int64_t i = 0; i < run.numel; ++i) {
     const float value = decoded[static_cast<size_t>(i)];
+    CHECK(!std::isnan(value) || std::bit_cast<uint32_t>(value) == kFloat32Nan,
+          join("decoded to another NaN, data ", static_cast<int>(kind)));
     store(dtype, value, expected_values.data() + i * size_of(dtype));
     const float sum = before[static_cast<size_t>(i)] + value;
     store(Dtype::kFloat32, std::isnan(sum) ? std::bit_cast<float>(kFloat32Nan) : sum,

@@ -61,7 +61,7 @@ DeafPort run_until_blocked(const Row& row, int64_t chunk_bytes, int64_t unread_b
   call.output = results.data();
   Plan plan = make_plan(call, 0, static_cast<int>(size));
   plan.topology = std::make_shared<Topology>(row.hosts);
-  plan.algorithm = pick_algorithm(plan);
+  resolve_algorithm(&plan);
   plan.chunk_bytes = chunk_bytes;
   plan.unread_bytes = unread_bytes;
   const auto made = make_algorithm(std::move(plan));

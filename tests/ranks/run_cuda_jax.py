@@ -147,9 +147,10 @@ def keys() -> None:
 def halves() -> None:
     x, y = normal(4, RANKS, RANKS, 600), normal(5, RANKS, 600)
     key = jax.random.key(6)
-    seeds = [seed_of(key)] * RANKS
+    seeds = [seed_of(key, call="reduce_scatter over d: ")] * RANKS
     blocks = scatter_expected(x, seeds=seeds, rounding="stochastic")
     check(on_ranks(lambda v: psum_scatter_q(v, "d", key=key), x), blocks)
+    seeds = [seed_of(key, call="all_gather over d: ")] * RANKS
     gathered = gather_expected(y, seeds=seeds, rounding="stochastic")
     check(on_ranks(lambda v: all_gather_q(v, "d", key=key), y), [gathered] * RANKS)
 
@@ -209,7 +210,8 @@ def in_order() -> None:
 
     for _ in range(2):
         for i, row in enumerate(np.asarray(step(mine))):
-            assert same_bits(row, expected(x[:, i], seeds=[seed_of(key)] * RANKS))
+            seed = seed_of(key, call="allreduce_q on world: ")
+            assert same_bits(row, expected(x[:, i], seeds=[seed] * RANKS))
 
 
 def failure() -> None:

@@ -1,6 +1,8 @@
-"""A forked child that exits, and one that calls cgx, disturb nobody."""
+"""Forked children that exit, compute or call a communicator disturb nobody."""
 
 import os
+import traceback
+from collections.abc import Callable
 
 import numpy as np
 
@@ -10,21 +12,49 @@ from cgx_ops import Closed
 world = cgx_ops.init()
 x = np.ones(100_000, np.float32)
 world.allreduce(x)
-children = []
-for call in (False, True):
-    child = os.fork()
-    if child == 0:
-        if not call:
-            raise SystemExit(0)  # runs atexit handlers, as a data loader's worker may
+encoded = cgx_ops.quantize(x, bits=4, seed=1)
+
+
+def leave() -> None:
+    raise SystemExit(7)  # runs atexit handlers, as a data loader's worker may
+
+
+def compute() -> None:
+    """The codec is arithmetic on arguments: a child has it whatever its parent did."""
+    assert cgx_ops.quantize(x, bits=4, seed=1) == encoded
+    assert (cgx_ops.dequantize(encoded, x.size, bits=4) == 1).all()
+    os._exit(7)
+
+
+def refused(call: Callable[[], object]) -> Callable[[], None]:
+    def tell() -> None:
         try:
-            world.allreduce(x)
+            call()
         except Closed:
             os._exit(7)
+
+    return tell
+
+
+children = []
+for in_child in (
+    leave,
+    compute,
+    refused(lambda: world.allreduce(x)),
+    refused(lambda: cgx_ops.Communicator.local(2)),
+    refused(cgx_ops.stats),
+):
+    child = os.fork()
+    if child == 0:
+        try:
+            in_child()
+        except Exception:
+            traceback.print_exc()
         os._exit(1)
     children.append(child)
 for _ in range(20):
     world.allreduce(x)
 statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-assert statuses == [0, 7], statuses
+assert statuses == [7] * len(children), statuses
 assert (world.allreduce(x) == world.size).all()
 print("undisturbed")

@@ -26,12 +26,18 @@ HEADER = 128  # docs/wire_format.md, section 6
 
 def check_plan(comm: Communicator, picked: str) -> None:
     """Check that cgx_plan tells what a call sends, and the algorithm."""
-    for config in (Config(), Config(intra_bits=8, gather_bits=8), Config(bits=32)):
-        x = np.ones(100_003, np.float32)
+    exact = Config(bits=32)
+    for config, dtype in (
+        (Config(), "float32"),
+        (Config(intra_bits=8, gather_bits=8), "float32"),
+        (exact, "float32"),
+        (exact, "float16"),
+    ):
+        x = np.ones(100_003, dtype)
         before = comm.stats().bytes_sent
         comm.allreduce(x, config=config)
         call = Call("allreduce", "sum", config, "", None, 0, None).collective(
-            comm.id, 0, _native.DTYPES["float32"], x.ctypes.data, x.ctypes.data, x.size
+            comm.id, 0, _native.DTYPES[dtype], x.ctypes.data, x.ctypes.data, x.size
         )
         plan = _native.Plan()
         _native.call("cgx_plan", byref(call), byref(plan))

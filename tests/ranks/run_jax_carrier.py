@@ -46,7 +46,7 @@ def check(mesh: Mesh, axes: tuple[str, ...], groups: Sequence[Sequence[int]], ca
     """Require the wanted bits of all devices here. `groups`: places in the mesh."""
     processes = [device.process_index for device in mesh.devices.flat]
     operands = spread(mesh, case.inputs(mesh.size)), spread(mesh, case.seeds(mesh.size))
-    wanted = {group[0]: case.expected(group, processes) for group in groups}
+    wanted = {group[0]: case.expected(group, processes, axes) for group in groups}
     for carrier in CARRIERS:
         program = on_mesh(mesh, partial(case.call, axes=axes, carrier=carrier))
         results, errors = (

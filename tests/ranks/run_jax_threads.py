@@ -144,13 +144,29 @@ def names_of_several_devices() -> None:
     refused("given", ["cgx_ops.jax.launching("])
 
 
+def names_of_blocks() -> None:
+    """A block that cannot begin does not keep the others waiting."""
+    x = normal(4, MESH.size, 3000)
+    step = on_mesh(MESH, lambda v: psum_q(v, "d", algorithm="sra"))
+    for name in ("x" * 5000, "a\0b"):
+        try:
+            with launching(name):
+                raise AssertionError("it began")
+        except ValueError as error:
+            assert "name" in str(error), error
+        with launching("a good name"):
+            result = step(operand_of(x))
+        check(result, expected(x))
+
+
 # ---- 3. calls of one name in flight -------------------------------------------------------------
 
 
 def one_name() -> None:
-    """Process 0 launches from two threads at once; process 1 then from one, twice.
+    """All processes but the last launch from two threads at once; the last then from one, twice.
 
-    Each process gets one result and one error, for whichever call of process 0 came second.
+    Nobody knows which of the two calls met which of another process's: both are errors where this
+    is seen, and in the last process the second one, which they refuse.
     """
     x = normal(3, SIZE, 3000)
     operand, want = operand_of(x), expected(x)
@@ -167,21 +183,24 @@ def one_name() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert pool.submit(launch).result() == "right"  # compiled, and has a communicator
-        both = [pool.submit(launch) for _ in range(2)] if RANK == 0 else []
-        wait(both, 60, FIRST_COMPLETED)  # the other one waits for process 1
-        cgx_ops.allreduce(np.zeros(1, np.float32), name="process 1 has its turn")
-        if RANK == 0:
-            found = [outcome.result() for outcome in both]
-        else:
+        last = RANK == SIZE - 1
+        both = [] if last else [pool.submit(launch) for _ in range(2)]
+        wait(both, 60, FIRST_COMPLETED)  # the other one waits for the last process
+        cgx_ops.allreduce(np.zeros(1, np.float32), name="the last process has its turn")
+        if last:
             found = [pool.submit(launch).result() for _ in range(2)]
-        assert sorted(found) == ["refused", "right"], found
+            assert found == ["right", "refused"], found
+        else:
+            found = [outcome.result() for outcome in both]
+            assert found == ["refused", "refused"], found
         assert pool.submit(launch).result() == "right"
 
 
 CASES = {
     case.__name__: case
     for case in (
-        own_functions, one_function, names, unnamed, names_of_several_devices, one_name,
+        own_functions, one_function, names, unnamed, names_of_several_devices, names_of_blocks,
+        one_name,
     )
 }  # fmt: skip
 for name in sys.argv[2:]:

@@ -169,6 +169,46 @@ def other_kinds(r: int, n: int) -> None:
 
 
 @case
+def averages(r: int, n: int) -> None:
+    """Of what the core does not reduce: the sum, divided. Integers towards zero, as NCCL does."""
+    avg, start = dist.ReduceOp.AVG, torch.arange(-3 * n, 3 * n)
+
+    def mine(dtype: torch.dtype, rank: int) -> torch.Tensor:
+        return (start * (rank + 1)).to(dtype)
+
+    def wanted(dtype: torch.dtype) -> torch.Tensor:
+        total = torch.stack([mine(dtype, rank) for rank in range(n)]).sum(0, dtype=dtype)
+        return total / n if dtype.is_floating_point else total.div(n, rounding_mode="trunc")
+
+    for dtype in (torch.int64, torch.int32, torch.int8, torch.float64, torch.float32):
+        want, part = wanted(dtype), slice(6 * r, 6 * r + 6)
+        x = mine(dtype, r)
+        dist.all_reduce(x, avg)
+        assert torch.equal(x, want), dtype
+        x = mine(dtype, r)
+        work = dist.all_reduce(x, avg, async_op=True)
+        doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+        assert torch.equal(doubled.wait(), want * 2), dtype
+        assert work.wait() and work.is_completed() and work.is_success() and torch.equal(x, want)
+        x = mine(dtype, r)
+        dist.reduce(x, n - 1, avg)
+        assert r != n - 1 or torch.equal(x, want), dtype
+        out = torch.empty(6, dtype=dtype)
+        dist.reduce_scatter_tensor(out, mine(dtype, r), avg)
+        assert torch.equal(out, want[part]), dtype
+        dist.reduce_scatter(out, list(mine(dtype, r).chunk(n)), avg)
+        assert torch.equal(out, want[part]), dtype
+    xs = [mine(torch.int64, r), mine(torch.int64, r)[1:]]
+    with _coalescing_manager():
+        for x in xs:
+            dist.all_reduce(x, avg)
+    assert all(map(torch.equal, xs, [wanted(torch.int64), wanted(torch.int64)[1:]]))
+    leaf = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    dist.all_reduce(leaf.detach(), avg)
+    assert leaf.tolist() == [1.0] * 3
+
+
+@case
 def collectives(r: int, n: int) -> None:
     x = torch.full((3,), float(r))
     dist.broadcast(x, n - 1)
@@ -332,17 +372,17 @@ def compression(r: int, n: int) -> None:
 
 @case
 def noise(r: int, n: int) -> None:
-    """The n-th seed of a group comes from Config.seed; torch's generator is left alone."""
+    """The n-th seed comes from Config.seed and the group; torch's generator is left alone."""
     config = Config(bits=4, seed=11)
     mine = everybodys(n, 3000)
-    for _ in range(2):  # a new group, the same noise
+    for _ in range(2):
         group = dist.new_group(pg_options=BackendOptions(config))
         state = torch.get_rng_state()
         for draw in range(2):
             x = mine[r].clone()
             with compressed():
                 dist.all_reduce(x, group=group)
-            seeds = [tc.gradient_seed(11, draw + 1)] * n
+            seeds = [tc.gradient_seed(tc.named_seed(11, group.group_name), draw + 1)] * n
             want = tc.expected(mine, algorithm="auto", rounding="stochastic", seeds=seeds)
             assert tc.same_bits(x, want), draw
         assert torch.equal(state, torch.get_rng_state())
@@ -452,9 +492,10 @@ def what_is_compressed(r: int, n: int) -> None:
 
 @case
 def data_parallel(r: int, n: int) -> None:
-    """What DDP's reducer starts is compressed, and only that, however it is set up.
+    """What DDP's reducer starts is compressed where asked, and only that, however it is set up.
 
-    With a hook of torch's own, since over this backend it would get the one of cgx_ops.torch.ddp.
+    With a hook of torch's own, since over this backend it would get the one of cgx_ops.torch.ddp:
+    what such a hook starts is exact unless asked.
     """
     group = dist.new_group(pg_options=BackendOptions(NEAREST))
     choices: tuple[dict[str, Any], ...] = (
@@ -477,21 +518,22 @@ def data_parallel(r: int, n: int) -> None:
                 with ddp.no_sync():
                     ddp(tc.values(r, 400, call=step).reshape(8, 50)).sum().backward()
                 assert not DECISIONS.taken(), "no_sync"
-            ddp(tc.values(r, 400, call=step).reshape(8, 50)).sum().backward()
+            with compressed():
+                ddp(tc.values(r, 400, call=step).reshape(8, 50)).sum().backward()
             lines = DECISIONS.taken()
-            assert lines and all("4 bits, autograd" in line for line in lines), (options, lines)
+            assert lines and all("4 bits, inside" in line for line in lines), (options, lines)
             for parameter in model.parameters():
                 assert equal_everywhere(parameter.grad), options
             ddp.zero_grad()
-        with uncompressed():
-            ddp(tc.values(r, 400).reshape(8, 50)).sum().backward()
+        ddp(tc.values(r, 400).reshape(8, 50)).sum().backward()
         lines = DECISIONS.taken()
-        assert lines and all("exact, inside uncompressed()" in line for line in lines), lines
+        assert lines and all("exact, a communication hook" in line for line in lines), lines
     # The gradient of one bucket, to the bit: the hook divides by n first.
     layer = torch.nn.Linear(100, 70, bias=False)
     ddp = DistributedDataParallel(layer, process_group=group)
     ddp.register_comm_hook(group, allreduce_hook)
-    ddp(tc.values(r, 100).reshape(1, 100)).sum().backward()
+    with compressed():
+        ddp(tc.values(r, 100).reshape(1, 100)).sum().backward()
     mine = [x.repeat(70) / n for x in everybodys(n, 100)]
     want = tc.expected(mine, algorithm="auto").reshape(70, 100)
     gradient = layer.weight.grad

@@ -6,6 +6,9 @@ Every check compares with the oracle to the bit, or with another run to the bit.
 import copy
 import datetime
 import io
+import itertools
+import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -13,10 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch_cases as tc
 from torch import nn
 from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch
@@ -83,7 +88,7 @@ def averaged(
     bits: Callable[[str, torch.Tensor], int] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the oracle's average of the ranks' gradients, layer by layer."""
-    seeds = [call_seed(config.seed, "ddp", step)] * SIZE
+    group_name = dist.group.WORLD.group_name
     result = {}
     for name, first in gradients[0].items():
         own = bits(name, first) if bits else config.bits if first.dim() > 1 else 32
@@ -93,7 +98,7 @@ def averaged(
             config.bucket_size,
             op="avg",
             rounding=config.rounding,
-            seeds=seeds,
+            seeds=[call_seed(config.seed, f"ddp/{name}", step, group_name)] * SIZE,
         )
     return result
 
@@ -378,6 +383,54 @@ def resumes_to_the_same_bits() -> None:
         identical_on_all_ranks(dict(model.module.named_parameters()))
 
 
+class _AcceleratesProject:
+    """What Accelerate's register_for_checkpointing does with an object: no more than this."""
+
+    def __init__(self, state: Any) -> None:
+        assert callable(state.state_dict) and callable(state.load_state_dict)
+        self.state = state
+
+    def save(self, folder: str) -> None:
+        torch.save(self.state.state_dict(), f"{folder}/custom_checkpoint_0.pkl")
+
+    def load(self, folder: str) -> None:
+        self.state.load_state_dict(torch.load(f"{folder}/custom_checkpoint_0.pkl"))
+
+
+def resumes_in_place() -> None:
+    """A hook that is registered already goes on with the steps of the checkpoint."""
+    config = Config(bits=3, bucket_size=64, seed=5)
+
+    def by_torch(state: Any, folder: str, save: bool) -> None:
+        project = _AcceleratesProject(state)
+        (project.save if save else project.load)(folder)
+
+    def by_dcp(state: Any, folder: str, save: bool) -> None:
+        (dcp.save if save else dcp.load)({"cgx": state}, checkpoint_id=f"{folder}/dcp")
+
+    for checkpoint in (by_torch, by_dcp):
+        names: list[Any] = [tempfile.mkdtemp() if RANK == 0 else None]
+        dist.broadcast_object_list(names)
+        folder = f"{names[0]}" if checkpoint is by_dcp else tempfile.mkdtemp()
+        model, state = hooked(network(), config)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+        train(model, range(4), optimizer)
+        weights = copy.deepcopy(model.module.state_dict())
+        checkpoint(state, folder, save=True)
+        train(model, range(4, 7), optimizer)
+
+        again, restored = hooked(network(), Config(bits=4, seed=6))
+        train(again, range(1), torch.optim.SGD(again.parameters(), 1e-4))  # its hook is in use
+        again.module.load_state_dict(weights)
+        checkpoint(restored, folder, save=False)
+        assert (restored.steps, restored.config) == (4, state.config)
+        train(again, range(4, 7), torch.optim.SGD(again.parameters(), 1e-4))
+        same(dict(again.module.named_parameters()), dict(model.module.named_parameters()))
+        dist.barrier()
+        shutil.rmtree(folder, ignore_errors=True)
+    fails(ValueError, "give what state_dict() returned", lambda: state.load_state_dict({"a": 1}))
+
+
 def two_models() -> None:
     """Their buckets interleave: a generator and a critic."""
     one, _ = hooked(network())
@@ -518,6 +571,94 @@ def a_hook_of_the_users_own_is_left_alone() -> None:
     model(images(RANK), spare=True).square().sum().backward()
 
 
+def _chain(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket in two steps, the second one started where the first one's future ends."""
+    values = bucket.buffer().div_(dist.get_world_size(group))
+    half = values.numel() // 2
+
+    def second(first: Any) -> torch.Tensor:
+        first.value()
+        dist.all_reduce(values[half:], group=group, async_op=True).get_future().wait()
+        return values
+
+    return dist.all_reduce(values[:half], group=group, async_op=True).get_future().then(second)
+
+
+def _trained_by(hook: Callable[[], tuple[Any, Any]], group: Any, steps: int) -> nn.Module:
+    torch.manual_seed(7)  # PowerSGD draws from it, too
+    model = DistributedDataParallel(network(64), process_group=group, bucket_cap_mb=0.01)
+    model.register_comm_hook(*hook())
+    train(model, range(steps), torch.optim.SGD(model.parameters(), 1e-4))
+    return model.module
+
+
+def hooks_that_chain_collectives_do_not_race() -> None:
+    """What a callback starts is decided alike, whether a rank runs it at once or on a thread."""
+    compressing, exact = compressing_group(), dist.new_group(backend="cgx")
+
+    def chain() -> tuple[Any, Any]:
+        return current, _chain
+
+    def low_rank() -> tuple[Any, Any]:
+        state = powerSGD_hook.PowerSGDState(current, 2, start_powerSGD_iter=2)
+        return state, powerSGD_hook.powerSGD_hook
+
+    for hook, steps in ((chain, 20), (low_rank, 20)):
+        current = exact
+        want = dict(_trained_by(hook, current, steps).named_parameters())
+        current = compressing
+        same(dict(_trained_by(hook, current, steps).named_parameters()), want, hook)
+        with cgx_ops.torch.compressed(NEAREST):  # asked for: in its callbacks as well
+            module = _trained_by(hook, current, steps)
+        identical_on_all_ranks(dict(module.named_parameters()))
+
+
+def callbacks_are_where_their_collective_was_started() -> None:
+    """Not where a thread completes it: in compressed() still, and still completing gradients."""
+    group = compressing_group()
+    comm = cgx_ops.Communicator.find(group.group_name)
+
+    def sums(x: torch.Tensor) -> list[int]:
+        """Reduce x, and once more in a callback; return the bytes that each of the two sent."""
+        sent = [comm.bytes_sent]
+        dist.barrier()
+        work = dist.all_reduce(x, group=group, async_op=True)
+
+        def again(first: Any) -> None:
+            first.value()
+            sent.append(comm.bytes_sent)
+            dist.all_reduce(x, group=group)
+            sent.append(comm.bytes_sent)
+
+        if RANK == 0:
+            time.sleep(0.05)  # it has ended: the callback runs here; elsewhere, on a thread
+        work.get_future().then(again).wait()
+        return [after - before for before, after in itertools.pairwise(sent)]
+
+    numel = 30_000
+    exact = sums(torch.ones(numel))
+    with cgx_ops.torch.compressed():
+        quantized = sums(torch.ones(numel))
+    assert min(exact) > 6 * max(quantized), (exact, quantized)
+    found = []
+    parameter = nn.Parameter(torch.ones(numel))
+    parameter.register_post_accumulate_grad_hook(lambda p: found.append(sums(p.grad)))  # type: ignore[arg-type]
+    (parameter * 2).sum().backward()
+    assert found == [quantized]
+
+
+def optimizers_that_step_in_backward_keep_their_hook() -> None:
+    module = network()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 1e-4})
+    model = DistributedDataParallel(module, process_group=compressing_group())
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    for step in range(3):
+        model(images(RANK, step), spare=True).square().sum().backward()
+    after = dict(module.named_parameters())
+    assert not any(torch.equal(after[name], value) for name, value in before.items())
+    identical_on_all_ranks(after)
+
+
 class Products(nn.Module):
     """Several layers of any dtype, complex ones too."""
 
@@ -619,9 +760,12 @@ def main() -> None:
     checks = [equals_the_oracle, carried_by_torch, each_layer_in_its_own_bits, accumulates]
     checks += [inside_torchs_wrappers, a_module_changes_its_dtype, a_large_layer_before_small_ones]
     checks += [layers_of_all_kinds, small_layers_are_exact, over_gloo_under_mpirun, uneven_inputs]
-    checks += [not_finite_is_not_hidden, resumes_to_the_same_bits, two_models]
+    checks += [not_finite_is_not_hidden, resumes_to_the_same_bits, resumes_in_place, two_models]
     checks += [does_not_wait, a_peer_that_never_comes, looks_for_names_once]
     checks += [over_the_backend_without_a_word, a_hook_of_the_users_own_is_left_alone]
+    checks += [hooks_that_chain_collectives_do_not_race]
+    checks += [callbacks_are_where_their_collective_was_started]
+    checks += [optimizers_that_step_in_backward_keep_their_hook]
     checks += [what_it_cannot_compress_stays_exact_over_the_backend]
     checks += [is_saved_and_copied_before_its_first_forward, refuses]
     for check in checks:

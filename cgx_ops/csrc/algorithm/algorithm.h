@@ -59,14 +59,19 @@ struct AlgorithmEntry {
   cgx_algorithm_t id;
   const char* name;
   const char* description;
+  bool passes_sums_on;  // partial sums travel, not only each rank's own values and results
   std::unique_ptr<Algorithm> (*make)(Plan plan);
 };
 const std::vector<AlgorithmEntry>& algorithm_table();
 std::unique_ptr<Algorithm> make_algorithm(Plan plan);
 
-// What `auto` stands for, by the encoded size of the plan's tensors and by hosts. hierarchical is
-// sra where hosts make only one level; anything else stays.
-cgx_algorithm_t pick_algorithm(const Plan& plan);
+// Settles what follows from the ranks' hosts, which the plan knows by now:
+//   - the algorithm: what `auto` stands for, by the encoded size of the plan's tensors and by
+//   hosts;
+//     hierarchical is sra where hosts make only one level; anything else stays
+//   - the dtype of partial sums: exact ones travel in fp32, whatever the tensor's dtype is, because
+//     fp16 would overflow where the result, such as an average, need not
+void resolve_algorithm(Plan* plan);
 
 std::unique_ptr<Algorithm> make_one_shot(Plan plan);
 std::unique_ptr<Algorithm> make_sra(Plan plan);

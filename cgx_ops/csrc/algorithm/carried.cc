@@ -5,7 +5,7 @@
 
 #include "algorithm/algorithm.h"
 #include "algorithm/chunks.h"
-#include "base/status.h"
+#include "base/checks.h"
 
 namespace cgx {
 namespace {
@@ -22,7 +22,7 @@ Plan carried_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed 
   require(plan.algorithm != CGX_RING && plan.algorithm != CGX_HIERARCHICAL, CGX_INVALID_ARGUMENT,
           "algorithm is ", plan.algorithm == CGX_RING ? "ring" : "hierarchical",
           ", which passes messages on: its caller cannot carry it; give auto, one_shot or sra");
-  plan.algorithm = pick_algorithm(plan);
+  resolve_algorithm(&plan);
   return plan;
 }
 
@@ -30,11 +30,6 @@ int64_t bytes_of(const Shard& shard, int64_t Chunk::* which) {
   int64_t sum = 0;
   for (const Chunk& chunk : shard.chunks) sum += chunk.*which;
   return sum;
-}
-
-void require_pointer(const void* pointer, int64_t bytes, const char* what) {
-  require(pointer || bytes == 0, CGX_INVALID_ARGUMENT, what, " is a null pointer; it holds ", bytes,
-          " bytes");
 }
 
 }  // namespace
@@ -56,7 +51,7 @@ void Carried::encode(std::byte* messages) const {
   if (plan_.size == 1) return;
   const auto encode_shard = [&](int owner) {
     const Shard& shard = layout_.shard(owner);
-    require_pointer(messages, bytes_of(shard, &Chunk::scatter_bytes), "messages");
+    check_pointer(messages, bytes_of(shard, &Chunk::scatter_bytes), "messages", "bytes");
     for (const Chunk& chunk : shard.chunks) {
       encode_chunk(plan_, shard, chunk, Way::kScatter, plan_.input, messages);
       messages += chunk.scatter_bytes;
@@ -73,8 +68,8 @@ void Carried::reduce(const std::byte* arrived, std::byte* message) const {
           "cgx_carried_reduce is sra's");
   if (plan_.size == 1) return;
   const int64_t bytes = scatter_bytes(plan_.rank);
-  require_pointer(arrived, bytes, "arrived");
-  require_pointer(message, gather_bytes(plan_.rank), "message");
+  check_pointer(arrived, bytes, "arrived", "bytes");
+  check_pointer(message, gather_bytes(plan_.rank), "message", "bytes");
   std::vector<const std::byte*> messages(plan_.size);
   for (int rank = 0; rank < plan_.size; ++rank)
     if (rank != plan_.rank) messages[rank] = arrived + (rank - (rank > plan_.rank)) * bytes;
@@ -92,9 +87,8 @@ void Carried::decode(const std::byte* gathered, int64_t stride) const {
   if (plan_.size == 1) return pass_through(plan_);
   int64_t longest = 0;
   for (int rank = 0; rank < plan_.size; ++rank) longest = std::max(longest, gather_bytes(rank));
-  require_pointer(gathered, longest, "gathered");
-  require(stride >= longest, CGX_INVALID_ARGUMENT, "stride is ", stride,
-          "; the longest message has ", longest, " bytes");
+  check_pointer(gathered, longest, "gathered", "bytes");
+  check_stride(stride, longest, plan_.size);
   if (!one_shot()) {
     for (int owner = 0; owner < plan_.size; ++owner) {
       const Shard& shard = layout_.shard(owner);

@@ -1,8 +1,10 @@
 #include "algorithm/chunks.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "algorithm/residual.h"
+#include "base/seeds.h"
 #include "kernel/kernels.h"
 
 namespace cgx {
@@ -31,14 +33,27 @@ std::span<const std::byte> encode_sums(const Plan& plan, const Piece& piece, Way
   return {to, static_cast<size_t>(bytes)};
 }
 
+// values = values / divisor, in fp32.
+void divide(const Plan& plan, std::byte* values, int64_t numel) {
+  constexpr int64_t kBlockNumel = 4096;
+  std::vector<float> block(std::min(numel, kBlockNumel));
+  for (int64_t first = 0; first < numel; first += kBlockNumel) {
+    const int64_t count = std::min(kBlockNumel, numel - first);
+    std::byte* at = values + plan.bytes(first);
+    kernels().convert(plan.dtype, at, Dtype::kFloat32, block.data(), count);
+    kernels().divide(block.data(), static_cast<float>(plan.divisor), count);
+    kernels().convert(Dtype::kFloat32, block.data(), plan.dtype, at, count);
+  }
+}
+
 }  // namespace
 
 void encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way way,
-                  const std::byte* input, std::byte* message) {
+                  const std::byte* input, std::byte* message, int block) {
   for (const Piece& piece : shard.pieces_of(chunk)) {
     const auto [compressor, at, phase] = encoding(piece, way);
     compressor->encode(plan.dtype, input + piece.input_at, piece.numel, piece.first_index,
-                       plan.rounding(piece.seed, phase), message + at);
+                       plan.rounding(block_seed(piece.seed, block), phase), message + at);
     if (piece.error) write_error(plan, piece, way, input + piece.input_at, message + at);
   }
 }
@@ -55,6 +70,7 @@ void pass_through(const Plan& plan) {
     const size_t bytes = plan.bytes(segment.numel);
     if (bytes == 0) continue;
     std::memmove(plan.output + segment.output_at, plan.input + segment.input_at, bytes);
+    if (plan.divides_alone()) divide(plan, plan.output + segment.output_at, segment.numel);
     if (segment.error) std::memset(segment.error, 0, bytes);
   }
 }

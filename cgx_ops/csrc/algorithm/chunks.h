@@ -17,14 +17,15 @@
 
 namespace cgx {
 
+// block: of a reduce_scatter's input; each has noise of its own.
 void encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way way,
-                  const std::byte* input, std::byte* message);
+                  const std::byte* input, std::byte* message, int block = 0);
 
 // Of reduced values.
 void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk,
                   const std::byte* message, std::byte* output);
 
-// One rank alone: the identity, which loses nothing.
+// One rank alone: the identity, but that avg divides. Nothing is encoded, so nothing is lost.
 void pass_through(const Plan& plan);
 
 class ChunkReducer {

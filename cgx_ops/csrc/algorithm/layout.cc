@@ -18,6 +18,7 @@ int count_shards(const Plan& plan) {
 Layout::Layout(const Plan& plan) {
   shards_.resize(count_shards(plan));
   chunk_bytes_ = plan.chunk_bytes;
+  value_bytes_ = plan.bytes(1);
   has_intra_ = plan.algorithm == CGX_HIERARCHICAL;
   if (plan.verb != CGX_ALLREDUCE) block_stride_ = plan.block_numel;
   for (const auto& segment : plan.segments) {
@@ -58,7 +59,7 @@ void Layout::append(Shard* shard, const Segment& segment, int64_t first, int64_t
     }
     Chunk& chunk = shard->chunks.back();
     const int64_t numel = std::min(last - first, room * grain);
-    const int64_t at = first * size_of(segment.scatter.dtype);
+    const int64_t at = first * value_bytes_;
     shard->pieces.push_back({segment.input_at + at, segment.output_at + at,
                              segment.error ? segment.error + at : nullptr, numel, first,
                              segment.seed, intra, scatter, gather, chunk.intra_bytes,
@@ -82,7 +83,8 @@ int64_t fitting_chunk_bytes(const Plan& plan, int64_t most) {
   constexpr int64_t kChunksOfShard = 8;
   int64_t bytes = 0;  // of values alone, without buckets' headers
   for (const Segment& segment : plan.segments) {
-    const int bits = std::min<int>(segment.scatter.bits, 8 * static_cast<int>(plan.bytes(1)));
+    const auto width = static_cast<int>(size_of(segment.scatter.dtype));
+    const int bits = std::min(segment.scatter.bits, 8 * width);
     bytes += segment.numel / 8 * bits;
   }
   const bool cut = plan.verb == CGX_ALLREDUCE && plan.algorithm != CGX_ONE_SHOT;

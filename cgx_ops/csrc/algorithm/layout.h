@@ -66,7 +66,7 @@ class Layout {
 
   std::vector<std::pair<CompressorSettings, std::unique_ptr<Compressor>>> compressors_;
   std::vector<Shard> shards_;
-  int64_t chunk_bytes_ = 0, block_stride_ = 0;
+  int64_t chunk_bytes_ = 0, value_bytes_ = 0, block_stride_ = 0;
   bool has_intra_ = false;  // messages within a host
 };
 

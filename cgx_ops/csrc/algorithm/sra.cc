@@ -125,7 +125,8 @@ class Sra : public Algorithm {
     }
     threads_.for_each(static_cast<int>(messages_.size()), [&](int i) {
       const auto& [peer, chunk, buffer] = messages_[i];
-      encode_chunk(plan_, layout_.shard(peer), *chunk, Way::kScatter, input(peer), buffer->data);
+      encode_chunk(plan_, layout_.shard(peer), *chunk, Way::kScatter, input(peer), buffer->data,
+                   gathers_ ? 0 : peer);
     });
     for (const auto& [peer, chunk, buffer] : messages_)
       port.send(peer, kScatter, buffer, chunk->scatter_bytes);

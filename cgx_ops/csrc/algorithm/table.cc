@@ -23,33 +23,6 @@ int64_t nested_one_shot_bytes(const Topology& topology) {
   return std::clamp(kLinkBytes / pairs, kHeaderBytes, kEagerBytes);
 }
 
-}  // namespace
-
-const std::vector<AlgorithmEntry>& algorithm_table() {
-  static const std::vector<AlgorithmEntry> table = {
-      {CGX_ONE_SHOT, "one_shot",
-       "everyone sends everything to everyone: 1 step, (n-1) x size sent, quantized once",
-       make_one_shot},
-      {CGX_SRA, "sra", "scatter-reduce-allgather: 2 steps, 2(n-1)/n x size sent, quantized twice",
-       make_sra},
-      {CGX_RING, "ring",
-       "2(n-1) steps to the right-hand neighbour, 2(n-1)/n x size sent, quantized n times: for "
-       "exact values",
-       make_ring},
-      {CGX_HIERARCHICAL, "hierarchical",
-       "ranks of a host, hosts, ranks of a host: 4 steps, 2(h-1)/h x size sent by each of h hosts "
-       "to others, quantized twice",
-       make_hierarchical},
-  };
-  return table;
-}
-
-std::unique_ptr<Algorithm> make_algorithm(Plan plan) {
-  for (const auto& entry : algorithm_table())
-    if (entry.id == plan.algorithm) return entry.make(std::move(plan));
-  fail(CGX_INTERNAL, "no algorithm ", static_cast<int>(plan.algorithm));
-}
-
 cgx_algorithm_t pick_algorithm(const Plan& plan) {
   const bool nested = plan.topology && plan.topology->nested();
   if (plan.algorithm == CGX_HIERARCHICAL && !nested) return CGX_SRA;
@@ -70,6 +43,45 @@ cgx_algorithm_t pick_algorithm(const Plan& plan) {
     while (bytes > row->bytes) ++row;
   }
   return row->algorithm;
+}
+
+const AlgorithmEntry& entry_of(cgx_algorithm_t algorithm) {
+  for (const auto& entry : algorithm_table())
+    if (entry.id == algorithm) return entry;
+  fail(CGX_INTERNAL, "no algorithm ", static_cast<int>(algorithm));
+}
+
+}  // namespace
+
+const std::vector<AlgorithmEntry>& algorithm_table() {
+  static const std::vector<AlgorithmEntry> table = {
+      {CGX_ONE_SHOT, "one_shot",
+       "everyone sends everything to everyone: 1 step, (n-1) x size sent, quantized once",
+       /*passes_sums_on=*/false, make_one_shot},
+      {CGX_SRA, "sra", "scatter-reduce-allgather: 2 steps, 2(n-1)/n x size sent, quantized twice",
+       /*passes_sums_on=*/false, make_sra},
+      {CGX_RING, "ring",
+       "2(n-1) steps to the right-hand neighbour, 2(n-1)/n x size sent, quantized n times: for "
+       "exact values",
+       /*passes_sums_on=*/true, make_ring},
+      {CGX_HIERARCHICAL, "hierarchical",
+       "ranks of a host, hosts, ranks of a host: 4 steps, 2(h-1)/h x size sent by each of h hosts "
+       "to others, quantized twice",
+       /*passes_sums_on=*/true, make_hierarchical},
+  };
+  return table;
+}
+
+std::unique_ptr<Algorithm> make_algorithm(Plan plan) {
+  return entry_of(plan.algorithm).make(std::move(plan));
+}
+
+void resolve_algorithm(Plan* plan) {
+  plan->algorithm = pick_algorithm(*plan);
+  // The smallest or largest of values is one of them.
+  const bool selects = plan->op == Op::kMin || plan->op == Op::kMax;
+  if (selects || !entry_of(plan->algorithm).passes_sums_on) return;
+  for (Segment& segment : plan->segments) segment.scatter.dtype = Dtype::kFloat32;
 }
 
 }  // namespace cgx

@@ -38,7 +38,7 @@ class Compressor {
 
 // Settings of one segment on the wire. Two with equal settings encode alike.
 struct CompressorSettings {
-  Dtype dtype = Dtype::kFloat32;  // of the tensor; exact values travel in it
+  Dtype dtype = Dtype::kFloat32;  // in which exact values travel
   int bits = kExactBits;          // 1-8: uniform; 32: none
   int64_t bucket_size = 512;
   bool skip_incomplete_buckets = false;

@@ -1,4 +1,4 @@
-// Exact values: the wire carries the tensor's own dtype.
+// Exact values: the wire carries them in the settings' dtype.
 #pragma once
 
 #include <memory>

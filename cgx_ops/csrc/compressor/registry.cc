@@ -8,7 +8,7 @@ namespace cgx {
 
 const std::vector<CompressorEntry>& compressor_table() {
   static const std::vector<CompressorEntry> table = {
-      {"none", "exact values in the tensor's dtype (32 bits)",
+      {"none", "exact values (32 bits)",
        [](const CompressorSettings& settings) { return settings.bits == kExactBits; }, make_none},
       {"uniform", "1-8 bits: levels between each bucket's minimum and maximum",
        [](const CompressorSettings& settings) { return settings.bits >= 1 && settings.bits <= 8; },

@@ -1,5 +1,5 @@
 // A message is the records of the whole buckets, then the last bucket if it is short: as a record
-// too, or with skip_incomplete_buckets as raw values of the tensor's dtype.
+// too, or with skip_incomplete_buckets as raw values of the settings' dtype.
 #include "compressor/uniform.h"
 
 #include "base/status.h"

@@ -64,6 +64,7 @@ void for_parts(const Plan& plan, const CpuPiece& cpu, const Add& add) {
     piece.bucket_size = settings.bucket_size;
     piece.seed = cpu.seed;
     piece.seed_at = cpu.segment->seed_at;
+    piece.seed_number = static_cast<int32_t>(cpu.segment->seed_number);
     add(piece, first, raw);
   };
   part(0, whole, false);
@@ -138,7 +139,7 @@ void Rounds::encode(const At& at) const {
   Encode launch{};
   launch.dtype = plan_.dtype;
   launch.rounding = plan_.rounding_mode;
-  launch.rank = static_cast<uint32_t>(plan_.rank);
+  launch.rank = static_cast<uint32_t>(plan_.noise_rank);
   launch.phase = scatters() ? kScatterPhase : kGatherPhase;
   launch.regions = at.wire.regions();
   launch.fault = at.lane.fault();
@@ -152,6 +153,7 @@ void Rounds::encode(const At& at) const {
         piece.values = input(owner) + cpu.input_at + plan_.bytes(first);
         piece.message = message + how.offset(first);
         piece.bits = raw ? kExactBits : how.bits;
+        piece.block = gathers() ? 0 : owner;
         batch.add(piece);
       });
   };
@@ -191,7 +193,7 @@ void Rounds::reduce(const At& at) const {
   launch.rounding = plan_.rounding_mode;
   launch.op = plan_.op;
   launch.divisor = static_cast<float>(plan_.divisor);
-  launch.rank = static_cast<uint32_t>(plan_.rank);
+  launch.rank = static_cast<uint32_t>(plan_.noise_rank);
   launch.phase = kGatherPhase;
   launch.size = plan_.size;
   launch.own = one_shot() ? -1 : plan_.rank;
@@ -243,14 +245,32 @@ void Rounds::decode(const At& at) const {
 }
 
 void pass_through(const Plan& plan, Queue& queue) {
+  Reduce division{};  // of the sum of one rank's values
+  division.dtype = plan.dtype;
+  division.op = plan.op;
+  division.divisor = static_cast<float>(plan.divisor);
+  division.size = 1;
+  division.own = 0;
+  Batch<Reduce> divide(queue, &Queue::reduce, division);
   for (const Segment& segment : plan.segments) {
     const size_t bytes = plan.bytes(segment.numel);
     if (bytes == 0) continue;
     const std::byte* from = plan.input + segment.input_at;
     std::byte* to = plan.output + segment.output_at;
-    if (from != to) queue.copy(to, from, bytes);
+    if (plan.divides_alone()) {
+      Piece piece{};
+      piece.values = from;
+      piece.result = to;
+      piece.numel = segment.numel;
+      piece.bucket_size = segment.scatter.bucket_size;
+      piece.bits = kExactBits;
+      divide.add(piece);
+    } else if (from != to) {
+      queue.copy(to, from, bytes);
+    }
     if (segment.error) queue.clear(segment.error, bytes);
   }
+  divide.flush();
 }
 
 }  // namespace cgx::device

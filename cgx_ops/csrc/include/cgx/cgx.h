@@ -78,6 +78,10 @@ typedef struct cgx_bootstrap_t {
   const char* transport; /* "AUTO", "SHM", "MPI", "NCCL" (between GPUs; else as AUTO); NULL:
                           * COMMUNICATOR_TYPE, else AUTO */
   double timeout_s;      /* default deadline of its collectives; <= 0: CGX_TIMEOUT, else 300 */
+  /* The rank in the noise's counter, >= 0; NULL: `rank`. Where groups of one job have equal seeds,
+   * ranks of different numbers draw different noise: give the rank in the whole job. What
+   * cgx_comm_split and cgx_comm_group make keeps its ranks' numbers. */
+  const int32_t* noise_rank;
 } cgx_bootstrap_t;
 
 typedef struct cgx_comm_info_t {
@@ -174,7 +178,9 @@ typedef struct cgx_collective_t {
   int32_t gather_bits; /* bits of the reduced values on their way back; 0: as the segment's */
   int32_t skip_incomplete_buckets; /* 1: a segment's last bucket, if not full, travels exact */
   int64_t minimal_size; /* segments of fewer than max(16, minimal_size) elements travel exact */
-  int64_t seed;         /* of stochastic and shift rounding; ranks need not agree on it */
+  /* Of stochastic and shift rounding; ranks need not agree on it. Each segment, and each block of a
+   * reduce_scatter, has noise of its own that follows from it. */
+  int64_t seed;
   /* allreduce: output may be input. reduce_scatter: input holds `size` blocks of block_numel
    * elements, output one block. all_gather: the reverse. Segments lie inside a block. */
   const void* input;
@@ -189,7 +195,7 @@ typedef struct cgx_collective_t {
    * `input` and `output` with the segments' offsets. NULL, both: as above. */
   const void* const* inputs;
   void* const* outputs;
-  const int64_t* seeds; /* one per segment; NULL: `seed` for all */
+  const int64_t* seeds; /* one per segment, used as they are; NULL: they follow from `seed` */
   /* allreduce of sums and averages only, one pointer per segment, or NULL. Gets, in the values'
    * dtype, what was lost of this rank's values: by this rank's encoding of them, and, of the
    * elements that this rank reduced, by its encoding of the sum (in units of the sum, also if op is
@@ -204,7 +210,9 @@ typedef struct cgx_collective_t {
   int32_t device; /* a cgx_device_t: where all buffers are */
   void* stream;   /* CGX_CUDA: the cudaStream_t that the work is put on; NULL: the default stream */
   const int64_t*
-      device_seeds; /* CGX_CUDA: one per segment, in the GPU's memory, instead of seeds */
+      device_seeds;           /* CGX_CUDA: one per segment, in the GPU's memory, instead of seeds */
+  const int64_t* device_seed; /* CGX_CUDA: one, in the GPU's memory, instead of seed */
+  const int32_t* noise_rank;  /* as in cgx_bootstrap_t; NULL: the communicator's */
 } cgx_collective_t;
 
 typedef struct cgx_request_t cgx_request_t;
@@ -230,6 +238,14 @@ CGX_API cgx_status_t cgx_notify(cgx_request_t* request, cgx_callback_t callback,
 CGX_API cgx_status_t cgx_wait(cgx_request_t* request);
 /* cgx_start and cgx_wait in one: spares waking the progress thread. */
 CGX_API cgx_status_t cgx_run(const cgx_collective_t* collective);
+/* For callers that have to look up now and then, as Python has for signals. Blocks until the
+ * collective ends or `seconds` (0 to 1e8) have passed, and says in *done which. It does not free
+ * the request: every call after the end returns the same status, from any number of threads. */
+CGX_API cgx_status_t cgx_wait_for(cgx_request_t* request, double seconds, int32_t* done);
+/* cgx_start and cgx_wait_for in one, as cgx_run is. *request is NULL if the collective has ended,
+ * or has failed to start; else it goes on, and *request must be given to cgx_wait. */
+CGX_API cgx_status_t cgx_run_for(const cgx_collective_t* collective, double seconds,
+                                 cgx_request_t** request);
 
 /* The same on a GPU (device is CGX_CUDA; the functions above are for CGX_CPU). Puts the collective
  * on call->stream and returns: it waits for neither the device nor peers, but for a communicator's
@@ -274,7 +290,8 @@ CGX_API cgx_status_t cgx_plan(const cgx_collective_t* collective, cgx_plan_t* pl
 
 /* The steps of an allreduce between its exchanges, for callers who move bytes themselves: same bits
  * as cgx_run, same bytes. call->comm and call->name are ignored, call->verb must be allreduce and
- * the algorithm auto, one_shot or sra. `rank` and `size` are the caller's own.
+ * the algorithm auto, one_shot or sra. `rank` and `size` are the caller's own; call->noise_rank is
+ * `rank` if NULL.
  *
  *   sra       encode -> all-to-all (rank p gets scatter_bytes[p] from each other rank, nothing from
  *             itself) -> reduce -> all-gather (gather_bytes[p] from rank p) -> decode
@@ -320,7 +337,7 @@ typedef struct cgx_codec_t {
   int64_t bucket_size;
   int32_t rounding;
   int32_t skip_incomplete_buckets;
-  int64_t seed; /* the Philox counter is (first_index + i, rank, phase), the key is seed */
+  int64_t seed; /* the Philox counter is (first_index + i, rank, phase), the key is seed, as is */
   int32_t rank;
   int32_t phase;
   int64_t first_index; /* index of the first element in its segment: a multiple of bucket_size */

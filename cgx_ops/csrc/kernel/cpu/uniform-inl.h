@@ -23,6 +23,8 @@ struct Header {
   float step;
 };
 static_assert(sizeof(Header) == 8);
+constexpr Header kNonFinite = {__builtin_bit_cast(float, kFloat32Nan),
+                               __builtin_bit_cast(float, kFloat32Nan)};
 
 constexpr int64_t field_bytes(int64_t numel, int bits) {
   return numel / 8 * bits + (numel % 8 * bits + 7) / 8;
@@ -57,10 +59,8 @@ Range range_of(const Stored<typename Value::Bits>* __restrict values, int64_t n,
   const float hi = Value::widen(static_cast<std::make_unsigned_t<Key>>(order_key(highest)));
   const float extent = hi - lo;
   // Any NaN or infinity is at an end of the order.
-  if (!is_finite(lo) || !is_finite(hi) || !is_finite(extent)) {
-    const float nan = __builtin_bit_cast(float, kFloat32Nan);
-    return {nan, nan, 0.0f};
-  }
+  if (!is_finite(lo) || !is_finite(hi) || !is_finite(extent))
+    return {kNonFinite.min, kNonFinite.step, 0.0f};
   const float step = extent / static_cast<float>((1 << bits) - 1);
   const float inverse = 1.0f / step;
   return {lo, step, step == 0.0f || !is_finite(inverse) ? 0.0f : inverse};
@@ -107,15 +107,20 @@ template <typename Value, int kBits>
     const Stored<typename Value::Bits>* __restrict values, int64_t n, uint64_t index,
     const Range& range, RoundingMode mode, Noise* noise, std::byte* record) {
   Header header{range.lo, range.step};
+  bool flat = range.inverse == 0.0f;  // all levels are 0
   float r = 0.5f;
-  if (mode == RoundingMode::kShift && range.inverse != 0.0f) {
+  if (mode == RoundingMode::kShift && !flat) {
     r = noise->at(index).at[0][0];
     header.min = range.lo + (0.5f - r) * range.step;
+    if (!is_finite(header.min)) {
+      header = kNonFinite;
+      flat = true;
+    }
   }
   __builtin_memcpy(record, &header, sizeof(Header));
   std::byte* field = record + sizeof(Header);
   std::byte* end = field + field_bytes(n, kBits);
-  if (range.inverse == 0.0f) {
+  if (flat) {
     __builtin_memset(field, 0, static_cast<size_t>(end - field));
   } else if (mode == RoundingMode::kStochastic) {
     encode_field<Value, kBits>(values, n, range, field, [&](int64_t i) {

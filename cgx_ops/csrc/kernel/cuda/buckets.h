@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "base/seeds.h"
 #include "kernel/cuda/codec.h"
 #include "kernel/cuda/launches.h"
 #include "kernel/cuda/memory.h"
@@ -313,13 +314,18 @@ CGX_LANE void write_record(Group& group, std::byte* buffer, const Target& target
 
   const Range range = range_of(group.extremes(keys), target.bits);
   const Encoder encoder(range, target.bits);
-  const bool noisy = target.rounding == RoundingMode::kStochastic && range.inverse != 0.0f;
   Header header{range.lo, range.step};
+  bool flat = range.inverse == 0.0f;  // all levels are 0
   float r = 0.5f;
-  if (target.rounding == RoundingMode::kShift && range.inverse != 0.0f) {
+  if (target.rounding == RoundingMode::kShift && !flat) {
     r = noise_at(target.noise, target.first_index);
     header.min = add(range.lo, multiply(subtract(0.5f, r), range.step));
+    if (!is_finite(header.min)) {
+      header = non_finite();
+      flat = true;
+    }
   }
+  const bool noisy = target.rounding == RoundingMode::kStochastic && !flat;
 
   std::byte* stage = buffer + Layout<Group>::kStageAt;
   for (int64_t start = 0; start < numel; start += kTile) {
@@ -345,7 +351,7 @@ CGX_LANE void write_record(Group& group, std::byte* buffer, const Target& target
         uint64_t field = 0;
         if (noisy) {
           field = encoder.encode(values, noise_of_unit(buffer, in_group + at), count);
-        } else if (range.inverse != 0.0f) {
+        } else if (!flat) {
           field = encoder.encode(values, {{r, r, r, r, r, r, r, r}}, count);
         }
         store_field(stage + field_at + at / kUnit * target.bits, field, target.bits);
@@ -407,7 +413,9 @@ CGX_LANE Extent extent_of(const Piece& piece, int64_t number) {
 
 template <typename Launch>
 CGX_LANE Noise noise_of(const Piece& piece, const Launch& launch) {
-  return {piece.seed_at ? *piece.seed_at : piece.seed, launch.rank, launch.phase};
+  const uint64_t seed =
+      piece.seed_at ? segment_seed(*piece.seed_at, piece.seed_number) : piece.seed;
+  return {block_seed(seed, piece.block), launch.rank, launch.phase};
 }
 
 CGX_LANE std::byte* moved(std::byte* from, int64_t bytes) { return from ? from + bytes : nullptr; }

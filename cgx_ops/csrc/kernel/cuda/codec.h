@@ -21,6 +21,8 @@ struct Header {
   float min, step;
 };
 
+CGX_LANE Header non_finite() { return {float_of(kFloat32Nan), float_of(kFloat32Nan)}; }
+
 struct Range {
   float lo, step;
   float inverse;  // 0: all levels are 0
@@ -30,10 +32,8 @@ CGX_LANE Range range_of(Extremes keys, int bits) {
   const float lo = value_of_key(keys.lowest), hi = value_of_key(keys.highest);
   const float extent = subtract(hi, lo);
   // Any NaN or infinity is at an end of the order.
-  if (!is_finite(lo) || !is_finite(hi) || !is_finite(extent)) {
-    const float nan = float_of(kFloat32Nan);
-    return {nan, nan, 0.0f};
-  }
+  if (!is_finite(lo) || !is_finite(hi) || !is_finite(extent))
+    return {non_finite().min, non_finite().step, 0.0f};
   const float step = divide(extent, static_cast<float>((1 << bits) - 1));
   const float inverse = divide(1.0f, step);
   return {lo, step, step == 0.0f || !is_finite(inverse) ? 0.0f : inverse};

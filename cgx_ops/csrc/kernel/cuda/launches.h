@@ -33,9 +33,12 @@ struct Piece {
   int64_t first_index = 0;  // of its first element, in its segment: a multiple of bucket_size
   int64_t bucket_size = 0;  // elements
   uint64_t seed = 0;
-  const uint64_t* seed_at = nullptr;  // if not null, the seed is here, on the device
-  int32_t bits = 0;                   // of `message`: 1-8, or 32: exact values in the dtype
-  int32_t reduced_bits = 0;           // of `reduced`
+  // If not null, a seed is here, on the device: that of number `seed_number` after it is used.
+  const uint64_t* seed_at = nullptr;
+  int32_t bits = 0;          // of `message`: 1-8, or 32: exact values in the dtype
+  int32_t reduced_bits = 0;  // of `reduced`
+  int32_t seed_number = 0;   // of segments (base/seeds.h)
+  int32_t block = 0;         // of a reduce_scatter's input: it changes the seed, too
 };
 
 struct Pieces {

@@ -1,0 +1,319 @@
+"""The processes that rounds are played with.
+
+Over shared memory: workers that a zygote forks, kept from round to round. Over mpi and hybrid: jobs
+of mpirun, four ranks each, of which a round takes some. A killed worker is replaced; a job that has
+lost a rank or its world is ended, and the next round starts another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from chaos import machine
+from chaos.messages import Ended, Hello, Quit
+from chaos.rounds import JOB_DEADLINE, JOB_HOSTS, Round
+
+_START = 60.0  # seconds until a process has said hello
+_EXIT = 15.0  # until one that was asked to leave has left: an interpreter with torch takes a while
+_TAIL = 6000  # characters of a log that a failure shows
+# Workers count their threads: OpenBLAS makes none, the core always as many.
+_ENVIRONMENT = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "CGX_THREADS": "2"}
+_numbers = itertools.count()
+
+# Of a round's processes: used again; asked to leave, since a rank or their world is lost; killed.
+Fate = Literal["keep", "end", "kill"]
+
+
+class Worker:
+    """A process that plays rounds, as the referee sees it."""
+
+    def __init__(self, connection: Connection, pid: int, log: Path, starter: _Starter) -> None:
+        self.connection, self.pid, self.log, self._starter = connection, pid, log, starter
+
+    def tail(self) -> str:
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return f"{text[-_TAIL:]}{self._starter.tail()}"
+
+    def code(self) -> int | None:
+        """Return how it ended, if that is known."""
+        return self._starter.code(self.pid)
+
+    def quit(self, seconds: float) -> str:
+        """Have it leave its interpreter; return a complaint, or ""."""
+        with contextlib.suppress(OSError):
+            self.connection.send(Quit())
+        gone = machine.wait_gone(self.pid, seconds)
+        complaint = "" if gone else f"did not exit within {seconds:.1f} s"
+        if not gone:
+            complaint += "\n" + machine.describe(self.pid) + "\n" + self.tail()
+            self.kill()
+        elif self.code():
+            complaint = f"exited with {self.code()}\n{self.tail()}"
+        self.connection.close()
+        return complaint
+
+    def kill(self) -> None:
+        machine.kill(self.pid)
+        machine.wait_gone(self.pid, 10)
+        self.connection.close()
+
+
+class _Starter(Protocol):
+    """What workers come from."""
+
+    def tail(self) -> str: ...
+
+    def code(self, pid: int) -> int | None: ...
+
+
+class Server:
+    """Where processes say hello: hands each connection to who waits for its token."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.address = str(folder / "socket")
+        self._listener = Listener(self.address, backlog=64)
+        self._waiting: dict[str, queue.SimpleQueue[tuple[Connection, Hello]]] = {}
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection: Any = self._listener.accept()
+                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _greet(self, connection: Connection) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            hello = connection.recv()
+            self._waiting[hello.token].put((connection, hello))
+
+    def expect(self, what: str) -> str:
+        """Return a new token."""
+        token = f"{what}-{next(_numbers)}"
+        self._waiting[token] = queue.SimpleQueue()
+        return token
+
+    def meet(self, token: str, seconds: float = _START) -> tuple[Connection, Hello]:
+        """Return the next process that says this token.
+
+        Raises:
+            queue.Empty: none did in time.
+        """
+        return self._waiting[token].get(timeout=seconds)
+
+
+class Pool(Protocol):
+    """Where a lane takes processes from."""
+
+    def take(self, spec: Round) -> list[Worker]:
+        """Return the workers of a round, by rank."""
+        ...
+
+    def give_back(self, spec: Round, workers: list[Worker], fate: Fate) -> list[str]:
+        """Take back those that live; return complaints."""
+        ...
+
+    def close(self) -> list[str]:
+        """End them all; return complaints."""
+        ...
+
+
+# ---- Shared memory -------------------------------------------------------------------------------
+
+
+class Zygote:
+    """Forks workers of one framework."""
+
+    def __init__(self, server: Server, framework: str) -> None:
+        self._server = server
+        token = server.expect(f"zygote-{framework}")
+        command = [sys.executable, "-m", "chaos.zygote", server.address, token]
+        self.process = subprocess.Popen(
+            [*command, str(server.folder), framework], env=_ENVIRONMENT
+        )
+        self._connection, _ = server.meet(token)
+        self._codes: dict[int, int] = {}
+        self._lock = threading.Lock()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while isinstance(ended := self._connection.recv(), Ended):
+                self._codes[ended.pid] = ended.code
+
+    def fork(self) -> Worker:
+        token = self._server.expect("worker")
+        with self._lock:
+            self._connection.send(token)
+        connection, hello = self._server.meet(token)
+        self._codes.pop(hello.pid, None)
+        return Worker(connection, hello.pid, self._server.folder / f"{token}.0.log", self)
+
+    def tail(self) -> str:
+        return ""
+
+    def code(self, pid: int) -> int | None:
+        until = time.monotonic() + 5
+        while pid not in self._codes and time.monotonic() < until and not machine.alive(pid):
+            time.sleep(0.005)
+        return self._codes.get(pid)
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(10)
+
+
+class Forked:
+    """Workers of zygotes; lanes share these, not the workers."""
+
+    def __init__(self, zygotes: dict[str, Zygote]) -> None:
+        self._zygotes = zygotes
+        self._idle: dict[str, list[Worker]] = {framework: [] for framework in zygotes}
+
+    def take(self, spec: Round) -> list[Worker]:
+        idle = self._idle[spec.framework]
+        return [
+            idle.pop() if idle else self._zygotes[spec.framework].fork() for _ in spec.members
+        ]
+
+    def give_back(self, spec: Round, workers: list[Worker], fate: Fate) -> list[str]:
+        living = [worker for worker in workers if machine.alive(worker.pid)]
+        if fate == "kill":
+            for worker in living:
+                worker.kill()
+        else:  # they have nothing in common that could be lost
+            self._idle[spec.framework] += living
+        return []
+
+    def close(self) -> list[str]:
+        complaints = [
+            f"worker {worker.pid} {complaint}"
+            for idle in self._idle.values()
+            for worker in idle
+            if (complaint := worker.quit(_EXIT))
+        ]
+        for idle in self._idle.values():
+            idle.clear()
+        return complaints
+
+
+# ---- Jobs of mpirun ------------------------------------------------------------------------------
+
+
+class Job:
+    """Four ranks under mpirun, which live on when one of them dies."""
+
+    def __init__(self, server: Server, transport: str, framework: str) -> None:
+        token = server.expect(f"{transport}-{framework}")
+        self._log = server.folder / f"{token}.log"
+        hosts = JOB_HOSTS[transport]
+        size = len(hosts.split(","))
+        command = [str(Path(sys.prefix, "bin", "mpirun")), "--allow-run-as-root"]
+        command += ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", "--with-ft", "ulfm"]
+        command += ["-n", str(size), sys.executable, "-m", "chaos.worker", server.address, token]
+        environment = {**_ENVIRONMENT, "CGX_TIMEOUT": str(JOB_DEADLINE)}
+        environment["COMMUNICATOR_TYPE"] = "MPI" if transport == "mpi" else "AUTO"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, str(server.folder), framework, hosts],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.workers: list[Worker] = []
+        self._names: set[str] = set()  # in /dev/shm, of any rank
+        try:
+            met = [server.meet(token) for _ in range(size)]
+        except queue.Empty:
+            self.kill()
+            raise RuntimeError(f"mpirun started no {size} ranks:\n{self.tail()}") from None
+        for connection, hello in sorted(met, key=lambda pair: pair[1].rank):
+            log_of_rank = server.folder / f"{token}.{hello.rank}.log"
+            self.workers.append(Worker(connection, hello.pid, log_of_rank, self))
+            self._names |= hello.names
+
+    def tail(self) -> str:
+        text = self._log.read_text(errors="replace")[-_TAIL:]
+        return f"\n--- mpirun ---\n{text}" if text else ""
+
+    def code(self, pid: int) -> int | None:
+        return None  # mpirun's ranks are mpirun's children
+
+    def quit(self) -> list[str]:
+        """Have all ranks leave; return complaints."""
+        seconds = 2 * JOB_DEADLINE + _EXIT  # at exit each step has a deadline: docs/failures.md
+        for worker in self.workers:
+            with contextlib.suppress(OSError):
+                worker.connection.send(Quit())
+        complaints = []
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            stuck = "\n".join(
+                f"--- rank {rank} ---\n{machine.describe(worker.pid)}\n{worker.tail()}"
+                for rank, worker in enumerate(self.workers)
+                if machine.alive(worker.pid)
+            )
+            complaints.append(f"the job did not end within {seconds:.0f} s\n{stuck}")
+        if left := [name for name in self._names if os.path.exists(name)]:
+            complaints.append(f"the job left {left}")
+        self.kill()
+        return complaints
+
+    def kill(self) -> None:
+        """End what is left of it."""
+        self.process.terminate()  # mpirun then removes what Open MPI keeps in /dev/shm
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        for pid in machine.session(self.process.pid):
+            machine.kill(pid)
+        self.process.wait()
+        for name in self._names:
+            Path(name).unlink(missing_ok=True)
+        for worker in self.workers:
+            worker.connection.close()
+
+
+class Jobs:
+    """At most one job of each framework, for one lane."""
+
+    def __init__(self, server: Server, transport: str) -> None:
+        self._server, self._transport = server, transport
+        self._jobs: dict[str, Job] = {}
+        self.started = 0
+
+    def take(self, spec: Round) -> list[Worker]:
+        if spec.framework not in self._jobs:
+            self._jobs[spec.framework] = Job(self._server, self._transport, spec.framework)
+            self.started += 1
+        workers = self._jobs[spec.framework].workers
+        return [workers[member] for member in spec.members]
+
+    def give_back(self, spec: Round, workers: list[Worker], fate: Fate) -> list[str]:
+        if fate == "keep":
+            return []
+        job = self._jobs.pop(spec.framework)
+        if fate == "end":
+            return job.quit()
+        job.kill()
+        return []
+
+    def close(self) -> list[str]:
+        complaints = [complaint for job in self._jobs.values() for complaint in job.quit()]
+        self._jobs.clear()
+        return complaints

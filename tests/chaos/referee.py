@@ -1,0 +1,190 @@
+"""Leads one round: gives it to its workers, serves their bootstraps, and lets stopped ones go on.
+
+Two phases, each until every rank has told, died or run past its bound: traffic, then checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import struct
+import tempfile
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+
+from chaos import machine
+from chaos.faults import FAULTS
+from chaos.messages import Check, Checked, Gather, Outcome, Play, Played
+from chaos.pool import Worker
+from chaos.rounds import JOB_DEADLINE, Round
+from chaos.worker import USABLE_TIMEOUT
+
+
+@dataclass
+class Told:
+    """What the referee knows of one rank."""
+
+    worker: Worker
+    played: Played | None = None
+    checked: Checked | None = None
+    died_at: float | None = None
+    stuck: str = ""  # where, if it ran past its bound
+
+    @property
+    def there(self) -> bool:
+        return self.died_at is None and not self.stuck
+
+
+@dataclass
+class Result:
+    """A round and all that was seen of it.
+
+    fault_at: when the fault came, if it did; stopped: when the victim stood still, until when.
+    """
+
+    spec: Round
+    ranks: list[Told]
+    begin: float
+    fault_at: float | None = None
+    stopped: tuple[float, float] | None = None
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def first_errors(self) -> list[Outcome]:
+        """Each survivor's first call that failed."""
+        found = []
+        for told in self.ranks:
+            outcomes = told.played.outcomes if told.played else []
+            found += [outcome for outcome in outcomes if outcome.error][:1]
+        return found
+
+
+class Referee:
+    """One round."""
+
+    def __init__(self, spec: Round, workers: list[Worker], lateness: machine.Lateness) -> None:
+        self._spec, self._lateness = spec, lateness
+        self._fault = FAULTS[spec.fault]
+        self._result = Result(spec, [Told(worker) for worker in workers], time.monotonic())
+        self._stopped_at: float | None = None
+        self._gathers: dict[int, bytes] = {}
+        self._gathering: float | None = None
+        self._gatherers: list[int] = []
+
+    def run(self) -> Result:
+        """Play the round."""
+        result, spec = self._result, self._spec
+        with tempfile.TemporaryDirectory(prefix="cgx-chaos-") as folder:
+            self._gatherers = list(range(spec.size))
+            for rank, told in enumerate(result.ranks):
+                told.worker.connection.send(Play(spec, rank, folder))
+            deadline = max(spec.deadline, JOB_DEADLINE if spec.transport != "shm" else 0)
+            self._until(Played, 4 * (deadline + 2) + spec.lasts)
+            note = result.ranks[spec.victim].worker.log.with_suffix(".fault").read_bytes()
+            result.fault_at = struct.unpack("d", note)[0] or None
+            living = [rank for rank, told in enumerate(result.ranks) if told.there]
+            self._gatherers = living
+            reducible = self._can_reduce(living)
+            for place, rank in enumerate(living):
+                size = len(living) if reducible else 0
+                with contextlib.suppress(OSError):
+                    result.ranks[rank].worker.connection.send(Check(place, size))
+            self._until(Checked, 3 * USABLE_TIMEOUT + 5)
+        return result
+
+    def _can_reduce(self, living: list[int]) -> bool:
+        """Whether survivors can have a communicator again: they have a bootstrap that is whole."""
+        if self._spec.transport == "shm":
+            return len(living) >= 2
+        if tuple(living) != self._spec.survivors:
+            return False
+        played = [told.played for told in self._result.ranks if told.played]
+        if any(each.base_closed for each in played):
+            return False
+        if self._fault.kills:  # they made one before, if they could
+            made = [outcome for each in played for outcome in each.outcomes[:1]]
+            return len(living) >= 2 and not any(outcome.error for outcome in made)
+        return True
+
+    # ---- Until all have told ---------------------------------------------------------------------
+
+    def _until(self, kind: type[Played] | type[Checked], seconds: float) -> None:
+        begin = time.monotonic()
+        while waiting := [told for told in self._result.ranks if told.there and not _told(told, kind)]:
+            self._let_go_on()
+            self._bound_gather()
+            connections = {told.worker.connection: told for told in waiting}
+            for connection in wait(list(connections), timeout=0.005 if self._fault.stops else 0.05):
+                self._hear(connections[connection])  # type: ignore[index]
+            bound = seconds + 2 * self._lateness.slack(begin)
+            if time.monotonic() - begin > bound:
+                for told in waiting:
+                    told.stuck = f"after {bound:.1f} s\n{machine.describe(told.worker.pid)}"
+                time.sleep(0.3)  # for the stack that the signal makes it write
+
+    def _hear(self, told: Told) -> None:
+        try:
+            message = told.worker.connection.recv()
+        except (EOFError, OSError):
+            told.died_at = time.monotonic()
+            self._answer_gather("a rank has died")
+            return
+        rank = self._result.ranks.index(told)
+        if isinstance(message, Played):
+            told.played = message
+            # It takes no part in bootstraps any more: those that still do wait in vain.
+            if self._gathers:
+                self._answer_gather(f"rank {rank} has given up")
+        elif isinstance(message, Checked):
+            told.checked = message
+        elif isinstance(message, Gather):
+            if not self._gathers:
+                self._gathering = time.monotonic()
+            self._gathers[rank] = message.blob
+            gone = [r for r in self._gatherers if self._gave_up(r)]
+            if gone:
+                self._answer_gather(f"ranks {gone} are gone")
+            elif len(self._gathers) == len(self._gatherers):
+                self._answer_gather([self._gathers[rank] for rank in self._gatherers])
+
+    def _gave_up(self, rank: int) -> bool:
+        told = self._result.ranks[rank]
+        checking = any(each.checked or each.played for each in self._result.ranks)
+        return not told.there or bool(told.played and not self._all_played()) or bool(
+            checking and told.checked
+        )
+
+    def _all_played(self) -> bool:
+        return all(told.played for told in self._result.ranks if told.there)
+
+    def _answer_gather(self, answer: list[bytes] | str) -> None:
+        for rank in self._gathers:
+            with contextlib.suppress(OSError):
+                self._result.ranks[rank].worker.connection.send(answer)
+        self._gathers.clear()
+        self._gathering = None
+
+    def _bound_gather(self) -> None:
+        """A bootstrap has its deadline too, like a Store's."""
+        if self._gathering and time.monotonic() - self._gathering > self._spec.deadline:
+            self._answer_gather("a rank is late")
+
+    def _let_go_on(self) -> None:
+        """Continue the victim when it has stood still long enough."""
+        if not self._fault.stops or self._result.stopped:
+            return
+        pid = self._result.ranks[self._spec.victim].worker.pid
+        now = time.monotonic()
+        if self._stopped_at is None:
+            if machine.state(pid) == "T":
+                self._stopped_at = now
+        elif now - self._stopped_at > self._spec.lasts:
+            self._result.stopped = (self._stopped_at, now)
+            os.kill(pid, signal.SIGCONT)
+
+
+def _told(told: Told, kind: type[Played] | type[Checked]) -> bool:
+    return (told.played if kind is Played else told.checked) is not None
+

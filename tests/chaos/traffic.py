@@ -1,0 +1,298 @@
+"""The traffic: a table of kinds, each a function that a member runs, and their calls.
+
+Every call is a Case of collective_cases.py, rounded to nearest, so the oracle knows each result
+from the case, the ranks and their hosts. A function calls member.step() before each call (a fault
+may come there) and member.step(started=True) between starting and waiting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import collective_cases
+import numpy as np
+from collective_cases import Case
+
+from cgx_ops import Communicator, Config, Segment
+
+if TYPE_CHECKING:
+    from chaos.worker import Member
+
+_SMALL = (
+    Case(1, 32, rounding="nearest"),
+    Case(17, 4, 64, rounding="nearest"),
+    Case(513, 2, 64, rounding="nearest", op="avg"),
+    Case(3000, 8, 128, "float16", "nearest"),
+    Case(3000, 32, dtype="bfloat16", rounding="nearest", op="max"),
+    Case(5003, 4, 512, rounding="nearest", algorithm="sra"),
+    Case(5003, 3, 100, rounding="nearest", algorithm="ring"),
+    Case(20_000, 4, 512, "bfloat16", "nearest", op="avg", algorithm="one_shot"),
+    Case(40_000, 2, 128, rounding="nearest", gather_bits=8, algorithm="sra"),
+    Case(50_000, 32, rounding="nearest"),
+    Case(50_000, 4, 512, rounding="nearest", algorithm="hierarchical"),
+    Case(1234, 8, 100, rounding="nearest", verb="reduce_scatter"),
+    Case(1234, 4, 100, rounding="nearest", verb="all_gather"),
+    Case(
+        8000,
+        rounding="nearest",
+        segments=((0, 700, 4, 512), (700, 9, 4, 512), (709, 1000, 8, 64), (2000, 5000, 32, 1)),
+    ),
+)
+_LARGE = (
+    Case(1 << 20, 4, 512, rounding="nearest", algorithm="one_shot"),
+    Case(1 << 19, 4, 512, rounding="nearest", algorithm="sra"),
+    Case(1 << 19, 32, rounding="nearest", algorithm="sra"),
+    Case(1 << 19, 8, 512, rounding="nearest", algorithm="ring"),
+    Case(1 << 19, 32, rounding="nearest", algorithm="one_shot"),
+)
+# What the bindings and the check at the end of a round call.
+_PLAIN = (
+    Case(100, 4, 64, rounding="nearest"),
+    Case(5003, 8, 512, rounding="nearest"),
+    Case(40_000, 4, 512, rounding="nearest"),
+    Case(40_000, 4, 512, "bfloat16", rounding="nearest"),
+)
+USABLE = _PLAIN[2]
+LARGEST = _LARGE[0]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of the table. framework: what a worker must have imported for it."""
+
+    run: Callable[[Member, random.Random], None]
+    weight: float
+    framework: str = "numpy"
+
+
+def config_of(case: Case) -> Config:
+    return Config(
+        bits=case.bits,
+        bucket_size=case.bucket_size,
+        rounding=case.rounding,
+        algorithm=case.algorithm,
+        gather_bits=case.gather_bits or None,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _inputs(case: Case, rank: int, size: int) -> Any:
+    return collective_cases.inputs(case, rank, size)
+
+
+def call(case: Case, comm: Communicator, *, asynchronous: bool = False, **options: Any) -> Any:
+    """Call the library; the input is a copy that nobody else holds."""
+    segments = [Segment(o, n, bits=b, bucket_size=k) for o, n, b, k in case.segments] or None
+    function = getattr(comm, case.verb + ("_async" if asynchronous else ""))
+    op = () if case.verb == "all_gather" else (case.op,)
+    x = _inputs(case, comm.rank, comm.size).copy()
+    return function(x, *op, config=config_of(case), segments=segments, **options)
+
+
+# ---- numpy ---------------------------------------------------------------------------------------
+
+
+def _in_order(member: Member, rng: random.Random) -> None:
+    for case in rng.choices(_SMALL, k=6):
+        member.step()
+        member.attempt(case, lambda case=case: call(case, member.comm, timeout=member.timeout))
+
+
+def _started(member: Member, rng: random.Random, cases: tuple[Case, ...], count: int) -> None:
+    """Start some, then wait for them in another order."""
+    chosen = [case for case in rng.choices(cases, k=count) if case.verb == "allreduce"]
+    order = rng.sample(range(len(chosen)), len(chosen))
+    names = [f"{number}" if rng.random() < 0.5 else "" for number in range(len(chosen))]
+    requests = {}
+    member.step()
+    begins = {}
+    for number, case in enumerate(chosen):
+        begins[number] = member.clock()
+        requests[number] = member.attempt(
+            None,
+            lambda case=case, number=number: call(
+                case, member.comm, asynchronous=True, name=names[number], timeout=member.timeout
+            ),
+        )
+        if number == 0:
+            member.step(started=True)
+    for number in order:
+        member.attempt(chosen[number], requests.pop(number).wait, begin=begins[number])
+
+
+def _asynchronous(member: Member, rng: random.Random) -> None:
+    _started(member, rng, _SMALL, 8)
+
+
+def _large(member: Member, rng: random.Random) -> None:
+    _started(member, rng, _LARGE, 2)
+
+
+def _threads(member: Member, rng: random.Random) -> None:
+    """Three threads, each with names of its own."""
+    plans = [rng.choices(_SMALL, k=4) for _ in range(3)]
+    member.step()
+
+    def run(number: int) -> None:
+        for index, case in enumerate(plans[number]):
+            name = f"thread {number} call {index}"
+            if not member.attempt_on_thread(
+                case, lambda case=case, name=name: call(
+                    case, member.comm, name=name, timeout=member.timeout
+                ),
+            ):  # fmt: skip
+                return
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(3)]
+    member.threads += threads
+    for thread in threads:
+        thread.start()
+    member.step(started=True)
+    for thread in threads:
+        thread.join()
+    member.stop_if_failed()
+
+
+def _groups(member: Member, rng: random.Random) -> None:
+    """Make groups, use them, close them."""
+    for number in range(2):
+        ranks = sorted(rng.sample(range(member.size), rng.randint(1, member.size)))
+        split = rng.random() < 0.5
+        case = rng.choice(_SMALL)
+        name = f"{member.name} pass {member.passes} group {number}"
+        member.step()
+        color = int(member.rank in ranks)
+        if not split and not color:
+            continue
+        if split:
+            group = member.attempt(
+                None, lambda name=name, color=color: member.comm.split(color, name=name)
+            )
+            ranks = [rank for rank in range(member.size) if (rank in ranks) == bool(color)]
+        else:
+            group = member.attempt(
+                None, lambda name=name, ranks=ranks: member.comm.group(ranks, name=name)
+            )
+        member.closing.append(group)
+        member.step(started=True)
+        member.attempt(
+            case, lambda case=case, group=group: call(case, group, timeout=member.timeout),
+            ranks=tuple(ranks),
+        )  # fmt: skip
+        member.attempt(None, group.close)
+
+
+# ---- torch ---------------------------------------------------------------------------------------
+
+
+def _to_torch(case: Case, rank: int, size: int) -> Any:
+    import torch
+
+    x = _inputs(case, rank, size)
+    exact = torch.from_numpy(x.astype(np.float32))  # torch has no bfloat16 from numpy
+    return exact.to(getattr(torch, case.dtype))
+
+
+def _from_torch(case: Case, x: Any) -> Any:
+    return x.float().numpy().astype(collective_cases.DTYPES[case.dtype])
+
+
+def _torch_operators(member: Member, rng: random.Random) -> None:
+    import torch
+
+    operators = torch.ops.cgx
+    for case in rng.choices(_PLAIN, k=4):
+        x = _to_torch(case, member.rank, member.size)
+        member.step()
+        member.attempt(
+            case,
+            lambda case=case, x=x: _from_torch(case, operators.quantized_allreduce(
+                x, bits=case.bits, bucket_size=case.bucket_size, op=case.op,
+                group_name=member.comm.name, rounding="nearest",
+            )),
+        )  # fmt: skip
+
+
+def _torch_backend(member: Member, rng: random.Random) -> None:
+    """Make a default process group over a file, reduce in flight, destroy it."""
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    if member.passes:  # once a round
+        return
+    member.step()
+    options = {
+        "store": dist.FileStore(member.path("store"), member.size),
+        "rank": member.rank,
+        "world_size": member.size,
+        "timeout": datetime.timedelta(seconds=member.timeout),
+    }
+    cases = [dataclasses.replace(case, bits=32) for case in rng.choices(_PLAIN, k=4)]
+    try:
+        member.attempt(None, lambda: dist.init_process_group("cgx", **options), making=True)
+        started = []
+        for case in cases:
+            x = _to_torch(case, member.rank, member.size)
+            member.step()
+            begin = member.clock()
+            work = member.attempt(None, lambda x=x: dist.all_reduce(x, async_op=True))
+            started.append((case, x, work, begin))
+        member.step(started=True)
+        for case, x, work, begin in started:
+
+            def wait(case: Case = case, x: Any = x, work: Any = work) -> Any:
+                work.wait()
+                return _from_torch(case, x)
+
+            member.attempt(case, wait, begin=begin)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+# ---- JAX -----------------------------------------------------------------------------------------
+
+
+def _jax(member: Member, rng: random.Random) -> None:
+    import jax
+
+    from cgx_ops.jax import allreduce_q
+
+    for case in rng.choices(_PLAIN, k=3):
+        x = jax.numpy.asarray(_inputs(case, member.rank, member.size))
+
+        def reduce(x: Any, case: Case = case) -> Any:
+            return allreduce_q(x, member.comm, bits=case.bits, bucket_size=case.bucket_size)
+
+        member.step()
+        compiled = jax.jit(reduce) if rng.random() < 0.5 else reduce
+        member.attempt(case, lambda compiled=compiled, x=x: np.asarray(compiled(x)))
+
+
+KINDS: dict[str, Kind] = {
+    "calls in order": Kind(_in_order, 3),
+    "asynchronous": Kind(_asynchronous, 4),
+    "large": Kind(_large, 3),
+    "threads": Kind(_threads, 2),
+    "groups": Kind(_groups, 3),
+    "torch operators": Kind(_torch_operators, 0.6, "torch"),
+    "torch backend": Kind(_torch_backend, 0.6, "torch"),
+    "jax": Kind(_jax, 0.6, "jax"),
+}
+
+
+@functools.cache
+def expected(case: Case, hosts: tuple[int, ...] | None, size: int) -> list[str]:
+    """Return the digest of the oracle's result, by rank."""
+    return collective_cases.expected(case, size, hosts)
+
+
+def digest(result: Any) -> str:
+    return collective_cases.digest(cast(Any, result))

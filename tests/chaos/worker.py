@@ -1,0 +1,466 @@
+"""A rank: plays rounds that the referee gives it, then checks its own process.
+
+    python -m chaos.worker ADDRESS TOKEN FOLDER FRAMEWORK HOSTS      under mpirun; else see zygote.py
+
+Phases of a round: make the communicator; traffic, until it ends or an error comes; close; tell.
+When all ranks have told: check this process, reduce once more, tell again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import random
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from chaos import faults, machine, traffic
+from chaos.faults import FAULTS
+from chaos.messages import Check, Checked, Gather, Hello, Outcome, Play, Played, Quit
+from chaos.rounds import Round
+from collective_cases import Case
+
+import cgx_ops
+from cgx_ops import CgxError, Communicator
+
+FRAMEWORKS = {"numpy": [], "torch": ["torch", "cgx_ops.torch"], "jax": ["jax", "cgx_ops.jax"]}
+USABLE_TIMEOUT = 10.0  # seconds; of the check that a process can still reduce
+
+
+def load(framework: str) -> None:
+    """Import what rounds of a framework need. It starts no thread and no MPI."""
+    if framework == "jax":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    for module in FRAMEWORKS[framework]:
+        importlib.import_module(module)
+
+
+class Failed(Exception):
+    """A call of the traffic failed: the traffic ends."""
+
+
+class BootstrapFailed(ConnectionError):
+    """The referee could not gather: a rank of the bootstrap is gone or late."""
+
+
+class Member:
+    """A rank in one round: what traffic and faults see."""
+
+    def __init__(
+        self, play: Play, connection: Connection, base: Communicator | None, notes: int
+    ) -> None:
+        self.round, self.rank, self.folder = play.round, play.rank, Path(play.folder)
+        self.size, self.is_victim = self.round.size, play.rank == self.round.victim
+        self.fault = FAULTS[self.round.fault]
+        self.name = f"round {self.round.seed}"
+        self._connection, self._base, self._notes = connection, base, notes
+        self._ctrl_c = faults.CtrlC()
+        self._comm: Communicator | None = None
+        self.closing: list[Communicator] = []
+        self.survivors: Communicator | None = None
+        self.outcomes: list[Outcome] = []
+        self.children: list[int] = []
+        self.threads: list[threading.Thread] = []
+        self.timers: list[threading.Thread] = []
+        self.passes = self.steps = 0
+        self.fault_at: float | None = None
+        self.complaints: list[str] = []
+        self.over = self._slept = False
+        # A rank that stood still learns from its peers' closing that they are gone, not from its
+        # own deadline.
+        self.timeout = self.round.deadline
+        if self.is_victim and self.round.fault == "stop, started":
+            self.timeout *= 4
+
+    clock = staticmethod(time.monotonic)
+
+    @property
+    def comm(self) -> Communicator:
+        assert self._comm is not None
+        return self._comm
+
+    def path(self, name: str) -> str:
+        return str(self.folder / name)
+
+    # ---- The communicator ------------------------------------------------------------------------
+
+    def make(self) -> None:
+        """Make the round's communicator, and one of its survivors where no bootstrap can later."""
+        rest = self.round.survivors
+        if self._base is not None and len(rest) in range(2, self.size) and self.rank in rest:
+            self.survivors = self.attempt(None, lambda: self._group(rest, "rest"), making=True)
+        if self.round.early:
+            faults.arm(self)
+        self._comm = self.attempt(None, lambda: self._group(range(self.size), ""), making=True)
+        assert self._comm.transport == self._expected_transport(), self._comm.transport
+        if not self.round.early:
+            faults.arm(self)
+
+    def again(self, rank: int, size: int) -> Communicator:
+        """Return a new communicator of those that live, as this rank of it."""
+        if self.survivors is not None:
+            return self.survivors
+        if self._base is None:
+            return self._create(rank, size, f"{self.name} again", USABLE_TIMEOUT)
+        return self._group(range(self.size), "again")
+
+    def _group(self, ranks: Any, suffix: str) -> Communicator:
+        name = f"{self.name} {suffix}"
+        if self._base is None:
+            return self._create(self.rank, self.size, name, self.timeout)
+        return self._base.group([self.round.members[rank] for rank in ranks], name=name)
+
+    def _create(self, rank: int, size: int, name: str, timeout: float) -> Communicator:
+        return Communicator.create(
+            rank, size, self._gather, name, transport="SHM", timeout=timeout
+        )
+
+    def _gather(self, blob: bytes) -> list[bytes]:
+        with self._ctrl_c.held():
+            self._connection.send(Gather(blob))
+        while not self._connection.poll(0.05):
+            pass
+        with self._ctrl_c.held():
+            answer = self._connection.recv()
+        if isinstance(answer, str):
+            raise BootstrapFailed(answer)
+        return answer
+
+    def _expected_transport(self) -> str:
+        hosts = self.round.hosts
+        if self.round.transport == "hybrid" and hosts and len(set(hosts)) == 1:
+            return "shm"
+        return self.round.transport
+
+    def note_fault(self, now: float) -> None:
+        """Tell the referee when, even if this process does not live to say so."""
+        self.fault_at = now
+        os.pwrite(self._notes, struct.pack("d", now), 0)
+
+    # ---- What traffic calls ----------------------------------------------------------------------
+
+    def step(self, *, started: bool = False) -> None:
+        """Give the fault its chance, before a call or between starting and waiting."""
+        if self.fault.peers_late and not self.is_victim and not self._slept:
+            self._slept = True
+            time.sleep(self.round.lasts)
+        self.steps += 1
+        if not self.is_victim or self.fault_at is not None or self.fault.how == "timer":
+            return
+        due = self.steps > self.round.step
+        if (self.fault.how == "step" and due) or (self.fault.how == "started" and started):
+            faults.suffer(self)
+
+    def attempt(
+        self,
+        case: Case | None,
+        function: Callable[[], Any],
+        *,
+        begin: float | None = None,
+        ranks: tuple[int, ...] | None = None,
+        local: int = 0,
+        making: bool = False,
+    ) -> Any:
+        """Call, and note what came of it.
+
+        Args:
+            case: what the oracle is asked for; None: the call gives no values.
+            function: the call.
+            begin: when its deadline began; None: now.
+            ranks: those of the round that take part; None: all.
+            local: so many ranks inside this process take part instead, this one as rank 0.
+            making: it makes a communicator.
+
+        Raises:
+            Failed: it raised; the traffic ends.
+            KeyboardInterrupt: as it was.
+        """
+        begin = time.monotonic() if begin is None else begin
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as raised:
+            error = raised
+            if isinstance(raised, faults.Uncaught):
+                raise
+        end = time.monotonic()
+        ranks = tuple(range(self.size)) if ranks is None else ranks
+        hosts = None if local or not self.round.hosts else self.round.hosts
+        values = case is not None and error is None
+        self.outcomes.append(
+            Outcome(
+                what=f"pass {self.passes} step {self.steps}: {_brief(case)}",
+                begin=begin,
+                end=end,
+                deadline=self.timeout,
+                case=case,
+                size=local or len(ranks),
+                hosts=hosts and tuple(hosts[rank] for rank in ranks),
+                place=0 if local or self.rank not in ranks else ranks.index(self.rank),
+                digest=traffic.digest(result) if values else "",
+                error=type(error).__name__ if error else "",
+                text=str(error),
+                right_kind=error is None or self._is_right(error),
+                making=making,
+            )
+        )
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        if error is not None:
+            raise Failed from None
+        return result
+
+    def attempt_on_thread(self, case: Case, function: Callable[[], Any]) -> bool:
+        """Do as attempt() does; return whether it went well."""
+        try:
+            self.attempt(case, function)
+        except Failed:
+            return False
+        return True
+
+    def stop_if_failed(self) -> None:
+        if any(outcome.error for outcome in self.outcomes):
+            raise Failed
+
+    def _is_right(self, error: BaseException) -> bool:
+        if isinstance(error, KeyboardInterrupt):
+            return self.is_victim and self.fault.interrupts
+        if isinstance(error, cgx_ops.InternalError):
+            return False
+        kinds: list[type[BaseException]] = [CgxError, BootstrapFailed]
+        if "torch" in sys.modules:
+            import torch.distributed
+
+            kinds.append(torch.distributed.DistError)
+            if self.round.traffic == "torch backend" and type(error) is RuntimeError:
+                return "Wait timeout" in str(error)  # of torch's FileStore
+        if "jax" in sys.modules:
+            import jax
+
+            kinds.append(jax.errors.JaxRuntimeError)
+        if self.is_victim and self.fault.starves:
+            kinds.append(MemoryError)
+        return isinstance(error, tuple(kinds))
+
+    # ---- The round -------------------------------------------------------------------------------
+
+    def play(self) -> None:
+        """Make the communicator, run the traffic, close. Errors are in outcomes."""
+        interrupted = False
+        try:
+            with self._ctrl_c:
+                self.make()
+                for self.passes in range(self.round.passes):
+                    rng = random.Random(f"{self.round.seed} {self.passes}")
+                    traffic.KINDS[self.round.traffic].run(self, rng)
+        except KeyboardInterrupt:
+            interrupted = True
+        except Failed:
+            pass
+        except MemoryError:  # of this file's own, not of a call
+            if not (self.is_victim and self.fault.starves):
+                raise
+        self.over = True
+        # What the library may still write to, the interrupt has freed: take that memory.
+        sizes = (50_000, 1 << 19, 1 << 20) if interrupted else ()
+        canaries = [np.full(size, 7, np.float32) for size in sizes for _ in range(8)]
+        time.sleep(0.1 if interrupted else 0)
+        for comm in [*self.closing, *([self._comm] if self._comm else [])]:
+            with contextlib.suppress(Failed):
+                self.attempt(None, comm.close)
+        faults.restore_limits()
+        for thread in (*self.timers, *self.threads):
+            thread.join(self.round.deadline + USABLE_TIMEOUT)
+        overwritten = sum(int((canary != 7).sum()) for canary in canaries)
+        if overwritten:
+            self.complaints.append(f"{overwritten} elements of unrelated arrays were overwritten")
+        gc.collect()  # exceptions refer to frames, frames to requests
+
+
+def _brief(case: Case | None) -> str:
+    if case is None:
+        return "no values"
+    return f"{case.verb} {case.algorithm} of {case.size} {case.dtype} in {case.bits} bits"
+
+
+class Resources:
+    """Descriptors and threads of this process."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.descriptors = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # of the listing itself
+                self.descriptors.append(os.readlink(f"/proc/self/fd/{name}"))
+        self.threads = len(os.listdir("/proc/self/task"))
+
+    def more_than(self, before: Resources) -> str:
+        """Say what there is more of; "" if nothing."""
+        if len(self.descriptors) > len(before.descriptors):
+            new = list(self.descriptors)
+            for each in before.descriptors:
+                with contextlib.suppress(ValueError):
+                    new.remove(each)
+            return f"{len(self.descriptors)} descriptors, {len(before.descriptors)} before: {new}"
+        # The core makes its pool once; frameworks have pools that grow.
+        pool = int(os.environ["CGX_THREADS"]) - 1
+        if self.threads > before.threads + pool and not {"torch", "jax"} & set(sys.modules):
+            return f"{self.threads} threads, {before.threads} before"
+        return ""
+
+
+class ForeignFiles:
+    """Files that take the numbers of descriptors that the library has closed: empty, or of ones."""
+
+    def __init__(self) -> None:
+        self._files = [os.memfd_create(f"foreign {number}") for number in range(32)]
+        for number, file in enumerate(self._files):
+            if number % 2:
+                os.ftruncate(file, 8 << 20)
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)
+
+
+# ---- Afterwards ----------------------------------------------------------------------------------
+
+
+def check(member: Member, message: Check) -> None:
+    """Reduce inside this process, then once more with the survivors."""
+    member.timeout = USABLE_TIMEOUT
+    _reap(member)
+    pair = Communicator.local(2, timeout=USABLE_TIMEOUT)
+    with contextlib.suppress(Failed):
+        # Started, since that also frees what requests that nobody waited for still hold.
+        requests = [traffic.call(traffic.USABLE, comm, asynchronous=True) for comm in pair]
+        for request in requests:
+            member.attempt(traffic.USABLE, request.wait, local=2)
+    for comm in pair:
+        comm.close()
+    if message.size < 2:
+        return
+    with contextlib.suppress(Failed):
+        again = member.attempt(None, lambda: member.again(message.rank, message.size), making=True)
+        member.attempt(
+            traffic.USABLE,
+            lambda: traffic.call(traffic.USABLE, again, timeout=USABLE_TIMEOUT),
+            ranks=member.round.survivors,
+        )
+        member.attempt(None, again.close)
+
+
+def _reap(member: Member) -> None:
+    """Wait for forked children, a while; note those that did not end well."""
+    deadline = time.monotonic() + 5
+    while member.children and time.monotonic() < deadline:
+        for child in list(member.children):
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                member.children.remove(child)
+                code = os.waitstatus_to_exitcode(status)
+                if code:
+                    member.complaints.append(f"the forked child ended with {code}")
+        time.sleep(0.005)
+    for child in member.children:
+        member.complaints.append(f"the forked child {child} still runs")
+        os.kill(child, signal.SIGKILL)
+
+
+# ---- The process ---------------------------------------------------------------------------------
+
+
+def play(connection: Connection, message: Play, base: Communicator | None, notes: int) -> None:
+    """Play one round and tell."""
+    before = Resources()
+    os.pwrite(notes, bytes(8), 0)
+    member = Member(message, connection, base, notes)
+    member.play()
+    failed = any(outcome.error for outcome in member.outcomes)
+    foreign = ForeignFiles() if failed else None
+    closed = base is not None and base.closed
+    connection.send(Played(member.outcomes, closed))
+    while not isinstance(answer := connection.recv(), Check):
+        pass  # the answer to a bootstrap that was interrupted
+    if foreign:
+        foreign.close()
+    member.outcomes = []
+    check(member, answer)
+    if member.survivors is not None:
+        member.survivors.close()
+    growth = Resources().more_than(before)
+    until = time.monotonic() + 2  # what ends, ends on threads of its own
+    while growth and time.monotonic() < until:
+        time.sleep(0.01)
+        growth = Resources().more_than(before)
+    if growth:
+        member.complaints.append(growth)
+    if member.round.transport == "shm" and (names := machine.shared_memory_of("self")):
+        member.complaints.append(f"has {names} in /dev/shm")
+    connection.send(Checked(member.complaints, member.outcomes))
+
+
+def serve(address: str, token: str, folder: str, rank: int, base: Callable[[], Any]) -> None:
+    """Connect to the referee and play rounds until it says Quit."""
+    log = os.open(f"{folder}/{token}.{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    faulthandler.enable(all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    connection = Client(address)
+    world = base()
+    _warm_up()
+    notes = os.open(f"{folder}/{token}.{rank}.fault", os.O_CREAT | os.O_RDWR, 0o600)
+    connection.send(Hello(token, rank, os.getpid(), machine.shared_memory_of("self")))
+    while not isinstance(message := connection.recv(), Quit):
+        try:
+            play(connection, message, world, notes)
+        except faults.Uncaught:
+            connection.close()  # under MPI this process stays until all others finalize
+            raise
+
+
+def _warm_up() -> None:
+    """Make now what a process makes once: the core's threads, those of the frameworks."""
+    pair = Communicator.local(2)
+    requests = [traffic.call(traffic.LARGEST, comm, asynchronous=True) for comm in pair]
+    for request in requests:
+        request.wait()
+    for comm in pair:
+        comm.close()
+    if "jax" in sys.modules:
+        import jax
+
+        jax.jit(lambda x: x + 1)(jax.numpy.ones(1 << 20)).block_until_ready()
+
+
+def main() -> None:
+    address, token, folder, framework, hosts = sys.argv[1:]
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    os.environ["CGX_HOST_ID"] = hosts.split(",")[rank]
+    load(framework)
+
+    def world() -> Communicator:
+        comm = cgx_ops.init()
+        with comm.group(range(comm.size), name="warm-up") as group:
+            for each in (comm, group):
+                each.allreduce_async(np.ones(1 << 20, np.float32)).wait()
+        return comm
+
+    serve(address, token, folder, rank, world)
+
+
+if __name__ == "__main__":
+    main()
