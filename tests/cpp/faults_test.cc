@@ -228,7 +228,7 @@ std::vector<CommunicatorRef> connect(const std::vector<int>& hosts, int receiver
     auto transport = connectors[rank]->connect(offers);
     const auto own = rank == receiver ? fault : std::make_shared<Fault>();
     communicators.push_back(std::make_shared<Communicator>(
-        join("faults/", rank), rank, topology, "AUTO", timeout, INT64_MAX,
+        join("faults/", rank), rank, rank, topology, "AUTO", timeout, INT64_MAX,
         std::make_unique<FaultyTransport>(std::move(transport), rank, size, own)));
   }
   return communicators;
