@@ -47,7 +47,7 @@ void check_decoding(Input& input) {
   const CompressorSettings settings{static_cast<Dtype>(input.below(3)), kBits[input.below(9)],
                                     1 + input.number<uint16_t>() % 600, input.flag()};
   const auto to = static_cast<Dtype>(input.below(3));
-  const int64_t numel = input.number<uint16_t>() % 1500;
+  const int64_t numel = input.number<uint16_t>() % 700;
   const auto compressor = make_compressor(settings);
   const int64_t expected = compressor->max_bytes(numel);
   const int change = input.number<int8_t>();

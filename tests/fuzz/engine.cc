@@ -20,7 +20,8 @@ using namespace cgx;
 namespace {
 
 constexpr int kSize = 4;
-constexpr int kCalls = 2;  // one after another
+constexpr int kCalls = 2;              // one after another
+constexpr int64_t kMessageBytes = 80;  // so that few values make several messages
 
 struct Scenario {
   cgx_verb_t verb;
@@ -32,13 +33,13 @@ struct Scenario {
 // Of the last two the algorithm is not in a plan.
 constexpr Scenario kScenarios[] = {
     {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0, 0, 0}, 64, 4},
-    {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0, 0, 0}, 30'000, 8},
-    {CGX_ALLREDUCE, CGX_SRA, {0, 0, 0, 0}, 128, 4},
-    {CGX_ALLREDUCE, CGX_SRA, {0, 0, 0, 0}, 64, 32},
+    {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0, 0, 0}, 500, 8},
+    {CGX_ALLREDUCE, CGX_SRA, {0, 0, 0, 0}, 512, 4},
+    {CGX_ALLREDUCE, CGX_SRA, {0, 0, 0, 0}, 128, 32},
     {CGX_ALLREDUCE, CGX_RING, {0, 0, 0, 0}, 128, 32},
-    {CGX_ALLREDUCE, CGX_HIERARCHICAL, {0, 0, 1, 1}, 128, 4},
-    {CGX_REDUCE_SCATTER, CGX_SRA, {0, 0, 0, 0}, 32, 4},
-    {CGX_ALL_GATHER, CGX_SRA, {0, 0, 0, 0}, 32, 4},
+    {CGX_ALLREDUCE, CGX_HIERARCHICAL, {0, 0, 1, 1}, 512, 4},
+    {CGX_REDUCE_SCATTER, CGX_SRA, {0, 0, 0, 0}, 128, 4},
+    {CGX_ALL_GATHER, CGX_SRA, {0, 0, 0, 0}, 128, 4},
     {},  // exchange
     {},  // relay
 };
@@ -175,6 +176,7 @@ std::unique_ptr<Algorithm> make(int which, Memory& memory, Agreement* agreement,
   Plan plan = make_plan(call, 0, kSize);
   plan.topology = topologies[scenario.hosts[kSize - 1]];
   plan.algorithm = scenario.algorithm;
+  plan.chunk_bytes = kMessageBytes;
   *agreement = make_agreement(call, plan);
   const Layout layout(plan);
   for (int owner = 0; owner < kSize; ++owner)

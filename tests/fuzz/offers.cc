@@ -30,7 +30,7 @@ void bootstrap(Input& input) {
   const Allgather allgather = [&](const Bytes& mine) {
     return std::vector<Bytes>{mine, of_peer(input, mine)};
   };
-  cgx::connect("fuzzed", 0, kSize, allgather, "MPI", kTimeout);
+  cgx::connect("fuzzed", 0, 0, kSize, allgather, "MPI", kTimeout);
 }
 
 }  // namespace
