@@ -181,11 +181,10 @@ def test_plan_refuses(name: str, carried: bool) -> None:
         setattr(call, field, value)
     native = _native.Carried(rank=0, size=2, call=ctypes.pointer(call))
     sizes = (c_int64 * 2)(), (c_int64 * 2)()
-    arguments = (
-        ("cgx_carried_plan", byref(native), byref(c_int32()), *sizes)
-        if carried
-        else ("cgx_plan", byref(call), byref(_native.Plan()))
-    )
+    function = "cgx_carried_plan" if carried else "cgx_plan"
+    arguments: tuple[Any, ...] = byref(call), byref(_native.Plan())
+    if carried:
+        arguments = byref(native), byref(c_int32()), *sizes
     with pytest.raises(InvalidArgument) as caught:
-        _native.call(*arguments)
+        _native.call(function, *arguments)
     assert text in str(caught.value)

@@ -11,6 +11,7 @@ import operator
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from ctypes import byref
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,7 @@ import pytest
 import reference
 
 from cgx_ops import Communicator, Config, _native
+from cgx_ops.call import Call, Op
 from cgx_ops.config import Rounding
 
 PROGRAM = Path(__file__).parent / "ranks" / "run_collectives.py"
@@ -218,3 +220,26 @@ def test_more_than_two_to_the_31_bytes() -> None:
             reference.quantize(total, 4, bucket), len(total), 4, bucket, dtype=np.float32
         )
         assert np.array_equal(left[at], want), start
+
+
+@pytest.mark.parametrize(("op", "width"), [("sum", 4), ("avg", 4), ("product", 4), ("max", 2)])
+def test_partial_sums_of_16_bits_are_counted_as_they_travel(op: Op, width: int) -> None:
+    """In a ring: fp32 towards the owner, but a maximum is one of the values; fp16 on the way back.
+
+    cgx_plan and the bytes that were sent say so.
+    """
+    size, numel, header = 4, 40_000, 128  # of docs/wire_format.md, section 6
+
+    def run(rank: int, comm: Communicator) -> tuple[int, int]:
+        x = np.ones(numel, np.float16)
+        config = Config(bits=32, algorithm="ring")
+        comm.allreduce(x, op, config)
+        call = Call("allreduce", op, config, "", None, 0, None).collective(
+            comm.id, 0, _native.DTYPES["float16"], x.ctypes.data, x.ctypes.data, x.size
+        )
+        plan = _native.Plan()
+        _native.call("cgx_plan", byref(call), byref(plan))
+        return plan.payload_bytes, comm.bytes_sent - header * (size - 1)
+
+    sent = (size - 1) * numel // size * (width + 2)
+    assert launch.threads(size, run) == [(sent, sent)] * size

@@ -3,9 +3,11 @@
 //
 //   1. cases: every verb, dtype, width, rounding, algorithm, list of segments; both wires
 //   2. order: many at once, on several streams, without waiting
-//   3. the codec alone
+//   3. the codec alone, a rank alone
 //   4. failures: late, lost and disagreeing ranks; devices that cannot be connected
+#include "algorithm/chunks.h"
 #include "device/codec.h"
+#include "device/rounds.h"
 #include "device_cases.h"
 
 namespace cgx {
@@ -105,7 +107,7 @@ void many_in_flight_on_several_streams() {
   for (const std::string type : {"SHM", "MPI"}) compare_many_at_once(Job(3, type), 24);
 }
 
-// ---- 3. the codec alone --------------------------------------------------------------------
+// ---- 3. the codec alone, a rank alone ------------------------------------------------------
 
 void the_codec_alone() {
   for (const int bits : {3, 4, 8, 32})
@@ -144,6 +146,40 @@ void the_codec_alone() {
       queue.synchronize();
       CHECK(cpu == gpu && cpu_sum == gpu_sum && cpu_values == gpu_values, "%d bits, skip %d", bits,
             skip);
+    }
+}
+
+// What it gives, it gets; but an average has its divisor.
+void a_rank_alone() {
+  constexpr int64_t kNumel = 100'003;
+  std::vector<float> values(kNumel);
+  std::mt19937 random(1);
+  for (float& value : values) value = std::normal_distribution<float>()(random);
+  for (const auto dtype : {CGX_FLOAT32, CGX_FLOAT16, CGX_BFLOAT16})
+    for (const auto op : {CGX_SUM, CGX_AVG}) {
+      const cgx_segment_t segments[] = {{0, kNumel / 2, 512, 4, 0}, {kNumel / 2, 17, 512, 32, 0}};
+      std::vector<float> cpu(kNumel), gpu(kNumel), cpu_error(kNumel, 7), gpu_error(kNumel, 7);
+      auto call = cgx::make<cgx_collective_t>();
+      call.dtype = dtype;
+      call.op = op;
+      call.divisor = 3;
+      call.segments = segments;
+      call.num_segments = std::size(segments);
+      call.input = values.data();
+      const auto plan_to = [&](std::vector<float>& result, std::vector<float>& error) {
+        void* errors[] = {error.data(), error.data() + kNumel / 2};
+        call.errors = errors;
+        call.output = result.data();
+        return make_plan(call, 0, 1);
+      };
+      pass_through(plan_to(cpu, cpu_error));
+      FakeQueue queue(0);
+      device::pass_through(plan_to(gpu, gpu_error), queue);
+      queue.synchronize();
+      const bool same = std::memcmp(cpu.data(), gpu.data(), 4 * kNumel) == 0;
+      CHECK(same && cpu_error == gpu_error, "dtype %d op %d", dtype, op);
+      const bool kept = std::memcmp(cpu.data(), values.data(), kNumel) == 0;
+      CHECK(kept == (op == CGX_SUM), "dtype %d op %d", dtype, op);
     }
 }
 
@@ -302,6 +338,7 @@ int main() {
   cases_equal_the_cpus();
   many_in_flight_on_several_streams();
   the_codec_alone();
+  a_rank_alone();
   a_rank_that_never_comes_is_a_timeout();
   ranks_that_disagree_are_told_how();
   more_rounds_than_a_peer_is_a_mismatch_at_once();
