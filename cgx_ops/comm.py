@@ -134,6 +134,8 @@ class Communicator:
         Raises:
             Whatever allgather raises, and CgxError.
         """
+        if noise_rank is not None and not 0 <= noise_rank < 2**31:
+            raise InvalidArgument(f"noise_rank is {noise_rank}; it must be from 0 to 2^31 - 1")
         failures: list[BaseException] = []
 
         def gather(_context: object, mine: int, count: int, everything: int) -> int:
