@@ -141,9 +141,7 @@ class Zygote:
         self._server = server
         token = server.expect(f"zygote-{framework}")
         command = [sys.executable, "-m", "chaos.zygote", server.address, token]
-        self.process = subprocess.Popen(
-            [*command, str(server.folder), framework], env=_ENVIRONMENT
-        )
+        self.process = subprocess.Popen([*command, str(server.folder), framework], env=_ENVIRONMENT)
         self._connection, _ = server.meet(token)
         self._codes: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -185,9 +183,7 @@ class Forked:
 
     def take(self, spec: Round) -> list[Worker]:
         idle = self._idle[spec.framework]
-        return [
-            idle.pop() if idle else self._zygotes[spec.framework].fork() for _ in spec.members
-        ]
+        return [idle.pop() if idle else self._zygotes[spec.framework].fork() for _ in spec.members]
 
     def give_back(self, spec: Round, workers: list[Worker], fate: Fate) -> list[str]:
         living = [worker for worker in workers if machine.alive(worker.pid)]

@@ -30,7 +30,9 @@ def table(results: Sequence[Result]) -> Table:
                 if result.spec.transport == transport and fault in (result.spec.fault, "all")
             ]
             if rounds:
-                shown.add_row(transport, fault, *_row(rounds), style="bold" if fault == "all" else "")
+                shown.add_row(
+                    transport, fault, *_row(rounds), style="bold" if fault == "all" else ""
+                )
     return shown
 
 
@@ -46,7 +48,11 @@ def _row(rounds: Sequence[Result]) -> list[str]:
     return [
         str(len(rounds)),
         str(sum(result.fault_at is not None for result in rounds)),
-        str(sum(FAULTS[result.spec.fault].kills and result.fault_at is not None for result in rounds)),
+        str(
+            sum(
+                FAULTS[result.spec.fault].kills and result.fault_at is not None for result in rounds
+            )
+        ),
         ", ".join(f"{name} {count}" for name, count in errors.most_common()) or "-",
         f"{statistics.median(delays):.2f}" if delays else "-",
         f"{delays[-1]:.2f}" if delays else "-",
