@@ -274,6 +274,7 @@ def _torch_backend(member: Member, rng: random.Random) -> None:
             dist.destroy_process_group()
 
 
+_COMPILE = 30.0  # seconds that XLA may take: it waits for nobody
 # ---- JAX -----------------------------------------------------------------------------------------
 
 
@@ -289,7 +290,10 @@ def _jax(member: Member, rng: random.Random) -> None:
             return allreduce_q(x, member.comm, bits=case.bits, bucket_size=case.bucket_size)
 
         member.step()
-        compiled = jax.jit(reduce) if rng.random() < 0.5 else reduce
+        compiled = member.attempt(
+            None, lambda reduce=reduce, x=x: jax.jit(reduce).lower(x).compile(), deadline=_COMPILE
+        )
+        member.step()
         member.attempt(case, lambda compiled=compiled, x=x: np.asarray(compiled(x)))
 
 

@@ -1,6 +1,6 @@
 """A rank: plays rounds that the referee gives it, then checks its own process.
 
-    python -m chaos.worker ADDRESS TOKEN FOLDER FRAMEWORK HOSTS      under mpirun; else see zygote.py
+    python -m chaos.worker ADDRESS TOKEN FOLDER FRAMEWORK HOSTS     under mpirun; see also zygote.py
 
 Phases of a round: make the communicator; traffic, until it ends or an error comes; close; tell.
 When all ranks have told: check this process, reduce once more, tell again.
@@ -170,6 +170,7 @@ class Member:
         begin: float | None = None,
         ranks: tuple[int, ...] | None = None,
         local: int = 0,
+        deadline: float | None = None,
         making: bool = False,
     ) -> Any:
         """Call, and note what came of it.
@@ -180,6 +181,7 @@ class Member:
             begin: when its deadline began; None: now.
             ranks: those of the round that take part; None: all.
             local: so many ranks inside this process take part instead, this one as rank 0.
+            deadline: seconds that are allowed; None: the round's.
             making: it makes a communicator.
 
         Raises:
@@ -203,7 +205,7 @@ class Member:
                 what=f"pass {self.passes} step {self.steps}: {_brief(case)}",
                 begin=begin,
                 end=end,
-                deadline=self.timeout,
+                deadline=deadline or self.timeout,
                 case=case,
                 size=local or len(ranks),
                 hosts=hosts and tuple(hosts[rank] for rank in ranks),
