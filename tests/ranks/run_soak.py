@@ -15,12 +15,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from soak.loads import LOADS
+from soak.loads import BATCHES, LOADS, WINDOWS
 
 import cgx_ops
 from cgx_ops import Communicator
-
-WINDOWS, BATCHES = 20, 10
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,15 @@ class Window:
     seconds: float
 
 
+_measuring = threading.Lock()  # it opens files, which another rank of this process would count
+
+
 def measure(seconds: float) -> Window:
+    with _measuring:
+        return _measure(seconds)
+
+
+def _measure(seconds: float) -> Window:
     gc.collect()
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return Window(

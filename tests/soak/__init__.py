@@ -1,4 +1,4 @@
-"""Soak: the same calls for long. Memory, descriptors, threads and the time of a call must stay flat.
+"""Soak: the same calls for long. Memory, descriptors, threads and time a call must stay flat.
 
 PYTHONPATH=tests python -m soak --scale 0.01 --transport shm
 

@@ -14,6 +14,7 @@ import numpy as np
 from cgx_ops import Communicator, Config
 
 Step = Callable[[int], Any]
+WINDOWS, BATCHES = 20, 10  # a run is measured so often, and timed so often in each window
 
 _CONFIG = Config(bits=4, rounding="nearest")
 
