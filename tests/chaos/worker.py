@@ -43,6 +43,7 @@ def load(framework: str) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
     for module in FRAMEWORKS[framework]:
         importlib.import_module(module)
+    gc.freeze()  # what is imported is never garbage: rounds collect often, torch has much
 
 
 class Failed(Exception):
