@@ -77,5 +77,6 @@ def failure(result: Result) -> str:
         tail = [f"  {line}" for line in told.worker.tail().splitlines()[-40:] if line.strip()]
         lines += [f"  --- rank {rank}, process {told.worker.pid} ---", *tail] if tail else []
     spec = result.spec
-    lines.append(f"  again: make chaos TRANSPORT={spec.transport} SEED={spec.seed} ROUNDS=1")
+    again = f'TRANSPORT={spec.transport} SEED={spec.seed} ROUNDS=1 FAULT="{spec.fault}"'
+    lines.append(f"  again: make chaos {again}")
     return "\n".join(lines)
