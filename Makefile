@@ -9,7 +9,7 @@ CXX_FILES = $(shell find cgx_ops torch_ops xla_ffi tests benchmarks -name '*.cc'
 SOURCES = setup.py pyproject.toml $(shell find cgx_ops/csrc torch_ops xla_ffi -type f)
 BUILT = build/.installed
 
-.PHONY: demo test test-all bench lint sanitize fuzz clean
+.PHONY: demo test test-all bench chaos soak lint sanitize fuzz clean
 
 demo: $(BUILT)
 	$(BIN)/python examples/demo.py
@@ -23,6 +23,17 @@ test-all: $(BUILT)
 # All benchmarks, in under 15 minutes; benchmarks/results/ gets what they find.
 bench: $(BUILT)
 	$(BIN)/python benchmarks/suite.py
+
+# Faults, round after round: tests/chaos. One transport in a third of 20 minutes. SEED, ROUNDS and
+# TRANSPORT repeat some.
+chaos soak: export PYTHONPATH := $(CURDIR)/tests$(if $(PYTHONPATH),:$(PYTHONPATH))
+chaos: $(BUILT)
+	$(BIN)/python -m chaos $(if $(SEED),--seed $(SEED)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
+	  $(if $(TRANSPORT),--transport $(TRANSPORT)) $(if $(FAULT),--fault "$(FAULT)")
+
+# Millions of calls, in which nothing may grow: tests/soak. SCALE=0.01 is a trial.
+soak: $(BUILT)
+	$(BIN)/python -m soak $(if $(SCALE),--scale $(SCALE)) $(if $(TRANSPORT),--transport $(TRANSPORT))
 
 lint: $(BUILT)
 	$(BIN)/ruff check .

@@ -24,7 +24,11 @@ class Campaign:
     """Rounds of consecutive seeds over one transport, in several lanes at once."""
 
     def __init__(
-        self, transport: str, options: argparse.Namespace, server: Server, lateness: machine.Lateness
+        self,
+        transport: str,
+        options: argparse.Namespace,
+        server: Server,
+        lateness: machine.Lateness,
     ) -> None:
         self.transport, self._options, self._server = transport, options, server
         self._lateness = lateness

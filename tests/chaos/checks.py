@@ -83,7 +83,8 @@ def _times(result: Result, slack: float) -> list[str]:
         begin = outcome.begin
         if result.stopped and rank == spec.victim:
             begin = max(begin, min(result.stopped[1], outcome.end))
-        allowed = outcome.deadline * (2 if outcome.making else 1) + GRACE + slack
+        # Making one: a bootstrap of the harness (twice the deadline), then waits of the core.
+        allowed = outcome.deadline * (3 if outcome.making else 1) + GRACE + slack
         if outcome.error == "KeyboardInterrupt" and result.fault_at:
             begin, allowed = max(begin, result.fault_at), NOTICED + slack
         if FAULTS[spec.fault].how in ("step", "started") and rank == spec.victim:

@@ -93,6 +93,11 @@ def _interrupt(_member: Member) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+def _interrupt_soon(member: Member) -> None:
+    """By the kernel's timer: a thread of ours would be late on a busy machine."""
+    signal.setitimer(signal.ITIMER_REAL, member.round.delay)
+
+
 def _be_nice(_member: Member) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
@@ -137,6 +142,7 @@ def _fork(use: bool) -> Callable[[Member], None]:
             return
         status = 99
         try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(20)
             status = _use(member) if use else 0
             if member.round.amount % 2:
@@ -182,6 +188,11 @@ FAULTS: dict[str, Fault] = {
     "ctrl-c": Fault(
         _interrupt, "timer", interrupts=True, weight=2, delay_exponents=(-5, -2), lasts=(0, 0)
     ),
+    # In the middle of starting, and the others come when all that the victim had is freed.
+    "ctrl-c, starting": Fault(
+        _interrupt_soon, "started", interrupts=True, peers_late=True, may_be_early=False, weight=2,
+        delay_exponents=(-5, -2.5), lasts=(0.1, 0.1),
+    ),
     # The others come late, the victim waits: it must hear of it before they come.
     "ctrl-c, waiting": Fault(
         _interrupt, "timer", interrupts=True, peers_late=True, may_be_early=False, weight=0.5,
@@ -194,7 +205,10 @@ FAULTS: dict[str, Fault] = {
 
 
 class CtrlC:
-    """Raises KeyboardInterrupt inside `with`, once: later signals of the round change nothing."""
+    """Raises KeyboardInterrupt inside `with`, once: later signals of the round change nothing.
+
+    Of SIGINT, and of the timer's SIGALRM, which stands for it.
+    """
 
     def __init__(self) -> None:
         self._armed = self._pending = False
@@ -202,12 +216,13 @@ class CtrlC:
 
     def __enter__(self) -> CtrlC:
         self._armed = True
-        self._previous = signal.signal(signal.SIGINT, self._handle)
+        for number in (signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, self._handle)  # for good: a late one finds nothing armed
         return self
 
     def __exit__(self, *_: object) -> None:
         self._armed = False
-        signal.signal(signal.SIGINT, self._previous)
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _handle(self, _signal: int, _frame: object) -> None:
         if self._armed and self._held:

@@ -77,10 +77,9 @@ class Played:
 
 @dataclass(frozen=True)
 class Check:
-    """All are done: check yourself; then reduce once more with the survivors, as this rank."""
+    """All are done: check yourself; then reduce once more with these ranks, if they are several."""
 
-    rank: int
-    size: int
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)

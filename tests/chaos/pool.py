@@ -24,7 +24,7 @@ from chaos.messages import Ended, Hello, Quit
 from chaos.rounds import JOB_DEADLINE, JOB_HOSTS, Round
 
 _START = 60.0  # seconds until a process has said hello
-_EXIT = 15.0  # until one that was asked to leave has left: an interpreter with torch takes a while
+_EXIT = 30.0  # until one that was asked to leave has left: an interpreter with torch takes a while
 _TAIL = 6000  # characters of a log that a failure shows
 # Workers count their threads: OpenBLAS makes none, the core always as many.
 _ENVIRONMENT = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "CGX_THREADS": "2"}
@@ -48,10 +48,13 @@ class Worker:
         """Return how it ended, if that is known."""
         return self._starter.code(self.pid)
 
-    def quit(self, seconds: float) -> str:
-        """Have it leave its interpreter; return a complaint, or ""."""
+    def tell_to_quit(self) -> None:
         with contextlib.suppress(OSError):
             self.connection.send(Quit())
+
+    def quit(self, seconds: float) -> str:
+        """Have it leave its interpreter; return a complaint, or ""."""
+        self.tell_to_quit()
         gone = machine.wait_gone(self.pid, seconds)
         complaint = "" if gone else f"did not exit within {seconds:.1f} s"
         if not gone:
@@ -141,9 +144,7 @@ class Zygote:
         self._server = server
         token = server.expect(f"zygote-{framework}")
         command = [sys.executable, "-m", "chaos.zygote", server.address, token]
-        self.process = subprocess.Popen(
-            [*command, str(server.folder), framework], env=_ENVIRONMENT
-        )
+        self.process = subprocess.Popen([*command, str(server.folder), framework], env=_ENVIRONMENT)
         self._connection, _ = server.meet(token)
         self._codes: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -185,9 +186,7 @@ class Forked:
 
     def take(self, spec: Round) -> list[Worker]:
         idle = self._idle[spec.framework]
-        return [
-            idle.pop() if idle else self._zygotes[spec.framework].fork() for _ in spec.members
-        ]
+        return [idle.pop() if idle else self._zygotes[spec.framework].fork() for _ in spec.members]
 
     def give_back(self, spec: Round, workers: list[Worker], fate: Fate) -> list[str]:
         living = [worker for worker in workers if machine.alive(worker.pid)]
@@ -199,6 +198,9 @@ class Forked:
         return []
 
     def close(self) -> list[str]:
+        for idle in self._idle.values():
+            for worker in idle:
+                worker.tell_to_quit()  # all at once, then one after the other
         complaints = [
             f"worker {worker.pid} {complaint}"
             for idle in self._idle.values()
@@ -258,8 +260,7 @@ class Job:
         """Have all ranks leave; return complaints."""
         seconds = 2 * JOB_DEADLINE + _EXIT  # at exit each step has a deadline: docs/failures.md
         for worker in self.workers:
-            with contextlib.suppress(OSError):
-                worker.connection.send(Quit())
+            worker.tell_to_quit()
         complaints = []
         try:
             self.process.wait(seconds)

@@ -30,7 +30,9 @@ def table(results: Sequence[Result]) -> Table:
                 if result.spec.transport == transport and fault in (result.spec.fault, "all")
             ]
             if rounds:
-                shown.add_row(transport, fault, *_row(rounds), style="bold" if fault == "all" else "")
+                shown.add_row(
+                    transport, fault, *_row(rounds), style="bold" if fault == "all" else ""
+                )
     return shown
 
 
@@ -46,7 +48,11 @@ def _row(rounds: Sequence[Result]) -> list[str]:
     return [
         str(len(rounds)),
         str(sum(result.fault_at is not None for result in rounds)),
-        str(sum(FAULTS[result.spec.fault].kills and result.fault_at is not None for result in rounds)),
+        str(
+            sum(
+                FAULTS[result.spec.fault].kills and result.fault_at is not None for result in rounds
+            )
+        ),
         ", ".join(f"{name} {count}" for name, count in errors.most_common()) or "-",
         f"{statistics.median(delays):.2f}" if delays else "-",
         f"{delays[-1]:.2f}" if delays else "-",
@@ -71,5 +77,6 @@ def failure(result: Result) -> str:
         tail = [f"  {line}" for line in told.worker.tail().splitlines()[-40:] if line.strip()]
         lines += [f"  --- rank {rank}, process {told.worker.pid} ---", *tail] if tail else []
     spec = result.spec
-    lines.append(f"  again: make chaos TRANSPORT={spec.transport} SEED={spec.seed} ROUNDS=1")
+    again = f'TRANSPORT={spec.transport} SEED={spec.seed} ROUNDS=1 FAULT="{spec.fault}"'
+    lines.append(f"  again: make chaos {again}")
     return "\n".join(lines)

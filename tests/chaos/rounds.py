@@ -81,10 +81,11 @@ def make_round(transport: str, seed: int, only_fault: str | None = None) -> Roun
     rng = random.Random(f"{transport} {seed}")
     size = rng.choice((3, 3, 4)) if transport == "hybrid" else rng.choice((2, 2, 3, 4))
     members = range(size) if transport == "shm" else sorted(rng.sample(range(4), size))
-    traffic = rng.choices(list(KINDS), [kind.weight for kind in KINDS.values()])[0]
     name = rng.choices(list(FAULTS), [fault.weight for fault in FAULTS.values()])[0]
     name = only_fault or name
     fault = FAULTS[name]
+    fitting = {key: kind for key, kind in KINDS.items() if kind.starts or fault.how != "started"}
+    traffic = rng.choices(list(fitting), [kind.weight for kind in fitting.values()])[0]
     deadline = fault.deadline or rng.choice((1.0, 1.0, 1.5, 2.0))
     # MPI_Comm_create_group has no deadline when a member dies in it: docs/failures.md.
     early = fault.may_be_early and rng.random() < 0.3 and (transport == "shm" or not fault.kills)

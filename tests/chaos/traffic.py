@@ -52,6 +52,7 @@ _LARGE = (
     Case(1 << 19, 8, 512, rounding="nearest", algorithm="ring"),
     Case(1 << 19, 32, rounding="nearest", algorithm="one_shot"),
 )
+_EXACT = (Case(200_000, 32, rounding="nearest"), Case(200_000, 32, rounding="nearest", op="avg"))
 # What the bindings and the check at the end of a round call.
 _PLAIN = (
     Case(100, 4, 64, rounding="nearest"),
@@ -61,14 +62,19 @@ _PLAIN = (
 )
 USABLE = _PLAIN[2]
 LARGEST = _LARGE[0]
+SIZES = sorted({case.size for case in (*_SMALL, *_EXACT, *_LARGE)})
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of the table. framework: what a worker must have imported for it."""
+    """A row of the table.
+
+    starts: it has steps between starting and waiting; framework: what a worker must have imported.
+    """
 
     run: Callable[[Member, random.Random], None]
     weight: float
+    starts: bool = False
     framework: str = "numpy"
 
 
@@ -87,13 +93,22 @@ def _inputs(case: Case, rank: int, size: int) -> Any:
     return collective_cases.inputs(case, rank, size)
 
 
-def call(case: Case, comm: Communicator, *, asynchronous: bool = False, **options: Any) -> Any:
-    """Call the library; the input is a copy that nobody else holds."""
+def prepare(
+    case: Case, comm: Communicator, *, asynchronous: bool = False, **options: Any
+) -> Callable[[], Any]:
+    """Return a call of the library; its input is a copy that nobody else holds."""
     segments = [Segment(o, n, bits=b, bucket_size=k) for o, n, b, k in case.segments] or None
     function = getattr(comm, case.verb + ("_async" if asynchronous else ""))
-    op = () if case.verb == "all_gather" else (case.op,)
-    x = _inputs(case, comm.rank, comm.size).copy()
-    return function(x, *op, config=config_of(case), segments=segments, **options)
+    arguments = [_inputs(case, comm.rank, comm.size).copy()]
+    if case.verb != "all_gather":
+        arguments.append(case.op)
+    return lambda: function(
+        arguments.pop(0), *arguments, config=config_of(case), segments=segments, **options
+    )
+
+
+def call(case: Case, comm: Communicator, **options: Any) -> Any:
+    return prepare(case, comm, **options)()
 
 
 # ---- numpy ---------------------------------------------------------------------------------------
@@ -110,17 +125,15 @@ def _started(member: Member, rng: random.Random, cases: tuple[Case, ...], count:
     chosen = [case for case in rng.choices(cases, k=count) if case.verb == "allreduce"]
     order = rng.sample(range(len(chosen)), len(chosen))
     names = [f"{number}" if rng.random() < 0.5 else "" for number in range(len(chosen))]
-    requests = {}
+    starts = [
+        prepare(case, member.comm, asynchronous=True, name=name, timeout=member.timeout)
+        for case, name in zip(chosen, names, strict=True)
+    ]
     member.step()
-    begins = {}
-    for number, case in enumerate(chosen):
+    requests, begins = {}, {}
+    for number, start in enumerate(starts):
         begins[number] = member.clock()
-        requests[number] = member.attempt(
-            None,
-            lambda case=case, number=number: call(
-                case, member.comm, asynchronous=True, name=names[number], timeout=member.timeout
-            ),
-        )
+        requests[number] = member.attempt(None, start)
         if number == 0:
             member.step(started=True)
     for number in order:
@@ -129,6 +142,10 @@ def _started(member: Member, rng: random.Random, cases: tuple[Case, ...], count:
 
 def _asynchronous(member: Member, rng: random.Random) -> None:
     _started(member, rng, _SMALL, 8)
+
+
+def _exact(member: Member, rng: random.Random) -> None:
+    _started(member, rng, _EXACT, 6)
 
 
 def _large(member: Member, rng: random.Random) -> None:
@@ -151,9 +168,9 @@ def _threads(member: Member, rng: random.Random) -> None:
                 return
 
     threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(3)]
-    member.threads += threads
     for thread in threads:
         thread.start()
+        member.threads.append(thread)
     member.step(started=True)
     for thread in threads:
         thread.join()
@@ -171,6 +188,7 @@ def _groups(member: Member, rng: random.Random) -> None:
         color = int(member.rank in ranks)
         if not split and not color:
             continue
+        member.names.append(name)
         if split:
             group = member.attempt(
                 None, lambda name=name, color=color: member.comm.split(color, name=name)
@@ -180,7 +198,6 @@ def _groups(member: Member, rng: random.Random) -> None:
             group = member.attempt(
                 None, lambda name=name, ranks=ranks: member.comm.group(ranks, name=name)
             )
-        member.closing.append(group)
         member.step(started=True)
         member.attempt(
             case, lambda case=case, group=group: call(case, group, timeout=member.timeout),
@@ -257,6 +274,7 @@ def _torch_backend(member: Member, rng: random.Random) -> None:
             dist.destroy_process_group()
 
 
+_COMPILE = 30.0  # seconds that XLA may take: it waits for nobody
 # ---- JAX -----------------------------------------------------------------------------------------
 
 
@@ -272,19 +290,23 @@ def _jax(member: Member, rng: random.Random) -> None:
             return allreduce_q(x, member.comm, bits=case.bits, bucket_size=case.bucket_size)
 
         member.step()
-        compiled = jax.jit(reduce) if rng.random() < 0.5 else reduce
+        compiled = member.attempt(
+            None, lambda reduce=reduce, x=x: jax.jit(reduce).lower(x).compile(), deadline=_COMPILE
+        )
+        member.step()
         member.attempt(case, lambda compiled=compiled, x=x: np.asarray(compiled(x)))
 
 
 KINDS: dict[str, Kind] = {
     "calls in order": Kind(_in_order, 3),
-    "asynchronous": Kind(_asynchronous, 4),
-    "large": Kind(_large, 3),
-    "threads": Kind(_threads, 2),
-    "groups": Kind(_groups, 3),
-    "torch operators": Kind(_torch_operators, 0.6, "torch"),
-    "torch backend": Kind(_torch_backend, 0.6, "torch"),
-    "jax": Kind(_jax, 0.6, "jax"),
+    "asynchronous": Kind(_asynchronous, 4, starts=True),
+    "exact": Kind(_exact, 2, starts=True),
+    "large": Kind(_large, 4, starts=True),
+    "threads": Kind(_threads, 2, starts=True),
+    "groups": Kind(_groups, 3, starts=True),
+    "torch operators": Kind(_torch_operators, 0.6, framework="torch"),
+    "torch backend": Kind(_torch_backend, 0.6, starts=True, framework="torch"),
+    "jax": Kind(_jax, 0.6, framework="jax"),
 }
 
 

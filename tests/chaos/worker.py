@@ -1,6 +1,6 @@
 """A rank: plays rounds that the referee gives it, then checks its own process.
 
-    python -m chaos.worker ADDRESS TOKEN FOLDER FRAMEWORK HOSTS      under mpirun; else see zygote.py
+    python -m chaos.worker ADDRESS TOKEN FOLDER FRAMEWORK HOSTS     under mpirun; see also zygote.py
 
 Phases of a round: make the communicator; traffic, until it ends or an error comes; close; tell.
 When all ranks have told: check this process, reduce once more, tell again.
@@ -25,14 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from chaos import faults, machine, traffic
-from chaos.faults import FAULTS
-from chaos.messages import Check, Checked, Gather, Hello, Outcome, Play, Played, Quit
-from chaos.rounds import Round
 from collective_cases import Case
 
 import cgx_ops
-from cgx_ops import CgxError, Communicator
+from cgx_ops import CgxError, Communicator, NotFound
+from chaos import faults, machine, traffic
+from chaos.faults import FAULTS
+from chaos.messages import Check, Checked, Gather, Hello, Outcome, Play, Played, Quit
 
 FRAMEWORKS = {"numpy": [], "torch": ["torch", "cgx_ops.torch"], "jax": ["jax", "cgx_ops.jax"]}
 USABLE_TIMEOUT = 10.0  # seconds; of the check that a process can still reduce
@@ -44,6 +43,7 @@ def load(framework: str) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
     for module in FRAMEWORKS[framework]:
         importlib.import_module(module)
+    gc.freeze()  # what is imported is never garbage: rounds collect often, torch has much
 
 
 class Failed(Exception):
@@ -67,7 +67,7 @@ class Member:
         self._connection, self._base, self._notes = connection, base, notes
         self._ctrl_c = faults.CtrlC()
         self._comm: Communicator | None = None
-        self.closing: list[Communicator] = []
+        self.names: list[str] = []  # of the communicators that the round makes
         self.survivors: Communicator | None = None
         self.outcomes: list[Outcome] = []
         self.children: list[int] = []
@@ -103,28 +103,29 @@ class Member:
         if self.round.early:
             faults.arm(self)
         self._comm = self.attempt(None, lambda: self._group(range(self.size), ""), making=True)
-        assert self._comm.transport == self._expected_transport(), self._comm.transport
+        assert self.comm.transport == self._expected_transport(), self.comm.transport
         if not self.round.early:
             faults.arm(self)
 
-    def again(self, rank: int, size: int) -> Communicator:
-        """Return a new communicator of those that live, as this rank of it."""
+    def again(self, ranks: tuple[int, ...]) -> Communicator:
+        """Return a new communicator of those that live."""
         if self.survivors is not None:
             return self.survivors
         if self._base is None:
-            return self._create(rank, size, f"{self.name} again", USABLE_TIMEOUT)
+            place = ranks.index(self.rank)
+            return self._create(place, len(ranks), f"{self.name} again", USABLE_TIMEOUT)
         return self._group(range(self.size), "again")
 
     def _group(self, ranks: Any, suffix: str) -> Communicator:
         name = f"{self.name} {suffix}"
+        if suffix != "rest":
+            self.names.append(name)
         if self._base is None:
             return self._create(self.rank, self.size, name, self.timeout)
         return self._base.group([self.round.members[rank] for rank in ranks], name=name)
 
     def _create(self, rank: int, size: int, name: str, timeout: float) -> Communicator:
-        return Communicator.create(
-            rank, size, self._gather, name, transport="SHM", timeout=timeout
-        )
+        return Communicator.create(rank, size, self._gather, name, transport="SHM", timeout=timeout)
 
     def _gather(self, blob: bytes) -> list[bytes]:
         with self._ctrl_c.held():
@@ -170,6 +171,7 @@ class Member:
         begin: float | None = None,
         ranks: tuple[int, ...] | None = None,
         local: int = 0,
+        deadline: float | None = None,
         making: bool = False,
     ) -> Any:
         """Call, and note what came of it.
@@ -180,6 +182,7 @@ class Member:
             begin: when its deadline began; None: now.
             ranks: those of the round that take part; None: all.
             local: so many ranks inside this process take part instead, this one as rank 0.
+            deadline: seconds that are allowed; None: the round's.
             making: it makes a communicator.
 
         Raises:
@@ -203,7 +206,7 @@ class Member:
                 what=f"pass {self.passes} step {self.steps}: {_brief(case)}",
                 begin=begin,
                 end=end,
-                deadline=self.timeout,
+                deadline=deadline or self.timeout,
                 case=case,
                 size=local or len(ranks),
                 hosts=hosts and tuple(hosts[rank] for rank in ranks),
@@ -261,7 +264,8 @@ class Member:
         try:
             with self._ctrl_c:
                 self.make()
-                for self.passes in range(self.round.passes):
+                for number in range(self.round.passes):
+                    self.passes = number
                     rng = random.Random(f"{self.round.seed} {self.passes}")
                     traffic.KINDS[self.round.traffic].run(self, rng)
         except KeyboardInterrupt:
@@ -272,20 +276,20 @@ class Member:
             if not (self.is_victim and self.fault.starves):
                 raise
         self.over = True
-        # What the library may still write to, the interrupt has freed: take that memory.
-        sizes = (50_000, 1 << 19, 1 << 20) if interrupted else ()
+        gc.collect()  # exceptions refer to frames, frames to arrays and requests
+        # If the library still writes to arrays that the interrupt has freed: take that memory.
+        sizes = traffic.SIZES if interrupted else ()
         canaries = [np.full(size, 7, np.float32) for size in sizes for _ in range(8)]
-        time.sleep(0.1 if interrupted else 0)
-        for comm in [*self.closing, *([self._comm] if self._comm else [])]:
-            with contextlib.suppress(Failed):
-                self.attempt(None, comm.close)
+        time.sleep(self.round.lasts + 0.1 if interrupted else 0)
+        for name in self.names:  # by name: an interrupt may have come before there was an object
+            with contextlib.suppress(Failed, NotFound):
+                self.attempt(None, Communicator.find(name).close)
         faults.restore_limits()
         for thread in (*self.timers, *self.threads):
             thread.join(self.round.deadline + USABLE_TIMEOUT)
         overwritten = sum(int((canary != 7).sum()) for canary in canaries)
         if overwritten:
             self.complaints.append(f"{overwritten} elements of unrelated arrays were overwritten")
-        gc.collect()  # exceptions refer to frames, frames to requests
 
 
 def _brief(case: Case | None) -> str:
@@ -307,12 +311,18 @@ class Resources:
 
     def more_than(self, before: Resources) -> str:
         """Say what there is more of; "" if nothing."""
-        if len(self.descriptors) > len(before.descriptors):
-            new = list(self.descriptors)
-            for each in before.descriptors:
+        # gloo keeps some of an interrupted group; what is this library's has these names.
+        if {"torch", "jax"} & set(sys.modules):
+            of_core = [each for each in self.descriptors if "cgx" in each or "pidfd" in each]
+            had = [each for each in before.descriptors if "cgx" in each or "pidfd" in each]
+        else:
+            of_core, had = self.descriptors, before.descriptors
+        if len(of_core) > len(had):
+            new = list(of_core)
+            for each in had:
                 with contextlib.suppress(ValueError):
                     new.remove(each)
-            return f"{len(self.descriptors)} descriptors, {len(before.descriptors)} before: {new}"
+            return f"{len(of_core)} descriptors, {len(had)} before: {new}"
         # The core makes its pool once; frameworks have pools that grow.
         pool = int(os.environ["CGX_THREADS"]) - 1
         if self.threads > before.threads + pool and not {"torch", "jax"} & set(sys.modules):
@@ -321,13 +331,12 @@ class Resources:
 
 
 class ForeignFiles:
-    """Files that take the numbers of descriptors that the library has closed: empty, or of ones."""
+    """Files that take the numbers of descriptors that the library has closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         self._files = [os.memfd_create(f"foreign {number}") for number in range(32)]
-        for number, file in enumerate(self._files):
-            if number % 2:
-                os.ftruncate(file, 8 << 20)
+        for file in self._files:
+            os.ftruncate(file, size)
 
     def close(self) -> None:
         for file in self._files:
@@ -349,14 +358,14 @@ def check(member: Member, message: Check) -> None:
             member.attempt(traffic.USABLE, request.wait, local=2)
     for comm in pair:
         comm.close()
-    if message.size < 2:
+    if len(message.ranks) < 2:
         return
     with contextlib.suppress(Failed):
-        again = member.attempt(None, lambda: member.again(message.rank, message.size), making=True)
+        again = member.attempt(None, lambda: member.again(message.ranks), making=True)
         member.attempt(
             traffic.USABLE,
             lambda: traffic.call(traffic.USABLE, again, timeout=USABLE_TIMEOUT),
-            ranks=member.round.survivors,
+            ranks=message.ranks,
         )
         member.attempt(None, again.close)
 
@@ -388,7 +397,8 @@ def play(connection: Connection, message: Play, base: Communicator | None, notes
     member = Member(message, connection, base, notes)
     member.play()
     failed = any(outcome.error for outcome in member.outcomes)
-    foreign = ForeignFiles() if failed else None
+    # A peer that still read them would die of an empty one, and get wrong values from another.
+    foreign = ForeignFiles((8 << 20) if message.round.amount else 0) if failed else None
     closed = base is not None and base.closed
     connection.send(Played(member.outcomes, closed))
     while not isinstance(answer := connection.recv(), Check):

@@ -1,0 +1,136 @@
+"""`python -m soak`: every load over every transport, then a table; status 1 if anything grew."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import launch
+from rich.console import Console
+from rich.table import Table
+
+from soak.loads import BATCHES, LOADS, WINDOWS, count
+
+# Ranks and environment of each transport. thread: in one process.
+TRANSPORTS: dict[str, tuple[int, str, dict[str, str]]] = {
+    "thread": (1, "", {}),
+    "shm": (2, "", {"COMMUNICATOR_TYPE": "SHM"}),
+    "mpi": (2, "", {"COMMUNICATOR_TYPE": "MPI"}),
+    "hybrid": (3, "a,a,b", {}),
+}
+WARM_UP = 0.3  # of the windows: pools, caches and compilers fill there
+# The allocator keeps and returns pages as it likes, by some MiB; a leak of 8 bytes a call would be
+# 5 MiB in a million. Times are the fastest of ten batches in each window, medians of the first and
+# the last third after the warm-up: a machine that others use changes them by half. Batches that are
+# shorter than a scheduler's slice say nothing and are not compared.
+MEMORY_KIB, TIME_RATIO, SHORTEST_BATCH = 4096, 1.5, 0.005
+FEWEST = 400  # calls of a trial
+SECONDS = 2400.0  # of one launch, at most: a stuck one is killed
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of a load: the most of any rank. failures: in words."""
+
+    transport: str
+    load: str
+    calls: int
+    grown: int
+    descriptors: int
+    threads: int
+    first: float
+    last: float
+    seconds: float
+    failures: list[str]
+
+
+def soak(transport: str, load: str, calls: int) -> Row:
+    """Run a load and compare."""
+    ranks, hosts, environment = TRANSPORTS[transport]
+    environment = {
+        **environment,
+        "PYTHONPATH": f"{Path(launch.__file__).parent}:{Path(launch.__file__).parent.parent}",
+        "JAX_PLATFORMS": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    arguments = ("run_soak.py", load, calls, 2 if transport == "thread" else 0)
+    begin = time.monotonic()
+    start = launch.processes if transport == "thread" else launch.mpirun
+    options: dict[str, Any] = {} if transport == "thread" else {"hosts": hosts}
+    try:
+        outputs = start(ranks, *arguments, env=environment, timeout=SECONDS, **options)
+    except AssertionError as error:
+        seconds = time.monotonic() - begin
+        return Row(transport, load, calls, 0, 0, 0, 0, 0, seconds, [str(error)[-2000:]])
+    told = [json.loads(output.splitlines()[-1]) for output in outputs]
+    failures = [f"over {each['transport']}" for each in told if each["transport"] != transport]
+    grown = descriptors = threads = 0
+    first = last = 0.0
+    for each in told:
+        windows = each["windows"][int(WARM_UP * len(each["windows"])) :]
+        grown = max(grown, windows[-1]["resident"] - windows[0]["resident"])
+        descriptors = max(descriptors, windows[-1]["descriptors"] - windows[0]["descriptors"])
+        threads = max(threads, windows[-1]["threads"] - windows[0]["threads"])
+        third = len(windows) // 3
+        first = max(first, statistics.median(w["seconds"] for w in windows[:third]))
+        last = max(last, statistics.median(w["seconds"] for w in windows[-third:]))
+    if grown > MEMORY_KIB:
+        failures.append(f"memory grew by {grown} KiB, {grown * 1024 / calls:.0f} bytes a call")
+    if descriptors > 0 or threads > 0:
+        failures.append(f"{descriptors} descriptors and {threads} threads more")
+    batch = calls / (WINDOWS * BATCHES) * first
+    if batch > SHORTEST_BATCH and last > TIME_RATIO * first:
+        failures.append(f"a call took {last / first:.2f} times as long at the end")
+    seconds = time.monotonic() - begin
+    return Row(transport, load, calls, grown, descriptors, threads, first, last, seconds, failures)
+
+
+def show(rows: list[Row]) -> None:
+    table = Table(title="soak: after the warm-up, until the end")
+    for column in ("transport", "load"):
+        table.add_column(column)
+    for column in (
+        "calls", "memory KiB", "descriptors", "threads", "us a call, first", "last", "s", "failed",
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row.transport, row.load, f"{row.calls:,}", f"{row.grown:+}", f"{row.descriptors:+}",
+            f"{row.threads:+}", f"{row.first * 1e6:.1f}", f"{row.last * 1e6:.1f}",
+            f"{row.seconds:.0f}", "yes" if row.failures else "",
+        )  # fmt: skip
+    Console(width=130).print(table)
+    print(f"Allowed: {MEMORY_KIB} KiB, no descriptor, no thread, {TIME_RATIO} times as long a call")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="soak", description=__doc__)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of calls")
+    parser.add_argument("--transport", choices=TRANSPORTS, action="append")
+    parser.add_argument("--load", choices=LOADS, action="append")
+    options = parser.parse_args()
+    rows = []
+    for transport in options.transport or TRANSPORTS:
+        for load in options.load or LOADS:
+            calls = count(load, transport)
+            if not calls:
+                continue
+            calls = max(min(FEWEST, calls), int(calls * options.scale))
+            row = soak(transport, load, calls)
+            print(f"{transport}, {load}: {calls} in {row.seconds:.0f} s", flush=True)
+            for failure in row.failures:
+                print(f"FAILED {transport}, {load}: {failure}", flush=True)
+            rows.append(row)
+    show(rows)
+    return int(any(row.failures for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""The loads: what a rank repeats. Each makes a step, which takes the number of the call.
+
+A step returns a value that is the same in every call, so that a wrong one is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cgx_ops import Communicator, Config
+
+Step = Callable[[int], Any]
+WINDOWS, BATCHES = 20, 10  # a run is measured so often, and timed so often in each window
+
+_CONFIG = Config(bits=4, rounding="nearest")
+
+
+@dataclass(frozen=True)
+class Load:
+    """A row of the table.
+
+    Attributes:
+        make: returns the step of a communicator's rank.
+        counts: steps at scale 1, by transport; "": of those that are not listed, 0: none.
+    """
+
+    make: Callable[[Communicator], Step]
+    counts: dict[str, int]
+
+
+def _allreduce(numel: int) -> Callable[[Communicator], Step]:
+    def make(comm: Communicator) -> Step:
+        x = np.linspace(comm.rank, 1, numel, dtype=np.float32)
+        out = np.empty_like(x)
+        return lambda _: comm.allreduce(x, "sum", _CONFIG, out=out)[0]
+
+    return make
+
+
+def _new_names(comm: Communicator) -> Step:
+    x = np.ones(100, np.float32)
+    return lambda number: comm.allreduce(x, "sum", _CONFIG, name=f"call {number}")[0]
+
+
+def _started(comm: Communicator) -> Step:
+    """Eight in flight; of every eighth call nobody takes the result."""
+    xs = [np.full(5000, comm.rank + 1, np.float32) for _ in range(8)]
+
+    def step(number: int) -> Any:
+        requests = [comm.allreduce_async(x, "sum", _CONFIG) for x in xs]
+        if number % 8 == 0:
+            requests.pop()
+        return sum(request.wait()[0] for request in requests[:7])
+
+    return step
+
+
+def _groups(comm: Communicator) -> Step:
+    x = np.ones(100, np.float32)
+
+    def step(number: int) -> Any:
+        with comm.group(range(comm.size), name=f"group {number}") as group:
+            return group.allreduce(x, "sum", _CONFIG)[0]
+
+    return step
+
+
+def _compiled(comm: Communicator) -> Step:
+    import torch
+
+    import cgx_ops.torch  # noqa: F401
+
+    operators: Any = torch.ops.cgx
+    name = comm.name
+
+    @torch.compile
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = operators.quantized_allreduce(x * 2, group_name=name, rounding="nearest")
+        return y + 1
+
+    x = torch.full((2000,), float(comm.rank))
+    return lambda _: function(x)[0].item()
+
+
+def _jitted(comm: Communicator) -> Step:
+    import jax
+
+    from cgx_ops.jax import allreduce_q
+
+    function = jax.jit(lambda x: allreduce_q(x * 2, comm) + 1)
+    x = jax.numpy.full((2000,), float(comm.rank))
+    return lambda _: float(function(x)[0])
+
+
+# Over threads torch and JAX would share one interpreter's state among ranks: their loops are left
+# to processes. MPI has 65,530 communicators: a job that makes more shows that they are freed.
+LOADS: dict[str, Load] = {
+    "small": Load(_allreduce(100), {"": 1_000_000}),
+    "large": Load(_allreduce(1 << 18), {"": 10_000}),
+    "in flight": Load(_started, {"": 50_000}),
+    "new names": Load(_new_names, {"": 200_000}),
+    "groups": Load(_groups, {"": 10_000, "mpi": 70_000}),
+    "torch.compile": Load(_compiled, {"": 0, "shm": 20_000, "mpi": 20_000}),
+    "jit": Load(_jitted, {"": 0, "shm": 20_000, "mpi": 20_000}),
+}
+
+
+def count(load: str, transport: str) -> int:
+    """Return the steps of a load over a transport at scale 1."""
+    counts = LOADS[load].counts
+    return counts.get(transport, counts[""])
