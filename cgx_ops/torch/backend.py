@@ -277,7 +277,7 @@ def _store_allgather(
         store.set(keys[rank], mine.hex())
         try:
             store.wait(keys, timeout)
-        except dist.DistError as error:
+        except RuntimeError as error:  # a FileStore raises no DistError
             late = [peer for peer, key in enumerate(keys) if not store.check([key])]
             raise dist.DistBackendError(
                 f"the backend cgx, group '{name}': rank {rank} waited "

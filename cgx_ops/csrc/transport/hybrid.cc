@@ -18,11 +18,6 @@ class HybridTransport : public Transport {
                   std::vector<bool> is_near)
       : near_(std::move(near)), far_(std::move(far)), is_near_(std::move(is_near)) {}
 
-  // MPI may still read what it was to send when this rank failed, so the memory stays.
-  ~HybridTransport() override {
-    if (gave_up_) static_cast<void>(near_.release());
-  }
-
   const char* name() const override { return "hybrid"; }
 
   BufferRef allocate(size_t bytes) override { return near_->allocate(bytes); }
@@ -47,7 +42,6 @@ class HybridTransport : public Transport {
   bool flushed() const override { return near_->flushed() && far_->flushed(); }
   bool drained() const override { return near_->drained() && far_->drained(); }
   void leave(bool graceful, const std::string& reason) override {
-    gave_up_ = !graceful;
     near_->leave(graceful, reason);
     far_->leave(graceful, reason);
   }
@@ -78,7 +72,6 @@ class HybridTransport : public Transport {
 
   std::unique_ptr<Transport> near_, far_;
   const std::vector<bool> is_near_;  // by rank
-  bool gave_up_ = false;
 };
 
 class HybridConnector : public Connector {

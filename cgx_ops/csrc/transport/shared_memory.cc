@@ -57,7 +57,7 @@ std::unique_ptr<Transport> SharedMemoryConnector::connect(const std::vector<Byte
   }
   store_->meet(peers);
   return std::make_unique<SharedMemoryTransport>(name_, rank_, controls, std::move(store_),
-                                                 control_.data);
+                                                 control_.memory);
 }
 
 Buffer BufferPool::take(size_t bytes) {
@@ -67,10 +67,10 @@ Buffer BufferPool::take(size_t bytes) {
     const size_t count = capacity <= kLargestSharedBlock ? kBlocksPerSegment : 1;
     const size_t stride = kHeadroom + capacity;
     const auto segment = store_->create(count * stride);
-    segment_bytes_[segment.id] = segment.bytes;
+    segments_[segment.id] = segment;
     for (size_t i = count; i-- > 0;) {  // the lowest address is taken first
       const size_t offset = i * stride + kHeadroom;
-      free.push_back({segment.data + offset, capacity, segment.id, offset});
+      free.push_back({segment.memory.get() + offset, capacity, segment.id, offset});
     }
   }
   Buffer buffer = free.back();
@@ -81,12 +81,13 @@ Buffer BufferPool::take(size_t bytes) {
 SharedMemoryTransport::SharedMemoryTransport(const char* name, int rank,
                                              const std::vector<uint64_t>& control_ids,
                                              std::unique_ptr<SegmentStore> store,
-                                             std::byte* own_control)
+                                             std::shared_ptr<std::byte> own_control)
     : name_(name),
       rank_(rank),
       store_(std::move(store)),
       pool_(std::make_shared<BufferPool>(store_.get())),
-      own_(reinterpret_cast<ControlSegment*>(own_control)),
+      own_memory_(std::move(own_control)),
+      own_(reinterpret_cast<ControlSegment*>(own_memory_.get())),
       peers_(control_ids.size()) {
   using Access = SegmentStore::Access;
   const int size = static_cast<int>(control_ids.size());
@@ -100,7 +101,8 @@ SharedMemoryTransport::SharedMemoryTransport(const char* name, int rank,
 }
 
 BufferRef SharedMemoryTransport::allocate(size_t bytes) {
-  // The pool outlives the buffers that collectives still hold when the transport goes.
+  // The pool, and its memory, outlive the buffers that collectives, or MPI (hybrid), still hold when
+  // the transport goes.
   return {new Buffer(pool_->take(bytes)), [pool = pool_](Buffer* buffer) {
             pool->give_back(*buffer);
             delete buffer;

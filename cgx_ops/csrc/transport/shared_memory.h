@@ -43,13 +43,14 @@ struct LocalOffer {
 class SegmentStore {
  public:
   struct Segment {
-    std::byte* data = nullptr;
+    std::shared_ptr<std::byte> memory;  // there for as long as anybody keeps it
     size_t bytes = 0;
     uint64_t id = 0;
   };
   enum class Access { kRead, kWrite };
   virtual ~SegmentStore() = default;
-  // Zeroed memory that peers can map by its id; freed with the store. Throws Error(CGX_SYSTEM).
+  // Zeroed memory that peers can map by its id, while the store is there. Throws
+  // Error(CGX_SYSTEM).
   virtual Segment create(size_t bytes) = 0;
   // A peer's segment in this process. Throws Error: CGX_PEER_FAILED if it is not there, or is
   // something else; CGX_SYSTEM if this process is short of something.
@@ -93,12 +94,12 @@ class BufferPool {
   explicit BufferPool(SegmentStore* store) : store_(store) {}
   Buffer take(size_t bytes);
   void give_back(const Buffer& buffer) { free_[buffer.capacity].push_back(buffer); }
-  size_t segment_bytes(uint64_t segment) const { return segment_bytes_.at(segment); }
+  size_t segment_bytes(uint64_t segment) const { return segments_.at(segment).bytes; }
 
  private:
   SegmentStore* store_;
   std::unordered_map<size_t, std::vector<Buffer>> free_;  // by capacity
-  std::unordered_map<uint64_t, size_t> segment_bytes_;
+  std::unordered_map<uint64_t, SegmentStore::Segment> segments_;  // by id
 };
 
 // The first thing in a rank's control segment; `size` inbox rings follow.
@@ -116,7 +117,8 @@ class SharedMemoryTransport : public Transport, private Arrival::Release {
  public:
   // control_ids[r] is rank r's control segment; 0: out of reach, nothing is sent there.
   SharedMemoryTransport(const char* name, int rank, const std::vector<uint64_t>& control_ids,
-                        std::unique_ptr<SegmentStore> store, std::byte* own_control);
+                        std::unique_ptr<SegmentStore> store,
+                        std::shared_ptr<std::byte> own_control);
 
   const char* name() const override { return name_; }
   BufferRef allocate(size_t bytes) override;
@@ -161,7 +163,8 @@ class SharedMemoryTransport : public Transport, private Arrival::Release {
   const int rank_;
   std::unique_ptr<SegmentStore> store_;
   std::shared_ptr<BufferPool> pool_;
-  ControlSegment* own_;
+  const std::shared_ptr<std::byte> own_memory_;
+  ControlSegment* const own_;
   std::vector<Peer> peers_;
   std::unordered_map<uint64_t, Outstanding> outstanding_;
   uint64_t next_token_ = 0;

@@ -75,8 +75,9 @@ class MemoryFileStore : public SegmentStore {
     if (ftruncate(fd_.get(), static_cast<off_t>(end)) < 0)
       fail_short(join("cannot make ", bytes, " bytes of shared memory"), errno);
     bytes_ = end;
-    own_.push_back(std::make_unique<Mapping>(fd_.get(), begin, bytes, PROT_READ | PROT_WRITE));
-    return {own_.back()->data(), bytes, id_of(begin)};
+    const auto mapping =
+        std::make_shared<Mapping>(fd_.get(), begin, bytes, PROT_READ | PROT_WRITE);
+    return {{mapping, mapping->data()}, bytes, id_of(begin)};
   }
 
   std::byte* map(int owner, uint64_t id, size_t bytes, Access access) override {
@@ -143,7 +144,6 @@ class MemoryFileStore : public SegmentStore {
   const FileDescriptor fd_;
   MemoryFile file_;
   size_t bytes_ = 0;  // of the file
-  std::vector<std::unique_ptr<Mapping>> own_;
   std::vector<Peer> peers_;
 };
 

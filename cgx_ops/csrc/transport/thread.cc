@@ -50,7 +50,7 @@ class ThreadStore : public SegmentStore {
     const uint64_t id = segments.next++;
     segments.live[id] = {block.memory, bytes};
     held_[id] = block;
-    return {block.memory.get(), bytes, id};
+    return {block.memory, bytes, id};
   }
 
   std::byte* map(int owner, uint64_t id, size_t bytes, Access) override {
