@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch_cases as tc
 from torch import nn
 from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch
@@ -406,7 +407,7 @@ def resumes_in_place() -> None:
         (project.save if save else project.load)(folder)
 
     def by_dcp(state: Any, folder: str, save: bool) -> None:
-        (dcp.save if save else dcp.load)({"cgx": state}, checkpoint_id=f"{folder}/dcp")
+        (dcp_save if save else dcp_load)({"cgx": state}, checkpoint_id=f"{folder}/dcp")
 
     for checkpoint in (by_torch, by_dcp):
         names: list[Any] = [tempfile.mkdtemp() if RANK == 0 else None]
@@ -576,12 +577,16 @@ def _chain(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future
     values = bucket.buffer().div_(dist.get_world_size(group))
     half = values.numel() // 2
 
+    def reduce(part: torch.Tensor) -> torch.futures.Future[Any]:
+        work: Any = dist.all_reduce(part, group=group, async_op=True)
+        return work.get_future()
+
     def second(first: Any) -> torch.Tensor:
         first.value()
-        dist.all_reduce(values[half:], group=group, async_op=True).get_future().wait()
+        reduce(values[half:]).wait()
         return values
 
-    return dist.all_reduce(values[:half], group=group, async_op=True).get_future().then(second)
+    return reduce(values[:half]).then(second)
 
 
 def _trained_by(hook: Callable[[], tuple[Any, Any]], group: Any, steps: int) -> nn.Module:
@@ -606,9 +611,9 @@ def hooks_that_chain_collectives_do_not_race() -> None:
 
     for hook, steps in ((chain, 20), (low_rank, 20)):
         current = exact
-        want = dict(_trained_by(hook, current, steps).named_parameters())
+        want = _trained_by(hook, current, steps).state_dict()
         current = compressing
-        same(dict(_trained_by(hook, current, steps).named_parameters()), want, hook)
+        same(_trained_by(hook, current, steps).state_dict(), want, hook)
         with cgx_ops.torch.compressed(NEAREST):  # asked for: in its callbacks as well
             module = _trained_by(hook, current, steps)
         identical_on_all_ranks(dict(module.named_parameters()))
@@ -623,7 +628,7 @@ def callbacks_are_where_their_collective_was_started() -> None:
         """Reduce x, and once more in a callback; return the bytes that each of the two sent."""
         sent = [comm.bytes_sent]
         dist.barrier()
-        work = dist.all_reduce(x, group=group, async_op=True)
+        work: Any = dist.all_reduce(x, group=group, async_op=True)
 
         def again(first: Any) -> None:
             first.value()
