@@ -3,13 +3,12 @@
 Arguments: rank, size, a folder that serves as the store (a file is a value).
 """
 
-import itertools
 import sys
-import time
 from pathlib import Path
 
 import mpi4py
 import numpy as np
+from file_store import allgather_by_files
 
 from cgx_ops import Communicator, Config
 
@@ -17,23 +16,7 @@ mpi4py.rc.initialize = False
 from mpi4py import MPI  # noqa: E402
 
 rank, size, store = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-steps = itertools.count()
-
-
-def allgather(blob: bytes) -> list[bytes]:
-    step, deadline = next(steps), time.monotonic() + 30
-    partial = store / f"partial {rank}"
-    partial.write_bytes(blob)
-    partial.rename(store / f"{step} {rank}")
-    blobs = []
-    for peer in range(size):
-        while not (store / f"{step} {peer}").exists():
-            assert time.monotonic() < deadline, f"rank {peer} is missing in step {step}"
-            time.sleep(0.01)
-        blobs.append((store / f"{step} {peer}").read_bytes())
-    return blobs
-
-
+allgather = allgather_by_files(store, rank, size)
 with Communicator.create(rank, size, allgather, "by files", timeout=30) as comm:
     result = comm.allreduce(np.full(100_000, rank, np.float32), config=Config(bits=8))
     assert (result == sum(range(size))).all()

@@ -1,0 +1,154 @@
+"""Ranks that are short of something, or come late to memory that is gone; processes without MPI.
+
+Arguments: what happens (a function below), a folder that serves as the store.
+"""
+
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from file_store import allgather_by_files
+
+from cgx_ops import Communicator, Config, DeadlineExceeded, PeerFailed, SystemFailure
+
+what, store = sys.argv[1], Path(sys.argv[2])
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+ONES = np.ones(1 << 20, np.float32)
+
+
+def communicator(name: str, timeout: float = 30) -> Communicator:
+    folder = store / name
+    folder.mkdir(exist_ok=True)
+    gather = allgather_by_files(folder, rank, size)
+    return Communicator.create(rank, size, gather, name, transport="SHM", timeout=timeout)
+
+
+def meet(place: str) -> None:
+    """Wait until all ranks are here."""
+    allgather_by_files(store, rank, size, place)(b"here")
+
+
+def descriptors() -> set[int]:
+    return set(map(int, os.listdir("/proc/self/fd")))
+
+
+@contextmanager
+def limited(kind: int, limit: int) -> Iterator[None]:
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+@contextmanager
+def no_descriptor() -> Iterator[None]:
+    """All numbers below the limit are taken."""
+    limit = max(descriptors()) + 1
+    with limited(resource.RLIMIT_NOFILE, limit):
+        fillers = []
+        while True:
+            try:
+                fillers.append(os.open("/dev/null", os.O_RDONLY))
+            except OSError:
+                break
+        try:
+            yield
+        finally:
+            for filler in fillers:
+                os.close(filler)
+
+
+def late(algorithm: str) -> None:
+    """Rank 1 stands still while rank 0 gives up, and opens files where its memory was."""
+    comm = communicator("late", timeout=1)
+    config = Config(bits=4, algorithm=algorithm)
+    if rank == 1:
+        request = comm.allreduce_async(ONES, config=config, timeout=20)
+        (store / "pid").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            values = request.wait()
+        except PeerFailed as error:
+            print("told", error)
+        else:
+            assert (values == 2).all(), values
+            print("right values")
+        return
+    while not (store / "pid").exists():
+        time.sleep(0.01)
+    time.sleep(0.2)  # it stops a moment after
+    try:
+        comm.allreduce(ONES, config=config)
+    except DeadlineExceeded:
+        comm.close()
+    files = [open(store / f"mine {i}", "w+b") for i in range(24)]  # noqa: SIM115
+    for i, file in enumerate(files):
+        file.write(b"\1" * (8 << 20) if i % 2 else b"short")
+        file.flush()
+    os.kill(int((store / "pid").read_text()), signal.SIGCONT)
+    time.sleep(2)
+    print("gave up", len(files))
+
+
+def fails_once(comm: Communicator, shortage: Iterator[None]) -> None:
+    """A collective that rank 1 cannot serve fails on both ranks, the next one does not."""
+    config = Config(bits=4, algorithm="sra")
+    meet("before")
+    try:
+        with shortage:
+            comm.allreduce(ONES, config=config)
+    except SystemFailure as error:
+        assert "rank 1 cannot go on with collective" in str(error), error
+        print("told", error)
+    else:
+        raise AssertionError("nothing was missing")
+    meet("between")
+    assert not comm.closed
+    assert (comm.allreduce(ONES, config=config) == size).all()
+
+
+@contextmanager
+def on_rank_1(shortage: Iterator[None]) -> Iterator[None]:
+    if rank == 1:
+        with shortage:
+            yield
+    else:
+        yield
+
+
+def open_files() -> None:
+    fails_once(communicator("files"), on_rank_1(no_descriptor()))
+
+
+def memory() -> None:
+    fails_once(communicator("memory"), on_rank_1(limited(resource.RLIMIT_FSIZE, 4096)))
+
+
+def many() -> None:
+    """16 communicators of all ranks: one descriptor each, and one for each peer."""
+    before = len(descriptors())
+    made = [communicator(f"group {i}") for i in range(16)]
+    for comm in made:
+        assert (comm.allreduce(ONES, config=Config(bits=4)) == size).all()
+    used = len(descriptors()) - before
+    assert used <= len(made) + size - 1, f"{used} descriptors"
+    meet("used")
+    for comm in made:
+        comm.close()
+    assert len(descriptors()) == before, "descriptors are left"
+    print("descriptors", used)
+
+
+actions = {"open_files": open_files, "memory": memory, "many": many}
+if what in actions:
+    actions[what]()
+else:
+    late(what)
