@@ -98,6 +98,14 @@ def processes(
     return _launch(command, n, program, args, env, timeout, check)
 
 
+def _python_path() -> str:
+    """Programs import what is in tests/, and this checkout's cgx_ops, whatever is installed."""
+    tests = Path(__file__).parent
+    return os.pathsep.join(
+        filter(None, [str(tests), str(tests.parent), os.environ.get("PYTHONPATH")])
+    )
+
+
 def _launch(
     launcher: Sequence[object],
     n: int,
@@ -112,7 +120,14 @@ def _launch(
         command = [*launcher, "/bin/sh", "-c", _CAPTURE, "sh", sys.executable, program, *args]
         status, messages = _run(
             list(map(str, command)),
-            {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {}), "CGX_TEST_OUTPUT": output},
+            {
+                **os.environ,
+                "PYTHONPATH": _python_path(),
+                "PYTHONUNBUFFERED": "1",
+                "WORLD_SIZE": str(n),
+                **(env or {}),
+                "CGX_TEST_OUTPUT": output,
+            },
             timeout,
         )
         outputs = [_read(Path(output, str(rank))) for rank in range(n)]

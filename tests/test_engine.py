@@ -122,18 +122,7 @@ def test_world_of_one_needs_no_mpirun() -> None:
 
 
 def test_shared_memory_by_a_store_needs_no_mpi(tmp_path: Path) -> None:
-    program = Path(__file__).parent / "ranks" / "run_bootstrap.py"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, program, str(rank), "3", tmp_path],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0, 0], outputs
+    outputs = launch.processes(3, "run_bootstrap.py", tmp_path)
     assert all("no MPI needed" in output for output in outputs), outputs
 
 

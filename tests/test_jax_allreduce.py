@@ -36,7 +36,6 @@ DTYPES = (np.float32, np.float16, jnp.bfloat16)
 AUTO: dict[str, Any] = {"algorithm": "auto"}  # the oracle's too
 SIZES = (0, 1, 17, 511, 512, 513, 5003)
 ENVIRONMENT = {
-    "PYTHONPATH": str(Path(__file__).parent),
     "XLA_FLAGS": "",
     "JAX_PLATFORMS": "cpu",
     "OMP_NUM_THREADS": "1",

@@ -9,7 +9,6 @@
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -151,7 +150,7 @@ def test_sums_in_a_process_hide_and_flush_nothing(monkeypatch: pytest.MonkeyPatc
 )
 def test_among_processes(processes: int, devices: int, with_mpi: bool) -> None:
     environment = {
-        "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
         # Without LLVM's optimizations, which take long: above the same calls have them.
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
     }  # fmt: skip

@@ -267,7 +267,7 @@ def test_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_processes() -> None:
     """connect, gather_from_processes, leave_distributed."""
     address = "{}:{}".format(*free_address([""]))
-    environment = {"PYTHONPATH": str(Path(__file__).parent), "CGX_TIMEOUT": "60"}
+    environment = {"CGX_TIMEOUT": "60"}
     for output in processes(3, "run_jax_compat.py", address, env=environment, timeout=100):
         assert "ok" in output.splitlines()
 

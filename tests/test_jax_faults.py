@@ -6,7 +6,6 @@ within its own deadline, computes on afterwards, and ends with status 0.
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from launch import mpirun, processes
@@ -20,7 +19,6 @@ PROGRAM = "run_jax_faults.py"
 
 def environment(devices: int, timeout_s: int) -> dict[str, str]:
     return {
-        "PYTHONPATH": str(Path(__file__).parent),
         "OMP_NUM_THREADS": "1",
         "CGX_TIMEOUT": str(timeout_s),
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.timeout(120)
 
 PROGRAM = "run_jax_initialize.py"
 ENVIRONMENT = {
-    "PYTHONPATH": str(Path(__file__).parent),
     "OMP_NUM_THREADS": "1",
     "CGX_TIMEOUT": "60",
     "XLA_FLAGS": "",

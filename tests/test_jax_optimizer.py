@@ -362,7 +362,6 @@ def test_checkpoint_with_sharding(tmp_path: Path) -> None:
 def test_checkpoint_of_processes_with_two_devices_each(tmp_path: Path) -> None:
     """The program checks steps and checkpoint by the oracle; new processes go on from it."""
     environment = {
-        "PYTHONPATH": str(Path(__file__).parent),
         "XLA_FLAGS": "",
         "JAX_PLATFORMS": "cpu",
     }

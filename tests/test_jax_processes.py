@@ -18,7 +18,6 @@ from launch import mpirun
 
 TESTS = Path(__file__).parent
 ENVIRONMENT = {
-    "PYTHONPATH": str(TESTS),
     "XLA_FLAGS": "",
     "JAX_PLATFORMS": "cpu",
     "OMP_NUM_THREADS": "1",

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("first", [pytest.param("torch", marks=pytest.mark.exhaustive), "jax"])
 def test_one_registry(first: str) -> None:
-    environment = {"PYTHONPATH": str(TESTS), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     outputs = mpirun(2, "run_jax_shared_state.py", first, env=environment, timeout=140)
     for output in outputs:
         assert "ok" in output.splitlines()

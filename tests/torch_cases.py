@@ -1,7 +1,6 @@
 """What the tests of the torch binding share: inputs, bits, and the seeds the operators draw."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +18,7 @@ allreduce_: Any = torch.ops.cgx.quantized_allreduce_
 coalesced: Any = torch.ops.cgx.quantized_allreduce_coalesced
 
 # For rank programs: they import this file too, and share two cores.
-ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 _MASK = 2**64 - 1
 _BIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -42,9 +42,11 @@ struct Collective {
   bool agreed = false;  // all headers are here and equal
   bool queued = false;  // in the run queue
   std::shared_ptr<SendState> sends;
-  std::vector<uint32_t> sent[2];  // messages so far, by part and destination
+  std::vector<uint32_t> sent[2];               // messages so far, by part and destination
   std::vector<std::pair<int, Arrival>> early;  // bulk messages that overtook a header
   std::optional<Error> shortage;               // why this rank cannot go on with it
+  // Of the inquiry after its deadline, by rank: for whom they wait. Empty: there is none.
+  std::vector<std::optional<std::vector<int32_t>>> answers;
 
   // The result: written before `done`, read after.
   cgx_status_t status = CGX_OK;
@@ -55,6 +57,10 @@ struct Collective {
   std::atomic<bool> notified{false};      // somebody has asked to be called back
   std::atomic<bool> calling_back{false};  // by who asked after the end
 };
+
+// A bulk message's channel: the sender's number of the collective, and the part.
+inline constexpr uint32_t kSerials = kChannels / 2;  // that channels can tell apart
+inline uint32_t channel_of(uint32_t serial, int part) { return serial % kSerials * 2 + part; }
 
 // What the collectives of a communicator that ended well add up to, on one rank.
 struct Totals {

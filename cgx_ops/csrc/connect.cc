@@ -67,9 +67,8 @@ std::shared_ptr<const Topology> exchange_hellos(const Allgather& allgather, cons
     const std::string version = text_of(all[rank].version), its_type = text_of(all[rank].type);
     require(version == CGX_VERSION, CGX_MISMATCH, "this rank runs cgx ", CGX_VERSION, ", rank ",
             rank, " cgx ", version, ": install one version on all hosts");
-    require(its_type == type, CGX_MISMATCH,
-            "COMMUNICATOR_TYPE (or the transport asked for) is ", type, " on this rank, ", its_type,
-            " on rank ", rank);
+    require(its_type == type, CGX_MISMATCH, "COMMUNICATOR_TYPE (or the transport asked for) is ",
+            type, " on this rank, ", its_type, " on rank ", rank);
     require(all[rank].refusal[0] == '\0', CGX_SYSTEM, "rank ", rank,
             " cannot take part: ", text_of(all[rank].refusal));
   }

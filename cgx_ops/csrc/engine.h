@@ -20,6 +20,7 @@
 #include <list>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <thread>
 #include <unordered_map>
 
@@ -76,11 +77,18 @@ class Engine : private Sink {
   template <typename Work>
   void guard(Work&& work);  // a failure of the transport ends everything
   void accept(const CollectiveRef& collective);
-  void take_header(int source, Header header);
   void match(const CollectiveRef& collective, int source, Header header);
   void agree(Collective& collective);
   void cancel(Collective& collective);  // for its shortage
-  void take_cancel(int source, const Cancel& cancel);
+  void inquire(Collective& collective);
+  std::vector<int32_t> awaited(const Collective& collective) const;
+  std::set<int> late(const Collective& collective) const;
+  // What peers' control messages say.
+  void take(int source, Header header);
+  void take(int source, const Cancel& cancel);
+  void take(int source, const Abort& abort);
+  void take(int source, const Ask& ask);
+  void take(int source, Answer answer);
   bool run_queue();
   void enqueue(Collective& collective);
   void check_waits();  // deadlines, lost peers
@@ -123,16 +131,19 @@ class Engine : private Sink {
   // What is known of one key, until it is used up. A rank's n-th header belongs to this rank's n-th
   // collective of the key, so nothing needs to be counted for longer.
   struct Uses {
-    std::deque<CollectiveRef> open;                // lack headers; oldest first
-    std::deque<std::pair<int, Header>> early;      // of collectives that are not started here yet
+    std::deque<CollectiveRef> open;            // lack headers; oldest first
+    std::deque<std::pair<int, Header>> early;  // of collectives that are not started here yet
   };
   std::unordered_map<Key, Uses, KeyHash> uses_;
   struct Channel {
     Collective* collective;
     uint32_t next = 0;  // sequence of the message that comes next
   };
+  static uint64_t channel_key(int source, uint32_t channel) {
+    return static_cast<uint64_t>(source) << 32 | channel;
+  }
   Channel* channel(int source, Slot slot);
-  std::unordered_map<uint64_t, Channel> channels_;  // by source and channel
+  std::unordered_map<uint64_t, Channel> channels_;      // by source and channel
   std::vector<uint32_t> headers_sent_, headers_taken_;  // by destination, by source
   std::vector<uint32_t> last_serial_;                   // by source, of its headers
   std::deque<Collective*> ready_;

@@ -7,14 +7,11 @@
 namespace cgx {
 namespace {
 
-enum class Kind : uint8_t { kHeader = 1, kAbort = 2, kCancel = 3 };
+enum class Kind : uint8_t { kHeader = 1, kAbort = 2, kCancel = 3, kAsk = 4, kAnswer = 5 };
 
 struct FixedHeader {
-  uint8_t kind;
-  uint8_t reserved[3];
+  uint32_t kind_and_turn;  // kind: the first byte
   uint32_t serial;
-  uint32_t turn;
-  uint32_t reserved_too;
   uint64_t occurrence;
   uint32_t name_bytes;
   uint32_t eager_bytes;
@@ -30,13 +27,19 @@ struct FixedCancel {
   int32_t status;
 };
 
+struct FixedInquiry {  // of an ask, and of an answer, which ranks follow
+  uint8_t kind;
+  uint8_t reserved[3];
+  uint32_t serial;
+};
+
 // A message: its fixed part, then texts and bytes of any length.
 template <typename Fixed, typename... Fields>
 Bytes write(const Fixed& fixed, const Fields&... fields) {
   Bytes message = to_bytes(fixed);
   const auto add = [&](const auto& field) {
-    const auto* first = reinterpret_cast<const std::byte*>(field.data());
-    message.insert(message.end(), first, first + field.size());
+    const auto bytes = std::as_bytes(std::span(field));
+    message.insert(message.end(), bytes.begin(), bytes.end());
   };
   (add(fields), ...);
   return message;
@@ -64,6 +67,7 @@ class Reader {
     return {reinterpret_cast<const char*>(taken.data()), taken.size()};
   }
   std::string rest() { return text(rest_.size()); }
+  bool empty() const { return rest_.empty(); }
   void require_end() const {
     require(rest_.empty(), CGX_PEER_FAILED, "rank ", source_,
             " sent a control message that is too long by ", rest_.size(), " bytes");
@@ -85,7 +89,7 @@ Header read_header(Reader reader, int source) {
           fixed.name_bytes, " bytes");
   Header header;
   header.serial = fixed.serial;
-  header.turn = fixed.turn;
+  header.turn = fixed.kind_and_turn >> 8;
   header.agreement = fixed.agreement;
   header.key = {reader.text(fixed.name_bytes), fixed.occurrence};
   header.eager = to_bytes(reader.bytes(fixed.eager_bytes));
@@ -104,6 +108,18 @@ Abort read_abort(Reader reader) {
   return {reader.rest()};
 }
 
+Ask read_ask(Reader reader) {
+  const auto fixed = reader.fixed<FixedInquiry>();
+  reader.require_end();
+  return {fixed.serial};
+}
+
+Answer read_answer(Reader reader) {
+  Answer answer{reader.fixed<FixedInquiry>().serial, {}};
+  while (!reader.empty()) answer.waits_for.push_back(reader.fixed<int32_t>());
+  return answer;
+}
+
 }  // namespace
 
 std::string Key::text() const {
@@ -113,9 +129,8 @@ std::string Key::text() const {
 
 Bytes write_header(const Header& header) {
   FixedHeader fixed{};
-  fixed.kind = static_cast<uint8_t>(Kind::kHeader);
+  fixed.kind_and_turn = static_cast<uint32_t>(Kind::kHeader) | header.turn % kTurns << 8;
   fixed.serial = header.serial;
-  fixed.turn = header.turn;
   fixed.occurrence = header.key.occurrence;
   fixed.name_bytes = static_cast<uint32_t>(header.key.name.size());
   fixed.eager_bytes = static_cast<uint32_t>(header.eager.size());
@@ -135,6 +150,15 @@ Bytes write_cancel(const Cancel& cancel) {
 
 Bytes write_abort(const std::string& reason) { return write(Kind::kAbort, reason); }
 
+Bytes write_ask(const Ask& ask) {
+  return write(FixedInquiry{static_cast<uint8_t>(Kind::kAsk), {}, ask.serial});
+}
+
+Bytes write_answer(const Answer& answer) {
+  return write(FixedInquiry{static_cast<uint8_t>(Kind::kAnswer), {}, answer.serial},
+               answer.waits_for);
+}
+
 Message read_message(int source, std::span<const std::byte> message) {
   const Reader reader(source, message);
   switch (const auto kind = Reader(reader).fixed<Kind>()) {
@@ -144,6 +168,10 @@ Message read_message(int source, std::span<const std::byte> message) {
       return read_cancel(reader);
     case Kind::kAbort:
       return read_abort(reader);
+    case Kind::kAsk:
+      return read_ask(reader);
+    case Kind::kAnswer:
+      return read_answer(reader);
     default:
       fail(CGX_PEER_FAILED, "rank ", source, " sent a control message of kind ",
            static_cast<int>(kind));

@@ -4,6 +4,8 @@
 //            on, and, when it is small, its values
 //   cancel   this rank cannot go on with a collective that all have agreed on, and why
 //   abort    this rank has closed the communicator, and why
+//   ask      a deadline has passed here: for whom do you wait in this collective?
+//   answer   for these
 //
 // read_message() checks all that a peer has written before anything of it is used.
 #pragma once
@@ -12,6 +14,7 @@
 #include <span>
 #include <string>
 #include <variant>
+#include <vector>
 
 #include "plan.h"
 #include "transport/transport.h"
@@ -42,10 +45,12 @@ struct Refused {
   std::string message;
 };
 
+inline constexpr uint32_t kTurns = 1u << 24;
+
 struct Header {
   Key key;
   uint32_t serial = 0;  // the sender's number of this collective: names its channels
-  uint32_t turn = 0;    // how many headers the sender sent to this receiver before
+  uint32_t turn = 0;    // headers that the sender sent to this receiver before, modulo kTurns
   Agreement agreement;
   Bytes eager;
   Refused refused;
@@ -60,11 +65,22 @@ struct Abort {
   std::string reason;
 };
 
-using Message = std::variant<Header, Cancel, Abort>;
+struct Ask {
+  uint32_t serial;  // the asker's number of the collective
+};
+
+struct Answer {
+  uint32_t serial;  // as asked
+  std::vector<int32_t> waits_for;
+};
+
+using Message = std::variant<Header, Cancel, Abort, Ask, Answer>;
 
 Bytes write_header(const Header& header);
 Bytes write_cancel(const Cancel& cancel);
 Bytes write_abort(const std::string& reason);
+Bytes write_ask(const Ask& ask);
+Bytes write_answer(const Answer& answer);
 
 // Throws Error(CGX_PEER_FAILED), which names the sender, for what no rank writes.
 Message read_message(int source, std::span<const std::byte> message);

@@ -26,7 +26,26 @@ void test_full_ring() {
   CHECK(pushed == 3, "%d frames of 16 KB in 64 KB, with their prefixes", pushed);
   uint32_t type;
   std::vector<std::byte> body;
-  CHECK(ring->pop(&type, &body) && ring->push(2, frame), "a popped frame makes room");
+  CHECK(ring->pop(&type, &body) == Ring::Popped::kFrame && ring->push(2, frame),
+        "a popped frame makes room");
+}
+
+// What the writer may have written: lengths that the ring does not hold.
+void test_nonsense() {
+  uint32_t type;
+  std::vector<std::byte> body;
+  for (const uint32_t size : {9u, 1u << 16, UINT32_MAX - 3}) {
+    auto ring = std::make_unique<Ring>();
+    CHECK(ring->pop(&type, &body) == Ring::Popped::kNothing, "it is empty");
+    ring->push(1, std::vector<std::byte>(8));
+    std::memcpy(ring->bytes, &size, sizeof(size));
+    CHECK(ring->pop(&type, &body) == Ring::Popped::kMalformed, "a frame of %u bytes", size);
+  }
+  for (const uint64_t written : {uint64_t{7}, uint64_t{Ring::kCapacity + 8}, ~uint64_t{0}}) {
+    auto ring = std::make_unique<Ring>();
+    ring->written = written;
+    CHECK(ring->pop(&type, &body) == Ring::Popped::kMalformed, "%lu bytes written", written);
+  }
 }
 
 void test_two_threads() {
@@ -41,7 +60,7 @@ void test_two_threads() {
   for (int i = 0; i < kFrames; ++i) {
     uint32_t type;
     std::vector<std::byte> body;
-    while (!ring->pop(&type, &body)) std::this_thread::yield();
+    while (ring->pop(&type, &body) != Ring::Popped::kFrame) std::this_thread::yield();
     CHECK(type == static_cast<uint32_t>(i) && body == frame_of(i), "frame %d", i);
   }
   writer.join();
@@ -51,6 +70,7 @@ void test_two_threads() {
 
 int main() {
   test_full_ring();
+  test_nonsense();
   test_two_threads();
   std::puts("passed");
 }

@@ -1,8 +1,9 @@
 """A communicator of processes that know each other by a key-value store alone: no mpirun, no MPI.
 
-Arguments: rank, size, a folder that serves as the store (a file is a value).
+Argument: a folder that serves as the store (a file is a value).
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from cgx_ops import Communicator, Config
 mpi4py.rc.initialize = False
 from mpi4py import MPI  # noqa: E402
 
-rank, size, store = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-allgather = allgather_by_files(store, rank, size)
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+allgather = allgather_by_files(Path(sys.argv[1]), rank, size)
 with Communicator.create(rank, size, allgather, "by files", timeout=30) as comm:
     result = comm.allreduce(np.full(100_000, rank, np.float32), config=Config(bits=8))
     assert (result == sum(range(size))).all()

@@ -104,8 +104,8 @@ class HybridConnector : public Connector {
     std::vector<bool> is_near;
     for (const Bytes& offer : near) is_near.push_back(LocalOffer::read(offer).memory == own);
     auto connected = near_->connect(near);
-    return std::make_unique<HybridTransport>(std::move(connected),
-                                             far_->connect(far_parts(offers)), std::move(is_near));
+    return std::make_unique<HybridTransport>(std::move(connected), far_->connect(far_parts(offers)),
+                                             std::move(is_near));
   }
 
  private:

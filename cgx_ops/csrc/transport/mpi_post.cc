@@ -54,8 +54,8 @@ void MpiPost::probe() {
     int found = 0;
     MPI_Message handle;
     MPI_Status status;
-    const int code = MPI_Improbe(MPI_ANY_SOURCE, MPI_ANY_TAG, mpi_job().messages, &found, &handle,
-                                 &status);
+    const int code =
+        MPI_Improbe(MPI_ANY_SOURCE, MPI_ANY_TAG, mpi_job().messages, &found, &handle, &status);
     if (code != MPI_SUCCESS) {
       if (!learn_of_deaths()) check_mpi(code, "MPI_Improbe");
       return;
@@ -64,12 +64,11 @@ void MpiPost::probe() {
     int bytes = 0;
     MPI_Get_count(&status, MPI_BYTE, &bytes);
     const auto size = static_cast<size_t>(bytes);
-    auto& incoming = receiving_.emplace_back(
-        Incoming{{status.MPI_SOURCE, static_cast<uint32_t>(status.MPI_TAG), blocks_.take(size), size},
-                 MPI_REQUEST_NULL});
-    check_mpi(
-        MPI_Imrecv(incoming.message.block.get(), bytes, MPI_BYTE, &handle, &incoming.request),
-        "MPI_Imrecv");
+    auto& incoming = receiving_.emplace_back(Incoming{
+        {status.MPI_SOURCE, static_cast<uint32_t>(status.MPI_TAG), blocks_.take(size), size},
+        MPI_REQUEST_NULL});
+    check_mpi(MPI_Imrecv(incoming.message.block.get(), bytes, MPI_BYTE, &handle, &incoming.request),
+              "MPI_Imrecv");
   }
 }
 

@@ -2,8 +2,8 @@
 // making one for each would be a collective call, which has no deadline, and freeing it another.
 //
 // Every message begins with a prefix that names its cgx communicator. Whoever makes progress takes
-// in what has come for any of them, and puts it into the box that the prefix names; what is for none
-// (its communicator was closed here) is dropped.
+// in what has come for any of them, and puts it into the box that the prefix names; what is for
+// none (its communicator was closed here) is dropped.
 #pragma once
 
 #include <mpi.h>

@@ -158,10 +158,9 @@ class MpiTransport : public Transport, private Arrival::Release {
       std::byte* const begin = message.buffer->data - sizeof(MpiPrefix);
       if (std::memcmp(begin, &message.prefix, sizeof(MpiPrefix)) != 0)
         std::memcpy(begin, &message.prefix, sizeof(MpiPrefix));
-      const int code =
-          MPI_Isend(begin, static_cast<int>(sizeof(MpiPrefix) + message.bytes), MPI_BYTE,
-                    link.rank_in_job, static_cast<int>(message.sequence), mpi_job().messages,
-                    &message.request);
+      const int code = MPI_Isend(begin, static_cast<int>(sizeof(MpiPrefix) + message.bytes),
+                                 MPI_BYTE, link.rank_in_job, static_cast<int>(message.sequence),
+                                 mpi_job().messages, &message.request);
       if (code != MPI_SUCCESS) {
         settle(destination, message);
         link.sending.pop_back();

@@ -12,7 +12,7 @@ struct MpiJob {
   bool ready = false;
   // Our duplicates of MPI_COMM_WORLD: one for what is addressed by tag, one for the post.
   MPI_Comm world = MPI_COMM_NULL, messages = MPI_COMM_NULL;
-  uint64_t number = 0;             // equal on the ranks of one job, and only there
+  uint64_t number = 0;  // equal on the ranks of one job, and only there
 };
 
 const MpiJob& mpi_job();

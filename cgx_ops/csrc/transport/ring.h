@@ -1,7 +1,7 @@
 // A ring of frames between one writer and one reader, in memory both can map.
 //
-// A frame is {uint32 size, uint32 type, body, padding to 8}. Positions only grow; the bytes wrap. The
-// reader believes no length that the writer has written.
+// A frame is {uint32 size, uint32 type, body, padding to 8}. Positions only grow; the bytes wrap.
+// The reader believes no length that the writer has written.
 #pragma once
 
 #include <algorithm>

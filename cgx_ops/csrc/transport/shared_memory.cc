@@ -101,8 +101,8 @@ SharedMemoryTransport::SharedMemoryTransport(const char* name, int rank,
 }
 
 BufferRef SharedMemoryTransport::allocate(size_t bytes) {
-  // The pool, and its memory, outlive the buffers that collectives, or MPI (hybrid), still hold when
-  // the transport goes.
+  // The pool, and its memory, outlive the buffers that collectives, or MPI (hybrid), still hold
+  // when the transport goes.
   return {new Buffer(pool_->take(bytes)), [pool = pool_](Buffer* buffer) {
             pool->give_back(*buffer);
             delete buffer;
@@ -215,8 +215,7 @@ bool SharedMemoryTransport::take_bulk(int source, std::span<const std::byte> bod
           " bytes at ", frame.offset, " in a segment of ", frame.segment_bytes);
   const std::byte* segment = nullptr;
   try {
-    segment =
-        store_->map(source, frame.segment, frame.segment_bytes, SegmentStore::Access::kRead);
+    segment = store_->map(source, frame.segment, frame.segment_bytes, SegmentStore::Access::kRead);
   } catch (const Error& error) {
     if (error.status() == CGX_PEER_FAILED) {  // it failed, and took its memory with it
       if (peers_[source].died.empty()) peers_[source].died = error.what();

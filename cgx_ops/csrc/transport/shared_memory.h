@@ -98,7 +98,7 @@ class BufferPool {
 
  private:
   SegmentStore* store_;
-  std::unordered_map<size_t, std::vector<Buffer>> free_;  // by capacity
+  std::unordered_map<size_t, std::vector<Buffer>> free_;          // by capacity
   std::unordered_map<uint64_t, SegmentStore::Segment> segments_;  // by id
 };
 

@@ -75,8 +75,7 @@ class MemoryFileStore : public SegmentStore {
     if (ftruncate(fd_.get(), static_cast<off_t>(end)) < 0)
       fail_short(join("cannot make ", bytes, " bytes of shared memory"), errno);
     bytes_ = end;
-    const auto mapping =
-        std::make_shared<Mapping>(fd_.get(), begin, bytes, PROT_READ | PROT_WRITE);
+    const auto mapping = std::make_shared<Mapping>(fd_.get(), begin, bytes, PROT_READ | PROT_WRITE);
     return {{mapping, mapping->data()}, bytes, id_of(begin)};
   }
 

@@ -29,7 +29,8 @@ struct Segments {
   uint64_t next = 1;
   std::unordered_map<uint64_t, Entry> live;
   static Segments& instance() {
-    static auto* segments = new Segments;  // never destroyed: threads may outlive static destructors
+    static auto* segments =
+        new Segments;  // never destroyed: threads may outlive static destructors
     return *segments;
   }
 };
@@ -39,8 +40,8 @@ class ThreadStore : public SegmentStore {
   Segment create(size_t bytes) override {
     void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    require(data != MAP_FAILED, CGX_SYSTEM, "cannot get ", bytes, " bytes of memory: ",
-            std::strerror(errno));
+    require(data != MAP_FAILED, CGX_SYSTEM, "cannot get ", bytes,
+            " bytes of memory: ", std::strerror(errno));
     madvise(data, bytes, MADV_NOHUGEPAGE);  // a huge page would be zeroed as a whole
     const Block block{{static_cast<std::byte*>(data), [bytes](auto* at) { munmap(at, bytes); }},
                       bytes};

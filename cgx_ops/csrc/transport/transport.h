@@ -54,7 +54,7 @@ class SendState {
     --unread_by_[destination];
   }
 
-  int unsent() const { return unsent_; }  // the sender must still drive progress
+  int unsent() const { return unsent_; }          // the sender must still drive progress
   int unreleased() const { return unreleased_; }  // bounds what a collective keeps in flight
   bool unread_by(int rank) const { return unread_by_[rank] != 0; }
 

@@ -1,0 +1,199 @@
+// The engine in trouble.
+//
+//   cancel     one collective, for which this rank is short of something: on all ranks
+//   inquiry    a deadline has passed: who is it that all wait for? Every member is asked for whom
+//              it waits; a rank that stands still does not answer
+//   fail_all   a passed deadline, a lost peer or nonsense ends everything, here and at the peers
+#include <algorithm>
+
+#include "base/status.h"
+#include "engine.h"
+
+namespace cgx {
+namespace {
+
+constexpr auto kCheckInterval = std::chrono::milliseconds(20);  // deadlines, lost peers
+constexpr Clock::duration kLongestInquiry = std::chrono::milliseconds(500);
+constexpr size_t kLongestNews = 900;  // bytes that every transport carries
+
+}  // namespace
+
+// This rank cannot go on with it. Those that are done with it have the right values; the others
+// end with this error. All headers are here, so nothing of it can be taken for another's.
+void Engine::cancel(Collective& collective) {
+  const cgx_status_t status = collective.shortage->status();
+  const std::string reason = join("rank ", rank_, " cannot go on with collective ",
+                                  collective.key.text(), ": ", collective.shortage->what())
+                                 .substr(0, kLongestNews);
+  const Bytes message = write_cancel({collective.serial, {status, reason}});
+  for (const int member : collective.members)
+    if (member != rank_ && !lost_[member]) transport_->send_control(member, message);
+  finish(collective, status, reason);
+}
+
+void Engine::take(int source, const Cancel& cancel) {
+  const auto found = channels_.find(channel_key(source, channel_of(cancel.serial, 0)));
+  if (found != channels_.end()) {
+    Collective& collective = *found->second.collective;
+    if (collective.agreed)
+      finish(collective, cancel.reason.status, cancel.reason.message);
+    else  // with the last header it ends
+      collective.headers[source]->refused = cancel.reason;
+    return;
+  }
+  for (auto& [key, uses] : uses_)
+    for (auto& [member, header] : uses.early)
+      if (member == source && header.serial == cancel.serial) header.refused = cancel.reason;
+}
+
+bool Engine::waits_for(const Collective& collective, int rank) const {
+  if (rank == rank_ || std::find(collective.members.begin(), collective.members.end(), rank) ==
+                           collective.members.end())
+    return false;
+  return !collective.headers[rank] || (collective.agreed && collective.algorithm->waits_for(rank));
+}
+
+// A peer's loss ends nothing by itself: what it sent before it went has been delivered, and may be
+// all that the collectives in flight need. Those that need more, now or later, find it missing.
+void Engine::on_peer_lost(int rank, Loss how, const std::string& reason) {
+  if (lost_[rank]) return;
+  lost_[rank] = {how, reason};
+  if (how != Loss::kLeft) peer_failed_ = true;
+  next_check_ = {};
+}
+
+void Engine::take(int source, const Abort& abort) {
+  on_peer_lost(source, Loss::kGaveUp, abort.reason);
+}
+
+void Engine::check_waits() {
+  next_check_ = now_ + kCheckInterval;
+  for (const auto& [key, collective] : running_) {
+    for (const int member : collective->members) {
+      if (!lost_[member] || !waits_for(*collective, member)) continue;
+      const auto& [how, reason] = *lost_[member];
+      if (how == Loss::kGaveUp)
+        fail_all(CGX_PEER_FAILED, reason, nullptr, true);
+      else
+        fail_all(CGX_PEER_FAILED, join("rank ", member, " is lost: ", reason));
+      return;
+    }
+    if (now_ < collective->deadline) continue;
+    if (collective->agreed && collective->answers.empty()) {
+      inquire(*collective);
+      continue;
+    }
+    fail_all(CGX_TIMEOUT, describe_wait(*collective), collective.get());
+    return;
+  }
+}
+
+// ---- inquiry -------------------------------------------------------------------------------
+
+// Who has not started it is known: it lacks a header. Else the deadline is put off for a moment.
+void Engine::inquire(Collective& collective) {
+  collective.answers.resize(size_);
+  collective.deadline =
+      now_ + std::min(kLongestInquiry,
+                      std::chrono::duration_cast<Clock::duration>(collective.timeout / 4));
+  const Bytes ask = write_ask({collective.serial});
+  for (const int member : collective.members)
+    if (member != rank_ && !lost_[member]) transport_->send_control(member, ask);
+}
+
+void Engine::take(int source, const Ask& ask) {
+  Answer answer{ask.serial, {}};
+  const auto found = channels_.find(channel_key(source, channel_of(ask.serial, 0)));
+  if (found != channels_.end()) answer.waits_for = awaited(*found->second.collective);
+  if (!lost_[source]) transport_->send_control(source, write_answer(answer));
+}
+
+void Engine::take(int source, Answer answer) {
+  for (const auto& [key, collective] : running_)
+    if (collective->serial == answer.serial && !collective->answers.empty())
+      collective->answers[source] = std::move(answer.waits_for);
+}
+
+std::vector<int32_t> Engine::awaited(const Collective& collective) const {
+  std::vector<int32_t> ranks;
+  for (const int member : collective.members)
+    if (waits_for(collective, member)) ranks.push_back(member);
+  return ranks;
+}
+
+// Follows those that this rank waits for to those that they wait for, and so on. The end of such a
+// chain is late: it does not answer, or waits for nobody.
+std::set<int> Engine::late(const Collective& collective) const {
+  std::set<int> late, seen{rank_};
+  std::vector<int32_t> next = awaited(collective);
+  while (!next.empty()) {
+    const int rank = next.back();
+    next.pop_back();
+    if (rank < 0 || rank >= size_ || !seen.insert(rank).second) continue;
+    const auto& answer = collective.answers[rank];
+    if (!answer || answer->empty()) late.insert(rank);
+    if (answer) next.insert(next.end(), answer->begin(), answer->end());
+  }
+  return late;
+}
+
+std::string Engine::describe_wait(const Collective& collective) const {
+  std::string text = join("collective ", collective.key.text(), " did not end within ",
+                          collective.timeout.count(), " s");
+  if (collective.agreed) {
+    std::set<int> blamed = late(collective);
+    if (blamed.empty())  // all answer, and wait in a circle
+      for (const int rank : awaited(collective)) blamed.insert(rank);
+    for (const int rank : blamed)
+      text += join("; rank ", rank,
+                   collective.answers[rank] ? " is late in phase " : " does not answer in phase ",
+                   collective.algorithm->phase());
+    for (const int member : collective.members)
+      if (collective.sends->unread_by(member))
+        text += join("; rank ", member, " has not read what was sent to it");
+    return text;
+  }
+  for (const int member : collective.members) {
+    if (collective.headers[member]) continue;
+    text += join("; rank ", member, " has not started it (phase header)");
+    const auto other = std::find_if(uses_.begin(), uses_.end(), [&](const auto& each) {
+      const auto& early = each.second.early;
+      return std::any_of(early.begin(), early.end(),
+                         [&](const auto& entry) { return entry.first == member; });
+    });
+    if (other != uses_.end()) text += join(", but has started ", other->first.text());
+  }
+  return text;
+}
+
+void Engine::fail_all(cgx_status_t status, const std::string& reason, Collective* cause,
+                      bool told) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (failed_.exchange(true)) return;
+    closed_ = true;
+    close_reason_ = reason;
+  }
+  // Peers first: their collectives wait for this rank. What was told is passed on as it is.
+  const std::string news =
+      (told ? reason : join("rank ", rank_, " gave up: ", reason)).substr(0, kLongestNews);
+  try {
+    const Bytes abort = write_abort(news);
+    for (int peer = 0; peer < size_; ++peer)
+      if (peer != rank_ && !lost_[peer]) transport_->send_control(peer, abort);
+  } catch (const std::exception&) {  // the transport may be what failed; leave() tells them too
+  }
+  while (!running_.empty()) {
+    Collective& collective = *running_.begin()->second;
+    std::string text = join("communicator '", name_, "', rank ", rank_, ": ", reason);
+    if (&collective != cause) {
+      text += join(" [while collective ", collective.key.text(), " was in phase ",
+                   collective.agreed ? collective.algorithm->phase() : "header", "]");
+    }
+    finish(collective, status, std::move(text));
+  }
+  uses_.clear();
+  transport_->leave(false, news);
+}
+
+}  // namespace cgx
