@@ -98,7 +98,7 @@ def processes(
     return _launch(command, n, program, args, env, timeout, check)
 
 
-def _python_path() -> str:
+def python_path() -> str:
     """Programs import what is in tests/, and this checkout's cgx_ops, whatever is installed."""
     tests = Path(__file__).parent
     return os.pathsep.join(
@@ -122,7 +122,7 @@ def _launch(
             list(map(str, command)),
             {
                 **os.environ,
-                "PYTHONPATH": _python_path(),
+                "PYTHONPATH": python_path(),
                 "PYTHONUNBUFFERED": "1",
                 "WORLD_SIZE": str(n),
                 **(env or {}),

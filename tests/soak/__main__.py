@@ -8,7 +8,6 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import launch
@@ -55,7 +54,6 @@ def soak(transport: str, load: str, calls: int) -> Row:
     ranks, hosts, environment = TRANSPORTS[transport]
     environment = {
         **environment,
-        "PYTHONPATH": f"{Path(launch.__file__).parent}:{Path(launch.__file__).parent.parent}",
         "JAX_PLATFORMS": "cpu",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
