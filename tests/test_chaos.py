@@ -13,7 +13,7 @@ def test_survivors(transport: str, rounds: int) -> None:
     """Each has the oracle's bits or an error in time, is usable, and has left nothing."""
     command = [sys.executable, "-m", "chaos", "--transport", transport, "--rounds", str(rounds)]
     done = subprocess.run(
-        [*command, "--seed", "1", "--seconds", "25"],
+        [*command, "--seed", "1", "--seconds", "200"],
         env={**os.environ, "PYTHONPATH": launch.python_path()},
         capture_output=True,
         text=True,

@@ -17,18 +17,6 @@ namespace {
 constexpr size_t kOfferBytes = 320;  // of one transport
 constexpr size_t kReasonBytes = 240;
 
-template <size_t N>
-void put_text(char (&field)[N], const std::string& text) {
-  std::memset(field, 0, N);
-  std::memcpy(field, text.data(), std::min(text.size(), N - 1));
-}
-
-// A peer's text may lack its end.
-template <size_t N>
-std::string text_of(const char (&field)[N]) {
-  return {field, strnlen(field, N)};
-}
-
 // What every rank says first.
 struct Hello {
   char version[32];
@@ -55,11 +43,12 @@ std::vector<T> gather(const Allgather& allgather, const T& mine) {
 
 // refusal: why this rank cannot take part.
 std::shared_ptr<const Topology> exchange_hellos(const Allgather& allgather, const std::string& type,
+                                                const Host& host,
                                                 const std::optional<Error>& refusal) {
   Hello mine{};
   put_text(mine.version, CGX_VERSION);
   put_text(mine.type, type);
-  mine.host = this_host();
+  mine.host = host;
   if (refusal) put_text(mine.refusal, refusal->what());
   const auto all = gather(allgather, mine);
   if (refusal) throw *refusal;
@@ -146,11 +135,13 @@ CommunicatorRef connect(const std::string& name, int rank, int noise_rank, int s
           size);
   if (size == 1) return alone(name, noise_rank, timeout);
   int64_t unread_bytes = 0;
+  Host host{};
   const auto refusal = failure_of([&] {
     if (name != Registry::kWorldName) Registry::instance().require_free(name);
     unread_bytes = env_fusion_buffer_bytes();
+    host = this_host();
   });
-  const auto topology = exchange_hellos(allgather, type, refusal);
+  const auto topology = exchange_hellos(allgather, type, host, refusal);
   std::string tried;
   const bool any = type == "AUTO" || type == "NCCL";  // NCCL is between devices only
   for (const auto& entry : transport_table()) {

@@ -230,6 +230,8 @@ void Engine::guard(Work&& work) {
     work();
   } catch (const Error& error) {
     fail_all(error.status(), error.what());
+  } catch (const std::bad_alloc&) {
+    fail_all(CGX_SYSTEM, "out of memory");
   } catch (const std::exception& error) {
     fail_all(CGX_INTERNAL, error.what());
   }

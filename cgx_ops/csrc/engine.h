@@ -17,7 +17,6 @@
 
 #include <condition_variable>
 #include <deque>
-#include <list>
 #include <mutex>
 #include <optional>
 #include <set>

@@ -66,7 +66,12 @@ void Engine::accept(const CollectiveRef& collective) {
   c.headers.resize(size_);
   c.missing_headers = static_cast<int>(c.members.size());
   const auto begin = Clock::now();
-  Header own{c.key, c.serial, 0, c.agreement, c.algorithm->eager(), c.refusal};
+  Header own{c.key, c.serial, 0, c.agreement, {}, c.refusal};
+  try {
+    own.eager = c.algorithm->eager();
+  } catch (const std::bad_alloc&) {  // all end with it when all headers are there
+    own.refused = {CGX_SYSTEM, "out of memory"};
+  }
   c.computed += Clock::now() - begin;
   for (const int member : c.members) {
     if (member == rank_) continue;
@@ -99,6 +104,9 @@ void Engine::take(int source, Header header) {
   require(header.turn == due, CGX_PEER_FAILED, "rank ", source, " announced collective ",
           header.key.text(), " as number ", header.turn, " of all, where number ", due,
           " is due: an announcement is lost, doubled or out of turn");
+  require(header.serial - last_serial_[source] - 1 < kSerials / 2, CGX_PEER_FAILED, "rank ", source,
+          " announced collective ", header.key.text(), " as its number ", header.serial, " after ",
+          last_serial_[source]);
   last_serial_[source] = header.serial;
   Uses& uses = uses_[header.key];
   for (const CollectiveRef& collective : uses.open)
@@ -226,6 +234,7 @@ void Engine::finish(Collective& collective, cgx_status_t status, std::string err
   std::erase(finishing_, &collective);
   // What it holds of the transport goes back while this thread has the role.
   collective.early.clear();
+  if (status != CGX_OK && collective.sends) collective.sends->give_up();
   if (collective.missing_headers == 0) collective.headers.clear();  // else they are still counted
   end(collective, status, std::move(error));
 }

@@ -33,17 +33,12 @@ void Engine::cancel(Collective& collective) {
 
 void Engine::take(int source, const Cancel& cancel) {
   const auto found = channels_.find(channel_key(source, channel_of(cancel.serial, 0)));
-  if (found != channels_.end()) {
-    Collective& collective = *found->second.collective;
-    if (collective.agreed)
-      finish(collective, cancel.reason.status, cancel.reason.message);
-    else  // with the last header it ends
-      collective.headers[source]->refused = cancel.reason;
-    return;
-  }
-  for (auto& [key, uses] : uses_)
-    for (auto& [member, header] : uses.early)
-      if (member == source && header.serial == cancel.serial) header.refused = cancel.reason;
+  if (found == channels_.end()) return;  // it has ended here
+  Collective& collective = *found->second.collective;
+  if (collective.agreed)
+    finish(collective, cancel.reason.status, cancel.reason.message);
+  else  // it ends with the last header
+    collective.headers[source]->refused = cancel.reason;
 }
 
 bool Engine::waits_for(const Collective& collective, int rank) const {
@@ -193,7 +188,10 @@ void Engine::fail_all(cgx_status_t status, const std::string& reason, Collective
     finish(collective, status, std::move(text));
   }
   uses_.clear();
-  transport_->leave(false, news);
+  try {
+    transport_->leave(false, news);
+  } catch (const std::exception&) {  // peers find out at their deadline
+  }
 }
 
 }  // namespace cgx

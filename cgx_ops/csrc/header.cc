@@ -98,9 +98,12 @@ Header read_header(Reader reader, int source) {
   return header;
 }
 
-Cancel read_cancel(Reader reader) {
+Cancel read_cancel(Reader reader, int source) {
   const auto fixed = reader.fixed<FixedCancel>();
-  return {fixed.serial, {reader.status(fixed.status), reader.rest()}};
+  const cgx_status_t status = reader.status(fixed.status);
+  require(status != CGX_OK, CGX_PEER_FAILED, "rank ", source,
+          " cancels a collective without an error");
+  return {fixed.serial, {status, reader.rest()}};
 }
 
 Abort read_abort(Reader reader) {
@@ -165,7 +168,7 @@ Message read_message(int source, std::span<const std::byte> message) {
     case Kind::kHeader:
       return read_header(reader, source);
     case Kind::kCancel:
-      return read_cancel(reader);
+      return read_cancel(reader, source);
     case Kind::kAbort:
       return read_abort(reader);
     case Kind::kAsk:

@@ -118,7 +118,7 @@ def main() -> int:
     short = [c for c in campaigns if len(c.results) < options.rounds]
     for campaign in short:
         print(f"{campaign.transport}: time for {len(campaign.results)} rounds only")
-    return int(bool(complaints) or any(result.failures for result in results))
+    return int(bool(complaints or short) or any(result.failures for result in results))
 
 
 if __name__ == "__main__":

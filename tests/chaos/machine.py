@@ -41,7 +41,11 @@ class Lateness(threading.Thread):
 
         Several things have to be woken one after another until a rank has heard of a failure.
         """
-        return 0.2 + 10 * max((late for at, late in list(self._samples) if at >= since), default=0)
+        return 0.2 + 10 * self.worst_since(since)
+
+    def worst_since(self, since: float) -> float:
+        """Return the latest wake-up since then, in seconds."""
+        return max((late for at, late in list(self._samples) if at >= since), default=0)
 
 
 # ---- What is left --------------------------------------------------------------------------------

@@ -256,14 +256,16 @@ class Job:
     def code(self, pid: int) -> int | None:
         return None  # mpirun's ranks are mpirun's children
 
-    def quit(self) -> list[str]:
-        """Have all ranks leave; return complaints."""
+    def quit(self, *, whole: bool) -> list[str]:
+        """Have all ranks leave; return complaints. whole: none was lost, so all end well."""
         seconds = 2 * JOB_DEADLINE + _EXIT  # at exit each step has a deadline: docs/failures.md
         for worker in self.workers:
             worker.tell_to_quit()
         complaints = []
         try:
-            self.process.wait(seconds)
+            code = self.process.wait(seconds)
+            if whole and code:
+                complaints.append(f"the job ended with status {code}\n{self.tail()}")
         except subprocess.TimeoutExpired:
             stuck = "\n".join(
                 f"--- rank {rank} ---\n{machine.describe(worker.pid)}\n{worker.tail()}"
@@ -310,11 +312,13 @@ class Jobs:
             return []
         job = self._jobs.pop(spec.framework)
         if fate == "end":
-            return job.quit()
+            return job.quit(whole=len(spec.survivors) == spec.size)
         job.kill()
         return []
 
     def close(self) -> list[str]:
-        complaints = [complaint for job in self._jobs.values() for complaint in job.quit()]
+        complaints = [
+            complaint for job in self._jobs.values() for complaint in job.quit(whole=True)
+        ]
         self._jobs.clear()
         return complaints

@@ -41,7 +41,8 @@ class Told:
 class Result:
     """A round and all that was seen of it.
 
-    fault_at: when the fault came, if it did; stopped: when the victim stood still, until when.
+    fault_at: when the fault came, if it did; stopped: when the victim stood still, until when;
+    excused: the machine was so late that deadlines may have passed by that alone.
     """
 
     spec: Round
@@ -49,6 +50,7 @@ class Result:
     begin: float
     fault_at: float | None = None
     stopped: tuple[float, float] | None = None
+    excused: bool = False
     failures: list[str] = field(default_factory=list)
 
     @property

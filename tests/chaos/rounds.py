@@ -87,8 +87,7 @@ def make_round(transport: str, seed: int, only_fault: str | None = None) -> Roun
     fitting = {key: kind for key, kind in KINDS.items() if kind.starts or fault.how != "started"}
     traffic = rng.choices(list(fitting), [kind.weight for kind in fitting.values()])[0]
     deadline = fault.deadline or rng.choice((1.0, 1.0, 1.5, 2.0))
-    # MPI_Comm_create_group has no deadline when a member dies in it: docs/failures.md.
-    early = fault.may_be_early and rng.random() < 0.3 and (transport == "shm" or not fault.kills)
+    early = fault.may_be_early and rng.random() < 0.3
     return Round(
         transport=transport,
         seed=seed,

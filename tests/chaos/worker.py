@@ -28,7 +28,15 @@ import numpy as np
 from collective_cases import Case
 
 import cgx_ops
-from cgx_ops import CgxError, Communicator, NotFound
+from cgx_ops import (
+    Closed,
+    Communicator,
+    DeadlineExceeded,
+    NotFound,
+    PeerFailed,
+    SystemFailure,
+    Unsupported,
+)
 from chaos import faults, machine, traffic
 from chaos.faults import FAULTS
 from chaos.messages import Check, Checked, Gather, Hello, Outcome, Play, Played, Quit
@@ -239,9 +247,12 @@ class Member:
     def _is_right(self, error: BaseException) -> bool:
         if isinstance(error, KeyboardInterrupt):
             return self.is_victim and self.fault.interrupts
-        if isinstance(error, cgx_ops.InternalError):
+        if "defect in cgx" in str(error) or "disagree on collective" in str(error):
             return False
-        kinds: list[type[BaseException]] = [CgxError, BootstrapFailed]
+        # Ranks that disagree, or arguments out of range, would be the library's own doing here.
+        kinds: list[type[BaseException]] = [
+            DeadlineExceeded, PeerFailed, Closed, SystemFailure, BootstrapFailed, Unsupported,
+        ]  # fmt: skip
         if "torch" in sys.modules:
             import torch.distributed
 
@@ -323,9 +334,8 @@ class Resources:
                 with contextlib.suppress(ValueError):
                     new.remove(each)
             return f"{len(of_core)} descriptors, {len(had)} before: {new}"
-        # The core makes its pool once; frameworks have pools that grow.
-        pool = int(os.environ["CGX_THREADS"]) - 1
-        if self.threads > before.threads + pool and not {"torch", "jax"} & set(sys.modules):
+        # Frameworks have pools that grow.
+        if self.threads > before.threads and not {"torch", "jax"} & set(sys.modules):
             return f"{self.threads} threads, {before.threads} before"
         return ""
 

@@ -97,6 +97,33 @@ void test_mismatch(const char* transport) {
   CHECK(errors[0].find("numel 1000 against 1001") != std::string::npos, "%s", errors[0].c_str());
 }
 
+// Rank 2 has announced a ring and then stands still: a callback holds its engine. Whoever comes to
+// the deadline first waits for its neighbour only, and has to ask who it is.
+void test_rank_that_stands_still(const char* transport) {
+  const Ranks ranks(4, transport, 1, "still");
+  std::vector<std::string> errors(4);
+  ranks.run([&](int rank, int32_t comm) {
+    std::vector<float> values(400'000, 1.0f), few(16, 1.0f);
+    Allreduce ring(comm, &values, 32, "ring"), holds(comm, &few, 32, "holds");
+    ring.call.algorithm = CGX_RING;
+    cgx_request_t* around = rank == 2 ? ring.start() : nullptr;
+    if (rank != 2) std::this_thread::sleep_for(std::chrono::milliseconds(200));  // it is notified
+    cgx_request_t* held = holds.start();
+    if (rank == 2) {
+      const auto sleep = [](void*, cgx_status_t, const char*) {
+        std::this_thread::sleep_for(std::chrono::seconds(3));
+      };
+      ok(cgx_notify(held, sleep, nullptr));
+    }
+    ok(cgx_wait(held));
+    if (rank != 2) around = ring.start();
+    CHECK(cgx_wait(around) != CGX_OK, "rank %d", rank);
+    errors[rank] = cgx_last_error();
+  });
+  for (const std::string& error : errors)
+    CHECK(error.find("rank 2 does not answer") != std::string::npos, "%s", error.c_str());
+}
+
 void test_absent_rank(const char* transport) {
   const Ranks ranks(4, transport, 0.5, "absent");
   ranks.run([&](int rank, int32_t comm) {
@@ -230,6 +257,7 @@ int main() {
     test_any_order(transport, 4, 10000, 4);
     test_mismatch(transport);
     test_absent_rank(transport);
+    test_rank_that_stands_still(transport);
     for (int repeat = 0; repeat < 20; ++repeat) test_leaving_rank(transport);
     test_many_messages(transport);
     test_idle_rank_hands_over(transport);

@@ -113,10 +113,8 @@ class ScriptedTransport : public Transport, private Arrival::Release {
     sink.on_control(source, message);
   }
   void deliver_bulk(Sink& sink, int source, Slot slot, size_t length) {
-    const int change = input_.number<int8_t>();  // mostly none
-    if (change % 4 == 1) length = static_cast<size_t>(std::max<int64_t>(0, length + change / 4));
     const uint64_t token = next_token_++;
-    const Bytes& bytes = held_.emplace(token, input_.pattern(length)).first->second;
+    const Bytes& bytes = held_.emplace(token, input_.pattern(input_.near(length))).first->second;
     sink.on_bulk(Arrival(source, slot, bytes, this, token));
   }
   void release(int, uint64_t token) override { FUZZ_CHECK(held_.erase(token) == 1); }

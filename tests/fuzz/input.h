@@ -61,10 +61,14 @@ class Input {
       const size_t at = number<uint16_t>() % bytes.size();
       bytes[at] ^= number<std::byte>();
     }
+    bytes.resize(near(bytes.size()));
+    return {bytes.begin(), bytes.end()};  // of exactly that capacity
+  }
+  // Mostly that length, else one a little shorter or longer.
+  size_t near(size_t length) {
     const int change = number<int8_t>();
-    const auto length = static_cast<int64_t>(bytes.size());
-    bytes.resize(std::max<int64_t>(0, length + (change % 4 == 0 ? change / 4 : 0)));
-    return {bytes.begin(), bytes.end()};
+    if (change % 4 != 0) return length;
+    return static_cast<size_t>(std::max<int64_t>(0, static_cast<int64_t>(length) + change / 4));
   }
 
  private:

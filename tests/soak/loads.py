@@ -97,7 +97,7 @@ def _jitted(comm: Communicator) -> Step:
 
 
 # Over threads torch and JAX would share one interpreter's state among ranks: their loops are left
-# to processes. MPI has 65,530 communicators: a job that makes more shows that they are freed.
+# to processes. MPI has 65,530 communicators: a job that makes more shows that ours take none.
 LOADS: dict[str, Load] = {
     "small": Load(_allreduce(100), {"": 1_000_000}),
     "large": Load(_allreduce(1 << 18), {"": 10_000}),

@@ -66,9 +66,8 @@ const std::vector<AlgorithmEntry>& algorithm_table();
 std::unique_ptr<Algorithm> make_algorithm(Plan plan);
 
 // Settles what follows from the ranks' hosts, which the plan knows by now:
-//   - the algorithm: what `auto` stands for, by the encoded size of the plan's tensors and by
-//   hosts;
-//     hierarchical is sra where hosts make only one level; anything else stays
+//   - the algorithm: what `auto` stands for, by the plan's encoded size and its hosts; hierarchical
+//     is sra where hosts make only one level; anything else stays
 //   - the dtype of partial sums: exact ones travel in fp32, whatever the tensor's dtype is, because
 //     fp16 would overflow where the result, such as an average, need not
 void resolve_algorithm(Plan* plan);

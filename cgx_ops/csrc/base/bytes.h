@@ -2,9 +2,11 @@
 // from_bytes() checks, once for all.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <span>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -29,13 +31,25 @@ Bytes to_bytes(const T& value) {
 
 // `what`: said where the length is wrong.
 template <typename T>
-T from_bytes(std::span<const std::byte> bytes, const char* what) {
+T from_bytes(std::span<const std::byte> bytes, const std::string& what) {
   static_assert(std::is_trivially_copyable_v<T>);
   require(bytes.size() == sizeof(T), CGX_PEER_FAILED, what, " has ", bytes.size(),
           " bytes instead of ", sizeof(T));
   T value;
   std::memcpy(&value, bytes.data(), sizeof(T));
   return value;
+}
+
+// Texts in fixed fields: cut where they are too long; a peer's may lack its end.
+template <size_t N>
+void put_text(char (&field)[N], const std::string& text) {
+  std::memset(field, 0, N);
+  std::memcpy(field, text.data(), std::min(text.size(), N - 1));
+}
+
+template <size_t N>
+std::string text_of(const char (&field)[N]) {
+  return {field, strnlen(field, N)};
 }
 
 }  // namespace cgx

@@ -3,11 +3,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <fstream>
 #include <string>
 
 #include "base/env.h"
+#include "base/status.h"
 
 namespace cgx {
 namespace {
@@ -18,7 +20,11 @@ std::string read_machine() {
   if (readlink("/proc/self/ns/pid", pid_namespace, sizeof(pid_namespace) - 1) < 0)
     pid_namespace[0] = '\0';
   std::string boot;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  require(file || errno != EMFILE, CGX_SYSTEM,
+          "no descriptor is left to learn which machine this is: raise the limit of open files "
+          "(ulimit -n)");
+  std::getline(file, boot);
   return std::string(name) + "|" + boot + "|" + pid_namespace;
 }
 

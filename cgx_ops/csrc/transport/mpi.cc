@@ -72,6 +72,11 @@ bool mpi_finalized() {
   return flag != 0;
 }
 
+void require_mpi() {
+  require(!mpi_finalized(), CGX_SYSTEM,
+          "MPI was finalized while cgx used it: call cgx_finalize, or close communicators, before");
+}
+
 const MpiJob& mpi_job() { return job; }
 
 bool mpi_wanted() { return initialized() || env_mpirun_world().has_value(); }

@@ -131,8 +131,7 @@ std::set<int> MpiMessages::pending_peers() const {
 }
 
 bool MpiMessages::progress() {
-  require(!mpi_finalized(), CGX_SYSTEM,
-          "MPI was finalized while cgx used it: call cgx_finalize, or close communicators, before");
+  require_mpi();
   auto& [requests, messages, ended, statuses] = *sets_;
   int count = 0;
   const int code = MPI_Testsome(static_cast<int>(requests.size()), requests.data(), &count,

@@ -64,38 +64,54 @@ void MpiPost::probe() {
     int bytes = 0;
     MPI_Get_count(&status, MPI_BYTE, &bytes);
     const auto size = static_cast<size_t>(bytes);
-    auto& incoming = receiving_.emplace_back(Incoming{
+    Incoming incoming{
         {status.MPI_SOURCE, static_cast<uint32_t>(status.MPI_TAG), blocks_.take(size), size},
-        MPI_REQUEST_NULL});
-    check_mpi(MPI_Imrecv(incoming.message.block.get(), bytes, MPI_BYTE, &handle, &incoming.request),
-              "MPI_Imrecv");
+        MPI_REQUEST_NULL};
+    const int received =
+        MPI_Imrecv(incoming.message.block.get(), bytes, MPI_BYTE, &handle, &incoming.request);
+    if (received == MPI_SUCCESS)
+      receiving_.push_back(std::move(incoming));
+    else if (!learn_of_deaths())
+      check_mpi(received, "MPI_Imrecv");
   }
 }
 
-// A message is put into its box only when those that came before it have been.
+// A message is put into its box only when those that its sender sent before have been. One sender's
+// do not wait for another's, which may stand still.
 void MpiPost::deliver() {
-  while (!receiving_.empty()) {
-    int done = 0;
-    const int code = MPI_Test(&receiving_.front().request, &done, MPI_STATUS_IGNORE);
-    if (code == MPI_SUCCESS && !done) return;
-    MpiMessage message = std::move(receiving_.front().message);
-    receiving_.pop_front();
-    if (code != MPI_SUCCESS) {  // its sender died over it
-      learn_of_deaths();
+  std::set<int> unfinished;  // senders
+  for (auto it = receiving_.begin(); it != receiving_.end();) {
+    const int sender = it->message.sender;
+    int done = 0, code = MPI_SUCCESS;
+    if (!unfinished.contains(sender)) code = MPI_Test(&it->request, &done, MPI_STATUS_IGNORE);
+    if (code == MPI_SUCCESS && !done) {
+      unfinished.insert(sender);
+      ++it;
       continue;
     }
-    const bool whole = message.size >= sizeof(MpiPrefix);
-    const auto to = whole ? box(message.prefix().communicator) : nullptr;
-    if (!to) {
-      blocks_.give_back(std::move(message.block), message.size);
-      continue;
-    }
-    {
-      const std::lock_guard lock(to->mutex);
-      to->messages.push_back(std::move(message));
-    }
-    to->bell.ring();
+    MpiMessage message = std::move(it->message);
+    it = receiving_.erase(it);
+    if (code == MPI_SUCCESS)
+      put(std::move(message));
+    else if (!learn_of_deaths())
+      check_mpi(code, "MPI_Test");
   }
+}
+
+void MpiPost::put(MpiMessage message) {
+  const bool whole = message.size >= sizeof(MpiPrefix);
+  const auto to = whole ? box(message.prefix().communicator) : nullptr;
+  if (!to) {
+    blocks_.give_back(std::move(message.block), message.size);
+    require(whole, CGX_PEER_FAILED, "rank ", message.sender, " of the MPI job sent ", message.size,
+            " bytes, which are no message of cgx");
+    return;
+  }
+  {
+    const std::lock_guard lock(to->mutex);
+    to->messages.push_back(std::move(message));
+  }
+  to->bell.ring();
 }
 
 // Asks a fault-tolerant MPI (mpirun --with-ft ulfm) who died. False if nobody did.

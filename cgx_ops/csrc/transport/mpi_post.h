@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -68,11 +69,12 @@ class MpiPost {
 
   void probe();
   void deliver();
+  void put(MpiMessage message);
   bool learn_of_deaths();
   std::shared_ptr<MpiBox> box(uint64_t communicator);
 
   std::mutex progressing_;
-  std::deque<Incoming> receiving_;  // in the order of arrival
+  std::list<Incoming> receiving_;  // in the order of arrival
   BlockPool blocks_;
 
   std::mutex boxes_mutex_;

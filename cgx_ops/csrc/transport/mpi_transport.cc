@@ -6,12 +6,14 @@
 // single sends use one direction of the link at a time and take twice as long.
 #include <mpi.h>
 
+#include <algorithm>
 #include <atomic>
 #include <climits>
 #include <cstring>
 #include <deque>
 #include <list>
 #include <memory>
+#include <set>
 #include <unordered_map>
 #include <utility>
 
@@ -48,8 +50,9 @@ class MpiTransport : public Transport, private Arrival::Release {
 
   // What MPI has not sent yet is left to it, with its memory.
   ~MpiTransport() override {
-    if (!drained() || !abandoned_.empty())
-      new std::pair(std::move(links_), std::move(abandoned_));  // NOLINT
+    if (!sending() && abandoned_.empty()) return;
+    new std::pair(std::move(links_), std::move(abandoned_));  // NOLINT
+    mpi_leave_behind();
   }
 
   const char* name() const override { return "mpi"; }
@@ -78,9 +81,7 @@ class MpiTransport : public Transport, private Arrival::Release {
   }
 
   bool progress(Sink& sink) override {
-    require(
-        !mpi_finalized(), CGX_SYSTEM,
-        "MPI was finalized while cgx used it: call cgx_finalize, or close communicators, before");
+    require_mpi();
     const bool sent = test_sends(sink);
     const bool received = receive(sink);
     return sent || received;
@@ -93,9 +94,14 @@ class MpiTransport : public Transport, private Arrival::Release {
   void wake() override { box_->bell.ring(); }
 
   bool flushed() const override {
-    for (const Link& link : links_)
-      if (!link.queued.empty() || !link.sending.empty()) return false;
-    return true;
+    // Who has left, or has cancelled the collective too, may never take in what is under way.
+    const auto over = [](const Outgoing& message) {
+      return message.state && message.state->given_up();
+    };
+    return std::all_of(links_.begin(), links_.end(), [&](const Link& link) {
+      return link.lost ||
+             (link.queued.empty() && std::all_of(link.sending.begin(), link.sending.end(), over));
+    });
   }
   bool drained() const override { return flushed(); }
 
@@ -131,6 +137,11 @@ class MpiTransport : public Transport, private Arrival::Release {
     std::deque<Outgoing> queued;
     std::list<Outgoing> sending;
   };
+
+  bool sending() const {
+    return std::any_of(links_.begin(), links_.end(),
+                       [](const Link& link) { return !link.sending.empty(); });
+  }
 
   void send_unread(int destination, Kind kind, std::span<const std::byte> message) {
     auto buffer = allocate(message.size());
@@ -297,9 +308,14 @@ class MpiConnector : public Connector {
   }
 
   std::string refusal(const std::vector<Bytes>& offers) const override {
-    for (size_t peer = 0; peer < offers.size(); ++peer)
-      if (Offer::read(offers[peer]).job != Offer::read(offers[0]).job)
+    std::set<int64_t> ranks_in_job;
+    for (size_t peer = 0; peer < offers.size(); ++peer) {
+      const Offer offer = Offer::read(offers[peer]);
+      if (offer.job != Offer::read(offers[0]).job)
         return join("rank ", peer, " belongs to another MPI job than rank 0");
+      if (!ranks_in_job.insert(offer.rank_in_job).second)
+        return join("rank ", peer, " lives in the process of another rank");
+    }
     return "";
   }
 

@@ -3,13 +3,14 @@
 
 #include <mpi.h>
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 
 namespace cgx {
 
 struct MpiJob {
-  bool ready = false;
+  std::atomic<bool> ready = false;  // what follows is there
   // Our duplicates of MPI_COMM_WORLD: one for what is addressed by tag, one for the post.
   MPI_Comm world = MPI_COMM_NULL, messages = MPI_COMM_NULL;
   uint64_t number = 0;  // equal on the ranks of one job, and only there
@@ -17,6 +18,7 @@ struct MpiJob {
 
 const MpiJob& mpi_job();
 bool mpi_finalized();
+void require_mpi();  // throws Error(CGX_SYSTEM) once it is finalized
 std::string mpi_text(int code);
 void check_mpi(int code, const char* call);  // throws Error(CGX_SYSTEM)
 

@@ -17,7 +17,8 @@ std::shared_ptr<Process> Process::of(pid_t pid) {
   const std::lock_guard lock(mutex);
   std::erase_if(*watched, [](const auto& entry) { return entry.second.expired(); });
   auto process = (*watched)[pid].lock();
-  if (process && process->alive()) return process;  // else the number may be another's by now
+  // Else the number may be another's by now, or there is a descriptor for it by now.
+  if (process && process->has_descriptor() && process->alive()) return process;
   process.reset(new Process(pid));
   (*watched)[pid] = process;
   return process;

@@ -17,6 +17,7 @@ class Process {
   bool alive() const;
 
  private:
+  bool has_descriptor() const { return pidfd_.get() >= 0; }
   explicit Process(pid_t pid);
   const pid_t pid_;
   const FileDescriptor pidfd_;  // none on kernels without it, or where no descriptor is left

@@ -166,14 +166,14 @@ bool SharedMemoryTransport::progress(Sink& sink) {
     // The state is read before the ring is drained: what a leaving peer sent comes first.
     const uint32_t state = peers_[peer].control->state.load(std::memory_order_acquire);
     const bool died = !peers_[peer].died.empty();
-    worked |= drain(peer, sink);
+    if (!peers_[peer].unreadable) worked |= drain(peer, sink);
     if (peers_[peer].lost || (state == ControlSegment::kHere && !died)) continue;
     forget(peer);
     if (state == ControlSegment::kHere)
       sink.on_peer_lost(peer, Loss::kDied, peers_[peer].died);
     else
       sink.on_peer_lost(peer, state == ControlSegment::kLeft ? Loss::kLeft : Loss::kGaveUp,
-                        peers_[peer].control->reason);
+                        text_of(peers_[peer].control->reason));
     worked = true;
   }
   return worked;
@@ -200,7 +200,7 @@ bool SharedMemoryTransport::handle(int source, uint32_t type, std::span<const st
   if (type == kBulk) return take_bulk(source, body, sink);
   require(type == kRelease && body.size() == sizeof(uint64_t), CGX_PEER_FAILED, "rank ", source,
           " sent a frame of type ", type, " with ", body.size(), " bytes");
-  const auto token = from_bytes<uint64_t>(body, "a release");
+  const auto token = from_bytes<uint64_t>(body, join("a release of rank ", source));
   const auto found = outstanding_.find(token);
   require(found != outstanding_.end() && found->second.destination == source, CGX_PEER_FAILED,
           "rank ", source, " releases message ", token, ", which it does not have");
@@ -210,7 +210,7 @@ bool SharedMemoryTransport::handle(int source, uint32_t type, std::span<const st
 }
 
 bool SharedMemoryTransport::take_bulk(int source, std::span<const std::byte> body, Sink& sink) {
-  const auto frame = from_bytes<BulkFrame>(body, "a bulk frame");
+  const auto frame = from_bytes<BulkFrame>(body, join("a bulk frame of rank ", source));
   require(frame.fits(), CGX_PEER_FAILED, "rank ", source, " sent a message of ", frame.bytes,
           " bytes at ", frame.offset, " in a segment of ", frame.segment_bytes);
   const std::byte* segment = nullptr;
@@ -218,6 +218,7 @@ bool SharedMemoryTransport::take_bulk(int source, std::span<const std::byte> bod
     segment = store_->map(source, frame.segment, frame.segment_bytes, SegmentStore::Access::kRead);
   } catch (const Error& error) {
     if (error.status() == CGX_PEER_FAILED) {  // it failed, and took its memory with it
+      peers_[source].unreadable = true;
       if (peers_[source].died.empty()) peers_[source].died = error.what();
       return false;
     }
@@ -260,8 +261,13 @@ bool SharedMemoryTransport::flushed() const {
                      [](const Peer& peer) { return peer.backlog.empty(); });
 }
 
+bool SharedMemoryTransport::drained() const {
+  return flushed() && std::all_of(outstanding_.begin(), outstanding_.end(),
+                                  [](const auto& entry) { return entry.second.state->given_up(); });
+}
+
 void SharedMemoryTransport::leave(bool graceful, const std::string& reason) {
-  std::strncpy(own_->reason, reason.c_str(), sizeof(own_->reason) - 1);
+  put_text(own_->reason, reason);
   own_->state.store(graceful ? ControlSegment::kLeft : ControlSegment::kFailed,
                     std::memory_order_release);
   for (auto& peer : peers_)

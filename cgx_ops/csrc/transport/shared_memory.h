@@ -129,7 +129,7 @@ class SharedMemoryTransport : public Transport, private Arrival::Release {
   void wait(std::chrono::microseconds at_most) override;
   void wake() override { own_->doorbell.ring(); }
   bool flushed() const override;
-  bool drained() const override { return outstanding_.empty() && flushed(); }
+  bool drained() const override;
   void leave(bool graceful, const std::string& reason) override;
 
  private:
@@ -147,7 +147,8 @@ class SharedMemoryTransport : public Transport, private Arrival::Release {
     ControlSegment* control = nullptr;
     std::deque<Frame> backlog;  // frames that found the ring full
     bool lost = false;
-    std::string died;  // set by wait(): the process is gone
+    std::string died;         // set by wait(): the process is gone
+    bool unreadable = false;  // its memory is gone: nothing more is taken in
   };
 
   void release(int source, uint64_t token) override;

@@ -54,12 +54,17 @@ class SendState {
     --unread_by_[destination];
   }
 
+  // The collective has failed here: nobody needs to read what it sent.
+  void give_up() { given_up_ = true; }
+  bool given_up() const { return given_up_; }
+
   int unsent() const { return unsent_; }          // the sender must still drive progress
   int unreleased() const { return unreleased_; }  // bounds what a collective keeps in flight
   bool unread_by(int rank) const { return unread_by_[rank] != 0; }
 
  private:
   int unsent_ = 0, unreleased_ = 0;
+  bool given_up_ = false;
   std::vector<int> unread_by_;  // by rank
 };
 
@@ -112,7 +117,7 @@ class Sink {
 inline constexpr size_t kMaxControlBytes = 16 * 1024;
 inline constexpr uint32_t kChannels = 1u << 30;   // channel numbers are below
 inline constexpr uint32_t kSequences = 1u << 14;  // what every MPI's tags can tell
-inline constexpr size_t kHeadroom = 64;           // a cache line: payloads stay aligned
+inline constexpr size_t kHeadroom = 64;  // a cache line: in shared memory payloads stay aligned
 
 class Transport {
  public:
