@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import itertools
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_int32, pointer
 from types import TracebackType
@@ -56,7 +55,7 @@ class _Counter:
 
 
 # By communicator: several Communicator objects may have one id.
-_calls: defaultdict[int, _Counter] = defaultdict(_Counter)
+_calls: dict[int, _Counter] = {}
 
 
 class Communicator:
@@ -386,7 +385,10 @@ class Communicator:
 
     def next_call(self, name: str) -> int:
         """Count a call of this name: how many this process made before. Seeds derive from it."""
-        return _calls[self.id].next(name)
+        counter = _calls.get(self.id)
+        if counter is None:  # two threads may be here: both get the one that is kept
+            counter = _calls.setdefault(self.id, _Counter())
+        return counter.next(name)
 
     # ---- The end ---------------------------------------------------------------------------------
 

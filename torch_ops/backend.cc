@@ -323,9 +323,10 @@ Decision Backend::decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t n
   static std::atomic<bool> warned{false};
   if (decision.surprising && size_ > 1 && host.warn && !warned.exchange(true)) {
     host.warn(c10::str(
-        call(), " stays exact though the group has ", options_->compression->bits,
-        " bits: only gradients are compressed unasked, while autograd completes them. To compress "
-        "this call too, make it inside `with cgx_ops.torch.compressed():`; to have it exact and "
+        call(), " stays exact though the group has ", options_->compression->bits, " bits (",
+        decision.reason,
+        "): only gradients are compressed unasked, while autograd completes them and no hook of the "
+        "user's sees to them. To compress this call too, make it inside `with cgx_ops.torch.compressed():`; to have it exact and "
         "hear nothing, inside `with cgx_ops.torch.uncompressed():`. Said once per process."));
   }
   return decision;

@@ -61,7 +61,8 @@ Decision decide(const std::shared_ptr<const Compression>& group, Unasked unasked
   if (scope.kind == Scope::Kind::kCompressed) return {compression, "inside compressed()"};
   if (unasked == Unasked::kEverything) return {compression, "the group compresses all"};
   if (unasked == Unasked::kNothing) {
-    return {nullptr, "a communication hook of the user's synchronises gradients"};
+    return {nullptr, "a communication hook of the user's synchronises gradients",
+            numel >= kWorthAWord && completing_gradients()};
   }
   if (completing_gradients()) return {compression, "autograd is completing gradients"};
   return {nullptr, "outside gradient synchronisation", numel >= kWorthAWord};

@@ -75,11 +75,13 @@ def _connections(
                 return []  # somebody failed before it came here
             for key, _ in ready:
                 if key.fileobj is lifeline:
-                    with contextlib.suppress(OSError):  # it is gone again
+                    try:
                         end = lifeline.accept()[0]
                         end.setblocking(False)
                         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                         selector.register(end, selectors.EVENT_READ, data=b"")
+                    except OSError:  # it is gone again, or there is no descriptor for it
+                        time.sleep(0.05)
                     continue
                 end = key.fileobj
                 assert isinstance(end, socket.socket)

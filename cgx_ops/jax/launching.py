@@ -154,10 +154,10 @@ def _agree(name: str) -> _Ticket:
     are not, count on this block's end.
     """
     world = _runtime.world()
-    drawn = _tickets.draw() if world.rank == 0 else None
     answer: Future[_Ticket] = Future()
 
     def ask() -> None:
+        drawn = _tickets.draw() if world.rank == 0 else None
         try:
             text = exchange(json.dumps(drawn), f"cgx_ops.jax.launching:{name}", world)[0]
             answer.set_result(_Ticket(*json.loads(text)))
@@ -166,8 +166,8 @@ def _agree(name: str) -> _Ticket:
                 _tickets.void(drawn)
             answer.set_exception(error)
 
-    threading.Thread(target=ask, daemon=True).start()
     try:
+        threading.Thread(target=ask, daemon=True).start()
         return answer.result()
     except BaseException:
         answer.add_done_callback(lambda done: done.exception() or _tickets.end(done.result()))

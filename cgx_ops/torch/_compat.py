@@ -300,11 +300,11 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
 # ---- for ddp.py ----------------------------------------------------------------------------------
 
 
-def has_comm_hook(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Tell whether somebody registered a communication hook."""
-    # A built-in hook is only in the logger's data.
-    named = wrapper._get_ddp_logging_data().get("comm_hook")
-    return bool(getattr(wrapper, "_comm_hooks", ()) or named)
+def comm_hooks(wrapper: torch.nn.parallel.DistributedDataParallel) -> list[Any]:
+    """Return the communication hooks that somebody registered; a built-in one by its name."""
+    hooks = [hook for hook, _ in getattr(wrapper, "_comm_hooks", ())]
+    named = wrapper._get_ddp_logging_data().get("comm_hook")  # of a built-in one alone
+    return hooks or ([named] if named else [])
 
 
 def steps_in_backward(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:

@@ -19,7 +19,7 @@ only if all of this holds:
     user's; or it is inside `with compressed():`, or the group was made with compress="all";
   - it is not inside `with uncompressed():`.
 
-The callbacks of a collective's future count as being where the collective was started.
+The callbacks of an allreduce's future count as being where it was started.
 
 DistributedDataParallel over a group with bits < 32 gets the hook of ddp.py unasked, which reduces
 layer by layer. So statistics of SyncBatchNorm, softmax over ranks, metrics and tensor parallelism

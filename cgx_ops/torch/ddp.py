@@ -132,6 +132,7 @@ class QuantizedAllreduceState:
                 f"{sorted(_KEPT)}: give what state_dict() returned"
             )
         self.__dict__.update(state_dict)
+        self._checked = weakref.WeakSet()  # its rules may be others
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is saved, for pickles."""
@@ -359,8 +360,9 @@ def _attach(wrapper: DistributedDataParallel) -> None:
     # Its Python reducer has no buckets; compress_collectives() is for that.
     if options is None or _compat.has_python_reducer(wrapper):
         return
-    if _compat.has_comm_hook(wrapper):
-        backend.leave_gradients_to_hooks(group)
+    if hooks := _compat.comm_hooks(wrapper):
+        if quantized_allreduce_hook not in hooks:
+            backend.leave_gradients_to_hooks(group)
         return
     if _compat.steps_in_backward(wrapper):  # by a communication hook that torch is about to set
         return

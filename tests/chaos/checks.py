@@ -69,7 +69,7 @@ def _errors(result: Result) -> list[str]:
         text = f"rank {rank}: {outcome.error} in {outcome.what}: {outcome.text}"
         if not outcome.right_kind:
             complaints.append(f"of a wrong kind, {text}")
-        # A machine that is itself late by so much brings a fault of its own: a deadline that passes.
+        # A machine that is late by so much brings a fault of its own: a deadline that passes.
         elif fault.harmless and not (result.excused and "within" in outcome.text):
             complaints.append(f"nothing harmful happened, but {text}")
     return complaints
