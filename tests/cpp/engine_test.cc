@@ -100,12 +100,13 @@ void test_mismatch(const char* transport) {
 // Rank 2 has announced a ring and then stands still: a callback holds its engine. Whoever comes to
 // the deadline first waits for its neighbour only, and has to ask who it is.
 void test_rank_that_stands_still(const char* transport) {
-  const Ranks ranks(4, transport, 1, "still");
+  const Ranks ranks(4, transport, 60, "still");
   std::vector<std::string> errors(4);
   ranks.run([&](int rank, int32_t comm) {
     std::vector<float> values(400'000, 1.0f), few(16, 1.0f);
     Allreduce ring(comm, &values, 32, "ring"), holds(comm, &few, 32, "holds");
     ring.call.algorithm = CGX_RING;
+    if (rank != 2) ring.call.timeout_s = 1;
     cgx_request_t* around = rank == 2 ? ring.start() : nullptr;
     if (rank != 2) std::this_thread::sleep_for(std::chrono::milliseconds(200));  // it is notified
     cgx_request_t* held = holds.start();
