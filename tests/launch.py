@@ -32,6 +32,7 @@ exec "$@" > "$CGX_TEST_OUTPUT/$rank" 2>&1
 # Ends with the status of a rank that failed.
 _EACH = """
 n=$1; shift; rank=0; started=; status=0
+export WORLD_SIZE=$n
 while [ $rank -lt $n ]; do RANK=$rank "$@" & started="$started $!"; rank=$((rank + 1)); done
 for process in $started; do wait $process || status=$?; done
 exit $status
@@ -93,7 +94,7 @@ def processes(
     timeout: float = 120,
     check: bool = True,
 ) -> list[str]:
-    """Do as mpirun() does, with nothing that tells processes of each other: each has its RANK."""
+    """Do as mpirun() does, with nothing that tells processes of each other but RANK, WORLD_SIZE."""
     command = ["/bin/sh", "-c", _EACH, "sh", n]
     return _launch(command, n, program, args, env, timeout, check)
 
@@ -124,7 +125,6 @@ def _launch(
                 **os.environ,
                 "PYTHONPATH": python_path(),
                 "PYTHONUNBUFFERED": "1",
-                "WORLD_SIZE": str(n),
                 **(env or {}),
                 "CGX_TEST_OUTPUT": output,
             },

@@ -100,7 +100,7 @@ def test_torchrun(cases: list[str]) -> None:
     command += ["--nproc-per-node", "3", str(RANKS / "run_torch_backend.py"), *cases]
     done = subprocess.run(
         command,
-        env={**PLAIN, **tc.ENVIRONMENT},
+        env={**PLAIN, **tc.ENVIRONMENT, "PYTHONPATH": launch.python_path()},
         capture_output=True,
         text=True,
         timeout=120,

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +98,7 @@ def late(algorithm: str) -> None:
     print("gave up", len(files))
 
 
-def fails_once(comm: Communicator, shortage: Iterator[None]) -> None:
+def fails_once(comm: Communicator, shortage: AbstractContextManager[None]) -> None:
     """A collective that rank 1 cannot serve fails on both ranks, the next one does not."""
     config = Config(bits=4, algorithm="sra")
     meet("before")
@@ -116,7 +116,7 @@ def fails_once(comm: Communicator, shortage: Iterator[None]) -> None:
 
 
 @contextmanager
-def on_rank_1(shortage: Iterator[None]) -> Iterator[None]:
+def on_rank_1(shortage: AbstractContextManager[None]) -> Iterator[None]:
     if rank == 1:
         with shortage:
             yield
@@ -147,7 +147,30 @@ def many() -> None:
     print("descriptors", used)
 
 
-actions = {"open_files": open_files, "memory": memory, "many": many}
+def names() -> None:
+    """Print how many bytes a call with a new name costs, beyond those whose seeds are kept."""
+    warm_up, calls, ones = 30_000, 20_000, np.ones(4, np.float32)
+    comms = Communicator.local(2)
+
+    def run(first: int, last: int) -> None:
+        for i in range(first, last):
+            requests = [
+                comm.allreduce_async(ones, config=Config(bits=32), name=f"{i} of many names")
+                for comm in comms
+            ]
+            for request in requests:
+                request.wait()
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    run(0, warm_up)
+    before = resident()
+    run(warm_up, warm_up + calls)
+    print((resident() - before) // calls)
+
+
+actions = {"open_files": open_files, "memory": memory, "many": many, "names": names}
 if what in actions:
     actions[what]()
 else:
