@@ -167,6 +167,9 @@ cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* comm) {
       Bytes all(mine.size() * size);
       require(bootstrap->allgather(bootstrap->context, mine.data(), mine.size(), all.data()) == 0,
               CGX_SYSTEM, "the bootstrap's allgather failed");
+      // A callback that a signal interrupted before its first line has done nothing, and says 0.
+      require(std::equal(mine.begin(), mine.end(), all.begin() + bootstrap->rank * mine.size()),
+              CGX_SYSTEM, "the bootstrap's allgather gave back other bytes than this rank's own");
       std::vector<Bytes> blobs;
       for (int rank = 0; rank < size; ++rank)
         blobs.emplace_back(all.begin() + rank * mine.size(),

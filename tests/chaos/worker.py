@@ -111,7 +111,7 @@ class Member:
         if self.round.early:
             faults.arm(self)
         self._comm = self.attempt(None, lambda: self._group(range(self.size), ""), making=True)
-        assert self.comm.transport == self._expected_transport(), self.comm.transport
+        assert self.comm.transport in self._possible_transports(), self.comm.transport
         if not self.round.early:
             faults.arm(self)
 
@@ -146,11 +146,14 @@ class Member:
             raise BootstrapFailed(answer)
         return answer
 
-    def _expected_transport(self) -> str:
+    def _possible_transports(self) -> set[str]:
         hosts = self.round.hosts
+        possible = {self.round.transport}
         if self.round.transport == "hybrid" and hosts and len(set(hosts)) == 1:
-            return "shm"
-        return self.round.transport
+            possible = {"shm"}
+        if self.round.early and self.round.fault in ("descriptors", "memory", "shared memory"):
+            possible.add("mpi")  # which all ranks fall back to
+        return possible
 
     def note_fault(self, now: float) -> None:
         """Tell the referee when, even if this process does not live to say so."""
@@ -263,8 +266,10 @@ class Member:
             import jax
 
             kinds.append(jax.errors.JaxRuntimeError)
-        if self.is_victim and self.fault.starves:
-            kinds.append(MemoryError)
+        if self.is_victim and self.fault.starves:  # of Python's own
+            kinds += [MemoryError, ImportError]
+        if "Too many open files" in str(error):  # of gloo's sockets
+            return self.round.fault == "descriptors"
         return isinstance(error, tuple(kinds))
 
     # ---- The round -------------------------------------------------------------------------------
@@ -283,7 +288,10 @@ class Member:
             interrupted = True
         except Failed:
             pass
-        except MemoryError:  # of this file's own, not of a call
+        except (
+            MemoryError,
+            RuntimeError,
+        ):  # of this file's own, such as a thread that cannot start
             if not (self.is_victim and self.fault.starves):
                 raise
         self.over = True
@@ -334,8 +342,9 @@ class Resources:
                 with contextlib.suppress(ValueError):
                     new.remove(each)
             return f"{len(of_core)} descriptors, {len(had)} before: {new}"
-        # Frameworks have pools that grow.
-        if self.threads > before.threads and not {"torch", "jax"} & set(sys.modules):
+        # The core makes its pool once; frameworks have pools that grow.
+        made = max(before.threads, int(os.environ["CGX_THREADS"]))
+        if self.threads > made and not {"torch", "jax"} & set(sys.modules):
             return f"{self.threads} threads, {before.threads} before"
         return ""
 
