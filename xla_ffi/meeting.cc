@@ -165,6 +165,7 @@ void Meeting::Run() {
     return;
   }
   message->collective.timeout_s = timeout_s_;
+  message->collective.occurrence = -1;  // executions follow each other, in every process alike
   message->noise_rank = static_cast<int32_t>(process_);  // the process is the rank
   auto self = shared_from_this();
   WithProcessCommunicator(group_.processes, [self, message](int32_t comm, cgx_status_t status,
