@@ -250,6 +250,8 @@ class Member:
     def _is_right(self, error: BaseException) -> bool:
         if isinstance(error, KeyboardInterrupt):
             return self.is_victim and self.fault.interrupts
+        if "Too many open files" in str(error) and self.round.fault == "descriptors":
+            return True  # of gloo's sockets, too
         if "defect in cgx" in str(error) or "disagree on collective" in str(error):
             return False
         # Ranks that disagree, or arguments out of range, would be the library's own doing here.
@@ -268,8 +270,6 @@ class Member:
             kinds.append(jax.errors.JaxRuntimeError)
         if self.is_victim and self.fault.starves:  # of Python's own
             kinds += [MemoryError, ImportError]
-        if "Too many open files" in str(error):  # of gloo's sockets
-            return self.round.fault == "descriptors"
         return isinstance(error, tuple(kinds))
 
     # ---- The round -------------------------------------------------------------------------------
