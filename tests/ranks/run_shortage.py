@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from file_store import allgather_by_files
@@ -66,7 +67,7 @@ def no_descriptor() -> Iterator[None]:
                 os.close(filler)
 
 
-def late(algorithm: str) -> None:
+def late(algorithm: Any) -> None:
     """Rank 1 stands still while rank 0 gives up, and opens files where its memory was."""
     comm = communicator("late", timeout=1)
     config = Config(bits=4, algorithm=algorithm)
