@@ -74,6 +74,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
 c10::intrusive_ptr<Future> Work::getFuture() {
   const std::lock_guard<std::mutex> lock(future_mutex_);
   if (future_) return future_;
+  CompletionPool::get();  // throws where it can have no thread: nobody has the future yet
   future_ = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
   // The callback holds this object: nobody else may, once the caller has the future.
   using Self = c10::intrusive_ptr<Work>;

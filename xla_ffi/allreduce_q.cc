@@ -74,19 +74,27 @@ struct Execution {
   std::unique_ptr<LaunchedCall> launched;
 };
 
-void Complete(std::shared_ptr<Execution> execution, cgx_status_t status, std::string text) {
-  CompletionPool::get().run([execution = std::move(execution), status, text = std::move(text)] {
-    // The program goes on inside of what follows.
-    const bool alone = !execution->launched || execution->launched->Leave();
-    if (status != CGX_OK) {
-      execution->promise.SetError(ffi::Error(ToErrorCode(status), execution->where + ": " + text));
-    } else if (!alone) {
-      execution->promise.SetError(
-          ffi::Error(ToErrorCode(CGX_INVALID_ARGUMENT), execution->where + ": " + kOverlap));
-    } else {
-      execution->promise.SetAvailable();
-    }
-  });
+// The program goes on inside of this.
+void Complete(Execution* execution, cgx_status_t status, const std::string& text) {
+  const bool alone = !execution->launched || execution->launched->Leave();
+  if (status != CGX_OK) {
+    execution->promise.SetError(ffi::Error(ToErrorCode(status), execution->where + ": " + text));
+  } else if (!alone) {
+    execution->promise.SetError(
+        ffi::Error(ToErrorCode(CGX_INVALID_ARGUMENT), execution->where + ": " + kOverlap));
+  } else {
+    execution->promise.SetAvailable();
+  }
+}
+
+void CompleteSoon(const std::shared_ptr<Execution>& execution, cgx_status_t status,
+                  const std::string& text) {
+  try {
+    CompletionPool::get().run(
+        [execution, status, text] { Complete(execution.get(), status, text); });
+  } catch (const std::exception& error) {  // no memory for the task
+    Complete(execution.get(), StatusOf(error), error.what());
+  }
 }
 
 ffi::Future Execute(ffi::Dictionary attributes, ffi::Token, ffi::RemainingArgs args,
@@ -104,14 +112,14 @@ ffi::Future Execute(ffi::Dictionary attributes, ffi::Token, ffi::RemainingArgs a
         /*named=*/true);
     if (execution->launched->alone()) {
       Start(std::move(message), comm, [execution](cgx_status_t status, const std::string& text) {
-        Complete(execution, status, text);
+        CompleteSoon(execution, status, text);
       });
     } else {
       cgx_refuse(&message->On(comm), CGX_INVALID_ARGUMENT, kOverlap);
-      Complete(execution, CGX_INVALID_ARGUMENT, kOverlap);
+      CompleteSoon(execution, CGX_INVALID_ARGUMENT, kOverlap);
     }
   } catch (const std::exception& error) {
-    Complete(execution, StatusOf(error), error.what());
+    CompleteSoon(execution, StatusOf(error), error.what());
   }
   return future;
 }

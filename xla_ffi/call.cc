@@ -62,9 +62,13 @@ void Call::Complete(cgx_status_t status, const std::string& message) {
   }
 }
 
-void CompleteSoon(std::shared_ptr<Call> call, cgx_status_t status, std::string text) {
-  CompletionPool::get().run(
-      [call = std::move(call), status, text = std::move(text)] { call->Complete(status, text); });
+void CompleteSoon(const std::shared_ptr<Call>& call, cgx_status_t status,
+                  const std::string& text) {
+  try {
+    CompletionPool::get().run([call, status, text] { call->Complete(status, text); });
+  } catch (const std::exception& error) {  // no memory for the task
+    call->Complete(StatusOf(error), error.what());
+  }
 }
 
 // ---- Message ------------------------------------------------------------------------------------
@@ -145,6 +149,7 @@ std::shared_ptr<Message> AsRank(const Operands& operands, const Site& site, int6
 }
 
 void Start(std::shared_ptr<Message> message, int32_t comm, Done done) {
+  CompletionPool::get();  // what ends must be completed: better to fail now than then
   auto* in_flight = new InFlight{std::move(message), std::move(done)};
   // Finish may run, and free it, before cgx_start returns.
   cgx_status_t status;

@@ -113,7 +113,7 @@ using Done = std::function<void(cgx_status_t status, const std::string& text)>;
 void Start(std::shared_ptr<Message> message, int32_t comm, Done done);
 
 // Completes a call on a thread of the pool.
-void CompleteSoon(std::shared_ptr<Call> call, cgx_status_t status, std::string text);
+void CompleteSoon(const std::shared_ptr<Call>& call, cgx_status_t status, const std::string& text);
 
 }  // namespace cgx::xla
 

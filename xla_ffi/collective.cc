@@ -63,7 +63,7 @@ void StartAmongProcesses(std::shared_ptr<Call> call, const Execution& execution,
   const std::string name = site.NameOf(group);
   if (!alone) {
     Refuse(group.processes, name, CGX_INVALID_ARGUMENT, kOverlap);
-    return CompleteSoon(std::move(call), CGX_INVALID_ARGUMENT, kOverlap);
+    return CompleteSoon(call, CGX_INVALID_ARGUMENT, kOverlap);
   }
   auto message = AsRank(*call, execution, name);
   message->collective.occurrence = -1;  // executions follow each other, in every process alike

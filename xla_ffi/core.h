@@ -7,6 +7,7 @@
 #include <new>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <vector>
 
 #include "cgx/cgx.h"
@@ -45,7 +46,9 @@ inline ffi::ErrorCode ToErrorCode(cgx_status_t status) {
 // its kind and where it was, and the threads of the core and of the pool end the process.
 inline cgx_status_t StatusOf(const std::exception& error) {
   if (const auto* known = dynamic_cast<const StatusError*>(&error)) return known->status;
-  return dynamic_cast<const std::bad_alloc*>(&error) ? CGX_SYSTEM : CGX_INTERNAL;
+  const bool short_of_something = dynamic_cast<const std::bad_alloc*>(&error) ||
+                                  dynamic_cast<const std::system_error*>(&error);  // no thread
+  return short_of_something ? CGX_SYSTEM : CGX_INTERNAL;
 }
 
 inline ffi::Error ToError(const std::exception& error, const std::string& where = "") {

@@ -107,7 +107,7 @@ bool Meeting::Join(int64_t place, std::shared_ptr<Call> call) {
   std::unique_lock lock(mutex_);
   if (failed_ != CGX_OK) {
     lock.unlock();
-    CompleteSoon(std::move(call), failed_, why_);
+    CompleteSoon(call, failed_, why_);
     return false;
   }
   calls_[place] = std::move(call);
@@ -128,7 +128,7 @@ void Meeting::Fail(cgx_status_t status, const std::string& text) {
   }
   Refuse(group_.processes, site_.NameOf(group_), status, text);
   for (auto& call : calls)
-    if (call) CompleteSoon(std::move(call), status, text);
+    if (call) CompleteSoon(call, status, text);
 }
 
 // The deadlines' thread comes here. Site and group live as long as a call of theirs does: so they

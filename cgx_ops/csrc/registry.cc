@@ -51,9 +51,9 @@ CommunicatorRef Registry::find_world() const {
 CommunicatorRef Registry::get(int32_t id) const {
   const std::lock_guard lock(mutex_);
   const auto found = communicators_.find(id);
-  require(found != communicators_.end(), CGX_NOT_FOUND, "no communicator ", id,
-          ": it was closed, or never made; cgx_init makes the world, 0");
-  return found->second;
+  if (found != communicators_.end()) return found->second;
+  require(id <= kWorld || id >= next_, CGX_CLOSED, "communicator ", id, " was closed");
+  fail(CGX_NOT_FOUND, "no communicator ", id, "; cgx_init makes the world, 0");
 }
 
 int32_t Registry::next(int32_t after) const {

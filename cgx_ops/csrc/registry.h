@@ -23,7 +23,7 @@ class Registry {
   int32_t add(CommunicatorRef communicator);  // throws if the name is taken
   void add_world(CommunicatorRef communicator);
   void require_free(const std::string& name) const;
-  CommunicatorRef get(int32_t id) const;  // throws CGX_NOT_FOUND
+  CommunicatorRef get(int32_t id) const;  // throws CGX_NOT_FOUND, or CGX_CLOSED
   CommunicatorRef find_world() const;     // nullptr before cgx_init
   int32_t find(const std::string& name) const;
   int32_t next(int32_t after) const;  // the smallest id above it, or -1

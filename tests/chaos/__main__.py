@@ -81,7 +81,7 @@ class Campaign:
         result = Referee(spec, workers, self._lateness).run()
         result.failures = checks.judge(result, self._lateness)
         closed = any(told.played and told.played.base_closed for told in result.ranks)
-        lost = closed or len(spec.survivors) < spec.size
+        lost = closed or any(told.died_at for told in result.ranks)
         fate = "kill" if result.failures else "end" if lost else "keep"
         result.failures += pool.give_back(spec, workers, fate)
         self.results.append(result)

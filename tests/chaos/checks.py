@@ -9,6 +9,8 @@ from chaos.messages import Outcome
 from chaos.referee import Result
 
 GRACE = 2.0  # seconds beyond its deadline in which an error must have come
+# glibc's last words where a thread's first use of a library finds no memory; nobody can catch that.
+_NO_THREAD_LOCAL = "cannot allocate memory for thread-local data"
 NOTICED = 1.0  # seconds until a waiting call must have noticed Ctrl-C
 
 
@@ -33,7 +35,8 @@ def _ends(result: Result) -> list[str]:
     fault = FAULTS[result.spec.fault]
     complaints = []
     for rank, told in enumerate(result.ranks):
-        due = fault.kills and rank == result.spec.victim
+        victim = rank == result.spec.victim
+        due = victim and (fault.kills or fault.starves and _NO_THREAD_LOCAL in told.worker.tail())
         if told.stuck:
             phase = "in its checks" if told.played else "in its traffic"
             complaints.append(f"rank {rank} was stuck {phase} {told.stuck}")

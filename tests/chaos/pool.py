@@ -312,7 +312,7 @@ class Jobs:
             return []
         job = self._jobs.pop(spec.framework)
         if fate == "end":
-            return job.quit(whole=len(spec.survivors) == spec.size)
+            return job.quit(whole=all(machine.alive(worker.pid) for worker in job.workers))
         job.kill()
         return []
 

@@ -85,8 +85,8 @@ def make_round(transport: str, seed: int, only_fault: str | None = None) -> Roun
     name = only_fault or name
     fault = FAULTS[name]
     fitting = {key: kind for key, kind in KINDS.items() if kind.starts or fault.how != "started"}
-    if fault.starves:  # gloo's constructor never returns where its second thread cannot start
-        del fitting["torch backend"]
+    if fault.starves:  # where a thread dies at its start, they wait for it for ever:
+        del fitting["torch backend"], fitting["threads"]  # gloo's constructor, Python's start()
     traffic = rng.choices(list(fitting), [kind.weight for kind in fitting.values()])[0]
     deadline = fault.deadline or rng.choice((1.0, 1.0, 1.5, 2.0))
     early = fault.may_be_early and rng.random() < 0.3

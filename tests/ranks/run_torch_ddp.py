@@ -89,7 +89,9 @@ def averaged(
     bits: Callable[[str, torch.Tensor], int] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the oracle's average of the ranks' gradients, layer by layer."""
-    group_name = dist.group.WORLD.group_name
+    world = dist.group.WORLD
+    assert world is not None
+    group_name = world.group_name
     result = {}
     for name, first in gradients[0].items():
         own = bits(name, first) if bits else config.bits if first.dim() > 1 else 32

@@ -16,6 +16,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -24,7 +25,9 @@ namespace cgx {
 
 class CompletionPool {
  public:
-  // Lives until the process ends: frameworks may still run when static objects are destroyed.
+  // Lives until the process ends: frameworks may still run when static objects are destroyed. The
+  // first call makes its first thread and throws std::system_error where it cannot: so call it
+  // before anything starts that the pool is to complete.
   static CompletionPool& get() {
     static CompletionPool* pool = [] {
       auto* made = new CompletionPool;
@@ -34,11 +37,17 @@ class CompletionPool {
     return *pool;
   }
 
-  // Runs `work` soon, on a thread that has nothing else to do. Never blocks, never throws: where no
-  // thread can be had, work waits for one of those there are, of which one never leaves.
-  void run(std::function<void()> work) {
-    const std::lock_guard lock(mutex_);
-    queue_.push_back(std::move(work));
+  // Runs `work` soon, on a thread that has nothing else to do. Never throws. Where no thread can be
+  // had, work waits for one of those there are, of which one never leaves; where not even the queue
+  // gets memory, work is done here and now, and may block: that is better than never.
+  void run(std::function<void()> work) noexcept {
+    std::unique_lock lock(mutex_);
+    try {
+      queue_.push_back(std::move(work));
+    } catch (const std::bad_alloc&) {  // then work was not moved
+      lock.unlock();
+      return work();
+    }
     // Every idle thread takes one item, so items beyond them need threads of their own.
     if (queue_.size() <= idle_) {
       wake_.notify_one();
