@@ -16,7 +16,7 @@ from cgx_ops import _native, request
 from cgx_ops._arrays import Array, address, as_input, as_output, dtype_code
 from cgx_ops.call import Call, Op, Segment
 from cgx_ops.config import Config
-from cgx_ops.errors import CgxError, InvalidArgument, NotFound
+from cgx_ops.errors import CgxError, Closed, InvalidArgument
 from cgx_ops.request import Request
 from cgx_ops.stats import Stats, read_stats
 
@@ -222,7 +222,7 @@ class Communicator:
         """Whether a failure or close() ended it."""
         try:
             return bool(self._info().closed)
-        except NotFound:
+        except Closed:
             return True
 
     @property
@@ -239,7 +239,7 @@ class Communicator:
         """Return what this rank has done here since creation: counts, bytes, time per phase.
 
         Raises:
-            NotFound: it was closed; one that a failure ended still tells.
+            Closed: close() was called; one that a failure ended still tells.
         """
         return read_stats(self.id)
 
@@ -394,7 +394,7 @@ class Communicator:
 
     def close(self) -> None:
         """Let peers read what was sent to them (bounded in time), then free it. Not collective."""
-        with contextlib.suppress(NotFound):  # closed before
+        with contextlib.suppress(Closed):  # before
             _native.call("cgx_comm_close", self.id)
         request.collect_dropped()  # they hold what the communicator has
         _calls.pop(self.id, None)

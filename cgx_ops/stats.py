@@ -11,7 +11,7 @@ from ctypes import byref
 from dataclasses import dataclass
 
 from cgx_ops import _native
-from cgx_ops.errors import NotFound
+from cgx_ops.errors import Closed
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def read_stats(comm: int) -> Stats:
     """Return the Stats of the communicator of this id.
 
     Raises:
-        NotFound: there is none.
+        Closed, NotFound: there is none any more, or never was.
     """
     info = _native.CommInfo()
     _native.call("cgx_comm_info", comm, byref(info))
@@ -109,7 +109,7 @@ def stats() -> dict[str, Stats]:
     found = []
     comm = -1
     while (comm := _native.call_for_id("cgx_comm_next", comm)) >= 0:
-        with contextlib.suppress(NotFound):  # another thread has just closed it
+        with contextlib.suppress(Closed):  # another thread has just closed it
             found.append(read_stats(comm))
     return {entry.name: entry for entry in found}
 

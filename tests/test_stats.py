@@ -16,11 +16,11 @@ from launch import threads
 
 import cgx_ops
 from cgx_ops import (
+    Closed,
     Communicator,
     Config,
     DeadlineExceeded,
     InvalidArgument,
-    NotFound,
     Segment,
     Stats,
     _native,
@@ -195,7 +195,7 @@ def test_stats_lists_every_communicator_of_the_process() -> None:
     for comm in ours:
         comm.close()
     assert not {"listed/0", "listed/1", "last/0"} & cgx_ops.stats().keys()
-    with pytest.raises(NotFound):
+    with pytest.raises(Closed):
         ours[0].stats()
 
 

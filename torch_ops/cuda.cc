@@ -56,7 +56,7 @@ void enqueue_on(const c10::Stream& stream, const cgx_collective_t& collective) {
 std::exception_ptr failure_of(int32_t comm) {
   const cgx_status_t status = cgx_comm_check(comm, /*finish=*/0);
   // Of a group that was destroyed nothing more is known.
-  if (status == CGX_OK || status == CGX_NOT_FOUND) return nullptr;
+  if (status == CGX_OK || status == CGX_CLOSED) return nullptr;
   try {
     check(status);
   } catch (...) {

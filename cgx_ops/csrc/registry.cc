@@ -40,6 +40,7 @@ int32_t Registry::add(CommunicatorRef communicator) {
 void Registry::add_world(CommunicatorRef communicator) {
   const std::lock_guard lock(mutex_);
   communicators_[kWorld] = std::move(communicator);
+  had_world_ = true;
 }
 
 CommunicatorRef Registry::find_world() const {
@@ -52,7 +53,8 @@ CommunicatorRef Registry::get(int32_t id) const {
   const std::lock_guard lock(mutex_);
   const auto found = communicators_.find(id);
   if (found != communicators_.end()) return found->second;
-  require(id <= kWorld || id >= next_, CGX_CLOSED, "communicator ", id, " was closed");
+  const bool existed = id == kWorld ? had_world_ : id > kWorld && id < next_;
+  require(!existed, CGX_CLOSED, "communicator ", id, " was closed");
   fail(CGX_NOT_FOUND, "no communicator ", id, "; cgx_init makes the world, 0");
 }
 

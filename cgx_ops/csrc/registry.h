@@ -36,6 +36,7 @@ class Registry {
   mutable std::mutex mutex_;
   std::map<int32_t, CommunicatorRef> communicators_;
   int32_t next_ = kWorld + 1;
+  bool had_world_ = false;
 };
 
 }  // namespace cgx

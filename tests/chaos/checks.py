@@ -36,7 +36,7 @@ def _ends(result: Result) -> list[str]:
     complaints = []
     for rank, told in enumerate(result.ranks):
         victim = rank == result.spec.victim
-        due = victim and (fault.kills or fault.starves and _NO_THREAD_LOCAL in told.worker.tail())
+        due = victim and (fault.kills or (fault.starves and _NO_THREAD_LOCAL in told.worker.tail()))
         if told.stuck:
             phase = "in its checks" if told.played else "in its traffic"
             complaints.append(f"rank {rank} was stuck {phase} {told.stuck}")
