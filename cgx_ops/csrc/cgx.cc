@@ -109,7 +109,7 @@ std::string describe() {
               "\", \"mpi_cuda_aware\": ", mpi_cuda_aware() ? "true" : "false",
               ", \"cpu_target\": \"", kernels().name, "\", \"cpu_targets\": [", targets,
               "], \"transports\": ", describe_rows(transport_table()),
-              ", \"compressors\": ", describe_rows(compressor_table()),
+              ", \"compressors\": ", describe_rows(codec_table()),
               ", \"wires\": ", describe_rows(device::wire_table()),
               ", \"algorithms\": ", describe_rows(algorithm_table()),
               ", \"cuda\": ", device::describe_devices(), "}");
@@ -340,7 +340,7 @@ cgx_status_t cgx_plan(const cgx_collective_t* collective, cgx_plan_t* plan) {
     const Plan made = communicator->plan(*collective);
     Plan exact = made;
     for (auto& segment : exact.segments)
-      segment.intra.bits = segment.scatter.bits = segment.gather.bits = kExactBits;
+      for (auto& codec : segment.codecs.each) codec.bits = kExactBits;
     plan->algorithm = made.algorithm;
     plan->payload_bytes = payload_bytes(made);
     plan->exact_bytes = payload_bytes(exact);

@@ -6,7 +6,7 @@
 
 #include "api.h"
 #include "base/checks.h"
-#include "compressor/compressor.h"
+#include "compressor/codec.h"
 #include "device/codec.h"
 #include "kernel/kernels.h"
 
@@ -21,30 +21,33 @@ Dtype to_dtype(int32_t dtype) {
   return in_range<Dtype>("dtype", dtype, 0, CGX_BFLOAT16, "a cgx_dtype_t");
 }
 
-// A checked call: on the CPU by `compressor`, else by the device's kernels.
-struct Codec {
-  std::unique_ptr<Compressor> compressor;
+// A checked call: on the CPU by `codec`, else by the device's kernels.
+struct Call {
+  std::unique_ptr<Codec> codec;
   device::Run run;
+
+  int64_t most_bytes() const { return codec->max_bytes(run.numel); }
 };
 
-Codec make_codec(const cgx_codec_t* codec, int64_t numel) {
+Call make_call(const cgx_codec_t* codec, int64_t numel) {
   check_struct(codec, "cgx_codec_t");
   in_range("numel", numel, 0, kMostElements, kCountsAccepted);
   in_range("rounding", codec->rounding, 0, CGX_SHIFT, "a cgx_rounding_t");
   in_range("device", codec->device, CGX_CPU, CGX_CUDA, "a cgx_device_t");
   in_range("rank", codec->rank, 0, INT32_MAX, "0 or more");
   in_range("phase", codec->phase, 0, INT32_MAX, "0 or more");
-  const CompressorSettings settings{to_dtype(codec->dtype), codec->bits, codec->bucket_size,
-                                    codec->skip_incomplete_buckets != 0};
-  auto compressor = make_compressor(settings);
+  const CodecSettings settings{to_dtype(codec->dtype), codec->bits, codec->bucket_size,
+                               codec->skip_incomplete_buckets != 0};
+  auto made = make_codec(settings);
+  const int64_t grain = made->sliced() ? made->sliced()->grain() : 1;
   require(codec->first_index >= 0 && codec->first_index <= INT64_MAX - numel &&
-              codec->first_index % compressor->grain() == 0,
+              codec->first_index % grain == 0,
           CGX_INVALID_ARGUMENT, "first_index is ", codec->first_index,
-          "; accepted: a multiple of bucket_size, ", compressor->grain());
+          "; accepted: a multiple of bucket_size, ", grain);
   const Rounding rounding{static_cast<RoundingMode>(codec->rounding),
                           static_cast<uint64_t>(codec->seed), static_cast<uint32_t>(codec->rank),
                           static_cast<uint32_t>(codec->phase)};
-  return {std::move(compressor), {settings, rounding, numel, codec->first_index}};
+  return {std::move(made), {settings, rounding, numel, codec->first_index}};
 }
 
 std::unique_ptr<device::Queue> queue_of(const cgx_codec_t* codec, const void* buffer) {
@@ -52,21 +55,22 @@ std::unique_ptr<device::Queue> queue_of(const cgx_codec_t* codec, const void* bu
   return device::device_of(buffer).wrap(codec->stream);
 }
 
-void sum_on_cpu(const Codec& codec, const std::byte* messages, int32_t count, int64_t stride,
+void sum_on_cpu(const Call& call, const std::byte* messages, int32_t count, int64_t stride,
                 std::byte* message) {
-  const Compressor& compressor = *codec.compressor;
-  const int64_t grain = compressor.grain();
+  const SlicedCodec* codec = call.codec->sliced();
+  require(codec, CGX_UNSUPPORTED, "sums of messages are there for codecs that can be cut");
+  const int64_t grain = codec->grain();
   const int64_t block = std::max(grain, kBlockNumel / grain * grain);
-  std::vector<float> sum(std::min(block, codec.run.numel));
-  for (int64_t first = 0; first < codec.run.numel; first += block) {
-    const int64_t numel = std::min(block, codec.run.numel - first);
-    const int64_t at = compressor.max_bytes(first);
-    const int64_t bytes = compressor.max_bytes(first + numel) - at;
-    compressor.decode(messages + at, bytes, numel, Dtype::kFloat32, sum.data());
+  std::vector<float> sum(std::min(block, call.run.numel));
+  for (int64_t first = 0; first < call.run.numel; first += block) {
+    const int64_t numel = std::min(block, call.run.numel - first);
+    const int64_t at = codec->offset(first);
+    const auto bytes = static_cast<size_t>(codec->offset(first + numel) - at);
+    codec->decode({messages + at, bytes}, numel, Dtype::kFloat32, sum.data());
     for (int32_t i = 1; i < count; ++i)
-      compressor.decode_add(messages + i * stride + at, bytes, numel, sum.data(), sum.data());
-    compressor.encode(Dtype::kFloat32, sum.data(), numel, codec.run.first_index + first,
-                      codec.run.rounding, message + at);
+      codec->decode_add({messages + i * stride + at, bytes}, numel, sum.data(), sum.data());
+    codec->encode(Dtype::kFloat32, sum.data(), numel, call.run.first_index + first,
+                  call.run.rounding, message + at);
   }
 }
 
@@ -105,43 +109,44 @@ cgx_status_t cgx_convert(int32_t from_dtype, const void* from, int32_t to_type, 
 
 cgx_status_t cgx_encoded_bytes(const cgx_codec_t* codec, int64_t numel, int64_t* bytes) {
   return guarded_arithmetic([&] {
-    const Codec made = make_codec(codec, numel);
+    const Call made = make_call(codec, numel);
     check_pointer(bytes, 1, "bytes", "int64");
-    *bytes = made.compressor->max_bytes(numel);
+    *bytes = made.most_bytes();
   });
 }
 
 cgx_status_t cgx_quantize(const cgx_codec_t* codec, const void* values, int64_t numel,
                           void* bytes) {
   return guarded_arithmetic([&] {
-    const Codec made = make_codec(codec, numel);
+    const Call made = make_call(codec, numel);
     check_pointer(values, numel, "values");
-    check_pointer(bytes, made.compressor->max_bytes(numel), "bytes", "bytes");
+    check_pointer(bytes, made.most_bytes(), "bytes", "bytes");
     if (codec->device != CGX_CPU)
       return device::quantize(*queue_of(codec, values), made.run, values, bytes);
-    made.compressor->encode(made.run.settings.dtype, values, numel, made.run.first_index,
-                            made.run.rounding, static_cast<std::byte*>(bytes));
+    made.codec->encode(made.run.settings.dtype, values, numel, made.run.first_index,
+                       made.run.rounding, static_cast<std::byte*>(bytes));
   });
 }
 
 cgx_status_t cgx_dequantize(const cgx_codec_t* codec, const void* bytes, int64_t numel,
                             void* values) {
   return guarded_arithmetic([&] {
-    const Codec made = make_codec(codec, numel);
-    check_pointer(bytes, made.compressor->max_bytes(numel), "bytes", "bytes");
+    const Call made = make_call(codec, numel);
+    check_pointer(bytes, made.most_bytes(), "bytes", "bytes");
     check_pointer(values, numel, "values");
     if (codec->device != CGX_CPU)
       return device::dequantize(*queue_of(codec, values), made.run, bytes, values);
-    made.compressor->decode(static_cast<const std::byte*>(bytes), made.compressor->max_bytes(numel),
-                            numel, made.run.settings.dtype, values);
+    made.codec->decode(
+        {static_cast<const std::byte*>(bytes), static_cast<size_t>(made.most_bytes())}, numel,
+        made.run.settings.dtype, values);
   });
 }
 
 cgx_status_t cgx_sum_encoded(const cgx_codec_t* codec, const void* messages, int32_t num_messages,
                              int64_t stride, int64_t numel, void* message) {
   return guarded_arithmetic([&] {
-    const Codec made = make_codec(codec, numel);
-    const int64_t bytes = made.compressor->max_bytes(numel);
+    const Call made = make_call(codec, numel);
+    const int64_t bytes = made.most_bytes();
     in_range("num_messages", num_messages, 1, INT32_MAX, "1 or more");
     check_pointer(messages, bytes, "messages", "bytes");
     check_pointer(message, bytes, "message", "bytes");

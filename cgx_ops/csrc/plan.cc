@@ -181,12 +181,12 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
         call.skip_incomplete_buckets
             ? std::min(given.bucket_size, given.numel + 1)
             : std::min(given.bucket_size, std::max<int64_t>(1, given.numel));
-    segment.scatter = {plan.dtype, given.numel < smallest ? kExactBits : given.bits, bucket_size,
-                       call.skip_incomplete_buckets != 0};
-    segment.intra = segment.gather = segment.scatter;
-    if (segment.scatter.bits != kExactBits) {
-      segment.intra.bits = call.intra_bits != 0 ? call.intra_bits : kExactBits;
-      if (call.gather_bits != 0) segment.gather.bits = call.gather_bits;
+    const CodecSettings codec{plan.dtype, given.numel < smallest ? kExactBits : given.bits,
+                              bucket_size, call.skip_incomplete_buckets != 0};
+    segment.codecs.each.fill(codec);
+    if (codec.bits != kExactBits) {
+      segment.codecs[Way::kIntra].bits = call.intra_bits != 0 ? call.intra_bits : kExactBits;
+      if (call.gather_bits != 0) segment.codecs[Way::kGather].bits = call.gather_bits;
     }
     compressed |= given.bits != kExactBits;
     if (call.block_numel == 0 && in_one_buffer)

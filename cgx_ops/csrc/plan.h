@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -15,9 +16,23 @@
 
 #include "base/topology.h"
 #include "base/types.h"
-#include "compressor/compressor.h"
+#include "compressor/codec.h"
 
 namespace cgx {
+
+// What travels. Its number is the noise's phase (docs/wire_format.md).
+enum class Way : uint32_t {
+  kScatter = 0,  // a rank's own values, or partial sums, on their way to the owner
+  kGather = 1,   // reduced values, on their way back
+  kIntra = 2,    // a rank's own values, within its host (hierarchical)
+};
+
+template <typename T>
+struct ByWay {
+  std::array<T, 3> each;
+  T& operator[](Way way) { return each[static_cast<size_t>(way)]; }
+  const T& operator[](Way way) const { return each[static_cast<size_t>(way)]; }
+};
 
 struct Segment {
   int64_t input_at = 0;  // bytes, from the plan's input
@@ -30,18 +45,11 @@ struct Segment {
   const uint64_t* seed_at = nullptr;
   int64_t seed_number = 0;
   // Exact values are of the tensor's dtype, but for partial sums (resolve_algorithm).
-  CompressorSettings intra;    // a rank's own values, within its host (hierarchical)
-  CompressorSettings scatter;  // a rank's own values, or partial sums, on their way to the owner
-  CompressorSettings gather;   // reduced values, on their way back
+  ByWay<CodecSettings> codecs;
 };
 
 // Messages of a collective that peers may leave unread.
 inline constexpr int kMostUnreleased = 64;
-
-// Phases of the noise (docs/wire_format.md).
-inline constexpr uint32_t kScatterPhase = 0;
-inline constexpr uint32_t kGatherPhase = 1;
-inline constexpr uint32_t kIntraPhase = 2;
 
 struct Plan {
   cgx_verb_t verb = CGX_ALLREDUCE;
@@ -61,8 +69,8 @@ struct Plan {
   int64_t chunk_bytes = kChunkBytes;  // of encoded values, at most, in a message
   int64_t unread_bytes = INT64_MAX;   // of messages, at most; each rank's own business
 
-  Rounding rounding(uint64_t seed, uint32_t phase) const {
-    return {rounding_mode, seed, static_cast<uint32_t>(noise_rank), phase};
+  Rounding rounding(uint64_t seed, Way way) const {
+    return {rounding_mode, seed, static_cast<uint32_t>(noise_rank), static_cast<uint32_t>(way)};
   }
   // Of messages of so many bytes: how many peers may leave unread before no more are sent.
   int most_unreleased(int64_t message_bytes) const {

@@ -9,8 +9,11 @@ from chaos.messages import Outcome
 from chaos.referee import Result
 
 GRACE = 2.0  # seconds beyond its deadline in which an error must have come
-# glibc's last words where a thread's first use of a library finds no memory; nobody can catch that.
-_NO_THREAD_LOCAL = "cannot allocate memory for thread-local data"
+# Where these find no memory, glibc and (under JAX) LLVM end the process; nobody can catch that.
+_LAST_WORDS = (
+    "memory for thread-local data: ABORT",
+    "LLVM ERROR: Unable to allocate section memory",
+)
 NOTICED = 1.0  # seconds until a waiting call must have noticed Ctrl-C
 
 
@@ -36,7 +39,10 @@ def _ends(result: Result) -> list[str]:
     complaints = []
     for rank, told in enumerate(result.ranks):
         victim = rank == result.spec.victim
-        due = victim and (fault.kills or (fault.starves and _NO_THREAD_LOCAL in told.worker.tail()))
+        due = victim and (
+            fault.kills
+            or (fault.starves and any(text in told.worker.tail() for text in _LAST_WORDS))
+        )
         if told.stuck:
             phase = "in its checks" if told.played else "in its traffic"
             complaints.append(f"rank {rank} was stuck {phase} {told.stuck}")
@@ -54,7 +60,7 @@ def _ends(result: Result) -> list[str]:
 def _values(result: Result) -> list[str]:
     """Equal to the oracle's, to the bit."""
     return [
-        f"rank {rank}: WRONG VALUES in {outcome.what}"
+        f"rank {rank}: WRONG VALUES in {outcome.what}: {outcome.text}"
         for rank, outcome in _outcomes(result, checks=True)
         if outcome.digest and outcome.case
         and outcome.digest
@@ -88,8 +94,9 @@ def _times(result: Result, slack: float) -> list[str]:
             begin = max(begin, min(result.stopped[1], outcome.end))
         # Making one: a bootstrap of the harness (twice the deadline), then waits of the core.
         allowed = outcome.deadline * (3 if outcome.making else 1) + GRACE + slack
-        # Making and closing communicators notices it at the end: docs/failures.md.
-        if outcome.error == "KeyboardInterrupt" and result.fault_at and outcome.case:
+        # Frameworks, and making and closing communicators, notice it at the end: docs/failures.md.
+        looks_up = spec.framework == "numpy" and outcome.case
+        if outcome.error == "KeyboardInterrupt" and result.fault_at and looks_up:
             begin, allowed = max(begin, result.fault_at), NOTICED + slack
         if FAULTS[spec.fault].how in ("step", "started") and rank == spec.victim:
             allowed += spec.lasts  # it slept between starting and waiting

@@ -312,7 +312,8 @@ class Jobs:
             return []
         job = self._jobs.pop(spec.framework)
         if fate == "end":
-            return job.quit(whole=all(machine.alive(worker.pid) for worker in job.workers))
+            living = all(machine.alive(worker.pid) for worker in job.workers)
+            return job.quit(whole=living and len(spec.survivors) == spec.size)
         job.kill()
         return []
 

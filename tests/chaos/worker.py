@@ -224,7 +224,7 @@ class Member:
                 place=0 if local or self.rank not in ranks else ranks.index(self.rank),
                 digest=traffic.digest(result) if values else "",
                 error=type(error).__name__ if error else "",
-                text=str(error),
+                text=f"begins with {_first(result)}" if values else str(error),
                 right_kind=error is None or self._is_right(error),
                 making=making,
             )
@@ -315,6 +315,10 @@ def _brief(case: Case | None) -> str:
     if case is None:
         return "no values"
     return f"{case.verb} {case.algorithm} of {case.size} {case.dtype} in {case.bits} bits"
+
+
+def _first(values: np.ndarray[Any, Any]) -> list[Any]:
+    return values.ravel()[:3].tolist()
 
 
 class Resources:

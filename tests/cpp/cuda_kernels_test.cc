@@ -1,5 +1,5 @@
 // The code of the GPU's kernels, run on the host by a loop for the lanes (host_group.h), against
-// the CPU's kernels and compressors, to the bit. What this does not see: the instructions that the
+// the CPU's kernels and codecs, to the bit. What this does not see: the instructions that the
 // GPU has for loads, reductions and conversions, and the launches.
 //
 //   1. CHECK, data, memory in which every byte counts
@@ -27,7 +27,7 @@
 #include "base/float_mode.h"
 #include "base/half.h"
 #include "base/status.h"
-#include "compressor/compressor.h"
+#include "compressor/codec.h"
 #include "host_group.h"
 #include "kernel/cuda/buckets.h"
 #include "kernel/cuda/exchange.h"
@@ -193,8 +193,8 @@ struct Shape {
   uint64_t seed;
 };
 
-std::unique_ptr<Compressor> codec(Dtype dtype, const Shape& shape, int bits) {
-  return make_compressor({.dtype = dtype, .bits = bits, .bucket_size = shape.bucket_size});
+std::unique_ptr<Codec> codec(Dtype dtype, const Shape& shape, int bits) {
+  return make_codec({.dtype = dtype, .bits = bits, .bucket_size = shape.bucket_size});
 }
 
 // The piece that a case is about, and maybe others beside it.
@@ -228,12 +228,11 @@ int64_t read_at(const Regions& regions) {
 }
 
 // What is lost between floats and their encoding, as the dtype.
-Memory lost_of(Dtype dtype, Memory& floats, const Compressor& codec, const Memory& message,
+Memory lost_of(Dtype dtype, Memory& floats, const Codec& codec, const Memory& message,
                float scale) {
   const auto numel = static_cast<int64_t>(floats.size() / 4);
   Memory decoded(floats.size()), error(static_cast<size_t>(numel * size_of(dtype)));
-  codec.decode(message.data(), static_cast<int64_t>(message.size()), numel, Dtype::kFloat32,
-               decoded.data());
+  codec.decode(message, numel, Dtype::kFloat32, decoded.data());
   kernels().lost(floats_of(floats), scale, floats_of(decoded), numel);
   kernels().convert(Dtype::kFloat32, decoded.data(), dtype, error.data(), numel);
   return error;
@@ -351,7 +350,8 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
             messages.actual.data() + read_at(launch.regions) + message_at[i] + rank * launch.stride;
         from->encode(dtype, values, shape.numel, shape.first_index,
                      {rounding, shape.seed, static_cast<uint32_t>(rank), 0}, message);
-        from->decode(message, bytes, shape.numel, Dtype::kFloat32, floats.data());
+        from->decode({message, static_cast<size_t>(bytes)}, shape.numel, Dtype::kFloat32,
+                     floats.data());
       }
       if (rank == 0) {
         sums = floats;
@@ -367,8 +367,7 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
       Memory message(static_cast<size_t>(to->max_bytes(shape.numel)));
       to->encode(Dtype::kFloat32, sums.data(), shape.numel, shape.first_index,
                  {rounding, shape.seed, launch.rank, launch.phase}, message.data());
-      to->decode(message.data(), static_cast<int64_t>(message.size()), shape.numel, dtype,
-                 result.data());
+      to->decode(message, shape.numel, dtype, result.data());
       for (int copy = 0; copy <= launch.copies.count; ++copy)
         reduced.expect(reduced_at[i] + written_at(launch.regions) + 2 * region * copy, message);
       if (error_at[i] >= 0)
@@ -412,7 +411,7 @@ void test_decode(Dtype dtype, Data kind, const std::vector<Shape>& shapes,
     Values values = make_values(dtype, shape.numel, kind);
     const int64_t bytes = compressor->encode(dtype, values.data(), shape.numel, 0, {}, message);
     Memory result(static_cast<size_t>(shape.numel * size_of(dtype)));
-    compressor->decode(message, bytes, shape.numel, dtype, result.data());
+    compressor->decode({message, static_cast<size_t>(bytes)}, shape.numel, dtype, result.data());
     results.expect(result_at[i], result);
   }
   run(launch, false);

@@ -28,7 +28,7 @@
 #include "base/float_mode.h"
 #include "base/seeds.h"
 #include "base/status.h"
-#include "compressor/compressor.h"
+#include "compressor/codec.h"
 #include "device/fabric.h"
 #include "device/queue.h"
 #include "kernel/kernels.h"
@@ -37,8 +37,8 @@ namespace cgx::device {
 
 // ---- 1. kernels ----------------------------------------------------------------------------
 
-inline std::unique_ptr<Compressor> compressor_of(Dtype dtype, const Piece& piece, int bits) {
-  return make_compressor({dtype, bits, piece.bucket_size, false});
+inline std::unique_ptr<Codec> codec_of(Dtype dtype, const Piece& piece, int bits) {
+  return make_codec({dtype, bits, piece.bucket_size, false});
 }
 
 inline Rounding rounding_of(RoundingMode mode, uint32_t rank, uint32_t phase, const Piece& piece) {
@@ -60,12 +60,13 @@ inline void fill_nan(Dtype dtype, void* values, int64_t numel) {
 }
 
 // What `bytes` lose of fp32 values, times scale, to `error`.
-inline void fake_error(Dtype dtype, const Compressor& compressor, const std::byte* bytes,
+inline void fake_error(Dtype dtype, const Codec& codec, const std::byte* bytes,
                        const std::vector<float>& values, float scale, std::byte* error) {
   if (!error) return;
   const auto numel = static_cast<int64_t>(values.size());
   std::vector<float> kept(values.size());
-  compressor.decode(bytes, compressor.max_bytes(numel), numel, Dtype::kFloat32, kept.data());
+  codec.decode({bytes, static_cast<size_t>(codec.max_bytes(numel))}, numel, Dtype::kFloat32,
+               kept.data());
   kernels().lost(values.data(), scale, kept.data(), numel);
   kernels().convert(Dtype::kFloat32, kept.data(), dtype, error, numel);
 }
@@ -84,14 +85,13 @@ inline void run(const Encode& launch) {
       fill_nan(launch.dtype, piece.error, piece.numel);
       continue;
     }
-    const auto compressor = compressor_of(launch.dtype, piece, piece.bits);
-    std::vector<std::byte> message(compressor->max_bytes(piece.numel));
-    compressor->encode(launch.dtype, piece.values, piece.numel, piece.first_index,
-                       rounding_of(launch.rounding, launch.rank, launch.phase, piece),
-                       message.data());
+    const auto codec = codec_of(launch.dtype, piece, piece.bits);
+    std::vector<std::byte> message(codec->max_bytes(piece.numel));
+    codec->encode(launch.dtype, piece.values, piece.numel, piece.first_index,
+                  rounding_of(launch.rounding, launch.rank, launch.phase, piece), message.data());
     std::vector<float> values(piece.numel);
     kernels().convert(launch.dtype, piece.values, Dtype::kFloat32, values.data(), piece.numel);
-    fake_error(launch.dtype, *compressor, message.data(), values, 1.0f, piece.error);
+    fake_error(launch.dtype, *codec, message.data(), values, 1.0f, piece.error);
     write_copies(launch.copies, message.data(), message.size(),
                  piece.message + region_offset(launch.regions, 1));
   }
@@ -106,28 +106,28 @@ inline void run(const Reduce& launch) {
       fill_nan(launch.dtype, piece.result, piece.numel);
       continue;
     }
-    const auto from = compressor_of(launch.dtype, piece, piece.bits);
+    const auto from = codec_of(launch.dtype, piece, piece.bits);
     std::vector<float> sum(piece.numel), other(piece.numel);
     for (int rank = 0; rank < launch.size; ++rank) {
       std::vector<float>& into = rank == 0 ? sum : other;
       if (rank == launch.own)
         kernels().convert(launch.dtype, piece.values, Dtype::kFloat32, into.data(), piece.numel);
       else
-        from->decode(piece.message + region_offset(launch.regions, 0) + rank * launch.stride,
-                     from->max_bytes(piece.numel), piece.numel, Dtype::kFloat32, into.data());
+        from->decode({piece.message + region_offset(launch.regions, 0) + rank * launch.stride,
+                      static_cast<size_t>(from->max_bytes(piece.numel))},
+                     piece.numel, Dtype::kFloat32, into.data());
       if (rank > 0) kernels().combine(launch.op, other.data(), sum.data(), piece.numel);
     }
     if (launch.op == Op::kAvg) kernels().divide(sum.data(), launch.divisor, piece.numel);
     if (piece.reduced) {
-      const auto to = compressor_of(launch.dtype, piece, piece.reduced_bits);
+      const auto to = codec_of(launch.dtype, piece, piece.reduced_bits);
       std::vector<std::byte> message(to->max_bytes(piece.numel));
       to->encode(Dtype::kFloat32, sum.data(), piece.numel, piece.first_index,
                  rounding_of(launch.rounding, launch.rank, launch.phase, piece), message.data());
       fake_error(launch.dtype, *to, message.data(), sum, launch.error_scale, piece.error);
       write_copies(launch.copies, message.data(), message.size(),
                    piece.reduced + region_offset(launch.regions, 1));
-      if (piece.result)
-        to->decode(message.data(), message.size(), piece.numel, launch.dtype, piece.result);
+      if (piece.result) to->decode(message, piece.numel, launch.dtype, piece.result);
     } else {
       kernels().convert(Dtype::kFloat32, sum.data(), launch.dtype, piece.result, piece.numel);
     }
@@ -141,9 +141,10 @@ inline void run(const Decode& launch) {
       fill_nan(launch.dtype, piece.result, piece.numel);
       continue;
     }
-    const auto compressor = compressor_of(launch.dtype, piece, piece.bits);
-    compressor->decode(piece.message + region_offset(launch.regions, 0),
-                       compressor->max_bytes(piece.numel), piece.numel, launch.dtype, piece.result);
+    const auto codec = codec_of(launch.dtype, piece, piece.bits);
+    codec->decode({piece.message + region_offset(launch.regions, 0),
+                   static_cast<size_t>(codec->max_bytes(piece.numel))},
+                  piece.numel, launch.dtype, piece.result);
   }
 }
 

@@ -1,9 +1,10 @@
 // Decoding: any bytes of any length, as a message of any settings. A message of the wrong length is
 // refused; one of the right length is decoded, by all CPU targets to the same bits, and nothing
 // beyond it is read or written.
+#include "compressor/codec.h"
+
 #include "base/float_mode.h"
 #include "base/status.h"
-#include "compressor/compressor.h"
 #include "input.h"
 #include "kernel/kernels.h"
 
@@ -44,12 +45,12 @@ void same_on_all_targets(int64_t bytes, const Decode& decode) {
 
 void check_decoding(Input& input) {
   constexpr int kBits[] = {1, 2, 3, 4, 5, 6, 7, 8, kExactBits};
-  const CompressorSettings settings{static_cast<Dtype>(input.below(3)), kBits[input.below(9)],
-                                    1 + input.number<uint16_t>() % 600, input.flag()};
+  const CodecSettings settings{static_cast<Dtype>(input.below(3)), kBits[input.below(9)],
+                               1 + input.number<uint16_t>() % 600, input.flag()};
   const auto to = static_cast<Dtype>(input.below(3));
   const int64_t numel = input.number<uint16_t>() % 700;
-  const auto compressor = make_compressor(settings);
-  const int64_t expected = compressor->max_bytes(numel);
+  const auto codec = make_codec(settings);
+  const int64_t expected = codec->max_bytes(numel);
   const auto length = static_cast<int64_t>(input.near(expected));
   const Bytes message = input.flag() ? input.bytes(length) : input.pattern(length);
   Bytes values(numel * size_of(to));
@@ -62,8 +63,8 @@ void check_decoding(Input& input) {
       FUZZ_CHECK(length != expected);
     }
   };
-  decode([&] { compressor->decode(message.data(), length, numel, to, values.data()); });
-  decode([&] { compressor->decode_add(message.data(), length, numel, sum.data(), sum.data()); });
+  decode([&] { codec->decode(message, numel, to, values.data()); });
+  decode([&] { codec->decode_add(message, numel, sum.data(), sum.data()); });
   if (length != expected || settings.bits == kExactBits || settings.skip_incomplete_buckets) return;
   const BucketRun run{numel, 0, settings.bucket_size, settings.bits};
   same_on_all_targets(values.size(), [&](const Kernels& kernels, std::byte* into) {

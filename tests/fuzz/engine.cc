@@ -179,8 +179,7 @@ std::unique_ptr<Algorithm> make(int which, Memory& memory, Agreement* agreement,
   const Layout layout(plan);
   for (int owner = 0; owner < kSize; ++owner)
     for (const Chunk& chunk : layout.shard(owner).chunks)
-      for (const int64_t bytes : {chunk.scatter_bytes, chunk.gather_bytes, chunk.intra_bytes})
-        lengths->push_back(bytes);
+      for (const Length& length : chunk.length.each) lengths->push_back(length.most);
   std::sort(lengths->begin(), lengths->end());
   lengths->erase(std::unique(lengths->begin(), lengths->end()), lengths->end());
   return make_algorithm(std::move(plan));

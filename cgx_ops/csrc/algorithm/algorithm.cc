@@ -12,11 +12,12 @@ void Algorithm::deliver_eager(int source, Bytes payload) {
 
 void Algorithm::deliver(int part, Arrival arrival) {
   const auto bytes = static_cast<int64_t>(arrival.bytes.size());
-  const int64_t expected = due(arrival.source, part);
-  require(expected != kNone, CGX_PEER_FAILED, "rank ", arrival.source, " sent a message of ", bytes,
-          " bytes in phase ", phase(), ", where none is due from it");
-  require(expected == bytes, CGX_PEER_FAILED, "rank ", arrival.source, " sent a message of ", bytes,
-          " bytes in phase ", phase(), ", where one of ", expected, " is due");
+  const std::optional<Length> expected = due(arrival.source, part);
+  require(expected.has_value(), CGX_PEER_FAILED, "rank ", arrival.source, " sent a message of ",
+          bytes, " bytes in phase ", phase(), ", where none is due from it");
+  require(expected->fits(bytes), CGX_PEER_FAILED, "rank ", arrival.source, " sent a message of ",
+          bytes, " bytes in phase ", phase(), ", where one of ",
+          expected->least == expected->most ? "" : "at most ", expected->most, " is due");
   take(part, std::move(arrival));
 }
 

@@ -4,9 +4,11 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "algorithm/layout.h"
 #include "plan.h"
 #include "transport/transport.h"
 
@@ -46,35 +48,39 @@ class Algorithm {
   virtual const char* phase() const = 0;
 
  protected:
-  static constexpr int64_t kNone = -1;
-
-  // Bytes of the next message that is due from a rank on a part, or kNone.
-  virtual int64_t due(int /*source*/, int /*part*/) const { return kNone; }
+  // What the next message that is due from a rank on a part may have; nothing if none is due.
+  virtual std::optional<Length> due(int /*source*/, int /*part*/) const { return {}; }
   virtual bool awaits_eager(int /*source*/, size_t bytes) const { return bytes == 0; }
   virtual void take_eager(int /*source*/, Bytes /*payload*/) {}
   virtual void take(int /*part*/, Arrival /*arrival*/) {}
 };
 
+// A row of the table. The plan's algorithm is this one.
 struct AlgorithmEntry {
   cgx_algorithm_t id;
   const char* name;
   const char* description;
   bool passes_sums_on;  // partial sums travel, not only each rank's own values and results
+  bool sliced;          // cuts values into shards: serves codecs that can be cut, no others
+  int (*shards)(const Plan& plan);
+  // Of payload, that this rank sends, at most.
+  int64_t (*bytes)(const Plan& plan, const Layout& layout);
   std::unique_ptr<Algorithm> (*make)(Plan plan);
 };
+extern const AlgorithmEntry kOneShot, kSra, kRing, kHierarchical;  // each in a file of its name
 const std::vector<AlgorithmEntry>& algorithm_table();
+const AlgorithmEntry& entry_of(cgx_algorithm_t algorithm);
 std::unique_ptr<Algorithm> make_algorithm(Plan plan);
 
+// Bytes of payload that this rank sends, at most, under a plan whose algorithm is resolved.
+int64_t payload_bytes(const Plan& plan);
+
 // Settles what follows from the ranks' hosts, which the plan knows by now:
-//   - the algorithm: what `auto` stands for, by the plan's encoded size and its hosts; hierarchical
-//     is sra where hosts make only one level; anything else stays
+//   - the algorithm: what `auto` stands for, by the plan's encoded size, its codecs and its hosts;
+//     hierarchical is sra where hosts make only one level; anything else stays, or is refused with
+//     Error(CGX_UNSUPPORTED) if it cannot cut what a codec encodes as one whole
 //   - the dtype of partial sums: exact ones travel in fp32, whatever the tensor's dtype is, because
 //     fp16 would overflow where the result, such as an average, need not
 void resolve_algorithm(Plan* plan);
-
-std::unique_ptr<Algorithm> make_one_shot(Plan plan);
-std::unique_ptr<Algorithm> make_sra(Plan plan);
-std::unique_ptr<Algorithm> make_ring(Plan plan);
-std::unique_ptr<Algorithm> make_hierarchical(Plan plan);
 
 }  // namespace cgx

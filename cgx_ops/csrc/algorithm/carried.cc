@@ -1,6 +1,7 @@
 #include "algorithm/carried.h"
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "algorithm/algorithm.h"
@@ -26,10 +27,30 @@ Plan carried_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed 
   return plan;
 }
 
-int64_t bytes_of(const Shard& shard, int64_t Chunk::* which) {
+// A message among others, whose places are known beforehand: that of a codec that cannot be cut has
+// its real length before it, and room for the longest.
+constexpr int64_t kLengthBytes = 8;
+
+int64_t room_of(const Chunk& chunk, Way way) {
+  return chunk.length[way].most + (chunk.sliced ? 0 : kLengthBytes);
+}
+
+int64_t bytes_of(const Shard& shard, Way way) {
   int64_t sum = 0;
-  for (const Chunk& chunk : shard.chunks) sum += chunk.*which;
+  for (const Chunk& chunk : shard.chunks) sum += room_of(chunk, way);
   return sum;
+}
+
+// What came from `source` at `bytes`.
+Encoded message_at(const Chunk& chunk, Way way, int source, const std::byte* bytes) {
+  const int64_t most = chunk.length[way].most;
+  if (chunk.sliced) return {source, {bytes, static_cast<size_t>(most)}};
+  int64_t length;
+  std::memcpy(&length, bytes, kLengthBytes);
+  require(length >= 0 && length <= most, CGX_PEER_FAILED, "rank ", source,
+          " sent what is no message of this collective: its length is ", length, ", where at most ",
+          most, " are due");
+  return {source, {bytes + kLengthBytes, static_cast<size_t>(length)}};
 }
 
 }  // namespace
@@ -39,22 +60,24 @@ Carried::Carried(const cgx_collective_t& call, int rank, int size, BuffersUsed u
 
 int64_t Carried::scatter_bytes(int owner) const {
   if (plan_.size == 1 || one_shot()) return 0;
-  return bytes_of(layout_.shard(owner), &Chunk::scatter_bytes);
+  return bytes_of(layout_.shard(owner), Way::kScatter);
 }
 
 int64_t Carried::gather_bytes(int owner) const {
   if (plan_.size == 1) return 0;
-  return bytes_of(layout_.shard(owner), one_shot() ? &Chunk::scatter_bytes : &Chunk::gather_bytes);
+  return bytes_of(layout_.shard(owner), one_shot() ? Way::kScatter : Way::kGather);
 }
 
 void Carried::encode(std::byte* messages) const {
   if (plan_.size == 1) return;
   const auto encode_shard = [&](int owner) {
     const Shard& shard = layout_.shard(owner);
-    check_pointer(messages, bytes_of(shard, &Chunk::scatter_bytes), "messages", "bytes");
+    check_pointer(messages, bytes_of(shard, Way::kScatter), "messages", "bytes");
     for (const Chunk& chunk : shard.chunks) {
-      encode_chunk(plan_, shard, chunk, Way::kScatter, plan_.input, messages);
-      messages += chunk.scatter_bytes;
+      std::byte* to = messages + (chunk.sliced ? 0 : kLengthBytes);
+      const int64_t bytes = encode_chunk(plan_, shard, chunk, Way::kScatter, plan_.input, to);
+      if (!chunk.sliced) std::memcpy(messages, &bytes, kLengthBytes);
+      messages += room_of(chunk, Way::kScatter);
     }
   };
   if (one_shot()) return encode_shard(plan_.rank);
@@ -70,16 +93,16 @@ void Carried::reduce(const std::byte* arrived, std::byte* message) const {
   const int64_t bytes = scatter_bytes(plan_.rank);
   check_pointer(arrived, bytes, "arrived", "bytes");
   check_pointer(message, gather_bytes(plan_.rank), "message", "bytes");
-  std::vector<const std::byte*> messages(plan_.size);
-  for (int rank = 0; rank < plan_.size; ++rank)
-    if (rank != plan_.rank) messages[rank] = arrived + (rank - (rank > plan_.rank)) * bytes;
+  std::vector<Encoded> messages(plan_.size, kOwnValues);
   ChunkReducer reducer(plan_);
   const Shard& shard = layout_.shard(plan_.rank);
   for (const Chunk& chunk : shard.chunks) {
-    reducer.to_gather_message(shard, chunk, messages, plan_.input, message, nullptr);
-    message += chunk.gather_bytes;
     for (int rank = 0; rank < plan_.size; ++rank)
-      if (rank != plan_.rank) messages[rank] += chunk.scatter_bytes;
+      if (rank != plan_.rank)
+        messages[rank] =
+            message_at(chunk, Way::kScatter, rank, arrived + (rank - (rank > plan_.rank)) * bytes);
+    message += reducer.to_gather_message(shard, chunk, messages, plan_.input, message, nullptr);
+    arrived += room_of(chunk, Way::kScatter);
   }
 }
 
@@ -94,19 +117,21 @@ void Carried::decode(const std::byte* gathered, int64_t stride) const {
       const Shard& shard = layout_.shard(owner);
       const std::byte* message = gathered + owner * stride;
       for (const Chunk& chunk : shard.chunks) {
-        decode_chunk(plan_, shard, chunk, message, plan_.output);
-        message += chunk.gather_bytes;
+        decode_chunk(plan_, shard, chunk, message_at(chunk, Way::kGather, owner, message),
+                     plan_.output);
+        message += room_of(chunk, Way::kGather);
       }
     }
     return;
   }
-  std::vector<const std::byte*> messages(plan_.size);
-  for (int rank = 0; rank < plan_.size; ++rank) messages[rank] = gathered + rank * stride;
+  std::vector<Encoded> messages(plan_.size);
   ChunkReducer reducer(plan_);
   const Shard& shard = layout_.shard(plan_.rank);
   for (const Chunk& chunk : shard.chunks) {
+    for (int rank = 0; rank < plan_.size; ++rank)
+      messages[rank] = message_at(chunk, Way::kScatter, rank, gathered + rank * stride);
     reducer.to_values(shard, chunk, messages, nullptr, plan_.output);
-    for (const std::byte*& message : messages) message += chunk.scatter_bytes;
+    gathered += room_of(chunk, Way::kScatter);
   }
 }
 

@@ -5,31 +5,32 @@
 
 #include "algorithm/residual.h"
 #include "base/seeds.h"
+#include "base/status.h"
 #include "kernel/kernels.h"
 
 namespace cgx {
 namespace {
 
-struct Encoding {
-  const Compressor* compressor;
-  int64_t at;  // bytes, in the chunk's message
-  uint32_t phase;
-};
-
-Encoding encoding(const Piece& piece, Way way) {
-  if (way == Way::kIntra) return {piece.intra, piece.intra_at, kIntraPhase};
-  if (way == Way::kScatter) return {piece.scatter, piece.scatter_at, kScatterPhase};
-  return {piece.gather, piece.gather_at, kGatherPhase};
+// A piece's part of a chunk's message. Throws Error(CGX_PEER_FAILED) if the message is shorter.
+Encoded part_of(const Encoded& message, const Piece& piece, Way way) {
+  const auto [codec, at] = piece.coded[way];
+  const SlicedCodec* sliced = codec->sliced();
+  if (!sliced) return message;
+  const int64_t end = at + sliced->offset(piece.numel);
+  require(end <= static_cast<int64_t>(message.bytes.size()), CGX_PEER_FAILED, "rank ",
+          message.source, " sent ", message.bytes.size(), " bytes where ", end, " are due");
+  return {message.source, message.bytes.subspan(at, end - at)};
 }
 
-// Encodes a block of sums, `first` elements into the piece. Returns where, and how many bytes.
+// Encodes a block of sums, `first` elements into the piece, where its bytes belong in `message`.
 std::span<const std::byte> encode_sums(const Plan& plan, const Piece& piece, Way way,
                                        const float* sums, int64_t first, int64_t numel,
                                        std::byte* message) {
-  const auto [compressor, at, phase] = encoding(piece, way);
-  std::byte* to = message + at + compressor->max_bytes(first);
-  const int64_t bytes = compressor->encode(Dtype::kFloat32, sums, numel, piece.first_index + first,
-                                           plan.rounding(piece.seed, phase), to);
+  const auto [codec, at] = piece.coded[way];
+  const SlicedCodec* sliced = codec->sliced();
+  std::byte* to = message + at + (sliced ? sliced->offset(first) : 0);
+  const int64_t bytes = codec->encode(Dtype::kFloat32, sums, numel, piece.first_index + first,
+                                      plan.rounding(piece.seed, way), to);
   return {to, static_cast<size_t>(bytes)};
 }
 
@@ -48,21 +49,27 @@ void divide(const Plan& plan, std::byte* values, int64_t numel) {
 
 }  // namespace
 
-void encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way way,
-                  const std::byte* input, std::byte* message, int block) {
+int64_t encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way way,
+                     const std::byte* input, std::byte* message, int block) {
+  int64_t end = 0;
   for (const Piece& piece : shard.pieces_of(chunk)) {
-    const auto [compressor, at, phase] = encoding(piece, way);
-    compressor->encode(plan.dtype, input + piece.input_at, piece.numel, piece.first_index,
-                       plan.rounding(block_seed(piece.seed, block), phase), message + at);
-    if (piece.error) write_error(plan, piece, way, input + piece.input_at, message + at);
+    const auto [codec, at] = piece.coded[way];
+    const int64_t bytes =
+        codec->encode(plan.dtype, input + piece.input_at, piece.numel, piece.first_index,
+                      plan.rounding(block_seed(piece.seed, block), way), message + at);
+    end = at + bytes;
+    if (piece.error)
+      write_error(plan, piece, way, input + piece.input_at,
+                  {message + at, static_cast<size_t>(bytes)});
   }
+  return end;
 }
 
-void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk,
-                  const std::byte* message, std::byte* output) {
+void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, const Encoded& message,
+                  std::byte* output) {
   for (const Piece& piece : shard.pieces_of(chunk))
-    piece.gather->decode(message + piece.gather_at, piece.gather->max_bytes(piece.numel),
-                         piece.numel, plan.dtype, output + piece.output_at);
+    decode(*piece.coded[Way::kGather].codec, part_of(message, piece, Way::kGather), piece.numel,
+           plan.dtype, output + piece.output_at);
 }
 
 void pass_through(const Plan& plan) {
@@ -81,10 +88,12 @@ void ChunkReducer::reduce(const Shard& shard, const Chunk& chunk, Messages intra
   for (const Piece& piece : shard.pieces_of(chunk)) {
     contributions_.clear();
     const auto add = [&](Messages encoded, Way way) {
-      const auto [compressor, at, phase] = encoding(piece, way);
-      for (const std::byte* message : encoded)
-        contributions_.push_back(message ? Contribution{message + at, compressor}
-                                         : Contribution{own + piece.input_at, nullptr});
+      for (const Encoded& message : encoded) {
+        if (message.source == kOwnValues.source)
+          contributions_.push_back({{message.source, {own + piece.input_at, 0}}, nullptr});
+        else
+          contributions_.push_back({part_of(message, piece, way), piece.coded[way].codec});
+      }
     };
     add(intra, Way::kIntra);
     add(messages, Way::kScatter);
@@ -103,28 +112,34 @@ void ChunkReducer::to_values(const Shard& shard, const Chunk& chunk, Messages me
          });
 }
 
-void ChunkReducer::to_gather_message(const Shard& shard, const Chunk& chunk, Messages messages,
-                                     const std::byte* own, std::byte* message, std::byte* output,
-                                     Messages intra) {
+int64_t ChunkReducer::to_gather_message(const Shard& shard, const Chunk& chunk, Messages messages,
+                                        const std::byte* own, std::byte* message, std::byte* output,
+                                        Messages intra) {
+  int64_t end = 0;
   reduce(shard, chunk, intra, messages, own, true,
          [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
            const auto encoded =
                encode_sums(plan_, piece, Way::kGather, sums, first, numel, message);
+           end = encoded.data() + encoded.size() - message;
            if (piece.error) write_error(plan_, piece, Way::kGather, sums, first, numel, encoded);
            if (output)
-             piece.gather->decode(encoded.data(), encoded.size(), numel, plan_.dtype,
-                                  output + piece.output_at + plan_.bytes(first));
+             piece.coded[Way::kGather].codec->decode(encoded, numel, plan_.dtype,
+                                                     output + piece.output_at + plan_.bytes(first));
          });
+  return end;
 }
 
-void ChunkReducer::to_scatter_message(const Shard& shard, const Chunk& chunk, Messages messages,
-                                      const std::byte* own, std::byte* message, Messages intra) {
+int64_t ChunkReducer::to_scatter_message(const Shard& shard, const Chunk& chunk, Messages messages,
+                                         const std::byte* own, std::byte* message, Messages intra) {
+  int64_t end = 0;
   reduce(shard, chunk, intra, messages, own, false,
          [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
            const auto encoded =
                encode_sums(plan_, piece, Way::kScatter, sums, first, numel, message);
+           end = encoded.data() + encoded.size() - message;
            if (piece.error) write_error(plan_, piece, Way::kScatter, sums, first, numel, encoded);
          });
+  return end;
 }
 
 }  // namespace cgx

@@ -5,6 +5,9 @@
 //   decode_chunk   message -> values
 //   ChunkReducer   messages of several ranks -> their sum, as values or as one message
 //
+// What encodes returns the bytes of the message, which are those to send. What decodes throws
+// Error(CGX_PEER_FAILED), which names the sender, if a message is none of this chunk.
+//
 // `input`, `own` and `output` point to where the offsets of the shard's pieces count from.
 #pragma once
 
@@ -18,12 +21,12 @@
 namespace cgx {
 
 // block: of a reduce_scatter's input; each has noise of its own.
-void encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way way,
-                  const std::byte* input, std::byte* message, int block = 0);
+int64_t encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way way,
+                     const std::byte* input, std::byte* message, int block = 0);
 
 // Of reduced values.
-void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk,
-                  const std::byte* message, std::byte* output);
+void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, const Encoded& message,
+                  std::byte* output);
 
 // One rank alone: the identity, but that avg divides. Nothing is encoded, so nothing is lost.
 void pass_through(const Plan& plan);
@@ -31,21 +34,21 @@ void pass_through(const Plan& plan);
 class ChunkReducer {
  public:
   // Messages of one chunk, in the order in which they are summed: first those of `intra`, if any,
-  // which are kIntra, then the others, which are kScatter. Null stands for this rank's own values,
-  // which are at `own`.
-  using Messages = std::span<const std::byte* const>;
+  // which are kIntra, then the others, which are kScatter. kOwnValues stands for this rank's own
+  // values, which are at `own`.
+  using Messages = std::span<const Encoded>;
 
   explicit ChunkReducer(const Plan& plan) : plan_(plan) {}
 
   void to_values(const Shard& shard, const Chunk& chunk, Messages messages, const std::byte* own,
                  std::byte* output);
   // `output`, if not null, gets what the message decodes to.
-  void to_gather_message(const Shard& shard, const Chunk& chunk, Messages messages,
-                         const std::byte* own, std::byte* message, std::byte* output,
-                         Messages intra = {});
+  int64_t to_gather_message(const Shard& shard, const Chunk& chunk, Messages messages,
+                            const std::byte* own, std::byte* message, std::byte* output,
+                            Messages intra = {});
   // A partial sum, for the next rank to add to: avg is not divided.
-  void to_scatter_message(const Shard& shard, const Chunk& chunk, Messages messages,
-                          const std::byte* own, std::byte* message, Messages intra = {});
+  int64_t to_scatter_message(const Shard& shard, const Chunk& chunk, Messages messages,
+                             const std::byte* own, std::byte* message, Messages intra = {});
 
  private:
   template <typename Emit>

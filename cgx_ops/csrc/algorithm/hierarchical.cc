@@ -140,21 +140,21 @@ class Hierarchical : public Algorithm {
   }
 
  private:
-  int64_t due(int source, int part) const override {
+  std::optional<Length> due(int source, int part) const override {
     const int host = topology_.host_of(source);
     if (host == host_) {
       const Neighbour& from = neighbours_[topology_.place_of(source)];
       const auto& walk = part == kScatter ? from.values_from : from.results_due;
-      if (!walk || walk->done()) return kNone;
-      return part == kScatter ? walk->chunk().intra_bytes : walk->chunk().gather_bytes;
+      if (!walk || walk->done()) return {};
+      return walk->chunk().length[part == kScatter ? Way::kIntra : Way::kGather];
     }
-    if (place_ >= lanes_ || source != partner(host)) return kNone;
+    if (place_ >= lanes_ || source != partner(host)) return {};
     const LaneShard& mine = shards_[host_];
     const LaneShard& theirs = shards_[host];
     const size_t next = part == kScatter ? mine.reduced + theirs.sums.size() : theirs.arrived;
     const auto& chunks = (part == kScatter ? mine : theirs).shard->chunks;
-    if (next >= chunks.size()) return kNone;
-    return part == kScatter ? chunks[next].scatter_bytes : chunks[next].gather_bytes;
+    if (next >= chunks.size()) return {};
+    return chunks[next].length[part == kScatter ? Way::kScatter : Way::kGather];
   }
 
   void take(int part, Arrival arrival) override {
@@ -219,16 +219,17 @@ class Hierarchical : public Algorithm {
     while (static_cast<int>(jobs_.size()) < threads_.size() && next_) {
       LaneWalk& walk = *next_->values_to;
       const Chunk& chunk = walk.chunk();
-      jobs_.push_back({next_->rank, &walk.shard(), &chunk, port.allocate(chunk.intra_bytes)});
+      jobs_.push_back(
+          {next_->rank, &walk.shard(), &chunk, port.allocate(chunk.length[Way::kIntra].most)});
       walk.advance();
       choose_next();
     }
     threads_.for_each(static_cast<int>(jobs_.size()), [&](int i) {
-      const auto& [peer, shard, chunk, buffer] = jobs_[i];
-      encode_chunk(plan_, *shard, *chunk, Way::kIntra, plan_.input, buffer->data);
+      auto& [peer, shard, chunk, buffer, bytes] = jobs_[i];
+      bytes = encode_chunk(plan_, *shard, *chunk, Way::kIntra, plan_.input, buffer->data);
     });
-    for (const auto& [peer, shard, chunk, buffer] : jobs_)
-      port.send(peer, kScatter, buffer, chunk->intra_bytes);
+    for (const auto& [peer, shard, chunk, buffer, bytes] : jobs_)
+      port.send(peer, kScatter, buffer, bytes);
     jobs_.clear();
   }
 
@@ -257,29 +258,29 @@ class Hierarchical : public Algorithm {
     jobs_.clear();
     for (int i = 0; i < ready; ++i) {
       const Chunk& chunk = of.shard->chunks[of.reduced++];
-      const int64_t bytes = mine ? chunk.gather_bytes : chunk.scatter_bytes;
-      jobs_.push_back({plan_.rank, of.shard, &chunk, port.allocate(bytes)});
+      const int64_t most = chunk.length[mine ? Way::kGather : Way::kScatter].most;
+      jobs_.push_back({plan_.rank, of.shard, &chunk, port.allocate(most)});
     }
     threads_.for_each(ready, [&](int i) {
-      const auto& [peer, shard, chunk, buffer] = jobs_[i];
-      std::vector<const std::byte*> intra, sums;
+      auto& [peer, shard, chunk, buffer, bytes] = jobs_[i];
+      std::vector<Encoded> intra, sums;
       for (const Neighbour& from : neighbours_)
-        intra.push_back(from.rank == peer ? nullptr : from.values[owner][i].bytes.data());
+        intra.push_back(from.rank == peer ? kOwnValues
+                                          : Encoded{from.rank, from.values[owner][i].bytes});
       for (int host = 0; host < hosts_ && mine; ++host)
-        if (host != host_) sums.push_back(shards_[host].sums[i].bytes.data());
-      if (mine)
-        reducers_[i].to_gather_message(*shard, *chunk, sums, plan_.input, buffer->data,
-                                       plan_.output, intra);
-      else
-        reducers_[i].to_scatter_message(*shard, *chunk, {}, plan_.input, buffer->data, intra);
+        if (host != host_) sums.push_back({partner(host), shards_[host].sums[i].bytes});
+      bytes = mine ? reducers_[i].to_gather_message(*shard, *chunk, sums, plan_.input, buffer->data,
+                                                    plan_.output, intra)
+                   : reducers_[i].to_scatter_message(*shard, *chunk, {}, plan_.input, buffer->data,
+                                                     intra);
     });
-    for (const auto& [peer, shard, chunk, buffer] : jobs_) {
+    for (const auto& [peer, shard, chunk, buffer, bytes] : jobs_) {
       for (Neighbour& from : neighbours_)
         if (from.rank != plan_.rank) from.values[owner].pop_front();
       if (mine)
-        send_result(port, buffer, chunk->gather_bytes);
+        send_result(port, buffer, bytes);
       else
-        port.send(partner(owner), kScatter, buffer, chunk->scatter_bytes);
+        port.send(partner(owner), kScatter, buffer, bytes);
     }
     jobs_.clear();
     return true;
@@ -310,15 +311,16 @@ class Hierarchical : public Algorithm {
         const Chunk& chunk = from.shard->chunks[from.decoded++];
         jobs_.push_back({source, from.shard, &chunk, nullptr});
         if (!passed_on_) continue;
-        jobs_.back().buffer = port.allocate(chunk.gather_bytes);
-        from.results.emplace_back(jobs_.back().buffer, chunk.gather_bytes);
+        const size_t bytes = gathered_[i].bytes.size();
+        jobs_.back().buffer = port.allocate(bytes);
+        from.results.emplace_back(jobs_.back().buffer, bytes);
       }
     }
     threads_.for_each(ready, [&](int i) {
-      const auto& [peer, shard, chunk, buffer] = jobs_[i];
+      const auto& job = jobs_[i];
       const auto bytes = gathered_[i].bytes;
-      decode_chunk(plan_, *shard, *chunk, bytes.data(), plan_.output);
-      if (buffer) std::memcpy(buffer->data, bytes.data(), bytes.size());
+      decode_chunk(plan_, *job.shard, *job.chunk, {job.peer, bytes}, plan_.output);
+      if (job.buffer) std::memcpy(job.buffer->data, bytes.data(), bytes.size());
     });
     jobs_.clear();
     for (int i = 0; i < ready; ++i) gathered_.pop_front();
@@ -344,6 +346,7 @@ class Hierarchical : public Algorithm {
     const Shard* shard;
     const Chunk* chunk;
     BufferRef buffer;
+    int64_t bytes = 0;  // of the message, once it is encoded
   };
 
   ThreadPool& threads_ = ThreadPool::instance();
@@ -362,10 +365,41 @@ class Hierarchical : public Algorithm {
   std::vector<ChunkReducer> reducers_;  // one for each thread
 };
 
+// What this rank sends, at most: see the top.
+int64_t bytes_sent(const Plan& plan, const Layout& layout) {
+  const Topology& topology = *plan.topology;
+  const int host = topology.host_of(plan.rank), place = topology.place_of(plan.rank);
+  const int64_t neighbours = static_cast<int64_t>(topology.ranks_of(host).size()) - 1;
+  int64_t sum = 0;
+  for (int owner = 0; owner < topology.hosts(); ++owner) {
+    for (int lane = 0; lane < topology.lanes(); ++lane) {
+      const Shard& shard = layout.shard(topology.shard_of(owner, lane));
+      const int64_t reduced = shard.bytes(Way::kGather);
+      if (lane != place)
+        sum += shard.bytes(Way::kIntra);
+      else if (owner != host)
+        sum += shard.bytes(Way::kScatter) + neighbours * reduced;
+      else
+        sum += (topology.hosts() - 1 + neighbours) * reduced;
+    }
+  }
+  return sum;
+}
+
 }  // namespace
 
-std::unique_ptr<Algorithm> make_hierarchical(Plan plan) {
-  return std::make_unique<Hierarchical>(std::move(plan));
-}
+const AlgorithmEntry kHierarchical = {
+    CGX_HIERARCHICAL,
+    "hierarchical",
+    "ranks of a host, hosts, ranks of a host: 4 steps, 2(h-1)/h x size sent by each of h hosts to "
+    "others, quantized twice",
+    /*passes_sums_on=*/true,
+    /*sliced=*/true,
+    [](const Plan& plan) { return plan.topology->hosts() * plan.topology->lanes(); },
+    bytes_sent,
+    [](Plan plan) -> std::unique_ptr<Algorithm> {
+      return std::make_unique<Hierarchical>(std::move(plan));
+    },
+};
 
 }  // namespace cgx

@@ -1,43 +1,47 @@
 // How the values of a plan are cut for travelling: shards, one for each owner; chunks, one for each
 // message; pieces, the part of one segment inside one chunk. Cuts fall between grains (buckets), so
-// each piece encodes independently, and every rank computes the same layout.
+// each piece encodes independently, and every rank computes the same layout. What a codec cannot
+// cut is a piece, and a chunk, of its own.
 #pragma once
 
 #include <memory>
 #include <span>
 #include <vector>
 
-#include "compressor/compressor.h"
+#include "compressor/codec.h"
 #include "plan.h"
 
 namespace cgx {
 
-// What travels: a rank's own values within its host (hierarchical), what is summed on its way to
-// the owner, reduced values on their way back.
-enum class Way { kIntra, kScatter, kGather };
+// Bytes that a message may have. What was cut has a length that is known beforehand.
+struct Length {
+  int64_t least;
+  int64_t most;
+  bool fits(int64_t bytes) const { return least <= bytes && bytes <= most; }
+};
 
 struct Piece {
+  // The codec of one way, and where its bytes begin in the chunk's message.
+  struct Coded {
+    const Codec* codec;
+    int64_t at;
+  };
+
   int64_t input_at;   // bytes, in the input (allreduce) or in a rank's block of it
   int64_t output_at;  // bytes, in the output or in a rank's block of it
   std::byte* error;   // where to write what compression lost; null: nowhere
   int64_t numel;
   int64_t first_index;  // of its first element, in its segment
   uint64_t seed;
-  const Compressor* intra;
-  const Compressor* scatter;
-  const Compressor* gather;
-  int64_t intra_at;  // bytes, in the chunk's message
-  int64_t scatter_at;
-  int64_t gather_at;
+  ByWay<Coded> coded;
   const Segment* segment;  // of the plan that the layout is of
 };
 
 struct Chunk {
   size_t first_piece;
   size_t last_piece;  // one past
-  int64_t intra_bytes;
-  int64_t scatter_bytes;
-  int64_t gather_bytes;
+  ByWay<Length> length;
+  bool sliced;  // else it is one piece, whose length is known when it is encoded
 };
 
 struct Shard {
@@ -47,6 +51,8 @@ struct Shard {
   std::span<const Piece> pieces_of(const Chunk& chunk) const {
     return std::span(pieces).subspan(chunk.first_piece, chunk.last_piece - chunk.first_piece);
   }
+  // Of all its messages of one way together, at most.
+  int64_t bytes(Way way) const;
 };
 
 class Layout {
@@ -62,9 +68,9 @@ class Layout {
 
  private:
   void append(Shard* shard, const Segment& segment, int64_t first, int64_t last);
-  const Compressor* compressor(const CompressorSettings& settings);
+  const Codec* codec(const CodecSettings& settings);
 
-  std::vector<std::pair<CompressorSettings, std::unique_ptr<Compressor>>> compressors_;
+  std::vector<std::pair<CodecSettings, std::unique_ptr<Codec>>> codecs_;
   std::vector<Shard> shards_;
   int64_t chunk_bytes_ = 0, value_bytes_ = 0, block_stride_ = 0;
   bool has_intra_ = false;  // messages within a host
@@ -73,8 +79,5 @@ class Layout {
 // Plan::chunk_bytes where the transport carries up to `most`: longer chunks only where a shard has
 // many, for threads to share and for steps to overlap.
 int64_t fitting_chunk_bytes(const Plan& plan, int64_t most);
-
-// Payload bytes that this rank sends under a plan whose algorithm is picked.
-int64_t payload_bytes(const Plan& plan);
 
 }  // namespace cgx

@@ -4,6 +4,8 @@
 //   small    (kEagerBytes encoded): the values ride in the header that announces the collective
 //   larger   chunk messages; a chunk is summed when everybody's is here
 //
+// Nothing is cut, so any codec will do: messages have the length that their encoding has.
+//
 // Steps: 1. Sent by each rank: (n-1) times the encoded size. Quantized once.
 #include "algorithm/one_shot.h"
 
@@ -27,14 +29,14 @@ class OneShot : public Algorithm {
         reducer_(plan_),
         most_unreleased_(plan_.most_unreleased(layout_.longest_message())) {
     int64_t bytes = 0;
-    for (const auto& chunk : chunks()) bytes += chunk.scatter_bytes;
+    for (const auto& chunk : chunks()) bytes += chunk.length[Way::kScatter].most;
     is_eager_ = bytes <= kEagerBytes && chunks().size() <= 1;
   }
 
   Bytes eager() override {
     if (!is_eager_ || chunks().empty()) return {};
-    Bytes payload(chunks()[0].scatter_bytes);
-    encode(chunks()[0], payload.data());
+    Bytes payload(most(chunks()[0]));
+    payload.resize(encode(chunks()[0], payload.data()));
     eager_[plan_.rank] = payload;
     encoded_ = 1;
     return payload;
@@ -45,11 +47,11 @@ class OneShot : public Algorithm {
     if (encoded_ == chunks().size()) return Step::kIdle;
     if (port.unreleased() >= most_unreleased_) return Step::kBlocked;
     const Chunk& chunk = chunks()[encoded_++];
-    const BufferRef buffer = port.allocate(chunk.scatter_bytes);
-    encode(chunk, buffer->data);
+    const BufferRef buffer = port.allocate(most(chunk));
+    const auto bytes = static_cast<size_t>(encode(chunk, buffer->data));
     for (int step = 1; step < plan_.size; ++step)
-      port.send((plan_.rank + step) % plan_.size, 0, buffer, chunk.scatter_bytes);
-    own_.push_back(buffer);
+      port.send((plan_.rank + step) % plan_.size, 0, buffer, bytes);
+    own_.emplace_back(buffer, bytes);
     return Step::kWorked;
   }
 
@@ -60,38 +62,44 @@ class OneShot : public Algorithm {
   const char* phase() const override { return "one-shot exchange"; }
 
  private:
-  int64_t due(int source, int part) const override {
+  std::optional<Length> due(int source, int part) const override {
     const size_t next = reduced_ + arrived_[source].size();
-    if (is_eager_ || part != 0 || next >= chunks().size()) return kNone;
-    return chunks()[next].scatter_bytes;
+    if (is_eager_ || part != 0 || next >= chunks().size()) return {};
+    return chunks()[next].length[Way::kScatter];
   }
   void take(int, Arrival arrival) override {
     arrived_[arrival.source].push_back(std::move(arrival));
   }
   bool awaits_eager(int, size_t bytes) const override {
-    const bool has = is_eager_ && !chunks().empty();
-    return bytes == (has ? static_cast<size_t>(chunks()[0].scatter_bytes) : 0);
+    if (!is_eager_ || chunks().empty()) return bytes == 0;
+    return chunks()[0].length[Way::kScatter].fits(static_cast<int64_t>(bytes));
   }
   void take_eager(int source, Bytes payload) override { eager_[source] = std::move(payload); }
 
   const Shard& shard() const { return layout_.shard(plan_.rank); }  // everything
   const std::vector<Chunk>& chunks() const { return shard().chunks; }
 
-  void encode(const Chunk& chunk, std::byte* to) const {
-    encode_chunk(plan_, shard(), chunk, Way::kScatter, plan_.input, to);
+  static int64_t most(const Chunk& chunk) { return chunk.length[Way::kScatter].most; }
+  int64_t encode(const Chunk& chunk, std::byte* to) const {
+    return encode_chunk(plan_, shard(), chunk, Way::kScatter, plan_.input, to);
   }
 
-  // Rank's message of the chunk that is next to be summed; null if it is not here yet.
-  const std::byte* message(int rank) const {
-    if (is_eager_) return eager_[rank].data();
-    if (rank == plan_.rank) return own_.empty() ? nullptr : own_.front()->data;
-    return arrived_[rank].empty() ? nullptr : arrived_[rank].front().bytes.data();
+  // Whether a rank's message of the chunk that is next to be summed is here.
+  bool has(int rank) const {
+    return is_eager_ || !(rank == plan_.rank ? own_.empty() : arrived_[rank].empty());
+  }
+  std::span<const std::byte> message(int rank) const {
+    if (is_eager_) return eager_[rank];
+    if (rank != plan_.rank) return arrived_[rank].front().bytes;
+    const auto& [buffer, bytes] = own_.front();
+    return {buffer->data, bytes};
   }
 
   bool reduce_next() {
     if (finished()) return false;
     for (int rank = 0; rank < plan_.size; ++rank)
-      if (!(messages_[rank] = message(rank))) return false;
+      if (!has(rank)) return false;
+    for (int rank = 0; rank < plan_.size; ++rank) messages_[rank] = {rank, message(rank)};
     reducer_.to_values(shard(), chunks()[reduced_++], messages_, nullptr, plan_.output);
     if (!is_eager_) own_.pop_front();
     for (auto& queue : arrived_)
@@ -104,17 +112,28 @@ class OneShot : public Algorithm {
   bool is_eager_ = false;
   std::vector<Bytes> eager_;  // by rank
   size_t encoded_ = 0, reduced_ = 0;
-  std::deque<BufferRef> own_;
+  std::deque<std::pair<BufferRef, size_t>> own_;  // encoded; with its bytes
   std::vector<std::deque<Arrival>> arrived_;
-  std::vector<const std::byte*> messages_;  // of one chunk, by rank
+  std::vector<Encoded> messages_;  // of one chunk, by rank
   ChunkReducer reducer_;
   const int most_unreleased_;
 };
 
 }  // namespace
 
-std::unique_ptr<Algorithm> make_one_shot(Plan plan) {
-  return std::make_unique<OneShot>(std::move(plan));
-}
+const AlgorithmEntry kOneShot = {
+    CGX_ONE_SHOT,
+    "one_shot",
+    "everyone sends everything to everyone: 1 step, (n-1) x size sent, quantized once",
+    /*passes_sums_on=*/false,
+    /*sliced=*/false,
+    [](const Plan&) { return 1; },
+    [](const Plan& plan, const Layout& layout) {
+      return (plan.size - 1) * layout.shard(0).bytes(Way::kScatter);
+    },
+    [](Plan plan) -> std::unique_ptr<Algorithm> {
+      return std::make_unique<OneShot>(std::move(plan));
+    },
+};
 
 }  // namespace cgx

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/status.h"
 #include "kernel/kernels.h"
 
 namespace cgx {
@@ -9,11 +10,42 @@ namespace {
 
 constexpr int64_t kBlockNumel = 4096;  // 16 KB of fp32
 
+// The bytes of `numel` values from `first` on: of what cannot be cut, all.
+Encoded block_of(const Contribution& from, int64_t first, int64_t numel) {
+  const SlicedCodec* sliced = from.codec->sliced();
+  if (!sliced) return from.message;
+  const int64_t at = sliced->offset(first);
+  return {from.message.source, from.message.bytes.subspan(at, sliced->offset(first + numel) - at)};
+}
+
+template <typename Decode>
+void naming(const Encoded& message, const Decode& decode) {
+  try {
+    decode();
+  } catch (const Error& error) {
+    fail(CGX_PEER_FAILED, "rank ", message.source,
+         " sent what is no message of this collective: ", error.what());
+  }
+}
+
 }  // namespace
 
-int64_t Reducer::block_numel(const Piece& piece) {
-  const int64_t grain =
-      std::max({piece.intra->grain(), piece.scatter->grain(), piece.gather->grain()});
+void decode(const Codec& codec, const Encoded& message, int64_t numel, Dtype dtype, void* values) {
+  naming(message, [&] { codec.decode(message.bytes, numel, dtype, values); });
+}
+
+void decode_add(const Codec& codec, const Encoded& message, int64_t numel, const float* base,
+                float* sum) {
+  naming(message, [&] { codec.decode_add(message.bytes, numel, base, sum); });
+}
+
+int64_t block_numel(const Piece& piece) {
+  int64_t grain = 1;
+  for (const auto& coded : piece.coded.each) {
+    const SlicedCodec* sliced = coded.codec->sliced();
+    if (!sliced) return piece.numel;
+    grain = std::max(grain, sliced->grain());
+  }
   return std::max(grain, kBlockNumel / grain * grain);
 }
 
@@ -22,50 +54,44 @@ float* Reducer::reduce_block(const Plan& plan, std::span<const Contribution> con
   if (static_cast<int64_t>(sum_.size()) < numel) sum_.resize(numel);
   float* sum = sum_.data();
   const bool adds = plan.op == Op::kSum || plan.op == Op::kAvg;
-  // The block of a contribution: where it begins, and its bytes.
-  const auto block = [&](const Contribution& from) {
-    const int64_t at = from.compressor->max_bytes(first);
-    return std::span(from.data + at, from.compressor->max_bytes(first + numel) - at);
+  const auto raw = [&](const Contribution& from) {
+    return from.message.bytes.data() + plan.bytes(first);
   };
-  const auto decode = [&](const Contribution& from, float* into) {
-    if (from.compressor) {
-      const auto bytes = block(from);
-      from.compressor->decode(bytes.data(), bytes.size(), numel, Dtype::kFloat32, into);
-    } else {
-      kernels().convert(plan.dtype, from.data + plan.bytes(first), Dtype::kFloat32, into, numel);
-    }
+  const auto read = [&](const Contribution& from, float* into) {
+    if (from.codec)
+      decode(*from.codec, block_of(from, first, numel), numel, Dtype::kFloat32, into);
+    else
+      kernels().convert(plan.dtype, raw(from), Dtype::kFloat32, into, numel);
   };
   const auto add = [&](const Contribution& from, const float* base) {
-    if (from.compressor) {
-      const auto bytes = block(from);
-      from.compressor->decode_add(bytes.data(), bytes.size(), numel, base, sum);
-    } else {
-      kernels().add(plan.dtype, from.data + plan.bytes(first), base, sum, numel);
-    }
+    if (from.codec)
+      decode_add(*from.codec, block_of(from, first, numel), numel, base, sum);
+    else
+      kernels().add(plan.dtype, raw(from), base, sum, numel);
   };
   // Values that are fp32 as they lie are a sum's beginning where they lie, as the first or (a + b
   // is b + a) as the second.
   const auto in_place = [&](const Contribution& from) {
-    const bool is = adds && !from.compressor && plan.dtype == Dtype::kFloat32;
-    return is ? reinterpret_cast<const float*>(from.data + plan.bytes(first)) : nullptr;
+    const bool is = adds && !from.codec && plan.dtype == Dtype::kFloat32;
+    return is ? reinterpret_cast<const float*>(raw(from)) : nullptr;
   };
   size_t done = 1;
   if (contributions.size() < 2) {
-    decode(contributions[0], sum);
+    read(contributions[0], sum);
   } else if (const float* base = in_place(contributions[0])) {
     add(contributions[done++], base);
   } else if (const float* base = in_place(contributions[1])) {
     add(contributions[0], base);
     ++done;
   } else {
-    decode(contributions[0], sum);
+    read(contributions[0], sum);
   }
   for (const auto& from : contributions.subspan(done)) {
     if (adds) {
       add(from, sum);
     } else {
       if (static_cast<int64_t>(other_.size()) < numel) other_.resize(numel);
-      decode(from, other_.data());
+      read(from, other_.data());
       kernels().combine(plan.op, other_.data(), sum, numel);
     }
   }

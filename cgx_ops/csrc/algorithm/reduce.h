@@ -1,5 +1,6 @@
 // Decode, sum in rank order, hand over: a block of values at a time, small enough to stay in the
-// first-level cache, so that values are touched in memory once.
+// first-level cache, so that values are touched in memory once. What a codec cannot cut is one
+// block.
 #pragma once
 
 #include <functional>
@@ -10,12 +11,28 @@
 
 namespace cgx {
 
-// Where one rank's values of a piece, or one host's sum of them, are: encoded bytes, or (the
-// owner's own) raw values.
-struct Contribution {
-  const std::byte* data = nullptr;
-  const Compressor* compressor = nullptr;  // null: values of the plan's dtype
+// A chunk's bytes as they came from a rank.
+struct Encoded {
+  int source;
+  std::span<const std::byte> bytes;
 };
+// In the place of a message: this rank's own values, as they are.
+inline constexpr Encoded kOwnValues{-1, {}};
+
+// One rank's values of a piece, or one host's sum of them: encoded bytes, or (this rank's own) raw
+// values.
+struct Contribution {
+  Encoded message;               // of the piece alone
+  const Codec* codec = nullptr;  // null: values of the plan's dtype
+};
+
+// Decodes with the error that names the sender: Error(CGX_PEER_FAILED).
+void decode(const Codec& codec, const Encoded& message, int64_t numel, Dtype dtype, void* values);
+void decode_add(const Codec& codec, const Encoded& message, int64_t numel, const float* base,
+                float* sum);
+
+// Values of a piece that are worked on at a time.
+int64_t block_numel(const Piece& piece);
 
 class Reducer {
  public:
@@ -33,7 +50,6 @@ class Reducer {
   }
 
  private:
-  static int64_t block_numel(const Piece& piece);
   float* reduce_block(const Plan& plan, std::span<const Contribution> contributions, bool divide,
                       int64_t first, int64_t numel);
   std::vector<float> sum_, other_;

@@ -30,9 +30,11 @@ Step Relay::step(Port& port) {
   return Step::kIdle;
 }
 
-int64_t Relay::due(int source, int /*part*/) const {
+std::optional<Length> Relay::due(int source, int /*part*/) const {
   const size_t rest = incoming_[source].size();
-  return rest == 0 ? kNone : static_cast<int64_t>(std::min<size_t>(rest, kChunkBytes));
+  if (rest == 0) return {};
+  const auto bytes = static_cast<int64_t>(std::min<size_t>(rest, kChunkBytes));
+  return Length{bytes, bytes};
 }
 
 void Relay::take(int /*part*/, Arrival arrival) {

@@ -23,7 +23,7 @@ class Relay : public Algorithm {
   const char* phase() const override { return "relay"; }
 
  private:
-  int64_t due(int source, int part) const override;
+  std::optional<Length> due(int source, int part) const override;
   void take(int part, Arrival arrival) override;
 
   const int rank_;

@@ -3,12 +3,11 @@
 #include <algorithm>
 #include <vector>
 
+#include "algorithm/reduce.h"
 #include "kernel/kernels.h"
 
 namespace cgx {
 namespace {
-
-constexpr int64_t kBlockNumel = 4096;  // as in reduce.cc
 
 // Two blocks of fp32. Progress moves between threads, and a block is used within one call only.
 struct Scratch {
@@ -21,27 +20,23 @@ struct Scratch {
 };
 thread_local Scratch scratch;
 
-const Compressor& compressor_of(const Piece& piece, Way way) {
-  if (way == Way::kIntra) return *piece.intra;
-  return way == Way::kScatter ? *piece.scatter : *piece.gather;
-}
-
 }  // namespace
 
 void write_error(const Plan& plan, const Piece& piece, Way way, const std::byte* values,
-                 const std::byte* message) {
-  const Compressor& compressor = compressor_of(piece, way);
-  const int64_t grain = compressor.grain();
-  const int64_t block = std::max(grain, kBlockNumel / grain * grain);
+                 std::span<const std::byte> message) {
+  const SlicedCodec* sliced = piece.coded[way].codec->sliced();
+  const int64_t block = block_numel(piece);
   for (int64_t first = 0; first < piece.numel; first += block) {
     const int64_t numel = std::min(block, piece.numel - first);
-    const int64_t at = compressor.max_bytes(first);
-    const int64_t bytes = compressor.max_bytes(first + numel) - at;
     scratch.reserve(numel);
     kernels().convert(plan.dtype, values + plan.bytes(first), Dtype::kFloat32,
                       scratch.values.data(), numel);
-    write_error(plan, piece, way, scratch.values.data(), first, numel,
-                {message + at, static_cast<size_t>(bytes)});
+    auto encoded = message;
+    if (sliced) {
+      const int64_t at = sliced->offset(first);
+      encoded = message.subspan(at, sliced->offset(first + numel) - at);
+    }
+    write_error(plan, piece, way, scratch.values.data(), first, numel, encoded);
   }
 }
 
@@ -50,7 +45,7 @@ void write_error(const Plan& plan, const Piece& piece, Way way, const float* sum
   const bool divided = way == Way::kGather && plan.op == Op::kAvg;
   scratch.reserve(numel);
   float* decoded = scratch.decoded.data();
-  compressor_of(piece, way).decode(encoded.data(), encoded.size(), numel, Dtype::kFloat32, decoded);
+  piece.coded[way].codec->decode(encoded, numel, Dtype::kFloat32, decoded);
   kernels().lost(sums, divided ? static_cast<float>(plan.divisor) : 1.0f, decoded, numel);
   kernels().convert(Dtype::kFloat32, decoded, plan.dtype, piece.error + plan.bytes(first), numel);
 }

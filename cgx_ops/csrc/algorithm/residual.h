@@ -9,12 +9,12 @@
 
 namespace cgx {
 
-// Of a piece's own values, as their message decodes.
+// Writes what encoding a piece's own values as `message` has lost of them.
 void write_error(const Plan& plan, const Piece& piece, Way way, const std::byte* values,
-                 const std::byte* message);
+                 std::span<const std::byte> message);
 
-// Of a block of sums, `first` elements into the piece, as `encoded` decodes. What avg has divided
-// is multiplied again: errors are in units of the input.
+// The same for a block of sums, `first` elements into the piece. What avg has divided is multiplied
+// again: errors are in units of the input.
 void write_error(const Plan& plan, const Piece& piece, Way way, const float* sums, int64_t first,
                  int64_t numel, std::span<const std::byte> encoded);
 

@@ -86,10 +86,9 @@ class RingAllreduce : public Algorithm {
   const char* phase() const override { return reduce_.done() ? "ring gather" : "ring reduce"; }
 
  private:
-  int64_t due(int source, int part) const override {
-    if (source != left_ || due_[part].done()) return kNone;
-    const Chunk& chunk = due_[part].chunk();
-    return part == kReduce ? chunk.scatter_bytes : chunk.gather_bytes;
+  std::optional<Length> due(int source, int part) const override {
+    if (source != left_ || due_[part].done()) return {};
+    return due_[part].chunk().length[part == kReduce ? Way::kScatter : Way::kGather];
   }
   void take(int part, Arrival arrival) override {
     due_[part].advance();
@@ -101,9 +100,9 @@ class RingAllreduce : public Algorithm {
   void start_next(Port& port) {
     const Shard& shard = starting_shard();
     const Chunk& chunk = shard.chunks[started_++];
-    const BufferRef buffer = port.allocate(chunk.scatter_bytes);
-    encode_chunk(plan_, shard, chunk, Way::kScatter, plan_.input, buffer->data);
-    port.send(right_, kReduce, buffer, chunk.scatter_bytes);
+    const BufferRef buffer = port.allocate(chunk.length[Way::kScatter].most);
+    port.send(right_, kReduce, buffer,
+              encode_chunk(plan_, shard, chunk, Way::kScatter, plan_.input, buffer->data));
   }
 
   void reduce_next(Port& port) {
@@ -112,13 +111,12 @@ class RingAllreduce : public Algorithm {
     const bool mine = reduce_.last_hop();
     const Shard& shard = layout_.shard(reduce_.shard());
     const Chunk& chunk = reduce_.chunk();
-    const int64_t bytes = mine ? chunk.gather_bytes : chunk.scatter_bytes;
-    const BufferRef buffer = port.allocate(bytes);
-    const std::byte* messages[] = {arrival.bytes.data(), nullptr};
-    if (mine)
-      reducer_.to_gather_message(shard, chunk, messages, plan_.input, buffer->data, plan_.output);
-    else
-      reducer_.to_scatter_message(shard, chunk, messages, plan_.input, buffer->data);
+    const BufferRef buffer = port.allocate(chunk.length[mine ? Way::kGather : Way::kScatter].most);
+    const Encoded messages[] = {{left_, arrival.bytes}, kOwnValues};
+    const int64_t bytes =
+        mine ? reducer_.to_gather_message(shard, chunk, messages, plan_.input, buffer->data,
+                                          plan_.output)
+             : reducer_.to_scatter_message(shard, chunk, messages, plan_.input, buffer->data);
     reduce_.advance();
     port.send(right_, mine ? kGather : kReduce, buffer, bytes);
   }
@@ -132,7 +130,7 @@ class RingAllreduce : public Algorithm {
       port.send(right_, kGather, buffer, arrival.bytes.size());
     }
     const Shard& shard = layout_.shard(gather_.shard());
-    decode_chunk(plan_, shard, gather_.chunk(), arrival.bytes.data(), plan_.output);
+    decode_chunk(plan_, shard, gather_.chunk(), {left_, arrival.bytes}, plan_.output);
     gather_.advance();
   }
 
@@ -148,8 +146,26 @@ class RingAllreduce : public Algorithm {
 
 }  // namespace
 
-std::unique_ptr<Algorithm> make_ring(Plan plan) {
-  return std::make_unique<RingAllreduce>(std::move(plan));
-}
+const AlgorithmEntry kRing = {
+    CGX_RING,
+    "ring",
+    "2(n-1) steps to the right-hand neighbour, 2(n-1)/n x size sent, quantized n times: for exact "
+    "values",
+    /*passes_sums_on=*/true,
+    /*sliced=*/true,
+    [](const Plan& plan) { return plan.size; },
+    [](const Plan& plan, const Layout& layout) {
+      int64_t sum = 0;  // every shard but one passes through, each way
+      for (int owner = 0; owner < plan.size; ++owner) {
+        if (owner != plan.rank) sum += layout.shard(owner).bytes(Way::kScatter);
+        if (owner != ring_right(plan.rank, plan.size))
+          sum += layout.shard(owner).bytes(Way::kGather);
+      }
+      return sum;
+    },
+    [](Plan plan) -> std::unique_ptr<Algorithm> {
+      return std::make_unique<RingAllreduce>(std::move(plan));
+    },
+};
 
 }  // namespace cgx

@@ -76,13 +76,14 @@ class Sra : public Algorithm {
   }
 
  private:
-  int64_t due(int source, int part) const override {
+  std::optional<Length> due(int source, int part) const override {
     if (part == kScatter) {
       const size_t next = reduced_ + contributions_[source].size();
-      return scatters_ && next < own_chunks().size() ? own_chunks()[next].scatter_bytes : kNone;
+      if (!scatters_ || next >= own_chunks().size()) return {};
+      return own_chunks()[next].length[Way::kScatter];
     }
-    if (!lacks(gather_arrived_, source)) return kNone;
-    return layout_.shard(source).chunks[gather_arrived_[source]].gather_bytes;
+    if (!lacks(gather_arrived_, source)) return {};
+    return layout_.shard(source).chunks[gather_arrived_[source]].length[Way::kGather];
   }
   void take(int part, Arrival arrival) override {
     if (part == kScatter) {
@@ -111,26 +112,27 @@ class Sra : public Algorithm {
   // Phase 1, a message a thread, beginning with chunk `encoded_` of the shard of peer
   // `encode_peer_`. Chunks outermost, so that no owner waits for all of another's.
   void encode_next(Port& port) {
-    messages_.clear();
-    while (static_cast<int>(messages_.size()) < threads_.size() && encoded_ < longest_) {
+    outgoing_.clear();
+    while (static_cast<int>(outgoing_.size()) < threads_.size() && encoded_ < longest_) {
       const auto& chunks = layout_.shard(encode_peer_).chunks;
       if (encoded_ < chunks.size()) {
         const Chunk& chunk = chunks[encoded_];
-        messages_.push_back({encode_peer_, &chunk, port.allocate(chunk.scatter_bytes)});
+        outgoing_.push_back(
+            {encode_peer_, &chunk, port.allocate(chunk.length[Way::kScatter].most)});
       }
       encode_peer_ = next_peer(encode_peer_);
       if (encode_peer_ != plan_.rank) continue;
       encode_peer_ = next_peer(encode_peer_);
       ++encoded_;
     }
-    threads_.for_each(static_cast<int>(messages_.size()), [&](int i) {
-      const auto& [peer, chunk, buffer] = messages_[i];
-      encode_chunk(plan_, layout_.shard(peer), *chunk, Way::kScatter, input(peer), buffer->data,
-                   gathers_ ? 0 : peer);
+    threads_.for_each(static_cast<int>(outgoing_.size()), [&](int i) {
+      auto& [peer, chunk, buffer, bytes] = outgoing_[i];
+      bytes = encode_chunk(plan_, layout_.shard(peer), *chunk, Way::kScatter, input(peer),
+                           buffer->data, gathers_ ? 0 : peer);
     });
-    for (const auto& [peer, chunk, buffer] : messages_)
-      port.send(peer, kScatter, buffer, chunk->scatter_bytes);
-    messages_.clear();
+    for (const auto& [peer, chunk, buffer, bytes] : outgoing_)
+      port.send(peer, kScatter, buffer, bytes);
+    outgoing_.clear();
   }
 
   // Phase 2, of my shard a chunk a thread, as many as are here.
@@ -141,28 +143,29 @@ class Sra : public Algorithm {
     if (ready == 0) return false;
     const Shard& shard = layout_.shard(plan_.rank);
     const std::byte* own = input(plan_.rank);
-    messages_.clear();
+    outgoing_.clear();
     for (size_t i = 0; i < ready; ++i) {
       const Chunk& chunk = own_chunks()[reduced_ + i];
-      messages_.push_back(
-          {plan_.rank, &chunk, gathers_ ? port.allocate(chunk.gather_bytes) : nullptr});
+      outgoing_.push_back({plan_.rank, &chunk,
+                           gathers_ ? port.allocate(chunk.length[Way::kGather].most) : nullptr});
     }
     threads_.for_each(static_cast<int>(ready), [&](int i) {
-      const auto& [rank, chunk, buffer] = messages_[i];
-      std::vector<const std::byte*> arrived(plan_.size);  // null: my own, raw values
+      auto& [rank, chunk, buffer, bytes] = outgoing_[i];
+      std::vector<Encoded> arrived(plan_.size, kOwnValues);
       for (int peer = 0; peer < plan_.size; ++peer)
-        if (peer != rank) arrived[peer] = contributions_[peer][i].bytes.data();
+        if (peer != rank) arrived[peer] = {peer, contributions_[peer][i].bytes};
       if (gathers_)
-        reducers_[i].to_gather_message(shard, *chunk, arrived, own, buffer->data, output(rank));
+        bytes =
+            reducers_[i].to_gather_message(shard, *chunk, arrived, own, buffer->data, output(rank));
       else
         reducers_[i].to_values(shard, *chunk, arrived, own, output(rank));
     });
     reduced_ += ready;
     for (auto& queue : contributions_)
       for (size_t i = 0; i < ready && !queue.empty(); ++i) queue.pop_front();
-    for (const auto& [rank, chunk, buffer] : messages_)
-      if (gathers_) send_to_all(port, buffer, chunk->gather_bytes);
-    messages_.clear();
+    for (const auto& [rank, chunk, buffer, bytes] : outgoing_)
+      if (gathers_) send_to_all(port, buffer, bytes);
+    outgoing_.clear();
     return true;
   }
 
@@ -170,10 +173,11 @@ class Sra : public Algorithm {
   void encode_own_block(Port& port) {
     const Shard& shard = layout_.shard(plan_.rank);
     const Chunk& chunk = shard.chunks[reduced_++];
-    const BufferRef buffer = port.allocate(chunk.gather_bytes);
-    encode_chunk(plan_, shard, chunk, Way::kGather, input(plan_.rank), buffer->data);
-    decode_chunk(plan_, shard, chunk, buffer->data, output(plan_.rank));
-    send_to_all(port, buffer, chunk.gather_bytes);
+    const BufferRef buffer = port.allocate(chunk.length[Way::kGather].most);
+    const auto bytes = static_cast<size_t>(
+        encode_chunk(plan_, shard, chunk, Way::kGather, input(plan_.rank), buffer->data));
+    decode_chunk(plan_, shard, chunk, {plan_.rank, {buffer->data, bytes}}, output(plan_.rank));
+    send_to_all(port, buffer, bytes);
   }
 
   void send_to_all(Port& port, const BufferRef& buffer, size_t bytes) {
@@ -192,18 +196,19 @@ class Sra : public Algorithm {
     }
     threads_.for_each(static_cast<int>(ready), [&](int i) {
       const Arrival& arrival = gathered_[i];
-      decode_chunk(plan_, layout_.shard(arrival.source), *chunks[i], arrival.bytes.data(),
-                   output(arrival.source));
+      decode_chunk(plan_, layout_.shard(arrival.source), *chunks[i],
+                   {arrival.source, arrival.bytes}, output(arrival.source));
     });
     for (size_t i = 0; i < ready; ++i) gathered_.pop_front();
     return true;
   }
 
   // A chunk on its way out.
-  struct Message {
+  struct Outgoing {
     int peer;
     const Chunk* chunk;
     BufferRef buffer;
+    int64_t bytes = 0;
   };
 
   ThreadPool& threads_ = ThreadPool::instance();
@@ -219,12 +224,27 @@ class Sra : public Algorithm {
   std::deque<Arrival> gathered_;
   std::vector<size_t> gather_arrived_,
       decoded_;                         // chunks of each owner's shard that are in the output
-  std::vector<Message> messages_;       // of one step
+  std::vector<Outgoing> outgoing_;      // of one step
   std::vector<ChunkReducer> reducers_;  // one for each thread
 };
 
 }  // namespace
 
-std::unique_ptr<Algorithm> make_sra(Plan plan) { return std::make_unique<Sra>(std::move(plan)); }
+const AlgorithmEntry kSra = {
+    CGX_SRA,
+    "sra",
+    "scatter-reduce-allgather: 2 steps, 2(n-1)/n x size sent, quantized twice",
+    /*passes_sums_on=*/false,
+    /*sliced=*/true,
+    [](const Plan& plan) { return plan.verb == CGX_ALLREDUCE ? plan.size : 1; },
+    [](const Plan& plan, const Layout& layout) {
+      int64_t sum = 0;
+      for (int owner = 0; owner < plan.size && plan.verb != CGX_ALL_GATHER; ++owner)
+        if (owner != plan.rank) sum += layout.shard(owner).bytes(Way::kScatter);
+      if (plan.verb == CGX_REDUCE_SCATTER) return sum;
+      return sum + (plan.size - 1) * layout.shard(plan.rank).bytes(Way::kGather);
+    },
+    [](Plan plan) -> std::unique_ptr<Algorithm> { return std::make_unique<Sra>(std::move(plan)); },
+};
 
 }  // namespace cgx

@@ -1,4 +1,4 @@
-// The algorithms, and which one `auto` takes. A new one is a file beside this and a row here.
+// The algorithms, and which one `auto` takes. A new one is a file beside this, which tells its row.
 #include <algorithm>
 #include <cstdint>
 
@@ -23,10 +23,19 @@ int64_t nested_one_shot_bytes(const Topology& topology) {
   return std::clamp(kLinkBytes / pairs, kHeaderBytes, kEagerBytes);
 }
 
+// The first codec of the plan that cannot be cut; null if all can.
+const CodecEntry* unsliced(const Plan& plan) {
+  for (const Segment& segment : plan.segments)
+    for (const CodecSettings& settings : segment.codecs.each)
+      if (const CodecEntry& entry = codec_entry(settings); !entry.sliced) return &entry;
+  return nullptr;
+}
+
 cgx_algorithm_t pick_algorithm(const Plan& plan) {
   const bool nested = plan.topology && plan.topology->nested();
   if (plan.algorithm == CGX_HIERARCHICAL && !nested) return CGX_SRA;
   if (plan.algorithm != CGX_AUTO) return plan.algorithm;
+  if (unsliced(plan)) return CGX_ONE_SHOT;
   // Up to and including `bytes` of encoded values. A quantized ring is never picked: its error
   // grows with the number of ranks.
   struct Row {
@@ -39,10 +48,17 @@ cgx_algorithm_t pick_algorithm(const Plan& plan) {
   int64_t bytes = 0;
   for (const auto& segment : plan.segments) {
     if (row->bytes == INT64_MAX) break;  // long lists need not be sized to their end
-    bytes += make_compressor(segment.scatter)->max_bytes(segment.numel);
+    bytes += make_codec(segment.codecs[Way::kScatter])->max_bytes(segment.numel);
     while (bytes > row->bytes) ++row;
   }
   return row->algorithm;
+}
+
+}  // namespace
+
+const std::vector<AlgorithmEntry>& algorithm_table() {
+  static const std::vector<AlgorithmEntry> table = {kOneShot, kSra, kRing, kHierarchical};
+  return table;
 }
 
 const AlgorithmEntry& entry_of(cgx_algorithm_t algorithm) {
@@ -51,37 +67,24 @@ const AlgorithmEntry& entry_of(cgx_algorithm_t algorithm) {
   fail(CGX_INTERNAL, "no algorithm ", static_cast<int>(algorithm));
 }
 
-}  // namespace
-
-const std::vector<AlgorithmEntry>& algorithm_table() {
-  static const std::vector<AlgorithmEntry> table = {
-      {CGX_ONE_SHOT, "one_shot",
-       "everyone sends everything to everyone: 1 step, (n-1) x size sent, quantized once",
-       /*passes_sums_on=*/false, make_one_shot},
-      {CGX_SRA, "sra", "scatter-reduce-allgather: 2 steps, 2(n-1)/n x size sent, quantized twice",
-       /*passes_sums_on=*/false, make_sra},
-      {CGX_RING, "ring",
-       "2(n-1) steps to the right-hand neighbour, 2(n-1)/n x size sent, quantized n times: for "
-       "exact values",
-       /*passes_sums_on=*/true, make_ring},
-      {CGX_HIERARCHICAL, "hierarchical",
-       "ranks of a host, hosts, ranks of a host: 4 steps, 2(h-1)/h x size sent by each of h hosts "
-       "to others, quantized twice",
-       /*passes_sums_on=*/true, make_hierarchical},
-  };
-  return table;
-}
-
 std::unique_ptr<Algorithm> make_algorithm(Plan plan) {
   return entry_of(plan.algorithm).make(std::move(plan));
 }
 
+int64_t payload_bytes(const Plan& plan) {
+  return plan.size == 1 ? 0 : entry_of(plan.algorithm).bytes(plan, Layout(plan));
+}
+
 void resolve_algorithm(Plan* plan) {
   plan->algorithm = pick_algorithm(*plan);
+  const AlgorithmEntry& entry = entry_of(plan->algorithm);
+  const CodecEntry* whole = entry.sliced ? unsliced(*plan) : nullptr;
+  require(!whole, CGX_UNSUPPORTED, entry.name, " cuts values into shards, and what ",
+          whole ? whole->name : "", " encodes cannot be cut: use an allreduce by one_shot or auto");
   // The smallest or largest of values is one of them.
   const bool selects = plan->op == Op::kMin || plan->op == Op::kMax;
-  if (selects || !entry_of(plan->algorithm).passes_sums_on) return;
-  for (Segment& segment : plan->segments) segment.scatter.dtype = Dtype::kFloat32;
+  if (selects || !entry.passes_sums_on) return;
+  for (Segment& segment : plan->segments) segment.codecs[Way::kScatter].dtype = Dtype::kFloat32;
 }
 
 }  // namespace cgx

@@ -6,35 +6,35 @@
 namespace cgx {
 namespace {
 
-class None final : public Compressor {
+class None final : public SlicedCodec {
  public:
   explicit None(Dtype wire) : wire_(wire) {}
 
   int64_t grain() const override { return 1; }
-  int64_t max_bytes(int64_t numel) const override { return numel * size_of(wire_); }
+  int64_t offset(int64_t first) const override { return first * size_of(wire_); }
 
   int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t /*first_index*/,
                  const Rounding& /*rounding*/, std::byte* bytes) const override {
     kernels().convert(dtype, values, wire_, bytes, numel);
-    return max_bytes(numel);
+    return offset(numel);
   }
 
-  void decode(const std::byte* bytes, int64_t num_bytes, int64_t numel, Dtype dtype,
+  void decode(std::span<const std::byte> bytes, int64_t numel, Dtype dtype,
               void* values) const override {
-    check_length(num_bytes, numel);
-    kernels().convert(wire_, bytes, dtype, values, numel);
+    check_length(bytes.size(), numel);
+    kernels().convert(wire_, bytes.data(), dtype, values, numel);
   }
 
-  void decode_add(const std::byte* bytes, int64_t num_bytes, int64_t numel, const float* base,
+  void decode_add(std::span<const std::byte> bytes, int64_t numel, const float* base,
                   float* sum) const override {
-    check_length(num_bytes, numel);
-    kernels().add(wire_, bytes, base, sum, numel);
+    check_length(bytes.size(), numel);
+    kernels().add(wire_, bytes.data(), base, sum, numel);
   }
 
  private:
-  void check_length(int64_t num_bytes, int64_t numel) const {
-    require(num_bytes == max_bytes(numel), CGX_INTERNAL, "exact message of ", num_bytes,
-            " bytes for ", numel, " values: expected ", max_bytes(numel));
+  void check_length(size_t bytes, int64_t numel) const {
+    require(static_cast<int64_t>(bytes) == offset(numel), CGX_INVALID_ARGUMENT, bytes,
+            " bytes for ", numel, " exact values: expected ", offset(numel));
   }
 
   const Dtype wire_;
@@ -42,8 +42,12 @@ class None final : public Compressor {
 
 }  // namespace
 
-std::unique_ptr<Compressor> make_none(const CompressorSettings& settings) {
+std::unique_ptr<Codec> make_none(const CodecSettings& settings) {
   return std::make_unique<None>(settings.dtype);
+}
+
+std::vector<DeviceRun> none_runs(const CodecSettings& /*settings*/, int64_t numel) {
+  return {{0, numel, kExactBits}};
 }
 
 }  // namespace cgx

@@ -10,56 +10,58 @@ namespace {
 
 constexpr int64_t kHeaderBytes = 8;
 
-class Uniform final : public Compressor {
+// Of `numel` values: those in records. The rest travels raw.
+int64_t encoded_numel(const CodecSettings& settings, int64_t numel) {
+  return settings.skip_incomplete_buckets ? numel - numel % settings.bucket_size : numel;
+}
+
+class Uniform final : public SlicedCodec {
  public:
-  explicit Uniform(const CompressorSettings& settings) : settings_(settings) {}
+  explicit Uniform(const CodecSettings& settings) : settings_(settings) {}
 
   int64_t grain() const override { return settings_.bucket_size; }
 
-  int64_t max_bytes(int64_t numel) const override {
-    const int64_t encoded = encoded_numel(numel);
-    return record_bytes(encoded) + (numel - encoded) * size_of(settings_.dtype);
+  int64_t offset(int64_t first) const override {
+    const int64_t encoded = encoded_numel(settings_, first);
+    return record_bytes(encoded) + (first - encoded) * size_of(settings_.dtype);
   }
 
   int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t first_index,
                  const Rounding& rounding, std::byte* bytes) const override {
-    const int64_t encoded = encoded_numel(numel);
+    const int64_t encoded = encoded_numel(settings_, numel);
     kernels().quantize(dtype, values, run(encoded, first_index), rounding, bytes);
     if (encoded < numel) {
       const auto* tail = static_cast<const std::byte*>(values) + encoded * size_of(dtype);
       kernels().convert(dtype, tail, settings_.dtype, bytes + record_bytes(encoded),
                         numel - encoded);
     }
-    return max_bytes(numel);
+    return offset(numel);
   }
 
-  void decode(const std::byte* bytes, int64_t num_bytes, int64_t numel, Dtype dtype,
+  void decode(std::span<const std::byte> bytes, int64_t numel, Dtype dtype,
               void* values) const override {
-    check_length(num_bytes, numel);
-    const int64_t encoded = encoded_numel(numel);
-    kernels().dequantize(bytes, run(encoded, 0), dtype, values);
+    check_length(bytes.size(), numel);
+    const int64_t encoded = encoded_numel(settings_, numel);
+    kernels().dequantize(bytes.data(), run(encoded, 0), dtype, values);
     if (encoded < numel) {
-      kernels().convert(settings_.dtype, bytes + record_bytes(encoded), dtype,
+      kernels().convert(settings_.dtype, bytes.data() + record_bytes(encoded), dtype,
                         static_cast<std::byte*>(values) + encoded * size_of(dtype),
                         numel - encoded);
     }
   }
 
-  void decode_add(const std::byte* bytes, int64_t num_bytes, int64_t numel, const float* base,
+  void decode_add(std::span<const std::byte> bytes, int64_t numel, const float* base,
                   float* sum) const override {
-    check_length(num_bytes, numel);
-    const int64_t encoded = encoded_numel(numel);
-    kernels().dequantize_add(bytes, run(encoded, 0), base, sum);
+    check_length(bytes.size(), numel);
+    const int64_t encoded = encoded_numel(settings_, numel);
+    kernels().dequantize_add(bytes.data(), run(encoded, 0), base, sum);
     if (encoded < numel) {
-      kernels().add(settings_.dtype, bytes + record_bytes(encoded), base + encoded, sum + encoded,
-                    numel - encoded);
+      kernels().add(settings_.dtype, bytes.data() + record_bytes(encoded), base + encoded,
+                    sum + encoded, numel - encoded);
     }
   }
 
  private:
-  // Values in records; the rest travels raw.
-  int64_t encoded_numel(int64_t numel) const { return numel_of_whole_buckets(settings_, numel); }
-
   int64_t record_bytes(int64_t numel) const {
     const int64_t whole = numel / settings_.bucket_size;
     const int64_t last = numel % settings_.bucket_size;
@@ -80,19 +82,27 @@ class Uniform final : public Compressor {
             .bits = settings_.bits};
   }
 
-  void check_length(int64_t num_bytes, int64_t numel) const {
-    require(num_bytes == max_bytes(numel), CGX_INTERNAL, "message of ", num_bytes, " bytes for ",
-            numel, " values of ", settings_.bits, " bits in buckets of ", settings_.bucket_size,
-            ": expected ", max_bytes(numel));
+  void check_length(size_t bytes, int64_t numel) const {
+    require(static_cast<int64_t>(bytes) == offset(numel), CGX_INVALID_ARGUMENT, bytes,
+            " bytes for ", numel, " values of ", settings_.bits, " bits in buckets of ",
+            settings_.bucket_size, ": expected ", offset(numel));
   }
 
-  const CompressorSettings settings_;
+  const CodecSettings settings_;
 };
 
 }  // namespace
 
-std::unique_ptr<Compressor> make_uniform(const CompressorSettings& settings) {
+std::unique_ptr<Codec> make_uniform(const CodecSettings& settings) {
   return std::make_unique<Uniform>(settings);
+}
+
+std::vector<DeviceRun> uniform_runs(const CodecSettings& settings, int64_t numel) {
+  const int64_t encoded = encoded_numel(settings, numel);
+  std::vector<DeviceRun> runs;
+  if (encoded > 0) runs.push_back({0, encoded, settings.bits});
+  if (encoded < numel) runs.push_back({encoded, numel - encoded, kExactBits});
+  return runs;
 }
 
 }  // namespace cgx

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
-#include "compressor/compressor.h"
+#include "compressor/codec.h"
 
 namespace cgx {
 
-std::unique_ptr<Compressor> make_uniform(const CompressorSettings& settings);
+std::unique_ptr<Codec> make_uniform(const CodecSettings& settings);
+std::vector<DeviceRun> uniform_runs(const CodecSettings& settings, int64_t numel);
 
 }  // namespace cgx

@@ -7,28 +7,24 @@ std::byte* bytes_at(const void* address) {
   return static_cast<std::byte*>(const_cast<void*>(address));
 }
 
-// A launch of the whole buckets and, with skip_incomplete_buckets, of the raw values of the last
-// one. place(&piece, values_at, message_at) says where its bytes are.
+// A launch of all runs. place(&piece, values_at, message_at) says where a piece's bytes are.
 template <typename Launch, typename Place>
 Launch launch_of(const Run& run, const Place& place) {
-  const CompressorSettings& settings = run.settings;
-  const auto compressor = make_compressor(settings);
-  const int64_t whole = numel_of_whole_buckets(settings, run.numel);
+  const CodecSettings& settings = run.settings;
+  const auto runs = device_runs(settings, run.numel);
+  const auto codec = make_codec(settings);
   Launch launch{};
   launch.dtype = settings.dtype;
-  const auto part = [&](int64_t first, int64_t numel, int bits) {
-    if (numel == 0) return;
+  for (const auto& [first, numel, bits] : runs) {
     Piece piece{};
     piece.numel = numel;
     piece.first_index = run.first_index + first;
     piece.bucket_size = settings.bucket_size;
     piece.seed = run.rounding.seed;
     piece.bits = piece.reduced_bits = bits;
-    place(&piece, first * size_of(settings.dtype), compressor->max_bytes(first));
+    place(&piece, first * size_of(settings.dtype), codec->sliced()->offset(first));
     launch.pieces.at[launch.pieces.count++] = piece;
-  };
-  part(0, whole, settings.bits);
-  part(whole, run.numel - whole, kExactBits);
+  }
   return launch;
 }
 

@@ -3,14 +3,14 @@
 
 #include <cstdint>
 
-#include "compressor/compressor.h"
+#include "compressor/codec.h"
 #include "device/queue.h"
 
 namespace cgx::device {
 
-// As Compressor's encode and decode, of settings and a run that begins at first_index.
+// As Codec's encode and decode, of settings and a run that begins at first_index.
 struct Run {
-  CompressorSettings settings;
+  CodecSettings settings;
   Rounding rounding;
   int64_t numel;
   int64_t first_index;

@@ -36,39 +36,45 @@ class Batch {
   Launch launch_;
 };
 
-// Which compressor of a piece writes its message, and where that begins in the chunk's.
-struct Encoding {
-  const Compressor* compressor;
+// Of a run of a piece (compressor/codec.h): the bits of its values on one way, and where their
+// bytes begin in the chunk's message.
+struct Coded {
   int64_t at;
   int bits;
-  // Bytes from the beginning of the chunk's message to element `first` of the piece.
-  int64_t offset(int64_t first) const { return at + compressor->max_bytes(first); }
 };
-Encoding encoding(const CpuPiece& piece, Way way) {
-  if (way == Way::kScatter) return {piece.scatter, piece.scatter_at, piece.segment->scatter.bits};
-  return {piece.gather, piece.gather_at, piece.segment->gather.bits};
-}
 
-// Calls add(piece, first, raw) for the parts of a CPU piece: its whole buckets, and with
-// skip_incomplete_buckets the values of its last one, which travel raw.
+class Runs {
+ public:
+  Runs(const CpuPiece& piece, Way way)
+      : at_(piece.coded[way].at),
+        codec_(*piece.coded[way].codec->sliced()),
+        runs_(device_runs(piece.segment->codecs[way], piece.numel)) {}
+  size_t size() const { return runs_.size(); }
+  const DeviceRun& operator[](size_t i) const { return runs_[i]; }
+  Coded coded(size_t i) const { return {at_ + codec_.offset(runs_[i].first), runs_[i].bits}; }
+
+ private:
+  const int64_t at_;
+  const SlicedCodec& codec_;
+  const std::vector<DeviceRun> runs_;
+};
+
+// Calls add(piece, first, i) for run i of a CPU piece, from its element `first` on. Runs of all
+// ways have the same values.
 template <typename Add>
-void for_parts(const Plan& plan, const CpuPiece& cpu, const Add& add) {
-  const CompressorSettings& settings = cpu.segment->scatter;
-  const int64_t whole = numel_of_whole_buckets(settings, cpu.numel);
-  const auto part = [&](int64_t first, int64_t numel, bool raw) {
-    if (numel == 0) return;
+void for_runs(const Plan& plan, const CpuPiece& cpu, const Runs& runs, const Add& add) {
+  for (size_t i = 0; i < runs.size(); ++i) {
+    const auto& [first, numel, bits] = runs[i];
     Piece piece{};
     if (cpu.error) piece.error = cpu.error + plan.bytes(first);
     piece.numel = numel;
     piece.first_index = cpu.first_index + first;
-    piece.bucket_size = settings.bucket_size;
+    piece.bucket_size = cpu.segment->codecs[Way::kScatter].bucket_size;
     piece.seed = cpu.seed;
     piece.seed_at = cpu.segment->seed_at;
     piece.seed_number = static_cast<int32_t>(cpu.segment->seed_number);
-    add(piece, first, raw);
-  };
-  part(0, whole, false);
-  part(whole, cpu.numel - whole, true);
+    add(piece, first, i);
+  }
 }
 
 // Distinct places, each once: the first, and how far the others are from it.
@@ -101,11 +107,14 @@ struct Rounds::At {
 };
 
 Rounds::Rounds(Plan plan) : plan_(std::move(plan)), layout_(plan_) {
+  for (const Segment& segment : plan_.segments)
+    for (const CodecSettings& codec : segment.codecs.each) device_runs(codec, 0);  // throws
   for (int owner = 0; owner < plan_.size; ++owner) {
     const auto& chunks = layout_.shard(owner).chunks;
     count_ = std::max(count_, static_cast<int64_t>(chunks.size()));
     for (const Chunk& chunk : chunks) {
-      const int64_t bytes = std::max(chunk.scatter_bytes, chunk.gather_bytes);
+      const int64_t bytes =
+          std::max(chunk.length[Way::kScatter].most, chunk.length[Way::kGather].most);
       require(bytes <= plan_.chunk_bytes, CGX_UNSUPPORTED, "a bucket takes ", bytes,
               " bytes, more than the ", plan_.chunk_bytes,
               " that devices pass at a time: give a smaller bucket_size");
@@ -140,22 +149,24 @@ void Rounds::encode(const At& at) const {
   launch.dtype = plan_.dtype;
   launch.rounding = plan_.rounding_mode;
   launch.rank = static_cast<uint32_t>(plan_.noise_rank);
-  launch.phase = scatters() ? kScatterPhase : kGatherPhase;
+  launch.phase = static_cast<uint32_t>(way);
   launch.regions = at.wire.regions();
   launch.fault = at.lane.fault();
   std::byte* to = nullptr;
   if (for_all) std::tie(to, launch.copies) = distinct(slots.to);
   Batch<Encode> batch(at.lane.queue(), &Queue::encode, launch);
   const auto encode_shard = [&](int owner, std::byte* message) {
-    for (const CpuPiece& cpu : at.pieces(layout_.shard(owner)))
-      for_parts(plan_, cpu, [&](Piece piece, int64_t first, bool raw) {
-        const Encoding how = encoding(cpu, way);
+    for (const CpuPiece& cpu : at.pieces(layout_.shard(owner))) {
+      const Runs runs(cpu, way);
+      for_runs(plan_, cpu, runs, [&](Piece piece, int64_t first, size_t i) {
+        const Coded coded = runs.coded(i);
         piece.values = input(owner) + cpu.input_at + plan_.bytes(first);
-        piece.message = message + how.offset(first);
-        piece.bits = raw ? kExactBits : how.bits;
+        piece.message = message + coded.at;
+        piece.bits = coded.bits;
         piece.block = gathers() ? 0 : owner;
         batch.add(piece);
       });
+    }
   };
   if (for_all) {
     encode_shard(plan_.rank, to);
@@ -167,17 +178,16 @@ void Rounds::encode(const At& at) const {
 }
 
 void Rounds::exchange(const At& at, Traffic traffic) const {
-  const auto bytes = [&](int owner, int64_t Chunk::* which) {
+  const auto bytes = [&](int owner, Way way) {
     const Chunk* chunk = at.chunk(layout_.shard(owner));
-    return chunk ? chunk->*which : 0;
+    return chunk ? chunk->length[way].most : 0;
   };
   std::vector<int64_t> sent(plan_.size, 0), received(plan_.size, 0);
-  const auto which =
-      traffic == Traffic::kEach || one_shot() ? &Chunk::scatter_bytes : &Chunk::gather_bytes;
+  const Way way = traffic == Traffic::kEach || one_shot() ? Way::kScatter : Way::kGather;
   for (int peer = 0; peer < plan_.size; ++peer) {
     if (peer == plan_.rank) continue;
-    sent[peer] = bytes(traffic == Traffic::kEach ? peer : plan_.rank, which);
-    received[peer] = bytes(traffic == Traffic::kEach ? plan_.rank : peer, which);
+    sent[peer] = bytes(traffic == Traffic::kEach ? peer : plan_.rank, way);
+    received[peer] = bytes(traffic == Traffic::kEach ? plan_.rank : peer, way);
   }
   at.lane.exchange(traffic, sent, received);
 }
@@ -194,7 +204,7 @@ void Rounds::reduce(const At& at) const {
   launch.op = plan_.op;
   launch.divisor = static_cast<float>(plan_.divisor);
   launch.rank = static_cast<uint32_t>(plan_.noise_rank);
-  launch.phase = kGatherPhase;
+  launch.phase = static_cast<uint32_t>(Way::kGather);
   launch.size = plan_.size;
   launch.own = one_shot() ? -1 : plan_.rank;
   launch.stride = arrived.stride;
@@ -204,22 +214,22 @@ void Rounds::reduce(const At& at) const {
   std::byte* to = nullptr;
   if (to_message) std::tie(to, launch.copies) = distinct(at.lane.slots(Traffic::kAll).to);
   Batch<Reduce> batch(at.lane.queue(), &Queue::reduce, launch);
-  for (const CpuPiece& cpu : at.pieces(layout_.shard(plan_.rank)))
-    for_parts(plan_, cpu, [&](Piece piece, int64_t first, bool raw) {
-      const Encoding scattered = encoding(cpu, Way::kScatter),
-                     gathered = encoding(cpu, Way::kGather);
+  for (const CpuPiece& cpu : at.pieces(layout_.shard(plan_.rank))) {
+    const Runs scattered(cpu, Way::kScatter), gathered(cpu, Way::kGather);
+    for_runs(plan_, cpu, scattered, [&](Piece piece, int64_t first, size_t i) {
       if (!one_shot()) piece.values = input(plan_.rank) + cpu.input_at + plan_.bytes(first);
-      piece.message = arrived.from + scattered.offset(first);
-      piece.bits = raw ? kExactBits : scattered.bits;
+      piece.message = arrived.from + scattered.coded(i).at;
+      piece.bits = scattered.coded(i).bits;
       if (to_message) {
-        piece.reduced = to + gathered.offset(first);
-        piece.reduced_bits = raw ? kExactBits : gathered.bits;
+        piece.reduced = to + gathered.coded(i).at;
+        piece.reduced_bits = gathered.coded(i).bits;
       } else {
         piece.result = output(plan_.rank) + cpu.output_at + plan_.bytes(first);
         piece.error = nullptr;  // values lose nothing
       }
       batch.add(piece);
     });
+  }
   batch.flush();
 }
 
@@ -232,15 +242,17 @@ void Rounds::decode(const At& at) const {
   launch.fault = at.lane.fault();
   Batch<Decode> batch(at.lane.queue(), &Queue::decode, launch);
   for (int owner = 0; owner < plan_.size; ++owner)
-    for (const CpuPiece& cpu : at.pieces(layout_.shard(owner)))
-      for_parts(plan_, cpu, [&](Piece piece, int64_t first, bool raw) {
-        const Encoding how = encoding(cpu, Way::kGather);
-        piece.message = slots.from + owner * slots.stride + how.offset(first);
-        piece.bits = raw ? kExactBits : how.bits;
+    for (const CpuPiece& cpu : at.pieces(layout_.shard(owner))) {
+      const Runs runs(cpu, Way::kGather);
+      for_runs(plan_, cpu, runs, [&](Piece piece, int64_t first, size_t i) {
+        const Coded coded = runs.coded(i);
+        piece.message = slots.from + owner * slots.stride + coded.at;
+        piece.bits = coded.bits;
         piece.result = output(owner) + cpu.output_at + plan_.bytes(first);
         piece.error = nullptr;  // already written
         batch.add(piece);
       });
+    }
   batch.flush();
 }
 
@@ -262,7 +274,7 @@ void pass_through(const Plan& plan, Queue& queue) {
       piece.values = from;
       piece.result = to;
       piece.numel = segment.numel;
-      piece.bucket_size = segment.scatter.bucket_size;
+      piece.bucket_size = segment.codecs[Way::kScatter].bucket_size;
       piece.bits = kExactBits;
       divide.add(piece);
     } else if (from != to) {

@@ -1,0 +1,102 @@
+// A codec maps the values of one rank to bytes and back. It knows no rank and no transport; routes
+// (algorithm/) move its bytes. One object serves one segment's settings and is immutable, so
+// threads may share it.
+//
+//   Codec         an encoding is one whole, of a length that encode() returns. That length travels
+//                 with the message; decode() checks it. Only one_shot serves it: it cuts nothing
+//   SlicedCodec   the length is known beforehand, and a run of values that begins at a multiple of
+//                 grain() encodes independently of the rest: its bytes begin at offset(first). So
+//                 shards and chunks are cut there, and every route serves it
+//
+// Sums are fp32 and belong to the route: encode() accepts fp32 whatever the tensor's dtype is.
+//
+// A new codec is a file beside this one and a row of codec_table().
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/types.h"
+
+namespace cgx {
+
+class SlicedCodec;
+
+class Codec {
+ public:
+  virtual ~Codec() = default;
+
+  // Of an encoding of so many values, at most.
+  virtual int64_t max_bytes(int64_t numel) const = 0;
+
+  // Returns the bytes written. first_index: of values[0] in its segment, for the noise.
+  virtual int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t first_index,
+                         const Rounding& rounding, std::byte* bytes) const = 0;
+
+  // These throw Error(CGX_INVALID_ARGUMENT), and read nothing beyond `bytes`, where those are no
+  // encoding of so many values.
+  virtual void decode(std::span<const std::byte> bytes, int64_t numel, Dtype dtype,
+                      void* values) const = 0;
+  // sum = base + decoded, in fp32; `base` may be `sum`.
+  virtual void decode_add(std::span<const std::byte> bytes, int64_t numel, const float* base,
+                          float* sum) const = 0;
+
+  // This codec, if it can be cut; else null.
+  virtual const SlicedCodec* sliced() const { return nullptr; }
+};
+
+class SlicedCodec : public Codec {
+ public:
+  virtual int64_t grain() const = 0;
+
+  // Where the bytes of element `first` of a run begin, if that is a multiple of grain(); of any
+  // number of elements, where their encoding ends.
+  virtual int64_t offset(int64_t first) const = 0;
+
+  int64_t max_bytes(int64_t numel) const final { return offset(numel); }
+  const SlicedCodec* sliced() const final { return this; }
+};
+
+// Settings of one segment on the wire. Two with equal settings encode alike.
+struct CodecSettings {
+  Dtype dtype = Dtype::kFloat32;  // in which exact values travel
+  int bits = kExactBits;          // 1-8: uniform; 32: none
+  int64_t bucket_size = 512;
+  bool skip_incomplete_buckets = false;
+  bool operator==(const CodecSettings&) const = default;
+};
+
+// What the kernels of devices encode: buckets of 1 to 8 bits, or (kExactBits) values as they are.
+struct DeviceRun {
+  int64_t first;  // element
+  int64_t numel;
+  int bits;
+};
+
+// The table of codecs: docs, `info` and make_codec() read it.
+struct CodecEntry {
+  const char* name;
+  const char* description;
+  bool sliced;  // makes SlicedCodecs
+  bool (*serves)(const CodecSettings& settings);
+  std::unique_ptr<Codec> (*make)(const CodecSettings& settings);
+  // The runs, in order, as which a device encodes `numel` values. Null: a device cannot.
+  std::vector<DeviceRun> (*device_runs)(const CodecSettings& settings, int64_t numel);
+  const char* why_not;  // "" if a device can
+};
+const std::vector<CodecEntry>& codec_table();
+
+// The first row that serves the settings. Throws Error(CGX_INVALID_ARGUMENT) if none does.
+const CodecEntry& codec_entry(const CodecSettings& settings);
+
+inline std::unique_ptr<Codec> make_codec(const CodecSettings& settings) {
+  return codec_entry(settings).make(settings);
+}
+
+// Throws Error(CGX_UNSUPPORTED), which says why, if devices lack the codec.
+std::vector<DeviceRun> device_runs(const CodecSettings& settings, int64_t numel);
+
+}  // namespace cgx
