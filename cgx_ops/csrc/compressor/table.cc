@@ -5,9 +5,10 @@
 #include "compressor/uniform.h"
 
 namespace cgx {
+namespace {
 
-const std::vector<CodecEntry>& codec_table() {
-  static const std::vector<CodecEntry> table = {
+std::vector<CodecEntry>& table() {
+  static std::vector<CodecEntry> table = {
       {"none", "exact values (32 bits)", /*sliced=*/true,
        [](const CodecSettings& settings) { return settings.bits == kExactBits; }, make_none,
        none_runs, ""},
@@ -18,6 +19,12 @@ const std::vector<CodecEntry>& codec_table() {
   };
   return table;
 }
+
+}  // namespace
+
+const std::vector<CodecEntry>& codec_table() { return table(); }
+
+void add_codec(const CodecEntry& entry) { table().insert(table().begin(), entry); }
 
 const CodecEntry& codec_entry(const CodecSettings& settings) {
   require(settings.bucket_size >= 1, CGX_INVALID_ARGUMENT, "bucket_size=", settings.bucket_size,

@@ -1,0 +1,266 @@
+// What a codec may rely on, and what relies on it.
+//
+//   1. one whose length is known only when it has encoded takes one file and one row
+//      (pairs_codec.h): allreduce among threads, alone and beside other codecs in one message, with
+//      errors, and by a caller who carries the bytes
+//   2. what cannot be cut is refused where it would have to be, with the remedy
+//   3. a message that is too short, too long or foreign is an error that names its sender: of every
+//      codec, by every algorithm
+#include <cmath>
+#include <deque>
+#include <numeric>
+#include <random>
+
+#include "algorithm/algorithm.h"
+#include "algorithm/carried.h"
+#include "pairs_codec.h"
+#include "ranks.h"
+
+namespace {
+
+using namespace cgx;
+
+constexpr int64_t kSizes[] = {0, 1, 15, 16, 17, 511, 512, 513, 5000, (1 << 20) + 7};
+
+std::vector<float> values_of(int rank, int64_t numel) {
+  std::mt19937 random(rank * 1000 + static_cast<unsigned>(numel));
+  std::normal_distribution<float> normal;
+  std::vector<float> values(numel);
+  for (float& value : values) value = normal(random);
+  return values;
+}
+
+// What pairs keep of a value; segments of fewer than 16 travel exact.
+float kept(float value, int64_t numel) {
+  return numel < 16 || std::abs(value) >= 0.5f ? value : 0.0f;
+}
+
+// The sum in rank order, in fp32.
+std::vector<float> expected_sum(int size, int64_t numel) {
+  std::vector<float> sum(numel);
+  for (int rank = 0; rank < size; ++rank) {
+    const auto values = values_of(rank, numel);
+    for (int64_t i = 0; i < numel; ++i)
+      sum[i] = rank == 0 ? kept(values[i], numel) : sum[i] + kept(values[i], numel);
+  }
+  return sum;
+}
+
+cgx_collective_t call_of(const cgx_segment_t* segments, int64_t count, const float* input,
+                         float* output) {
+  auto call = make<cgx_collective_t>();
+  call.segments = segments;
+  call.num_segments = count;
+  call.input = input;
+  call.output = output;
+  call.occurrence = -1;
+  return call;
+}
+
+// ---- 1. lengths of their own ----
+
+void test_allreduce(int size, const char* transport) {
+  const Ranks ranks(size, transport, 60, "pairs");
+  ranks.run([&](int rank, int32_t comm) {
+    for (const int64_t numel : kSizes) {
+      const auto input = values_of(rank, numel);
+      std::vector<float> output(numel, -1.0f), lost(numel, -1.0f);
+      const cgx_segment_t segment{0, numel, 512, kPairsBits, 0};
+      void* errors[] = {lost.data()};
+      auto call = call_of(&segment, 1, input.data(), output.data());
+      call.comm = comm;
+      call.errors = errors;
+      ok(cgx_run(&call));
+      const auto expected = size == 1 ? input : expected_sum(size, numel);
+      CHECK(output == expected, "%ld values among %d ranks", long(numel), size);
+      for (int64_t i = 0; i < numel; ++i)
+        CHECK(lost[i] == (size == 1 ? 0.0f : input[i] - kept(input[i], numel)), "error %ld",
+              long(i));
+    }
+  });
+}
+
+// Exact values, buckets and pairs in one message: each part as if it were alone.
+void test_beside_others() {
+  constexpr int kSize = 3;
+  const cgx_segment_t segments[] = {{0, 700, 512, kPairsBits, 0},
+                                    {700, 1000, 512, 32, 0},
+                                    {1700, 3000, 512, 4, 0},
+                                    {4700, 300, 512, kPairsBits, 0}};
+  const Ranks ranks(kSize, "AUTO", 60, "mixed");
+  ranks.run([&](int rank, int32_t comm) {
+    const auto input = values_of(rank, 5000);
+    std::vector<float> together(5000), alone(5000);
+    auto call = call_of(segments, 4, input.data(), together.data());
+    call.comm = comm;
+    call.op = CGX_AVG;
+    const int64_t seeds[] = {1, 2, 3, 4};
+    call.seeds = seeds;
+    ok(cgx_run(&call));
+    for (int i = 0; i < 4; ++i) {
+      auto each = call_of(&segments[i], 1, input.data(), alone.data());
+      each.comm = comm;
+      each.op = CGX_AVG;
+      each.algorithm = CGX_ONE_SHOT;
+      each.seeds = &seeds[i];
+      ok(cgx_run(&each));
+    }
+    CHECK(together == alone, "rank %d", rank);
+  });
+}
+
+void test_carried() {
+  constexpr int kSize = 3;
+  for (const int64_t numel : {0, 17, 5000}) {
+    std::vector<std::vector<float>> inputs, outputs(kSize, std::vector<float>(numel));
+    std::vector<Bytes> messages(kSize);
+    const cgx_segment_t segment{0, numel, 512, kPairsBits, 0};
+    for (int rank = 0; rank < kSize; ++rank) inputs.push_back(values_of(rank, numel));
+    std::deque<Carried> carried;
+    Bytes gathered;
+    for (int rank = 0; rank < kSize; ++rank) {
+      carried.emplace_back(call_of(&segment, 1, inputs[rank].data(), outputs[rank].data()), rank,
+                           kSize, BuffersUsed{});
+      CHECK(carried[rank].algorithm() == CGX_ONE_SHOT, "auto");
+      messages[rank].resize(carried[rank].gather_bytes(rank));
+      carried[rank].encode(messages[rank].data());
+      gathered.insert(gathered.end(), messages[rank].begin(), messages[rank].end());
+    }
+    const auto stride = static_cast<int64_t>(messages[0].size());
+    for (int rank = 0; rank < kSize; ++rank) {
+      carried[rank].decode(gathered.data(), stride);
+      CHECK(outputs[rank] == expected_sum(kSize, numel), "rank %d, %ld values", rank, long(numel));
+    }
+    if (numel == 0) continue;
+    for (const int64_t length : {int64_t{-1}, stride, int64_t{9}}) {
+      std::memcpy(gathered.data() + stride, &length, sizeof(length));
+      try {
+        carried[0].decode(gathered.data(), stride);
+        CHECK(false, "a length of %ld passed", long(length));
+      } catch (const Error& error) {
+        CHECK(std::strstr(error.what(), "rank 1 sent"), "%s", error.what());
+      }
+    }
+  }
+}
+
+// ---- 2. what has to be cut ----
+
+void test_refused() {
+  const Ranks ranks(2, "AUTO", 60, "refused");
+  ranks.run([&](int, int32_t comm) {
+    std::vector<float> values(200), results(400);
+    const cgx_segment_t segment{0, 100, 512, kPairsBits, 0};
+    struct Row {
+      int verb, algorithm;
+      const char* text;
+    };
+    for (const Row& row : {Row{CGX_ALLREDUCE, CGX_SRA, "sra"},
+                           {CGX_ALLREDUCE, CGX_RING, "ring"},
+                           {CGX_REDUCE_SCATTER, CGX_AUTO, "sra"},
+                           {CGX_ALL_GATHER, CGX_AUTO, "sra"}}) {
+      auto call = call_of(&segment, 1, values.data(), results.data());
+      call.comm = comm;
+      call.verb = row.verb;
+      call.algorithm = row.algorithm;
+      CHECK(cgx_run(&call) == CGX_UNSUPPORTED, "verb %d", row.verb);
+      const std::string text = cgx_last_error();
+      CHECK(text.find(row.text) == 0 && text.find("pairs") != std::string::npos &&
+                text.find("one_shot or auto") != std::string::npos,
+            "%s", text.c_str());
+    }
+  });
+}
+
+// ---- 3. messages that are wrong ----
+
+// Keeps nothing: what is sent goes nowhere.
+class Sink : public Port {
+ public:
+  BufferRef allocate(size_t bytes) override {
+    memory_.emplace_back(bytes);
+    auto buffer = std::make_shared<Buffer>();
+    buffer->data = memory_.back().data();
+    buffer->capacity = bytes;
+    return buffer;
+  }
+  void send(int, int, const BufferRef&, size_t) override {}
+  int unreleased() const override { return 0; }
+
+ private:
+  std::deque<Bytes> memory_;
+};
+
+struct Wrong {
+  cgx_algorithm_t algorithm;
+  std::vector<int> hosts;
+  int bits;
+  int64_t bucket_size;
+  int source, part;
+  int64_t right;  // bytes of a message that is right; 0: any
+};
+
+// What comes of a message of so many bytes, all of them 0xff.
+std::string error_of(const Wrong& row, int64_t bytes) {
+  const auto size = static_cast<int>(row.hosts.size());
+  const cgx_segment_t segment{0, 6000, row.bucket_size, row.bits, 0};
+  std::vector<float> values(6000, 1.0f), results(6000);
+  Plan plan = make_plan(call_of(&segment, 1, values.data(), results.data()), 0, size);
+  plan.algorithm = row.algorithm;
+  plan.topology = std::make_shared<Topology>(row.hosts);
+  resolve_algorithm(&plan);
+  const auto algorithm = make_algorithm(std::move(plan));
+  Sink port;
+  const Bytes message(bytes, std::byte{0xff});
+  try {
+    algorithm->eager();
+    for (int source = 1; source < size; ++source) algorithm->deliver_eager(source, {});
+    while (algorithm->step(port) == Step::kWorked) continue;
+    for (int source = row.source; source < size; ++source)
+      algorithm->deliver(row.part, Arrival(source, {}, message, nullptr, 0));
+    while (algorithm->step(port) == Step::kWorked) continue;
+  } catch (const Error& error) {
+    CHECK(error.status() == CGX_PEER_FAILED, "%s", error.what());
+    return error.what();
+  }
+  return "";
+}
+
+void test_wrong_messages() {
+  const int64_t exact = 3000 * 4;
+  const Wrong rows[] = {
+      {CGX_SRA, {0, 0}, 32, 512, 1, 0, exact},
+      {CGX_RING, {0, 0}, 32, 512, 1, 0, exact},
+      {CGX_ONE_SHOT, {0, 0}, 32, 512, 1, 0, 6000 * 4},
+      {CGX_SRA, {0, 0}, 4, 500, 1, 0, 6 * (8 + 250)},
+      {CGX_RING, {0, 0}, 4, 500, 1, 0, 6 * (8 + 250)},
+      {CGX_HIERARCHICAL, {0, 0, 1, 1}, 4, 500, 1, 0, 0},
+      {CGX_ONE_SHOT, {0, 0}, kPairsBits, 512, 1, 0, 0},
+  };
+  for (const Wrong& row : rows) {
+    if (row.right) CHECK(error_of(row, row.right).empty(), "a message that is right");
+    for (const int64_t bytes : {int64_t{1}, row.right - 1, row.right + 1, int64_t{1} << 20}) {
+      if (bytes < 1) continue;
+      const std::string error = error_of(row, bytes);
+      CHECK(error.find("rank 1 sent") == 0, "algorithm %d, %d bits, %ld bytes: '%s'", row.algorithm,
+            row.bits, long(bytes), error.c_str());
+    }
+  }
+  // As many bytes as pairs may have, but foreign ones: their indices make no sense.
+  const std::string error = error_of(rows[6], 80);
+  CHECK(error.find("rank 1 sent what is no message of this collective: index") == 0, "%s",
+        error.c_str());
+}
+
+}  // namespace
+
+int main() {
+  add_pairs_codec();
+  for (const int size : {1, 2, 3, 4, 8}) test_allreduce(size, "AUTO");
+  test_allreduce(3, "SHM");
+  test_beside_others();
+  test_carried();
+  test_refused();
+  test_wrong_messages();
+  std::puts("passed");
+}

@@ -1,0 +1,74 @@
+// A codec whose length is known only when it has encoded: pairs of index and value, of all values
+// of a magnitude of at least a half. For tests; bits=3 in buckets of 77 selects it once it is
+// added.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "base/status.h"
+#include "compressor/codec.h"
+#include "kernel/kernels.h"
+
+namespace cgx {
+
+inline constexpr int kPairsBits = 3;
+
+struct Pair {
+  uint32_t index;
+  float value;
+};
+
+class Pairs final : public Codec {
+ public:
+  int64_t max_bytes(int64_t numel) const override { return numel * sizeof(Pair); }
+
+  int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t /*first_index*/,
+                 const Rounding& /*rounding*/, std::byte* bytes) const override {
+    std::vector<float> wide(numel);
+    kernels().convert(dtype, values, Dtype::kFloat32, wide.data(), numel);
+    int64_t end = 0;
+    for (int64_t i = 0; i < numel; ++i) {
+      if (!(std::abs(wide[i]) >= 0.5f)) continue;
+      const Pair pair{static_cast<uint32_t>(i), wide[i]};
+      std::memcpy(bytes + end, &pair, sizeof(pair));
+      end += sizeof(pair);
+    }
+    return end;
+  }
+
+  void decode(std::span<const std::byte> bytes, int64_t numel, Dtype dtype,
+              void* values) const override {
+    std::vector<float> wide(numel, 0.0f);
+    decode_add(bytes, numel, wide.data(), wide.data());
+    kernels().convert(Dtype::kFloat32, wide.data(), dtype, values, numel);
+  }
+
+  void decode_add(std::span<const std::byte> bytes, int64_t numel, const float* base,
+                  float* sum) const override {
+    require(bytes.size() % sizeof(Pair) == 0, CGX_INVALID_ARGUMENT, bytes.size(),
+            " bytes of pairs of ", sizeof(Pair));
+    if (base != sum) std::memcpy(sum, base, numel * sizeof(float));
+    int64_t next = 0;
+    for (size_t at = 0; at < bytes.size(); at += sizeof(Pair)) {
+      Pair pair;
+      std::memcpy(&pair, bytes.data() + at, sizeof(pair));
+      require(pair.index >= next && pair.index < numel, CGX_INVALID_ARGUMENT, "index ", pair.index,
+              " of a pair, where ", next, " to ", numel - 1, " is due");
+      next = int64_t{pair.index} + 1;
+      sum[pair.index] += pair.value;
+    }
+  }
+};
+
+inline void add_pairs_codec() {
+  add_codec(
+      {"pairs", "for tests: values of at least a half, with their indices", /*sliced=*/false,
+       [](const CodecSettings& settings) { return settings.bits == kPairsBits; },
+       [](const CodecSettings&) -> std::unique_ptr<Codec> { return std::make_unique<Pairs>(); },
+       /*device_runs=*/nullptr, "it is for tests"});
+}
+
+}  // namespace cgx
