@@ -22,6 +22,7 @@ struct Hello {
   char version[32];
   char type[8];
   Host host;
+  int64_t unread_bytes;        // as in Plan
   char refusal[kReasonBytes];  // why this rank cannot take part; "" if it can
 };
 struct Offered {
@@ -41,14 +42,20 @@ std::vector<T> gather(const Allgather& allgather, const T& mine) {
   return all;
 }
 
+// What all ranks know of each other once they have said hello.
+struct Greeted {
+  std::shared_ptr<const Topology> topology;
+  int64_t unread_bytes;  // the least of any rank
+};
+
 // refusal: why this rank cannot take part.
-std::shared_ptr<const Topology> exchange_hellos(const Allgather& allgather, const std::string& type,
-                                                const Host& host,
-                                                const std::optional<Error>& refusal) {
+Greeted exchange_hellos(const Allgather& allgather, const std::string& type, const Host& host,
+                        int64_t unread_bytes, const std::optional<Error>& refusal) {
   Hello mine{};
   put_text(mine.version, CGX_VERSION);
   put_text(mine.type, type);
   mine.host = host;
+  mine.unread_bytes = unread_bytes;
   if (refusal) put_text(mine.refusal, refusal->what());
   const auto all = gather(allgather, mine);
   if (refusal) throw *refusal;
@@ -62,8 +69,11 @@ std::shared_ptr<const Topology> exchange_hellos(const Allgather& allgather, cons
             " cannot take part: ", text_of(all[rank].refusal));
   }
   std::vector<Host> hosts;
-  for (const Hello& each : all) hosts.push_back(each.host);
-  return std::make_shared<Topology>(number_hosts(hosts));
+  for (const Hello& each : all) {
+    hosts.push_back(each.host);
+    unread_bytes = std::min(unread_bytes, each.unread_bytes);
+  }
+  return {std::make_shared<Topology>(number_hosts(hosts)), unread_bytes};
 }
 
 // Runs `work`; returns what it threw.
@@ -141,7 +151,7 @@ CommunicatorRef connect(const std::string& name, int rank, int noise_rank, int s
     unread_bytes = env_fusion_buffer_bytes();
     host = this_host();
   });
-  const auto topology = exchange_hellos(allgather, type, host, refusal);
+  const Greeted greeted = exchange_hellos(allgather, type, host, unread_bytes, refusal);
   std::string tried;
   const bool any = type == "AUTO" || type == "NCCL";  // NCCL is between devices only
   for (const auto& entry : transport_table()) {
@@ -149,8 +159,8 @@ CommunicatorRef connect(const std::string& name, int rank, int noise_rank, int s
     std::string why;
     auto transport = try_transport(entry, rank, size, allgather, &why);
     if (transport)
-      return std::make_shared<Communicator>(name, rank, noise_rank, topology, type, timeout,
-                                            unread_bytes, std::move(transport));
+      return std::make_shared<Communicator>(name, rank, noise_rank, greeted.topology, type, timeout,
+                                            greeted.unread_bytes, std::move(transport));
     tried += join("; ", entry.name, ": ", why);
   }
   fail(CGX_UNSUPPORTED, "no transport connects the ", size, " ranks of communicator '", name,

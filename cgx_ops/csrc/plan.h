@@ -67,7 +67,7 @@ struct Plan {
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   int64_t chunk_bytes = kChunkBytes;  // of encoded values, at most, in a message
-  int64_t unread_bytes = INT64_MAX;   // of messages, at most; each rank's own business
+  int64_t unread_bytes = INT64_MAX;   // of messages, at most; equal on all ranks
 
   Rounding rounding(uint64_t seed, Way way) const {
     return {rounding_mode, seed, static_cast<uint32_t>(noise_rank), static_cast<uint32_t>(way)};

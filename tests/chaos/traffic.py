@@ -90,7 +90,24 @@ def config_of(case: Case) -> Config:
 
 @functools.lru_cache(maxsize=64)
 def _inputs(case: Case, rank: int, size: int) -> Any:
-    return collective_cases.inputs(case, rank, size)
+    """Return what nobody writes to: copies of it are given to the library."""
+    made = collective_cases.inputs(case, rank, size)
+    if made.nbytes <= _WATCHED:
+        _watched[(case, rank, size)] = made, digest(made)
+    return made
+
+
+_WATCHED = 1 << 16  # bytes of an array, at most
+_watched: dict[tuple[Case, int, int], tuple[Any, str]] = {}
+
+
+def changed_inputs() -> list[str]:
+    """Name the arrays of this process that somebody has written to."""
+    return [
+        f"{case} of rank {rank} of {size} begins with {made.ravel()[:3].tolist()}"
+        for (case, rank, size), (made, right) in _watched.items()
+        if digest(made) != right
+    ]
 
 
 def prepare(

@@ -307,6 +307,8 @@ class Member:
         for thread in (*self.timers, *self.threads):
             thread.join(self.round.deadline + USABLE_TIMEOUT)
         overwritten = sum(int((canary != 7).sum()) for canary in canaries)
+        for changed in traffic.changed_inputs():
+            self.complaints.append(f"an unrelated array was overwritten: {changed}")
         if overwritten:
             self.complaints.append(f"{overwritten} elements of unrelated arrays were overwritten")
 

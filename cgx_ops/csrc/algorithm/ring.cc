@@ -5,10 +5,13 @@
 //      shard has reached its owner (me), encode the sum for everyone
 //   3. gather: decode the owners' bytes and pass them on unchanged
 //
-// Messages are passed on in the order of arrival, mine first, so the n-th message from the left has
-// a known meaning. A rank starts all of one shard before it reads anything, so a limit on what is
-// in flight would stop a ring whose ranks all wait for their neighbours to read. Steps: 2(n-1).
-// Values are quantized once per hop: for exact values, or few ranks.
+// Chunks go round in waves: so many of every shard, as messages that may be unread allow, before
+// the next. Within a wave messages are passed on in the order of arrival, mine first, so the n-th
+// message from the left has a known meaning; and a rank sends all that it starts before it reads
+// anything, so nothing may stop it there. What a rank has sent in a wave is read whether or not it
+// begins the next: there it may wait. Steps: 2(n-1). Values are quantized once per hop: for exact
+// values, or few ranks.
+#include <algorithm>
 #include <cstring>
 #include <deque>
 
@@ -22,32 +25,44 @@ namespace {
 
 constexpr int kReduce = 0, kGather = 1;  // parts
 
-// Walks the messages of one part from the left: chunk after chunk of the shards of hop 1, 2, ...
-// size - 1. Hop h brings shard rank - shift - h.
+// Walks the messages of one part from the left: wave after wave; in each, chunk after chunk of the
+// shards of hop 1, 2, ... size - 1. Hop h brings shard rank - shift - h.
 class Walk {
  public:
-  Walk(const Layout& layout, int rank, int size, int shift)
-      : layout_(layout), rank_(rank), size_(size), shift_(shift) {
-    skip_empty();
+  Walk(const Layout& layout, size_t wave_chunks, size_t waves, int rank, int size, int shift)
+      : layout_(layout),
+        wave_chunks_(wave_chunks),
+        waves_(waves),
+        rank_(rank),
+        size_(size),
+        shift_(shift) {
+    skip_missing();
   }
-  bool done() const { return hop_ >= size_; }
+  bool done() const { return wave_ == waves_; }
+  size_t wave() const { return wave_; }  // of the next message
   int shard() const { return ring_shard(rank_, hop_ + shift_, size_); }
-  const Chunk& chunk() const { return layout_.shard(shard()).chunks[chunk_]; }
+  const Chunk& chunk() const { return chunks()[chunk_]; }
   bool last_hop() const { return hop_ == size_ - 1; }
   void advance() {
     ++chunk_;
-    skip_empty();
+    skip_missing();
   }
 
  private:
-  void skip_empty() {
-    while (!done() && chunk_ == layout_.shard(shard()).chunks.size()) {
-      ++hop_;
-      chunk_ = 0;
+  const std::vector<Chunk>& chunks() const { return layout_.shard(shard()).chunks; }
+  void skip_missing() {
+    while (!done() && chunk_ >= std::min(chunks().size(), (wave_ + 1) * wave_chunks_)) {
+      if (++hop_ == size_) {
+        hop_ = 1;
+        ++wave_;
+      }
+      chunk_ = wave_ * wave_chunks_;
     }
   }
   const Layout& layout_;
+  const size_t wave_chunks_, waves_;
   const int rank_, size_, shift_;
+  size_t wave_ = 0;
   int hop_ = 1;
   size_t chunk_ = 0;
 };
@@ -59,27 +74,34 @@ class RingAllreduce : public Algorithm {
         layout_(plan_),
         left_(ring_left(plan_.rank, plan_.size)),
         right_(ring_right(plan_.rank, plan_.size)),
-        reduce_(layout_, plan_.rank, plan_.size, 1),
-        gather_(layout_, plan_.rank, plan_.size, 0),
+        most_unreleased_(plan_.unread_bytes / std::max<int64_t>(1, layout_.longest_message())),
+        // A wave is 2(size - 1) times as many messages: half of what may be unread.
+        wave_chunks_(std::max<int64_t>(1, most_unreleased_ / (4 * (plan_.size - 1)))),
+        waves_(count_waves()),
+        reduce_(layout_, wave_chunks_, waves_, plan_.rank, plan_.size, 1),
+        gather_(layout_, wave_chunks_, waves_, plan_.rank, plan_.size, 0),
         due_{reduce_, gather_},
         reducer_(plan_) {}
 
   Step step(Port& port) override {
-    if (started_ < starting_shard().chunks.size()) {
+    if (wave_ == waves_) return Step::kIdle;
+    if (started_ < std::min(starting_shard().chunks.size(), (wave_ + 1) * wave_chunks_)) {
+      if (started_ == wave_ * wave_chunks_ && port.unreleased() > most_unreleased_ / 2)
+        return Step::kBlocked;
       start_next(port);
-    } else if (!reduce_.done()) {
+    } else if (reduce_.wave() == wave_) {
       if (arrived_[kReduce].empty()) return Step::kIdle;
       reduce_next(port);
-    } else {
-      if (gather_.done() || arrived_[kGather].empty()) return Step::kIdle;
+    } else if (gather_.wave() == wave_) {
+      if (arrived_[kGather].empty()) return Step::kIdle;
       gather_next(port);
+    } else {
+      ++wave_;
     }
     return Step::kWorked;
   }
 
-  bool finished() const override {
-    return started_ == starting_shard().chunks.size() && reduce_.done() && gather_.done();
-  }
+  bool finished() const override { return wave_ == waves_; }
   bool waits_for(int rank) const override {
     return rank == left_ && !(due_[kReduce].done() && due_[kGather].done());
   }
@@ -96,6 +118,13 @@ class RingAllreduce : public Algorithm {
   }
 
   const Shard& starting_shard() const { return layout_.shard(left_); }
+
+  size_t count_waves() const {
+    size_t longest = 0;
+    for (int owner = 0; owner < plan_.size; ++owner)
+      longest = std::max(longest, layout_.shard(owner).chunks.size());
+    return (longest + wave_chunks_ - 1) / wave_chunks_;
+  }
 
   void start_next(Port& port) {
     const Shard& shard = starting_shard();
@@ -137,7 +166,10 @@ class RingAllreduce : public Algorithm {
   const Plan plan_;
   const Layout layout_;
   const int left_, right_;
-  size_t started_ = 0;
+  const int64_t most_unreleased_;
+  const size_t wave_chunks_, waves_;
+  size_t wave_ = 0;       // that this rank is at
+  size_t started_ = 0;    // chunks of the shard that begins here
   Walk reduce_, gather_;  // what is done next
   Walk due_[2];           // by part: what comes next
   std::deque<Arrival> arrived_[2];
