@@ -54,7 +54,7 @@ DeafPort run_until_blocked(const Row& row, int64_t chunk_bytes, int64_t unread_b
   static std::vector<float> values(segment.numel), results(3 * segment.numel);
   auto call = make<cgx_collective_t>();
   call.verb = row.verb;
-  call.algorithm = row.algorithm;
+  call.config.algorithm = row.algorithm;
   call.segments = &segment;
   call.num_segments = 1;
   call.input = values.data();
