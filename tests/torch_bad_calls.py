@@ -51,6 +51,11 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "'up'.*'nearest', 'stochastic'",
     ),
+    "a word with a knob": (
+        lambda: tc.allreduce(X, rounding="nearest' bits=8 name='"),
+        ValueError,
+        "bits is given twice",
+    ),
     "algorithm": (lambda: tc.allreduce(X, algorithm="tree"), ValueError, "'tree'.*'auto'.*'ring'"),
     "group": (lambda: tc.allreduce(X, group_name="no"), ValueError, "'no'.*known: .*'world'"),
     "gradient of max": (

@@ -98,28 +98,6 @@ variable_list all_reduce(const variable_list& xs, const Seed& seed, const Option
                            : all_reduce_native(xs, seed, options);
 }
 
-// The knobs of a public operator as the text that operators under it take (cgx_config_parse).
-class ConfigText {
- public:
-  ConfigText& add(const char* name, int64_t value) { return write(name, std::to_string(value)); }
-  ConfigText& add(const char* name, bool value) { return write(name, value ? "True" : "False"); }
-  ConfigText& add(const char* name, std::optional<int64_t> value) {  // 0: as in cgx.h, none
-    return value.value_or(0) != 0 ? add(name, *value) : write(name, "None");
-  }
-  ConfigText& add(const char* name, std::string_view word) {
-    return write(name, "'" + std::string(word) + "'");
-  }
-  std::string_view text() const { return text_; }
-
- private:
-  ConfigText& write(const char* name, std::string_view value) {
-    if (!text_.empty()) text_ += ' ';
-    text_.append(name).append("=").append(value);
-    return *this;
-  }
-  std::string text_;
-};
-
 // ---- 2. the differentiable whole -----------------------------------------------------------
 
 bool require_grad(const variable_list& xs) {
@@ -160,6 +138,33 @@ class AllReduce : public torch::autograd::Function<AllReduce> {
 
 void set_trace_hook(void (*hook)()) { trace_hook = hook; }
 
+namespace {
+
+// The knobs of a public operator as the text that operators under it take (cgx_config_parse).
+class ConfigText {
+ public:
+  ConfigText& add(const char* name, int64_t value) { return write(name, std::to_string(value)); }
+  ConfigText& add(const char* name, bool value) { return write(name, value ? "True" : "False"); }
+  ConfigText& add(const char* name, std::optional<int64_t> value) {  // 0: as in cgx.h, none
+    return value.value_or(0) != 0 ? add(name, *value) : write(name, "None");
+  }
+  ConfigText& add(const char* name, std::string_view word) {
+    return write(name, "'" + std::string(word) + "'");
+  }
+  std::string_view text() const { return text_; }
+
+ private:
+  ConfigText& write(const char* name, std::string_view value) {
+    if (!text_.empty()) text_ += ' ';
+    text_.append(name).append("=").append(value);
+    return *this;
+  }
+  std::string text_;
+};
+
+}  // namespace
+
+// What an Options is made of.
 #define CGX_PUBLIC_OPTIONS                                         \
   op, /*depth=*/0,                                                 \
       ConfigText()                                                 \
