@@ -62,10 +62,8 @@ class Codec:
 
     def __init__(self, dtype: torch.dtype, config: Config) -> None:
         self.codec = _native.Codec(
+            config=config.native,
             dtype=dtype_code(dtype),
-            bits=config.bits,
-            bucket_size=config.bucket_size,
-            rounding=_native.ROUNDINGS[config.rounding],
             seed=1,
             device=CUDA,
             stream=stream(),

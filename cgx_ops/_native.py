@@ -106,7 +106,20 @@ def require_binding(framework: str, installed: str) -> None:
         )
 
 
+_library = _load()
+
 # ---- 2. The structs of cgx.h ---------------------------------------------------------------------
+
+# Of cgx_config_t: what cgx_config_fields() tells of each field.
+_library.cgx_config_fields.restype = c_char_p
+CONFIG_FIELDS: list[dict[str, Any]] = json.loads(_library.cgx_config_fields())
+
+
+def _words(name: str) -> dict[str, int]:
+    """Return the numbers of a field's words."""
+    (field,) = (field for field in CONFIG_FIELDS if field["name"] == name)
+    return {word.strip("'"): number for word, number in field["words"].items()}
+
 
 ALLGATHER = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t, c_void_p)
 CALLBACK = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p)
@@ -168,6 +181,19 @@ class Segment(ctypes.Structure):
     )
 
 
+class Config(ctypes.Structure):
+    """cgx_config_t."""
+
+    _fields_ = tuple((field["name"], c_int64) for field in CONFIG_FIELDS)
+
+    @classmethod
+    def parse(cls, text: str) -> "Config":
+        """Return what cgx_config_parse() makes of a text; raise InvalidArgument if it cannot."""
+        config = cls()
+        call("cgx_config_parse", text.encode(), byref(config))
+        return config
+
+
 class Collective(_Sized):
     """cgx_collective_t."""
 
@@ -179,11 +205,7 @@ class Collective(_Sized):
         ("verb", c_int32),
         ("dtype", c_int32),
         ("op", c_int32),
-        ("algorithm", c_int32),
-        ("rounding", c_int32),
-        ("gather_bits", c_int32),
-        ("skip_incomplete_buckets", c_int32),
-        ("minimal_size", c_int64),
+        ("config", Config),
         ("seed", c_int64),
         ("input", c_void_p),
         ("output", c_void_p),
@@ -198,7 +220,6 @@ class Collective(_Sized):
         ("seeds", POINTER(c_int64)),
         ("errors", POINTER(c_void_p)),
         ("divisor", c_int64),
-        ("intra_bits", c_int32),
         ("device", c_int32),
         ("stream", c_void_p),
         ("device_seeds", c_void_p),
@@ -235,25 +256,20 @@ class Codec(_Sized):
 
     _fields_ = (
         ("struct_size", c_size_t),
-        ("dtype", c_int32),
-        ("bits", c_int32),
-        ("bucket_size", c_int64),
-        ("rounding", c_int32),
-        ("skip_incomplete_buckets", c_int32),
+        ("config", Config),
         ("seed", c_int64),
+        ("first_index", c_int64),
+        ("dtype", c_int32),
         ("rank", c_int32),
         ("phase", c_int32),
-        ("first_index", c_int64),
         ("device", c_int32),
-        ("reserved", c_int32),
         ("stream", c_void_p),
     )
 
 
 VERBS = {"allreduce": 0, "reduce_scatter": 1, "all_gather": 2}
 OPS = {"sum": 0, "avg": 1, "min": 2, "max": 3, "product": 4}
-ALGORITHMS = {"auto": 0, "one_shot": 1, "sra": 2, "ring": 3, "hierarchical": 4}
-ROUNDINGS = {"nearest": 0, "stochastic": 1, "shift": 2}
+ALGORITHMS = _words("algorithm")
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 # ---- 3. The functions ----------------------------------------------------------------------------
@@ -277,6 +293,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_notify": (c_void_p, CALLBACK, c_void_p),
     "cgx_wait": (c_void_p,),
     "cgx_wait_for": (c_void_p, c_double, POINTER(c_int32)),
+    "cgx_config_parse": (c_char_p, POINTER(Config)),
     "cgx_enqueue": (POINTER(Collective),),
     "cgx_comm_check": (c_int32, c_int32),
     "cgx_plan": (POINTER(Collective), POINTER(Plan)),
@@ -340,7 +357,6 @@ def describe() -> dict[str, Any]:
     return json.loads(text(_library.cgx_describe()))
 
 
-_library = _load()
 _declare(_library)
 if version() != built_with()["version"]:
     raise errors.SystemFailure(

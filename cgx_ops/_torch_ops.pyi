@@ -30,21 +30,9 @@ def start(
 # ---- The backend "cgx": cgx_ops/torch/backend.py ------------------------------------------------
 
 class Compression:
-    """A cgx_ops.Config as the core wants it; gather_bits 0: as bits, intra_bits 0: exact."""
+    """Config.text and Config.seed as the core wants them."""
 
-    def __init__(
-        self,
-        *,
-        bits: int,
-        bucket_size: int,
-        rounding: int,
-        algorithm: int,
-        gather_bits: int,
-        intra_bits: int,
-        skip_incomplete_buckets: bool,
-        minimal_size: int,
-        seed: int,
-    ) -> None: ...
+    def __init__(self, config: str, seed: int) -> None: ...
 
 class ScopeKind(enum.Enum):
     NONE = ...

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import operator
+import threading
 from collections.abc import Sequence
 from ctypes import c_int64
 from dataclasses import dataclass, replace
@@ -57,6 +58,34 @@ def call_seed(seed: int, name: str, occurrence: int, comm: str = "") -> int:
     """
     digest = hashlib.blake2b(repr((seed, occurrence, name, comm)).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+class Counter:
+    """Counts a communicator's calls by name, for the seeds of their noise.
+
+    Threads that start named collectives in any order so draw the same noise in every run. Of names
+    that come and go only the last MOST are kept. A forgotten one that comes back goes on at the
+    highest count of any that was forgotten, as new ones do: no seed is drawn twice.
+    """
+
+    MOST = 16384
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}  # the name used last is the last
+        self._forgotten = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def next(self, name: str) -> int:
+        """Return how many calls of this name there were before."""
+        with self._lock:
+            count = self._counts.pop(name, self._forgotten)
+            self._counts[name] = count + 1
+            if len(self._counts) > self.MOST:
+                self._forgotten = max(self._forgotten, self._counts.pop(next(iter(self._counts))))
+            return count
 
 
 class Call:
@@ -150,12 +179,7 @@ def _pattern(
         verb=_native.VERBS[verb],
         dtype=dtype,
         op=_native.OPS[op],
-        algorithm=_native.ALGORITHMS[config.algorithm],
-        rounding=_native.ROUNDINGS[config.rounding],
-        gather_bits=config.gather_bits or 0,
-        intra_bits=config.intra_bits or 0,
-        skip_incomplete_buckets=config.skip_incomplete_buckets,
-        minimal_size=config.minimal_size,
+        config=config.native,
         block_numel=block,
         segments=native,
         num_segments=len(native),

@@ -130,14 +130,7 @@ def _settings(
 
 
 def _codec(settings: Config, dtype: np.dtype[Any]) -> _native.Codec:
-    return _native.Codec(
-        dtype=dtype_code(dtype),
-        bits=settings.bits,
-        bucket_size=settings.bucket_size,
-        rounding=_native.ROUNDINGS[settings.rounding],
-        skip_incomplete_buckets=settings.skip_incomplete_buckets,
-        seed=settings.seed,
-    )
+    return _native.Codec(config=settings.native, seed=settings.seed, dtype=dtype_code(dtype))
 
 
 def _encoded_bytes(codec: _native.Codec, numel: int) -> int:

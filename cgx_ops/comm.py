@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_int32, pointer
 from types import TracebackType
@@ -14,7 +13,7 @@ import numpy.typing as npt
 
 from cgx_ops import _native, request
 from cgx_ops._arrays import Array, address, as_input, as_output, dtype_code
-from cgx_ops.call import Call, Op, Segment
+from cgx_ops.call import Call, Counter, Op, Segment
 from cgx_ops.config import Config
 from cgx_ops.errors import CgxError, Closed, InvalidArgument
 from cgx_ops.request import Request
@@ -26,36 +25,8 @@ Allgather = Callable[[bytes], Sequence[bytes]]
 _local_names = itertools.count()
 
 
-class _Counter:
-    """Counts a communicator's calls by name, for the seeds of their noise.
-
-    Threads that start named collectives in any order so draw the same noise in every run. Of names
-    that come and go only the last MOST are kept. A forgotten one that comes back goes on at the
-    highest count of any that was forgotten, as new ones do: no seed is drawn twice.
-    """
-
-    MOST = 16384
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}  # the name used last is the last
-        self._forgotten = 0
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def next(self, name: str) -> int:
-        """Return how many calls of this name there were before."""
-        with self._lock:
-            count = self._counts.pop(name, self._forgotten)
-            self._counts[name] = count + 1
-            if len(self._counts) > self.MOST:
-                self._forgotten = max(self._forgotten, self._counts.pop(next(iter(self._counts))))
-            return count
-
-
 # By communicator: several Communicator objects may have one id.
-_calls: dict[int, _Counter] = {}
+_calls: dict[int, Counter] = {}
 
 
 class Communicator:
@@ -387,7 +358,7 @@ class Communicator:
         """Count a call of this name: how many this process made before. Seeds derive from it."""
         counter = _calls.get(self.id)
         if counter is None:  # two threads may be here: both get the one that is kept
-            counter = _calls.setdefault(self.id, _Counter())
+            counter = _calls.setdefault(self.id, Counter())
         return counter.next(name)
 
     # ---- The end ---------------------------------------------------------------------------------

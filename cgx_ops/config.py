@@ -1,11 +1,19 @@
-"""Config: every knob of a quantized collective, checked when it is made."""
+"""Config: every knob of a quantized collective, checked when it is made.
 
+What a knob accepts, its default and its words are the core's (csrc/config.cc): this file asks.
+"""
+
+import ast
+import functools
 import operator
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Literal
 
+from cgx_ops import _native
 from cgx_ops.errors import InvalidArgument
 
 Rounding = Literal["stochastic", "nearest", "shift"]
@@ -13,41 +21,37 @@ Algorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical"]
 CommunicatorType = Literal["AUTO", "SHM", "MPI", "NCCL"]
 
 _EXACT = 32
-_MAX_INT64 = 2**63 - 1
-
-# What a field accepts: the words to choose from, or (test of an int, the same in words).
-_WORDS: dict[str, tuple[str, ...]] = {
-    "rounding": ("stochastic", "nearest", "shift"),
-    "algorithm": ("auto", "one_shot", "sra", "ring", "hierarchical"),
-    "communicator_type": ("AUTO", "SHM", "MPI", "NCCL"),
-}
-_INTEGERS = {
-    "bits": (lambda n: 1 <= n <= 8 or n == _EXACT, "an integer from 1 to 8, or 32 (exact)"),
-    "bucket_size": (lambda n: 1 <= n <= _MAX_INT64, "an integer >= 1"),
-    "gather_bits": (
-        lambda n: 1 <= n <= 8 or n == _EXACT,
-        "None (as bits), an integer from 1 to 8, or 32 (exact)",
-    ),
-    "intra_bits": (
-        lambda n: 1 <= n <= 8 or n == _EXACT,
-        "None or 32 (exact), or an integer from 1 to 8",
-    ),
-    "minimal_size": (lambda n: 0 <= n <= _MAX_INT64, "an integer >= 0"),
-    "seed": (lambda n: -_MAX_INT64 - 1 <= n <= _MAX_INT64, "an integer of 64 bits, signed"),
-}
+_COMMUNICATOR_TYPES = ("AUTO", "SHM", "MPI", "NCCL")
+_ACCEPTED: dict[str, str] = {field["name"]: field["accepted"] for field in _native.CONFIG_FIELDS}
+_DEFAULTS = {field["name"]: ast.literal_eval(field["default"]) for field in _native.CONFIG_FIELDS}
 
 
-_OPTIONAL = ("gather_bits", "intra_bits")  # may be None
+_values = operator.attrgetter(*_ACCEPTED)
+_TEXT = " ".join(f"{name}={{!r}}" for name in _ACCEPTED)
 
 
-def _as_integer(value: Any) -> int | None:
-    """Return value as int if it is an integer of any library; None for bool and all else."""
-    if isinstance(value, bool):
-        return None
+def _plain(value: Any) -> Any:
+    """Return an integer or a str of any library as Python's own, all else as it is."""
+    if isinstance(value, str):
+        return str(value)
     try:
-        return operator.index(value)
+        return value if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        return None
+        return value
+
+
+@functools.lru_cache(maxsize=1024)  # to look a text up takes a tenth of the time
+def _parsed(text: str) -> _native.Config:
+    return _native.Config.parse(text)
+
+
+def _accepts(name: str, value: Any) -> bool:
+    """Tell whether the core accepts this value of a field."""
+    try:
+        _native.Config.parse(f"{name}={value!r}")
+    except InvalidArgument:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -74,36 +78,50 @@ class Config:
             "NCCL" carries messages between GPUs, and is "AUTO" between processes.
     """
 
-    bits: int = 4
-    bucket_size: int = 512
-    rounding: Rounding = "stochastic"
-    algorithm: Algorithm = "auto"
-    gather_bits: int | None = None
-    intra_bits: int | None = None
-    skip_incomplete_buckets: bool = False
-    minimal_size: int = 0
+    bits: int = _DEFAULTS["bits"]
+    bucket_size: int = _DEFAULTS["bucket_size"]
+    rounding: Rounding = _DEFAULTS["rounding"]
+    algorithm: Algorithm = _DEFAULTS["algorithm"]
+    gather_bits: int | None = _DEFAULTS["gather_bits"]
+    intra_bits: int | None = _DEFAULTS["intra_bits"]
+    skip_incomplete_buckets: bool = _DEFAULTS["skip_incomplete_buckets"]
+    minimal_size: int = _DEFAULTS["minimal_size"]
     seed: int = 0
     communicator_type: CommunicatorType = "AUTO"
 
     def __post_init__(self) -> None:
-        for name, accepted in _WORDS.items():
-            value = getattr(self, name)
-            if value not in accepted:
-                self._refuse(name, value, "one of " + ", ".join(map(repr, accepted)))
-        for name, (accepts, words) in _INTEGERS.items():
-            value = getattr(self, name)
-            if name in _OPTIONAL and value is None:
-                continue
-            number = _as_integer(value)
-            if number is None or not accepts(number):
-                self._refuse(name, value, words)
-            object.__setattr__(self, name, number)  # a numpy integer becomes an int
-        if not isinstance(self.skip_incomplete_buckets, bool):
-            self._refuse("skip_incomplete_buckets", self.skip_incomplete_buckets, "True or False")
+        for name, value in zip((*_ACCEPTED, "seed"), (*_values(self), self.seed), strict=True):
+            if type(value) not in (int, str, bool, NoneType):
+                object.__setattr__(self, name, _plain(value))
+        try:
+            _parsed(self.text)
+        except InvalidArgument:
+            for name, accepted in _ACCEPTED.items():
+                if not _accepts(name, getattr(self, name)):
+                    self._refuse(name, accepted)
+            raise
+        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
+            self._refuse("seed", "an integer of 64 bits, signed")
+        if self.communicator_type not in _COMMUNICATOR_TYPES:
+            self._refuse("communicator_type", f"one of {', '.join(map(repr, _COMMUNICATOR_TYPES))}")
 
-    @staticmethod
-    def _refuse(name: str, value: object, accepted: str) -> None:
-        raise InvalidArgument(f"Config.{name} is {value!r}; it must be {accepted}")
+    def _refuse(self, name: str, accepted: str) -> None:
+        raise InvalidArgument(f"Config.{name} is {getattr(self, name)!r}; it must be {accepted}")
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """How values travel: every field but seed and communicator_type, by name."""
+        return dict(zip(_ACCEPTED, _values(self), strict=True))
+
+    @property
+    def text(self) -> str:
+        """The knobs as the core reads them: "bits=4 bucket_size=512 ..."."""
+        return _TEXT.format(*_values(self))
+
+    @property
+    def native(self) -> _native.Config:
+        """The knobs as a cgx_config_t, to be copied."""
+        return _parsed(self.text)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "Config":
@@ -147,15 +165,14 @@ _FLAGS = {"0": False, "false": False, "off": False, "1": True, "true": True, "on
 
 def _parse(variable: str, name: str, text: str) -> int | bool | str:
     """Return the variable's text as the value of Config's field `name`."""
-    if name in _WORDS:
-        if text.upper() in _WORDS[name]:
+    if name == "communicator_type":
+        if text.upper() in _COMMUNICATOR_TYPES:
             return text.upper()
-        accepted = "one of " + ", ".join(_WORDS[name])
-    elif name in _INTEGERS:
-        accepts, accepted = _INTEGERS[name]
-        digits = text.removeprefix("-")
-        if digits.isascii() and digits.isdigit() and accepts(int(text)):
+        accepted = "one of " + ", ".join(_COMMUNICATOR_TYPES)
+    elif name in ("bits", "bucket_size", "minimal_size"):
+        if re.fullmatch("-?[0-9]+", text) and _accepts(name, int(text)):
             return int(text)
+        accepted = _ACCEPTED[name]
     else:
         if text.lower() in _FLAGS:
             return _FLAGS[text.lower()]

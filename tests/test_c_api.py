@@ -24,7 +24,15 @@ FLOAT32 = _native.DTYPES["float32"]
 
 
 def codec(**fields: int) -> _native.Codec:
-    return _native.Codec(**{"bits": 4, "bucket_size": 512, **fields})  # pyright: ignore[reportArgumentType]
+    codec = _native.Codec(config=_native.Config(bits=4, bucket_size=512))
+    for field, value in fields.items():
+        set_field(codec, field, value)
+    return codec
+
+
+def set_field(struct: _native.Codec | _native.Collective, field: str, value: Any) -> None:
+    """Set a field of a call, or of its config."""
+    setattr(struct.config if hasattr(struct.config, field) else struct, field, value)
 
 
 def of_codec(function: str, *arguments: Any, **fields: int) -> Callable[[], None]:
@@ -178,7 +186,7 @@ def test_plan_refuses(name: str, carried: bool) -> None:
     if count is not None:
         call.num_segments = count
     for field, value in fields.items():
-        setattr(call, field, value)
+        set_field(call, field, value)
     native = _native.Carried(rank=0, size=2, call=ctypes.pointer(call))
     sizes = (c_int64 * 2)(), (c_int64 * 2)()
     function = "cgx_carried_plan" if carried else "cgx_plan"

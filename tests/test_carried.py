@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pytest
 from collective_cases import DTYPES, FEATURES, Case
 
-from cgx_ops import CgxError, Communicator, InvalidArgument, Unsupported, _native
+from cgx_ops import CgxError, Communicator, Config, InvalidArgument, Unsupported, _native
 from cgx_ops.config import Algorithm, Rounding
 
 GUARD = 64
@@ -54,16 +54,19 @@ def native_call(case: Case, rank: int) -> _native.Collective:
     """Return the case as a rank calls it, without buffers."""
     segments = case.segments or ((0, case.size, case.bits, case.bucket_size),)
     native = [_native.Segment(o, n, bucket_size, bits) for o, n, bits, bucket_size in segments]
+    config = Config(
+        rounding=case.rounding,
+        algorithm=case.algorithm,
+        gather_bits=case.gather_bits or None,
+        skip_incomplete_buckets=case.skip_incomplete_buckets,
+        minimal_size=case.minimal_size,
+    )
     return _native.Collective(
         comm=-1,
         verb=_native.VERBS["allreduce"],
         dtype=_native.DTYPES[case.dtype],
         op=_native.OPS[case.op],
-        algorithm=_native.ALGORITHMS[case.algorithm],
-        rounding=_native.ROUNDINGS[case.rounding],
-        gather_bits=case.gather_bits,
-        skip_incomplete_buckets=case.skip_incomplete_buckets,
-        minimal_size=case.minimal_size,
+        config=config.native,
         seed=case.seed(rank),
         block_numel=case.size,
         segments=(_native.Segment * len(native))(*native),
@@ -267,7 +270,7 @@ BAD_CALLS: dict[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any], 
     "ring": (_plan, {}, {"algorithm": 3}, InvalidArgument, "give auto, one_shot or sra"),
     "hierarchical": (_plan, {}, {"algorithm": 4}, InvalidArgument, "algorithm is hierarchical"),
     "dtype": (_encode, {}, {"dtype": 7}, InvalidArgument, "dtype is 7"),
-    "rounding": (_plan, {}, {"rounding": 3}, InvalidArgument, "nearest, stochastic, shift"),
+    "rounding": (_plan, {}, {"rounding": 3}, InvalidArgument, "rounding is 3; it must be one of"),
     "op": (_encode, {}, {"op": 3}, Unsupported, "op max is not defined on compressed values"),
     "input": (_encode, {}, {"input": None}, InvalidArgument, "input is a null pointer"),
     "output": (_decode, {}, {"output": None}, InvalidArgument, "output is a null pointer"),
@@ -295,7 +298,7 @@ def test_refuses(name: str) -> None:
     call = native_call(Case(1000, 4, 500, algorithm="sra"), 1)
     call.input = call.output = x.ctypes.data
     for field, value in of_call.items():
-        setattr(call, field, value)
+        setattr(call.config if hasattr(call.config, field) else call, field, value)
     carried = _native.Carried(rank=1, size=2, call=ctypes.pointer(call))
     for field, value in of_carried.items():
         setattr(carried, field, POINTER(_native.Collective)() if value is None else value)

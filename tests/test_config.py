@@ -1,14 +1,16 @@
-"""Config: every field is checked, and CGX's variables give it."""
+"""Config: every field is checked, the core's table is its own, and CGX's variables give it."""
 
 import dataclasses
+import importlib
+import inspect
 import pickle
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
-from cgx_ops import CgxError, Config, InvalidArgument
-from cgx_ops.config import CommunicatorType
+from cgx_ops import CgxError, Config, InvalidArgument, _native
+from cgx_ops.config import Algorithm, CommunicatorType, Rounding
 
 
 def test_defaults() -> None:
@@ -77,6 +79,107 @@ def test_is_a_value() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.bits = 3  # pyright: ignore[reportAttributeAccessIssue]
     assert type(Config(bits=np.int64(3)).bits) is int  # pyright: ignore[reportArgumentType]
+
+
+# ---- the core's table ----------------------------------------------------------------------------
+
+
+def fields() -> dict[str, dict[str, Any]]:
+    return {field["name"]: field for field in _native.CONFIG_FIELDS}
+
+
+def test_config_has_every_field_of_the_core() -> None:
+    own = [field.name for field in dataclasses.fields(Config)]
+    assert own[: len(fields())] == list(fields())
+    assert own[len(fields()) :] == ["seed", "communicator_type"]
+
+
+@pytest.mark.parametrize(("name", "words"), [("rounding", Rounding), ("algorithm", Algorithm)])
+def test_words_are_those_of_the_core(name: str, words: Any) -> None:
+    field = fields()[name]
+    assert {repr(word) for word in get_args(words)} == field["words"].keys()
+    assert all(word in field["accepted"] for word in field["words"])
+
+
+def test_text() -> None:
+    config = Config(3, 64, "shift", "sra", 8, None, True, 100, seed=5)
+    assert config.text == (
+        "bits=3 bucket_size=64 rounding='shift' algorithm='sra' gather_bits=8 intra_bits=None "
+        "skip_incomplete_buckets=True minimal_size=100"
+    )
+    native = config.native
+    values = {name: getattr(native, name) for name in fields()}
+    assert values == {
+        "bits": 3,
+        "bucket_size": 64,
+        "rounding": 2,
+        "algorithm": 2,
+        "gather_bits": 8,
+        "intra_bits": 0,
+        "skip_incomplete_buckets": 1,
+        "minimal_size": 100,
+    }
+
+
+def test_a_text_may_leave_fields_out_and_have_any_order() -> None:
+    parse = _native.Config.parse
+    assert bytes(parse("")) == bytes(Config().native)
+    short = parse("rounding='nearest' bits=8")
+    assert bytes(short) == bytes(Config(8, rounding="nearest").native)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("bits=9", "bits is 9; it must be an integer from 1 to 8, or 32"),
+        ("bits=", "bits is ; it must be"),
+        ("bits", "bits is ; it must be"),
+        ("bits= 4", "bits is ; it must be"),
+        ("bits=4x", "bits is 4x;"),
+        ("bits=99999999999999999999", "bits is 99999999999999999999;"),
+        ("rounding=nearest", "rounding is nearest; it must be one of 'nearest', 'stochastic'"),
+        ("gather_bits=0", "gather_bits is 0; it must be None"),
+        ("skip_incomplete_buckets=1", "it must be True or False"),
+        ("minimal_size=-1", "minimal_size is -1;"),
+        ("bits=4 bits=4", "bits is given twice"),
+        ("bits=4 speed=2", "a config has no 'speed'; it has bits, bucket_size, rounding"),
+        ("bits=4  algorithm='sra'", "a config has no ' algorithm'"),
+        (" bits=4", "a config has no ' bits'"),
+        ("=", "a config has no ''"),
+    ],
+)
+def test_bad_texts(text: str, says: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        _native.Config.parse(text)
+    assert says in str(caught.value)
+
+
+JAX_FUNCTIONS = ["psum_q", "pmean_q", "allreduce_q", "psum_scatter_q", "all_gather_q"]
+
+
+@pytest.mark.parametrize("name", JAX_FUNCTIONS)
+def test_defaults_of_jax(name: str) -> None:
+    pytest.importorskip("jax")
+    signature = inspect.signature(getattr(importlib.import_module("cgx_ops.jax"), name))
+    check_defaults({p.name: p.default for p in signature.parameters.values()})
+
+
+def test_defaults_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    importlib.import_module("cgx_ops.torch")
+    for name in ("quantized_allreduce", "quantized_allreduce_", "quantized_allreduce_coalesced"):
+        schema = getattr(torch.ops.cgx, name).default._schema
+        defaults = {a.name: a.default_value for a in schema.arguments}
+        assert fields().keys() <= defaults.keys()
+        check_defaults(defaults)
+
+
+def check_defaults(shown: dict[str, Any]) -> None:
+    for name in fields().keys() & shown.keys():
+        assert repr(shown[name]) == fields()[name]["default"], name
+
+
+# ---- the environment -----------------------------------------------------------------------------
 
 
 def test_environment_defaults_to_off() -> None:

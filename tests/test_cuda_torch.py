@@ -142,7 +142,7 @@ def test_refused(
 
 
 def test_a_seed_must_be_where_it_can_be_read() -> None:
-    options = (4, 512, "sum", "stochastic", "auto", 0, 0, False, 0, "", 0, "")
+    options = (tc.packed(Config()), "")
     seed = torch.empty((), dtype=torch.int64, device="meta")
     with pytest.raises(ValueError, match=r"seed is on meta, x on cpu; use seed.cpu\(\)"):
         torch.ops.cgx.quantized_all_reduce(torch.ones(20), seed, *options)
@@ -205,17 +205,7 @@ def test_which_tensors_the_backend_gives_the_core(
     """There are no streams for what goes to the core, and no inner backend for the rest."""
     if built and torch.version.cuda:
         pytest.skip("the tests with a GPU show it")
-    how = _torch_ops.Compression(
-        bits=4,
-        bucket_size=512,
-        rounding=0,
-        algorithm=0,
-        gather_bits=0,
-        intra_bits=0,
-        skip_incomplete_buckets=False,
-        minimal_size=0,
-        seed=0,
-    )
+    how = _torch_ops.Compression(Config(rounding="nearest").text, 0)
     options = _torch_ops.Options(how, _torch_ops.Unasked.GRADIENTS, datetime.timedelta(seconds=5))
     backend: Any = _torch_ops.Backend(0, 1, comm.id, {}, built, options, lambda *_: backend)
     to_core, to_inner = "not linked with support for cuda", "nothing that moves tensors of cuda:0"

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jax_carrier_cases import BF16, CASES, Case
 from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, seed_of, use_cpu_devices
 
-from cgx_ops import Communicator, _native
+from cgx_ops import Communicator, Config, _native
 from cgx_ops.address import free_address
 from cgx_ops.jax import _runtime, pmean_q, psum_q
 
@@ -187,7 +187,7 @@ def payload(case: Case, ranks: int) -> int:
         segment = _native.Segment(0, case.numel, case.bucket_size, case.bits)
         somewhere = np.empty(1)
         call = _native.Collective(
-            comm=comm.id, algorithm=_native.ALGORITHMS[case.algorithm], num_segments=1,
+            comm=comm.id, config=Config(algorithm=case.algorithm).native, num_segments=1,
             segments=(_native.Segment * 1)(segment),
             input=somewhere.ctypes.data, output=somewhere.ctypes.data,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax_cases import mesh_of, use_cpu_devices
 from noise_cases import NUMEL, check_independent, errors, values
 
-from cgx_ops import Communicator, Config, InvalidArgument, Segment, comm
+from cgx_ops import Communicator, Config, InvalidArgument, Segment, call
 from cgx_ops.jax import all_gather_q, allreduce_q, psum_q, psum_scatter_q
 
 use_cpu_devices(8)
@@ -123,8 +123,8 @@ def test_no_two_segments_and_blocks_have_one_seed() -> None:
 
 def test_calls_are_counted_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ever-new names: the oldest is forgotten, and no count of a name comes twice."""
-    monkeypatch.setattr(comm._Counter, "MOST", 10)
-    counter, seen = comm._Counter(), set()
+    monkeypatch.setattr(call.Counter, "MOST", 10)
+    counter, seen = call.Counter(), set()
     for turn in range(300):
         for name in (f"new {turn}", "often", f"again {turn % 30}"):
             count = counter.next(name)

@@ -18,13 +18,16 @@ import numpy.typing as npt
 import pytest
 import reference
 
-from cgx_ops import CgxError, Communicator, InvalidArgument, MismatchError, _native
+from cgx_ops import CgxError, Communicator, Config, InvalidArgument, MismatchError, _native
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 NUMELS = (5000, 17, 0, 512, 3)
 BITS = (4, 2, 8, 32, 4)
 
 # ---- 1. calls -----------------------------------------------------------------------------------
+
+
+SRA = Config(algorithm="sra", rounding="nearest").native
 
 
 def pointers(arrays: Sequence[npt.NDArray[Any]]) -> Any:
@@ -73,8 +76,8 @@ def test_segments_anywhere(size: int, dtype: str, algorithm: Any, op: Any) -> No
         xs = inputs(rank, dtype)
         ys, errors = ([np.full_like(x, 7) for x in xs] for _ in range(2))
         call = call_of(
-            comm, dtype, op=_native.OPS[op], algorithm=_native.ALGORITHMS[algorithm],
-            rounding=_native.ROUNDINGS["stochastic"], divisor=divisor,
+            comm, dtype, op=_native.OPS[op], config=Config(algorithm=algorithm).native,
+            divisor=divisor,
         )  # fmt: skip
         run(call, xs, ys, [100 * rank + i for i in range(len(xs))], errors)
         return ys, errors
@@ -122,7 +125,8 @@ def test_nothing_is_lost_for_good(op: Any, algorithm: Any) -> None:
     def rank_of(rank: int, comm: Communicator) -> tuple[Any, Any]:
         xs = inputs(rank, "float32")
         ys, errors = ([np.empty_like(x) for x in xs] for _ in range(2))
-        call = call_of(comm, "float32", op=_native.OPS[op], algorithm=_native.ALGORITHMS[algorithm])
+        config = Config(algorithm=algorithm, rounding="nearest").native
+        call = call_of(comm, "float32", op=_native.OPS[op], config=config)
         run(call, xs, ys, errors=errors)
         return ys, errors
 
@@ -146,7 +150,7 @@ def test_what_is_not_finite_is_not_kept() -> None:
         if rank == 1:
             xs[0][700] = np.nan
         ys, errors = ([np.empty_like(x) for x in xs] for _ in range(2))
-        call = call_of(comm, "float32", algorithm=_native.ALGORITHMS["sra"])
+        call = call_of(comm, "float32", config=SRA)
         run(call, xs, ys, errors=errors)
         return ys, errors
 
@@ -161,7 +165,7 @@ def test_lists_meet_one_buffer() -> None:
 
     def rank_of(rank: int, comm: Communicator) -> npt.NDArray[Any]:
         xs = inputs(rank, "float32")
-        call = call_of(comm, "float32", algorithm=_native.ALGORITHMS["sra"])
+        call = call_of(comm, "float32", config=SRA)
         if rank == 0:
             ys = [np.empty_like(x) for x in xs]
             run(call, xs, ys)

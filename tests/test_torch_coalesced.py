@@ -7,7 +7,7 @@ import reference
 import torch
 import torch_cases as tc
 
-from cgx_ops import Communicator
+from cgx_ops import Communicator, Config
 
 coalesced = torch.ops.cgx.quantized_allreduce_coalesced
 SIZES = [513, 0, 17, 1, 5000, 512, 8]  # 8 and 1: too small, they travel exact
@@ -118,7 +118,7 @@ def test_a_refused_call_draws_nothing() -> None:
 
 def test_messages_of_a_wrong_size_are_refused() -> None:
     cgx, x, few = torch.ops.cgx, [torch.randn(2**16)], torch.empty(3, dtype=torch.uint8)
-    options = (None, 4, 512, "sum", "nearest", "sra", 0, 0, False, 0, "", 0)
+    options = (None, tc.packed(Config(rounding="nearest", algorithm="sra")))
     for call in (
         lambda: cgx.carried_reduce(x, few, *options, 0, 2, 0),
         lambda: cgx.carried_decode(x, few, *options, 0, 2, 0),

@@ -14,7 +14,7 @@ import torch_cases as tc
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cgx_ops import Communicator
+from cgx_ops import Communicator, Config
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = [0, 1, 15, 16, 513, 5000]
@@ -22,22 +22,9 @@ SIZES = [0, 1, 15, 16, 513, 5000]
 
 def kernel(x: torch.Tensor, seed: int, group: str, **options: Any) -> torch.Tensor:
     """Call the operator under quantized_allreduce, with a seed of the caller's choice."""
-    return torch.ops.cgx.quantized_all_reduce(
-        x,
-        torch.tensor(seed),
-        options.get("bits", 4),
-        options.get("bucket_size", 512),
-        options.get("op", "sum"),
-        options.get("rounding", "stochastic"),
-        options.get("algorithm", "sra"),
-        options.get("gather_bits", 0),
-        options.get("intra_bits", 0),
-        options.get("skip_incomplete_buckets", False),
-        options.get("minimal_size", 0),
-        options.get("name", ""),
-        options.get("depth", 0),
-        group,
-    )
+    op, depth = options.pop("op", "sum"), options.pop("depth", 0)
+    call = tc.packed(Config(**{"algorithm": "sra", **options}), op, depth)
+    return torch.ops.cgx.quantized_all_reduce(x, torch.tensor(seed), call, group)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -267,8 +254,7 @@ def test_opcheck_public(options: dict[str, Any], requires_grad: bool) -> None:
 
 
 def test_opcheck_parts() -> None:
-    arguments = (4, 512, "sum", "stochastic", "auto", 0, 0, False, 0, "", 0, "")
-    call = (torch.randn(40), torch.tensor(7), *arguments)
+    call = (torch.randn(40), torch.tensor(7), tc.packed(Config()), "")
     opcheck(torch.ops.cgx.quantized_all_reduce.default, call)
     # A start's result may be read after the wait only, and a seed is new each time: the check that
     # compares results with those of a second run is not for them.
@@ -317,7 +303,7 @@ def test_an_unwaited_start_does_not_hold_up_the_exit() -> None:
     program = (
         "import torch, cgx_ops.torch\n"
         "torch.ops.cgx.quantized_all_reduce_start(\n"
-        "    torch.ones(50), None, 32, 512, 'sum', 'nearest', 'auto', 0, 0, False, 0, '', 0, '')\n"
+        "    torch.ones(50), None, 'op=sum depth=0 bits=32 name=', '')\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60

@@ -9,16 +9,16 @@ import torch
 import torch_cases as tc
 from torch.library import opcheck
 
-from cgx_ops import Communicator
+from cgx_ops import Communicator, Config
 
 coalesced: Any = torch.ops.cgx.quantized_allreduce_coalesced
 
 
-def kernel_options(*, rank: int | None = None, rounding: str = "nearest") -> tuple[Any, ...]:
+def kernel_options(*, rank: int | None = None, rounding: Any = "nearest") -> tuple[Any, ...]:
     """Return what the operators under the public ones take after their tensors."""
     seed = torch.tensor(7) if rounding != "nearest" else None
-    options = (seed, 4, 64, "sum", rounding, "sra", 0, 0, False, 0, "", 0)
-    return (*options, "") if rank is None else (*options, rank, 2, rank)
+    call = tc.packed(Config(4, 64, rounding, "sra"))
+    return (seed, call, "") if rank is None else (seed, call, rank, 2, rank)
 
 
 def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

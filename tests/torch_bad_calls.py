@@ -6,13 +6,17 @@ from typing import Any
 import torch
 import torch_cases as tc
 
+from cgx_ops import Config
+
 X = torch.ones(40)
 
 
 def _start_without_seed() -> None:
-    torch.ops.cgx.quantized_all_reduce_start(
-        X, None, 4, 512, "sum", "stochastic", "auto", 0, 0, False, 0, "", 0, ""
-    )
+    torch.ops.cgx.quantized_all_reduce_start(X, None, tc.packed(Config()), "")
+
+
+def _start(call: str) -> Callable[[], Any]:
+    return lambda: torch.ops.cgx.quantized_all_reduce_start(X, None, call, "")
 
 
 # Each is refused before anything is sent, so ranks need not agree on making the call.
@@ -31,8 +35,8 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         RuntimeError,
         "Expected a value of type 'Tensor'",
     ),
-    "bits 0": (lambda: tc.allreduce(X, 0), ValueError, "bits is 0; use 1 to 8, or 32"),
-    "bits 9": (lambda: tc.allreduce(X, 9), ValueError, "bits is 9; use 1 to 8, or 32"),
+    "bits 0": (lambda: tc.allreduce(X, 0), ValueError, "bits is 0; it must be .* 1 to 8, or 32"),
+    "bits 9": (lambda: tc.allreduce(X, 9), ValueError, "bits is 9; it must be .* 1 to 8, or 32"),
     "bits 4.5": (lambda: tc.allreduce(X, 4.5), RuntimeError, "bits"),
     "bits 2**40": (lambda: tc.allreduce(X, 2**40), ValueError, "bits is 1099511627776"),
     "gather_bits": (lambda: tc.allreduce(X, gather_bits=16), ValueError, "gather_bits is 16"),
@@ -46,6 +50,11 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: tc.allreduce(X, rounding="up"),
         ValueError,
         "'up'.*'nearest', 'stochastic'",
+    ),
+    "a word with a knob": (
+        lambda: tc.allreduce(X, rounding="nearest' bits=8 name='"),
+        ValueError,
+        "bits is given twice",
     ),
     "algorithm": (lambda: tc.allreduce(X, algorithm="tree"), ValueError, "'tree'.*'auto'.*'ring'"),
     "group": (lambda: tc.allreduce(X, group_name="no"), ValueError, "'no'.*known: .*'world'"),
@@ -70,5 +79,9 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "single memory location",
     ),
     "in place, dtype": (lambda: tc.allreduce_(X.double()), TypeError, "Double"),
+    "no packed call": (_start("bits=4"), ValueError, "'bits=4' is no packed call"),
+    "packed without name": (_start("op=sum depth=0 bits=4"), ValueError, "is no packed call"),
+    "packed without depth": (_start("op=sum depth= bits=4 name="), ValueError, "is no packed call"),
+    "packed bits": (_start("op=sum depth=0 bits=9 name="), ValueError, "bits is 9"),
     "start without seed": (_start_without_seed, ValueError, "needs seed.*draw_seed"),
 }

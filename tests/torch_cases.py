@@ -12,10 +12,17 @@ import torch._functorch.config
 import torch._inductor.config
 
 import cgx_ops.torch  # noqa: F401  registers torch.ops.cgx
+from cgx_ops import Config
 
 allreduce: Any = torch.ops.cgx.quantized_allreduce
 allreduce_: Any = torch.ops.cgx.quantized_allreduce_
 coalesced: Any = torch.ops.cgx.quantized_allreduce_coalesced
+
+
+def packed(config: Config, op: str = "sum", depth: int = 0, name: str = "") -> str:
+    """Return what the operators under the public ones take besides tensors and the group."""
+    return f"op={op} depth={depth} {config.text} name={name}"
+
 
 # For rank programs: they import this file too, and share two cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}

@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <atomic>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -33,7 +34,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using Seed = std::optional<at::Tensor>;
 
 std::atomic<void (*)()> trace_hook{nullptr};
 
@@ -78,10 +78,9 @@ variable_list all_reduce_native(const variable_list& xs, const Seed& seed, const
   static const auto wait =
       find_operator<at::Tensor(const at::Tensor&)>("_c10d_functional::wait_tensor");
 
+  const std::string packed = o.pack();
   const auto call = [&](const auto& op, const auto& x) {
-    return op.call(x, seed, o.bits, o.bucket_size, o.op, o.rounding, o.algorithm, o.gather_bits,
-                   o.intra_bits, o.skip_incomplete_buckets, o.minimal_size, o.name, o.depth,
-                   o.group_name);
+    return op.call(x, seed, packed, o.group_name);
   };
   const bool single = xs.size() == 1;
   if (!is_traced(xs)) {
@@ -114,13 +113,13 @@ class AllReduce : public torch::autograd::Function<AllReduce> {
 
   static variable_list forward(AutogradContext* context, at::TensorList xs, const Seed& seed,
                                const Options& options) {
-    context->saved_data["gradient"] = options.gradient().pack();
+    context->saved_data["gradient"] = options.gradient().value();
     context->save_for_backward({seed.value_or(at::Tensor())});
     return all_reduce(xs.vec(), seed, options);
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const Options options = Options::unpack(context->saved_data["gradient"]);
+    const Options options = Options::of(context->saved_data["gradient"]);
     const at::Tensor seed = context->get_saved_variables()[0];
     variable_list results = reduce(gradients, seed.defined() ? Seed(seed) : std::nullopt, options);
     results.resize(results.size() + 2);  // none for seed and options
@@ -139,9 +138,46 @@ class AllReduce : public torch::autograd::Function<AllReduce> {
 
 void set_trace_hook(void (*hook)()) { trace_hook = hook; }
 
-#define CGX_PUBLIC_OPTIONS                                                                     \
-  bits, bucket_size, op, rounding, algorithm, gather_bits.value_or(0), intra_bits.value_or(0), \
-      skip_incomplete_buckets, minimal_size, name, /*depth=*/0, group_name, carrier
+namespace {
+
+// The knobs of a public operator as the text that operators under it take (cgx_config_parse).
+class ConfigText {
+ public:
+  ConfigText& add(const char* name, int64_t value) { return write(name, std::to_string(value)); }
+  ConfigText& add(const char* name, bool value) { return write(name, value ? "True" : "False"); }
+  ConfigText& add(const char* name, std::optional<int64_t> value) {  // 0: as in cgx.h, none
+    return value.value_or(0) != 0 ? add(name, *value) : write(name, "None");
+  }
+  ConfigText& add(const char* name, std::string_view word) {
+    return write(name, "'" + std::string(word) + "'");
+  }
+  std::string_view text() const { return text_; }
+
+ private:
+  ConfigText& write(const char* name, std::string_view value) {
+    if (!text_.empty()) text_ += ' ';
+    text_.append(name).append("=").append(value);
+    return *this;
+  }
+  std::string text_;
+};
+
+}  // namespace
+
+// What an Options is made of.
+#define CGX_PUBLIC_OPTIONS                                         \
+  op, /*depth=*/0,                                                 \
+      ConfigText()                                                 \
+          .add("bits", bits)                                       \
+          .add("bucket_size", bucket_size)                         \
+          .add("rounding", rounding)                               \
+          .add("algorithm", algorithm)                             \
+          .add("gather_bits", gather_bits)                         \
+          .add("intra_bits", intra_bits)                           \
+          .add("skip_incomplete_buckets", skip_incomplete_buckets) \
+          .add("minimal_size", minimal_size)                       \
+          .text(),                                                 \
+      name, group_name, carrier
 
 at::Tensor quantized_allreduce(const at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
   const Options options(CGX_PUBLIC_OPTIONS);

@@ -39,6 +39,7 @@ struct BackendHost {
   void (*without_lock)(const std::function<void()>& work) = nullptr;  // runs it without the GIL
 };
 void set_backend_host(const BackendHost& host);
+const BackendHost& backend_host();
 
 class Backend final : public c10d::Backend {
  public:

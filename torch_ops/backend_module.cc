@@ -58,16 +58,10 @@ void bind_backend(py::module_& module) {
   set_backend_host({debug_wanted, log_line<kDebug>, log_line<kWarning>, without_lock});
 
   py::class_<Compression, std::shared_ptr<Compression>>(module, "Compression")
-      .def(py::init([](int32_t bits, int64_t bucket_size, int32_t rounding, int32_t algorithm,
-                       int32_t gather_bits, int32_t intra_bits, bool skip_incomplete_buckets,
-                       int64_t minimal_size, int64_t seed) {
-             return std::make_shared<Compression>(
-                 Compression{bits, bucket_size, rounding, algorithm, gather_bits, intra_bits,
-                             skip_incomplete_buckets, minimal_size, seed});
+      .def(py::init([](const char* config, int64_t seed) {
+             return std::make_shared<Compression>(Compression{config_of(config), seed});
            }),
-           py::kw_only(), py::arg("bits"), py::arg("bucket_size"), py::arg("rounding"),
-           py::arg("algorithm"), py::arg("gather_bits"), py::arg("intra_bits"),
-           py::arg("skip_incomplete_buckets"), py::arg("minimal_size"), py::arg("seed"));
+           py::arg("config"), py::arg("seed"));
 
   py::enum_<Scope::Kind>(module, "ScopeKind")
       .value("NONE", Scope::Kind::kNone)

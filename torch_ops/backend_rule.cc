@@ -11,7 +11,6 @@ namespace cgx::torch_ops {
 namespace {
 
 constexpr int32_t kExactBits = 32;
-constexpr int64_t kSmallest = 16;          // the core sends fewer elements exact
 constexpr int64_t kWorthAWord = 64 << 10;  // elements: below, nobody misses the compression
 
 Scope& current_scope() {
@@ -53,9 +52,9 @@ Decision decide(const std::shared_ptr<const Compression>& group, Unasked unasked
   const Scope& scope = current_scope();
   if (scope.kind == Scope::Kind::kUncompressed) return {nullptr, "inside uncompressed()"};
   const auto& compression = scope.compression ? scope.compression : group;
-  if (compression->bits == kExactBits) return {nullptr, "bits are 32"};
+  if (compression->config.bits == kExactBits) return {nullptr, "bits are 32"};
   if (op != CGX_SUM && op != CGX_AVG) return {nullptr, "neither a sum nor an average"};
-  if (numel < std::max(kSmallest, compression->minimal_size)) {
+  if (numel < std::max<int64_t>(CGX_SMALLEST_COMPRESSED, compression->config.minimal_size)) {
     return {nullptr, "fewer elements than minimal_size"};
   }
   if (scope.kind == Scope::Kind::kCompressed) return {compression, "inside compressed()"};

@@ -17,15 +17,8 @@
 namespace cgx::torch_ops {
 
 struct Compression {
-  int32_t bits = 32;
-  int64_t bucket_size = 512;
-  int32_t rounding = CGX_STOCHASTIC;
-  int32_t algorithm = CGX_AUTO;
-  int32_t gather_bits = 0;  // 0: as bits
-  int32_t intra_bits = 0;   // 0: exact
-  bool skip_incomplete_buckets = false;
-  int64_t minimal_size = 0;
-  int64_t seed = 0;
+  cgx_config_t config;
+  int64_t seed;
 };
 
 struct Scope {

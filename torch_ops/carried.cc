@@ -42,8 +42,8 @@ std::vector<int64_t> sizes_of(at::TensorList xs) {
 
 template <typename Use>
 void with_carried(const std::vector<int64_t>& numels, at::ScalarType dtype, const void* input,
-                  void* output, const std::optional<at::Tensor>& seed, const Options& options,
-                  const Place& place, Use&& use) {
+                  void* output, const Seed& seed, const Options& options, const Place& place,
+                  Use&& use) {
   const OwnSeed own = seed_of(seed, options);
   with_collective(numels, dtype, input, output, own, options, [&](cgx_collective_t* collective) {
     const auto noise_rank = static_cast<int32_t>(place.noise_rank);
@@ -65,7 +65,7 @@ Shape shape_of(at::TensorList xs, const Options& options, int64_t rank, int64_t 
   shape.scatter_bytes.resize(size);
   shape.gather_bytes.resize(size);
   Options sizes = options;  // messages are as long whatever the rounding: no seed is needed
-  sizes.rounding = "nearest";
+  sizes.config.rounding = CGX_NEAREST;
   with_carried(sizes_of(xs), xs[0].scalar_type(), nullptr, nullptr, std::nullopt, sizes,
                {rank, size}, [&](const cgx_carried_t* carried) {
                  check(cgx_carried_plan(carried, &shape.algorithm, shape.scatter_bytes.data(),
@@ -131,8 +131,7 @@ at::Tensor wait(const at::Tensor& x) { return functional("_c10d_functional::wait
 
 }  // namespace
 
-std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const std::optional<at::Tensor>& seed,
-                                           const Options& o) {
+std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const Seed& seed, const Options& o) {
   static const auto encode = find_operator<decltype(carried_encode_cpu)>("cgx::carried_encode");
   static const auto reduce = find_operator<decltype(carried_reduce_cpu)>("cgx::carried_reduce");
   static const auto decode = find_operator<decltype(carried_decode_cpu)>("cgx::carried_decode");
@@ -148,10 +147,9 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const std::optiona
   }
   const Shape shape = shape_of(xs, o, rank, size);
   const int64_t noise_rank = rank_in_default_group(*group);
+  const std::string packed = o.pack();
   const auto call = [&](const auto& op, auto&&... tensors) {
-    return op.call(tensors..., seed, o.bits, o.bucket_size, o.op, o.rounding, o.algorithm,
-                   o.gather_bits, o.intra_bits, o.skip_incomplete_buckets, o.minimal_size, o.name,
-                   o.depth, rank, size, noise_rank);
+    return op.call(tensors..., seed, packed, rank, size, noise_rank);
   };
 
   at::Tensor message = call(encode, xs);
@@ -169,9 +167,9 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const std::optiona
 
 // ---- kernels -------------------------------------------------------------------------------
 
-at::Tensor carried_encode_cpu(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size,
-                              int64_t noise_rank) {
-  const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
+at::Tensor carried_encode_cpu(at::TensorList xs, const Seed& seed, std::string_view call,
+                              int64_t rank, int64_t size, int64_t noise_rank) {
+  const Options options = Options::unpack(call, /*group_name=*/"");
   check_list(xs, seed, options);
   const at::Tensor flat = flat_of(xs);
   const at::Tensor message =
@@ -183,9 +181,10 @@ at::Tensor carried_encode_cpu(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t 
   return message;
 }
 
-at::Tensor carried_reduce_cpu(at::TensorList xs, const at::Tensor& arrived, CGX_KERNEL_PARAMETERS,
-                              int64_t rank, int64_t size, int64_t noise_rank) {
-  const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
+at::Tensor carried_reduce_cpu(at::TensorList xs, const at::Tensor& arrived, const Seed& seed,
+                              std::string_view call, int64_t rank, int64_t size,
+                              int64_t noise_rank) {
+  const Options options = Options::unpack(call, /*group_name=*/"");
   check_list(xs, seed, options);
   const Shape shape = shape_of(xs, options, rank, size);
   check_bytes(arrived, arrived_bytes(shape, rank, size));
@@ -201,9 +200,9 @@ at::Tensor carried_reduce_cpu(at::TensorList xs, const at::Tensor& arrived, CGX_
 }
 
 std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor& gathered,
-                                           CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size,
-                                           int64_t /*noise_rank*/) {
-  const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
+                                           const Seed& seed, std::string_view call, int64_t rank,
+                                           int64_t size, int64_t /*noise_rank*/) {
+  const Options options = Options::unpack(call, /*group_name=*/"");
   check_list(like, seed, options);
   const int64_t stride = shape_of(like, options, rank, size).stride;
   check_bytes(gathered, size * stride);
@@ -220,16 +219,17 @@ std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor
   return results;
 }
 
-at::Tensor carried_encode_meta(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size,
-                               int64_t /*noise_rank*/) {
-  const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
+at::Tensor carried_encode_meta(at::TensorList xs, const Seed& seed, std::string_view call,
+                               int64_t rank, int64_t size, int64_t /*noise_rank*/) {
+  const Options options = Options::unpack(call, /*group_name=*/"");
   check_list(xs, seed, options);
   return at::empty({encoded_bytes(shape_of(xs, options, rank, size), rank)}, bytes_like(xs));
 }
 
-at::Tensor carried_reduce_meta(at::TensorList xs, const at::Tensor& arrived, CGX_KERNEL_PARAMETERS,
-                               int64_t rank, int64_t size, int64_t /*noise_rank*/) {
-  const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
+at::Tensor carried_reduce_meta(at::TensorList xs, const at::Tensor& arrived, const Seed& seed,
+                               std::string_view call, int64_t rank, int64_t size,
+                               int64_t /*noise_rank*/) {
+  const Options options = Options::unpack(call, /*group_name=*/"");
   check_list(xs, seed, options);
   const Shape shape = shape_of(xs, options, rank, size);
   check_bytes(arrived, arrived_bytes(shape, rank, size));
@@ -237,12 +237,12 @@ at::Tensor carried_reduce_meta(at::TensorList xs, const at::Tensor& arrived, CGX
 }
 
 std::vector<at::Tensor> carried_decode_meta(at::TensorList like, const at::Tensor& gathered,
-                                            CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size,
-                                            int64_t /*noise_rank*/) {
-  const Options options(CGX_KERNEL_OPTIONS, /*group_name=*/"");
+                                            const Seed& seed, std::string_view call, int64_t rank,
+                                            int64_t size, int64_t /*noise_rank*/) {
+  const Options options = Options::unpack(call, /*group_name=*/"");
   check_list(like, seed, options);
   check_bytes(gathered, size * shape_of(like, options, rank, size).stride);
-  return all_reduce_coalesced_meta(like, seed, CGX_KERNEL_OPTIONS, /*group_name=*/"");
+  return all_reduce_coalesced_meta(like, seed, call, /*group_name=*/"");
 }
 
 }  // namespace cgx::torch_ops

@@ -20,26 +20,28 @@ namespace cgx::torch_ops {
 
 // The whole, by calls of the dispatcher. options.group_name is a group of torch.distributed, "" the
 // default one.
-std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const std::optional<at::Tensor>& seed,
+std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const Seed& seed,
                                            const Options& options);
 
 // The kernels between the collectives. Messages are 1-D uint8 tensors. noise_rank: as in cgx.h; of
 // the default group.
-at::Tensor carried_encode_cpu(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size,
-                              int64_t noise_rank);
-at::Tensor carried_reduce_cpu(at::TensorList xs, const at::Tensor& arrived, CGX_KERNEL_PARAMETERS,
+at::Tensor carried_encode_cpu(at::TensorList xs, const Seed& seed, std::string_view call,
                               int64_t rank, int64_t size, int64_t noise_rank);
+at::Tensor carried_reduce_cpu(at::TensorList xs, const at::Tensor& arrived, const Seed& seed,
+                              std::string_view call, int64_t rank, int64_t size,
+                              int64_t noise_rank);
 // Of `like` only shapes and dtype are used.
 std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor& gathered,
-                                           CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size,
-                                           int64_t noise_rank);
-at::Tensor carried_encode_meta(at::TensorList xs, CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size,
-                               int64_t noise_rank);
-at::Tensor carried_reduce_meta(at::TensorList xs, const at::Tensor& arrived, CGX_KERNEL_PARAMETERS,
+                                           const Seed& seed, std::string_view call, int64_t rank,
+                                           int64_t size, int64_t noise_rank);
+at::Tensor carried_encode_meta(at::TensorList xs, const Seed& seed, std::string_view call,
                                int64_t rank, int64_t size, int64_t noise_rank);
+at::Tensor carried_reduce_meta(at::TensorList xs, const at::Tensor& arrived, const Seed& seed,
+                               std::string_view call, int64_t rank, int64_t size,
+                               int64_t noise_rank);
 std::vector<at::Tensor> carried_decode_meta(at::TensorList like, const at::Tensor& gathered,
-                                            CGX_KERNEL_PARAMETERS, int64_t rank, int64_t size,
-                                            int64_t noise_rank);
+                                            const Seed& seed, std::string_view call, int64_t rank,
+                                            int64_t size, int64_t noise_rank);
 
 }  // namespace cgx::torch_ops
 

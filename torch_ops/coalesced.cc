@@ -29,7 +29,7 @@ void check_alike(at::TensorList xs) {
   }
 }
 
-void check_list(at::TensorList xs, const std::optional<at::Tensor>& seed, const Options& options) {
+void check_list(at::TensorList xs, const Seed& seed, const Options& options) {
   for (const at::Tensor& x : xs) check_call(x, seed, options);
   check_alike(xs);
 }
@@ -70,9 +70,10 @@ void unpack(const at::Tensor& flat, at::TensorList into) {
   }
 }
 
-std::vector<at::Tensor> all_reduce_coalesced_kernel(at::TensorList xs, CGX_KERNEL_PARAMETERS,
+std::vector<at::Tensor> all_reduce_coalesced_kernel(at::TensorList xs, const Seed& seed,
+                                                    std::string_view call,
                                                     std::string_view group_name) {
-  const Options options(CGX_KERNEL_OPTIONS, group_name);
+  const Options options = Options::unpack(call, group_name);
   check_list(xs, seed, options);
   if (xs.empty()) return {};
   const at::Tensor flat = pack(xs);
@@ -82,9 +83,9 @@ std::vector<at::Tensor> all_reduce_coalesced_kernel(at::TensorList xs, CGX_KERNE
   return results;
 }
 
-std::vector<at::Tensor> start_coalesced_kernel(at::TensorList xs, CGX_KERNEL_PARAMETERS,
-                                               std::string_view group_name) {
-  const Options options(CGX_KERNEL_OPTIONS, group_name);
+std::vector<at::Tensor> start_coalesced_kernel(at::TensorList xs, const Seed& seed,
+                                               std::string_view call, std::string_view group_name) {
+  const Options options = Options::unpack(call, group_name);
   check_list(xs, seed, options);
   if (xs.empty()) return {};
   const at::Tensor flat = pack(xs);
@@ -96,9 +97,10 @@ std::vector<at::Tensor> start_coalesced_kernel(at::TensorList xs, CGX_KERNEL_PAR
   return results;
 }
 
-std::vector<at::Tensor> all_reduce_coalesced_meta(at::TensorList xs, CGX_KERNEL_PARAMETERS,
+std::vector<at::Tensor> all_reduce_coalesced_meta(at::TensorList xs, const Seed& seed,
+                                                  std::string_view call,
                                                   std::string_view group_name) {
-  check_list(xs, seed, Options(CGX_KERNEL_OPTIONS, group_name));
+  check_list(xs, seed, Options::unpack(call, group_name));
   std::vector<at::Tensor> results;
   for (const at::Tensor& x : xs) results.push_back(at::empty_symint(x.sym_sizes(), x.options()));
   return results;

@@ -14,7 +14,7 @@ namespace cgx::torch_ops {
 // Throws unless the tensors can share a message: they are of one dtype, on one device.
 void check_alike(at::TensorList xs);
 // The same, and unless each can be reduced with `options` and `seed`.
-void check_list(at::TensorList xs, const std::optional<at::Tensor>& seed, const Options& options);
+void check_list(at::TensorList xs, const Seed& seed, const Options& options);
 // Their values end to end, in one new tensor; and back into tensors like those given.
 at::Tensor pack(at::TensorList xs);
 std::vector<at::Tensor> empty_like(at::TensorList xs);
@@ -22,16 +22,18 @@ void unpack(const at::Tensor& flat, at::TensorList into);
 std::vector<int64_t> numels_of(at::TensorList xs);
 
 // cgx::quantized_all_reduce_coalesced: new tensors with the results. As run() of kernels.h.
-std::vector<at::Tensor> all_reduce_coalesced_kernel(at::TensorList xs, CGX_KERNEL_PARAMETERS,
+std::vector<at::Tensor> all_reduce_coalesced_kernel(at::TensorList xs, const Seed& seed,
+                                                    std::string_view call,
                                                     std::string_view group_name);
 
 // cgx::quantized_all_reduce_coalesced_start: the same, each to be read only after
 // _c10d_functional.wait_tensor. It packs at once, so the inputs' memory may be reused at once.
-std::vector<at::Tensor> start_coalesced_kernel(at::TensorList xs, CGX_KERNEL_PARAMETERS,
-                                               std::string_view group_name);
+std::vector<at::Tensor> start_coalesced_kernel(at::TensorList xs, const Seed& seed,
+                                               std::string_view call, std::string_view group_name);
 
 // The Meta kernel of both.
-std::vector<at::Tensor> all_reduce_coalesced_meta(at::TensorList xs, CGX_KERNEL_PARAMETERS,
+std::vector<at::Tensor> all_reduce_coalesced_meta(at::TensorList xs, const Seed& seed,
+                                                  std::string_view call,
                                                   std::string_view group_name);
 
 }  // namespace cgx::torch_ops

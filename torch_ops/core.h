@@ -51,12 +51,13 @@ inline int64_t named_seed(int64_t seed, std::string_view name) {
 }
 
 // Tensors that lie end to end, each a segment.
-inline std::vector<cgx_segment_t> end_to_end(const std::vector<int64_t>& numels, int64_t bits,
-                                             int64_t bucket_size) {
+inline std::vector<cgx_segment_t> end_to_end(const std::vector<int64_t>& numels,
+                                             const cgx_config_t& config) {
   std::vector<cgx_segment_t> segments;
   int64_t offset = 0;
   for (const int64_t numel : numels) {
-    segments.push_back({offset, numel, bucket_size, static_cast<int32_t>(bits), /*reserved=*/0});
+    segments.push_back(
+        {offset, numel, config.bucket_size, static_cast<int32_t>(config.bits), /*reserved=*/0});
     offset += numel;
   }
   return segments;

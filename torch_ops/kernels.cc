@@ -29,7 +29,7 @@ int32_t find_communicator(const std::string& group_name) {
 }  // namespace
 
 void run(const at::Tensor& input, const at::Tensor& output, const std::vector<int64_t>& numels,
-         const std::optional<at::Tensor>& seed, const Options& options) {
+         const Seed& seed, const Options& options) {
   void* const to = output.mutable_data_ptr();  // first: it may move a lazy copy, the input too
   with_collective(numels, input.scalar_type(), input.const_data_ptr(), to, seed_of(seed, options),
                   options, [&](cgx_collective_t* collective) {
@@ -45,8 +45,7 @@ void run(const at::Tensor& input, const at::Tensor& output, const std::vector<in
 }
 
 c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, const std::vector<int64_t>& numels,
-                                      const std::optional<at::Tensor>& seed,
-                                      const Options& options) {
+                                      const Seed& seed, const Options& options) {
   c10::intrusive_ptr<c10d::Work> work;
   const at::Tensor input = buffers.input, output = buffers.output;
   void* const to = output.mutable_data_ptr();  // first: it may move a lazy copy, the input too
@@ -60,14 +59,13 @@ c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, const std::vector<int64_t
   return work;
 }
 
-void check_call(const at::Tensor& x, const std::optional<at::Tensor>& seed,
-                const Options& options) {
+void check_call(const at::Tensor& x, const Seed& seed, const Options& options) {
   options.check(x);
   if (!options.random()) return;
   if (!seed.has_value() || seed->scalar_type() != at::kLong || seed->dim() != 0) {
     C10_THROW_ERROR(ValueError,
-                    c10::str("cgx::quantized_all_reduce: ", options.rounding,
-                             " rounding needs seed, an int64 tensor without dimensions: "
+                    c10::str("cgx::quantized_all_reduce: rounding at random needs seed, an int64 "
+                             "tensor without dimensions: "
                              "torch.ops.cgx.draw_seed(torch.empty(0))"));
   }
   if (!seed->is_cpu() && seed->device() != x.device()) {
@@ -76,7 +74,7 @@ void check_call(const at::Tensor& x, const std::optional<at::Tensor>& seed,
   }
 }
 
-OwnSeed seed_of(const std::optional<at::Tensor>& seed, const Options& options) {
+OwnSeed seed_of(const Seed& seed, const Options& options) {
   OwnSeed own;
   if (!options.random()) return own;
   // A gradient has its own noise without a draw from the generator in backward, where checkpointing
@@ -92,7 +90,7 @@ OwnSeed seed_of(const std::optional<at::Tensor>& seed, const Options& options) {
 void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, const void* input,
                      void* output, const OwnSeed& seed, const Options& options,
                      const std::function<void(cgx_collective_t*)>& use) {
-  const std::vector<cgx_segment_t> segments = end_to_end(numels, options.bits, options.bucket_size);
+  const std::vector<cgx_segment_t> segments = end_to_end(numels, options.config);
   cgx_collective_t collective = options.collective();
   collective.dtype = *core_dtype(dtype);
   collective.seed = seed.number;
@@ -122,9 +120,9 @@ at::Tensor draw_seed_meta(const at::Tensor& distinct) {
   return at::empty({}, distinct.options().dtype(at::kLong));
 }
 
-at::Tensor all_reduce_kernel(const at::Tensor& x, CGX_KERNEL_PARAMETERS,
+at::Tensor all_reduce_kernel(const at::Tensor& x, const Seed& seed, std::string_view call,
                              std::string_view group_name) {
-  const Options options(CGX_KERNEL_OPTIONS, group_name);
+  const Options options = Options::unpack(call, group_name);
   check_call(x, seed, options);
   const at::Tensor input = x.contiguous();
   at::Tensor output = at::empty_like(input, at::MemoryFormat::Contiguous);
@@ -132,12 +130,14 @@ at::Tensor all_reduce_kernel(const at::Tensor& x, CGX_KERNEL_PARAMETERS,
   return output;
 }
 
-at::Tensor start_kernel(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name) {
-  return borrow_kernel(x.clone(at::MemoryFormat::Contiguous), seed, CGX_KERNEL_OPTIONS, group_name);
+at::Tensor start_kernel(const at::Tensor& x, const Seed& seed, std::string_view call,
+                        std::string_view group_name) {
+  return borrow_kernel(x.clone(at::MemoryFormat::Contiguous), seed, call, group_name);
 }
 
-at::Tensor borrow_kernel(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name) {
-  const Options options(CGX_KERNEL_OPTIONS, group_name);
+at::Tensor borrow_kernel(const at::Tensor& x, const Seed& seed, std::string_view call,
+                         std::string_view group_name) {
+  const Options options = Options::unpack(call, group_name);
   check_call(x, seed, options);
   const at::Tensor input = x.contiguous();
   at::Tensor output = at::empty_like(input, at::MemoryFormat::Contiguous);
@@ -146,9 +146,9 @@ at::Tensor borrow_kernel(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string
   return output;
 }
 
-at::Tensor all_reduce_meta(const at::Tensor& x, CGX_KERNEL_PARAMETERS,
+at::Tensor all_reduce_meta(const at::Tensor& x, const Seed& seed, std::string_view call,
                            std::string_view group_name) {
-  check_call(x, seed, Options(CGX_KERNEL_OPTIONS, group_name));
+  check_call(x, seed, Options::unpack(call, group_name));
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 

@@ -21,14 +21,13 @@ namespace cgx::torch_ops {
 // round at random. They check nothing that check_call did. run() blocks, or puts the collective on
 // the current stream; launch() does neither.
 void run(const at::Tensor& input, const at::Tensor& output, const std::vector<int64_t>& numels,
-         const std::optional<at::Tensor>& seed, const Options& options);
+         const Seed& seed, const Options& options);
 c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, const std::vector<int64_t>& numels,
-                                      const std::optional<at::Tensor>& seed,
-                                      const Options& options);
+                                      const Seed& seed, const Options& options);
 
 // Throws unless the tensor is one that `options` can reduce and there is a seed where one is
 // needed.
-void check_call(const at::Tensor& x, const std::optional<at::Tensor>& seed, const Options& options);
+void check_call(const at::Tensor& x, const Seed& seed, const Options& options);
 
 // The seed of a collective: a number, or in the GPU's memory, where a graph that is recorded finds
 // a new one at every replay. The core derives those of segments.
@@ -36,7 +35,7 @@ struct OwnSeed {
   int64_t number = 0;
   at::Tensor on_device;
 };
-OwnSeed seed_of(const std::optional<at::Tensor>& seed, const Options& options);
+OwnSeed seed_of(const Seed& seed, const Options& options);
 
 // Calls use(collective) with `options` on `numels.size()` tensors that lie end to end in `input`
 // (null where there is none), each a segment; `comm` is left for `use` to fill in.
@@ -52,18 +51,21 @@ at::Tensor draw_seed_meta(const at::Tensor& distinct);
 
 // cgx::quantized_all_reduce: a new tensor with the result. As run(). These serve both the CPU and
 // CUDA.
-at::Tensor all_reduce_kernel(const at::Tensor& x, CGX_KERNEL_PARAMETERS,
+at::Tensor all_reduce_kernel(const at::Tensor& x, const Seed& seed, std::string_view call,
                              std::string_view group_name);
 
 // cgx::quantized_all_reduce_start: the same, to be read only after _c10d_functional.wait_tensor.
 // Reduces from a copy of x, since who sees an ordinary operator may reuse x's memory at once.
-at::Tensor start_kernel(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name);
+at::Tensor start_kernel(const at::Tensor& x, const Seed& seed, std::string_view call,
+                        std::string_view group_name);
 
 // cgx::quantized_all_reduce_start.borrow: for callers who leave x's memory alone until the wait.
-at::Tensor borrow_kernel(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name);
+at::Tensor borrow_kernel(const at::Tensor& x, const Seed& seed, std::string_view call,
+                         std::string_view group_name);
 
 // The Meta kernel of all three: makes the same checks and starts nothing.
-at::Tensor all_reduce_meta(const at::Tensor& x, CGX_KERNEL_PARAMETERS, std::string_view group_name);
+at::Tensor all_reduce_meta(const at::Tensor& x, const Seed& seed, std::string_view call,
+                           std::string_view group_name);
 
 }  // namespace cgx::torch_ops
 

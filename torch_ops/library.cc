@@ -16,7 +16,7 @@
 
 namespace cgx::torch_ops {
 
-// The pieces that two schemas share.
+// The pieces that schemas share.
 #define CGX_PUBLIC_OPTIONS                                                       \
   "int bits=4, int bucket_size=512, str op=\"sum\", str group_name=\"\", *, "    \
   "str rounding=\"stochastic\", str algorithm=\"auto\", int? gather_bits=None, " \
@@ -24,16 +24,11 @@ namespace cgx::torch_ops {
   "bool skip_incomplete_buckets=False, int minimal_size=0, str name=\"\", "      \
   "str carrier=\"native\""
 
-#define CGX_KERNEL_OPTIONS_SCHEMA                                                               \
-  "Tensor? seed, int bits, int bucket_size, str op, str rounding, str algorithm, "              \
-  "int gather_bits, int intra_bits, bool skip_incomplete_buckets, int minimal_size, str name, " \
-  "int depth, "
-
-// Inductor reads two things off these: "all_reduce" in the name, and the last argument as the
-// group.
-#define CGX_ALL_REDUCE_SCHEMA "(Tensor x, " CGX_KERNEL_OPTIONS_SCHEMA "str group_name) -> Tensor"
-#define CGX_COALESCED_SCHEMA \
-  "(Tensor[] xs, " CGX_KERNEL_OPTIONS_SCHEMA "str group_name) -> Tensor[]"
+// `call` is what Options::pack() writes. Inductor reads two things off these: "all_reduce" in the
+// name, and the last argument as the group.
+#define CGX_ALL_REDUCE_SCHEMA "(Tensor x, Tensor? seed, str call, str group_name) -> Tensor"
+#define CGX_COALESCED_SCHEMA "(Tensor[] xs, Tensor? seed, str call, str group_name) -> Tensor[]"
+#define CGX_CARRIED_OPTIONS "Tensor? seed, str call, int rank, int size, int noise_rank"
 
 TORCH_LIBRARY(cgx, m) {
   const auto define = [&m](const char* schema,
@@ -52,17 +47,14 @@ TORCH_LIBRARY(cgx, m) {
   define("quantized_all_reduce_coalesced" CGX_COALESCED_SCHEMA);
   define("quantized_all_reduce_coalesced_start" CGX_COALESCED_SCHEMA);
 
-  define("carried_encode(Tensor[] xs, " CGX_KERNEL_OPTIONS_SCHEMA
-         "int rank, int size, int noise_rank) -> Tensor");
-  define("carried_reduce(Tensor[] xs, Tensor arrived, " CGX_KERNEL_OPTIONS_SCHEMA
-         "int rank, int size, int noise_rank) -> Tensor");
-  define("carried_decode(Tensor[] like, Tensor gathered, " CGX_KERNEL_OPTIONS_SCHEMA
-         "int rank, int size, int noise_rank) -> Tensor[]");
+  define("carried_encode(Tensor[] xs, " CGX_CARRIED_OPTIONS ") -> Tensor");
+  define("carried_reduce(Tensor[] xs, Tensor arrived, " CGX_CARRIED_OPTIONS ") -> Tensor");
+  define("carried_decode(Tensor[] like, Tensor gathered, " CGX_CARRIED_OPTIONS ") -> Tensor[]");
 }
 
 #undef CGX_COALESCED_SCHEMA
 #undef CGX_ALL_REDUCE_SCHEMA
-#undef CGX_KERNEL_OPTIONS_SCHEMA
+#undef CGX_CARRIED_OPTIONS
 #undef CGX_PUBLIC_OPTIONS
 
 TORCH_LIBRARY_IMPL(cgx, CompositeImplicitAutograd, m) {

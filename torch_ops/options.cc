@@ -1,6 +1,7 @@
 #include "options.h"
 
 #include <array>
+#include <charconv>
 #include <string_view>
 #include <tuple>
 #include <vector>
@@ -21,14 +22,6 @@ constexpr std::array<Choice, 5> kOps = {{{"sum", CGX_SUM},
                                          {"min", CGX_MIN},
                                          {"max", CGX_MAX},
                                          {"product", CGX_PRODUCT}}};
-constexpr std::array<Choice, 3> kRoundings = {
-    {{"nearest", CGX_NEAREST}, {"stochastic", CGX_STOCHASTIC}, {"shift", CGX_SHIFT}}};
-constexpr std::array<Choice, 5> kAlgorithms = {{{"auto", CGX_AUTO},
-                                                {"one_shot", CGX_ONE_SHOT},
-                                                {"sra", CGX_SRA},
-                                                {"ring", CGX_RING},
-                                                {"hierarchical", CGX_HIERARCHICAL}}};
-
 // The value is whether torch's collectives carry it.
 constexpr std::array<Choice, 2> kCarriers = {{{"native", 0}, {"c10d", 1}}};
 
@@ -43,7 +36,25 @@ int32_t choose(const std::array<Choice, n>& choices, const char* what, std::stri
                                        "' is unknown; use one of ", known));
 }
 
-bool valid_bits(int64_t bits) { return (bits >= 1 && bits <= 8) || bits == 32; }
+// ---- packed calls --------------------------------------------------------------------------
+
+constexpr std::string_view kName = " name=";
+
+[[noreturn]] void refuse(std::string_view call) {
+  C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: '", call, "' is no packed call; ",
+                                       "such as 'op=sum depth=0 bits=4 name=' is one"));
+}
+
+// Takes "<key>value " off the front of `rest`, which is a part of `call`.
+std::string_view take(std::string_view call, std::string_view key, std::string_view* rest) {
+  const size_t end = rest->find(' ');
+  if (rest->substr(0, key.size()) != key || end == rest->npos) refuse(call);
+  const std::string_view value = rest->substr(key.size(), end - key.size());
+  rest->remove_prefix(end + 1);
+  return value;
+}
+
+// ---- checks --------------------------------------------------------------------------------
 
 bool is_linear(int32_t op) { return op == CGX_SUM || op == CGX_AVG; }
 
@@ -75,62 +86,53 @@ void check_tensor(const at::Tensor& x) {
 
 }  // namespace
 
-Options::Options(int64_t bits, int64_t bucket_size, std::string_view op, std::string_view rounding,
-                 std::string_view algorithm, int64_t gather_bits, int64_t intra_bits,
-                 bool skip_incomplete_buckets, int64_t minimal_size, std::string_view name,
-                 int64_t depth, std::string_view group_name, std::string_view carrier)
-    : bits(bits),
-      bucket_size(bucket_size),
-      op(op),
-      rounding(rounding),
-      algorithm(algorithm),
-      gather_bits(gather_bits),
-      intra_bits(intra_bits),
-      skip_incomplete_buckets(skip_incomplete_buckets),
-      minimal_size(minimal_size),
-      name(name),
+Options::Options(std::string_view op, int64_t depth, std::string_view config, std::string_view name,
+                 std::string_view group_name, std::string_view carrier)
+    : op(op),
       depth(depth),
+      config_text(config),
+      name(name),
       group_name(group_name),
-      carrier(carrier) {}
+      carrier(carrier) {
+  if (cgx_config_parse(config_text.c_str(), &this->config) != CGX_OK) {
+    C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: ", cgx_last_error()));
+  }
+}
+
+std::string Options::pack() const {
+  std::string call = "op=";
+  call.append(op).append(" depth=").append(std::to_string(depth)).append(" ").append(config_text);
+  return call.append(kName).append(name);
+}
+
+Options Options::unpack(std::string_view call, std::string_view group_name,
+                        std::string_view carrier) {
+  std::string_view rest = call;
+  const std::string_view op = take(call, "op=", &rest), depth = take(call, "depth=", &rest);
+  int64_t number = -1;
+  std::from_chars(depth.data(), depth.data() + depth.size(), number);
+  const size_t name = rest.find(kName);  // the last: it may hold anything
+  if (number < 0 || name == rest.npos) refuse(call);
+  return {op, number, rest.substr(0, name), rest.substr(name + kName.size()), group_name, carrier};
+}
 
 void Options::check(const at::Tensor& x) const {
   check_tensor(x);
-  if (!valid_bits(bits)) {
-    C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: bits is ", bits,
-                                         "; use 1 to 8, or 32 for an exact sum"));
-  }
-  if (gather_bits != 0 && !valid_bits(gather_bits)) {
-    C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: gather_bits is ", gather_bits,
-                                         "; use None (as bits), 1 to 8, or 32"));
-  }
-  if (intra_bits != 0 && !valid_bits(intra_bits)) {
-    C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: intra_bits is ", intra_bits,
-                                         "; use None (exact), 1 to 8, or 32"));
-  }
-  if (bucket_size < 1) {
-    C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: bucket_size is ", bucket_size,
-                                         "; it must be at least 1 (512 is a good start)"));
-  }
-  if (minimal_size < 0) {
-    C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: minimal_size is ", minimal_size,
-                                         "; it must be 0 or more"));
-  }
   const int32_t reduction = choose(kOps, "op", op);
-  choose(kRoundings, "rounding", rounding);
-  choose(kAlgorithms, "algorithm", algorithm);
   choose(kCarriers, "carrier", carrier);
-  if (carried() && (algorithm == "ring" || algorithm == "hierarchical")) {
+  if (carried() && (config.algorithm == CGX_RING || config.algorithm == CGX_HIERARCHICAL)) {
     C10_THROW_ERROR(ValueError,
                     c10::str("cgx::quantized_allreduce: carrier 'c10d' has no algorithm '",
-                             algorithm, "'; use auto, sra or one_shot"));
+                             config.algorithm == CGX_RING ? "ring" : "hierarchical",
+                             "'; use auto, sra or one_shot"));
   }
   if (carried() && x.is_cuda()) {
     C10_THROW_ERROR(TypeError, c10::str("cgx::quantized_allreduce: the tensor is on ", x.device(),
                                         ", and what carrier 'c10d' sends is encoded on the CPU: "
                                         "use carrier='native', or x.cpu()"));
   }
-  if (!is_linear(reduction) && bits != 32) {
-    C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: op '", op, "' at ", bits,
+  if (!is_linear(reduction) && config.bits != 32) {
+    C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: op '", op, "' at ", config.bits,
                                          " bits; only sum and avg can be quantized: use bits=32"));
   }
 }
@@ -152,30 +154,18 @@ cgx_collective_t Options::collective() const {
   auto c = make<cgx_collective_t>();
   c.verb = CGX_ALLREDUCE;
   c.op = choose(kOps, "op", op);
-  c.algorithm = choose(kAlgorithms, "algorithm", algorithm);
-  c.rounding = choose(kRoundings, "rounding", rounding);
-  c.gather_bits = static_cast<int32_t>(gather_bits);
-  c.intra_bits = static_cast<int32_t>(intra_bits);
-  c.skip_incomplete_buckets = skip_incomplete_buckets ? 1 : 0;
-  c.minimal_size = minimal_size;
+  c.config = config;
   c.name = name.c_str();
   c.occurrence = -1;
   return c;
 }
 
-// A tuple, because compiled autograd turns loose integers into graph inputs and compares whole
-// tuples: all of these shape the program.
-c10::IValue Options::pack() const {
-  return std::make_tuple(bits, bucket_size, op, rounding, algorithm, gather_bits, intra_bits,
-                         skip_incomplete_buckets, minimal_size, name, depth, group_name, carrier);
-}
+// A tuple, because compiled autograd compares whole tuples: all of these shape the program.
+c10::IValue Options::value() const { return std::make_tuple(pack(), group_name, carrier); }
 
-Options Options::unpack(const c10::IValue& packed) {
-  const std::vector<c10::IValue> e = packed.toTuple()->elements().vec();
-  return {e[0].toInt(),       e[1].toInt(),       e[2].toStringRef(), e[3].toStringRef(),
-          e[4].toStringRef(), e[5].toInt(),       e[6].toInt(),       e[7].toBool(),
-          e[8].toInt(),       e[9].toStringRef(), e[10].toInt(),      e[11].toStringRef(),
-          e[12].toStringRef()};
+Options Options::of(const c10::IValue& value) {
+  const std::vector<c10::IValue> e = value.toTuple()->elements().vec();
+  return unpack(e[0].toStringRef(), e[1].toStringRef(), e[2].toStringRef());
 }
 
 }  // namespace cgx::torch_ops

@@ -1,6 +1,7 @@
 // What a caller of quantized_allreduce may say besides the tensor, and the checks of both.
 //
-//   1. Options: the operator's arguments after the tensor
+//   1. Options: how values travel and what else a call has; packed into one text, which operators
+//      hand on
 //   2. check(): refuses what cannot work, before anything is drawn, allocated or sent; the kernels
 //      and the tracing (Meta) kernels share it, so that a model fails alike compiled and not
 //   3. collective(): the same as cgx.h wants it
@@ -19,48 +20,34 @@
 
 namespace cgx::torch_ops {
 
-// The dispatcher takes plain functions, so every kernel lists these: what it is declared with, and
-// what it hands on. The schemas in library.cc have them in the same order.
-#define CGX_KERNEL_PARAMETERS                                                                   \
-  const std::optional<at::Tensor>&seed, int64_t bits, int64_t bucket_size, std::string_view op, \
-      std::string_view rounding, std::string_view algorithm, int64_t gather_bits,               \
-      int64_t intra_bits, bool skip_incomplete_buckets, int64_t minimal_size,                   \
-      std::string_view name, int64_t depth
-#define CGX_KERNEL_OPTIONS                                                                      \
-  bits, bucket_size, op, rounding, algorithm, gather_bits, intra_bits, skip_incomplete_buckets, \
-      minimal_size, name, depth
-// Likewise for the public operators.
-#define CGX_PUBLIC_PARAMETERS                                                                    \
-  int64_t bits, int64_t bucket_size, std::string_view op, std::string_view group_name,           \
-      std::string_view rounding, std::string_view algorithm, std::optional<int64_t> gather_bits, \
-      std::optional<int64_t> intra_bits, bool skip_incomplete_buckets, int64_t minimal_size,     \
-      std::string_view name, std::string_view carrier
+// An int64 scalar; none where nothing is rounded at random.
+using Seed = std::optional<at::Tensor>;
 
 struct Options {
-  Options(int64_t bits, int64_t bucket_size, std::string_view op, std::string_view rounding,
-          std::string_view algorithm, int64_t gather_bits, int64_t intra_bits,
-          bool skip_incomplete_buckets, int64_t minimal_size, std::string_view name, int64_t depth,
+  // `config` is a text of cgx_config_parse. Throws ValueError for one that makes no sense.
+  Options(std::string_view op, int64_t depth, std::string_view config, std::string_view name,
           std::string_view group_name, std::string_view carrier = "native");
 
-  int64_t bits;
-  int64_t bucket_size;
   std::string op;
-  std::string rounding;
-  std::string algorithm;
-  int64_t gather_bits;
-  int64_t intra_bits;
-  bool skip_incomplete_buckets;
-  int64_t minimal_size;
-  std::string name;
   int64_t depth;  // 0: a forward call, n: the gradient of one of depth n - 1
+  std::string config_text;
+  cgx_config_t config;
+  std::string name;
   std::string group_name;
   std::string carrier;
+
+  // What operators under the public ones take, "op=sum depth=0 bits=4 ... name=": all but the
+  // group and the carrier.
+  std::string pack() const;
+  // Throws ValueError for what pack() does not write.
+  static Options unpack(std::string_view call, std::string_view group_name,
+                        std::string_view carrier = "native");
 
   // Throws ValueError (options) or TypeError (tensor), naming the remedy.
   void check(const at::Tensor& x) const;
 
   // Whether rounding needs a random seed.
-  bool random() const { return rounding != "nearest" && bits < 32; }
+  bool random() const { return config.rounding != CGX_NEAREST && config.bits < 32; }
   // Whether torch's own collectives move the bytes.
   bool carried() const { return carrier == "c10d"; }
 
@@ -71,9 +58,9 @@ struct Options {
   // Every field but comm, seed, buffers and segments. Points into this object.
   cgx_collective_t collective() const;
 
-  // One value that autograd can keep and compare.
-  c10::IValue pack() const;
-  static Options unpack(const c10::IValue& packed);
+  // The whole as one value that autograd can keep and compare.
+  c10::IValue value() const;
+  static Options of(const c10::IValue& value);
 };
 
 }  // namespace cgx::torch_ops

@@ -43,15 +43,13 @@ std::shared_ptr<Message> MakeMessage(const ffi::RemainingArgs& args, const ffi::
   collective.dtype = ToDtype(GetBuffer<ffi::AnyBuffer>(args, 0).element_type());
   collective.occurrence = -1;  // the order of calls is that of the program
   auto message = std::make_shared<Message>(collective, Text(attributes, "name"));
-  const auto bits = static_cast<int32_t>(GetAttribute<int64_t>(attributes, "bits"));
-  const auto bucket_size = GetAttribute<int64_t>(attributes, "bucket_size");
+  const auto bits = static_cast<int32_t>(collective.config.bits);
   for (size_t i = 0; i < rets.size(); ++i) {
     const auto values = GetBuffer<ffi::AnyBuffer>(args, i);
     auto result = GetBuffer<ffi::AnyBuffer>(rets, i);
     message->Add({static_cast<const std::byte*>(values.untyped_data()),
                   static_cast<std::byte*>(result->untyped_data()), /*error=*/nullptr, bits,
-                  values.dimensions()[0], values.dimensions()[1]},
-                 bucket_size);
+                  values.dimensions()[0], values.dimensions()[1]});
   }
   return message;
 }

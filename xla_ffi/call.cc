@@ -62,8 +62,7 @@ void Call::Complete(cgx_status_t status, const std::string& message) {
   }
 }
 
-void CompleteSoon(const std::shared_ptr<Call>& call, cgx_status_t status,
-                  const std::string& text) {
+void CompleteSoon(const std::shared_ptr<Call>& call, cgx_status_t status, const std::string& text) {
   try {
     CompletionPool::get().run([call, status, text] { call->Complete(status, text); });
   } catch (const std::exception& error) {  // no memory for the task
@@ -82,15 +81,16 @@ Message::Message(const Site& site, std::string key, int32_t dtype, int64_t divis
   collective.divisor = divisor;
 }
 
-void Message::Add(const Leaf& leaf, int64_t bucket_size, int64_t at) {
+void Message::Add(const Leaf& leaf, int64_t at) {
+  const int64_t bucket_size = collective.config.bucket_size;
   for (int64_t row = 0; row < leaf.batch; ++row) {
     segments_.push_back({at + row * leaf.numel, leaf.numel, bucket_size, leaf.bits, 0});
     if (row == 0) examples_.push_back(segments_.back());
   }
 }
 
-void Message::Add(const Leaf& leaf, int64_t bucket_size) {
-  Add(leaf, bucket_size, /*at=*/0);
+void Message::Add(const Leaf& leaf) {
+  Add(leaf, /*at=*/0);
   for (int64_t row = 0; row < leaf.batch; ++row) {
     const int64_t at = row * leaf.numel * SizeOf(collective.dtype);
     inputs_.push_back(leaf.values + at);
@@ -118,7 +118,7 @@ const cgx_collective_t& Message::On(int32_t comm) {
 // Each example of a vmap is to be reduced as if it were alone, so "auto" must go by the size of
 // one.
 void Message::PickAlgorithm() {
-  if (collective.algorithm != CGX_AUTO || examples_.size() == segments_.size()) return;
+  if (collective.config.algorithm != CGX_AUTO || examples_.size() == segments_.size()) return;
   cgx_collective_t one = collective;
   int64_t end = 0;
   for (cgx_segment_t& example : examples_) {
@@ -129,7 +129,7 @@ void Message::PickAlgorithm() {
   one.input = one.output = this;  // not looked at: only the sizes count
   auto plan = make<cgx_plan_t>();
   check(cgx_plan(&one, &plan));
-  collective.algorithm = plan.algorithm;
+  collective.config.algorithm = plan.algorithm;
 }
 
 std::shared_ptr<Message> AsRank(const Operands& operands, const Site& site, int64_t rank,
@@ -137,11 +137,11 @@ std::shared_ptr<Message> AsRank(const Operands& operands, const Site& site, int6
   auto message = std::make_shared<Message>(site, std::move(key), operands.dtype, /*divisor=*/0);
   message->noise_rank = static_cast<int32_t>(rank);
   if (site.collective().verb == CGX_ALLREDUCE) {
-    for (const Leaf& leaf : operands.leaves) message->Add(leaf, site.bucket_size());
+    for (const Leaf& leaf : operands.leaves) message->Add(leaf);
     return message;
   }
   const Leaf& leaf = operands.leaves[0];
-  message->Add(leaf, site.bucket_size(), /*at=*/0);
+  message->Add(leaf, /*at=*/0);
   message->collective.input = leaf.values;
   message->collective.output = leaf.result;
   message->collective.block_numel = leaf.elements();

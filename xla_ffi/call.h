@@ -80,9 +80,9 @@ class Message {
   Message(const Site& site, std::string key, int32_t dtype, int64_t divisor);
 
   // Adds a leaf's segments, wherever its buffers are; an error may be null.
-  void Add(const Leaf& leaf, int64_t bucket_size);
+  void Add(const Leaf& leaf);
   // Adds a leaf's segments, `at` elements into the buffers (or blocks) that the collective has.
-  void Add(const Leaf& leaf, int64_t bucket_size, int64_t at);
+  void Add(const Leaf& leaf, int64_t at);
 
   // The collective, pointed to all of that.
   const cgx_collective_t& On(int32_t comm);

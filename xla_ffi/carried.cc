@@ -32,7 +32,6 @@ class CarriedCall {
  public:
   CarriedCall(const ffi::Dictionary& attributes, const U32Buffer& rank)
       : bits_(GetList(attributes, "bits")),
-        bucket_size_(GetAttribute<int64_t>(attributes, "bucket_size")),
         collective_(GetSettings(attributes)),
         carried_(make<cgx_carried_t>()) {
     collective_.verb = CGX_ALLREDUCE;
@@ -81,7 +80,7 @@ class CarriedCall {
   const cgx_carried_t* get() const { return &carried_; }
   int64_t rank() const { return carried_.rank; }
   int64_t size() const { return carried_.size; }
-  bool one_shot() const { return collective_.algorithm == CGX_ONE_SHOT; }
+  bool one_shot() const { return algorithm_ == CGX_ONE_SHOT; }
   // Bytes to each rank from each other one, and from each rank to everyone.
   const std::vector<int64_t>& scatter_bytes() const { return scatter_bytes_; }
   const std::vector<int64_t>& gather_bytes() const { return gather_bytes_; }
@@ -92,8 +91,9 @@ class CarriedCall {
   void AddSegments(const ffi::AnyBuffer& leaf, int64_t bits) {
     Require(leaf.dimensions().size() == 2, "leaves");
     collective_.dtype = ToDtype(leaf.element_type());
-    segments_.resize(segments_.size() + leaf.dimensions()[0],
-                     {0, leaf.dimensions()[1], bucket_size_, static_cast<int32_t>(bits), 0});
+    segments_.resize(
+        segments_.size() + leaf.dimensions()[0],
+        {0, leaf.dimensions()[1], collective_.config.bucket_size, static_cast<int32_t>(bits), 0});
     collective_.segments = segments_.data();
     collective_.num_segments = static_cast<int64_t>(segments_.size());
   }
@@ -107,14 +107,13 @@ class CarriedCall {
   void Plan() {
     scatter_bytes_.resize(size());
     gather_bytes_.resize(size());
-    check(cgx_carried_plan(&carried_, &collective_.algorithm, scatter_bytes_.data(),
-                           gather_bytes_.data()));
+    check(cgx_carried_plan(&carried_, &algorithm_, scatter_bytes_.data(), gather_bytes_.data()));
   }
 
   const std::vector<int64_t> bits_;  // of each leaf
-  const int64_t bucket_size_;
   cgx_collective_t collective_;
   cgx_carried_t carried_;
+  int32_t algorithm_ = CGX_AUTO;  // that of the plan
   std::vector<cgx_segment_t> segments_;
   std::vector<void*> values_, errors_;  // of each segment
   std::vector<int64_t> seeds_, scatter_bytes_, gather_bytes_;

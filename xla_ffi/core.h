@@ -89,19 +89,13 @@ inline std::vector<int64_t> GetList(const ffi::Dictionary& attributes, std::stri
   return {span.begin(), span.end()};
 }
 
-// The settings that all custom calls have (knob_attributes of cgx_ops/jax/_calls.py).
+// What all custom calls have: an op, and how values travel (call_attributes of
+// cgx_ops/jax/_calls.py).
 inline cgx_collective_t GetSettings(const ffi::Dictionary& attributes) {
-  const auto number = [&](std::string_view name) {
-    return static_cast<int32_t>(GetAttribute<int64_t>(attributes, name));
-  };
   auto collective = make<cgx_collective_t>();
-  collective.op = number("op");
-  collective.algorithm = number("algorithm");
-  collective.rounding = number("rounding");
-  collective.gather_bits = number("gather_bits");
-  collective.intra_bits = number("intra_bits");
-  collective.skip_incomplete_buckets = number("skip_incomplete_buckets");
-  collective.minimal_size = GetAttribute<int64_t>(attributes, "minimal_size");
+  collective.op = static_cast<int32_t>(GetAttribute<int64_t>(attributes, "op"));
+  const std::string config(GetAttribute<std::string_view>(attributes, "config"));
+  collective.config = config_of(config.c_str());
   return collective;
 }
 

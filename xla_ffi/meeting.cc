@@ -190,7 +190,7 @@ std::shared_ptr<Message> Meeting::ReduceAll() {
     whole.values = whole.result = sent_.get() + at;
     whole.error = lost_ ? lost_.get() + at : nullptr;
     Sum(calls_, i, /*first=*/0, whole.elements(), sent_.get() + at);
-    message->Add(whole, site_.bucket_size());
+    message->Add(whole);
     at += 4 * whole.elements();
   }
   message->seeds = calls_[0]->seeds();
@@ -214,7 +214,7 @@ std::shared_ptr<Message> Meeting::ReduceScatter() {
     }
   }
   for (int64_t place = 0; place < locals; ++place) {
-    message->Add(leaf, site_.bucket_size(), place * block);
+    message->Add(leaf, place * block);
     AddSeeds(*calls_[0], place, message.get());
   }
   message->collective.input = sent_.get();
@@ -233,7 +233,7 @@ std::shared_ptr<Message> Meeting::Gather() {
   for (int64_t place = 0; place < locals; ++place) {
     const Leaf& leaf = calls_[place]->leaves()[0];
     std::memcpy(sent_.get() + place * bytes, leaf.values, bytes);
-    message->Add(leaf, site_.bucket_size(), place * block);
+    message->Add(leaf, place * block);
     AddSeeds(*calls_[place], place, message.get());
   }
   message->collective.input = sent_.get();

@@ -73,8 +73,7 @@ ffi::TypeId Site::id = {};
 ffi::TypeId CudaSite::id = {};
 
 Site::Site(const ffi::Dictionary& attributes)
-    : bucket_size_(GetAttribute<int64_t>(attributes, "bucket_size")),
-      named_(GetAttribute<int64_t>(attributes, "named") != 0),
+    : named_(GetAttribute<int64_t>(attributes, "named") != 0),
       returns_errors_(GetAttribute<int64_t>(attributes, "errors") != 0),
       collective_(GetSettings(attributes)),
       serial_(next_serial++) {

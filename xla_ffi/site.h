@@ -82,15 +82,13 @@ class Site {
     int64_t batch;  // equal segments in the operand: the examples of a vmap
   };
   const std::vector<Leaf>& leaves() const { return leaves_; }
-  int64_t bucket_size() const { return bucket_size_; }
-  // Everything that the attributes fix: verb, op, algorithm, rounding and so on.
+  // Everything that the attributes fix: verb, op and config.
   cgx_collective_t collective() const { return collective_; }
 
  private:
   std::vector<Group> groups_;
   std::vector<int64_t> devices_;  // empty where XLA tells a handler its partition
   std::vector<Leaf> leaves_;
-  int64_t bucket_size_;
   bool named_, returns_errors_;
   cgx_collective_t collective_;
   int64_t serial_;

@@ -7,6 +7,7 @@
 #include "api.h"
 #include "base/checks.h"
 #include "compressor/codec.h"
+#include "config.h"
 #include "device/codec.h"
 #include "kernel/kernels.h"
 
@@ -32,19 +33,20 @@ struct Call {
 Call make_call(const cgx_codec_t* codec, int64_t numel) {
   check_struct(codec, "cgx_codec_t");
   in_range("numel", numel, 0, kMostElements, kCountsAccepted);
-  in_range("rounding", codec->rounding, 0, CGX_SHIFT, "a cgx_rounding_t");
+  const cgx_config_t& config = codec->config;
+  check_config(config);
   in_range("device", codec->device, CGX_CPU, CGX_CUDA, "a cgx_device_t");
   in_range("rank", codec->rank, 0, INT32_MAX, "0 or more");
   in_range("phase", codec->phase, 0, INT32_MAX, "0 or more");
-  const CodecSettings settings{to_dtype(codec->dtype), codec->bits, codec->bucket_size,
-                               codec->skip_incomplete_buckets != 0};
+  const CodecSettings settings{to_dtype(codec->dtype), static_cast<int>(config.bits),
+                               config.bucket_size, config.skip_incomplete_buckets != 0};
   auto made = make_codec(settings);
   const int64_t grain = made->sliced() ? made->sliced()->grain() : 1;
   require(codec->first_index >= 0 && codec->first_index <= INT64_MAX - numel &&
               codec->first_index % grain == 0,
           CGX_INVALID_ARGUMENT, "first_index is ", codec->first_index,
           "; accepted: a multiple of bucket_size, ", grain);
-  const Rounding rounding{static_cast<RoundingMode>(codec->rounding),
+  const Rounding rounding{static_cast<RoundingMode>(config.rounding),
                           static_cast<uint64_t>(codec->seed), static_cast<uint32_t>(codec->rank),
                           static_cast<uint32_t>(codec->phase)};
   return {std::move(made), {settings, rounding, numel, codec->first_index}};

@@ -9,15 +9,17 @@
 #include "base/hash.h"
 #include "base/seeds.h"
 #include "base/status.h"
+#include "config.h"
 
 namespace cgx {
 namespace {
 
-constexpr int64_t kSmallestCompressed = 16;  // fewer elements cost more as a bucket than exact
-
-void check_bits(const char* what, int64_t bits) {
-  require((bits >= 1 && bits <= 8) || bits == kExactBits, CGX_INVALID_ARGUMENT, what, " is ", bits,
-          "; accepted: 1 to 8, or 32 for exact values");
+// A segment travels as its call says, but in bits and buckets of its own.
+cgx_config_t segment_config(const cgx_collective_t& call, int64_t bits, int64_t bucket_size) {
+  cgx_config_t config = call.config;
+  config.bits = bits;
+  config.bucket_size = bucket_size;
+  return config;
 }
 
 // Segments that lie in one buffer must not overlap. Lists of pointers are the caller's word.
@@ -41,9 +43,7 @@ void check_segments(const cgx_collective_t& call, int64_t most) {
             CGX_INVALID_ARGUMENT, "segment ", i, " has offset ", segment.offset, " and numel ",
             segment.numel, "; all ranks' elements together may be 2^59 at most");
     total += segment.numel;
-    require(segment.bucket_size >= 1, CGX_INVALID_ARGUMENT, "bucket_size is ", segment.bucket_size,
-            "; accepted: 1 or more");
-    check_bits("bits", segment.bits);
+    check_config(segment_config(call, segment.bits, segment.bucket_size));
     require(block_numel == 0 || segment.offset + segment.numel <= block_numel, CGX_INVALID_ARGUMENT,
             "segment ", i, " ends at element ", segment.offset + segment.numel,
             ", behind the block of ", block_numel);
@@ -83,13 +83,13 @@ const char* op_name(int op) {
   static constexpr const char* kNames[] = {"sum", "avg", "min", "max", "product"};
   return name_of(kNames, op);
 }
-const char* algorithm_name(int algorithm) {
-  static constexpr const char* kNames[] = {"auto", "one_shot", "sra", "ring", "hierarchical"};
-  return name_of(kNames, algorithm);
-}
-const char* rounding_name(int rounding) {
-  static constexpr const char* kNames[] = {"nearest", "stochastic", "shift"};
-  return name_of(kNames, rounding);
+// Of a config, by the name of its field; without the quotes of its text form.
+std::string config_word(std::string_view name, int64_t number) {
+  const auto table = config_table();
+  const auto field = std::find_if(table.begin(), table.end(),
+                                  [&](const ConfigField& row) { return row.name == name; });
+  const std::string text = config_text(*field, number);
+  return text.front() == '\'' ? text.substr(1, text.size() - 2) : text;
 }
 
 // Lists of pointers: complete, and for calls that have them.
@@ -134,13 +134,8 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
   plan.verb = in_range<cgx_verb_t>("verb", call.verb, 0, CGX_ALL_GATHER, "a cgx_verb_t");
   plan.dtype = in_range<Dtype>("dtype", call.dtype, 0, CGX_BFLOAT16, "a cgx_dtype_t");
   plan.op = in_range<Op>("op", call.op, 0, CGX_PRODUCT, "sum, avg, min, max, product");
-  in_range<int>("algorithm", call.algorithm, 0, CGX_HIERARCHICAL,
-                "auto, one_shot, sra, ring, hierarchical");
-  plan.rounding_mode =
-      in_range<RoundingMode>("rounding", call.rounding, 0, CGX_SHIFT, "nearest, stochastic, shift");
-  in_range("minimal_size", call.minimal_size, 0, INT64_MAX, "0 or more");
-  if (call.gather_bits != 0) check_bits("gather_bits", call.gather_bits);
-  if (call.intra_bits != 0) check_bits("intra_bits", call.intra_bits);
+  check_config(segment_config(call, kExactBits, /*bucket_size=*/1));  // also without segments
+  plan.rounding_mode = static_cast<RoundingMode>(call.config.rounding);
   in_range("divisor", call.divisor, 0, INT64_MAX, "1 or more, or 0 for the number of ranks");
   check_segments(call, kMostElements / size);
   check_lists(call, plan, used);
@@ -157,7 +152,8 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
                                                      : call.output);
   const bool in_one_buffer = !call.inputs && !call.outputs;
   plan.block_numel = in_one_buffer ? call.block_numel : 0;
-  const int64_t smallest = std::max(kSmallestCompressed, call.minimal_size);
+  const cgx_config_t& config = call.config;
+  const int64_t smallest = std::max<int64_t>(CGX_SMALLEST_COMPRESSED, config.minimal_size);
   bool compressed = false;
   for (int64_t i = 0; i < call.num_segments; ++i) {
     const auto& given = call.segments[i];
@@ -178,15 +174,17 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     if (call.errors) segment.error = static_cast<std::byte*>(call.errors[i]);
     // A bucket larger than the segment: one, with the same bytes, whose size cannot overflow.
     const int64_t bucket_size =
-        call.skip_incomplete_buckets
+        config.skip_incomplete_buckets
             ? std::min(given.bucket_size, given.numel + 1)
             : std::min(given.bucket_size, std::max<int64_t>(1, given.numel));
     const CodecSettings codec{plan.dtype, given.numel < smallest ? kExactBits : given.bits,
-                              bucket_size, call.skip_incomplete_buckets != 0};
+                              bucket_size, config.skip_incomplete_buckets != 0};
     segment.codecs.each.fill(codec);
     if (codec.bits != kExactBits) {
-      segment.codecs[Way::kIntra].bits = call.intra_bits != 0 ? call.intra_bits : kExactBits;
-      if (call.gather_bits != 0) segment.codecs[Way::kGather].bits = call.gather_bits;
+      segment.codecs[Way::kIntra].bits =
+          config.intra_bits != 0 ? static_cast<int>(config.intra_bits) : kExactBits;
+      if (config.gather_bits != 0)
+        segment.codecs[Way::kGather].bits = static_cast<int>(config.gather_bits);
     }
     compressed |= given.bits != kExactBits;
     if (call.block_numel == 0 && in_one_buffer)
@@ -203,7 +201,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
   };
   if (used.input && !call.inputs) check_buffer("input", call.input);
   if (used.output && !call.outputs) check_buffer("output", call.output);
-  if (plan.verb == CGX_ALLREDUCE) plan.algorithm = static_cast<cgx_algorithm_t>(call.algorithm);
+  if (plan.verb == CGX_ALLREDUCE) plan.algorithm = static_cast<cgx_algorithm_t>(config.algorithm);
   return plan;
 }
 
@@ -214,11 +212,11 @@ Agreement make_agreement(const cgx_collective_t& call, const Plan& plan) {
   agreement.dtype = call.dtype;
   agreement.op = call.op;
   agreement.algorithm = plan.algorithm;
-  agreement.rounding = call.rounding;
-  agreement.gather_bits = call.gather_bits;
-  agreement.intra_bits = call.intra_bits;
-  agreement.skip_incomplete_buckets = call.skip_incomplete_buckets != 0;
-  agreement.minimal_size = call.minimal_size;
+  agreement.rounding = static_cast<int32_t>(call.config.rounding);
+  agreement.gather_bits = static_cast<int32_t>(call.config.gather_bits);
+  agreement.intra_bits = call.config.intra_bits;
+  agreement.skip_incomplete_buckets = static_cast<int32_t>(call.config.skip_incomplete_buckets);
+  agreement.minimal_size = call.config.minimal_size;
   agreement.num_segments = call.num_segments;
   if (plan.verb != CGX_ALLREDUCE) agreement.block_numel = plan.block_numel;
   if (plan.op == Op::kAvg) agreement.divisor = plan.divisor;
@@ -244,7 +242,7 @@ std::string difference(const Agreement& left, const Agreement& right) {
       {"divisor", [](const Agreement& a) { return std::to_string(a.divisor); }},
       {"bits", [](const Agreement& a) { return std::to_string(a.bits); }},
       {"bucket_size", [](const Agreement& a) { return std::to_string(a.bucket_size); }},
-      {"rounding", [](const Agreement& a) -> std::string { return rounding_name(a.rounding); }},
+      {"rounding", [](const Agreement& a) { return config_word("rounding", a.rounding); }},
       {"gather_bits", [](const Agreement& a) { return std::to_string(a.gather_bits); }},
       {"intra_bits", [](const Agreement& a) { return std::to_string(a.intra_bits); }},
       {"minimal_size", [](const Agreement& a) { return std::to_string(a.minimal_size); }},
@@ -252,7 +250,7 @@ std::string difference(const Agreement& left, const Agreement& right) {
        [](const Agreement& a) { return std::to_string(a.skip_incomplete_buckets); }},
       {"number of segments", [](const Agreement& a) { return std::to_string(a.num_segments); }},
       {"block_numel", [](const Agreement& a) { return std::to_string(a.block_numel); }},
-      {"algorithm", [](const Agreement& a) -> std::string { return algorithm_name(a.algorithm); }},
+      {"algorithm", [](const Agreement& a) { return config_word("algorithm", a.algorithm); }},
   };
   std::string text;
   for (const auto& row : rows) {

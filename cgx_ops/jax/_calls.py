@@ -1,4 +1,4 @@
-"""What all custom calls take: leaves and then seeds as operands, the core's knobs as attributes."""
+"""What all custom calls take: leaves and then seeds as operands; an op and a config."""
 
 from typing import Any
 
@@ -14,16 +14,6 @@ def halves(values: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return tuple(values[:half]), tuple(values[half:])
 
 
-def knob_attributes(op: str, algorithm: str, config: Config) -> dict[str, Any]:
-    """Return an op, an algorithm and the other knobs, but for bits, as cgx.h numbers them."""
-    numbers = {
-        "op": _native.OPS[op],
-        "algorithm": _native.ALGORITHMS[algorithm],
-        "rounding": _native.ROUNDINGS[config.rounding],
-        "gather_bits": config.gather_bits or 0,
-        "intra_bits": config.intra_bits or 0,
-        "skip_incomplete_buckets": config.skip_incomplete_buckets,
-        "minimal_size": config.minimal_size,
-        "bucket_size": config.bucket_size,
-    }
-    return {knob: np.int64(number) for knob, number in numbers.items()}
+def call_attributes(op: str, config: Config) -> dict[str, Any]:
+    """Return what GetSettings of xla_ffi/core.h reads."""
+    return {"op": np.int64(_native.OPS[op]), "config": config.text}

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
@@ -23,7 +22,7 @@ from cgx_ops.comm import Communicator
 from cgx_ops.config import Algorithm, Config
 from cgx_ops.errors import Closed
 from cgx_ops.jax import _compat, _runtime
-from cgx_ops.jax._calls import halves, knob_attributes
+from cgx_ops.jax._calls import call_attributes, halves
 from cgx_ops.jax._keys import CallSeeds, example_seeds
 from cgx_ops.jax.psum import checked_config, checked_leaf, name_of
 
@@ -217,9 +216,7 @@ def _abstract_eval(*avals: Any, settings: _Settings) -> tuple[list[Any], set[_co
 
 
 def _lower(ctx: Any, *operands: Any, settings: _Settings, platform: _runtime.Platform) -> Any:
-    config = settings.config
-    attributes = knob_attributes(settings.op, config.algorithm, config)
-    attributes["bits"] = np.int64(config.bits)
+    attributes = call_attributes(settings.op, settings.config)
     attributes |= {"comm": settings.comm, "name": settings.name}
     (leaves, seeds), (leaf_avals, seed_avals) = halves(operands), halves(ctx.avals_in)
     avals_in = [*leaf_avals, _compat.seed_rows(sum(aval.shape[0] for aval in seed_avals))]

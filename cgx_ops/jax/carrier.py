@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_int32, c_int64
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -31,8 +31,9 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 from cgx_ops import _native
+from cgx_ops.config import Algorithm, Config
 from cgx_ops.jax import _compat, _runtime
-from cgx_ops.jax._calls import halves, knob_attributes
+from cgx_ops.jax._calls import call_attributes, halves
 
 if TYPE_CHECKING:
     from cgx_ops.jax.primitive import Settings
@@ -152,7 +153,7 @@ class _Plan:
         gather_bytes: from each rank to everyone.
     """
 
-    algorithm: str
+    algorithm: Algorithm
     scatter_bytes: list[int]
     gather_bytes: list[int]
 
@@ -161,14 +162,18 @@ def _plan(leaves: list[jax.ShapeDtypeStruct], ranks: int, settings: "Settings") 
     """Plan for leaves (batch, n). "auto" goes by one example, compressed as if it were alone."""
     shapes = [leaf.shape for leaf in leaves]
     ask = functools.partial(_ask_core, dtype=leaves[0].dtype.name, ranks=ranks, settings=settings)
-    example = ask([(1, numel) for _, numel in shapes], algorithm=settings.config.algorithm)
-    return ask(shapes, algorithm=example.algorithm)
+    example = ask([(1, numel) for _, numel in shapes], settings.config)
+    return ask(shapes, replace(settings.config, algorithm=example.algorithm))
 
 
 def _ask_core(
-    shapes: list[tuple[int, int]], *, algorithm: str, dtype: str, ranks: int, settings: "Settings"
+    shapes: list[tuple[int, int]],
+    config: Config,
+    *,
+    dtype: str,
+    ranks: int,
+    settings: "Settings",
 ) -> _Plan:
-    config = settings.config
     segments = [
         _native.Segment(0, numel, config.bucket_size, bits)
         for (batch, numel), bits in zip(shapes, settings.bits, strict=True)
@@ -180,10 +185,7 @@ def _ask_core(
         verb=_native.VERBS["allreduce"],
         dtype=_native.DTYPES[dtype],
         op=_native.OPS[settings.op],
-        algorithm=_native.ALGORITHMS[algorithm],
-        gather_bits=config.gather_bits or 0,
-        skip_incomplete_buckets=config.skip_incomplete_buckets,
-        minimal_size=config.minimal_size,
+        config=config.native,
         segments=(_native.Segment * len(segments))(*segments),
         num_segments=len(segments),
         inputs=nowhere,
@@ -192,7 +194,7 @@ def _ask_core(
     carried = _native.Carried(rank=0, size=ranks, call=ctypes.pointer(call))
     resolved, scatter, gather = c_int32(), (c_int64 * ranks)(), (c_int64 * ranks)()
     _native.call("cgx_carried_plan", byref(carried), byref(resolved), scatter, gather)
-    names = {number: name for name, number in _native.ALGORITHMS.items()}
+    names: dict[int, Any] = {number: name for name, number in _native.ALGORITHMS.items()}
     return _Plan(names[resolved.value], list(scatter), list(gather))
 
 
@@ -284,7 +286,7 @@ def _exchange(
 def _attributes(settings: "Settings", plan: _Plan, route: _Route) -> dict[str, Any]:
     """Return what CarriedSettings of xla_ffi/carried.cc holds."""
     return {
-        **knob_attributes(settings.op, plan.algorithm, settings.config),
+        **call_attributes(settings.op, replace(settings.config, algorithm=plan.algorithm)),
         "bits": np.asarray(settings.bits, np.int64),
         "size": np.int64(route.ranks),
         "divisor": np.int64(route.ranks * route.devices),

@@ -32,7 +32,7 @@ from jax.interpreters import ad, batching, mlir, xla
 from cgx_ops import _native
 from cgx_ops.config import Config
 from cgx_ops.jax import _compat, _runtime, carrier
-from cgx_ops.jax._calls import halves, knob_attributes
+from cgx_ops.jax._calls import call_attributes, halves
 from cgx_ops.jax._keys import example_seeds
 from cgx_ops.jax.launching import launcher
 
@@ -210,7 +210,7 @@ def _attributes(
     batch_axis = _BATCH_IN[settings.verb]
     leaves = halves(ctx.avals_in)[0]
     attributes = {
-        **knob_attributes(settings.op, settings.config.algorithm, settings.config),
+        **call_attributes(settings.op, settings.config),
         "verb": np.int64(_native.VERBS[settings.verb]),
         "bits": np.asarray(settings.bits, np.int64),
         "batches": np.asarray([leaf.shape[batch_axis] for leaf in leaves], np.int64),

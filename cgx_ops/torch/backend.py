@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 
 import cgx_ops
-from cgx_ops import Communicator, Config, _native, _torch_ops
+from cgx_ops import Communicator, Config, _torch_ops
 from cgx_ops.errors import CgxError, InvalidArgument, NotFound, Unsupported
 from cgx_ops.torch import _compat, launch
 from cgx_ops.torch.work import devices
@@ -155,17 +155,7 @@ def register() -> None:
 
 def _compression(config: Config) -> _torch_ops.Compression:
     """Return what the binding knows of a Config."""
-    return _torch_ops.Compression(
-        bits=config.bits,
-        bucket_size=config.bucket_size,
-        rounding=_native.ROUNDINGS[config.rounding],
-        algorithm=_native.ALGORITHMS[config.algorithm],
-        gather_bits=config.gather_bits or 0,
-        intra_bits=config.intra_bits or 0,
-        skip_incomplete_buckets=config.skip_incomplete_buckets,
-        minimal_size=config.minimal_size,
-        seed=config.seed,
-    )
+    return _torch_ops.Compression(config.text, config.seed)
 
 
 def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:

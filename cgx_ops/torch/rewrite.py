@@ -120,17 +120,8 @@ def trace(values: list[torch.Tensor], op: str, group: str, config: Config) -> to
     carrier = "native" if has_communicator(group) else "c10d"
 
     def reduce(*xs: torch.Tensor) -> list[torch.Tensor]:
-        options = {
-            "rounding": config.rounding,
-            "algorithm": config.algorithm,
-            "gather_bits": config.gather_bits,
-            "intra_bits": config.intra_bits,
-            "skip_incomplete_buckets": config.skip_incomplete_buckets,
-            "minimal_size": config.minimal_size,
-            "carrier": carrier,
-        }
-        arguments = config.bits, config.bucket_size, op, group
-        return torch.ops.cgx.quantized_allreduce_coalesced(list(xs), *arguments, **options)
+        options = {"op": op, "group_name": group, "carrier": carrier, **config.knobs}
+        return torch.ops.cgx.quantized_allreduce_coalesced(list(xs), **options)
 
     return _compat.trace(reduce, values)
 

@@ -101,7 +101,7 @@ void test_beside_others() {
       auto each = call_of(&segments[i], 1, input.data(), alone.data());
       each.comm = comm;
       each.op = CGX_AVG;
-      each.algorithm = CGX_ONE_SHOT;
+      each.config.algorithm = CGX_ONE_SHOT;
       each.seeds = &seeds[i];
       ok(cgx_run(&each));
     }
@@ -162,7 +162,7 @@ void test_refused() {
       auto call = call_of(&segment, 1, values.data(), results.data());
       call.comm = comm;
       call.verb = row.verb;
-      call.algorithm = row.algorithm;
+      call.config.algorithm = row.algorithm;
       CHECK(cgx_run(&call) == CGX_UNSUPPORTED, "verb %d", row.verb);
       const std::string text = cgx_last_error();
       CHECK(text.find(row.text) == 0 && text.find("pairs") != std::string::npos &&

@@ -93,10 +93,10 @@ class Rank {
     call.verb = given.verb;
     call.dtype = given.dtype;
     call.op = given.op;
-    call.algorithm = given.algorithm;
-    call.rounding = given.rounding;
-    call.gather_bits = given.gather_bits;
-    call.skip_incomplete_buckets = given.skip;
+    call.config.algorithm = given.algorithm;
+    call.config.rounding = given.rounding;
+    call.config.gather_bits = given.gather_bits;
+    call.config.skip_incomplete_buckets = given.skip;
     call.divisor = given.divisor;
     call.input = input_.data();
     call.output = given.in_place ? input_.data() : output_.data();

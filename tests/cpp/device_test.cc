@@ -114,10 +114,10 @@ void the_codec_alone() {
     for (const bool skip : {false, true}) {
       constexpr int64_t kNumel = 5000, kFirst = 1024, kMessages = 3;
       auto codec = cgx::make<cgx_codec_t>();
-      codec.bits = bits;
-      codec.bucket_size = 512;
-      codec.rounding = CGX_STOCHASTIC;
-      codec.skip_incomplete_buckets = skip;
+      codec.config.bits = bits;
+      codec.config.bucket_size = 512;
+      codec.config.rounding = CGX_STOCHASTIC;
+      codec.config.skip_incomplete_buckets = skip;
       codec.seed = 5;
       codec.rank = 2;
       codec.phase = 1;
@@ -225,7 +225,7 @@ void ranks_that_disagree_are_told_how() {
     std::function<void(Rank*)> change;
     const char* text;
   };
-  const Row rows[] = {{[](Rank* r) { r->call.rounding = CGX_STOCHASTIC; }, "rounding"},
+  const Row rows[] = {{[](Rank* r) { r->call.config.rounding = CGX_STOCHASTIC; }, "rounding"},
                       {[](Rank* r) { r->call.op = CGX_AVG; }, "op"},
                       {[](Rank* r) { r->call.name = "other"; }, ""}};
   for (const std::string type : {"SHM", "MPI"})

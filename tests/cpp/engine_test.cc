@@ -34,8 +34,8 @@ void test_results(const char* transport, int size) {
         ranks.run([&](int rank, int32_t comm) {
           results[rank] = values_of(rank, numel, 1);
           Allreduce allreduce(comm, &results[rank], bits);
-          allreduce.call.algorithm = algorithm;
-          allreduce.call.rounding = CGX_STOCHASTIC;
+          allreduce.call.config.algorithm = algorithm;
+          allreduce.call.config.rounding = CGX_STOCHASTIC;
           allreduce.call.seed = rank;
           ok(allreduce.run());
         });
@@ -105,7 +105,7 @@ void test_rank_that_stands_still(const char* transport) {
   ranks.run([&](int rank, int32_t comm) {
     std::vector<float> values(400'000, 1.0f), few(16, 1.0f);
     Allreduce ring(comm, &values, 32, "ring"), holds(comm, &few, 32, "holds");
-    ring.call.algorithm = CGX_RING;
+    ring.call.config.algorithm = CGX_RING;
     if (rank != 2) ring.call.timeout_s = 1;
     cgx_request_t* around = rank == 2 ? ring.start() : nullptr;
     if (rank != 2) std::this_thread::sleep_for(std::chrono::milliseconds(200));  // it is notified
@@ -166,7 +166,7 @@ void test_many_messages(const char* transport) {
     ranks.run([&](int rank, int32_t comm) {
       std::vector<float> values(3'000'000, static_cast<float>(rank));
       Allreduce allreduce(comm, &values, 32);
-      allreduce.call.algorithm = algorithm;
+      allreduce.call.config.algorithm = algorithm;
       ok(allreduce.run());
       for (const float value : values) CHECK(value == 3.0f, "%g, algorithm %d", value, algorithm);
     });
@@ -179,7 +179,7 @@ void test_many_ranks() {
   ranks.run([&](int, int32_t comm) {
     std::vector<float> values(20'000, 1.0f);
     Allreduce allreduce(comm, &values, 4);
-    allreduce.call.algorithm = CGX_SRA;
+    allreduce.call.config.algorithm = CGX_SRA;
     ok(allreduce.run());
     CHECK(values[0] == kSize && values.back() == kSize, "%g", values[0]);
   });
@@ -195,7 +195,7 @@ void test_one_huge_bucket() {
     allreduce.call.num_segments = 1;
     for (const int skip : {0, 1}) {
       values.assign(5000, 2.0f);
-      allreduce.call.skip_incomplete_buckets = skip;
+      allreduce.call.config.skip_incomplete_buckets = skip;
       ok(cgx_run(&allreduce.call));
       CHECK(values[0] == 4.0f && values[4999] == 4.0f, "%g", values[0]);
     }

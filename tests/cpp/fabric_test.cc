@@ -72,7 +72,7 @@ void ranks_that_disagree_are_told_before_anything_is_exchanged() {
     std::function<void(Rank*)> change;
     const char* text;
   };
-  const Row rows[] = {{[](Rank* r) { r->call.rounding = CGX_STOCHASTIC; }, "rounding"},
+  const Row rows[] = {{[](Rank* r) { r->call.config.rounding = CGX_STOCHASTIC; }, "rounding"},
                       {[](Rank* r) { r->call.op = CGX_AVG; }, "op"},
                       {[](Rank* r) { r->call.name = "other"; }, "name"}};
   for (const Row& row : rows) {

@@ -68,7 +68,7 @@ Body allreduce(int algorithm, int64_t numel, int bits, const char* name = nullpt
     for (int64_t i = 0; i < numel; ++i) values[i] = value(communicator.rank, i, number);
     const cgx_segment_t segment{0, numel, kBucket, bits, 0};
     auto call = plain_call(segment);
-    call.algorithm = algorithm;
+    call.config.algorithm = algorithm;
     call.name = name;
     call.input = call.output = values.data();
     communicator.run(call);

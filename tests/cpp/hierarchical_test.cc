@@ -44,8 +44,8 @@ void test_results(const Hosts& hosts) {
         auto& values = results[rank];
         for (int64_t i = 0; i < numel; ++i) values.push_back(value(rank, i));
         Allreduce allreduce(comm, &values, bits);
-        allreduce.call.algorithm = CGX_HIERARCHICAL;
-        allreduce.call.intra_bits = intra_bits;
+        allreduce.call.config.algorithm = CGX_HIERARCHICAL;
+        allreduce.call.config.intra_bits = intra_bits;
         ok(allreduce.run());
       });
       for (const auto& result : results) CHECK(result == results[0], "numel %ld", long(numel));
@@ -70,8 +70,8 @@ void test_many_in_flight(const Hosts& hosts) {
       const int call = (i * 7 + rank * 13) % kCalls;
       values[call].assign(call * 37, static_cast<float>(call + rank));
       Allreduce allreduce(comm, &values[call], call % 2 ? 32 : 8, "call " + std::to_string(call));
-      allreduce.call.algorithm = CGX_HIERARCHICAL;
-      allreduce.call.intra_bits = call % 3 ? 0 : 8;
+      allreduce.call.config.algorithm = CGX_HIERARCHICAL;
+      allreduce.call.config.intra_bits = call % 3 ? 0 : 8;
       requests[call] = allreduce.start();
     }
     for (auto* request : requests) ok(cgx_wait(request));
@@ -90,7 +90,7 @@ void test_flow_control(const Hosts& hosts, size_t late) {
   ranks.run([&](int rank, int32_t comm) {
     std::vector<float> values(3'000'000, static_cast<float>(rank));
     Allreduce allreduce(comm, &values, 32);
-    allreduce.call.algorithm = CGX_HIERARCHICAL;
+    allreduce.call.config.algorithm = CGX_HIERARCHICAL;
     if (static_cast<size_t>(rank) == late)
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
     ok(allreduce.run());
@@ -105,7 +105,7 @@ void test_leaving_rank(const Hosts& hosts, int leaver) {
   ranks.run([&](int rank, int32_t comm) {
     std::vector<float> values(100'000, 1.0f);
     Allreduce first(comm, &values, 4), second(comm, &values, 4);
-    first.call.algorithm = second.call.algorithm = CGX_HIERARCHICAL;
+    first.call.config.algorithm = second.call.config.algorithm = CGX_HIERARCHICAL;
     ok(first.run());
     CHECK(values[99'999] == static_cast<float>(hosts.size()), "%g", values[99'999]);
     if (rank != leaver) CHECK(second.run() == CGX_PEER_FAILED, "%s", cgx_last_error());

@@ -19,8 +19,8 @@ cgx_collective_t call_of(int verb, int algorithm, const std::vector<cgx_segment_
   static std::byte anywhere[1];
   auto call = make<cgx_collective_t>();
   call.verb = verb;
-  call.algorithm = algorithm;
-  call.gather_bits = gather_bits;
+  call.config.algorithm = algorithm;
+  call.config.gather_bits = gather_bits;
   call.segments = segments.data();
   call.num_segments = static_cast<int64_t>(segments.size());
   call.input = call.output = anywhere;

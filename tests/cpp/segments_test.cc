@@ -44,7 +44,7 @@ struct Leaves {
     call.inputs = inputs;
     call.outputs = outputs;
     call.errors = lost;
-    call.algorithm = number % 3 + 1;
+    call.config.algorithm = number % 3 + 1;
   }
 
   void check(int number) const {

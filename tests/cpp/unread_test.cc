@@ -54,7 +54,7 @@ DeafPort run_until(Step end, const Row& row, int64_t chunk_bytes, int64_t unread
   static std::vector<float> values(segment.numel), results(3 * segment.numel);
   auto call = make<cgx_collective_t>();
   call.verb = row.verb;
-  call.algorithm = row.algorithm;
+  call.config.algorithm = row.algorithm;
   call.segments = &segment;
   call.num_segments = 1;
   call.input = values.data();
@@ -133,7 +133,7 @@ void test_waves() {
     std::vector<float> values(kNumel);
     for (int64_t i = 0; i < kNumel; ++i) values[i] = static_cast<float>((i * 7 + rank) % 1000);
     Allreduce allreduce(comm, &values, 32);
-    allreduce.call.algorithm = CGX_RING;
+    allreduce.call.config.algorithm = CGX_RING;
     ok(allreduce.run());
     for (int64_t i = 0; i < kNumel; ++i) {
       const auto expected =

@@ -22,11 +22,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   auto call = cgx::make<cgx_collective_t>();
   call.dtype = input.below(3);
   call.op = input.below(5);
-  call.algorithm = input.below(3);
-  call.rounding = input.below(3);
-  call.gather_bits = input.below(9);
-  call.skip_incomplete_buckets = input.below(2);
-  call.minimal_size = input.number<uint8_t>();
+  call.config.algorithm = input.below(3);
+  call.config.rounding = input.below(3);
+  call.config.gather_bits = input.below(9);
+  call.config.skip_incomplete_buckets = input.below(2);
+  call.config.minimal_size = input.number<uint8_t>();
   call.segments = segments.data();
   call.num_segments = static_cast<int64_t>(segments.size());
   const size_t value_bytes = call.dtype == CGX_FLOAT32 ? 4 : 2;

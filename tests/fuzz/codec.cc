@@ -18,9 +18,9 @@ using Bytes = std::vector<std::byte>;
 cgx_codec_t any_codec(Input& input) {
   auto codec = make<cgx_codec_t>();
   codec.dtype = input.number<int8_t>();
-  codec.bits = input.number<int8_t>();
-  codec.bucket_size = input.number<int64_t>();
-  codec.skip_incomplete_buckets = input.flag();
+  codec.config.bits = input.number<int8_t>();
+  codec.config.bucket_size = input.number<int64_t>();
+  codec.config.skip_incomplete_buckets = input.flag();
   codec.first_index = input.number<int64_t>();
   return codec;
 }

@@ -165,7 +165,7 @@ std::unique_ptr<Algorithm> make(int which, Memory& memory, Agreement* agreement,
   const cgx_segment_t segment{0, scenario.numel, 16, scenario.bits, 0};
   auto call = cgx::make<cgx_collective_t>();
   call.verb = scenario.verb;
-  call.algorithm = scenario.verb == CGX_ALLREDUCE ? scenario.algorithm : CGX_AUTO;
+  call.config.algorithm = scenario.verb == CGX_ALLREDUCE ? scenario.algorithm : CGX_AUTO;
   call.op = CGX_SUM;
   call.segments = &segment;
   call.num_segments = 1;

@@ -71,8 +71,7 @@ def results(comm: Communicator, sets: list[str]) -> Finding:
     for dtype, algorithm, rounding, divisor in combinations:
         options = {
             "dtype": _native.DTYPES[dtype],
-            "algorithm": _native.ALGORITHMS[algorithm],
-            "rounding": _native.ROUNDINGS[rounding],
+            "config": Config(algorithm=algorithm, rounding=rounding).native,
             "op": _native.OPS["avg"],
             "divisor": divisor,
         }
@@ -133,10 +132,8 @@ def codec(_comm: Communicator) -> Finding:
     cases = list(itertools.product(SIZES, BITS, DTYPES, ROUNDINGS))
     for size, bits, dtype, rounding in cases:
         native = _native.Codec(
+            config=Config(bits, 512, rounding).native,
             dtype=_native.DTYPES[dtype],
-            bits=bits,
-            bucket_size=512,
-            rounding=_native.ROUNDINGS[rounding],
             seed=size,
             rank=1,
             first_index=1024,
@@ -418,13 +415,13 @@ def bad(comm: Communicator) -> Finding:
         )  # fmt: skip
         return lambda: _native.call(function, byref(collective))
 
-    ring, nested = _native.ALGORITHMS["ring"], _native.ALGORITHMS["hierarchical"]
+    ring, nested = Config(algorithm="ring").native, Config(algorithm="hierarchical").native
     calls = {
         "input on the host": call(host.data_ptr(), y.data_ptr()),
         "output on the host": call(x.data_ptr(), host.data_ptr()),
         "freed": call(freed, y.data_ptr()),
         "null": call(None, y.data_ptr()),
-        "ring": call(x.data_ptr(), y.data_ptr(), algorithm=ring),
+        "ring": call(x.data_ptr(), y.data_ptr(), config=ring),
         "bits": call(
             x.data_ptr(), y.data_ptr(),
             segments=(_native.Segment * 1)(_native.Segment(0, NUMEL, 512, 9)),
@@ -436,7 +433,7 @@ def bad(comm: Communicator) -> Finding:
         other = torch.ones(NUMEL, device="cuda:1")
         calls["another device"] = call(x.data_ptr(), other.data_ptr())
     errors = {name: failure(bad_call) for name, bad_call in calls.items()}
-    call(x.data_ptr(), y.data_ptr(), algorithm=nested)()  # where there is one host: as on the CPU
+    call(x.data_ptr(), y.data_ptr(), config=nested)()  # where there is one host: as on the CPU
     want = comm.allreduce(np.ones(NUMEL, np.float32), config=Config(rounding="nearest"))
     allreduce(comm, x, y, Config(rounding="nearest"))
     return {"errors": errors, "whole": not differs(y, want)}

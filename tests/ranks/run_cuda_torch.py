@@ -215,7 +215,7 @@ def works(r: int, n: int) -> None:
     same(y, want)
 
     # As compiled code calls it, and waits on another stream.
-    options = (None, 4, 64, "sum", "nearest", "auto", 0, 0, False, 0, "", 0, WORLD)
+    options = (None, tc.packed(Config(4, 64, "nearest")), WORLD)
     x = late(given)
     y = torch.ops.cgx.quantized_all_reduce_start(x, *options)
     x.fill_(torch.nan)
@@ -230,7 +230,7 @@ def recorded(r: int, n: int) -> None:
     """A recorded graph reduces what is in its memory when it is replayed."""
     x = torch.zeros(NUMEL, device="cuda")
     seed = torch.zeros((), dtype=torch.int64, device="cuda")
-    options: Any = (4, 64, "sum", "stochastic", "auto", 0, 0, False, 0, "", 0, WORLD)
+    options: Any = (tc.packed(Config(4, 64)), WORLD)
     allreduce(x, rounding="nearest")  # connects
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

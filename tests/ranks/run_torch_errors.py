@@ -36,7 +36,7 @@ def main() -> None:
             torch.ones(9)
         )
     except TorchRuntimeError as error:
-        assert "bits is 9; use 1 to 8, or 32" in str(error), str(error)
+        assert "bits is 9; it must be an integer from 1 to 8, or 32" in str(error), str(error)
     else:
         raise AssertionError("compiled: not refused")
     assert tc.allreduce(torch.ones(20), 32).tolist() == [size] * 20

@@ -157,14 +157,40 @@ typedef enum cgx_rounding_t { CGX_NEAREST = 0, CGX_STOCHASTIC = 1, CGX_SHIFT = 2
 
 typedef enum cgx_device_t { CGX_CPU = 0, CGX_CUDA = 1 } cgx_device_t;
 
+/* How values travel. What a field accepts, how its numbers are written and its default are told by
+ * cgx_config_fields; what else it may be, a call refuses. */
+typedef struct cgx_config_t {
+  int64_t bits;        /* of an element: 1-8, or 32: exact */
+  int64_t bucket_size; /* elements that share one minimum and step */
+  int64_t rounding;    /* a cgx_rounding_t */
+  int64_t algorithm;   /* a cgx_algorithm_t; of an allreduce only */
+  int64_t gather_bits; /* bits of the reduced values on their way back; 0: as `bits` */
+  /* hierarchical: bits of values that stay on their host until it has summed them; 0: exact.
+   * Segments that travel exact do so there too. */
+  int64_t intra_bits;
+  int64_t skip_incomplete_buckets; /* 1: a segment's last bucket, if not full, travels exact */
+  /* Segments of fewer than max(CGX_SMALLEST_COMPRESSED, minimal_size) elements travel exact. */
+  int64_t minimal_size;
+} cgx_config_t;
+
+/* Fewer elements cost more as a bucket than exact. */
+#define CGX_SMALLEST_COMPRESSED 16
+
+/* The fields of cgx_config_t in their order, as JSON: [{"name", "default", "accepted": in words for
+ * errors, "words": {text: number}}, ...]. */
+CGX_API const char* cgx_config_fields(void);
+/* A config as a text: "bits=4 rounding='nearest' gather_bits=None". Names and values are separated
+ * by one space and written as Python writes them; what is left out has its default. */
+CGX_API cgx_status_t cgx_config_parse(const char* text, cgx_config_t* config);
+
 /* A run of elements with its own compression. Bucket grid, minimal_size and noise index restart at
  * each segment. Segments must not overlap. */
 typedef struct cgx_segment_t {
   int64_t offset;      /* elements from the start of the buffer (or of a rank's block) */
   int64_t numel;       /* >= 0 */
-  int64_t bucket_size; /* >= 1 elements that share one minimum and step */
-  int32_t bits;        /* 1-8, or 32: exact */
-  int32_t reserved;    /* 0 */
+  int64_t bucket_size; /* its own, and so are its bits: those of the call's config do not count */
+  int32_t bits;
+  int32_t reserved; /* 0 */
 } cgx_segment_t;
 
 typedef struct cgx_collective_t {
@@ -172,12 +198,8 @@ typedef struct cgx_collective_t {
   int32_t comm;
   int32_t verb;
   int32_t dtype;
-  int32_t op;        /* bits < 32: sum and avg only. Ignored by all_gather */
-  int32_t algorithm; /* allreduce only */
-  int32_t rounding;
-  int32_t gather_bits; /* bits of the reduced values on their way back; 0: as the segment's */
-  int32_t skip_incomplete_buckets; /* 1: a segment's last bucket, if not full, travels exact */
-  int64_t minimal_size; /* segments of fewer than max(16, minimal_size) elements travel exact */
+  int32_t op; /* bits < 32: sum and avg only. Ignored by all_gather */
+  cgx_config_t config;
   /* Of stochastic and shift rounding; ranks need not agree on it. Each segment, and each block of a
    * reduce_scatter, has noise of its own that follows from it. */
   int64_t seed;
@@ -204,11 +226,8 @@ typedef struct cgx_collective_t {
    * nothing up (error feedback). What is not finite becomes 0. */
   void* const* errors;
   int64_t divisor; /* of avg; 0: the number of ranks */
-  /* hierarchical: bits of values that stay on their host until it has summed them; 0: exact.
-   * Segments that travel exact do so there too. */
-  int32_t intra_bits;
-  int32_t device; /* a cgx_device_t: where all buffers are */
-  void* stream;   /* CGX_CUDA: the cudaStream_t that the work is put on; NULL: the default stream */
+  int32_t device;  /* a cgx_device_t: where all buffers are */
+  void* stream; /* CGX_CUDA: the cudaStream_t that the work is put on; NULL: the default stream */
   const int64_t*
       device_seeds;           /* CGX_CUDA: one per segment, in the GPU's memory, instead of seeds */
   const int64_t* device_seed; /* CGX_CUDA: one, in the GPU's memory, instead of seed */
@@ -332,18 +351,14 @@ CGX_API cgx_status_t cgx_convert(int32_t from_dtype, const void* from, int32_t t
 
 typedef struct cgx_codec_t {
   size_t struct_size;
-  int32_t dtype;
-  int32_t bits; /* 1-8, or 32 */
-  int64_t bucket_size;
-  int32_t rounding;
-  int32_t skip_incomplete_buckets;
+  cgx_config_t config; /* bits, bucket_size, rounding and skip_incomplete_buckets count */
   int64_t seed; /* the Philox counter is (first_index + i, rank, phase), the key is seed, as is */
+  int64_t first_index; /* index of the first element in its segment: a multiple of bucket_size */
+  int32_t dtype;
   int32_t rank;
   int32_t phase;
-  int64_t first_index; /* index of the first element in its segment: a multiple of bucket_size */
-  int32_t device;      /* a cgx_device_t: where values and bytes are */
-  int32_t reserved;    /* 0 */
-  void* stream;        /* CGX_CUDA: the work is put on it, and nothing waits */
+  int32_t device; /* a cgx_device_t: where values and bytes are */
+  void* stream;   /* CGX_CUDA: the work is put on it, and nothing waits */
 } cgx_codec_t;
 
 CGX_API cgx_status_t cgx_encoded_bytes(const cgx_codec_t* codec, int64_t numel, int64_t* bytes);
@@ -376,6 +391,13 @@ class StatusError : public std::runtime_error {
 
 inline void check(cgx_status_t status) {
   if (status != CGX_OK) throw StatusError(status, cgx_last_error());
+}
+
+/* cgx_config_parse; by default the default config. */
+inline cgx_config_t config_of(const char* text = "") {
+  cgx_config_t config;
+  check(cgx_config_parse(text, &config));
+  return config;
 }
 
 /* Zero-initialised with struct_size set: auto c = cgx::make<cgx_collective_t>(); */

@@ -1,0 +1,49 @@
+// How values travel, as one value: the fields of cgx_config_t, what each accepts, its default and
+// how it is written, told once. Bindings ask (cgx.h, section 4).
+//
+//   1. the table: a row for each field
+//   2. check: every field against its row
+//   3. texts: one field, and all of them, "bits=4 rounding='nearest' gather_bits=None"
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "cgx/cgx.h"
+
+namespace cgx {
+
+// A number that is written as a word; both spelled as in Python: 'nearest', None, True.
+struct ConfigWord {
+  std::string_view text;
+  int64_t number;
+};
+
+struct ConfigRange {
+  int64_t lowest, highest;
+};
+
+struct ConfigField {
+  std::string_view name;
+  int64_t cgx_config_t::* value;
+  int64_t by_default;
+  std::span<const ConfigWord> words;
+  std::span<const ConfigRange> ranges;  // of numbers that are written as such
+  const char* accepted;                 // words and ranges, for errors
+};
+
+// In the order of cgx_config_t.
+std::span<const ConfigField> config_table();
+
+// Throws Error(CGX_INVALID_ARGUMENT) that names the first field that is out of its range.
+void check_config(const cgx_config_t& config);
+
+// As the text form has it. A peer's number may be one that no row accepts.
+std::string config_text(const ConfigField& field, int64_t number);
+
+// What the text leaves out has its default. Throws Error(CGX_INVALID_ARGUMENT).
+cgx_config_t parse_config(std::string_view text);
+
+}  // namespace cgx

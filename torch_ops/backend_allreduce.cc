@@ -1,0 +1,122 @@
+// What the core does of the backend "cgx": which reductions it serves, whether they are compressed,
+// and their start.
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <algorithm>
+
+#include "backend.h"
+#include "coalesced.h"
+#include "core.h"
+#include "work.h"
+
+namespace cgx::torch_ops {
+namespace {
+
+std::optional<cgx_op_t> core_op(const c10d::ReduceOp& op) {
+  static const std::map<c10d::ReduceOp::RedOpType, cgx_op_t> kOps = {
+      {c10d::ReduceOp::SUM, CGX_SUM},
+      {c10d::ReduceOp::AVG, CGX_AVG},
+      {c10d::ReduceOp::MIN, CGX_MIN},
+      {c10d::ReduceOp::MAX, CGX_MAX},
+      {c10d::ReduceOp::PRODUCT, CGX_PRODUCT}};
+  const auto found = kOps.find(op.op_);
+  if (found == kOps.end()) return std::nullopt;
+  return found->second;
+}
+
+// The values can be read and written where they lie.
+bool plain(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_neg(); }
+
+}  // namespace
+
+bool Backend::serves(at::TensorList tensors, const c10d::ReduceOp& reduce_op, cgx_op_t* op) const {
+  const auto known = core_op(reduce_op);
+  if (!known) return false;
+  *op = *known;
+  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    return tensor.layout() == at::kStrided && (tensor.is_cpu() || (cuda_ && tensor.is_cuda())) &&
+           tensor.scalar_type() == tensors[0].scalar_type() && core_dtype(tensor.scalar_type());
+  });
+}
+
+Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
+                                         const c10d::AllreduceOptions& options, c10d::OpType type) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  for (const at::Tensor& tensor : tensors) {
+    if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+      C10_THROW_ERROR(ValueError,
+                      "allreduce: elements of the tensor share memory (it was expanded); "
+                      "give it tensor.contiguous()");
+    }
+    if (tensor.device() != tensors[0].device()) {
+      C10_THROW_ERROR(ValueError, c10::str("allreduce: the list holds tensors on ",
+                                           tensors[0].device(), " and ", tensor.device(),
+                                           "; one message has one device: call it once for each"));
+    }
+  }
+  Buffers buffers;
+  buffers.results = tensors.vec();
+  if (tensors.size() == 1 && plain(tensors[0])) {
+    buffers.input = tensors[0];
+  } else {
+    buffers.input = pack(tensors);
+    buffers.deliver = [flat = buffers.input, results = buffers.results] { unpack(flat, results); };
+  }
+  buffers.output = buffers.input;
+
+  const Decision decision = decide_and_tell(op, tensors, buffers.input.numel());
+  static const Compression exact{config_of("bits=32"), /*seed=*/0};
+  const Compression& how = decision.compression ? *decision.compression : exact;
+  const std::vector<cgx_segment_t> segments = end_to_end(numels_of(tensors), how.config);
+
+  auto collective = cgx::make<cgx_collective_t>();
+  collective.comm = comm_;
+  collective.verb = CGX_ALLREDUCE;
+  collective.dtype = *core_dtype(tensors[0].scalar_type());
+  collective.op = op;
+  collective.config = how.config;
+  if (decision.compression && how.config.rounding != CGX_NEAREST) {
+    collective.seed = nth_seed(named_seed(how.seed, name_), ++draws_);
+  }
+  collective.output = buffers.output.mutable_data_ptr();  // first: it may move a lazy copy
+  collective.input = buffers.input.const_data_ptr();
+  collective.segments = segments.data();
+  collective.num_segments = static_cast<int64_t>(segments.size());
+  // Counted apart from the calls of torch.ops.cgx on this communicator.
+  collective.name = "c10d";
+  collective.occurrence = -1;
+  const Milliseconds allowed = options.timeout > kNoTimeout ? options.timeout : options_->timeout;
+  collective.timeout_s = std::chrono::duration<double>(allowed).count();
+  ++sequence_;
+  return coalesced(start(collective, std::move(buffers), type, options.asyncOp));
+}
+
+Decision Backend::decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t numel) {
+  Decision decision = decide(options_->compression, options_->unasked, op, numel);
+  const auto call = [&] {
+    return c10::str("group '", name_, "': allreduce of ", numel, " ", tensors[0].dtype().name(),
+                    tensors.size() == 1 ? "" : c10::str(" in ", tensors.size(), " tensors"));
+  };
+  const BackendHost& host = backend_host();
+  if (host.debug_wanted && host.debug_wanted()) {
+    const std::string how = decision.compression
+                                ? c10::str(decision.compression->config.bits, " bits")
+                                : std::string("exact");
+    host.debug(c10::str(call(), ": ", how, ", ", decision.reason));
+  }
+  static std::atomic<bool> warned{false};
+  if (decision.surprising && size_ > 1 && host.warn && !warned.exchange(true)) {
+    host.warn(c10::str(
+        call(), " stays exact though the group has ", options_->compression->config.bits, " bits (",
+        decision.reason,
+        "): only gradients are compressed unasked, while autograd completes them and no hook of "
+        "the "
+        "user's sees to them. To compress this call too, make it inside `with "
+        "cgx_ops.torch.compressed():`; to have it exact and "
+        "hear nothing, inside `with cgx_ops.torch.uncompressed():`. Said once per process."));
+  }
+  return decision;
+}
+
+}  // namespace cgx::torch_ops

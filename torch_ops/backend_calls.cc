@@ -1,0 +1,220 @@
+// The calls of torch.distributed: a reduction that the core serves goes there
+// (backend_allreduce.cc), everything else to the inner backend of the tensors' device, shown to
+// profilers.
+#include <ATen/record_function.h>
+
+#include <memory>
+#include <utility>
+
+#include "averages.h"
+#include "backend.h"
+
+namespace cgx::torch_ops {
+namespace {
+
+// Shows a call to profilers from now until the work's end; where that cannot be had, its start.
+class Shown {
+ public:
+  Shown(const char* title, at::TensorList tensors) {
+    if (!at::hasCallbacks()) return;
+    record_ = std::make_shared<at::RecordFunction>(at::RecordScope::USER_SCOPE);
+    if (!record_->isActive()) return;
+    record_->_setAsync();  // it may end on another thread
+    const std::vector<c10::IValue> values(tensors.begin(), tensors.end());
+    record_->before(title, &values);
+  }
+  void until(const Backend::WorkRef& work) {
+    if (!record_ || !record_->isActive() || !work) return;
+    try {
+      work->getFuture()->addCallback([record = record_](auto& /*future*/) { record->end(); });
+    } catch (const c10::Error&) {  // sends and receives have no future
+      record_->end();
+    }
+  }
+
+ private:
+  std::shared_ptr<at::RecordFunction> record_;
+};
+
+// Of no tensor at all, gloo says what is wrong.
+at::Device device_of(at::TensorList tensors) {
+  return tensors.empty() ? at::Device(at::kCPU) : tensors[0].device();
+}
+
+}  // namespace
+
+// ---- to an inner backend -----------------------------------------------------------------------
+
+c10d::Backend& Backend::inner(at::Device device) const {
+  const auto found = inner_.find(device.type());
+  if (found != inner_.end()) return *found->second;
+  C10_THROW_ERROR(
+      NotImplementedError,
+      c10::str("the backend cgx has nothing that moves tensors of ", device, " here",
+               device.is_cuda() ? ": this torch has no NCCL; move the tensor to the CPU" : ""));
+}
+
+template <typename... Parameters, typename... Arguments>
+Backend::WorkRef Backend::forward(const char* title, at::TensorList shown,
+                                  WorkRef (c10d::Backend::*method)(Parameters...),
+                                  Arguments&&... arguments) {
+  return coalesced(start_inner(title, shown, method, std::forward<Arguments>(arguments)...));
+}
+
+template <typename Method, typename OpOptions, typename... Arguments>
+Backend::WorkRef Backend::forward_reduction(const char* title, at::TensorList shown, Method method,
+                                            at::TensorList results, const OpOptions& options,
+                                            Arguments&... arguments) {
+  const bool averages = options.reduceOp.op_ == c10d::ReduceOp::AVG;
+  if (!averages || !device_of(shown).is_cpu())  // NCCL has averages
+    return forward(title, shown, method, arguments..., options);
+  OpOptions of_sum = options;
+  of_sum.reduceOp = c10d::ReduceOp::SUM;
+  WorkRef sum = start_inner(title, shown, method, arguments..., of_sum);
+  return coalesced(averaged(std::move(sum), results.vec(), size_));
+}
+
+template <typename... Parameters, typename... Arguments>
+Backend::WorkRef Backend::start_inner(const char* title, at::TensorList shown,
+                                      WorkRef (c10d::Backend::*method)(Parameters...),
+                                      Arguments&&... arguments) {
+  Shown call(title, shown);
+  c10d::Backend& backend = inner(device_of(shown));
+  WorkRef work = (backend.*method)(std::forward<Arguments>(arguments)...);
+  call.until(work);
+  // Not every rank calls p2p operations. NCCL gives no work for what it did at once.
+  if (!work || !c10d::isP2POp(work->retrieveOpType())) ++sequence_;
+  return work;
+}
+
+// ---- the calls ---------------------------------------------------------------------------------
+
+Backend::WorkRef Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  cgx_op_t op;
+  if (tensors.size() == 1 && serves(tensors, options.reduceOp, &op)) {
+    return reduce_in_core(tensors, op, options, c10d::OpType::ALLREDUCE);
+  }
+  return forward_reduction("cgx:all_reduce", tensors, &c10d::Backend::allreduce, tensors, options,
+                           tensors);
+}
+
+Backend::WorkRef Backend::allreduce_coalesced(Tensors& tensors,
+                                              const c10d::AllreduceCoalescedOptions& options) {
+  cgx_op_t op;
+  if (!tensors.empty() && serves(tensors, options.reduceOp, &op)) {
+    return reduce_in_core(tensors, op, options, c10d::OpType::ALLREDUCE_COALESCED);
+  }
+  return forward_reduction("cgx:all_reduce", tensors, &c10d::Backend::allreduce_coalesced, tensors,
+                           options, tensors);
+}
+
+Backend::WorkRef Backend::allreduce_sparse(Tensors& tensors,
+                                           const c10d::AllreduceOptions& options) {
+  return forward("cgx:sparse_all_reduce", tensors, &c10d::Backend::allreduce_sparse, tensors,
+                 options);
+}
+
+Backend::WorkRef Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  return forward("cgx:broadcast", tensors, &c10d::Backend::broadcast, tensors, options);
+}
+
+Backend::WorkRef Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  // What other ranks are left with is not defined.
+  const Tensors results = options.rootRank == rank_ ? tensors : Tensors{};
+  return forward_reduction("cgx:reduce", tensors, &c10d::Backend::reduce, results, options,
+                           tensors);
+}
+
+Backend::WorkRef Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                    const c10d::AllgatherOptions& options) {
+  return forward("cgx:all_gather", inputs, &c10d::Backend::allgather, outputs, inputs, options);
+}
+
+Backend::WorkRef Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                          const c10d::AllgatherOptions& options) {
+  return forward("cgx:all_gather", input, &c10d::Backend::_allgather_base, output, input, options);
+}
+
+Backend::WorkRef Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                              const c10d::AllgatherOptions& options) {
+  return forward("cgx:all_gather", inputs, &c10d::Backend::allgather_coalesced, outputs, inputs,
+                 options);
+}
+
+Backend::WorkRef Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                          const c10d::AllgatherOptions& options) {
+  return forward("cgx:all_gather", inputs, &c10d::Backend::allgather_into_tensor_coalesced, outputs,
+                 inputs, options);
+}
+
+Backend::WorkRef Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                 const c10d::GatherOptions& options) {
+  return forward("cgx:gather", inputs, &c10d::Backend::gather, outputs, inputs, options);
+}
+
+Backend::WorkRef Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                  const c10d::ScatterOptions& options) {
+  // Only the root has inputs; they tell what profilers should show.
+  const Tensors shown = inputs.empty() ? outputs : inputs[0];
+  return forward("cgx:scatter", shown, &c10d::Backend::scatter, outputs, inputs, options);
+}
+
+Backend::WorkRef Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                         const c10d::ReduceScatterOptions& options) {
+  const Tensors shown = inputs.empty() ? outputs : inputs[0];
+  return forward_reduction("cgx:reduce_scatter", shown, &c10d::Backend::reduce_scatter, outputs,
+                           options, outputs, inputs);
+}
+
+Backend::WorkRef Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                               const c10d::ReduceScatterOptions& options) {
+  return forward_reduction("cgx:reduce_scatter", input, &c10d::Backend::_reduce_scatter_base,
+                           output, options, output, input);
+}
+
+Backend::WorkRef Backend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+  return forward_reduction("cgx:reduce_scatter", inputs,
+                           &c10d::Backend::reduce_scatter_tensor_coalesced, outputs, options,
+                           outputs, inputs);
+}
+
+Backend::WorkRef Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                        std::vector<int64_t>& output_sizes,
+                                        std::vector<int64_t>& input_sizes,
+                                        const c10d::AllToAllOptions& options) {
+  return forward("cgx:all_to_all", input, &c10d::Backend::alltoall_base, output, input,
+                 output_sizes, input_sizes, options);
+}
+
+Backend::WorkRef Backend::alltoall(Tensors& outputs, Tensors& inputs,
+                                   const c10d::AllToAllOptions& options) {
+  return forward("cgx:all_to_all", inputs, &c10d::Backend::alltoall, outputs, inputs, options);
+}
+
+Backend::WorkRef Backend::send(Tensors& tensors, int to, int tag) {
+  return forward("cgx:send", tensors, &c10d::Backend::send, tensors, to, tag);
+}
+
+Backend::WorkRef Backend::recv(Tensors& tensors, int from, int tag) {
+  return forward("cgx:recv", tensors, &c10d::Backend::recv, tensors, from, tag);
+}
+
+Backend::WorkRef Backend::recvAnysource(Tensors& tensors, int tag) {
+  return forward("cgx:recvAnySource", tensors, &c10d::Backend::recvAnysource, tensors, tag);
+}
+
+Backend::WorkRef Backend::barrier(const c10d::BarrierOptions& options) {
+  Shown call("cgx:barrier", {});
+  ++sequence_;
+  WorkRef work = inner(options.device.value_or(at::Device(at::kCPU))).barrier(options);
+  call.until(work);
+  return coalesced(std::move(work));
+}
+
+void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
+  ++sequence_;
+  inner(at::kCPU).monitoredBarrier(options, wait_all_ranks);
+}
+
+}  // namespace cgx::torch_ops
