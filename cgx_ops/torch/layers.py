@@ -220,20 +220,27 @@ def set_quantization_bucket_size(pattern: str, bucket_size: int, *position: int)
 
 
 def register_layer(*position: int) -> NoReturn:
-    """Refuse CGX's registration by place in a bucket."""
-    _refuse_positions("register_layer", position and position[0], position[1:])
-    raise InvalidArgument("register_layer: use register_model([(name, numel), ...])")
+    """Refuse CGX's registration by place in a bucket; register_model() replaces it.
+
+    Raises:
+        InvalidArgument: always; it says what to call.
+    """
+    raise _places_change("register_layer")
 
 
 def _refuse_positions(function: str, first: object, rest: Sequence[object]) -> None:
     if rest or not isinstance(first, str):
-        raise InvalidArgument(
-            f"{function}: layers are named here, not counted: DistributedDataParallel makes its "
-            "buckets anew after the first step, and places change. Call "
-            "register_model([(name, numel), ...]), then set_quantization_bits(name, bits) and "
-            "set_quantization_bucket_size(name, bucket_size). The hook that does without places, "
-            "torch_cgx's cgx_hook, is cgx_ops.torch.ddp.quantized_allreduce_hook"
-        )
+        raise _places_change(function)
+
+
+def _places_change(function: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{function}: layers are named here, not counted: DistributedDataParallel makes its "
+        "buckets anew after the first step, and places change. Call "
+        "register_model([(name, numel), ...]), then set_quantization_bits(name, bits) and "
+        "set_quantization_bucket_size(name, bucket_size). The hook that does without places, "
+        "torch_cgx's cgx_hook, is cgx_ops.torch.ddp.quantized_allreduce_hook"
+    )
 
 
 def _add(rule: Rule) -> None:
