@@ -187,7 +187,7 @@ def register_model(layers: nn.Module | Iterable[tuple[str, int]]) -> None:
             )
         new[name] = size
     _registered.sizes.update(new)
-    _warn_of_unmatched(_registered.sizes, _registered.rules)
+    warn_of_unmatched(_registered.sizes, _registered.rules)
 
 
 def forget_models() -> None:
@@ -246,10 +246,11 @@ def _places_change(function: str) -> InvalidArgument:
 def _add(rule: Rule) -> None:
     _registered.rules.rules.append(rule)
     if _registered.sizes:
-        _warn_of_unmatched(_registered.sizes, Rules([rule]))
+        warn_of_unmatched(_registered.sizes, Rules([rule]))
 
 
-def _warn_of_unmatched(names: Iterable[str], rules: Rules) -> None:
+def warn_of_unmatched(names: Iterable[str], rules: Rules) -> None:
+    """Warn of each rule that is for none of these layers, where the caller's caller is."""
     names = list(names)
     for pattern in rules.unmatched(names):
         warnings.warn(
@@ -284,4 +285,4 @@ def check_model(layers: Sequence[Layer], rules: Rules) -> None:
     names = [layer.name for layer in layers]
     # Rules for all models of this process; they need not match in each.
     others = _registered.sizes if rules is _registered.rules else ()
-    _warn_of_unmatched([*names, *others], rules)
+    warn_of_unmatched([*names, *others], rules)
