@@ -137,6 +137,13 @@ def test_vmap_of_a_tree_and_its_gradient(check_vma: bool) -> None:
         assert np.allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
+def test_of_rules_that_name_one_leaf_the_first_counts() -> None:
+    x = normal(29, 8, 700)
+    got = run(lambda v: psum_q({"ab": v}, "d", rules={"c": 8, "b": 2, "a": 32}, algorithm="sra"), x)
+    alone = run(lambda v: psum_q({"ab": v}, "d", bits=2, algorithm="sra"), x)
+    assert same_bits(got["ab"], alone["ab"])
+
+
 @pytest.mark.parametrize("rules", [{"(": 4}, {"a": 9}, {"a": "4"}])
 def test_bad_rules(rules: Any) -> None:
     with pytest.raises(ValueError, match="rules map regular expressions to bits"):

@@ -1,5 +1,6 @@
 """The include rules of docs/design.md, section 2, read off the sources."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,23 @@ def test_python_faces_do_not_know_each_other() -> None:
         for file in files:
             pattern = rf"^\s*(?:import|from) (?:{forbidden}|cgx_ops\.(?:{forbidden}))\b"
             assert not re.search(pattern, file.read_text(), re.MULTILINE), file
+
+
+def test_private_names_of_torch_are_in_one_file() -> None:
+    users = set()
+    for file in (ROOT / "cgx_ops/torch").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.Attribute):
+                names = [ast.unparse(node)]
+            # torch.ops has operators, by the names that graphs show.
+            if any(re.match(r"(?!torch\.ops)(torch|dist)\b.*\._(?!_)", name) for name in names):
+                users.add(file.name)
+    assert users == {"_compat.py"}
 
 
 def test_one_file_knows_the_libraries_path() -> None:

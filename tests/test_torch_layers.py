@@ -156,11 +156,13 @@ def test_the_model_that_trains_is_checked() -> None:
 def test_places_in_buckets_are_refused_with_the_remedy() -> None:
     for call in (
         lambda: torch_cgx.register_layer(0, 1, 100, 4, 512),
+        torch_cgx.register_layer,
         lambda: torch_cgx.set_quantization_bits(0, 1, 4),  # type: ignore[arg-type]
         lambda: torch_cgx.set_quantization_bucket_size(0, 1, 64),  # type: ignore[arg-type]
     ):
-        with pytest.raises(InvalidArgument, match="layers are named here, not counted"):
+        with pytest.raises(InvalidArgument, match="layers are named here, not counted") as refused:
             call()
+        assert "Call register_model([(name, numel), ...])" in str(refused.value)
 
 
 def test_import_defines_the_names_of_torch_cgx() -> None:

@@ -17,6 +17,7 @@ from cgx_ops.config import Algorithm, Config
 from cgx_ops.jax import _compat, _runtime
 from cgx_ops.jax._keys import CallSeeds, check_key
 from cgx_ops.jax.primitive import Carrier, Settings, Verb, bind, vary
+from cgx_ops.rules import Rule, overrides
 
 Axes = Hashable | tuple[Hashable, ...]
 
@@ -185,10 +186,11 @@ def reduce_tree(
     config = checked_config(
         caller, key, name=name, carrier=carrier, rules=rules, fuse=fuse, **knobs
     )
+    by_name = checked_rules(caller, rules)
     axes, size = checked_axes(caller, axis_name)
     paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(x)
     leaves = [
-        Leaf(index, checked_leaf(caller, path, leaf), bits_of(path, config, rules))
+        Leaf(index, checked_leaf(caller, path, leaf), bits_of(path, config, by_name))
         for index, (path, leaf) in enumerate(paths_and_leaves)
     ]
     seeds = CallSeeds(key, call_text("allreduce", axes, name), axes)
@@ -258,16 +260,22 @@ def checked_config(
     if not isinstance(name, str):
         raise TypeError(f"{caller}: name is {name!r}; it must be a str")
     check_key(caller, key)
+    checked_rules(caller, rules)
+    return Config(rounding="nearest" if key is None else "stochastic", **knobs)
+
+
+def checked_rules(caller: str, rules: Mapping[str, int] | None) -> list[Rule]:
+    """Return the rules, backwards: the first that is found counts here, elsewhere the last."""
+    checked = []
     for pattern, bits in (rules or {}).items():
         try:
-            re.compile(pattern)
-            Config(bits=bits)
+            checked.append(Rule(re.compile(pattern), {"bits": bits}))
         except (re.error, ValueError, TypeError) as error:
             raise ValueError(
                 f"{caller}: rules[{pattern!r}] is {bits!r}; rules map regular expressions to bits, "
                 f"1 to 8 or 32: {error}"
             ) from None
-    return Config(rounding="nearest" if key is None else "stochastic", **knobs)
+    return checked[::-1]
 
 
 def checked_axes(caller: str, axis_name: Axes) -> tuple[tuple[Hashable, ...], int]:
@@ -324,13 +332,10 @@ def checked_leaf(caller: str, path: Any, leaf: Any) -> jax.Array:
     return jnp.asarray(leaf, dtype)
 
 
-def bits_of(path: Any, config: Config, rules: Mapping[str, int] | None) -> int:
-    """Return the bits of the first rule that finds itself in the path, else config's."""
-    text = jax.tree_util.keystr(path, simple=True, separator="/")
-    for pattern, bits in (rules or {}).items():
-        if re.search(pattern, text):
-            return bits
-    return config.bits
+def bits_of(path: Any, config: Config, rules: list[Rule]) -> int:
+    """Return the bits of the leaf at a path."""
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return overrides(rules, name).get("bits", config.bits)
 
 
 def call_text(verb: Verb, axes: tuple[Hashable, ...], name: str) -> str:

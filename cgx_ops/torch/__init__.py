@@ -15,7 +15,7 @@ from cgx_ops.torch import _compat
 
 _native.require_binding("torch", _compat.TORCH_VERSION)
 
-from cgx_ops.torch import backend, ddp, inductor, launch, ops  # noqa: E402
+from cgx_ops.torch import backend, ddp_unasked, inductor, launch, ops  # noqa: E402
 from cgx_ops.torch.backend import BackendOptions, compressed, uncompressed  # noqa: E402
 from cgx_ops.torch.layers import (  # noqa: E402
     exclude_layer,
@@ -31,7 +31,7 @@ ops.register()
 inductor.register()
 launch.register()
 backend.register()
-ddp.register()
+ddp_unasked.register()
 
 __all__ = [
     "BackendOptions",

@@ -21,6 +21,7 @@ import torch.distributed as dist
 # Marks wait_tensor as an operator with a side effect, which is what keeps unused collectives.
 import torch.distributed._functional_collectives
 import torch.fx
+from torch._C._distributed_c10d import GradBucket as GradBucket
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._compile import _disable_dynamo
@@ -119,7 +120,7 @@ def allow_monitored_barrier(backend: str) -> None:
         if timeout is None:
             timeout = distributed_c10d._get_default_timeout(backend)
         distributed_c10d._check_valid_timeout(timeout)
-        chosen = distributed_c10d._get_default_group() if group is None else group
+        chosen: Any = group_or_default(group)
         return chosen.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
     distributed_c10d.monitored_barrier = monitored_barrier
@@ -297,7 +298,12 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
     return getattr(getattr(backend, "options", backend), "_timeout", None)
 
 
-# ---- for ddp.py ----------------------------------------------------------------------------------
+# ---- for ddp*.py ---------------------------------------------------------------------------------
+
+
+def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return a process group; in place of None the default one, which must be initialised."""
+    return dist.distributed_c10d._get_default_group() if group is None else group
 
 
 def comm_hooks(wrapper: torch.nn.parallel.DistributedDataParallel) -> list[Any]:

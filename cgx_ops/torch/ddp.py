@@ -8,32 +8,28 @@
   1. the state: what travels how, and whose turn the noise is; all of it goes into checkpoints
   2. the hook: starts a bucket's collective, each layer with buckets (and bits) of its own, and
      returns its future
-  3. who is who: modules under DistributedDataParallel are noticed when they are made, so that
-     layers have names; over the backend "cgx" they get the hook unasked
 
 The layout of torch's own hooks (torch.distributed.algorithms.ddp_comm_hooks), PowerSGD's above all.
+ddp_models.py knows the names of layers; ddp_unasked.py attaches the hook over the backend "cgx".
 """
 
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 import cgx_ops
 from cgx_ops import Communicator, Config, Segment
 from cgx_ops.call import call_seed
 from cgx_ops.errors import InvalidArgument, NotFound
-from cgx_ops.torch import _compat, backend, layers
+from cgx_ops.torch import backend, ddp_models, layers
+from cgx_ops.torch._compat import GradBucket, group_or_default
 from cgx_ops.torch.carried import Carrier
 from cgx_ops.torch.layers import Layer, Rules
 from cgx_ops.torch.work import DTYPES, devices, start
@@ -156,18 +152,14 @@ class QuantizedAllreduceState:
             InvalidArgument: no communicator has them.
         """
         if self._communicator is None or self._communicator.closed:
-            self._communicator = _communicator_of(_group_or_default(self.process_group))
+            self._communicator = _communicator_of(group_or_default(self.process_group))
         return self._communicator
 
     def carry(self) -> Carrier:
         """Return what moves bytes by torch's collectives. The first call is collective."""
         if self._carrier is None:
-            self._carrier = Carrier(_group_or_default(self.process_group))
+            self._carrier = Carrier(group_or_default(self.process_group))
         return self._carrier
-
-
-def _group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    return dist.distributed_c10d._get_default_group() if group is None else group
 
 
 def _communicator_of(group: dist.ProcessGroup) -> Communicator:
@@ -219,9 +211,9 @@ def quantized_allreduce_hook(
             "cgx_ops.torch.compress_collectives() there"
         )
     buffer, parameters = bucket.buffer(), bucket.parameters()
-    wrappers = _wrappers_of(parameters)
+    wrappers = ddp_models.wrappers_of(parameters)
     _check_once(state, wrappers)
-    names = _wrapped[wrappers[0]].names if wrappers else {}
+    names = ddp_models.names_of(wrappers[0]) if wrappers else {}
     scope = backend.current_scope()
     config = scope if isinstance(scope, Config) else state.config
     if buffer.is_cuda and config.algorithm == "hierarchical":
@@ -233,7 +225,7 @@ def quantized_allreduce_hook(
     problem = _unsupported(state, buffer, parameters)
     if problem and state.unsupported == "exact":
         with backend.uncompressed():
-            return default_hooks.allreduce_hook(_group_or_default(state.process_group), bucket)
+            return default_hooks.allreduce_hook(group_or_default(state.process_group), bucket)
     if problem:
         listed = ", ".join(f"'{names.get(id(p), '')}'" for p in parameters[:4])
         raise TypeError(
@@ -244,7 +236,7 @@ def quantized_allreduce_hook(
     if scope == "uncompressed":
         segments, seeds = [Segment(0, buffer.numel(), bits=layers.EXACT_BITS)], [0]
     else:
-        rules = layers.process_rules() if state.rules is None else state.rules
+        rules = _rules_of(state)
         if rules and not names:
             raise InvalidArgument(
                 "quantized_allreduce_hook: a rule names layers, but this model's names are not "
@@ -255,7 +247,7 @@ def quantized_allreduce_hook(
         offsets = [int(g.storage_offset() - base) for g in bucket.gradients()]
         segments = rules.segments(found, offsets, config)
         # The noise of a layer must not depend on its bucket, nor be that of another.
-        group_name = _group_or_default(state.process_group).group_name
+        group_name = group_or_default(state.process_group).group_name
         seeds = [
             call_seed(config.seed, f"ddp/{layer.name or (bucket.index(), i)}", step, group_name)
             for i, layer in enumerate(found)
@@ -293,151 +285,24 @@ def _unsupported(
     return ""
 
 
-# ---- 3. who is who -------------------------------------------------------------------------------
-
-
-@dataclass
-class _Wrapped:
-    """What is known of a DistributedDataParallel.
-
-    Attributes:
-        names: of its parameters, by id. It keeps them alive, so no id passes to another tensor.
-        dtypes: of its parameters when it was made, which its buckets have.
-        first_forward: the hook that waits for it; None once it has come.
-        watched: whether a change of dtypes is noticed.
-    """
-
-    names: dict[int, str]
-    dtypes: dict[int, torch.dtype]
-    first_forward: RemovableHandle | None = None
-    watched: bool = False
-
-    @classmethod
-    def of(cls, module: nn.Module) -> "_Wrapped":
-        named = list(module.named_parameters())
-        return cls({id(p): name for name, p in named}, {id(p): p.dtype for _, p in named})
-
-
-_wrapped: weakref.WeakKeyDictionary[DistributedDataParallel, _Wrapped] = weakref.WeakKeyDictionary()
-
-
-def register() -> None:
-    """Notice every DistributedDataParallel from now on. Once per process."""
-    register_module_module_registration_hook(_on_registration)
-    torch.serialization.add_safe_globals(
-        [QuantizedAllreduceState, quantized_allreduce_hook, Rules, layers.Rule, Config]
-    )
-
-
-def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """See DistributedDataParallel take its module: torch calls this for every submodule."""
-    if torch.compiler.is_compiling():  # modules that dynamo looks into are made already
-        return
-    if name != "module" or not isinstance(parent, DistributedDataParallel) or child is None:
-        return
-    known = _wrapped[parent] = _Wrapped.of(child)
-    if backend.options_of(_group_or_default(parent.process_group)) is not None:
-        hook: Any = _before_first_forward  # of this module, by its own name: models pickle
-        known.first_forward = parent.register_forward_pre_hook(hook)
-
-
-@_compat.not_compiled
-def _before_first_forward(wrapper: DistributedDataParallel, _inputs: Any) -> None:
-    # A copy of a model has this hook, too, but its parameters were not seen yet.
-    known = _wrapped.get(wrapper)
-    if known is None:
-        known = _wrapped[wrapper] = _Wrapped.of(wrapper.module)
-    _attach(wrapper)
-    if known.first_forward is not None:
-        known.first_forward.remove()
-        known.first_forward = None
-
-
-def _attach(wrapper: DistributedDataParallel) -> None:
-    """Give a DistributedDataParallel over the backend "cgx" the hook, if it has none."""
-    group = _group_or_default(wrapper.process_group)
-    options = backend.options_of(group)
-    # Its Python reducer has no buckets; compress_collectives() is for that.
-    if options is None or _compat.has_python_reducer(wrapper):
-        return
-    if hooks := _compat.comm_hooks(wrapper):
-        if quantized_allreduce_hook not in hooks:
-            backend.leave_gradients_to_hooks(group)
-        return
-    if _compat.steps_in_backward(wrapper):  # by a communication hook that torch is about to set
-        return
-    _check_layers(wrapper, layers.process_rules())
-    if options.config.bits == layers.EXACT_BITS and not layers.process_rules():
-        return
-    _watch_dtypes(wrapper)
-    state = QuantizedAllreduceState(group, options.config, unsupported="exact")
-    wrapper.register_comm_hook(state, quantized_allreduce_hook)
-    _log.debug(
-        "group '%s': DistributedDataParallel's gradients are compressed layer by layer",
-        group.group_name,
-    )
-
-
-def _wrappers_of(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
-    """Return those who may have made a bucket, the youngest first: one, but for modules in two."""
-    if not parameters:
-        return []
-    known = reversed(list(_wrapped.items()))
-    return [w for w, its in known if all(id(p) in its.names for p in parameters)]
-
-
 def _check_once(state: QuantizedAllreduceState, wrappers: list[DistributedDataParallel]) -> None:
     """Compare a state with the model whose gradients it gets, when it first gets them."""
     if not wrappers or any(wrapper in state._checked for wrapper in wrappers):
         return
-    ranks = dist.get_process_group_ranks(_group_or_default(state.process_group))
+    ranks = dist.get_process_group_ranks(group_or_default(state.process_group))
     for wrapper in wrappers:
-        if _ranks_of(wrapper) == ranks:
+        if ddp_models.ranks_of(wrapper) == ranks:
             break
     else:
         raise InvalidArgument(
             f"quantized_allreduce_hook: the state averages over ranks {ranks}, "
-            f"DistributedDataParallel over {_ranks_of(wrappers[0])}; give it the model's group: "
-            "state.process_group = model.process_group"
+            f"DistributedDataParallel over {ddp_models.ranks_of(wrappers[0])}; give it the model's "
+            "group: state.process_group = model.process_group"
         )
-    _check_layers(wrapper, layers.process_rules() if state.rules is None else state.rules)
-    _watch_dtypes(wrapper)
+    ddp_models.check_layers(wrapper, _rules_of(state))
+    ddp_models.watch_dtypes(wrapper)
     state._checked.add(wrapper)
 
 
-def _ranks_of(wrapper: DistributedDataParallel) -> list[int]:
-    try:
-        return dist.get_process_group_ranks(wrapper.process_group)
-    except (KeyError, ValueError):  # its group was destroyed
-        return []
-
-
-def _check_layers(wrapper: DistributedDataParallel, rules: Rules) -> None:
-    named = wrapper.module.named_parameters()
-    layers.check_model([Layer(name, p.dim(), p.numel()) for name, p in named], rules)
-
-
-def _watch_dtypes(wrapper: DistributedDataParallel) -> None:
-    """Have forward raise once parameters have other dtypes than DistributedDataParallel's buckets.
-
-    It would not notice, and would stop averaging: torch gives such parameters new accumulators of
-    gradients, without its hooks.
-    """
-    _refuse_new_dtypes(wrapper, ())
-    if not _wrapped[wrapper].watched:
-        _wrapped[wrapper].watched = True
-        wrapper.register_forward_pre_hook(_refuse_new_dtypes)
-
-
-def _refuse_new_dtypes(wrapper: DistributedDataParallel, _inputs: Any) -> None:
-    known = None if torch.compiler.is_compiling() else _wrapped.get(wrapper)
-    if known is None:
-        return
-    for parameter in _compat.parameters_of(wrapper):
-        was = known.dtypes.get(id(parameter), parameter.dtype)
-        if parameter.dtype != was and parameter.requires_grad:
-            raise TypeError(
-                f"'{known.names[id(parameter)]}' is {parameter.dtype} and was {was} when "
-                "DistributedDataParallel(model) was made, which does not average such gradients: "
-                "change the dtype first, then make it"
-            )
+def _rules_of(state: QuantizedAllreduceState) -> Rules:
+    return layers.process_rules() if state.rules is None else state.rules

@@ -20,6 +20,7 @@ fully_shard wrapped (FSDP2's custom communication); these divide a rank's block 
 that lie in it, each with buckets of its own; State numbers the noise.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -30,15 +31,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from cgx_ops import Communicator, Config, Segment
+from cgx_ops import rules as language
 from cgx_ops.call import Op, call_seed
 from cgx_ops.errors import InvalidArgument, NotFound
-from cgx_ops.torch import _compat
+from cgx_ops.rules import EXACT_BITS
+from cgx_ops.torch import _compat, layers
+from cgx_ops.torch.layers import Rule, Rules
 from cgx_ops.torch.work import DTYPES, start
 
 GRADIENTS = Config(bits=8, bucket_size=1024)
 WEIGHTS = Config(bits=8, bucket_size=1024, rounding="shift")
 
-_EXACT_BITS = 32
 # What FSDP asks of a reduce-scatter; PREMUL_SUM is a sum that a factor of its own scales.
 _OPS: dict[str, Op] = {"SUM": "sum", "AVG": "avg", "PREMUL_SUM": "sum"}
 
@@ -96,6 +99,7 @@ def compress(
     weights: Config | None = None,
     *,
     exact: Callable[[str, torch.Size], bool] = one_dimensional,
+    rules: Sequence[Rule] = (),
 ) -> State:
     """Have the collectives of every module inside `model` that fully_shard wrapped compressed.
 
@@ -112,6 +116,9 @@ def compress(
             nearest biases training: use "shift" or "stochastic".
         exact: exact(name, shape) tells which parameters travel exact in either direction, by their
             names in `model` and the shapes of the whole parameters. Equal on all ranks.
+        rules: a list of cgx_ops.torch.layers.Rule: bits and buckets of parameters by name, in both
+            directions but for one that is None. Later rules win, and all win over `exact`. Equal on
+            all ranks. Those of exclude_layer() and its like are for DistributedDataParallel alone.
 
     Returns:
         The state of the noise: save it with each checkpoint for a continuation that is the same to
@@ -120,11 +127,14 @@ def compress(
     Raises:
         InvalidArgument (a ValueError): no module is wrapped, or one is only replicated; a process
             group has no communicator of cgx_ops. ValueError: a module shards its parameters over
-            several meshes. TypeError: gradients or weights is not a Config.
+            several meshes. TypeError: gradients or weights is not a Config, or
+            rules is no list of Rule.
     """
     for role, config in (("gradients", gradients), ("weights", weights)):
         if not isinstance(config, Config | None):
             raise TypeError(f"{role} is {config!r}; it must be a cgx_ops.Config or None")
+    if not isinstance(rules, Sequence) or not all(isinstance(rule, Rule) for rule in rules):
+        raise TypeError(f"rules is {rules!r}; it must be a list of cgx_ops.torch.layers.Rule")
     names = {module: name for name, module in model.named_modules()}
     wrapped = {name: module for module, name in names.items() if isinstance(module, FSDPModule)}
     if not wrapped:
@@ -132,22 +142,23 @@ def compress(
             f"no module of this {type(model).__name__} is an FSDPModule: call "
             "torch.distributed.fsdp.fully_shard before compress"
         )
+    gathered_by_name = reduced_by_name = [layers.translated(rule) for rule in rules]
+    known = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    layers.warn_of_unmatched(known, Rules(rules))
     if gradients is None and weights is not None:
         # Ours all the same: a reduction tells that weights were used, and need new noise.
-        gradients = Config(bits=_EXACT_BITS)
+        gradients, reduced_by_name = Config(bits=EXACT_BITS), []
     state = State()
     for name, module in wrapped.items():
         for group in _compat.fsdp_groups(module):
-            block = _Block(name, group, names, exact)
+            block = functools.partial(_Block, name, group, names, exact)
             gather: Any
             reduce: Any
             gather, reduce = map(_plain, _compat.fsdp_communications(group))
             if weights is not None:
-                gather = _AllGather(block, weights, state, gather)
+                gather = _AllGather(block(gathered_by_name), weights, state, gather)
             if gradients is not None:
-                reduce = _ReduceScatter(block, gradients, state, reduce)
-            if weights is not None or gradients is not None:
-                block.check()
+                reduce = _ReduceScatter(block(reduced_by_name), gradients, state, reduce)
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(reduce)
     return state
@@ -170,7 +181,10 @@ def _communicator(group: dist.ProcessGroup) -> Communicator:
 
 
 class _Block:
-    """What lies in a rank's block of the messages of one group of parameters."""
+    """What lies in a rank's block of one group of parameters' messages, in one direction.
+
+    Raises InvalidArgument if the group's ranks cannot communicate through cgx_ops.
+    """
 
     def __init__(
         self,
@@ -178,16 +192,15 @@ class _Block:
         group: Any,
         names: dict[nn.Module, str],
         exact: Callable[[str, torch.Size], bool],
+        rules: list[language.Rule],
     ) -> None:
-        self.name, self._group, self._names, self._exact = name, group, names, exact
+        self.name, self._group, self._names = name, group, names
+        self._exact, self._rules = exact, rules
         self._warned: set[str] = set()
-
-    def check(self) -> None:
-        """Raise InvalidArgument if the group's ranks cannot communicate through cgx_ops."""
-        ranks = _compat.fsdp_shard_group(self._group)
+        ranks = _compat.fsdp_shard_group(group)
         if ranks is None:
             raise InvalidArgument(
-                f"the parameters of module '{self.name}' are replicated, not sharded: compress "
+                f"the parameters of module '{name}' are replicated, not sharded: compress "
                 "their gradients' allreduce with cgx_ops.torch.BackendOptions(compress='all')"
             )
         _communicator(ranks)
@@ -217,8 +230,8 @@ class _Block:
         segments, offset = [], 0
         for p in parameters:
             name = ".".join(filter(None, (self._names.get(p.module), p.name)))
-            bits = _EXACT_BITS if self._exact(name, p.shape) else None
-            segments.append(Segment(offset, p.numel, bits))
+            own = language.overrides(self._rules, name, exact=self._exact(name, p.shape))
+            segments.append(Segment(offset, p.numel, **own))
             offset += p.numel
         if offset == numel:
             return segments

@@ -5,23 +5,22 @@
      set_quantization_bits, set_quantization_bucket_size
 
 A rule needs no list of layers. Registering one lets mistakes be told: a pattern that no layer has,
-a layer of another size.
+a layer of another size. What a rule means is said in cgx_ops/rules.py.
 """
 
-import fnmatch
+import functools
 import operator
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn
 
 from torch import nn
 
 from cgx_ops import Config, Segment
-from cgx_ops.call import with_segment
+from cgx_ops import rules as language
 from cgx_ops.errors import InvalidArgument
-
-EXACT_BITS = 32
+from cgx_ops.rules import EXACT_BITS
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,21 @@ class Rule:
             raise InvalidArgument(
                 f"the pattern is {self.pattern!r}; it must be a part of a layer's name, or a glob"
             )
-        with_segment(Config(), self.bits, self.bucket_size)  # refuses what is out of range
+        _translate(self)  # refuses what is out of range
 
     def matches(self, name: str) -> bool:
         """Tell whether a layer's name has the pattern."""
-        if any(c in self.pattern for c in "*?["):
-            return fnmatch.fnmatchcase(name, self.pattern)
-        return self.pattern in name
+        return translated(self).matches(name)
+
+
+def _translate(rule: Rule) -> language.Rule:
+    given = asdict(rule)
+    expression = language.expression_of(given.pop("pattern"))
+    return language.Rule(expression, {k: v for k, v in given.items() if v is not None})
+
+
+# Translating takes longer than matching, and every step asks anew.
+translated = functools.lru_cache(maxsize=4096)(_translate)
 
 
 class Rules:
@@ -103,24 +110,21 @@ class Rules:
 
     def of(self, layer: Layer, config: Config) -> Config:
         """Return how a layer travels, where `config` is for those that no rule names."""
-        bits, bucket_size = config.bits, config.bucket_size
-        if self.exact_vectors and layer.dimensions <= 1:
-            bits = EXACT_BITS
-        for rule in self.rules:
-            if rule.matches(layer.name):
-                bits = bits if rule.bits is None else rule.bits
-                bucket_size = bucket_size if rule.bucket_size is None else rule.bucket_size
-        return with_segment(config, bits, bucket_size)
+        return replace(config, **self._overrides(layer))
 
     def segments(
         self, layers: Sequence[Layer], offsets: Sequence[int], config: Config
     ) -> list[Segment]:
         """Return the layers of a buffer, which begin at `offsets`, with their bits and buckets."""
-        configs = [self.of(layer, config) for layer in layers]
+        rest = {"bits": config.bits, "bucket_size": config.bucket_size}
         return [
-            Segment(offset, layer.numel, bits=own.bits, bucket_size=own.bucket_size)
-            for layer, offset, own in zip(layers, offsets, configs, strict=True)
+            Segment(offset, layer.numel, **{**rest, **self._overrides(layer)})
+            for layer, offset in zip(layers, offsets, strict=True)
         ]
+
+    def _overrides(self, layer: Layer) -> dict[str, Any]:
+        exact = self.exact_vectors and layer.dimensions <= 1
+        return language.overrides(map(translated, self.rules), layer.name, exact=exact)
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """Return the patterns that none of these layers has."""
@@ -183,7 +187,7 @@ def register_model(layers: nn.Module | Iterable[tuple[str, int]]) -> None:
             )
         new[name] = size
     _registered.sizes.update(new)
-    _warn_of_unmatched(_registered.sizes, _registered.rules)
+    warn_of_unmatched(_registered.sizes, _registered.rules)
 
 
 def forget_models() -> None:
@@ -216,29 +220,37 @@ def set_quantization_bucket_size(pattern: str, bucket_size: int, *position: int)
 
 
 def register_layer(*position: int) -> NoReturn:
-    """Refuse CGX's registration by place in a bucket."""
-    _refuse_positions("register_layer", position and position[0], position[1:])
-    raise InvalidArgument("register_layer: use register_model([(name, numel), ...])")
+    """Refuse CGX's registration by place in a bucket; register_model() replaces it.
+
+    Raises:
+        InvalidArgument: always; it says what to call.
+    """
+    raise _places_change("register_layer")
 
 
 def _refuse_positions(function: str, first: object, rest: Sequence[object]) -> None:
     if rest or not isinstance(first, str):
-        raise InvalidArgument(
-            f"{function}: layers are named here, not counted: DistributedDataParallel makes its "
-            "buckets anew after the first step, and places change. Call "
-            "register_model([(name, numel), ...]), then set_quantization_bits(name, bits) and "
-            "set_quantization_bucket_size(name, bucket_size). The hook that does without places, "
-            "torch_cgx's cgx_hook, is cgx_ops.torch.ddp.quantized_allreduce_hook"
-        )
+        raise _places_change(function)
+
+
+def _places_change(function: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{function}: layers are named here, not counted: DistributedDataParallel makes its "
+        "buckets anew after the first step, and places change. Call "
+        "register_model([(name, numel), ...]), then set_quantization_bits(name, bits) and "
+        "set_quantization_bucket_size(name, bucket_size). The hook that does without places, "
+        "torch_cgx's cgx_hook, is cgx_ops.torch.ddp.quantized_allreduce_hook"
+    )
 
 
 def _add(rule: Rule) -> None:
     _registered.rules.rules.append(rule)
     if _registered.sizes:
-        _warn_of_unmatched(_registered.sizes, Rules([rule]))
+        warn_of_unmatched(_registered.sizes, Rules([rule]))
 
 
-def _warn_of_unmatched(names: Iterable[str], rules: Rules) -> None:
+def warn_of_unmatched(names: Iterable[str], rules: Rules) -> None:
+    """Warn of each rule that is for none of these layers, where the caller's caller is."""
     names = list(names)
     for pattern in rules.unmatched(names):
         warnings.warn(
@@ -273,4 +285,4 @@ def check_model(layers: Sequence[Layer], rules: Rules) -> None:
     names = [layer.name for layer in layers]
     # Rules for all models of this process; they need not match in each.
     others = _registered.sizes if rules is _registered.rules else ()
-    _warn_of_unmatched([*names, *others], rules)
+    warn_of_unmatched([*names, *others], rules)

@@ -40,6 +40,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cgx_ops import Communicator, Config, InvalidArgument, Segment
 from cgx_ops.torch import compressed, fsdp
+from cgx_ops.torch.layers import Rule, Rules
 
 WIDTH, CLASSES, BATCH = 33, 10, 8
 EXACT = Config(bits=32)
@@ -160,7 +161,9 @@ def equals_the_oracle(message: Message) -> bool:
     everyones: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, (message.input, message.seed), group)
     segments = [
-        reference.Segment(s.offset, s.numel, s.bits or config.bits, config.bucket_size)
+        reference.Segment(
+            s.offset, s.numel, s.bits or config.bits, s.bucket_size or config.bucket_size
+        )
         for s in message.segments
     ]
     options: dict[str, Any] = {
@@ -460,6 +463,46 @@ def resumed_training_is_the_same_to_the_bit() -> None:
         assert same == restore, "the state of the noise must matter, and suffice"
 
 
+def rules_by_name() -> None:
+    """Rules win over `exact`, later ones over earlier; what goes in no bits at all has none."""
+    rules = [
+        Rule("blocks.*.weight", bits=2, bucket_size=32),
+        Rule("blocks.1.", bits=8),
+        Rule("head.weight", bits=32),
+    ]
+    table = {  # of what rules name: bits and bucket size
+        **{f"blocks.{i}.{layer}.weight": (2, 32) for i in (0, 2) for layer in ("norm", "linear")},
+        **{f"blocks.1.{layer}.weight": (8, 32) for layer in ("norm", "linear")},
+        **{f"blocks.1.{layer}.bias": (8, None) for layer in ("norm", "linear")},
+        "head.weight": (32, None),
+    }
+    x, y = batch(0)
+    for gradients in (FEW, None):
+        model = sharded(Model())
+        fsdp.compress(model, gradients, FEW, rules=rules)
+        with recorded() as messages:
+            nn.functional.cross_entropy(model(x), y).backward()
+        assert all(equals_the_oracle(m) for m in messages)
+        plain, ruled = [], []
+        for module, prefix in (
+            (model, ""),
+            *((b, f"blocks.{i}.") for i, b in enumerate(model.blocks)),
+        ):
+            named = [(prefix + name, p) for name, p in own_parameters(module)]
+            default = [32 if p.ndim == 1 else None for _, p in named]
+            plain.append([(bits, None) for bits in default])
+            ruled.append(
+                [table.get(n, (b, None)) for (n, _), b in zip(named, default, strict=True)]
+            )
+        for message in messages:
+            exact = gradients is None and message.verb == "reduce_scatter"
+            assert message.config.bits == (32 if exact else 4)
+            found = [(s.bits, s.bucket_size) for s in message.segments]
+            assert found in (plain if exact else ruled), (message.verb, found)
+    (text,) = warned(lambda: fsdp.compress(model, FEW, rules=[*rules, Rule("typo", bits=2)]))
+    assert "no layer matches 'typo'" in text
+
+
 # ---- what is refused, and what is exact with a warning -------------------------------------------
 
 
@@ -476,6 +519,9 @@ def bad_input() -> None:
     refuses(lambda: fsdp.compress(Model()), InvalidArgument, "fully_shard before compress")
     model = sharded(Model())
     refuses(lambda: fsdp.compress(model, 8), TypeError, "gradients is 8")  # type: ignore[arg-type]
+    wrong: list[Any] = [Rules([Rule("a", bits=2)]), ["head"]]
+    for rules in wrong:
+        refuses(lambda r=rules: fsdp.compress(model, rules=r), TypeError, "a list of")
     gloo = init_device_mesh(
         "cpu",
         (dist.get_world_size(),),
@@ -490,7 +536,7 @@ def warned(call: Callable[[], object]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    return [str(w.message) for w in caught if "cgx_ops" in str(w.message)]
+    return [str(w.message) for w in caught if re.search("cgx_ops|no layer", str(w.message))]
 
 
 def exact_with_a_warning() -> None:
@@ -651,6 +697,7 @@ CHECKS = {
         other_layouts,
         every_way_to_train,
         resumed_training_is_the_same_to_the_bit,
+        rules_by_name,
         bad_input,
         exact_with_a_warning,
         compressing_again,

@@ -1,0 +1,114 @@
+"""Who is who: what is known of the models under DistributedDataParallel.
+
+1. which there are: each is remembered when it takes its module, so that layers have names
+2. whether a model is the one that was registered
+3. whether its dtypes changed, which DistributedDataParallel would not notice
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from cgx_ops.torch import _compat, layers
+from cgx_ops.torch.layers import Layer, Rules
+
+
+@dataclass
+class _Known:
+    """What is known of a DistributedDataParallel.
+
+    Attributes:
+        names: of its parameters, by id. It keeps them alive, so no id passes to another tensor.
+        dtypes: of its parameters when it was made, which its buckets have.
+        watched: whether a change of dtypes is noticed.
+    """
+
+    names: dict[int, str]
+    dtypes: dict[int, torch.dtype]
+    watched: bool = False
+
+
+_known: weakref.WeakKeyDictionary[DistributedDataParallel, _Known] = weakref.WeakKeyDictionary()
+
+
+# ---- 1. which there are --------------------------------------------------------------------------
+
+
+def remember(wrapper: DistributedDataParallel, module: nn.Module) -> None:
+    """Note the names and dtypes of the module that a DistributedDataParallel was made of."""
+    named = list(module.named_parameters())
+    names = {id(p): name for name, p in named}
+    _known[wrapper] = _Known(names, {id(p): p.dtype for _, p in named})
+
+
+def is_known(wrapper: DistributedDataParallel) -> bool:
+    """Tell whether it was remembered; a copy of it is another one."""
+    return wrapper in _known
+
+
+def names_of(wrapper: DistributedDataParallel) -> dict[int, str]:
+    """Return the names of its parameters, by id."""
+    return _known[wrapper].names
+
+
+def wrappers_of(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
+    """Return those who may have made a bucket, the youngest first: one, but for modules in two."""
+    if not parameters:
+        return []
+    known = reversed(list(_known.items()))
+    return [w for w, its in known if all(id(p) in its.names for p in parameters)]
+
+
+def ranks_of(wrapper: DistributedDataParallel) -> list[int]:
+    """Return the ranks that it averages over; none if its group was destroyed."""
+    try:
+        return dist.get_process_group_ranks(wrapper.process_group)
+    except (KeyError, ValueError):
+        return []
+
+
+# ---- 2. whether it is the one that was registered ------------------------------------------------
+
+
+def check_layers(wrapper: DistributedDataParallel, rules: Rules) -> None:
+    """Compare its layers with what was registered, and with rules, as layers.check_model does."""
+    named = wrapper.module.named_parameters()
+    layers.check_model([Layer(name, p.dim(), p.numel()) for name, p in named], rules)
+
+
+# ---- 3. whether its dtypes changed ---------------------------------------------------------------
+
+
+def watch_dtypes(wrapper: DistributedDataParallel) -> None:
+    """Have forward raise once parameters have other dtypes than DistributedDataParallel's buckets.
+
+    It would not notice, and would stop averaging: torch gives such parameters new accumulators of
+    gradients, without its hooks.
+
+    Raises:
+        TypeError: they have other dtypes already.
+    """
+    _refuse_new_dtypes(wrapper, ())
+    if not _known[wrapper].watched:
+        _known[wrapper].watched = True
+        wrapper.register_forward_pre_hook(_refuse_new_dtypes)
+
+
+def _refuse_new_dtypes(wrapper: DistributedDataParallel, _inputs: Any) -> None:
+    known = None if torch.compiler.is_compiling() else _known.get(wrapper)
+    if known is None:
+        return
+    for parameter in _compat.parameters_of(wrapper):
+        was = known.dtypes.get(id(parameter), parameter.dtype)
+        if parameter.dtype != was and parameter.requires_grad:
+            raise TypeError(
+                f"'{known.names[id(parameter)]}' is {parameter.dtype} and was {was} when "
+                "DistributedDataParallel(model) was made, which does not average such gradients: "
+                "change the dtype first, then make it"
+            )

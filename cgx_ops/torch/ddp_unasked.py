@@ -1,0 +1,82 @@
+"""Over the backend "cgx" a DistributedDataParallel gets the hook of ddp.py unasked.
+
+It is noticed when it takes its module, and gets the hook before its first forward: by then a user
+who wants another one has registered it.
+"""
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from cgx_ops import Config
+from cgx_ops.rules import EXACT_BITS
+from cgx_ops.torch import _compat, backend, ddp_models, layers
+from cgx_ops.torch._compat import group_or_default
+from cgx_ops.torch.ddp import QuantizedAllreduceState, quantized_allreduce_hook
+
+_log = logging.getLogger(__name__)
+# What waits for the first forward of each.
+_waiting: weakref.WeakKeyDictionary[DistributedDataParallel, RemovableHandle] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def register() -> None:
+    """Notice every DistributedDataParallel from now on. Once per process."""
+    register_module_module_registration_hook(_on_registration)
+    torch.serialization.add_safe_globals(
+        [QuantizedAllreduceState, quantized_allreduce_hook, layers.Rules, layers.Rule, Config]
+    )
+
+
+def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """See DistributedDataParallel take its module: torch calls this for every submodule."""
+    if torch.compiler.is_compiling():  # modules that dynamo looks into are made already
+        return
+    if name != "module" or not isinstance(parent, DistributedDataParallel) or child is None:
+        return
+    ddp_models.remember(parent, child)
+    if backend.options_of(group_or_default(parent.process_group)) is not None:
+        hook: Any = _before_first_forward  # of this module, by its own name: models pickle
+        _waiting[parent] = parent.register_forward_pre_hook(hook)
+
+
+@_compat.not_compiled
+def _before_first_forward(wrapper: DistributedDataParallel, _inputs: Any) -> None:
+    # A copy of a model has this hook, too, but its parameters were not seen yet.
+    if not ddp_models.is_known(wrapper):
+        ddp_models.remember(wrapper, wrapper.module)
+    _attach(wrapper)
+    if handle := _waiting.pop(wrapper, None):
+        handle.remove()
+
+
+def _attach(wrapper: DistributedDataParallel) -> None:
+    """Give a DistributedDataParallel over the backend "cgx" the hook, if it has none."""
+    group = group_or_default(wrapper.process_group)
+    options = backend.options_of(group)
+    # Its Python reducer has no buckets; compress_collectives() is for that.
+    if options is None or _compat.has_python_reducer(wrapper):
+        return
+    if hooks := _compat.comm_hooks(wrapper):
+        if quantized_allreduce_hook not in hooks:
+            backend.leave_gradients_to_hooks(group)
+        return
+    if _compat.steps_in_backward(wrapper):  # by a communication hook that torch is about to set
+        return
+    ddp_models.check_layers(wrapper, layers.process_rules())
+    if options.config.bits == EXACT_BITS and not layers.process_rules():
+        return
+    ddp_models.watch_dtypes(wrapper)
+    state = QuantizedAllreduceState(group, options.config, unsupported="exact")
+    wrapper.register_comm_hook(state, quantized_allreduce_hook)
+    _log.debug(
+        "group '%s': DistributedDataParallel's gradients are compressed layer by layer",
+        group.group_name,
+    )
