@@ -87,7 +87,7 @@ def test_a_device_of_several_in_a_process(launch: Callable[..., list[str]]) -> N
     check_outputs(launch("one_of_several_devices_fails", env=environment(2, 60)))
 
 
-DAILY_ENDS = [("raises", by_mpirun, 0), ("is_killed", by_mpirun, 0), ("is_killed", by_arguments, 0)]
+DAILY_ENDS = [("raises", by_mpirun, 0), ("is_killed", by_arguments, 0)]
 
 
 @by_devices

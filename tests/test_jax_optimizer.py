@@ -38,7 +38,9 @@ use_cpu_devices(8)
 pytestmark = [pytest.mark.timeout(120), pytest.mark.mpirun]
 
 one_process = pytest.mark.skipif(PROCESSES > 1, reason="is about one process, or starts its own")
-both_modes = pytest.mark.parametrize("check_vma", [True, False])
+both_modes = pytest.mark.parametrize(
+    "check_vma", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
+)
 
 N, STEPS, NUMEL = 8, 4, 1200
 WEIGHTS, ROWS = normal(0, NUMEL), normal(1, STEPS, N, NUMEL)

@@ -96,7 +96,9 @@ def check_order(
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("mesh", "first"), [((2, 2), 0), ((4, 1), 1)])
+@pytest.mark.parametrize(
+    ("mesh", "first"), [((2, 2), 0), pytest.param((4, 1), 1, marks=pytest.mark.exhaustive)]
+)
 def test_order_does_not_matter(mesh: Mesh, first: int, wanted: Wanted) -> None:
     """Each program on one of the meshes; test_a_hundred_launches() has all on both."""
     check_order(mesh, wanted, 3, programs=list(PROGRAMS)[first::2], timeout=220)
