@@ -14,7 +14,7 @@ BUILT = build/.installed
 demo: $(BUILT)
 	$(BIN)/python examples/demo.py
 
-# XLA compiles the programs of the tests' own process without LLVM's optimizations: in a third less
+# XLA compiles the programs of the tests' own process without LLVM's optimizations: in a quarter less
 # time. test-all has them.
 test: export XLA_FLAGS := --xla_backend_optimization_level=0
 test: $(BUILT)
