@@ -53,7 +53,7 @@ $(SANITIZED): build/sanitize-%: .venv/.ready
 	$(BIN)/cmake -S cgx_ops/csrc -B $@ -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 	  -DCGX_MPI_ROOT=$(abspath .venv) -DCGX_BUILD_TESTS=ON -DCGX_SANITIZE=$*
 	$(BIN)/ninja -C $@
-	$(BIN)/ctest --test-dir $@ --output-on-failure --no-tests=error
+	$(BIN)/ctest --test-dir $@ --parallel 2 --output-on-failure --no-tests=error
 
 # The targets of tests/fuzz with libFuzzer, RUNS inputs each, under AddressSanitizer and
 # UndefinedBehaviorSanitizer. New inputs that reach new code are kept in build/fuzz/corpus.

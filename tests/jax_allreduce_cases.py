@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax_cases import expected, normal, same_bits, seed_of
+from jax_cases import expected, normal, same_bits, seed_of, use_cpu_devices
 from launch import threads
 
 from cgx_ops import Communicator
 from cgx_ops.jax import allreduce_q
+
+use_cpu_devices(8)
 
 AUTO: dict[str, Any] = {"algorithm": "auto"}  # the oracle's too
 

@@ -80,19 +80,19 @@ def under_mpirun(cases: str, n: int, transport: str) -> None:
 def daily(cases: str, target: str, n: int) -> bool:
     """Tell what runs every day.
 
-    The whole matrix on three ranks, where shards are uneven; on other numbers its sample. A CPU
-    target is the codec's, which knows no rank, and the C++ tests have it: the others' features on
-    three ranks alone. On eight ranks the oracle of all features takes long.
+    Of the matrix the sample, which has every pair of values. A CPU target is the codec's, which
+    knows no rank, and the C++ tests have it: the others' features on three ranks alone, where
+    shards are uneven. On eight ranks the oracle of all features takes long.
     """
     if target != TARGETS[0]:
         return cases == "features" and n == 3
-    return n == 3 if cases == "matrix" else n < 8 or cases == "sample"
+    return cases == "sample" or (cases == "features" and n < 8)
 
 
 ON_THREADS = [
     pytest.param(*each, marks=[] if daily(*each) else pytest.mark.exhaustive)
     for each in itertools.product(collective_cases.SETS, TARGETS, (1, 2, 3, 4, 8))
-    if each[0] != "sample" or (daily(*each) and each[2] != 3)
+    if each[0] != "sample" or daily(*each)
 ]
 # A transport knows no dtype.
 UNDER_MPIRUN = [

@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 from jax import export, lax
 from jax_allreduce_cases import AUTO, STEPS, X, check, on_ranks, reduce, seed_on
-from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, use_cpu_devices
+from jax_cases import expected, mesh_of, normal, on_mesh, same_bits
 
 from cgx_ops import Communicator
 from cgx_ops.jax import allreduce_q
-
-use_cpu_devices(8)
 
 pytestmark = pytest.mark.timeout(120)
 

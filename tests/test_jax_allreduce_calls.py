@@ -20,14 +20,12 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax_allreduce_cases import AUTO, STEPS, X, check, on_ranks, reduce
-from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, use_cpu_devices
+from jax_cases import expected, mesh_of, normal, on_mesh, same_bits
 from launch import mpirun
 
 import cgx_ops
 from cgx_ops import Communicator, Config
 from cgx_ops.jax import allreduce_q
-
-use_cpu_devices(8)
 
 pytestmark = pytest.mark.timeout(120)
 
