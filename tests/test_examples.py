@@ -234,6 +234,7 @@ def test_ddp_on_the_backend_trains_in_few_bits() -> None:
     assert payload <= few["bytes_per_step"] < 1.05 * payload
 
 
+@pytest.mark.exhaustive
 def test_ddp_with_the_hook_resumes_to_the_same_bits() -> None:
     process = run_python(ROOT / "examples" / "ddp_hook.py", "--epochs", "10", ranks=2)
     assert check_few_bits(process, lines_of_rank_0(process))["resumed_identical"]

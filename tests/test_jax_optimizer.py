@@ -361,6 +361,7 @@ def test_checkpoint_with_sharding(tmp_path: Path) -> None:
 
 @one_process
 @pytest.mark.timeout(240)
+@pytest.mark.exhaustive
 def test_checkpoint_of_processes_with_two_devices_each(tmp_path: Path) -> None:
     """The program checks steps and checkpoint by the oracle; new processes go on from it."""
     environment = {
