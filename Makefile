@@ -14,8 +14,21 @@ BUILT = build/.installed
 demo: $(BUILT)
 	$(BIN)/python examples/demo.py
 
+# Two halves at once, since few tests keep two cores busy; each is shown when it has ended.
+.PHONY: test-bindings test-core
 test: $(BUILT)
-	$(BIN)/python -m pytest tests -m "not exhaustive"
+	@echo "The tests of the bindings and of the rest run side by side: 10 minutes at most on 2 cores."
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-bindings test-core
+
+# XLA compiles the programs of the tests' own process without LLVM's optimizations: in a quarter
+# less time. test-all has them.
+test-bindings: export XLA_FLAGS := --xla_backend_optimization_level=0
+test-bindings: $(BUILT)
+	$(BIN)/python -m pytest tests/test_jax_*.py tests/test_torch_*.py -m "not exhaustive"
+
+test-core: $(BUILT)
+	$(BIN)/python -m pytest tests --ignore-glob="tests/test_jax_*" --ignore-glob="tests/test_torch_*" \
+	  -m "not exhaustive"
 
 test-all: $(BUILT)
 	$(BIN)/python -m pytest tests
@@ -50,7 +63,7 @@ $(SANITIZED): build/sanitize-%: .venv/.ready
 	$(BIN)/cmake -S cgx_ops/csrc -B $@ -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 	  -DCGX_MPI_ROOT=$(abspath .venv) -DCGX_BUILD_TESTS=ON -DCGX_SANITIZE=$*
 	$(BIN)/ninja -C $@
-	$(BIN)/ctest --test-dir $@ --output-on-failure --no-tests=error
+	$(BIN)/ctest --test-dir $@ --parallel 2 --output-on-failure --no-tests=error
 
 # The targets of tests/fuzz with libFuzzer, RUNS inputs each, under AddressSanitizer and
 # UndefinedBehaviorSanitizer. New inputs that reach new code are kept in build/fuzz/corpus.

@@ -16,6 +16,9 @@ from cgx_ops import Communicator, Config, _native
 from cgx_ops.call import Call, Op
 
 CUDA = 1  # cgx_device_t
+NUMEL = 300_000
+CONFIG = Config(bits=4, rounding="stochastic")
+Finding = Any  # what a scenario found; what JSON can hold
 _GUARD = 128  # bytes on each side of a buffer: as many as the widest store of a warp is aligned to
 _PATTERN = 0xA5
 
@@ -102,3 +105,8 @@ def enqueue(collective: _native.Collective, source: int | None, result: int | No
 def check(comm: Communicator, *, finish: bool = False) -> None:
     """Raise what collectives on the GPU have failed with; finish: when all have ended."""
     _native.call("cgx_comm_check", comm.id, finish)
+
+
+def differs(y: torch.Tensor, want: np.ndarray) -> bool:
+    """Wait for the current stream and compare bits."""
+    return y.cpu().numpy().tobytes() != want.tobytes()

@@ -329,6 +329,7 @@ def bounds() -> dict[str, float]:
     return {name: bound / total * 1.01 for name, bound in found.items()}
 
 
+@pytest.mark.exhaustive
 def test_every_contender_adds_up(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     sizes = ("--sizes", "4KiB", "4096", "--rounds", "2")

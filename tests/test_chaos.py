@@ -7,8 +7,12 @@ import sys
 import launch
 import pytest
 
+ROUNDS = [("shm", 12), ("mpi", 4), ("hybrid", 4)]
+ROUNDS += [pytest.param(*more, marks=pytest.mark.exhaustive) for more in [("shm", 40), ("mpi", 12)]]
+ROUNDS += [pytest.param("hybrid", 12, marks=pytest.mark.exhaustive)]
 
-@pytest.mark.parametrize(("transport", "rounds"), [("shm", 40), ("mpi", 12), ("hybrid", 12)])
+
+@pytest.mark.parametrize(("transport", "rounds"), ROUNDS)
 def test_survivors(transport: str, rounds: int) -> None:
     """Each has the oracle's bits or an error in time, is usable, and has left nothing."""
     command = [sys.executable, "-m", "chaos", "--transport", transport, "--rounds", str(rounds)]

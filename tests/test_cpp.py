@@ -8,4 +8,5 @@ import pytest
 def test_cpp() -> None:
     folder = cpp_programs.build()
     ctest = cpp_programs.tool("ctest")
-    cpp_programs.run(ctest, "--test-dir", folder, "--output-on-failure", "--no-tests=error")
+    options = ("--parallel", 2, "--output-on-failure", "--no-tests=error")
+    cpp_programs.run(ctest, "--test-dir", folder, *options)

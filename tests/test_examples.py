@@ -210,6 +210,7 @@ def check_few_bits(process: subprocess.CompletedProcess[str], lines: list[str]) 
     return few
 
 
+@pytest.mark.exhaustive
 def test_rewritten_step_trains_in_few_bits() -> None:
     process = run_python(ROOT / "examples" / "compiled.py", "--epochs", "10", ranks=2)
     lines = re.findall(r"^\[[^]]*,0\]<stdout>: (.*)$", process.stdout, re.MULTILINE)
@@ -233,11 +234,13 @@ def test_ddp_on_the_backend_trains_in_few_bits() -> None:
     assert payload <= few["bytes_per_step"] < 1.05 * payload
 
 
+@pytest.mark.exhaustive
 def test_ddp_with_the_hook_resumes_to_the_same_bits() -> None:
     process = run_python(ROOT / "examples" / "ddp_hook.py", "--epochs", "10", ranks=2)
     assert check_few_bits(process, lines_of_rank_0(process))["resumed_identical"]
 
 
+@pytest.mark.exhaustive
 def test_torchrun_trains_in_few_bits() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     process = subprocess.run(
@@ -250,6 +253,7 @@ def test_torchrun_trains_in_few_bits() -> None:
     check_few_bits(process, [x for x in process.stdout.splitlines() if x.startswith("{")])
 
 
+@pytest.mark.exhaustive
 def test_two_axes_train_alike_in_one_process_and_in_two() -> None:
     """The axis "data" is one between devices or one between processes: the bits are the same."""
     script, arguments = ROOT / "examples" / "jax_two_axes.py", ("--epochs", "10")
@@ -269,6 +273,7 @@ def test_a_process_per_rank_trains_in_few_bits() -> None:
     assert payload <= few["bytes_per_step"] < 1.05 * payload
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 def test_optax_with_feedback_resumes_to_the_same_bits(tmp_path: Path) -> None:
     def results(*arguments: str) -> list[dict[str, Any]]:

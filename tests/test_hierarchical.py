@@ -149,7 +149,7 @@ def test_order_and_groups(hosts: str, program: tuple[Any, ...]) -> None:
     assert all("right" in output and "hybrid" in output for output in outputs), outputs
 
 
-@pytest.mark.parametrize("how", ["kill", "absent"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("absent", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "hosts", ["a,a,b,b", pytest.param("a,a,a,b", marks=pytest.mark.exhaustive)]
 )

@@ -116,10 +116,19 @@ def test_trees(fuse: bool) -> None:
 # ---- 2. processes --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "processes", [[0, 0, 0, 0, 1, 1, 1, 1], [2, 0, 1, 3, 2, 1, 0, 3]], ids=["2x4", "4x2"]
-)
-@pytest.mark.parametrize("case", [*CASES, *(Case(5, dtype=d) for d in (np.float16, BF16))], ids=str)
+# Each case every day in one of two hierarchies, in turns.
+HIERARCHIES = {"2x4": [0, 0, 0, 0, 1, 1, 1, 1], "4x2": [2, 0, 1, 3, 2, 1, 0, 3]}
+IN_HIERARCHIES = [
+    pytest.param(
+        case, HIERARCHIES[name], id=f"{case}-{name}", marks=[] if daily else pytest.mark.exhaustive
+    )
+    for i, case in enumerate([*CASES, *(Case(5, dtype=d) for d in (np.float16, BF16))])
+    for j, name in enumerate(HIERARCHIES)
+    for daily in [i % 2 == j]
+]
+
+
+@pytest.mark.parametrize(("case", "processes"), IN_HIERARCHIES)
 def test_hierarchy(case: Case, processes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the devices were in these processes: a process is one rank."""
     monkeypatch.setattr(_runtime, "processes_of", lambda *_: processes)

@@ -79,7 +79,7 @@ def test_compiled_ahead_of_time(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "devices"),
-    [(1, 8), pytest.param(2, 1, marks=pytest.mark.exhaustive), (2, 2)],
+    [*(pytest.param(*each, marks=pytest.mark.exhaustive) for each in [(1, 8), (2, 1)]), (2, 2)],
 )
 def test_other_processes_run_them(ranks: int, devices: int, tmp_path: Path) -> None:
     """Exported, compiled or cached by one launch, run by the next; equal text in all processes."""

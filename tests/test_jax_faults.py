@@ -66,7 +66,11 @@ def test_processes_that_disagree(case: str, devices: int) -> None:
 @by_devices
 @pytest.mark.parametrize(
     "case",
-    [("other_programs",), pytest.param(("never_calls", 0), marks=exhaustive), ("never_calls", 1)],
+    [
+        pytest.param(("other_programs",), marks=exhaustive),
+        pytest.param(("never_calls", 0), marks=exhaustive),
+        ("never_calls", 1),
+    ],
     ids=lambda case: "_".join(map(str, case)),
 )
 def test_processes_that_do_not_come(case: tuple[object, ...], devices: int) -> None:
@@ -87,7 +91,7 @@ def test_a_device_of_several_in_a_process(launch: Callable[..., list[str]]) -> N
     check_outputs(launch("one_of_several_devices_fails", env=environment(2, 60)))
 
 
-DAILY_ENDS = [("raises", by_mpirun, 0), ("is_killed", by_mpirun, 0), ("is_killed", by_arguments, 0)]
+DAILY_ENDS = [("raises", by_mpirun, 0), ("is_killed", by_arguments, 0)]
 
 
 @by_devices

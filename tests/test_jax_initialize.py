@@ -45,7 +45,7 @@ both = pytest.mark.parametrize("launch", [by_mpirun, by_arguments])
 @both
 @pytest.mark.parametrize(
     ("n", "devices"),
-    [(2, 1), (2, 2), pytest.param(2, 4, marks=pytest.mark.exhaustive)],
+    [(2, 2), *(pytest.param(2, n, marks=pytest.mark.exhaustive) for n in (1, 4))],
 )
 def test_all_devices_are_one_mesh(launch: Launch, n: int, devices: int) -> None:
     launch(n, "works", XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}")

@@ -38,7 +38,9 @@ use_cpu_devices(8)
 pytestmark = [pytest.mark.timeout(120), pytest.mark.mpirun]
 
 one_process = pytest.mark.skipif(PROCESSES > 1, reason="is about one process, or starts its own")
-both_modes = pytest.mark.parametrize("check_vma", [True, False])
+both_modes = pytest.mark.parametrize(
+    "check_vma", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
+)
 
 N, STEPS, NUMEL = 8, 4, 1200
 WEIGHTS, ROWS = normal(0, NUMEL), normal(1, STEPS, N, NUMEL)
@@ -359,6 +361,7 @@ def test_checkpoint_with_sharding(tmp_path: Path) -> None:
 
 @one_process
 @pytest.mark.timeout(240)
+@pytest.mark.exhaustive
 def test_checkpoint_of_processes_with_two_devices_each(tmp_path: Path) -> None:
     """The program checks steps and checkpoint by the oracle; new processes go on from it."""
     environment = {

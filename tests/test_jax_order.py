@@ -58,7 +58,10 @@ def test_launches_queue_up_behind_each_other(case: tuple[Values, Values]) -> Non
 
 @pytest.mark.parametrize(
     "programs",
-    [["mixed"] * 4, ["mixed", "inner_jit", "unrolled", "independent"]],
+    [
+        pytest.param(["mixed"] * 4, marks=pytest.mark.exhaustive),
+        ["mixed", "inner_jit", "unrolled", "independent"],
+    ],
     ids=["one_function", "own_functions"],
 )
 def test_launches_from_several_threads(programs: list[str]) -> None:

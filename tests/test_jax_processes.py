@@ -96,7 +96,9 @@ def check_order(
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("mesh", "first"), [((2, 2), 0), ((4, 1), 1)])
+@pytest.mark.parametrize(
+    ("mesh", "first"), [((2, 2), 0), pytest.param((4, 1), 1, marks=pytest.mark.exhaustive)]
+)
 def test_order_does_not_matter(mesh: Mesh, first: int, wanted: Wanted) -> None:
     """Each program on one of the meshes; test_a_hundred_launches() has all on both."""
     check_order(mesh, wanted, 3, programs=list(PROGRAMS)[first::2], timeout=220)
@@ -110,8 +112,9 @@ def test_a_hundred_launches(mesh: Mesh, extra: int, wanted: Wanted) -> None:
     check_order(mesh, wanted, 100, "--extra", extra, timeout=1180)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_compiles_more(rank: int, wanted: Wanted) -> None:
     programs = ["independent", "inner_jit"]
     check_order((2, 1), wanted, 2, "--extra", rank, programs=programs, timeout=220)

@@ -28,7 +28,9 @@ use_cpu_devices(8)
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.mpirun]
 
-both_modes = pytest.mark.parametrize("check_vma", [True, False])
+both_modes = pytest.mark.parametrize(
+    "check_vma", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
+)
 
 
 def q(x: Any, **knobs: Any) -> Any:

@@ -32,7 +32,9 @@ from cgx_ops.jax.psum import reduce_tree
 use_cpu_devices(8)
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.mpirun]
-both_modes = pytest.mark.parametrize("check_vma", [True, False])
+both_modes = pytest.mark.parametrize(
+    "check_vma", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
+)
 
 BF16 = ml_dtypes.bfloat16
 

@@ -97,6 +97,7 @@ def test_bindings_export_their_entry_point_alone() -> None:
         assert not [name for name in strong if name.startswith("cgx")]
 
 
+@pytest.mark.exhaustive
 def test_wheel_works_without_the_source_tree(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     options = ["--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", str(tmp_path)]

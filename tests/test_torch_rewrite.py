@@ -8,7 +8,11 @@ import torch_cases as tc
 
 
 @pytest.mark.timeout(320)
-def test_collectives_in_graphs_are_compressed() -> None:
-    salt = uuid.uuid4().hex
-    for output in launch.torchrun(2, "run_torch_rewrite.py", salt, env=tc.ENVIRONMENT, timeout=300):
+@pytest.mark.parametrize("how", ["in_turns", pytest.param("each", marks=pytest.mark.exhaustive)])
+def test_collectives_in_graphs_are_compressed(how: str) -> None:
+    """Every check on one of two groups, whose carriers differ, or on each."""
+    arguments = (uuid.uuid4().hex, how)
+    for output in launch.torchrun(
+        2, "run_torch_rewrite.py", *arguments, env=tc.ENVIRONMENT, timeout=300
+    ):
         assert output.rstrip().endswith("ok all"), output

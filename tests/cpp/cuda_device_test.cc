@@ -1,368 +1,25 @@
-// The promises of device/queue.h, on a GPU: what a queue does and in which order, graphs, memory
-// and who may open it. One test per promise. Exits with 77 where there is no GPU.
-//
-// Queues are held back by wait_for() on a word that the test writes, so that "not before" and "does
-// not block" are seen without a clock. What hangs is ended by alarm().
+// The promises of a device's memory, on a GPU: what it is when it comes, whose an address is, who
+// may open it. One test per promise. Exits with 77 where there is no GPU. What hangs is ended by
+// alarm().
 #include <spawn.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
-#include <atomic>
-#include <functional>
 #include <optional>
 #include <string_view>
+#include <thread>
 
-#include "cuda/device.h"
-#include "ranks.h"
+#include "on_gpu.h"
 
 extern char** environ;
 
 namespace {
 
 using namespace cgx;
-using namespace cgx::device;
-using cuda::CudaDevice;
+using namespace cgx::test;
 
-constexpr unsigned int kSeconds = 300;  // for all tests together, under compute-sanitizer too
-constexpr int kSkipped = 77;            // ctest's SKIP_RETURN_CODE
-constexpr size_t kBytes = 3 << 20;
 constexpr char kOpen[] = "--open";  // this program as the other process of test_two_processes
 
-void check_cuda(cudaError_t error) { CHECK(error == cudaSuccess, "%s", cudaGetErrorString(error)); }
-
-CudaDevice& gpu() { return CudaDevice::get(0); }
-
-Memory pinned(size_t bytes = kBytes) { return gpu().allocate(bytes, Place::kPinned); }
-Memory on_device(size_t bytes = kBytes) { return gpu().allocate(bytes, Place::kDevice); }
-
-void fill(const Memory& memory, int seed, size_t bytes = kBytes) {
-  for (size_t i = 0; i < bytes; ++i)
-    memory.get()[i] = static_cast<std::byte>(i * 7 + i / 251 + seed);
-}
-
-void check_filled(const Memory& memory, int seed, size_t bytes = kBytes) {
-  for (size_t i = 0; i < bytes; ++i)
-    CHECK(memory.get()[i] == static_cast<std::byte>(i * 7 + i / 251 + seed), "byte %zu of %d", i,
-          seed);
-}
-
-// The bytes of device memory, as pinned memory.
-Memory fetch(const void* from, size_t bytes = kBytes) {
-  Memory to = pinned(bytes);
-  const auto queue = gpu().make_queue();
-  queue->copy(to.get(), from, bytes);
-  queue->synchronize();
-  return to;
-}
-
-// A word that holds a queue back.
-class Gate {
- public:
-  void hold(Queue& queue, uint32_t until = 1) { queue.wait_for(word(), until); }
-  void open(uint32_t value = 1) { std::atomic_ref(*word()).store(value); }
-
- private:
-  uint32_t* word() const { return reinterpret_cast<uint32_t*>(memory_.get()); }
-  Memory memory_ = pinned(sizeof(uint32_t));
-};
-
-// work() must throw an Error of this status whose text holds all parts, and leave no error behind.
-void fails(cgx_status_t status, const std::vector<std::string>& parts,
-           const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    const std::string text = error.what();
-    CHECK(error.status() == status, "status %d: %s", error.status(), text.c_str());
-    for (const auto& part : parts)
-      CHECK(text.find(part) != std::string::npos, "no '%s' in: %s", part.c_str(), text.c_str());
-    CHECK(cudaGetLastError() == cudaSuccess, "an error is left behind: %s", text.c_str());
-    return;
-  }
-  CHECK(false, "nothing was thrown");
-}
-
-// ---- Queues
-// --------------------------------------------------------------------------------------
-
-void test_copy_and_clear() {
-  const auto queue = gpu().make_queue();
-  const Memory from = pinned(), a = on_device(), b = on_device(), to = pinned();
-  fill(from, 1);
-  queue->copy(a.get(), from.get(), kBytes);
-  queue->copy(b.get(), a.get(), kBytes);
-  queue->copy(to.get(), b.get(), kBytes);
-  queue->copy(to.get(), from.get(), 0);
-  queue->synchronize();
-  check_filled(to, 1);
-  queue->clear(b.get() + 5, 1001);  // between the two: what surrounds it stays
-  queue->copy(to.get(), b.get(), kBytes);
-  queue->synchronize();
-  for (size_t i = 0; i < kBytes; ++i)
-    CHECK(to.get()[i] == (i >= 5 && i < 1006 ? std::byte{0} : from.get()[i]), "byte %zu", i);
-}
-
-void test_nothing_blocks() {
-  const auto queue = gpu().make_queue();
-  const Memory from = pinned(), a = on_device(), to = pinned();
-  std::atomic<int> calls{0};
-  Gate gate;
-  CHECK(queue->idle(), "an empty queue");
-  gate.hold(*queue);
-  fill(from, 2);
-  for (int round = 0; round < 20; ++round) {
-    queue->copy(a.get(), from.get(), kBytes);
-    queue->copy(to.get(), a.get(), kBytes);
-    queue->call([](void* context) { ++*static_cast<std::atomic<int>*>(context); }, &calls);
-  }
-  CHECK(!queue->idle() && calls == 0, "%d calls went ahead", calls.load());
-  gate.open();
-  queue->synchronize();
-  CHECK(queue->idle() && calls == 20, "%d calls", calls.load());
-  check_filled(to, 2);
-}
-
-// The device calls the host, which answers through pinned memory: the staged wire's handshake.
-void test_call_and_wait_for() {
-  struct Service {
-    std::atomic<bool> called{false};
-    std::byte seen{};
-    std::byte* watched = nullptr;
-  } service;
-  const auto queue = gpu().make_queue();
-  const Memory from = pinned(), a = on_device(), sent = pinned(), answer = pinned(), to = pinned();
-  Gate gate;
-  fill(from, 3);
-  service.watched = sent.get() + kBytes - 1;
-  queue->copy(a.get(), from.get(), kBytes);
-  queue->copy(sent.get(), a.get(), kBytes);
-  queue->call(
-      [](void* context) {
-        auto* to = static_cast<Service*>(context);
-        to->seen = *to->watched;  // what was copied before is here
-        to->called = true;
-        to->called.notify_one();
-      },
-      &service);
-  gate.hold(*queue);
-  queue->copy(a.get(), answer.get(), kBytes);
-  queue->copy(to.get(), a.get(), kBytes);
-  service.called.wait(false);
-  CHECK(service.seen == from.get()[kBytes - 1], "called before the copy was there");
-  fill(answer, 4);  // after the copy from `answer` was put on the queue
-  gate.open();
-  queue->synchronize();
-  check_filled(to, 4);
-}
-
-void test_wait_for_at_least() {
-  const auto queue = gpu().make_queue();
-  Gate gate;
-  gate.open(5);
-  gate.hold(*queue, 4);
-  gate.hold(*queue, 5);
-  queue->synchronize();
-  gate.hold(*queue, 6);
-  CHECK(!queue->idle(), "5 is not 6");
-  gate.open(1000);
-  queue->synchronize();
-  gate.open(0xfffffffe);
-  gate.hold(*queue, 1);  // after the wrap
-  CHECK(!queue->idle(), "the word has not wrapped");
-  gate.open(3);
-  queue->synchronize();
-}
-
-void test_follow() {
-  const auto first = gpu().make_queue(), second = gpu().make_queue();
-  const Memory from = pinned(), a = on_device(), to = pinned();
-  Gate before, after;
-  for (int round = 1; round <= 3; ++round) {  // one queue follows again and again
-    fill(from, round);
-    before.hold(*first, 2 * round);
-    first->copy(a.get(), from.get(), kBytes);
-    second->follow(*first);
-    after.hold(*first, round);  // later: `second` does not wait for it
-    second->copy(to.get(), a.get(), kBytes);
-    CHECK(!second->idle(), "the other queue was not waited for");
-    before.open(2 * round);
-    second->synchronize();
-    CHECK(!first->idle(), "round %d", round);
-    check_filled(to, round);
-    after.open(round);
-    first->synchronize();
-  }
-}
-
-// Encode, then decode, of exact values: that launches go on their queue. What they compute is
-// tested elsewhere.
-void test_launches() {
-  constexpr int64_t kNumel = kBytes / sizeof(float);
-  const auto queue = gpu().make_queue();
-  const Memory from = pinned(), values = on_device(), message = on_device(), result = on_device(),
-               fault = on_device(sizeof(uint32_t)), to = pinned();
-  for (int64_t i = 0; i < kNumel; ++i)
-    reinterpret_cast<float*>(from.get())[i] = static_cast<float>(i) - 0.5f;
-  Piece piece{};
-  piece.message = message.get();
-  piece.numel = kNumel;
-  piece.bucket_size = kNumel;
-  piece.bits = kExactBits;
-  Encode encode{};
-  encode.dtype = Dtype::kFloat32;
-  encode.fault = reinterpret_cast<const uint32_t*>(fault.get());
-  encode.pieces.count = 1;
-  encode.pieces.at[0] = piece;
-  encode.pieces.at[0].values = values.get();
-  Decode decode{};
-  decode.dtype = Dtype::kFloat32;
-  decode.fault = encode.fault;
-  decode.pieces.count = 1;
-  decode.pieces.at[0] = piece;
-  decode.pieces.at[0].result = result.get();
-  Gate gate;
-  gate.hold(*queue);
-  queue->copy(values.get(), from.get(), kBytes);
-  queue->encode(encode);
-  queue->decode(decode);
-  queue->copy(to.get(), result.get(), kBytes);
-  CHECK(!queue->idle(), "a launch did not wait");
-  gate.open();
-  queue->synchronize();
-  CHECK(std::memcmp(to.get(), from.get(), kBytes) == 0, "other values came back");
-}
-
-// Two ranks on one GPU, each with its memory; then one of them alone.
-void test_signal() {
-  constexpr int kRanks = 2;
-  struct Control {
-    Mailbox mailboxes[2][kRanks];
-    uint64_t done;
-    uint32_t fault;
-  };
-  struct Rank {
-    std::unique_ptr<Queue> queue = gpu().make_queue();
-    Memory control = on_device(sizeof(Control)), report = pinned(sizeof(Report));
-    Control* at() const { return reinterpret_cast<Control*>(control.get()); }
-    const Report& reported() const { return *reinterpret_cast<const Report*>(report.get()); }
-    Control fetched() const {
-      const Memory bytes = fetch(control.get(), sizeof(Control));
-      return *reinterpret_cast<const Control*>(bytes.get());
-    }
-  } ranks[kRanks];
-  const auto put = [&](int rank, uint64_t timeout_ns) {
-    Signals signals{};
-    signals.rank = rank;
-    signals.size = kRanks;
-    for (int peer = 0; peer < kRanks; ++peer)
-      signals.at_peer[peer] = &ranks[peer].at()->mailboxes[0][0];
-    signals.done = &ranks[rank].at()->done;
-    signals.timeout_ns = timeout_ns;
-    signals.notice.digest = 17;
-    signals.fault = &ranks[rank].at()->fault;
-    signals.report = reinterpret_cast<Report*>(ranks[rank].report.get());
-    ranks[rank].queue->signal(signals);
-  };
-  for (int exchange = 0; exchange < 5; ++exchange)
-    for (int rank = 0; rank < kRanks; ++rank) put(rank, 60'000'000'000);
-  for (auto& rank : ranks) rank.queue->synchronize();
-  for (auto& rank : ranks) {
-    const Control control = rank.fetched();
-    CHECK(control.done == 5 && control.fault == 0 && rank.reported().status == CGX_OK,
-          "done %lu, fault %u, status %u", control.done, control.fault, rank.reported().status);
-  }
-  put(0, 20'000'000);  // nobody comes
-  ranks[0].queue->synchronize();
-  CHECK(ranks[0].fetched().fault != 0 && ranks[0].reported().status == CGX_TIMEOUT &&
-            ranks[0].reported().rank == 1,
-        "status %u, rank %d", ranks[0].reported().status, ranks[0].reported().rank);
-  put(1, 60'000'000'000);  // too late, and told so: it does not wait for its own deadline
-  ranks[1].queue->synchronize();
-  CHECK(ranks[1].reported().status == CGX_PEER_FAILED, "status %u", ranks[1].reported().status);
-}
-
-// ---- The caller's streams
-// ------------------------------------------------------------------------
-
-void test_wrap() {
-  cudaStream_t own = nullptr;
-  check_cuda(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking));
-  const Memory from = pinned(), a = on_device(), to = pinned();
-  for (cudaStream_t stream : {own, cudaStream_t{nullptr}, cudaStreamLegacy, cudaStreamPerThread}) {
-    fill(from, 6);
-    Gate gate;
-    gate.hold(*gpu().wrap(stream));  // the queue is gone at once, its work is not
-    check_cuda(cudaMemcpyAsync(a.get(), from.get(), kBytes, cudaMemcpyDefault, stream));
-    CHECK(cudaStreamQuery(stream) == cudaErrorNotReady, "the stream was not held back");
-    cudaGetLastError();
-    const auto queue = gpu().wrap(stream), after = gpu().make_queue();
-    queue->clear(a.get(), 1);
-    after->follow(*queue);
-    after->copy(to.get(), a.get(), kBytes);
-    gate.open();
-    after->synchronize();
-    CHECK(to.get()[0] == std::byte{0}, "clear() was not on the stream");
-    to.get()[0] = from.get()[0];
-    check_filled(to, 6);
-  }
-  check_cuda(cudaStreamDestroy(own));
-}
-
-// Our own queues do not wait for the default stream, as ordinary streams do.
-void test_own_queues_are_apart() {
-  const auto standard = gpu().wrap(nullptr), own = gpu().make_queue();
-  const Memory a = on_device();
-  Gate gate;
-  gate.hold(*standard);
-  own->clear(a.get(), kBytes);
-  own->synchronize();
-  CHECK(!standard->idle(), "the default stream was not held back");
-  gate.open();
-  standard->synchronize();
-}
-
-// A stream that records a graph, a queue of ours that joins in, and what may be done meanwhile.
-void test_recording() {
-  cudaStream_t stream = nullptr;
-  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  const Memory from = pinned(), a = on_device(), b = on_device(), to = pinned();
-  const auto queue = gpu().wrap(stream), side = gpu().make_queue();
-  CHECK(!gpu().recording(stream) && !gpu().recording(nullptr), "nothing is recorded yet");
-  check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  CHECK(gpu().recording(stream) && !gpu().recording(nullptr), "the stream records");
-  queue->copy(a.get(), from.get(), kBytes);
-  side->follow(*queue);
-  CHECK(gpu().recording(stream), "it still does");
-  side->copy(b.get(), a.get(), kBytes);
-  const Memory allocated = on_device(), unrelated = fetch(allocated.get());
-  queue->follow(*side);
-  queue->copy(to.get(), b.get(), kBytes);
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode));
-  CHECK(mode == cudaStreamCaptureModeGlobal, "the caller's mode was changed to %d", mode);
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode));
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t run = nullptr;
-  check_cuda(cudaStreamEndCapture(stream, &graph));
-  check_cuda(cudaGraphInstantiate(&run, graph, 0));
-  CHECK(!gpu().recording(stream), "it has ended");
-  CHECK(to.get()[0] == std::byte{0}, "something ran while it was recorded");
-  for (int round = 7; round < 10; ++round) {
-    fill(from, round);
-    check_cuda(cudaGraphLaunch(run, stream));
-    queue->synchronize();
-    check_filled(to, round);
-  }
-  side->synchronize();  // what joined is an ordinary queue again
-  side->clear(a.get(), kBytes);
-  side->synchronize();
-  check_cuda(cudaGraphExecDestroy(run));
-  check_cuda(cudaGraphDestroy(graph));
-  check_cuda(cudaStreamDestroy(stream));
-}
-
-// ---- Memory
-// --------------------------------------------------------------------------------------
+// ---- Memory ----
 
 void test_allocate() {
   for (size_t bytes : {size_t{0}, size_t{1}, kBytes, size_t{2} << 20}) {
@@ -451,8 +108,7 @@ void test_other_device() {
   check_filled(fetch(theirs.get()), 11);
 }
 
-// ---- Sharing
-// -------------------------------------------------------------------------------------
+// ---- Sharing ----
 
 void test_share_in_one_process() {
   const Memory memory = on_device();
@@ -508,23 +164,8 @@ void test_two_processes(char* program) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  int devices = 0;
-  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-    std::puts("no GPU: skipped");
-    return kSkipped;
-  }
-  alarm(kSeconds);
+  begin();
   if (count == 3 && std::string_view(arguments[1]) == kOpen) return open_and_answer(arguments[2]);
-  test_copy_and_clear();
-  test_nothing_blocks();
-  test_call_and_wait_for();
-  test_wait_for_at_least();
-  test_follow();
-  test_launches();
-  test_signal();
-  test_wrap();
-  test_own_queues_are_apart();
-  test_recording();
   test_allocate();
   test_addresses();
   test_caller_keeps_its_device();

@@ -1,6 +1,6 @@
 // What the CUDA runtime's side says and does where there is no GPU, or no driver: it loads, and
 // every way in says what is missing. What needs no device at all is tested with it. With a GPU the
-// same calls are refused for other reasons; cuda_device_test.cc has the rest.
+// same calls are refused for other reasons; cuda_device*_test.cc have the rest.
 #include <functional>
 
 #include "cuda/device.h"

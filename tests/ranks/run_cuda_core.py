@@ -1,7 +1,7 @@
 """A scenario of the core on a GPU, on each rank; the last line that it prints is JSON.
 
-Arguments: the scenario (a function below). With --threads N on N threads of this process instead of
-the ranks of mpirun: a line for each.
+Arguments: the scenario (a function of this file or of cuda_failures.py). With
+--threads N on N threads of this process instead of the ranks of mpirun: a line for each.
 
     results    every case against cgx_run on the CPU, to the bit
     codec      cgx_quantize, cgx_dequantize and cgx_sum_encoded, too
@@ -15,17 +15,10 @@ the ranks of mpirun: a line for each.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
-import os
-import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
 from ctypes import byref, c_int64, c_void_p
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +30,22 @@ import numpy as np
 import torch
 from collective_cases import Case
 from cuda_cases import BITS, DTYPES, ROUNDINGS, SIZES
-from cuda_core import CUDA, OnGpu, Values, allreduce, check, enqueue
+from cuda_core import (
+    CONFIG,
+    CUDA,
+    NUMEL,
+    Finding,
+    OnGpu,
+    Values,
+    allreduce,
+    check,
+    differs,
+    enqueue,
+)
+from cuda_failures import bad, lost, memory, mismatch
 
 import cgx_ops
 from cgx_ops import CgxError, Communicator, Config, _native
-
-Finding = Any  # what JSON can hold
 
 # ---- 1. results ----------------------------------------------------------------------------------
 
@@ -184,8 +187,6 @@ def large(comm: Communicator) -> Finding:
 
 # ---- 2. streams and graphs -----------------------------------------------------------------------
 
-NUMEL = 300_000
-CONFIG = Config(bits=4, rounding="stochastic")
 LONG = 2_000_000_000  # cycles that keep the GPU busy: about a second
 
 
@@ -193,11 +194,6 @@ def values(comm: Communicator, step: int) -> np.ndarray:
     """Return what a rank gives in a step."""
     random = np.random.default_rng([comm.rank, step])
     return random.standard_normal(NUMEL).astype(np.float32)
-
-
-def differs(y: torch.Tensor, want: np.ndarray) -> bool:
-    """Wait for the current stream and compare bits."""
-    return y.cpu().numpy().tobytes() != want.tobytes()
 
 
 def streams(comm: Communicator) -> Finding:
@@ -310,169 +306,6 @@ def replays(
             wrong.append(f"call {step}")
     check(comm, finish=True)
     return wrong
-
-
-# ---- 3. failures ---------------------------------------------------------------------------------
-
-
-def failure(call: Callable[[], object]) -> list[str] | None:
-    """Return an error's kind and text; None if there was none."""
-    try:
-        call()
-    except CgxError as error:
-        return [type(error).__name__, str(error)]
-    return None
-
-
-def outcome(comm: Communicator, y: torch.Tensor) -> Finding:
-    """Return what a failed collective says, now and next, and whether its output is NaN."""
-    error = failure(lambda: check(comm, finish=True))
-    return {
-        "error": error,
-        "nan": bool(torch.isnan(y).all().item()),
-        "next": failure(lambda: allreduce(comm, y, y, CONFIG)),
-    }
-
-
-# What the last rank does otherwise, by the word that the error must hold.
-DISAGREEMENTS: dict[str, tuple[Config, dict[str, Any]]] = {
-    "bits": (replace(CONFIG, bits=3), {}),
-    "bucket_size": (replace(CONFIG, bucket_size=64), {}),
-    "rounding": (replace(CONFIG, rounding="nearest"), {}),
-    "gather_bits": (replace(CONFIG, gather_bits=8), {}),
-    "algorithm": (replace(CONFIG, algorithm="one_shot"), {}),
-    "op": (CONFIG, {"op": "avg"}),
-    "dtype": (CONFIG, {"dtype": torch.bfloat16}),
-    "numel": (CONFIG, {"numel": NUMEL + 512}),
-}
-
-
-def mismatch(comm: Communicator) -> Finding:
-    """Return each disagreement's outcome; a communicator for each, since it ends one."""
-    outcomes = {
-        word: disagreement(comm, f"odd {index}", *disagreeing)
-        for index, (word, disagreeing) in enumerate(DISAGREEMENTS.items())
-    }
-    whole = comm.allreduce(np.ones(100, np.float32), config=Config(bits=32))
-    return {"outcomes": outcomes, "whole": bool((whole == comm.size).all())}
-
-
-def disagreement(comm: Communicator, name: str, config: Config, options: dict[str, Any]) -> Finding:
-    """Return the outcome where the last rank has these."""
-    own = comm.split(0, name=name)
-    assert own is not None
-    ready = torch.ones(NUMEL, device="cuda")
-    allreduce(own, ready, ready, CONFIG)
-    check(own, finish=True)
-    if comm.rank != comm.size - 1:
-        config, options = CONFIG, {}
-    dtype = options.get("dtype", torch.float32)
-    x = torch.ones(options.get("numel", NUMEL), dtype=dtype, device="cuda")
-    y = torch.zeros_like(x)
-    at_once = failure(lambda: allreduce(own, x, y, config, options.get("op", "sum")))
-    found = {"at once": at_once, **outcome(own, y)}
-    own.close()
-    return found
-
-
-def lost(comm: Communicator, how: str, timeout: float) -> Finding:
-    """Return what the others see of a last rank that is killed at work, or never calls."""
-    x, y = torch.ones(4_000_000, device="cuda"), torch.zeros(4_000_000, device="cuda")
-    allreduce(comm, x, y, CONFIG)
-    check(comm, finish=True)
-    last = comm.rank == comm.size - 1
-    if last and how == "absent":
-        time.sleep(timeout + 5)
-        os._exit(0)
-    if last:
-        threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    with contextlib.suppress(CgxError):
-        while True:
-            y.zero_()
-            allreduce(comm, x, y, CONFIG, timeout=timeout)
-            check(comm, finish=True)
-    return outcome(comm, y)
-
-
-def bad(comm: Communicator) -> Finding:
-    """Return the error of each bad call, which all ranks make, and whether the next one is well."""
-    x, y = torch.ones(NUMEL, device="cuda"), torch.zeros(NUMEL, device="cuda")
-    host = torch.ones(NUMEL)
-    freed = torch.ones(2**26, device="cuda").data_ptr()  # its tensor is gone, and so is the memory
-    torch.cuda.empty_cache()
-
-    def call(source: int | None, result: int | None, **fields: Any) -> Callable[[], None]:
-        segment = _native.Segment(0, NUMEL, 512, 4)
-        fields = {"segments": (_native.Segment * 1)(segment), "num_segments": 1, **fields}
-        collective = _native.Collective(comm=comm.id, occurrence=-1, **fields)
-        return lambda: enqueue(collective, source, result)
-
-    def on(device: int, function: str) -> Callable[[], None]:
-        segments = (_native.Segment * 1)(_native.Segment(0, NUMEL, 512, 4))
-        collective = _native.Collective(
-            comm=comm.id, segments=segments, num_segments=1, occurrence=-1,
-            input=x.data_ptr(), output=y.data_ptr(), device=device,
-        )  # fmt: skip
-        return lambda: _native.call(function, byref(collective))
-
-    ring, nested = Config(algorithm="ring").native, Config(algorithm="hierarchical").native
-    calls = {
-        "input on the host": call(host.data_ptr(), y.data_ptr()),
-        "output on the host": call(x.data_ptr(), host.data_ptr()),
-        "freed": call(freed, y.data_ptr()),
-        "null": call(None, y.data_ptr()),
-        "ring": call(x.data_ptr(), y.data_ptr(), config=ring),
-        "bits": call(
-            x.data_ptr(), y.data_ptr(),
-            segments=(_native.Segment * 1)(_native.Segment(0, NUMEL, 512, 9)),
-        ),
-        "cgx_run of a GPU's memory": on(CUDA, "cgx_run"),
-        "cgx_enqueue for the CPU": on(0, "cgx_enqueue"),
-    }  # fmt: skip
-    if torch.cuda.device_count() > 1:
-        other = torch.ones(NUMEL, device="cuda:1")
-        calls["another device"] = call(x.data_ptr(), other.data_ptr())
-    errors = {name: failure(bad_call) for name, bad_call in calls.items()}
-    call(x.data_ptr(), y.data_ptr(), config=nested)()  # where there is one host: as on the CPU
-    want = comm.allreduce(np.ones(NUMEL, np.float32), config=Config(rounding="nearest"))
-    allreduce(comm, x, y, Config(rounding="nearest"))
-    return {"errors": errors, "whole": not differs(y, want)}
-
-
-@contextlib.contextmanager
-def full_memory(comm: Communicator) -> Iterator[None]:
-    """Hold all of the GPU's memory on rank 0; all ranks enter and leave together."""
-    meet = np.zeros(16, np.float32)
-    comm.allreduce(meet, config=Config(bits=32))
-    held, size = [], 2**33
-    while comm.rank == 0 and size >= 2**21:
-        try:
-            held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-        except torch.cuda.OutOfMemoryError:
-            size //= 2
-    comm.allreduce(meet, config=Config(bits=32))
-    try:
-        yield
-    finally:
-        comm.allreduce(meet, config=Config(bits=32))
-        held.clear()
-        torch.cuda.empty_cache()
-        comm.allreduce(meet, config=Config(bits=32))
-
-
-def memory(comm: Communicator) -> Finding:
-    """Return the error of a first collective that finds no memory, and whether one works later."""
-    x, y = torch.ones(2**26, device="cuda"), torch.zeros(2**26, device="cuda")
-    poor = comm.split(0, name="poor")
-    assert poor is not None
-    with full_memory(comm):
-        error = failure(lambda: allreduce(poor, x, y, CONFIG, timeout=20))
-        error = error or failure(lambda: check(poor, finish=True))
-    rich = comm.split(0, name="rich")
-    assert rich is not None
-    allreduce(rich, x, y, Config(bits=32))
-    check(rich, finish=True)
-    return {"error": error, "later": bool((y == comm.size).all().item())}
 
 
 # ---- The program ---------------------------------------------------------------------------------

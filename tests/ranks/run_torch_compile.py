@@ -226,14 +226,7 @@ def main() -> None:
     lowering = not parser.parse_args().no_lowering
     tc.forget_compiled_graphs()
     if lowering:
-        checks = [
-            forward_and_backward,
-            in_place_on_the_input,
-            dynamic_shapes,
-            checkpointed,
-            seeds,
-            lists,
-        ]
+        checks = [forward_and_backward, in_place_on_the_input, dynamic_shapes, checkpointed, seeds]
         checks += [lists, compiled_autograd, operators, input_left_alone]
         generated_code(lowering)
     else:

@@ -1,8 +1,9 @@
 """Rank program for torchrun: compress_collectives() on all the ways to an all-reduce in a graph.
 
-    run_torch_rewrite.py SALT
+    run_torch_rewrite.py SALT each|in_turns
 
-Everything runs twice: on a group without a communicator (gloo carries) and on one with.
+There are two groups: one without a communicator (gloo carries) and one with. Each check runs on
+each, or they take the two in turns, and the first alone runs on both.
 SALT: a text that no run had before; it keeps graphs of earlier runs out of this one's caches.
 """
 
@@ -33,7 +34,7 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch.rewrite import NothingRewritten, compress_collectives
 
 NEAREST = Config(bits=3, bucket_size=64, rounding="nearest", algorithm="sra")
-SALT: list[str] = sys.argv[1:]
+SALT, HOW = [sys.argv[1]], sys.argv[2]
 
 Group = dist.ProcessGroup
 Step = Callable[[torch.Tensor], Any]
@@ -360,8 +361,9 @@ def main() -> None:
     cgx_ops.Communicator.create(other.rank(), other.size(), allgather, name, timeout=90)
     checks = [functional_collectives, in_place_and_half, distributed_tensor, noise, choice]
     checks += [as_an_option_and_chained, caches, says_why, generated_code, overlap, data_parallel]
-    for check in checks:
-        for group in (world, other):
+    for number, check in enumerate(checks):
+        groups = [world, other]
+        for group in groups if HOW == "each" or number == 0 else groups[number % 2 :][:1]:
             begin = time.perf_counter()
             check(group)
             seconds = time.perf_counter() - begin

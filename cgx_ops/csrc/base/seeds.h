@@ -1,6 +1,6 @@
 // Seeds that follow from one seed, so that values whose errors may be added up never share noise:
 // those of a call's segments, and of a reduce_scatter's blocks. docs/wire_format.md, section 4, has
-// the numbers, and tests/reference.py the same functions.
+// the numbers, and tests/reference the same functions.
 #pragma once
 
 #include <cstdint>

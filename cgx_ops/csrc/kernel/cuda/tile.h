@@ -1,0 +1,50 @@
+// A tile: the values that a group of lanes holds in registers at once; and its shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "kernel/cuda/codec.h"
+#include "kernel/cuda/memory.h"
+#include "kernel/cuda/work.h"
+
+namespace cgx::device::cuda {
+
+// Shared memory of a group: what arrives, and later noise, a part of a record, and lanes' scratch.
+template <typename Group>
+struct Layout {
+  static constexpr int kTile = tile_numel(Group::kLanes);
+  static constexpr int kNoise = 2 * (kTile + kNoiseGroup);
+  static constexpr int kStage = static_cast<int>(kHeaderBytes) + kTile + kWindow + 8;
+  static constexpr int kStageAt = kNoise, kScratchAt = kNoise + kStage;
+  // The values of a bucket of 512 and seven messages of 4 bits fit into 8 bytes a value.
+  static constexpr int kArriving = (Group::kLanes == kWarpLanes ? 32 : 21) * kTile / 4;
+  static constexpr int kBytes = kArriving + kWindow;
+  static_assert(kStageAt % 16 == 0 && kScratchAt % 16 == 0);
+  static_assert(kScratchAt + 32 * Group::kLanes <= kArriving && 4 * kTile + 32 <= kArriving);
+};
+
+struct Tile {
+  Unit units[kLaneUnits];
+};
+
+// Calls visit(u, at, count) for each unit of a tile of `numel` values that is this lane's: its
+// place in the tile, and how many values it has, 1 to 8.
+template <int kLanes, typename Visit>
+CGX_LANE void for_units(int lane, int numel, const Visit& visit) {
+  CGX_UNROLL
+  for (int u = 0; u < kLaneUnits; ++u) {
+    const int at = kUnit * (u * kLanes + lane);
+    if (at < numel) visit(u, at, numel - at < kUnit ? numel - at : kUnit);
+  }
+}
+
+template <typename Group>
+CGX_LANE void fill_with_nan(Group& group, typename Group::template Lanes<Tile>& tile) {
+  group.each([&](int lane) {
+    CGX_UNROLL
+    for (Unit& unit : tile[lane].units) CGX_UNROLL
+    for (float& x : unit.at) x = float_of(kFloat32Nan);
+  });
+}
+
+}  // namespace cgx::device::cuda

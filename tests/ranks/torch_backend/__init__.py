@@ -1,0 +1,1 @@
+"""The cases of run_torch_backend.py."""

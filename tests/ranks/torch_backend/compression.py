@@ -1,0 +1,240 @@
+"""What is compressed and what is exact; the values of both, and the noise."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed
+import torch_cases as tc
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from cgx_ops import Config
+from cgx_ops.torch import BackendOptions, compressed, uncompressed
+
+from .common import (
+    DECISIONS,
+    FLOATS,
+    NEAREST,
+    OPS,
+    SIZES,
+    Case,
+    bytes_sent,
+    dist,
+    equal_everywhere,
+    everybodys,
+)
+
+
+def compression(r: int, n: int) -> None:
+    for dtype in FLOATS:
+        for numel in SIZES:
+            for op in ("sum", "avg"):
+                mine = everybodys(n, numel, dtype)
+                x = mine[r].clone()
+                with compressed(NEAREST):
+                    dist.all_reduce(x, OPS[op])
+                want = tc.expected(mine, 4, 512, "auto", op=op)
+                assert tc.same_bits(x, want), (dtype, numel, op)
+    x = tc.values(r, 1000)
+    with compressed(Config(bits=2, bucket_size=64, gather_bits=8, rounding="nearest")):
+        dist.all_reduce(x)
+    assert tc.same_bits(x, tc.expected(everybodys(n, 1000), 2, 64, "auto", gather_bits=8))
+    # Of sums only.
+    x = tc.values(r, 1000)
+    with compressed(NEAREST):
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+    assert tc.same_bits(x, tc.expected(everybodys(n, 1000), 32, op="max"))
+    # Not contiguous.
+    x = tc.values(r, 1200).reshape(30, 40).t()
+    with compressed(NEAREST):
+        dist.all_reduce(x)
+    assert equal_everywhere(x)
+    mine = [each.reshape(30, 40).t() for each in everybodys(n, 1200)]
+    assert tc.same_bits(x.contiguous(), tc.expected(mine, 4, 512, "auto"))
+
+
+def noise(r: int, n: int) -> None:
+    """The n-th seed comes from Config.seed and the group; torch's generator is left alone."""
+    config = Config(bits=4, seed=11)
+    mine = everybodys(n, 3000)
+    for _ in range(2):
+        group = dist.new_group(pg_options=BackendOptions(config))
+        state = torch.get_rng_state()
+        for draw in range(2):
+            x = mine[r].clone()
+            with compressed():
+                dist.all_reduce(x, group=group)
+            seeds = [tc.gradient_seed(tc.named_seed(11, group.group_name), draw + 1)] * n
+            want = tc.expected(mine, algorithm="auto", rounding="stochastic", seeds=seeds)
+            assert tc.same_bits(x, want), draw
+        assert torch.equal(state, torch.get_rng_state())
+        dist.destroy_process_group(group)
+
+
+def what_is_compressed(r: int, n: int) -> None:
+    """The rule, by the log, the bytes and the values."""
+    group = dist.new_group(pg_options=BackendOptions(NEAREST))
+    name = group.group_name
+    numel = 66_000
+    mine = everybodys(n, numel)
+    exact, quantized = tc.expected(mine, 32), tc.expected(mine, algorithm="auto")
+    plain = 4 * numel * 2 * (n - 1) // n  # bytes of an exact sra
+
+    warnings = 0
+
+    def reduced(*around: AbstractContextManager[None]) -> tuple[torch.Tensor, str]:
+        nonlocal warnings
+        x = mine[r].clone()
+        DECISIONS.taken()
+        for scope in around:
+            scope.__enter__()
+        sent = bytes_sent(lambda: dist.all_reduce(x, group=group), name)
+        for scope in reversed(around):
+            scope.__exit__(None, None, None)
+        line, *more = DECISIONS.taken()
+        warnings += len(more)
+        assert all("compressed()" in warning for warning in more)
+        assert ("4 bits" in line) == (sent < plain / 6), (line, sent, plain)
+        assert ("exact" in line) == (sent >= plain), (line, sent, plain)
+        return x, line
+
+    x, line = reduced()
+    assert tc.same_bits(x, exact) and "outside gradient synchronisation" in line
+    assert warnings == 1
+    reduced()
+    x, line = reduced(compressed())
+    assert tc.same_bits(x, quantized) and "inside compressed()" in line
+    x, line = reduced(compressed(), uncompressed())
+    assert tc.same_bits(x, exact) and "inside uncompressed()" in line
+    x, line = reduced(uncompressed(), compressed())
+    assert tc.same_bits(x, quantized)
+    x, line = reduced(compressed(Config(bits=32)))
+    assert tc.same_bits(x, exact) and "bits are 32" in line
+    assert warnings == 1, "said once"
+
+    # Gradients of parameters: hooks on them. Other nodes of backward: statistics, exact.
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=group)
+        return gradient
+
+    class Statistics(torch.autograd.Function):
+        """What SyncBatchNorm does: an allreduce in forward and one in backward."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return hook(x)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            return hook(gradients[0])
+
+    def backward(arrange: Callable[[torch.nn.Parameter], torch.Tensor]) -> list[str]:
+        parameter = torch.nn.Parameter(torch.ones(numel))
+        output = arrange(parameter)
+        DECISIONS.taken()
+        (output * mine[r]).sum().backward()
+        return [line.split(": ")[-1] for line in DECISIONS.taken()]
+
+    completing, outside = "4 bits, autograd is completing gradients", "exact, outside gradient"
+
+    def on_leaf(parameter: torch.nn.Parameter) -> torch.Tensor:
+        parameter.register_hook(hook)
+        return parameter * 2
+
+    def after_accumulation(parameter: torch.nn.Parameter) -> torch.Tensor:
+        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad, group=group))
+        return parameter * 2
+
+    def on_activation(parameter: torch.nn.Parameter) -> torch.Tensor:
+        activation = parameter * 2
+        activation.register_hook(hook)
+        return activation
+
+    assert backward(on_leaf) == [completing]
+    assert backward(after_accumulation) == [completing]
+    assert [line.startswith(outside) for line in backward(on_activation)] == [True]
+    assert [line.startswith(outside) for line in backward(Statistics.apply)] == [True]
+    with uncompressed():
+        assert backward(on_leaf) == ["exact, inside uncompressed()"]
+    dist.destroy_process_group(group)
+
+    group = dist.new_group(pg_options=BackendOptions(NEAREST, compress="all"))
+    name = group.group_name
+    x, line = reduced()
+    assert tc.same_bits(x, quantized) and "compresses all" in line
+    x, line = reduced(uncompressed())
+    assert tc.same_bits(x, exact)
+    small = torch.ones(15)
+    dist.all_reduce(small, group=group)
+    assert "fewer elements" in DECISIONS.taken()[0]
+    dist.destroy_process_group(group)
+
+
+def data_parallel(r: int, n: int) -> None:
+    """What DDP's reducer starts is compressed where asked, and only that, however it is set up.
+
+    With a hook of torch's own, since over this backend it would get the one of cgx_ops.torch.ddp:
+    what such a hook starts is exact unless asked.
+    """
+    group = dist.new_group(pg_options=BackendOptions(NEAREST))
+    choices: tuple[dict[str, Any], ...] = (
+        {},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 0.01},
+    )
+    for options in choices:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(50, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 40)
+        )
+        ddp = DistributedDataParallel(model, process_group=group, **options)
+        ddp.register_comm_hook(group, allreduce_hook)
+        DECISIONS.taken()
+        for step in range(3):
+            if step > 0:  # static_graph wants the first backward to be a whole one
+                with ddp.no_sync():
+                    ddp(tc.values(r, 400, call=step).reshape(8, 50)).sum().backward()
+                assert not DECISIONS.taken(), "no_sync"
+            with compressed():
+                ddp(tc.values(r, 400, call=step).reshape(8, 50)).sum().backward()
+            lines = DECISIONS.taken()
+            assert lines and all("4 bits, inside" in line for line in lines), (options, lines)
+            for parameter in model.parameters():
+                assert equal_everywhere(parameter.grad), options
+            ddp.zero_grad()
+        ddp(tc.values(r, 400).reshape(8, 50)).sum().backward()
+        lines = DECISIONS.taken()
+        assert lines and all("exact, a communication hook" in line for line in lines), lines
+    # The gradient of one bucket, to the bit: the hook divides by n first.
+    layer = torch.nn.Linear(100, 70, bias=False)
+    ddp = DistributedDataParallel(layer, process_group=group)
+    ddp.register_comm_hook(group, allreduce_hook)
+    with compressed():
+        ddp(tc.values(r, 100).reshape(1, 100)).sum().backward()
+    mine = [x.repeat(70) / n for x in everybodys(n, 100)]
+    want = tc.expected(mine, algorithm="auto").reshape(70, 100)
+    gradient = layer.weight.grad
+    assert gradient is not None and tc.same_bits(gradient, want)
+    dist.destroy_process_group(group)
+    # Without any hook: the default group is exact, so DDP has none.
+    layer = torch.nn.Linear(100, 70, bias=False)
+    ddp = DistributedDataParallel(layer)
+    with compressed(NEAREST):
+        ddp(tc.values(r, 100).reshape(1, 100)).sum().backward()
+    mine = [x.repeat(70) * (1.0 / n) for x in everybodys(n, 100)]  # the reducer multiplies
+    want = tc.expected(mine, algorithm="auto").reshape(70, 100)
+    gradient = layer.weight.grad
+    assert gradient is not None and tc.same_bits(gradient, want)
+
+
+CASES: tuple[Case, ...] = (
+    compression,
+    noise,
+    what_is_compressed,
+    data_parallel,
+)

@@ -1,0 +1,195 @@
+"""Allreduces without compression: values, layouts, kinds, averages, several at once."""
+
+from typing import Any
+
+import pytest
+import reference
+import torch
+import torch.distributed
+import torch_cases as tc
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from cgx_ops import Communicator
+from cgx_ops.torch import compressed
+
+from .common import FLOATS, NEAREST, OPS, SIZES, Case, dist, everybodys
+
+
+def exact_allreduce(r: int, n: int) -> None:
+    for dtype in FLOATS:
+        for numel in SIZES:
+            for op, torch_op in OPS.items():
+                mine = everybodys(n, numel, dtype)
+                x = mine[r].clone()
+                dist.all_reduce(x, torch_op)
+                assert tc.same_bits(x, tc.expected(mine, 32, op=op)), (dtype, numel, op)
+
+
+def layouts(r: int, n: int) -> None:
+    """Whatever the layout, also where it differs between ranks: elements meet by their index."""
+    mine = [x.reshape(6, 50, 4) for x in everybodys(n, 1200)]
+    want = tc.expected(mine, 32)
+    base = torch.zeros(6, 50, 8)
+    made = {
+        "transposed": mine[r].permute(2, 1, 0).contiguous().permute(2, 1, 0),
+        "strided": base[..., ::2].copy_(mine[r]),
+        "of this rank": mine[r].clone()
+        if r % 2
+        else mine[r].transpose(0, 1).contiguous().transpose(0, 1),
+    }
+    for name, x in made.items():
+        dist.all_reduce(x)
+        assert torch.equal(x, want), name
+    assert torch.equal(base[..., 1::2], torch.zeros(6, 50, 4))
+    world = dist.group.WORLD
+    assert world is not None
+    negated = torch.complex(torch.zeros(6, 50, 4), -mine[r]).conj().imag  # a view with a sign bit
+    world._get_backend(torch.device("cpu")).allreduce([negated]).wait()
+    assert torch.equal(negated, want)
+    leaf = torch.nn.Parameter(mine[r].clone())
+    dist.all_reduce(leaf)
+    assert torch.equal(leaf, want)
+    with torch.no_grad():
+        leaf.copy_(mine[r])
+    dist.all_reduce(leaf[..., :2])  # not contiguous, and it has a history
+    assert torch.equal(leaf[..., :2], want[..., :2])
+
+
+def asynchronous(r: int, n: int) -> None:
+    xs = [x.clone() for x in (everybodys(n, 5000, call=call)[r] for call in range(40))]
+    works = [dist.all_reduce(x, async_op=True) for x in xs]
+    doubled = works[3].get_future().then(lambda future: future.value()[0] * 2)
+    for work in reversed(works):
+        work.wait()
+        assert work.is_completed() and work.is_success()
+    for call, x in enumerate(xs):
+        assert tc.same_bits(x, tc.expected(everybodys(n, 5000, call=call), 32)), call
+    assert torch.equal(doubled.wait(), xs[3] * 2)
+    assert tc.same_bits(works[4].result()[0], xs[4])
+
+
+def other_kinds(r: int, n: int) -> None:
+    """What the core does not reduce goes to gloo, with gloo's result."""
+    for dtype in (torch.int64, torch.int32, torch.uint8, torch.float64):
+        x = torch.arange(20).to(dtype) * (r + 1)
+        dist.all_reduce(x)
+        assert torch.equal(x, (torch.arange(20) * (n * (n + 1) // 2)).to(dtype)), dtype
+    x = torch.complex(torch.ones(5), torch.full((5,), float(r)))
+    dist.all_reduce(x)
+    assert torch.equal(
+        x, torch.complex(torch.full((5,), float(n)), torch.full((5,), n * (n - 1) / 2))
+    )
+    x = torch.tensor([0b0110, 1 << r], dtype=torch.int32)
+    dist.all_reduce(x, dist.ReduceOp.BOR)
+    assert x.tolist() == [0b0110, 2**n - 1]
+    flag = torch.tensor([r == 0, True])
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    assert flag.tolist() == [False, True]
+    sparse = torch.sparse_coo_tensor(torch.tensor([[r, n]]), torch.ones(2, 3), (n + 1, 3))
+    dist.all_reduce(sparse)
+    want = torch.ones(n + 1, 3)
+    want[n] = n
+    assert torch.equal(sparse.to_dense(), want)
+
+
+def averages(r: int, n: int) -> None:
+    """Of what the core does not reduce: the sum, divided. Integers towards zero, as NCCL does."""
+    avg, start = dist.ReduceOp.AVG, torch.arange(-3 * n, 3 * n)
+
+    def mine(dtype: torch.dtype, rank: int) -> torch.Tensor:
+        return (start * (rank + 1)).to(dtype)
+
+    def wanted(dtype: torch.dtype) -> torch.Tensor:
+        total = torch.stack([mine(dtype, rank) for rank in range(n)]).sum(0, dtype=dtype)
+        return total / n if dtype.is_floating_point else total.div(n, rounding_mode="trunc")
+
+    for dtype in (torch.int64, torch.int32, torch.int8, torch.float64, torch.float32):
+        want, part = wanted(dtype), slice(6 * r, 6 * r + 6)
+        x = mine(dtype, r)
+        dist.all_reduce(x, avg)
+        assert torch.equal(x, want), dtype
+        x = mine(dtype, r)
+        work = dist.all_reduce(x, avg, async_op=True)
+        doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+        assert torch.equal(doubled.wait(), want * 2), dtype
+        assert work.wait() and work.is_completed() and work.is_success() and torch.equal(x, want)
+        x = mine(dtype, r)
+        dist.reduce(x, n - 1, avg)
+        assert r != n - 1 or torch.equal(x, want), dtype
+        out = torch.empty(6, dtype=dtype)
+        dist.reduce_scatter_tensor(out, mine(dtype, r), avg)
+        assert torch.equal(out, want[part]), dtype
+        dist.reduce_scatter(out, list(mine(dtype, r).chunk(n)), avg)
+        assert torch.equal(out, want[part]), dtype
+    xs = [mine(torch.int64, r), mine(torch.int64, r)[1:]]
+    with _coalescing_manager():
+        for x in xs:
+            dist.all_reduce(x, avg)
+    assert all(map(torch.equal, xs, [wanted(torch.int64), wanted(torch.int64)[1:]]))
+    leaf = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    dist.all_reduce(leaf.detach(), avg)
+    assert leaf.tolist() == [1.0] * 3
+
+
+def coalescing(r: int, n: int) -> None:
+    shapes = [(3,), (40, 5), (0,), (1,), (2, 2, 2)]
+    mine = [[tc.values(i, torch.Size(s).numel(), call=k).reshape(s) for k, s in enumerate(shapes)]
+            for i in range(n)]  # fmt: skip
+    wants = [tc.expected([mine[i][k] for i in range(n)], 32) for k in range(len(shapes))]
+
+    xs = [x.clone() for x in mine[r]]
+    with pytest.warns(FutureWarning):
+        dist.all_reduce_coalesced(xs)
+    assert all(map(torch.equal, xs, wants))
+
+    xs = [x.clone() for x in mine[r]]
+    before = Communicator.find("0").collectives
+    with _coalescing_manager(async_ops=True) as manager:
+        for x in xs:
+            dist.all_reduce(x)
+    manager.wait()
+    assert all(map(torch.equal, xs, wants))
+    assert Communicator.find("0").collectives - before == 1, "one message"
+
+    xs = [x.clone().t() if x.dim() == 2 else x.clone() for x in mine[r]]
+    group = dist.group.WORLD
+    assert group is not None
+    with _coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        for x in xs:
+            group.allreduce([x])
+        group.broadcast([count := torch.tensor([float(r)])], dist.BroadcastOptions())
+    held = manager.works[0].get_future().wait()
+    assert len(held) == len(xs) + 1 and all(map(torch.equal, held, [*xs, count]))
+    manager.wait()
+    assert all(torch.equal(x.t() if x.dim() == 2 else x, w) for x, w in zip(xs, wants, strict=True))
+    assert count.item() == 0
+
+    ints = [torch.ones(3, dtype=torch.int64), torch.ones(2, dtype=torch.int64)]
+    with _coalescing_manager():
+        for x in ints:
+            dist.all_reduce(x)
+    assert [x.tolist() for x in ints] == [[n] * 3, [n] * 2]
+
+    # Compressed: every tensor with buckets of its own.
+    xs = [tc.values(r, numel, call=numel) for numel in (1000, 700, 5)]
+    with compressed(NEAREST), _coalescing_manager():
+        for x in xs:
+            dist.all_reduce(x)
+    for x, numel in zip(xs, (1000, 700, 5), strict=True):
+        want = tc.expected(everybodys(n, numel, call=numel), algorithm=algorithm_of(1705))
+        assert tc.same_bits(x, want), numel
+
+
+def algorithm_of(numel: int) -> Any:
+    """What auto picks, as the oracle has it."""
+    return reference.pick([reference.Segment(0, numel, 4, 512)], reference.FLOAT32)
+
+
+CASES: tuple[Case, ...] = (
+    exact_allreduce,
+    layouts,
+    asynchronous,
+    other_kinds,
+    averages,
+    coalescing,
+)

@@ -1,0 +1,227 @@
+"""Models over the backend "cgx", which has the hook by itself; CGX's names; hooks of users."""
+
+import copy
+import io
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ops.torch
+from cgx_ops import Config
+
+from .common import (
+    NEAREST,
+    RANK,
+    SIZE,
+    averaged,
+    compressing_group,
+    gradients_of,
+    identical_on_all_ranks,
+    images,
+    local_gradients,
+    network,
+    same,
+)
+from .steps import train
+
+
+def over_the_backend_without_a_word() -> None:
+    """A script for torch_cgx: only the import is changed."""
+    import cgx_ops.torch as torch_cgx
+
+    group, module = compressing_group(), network()
+    torch_cgx.register_model([(name, p.numel()) for name, p in module.named_parameters()])
+    torch_cgx.exclude_layer("last")
+    torch_cgx.set_quantization_bits("spare.weight", 2)
+    torch_cgx.set_quantization_bucket_size("spare.weight", 32)
+    try:
+        model = DistributedDataParallel(module, process_group=group)
+        model(images(RANK), spare=True).square().sum().backward()
+        x = torch.full((1000,), RANK + 0.3)
+        dist.all_reduce(x, group=group)  # CGX would have crashed, or taken it for a bucket
+        want = sum(torch.full((1000,), r + 0.3) for r in range(SIZE))
+        torch.testing.assert_close(x, want)
+    finally:
+        torch_cgx.forget_models()
+    alone = [local_gradients(r, spare=True) for r in range(SIZE)]
+    small = [{"spare.weight": g["spare.weight"]} for g in alone]
+    own = averaged(small, Config(bits=2, bucket_size=32, rounding="nearest"))
+    table = {"first.weight": 4}
+    want_all = averaged(alone, bits=lambda name, _: table.get(name, 32)) | own
+    same(gradients_of(model), want_all)
+    with cgx_ops.torch.uncompressed():
+        model.zero_grad()
+        model(images(RANK), spare=True).square().sum().backward()
+    same(gradients_of(model), averaged(alone, bits=lambda *_: 32))
+
+
+def a_hook_of_the_users_own_is_left_alone() -> None:
+    model = DistributedDataParallel(network(), process_group=compressing_group())
+    seen = []
+
+    def own(_state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        seen.append(bucket.index())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, own)
+    model(images(RANK), spare=True).square().sum().backward()
+    assert seen
+    same(gradients_of(model), local_gradients(RANK, spare=True))
+    model = DistributedDataParallel(network(), process_group=compressing_group())
+    model._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE)
+    model(images(RANK), spare=True).square().sum().backward()
+
+
+def _chain(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket in two steps, the second one started where the first one's future ends."""
+    values = bucket.buffer().div_(dist.get_world_size(group))
+    half = values.numel() // 2
+
+    def reduce(part: torch.Tensor) -> torch.futures.Future[Any]:
+        work: Any = dist.all_reduce(part, group=group, async_op=True)
+        return work.get_future()
+
+    def second(first: Any) -> torch.Tensor:
+        first.value()
+        reduce(values[half:]).wait()
+        return values
+
+    return reduce(values[:half]).then(second)
+
+
+def _trained_by(hook: Callable[[], tuple[Any, Any]], group: Any, steps: int) -> nn.Module:
+    torch.manual_seed(7)  # PowerSGD draws from it, too
+    # One bucket: the chains of several start in no certain order, over any backend.
+    model = DistributedDataParallel(network(64), process_group=group)
+    model.register_comm_hook(*hook())
+    train(model, range(steps), torch.optim.SGD(model.parameters(), 1e-4))
+    return model.module
+
+
+def hooks_that_chain_collectives_do_not_race() -> None:
+    """What a callback starts is decided alike, whether a rank runs it at once or on a thread."""
+    compressing, exact = compressing_group(), dist.new_group(backend="cgx")
+
+    def chain() -> tuple[Any, Any]:
+        return current, _chain
+
+    def low_rank() -> tuple[Any, Any]:
+        state = powerSGD_hook.PowerSGDState(current, 2, start_powerSGD_iter=2)
+        return state, powerSGD_hook.powerSGD_hook
+
+    for hook, steps in ((chain, 20), (low_rank, 20)):
+        current = exact
+        want = _trained_by(hook, current, steps).state_dict()
+        current = compressing
+        same(_trained_by(hook, current, steps).state_dict(), want, hook)
+        with cgx_ops.torch.compressed(NEAREST):  # asked for: in its callbacks as well
+            module = _trained_by(hook, current, steps)
+        identical_on_all_ranks(dict(module.named_parameters()))
+
+
+def callbacks_are_where_their_collective_was_started() -> None:
+    """Not where a thread completes it: in compressed() still, and still completing gradients."""
+    group = compressing_group()
+    comm = cgx_ops.Communicator.find(group.group_name)
+
+    def sums(x: torch.Tensor) -> list[int]:
+        """Reduce x, and once more in a callback; return the bytes that each of the two sent."""
+        sent = [comm.bytes_sent]
+        dist.barrier()
+        work: Any = dist.all_reduce(x, group=group, async_op=True)
+
+        def again(first: Any) -> None:
+            first.value()
+            sent.append(comm.bytes_sent)
+            dist.all_reduce(x, group=group)
+            sent.append(comm.bytes_sent)
+
+        if RANK == 0:
+            time.sleep(0.05)  # it has ended: the callback runs here; elsewhere, on a thread
+        work.get_future().then(again).wait()
+        return [after - before for before, after in itertools.pairwise(sent)]
+
+    numel = 30_000
+    exact = sums(torch.ones(numel))
+    with cgx_ops.torch.compressed():
+        quantized = sums(torch.ones(numel))
+    assert min(exact) > 6 * max(quantized), (exact, quantized)
+    found = []
+    parameter = nn.Parameter(torch.ones(numel))
+    parameter.register_post_accumulate_grad_hook(lambda p: found.append(sums(p.grad)))  # type: ignore[arg-type]
+    (parameter * 2).sum().backward()
+    assert found == [quantized]
+
+
+def optimizers_that_step_in_backward_keep_their_hook() -> None:
+    module = network()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 1e-4})
+    model = DistributedDataParallel(module, process_group=compressing_group())
+    model(images(RANK), spare=True)  # here it gets torch's hook, and would refuse two
+    assert [hook.__name__ for hook, _ in model._comm_hooks] != ["quantized_allreduce_hook"]
+    # torch's hook takes the accelerator's stream in backward: without one this is all.
+
+
+class Products(nn.Module):
+    """Several layers of any dtype, complex ones too."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = (20, 30, 5)
+        self.w = nn.ParameterList([nn.Parameter(torch.randn(n, n, dtype=dtype)) for n in sizes])
+
+    def forward(self, scale: float) -> torch.Tensor:
+        return sum((w * scale).abs().square().sum() for w in self.w)  # type: ignore[return-value]
+
+
+def what_it_cannot_compress_stays_exact_over_the_backend() -> None:
+    """Nobody asked for the hook there: it must not make a model fail."""
+    mean = sum((r + 1) ** 2 for r in range(SIZE)) / SIZE
+    for dtype in (torch.float64, torch.complex64):
+        module = Products(dtype)
+        model = DistributedDataParallel(module, process_group=compressing_group())
+        model(float(RANK + 1)).backward()
+        for w in module.w:
+            torch.testing.assert_close(w.grad, w.detach() * 2 * mean)
+    module = nn.Embedding(20, 40, sparse=True)
+    model = DistributedDataParallel(module, process_group=compressing_group())
+    model(torch.tensor([RANK, 5])).sum().backward()
+    want = torch.zeros(20, 40)
+    want[:SIZE] = 1 / SIZE
+    want[5] += 1
+    assert module.weight.grad is not None
+    torch.testing.assert_close(module.weight.grad.to_dense(), want)
+
+
+def is_saved_and_copied_before_its_first_forward() -> None:
+    group = compressing_group()
+    model = DistributedDataParallel(network(), process_group=group)
+    default = DistributedDataParallel(network())
+    torch.save(default, io.BytesIO())
+    copied = copy.deepcopy(default)
+    for each in (model, copied):
+        each(images(RANK), spare=True).square().sum().backward()
+    alone = [local_gradients(r, spare=True) for r in range(SIZE)]
+    same(gradients_of(model), averaged(alone))
+    for name, gradient in gradients_of(copied).items():  # the default group has 32 bits
+        torch.testing.assert_close(gradient, sum(g[name] for g in alone) / SIZE)
+
+
+CHECKS = [over_the_backend_without_a_word, a_hook_of_the_users_own_is_left_alone]
+CHECKS += [hooks_that_chain_collectives_do_not_race]
+CHECKS += [callbacks_are_where_their_collective_was_started]
+CHECKS += [optimizers_that_step_in_backward_keep_their_hook]
+CHECKS += [what_it_cannot_compress_stays_exact_over_the_backend]
+CHECKS += [is_saved_and_copied_before_its_first_forward]

@@ -1,0 +1,136 @@
+"""Time and errors: what the hook does not wait for, peers that do not come, what is refused."""
+
+import datetime
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from cgx_ops import Config
+from cgx_ops.torch import ddp, layers
+
+from .backend import Products
+from .common import NEAREST, RANK, SIZE, compressing_group, fails, hooked, images, network
+
+
+def does_not_wait() -> None:
+    """The hook returns while a peer has not even begun; only the end of backward waits."""
+    for carrier in ("native", "c10d"):
+        done, begun = [], time.monotonic()
+
+        def hook(
+            state: Any,
+            bucket: GradBucket,
+            done: list[bool] = done,
+        ) -> torch.futures.Future[torch.Tensor]:
+            future = ddp.quantized_allreduce_hook(state, bucket)
+            done.append(future.done())
+            return future
+
+        group = dist.new_group(backend="gloo")
+        options: dict[str, Any] = {"process_group": group, "bucket_cap_mb": 0.001}
+        model, _ = hooked(network(), hook=hook, carrier=carrier, **options)
+        model(images(RANK), spare=True).square().sum().backward()  # connects
+        loss = model(images(RANK), spare=True).square().sum()
+        done.clear()
+        dist.barrier()
+        if RANK == SIZE - 1:
+            time.sleep(0.5)
+        begun = time.monotonic()
+        loss.backward()
+        if RANK == 0:
+            assert len(done) > 1
+            assert not any(done), "a bucket ended before its last rank began"
+            assert time.monotonic() - begun > 0.3
+
+
+def a_peer_that_never_comes() -> None:
+    group = dist.new_group(backend="cgx", timeout=datetime.timedelta(seconds=1))
+    model, _ = hooked(network(), process_group=group)
+    loss = model(images(RANK), spare=True).square().sum()
+    if RANK == 0:
+        fails(RuntimeError, "rank 1 has not started it", loss.backward)
+    dist.barrier()
+    # Torch's collectives end at the deadline of the group that was given, on the state's own too.
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=2))
+    model, state = hooked(network(), process_group=group, carrier="c10d")
+    state.carry()
+    loss = model(images(RANK), spare=True).square().sum()
+    if RANK == 0:
+        begun = time.monotonic()
+        fails(RuntimeError, "", loss.backward)
+        assert time.monotonic() - begun < 20
+    dist.barrier()
+
+
+def looks_for_names_once() -> None:
+    """Steps after the first do not walk through the modules."""
+    model, _ = hooked(network())
+    for _ in range(2):
+        model(images(RANK), spare=True).square().sum().backward()
+    loss = model(images(RANK), spare=True).square().sum()
+    walk, walks = nn.Module.named_parameters, []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        walks.append(args)
+        return walk(*args, **options)
+
+    nn.Module.named_parameters = counted  # type: ignore[method-assign]
+    try:
+        loss.backward()
+    finally:
+        nn.Module.named_parameters = walk  # type: ignore[method-assign]
+    assert not walks
+
+
+def refuses() -> None:
+    model, _ = hooked(network(dtype=torch.float64))
+    loss = model(images(RANK).double(), spare=True).square().sum()
+    fails(TypeError, "'first.weight', 'first.bias'", loss.backward)
+
+    model, _ = hooked(nn.Embedding(10, 4, sparse=True))
+    loss = model(torch.tensor([1, 2])).sum()
+    fails(TypeError, "sparse=False", loss.backward)
+
+    for bits in (4, 32):  # their buckets are real: layers would not lie where they seem to
+        model, _ = hooked(Products(torch.complex64), Config(bits=bits))
+        fails(TypeError, "torch.complex64", model(1.0).backward)
+
+    alone = [dist.new_group([rank], backend="gloo") for rank in range(SIZE)][RANK]
+    model = DistributedDataParallel(network(), process_group=alone)
+    model.register_comm_hook(
+        ddp.QuantizedAllreduceState(None, NEAREST), ddp.quantized_allreduce_hook
+    )
+    loss = model(images(RANK), spare=True).square().sum()
+    fails(ValueError, f"DistributedDataParallel over [{RANK}]", loss.backward)
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model, _ = hooked(network(), rules=layers.Rules([layers.Rule("typo", bits=2)]))
+        model(images(RANK), spare=True).square().sum().backward()
+    assert any("no layer matches 'typo'" in str(w.message) for w in warned), warned
+
+    gloo = dist.new_group([0], backend="gloo")
+    if isinstance(gloo, dist.ProcessGroup) and RANK == 0:
+        state = ddp.QuantizedAllreduceState(gloo, NEAREST)
+        fails(ValueError, "carrier='c10d'", state.communicator)
+
+    module = network()
+    layers.register_model([(name, p.numel() + 1) for name, p in module.named_parameters()])
+    try:
+        wrong = "'first.weight' was registered with 801"
+        model = DistributedDataParallel(module, process_group=compressing_group())
+        for _ in range(2):  # it does not go away
+            fails(ValueError, wrong, lambda: model(images(RANK)))
+        model, _ = hooked(network())
+        fails(ValueError, wrong, model(images(RANK), spare=True).sum().backward)
+    finally:
+        layers.forget_models()
+
+
+CHECKS = [does_not_wait, a_peer_that_never_comes, looks_for_names_once, refuses]

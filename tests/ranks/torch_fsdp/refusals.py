@@ -1,0 +1,125 @@
+"""What is refused, what is exact with a warning, and what another call of compress() changes."""
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch_cases as tc
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from cgx_ops import InvalidArgument
+from cgx_ops.torch import fsdp
+from cgx_ops.torch.layers import Rule, Rules
+
+from .common import FEW, Block, Model, batch, equals_the_oracle, full, recorded, sharded
+
+
+def refuses(call: Callable[[], object], kind: type[Exception], words: str) -> None:
+    try:
+        call()
+    except kind as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"nothing was raised: {words}")
+
+
+def bad_input() -> None:
+    refuses(lambda: fsdp.compress(Model()), InvalidArgument, "fully_shard before compress")
+    model = sharded(Model())
+    refuses(lambda: fsdp.compress(model, 8), TypeError, "gradients is 8")  # type: ignore[arg-type]
+    wrong: list[Any] = [Rules([Rule("a", bits=2)]), ["head"]]
+    for rules in wrong:
+        refuses(lambda r=rules: fsdp.compress(model, rules=r), TypeError, "a list of")
+    gloo = init_device_mesh(
+        "cpu",
+        (dist.get_world_size(),),
+        mesh_dim_names=("x",),
+        backend_override={"x": "gloo"},
+    )
+    other = sharded(Model(), mesh=gloo)
+    refuses(lambda: fsdp.compress(other), InvalidArgument, "init_process_group('cgx')")
+
+
+def warned(call: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in caught if re.search("cgx_ops|no layer", str(w.message))]
+
+
+def exact_with_a_warning() -> None:
+    def run(model: Any, dtype: torch.dtype = torch.float32) -> None:
+        x, y = batch(0, dtype)
+        for _ in range(2):  # said once
+            nn.functional.cross_entropy(model(x), y).backward()
+
+    plain, double = (sharded(Model().double()) for _ in range(2))
+    fsdp.compress(double, FEW, FEW)
+    run(plain, torch.float64)
+    said = warned(lambda: run(double, torch.float64))
+    assert len(said) == 2 * 4, said
+    assert any("root module" in text and "torch.float64" in text for text in said)
+    for one, other in zip(plain.parameters(), double.parameters(), strict=True):
+        assert tc.same_bits(full(one.grad), full(other.grad))
+
+    class Partly(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.norm(x)
+
+    model = Model()
+    model.blocks[1] = Partly()
+    model = sharded(model)
+    fsdp.compress(model, FEW)
+    with recorded() as messages:
+        (text,) = warned(lambda: run(model))
+    assert "blocks.1" in text
+    assert "set_reduce_scatter_unused_params(True)" in text
+    alone = [m for m in messages if len(m.segments) == 1]
+    assert len(alone) == 2
+    assert all(equals_the_oracle(m) for m in messages)
+    model.blocks[1].set_reduce_scatter_unused_params(True)
+    assert not warned(lambda: run(model))
+
+
+def compressing_again() -> None:
+    """The last call counts; without any Config all is as FSDP2 has it."""
+    x, y = batch(0)
+    model = sharded(Model())
+    # Weights alone: gradients go the same way, exact, and tell that the weights were used.
+    for configs, count in (
+        ((FEW, None), 4),
+        ((None, FEW), 11),
+        ((FEW, FEW), 11),
+        ((None, None), 0),
+    ):
+        fsdp.compress(model, *configs)
+        with recorded() as messages:
+            nn.functional.cross_entropy(model(x), y).backward()
+        assert len(messages) == count, (configs, len(messages))
+    for gradients in (None, FEW):
+        root: Any = fully_shard(nn.Linear(30, 30))  # its weights stay gathered until backward
+        state = fsdp.compress(root, gradients, FEW)
+        for steps in range(3):
+            root(torch.ones(2, 30)).sum().backward()
+            assert state.state_dict()["draws"] == steps, (
+                "each step's weights have noise of their own"
+            )
+
+
+def ranks_that_disagree() -> None:
+    """Last: it ends the communicator."""
+    model = sharded(Model())
+    rank = dist.get_rank()
+    fsdp.compress(model, FEW, FEW, exact=lambda name, shape: len(shape) + rank == 1)
+    x, y = batch(0)
+    try:
+        nn.functional.cross_entropy(model(x), y).backward()
+    except dist.DistBackendError as error:
+        assert re.search("ranks 0 and 1 disagree .*fsdp/all_gather/", str(error)), error
+    else:
+        raise AssertionError("nothing was raised")

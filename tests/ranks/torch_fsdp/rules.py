@@ -1,0 +1,49 @@
+"""Rules give layers bits and bucket sizes by name."""
+
+from torch import nn
+
+from cgx_ops.torch import fsdp
+from cgx_ops.torch.layers import Rule
+
+from .common import FEW, Model, batch, equals_the_oracle, own_parameters, recorded, sharded
+from .refusals import warned
+
+
+def rules_by_name() -> None:
+    """Rules win over `exact`, later ones over earlier; what goes in no bits at all has none."""
+    rules = [
+        Rule("blocks.*.weight", bits=2, bucket_size=32),
+        Rule("blocks.1.", bits=8),
+        Rule("head.weight", bits=32),
+    ]
+    table = {  # of what rules name: bits and bucket size
+        **{f"blocks.{i}.{layer}.weight": (2, 32) for i in (0, 2) for layer in ("norm", "linear")},
+        **{f"blocks.1.{layer}.weight": (8, 32) for layer in ("norm", "linear")},
+        **{f"blocks.1.{layer}.bias": (8, None) for layer in ("norm", "linear")},
+        "head.weight": (32, None),
+    }
+    x, y = batch(0)
+    for gradients in (FEW, None):
+        model = sharded(Model())
+        fsdp.compress(model, gradients, FEW, rules=rules)
+        with recorded() as messages:
+            nn.functional.cross_entropy(model(x), y).backward()
+        assert all(equals_the_oracle(m) for m in messages)
+        plain, ruled = [], []
+        for module, prefix in (
+            (model, ""),
+            *((b, f"blocks.{i}.") for i, b in enumerate(model.blocks)),
+        ):
+            named = [(prefix + name, p) for name, p in own_parameters(module)]
+            default = [32 if p.ndim == 1 else None for _, p in named]
+            plain.append([(bits, None) for bits in default])
+            ruled.append(
+                [table.get(n, (b, None)) for (n, _), b in zip(named, default, strict=True)]
+            )
+        for message in messages:
+            exact = gradients is None and message.verb == "reduce_scatter"
+            assert message.config.bits == (32 if exact else 4)
+            found = [(s.bits, s.bucket_size) for s in message.segments]
+            assert found in (plain if exact else ruled), (message.verb, found)
+    (text,) = warned(lambda: fsdp.compress(model, FEW, rules=[*rules, Rule("typo", bits=2)]))
+    assert "no layer matches 'typo'" in text
