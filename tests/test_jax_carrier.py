@@ -25,6 +25,7 @@ from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, seed_of, us
 from cgx_ops import Communicator, Config, _native
 from cgx_ops.address import free_address
 from cgx_ops.jax import _runtime, pmean_q, psum_q
+from cgx_ops.jax._calls import call_attributes
 
 use_cpu_devices(8)
 
@@ -250,11 +251,8 @@ def test_nothing_crosses_between_processes_twice(monkeypatch: pytest.MonkeyPatch
 def test_padding_is_zeros(step: str) -> None:
     """What pads a message, and a rank's own row, is not what was in that memory before."""
     values = np.ones((1, 4 * 512), np.float32)  # a bucket for each of four ranks: 264 bytes
-    attributes = {
-        "op": 0, "algorithm": 2, "rounding": 0, "gather_bits": 0, "intra_bits": 0,
-        "skip_incomplete_buckets": 0, "minimal_size": 0, "bucket_size": 512, "size": 4,
-        "divisor": 4,
-    }  # fmt: skip
+    config = Config(rounding="nearest", algorithm="sra")
+    attributes = {**call_attributes("sum", config), "size": np.int64(4), "divisor": np.int64(4)}
     arrived = [np.zeros((4, 300), np.uint8)] if step == "reduce" else []
     operands = [np.uint32(1), np.zeros((1, 2), np.uint32), *arrived, values]
     before = np.full((4, 300) if step == "encode" else (300,), 0xA5, np.uint8)
@@ -263,10 +261,7 @@ def test_padding_is_zeros(step: str) -> None:
         jax.ShapeDtypeStruct(before.shape, before.dtype),
         input_output_aliases={len(operands): 0},
     )
-    messages = call(
-        *operands, before, bits=np.array([4], np.int64),
-        **{name: np.int64(value) for name, value in attributes.items()},
-    )  # fmt: skip
+    messages = call(*operands, before, bits=np.array([4], np.int64), **attributes)
     want = np.zeros_like(before)
     want[..., :8] = np.array([1, 0], np.float32).view(np.uint8)  # minimum, step; levels are 0
     if step == "encode":

@@ -143,20 +143,19 @@ namespace {
 // The knobs of a public operator as the text that operators under it take (cgx_config_parse).
 class ConfigText {
  public:
+  ConfigText() { text_.reserve(256); }
   ConfigText& add(const char* name, int64_t value) { return write(name, std::to_string(value)); }
   ConfigText& add(const char* name, bool value) { return write(name, value ? "True" : "False"); }
   ConfigText& add(const char* name, std::optional<int64_t> value) {  // 0: as in cgx.h, none
     return value.value_or(0) != 0 ? add(name, *value) : write(name, "None");
   }
-  ConfigText& add(const char* name, std::string_view word) {
-    return write(name, "'" + std::string(word) + "'");
-  }
+  ConfigText& add(const char* name, std::string_view word) { return write(name, word, "'"); }
   std::string_view text() const { return text_; }
 
  private:
-  ConfigText& write(const char* name, std::string_view value) {
-    if (!text_.empty()) text_ += ' ';
-    text_.append(name).append("=").append(value);
+  ConfigText& write(const char* name, std::string_view value, const char* quote = "") {
+    text_.append(text_.empty() ? "" : " ").append(name).append("=");
+    text_.append(quote).append(value).append(quote);
     return *this;
   }
   std::string text_;

@@ -54,6 +54,18 @@ std::string_view take(std::string_view call, std::string_view key, std::string_v
   return value;
 }
 
+// A loop's calls have one config: a thread keeps the last that it parsed.
+const cgx_config_t& parsed(const std::string& text) {
+  thread_local std::string known;
+  thread_local cgx_config_t config = config_of();
+  if (text == known) return config;
+  if (cgx_config_parse(text.c_str(), &config) != CGX_OK) {
+    C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: ", cgx_last_error()));
+  }
+  known = text;
+  return config;
+}
+
 // ---- checks --------------------------------------------------------------------------------
 
 bool is_linear(int32_t op) { return op == CGX_SUM || op == CGX_AVG; }
@@ -94,14 +106,18 @@ Options::Options(std::string_view op, int64_t depth, std::string_view config, st
       name(name),
       group_name(group_name),
       carrier(carrier) {
-  if (cgx_config_parse(config_text.c_str(), &this->config) != CGX_OK) {
-    C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: ", cgx_last_error()));
-  }
+  this->config = parsed(config_text);
 }
 
 std::string Options::pack() const {
-  std::string call = "op=";
-  call.append(op).append(" depth=").append(std::to_string(depth)).append(" ").append(config_text);
+  std::string call;
+  call.reserve(config_text.size() + name.size() + 64);
+  call.append("op=")
+      .append(op)
+      .append(" depth=")
+      .append(std::to_string(depth))
+      .append(" ")
+      .append(config_text);
   return call.append(kName).append(name);
 }
 
