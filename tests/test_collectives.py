@@ -90,9 +90,9 @@ def daily(cases: str, target: str, n: int) -> bool:
 
 
 ON_THREADS = [
-    pytest.param(*each, marks=[] if daily(*each) else pytest.mark.exhaustive)
-    for each in itertools.product(collective_cases.SETS, TARGETS, (1, 2, 3, 4, 8))
-    if each[0] != "sample" or daily(*each)
+    pytest.param(cases, target, n, marks=[] if every_day else pytest.mark.exhaustive)
+    for cases, target, n in itertools.product(collective_cases.SETS, TARGETS, (1, 2, 3, 4, 8))
+    if (every_day := daily(cases, target, n)) or cases != "sample"
 ]
 # A transport knows no dtype.
 UNDER_MPIRUN = [

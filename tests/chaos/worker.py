@@ -319,7 +319,7 @@ def _brief(case: Case | None) -> str:
     return f"{case.verb} {case.algorithm} of {case.size} {case.dtype} in {case.bits} bits"
 
 
-def _first(values: np.ndarray[Any, Any]) -> list[Any]:
+def _first(values: Any) -> list[Any]:
     return values.ravel()[:3].tolist()
 
 
