@@ -91,7 +91,9 @@ def daily(cases: str, target: str, n: int) -> bool:
 
 ON_THREADS = [
     pytest.param(cases, target, n, marks=[] if every_day else pytest.mark.exhaustive)
-    for cases, target, n in itertools.product(collective_cases.SETS, TARGETS, (1, 2, 3, 4, 8))
+    for cases in collective_cases.SETS
+    for target in TARGETS
+    for n in (1, 2, 3, 4, 8)
     if (every_day := daily(cases, target, n)) or cases != "sample"
 ]
 # A transport knows no dtype.
