@@ -14,10 +14,10 @@ BUILT = build/.installed
 demo: $(BUILT)
 	$(BIN)/python examples/demo.py
 
-# Two halves at once, since few tests keep two cores busy; each is shown when it has ended.
+# Two halves at once, since few tests keep two cores busy.
 .PHONY: test-bindings test-core
 test: $(BUILT)
-	@echo "The tests of the bindings and of the rest run side by side: 10 minutes at most on 2 cores."
+	@echo "The tests of the bindings and of the rest run side by side; each is shown when it has ended."
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-bindings test-core
 
 # XLA compiles the programs of the tests' own process without LLVM's optimizations: in a quarter
