@@ -18,7 +18,6 @@
 
 #include "call.h"
 #include "cgx/cgx.h"
-#include "cgx/completion_pool.h"
 #include "core.h"
 #include "cuda.h"
 #include "launches.h"
@@ -65,61 +64,41 @@ int32_t FindCommunicator(const ffi::Dictionary& attributes) {
   return comm;
 }
 
-// One execution, until its promise is completed.
-struct Execution {
-  ffi::Promise promise;
-  std::string where = "allreduce_q";  // for error messages
-  std::unique_ptr<LaunchedCall> launched;
-};
-
-// The program goes on inside of this.
-void Complete(Execution* execution, cgx_status_t status, const std::string& text) {
-  const bool alone = !execution->launched || execution->launched->Leave();
-  if (status != CGX_OK) {
-    execution->promise.SetError(ffi::Error(ToErrorCode(status), execution->where + ": " + text));
-  } else if (!alone) {
-    execution->promise.SetError(
-        ffi::Error(ToErrorCode(CGX_INVALID_ARGUMENT), execution->where + ": " + kOverlap));
-  } else {
-    execution->promise.SetAvailable();
+void StartCall(const std::shared_ptr<Completion>& completion, const ffi::Dictionary& attributes,
+               const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, int64_t run) {
+  const int32_t comm = FindCommunicator(attributes);
+  auto message = MakeMessage(args, rets, attributes);
+  message->seeds = ReadSeeds(GetBuffer<U32Buffer>(args, rets.size()));
+  // Only launches of other threads can overlap this one, on whatever device they are.
+  auto launched = std::make_unique<LaunchedCall>(
+      /*device=*/-1, run, Text(attributes, "comm") + "/" + Text(attributes, "name"),
+      /*named=*/true);
+  const bool alone = launched->alone();
+  completion->Hold(std::move(launched));
+  if (alone) {
+    return Start(std::move(message), comm,
+                 [completion](cgx_status_t status, const std::string& text) {
+                   CompleteSoon(completion, status, text);
+                 });
   }
-}
-
-void CompleteSoon(const std::shared_ptr<Execution>& execution, cgx_status_t status,
-                  const std::string& text) {
-  try {
-    CompletionPool::get().run(
-        [execution, status, text] { Complete(execution.get(), status, text); });
-  } catch (const std::exception& error) {  // no memory for the task
-    Complete(execution.get(), StatusOf(error), error.what());
-  }
+  cgx_refuse(&message->On(comm), CGX_INVALID_ARGUMENT, kOverlap);
+  CompleteSoon(completion, CGX_INVALID_ARGUMENT, kOverlap);
 }
 
 ffi::Future Execute(ffi::Dictionary attributes, ffi::Token, ffi::RemainingArgs args,
                     ffi::Result<ffi::Token>, ffi::RemainingRets rets, ffi::RunId run) {
-  auto execution = std::make_shared<Execution>();
-  ffi::Future future(execution->promise);
   try {
-    execution->where = Describe(attributes);
-    const int32_t comm = FindCommunicator(attributes);
-    auto message = MakeMessage(args, rets, attributes);
-    message->seeds = ReadSeeds(GetBuffer<U32Buffer>(args, rets.size()));
-    // Only launches of other threads can overlap this one, on whatever device they are.
-    execution->launched = std::make_unique<LaunchedCall>(
-        /*device=*/-1, run.run_id, Text(attributes, "comm") + "/" + Text(attributes, "name"),
-        /*named=*/true);
-    if (execution->launched->alone()) {
-      Start(std::move(message), comm, [execution](cgx_status_t status, const std::string& text) {
-        CompleteSoon(execution, status, text);
-      });
-    } else {
-      cgx_refuse(&message->On(comm), CGX_INVALID_ARGUMENT, kOverlap);
-      CompleteSoon(execution, CGX_INVALID_ARGUMENT, kOverlap);
+    const auto completion = std::make_shared<Completion>(Describe(attributes));
+    ffi::Future future = completion->future();
+    try {
+      StartCall(completion, attributes, args, rets, run.run_id);
+    } catch (const std::exception& error) {  // before anything was started
+      CompleteSoon(completion, StatusOf(error), error.what());
     }
+    return future;
   } catch (const std::exception& error) {
-    CompleteSoon(execution, StatusOf(error), error.what());
+    return Failed(error);
   }
-  return future;
 }
 
 ffi::Error Enqueue(CUstream_st* stream, ffi::Dictionary attributes, ffi::Token,

@@ -43,15 +43,9 @@ Operands::Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
   }
 }
 
-// ---- Call ---------------------------------------------------------------------------------------
+// ---- Completion, Call ---------------------------------------------------------------------------
 
-Call::Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Site& site,
-           const Site::Place& place)
-    : where_(site.Describe(place)),
-      operands_(args, rets, site, place),
-      seeds_(ReadSeeds(SeedsOf(args, site))) {}
-
-void Call::Complete(cgx_status_t status, const std::string& message) {
+void Completion::Complete(cgx_status_t status, const std::string& message) {
   const bool alone = !launched_ || launched_->Leave();
   if (status != CGX_OK) {
     promise_.SetError(ffi::Error(ToErrorCode(status), where_ + ": " + message));
@@ -62,13 +56,27 @@ void Call::Complete(cgx_status_t status, const std::string& message) {
   }
 }
 
-void CompleteSoon(const std::shared_ptr<Call>& call, cgx_status_t status, const std::string& text) {
+void CompleteSoon(const std::shared_ptr<Completion>& completion, cgx_status_t status,
+                  const std::string& text) {
   try {
-    CompletionPool::get().run([call, status, text] { call->Complete(status, text); });
+    CompletionPool::get().run([completion, status, text] { completion->Complete(status, text); });
   } catch (const std::exception& error) {  // no memory for the task
-    call->Complete(StatusOf(error), error.what());
+    completion->Complete(StatusOf(error), error.what());
   }
 }
+
+ffi::Future Failed(const std::exception& error) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  promise.SetError(ToError(error));
+  return future;
+}
+
+Call::Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Site& site,
+           const Site::Place& place)
+    : Completion(site.Describe(place)),
+      operands_(args, rets, site, place),
+      seeds_(ReadSeeds(SeedsOf(args, site))) {}
 
 // ---- Message ------------------------------------------------------------------------------------
 

@@ -44,19 +44,37 @@ inline U32Buffer SeedsOf(const ffi::RemainingArgs& args, const Site& site) {
   return GetBuffer<U32Buffer>(args, site.leaves().size());
 }
 
-// Copies what it needs of XLA's call frame, which dies when the handler returns; the buffers live
-// until the promise is completed.
-class Call {
+// The end of one execution of a custom call: a promise that it completes once.
+class Completion {
  public:
-  // Throws StatusError.
-  Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Site& site,
-       const Site::Place& place);
+  explicit Completion(std::string where) : where_(std::move(where)) {}
 
   ffi::Future future() { return ffi::Future(promise_); }
   // What ends before the promise is completed.
   void Hold(std::unique_ptr<LaunchedCall> launched) { launched_ = std::move(launched); }
-  // Once. Resumes XLA's program on this thread, which may block: see completion_pool.h.
+  // Resumes XLA's program on this thread, which may block: see completion_pool.h.
   void Complete(cgx_status_t status, const std::string& message);
+
+ private:
+  ffi::Promise promise_;
+  std::unique_ptr<LaunchedCall> launched_;
+  const std::string where_;  // for error messages
+};
+
+// Completes on a thread of the pool.
+void CompleteSoon(const std::shared_ptr<Completion>& completion, cgx_status_t status,
+                  const std::string& text);
+
+// Of an execution that never began.
+ffi::Future Failed(const std::exception& error);
+
+// Copies what it needs of XLA's call frame, which dies when the handler returns; the buffers live
+// until the promise is completed.
+class Call : public Completion {
+ public:
+  // Throws StatusError.
+  Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Site& site,
+       const Site::Place& place);
 
   int32_t dtype() const { return operands_.dtype; }
   const std::vector<Leaf>& leaves() const { return operands_.leaves; }
@@ -64,9 +82,6 @@ class Call {
   const Operands& operands() const { return operands_; }
 
  private:
-  ffi::Promise promise_;
-  std::unique_ptr<LaunchedCall> launched_;
-  const std::string where_;  // for error messages
   const Operands operands_;
   const std::vector<int64_t> seeds_;
 };
@@ -111,9 +126,6 @@ std::shared_ptr<Message> AsRank(const Operands& operands, const Site& site, int6
 // Starts a message; `done` is called once, on a thread that must not be blocked.
 using Done = std::function<void(cgx_status_t status, const std::string& text)>;
 void Start(std::shared_ptr<Message> message, int32_t comm, Done done);
-
-// Completes a call on a thread of the pool.
-void CompleteSoon(const std::shared_ptr<Call>& call, cgx_status_t status, const std::string& text);
 
 }  // namespace cgx::xla
 

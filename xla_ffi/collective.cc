@@ -100,13 +100,6 @@ void StartCall(const std::shared_ptr<Call>& call, const Execution& execution) {
   start(call, execution, alone);
 }
 
-ffi::Future Failed(const std::exception& error) {
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  promise.SetError(ToError(error));
-  return future;
-}
-
 ffi::Future Execute(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary,
                     ffi::RunId run, int32_t device, Site* site) {
   std::shared_ptr<Call> call;
