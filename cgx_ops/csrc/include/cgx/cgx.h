@@ -9,8 +9,9 @@
  *   7. an inline C++ face: cgx::check() throws in the caller's own module
  *
  * No exception crosses this border: every function returns a status, and the text of the calling
- * thread's last failure is cgx_last_error(). Structs begin with struct_size = sizeof(the struct);
- * new fields are appended at the end only, and zero in them means the default. */
+ * thread's last failure is cgx_last_error(). Structs begin with struct_size = sizeof(the struct),
+ * which tells callers that were built for another one; cgx_config_t and cgx_segment_t are parts of
+ * such structs. */
 #ifndef CGX_CGX_H_
 #define CGX_CGX_H_
 
