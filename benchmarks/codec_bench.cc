@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "base/float_mode.h"
-#include "compressor/compressor.h"
+#include "compressor/codec.h"
 #include "kernel/kernels.h"
 
 namespace {
@@ -47,8 +47,8 @@ void add_cases(Buffers& b, const std::string& dtype, std::vector<Case>& cases) {
                      std::memcpy(b.result.data(), b.values.data(), b.numel * size_of(b.dtype));
                    }});
   for (int bits = 1; bits <= 8; ++bits) {
-    const cgx::CompressorSettings settings = {.dtype = b.dtype, .bits = bits};
-    const std::shared_ptr<cgx::Compressor> codec = cgx::make_compressor(settings);
+    const cgx::CodecSettings settings = {.dtype = b.dtype, .bits = bits};
+    const std::shared_ptr<cgx::Codec> codec = cgx::make_codec(settings);
     const std::string width = std::to_string(bits);
     const auto bytes = std::make_shared<std::vector<std::byte>>(codec->max_bytes(b.numel));
     const auto encode = [=, &b](cgx::RoundingMode mode) {
@@ -58,15 +58,11 @@ void add_cases(Buffers& b, const std::string& dtype, std::vector<Case>& cases) {
         {dtype + " quantize " + width + " nearest", [=] { encode(cgx::RoundingMode::kNearest); }});
     cases.push_back({dtype + " quantize " + width + " stochastic",
                      [=] { encode(cgx::RoundingMode::kStochastic); }});
-    cases.push_back({dtype + " dequantize " + width + " -", [=, &b] {
-                       codec->decode(bytes->data(), std::ssize(*bytes), b.numel, b.dtype,
-                                     b.result.data());
-                     }});
+    cases.push_back({dtype + " dequantize " + width + " -",
+                     [=, &b] { codec->decode(*bytes, b.numel, b.dtype, b.result.data()); }});
     if (b.dtype != cgx::Dtype::kFloat32) continue;  // sums are fp32, whatever travels
-    cases.push_back({dtype + " dequantize-add " + width + " -", [=, &b] {
-                       codec->decode_add(bytes->data(), std::ssize(*bytes), b.numel, b.sum.data(),
-                                         b.sum.data());
-                     }});
+    cases.push_back({dtype + " dequantize-add " + width + " -",
+                     [=, &b] { codec->decode_add(*bytes, b.numel, b.sum.data(), b.sum.data()); }});
   }
 }
 

@@ -111,7 +111,7 @@ _library = _load()
 # ---- 2. The structs of cgx.h ---------------------------------------------------------------------
 
 # Of cgx_config_t: what cgx_config_fields() tells of each field.
-_library.cgx_config_fields.restype = c_char_p
+_library.cgx_config_fields.restype = c_char_p  # before the others: fields depend on it
 CONFIG_FIELDS: list[dict[str, Any]] = json.loads(_library.cgx_config_fields())
 
 
@@ -274,7 +274,7 @@ DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 # ---- 3. The functions ----------------------------------------------------------------------------
 
-_TEXTS = ("cgx_last_error", "cgx_version", "cgx_describe")
+_TEXTS = ("cgx_last_error", "cgx_version", "cgx_describe", "cgx_config_fields")
 _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_init": (POINTER(c_int32),),
     "cgx_finalize": (),

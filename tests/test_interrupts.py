@@ -165,6 +165,8 @@ def test_a_process_that_was_interrupted_ends() -> None:
     script = (
         "import os, signal, threading, numpy as np\n"
         "from cgx_ops import Communicator\n"
+        # A shell ignores it for its jobs in the background, and they pass that on.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "first, second = Communicator.local(2)\n"
         "threading.Timer(.1, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "first.allreduce(np.ones(100000, np.float32))\n"
