@@ -75,6 +75,7 @@ def test_python_declares_what_the_header_does() -> None:
         "int64_t": ctypes.c_int64,
         "double": ctypes.c_double,
         "const char*": ctypes.c_char_p,
+        "cgx_config_t": _native.Config,
     }
     pointer = ctypes.sizeof(ctypes.c_void_p)
     structs = re.findall(r"typedef struct cgx_(\w+)_t \{(.*?)\}", header, re.DOTALL)
