@@ -263,7 +263,6 @@ def _torch_backend(member: Member, rng: random.Random) -> None:
         return
     member.step()
     options = {
-        "store": dist.FileStore(member.path("store"), member.size),
         "rank": member.rank,
         "world_size": member.size,
         "timeout": datetime.timedelta(seconds=member.timeout),
@@ -272,7 +271,12 @@ def _torch_backend(member: Member, rng: random.Random) -> None:
     try:
         # Names of groups count up, on this rank alone where it failed to make one before.
         dist.distributed_c10d._world.group_count = 0
-        member.attempt(None, lambda: dist.init_process_group("cgx", **options), making=True)
+
+        def make() -> None:
+            store = dist.FileStore(member.path("store"), member.size)
+            dist.init_process_group("cgx", store=store, **options)
+
+        member.attempt(None, make, making=True)
         started = []
         for case in cases:
             x = _to_torch(case, member.rank, member.size)
