@@ -263,7 +263,8 @@ class Member:
 
             kinds.append(torch.distributed.DistError)
             if self.round.traffic == "torch backend" and type(error) is RuntimeError:
-                return "Wait timeout" in str(error)  # of torch's FileStore
+                # Of torch's FileStore, and of gloo inside of the backend.
+                return any(text in str(error) for text in ("Wait timeout", "connectFullMesh"))
         if "jax" in sys.modules:
             import jax
 
