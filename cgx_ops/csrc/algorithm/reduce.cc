@@ -14,8 +14,7 @@ constexpr int64_t kBlockNumel = 4096;  // 16 KB of fp32
 Encoded block_of(const Contribution& from, int64_t first, int64_t numel) {
   const SlicedCodec* sliced = from.codec->sliced();
   if (!sliced) return from.message;
-  const int64_t at = sliced->offset(first);
-  return {from.message.source, from.message.bytes.subspan(at, sliced->offset(first + numel) - at)};
+  return {from.message.source, sliced->slice(from.message.bytes, first, numel)};
 }
 
 template <typename Decode>

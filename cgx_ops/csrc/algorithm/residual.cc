@@ -31,12 +31,8 @@ void write_error(const Plan& plan, const Piece& piece, Way way, const std::byte*
     scratch.reserve(numel);
     kernels().convert(plan.dtype, values + plan.bytes(first), Dtype::kFloat32,
                       scratch.values.data(), numel);
-    auto encoded = message;
-    if (sliced) {
-      const int64_t at = sliced->offset(first);
-      encoded = message.subspan(at, sliced->offset(first + numel) - at);
-    }
-    write_error(plan, piece, way, scratch.values.data(), first, numel, encoded);
+    write_error(plan, piece, way, scratch.values.data(), first, numel,
+                sliced ? sliced->slice(message, first, numel) : message);
   }
 }
 

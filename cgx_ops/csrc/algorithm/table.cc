@@ -31,11 +31,12 @@ const CodecEntry* unsliced(const Plan& plan) {
   return nullptr;
 }
 
-cgx_algorithm_t pick_algorithm(const Plan& plan) {
+// cut: whether all codecs of the plan can be.
+cgx_algorithm_t pick_algorithm(const Plan& plan, bool cut) {
   const bool nested = plan.topology && plan.topology->nested();
   if (plan.algorithm == CGX_HIERARCHICAL && !nested) return CGX_SRA;
   if (plan.algorithm != CGX_AUTO) return plan.algorithm;
-  if (unsliced(plan)) return CGX_ONE_SHOT;
+  if (!cut) return CGX_ONE_SHOT;
   // Up to and including `bytes` of encoded values. A quantized ring is never picked: its error
   // grows with the number of ranks.
   struct Row {
@@ -76,11 +77,12 @@ int64_t payload_bytes(const Plan& plan) {
 }
 
 void resolve_algorithm(Plan* plan) {
-  plan->algorithm = pick_algorithm(*plan);
+  const CodecEntry* whole = unsliced(*plan);
+  plan->algorithm = pick_algorithm(*plan, /*cut=*/!whole);
   const AlgorithmEntry& entry = entry_of(plan->algorithm);
-  const CodecEntry* whole = entry.sliced ? unsliced(*plan) : nullptr;
-  require(!whole, CGX_UNSUPPORTED, entry.name, " cuts values into shards, and what ",
-          whole ? whole->name : "", " encodes cannot be cut: use an allreduce by one_shot or auto");
+  require(!whole || !entry.sliced, CGX_UNSUPPORTED, entry.name,
+          " cuts values into shards, and what ", whole ? whole->name : "",
+          " encodes cannot be cut: use an allreduce by one_shot or auto");
   // The smallest or largest of values is one of them.
   const bool selects = plan->op == Op::kMin || plan->op == Op::kMax;
   if (selects || !entry.passes_sums_on) return;

@@ -56,6 +56,13 @@ class SlicedCodec : public Codec {
   // number of elements, where their encoding ends.
   virtual int64_t offset(int64_t first) const = 0;
 
+  // The bytes of `numel` values from `first` on, of the encoding of a run.
+  std::span<const std::byte> slice(std::span<const std::byte> bytes, int64_t first,
+                                   int64_t numel) const {
+    const int64_t at = offset(first);
+    return bytes.subspan(at, offset(first + numel) - at);
+  }
+
   int64_t max_bytes(int64_t numel) const final { return offset(numel); }
   const SlicedCodec* sliced() const final { return this; }
 };
