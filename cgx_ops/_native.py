@@ -218,7 +218,7 @@ class Collective(_Sized):
         ("inputs", POINTER(c_void_p)),
         ("outputs", POINTER(c_void_p)),
         ("seeds", POINTER(c_int64)),
-        ("errors", POINTER(c_void_p)),
+        ("residuals", POINTER(c_void_p)),
         ("divisor", c_int64),
         ("device", c_int32),
         ("stream", c_void_p),

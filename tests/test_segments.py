@@ -1,7 +1,7 @@
 """What a call may say of each of its segments: where it is, its seed, what it lost; and refusals.
 
 1. calls of the C interface, by threads as ranks
-2. results and errors, against the oracle to the bit
+2. results and residuals, against the oracle to the bit
 3. bad lists
 4. refusals
 """
@@ -52,16 +52,23 @@ def inputs(rank: int, dtype: str, scale: float = 1) -> list[npt.NDArray[Any]]:
     return [(random.standard_normal(n) * scale).astype(DTYPES[dtype]) for n in NUMELS]
 
 
-def run(call: _native.Collective, xs: Any, ys: Any, seeds: Any = None, errors: Any = None) -> None:
+def run(
+    call: _native.Collective, xs: Any, ys: Any, seeds: Any = None, residuals: Any = None
+) -> None:
     call.inputs, call.outputs = pointers(xs), pointers(ys)
     if seeds is not None:
         call.seeds = (c_int64 * len(seeds))(*seeds)
-    if errors is not None:
-        call.errors = pointers(errors)
+    if residuals is not None:
+        call.residuals = pointers(residuals)
     _native.call("cgx_run", byref(call))
 
 
-# ---- 2. results and errors ----------------------------------------------------------------------
+# ---- 2. results and residuals -------------------------------------------------------------------
+
+
+def old_residuals(rank: int, dtype: str) -> list[Any]:
+    """Return what a rank has not sent yet: other numbers than its inputs."""
+    return inputs(100 + rank, dtype, scale=0.1)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
@@ -69,31 +76,31 @@ def run(call: _native.Collective, xs: Any, ys: Any, seeds: Any = None, errors: A
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_segments_anywhere(size: int, dtype: str, algorithm: Any, op: Any) -> None:
-    """Lists of pointers, a seed for each segment, a divisor and errors, all to the bit."""
+    """Lists of pointers, a seed for each segment, a divisor and residuals, all to the bit."""
     divisor = 2 * size
 
     def rank_of(rank: int, comm: Communicator) -> tuple[Any, Any]:
         xs = inputs(rank, dtype)
-        ys, errors = ([np.full_like(x, 7) for x in xs] for _ in range(2))
+        ys, residuals = [np.full_like(x, 7) for x in xs], old_residuals(rank, dtype)
         call = call_of(
             comm, dtype, op=_native.OPS[op], config=Config(algorithm=algorithm).native,
             divisor=divisor,
         )  # fmt: skip
-        run(call, xs, ys, [100 * rank + i for i in range(len(xs))], errors)
-        return ys, errors
+        run(call, xs, ys, [100 * rank + i for i in range(len(xs))], residuals)
+        return ys, residuals
 
     results = launch.threads(size, rank_of)
     for i, (numel, bits) in enumerate(zip(NUMELS, BITS, strict=True)):
         xs = [inputs(rank, dtype)[i] for rank in range(size)]
-        lost = [np.zeros(numel, xs[0].dtype) for _ in xs]
+        lost = [old_residuals(rank, dtype)[i] for rank in range(size)]
         want = reference.allreduce(
             xs, [reference.Segment(0, numel, bits, 512)], op=op, algorithm=algorithm,
             rounding="stochastic", seeds=[100 * rank + i for rank in range(size)],
-            divisor=divisor, errors=lost,
+            divisor=divisor, residuals=lost,
         )  # fmt: skip
-        for rank, (ys, errors) in enumerate(results):
+        for rank, (ys, residuals) in enumerate(results):
             assert ys[i].tobytes() == want.tobytes(), (i, rank)
-            assert errors[i].tobytes() == lost[rank].tobytes(), (i, rank)
+            assert residuals[i].tobytes() == lost[rank].tobytes(), (i, rank)
 
 
 @pytest.mark.parametrize("verb", _native.VERBS)
@@ -119,45 +126,46 @@ def test_one_rank_divides_what_it_averages(dtype: str, verb: str) -> None:
 @pytest.mark.parametrize("algorithm", ["sra", "one_shot", "ring"])
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_nothing_is_lost_for_good(op: Any, algorithm: Any) -> None:
-    """The sum of inputs is the result plus the errors, to the rounding of fp32."""
+    """Inputs and old residuals are the result and the new residuals, to the rounding of fp32."""
     size = 3
 
     def rank_of(rank: int, comm: Communicator) -> tuple[Any, Any]:
         xs = inputs(rank, "float32")
-        ys, errors = ([np.empty_like(x) for x in xs] for _ in range(2))
+        ys, residuals = [np.empty_like(x) for x in xs], old_residuals(rank, "float32")
         config = Config(algorithm=algorithm, rounding="nearest").native
         call = call_of(comm, "float32", op=_native.OPS[op], config=config)
-        run(call, xs, ys, errors=errors)
-        return ys, errors
+        run(call, xs, ys, residuals=residuals)
+        return ys, residuals
 
     results = launch.threads(size, rank_of)
     for i in range(len(NUMELS)):
-        exact = sum(inputs(rank, "float32")[i].astype(np.float64) for rank in range(size))
-        lost = sum(errors[i].astype(np.float64) for _, errors in results)
+        given = [of(rank, "float32")[i] for of in (inputs, old_residuals) for rank in range(size)]
+        exact = np.sum(given, axis=0, dtype=np.float64)
+        lost = sum(residuals[i].astype(np.float64) for _, residuals in results)
         total = results[0][0][i].astype(np.float64) * (size if op == "avg" else 1)
-        # Each value passes at most 2 (size + 2) fp32 operations (sums, a quotient, differences, a
+        # Each value passes at most 2 (size + 3) fp32 operations (sums, a quotient, differences, a
         # product), each off by 2^-24 of a value of at most `largest`.
-        largest = sum(np.abs(inputs(rank, "float32")[i]).max(initial=0) for rank in range(size))
-        bound = 2 * (size + 2) * 2.0**-24 * 2 * largest
+        largest = sum(np.abs(values).max(initial=0) for values in given)
+        bound = 2 * (size + 3) * 2.0**-24 * 2 * largest
         assert np.abs(exact - total - lost).max(initial=0) <= bound
 
 
 def test_what_is_not_finite_is_not_kept() -> None:
-    """A NaN makes its bucket's result NaN, and leaves no error to poison the next call."""
+    """A NaN makes its bucket's result NaN, and leaves no residual to poison the next call."""
 
     def rank_of(rank: int, comm: Communicator) -> tuple[Any, Any]:
         xs = inputs(rank, "float32")
         if rank == 1:
             xs[0][700] = np.nan
-        ys, errors = ([np.empty_like(x) for x in xs] for _ in range(2))
+        ys, residuals = [np.empty_like(x) for x in xs], [np.zeros_like(x) for x in xs]
         call = call_of(comm, "float32", config=SRA)
-        run(call, xs, ys, errors=errors)
-        return ys, errors
+        run(call, xs, ys, residuals=residuals)
+        return ys, residuals
 
-    for ys, errors in launch.threads(2, rank_of):
+    for ys, residuals in launch.threads(2, rank_of):
         assert np.isnan(ys[0][512:1024]).all()
         assert np.isfinite(ys[0][:512]).all()
-        assert all(np.isfinite(error).all() for error in errors)
+        assert all(np.isfinite(residual).all() for residual in residuals)
 
 
 def test_lists_meet_one_buffer() -> None:
@@ -186,18 +194,18 @@ def test_lists_meet_one_buffer() -> None:
 # ---- 3. bad lists -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["inputs", "outputs", "errors"])
+@pytest.mark.parametrize("which", ["inputs", "outputs", "residuals"])
 def test_a_missing_buffer(which: str) -> None:
     comm = Communicator.local(2)[0]
     xs = inputs(0, "float32")
-    lists = {"xs": xs, "ys": list(xs), "errors": list(xs)}
-    key = {"inputs": "xs", "outputs": "ys", "errors": "errors"}[which]
+    lists = {"xs": xs, "ys": list(xs), "residuals": list(xs)}
+    key = {"inputs": "xs", "outputs": "ys", "residuals": "residuals"}[which]
     lists[key] = [x if i else np.empty(0, np.float32) for i, x in enumerate(lists[key])]
     with pytest.raises(InvalidArgument, match=rf"{which}\[0\] is a null pointer; it holds 5000"):
         run(call_of(comm, "float32"), **lists)
 
 
-def test_lists_are_for_allreduce_and_errors_for_sums() -> None:
+def test_lists_are_for_allreduce_and_residuals_for_sums() -> None:
     comm = Communicator.local(2)[0]
     xs = inputs(0, "float32")
     with pytest.raises(InvalidArgument, match="only an allreduce"):
@@ -206,7 +214,7 @@ def test_lists_are_for_allreduce_and_errors_for_sums() -> None:
     for segment in exact.segments[: len(NUMELS)]:
         segment.bits = 32
     with pytest.raises(InvalidArgument, match="only sum and avg"):
-        run(exact, xs, xs, errors=xs)
+        run(exact, xs, xs, residuals=xs)
 
 
 def test_a_divisor_must_be_the_same() -> None:

@@ -119,7 +119,7 @@ const cgx_collective_t& Message::On(int32_t comm) {
     collective.inputs = inputs_.data();
     collective.outputs = outputs_.data();
   }
-  if (!errors_.empty()) collective.errors = errors_.data();
+  if (!errors_.empty()) collective.residuals = errors_.data();
   return collective;
 }
 

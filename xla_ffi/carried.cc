@@ -74,7 +74,7 @@ class CarriedCall {
       AddPointers(error, errors_);
     }
     Require(errors_.size() == segments_.size(), "errors");
-    collective_.errors = errors_.data();
+    collective_.residuals = errors_.data();
   }
 
   const cgx_carried_t* get() const { return &carried_; }

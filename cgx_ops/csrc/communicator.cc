@@ -64,7 +64,7 @@ void check_addresses(const cgx_collective_t& call, device::Device& device) {
   check(call.device_seed, "device_seed");
   check_list(call.inputs, "inputs");
   check_list(call.outputs, "outputs");
-  check_list(call.errors, "errors");
+  check_list(call.residuals, "residuals");
 }
 
 }  // namespace

@@ -101,7 +101,7 @@ void check_lists(const cgx_collective_t& call, const Plan& plan, BuffersUsed use
   };
   const Row rows[] = {{"inputs", call.inputs, used.input},
                       {"outputs", call.outputs, used.output},
-                      {"errors", call.errors, true}};
+                      {"residuals", call.residuals, true}};
   for (const Row& row : rows) {
     if (!row.pointers) continue;
     require(plan.verb == CGX_ALLREDUCE, CGX_INVALID_ARGUMENT, row.name, " are given for ",
@@ -110,8 +110,8 @@ void check_lists(const cgx_collective_t& call, const Plan& plan, BuffersUsed use
       require(row.pointers[i] || call.segments[i].numel == 0, CGX_INVALID_ARGUMENT, row.name, "[",
               i, "] is a null pointer; it holds ", call.segments[i].numel, " elements");
   }
-  require(!call.errors || plan.op == Op::kSum || plan.op == Op::kAvg, CGX_INVALID_ARGUMENT,
-          "errors are given for op ", op_name(call.op), ": only sum and avg have them");
+  require(!call.residuals || plan.op == Op::kSum || plan.op == Op::kAvg, CGX_INVALID_ARGUMENT,
+          "residuals are given for op ", op_name(call.op), ": only sum and avg have them");
 }
 
 // Where displacements count from.
@@ -171,7 +171,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
         call.inputs ? distance(plan.input, call.inputs[i]) : plan.bytes(given.offset);
     segment.output_at =
         call.outputs ? distance(plan.output, call.outputs[i]) : plan.bytes(given.offset);
-    if (call.errors) segment.error = static_cast<std::byte*>(call.errors[i]);
+    if (call.residuals) segment.residual = static_cast<std::byte*>(call.residuals[i]);
     // A bucket larger than the segment: one, with the same bytes, whose size cannot overflow.
     const int64_t bucket_size =
         config.skip_incomplete_buckets

@@ -37,7 +37,7 @@ struct ByWay {
 struct Segment {
   int64_t input_at = 0;  // bytes, from the plan's input
   int64_t output_at = 0;
-  std::byte* error = nullptr;  // gets what compression lost
+  std::byte* residual = nullptr;  // what compression lost of the values, of the plan's dtype
   int64_t numel = 0;
   uint64_t seed = 0;
   // If not null, a seed is here, on the device: the segment's, or the call's, from which that of

@@ -2,7 +2,7 @@
 //
 //   1. one whose length is known only when it has encoded takes one file and one row
 //      (pairs_codec.h): allreduce among threads, alone and beside other codecs in one message, with
-//      errors, and by a caller who carries the bytes
+//      residuals, and by a caller who carries the bytes
 //   2. what cannot be cut is refused where it would have to be, with the remedy
 //   3. a message that is too short, too long or foreign is an error that names its sender: of every
 //      codec, by every algorithm
@@ -64,17 +64,17 @@ void test_allreduce(int size, const char* transport) {
   ranks.run([&](int rank, int32_t comm) {
     for (const int64_t numel : kSizes) {
       const auto input = values_of(rank, numel);
-      std::vector<float> output(numel, -1.0f), lost(numel, -1.0f);
+      std::vector<float> output(numel, -1.0f), lost(numel);
       const cgx_segment_t segment{0, numel, 512, kPairsBits, 0};
-      void* errors[] = {lost.data()};
+      void* residuals[] = {lost.data()};
       auto call = call_of(&segment, 1, input.data(), output.data());
       call.comm = comm;
-      call.errors = errors;
+      call.residuals = residuals;
       ok(cgx_run(&call));
       const auto expected = size == 1 ? input : expected_sum(size, numel);
       CHECK(output == expected, "%ld values among %d ranks", long(numel), size);
       for (int64_t i = 0; i < numel; ++i)
-        CHECK(lost[i] == (size == 1 ? 0.0f : input[i] - kept(input[i], numel)), "error %ld",
+        CHECK(lost[i] == (size == 1 ? 0.0f : input[i] - kept(input[i], numel)), "residual %ld",
               long(i));
     }
   });

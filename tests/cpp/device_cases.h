@@ -106,10 +106,10 @@ class Rank {
     call.name = name_.c_str();
     call.occurrence = -1;
     if (given.errors) {
-      errors_.resize(offset * item, std::byte{0x5a});
+      errors_.resize(offset * item);
       for (const auto& segment : segments_)
         error_at_.push_back(errors_.data() + segment.offset * item);
-      call.errors = error_at_.data();
+      call.residuals = error_at_.data();
     }
   }
   // On the CPU.

@@ -158,7 +158,7 @@ void a_rank_alone() {
   for (const auto dtype : {CGX_FLOAT32, CGX_FLOAT16, CGX_BFLOAT16})
     for (const auto op : {CGX_SUM, CGX_AVG}) {
       const cgx_segment_t segments[] = {{0, kNumel / 2, 512, 4, 0}, {kNumel / 2, 17, 512, 32, 0}};
-      std::vector<float> cpu(kNumel), gpu(kNumel), cpu_error(kNumel, 7), gpu_error(kNumel, 7);
+      std::vector<float> cpu(kNumel), gpu(kNumel), cpu_error(kNumel), gpu_error(kNumel);
       auto call = cgx::make<cgx_collective_t>();
       call.dtype = dtype;
       call.op = op;
@@ -167,8 +167,8 @@ void a_rank_alone() {
       call.num_segments = std::size(segments);
       call.input = values.data();
       const auto plan_to = [&](std::vector<float>& result, std::vector<float>& error) {
-        void* errors[] = {error.data(), error.data() + kNumel / 2};
-        call.errors = errors;
+        void* residuals[] = {error.data(), error.data() + kNumel / 2};
+        call.residuals = residuals;
         call.output = result.data();
         return make_plan(call, 0, 1);
       };

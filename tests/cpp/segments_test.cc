@@ -1,5 +1,6 @@
-// Segments that lie anywhere, with errors, and refused collectives, many in flight, on threads as
-// ranks. Their bits are tests/test_segments.py's; this is for ThreadSanitizer and AddressSanitizer.
+// Segments that lie anywhere, with residuals, and refused collectives, many in flight, on threads
+// as ranks. Their bits are tests/test_segments.py's; this is for ThreadSanitizer and
+// AddressSanitizer.
 #include <algorithm>
 #include <memory>
 #include <numeric>
@@ -15,9 +16,9 @@ constexpr int kRanks = 3;
 bool refuses(int rank, int call) { return call % 4 == rank; }
 int64_t numel_of(int call, int leaf) { return (call * 2654435761u >> 7) % 3000 * (leaf + 1) / 2; }
 
-// One call of a rank: two leaves, each with a result and an error of its own.
+// One call of a rank: two leaves, each with a result and a residual of its own.
 struct Leaves {
-  std::vector<float> values[2], results[2], errors[2];
+  std::vector<float> values[2], results[2], residuals[2];
   std::vector<cgx_segment_t> segments;
   const void* inputs[2];
   void* outputs[2];
@@ -30,11 +31,11 @@ struct Leaves {
       const int64_t numel = numel_of(number, leaf);
       values[leaf].assign(numel, static_cast<float>(number % 100 + rank));
       results[leaf].resize(numel);
-      errors[leaf].assign(numel, -1.0f);
+      residuals[leaf].resize(numel);
       segments.push_back({0, numel, 512, 4, 0});
       inputs[leaf] = values[leaf].data();
       outputs[leaf] = results[leaf].data();
-      lost[leaf] = errors[leaf].data();
+      lost[leaf] = residuals[leaf].data();
     }
     call.comm = comm;
     call.name = name.c_str();
@@ -43,7 +44,7 @@ struct Leaves {
     call.num_segments = 2;
     call.inputs = inputs;
     call.outputs = outputs;
-    call.errors = lost;
+    call.residuals = lost;
     call.config.algorithm = number % 3 + 1;
   }
 
@@ -52,7 +53,8 @@ struct Leaves {
     const float expected = static_cast<float>(kRanks * (number % 100) + kRanks * (kRanks - 1) / 2);
     for (int leaf = 0; leaf < 2; ++leaf) {
       for (const float value : results[leaf]) CHECK(value == expected, "%g in %d", value, number);
-      for (const float error : errors[leaf]) CHECK(error == 0, "%g in %d", error, number);
+      for (const float residual : residuals[leaf])
+        CHECK(residual == 0, "%g in %d", residual, number);
     }
   }
 };

@@ -102,14 +102,14 @@ def layers(comm: Communicator, dtype: str, options: dict[str, Any], where: str) 
         comm=comm.id, segments=segments, num_segments=len(LAYERS), occurrence=-1, **options
     )
     if where == "cpu":
-        for name, arrays in (("inputs", xs), ("outputs", ys), ("errors", lost)):
+        for name, arrays in (("inputs", xs), ("outputs", ys), ("residuals", lost)):
             setattr(collective, name, pointers([a.ctypes.data for a in arrays], arrays))
         collective.seeds = (c_int64 * len(LAYERS))(*seeds)
         _native.call("cgx_run", byref(collective))
         return [a.tobytes() for a in ys + lost]
     on_gpu = [[Values(a) for a in arrays] for arrays in (xs, ys, lost)]
     for name, values, arrays in zip(
-        ("inputs", "outputs", "errors"), on_gpu, (xs, ys, lost), strict=True
+        ("inputs", "outputs", "residuals"), on_gpu, (xs, ys, lost), strict=True
     ):
         setattr(collective, name, pointers([v.address for v in values], arrays))
     held = torch.from_numpy(seeds).cuda()

@@ -2,7 +2,7 @@
 
     transport   the communicator's
     results     digests of cases of collective_cases.HIERARCHICAL
-    errors      digests of a result and of what was lost of this rank's values
+    residuals   digests of a result and of what was lost of this rank's values
 
 Arguments: what `auto` is there for a large message; "all" cases, or a "sample" of them.
 """
@@ -58,17 +58,18 @@ def check_disagreement(comm: Communicator) -> None:
     assert (comm.allreduce(x, config=Config(bits=32)) == comm.size).all()
 
 
-def errors(comm: Communicator, op: str, intra_bits: int) -> list[str]:
+def residuals(comm: Communicator, op: str, intra_bits: int) -> list[str]:
     """Return digests of an average of 5,000 values and of what was lost of this rank's."""
     x = np.random.default_rng(comm.rank).standard_normal(5000).astype(np.float32)
-    result, lost = np.empty_like(x), np.full_like(x, 7)
+    result = np.empty_like(x)
+    lost = np.random.default_rng(100 + comm.rank).standard_normal(5000).astype(np.float32) / 8
     config = Config(
         algorithm="hierarchical", rounding="nearest", gather_bits=8, intra_bits=intra_bits
     )
     call = Call("allreduce", op, config, "", None, 0, None).collective(  # pyright: ignore[reportArgumentType]
         comm.id, 0, _native.DTYPES["float32"], x.ctypes.data, result.ctypes.data, x.size
     )
-    call.errors = (c_void_p * 1)(lost.ctypes.data)
+    call.residuals = (c_void_p * 1)(lost.ctypes.data)
     _native.call("cgx_run", byref(call))
     return [collective_cases.digest(result), collective_cases.digest(lost)]
 
@@ -81,7 +82,9 @@ def main() -> None:
             {
                 "transport": world.transport,
                 "results": [collective_cases.run(case, world) for case in cases],
-                "errors": [errors(world, op, bits) for op in ("sum", "avg") for bits in (4, 32)],
+                "residuals": [
+                    residuals(world, op, bits) for op in ("sum", "avg") for bits in (4, 32)
+                ],
             }
         )
     )

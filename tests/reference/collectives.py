@@ -252,7 +252,7 @@ def allreduce(
     minimal_size: int = 0,
     skip_incomplete_buckets: bool = False,
     divisor: int = 0,
-    errors: Sequence[Values] | None = None,
+    residuals: Sequence[Values] | None = None,
     hosts: Sequence[int] | None = None,
     noise_ranks: Sequence[int] | None = None,
 ) -> Values:
@@ -263,9 +263,9 @@ def allreduce(
     seeds: of each rank one, or one for each segment; zeros if None. noise_ranks[w]: what the
     noise's counter holds of rank w; None: w. gather_bits: of the reduced values on their way back,
     0 for the segment's own. intra_bits: of values within a host in hierarchical, 0 for exact.
-    divisor: of avg; 0 for the number of ranks. errors[w]: a buffer that receives what was lost of
-    rank w's values. hosts[w]: what stands for rank w's host; None: all ranks share one. Elements
-    outside all segments are 0 in the result.
+    divisor: of avg; 0 for the number of ranks. residuals[w]: added to rank w's values; receives
+    what was lost of them. hosts[w]: what stands for rank w's host; None: all ranks share one.
+    Elements outside all segments are 0 in the result.
     """
     dtype = inputs[0].dtype
     if algorithm == "auto":
@@ -282,8 +282,12 @@ def allreduce(
     for number, segment in enumerate(segments):
         at = slice(segment.offset, segment.offset + segment.numel)
         xs = [x[at] for x in inputs]
+        if residuals:
+            xs = [widen(x) + widen(lost[at]) for x, lost in zip(xs, residuals, strict=True)]
         if len(xs) == 1:
-            out[at] = _alone(op, xs[0], divisor)
+            out[at] = round_to(_alone(op, xs[0], divisor), dtype)
+            for residual in residuals or ():
+                residual[at] = 0
             continue
         exact = travels_exact(segment, minimal_size)
         if not exact and op not in ("sum", "avg"):
@@ -294,7 +298,7 @@ def allreduce(
         # Partial sums and products are not rounded to fp16 or bf16; a minimum is one of the values.
         passed_on = algorithm in ("ring", "hierarchical") and op not in ("min", "max")
         way_out = FLOAT32 if passed_on else dtype
-        lost = [np.zeros(segment.numel, np.float32) for _ in xs] if errors else None
+        lost = [np.zeros(segment.numel, np.float32) for _ in xs] if residuals else None
         wire, back, intra = (
             _Wire(
                 wire_dtype,
@@ -317,8 +321,8 @@ def allreduce(
         levels = (intra, hosts) if algorithm == "hierarchical" else ()
         reduced = _ALGORITHMS[algorithm](xs, segment, op, wire, back, *levels)
         out[at] = round_to(reduced, dtype)
-        for error, of_rank in zip(errors or (), lost or (), strict=True):
-            error[at] = round_to(of_rank, dtype)
+        for residual, of_rank in zip(residuals or (), lost or (), strict=True):
+            residual[at] = round_to(of_rank, dtype)
     return out
 
 

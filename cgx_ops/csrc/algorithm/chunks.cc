@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "algorithm/residual.h"
+#include "algorithm/feedback.h"
 #include "base/seeds.h"
 #include "base/status.h"
 #include "kernel/kernels.h"
@@ -34,16 +34,20 @@ std::span<const std::byte> encode_sums(const Plan& plan, const Piece& piece, Way
   return {to, static_cast<size_t>(bytes)};
 }
 
-// values = values / divisor, in fp32.
-void divide(const Plan& plan, std::byte* values, int64_t numel) {
+// output = (input + residual) / divisor, in fp32.
+void compute_alone(const Plan& plan, const Segment& segment, const std::byte* input,
+                   std::byte* output) {
   constexpr int64_t kBlockNumel = 4096;
-  std::vector<float> block(std::min(numel, kBlockNumel));
-  for (int64_t first = 0; first < numel; first += kBlockNumel) {
-    const int64_t count = std::min(kBlockNumel, numel - first);
-    std::byte* at = values + plan.bytes(first);
-    kernels().convert(plan.dtype, at, Dtype::kFloat32, block.data(), count);
-    kernels().divide(block.data(), static_cast<float>(plan.divisor), count);
-    kernels().convert(Dtype::kFloat32, block.data(), plan.dtype, at, count);
+  std::vector<float> block(std::min(segment.numel, kBlockNumel));
+  for (int64_t first = 0; first < segment.numel; first += kBlockNumel) {
+    const int64_t numel = std::min(kBlockNumel, segment.numel - first);
+    const int64_t at = plan.bytes(first);
+    kernels().convert(plan.dtype, input + at, Dtype::kFloat32, block.data(), numel);
+    if (segment.residual)
+      kernels().add(plan.dtype, segment.residual + at, block.data(), block.data(), numel);
+    if (plan.divides_alone())
+      kernels().divide(block.data(), static_cast<float>(plan.divisor), numel);
+    kernels().convert(Dtype::kFloat32, block.data(), plan.dtype, output + at, numel);
   }
 }
 
@@ -54,13 +58,12 @@ int64_t encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, W
   int64_t end = 0;
   for (const Piece& piece : shard.pieces_of(chunk)) {
     const auto [codec, at] = piece.coded[way];
-    const int64_t bytes =
-        codec->encode(plan.dtype, input + piece.input_at, piece.numel, piece.first_index,
-                      plan.rounding(block_seed(piece.seed, block), way), message + at);
-    end = at + bytes;
-    if (piece.error)
-      write_error(plan, piece, way, input + piece.input_at,
-                  {message + at, static_cast<size_t>(bytes)});
+    const std::byte* values = input + piece.input_at;
+    const Rounding rounding = plan.rounding(block_seed(piece.seed, block), way);
+    end = at + (piece.residual
+                    ? encode_with_residual(plan, piece, way, values, rounding, message + at)
+                    : codec->encode(plan.dtype, values, piece.numel, piece.first_index, rounding,
+                                    message + at));
   }
   return end;
 }
@@ -76,9 +79,13 @@ void pass_through(const Plan& plan) {
   for (const Segment& segment : plan.segments) {
     const size_t bytes = plan.bytes(segment.numel);
     if (bytes == 0) continue;
-    std::memmove(plan.output + segment.output_at, plan.input + segment.input_at, bytes);
-    if (plan.divides_alone()) divide(plan, plan.output + segment.output_at, segment.numel);
-    if (segment.error) std::memset(segment.error, 0, bytes);
+    const std::byte* input = plan.input + segment.input_at;
+    std::byte* output = plan.output + segment.output_at;
+    if (plan.divides_alone() || segment.residual)
+      compute_alone(plan, segment, input, output);
+    else
+      std::memmove(output, input, bytes);
+    if (segment.residual) std::memset(segment.residual, 0, bytes);
   }
 }
 
@@ -121,7 +128,8 @@ int64_t ChunkReducer::to_gather_message(const Shard& shard, const Chunk& chunk, 
            const auto encoded =
                encode_sums(plan_, piece, Way::kGather, sums, first, numel, message);
            end = encoded.data() + encoded.size() - message;
-           if (piece.error) write_error(plan_, piece, Way::kGather, sums, first, numel, encoded);
+           if (piece.residual)
+             keep_residual(plan_, piece, Way::kGather, sums, first, numel, encoded);
            if (output)
              piece.coded[Way::kGather].codec->decode(encoded, numel, plan_.dtype,
                                                      output + piece.output_at + plan_.bytes(first));
@@ -137,7 +145,8 @@ int64_t ChunkReducer::to_scatter_message(const Shard& shard, const Chunk& chunk,
            const auto encoded =
                encode_sums(plan_, piece, Way::kScatter, sums, first, numel, message);
            end = encoded.data() + encoded.size() - message;
-           if (piece.error) write_error(plan_, piece, Way::kScatter, sums, first, numel, encoded);
+           if (piece.residual)
+             keep_residual(plan_, piece, Way::kScatter, sums, first, numel, encoded);
          });
   return end;
 }

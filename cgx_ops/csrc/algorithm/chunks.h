@@ -28,7 +28,8 @@ int64_t encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, W
 void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, const Encoded& message,
                   std::byte* output);
 
-// One rank alone: the identity, but that avg divides. Nothing is encoded, so nothing is lost.
+// One rank alone: the identity, but that a residual is added and avg divides. Nothing is encoded,
+// so nothing is lost.
 void pass_through(const Plan& plan);
 
 class ChunkReducer {

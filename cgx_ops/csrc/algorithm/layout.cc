@@ -74,7 +74,7 @@ void Layout::append(Shard* shard, const Segment& segment, int64_t first, int64_t
     const int64_t at = first * value_bytes_;
     Piece piece{segment.input_at + at,
                 segment.output_at + at,
-                segment.error ? segment.error + at : nullptr,
+                segment.residual ? segment.residual + at : nullptr,
                 numel,
                 first,
                 segment.seed,

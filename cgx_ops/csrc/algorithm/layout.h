@@ -27,9 +27,9 @@ struct Piece {
     int64_t at;
   };
 
-  int64_t input_at;   // bytes, in the input (allreduce) or in a rank's block of it
-  int64_t output_at;  // bytes, in the output or in a rank's block of it
-  std::byte* error;   // where to write what compression lost; null: nowhere
+  int64_t input_at;     // bytes, in the input (allreduce) or in a rank's block of it
+  int64_t output_at;    // bytes, in the output or in a rank's block of it
+  std::byte* residual;  // of these values (feedback.h); null: none
   int64_t numel;
   int64_t first_index;  // of its first element, in its segment
   uint64_t seed;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "algorithm/feedback.h"
 #include "base/status.h"
 #include "kernel/kernels.h"
 
@@ -48,31 +49,39 @@ int64_t block_numel(const Piece& piece) {
   return std::max(grain, kBlockNumel / grain * grain);
 }
 
-float* Reducer::reduce_block(const Plan& plan, std::span<const Contribution> contributions,
-                             bool divide, int64_t first, int64_t numel) {
-  if (static_cast<int64_t>(sum_.size()) < numel) sum_.resize(numel);
-  float* sum = sum_.data();
+float* Reducer::reduce_block(const Plan& plan, const Piece& piece,
+                             std::span<const Contribution> contributions, bool divide,
+                             int64_t first, int64_t numel) {
+  float* sum = room(sum_, numel);
   const bool adds = plan.op == Op::kSum || plan.op == Op::kAvg;
-  const auto raw = [&](const Contribution& from) {
-    return from.message.bytes.data() + plan.bytes(first);
-  };
+  // This rank's own values, if they are among the contributions.
+  Dtype own_dtype = plan.dtype;
+  const std::byte* own = nullptr;
+  for (const Contribution& from : contributions)
+    if (!from.codec) own = from.message.bytes.data() + plan.bytes(first);
+  if (own && piece.residual) {
+    float* compensated = room(own_, numel);
+    add_residual(plan, piece, own - plan.bytes(first), first, numel, compensated);
+    own_dtype = Dtype::kFloat32;
+    own = reinterpret_cast<const std::byte*>(compensated);
+  }
   const auto read = [&](const Contribution& from, float* into) {
     if (from.codec)
       decode(*from.codec, block_of(from, first, numel), numel, Dtype::kFloat32, into);
     else
-      kernels().convert(plan.dtype, raw(from), Dtype::kFloat32, into, numel);
+      kernels().convert(own_dtype, own, Dtype::kFloat32, into, numel);
   };
   const auto add = [&](const Contribution& from, const float* base) {
     if (from.codec)
       decode_add(*from.codec, block_of(from, first, numel), numel, base, sum);
     else
-      kernels().add(plan.dtype, raw(from), base, sum, numel);
+      kernels().add(own_dtype, own, base, sum, numel);
   };
   // Values that are fp32 as they lie are a sum's beginning where they lie, as the first or (a + b
   // is b + a) as the second.
   const auto in_place = [&](const Contribution& from) {
-    const bool is = adds && !from.codec && plan.dtype == Dtype::kFloat32;
-    return is ? reinterpret_cast<const float*>(raw(from)) : nullptr;
+    const bool is = adds && !from.codec && own_dtype == Dtype::kFloat32;
+    return is ? reinterpret_cast<const float*>(own) : nullptr;
   };
   size_t done = 1;
   if (contributions.size() < 2) {
@@ -89,9 +98,9 @@ float* Reducer::reduce_block(const Plan& plan, std::span<const Contribution> con
     if (adds) {
       add(from, sum);
     } else {
-      if (static_cast<int64_t>(other_.size()) < numel) other_.resize(numel);
-      read(from, other_.data());
-      kernels().combine(plan.op, other_.data(), sum, numel);
+      float* other = room(other_, numel);
+      read(from, other);
+      kernels().combine(plan.op, other, sum, numel);
     }
   }
   if (divide && plan.op == Op::kAvg) kernels().divide(sum, static_cast<float>(plan.divisor), numel);

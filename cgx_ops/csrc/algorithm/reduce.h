@@ -20,7 +20,7 @@ struct Encoded {
 inline constexpr Encoded kOwnValues{-1, {}};
 
 // One rank's values of a piece, or one host's sum of them: encoded bytes, or (this rank's own) raw
-// values.
+// values, to which their residual is added.
 struct Contribution {
   Encoded message;               // of the piece alone
   const Codec* codec = nullptr;  // null: values of the plan's dtype
@@ -34,6 +34,12 @@ void decode_add(const Codec& codec, const Encoded& message, int64_t numel, const
 // Values of a piece that are worked on at a time.
 int64_t block_numel(const Piece& piece);
 
+// A block's memory, grown to hold so many values.
+inline float* room(std::vector<float>& block, int64_t numel) {
+  if (static_cast<int64_t>(block.size()) < numel) block.resize(numel);
+  return block.data();
+}
+
 class Reducer {
  public:
   // Combines the contributions in the order given, then divides for avg if `divide`. emit(values,
@@ -44,15 +50,16 @@ class Reducer {
     const int64_t block = block_numel(piece);
     for (int64_t first = 0; first < piece.numel; first += block) {
       const int64_t numel = std::min(block, piece.numel - first);
-      float* values = reduce_block(plan, contributions, divide, first, numel);
+      float* values = reduce_block(plan, piece, contributions, divide, first, numel);
       emit(values, first, numel);
     }
   }
 
  private:
-  float* reduce_block(const Plan& plan, std::span<const Contribution> contributions, bool divide,
-                      int64_t first, int64_t numel);
-  std::vector<float> sum_, other_;
+  float* reduce_block(const Plan& plan, const Piece& piece,
+                      std::span<const Contribution> contributions, bool divide, int64_t first,
+                      int64_t numel);
+  std::vector<float> sum_, other_, own_;
 };
 
 }  // namespace cgx

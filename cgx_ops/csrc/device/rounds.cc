@@ -66,7 +66,7 @@ void for_runs(const Plan& plan, const CpuPiece& cpu, const Runs& runs, const Add
   for (size_t i = 0; i < runs.size(); ++i) {
     const auto& [first, numel, bits] = runs[i];
     Piece piece{};
-    if (cpu.error) piece.error = cpu.error + plan.bytes(first);
+    if (cpu.residual) piece.error = cpu.residual + plan.bytes(first);
     piece.numel = numel;
     piece.first_index = cpu.first_index + first;
     piece.bucket_size = cpu.segment->codecs[Way::kScatter].bucket_size;
@@ -280,7 +280,7 @@ void pass_through(const Plan& plan, Queue& queue) {
     } else if (from != to) {
       queue.copy(to, from, bytes);
     }
-    if (segment.error) queue.clear(segment.error, bytes);
+    if (segment.residual) queue.clear(segment.residual, bytes);
   }
   divide.flush();
 }

@@ -219,13 +219,14 @@ typedef struct cgx_collective_t {
   const void* const* inputs;
   void* const* outputs;
   const int64_t* seeds; /* one per segment, used as they are; NULL: they follow from `seed` */
-  /* allreduce of sums and averages only, one pointer per segment, or NULL. Gets, in the values'
-   * dtype, what was lost of this rank's values: by this rank's encoding of them, and, of the
-   * elements that this rank reduced, by its encoding of the sum (in units of the sum, also if op is
-   * avg). So over all ranks the sum of the inputs is the result (as a sum) plus the sum of the
-   * errors, but for what fp32 sums and the dtype round: adding errors to the next input gives
-   * nothing up (error feedback). What is not finite becomes 0. */
-  void* const* errors;
+  /* Error feedback, of allreduce and for sums and averages only; one pointer per segment, or NULL.
+   * A residual is in the values' dtype and is read and written in place. It is added, in fp32, to
+   * this rank's values, and becomes what is lost of them now: by this rank's encoding of them, and,
+   * of the elements that this rank reduces, by its encoding of the sum (in units of the sum, also
+   * if op is avg). So over all ranks inputs and old residuals are the result (as a sum) and new
+   * residuals, but for what fp32 sums and the dtype round. A loss that is not finite becomes 0.
+   * Undefined after a failure. */
+  void* const* residuals;
   int64_t divisor; /* of avg; 0: the number of ranks */
   int32_t device;  /* a cgx_device_t: where all buffers are */
   void* stream; /* CGX_CUDA: the cudaStream_t that the work is put on; NULL: the default stream */
