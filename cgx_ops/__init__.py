@@ -85,6 +85,7 @@ def allreduce(
     *,
     out: Array | None = None,
     name: str = "",
+    residual: Array | None = None,
 ) -> Array:
     """Reduce the arrays of all ranks of the world; every rank gets the same bits.
 
@@ -95,6 +96,8 @@ def allreduce(
         out: receives the result: C-contiguous, of the input's shape and dtype; may be the input.
         name: matches this call with those of other ranks, whatever runs in between; needed if
             several threads call.
+        residual: error feedback: added to the array, and set to what compression loses of that on
+            this rank, for the next call; see Communicator.allreduce.
 
     Returns:
         `out`, or a new array of the input's shape and dtype.
@@ -102,4 +105,4 @@ def allreduce(
     Raises:
         CgxError: see Communicator.
     """
-    return init().allreduce(array, op, config, out=out, name=name)
+    return init().allreduce(array, op, config, out=out, name=name, residual=residual)

@@ -55,18 +55,20 @@ def address(array: Array) -> int:
         return array.ctypes.data
 
 
-def as_output(out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return `out` after checking that it can hold the result, or a new array if it is None."""
+def as_output(
+    out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any], name: str = "out"
+) -> Array:
+    """Return `out` after checking that it can be written to, or a new array if it is None."""
     if out is None:
         return np.empty(shape, dtype)
     if not isinstance(out, np.ndarray):
-        raise InvalidArgument(f"out is a {type(out).__name__}; it must be a numpy array or None")
+        raise InvalidArgument(f"{name} is a {type(out).__name__}; it must be a numpy array or None")
     if out.shape != shape or out.dtype != dtype:
         raise InvalidArgument(
-            f"out is {out.dtype}{list(out.shape)}; the result is {dtype}{list(shape)}"
+            f"{name} is {out.dtype}{list(out.shape)}; it must be {dtype}{list(shape)}"
         )
     if not out.flags.c_contiguous or not out.flags.writeable:
         raise InvalidArgument(
-            "out must be C-contiguous and writeable: pass a new array and copy from it"
+            f"{name} must be C-contiguous and writeable: pass a new array and copy from it"
         )
     return out

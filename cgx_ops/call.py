@@ -5,7 +5,7 @@ import hashlib
 import operator
 import threading
 from collections.abc import Sequence
-from ctypes import c_int64
+from ctypes import Array, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -154,6 +154,11 @@ class Call:
         if self.seeds is not None:
             native.seeds = (c_int64 * len(self.seeds))(*self.seeds)
         return native
+
+    def pointers(self, start: int, width: int) -> "Array[c_void_p]":
+        """Return where the segments are in an array at `start` of elements `width` bytes wide."""
+        offsets = [0] if self.segments is None else [each.offset for each in self.segments]
+        return (c_void_p * len(offsets))(*(start + width * offset for offset in offsets))
 
 
 def _pattern(

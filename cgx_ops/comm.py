@@ -230,6 +230,7 @@ class Communicator:
         segments: Sequence[Segment] | None = None,
         seed: int | Sequence[int] | None = None,
         timeout: float | None = None,
+        residual: Array | None = None,
     ) -> Array:
         """Reduce the ranks' arrays elementwise; every rank gets the same bits.
 
@@ -245,13 +246,19 @@ class Communicator:
                 blocks follow; or a list with one for each segment. None: derived from config.seed,
                 the communicator's name and the calls of this name so far.
             timeout: seconds this call may take; None: the communicator's.
+            residual: error feedback, of sums and averages: C-contiguous, of the input's shape and
+                dtype, read and written in place. It is added (in float32) to the input, and
+                becomes what compression has lost of that on this rank, to be given to the next
+                call: over all ranks, inputs and old residuals are the result (as a sum) and new
+                residuals, up to rounding to float32 and the dtype. Begin with zeros. Undefined
+                after an error.
 
         Returns:
             `out`, or a new array of the input's shape and dtype.
         """
         source = as_input(array)
         call = Call("allreduce", op, config, name, segments, seed, timeout)
-        return self._run(call, source, source.shape, source.size, out)
+        return self._run(call, source, source.shape, source.size, out, residual)
 
     def allreduce_async(
         self,
@@ -264,12 +271,12 @@ class Communicator:
         segments: Sequence[Segment] | None = None,
         seed: int | Sequence[int] | None = None,
         timeout: float | None = None,
+        residual: Array | None = None,
     ) -> Request:
         """Start what allreduce() does and return at once. Leave the arrays alone until wait()."""
         source = as_input(array)
         call = Call("allreduce", op, config, name, segments, seed, timeout)
-        collective, result = self._prepare(call, source, source.shape, source.size, out)
-        return request.start(collective, result, source)
+        return request.start(*self._prepare(call, source, source.shape, source.size, out, residual))
 
     def reduce_scatter(
         self,
@@ -325,15 +332,26 @@ class Communicator:
         return self._run(call, source, shape, source.size, out)
 
     def _run(
-        self, call: Call, source: Array, shape: tuple[int, ...], block: int, out: Array | None
+        self,
+        call: Call,
+        source: Array,
+        shape: tuple[int, ...],
+        block: int,
+        out: Array | None,
+        residual: Array | None = None,
     ) -> Array:
-        collective, result = self._prepare(call, source, shape, block, out)
-        return request.run(collective, result, source)
+        return request.run(*self._prepare(call, source, shape, block, out, residual))
 
     def _prepare(
-        self, call: Call, source: Array, shape: tuple[int, ...], block: int, out: Array | None
-    ) -> tuple[_native.Collective, Array]:
-        """Return `call` on a contiguous source, with `block` elements a rank, and its result."""
+        self,
+        call: Call,
+        source: Array,
+        shape: tuple[int, ...],
+        block: int,
+        out: Array | None,
+        residual: Array | None,
+    ) -> tuple[_native.Collective, *tuple[Array, ...]]:
+        """Return `call`, with `block` elements a rank, its result, and the other arrays it uses."""
         result = as_output(out, shape, source.dtype)
         pointers = address(source), address(result)
         in_place = call.verb == "allreduce" and pointers[0] == pointers[1]
@@ -352,7 +370,13 @@ class Communicator:
             block,
             self.name,
         )
-        return collective, result
+        if residual is None:
+            return collective, result, source
+        as_output(residual, source.shape, source.dtype, "residual")
+        if np.may_share_memory(residual, source) or np.may_share_memory(residual, result):
+            raise InvalidArgument("residual overlaps the input or out: give it memory of its own")
+        collective.residuals = call.pointers(address(residual), source.itemsize)
+        return collective, result, source, residual
 
     def next_call(self, name: str) -> int:
         """Count a call of this name: how many this process made before. Seeds derive from it."""

@@ -94,9 +94,9 @@ class Request:
     the arrays are kept until its end, because the core reads and writes them meanwhile.
     """
 
-    def __init__(self, result: Array, source: Array) -> None:
+    def __init__(self, result: Array, *others: Array) -> None:
         self._result = result
-        self._flight = _hold(result, source)
+        self._flight = _hold(result, *others)
 
     def done(self) -> bool:
         """Return whether wait() would return (or raise) at once."""
@@ -116,16 +116,16 @@ class Request:
             _drop(self._flight)
 
 
-def start(collective: _native.Collective, result: Array, source: Array) -> Request:
-    """Start a collective that reads `source` and writes `result`."""
-    request = Request(result, source)
+def start(collective: _native.Collective, result: Array, *others: Array) -> Request:
+    """Start a collective that writes `result` and reads or writes the others."""
+    request = Request(result, *others)
     _native.call("cgx_start", byref(collective), None, None, byref(request._flight.handle))
     return request
 
 
-def run(collective: _native.Collective, result: Array, source: Array) -> Array:
+def run(collective: _native.Collective, result: Array, *others: Array) -> Array:
     """Start such a collective, wait for its end and return its result."""
-    flight = _hold(result, source)
+    flight = _hold(result, *others)
     try:
         _native.call("cgx_run_for", byref(collective), _LOOK_UP_S, byref(flight.handle))
         if flight.handle:  # it has not ended yet

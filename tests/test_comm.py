@@ -95,7 +95,7 @@ _READ_ONLY.flags.writeable = False
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: _world(_BASE, out=np.zeros(7, np.float32)), r"out is float32\[7\]; the result is"),
+        (lambda: _world(_BASE, out=np.zeros(7, np.float32)), r"out is float32\[7\]; it must be"),
         (lambda: _world(_BASE, out=np.zeros(8, np.float16)), r"out is float16\[8\]"),
         (lambda: _world(_BASE[:4], out=_BASE[::2]), "must be C-contiguous"),
         (lambda: _world(_BASE[:4], out=_READ_ONLY), "writeable"),

@@ -25,24 +25,36 @@ def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return calls of an operator; a KeyError is an operator that nobody checks."""
     x, grad = tc.values(0, 200), tc.values(1, 200).requires_grad_()
     xs = [x, tc.values(0, 30).reshape(5, 6).t()]
+    y, ys = x / 8, [each / 8 for each in xs]
     arrived, gathered = torch.zeros(80, dtype=torch.uint8), torch.zeros(160, dtype=torch.uint8)
     nearest: dict[str, Any] = {"rounding": "nearest"}
     exact: dict[str, Any] = {"bits": 32, "op": "avg"}
     public = [((x,), nearest), ((grad,), nearest), ((grad,), exact)]
     start = [((x, *kernel_options(rounding=r)), {}) for r in ("nearest", "stochastic")]
     start_list = [((xs, *kernel_options(rounding=r)), {}) for r in ("nearest", "shift")]
+    start_pairs = [(([*xs, *ys], *kernel_options(rounding=r)), {}) for r in ("nearest", "shift")]
     return {
         "quantized_allreduce": public,
         "quantized_allreduce_": [((x,), nearest), ((grad * 2,), nearest), ((x,), exact)],
         "quantized_allreduce_coalesced": [((xs,), nearest), (([grad, x],), exact), (([],), {})],
+        "quantized_allreduce_with_feedback": [((x, y), nearest), ((grad, y), exact)],
+        "quantized_allreduce_coalesced_with_feedback": [((xs, ys), nearest), (([], []), {})],
         "draw_seed": [((torch.empty(0),), {})],
         "quantized_all_reduce": start,
         "quantized_all_reduce_start": start,
         "quantized_all_reduce_start.borrow": start,
         "quantized_all_reduce_coalesced": start_list,
         "quantized_all_reduce_coalesced_start": start_list,
-        "carried_encode": [((xs, *kernel_options(rank=rank)), {}) for rank in (0, 1)],
-        "carried_reduce": [((xs, arrived, *kernel_options(rank=0)), {})],
+        "quantized_all_reduce_with_feedback": start_pairs,
+        "quantized_all_reduce_with_feedback_start": start_pairs,
+        "carried_encode": [
+            ((xs, residuals, *kernel_options(rank=rank)), {})
+            for rank in (0, 1)
+            for residuals in ([], ys)
+        ],
+        "carried_reduce": [
+            ((xs, residuals, arrived, *kernel_options(rank=0)), {}) for residuals in ([], ys)
+        ],
         "carried_decode": [((xs, gathered, *kernel_options(rank=1)), {})],
     }[name]
 

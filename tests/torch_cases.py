@@ -17,6 +17,8 @@ from cgx_ops import Config
 allreduce: Any = torch.ops.cgx.quantized_allreduce
 allreduce_: Any = torch.ops.cgx.quantized_allreduce_
 coalesced: Any = torch.ops.cgx.quantized_allreduce_coalesced
+feedback: Any = torch.ops.cgx.quantized_allreduce_with_feedback
+feedback_list: Any = torch.ops.cgx.quantized_allreduce_coalesced_with_feedback
 
 
 def packed(config: Config, op: str = "sum", depth: int = 0, name: str = "") -> str:

@@ -66,7 +66,9 @@ Seed draw_if_needed(const Options& options, const variable_list& xs) {
   return op.call(at::empty({0}, at::TensorOptions(at::kFloat).device(on_gpu ? device : at::kCPU)));
 }
 
-variable_list all_reduce_native(const variable_list& xs, const Seed& seed, const Options& o) {
+// The parts for one tensor, and for a list of tensors, with residuals or without.
+variable_list all_reduce_native(const variable_list& xs, const variable_list& residuals,
+                                const Seed& seed, const Options& o) {
   static const auto blocking =
       find_operator<decltype(all_reduce_kernel)>("cgx::quantized_all_reduce");
   static const auto start =
@@ -75,6 +77,10 @@ variable_list all_reduce_native(const variable_list& xs, const Seed& seed, const
       find_operator<decltype(all_reduce_coalesced_kernel)>("cgx::quantized_all_reduce_coalesced");
   static const auto start_list =
       find_operator<decltype(start_coalesced_kernel)>("cgx::quantized_all_reduce_coalesced_start");
+  static const auto blocking_pairs = find_operator<decltype(all_reduce_with_feedback_kernel)>(
+      "cgx::quantized_all_reduce_with_feedback");
+  static const auto start_pairs = find_operator<decltype(start_with_feedback_kernel)>(
+      "cgx::quantized_all_reduce_with_feedback_start");
   static const auto wait =
       find_operator<at::Tensor(const at::Tensor&)>("_c10d_functional::wait_tensor");
 
@@ -82,20 +88,26 @@ variable_list all_reduce_native(const variable_list& xs, const Seed& seed, const
   const auto call = [&](const auto& op, const auto& x) {
     return op.call(x, seed, packed, o.group_name);
   };
-  const bool single = xs.size() == 1;
-  if (!is_traced(xs)) {
-    return single ? variable_list{call(blocking, xs[0])} : call(blocking_list, at::TensorList(xs));
+  const bool single = xs.size() == 1 && residuals.empty();
+  variable_list all = xs;
+  all.insert(all.end(), residuals.begin(), residuals.end());
+  if (!is_traced(all)) {
+    if (single) return {call(blocking, xs[0])};
+    return call(residuals.empty() ? blocking_list : blocking_pairs, at::TensorList(all));
   }
   if (const auto hook = trace_hook.load(); hook != nullptr) hook();
   variable_list results =
-      single ? variable_list{call(start, xs[0])} : call(start_list, at::TensorList(xs));
+      single ? variable_list{call(start, xs[0])}
+             : call(residuals.empty() ? start_list : start_pairs, at::TensorList(all));
   for (at::Tensor& result : results) result = wait.call(result);
   return results;
 }
 
-variable_list all_reduce(const variable_list& xs, const Seed& seed, const Options& options) {
-  return options.carried() ? all_reduce_carried(xs, seed, options)
-                           : all_reduce_native(xs, seed, options);
+// The sums or averages, then the new residuals.
+variable_list all_reduce(const variable_list& xs, const variable_list& residuals, const Seed& seed,
+                         const Options& options) {
+  return options.carried() ? all_reduce_carried(xs, residuals, seed, options)
+                           : all_reduce_native(xs, residuals, seed, options);
 }
 
 // ---- 2. the differentiable whole -----------------------------------------------------------
@@ -106,29 +118,43 @@ bool require_grad(const variable_list& xs) {
 }
 
 // Every rank's output is the same sum (or mean) of all inputs, so the gradient of one rank's input
-// is the sum (or mean) of all ranks' output gradients: the same collective, quantized like it.
+// is the sum (or mean) of all ranks' output gradients: the same collective, quantized like it. A
+// residual is added to its input, so both have one gradient; nothing flows through new residuals.
 class AllReduce : public torch::autograd::Function<AllReduce> {
  public:
   static constexpr bool is_traceable = true;  // backward holds no state that tracing would miss
 
-  static variable_list forward(AutogradContext* context, at::TensorList xs, const Seed& seed,
-                               const Options& options) {
+  static variable_list forward(AutogradContext* context, at::TensorList xs,
+                               at::TensorList residuals, const Seed& seed, const Options& options) {
     context->saved_data["gradient"] = options.gradient().value();
+    context->saved_data["inputs"] = static_cast<int64_t>(xs.size());
     context->save_for_backward({seed.value_or(at::Tensor())});
-    return all_reduce(xs.vec(), seed, options);
+    variable_list results = all_reduce(xs.vec(), residuals.vec(), seed, options);
+    context->mark_non_differentiable(variable_list(results.begin() + xs.size(), results.end()));
+    return results;
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const Options options = Options::of(context->saved_data["gradient"]);
     const at::Tensor seed = context->get_saved_variables()[0];
-    variable_list results = reduce(gradients, seed.defined() ? Seed(seed) : std::nullopt, options);
+    const bool has_residuals =
+        static_cast<int64_t>(gradients.size()) > context->saved_data["inputs"].toInt();
+    gradients.resize(context->saved_data["inputs"].toInt());
+    variable_list results =
+        reduce(gradients, {}, seed.defined() ? Seed(seed) : std::nullopt, options);
+    if (has_residuals) {
+      const variable_list again = results;
+      results.insert(results.end(), again.begin(), again.end());
+    }
     results.resize(results.size() + 2);  // none for seed and options
     return results;
   }
 
-  static variable_list reduce(const variable_list& xs, const Seed& seed, const Options& options) {
-    if (require_grad(xs)) return apply(at::TensorList(xs), seed, options);
-    return all_reduce(xs, seed, options);
+  static variable_list reduce(const variable_list& xs, const variable_list& residuals,
+                              const Seed& seed, const Options& options) {
+    if (require_grad(xs) || require_grad(residuals))
+      return apply(at::TensorList(xs), at::TensorList(residuals), seed, options);
+    return all_reduce(xs, residuals, seed, options);
   }
 };
 
@@ -181,7 +207,7 @@ class ConfigText {
 at::Tensor quantized_allreduce(const at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
   const Options options(CGX_PUBLIC_OPTIONS);
   options.check(x);
-  return AllReduce::reduce({x}, draw_if_needed(options, {x}), options)[0];
+  return AllReduce::reduce({x}, {}, draw_if_needed(options, {x}), options)[0];
 }
 
 void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
@@ -197,11 +223,11 @@ void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
   const Seed seed = draw_if_needed(options, {x});
   if (differentiable || options.carried() || is_traced({at::Tensor(x)}) || x.is_meta() ||
       c10::impl::TorchDispatchModeTLS::any_modes_set()) {
-    x.copy_(AllReduce::reduce({x}, seed, options)[0]);
+    x.copy_(AllReduce::reduce({x}, {}, seed, options)[0]);
     return;
   }
   const at::Tensor buffer = x.contiguous();
-  run(buffer, buffer, {buffer.numel()}, seed, options);
+  run({.input = buffer, .output = buffer}, {buffer.numel()}, seed, options);
   if (!buffer.is_same(x)) {
     x.copy_(buffer);
   } else if (!x.is_inference()) {
@@ -214,7 +240,30 @@ std::vector<at::Tensor> quantized_allreduce_coalesced(at::TensorList xs, CGX_PUB
   for (const at::Tensor& x : xs) options.check(x);  // before anything is drawn
   check_alike(xs);
   if (xs.empty()) return {};
-  return AllReduce::reduce(xs.vec(), draw_if_needed(options, xs.vec()), options);
+  return AllReduce::reduce(xs.vec(), {}, draw_if_needed(options, xs.vec()), options);
+}
+
+std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>>
+quantized_allreduce_coalesced_with_feedback(at::TensorList xs, at::TensorList residuals,
+                                            CGX_PUBLIC_PARAMETERS) {
+  const Options options(CGX_PUBLIC_OPTIONS);
+  variable_list pairs = xs.vec();
+  pairs.insert(pairs.end(), residuals.begin(), residuals.end());
+  check_pairs(pairs, options);
+  if (xs.empty()) return {};
+  const variable_list results =
+      AllReduce::reduce(xs.vec(), residuals.vec(), draw_if_needed(options, pairs), options);
+  const auto half = results.begin() + xs.size();
+  return {variable_list(results.begin(), half), variable_list(half, results.end())};
+}
+
+std::tuple<at::Tensor, at::Tensor> quantized_allreduce_with_feedback(const at::Tensor& x,
+                                                                     const at::Tensor& residual,
+                                                                     CGX_PUBLIC_PARAMETERS) {
+  const auto [sums, residuals] = quantized_allreduce_coalesced_with_feedback(
+      {x}, {residual}, bits, bucket_size, op, group_name, rounding, algorithm, gather_bits,
+      intra_bits, skip_incomplete_buckets, minimal_size, name, carrier);
+  return {sums[0], residuals[0]};
 }
 
 }  // namespace cgx::torch_ops

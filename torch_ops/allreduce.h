@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 namespace cgx::torch_ops {
@@ -28,6 +29,15 @@ void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS);
 
 // cgx::quantized_allreduce_coalesced: a list in one message, each tensor with its own buckets.
 std::vector<at::Tensor> quantized_allreduce_coalesced(at::TensorList xs, CGX_PUBLIC_PARAMETERS);
+
+// cgx::quantized_allreduce_with_feedback: (x + residual) reduced, and what that has lost of this
+// rank's values, as new tensors; and the same of a list.
+std::tuple<at::Tensor, at::Tensor> quantized_allreduce_with_feedback(const at::Tensor& x,
+                                                                     const at::Tensor& residual,
+                                                                     CGX_PUBLIC_PARAMETERS);
+std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>>
+quantized_allreduce_coalesced_with_feedback(at::TensorList xs, at::TensorList residuals,
+                                            CGX_PUBLIC_PARAMETERS);
 
 // Has `hook` called before an operator becomes part of a graph; null: no longer.
 void set_trace_hook(void (*hook)());

@@ -3,6 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <numeric>
@@ -41,11 +42,10 @@ std::vector<int64_t> sizes_of(at::TensorList xs) {
 }
 
 template <typename Use>
-void with_carried(const std::vector<int64_t>& numels, at::ScalarType dtype, const void* input,
-                  void* output, const Seed& seed, const Options& options, const Place& place,
-                  Use&& use) {
+void with_carried(const std::vector<int64_t>& numels, at::ScalarType dtype, const Addresses& at,
+                  const Seed& seed, const Options& options, const Place& place, Use&& use) {
   const OwnSeed own = seed_of(seed, options);
-  with_collective(numels, dtype, input, output, own, options, [&](cgx_collective_t* collective) {
+  with_collective(numels, dtype, at, own, options, [&](cgx_collective_t* collective) {
     const auto noise_rank = static_cast<int32_t>(place.noise_rank);
     collective->noise_rank = &noise_rank;
     auto carried = make<cgx_carried_t>();
@@ -66,8 +66,8 @@ Shape shape_of(at::TensorList xs, const Options& options, int64_t rank, int64_t 
   shape.gather_bytes.resize(size);
   Options sizes = options;  // messages are as long whatever the rounding: no seed is needed
   sizes.config.rounding = CGX_NEAREST;
-  with_carried(sizes_of(xs), xs[0].scalar_type(), nullptr, nullptr, std::nullopt, sizes,
-               {rank, size}, [&](const cgx_carried_t* carried) {
+  with_carried(sizes_of(xs), xs[0].scalar_type(), {}, std::nullopt, sizes, {rank, size},
+               [&](const cgx_carried_t* carried) {
                  check(cgx_carried_plan(carried, &shape.algorithm, shape.scatter_bytes.data(),
                                         shape.gather_bytes.data()));
                });
@@ -102,6 +102,27 @@ at::Tensor flat_of(at::TensorList xs) {
   return xs.size() == 1 ? xs[0].contiguous().view({-1}) : pack(xs);
 }
 
+// A message and the residuals that its step has completed.
+class Step {
+ public:
+  Step(at::Tensor message, at::TensorList residuals)
+      : message_(std::move(message)), like_(residuals) {
+    if (!like_.empty()) flat_ = pack(like_);
+  }
+  void* residual() const { return flat_.defined() ? flat_.mutable_data_ptr() : nullptr; }
+  std::vector<at::Tensor> results() const {
+    std::vector<at::Tensor> all = empty_like(like_);
+    if (flat_.defined()) unpack(flat_, all);
+    all.insert(all.begin(), message_);
+    return all;
+  }
+
+ private:
+  const at::Tensor message_;
+  const at::TensorList like_;
+  at::Tensor flat_;
+};
+
 at::TensorOptions bytes_like(at::TensorList xs) { return xs[0].options().dtype(at::kByte); }
 
 // ---- torch's part --------------------------------------------------------------------------
@@ -131,7 +152,8 @@ at::Tensor wait(const at::Tensor& x) { return functional("_c10d_functional::wait
 
 }  // namespace
 
-std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const Seed& seed, const Options& o) {
+std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, at::TensorList residuals,
+                                           const Seed& seed, const Options& o) {
   static const auto encode = find_operator<decltype(carried_encode_cpu)>("cgx::carried_encode");
   static const auto reduce = find_operator<decltype(carried_reduce_cpu)>("cgx::carried_reduce");
   static const auto decode = find_operator<decltype(carried_decode_cpu)>("cgx::carried_decode");
@@ -143,6 +165,10 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const Seed& seed, 
   if (size == 1) {
     std::vector<at::Tensor> results;
     for (const at::Tensor& x : xs) results.push_back(x.clone(at::MemoryFormat::Contiguous));
+    for (size_t i = 0; i < residuals.size(); ++i) {
+      results[i].add_(residuals[i]);
+      results.push_back(at::zeros_like(residuals[i], at::MemoryFormat::Contiguous));
+    }
     return results;
   }
   const Shape shape = shape_of(xs, o, rank, size);
@@ -152,38 +178,45 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const Seed& seed, 
     return op.call(tensors..., seed, packed, rank, size, noise_rank);
   };
 
-  at::Tensor message = call(encode, xs);
+  // A message, then residuals.
+  std::vector<at::Tensor> step = call(encode, xs, residuals);
   if (shape.algorithm != CGX_ONE_SHOT) {
     std::vector<int64_t> from(size, shape.scatter_bytes[rank]), to = shape.scatter_bytes;
     from[rank] = to[rank] = 0;
     const at::Tensor arrived =
-        wait(functional("_c10d_functional::all_to_all_single", message, from, to, group_name));
-    message = call(reduce, xs, arrived);
+        wait(functional("_c10d_functional::all_to_all_single", step[0], from, to, group_name));
+    step = call(reduce, xs, at::TensorList(step).slice(1), arrived);
   }
   const at::Tensor gathered =
-      wait(functional("_c10d_functional::all_gather_into_tensor", message, size, group_name));
-  return call(decode, xs, gathered);
+      wait(functional("_c10d_functional::all_gather_into_tensor", step[0], size, group_name));
+  std::vector<at::Tensor> results = call(decode, xs, gathered);
+  results.insert(results.end(), step.begin() + 1, step.end());
+  return results;
 }
 
 // ---- kernels -------------------------------------------------------------------------------
 
-at::Tensor carried_encode_cpu(at::TensorList xs, const Seed& seed, std::string_view call,
-                              int64_t rank, int64_t size, int64_t noise_rank) {
+std::vector<at::Tensor> carried_encode_cpu(at::TensorList xs, at::TensorList residuals,
+                                           const Seed& seed, std::string_view call, int64_t rank,
+                                           int64_t size, int64_t noise_rank) {
   const Options options = Options::unpack(call, /*group_name=*/"");
   check_list(xs, seed, options);
   const at::Tensor flat = flat_of(xs);
   const at::Tensor message =
       at::empty({encoded_bytes(shape_of(xs, options, rank, size), rank)}, bytes_like(xs));
-  with_carried(sizes_of(xs), flat.scalar_type(), flat.const_data_ptr(), nullptr, seed, options,
+  const Step step(message, residuals);
+  with_carried(sizes_of(xs), flat.scalar_type(),
+               {.input = flat.const_data_ptr(), .residual = step.residual()}, seed, options,
                {rank, size, noise_rank}, [&](const cgx_carried_t* carried) {
                  check(cgx_carried_encode(carried, message.mutable_data_ptr()));
                });
-  return message;
+  return step.results();
 }
 
-at::Tensor carried_reduce_cpu(at::TensorList xs, const at::Tensor& arrived, const Seed& seed,
-                              std::string_view call, int64_t rank, int64_t size,
-                              int64_t noise_rank) {
+std::vector<at::Tensor> carried_reduce_cpu(at::TensorList xs, at::TensorList residuals,
+                                           const at::Tensor& arrived, const Seed& seed,
+                                           std::string_view call, int64_t rank, int64_t size,
+                                           int64_t noise_rank) {
   const Options options = Options::unpack(call, /*group_name=*/"");
   check_list(xs, seed, options);
   const Shape shape = shape_of(xs, options, rank, size);
@@ -191,12 +224,14 @@ at::Tensor carried_reduce_cpu(at::TensorList xs, const at::Tensor& arrived, cons
   const at::Tensor flat = flat_of(xs), bytes = arrived.contiguous();
   // The padding goes to peers: it must not be what was in this memory before.
   const at::Tensor message = at::zeros({shape.stride}, bytes_like(xs));
+  const Step step(message, residuals);
   with_carried(
-      sizes_of(xs), flat.scalar_type(), flat.const_data_ptr(), nullptr, seed, options,
+      sizes_of(xs), flat.scalar_type(),
+      {.input = flat.const_data_ptr(), .residual = step.residual()}, seed, options,
       {rank, size, noise_rank}, [&](const cgx_carried_t* carried) {
         check(cgx_carried_reduce(carried, bytes.const_data_ptr(), message.mutable_data_ptr()));
       });
-  return message;
+  return step.results();
 }
 
 std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor& gathered,
@@ -211,7 +246,7 @@ std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor
   std::vector<at::Tensor> results = empty_like(like);
   const at::Tensor flat =
       results.size() == 1 ? results[0].view({-1}) : at::empty({sum(numels)}, like[0].options());
-  with_carried(numels, flat.scalar_type(), nullptr, flat.mutable_data_ptr(), seed, options,
+  with_carried(numels, flat.scalar_type(), {.output = flat.mutable_data_ptr()}, seed, options,
                {rank, size}, [&](const cgx_carried_t* carried) {
                  check(cgx_carried_decode(carried, bytes.const_data_ptr(), stride));
                });
@@ -219,21 +254,28 @@ std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor
   return results;
 }
 
-at::Tensor carried_encode_meta(at::TensorList xs, const Seed& seed, std::string_view call,
-                               int64_t rank, int64_t size, int64_t /*noise_rank*/) {
+std::vector<at::Tensor> carried_encode_meta(at::TensorList xs, at::TensorList residuals,
+                                            const Seed& seed, std::string_view call, int64_t rank,
+                                            int64_t size, int64_t /*noise_rank*/) {
   const Options options = Options::unpack(call, /*group_name=*/"");
   check_list(xs, seed, options);
-  return at::empty({encoded_bytes(shape_of(xs, options, rank, size), rank)}, bytes_like(xs));
+  std::vector<at::Tensor> results = empty_like(residuals);
+  const int64_t bytes = encoded_bytes(shape_of(xs, options, rank, size), rank);
+  results.insert(results.begin(), at::empty({bytes}, bytes_like(xs)));
+  return results;
 }
 
-at::Tensor carried_reduce_meta(at::TensorList xs, const at::Tensor& arrived, const Seed& seed,
-                               std::string_view call, int64_t rank, int64_t size,
-                               int64_t /*noise_rank*/) {
+std::vector<at::Tensor> carried_reduce_meta(at::TensorList xs, at::TensorList residuals,
+                                            const at::Tensor& arrived, const Seed& seed,
+                                            std::string_view call, int64_t rank, int64_t size,
+                                            int64_t /*noise_rank*/) {
   const Options options = Options::unpack(call, /*group_name=*/"");
   check_list(xs, seed, options);
   const Shape shape = shape_of(xs, options, rank, size);
   check_bytes(arrived, arrived_bytes(shape, rank, size));
-  return at::empty({shape.stride}, bytes_like(xs));
+  std::vector<at::Tensor> results = empty_like(residuals);
+  results.insert(results.begin(), at::empty({shape.stride}, bytes_like(xs)));
+  return results;
 }
 
 std::vector<at::Tensor> carried_decode_meta(at::TensorList like, const at::Tensor& gathered,

@@ -19,26 +19,31 @@
 namespace cgx::torch_ops {
 
 // The whole, by calls of the dispatcher. options.group_name is a group of torch.distributed, "" the
-// default one.
-std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, const Seed& seed,
-                                           const Options& options);
+// default one. Results, then new residuals.
+std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, at::TensorList residuals,
+                                           const Seed& seed, const Options& options);
 
 // The kernels between the collectives. Messages are 1-D uint8 tensors. noise_rank: as in cgx.h; of
-// the default group.
-at::Tensor carried_encode_cpu(at::TensorList xs, const Seed& seed, std::string_view call,
-                              int64_t rank, int64_t size, int64_t noise_rank);
-at::Tensor carried_reduce_cpu(at::TensorList xs, const at::Tensor& arrived, const Seed& seed,
-                              std::string_view call, int64_t rank, int64_t size,
-                              int64_t noise_rank);
+// the default group. encode and reduce return a message, then the residuals as they are by now:
+// what one has lost is completed by the other.
+std::vector<at::Tensor> carried_encode_cpu(at::TensorList xs, at::TensorList residuals,
+                                           const Seed& seed, std::string_view call, int64_t rank,
+                                           int64_t size, int64_t noise_rank);
+std::vector<at::Tensor> carried_reduce_cpu(at::TensorList xs, at::TensorList residuals,
+                                           const at::Tensor& arrived, const Seed& seed,
+                                           std::string_view call, int64_t rank, int64_t size,
+                                           int64_t noise_rank);
 // Of `like` only shapes and dtype are used.
 std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor& gathered,
                                            const Seed& seed, std::string_view call, int64_t rank,
                                            int64_t size, int64_t noise_rank);
-at::Tensor carried_encode_meta(at::TensorList xs, const Seed& seed, std::string_view call,
-                               int64_t rank, int64_t size, int64_t noise_rank);
-at::Tensor carried_reduce_meta(at::TensorList xs, const at::Tensor& arrived, const Seed& seed,
-                               std::string_view call, int64_t rank, int64_t size,
-                               int64_t noise_rank);
+std::vector<at::Tensor> carried_encode_meta(at::TensorList xs, at::TensorList residuals,
+                                            const Seed& seed, std::string_view call, int64_t rank,
+                                            int64_t size, int64_t noise_rank);
+std::vector<at::Tensor> carried_reduce_meta(at::TensorList xs, at::TensorList residuals,
+                                            const at::Tensor& arrived, const Seed& seed,
+                                            std::string_view call, int64_t rank, int64_t size,
+                                            int64_t noise_rank);
 std::vector<at::Tensor> carried_decode_meta(at::TensorList like, const at::Tensor& gathered,
                                             const Seed& seed, std::string_view call, int64_t rank,
                                             int64_t size, int64_t noise_rank);

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
 
 #include "kernels.h"
 #include "status.h"
@@ -32,6 +33,29 @@ void check_alike(at::TensorList xs) {
 void check_list(at::TensorList xs, const Seed& seed, const Options& options) {
   for (const at::Tensor& x : xs) check_call(x, seed, options);
   check_alike(xs);
+}
+
+std::pair<at::TensorList, at::TensorList> halves(at::TensorList pairs) {
+  const size_t half = pairs.size() / 2;
+  return {pairs.slice(0, half), pairs.slice(half)};
+}
+
+void check_pairs(at::TensorList pairs, const Options& options) {
+  for (const at::Tensor& x : pairs) options.check(x);
+  check_alike(pairs);
+  const auto [xs, residuals] = halves(pairs);
+  bool alike = xs.size() == residuals.size();
+  for (size_t i = 0; alike && i < xs.size(); ++i)
+    alike = xs[i].sym_sizes() == residuals[i].sym_sizes();
+  if (!alike) {
+    C10_THROW_ERROR(ValueError,
+                    "cgx::quantized_allreduce_with_feedback: there must be a residual for each "
+                    "tensor, of its shape: begin with torch.zeros_like(x)");
+  }
+  if (options.op != "sum" && options.op != "avg") {
+    C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce_with_feedback: op '", options.op,
+                                         "' has no residual: give sum or avg"));
+  }
 }
 
 std::vector<int64_t> numels_of(at::TensorList xs) {
@@ -70,31 +94,86 @@ void unpack(const at::Tensor& flat, at::TensorList into) {
   }
 }
 
+namespace {
+
+// The buffers of a message of these tensors; with `residuals`, whose new values are results too.
+Buffers buffers_of(at::TensorList xs, at::TensorList residuals) {
+  const at::Tensor flat = pack(xs);
+  Buffers buffers{.input = flat, .output = flat, .results = empty_like(xs)};
+  buffers.deliver = [flat, to = buffers.results] { unpack(flat, to); };
+  if (residuals.empty()) return buffers;
+  const at::Tensor kept = pack(residuals);
+  const std::vector<at::Tensor> new_residuals = empty_like(residuals);
+  buffers.residual = kept;
+  buffers.results.insert(buffers.results.end(), new_residuals.begin(), new_residuals.end());
+  buffers.deliver = [first = buffers.deliver, kept, new_residuals] {
+    first();
+    unpack(kept, new_residuals);
+  };
+  return buffers;
+}
+
+std::vector<at::Tensor> reduce_list(at::TensorList xs, at::TensorList residuals, const Seed& seed,
+                                    const Options& options) {
+  if (xs.empty()) return {};
+  const Buffers buffers = buffers_of(xs, residuals);
+  run(buffers, numels_of(xs), seed, options);
+  buffers.deliver();
+  return buffers.results;
+}
+
+std::vector<at::Tensor> start_list(at::TensorList xs, at::TensorList residuals, const Seed& seed,
+                                   const Options& options) {
+  if (xs.empty()) return {};
+  Buffers buffers = buffers_of(xs, residuals);
+  const std::vector<at::Tensor> results = buffers.results;
+  const auto work = launch(std::move(buffers), numels_of(xs), seed, options);
+  for (const at::Tensor& result : results) c10d::register_work(result, work);
+  return results;
+}
+
+}  // namespace
+
 std::vector<at::Tensor> all_reduce_coalesced_kernel(at::TensorList xs, const Seed& seed,
                                                     std::string_view call,
                                                     std::string_view group_name) {
   const Options options = Options::unpack(call, group_name);
   check_list(xs, seed, options);
-  if (xs.empty()) return {};
-  const at::Tensor flat = pack(xs);
-  run(flat, flat, numels_of(xs), seed, options);
-  std::vector<at::Tensor> results = empty_like(xs);
-  unpack(flat, results);
-  return results;
+  return reduce_list(xs, {}, seed, options);
 }
 
 std::vector<at::Tensor> start_coalesced_kernel(at::TensorList xs, const Seed& seed,
                                                std::string_view call, std::string_view group_name) {
   const Options options = Options::unpack(call, group_name);
   check_list(xs, seed, options);
-  if (xs.empty()) return {};
-  const at::Tensor flat = pack(xs);
-  const std::vector<at::Tensor> results = empty_like(xs);
-  const auto deliver = [flat, results] { unpack(flat, results); };
-  const auto work = launch({.input = flat, .output = flat, .results = results, .deliver = deliver},
-                           numels_of(xs), seed, options);
-  for (const at::Tensor& result : results) c10d::register_work(result, work);
-  return results;
+  return start_list(xs, {}, seed, options);
+}
+
+std::vector<at::Tensor> all_reduce_with_feedback_kernel(at::TensorList pairs, const Seed& seed,
+                                                        std::string_view call,
+                                                        std::string_view group_name) {
+  const Options options = Options::unpack(call, group_name);
+  check_list(pairs, seed, options);
+  check_pairs(pairs, options);
+  const auto [xs, residuals] = halves(pairs);
+  return reduce_list(xs, residuals, seed, options);
+}
+
+std::vector<at::Tensor> start_with_feedback_kernel(at::TensorList pairs, const Seed& seed,
+                                                   std::string_view call,
+                                                   std::string_view group_name) {
+  const Options options = Options::unpack(call, group_name);
+  check_list(pairs, seed, options);
+  check_pairs(pairs, options);
+  const auto [xs, residuals] = halves(pairs);
+  return start_list(xs, residuals, seed, options);
+}
+
+std::vector<at::Tensor> all_reduce_with_feedback_meta(at::TensorList pairs, const Seed& seed,
+                                                      std::string_view call,
+                                                      std::string_view group_name) {
+  check_pairs(pairs, Options::unpack(call, group_name));
+  return all_reduce_coalesced_meta(pairs, seed, call, group_name);
 }
 
 std::vector<at::Tensor> all_reduce_coalesced_meta(at::TensorList xs, const Seed& seed,

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <utility>
 #include <vector>
 
 #include "options.h"
@@ -15,6 +16,10 @@ namespace cgx::torch_ops {
 void check_alike(at::TensorList xs);
 // The same, and unless each can be reduced with `options` and `seed`.
 void check_list(at::TensorList xs, const Seed& seed, const Options& options);
+// Throws unless these are tensors that `options` can reduce and then their residuals: as many, of
+// the same shapes, for a sum or average.
+void check_pairs(at::TensorList pairs, const Options& options);
+std::pair<at::TensorList, at::TensorList> halves(at::TensorList pairs);
 // Their values end to end, in one new tensor; and back into tensors like those given.
 at::Tensor pack(at::TensorList xs);
 std::vector<at::Tensor> empty_like(at::TensorList xs);
@@ -31,7 +36,19 @@ std::vector<at::Tensor> all_reduce_coalesced_kernel(at::TensorList xs, const See
 std::vector<at::Tensor> start_coalesced_kernel(at::TensorList xs, const Seed& seed,
                                                std::string_view call, std::string_view group_name);
 
-// The Meta kernel of both.
+// cgx::quantized_all_reduce_with_feedback and its _start: of tensors and then their residuals, new
+// tensors with the results and then the new residuals. The rest is as above.
+std::vector<at::Tensor> all_reduce_with_feedback_kernel(at::TensorList pairs, const Seed& seed,
+                                                        std::string_view call,
+                                                        std::string_view group_name);
+std::vector<at::Tensor> start_with_feedback_kernel(at::TensorList pairs, const Seed& seed,
+                                                   std::string_view call,
+                                                   std::string_view group_name);
+
+// The Meta kernels.
+std::vector<at::Tensor> all_reduce_with_feedback_meta(at::TensorList pairs, const Seed& seed,
+                                                      std::string_view call,
+                                                      std::string_view group_name);
 std::vector<at::Tensor> all_reduce_coalesced_meta(at::TensorList xs, const Seed& seed,
                                                   std::string_view call,
                                                   std::string_view group_name);

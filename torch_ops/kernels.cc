@@ -26,12 +26,20 @@ int32_t find_communicator(const std::string& group_name) {
   return comm;
 }
 
+Addresses addresses_of(const Buffers& buffers) {
+  Addresses at;
+  at.output = buffers.output.mutable_data_ptr();  // first: it may move a lazy copy, the input too
+  if (buffers.residual.defined()) at.residual = buffers.residual.mutable_data_ptr();
+  at.input = buffers.input.const_data_ptr();
+  return at;
+}
+
 }  // namespace
 
-void run(const at::Tensor& input, const at::Tensor& output, const std::vector<int64_t>& numels,
-         const Seed& seed, const Options& options) {
-  void* const to = output.mutable_data_ptr();  // first: it may move a lazy copy, the input too
-  with_collective(numels, input.scalar_type(), input.const_data_ptr(), to, seed_of(seed, options),
+void run(const Buffers& buffers, const std::vector<int64_t>& numels, const Seed& seed,
+         const Options& options) {
+  const at::Tensor& input = buffers.input;
+  with_collective(numels, input.scalar_type(), addresses_of(buffers), seed_of(seed, options),
                   options, [&](cgx_collective_t* collective) {
                     collective->comm = find_communicator(options.group_name);
                     at::RecordFunction record(at::RecordScope::USER_SCOPE);
@@ -47,11 +55,9 @@ void run(const at::Tensor& input, const at::Tensor& output, const std::vector<in
 c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, const std::vector<int64_t>& numels,
                                       const Seed& seed, const Options& options) {
   c10::intrusive_ptr<c10d::Work> work;
-  const at::Tensor input = buffers.input, output = buffers.output;
-  void* const to = output.mutable_data_ptr();  // first: it may move a lazy copy, the input too
   const OwnSeed own = seed_of(seed, options);
   buffers.seed = own.on_device;
-  with_collective(numels, input.scalar_type(), input.const_data_ptr(), to, own, options,
+  with_collective(numels, buffers.input.scalar_type(), addresses_of(buffers), own, options,
                   [&](cgx_collective_t* collective) {
                     collective->comm = find_communicator(options.group_name);
                     work = start(*collective, std::move(buffers));
@@ -87,18 +93,22 @@ OwnSeed seed_of(const Seed& seed, const Options& options) {
   return own;
 }
 
-void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, const void* input,
-                     void* output, const OwnSeed& seed, const Options& options,
+void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, const Addresses& at,
+                     const OwnSeed& seed, const Options& options,
                      const std::function<void(cgx_collective_t*)>& use) {
   const std::vector<cgx_segment_t> segments = end_to_end(numels, options.config);
   cgx_collective_t collective = options.collective();
   collective.dtype = *core_dtype(dtype);
   collective.seed = seed.number;
   if (seed.on_device.defined()) collective.device_seed = seed.on_device.const_data_ptr<int64_t>();
-  collective.input = input;
-  collective.output = output;
+  collective.input = at.input;
+  collective.output = at.output;
   collective.segments = segments.data();
   collective.num_segments = static_cast<int64_t>(segments.size());
+  std::vector<void*> residuals;
+  for (const cgx_segment_t& segment : segments)
+    residuals.push_back(static_cast<char*>(at.residual) + segment.offset * at::elementSize(dtype));
+  if (at.residual) collective.residuals = residuals.data();
   use(&collective);
 }
 
@@ -126,7 +136,7 @@ at::Tensor all_reduce_kernel(const at::Tensor& x, const Seed& seed, std::string_
   check_call(x, seed, options);
   const at::Tensor input = x.contiguous();
   at::Tensor output = at::empty_like(input, at::MemoryFormat::Contiguous);
-  run(input, output, {input.numel()}, seed, options);
+  run({.input = input, .output = output}, {input.numel()}, seed, options);
   return output;
 }
 

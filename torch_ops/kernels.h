@@ -20,8 +20,8 @@ namespace cgx::torch_ops {
 // `numels` are the sizes of the tensors that lie in it end to end. `seed` is needed if the options
 // round at random. They check nothing that check_call did. run() blocks, or puts the collective on
 // the current stream; launch() does neither.
-void run(const at::Tensor& input, const at::Tensor& output, const std::vector<int64_t>& numels,
-         const Seed& seed, const Options& options);
+void run(const Buffers& buffers, const std::vector<int64_t>& numels, const Seed& seed,
+         const Options& options);
 c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, const std::vector<int64_t>& numels,
                                       const Seed& seed, const Options& options);
 
@@ -37,10 +37,17 @@ struct OwnSeed {
 };
 OwnSeed seed_of(const Seed& seed, const Options& options);
 
-// Calls use(collective) with `options` on `numels.size()` tensors that lie end to end in `input`
-// (null where there is none), each a segment; `comm` is left for `use` to fill in.
-void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, const void* input,
-                     void* output, const OwnSeed& seed, const Options& options,
+// Where tensors lie end to end: their values, results and residuals. Null where there is none.
+struct Addresses {
+  const void* input = nullptr;
+  void* output = nullptr;
+  void* residual = nullptr;
+};
+
+// Calls use(collective) with `options` on `numels.size()` tensors, each a segment; `comm` is left
+// for `use` to fill in.
+void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, const Addresses& at,
+                     const OwnSeed& seed, const Options& options,
                      const std::function<void(cgx_collective_t*)>& use);
 
 // cgx::draw_seed: an int64 scalar on the argument's device, from that device's default generator of

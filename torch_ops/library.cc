@@ -39,6 +39,12 @@ TORCH_LIBRARY(cgx, m) {
   define("quantized_allreduce_(Tensor(a!) x, " CGX_PUBLIC_OPTIONS ") -> ()");
   define("quantized_allreduce_coalesced(Tensor[] xs, " CGX_PUBLIC_OPTIONS ") -> Tensor[]");
 
+  define("quantized_allreduce_with_feedback(Tensor x, Tensor residual, " CGX_PUBLIC_OPTIONS
+         ") -> (Tensor, Tensor)");
+  define(
+      "quantized_allreduce_coalesced_with_feedback(Tensor[] xs, Tensor[] "
+      "residuals, " CGX_PUBLIC_OPTIONS ") -> (Tensor[], Tensor[])");
+
   define("draw_seed(Tensor distinct) -> Tensor",
          {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   define("quantized_all_reduce" CGX_ALL_REDUCE_SCHEMA);
@@ -46,9 +52,12 @@ TORCH_LIBRARY(cgx, m) {
   define("quantized_all_reduce_start.borrow" CGX_ALL_REDUCE_SCHEMA);
   define("quantized_all_reduce_coalesced" CGX_COALESCED_SCHEMA);
   define("quantized_all_reduce_coalesced_start" CGX_COALESCED_SCHEMA);
+  define("quantized_all_reduce_with_feedback" CGX_COALESCED_SCHEMA);
+  define("quantized_all_reduce_with_feedback_start" CGX_COALESCED_SCHEMA);
 
-  define("carried_encode(Tensor[] xs, " CGX_CARRIED_OPTIONS ") -> Tensor");
-  define("carried_reduce(Tensor[] xs, Tensor arrived, " CGX_CARRIED_OPTIONS ") -> Tensor");
+  define("carried_encode(Tensor[] xs, Tensor[] residuals, " CGX_CARRIED_OPTIONS ") -> Tensor[]");
+  define("carried_reduce(Tensor[] xs, Tensor[] residuals, Tensor arrived, " CGX_CARRIED_OPTIONS
+         ") -> Tensor[]");
   define("carried_decode(Tensor[] like, Tensor gathered, " CGX_CARRIED_OPTIONS ") -> Tensor[]");
 }
 
@@ -61,6 +70,9 @@ TORCH_LIBRARY_IMPL(cgx, CompositeImplicitAutograd, m) {
   m.impl("quantized_allreduce", quantized_allreduce);
   m.impl("quantized_allreduce_", quantized_allreduce_);
   m.impl("quantized_allreduce_coalesced", quantized_allreduce_coalesced);
+  m.impl("quantized_allreduce_with_feedback", quantized_allreduce_with_feedback);
+  m.impl("quantized_allreduce_coalesced_with_feedback",
+         quantized_allreduce_coalesced_with_feedback);
 }
 
 // None is tagged cudagraph_unsafe, as torch's own collectives are not. What compilers record into a
@@ -73,6 +85,8 @@ static void impl_reductions(torch::Library& m) {
   m.impl("quantized_all_reduce_start.borrow", borrow_kernel);
   m.impl("quantized_all_reduce_coalesced", all_reduce_coalesced_kernel);
   m.impl("quantized_all_reduce_coalesced_start", start_coalesced_kernel);
+  m.impl("quantized_all_reduce_with_feedback", all_reduce_with_feedback_kernel);
+  m.impl("quantized_all_reduce_with_feedback_start", start_with_feedback_kernel);
 }
 
 TORCH_LIBRARY_IMPL(cgx, CPU, m) {
@@ -95,6 +109,8 @@ TORCH_LIBRARY_IMPL(cgx, Meta, m) {
   m.impl("quantized_all_reduce_start.borrow", all_reduce_meta);
   m.impl("quantized_all_reduce_coalesced", all_reduce_coalesced_meta);
   m.impl("quantized_all_reduce_coalesced_start", all_reduce_coalesced_meta);
+  m.impl("quantized_all_reduce_with_feedback", all_reduce_with_feedback_meta);
+  m.impl("quantized_all_reduce_with_feedback_start", all_reduce_with_feedback_meta);
   m.impl("carried_encode", carried_encode_meta);
   m.impl("carried_reduce", carried_reduce_meta);
   m.impl("carried_decode", carried_decode_meta);

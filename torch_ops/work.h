@@ -24,12 +24,13 @@ namespace cgx::torch_ops {
 
 // What a collective works on, and what is done when it has ended well.
 struct Buffers {
-  at::Tensor input;                 // contiguous; kept alive until the end
-  at::Tensor output;                // contiguous; perhaps the input
-  std::vector<at::Tensor> results;  // what the caller sees; empty: the output
+  at::Tensor input;                      // contiguous; kept alive until the end
+  at::Tensor output;                     // contiguous; perhaps the input
+  at::Tensor residual = {};              // contiguous; read and written, if defined
+  std::vector<at::Tensor> results = {};  // what the caller sees; empty: the output
   std::function<void()> deliver =
-      nullptr;      // moves values from output to results, where they differ
-  at::Tensor seed;  // perhaps; in the GPU's memory
+      nullptr;           // moves values from output to results, where they differ
+  at::Tensor seed = {};  // perhaps; in the GPU's memory
 };
 
 // Of CPU tensors. Owns the request and keeps its buffers alive until the collective has ended.

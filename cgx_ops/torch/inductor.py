@@ -30,10 +30,14 @@ def _register_lowering() -> bool:
     if "torch._inductor.lowering" not in sys.modules:
         return False
     start = torch.ops.cgx.quantized_all_reduce_start
-    coalesced = torch.ops.cgx.quantized_all_reduce_coalesced_start
+    lists = (
+        torch.ops.cgx.quantized_all_reduce_coalesced_start,
+        torch.ops.cgx.quantized_all_reduce_with_feedback_start,
+    )
     try:
         _compat.lower_as_collective(start.default, start.borrow)
-        _compat.lower_as_collective(coalesced.default, coalesced.default)
+        for operator in lists:
+            _compat.lower_as_collective(operator.default, operator.default)
     except (ImportError, AttributeError) as error:
         _log.warning(
             "torch %s has no collective lowering that cgx_ops knows (%s): compiled models stay "

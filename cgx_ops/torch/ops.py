@@ -8,6 +8,9 @@ Kernels for tensors and for tracing, gradient and checks are C++ (`torch_ops/`).
                         carrier="native") -> Tensor
     quantized_allreduce_(x, ...same...) -> None
     quantized_allreduce_coalesced(xs, ...same...) -> list[Tensor]
+    quantized_allreduce_with_feedback(x, residual, ...same...) -> (Tensor, Tensor)
+    quantized_allreduce_coalesced_with_feedback(xs, residuals, ...same...)
+        -> (list[Tensor], list[Tensor])
 
 `x` is a float32, float16 or bfloat16 tensor of any shape, on the CPU or (if cgx_ops is built with
 CUDA) on a GPU; the result has its shape and dtype, is contiguous, and holds the same bits on every
@@ -26,6 +29,12 @@ GPUs are connected directly it can be recorded (torch.cuda.graph, mode="reduce-o
 The coalesced form sends a list of tensors of one dtype and device as one message; each has buckets
 (and a minimal_size) of its own, and a result as if it were reduced alone by the algorithm that the
 whole list takes.
+
+The forms with feedback (of sum and avg) reduce x + residual, added in float32, and return beside
+the result a new residual: what compression has lost of this rank's values, to be given to the next
+call. Over all ranks, inputs and old residuals are the result (as a sum) and the new residuals, up
+to float32 rounding and that of the dtype. A residual has its tensor's shape, dtype and device; the
+first is torch.zeros_like(x).
 
 `carrier="c10d"` moves the bytes by torch's own collectives, all_to_all_single and
 all_gather_into_tensor of uint8, with the same bits in the result: `group_name` is then any group of
@@ -61,10 +70,14 @@ def register() -> None:
         cgx.quantized_allreduce.default,
         cgx.quantized_allreduce_.default,
         cgx.quantized_allreduce_coalesced.default,
+        cgx.quantized_allreduce_with_feedback.default,
+        cgx.quantized_allreduce_coalesced_with_feedback.default,
         cgx.quantized_all_reduce.default,
         cgx.quantized_all_reduce_start.default,
         cgx.quantized_all_reduce_coalesced.default,
         cgx.quantized_all_reduce_coalesced_start.default,
+        cgx.quantized_all_reduce_with_feedback.default,
+        cgx.quantized_all_reduce_with_feedback_start.default,
     ):
         _compat.keep_in_graphs(operator)
     _compat.key_compile_caches(

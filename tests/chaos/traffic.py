@@ -274,6 +274,7 @@ def _torch_backend(member: Member, rng: random.Random) -> None:
 
         def make() -> None:
             store = dist.FileStore(member.path("store"), member.size)
+            member.stores.append(store)
             dist.init_process_group("cgx", store=store, **options)
 
         member.attempt(None, make, making=True)

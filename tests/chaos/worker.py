@@ -79,6 +79,8 @@ class Member:
         self.survivors: Communicator | None = None
         self.outcomes: list[Outcome] = []
         self.children: list[int] = []
+        # torch's, which end the process if there is no descriptor for their own end.
+        self.stores: list[Any] = []
         self.threads: list[threading.Thread] = []
         self.timers: list[threading.Thread] = []
         self.passes = self.steps = 0
@@ -289,10 +291,7 @@ class Member:
             interrupted = True
         except Failed:
             pass
-        except (
-            MemoryError,
-            RuntimeError,
-        ):  # of this file's own, such as a thread that cannot start
+        except (MemoryError, RuntimeError):  # of this file's own: a thread that cannot start
             if not (self.is_victim and self.fault.starves):
                 raise
         self.over = True
@@ -305,6 +304,7 @@ class Member:
             with contextlib.suppress(Failed, NotFound):
                 self.attempt(None, Communicator.find(name).close)
         faults.restore_limits()
+        self.stores.clear()
         for thread in (*self.timers, *self.threads):
             thread.join(self.round.deadline + USABLE_TIMEOUT)
         overwritten = sum(int((canary != 7).sum()) for canary in canaries)

@@ -101,6 +101,23 @@ def lists(group: Group) -> None:
     assert coalesced([], **group.options()) == []
 
 
+def residuals(group: Group) -> None:
+    """Two steps, of a message that rides with the header and of one in shards."""
+    for numel, dtype in itertools.product((600, 2**16), DTYPES):
+        kept = [tc.values(rank, numel, dtype, call=9) / 8 for rank in range(group.size)]
+        own, arrays = kept[group.rank], [tc.to_numpy(each).copy() for each in kept]
+        for step in range(2):
+            inputs = [tc.values(rank, numel, dtype, call=step) for rank in range(group.size)]
+            options = group.options(op="avg", rounding="nearest")
+            y, own = tc.feedback(inputs[group.rank], own, 2, 64, **options)
+            want = reference.allreduce(
+                [tc.to_numpy(x) for x in inputs], [reference.Segment(0, numel, 2, 64)],
+                op="avg", residuals=arrays,
+            )  # fmt: skip
+            assert tc.to_numpy(y).tobytes() == want.tobytes(), (group.size, numel, dtype, step)
+            assert tc.to_numpy(own).tobytes() == arrays[group.rank].tobytes(), (numel, dtype, step)
+
+
 def layouts(group: Group) -> None:
     """Strides, shapes and the in-place form."""
     inputs = [tc.values(rank, 600).reshape(20, 30) for rank in range(group.size)]
@@ -356,7 +373,7 @@ def main() -> None:
             continue
         assert isinstance(members, dist.ProcessGroup)
         group = Group(members)
-        checks = [results, lists, layouts, gradients, wire, bad_calls]
+        checks = [results, lists, residuals, layouts, gradients, wire, bad_calls]
         if size == 2:
             checks += [exported, checked_operator, compiled, checkpointed, dynamic, divergence]
         for check in checks:

@@ -99,6 +99,25 @@ def lists() -> None:
         assert all(map(tc.same_bits, got, tc.coalesced([x, x + 1], **OPTIONS))), numel
 
 
+def steps_with_feedback() -> None:
+    """Each step takes what the one before has lost; two tensors in one message, forward only."""
+
+    def step(x: torch.Tensor, residuals: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+        (a, b), residuals = tc.feedback_list([2 * x.relu(), x[:300] + 1], residuals, **OPTIONS)
+        return (a + 1, 2 * b), residuals
+
+    found = []
+    for call in (step, torch.compile(step, fullgraph=True)):
+        torch.manual_seed(100 + RANK)
+        residuals, results = [torch.zeros(1000), torch.zeros(300)], []
+        for number in range(3):
+            sums, residuals = call(tc.values(RANK, 1000, call=number), residuals)
+            results += [*sums, *residuals]
+        found.append(results)
+    assert all(map(tc.same_bits, *found))
+    assert found[0][2].any(), "nothing was lost"
+
+
 def in_place_on_the_input() -> None:
     def step(x: torch.Tensor) -> None:
         tc.allreduce_(x, rounding="nearest", **OPTIONS)
@@ -227,7 +246,7 @@ def main() -> None:
     tc.forget_compiled_graphs()
     if lowering:
         checks = [forward_and_backward, in_place_on_the_input, dynamic_shapes, checkpointed, seeds]
-        checks += [lists, compiled_autograd, operators, input_left_alone]
+        checks += [lists, steps_with_feedback, compiled_autograd, operators, input_left_alone]
         generated_code(lowering)
     else:
         checks = [forward_and_backward, input_left_alone]

@@ -285,7 +285,8 @@ def allreduce(
         if residuals:
             xs = [widen(x) + widen(lost[at]) for x, lost in zip(xs, residuals, strict=True)]
         if len(xs) == 1:
-            out[at] = round_to(_alone(op, xs[0], divisor), dtype)
+            alone = _alone(op, xs[0], divisor)
+            out[at] = round_to(alone, dtype) if residuals else alone
             for residual in residuals or ():
                 residual[at] = 0
             continue

@@ -1,0 +1,184 @@
+"""Error feedback on numpy arrays: what compression loses is added to the next call's values.
+
+1. against the oracle to the bit
+2. over many steps nothing is given up, whatever the algorithm
+3. bad residuals
+"""
+
+from typing import Any
+
+import launch
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cgx_ops
+from cgx_ops import Communicator, Config, InvalidArgument, Segment
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+SIZES = (0, 1, 17, 511, 512, 513, 2**20 + 7)
+
+
+def values(rank: int, step: int, numel: int, dtype: str = "float32") -> npt.NDArray[Any]:
+    random = np.random.default_rng([rank, step, numel])
+    return random.standard_normal(numel).astype(DTYPES[dtype])
+
+
+# ---- 1. against the oracle -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_two_calls_as_the_oracle_makes_them(size: int, dtype: str) -> None:
+    """The second takes what the first has lost; in place, and not."""
+    config = Config(2, 128, "nearest")
+    numels = [numel for numel in SIZES if size <= 4 or numel < 2**20]
+
+    def rank_of(rank: int, comm: Communicator) -> list[tuple[bytes, bytes]]:
+        found = []
+        for numel in numels:
+            residual = np.zeros(numel, DTYPES[dtype])
+            for step in range(2):
+                x = values(rank, step, numel, dtype)
+                out = x if step else None
+                y = comm.allreduce(x, "avg", config, out=out, residual=residual)
+                found.append((y.tobytes(), residual.tobytes()))
+        return found
+
+    results = launch.threads(size, rank_of)
+    call = 0
+    for numel in numels:
+        residuals = [np.zeros(numel, DTYPES[dtype]) for _ in range(size)]
+        for step in range(2):
+            xs = [values(rank, step, numel, dtype) for rank in range(size)]
+            want = reference.allreduce(
+                xs, [reference.Segment(0, numel, 2, 128)], op="avg", residuals=residuals
+            )
+            for rank in range(size):
+                y, residual = results[rank][call]
+                assert y == want.tobytes(), (numel, step, rank)
+                assert residual == residuals[rank].tobytes(), (numel, step, rank)
+            call += 1
+
+
+def test_segments_have_their_residuals() -> None:
+    """What lies in no segment is left alone; a started call does the same."""
+    segments = [Segment(10, 600, bits=3), Segment(700, 100, bucket_size=32)]
+
+    def rank_of(rank: int, comm: Communicator) -> tuple[bytes, bytes]:
+        residual = values(rank, 1, 1000)
+        x, config = values(rank, 0, 1000), Config(rounding="nearest")
+        y = comm.allreduce_async(x, config=config, segments=segments, residual=residual).wait()
+        return y.tobytes(), residual.tobytes()
+
+    residuals = [values(rank, 1, 1000) for rank in range(2)]
+    want = reference.allreduce(
+        [values(rank, 0, 1000) for rank in range(2)],
+        [reference.Segment(10, 600, 3, 512), reference.Segment(700, 100, 4, 32)],
+        residuals=residuals,
+    )
+    for rank, found in enumerate(launch.threads(2, rank_of)):
+        assert found == (want.tobytes(), residuals[rank].tobytes())
+
+
+# ---- 2. conservation -----------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    size=st.integers(1, 4),
+    numel=st.integers(0, 3000),
+    algorithm=st.sampled_from(["auto", "one_shot", "sra", "ring"]),
+    op=st.sampled_from(["sum", "avg"]),
+    knobs=st.fixed_dictionaries(
+        {
+            "bits": st.sampled_from([1, 2, 3, 4, 8, 32]),
+            "bucket_size": st.sampled_from([1, 7, 64, 512, 5000]),
+            "rounding": st.sampled_from(["nearest", "stochastic", "shift"]),
+            "gather_bits": st.sampled_from([None, 1, 8]),
+            "skip_incomplete_buckets": st.booleans(),
+            "minimal_size": st.sampled_from([0, 1000]),
+        }
+    ),
+)
+def test_nothing_is_given_up(
+    size: int, numel: int, algorithm: Any, op: Any, knobs: dict[str, Any]
+) -> None:
+    """Over 50 steps: the inputs are the results (as sums) and the last residuals."""
+    steps, config = 50, Config(algorithm=algorithm, **knobs)
+
+    def rank_of(rank: int, comm: Communicator) -> tuple[Any, Any, Any]:
+        residual, total = np.zeros(numel, np.float32), np.zeros(numel)
+        largest = np.zeros(numel)
+        for step in range(steps):
+            y = comm.allreduce(values(rank, step, numel), op, config, residual=residual)
+            total += y.astype(np.float64) * (size if op == "avg" else 1)
+            largest = np.maximum(largest, np.abs(y) * np.float64(size) + np.abs(residual))
+        return total, residual, largest
+
+    results = launch.threads(size, rank_of)
+    given_up = np.sum(
+        [values(rank, step, numel) for rank in range(size) for step in range(steps)],
+        axis=0, dtype=np.float64,
+    )  # fmt: skip
+    given_up -= results[0][0]
+    given_up -= np.sum([residual for _, residual, _ in results], axis=0, dtype=np.float64)
+    # In a step each rank's value passes at most 2 (size + 3) operations of fp32 (sums, a quotient,
+    # differences, a product), each off by 2^-24 of a number that is no larger than all ranks'
+    # inputs, residuals and results together.
+    bound = np.sum([largest for _, _, largest in results], axis=0) + 6 * size
+    assert (np.abs(given_up) <= steps * 2 * (size + 3) * 2.0**-24 * bound).all()
+
+
+def test_two_bits_with_feedback_reach_the_mean() -> None:
+    """Without feedback nearest rounding to 2 bits is off by the same amount for ever."""
+    numel, steps = 2048, 64
+    config = Config(2, 512, "nearest", algorithm="sra")
+
+    def rank_of(rank: int, comm: Communicator) -> tuple[float, float]:
+        x, residual = values(rank, 0, numel), np.zeros(numel, np.float32)
+        total = np.zeros(numel)
+        for _ in range(steps):
+            total += comm.allreduce(x, "sum", config, residual=residual)
+        exact = sum(values(each, 0, numel) for each in range(comm.size))
+        without = comm.allreduce(x, "sum", config)
+        return np.abs(total / steps - exact).max(), np.abs(without - exact).max()
+
+    for mended, off in launch.threads(2, rank_of):
+        assert mended < off / 16
+
+
+# ---- 3. bad residuals ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("residual", "says"),
+    [
+        (np.zeros(99, np.float32), r"residual is float32\[99\]; it must be float32\[100\]"),
+        (np.zeros(100, np.float64), r"residual is float64\[100\]"),
+        (np.zeros(200, np.float32)[::2], "residual must be C-contiguous and writeable"),
+        ([0.0] * 100, "residual is a list"),
+    ],
+)
+def test_a_residual_that_does_not_fit(residual: Any, says: str) -> None:
+    with pytest.raises(InvalidArgument, match=says):
+        cgx_ops.allreduce(np.ones(100, np.float32), residual=residual)
+
+
+def test_a_residual_needs_memory_of_its_own() -> None:
+    x, out = np.ones((2, 100), np.float32)
+    with pytest.raises(InvalidArgument, match="residual overlaps"):
+        cgx_ops.allreduce(x, residual=x)
+    with pytest.raises(InvalidArgument, match="residual overlaps"):
+        cgx_ops.allreduce(x, out=out, residual=out)
+
+
+def test_only_sums_have_residuals() -> None:
+    comm = Communicator.local(2)[0]
+    x = np.ones(100, np.float32)
+    with pytest.raises(InvalidArgument, match="only sum and avg have them"):
+        comm.allreduce(x, "max", Config(bits=32), residual=np.zeros_like(x))
