@@ -5,6 +5,8 @@
 //   codec_bench count NUMEL         calls each once, inside run_case(): for callgrind, which counts
 //                                   there alone and dumps after each
 //
+// quantize-residual is quantize with error feedback: adds what was lost before, keeps what is lost.
+//
 // A line is: dtype, operation, bits, rounding ("-": none), numbers.
 #include <chrono>
 #include <cstdio>
@@ -16,6 +18,9 @@
 #include <string>
 #include <vector>
 
+#include "algorithm/chunks.h"
+#include "algorithm/layout.h"
+#include "api.h"
 #include "base/float_mode.h"
 #include "compressor/codec.h"
 #include "kernel/kernels.h"
@@ -30,7 +35,12 @@ struct Case {
 // Values of one dtype, and room for what the operations make of them.
 struct Buffers {
   Buffers(cgx::Dtype dtype, int64_t numel)
-      : dtype(dtype), numel(numel), values(numel * 4), result(numel * 4), sum(numel) {
+      : dtype(dtype),
+        numel(numel),
+        values(numel * 4),
+        result(numel * 4),
+        residual(numel * 4),
+        sum(numel) {
     std::mt19937 generator(1);
     std::normal_distribution<float> normal;
     for (float& value : sum) value = normal(generator);
@@ -38,8 +48,43 @@ struct Buffers {
   }
   cgx::Dtype dtype;
   int64_t numel;
-  std::vector<std::byte> values, result;
+  std::vector<std::byte> values, result, residual;
   std::vector<float> sum;
+};
+
+// What one_shot encodes of a rank's own values, in one chunk, with their residual.
+class Feedback {
+ public:
+  Feedback(Buffers& b, int bits, cgx::RoundingMode rounding) : plan_(plan_of(b, bits, rounding)) {
+    layout_ = std::make_unique<cgx::Layout>(plan_);
+    message_.resize(layout_->longest_message());
+  }
+  void encode() {
+    const cgx::Shard& shard = layout_->shard(0);
+    for (const cgx::Chunk& chunk : shard.chunks)
+      cgx::encode_chunk(plan_, shard, chunk, cgx::Way::kScatter, plan_.input, message_.data());
+  }
+
+ private:
+  static cgx::Plan plan_of(Buffers& b, int bits, cgx::RoundingMode rounding) {
+    const cgx_segment_t segment{0, b.numel, 512, bits, 0};
+    void* residuals[] = {b.residual.data()};
+    auto call = cgx::make<cgx_collective_t>();
+    call.dtype = static_cast<int32_t>(b.dtype);
+    call.config.algorithm = CGX_ONE_SHOT;
+    call.config.rounding = static_cast<int64_t>(rounding);
+    call.segments = &segment;
+    call.num_segments = 1;
+    call.input = b.values.data();
+    call.output = b.result.data();
+    call.residuals = residuals;
+    cgx::Plan plan = cgx::make_plan(call, /*rank=*/0, /*size=*/2);
+    plan.chunk_bytes = b.numel * 4;
+    return plan;
+  }
+  const cgx::Plan plan_;
+  std::unique_ptr<cgx::Layout> layout_;
+  std::vector<std::byte> message_;
 };
 
 void add_cases(Buffers& b, const std::string& dtype, std::vector<Case>& cases) {
@@ -58,6 +103,13 @@ void add_cases(Buffers& b, const std::string& dtype, std::vector<Case>& cases) {
         {dtype + " quantize " + width + " nearest", [=] { encode(cgx::RoundingMode::kNearest); }});
     cases.push_back({dtype + " quantize " + width + " stochastic",
                      [=] { encode(cgx::RoundingMode::kStochastic); }});
+    for (const bool random : {false, true}) {
+      const auto feedback = std::make_shared<Feedback>(
+          b, bits, random ? cgx::RoundingMode::kStochastic : cgx::RoundingMode::kNearest);
+      cases.push_back(
+          {dtype + " quantize-residual " + width + (random ? " stochastic" : " nearest"),
+           [=] { feedback->encode(); }});
+    }
     cases.push_back({dtype + " dequantize " + width + " -",
                      [=, &b] { codec->decode(*bytes, b.numel, b.dtype, b.result.data()); }});
     if (b.dtype != cgx::Dtype::kFloat32) continue;  // sums are fp32, whatever travels

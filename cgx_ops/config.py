@@ -17,7 +17,7 @@ from cgx_ops import _native
 from cgx_ops.errors import InvalidArgument
 
 Rounding = Literal["stochastic", "nearest", "shift"]
-Algorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical"]
+Algorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical", "by_hosts"]
 CommunicatorType = Literal["AUTO", "SHM", "MPI", "NCCL"]
 
 _EXACT = 32
@@ -67,7 +67,8 @@ class Config:
             with the error of nearest: each bucket's grid is moved by one random fraction of a step
             before values go to the nearest point (dithering; QSDP, Markov et al., ICML 2023).
         algorithm: "auto" picks by size and hosts; "one_shot", "sra" (scatter-reduce-allgather),
-            "ring", "hierarchical" (ranks of a host, then hosts; "sra" where that is one level).
+            "ring", "hierarchical" (ranks of a host, then hosts; "sra" where that is one level);
+            "by_hosts": what "auto" picks for large messages, whatever the size of this one.
         gather_bits: bits of the reduced values on their way back; None: as `bits`.
         intra_bits: hierarchical: bits of values that their own host sums; None: exact.
         skip_incomplete_buckets: send a last bucket that is not full exact.

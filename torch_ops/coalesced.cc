@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <tuple>
 #include <utility>
 
 #include "kernels.h"
@@ -113,21 +114,40 @@ Buffers buffers_of(at::TensorList xs, at::TensorList residuals) {
   return buffers;
 }
 
-std::vector<at::Tensor> reduce_list(at::TensorList xs, at::TensorList residuals, const Seed& seed,
-                                    const Options& options) {
-  if (xs.empty()) return {};
-  const Buffers buffers = buffers_of(xs, residuals);
-  run(buffers, numels_of(xs), seed, options);
+// What a kernel is called with, checked.
+struct ListCall {
+  Options options;
+  at::TensorList xs, residuals;
+};
+
+ListCall call_of(at::TensorList xs, const Seed& seed, std::string_view call,
+                 std::string_view group_name) {
+  ListCall made{Options::unpack(call, group_name), xs, {}};
+  check_list(xs, seed, made.options);
+  return made;
+}
+
+ListCall call_of_pairs(at::TensorList pairs, const Seed& seed, std::string_view call,
+                       std::string_view group_name) {
+  ListCall made = call_of(pairs, seed, call, group_name);
+  check_pairs(pairs, made.options);
+  std::tie(made.xs, made.residuals) = halves(pairs);
+  return made;
+}
+
+std::vector<at::Tensor> reduce(const ListCall& call, const Seed& seed) {
+  if (call.xs.empty()) return {};
+  const Buffers buffers = buffers_of(call.xs, call.residuals);
+  run(buffers, numels_of(call.xs), seed, call.options);
   buffers.deliver();
   return buffers.results;
 }
 
-std::vector<at::Tensor> start_list(at::TensorList xs, at::TensorList residuals, const Seed& seed,
-                                   const Options& options) {
-  if (xs.empty()) return {};
-  Buffers buffers = buffers_of(xs, residuals);
+std::vector<at::Tensor> start(const ListCall& call, const Seed& seed) {
+  if (call.xs.empty()) return {};
+  Buffers buffers = buffers_of(call.xs, call.residuals);
   const std::vector<at::Tensor> results = buffers.results;
-  const auto work = launch(std::move(buffers), numels_of(xs), seed, options);
+  const auto work = launch(std::move(buffers), numels_of(call.xs), seed, call.options);
   for (const at::Tensor& result : results) c10d::register_work(result, work);
   return results;
 }
@@ -137,36 +157,24 @@ std::vector<at::Tensor> start_list(at::TensorList xs, at::TensorList residuals, 
 std::vector<at::Tensor> all_reduce_coalesced_kernel(at::TensorList xs, const Seed& seed,
                                                     std::string_view call,
                                                     std::string_view group_name) {
-  const Options options = Options::unpack(call, group_name);
-  check_list(xs, seed, options);
-  return reduce_list(xs, {}, seed, options);
+  return reduce(call_of(xs, seed, call, group_name), seed);
 }
 
 std::vector<at::Tensor> start_coalesced_kernel(at::TensorList xs, const Seed& seed,
                                                std::string_view call, std::string_view group_name) {
-  const Options options = Options::unpack(call, group_name);
-  check_list(xs, seed, options);
-  return start_list(xs, {}, seed, options);
+  return start(call_of(xs, seed, call, group_name), seed);
 }
 
 std::vector<at::Tensor> all_reduce_with_feedback_kernel(at::TensorList pairs, const Seed& seed,
                                                         std::string_view call,
                                                         std::string_view group_name) {
-  const Options options = Options::unpack(call, group_name);
-  check_list(pairs, seed, options);
-  check_pairs(pairs, options);
-  const auto [xs, residuals] = halves(pairs);
-  return reduce_list(xs, residuals, seed, options);
+  return reduce(call_of_pairs(pairs, seed, call, group_name), seed);
 }
 
 std::vector<at::Tensor> start_with_feedback_kernel(at::TensorList pairs, const Seed& seed,
                                                    std::string_view call,
                                                    std::string_view group_name) {
-  const Options options = Options::unpack(call, group_name);
-  check_list(pairs, seed, options);
-  check_pairs(pairs, options);
-  const auto [xs, residuals] = halves(pairs);
-  return start_list(xs, residuals, seed, options);
+  return start(call_of_pairs(pairs, seed, call, group_name), seed);
 }
 
 std::vector<at::Tensor> all_reduce_with_feedback_meta(at::TensorList pairs, const Seed& seed,

@@ -18,7 +18,8 @@ constexpr ConfigWord kAlgorithms[] = {{"'auto'", CGX_AUTO},
                                       {"'one_shot'", CGX_ONE_SHOT},
                                       {"'sra'", CGX_SRA},
                                       {"'ring'", CGX_RING},
-                                      {"'hierarchical'", CGX_HIERARCHICAL}};
+                                      {"'hierarchical'", CGX_HIERARCHICAL},
+                                      {"'by_hosts'", CGX_BY_HOSTS}};
 constexpr ConfigWord kNone[] = {{"None", 0}};
 constexpr ConfigWord kFlags[] = {{"False", 0}, {"True", 1}};
 constexpr ConfigRange kBits[] = {{1, 8}, {32, 32}};
@@ -39,7 +40,7 @@ constexpr ConfigField kTable[] = {
      CGX_AUTO,
      kAlgorithms,
      {},
-     "one of 'auto', 'one_shot', 'sra', 'ring', 'hierarchical'"},
+     "one of 'auto', 'one_shot', 'sra', 'ring', 'hierarchical', 'by_hosts'"},
     {"gather_bits", &cgx_config_t::gather_bits, 0, kNone, kBits,
      "None (as bits), an integer from 1 to 8, or 32 (exact)"},
     {"intra_bits", &cgx_config_t::intra_bits, 0, kNone, kBits,

@@ -159,6 +159,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     const auto& given = call.segments[i];
     Segment segment;
     segment.numel = given.numel;
+    segment.repeats = given.repeats != 0;
     segment.seed = call.seeds ? static_cast<uint64_t>(call.seeds[i])
                               : segment_seed(static_cast<uint64_t>(call.seed), i);
     if (call.device_seeds) {

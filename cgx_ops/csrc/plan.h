@@ -39,6 +39,7 @@ struct Segment {
   int64_t output_at = 0;
   std::byte* residual = nullptr;  // what compression lost of the values, of the plan's dtype
   int64_t numel = 0;
+  bool repeats = false;  // `auto` does not count it
   uint64_t seed = 0;
   // If not null, a seed is here, on the device: the segment's, or the call's, from which that of
   // number `seed_number` follows.

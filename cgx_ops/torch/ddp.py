@@ -53,10 +53,9 @@ class QuantizedAllreduceState:
 
     Attributes:
         process_group: whose ranks average; None: the default group.
-        config: how values travel. Its algorithm "auto" is "hierarchical" here, or "sra" if carried,
-            and "hierarchical" is "sra" on GPUs: what a layer becomes must not depend on the other
-            layers in its bucket, since DistributedDataParallel makes its buckets anew after the
-            first step, and after each restart.
+        config: how values travel. Its algorithm "auto" is "by_hosts" here: what a layer becomes
+            must not depend on the other layers in its bucket, since DistributedDataParallel makes
+            its buckets anew after the first step, and after each restart.
         rules: which layers travel otherwise; None: those that cgx_ops.torch.exclude_layer() and its
             like set. Parameters of one dimension are exact unless a rule names them.
         carrier: "native", cgx_ops' own transports: the group is one of the backend "cgx", or, under
@@ -94,7 +93,7 @@ class QuantizedAllreduceState:
         if rules is not None and not isinstance(rules, Rules):
             raise InvalidArgument(f"rules is {rules!r}; give layers.Rules([...])")
         if config.algorithm == "auto":
-            config = replace(config, algorithm="sra" if carrier == "c10d" else "hierarchical")
+            config = replace(config, algorithm="by_hosts")
         if carrier == "c10d" and (algorithm := config.algorithm) in ("ring", "hierarchical"):
             raise InvalidArgument(f"carrier 'c10d' has no algorithm {algorithm!r}; use 'sra'")
         self.process_group = process_group
@@ -216,8 +215,6 @@ def quantized_allreduce_hook(
     names = ddp_models.names_of(wrappers[0]) if wrappers else {}
     scope = backend.current_scope()
     config = scope if isinstance(scope, Config) else state.config
-    if buffer.is_cuda and config.algorithm == "hierarchical":
-        config = replace(config, algorithm="sra")  # GPUs are one level
     step = state.steps
     if bucket.is_last():
         state.steps += 1

@@ -34,9 +34,11 @@ const CodecEntry* unsliced(const Plan& plan) {
 // cut: whether all codecs of the plan can be.
 cgx_algorithm_t pick_algorithm(const Plan& plan, bool cut) {
   const bool nested = plan.topology && plan.topology->nested();
-  if (plan.algorithm == CGX_HIERARCHICAL && !nested) return CGX_SRA;
-  if (plan.algorithm != CGX_AUTO) return plan.algorithm;
+  const cgx_algorithm_t of_long = nested ? CGX_HIERARCHICAL : CGX_SRA;
+  if (plan.algorithm == CGX_HIERARCHICAL) return of_long;
+  if (plan.algorithm != CGX_AUTO && plan.algorithm != CGX_BY_HOSTS) return plan.algorithm;
   if (!cut) return CGX_ONE_SHOT;
+  if (plan.algorithm == CGX_BY_HOSTS) return of_long;
   // Up to and including `bytes` of encoded values. A quantized ring is never picked: its error
   // grows with the number of ranks.
   struct Row {
@@ -44,11 +46,12 @@ cgx_algorithm_t pick_algorithm(const Plan& plan, bool cut) {
     cgx_algorithm_t algorithm;
   };
   const Row rows[] = {{nested ? nested_one_shot_bytes(*plan.topology) : kEagerBytes, CGX_ONE_SHOT},
-                      {INT64_MAX, nested ? CGX_HIERARCHICAL : CGX_SRA}};
+                      {INT64_MAX, of_long}};
   const Row* row = rows;
   int64_t bytes = 0;
   for (const auto& segment : plan.segments) {
     if (row->bytes == INT64_MAX) break;  // long lists need not be sized to their end
+    if (segment.repeats) continue;
     bytes += make_codec(segment.codecs[Way::kScatter])->max_bytes(segment.numel);
     while (bytes > row->bytes) ++row;
   }

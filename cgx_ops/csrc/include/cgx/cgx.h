@@ -150,7 +150,8 @@ typedef enum cgx_algorithm_t {
   CGX_ONE_SHOT = 1,
   CGX_SRA = 2,
   CGX_RING = 3,
-  CGX_HIERARCHICAL = 4 /* where no host has several ranks, or there is one only: CGX_SRA */
+  CGX_HIERARCHICAL = 4, /* where no host has several ranks, or there is one only: CGX_SRA */
+  CGX_BY_HOSTS = 5      /* what CGX_AUTO takes for long messages, whatever the length of this one */
 } cgx_algorithm_t;
 /* CGX_SHIFT: every bucket's grid is shifted by one random fraction of a step, then values round to
  * the nearest (QSDP). Unbiased as stochastic rounding, at the error of nearest. */
@@ -191,7 +192,9 @@ typedef struct cgx_segment_t {
   int64_t numel;       /* >= 0 */
   int64_t bucket_size; /* its own, and so are its bits: those of the call's config do not count */
   int32_t bits;
-  int32_t reserved; /* 0 */
+  /* 1: a further one of the kind before it, such as an example of a vmap. CGX_AUTO does not count
+   * it, so that each is reduced as if it were alone. */
+  int32_t repeats;
 } cgx_segment_t;
 
 typedef struct cgx_collective_t {
