@@ -12,8 +12,8 @@ import reference
 from jax_cases import normal, seed_of
 
 from cgx_ops.config import Algorithm
+from cgx_ops.jax import pmean_q, psum_q
 from cgx_ops.jax.primitive import Carrier
-from cgx_ops.jax.psum import reduce_tree
 
 Values = npt.NDArray[Any]
 BF16 = ml_dtypes.bfloat16
@@ -47,35 +47,46 @@ class Case:
         """Return what each device's key is made of."""
         return np.arange(devices, dtype=np.int32) * (self.keys == "different") + 7
 
-    def call(self, x: jax.Array, seed: jax.Array, axes: Any, carrier: Carrier) -> Any:
-        """Reduce on a device; return (result, error)."""
+    def residuals(self, devices: int) -> Values:
+        """Return what each device has lost before, a row each."""
+        return normal(self.numel + 1, devices, self.numel, dtype=self.dtype) / self.dtype(8)
+
+    def operands(self, devices: int) -> tuple[Values, Values, Values]:
+        """Return what `call` takes, a row for each device."""
+        return self.inputs(devices), self.residuals(devices), self.seeds(devices)
+
+    def call(
+        self, x: jax.Array, residual: jax.Array, seed: jax.Array, axes: Any, carrier: Carrier
+    ) -> Any:
+        """Reduce on a device; return (result, residual)."""
         key = None if self.keys == "none" else jax.random.key(seed)
-        return reduce_tree(
-            "psum_q", x, axes, self.op, key=key, name="", errors=True, carrier=carrier,
-            **self.knobs(),
-        )  # fmt: skip
+        reduce = {"sum": psum_q, "avg": pmean_q}[self.op]
+        return reduce(x, axes, key=key, carrier=carrier, residual=residual, **self.knobs())
 
     def expected(
         self, group: Sequence[int], processes: Sequence[int], axes: Any = "d"
     ) -> tuple[Values, Values]:
-        """Return the result of a group of devices along `axes`, and the error of each of them.
+        """Return the result of a group of devices along `axes`, and the residual of each of them.
 
         processes: of each device. Where several of them have several devices in the group, each is
-        one rank: with the exact fp32 sum of its devices and the first one's seed.
+        one rank: with the exact fp32 sums of its devices' values and residuals, and the first one's
+        seed.
         """
-        x, seeds = self.inputs(len(processes)), self.seeds(len(processes))
+        x, old, seeds = self.operands(len(processes))
         ranks: dict[int, list[int]] = {}
         for device in group:
             ranks.setdefault(processes[device], []).append(device)
         if len(ranks) in (1, len(group)):
             ranks = {device: [device] for device in group}
-            rows = [x[device] for device in group]
+            rows, lost = [x[device] for device in group], [old[device].copy() for device in group]
         else:
-            rows = [
-                reference.reduce_in_order("sum", [reference.widen(x[device]) for device in rank])
-                for rank in ranks.values()
-            ]
-        lost = [np.zeros_like(row) for row in rows]
+            rows, lost = (
+                [
+                    reference.reduce_in_order("sum", [reference.widen(y[d]) for d in rank])
+                    for rank in ranks.values()
+                ]
+                for y in (x, old)
+            )
         call = f"allreduce over {','.join(axes)}: "
         keys = [seed_of(jax.random.key(seeds[rank[0]]), call=call) for rank in ranks.values()]
         result = reference.allreduce(
@@ -89,12 +100,12 @@ class Case:
             skip_incomplete_buckets=self.skip_incomplete_buckets,
             minimal_size=self.minimal_size,
             divisor=len(group),
-            errors=lost,
+            residuals=lost,
         )
-        errors = np.zeros((len(group), self.numel), self.dtype)
-        for rank, error in zip(ranks.values(), lost, strict=True):
-            errors[list(group).index(rank[0])] = rounded(error, self.dtype)
-        return rounded(result, self.dtype), errors
+        residuals = np.zeros((len(group), self.numel), self.dtype)
+        for rank, new in zip(ranks.values(), lost, strict=True):
+            residuals[list(group).index(rank[0])] = rounded(new, self.dtype)
+        return rounded(result, self.dtype), residuals
 
 
 def rounded(x: Values, dtype: npt.DTypeLike) -> Values:

@@ -140,13 +140,14 @@ def normal(seed: int, *shape: int, dtype: npt.DTypeLike = np.float32) -> Values:
 def expected(
     rows: Values, *, bits: int = 4, bucket_size: int = 512, seeds: list[int] | None = None,
     algorithm: reference.Algorithm = "sra", at: Sequence[int] | None = None,
-    errors: list[Values] | None = None, **knobs: Any,
+    residuals: Sequence[Values] | None = None, **knobs: Any,
 ) -> Values:  # fmt: skip
     """Return the oracle's result for one psum_q of rows[r] on rank r.
 
     at: which of jax.devices() holds each row; None: the first ones, in order. Where the group has
     several devices in one of several processes, ranks are the processes, each with the exact fp32
-    sum of its devices and the first one's seed, and its error goes to the first one.
+    sum of its devices and the first one's seed. residuals[r]: rank r's, flat, read and written in
+    place; those of a process's devices are summed too, and the first device has what is new.
     """
     devices = range(len(rows)) if at is None else at
     ranks = ranks_of(processes_of(devices))
@@ -154,14 +155,16 @@ def expected(
     rounding: reference.RoundingMode = "nearest" if seeds is None else "stochastic"
     knobs = {"rounding": rounding, "algorithm": algorithm, "divisor": len(rows), **knobs}
     flat = sums_of([row.reshape(-1) for row in rows], ranks)
-    lost = [np.zeros(rows[0].size, flat[0].dtype) for _ in ranks]
+    lost = None if residuals is None else [row.copy() for row in sums_of(residuals, ranks)]
     result = reference.allreduce(
-        flat, [segment], errors=lost,
+        flat, [segment], residuals=lost,
         seeds=None if seeds is None else [seeds[members[0]] for members in ranks], **knobs,
     )  # fmt: skip
-    for members, error in zip(ranks, lost, strict=True):
-        if errors is not None:
-            errors[members[0]][:] = reference.round_to(reference.widen(error), rows[0].dtype)
+    if residuals is not None and lost is not None:
+        for residual in residuals:
+            residual[:] = 0
+        for members, new in zip(ranks, lost, strict=True):
+            residuals[members[0]][:] = reference.round_to(reference.widen(new), rows[0].dtype)
     return reference.round_to(reference.widen(result), rows[0].dtype).reshape(rows[0].shape)
 
 

@@ -189,7 +189,7 @@ def handlers_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CASES = (
-    "values", "keys", "halves", "examples", "errors", "permuted", "sizes", "bits_and_dtypes",
+    "values", "keys", "halves", "examples", "residuals", "permuted", "sizes", "bits_and_dtypes",
     "trees", "gradients", "two_programs",
 )  # fmt: skip
 

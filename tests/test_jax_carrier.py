@@ -35,21 +35,22 @@ ONE_PROCESS = [0] * 8
 
 
 def run(case: Case, mesh: Mesh, axes: Any, carrier: Any = "xla") -> tuple[Any, Any]:
-    """Return (results, errors), a row for each device."""
-    program = on_mesh(mesh, lambda x, seed: case.call(x, seed, axes, carrier))
-    return program(case.inputs(mesh.size), case.seeds(mesh.size))
+    """Return (results, residuals), a row for each device."""
+    program = on_mesh(mesh, lambda *operands: case.call(*operands, axes, carrier))
+    return program(*case.operands(mesh.size))
 
 
 def check(
     case: Case, mesh: Mesh, axes: Any, groups: Sequence[Sequence[int]], processes: Sequence[int]
 ) -> None:
-    """Compare each group's results and errors with the oracle. `groups`: places in the mesh."""
-    results, errors = map(np.asarray, run(case, mesh, axes))
+    """Compare each group's results and residuals with the oracle. `groups`: places in the mesh."""
+    results, residuals = map(np.asarray, run(case, mesh, axes))
     for group in groups:
         result, lost = case.expected(group, processes, axes)
         for rank, place in enumerate(group):
             assert same_bits(results[place], result), f"the result at {place} of {group}, {case}"
-            assert same_bits(errors[place], lost[rank]), f"the error at {place} of {group}, {case}"
+            what = f"the residual at {place} of {group}, {case}"
+            assert same_bits(residuals[place], lost[rank]), what
 
 
 # ---- 1. one process, eight devices --------------------------------------------------------------

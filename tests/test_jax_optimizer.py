@@ -56,9 +56,11 @@ def oracle(
     residual = np.zeros_like(rows[0])
     for step, row in enumerate(rows):
         seeds = None if key is None else [seed_of(jax.random.fold_in(key, step))] * len(row)
-        lost = [np.zeros(row[0].size, np.float32) for _ in row]
-        mean = expected(row + residual, op="avg", bits=2, seeds=seeds, errors=lost, at=at)
-        residual = np.stack(lost) if feedback else residual
+        residual = residual.copy()
+        mean = expected(
+            row, op="avg", bits=2, seeds=seeds, at=at,
+            residuals=list(residual) if feedback else None,
+        )  # fmt: skip
         yield mean, residual
 
 

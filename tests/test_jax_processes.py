@@ -53,6 +53,14 @@ def test_on_every_mesh() -> None:
     )
 
 
+@pytest.mark.timeout(240)
+def test_residuals_of_several_devices_a_process() -> None:
+    check_pytest(
+        2, "-m", "not exhaustive", "-k", "given_up or scan", TESTS / "test_jax_residuals.py",
+        timeout=220, env=UNOPTIMIZED,
+    )  # fmt: skip
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(2500)
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -1,8 +1,7 @@
-"""Trees in one message, scatter, gather and errors: eight devices, to the bit of the oracle.
+"""Trees in one message, scatter and gather: eight devices, to the bit of the oracle.
 
 1. one message for a tree: rules, names, dtypes
 2. psum_scatter_q and all_gather_q
-3. what compression lost
 """
 
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from jax_cases import (
 )
 
 from cgx_ops.jax import all_gather_q, pmean_q, psum_q, psum_scatter_q
-from cgx_ops.jax.psum import reduce_tree
 
 use_cpu_devices(8)
 
@@ -238,35 +236,3 @@ def test_what_cannot_be_cut() -> None:
         run(lambda v: psum_scatter_q(v, "d", tiled=True), x)
     with pytest.raises(ValueError, match="scatter_dimension is 2"):
         run(lambda v: psum_scatter_q(v, "d", scatter_dimension=2), x)
-
-
-# ---- 3. what compression lost -------------------------------------------------------------------
-
-
-def reduce_with_error(x: Any, op: str = "avg", key: Any = None, **knobs: Any) -> tuple[Any, Any]:
-    return reduce_tree("psum_q", x, "d", op, key=key, name="", errors=True, **knobs)
-
-
-@both_modes
-@pytest.mark.parametrize("op", ["sum", "avg"])
-@pytest.mark.parametrize("algorithm", ["sra", "one_shot"])
-def test_errors(algorithm: Any, op: str, check_vma: bool) -> None:
-    x, key = normal(50, 8, 2000), jax.random.key(1)
-    got, errors = run(
-        lambda v: reduce_with_error(v, op, key=key, bits=2, algorithm=algorithm), x,
-        check_vma=check_vma,
-    )  # fmt: skip
-    lost = [np.zeros(2000, np.float32) for _ in range(8)]
-    want = expected(x, bits=2, op=op, algorithm=algorithm, seeds=[seed_of(key)] * 8, errors=lost)
-    assert all(same_bits(row, want) for row in got)
-    assert all(same_bits(a, b) for a, b in zip(errors, lost, strict=True))
-
-
-def test_errors_of_trees_under_vmap_and_grad() -> None:
-    x = normal(51, 8, 3, 600)
-    got, errors = run(jax.vmap(lambda v: reduce_with_error({"w": v}, algorithm="sra")), x)
-    for i in range(3):
-        lost = [np.zeros(600, np.float32) for _ in range(8)]
-        assert same_bits(got["w"][0, i], expected(x[:, i], op="avg", errors=lost))
-        assert all(same_bits(a, b) for a, b in zip(errors["w"][:, i], lost, strict=True))
-    assert (run(jax.grad(lambda v: reduce_with_error(v)[1].sum()), x) == 0).all()

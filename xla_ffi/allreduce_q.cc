@@ -47,7 +47,7 @@ std::shared_ptr<Message> MakeMessage(const ffi::RemainingArgs& args, const ffi::
     const auto values = GetBuffer<ffi::AnyBuffer>(args, i);
     auto result = GetBuffer<ffi::AnyBuffer>(rets, i);
     message->Add({static_cast<const std::byte*>(values.untyped_data()),
-                  static_cast<std::byte*>(result->untyped_data()), /*error=*/nullptr, bits,
+                  static_cast<std::byte*>(result->untyped_data()), /*residual=*/nullptr, bits,
                   values.dimensions()[0], values.dimensions()[1]});
   }
   return message;

@@ -34,12 +34,11 @@ Operands::Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
     dtype = ToDtype(values.element_type());
     int64_t elements = static_cast<int64_t>(values.element_count());
     if (site.collective().verb == CGX_REDUCE_SCATTER) elements /= ranks;
-    std::byte* error = nullptr;
-    if (site.returns_errors())
-      error = static_cast<std::byte*>(GetBuffer<ffi::AnyBuffer>(rets, count + i)->untyped_data());
+    void* residual = nullptr;
+    if (site.feedback()) residual = GetBuffer<ffi::AnyBuffer>(rets, count + i)->untyped_data();
     leaves.push_back({static_cast<const std::byte*>(values.untyped_data()),
-                      static_cast<std::byte*>(result->untyped_data()), error, bits, batch,
-                      elements / batch});
+                      static_cast<std::byte*>(result->untyped_data()),
+                      static_cast<std::byte*>(residual), bits, batch, elements / batch});
   }
 }
 
@@ -103,7 +102,7 @@ void Message::Add(const Leaf& leaf) {
     const int64_t at = row * leaf.numel * SizeOf(collective.dtype);
     inputs_.push_back(leaf.values + at);
     outputs_.push_back(leaf.result + at);
-    if (leaf.error) errors_.push_back(leaf.error + at);
+    if (leaf.residual) residuals_.push_back(leaf.residual + at);
   }
 }
 
@@ -119,7 +118,7 @@ const cgx_collective_t& Message::On(int32_t comm) {
     collective.inputs = inputs_.data();
     collective.outputs = outputs_.data();
   }
-  if (!errors_.empty()) collective.residuals = errors_.data();
+  if (!residuals_.empty()) collective.residuals = residuals_.data();
   return collective;
 }
 

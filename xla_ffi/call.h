@@ -21,15 +21,16 @@ namespace cgx::xla {
 struct Leaf {
   const std::byte* values;
   std::byte* result;
-  std::byte* error;  // null unless the site returns errors
+  std::byte* residual;  // read and written in place; null without feedback
   int32_t bits;
   int64_t batch;  // segments: the examples of a vmap
   int64_t numel;  // of a segment
   int64_t elements() const { return batch * numel; }
 };
 
-// The leaves of a custom call, whose operands are these, then the seeds of all their segments in
-// one, and whose results are theirs, then perhaps their errors.
+// The leaves of a custom call. Its operands are these, the seeds of all their segments in one and,
+// with feedback, their residuals; its results are those of the leaves, then the new residuals, each
+// in the buffer of the old one.
 struct Operands {
   // Throws StatusError.
   Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Site& site,
@@ -94,7 +95,7 @@ class Message {
   // The same, of a site's settings. `divisor`: of averages.
   Message(const Site& site, std::string key, int32_t dtype, int64_t divisor);
 
-  // Adds a leaf's segments, wherever its buffers are; an error may be null.
+  // Adds a leaf's segments, wherever its buffers are; a residual may be null.
   void Add(const Leaf& leaf);
   // Adds a leaf's segments, `at` elements into the buffers (or blocks) that the collective has.
   void Add(const Leaf& leaf, int64_t at);
@@ -115,7 +116,7 @@ class Message {
   std::string key_;
   std::vector<cgx_segment_t> segments_, examples_;  // all; the first of each leaf
   std::vector<const void*> inputs_;                 // by segment; empty: in one buffer
-  std::vector<void*> outputs_, errors_;
+  std::vector<void*> outputs_, residuals_;
 };
 
 // The message of a device that is a rank of its own: buffers are used where they are. It has no

@@ -66,15 +66,15 @@ class CarriedCall {
     Plan();
   }
 
-  // Where what compression loses goes, if the program wants it.
-  void SetErrors(const ffi::RemainingRets& errors) {
-    if (errors.size() == 0) return;
+  // Those of the leaves, if there is feedback: each is in the buffer of its operand.
+  void SetResiduals(const ffi::RemainingRets& residuals) {
+    if (residuals.size() == 0) return;
     for (size_t i = 0; i < NumLeaves(); ++i) {
-      const ffi::AnyBuffer error = *GetBuffer<ffi::AnyBuffer>(errors, i);
-      AddPointers(error, errors_);
+      const ffi::AnyBuffer residual = *GetBuffer<ffi::AnyBuffer>(residuals, i);
+      AddPointers(residual, residuals_);
     }
-    Require(errors_.size() == segments_.size(), "errors");
-    collective_.residuals = errors_.data();
+    Require(residuals_.size() == segments_.size(), "residuals");
+    collective_.residuals = residuals_.data();
   }
 
   const cgx_carried_t* get() const { return &carried_; }
@@ -115,7 +115,7 @@ class CarriedCall {
   cgx_carried_t carried_;
   int32_t algorithm_ = CGX_AUTO;  // that of the plan
   std::vector<cgx_segment_t> segments_;
-  std::vector<void*> values_, errors_;  // of each segment
+  std::vector<void*> values_, residuals_;  // of each segment
   std::vector<int64_t> seeds_, scatter_bytes_, gather_bytes_;
 };
 
@@ -176,11 +176,12 @@ void Round(ffi::Buffer<ffi::F32> values, ffi::Result<ffi::AnyBuffer> rounded) {
                     rounded->untyped_data(), static_cast<int64_t>(values.element_count())));
 }
 
-void Encode(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds, ffi::RemainingArgs leaves,
-            ffi::Result<U8Buffer> messages, ffi::RemainingRets errors) {
+void Encode(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds,
+            ffi::RemainingArgs leaves_and_residuals, ffi::Result<U8Buffer> messages,
+            ffi::RemainingRets residuals) {
   CarriedCall call(attributes, rank);
-  call.SetInputs(leaves, seeds);
-  call.SetErrors(errors);
+  call.SetInputs(leaves_and_residuals, seeds);
+  call.SetResiduals(residuals);
   std::vector<int64_t> bytes;  // of each row
   if (call.one_shot()) {
     bytes = {call.gather_bytes()[call.rank()]};
@@ -193,14 +194,13 @@ void Encode(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds, ffi::Re
   SpreadRows(bytes, length, Bytes(*messages));
 }
 
-// The errors, which come behind the leaves, are those that Encode has written: where they are, this
-// adds those of the sums that this rank encodes.
+// The residuals are those that Encode has written but for the elements that this rank reduces.
 void Reduce(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds, U8Buffer arrived,
-            ffi::RemainingArgs leaves_and_errors, ffi::Result<U8Buffer> message,
-            ffi::RemainingRets errors) {
+            ffi::RemainingArgs leaves_and_residuals, ffi::Result<U8Buffer> message,
+            ffi::RemainingRets residuals) {
   CarriedCall call(attributes, rank);
-  call.SetInputs(leaves_and_errors, seeds);
-  call.SetErrors(errors);
+  call.SetInputs(leaves_and_residuals, seeds);
+  call.SetResiduals(residuals);
   const int64_t arrived_length = RowLength(arrived, call.size(), call.scatter_bytes());
   const int64_t length = RowLength(*message, 1, call.gather_bytes());
   const auto packed =

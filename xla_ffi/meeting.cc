@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <thread>
 #include <utility>
 
@@ -67,14 +68,12 @@ std::unique_ptr<std::byte[]> Buffer(int64_t bytes) {
   return std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(bytes));
 }
 
-// One call's leaf i, and those of all calls.
-const Leaf& LeafOf(const std::shared_ptr<Call>& call, size_t i) { return call->leaves()[i]; }
-
-void Sum(const std::vector<std::shared_ptr<Call>>& calls, size_t leaf, int64_t first, int64_t numel,
+// Sums `numel` values of each call, which lie where `values_of` says.
+void Sum(const std::vector<std::shared_ptr<Call>>& calls,
+         const std::function<const std::byte*(const Call&)>& values_of, int64_t numel,
          std::byte* sums) {
   std::vector<const void*> values;
-  for (const auto& call : calls)
-    values.push_back(LeafOf(call, leaf).values + first * SizeOf(call->dtype()));
+  for (const auto& call : calls) values.push_back(values_of(*call));
   check(cgx_sum(calls[0]->dtype(), values.data(), static_cast<int32_t>(values.size()), numel,
                 reinterpret_cast<float*>(sums)));
 }
@@ -183,13 +182,18 @@ std::shared_ptr<Message> Meeting::ReduceAll() {
   int64_t bytes = 0;
   for (const Leaf& leaf : leaves) bytes += 4 * leaf.elements();
   sent_ = Buffer(bytes);
-  if (site_.returns_errors()) lost_ = Buffer(bytes);
+  if (site_.feedback()) residual_ = Buffer(bytes);
   int64_t at = 0;
   for (size_t i = 0; i < leaves.size(); ++i) {
     Leaf whole = leaves[i];
     whole.values = whole.result = sent_.get() + at;
-    whole.error = lost_ ? lost_.get() + at : nullptr;
-    Sum(calls_, i, /*first=*/0, whole.elements(), sent_.get() + at);
+    const auto values = [i](const Call& call) { return call.leaves()[i].values; };
+    const auto residual = [i](const Call& call) { return call.leaves()[i].residual; };
+    Sum(calls_, values, whole.elements(), whole.result);
+    if (whole.residual) {
+      whole.residual = residual_.get() + at;
+      Sum(calls_, residual, whole.elements(), whole.residual);
+    }
     message->Add(whole);
     at += 4 * whole.elements();
   }
@@ -209,7 +213,8 @@ std::shared_ptr<Message> Meeting::ReduceScatter() {
   std::byte* to = sent_.get();
   for (const auto& members : group_.members_of) {
     for (const int64_t rank : members) {
-      Sum(calls_, 0, rank * block, block, to);
+      const int64_t from = rank * block * SizeOf(calls_[0]->dtype());
+      Sum(calls_, [from](const Call& call) { return call.leaves()[0].values + from; }, block, to);
       to += 4 * block;
     }
   }
@@ -281,11 +286,12 @@ void Meeting::Deliver(int64_t place) {
   int64_t at = 0;
   for (const Leaf& leaf : call.leaves()) {
     check(cgx_convert(CGX_FLOAT32, sent_.get() + at, call.dtype(), leaf.result, leaf.elements()));
-    // The loss of all is given to one, and so is given once.
-    if (leaf.error && place == 0)
-      check(cgx_convert(CGX_FLOAT32, lost_.get() + at, call.dtype(), leaf.error, leaf.elements()));
-    else if (leaf.error)
-      std::memset(leaf.error, 0, leaf.elements() * width);
+    // The residual of all is given to one, and so is given once.
+    if (leaf.residual && place == 0)
+      check(cgx_convert(CGX_FLOAT32, residual_.get() + at, call.dtype(), leaf.residual,
+                        leaf.elements()));
+    else if (leaf.residual)
+      std::memset(leaf.residual, 0, leaf.elements() * width);
     at += 4 * leaf.elements();
   }
 }

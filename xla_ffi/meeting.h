@@ -1,9 +1,10 @@
 // Where the devices of one process meet for a collective with other processes.
 //
 //   1. join     each device brings its call; the last to come starts the rest on the pool
-//   2. reduce   exact fp32 sums of the devices' values, in the order of the group
+//   2. reduce   exact fp32 sums of the devices' values, in the order of the group, and of their
+//               residuals
 //   3. exchange one message of this process, through the communicator of the group's processes
-//   4. deliver  to every device, rounded to its dtype
+//   4. deliver  to every device, rounded to its dtype; the residual to the first, zeros to others
 //
 // Who has not come before the deadline fails all who have, here and, by a refusal, in the other
 // processes; who comes later fails at once.
@@ -55,8 +56,8 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
   cgx_status_t failed_ = CGX_OK;
   std::string why_;
 
-  // What goes out, comes back and was lost; may be one buffer.
-  std::unique_ptr<std::byte[]> sent_, received_, lost_;
+  // What goes out and comes back, which may be one buffer, and the residuals' sum.
+  std::unique_ptr<std::byte[]> sent_, received_, residual_;
 };
 
 }  // namespace cgx::xla

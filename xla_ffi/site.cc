@@ -74,7 +74,7 @@ ffi::TypeId CudaSite::id = {};
 
 Site::Site(const ffi::Dictionary& attributes)
     : named_(GetAttribute<int64_t>(attributes, "named") != 0),
-      returns_errors_(GetAttribute<int64_t>(attributes, "errors") != 0),
+      feedback_(GetAttribute<int64_t>(attributes, "feedback") != 0),
       collective_(GetSettings(attributes)),
       serial_(next_serial++) {
   std::vector<int64_t> processes;

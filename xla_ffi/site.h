@@ -75,7 +75,7 @@ class Site {
   bool named() const { return named_; }  // by the user
   // Such as "psum_q 'jit_step/0:1f2e3d4c#0' on rank 1 of 2", for error messages.
   std::string Describe(const Place& place) const;
-  bool returns_errors() const { return returns_errors_; }
+  bool feedback() const { return feedback_; }  // whether leaves have residuals
 
   struct Leaf {
     int32_t bits;
@@ -89,7 +89,7 @@ class Site {
   std::vector<Group> groups_;
   std::vector<int64_t> devices_;  // empty where XLA tells a handler its partition
   std::vector<Leaf> leaves_;
-  bool named_, returns_errors_;
+  bool named_, feedback_;
   cgx_collective_t collective_;
   int64_t serial_;
   std::string name_;

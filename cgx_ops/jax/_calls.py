@@ -1,4 +1,4 @@
-"""What all custom calls take: leaves and then seeds as operands; an op and a config."""
+"""What all calls take: leaves, seeds and perhaps residuals as operands; an op and a config."""
 
 from typing import Any
 
@@ -8,10 +8,13 @@ from cgx_ops import _native
 from cgx_ops.config import Config
 
 
-def halves(values: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Part operands, or what there is one of for each, into those of leaves and of seeds."""
-    half = len(values) // 2
-    return tuple(values[:half]), tuple(values[half:])
+def parted(values: Any, feedback: bool = False) -> tuple[list[Any], list[Any], list[Any]]:
+    """Part operands, or what there is one of for each: of leaves, of seeds, of residuals.
+
+    There are as many of each, but without `feedback` no residuals.
+    """
+    count = len(values) // (3 if feedback else 2)
+    return list(values[:count]), list(values[count : 2 * count]), list(values[2 * count :])
 
 
 def call_attributes(op: str, config: Config) -> dict[str, Any]:

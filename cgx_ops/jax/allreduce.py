@@ -22,7 +22,7 @@ from cgx_ops.comm import Communicator
 from cgx_ops.config import Algorithm, Config
 from cgx_ops.errors import Closed
 from cgx_ops.jax import _compat, _runtime
-from cgx_ops.jax._calls import call_attributes, halves
+from cgx_ops.jax._calls import call_attributes, parted
 from cgx_ops.jax._keys import CallSeeds, example_seeds
 from cgx_ops.jax.psum import checked_config, checked_leaf, name_of
 
@@ -209,7 +209,7 @@ allreduce_q_p.def_impl(functools.partial(xla.apply_primitive, allreduce_q_p))
 
 @allreduce_q_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, settings: _Settings) -> tuple[list[Any], set[_compat.Effect]]:
-    return list(halves(avals)[0]), {_in_order}
+    return parted(avals)[0], {_in_order}
 
 
 # ---- lowering ----------------------------------------------------------------------------------
@@ -218,7 +218,8 @@ def _abstract_eval(*avals: Any, settings: _Settings) -> tuple[list[Any], set[_co
 def _lower(ctx: Any, *operands: Any, settings: _Settings, platform: _runtime.Platform) -> Any:
     attributes = call_attributes(settings.op, settings.config)
     attributes |= {"comm": settings.comm, "name": settings.name}
-    (leaves, seeds), (leaf_avals, seed_avals) = halves(operands), halves(ctx.avals_in)
+    leaves, seeds, _ = parted(operands)
+    leaf_avals, seed_avals, _ = parted(ctx.avals_in)
     avals_in = [*leaf_avals, _compat.seed_rows(sum(aval.shape[0] for aval in seed_avals))]
     rule = jax.ffi.ffi_lowering(_runtime.target("allreduce_q", platform), has_side_effect=True)
     return _compat.lower_in_order(
@@ -246,7 +247,8 @@ def _batch(
     """Each example becomes a segment of the one message."""
     size, rows = axis_data.size, []  # rows: of an example's leaf; None: the same in all examples
     operands: tuple[list[Any], list[Any]] = [], []
-    for leaf, seed, leaf_dim, seed_dim in zip(*halves(args), *halves(dims), strict=True):
+    pairs = zip(*parted(args)[:2], *parted(dims)[:2], strict=True)
+    for leaf, seed, leaf_dim, seed_dim in pairs:
         if leaf_dim is None and seed_dim is None:
             rows.append(None)
         else:
@@ -281,7 +283,7 @@ def _jvp(
 
     Zeros travel too: ranks that differentiate with respect to other leaves send equal messages.
     """
-    leaves, seeds = halves(tangents)[0], halves(primals)[1]
+    leaves, seeds = parted(tangents)[0], parted(primals)[1]
     results = allreduce_q_p.bind(*primals, settings=settings)
     leaves = [ad.instantiate_zeros(leaf) for leaf in leaves]
     return results, allreduce_q_p.bind(*leaves, *seeds, settings=settings.exact())
@@ -289,7 +291,7 @@ def _jvp(
 
 def _transpose(cotangents: list[Any], *operands: Any, settings: _Settings) -> list[Any]:
     """Sum the cotangents exactly, also where one is zero on this rank."""
-    leaves, seeds = halves(operands)
+    leaves, seeds, _ = parted(operands)
     cotangents = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
     sums = allreduce_q_p.bind(*cotangents, *seeds, settings=settings.exact())
     wanted = [ad.is_undefined_primal(leaf) for leaf in leaves]

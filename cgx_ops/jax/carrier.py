@@ -33,7 +33,7 @@ from jax.interpreters import mlir
 from cgx_ops import _native
 from cgx_ops.config import Algorithm, Config
 from cgx_ops.jax import _compat, _runtime
-from cgx_ops.jax._calls import call_attributes, halves
+from cgx_ops.jax._calls import call_attributes, parted
 
 if TYPE_CHECKING:
     from cgx_ops.jax.primitive import Settings
@@ -44,8 +44,7 @@ Groups = tuple[tuple[int, ...], ...]  # partition ids, a tuple for each group, i
 
 def lower(
     ctx: Any,
-    leaves: Sequence[Any],
-    seeds: Sequence[Any],
+    operands: Sequence[Any],
     *,
     settings: "Settings",
     groups: Int64s,
@@ -54,15 +53,14 @@ def lower(
     """Lower an allreduce to the program.
 
     Args:
-        ctx: of the lowering; its avals are those of `leaves`, then those of `seeds`.
-        leaves: HLO values (batch, n), of one dtype.
-        seeds: HLO values uint32 (batch, 2), one for each leaf.
+        ctx: of the lowering.
+        operands: the primitive's, as HLO values.
         settings: what is static in the call.
         groups: the partition ids of each group, a row each.
         processes: the process of each partition; None: all are in this one.
 
     Returns:
-        HLO values like `leaves`; with settings.errors, as many of errors.
+        The primitive's results, as HLO values.
 
     Raises:
         NotImplementedError: the processes of a group have different numbers of its devices.
@@ -71,7 +69,7 @@ def lower(
     avals = [_compat.plain(aval) for aval in ctx.avals_in]
     ctx = ctx.replace(avals_in=[_compat.scalar_u32(), *avals])
     program = functools.partial(_allreduce, settings=settings, route=route)
-    return mlir.lower_fun(program)(ctx, stablehlo.partition_id(), *leaves, *seeds)
+    return mlir.lower_fun(program)(ctx, stablehlo.partition_id(), *operands)
 
 
 # ---- 1. routes -----------------------------------------------------------------------------------
@@ -204,10 +202,13 @@ def _ask_core(
 def _allreduce(
     partition: jax.Array, *operands: jax.Array, settings: "Settings", route: _Route
 ) -> list[jax.Array]:
-    leaves, seeds = halves(operands)
-    dtype, seed = leaves[0].dtype, jnp.concatenate(seeds)  # a row for each segment
+    leaves, seeds, residuals = parted(operands, settings.feedback)
+    count, dtype = len(leaves), leaves[0].dtype
+    seed = jnp.concatenate(seeds)  # a row for each segment
     if route.devices > 1:
-        leaves, seed = _sum_within(leaves, seed, route)
+        sums = _sum_within([*leaves, *residuals], route)
+        leaves, residuals = sums[:count], sums[count:]
+        seed = _all_gather(seed, route.within)[0]  # the first device's counts
     like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
     plan = _plan(like, route.ranks, settings)
@@ -215,35 +216,35 @@ def _allreduce(
     attributes = _attributes(settings, plan, route)
     exchange = functools.partial(_exchange, partition=partition, route=route)
 
-    def step(name: str, results: list[Any], *inputs: jax.Array, **knobs: Any) -> list[jax.Array]:
-        call = jax.ffi.ffi_call(_runtime.target(f"carried_{name}"), results, **knobs)
-        return list(call(rank, *inputs, **attributes))
+    def step(
+        name: str, results: list[Any], *inputs: jax.Array, residuals: Sequence[jax.Array] = ()
+    ) -> list[jax.Array]:
+        # Residuals are read and written in place, behind the results. The rank is operand 0.
+        in_place = {1 + len(inputs) + i: len(results) + i for i in range(len(residuals))}
+        call = jax.ffi.ffi_call(
+            _runtime.target(f"carried_{name}"), [*results, *like[: len(residuals)]],
+            input_output_aliases=in_place,
+        )  # fmt: skip
+        return list(call(rank, *inputs, *residuals, **attributes))
 
     message = _bytes(_row_length(plan.gather_bytes, route))
-    lost = like if settings.errors else []
     if plan.algorithm == "one_shot":
-        mine, *errors = step("encode", [message, *lost], seed, *leaves)
+        mine, *residuals = step("encode", [message], seed, *leaves, residuals=residuals)
     else:
         rows = _bytes(route.ranks, _row_length(plan.scatter_bytes, route))
-        rows, *errors = step("encode", [rows, *lost], seed, *leaves)
-        inputs = seed, exchange(_all_to_all, rows), *leaves
-        # The errors of one step are completed in place by the other. The rank is operand 0.
-        in_place = {1 + len(inputs) + i: 1 + i for i in range(len(errors))}
-        mine, *errors = step(
-            "reduce", [message, *lost], *inputs, *errors, input_output_aliases=in_place
-        )
+        rows, *residuals = step("encode", [rows], seed, *leaves, residuals=residuals)
+        arrived = exchange(_all_to_all, rows)
+        mine, *residuals = step("reduce", [message], seed, arrived, *leaves, residuals=residuals)
     results = step("decode", like, exchange(_all_gather, mine))
     if route.devices > 1:
-        # What the devices of a rank lost is given once, to the first.
+        # The residual of a rank's devices is given once, to the first.
         is_first = _look_up(route.share_of, partition) == 0
-        errors = [jnp.where(is_first, error, 0) for error in errors]
-    return [_rounded(x, dtype) for x in (*results, *errors)]
+        residuals = [jnp.where(is_first, residual, 0) for residual in residuals]
+    return [_rounded(x, dtype) for x in (*results, *residuals)]
 
 
-def _sum_within(
-    leaves: Sequence[jax.Array], seed: jax.Array, route: _Route
-) -> tuple[list[jax.Array], jax.Array]:
-    """Sum in float32 over the devices of each rank, of whose seeds the first counts.
+def _sum_within(leaves: Sequence[jax.Array], route: _Route) -> list[jax.Array]:
+    """Sum in float32 over the devices of each rank.
 
     Each device sums a part of the elements and sends it to the others.
     """
@@ -254,8 +255,7 @@ def _sum_within(
     total = _all_gather(total, route.within).reshape(-1)
     sizes = [leaf.size for leaf in leaves]
     parts = jnp.split(total[: sum(sizes)], np.cumsum(sizes)[:-1])
-    sums = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
-    return sums, _all_gather(seed, route.within)[0]
+    return [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:

@@ -41,9 +41,9 @@ def compress_grads(
         axis_name: name of a mesh axis, or a tuple of names.
         key: a PRNG key, as of `psum_q`: give another in every step. None: rounds to nearest.
         name: of the collective, as of `psum_q`.
-        **knobs: every other keyword of `psum_q`. With fuse (the default) all gradients go in one
-          message, when the last is computed. To overlap them with the rest of the backward pass,
-          give fuse=False, or call this for each layer where it is used.
+        **knobs: every other keyword of `psum_q` but residual. With fuse (the default) all gradients
+          go in one message, when the last is computed. To overlap them with the rest of the
+          backward pass, give fuse=False, or call this for each layer where it is used.
 
     Returns:
         `params`, varying over the axes for JAX's type checks.
@@ -80,7 +80,7 @@ def compress_grads(
 
     def backward(key: jax.Array | None, cotangents: Any) -> tuple[Any, None]:
         # The key came as a residual: the forward pass's own may belong to another shard_map.
-        sums, _ = reduce_tree(caller, cotangents, axes, "sum", key=key, name=name, **knobs)
+        sums, _ = reduce_tree(caller, cotangents, None, axes, "sum", key=key, name=name, **knobs)
         return sums, None
 
     shared.defvjp(forward, backward)
@@ -115,7 +115,8 @@ def value_and_grad(
         has_aux: whether fun returns a pair, of which only the first is differentiated.
         key: a PRNG key, as of `psum_q`: give another in every step. None: rounds to nearest.
         name: of the collective, as of `psum_q`.
-        **knobs: every other keyword of `psum_q`, such as bits, rules={"bias|norm": 32} and fuse.
+        **knobs: every other keyword of `psum_q` but residual, such as bits, rules={"bias": 32} and
+          fuse.
 
     Returns:
         A function with fun's arguments. It returns (value, gradients), or ((value, aux), gradients)
@@ -145,8 +146,8 @@ def value_and_grad(
                 "over these axes; it is averaged here"
             )
         value = jax.lax.pmean(value, axes)
-        gradients, _ = reduce_tree(caller, gradients, axes, "avg", key=key, name=name, **knobs)
-        return ((value, result[1]) if has_aux else value), gradients
+        mean, _ = reduce_tree(caller, gradients, None, axes, "avg", key=key, name=name, **knobs)
+        return ((value, result[1]) if has_aux else value), mean
 
     return differentiated
 

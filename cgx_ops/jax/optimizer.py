@@ -2,9 +2,8 @@
 
 Each step, on each device:
 
-  1. add the residual, what compression lost of this device's gradients before
-  2. reduce compressed, which also returns what is lost now
-  3. keep that as the residual: nothing is lost for good, only late
+  1. reduce compressed, with the residual: what compression lost of this device's gradients before
+  2. keep what is lost now as the residual: nothing is lost for good, only late
 
 So few bits converge where they would stall without (1-bit SGD, Seide et al., Interspeech 2014; a
 proof in Karimireddy et al., ICML 2019). Both compressions are fed back, that of a contribution and
@@ -77,7 +76,8 @@ def average_gradients(
         name: of the collective, as of `psum_q`.
         mesh: of the shard_map. Only `init` outside of it asks for it, to know how many devices the
           axis has; None: that of `jax.set_mesh`.
-        **knobs: every other keyword of `psum_q`, such as bits and rules={"bias|norm": 32}.
+        **knobs: every other keyword of `psum_q` but residual, such as bits and
+          rules={"bias|norm": 32}.
 
     Returns:
         An optax.GradientTransformation, whose state is an `AverageGradientsState`.
@@ -121,12 +121,10 @@ def average_gradients(
         axes, _ = checked_axes(caller, axis_name)
         _check_own(updates, axes)
         noise = None if key is None else jax.random.fold_in(key, state.step)
-        residual = state.residual
+        residual, own = state.residual, None
         if error_feedback:
-            updates = jax.tree_util.tree_map_with_path(_corrected, updates, residual)
-        mean, lost = reduce_tree(
-            caller, updates, axes, "avg", key=noise, name=name, errors=error_feedback, **knobs
-        )
+            own = jax.tree_util.tree_map_with_path(_own_residual, updates, residual)
+        mean, lost = reduce_tree(caller, updates, own, axes, "avg", key=noise, name=name, **knobs)
         if error_feedback:
             residual = jax.tree.map(lambda e, old: e.astype(old.dtype)[None], lost, residual)
         return mean, AverageGradientsState(state.step + 1, residual)
@@ -221,12 +219,12 @@ def _check_own(updates: Any, axes: tuple[Hashable, ...]) -> None:
             )
 
 
-def _corrected(path: Any, update: jax.Array, residual: jax.Array) -> jax.Array:
-    """Add what compression lost before."""
+def _own_residual(path: Any, update: jax.Array, residual: jax.Array) -> jax.Array:
+    """Return this device's part of a residual."""
     if residual.shape != (1, *update.shape):
         raise ValueError(
             f"average_gradients: the residual of updates{jax.tree_util.keystr(path)} has shape "
             f"{residual.shape} here, not {(1, *update.shape)}: give shard_map the state with the "
             "in_specs and out_specs of cgx_ops.jax.state_specs"
         )
-    return update + residual[0].astype(update.dtype)
+    return residual[0].astype(update.dtype)

@@ -2,10 +2,12 @@
 
 In this order: parameters, binding, abstract evaluation, lowering, batching, differentiation.
 
-Operands are `leaves` of one dtype in canonical shapes, then as many `seeds`, uint32 (batch, 2):
+Operands are `leaves` of one dtype in canonical shapes, then as many `seeds`, uint32 (batch, 2),
+and with feedback as many `residuals`, which are like their leaves; results are those of the leaves,
+then the new residuals:
 
     verb              leaf               result
-    allreduce         (batch, n)         (batch, n); with `errors`, another of them
+    allreduce         (batch, n)         (batch, n)
     reduce_scatter    (size, batch, n)   (batch, n)
     all_gather        (batch, n)         (size, batch, n)
 
@@ -18,8 +20,9 @@ import functools
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import jax
@@ -32,7 +35,7 @@ from jax.interpreters import ad, batching, mlir, xla
 from cgx_ops import _native
 from cgx_ops.config import Config
 from cgx_ops.jax import _compat, _runtime, carrier
-from cgx_ops.jax._calls import call_attributes, halves
+from cgx_ops.jax._calls import call_attributes, parted
 from cgx_ops.jax._keys import example_seeds
 from cgx_ops.jax.launching import launcher
 
@@ -61,7 +64,7 @@ class Settings:
         config: every other knob; its `bits` are not used.
         name: the user's; "" to name the call by its place in the program.
         carrier: "native": the core moves the bytes; "xla": XLA's own collectives do.
-        errors: whether allreduce also returns what compression lost.
+        feedback: whether leaves have residuals; of allreduce only.
     """
 
     verb: Verb
@@ -72,19 +75,26 @@ class Settings:
     config: Config
     name: str
     carrier: Carrier
-    errors: bool = False
+    feedback: bool = False
 
 
 # ---- binding -----------------------------------------------------------------------------------
 
 
-def bind(leaves: list[jax.Array], seeds: list[jax.Array], settings: Settings) -> list[jax.Array]:
-    """Run one collective; leaves that do not vary over its axes are made to."""
-    varying = [
-        vary(leaf, frozenset(settings.axes) | _compat.varying_axes(seed))
-        for leaf, seed in zip(leaves, seeds, strict=True)
-    ]
-    return collective_q_p.bind(*varying, *seeds, settings=settings)
+def bind(
+    leaves: list[jax.Array],
+    seeds: list[jax.Array],
+    settings: Settings,
+    residuals: Sequence[jax.Array] = (),
+) -> list[jax.Array]:
+    """Run one collective; leaves and residuals that do not vary over its axes are made to."""
+
+    def varying(x: jax.Array, seed: jax.Array) -> jax.Array:
+        return vary(x, frozenset(settings.axes) | _compat.varying_axes(seed))
+
+    leaves = list(map(varying, leaves, seeds))
+    residuals = list(map(varying, residuals, seeds))
+    return collective_q_p.bind(*leaves, *seeds, *residuals, settings=settings)
 
 
 def vary(leaf: jax.Array, axes: frozenset[Hashable]) -> jax.Array:
@@ -106,25 +116,25 @@ collective_q_p.def_impl(functools.partial(xla.apply_primitive, collective_q_p))
 
 @collective_q_p.def_abstract_eval
 def _abstract_eval(*avals: Any, settings: Settings) -> list[Any]:
-    results, errors = [], []
-    for leaf, seed in zip(*halves(avals), strict=True):
+    leaves, seeds, residuals = parted(avals, settings.feedback)
+    results = []
+    for leaf, seed in zip(leaves, seeds, strict=True):
         shape = {
             "allreduce": leaf.shape,
             "reduce_scatter": leaf.shape[1:],
             "all_gather": (settings.size, *leaf.shape),
         }[settings.verb]
         varying = _compat.varying_axes(leaf) | _compat.varying_axes(seed)
-        errors.append(_compat.with_varying_axes(leaf, varying))
         if settings.verb == "allreduce":  # all devices of a group get the same
             varying -= frozenset(settings.axes)
         results.append(_compat.with_varying_axes(leaf.update(shape=shape), varying))
-    return results + errors if settings.errors else results
+    return results + residuals
 
 
 # ---- lowering ----------------------------------------------------------------------------------
 
 
-# Custom calls take the leaves, then the seeds of all segments in one operand.
+# Custom calls take the seeds of all segments in one operand.
 
 
 def _lower_cpu(ctx: Any, *operands: Any, settings: Settings) -> Any:
@@ -132,10 +142,7 @@ def _lower_cpu(ctx: Any, *operands: Any, settings: Settings) -> Any:
     groups = _groups(mesh, settings.axes)
     processes = _runtime.processes_of(mesh, settings.carrier)
     if settings.carrier == "xla":
-        leaves, seeds = halves(operands)
-        return carrier.lower(
-            ctx, leaves, seeds, settings=settings, groups=groups, processes=processes
-        )
+        return carrier.lower(ctx, operands, settings=settings, groups=groups, processes=processes)
     several = processes is not None and len(set(processes)) < len(processes)
     if processes is not None:
         _check_counts(settings, groups, processes)
@@ -174,18 +181,20 @@ def _custom_call(
     settings: Settings,
     attributes: dict[str, Any],
 ) -> Any:
-    """Emit the call; `others` are abstract values and values of operands behind the seeds."""
-    (leaves, seeds), (leaf_avals, seed_avals) = halves(operands), halves(ctx.avals_in)
+    """Emit the call; `others` are abstract values and values of its last operands."""
+    leaves, seeds, residuals = parted(operands, settings.feedback)
+    leaf_avals, seed_avals, residual_avals = parted(ctx.avals_in, settings.feedback)
     segments = sum(aval.shape[0] for aval in seed_avals)
+    count = len(leaves)
+    in_place = {count + 1 + i: count + i for i in range(len(residuals))}
     # The side effect is HLO's only: it keeps XLA from merging or dropping calls, on some ranks
     # perhaps. As an effect of JAX it would cost 60 us a launch and forbid remat.
     target = _runtime.target(NAMES[settings.verb], platform)
-    rule = jax.ffi.ffi_lowering(target, has_side_effect=True)
-    avals = [*leaf_avals, _compat.seed_rows(segments), *(aval for aval, _ in others)]
-    rows = _compat.concatenated(seeds)
-    return rule(
-        ctx.replace(avals_in=avals), *leaves, rows, *(value for _, value in others), **attributes
-    )
+    rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=in_place)
+    other_avals, other_values = zip(*others, strict=True) if others else ((), ())
+    avals = [*leaf_avals, _compat.seed_rows(segments), *residual_avals, *other_avals]
+    values = [*leaves, _compat.concatenated(seeds), *residuals, *other_values]
+    return rule(ctx.replace(avals_in=avals), *values, **attributes)
 
 
 def _attributes(
@@ -208,13 +217,13 @@ def _attributes(
         devices: the id of each partition's device, where the handler goes by that.
     """
     batch_axis = _BATCH_IN[settings.verb]
-    leaves = halves(ctx.avals_in)[0]
+    leaves = parted(ctx.avals_in, settings.feedback)[0]
     attributes = {
         **call_attributes(settings.op, settings.config),
         "verb": np.int64(_native.VERBS[settings.verb]),
         "bits": np.asarray(settings.bits, np.int64),
         "batches": np.asarray([leaf.shape[batch_axis] for leaf in leaves], np.int64),
-        "errors": np.int64(settings.errors),
+        "feedback": np.int64(settings.feedback),
         "groups": groups.reshape(-1),
         "group_size": np.int64(groups.shape[1]),
     }
@@ -274,7 +283,7 @@ def _check_spread(
 
 def _call_id(ctx: Any, settings: Settings, attributes: dict[str, Any]) -> str:
     """Names the call by its place in the module, the same in every process that compiles it."""
-    avals = [(aval.shape, aval.dtype.name) for aval in halves(ctx.avals_in)[0]]
+    avals = [(aval.shape, aval.dtype.name) for aval in parted(ctx.avals_in, settings.feedback)[0]]
     values = {knob: np.asarray(value).tolist() for knob, value in sorted(attributes.items())}
     digest = hashlib.sha256(repr((avals, settings.axes, values)).encode()).hexdigest()[:8]
     return f"{_compat.module_name(ctx)}/{_compat.next_index(ctx)}:{digest}"
@@ -303,28 +312,25 @@ def _batch(
             "JAX's own collective for vmap's axes"
         )
     at, size = _BATCH_IN[settings.verb], axis_data.size
-    leaves, seeds, examples = [], [], []
-    for leaf, seed, leaf_dim, seed_dim in zip(*halves(args), *halves(dims), strict=True):
-        batched = leaf_dim is not None or seed_dim is not None
-        if batched:
-            leaf = batching.bdim_at_front(leaf, leaf_dim, size)
-            if seed_dim is None and settings.config.rounding != "nearest":
-                seed = example_seeds(seed, size)
-            else:
-                seed = batching.bdim_at_front(seed, seed_dim, size)
-        examples.append((size, seed.shape[1]) if batched else None)
-        leaves.append(_merged(leaf, at) if batched else leaf)
-        seeds.append(_merged(seed, 0) if batched else seed)
-    results = collective_q_p.bind(*leaves, *seeds, settings=settings)
-    # Results of the leaves, then perhaps their errors, which are like the leaves.
-    places = [_BATCH_OUT[settings.verb]] * len(leaves) + [at] * (len(results) - len(leaves))
-    parted, dims_out = [], []
-    for result, place, example in zip(
-        results, places, examples * (len(results) // len(leaves)), strict=True
-    ):
-        parted.append(result if example is None else _parted(result, place, example))
-        dims_out.append(None if example is None else place)
-    return parted, dims_out
+    operands, places = parted(args, settings.feedback), parted(dims, settings.feedback)
+    examples: list[tuple[int, int] | None] = []  # of each leaf: vmap's, and those it had before
+    for i, of_leaf in enumerate(zip(*filter(None, places), strict=True)):
+        if all(dim is None for dim in of_leaf):
+            examples.append(None)
+            continue
+        if places[1][i] is None and settings.config.rounding != "nearest":
+            operands[1][i], places[1][i] = example_seeds(operands[1][i], size), 0
+        for kind, dims_of_kind, axis in zip(operands, places, (at, 0, at), strict=True):
+            if kind:
+                kind[i] = _merged(batching.bdim_at_front(kind[i], dims_of_kind[i], size), axis)
+        examples.append((size, operands[1][i].shape[0] // size))
+    results = collective_q_p.bind(*chain(*operands), settings=settings)
+    axes = [_BATCH_OUT[settings.verb]] * len(examples) + [at] * len(operands[2])
+    examples *= len(results) // len(examples)
+    dims_out = [
+        None if example is None else axis for axis, example in zip(axes, examples, strict=True)
+    ]
+    return list(map(_unmerged, results, axes, examples)), dims_out
 
 
 def _merged(x: jax.Array, axis: int) -> jax.Array:
@@ -333,9 +339,9 @@ def _merged(x: jax.Array, axis: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
-def _parted(x: jax.Array, axis: int, example: tuple[int, int]) -> jax.Array:
-    """Undo the merge; vmap's axis stays at `axis`."""
-    return x.reshape(*x.shape[:axis], *example, *x.shape[axis + 1 :])
+def _unmerged(x: jax.Array, axis: int, examples: tuple[int, int] | None) -> jax.Array:
+    """Undo the merge; vmap's axis stays at `axis`. None: there was none."""
+    return x if examples is None else x.reshape(*x.shape[:axis], *examples, *x.shape[axis + 1 :])
 
 
 batching.fancy_primitive_batchers[collective_q_p] = _batch
@@ -347,14 +353,17 @@ batching.fancy_primitive_batchers[collective_q_p] = _batch
 def _jvp(
     primals: tuple[jax.Array, ...], tangents: tuple[Any, ...], *, settings: Settings
 ) -> tuple[list[jax.Array], list[Any]]:
-    """Straight through: the tangent is that of the exact collective, which JAX can transpose."""
+    """Straight through: the tangent is that of the exact collective, which JAX can transpose.
+
+    Residuals count as what they are added to; what is lost is constant.
+    """
     results = collective_q_p.bind(*primals, settings=settings)
-    leaves = halves(tangents)[0]
-    tangents_out = [
-        _compat.zero_tangent(result) if type(leaf) is ad.Zero else _exact(leaf, settings)
-        for result, leaf in zip(results, leaves, strict=False)
-    ]
-    tangents_out += [_compat.zero_tangent(result) for result in results[len(leaves) :]]
+    tangents_out = list(map(_compat.zero_tangent, results))
+    leaves, _, residuals = parted(tangents, settings.feedback)
+    for i, leaf in enumerate(leaves):
+        total = ad.add_tangents(leaf, residuals[i]) if residuals else leaf
+        if type(total) is not ad.Zero:
+            tangents_out[i] = _exact(total, settings)
     return results, tangents_out
 
 
@@ -370,19 +379,19 @@ def _exact(leaf: jax.Array, settings: Settings) -> jax.Array:
 
 
 def _transpose(cotangents: list[Any], *operands: Any, settings: Settings) -> list[Any]:
-    """Transpose the exact collective. Cotangents of errors count for nothing, as their tangents."""
-    leaves, seeds = halves(operands)
+    """Transpose the exact collective; cotangents of new residuals count for nothing."""
+    leaves, seeds, residuals = parted(operands, settings.feedback)
     exact = functools.partial(_exact, settings=settings)
 
-    def of_leaf(leaf: Any, cotangent: Any) -> Any:
-        if not ad.is_undefined_primal(leaf):
+    def of(operand: Any, cotangent: Any) -> Any:
+        if not ad.is_undefined_primal(operand):
             return None
         if type(cotangent) is ad.Zero:
-            return ad.Zero(leaf.aval)
-        return jax.linear_transpose(exact, leaf.aval)(cotangent)[0]
+            return ad.Zero(operand.aval)
+        return jax.linear_transpose(exact, operand.aval)(cotangent)[0]
 
-    transposed = [of_leaf(*pair) for pair in zip(leaves, cotangents, strict=False)]
-    return [*transposed, *(None for _ in seeds)]
+    cotangents = cotangents[: len(leaves)]
+    return [*map(of, leaves, cotangents), *(None for _ in seeds), *map(of, residuals, cotangents)]
 
 
 ad.primitive_jvps[collective_q_p] = _jvp

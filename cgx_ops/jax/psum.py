@@ -49,6 +49,7 @@ def psum_q(
     rules: Mapping[str, int] | None = None,
     fuse: bool = True,
     carrier: Carrier = "native",
+    residual: Any = None,
 ) -> Any:
     """Sum `x` over mesh axes like `jax.lax.psum`, sending `bits` bits an element.
 
@@ -87,18 +88,25 @@ def psum_q(
           do, wherever those work, with or without MPI; the bits of the result are those of the same
           algorithm. Not for "ring" and "hierarchical", nor for groups with more devices in one
           process than in another.
+        residual: error feedback: what compression lost before, a tree like `x`, added to it in
+          float32. None: nothing is added, and what is lost now is not returned.
 
     Returns:
-        The sums, in the structure, shapes and dtypes of `x`; equal on all devices of a group.
+        The sums, in the structure, shapes and dtypes of `x`; equal on all devices of a group. With
+        `residual` a pair of them and the new residual, a tree like `x` too, which varies over the
+        axes: over all devices, `x` and the old residuals add up to the result (as a sum) and the
+        new residuals, but for what float32 sums and the dtype round. Given to the next call, it
+        makes sure that nothing is lost for good. Where devices of a process are summed first, the
+        first of them has what all of them lost. A loss that is not finite becomes 0.
 
     Raises:
         NameError: an axis name is not bound here.
         NotImplementedError: an axis belongs to a vmap; the shard_map leaves axes to the compiler;
           the platform is neither CPU nor CUDA. On CUDA: carrier="xla"; a group has several GPUs in
           each of several processes.
-        TypeError: a leaf is not float32, float16 or bfloat16; a knob is not a static value; `key`
-          is not a key.
-        ValueError: a knob is out of its range.
+        TypeError: a leaf is not float32, float16 or bfloat16; a residual has another dtype than its
+          leaf; a knob is not a static value; `key` is not a key.
+        ValueError: a knob is out of its range; `residual` has another structure or shape than `x`.
         RuntimeError: processes of the mesh cannot reach each other natively; the shard_map has no
           jax.sharding.Mesh, of several processes or GPUs.
         jax.errors.JaxRuntimeError: at run time; a peer is late or dead or called something else.
@@ -118,7 +126,8 @@ def psum_q(
         "fuse": fuse,
         "carrier": carrier,
     }
-    return reduce_tree("psum_q", x, axis_name, "sum", key=key, name=name, **knobs)[0]
+    pair = reduce_tree("psum_q", x, residual, axis_name, "sum", key=key, name=name, **knobs)
+    return pair[0] if residual is None else pair
 
 
 def pmean_q(
@@ -137,10 +146,12 @@ def pmean_q(
     rules: Mapping[str, int] | None = None,
     fuse: bool = True,
     carrier: Carrier = "native",
+    residual: Any = None,
 ) -> Any:
     """Average `x` over mesh axes like `jax.lax.pmean`; everything else as in `psum_q`.
 
-    The float32 sum is divided before the reduced values are compressed.
+    The float32 sum is divided before the reduced values are compressed. Residuals are in the units
+    of `x`, as in `psum_q`: that of the average is multiplied again.
     """
     knobs = {
         "bits": bits,
@@ -154,7 +165,8 @@ def pmean_q(
         "fuse": fuse,
         "carrier": carrier,
     }
-    return reduce_tree("pmean_q", x, axis_name, "avg", key=key, name=name, **knobs)[0]
+    pair = reduce_tree("pmean_q", x, residual, axis_name, "avg", key=key, name=name, **knobs)
+    return pair[0] if residual is None else pair
 
 
 # ---- shared by all collectives here ------------------------------------------------------------
@@ -163,12 +175,13 @@ def pmean_q(
 def reduce_tree(
     caller: str,
     x: Any,
+    residual: Any,
     axis_name: Axes,
     op: str,
+    /,
     *,
     key: jax.Array | None,
     name: str,
-    errors: bool = False,
     rules: Mapping[str, int] | None = None,
     fuse: bool = True,
     carrier: Carrier = "native",
@@ -177,11 +190,7 @@ def reduce_tree(
     """Reduce a tree as psum_q (op "sum") or pmean_q ("avg") do.
 
     Returns:
-        The reduced tree, and with `errors` a tree like `x` of what compression lost, in the units
-        of `x` (else None): the sum of x over all devices is the result (as a sum) plus the sum of
-        the errors, but for what float32 sums and the dtype round. Added to the next `x`, nothing is
-        lost for good (error feedback). They differ between devices; where devices of a process are
-        summed first, the first of them gets the error of all. Not finite: 0.
+        The reduced tree, and the new residual (None without one).
     """
     config = checked_config(
         caller, key, name=name, carrier=carrier, rules=rules, fuse=fuse, **knobs
@@ -189,47 +198,51 @@ def reduce_tree(
     by_name = checked_rules(caller, rules)
     axes, size = checked_axes(caller, axis_name)
     paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(x)
-    leaves = [
-        Leaf(index, checked_leaf(caller, path, leaf), bits_of(path, config, by_name))
-        for index, (path, leaf) in enumerate(paths_and_leaves)
-    ]
+    feedback, leaves = residual is not None, []
+    residuals = checked_residuals(caller, x, residual)
+    for index, (path, given) in enumerate(paths_and_leaves):
+        leaf, old = checked_leaf(caller, path, given), residuals[index]
+        if old is not None:  # the sum of both varies over the axes of both
+            leaf, old = (vary(y, _compat.varying_axes(z)) for y, z in ((leaf, old), (old, leaf)))
+        leaves.append(Leaf(index, leaf, bits_of(path, config, by_name), old))
     seeds = CallSeeds(key, call_text("allreduce", axes, name), axes)
     messages: dict[Hashable, list[Leaf]] = {}
     for leaf in leaves:
         if leaf.x.size > 0 and size > 1:
             messages.setdefault(leaf.x.dtype if fuse else leaf.place, []).append(leaf)
     sums: list[Any] = [None] * len(leaves)
-    lost: list[Any] = [None] * len(leaves)
     for message in messages.values():
         settings = Settings(
             "allreduce", op, axes, size, tuple(leaf.bits for leaf in message), config,
-            name_of(name, message[0].place, len(messages)), carrier, errors,
+            name_of(name, message[0].place, len(messages)), carrier, feedback,
         )  # fmt: skip
         results = bind(
             [leaf.x.reshape(1, -1) for leaf in message],
             [seeds.of(leaf.place, leaf.x) for leaf in message],
             settings,
+            [leaf.residual.reshape(1, -1) for leaf in message if leaf.residual is not None],
         )
-        for position, leaf in enumerate(message):
-            sums[leaf.place] = results[position].reshape(leaf.x.shape)
-            if errors:
-                lost[leaf.place] = results[len(message) + position].reshape(leaf.x.shape)
-    for place, given, _ in leaves:
+        for leaf, result in zip(message, results, strict=False):
+            sums[leaf.place] = result.reshape(leaf.x.shape)
+        for leaf, result in zip(message, results[len(message) :], strict=False):
+            residuals[leaf.place] = result.reshape(leaf.x.shape)
+    for place, given, _, old in leaves:
         if sums[place] is None:  # nothing to send, but the type changes
-            alone = vary(given, frozenset(axes))
-            sums[place], lost[place] = jax.lax.psum(alone, axes), jnp.zeros_like(alone)
+            alone = vary(given if old is None else given + old, frozenset(axes))
+            sums[place], residuals[place] = jax.lax.psum(alone, axes), jnp.zeros_like(alone)
     if size == 1:
         _runtime.warn_if_alone()
     unflatten = jax.tree_util.tree_unflatten
-    return unflatten(tree, sums), unflatten(tree, lost) if errors else None
+    return unflatten(tree, sums), unflatten(tree, residuals) if feedback else None
 
 
 class Leaf(NamedTuple):
-    """One array of a tree, its place there and its bits."""
+    """One array of a tree, its place there, its bits and what was lost of it before."""
 
     place: int
     x: jax.Array
     bits: int
+    residual: jax.Array | None
 
 
 def checked_config(
@@ -243,6 +256,10 @@ def checked_config(
     **knobs: Any,
 ) -> Config:
     """Check all that must be static, and the key; return the knobs that the core knows."""
+    if "residual" in knobs:
+        raise TypeError(
+            f"{caller} takes no residual: psum_q and pmean_q do; average_gradients keeps its own"
+        )
     static = {**knobs, "name": name, "carrier": carrier, "fuse": fuse, **(rules or {})}
     for knob, value in static.items():
         if isinstance(value, _compat.Tracer):
@@ -330,6 +347,33 @@ def checked_leaf(caller: str, path: Any, leaf: Any) -> jax.Array:
             f"compressed: {remedy}"
         )
     return jnp.asarray(leaf, dtype)
+
+
+def checked_residuals(caller: str, x: Any, residual: Any) -> list[Any]:
+    """Return the residual of each leaf of x, if it is a tree like x; or None for each."""
+    if residual is None:
+        return [None] * len(jax.tree.leaves(x))
+    remedy = "begin with jax.tree.map(jnp.zeros_like, x)"
+    wanted, given = jax.tree.structure(x), jax.tree.structure(residual)
+    if given != wanted:
+        raise ValueError(f"{caller}: residual is {given}, and x is {wanted}: {remedy}")
+    checked = []
+    for (path, leaf), old in zip(
+        jax.tree_util.tree_leaves_with_path(x), jax.tree.leaves(residual), strict=True
+    ):
+        where = jax.tree_util.keystr(path)
+        if jnp.shape(old) != jnp.shape(leaf):
+            raise ValueError(
+                f"{caller}: residual{where} has shape {jnp.shape(old)}, and x{where} has "
+                f"{jnp.shape(leaf)}: {remedy}"
+            )
+        if jnp.result_type(old) != jnp.result_type(leaf):
+            raise TypeError(
+                f"{caller}: residual{where} has dtype {jnp.result_type(old)}, and x{where} has "
+                f"{jnp.result_type(leaf)}: {remedy}"
+            )
+        checked.append(jnp.asarray(old))
+    return checked
 
 
 def bits_of(path: Any, config: Config, rules: list[Rule]) -> int:

@@ -53,7 +53,6 @@ from cgx_ops.jax import (
     psum_q,
     psum_scatter_q,
 )
-from cgx_ops.jax.psum import reduce_tree
 
 allreduce = importlib.import_module("cgx_ops.jax.allreduce")
 ON_CPU = sys.argv[1] == "--on-cpu"
@@ -177,17 +176,16 @@ def examples() -> None:
     check(on_ranks(body, x), [want] * RANKS)
 
 
-def errors() -> None:
-    """What compression loses comes back."""
-    x = normal(9, RANKS, 3000)
-    lost = [np.zeros(3000, np.float32) for _ in range(RANKS)]
-    expected(x, errors=lost)
+def residuals() -> None:
+    """What compression has lost is added, and what it loses comes back."""
+    x, old = normal(9, RANKS, 3000), normal(13, RANKS, 3000)
+    new = old.copy()
+    sums = expected(x, residuals=list(new))
 
-    def body(v: jax.Array) -> jax.Array:
-        return reduce_tree("psum_q", v, "d", "sum", key=None, name="", errors=True, bits=4,
-                           algorithm="sra")[1]  # fmt: skip
+    def body(v: jax.Array, e: jax.Array) -> jax.Array:
+        return jnp.stack(psum_q(v, "d", bits=4, algorithm="sra", residual=e))
 
-    check(on_ranks(body, x), lost)
+    check(on_ranks(body, x, old), [np.stack([sums, row]) for row in new])
 
 
 def permuted() -> None:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_carrier_cases import BF16, CASES, Case, Values
-from jax_cases import mesh_of, on_mesh, same_bits, use_cpu_devices
+from jax_cases import expected, mesh_of, on_mesh, same_bits, use_cpu_devices
 
 import cgx_ops.jax
 from cgx_ops import _native
@@ -45,11 +45,11 @@ def spread(mesh: Mesh, rows: Values) -> jax.Array:
 def check(mesh: Mesh, axes: tuple[str, ...], groups: Sequence[Sequence[int]], case: Case) -> None:
     """Require the wanted bits of all devices here. `groups`: places in the mesh."""
     processes = [device.process_index for device in mesh.devices.flat]
-    operands = spread(mesh, case.inputs(mesh.size)), spread(mesh, case.seeds(mesh.size))
+    operands = [spread(mesh, rows) for rows in case.operands(mesh.size)]
     wanted = {group[0]: case.expected(group, processes, axes) for group in groups}
     for carrier in CARRIERS:
         program = on_mesh(mesh, partial(case.call, axes=axes, carrier=carrier))
-        results, errors = (
+        results, residuals = (
             {shard.index[0].start: np.asarray(shard.data)[0] for shard in rows.addressable_shards}
             for rows in program(*operands)
         )
@@ -59,7 +59,7 @@ def check(mesh: Mesh, axes: tuple[str, ...], groups: Sequence[Sequence[int]], ca
                 if place in results:
                     what = f"{carrier}, place {place} of {group}, {case}"
                     assert same_bits(results[place], result), f"the result: {what}"
-                    assert same_bits(errors[place], lost[rank]), f"the error: {what}"
+                    assert same_bits(residuals[place], lost[rank]), f"the residual: {what}"
 
 
 def check_one_axis() -> None:
@@ -100,10 +100,7 @@ def check_many() -> None:
         return [y + 0 * t for y, t in zip(ours, theirs, strict=True)]
 
     operands = [spread(mesh, case.inputs(mesh.size)) for case in cases]
-    wanted = [
-        case.expected(range(mesh.size), [device.process_index for device in DEVICES])[0]
-        for case in cases
-    ]
+    wanted = [expected(case.inputs(mesh.size)) for case in cases]
     program = on_mesh(mesh, body)
     for _ in range(5):
         for rows, result in zip(program(*operands), wanted, strict=True):
