@@ -91,8 +91,8 @@ Message::Message(const Site& site, std::string key, int32_t dtype, int64_t divis
 void Message::Add(const Leaf& leaf, int64_t at) {
   const int64_t bucket_size = collective.config.bucket_size;
   for (int64_t row = 0; row < leaf.batch; ++row) {
-    segments_.push_back({at + row * leaf.numel, leaf.numel, bucket_size, leaf.bits, 0});
-    if (row == 0) examples_.push_back(segments_.back());
+    const int32_t repeats = row > 0;  // an example of a vmap is reduced as if it were alone
+    segments_.push_back({at + row * leaf.numel, leaf.numel, bucket_size, leaf.bits, repeats});
   }
 }
 
@@ -109,7 +109,6 @@ void Message::Add(const Leaf& leaf) {
 const cgx_collective_t& Message::On(int32_t comm) {
   collective.comm = comm;
   collective.name = key_.c_str();
-  PickAlgorithm();
   collective.segments = segments_.data();
   collective.num_segments = static_cast<int64_t>(segments_.size());
   if (!seeds.empty()) collective.seeds = seeds.data();
@@ -120,23 +119,6 @@ const cgx_collective_t& Message::On(int32_t comm) {
   }
   if (!residuals_.empty()) collective.residuals = residuals_.data();
   return collective;
-}
-
-// Each example of a vmap is to be reduced as if it were alone, so "auto" must go by the size of
-// one.
-void Message::PickAlgorithm() {
-  if (collective.config.algorithm != CGX_AUTO || examples_.size() == segments_.size()) return;
-  cgx_collective_t one = collective;
-  int64_t end = 0;
-  for (cgx_segment_t& example : examples_) {
-    example.offset = std::exchange(end, end + example.numel);
-  }
-  one.segments = examples_.data();
-  one.num_segments = static_cast<int64_t>(examples_.size());
-  one.input = one.output = this;  // not looked at: only the sizes count
-  auto plan = make<cgx_plan_t>();
-  check(cgx_plan(&one, &plan));
-  collective.config.algorithm = plan.algorithm;
 }
 
 std::shared_ptr<Message> AsRank(const Operands& operands, const Site& site, int64_t rank,

@@ -111,11 +111,9 @@ class Message {
   std::vector<int64_t> seeds;   // by segment
 
  private:
-  void PickAlgorithm();
-
   std::string key_;
-  std::vector<cgx_segment_t> segments_, examples_;  // all; the first of each leaf
-  std::vector<const void*> inputs_;                 // by segment; empty: in one buffer
+  std::vector<cgx_segment_t> segments_;
+  std::vector<const void*> inputs_;  // by segment; empty: in one buffer
   std::vector<void*> outputs_, residuals_;
 };
 

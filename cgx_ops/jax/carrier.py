@@ -31,7 +31,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 from cgx_ops import _native
-from cgx_ops.config import Algorithm, Config
+from cgx_ops.config import Algorithm
 from cgx_ops.jax import _compat, _runtime
 from cgx_ops.jax._calls import call_attributes, parted
 
@@ -158,32 +158,18 @@ class _Plan:
 
 def _plan(leaves: list[jax.ShapeDtypeStruct], ranks: int, settings: "Settings") -> _Plan:
     """Plan for leaves (batch, n). "auto" goes by one example, compressed as if it were alone."""
-    shapes = [leaf.shape for leaf in leaves]
-    ask = functools.partial(_ask_core, dtype=leaves[0].dtype.name, ranks=ranks, settings=settings)
-    example = ask([(1, numel) for _, numel in shapes], settings.config)
-    return ask(shapes, replace(settings.config, algorithm=example.algorithm))
-
-
-def _ask_core(
-    shapes: list[tuple[int, int]],
-    config: Config,
-    *,
-    dtype: str,
-    ranks: int,
-    settings: "Settings",
-) -> _Plan:
     segments = [
-        _native.Segment(0, numel, config.bucket_size, bits)
-        for (batch, numel), bits in zip(shapes, settings.bits, strict=True)
-        for _ in range(batch)
+        _native.Segment(0, leaf.shape[1], settings.config.bucket_size, bits, repeats=example > 0)
+        for leaf, bits in zip(leaves, settings.bits, strict=True)
+        for example in range(leaf.shape[0])
     ]
     # Lists of pointers, all null: where values are does not matter here, only that they are apart.
     nowhere = (ctypes.c_void_p * len(segments))()
     call = _native.Collective(
         verb=_native.VERBS["allreduce"],
-        dtype=_native.DTYPES[dtype],
+        dtype=_native.DTYPES[leaves[0].dtype.name],
         op=_native.OPS[settings.op],
-        config=config.native,
+        config=settings.config.native,
         segments=(_native.Segment * len(segments))(*segments),
         num_segments=len(segments),
         inputs=nowhere,
