@@ -48,9 +48,8 @@ void keep_residual(const Plan& plan, const Piece& piece, Way way, const float* s
   const bool divided = way == Way::kGather && plan.op == Op::kAvg;
   float* decoded = room(decoded_block, numel);
   piece.coded[way].codec->decode(encoded, numel, Dtype::kFloat32, decoded);
-  kernels().lost(sums, divided ? static_cast<float>(plan.divisor) : 1.0f, decoded, numel);
-  kernels().convert(Dtype::kFloat32, decoded, plan.dtype, piece.residual + plan.bytes(first),
-                    numel);
+  kernels().lost(sums, decoded, divided ? static_cast<float>(plan.divisor) : 1.0f, plan.dtype,
+                 piece.residual + plan.bytes(first), numel);
 }
 
 }  // namespace cgx

@@ -45,8 +45,9 @@ struct Kernels {
   // into = op(into, values); avg adds. NaN wins in min and max, and -0 < +0.
   void (*combine)(Op op, const float* values, float* into, int64_t numel);
   void (*divide)(float* values, float divisor, int64_t numel);
-  // kept = (values - kept) * scale: what was lost of values. Not finite: 0.
-  void (*lost)(const float* values, float scale, float* kept, int64_t numel);
+  // kept = (values - decoded) * scale, rounded to `dtype`: what was lost of values. Not finite: 0.
+  void (*lost)(const float* values, const float* decoded, float scale, Dtype dtype, void* kept,
+               int64_t numel);
 };
 
 // The chosen target's table. Throws Error(CGX_INVALID_ARGUMENT) if CGX_CPU_TARGET names a target

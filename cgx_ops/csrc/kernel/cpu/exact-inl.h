@@ -82,14 +82,22 @@ void divide(float* values, float divisor, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) to[i].value = with_one_nan(to[i].value / divisor);
 }
 
-void lost(const float* from, float scale, float* into, int64_t numel) {
+template <typename Value>
+void lost_as(const float* from, const float* decoded_from, float scale, void* into, int64_t numel) {
   const auto* __restrict values = reinterpret_cast<const Stored<float>*>(from);
-  auto* __restrict kept = reinterpret_cast<Stored<float>*>(into);
+  const auto* __restrict decoded = reinterpret_cast<const Stored<float>*>(decoded_from);
+  auto* __restrict kept = static_cast<Stored<typename Value::Bits>*>(into);
   for (int64_t i = 0; i < numel; ++i) {
-    const float error = (values[i].value - kept[i].value) * scale;
+    const float error = (values[i].value - decoded[i].value) * scale;
     const bool finite = (__builtin_bit_cast(uint32_t, error) & 0x7f800000u) != 0x7f800000u;
-    kept[i].value = finite ? error : 0.0f;
+    kept[i].value = Value::round(finite ? error : 0.0f);
   }
+}
+
+void lost(const float* values, const float* decoded, float scale, Dtype dtype, void* kept,
+          int64_t numel) {
+  with_value_type(
+      dtype, [&](auto value) { lost_as<decltype(value)>(values, decoded, scale, kept, numel); });
 }
 
 }  // namespace
