@@ -112,6 +112,7 @@ def test_wheel_works_without_the_source_tree(tmp_path: Path) -> None:
         "_torch_ops.pyi",
         "_xla_ffi.pyi",
         "csrc/include/cgx/cgx.h",
+        "csrc/include/cgx/face.h",
         "torch/__init__.py",
         "jax/__init__.py",
         "bench/allreduce.py",

@@ -6,7 +6,8 @@
  *   4. collectives: start, test, notify, wait
  *   5. an allreduce whose bytes the caller carries: torch's or XLA's own collectives
  *   6. arithmetic on one rank: exact sums; the codec alone, for tests and tools
- *   7. an inline C++ face: cgx::check() throws in the caller's own module
+ *
+ * In C++ face.h comes with it.
  *
  * No exception crosses this border: every function returns a status, and the text of the calling
  * thread's last failure is cgx_last_error(). Structs begin with struct_size = sizeof(the struct),
@@ -380,39 +381,6 @@ CGX_API cgx_status_t cgx_sum_encoded(const cgx_codec_t* codec, const void* messa
 #ifdef __cplusplus
 } /* extern "C" */
 
-/* ---- 7. C++ face -------------------------------------------------------------------------- */
-
-#include <stdexcept>
-#include <string>
-
-namespace cgx {
-
-class StatusError : public std::runtime_error {
- public:
-  StatusError(cgx_status_t status, const std::string& text)
-      : std::runtime_error(text), status(status) {}
-  cgx_status_t status;
-};
-
-inline void check(cgx_status_t status) {
-  if (status != CGX_OK) throw StatusError(status, cgx_last_error());
-}
-
-/* cgx_config_parse; by default the default config. */
-inline cgx_config_t config_of(const char* text = "") {
-  cgx_config_t config;
-  check(cgx_config_parse(text, &config));
-  return config;
-}
-
-/* Zero-initialised with struct_size set: auto c = cgx::make<cgx_collective_t>(); */
-template <typename T>
-T make() {
-  T t{};
-  t.struct_size = sizeof(T);
-  return t;
-}
-
-}  // namespace cgx
+#include "cgx/face.h"
 #endif /* __cplusplus */
 #endif /* CGX_CGX_H_ */
