@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,10 @@ from cgx_ops.errors import InvalidArgument, Unsupported
 
 Array = npt.NDArray[Any]
 
+# addressof(from_buffer(array)) is where a C-contiguous, writable array begins. It raises TypeError
+# or ValueError for any other array, an empty one and one of ml_dtypes' bfloat16.
+addressof = ctypes.addressof
+from_buffer: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 _REMEDY = "convert it first, for instance with array.astype(numpy.float32)"
 
 
@@ -50,7 +55,7 @@ def as_input(values: npt.ArrayLike) -> Array:
 def address(array: Array) -> int:
     """Return where a C-contiguous array's values begin."""
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))  # array.ctypes takes longer
+        return addressof(from_buffer(array))  # array.ctypes takes longer
     except (TypeError, ValueError):  # it is read-only, empty, or of ml_dtypes' bfloat16
         return array.ctypes.data
 

@@ -8,13 +8,16 @@ ended empties it.
 
 import contextlib
 from collections import deque
-from ctypes import byref, c_int32, c_void_p
+from ctypes import byref, c_double, c_int32, c_void_p
 
 from cgx_ops import _native
 from cgx_ops._arrays import Array
 from cgx_ops.errors import CgxError
 
-_LOOK_UP_S = 0.1  # how long a wait stays in the core, where Python's signal handlers do not run
+_run_for = _native.unchecked("cgx_run_for")
+_LOOK_UP_S = c_double(
+    0.1
+)  # how long a wait stays in the core, where Python's signal handlers do not run
 
 
 class _Flight:
@@ -127,7 +130,9 @@ def run(collective: _native.Collective, result: Array, *others: Array) -> Array:
     """Start such a collective, wait for its end and return its result."""
     flight = _hold(result, *others)
     try:
-        _native.call("cgx_run_for", byref(collective), _LOOK_UP_S, byref(flight.handle))
+        status = _run_for(byref(collective), _LOOK_UP_S, byref(flight.handle))
+        if status:
+            _native.check(status)
         if flight.handle:  # it has not ended yet
             flight.wait()
     finally:

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from ctypes import c_double
 from types import FrameType
 from typing import Any
 
@@ -107,7 +108,9 @@ def test_a_start_may_be_interrupted_anywhere() -> None:
 
 
 def test_a_call_may_be_interrupted_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "_LOOK_UP_S", 0.0)  # so that it is in its wait all the time
+    monkeypatch.setattr(
+        request, "_LOOK_UP_S", c_double(0.0)
+    )  # so that it is in its wait all the time
 
     _interrupt_everywhere(_call, peer_first=False)
 
