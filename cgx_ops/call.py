@@ -6,12 +6,14 @@ import itertools
 import operator
 import threading
 from collections.abc import Sequence
-from ctypes import Array, c_int64, c_void_p
+from ctypes import c_int64, c_void_p
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from cgx_ops import _native
-from cgx_ops._arrays import Array, addressof, from_buffer
+from cgx_ops._arrays import Array, address, addressof, as_output, dtype_code, from_buffer
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument
 
@@ -162,10 +164,43 @@ class Call:
             native.seeds = (c_int64 * len(self.seeds))(*self.seeds)
         return native
 
-    def pointers(self, start: int, width: int) -> "Array[c_void_p]":
-        """Return where the segments are in an array at `start` of elements `width` bytes wide."""
+    def prepare(
+        self,
+        comm: int,
+        comm_name: str,
+        counter: Counter,
+        source: Array,
+        shape: tuple[int, ...],
+        block: int,
+        out: Array | None,
+        residual: Array | None = None,
+    ) -> tuple[_native.Collective, *tuple[Array, ...]]:
+        """Return the call, with `block` elements a rank, its result, and the other arrays it uses.
+
+        comm, comm_name, counter: the communicator's id, name and count of calls. shape: the
+        result's.
+        """
+        result = as_output(out, shape, source.dtype)
+        pointers = address(source), address(result)
+        in_place = self.verb == "allreduce" and pointers[0] == pointers[1]
+        if not in_place and np.may_share_memory(result, source):
+            raise InvalidArgument(
+                f"out overlaps the input of {self.verb}: "
+                "only allreduce may write to its input, and to all of it"
+            )
+        if out is None and self.segments is not None:
+            result.fill(0)
+        count, dtype = counter.next(self.name), dtype_code(source.dtype)
+        collective = self.collective(comm, count, dtype, *pointers, block, comm_name)
+        if residual is None:
+            return collective, result, source
+        as_output(residual, source.shape, source.dtype, "residual")
+        if np.may_share_memory(residual, source) or np.may_share_memory(residual, result):
+            raise InvalidArgument("residual overlaps the input or out: give it memory of its own")
+        start, width = address(residual), source.itemsize
         offsets = [0] if self.segments is None else [each.offset for each in self.segments]
-        return (c_void_p * len(offsets))(*(start + width * offset for offset in offsets))
+        collective.residuals = (c_void_p * len(offsets))(*(start + width * at for at in offsets))
+        return collective, result, source, residual
 
 
 _copy = _native.Collective.from_buffer_copy

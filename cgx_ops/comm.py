@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cgx_ops import _native, request
-from cgx_ops._arrays import Array, address, as_input, as_output, dtype_code
+from cgx_ops._arrays import Array, as_input
 from cgx_ops.call import Call, Counter, Op, Repeat, Segment
 from cgx_ops.config import Config
 from cgx_ops.errors import CgxError, Closed, InvalidArgument
@@ -56,6 +56,7 @@ class Communicator:
         self._repeats: dict[tuple[Any, ...], Repeat] = {}
         info = self._info()
         self.name, self.rank, self.size = _native.text(info.name), info.rank, info.size
+        self._self = id, self.name, self._counter  # what calls need of it
 
     # ---- How communicators are made --------------------------------------------------------------
 
@@ -290,7 +291,11 @@ class Communicator:
         """Start what allreduce() does and return at once. Leave the arrays alone until wait()."""
         source = as_input(array)
         call = Call("allreduce", op, config, name, segments, seed, timeout)
-        return request.start(*self._prepare(call, source, source.shape, source.size, out, residual))
+        return request.start(
+            *call.prepare(
+                self.id, self.name, self._counter, source, source.shape, source.size, out, residual
+            )
+        )
 
     def reduce_scatter(
         self,
@@ -354,7 +359,9 @@ class Communicator:
         out: Array | None,
         residual: Array | None = None,
     ) -> Array:
-        collective, result, *others = self._prepare(call, source, shape, block, out, residual)
+        collective, result, *others = call.prepare(
+            self.id, self.name, self._counter, source, shape, block, out, residual
+        )
         if call.repeatable and call.verb == "allreduce" and residual is None:
             if len(self._repeats) >= _MOST_REPEATS:
                 self._repeats.clear()
@@ -362,42 +369,6 @@ class Communicator:
             form = call.op, id(call.config), call.name, call.timeout, *arrays
             self._repeats[form] = Repeat(call.config, collective.pattern)
         return request.run(collective, result, *others)
-
-    def _prepare(
-        self,
-        call: Call,
-        source: Array,
-        shape: tuple[int, ...],
-        block: int,
-        out: Array | None,
-        residual: Array | None,
-    ) -> tuple[_native.Collective, *tuple[Array, ...]]:
-        """Return `call`, with `block` elements a rank, its result, and the other arrays it uses."""
-        result = as_output(out, shape, source.dtype)
-        pointers = address(source), address(result)
-        in_place = call.verb == "allreduce" and pointers[0] == pointers[1]
-        if not in_place and np.may_share_memory(result, source):
-            raise InvalidArgument(
-                f"out overlaps the input of {call.verb}: "
-                "only allreduce may write to its input, and to all of it"
-            )
-        if out is None and call.segments is not None:
-            result.fill(0)
-        collective = call.collective(
-            self.id,
-            self.next_call(call.name),
-            dtype_code(source.dtype),
-            *pointers,
-            block,
-            self.name,
-        )
-        if residual is None:
-            return collective, result, source
-        as_output(residual, source.shape, source.dtype, "residual")
-        if np.may_share_memory(residual, source) or np.may_share_memory(residual, result):
-            raise InvalidArgument("residual overlaps the input or out: give it memory of its own")
-        collective.residuals = call.pointers(address(residual), source.itemsize)
-        return collective, result, source, residual
 
     def next_call(self, name: str) -> int:
         """Count a call of this name: how many this process made before. Seeds derive from it."""
