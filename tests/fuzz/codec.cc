@@ -3,7 +3,10 @@
 // beyond it is read or written.
 #include "compressor/codec.h"
 
+#include <cstring>
+
 #include "base/float_mode.h"
+#include "base/half.h"
 #include "base/status.h"
 #include "input.h"
 #include "kernel/kernels.h"
@@ -66,6 +69,13 @@ void check_decoding(Input& input) {
   decode([&] { codec->decode(message, numel, to, values.data()); });
   decode([&] { codec->decode_add(message, numel, sum.data(), sum.data()); });
   if (length != expected || settings.bits == kExactBits || settings.skip_incomplete_buckets) return;
+  if (to == Dtype::kFloat32) {
+    for (int64_t i = 0; i < numel; ++i) {
+      uint32_t bits;
+      std::memcpy(&bits, values.data() + 4 * i, 4);
+      FUZZ_CHECK(!is_nan(bits) || bits == kFloat32Nan);
+    }
+  }
   const BucketRun run{numel, 0, settings.bucket_size, settings.bits};
   same_on_all_targets(values.size(), [&](const Kernels& kernels, std::byte* into) {
     kernels.dequantize(message.data(), run, to, into);

@@ -9,7 +9,7 @@ using namespace cgx;
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Input input(data, size);
   Bytes message;
-  if (const int kind = input.below(3); kind == 0) {
+  if (const int kind = input.below(4); kind == 0) {
     Header header;
     header.key = {std::string(input.below(40), 'n'), input.number<uint64_t>()};
     header.serial = input.number<uint32_t>();
@@ -19,6 +19,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   } else if (kind == 1) {
     message = input.spoiled(write_cancel(
         {input.number<uint32_t>(), {static_cast<cgx_status_t>(input.below(4)), "reason"}}));
+  } else if (kind == 2) {
+    message = input.spoiled(
+        write_answer({input.number<uint32_t>(), std::vector<int32_t>(input.below(9), 1)}));
   } else {
     message = input.rest();
   }
@@ -29,8 +32,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       static_cast<void>(difference(header->agreement, Agreement{}));
     } else if (const auto* cancel = std::get_if<Cancel>(&read)) {
       FUZZ_CHECK(write_cancel(*cancel).size() == message.size());
+    } else if (const auto* abort = std::get_if<Abort>(&read)) {
+      FUZZ_CHECK(write_abort(abort->reason) == message);
+    } else if (const auto* ask = std::get_if<Ask>(&read)) {
+      FUZZ_CHECK(write_ask(*ask).size() == message.size());
     } else {
-      FUZZ_CHECK(write_abort(std::get<Abort>(read).reason) == message);
+      FUZZ_CHECK(write_answer(std::get<Answer>(read)).size() == message.size());
     }
   } catch (const Error& error) {
     FUZZ_CHECK(std::string(error.what()).starts_with("rank 1"));

@@ -89,8 +89,7 @@ void lost_as(const float* from, const float* decoded_from, float scale, void* in
   auto* __restrict kept = static_cast<Stored<typename Value::Bits>*>(into);
   for (int64_t i = 0; i < numel; ++i) {
     const float error = (values[i].value - decoded[i].value) * scale;
-    const bool finite = (__builtin_bit_cast(uint32_t, error) & 0x7f800000u) != 0x7f800000u;
-    kept[i].value = Value::round(finite ? error : 0.0f);
+    kept[i].value = Value::round(is_finite(error) ? error : 0.0f);
   }
 }
 

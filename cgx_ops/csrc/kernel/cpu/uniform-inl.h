@@ -40,10 +40,6 @@ struct Range {
   float inverse;  // 0: all levels are 0
 };
 
-[[gnu::always_inline]] inline bool is_finite(float x) {
-  return (__builtin_bit_cast(uint32_t, x) & 0x7f800000u) != 0x7f800000u;
-}
-
 // n > 0. The order of the stored values is that of the widened ones, so the scan widens nothing.
 template <typename Value>
 Range range_of(const Stored<typename Value::Bits>* __restrict values, int64_t n, int bits) {
@@ -202,6 +198,9 @@ template <int kBits, typename Deliver>
     const int64_t n = at_most(run.bucket_size, run.numel - start);
     Header header;
     __builtin_memcpy(&header, records, sizeof(Header));
+    // No rank writes another one that is not finite; of two NaNs it would depend on the compiler
+    // which is kept.
+    if (!is_finite(header.min) || !is_finite(header.step)) header = kNonFinite;
     const auto decoded = [&header](Ints levels) {
       return header.min + __builtin_convertvector(levels, Floats) * header.step;
     };

@@ -49,6 +49,10 @@ template <typename Key>
   return static_cast<Key>(bits ^ ((bits >> kSignBit) & kMagnitude));
 }
 
+[[gnu::always_inline]] inline bool is_finite(float x) {
+  return (__builtin_bit_cast(uint32_t, x) & 0x7f800000u) != 0x7f800000u;
+}
+
 // Results of arithmetic carry one NaN: which operand's payload survives, and the sign of Inf - Inf,
 // differ between processors.
 [[gnu::always_inline]] inline float with_one_nan(float x) {
