@@ -72,12 +72,16 @@ Values make_values(Dtype dtype, int64_t numel, Data kind) {
   return values;
 }
 
-Memory as_floats(Dtype dtype, const std::byte* values, int64_t numel) {
+float* floats_of(Memory& memory) { return reinterpret_cast<float*>(memory.data()); }
+
+// Values with their residual, which may be null.
+Memory as_floats(Dtype dtype, const std::byte* values, int64_t numel,
+                 const std::byte* residual = nullptr) {
   Memory floats(static_cast<size_t>(4 * numel));
   kernels().convert(dtype, values, Dtype::kFloat32, floats.data(), numel);
+  if (residual) kernels().add(dtype, residual, floats_of(floats), floats_of(floats), numel);
   return floats;
 }
-float* floats_of(Memory& memory) { return reinterpret_cast<float*>(memory.data()); }
 
 // Memory that a launch writes to: afterwards all of it, what is between the places included, must
 // be as expected.
@@ -90,6 +94,12 @@ struct Space {
     actual.resize(static_cast<size_t>(at + bytes + 16), kFill);
     return at;
   }
+  // The same, of a place that holds values.
+  int64_t add(const Memory& bytes) {
+    const int64_t at = add(static_cast<int64_t>(bytes.size()));
+    std::copy(bytes.begin(), bytes.end(), actual.begin() + at);
+    return at;
+  }
   void repeat(int times) {
     const size_t once = actual.size();
     actual.resize(once * static_cast<size_t>(times), kFill);
@@ -98,6 +108,8 @@ struct Space {
     if (expected.empty()) expected.assign(actual.size(), kFill);
     if (!bytes.empty()) std::memcpy(expected.data() + at, bytes.data(), bytes.size());
   }
+  // Null for what add() was not called for.
+  std::byte* place(int64_t at) { return at < 0 ? nullptr : actual.data() + at; }
   bool as_expected() {
     if (expected.empty()) expected.assign(actual.size(), kFill);
     return actual == expected;
@@ -180,23 +192,29 @@ int64_t read_at(const Regions& regions) {
 Memory lost_of(Dtype dtype, Memory& floats, const Codec& codec, const Memory& message,
                float scale) {
   const auto numel = static_cast<int64_t>(floats.size() / 4);
-  Memory decoded(floats.size()), error(static_cast<size_t>(numel * size_of(dtype)));
+  Memory decoded(floats.size()), lost(static_cast<size_t>(numel * size_of(dtype)));
   codec.decode(message, numel, Dtype::kFloat32, decoded.data());
   kernels().lost(floats_of(floats), scale, floats_of(decoded), numel);
-  kernels().convert(Dtype::kFloat32, decoded.data(), dtype, error.data(), numel);
-  return error;
+  kernels().convert(Dtype::kFloat32, decoded.data(), dtype, lost.data(), numel);
+  return lost;
+}
+
+// Returns where a residual of values begins.
+int64_t add_residual(Dtype dtype, const Shape& shape, Data kind, Space* residuals) {
+  const Memory values = make_values(dtype, shape.numel, kind).memory;
+  return residuals->add(Memory(values.end() - shape.numel * size_of(dtype), values.end()));
 }
 
 void test_encode(Dtype dtype, RoundingMode rounding, Data kind, const std::vector<Shape>& shapes,
                  const std::string& where) {
   Encode launch{.dtype = dtype, .rounding = rounding, .rank = 3, .phase = 1};
   std::vector<Values> inputs;
-  std::vector<int64_t> message_at, error_at;
-  Space messages, errors;
+  std::vector<int64_t> message_at, residual_at;
+  Space messages, residuals;
   for (const Shape& shape : shapes) {
     inputs.push_back(make_values(dtype, shape.numel, kind));
     message_at.push_back(messages.add(codec(dtype, shape, shape.bits)->max_bytes(shape.numel)));
-    error_at.push_back(pick(2) ? errors.add(shape.numel * size_of(dtype)) : -1);
+    residual_at.push_back(pick(2) ? add_residual(dtype, shape, kind, &residuals) : -1);
   }
   messages.actual.resize(messages.actual.size() + static_cast<size_t>(pick(20)), kFill);
   const auto region = static_cast<int64_t>(messages.actual.size());
@@ -209,28 +227,33 @@ void test_encode(Dtype dtype, RoundingMode rounding, Data kind, const std::vecto
 
   for (size_t i = 0; i < shapes.size(); ++i) {
     const Shape& shape = shapes[i];
-    launch.pieces.at[launch.pieces.count++] = {
-        .values = inputs[i].data(),
-        .error = error_at[i] < 0 ? nullptr : errors.actual.data() + error_at[i],
-        .message = messages.actual.data() + message_at[i],
-        .numel = shape.numel,
-        .first_index = shape.first_index,
-        .bucket_size = shape.bucket_size,
-        .seed = shape.seed,
-        .bits = shape.bits};
+    launch.pieces.at[launch.pieces.count++] = {.values = inputs[i].data(),
+                                               .residual = residuals.place(residual_at[i]),
+                                               .message = messages.actual.data() + message_at[i],
+                                               .numel = shape.numel,
+                                               .first_index = shape.first_index,
+                                               .bucket_size = shape.bucket_size,
+                                               .seed = shape.seed,
+                                               .bits = shape.bits};
     const auto compressor = codec(dtype, shape, shape.bits);
     Memory message(static_cast<size_t>(compressor->max_bytes(shape.numel)));
-    compressor->encode(dtype, inputs[i].data(), shape.numel, shape.first_index,
-                       {rounding, shape.seed, launch.rank, launch.phase}, message.data());
+    const Rounding noise{rounding, shape.seed, launch.rank, launch.phase};
+    if (residual_at[i] < 0) {
+      compressor->encode(dtype, inputs[i].data(), shape.numel, shape.first_index, noise,
+                         message.data());
+    } else {
+      Memory floats =
+          as_floats(dtype, inputs[i].data(), shape.numel, residuals.place(residual_at[i]));
+      compressor->encode(Dtype::kFloat32, floats.data(), shape.numel, shape.first_index, noise,
+                         message.data());
+      residuals.expect(residual_at[i], lost_of(dtype, floats, *compressor, message, 1.0f));
+    }
     for (int copy = 0; copy <= launch.copies.count; ++copy)
       messages.expect(message_at[i] + written_at(launch.regions) + 2 * region * copy, message);
-    Memory floats = as_floats(dtype, inputs[i].data(), shape.numel);
-    if (error_at[i] >= 0)
-      errors.expect(error_at[i], lost_of(dtype, floats, *compressor, message, 1.0f));
   }
   run(launch, false);
   CHECK(messages.as_expected(), where);
-  CHECK(errors.as_expected(), where);
+  CHECK(residuals.as_expected(), where);
 }
 
 void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shape> shapes,
@@ -243,11 +266,11 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
     launch.op = one_of({Op::kMin, Op::kMax, Op::kProduct});
     for (Shape& shape : shapes) shape.bits = shape.reduced_bits = kExactBits;
   }
-  launch.error_scale = launch.op == Op::kAvg ? launch.divisor : 1.0f;
+  launch.residual_scale = launch.op == Op::kAvg ? launch.divisor : 1.0f;
 
   std::vector<std::vector<Values>> inputs;  // by piece, by rank
-  std::vector<int64_t> message_at, reduced_at, result_at, error_at;
-  Space messages, reduced, results, errors;
+  std::vector<int64_t> message_at, reduced_at, result_at, residual_at;
+  Space messages, reduced, results, residuals;
   for (const Shape& shape : shapes) {
     inputs.emplace_back();
     for (int rank = 0; rank < launch.size; ++rank)
@@ -257,8 +280,7 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
         pick(3) ? reduced.add(codec(dtype, shape, shape.reduced_bits)->max_bytes(shape.numel))
                 : -1);
     result_at.push_back(pick(3) ? results.add(shape.numel * size_of(dtype)) : -1);
-    error_at.push_back(reduced_at.back() >= 0 && pick(2) ? errors.add(shape.numel * size_of(dtype))
-                                                         : -1);
+    residual_at.push_back(pick(2) ? add_residual(dtype, shape, kind, &residuals) : -1);
   }
   launch.stride = static_cast<int64_t>(messages.actual.size()) + pick(20);
   messages.actual.resize(static_cast<size_t>(launch.stride), kFill);
@@ -278,10 +300,10 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
     const Shape& shape = shapes[i];
     launch.pieces.at[launch.pieces.count++] = {
         .values = launch.own < 0 ? nullptr : inputs[i][static_cast<size_t>(launch.own)].data(),
-        .result = result_at[i] < 0 ? nullptr : results.actual.data() + result_at[i],
-        .error = error_at[i] < 0 ? nullptr : errors.actual.data() + error_at[i],
+        .result = results.place(result_at[i]),
+        .residual = residuals.place(residual_at[i]),
         .message = messages.actual.data() + message_at[i],
-        .reduced = reduced_at[i] < 0 ? nullptr : reduced.actual.data() + reduced_at[i],
+        .reduced = reduced.place(reduced_at[i]),
         .numel = shape.numel,
         .first_index = shape.first_index,
         .bucket_size = shape.bucket_size,
@@ -293,7 +315,8 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
     Memory sums, other(static_cast<size_t>(4 * shape.numel));
     for (int rank = 0; rank < launch.size; ++rank) {
       std::byte* values = inputs[i][static_cast<size_t>(rank)].data();
-      Memory floats = as_floats(dtype, values, shape.numel);
+      Memory floats = as_floats(dtype, values, shape.numel,
+                                rank == launch.own ? residuals.place(residual_at[i]) : nullptr);
       if (rank != launch.own) {
         std::byte* message =
             messages.actual.data() + read_at(launch.regions) + message_at[i] + rank * launch.stride;
@@ -309,19 +332,17 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
       }
     }
     if (launch.op == Op::kAvg) kernels().divide(floats_of(sums), launch.divisor, shape.numel);
+    // Without a message to write, a result is what an exact one decodes to.
+    const auto to = codec(dtype, shape, reduced_at[i] < 0 ? kExactBits : shape.reduced_bits);
+    Memory message(static_cast<size_t>(to->max_bytes(shape.numel)));
+    to->encode(Dtype::kFloat32, sums.data(), shape.numel, shape.first_index,
+               {rounding, shape.seed, launch.rank, launch.phase}, message.data());
     Memory result(static_cast<size_t>(shape.numel * size_of(dtype)));
-    kernels().convert(Dtype::kFloat32, sums.data(), dtype, result.data(), shape.numel);
-    if (reduced_at[i] >= 0) {
-      const auto to = codec(dtype, shape, shape.reduced_bits);
-      Memory message(static_cast<size_t>(to->max_bytes(shape.numel)));
-      to->encode(Dtype::kFloat32, sums.data(), shape.numel, shape.first_index,
-                 {rounding, shape.seed, launch.rank, launch.phase}, message.data());
-      to->decode(message, shape.numel, dtype, result.data());
-      for (int copy = 0; copy <= launch.copies.count; ++copy)
-        reduced.expect(reduced_at[i] + written_at(launch.regions) + 2 * region * copy, message);
-      if (error_at[i] >= 0)
-        errors.expect(error_at[i], lost_of(dtype, sums, *to, message, launch.error_scale));
-    }
+    to->decode(message, shape.numel, dtype, result.data());
+    for (int copy = 0; reduced_at[i] >= 0 && copy <= launch.copies.count; ++copy)
+      reduced.expect(reduced_at[i] + written_at(launch.regions) + 2 * region * copy, message);
+    if (residual_at[i] >= 0)
+      residuals.expect(residual_at[i], lost_of(dtype, sums, *to, message, launch.residual_scale));
     if (result_at[i] >= 0) results.expect(result_at[i], result);
   }
   messages.expected = messages.actual;
@@ -331,7 +352,7 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
   CHECK(messages.as_expected(), all);
   CHECK(reduced.as_expected(), all);
   CHECK(results.as_expected(), all);
-  CHECK(errors.as_expected(), all);
+  CHECK(residuals.as_expected(), all);
 }
 
 void test_decode(Dtype dtype, Data kind, const std::vector<Shape>& shapes,
@@ -394,7 +415,8 @@ void test_fault() {
   for (const int bits : {4, kExactBits}) {
     constexpr int64_t kNumel = 700;
     const std::string where = join("bits ", bits);
-    std::vector<float> values(kNumel, 1.0f), result(kNumel), error(kNumel), reduced(kNumel, 3.0f);
+    std::vector<float> values(kNumel, 1.0f), result(kNumel), residual(kNumel),
+        reduced(kNumel, 3.0f);
     const auto bytes_of = [](std::vector<float>& floats) {
       return reinterpret_cast<std::byte*>(floats.data());
     };
@@ -404,7 +426,7 @@ void test_fault() {
     };
     Piece piece{.values = bytes_of(values),
                 .result = bytes_of(result),
-                .error = bytes_of(error),
+                .residual = bytes_of(residual),
                 .message = nullptr,  // not read
                 .reduced = bytes_of(reduced),
                 .numel = kNumel,
@@ -416,20 +438,20 @@ void test_fault() {
                .op = Op::kSum,
                .size = 2,
                .own = 0,
-               .error_scale = 1.0f,
+               .residual_scale = 1.0f,
                .pieces = {1, {piece}},
                .fault = &fault},
         true);
-    CHECK(all_nan(result) && all_nan(error), where);
+    CHECK(all_nan(result) && all_nan(residual), where);
 
     // No message is written: peers may be reading the last one.
     const std::vector<float> untouched(kNumel, 3.0f);
     CHECK(reduced == untouched, where);
     std::vector<float> message = untouched;
     piece.message = bytes_of(message);
-    std::fill(error.begin(), error.end(), 0.0f);
+    std::fill(residual.begin(), residual.end(), 0.0f);
     run(Encode{.dtype = Dtype::kFloat32, .pieces = {1, {piece}}, .fault = &fault}, false);
-    CHECK(all_nan(error) && message == untouched, where);
+    CHECK(all_nan(residual) && message == untouched, where);
 
     std::fill(result.begin(), result.end(), 0.0f);
     piece.message = nullptr;

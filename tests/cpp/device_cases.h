@@ -54,7 +54,7 @@ struct Case {
   int bits = 4;
   int64_t bucket_size = 512;
   int gather_bits = 0;
-  bool skip = false, errors = false, in_place = false;
+  bool skip = false, residuals = false, in_place = false;
   bool one_seed = false, seeds_on_device = false;
   int64_t divisor = 0;
 
@@ -63,7 +63,7 @@ struct Case {
     for (const int64_t numel : numels) sizes += join(" ", numel);
     return join("verb ", verb, " dtype ", dtype, " op ", op, " algorithm ", algorithm, " rounding ",
                 rounding, " bits ", bits, "/", gather_bits, " bucket ", bucket_size, " skip ", skip,
-                " errors ", errors, " in place ", in_place, " sizes", sizes.substr(0, 80));
+                " residuals ", residuals, " in place ", in_place, " sizes", sizes.substr(0, 80));
   }
 };
 
@@ -105,11 +105,14 @@ class Rank {
     call.block_numel = offset;
     call.name = name_.c_str();
     call.occurrence = -1;
-    if (given.errors) {
-      errors_.resize(offset * item);
+    if (given.residuals) {
+      residuals_.resize(offset * item);
+      for (float& value : values) value = normal(random) / 8;
+      kernels().convert(Dtype::kFloat32, values.data(), static_cast<Dtype>(given.dtype),
+                        residuals_.data(), offset);
       for (const auto& segment : segments_)
-        error_at_.push_back(errors_.data() + segment.offset * item);
-      call.residuals = error_at_.data();
+        residual_at_.push_back(residuals_.data() + segment.offset * item);
+      call.residuals = residual_at_.data();
     }
   }
   // On the CPU.
@@ -127,7 +130,7 @@ class Rank {
   }
   std::vector<std::byte> result() const {
     std::vector<std::byte> all = case_.in_place ? input_ : output_;
-    all.insert(all.end(), errors_.begin(), errors_.end());
+    all.insert(all.end(), residuals_.begin(), residuals_.end());
     return all;
   }
   bool all_nan() const {
@@ -154,8 +157,8 @@ class Rank {
   const std::string name_;
   std::vector<cgx_segment_t> segments_;
   std::vector<int64_t> seeds_;
-  std::vector<std::byte> input_, output_, errors_;
-  std::vector<void*> error_at_;
+  std::vector<std::byte> input_, output_, residuals_;
+  std::vector<void*> residual_at_;
 };
 
 inline std::string error_of(const std::function<void()>& call, cgx_status_t expected) {
@@ -209,7 +212,7 @@ inline std::vector<Case> cases_of_lengths(const std::vector<int64_t>& numels) {
   segments.dtype = CGX_BFLOAT16;
   segments.algorithm = CGX_SRA;
   segments.gather_bits = 8;
-  segments.skip = segments.errors = true;
+  segments.skip = segments.residuals = true;
   all.push_back(segments);
   return all;
 }

@@ -53,9 +53,23 @@ std::vector<Case> cases() {
           c->skip = skip;
           c->algorithm = algorithm;
           c->gather_bits = gather_bits;
-          c->errors = true;
+          c->residuals = true;
           c->op = gather_bits == 8 ? CGX_AVG : CGX_SUM;
           c->numels = {700, 3, 1000, 16, 90};
+        });
+  for (const auto dtype : {CGX_FLOAT32, CGX_FLOAT16, CGX_BFLOAT16})
+    for (const auto algorithm : {CGX_ONE_SHOT, CGX_SRA})
+      for (const int bits : {4, 32})
+        add([&](Case* c) {
+          c->dtype = dtype;
+          c->algorithm = algorithm;
+          c->bits = bits;
+          c->op = CGX_AVG;
+          c->divisor = 5;
+          c->rounding = CGX_STOCHASTIC;
+          c->residuals = true;
+          c->in_place = bits == 4;
+          c->numels = {700, 0, 3, 20'000};
         });
   add([](Case* c) {
     c->numels.assign(100, 300);  // more pieces than a launch holds
@@ -79,7 +93,7 @@ std::vector<Case> cases() {
     c->bits = 8;
     c->gather_bits = 4;
     c->rounding = CGX_STOCHASTIC;
-    c->errors = true;
+    c->residuals = true;
   });
   return all;
 }
@@ -149,38 +163,61 @@ void the_codec_alone() {
     }
 }
 
-// What it gives, it gets; but an average has its divisor.
+// What it gives, it gets; but an average has its divisor, and a residual is added and gone.
 void a_rank_alone() {
   constexpr int64_t kNumel = 100'003;
-  std::vector<float> values(kNumel);
-  std::mt19937 random(1);
-  for (float& value : values) value = std::normal_distribution<float>()(random);
+  using Buffer = std::vector<std::byte>;
+  struct Buffers {
+    Buffer input, output, residual;
+    bool operator==(const Buffers&) const = default;
+  };
+  const cgx_segment_t segments[] = {{0, kNumel / 2, 512, 4, 0}, {kNumel / 2, 17, 512, 32, 0}};
   for (const auto dtype : {CGX_FLOAT32, CGX_FLOAT16, CGX_BFLOAT16})
-    for (const auto op : {CGX_SUM, CGX_AVG}) {
-      const cgx_segment_t segments[] = {{0, kNumel / 2, 512, 4, 0}, {kNumel / 2, 17, 512, 32, 0}};
-      std::vector<float> cpu(kNumel), gpu(kNumel), cpu_error(kNumel), gpu_error(kNumel);
-      auto call = cgx::make<cgx_collective_t>();
-      call.dtype = dtype;
-      call.op = op;
-      call.divisor = 3;
-      call.segments = segments;
-      call.num_segments = std::size(segments);
-      call.input = values.data();
-      const auto plan_to = [&](std::vector<float>& result, std::vector<float>& error) {
-        void* residuals[] = {error.data(), error.data() + kNumel / 2};
-        call.residuals = residuals;
-        call.output = result.data();
-        return make_plan(call, 0, 1);
-      };
-      pass_through(plan_to(cpu, cpu_error));
-      FakeQueue queue(0);
-      device::pass_through(plan_to(gpu, gpu_error), queue);
-      queue.synchronize();
-      const bool same = std::memcmp(cpu.data(), gpu.data(), 4 * kNumel) == 0;
-      CHECK(same && cpu_error == gpu_error, "dtype %d op %d", dtype, op);
-      const bool kept = std::memcmp(cpu.data(), values.data(), kNumel) == 0;
-      CHECK(kept == (op == CGX_SUM), "dtype %d op %d", dtype, op);
-    }
+    for (const auto op : {CGX_SUM, CGX_AVG})
+      for (const bool has_residual : {false, true})
+        for (const bool in_place : {false, true}) {
+          const std::string where =
+              join("dtype ", dtype, " op ", op, " residual ", has_residual, " in place ", in_place);
+          const int64_t item = dtype == CGX_FLOAT32 ? 4 : 2;
+          std::mt19937 random(1);
+          const auto numbers = [&](float scale) {
+            std::vector<float> values(kNumel);
+            for (float& value : values) value = scale * std::normal_distribution<float>()(random);
+            Buffer buffer(kNumel * item);
+            kernels().convert(Dtype::kFloat32, values.data(), static_cast<Dtype>(dtype),
+                              buffer.data(), kNumel);
+            return buffer;
+          };
+          const Buffers before{numbers(1.0f), Buffer(kNumel * item), numbers(0.125f)};
+          Buffers cpu = before, gpu = before;
+          const auto run = [&](Buffers& at, const auto& pass) {
+            void* residuals[] = {at.residual.data(), at.residual.data() + kNumel / 2 * item};
+            auto call = cgx::make<cgx_collective_t>();
+            call.dtype = dtype;
+            call.op = op;
+            call.divisor = 3;
+            call.segments = segments;
+            call.num_segments = std::size(segments);
+            call.input = at.input.data();
+            call.output = in_place ? at.input.data() : at.output.data();
+            if (has_residual) call.residuals = residuals;
+            pass(make_plan(call, 0, 1));
+          };
+          run(cpu, [](const Plan& plan) { pass_through(plan); });
+          run(gpu, [](const Plan& plan) {
+            FakeQueue queue(0);
+            device::pass_through(plan, queue);
+            queue.synchronize();
+          });
+          CHECK(cpu == gpu, "%s", where.c_str());
+          const Buffer& result = in_place ? gpu.input : gpu.output;
+          const auto used = (kNumel / 2 + 17) * item;
+          const bool kept = std::equal(result.begin(), result.begin() + used, before.input.begin());
+          CHECK(kept == (op == CGX_SUM && !has_residual), "%s", where.c_str());
+          const Buffer zeros(used);
+          const bool gone = std::equal(zeros.begin(), zeros.end(), gpu.residual.begin());
+          CHECK(gone == has_residual, "%s", where.c_str());
+        }
 }
 
 // ---- 4. failures ---------------------------------------------------------------------------

@@ -59,16 +59,25 @@ inline void fill_nan(Dtype dtype, void* values, int64_t numel) {
   kernels().convert(Dtype::kFloat32, nans.data(), dtype, values, numel);
 }
 
-// What `bytes` lose of fp32 values, times scale, to `error`.
-inline void fake_error(Dtype dtype, const Codec& codec, const std::byte* bytes,
-                       const std::vector<float>& values, float scale, std::byte* error) {
-  if (!error) return;
+// A rank's own values with their residual, in fp32.
+inline std::vector<float> own_values(Dtype dtype, const Piece& piece) {
+  std::vector<float> values(piece.numel);
+  kernels().convert(dtype, piece.values, Dtype::kFloat32, values.data(), piece.numel);
+  if (piece.residual)
+    kernels().add(dtype, piece.residual, values.data(), values.data(), piece.numel);
+  return values;
+}
+
+// What `bytes` lose of fp32 values, times scale, to `residual`.
+inline void keep_residual(Dtype dtype, const Codec& codec, const std::byte* bytes,
+                          const std::vector<float>& values, float scale, std::byte* residual) {
+  if (!residual) return;
   const auto numel = static_cast<int64_t>(values.size());
   std::vector<float> kept(values.size());
   codec.decode({bytes, static_cast<size_t>(codec.max_bytes(numel))}, numel, Dtype::kFloat32,
                kept.data());
   kernels().lost(values.data(), scale, kept.data(), numel);
-  kernels().convert(Dtype::kFloat32, kept.data(), dtype, error, numel);
+  kernels().convert(Dtype::kFloat32, kept.data(), dtype, residual, numel);
 }
 
 inline void write_copies(const Copies& copies, const std::byte* message, int64_t bytes,
@@ -82,16 +91,21 @@ inline void run(const Encode& launch) {
   for (int i = 0; i < launch.pieces.count; ++i) {
     const Piece& piece = launch.pieces.at[i];
     if (failed) {
-      fill_nan(launch.dtype, piece.error, piece.numel);
+      fill_nan(launch.dtype, piece.residual, piece.numel);
       continue;
     }
     const auto codec = codec_of(launch.dtype, piece, piece.bits);
     std::vector<std::byte> message(codec->max_bytes(piece.numel));
-    codec->encode(launch.dtype, piece.values, piece.numel, piece.first_index,
-                  rounding_of(launch.rounding, launch.rank, launch.phase, piece), message.data());
-    std::vector<float> values(piece.numel);
-    kernels().convert(launch.dtype, piece.values, Dtype::kFloat32, values.data(), piece.numel);
-    fake_error(launch.dtype, *codec, message.data(), values, 1.0f, piece.error);
+    const Rounding rounding = rounding_of(launch.rounding, launch.rank, launch.phase, piece);
+    if (piece.residual) {
+      const std::vector<float> values = own_values(launch.dtype, piece);
+      codec->encode(Dtype::kFloat32, values.data(), piece.numel, piece.first_index, rounding,
+                    message.data());
+      keep_residual(launch.dtype, *codec, message.data(), values, 1.0f, piece.residual);
+    } else {
+      codec->encode(launch.dtype, piece.values, piece.numel, piece.first_index, rounding,
+                    message.data());
+    }
     write_copies(launch.copies, message.data(), message.size(),
                  piece.message + region_offset(launch.regions, 1));
   }
@@ -102,7 +116,7 @@ inline void run(const Reduce& launch) {
   for (int i = 0; i < launch.pieces.count; ++i) {
     const Piece& piece = launch.pieces.at[i];
     if (failed) {
-      fill_nan(launch.dtype, piece.error, piece.numel);
+      fill_nan(launch.dtype, piece.residual, piece.numel);
       fill_nan(launch.dtype, piece.result, piece.numel);
       continue;
     }
@@ -111,7 +125,7 @@ inline void run(const Reduce& launch) {
     for (int rank = 0; rank < launch.size; ++rank) {
       std::vector<float>& into = rank == 0 ? sum : other;
       if (rank == launch.own)
-        kernels().convert(launch.dtype, piece.values, Dtype::kFloat32, into.data(), piece.numel);
+        into = own_values(launch.dtype, piece);
       else
         from->decode({piece.message + region_offset(launch.regions, 0) + rank * launch.stride,
                       static_cast<size_t>(from->max_bytes(piece.numel))},
@@ -124,7 +138,7 @@ inline void run(const Reduce& launch) {
       std::vector<std::byte> message(to->max_bytes(piece.numel));
       to->encode(Dtype::kFloat32, sum.data(), piece.numel, piece.first_index,
                  rounding_of(launch.rounding, launch.rank, launch.phase, piece), message.data());
-      fake_error(launch.dtype, *to, message.data(), sum, launch.error_scale, piece.error);
+      keep_residual(launch.dtype, *to, message.data(), sum, launch.residual_scale, piece.residual);
       write_copies(launch.copies, message.data(), message.size(),
                    piece.reduced + region_offset(launch.regions, 1));
       if (piece.result) to->decode(message, piece.numel, launch.dtype, piece.result);

@@ -91,11 +91,12 @@ LAYERS = ((700, 4, 512), (9, 4, 512), (0, 4, 512), (100_003, 8, 64), (5000, 32, 
 
 
 def layers(comm: Communicator, dtype: str, options: dict[str, Any], where: str) -> list[bytes]:
-    """Reduce layers wherever they lie, with a seed and an error for each; return all results."""
+    """Reduce layers wherever they lie, with a seed and a residual for each; return all results."""
     random = np.random.default_rng(comm.rank)
     scalar = collective_cases.DTYPES[dtype]
     xs = [random.standard_normal(n).astype(scalar) for n, _, _ in LAYERS]
-    ys, lost = ([np.zeros_like(x) for x in xs] for _ in range(2))
+    ys = [np.zeros_like(x) for x in xs]
+    lost = [(random.standard_normal(n) / 8).astype(scalar) for n, _, _ in LAYERS]
     seeds = random.integers(-(2**63), 2**63, len(LAYERS), np.int64)
     segments = (_native.Segment * len(LAYERS))(*(_native.Segment(0, n, k, b) for n, b, k in LAYERS))
     collective = _native.Collective(

@@ -65,7 +65,7 @@ void sum_encoded(Queue& queue, const Run& run, const void* messages, int32_t cou
   launch.size = count;
   launch.own = -1;
   launch.stride = stride;
-  launch.error_scale = 1.0f;
+  launch.residual_scale = 1.0f;
   if (launch.pieces.count > 0) queue.reduce(launch);
 }
 

@@ -66,7 +66,7 @@ void for_runs(const Plan& plan, const CpuPiece& cpu, const Runs& runs, const Add
   for (size_t i = 0; i < runs.size(); ++i) {
     const auto& [first, numel, bits] = runs[i];
     Piece piece{};
-    if (cpu.residual) piece.error = cpu.residual + plan.bytes(first);
+    if (cpu.residual) piece.residual = cpu.residual + plan.bytes(first);
     piece.numel = numel;
     piece.first_index = cpu.first_index + first;
     piece.bucket_size = cpu.segment->codecs[Way::kScatter].bucket_size;
@@ -208,7 +208,7 @@ void Rounds::reduce(const At& at) const {
   launch.size = plan_.size;
   launch.own = one_shot() ? -1 : plan_.rank;
   launch.stride = arrived.stride;
-  launch.error_scale = averages ? launch.divisor : 1.0f;
+  launch.residual_scale = averages ? launch.divisor : 1.0f;
   launch.regions = at.wire.regions();
   launch.fault = at.lane.fault();
   std::byte* to = nullptr;
@@ -225,7 +225,7 @@ void Rounds::reduce(const At& at) const {
         piece.reduced_bits = gathered.coded(i).bits;
       } else {
         piece.result = output(plan_.rank) + cpu.output_at + plan_.bytes(first);
-        piece.error = nullptr;  // values lose nothing
+        piece.residual = nullptr;  // values lose nothing
       }
       batch.add(piece);
     });
@@ -249,7 +249,7 @@ void Rounds::decode(const At& at) const {
         piece.message = slots.from + owner * slots.stride + coded.at;
         piece.bits = coded.bits;
         piece.result = output(owner) + cpu.output_at + plan_.bytes(first);
-        piece.error = nullptr;  // already written
+        piece.residual = nullptr;  // already written
         batch.add(piece);
       });
     }
@@ -257,32 +257,35 @@ void Rounds::decode(const At& at) const {
 }
 
 void pass_through(const Plan& plan, Queue& queue) {
-  Reduce division{};  // of the sum of one rank's values
-  division.dtype = plan.dtype;
-  division.op = plan.op;
-  division.divisor = static_cast<float>(plan.divisor);
-  division.size = 1;
-  division.own = 0;
-  Batch<Reduce> divide(queue, &Queue::reduce, division);
+  Reduce launch{};  // the sum of one rank's values and residual, divided
+  launch.dtype = plan.dtype;
+  launch.op = plan.op;
+  launch.divisor = static_cast<float>(plan.divisor);
+  launch.size = 1;
+  launch.own = 0;
+  Batch<Reduce> batch(queue, &Queue::reduce, launch);
   for (const Segment& segment : plan.segments) {
     const size_t bytes = plan.bytes(segment.numel);
     if (bytes == 0) continue;
     const std::byte* from = plan.input + segment.input_at;
     std::byte* to = plan.output + segment.output_at;
-    if (plan.divides_alone()) {
+    if (plan.divides_alone() || segment.residual) {
       Piece piece{};
       piece.values = from;
       piece.result = to;
+      piece.residual = segment.residual;
       piece.numel = segment.numel;
       piece.bucket_size = segment.codecs[Way::kScatter].bucket_size;
       piece.bits = kExactBits;
-      divide.add(piece);
+      batch.add(piece);
     } else if (from != to) {
       queue.copy(to, from, bytes);
     }
-    if (segment.residual) queue.clear(segment.residual, bytes);
   }
-  divide.flush();
+  batch.flush();
+  for (const Segment& segment : plan.segments)
+    if (segment.residual && segment.numel > 0)
+      queue.clear(segment.residual, plan.bytes(segment.numel));
 }
 
 }  // namespace cgx::device

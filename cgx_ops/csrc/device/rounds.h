@@ -44,7 +44,8 @@ class Rounds {
   int64_t count_ = 1;
 };
 
-// One rank alone: the identity, but that avg divides. Nothing is encoded, so nothing is lost.
+// One rank alone: the identity, but that a residual is added and avg divides. Nothing is encoded,
+// so nothing is lost.
 void pass_through(const Plan& plan, Queue& queue);
 
 }  // namespace cgx::device

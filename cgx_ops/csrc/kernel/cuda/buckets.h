@@ -60,28 +60,31 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Encode& launch, 
   const std::byte* values = piece.values + start * kWidth;
   std::byte* record =
       piece.message + place.write + bucket_at(bucket.number, piece.bucket_size, piece.bits, kWidth);
-  std::byte* error = moved(piece.error, start * kWidth);
-  if (piece.bits == kExactBits || place.failed) {  // a failed rank's peers may be reading
-    if (!place.failed)
-      move_exact<Value>(group, buffer, values, numel, false,
-                        [&](const auto& visit) { for_copies(launch.copies, record, visit); });
-    if (!error) return;
-    const Target nothing_lost{.error = error, .error_scale = 1.0f, .failed = place.failed};
-    write_exact<Value>(group, buffer, nothing_lost, numel,
-                       OwnValues<Value, Group>{group, buffer, values, place.failed});
+  std::byte* residual = moved(piece.residual, start * kWidth);
+  // Exact values are cut as suits a warp (cut_exact_pieces): a block gets none.
+  const bool exact = Group::kLanes == kWarpLanes && piece.bits == kExactBits;
+  if (!residual && place.failed) return;
+  if (!residual && exact) {
+    move_exact<Value>(group, buffer, values, numel, false,
+                      [&](const auto& visit) { for_copies(launch.copies, record, visit); });
     return;
   }
-  const Target target{.record = record,
+  // A failed rank's peers may be reading.
+  const Target target{.record = place.failed ? nullptr : record,
                       .copies = &launch.copies,
                       .bits = piece.bits,
                       .rounding = launch.rounding,
                       .noise = noise_of(piece, launch),
                       .first_index = static_cast<uint64_t>(piece.first_index + start),
-                      .error = error,
-                      .error_scale = 1.0f,
+                      .residual = residual,
+                      .residual_scale = 1.0f,
                       .failed = place.failed};
-  write_record<Value>(group, buffer, target, numel,
-                      OwnValues<Value, Group>{group, buffer, values, place.failed});
+  const OwnValues<Value, Group> own{group, buffer, values, residual, place.failed};
+  if (place.failed || exact) {
+    write_exact<Value>(group, buffer, target, numel, own);
+  } else {
+    write_record<Value>(group, buffer, target, numel, own);
+  }
 }
 
 template <typename Value, typename Group>
@@ -90,10 +93,12 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Reduce& launch, 
   constexpr int kWidth = sizeof(typename Value::Bits);
   const Piece& piece = launch.pieces.at[bucket.piece];
   const auto [start, numel] = extent_of(piece, bucket.number);
+  std::byte* residual = moved(piece.residual, start * kWidth);
   const Sums<Value, Group> sums{
       .group = group,
       .buffer = buffer,
       .own_values = piece.values + start * kWidth,
+      .own_residual = residual,
       .message = piece.message + place.read +
                  bucket_at(bucket.number, piece.bucket_size, piece.bits, kWidth),
       .stride = launch.stride,
@@ -112,8 +117,8 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Reduce& launch, 
                       .noise = noise_of(piece, launch),
                       .first_index = static_cast<uint64_t>(piece.first_index + start),
                       .result = moved(piece.result, start * kWidth),
-                      .error = moved(piece.error, start * kWidth),
-                      .error_scale = launch.error_scale,
+                      .residual = residual,
+                      .residual_scale = launch.residual_scale,
                       .failed = place.failed};
   if (target.record && piece.reduced_bits != kExactBits) {
     write_record<Value>(group, buffer, target, numel, sums);
@@ -139,6 +144,7 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Decode& launch, 
   const Sums<Value, Group> one{.group = group,
                                .buffer = buffer,
                                .own_values = nullptr,
+                               .own_residual = nullptr,
                                .message = record,
                                .stride = 0,
                                .size = 1,

@@ -24,8 +24,10 @@ inline constexpr int kMostPeers = 16;   // that one launch writes to or is signa
 // Everything is at any alignment; pointers are to memory that the device reads and writes.
 struct Piece {
   const std::byte* values = nullptr;  // Encode, Reduce: this rank's own. Null where there is none
-  std::byte* result = nullptr;   // Decode, Reduce: gets values, rounded to the dtype; null: nowhere
-  std::byte* error = nullptr;    // Encode, Reduce: gets what encoding lost (cgx.h); null: nowhere
+  std::byte* result = nullptr;  // Decode, Reduce: gets values, rounded to the dtype; null: nowhere
+  // Encode, Reduce: of the values, in the dtype, or null (cgx.h). It is added to `values`, where
+  // there are some, and then becomes what encoding has lost.
+  std::byte* residual = nullptr;
   std::byte* message = nullptr;  // Encode: written. Decode: read. Reduce: rank 0's, read; others'
                                  // are `stride` apart
   std::byte* reduced = nullptr;  // Reduce: written; null: nowhere
@@ -63,7 +65,7 @@ struct Regions {
 
 // In all launches: `fault` is a word on the device; if it is not 0 the collective has failed: no
 // message is read or written (peers that do not know yet may be reading the last one), and every
-// result and error that would be written is NaN. Null: it cannot fail.
+// result and residual that would be written is NaN. Null: it cannot fail.
 
 struct Encode {
   Dtype dtype = Dtype::kFloat32;
@@ -84,9 +86,9 @@ struct Reduce {
   float divisor = 1.0f;          // of avg
   uint32_t rank = 0, phase = 0;  // of the noise
   int32_t size = 0;              // messages
-  int32_t own = -1;          // whose values are at piece.values and not in a message; -1: nobody's
-  int64_t stride = 0;        // bytes from one rank's message to the next
-  float error_scale = 1.0f;  // errors of sums are in units of the input: avg's divisor, else 1
+  int32_t own = -1;    // whose values are at piece.values and not in a message; -1: nobody's
+  int64_t stride = 0;  // bytes from one rank's message to the next
+  float residual_scale = 1.0f;  // losses of sums are in units of the input: avg's divisor, else 1
   Pieces pieces = {};
   Copies copies = {};    // of `reduced`
   Regions regions = {};  // of messages, read, and of `reduced`, written

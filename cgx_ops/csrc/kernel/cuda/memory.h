@@ -144,6 +144,18 @@ CGX_LANE Unit load_unit_of_buffer(const std::byte* buffer, int at, int count) {
   return unit;
 }
 
+// One value of global memory.
+template <typename Value>
+CGX_LANE float load_value(const std::byte* from) {
+  using Bits = typename Value::Bits;
+  if (misalignment(from, sizeof(Bits)) == 0) return Value::widen(load<Bits>(from));
+  uint32_t bits = 0;
+  CGX_UNROLL
+  for (int i = 0; i < static_cast<int>(sizeof(Bits)); ++i)
+    bits |= static_cast<uint32_t>(from[i]) << (8 * i);
+  return Value::widen(static_cast<Bits>(bits));
+}
+
 // Rounds the first `count` values. `scratch` is the lane's own, of kUnitBytes in shared memory:
 // where `to` is not aligned, values go one by one, and registers cannot be indexed by a variable.
 template <typename Value>

@@ -1,4 +1,5 @@
-// Where a bucket's values come from: this rank's own, or sums of all ranks, a tile at a time.
+// Where a bucket's values come from: this rank's own, or sums of all ranks, a tile at a time. To
+// own values their residual, if there is one, is added first, in fp32.
 //
 // source(tile, start, numel) fills a tile with fp32 values of a bucket from `start` on. In a last
 // unit that is not whole its first value is repeated.
@@ -12,18 +13,55 @@
 
 namespace cgx::device::cuda {
 
+// Adds a residual to one lane's unit of `count` own values, `at` of those whose residual begins at
+// `residual`.
+template <typename Value>
+CGX_LANE void add_residual(const std::byte* residual, int at, int count, Unit* values) {
+  constexpr int kWidth = sizeof(typename Value::Bits);
+  const std::byte* from = residual + at * kWidth;
+  if (misalignment(residual, 16) == 0 && count == kUnit) {
+    const Unit unit = load_unit<Value>(from);
+    CGX_UNROLL
+    for (int i = 0; i < kUnit; ++i) values->at[i] = with_one_nan(add(values->at[i], unit.at[i]));
+    return;
+  }
+  // One by one. Registers cannot be indexed by a variable: values take turns to be the first.
+  CGX_ROLLED
+  for (int i = 0; i < kUnit; ++i) {
+    const float lost = load_value<Value>(from + (i < count ? i : 0) * kWidth);
+    const float sum = with_one_nan(add(values->at[0], lost));
+    CGX_UNROLL
+    for (int j = 1; j < kUnit; ++j) values->at[j - 1] = values->at[j];
+    values->at[kUnit - 1] = sum;
+  }
+}
+
 template <typename Value, typename Group>
 struct OwnValues {
+  static constexpr int kWidth = sizeof(typename Value::Bits);
+
   Group& group;
   std::byte* buffer;
-  const std::byte* values;  // of the bucket
+  const std::byte* values;    // of the bucket
+  const std::byte* residual;  // of the bucket; null: none
   bool failed;
 
   CGX_LANE void operator()(typename Group::template Lanes<Tile>& tile, int64_t start,
                            int numel) const {
-    constexpr int kWidth = sizeof(typename Value::Bits);
-    const std::byte* from = values + start * kWidth;
     if (failed) return fill_with_nan(group, tile);
+    read_values(tile, values + start * kWidth, numel);
+    if (!residual) return;
+    const std::byte* from = residual + start * kWidth;
+    group.each([&](int lane) {
+      for_units<Group::kLanes>(lane, numel, [&](int u, int at, int count) {
+        add_residual<Value>(from, at, count, &tile[lane].units[u]);
+      });
+    });
+  }
+
+ private:
+  CGX_LANE void read_values(typename Group::template Lanes<Tile>& tile, const std::byte* from,
+                            int numel) const {
     if (misalignment(from, 16) == 0 && numel % kUnit == 0) {
       group.each([&](int lane) {
         for_units<Group::kLanes>(lane, numel, [&](int u, int at, int) {
@@ -52,8 +90,9 @@ struct Sums {
 
   Group& group;
   std::byte* buffer;
-  const std::byte* own_values;  // of the bucket
-  const std::byte* message;     // of rank 0, from the bucket on
+  const std::byte* own_values;    // of the bucket
+  const std::byte* own_residual;  // of the bucket; null: none
+  const std::byte* message;       // of rank 0, from the bucket on
   int64_t stride;
   int size, own, bits;
   Op op;
@@ -86,7 +125,9 @@ struct Sums {
         CGX_ROLLED
         for (int rank = first; rank < last; ++rank) {
           const Arrival from = arrival(rank, start, numel);
-          add_arrival(from, at, rank == 0, lane, numel, &tile[lane]);
+          const std::byte* residual =
+              rank == own && own_residual ? own_residual + start * kWidth : nullptr;
+          add_arrival(from, at, residual, rank == 0, lane, numel, &tile[lane]);
           at += from.in_buffer;
         }
       });
@@ -133,12 +174,13 @@ struct Sums {
     return {record, run, field, apart, apart + bytes_in_buffer(run, field)};
   }
 
-  CGX_LANE void add_arrival(const Arrival& from, int at, bool is_first, int lane, int numel,
-                            Tile* tile) const {
+  CGX_LANE void add_arrival(const Arrival& from, int at, const std::byte* residual, bool is_first,
+                            int lane, int numel, Tile* tile) const {
     const int run_at = at + from.apart + misalignment(from.run, 16);
     if (!from.header) {
       for_units<Group::kLanes>(lane, numel, [&](int u, int first, int count) {
-        const Unit values = load_unit_of_buffer<Value>(buffer, run_at + first * kWidth, count);
+        Unit values = load_unit_of_buffer<Value>(buffer, run_at + first * kWidth, count);
+        if (residual) add_residual<Value>(residual, first, count, &values);
         CGX_UNROLL
         for (int i = 0; i < kUnit; ++i) {
           float& sum = tile->units[u].at[i];

@@ -1,4 +1,5 @@
-// Where a bucket's values go: a record or exact values in messages, results, and what was lost.
+// Where a bucket's values go: a record or exact values in messages, results, and what was lost into
+// residuals.
 //
 //   1. Target: the places, and one lane's share of them
 //   2. write_exact(), write_record(): a source's values into a target
@@ -23,17 +24,17 @@ struct Target {
   int bits = kExactBits;
   RoundingMode rounding = RoundingMode::kNearest;
   Noise noise = {};
-  uint64_t first_index = 0;     // of the bucket's first value
-  std::byte* result = nullptr;  // null: nowhere
-  std::byte* error = nullptr;   // null: nowhere
-  float error_scale = 1.0f;
+  uint64_t first_index = 0;       // of the bucket's first value
+  std::byte* result = nullptr;    // null: nowhere
+  std::byte* residual = nullptr;  // null: nowhere
+  float residual_scale = 1.0f;
   bool failed = false;
 };
 
 CGX_LANE float lost(float value, float decoded, const Target& target) {
   if (target.failed) return float_of(kFloat32Nan);
-  const float error = multiply(subtract(value, decoded), target.error_scale);
-  return is_finite(error) ? error : 0.0f;
+  const float kept = multiply(subtract(value, decoded), target.residual_scale);
+  return is_finite(kept) ? kept : 0.0f;
 }
 
 // Calls visit(first_place + distance) for each place that gets a record's bytes.
@@ -44,17 +45,17 @@ CGX_LANE void for_copies(const Copies& copies, std::byte* first_place, const Vis
   for (int i = 0; i < copies.count; ++i) visit(first_place + copies.distance[i]);
 }
 
-// One lane's unit of result and error.
+// One lane's unit of result and residual.
 template <typename Value>
 CGX_LANE void store_outcome(const Target& target, int64_t first, int count, const Unit& values,
                             const Unit& decoded, std::byte* scratch) {
   constexpr int kWidth = sizeof(typename Value::Bits);
   if (target.result) store_unit<Value>(target.result + first * kWidth, decoded, count, scratch);
-  if (!target.error) return;
-  Unit error;
+  if (!target.residual) return;
+  Unit residual;
   CGX_UNROLL
-  for (int i = 0; i < kUnit; ++i) error.at[i] = lost(values.at[i], decoded.at[i], target);
-  store_unit<Value>(target.error + first * kWidth, error, count, scratch);
+  for (int i = 0; i < kUnit; ++i) residual.at[i] = lost(values.at[i], decoded.at[i], target);
+  store_unit<Value>(target.residual + first * kWidth, residual, count, scratch);
 }
 
 // ---- 2. values that are computed ----
@@ -84,7 +85,8 @@ CGX_LANE void write_exact(Group& group, std::byte* buffer, const Target& target,
   }
 }
 
-// A record, 1 to 8 bits.
+// A record, 1 to 8 bits. The source is asked a second time for a tile of a long bucket before
+// anything of that tile is written: so it may read what the target overwrites.
 template <typename Value, typename Group, typename Source>
 CGX_LANE void write_record(Group& group, std::byte* buffer, const Target& target, int64_t numel,
                            const Source& source) {
@@ -150,7 +152,7 @@ CGX_LANE void write_record(Group& group, std::byte* buffer, const Target& target
           field = encoder.encode(values, {{r, r, r, r, r, r, r, r}}, count);
         }
         store_field(stage + field_at + at / kUnit * target.bits, field, target.bits);
-        if (!target.result && !target.error) return;
+        if (!target.result && !target.residual) return;
         Unit decoded = Decoder(header, target.bits).decode(field);
         CGX_UNROLL
         for (float& x : decoded.at) x = with_one_nan(x);
