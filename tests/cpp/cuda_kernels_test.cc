@@ -194,8 +194,7 @@ Memory lost_of(Dtype dtype, Memory& floats, const Codec& codec, const Memory& me
   const auto numel = static_cast<int64_t>(floats.size() / 4);
   Memory decoded(floats.size()), lost(static_cast<size_t>(numel * size_of(dtype)));
   codec.decode(message, numel, Dtype::kFloat32, decoded.data());
-  kernels().lost(floats_of(floats), scale, floats_of(decoded), numel);
-  kernels().convert(Dtype::kFloat32, decoded.data(), dtype, lost.data(), numel);
+  kernels().lost(floats_of(floats), floats_of(decoded), scale, dtype, lost.data(), numel);
   return lost;
 }
 
@@ -380,6 +379,10 @@ void test_decode(Dtype dtype, Data kind, const std::vector<Shape>& shapes,
     std::byte* message = messages.actual.data() + message_at[i] + read_at(launch.regions);
     Values values = make_values(dtype, shape.numel, kind);
     const int64_t bytes = compressor->encode(dtype, values.data(), shape.numel, 0, {}, message);
+    if (shape.bits != kExactBits && bytes >= 8 && pick(4) == 0) {
+      constexpr uint32_t kNoRankWrites[] = {0xfffd3f09, 0xfff629ff};  // two NaNs
+      std::memcpy(message, kNoRankWrites, sizeof(kNoRankWrites));
+    }
     Memory result(static_cast<size_t>(shape.numel * size_of(dtype)));
     compressor->decode({message, static_cast<size_t>(bytes)}, shape.numel, dtype, result.data());
     results.expect(result_at[i], result);

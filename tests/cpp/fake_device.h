@@ -73,11 +73,10 @@ inline void keep_residual(Dtype dtype, const Codec& codec, const std::byte* byte
                           const std::vector<float>& values, float scale, std::byte* residual) {
   if (!residual) return;
   const auto numel = static_cast<int64_t>(values.size());
-  std::vector<float> kept(values.size());
+  std::vector<float> decoded(values.size());
   codec.decode({bytes, static_cast<size_t>(codec.max_bytes(numel))}, numel, Dtype::kFloat32,
-               kept.data());
-  kernels().lost(values.data(), scale, kept.data(), numel);
-  kernels().convert(Dtype::kFloat32, kept.data(), dtype, residual, numel);
+               decoded.data());
+  kernels().lost(values.data(), decoded.data(), scale, dtype, residual, numel);
 }
 
 inline void write_copies(const Copies& copies, const std::byte* message, int64_t bytes,

@@ -166,10 +166,10 @@ class Encoder {
 class Decoder {
  public:
   CGX_LANE Decoder(const Header& header, int bits)
-      : header_(header),
+      : header_(is_finite(header.min) && is_finite(header.step) ? header : non_finite()),
         bits_(bits),
         mask_(((1u << bits) - 1) << kPlace),
-        scale_(multiply(header.step, 256.0f)) {}
+        scale_(multiply(header_.step, 256.0f)) {}
 
   CGX_LANE Unit decode(uint64_t field) const {
     const auto low = static_cast<uint32_t>(field);
