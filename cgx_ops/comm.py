@@ -52,7 +52,6 @@ class Communicator:
 
     def __init__(self, id: int) -> None:  # noqa: A002  (the attribute's name)
         self.id = id
-        self._counter = _calls.setdefault(id, Counter())
         self._repeats: dict[tuple[Any, ...], Repeat] = {}
         info = self._info()
         self.name, self.rank, self.size = _native.text(info.name), info.rank, info.size
@@ -256,7 +255,7 @@ class Communicator:
             form = op, id(config), name, timeout, array.dtype, array.shape, out.dtype, out.shape
             repeat = self._repeats.get(form)
             if repeat is not None:
-                again = repeat.collective(array, out, name, self._counter, self.name)
+                again = repeat.collective(array, out)
                 if again is not None:
                     return request.run(again, out, array)
         source = as_input(array)
@@ -343,7 +342,9 @@ class Communicator:
                 self._repeats.clear()
             arrays = source.dtype, source.shape, result.dtype, result.shape
             form = call.op, id(call.config), call.name, call.timeout, *arrays
-            self._repeats[form] = Repeat(call.config, collective.pattern)
+            self._repeats[form] = Repeat(
+                call, collective.pattern, _calls.setdefault(self.id, Counter()), self.name
+            )
         return request.run(collective, result, source)
 
     def _prepare(
