@@ -120,6 +120,7 @@ PARTS: dict[str, tuple[Run, ...]] = {
     ),
     "steps": (training("ddp_step"), training("jax_step")),
     "convergence": (training("convergence"),),
+    "calls": (Run("calls", ("benchmarks/calls.py",), ranks=2),),
     "memory": (Run("memory", ("benchmarks/memory.py",), ranks=2),),
     "codec": (Run("codec", ("benchmarks/codec.py",)),),
     "growth": (Run("growth", ("benchmarks/growth.py",)),),

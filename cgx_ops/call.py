@@ -207,23 +207,27 @@ _copy = _native.Collective.from_buffer_copy
 
 
 class Repeat:
-    """A call that was checked before, on arrays of the same form: they are new, and its seed is.
+    """A call that was checked once. For arrays of the same form only addresses and a seed are new.
 
-    After a millisecond of other work the processor has forgotten this code, and a line takes ten
-    times as long as in a loop. So a repeated call runs as little of it as it can.
+    After a millisecond of other work the processor has forgotten Python's code and data, and each
+    step costs ten times what it costs in a loop: checking again took longer than the collective.
     """
 
-    __slots__ = ("_noisy", "_pattern", "_seed", "config")
+    __slots__ = ("_comm_name", "_counter", "_name", "_noisy", "_pattern", "config")
 
-    def __init__(self, config: Config, pattern: _native.Collective) -> None:
-        self.config = config  # held: who repeats the call knows it by its id
-        self._pattern = pattern
-        self._noisy, self._seed = config.rounding != "nearest", config.seed
+    def __init__(
+        self, call: Call, pattern: _native.Collective, counter: Counter, comm_name: str
+    ) -> None:
+        self.config = call.config  # held: Communicator knows the call by its id
+        self._name, self._pattern = call.name, pattern
+        self._noisy = call.config.rounding != "nearest"
+        self._counter, self._comm_name = counter, comm_name
 
-    def collective(
-        self, source: Array, result: Array, name: str, counter: Counter, comm_name: str
-    ) -> _native.Collective | None:
-        """Return the call as a cgx_collective_t, while this is there; None: check it again."""
+    def collective(self, source: Array, result: Array) -> _native.Collective | None:
+        """Return the call as a cgx_collective_t, or None if these arrays must be checked.
+
+        It points into this object, which must be there until the collective has started.
+        """
         try:
             read = addressof(from_buffer(source))
             written = read if result is source else addressof(from_buffer(result))
@@ -231,11 +235,12 @@ class Repeat:
             return None
         if read != written and abs(read - written) < source.nbytes:
             return None
+        name, counter = self._name, self._counter
         count = counter.next(name) if name else next(counter.unnamed)
         native = _copy(self._pattern)
         native.input, native.output = read, written
         if self._noisy:
-            native.seed = call_seed(self._seed, name, count, comm_name)
+            native.seed = call_seed(self.config.seed, name, count, self._comm_name)
         return native
 
 

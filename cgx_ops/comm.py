@@ -52,11 +52,9 @@ class Communicator:
 
     def __init__(self, id: int) -> None:  # noqa: A002  (the attribute's name)
         self.id = id
-        self._counter = _calls.setdefault(id, Counter())
         self._repeats: dict[tuple[Any, ...], Repeat] = {}
         info = self._info()
         self.name, self.rank, self.size = _native.text(info.name), info.rank, info.size
-        self._self = id, self.name, self._counter  # what calls need of it
 
     # ---- How communicators are made --------------------------------------------------------------
 
@@ -268,7 +266,7 @@ class Communicator:
             form = op, id(config), name, timeout, array.dtype, array.shape, out.dtype, out.shape
             repeat = self._repeats.get(form)
             if repeat is not None:
-                again = repeat.collective(array, out, name, self._counter, self.name)
+                again = repeat.collective(array, out)
                 if again is not None:
                     return request.run(again, out, array)
         source = as_input(array)
@@ -291,11 +289,8 @@ class Communicator:
         """Start what allreduce() does and return at once. Leave the arrays alone until wait()."""
         source = as_input(array)
         call = Call("allreduce", op, config, name, segments, seed, timeout)
-        return request.start(
-            *call.prepare(
-                self.id, self.name, self._counter, source, source.shape, source.size, out, residual
-            )
-        )
+        prepared = call.prepare(*self._place(), source, source.shape, source.size, out, residual)
+        return request.start(*prepared)
 
     def reduce_scatter(
         self,
@@ -359,23 +354,29 @@ class Communicator:
         out: Array | None,
         residual: Array | None = None,
     ) -> Array:
-        collective, result, *others = call.prepare(
-            self.id, self.name, self._counter, source, shape, block, out, residual
-        )
+        prepared = call.prepare(*self._place(), source, shape, block, out, residual)
         if call.repeatable and call.verb == "allreduce" and residual is None:
             if len(self._repeats) >= _MOST_REPEATS:
                 self._repeats.clear()
+            collective, result, *_ = prepared
             arrays = source.dtype, source.shape, result.dtype, result.shape
             form = call.op, id(call.config), call.name, call.timeout, *arrays
-            self._repeats[form] = Repeat(call.config, collective.pattern)
-        return request.run(collective, result, *others)
+            self._repeats[form] = Repeat(call, collective.pattern, self._counter(), self.name)
+        return request.run(*prepared)
 
     def next_call(self, name: str) -> int:
         """Count a call of this name: how many this process made before. Seeds derive from it."""
+        return self._counter().next(name)
+
+    def _counter(self) -> Counter:
         counter = _calls.get(self.id)
         if counter is None:  # two threads may be here: both get the one that is kept
             counter = _calls.setdefault(self.id, Counter())
-        return counter.next(name)
+        return counter
+
+    def _place(self) -> tuple[int, str, Counter]:
+        """Return what Call.prepare() asks of a communicator."""
+        return self.id, self.name, self._counter()
 
     # ---- The end ---------------------------------------------------------------------------------
 

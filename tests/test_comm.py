@@ -170,6 +170,48 @@ def test_noise_changes_with_every_call_and_repeats_with_every_run() -> None:
     np.testing.assert_array_equal(first[0], first[3])
 
 
+@pytest.mark.parametrize("name", ["", "layer"])
+@pytest.mark.parametrize("config", [Config(bits=2), Config(bits=2, rounding="nearest")])
+def test_repeated_calls_have_the_results_of_first_ones(config: Config, name: str) -> None:
+    values = [np.random.default_rng(rank).standard_normal(1000, np.float32) for rank in range(2)]
+
+    def repeated(rank: int, comm: Communicator) -> list[bytes]:
+        out = np.empty(1000, np.float32)
+        calls = (comm.allreduce(values[rank], config=config, out=out, name=name) for _ in range(4))
+        return [call.tobytes() for call in calls]
+
+    def first(rank: int, comm: Communicator) -> list[bytes]:
+        calls = (comm.allreduce(values[rank], config=config, name=name) for _ in range(4))
+        return [call.tobytes() for call in calls]
+
+    found, expected = (threads(2, function, name="repeats") for function in (repeated, first))
+    assert found == expected
+    assert len(set(found[0])) == (4 if config.rounding == "stochastic" else 1)
+
+
+def test_a_repeated_call_refuses_what_a_first_one_refuses() -> None:
+    base, config = np.arange(8, dtype=np.float32), Config(bits=4)
+    comm = cgx_ops.init()
+    out = np.empty(4, np.float32)
+    read_only = base[:4].copy()
+    read_only.flags.writeable = False
+    for _ in range(3):
+        np.testing.assert_array_equal(comm.allreduce(base[:4], config=config, out=out), base[:4])
+    with pytest.raises(InvalidArgument, match="out overlaps"):
+        comm.allreduce(base[:4], config=config, out=base[2:6])
+    with pytest.raises(InvalidArgument, match="out must be C-contiguous"):
+        comm.allreduce(base[:4], config=config, out=base[::2])
+    with pytest.raises(InvalidArgument, match="out must be C-contiguous and writeable"):
+        comm.allreduce(base[:4], config=config, out=read_only)
+    np.testing.assert_array_equal(comm.allreduce(read_only, config=config, out=out), read_only)
+    np.testing.assert_array_equal(comm.allreduce(base[::2], config=config, out=out), base[::2])
+    closed = Communicator.local(1)[0]
+    closed.allreduce(base, config=config, out=base)
+    closed.close()
+    with pytest.raises(Closed):
+        closed.allreduce(base, config=config, out=base)
+
+
 def test_requests_may_be_awaited_twice_or_dropped() -> None:
     def run(_rank: int, comm: Communicator) -> None:
         values = np.ones(100_000, np.float32)

@@ -130,8 +130,8 @@ class Engine : private Sink {
   // What is known of one key, until it is used up. A rank's n-th header belongs to this rank's n-th
   // collective of the key, so nothing needs to be counted for longer.
   struct Uses {
-    std::deque<CollectiveRef> open;            // lack headers; oldest first
-    std::deque<std::pair<int, Header>> early;  // of collectives that are not started here yet
+    std::vector<CollectiveRef> open;            // lack headers; oldest first
+    std::vector<std::pair<int, Header>> early;  // of collectives that are not started here yet
   };
   std::unordered_map<Key, Uses, KeyHash> uses_;
   struct Channel {

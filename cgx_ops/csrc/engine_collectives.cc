@@ -128,8 +128,9 @@ void Engine::match(const CollectiveRef& ref, int source, Header header) {
   collective.headers[source] = std::move(header);
   if (--collective.missing_headers != 0) return;
   const auto found = uses_.find(collective.key);
-  found->second.open.pop_front();  // it is the oldest: those after it lack the same header, or more
-  if (found->second.open.empty() && found->second.early.empty()) uses_.erase(found);
+  auto& open = found->second.open;
+  open.erase(open.begin());  // it is the oldest: those after it lack the same header, or more
+  if (open.empty() && found->second.early.empty()) uses_.erase(found);
   if (!refused) agree(collective);
 }
 
