@@ -166,42 +166,49 @@ void set_trace_hook(void (*hook)()) { trace_hook = hook; }
 
 namespace {
 
-// The knobs of a public operator as the text that operators under it take (cgx_config_parse).
-class ConfigText {
- public:
-  ConfigText() { text_.reserve(256); }
-  ConfigText& add(const char* name, int64_t value) { return write(name, std::to_string(value)); }
-  ConfigText& add(const char* name, bool value) { return write(name, value ? "True" : "False"); }
-  ConfigText& add(const char* name, std::optional<int64_t> value) {  // 0: as in cgx.h, none
-    return value.value_or(0) != 0 ? add(name, *value) : write(name, "None");
-  }
-  ConfigText& add(const char* name, std::string_view word) { return write(name, word, "'"); }
-  std::string_view text() const { return text_; }
-
- private:
-  ConfigText& write(const char* name, std::string_view value, const char* quote = "") {
-    text_.append(text_.empty() ? "" : " ").append(name).append("=");
-    text_.append(quote).append(value).append(quote);
-    return *this;
-  }
-  std::string text_;
+// The knobs of a public operator.
+struct Knobs {
+  int64_t bits, bucket_size, gather_bits, intra_bits, minimal_size;
+  bool skip_incomplete_buckets;
+  std::string_view rounding, algorithm;
+  bool operator==(const Knobs&) const = default;
 };
+
+// The same as the text that operators under the public ones take (cgx_config_parse). A loop's calls
+// have one: a thread keeps the last that it wrote.
+std::string_view text_of(const Knobs& knobs) {
+  thread_local Knobs known{};
+  thread_local std::string rounding, algorithm, text;  // the knobs' own words may be gone
+  if (known == knobs && !text.empty()) return text;
+  const auto bits = [](int64_t value) {  // 0: as in cgx.h, none
+    return value != 0 ? std::to_string(value) : "None";
+  };
+  text = c10::str("bits=", knobs.bits, " bucket_size=", knobs.bucket_size, " rounding='",
+                  knobs.rounding, "' algorithm='", knobs.algorithm,
+                  "' gather_bits=", bits(knobs.gather_bits), " intra_bits=", bits(knobs.intra_bits),
+                  " skip_incomplete_buckets=", knobs.skip_incomplete_buckets ? "True" : "False",
+                  " minimal_size=", knobs.minimal_size);
+  rounding = knobs.rounding;
+  algorithm = knobs.algorithm;
+  known = knobs;
+  known.rounding = rounding;
+  known.algorithm = algorithm;
+  return text;
+}
 
 }  // namespace
 
 // What an Options is made of.
 #define CGX_PUBLIC_OPTIONS                                         \
   op, /*depth=*/0,                                                 \
-      ConfigText()                                                 \
-          .add("bits", bits)                                       \
-          .add("bucket_size", bucket_size)                         \
-          .add("rounding", rounding)                               \
-          .add("algorithm", algorithm)                             \
-          .add("gather_bits", gather_bits)                         \
-          .add("intra_bits", intra_bits)                           \
-          .add("skip_incomplete_buckets", skip_incomplete_buckets) \
-          .add("minimal_size", minimal_size)                       \
-          .text(),                                                 \
+      text_of({.bits = bits,                                       \
+               .bucket_size = bucket_size,                         \
+               .gather_bits = gather_bits.value_or(0),             \
+               .intra_bits = intra_bits.value_or(0),               \
+               .minimal_size = minimal_size,                       \
+               .skip_incomplete_buckets = skip_incomplete_buckets, \
+               .rounding = rounding,                               \
+               .algorithm = algorithm}),                           \
       name, group_name, carrier
 
 at::Tensor quantized_allreduce(const at::Tensor& x, CGX_PUBLIC_PARAMETERS) {

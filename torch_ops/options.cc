@@ -2,8 +2,10 @@
 
 #include <array>
 #include <charconv>
+#include <memory>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "core.h"
@@ -54,16 +56,22 @@ std::string_view take(std::string_view call, std::string_view key, std::string_v
   return value;
 }
 
+struct Parsed {
+  std::shared_ptr<const std::string> text;
+  cgx_config_t config;
+};
+
 // A loop's calls have one config: a thread keeps the last that it parsed.
-const cgx_config_t& parsed(const std::string& text) {
-  thread_local std::string known;
-  thread_local cgx_config_t config = config_of();
-  if (text == known) return config;
-  if (cgx_config_parse(text.c_str(), &config) != CGX_OK) {
+const Parsed& parsed(std::string_view text) {
+  thread_local Parsed known;
+  if (known.text && *known.text == text) return known;
+  auto copy = std::make_shared<const std::string>(text);
+  cgx_config_t config;
+  if (cgx_config_parse(copy->c_str(), &config) != CGX_OK) {
     C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: ", cgx_last_error()));
   }
-  known = text;
-  return config;
+  known = {std::move(copy), config};
+  return known;
 }
 
 // ---- checks --------------------------------------------------------------------------------
@@ -100,24 +108,21 @@ void check_tensor(const at::Tensor& x) {
 
 Options::Options(std::string_view op, int64_t depth, std::string_view config, std::string_view name,
                  std::string_view group_name, std::string_view carrier)
-    : op(op),
-      depth(depth),
-      config_text(config),
-      name(name),
-      group_name(group_name),
-      carrier(carrier) {
-  this->config = parsed(config_text);
+    : op(op), depth(depth), name(name), group_name(group_name), carrier(carrier) {
+  const Parsed& known = parsed(config);
+  config_text = known.text;
+  this->config = known.config;
 }
 
 std::string Options::pack() const {
   std::string call;
-  call.reserve(config_text.size() + name.size() + 64);
+  call.reserve(config_text->size() + name.size() + 64);
   call.append("op=")
       .append(op)
       .append(" depth=")
       .append(std::to_string(depth))
       .append(" ")
-      .append(config_text);
+      .append(*config_text);
   return call.append(kName).append(name);
 }
 

@@ -12,6 +12,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -30,7 +31,7 @@ struct Options {
 
   std::string op;
   int64_t depth;  // 0: a forward call, n: the gradient of one of depth n - 1
-  std::string config_text;
+  std::shared_ptr<const std::string> config_text;
   cgx_config_t config;
   std::string name;
   std::string group_name;
