@@ -22,16 +22,17 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from jax_cases import mesh_of, normal, on_mesh, use_cpu_devices
 
-from cgx_ops import Communicator, _native
+from cgx_ops import Communicator, Config, _native
 from cgx_ops.jax import (
     _runtime,
     all_gather_q,
     allreduce_q,
     initialize,
-    primitive,
+    mesh_groups,
     psum_q,
     psum_scatter_q,
 )
+from cgx_ops.jax.primitive import Settings
 
 use_cpu_devices(8)
 
@@ -107,8 +108,8 @@ def test_allreduce_q_is_one_ordered_custom_call() -> None:
 
 def test_registration() -> None:
     assert set(_runtime._register_cuda()) == {
-        f"cgx_{name}" for name in primitive.NAMES.values()
-    } | {"cgx_allreduce_q"}
+        f"cgx_{name}" for name in (*mesh_groups.MeshGroups.functions.values(), "allreduce_q")
+    }
     assert set(_runtime._register_cuda()) <= set(_runtime.targets())
 
 
@@ -146,15 +147,15 @@ def test_a_mesh_without_devices() -> None:
 )
 def test_several_gpus_in_each_of_several_processes(processes: list[int], counts: str) -> None:
     groups = np.arange(len(processes))[None]
-    settings: Any = type("Settings", (), {"verb": "allreduce", "axes": ("d",)})
+    settings = Settings("allreduce", "sum", mesh_groups.MeshGroups(("d",), 4), (4,), Config(), "")
     with pytest.raises(NotImplementedError, match=re.escape(counts)) as error:
-        primitive._check_spread(settings, groups, processes)
+        mesh_groups._check_spread(settings, groups, processes)
     assert "a process for each GPU" in str(error.value)
     for fine in ([0] * 4, [3, 1, 2]):
-        primitive._check_spread(settings, np.arange(len(fine))[None], fine)
+        mesh_groups._check_spread(settings, np.arange(len(fine))[None], fine)
     by_process = np.array([[0, 1], [2, 3]])
-    primitive._check_spread(settings, by_process, [0, 0, 1, 1])
-    primitive._check_spread(settings, by_process.T, [0, 0, 1, 1])
+    mesh_groups._check_spread(settings, by_process, [0, 0, 1, 1])
+    mesh_groups._check_spread(settings, by_process.T, [0, 0, 1, 1])
 
 
 @pytest.mark.parametrize(

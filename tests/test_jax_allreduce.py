@@ -96,6 +96,57 @@ def test_a_tree_is_one_message_for_each_dtype() -> None:
             assert same_bits(sums[name], expected(rows, seeds=seeds, **AUTO)), name
 
 
+@pytest.mark.parametrize("fuse", [True, False])
+def test_rules_and_residuals(fuse: bool) -> None:
+    """Each leaf has its bits and, in place, what was lost of it; sums differ from step to step."""
+    x = {"bias": normal(20, 2, 100), "kernel": normal(21, 2, 3, 1000)}
+    old = {"bias": normal(22, 2, 100), "kernel": normal(23, 2, 3, 1000)}
+
+    def body(rank: int, comm: Communicator) -> Any:
+        def step(residual: Any, _: Any) -> Any:
+            total, residual = allreduce_q(
+                jax.tree.map(lambda leaf: leaf[rank], x), comm, algorithm="sra", residual=residual,
+                rules={"bias": 32}, fuse=fuse,
+            )  # fmt: skip
+            return residual, total
+
+        mine = jax.tree.map(lambda leaf: leaf[rank], old)
+        return jax.jit(lambda residual: lax.scan(step, residual, length=2))(mine)
+
+    results = on_ranks(2, body)
+    for name, bits in (("bias", 32), ("kernel", 4)):
+        residuals = old[name].reshape(2, -1).copy()
+        for step in range(2):
+            total = expected(x[name], bits=bits, residuals=list(residuals))
+            assert all(same_bits(sums[name][step], total) for _, sums in results)
+        for (kept, _), residual in zip(results, residuals, strict=True):
+            assert same_bits(kept[name].reshape(-1), residual)
+
+
+def test_residuals_under_vmap_and_grad() -> None:
+    x, old = normal(24, 2, 3, 600), normal(25, 2, 600)
+
+    def body(rank: int, comm: Communicator) -> Any:
+        def q(v: jax.Array, e: jax.Array) -> Any:
+            return allreduce_q(v, comm, algorithm="sra", residual=e)
+
+        def loss(v: jax.Array, e: jax.Array) -> jax.Array:
+            total, residual = q(v, e)
+            return 3 * total.sum() + residual.sum()
+
+        batched = jax.vmap(q, in_axes=(0, None))(x[rank], old[rank])
+        return *batched, *jax.grad(loss, argnums=(0, 1))(x[rank, 0], old[rank])
+
+    results = on_ranks(2, body)
+    for i in range(3):
+        residuals = old.copy()
+        total = expected(x[:, i], residuals=list(residuals))
+        for rank, (sums, kept, *_) in enumerate(results):
+            assert same_bits(sums[i], total)
+            assert same_bits(kept[i], residuals[rank])
+    assert all((gradient == 6).all() for _, _, *gradients in results for gradient in gradients)
+
+
 def test_one_rank_alone() -> None:
     x = {"a": normal(0, 100), "b": 1.5}
     result = allreduce_q(x, op="avg")

@@ -192,6 +192,8 @@ def test_traced_knobs(knob: str, pair: list[Communicator]) -> None:
         ({"bucket_size": 0}, ValueError, "bucket_size is 0"),
         ({"algorithm": "fast"}, ValueError, "algorithm is 'fast'"),
         ({"op": "max"}, ValueError, "op is 'max'; it must be 'sum' or 'avg'"),
+        ({"carrier": "xla"}, ValueError, "use carrier='native', or psum_q in a jax.shard_map"),
+        ({"residual": [1]}, ValueError, "residual is PyTreeDef([*]), and x is PyTreeDef(*)"),
         ({"name": 3}, TypeError, "name is 3"),
         ({"key": 3}, TypeError, "key is 3, not a PRNG key"),
     ],

@@ -21,6 +21,7 @@
 #include "core.h"
 #include "cuda.h"
 #include "launches.h"
+#include "signature.h"
 
 namespace cgx::xla {
 namespace {
@@ -34,23 +35,11 @@ std::string Describe(const ffi::Dictionary& attributes) {
   return "allreduce_q '" + Text(attributes, "name") + "' on '" + Text(attributes, "comm") + "'";
 }
 
-// Of leaves (batch, n), without their seeds, which are the operand behind them.
+// Without its seeds.
 std::shared_ptr<Message> MakeMessage(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                                     const ffi::Dictionary& attributes) {
-  cgx_collective_t collective = GetSettings(attributes);
-  collective.verb = CGX_ALLREDUCE;
-  collective.dtype = ToDtype(GetBuffer<ffi::AnyBuffer>(args, 0).element_type());
-  collective.occurrence = -1;  // the order of calls is that of the program
-  auto message = std::make_shared<Message>(collective, Text(attributes, "name"));
-  const auto bits = static_cast<int32_t>(collective.config.bits);
-  for (size_t i = 0; i < rets.size(); ++i) {
-    const auto values = GetBuffer<ffi::AnyBuffer>(args, i);
-    auto result = GetBuffer<ffi::AnyBuffer>(rets, i);
-    message->Add({static_cast<const std::byte*>(values.untyped_data()),
-                  static_cast<std::byte*>(result->untyped_data()), /*residual=*/nullptr, bits,
-                  values.dimensions()[0], values.dimensions()[1]});
-  }
-  return message;
+                                     const ffi::Dictionary& attributes,
+                                     const Signature& signature) {
+  return AsRank(Operands(args, rets, signature, /*ranks=*/0), signature, Text(attributes, "name"));
 }
 
 int32_t FindCommunicator(const ffi::Dictionary& attributes) {
@@ -67,8 +56,9 @@ int32_t FindCommunicator(const ffi::Dictionary& attributes) {
 void StartCall(const std::shared_ptr<Completion>& completion, const ffi::Dictionary& attributes,
                const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, int64_t run) {
   const int32_t comm = FindCommunicator(attributes);
-  auto message = MakeMessage(args, rets, attributes);
-  message->seeds = ReadSeeds(GetBuffer<U32Buffer>(args, rets.size()));
+  const Signature signature(attributes);
+  const auto message = MakeMessage(args, rets, attributes, signature);
+  message->seeds = ReadSeeds(SeedsOf(args, signature));
   // Only launches of other threads can overlap this one, on whatever device they are.
   auto launched = std::make_unique<LaunchedCall>(
       /*device=*/-1, run, Text(attributes, "comm") + "/" + Text(attributes, "name"),
@@ -76,10 +66,9 @@ void StartCall(const std::shared_ptr<Completion>& completion, const ffi::Diction
   const bool alone = launched->alone();
   completion->Hold(std::move(launched));
   if (alone) {
-    return Start(std::move(message), comm,
-                 [completion](cgx_status_t status, const std::string& text) {
-                   CompleteSoon(completion, status, text);
-                 });
+    return Start(message, comm, [completion](cgx_status_t status, const std::string& text) {
+      CompleteSoon(completion, status, text);
+    });
   }
   cgx_refuse(&message->On(comm), CGX_INVALID_ARGUMENT, kOverlap);
   CompleteSoon(completion, CGX_INVALID_ARGUMENT, kOverlap);
@@ -107,7 +96,8 @@ ffi::Error Enqueue(CUstream_st* stream, ffi::Dictionary attributes, ffi::Token,
   try {
     where = Describe(attributes);
     const int32_t comm = FindCommunicator(attributes);
-    EnqueueOn(stream, *MakeMessage(args, rets, attributes), GetBuffer<U32Buffer>(args, rets.size()),
+    const Signature signature(attributes);
+    EnqueueOn(stream, *MakeMessage(args, rets, attributes, signature), SeedsOf(args, signature),
               comm);
     return ffi::Error::Success();
   } catch (const std::exception& error) {

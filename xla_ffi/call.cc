@@ -1,5 +1,6 @@
 #include "call.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "cgx/completion_pool.h"
@@ -23,22 +24,22 @@ void Finish(void* context, cgx_status_t status, const char* text) {
 
 // ---- Operands -----------------------------------------------------------------------------------
 
-Operands::Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Site& site,
-                   const Site::Place& place) {
-  const size_t count = site.leaves().size();
-  const auto ranks = static_cast<int64_t>(place.group->members.size());
+Operands::Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                   const Signature& signature, size_t ranks) {
+  const size_t count = signature.leaves.size();
   for (size_t i = 0; i < count; ++i) {
-    const auto [bits, batch] = site.leaves()[i];
+    const auto [bits, batch] = signature.leaves[i];
     const auto values = GetBuffer<ffi::AnyBuffer>(args, i);
     auto result = GetBuffer<ffi::AnyBuffer>(rets, i);
     dtype = ToDtype(values.element_type());
     int64_t elements = static_cast<int64_t>(values.element_count());
-    if (site.collective().verb == CGX_REDUCE_SCATTER) elements /= ranks;
+    if (signature.collective.verb == CGX_REDUCE_SCATTER) elements /= static_cast<int64_t>(ranks);
     void* residual = nullptr;
-    if (site.feedback()) residual = GetBuffer<ffi::AnyBuffer>(rets, count + i)->untyped_data();
+    if (signature.feedback) residual = GetBuffer<ffi::AnyBuffer>(rets, count + i)->untyped_data();
     leaves.push_back({static_cast<const std::byte*>(values.untyped_data()),
                       static_cast<std::byte*>(result->untyped_data()),
-                      static_cast<std::byte*>(residual), bits, batch, elements / batch});
+                      static_cast<std::byte*>(residual), bits, batch,
+                      elements / std::max<int64_t>(batch, 1)});
   }
 }
 
@@ -74,16 +75,15 @@ ffi::Future Failed(const std::exception& error) {
 Call::Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Site& site,
            const Site::Place& place)
     : Completion(site.Describe(place)),
-      operands_(args, rets, site, place),
-      seeds_(ReadSeeds(SeedsOf(args, site))) {}
+      operands_(args, rets, site.signature(), place.group->members.size()),
+      seeds_(ReadSeeds(SeedsOf(args, site.signature()))) {}
 
 // ---- Message ------------------------------------------------------------------------------------
 
-Message::Message(const cgx_collective_t& settings, std::string key)
-    : collective(settings), key_(std::move(key)) {}
-
-Message::Message(const Site& site, std::string key, int32_t dtype, int64_t divisor)
-    : Message(site.collective(), std::move(key)) {
+Message::Message(const Signature& signature, std::string key, int32_t dtype, int64_t divisor)
+    : collective(signature.collective), key_(std::move(key)) {
+  // What has no key of its own is counted: executions follow each other, on every rank alike.
+  collective.occurrence = -1;
   collective.dtype = dtype;
   collective.divisor = divisor;
 }
@@ -121,11 +121,11 @@ const cgx_collective_t& Message::On(int32_t comm) {
   return collective;
 }
 
-std::shared_ptr<Message> AsRank(const Operands& operands, const Site& site, int64_t rank,
+std::shared_ptr<Message> AsRank(const Operands& operands, const Signature& signature,
                                 std::string key) {
-  auto message = std::make_shared<Message>(site, std::move(key), operands.dtype, /*divisor=*/0);
-  message->noise_rank = static_cast<int32_t>(rank);
-  if (site.collective().verb == CGX_ALLREDUCE) {
+  auto message =
+      std::make_shared<Message>(signature, std::move(key), operands.dtype, /*divisor=*/0);
+  if (signature.collective.verb == CGX_ALLREDUCE) {
     for (const Leaf& leaf : operands.leaves) message->Add(leaf);
     return message;
   }

@@ -13,6 +13,7 @@
 #include "cgx/cgx.h"
 #include "core.h"
 #include "launches.h"
+#include "signature.h"
 #include "site.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -32,17 +33,17 @@ struct Leaf {
 // with feedback, their residuals; its results are those of the leaves, then the new residuals, each
 // in the buffer of the old one.
 struct Operands {
-  // Throws StatusError.
-  Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Site& site,
-           const Site::Place& place);
+  // `ranks`: how many reduce together. Throws StatusError.
+  Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+           const Signature& signature, size_t ranks);
 
   int32_t dtype;
   std::vector<Leaf> leaves;
 };
 
 // (segments, 2): see ReadSeeds.
-inline U32Buffer SeedsOf(const ffi::RemainingArgs& args, const Site& site) {
-  return GetBuffer<U32Buffer>(args, site.leaves().size());
+inline U32Buffer SeedsOf(const ffi::RemainingArgs& args, const Signature& signature) {
+  return GetBuffer<U32Buffer>(args, signature.leaves.size());
 }
 
 // The end of one execution of a custom call: a promise that it completes once.
@@ -90,10 +91,8 @@ class Call : public Completion {
 // A rank's part of a collective as the core takes it, with the lists that it points to.
 class Message {
  public:
-  // Everything but values and segments: settings under a key.
-  Message(const cgx_collective_t& settings, std::string key);
-  // The same, of a site's settings. `divisor`: of averages.
-  Message(const Site& site, std::string key, int32_t dtype, int64_t divisor);
+  // Everything but values and segments. `divisor`: of averages; 0: the number of ranks.
+  Message(const Signature& signature, std::string key, int32_t dtype, int64_t divisor);
 
   // Adds a leaf's segments, wherever its buffers are; a residual may be null.
   void Add(const Leaf& leaf);
@@ -119,7 +118,7 @@ class Message {
 
 // The message of a device that is a rank of its own: buffers are used where they are. It has no
 // seeds yet.
-std::shared_ptr<Message> AsRank(const Operands& operands, const Site& site, int64_t rank,
+std::shared_ptr<Message> AsRank(const Operands& operands, const Signature& signature,
                                 std::string key);
 
 // Starts a message; `done` is called once, on a thread that must not be blocked.

@@ -40,7 +40,8 @@ struct Execution {
 
 // The same, with its seeds.
 std::shared_ptr<Message> AsRank(const Call& call, const Execution& execution, std::string key) {
-  auto message = AsRank(call.operands(), execution.site, execution.place.rank, std::move(key));
+  auto message = AsRank(call.operands(), execution.site.signature(), std::move(key));
+  message->noise_rank = static_cast<int32_t>(execution.place.rank);
   message->seeds = call.seeds();
   return message;
 }
@@ -66,7 +67,6 @@ void StartAmongProcesses(std::shared_ptr<Call> call, const Execution& execution,
     return CompleteSoon(call, CGX_INVALID_ARGUMENT, kOverlap);
   }
   auto message = AsRank(*call, execution, name);
-  message->collective.occurrence = -1;  // executions follow each other, in every process alike
   const auto end = [call = std::move(call)](cgx_status_t status, const std::string& text) {
     CompleteSoon(call, status, text);
   };

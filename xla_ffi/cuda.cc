@@ -59,10 +59,11 @@ ffi::Error Execute(CUstream_st* stream, ffi::RemainingArgs args, ffi::RemainingR
     where = site->Describe(place);
     const CudaGroup gpus = GroupOf(*place.group, *site);
     try {
-      const auto message =
-          AsRank(Operands(args, rets, *site, place), *site, place.rank, site->NameOf(*place.group));
-      message->collective.occurrence = -1;  // executions follow each other, on every rank alike
-      EnqueueOn(stream, *message, SeedsOf(args, *site),
+      const Signature& signature = site->signature();
+      const auto message = AsRank(Operands(args, rets, signature, gpus.devices.size()), signature,
+                                  site->NameOf(*place.group));
+      message->noise_rank = static_cast<int32_t>(place.rank);
+      EnqueueOn(stream, *message, SeedsOf(args, signature),
                 CudaCommunicator(gpus, place.rank, run.run_id));
     } catch (const std::exception&) {
       Abandon(gpus, place.rank, run.run_id);

@@ -148,7 +148,7 @@ void Meeting::Expire() {
 void Meeting::Run() {
   std::shared_ptr<Message> message;
   try {
-    switch (site_.collective().verb) {
+    switch (site_.signature().collective.verb) {
       case CGX_ALLREDUCE:
         message = ReduceAll();
         break;
@@ -164,7 +164,6 @@ void Meeting::Run() {
     return;
   }
   message->collective.timeout_s = timeout_s_;
-  message->collective.occurrence = -1;  // executions follow each other, in every process alike
   message->noise_rank = static_cast<int32_t>(process_);  // the process is the rank
   auto self = shared_from_this();
   WithProcessCommunicator(group_.processes, [self, message](int32_t comm, cgx_status_t status,
@@ -177,12 +176,13 @@ void Meeting::Run() {
 
 std::shared_ptr<Message> Meeting::ReduceAll() {
   const auto divisor = static_cast<int64_t>(group_.members.size());
-  auto message = std::make_shared<Message>(site_, site_.NameOf(group_), CGX_FLOAT32, divisor);
+  auto message =
+      std::make_shared<Message>(site_.signature(), site_.NameOf(group_), CGX_FLOAT32, divisor);
   const std::vector<Leaf>& leaves = calls_[0]->leaves();
   int64_t bytes = 0;
   for (const Leaf& leaf : leaves) bytes += 4 * leaf.elements();
   sent_ = Buffer(bytes);
-  if (site_.feedback()) residual_ = Buffer(bytes);
+  if (site_.signature().feedback) residual_ = Buffer(bytes);
   int64_t at = 0;
   for (size_t i = 0; i < leaves.size(); ++i) {
     Leaf whole = leaves[i];
@@ -204,7 +204,8 @@ std::shared_ptr<Message> Meeting::ReduceAll() {
 // A block of the processes' message holds the blocks of the process's members, in order.
 std::shared_ptr<Message> Meeting::ReduceScatter() {
   const auto divisor = static_cast<int64_t>(group_.members.size());
-  auto message = std::make_shared<Message>(site_, site_.NameOf(group_), CGX_FLOAT32, divisor);
+  auto message =
+      std::make_shared<Message>(site_.signature(), site_.NameOf(group_), CGX_FLOAT32, divisor);
   const Leaf& leaf = calls_[0]->leaves()[0];
   const auto locals = static_cast<int64_t>(calls_.size());
   const int64_t block = leaf.elements();
@@ -230,7 +231,8 @@ std::shared_ptr<Message> Meeting::ReduceScatter() {
 
 std::shared_ptr<Message> Meeting::Gather() {
   const int32_t dtype = calls_[0]->dtype();
-  auto message = std::make_shared<Message>(site_, site_.NameOf(group_), dtype, /*divisor=*/0);
+  auto message =
+      std::make_shared<Message>(site_.signature(), site_.NameOf(group_), dtype, /*divisor=*/0);
   const int64_t block = calls_[0]->leaves()[0].elements(), bytes = block * SizeOf(dtype);
   const auto locals = static_cast<int64_t>(calls_.size());
   sent_ = Buffer(bytes * locals);
@@ -268,7 +270,7 @@ void Meeting::Deliver(int64_t place) {
   const Call& call = *calls_[place];
   const int64_t width = SizeOf(call.dtype());
   const Leaf& first = call.leaves()[0];
-  if (site_.collective().verb == CGX_ALL_GATHER) {
+  if (site_.signature().collective.verb == CGX_ALL_GATHER) {
     const int64_t bytes = first.elements() * width;
     const auto locals = static_cast<int64_t>(calls_.size());
     for (size_t rank = 0; rank < group_.members.size(); ++rank) {
@@ -278,7 +280,7 @@ void Meeting::Deliver(int64_t place) {
     }
     return;
   }
-  if (site_.collective().verb == CGX_REDUCE_SCATTER) {
+  if (site_.signature().collective.verb == CGX_REDUCE_SCATTER) {
     check(cgx_convert(CGX_FLOAT32, received_.get() + 4 * place * first.elements(), call.dtype(),
                       first.result, first.elements()));
     return;

@@ -73,20 +73,14 @@ ffi::TypeId Site::id = {};
 ffi::TypeId CudaSite::id = {};
 
 Site::Site(const ffi::Dictionary& attributes)
-    : named_(GetAttribute<int64_t>(attributes, "named") != 0),
-      feedback_(GetAttribute<int64_t>(attributes, "feedback") != 0),
-      collective_(GetSettings(attributes)),
+    : signature_(attributes),
+      named_(GetAttribute<int64_t>(attributes, "named") != 0),
       serial_(next_serial++) {
   std::vector<int64_t> processes;
   if (attributes.contains("processes")) processes = GetList(attributes, "processes");
   if (attributes.contains("devices")) devices_ = GetList(attributes, "devices");
   groups_ = MakeGroups(GetList(attributes, "groups"),
                        GetAttribute<int64_t>(attributes, "group_size"), processes);
-  const std::vector<int64_t> bits = GetList(attributes, "bits");
-  const std::vector<int64_t> batches = GetList(attributes, "batches");
-  for (size_t leaf = 0; leaf < bits.size(); ++leaf)
-    leaves_.push_back({static_cast<int32_t>(bits[leaf]), batches.at(leaf)});
-  collective_.verb = static_cast<int32_t>(GetAttribute<int64_t>(attributes, "verb"));
   std::string call(GetAttribute<std::string_view>(attributes, "call"));
   name_ = call + "#" + std::to_string(InstanceCounter::Get().Next(call));
 }
@@ -114,7 +108,7 @@ int64_t Site::PartitionOf(int64_t device) const {
 
 std::string Site::Describe(const Place& place) const {
   static constexpr const char* kFunctions[] = {"psum_q", "psum_scatter_q", "all_gather_q"};
-  return std::string(kFunctions[collective_.verb]) + " '" + name_ + "' on rank " +
+  return std::string(kFunctions[signature_.collective.verb]) + " '" + name_ + "' on rank " +
          std::to_string(place.rank) + " of " + std::to_string(place.group->members.size());
 }
 

@@ -20,6 +20,7 @@
 #include "cgx/cgx.h"
 #include "core.h"
 #include "recent_runs.h"
+#include "signature.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace cgx::xla {
@@ -75,22 +76,13 @@ class Site {
   bool named() const { return named_; }  // by the user
   // Such as "psum_q 'jit_step/0:1f2e3d4c#0' on rank 1 of 2", for error messages.
   std::string Describe(const Place& place) const;
-  bool feedback() const { return feedback_; }  // whether leaves have residuals
-
-  struct Leaf {
-    int32_t bits;
-    int64_t batch;  // equal segments in the operand: the examples of a vmap
-  };
-  const std::vector<Leaf>& leaves() const { return leaves_; }
-  // Everything that the attributes fix: verb, op and config.
-  cgx_collective_t collective() const { return collective_; }
+  const Signature& signature() const { return signature_; }
 
  private:
   std::vector<Group> groups_;
   std::vector<int64_t> devices_;  // empty where XLA tells a handler its partition
-  std::vector<Leaf> leaves_;
-  bool named_, feedback_;
-  cgx_collective_t collective_;
+  Signature signature_;
+  bool named_;
   int64_t serial_;
   std::string name_;
 

@@ -5,26 +5,31 @@ jax.distributed. Ranks may run different programs, so calls match in the order i
 makes them, as MPI's do. An ordered effect of JAX keeps that order: every call takes a token from
 the one before it, within a program and from launch to launch.
 
-In this order: the public function, parameters, the primitive, abstract evaluation, lowering,
-batching, differentiation. Leaves are (batch, n) and seeds uint32 (batch, 2), as in primitive.py.
+The primitive is psum_q's (primitive.py); what a communicator makes different is at the end of this
+file.
 """
 
-import functools
 import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad
 
 from cgx_ops.comm import Communicator
 from cgx_ops.config import Algorithm, Config
 from cgx_ops.errors import Closed
 from cgx_ops.jax import _compat, _runtime
-from cgx_ops.jax._calls import call_attributes, parted
-from cgx_ops.jax._keys import CallSeeds, example_seeds
-from cgx_ops.jax.psum import checked_config, checked_leaf, name_of
+from cgx_ops.jax.primitive import (
+    Carrier,
+    Settings,
+    Verb,
+    bind,
+    custom_call,
+    message_attributes,
+)
+from cgx_ops.jax.trees import checked_knobs, reduce_tree
 
 # Of all calls that the user gave none: a sequence of their own on each communicator. Python calls
 # without a name (cgx_ops.allreduce) have another, since JAX runs behind Python.
@@ -45,6 +50,10 @@ def allreduce_q(
     intra_bits: int | None = None,
     skip_incomplete_buckets: bool = False,
     minimal_size: int = 0,
+    rules: Mapping[str, int] | None = None,
+    fuse: bool = True,
+    carrier: Carrier = "native",
+    residual: Any = None,
 ) -> Any:
     """Reduce `x` over the processes of a communicator, sending `bits` bits an element.
 
@@ -85,54 +94,45 @@ def allreduce_q(
         intra_bits: in "hierarchical", bits of values that their own host sums; None: exact.
         skip_incomplete_buckets: send a leaf's last bucket exact if it is not full.
         minimal_size: leaves with fewer elements are summed exactly.
+        rules: bits by leaf, as in `psum_q`.
+        fuse: one message for all leaves of a dtype. False: one for each leaf.
+        carrier: "native"; "xla" needs a mesh.
+        residual: what compression lost before, as in `psum_q`.
 
     Returns:
         The sums or averages, in the structure, shapes and dtypes of `x`. One rank alone gets `x`.
+        With `residual` a pair of them and the new residual, as from `psum_q`.
 
     Raises:
         NotImplementedError: inside a shard_map or an explicit mesh of several devices (psum_q is
           for that), or on a platform other than CPU and CUDA.
-        TypeError: a leaf is not float32, float16 or bfloat16; a knob is not a static value; `comm`
-          is not a Communicator; `key` is not a key.
-        ValueError: a knob is out of its range; or the program is compiled for several devices.
+        TypeError: a leaf is not float32, float16 or bfloat16; a residual has another dtype than its
+          leaf; a knob is not a static value; `comm` is not a Communicator; `key` is not a key.
+        ValueError: a knob is out of its range; `residual` has another structure or shape than `x`;
+          carrier="xla"; or the program is compiled for several devices.
         cgx_ops.Closed: the communicator was closed.
         jax.errors.JaxRuntimeError: at run time; a peer is late or dead or called something else.
           The deadline is the communicator's. Launches that wait behind the failed one fail too. On
           GPUs results are NaN then, and the next call raises.
     """
-    knobs: dict[str, Any] = {
-        "bits": bits,
-        "bucket_size": bucket_size,
-        "algorithm": algorithm,
-        "gather_bits": gather_bits,
-        "intra_bits": intra_bits,
-        "skip_incomplete_buckets": skip_incomplete_buckets,
-        "minimal_size": minimal_size,
-    }
-    config = checked_config("allreduce_q", key, name=name, carrier="native", **knobs)
+    caller = "allreduce_q"
+    knobs = checked_knobs(
+        caller, key=key, name=name, bits=bits, bucket_size=bucket_size, algorithm=algorithm,
+        gather_bits=gather_bits, intra_bits=intra_bits,
+        skip_incomplete_buckets=skip_incomplete_buckets, minimal_size=minimal_size, rules=rules,
+        fuse=fuse, carrier=carrier,
+    )  # fmt: skip
     if op not in ("sum", "avg"):
-        raise ValueError(f"allreduce_q: op is {op!r}; it must be 'sum' or 'avg'")
+        raise ValueError(f"{caller}: op is {op!r}; it must be 'sum' or 'avg'")
+    if carrier == "xla":
+        raise ValueError(
+            f"{caller}: XLA's collectives are among the devices of one program, and here each rank "
+            "runs its own: use carrier='native', or psum_q in a jax.shard_map"
+        )
     _refuse_meshes()
     comm = _checked_communicator(comm)
-    paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(x)
-    leaves = [checked_leaf("allreduce_q", path, leaf) for path, leaf in paths_and_leaves]
-    if comm.size == 1:
-        return jax.tree_util.tree_unflatten(tree, leaves)
-    seeds = CallSeeds(key, f"allreduce_q on {comm.name}: {name}")
-    messages: dict[Any, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        messages.setdefault(leaf.dtype, []).append(index)
-    for message in messages.values():
-        call_name = name_of(name, message[0], len(messages))
-        settings = _Settings(comm.name, op, call_name or _UNNAMED, config)
-        results = allreduce_q_p.bind(
-            *[leaves[index].reshape(1, -1) for index in message],
-            *[seeds.of(index, leaves[index]) for index in message],
-            settings=settings,
-        )
-        for index, result in zip(message, results, strict=True):
-            leaves[index] = result.reshape(leaves[index].shape)
-    return jax.tree_util.tree_unflatten(tree, leaves)
+    pair = reduce_tree(caller, x, residual, Ranks(comm.name, comm.size), op, knobs)
+    return pair[0] if residual is None else pair
 
 
 def _refuse_meshes() -> None:
@@ -162,21 +162,7 @@ def _checked_communicator(comm: Communicator | None) -> Communicator:
     return comm
 
 
-# ---- parameters --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """What is static in a call, besides its shapes: equal in every process of a communicator."""
-
-    comm: str
-    op: str
-    name: str
-    config: Config
-
-    def exact(self) -> "_Settings":
-        """Return the settings of tangents and cotangents."""
-        return replace(self, config=Config(bits=32))
+# ---- the ranks of a communicator, in order -----------------------------------------------------
 
 
 class InOrder(_compat.Effect):
@@ -197,107 +183,45 @@ class InOrder(_compat.Effect):
 _in_order = InOrder()
 _compat.register_ordered_effect(InOrder)
 
-# ---- the primitive -----------------------------------------------------------------------------
 
-allreduce_q_p = Primitive("cgx_allreduce_q")
-allreduce_q_p.multiple_results = True
-allreduce_q_p.def_impl(functools.partial(xla.apply_primitive, allreduce_q_p))
+@dataclass(frozen=True)
+class Ranks:
+    """All ranks, `size`, of the communicator of the name `comm`."""
 
+    comm: str
+    size: int
+    axes: ClassVar[tuple[Hashable, ...]] = ()
+    effects: ClassVar[set[_compat.Effect]] = {_in_order}
+    functions: ClassVar[dict[Verb, str]] = {"allreduce": "allreduce_q"}
 
-# ---- abstract evaluation -----------------------------------------------------------------------
+    def call_text(self, verb: Verb, name: str) -> str:
+        """Return what tells the noise of calls apart that have one key."""
+        return f"allreduce_q on {self.comm}: {name}"
 
+    def alone(self, leaf: jax.Array) -> jax.Array:
+        """Return the sum of a leaf of which there is nothing to send."""
+        return leaf
 
-@allreduce_q_p.def_effectful_abstract_eval
-def _abstract_eval(*avals: Any, settings: _Settings) -> tuple[list[Any], set[_compat.Effect]]:
-    return parted(avals)[0], {_in_order}
+    def lower(
+        self, ctx: Any, operands: Sequence[Any], settings: Settings, platform: _runtime.Platform
+    ) -> Any:
+        """Return the HLO values of the results."""
+        attributes = message_attributes(ctx, settings)
+        attributes |= {"comm": self.comm, "name": settings.name or _UNNAMED}
+        target = _runtime.target("allreduce_q", platform)
+        return custom_call(ctx, target, operands, settings, attributes, in_order=_in_order)
 
+    def exact(self, tangents: list[Any], seeds: list[Any], settings: Settings) -> list[Any]:
+        """Return what an exact collective makes of tangents.
 
-# ---- lowering ----------------------------------------------------------------------------------
+        Zeros travel too: ranks that differentiate with respect to other leaves send equal messages.
+        """
+        bits = (32,) * len(tangents)
+        settings = replace(settings, bits=bits, config=Config(bits=32), feedback=False)
+        return bind(list(map(ad.instantiate_zeros, tangents)), seeds, settings)
 
-
-def _lower(ctx: Any, *operands: Any, settings: _Settings, platform: _runtime.Platform) -> Any:
-    attributes = call_attributes(settings.op, settings.config)
-    attributes |= {"comm": settings.comm, "name": settings.name}
-    leaves, seeds, _ = parted(operands)
-    leaf_avals, seed_avals, _ = parted(ctx.avals_in)
-    avals_in = [*leaf_avals, _compat.seed_rows(sum(aval.shape[0] for aval in seed_avals))]
-    rule = jax.ffi.ffi_lowering(_runtime.target("allreduce_q", platform), has_side_effect=True)
-    return _compat.lower_in_order(
-        ctx, _in_order, rule, avals_in, *leaves, _compat.concatenated(seeds), **attributes
-    )
-
-
-def _lower_elsewhere(ctx: Any, *_: Any, settings: _Settings) -> Any:
-    raise NotImplementedError(_runtime.refusal("allreduce_q", ctx.module_context.platforms))
-
-
-for _platform in ("cpu", "cuda"):
-    mlir.register_lowering(
-        allreduce_q_p, functools.partial(_lower, platform=_platform), platform=_platform
-    )
-mlir.register_lowering(allreduce_q_p, _lower_elsewhere)
-
-
-# ---- batching ----------------------------------------------------------------------------------
-
-
-def _batch(
-    axis_data: Any, args: tuple[Any, ...], dims: tuple[int | None, ...], *, settings: _Settings
-) -> tuple[list[Any], list[int | None]]:
-    """Each example becomes a segment of the one message."""
-    size, rows = axis_data.size, []  # rows: of an example's leaf; None: the same in all examples
-    operands: tuple[list[Any], list[Any]] = [], []
-    pairs = zip(*parted(args)[:2], *parted(dims)[:2], strict=True)
-    for leaf, seed, leaf_dim, seed_dim in pairs:
-        if leaf_dim is None and seed_dim is None:
-            rows.append(None)
-        else:
-            leaf = batching.bdim_at_front(leaf, leaf_dim, size)
-            if seed_dim is None and settings.config.rounding != "nearest":
-                seed = example_seeds(seed, size)
-            else:
-                seed = batching.bdim_at_front(seed, seed_dim, size)
-            rows.append(leaf.shape[1])
-            leaf = leaf.reshape(size * leaf.shape[1], leaf.shape[2])
-            seed = seed.reshape(size * seed.shape[1], 2)
-        operands[0].append(leaf)
-        operands[1].append(seed)
-    results = allreduce_q_p.bind(*operands[0], *operands[1], settings=settings)
-    results = [
-        result if count is None else result.reshape(size, count, result.shape[1])
-        for result, count in zip(results, rows, strict=True)
-    ]
-    return results, [None if count is None else 0 for count in rows]
-
-
-batching.fancy_primitive_batchers[allreduce_q_p] = _batch
-
-
-# ---- differentiation ---------------------------------------------------------------------------
-
-
-def _jvp(
-    primals: tuple[jax.Array, ...], tangents: tuple[Any, ...], *, settings: _Settings
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Straight through: the tangent is that of the exact sum.
-
-    Zeros travel too: ranks that differentiate with respect to other leaves send equal messages.
-    """
-    leaves, seeds = parted(tangents)[0], parted(primals)[1]
-    results = allreduce_q_p.bind(*primals, settings=settings)
-    leaves = [ad.instantiate_zeros(leaf) for leaf in leaves]
-    return results, allreduce_q_p.bind(*leaves, *seeds, settings=settings.exact())
-
-
-def _transpose(cotangents: list[Any], *operands: Any, settings: _Settings) -> list[Any]:
-    """Sum the cotangents exactly, also where one is zero on this rank."""
-    leaves, seeds, _ = parted(operands)
-    cotangents = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
-    sums = allreduce_q_p.bind(*cotangents, *seeds, settings=settings.exact())
-    wanted = [ad.is_undefined_primal(leaf) for leaf in leaves]
-    sums = [total if is_wanted else None for total, is_wanted in zip(sums, wanted, strict=True)]
-    return [*sums, *(None for _ in seeds)]
-
-
-ad.primitive_jvps[allreduce_q_p] = _jvp
-ad.primitive_transposes[allreduce_q_p] = _transpose
+    def transposed(
+        self, cotangents: list[Any], leaves: list[Any], seeds: list[Any], settings: Settings
+    ) -> list[Any]:
+        """Return the cotangents of leaves, those of an exact collective."""
+        return self.exact(cotangents, seeds, settings)

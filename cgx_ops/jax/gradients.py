@@ -15,8 +15,10 @@ from typing import Any
 import jax
 
 from cgx_ops.jax import _compat
+from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.primitive import vary
-from cgx_ops.jax.psum import Axes, checked_axes, checked_config, checked_leaf, reduce_tree
+from cgx_ops.jax.psum import reduce_over
+from cgx_ops.jax.trees import checked_knobs, checked_leaf
 
 
 def compress_grads(
@@ -56,8 +58,8 @@ def compress_grads(
         TypeError: as `psum_q`; forward-mode differentiation (jax.jvp).
     """
     caller = "compress_grads"
-    checked_config(caller, key, name=name, **{"carrier": "native", **knobs})
-    axes, _ = checked_axes(caller, axis_name)
+    checked_knobs(caller, key=key, name=name, **knobs)
+    axes = mesh_groups(caller, axis_name).axes
     if not _compat.types_are_checked():
         # Around the shard_map JAX would sum what psum_q summed, once more; in the body it would
         # leave a loss's own psum or pmean out of account. Neither can be seen from here.
@@ -80,7 +82,7 @@ def compress_grads(
 
     def backward(key: jax.Array | None, cotangents: Any) -> tuple[Any, None]:
         # The key came as a residual: the forward pass's own may belong to another shard_map.
-        sums, _ = reduce_tree(caller, cotangents, None, axes, "sum", key=key, name=name, **knobs)
+        sums, _ = reduce_over(caller, cotangents, None, axes, "sum", key=key, name=name, **knobs)
         return sums, None
 
     shared.defvjp(forward, backward)
@@ -132,7 +134,7 @@ def value_and_grad(
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        axes, _ = checked_axes(caller, axis_name)
+        axes = mesh_groups(caller, axis_name).axes
         chosen = {number % max(len(args), 1) for number in numbers}
         copies = [vary_tree(arg, axes) if i in chosen else arg for i, arg in enumerate(args)]
         result, gradients = jax.value_and_grad(fun, argnums, has_aux)(*copies, **kwargs)
@@ -146,7 +148,7 @@ def value_and_grad(
                 "over these axes; it is averaged here"
             )
         value = jax.lax.pmean(value, axes)
-        mean, _ = reduce_tree(caller, gradients, None, axes, "avg", key=key, name=name, **knobs)
+        mean, _ = reduce_over(caller, gradients, None, axes, "avg", key=key, name=name, **knobs)
         return ((value, result[1]) if has_aux else value), mean
 
     return differentiated

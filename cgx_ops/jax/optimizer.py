@@ -20,7 +20,9 @@ import jax.numpy as jnp
 
 from cgx_ops.jax import _compat
 from cgx_ops.jax.gradients import vary_tree
-from cgx_ops.jax.psum import Axes, checked_axes, checked_config, reduce_tree
+from cgx_ops.jax.mesh_groups import Axes, mesh_groups
+from cgx_ops.jax.psum import reduce_over
+from cgx_ops.jax.trees import checked_knobs
 
 if TYPE_CHECKING:
     import optax
@@ -90,7 +92,7 @@ def average_gradients(
     """
     optax = _optax("average_gradients")
     caller = "average_gradients"
-    config = checked_config(caller, key, name=name, **{"carrier": "native", **knobs})
+    config = checked_knobs(caller, key=key, name=name, **knobs).config
     if error_feedback and 1 in (
         config.bits, config.gather_bits, *(knobs.get("rules") or {}).values()
     ):  # fmt: skip
@@ -105,7 +107,7 @@ def average_gradients(
             return AverageGradientsState(step, None)
         names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
         if any(_compat.axis_size(axis) is not None for axis in names):
-            axes, _ = checked_axes(caller, axis_name)
+            axes = mesh_groups(caller, axis_name).axes
             zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf)[None], params)
             return AverageGradientsState(step, vary_tree(zeros, axes))
         devices = _devices(names, mesh)
@@ -118,13 +120,13 @@ def average_gradients(
         updates: Any, state: AverageGradientsState, params: Any = None
     ) -> tuple[Any, AverageGradientsState]:
         del params
-        axes, _ = checked_axes(caller, axis_name)
+        axes = mesh_groups(caller, axis_name).axes
         _check_own(updates, axes)
         noise = None if key is None else jax.random.fold_in(key, state.step)
         residual, own = state.residual, None
         if error_feedback:
             own = jax.tree_util.tree_map_with_path(_own_residual, updates, residual)
-        mean, lost = reduce_tree(caller, updates, own, axes, "avg", key=noise, name=name, **knobs)
+        mean, lost = reduce_over(caller, updates, own, axes, "avg", key=noise, name=name, **knobs)
         if error_feedback:
             residual = jax.tree.map(lambda e, old: e.astype(old.dtype)[None], lost, residual)
         return mean, AverageGradientsState(state.step + 1, residual)

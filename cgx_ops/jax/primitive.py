@@ -1,4 +1,4 @@
-"""The primitive under psum_q, psum_scatter_q and all_gather_q: one collective over mesh axes.
+"""The primitive under psum_q, psum_scatter_q, all_gather_q and allreduce_q: one collective.
 
 In this order: parameters, binding, abstract evaluation, lowering, batching, differentiation.
 
@@ -14,36 +14,38 @@ then the new residuals:
 An example of the batch (vmap's) is a segment of the message with a seed of its own (also where vmap
 gives all of them one key), compressed as if it were alone. All leaves of one binding are one
 message.
+
+Who reduces together are the devices along mesh axes (mesh_groups.py) or the ranks of a
+communicator, in order (allreduce.py). That makes a difference where these have methods.
 """
 
 import functools
-import hashlib
-import math
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir, xla
 
 from cgx_ops import _native
 from cgx_ops.config import Config
-from cgx_ops.jax import _compat, _runtime, carrier
+from cgx_ops.jax import _compat, _runtime
 from cgx_ops.jax._calls import call_attributes, parted
 from cgx_ops.jax._keys import example_seeds
-from cgx_ops.jax.launching import launcher
 
+if TYPE_CHECKING:
+    from cgx_ops.jax.allreduce import Ranks
+    from cgx_ops.jax.mesh_groups import MeshGroups
+
+Groups: TypeAlias = "MeshGroups | Ranks"
 Verb = Literal["allreduce", "reduce_scatter", "all_gather"]
 Carrier = Literal["native", "xla"]
 
-# By verb: what users call it, and where vmap's examples stand in a leaf and in its result.
-NAMES = {"allreduce": "psum_q", "reduce_scatter": "psum_scatter_q", "all_gather": "all_gather_q"}
+# By verb: where vmap's examples stand in a leaf and in its result.
 _BATCH_IN = {"allreduce": 0, "reduce_scatter": 1, "all_gather": 0}
 _BATCH_OUT = {"allreduce": 0, "reduce_scatter": 0, "all_gather": 1}
 
@@ -58,8 +60,7 @@ class Settings:
     Attributes:
         verb: which collective.
         op: "sum" or "avg"; all_gather ignores it.
-        axes: names of the mesh axes that form its groups.
-        size: devices in a group.
+        groups: who reduces together.
         bits: of each leaf.
         config: every other knob; its `bits` are not used.
         name: the user's; "" to name the call by its place in the program.
@@ -69,13 +70,17 @@ class Settings:
 
     verb: Verb
     op: str
-    axes: tuple[Hashable, ...]
-    size: int
+    groups: Groups
     bits: tuple[int, ...]
     config: Config
     name: str
-    carrier: Carrier
+    carrier: Carrier = "native"
     feedback: bool = False
+
+    @property
+    def function(self) -> str:
+        """What users call this collective."""
+        return self.groups.functions[self.verb]
 
 
 # ---- binding -----------------------------------------------------------------------------------
@@ -90,7 +95,7 @@ def bind(
     """Run one collective; leaves and residuals that do not vary over its axes are made to."""
 
     def varying(x: jax.Array, seed: jax.Array) -> jax.Array:
-        return vary(x, frozenset(settings.axes) | _compat.varying_axes(seed))
+        return vary(x, frozenset(settings.groups.axes) | _compat.varying_axes(seed))
 
     leaves = list(map(varying, leaves, seeds))
     residuals = list(map(varying, residuals, seeds))
@@ -114,189 +119,95 @@ collective_q_p.def_impl(functools.partial(xla.apply_primitive, collective_q_p))
 # ---- abstract evaluation -----------------------------------------------------------------------
 
 
-@collective_q_p.def_abstract_eval
-def _abstract_eval(*avals: Any, settings: Settings) -> list[Any]:
+@collective_q_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, settings: Settings) -> tuple[list[Any], set[_compat.Effect]]:
     leaves, seeds, residuals = parted(avals, settings.feedback)
-    results = []
+    groups, results = settings.groups, []
     for leaf, seed in zip(leaves, seeds, strict=True):
         shape = {
             "allreduce": leaf.shape,
             "reduce_scatter": leaf.shape[1:],
-            "all_gather": (settings.size, *leaf.shape),
+            "all_gather": (groups.size, *leaf.shape),
         }[settings.verb]
         varying = _compat.varying_axes(leaf) | _compat.varying_axes(seed)
         if settings.verb == "allreduce":  # all devices of a group get the same
-            varying -= frozenset(settings.axes)
+            varying -= frozenset(groups.axes)
         results.append(_compat.with_varying_axes(leaf.update(shape=shape), varying))
-    return results + residuals
+    return results + residuals, groups.effects
 
 
 # ---- lowering ----------------------------------------------------------------------------------
 
 
-# Custom calls take the seeds of all segments in one operand.
+def _lower(ctx: Any, *operands: Any, settings: Settings, platform: _runtime.Platform) -> Any:
+    return settings.groups.lower(ctx, operands, settings, platform)
 
 
-def _lower_cpu(ctx: Any, *operands: Any, settings: Settings) -> Any:
-    mesh = _compat.mesh_of(ctx)
-    groups = _groups(mesh, settings.axes)
-    processes = _runtime.processes_of(mesh, settings.carrier)
-    if settings.carrier == "xla":
-        return carrier.lower(ctx, operands, settings=settings, groups=groups, processes=processes)
-    several = processes is not None and len(set(processes)) < len(processes)
-    if processes is not None:
-        _check_counts(settings, groups, processes)
-    attributes = _attributes(
-        ctx, settings, groups=groups, processes=processes, names_suffice=not several
-    )
-    # XLA tells a handler the device, not which partition of the program it runs.
-    partition = (_compat.scalar_u32(), stablehlo.partition_id())
-    return _custom_call(ctx, "cpu", operands, [partition], settings, attributes)
+def _lower_elsewhere(ctx: Any, *_: Any, settings: Settings) -> Any:
+    raise NotImplementedError(_runtime.refusal(settings.function, ctx.module_context.platforms))
 
 
-def _lower_cuda(ctx: Any, *operands: Any, settings: Settings) -> Any:
-    if settings.carrier == "xla":
-        raise NotImplementedError(
-            f"{NAMES[settings.verb]} with carrier='xla' computes on the CPU, and its operands are "
-            "on GPUs: use carrier='native'"
-        )
-    mesh = _compat.mesh_of(ctx)
-    groups = _groups(mesh, settings.axes)
-    devices = _runtime.devices_of(mesh)
-    processes = _runtime.processes_of(mesh, settings.carrier)
-    if processes is not None:
-        _check_spread(settings, groups, processes)
-    # On a GPU collectives of all names run one after the other.
-    attributes = _attributes(
-        ctx, settings, groups=groups, processes=processes, names_suffice=False, devices=devices
-    )
-    return _custom_call(ctx, "cuda", operands, [], settings, attributes)
+# A cached lowering would give equal calls one id; they are told apart then too, but less clearly.
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(
+        collective_q_p, functools.partial(_lower, platform=_platform), platform=_platform,
+        cacheable=False,
+    )  # fmt: skip
+mlir.register_lowering(collective_q_p, _lower_elsewhere)
 
 
-def _custom_call(
-    ctx: Any,
-    platform: _runtime.Platform,
-    operands: tuple[Any, ...],
-    others: list[tuple[Any, Any]],
-    settings: Settings,
-    attributes: dict[str, Any],
-) -> Any:
-    """Emit the call; `others` are abstract values and values of its last operands."""
-    leaves, seeds, residuals = parted(operands, settings.feedback)
-    leaf_avals, seed_avals, residual_avals = parted(ctx.avals_in, settings.feedback)
-    segments = sum(aval.shape[0] for aval in seed_avals)
-    count = len(leaves)
-    in_place = {count + 1 + i: count + i for i in range(len(residuals))}
-    # The side effect is HLO's only: it keeps XLA from merging or dropping calls, on some ranks
-    # perhaps. As an effect of JAX it would cost 60 us a launch and forbid remat.
-    target = _runtime.target(NAMES[settings.verb], platform)
-    rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=in_place)
-    other_avals, other_values = zip(*others, strict=True) if others else ((), ())
-    avals = [*leaf_avals, _compat.seed_rows(segments), *residual_avals, *other_avals]
-    values = [*leaves, _compat.concatenated(seeds), *residuals, *other_values]
-    return rule(ctx.replace(avals_in=avals), *values, **attributes)
-
-
-def _attributes(
-    ctx: Any,
-    settings: Settings,
-    *,
-    groups: np.ndarray[Any, np.dtype[np.int64]],
-    processes: list[int] | None,
-    names_suffice: bool,
-    devices: list[int] | None = None,
-) -> dict[str, Any]:
-    """Return what Site of xla_ffi/site.cc reads.
-
-    Args:
-        ctx: of the lowering.
-        settings: what is static in the call.
-        groups: the partition ids of each group, a row each.
-        processes: the process of each partition; None: all are in this one.
-        names_suffice: whether threads that launch at the same time may name their calls instead.
-        devices: the id of each partition's device, where the handler goes by that.
-    """
+def message_attributes(ctx: Any, settings: Settings) -> dict[str, Any]:
+    """Return what Signature of xla_ffi/call.h reads."""
     batch_axis = _BATCH_IN[settings.verb]
     leaves = parted(ctx.avals_in, settings.feedback)[0]
-    attributes = {
+    return {
         **call_attributes(settings.op, settings.config),
         "verb": np.int64(_native.VERBS[settings.verb]),
         "bits": np.asarray(settings.bits, np.int64),
         "batches": np.asarray([leaf.shape[batch_axis] for leaf in leaves], np.int64),
         "feedback": np.int64(settings.feedback),
-        "groups": groups.reshape(-1),
-        "group_size": np.int64(groups.shape[1]),
     }
-    launched_by = ""
-    if devices is not None:
-        attributes["devices"] = np.asarray(devices, np.int64)
-    if processes is not None:
-        attributes["processes"] = np.asarray(processes, np.int64)
-        launched_by = launcher(named=bool(settings.name), names_suffice=names_suffice)
-    call = settings.name or _call_id(ctx, settings, attributes)
-    attributes["call"] = f"{launched_by}/{call}" if launched_by else call
-    attributes["named"] = np.int64(bool(settings.name or launched_by))
-    return attributes
 
 
-def _groups(
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axes: tuple[Hashable, ...]
-) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return a row for each group: the partition ids of its ranks, in order.
+def custom_call(
+    ctx: Any,
+    target: str,
+    operands: Sequence[Any],
+    settings: Settings,
+    attributes: dict[str, Any],
+    others: Sequence[tuple[Any, Any]] = (),
+    in_order: _compat.Effect | None = None,
+) -> Any:
+    """Emit a custom call: leaves, the seeds of all segments in one operand, residuals in place.
 
-    Partition ids count the places of the mesh, whichever devices are there.
+    Args:
+        ctx: of the lowering.
+        target: XLA's name of the handler.
+        operands: the primitive's.
+        settings: the primitive's.
+        attributes: of the custom call.
+        others: the abstract values and the values of further operands.
+        in_order: the effect whose token comes before all operands and results, if there is one.
     """
-    places = np.arange(mesh.size, dtype=np.int64).reshape(mesh.axis_sizes)
-    last = range(-len(axes), 0)
-    places = np.moveaxis(places, [mesh.axis_names.index(axis) for axis in axes], last)
-    return places.reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
-
-
-def _check_counts(
-    settings: Settings, groups: np.ndarray[Any, np.dtype[np.int64]], processes: list[int]
-) -> None:
-    """Scatter and gather need as many devices of a group in each of its processes."""
-    for group in groups:
-        counts = Counter(processes[partition] for partition in group)
-        if settings.verb != "allreduce" and len(set(counts.values())) > 1:
-            raise NotImplementedError(
-                f"{NAMES[settings.verb]} over {settings.axes}: a group of the mesh has "
-                f"{sorted(counts.values())} devices in its processes, and needs as many in each. "
-                "Choose the devices of the mesh so, or use JAX's own collective"
-            )
-
-
-def _check_spread(
-    settings: Settings, groups: np.ndarray[Any, np.dtype[np.int64]], processes: list[int]
-) -> None:
-    """GPUs of a group are all in one process, or each in one of its own."""
-    for group in groups:
-        counts = Counter(processes[partition] for partition in group)
-        if 1 < len(counts) < len(group):
-            raise NotImplementedError(
-                f"{NAMES[settings.verb]} over {settings.axes}: a group of the mesh has "
-                f"{sorted(counts.values())} GPUs in its {len(counts)} processes; it may have all "
-                "of them in one process, or one in each. Start a process for each GPU: under "
-                "mpirun cgx_ops.jax.initialize() gives each its own, elsewhere CUDA_VISIBLE_DEVICES"
-            )
-
-
-def _call_id(ctx: Any, settings: Settings, attributes: dict[str, Any]) -> str:
-    """Names the call by its place in the module, the same in every process that compiles it."""
-    avals = [(aval.shape, aval.dtype.name) for aval in parted(ctx.avals_in, settings.feedback)[0]]
-    values = {knob: np.asarray(value).tolist() for knob, value in sorted(attributes.items())}
-    digest = hashlib.sha256(repr((avals, settings.axes, values)).encode()).hexdigest()[:8]
-    return f"{_compat.module_name(ctx)}/{_compat.next_index(ctx)}:{digest}"
-
-
-def _lower_elsewhere(ctx: Any, *_: Any, settings: Settings) -> Any:
-    raise NotImplementedError(_runtime.refusal(NAMES[settings.verb], ctx.module_context.platforms))
-
-
-# A cached lowering would give equal calls one id; they are told apart then too, but less clearly.
-mlir.register_lowering(collective_q_p, _lower_cpu, platform="cpu", cacheable=False)
-mlir.register_lowering(collective_q_p, _lower_cuda, platform="cuda", cacheable=False)
-mlir.register_lowering(collective_q_p, _lower_elsewhere)
+    leaves, seeds, residuals = parted(operands, settings.feedback)
+    leaf_avals, seed_avals, residual_avals = parted(ctx.avals_in, settings.feedback)
+    segments = sum(aval.shape[0] for aval in seed_avals)
+    first = len(leaves) + (in_order is not None)  # among the results
+    # The side effect is HLO's only: it keeps XLA from merging or dropping calls, on some ranks
+    # perhaps. As an effect of JAX it would cost 60 us a launch and forbid remat.
+    rule = jax.ffi.ffi_lowering(
+        target,
+        has_side_effect=True,
+        operand_output_aliases={first + 1 + i: first + i for i in range(len(residuals))},
+    )
+    avals = [*leaf_avals, _compat.seed_rows(segments), *residual_avals]
+    values = [*leaves, _compat.concatenated(seeds), *residuals]
+    for aval, value in others:
+        avals.append(aval)
+        values.append(value)
+    if in_order is not None:
+        return _compat.lower_in_order(ctx, in_order, rule, avals, *values, **attributes)
+    return rule(ctx.replace(avals_in=avals), *values, **attributes)
 
 
 # ---- batching ----------------------------------------------------------------------------------
@@ -306,9 +217,9 @@ def _batch(
     axis_data: Any, args: tuple[Any, ...], dims: tuple[int | None, ...], *, settings: Settings
 ) -> tuple[list[Any], list[int | None]]:
     """Each example becomes a segment of the one message."""
-    if axis_data.name in settings.axes:
+    if axis_data.name in settings.groups.axes:
         raise NotImplementedError(
-            f"{NAMES[settings.verb]} over {settings.axes} inside a vmap of that axis_name: use "
+            f"{settings.function} over {settings.groups.axes} inside a vmap of that axis_name: use "
             "JAX's own collective for vmap's axes"
         )
     at, size = _BATCH_IN[settings.verb], axis_data.size
@@ -318,12 +229,14 @@ def _batch(
         if all(dim is None for dim in of_leaf):
             examples.append(None)
             continue
+        before = 0
         if places[1][i] is None and settings.config.rounding != "nearest":
             operands[1][i], places[1][i] = example_seeds(operands[1][i], size), 0
         for kind, dims_of_kind, axis in zip(operands, places, (at, 0, at), strict=True):
             if kind:
-                kind[i] = _merged(batching.bdim_at_front(kind[i], dims_of_kind[i], size), axis)
-        examples.append((size, operands[1][i].shape[0] // size))
+                front = batching.bdim_at_front(kind[i], dims_of_kind[i], size)
+                kind[i], before = _merged(front, axis), front.shape[1 + axis]
+        examples.append((size, before))
     results = collective_q_p.bind(*chain(*operands), settings=settings)
     axes = [_BATCH_OUT[settings.verb]] * len(examples) + [at] * len(operands[2])
     examples *= len(results) // len(examples)
@@ -358,40 +271,28 @@ def _jvp(
     Residuals count as what they are added to; what is lost is constant.
     """
     results = collective_q_p.bind(*primals, settings=settings)
+    sums, _, residuals = parted(tangents, settings.feedback)
+    if residuals:
+        sums = list(map(ad.add_tangents, sums, residuals))
+    seeds = parted(primals, settings.feedback)[1]
+    sums = settings.groups.exact(sums, seeds, settings)
     tangents_out = list(map(_compat.zero_tangent, results))
-    leaves, _, residuals = parted(tangents, settings.feedback)
-    for i, leaf in enumerate(leaves):
-        total = ad.add_tangents(leaf, residuals[i]) if residuals else leaf
-        if type(total) is not ad.Zero:
-            tangents_out[i] = _exact(total, settings)
+    for i, tangent in enumerate(sums):
+        if type(tangent) is not ad.Zero:
+            tangents_out[i] = tangent
     return results, tangents_out
-
-
-def _exact(leaf: jax.Array, settings: Settings) -> jax.Array:
-    axes = settings.axes
-    if settings.verb == "all_gather":
-        return jax.lax.all_gather(leaf, axes)
-    if settings.verb == "allreduce":
-        total = jax.lax.psum(leaf, axes)
-    else:
-        total = jax.lax.psum_scatter(leaf, axes)
-    return total / settings.size if settings.op == "avg" else total
 
 
 def _transpose(cotangents: list[Any], *operands: Any, settings: Settings) -> list[Any]:
     """Transpose the exact collective; cotangents of new residuals count for nothing."""
     leaves, seeds, residuals = parted(operands, settings.feedback)
-    exact = functools.partial(_exact, settings=settings)
+    cotangents = settings.groups.transposed(cotangents[: len(leaves)], leaves, seeds, settings)
 
-    def of(operand: Any, cotangent: Any) -> Any:
-        if not ad.is_undefined_primal(operand):
-            return None
-        if type(cotangent) is ad.Zero:
-            return ad.Zero(operand.aval)
-        return jax.linear_transpose(exact, operand.aval)(cotangent)[0]
+    def wanted(operand: Any, cotangent: Any) -> Any:
+        return cotangent if ad.is_undefined_primal(operand) else None
 
-    cotangents = cotangents[: len(leaves)]
-    return [*map(of, leaves, cotangents), *(None for _ in seeds), *map(of, residuals, cotangents)]
+    of_leaves, of_residuals = (list(map(wanted, kind, cotangents)) for kind in (leaves, residuals))
+    return [*of_leaves, *(None for _ in seeds), *of_residuals]
 
 
 ad.primitive_jvps[collective_q_p] = _jvp

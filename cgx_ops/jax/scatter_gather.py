@@ -9,17 +9,10 @@ from typing import Any
 
 import jax
 
-from cgx_ops.config import Config
 from cgx_ops.jax._keys import CallSeeds
+from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.primitive import Settings, Verb, bind, vary
-from cgx_ops.jax.psum import (
-    Axes,
-    call_text,
-    checked_axes,
-    checked_config,
-    checked_leaf,
-    name_of,
-)
+from cgx_ops.jax.trees import Knobs, checked_knobs, checked_leaf, name_of
 
 
 def psum_scatter_q(
@@ -62,24 +55,24 @@ def psum_scatter_q(
         Other: as `psum_q`.
     """
     caller = "psum_scatter_q"
-    config = checked_config(
-        caller, key, name=name, carrier="native", bits=bits, bucket_size=bucket_size,
+    knobs = checked_knobs(
+        caller, key=key, name=name, bits=bits, bucket_size=bucket_size,
         skip_incomplete_buckets=skip_incomplete_buckets, minimal_size=minimal_size,
     )  # fmt: skip
 
     def one(leaf: jax.Array, settings: Settings, seed: jax.Array) -> jax.Array:
         dimension = _dimension(caller, "scatter_dimension", scatter_dimension, leaf.ndim)
-        size, length = settings.size, leaf.shape[dimension]
+        size, length = settings.groups.size, leaf.shape[dimension]
         if length % size if tiled else length != size:
             wanted = f"a multiple of {size}" if tiled else f"{size}, or tiled=True"
             raise ValueError(
                 f"{caller}: dimension {dimension} of {leaf.shape} has size {length}; the axes "
-                f"{settings.axes} have {size} devices, so it must be {wanted}"
+                f"{settings.groups.axes} have {size} devices, so it must be {wanted}"
             )
         if size == 1 or leaf.size == 0:  # nothing to send, but the type changes
-            leaf = vary(leaf, frozenset(settings.axes))
+            leaf = vary(leaf, frozenset(settings.groups.axes))
             return jax.lax.psum_scatter(
-                leaf, settings.axes, scatter_dimension=dimension, tiled=tiled
+                leaf, settings.groups.axes, scatter_dimension=dimension, tiled=tiled
             )
         shape = leaf.shape
         cut = (*shape[:dimension], size, length // size, *shape[dimension + 1 :])
@@ -88,7 +81,7 @@ def psum_scatter_q(
         block = (*shape[:dimension], *([length // size] if tiled else []), *shape[dimension + 1 :])
         return kept.reshape(block)
 
-    return _each_leaf(caller, "reduce_scatter", x, axis_name, key, name, config, one)
+    return _each_leaf(caller, "reduce_scatter", x, axis_name, knobs, one)
 
 
 def all_gather_q(
@@ -130,46 +123,37 @@ def all_gather_q(
         Other: as `psum_q`.
     """
     caller = "all_gather_q"
-    config = checked_config(
-        caller, key, name=name, carrier="native", bits=bits, bucket_size=bucket_size,
+    knobs = checked_knobs(
+        caller, key=key, name=name, bits=bits, bucket_size=bucket_size,
         skip_incomplete_buckets=skip_incomplete_buckets, minimal_size=minimal_size,
     )  # fmt: skip
 
     def one(leaf: jax.Array, settings: Settings, seed: jax.Array) -> jax.Array:
         dimension = _dimension(caller, "axis", axis, leaf.ndim + (not tiled))
-        if settings.size == 1 or leaf.size == 0:
-            leaf = vary(leaf, frozenset(settings.axes))
-            return jax.lax.all_gather(leaf, settings.axes, axis=dimension, tiled=tiled)
+        if settings.groups.size == 1 or leaf.size == 0:
+            leaf = vary(leaf, frozenset(settings.groups.axes))
+            return jax.lax.all_gather(leaf, settings.groups.axes, axis=dimension, tiled=tiled)
         blocks = bind([leaf.reshape(1, -1)], [seed], settings)[0]
-        blocks = jax.numpy.moveaxis(blocks.reshape(settings.size, *leaf.shape), 0, dimension)
+        blocks = jax.numpy.moveaxis(blocks.reshape(settings.groups.size, *leaf.shape), 0, dimension)
         if not tiled:
             return blocks
         shape = leaf.shape
-        length = settings.size * shape[dimension]
+        length = settings.groups.size * shape[dimension]
         return blocks.reshape(*shape[:dimension], length, *shape[dimension + 1 :])
 
-    return _each_leaf(caller, "all_gather", x, axis_name, key, name, config, one)
+    return _each_leaf(caller, "all_gather", x, axis_name, knobs, one)
 
 
-def _each_leaf(
-    caller: str,
-    verb: Verb,
-    x: Any,
-    axis_name: Axes,
-    key: jax.Array | None,
-    name: str,
-    config: Config,
-    one: Any,
-) -> Any:
-    axes, size = checked_axes(caller, axis_name)
+def _each_leaf(caller: str, verb: Verb, x: Any, axis_name: Axes, knobs: Knobs, one: Any) -> Any:
+    groups = mesh_groups(caller, axis_name)
     paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(x)
-    seeds = CallSeeds(key, call_text(verb, axes, name), axes)
+    seeds = CallSeeds(knobs.key, groups.call_text(verb, knobs.name), groups.axes)
     results = []
     for index, (path, given) in enumerate(paths_and_leaves):
         leaf = checked_leaf(caller, path, given)
         settings = Settings(
-            verb, "sum", axes, size, (config.bits,), config,
-            name_of(name, index, len(paths_and_leaves)), "native",
+            verb, "sum", groups, (knobs.config.bits,), knobs.config,
+            name_of(knobs.name, index, len(paths_and_leaves)),
         )  # fmt: skip
         results.append(one(leaf, settings, seeds.of(index, leaf)))
     return jax.tree_util.tree_unflatten(tree, results)

@@ -10,7 +10,6 @@ case.
 
 import ctypes
 import functools
-import importlib
 import itertools
 import os
 import re
@@ -54,7 +53,6 @@ from cgx_ops.jax import (
     psum_scatter_q,
 )
 
-allreduce = importlib.import_module("cgx_ops.jax.allreduce")
 ON_CPU = sys.argv[1] == "--on-cpu"
 CASES = sys.argv[3 if ON_CPU else 1 :]
 LIBRARY: Any = ctypes.CDLL(sys.argv[2]) if ON_CPU else None
@@ -90,11 +88,8 @@ def register_for_cpu() -> tuple[str, ...]:
 
 def use_cuda_handlers() -> None:
     _runtime._REGISTER["cuda"] = register_for_cpu
-    mlir.register_lowering(
-        primitive.collective_q_p, primitive._lower_cuda, platform="cpu", cacheable=False
-    )
-    lower = functools.partial(allreduce._lower, platform="cuda")
-    mlir.register_lowering(allreduce.allreduce_q_p, lower, platform="cpu")
+    lower = functools.partial(primitive._lower, platform="cuda")
+    mlir.register_lowering(primitive.collective_q_p, lower, platform="cpu", cacheable=False)
 
 
 # ---- cases for both ------------------------------------------------------------------------------

@@ -1,0 +1,39 @@
+// What the attributes of a custom call say of its message, whoever reduces together
+// (message_attributes of cgx_ops/jax/primitive.py).
+#ifndef CGX_XLA_FFI_SIGNATURE_H_
+#define CGX_XLA_FFI_SIGNATURE_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "cgx/cgx.h"
+#include "core.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace cgx::xla {
+
+struct Signature {
+  // Throws StatusError if an attribute is missing or has the wrong type.
+  explicit Signature(const ffi::Dictionary& attributes)
+      : collective(GetSettings(attributes)),
+        feedback(GetAttribute<int64_t>(attributes, "feedback") != 0) {
+    collective.verb = static_cast<int32_t>(GetAttribute<int64_t>(attributes, "verb"));
+    const std::vector<int64_t> bits = GetList(attributes, "bits");
+    const std::vector<int64_t> batches = GetList(attributes, "batches");
+    for (size_t leaf = 0; leaf < bits.size(); ++leaf)
+      leaves.push_back({static_cast<int32_t>(bits[leaf]), batches.at(leaf)});
+  }
+
+  struct Leaf {
+    int32_t bits;
+    int64_t batch;  // equal segments in the operand: the examples of a vmap
+  };
+
+  cgx_collective_t collective;  // verb, op and config
+  bool feedback;                // leaves have residuals
+  std::vector<Leaf> leaves;
+};
+
+}  // namespace cgx::xla
+
+#endif  // CGX_XLA_FFI_SIGNATURE_H_
