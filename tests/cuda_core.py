@@ -61,8 +61,10 @@ class OnGpu(Communicator):
         shape: tuple[int, ...],
         block: int,
         out: npt.NDArray[Any] | None,
+        residual: npt.NDArray[Any] | None = None,
     ) -> npt.NDArray[Any]:
-        collective, result = self._prepare(call, source, shape, block, out)
+        assert residual is None, "run_cuda_core.py has those"
+        collective, result, *_ = call.prepare(*self._place(), source, shape, block, out)
         if out is None and call.segments is None:
             result.reshape(-1).view(np.uint8).fill(0xFF)  # NaN: every value must be written
         given = Values(source)

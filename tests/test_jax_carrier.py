@@ -36,7 +36,7 @@ ONE_PROCESS = [0] * 8
 
 def run(case: Case, mesh: Mesh, axes: Any, carrier: Any = "xla") -> tuple[Any, Any]:
     """Return (results, residuals), a row for each device."""
-    program = on_mesh(mesh, lambda *operands: case.call(*operands, axes, carrier))
+    program = on_mesh(mesh, lambda x, e, seed: case.call(x, e, seed, axes, carrier))
     return program(*case.operands(mesh.size))
 
 

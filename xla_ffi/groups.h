@@ -4,8 +4,10 @@
 //   WithProcessCommunicator    the group is in several processes
 //   CudaCommunicator           either, on GPUs
 //
-// All are made at the group's first use and kept. They, and the world that they are made from, are
-// the only state of the binding besides the call sites.
+// All are made at the group's first use and kept, for the life of the process. So are, elsewhere:
+// the calls in flight (launches.cc), the deadlines of meetings (meeting.cc), the counters of call
+// sites (site.cc), and what Python sets once: deadline (collective.cc), devices (cuda.cc), world
+// (here).
 #ifndef CGX_XLA_FFI_GROUPS_H_
 #define CGX_XLA_FFI_GROUPS_H_
 

@@ -14,12 +14,9 @@ namespace {
 
 constexpr ConfigWord kRoundings[] = {
     {"'nearest'", CGX_NEAREST}, {"'stochastic'", CGX_STOCHASTIC}, {"'shift'", CGX_SHIFT}};
-constexpr ConfigWord kAlgorithms[] = {{"'auto'", CGX_AUTO},
-                                      {"'one_shot'", CGX_ONE_SHOT},
-                                      {"'sra'", CGX_SRA},
-                                      {"'ring'", CGX_RING},
-                                      {"'hierarchical'", CGX_HIERARCHICAL},
-                                      {"'by_hosts'", CGX_BY_HOSTS}};
+constexpr ConfigWord kAlgorithms[] = {
+    {"'auto'", CGX_AUTO}, {"'one_shot'", CGX_ONE_SHOT},         {"'sra'", CGX_SRA},
+    {"'ring'", CGX_RING}, {"'hierarchical'", CGX_HIERARCHICAL}, {"'by_hosts'", CGX_BY_HOSTS}};
 constexpr ConfigWord kNone[] = {{"None", 0}};
 constexpr ConfigWord kFlags[] = {{"False", 0}, {"True", 1}};
 constexpr ConfigRange kBits[] = {{1, 8}, {32, 32}};

@@ -137,23 +137,19 @@ def _checked_residuals(caller: str, x: Any, residual: Any) -> list[Any]:
     wanted, given = jax.tree.structure(x), jax.tree.structure(residual)
     if given != wanted:
         raise ValueError(f"{caller}: residual is {given}, and x is {wanted}: {remedy}")
-    checked = []
     for (path, leaf), old in zip(
         jax.tree_util.tree_leaves_with_path(x), jax.tree.leaves(residual), strict=True
     ):
         where = jax.tree_util.keystr(path)
-        if jnp.shape(old) != jnp.shape(leaf):
-            raise ValueError(
-                f"{caller}: residual{where} has shape {jnp.shape(old)}, and x{where} has "
-                f"{jnp.shape(leaf)}: {remedy}"
-            )
-        if jnp.result_type(old) != jnp.result_type(leaf):
-            raise TypeError(
-                f"{caller}: residual{where} has dtype {jnp.result_type(old)}, and x{where} has "
-                f"{jnp.result_type(leaf)}: {remedy}"
-            )
-        checked.append(jnp.asarray(old))
-    return checked
+        for what, of, error in (
+            ("shape", jnp.shape, ValueError), ("dtype", jnp.result_type, TypeError)
+        ):  # fmt: skip
+            if of(old) != of(leaf):
+                raise error(
+                    f"{caller}: residual{where} has {what} {of(old)}, and x{where} has {of(leaf)}: "
+                    f"{remedy}"
+                )
+    return list(map(jnp.asarray, jax.tree.leaves(residual)))
 
 
 # ---- 2, 3. leaves and messages -----------------------------------------------------------------

@@ -4,7 +4,7 @@ It sends what is at least a half in magnitude, exactly, and its place; config BI
 sum is that of what each rank keeps, in rank order, and a residual is the rest of a rank's values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,16 @@ def kept(x: Float32s) -> Float32s:
     return np.where((np.abs(x) >= 0.5) | (x.size < 16), x, np.float32(0))
 
 
-def mean(xs: Sequence[Float32s]) -> Float32s:
+def mean(xs: Iterable[Float32s]) -> Float32s:
     """Return the exact mean: sums in rank order, in fp32."""
-    total = xs[0].copy()
-    for x in xs[1:]:
+    first, *others = xs
+    total = first.copy()
+    for x in others:
         total += x
-    return total / np.float32(len(xs))
+    return total / np.float32(1 + len(others))
 
 
-def mean_of_kept(xs: Sequence[Float32s]) -> Float32s:
+def mean_of_kept(xs: Iterable[Float32s]) -> Float32s:
     return mean([kept(x) for x in xs])
 
 
@@ -72,7 +73,7 @@ def by_torch_operators() -> None:
     calls = [
         step,
         torch.compile(step, fullgraph=True),
-        lambda x: step(x, carrier="c10d", group_name=dist.group.WORLD.group_name),
+        lambda x: step(x, carrier="c10d"),
     ]
     feedback: Any = torch.ops.cgx.quantized_allreduce_with_feedback
     for numel in (17, 5000):
@@ -113,7 +114,8 @@ def by_jax() -> None:
     def on_devices(rows: Float32s) -> jax.Array:
         return jax.make_array_from_callback(rows.shape, spread, lambda index: rows[index])
 
-    for carrier in ("native", "xla"):
+    carriers: tuple[Any, ...] = ("native", "xla")
+    for carrier in carriers:
         for numel in (17, 5000):
             rows = np.stack([values(rank, numel) for rank in range(SIZE)])
             reduce = jax.shard_map(
@@ -136,7 +138,7 @@ def by_jax() -> None:
     for call in range(2):
         rows = np.stack([values(rank, 5000, call) for rank in range(SIZE)])
         updates, state = step(state, on_devices(rows))
-        given = rows + residuals
+        given: Float32s = rows + residuals
         assert np.array_equal(np.asarray(updates.addressable_data(0)), mean_of_kept(given)), call
         residuals = given - np.stack([kept(each) for each in given])
         mine = np.asarray(state.residual.addressable_data(0))[0]

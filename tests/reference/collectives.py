@@ -276,8 +276,8 @@ def allreduce(
             skip_incomplete_buckets=skip_incomplete_buckets,
             hosts=hosts,
         )
-    if algorithm == "hierarchical" and not is_nested(hosts):
-        algorithm = "sra"
+    if algorithm in ("hierarchical", "by_hosts"):
+        algorithm = "hierarchical" if is_nested(hosts) else "sra"
     out = np.zeros(inputs[0].shape, dtype)
     for number, segment in enumerate(segments):
         at = slice(segment.offset, segment.offset + segment.numel)

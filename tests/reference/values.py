@@ -13,7 +13,7 @@ Values: TypeAlias = npt.NDArray[Any]  # float32, float16 or ml_dtypes.bfloat16, 
 Float32s: TypeAlias = npt.NDArray[np.float32]
 Op = Literal["sum", "avg", "min", "max", "product"]
 Algorithm = Literal["one_shot", "sra", "ring", "hierarchical"]
-AnyAlgorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical"]
+AnyAlgorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical", "by_hosts"]
 RoundingMode = Literal["nearest", "stochastic", "shift"]
 
 EXACT_BITS = 32
