@@ -89,7 +89,7 @@ def allreduce_q(
           same; leaves and examples of a vmap have their own. Ranks may have equal or different
           keys. None: rounds to nearest.
         name: identifies the call among ranks; "": its place in the rank's sequence does.
-        algorithm: "auto", "one_shot", "sra", "ring" or "hierarchical" (hosts: "auto" picks it).
+        algorithm: "auto", "by_hosts", "one_shot", "sra", "ring", "hierarchical": see Config.
         gather_bits: bits of the reduced values on their way back; None: as `bits`.
         intra_bits: in "hierarchical", bits of values that their own host sums; None: exact.
         skip_incomplete_buckets: send a leaf's last bucket exact if it is not full.

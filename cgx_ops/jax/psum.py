@@ -53,7 +53,7 @@ def psum_q(
           None: rounds to nearest.
         name: identifies the collective among processes, and is unique among those that run at the
           same time. "": the call's place in the program that is being compiled.
-        algorithm: "auto", "one_shot", "sra", "ring" or "hierarchical" (hosts: "auto" picks it).
+        algorithm: "auto", "by_hosts", "one_shot", "sra", "ring", "hierarchical": see Config.
         gather_bits: bits of the reduced values on their way back; None: as `bits`.
         intra_bits: in "hierarchical", bits of values that their own host sums; None: exact.
         skip_incomplete_buckets: send a leaf's last bucket exact if it is not full.
