@@ -458,12 +458,12 @@ def test_suite_goes_on_after_a_failure_and_reports_it(
 def test_codec_times_and_counts_every_operation() -> None:
     program = codec.build()
     times = codec.time_all(program, 4096, 2)
-    assert len(times) == 1 + 8 * 4 + 1 + 8 * 3  # bf16 has no dequantize-add
+    assert len(times) == 1 + 8 * 6 + 1 + 8 * 5  # bf16 has no dequantize-add
     assert all(summary.median > 0 and summary.rounds == 2 for summary in times.values())
     counts = codec.count_all(program)
     assert not counts or counts.keys() == times.keys()
     results = codec.results_of(dict.fromkeys(codec.SIZES, times), counts)
     assert [r.ratio for r in results if r.operation == "memcpy"] == [1.0] * 4
     table = codec.table_of(results)
-    assert len(table.rows) == 8 * 4
+    assert len(table.rows) == 8 * 6
     assert {len(row) for row in table.rows} == {len(table.columns)}

@@ -27,7 +27,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_a_codec_of_unknown_length(package: Path, n: int) -> None:
     path = os.pathsep.join([str(package), launch.python_path()])
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
