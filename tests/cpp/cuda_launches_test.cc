@@ -151,7 +151,7 @@ void test_signals() {
   {  // A rank that is late: named by all who waited for it, and told when it comes.
     World world(3);
     world.in_threads([&](int rank) {
-      if (rank != 1) world.exchange_as(rank, 1, 1000 * 1000);
+      if (rank != 1) world.exchange_as(rank, 1, 200 * 1000 * 1000);
     });
     for (const int rank : {0, 2}) {
       const Report& report = world[rank].report;
