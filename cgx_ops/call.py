@@ -75,7 +75,7 @@ class Counter:
     MOST = 16384
 
     def __init__(self) -> None:
-        self.unnamed = itertools.count()  # calls without a name
+        self._unnamed = itertools.count()  # calls without a name
         self._counts: dict[str, int] = {}  # of other names; that used last is the last
         self._forgotten = 0
         self._lock = threading.Lock()
@@ -86,7 +86,7 @@ class Counter:
     def next(self, name: str) -> int:
         """Return how many calls of this name there were before."""
         if not name:
-            return next(self.unnamed)
+            return next(self._unnamed)
         with self._lock:
             count = self._counts.pop(name, self._forgotten)
             self._counts[name] = count + 1
@@ -235,12 +235,11 @@ class Repeat:
             return None
         if read != written and abs(read - written) < source.nbytes:
             return None
-        name, counter = self._name, self._counter
-        count = counter.next(name) if name else next(counter.unnamed)
+        count = self._counter.next(self._name)
         native = _copy(self._pattern)
         native.input, native.output = read, written
         if self._noisy:
-            native.seed = call_seed(self.config.seed, name, count, self._comm_name)
+            native.seed = call_seed(self.config.seed, self._name, count, self._comm_name)
         return native
 
 

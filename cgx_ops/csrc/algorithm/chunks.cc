@@ -42,9 +42,10 @@ void compute_alone(const Plan& plan, const Segment& segment, const std::byte* in
   for (int64_t first = 0; first < segment.numel; first += kBlockNumel) {
     const int64_t numel = std::min(kBlockNumel, segment.numel - first);
     const int64_t at = plan.bytes(first);
-    kernels().convert(plan.dtype, input + at, Dtype::kFloat32, block.data(), numel);
     if (segment.residual)
-      kernels().add(plan.dtype, segment.residual + at, block.data(), block.data(), numel);
+      add_residual(plan.dtype, input + at, segment.residual + at, numel, block.data());
+    else
+      kernels().convert(plan.dtype, input + at, Dtype::kFloat32, block.data(), numel);
     if (plan.divides_alone())
       kernels().divide(block.data(), static_cast<float>(plan.divisor), numel);
     kernels().convert(Dtype::kFloat32, block.data(), plan.dtype, output + at, numel);

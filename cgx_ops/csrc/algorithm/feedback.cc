@@ -14,15 +14,14 @@ thread_local std::vector<float> compensated_block, decoded_block;
 
 }  // namespace
 
-void add_residual(const Plan& plan, const Piece& piece, const std::byte* values, int64_t first,
-                  int64_t numel, float* sum) {
-  const std::byte* from = values + plan.bytes(first);
-  const float* base = reinterpret_cast<const float*>(from);
-  if (plan.dtype != Dtype::kFloat32) {
-    kernels().convert(plan.dtype, from, Dtype::kFloat32, sum, numel);
+void add_residual(Dtype dtype, const std::byte* values, const std::byte* residual, int64_t numel,
+                  float* sum) {
+  const float* base = reinterpret_cast<const float*>(values);
+  if (dtype != Dtype::kFloat32) {
+    kernels().convert(dtype, values, Dtype::kFloat32, sum, numel);
     base = sum;
   }
-  kernels().add(plan.dtype, piece.residual + plan.bytes(first), base, sum, numel);
+  kernels().add(dtype, residual, base, sum, numel);
 }
 
 int64_t encode_with_residual(const Plan& plan, const Piece& piece, Way way, const std::byte* values,
@@ -33,7 +32,8 @@ int64_t encode_with_residual(const Plan& plan, const Piece& piece, Way way, cons
   for (int64_t first = 0; first < piece.numel; first += block) {
     const int64_t numel = std::min(block, piece.numel - first);
     float* compensated = room(compensated_block, numel);
-    add_residual(plan, piece, values, first, numel, compensated);
+    const int64_t at = plan.bytes(first);
+    add_residual(plan.dtype, values + at, piece.residual + at, numel, compensated);
     const int64_t written = codec.encode(Dtype::kFloat32, compensated, numel,
                                          piece.first_index + first, rounding, to + bytes);
     keep_residual(plan, piece, way, compensated, first, numel,

@@ -15,10 +15,9 @@
 
 namespace cgx {
 
-// sum = values + residual, in fp32. `values` are a piece's own from element `first` on, in the
-// plan's dtype.
-void add_residual(const Plan& plan, const Piece& piece, const std::byte* values, int64_t first,
-                  int64_t numel, float* sum);
+// sum = values + residual, both of `dtype`, in fp32.
+void add_residual(Dtype dtype, const std::byte* values, const std::byte* residual, int64_t numel,
+                  float* sum);
 
 // Encodes all of a piece's own values, which begin at `values`, with their residual; keeps what
 // that loses. Returns the bytes written.

@@ -61,7 +61,7 @@ float* Reducer::reduce_block(const Plan& plan, const Piece& piece,
     if (!from.codec) own = from.message.bytes.data() + plan.bytes(first);
   if (own && piece.residual) {
     float* compensated = room(own_, numel);
-    add_residual(plan, piece, own - plan.bytes(first), first, numel, compensated);
+    add_residual(plan.dtype, own, piece.residual + plan.bytes(first), numel, compensated);
     own_dtype = Dtype::kFloat32;
     own = reinterpret_cast<const std::byte*>(compensated);
   }
