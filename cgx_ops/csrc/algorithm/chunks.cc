@@ -22,7 +22,8 @@ Encoded part_of(const Encoded& message, const Piece& piece, Way way) {
   return {message.source, message.bytes.subspan(at, end - at)};
 }
 
-// Encodes a block of sums, `first` elements into the piece, where its bytes belong in `message`.
+// Encodes a block of sums, `first` elements into the piece, where its bytes belong in `message`;
+// keeps what that loses, if the piece has a residual.
 std::span<const std::byte> encode_sums(const Plan& plan, const Piece& piece, Way way,
                                        const float* sums, int64_t first, int64_t numel,
                                        std::byte* message) {
@@ -31,7 +32,9 @@ std::span<const std::byte> encode_sums(const Plan& plan, const Piece& piece, Way
   std::byte* to = message + at + (sliced ? sliced->offset(first) : 0);
   const int64_t bytes = codec->encode(Dtype::kFloat32, sums, numel, piece.first_index + first,
                                       plan.rounding(piece.seed, way), to);
-  return {to, static_cast<size_t>(bytes)};
+  const std::span<const std::byte> encoded(to, static_cast<size_t>(bytes));
+  if (piece.residual) keep_residual(plan, piece, way, sums, first, numel, encoded);
+  return encoded;
 }
 
 // output = (input + residual) / divisor, in fp32.
@@ -129,8 +132,6 @@ int64_t ChunkReducer::to_gather_message(const Shard& shard, const Chunk& chunk, 
            const auto encoded =
                encode_sums(plan_, piece, Way::kGather, sums, first, numel, message);
            end = encoded.data() + encoded.size() - message;
-           if (piece.residual)
-             keep_residual(plan_, piece, Way::kGather, sums, first, numel, encoded);
            if (output)
              piece.coded[Way::kGather].codec->decode(encoded, numel, plan_.dtype,
                                                      output + piece.output_at + plan_.bytes(first));
@@ -146,8 +147,6 @@ int64_t ChunkReducer::to_scatter_message(const Shard& shard, const Chunk& chunk,
            const auto encoded =
                encode_sums(plan_, piece, Way::kScatter, sums, first, numel, message);
            end = encoded.data() + encoded.size() - message;
-           if (piece.residual)
-             keep_residual(plan_, piece, Way::kScatter, sums, first, numel, encoded);
          });
   return end;
 }
