@@ -37,8 +37,8 @@ test-all: $(BUILT)
 bench: $(BUILT)
 	$(BIN)/python benchmarks/suite.py
 
-# Faults, round after round: tests/chaos. One transport in a third of 20 minutes. SEED, ROUNDS and
-# TRANSPORT repeat some.
+# Faults, round after round, for at most 20 minutes: tests/chaos. SEED, ROUNDS and TRANSPORT repeat
+# some.
 chaos soak: export PYTHONPATH := $(CURDIR)/tests$(if $(PYTHONPATH),:$(PYTHONPATH))
 chaos: $(BUILT)
 	$(BIN)/python -m chaos $(if $(SEED),--seed $(SEED)) $(if $(ROUNDS),--rounds $(ROUNDS)) \

@@ -37,7 +37,7 @@ struct FixedInquiry {  // of an ask, and of an answer, which ranks follow
 template <typename Fixed, typename... Fields>
 Bytes write(const Fixed& fixed, const Fields&... fields) {
   Bytes message = to_bytes(fixed);
-  const auto add = [&](const auto& field) {
+  [[maybe_unused]] const auto add = [&](const auto& field) {  // there may be no fields
     const auto bytes = std::as_bytes(std::span(field));
     message.insert(message.end(), bytes.begin(), bytes.end());
   };

@@ -29,11 +29,11 @@ class Campaign:
         options: argparse.Namespace,
         server: Server,
         lateness: machine.Lateness,
+        until: float,
     ) -> None:
         self.transport, self._options, self._server = transport, options, server
-        self._lateness = lateness
+        self._lateness, self._until = lateness, until
         self._seeds = itertools.count(options.seed)
-        self._until = time.monotonic() + options.seconds
         self.results: list[Result] = []
         self.complaints: list[str] = []
         self.jobs = 0
@@ -96,7 +96,7 @@ def main() -> int:
     parser.add_argument("--transport", choices=TRANSPORTS, action="append")
     parser.add_argument("--fault", choices=FAULTS, help="this one in every round")
     parser.add_argument("--lanes", type=int, default=4, help="rounds at once")
-    parser.add_argument("--seconds", type=float, default=400, help="at most, for each transport")
+    parser.add_argument("--seconds", type=float, default=1180, help="at most, in all")
     parser.add_argument("--verbose", action="store_true", help="tell each round before it is run")
     options = parser.parse_args()
 
@@ -105,7 +105,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="cgx-chaos-") as folder:
         server = Server(Path(folder))
         for transport in options.transport or TRANSPORTS:
-            campaigns.append(Campaign(transport, options, server, lateness))
+            until = begin + options.seconds
+            campaigns.append(Campaign(transport, options, server, lateness, until))
             print(f"{transport}: seeds {options.seed} to {options.seed + options.rounds - 1}")
             campaigns[-1].run()
         server.close()

@@ -194,7 +194,8 @@ Memory lost_of(Dtype dtype, Memory& floats, const Codec& codec, const Memory& me
   const auto numel = static_cast<int64_t>(floats.size() / 4);
   Memory decoded(floats.size()), lost(static_cast<size_t>(numel * size_of(dtype)));
   codec.decode(message, numel, Dtype::kFloat32, decoded.data());
-  kernels().lost(floats_of(floats), floats_of(decoded), scale, dtype, lost.data(), numel);
+  kernels().subtract(floats_of(floats), floats_of(decoded), floats_of(decoded), numel);
+  kernels().scale(floats_of(decoded), scale, dtype, lost.data(), numel);
   return lost;
 }
 

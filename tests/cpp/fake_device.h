@@ -76,7 +76,8 @@ inline void keep_residual(Dtype dtype, const Codec& codec, const std::byte* byte
   std::vector<float> decoded(values.size());
   codec.decode({bytes, static_cast<size_t>(codec.max_bytes(numel))}, numel, Dtype::kFloat32,
                decoded.data());
-  kernels().lost(values.data(), decoded.data(), scale, dtype, residual, numel);
+  kernels().subtract(values.data(), decoded.data(), decoded.data(), numel);
+  kernels().scale(decoded.data(), scale, dtype, residual, numel);
 }
 
 inline void write_copies(const Copies& copies, const std::byte* message, int64_t bytes,

@@ -124,6 +124,8 @@ void test_choice(const char* inherited) {
 
 // ---- 3. the codec ----
 
+float finite_or_zero(float x) { return std::isfinite(x) ? x : 0.0f; }
+
 void test_codec_case(Dtype dtype, const BucketRun& run, const Rounding& rounding, Data kind,
                      const std::vector<float>& source) {
   const Unaligned input = stored(dtype, source);
@@ -136,7 +138,7 @@ void test_codec_case(Dtype dtype, const BucketRun& run, const Rounding& rounding
   const std::vector<float> decoded = slow_dequantize(expected.data(), run);
 
   Unaligned expected_values(run.numel * size_of(dtype));
-  Unaligned expected_sum(run.numel * 4);
+  Unaligned expected_sum(run.numel * 4), expected_lost(run.numel * 4);
   const std::vector<float> before = make_data(Data::kNormal, run.numel, 99);
   for (int64_t i = 0; i < run.numel; ++i) {
     const float value = decoded[static_cast<size_t>(i)];
@@ -146,12 +148,20 @@ void test_codec_case(Dtype dtype, const BucketRun& run, const Rounding& rounding
     const float sum = before[static_cast<size_t>(i)] + value;
     store(Dtype::kFloat32, std::isnan(sum) ? std::bit_cast<float>(kFloat32Nan) : sum,
           expected_sum.data() + i * 4);
+    store(Dtype::kFloat32, finite_or_zero(values[static_cast<size_t>(i)] - value),
+          expected_lost.data() + i * 4);
   }
   for (const Kernels* target : available_kernels()) {
     const std::string where = describe(*target, dtype, run, rounding, kind);
     Unaligned records(slow_bytes(run));
     target->quantize(dtype, input.data(), run, rounding, records.data());
     CHECK(records == expected, where);
+    if (dtype == Dtype::kFloat32) {
+      Unaligned again(slow_bytes(run)), lost(run.numel * 4);
+      target->quantize_keeping(reinterpret_cast<const float*>(input.data()), run, rounding,
+                               again.data(), reinterpret_cast<float*>(lost.data()));
+      CHECK(again == expected && lost == expected_lost, where);
+    }
     Unaligned out(run.numel * size_of(dtype));
     target->dequantize(expected.data(), run, dtype, out.data());
     CHECK(out == expected_values, where);
@@ -287,6 +297,11 @@ void test_exact() {
         Unaligned divided = stored(Dtype::kFloat32, a);
         target->divide(reinterpret_cast<float*>(divided.data()), 3.0f, numel);
         CHECK(divided == expect([](float x, float) { return one_nan(x / 3.0f); }), where);
+        Unaligned difference = stored(Dtype::kFloat32, b);  // in the place of what is subtracted
+        target->subtract(reinterpret_cast<const float*>(stored(Dtype::kFloat32, a).data()),
+                         reinterpret_cast<const float*>(difference.data()),
+                         reinterpret_cast<float*>(difference.data()), numel);
+        CHECK(difference == expect([](float x, float y) { return finite_or_zero(x - y); }), where);
 
         for (const Dtype from_type : kDtypes) {
           const Unaligned source = stored(from_type, b);
@@ -302,6 +317,19 @@ void test_exact() {
                   expected_sum.data() + 4 * i);
           }
           CHECK(sum == expected_sum, where);
+          Unaligned twice(numel * 4), expected_twice(numel * 4), scaled(numel * size_of(from_type)),
+              expected_scaled(numel * size_of(from_type));
+          target->add_two(from_type, source.data(), source.data(),
+                          reinterpret_cast<float*>(twice.data()), numel);
+          target->scale(from, 3.0f, from_type, scaled.data(), numel);
+          for (int64_t i = 0; i < numel; ++i) {
+            store(Dtype::kFloat32, one_nan(value_at(i) + value_at(i)),
+                  expected_twice.data() + 4 * i);
+            store(from_type, finite_or_zero(b[static_cast<size_t>(i)] * 3.0f),
+                  expected_scaled.data() + i * size_of(from_type));
+          }
+          CHECK(twice == expected_twice, where);
+          CHECK(scaled == expected_scaled, where);
           for (const Dtype to_type : kDtypes) {
             Unaligned expected(numel * size_of(to_type));
             for (int64_t i = 0; i < numel; ++i) {
@@ -380,6 +408,15 @@ void test_codecs() {
           codec->decode_add({message.data(), static_cast<size_t>(bytes)}, numel, in_place,
                             in_place);
           CHECK(sum == decoded, where);
+
+          // What is kept is what decoding shows to be lost.
+          Unaligned again(bytes), lost(numel * 4), expected_lost(numel * 4);
+          codec->encode_keeping(reinterpret_cast<const float*>(wide.data()), numel, 0, rounding,
+                                again.data(), reinterpret_cast<float*>(lost.data()));
+          kernels().subtract(reinterpret_cast<const float*>(wide.data()),
+                             reinterpret_cast<const float*>(decoded.data()),
+                             reinterpret_cast<float*>(expected_lost.data()), numel);
+          CHECK(again == message && lost == expected_lost, where);
 
           // A piece that begins at a grain encodes to its part of the message.
           if (numel > 1024) {

@@ -30,11 +30,11 @@ std::span<const std::byte> encode_sums(const Plan& plan, const Piece& piece, Way
   const auto [codec, at] = piece.coded[way];
   const SlicedCodec* sliced = codec->sliced();
   std::byte* to = message + at + (sliced ? sliced->offset(first) : 0);
-  const int64_t bytes = codec->encode(Dtype::kFloat32, sums, numel, piece.first_index + first,
-                                      plan.rounding(piece.seed, way), to);
-  const std::span<const std::byte> encoded(to, static_cast<size_t>(bytes));
-  if (piece.residual) keep_residual(plan, piece, way, sums, first, numel, encoded);
-  return encoded;
+  const int64_t bytes = piece.residual
+                            ? encode_sums_keeping(plan, piece, way, sums, first, numel, to)
+                            : codec->encode(Dtype::kFloat32, sums, numel, piece.first_index + first,
+                                            plan.rounding(piece.seed, way), to);
+  return {to, static_cast<size_t>(bytes)};
 }
 
 // output = (input + residual) / divisor, in fp32.

@@ -10,46 +10,49 @@ namespace cgx {
 namespace {
 
 // Used within one call only: a collective's steps may run on any thread.
-thread_local std::vector<float> compensated_block, decoded_block;
+thread_local std::vector<float> compensated_block, lost_block;
+
+// Encodes a block of a piece, `first` elements into it; its residual becomes what that loses, times
+// `scale`.
+int64_t encode_block(const Plan& plan, const Piece& piece, Way way, const float* values,
+                     int64_t first, int64_t numel, const Rounding& rounding, float scale,
+                     std::byte* to) {
+  std::byte* residual = piece.residual + plan.bytes(first);
+  const bool as_it_is = plan.dtype == Dtype::kFloat32 && scale == 1.0f;
+  float* lost = as_it_is ? reinterpret_cast<float*>(residual) : room(lost_block, numel);
+  const int64_t bytes = piece.coded[way].codec->encode_keeping(
+      values, numel, piece.first_index + first, rounding, to, lost);
+  if (!as_it_is) kernels().scale(lost, scale, plan.dtype, residual, numel);
+  return bytes;
+}
 
 }  // namespace
 
 void add_residual(Dtype dtype, const std::byte* values, const std::byte* residual, int64_t numel,
                   float* sum) {
-  const float* base = reinterpret_cast<const float*>(values);
-  if (dtype != Dtype::kFloat32) {
-    kernels().convert(dtype, values, Dtype::kFloat32, sum, numel);
-    base = sum;
-  }
-  kernels().add(dtype, residual, base, sum, numel);
+  kernels().add_two(dtype, values, residual, sum, numel);
 }
 
 int64_t encode_with_residual(const Plan& plan, const Piece& piece, Way way, const std::byte* values,
                              const Rounding& rounding, std::byte* to) {
-  const Codec& codec = *piece.coded[way].codec;
-  const int64_t block = block_numel(piece);
+  // Values, residual and their sum stay in the first-level cache.
+  const int64_t block = block_numel(piece, 1024);
   int64_t bytes = 0;
   for (int64_t first = 0; first < piece.numel; first += block) {
     const int64_t numel = std::min(block, piece.numel - first);
     float* compensated = room(compensated_block, numel);
     const int64_t at = plan.bytes(first);
     add_residual(plan.dtype, values + at, piece.residual + at, numel, compensated);
-    const int64_t written = codec.encode(Dtype::kFloat32, compensated, numel,
-                                         piece.first_index + first, rounding, to + bytes);
-    keep_residual(plan, piece, way, compensated, first, numel,
-                  {to + bytes, static_cast<size_t>(written)});
-    bytes += written;
+    bytes += encode_block(plan, piece, way, compensated, first, numel, rounding, 1.0f, to + bytes);
   }
   return bytes;
 }
 
-void keep_residual(const Plan& plan, const Piece& piece, Way way, const float* sums, int64_t first,
-                   int64_t numel, std::span<const std::byte> encoded) {
+int64_t encode_sums_keeping(const Plan& plan, const Piece& piece, Way way, const float* sums,
+                            int64_t first, int64_t numel, std::byte* to) {
   const bool divided = way == Way::kGather && plan.op == Op::kAvg;
-  float* decoded = room(decoded_block, numel);
-  piece.coded[way].codec->decode(encoded, numel, Dtype::kFloat32, decoded);
-  kernels().lost(sums, decoded, divided ? static_cast<float>(plan.divisor) : 1.0f, plan.dtype,
-                 piece.residual + plan.bytes(first), numel);
+  return encode_block(plan, piece, way, sums, first, numel, plan.rounding(piece.seed, way),
+                      divided ? static_cast<float>(plan.divisor) : 1.0f, to);
 }
 
 }  // namespace cgx

@@ -8,7 +8,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
 
 #include "algorithm/layout.h"
 #include "plan.h"
@@ -24,9 +23,9 @@ void add_residual(Dtype dtype, const std::byte* values, const std::byte* residua
 int64_t encode_with_residual(const Plan& plan, const Piece& piece, Way way, const std::byte* values,
                              const Rounding& rounding, std::byte* to);
 
-// Keeps what `encoded` lost of a block of sums, `first` elements into the piece. What avg has
-// divided is multiplied again: residuals are in units of the input.
-void keep_residual(const Plan& plan, const Piece& piece, Way way, const float* sums, int64_t first,
-                   int64_t numel, std::span<const std::byte> encoded);
+// Encodes a block of sums, `first` elements into the piece; keeps what that loses. What avg has
+// divided is multiplied again: residuals are in units of the input. Returns the bytes written.
+int64_t encode_sums_keeping(const Plan& plan, const Piece& piece, Way way, const float* sums,
+                            int64_t first, int64_t numel, std::byte* to);
 
 }  // namespace cgx

@@ -9,8 +9,6 @@
 namespace cgx {
 namespace {
 
-constexpr int64_t kBlockNumel = 4096;  // 16 KB of fp32
-
 // The bytes of `numel` values from `first` on: of what cannot be cut, all.
 Encoded block_of(const Contribution& from, int64_t first, int64_t numel) {
   const SlicedCodec* sliced = from.codec->sliced();
@@ -39,14 +37,14 @@ void decode_add(const Codec& codec, const Encoded& message, int64_t numel, const
   naming(message, [&] { codec.decode_add(message.bytes, numel, base, sum); });
 }
 
-int64_t block_numel(const Piece& piece) {
+int64_t block_numel(const Piece& piece, int64_t about) {
   int64_t grain = 1;
   for (const auto& coded : piece.coded.each) {
     const SlicedCodec* sliced = coded.codec->sliced();
     if (!sliced) return piece.numel;
     grain = std::max(grain, sliced->grain());
   }
-  return std::max(grain, kBlockNumel / grain * grain);
+  return std::max(grain, about / grain * grain);
 }
 
 float* Reducer::reduce_block(const Plan& plan, const Piece& piece,

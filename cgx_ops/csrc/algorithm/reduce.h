@@ -31,8 +31,8 @@ void decode(const Codec& codec, const Encoded& message, int64_t numel, Dtype dty
 void decode_add(const Codec& codec, const Encoded& message, int64_t numel, const float* base,
                 float* sum);
 
-// Values of a piece that are worked on at a time.
-int64_t block_numel(const Piece& piece);
+// Values of a piece that are worked on at a time: about so many, in whole buckets.
+int64_t block_numel(const Piece& piece, int64_t about = 4096);
 
 // A block's memory, grown to hold so many values.
 inline float* room(std::vector<float>& block, int64_t numel) {

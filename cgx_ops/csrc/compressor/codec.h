@@ -36,6 +36,10 @@ class Codec {
   virtual int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t first_index,
                          const Rounding& rounding, std::byte* bytes) const = 0;
 
+  // encode() of fp32 that keeps what is lost: values - decoded, or 0 where that is not finite.
+  virtual int64_t encode_keeping(const float* values, int64_t numel, int64_t first_index,
+                                 const Rounding& rounding, std::byte* bytes, float* lost) const;
+
   // These throw Error(CGX_INVALID_ARGUMENT), and read nothing beyond `bytes`, where those are no
   // encoding of so many values.
   virtual void decode(std::span<const std::byte> bytes, int64_t numel, Dtype dtype,

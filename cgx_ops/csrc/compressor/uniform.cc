@@ -38,6 +38,14 @@ class Uniform final : public SlicedCodec {
     return offset(numel);
   }
 
+  int64_t encode_keeping(const float* values, int64_t numel, int64_t first_index,
+                         const Rounding& rounding, std::byte* bytes, float* lost) const override {
+    if (encoded_numel(settings_, numel) < numel)
+      return Codec::encode_keeping(values, numel, first_index, rounding, bytes, lost);
+    kernels().quantize_keeping(values, run(numel, first_index), rounding, bytes, lost);
+    return offset(numel);
+  }
+
   void decode(std::span<const std::byte> bytes, int64_t numel, Dtype dtype,
               void* values) const override {
     check_length(bytes.size(), numel);

@@ -33,6 +33,9 @@ struct Kernels {
   // bytes of levels}. Writes exactly the bytes of the records.
   void (*quantize)(Dtype dtype, const void* values, const BucketRun& run, const Rounding& rounding,
                    std::byte* records);
+  // quantize() of fp32 that keeps what is lost: values - decoded, or 0 where that is not finite.
+  void (*quantize_keeping)(const float* values, const BucketRun& run, const Rounding& rounding,
+                           std::byte* records, float* lost);
   // records -> values, rounded to `dtype`.
   void (*dequantize)(const std::byte* records, const BucketRun& run, Dtype dtype, void* values);
   // sum[i] = base[i] + decoded value i, in fp32. `base` may be `sum`, here and in add.
@@ -42,12 +45,15 @@ struct Kernels {
   // Exact values. Equal types: a copy, bit for bit. `from` and `to` are equal or do not overlap.
   void (*convert)(Dtype from_type, const void* from, Dtype to_type, void* to, int64_t numel);
   void (*add)(Dtype dtype, const void* values, const float* base, float* sum, int64_t numel);
+  // sum = a + b, both of `dtype`, in fp32.
+  void (*add_two)(Dtype dtype, const void* a, const void* b, float* sum, int64_t numel);
   // into = op(into, values); avg adds. NaN wins in min and max, and -0 < +0.
   void (*combine)(Op op, const float* values, float* into, int64_t numel);
   void (*divide)(float* values, float divisor, int64_t numel);
-  // kept = (values - decoded) * scale, rounded to `dtype`: what was lost of values. Not finite: 0.
-  void (*lost)(const float* values, const float* decoded, float scale, Dtype dtype, void* kept,
-               int64_t numel);
+  // difference = values - decoded, scaled = values * scale rounded to `dtype`. Not finite: 0.
+  // `difference` may be `decoded`.
+  void (*subtract)(const float* values, const float* decoded, float* difference, int64_t numel);
+  void (*scale)(const float* values, float scale, Dtype dtype, void* scaled, int64_t numel);
 };
 
 // The chosen target's table. Throws Error(CGX_INVALID_ARGUMENT) if CGX_CPU_TARGET names a target

@@ -213,6 +213,10 @@ bool SharedMemoryTransport::take_bulk(int source, std::span<const std::byte> bod
   const auto frame = from_bytes<BulkFrame>(body, join("a bulk frame of rank ", source));
   require(frame.fits(), CGX_PEER_FAILED, "rank ", source, " sent a message of ", frame.bytes,
           " bytes at ", frame.offset, " in a segment of ", frame.segment_bytes);
+  if (own_->state.load(std::memory_order_relaxed) != ControlSegment::kHere) {
+    release(source, frame.token);  // peers use its memory again once they see that this rank left
+    return true;
+  }
   const std::byte* segment = nullptr;
   try {
     segment = store_->map(source, frame.segment, frame.segment_bytes, SegmentStore::Access::kRead);

@@ -43,6 +43,19 @@ void add(Dtype dtype, const void* values, const float* base, float* sum, int64_t
   with_value_type(dtype, [&](auto value) { add_as<decltype(value)>(values, base, sum, numel); });
 }
 
+template <typename Value>
+void add_two_as(const void* first, const void* second, float* into, int64_t numel) {
+  const auto* __restrict a = static_cast<const Stored<typename Value::Bits>*>(first);
+  const auto* __restrict b = static_cast<const Stored<typename Value::Bits>*>(second);
+  auto* __restrict sum = reinterpret_cast<Stored<float>*>(into);
+  for (int64_t i = 0; i < numel; ++i)
+    sum[i].value = with_one_nan(Value::widen(a[i].value) + Value::widen(b[i].value));
+}
+
+void add_two(Dtype dtype, const void* a, const void* b, float* sum, int64_t numel) {
+  with_value_type(dtype, [&](auto value) { add_two_as<decltype(value)>(a, b, sum, numel); });
+}
+
 // By the order of keys, so that -0 < +0 everywhere.
 template <bool kMin>
 [[gnu::always_inline]] inline float extreme(float a, float b) {
@@ -82,21 +95,26 @@ void divide(float* values, float divisor, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) to[i].value = with_one_nan(to[i].value / divisor);
 }
 
-template <typename Value>
-void lost_as(const float* from, const float* decoded_from, float scale, void* into, int64_t numel) {
+void subtract(const float* from, const float* decoded_from, float* into, int64_t numel) {
   const auto* __restrict values = reinterpret_cast<const Stored<float>*>(from);
-  const auto* __restrict decoded = reinterpret_cast<const Stored<float>*>(decoded_from);
-  auto* __restrict kept = static_cast<Stored<typename Value::Bits>*>(into);
-  for (int64_t i = 0; i < numel; ++i) {
-    const float error = (values[i].value - decoded[i].value) * scale;
-    kept[i].value = Value::round(is_finite(error) ? error : 0.0f);
-  }
+  const auto* decoded = reinterpret_cast<const Stored<float>*>(decoded_from);
+  auto* difference = reinterpret_cast<Stored<float>*>(into);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < numel; ++i)
+    difference[i].value = finite_or_zero(values[i].value - decoded[i].value);
 }
 
-void lost(const float* values, const float* decoded, float scale, Dtype dtype, void* kept,
-          int64_t numel) {
-  with_value_type(
-      dtype, [&](auto value) { lost_as<decltype(value)>(values, decoded, scale, kept, numel); });
+template <typename Value>
+void scale_as(const float* from, float factor, void* into, int64_t numel) {
+  const auto* __restrict values = reinterpret_cast<const Stored<float>*>(from);
+  auto* __restrict scaled = static_cast<Stored<typename Value::Bits>*>(into);
+  for (int64_t i = 0; i < numel; ++i)
+    scaled[i].value = Value::round(finite_or_zero(values[i].value * factor));
+}
+
+void scale(const float* values, float factor, Dtype dtype, void* scaled, int64_t numel) {
+  with_value_type(dtype,
+                  [&](auto value) { scale_as<decltype(value)>(values, factor, scaled, numel); });
 }
 
 }  // namespace

@@ -21,13 +21,16 @@ constexpr Kernels table(const char* name, const char* description) {
   return {.name = name,
           .description = description,
           .quantize = quantize,
+          .quantize_keeping = quantize_keeping,
           .dequantize = dequantize,
           .dequantize_add = dequantize_add,
           .convert = convert,
           .add = add,
+          .add_two = add_two,
           .combine = combine,
           .divide = divide,
-          .lost = lost};
+          .subtract = subtract,
+          .scale = scale};
 }
 
 }  // namespace

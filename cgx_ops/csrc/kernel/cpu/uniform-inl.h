@@ -79,29 +79,35 @@ Range range_of(const Stored<typename Value::Bits>* __restrict values, int64_t n,
   return levels;
 }
 
-// One bucket's field. noise(i) gives r of elements [i, i + 16).
-template <typename Value, int kBits, typename R>
+// One bucket's field. noise(i) gives r of elements [i, i + 16), of which keep(i, n, values,
+// levels) may keep what they lose; n < 16 at the bucket's end.
+template <typename Value, int kBits, typename R, typename Keep>
 [[gnu::always_inline]] inline void encode_field(
     const Stored<typename Value::Bits>* __restrict values, int64_t n, const Range& range,
-    std::byte* __restrict field, const R& noise) {
+    std::byte* __restrict field, const R& noise, const Keep& keep) {
   constexpr int32_t kHighest = (1 << kBits) - 1;
   int64_t i = 0;
-  for (; i + kSixteen <= n; i += kSixteen, field += 2 * kBits)
-    pack16<kBits>(levels_of(load16<Value>(values + i), range, kHighest, noise(i)), field);
+  for (; i + kSixteen <= n; i += kSixteen, field += 2 * kBits) {
+    const auto some = load16<Value>(values + i);
+    const Ints16 levels = levels_of(some, range, kHighest, noise(i));
+    pack16<kBits>(levels, field);
+    keep(i, kSixteen, some, levels);
+  }
   if (i == n) return;
-  alignas(64) float last[kSixteen];
-  for (int j = 0; j < kSixteen; ++j)  // the minimum has level 0
-    last[j] = i + j < n ? Value::widen(values[i + j].value) : range.lo;
+  const auto some = load_last<Value>(values + i, static_cast<int>(n - i), range.lo);  // has level 0
+  const Ints16 levels = levels_of(some, range, kHighest, noise(i));
   std::byte packed[2 * kBits];
-  pack16<kBits>(levels_of(load_registers<Floats16>(last), range, kHighest, noise(i)), packed);
+  pack16<kBits>(levels, packed);
   __builtin_memcpy(field, packed, static_cast<size_t>(field_bytes(n - i, kBits)));
+  keep(i, static_cast<int>(n - i), some, levels);
 }
 
-// A bucket's record. Returns where the next one begins.
-template <typename Value, int kBits>
+// A bucket's record. keep(header, i, n, values, levels) sees sixteen values at a time, as in
+// encode_field. Returns where the next record begins.
+template <typename Value, int kBits, typename Keep>
 [[gnu::always_inline]] inline std::byte* encode_bucket(
     const Stored<typename Value::Bits>* __restrict values, int64_t n, uint64_t index,
-    const Range& range, RoundingMode mode, Noise* noise, std::byte* record) {
+    const Range& range, RoundingMode mode, Noise* noise, std::byte* record, const Keep& keep) {
   Header header{range.lo, range.step};
   bool flat = range.inverse == 0.0f;  // all levels are 0
   float r = 0.5f;
@@ -116,16 +122,23 @@ template <typename Value, int kBits>
   __builtin_memcpy(record, &header, sizeof(Header));
   std::byte* field = record + sizeof(Header);
   std::byte* end = field + field_bytes(n, kBits);
+  const auto keep_here = [&](int64_t i, int count, const Floats16& some, const Ints16& levels) {
+    keep(header, i, count, some, levels);
+  };
   if (flat) {
     __builtin_memset(field, 0, static_cast<size_t>(end - field));
+    for (int64_t i = 0; i < n; i += kSixteen) {
+      const auto count = static_cast<int>(at_most(kSixteen, n - i));
+      keep_here(i, count, load_last<Value>(values + i, count, 0.0f), Ints16{});
+    }
   } else if (mode == RoundingMode::kStochastic) {
-    encode_field<Value, kBits>(values, n, range, field, [&](int64_t i) {
-      return noise->at(index + static_cast<uint64_t>(i));
-    });
+    const auto each = [&](int64_t i) { return noise->at(index + static_cast<uint64_t>(i)); };
+    encode_field<Value, kBits>(values, n, range, field, each, keep_here);
   } else {
     Floats16 same;
     for (auto& lanes : same.at) lanes = Floats{} + r;
-    encode_field<Value, kBits>(values, n, range, field, [&](int64_t) { return same; });
+    const auto each = [&](int64_t) { return same; };
+    encode_field<Value, kBits>(values, n, range, field, each, keep_here);
   }
   return end;
 }
@@ -133,10 +146,12 @@ template <typename Value, int kBits>
 constexpr int64_t kMostRanges = 8;
 constexpr int64_t kScanAhead = 4096;  // values: they stay in the first-level cache
 
-template <typename Value, int kBits>
-void quantize_as(const std::byte* bytes, const BucketRun& run, const Rounding& rounding,
-                 std::byte* records) {
-  const auto* values = reinterpret_cast<const Stored<typename Value::Bits>*>(bytes);
+// keep(header, first, n, values, levels) sees n <= 16 values at a time, from element `first` on.
+template <typename Value, int kBits, typename Keep>
+[[gnu::always_inline]] inline void quantize_as(const void* from, const BucketRun& run,
+                                               const Rounding& rounding, std::byte* records,
+                                               const Keep& keep) {
+  const auto* values = static_cast<const Stored<typename Value::Bits>*>(from);
   Noise noise(rounding);
   // The ends of a few buckets' scans, and their divisions, overlap if they follow each other.
   Range ranges[kMostRanges];
@@ -149,8 +164,10 @@ void quantize_as(const std::byte* bytes, const BucketRun& run, const Rounding& r
     for (int64_t i = 0; i < scanned; ++i, start += run.bucket_size) {
       const int64_t n = at_most(run.bucket_size, run.numel - start);
       const auto index = static_cast<uint64_t>(run.first_index + start);
-      records = encode_bucket<Value, kBits>(values + start, n, index, ranges[i], rounding.mode,
-                                            &noise, records);
+      records = encode_bucket<Value, kBits>(
+          values + start, n, index, ranges[i], rounding.mode, &noise, records,
+          [&](const Header& header, int64_t at, int count, const Floats16& some,
+              const Ints16& levels) { keep(header, start + at, count, some, levels); });
     }
   }
 }
@@ -182,9 +199,28 @@ void quantize(Dtype dtype, const void* values, const BucketRun& run, const Round
               std::byte* records) {
   with_value_type(dtype, [&](auto value) {
     with_bits(run.bits, [&](auto bits) {
-      quantize_as<decltype(value), bits()>(static_cast<const std::byte*>(values), run, rounding,
-                                           records);
+      quantize_as<decltype(value), bits()>(values, run, rounding, records, [](auto...) {});
     });
+  });
+}
+
+[[gnu::always_inline]] inline Floats decode_levels(const Header& header, Ints levels) {
+  return header.min + __builtin_convertvector(levels, Floats) * header.step;
+}
+
+void quantize_keeping(const float* values, const BucketRun& run, const Rounding& rounding,
+                      std::byte* records, float* lost) {
+  with_bits(run.bits, [&](auto bits) {
+    quantize_as<Float32, bits()>(
+        values, run, rounding, records,
+        [lost](const Header& header, int64_t first, int n, const Floats16& some,
+               const Ints16& levels) {
+          Floats16 errors;
+#pragma GCC unroll 4
+          for (int i = 0; i < kRegisters; ++i)
+            errors.at[i] = finite_or_zero(some.at[i] - decode_levels(header, levels.at[i]));
+          store_some<Float32>(errors, n, reinterpret_cast<Stored<uint32_t>*>(lost) + first);
+        });
   });
 }
 
@@ -201,9 +237,7 @@ template <int kBits, typename Deliver>
     // No rank writes another one that is not finite; of two NaNs it would depend on the compiler
     // which is kept.
     if (!is_finite(header.min) || !is_finite(header.step)) header = kNonFinite;
-    const auto decoded = [&header](Ints levels) {
-      return header.min + __builtin_convertvector(levels, Floats) * header.step;
-    };
+    const auto decoded = [&header](Ints levels) { return decode_levels(header, levels); };
     const std::byte* field = records + sizeof(Header);
     records = field + field_bytes(n, kBits);
     int64_t i = 0;
@@ -220,10 +254,7 @@ template <typename Value, int kBits>
 void dequantize_as(const std::byte* records, const BucketRun& run, void* out) {
   auto* values = static_cast<Stored<typename Value::Bits>*>(out);
   decode_records<kBits>(records, run, [values](int64_t first, int n, const Floats16& decoded) {
-    if (n == kSixteen) return store16<Value>(decoded, values + first);
-    Stored<typename Value::Bits> last[kSixteen];
-    store16<Value>(decoded, last);
-    __builtin_memcpy(values + first, last, static_cast<size_t>(n) * sizeof(last[0]));
+    store_some<Value>(decoded, n, values + first);
   });
 }
 

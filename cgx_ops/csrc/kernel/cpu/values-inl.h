@@ -60,6 +60,8 @@ template <typename Key>
   return __builtin_bit_cast(float, is_nan(bits) ? kFloat32Nan : bits);
 }
 
+[[gnu::always_inline]] inline float finite_or_zero(float x) { return is_finite(x) ? x : 0.0f; }
+
 // Calls visit(Float32{}) or its siblings.
 template <typename Visit>
 [[gnu::always_inline]] inline void with_value_type(Dtype dtype, const Visit& visit) {

@@ -53,6 +53,11 @@ template <typename Out, typename In, typename F>
   return out;
 }
 
+[[gnu::always_inline]] inline Floats finite_or_zero(Floats x) {
+  const Ints exponent = Ints{} + 0x7f800000;
+  return Floats(Ints(x) & ((Ints(x) & exponent) != exponent));
+}
+
 // ---- 2. memory ----
 
 // Register by register: copied as one struct, GCC takes smaller steps, through the stack.
@@ -94,6 +99,25 @@ template <typename Value>
     store_registers(from, wide);
     for (int i = 0; i < kSixteen; ++i) values[i].value = Value::round(wide[i]);
   }
+}
+
+// Of which only n <= 16 are there; the others are `fill`.
+template <typename Value>
+[[gnu::always_inline]] inline Floats16 load_last(const Stored<typename Value::Bits>* values, int n,
+                                                 float fill) {
+  alignas(64) float last[kSixteen];
+  for (int i = 0; i < kSixteen; ++i) last[i] = i < n ? Value::widen(values[i].value) : fill;
+  return load_registers<Floats16>(last);
+}
+
+// The first n <= 16.
+template <typename Value>
+[[gnu::always_inline]] inline void store_some(const Floats16& from, int n,
+                                              Stored<typename Value::Bits>* values) {
+  if (n == kSixteen) return store16<Value>(from, values);
+  Stored<typename Value::Bits> last[kSixteen];
+  store16<Value>(from, last);
+  __builtin_memcpy(values, last, static_cast<size_t>(n) * sizeof(last[0]));
 }
 
 // ---- 3. wide lanes <-> small ones ----

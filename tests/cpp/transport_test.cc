@@ -1,0 +1,72 @@
+// Two transports in one process, without engines: what a rank that has left still takes in. Its
+// peers may by then write to the memory of what they sent it.
+#include "transport/transport.h"
+
+#include <cstring>
+#include <vector>
+
+#include "checks.h"
+
+namespace {
+
+using namespace cgx;
+
+class Counts : public Sink {
+ public:
+  void on_control(int, std::span<const std::byte>) override {}
+  void on_bulk(Arrival) override { ++messages; }
+  void on_unreadable(int, Slot, const Error&) override { ++messages; }
+  void on_peer_lost(int, Loss, const std::string&) override { ++losses; }
+  int messages = 0, losses = 0;
+};
+
+std::vector<std::unique_ptr<Transport>> two() {
+  std::vector<std::unique_ptr<Connector>> connectors;
+  std::vector<Bytes> offers;
+  for (int rank = 0; rank < 2; ++rank) {
+    connectors.push_back(make_thread_connector(rank, 2));
+    offers.push_back(connectors.back()->offer());
+  }
+  std::vector<std::unique_ptr<Transport>> transports;
+  for (const auto& connector : connectors) transports.push_back(connector->connect(offers));
+  return transports;
+}
+
+std::shared_ptr<SendState> send(Transport& from) {
+  const auto state = std::make_shared<SendState>(2);
+  const BufferRef buffer = from.allocate(100);
+  std::memset(buffer->data, 1, 100);
+  from.send(1, {}, buffer, 100, state);
+  return state;
+}
+
+void one_that_is_here_takes_it() {
+  const auto transports = two();
+  const auto state = send(*transports[0]);
+  Counts sink;
+  transports[1]->progress(sink);
+  CHECK(sink.messages == 1, join(sink.messages, " messages"));
+  transports[0]->progress(sink);
+  CHECK(state->unreleased() == 0, "the sender has its message back");
+}
+
+void one_that_has_left_takes_nothing(bool graceful) {
+  const auto transports = two();
+  const auto state = send(*transports[0]);
+  transports[1]->leave(graceful, "the test leaves");
+  Counts sink;
+  transports[1]->progress(sink);
+  CHECK(sink.messages == 0, join(sink.messages, " messages"));
+  transports[0]->progress(sink);
+  CHECK(sink.losses == 1, join(sink.losses, " losses"));
+  CHECK(state->unreleased() == 0, "the sender has its message back");
+}
+
+}  // namespace
+
+int main() {
+  one_that_is_here_takes_it();
+  one_that_has_left_takes_nothing(/*graceful=*/true);
+  one_that_has_left_takes_nothing(/*graceful=*/false);
+  return cgx::test::report();
+}
