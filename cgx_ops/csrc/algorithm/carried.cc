@@ -101,7 +101,7 @@ void Carried::reduce(const std::byte* arrived, std::byte* message) const {
       if (rank != plan_.rank)
         messages[rank] =
             message_at(chunk, Way::kScatter, rank, arrived + (rank - (rank > plan_.rank)) * bytes);
-    message += reducer.to_gather_message(shard, chunk, messages, plan_.input, message, nullptr);
+    message += reducer.to_message(Way::kGather, shard, chunk, messages, plan_.input, message);
     arrived += room_of(chunk, Way::kScatter);
   }
 }

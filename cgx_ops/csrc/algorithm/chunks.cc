@@ -123,30 +123,17 @@ void ChunkReducer::to_values(const Shard& shard, const Chunk& chunk, Messages me
          });
 }
 
-int64_t ChunkReducer::to_gather_message(const Shard& shard, const Chunk& chunk, Messages messages,
-                                        const std::byte* own, std::byte* message, std::byte* output,
-                                        Messages intra) {
+int64_t ChunkReducer::to_message(Way way, const Shard& shard, const Chunk& chunk, Messages messages,
+                                 const std::byte* own, std::byte* message, std::byte* output,
+                                 Messages intra) {
   int64_t end = 0;
-  reduce(shard, chunk, intra, messages, own, true,
+  reduce(shard, chunk, intra, messages, own, /*divide=*/way == Way::kGather,
          [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
-           const auto encoded =
-               encode_sums(plan_, piece, Way::kGather, sums, first, numel, message);
+           const auto encoded = encode_sums(plan_, piece, way, sums, first, numel, message);
            end = encoded.data() + encoded.size() - message;
            if (output)
-             piece.coded[Way::kGather].codec->decode(encoded, numel, plan_.dtype,
-                                                     output + piece.output_at + plan_.bytes(first));
-         });
-  return end;
-}
-
-int64_t ChunkReducer::to_scatter_message(const Shard& shard, const Chunk& chunk, Messages messages,
-                                         const std::byte* own, std::byte* message, Messages intra) {
-  int64_t end = 0;
-  reduce(shard, chunk, intra, messages, own, false,
-         [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
-           const auto encoded =
-               encode_sums(plan_, piece, Way::kScatter, sums, first, numel, message);
-           end = encoded.data() + encoded.size() - message;
+             piece.coded[way].codec->decode(encoded, numel, plan_.dtype,
+                                            output + piece.output_at + plan_.bytes(first));
          });
   return end;
 }

@@ -43,13 +43,11 @@ class ChunkReducer {
 
   void to_values(const Shard& shard, const Chunk& chunk, Messages messages, const std::byte* own,
                  std::byte* output);
-  // `output`, if not null, gets what the message decodes to.
-  int64_t to_gather_message(const Shard& shard, const Chunk& chunk, Messages messages,
-                            const std::byte* own, std::byte* message, std::byte* output,
-                            Messages intra = {});
-  // A partial sum, for the next rank to add to: avg is not divided.
-  int64_t to_scatter_message(const Shard& shard, const Chunk& chunk, Messages messages,
-                             const std::byte* own, std::byte* message, Messages intra = {});
+  // kGather: the sum; `output`, if not null, gets what the message decodes to. kScatter: a partial
+  // sum, for the next rank to add to; avg is not divided.
+  int64_t to_message(Way way, const Shard& shard, const Chunk& chunk, Messages messages,
+                     const std::byte* own, std::byte* message, std::byte* output = nullptr,
+                     Messages intra = {});
 
  private:
   template <typename Emit>

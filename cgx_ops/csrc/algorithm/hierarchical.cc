@@ -216,12 +216,12 @@ class Hierarchical : public Algorithm {
     const auto ready = static_cast<int>(std::min<size_t>(ready_to_reduce(owner), threads_.size()));
     if (ready == 0) return false;
     const bool mine = owner == host_;
+    const Way way = mine ? Way::kGather : Way::kScatter;
     LaneShard& of = shards_[owner];
     jobs_.clear();
     for (int i = 0; i < ready; ++i) {
       const Chunk& chunk = of.shard->chunks[of.reduced++];
-      const int64_t most = chunk.length[mine ? Way::kGather : Way::kScatter].most;
-      jobs_.push_back({plan_.rank, of.shard, &chunk, port.allocate(most)});
+      jobs_.push_back({plan_.rank, of.shard, &chunk, port.allocate(chunk.length[way].most)});
     }
     threads_.for_each(ready, [&](int i) {
       auto& [peer, shard, chunk, buffer, bytes] = jobs_[i];
@@ -231,10 +231,8 @@ class Hierarchical : public Algorithm {
                                           : Encoded{from.rank, from.values[owner][i].bytes});
       for (int host = 0; host < hosts_ && mine; ++host)
         if (host != host_) sums.push_back({partner(host), shards_[host].sums[i].bytes});
-      bytes = mine ? reducers_[i].to_gather_message(*shard, *chunk, sums, plan_.input, buffer->data,
-                                                    plan_.output, intra)
-                   : reducers_[i].to_scatter_message(*shard, *chunk, {}, plan_.input, buffer->data,
-                                                     intra);
+      bytes = reducers_[i].to_message(way, *shard, *chunk, sums, plan_.input, buffer->data,
+                                      mine ? plan_.output : nullptr, intra);
     });
     for (const auto& [peer, shard, chunk, buffer, bytes] : jobs_) {
       for (Neighbour& from : neighbours_)

@@ -140,12 +140,11 @@ class RingAllreduce : public Algorithm {
     const bool mine = reduce_.last_hop();
     const Shard& shard = layout_.shard(reduce_.shard());
     const Chunk& chunk = reduce_.chunk();
-    const BufferRef buffer = port.allocate(chunk.length[mine ? Way::kGather : Way::kScatter].most);
+    const Way way = mine ? Way::kGather : Way::kScatter;
+    const BufferRef buffer = port.allocate(chunk.length[way].most);
     const Encoded messages[] = {{left_, arrival.bytes}, kOwnValues};
-    const int64_t bytes =
-        mine ? reducer_.to_gather_message(shard, chunk, messages, plan_.input, buffer->data,
-                                          plan_.output)
-             : reducer_.to_scatter_message(shard, chunk, messages, plan_.input, buffer->data);
+    const int64_t bytes = reducer_.to_message(way, shard, chunk, messages, plan_.input,
+                                              buffer->data, mine ? plan_.output : nullptr);
     reduce_.advance();
     port.send(right_, mine ? kGather : kReduce, buffer, bytes);
   }

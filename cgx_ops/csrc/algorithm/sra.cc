@@ -155,8 +155,8 @@ class Sra : public Algorithm {
       for (int peer = 0; peer < plan_.size; ++peer)
         if (peer != rank) arrived[peer] = {peer, contributions_[peer][i].bytes};
       if (gathers_)
-        bytes =
-            reducers_[i].to_gather_message(shard, *chunk, arrived, own, buffer->data, output(rank));
+        bytes = reducers_[i].to_message(Way::kGather, shard, *chunk, arrived, own, buffer->data,
+                                        output(rank));
       else
         reducers_[i].to_values(shard, *chunk, arrived, own, output(rank));
     });
