@@ -15,7 +15,8 @@ demo: $(BUILT)
 	$(BIN)/python examples/demo.py
 
 # Two halves at once, since few tests keep two cores busy.
-.PHONY: test-bindings test-core
+DAILY = not exhaustive and not slow
+.PHONY: test-bindings test-core test-slow
 test: $(BUILT)
 	@echo "The tests of the bindings and of the rest run side by side; each is shown when it has ended."
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-bindings test-core
@@ -24,11 +25,15 @@ test: $(BUILT)
 # less time. test-all has them.
 test-bindings: export XLA_FLAGS := --xla_backend_optimization_level=0
 test-bindings: $(BUILT)
-	$(BIN)/python -m pytest tests/test_jax_*.py tests/test_torch_*.py -m "not exhaustive"
+	$(BIN)/python -m pytest tests/test_jax_*.py tests/test_torch_*.py -m "$(DAILY)"
 
 test-core: $(BUILT)
 	$(BIN)/python -m pytest tests --ignore-glob="tests/test_jax_*" --ignore-glob="tests/test_torch_*" \
-	  -m "not exhaustive"
+	  -m "$(DAILY)"
+
+# What .ci/run has beside these.
+test-slow: $(BUILT)
+	$(BIN)/python -m pytest tests -m "slow and not exhaustive"
 
 test-all: $(BUILT)
 	$(BIN)/python -m pytest tests

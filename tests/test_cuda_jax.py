@@ -196,7 +196,11 @@ CASES = (
 
 
 @pytest.mark.parametrize(
-    ("processes", "cases"), [(1, (*CASES, "failure")), (2, (*CASES, "in_order", "mismatch"))]
+    ("processes", "cases"),
+    [
+        (1, (*CASES, "failure")),
+        pytest.param(2, (*CASES, "in_order", "mismatch"), marks=pytest.mark.slow),
+    ],
 )
 def test_handlers(handlers_on_cpu: Path, processes: int, cases: tuple[str, ...]) -> None:
     start = launch.mpirun if processes > 1 else launch.processes

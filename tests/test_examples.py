@@ -170,6 +170,7 @@ def is_alive(process: Path) -> bool:
 # ---- the examples by themselves, and the README --------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_one_rank_needs_no_mpirun(framework: str) -> None:
     script = ROOT / "examples" / f"{framework}_digits.py"
@@ -181,6 +182,7 @@ def test_one_rank_needs_no_mpirun(framework: str) -> None:
     assert result["identical"]
 
 
+@pytest.mark.slow
 def test_fsdp2_trains_in_few_bits() -> None:
     process = run_python(ROOT / "examples" / "fsdp2.py", "--epochs", "10", ranks=2)
     assert process.returncode == 0, process.stdout + process.stderr
@@ -224,6 +226,7 @@ def lines_of_rank_0(process: subprocess.CompletedProcess[str]) -> list[str]:
     return re.findall(r"^\[[^]]*,0\]<stdout>: (\{.*)$", process.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_ddp_on_the_backend_trains_in_few_bits() -> None:
     process = run_python(ROOT / "examples" / "ddp_backend.py", "--epochs", "10", ranks=2)
     few = check_few_bits(process, lines_of_rank_0(process))
@@ -263,6 +266,7 @@ def test_two_axes_train_alike_in_one_process_and_in_two() -> None:
     assert check_few_bits(mpirun, lines_of_rank_0(mpirun)) == few
 
 
+@pytest.mark.slow
 def test_a_process_per_rank_trains_in_few_bits() -> None:
     script = ROOT / "examples" / "jax_process_per_rank.py"
     process = run_python(script, "--epochs", "10", ranks=2)
@@ -327,6 +331,7 @@ def test_weights_that_differ_are_noticed(framework: str, tmp_path: Path) -> None
         assert said == ["True", "False"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_code_of_the_readme_runs(framework: str, tmp_path: Path) -> None:
     code = readme_code(framework)

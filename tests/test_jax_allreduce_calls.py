@@ -326,7 +326,11 @@ def test_threads_without_names(pair: list[Communicator]) -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    "ranks", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 4))]
+    "ranks",
+    [
+        pytest.param(3, marks=pytest.mark.slow),
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 4)),
+    ],
 )
 def test_processes(ranks: int) -> None:
     outputs = mpirun(ranks, "run_jax_allreduce.py", "checks", env=ENVIRONMENT, timeout=220)

@@ -149,6 +149,7 @@ def test_sums_in_a_process_hide_and_flush_nothing(monkeypatch: pytest.MonkeyPatc
         assert all(same_bits(row, want) for row in np.asarray(program(x))), dtype
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     "with_mpi",

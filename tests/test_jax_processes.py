@@ -46,6 +46,7 @@ def check_pytest(
     assert len({sum(count.values()) for count in counts}) == 1, counts
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_on_every_mesh() -> None:
     check_pytest(
@@ -151,7 +152,9 @@ def test_other_thunks_run_beside(tmp_path: Path) -> None:
     ("devices", "cases"),
     [
         (1, ["names", "unnamed", "one_name"]),
-        (2, ["own_functions", "unnamed", "names_of_several_devices"]),
+        pytest.param(
+            2, ["own_functions", "unnamed", "names_of_several_devices"], marks=pytest.mark.slow
+        ),
         pytest.param(2, ["one_function"], marks=pytest.mark.exhaustive),
     ],
 )

@@ -71,6 +71,7 @@ def test_every_case_under_mpirun(n: int) -> None:
     check(launch.mpirun(n, "run_torch_backend.py", env=tc.ENVIRONMENT), "shm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases", [OVER_MPI, pytest.param([], marks=pytest.mark.exhaustive)], ids=["a_few", "all"]
 )
@@ -89,6 +90,7 @@ def test_debug_detail() -> None:
     check(launch.mpirun(3, "run_torch_backend.py", *cases, env=environment), "shm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases", [FINDING, pytest.param([], marks=pytest.mark.exhaustive)], ids=["finding", "all"]
 )

@@ -26,6 +26,9 @@ def test_results_without_inductors_lowering() -> None:
 
 
 @pytest.mark.timeout(620)
-@pytest.mark.parametrize("runs", [4, pytest.param(12, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "runs",
+    [pytest.param(4, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.exhaustive)],
+)
 def test_ranks_start_the_same_collectives(runs: int) -> None:
     ends_well("run_torch_order.py", str(runs))

@@ -8,7 +8,13 @@ import torch_cases as tc
 
 
 @pytest.mark.timeout(320)
-@pytest.mark.parametrize("how", ["in_turns", pytest.param("each", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("in_turns", marks=pytest.mark.slow),
+        pytest.param("each", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_collectives_in_graphs_are_compressed(how: str) -> None:
     """Every check on one of two groups, whose carriers differ, or on each."""
     arguments = (uuid.uuid4().hex, how)

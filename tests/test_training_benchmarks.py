@@ -14,7 +14,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 @pytest.mark.parametrize(
     ("program", "first", "count"),
     [
-        ("ddp_step.py", "gloo", 6),
+        pytest.param("ddp_step.py", "gloo", 6, marks=pytest.mark.slow),
         pytest.param("jax_step.py", "lax.psum", 3, marks=pytest.mark.exhaustive),
     ],
 )
