@@ -6,7 +6,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CXX_FILES = $(shell find cgx_ops torch_ops xla_ffi tests benchmarks -name '*.cc' -o -name '*.h' \
   -o -name '*.cu' -o -name '*.cuh')
-SOURCES = setup.py pyproject.toml $(shell find cgx_ops/csrc torch_ops xla_ffi -type f)
+SOURCES = setup.py pyproject.toml $(shell find cgx_ops/csrc cgx_ops/numpy_ops torch_ops xla_ffi -type f)
 BUILT = build/.installed
 
 .PHONY: demo test test-all bench chaos soak lint sanitize fuzz clean

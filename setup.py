@@ -16,6 +16,7 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -83,12 +84,13 @@ class Binding(Extension):
     """A folder of C++ that turns one framework's calls into those of cgx.h.
 
     `configure` takes paths from the framework and returns its version; ImportError if it is absent.
+    That of "python" is always built: numpy's arrays show their memory to Python's own interface.
     """
 
     def __init__(self, framework: str, folder: str, configure: Callable[["Binding"], str]) -> None:
         files = files_of(folder)
         sources = [f for f in files if f.endswith(".cc")]
-        super().__init__(f"cgx_ops._{folder}", sources, depends=files)
+        super().__init__(f"cgx_ops._{Path(folder).name}", sources, depends=files)
         self.framework, self.folder, self.configure = framework, folder, configure
 
 
@@ -167,7 +169,7 @@ class BuildExt(build_ext):
             try:
                 if not binding.sources:
                     raise ImportError(f"{binding.folder}/ holds no .cc file")
-                if chosen and name not in chosen:
+                if chosen and name not in (*chosen, "python"):
                     raise ImportError("CGX_WITH does not name it")
                 built[name] = binding.configure(binding)
             except ImportError as error:
@@ -207,6 +209,7 @@ setup(
     version=VERSION,
     ext_modules=[
         Extension("cgx_ops.libcgx", [], depends=files_of("cgx_ops/csrc")),
+        Binding("python", "cgx_ops/numpy_ops", lambda _: platform.python_version()),
         Binding("torch", "torch_ops", configure_torch),
         Binding("jax", "xla_ffi", configure_jax),
     ],

@@ -13,10 +13,8 @@ from cgx_ops.errors import InvalidArgument, Unsupported
 
 Array = npt.NDArray[Any]
 
-# addressof(from_buffer(array)) is where a C-contiguous, writable array begins. It raises TypeError
-# or ValueError for any other array, an empty one and one of ml_dtypes' bfloat16.
-addressof = ctypes.addressof
-from_buffer: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
+_from_buffer: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
+
 _REMEDY = "convert it first, for instance with array.astype(numpy.float32)"
 
 
@@ -55,7 +53,7 @@ def as_input(values: npt.ArrayLike) -> Array:
 def address(array: Array) -> int:
     """Return where a C-contiguous array's values begin."""
     try:
-        return addressof(from_buffer(array))  # array.ctypes takes longer
+        return ctypes.addressof(_from_buffer(array))  # array.ctypes takes longer
     except (TypeError, ValueError):  # it is read-only, empty, or of ml_dtypes' bfloat16
         return array.ctypes.data
 

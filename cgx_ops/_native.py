@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
@@ -337,14 +336,6 @@ def call(name: str, *arguments: Any) -> None:
     Releases the GIL meanwhile, so other threads run while this one waits for its peers.
     """
     check(getattr(_library, name)(*arguments))
-
-
-def unchecked(name: str) -> Callable[..., int]:
-    """Return a function of cgx.h that takes its arguments as they are, and returns a status.
-
-    They must be values of ctypes, of the right types: to check that takes longer than to call.
-    """
-    return _library[name]
 
 
 def check(status: int) -> None:

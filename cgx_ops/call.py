@@ -6,14 +6,14 @@ import itertools
 import operator
 import threading
 from collections.abc import Sequence
-from ctypes import c_int64, c_void_p
+from ctypes import addressof, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from cgx_ops import _native
-from cgx_ops._arrays import Array, address, addressof, as_output, dtype_code, from_buffer
+from cgx_ops import _native, _numpy_ops
+from cgx_ops._arrays import Array, address, as_output, dtype_code
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument
 
@@ -213,34 +213,30 @@ class Repeat:
     step costs ten times what it costs in a loop: checking again took longer than the collective.
     """
 
-    __slots__ = ("_comm_name", "_counter", "_name", "_noisy", "_pattern", "config")
+    __slots__ = ("_address", "_comm_name", "_counter", "_name", "_noisy", "_pattern", "config")
 
     def __init__(
         self, call: Call, pattern: _native.Collective, counter: Counter, comm_name: str
     ) -> None:
         self.config = call.config  # held: Communicator knows the call by its id
-        self._name, self._pattern = call.name, pattern
+        self._name, self._pattern, self._address = call.name, pattern, addressof(pattern)
         self._noisy = call.config.rounding != "nearest"
         self._counter, self._comm_name = counter, comm_name
 
-    def collective(self, source: Array, result: Array) -> _native.Collective | None:
-        """Return the call as a cgx_collective_t, or None if these arrays must be checked.
+    def run(self, source: Array, result: Array) -> bool:
+        """Run the call and return True; or do nothing, as these arrays must be checked."""
+        status = _numpy_ops.repeat(self._address, source, result, self._next_seed)
+        if status == _numpy_ops.MUST_BE_CHECKED:
+            return False
+        if status:
+            _native.check(status)
+        return True
 
-        It points into this object, which must be there until the collective has started.
-        """
-        try:
-            read = addressof(from_buffer(source))
-            written = read if result is source else addressof(from_buffer(result))
-        except (TypeError, ValueError):
-            return None
-        if read != written and abs(read - written) < source.nbytes:
-            return None
+    def _next_seed(self) -> int:
         count = self._counter.next(self._name)
-        native = _copy(self._pattern)
-        native.input, native.output = read, written
-        if self._noisy:
-            native.seed = call_seed(self.config.seed, self._name, count, self._comm_name)
-        return native
+        if not self._noisy:
+            return 0
+        return call_seed(self.config.seed, self._name, count, self._comm_name)
 
 
 def _pattern(

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from cgx_ops import _native, request
+from cgx_ops import _native, _numpy_ops, request
 from cgx_ops._arrays import Array, as_input
 from cgx_ops.call import Call, Counter, Op, Repeat, Segment
 from cgx_ops.config import Config
@@ -265,10 +265,8 @@ class Communicator:
         ):
             form = op, id(config), name, timeout, array.dtype, array.shape, out.dtype, out.shape
             repeat = self._repeats.get(form)
-            if repeat is not None:
-                again = repeat.collective(array, out)
-                if again is not None:
-                    return request.run(again, out, array)
+            if repeat is not None and repeat.run(array, out):
+                return out
         source = as_input(array)
         call = Call("allreduce", op, config, name, segments, seed, timeout)
         return self._run(call, source, source.shape, source.size, out, residual)
@@ -384,7 +382,7 @@ class Communicator:
         """Let peers read what was sent to them (bounded in time), then free it. Not collective."""
         with contextlib.suppress(Closed):  # before
             _native.call("cgx_comm_close", self.id)
-        request.collect_dropped()  # they hold what the communicator has
+        _numpy_ops.collect_dropped()  # they hold what the communicator has
         _calls.pop(self.id, None)
 
     def __enter__(self) -> Self:

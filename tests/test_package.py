@@ -32,7 +32,7 @@ def _dynamic(library: Path, tag: str) -> list[str]:
 
 def test_core_and_bindings_lie_side_by_side() -> None:
     names = {library.name.split(".")[0] for library in LIBRARIES}
-    assert names == {"libcgx", "_torch_ops", "_xla_ffi"}
+    assert names == {"libcgx", "_numpy_ops", "_torch_ops", "_xla_ffi"}
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name.split(".")[0])
@@ -90,7 +90,8 @@ def test_python_declares_what_the_header_does() -> None:
 
 
 def test_bindings_export_their_entry_point_alone() -> None:
-    for module, entry in (("_torch_ops", "PyInit__torch_ops"), ("_xla_ffi", "PyInit__xla_ffi")):
+    for module in ("_numpy_ops", "_torch_ops", "_xla_ffi"):
+        entry = f"PyInit_{module}"
         library = PACKAGE / f"{module}{sysconfig.get_config_var('EXT_SUFFIX')}"
         text = _output("nm", "--dynamic", "--defined-only", "--demangle", library)
         strong = {line.split(maxsplit=2)[-1] for line in text.splitlines() if " T " in line}
@@ -109,6 +110,7 @@ def test_wheel_works_without_the_source_tree(tmp_path: Path) -> None:
         "libcgx.so",
         "py.typed",
         "_build.json",
+        "_numpy_ops.pyi",
         "_torch_ops.pyi",
         "_xla_ffi.pyi",
         "csrc/include/cgx/cgx.h",

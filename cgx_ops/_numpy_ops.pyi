@@ -1,0 +1,39 @@
+"""Collectives on numpy arrays in flight (numpy_ops/*.cc); used by cgx_ops/request.py and call.py.
+
+A status is one of cgx.h; _native.check() raises what it stands for. An address is that of a
+_native.Collective.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+MUST_BE_CHECKED: int  # no status
+
+def run(address: int, arrays: tuple[Any, ...]) -> int:
+    """Start a collective that uses these arrays, wait for its end and return a status.
+
+    Signals' handlers run meanwhile. What they raise ends the wait, not the collective, until whose
+    end the arrays are kept.
+    """
+
+def repeat(pattern: int, source: Any, result: Any, seed: Callable[[], int]) -> int:
+    """Run the collective at address `pattern` on other arrays of the same dtype and shape.
+
+    Returns a status, or MUST_BE_CHECKED: such arrays may be refused, and nothing was done.
+    """
+
+def collect_dropped() -> None:
+    """Let go of the arrays of dropped flights that have ended since. On any thread."""
+
+class Flight:
+    """A collective in flight. It keeps `arrays` until the end, also if it is dropped before."""
+
+    def __init__(self, arrays: tuple[Any, ...]) -> None: ...
+    def start(self, address: int) -> int:
+        """Start it, once; return a status."""
+
+    def wait(self) -> int:
+        """Block until the end and return a status, on each call; signals as in run()."""
+
+    def done(self) -> bool:
+        """Return whether wait() would return at once."""

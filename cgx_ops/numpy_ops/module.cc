@@ -1,0 +1,91 @@
+// The Python module cgx_ops._numpy_ops: collectives on numpy arrays, from the start to the end.
+// What a call means and whether it is allowed is known to Python (cgx_ops/call.py).
+//
+// After a millisecond of other work the processor has forgotten Python's code and data, and each
+// step there costs ten times what it costs in a loop: more than the collective. That is why
+// repeat() is here.
+#include <cstddef>
+#include <cstdlib>
+
+#include "flight.h"
+
+namespace cgx::numpy_ops {
+namespace {
+
+constexpr int kMustBeChecked = -1;
+
+// The memory of an array; null unless it is C-contiguous, not empty and, if asked, writable.
+std::byte* memory_of(PyObject* array, int flags, Py_ssize_t* bytes) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(array, &view, flags) != 0) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  auto* const memory = view.len > 0 ? static_cast<std::byte*>(view.buf) : nullptr;
+  *bytes = view.len;
+  PyBuffer_Release(&view);  // the caller holds the array
+  return memory;
+}
+
+// What the stub says of run(); the address is that of a ctypes structure.
+PyObject* run_once(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 2) return PyErr_Format(PyExc_TypeError, "run() takes 2 arguments, not %zd", count);
+  const auto* collective = static_cast<const cgx_collective_t*>(PyLong_AsVoidPtr(arguments[0]));
+  return PyErr_Occurred() ? nullptr : run(*collective, arguments[1]);
+}
+
+// `pattern` on other arrays of the same dtype and shape, with the seed that seed() returns. Does
+// nothing but return kMustBeChecked where such arrays may be refused.
+PyObject* repeat(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 4)
+    return PyErr_Format(PyExc_TypeError, "repeat() takes 4 arguments, not %zd", count);
+  PyObject *source = arguments[1], *result = arguments[2], *next_seed = arguments[3];
+  const auto* pattern = static_cast<const cgx_collective_t*>(PyLong_AsVoidPtr(arguments[0]));
+  if (PyErr_Occurred()) return nullptr;
+  Py_ssize_t bytes = 0;
+  std::byte* const from = memory_of(source, PyBUF_SIMPLE, &bytes);
+  std::byte* const to = memory_of(result, PyBUF_WRITABLE, &bytes);
+  if (!from || !to || (from != to && std::abs(from - to) < bytes))
+    return PyLong_FromLong(kMustBeChecked);
+
+  PyObject* seed = PyObject_CallNoArgs(next_seed);
+  if (!seed) return nullptr;
+  cgx_collective_t collective = *pattern;
+  collective.input = from;
+  collective.output = to;
+  collective.seed = PyLong_AsLongLong(seed);
+  Py_DECREF(seed);
+  PyObject* arrays = PyErr_Occurred() ? nullptr : PyTuple_Pack(2, source, result);
+  if (!arrays) return nullptr;
+  PyObject* status = run(collective, arrays);
+  Py_DECREF(arrays);
+  return status;
+}
+
+PyObject* collect(PyObject* /*module*/, PyObject* /*unused*/) {
+  collect_dropped();
+  Py_RETURN_NONE;
+}
+
+PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+}  // namespace
+}  // namespace cgx::numpy_ops
+
+PyMODINIT_FUNC PyInit__numpy_ops() {
+  using namespace cgx::numpy_ops;
+  static PyMethodDef functions[] = {{"run", fast(run_once), METH_FASTCALL, nullptr},
+                                    {"repeat", fast(repeat), METH_FASTCALL, nullptr},
+                                    {"collect_dropped", collect, METH_NOARGS, nullptr},
+                                    {}};
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_numpy_ops", nullptr, -1, functions};
+  PyObject* module = PyModule_Create(&definition);
+  PyObject* type = module ? flight_type() : nullptr;
+  if (!type || PyModule_AddObjectRef(module, "Flight", type) != 0 ||
+      PyModule_AddIntConstant(module, "MUST_BE_CHECKED", kMustBeChecked) != 0)
+    Py_CLEAR(module);
+  Py_XDECREF(type);
+  return module;
+}
