@@ -318,6 +318,7 @@ for value in (0.0, 1e-30 * rank):
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_weights_that_differ_are_noticed(framework: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

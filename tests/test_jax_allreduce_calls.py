@@ -345,6 +345,7 @@ def test_processes_that_fail(case: str) -> None:
         assert "ok" in output.splitlines()
 
 
+@pytest.mark.slow
 def test_the_persistent_cache(tmp_path: Path) -> None:
     """Both ranks load what a run of rank 0's compiled: nothing in it is a process's own."""
     outputs = mpirun(2, "run_jax_allreduce.py", "cached", tmp_path, env=ENVIRONMENT)

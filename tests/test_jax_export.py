@@ -77,6 +77,7 @@ def test_compiled_ahead_of_time(name: str) -> None:
     assert all(same_bits(row, wanted) for row, wanted in zip(rows, want(X), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "devices"),
     [*(pytest.param(*each, marks=pytest.mark.exhaustive) for each in [(1, 8), (2, 1)]), (2, 2)],

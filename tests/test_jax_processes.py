@@ -129,6 +129,7 @@ def test_a_rank_that_compiles_more(rank: int, wanted: Wanted) -> None:
     check_order((2, 1), wanted, 2, "--extra", rank, programs=programs, timeout=220)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_rank_that_loads_what_the_other_compiles(wanted: Wanted, tmp_path: Path) -> None:
     for hits in (False, True):
