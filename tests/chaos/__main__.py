@@ -101,11 +101,11 @@ def main() -> int:
     options = parser.parse_args()
 
     lateness, begin = machine.Lateness(), time.monotonic()
+    until = begin + options.seconds  # of all transports together
     campaigns = []
     with tempfile.TemporaryDirectory(prefix="cgx-chaos-") as folder:
         server = Server(Path(folder))
         for transport in options.transport or TRANSPORTS:
-            until = begin + options.seconds
             campaigns.append(Campaign(transport, options, server, lateness, until))
             print(f"{transport}: seeds {options.seed} to {options.seed + options.rounds - 1}")
             campaigns[-1].run()
