@@ -38,6 +38,8 @@ class Window:
     seconds: float
 
 
+REST = 40.0  # seconds
+
 _measuring = threading.Lock()  # it opens files, which another rank of this process would count
 
 
@@ -78,7 +80,22 @@ def run(comm: Communicator, load: str, count: int, pause: threading.Barrier | No
         windows.append(measure(fastest))
         if pause:
             pause.wait(60)
+    windows.append(at_rest(windows))
     return windows
+
+
+def at_rest(windows: list[Window]) -> Window:
+    """Return what there is at the end, when threads that helped out had the time to leave.
+
+    They stay for half a minute without work (completion_pool.h), longer than a load may take.
+    """
+    most = max(window.threads for window in windows[: len(windows) // 2])
+    deadline = time.monotonic() + REST
+    while True:
+        window = measure(windows[-1].seconds)
+        if window.threads <= most or time.monotonic() > deadline:
+            return window
+        time.sleep(1)
 
 
 def main() -> None:
