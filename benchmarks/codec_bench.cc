@@ -110,11 +110,14 @@ void add_cases(Buffers& b, const std::string& dtype, std::vector<Case>& cases) {
           {dtype + " quantize-residual " + width + (random ? " stochastic" : " nearest"),
            [=] { feedback->encode(); }});
     }
-    cases.push_back({dtype + " dequantize " + width + " -",
-                     [=, &b] { codec->decode(*bytes, b.numel, b.dtype, b.result.data()); }});
+    cases.push_back({dtype + " dequantize " + width + " -", [=, &b] {
+                       codec->decode(*bytes, b.numel, /*first_index=*/0, b.dtype, b.result.data());
+                     }});
     if (b.dtype != cgx::Dtype::kFloat32) continue;  // sums are fp32, whatever travels
-    cases.push_back({dtype + " dequantize-add " + width + " -",
-                     [=, &b] { codec->decode_add(*bytes, b.numel, b.sum.data(), b.sum.data()); }});
+    cases.push_back({dtype + " dequantize-add " + width + " -", [=, &b] {
+                       codec->decode_add(*bytes, b.numel, /*first_index=*/0, b.sum.data(),
+                                         b.sum.data());
+                     }});
   }
 }
 

@@ -113,6 +113,8 @@ _library = _load()
 # Of cgx_config_t: what cgx_config_fields() tells of each field.
 _library.cgx_config_fields.restype = c_char_p  # before the others: fields depend on it
 CONFIG_FIELDS: list[dict[str, Any]] = json.loads(_library.cgx_config_fields())
+_library.cgx_compressors.restype = c_char_p
+COMPRESSORS: list[dict[str, Any]] = json.loads(_library.cgx_compressors())
 
 
 def _words(name: str) -> dict[str, int]:
@@ -178,6 +180,7 @@ class Segment(ctypes.Structure):
         ("bucket_size", c_int64),
         ("bits", c_int32),
         ("repeats", c_int32),
+        ("config", c_void_p),
     )
 
 
@@ -198,6 +201,7 @@ class Collective(_Sized):
     """cgx_collective_t."""
 
     pattern: "Collective"  # what this is a copy of: holds the memory that pointers lead to
+    configs: "list[Config]"  # of segments that have one of their own
 
     _fields_ = (
         ("struct_size", c_size_t),
@@ -274,7 +278,9 @@ DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 # ---- 3. The functions ----------------------------------------------------------------------------
 
-_TEXTS = ("cgx_last_error", "cgx_version", "cgx_describe", "cgx_config_fields")
+_TEXTS = (
+    "cgx_last_error", "cgx_version", "cgx_describe", "cgx_config_fields", "cgx_compressors"
+)  # fmt: skip
 _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_init": (POINTER(c_int32),),
     "cgx_finalize": (),
@@ -294,6 +300,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_wait": (c_void_p,),
     "cgx_wait_for": (c_void_p, c_double, POINTER(c_int32)),
     "cgx_config_parse": (c_char_p, POINTER(Config)),
+    "cgx_config_check_feedback": (POINTER(Config),),
     "cgx_enqueue": (POINTER(Collective),),
     "cgx_comm_check": (c_int32, c_int32),
     "cgx_plan": (POINTER(Collective), POINTER(Plan)),
@@ -305,8 +312,8 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_carried_reduce": (POINTER(Carried), c_void_p, c_void_p),
     "cgx_carried_decode": (POINTER(Carried), c_void_p, c_int64),
     "cgx_encoded_bytes": (POINTER(Codec), c_int64, POINTER(c_int64)),
-    "cgx_quantize": (POINTER(Codec), c_void_p, c_int64, c_void_p),
-    "cgx_dequantize": (POINTER(Codec), c_void_p, c_int64, c_void_p),
+    "cgx_quantize": (POINTER(Codec), c_void_p, c_int64, c_void_p, POINTER(c_int64)),
+    "cgx_dequantize": (POINTER(Codec), c_void_p, c_int64, c_int64, c_void_p),
     "cgx_sum_encoded": (POINTER(Codec), c_void_p, c_int32, c_int64, c_int64, c_void_p),
 }
 

@@ -7,14 +7,14 @@ import operator
 import threading
 from collections.abc import Sequence
 from ctypes import addressof, c_int64, c_void_p
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import numpy as np
 
 from cgx_ops import _native, _numpy_ops
 from cgx_ops._arrays import Array, address, as_output, dtype_code
-from cgx_ops.config import Config
+from cgx_ops.config import Compressor, Config, Rounding
 from cgx_ops.errors import InvalidArgument
 
 Op = Literal["sum", "avg", "min", "max", "product"]
@@ -28,14 +28,21 @@ class Segment:
     Attributes:
         offset: its first element, counted from the start of the array (or of a rank's block).
         numel: how many elements.
-        bits: as Config.bits; None: the call's Config decides.
-        bucket_size: as Config.bucket_size; None: the call's Config decides.
+        bits: this and the others are fields of Config; None: the call's Config decides.
+        bucket_size, rounding, gather_bits, compressor, density, value_bits, rotation, clip: alike.
     """
 
     offset: int
     numel: int
     bits: int | None = None
     bucket_size: int | None = None
+    rounding: Rounding | None = None
+    gather_bits: int | None = None
+    compressor: Compressor | None = None
+    density: float | None = None
+    value_bits: int | None = None
+    rotation: int | None = None
+    clip: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("offset", "numel"):
@@ -44,11 +51,23 @@ class Segment:
                 raise InvalidArgument(f"Segment.{name} is {value}; it must be an integer >= 0")
 
 
-@functools.lru_cache(maxsize=4096)  # checking takes longer than quantizing a small layer
-def with_segment(config: Config, bits: int | None, bucket_size: int | None) -> Config:
+_OWN = tuple(field.name for field in fields(Segment))[2:]
+_own_of = operator.attrgetter(*_OWN)
+
+
+def with_segment(config: Config, segment: Segment) -> Config:
     """Return how a segment travels: config's settings where its own are None."""
-    own = config if bits is None else replace(config, bits=bits)
-    return own if bucket_size is None else replace(own, bucket_size=bucket_size)
+    own = _own_of(segment)
+    return config if own == _NONE else _with_own(config, own)
+
+
+_NONE = (None,) * len(_OWN)
+
+
+@functools.lru_cache(maxsize=4096)  # checking takes longer than quantizing a small layer
+def _with_own(config: Config, own: tuple[Any, ...]) -> Config:
+    given = {name: value for name, value in zip(_OWN, own, strict=True) if value is not None}
+    return config.with_own(**given)
 
 
 def call_seed(seed: int, name: str, occurrence: int, comm: str = "") -> int:
@@ -117,6 +136,9 @@ class Call:
         self.name, self.segments = name, segments
         self.config = Config.from_env() if config is None else config
         self.timeout = timeout
+        used = {self.config, *(with_segment(self.config, each) for each in segments or ())}
+        self._draws = any(each.draws for each in used)
+        self._places = any(each.compressor == "randk" for each in used)
         # Whether the same arguments are the same call again.
         self.repeatable = config is not None and segments is None and seed is None
         self.seed = self.seeds = None  # of the call, of its segments
@@ -132,6 +154,16 @@ class Call:
 
     def _checked(self, seed: int) -> int:
         return replace(self.config, seed=seed).seed
+
+    def next_seed(self, count: int, comm_name: str) -> int:
+        """Return the seed of this call if its caller gives none.
+
+        Of places it is the same on ranks that are threads, whose communicators' names differ.
+        """
+        if not self._draws:  # making one takes time
+            return 0
+        name = "" if self._places else comm_name
+        return call_seed(self.config.seed, self.name, count, name)
 
     def collective(
         self,
@@ -150,9 +182,8 @@ class Call:
         communicator's, for a seed that the caller did not give.
         """
         config, seed = self.config, self.seed
-        if seed is None:  # it takes time, and only noise needs it
-            random = config.rounding != "nearest" and self.seeds is None
-            seed = call_seed(config.seed, self.name, count, comm_name) if random else 0
+        if seed is None:
+            seed = 0 if self.seeds else self.next_seed(count, comm_name)
         make = _known_pattern if self.segments is None else _pattern
         pattern = make(
             comm, self.verb, self.op, config, self.name, self.timeout, dtype, block, self.segments
@@ -213,14 +244,13 @@ class Repeat:
     step costs ten times what it costs in a loop: checking again took longer than the collective.
     """
 
-    __slots__ = ("_address", "_comm_name", "_counter", "_name", "_noisy", "_pattern", "config")
+    __slots__ = ("_address", "_call", "_comm_name", "_counter", "_pattern", "config")
 
     def __init__(
         self, call: Call, pattern: _native.Collective, counter: Counter, comm_name: str
     ) -> None:
         self.config = call.config  # held: Communicator knows the call by its id
-        self._name, self._pattern, self._address = call.name, pattern, addressof(pattern)
-        self._noisy = call.config.rounding != "nearest"
+        self._call, self._pattern, self._address = call, pattern, addressof(pattern)
         self._counter, self._comm_name = counter, comm_name
 
     def run(self, source: Array, result: Array) -> bool:
@@ -233,10 +263,7 @@ class Repeat:
         return True
 
     def _next_seed(self) -> int:
-        count = self._counter.next(self._name)
-        if not self._noisy:
-            return 0
-        return call_seed(self.config.seed, self._name, count, self._comm_name)
+        return self._call.next_seed(self._counter.next(self._call.name), self._comm_name)
 
 
 def _pattern(
@@ -253,11 +280,15 @@ def _pattern(
     """Return a call as a cgx_collective_t, but for its seed and its addresses."""
     given = [Segment(0, block)] if segments is None else segments
     native = (_native.Segment * len(given))()
+    configs = []
     for to, segment in zip(native, given, strict=True):
-        own = with_segment(config, segment.bits, segment.bucket_size)
+        own = with_segment(config, segment)
         to.offset, to.numel = segment.offset, segment.numel
         to.bits, to.bucket_size = own.bits, own.bucket_size
-    return _native.Collective(
+        if own is not config:
+            configs.append(own.native)
+            to.config = addressof(configs[-1])
+    made = _native.Collective(
         comm=comm,
         verb=_native.VERBS[verb],
         dtype=dtype,
@@ -270,6 +301,8 @@ def _pattern(
         occurrence=-1,
         timeout_s=timeout or 0.0,
     )
+    made.configs = configs  # the segments point to them
+    return made
 
 
 # Filling the struct takes longer than a small allreduce.

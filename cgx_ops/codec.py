@@ -1,15 +1,14 @@
 """The quantizer alone, on one rank: values to bytes and back, as in docs/wire_format.md."""
 
 from ctypes import byref, c_int64
-from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from cgx_ops import _native
 from cgx_ops._arrays import Array, as_input, dtype_code, dtype_named
-from cgx_ops.config import Config, Rounding
+from cgx_ops.config import Config, Knobs
 from cgx_ops.errors import InvalidArgument
 
 
@@ -17,14 +16,10 @@ def quantize(
     values: npt.ArrayLike,
     config: Config | None = None,
     *,
-    bits: int | None = None,
-    bucket_size: int | None = None,
-    rounding: Rounding | None = None,
-    skip_incomplete_buckets: bool | None = None,
-    seed: int | None = None,
     rank: int = 0,
     phase: int = 0,
     first_index: int = 0,
+    **knobs: Unpack[Knobs],
 ) -> bytes:
     """Return what these values are on the wire, in the settings given.
 
@@ -34,21 +29,18 @@ def quantize(
     Args:
         values: an array of dtype float32, float16 or bfloat16, any shape, read in C order.
         config: None: Config(), 4 bits stochastic in buckets of 512.
-        bits: this and the next four replace fields of config. 32: the values as they are.
-        bucket_size: elements that share one minimum and step.
-        rounding: "stochastic", "nearest" or "shift", as in Config.
-        skip_incomplete_buckets: keep a last bucket that is not full exact.
-        seed: of the noise, used as it is.
         rank: of the noise: the encoding rank.
         phase: of the noise: 0 on the way to the owner of a shard, 1 on the way back.
         first_index: index of values[0] in its segment, a multiple of bucket_size.
+        **knobs: these replace fields of config: bits, bucket_size, rounding, compressor, ... The
+            seed is used as it is.
 
     Raises:
         InvalidArgument: a value out of its range.
         Unsupported: another dtype.
     """
     array = as_input(values)
-    settings = _settings(config, bits, bucket_size, rounding, skip_incomplete_buckets, seed)
+    settings = _settings(config, knobs)
     codec = _codec(settings, array.dtype)
     for field, value, bits in (
         ("rank", rank, 31),
@@ -60,9 +52,12 @@ def quantize(
                 f"{field} is {value}; it must be an integer from 0 to 2^{bits} - 1"
             )
     codec.rank, codec.phase, codec.first_index = rank, phase, first_index
-    encoded = np.empty(_encoded_bytes(codec, array.size), np.uint8)
-    _native.call("cgx_quantize", byref(codec), array.ctypes.data, array.size, encoded.ctypes.data)
-    return encoded.tobytes()
+    encoded, written = np.empty(_encoded_bytes(codec, array.size), np.uint8), c_int64()
+    _native.call(
+        "cgx_quantize", byref(codec), array.ctypes.data, array.size, encoded.ctypes.data,
+        byref(written),
+    )  # fmt: skip
+    return encoded[: written.value].tobytes()
 
 
 def dequantize(
@@ -71,9 +66,8 @@ def dequantize(
     dtype: npt.DTypeLike = "float32",
     config: Config | None = None,
     *,
-    bits: int | None = None,
-    bucket_size: int | None = None,
-    skip_incomplete_buckets: bool | None = None,
+    first_index: int = 0,
+    **knobs: Unpack[Knobs],
 ) -> Array:
     """Return the `numel` values that quantize() encoded with the same settings.
 
@@ -81,52 +75,38 @@ def dequantize(
         data: what quantize() returned.
         numel: number of values.
         dtype: of the result: float32, float16 or bfloat16. Exact values must be of this dtype.
-        config: as for quantize(); so are the rest.
-        bits: replaces that of config.
-        bucket_size: replaces that of config.
-        skip_incomplete_buckets: replaces that of config.
+        config: as for quantize(); so are the rest. The seed counts for "randk" only.
+        first_index: as for quantize().
+        **knobs: replace fields of config.
 
     Raises:
-        InvalidArgument: a value out of its range, or data of another length than the settings give.
+        InvalidArgument: a value out of its range, or data that the settings do not give.
         Unsupported: another dtype.
     """
-    settings = _settings(config, bits, bucket_size, None, skip_incomplete_buckets, None)
+    settings = _settings(config, knobs)
     result_type = dtype_named(dtype)
     codec = _codec(settings, result_type)
-    encoded = np.frombuffer(data, np.uint8)
-    expected = _encoded_bytes(codec, numel)
-    if encoded.size != expected:
+    codec.first_index = first_index
+    encoded, most = np.frombuffer(data, np.uint8), _encoded_bytes(codec, numel)
+    if encoded.size > most:  # the core reads what it must, and tells what is too short
         raise InvalidArgument(
-            f"{numel} values of {settings.bits} bits in buckets of {settings.bucket_size} are "
-            f"{expected} bytes; the data has {encoded.size}: use the settings of quantize()"
+            f"{numel} values are {most} bytes at most; the data has {encoded.size}: use the "
+            "settings of quantize()"
         )
     values = np.empty(numel, result_type)
-    _native.call("cgx_dequantize", byref(codec), encoded.ctypes.data, numel, values.ctypes.data)
+    _native.call(
+        "cgx_dequantize", byref(codec), encoded.ctypes.data, encoded.size, numel, values.ctypes.data
+    )
     return values
 
 
 def encoded_bytes(numel: int, config: Config, dtype: npt.DTypeLike = "float32") -> int:
-    """Return how many bytes quantize() makes of `numel` values."""
+    """Return how many bytes quantize() makes of `numel` values, of "threshold" at most."""
     return _encoded_bytes(_codec(config, dtype_named(dtype)), numel)
 
 
-def _settings(
-    config: Config | None,
-    bits: int | None,
-    bucket_size: int | None,
-    rounding: Rounding | None,
-    skip_incomplete_buckets: bool | None,
-    seed: int | None,
-) -> Config:
-    given: dict[str, Any] = {
-        "bits": bits,
-        "bucket_size": bucket_size,
-        "rounding": rounding,
-        "skip_incomplete_buckets": skip_incomplete_buckets,
-        "seed": seed,
-    }
-    changes = {name: value for name, value in given.items() if value is not None}
-    return replace(Config() if config is None else config, **changes)
+def _settings(config: Config | None, knobs: Knobs) -> Config:
+    return (Config() if config is None else config).with_own(**knobs)
 
 
 def _codec(settings: Config, dtype: np.dtype[Any]) -> _native.Codec:

@@ -5,22 +5,29 @@ What a knob accepts, its default and its words are the core's (csrc/config.cc): 
 
 import ast
 import functools
+import numbers
 import operator
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from ctypes import byref
+from dataclasses import dataclass, replace
 from types import NoneType
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from cgx_ops import _native
 from cgx_ops.errors import InvalidArgument
 
+Compressor = Literal[
+    "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "natural", "half", "topk",
+    "threshold", "randk",
+]  # fmt: skip
 Rounding = Literal["stochastic", "nearest", "shift"]
 Algorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical", "by_hosts"]
 CommunicatorType = Literal["AUTO", "SHM", "MPI", "NCCL"]
 
 _EXACT = 32
+_COMPRESSORS: dict[str, dict[str, Any]] = {row["name"]: row for row in _native.COMPRESSORS}
 _COMMUNICATOR_TYPES = ("AUTO", "SHM", "MPI", "NCCL")
 _ACCEPTED: dict[str, str] = {field["name"]: field["accepted"] for field in _native.CONFIG_FIELDS}
 _DEFAULTS = {field["name"]: ast.literal_eval(field["default"]) for field in _native.CONFIG_FIELDS}
@@ -31,9 +38,11 @@ _TEXT = " ".join(f"{name}={{!r}}" for name in _ACCEPTED)
 
 
 def _plain(value: Any) -> Any:
-    """Return an integer or a str of any library as Python's own, all else as it is."""
+    """Return a number or a str of any library as Python's own, all else as it is."""
     if isinstance(value, str):
         return str(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+        return float(value)
     try:
         return value if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -46,12 +55,16 @@ def _parsed(text: str) -> _native.Config:
 
 
 def _accepts(name: str, value: Any) -> bool:
-    """Tell whether the core accepts this value of a field."""
+    """Tell whether the core accepts this value of a field, whatever the others are."""
     try:
         _native.Config.parse(f"{name}={value!r}")
-    except InvalidArgument:
-        return False
+    except InvalidArgument as error:
+        return not str(error).endswith(_ACCEPTED[name])
     return True
+
+
+# What a compressor has of its own, and another one may not: Config.with_own().
+_OF_COMPRESSOR = ("bits", "rounding", "density", "value_bits", "rotation", "clip", "gather_bits")
 
 
 @dataclass(frozen=True)
@@ -61,11 +74,13 @@ class Config:
     Raises InvalidArgument (a ValueError) that names the field, its value and what it accepts.
 
     Attributes:
-        bits: of a quantized value, 1-8; 32 sends everything exact.
-        bucket_size: elements that share one minimum and step.
+        bits: of a quantized value: "uniform" has 1-8, "levels" 1-4, "qsgd" 2-8, other compressors
+            a width of their own; 32 sends everything exact, whatever the compressor.
+        bucket_size: elements that share one minimum and step, scale, or choice of the largest.
         rounding: "stochastic" is unbiased; "nearest" has half the worst error; "shift" is unbiased
             with the error of nearest: each bucket's grid is moved by one random fraction of a step
-            before values go to the nearest point (dithering; QSDP, Markov et al., ICML 2023).
+            before values go to the nearest point (dithering; QSDP, Markov et al., ICML 2023). None:
+            the compressor's own, which for "uniform" is "stochastic".
         algorithm: "auto" picks by size and hosts; "one_shot", "sra" (scatter-reduce-allgather),
             "ring", "hierarchical" (ranks of a host, then hosts; "sra" where that is one level);
             "by_hosts": what "auto" picks for large messages, whatever the size of this one.
@@ -73,26 +88,42 @@ class Config:
         intra_bits: hierarchical: bits of values that their own host sums; None: exact.
         skip_incomplete_buckets: send a last bucket that is not full exact.
         minimal_size: tensors of fewer than max(16, minimal_size) elements travel exact.
+        compressor: what values become: docs/wire_format.md, section 3, and docs/numerics.md have
+            each one's bytes and error.
+        density: of "topk", "threshold" and "randk": the share of values that travel, more than 0
+            and at most 1; None: 0.01.
+        value_bits: of the values that "topk" and "threshold" send: 1-8, 16, 32; None: 32 (exact).
+        rotation: so many values of a bucket, a power of two, are rotated by a Hadamard matrix
+            before they are encoded, which makes those of heavy tails easier; None: none.
+        clip: "ternary" clips values at 2.5 times their bucket's root mean square.
         seed: of the noise of stochastic and shift rounding; each call derives its own from this,
             the communicator's name and a count of the calls.
         communicator_type: the transport: "SHM", "MPI", or "AUTO", the best that connects the ranks.
             "NCCL" carries messages between GPUs, and is "AUTO" between processes.
+        error_feedback: where gradients are reduced step by step, whether what is lost of them is
+            kept and added in the next step; None: where the compressor needs it to train.
     """
 
     bits: int = _DEFAULTS["bits"]
     bucket_size: int = _DEFAULTS["bucket_size"]
-    rounding: Rounding = _DEFAULTS["rounding"]
+    rounding: Rounding | None = _DEFAULTS["rounding"]
     algorithm: Algorithm = _DEFAULTS["algorithm"]
     gather_bits: int | None = _DEFAULTS["gather_bits"]
     intra_bits: int | None = _DEFAULTS["intra_bits"]
     skip_incomplete_buckets: bool = _DEFAULTS["skip_incomplete_buckets"]
     minimal_size: int = _DEFAULTS["minimal_size"]
+    compressor: Compressor = _DEFAULTS["compressor"]
+    density: float | None = _DEFAULTS["density"]
+    value_bits: int | None = _DEFAULTS["value_bits"]
+    rotation: int | None = _DEFAULTS["rotation"]
+    clip: bool = _DEFAULTS["clip"]
     seed: int = 0
     communicator_type: CommunicatorType = "AUTO"
+    error_feedback: bool | None = None
 
     def __post_init__(self) -> None:
         for name, value in zip((*_ACCEPTED, "seed"), (*_values(self), self.seed), strict=True):
-            if type(value) not in (int, str, bool, NoneType):
+            if type(value) not in (int, float, str, bool, NoneType):
                 object.__setattr__(self, name, _plain(value))
         try:
             _parsed(self.text)
@@ -100,18 +131,48 @@ class Config:
             for name, accepted in _ACCEPTED.items():
                 if not _accepts(name, getattr(self, name)):
                     self._refuse(name, accepted)
-            raise
+            raise  # they do not belong together
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             self._refuse("seed", "an integer of 64 bits, signed")
         if self.communicator_type not in _COMMUNICATOR_TYPES:
             self._refuse("communicator_type", f"one of {', '.join(map(repr, _COMMUNICATOR_TYPES))}")
+        if self.error_feedback is not None and type(self.error_feedback) is not bool:
+            self._refuse("error_feedback", "True, False or None")
+        if self.error_feedback:
+            _native.call("cgx_config_check_feedback", byref(self.native))
 
     def _refuse(self, name: str, accepted: str) -> None:
         raise InvalidArgument(f"Config.{name} is {getattr(self, name)!r}; it must be {accepted}")
 
+    def with_own(self, **own: Any) -> "Config":
+        """Return this Config with fields of a part's own, such as a layer's.
+
+        A compressor of its own leaves behind what was said for the other one, but that bits stay
+        exact: what it has itself is its default, unless it is among `own`.
+        """
+        if own.get("compressor", self.compressor) != self.compressor:
+            left = {name: _DEFAULTS[name] for name in _OF_COMPRESSOR}
+            if self.bits == _EXACT:
+                del left["bits"]
+            own = {**left, "intra_bits": None, **own}
+        return replace(self, **own) if own else self
+
+    @property
+    def draws(self) -> bool:
+        """Whether a seed counts: for noise, or for the places of "randk"."""
+        own = _COMPRESSORS[self.compressor]["roundings"][0]
+        return (self.rounding or own) != "nearest" or self.compressor == "randk"
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether gradients that are reduced step by step have error feedback."""
+        if self.error_feedback is None:
+            return self.bits != _EXACT and _COMPRESSORS[self.compressor]["biased"]
+        return self.error_feedback
+
     @property
     def knobs(self) -> dict[str, Any]:
-        """How values travel: every field but seed and communicator_type, by name."""
+        """How values travel, by name: the fields that the core knows."""
         return dict(zip(_ACCEPTED, _values(self), strict=True))
 
     @property
@@ -128,7 +189,7 @@ class Config:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "Config":
         """Return the Config that the CGX_* variables describe; without one, the default.
 
-        Bits are 32 (off) by default here, as they always were in CGX.
+        Bits are 32 (off) by default here, as they always were in CGX, unless there is a compressor.
 
         Args:
             environ: read instead of os.environ.
@@ -137,11 +198,13 @@ class Config:
             InvalidArgument: names the variable, its text and what it accepts.
         """
         environ = os.environ if environ is None else environ
-        values: dict[str, Any] = {"bits": _EXACT}
+        values: dict[str, Any] = {}
         for variable, name in _VARIABLES.items():
             text = environ.get(variable, "").strip()
             if text:
                 values[name] = _parse(variable, name, text)
+        if "compressor" not in values:
+            values.setdefault("bits", _EXACT)
         if values.pop("intra_compress", False):
             values["intra_bits"] = values["bits"]
         for variable, words in _HOST_SWITCHES.items():
@@ -152,33 +215,70 @@ class Config:
         return cls(**values)
 
 
-# The names and meanings of CGX.
+class Knobs(TypedDict, total=False):
+    """Fields of Config by name, as keyword arguments of what takes them all."""
+
+    bits: int
+    bucket_size: int
+    rounding: Rounding | None
+    algorithm: Algorithm
+    gather_bits: int | None
+    intra_bits: int | None
+    skip_incomplete_buckets: bool
+    minimal_size: int
+    compressor: Compressor
+    density: float | None
+    value_bits: int | None
+    rotation: int | None
+    clip: bool
+    seed: int
+
+
+# The names and meanings of CGX, and their like for what it does not have.
 _VARIABLES = {
     "CGX_COMPRESSION_QUANTIZATION_BITS": "bits",
     "CGX_COMPRESSION_BUCKET_SIZE": "bucket_size",
     "CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS": "skip_incomplete_buckets",
     "CGX_COMPRESSION_MINIMAL_SIZE": "minimal_size",
+    "CGX_COMPRESSOR": "compressor",
+    "CGX_COMPRESSION_ROUNDING": "rounding",
+    "CGX_COMPRESSION_DENSITY": "density",
+    "CGX_COMPRESSION_VALUE_BITS": "value_bits",
+    "CGX_COMPRESSION_ROTATION": "rotation",
+    "CGX_COMPRESSION_CLIP": "clip",
     "COMMUNICATOR_TYPE": "communicator_type",
     "CGX_INTRA_COMPRESS": "intra_compress",  # no field: whether intra_bits is bits
 }
 _FLAGS = {"0": False, "false": False, "off": False, "1": True, "true": True, "on": True}
 
 
-def _parse(variable: str, name: str, text: str) -> int | bool | str:
+def _parse(variable: str, name: str, text: str) -> float | bool | str:
     """Return the variable's text as the value of Config's field `name`."""
     if name == "communicator_type":
         if text.upper() in _COMMUNICATOR_TYPES:
             return text.upper()
         accepted = "one of " + ", ".join(_COMMUNICATOR_TYPES)
-    elif name in ("bits", "bucket_size", "minimal_size"):
-        if re.fullmatch("-?[0-9]+", text) and _accepts(name, int(text)):
-            return int(text)
+    elif name in ("compressor", "rounding"):
+        if _accepts(name, text.lower()):
+            return text.lower()
+        accepted = _ACCEPTED[name]
+    elif name in ("bits", "bucket_size", "minimal_size", "density", "value_bits", "rotation"):
+        number = _number(text)
+        if number is not None and _accepts(name, number):
+            return number
         accepted = _ACCEPTED[name]
     else:
         if text.lower() in _FLAGS:
             return _FLAGS[text.lower()]
         accepted = "0 or 1"
     raise InvalidArgument(f"The environment variable {variable} is {text!r}; it must be {accepted}")
+
+
+def _number(text: str) -> float | None:
+    """Return an integer or a decimal; None if the text is neither."""
+    if re.fullmatch("-?[0-9]+", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]+)?", text.lower()) else None
 
 
 _ASK_FOR_NCCL = "set COMMUNICATOR_TYPE=NCCL, by which NCCL carries all messages between GPUs"

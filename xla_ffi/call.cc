@@ -92,7 +92,7 @@ void Message::Add(const Leaf& leaf, int64_t at) {
   const int64_t bucket_size = collective.config.bucket_size;
   for (int64_t row = 0; row < leaf.batch; ++row) {
     const int32_t repeats = row > 0;  // an example of a vmap is reduced as if it were alone
-    segments_.push_back({at + row * leaf.numel, leaf.numel, bucket_size, leaf.bits, repeats});
+    segments_.push_back({at + row * leaf.numel, leaf.numel, bucket_size, leaf.bits, repeats, nullptr});
   }
 }
 

@@ -93,7 +93,7 @@ class CarriedCall {
     collective_.dtype = ToDtype(leaf.element_type());
     segments_.resize(
         segments_.size() + leaf.dimensions()[0],
-        {0, leaf.dimensions()[1], collective_.config.bucket_size, static_cast<int32_t>(bits), 0});
+        {0, leaf.dimensions()[1], collective_.config.bucket_size, static_cast<int32_t>(bits), 0, nullptr});
     collective_.segments = segments_.data();
     collective_.num_segments = static_cast<int64_t>(segments_.size());
   }

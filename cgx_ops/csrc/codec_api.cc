@@ -38,17 +38,16 @@ Call make_call(const cgx_codec_t* codec, int64_t numel) {
   in_range("device", codec->device, CGX_CPU, CGX_CUDA, "a cgx_device_t");
   in_range("rank", codec->rank, 0, INT32_MAX, "0 or more");
   in_range("phase", codec->phase, 0, INT32_MAX, "0 or more");
-  const CodecSettings settings{to_dtype(codec->dtype), static_cast<int>(config.bits),
-                               config.bucket_size, config.skip_incomplete_buckets != 0};
+  CodecSettings settings = settings_of(config, to_dtype(codec->dtype));
+  settings.seed = static_cast<uint64_t>(codec->seed);
   auto made = make_codec(settings);
   const int64_t grain = made->sliced() ? made->sliced()->grain() : 1;
   require(codec->first_index >= 0 && codec->first_index <= INT64_MAX - numel &&
               codec->first_index % grain == 0,
           CGX_INVALID_ARGUMENT, "first_index is ", codec->first_index,
           "; accepted: a multiple of bucket_size, ", grain);
-  const Rounding rounding{static_cast<RoundingMode>(config.rounding),
-                          static_cast<uint64_t>(codec->seed), static_cast<uint32_t>(codec->rank),
-                          static_cast<uint32_t>(codec->phase)};
+  const Rounding rounding{rounding_of(config), static_cast<uint64_t>(codec->seed),
+                          static_cast<uint32_t>(codec->rank), static_cast<uint32_t>(codec->phase)};
   return {std::move(made), {settings, rounding, numel, codec->first_index}};
 }
 
@@ -68,11 +67,11 @@ void sum_on_cpu(const Call& call, const std::byte* messages, int32_t count, int6
     const int64_t numel = std::min(block, call.run.numel - first);
     const int64_t at = codec->offset(first);
     const auto bytes = static_cast<size_t>(codec->offset(first + numel) - at);
-    codec->decode({messages + at, bytes}, numel, Dtype::kFloat32, sum.data());
+    const int64_t index = call.run.first_index + first;
+    codec->decode({messages + at, bytes}, numel, index, Dtype::kFloat32, sum.data());
     for (int32_t i = 1; i < count; ++i)
-      codec->decode_add({messages + i * stride + at, bytes}, numel, sum.data(), sum.data());
-    codec->encode(Dtype::kFloat32, sum.data(), numel, call.run.first_index + first,
-                  call.run.rounding, message + at);
+      codec->decode_add({messages + i * stride + at, bytes}, numel, index, sum.data(), sum.data());
+    codec->encode(Dtype::kFloat32, sum.data(), numel, index, call.run.rounding, message + at);
   }
 }
 
@@ -117,30 +116,36 @@ cgx_status_t cgx_encoded_bytes(const cgx_codec_t* codec, int64_t numel, int64_t*
   });
 }
 
-cgx_status_t cgx_quantize(const cgx_codec_t* codec, const void* values, int64_t numel,
-                          void* bytes) {
+cgx_status_t cgx_quantize(const cgx_codec_t* codec, const void* values, int64_t numel, void* bytes,
+                          int64_t* written) {
   return guarded_arithmetic([&] {
     const Call made = make_call(codec, numel);
+    int64_t length = made.most_bytes();
     check_pointer(values, numel, "values");
-    check_pointer(bytes, made.most_bytes(), "bytes", "bytes");
+    check_pointer(bytes, length, "bytes", "bytes");
     if (codec->device != CGX_CPU)
-      return device::quantize(*queue_of(codec, values), made.run, values, bytes);
-    made.codec->encode(made.run.settings.dtype, values, numel, made.run.first_index,
-                       made.run.rounding, static_cast<std::byte*>(bytes));
+      device::quantize(*queue_of(codec, values), made.run, values, bytes);
+    else
+      length = made.codec->encode(made.run.settings.dtype, values, numel, made.run.first_index,
+                                  made.run.rounding, static_cast<std::byte*>(bytes));
+    if (written) *written = length;
   });
 }
 
-cgx_status_t cgx_dequantize(const cgx_codec_t* codec, const void* bytes, int64_t numel,
-                            void* values) {
+cgx_status_t cgx_dequantize(const cgx_codec_t* codec, const void* bytes, int64_t num_bytes,
+                            int64_t numel, void* values) {
   return guarded_arithmetic([&] {
     const Call made = make_call(codec, numel);
-    check_pointer(bytes, made.most_bytes(), "bytes", "bytes");
+    in_range("num_bytes", num_bytes, 0, INT64_MAX, "0 or more");
+    check_pointer(bytes, num_bytes, "bytes", "bytes");
     check_pointer(values, numel, "values");
-    if (codec->device != CGX_CPU)
+    if (codec->device != CGX_CPU) {
+      require(num_bytes == made.most_bytes(), CGX_INVALID_ARGUMENT, num_bytes, " bytes for ", numel,
+              " values: expected ", made.most_bytes());
       return device::dequantize(*queue_of(codec, values), made.run, bytes, values);
-    made.codec->decode(
-        {static_cast<const std::byte*>(bytes), static_cast<size_t>(made.most_bytes())}, numel,
-        made.run.settings.dtype, values);
+    }
+    made.codec->decode({static_cast<const std::byte*>(bytes), static_cast<size_t>(num_bytes)},
+                       numel, made.run.first_index, made.run.settings.dtype, values);
   });
 }
 

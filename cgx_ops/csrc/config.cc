@@ -2,24 +2,38 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <iterator>
 
 #include "api.h"
 #include "base/status.h"
+#include "compressor/codec.h"
 
 namespace cgx {
 namespace {
 
 // ---- 1. the table ----------------------------------------------------------------------------
 
-constexpr ConfigWord kRoundings[] = {
-    {"'nearest'", CGX_NEAREST}, {"'stochastic'", CGX_STOCHASTIC}, {"'shift'", CGX_SHIFT}};
+constexpr ConfigWord kRoundings[] = {{"'nearest'", CGX_NEAREST},
+                                     {"'stochastic'", CGX_STOCHASTIC},
+                                     {"'shift'", CGX_SHIFT},
+                                     {"None", CGX_CODECS_OWN}};
+constexpr ConfigWord kCompressors[] = {
+    {"'uniform'", CGX_UNIFORM},     {"'levels'", CGX_LEVELS},   {"'sign'", CGX_SIGN},
+    {"'onebit'", CGX_ONEBIT},       {"'ternary'", CGX_TERNARY}, {"'qsgd'", CGX_QSGD},
+    {"'natural'", CGX_NATURAL},     {"'half'", CGX_HALF},       {"'topk'", CGX_TOPK},
+    {"'threshold'", CGX_THRESHOLD}, {"'randk'", CGX_RANDK}};
 constexpr ConfigWord kAlgorithms[] = {
     {"'auto'", CGX_AUTO}, {"'one_shot'", CGX_ONE_SHOT},         {"'sra'", CGX_SRA},
     {"'ring'", CGX_RING}, {"'hierarchical'", CGX_HIERARCHICAL}, {"'by_hosts'", CGX_BY_HOSTS}};
 constexpr ConfigWord kNone[] = {{"None", 0}};
 constexpr ConfigWord kFlags[] = {{"False", 0}, {"True", 1}};
 constexpr ConfigRange kBits[] = {{1, 8}, {32, 32}};
+constexpr ConfigRange kValueBits[] = {{1, 8}, {16, 16}, {32, 32}};
+constexpr ConfigRange kPowersOfTwo[] = {{2, 2},   {4, 4},     {8, 8},     {16, 16},   {32, 32},
+                                        {64, 64}, {128, 128}, {256, 256}, {512, 512}, {1024, 1024}};
+constexpr int64_t kBillionths = 1000000000;
+constexpr ConfigRange kShares[] = {{1, kBillionths}};
 constexpr ConfigRange kPositive[] = {{1, INT64_MAX}};
 constexpr ConfigRange kNotNegative[] = {{0, INT64_MAX}};
 
@@ -28,10 +42,10 @@ constexpr ConfigField kTable[] = {
     {"bucket_size", &cgx_config_t::bucket_size, 512, {}, kPositive, "an integer, at least 1"},
     {"rounding",
      &cgx_config_t::rounding,
-     CGX_STOCHASTIC,
+     CGX_CODECS_OWN,
      kRoundings,
      {},
-     "one of 'nearest', 'stochastic', 'shift'"},
+     "one of 'nearest', 'stochastic', 'shift', or None (the compressor's own)"},
     {"algorithm",
      &cgx_config_t::algorithm,
      CGX_AUTO,
@@ -49,6 +63,20 @@ constexpr ConfigField kTable[] = {
      {},
      "True or False"},
     {"minimal_size", &cgx_config_t::minimal_size, 0, {}, kNotNegative, "an integer, at least 0"},
+    {"compressor",
+     &cgx_config_t::compressor,
+     CGX_UNIFORM,
+     kCompressors,
+     {},
+     "one of 'uniform', 'levels', 'sign', 'onebit', 'ternary', 'qsgd', 'natural', 'half', 'topk', "
+     "'threshold', 'randk'"},
+    {"density", &cgx_config_t::density, 0, kNone, kShares,
+     "None (0.01), or more than 0 and at most 1", kBillionths},
+    {"value_bits", &cgx_config_t::value_bits, 0, kNone, kValueBits,
+     "None or 32 (exact), 16, or an integer from 1 to 8"},
+    {"rotation", &cgx_config_t::rotation, 0, kNone, kPowersOfTwo,
+     "None, or a power of two from 2 to 1024"},
+    {"clip", &cgx_config_t::clip, 0, kFlags, {}, "True or False"},
 };
 static_assert(std::size(kTable) * sizeof(int64_t) == sizeof(cgx_config_t), "a field has no row");
 
@@ -73,10 +101,18 @@ bool in_ranges(const ConfigField& field, int64_t number) {
 int64_t parse_value(const ConfigField& field, std::string_view text) {
   for (const ConfigWord& word : field.words)
     if (word.text == text) return word.number;
+  const char* const last = text.data() + text.size();
   int64_t number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error != std::errc{} || end != text.data() + text.size() || !in_ranges(field, number))
-    refuse(field, text);
+  auto [end, error] = std::from_chars(text.data(), last, number);
+  if (field.unit != 1) {
+    double units = 0;
+    const auto parsed = std::from_chars(text.data(), last, units);
+    end = parsed.ptr;
+    error = parsed.ec;
+    const bool small = units > -2 && units < 2;  // what is multiplied fits; NaN is not small
+    number = small ? std::llround(units * static_cast<double>(field.unit)) : 0;
+  }
+  if (error != std::errc{} || end != last || !in_ranges(field, number)) refuse(field, text);
   return number;
 }
 
@@ -121,13 +157,18 @@ void check_config(const cgx_config_t& config) {
   for (const ConfigField& field : kTable) {
     const int64_t number = config.*field.value;
     if (!word_of(field, number) && !in_ranges(field, number)) [[unlikely]]
-      refuse(field, std::to_string(number));
+      refuse(field, config_text(field, number));
   }
+  check_compressor(config);
 }
 
 std::string config_text(const ConfigField& field, int64_t number) {
   const ConfigWord* const word = word_of(field, number);
-  return word ? std::string(word->text) : std::to_string(number);
+  if (word) return std::string(word->text);
+  if (field.unit == 1) return std::to_string(number);
+  char digits[32];
+  const double units = static_cast<double>(number) / static_cast<double>(field.unit);
+  return {digits, std::to_chars(digits, digits + sizeof(digits), units).ptr};
 }
 
 cgx_config_t parse_config(std::string_view text) {
@@ -142,6 +183,7 @@ cgx_config_t parse_config(std::string_view text) {
     config.*kTable[at].value = parse_value(kTable[at], take(&text, ' '));
     next = at + 1;
   }
+  check_compressor(config);
   return config;
 }
 
@@ -152,6 +194,20 @@ cgx_config_t parse_config(std::string_view text) {
 const char* cgx_config_fields(void) {
   static const std::string text = cgx::describe_table();
   return text.c_str();
+}
+
+const char* cgx_compressors(void) {
+  static const std::string text = cgx::describe_compressors();
+  return text.c_str();
+}
+
+cgx_status_t cgx_config_check_feedback(const cgx_config_t* config) {
+  return cgx::guarded_arithmetic([&] {
+    cgx::check_config(*config);
+    cgx::require(config->bits != cgx::kExactBits, CGX_INVALID_ARGUMENT,
+                 "error feedback with bits=32: nothing is lost that it could add");
+    cgx::check_feedback(cgx::settings_of(*config, cgx::Dtype::kFloat32));
+  });
 }
 
 cgx_status_t cgx_config_parse(const char* text, cgx_config_t* config) {

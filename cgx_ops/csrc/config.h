@@ -2,7 +2,7 @@
 // how it is written, told once. Bindings ask (cgx.h, section 4).
 //
 //   1. the table: a row for each field
-//   2. check: every field against its row
+//   2. check: every field against its row, and what belongs to a compressor against its row
 //   3. texts: one field, and all of them, "bits=4 rounding='nearest' gather_bits=None"
 #pragma once
 
@@ -32,12 +32,14 @@ struct ConfigField {
   std::span<const ConfigWord> words;
   std::span<const ConfigRange> ranges;  // of numbers that are written as such
   const char* accepted;                 // words and ranges, for errors
+  int64_t unit = 1;                     // what is written as 1; else it is written as a decimal
 };
 
 // In the order of cgx_config_t.
 std::span<const ConfigField> config_table();
 
-// Throws Error(CGX_INVALID_ARGUMENT) that names the first field that is out of its range.
+// Throws Error(CGX_INVALID_ARGUMENT) that names the first field that is out of its range, or that
+// does not belong to the compressor.
 void check_config(const cgx_config_t& config);
 
 // As the text form has it. A peer's number may be one that no row accepts.

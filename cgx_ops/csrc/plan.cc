@@ -14,11 +14,19 @@
 namespace cgx {
 namespace {
 
-// A segment travels as its call says, but in bits and buckets of its own.
-cgx_config_t segment_config(const cgx_collective_t& call, int64_t bits, int64_t bucket_size) {
+// How a segment travels: as its call says, or its own config, but in bits and buckets of its own.
+cgx_config_t segment_config(const cgx_collective_t& call, const cgx_segment_t& segment) {
+  cgx_config_t config = segment.config ? *segment.config : call.config;
+  config.bits = segment.bits;
+  config.bucket_size = segment.bucket_size;
+  return config;
+}
+
+// The call's own, of which bits and buckets do not count.
+cgx_config_t call_config(const cgx_collective_t& call) {
   cgx_config_t config = call.config;
-  config.bits = bits;
-  config.bucket_size = bucket_size;
+  config.bits = kExactBits;
+  config.bucket_size = 1;
   return config;
 }
 
@@ -43,7 +51,7 @@ void check_segments(const cgx_collective_t& call, int64_t most) {
             CGX_INVALID_ARGUMENT, "segment ", i, " has offset ", segment.offset, " and numel ",
             segment.numel, "; all ranks' elements together may be 2^59 at most");
     total += segment.numel;
-    check_config(segment_config(call, segment.bits, segment.bucket_size));
+    check_config(segment_config(call, segment));
     require(block_numel == 0 || segment.offset + segment.numel <= block_numel, CGX_INVALID_ARGUMENT,
             "segment ", i, " ends at element ", segment.offset + segment.numel,
             ", behind the block of ", block_numel);
@@ -56,11 +64,19 @@ void check_segments(const cgx_collective_t& call, int64_t most) {
             "segments overlap at element ", ranges[i].first);
 }
 
-uint64_t hash_segments(const cgx_segment_t* segments, int64_t count) {
+uint64_t hash_segments(const cgx_collective_t& call) {
+  static_assert(std::has_unique_object_representations_v<cgx_config_t>);
   uint64_t hash = fnv1a({});
-  for (int64_t i = 0; i < count; ++i) {  // where they lie is each rank's own business
-    const int64_t fields[] = {segments[i].numel, segments[i].bucket_size, segments[i].bits};
+  for (int64_t i = 0; i < call.num_segments; ++i) {  // where they lie is each rank's own business
+    const cgx_segment_t& segment = call.segments[i];
+    const int64_t fields[] = {segment.numel, segment.bucket_size, segment.bits};
     hash = fnv1a(std::as_bytes(std::span(fields)), hash);
+    const cgx_config_t own = segment_config(call, segment);
+    cgx_segment_t plain = segment;
+    plain.config = nullptr;
+    const cgx_config_t calls = segment_config(call, plain);
+    if (std::memcmp(&own, &calls, sizeof(own)) != 0)
+      hash = fnv1a(std::as_bytes(std::span(&own, 1)), hash);
   }
   return hash;
 }
@@ -83,12 +99,9 @@ const char* op_name(int op) {
   static constexpr const char* kNames[] = {"sum", "avg", "min", "max", "product"};
   return name_of(kNames, op);
 }
-// Of a config, by the name of its field; without the quotes of its text form.
-std::string config_word(std::string_view name, int64_t number) {
-  const auto table = config_table();
-  const auto field = std::find_if(table.begin(), table.end(),
-                                  [&](const ConfigField& row) { return row.name == name; });
-  const std::string text = config_text(*field, number);
+// The text of a config's field, without the quotes of a word.
+std::string unquoted(const ConfigField& field, int64_t number) {
+  const std::string text = config_text(field, number);
   return text.front() == '\'' ? text.substr(1, text.size() - 2) : text;
 }
 
@@ -134,8 +147,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
   plan.verb = in_range<cgx_verb_t>("verb", call.verb, 0, CGX_ALL_GATHER, "a cgx_verb_t");
   plan.dtype = in_range<Dtype>("dtype", call.dtype, 0, CGX_BFLOAT16, "a cgx_dtype_t");
   plan.op = in_range<Op>("op", call.op, 0, CGX_PRODUCT, "sum, avg, min, max, product");
-  check_config(segment_config(call, kExactBits, /*bucket_size=*/1));  // also without segments
-  plan.rounding_mode = static_cast<RoundingMode>(call.config.rounding);
+  check_config(call_config(call));  // also without segments
   in_range("divisor", call.divisor, 0, INT64_MAX, "1 or more, or 0 for the number of ranks");
   check_segments(call, kMostElements / size);
   check_lists(call, plan, used);
@@ -152,13 +164,13 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
                                                      : call.output);
   const bool in_one_buffer = !call.inputs && !call.outputs;
   plan.block_numel = in_one_buffer ? call.block_numel : 0;
-  const cgx_config_t& config = call.config;
-  const int64_t smallest = std::max<int64_t>(CGX_SMALLEST_COMPRESSED, config.minimal_size);
   bool compressed = false;
   for (int64_t i = 0; i < call.num_segments; ++i) {
     const auto& given = call.segments[i];
+    const cgx_config_t config = segment_config(call, given);
     Segment segment;
     segment.numel = given.numel;
+    segment.rounding = rounding_of(config);
     segment.repeats = given.repeats != 0;
     segment.seed = call.seeds ? static_cast<uint64_t>(call.seeds[i])
                               : segment_seed(static_cast<uint64_t>(call.seed), i);
@@ -178,14 +190,21 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
         config.skip_incomplete_buckets
             ? std::min(given.bucket_size, given.numel + 1)
             : std::min(given.bucket_size, std::max<int64_t>(1, given.numel));
-    const CodecSettings codec{plan.dtype, given.numel < smallest ? kExactBits : given.bits,
-                              bucket_size, config.skip_incomplete_buckets != 0};
+    CodecSettings codec = settings_of(config, plan.dtype);
+    codec.bucket_size = bucket_size;
+    // A vote among a few values is one too.
+    if (config.compressor != CGX_SIGN &&
+        given.numel < std::max<int64_t>(CGX_SMALLEST_COMPRESSED, config.minimal_size))
+      codec.bits = kExactBits;
+    if (config.compressor == CGX_RANDK) codec.seed = segment.seed;
     segment.codecs.each.fill(codec);
     if (codec.bits != kExactBits) {
-      segment.codecs[Way::kIntra].bits =
-          config.intra_bits != 0 ? static_cast<int>(config.intra_bits) : kExactBits;
+      if (config.compressor != CGX_SIGN)
+        segment.codecs[Way::kIntra].bits =
+            config.intra_bits != 0 ? static_cast<int>(config.intra_bits) : kExactBits;
       if (config.gather_bits != 0)
         segment.codecs[Way::kGather].bits = static_cast<int>(config.gather_bits);
+      if (segment.residual) check_feedback(codec);
     }
     compressed |= given.bits != kExactBits;
     if (call.block_numel == 0 && in_one_buffer)
@@ -202,7 +221,8 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
   };
   if (used.input && !call.inputs) check_buffer("input", call.input);
   if (used.output && !call.outputs) check_buffer("output", call.output);
-  if (plan.verb == CGX_ALLREDUCE) plan.algorithm = static_cast<cgx_algorithm_t>(config.algorithm);
+  if (plan.verb == CGX_ALLREDUCE)
+    plan.algorithm = static_cast<cgx_algorithm_t>(call.config.algorithm);
   return plan;
 }
 
@@ -212,21 +232,19 @@ Agreement make_agreement(const cgx_collective_t& call, const Plan& plan) {
   agreement.verb = call.verb;
   agreement.dtype = call.dtype;
   agreement.op = call.op;
-  agreement.algorithm = plan.algorithm;
-  agreement.rounding = static_cast<int32_t>(call.config.rounding);
-  agreement.gather_bits = static_cast<int32_t>(call.config.gather_bits);
-  agreement.intra_bits = call.config.intra_bits;
-  agreement.skip_incomplete_buckets = static_cast<int32_t>(call.config.skip_incomplete_buckets);
-  agreement.minimal_size = call.config.minimal_size;
   agreement.num_segments = call.num_segments;
   if (plan.verb != CGX_ALLREDUCE) agreement.block_numel = plan.block_numel;
   if (plan.op == Op::kAvg) agreement.divisor = plan.divisor;
-  for (const auto& segment : plan.segments) agreement.numel += segment.numel;
-  if (call.num_segments > 0) {
-    agreement.bits = call.segments[0].bits;
-    agreement.bucket_size = call.segments[0].bucket_size;
+  for (const auto& segment : plan.segments) {
+    agreement.numel += segment.numel;
+    const CodecSettings& codec = segment.codecs[Way::kScatter];
+    if (codec.bits != kExactBits && codec.compressor == CGX_RANDK)
+      agreement.shared_seeds =
+          fnv1a(std::as_bytes(std::span(&codec.seed, 1)), agreement.shared_seeds);
   }
-  agreement.segments_hash = hash_segments(call.segments, call.num_segments);
+  agreement.config = call.num_segments > 0 ? segment_config(call, call.segments[0]) : call.config;
+  agreement.config.algorithm = plan.algorithm;
+  agreement.segments_hash = hash_segments(call);
   return agreement;
 }
 
@@ -241,23 +259,18 @@ std::string difference(const Agreement& left, const Agreement& right) {
       {"numel", [](const Agreement& a) { return std::to_string(a.numel); }},
       {"op", [](const Agreement& a) -> std::string { return op_name(a.op); }},
       {"divisor", [](const Agreement& a) { return std::to_string(a.divisor); }},
-      {"bits", [](const Agreement& a) { return std::to_string(a.bits); }},
-      {"bucket_size", [](const Agreement& a) { return std::to_string(a.bucket_size); }},
-      {"rounding", [](const Agreement& a) { return config_word("rounding", a.rounding); }},
-      {"gather_bits", [](const Agreement& a) { return std::to_string(a.gather_bits); }},
-      {"intra_bits", [](const Agreement& a) { return std::to_string(a.intra_bits); }},
-      {"minimal_size", [](const Agreement& a) { return std::to_string(a.minimal_size); }},
-      {"skip_incomplete_buckets",
-       [](const Agreement& a) { return std::to_string(a.skip_incomplete_buckets); }},
       {"number of segments", [](const Agreement& a) { return std::to_string(a.num_segments); }},
       {"block_numel", [](const Agreement& a) { return std::to_string(a.block_numel); }},
-      {"algorithm", [](const Agreement& a) { return config_word("algorithm", a.algorithm); }},
+      {"the seed of the places", [](const Agreement& a) { return std::to_string(a.shared_seeds); }},
   };
   std::string text;
-  for (const auto& row : rows) {
-    const std::string a = row.text(left), b = row.text(right);
-    if (a != b) text += join(text.empty() ? "" : ", ", row.name, " ", a, " against ", b);
-  }
+  const auto compare = [&](std::string_view name, const std::string& a, const std::string& b) {
+    if (a != b) text += join(text.empty() ? "" : ", ", name, " ", a, " against ", b);
+  };
+  for (const auto& row : rows) compare(row.name, row.text(left), row.text(right));
+  for (const ConfigField& field : config_table())
+    compare(field.name, unquoted(field, left.config.*field.value),
+            unquoted(field, right.config.*field.value));
   return text.empty() ? "segments of other sizes or settings" : text;
 }
 

@@ -40,6 +40,7 @@ struct Segment {
   std::byte* residual = nullptr;  // what compression lost of the values, of the plan's dtype
   int64_t numel = 0;
   bool repeats = false;  // `auto` does not count it
+  RoundingMode rounding = RoundingMode::kNearest;
   uint64_t seed = 0;
   // If not null, a seed is here, on the device: the segment's, or the call's, from which that of
   // number `seed_number` follows.
@@ -57,7 +58,6 @@ struct Plan {
   cgx_algorithm_t algorithm = CGX_SRA;
   Dtype dtype = Dtype::kFloat32;
   Op op = Op::kSum;
-  RoundingMode rounding_mode = RoundingMode::kNearest;
   int rank = 0;
   int size = 1;
   int noise_rank = 0;  // in the noise's counter: the call's if it says one, else `rank`
@@ -70,8 +70,8 @@ struct Plan {
   int64_t chunk_bytes = kChunkBytes;  // of encoded values, at most, in a message
   int64_t unread_bytes = INT64_MAX;   // of messages, at most; equal on all ranks
 
-  Rounding rounding(uint64_t seed, Way way) const {
-    return {rounding_mode, seed, static_cast<uint32_t>(noise_rank), static_cast<uint32_t>(way)};
+  Rounding rounding(const Segment& segment, uint64_t seed, Way way) const {
+    return {segment.rounding, seed, static_cast<uint32_t>(noise_rank), static_cast<uint32_t>(way)};
   }
   // Of messages of so many bytes: how many peers may leave unread before no more are sent.
   int most_unreleased(int64_t message_bytes) const {
@@ -86,11 +86,10 @@ struct Plan {
 
 // What must be equal on all ranks. Compared as bytes, so it has no padding.
 struct Agreement {
-  int32_t verb = 0, dtype = 0, op = 0, algorithm = 0, rounding = 0, gather_bits = 0;
-  int32_t skip_incomplete_buckets = 0, bits = 0;  // bits of the first segment
-  int64_t intra_bits = 0, minimal_size = 0, num_segments = 0, numel = 0, block_numel = 0;
-  int64_t divisor = 0;
-  int64_t bucket_size = 0;  // of the first segment
+  int32_t verb = 0, dtype = 0, op = 0, reserved = 0;
+  int64_t num_segments = 0, numel = 0, block_numel = 0, divisor = 0;
+  cgx_config_t config = {};   // of the first segment, but for the algorithm, which is the plan's
+  uint64_t shared_seeds = 0;  // of places that all ranks draw: their hash
   uint64_t segments_hash = 0;
 };
 

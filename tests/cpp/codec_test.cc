@@ -65,7 +65,7 @@ void test_allreduce(int size, const char* transport) {
     for (const int64_t numel : kSizes) {
       const auto input = values_of(rank, numel);
       std::vector<float> output(numel, -1.0f), lost(numel);
-      const cgx_segment_t segment{0, numel, 512, kPairsBits, 0};
+      const cgx_segment_t segment{0, numel, 512, kPairsBits, 0, nullptr};
       void* residuals[] = {lost.data()};
       auto call = call_of(&segment, 1, input.data(), output.data());
       call.comm = comm;
@@ -83,10 +83,10 @@ void test_allreduce(int size, const char* transport) {
 // Exact values, buckets and pairs in one message: each part as if it were alone.
 void test_beside_others() {
   constexpr int kSize = 3;
-  const cgx_segment_t segments[] = {{0, 700, 512, kPairsBits, 0},
-                                    {700, 1000, 512, 32, 0},
-                                    {1700, 3000, 512, 4, 0},
-                                    {4700, 300, 512, kPairsBits, 0}};
+  const cgx_segment_t segments[] = {{0, 700, 512, kPairsBits, 0, nullptr},
+                                    {700, 1000, 512, 32, 0, nullptr},
+                                    {1700, 3000, 512, 4, 0, nullptr},
+                                    {4700, 300, 512, kPairsBits, 0, nullptr}};
   const Ranks ranks(kSize, "AUTO", 60, "mixed");
   ranks.run([&](int rank, int32_t comm) {
     const auto input = values_of(rank, 5000);
@@ -114,7 +114,7 @@ void test_carried() {
   for (const int64_t numel : {0, 17, 5000}) {
     std::vector<std::vector<float>> inputs, outputs(kSize, std::vector<float>(numel));
     std::vector<Bytes> messages(kSize);
-    const cgx_segment_t segment{0, numel, 512, kPairsBits, 0};
+    const cgx_segment_t segment{0, numel, 512, kPairsBits, 0, nullptr};
     for (int rank = 0; rank < kSize; ++rank) inputs.push_back(values_of(rank, numel));
     std::deque<Carried> carried;
     Bytes gathered;
@@ -150,7 +150,7 @@ void test_refused() {
   const Ranks ranks(2, "AUTO", 60, "refused");
   ranks.run([&](int, int32_t comm) {
     std::vector<float> values(200), results(400);
-    const cgx_segment_t segment{0, 100, 512, kPairsBits, 0};
+    const cgx_segment_t segment{0, 100, 512, kPairsBits, 0, nullptr};
     struct Row {
       int verb, algorithm;
       const char* text;
@@ -203,7 +203,7 @@ struct Wrong {
 // What comes of a message of so many bytes, all of them 0xff.
 std::string error_of(const Wrong& row, int64_t bytes) {
   const auto size = static_cast<int>(row.hosts.size());
-  const cgx_segment_t segment{0, 6000, row.bucket_size, row.bits, 0};
+  const cgx_segment_t segment{0, 6000, row.bucket_size, row.bits, 0, nullptr};
   std::vector<float> values(6000, 1.0f), results(6000);
   Plan plan = make_plan(call_of(&segment, 1, values.data(), results.data()), 0, size);
   plan.algorithm = row.algorithm;

@@ -193,7 +193,7 @@ Memory lost_of(Dtype dtype, Memory& floats, const Codec& codec, const Memory& me
                float scale) {
   const auto numel = static_cast<int64_t>(floats.size() / 4);
   Memory decoded(floats.size()), lost(static_cast<size_t>(numel * size_of(dtype)));
-  codec.decode(message, numel, Dtype::kFloat32, decoded.data());
+  codec.decode(message, numel, /*first_index=*/0, Dtype::kFloat32, decoded.data());
   kernels().subtract(floats_of(floats), floats_of(decoded), floats_of(decoded), numel);
   kernels().scale(floats_of(decoded), scale, dtype, lost.data(), numel);
   return lost;
@@ -322,8 +322,8 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
             messages.actual.data() + read_at(launch.regions) + message_at[i] + rank * launch.stride;
         from->encode(dtype, values, shape.numel, shape.first_index,
                      {rounding, shape.seed, static_cast<uint32_t>(rank), 0}, message);
-        from->decode({message, static_cast<size_t>(bytes)}, shape.numel, Dtype::kFloat32,
-                     floats.data());
+        from->decode({message, static_cast<size_t>(bytes)}, shape.numel, /*first_index=*/0,
+                     Dtype::kFloat32, floats.data());
       }
       if (rank == 0) {
         sums = floats;
@@ -338,7 +338,7 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
     to->encode(Dtype::kFloat32, sums.data(), shape.numel, shape.first_index,
                {rounding, shape.seed, launch.rank, launch.phase}, message.data());
     Memory result(static_cast<size_t>(shape.numel * size_of(dtype)));
-    to->decode(message, shape.numel, dtype, result.data());
+    to->decode(message, shape.numel, /*first_index=*/0, dtype, result.data());
     for (int copy = 0; reduced_at[i] >= 0 && copy <= launch.copies.count; ++copy)
       reduced.expect(reduced_at[i] + written_at(launch.regions) + 2 * region * copy, message);
     if (residual_at[i] >= 0)
@@ -385,7 +385,8 @@ void test_decode(Dtype dtype, Data kind, const std::vector<Shape>& shapes,
       std::memcpy(message, kNoRankWrites, sizeof(kNoRankWrites));
     }
     Memory result(static_cast<size_t>(shape.numel * size_of(dtype)));
-    compressor->decode({message, static_cast<size_t>(bytes)}, shape.numel, dtype, result.data());
+    compressor->decode({message, static_cast<size_t>(bytes)}, shape.numel, /*first_index=*/0, dtype,
+                       result.data());
     results.expect(result_at[i], result);
   }
   run(launch, false);

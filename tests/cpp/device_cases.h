@@ -74,7 +74,7 @@ class Rank {
       : case_(given), name_(name) {
     int64_t offset = 0;
     for (const int64_t numel : given.numels) {
-      segments_.push_back({offset, numel, given.bucket_size, given.bits, 0});
+      segments_.push_back({offset, numel, given.bucket_size, given.bits, 0, nullptr});
       offset += numel;
       seeds_.push_back(offset * 31 + rank);
     }

@@ -149,13 +149,13 @@ void the_codec_alone() {
       using Buffer = std::vector<std::byte>;
       Buffer cpu(kMessages * bytes), gpu(kMessages * bytes), cpu_sum(bytes), gpu_sum(bytes);
       for (int64_t i = 0; i < kMessages; ++i) {
-        ok(cgx_quantize(&codec, &values[i * kNumel], kNumel, &cpu[i * bytes]));
+        ok(cgx_quantize(&codec, &values[i * kNumel], kNumel, &cpu[i * bytes], nullptr));
         device::quantize(queue, run, &values[i * kNumel], &gpu[i * bytes]);
       }
       ok(cgx_sum_encoded(&codec, cpu.data(), kMessages, bytes, kNumel, cpu_sum.data()));
       device::sum_encoded(queue, run, gpu.data(), kMessages, bytes, gpu_sum.data());
       std::vector<float> cpu_values(kNumel), gpu_values(kNumel);
-      ok(cgx_dequantize(&codec, cpu_sum.data(), kNumel, cpu_values.data()));
+      ok(cgx_dequantize(&codec, cpu_sum.data(), bytes, kNumel, cpu_values.data()));
       device::dequantize(queue, run, gpu_sum.data(), gpu_values.data());
       queue.synchronize();
       CHECK(cpu == gpu && cpu_sum == gpu_sum && cpu_values == gpu_values, "%d bits, skip %d", bits,
@@ -171,7 +171,8 @@ void a_rank_alone() {
     Buffer input, output, residual;
     bool operator==(const Buffers&) const = default;
   };
-  const cgx_segment_t segments[] = {{0, kNumel / 2, 512, 4, 0}, {kNumel / 2, 17, 512, 32, 0}};
+  const cgx_segment_t segments[] = {
+      {0, kNumel / 2, 512, 4, 0, nullptr}, {kNumel / 2, 17, 512, 32, 0, nullptr}};
   for (const auto dtype : {CGX_FLOAT32, CGX_FLOAT16, CGX_BFLOAT16})
     for (const auto op : {CGX_SUM, CGX_AVG})
       for (const bool has_residual : {false, true})

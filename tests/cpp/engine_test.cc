@@ -189,7 +189,7 @@ void test_one_huge_bucket() {
   const Ranks ranks(2, "AUTO", 60, "huge_bucket");
   ranks.run([&](int, int32_t comm) {
     std::vector<float> values(5000, 2.0f);
-    cgx_segment_t segment{0, 5000, INT64_MAX, 4, 0};
+    cgx_segment_t segment{0, 5000, INT64_MAX, 4, 0, nullptr};
     Allreduce allreduce(comm, &values, 4);
     allreduce.call.segments = &segment;
     allreduce.call.num_segments = 1;

@@ -74,8 +74,8 @@ inline void keep_residual(Dtype dtype, const Codec& codec, const std::byte* byte
   if (!residual) return;
   const auto numel = static_cast<int64_t>(values.size());
   std::vector<float> decoded(values.size());
-  codec.decode({bytes, static_cast<size_t>(codec.max_bytes(numel))}, numel, Dtype::kFloat32,
-               decoded.data());
+  codec.decode({bytes, static_cast<size_t>(codec.max_bytes(numel))}, numel, /*first_index=*/0,
+               Dtype::kFloat32, decoded.data());
   kernels().subtract(values.data(), decoded.data(), decoded.data(), numel);
   kernels().scale(decoded.data(), scale, dtype, residual, numel);
 }
@@ -129,7 +129,7 @@ inline void run(const Reduce& launch) {
       else
         from->decode({piece.message + region_offset(launch.regions, 0) + rank * launch.stride,
                       static_cast<size_t>(from->max_bytes(piece.numel))},
-                     piece.numel, Dtype::kFloat32, into.data());
+                     piece.numel, /*first_index=*/0, Dtype::kFloat32, into.data());
       if (rank > 0) kernels().combine(launch.op, other.data(), sum.data(), piece.numel);
     }
     if (launch.op == Op::kAvg) kernels().divide(sum.data(), launch.divisor, piece.numel);
@@ -141,7 +141,8 @@ inline void run(const Reduce& launch) {
       keep_residual(launch.dtype, *to, message.data(), sum, launch.residual_scale, piece.residual);
       write_copies(launch.copies, message.data(), message.size(),
                    piece.reduced + region_offset(launch.regions, 1));
-      if (piece.result) to->decode(message, piece.numel, launch.dtype, piece.result);
+      if (piece.result)
+        to->decode(message, piece.numel, /*first_index=*/0, launch.dtype, piece.result);
     } else {
       kernels().convert(Dtype::kFloat32, sum.data(), launch.dtype, piece.result, piece.numel);
     }
@@ -158,7 +159,7 @@ inline void run(const Decode& launch) {
     const auto codec = codec_of(launch.dtype, piece, piece.bits);
     codec->decode({piece.message + region_offset(launch.regions, 0),
                    static_cast<size_t>(codec->max_bytes(piece.numel))},
-                  piece.numel, launch.dtype, piece.result);
+                  piece.numel, /*first_index=*/0, launch.dtype, piece.result);
   }
 }
 

@@ -66,7 +66,7 @@ Body allreduce(int algorithm, int64_t numel, int bits, const char* name = nullpt
   return [=](Communicator& communicator, int number) {
     Values values(numel);
     for (int64_t i = 0; i < numel; ++i) values[i] = value(communicator.rank, i, number);
-    const cgx_segment_t segment{0, numel, kBucket, bits, 0};
+    const cgx_segment_t segment{0, numel, kBucket, bits, 0, nullptr};
     auto call = plain_call(segment);
     call.config.algorithm = algorithm;
     call.name = name;
@@ -89,7 +89,7 @@ bool several(Communicator& communicator, int number) {
     const int64_t numel = which == 0 ? kFew : kMany / 2;
     for (int64_t at = 0; at < numel; ++at)
       values[which].push_back(value(communicator.rank, at, number + which));
-    const cgx_segment_t segment{0, numel, kBucket, 8, 0};
+    const cgx_segment_t segment{0, numel, kBucket, 8, 0, nullptr};
     auto call = plain_call(segment);
     call.name = names[which];
     call.input = call.output = values[which].data();
@@ -116,7 +116,7 @@ bool reduce_scatter(Communicator& communicator, int number) {
   Values input(communicator.size * block), output(block);
   for (size_t i = 0; i < input.size(); ++i)
     input[i] = value(communicator.rank, static_cast<int64_t>(i) % block, number);
-  const cgx_segment_t segment{0, block, kBucket, 8, 0};
+  const cgx_segment_t segment{0, block, kBucket, 8, 0, nullptr};
   auto call = plain_call(segment);
   call.verb = CGX_REDUCE_SCATTER;
   call.input = input.data();
@@ -131,7 +131,7 @@ bool all_gather(Communicator& communicator, int number) {
   const int64_t block = kMany / 2;
   Values input(block), output(communicator.size * block);
   for (int64_t i = 0; i < block; ++i) input[i] = value(communicator.rank, i, number);
-  const cgx_segment_t segment{0, block, kBucket, 8, 0};
+  const cgx_segment_t segment{0, block, kBucket, 8, 0, nullptr};
   auto call = plain_call(segment);
   call.verb = CGX_ALL_GATHER;
   call.input = input.data();

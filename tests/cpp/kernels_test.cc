@@ -395,8 +395,8 @@ void test_codecs() {
           CHECK(message == message_of_wide && message.guard_intact(), where);
 
           Unaligned decoded(numel * 4);
-          codec->decode({message.data(), static_cast<size_t>(bytes)}, numel, Dtype::kFloat32,
-                        decoded.data());
+          codec->decode({message.data(), static_cast<size_t>(bytes)}, numel, /*first_index=*/0,
+                        Dtype::kFloat32, decoded.data());
           CHECK(decoded.guard_intact(), where);
           const int64_t exact_from = bits == kExactBits ? 0 : skip ? numel - last : numel;
           CHECK(std::memcmp(decoded.data() + 4 * exact_from, wide.data() + 4 * exact_from,
@@ -405,8 +405,8 @@ void test_codecs() {
           Unaligned sum(numel * 4);
           std::memset(sum.data(), 0, static_cast<size_t>(numel * 4));
           auto* in_place = reinterpret_cast<float*>(sum.data());
-          codec->decode_add({message.data(), static_cast<size_t>(bytes)}, numel, in_place,
-                            in_place);
+          codec->decode_add({message.data(), static_cast<size_t>(bytes)}, numel, /*first_index=*/0,
+                            in_place, in_place);
           CHECK(sum == decoded, where);
 
           // What is kept is what decoding shows to be lost.
@@ -429,8 +429,8 @@ void test_codecs() {
                   where);
           }
           const auto wrong = [&] {
-            codec->decode({message.data(), static_cast<size_t>(bytes + 1)}, numel, Dtype::kFloat32,
-                          decoded.data());
+            codec->decode({message.data(), static_cast<size_t>(bytes + 1)}, numel,
+                          /*first_index=*/0, Dtype::kFloat32, decoded.data());
           };
           CHECK(contains(error_of(wrong, CGX_INVALID_ARGUMENT), join("expected ", bytes)), where);
         }

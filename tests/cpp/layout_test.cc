@@ -34,7 +34,7 @@ std::vector<cgx_segment_t> random_segments(std::mt19937& random) {
     const int64_t numel = random() % 4 ? random() % 2000 : random() % 300000;
     const int64_t bucket = random() % 3 ? 1 + random() % 700 : 40000;
     const int bits = random() % 5 ? 1 + random() % 8 : 32;
-    segments.push_back({offset, numel, bucket, bits, 0});
+    segments.push_back({offset, numel, bucket, bits, 0, nullptr});
     offset += numel + random() % 3;
   }
   return segments;

@@ -39,15 +39,15 @@ class Pairs final : public Codec {
     return end;
   }
 
-  void decode(std::span<const std::byte> bytes, int64_t numel, Dtype dtype,
+  void decode(std::span<const std::byte> bytes, int64_t numel, int64_t first_index, Dtype dtype,
               void* values) const override {
     std::vector<float> wide(numel, 0.0f);
-    decode_add(bytes, numel, wide.data(), wide.data());
+    decode_add(bytes, numel, first_index, wide.data(), wide.data());
     kernels().convert(Dtype::kFloat32, wide.data(), dtype, values, numel);
   }
 
-  void decode_add(std::span<const std::byte> bytes, int64_t numel, const float* base,
-                  float* sum) const override {
+  void decode_add(std::span<const std::byte> bytes, int64_t numel, int64_t /*first_index*/,
+                  const float* base, float* sum) const override {
     require(bytes.size() % sizeof(Pair) == 0, CGX_INVALID_ARGUMENT, bytes.size(),
             " bytes of pairs of ", sizeof(Pair));
     if (base != sum) std::memcpy(sum, base, numel * sizeof(float));
@@ -64,11 +64,14 @@ class Pairs final : public Codec {
 };
 
 inline void add_pairs_codec() {
-  add_codec(
-      {"pairs", "for tests: values of at least a half, with their indices", /*sliced=*/false,
-       [](const CodecSettings& settings) { return settings.bits == kPairsBits; },
-       [](const CodecSettings&) -> std::unique_ptr<Codec> { return std::make_unique<Pairs>(); },
-       /*device_runs=*/nullptr, "it is for tests"});
+  add_codec({.name = "pairs",
+             .description = "for tests: values of at least a half, with their indices",
+             .sliced = false,
+             .serves = [](const CodecSettings& settings) { return settings.bits == kPairsBits; },
+             .make = [](const CodecSettings&) -> std::unique_ptr<Codec> {
+               return std::make_unique<Pairs>();
+             },
+             .why_not = "it is for tests"});
 }
 
 }  // namespace cgx

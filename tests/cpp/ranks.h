@@ -91,7 +91,7 @@ class Ranks {
 // An allreduce of one fp32 segment.
 struct Allreduce {
   Allreduce(int32_t comm, std::vector<float>* values, int bits, const std::string& name = "")
-      : name_(name), segment_{0, static_cast<int64_t>(values->size()), 512, bits, 0} {
+      : name_(name), segment_{0, static_cast<int64_t>(values->size()), 512, bits, 0, nullptr} {
     call = cgx::make<cgx_collective_t>();
     call.comm = comm;
     call.op = CGX_SUM;

@@ -32,7 +32,7 @@ struct Leaves {
       values[leaf].assign(numel, static_cast<float>(number % 100 + rank));
       results[leaf].resize(numel);
       residuals[leaf].resize(numel);
-      segments.push_back({0, numel, 512, 4, 0});
+      segments.push_back({0, numel, 512, 4, 0, nullptr});
       inputs[leaf] = values[leaf].data();
       outputs[leaf] = results[leaf].data();
       lost[leaf] = residuals[leaf].data();

@@ -49,7 +49,7 @@ struct Row {
 // What rank 0 sends before it can do no more.
 DeafPort run_until(Step end, const Row& row, int64_t chunk_bytes, int64_t unread_bytes) {
   const auto size = static_cast<int64_t>(row.hosts.size());
-  const cgx_segment_t segment{0, 20 << 20, row.bucket_size, row.bits, 0};
+  const cgx_segment_t segment{0, 20 << 20, row.bucket_size, row.bits, 0, nullptr};
   // Of every run: memory that is there already.
   static std::vector<float> values(segment.numel), results(3 * segment.numel);
   auto call = make<cgx_collective_t>();

@@ -15,8 +15,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::vector<cgx_segment_t> segments(input.below(4));
   int64_t numel = 0;
   for (auto& segment : segments) {
-    segment = {numel, input.number<uint16_t>() % 300, 1 + input.number<uint16_t>() % 300,
-               kBits[input.below(9)], 0};
+    segment = {numel,
+               input.number<uint16_t>() % 300,
+               1 + input.number<uint16_t>() % 300,
+               kBits[input.below(9)],
+               0,
+               nullptr};
     numel += segment.numel;
   }
   auto call = cgx::make<cgx_collective_t>();

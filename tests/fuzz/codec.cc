@@ -66,8 +66,8 @@ void check_decoding(Input& input) {
       FUZZ_CHECK(length != expected);
     }
   };
-  decode([&] { codec->decode(message, numel, to, values.data()); });
-  decode([&] { codec->decode_add(message, numel, sum.data(), sum.data()); });
+  decode([&] { codec->decode(message, numel, /*first_index=*/0, to, values.data()); });
+  decode([&] { codec->decode_add(message, numel, /*first_index=*/0, sum.data(), sum.data()); });
   if (length != expected || settings.bits == kExactBits || settings.skip_incomplete_buckets) return;
   if (to == Dtype::kFloat32) {
     for (int64_t i = 0; i < numel; ++i) {

@@ -162,7 +162,7 @@ std::unique_ptr<Algorithm> make(int which, Memory& memory, Agreement* agreement,
   const int64_t blocks = scenario.verb == CGX_ALLREDUCE ? 1 : kSize;
   memory.input.resize(scenario.numel * (scenario.verb == CGX_REDUCE_SCATTER ? blocks : 1));
   memory.output.resize(scenario.numel * (scenario.verb == CGX_ALL_GATHER ? blocks : 1));
-  const cgx_segment_t segment{0, scenario.numel, 16, scenario.bits, 0};
+  const cgx_segment_t segment{0, scenario.numel, 16, scenario.bits, 0, nullptr};
   auto call = cgx::make<cgx_collective_t>();
   call.verb = scenario.verb;
   call.config.algorithm = scenario.verb == CGX_ALLREDUCE ? scenario.algorithm : CGX_AUTO;

@@ -80,7 +80,7 @@ int64_t payload_bytes(const Plan& plan);
 //     hierarchical is sra where hosts make only one level; anything else stays, or is refused with
 //     Error(CGX_UNSUPPORTED) if it cannot cut what a codec encodes as one whole
 //   - the dtype of partial sums: exact ones travel in fp32, whatever the tensor's dtype is, because
-//     fp16 would overflow where the result, such as an average, need not
+//     fp16 would overflow where the result, such as an average, need not. Counts of votes are exact
 void resolve_algorithm(Plan* plan);
 
 }  // namespace cgx

@@ -33,7 +33,7 @@ std::span<const std::byte> encode_sums(const Plan& plan, const Piece& piece, Way
   const int64_t bytes = piece.residual
                             ? encode_sums_keeping(plan, piece, way, sums, first, numel, to)
                             : codec->encode(Dtype::kFloat32, sums, numel, piece.first_index + first,
-                                            plan.rounding(piece.seed, way), to);
+                                            plan.rounding(*piece.segment, piece.seed, way), to);
   return {to, static_cast<size_t>(bytes)};
 }
 
@@ -55,6 +55,14 @@ void compute_alone(const Plan& plan, const Segment& segment, const std::byte* in
   }
 }
 
+// A vote of one.
+void vote_alone(const Plan& plan, const Segment& segment, const Codec& codec,
+                const std::byte* input, std::byte* output) {
+  std::vector<std::byte> bytes(codec.max_bytes(segment.numel));
+  codec.encode(plan.dtype, input, segment.numel, 0, {}, bytes.data());
+  codec.decode(bytes, segment.numel, 0, plan.dtype, output);
+}
+
 }  // namespace
 
 int64_t encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way way,
@@ -63,7 +71,7 @@ int64_t encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, W
   for (const Piece& piece : shard.pieces_of(chunk)) {
     const auto [codec, at] = piece.coded[way];
     const std::byte* values = input + piece.input_at;
-    const Rounding rounding = plan.rounding(block_seed(piece.seed, block), way);
+    const Rounding rounding = plan.rounding(*piece.segment, block_seed(piece.seed, block), way);
     end = at + (piece.residual
                     ? encode_with_residual(plan, piece, way, values, rounding, message + at)
                     : codec->encode(plan.dtype, values, piece.numel, piece.first_index, rounding,
@@ -76,7 +84,7 @@ void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, cons
                   std::byte* output) {
   for (const Piece& piece : shard.pieces_of(chunk))
     decode(*piece.coded[Way::kGather].codec, part_of(message, piece, Way::kGather), piece.numel,
-           plan.dtype, output + piece.output_at);
+           piece.first_index, plan.dtype, output + piece.output_at);
 }
 
 void pass_through(const Plan& plan) {
@@ -85,7 +93,9 @@ void pass_through(const Plan& plan) {
     if (bytes == 0) continue;
     const std::byte* input = plan.input + segment.input_at;
     std::byte* output = plan.output + segment.output_at;
-    if (plan.divides_alone() || segment.residual)
+    if (const auto codec = make_codec(segment.codecs[Way::kGather]); codec->votes())
+      vote_alone(plan, segment, *codec, input, output);
+    else if (plan.divides_alone() || segment.residual)
       compute_alone(plan, segment, input, output);
     else
       std::memmove(output, input, bytes);
@@ -98,9 +108,13 @@ void ChunkReducer::reduce(const Shard& shard, const Chunk& chunk, Messages intra
                           const std::byte* own, bool divide, const Emit& emit) {
   for (const Piece& piece : shard.pieces_of(chunk)) {
     contributions_.clear();
+    const Codec* const vote_codec = piece.coded[Way::kGather].codec;
+    const bool votes = vote_codec->votes();
     const auto add = [&](Messages encoded, Way way) {
       for (const Encoded& message : encoded) {
-        if (message.source == kOwnValues.source)
+        if (message.source == kOwnValues.source && votes)
+          contributions_.push_back({own_vote(piece, own + piece.input_at), vote_codec});
+        else if (message.source == kOwnValues.source)
           contributions_.push_back({{message.source, {own + piece.input_at, 0}}, nullptr});
         else
           contributions_.push_back({part_of(message, piece, way), piece.coded[way].codec});
@@ -114,12 +128,25 @@ void ChunkReducer::reduce(const Shard& shard, const Chunk& chunk, Messages intra
   }
 }
 
+Encoded ChunkReducer::own_vote(const Piece& piece, const std::byte* own) {
+  const Codec& codec = *piece.coded[Way::kGather].codec;
+  vote_.resize(codec.max_bytes(piece.numel));
+  codec.encode(plan_.dtype, own, piece.numel, piece.first_index, {}, vote_.data());
+  return {kOwnValues.source, vote_};
+}
+
 void ChunkReducer::to_values(const Shard& shard, const Chunk& chunk, Messages messages,
                              const std::byte* own, std::byte* output) {
   reduce(shard, chunk, {}, messages, own, true,
          [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
-           kernels().convert(Dtype::kFloat32, sums, plan_.dtype,
-                             output + piece.output_at + plan_.bytes(first), numel);
+           std::byte* const to = output + piece.output_at + plan_.bytes(first);
+           const Codec& codec = *piece.coded[Way::kGather].codec;
+           const int64_t index = piece.first_index + first;
+           if (!codec.votes())
+             return kernels().convert(Dtype::kFloat32, sums, plan_.dtype, to, numel);
+           result_.resize(codec.max_bytes(numel));
+           codec.encode(Dtype::kFloat32, sums, numel, index, {}, result_.data());
+           codec.decode(result_, numel, index, plan_.dtype, to);
          });
 }
 
@@ -132,7 +159,7 @@ int64_t ChunkReducer::to_message(Way way, const Shard& shard, const Chunk& chunk
            const auto encoded = encode_sums(plan_, piece, way, sums, first, numel, message);
            end = encoded.data() + encoded.size() - message;
            if (output)
-             piece.coded[way].codec->decode(encoded, numel, plan_.dtype,
+             piece.coded[way].codec->decode(encoded, numel, piece.first_index + first, plan_.dtype,
                                             output + piece.output_at + plan_.bytes(first));
          });
   return end;

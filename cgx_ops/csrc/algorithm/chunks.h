@@ -54,9 +54,13 @@ class ChunkReducer {
   void reduce(const Shard& shard, const Chunk& chunk, Messages intra, Messages messages,
               const std::byte* own, bool divide, const Emit& emit);
 
+  // A vote is encoded to be added.
+  Encoded own_vote(const Piece& piece, const std::byte* own);
+
   const Plan& plan_;
   Reducer reducer_;
   std::vector<Contribution> contributions_;
+  std::vector<std::byte> vote_, result_;
 };
 
 }  // namespace cgx

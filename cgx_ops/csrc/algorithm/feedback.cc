@@ -51,7 +51,8 @@ int64_t encode_with_residual(const Plan& plan, const Piece& piece, Way way, cons
 int64_t encode_sums_keeping(const Plan& plan, const Piece& piece, Way way, const float* sums,
                             int64_t first, int64_t numel, std::byte* to) {
   const bool divided = way == Way::kGather && plan.op == Op::kAvg;
-  return encode_block(plan, piece, way, sums, first, numel, plan.rounding(piece.seed, way),
+  return encode_block(plan, piece, way, sums, first, numel,
+                      plan.rounding(*piece.segment, piece.seed, way),
                       divided ? static_cast<float>(plan.divisor) : 1.0f, to);
 }
 

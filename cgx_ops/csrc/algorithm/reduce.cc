@@ -28,13 +28,14 @@ void naming(const Encoded& message, const Decode& decode) {
 
 }  // namespace
 
-void decode(const Codec& codec, const Encoded& message, int64_t numel, Dtype dtype, void* values) {
-  naming(message, [&] { codec.decode(message.bytes, numel, dtype, values); });
+void decode(const Codec& codec, const Encoded& message, int64_t numel, int64_t first_index,
+            Dtype dtype, void* values) {
+  naming(message, [&] { codec.decode(message.bytes, numel, first_index, dtype, values); });
 }
 
-void decode_add(const Codec& codec, const Encoded& message, int64_t numel, const float* base,
-                float* sum) {
-  naming(message, [&] { codec.decode_add(message.bytes, numel, base, sum); });
+void decode_add(const Codec& codec, const Encoded& message, int64_t numel, int64_t first_index,
+                const float* base, float* sum) {
+  naming(message, [&] { codec.decode_add(message.bytes, numel, first_index, base, sum); });
 }
 
 int64_t block_numel(const Piece& piece, int64_t about) {
@@ -65,13 +66,15 @@ float* Reducer::reduce_block(const Plan& plan, const Piece& piece,
   }
   const auto read = [&](const Contribution& from, float* into) {
     if (from.codec)
-      decode(*from.codec, block_of(from, first, numel), numel, Dtype::kFloat32, into);
+      decode(*from.codec, block_of(from, first, numel), numel, piece.first_index + first,
+             Dtype::kFloat32, into);
     else
       kernels().convert(own_dtype, own, Dtype::kFloat32, into, numel);
   };
   const auto add = [&](const Contribution& from, const float* base) {
     if (from.codec)
-      decode_add(*from.codec, block_of(from, first, numel), numel, base, sum);
+      decode_add(*from.codec, block_of(from, first, numel), numel, piece.first_index + first, base,
+                 sum);
     else
       kernels().add(own_dtype, own, base, sum, numel);
   };

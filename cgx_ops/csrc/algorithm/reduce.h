@@ -27,9 +27,10 @@ struct Contribution {
 };
 
 // Decodes with the error that names the sender: Error(CGX_PEER_FAILED).
-void decode(const Codec& codec, const Encoded& message, int64_t numel, Dtype dtype, void* values);
-void decode_add(const Codec& codec, const Encoded& message, int64_t numel, const float* base,
-                float* sum);
+void decode(const Codec& codec, const Encoded& message, int64_t numel, int64_t first_index,
+            Dtype dtype, void* values);
+void decode_add(const Codec& codec, const Encoded& message, int64_t numel, int64_t first_index,
+                const float* base, float* sum);
 
 // Values of a piece that are worked on at a time: about so many, in whole buckets.
 int64_t block_numel(const Piece& piece, int64_t about = 4096);

@@ -130,8 +130,9 @@ class RingAllreduce : public Algorithm {
     const Shard& shard = starting_shard();
     const Chunk& chunk = shard.chunks[started_++];
     const BufferRef buffer = port.allocate(chunk.length[Way::kScatter].most);
+    const Encoded mine[] = {kOwnValues};
     port.send(right_, kReduce, buffer,
-              encode_chunk(plan_, shard, chunk, Way::kScatter, plan_.input, buffer->data));
+              reducer_.to_message(Way::kScatter, shard, chunk, mine, plan_.input, buffer->data));
   }
 
   void reduce_next(Port& port) {

@@ -31,6 +31,12 @@ const CodecEntry* unsliced(const Plan& plan) {
   return nullptr;
 }
 
+// Whether the sum is a majority vote, and partial sums are counts.
+bool votes(const Segment& segment) {
+  const CodecSettings& result = segment.codecs[Way::kGather];
+  return result.bits != kExactBits && result.compressor == CGX_SIGN;
+}
+
 // cut: whether all codecs of the plan can be.
 cgx_algorithm_t pick_algorithm(const Plan& plan, bool cut) {
   const bool nested = plan.topology && plan.topology->nested();
@@ -89,7 +95,11 @@ void resolve_algorithm(Plan* plan) {
   // The smallest or largest of values is one of them.
   const bool selects = plan->op == Op::kMin || plan->op == Op::kMax;
   if (selects || !entry.passes_sums_on) return;
-  for (Segment& segment : plan->segments) segment.codecs[Way::kScatter].dtype = Dtype::kFloat32;
+  for (Segment& segment : plan->segments) {
+    CodecSettings& sums = segment.codecs[Way::kScatter];
+    sums.dtype = Dtype::kFloat32;
+    if (votes(segment)) sums.bits = kExactBits;
+  }
 }
 
 }  // namespace cgx

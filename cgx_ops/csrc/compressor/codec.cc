@@ -1,6 +1,7 @@
 // What a codec does that has no better way of its own.
 #include "compressor/codec.h"
 
+#include "base/status.h"
 #include "kernel/kernels.h"
 
 namespace cgx {
@@ -8,9 +9,14 @@ namespace cgx {
 int64_t Codec::encode_keeping(const float* values, int64_t numel, int64_t first_index,
                               const Rounding& rounding, std::byte* bytes, float* lost) const {
   const int64_t written = encode(Dtype::kFloat32, values, numel, first_index, rounding, bytes);
-  decode({bytes, static_cast<size_t>(written)}, numel, Dtype::kFloat32, lost);
+  decode({bytes, static_cast<size_t>(written)}, numel, first_index, Dtype::kFloat32, lost);
   kernels().subtract(values, lost, lost, numel);
   return written;
+}
+
+void SlicedCodec::check_length(std::span<const std::byte> bytes, int64_t numel) const {
+  require(static_cast<int64_t>(bytes.size()) == offset(numel), CGX_INVALID_ARGUMENT, bytes.size(),
+          " bytes for ", numel, " values: expected ", offset(numel));
 }
 
 }  // namespace cgx

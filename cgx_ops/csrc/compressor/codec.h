@@ -17,6 +17,8 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/types.h"
@@ -24,6 +26,7 @@
 namespace cgx {
 
 class SlicedCodec;
+struct CodecEntry;
 
 class Codec {
  public:
@@ -41,12 +44,16 @@ class Codec {
                                  const Rounding& rounding, std::byte* bytes, float* lost) const;
 
   // These throw Error(CGX_INVALID_ARGUMENT), and read nothing beyond `bytes`, where those are no
-  // encoding of so many values.
-  virtual void decode(std::span<const std::byte> bytes, int64_t numel, Dtype dtype,
-                      void* values) const = 0;
+  // encoding of so many values. first_index: as it was given to encode().
+  virtual void decode(std::span<const std::byte> bytes, int64_t numel, int64_t first_index,
+                      Dtype dtype, void* values) const = 0;
   // sum = base + decoded, in fp32; `base` may be `sum`.
-  virtual void decode_add(std::span<const std::byte> bytes, int64_t numel, const float* base,
-                          float* sum) const = 0;
+  virtual void decode_add(std::span<const std::byte> bytes, int64_t numel, int64_t first_index,
+                          const float* base, float* sum) const = 0;
+
+  // Whether a sum is of what every rank's values decode to, and is itself what it decodes to: the
+  // votes of `sign`. Else a rank's own values need not be encoded to be added.
+  virtual bool votes() const { return false; }
 
   // This codec, if it can be cut; else null.
   virtual const SlicedCodec* sliced() const { return nullptr; }
@@ -67,6 +74,9 @@ class SlicedCodec : public Codec {
     return bytes.subspan(at, offset(first + numel) - at);
   }
 
+  // Throws Error(CGX_INVALID_ARGUMENT) unless the bytes are as many as an encoding has.
+  void check_length(std::span<const std::byte> bytes, int64_t numel) const;
+
   int64_t max_bytes(int64_t numel) const final { return offset(numel); }
   const SlicedCodec* sliced() const final { return this; }
 };
@@ -74,9 +84,15 @@ class SlicedCodec : public Codec {
 // Settings of one segment on the wire. Two with equal settings encode alike.
 struct CodecSettings {
   Dtype dtype = Dtype::kFloat32;  // in which exact values travel
-  int bits = kExactBits;          // 1-8: uniform; 32: none
+  int bits = kExactBits;          // of compressors that have bits; kExactBits: none, whichever
   int64_t bucket_size = 512;
   bool skip_incomplete_buckets = false;
+  cgx_compressor_t compressor = CGX_UNIFORM;
+  int64_t density = 0;  // these as in cgx_config_t, but that 0 is resolved where there is a default
+  int value_bits = 0;
+  int rotation = 0;
+  bool clip = false;
+  uint64_t seed = 0;  // of places that all ranks draw alike (randk)
   bool operator==(const CodecSettings&) const = default;
 };
 
@@ -87,7 +103,7 @@ struct DeviceRun {
   int bits;
 };
 
-// The table of codecs: docs, `info` and make_codec() read it.
+// The table of codecs: docs, `info`, the checks of a config and make_codec() read it.
 struct CodecEntry {
   const char* name;
   const char* description;
@@ -95,8 +111,17 @@ struct CodecEntry {
   bool (*serves)(const CodecSettings& settings);
   std::unique_ptr<Codec> (*make)(const CodecSettings& settings);
   // The runs, in order, as which a device encodes `numel` values. Null: a device cannot.
-  std::vector<DeviceRun> (*device_runs)(const CodecSettings& settings, int64_t numel);
-  const char* why_not;  // "" if a device can
+  std::vector<DeviceRun> (*device_runs)(const CodecSettings& settings, int64_t numel) = nullptr;
+  const char* why_not = "";  // "" if a device can
+  // What a config may say: bits from .. to (0: the codec has a width of its own); roundings, its
+  // own first; fields of the config that not all compressors have.
+  int lowest_bits = 0, highest_bits = 0;
+  std::vector<RoundingMode> roundings = {RoundingMode::kNearest};
+  std::vector<std::string_view> knobs = {};
+  // What it loses is not zero on average, and training needs error feedback.
+  bool biased = false;
+  // Why error feedback would not converge, with these settings; null, or "": it does.
+  std::string (*no_feedback)(const CodecSettings& settings) = nullptr;
 };
 const std::vector<CodecEntry>& codec_table();
 // Puts a row before the others, for tests. Before any collective is made.
@@ -105,9 +130,22 @@ void add_codec(const CodecEntry& entry);
 // The first row that serves the settings. Throws Error(CGX_INVALID_ARGUMENT) if none does.
 const CodecEntry& codec_entry(const CodecSettings& settings);
 
-inline std::unique_ptr<Codec> make_codec(const CodecSettings& settings) {
-  return codec_entry(settings).make(settings);
-}
+// With what is around it: rotation, incomplete buckets that travel exact.
+std::unique_ptr<Codec> make_codec(const CodecSettings& settings);
+
+// What a config says of each value's encoding, and how its compressor rounds. The config was
+// checked.
+CodecSettings settings_of(const cgx_config_t& config, Dtype dtype);
+RoundingMode rounding_of(const cgx_config_t& config);
+
+// Throws Error(CGX_INVALID_ARGUMENT) where a field does not belong to the compressor.
+void check_compressor(const cgx_config_t& config);
+
+// Throws Error(CGX_INVALID_ARGUMENT), which says why, where error feedback would not converge.
+void check_feedback(const CodecSettings& settings);
+
+// The table as JSON: cgx_compressors().
+std::string describe_compressors();
 
 // Throws Error(CGX_UNSUPPORTED), which says why, if devices lack the codec.
 std::vector<DeviceRun> device_runs(const CodecSettings& settings, int64_t numel);

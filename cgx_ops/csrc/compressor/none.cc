@@ -1,6 +1,5 @@
 #include "compressor/none.h"
 
-#include "base/status.h"
 #include "kernel/kernels.h"
 
 namespace cgx {
@@ -19,24 +18,19 @@ class None final : public SlicedCodec {
     return offset(numel);
   }
 
-  void decode(std::span<const std::byte> bytes, int64_t numel, Dtype dtype,
+  void decode(std::span<const std::byte> bytes, int64_t numel, int64_t /*first_index*/, Dtype dtype,
               void* values) const override {
-    check_length(bytes.size(), numel);
+    check_length(bytes, numel);
     kernels().convert(wire_, bytes.data(), dtype, values, numel);
   }
 
-  void decode_add(std::span<const std::byte> bytes, int64_t numel, const float* base,
-                  float* sum) const override {
-    check_length(bytes.size(), numel);
+  void decode_add(std::span<const std::byte> bytes, int64_t numel, int64_t /*first_index*/,
+                  const float* base, float* sum) const override {
+    check_length(bytes, numel);
     kernels().add(wire_, bytes.data(), base, sum, numel);
   }
 
  private:
-  void check_length(size_t bytes, int64_t numel) const {
-    require(static_cast<int64_t>(bytes) == offset(numel), CGX_INVALID_ARGUMENT, bytes,
-            " bytes for ", numel, " exact values: expected ", offset(numel));
-  }
-
   const Dtype wire_;
 };
 

@@ -24,7 +24,7 @@ struct Said {
   Agreement agreement;
   uint64_t number;
   double timeout_s;  // the sender's own business: not in the digest
-  char name[120];
+  char name[64];     // of a longer one the beginning
 };
 static_assert(sizeof(Said) <= sizeof(Notice::words));
 
@@ -35,7 +35,8 @@ Notice notice_of(const Call& call) {
   said.number = call.number;
   std::memcpy(said.name, call.name.data(), std::min(call.name.size(), sizeof(said.name) - 1));
   std::memcpy(notice.words, &said, sizeof(said));
-  notice.digest = fnv1a(std::as_bytes(std::span(notice.words)));
+  notice.digest =
+      fnv1a(std::as_bytes(std::span(notice.words)), fnv1a(std::as_bytes(std::span(call.name))));
   said.timeout_s = call.timeout.count();
   std::memcpy(notice.words, &said, sizeof(said));
   return notice;

@@ -107,8 +107,12 @@ struct Rounds::At {
 };
 
 Rounds::Rounds(Plan plan) : plan_(std::move(plan)), layout_(plan_) {
-  for (const Segment& segment : plan_.segments)
+  if (!plan_.segments.empty()) rounding_ = plan_.segments[0].rounding;
+  for (const Segment& segment : plan_.segments) {
     for (const CodecSettings& codec : segment.codecs.each) device_runs(codec, 0);  // throws
+    require(segment.rounding == rounding_, CGX_UNSUPPORTED,
+            "segments round in different ways: on devices those of a call round alike");
+  }
   for (int owner = 0; owner < plan_.size; ++owner) {
     const auto& chunks = layout_.shard(owner).chunks;
     count_ = std::max(count_, static_cast<int64_t>(chunks.size()));
@@ -147,7 +151,7 @@ void Rounds::encode(const At& at) const {
   const Slots slots = at.lane.slots(for_all ? Traffic::kAll : Traffic::kEach);
   Encode launch{};
   launch.dtype = plan_.dtype;
-  launch.rounding = plan_.rounding_mode;
+  launch.rounding = rounding_;
   launch.rank = static_cast<uint32_t>(plan_.noise_rank);
   launch.phase = static_cast<uint32_t>(way);
   launch.regions = at.wire.regions();
@@ -200,7 +204,7 @@ void Rounds::reduce(const At& at) const {
   const bool averages = plan_.op == Op::kAvg;
   Reduce launch{};
   launch.dtype = plan_.dtype;
-  launch.rounding = plan_.rounding_mode;
+  launch.rounding = rounding_;
   launch.op = plan_.op;
   launch.divisor = static_cast<float>(plan_.divisor);
   launch.rank = static_cast<uint32_t>(plan_.noise_rank);

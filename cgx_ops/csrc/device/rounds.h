@@ -41,6 +41,7 @@ class Rounds {
 
   const Plan plan_;
   const Layout layout_;
+  RoundingMode rounding_ = RoundingMode::kNearest;  // of all segments
   int64_t count_ = 1;
 };
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/types.h"
+#include "kernel/bucket_format.h"
 
 namespace cgx {
 
@@ -19,7 +20,9 @@ struct BucketRun {
   int64_t numel = 0;
   int64_t first_index = 0;  // of the first element, in its segment: a multiple of bucket_size
   int64_t bucket_size = 1;
-  int bits = 4;  // 1-8
+  int bits = 4;  // of a code, where the format has several widths
+  BucketFormat format = BucketFormat::kUniform;
+  bool clip = false;  // of kTernary
 };
 
 // Callers hold a FloatMode (base/float_mode.h). Pointers need not be aligned to their type. A sum,
@@ -29,8 +32,8 @@ struct Kernels {
   const char* name;  // "baseline", "avx2", "avx512", "neon"
   const char* description;
 
-  // values (of `dtype`) -> bucket records, laid end to end: {fp32 min, fp32 step, ceil(n*bits/8)
-  // bytes of levels}. Writes exactly the bytes of the records.
+  // values (of `dtype`) -> bucket records, laid end to end, each a header and a field of codes
+  // (bucket_format.h). Writes exactly the bytes of the records.
   void (*quantize)(Dtype dtype, const void* values, const BucketRun& run, const Rounding& rounding,
                    std::byte* records);
   // quantize() of fp32 that keeps what is lost: values - decoded, or 0 where that is not finite.
@@ -54,6 +57,16 @@ struct Kernels {
   // `difference` may be `decoded`.
   void (*subtract)(const float* values, const float* decoded, float* difference, int64_t numel);
   void (*scale)(const float* values, float scale, Dtype dtype, void* scaled, int64_t numel);
+  // Rounds to 16 bits, at random. first_index: of the first value, in its segment, for the noise.
+  void (*convert_noisily)(Dtype from_type, const void* from, int64_t numel, int64_t first_index,
+                          const Rounding& rounding, Dtype to_type, void* to);
+
+  // The places of the k largest magnitudes, in ascending order; of equal ones the first; what is
+  // not finite is larger than all else. 0 < k <= numel < 2^32.
+  void (*select_largest)(const float* values, int64_t numel, int64_t k, uint32_t* places);
+  // A Hadamard transform with signs, of blocks of `size` values of one bucket; and its inverse.
+  void (*rotate)(float* values, int64_t numel, int size);
+  void (*rotate_back)(float* values, int64_t numel, int size);
 };
 
 // The chosen target's table. Throws Error(CGX_INVALID_ARGUMENT) if CGX_CPU_TARGET names a target

@@ -156,14 +156,34 @@ typedef enum cgx_algorithm_t {
 } cgx_algorithm_t;
 /* CGX_SHIFT: every bucket's grid is shifted by one random fraction of a step, then values round to
  * the nearest (QSDP). Unbiased as stochastic rounding, at the error of nearest. */
-typedef enum cgx_rounding_t { CGX_NEAREST = 0, CGX_STOCHASTIC = 1, CGX_SHIFT = 2 } cgx_rounding_t;
+typedef enum cgx_rounding_t {
+  CGX_NEAREST = 0,
+  CGX_STOCHASTIC = 1,
+  CGX_SHIFT = 2,
+  CGX_CODECS_OWN = 3 /* the one that the compressor names first */
+} cgx_rounding_t;
+
+/* docs/wire_format.md has the bytes of each, docs/numerics.md its error. */
+typedef enum cgx_compressor_t {
+  CGX_UNIFORM = 0,   /* levels between a bucket's minimum and maximum */
+  CGX_LEVELS = 1,    /* fixed levels times a bucket's root mean square */
+  CGX_SIGN = 2,      /* signs; the sum is a majority vote */
+  CGX_ONEBIT = 3,    /* signs; means of the negative and of the other values */
+  CGX_TERNARY = 4,   /* -1, 0 or 1 times a bucket's largest magnitude */
+  CGX_QSGD = 5,      /* signs and levels of a bucket's norm */
+  CGX_NATURAL = 6,   /* signs and powers of two */
+  CGX_HALF = 7,      /* 16 bits: bf16 of float32 */
+  CGX_TOPK = 8,      /* a bucket's largest magnitudes */
+  CGX_THRESHOLD = 9, /* what is above a threshold that a sample tells */
+  CGX_RANDK = 10     /* values at places that all ranks draw alike */
+} cgx_compressor_t;
 
 typedef enum cgx_device_t { CGX_CPU = 0, CGX_CUDA = 1 } cgx_device_t;
 
 /* How values travel. What a field accepts, how its numbers are written and its default are told by
  * cgx_config_fields; what else it may be, a call refuses. */
 typedef struct cgx_config_t {
-  int64_t bits;        /* of an element: 1-8, or 32: exact */
+  int64_t bits;        /* of an element: 1-8, or 32: exact, whatever the compressor */
   int64_t bucket_size; /* elements that share one minimum and step */
   int64_t rounding;    /* a cgx_rounding_t */
   int64_t algorithm;   /* a cgx_algorithm_t; of an allreduce only */
@@ -174,6 +194,12 @@ typedef struct cgx_config_t {
   int64_t skip_incomplete_buckets; /* 1: a segment's last bucket, if not full, travels exact */
   /* Segments of fewer than max(CGX_SMALLEST_COMPRESSED, minimal_size) elements travel exact. */
   int64_t minimal_size;
+  int64_t compressor; /* a cgx_compressor_t */
+  int64_t density;    /* of sparse compressors: the share of values that travel, in billionths; 0:
+                       * a hundredth */
+  int64_t value_bits; /* of the values that topk and threshold send: 1-8, 16, 32; 0: 32 */
+  int64_t rotation;   /* so many values are rotated by a Hadamard matrix before; 0: none */
+  int64_t clip;       /* 1: ternary clips values at 2.5 times the bucket's root mean square */
 } cgx_config_t;
 
 /* Fewer elements cost more as a bucket than exact. */
@@ -182,6 +208,13 @@ typedef struct cgx_config_t {
 /* The fields of cgx_config_t in their order, as JSON: [{"name", "default", "accepted": in words for
  * errors, "words": {text: number}}, ...]. */
 CGX_API const char* cgx_config_fields(void);
+/* The compressors, as JSON, in the order of cgx_compressor_t: [{"name", "description", "sliced":
+ * whether what it encodes can be cut, "bits": [from, to] ([0, 0]: a width of its own), "roundings":
+ * [words, its own first], "knobs": [fields of the config that not all have], "biased": whether it
+ * needs error feedback to train, "device": "" or why devices lack it}, ...]. */
+CGX_API const char* cgx_compressors(void);
+/* Whether error feedback converges with a config: CGX_INVALID_ARGUMENT, which tells why not. */
+CGX_API cgx_status_t cgx_config_check_feedback(const cgx_config_t* config);
 /* A config as a text: "bits=4 rounding='nearest' gather_bits=None". Names and values are separated
  * by one space and written as Python writes them; what is left out has its default. */
 CGX_API cgx_status_t cgx_config_parse(const char* text, cgx_config_t* config);
@@ -196,6 +229,8 @@ typedef struct cgx_segment_t {
   /* 1: a further one of the kind before it, such as an example of a vmap. CGX_AUTO does not count
    * it, so that each is reduced as if it were alone. */
   int32_t repeats;
+  /* How else it travels, but for the algorithm: the rest of it counts. NULL: as the call's. */
+  const cgx_config_t* config;
 } cgx_segment_t;
 
 typedef struct cgx_collective_t {
@@ -205,8 +240,8 @@ typedef struct cgx_collective_t {
   int32_t dtype;
   int32_t op; /* bits < 32: sum and avg only. Ignored by all_gather */
   cgx_config_t config;
-  /* Of stochastic and shift rounding; ranks need not agree on it. Each segment, and each block of a
-   * reduce_scatter, has noise of its own that follows from it. */
+  /* Of stochastic and shift rounding; ranks need not agree on it, unless the compressor is randk.
+   * Each segment, and each block of a reduce_scatter, has noise of its own that follows from it. */
   int64_t seed;
   /* allreduce: output may be input. reduce_scatter: input holds `size` blocks of block_numel
    * elements, output one block. all_gather: the reverse. Segments lie inside a block. */
@@ -357,7 +392,7 @@ CGX_API cgx_status_t cgx_convert(int32_t from_dtype, const void* from, int32_t t
 
 typedef struct cgx_codec_t {
   size_t struct_size;
-  cgx_config_t config; /* bits, bucket_size, rounding and skip_incomplete_buckets count */
+  cgx_config_t config; /* algorithm, gather_bits, intra_bits and minimal_size do not count */
   int64_t seed; /* the Philox counter is (first_index + i, rank, phase), the key is seed, as is */
   int64_t first_index; /* index of the first element in its segment: a multiple of bucket_size */
   int32_t dtype;
@@ -367,11 +402,13 @@ typedef struct cgx_codec_t {
   void* stream;   /* CGX_CUDA: the work is put on it, and nothing waits */
 } cgx_codec_t;
 
+/* Of `numel` values, at most: of codecs whose length is known beforehand, exactly. */
 CGX_API cgx_status_t cgx_encoded_bytes(const cgx_codec_t* codec, int64_t numel, int64_t* bytes);
+/* *written bytes; NULL: not told. */
 CGX_API cgx_status_t cgx_quantize(const cgx_codec_t* codec, const void* values, int64_t numel,
-                                  void* bytes);
-CGX_API cgx_status_t cgx_dequantize(const cgx_codec_t* codec, const void* bytes, int64_t numel,
-                                    void* values);
+                                  void* bytes, int64_t* written);
+CGX_API cgx_status_t cgx_dequantize(const cgx_codec_t* codec, const void* bytes, int64_t num_bytes,
+                                    int64_t numel, void* values);
 /* What the owner of a shard does: decodes num_messages messages of numel values, `stride` bytes
  * apart, adds them up in fp32, in their order, and encodes the sum. */
 CGX_API cgx_status_t cgx_sum_encoded(const cgx_codec_t* codec, const void* messages,

@@ -10,9 +10,12 @@
 #error "define CGX_TARGET as the target's name before including kernels-inl.h"
 #endif
 
+#include "kernel/cpu/buckets-inl.h"
 #include "kernel/cpu/exact-inl.h"
+#include "kernel/cpu/half-inl.h"
+#include "kernel/cpu/rotate-inl.h"
+#include "kernel/cpu/select-inl.h"
 #include "kernel/cpu/targets.h"
-#include "kernel/cpu/uniform-inl.h"
 
 namespace cgx::cpu::CGX_TARGET {
 namespace {
@@ -30,7 +33,11 @@ constexpr Kernels table(const char* name, const char* description) {
           .combine = combine,
           .divide = divide,
           .subtract = subtract,
-          .scale = scale};
+          .scale = scale,
+          .convert_noisily = convert_noisily,
+          .select_largest = select_largest,
+          .rotate = rotate,
+          .rotate_back = rotate_back};
 }
 
 }  // namespace

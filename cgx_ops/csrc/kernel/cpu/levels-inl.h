@@ -1,130 +1,107 @@
-// Levels <-> fields of `kBits` bits, sixteen at a time.
+// Fixed levels times a bucket's scale: those that are best for Gaussian values (Lloyd, 1982; Max,
+// 1960) times the root of their mean square. With 1 bit: the mean of magnitudes (EF-SignSGD,
+// Karimireddy et al., ICML 2019). And signs alone, whose scale is 1: SignSGD with majority vote
+// (Bernstein et al., ICML 2018).
 //
-// Neighbours meet in the registers first: of two 32-bit lanes one 64-bit lane with 2 * kBits bits.
-// These are narrowed to bytes (or to halves, for more than 4 bits) in general registers, where two
-// shift-and-or steps squeeze out what is left between them. 4 bits and 8 need no step at all.
+// A code has the sign above, then the number of the magnitude's level.
 #pragma once
 
-#include <cstdint>
-#include <type_traits>
-
-#include "kernel/cpu/vectors-inl.h"
+#include "kernel/cpu/scales-inl.h"
 
 namespace cgx::cpu::CGX_TARGET {
 namespace {
 
-template <int kBits, int kLane>
-constexpr uint64_t kFields =
-    ((uint64_t{1} << kBits) - 1) * (kLane == 8 ? 0x0101010101010101 : 0x0001000100010001);
-
-// Fields of kBits bits, each at the low end of a lane of kLane bits (8 or 16) -> end to end. Where
-// one instruction does it, that does it; the AVX2 target does without, as the first processors of
-// AMD that have it take it step by step.
-template <int kBits, int kLane>
-[[gnu::always_inline]] inline uint64_t squeeze(uint64_t word) {
-#if defined(__BMI2__)
-  return _pext_u64(word, kFields<kBits, kLane>);
-#else
-  if constexpr (kLane == 8 && kBits < 8) {
-    word = (word & 0x00ff00ff00ff00ff) | ((word & 0xff00ff00ff00ff00) >> (8 - kBits));
-    return squeeze<2 * kBits, 16>(word);
-  } else if constexpr (kLane == 16 && kBits < 16) {
-    word = (word & 0x0000ffff0000ffff) | ((word & 0xffff0000ffff0000) >> (16 - kBits));
-    return (word & 0x00000000ffffffff) | ((word & 0xffffffff00000000) >> (32 - 2 * kBits));
-  } else {
-    return word;
-  }
-#endif
-}
-
-// The inverse. What lies above the fields is ignored.
-template <int kBits, int kLane>
-[[gnu::always_inline]] inline uint64_t spread(uint64_t word) {
-#if defined(__BMI2__)
-  return _pdep_u64(word, kFields<kBits, kLane>);
-#else
-  if constexpr (kLane == 8 && kBits < 8) {
-    constexpr uint64_t kOne = ((uint64_t{1} << kBits) - 1) * 0x0001000100010001;
-    word = spread<2 * kBits, 16>(word);
-    return (word & kOne) | ((word & (kOne << kBits)) << (8 - kBits));
-  } else if constexpr (kLane == 16 && kBits < 16) {
-    constexpr uint64_t kFour = (uint64_t{1} << (2 * kBits)) - 1;
-    constexpr uint64_t kTwo = ((uint64_t{1} << kBits) - 1) * 0x0000000100000001;
-    word = (word & kFour) | ((word & (kFour << (2 * kBits))) << (32 - 2 * kBits));
-    return (word & kTwo) | ((word & (kTwo << kBits)) << (16 - kBits));
-  } else {
-    return word;
-  }
-#endif
-}
-
-// kBytes bytes of memory, 2 or 4 to 8, as a word: two parts that overlap. (Copied byte by byte into
-// a word in memory, they would have to reach it before the word can be read.)
-template <int kBytes>
-using WordPart =
-    std::conditional_t<kBytes == 2, uint16_t, std::conditional_t<kBytes == 8, uint64_t, uint32_t>>;
-
-template <int kBytes>
-[[gnu::always_inline]] inline uint64_t load_word(const std::byte* from) {
-  using Part = WordPart<kBytes>;
-  constexpr int kLast = kBytes - static_cast<int>(sizeof(Part));
-  const auto* first = reinterpret_cast<const Stored<Part>*>(from);
-  const auto* last = reinterpret_cast<const Stored<Part>*>(from + kLast);
-  return uint64_t{first->value} | uint64_t{last->value} << (8 * kLast);
-}
-
-template <int kBytes>
-[[gnu::always_inline]] inline void store_word(uint64_t word, std::byte* to) {
-  using Part = WordPart<kBytes>;
-  constexpr int kLast = kBytes - static_cast<int>(sizeof(Part));
-  reinterpret_cast<Stored<Part>*>(to)->value = static_cast<Part>(word);
-  reinterpret_cast<Stored<Part>*>(to + kLast)->value = static_cast<Part>(word >> (8 * kLast));
-}
-
-// Writes 2 * kBits bytes.
 template <int kBits>
-[[gnu::always_inline]] inline void pack16(const Ints16& levels, std::byte* field) {
-  if constexpr (kBits == 8) {
-    const TwoWords bytes = bytes_of_ints(levels);
-    __builtin_memcpy(field, &bytes, 16);
-  } else {
-    const auto pairs = map<Ints16>(levels, [](Ints lanes) {
-      const auto words = Words(lanes);
-      return Ints(words |
-                  (words >> (32 - kBits)));  // the odd lane's bits stay above; narrowed away
-    });
-    if constexpr (kBits <= 4) {
-      store_word<2 * kBits>(squeeze<2 * kBits, 8>(bytes_of_words(pairs)), field);
-    } else {
-      const TwoWords words = halves_of_words(pairs);
-      store_word<kBits>(squeeze<2 * kBits, 16>(words.at[0]), field);
-      store_word<kBits>(squeeze<2 * kBits, 16>(words.at[1]), field + kBits);
-    }
-  }
-}
+struct LevelTable;
+template <>
+struct LevelTable<1> {
+  static constexpr float kAt[] = {1.0f};
+};
+template <>
+struct LevelTable<2> {
+  static constexpr float kAt[] = {0.4528f, 1.5104f};
+};
+template <>
+struct LevelTable<3> {
+  static constexpr float kAt[] = {0.2451f, 0.7560f, 1.3439f, 2.1520f};
+};
+template <>
+struct LevelTable<4> {
+  static constexpr float kAt[] = {0.1284f, 0.3880f, 0.6568f, 0.9423f,
+                                  1.2562f, 1.6180f, 2.0690f, 2.7326f};
+};
 
-// Reads 2 * kBits bytes.
 template <int kBits>
-[[gnu::always_inline]] inline Ints16 unpack16(const std::byte* field) {
-  if constexpr (kBits == 8) {
-    TwoWords bytes;
-    __builtin_memcpy(&bytes, field, 16);
-    return ints_of_bytes(bytes);
-  } else {
-    Ints16 pairs;
-    if constexpr (kBits <= 4) {
-      pairs = words_of_bytes(spread<2 * kBits, 8>(load_word<2 * kBits>(field)));
+struct Levels {
+  using Field = BitField<kBits>;
+  using Header = Scale;
+  using Wire = uint16_t;
+  static constexpr int kLevels = 1 << (kBits - 1);
+  struct Grid {
+    float scale;
+    float thresholds[kLevels];  // from this magnitude on a value has the next level; the last: none
+  };
+  static constexpr int32_t kFlat = 0;
+  static constexpr bool kMoves = false;
+
+  template <typename Value>
+  static Grid scan(const Stored<typename Value::Bits>* __restrict values, int64_t n,
+                   const BucketRun& /*run*/) {
+    const float largest = largest_magnitude<Value>(values, n);
+    if (!is_finite(largest)) return {kNan, {}};
+    float scale;
+    if constexpr (kBits == 1) {
+      const Prescale by(largest);
+      const auto sums = sums_of<Value, 1>(
+          values, n, [&](Floats x, Floats(&term)[1]) { term[0] = magnitudes(x) * by.down; });
+      scale = static_cast<float>(sums.at[0] / static_cast<double>(n)) * by.up;
     } else {
-      pairs = words_of_halves({spread<2 * kBits, 16>(load_word<kBits>(field)),
-                               spread<2 * kBits, 16>(load_word<kBits>(field + kBits))});
+      scale = root_of_squares<Value>(values, n, largest, static_cast<double>(n));
     }
-    return map<Ints16>(pairs, [](Ints lanes) {
-      constexpr uint64_t kLevel = (uint64_t{1} << kBits) - 1;
-      const auto words = Words(lanes);
-      return Ints((words | (words << (32 - kBits))) & (kLevel << 32 | kLevel));
-    });
+    Grid grid{nearest_scale(scale), {}};
+    for (int i = 0; i + 1 < kLevels; ++i)
+      grid.thresholds[i] =
+          0.5f * (LevelTable<kBits>::kAt[i] + LevelTable<kBits>::kAt[i + 1]) * grid.scale;
+    return grid;
   }
-}
+
+  [[gnu::always_inline]] static Header header(const Grid& grid) { return {grid.scale}; }
+  [[gnu::always_inline]] static bool flat(const Grid& grid) { return !is_finite(grid.scale); }
+  [[gnu::always_inline]] static float fill(const Grid& /*grid*/) { return 0.0f; }
+  [[gnu::always_inline]] static Wire write(const Header& header) { return header.write(); }
+  [[gnu::always_inline]] static Header read(Wire wire) { return Scale::read(wire); }
+
+  [[gnu::always_inline]] static Ints16 codes(const Floats16& values, const Grid& grid,
+                                             const Floats16& /*r*/) {
+    Ints16 codes;
+#pragma GCC unroll 4
+    for (int i = 0; i < kRegisters; ++i) {
+      const Floats x = values.at[i], magnitude = magnitudes(x);
+      Ints level{};
+      for (int j = 0; j + 1 < kLevels; ++j)
+        level -= Ints(magnitude >= Floats{} + grid.thresholds[j]);
+      codes.at[i] = level | ((x < Floats{}) & kLevels);
+    }
+    return codes;
+  }
+  [[gnu::always_inline]] static Floats values(const Header& header, Ints codes) {
+    const Ints level = codes & (kLevels - 1);
+    Floats magnitude = Floats{} + LevelTable<kBits>::kAt[0] * header.value;
+    for (int j = 1; j < kLevels; ++j) {
+      const Floats next = Floats{} + LevelTable<kBits>::kAt[j] * header.value;
+      magnitude = level >= j ? next : magnitude;
+    }
+    return Floats(Ints(magnitude) | (codes & kLevels) << (32 - kBits));
+  }
+};
+
+struct Sign : Levels<1> {
+  template <typename Value>
+  static Grid scan(const Stored<typename Value::Bits>* __restrict values, int64_t n,
+                   const BucketRun& /*run*/) {
+    return {is_finite(largest_magnitude<Value>(values, n)) ? 1.0f : kNan, {}};
+  }
+};
 
 }  // namespace
 }  // namespace cgx::cpu::CGX_TARGET

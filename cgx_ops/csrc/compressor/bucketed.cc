@@ -1,0 +1,83 @@
+// A message is the records of all buckets, end to end; the last bucket may be short.
+#include "compressor/bucketed.h"
+
+#include "kernel/kernels.h"
+
+namespace cgx {
+namespace {
+
+class Bucketed final : public SlicedCodec {
+ public:
+  Bucketed(const CodecSettings& settings, BucketFormat format, int bits)
+      : bucket_size_(settings.bucket_size), format_(format), bits_(bits), clip_(settings.clip) {}
+
+  int64_t grain() const override { return bucket_size_; }
+
+  int64_t offset(int64_t first) const override {
+    const int64_t whole = first / bucket_size_, last = first % bucket_size_;
+    // A bucket may be far longer than any message: its own bytes only count where there is one.
+    return (whole > 0 ? whole * record_bytes(bucket_size_) : 0) +
+           (last > 0 ? record_bytes(last) : 0);
+  }
+
+  int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t first_index,
+                 const Rounding& rounding, std::byte* bytes) const override {
+    kernels().quantize(dtype, values, run(numel, first_index), rounding, bytes);
+    return offset(numel);
+  }
+
+  int64_t encode_keeping(const float* values, int64_t numel, int64_t first_index,
+                         const Rounding& rounding, std::byte* bytes, float* lost) const override {
+    kernels().quantize_keeping(values, run(numel, first_index), rounding, bytes, lost);
+    return offset(numel);
+  }
+
+  void decode(std::span<const std::byte> bytes, int64_t numel, int64_t first_index, Dtype dtype,
+              void* values) const override {
+    check_length(bytes, numel);
+    kernels().dequantize(bytes.data(), run(numel, first_index), dtype, values);
+  }
+
+  void decode_add(std::span<const std::byte> bytes, int64_t numel, int64_t first_index,
+                  const float* base, float* sum) const override {
+    check_length(bytes, numel);
+    kernels().dequantize_add(bytes.data(), run(numel, first_index), base, sum);
+  }
+
+  bool votes() const override { return format_ == BucketFormat::kSign; }
+
+ private:
+  int64_t record_bytes(int64_t numel) const {
+    return header_bytes(format_) + field_bytes(format_, numel, bits_);
+  }
+
+  BucketRun run(int64_t numel, int64_t first_index) const {
+    return {.numel = numel,
+            .first_index = first_index,
+            .bucket_size = bucket_size_,
+            .bits = bits_,
+            .format = format_,
+            .clip = clip_};
+  }
+
+  const int64_t bucket_size_;
+  const BucketFormat format_;
+  const int bits_;
+  const bool clip_;
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> make_bucketed(const CodecSettings& settings, BucketFormat format, int bits) {
+  return std::make_unique<Bucketed>(settings, format, bits);
+}
+
+std::vector<DeviceRun> uniform_runs(const CodecSettings& settings, int64_t numel) {
+  const int64_t raw = settings.skip_incomplete_buckets ? numel % settings.bucket_size : 0;
+  std::vector<DeviceRun> runs;
+  if (raw < numel) runs.push_back({0, numel - raw, settings.bits});
+  if (raw > 0) runs.push_back({numel - raw, raw, kExactBits});
+  return runs;
+}
+
+}  // namespace cgx

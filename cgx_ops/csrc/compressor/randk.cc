@@ -1,0 +1,127 @@
+// Rand-k: of each bucket the values at places that follow from a seed, which all ranks share, and
+// from the bucket's first index. Only values travel, exact; and what is zero elsewhere, as a sum of
+// such values, loses nothing when it is encoded again.
+//
+// Places are drawn by Floyd's method (Bentley, Programming Pearls, CACM 1987): for each of the last
+// k places j a place up to j, or, if that is taken, j itself.
+#include <algorithm>
+#include <bit>
+
+#include "base/philox.h"
+#include "base/status.h"
+#include "compressor/none.h"
+#include "compressor/sparse.h"
+#include "kernel/kernels.h"
+
+namespace cgx {
+namespace {
+
+constexpr uint32_t kPlacesPhase = 0x706c6163;  // apart from the noise of any way
+
+class Randk final : public SlicedCodec {
+ public:
+  explicit Randk(const CodecSettings& settings)
+      : settings_(settings), none_(make_none(settings)), keys_(settings.seed) {
+    require(settings.bucket_size < kMostPlaces, CGX_INVALID_ARGUMENT, "buckets of ",
+            settings.bucket_size, " values: randk chooses among fewer than 2^32");
+  }
+
+  int64_t grain() const override { return settings_.bucket_size; }
+
+  int64_t offset(int64_t first) const override {
+    const int64_t whole = first / grain(), last = first % grain();
+    const int64_t count = (whole > 0 ? whole * share_of(settings_, grain()) : 0) +
+                          (last > 0 ? share_of(settings_, last) : 0);
+    return none_->max_bytes(count);
+  }
+
+  int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t first_index,
+                 const Rounding& rounding, std::byte* bytes) const override {
+    for_buckets(numel, first_index, [&](int64_t first, int64_t count, Chosen& chosen) {
+      const auto* from = static_cast<const std::byte*>(values) + first * size_of(dtype);
+      chosen.gather(as_floats(dtype, from, count));
+      none_->encode(Dtype::kFloat32, chosen.values.data(),
+                    static_cast<int64_t>(chosen.values.size()), 0, rounding, bytes + offset(first));
+    });
+    return offset(numel);
+  }
+
+  void decode(std::span<const std::byte> bytes, int64_t numel, int64_t first_index, Dtype dtype,
+              void* values) const override {
+    for_records(bytes, numel, first_index, [&](int64_t first, int64_t count, const Chosen& chosen) {
+      chosen.scatter(count, dtype, static_cast<std::byte*>(values) + first * size_of(dtype));
+    });
+  }
+
+  void decode_add(std::span<const std::byte> bytes, int64_t numel, int64_t first_index,
+                  const float* base, float* sum) const override {
+    for_records(bytes, numel, first_index, [&](int64_t first, int64_t count, const Chosen& chosen) {
+      chosen.add(count, base + first, sum + first);
+    });
+  }
+
+ private:
+  // Calls work(first, count, chosen) with the places of each bucket.
+  template <typename Work>
+  void for_buckets(int64_t numel, int64_t first_index, const Work& work) const {
+    thread_local Chosen chosen;
+    for (int64_t first = 0; first < numel; first += grain()) {
+      const int64_t count = std::min(grain(), numel - first);
+      chosen.resize(share_of(settings_, count));
+      draw(static_cast<uint64_t>(first_index + first), count, chosen.places);
+      work(first, count, chosen);
+    }
+  }
+
+  template <typename Work>
+  void for_records(std::span<const std::byte> bytes, int64_t numel, int64_t first_index,
+                   const Work& work) const {
+    check_length(bytes, numel);
+    for_buckets(numel, first_index, [&](int64_t first, int64_t count, Chosen& chosen) {
+      const auto k = static_cast<int64_t>(chosen.places.size());
+      none_->decode(bytes.subspan(offset(first), none_->max_bytes(k)), k, 0, Dtype::kFloat32,
+                    chosen.values.data());
+      work(first, count, chosen);
+    });
+  }
+
+  // In ascending order, below `numel`.
+  void draw(uint64_t index, int64_t numel, std::span<uint32_t> places) const {
+    thread_local std::vector<uint64_t> taken;  // a bit for each value
+    taken.assign((numel + 63) / 64, 0);
+    const auto k = static_cast<int64_t>(places.size());
+    uint64_t words[4] = {};
+    for (int64_t i = 0; i < k; ++i) {
+      if (i % 4 == 0) {
+        words[0] = static_cast<uint32_t>(index);
+        words[1] = static_cast<uint32_t>(index >> 32);
+        words[2] = static_cast<uint32_t>(i / 4);
+        words[3] = kPlacesPhase;
+        philox4x32_10(words, keys_, [](uint64_t word, uint32_t by) {
+          return uint64_t{static_cast<uint32_t>(word)} * by;
+        });
+      }
+      const auto j = static_cast<uint64_t>(numel - k + i);
+      // A number up to j; of 2^32 ones each is as likely, up to one part in 2^32 / numel.
+      uint64_t place = uint64_t{static_cast<uint32_t>(words[i % 4])} * (j + 1) >> 32;
+      if (taken[place / 64] >> (place % 64) & 1) place = j;
+      taken[place / 64] |= uint64_t{1} << (place % 64);
+    }
+    size_t found = 0;
+    for (size_t word = 0; word < taken.size(); ++word)
+      for (uint64_t bits = taken[word]; bits != 0; bits &= bits - 1)
+        places[found++] = static_cast<uint32_t>(64 * word + std::countr_zero(bits));
+  }
+
+  const CodecSettings settings_;
+  const std::unique_ptr<Codec> none_;
+  const PhiloxKeys keys_;
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> make_randk(const CodecSettings& settings) {
+  return std::make_unique<Randk>(settings);
+}
+
+}  // namespace cgx

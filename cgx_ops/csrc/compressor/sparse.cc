@@ -1,0 +1,91 @@
+#include "compressor/sparse.h"
+
+#include <cstring>
+
+#include "base/half.h"
+#include "base/status.h"
+#include "compressor/bucketed.h"
+#include "compressor/half.h"
+#include "compressor/none.h"
+#include "kernel/kernels.h"
+
+namespace cgx {
+namespace {
+
+// A bucket that no number of values fills: they are one.
+std::unique_ptr<Codec> codec_of_values(CodecSettings settings) {
+  settings.bucket_size = kMostPlaces;
+  switch (settings.value_bits) {
+    case 32:
+      return make_none(settings);
+    case 16:
+      return make_half(settings);
+    case 1:
+      return make_bucketed(settings, BucketFormat::kLevels, 1);
+    default:
+      return make_bucketed(settings, BucketFormat::kMagnitudes, settings.value_bits);
+  }
+}
+
+float with_one_nan(float x) { return x != x ? __builtin_bit_cast(float, kFloat32Nan) : x; }
+
+// Callers' values need not be aligned.
+float load(const float* at) {
+  float value;
+  std::memcpy(&value, at, sizeof(value));
+  return value;
+}
+void store(float value, float* at) { std::memcpy(at, &value, sizeof(value)); }
+
+}  // namespace
+
+int64_t share_of(const CodecSettings& settings, int64_t numel) {
+  constexpr int64_t kBillionths = 1000000000;
+  const __int128 share = static_cast<__int128>(settings.density) * numel;
+  const auto count = static_cast<int64_t>((share + kBillionths - 1) / kBillionths);
+  return count < 1 ? 1 : count;
+}
+
+ChosenValues::ChosenValues(const CodecSettings& settings) : codec_(codec_of_values(settings)) {}
+
+void ChosenValues::encode(const float* values, int64_t count, std::byte* bytes) const {
+  codec_->encode(Dtype::kFloat32, values, count, 0, {}, bytes);
+}
+
+void ChosenValues::decode(std::span<const std::byte> bytes, int64_t count, float* values) const {
+  codec_->decode(bytes, count, 0, Dtype::kFloat32, values);
+}
+
+void Chosen::resize(int64_t count) {
+  places.resize(count);
+  values.resize(count);
+}
+
+void Chosen::gather(const float* from) {
+  for (size_t i = 0; i < places.size(); ++i) values[i] = with_one_nan(load(from + places[i]));
+}
+
+void Chosen::scatter(int64_t numel, Dtype dtype, void* to) const {
+  std::memset(to, 0, numel * size_of(dtype));
+  auto* bytes = static_cast<std::byte*>(to);
+  for (size_t i = 0; i < places.size(); ++i)
+    kernels().convert(Dtype::kFloat32, &values[i], dtype, bytes + places[i] * size_of(dtype), 1);
+}
+
+void Chosen::add(int64_t numel, const float* base, float* sum) const {
+  if (base != sum) std::memcpy(sum, base, numel * sizeof(float));
+  for (size_t i = 0; i < places.size(); ++i) {
+    float* const at = sum + places[i];
+    store(with_one_nan(load(at) + values[i]), at);
+  }
+}
+
+const float* as_floats(Dtype dtype, const void* values, int64_t numel) {
+  if (dtype == Dtype::kFloat32) return static_cast<const float*>(values);
+  thread_local std::vector<float> wide;
+  if (static_cast<int64_t>(wide.size()) < numel) wide.resize(numel);
+  kernels().convert(dtype, values, Dtype::kFloat32, wide.data(), numel);
+  return wide.data();
+}
+
+}  // namespace cgx

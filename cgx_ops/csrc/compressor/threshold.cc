@@ -1,0 +1,140 @@
+// What Deep Gradient Compression publishes (Lin et al., ICLR 2018): the threshold is that of a
+// sample's largest magnitudes, and is adapted until about as many values are above it as are
+// wanted. A message is how many there are, their places, their values.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "base/status.h"
+#include "compressor/places.h"
+#include "compressor/sparse.h"
+#include "kernel/kernels.h"
+
+namespace cgx {
+namespace {
+
+constexpr int64_t kSampleEvery = 100;  // values
+constexpr int kMostRounds = 10;
+// Of the share that is wanted, in which the number of chosen values is; and by which a threshold is
+// multiplied.
+constexpr double kMost = 1.3, kLeast = 0.8;
+constexpr int64_t kCountBytes = 8;
+
+class Threshold final : public Codec {
+ public:
+  explicit Threshold(const CodecSettings& settings)
+      : settings_(settings), chosen_values_(settings) {}
+
+  int64_t max_bytes(int64_t numel) const override {
+    if (numel == 0) return 0;
+    const int64_t most = most_chosen(numel);
+    // Fewer values among as many take no more than so: a place has at most log2(numel / count) + 3
+    // bits, and the field of their high bits ends in a part of a byte.
+    const int bits = static_cast<int>(std::log2(numel / most)) + 4;
+    return kCountBytes + most * bits / 8 + 2 + chosen_values_.bytes(most);
+  }
+
+  int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t /*first_index*/,
+                 const Rounding& /*rounding*/, std::byte* bytes) const override {
+    if (numel == 0) return 0;
+    require(numel < kMostPlaces, CGX_INVALID_ARGUMENT, numel,
+            " values: threshold chooses among fewer than 2^32");
+    Chosen chosen;
+    const float* wide = as_floats(dtype, values, numel);
+    choose(wide, numel, &chosen.places);
+    const auto count = static_cast<int64_t>(chosen.places.size());
+    chosen.resize(count);
+    chosen.gather(wide);
+    std::memcpy(bytes, &count, kCountBytes);
+    write_places(chosen.places, numel, bytes + kCountBytes);
+    const int64_t value_at = kCountBytes + places_bytes(numel, count);
+    chosen_values_.encode(chosen.values.data(), count, bytes + value_at);
+    return value_at + chosen_values_.bytes(count);
+  }
+
+  void decode(std::span<const std::byte> bytes, int64_t numel, int64_t /*first_index*/, Dtype dtype,
+              void* values) const override {
+    if (numel > 0 || !bytes.empty()) read(bytes, numel).scatter(numel, dtype, values);
+  }
+
+  void decode_add(std::span<const std::byte> bytes, int64_t numel, int64_t /*first_index*/,
+                  const float* base, float* sum) const override {
+    if (numel > 0 || !bytes.empty()) read(bytes, numel).add(numel, base, sum);
+  }
+
+ private:
+  int64_t most_chosen(int64_t numel) const {
+    const auto most = static_cast<int64_t>(kMost * static_cast<double>(share_of(settings_, numel)));
+    return std::clamp<int64_t>(most, 1, numel);
+  }
+
+  void choose(const float* values, int64_t numel, std::vector<uint32_t>* places) const {
+    const int64_t wanted = share_of(settings_, numel), most = most_chosen(numel);
+    // What is not finite is above any threshold.
+    const auto is_above = [](float value, float threshold) {
+      return !(std::abs(value) < threshold);
+    };
+    float threshold = sampled(values, numel);
+    for (int round = 0; round < kMostRounds; ++round) {
+      int64_t above = 0;
+      for (int64_t i = 0; i < numel; ++i) above += is_above(values[i], threshold);
+      if (above > most)
+        threshold *= static_cast<float>(kMost);
+      else if (static_cast<double>(above) < kLeast * static_cast<double>(wanted))
+        threshold *= static_cast<float>(kLeast);
+      else
+        break;
+    }
+    for (int64_t i = 0; i < numel; ++i) {
+      if (!is_above(values[i], threshold)) continue;
+      places->push_back(static_cast<uint32_t>(i));
+      if (static_cast<int64_t>(places->size()) > most) break;
+    }
+    const bool none = places->empty();
+    if (!none && static_cast<int64_t>(places->size()) <= most) return;
+    places->resize(none ? 1 : most);
+    kernels().select_largest(values, numel, static_cast<int64_t>(places->size()), places->data());
+  }
+
+  // The least of the sample's largest magnitudes.
+  float sampled(const float* values, int64_t numel) const {
+    std::vector<float> sample;
+    for (int64_t i = std::min(kSampleEvery, numel) / 2; i < numel; i += kSampleEvery)
+      sample.push_back(values[i]);
+    const auto count = static_cast<int64_t>(sample.size());
+    std::vector<uint32_t> places(share_of(settings_, count));
+    kernels().select_largest(sample.data(), count, static_cast<int64_t>(places.size()),
+                             places.data());
+    float least = std::abs(sample[places[0]]);
+    for (const uint32_t place : places) least = std::min(least, std::abs(sample[place]));
+    return least;
+  }
+
+  Chosen read(std::span<const std::byte> bytes, int64_t numel) const {
+    int64_t count = 0;
+    const auto length = static_cast<int64_t>(bytes.size());
+    if (length >= kCountBytes) std::memcpy(&count, bytes.data(), kCountBytes);
+    require(count >= 1 && numel >= 1 && count <= most_chosen(numel), CGX_INVALID_ARGUMENT, count,
+            " values above a threshold, of ", numel);
+    const int64_t value_at = kCountBytes + places_bytes(numel, count);
+    const int64_t value_bytes = chosen_values_.bytes(count);
+    require(length == value_at + value_bytes, CGX_INVALID_ARGUMENT, length, " bytes for ", count,
+            " values of ", numel, ": expected ", value_at + value_bytes);
+    Chosen chosen;
+    chosen.resize(count);
+    read_places(bytes.data() + kCountBytes, numel, chosen.places);
+    chosen_values_.decode(bytes.subspan(value_at), count, chosen.values.data());
+    return chosen;
+  }
+
+  const CodecSettings settings_;
+  const ChosenValues chosen_values_;
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> make_threshold(const CodecSettings& settings) {
+  return std::make_unique<Threshold>(settings);
+}
+
+}  // namespace cgx

@@ -1,0 +1,97 @@
+// Top-k (Aji and Heafield, EMNLP 2017): a record is the places of a bucket's largest magnitudes,
+// then their values.
+#include <algorithm>
+
+#include "base/status.h"
+#include "compressor/places.h"
+#include "compressor/sparse.h"
+#include "kernel/kernels.h"
+
+namespace cgx {
+namespace {
+
+class Topk final : public SlicedCodec {
+ public:
+  explicit Topk(const CodecSettings& settings) : settings_(settings), chosen_values_(settings) {
+    require(settings.bucket_size < kMostPlaces, CGX_INVALID_ARGUMENT, "buckets of ",
+            settings.bucket_size, " values: topk chooses among fewer than 2^32");
+  }
+
+  int64_t grain() const override { return settings_.bucket_size; }
+
+  int64_t offset(int64_t first) const override {
+    const int64_t whole = first / grain(), last = first % grain();
+    return (whole > 0 ? whole * record_bytes(grain()) : 0) + (last > 0 ? record_bytes(last) : 0);
+  }
+
+  int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t /*first_index*/,
+                 const Rounding& /*rounding*/, std::byte* bytes) const override {
+    for_buckets(numel, [&](int64_t first, int64_t count, Chosen& chosen) {
+      const auto* from = static_cast<const std::byte*>(values) + first * size_of(dtype);
+      const float* wide = as_floats(dtype, from, count);
+      const auto k = static_cast<int64_t>(chosen.places.size());
+      kernels().select_largest(wide, count, k, chosen.places.data());
+      chosen.gather(wide);
+      write_places(chosen.places, count, bytes);
+      bytes += places_bytes(count, k);
+      chosen_values_.encode(chosen.values.data(), k, bytes);
+      bytes += chosen_values_.bytes(k);
+    });
+    return offset(numel);
+  }
+
+  void decode(std::span<const std::byte> bytes, int64_t numel, int64_t /*first_index*/, Dtype dtype,
+              void* values) const override {
+    for_records(bytes, numel, [&](int64_t first, int64_t count, const Chosen& chosen) {
+      chosen.scatter(count, dtype, static_cast<std::byte*>(values) + first * size_of(dtype));
+    });
+  }
+
+  void decode_add(std::span<const std::byte> bytes, int64_t numel, int64_t /*first_index*/,
+                  const float* base, float* sum) const override {
+    for_records(bytes, numel, [&](int64_t first, int64_t count, const Chosen& chosen) {
+      chosen.add(count, base + first, sum + first);
+    });
+  }
+
+ private:
+  int64_t record_bytes(int64_t numel) const {
+    const int64_t k = share_of(settings_, numel);
+    return places_bytes(numel, k) + chosen_values_.bytes(k);
+  }
+
+  // Calls work(first, count, chosen), which has room for the bucket's share.
+  template <typename Work>
+  void for_buckets(int64_t numel, const Work& work) const {
+    thread_local Chosen chosen;
+    for (int64_t first = 0; first < numel; first += grain()) {
+      const int64_t count = std::min(grain(), numel - first);
+      chosen.resize(share_of(settings_, count));
+      work(first, count, chosen);
+    }
+  }
+
+  template <typename Work>
+  void for_records(std::span<const std::byte> bytes, int64_t numel, const Work& work) const {
+    check_length(bytes, numel);
+    for_buckets(numel, [&](int64_t first, int64_t count, Chosen& chosen) {
+      const auto k = static_cast<int64_t>(chosen.places.size());
+      const int64_t at = offset(first), value_at = at + places_bytes(count, k);
+      read_places(bytes.data() + at, count, chosen.places);
+      chosen_values_.decode(bytes.subspan(value_at, chosen_values_.bytes(k)), k,
+                            chosen.values.data());
+      work(first, count, chosen);
+    });
+  }
+
+  const CodecSettings settings_;
+  const ChosenValues chosen_values_;
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> make_topk(const CodecSettings& settings) {
+  return std::make_unique<Topk>(settings);
+}
+
+}  // namespace cgx

@@ -1,0 +1,61 @@
+// Signs, and levels of a bucket's 2-norm (QSGD, Alistarh et al., NIPS 2017), rounded at random
+// between the two next to the value, so unbiased. A code has the sign above, then the level.
+#pragma once
+
+#include "kernel/cpu/scales-inl.h"
+
+namespace cgx::cpu::CGX_TARGET {
+namespace {
+
+template <int kBits>
+struct Qsgd {
+  using Field = BitField<kBits>;
+  using Header = Scale;
+  using Wire = uint16_t;
+  static constexpr int32_t kSign = 1 << (kBits - 1);
+  static constexpr int32_t kMost = kSign - 1;  // the level of the norm itself
+  struct Grid {
+    float norm;
+    float inverse;  // levels of 1; 0: all codes are 0
+  };
+  static constexpr int32_t kFlat = 0;
+  static constexpr bool kMoves = false;
+
+  template <typename Value>
+  static Grid scan(const Stored<typename Value::Bits>* __restrict values, int64_t n,
+                   const BucketRun& /*run*/) {
+    const float largest = largest_magnitude<Value>(values, n);
+    if (!is_finite(largest)) return {kNan, 0.0f};
+    const float root = root_of_squares<Value>(values, n, largest, 1.0);
+    const float norm = scale_above(root < largest ? largest : root);
+    const float inverse = static_cast<float>(kMost) / norm;
+    return {norm, is_finite(inverse) ? inverse : 0.0f};
+  }
+
+  [[gnu::always_inline]] static Header header(const Grid& grid) { return {grid.norm}; }
+  [[gnu::always_inline]] static bool flat(const Grid& grid) { return grid.inverse == 0.0f; }
+  [[gnu::always_inline]] static float fill(const Grid& /*grid*/) { return 0.0f; }
+  [[gnu::always_inline]] static Wire write(const Header& header) { return header.write(); }
+  [[gnu::always_inline]] static Header read(Wire wire) { return Scale::read(wire); }
+
+  [[gnu::always_inline]] static Ints16 codes(const Floats16& values, const Grid& grid,
+                                             const Floats16& r) {
+    const Ints top = Ints{} + kMost;
+    Ints16 codes;
+#pragma GCC unroll 4
+    for (int i = 0; i < kRegisters; ++i) {
+      const Floats x = values.at[i];
+      const Ints level = __builtin_convertvector(magnitudes(x) * grid.inverse + r.at[i], Ints);
+      codes.at[i] = (level < top ? level : top) | ((x < Floats{}) & kSign);
+    }
+    return codes;
+  }
+  [[gnu::always_inline]] static Floats values(const Header& header, Ints codes) {
+    const float step = header.value / static_cast<float>(kMost);
+    const Floats magnitude = __builtin_convertvector(codes & kMost, Floats) * step;
+    return Floats(Ints(magnitude) | (codes & kSign) << (32 - kBits));
+  }
+};
+
+}  // namespace
+}  // namespace cgx::cpu::CGX_TARGET

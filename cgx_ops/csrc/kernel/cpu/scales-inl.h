@@ -1,0 +1,140 @@
+// What a bucket is measured by: its largest magnitude, and sums over its values in an order that no
+// target changes; and scales of 16 bits.
+//
+//   1. scales: bf16, rounded to the nearest or away from zero, never to infinity
+//   2. the largest magnitude
+//   3. sums: blocks of 512 values in sixteen lanes each, folded in halves; then block by block
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernel/cpu/fields-inl.h"
+#include "kernel/cpu/values-inl.h"
+#include "kernel/cpu/vectors-inl.h"
+#include "kernel/kernels.h"
+
+namespace cgx::cpu::CGX_TARGET {
+namespace {
+
+constexpr float kNan = __builtin_bit_cast(float, kFloat32Nan);
+
+// Calls visit(std::integral_constant<int, bits>{}) for bits from kFirst to kLast.
+template <int kFirst, int kLast, typename Visit>
+[[gnu::always_inline]] inline void with_bits(int bits, const Visit& visit) {
+  if (bits == kFirst) return visit(std::integral_constant<int, kFirst>{});
+  if constexpr (kFirst < kLast) with_bits<kFirst + 1, kLast>(bits, visit);
+}
+
+// ---- 1. scales ----
+
+constexpr uint32_t kLargestBfloat16 = 0x7f7f0000;
+
+// Of finite values; what a bf16 cannot hold becomes its largest.
+[[gnu::always_inline]] inline float nearest_scale(float x) {
+  const float rounded = widen_bfloat16(round_to_bfloat16(x));
+  return is_finite(rounded) ? rounded : __builtin_bit_cast(float, kLargestBfloat16);
+}
+// Not below x >= 0.
+[[gnu::always_inline]] inline float scale_above(float x) {
+  const uint32_t bits = (__builtin_bit_cast(uint32_t, x) + 0xffffu) & 0xffff0000u;
+  return __builtin_bit_cast(float, bits < kLargestBfloat16 ? bits : kLargestBfloat16);
+}
+
+// A header of one scale: bf16, NaN if any value of the bucket is not finite.
+struct Scale {
+  float value;
+
+  [[gnu::always_inline]] static Scale read(uint16_t wire) {
+    const float value = widen_bfloat16(wire);
+    return {is_finite(value) ? value : kNan};
+  }
+  [[gnu::always_inline]] uint16_t write() const { return round_to_bfloat16(value); }
+};
+
+// ---- 2. magnitudes ----
+
+// Of n > 0 values; one that is not finite if any is not. The order of the stored magnitudes is that
+// of the widened ones, so the scan widens nothing.
+template <typename Value>
+float largest_magnitude(const Stored<typename Value::Bits>* __restrict values, int64_t n) {
+  using Bits = typename Value::Bits;
+  constexpr Bits kMagnitude = static_cast<Bits>(static_cast<Bits>(~Bits{0}) >> 1);
+  Bits largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const Bits magnitude = values[i].value & kMagnitude;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return Value::widen(largest);
+}
+
+[[gnu::always_inline]] inline Floats magnitudes(Floats x) { return Floats(Ints(x) & 0x7fffffff); }
+
+// The sign bit of lanes where x < 0: -0 is not.
+[[gnu::always_inline]] inline Ints negative(Floats x) { return (x < Floats{}) & Ints(x); }
+
+// ---- 3. sums ----
+
+// 2^-e, which brings magnitudes of at most `largest` below 4, so that their squares neither
+// overflow nor vanish; and its inverse.
+struct Prescale {
+  float down, up;
+  explicit Prescale(float largest) {
+    uint32_t exponent = __builtin_bit_cast(uint32_t, largest) >> 23;
+    exponent = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
+    down = __builtin_bit_cast(float, (254 - exponent) << 23);
+    up = __builtin_bit_cast(float, exponent << 23);
+  }
+};
+
+template <int kSums>
+struct Sums {
+  double at[kSums] = {};
+};
+
+// Sums of terms(x) over n values; terms() makes kSums registers of a register, zeros of zeros.
+template <typename Value, int kSums, typename Terms>
+[[gnu::always_inline]] inline Sums<kSums> sums_of(
+    const Stored<typename Value::Bits>* __restrict values, int64_t n, const Terms& terms) {
+  constexpr int64_t kBlock = 512;
+  Sums<kSums> sums;
+  for (int64_t start = 0; start < n; start += kBlock) {
+    const int64_t end = n - start < kBlock ? n : start + kBlock;
+    Floats lanes[kSums][kRegisters] = {};
+    const auto add = [&](const Floats16& some) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kRegisters; ++i) {
+        Floats term[kSums];
+        terms(some.at[i], term);
+        for (int k = 0; k < kSums; ++k) lanes[k][i] += term[k];
+      }
+    };
+    int64_t i = start;
+    for (; i + kSixteen <= end; i += kSixteen) add(load16<Value>(values + i));
+    if (i < end) add(load_last<Value>(values + i, static_cast<int>(end - i), 0.0f));
+    for (int k = 0; k < kSums; ++k) {
+      float lane[kSixteen];
+      __builtin_memcpy(lane, lanes[k], sizeof(lane));
+      for (int half = kSixteen / 2; half > 0; half /= 2)
+        for (int j = 0; j < half; ++j) lane[j] += lane[j + half];
+      sums.at[k] += static_cast<double>(lane[0]);
+    }
+  }
+  return sums;
+}
+
+// The square root of the sum of squares, divided by `divisor` before the root.
+template <typename Value>
+[[gnu::always_inline]] inline float root_of_squares(
+    const Stored<typename Value::Bits>* __restrict values, int64_t n, float largest,
+    double divisor) {
+  const Prescale scale(largest);
+  const auto squares = sums_of<Value, 1>(values, n, [&](Floats x, Floats(&term)[1]) {
+    const Floats scaled = x * scale.down;
+    term[0] = scaled * scaled;
+  });
+  return __builtin_sqrtf(static_cast<float>(squares.at[0] / divisor)) * scale.up;
+}
+
+}  // namespace
+}  // namespace cgx::cpu::CGX_TARGET

@@ -1,0 +1,60 @@
+// -1, 0 or 1 times a bucket's scale (TernGrad, Wen et al., NIPS 2017): not 0 with a probability of
+// magnitude / scale, so unbiased. The scale is the largest magnitude; with `clip` at most 2.5 times
+// the root of the mean square, to which values are clipped. Codes are 0, 1, 2.
+#pragma once
+
+#include "kernel/cpu/scales-inl.h"
+
+namespace cgx::cpu::CGX_TARGET {
+namespace {
+
+struct Ternary {
+  using Field = TritField;
+  using Header = Scale;
+  using Wire = uint16_t;
+  struct Grid {
+    float scale;
+    float inverse;  // 0: all codes are 1
+  };
+  static constexpr int32_t kFlat = 1;
+  static constexpr bool kMoves = false;
+
+  template <typename Value>
+  static Grid scan(const Stored<typename Value::Bits>* __restrict values, int64_t n,
+                   const BucketRun& run) {
+    const float largest = largest_magnitude<Value>(values, n);
+    if (!is_finite(largest)) return {kNan, 0.0f};
+    float scale = largest;
+    if (run.clip) {
+      const float most = 2.5f * root_of_squares<Value>(values, n, largest, static_cast<double>(n));
+      scale = most < scale ? most : scale;
+    }
+    scale = scale_above(scale);
+    const float inverse = 1.0f / scale;
+    return {scale, is_finite(inverse) ? inverse : 0.0f};
+  }
+
+  [[gnu::always_inline]] static Header header(const Grid& grid) { return {grid.scale}; }
+  [[gnu::always_inline]] static bool flat(const Grid& grid) { return grid.inverse == 0.0f; }
+  [[gnu::always_inline]] static float fill(const Grid& /*grid*/) { return 0.0f; }
+  [[gnu::always_inline]] static Wire write(const Header& header) { return header.write(); }
+  [[gnu::always_inline]] static Header read(Wire wire) { return Scale::read(wire); }
+
+  [[gnu::always_inline]] static Ints16 codes(const Floats16& values, const Grid& grid,
+                                             const Floats16& r) {
+    Ints16 codes;
+#pragma GCC unroll 4
+    for (int i = 0; i < kRegisters; ++i) {
+      const Floats x = values.at[i];
+      const Ints one = (magnitudes(x) * grid.inverse + r.at[i] >= Floats{} + 1.0f) & 1;
+      codes.at[i] = 1 + (x < Floats{} ? -one : one);
+    }
+    return codes;
+  }
+  [[gnu::always_inline]] static Floats values(const Header& header, Ints codes) {
+    return __builtin_convertvector(codes - 1, Floats) * header.value;
+  }
+};
+
+}  // namespace
+}  // namespace cgx::cpu::CGX_TARGET
