@@ -7,7 +7,8 @@
 //
 // quantize-residual is quantize with error feedback: adds what was lost before, keeps what is lost.
 //
-// A line is: dtype, operation, bits, rounding ("-": none), numbers.
+// A line is: dtype, operation, compressor with what it has beside bits, bits, rounding ("-": none),
+// numbers.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -23,6 +24,7 @@
 #include "api.h"
 #include "base/float_mode.h"
 #include "compressor/codec.h"
+#include "config.h"
 #include "kernel/kernels.h"
 
 namespace {
@@ -55,7 +57,7 @@ struct Buffers {
 // What one_shot encodes of a rank's own values, in one chunk, with their residual.
 class Feedback {
  public:
-  Feedback(Buffers& b, int bits, cgx::RoundingMode rounding) : plan_(plan_of(b, bits, rounding)) {
+  Feedback(Buffers& b, const cgx_config_t& config) : plan_(plan_of(b, config)) {
     layout_ = std::make_unique<cgx::Layout>(plan_);
     message_.resize(layout_->longest_message());
   }
@@ -66,13 +68,14 @@ class Feedback {
   }
 
  private:
-  static cgx::Plan plan_of(Buffers& b, int bits, cgx::RoundingMode rounding) {
-    const cgx_segment_t segment{0, b.numel, 512, bits, 0};
+  static cgx::Plan plan_of(Buffers& b, const cgx_config_t& config) {
+    const cgx_segment_t segment{0, b.numel, config.bucket_size, static_cast<int32_t>(config.bits),
+                                0, nullptr};
     void* residuals[] = {b.residual.data()};
     auto call = cgx::make<cgx_collective_t>();
     call.dtype = static_cast<int32_t>(b.dtype);
+    call.config = config;
     call.config.algorithm = CGX_ONE_SHOT;
-    call.config.rounding = static_cast<int64_t>(rounding);
     call.segments = &segment;
     call.num_segments = 1;
     call.input = b.values.data();
@@ -87,36 +90,67 @@ class Feedback {
   std::vector<std::byte> message_;
 };
 
+// What is measured: a config as a text, and its name in the table.
+struct Setting {
+  std::string name;
+  std::string config;
+  bool residual = true;  // whether feedback converges
+};
+
+std::vector<Setting> settings() {
+  std::vector<Setting> all;
+  for (int bits = 1; bits <= 8; ++bits)
+    for (const char* rounding : {"nearest", "stochastic"})
+      all.push_back({cgx::join("uniform ", bits, " ", rounding),
+                     cgx::join("bits=", bits, " rounding='", rounding, "'")});
+  for (int bits = 1; bits <= 4; ++bits)
+    all.push_back(
+        {cgx::join("levels ", bits, " nearest"), cgx::join("bits=", bits, " compressor='levels'")});
+  for (const char* rest : {"sign 1 nearest", "onebit 1 nearest", "ternary 1.6 stochastic",
+                           "natural 8 stochastic", "half 16 nearest", "half 16 stochastic"}) {
+    const std::string text = rest, name = text.substr(0, text.find(' '));
+    const std::string rounding = text.substr(text.rfind(' ') + 1);
+    all.push_back({text, cgx::join("rounding='", rounding, "' compressor='", name, "'"),
+                   name != "sign" && name != "ternary"});
+  }
+  for (const int bits : {4, 8})
+    all.push_back({cgx::join("qsgd ", bits, " stochastic"),
+                   cgx::join("bits=", bits, " compressor='qsgd'"), bits == 8});
+  all.push_back({"levels,rotation=32 2 nearest", "bits=2 compressor='levels' rotation=32"});
+  for (const char* name : {"topk", "randk"})
+    all.push_back({cgx::join(name, ",density=0.01 32 nearest"),
+                   cgx::join("bucket_size=4096 compressor='", name, "' density=0.01")});
+  all.push_back({"topk,density=0.01 8 nearest",
+                 "bucket_size=4096 compressor='topk' density=0.01 value_bits=8"});
+  all.push_back({"threshold,density=0.01 32 nearest", "compressor='threshold' density=0.01"});
+  return all;
+}
+
 void add_cases(Buffers& b, const std::string& dtype, std::vector<Case>& cases) {
-  cases.push_back({dtype + " memcpy 32 -", [&b] {
+  cases.push_back({dtype + " memcpy - 32 -", [&b] {
                      std::memcpy(b.result.data(), b.values.data(), b.numel * size_of(b.dtype));
                    }});
-  for (int bits = 1; bits <= 8; ++bits) {
-    const cgx::CodecSettings settings = {.dtype = b.dtype, .bits = bits};
-    const std::shared_ptr<cgx::Codec> codec = cgx::make_codec(settings);
-    const std::string width = std::to_string(bits);
-    const auto bytes = std::make_shared<std::vector<std::byte>>(codec->max_bytes(b.numel));
-    const auto encode = [=, &b](cgx::RoundingMode mode) {
-      codec->encode(b.dtype, b.values.data(), b.numel, 0, {.mode = mode, .seed = 1}, bytes->data());
+  for (const Setting& setting : settings()) {
+    const cgx_config_t config = cgx::parse_config(setting.config);
+    const std::shared_ptr<cgx::Codec> codec = cgx::make_codec(cgx::settings_of(config, b.dtype));
+    const cgx::Rounding rounding{.mode = cgx::rounding_of(config), .seed = 1};
+    const auto room = std::make_shared<std::vector<std::byte>>(codec->max_bytes(b.numel));
+    const auto encode = [=, &b] {
+      return codec->encode(b.dtype, b.values.data(), b.numel, 0, rounding, room->data());
     };
-    cases.push_back(
-        {dtype + " quantize " + width + " nearest", [=] { encode(cgx::RoundingMode::kNearest); }});
-    cases.push_back({dtype + " quantize " + width + " stochastic",
-                     [=] { encode(cgx::RoundingMode::kStochastic); }});
-    for (const bool random : {false, true}) {
-      const auto feedback = std::make_shared<Feedback>(
-          b, bits, random ? cgx::RoundingMode::kStochastic : cgx::RoundingMode::kNearest);
-      cases.push_back(
-          {dtype + " quantize-residual " + width + (random ? " stochastic" : " nearest"),
-           [=] { feedback->encode(); }});
+    const int64_t length = encode();
+    const auto bytes =
+        std::make_shared<std::vector<std::byte>>(room->begin(), room->begin() + length);
+    cases.push_back({dtype + " quantize " + setting.name, [=] { encode(); }});
+    if (setting.residual) {
+      const auto feedback = std::make_shared<Feedback>(b, config);
+      cases.push_back({dtype + " quantize-residual " + setting.name, [=] { feedback->encode(); }});
     }
-    cases.push_back({dtype + " dequantize " + width + " -", [=, &b] {
-                       codec->decode(*bytes, b.numel, /*first_index=*/0, b.dtype, b.result.data());
-                     }});
+    cases.push_back({dtype + " dequantize " + setting.name,
+                     [=, &b] { codec->decode(*bytes, b.numel, 0, b.dtype, b.result.data()); }});
     if (b.dtype != cgx::Dtype::kFloat32) continue;  // sums are fp32, whatever travels
-    cases.push_back({dtype + " dequantize-add " + width + " -", [=, &b] {
-                       codec->decode_add(*bytes, b.numel, /*first_index=*/0, b.sum.data(),
-                                         b.sum.data());
+    cases.push_back({dtype + " dequantize-add " + setting.name, [=, &b] {
+                       codec->decode_add(*bytes, b.numel, 0, b.sum.data(), b.sum.data());
                      }});
   }
 }

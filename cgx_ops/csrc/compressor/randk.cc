@@ -46,6 +46,20 @@ class Randk final : public SlicedCodec {
     return offset(numel);
   }
 
+  int64_t encode_keeping(const float* values, int64_t numel, int64_t first_index,
+                         const Rounding& rounding, std::byte* bytes, float* lost) const override {
+    for_buckets(numel, first_index, [&](int64_t first, int64_t count, Chosen& chosen) {
+      const auto k = static_cast<int64_t>(chosen.places.size());
+      const auto length = static_cast<size_t>(none_->max_bytes(k));
+      std::byte* const to = bytes + offset(first);
+      chosen.gather(values + first);
+      none_->encode(Dtype::kFloat32, chosen.values.data(), k, 0, rounding, to);
+      none_->decode({to, length}, k, 0, Dtype::kFloat32, chosen.values.data());
+      chosen.subtract_from(count, values + first, lost + first);
+    });
+    return offset(numel);
+  }
+
   void decode(std::span<const std::byte> bytes, int64_t numel, int64_t first_index, Dtype dtype,
               void* values) const override {
     for_records(bytes, numel, first_index, [&](int64_t first, int64_t count, const Chosen& chosen) {

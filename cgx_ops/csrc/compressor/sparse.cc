@@ -1,5 +1,6 @@
 #include "compressor/sparse.h"
 
+#include <cmath>
 #include <cstring>
 
 #include "base/half.h"
@@ -77,6 +78,15 @@ void Chosen::add(int64_t numel, const float* base, float* sum) const {
   for (size_t i = 0; i < places.size(); ++i) {
     float* const at = sum + places[i];
     store(with_one_nan(load(at) + values[i]), at);
+  }
+}
+
+void Chosen::subtract_from(int64_t numel, const float* from, float* lost) const {
+  kernels().scale(from, 1.0f, Dtype::kFloat32, lost,
+                  numel);  // a copy, but 0 for what is not finite
+  for (size_t i = 0; i < places.size(); ++i) {
+    const float error = load(from + places[i]) - values[i];
+    store(std::isfinite(error) ? error : 0.0f, lost + places[i]);
   }
 }
 

@@ -45,6 +45,8 @@ struct Chosen {
   void scatter(int64_t numel, Dtype dtype, void* to) const;
   // sum = base + that.
   void add(int64_t numel, const float* base, float* sum) const;
+  // lost = from - that, or 0 where it is not finite.
+  void subtract_from(int64_t numel, const float* from, float* lost) const;
 };
 
 // As fp32, where they are something else; used within one call only.

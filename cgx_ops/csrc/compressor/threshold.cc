@@ -36,20 +36,21 @@ class Threshold final : public Codec {
 
   int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t /*first_index*/,
                  const Rounding& /*rounding*/, std::byte* bytes) const override {
-    if (numel == 0) return 0;
-    require(numel < kMostPlaces, CGX_INVALID_ARGUMENT, numel,
-            " values: threshold chooses among fewer than 2^32");
     Chosen chosen;
-    const float* wide = as_floats(dtype, values, numel);
-    choose(wide, numel, &chosen.places);
-    const auto count = static_cast<int64_t>(chosen.places.size());
-    chosen.resize(count);
-    chosen.gather(wide);
-    std::memcpy(bytes, &count, kCountBytes);
-    write_places(chosen.places, numel, bytes + kCountBytes);
-    const int64_t value_at = kCountBytes + places_bytes(numel, count);
-    chosen_values_.encode(chosen.values.data(), count, bytes + value_at);
-    return value_at + chosen_values_.bytes(count);
+    return write(as_floats(dtype, values, numel), numel, &chosen, bytes);
+  }
+
+  int64_t encode_keeping(const float* values, int64_t numel, int64_t /*first_index*/,
+                         const Rounding& /*rounding*/, std::byte* bytes,
+                         float* lost) const override {
+    Chosen chosen;
+    const int64_t end = write(values, numel, &chosen, bytes);
+    const auto count = static_cast<int64_t>(chosen.values.size());
+    const int64_t length = chosen_values_.bytes(count);
+    chosen_values_.decode({bytes + end - length, static_cast<size_t>(length)}, count,
+                          chosen.values.data());
+    chosen.subtract_from(numel, values, lost);
+    return end;
   }
 
   void decode(std::span<const std::byte> bytes, int64_t numel, int64_t /*first_index*/, Dtype dtype,
@@ -68,16 +69,27 @@ class Threshold final : public Codec {
     return std::clamp<int64_t>(most, 1, numel);
   }
 
+  // Returns the bytes written.
+  int64_t write(const float* values, int64_t numel, Chosen* chosen, std::byte* bytes) const {
+    if (numel == 0) return 0;
+    require(numel < kMostPlaces, CGX_INVALID_ARGUMENT, numel,
+            " values: threshold chooses among fewer than 2^32");
+    choose(values, numel, &chosen->places);
+    const auto count = static_cast<int64_t>(chosen->places.size());
+    chosen->resize(count);
+    chosen->gather(values);
+    std::memcpy(bytes, &count, kCountBytes);
+    write_places(chosen->places, numel, bytes + kCountBytes);
+    const int64_t value_at = kCountBytes + places_bytes(numel, count);
+    chosen_values_.encode(chosen->values.data(), count, bytes + value_at);
+    return value_at + chosen_values_.bytes(count);
+  }
+
   void choose(const float* values, int64_t numel, std::vector<uint32_t>* places) const {
     const int64_t wanted = share_of(settings_, numel), most = most_chosen(numel);
-    // What is not finite is above any threshold.
-    const auto is_above = [](float value, float threshold) {
-      return !(std::abs(value) < threshold);
-    };
     float threshold = sampled(values, numel);
     for (int round = 0; round < kMostRounds; ++round) {
-      int64_t above = 0;
-      for (int64_t i = 0; i < numel; ++i) above += is_above(values[i], threshold);
+      const int64_t above = kernels().count_from(values, numel, threshold);
       if (above > most)
         threshold *= static_cast<float>(kMost);
       else if (static_cast<double>(above) < kLeast * static_cast<double>(wanted))
@@ -85,14 +97,10 @@ class Threshold final : public Codec {
       else
         break;
     }
-    for (int64_t i = 0; i < numel; ++i) {
-      if (!is_above(values[i], threshold)) continue;
-      places->push_back(static_cast<uint32_t>(i));
-      if (static_cast<int64_t>(places->size()) > most) break;
-    }
-    const bool none = places->empty();
-    if (!none && static_cast<int64_t>(places->size()) <= most) return;
-    places->resize(none ? 1 : most);
+    places->resize(most);
+    const int64_t found = kernels().places_from(values, numel, threshold, most, places->data());
+    places->resize(std::clamp<int64_t>(found, 1, most));
+    if (found >= 1 && found <= most) return;
     kernels().select_largest(values, numel, static_cast<int64_t>(places->size()), places->data());
   }
 

@@ -28,14 +28,18 @@ class Topk final : public SlicedCodec {
                  const Rounding& /*rounding*/, std::byte* bytes) const override {
     for_buckets(numel, [&](int64_t first, int64_t count, Chosen& chosen) {
       const auto* from = static_cast<const std::byte*>(values) + first * size_of(dtype);
-      const float* wide = as_floats(dtype, from, count);
-      const auto k = static_cast<int64_t>(chosen.places.size());
-      kernels().select_largest(wide, count, k, chosen.places.data());
-      chosen.gather(wide);
-      write_places(chosen.places, count, bytes);
-      bytes += places_bytes(count, k);
-      chosen_values_.encode(chosen.values.data(), k, bytes);
-      bytes += chosen_values_.bytes(k);
+      encode_bucket(as_floats(dtype, from, count), count, chosen, bytes + offset(first));
+    });
+    return offset(numel);
+  }
+
+  int64_t encode_keeping(const float* values, int64_t numel, int64_t /*first_index*/,
+                         const Rounding& /*rounding*/, std::byte* bytes,
+                         float* lost) const override {
+    for_buckets(numel, [&](int64_t first, int64_t count, Chosen& chosen) {
+      const auto sent = encode_bucket(values + first, count, chosen, bytes + offset(first));
+      chosen_values_.decode(sent, static_cast<int64_t>(chosen.values.size()), chosen.values.data());
+      chosen.subtract_from(count, values + first, lost + first);
     });
     return offset(numel);
   }
@@ -58,6 +62,18 @@ class Topk final : public SlicedCodec {
   int64_t record_bytes(int64_t numel) const {
     const int64_t k = share_of(settings_, numel);
     return places_bytes(numel, k) + chosen_values_.bytes(k);
+  }
+
+  // Returns the bytes of the values.
+  std::span<const std::byte> encode_bucket(const float* values, int64_t numel, Chosen& chosen,
+                                           std::byte* bytes) const {
+    const auto k = static_cast<int64_t>(chosen.places.size());
+    kernels().select_largest(values, numel, k, chosen.places.data());
+    chosen.gather(values);
+    write_places(chosen.places, numel, bytes);
+    std::byte* const values_at = bytes + places_bytes(numel, k);
+    chosen_values_.encode(chosen.values.data(), k, values_at);
+    return {values_at, static_cast<size_t>(chosen_values_.bytes(k))};
   }
 
   // Calls work(first, count, chosen), which has room for the bucket's share.

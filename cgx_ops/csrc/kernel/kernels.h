@@ -61,6 +61,11 @@ struct Kernels {
   void (*convert_noisily)(Dtype from_type, const void* from, int64_t numel, int64_t first_index,
                           const Rounding& rounding, Dtype to_type, void* to);
 
+  // How many values have at least this magnitude; what is not finite has.
+  int64_t (*count_from)(const float* values, int64_t numel, float magnitude);
+  // Their places, in ascending order, `most` at most. Returns how many, or most + 1 if more.
+  int64_t (*places_from)(const float* values, int64_t numel, float magnitude, int64_t most,
+                         uint32_t* places);
   // The places of the k largest magnitudes, in ascending order; of equal ones the first; what is
   // not finite is larger than all else. 0 < k <= numel < 2^32.
   void (*select_largest)(const float* values, int64_t numel, int64_t k, uint32_t* places);

@@ -35,6 +35,8 @@ constexpr Kernels table(const char* name, const char* description) {
           .subtract = subtract,
           .scale = scale,
           .convert_noisily = convert_noisily,
+          .count_from = count_from,
+          .places_from = places_from,
           .select_largest = select_largest,
           .rotate = rotate,
           .rotate_back = rotate_back};

@@ -34,12 +34,16 @@ struct LevelTable<4> {
 template <int kBits>
 struct Levels {
   using Field = BitField<kBits>;
-  using Header = Scale;
   using Wire = uint16_t;
   static constexpr int kLevels = 1 << (kBits - 1);
+  struct Header {
+    float scale;
+    float at[8];  // the levels
+  };
+  // From threshold j on a magnitude has level j + 1 at least; beyond the last there is none.
   struct Grid {
     float scale;
-    float thresholds[kLevels];  // from this magnitude on a value has the next level; the last: none
+    float thresholds[8];
   };
   static constexpr int32_t kFlat = 0;
   static constexpr bool kMoves = false;
@@ -65,11 +69,19 @@ struct Levels {
     return grid;
   }
 
-  [[gnu::always_inline]] static Header header(const Grid& grid) { return {grid.scale}; }
+  [[gnu::always_inline]] static Header header(const Grid& grid) {
+    Header header{grid.scale, {}};
+    for (int i = 0; i < kLevels; ++i) header.at[i] = LevelTable<kBits>::kAt[i] * grid.scale;
+    return header;
+  }
   [[gnu::always_inline]] static bool flat(const Grid& grid) { return !is_finite(grid.scale); }
   [[gnu::always_inline]] static float fill(const Grid& /*grid*/) { return 0.0f; }
-  [[gnu::always_inline]] static Wire write(const Header& header) { return header.write(); }
-  [[gnu::always_inline]] static Header read(Wire wire) { return Scale::read(wire); }
+  [[gnu::always_inline]] static Wire write(const Header& header) {
+    return Scale{header.scale}.write();
+  }
+  [[gnu::always_inline]] static Header read(Wire wire) {
+    return header({Scale::read(wire).value, {}});
+  }
 
   [[gnu::always_inline]] static Ints16 codes(const Floats16& values, const Grid& grid,
                                              const Floats16& /*r*/) {
@@ -78,19 +90,23 @@ struct Levels {
     for (int i = 0; i < kRegisters; ++i) {
       const Floats x = values.at[i], magnitude = magnitudes(x);
       Ints level{};
-      for (int j = 0; j + 1 < kLevels; ++j)
-        level -= Ints(magnitude >= Floats{} + grid.thresholds[j]);
+      if constexpr (kLevels > 1) {
+        // A bit at a time, from the highest: how many of the thresholds are not above.
+        level = (magnitude >= Floats{} + grid.thresholds[kLevels / 2 - 1]) & (kLevels / 2);
+#pragma GCC unroll 4
+        for (int bit = kLevels / 4; bit > 0; bit /= 2)
+          level |= (magnitude >= look_up8(grid.thresholds, level + (bit - 1))) & bit;
+      }
       codes.at[i] = level | ((x < Floats{}) & kLevels);
     }
     return codes;
   }
   [[gnu::always_inline]] static Floats values(const Header& header, Ints codes) {
-    const Ints level = codes & (kLevels - 1);
-    Floats magnitude = Floats{} + LevelTable<kBits>::kAt[0] * header.value;
-    for (int j = 1; j < kLevels; ++j) {
-      const Floats next = Floats{} + LevelTable<kBits>::kAt[j] * header.value;
-      magnitude = level >= j ? next : magnitude;
-    }
+    Floats magnitude = Floats{} + header.at[0];
+    if constexpr (kLevels == 2)
+      magnitude = (codes & 1) != 0 ? Floats{} + header.at[1] : magnitude;
+    else if constexpr (kLevels > 2)
+      magnitude = look_up8(header.at, codes & (kLevels - 1));
     return Floats(Ints(magnitude) | (codes & kLevels) << (32 - kBits));
   }
 };

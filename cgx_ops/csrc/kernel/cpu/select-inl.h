@@ -1,8 +1,9 @@
-// The places of the largest magnitudes. Magnitudes are compared as integers, by which what is not
-// finite is larger than all else, NaN most.
+// The places of the largest magnitudes. Magnitudes are compared as integers (keys), by which what
+// is not finite is larger than all else, NaN most.
 //
-//   1. how many values are at least as large as a key
-//   2. the k-th largest key: from the largest down in growing steps, then by halves
+//   1. how many values have a key or a larger one; and where they are
+//   2. the k-th largest key: from the largest down in growing steps; then by halves, among those
+//      few that are left
 //   3. the places of what is larger, and of the first that are equal
 #pragma once
 
@@ -39,56 +40,106 @@ int64_t count_from(const Stored<uint32_t>* __restrict values, int64_t n, int32_t
   return count;
 }
 
-// A key from which on there are k values, or more of which the least are equal. 0 < k <= n.
-int32_t select_key(const Stored<uint32_t>* values, int64_t n, int64_t k) {
-  int32_t high = 0;  // no value is larger
+// Calls visit(i) for every value of at least this key, in order, until that returns false.
+template <typename Visit>
+[[gnu::always_inline]] inline void visit_from(const Stored<uint32_t>* __restrict values, int64_t n,
+                                              int32_t least, const Visit& visit) {
+  int64_t i = 0;
+  for (; i + kSixteen <= n; i += kSixteen) {
+    const TwoWords chosen = bytes_of_ints(map<Ints16>(
+        keys16(values + i), [&](Ints keys) { return Ints(keys >= Ints{} + least) & 1; }));
+    for (int half = 0; half < 2; ++half)
+      for (uint64_t bytes = chosen.at[half]; bytes != 0; bytes &= bytes - 1)
+        if (!visit(i + 8 * half + __builtin_ctzll(bytes) / 8)) return;
+  }
+  for (; i < n; ++i)
+    if (key_of(values[i]) >= least && !visit(i)) return;
+}
+
+int64_t count_from(const float* values, int64_t n, float magnitude) {
+  return count_from(reinterpret_cast<const Stored<uint32_t>*>(values), n,
+                    __builtin_bit_cast(int32_t, magnitude));
+}
+
+int64_t places_from(const float* values, int64_t n, float magnitude, int64_t most,
+                    uint32_t* places) {
+  int64_t found = 0;
+  visit_from(reinterpret_cast<const Stored<uint32_t>*>(values), n,
+             __builtin_bit_cast(int32_t, magnitude), [&](int64_t i) {
+               if (found < most) places[found] = static_cast<uint32_t>(i);
+               return ++found <= most;
+             });
+  return found;
+}
+
+// The k-th largest key, or one below it that no other value has; it lies from `low`, which at least
+// k values reach, to `high`. Narrows both until no more than `few` values are in question.
+struct Bounds {
+  int32_t low, high;
+  int64_t from_low;  // values that reach low
+};
+Bounds halve(const Stored<uint32_t>* values, int64_t n, int64_t k, Bounds bounds, int64_t few) {
+  while (bounds.low < bounds.high && bounds.from_low > few) {
+    const int32_t middle = bounds.low + (bounds.high - bounds.low + 1) / 2;
+    const int64_t count = count_from(values, n, middle);
+    if (count >= k)
+      bounds = {middle, bounds.high, count};
+    else
+      bounds.high = middle - 1;
+    if (count == k) break;
+  }
+  return bounds;
+}
+
+Bounds step_down(const Stored<uint32_t>* values, int64_t n, int64_t k) {
+  int32_t high = 0;
   for (int64_t i = 0; i < n; ++i) {
     const int32_t key = key_of(values[i]);
     high = key > high ? key : high;
   }
-  int32_t low = 0;  // at least k values are as large
-  for (int32_t step = 1 << 23; step < high; step = step < (1 << 29) ? 2 * step : high) {
+  for (int32_t step = 1 << 22; step < high; step = step < (1 << 29) ? 2 * step : high) {
     const int64_t count = count_from(values, n, high - step);
-    if (count == k) return high - step;
-    if (count > k) {
-      low = high - step;
-      break;
-    }
-    high = high - step - 1;
+    if (count >= k) return {high - step, high, count};
+    high -= step + 1;
   }
-  while (low < high) {
-    const int32_t middle = low + (high - low + 1) / 2;
-    const int64_t count = count_from(values, n, middle);
-    if (count == k) return middle;
-    if (count > k)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  return low;
+  return {0, high, n};
+}
+
+// Takes the first `equal` of the values that are `least`, and all larger ones. place(i): of value
+// i.
+template <typename Place>
+[[gnu::always_inline]] inline void take(const Stored<uint32_t>* values, int64_t n, int32_t least,
+                                        int64_t equal, const Place& place, uint32_t* places) {
+  visit_from(values, n, least, [&](int64_t i) {
+    if (key_of(values[i]) > least || equal-- > 0) *places++ = place(i);
+    return true;
+  });
 }
 
 // In ascending order, of n < 2^32 values. 0 < k <= n.
 void select_largest(const float* from, int64_t n, int64_t k, uint32_t* places) {
+  // To look through all values takes as long as to copy about a hundred.
+  constexpr int64_t kFew = 1024;
+  const int64_t about = 2 * k + 64 < kFew ? 2 * k + 64 : kFew;
   const auto* values = reinterpret_cast<const Stored<uint32_t>*>(from);
-  const int32_t least = select_key(values, n, k);
-  // Of those that are equal to `least` the first are taken.
-  int64_t equal = k - count_from(values, n, least + 1);
-  const auto take = [&](int64_t i) {
-    const int32_t key = key_of(values[i]);
-    if (key < least) return;
-    if (key == least && equal-- <= 0) return;
-    *places++ = static_cast<uint32_t>(i);
+  Bounds bounds = halve(values, n, k, step_down(values, n, k), about);
+  const auto equal = [&](const Stored<uint32_t>* among, int64_t count) {
+    return k - (bounds.from_low == k ? 0 : count_from(among, count, bounds.low + 1));
   };
-  int64_t i = 0;
-  for (; i + kSixteen <= n; i += kSixteen) {
-    const Ints16 keys = keys16(values + i);
-    const TwoWords chosen = bytes_of_ints(
-        map<Ints16>(keys, [&](Ints lanes) { return Ints(lanes >= Ints{} + least) & 1; }));
-    if ((chosen.at[0] | chosen.at[1]) == 0) continue;
-    for (int64_t j = i; j < i + kSixteen; ++j) take(j);
-  }
-  for (; i < n; ++i) take(i);
+  if (bounds.from_low > kFew)
+    return take(
+        values, n, bounds.low, equal(values, n), [](int64_t i) { return static_cast<uint32_t>(i); },
+        places);
+  Stored<uint32_t> few[kFew];
+  uint32_t few_places[kFew];
+  int64_t count = 0;
+  visit_from(values, n, bounds.low, [&](int64_t i) {
+    few[count] = values[i];
+    few_places[count++] = static_cast<uint32_t>(i);
+    return true;
+  });
+  bounds = halve(few, count, k, bounds, 0);
+  take(few, count, bounds.low, equal(few, count), [&](int64_t i) { return few_places[i]; }, places);
 }
 
 }  // namespace

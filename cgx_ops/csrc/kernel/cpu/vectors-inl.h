@@ -58,6 +58,20 @@ template <typename Out, typename In, typename F>
   return Floats(Ints(x) & ((Ints(x) & exponent) != exponent));
 }
 
+// table[i] of each lane i, below 8; table is eight floats.
+[[gnu::always_inline]] inline Floats look_up8(const float* table, Ints i) {
+#if defined(__AVX512F__)
+  const __m512 both = _mm512_maskz_broadcast_f32x8(0xffff, _mm256_loadu_ps(table));
+  return Floats(_mm512_maskz_permutexvar_ps(0xffff, __m512i(i), both));
+#elif defined(__AVX2__)
+  return Floats(_mm256_permutevar8x32_ps(_mm256_loadu_ps(table), __m256i(i)));
+#else
+  Floats found = Floats{} + table[0];
+  for (int j = 1; j < 8; ++j) found = i == j ? Floats{} + table[j] : found;
+  return found;
+#endif
+}
+
 // ---- 2. memory ----
 
 // Register by register: copied as one struct, GCC takes smaller steps, through the stack.
