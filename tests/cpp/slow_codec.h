@@ -31,7 +31,7 @@ inline float slow_noise(int64_t index, const Rounding& rounding) {
   const auto e = static_cast<uint64_t>(index) % 128;
   const uint64_t counter = 16 * group + e % 16;
   uint64_t words[4] = {counter & 0xffffffff, counter >> 32, rounding.rank, rounding.phase};
-  philox4x32_10(words, PhiloxKeys(rounding.seed), multiply_words);
+  philox4x32_7(words, PhiloxKeys(rounding.seed), multiply_words);
   const uint64_t u = (words[e / 32] >> (e / 16 % 2 * 16)) & 0xffff;
   return static_cast<float>((static_cast<double>(u) + 0.5) / 65536);
 }

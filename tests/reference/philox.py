@@ -1,4 +1,4 @@
-"""Noise: the seeds of segments and blocks, Philox4x32-10, and the lane an element gets."""
+"""Noise: the seeds of segments and blocks, Philox4x32-7, and the lane an element gets."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy.typing as npt
 from .values import Float32s
 
 
-def philox4x32_10(counters: npt.NDArray[np.uint32], seed: int) -> npt.NDArray[np.uint32]:
-    """Run ten rounds on counters of shape (n, 4); the key is (seed low 32, seed high 32)."""
+def philox4x32_7(counters: npt.NDArray[np.uint32], seed: int) -> npt.NDArray[np.uint32]:
+    """Run seven rounds on counters of shape (n, 4); the key is (seed low 32, seed high 32)."""
     mask = np.uint64(0xFFFFFFFF)
     c0, c1, c2, c3 = (counters[:, i].astype(np.uint64) for i in range(4))
     key0, key1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    for _ in range(10):
+    for _ in range(7):
         product0 = c0 * np.uint64(0xD2511F53)
         product1 = c2 * np.uint64(0xCD9E8D57)
         c0 = (product1 >> np.uint64(32)) ^ c1 ^ np.uint64(key0)
@@ -69,7 +69,7 @@ def noise(index: npt.NDArray[np.int64], seed: int, rank: int, phase: int) -> Flo
     counters[:, 1] = blocks >> np.uint64(32)
     counters[:, 2] = rank
     counters[:, 3] = phase
-    words = philox4x32_10(counters, seed & 0xFFFFFFFFFFFFFFFF)
+    words = philox4x32_7(counters, seed & 0xFFFFFFFFFFFFFFFF)
     word = words[c - first, (e // 16) // 2]
     u = (word >> (16 * ((e // 16) % 2)).astype(np.uint32)) & np.uint32(0xFFFF)
     return ((u.astype(np.float64) + 0.5) / 65536).astype(np.float32)

@@ -111,7 +111,7 @@ class Randk final : public SlicedCodec {
         words[1] = static_cast<uint32_t>(index >> 32);
         words[2] = static_cast<uint32_t>(i / 4);
         words[3] = kPlacesPhase;
-        philox4x32_10(words, keys_, [](uint64_t word, uint32_t by) {
+        philox4x32_7(words, keys_, [](uint64_t word, uint32_t by) {
           return uint64_t{static_cast<uint32_t>(word)} * by;
         });
       }

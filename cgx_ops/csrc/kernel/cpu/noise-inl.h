@@ -101,7 +101,7 @@ class Noise {
         Twin state[4] = {counting_from(counter + static_cast<uint64_t>(first)),
                          kZero ^ (counter >> 32), kZero ^ uint64_t{rounding_.rank},
                          kZero ^ uint64_t{rounding_.phase}};
-        philox4x32_10(state, keys_, [](const Twin& x, uint32_t by) {
+        philox4x32_7(state, keys_, [](const Twin& x, uint32_t by) {
           return Twin{multiply_low_halves(x.a, by), multiply_low_halves(x.b, by)};
         });
         for (int word = 0; word < 4; ++word) {
