@@ -1,0 +1,338 @@
+"""Every compressor: what it sends, what it loses, how long it takes, and how models train with it.
+
+    python benchmarks/compressors.py [--seeds 5] [--json FILE] [--docs docs/compressors.md]
+
+Phases:
+
+  1. values: three distributions, and gradients of both tasks at three stages of training
+  2. codecs: bytes, squared error over the signal's, seconds beside a copy; on one core
+  3. training: two ranks, threads of this process, train two tasks with each setting, from the same
+     weights and on the same batches, several times with other ones
+
+Tensors of one dimension travel exact, as in the DDP hook.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from convergence import Task, characters, digits, perceptron
+from torch import nn
+
+from cgx_ops import Communicator, Config, Segment, dequantize, quantize
+from cgx_ops.bench.report import Report, Table
+
+Floats = npt.NDArray[np.float32]
+
+NUMEL = 1 << 20
+RANKS = 2
+RATE, MOMENTUM = 0.1, 0.9
+STAGES = (0.0, 0.5, 1.0)  # of the training, in which gradients are captured
+
+
+def topk(density: float, **knobs: int) -> Config:
+    return Config(compressor="topk", density=density, bucket_size=4096, **knobs)  # pyright: ignore
+
+
+# Of phase 2, by name.
+CODECS: dict[str, Config] = {
+    **{f"uniform, {b} bits, nearest": Config(b, rounding="nearest") for b in (8, 4, 2)},
+    **{f"uniform, {b} bits, stochastic": Config(b) for b in (8, 4, 2)},
+    "uniform, 2 bits, nearest, rotation 32": Config(2, rounding="nearest", rotation=32),
+    **{f"levels, {b} bits": Config(b, compressor="levels") for b in (4, 3, 2, 1)},
+    "levels, 2 bits, rotation 32": Config(2, compressor="levels", rotation=32),
+    "sign": Config(compressor="sign"),
+    "onebit": Config(compressor="onebit"),
+    "ternary": Config(compressor="ternary"),
+    "ternary, clip": Config(compressor="ternary", clip=True),
+    **{f"qsgd, {b} bits": Config(b, compressor="qsgd") for b in (8, 4)},
+    "natural": Config(compressor="natural"),
+    "half, nearest": Config(compressor="half"),
+    "half, stochastic": Config(compressor="half", rounding="stochastic"),
+    "topk 1 %": topk(0.01),
+    "topk 1 %, 16-bit values": topk(0.01, value_bits=16),
+    "topk 1 %, 4-bit values": topk(0.01, value_bits=4),
+    "topk 64 of 4096": topk(64 / 4096),
+    "threshold 1 %": Config(compressor="threshold", density=0.01),
+    "randk 1 %": Config(compressor="randk", density=0.01, bucket_size=4096),
+}
+
+# Of phase 3: the config, and whether what is lost is kept.
+TRAININGS: dict[str, tuple[Config, bool]] = {
+    "exact": (Config(32), False),
+    "uniform, 4 bits": (Config(4), False),
+    "uniform, 2 bits": (Config(2), False),
+    "levels, 2 bits": (CODECS["levels, 2 bits"], False),
+    "levels, 2 bits, feedback": (CODECS["levels, 2 bits"], True),
+    "levels, 2 bits, rotation 32, feedback": (CODECS["levels, 2 bits, rotation 32"], True),
+    "levels, 1 bit, feedback": (CODECS["levels, 1 bits"], True),
+    "onebit, feedback": (CODECS["onebit"], True),
+    "topk 1 %, feedback": (topk(0.01), True),
+    "topk 0.1 %, feedback": (topk(0.001), True),
+    "ternary": (CODECS["ternary"], False),
+    "qsgd, 4 bits": (CODECS["qsgd, 4 bits"], False),
+}
+
+
+# ---- Tasks ---------------------------------------------------------------------------------------
+
+
+def small_digits() -> Task:
+    task = digits()
+    return Task(
+        task.name, lambda: perceptron(64, 256, 256, 10), task.draw, task.validation, 32, 400, RATE
+    )
+
+
+def small_characters() -> Task:
+    task = characters()
+    embedding: nn.Embedding = task.model()[0]  # pyright: ignore[reportIndexIssue]
+    symbols = embedding.num_embeddings
+
+    def model() -> nn.Module:
+        return nn.Sequential(
+            nn.Embedding(symbols, 32), nn.Flatten(), *perceptron(16 * 32, 256, symbols)
+        )
+
+    return Task(task.name, model, task.draw, task.validation, 64, 800, RATE)
+
+
+TASKS = (small_digits, small_characters)
+
+
+# ---- 3. training ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a model can do in the end: the part of the held-back examples, and nats."""
+
+    task: str
+    setting: str
+    seed: int
+    accuracy: float
+    loss: float
+
+
+class Training:
+    """Momentum SGD on gradients that two ranks average."""
+
+    def __init__(self, task: Task, seed: int, config: Config, feedback: bool) -> None:
+        torch.manual_seed(seed)
+        self.task, self.config = task, Config(**{**asdict(config), "seed": seed})
+        self.model = task.model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), task.rate, momentum=MOMENTUM)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, task.steps)
+        self.generators = [torch.Generator().manual_seed(1000 * seed + r) for r in range(RANKS)]
+        self.segments, end = [], 0
+        for parameter in self.model.parameters():
+            bits = 32 if parameter.dim() <= 1 else None
+            self.segments.append(Segment(end, parameter.numel(), bits=bits))
+            end += parameter.numel()
+        self.residuals = [np.zeros(end, np.float32) for _ in range(RANKS)] if feedback else None
+
+    def gradients(self) -> list[Floats]:
+        """Return each rank's, of a batch of its own."""
+        found = []
+        for generator in self.generators:
+            inputs, labels = self.task.draw(self.task.batch, generator)
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(inputs), labels).backward()
+            parts = [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
+            found.append(torch.cat(parts).numpy())
+        return found
+
+    def step(self, comms: list[Communicator], pool: ThreadPoolExecutor) -> None:
+        gradients = self.gradients()
+
+        def average(rank: int) -> Floats:
+            residual = None if self.residuals is None else self.residuals[rank]
+            return comms[rank].allreduce(
+                gradients[rank], "avg", self.config, segments=self.segments, residual=residual
+            )
+
+        mean, other = pool.map(average, range(RANKS))
+        assert mean.tobytes() == other.tobytes()
+        for parameter, segment in zip(self.model.parameters(), self.segments, strict=True):
+            part = mean[segment.offset : segment.offset + segment.numel]
+            parameter.grad = torch.from_numpy(part).view_as(parameter)
+        self.optimizer.step()
+        self.schedule.step()
+
+    @torch.no_grad()
+    def result(self, setting: str, seed: int) -> Trained:
+        inputs, labels = self.task.validation
+        scores = self.model(inputs)
+        loss = nn.functional.cross_entropy(scores, labels).item()
+        accuracy = (scores.argmax(1) == labels).float().mean().item()
+        return Trained(self.task.name, setting, seed, accuracy, loss)
+
+
+def train_all(seeds: int) -> list[Trained]:
+    comms = Communicator.local(RANKS)
+    found = []
+    with ThreadPoolExecutor(RANKS) as pool:
+        for make, seed in itertools.product(TASKS, range(seeds)):
+            task = make()
+            for name, (config, feedback) in TRAININGS.items():
+                training = Training(task, seed, config, feedback)
+                for _ in range(task.steps):
+                    training.step(comms, pool)
+                found.append(training.result(name, seed))
+    for comm in comms:
+        comm.close()
+    return found
+
+
+# ---- 1. values -----------------------------------------------------------------------------------
+
+
+def captured() -> Floats:
+    """Return gradients of matrices, of both tasks at each stage of exact training, end to end."""
+    found = []
+    comms = Communicator.local(RANKS)
+    with ThreadPoolExecutor(RANKS) as pool:
+        for make in TASKS:
+            task = make()
+            training = Training(task, 0, Config(32), feedback=False)
+            stages = [round(stage * task.steps) for stage in STAGES]
+            for step in range(task.steps + 1):
+                if step in stages:
+                    kept = copy.deepcopy(training)
+                    gradient = kept.gradients()[0]
+                    matrices = [s for s in training.segments if s.bits is None]
+                    found += [gradient[s.offset : s.offset + s.numel].copy() for s in matrices]
+                if step < task.steps:
+                    training.step(comms, pool)
+    for comm in comms:
+        comm.close()
+    # Each tensor counts alike, whatever its scale.
+    return np.concatenate([g / np.sqrt(np.mean(g * g) or 1) for g in found]).astype(np.float32)
+
+
+def distributions() -> dict[str, Floats]:
+    random = np.random.default_rng(0)
+    return {
+        "Gauss": random.standard_normal(NUMEL, np.float32),
+        "Laplace": random.laplace(size=NUMEL).astype(np.float32),
+        "t3": random.standard_t(3, NUMEL).astype(np.float32),
+        "gradients": captured(),
+    }
+
+
+# ---- 2. codecs -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A codec on values: bits sent a value, |x - Q(x)|^2 / |x|^2, nanoseconds a value."""
+
+    codec: str
+    values: str
+    bits: float
+    error: float
+    nanoseconds: float
+
+
+def code_all(rounds: int = 7) -> list[Coded]:
+    found = []
+    for (name, config), (kind, x) in itertools.product(CODECS.items(), distributions().items()):
+        data = quantize(x, config)
+        wrong = x - dequantize(data, x.size, config=config)
+        seconds = []
+        for _ in range(rounds if kind == "Gauss" else 1):
+            begin = time.perf_counter()
+            quantize(x, config)
+            seconds.append(time.perf_counter() - begin)
+        error = float(np.sum(wrong.astype(float) ** 2) / np.sum(x.astype(float) ** 2))
+        found.append(Coded(name, kind, 8 * len(data) / x.size, error, min(seconds) / x.size * 1e9))
+    return found
+
+
+# ---- Tables --------------------------------------------------------------------------------------
+
+
+def table_of_codecs(found: list[Coded]) -> Table:
+    by = {(each.codec, each.values): each for each in found}
+    kinds = list(dict.fromkeys(each.values for each in found))
+    rows = [
+        [
+            name,
+            f"{by[name, 'Gauss'].bits:.3f}",
+            *(f"{by[name, kind].error:.2g}" for kind in kinds),
+            f"{by[name, 'Gauss'].nanoseconds:.2f}",
+        ]
+        for name in CODECS
+    ]
+    return Table(
+        "What is sent and lost",
+        ["codec", "bits a value", *kinds, "ns a value"],
+        rows,
+        notes=[
+            "Squared error over the squared signal; 1 is as much as to send nothing. Buckets of "
+            "512 values, of 4096 where a share of them is sent. Gradients: of all matrices of "
+            "both tasks, at the start, in the middle and at the end of training. ns: encoding "
+            f"{NUMEL:,} Gaussian values on one core, from Python.",
+        ],
+    )
+
+
+def table_of_training(task: str, found: list[Trained]) -> Table:
+    def cells(setting: str) -> list[str]:
+        mine = [each for each in found if (each.task, each.setting) == (task, setting)]
+        accuracies = [100 * each.accuracy for each in mine]
+        losses = [each.loss for each in mine]
+        spread = statistics.stdev if len(mine) > 1 else lambda _: 0.0
+        return [
+            f"{statistics.mean(accuracies):.2f}",
+            f"{spread(accuracies):.2f}",
+            f"{statistics.mean(losses):.3f}",
+            f"{spread(losses):.3f}",
+        ]
+
+    seeds = len({each.seed for each in found})
+    return Table(
+        f"How models train: {task}",
+        ["setting", "accuracy %", "+-", "loss", "+-"],
+        [[name, *cells(name)] for name in TRAININGS],
+        notes=[
+            f"Mean and standard deviation of {seeds} seeds, on examples that were held back; "
+            f"{RANKS} ranks, momentum SGD."
+        ],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Every compressor: bytes, error, time, training")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="also write the tables there")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    coded, trained = code_all(), train_all(options.seeds)
+    tables = [table_of_codecs(coded)]
+    tables += [table_of_training(task, trained) for task in dict.fromkeys(t.task for t in trained)]
+    for table in tables:
+        table.print()
+    if options.json:
+        rows = [asdict(each) for each in (*coded, *trained)]
+        Report("compressors", {"seeds": options.seeds}, rows, tables).write(options.json)
+    if options.docs:
+        head = "# Compressors, measured\n\nWritten by `python benchmarks/compressors.py --docs`.\n"
+        options.docs.write_text(
+            "\n\n".join([head.rstrip(), *(each.markdown() for each in tables)]) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
