@@ -37,12 +37,17 @@ class Case:
 
     dtype: str
     operation: str
-    bits: int
+    compressor: str
+    bits: float
     rounding: str
 
     @classmethod
     def of(cls, words: list[str]) -> "Case":
-        return cls(words[0], words[1], int(words[2]), words[3])
+        return cls(words[0], words[1], words[2], float(words[3]), words[4])
+
+
+def memcpy_of(dtype: str) -> Case:
+    return Case(dtype, "memcpy", "-", 32, "-")
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def time_all(program: Path, numel: int, rounds: int) -> dict[Case, Summary]:
     command = [program, "time", str(numel), str(rounds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600, check=True)
     lines = [line.split() for line in done.stdout.splitlines()]
-    return {Case.of(words): Summary.of([float(word) for word in words[4:]]) for words in lines}
+    return {Case.of(words): Summary.of([float(word) for word in words[5:]]) for words in lines}
 
 
 def count_all(program: Path) -> dict[Case, float]:
@@ -132,7 +137,7 @@ def results_of(times: dict[str, dict[Case, Summary]], counts: dict[Case, float])
             lower=summary.lower,
             upper=summary.upper,
             rounds=summary.rounds,
-            ratio=found[Case(case.dtype, "memcpy", 32, "-")].median / summary.median,
+            ratio=found[memcpy_of(case.dtype)].median / summary.median,
             instructions=counts.get(case),
         )
         for place, found in times.items()
@@ -142,29 +147,32 @@ def results_of(times: dict[str, dict[Case, Summary]], counts: dict[Case, float])
 
 def table_of(results: list[Result]) -> Table:
     """Return a row for each operation: fp32 values, then bf16."""
-    found = {(r.dtype, r.place, r.operation, r.bits, r.rounding): r for r in results}
-    kinds = sorted({key[2:] for key in found if key[2] in OPERATIONS})
+    found = {(r.dtype, r.place, r.operation, r.compressor, r.bits, r.rounding): r for r in results}
+    kinds = sorted(
+        {key[2:] for key in found if key[2] in OPERATIONS},
+        key=lambda kind: (kind[0], kind[1] != "uniform", *kind[1:]),
+    )
 
-    def cells(dtype: str, kind: tuple[str, int, str]) -> list[str]:
+    def cells(dtype: str, kind: tuple[str, str, float, str]) -> list[str]:
         at = [found[dtype, place, *kind] for place in SIZES if (dtype, place, *kind) in found]
         numbers = [each.ratio for each in at] + [each.instructions for each in at[:1]]
         return [f"{number:.2f}" if number else "" for number in numbers] or [""] * 3
 
     rows = [
-        [kind[0], str(kind[1]), kind[2], *cells("fp32", kind), *cells("bf16", kind)]
+        [*kind[:2], f"{kind[2]:g}", kind[3], *cells("fp32", kind), *cells("bf16", kind)]
         for kind in kinds
     ]
     columns = [f"{dtype} {what}" for dtype in ("fp32", "bf16") for what in (*SIZES, "instr.")]
     copies = (
         f"in {place} {r.values * 4 / r.seconds / 1e9:.1f} GB/s"
         for place in SIZES
-        if (r := found["fp32", place, "memcpy", 32, "-"])
+        if (r := found["fp32", place, "memcpy", "-", 32, "-"])
     )
     return Table(
         "codec on one core: memcpy's time over the operation's (1: as fast as copying)",
-        ["operation", "bits", "rounding", *columns],
+        ["operation", "compressor", "bits", "rounding", *columns],
         rows,
-        text_columns=3,
+        text_columns=4,
         sections=[i for i in range(1, len(rows)) if rows[i][0] != rows[i - 1][0]],
         notes=[
             f"memcpy of fp32 values: {', '.join(copies)}. Memory: {SIZES['memory']:,} values; "

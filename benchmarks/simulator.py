@@ -152,9 +152,12 @@ def codec_rates() -> dict[tuple[str, int], float]:
     rates = {
         (operations[case.operation], case.bits): summary.median / _CODEC_VALUES
         for case, summary in times.items()
-        if case.dtype == "fp32" and case.operation in operations and case.rounding != "stochastic"
+        if case.dtype == "fp32"
+        and case.operation in operations
+        and case.compressor == "uniform"
+        and case.rounding != "stochastic"
     }
-    copy = times[codec.Case("fp32", "memcpy", EXACT, "-")].median / _CODEC_VALUES
+    copy = times[codec.memcpy_of("fp32")].median / _CODEC_VALUES
     x, total = (np.ones(_CODEC_VALUES, np.float32) for _ in range(2))
     add = measure({"add": Timed(lambda: np.add(x, total, out=total))}, Alone(), rounds=5)["add"]
     rates |= {("encode", EXACT): copy, ("decode", EXACT): copy}

@@ -5,6 +5,7 @@ Phases for each size: every contender once, for the error of its result; interle
 """
 
 import argparse
+import ast
 import faulthandler
 import importlib
 import math
@@ -13,7 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
@@ -81,6 +82,20 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _config(text: str) -> Config:
+    fields: dict[str, Any] = {}
+    for each in text.split(","):
+        name, _, value = each.partition("=")
+        try:
+            fields[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            fields[name] = value  # a word
+    try:
+        return Config(**fields)
+    except (cgx_ops.InvalidArgument, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no Config: {error}") from None
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to a parser."""
     lines = "\n".join(f"  {name:10} {peer.description}" for name, peer in PEERS.items())
@@ -88,12 +103,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Times allreduce among the ranks that mpirun starts.\n\npeers:\n" + lines
     choose = parser.add_argument
     choose("--sizes", type=parse_size, nargs="+", default=[parse_size(s) for s in SIZES])
-    choose("--bits", type=int, nargs="+", choices=(*range(1, 9), 32), default=(32, 8, 4, 2))
+    choose("--bits", type=int, nargs="*", choices=(*range(1, 9), 32), default=(32, 8, 4, 2))
     choose(
         "--rounding",
         nargs="+",
         choices=get_args(Rounding),
         default=("nearest", "stochastic"),
+    )
+    choose(
+        "--config",
+        dest="configs",
+        type=_config,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="fields of a Config, such as compressor=topk,density=0.01: another contender each",
     )
     choose(
         "--peers",
@@ -154,7 +179,7 @@ def _measure_all(world: "MPI.Intracomm", options: argparse.Namespace) -> Report:
         Config(bits=bits, rounding=rounding)
         for bits in options.bits
         for rounding in (options.rounding if bits < 32 else ("nearest",))
-    ]
+    ] + options.configs
     results = []
     for size in options.sizes:
         faulthandler.dump_traceback_later(_DEADLINE + options.budget, exit=True)

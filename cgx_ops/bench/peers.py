@@ -324,5 +324,13 @@ def cgx(x: Array, out: Array, config: Config) -> Contender:
 
 
 def cgx_name(config: Config) -> str:
-    """Return the contender's name: "cgx 4 nearest", "cgx 32"."""
-    return f"cgx {config.bits}" + ("" if config.bits == 32 else f" {config.rounding}")
+    """Return the contender's name: "cgx 4 nearest", "cgx 32", "cgx topk 0.01"."""
+    if config.bits == 32:
+        return "cgx 32"
+    if config.compressor == "uniform" and config.rounding:
+        return f"cgx {config.bits} {config.rounding}"
+    usual = Config().knobs
+    own = [f"{value}" for name, value in config.knobs.items() if value != usual[name]]
+    return " ".join(
+        ["cgx", config.compressor, *(each for each in own if each != config.compressor)]
+    )
