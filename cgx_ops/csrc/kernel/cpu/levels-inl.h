@@ -66,7 +66,7 @@ struct Levels {
   }
 
   [[gnu::always_inline]] static Header header(const Grid& grid) { return {grid.scale}; }
-  [[gnu::always_inline]] static bool flat(const Grid& grid) { return !is_finite(grid.scale); }
+  [[gnu::always_inline]] static bool flat(const Grid& grid) { return !(grid.scale > 0.0f); }
   [[gnu::always_inline]] static float fill(const Grid& /*grid*/) { return 0.0f; }
   [[gnu::always_inline]] static Wire write(const Header& header) { return header.write(); }
   [[gnu::always_inline]] static Header read(Wire wire) { return Scale::read(wire); }
