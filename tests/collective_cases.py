@@ -7,6 +7,7 @@ of each result (tests/ranks/run_collectives.py), the test computes the oracle's 
     SAMPLE    a seventh of it, with every pair of two arguments' values
     FEATURES  verbs, ops, algorithms, gather_bits, minimal_size, incomplete buckets, many segments,
               special values
+    COMPRESSORS  every row of the table at its settings: algorithms x ops x sizes, and the features
     HIERARCHICAL  several hosts: bits x intra_bits x dtype x op x size, and the features
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,7 +26,7 @@ import numpy.typing as npt
 import reference
 
 from cgx_ops import Communicator, Config, Segment
-from cgx_ops.config import Algorithm, Rounding
+from cgx_ops.config import Algorithm, Compressor, Rounding
 
 DTYPES: dict[str, Any] = {
     "float32": np.float32,
@@ -53,9 +55,18 @@ class Case:
     skip_incomplete_buckets: bool = False
     segments: tuple[tuple[int, int, int, int], ...] = ()
     special: str = ""
+    compressor: Compressor = "uniform"
+    density: float | None = None
+    value_bits: int | None = None
+    rotation: int | None = None
+    clip: bool = False
 
     def seed(self, rank: int) -> int:
-        """Return the seed of a rank's noise: 64 bits that differ between ranks and cases."""
+        """Return the seed of a rank's noise: 64 bits that differ between ranks and cases.
+
+        Places that all draw come from one seed.
+        """
+        rank = 0 if self.compressor == "randk" else rank
         # Not str(self): where Ctrl-C has struck inside of it, as in tests/chaos, a dataclass takes
         # every later one for a recursion and says "...".
         text = cast(Any, Case.__repr__).__wrapped__(self)
@@ -209,12 +220,78 @@ def _hierarchical() -> list[Case]:
     return cases
 
 
+def _of_compressors() -> Iterator[dict[str, Any]]:
+    """Give each row of the table at its settings."""
+    yield from ({"compressor": "levels", "bits": bits} for bits in range(1, 5))
+    yield from ({"compressor": "qsgd", "bits": bits} for bits in (2, 4, 8))
+    names: tuple[Compressor, ...] = ("sign", "onebit", "ternary", "natural")
+    yield from ({"compressor": name} for name in names)
+    yield {"compressor": "ternary", "clip": True}
+    yield from (
+        {"compressor": "half", "rounding": rounding} for rounding in ("nearest", "stochastic")
+    )
+    for density, value_bits in ((None, None), (0.05, 16), (0.1, 1), (0.3, 4), (1.0, 2), (0.001, 8)):
+        yield {"compressor": "topk", "density": density, "value_bits": value_bits}
+        yield {"compressor": "threshold", "density": density, "value_bits": value_bits}
+    yield from ({"compressor": "randk", "density": density} for density in (None, 0.2, 1.0))
+    rotated: tuple[tuple[Compressor, int], ...] = (("levels", 2), ("uniform", 3), ("onebit", 4))
+    for (name, bits), rotation in zip(rotated, (32, 2, 256), strict=True):
+        yield {"compressor": name, "bits": bits, "rotation": rotation}
+
+
+# Seven, so that whatever else takes turns meets each of them.
+_DTYPES_IN_TURN = ("float32", "float16", "bfloat16", "float32", "bfloat16", "float16", "float32")
+
+
+def _compressors() -> list[Case]:
+    cases, dtypes = [], itertools.cycle(_DTYPES_IN_TURN)
+
+    def add(size: int, bucket_size: int, **knobs: Any) -> None:
+        cases.append(Case(size, bucket_size=bucket_size, **{"dtype": next(dtypes), **knobs}))
+
+    sizes = ((0, 512), (15, 16), (513, 512), (5003, 100), (4000, 8192))
+    specials = ("nan", "inf", "huge", "tiny", "zeros", "constant")
+    for row in _of_compressors():
+        cut = row["compressor"] != "threshold"
+        algorithms: tuple[Algorithm, ...] = ("one_shot", "sra", "ring") if cut else ("one_shot",)
+        for algorithm in algorithms:
+            for (size, bucket_size), op in itertools.product(sizes, ("sum", "avg")):
+                add(size, bucket_size, op=op, algorithm=algorithm, **row)
+            for special in specials:
+                add(1500, 64, algorithm=algorithm, special=special, **row)
+            if row["compressor"] != "sign":
+                add(1000, 96, algorithm=algorithm, skip_incomplete_buckets=True, **row)
+        add(40_000, 512, **row)
+        add(1, 512, algorithm="one_shot", **row)
+        verbs = ("reduce_scatter", "all_gather") if cut else ()
+        for verb, op, special in itertools.product(verbs, ("sum", "avg"), ("", "zeros")):
+            add(1234, 100, verb=verb, op=op, special=special, **row)
+    gathered: tuple[tuple[Compressor, int, int], ...] = (
+        ("levels", 2, 4), ("qsgd", 4, 8), ("topk", 4, 32), ("onebit", 4, 32), ("half", 4, 32),
+    )  # fmt: skip
+    for (name, bits, back), algorithm in itertools.product(gathered, ("sra", "ring")):
+        add(5000, 128, bits=bits, gather_bits=back, algorithm=algorithm, compressor=name)
+    return cases
+
+
 SAMPLE = MATRIX[::7]  # 7 divides no argument's number of values: test_collectives.py
 FEATURES = _features()
+COMPRESSORS = _compressors()
 _NESTED = _hierarchical()
 # On several hosts: tests/test_hierarchical.py. 5 divides no argument's number of values.
 HIERARCHICAL = {"all": _NESTED, "sample": _NESTED[:-5:5] + _NESTED[-5:]}
-SETS = {"matrix": MATRIX, "sample": SAMPLE, "features": FEATURES}
+SETS = {
+    "matrix": MATRIX,
+    "sample": SAMPLE,
+    "features": FEATURES,
+    "compressors": COMPRESSORS,
+    "compressors, some": COMPRESSORS[::17],
+}
+
+
+def has_rounding(case: Case) -> bool:
+    """Tell whether the compressor has a choice of roundings."""
+    return case.compressor in ("uniform", "half")
 
 
 def inputs(case: Case, rank: int, world_size: int) -> npt.NDArray[Any]:
@@ -256,12 +333,17 @@ def run(case: Case, comm: Communicator) -> str:
     config = Config(
         bits=case.bits,
         bucket_size=case.bucket_size,
-        rounding=case.rounding,
+        rounding=case.rounding if has_rounding(case) else None,
         algorithm=case.algorithm,
         gather_bits=case.gather_bits or None,
         intra_bits=case.intra_bits or None,
         minimal_size=case.minimal_size,
         skip_incomplete_buckets=case.skip_incomplete_buckets,
+        compressor=case.compressor,
+        density=case.density,
+        value_bits=case.value_bits,
+        rotation=case.rotation,
+        clip=case.clip,
     )
     segments = [Segment(o, n, bits=b, bucket_size=k) for o, n, b, k in case.segments] or None
     x = inputs(case, comm.rank, comm.size)
@@ -278,7 +360,17 @@ def expected(case: Case, world_size: int, hosts: tuple[int, ...] | None = None) 
     """Return the digest of the oracle's result, by rank. hosts: of each rank, if not one."""
     xs = [inputs(case, rank, world_size) for rank in range(world_size)]
     segments = [reference.Segment(*s) for s in case.segments] or [
-        reference.Segment(0, case.size, case.bits, case.bucket_size)
+        reference.Segment(
+            0,
+            case.size,
+            case.bits,
+            case.bucket_size,
+            case.compressor,
+            case.density or 0.01,
+            case.value_bits or 32,
+            case.rotation or 0,
+            case.clip,
+        )
     ]
     options: dict[str, Any] = {
         "rounding": case.rounding,

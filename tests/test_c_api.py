@@ -44,11 +44,13 @@ def encoded_bytes(numel: int, **fields: int) -> Callable[[], None]:
 
 
 def quantize(values: Any = X, numel: int = NUMEL, data: Any = DATA, **fields: int) -> Any:
-    return of_codec("cgx_quantize", at(values), numel, at(data), **fields)
+    return of_codec("cgx_quantize", at(values), numel, at(data), byref(c_int64()), **fields)
 
 
-def dequantize(data: Any = DATA, numel: int = NUMEL, values: Any = X, **fields: int) -> Any:
-    return of_codec("cgx_dequantize", at(data), numel, at(values), **fields)
+def dequantize(
+    data: Any = DATA, num_bytes: int = 528, numel: int = NUMEL, values: Any = X, **fields: int
+) -> Any:
+    return of_codec("cgx_dequantize", at(data), num_bytes, numel, at(values), **fields)
 
 
 def sum_encoded(
@@ -90,12 +92,15 @@ CODEC_CALLS: dict[str, tuple[Callable[[], None], str]] = {
     "end of index": (quantize(first_index=2**63 - 512), "first_index is"),
     "rank": (quantize(rank=-1), "rank is -1"),
     "phase": (quantize(phase=-1), "phase is -1"),
-    "rounding": (quantize(rounding=3), "rounding is 3"),
+    "rounding": (quantize(rounding=4), "rounding is 4"),
     "device": (quantize(device=2), "device is 2"),
     "dtype": (quantize(dtype=3), "dtype is 3"),
     "no values": (quantize(values=None), "values is a null pointer; it holds 1024"),
     "no message": (quantize(data=None), "bytes is a null pointer; it holds 528"),
     "no encoded": (dequantize(data=None), "bytes is a null pointer; it holds 528"),
+    "negative length": (dequantize(num_bytes=-1), "num_bytes is -1"),
+    "short": (dequantize(num_bytes=527), "527 bytes"),
+    "long": (dequantize(num_bytes=529), "529 bytes"),
     "no decoded": (dequantize(values=None), "values is a null pointer"),
     "huge decoded": (dequantize(numel=HUGE), f"numel is {HUGE}"),
     "no messages": (sum_encoded(messages=None), "messages is a null pointer"),
@@ -129,7 +134,7 @@ def test_codec_refuses(name: str) -> None:
 def test_nothing_needs_no_memory() -> None:
     for call in (
         quantize(values=None, numel=0, data=None),
-        dequantize(data=None, numel=0, values=None),
+        dequantize(data=None, num_bytes=0, numel=0, values=None),
         sum_encoded(None, 1, 0, 0, None),
         sum_encoded(DATA, 1, -1),  # one message has no stride
         exact_sum(pointers(None), numel=0, total=None),

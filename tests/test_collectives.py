@@ -27,6 +27,7 @@ from cgx_ops.config import Rounding
 
 PROGRAM = Path(__file__).parent / "ranks" / "run_collectives.py"
 TARGETS = _native.describe()["cpu_targets"]
+SOME = "compressors, some"
 
 
 @functools.cache
@@ -85,8 +86,8 @@ def daily(cases: str, target: str, n: int) -> bool:
     shards are uneven; under mpirun they meet four ranks, too.
     """
     if target != TARGETS[0]:
-        return cases == "features" and n == 3
-    return cases == "sample" or (cases == "features" and n in (1, 3))
+        return cases in ("features", SOME) and n == 3
+    return cases in ("sample", SOME) or (cases == "features" and n in (1, 3))
 
 
 ON_THREADS = [
@@ -94,7 +95,7 @@ ON_THREADS = [
     for cases in collective_cases.SETS
     for target in TARGETS
     for n in (1, 2, 3, 4, 8)
-    if (every_day := daily(cases, target, n)) or cases != "sample"
+    if (every_day := daily(cases, target, n)) or cases not in ("sample", SOME)
 ]
 # A transport knows no dtype.
 UNDER_MPIRUN = [
@@ -102,10 +103,12 @@ UNDER_MPIRUN = [
     ("sample", "MPI", 4),
     ("features", "SHM", 4),
     ("features", "MPI", 3),
+    (SOME, "SHM", 3),
+    (SOME, "MPI", 2),
 ]
 UNDER_MPIRUN += [
     pytest.param(*each, marks=pytest.mark.exhaustive)
-    for each in itertools.product(("matrix", "features"), ("SHM", "MPI"), (2, 3, 4))
+    for each in itertools.product(("matrix", "features", "compressors"), ("SHM", "MPI"), (2, 3, 4))
     if each not in UNDER_MPIRUN
 ]
 
@@ -237,7 +240,7 @@ def test_partial_sums_of_16_bits_are_counted_as_they_travel(op: Op, width: int) 
 
     cgx_plan and the bytes that were sent say so.
     """
-    size, numel, header = 4, 40_000, 128  # of docs/wire_format.md, section 6
+    size, numel, header = 4, 40_000, 200  # of docs/wire_format.md, section 6
 
     def run(rank: int, comm: Communicator) -> tuple[int, int]:
         x = np.ones(numel, np.float16)

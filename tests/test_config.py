@@ -10,21 +10,27 @@ import numpy as np
 import pytest
 
 from cgx_ops import CgxError, Config, InvalidArgument, _native
-from cgx_ops.config import Algorithm, CommunicatorType, Rounding
+from cgx_ops.config import Algorithm, CommunicatorType, Compressor, Rounding
 
 
 def test_defaults() -> None:
     assert dataclasses.asdict(Config()) == {
         "bits": 4,
         "bucket_size": 512,
-        "rounding": "stochastic",
+        "rounding": None,
         "algorithm": "auto",
         "gather_bits": None,
         "intra_bits": None,
         "skip_incomplete_buckets": False,
         "minimal_size": 0,
+        "compressor": "uniform",
+        "density": None,
+        "value_bits": None,
+        "rotation": None,
+        "clip": False,
         "seed": 0,
         "communicator_type": "AUTO",
+        "error_feedback": None,
     }
 
 
@@ -33,12 +39,14 @@ def test_defaults() -> None:
     [
         ("bits", [*range(1, 9), 32, np.int64(3)]),
         ("bucket_size", [1, 7, 2**40]),
-        ("rounding", ["stochastic", "nearest", "shift"]),
+        ("rounding", [None, "stochastic", "nearest", "shift"]),
         ("algorithm", ["auto", "one_shot", "sra", "ring", "hierarchical"]),
         ("gather_bits", [None, 1, 8, 32]),
         ("intra_bits", [None, 1, 8, 32]),
         ("skip_incomplete_buckets", [True, False]),
         ("minimal_size", [0, 1, 2**40]),
+        ("rotation", [None, *(2**i for i in range(1, 11))]),
+        ("error_feedback", [None, True, False]),
         ("seed", [-(2**63), 0, 2**63 - 1]),
         ("communicator_type", ["AUTO", "SHM", "MPI", "NCCL"]),
     ],
@@ -53,12 +61,18 @@ def test_accepts(field: str, values: list[Any]) -> None:
     [
         *(("bits", value) for value in (0, 9, 16, 31, 33, -4, 4.0, "4", None, True)),
         *(("bucket_size", value) for value in (0, -1, 2**63, 512.0, None)),
-        *(("rounding", value) for value in ("up", "NEAREST", None, 0)),
+        *(("rounding", value) for value in ("up", "NEAREST", "None", 0)),
         *(("algorithm", value) for value in ("tree", "SRA", 1)),
         *(("gather_bits", value) for value in (0, 9, 31, "8")),
         *(("intra_bits", value) for value in (0, 9, 31, "8")),
         *(("skip_incomplete_buckets", value) for value in (1, None, "yes")),
         *(("minimal_size", value) for value in (-1, 2**63, 1.5)),
+        *(("compressor", value) for value in ("gzip", "TOPK", None, 1)),
+        *(("density", value) for value in (0, 0.0, -1, 1.5, 4e-10, np.nan, np.inf, "x", "1", True)),
+        *(("value_bits", value) for value in (0, 9, 15, 31, 33, 8.0, "8")),
+        *(("rotation", value) for value in (0, 1, 3, 48, 2048, 32.0, True)),
+        *(("clip", value) for value in (1, None, "yes")),
+        *(("error_feedback", value) for value in (1, 0, "yes")),
         *(("seed", value) for value in (2**63, -(2**63) - 1, 0.5)),
         *(("communicator_type", value) for value in ("UCC", "shm", None)),
     ],
@@ -91,13 +105,17 @@ def fields() -> dict[str, dict[str, Any]]:
 def test_config_has_every_field_of_the_core() -> None:
     own = [field.name for field in dataclasses.fields(Config)]
     assert own[: len(fields())] == list(fields())
-    assert own[len(fields()) :] == ["seed", "communicator_type"]
+    assert own[len(fields()) :] == ["seed", "communicator_type", "error_feedback"]
 
 
-@pytest.mark.parametrize(("name", "words"), [("rounding", Rounding), ("algorithm", Algorithm)])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("rounding", Rounding), ("algorithm", Algorithm), ("compressor", Compressor)],
+)
 def test_words_are_those_of_the_core(name: str, words: Any) -> None:
     field = fields()[name]
-    assert {repr(word) for word in get_args(words)} == field["words"].keys()
+    own = {"None"} if name == "rounding" else set()
+    assert {repr(word) for word in get_args(words)} | own == field["words"].keys()
     assert all(word in field["accepted"] for word in field["words"])
 
 
@@ -105,7 +123,8 @@ def test_text() -> None:
     config = Config(3, 64, "shift", "sra", 8, None, True, 100, seed=5)
     assert config.text == (
         "bits=3 bucket_size=64 rounding='shift' algorithm='sra' gather_bits=8 intra_bits=None "
-        "skip_incomplete_buckets=True minimal_size=100"
+        "skip_incomplete_buckets=True minimal_size=100 compressor='uniform' density=None "
+        "value_bits=None rotation=None clip=False"
     )
     native = config.native
     values = {name: getattr(native, name) for name in fields()}
@@ -118,6 +137,11 @@ def test_text() -> None:
         "intra_bits": 0,
         "skip_incomplete_buckets": 1,
         "minimal_size": 100,
+        "compressor": 0,
+        "density": 0,
+        "value_bits": 0,
+        "rotation": 0,
+        "clip": 0,
     }
 
 

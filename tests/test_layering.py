@@ -9,17 +9,29 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "cgx_ops/csrc"
 
 # Who may include whom, by folder. "" is the top: cgx.cc, communicator.*, engine.*, plan.cc and what
-# else lies in no folder; plan.h describes a collective to algorithms and is a layer of its own.
+# else lies in no folder; plan.h describes a collective to algorithms and is a layer of its own, as
+# is config.h, which is the table of what a call may say.
 ALLOWED = {
     "base": {"base"},
     "kernel": {"base", "kernel"},
-    "compressor": {"base", "kernel", "compressor"},
+    "config.h": set(),
+    "compressor": {"base", "kernel", "config.h", "compressor"},
     "transport": {"base", "transport"},
     "plan.h": {"base", "compressor"},
     "algorithm": {"base", "kernel", "compressor", "plan.h", "transport", "algorithm"},
     "device": {"base", "kernel", "compressor", "plan.h", "transport", "algorithm", "device"},
     "cuda": {"base", "kernel", "transport", "device", "cuda"},
-    "": {"", "base", "kernel", "compressor", "plan.h", "transport", "algorithm", "device"},
+    "": {
+        "",
+        "base",
+        "kernel",
+        "config.h",
+        "compressor",
+        "plan.h",
+        "transport",
+        "algorithm",
+        "device",
+    },
 }
 # Its enums and status codes are everybody's.
 WAIST = "cgx/cgx.h"

@@ -6,23 +6,24 @@ documents.
 
     values         widening, rounding, sums, min and max
     philox         noise: the seeds of segments and blocks, and the lane an element gets
+    settings       how a segment's values are encoded
+    scales         what a bucket is measured by
+    buckets        records of buckets: uniform, levels, sign, onebit, ternary, qsgd, natural
+    rotation       Hadamard, before and after
+    sparse         topk, threshold, randk
     codec          quantize, dequantize, encoded_bytes
+    segments       how each segment travels, and who owns what of it
+    algorithms     who encodes what, and in which order it is summed
     collectives    allreduce, reduce_scatter, all_gather
     bound          error_bound: how far nearest and shift rounding may be from the exact result
 """
 
 from .bound import error_bound
 from .codec import dequantize, encoded_bytes, quantize
-from .collectives import (
-    Segment,
-    all_gather,
-    allreduce,
-    pick,
-    reduce_scatter,
-    shards,
-    travels_exact,
-)
+from .collectives import all_gather, allreduce, reduce_scatter
 from .philox import Seeds, noise, seeds_of
+from .segments import Segment, pick, shards, travels_exact
+from .settings import Compressor
 from .values import (
     BFLOAT16,
     EXACT_BITS,
@@ -45,6 +46,7 @@ __all__ = [
     "FLOAT32",
     "Algorithm",
     "AnyAlgorithm",
+    "Compressor",
     "Op",
     "RoundingMode",
     "Seeds",

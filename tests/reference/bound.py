@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from .collectives import Segment, ranks_by_host, shards, travels_exact
+from .segments import Segment, ranks_by_host, shards, travels_exact
 from .values import BFLOAT16, EXACT_BITS, FLOAT16, FLOAT32, Values
 
 #

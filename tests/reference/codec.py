@@ -1,82 +1,174 @@
-"""The codec: quantize, dequantize, encoded_bytes. It follows docs/wire_format.md."""
+"""The codec: quantize, dequantize, encoded_bytes. It follows docs/wire_format.md.
+
+encode, decode and message_bytes are the same of Settings, for the collectives.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
+from .buckets import decode_rows, encode_rows, record_bytes
 from .philox import noise
-from .values import (
-    EXACT_BITS,
-    HEADER_BYTES,
-    Float32s,
-    RoundingMode,
-    Values,
-    from_order_key,
-    order_key,
-    round_to,
-    widen,
-)
+from .rotation import rotate
+from .settings import Compressor, Settings
+from .sparse import decode_sparse, encode_sparse, sparse_bytes
+from .values import BFLOAT16, FLOAT16, Float32s, RoundingMode, Values, round_to, widen
+
+SPARSE = ("topk", "threshold", "randk")
 
 
-def _quantize_rows(
-    x: Float32s, first_index: int, bits: int, rounding: RoundingMode, noise_of: tuple[int, int, int]
-) -> npt.NDArray[np.uint8]:
-    """Encode buckets of equal length, one a row, as records, one a row.
+class Knobs(TypedDict, total=False):
+    """Fields of Settings, as keyword arguments."""
 
-    first_index: of x[0, 0] in its segment. noise_of: its seed, rank and phase.
-    """
-    index = first_index + np.arange(x.size, dtype=np.int64).reshape(x.shape)
-    if rounding == "stochastic":
-        r = noise(index.ravel(), *noise_of).reshape(x.shape)
-    elif rounding == "shift":
-        r = noise(index[:, 0], *noise_of)[:, None]  # one for each bucket
+    rounding: RoundingMode
+    compressor: Compressor
+    density: float
+    value_bits: int
+    rotation: int
+    clip: bool
+    skip_incomplete_buckets: bool
+
+
+# ---- exact, half ---------------------------------------------------------------------------------
+
+
+def _encode_exact(values: Values, settings: Settings) -> bytes:
+    raw = values if values.dtype == settings.dtype else round_to(widen(values), settings.dtype)
+    return raw.tobytes()
+
+
+def _half(settings: Settings) -> np.dtype[Any]:
+    return FLOAT16 if settings.dtype == FLOAT16 else BFLOAT16
+
+
+def _round_noisily(x: Float32s, r: Float32s, dtype: np.dtype[Any]) -> npt.NDArray[np.uint16]:
+    """Round to one of the two next to x. The bits that are cut off plus noise carry."""
+    bits = x.view(np.uint32)
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    drawn = (r * np.float32(65536) - np.float32(0.5)).astype(np.uint32)
+    special = round_to(np.abs(x), dtype).view(np.uint16)
+    if dtype == BFLOAT16:
+        rounded = np.minimum((magnitude + drawn) >> 16, 0x7F7F)  # what is finite stays so
+        rounded = np.where(magnitude >= 0x7F800000, special, rounded)
     else:
-        r = np.full((1, 1), 0.5, np.float32)
-    top = np.float32((1 << bits) - 1)
-    key = order_key(x)
-    lo = from_order_key(key.min(axis=1))
-    hi = from_order_key(key.max(axis=1))
-    with np.errstate(all="ignore"):
-        extent = hi - lo
-        finite = np.isfinite(x).all(axis=1) & np.isfinite(extent)
-        step = extent / top
-        inverse = np.float32(1) / step
-        flat = ~finite | (step == 0) | np.isinf(inverse)
-        scaled = (x - lo[:, None]) * inverse[:, None] + r
-        level = np.minimum(np.floor(scaled), top)
-        if rounding == "shift":
-            lo = np.where(flat, lo, lo + (np.float32(0.5) - r[:, 0]) * step)
-            finite &= np.isfinite(lo)  # a grid shifted beyond the lowest number is none
-            flat |= ~finite
-    levels = np.where(flat[:, None], np.float32(0), level).astype(np.uint8)
-    header = np.stack([lo, step], axis=1)
-    header[~finite] = np.uint32(0x7FC00000).view(np.float32)
-    # Level j fills bits [j*bits, (j+1)*bits) of a little-endian integer.
-    spread = np.unpackbits(levels[:, :, None], axis=2, count=bits, bitorder="little")
-    field = np.packbits(spread.reshape(len(x), -1), axis=1, bitorder="little")
-    return np.concatenate([header.view(np.uint8), field], axis=1)
+        normal = (magnitude + (drawn >> 3) - np.uint32(112 << 23)) >> 13
+        small = magnitude < 0x38800000  # below 2^-14 units of 2^-24 are counted
+        units = np.where(small, np.abs(x), np.float32(0)) * np.float32(2**24)
+        denormal = (units + r).astype(np.uint32)
+        rounded = np.minimum(np.where(small, denormal, normal), 0x7C00)
+        rounded = np.where(magnitude >= 0x47800000, special, rounded)
+    sign = np.where(np.isnan(x), 0, (bits >> 16) & 0x8000)
+    return (rounded | sign).astype(np.uint16)
 
 
-def _dequantize_rows(records: npt.NDArray[np.uint8], numel: int, bits: int) -> Float32s:
-    """Decode records of buckets of `numel` elements: fp32, shape (rows, numel)."""
-    header = np.ascontiguousarray(records[:, :HEADER_BYTES]).view(np.float32)
-    spread = np.unpackbits(
-        records[:, HEADER_BYTES:], axis=1, count=numel * bits, bitorder="little"
-    ).reshape(len(records), numel, bits)
-    level = np.packbits(spread, axis=2, bitorder="little")[:, :, 0].astype(np.float32)
-    with np.errstate(all="ignore"):
-        x = header[:, :1] + level * header[:, 1:]
-    return x.astype(np.float32)
+def _encode_half(
+    values: Values, settings: Settings, first_index: int, noise_of: tuple[int, int, int]
+) -> bytes:
+    wire = _half(settings)
+    if settings.mode == "nearest" or values.dtype == wire or values.size == 0:
+        return _encode_exact(values, replace(settings, dtype=wire))
+    r = noise(first_index + np.arange(len(values), dtype=np.int64), *noise_of)
+    return _round_noisily(widen(values), r, wire).tobytes()
 
 
-def _split(numel: int, bucket_size: int) -> tuple[int, int]:
+# ---- messages ------------------------------------------------------------------------------------
+
+
+def _split(numel: int, settings: Settings) -> tuple[int, int]:
     """Return (whole buckets, elements in the short last bucket)."""
-    return numel // bucket_size, numel % bucket_size
+    return numel // settings.bucket_size, numel % settings.bucket_size
 
 
-def _record_bytes(numel: int, bits: int) -> int:
-    return HEADER_BYTES + (numel * bits + 7) // 8
+def _raw_tail(numel: int, settings: Settings) -> int:
+    """Return how many last elements travel exact."""
+    if (
+        settings.skip_incomplete_buckets
+        and settings.grain > 1
+        and settings.compressor != "threshold"
+    ):
+        return _split(numel, settings)[1]
+    return 0
+
+
+def message_bytes(numel: int, settings: Settings) -> int:
+    """Return the bytes of a message; threshold has no number of its own."""
+    if settings.exact:
+        return numel * settings.dtype.itemsize
+    if raw := _raw_tail(numel, settings):
+        inner = replace(settings, skip_incomplete_buckets=False)
+        return message_bytes(numel - raw, inner) + raw * settings.dtype.itemsize
+    if settings.compressor == "half":
+        return 2 * numel
+    if settings.compressor in SPARSE:
+        return sparse_bytes(numel, settings)
+    whole, last = _split(numel, settings)
+    record = record_bytes(settings.bucket_size, settings)
+    return whole * record + (record_bytes(last, settings) if last else 0)
+
+
+def encode(
+    values: Values, settings: Settings, first_index: int, noise_of: tuple[int, int, int]
+) -> bytes:
+    """Encode values whose first is element first_index. noise_of: seed, rank, phase."""
+    assert first_index % settings.grain == 0
+    if settings.exact:
+        return _encode_exact(values, settings)
+    if raw := _raw_tail(len(values), settings):
+        inner = replace(settings, skip_incomplete_buckets=False)
+        whole = values[: len(values) - raw]
+        return encode(whole, inner, first_index, noise_of) + _encode_exact(values[-raw:], settings)
+    if settings.compressor == "half":
+        return _encode_half(values, settings, first_index, noise_of)
+    x = widen(values)
+    if settings.compressor in SPARSE:
+        return encode_sparse(x, settings, first_index, noise_of[0])
+    message = b""
+    whole, last = _split(len(x), settings)
+    end = len(x) - last
+    for at, count, n in ((0, whole, settings.bucket_size), (end, 1, last)):
+        if count and n:
+            rows = x[at : at + count * n].reshape(count, n)
+            if settings.rotation:
+                rows = rotate(rows, settings.rotation)
+            message += encode_rows(rows, settings, first_index + at, noise_of).tobytes()
+    return message
+
+
+def decode(
+    message: bytes, numel: int, settings: Settings, first_index: int = 0, seed: int = 0
+) -> Float32s:
+    """Decode to fp32. seed: of places that are drawn."""
+    if settings.exact:
+        return widen(np.frombuffer(message, settings.dtype))
+    if raw := _raw_tail(numel, settings):
+        inner = replace(settings, skip_incomplete_buckets=False)
+        cut = len(message) - raw * settings.dtype.itemsize
+        head = decode(message[:cut], numel - raw, inner, first_index, seed)
+        return np.concatenate([head, widen(np.frombuffer(message[cut:], settings.dtype))])
+    if settings.compressor == "half":
+        return widen(np.frombuffer(message, _half(settings)))
+    if settings.compressor in SPARSE:
+        return decode_sparse(message, numel, settings, first_index, seed)
+    data, parts = np.frombuffer(message, np.uint8), [np.empty(0, np.float32)]
+    whole, last = _split(numel, settings)
+    at = 0
+    for count, n in ((whole, settings.bucket_size), (1, last)):
+        if count and n:
+            record = record_bytes(n, settings)
+            records = data[at : at + count * record].reshape(count, record)
+            rows = decode_rows(records, n, settings)
+            if settings.rotation:
+                rows = rotate(rows, settings.rotation, back=True)
+            parts.append(rows.ravel())
+            at += count * record
+    return np.concatenate(parts)
+
+
+# ---- by keywords ---------------------------------------------------------------------------------
 
 
 def encoded_bytes(
@@ -85,17 +177,10 @@ def encoded_bytes(
     bucket_size: int,
     *,
     dtype: npt.DTypeLike = np.float32,
-    skip_incomplete_buckets: bool = False,
+    **knobs: Unpack[Knobs],
 ) -> int:
     """Return the bytes of the message for `numel` elements of a tensor of `dtype`."""
-    width = np.dtype(dtype).itemsize
-    if bits == EXACT_BITS:
-        return numel * width
-    whole, last = _split(numel, bucket_size)
-    tail = 0
-    if last:
-        tail = last * width if skip_incomplete_buckets else _record_bytes(last, bits)
-    return whole * _record_bytes(bucket_size, bits) + tail
+    return message_bytes(numel, Settings(bits, bucket_size, dtype=np.dtype(dtype), **knobs))
 
 
 def quantize(
@@ -103,37 +188,20 @@ def quantize(
     bits: int,
     bucket_size: int,
     *,
-    rounding: RoundingMode = "nearest",
     seed: int = 0,
     rank: int = 0,
     phase: int = 0,
     first_index: int = 0,
     dtype: npt.DTypeLike | None = None,
-    skip_incomplete_buckets: bool = False,
+    **knobs: Unpack[Knobs],
 ) -> bytes:
     """Encode values whose first is element first_index of its segment.
 
     dtype: of the tensor, in which raw values travel; the values' own if None.
     """
-    assert first_index % bucket_size == 0 or bits == EXACT_BITS
     wire = values.dtype if dtype is None else np.dtype(dtype)
-    if bits == EXACT_BITS:
-        raw = values if values.dtype == wire else round_to(widen(values), wire)
-        return raw.tobytes()
-    x = widen(values)
-    noise_of = (seed, rank, phase)
-    whole, last = _split(len(x), bucket_size)
-    end = whole * bucket_size
-    message = b""
-    if whole:
-        rows = x[:end].reshape(whole, bucket_size)
-        message += _quantize_rows(rows, first_index, bits, rounding, noise_of).tobytes()
-    if last and skip_incomplete_buckets:
-        message += quantize(values[end:], EXACT_BITS, bucket_size, dtype=wire)
-    elif last:
-        row = x[None, end:]
-        message += _quantize_rows(row, first_index + end, bits, rounding, noise_of).tobytes()
-    return message
+    settings = Settings(bits, bucket_size, dtype=wire, **knobs)
+    return encode(values, settings, first_index, (seed, rank, phase))
 
 
 def dequantize(
@@ -142,23 +210,11 @@ def dequantize(
     bits: int,
     bucket_size: int,
     *,
+    seed: int = 0,
+    first_index: int = 0,
     dtype: npt.DTypeLike = np.float32,
-    skip_incomplete_buckets: bool = False,
+    **knobs: Unpack[Knobs],
 ) -> Float32s:
     """Decode to fp32. dtype: of the tensor. round_to() makes what is delivered."""
-    wire = np.dtype(dtype)
-    data = np.frombuffer(message, np.uint8)
-    if bits == EXACT_BITS:
-        return widen(data.view(wire))
-    whole, last = _split(numel, bucket_size)
-    record = _record_bytes(bucket_size, bits)
-    parts = [np.empty(0, np.float32)]
-    if whole:
-        rows = data[: whole * record].reshape(whole, record)
-        parts.append(_dequantize_rows(rows, bucket_size, bits).ravel())
-    tail = data[whole * record :]
-    if last and skip_incomplete_buckets:
-        parts.append(widen(tail.view(wire)))
-    elif last:
-        parts.append(_dequantize_rows(tail[None, :], last, bits).ravel())
-    return np.concatenate(parts)
+    settings = Settings(bits, bucket_size, dtype=np.dtype(dtype), **knobs)
+    return decode(message, numel, settings, first_index, seed)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 Values: TypeAlias = npt.NDArray[Any]  # float32, float16 or ml_dtypes.bfloat16, one dimension
 Float32s: TypeAlias = npt.NDArray[np.float32]
+Floats: TypeAlias = npt.NDArray[np.floating[Any]]  # fp32 too, where numpy's types lose sight of it
 Op = Literal["sum", "avg", "min", "max", "product"]
 Algorithm = Literal["one_shot", "sra", "ring", "hierarchical"]
 AnyAlgorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical", "by_hosts"]
@@ -18,7 +19,6 @@ RoundingMode = Literal["nearest", "stochastic", "shift"]
 
 EXACT_BITS = 32
 SMALLEST_QUANTIZED = 16  # a segment of fewer elements always travels exact
-HEADER_BYTES = 8
 FLOAT32 = np.dtype(np.float32)
 FLOAT16 = np.dtype(np.float16)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -29,7 +29,9 @@ Layout::Layout(const Plan& plan) {
   has_intra_ = plan.algorithm == CGX_HIERARCHICAL;
   if (plan.verb != CGX_ALLREDUCE) block_stride_ = plan.block_numel;
   for (const auto& segment : plan.segments) {
-    const int64_t grain = grain_of(*codec(segment.codecs[Way::kScatter]), segment);
+    int64_t grain = 1;
+    for (const CodecSettings& settings : segment.codecs.each)
+      grain = std::max(grain, grain_of(*codec(settings), segment));
     const int64_t grains = segment.numel / grain + (segment.numel % grain != 0);
     for (int owner = 0; owner < static_cast<int>(shards_.size()); ++owner) {
       const auto range = owned_grains(grains, owner, static_cast<int>(shards_.size()));

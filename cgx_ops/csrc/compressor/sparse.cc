@@ -69,12 +69,15 @@ void Chosen::gather(const float* from) {
 void Chosen::scatter(int64_t numel, Dtype dtype, void* to) const {
   std::memset(to, 0, numel * size_of(dtype));
   auto* bytes = static_cast<std::byte*>(to);
-  for (size_t i = 0; i < places.size(); ++i)
-    kernels().convert(Dtype::kFloat32, &values[i], dtype, bytes + places[i] * size_of(dtype), 1);
+  for (size_t i = 0; i < places.size(); ++i) {
+    const float value = values[i] + 0.0f;
+    kernels().convert(Dtype::kFloat32, &value, dtype, bytes + places[i] * size_of(dtype), 1);
+  }
 }
 
 void Chosen::add(int64_t numel, const float* base, float* sum) const {
-  if (base != sum) std::memcpy(sum, base, numel * sizeof(float));
+  // The zeros between the places are added too: -0 and a NaN become what any codec makes of them.
+  kernels().add_zero(base, sum, numel);
   for (size_t i = 0; i < places.size(); ++i) {
     float* const at = sum + places[i];
     store(with_one_nan(load(at) + values[i]), at);

@@ -41,7 +41,7 @@ struct Chosen {
   void resize(int64_t count);
   // values[i] = from[places[i]]; a NaN becomes the one that arithmetic makes.
   void gather(const float* from);
-  // 0 but at the places.
+  // 0 but at the places; there is no -0.
   void scatter(int64_t numel, Dtype dtype, void* to) const;
   // sum = base + that.
   void add(int64_t numel, const float* base, float* sum) const;

@@ -48,6 +48,8 @@ struct Kernels {
   // Exact values. Equal types: a copy, bit for bit. `from` and `to` are equal or do not overlap.
   void (*convert)(Dtype from_type, const void* from, Dtype to_type, void* to, int64_t numel);
   void (*add)(Dtype dtype, const void* values, const float* base, float* sum, int64_t numel);
+  // sum = base + 0: what is not sent is a 0, which makes 0 of -0, and one NaN of all.
+  void (*add_zero)(const float* base, float* sum, int64_t numel);
   // sum = a + b, both of `dtype`, in fp32.
   void (*add_two)(Dtype dtype, const void* a, const void* b, float* sum, int64_t numel);
   // into = op(into, values); avg adds. NaN wins in min and max, and -0 < +0.

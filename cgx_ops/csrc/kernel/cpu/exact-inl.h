@@ -43,6 +43,13 @@ void add(Dtype dtype, const void* values, const float* base, float* sum, int64_t
   with_value_type(dtype, [&](auto value) { add_as<decltype(value)>(values, base, sum, numel); });
 }
 
+void add_zero(const float* base, float* into, int64_t numel) {
+  const auto* from = reinterpret_cast<const Stored<float>*>(base);
+  auto* sum = reinterpret_cast<Stored<float>*>(into);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < numel; ++i) sum[i].value = with_one_nan(from[i].value + 0.0f);
+}
+
 template <typename Value>
 void add_two_as(const void* first, const void* second, float* into, int64_t numel) {
   const auto* __restrict a = static_cast<const Stored<typename Value::Bits>*>(first);

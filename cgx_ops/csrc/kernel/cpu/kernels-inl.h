@@ -29,6 +29,7 @@ constexpr Kernels table(const char* name, const char* description) {
           .dequantize_add = dequantize_add,
           .convert = convert,
           .add = add,
+          .add_zero = add_zero,
           .add_two = add_two,
           .combine = combine,
           .divide = divide,

@@ -74,7 +74,7 @@ struct Levels {
     for (int i = 0; i < kLevels; ++i) header.at[i] = LevelTable<kBits>::kAt[i] * grid.scale;
     return header;
   }
-  [[gnu::always_inline]] static bool flat(const Grid& grid) { return !is_finite(grid.scale); }
+  [[gnu::always_inline]] static bool flat(const Grid& grid) { return !(grid.scale > 0.0f); }
   [[gnu::always_inline]] static float fill(const Grid& /*grid*/) { return 0.0f; }
   [[gnu::always_inline]] static Wire write(const Header& header) {
     return Scale{header.scale}.write();

@@ -30,10 +30,11 @@ template <int kFirst, int kLast, typename Visit>
 
 constexpr uint32_t kLargestBfloat16 = 0x7f7f0000;
 
-// Of finite values; what a bf16 cannot hold becomes its largest.
+// Of finite values; what a bf16 cannot hold becomes its largest, of the same sign.
 [[gnu::always_inline]] inline float nearest_scale(float x) {
   const float rounded = widen_bfloat16(round_to_bfloat16(x));
-  return is_finite(rounded) ? rounded : __builtin_bit_cast(float, kLargestBfloat16);
+  const float largest = __builtin_bit_cast(float, kLargestBfloat16);
+  return is_finite(rounded) ? rounded : __builtin_copysignf(largest, x);
 }
 // Not below x >= 0.
 [[gnu::always_inline]] inline float scale_above(float x) {

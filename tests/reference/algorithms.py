@@ -1,0 +1,104 @@
+"""Algorithms of allreduce: who encodes what, and in which order it is summed.
+
+xs: each rank's values of one segment. wire, back: towards the owner and back. Each returns the
+result in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .segments import Segment, Wire, ranks_by_host, shards
+from .values import Float32s, Op, Values, combine, finish, reduce_in_order
+
+
+@dataclass(frozen=True)
+class Ways:
+    """A segment's ways, and what is done between them."""
+
+    wire: Wire
+    back: Wire
+    intra: Wire
+    op: Op
+    divisor: int  # of avg
+    exact: bool
+    hosts: Sequence[int]
+
+    def finish(self, total: Float32s) -> Float32s:
+        return finish(self.op, total, self.divisor)
+
+
+def owner_terms(
+    xs: Sequence[Values], at: slice, first_index: int, owner: int, wire: Wire
+) -> list[Float32s]:
+    """Return, in rank order, the owner's own values, the others' as they arrive."""
+    return [
+        wire.own(x[at], first_index, rank)
+        if rank == owner
+        else wire.seen(x[at], first_index, rank, phase=0)
+        for rank, x in enumerate(xs)
+    ]
+
+
+def one_shot(xs: Sequence[Values], segment: Segment, ways: Ways) -> Float32s:
+    terms = [ways.wire.seen(x, 0, rank, phase=0) for rank, x in enumerate(xs)]
+    total = ways.finish(reduce_in_order(ways.op, terms))
+    # Nothing is encoded a second time, but the sum of votes is a vote.
+    return ways.back.own(total, 0, 0)
+
+
+def sra(xs: Sequence[Values], segment: Segment, ways: Ways) -> Float32s:
+    out = np.empty(segment.numel, np.float32)
+    for owner, at in enumerate(shards(segment, len(xs), ways.exact)):
+        terms = owner_terms(xs, at, at.start, owner, ways.wire)
+        total = ways.finish(reduce_in_order(ways.op, terms))
+        out[at] = ways.back.seen(total, at.start, owner, phase=1)
+    return out
+
+
+def ring(xs: Sequence[Values], segment: Segment, ways: Ways) -> Float32s:
+    world_size, wire = len(xs), ways.wire
+    out = np.empty(segment.numel, np.float32)
+    for owner, at in enumerate(shards(segment, world_size, ways.exact)):
+        first = (owner + 1) % world_size
+        arriving = wire.seen(wire.own(xs[first][at], at.start, first), at.start, first, phase=0)
+        total = arriving
+        for hop in range(2, world_size + 1):
+            rank = (owner + hop) % world_size
+            total = combine(ways.op, arriving, wire.own(xs[rank][at], at.start, rank))
+            if rank != owner:
+                arriving = wire.seen(total, at.start, rank, phase=0)
+        out[at] = ways.back.seen(ways.finish(total), at.start, owner, phase=1)
+    return out
+
+
+def hierarchical(xs: Sequence[Values], segment: Segment, ways: Ways) -> Float32s:
+    ranks_of = ranks_by_host(ways.hosts)
+    lanes = min(map(len, ranks_of))
+    out = np.empty(segment.numel, np.float32)
+    for shard, at in enumerate(shards(segment, len(ranks_of) * lanes, ways.exact)):
+        owner_host, lane = divmod(shard, lanes)
+        own_terms: list[Float32s] = []
+        sums: list[Float32s] = []
+        for host, ranks in enumerate(ranks_of):
+            acting = ranks[lane]
+            terms = [
+                ways.wire.own(xs[r][at], at.start, r)
+                if r == acting
+                else ways.intra.seen(xs[r][at], at.start, r, phase=2)
+                for r in ranks
+            ]
+            if host == owner_host:
+                own_terms = terms
+            else:
+                host_sum = reduce_in_order(ways.op, terms)
+                sums.append(ways.wire.seen(host_sum, at.start, acting, phase=0))
+        total = ways.finish(reduce_in_order(ways.op, own_terms + sums))
+        out[at] = ways.back.seen(total, at.start, ranks_of[owner_host][lane], phase=1)
+    return out
+
+
+ALGORITHMS = {"one_shot": one_shot, "sra": sra, "ring": ring, "hierarchical": hierarchical}

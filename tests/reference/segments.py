@@ -1,0 +1,136 @@
+"""Segments: how each travels, who owns what of it, and where hosts are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .codec import decode, encode, message_bytes
+from .settings import Compressor, Settings
+from .values import EXACT_BITS, SMALLEST_QUANTIZED, Algorithm, Float32s, RoundingMode, Values, widen
+
+EAGER_BYTES = 8 * 1024  # what fits beside the header, in the first message
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [offset, offset + numel) of a buffer (or of a rank's block), compressed alike.
+
+    rounding, gather_bits: None: the call's.
+    """
+
+    offset: int
+    numel: int
+    bits: int = 4
+    bucket_size: int = 512
+    compressor: Compressor = "uniform"
+    density: float = 0.01
+    value_bits: int = EXACT_BITS
+    rotation: int = 0
+    clip: bool = False
+    rounding: RoundingMode | None = None
+    gather_bits: int | None = None
+
+    def settings(
+        self, dtype: np.dtype[Any], rounding: RoundingMode, *, skip_incomplete_buckets: bool
+    ) -> Settings:
+        """Return how values travel towards their owner, unless they travel exact."""
+        return Settings(
+            self.bits,
+            self.bucket_size,
+            self.compressor,
+            self.rounding or rounding,
+            self.density,
+            self.value_bits,
+            self.rotation,
+            self.clip,
+            skip_incomplete_buckets,
+            dtype,
+        )
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How one segment's values become what their receivers see."""
+
+    settings: Settings
+    seeds: Sequence[int]
+    noise_ranks: Sequence[int]
+    # Of a majority vote: what a rank's own values become before they are added.
+    ballot: Settings | None = None
+    # By rank: receives what encoding loses of its values, times `scale`.
+    lost: Sequence[Float32s] | None = None
+    scale: int = 1
+
+    def seen(self, values: Values, first_index: int, rank: int, phase: int) -> Float32s:
+        """Return decode(encode(values)) in fp32."""
+        seed = self.seeds[rank]
+        noise_of = (seed, self.noise_ranks[rank], phase)
+        message = encode(values, self.settings, first_index, noise_of)
+        decoded = decode(message, len(values), self.settings, first_index, seed)
+        if self.lost is not None:
+            with np.errstate(all="ignore"):
+                error = (widen(values) - decoded) * np.float32(self.scale)
+            at = slice(first_index, first_index + len(values))
+            self.lost[rank][at] = np.where(np.isfinite(error), error, np.float32(0))
+        return decoded
+
+    def own(self, values: Values, first_index: int, rank: int) -> Float32s:
+        """Return what a rank adds of its own values: these, or their votes."""
+        if self.ballot is None:
+            return widen(values)
+        return replace(self, settings=self.ballot).seen(values, first_index, rank, phase=0)
+
+
+def travels_exact(segment: Segment, minimal_size: int) -> bool:
+    """Tell whether a segment's values travel raw whatever its bits; votes are always cast."""
+    if segment.bits == EXACT_BITS or segment.compressor == "sign":
+        return segment.bits == EXACT_BITS
+    return segment.numel < max(SMALLEST_QUANTIZED, minimal_size)
+
+
+def shards(segment: Segment, world_size: int, exact: bool) -> list[slice]:
+    """Return what each rank owns of the segment in sra and ring: cut between buckets."""
+    grain = 1 if exact or segment.compressor == "half" else segment.bucket_size
+    grains = -(-segment.numel // grain)
+    cuts = [min(p * grains // world_size * grain, segment.numel) for p in range(world_size + 1)]
+    return [slice(cuts[p], cuts[p + 1]) for p in range(world_size)]
+
+
+def ranks_by_host(hosts: Sequence[int]) -> list[list[int]]:
+    """Return the ranks of each host, hosts in the order of their first ranks. hosts: by rank."""
+    order = list(dict.fromkeys(hosts))
+    return [[rank for rank, host in enumerate(hosts) if host == each] for each in order]
+
+
+def is_nested(hosts: Sequence[int] | None) -> bool:
+    """Tell whether there are several hosts, and one of several ranks."""
+    return hosts is not None and 1 < len(set(hosts)) < len(hosts)
+
+
+def pick(
+    segments: Sequence[Segment],
+    dtype: npt.DTypeLike,
+    *,
+    minimal_size: int = 0,
+    skip_incomplete_buckets: bool = False,
+    hosts: Sequence[int] | None = None,
+) -> Algorithm:
+    """Return what "auto" stands for: one_shot while all encoded values fit beside the header."""
+    total = 0
+    for segment in segments:
+        settings = segment.settings(
+            np.dtype(dtype), "nearest", skip_incomplete_buckets=skip_incomplete_buckets
+        )
+        if travels_exact(segment, minimal_size):
+            settings = replace(settings, bits=EXACT_BITS)
+        elif segment.compressor == "threshold":
+            return "one_shot"  # it cannot be cut
+        total += message_bytes(segment.numel, settings)
+    if total <= EAGER_BYTES:
+        return "one_shot"
+    return "hierarchical" if is_nested(hosts) else "sra"

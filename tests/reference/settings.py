@@ -1,0 +1,74 @@
+"""Settings: how a segment's values are encoded. And what follows from a compressor's name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from .values import EXACT_BITS, FLOAT32, RoundingMode
+
+Compressor = Literal[
+    "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "natural", "half", "topk",
+    "threshold", "randk",
+]  # fmt: skip
+# Those that have no choice; "uniform" and "half" do as they are told.
+_ALWAYS: dict[Compressor, RoundingMode] = {
+    "levels": "nearest",
+    "sign": "nearest",
+    "onebit": "nearest",
+    "ternary": "stochastic",
+    "qsgd": "stochastic",
+    "natural": "stochastic",
+    "topk": "nearest",
+    "threshold": "nearest",
+    "randk": "nearest",
+}
+# Their codes' bits. "uniform", "levels" and "qsgd" have those that are asked for.
+_CODE_BITS: dict[Compressor, int] = {"sign": 1, "onebit": 1, "ternary": 0, "natural": 8}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one message. The fields are those of cgx_ops.Config, None resolved; dtype: raw values'."""
+
+    bits: int = 4
+    bucket_size: int = 512
+    compressor: Compressor = "uniform"
+    rounding: RoundingMode = "nearest"
+    density: float = 0.01
+    value_bits: int = EXACT_BITS
+    rotation: int = 0
+    clip: bool = False
+    skip_incomplete_buckets: bool = False
+    dtype: np.dtype[Any] = FLOAT32
+
+    @property
+    def exact(self) -> bool:
+        return self.bits == EXACT_BITS
+
+    @property
+    def votes(self) -> bool:
+        """Whether a sum is a majority vote."""
+        return self.compressor == "sign" and not self.exact
+
+    @property
+    def mode(self) -> RoundingMode:
+        """How values are rounded."""
+        return _ALWAYS.get(self.compressor, self.rounding)
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a bucket's codes; 0: trits."""
+        return _CODE_BITS.get(self.compressor, self.bits)
+
+    @property
+    def grain(self) -> int:
+        """Between multiples of which a message may be cut."""
+        return 1 if self.exact or self.compressor == "half" else self.bucket_size
+
+    def share(self, numel: int) -> int:
+        """Return how many of `numel` > 0 values a sparse compressor sends, or wants to."""
+        billionths = round(self.density * 10**9)
+        return max(1, -(-billionths * numel // 10**9))

@@ -1,0 +1,197 @@
+"""Values at a few places: topk, threshold, randk.
+
+1. places: which, and as bytes
+2. the values that were chosen
+3. encode, decode
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from .buckets import FORMATS, decode_rows, encode_rows, field_bytes
+from .philox import philox4x32_7
+from .settings import Settings
+from .values import BFLOAT16, FLOAT16, Float32s, round_to, widen, with_one_nan
+
+Places = npt.NDArray[np.int64]
+_PLACES_PHASE = 0x706C6163
+
+# ---- 1. places -----------------------------------------------------------------------------------
+
+
+def largest(x: Float32s, k: int) -> Places:
+    """Return the places of the k largest magnitudes; of equal ones the first. NaN is largest."""
+    key = (x.view(np.uint32) & np.uint32(0x7FFFFFFF)).astype(np.int64)
+    return np.sort(np.argsort(-key, kind="stable")[:k])
+
+
+def drawn(numel: int, k: int, index: int, seed: int) -> Places:
+    """Return k places below numel, drawn by Floyd's method."""
+    blocks = -(-k // 4)
+    counters = np.zeros((blocks, 4), np.uint32)
+    counters[:, 0], counters[:, 1] = index & 0xFFFFFFFF, index >> 32
+    counters[:, 2], counters[:, 3] = np.arange(blocks), _PLACES_PHASE
+    words = philox4x32_7(counters, seed & 0xFFFFFFFFFFFFFFFF).ravel()
+    taken: set[int] = set()
+    for i in range(k):
+        j = numel - k + i
+        place = int(words[i]) * (j + 1) >> 32
+        taken.add(j if place in taken else place)
+    return np.array(sorted(taken), np.int64)
+
+
+def above(x: Float32s, settings: Settings) -> Places:
+    """Return the places of magnitudes above a threshold that a sample tells."""
+    numel, wanted = len(x), settings.share(len(x))
+    most = min(max(int(1.3 * wanted), 1), numel)
+    sample = x[min(100, numel) // 2 :: 100]
+    chosen = np.abs(sample[largest(sample, settings.share(len(sample)))])
+    threshold = np.float32(chosen[0])
+    for magnitude in chosen:
+        threshold = min(threshold, magnitude)  # a NaN in front stays
+    with np.errstate(all="ignore"):
+        for _ in range(10):
+            count = np.count_nonzero(~(np.abs(x) < threshold))
+            if count > most:
+                threshold *= np.float32(1.3)
+            elif count < 0.8 * wanted:
+                threshold *= np.float32(0.8)
+            else:
+                break
+    places = np.flatnonzero(~(np.abs(x) < threshold))
+    return places if 0 < len(places) <= most else largest(x, most if len(places) else 1)
+
+
+def _low_bits(numel: int, count: int) -> int:
+    return (numel // count).bit_length() - 1
+
+
+def places_bytes(numel: int, count: int) -> int:
+    low = _low_bits(numel, count)
+    return -(-count * low // 8) + -(-(((numel - 1) >> low) + count) // 8)
+
+
+def pack_places(places: Places, numel: int) -> bytes:
+    """Elias-Fano: the low bits end to end; then bit (high part + i) is set for place i."""
+    low = _low_bits(numel, len(places))
+    lows = (places[:, None] >> np.arange(low)) & 1
+    highs = np.zeros(((numel - 1) >> low) + len(places), np.uint8)
+    highs[(places >> low) + np.arange(len(places))] = 1
+    fields = (
+        np.packbits(bits.astype(np.uint8).ravel(), bitorder="little") for bits in (lows, highs)
+    )
+    return b"".join(field.tobytes() for field in fields)
+
+
+def unpack_places(data: bytes, numel: int, count: int) -> Places:
+    low = _low_bits(numel, count)
+    low_bytes = -(-count * low // 8)
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").astype(np.int64)
+    lows = (bits[: count * low].reshape(count, low) << np.arange(low)).sum(axis=1)
+    highs = np.flatnonzero(bits[8 * low_bytes :]) - np.arange(count)
+    return highs << low | lows
+
+
+# ---- 2. values -----------------------------------------------------------------------------------
+
+
+def _half(settings: Settings) -> np.dtype[np.generic]:
+    return FLOAT16 if settings.dtype == FLOAT16 else BFLOAT16
+
+
+def _of_values(settings: Settings) -> tuple[Settings, str]:
+    """Return what one bucket of chosen values is encoded by."""
+    plain = replace(settings, bits=settings.value_bits, compressor="levels")
+    return plain, "levels" if settings.value_bits == 1 else "magnitudes"
+
+
+def value_bytes(count: int, settings: Settings) -> int:
+    if settings.compressor == "randk" or settings.value_bits == 32:
+        return count * settings.dtype.itemsize
+    if settings.value_bits == 16:
+        return 2 * count
+    _, form = _of_values(settings)
+    return FORMATS[form].header_bytes + field_bytes(count, settings.value_bits)
+
+
+def pack_values(values: Float32s, settings: Settings) -> bytes:
+    values = with_one_nan(values)
+    if settings.compressor == "randk" or settings.value_bits == 32:
+        return round_to(values, settings.dtype).tobytes()
+    if settings.value_bits == 16:
+        return round_to(values, _half(settings)).tobytes()
+    plain, form = _of_values(settings)
+    return encode_rows(values[None], plain, 0, (0, 0, 0), form).tobytes()
+
+
+def unpack_values(data: bytes, count: int, settings: Settings) -> Float32s:
+    """Decode; -0 becomes 0."""
+    if settings.compressor == "randk" or settings.value_bits == 32:
+        values = widen(np.frombuffer(data, settings.dtype))
+    elif settings.value_bits == 16:
+        values = widen(np.frombuffer(data, _half(settings)))
+    else:
+        plain, form = _of_values(settings)
+        values = decode_rows(np.frombuffer(data, np.uint8)[None], count, plain, form)[0]
+    return values + np.float32(0)
+
+
+# ---- 3. encode, decode ---------------------------------------------------------------------------
+
+
+def _buckets(numel: int, settings: Settings) -> Iterator[tuple[int, int, int]]:
+    """Give first, elements and chosen ones of each bucket; threshold has one of all."""
+    size = max(1, numel) if settings.compressor == "threshold" else settings.bucket_size
+    for first in range(0, numel, size):
+        count = min(size, numel - first)
+        yield first, count, settings.share(count)
+
+
+def sparse_bytes(numel: int, settings: Settings) -> int:
+    """Return the bytes of a message; threshold has no number of its own."""
+    return sum(
+        value_bytes(k, settings) + (places_bytes(count, k) if settings.compressor == "topk" else 0)
+        for _, count, k in _buckets(numel, settings)
+    )
+
+
+def encode_sparse(x: Float32s, settings: Settings, first_index: int, seed: int) -> bytes:
+    message = b""
+    for first, count, k in _buckets(len(x), settings):
+        values = x[first : first + count]
+        if settings.compressor == "randk":
+            places = drawn(count, k, first_index + first, seed)
+        elif settings.compressor == "topk":
+            places = largest(values, k)
+            message += pack_places(places, count)
+        else:
+            places = above(values, settings)
+            message += len(places).to_bytes(8, "little") + pack_places(places, count)
+        message += pack_values(values[places], settings)
+    return message
+
+
+def decode_sparse(
+    message: bytes, numel: int, settings: Settings, first_index: int, seed: int
+) -> Float32s:
+    out, at = np.zeros(numel, np.float32), 0
+
+    def take(length: int) -> bytes:
+        nonlocal at
+        at += length
+        return message[at - length : at]
+
+    for first, count, share in _buckets(numel, settings):
+        k = share if settings.compressor != "threshold" else int.from_bytes(take(8), "little")
+        if settings.compressor == "randk":
+            places = drawn(count, k, first_index + first, seed)
+        else:
+            places = unpack_places(take(places_bytes(count, k)), count, k)
+        out[first + places] = unpack_values(take(value_bytes(k, settings)), k, settings)
+    assert at == len(message), (at, len(message))
+    return out
