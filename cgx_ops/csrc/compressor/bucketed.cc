@@ -1,6 +1,7 @@
 // A message is the records of all buckets, end to end; the last bucket may be short.
 #include "compressor/bucketed.h"
 
+#include "compressor/blocks.h"
 #include "kernel/kernels.h"
 
 namespace cgx {
@@ -22,7 +23,16 @@ class Bucketed final : public SlicedCodec {
 
   int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t first_index,
                  const Rounding& rounding, std::byte* bytes) const override {
-    kernels().quantize(dtype, values, run(numel, first_index), rounding, bytes);
+    if (has_kernels_of(dtype)) {
+      kernels().quantize(dtype, values, run(numel, first_index), rounding, bytes);
+      return offset(numel);
+    }
+    for_blocks(numel, bucket_size_, [&](int64_t first, int64_t count, float* block) {
+      const auto* from = static_cast<const std::byte*>(values) + first * size_of(dtype);
+      kernels().convert(dtype, from, Dtype::kFloat32, block, count);
+      kernels().quantize(Dtype::kFloat32, block, run(count, first_index + first), rounding,
+                         bytes + offset(first));
+    });
     return offset(numel);
   }
 
@@ -35,7 +45,14 @@ class Bucketed final : public SlicedCodec {
   void decode(std::span<const std::byte> bytes, int64_t numel, int64_t first_index, Dtype dtype,
               void* values) const override {
     check_length(bytes, numel);
-    kernels().dequantize(bytes.data(), run(numel, first_index), dtype, values);
+    if (has_kernels_of(dtype))
+      return kernels().dequantize(bytes.data(), run(numel, first_index), dtype, values);
+    for_blocks(numel, bucket_size_, [&](int64_t first, int64_t count, float* block) {
+      kernels().dequantize(bytes.data() + offset(first), run(count, first_index + first),
+                           Dtype::kFloat32, block);
+      kernels().convert(Dtype::kFloat32, block, dtype,
+                        static_cast<std::byte*>(values) + first * size_of(dtype), count);
+    });
   }
 
   void decode_add(std::span<const std::byte> bytes, int64_t numel, int64_t first_index,
@@ -47,6 +64,10 @@ class Bucketed final : public SlicedCodec {
   bool votes() const override { return format_ == BucketFormat::kSign; }
 
  private:
+  bool has_kernels_of(Dtype dtype) const {
+    return dtype == Dtype::kFloat32 || format_ == BucketFormat::kUniform;
+  }
+
   int64_t record_bytes(int64_t numel) const {
     return header_bytes(format_) + field_bytes(format_, numel, bits_);
   }

@@ -4,21 +4,13 @@
 // back. It is orthogonal, so the error's length stays.
 #include <algorithm>
 #include <utility>
-#include <vector>
 
 #include "compressor/around.h"
+#include "compressor/blocks.h"
 #include "kernel/kernels.h"
 
 namespace cgx {
 namespace {
-
-// Used within one call only: a collective's steps may run on any thread.
-thread_local std::vector<float> rotated;
-
-float* room_for(int64_t numel) {
-  if (static_cast<int64_t>(rotated.size()) < numel) rotated.resize(numel);
-  return rotated.data();
-}
 
 class Rotated final : public SlicedCodec {
  public:
@@ -30,55 +22,40 @@ class Rotated final : public SlicedCodec {
 
   int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t first_index,
                  const Rounding& rounding, std::byte* bytes) const override {
-    return by_blocks(numel, [&](int64_t first, int64_t count) {
-      float* block = room_for(count);
+    for_blocks(numel, grain(), [&](int64_t first, int64_t count, float* block) {
       const auto* from = static_cast<const std::byte*>(values) + first * size_of(dtype);
       kernels().convert(dtype, from, Dtype::kFloat32, block, count);
       rotate(block, count);
-      return inner_->encode(Dtype::kFloat32, block, count, first_index + first, rounding,
-                            bytes + offset(first));
+      inner_->encode(Dtype::kFloat32, block, count, first_index + first, rounding,
+                     bytes + offset(first));
     });
+    return offset(numel);
   }
 
   void decode(std::span<const std::byte> bytes, int64_t numel, int64_t first_index, Dtype dtype,
               void* values) const override {
     check_length(bytes, numel);
-    by_blocks(numel, [&](int64_t first, int64_t count) {
-      const float* block = decoded(bytes, first, count, first_index);
+    for_blocks(numel, grain(), [&](int64_t first, int64_t count, float* block) {
+      decode_block(slice(bytes, first, count), count, first_index + first, block);
       kernels().convert(Dtype::kFloat32, block, dtype,
                         static_cast<std::byte*>(values) + first * size_of(dtype), count);
-      return 0;
     });
   }
 
   void decode_add(std::span<const std::byte> bytes, int64_t numel, int64_t first_index,
                   const float* base, float* sum) const override {
     check_length(bytes, numel);
-    by_blocks(numel, [&](int64_t first, int64_t count) {
-      const float* block = decoded(bytes, first, count, first_index);
+    for_blocks(numel, grain(), [&](int64_t first, int64_t count, float* block) {
+      decode_block(slice(bytes, first, count), count, first_index + first, block);
       kernels().add(Dtype::kFloat32, block, base + first, sum + first, count);
-      return 0;
     });
   }
 
  private:
-  // Blocks of whole buckets that stay in the first-level cache. Returns the sum of what they
-  // return.
-  template <typename Do>
-  int64_t by_blocks(int64_t numel, const Do& work) const {
-    const int64_t block = std::max<int64_t>(grain(), 2048 / grain() * grain());
-    int64_t sum = 0;
-    for (int64_t first = 0; first < numel; first += block)
-      sum += work(first, std::min(block, numel - first));
-    return sum;
-  }
-
-  const float* decoded(std::span<const std::byte> bytes, int64_t first, int64_t count,
-                       int64_t first_index) const {
-    float* block = room_for(count);
-    inner_->decode(slice(bytes, first, count), count, first_index + first, Dtype::kFloat32, block);
-    rotate_back(block, count);
-    return block;
+  void decode_block(std::span<const std::byte> bytes, int64_t numel, int64_t first_index,
+                    float* block) const {
+    inner_->decode(bytes, numel, first_index, Dtype::kFloat32, block);
+    rotate_back(block, numel);
   }
 
   void rotate(float* values, int64_t numel) const {

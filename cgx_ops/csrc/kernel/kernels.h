@@ -33,7 +33,8 @@ struct Kernels {
   const char* description;
 
   // values (of `dtype`) -> bucket records, laid end to end, each a header and a field of codes
-  // (bucket_format.h). Writes exactly the bytes of the records.
+  // (bucket_format.h). Writes exactly the bytes of the records. Formats other than kUniform take
+  // fp32 only, here and in dequantize.
   void (*quantize)(Dtype dtype, const void* values, const BucketRun& run, const Rounding& rounding,
                    std::byte* records);
   // quantize() of fp32 that keeps what is lost: values - decoded, or 0 where that is not finite.

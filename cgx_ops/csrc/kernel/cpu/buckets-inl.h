@@ -175,30 +175,38 @@ template <typename Value, typename Format, typename Keep>
   }
 }
 
-void quantize(Dtype dtype, const void* values, const BucketRun& run, const Rounding& rounding,
-              std::byte* records) {
-  with_value_type(dtype, [&](auto value) {
-    with_format(run, [&](auto format) {
-      quantize_as<decltype(value), decltype(format)>(values, run, rounding, records,
-                                                     [](auto&&...) {});
-    });
-  });
+// lost: null, or what is lost of the values goes there.
+template <typename Format>
+void quantize_floats(const float* values, const BucketRun& run, const Rounding& rounding,
+                     std::byte* records, float* lost) {
+  quantize_as<Float32, Format>(
+      values, run, rounding, records,
+      [lost](const auto& header, int64_t first, int n, const Floats16& some, const Ints16& codes) {
+        if (!lost) return;
+        Floats16 errors;
+#pragma GCC unroll 4
+        for (int i = 0; i < kRegisters; ++i)
+          errors.at[i] = finite_or_zero(some.at[i] - Format::values(header, codes.at[i]));
+        store_some<Float32>(errors, n, reinterpret_cast<Stored<uint32_t>*>(lost) + first);
+      });
 }
 
 void quantize_keeping(const float* values, const BucketRun& run, const Rounding& rounding,
                       std::byte* records, float* lost) {
   with_format(run, [&](auto format) {
-    quantize_as<Float32, decltype(format)>(
-        values, run, rounding, records,
-        [lost](const auto& header, int64_t first, int n, const Floats16& some,
-               const Ints16& codes) {
-          Floats16 errors;
-#pragma GCC unroll 4
-          for (int i = 0; i < kRegisters; ++i)
-            errors.at[i] =
-                finite_or_zero(some.at[i] - decltype(format)::values(header, codes.at[i]));
-          store_some<Float32>(errors, n, reinterpret_cast<Stored<uint32_t>*>(lost) + first);
-        });
+    quantize_floats<decltype(format)>(values, run, rounding, records, lost);
+  });
+}
+
+void quantize(Dtype dtype, const void* values, const BucketRun& run, const Rounding& rounding,
+              std::byte* records) {
+  if (run.format != BucketFormat::kUniform)
+    return quantize_keeping(static_cast<const float*>(values), run, rounding, records, nullptr);
+  with_value_type(dtype, [&](auto value) {
+    with_bits<1, 8>(run.bits, [&](auto bits) {
+      quantize_as<decltype(value), Uniform<bits()>>(values, run, rounding, records,
+                                                    [](auto&&...) {});
+    });
   });
 }
 
@@ -242,9 +250,12 @@ void dequantize_as(const std::byte* records, const BucketRun& run, void* out) {
 }
 
 void dequantize(const std::byte* records, const BucketRun& run, Dtype dtype, void* values) {
+  if (run.format != BucketFormat::kUniform)
+    return with_format(
+        run, [&](auto format) { dequantize_as<Float32, decltype(format)>(records, run, values); });
   with_value_type(dtype, [&](auto value) {
-    with_format(run, [&](auto format) {
-      dequantize_as<decltype(value), decltype(format)>(records, run, values);
+    with_bits<1, 8>(run.bits, [&](auto bits) {
+      dequantize_as<decltype(value), Uniform<bits()>>(records, run, values);
     });
   });
 }
