@@ -112,7 +112,8 @@ PARTS: dict[str, tuple[Run, ...]] = {
         allreduce(
             "100mbit-2",
             "--budget 35 --sizes 64KiB 1MiB 16MiB --peers mpi gloo fp16 powersgd "
-            "--rounding nearest",
+            "--rounding nearest --config compressor=levels,bits=2 compressor=levels,bits=1 "
+            "compressor=topk,density=0.015625,bucket_size=4096,value_bits=8",
             hosts=2,
             rate="100mbit",
         ),
