@@ -20,6 +20,7 @@ from jax.interpreters import ad
 
 from cgx_ops.jax import _compat, _runtime, carrier
 from cgx_ops.jax._calls import parted
+from cgx_ops.jax.knobs import refuse_votes
 from cgx_ops.jax.launching import launcher
 from cgx_ops.jax.primitive import Settings, Verb, custom_call, message_attributes, vary
 from cgx_ops.jax.trees import exact_twin
@@ -198,9 +199,14 @@ def _groups(
 
 
 def _check_counts(settings: Settings, groups: Rows, processes: list[int]) -> None:
-    """Scatter and gather need as many devices of a group in each of its processes."""
+    """Scatter and gather need as many devices of a group in each of its processes.
+
+    Where some process has several, it sums their values first, and so cannot have them vote.
+    """
     for group in groups:
         counts = Counter(processes[partition] for partition in group)
+        if 1 < len(counts) < len(group) and settings.verb != "all_gather":
+            refuse_votes(settings.function, settings.configs)
         if settings.verb != "allreduce" and len(set(counts.values())) > 1:
             raise NotImplementedError(
                 f"{settings.function} over {settings.groups.axes}: a group of the mesh has "
