@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import numpy.typing as npt
 import reference
-from jax_cases import processes_of, ranks_of, seed_of, sums_of
+from jax_cases import processes_of, ranks_of, seed_of, sums_of, use_cpu_devices
 from launch import threads
 
 from cgx_ops import Communicator, Config, Segment
+
+use_cpu_devices(8)
 
 Values = npt.NDArray[Any]
 

@@ -21,7 +21,7 @@ from cgx_ops.comm import Communicator
 from cgx_ops.config import Algorithm, Compressor, Config
 from cgx_ops.errors import Closed
 from cgx_ops.jax import _compat, _runtime
-from cgx_ops.jax.knobs import Rules, checked_knobs
+from cgx_ops.jax.knobs import Rules, checked_knobs, refuse_on_gpus
 from cgx_ops.jax.primitive import (
     Carrier,
     Settings,
@@ -223,6 +223,8 @@ class Ranks:
         self, ctx: Any, operands: Sequence[Any], settings: Settings, platform: _runtime.Platform
     ) -> Any:
         """Return the HLO values of the results."""
+        if platform == "cuda":
+            refuse_on_gpus(settings.function, settings.configs)
         attributes = message_attributes(ctx, settings)
         attributes |= {"comm": self.comm, "name": settings.name or _UNNAMED}
         target = _runtime.target("allreduce_q", platform)

@@ -203,6 +203,17 @@ def refuse_votes(function: str, configs: Iterable[Config]) -> None:
         )
 
 
+def refuse_on_gpus(function: str, configs: Iterable[Config]) -> None:
+    """Refuse, as a program is lowered for GPUs, what the core would refuse when it runs."""
+    for config in configs:
+        why = _COMPRESSORS[config.compressor]["device"]
+        if why and config.bits != EXACT_BITS:
+            raise NotImplementedError(
+                f"{function} with compressor={config.compressor!r} on GPUs: {why}. Use 'uniform', "
+                "or reduce on CPU devices"
+            )
+
+
 def _require_way(caller: str, config: Config, verb: Verb) -> None:
     if config.bits == EXACT_BITS or _COMPRESSORS[config.compressor]["sliced"]:
         return

@@ -20,7 +20,7 @@ from jax.interpreters import ad
 
 from cgx_ops.jax import _compat, _runtime, carrier
 from cgx_ops.jax._calls import parted
-from cgx_ops.jax.knobs import refuse_votes
+from cgx_ops.jax.knobs import refuse_on_gpus, refuse_votes
 from cgx_ops.jax.launching import launcher
 from cgx_ops.jax.primitive import Settings, Verb, custom_call, message_attributes, vary
 from cgx_ops.jax.trees import exact_twin
@@ -135,6 +135,7 @@ def _lower_cuda(ctx: Any, operands: Sequence[Any], settings: Settings) -> Any:
             f"{settings.function} with carrier='xla' computes on the CPU, and its operands are "
             "on GPUs: use carrier='native'"
         )
+    refuse_on_gpus(settings.function, settings.configs)
     mesh = _compat.mesh_of(ctx)
     groups = _groups(mesh, settings.groups.axes)
     devices = _runtime.devices_of(mesh)
