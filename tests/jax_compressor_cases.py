@@ -51,16 +51,18 @@ def config_of(case: str, *, key: Any = KEY, **knobs: Any) -> Config:
 
 def numpy_result(
     verb: str, rows: Values, config: Config, *, op: Any = "sum", key: Any = KEY, leaf: int = 0,
-    call: str = "allreduce over d: ", residuals: Sequence[Values] | None = None,
+    call: str | Sequence[str] = "allreduce over d: ", residuals: Sequence[Values] | None = None,
     at: Sequence[int] | None = None,
 ) -> list[Values]:  # fmt: skip
     """Return what each rank's numpy collective gives, rows[r] being that of device r.
 
-    residuals[r]: of allreduce; flat, read and written in place. at: which of jax.devices() holds
-    each row. Where a process has several of a group, it is one rank, as in jax_cases.expected().
+    call: verb, axes and name, of all ranks or of each. residuals[r]: of allreduce; flat, read and
+    written in place. at: which of jax.devices() holds each row. Where a process has several of a
+    group, it is one rank, as in jax_cases.expected().
     """
     ranks = ranks_of(processes_of(range(len(rows)) if at is None else at))
-    seed = 0 if key is None else seed_of(key, leaf, call=call)
+    texts = [call] * len(ranks) if isinstance(call, str) else call
+    seeds = [0 if key is None else seed_of(key, leaf, call=text) for text in texts]
     values = sums_of([row.reshape(-1) for row in rows], ranks)
     lost = None if residuals is None else [row.copy() for row in sums_of(residuals, ranks)]
     segments = [Segment(0, values[0].size // (len(rows) if verb == "reduce_scatter" else 1))]
@@ -70,7 +72,9 @@ def numpy_result(
         if lost is not None:
             given["residual"] = lost[rank]
         collective = getattr(comm, verb)
-        return collective(values[rank], config=config, segments=segments, seed=[seed], **given)
+        return collective(
+            values[rank], config=config, segments=segments, seed=[seeds[rank]], **given
+        )
 
     results = threads(len(ranks), run)
     if residuals is not None and lost is not None:

@@ -176,6 +176,20 @@ def test_a_rule_compresses_what_the_call_sends_exact() -> None:
         assert all(map(same_bits, sums[name], want)), name
 
 
+def test_a_leaf_that_cannot_be_cut_goes_apart() -> None:
+    """One that goes whole to every rank does not take the others along."""
+    x = {"a": X, "b": OLD, "c": X + OLD}
+    rules = {"b": CASES["threshold"]}
+    program = on_mesh(MESH, lambda v: psum_q(v, "d", bits=8, bucket_size=100, rules=rules))
+    assert program.lower(x).as_text().count("stablehlo.custom_call @cgx_psum_q") == 2
+    sums = program(x)
+    threshold = config_of("threshold", bucket_size=100, key=None)
+    others = config_of("uniform", bits=8, bucket_size=100, key=None, algorithm="sra")
+    for name, config in (("a", others), ("b", threshold), ("c", others)):
+        want = numpy_result("allreduce", x[name], config, key=None, at=AT)
+        assert all(map(same_bits, np.asarray(sums[name]), want)), name
+
+
 @one_process
 def test_gradients() -> None:
     """What is built on psum_q takes its knobs."""
@@ -199,24 +213,30 @@ def test_gradients() -> None:
 
 @one_process
 def test_allreduce_q() -> None:
-    """Ranks are threads; their communicators have names of their own, and so randk other places."""
-    names = [name for name in KEPT if name != "randk"]
+    """Ranks are threads, whose communicators' names tell their noise apart, but not places."""
 
     def body(rank: int, comm: Any) -> Any:
         def call(v: jax.Array, old: jax.Array, **knobs: Any) -> Any:
-            key = None if knobs.get("compressor") in ("levels", "onebit", "topk") else KEY
-            return allreduce_q(v, comm, key=key, residual=old, **knobs)
+            return allreduce_q(v, comm, key=KEY, residual=old, **knobs)
 
-        return jax.jit(of_all(names, call))(X[rank], OLD[rank])
+        def vote(v: jax.Array) -> jax.Array:
+            return allreduce_q(v, comm, op="avg", **CASES["sign"])
 
-    results = on_ranks(2, body)
-    for name in names:
-        sums, new = zip(*(result[name] for result in results), strict=True)
-        assert same_bits(*sums)
-        given = (X[:2] + OLD[:2]).sum(0, np.float64)
-        missing = given - np.float64(sums[0]) - np.float64(new[0]) - np.float64(new[1])
-        largest = np.abs(X[:2]).sum(0).max() + np.abs(new).sum(0).max() + np.abs(sums[0]).max()
-        assert np.abs(missing).max() <= 8 * U[np.float32] * largest, name
+        return jax.jit(of_all(KEPT, call))(X[rank], OLD[rank]), jax.jit(vote)(X[rank])
+
+    results = on_ranks(2, body, "noise")
+    for name in KEPT:
+        calls = [f"allreduce_q on noise/{rank}: " for rank in range(2)]
+        residuals = OLD[:2].copy()
+        want = numpy_result(
+            "allreduce", X[:2], config_of(name), residuals=list(residuals),
+            call=["allreduce_q on : "] * 2 if name == "randk" else calls,
+        )  # fmt: skip
+        for rank, (result, _) in enumerate(results):
+            assert same_bits(result[name][0], want[rank]), name
+            assert same_bits(result[name][1], residuals[rank]), name
+    votes = numpy_result("allreduce", X[:2], config_of("sign"), op="avg")
+    assert all(same_bits(result[1], want) for result, want in zip(results, votes, strict=True))
 
 
 # ---- 2. nothing is given up ---------------------------------------------------------------------

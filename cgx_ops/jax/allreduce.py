@@ -211,9 +211,12 @@ class Ranks:
     effects: ClassVar[set[_compat.Effect]] = {_in_order}
     functions: ClassVar[dict[Verb, str]] = {"allreduce": "allreduce_q"}
 
-    def call_text(self, verb: Verb, name: str) -> str:
-        """Return what tells the noise of calls apart that have one key."""
-        return f"allreduce_q on {self.comm}: {name}"
+    def call_text(self, verb: Verb, name: str, *, places: bool = False) -> str:
+        """Return what tells the noise of calls apart that have one key; `places`: on all ranks.
+
+        The communicators of ranks that are threads have names of their own.
+        """
+        return f"allreduce_q on {'' if places else self.comm}: {name}"
 
     def alone(self, leaf: jax.Array) -> jax.Array:
         """Return the sum of a leaf of which there is nothing to send."""

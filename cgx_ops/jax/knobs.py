@@ -214,8 +214,13 @@ def refuse_on_gpus(function: str, configs: Iterable[Config]) -> None:
             )
 
 
+def can_be_cut(config: Config) -> bool:
+    """Tell whether shards of a leaf can travel apart; else one_shot sends it, and its message."""
+    return config.bits == EXACT_BITS or _COMPRESSORS[config.compressor]["sliced"]
+
+
 def _require_way(caller: str, config: Config, verb: Verb) -> None:
-    if config.bits == EXACT_BITS or _COMPRESSORS[config.compressor]["sliced"]:
+    if can_be_cut(config):
         return
     if verb != "allreduce" or config.algorithm not in _WHOLE:
         raise ValueError(

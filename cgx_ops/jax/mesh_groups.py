@@ -43,8 +43,9 @@ class MeshGroups:
         "allreduce": "psum_q", "reduce_scatter": "psum_scatter_q", "all_gather": "all_gather_q"
     }  # fmt: skip
 
-    def call_text(self, verb: Verb, name: str) -> str:
-        """Return what tells the noise of calls apart that have one key."""
+    def call_text(self, verb: Verb, name: str, *, places: bool = False) -> str:
+        """Return what tells the noise, or the places, of calls apart that have one key."""
+        del places  # all devices of a group say the same
         return f"{verb} over {','.join(map(str, self.axes))}: {name}"
 
     def alone(self, leaf: jax.Array) -> jax.Array:

@@ -2,9 +2,11 @@
 
 1. check the leaves
 2. give every leaf its config (rules), its seed (key) and its residual
-3. one collective for all leaves of a dtype, or one for each leaf
+3. one collective for all leaves of a dtype, or one for each leaf; leaves with residuals, and
+   those that cannot be cut, are apart from the others
 """
 
+import functools
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 from cgx_ops.config import Config
 from cgx_ops.jax import _compat
 from cgx_ops.jax._keys import CallSeeds
-from cgx_ops.jax.knobs import Knobs, check_feedback, check_places, is_vote
+from cgx_ops.jax.knobs import Knobs, can_be_cut, check_feedback, check_places, is_randk, is_vote
 from cgx_ops.jax.primitive import Groups, Settings, bind, vary
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -122,19 +124,25 @@ def reduce_tree(
             check_feedback(f"{caller}: x{jax.tree_util.keystr(path)}", config)
         leaves.append(Leaf(place, leaf, config, old))
     check_places(knobs, groups.axes)
-    seeds = CallSeeds(knobs.key, groups.call_text("allreduce", knobs.name), groups.axes)
-    messages: dict[tuple[Hashable, bool], list[Leaf]] = {}
+
+    @functools.cache
+    def seeds(places: bool) -> CallSeeds:
+        text = groups.call_text("allreduce", knobs.name, places=places)
+        return CallSeeds(knobs.key, text, groups.axes)
+
+    messages: dict[tuple[Hashable, bool, bool], list[Leaf]] = {}
     sums: list[Any] = []
     for leaf in leaves:
         keeps = leaf.residual is not None
         if leaf.x.size > 0 and sends(groups, leaf.config):
             sums.append(None)
             together = leaf.x.dtype if knobs.fuse else leaf.place
-            messages.setdefault((together, keeps), []).append(leaf)
+            kind = together, can_be_cut(leaf.config), keeps
+            messages.setdefault(kind, []).append(leaf)
         else:
             sums.append(groups.alone(leaf.x if leaf.residual is None else leaf.x + leaf.residual))
             residuals[leaf.place] = jnp.zeros_like(leaf.x) if keeps else None
-    for (_, keeps), message in messages.items():
+    for (*_, keeps), message in messages.items():
         settings = Settings(
             "allreduce", op, groups, tuple(leaf.config for leaf in message),
             name_of(knobs.name, message[0].place, len(messages)),
@@ -142,7 +150,7 @@ def reduce_tree(
         )  # fmt: skip
         results = bind(
             [leaf.x.reshape(1, -1) for leaf in message],
-            [seeds.of(leaf.place, leaf.x) for leaf in message],
+            [seeds(is_randk(leaf.config)).of(leaf.place, leaf.x) for leaf in message],
             settings,
             [leaf.residual.reshape(1, -1) for leaf in message if leaf.residual is not None],
         )
