@@ -180,11 +180,11 @@ def test_a_leaf_that_cannot_be_cut_goes_apart() -> None:
     """One that goes whole to every rank does not take the others along."""
     x = {"a": X, "b": OLD, "c": X + OLD}
     rules = {"b": CASES["threshold"]}
-    program = on_mesh(MESH, lambda v: psum_q(v, "d", bits=8, bucket_size=100, rules=rules))
+    program = on_mesh(MESH, lambda v: psum_q(v, "d", algorithm="by_hosts", rules=rules))
     assert program.lower(x).as_text().count("stablehlo.custom_call @cgx_psum_q") == 2
     sums = program(x)
-    threshold = config_of("threshold", bucket_size=100, key=None)
-    others = config_of("uniform", bits=8, bucket_size=100, key=None, algorithm="sra")
+    threshold = config_of("threshold", key=None, algorithm="one_shot")
+    others = config_of("uniform", bits=4, key=None, algorithm="sra")
     for name, config in (("a", others), ("b", threshold), ("c", others)):
         want = numpy_result("allreduce", x[name], config, key=None, at=AT)
         assert all(map(same_bits, np.asarray(sums[name]), want)), name
