@@ -128,6 +128,17 @@ def test_scatter_and_gather() -> None:
         assert all(map(same_bits, got[name], want)), name
 
 
+@pytest.mark.parametrize("name", ["topk", "randk"])
+def test_scatter_and_gather_all_values(name: str) -> None:
+    """With a density of 1 all places travel, each to its own."""
+    blocks = normal(87, N, N, 700)
+    knobs: dict[str, Any] = {"compressor": name, "density": 1.0, "key": KEY}
+    got = run(lambda v: psum_scatter_q(v, "d", **knobs), blocks)
+    exact = blocks.sum(0, np.float64)
+    assert np.abs(got - exact).max() <= N * U[np.float32] * np.abs(blocks).sum(0).max()
+    assert all(same_bits(rows, X) for rows in run(lambda v: all_gather_q(v, "d", **knobs), X))
+
+
 @both_carriers
 @pytest.mark.parametrize("fuse", [True, False])
 def test_leaves_with_compressors_of_their_own(fuse: bool, carrier: Any) -> None:
