@@ -4,7 +4,7 @@ A rule is a regular expression, and fields of Config for the parameters in whose
 Rules count in order: where several set one field of a parameter, the last decides. What is written
 for each framework becomes such rules:
 
-    cgx_ops.jax.psum_q(rules={"bias": 32})            the first one counts: they are read backwards
+    cgx_ops.jax.psum_q(rules={"bias": 32})            there the first that is found counts, alone
     cgx_ops.torch.layers.Rule("conv*.weight", bits=2)  a part of a name or a glob: expression_of()
     exclude_layer(), set_quantization_bits()          CGX's names make the same Rules
     cgx_ops.torch.fsdp.compress(exact=...)            what is exact where no rule sets the bits

@@ -2,6 +2,8 @@
 
     mpirun -np 2 python examples/jax_optax.py                         # 32 bits, 4, 2
     mpirun -np 2 python examples/jax_optax.py --bits 2 --no-feedback
+    mpirun -np 2 python examples/jax_optax.py --bits 1 --compressor levels
+    mpirun -np 2 python examples/jax_optax.py --bits 4 --compressor topk    # 1 % of the values
     mpirun -np 2 python examples/jax_optax.py --bits 2 --folder /tmp/run --stop 10
     mpirun -np 2 python examples/jax_optax.py --bits 2 --folder /tmp/run     # goes on
 
@@ -55,15 +57,13 @@ class Perceptron(nnx.Module):
 class Training:
     """A model, its optimizer and their state, on a mesh of all devices."""
 
-    def __init__(self, bits: int, feedback: bool, epochs: int) -> None:
+    def __init__(self, epochs: int, **knobs: Any) -> None:
         self.mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
         self.epoch = 0
         self.graph, like = nnx.split(nnx.eval_shape(lambda: Perceptron(nnx.Rngs(0))))
         steps = epochs * steps_of_epoch(self.mesh)
         self.optimizer = optax.chain(
-            cgx_ops.jax.average_gradients(
-                "data", bits=bits, error_feedback=feedback, rules={"bias": 32}, mesh=self.mesh
-            ),
+            cgx_ops.jax.average_gradients("data", rules={"bias": 32}, mesh=self.mesh, **knobs),
             optax.sgd(optax.cosine_decay_schedule(LEARNING_RATE, steps), MOMENTUM),
         )
         specs = (P(), cgx_ops.jax.state_specs(self.optimizer, like, "data"))
@@ -128,8 +128,12 @@ def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def train(bits: int, feedback: bool, epochs: int, stop: int, folder: Path | None) -> None:
-    training = Training(bits, feedback, epochs)
+def train(
+    bits: int, compressor: str, feedback: bool, epochs: int, stop: int, folder: Path | None
+) -> None:
+    # None: error feedback where the compressor can have it and gains by it.
+    error_feedback = None if feedback else False
+    training = Training(epochs, bits=bits, compressor=compressor, error_feedback=error_feedback)
     if folder:
         training.restore(folder)
     losses = []
@@ -149,6 +153,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Digits with flax, optax and error feedback.")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--bits", type=int, nargs="+", default=[32, 4, 2])
+    parser.add_argument("--compressor", default="uniform", help="one that needs no key")
     parser.add_argument("--no-feedback", dest="feedback", action="store_false")
     parser.add_argument("--folder", type=Path, help="where to save at the end, and to go on from")
     parser.add_argument("--stop", type=int, help="the epoch to stop after")
@@ -157,4 +162,6 @@ if __name__ == "__main__":
     cgx_ops.jax.initialize()
     stop = arguments.stop or arguments.epochs
     for bits in arguments.bits:
-        train(bits, arguments.feedback, arguments.epochs, stop, arguments.folder)
+        train(
+            bits, arguments.compressor, arguments.feedback, arguments.epochs, stop, arguments.folder
+        )

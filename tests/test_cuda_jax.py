@@ -63,7 +63,8 @@ def custom_calls(text: str) -> list[str]:
 def test_a_collective_is_one_custom_call(reduce: Any, target: str) -> None:
     (call,) = custom_calls(lowered(lambda v: reduce(v, "d", bits=3), normal(0, 8, 8, 600)))
     assert f"@{target}(" in call
-    assert "bits = dense<3> : tensor<1xi64>" in call
+    assert 'config = "bits=3 ' in call
+    assert "config_of = dense<0> : tensor<1xi64>" in call
     assert "devices = dense<[0, 1, 2, 3, 4, 5, 6, 7]> : tensor<8xi64>" in call
     assert "has_side_effect = true" in call
     # No partition id: it would be in the GPU's memory. Seeds are there, and stay there.
@@ -147,7 +148,7 @@ def test_a_mesh_without_devices() -> None:
 )
 def test_several_gpus_in_each_of_several_processes(processes: list[int], counts: str) -> None:
     groups = np.arange(len(processes))[None]
-    settings = Settings("allreduce", "sum", mesh_groups.MeshGroups(("d",), 4), (4,), Config(), "")
+    settings = Settings("allreduce", "sum", mesh_groups.MeshGroups(("d",), 4), (Config(),), "")
     with pytest.raises(NotImplementedError, match=re.escape(counts)) as error:
         mesh_groups._check_spread(settings, groups, processes)
     assert "a process for each GPU" in str(error.value)

@@ -254,7 +254,7 @@ def test_padding_is_zeros(step: str) -> None:
     """What pads a message, and a rank's own row, is not what was in that memory before."""
     values = np.ones((1, 4 * 512), np.float32)  # a bucket for each of four ranks: 264 bytes
     config = Config(rounding="nearest", algorithm="sra")
-    attributes = {**call_attributes("sum", config), "size": np.int64(4), "divisor": np.int64(4)}
+    attributes = {**call_attributes("sum", [config]), "size": np.int64(4), "divisor": np.int64(4)}
     arrived = [np.zeros((4, 300), np.uint8)] if step == "reduce" else []
     operands = [np.uint32(1), np.zeros((1, 2), np.uint32), *arrived, values]
     before = np.full((4, 300) if step == "encode" else (300,), 0xA5, np.uint8)
@@ -263,7 +263,7 @@ def test_padding_is_zeros(step: str) -> None:
         jax.ShapeDtypeStruct(before.shape, before.dtype),
         input_output_aliases={len(operands): 0},
     )
-    messages = call(*operands, before, bits=np.array([4], np.int64), **attributes)
+    messages = call(*operands, before, **attributes)
     want = np.zeros_like(before)
     want[..., :8] = np.array([1, 0], np.float32).view(np.uint8)  # minimum, step; levels are 0
     if step == "encode":

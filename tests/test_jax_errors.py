@@ -174,16 +174,15 @@ def test_devices_that_do_not_meet() -> None:
 
 
 def test_any_exception_of_a_handler_is_an_error() -> None:
-    """Attributes that no release of ours writes: more bits than batches."""
+    """Attributes that no release of ours writes: more leaves than configs."""
     script = """
 import jax, numpy as np
 from cgx_ops.jax import _runtime
 target = _runtime.target("psum_q")
-numbers = ("bucket_size", "named", "errors", "op", "algorithm", "rounding", "gather_bits",
-           "intra_bits", "skip_incomplete_buckets", "minimal_size", "group_size")
-attributes = dict.fromkeys(numbers, np.int64(1))
-attributes |= {"groups": np.zeros(1, np.int64), "bits": np.full(2, 4, np.int64),
-               "batches": np.ones(1, np.int64)}
+attributes = dict.fromkeys(("named", "op", "verb", "feedback", "group_size"), np.int64(0))
+attributes |= {"groups": np.zeros(1, np.int64), "group_size": np.int64(1), "call": "a call",
+               "config": "bits=4", "config_of": np.zeros(1, np.int64),
+               "batches": np.ones(2, np.int64)}
 call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((4,), np.float32))
 try:
     print(jax.jit(lambda x: call(x, **attributes))(np.ones(4, np.float32)))

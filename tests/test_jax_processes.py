@@ -62,6 +62,15 @@ def test_residuals_of_several_devices_a_process() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_compressors_of_several_devices_a_process() -> None:
+    check_pytest(
+        2, "-k", "sums or residuals or places or [topk-4] or [randk-4]",
+        TESTS / "test_jax_compressors.py", timeout=220, env=UNOPTIMIZED,
+    )  # fmt: skip
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(2500)
 @pytest.mark.parametrize("ranks", [2, 4, 8])

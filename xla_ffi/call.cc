@@ -26,9 +26,9 @@ void Finish(void* context, cgx_status_t status, const char* text) {
 
 Operands::Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                    const Signature& signature, size_t ranks) {
-  const size_t count = signature.leaves.size();
+  const size_t count = signature.batches.size();
   for (size_t i = 0; i < count; ++i) {
-    const auto [bits, batch] = signature.leaves[i];
+    const int64_t batch = signature.batches[i];
     const auto values = GetBuffer<ffi::AnyBuffer>(args, i);
     auto result = GetBuffer<ffi::AnyBuffer>(rets, i);
     dtype = ToDtype(values.element_type());
@@ -38,7 +38,7 @@ Operands::Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
     if (signature.feedback) residual = GetBuffer<ffi::AnyBuffer>(rets, count + i)->untyped_data();
     leaves.push_back({static_cast<const std::byte*>(values.untyped_data()),
                       static_cast<std::byte*>(result->untyped_data()),
-                      static_cast<std::byte*>(residual), bits, batch,
+                      static_cast<std::byte*>(residual), &signature.configs[i], batch,
                       elements / std::max<int64_t>(batch, 1)});
   }
 }
@@ -81,7 +81,7 @@ Call::Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const
 // ---- Message ------------------------------------------------------------------------------------
 
 Message::Message(const Signature& signature, std::string key, int32_t dtype, int64_t divisor)
-    : collective(signature.collective), key_(std::move(key)) {
+    : collective(signature.collective), key_(std::move(key)), configs_(signature.configs) {
   // What has no key of its own is counted: executions follow each other, on every rank alike.
   collective.occurrence = -1;
   collective.dtype = dtype;
@@ -89,10 +89,9 @@ Message::Message(const Signature& signature, std::string key, int32_t dtype, int
 }
 
 void Message::Add(const Leaf& leaf, int64_t at) {
-  const int64_t bucket_size = collective.config.bucket_size;
   for (int64_t row = 0; row < leaf.batch; ++row) {
-    const int32_t repeats = row > 0;  // an example of a vmap is reduced as if it were alone
-    segments_.push_back({at + row * leaf.numel, leaf.numel, bucket_size, leaf.bits, repeats, nullptr});
+    segments_.push_back(SegmentOf(*leaf.config, at + row * leaf.numel, leaf.numel));
+    segments_.back().repeats = row > 0;  // an example of a vmap is reduced as if it were alone
   }
 }
 

@@ -22,10 +22,10 @@ namespace cgx::xla {
 struct Leaf {
   const std::byte* values;
   std::byte* result;
-  std::byte* residual;  // read and written in place; null without feedback
-  int32_t bits;
-  int64_t batch;  // segments: the examples of a vmap
-  int64_t numel;  // of a segment
+  std::byte* residual;         // read and written in place; null without feedback
+  const cgx_config_t* config;  // the signature's
+  int64_t batch;               // segments: the examples of a vmap
+  int64_t numel;               // of a segment
   int64_t elements() const { return batch * numel; }
 };
 
@@ -43,7 +43,7 @@ struct Operands {
 
 // (segments, 2): see ReadSeeds.
 inline U32Buffer SeedsOf(const ffi::RemainingArgs& args, const Signature& signature) {
-  return GetBuffer<U32Buffer>(args, signature.leaves.size());
+  return GetBuffer<U32Buffer>(args, signature.batches.size());
 }
 
 // The end of one execution of a custom call: a promise that it completes once.
@@ -111,6 +111,7 @@ class Message {
 
  private:
   std::string key_;
+  LeafConfigs configs_;  // the segments point to them
   std::vector<cgx_segment_t> segments_;
   std::vector<const void*> inputs_;  // by segment; empty: in one buffer
   std::vector<void*> outputs_, residuals_;

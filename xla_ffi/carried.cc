@@ -31,8 +31,8 @@ void Require(bool expected, const char* what) {
 class CarriedCall {
  public:
   CarriedCall(const ffi::Dictionary& attributes, const U32Buffer& rank)
-      : bits_(GetList(attributes, "bits")),
-        collective_(GetSettings(attributes)),
+      : configs_(attributes),
+        collective_(GetSettings(attributes, configs_)),
         carried_(make<cgx_carried_t>()) {
     collective_.verb = CGX_ALLREDUCE;
     collective_.divisor = GetAttribute<int64_t>(attributes, "divisor");
@@ -46,22 +46,22 @@ class CarriedCall {
   void SetInputs(const ffi::RemainingArgs& leaves, const U32Buffer& seeds) {
     for (size_t i = 0; i < NumLeaves(); ++i) {
       const auto leaf = GetBuffer<ffi::AnyBuffer>(leaves, i);
-      AddSegments(leaf, bits_[i]);
+      AddSegments(leaf, configs_[i]);
       AddPointers(leaf, values_);
     }
-    seeds_ = ReadSeeds(seeds);
-    Require(seeds_.size() == segments_.size(), "seeds");
+    SetSeeds(seeds);
     collective_.inputs = values_.data();
-    collective_.seeds = seeds_.data();
     Plan();
   }
 
-  void SetOutputs(const ffi::RemainingRets& results) {
+  // Some codecs' seeds say where values belong.
+  void SetOutputs(const ffi::RemainingRets& results, const U32Buffer& seeds) {
     for (size_t i = 0; i < NumLeaves(); ++i) {
       const ffi::AnyBuffer result = *GetBuffer<ffi::AnyBuffer>(results, i);
-      AddSegments(result, bits_[i]);
+      AddSegments(result, configs_[i]);
       AddPointers(result, values_);
     }
+    SetSeeds(seeds);
     collective_.outputs = values_.data();
     Plan();
   }
@@ -86,16 +86,21 @@ class CarriedCall {
   const std::vector<int64_t>& gather_bytes() const { return gather_bytes_; }
 
  private:
-  size_t NumLeaves() const { return bits_.size(); }
+  size_t NumLeaves() const { return configs_.size(); }
 
-  void AddSegments(const ffi::AnyBuffer& leaf, int64_t bits) {
+  void AddSegments(const ffi::AnyBuffer& leaf, const cgx_config_t& config) {
     Require(leaf.dimensions().size() == 2, "leaves");
     collective_.dtype = ToDtype(leaf.element_type());
-    segments_.resize(
-        segments_.size() + leaf.dimensions()[0],
-        {0, leaf.dimensions()[1], collective_.config.bucket_size, static_cast<int32_t>(bits), 0, nullptr});
+    segments_.resize(segments_.size() + leaf.dimensions()[0],
+                     SegmentOf(config, /*offset=*/0, leaf.dimensions()[1]));
     collective_.segments = segments_.data();
     collective_.num_segments = static_cast<int64_t>(segments_.size());
+  }
+
+  void SetSeeds(const U32Buffer& seeds) {
+    seeds_ = ReadSeeds(seeds);
+    Require(seeds_.size() == segments_.size(), "seeds");
+    collective_.seeds = seeds_.data();
   }
 
   static void AddPointers(const ffi::AnyBuffer& leaf, std::vector<void*>& pointers) {
@@ -110,7 +115,7 @@ class CarriedCall {
     check(cgx_carried_plan(&carried_, &algorithm_, scatter_bytes_.data(), gather_bytes_.data()));
   }
 
-  const std::vector<int64_t> bits_;  // of each leaf
+  const LeafConfigs configs_;
   cgx_collective_t collective_;
   cgx_carried_t carried_;
   int32_t algorithm_ = CGX_AUTO;  // that of the plan
@@ -210,10 +215,10 @@ void Reduce(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds, U8Buffe
   std::memset(Bytes(*message) + bytes, 0, length - bytes);
 }
 
-void Decode(ffi::Dictionary attributes, U32Buffer rank, U8Buffer gathered,
+void Decode(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds, U8Buffer gathered,
             ffi::RemainingRets results) {
   CarriedCall call(attributes, rank);
-  call.SetOutputs(results);
+  call.SetOutputs(results, seeds);
   check(cgx_carried_decode(call.get(), gathered.typed_data(),
                            RowLength(gathered, call.size(), call.gather_bytes())));
 }
@@ -262,6 +267,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedReduce, Handler(&Reduce),
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     CarriedDecode, Handler(&Decode),
-    ffi::Ffi::Bind().Attrs().Arg<U32Buffer>().Arg<U8Buffer>().RemainingRets());
+    ffi::Ffi::Bind().Attrs().Arg<U32Buffer>().Arg<U32Buffer>().Arg<U8Buffer>().RemainingRets());
 
 }  // namespace cgx::xla

@@ -2,12 +2,15 @@
 #ifndef CGX_XLA_FFI_CORE_H_
 #define CGX_XLA_FFI_CORE_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <new>
 #include <string>
 #include <string_view>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include "cgx/cgx.h"
@@ -89,14 +92,41 @@ inline std::vector<int64_t> GetList(const ffi::Dictionary& attributes, std::stri
   return {span.begin(), span.end()};
 }
 
-// What all custom calls have: an op, and how values travel (call_attributes of
-// cgx_ops/jax/_calls.py).
-inline cgx_collective_t GetSettings(const ffi::Dictionary& attributes) {
+// How each leaf of a custom call travels (call_attributes of cgx_ops/jax/_calls.py): its config
+// lives as long as a copy of this. Leaves that travel alike share one.
+class LeafConfigs {
+ public:
+  // Throws StatusError if an attribute is missing or is no config.
+  explicit LeafConfigs(const ffi::Dictionary& attributes)
+      : config_of_(GetList(attributes, "config_of")) {
+    std::string_view texts = GetAttribute<std::string_view>(attributes, "config");
+    auto configs = std::make_shared<std::vector<cgx_config_t>>();
+    while (!texts.empty()) {  // one a line
+      const std::string text(texts.substr(0, texts.find('\n')));
+      configs->push_back(config_of(text.c_str()));
+      texts.remove_prefix(std::min(text.size() + 1, texts.size()));
+    }
+    configs_ = std::move(configs);
+  }
+
+  size_t size() const { return config_of_.size(); }
+  const cgx_config_t& operator[](size_t leaf) const { return configs_->at(config_of_.at(leaf)); }
+
+ private:
+  std::shared_ptr<const std::vector<cgx_config_t>> configs_;
+  std::vector<int64_t> config_of_;  // by leaf, its place among them
+};
+
+// An op, and the first leaf's config: what of it counts for the whole call is equal in all.
+inline cgx_collective_t GetSettings(const ffi::Dictionary& attributes, const LeafConfigs& configs) {
   auto collective = make<cgx_collective_t>();
   collective.op = static_cast<int32_t>(GetAttribute<int64_t>(attributes, "op"));
-  const std::string config(GetAttribute<std::string_view>(attributes, "config"));
-  collective.config = config_of(config.c_str());
+  collective.config = configs[0];
   return collective;
+}
+
+inline cgx_segment_t SegmentOf(const cgx_config_t& config, int64_t offset, int64_t numel) {
+  return {offset, numel, config.bucket_size, static_cast<int32_t>(config.bits), 0, &config};
 }
 
 // The buffer at `index` of a custom call's operands or results.

@@ -15,23 +15,17 @@ namespace cgx::xla {
 struct Signature {
   // Throws StatusError if an attribute is missing or has the wrong type.
   explicit Signature(const ffi::Dictionary& attributes)
-      : collective(GetSettings(attributes)),
+      : configs(attributes),
+        collective(GetSettings(attributes, configs)),
         feedback(GetAttribute<int64_t>(attributes, "feedback") != 0) {
     collective.verb = static_cast<int32_t>(GetAttribute<int64_t>(attributes, "verb"));
-    const std::vector<int64_t> bits = GetList(attributes, "bits");
-    const std::vector<int64_t> batches = GetList(attributes, "batches");
-    for (size_t leaf = 0; leaf < bits.size(); ++leaf)
-      leaves.push_back({static_cast<int32_t>(bits[leaf]), batches.at(leaf)});
+    batches = GetList(attributes, "batches");
   }
 
-  struct Leaf {
-    int32_t bits;
-    int64_t batch;  // equal segments in the operand: the examples of a vmap
-  };
-
-  cgx_collective_t collective;  // verb, op and config
-  bool feedback;                // leaves have residuals
-  std::vector<Leaf> leaves;
+  LeafConfigs configs;
+  cgx_collective_t collective;   // verb, op and config
+  bool feedback;                 // leaves have residuals
+  std::vector<int64_t> batches;  // by leaf, equal segments in the operand: the examples of a vmap
 };
 
 }  // namespace cgx::xla

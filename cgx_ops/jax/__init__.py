@@ -14,7 +14,12 @@ from cgx_ops.jax.exporting import register
 from cgx_ops.jax.gradients import compress_grads, value_and_grad
 from cgx_ops.jax.initialize import initialize
 from cgx_ops.jax.launching import launching
-from cgx_ops.jax.optimizer import AverageGradientsState, average_gradients, state_specs
+from cgx_ops.jax.optimizer import (
+    AverageGradientsState,
+    average_gradients,
+    consolidate,
+    state_specs,
+)
 from cgx_ops.jax.psum import pmean_q, psum_q
 from cgx_ops.jax.scatter_gather import all_gather_q, psum_scatter_q
 
@@ -24,6 +29,7 @@ __all__ = [
     "allreduce_q",
     "average_gradients",
     "compress_grads",
+    "consolidate",
     "initialize",
     "launching",
     "pmean_q",

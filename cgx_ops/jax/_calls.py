@@ -1,5 +1,6 @@
-"""What all calls take: leaves, seeds and perhaps residuals as operands; an op and a config."""
+"""What all calls take: leaves, seeds and perhaps residuals as operands; an op, leaves' configs."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,12 @@ def parted(values: Any, feedback: bool = False) -> tuple[list[Any], list[Any], l
     return list(values[:count]), list(values[count : 2 * count]), list(values[2 * count :])
 
 
-def call_attributes(op: str, config: Config) -> dict[str, Any]:
-    """Return what GetSettings of xla_ffi/core.h reads."""
-    return {"op": np.int64(_native.OPS[op]), "config": config.text}
+def call_attributes(op: str, configs: Sequence[Config]) -> dict[str, Any]:
+    """Return what GetSettings and LeafConfigs of xla_ffi/core.h read: leaves share texts."""
+    texts = [config.text for config in configs]
+    lines = {text: line for line, text in enumerate(dict.fromkeys(texts))}
+    return {
+        "op": np.int64(_native.OPS[op]),
+        "config": "\n".join(lines),
+        "config_of": np.asarray([lines[text] for text in texts], np.int64),
+    }

@@ -10,7 +10,7 @@ file.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -18,9 +18,10 @@ import jax
 from jax.interpreters import ad
 
 from cgx_ops.comm import Communicator
-from cgx_ops.config import Algorithm, Config
+from cgx_ops.config import Algorithm, Compressor, Config
 from cgx_ops.errors import Closed
 from cgx_ops.jax import _compat, _runtime
+from cgx_ops.jax.knobs import Rules, checked_knobs, refuse_on_gpus
 from cgx_ops.jax.primitive import (
     Carrier,
     Settings,
@@ -29,7 +30,7 @@ from cgx_ops.jax.primitive import (
     custom_call,
     message_attributes,
 )
-from cgx_ops.jax.trees import checked_knobs, reduce_tree
+from cgx_ops.jax.trees import reduce_tree
 
 # Of all calls that the user gave none: a sequence of their own on each communicator. Python calls
 # without a name (cgx_ops.allreduce) have another, since JAX runs behind Python.
@@ -50,7 +51,12 @@ def allreduce_q(
     intra_bits: int | None = None,
     skip_incomplete_buckets: bool = False,
     minimal_size: int = 0,
-    rules: Mapping[str, int] | None = None,
+    compressor: Compressor = "uniform",
+    density: float | None = None,
+    value_bits: int | None = None,
+    rotation: int | None = None,
+    clip: bool = False,
+    rules: Rules | None = None,
     fuse: bool = True,
     carrier: Carrier = "native",
     residual: Any = None,
@@ -82,19 +88,28 @@ def allreduce_q(
         comm: whose ranks reduce; None: all processes, those of mpirun or of
           `cgx_ops.jax.initialize()`.
         op: "sum" or "avg".
-        bits: 1 to 8 bits an element, or 32: exact.
+        bits: of an element, as in `psum_q`; 32: exact.
         bucket_size: elements that share one minimum and step, >= 1.
         key: a PRNG key (typed or raw): rounds stochastically, unbiased. Give another key in every
           step. Two calls with one key have the same noise if their communicator and name are the
           same; leaves and examples of a vmap have their own. Ranks may have equal or different
-          keys. None: rounds to nearest.
+          keys, but for "randk". None: rounds to nearest; some compressors need a key, see `psum_q`.
         name: identifies the call among ranks; "": its place in the rank's sequence does.
         algorithm: "auto", "by_hosts", "one_shot", "sra", "ring", "hierarchical": see Config.
         gather_bits: bits of the reduced values on their way back; None: as `bits`.
         intra_bits: in "hierarchical", bits of values that their own host sums; None: exact.
         skip_incomplete_buckets: send a leaf's last bucket exact if it is not full.
         minimal_size: leaves with fewer elements are summed exactly.
-        rules: bits by leaf, as in `psum_q`.
+        compressor: what values become: "uniform", "levels", "sign" (a sum is a majority vote),
+          "onebit", "ternary", "qsgd", "natural", "half", "topk", "threshold" or "randk". All but
+          "uniform" are for CPUs.
+        density: of "topk", "threshold" and "randk": the share of values that travel, more than 0
+          and at most 1; None: 0.01.
+        value_bits: of the values that "topk" and "threshold" send: 1-8, 16 or 32; None: 32, exact.
+        rotation: so many values of a bucket, a power of two, are rotated by a Hadamard matrix
+          before they are encoded; None: none.
+        clip: "ternary" clips values at 2.5 times their bucket's root mean square.
+        rules: bits, or a compressor, by leaf, as in `psum_q`.
         fuse: one message for all leaves of a dtype. False: one for each leaf.
         carrier: "native"; "xla" needs a mesh.
         residual: what compression lost before, as in `psum_q`.
@@ -108,8 +123,9 @@ def allreduce_q(
           for that), or on a platform other than CPU and CUDA.
         TypeError: a leaf is not float32, float16 or bfloat16; a residual has another dtype than its
           leaf; a knob is not a static value; `comm` is not a Communicator; `key` is not a key.
-        ValueError: a knob is out of its range; `residual` has another structure or shape than `x`;
-          carrier="xla"; or the program is compiled for several devices.
+        ValueError: a knob is out of its range, or does not belong to the compressor; the compressor
+          needs a key; error feedback would not converge; `residual` has another structure or shape
+          than `x`; carrier="xla"; or the program is compiled for several devices.
         cgx_ops.Closed: the communicator was closed.
         jax.errors.JaxRuntimeError: at run time; a peer is late or dead or called something else.
           The deadline is the communicator's. Launches that wait behind the failed one fail too. On
@@ -119,8 +135,9 @@ def allreduce_q(
     knobs = checked_knobs(
         caller, key=key, name=name, bits=bits, bucket_size=bucket_size, algorithm=algorithm,
         gather_bits=gather_bits, intra_bits=intra_bits,
-        skip_incomplete_buckets=skip_incomplete_buckets, minimal_size=minimal_size, rules=rules,
-        fuse=fuse, carrier=carrier,
+        skip_incomplete_buckets=skip_incomplete_buckets, minimal_size=minimal_size,
+        compressor=compressor, density=density, value_bits=value_bits, rotation=rotation, clip=clip,
+        rules=rules, fuse=fuse, carrier=carrier,
     )  # fmt: skip
     if op not in ("sum", "avg"):
         raise ValueError(f"{caller}: op is {op!r}; it must be 'sum' or 'avg'")
@@ -194,9 +211,12 @@ class Ranks:
     effects: ClassVar[set[_compat.Effect]] = {_in_order}
     functions: ClassVar[dict[Verb, str]] = {"allreduce": "allreduce_q"}
 
-    def call_text(self, verb: Verb, name: str) -> str:
-        """Return what tells the noise of calls apart that have one key."""
-        return f"allreduce_q on {self.comm}: {name}"
+    def call_text(self, verb: Verb, name: str, *, places: bool = False) -> str:
+        """Return what tells the noise of calls apart that have one key; `places`: on all ranks.
+
+        The communicators of ranks that are threads have names of their own.
+        """
+        return f"allreduce_q on {'' if places else self.comm}: {name}"
 
     def alone(self, leaf: jax.Array) -> jax.Array:
         """Return the sum of a leaf of which there is nothing to send."""
@@ -206,6 +226,8 @@ class Ranks:
         self, ctx: Any, operands: Sequence[Any], settings: Settings, platform: _runtime.Platform
     ) -> Any:
         """Return the HLO values of the results."""
+        if platform == "cuda":
+            refuse_on_gpus(settings.function, settings.configs)
         attributes = message_attributes(ctx, settings)
         attributes |= {"comm": self.comm, "name": settings.name or _UNNAMED}
         target = _runtime.target("allreduce_q", platform)
@@ -216,8 +238,7 @@ class Ranks:
 
         Zeros travel too: ranks that differentiate with respect to other leaves send equal messages.
         """
-        bits = (32,) * len(tangents)
-        settings = replace(settings, bits=bits, config=Config(bits=32), feedback=False)
+        settings = replace(settings, configs=(Config(bits=32),) * len(tangents), feedback=False)
         return bind(list(map(ad.instantiate_zeros, tangents)), seeds, settings)
 
     def transposed(

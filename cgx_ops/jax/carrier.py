@@ -34,6 +34,7 @@ from cgx_ops import _native
 from cgx_ops.config import Algorithm
 from cgx_ops.jax import _compat, _runtime
 from cgx_ops.jax._calls import call_attributes, parted
+from cgx_ops.jax.knobs import is_randk, refuse_votes
 
 if TYPE_CHECKING:
     from cgx_ops.jax.primitive import Settings
@@ -63,9 +64,12 @@ def lower(
         The primitive's results, as HLO values.
 
     Raises:
-        NotImplementedError: the processes of a group have different numbers of its devices.
+        NotImplementedError: the processes of a group have different numbers of its devices, or
+            several of them, which would vote.
     """
     route = _route(groups, processes or [0] * groups.size)
+    if route.devices > 1:
+        refuse_votes(settings.function, settings.configs)
     avals = [_compat.plain(aval) for aval in ctx.avals_in]
     ctx = ctx.replace(avals_in=[_compat.scalar_u32(), *avals])
     program = functools.partial(_allreduce, settings=settings, route=route)
@@ -158,9 +162,12 @@ class _Plan:
 
 def _plan(leaves: list[jax.ShapeDtypeStruct], ranks: int, settings: "Settings") -> _Plan:
     """Plan for leaves (batch, n). "auto" goes by one example, compressed as if it were alone."""
+    own = [config.native for config in settings.configs]  # held: segments point to them
     segments = [
-        _native.Segment(0, leaf.shape[1], settings.config.bucket_size, bits, repeats=example > 0)
-        for leaf, bits in zip(leaves, settings.bits, strict=True)
+        _native.Segment(
+            0, leaf.shape[1], config.bucket_size, config.bits, example > 0, ctypes.addressof(config)
+        )
+        for leaf, config in zip(leaves, own, strict=True)
         for example in range(leaf.shape[0])
     ]
     # Lists of pointers, all null: where values are does not matter here, only that they are apart.
@@ -169,7 +176,7 @@ def _plan(leaves: list[jax.ShapeDtypeStruct], ranks: int, settings: "Settings") 
         verb=_native.VERBS["allreduce"],
         dtype=_native.DTYPES[leaves[0].dtype.name],
         op=_native.OPS[settings.op],
-        config=settings.config.native,
+        config=own[0],
         segments=(_native.Segment * len(segments))(*segments),
         num_segments=len(segments),
         inputs=nowhere,
@@ -195,6 +202,8 @@ def _allreduce(
         sums = _sum_within([*leaves, *residuals], route)
         leaves, residuals = sums[:count], sums[count:]
         seed = _all_gather(seed, route.within)[0]  # the first device's counts
+    if any(map(is_randk, settings.configs)):
+        seed = _all_gather(seed, route.across)[0]  # nobody else compares them
     like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
     plan = _plan(like, route.ranks, settings)
@@ -221,7 +230,7 @@ def _allreduce(
         rows, *residuals = step("encode", [rows], seed, *leaves, residuals=residuals)
         arrived = exchange(_all_to_all, rows)
         mine, *residuals = step("reduce", [message], seed, arrived, *leaves, residuals=residuals)
-    results = step("decode", like, exchange(_all_gather, mine))
+    results = step("decode", like, seed, exchange(_all_gather, mine))
     if route.devices > 1:
         # The residual of a rank's devices is given once, to the first.
         is_first = _look_up(route.share_of, partition) == 0
@@ -271,9 +280,9 @@ def _exchange(
 
 def _attributes(settings: "Settings", plan: _Plan, route: _Route) -> dict[str, Any]:
     """Return what CarriedSettings of xla_ffi/carried.cc holds."""
+    resolved = {c: replace(c, algorithm=plan.algorithm) for c in set(settings.configs)}
     return {
-        **call_attributes(settings.op, replace(settings.config, algorithm=plan.algorithm)),
-        "bits": np.asarray(settings.bits, np.int64),
+        **call_attributes(settings.op, [resolved[config] for config in settings.configs]),
         "size": np.int64(route.ranks),
         "divisor": np.int64(route.ranks * route.devices),
     }

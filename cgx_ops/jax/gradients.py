@@ -15,10 +15,11 @@ from typing import Any
 import jax
 
 from cgx_ops.jax import _compat
+from cgx_ops.jax.knobs import checked_knobs
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.primitive import vary
 from cgx_ops.jax.psum import reduce_over
-from cgx_ops.jax.trees import checked_knobs, checked_leaf
+from cgx_ops.jax.trees import checked_leaf
 
 
 def compress_grads(

@@ -20,6 +20,7 @@ from jax.interpreters import ad
 
 from cgx_ops.jax import _compat, _runtime, carrier
 from cgx_ops.jax._calls import parted
+from cgx_ops.jax.knobs import refuse_on_gpus, refuse_votes
 from cgx_ops.jax.launching import launcher
 from cgx_ops.jax.primitive import Settings, Verb, custom_call, message_attributes, vary
 from cgx_ops.jax.trees import exact_twin
@@ -42,8 +43,9 @@ class MeshGroups:
         "allreduce": "psum_q", "reduce_scatter": "psum_scatter_q", "all_gather": "all_gather_q"
     }  # fmt: skip
 
-    def call_text(self, verb: Verb, name: str) -> str:
-        """Return what tells the noise of calls apart that have one key."""
+    def call_text(self, verb: Verb, name: str, *, places: bool = False) -> str:
+        """Return what tells the noise, or the places, of calls apart that have one key."""
+        del places  # all devices of a group say the same
         return f"{verb} over {','.join(map(str, self.axes))}: {name}"
 
     def alone(self, leaf: jax.Array) -> jax.Array:
@@ -134,6 +136,7 @@ def _lower_cuda(ctx: Any, operands: Sequence[Any], settings: Settings) -> Any:
             f"{settings.function} with carrier='xla' computes on the CPU, and its operands are "
             "on GPUs: use carrier='native'"
         )
+    refuse_on_gpus(settings.function, settings.configs)
     mesh = _compat.mesh_of(ctx)
     groups = _groups(mesh, settings.groups.axes)
     devices = _runtime.devices_of(mesh)
@@ -198,9 +201,14 @@ def _groups(
 
 
 def _check_counts(settings: Settings, groups: Rows, processes: list[int]) -> None:
-    """Scatter and gather need as many devices of a group in each of its processes."""
+    """Scatter and gather need as many devices of a group in each of its processes.
+
+    Where some process has several, it sums their values first, and so cannot have them vote.
+    """
     for group in groups:
         counts = Counter(processes[partition] for partition in group)
+        if 1 < len(counts) < len(group) and settings.verb != "all_gather":
+            refuse_votes(settings.function, settings.configs)
         if settings.verb != "allreduce" and len(set(counts.values())) > 1:
             raise NotImplementedError(
                 f"{settings.function} over {settings.groups.axes}: a group of the mesh has "

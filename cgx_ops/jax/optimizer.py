@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from cgx_ops.config import Config
 from cgx_ops.jax import _compat
 from cgx_ops.jax.gradients import vary_tree
+from cgx_ops.jax.knobs import check_feedback, checked_knobs, keeps_by_default
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.psum import reduce_over
-from cgx_ops.jax.trees import checked_knobs
 
 if TYPE_CHECKING:
     import optax
@@ -35,9 +36,9 @@ class AverageGradientsState(NamedTuple):
 
     Attributes:
         step: int32 scalar: the steps done, equal on all devices.
-        residual: a tree like the parameters, or None without error feedback. A leaf has one more
-          axis in front, over the devices of the axis: (devices, *shape) outside of shard_map,
-          (1, *shape) inside.
+        residual: a tree like the parameters, with None for leaves without error feedback. A leaf
+          has one more axis in front, over the devices of the axis: (devices, *shape) outside of
+          shard_map, (1, *shape) inside.
     """
 
     step: jax.Array
@@ -47,7 +48,7 @@ class AverageGradientsState(NamedTuple):
 def average_gradients(
     axis_name: Axes,
     *,
-    error_feedback: bool = True,
+    error_feedback: bool | None = None,
     key: jax.Array | None = None,
     name: str = "",
     mesh: Mesh | None = None,
@@ -71,14 +72,16 @@ def average_gradients(
     Args:
         axis_name: name of a mesh axis, or a tuple of names.
         error_feedback: keep what compression loses, and add it to the next step's gradients. It
-          takes the memory of one more copy of the parameters on every device, and 2 bits or more.
+          takes the memory of one more copy of the parameters on every device, and of "uniform" 2
+          bits or more. None: for leaves that travel by "uniform", or by a compressor that does not
+          train without: "levels", "onebit", "topk", "threshold", "randk".
         key: a PRNG key, as of `psum_q`, not traced: the count of steps is folded into it. None
           rounds to nearest, which is the better choice with error feedback: it loses half as much
           in a step, and what it loses always in one direction comes back too.
         name: of the collective, as of `psum_q`.
         mesh: of the shard_map. Only `init` outside of it asks for it, to know how many devices the
           axis has; None: that of `jax.set_mesh`.
-        **knobs: every other keyword of `psum_q` but residual, such as bits and
+        **knobs: every other keyword of `psum_q` but residual, such as bits, compressor="topk" and
           rules={"bias|norm": 32}.
 
     Returns:
@@ -87,32 +90,39 @@ def average_gradients(
     Raises:
         ImportError: optax is not installed.
         ValueError: at init, no mesh is known; at update, the gradients are equal on all devices
-          already, or the state has other shapes than the gradients; a knob is out of its range.
+          already, or the state has other shapes than the gradients; a knob is out of its range;
+          error_feedback=True with a compressor with which it does not converge.
         NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `psum_q`.
     """
     optax = _optax("average_gradients")
     caller = "average_gradients"
-    config = checked_knobs(caller, key=key, name=name, **knobs).config
-    if error_feedback and 1 in (
-        config.bits, config.gather_bits, *(knobs.get("rules") or {}).values()
-    ):  # fmt: skip
-        raise ValueError(
-            f"{caller}: at 1 bit the error may be as large as the gradients, and residuals may "
-            "grow without end: give 2 bits or more, or error_feedback=False"
-        )
+    checked = checked_knobs(caller, key=key, name=name, **knobs)
+
+    def keeps(config: Config) -> bool:
+        return keeps_by_default(config) if error_feedback is None else error_feedback
+
+    for config in filter(keeps, checked.configs):
+        check_feedback(caller, config)
+        if config.compressor == "uniform" and 1 in (config.bits, config.gather_bits):
+            raise ValueError(
+                f"{caller}: at 1 bit the error may be as large as the gradients, and residuals may "
+                "grow without end: give 2 bits or more, or error_feedback=False, or "
+                "compressor='levels'"
+            )
 
     def init(params: Any) -> AverageGradientsState:
         step = jnp.zeros((), jnp.int32)
-        if not error_feedback:
-            return AverageGradientsState(step, None)
+        kept = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf if keeps(checked.config_of(path)) else None, params
+        )
         names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
         if any(_compat.axis_size(axis) is not None for axis in names):
             axes = mesh_groups(caller, axis_name).axes
-            zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf)[None], params)
+            zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf)[None], kept)
             return AverageGradientsState(step, vary_tree(zeros, axes))
-        devices = _devices(names, mesh)
+        devices = _devices(names, mesh) if jax.tree.leaves(kept) else 0
         residual = jax.tree.map(
-            lambda leaf: jnp.zeros((devices, *jnp.shape(leaf)), jnp.result_type(leaf)), params
+            lambda leaf: jnp.zeros((devices, *jnp.shape(leaf)), jnp.result_type(leaf)), kept
         )
         return AverageGradientsState(step, residual)
 
@@ -123,12 +133,10 @@ def average_gradients(
         axes = mesh_groups(caller, axis_name).axes
         _check_own(updates, axes)
         noise = None if key is None else jax.random.fold_in(key, state.step)
-        residual, own = state.residual, None
-        if error_feedback:
-            own = jax.tree_util.tree_map_with_path(_own_residual, updates, residual)
+        residual = state.residual
+        own = jax.tree_util.tree_map_with_path(_own_residual, updates, residual)
         mean, lost = reduce_over(caller, updates, own, axes, "avg", key=noise, name=name, **knobs)
-        if error_feedback:
-            residual = jax.tree.map(lambda e, old: e.astype(old.dtype)[None], lost, residual)
+        residual = jax.tree.map(lambda e, old: e.astype(old.dtype)[None], lost, residual)
         return mean, AverageGradientsState(state.step + 1, residual)
 
     return optax.GradientTransformation(init, update)
@@ -165,7 +173,8 @@ def state_specs(
     optax = _optax("state_specs")
     if param_specs is None:
         param_specs = jax.tree.map(lambda _: jax.P(), params)
-    masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    # What has no residual is no leaf for JAX, but one for the specs.
+    masked = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
     specs = optax.tree.map_params(
         optimizer,
         lambda leaf, spec: leaf if masked(leaf) else spec,
@@ -182,6 +191,45 @@ def state_specs(
         return node._replace(residual=residual)
 
     return jax.tree.map(spread, specs, is_leaf=lambda node: isinstance(node, AverageGradientsState))
+
+
+def consolidate(state: Any, devices: int | None = None) -> Any:
+    """Return an optimizer's state whose residuals are their mean over devices, equal on all.
+
+    What is owed to the average, which is the mean of the residuals, stays the same, whatever the
+    number of devices. So a run of another number can take the state over:
+
+        saved = consolidate(state, devices=1)                # in the old run, before it is saved
+        state = consolidate(restored, devices=jax.device_count())               # in the new one
+
+    Residuals per device, as `state` has them, give the same bits where their number stays.
+
+    Args:
+        state: of an optax transformation with average_gradients somewhere in it, outside of
+          shard_map. In jax.jit, out_shardings from `state_specs` put the result where it belongs.
+        devices: for how many; None: for as many as `state` is.
+
+    Returns:
+        A state like `state`; residuals are (devices, *shape). Their mean is taken in float32.
+
+    Raises:
+        ValueError: there is no state of average_gradients in `state`; `devices` is less than 1.
+    """
+    if devices is not None and devices < 1:
+        raise ValueError(f"consolidate: devices is {devices}; it must be at least 1")
+
+    def mean_of(residual: jax.Array) -> jax.Array:
+        mean = jnp.mean(residual, axis=0, dtype=jnp.float32).astype(residual.dtype)
+        return jnp.broadcast_to(mean, (devices or len(residual), *mean.shape))
+
+    is_ours = lambda node: isinstance(node, AverageGradientsState)  # noqa: E731
+    nodes, tree = jax.tree.flatten(state, is_leaf=is_ours)
+    if not any(map(is_ours, nodes)):
+        raise ValueError("consolidate: there is no AverageGradientsState in the state")
+    return tree.unflatten(
+        node._replace(residual=jax.tree.map(mean_of, node.residual)) if is_ours(node) else node
+        for node in nodes
+    )
 
 
 def _optax(caller: str) -> Any:
@@ -221,8 +269,10 @@ def _check_own(updates: Any, axes: tuple[Hashable, ...]) -> None:
             )
 
 
-def _own_residual(path: Any, update: jax.Array, residual: jax.Array) -> jax.Array:
-    """Return this device's part of a residual."""
+def _own_residual(path: Any, update: jax.Array, residual: jax.Array | None) -> jax.Array | None:
+    """Return this device's part of a residual, if the leaf has one."""
+    if residual is None:
+        return None
     if residual.shape != (1, *update.shape):
         raise ValueError(
             f"average_gradients: the residual of updates{jax.tree_util.keystr(path)} has shape "

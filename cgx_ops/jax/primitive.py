@@ -61,8 +61,7 @@ class Settings:
         verb: which collective.
         op: "sum" or "avg"; all_gather ignores it.
         groups: who reduces together.
-        bits: of each leaf.
-        config: every other knob; its `bits` are not used.
+        configs: how each leaf travels; the algorithm is one for all.
         name: the user's; "" to name the call by its place in the program.
         carrier: "native": the core moves the bytes; "xla": XLA's own collectives do.
         feedback: whether leaves have residuals; of allreduce only.
@@ -71,8 +70,7 @@ class Settings:
     verb: Verb
     op: str
     groups: Groups
-    bits: tuple[int, ...]
-    config: Config
+    configs: tuple[Config, ...]
     name: str
     carrier: Carrier = "native"
     feedback: bool = False
@@ -161,9 +159,8 @@ def message_attributes(ctx: Any, settings: Settings) -> dict[str, Any]:
     batch_axis = _BATCH_IN[settings.verb]
     leaves = parted(ctx.avals_in, settings.feedback)[0]
     return {
-        **call_attributes(settings.op, settings.config),
+        **call_attributes(settings.op, settings.configs),
         "verb": np.int64(_native.VERBS[settings.verb]),
-        "bits": np.asarray(settings.bits, np.int64),
         "batches": np.asarray([leaf.shape[batch_axis] for leaf in leaves], np.int64),
         "feedback": np.int64(settings.feedback),
     }
@@ -230,7 +227,7 @@ def _batch(
             examples.append(None)
             continue
         before = 0
-        if places[1][i] is None and settings.config.rounding != "nearest":
+        if places[1][i] is None and settings.configs[i].draws:
             operands[1][i], places[1][i] = example_seeds(operands[1][i], size), 0
         for kind, dims_of_kind, axis in zip(operands, places, (at, 0, at), strict=True):
             if kind:

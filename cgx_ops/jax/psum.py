@@ -1,14 +1,14 @@
 """psum_q and pmean_q: sums and means over mesh axes whose operands travel compressed."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from cgx_ops.config import Algorithm
+from cgx_ops.config import Algorithm, Compressor
+from cgx_ops.jax.knobs import Rules, checked_knobs
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.primitive import Carrier
-from cgx_ops.jax.trees import checked_knobs, reduce_tree
+from cgx_ops.jax.trees import reduce_tree
 
 
 def psum_q(
@@ -24,7 +24,12 @@ def psum_q(
     intra_bits: int | None = None,
     skip_incomplete_buckets: bool = False,
     minimal_size: int = 0,
-    rules: Mapping[str, int] | None = None,
+    compressor: Compressor = "uniform",
+    density: float | None = None,
+    value_bits: int | None = None,
+    rotation: int | None = None,
+    clip: bool = False,
+    rules: Rules | None = None,
     fuse: bool = True,
     carrier: Carrier = "native",
     residual: Any = None,
@@ -44,13 +49,16 @@ def psum_q(
     Args:
         x: an array or a pytree of arrays of float32, float16 or bfloat16, any shape.
         axis_name: name of a mesh axis, or a tuple of names, as for `jax.lax.psum`.
-        bits: 1 to 8 bits an element, or 32: exact.
+        bits: of an element: 1 to 8 ("levels" has 1 to 4, "qsgd" 2 to 8, other compressors but
+          "uniform" a width of their own), or 32: exact, whatever the compressor.
         bucket_size: elements that share one minimum and step, >= 1.
         key: a PRNG key (typed or raw): rounds stochastically, unbiased. Give another key in every
           step. Two calls with one key have the same noise if their verb, axes and name are the
           same; leaves, examples of a vmap, devices, and groups whose values vary over other axes
           (if types are checked) have noise of their own. Devices may have equal or different keys.
-          None: rounds to nearest.
+          None: rounds to nearest. Compressors that round in one way only do so with and without a
+          key, but "ternary", "qsgd" and "natural" need one, and "randk" one that is equal on all
+          devices: it says which values travel.
         name: identifies the collective among processes, and is unique among those that run at the
           same time. "": the call's place in the program that is being compiled.
         algorithm: "auto", "by_hosts", "one_shot", "sra", "ring", "hierarchical": see Config.
@@ -58,8 +66,19 @@ def psum_q(
         intra_bits: in "hierarchical", bits of values that their own host sums; None: exact.
         skip_incomplete_buckets: send a leaf's last bucket exact if it is not full.
         minimal_size: leaves with fewer elements are summed exactly.
-        rules: bits by leaf: the first of these regular expressions that is found in the leaf's
-          path, such as "layers/0/bias", gives its bits. {"bias|norm|scale": 32} keeps those exact.
+        compressor: what values become: "uniform", "levels", "sign" (a sum is a majority vote),
+          "onebit", "ternary", "qsgd", "natural", "half", "topk", "threshold" or "randk". All but
+          "uniform" are for CPUs.
+        density: of "topk", "threshold" and "randk": the share of values that travel, more than 0
+          and at most 1; None: 0.01.
+        value_bits: of the values that "topk" and "threshold" send: 1-8, 16 or 32; None: 32, exact.
+        rotation: so many values of a bucket, a power of two, are rotated by a Hadamard matrix
+          before they are encoded; None: none.
+        clip: "ternary" clips values at 2.5 times their bucket's root mean square.
+        rules: how leaves travel otherwise: the first of these regular expressions that is found in
+          the leaf's path, such as "layers/0/bias", gives its bits, or a dict of its own bits,
+          bucket_size, gather_bits, compressor, density, value_bits, rotation and clip.
+          {"bias|norm": 32, "dense": {"compressor": "topk", "density": 0.01}} keeps some exact.
         fuse: one message for all leaves of a dtype. False: one for each leaf, so that XLA can start
           it when that leaf is computed, while others are not.
         carrier: "native": cgx moves the bytes, through memory and MPI. "xla": XLA's own collectives
@@ -67,7 +86,8 @@ def psum_q(
           algorithm. Not for "ring" and "hierarchical", nor for groups with more devices in one
           process than in another.
         residual: error feedback: what compression lost before, a tree like `x`, added to it in
-          float32. None: nothing is added, and what is lost now is not returned.
+          float32. None, also for some leaves: nothing is added, and what is lost now is not
+          returned. Compressors with which it would not converge refuse it.
 
     Returns:
         The sums, in the structure, shapes and dtypes of `x`; equal on all devices of a group. With
@@ -80,11 +100,14 @@ def psum_q(
     Raises:
         NameError: an axis name is not bound here.
         NotImplementedError: an axis belongs to a vmap; the shard_map leaves axes to the compiler;
-          the platform is neither CPU nor CUDA. On CUDA: carrier="xla"; a group has several GPUs in
-          each of several processes.
+          the platform is neither CPU nor CUDA; compressor="sign" where several processes have
+          several devices of a group each, which are summed before they could vote. On CUDA:
+          carrier="xla"; a group has several GPUs in each of several processes.
         TypeError: a leaf is not float32, float16 or bfloat16; a residual has another dtype than its
           leaf; a knob is not a static value; `key` is not a key.
-        ValueError: a knob is out of its range; `residual` has another structure or shape than `x`.
+        ValueError: a knob is out of its range, or does not belong to the compressor; the compressor
+          needs a key; error feedback would not converge; `residual` has another structure or shape
+          than `x`.
         RuntimeError: processes of the mesh cannot reach each other natively; the shard_map has no
           jax.sharding.Mesh, of several processes or GPUs.
         jax.errors.JaxRuntimeError: at run time; a peer is late or dead or called something else.
@@ -96,7 +119,8 @@ def psum_q(
         "psum_q", x, residual, axis_name, "sum", key=key, name=name, bits=bits,
         bucket_size=bucket_size, algorithm=algorithm, gather_bits=gather_bits,
         intra_bits=intra_bits, skip_incomplete_buckets=skip_incomplete_buckets,
-        minimal_size=minimal_size, rules=rules, fuse=fuse, carrier=carrier,
+        minimal_size=minimal_size, compressor=compressor, density=density, value_bits=value_bits,
+        rotation=rotation, clip=clip, rules=rules, fuse=fuse, carrier=carrier,
     )  # fmt: skip
     return pair[0] if residual is None else pair
 
@@ -114,7 +138,12 @@ def pmean_q(
     intra_bits: int | None = None,
     skip_incomplete_buckets: bool = False,
     minimal_size: int = 0,
-    rules: Mapping[str, int] | None = None,
+    compressor: Compressor = "uniform",
+    density: float | None = None,
+    value_bits: int | None = None,
+    rotation: int | None = None,
+    clip: bool = False,
+    rules: Rules | None = None,
     fuse: bool = True,
     carrier: Carrier = "native",
     residual: Any = None,
@@ -128,7 +157,8 @@ def pmean_q(
         "pmean_q", x, residual, axis_name, "avg", key=key, name=name, bits=bits,
         bucket_size=bucket_size, algorithm=algorithm, gather_bits=gather_bits,
         intra_bits=intra_bits, skip_incomplete_buckets=skip_incomplete_buckets,
-        minimal_size=minimal_size, rules=rules, fuse=fuse, carrier=carrier,
+        minimal_size=minimal_size, compressor=compressor, density=density, value_bits=value_bits,
+        rotation=rotation, clip=clip, rules=rules, fuse=fuse, carrier=carrier,
     )  # fmt: skip
     return pair[0] if residual is None else pair
 

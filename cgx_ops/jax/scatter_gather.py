@@ -9,10 +9,12 @@ from typing import Any
 
 import jax
 
+from cgx_ops.config import Compressor
 from cgx_ops.jax._keys import CallSeeds
+from cgx_ops.jax.knobs import Knobs, check_places, checked_knobs
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.primitive import Settings, Verb, bind, vary
-from cgx_ops.jax.trees import Knobs, checked_knobs, checked_leaf, name_of
+from cgx_ops.jax.trees import checked_leaf, name_of, sends
 
 
 def psum_scatter_q(
@@ -27,6 +29,11 @@ def psum_scatter_q(
     name: str = "",
     skip_incomplete_buckets: bool = False,
     minimal_size: int = 0,
+    compressor: Compressor = "uniform",
+    density: float | None = None,
+    value_bits: int | None = None,
+    rotation: int | None = None,
+    clip: bool = False,
 ) -> Any:
     """Sum `x` over mesh axes and keep one block a device, like `jax.lax.psum_scatter`.
 
@@ -46,6 +53,11 @@ def psum_scatter_q(
         name: as in `psum_q`.
         skip_incomplete_buckets: send a block's last bucket exact if it is not full.
         minimal_size: blocks with fewer elements travel exact.
+        compressor: as in `psum_q`, but "threshold", which cannot be cut into blocks.
+        density: this and the others are the compressor's, as in `psum_q`.
+        value_bits: as in `psum_q`.
+        rotation: as in `psum_q`.
+        clip: as in `psum_q`.
 
     Returns:
         This device's block of the sums.
@@ -58,6 +70,8 @@ def psum_scatter_q(
     knobs = checked_knobs(
         caller, key=key, name=name, bits=bits, bucket_size=bucket_size,
         skip_incomplete_buckets=skip_incomplete_buckets, minimal_size=minimal_size,
+        compressor=compressor, density=density, value_bits=value_bits, rotation=rotation, clip=clip,
+        verb="reduce_scatter",
     )  # fmt: skip
 
     def one(leaf: jax.Array, settings: Settings, seed: jax.Array) -> jax.Array:
@@ -69,7 +83,7 @@ def psum_scatter_q(
                 f"{caller}: dimension {dimension} of {leaf.shape} has size {length}; the axes "
                 f"{settings.groups.axes} have {size} devices, so it must be {wanted}"
             )
-        if size == 1 or leaf.size == 0:  # nothing to send, but the type changes
+        if leaf.size == 0 or not sends(settings.groups, knobs.config):  # but the type changes
             leaf = vary(leaf, frozenset(settings.groups.axes))
             return jax.lax.psum_scatter(
                 leaf, settings.groups.axes, scatter_dimension=dimension, tiled=tiled
@@ -96,6 +110,11 @@ def all_gather_q(
     name: str = "",
     skip_incomplete_buckets: bool = False,
     minimal_size: int = 0,
+    compressor: Compressor = "uniform",
+    density: float | None = None,
+    value_bits: int | None = None,
+    rotation: int | None = None,
+    clip: bool = False,
 ) -> Any:
     """Gather the `x` of all devices of a group, like `jax.lax.all_gather`, in `bits` bits.
 
@@ -114,6 +133,11 @@ def all_gather_q(
         name: as in `psum_q`.
         skip_incomplete_buckets: send the last bucket exact if it is not full.
         minimal_size: arrays with fewer elements travel exact.
+        compressor: as in `psum_q`, but "threshold", which cannot be cut into blocks.
+        density: this and the others are the compressor's, as in `psum_q`.
+        value_bits: as in `psum_q`.
+        rotation: as in `psum_q`.
+        clip: as in `psum_q`.
 
     Returns:
         The gathered values.
@@ -126,11 +150,13 @@ def all_gather_q(
     knobs = checked_knobs(
         caller, key=key, name=name, bits=bits, bucket_size=bucket_size,
         skip_incomplete_buckets=skip_incomplete_buckets, minimal_size=minimal_size,
+        compressor=compressor, density=density, value_bits=value_bits, rotation=rotation, clip=clip,
+        verb="all_gather",
     )  # fmt: skip
 
     def one(leaf: jax.Array, settings: Settings, seed: jax.Array) -> jax.Array:
         dimension = _dimension(caller, "axis", axis, leaf.ndim + (not tiled))
-        if settings.groups.size == 1 or leaf.size == 0:
+        if leaf.size == 0 or not sends(settings.groups, knobs.config):
             leaf = vary(leaf, frozenset(settings.groups.axes))
             return jax.lax.all_gather(leaf, settings.groups.axes, axis=dimension, tiled=tiled)
         blocks = bind([leaf.reshape(1, -1)], [seed], settings)[0]
@@ -146,14 +172,14 @@ def all_gather_q(
 
 def _each_leaf(caller: str, verb: Verb, x: Any, axis_name: Axes, knobs: Knobs, one: Any) -> Any:
     groups = mesh_groups(caller, axis_name)
+    check_places(knobs, groups.axes)
     paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(x)
     seeds = CallSeeds(knobs.key, groups.call_text(verb, knobs.name), groups.axes)
     results = []
     for index, (path, given) in enumerate(paths_and_leaves):
         leaf = checked_leaf(caller, path, given)
         settings = Settings(
-            verb, "sum", groups, (knobs.config.bits,), knobs.config,
-            name_of(knobs.name, index, len(paths_and_leaves)),
+            verb, "sum", groups, (knobs.config,), name_of(knobs.name, index, len(paths_and_leaves))
         )  # fmt: skip
         results.append(one(leaf, settings, seeds.of(index, leaf)))
     return jax.tree_util.tree_unflatten(tree, results)

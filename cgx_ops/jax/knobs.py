@@ -1,0 +1,249 @@
+"""How the leaves of a call travel: its knobs and rules, checked where the call is traced.
+
+1. knobs become the call's Config, and each rule one of its own
+2. rounding follows from the key: to nearest without one, at random with one, as far as the
+   compressor can
+3. what cannot be: a compressor that this collective cannot send, residuals that would not converge
+"""
+
+import re
+from collections.abc import Hashable, Iterable, Mapping
+from ctypes import byref
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from cgx_ops import _native
+from cgx_ops.config import Config
+from cgx_ops.jax import _compat
+from cgx_ops.jax._keys import check_key
+from cgx_ops.jax.primitive import Carrier, Verb
+from cgx_ops.rules import EXACT_BITS, Rule
+
+Rules = Mapping[str, int | Mapping[str, Any]]
+
+_COMPRESSORS: dict[str, dict[str, Any]] = {row["name"]: row for row in _native.COMPRESSORS}
+# How values are rounded is said by the key.
+_OURS = tuple(row["name"] for row in _native.CONFIG_FIELDS if row["name"] != "rounding")
+_WHOLE = ("auto", "one_shot", "by_hosts")  # algorithms that serve what cannot be cut
+
+
+# ---- 1. knobs and rules --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """How the leaves of a call travel, checked.
+
+    Attributes:
+        caller: for errors.
+        config: what the core knows.
+        key: a PRNG key or None.
+        name: the user's, or "".
+        rules: with the config of the leaves that it is for; the first that is found counts.
+        fuse: whether all leaves of a dtype are one message.
+        carrier: who moves the bytes.
+    """
+
+    caller: str
+    config: Config
+    key: jax.Array | None
+    name: str
+    rules: list[tuple[Rule, Config]]
+    fuse: bool
+    carrier: Carrier
+
+    @property
+    def configs(self) -> list[Config]:
+        """The call's config, and those of the rules."""
+        return [self.config, *(config for _, config in self.rules)]
+
+    def config_of(self, path: Any) -> Config:
+        """Return how a leaf travels, by its path in the tree."""
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return next((config for rule, config in self.rules if rule.matches(name)), self.config)
+
+
+def checked_knobs(
+    caller: str,
+    *,
+    key: jax.Array | None,
+    name: str,
+    verb: Verb = "allreduce",
+    carrier: Carrier = "native",
+    rules: Rules | None = None,
+    fuse: bool = True,
+    **knobs: Any,
+) -> Knobs:
+    """Check all that must be static, and the key. `knobs` are those that the core knows."""
+    if "residual" in knobs:
+        raise TypeError(
+            f"{caller} takes no residual: psum_q and pmean_q do; average_gradients keeps its own"
+        )
+    if foreign := sorted(knobs.keys() - _OURS):
+        raise TypeError(f"{caller} has no knob {', '.join(foreign)}; it has {', '.join(_OURS)}")
+    _require_static(caller, {**knobs, "name": name, "carrier": carrier, "fuse": fuse})
+    if carrier not in ("native", "xla"):
+        raise ValueError(f"{caller}: carrier is {carrier!r}; it must be 'native' or 'xla'")
+    if carrier == "xla" and (algorithm := knobs.get("algorithm")) in ("ring", "hierarchical"):
+        raise ValueError(
+            f"{caller}: in algorithm={algorithm!r} ranks pass messages on, one after the other, "
+            "which carrier='xla' cannot: use 'auto', 'one_shot' or 'sra'"
+        )
+    if not isinstance(name, str):
+        raise TypeError(f"{caller}: name is {name!r}; it must be a str")
+    check_key(caller, key)
+    base = Config(**knobs)
+    by_path = _checked_rules(caller, base, rules or {})
+    checked = Knobs(
+        caller, _rounded(caller, base, key), key, name,
+        [(rule, _rounded(caller, config, key)) for rule, config in by_path], fuse, carrier,
+    )  # fmt: skip
+    for config in checked.configs:
+        _require_way(caller, config, verb)
+    return checked
+
+
+def _require_static(caller: str, knobs: Mapping[str, Any]) -> None:
+    for knob, value in knobs.items():
+        if isinstance(value, _compat.Tracer):
+            raise TypeError(
+                f"{caller}: {knob} must be a static Python value, not {value!r}: it is part of the "
+                "compiled program. Pass it by closure, functools.partial or static_argnames"
+            )
+
+
+def _checked_rules(caller: str, base: Config, rules: Rules) -> list[tuple[Rule, Config]]:
+    checked = []
+    for pattern, given in rules.items():
+        own = dict(given) if isinstance(given, Mapping) else {"bits": given}
+        _require_static(caller, {f"rules[{pattern!r}]": given, **own})
+        try:
+            if "rounding" in own:
+                raise TypeError("the key says how values are rounded")
+            # The compressor is the call's unless the rule has one, and to have one is to compress.
+            defaults: dict[str, Any] = {"compressor": base.compressor}
+            if base.bits == EXACT_BITS and "compressor" in own:
+                defaults["bits"] = Config().bits
+            rule = Rule(re.compile(pattern), {**defaults, **own})
+            config = base.with_own(**rule.overrides)
+        except (re.error, ValueError, TypeError) as error:
+            raise ValueError(
+                f"{caller}: rules[{pattern!r}] is {given!r}; rules map regular expressions to "
+                "bits, 1 to 8 or 32, or to a dict of knobs, such as {'compressor': 'topk', "
+                f"'density': 0.01}}: {error}"
+            ) from None
+        if "bits" in own and config.bits != EXACT_BITS and not _has_bits(config):
+            raise ValueError(
+                f"{caller}: rules[{pattern!r}] is {given!r}; compressor={config.compressor!r} has "
+                "no bits to choose. Give 32 (exact), or another compressor: {'compressor': "
+                f"'uniform', 'bits': {config.bits}}}"
+            )
+        checked.append((rule, config))
+    return checked
+
+
+def _has_bits(config: Config) -> bool:
+    return _COMPRESSORS[config.compressor]["bits"] != [0, 0]
+
+
+# ---- 2. rounding ---------------------------------------------------------------------------------
+
+
+def _rounded(caller: str, config: Config, key: jax.Array | None) -> Config:
+    """Return the config with the rounding that follows from the key."""
+    served = _COMPRESSORS[config.compressor]["roundings"]
+    wanted = "nearest" if key is None else "stochastic"
+    config = replace(config, rounding=wanted if wanted in served else served[0])
+    if key is None and config.draws and config.bits != EXACT_BITS:
+        what = "places that all devices draw alike" if is_randk(config) else "random rounding only"
+        same = ", the same on all of them" if is_randk(config) else ""
+        raise ValueError(
+            f"{caller}: compressor={config.compressor!r} has {what}, and there is no key: give "
+            f"key=jax.random.key(step){same}"
+        )
+    return config
+
+
+def is_randk(config: Config) -> bool:
+    """Tell whether the key says which values travel."""
+    return config.compressor == "randk" and config.bits != EXACT_BITS
+
+
+def check_places(knobs: Knobs, axes: tuple[Hashable, ...]) -> None:
+    """Require one key of all devices of the axes where they draw places, as far as types tell."""
+    if knobs.key is None or not any(map(is_randk, knobs.configs)):
+        return
+    differs = _compat.varying_axes(knobs.key) & frozenset(axes)
+    if differs:
+        raise ValueError(
+            f"{knobs.caller}: compressor='randk' needs an equal key on all devices, and the key "
+            f"varies over {sorted(differs, key=str)}: they would send values of different places. "
+            "Pass the key with in_specs=P()"
+        )
+
+
+# ---- 3. what cannot be ---------------------------------------------------------------------------
+
+
+def is_vote(config: Config) -> bool:
+    """Tell whether a sum is a majority vote."""
+    return config.compressor == "sign" and config.bits != EXACT_BITS
+
+
+def refuse_votes(function: str, configs: Iterable[Config]) -> None:
+    """Refuse votes where the values of a process's devices are summed before they travel."""
+    if any(map(is_vote, configs)):
+        raise NotImplementedError(
+            f"{function} with compressor='sign': several processes have several devices of the "
+            "group each, whose values are summed exactly before they travel, so that a process "
+            "would vote and not its devices. Start a process for each device, or use "
+            "compressor='levels' with bits=1, which sends as much"
+        )
+
+
+def refuse_on_gpus(function: str, configs: Iterable[Config]) -> None:
+    """Refuse, as a program is lowered for GPUs, what the core would refuse when it runs."""
+    for config in configs:
+        why = _COMPRESSORS[config.compressor]["device"]
+        if why and config.bits != EXACT_BITS:
+            raise NotImplementedError(
+                f"{function} with compressor={config.compressor!r} on GPUs: {why}. Use 'uniform', "
+                "or reduce on CPU devices"
+            )
+
+
+def can_be_cut(config: Config) -> bool:
+    """Tell whether shards of a leaf can travel apart; else one_shot sends it, and its message."""
+    return config.bits == EXACT_BITS or _COMPRESSORS[config.compressor]["sliced"]
+
+
+def _require_way(caller: str, config: Config, verb: Verb) -> None:
+    if can_be_cut(config):
+        return
+    if verb != "allreduce" or config.algorithm not in _WHOLE:
+        raise ValueError(
+            f"{caller}: what compressor={config.compressor!r} sends cannot be cut into shards, as "
+            f"{caller if verb != 'allreduce' else f'algorithm={config.algorithm!r}'} does: use "
+            "psum_q, pmean_q or allreduce_q with algorithm 'auto' or 'one_shot', or 'topk'"
+        )
+
+
+def keeps_by_default(config: Config) -> bool:
+    """Tell whether a leaf's gradients have error feedback where nobody says: see docs/jax.md."""
+    return config.compressor == "uniform" or _COMPRESSORS[config.compressor]["biased"]
+
+
+def check_feedback(caller: str, config: Config) -> None:
+    """Require that error feedback converges, if anything is lost.
+
+    Raises:
+        InvalidArgument (a ValueError): says why it does not.
+    """
+    if config.bits == EXACT_BITS:
+        return
+    try:
+        _native.call("cgx_config_check_feedback", byref(config.native))
+    except ValueError as error:
+        raise type(error)(f"{caller}: {error}") from None

@@ -1,0 +1,175 @@
+"""Compressors that cannot be: what is refused, as the call is traced, and with which words."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax_cases import mesh_of, normal, on_mesh, use_cpu_devices
+from jax_compressor_cases import CASES
+
+from cgx_ops import Communicator
+from cgx_ops.jax import (
+    all_gather_q,
+    allreduce_q,
+    average_gradients,
+    compress_grads,
+    pmean_q,
+    psum_q,
+    psum_scatter_q,
+    value_and_grad,
+)
+
+use_cpu_devices(8)
+
+pytestmark = pytest.mark.timeout(120)
+
+KEY = jax.random.key(1)
+MESH = mesh_of((8,), ("d",))
+
+
+def trace(body: Callable[..., Any], *operands: Any, check_vma: bool = False) -> None:
+    """Trace a program; nothing is compiled and nothing runs."""
+    operands = operands or (np.ones((8, 8, 100), np.float32),)
+    jax.eval_shape(on_mesh(MESH, body, check_vma).eager, *operands)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "psum_q": lambda v, **knobs: psum_q(v, "d", **knobs),
+    "pmean_q": lambda v, **knobs: pmean_q(v, "d", **knobs),
+    "psum_scatter_q": lambda v, **knobs: psum_scatter_q(v, "d", **knobs),
+    "all_gather_q": lambda v, **knobs: all_gather_q(v, "d", **knobs),
+    "allreduce_q": lambda v, **knobs: allreduce_q(v, Communicator.local(2)[0], **knobs),
+    "value_and_grad": lambda v, **knobs: value_and_grad(jnp.sum, "d", **knobs)(v),
+    "average_gradients": lambda v, **knobs: average_gradients("d", **knobs),
+    "compress_grads": lambda v, **knobs: compress_grads(v, "d", **knobs),
+}
+WITH_RULES = [name for name in CALLS if name not in ("psum_scatter_q", "all_gather_q")]
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"compressor": "gzip"}, "compressor is 'gzip'; it must be one of 'uniform', 'levels'"),
+    ({"compressor": 4}, "compressor is 4"),
+    ({"compressor": "topk", "density": 0}, "density is 0; it must be .*more than 0 and at most 1"),
+    ({"compressor": "topk", "density": 1.5}, "density is 1.5"),
+    ({"compressor": "topk", "density": -0.1}, "density is -0.1"),
+    ({"compressor": "topk", "density": float("nan")}, "density is nan"),
+    ({"compressor": "topk", "value_bits": 12}, "value_bits is 12"),
+    ({"compressor": "levels", "rotation": 48}, "rotation is 48; it must be .*power of two"),
+    ({"compressor": "ternary", "clip": 2, "key": KEY}, "clip is 2"),
+    ({"density": 0.1}, "density is 0.1, which compressor='uniform' does not have: .*topk"),
+    ({"compressor": "levels", "bits": 5}, "bits is 5; with compressor='levels' .*from 1 to 4"),
+    ({"compressor": "levels", "value_bits": 8}, "value_bits is 8, which compressor='levels'"),
+    ({"compressor": "topk", "rotation": 32}, "rotation is 32, which compressor='topk'"),
+    ({"compressor": "onebit", "clip": True}, "clip is True, which compressor='onebit'"),
+    ({"compressor": "ternary"}, "compressor='ternary' has random rounding only.*give key="),
+    ({"compressor": "qsgd"}, "compressor='qsgd' has random rounding only"),
+    ({"compressor": "natural"}, "compressor='natural' has random rounding only"),
+    ({"compressor": "randk"}, "'randk' has places that all devices draw alike.*same on all"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("knobs", "said"), BAD, ids=lambda value: str(value)[:40])
+def test_knobs(knobs: dict[str, Any], said: str) -> None:
+    for call in CALLS.values():
+        with pytest.raises(ValueError, match=said):
+            trace(lambda v, c=call: c(v, **knobs))
+
+
+@pytest.mark.parametrize("knob", ["compressor", "density", "value_bits", "rotation", "clip"])
+def test_traced_knobs(knob: str) -> None:
+    for call in CALLS.values():
+        with pytest.raises(TypeError, match=f"{knob} must be a static Python value"):
+            trace(lambda v, c=call: c(v, **{knob: v[0]}))
+    with pytest.raises(TypeError, match=f"{knob} must be a static Python value"):
+        trace(lambda v: psum_q(v, "d", rules={"w": {knob: v[0]}}))
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ({"compressor": "gzip"}, "one of 'uniform', 'levels'"),
+        ({"compressor": "topk", "density": 2}, "density is 2"),
+        ({"density": 0.1}, "density is 0.1, which compressor='uniform' does not have"),
+        ({"algorithm": "sra"}, "algorithm"),
+        ({"rounding": "shift"}, "the key says how values are rounded"),
+        ({"bits": 3, "compressor": "topk"}, "'topk' has no bits to choose. Give 32"),
+        ("topk", "rules map regular expressions to bits, 1 to 8 or 32, or to a dict"),
+        ({"compressor": "ternary"}, "'ternary' has random rounding only"),
+        ({"compressor": "randk"}, "'randk' has places"),
+    ],
+    ids=str,
+)
+def test_rules(rule: Any, said: str) -> None:
+    """Also of rules that no leaf is for."""
+    for name in WITH_RULES:
+        with pytest.raises(ValueError, match=said) as error:
+            trace(lambda v, c=CALLS[name]: c(v, rules={"nothing": rule}))
+        assert name in str(error.value)
+
+
+def test_what_cannot_be_cut() -> None:
+    algorithm: Any
+    for algorithm in ("sra", "ring", "hierarchical"):
+        with pytest.raises(ValueError, match=rf"'threshold' sends cannot be cut.*'{algorithm}'"):
+            trace(lambda v, a=algorithm: psum_q(v, "d", compressor="threshold", algorithm=a))
+    for call in (psum_scatter_q, all_gather_q):
+        with pytest.raises(ValueError, match=rf"cannot be cut.*{call.__name__} does: use psum_q"):
+            trace(lambda v, c=call: c(v, "d", compressor="threshold"))
+    for algorithm in ("auto", "one_shot", "by_hosts"):
+        trace(lambda v, a=algorithm: psum_q(v, "d", compressor="threshold", algorithm=a))
+    trace(lambda v: psum_q(v, "d", compressor="threshold", algorithm="sra", bits=32))
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("sign", "a vote has no magnitude.*compressor='levels' with bits=1"),
+        ("ternary", "without clip=True its error is larger than the signal"),
+        ("qsgd", "the error of 4 bits in buckets of 512 .*smaller buckets"),
+    ],
+)
+def test_feedback_that_does_not_converge(case: str, said: str) -> None:
+    for reduce in (psum_q, pmean_q):
+        name = rf"{reduce.__name__}: x\['w'\]: error feedback .*'{case}': {said}"
+        with pytest.raises(ValueError, match=name):
+            trace(lambda v, f=reduce: f({"w": v}, "d", key=KEY, residual={"w": v}, **CASES[case]))
+    with pytest.raises(ValueError, match=f"average_gradients: error feedback.*'{case}': {said}"):
+        average_gradients("d", key=KEY, error_feedback=True, **CASES[case])
+    average_gradients("d", key=KEY, **CASES[case])
+    # Not where nothing is lost, nor of leaves that keep nothing.
+    trace(lambda v: psum_q(v, "d", key=KEY, residual=v, **{**CASES[case], "bits": 32}))
+    trace(lambda v: psum_q([v], "d", key=KEY, residual=[None], **CASES[case]))
+
+
+def test_keys_that_differ_where_places_are_drawn() -> None:
+    """Seen by the types, where they are checked; by the core, where they are not."""
+    keys, x = jax.random.split(KEY, 8), normal(1, 8, 8, 100)
+
+    def call(v: jax.Array, key: jax.Array, reduce: Any = psum_q) -> Any:
+        return reduce(v, "d", key=key, compressor="randk")
+
+    for reduce in (psum_q, psum_scatter_q, all_gather_q):
+        said = rf"{reduce.__name__}: compressor='randk' needs an equal key.*varies over \['d'\]"
+        with pytest.raises(ValueError, match=said):
+            trace(lambda v, key, f=reduce: call(v, key, f), x, keys, check_vma=True)
+    program = on_mesh(MESH, call)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the seed of the places"):
+        jax.block_until_ready(program(x, keys))
+    program(x, jnp.stack([KEY] * 8))
+
+
+def test_gpus() -> None:
+    """The table says which compressors have no kernels there, and why."""
+    program = on_mesh(MESH, lambda v: psum_q(v, "d", rules={"": {"compressor": "topk"}}))
+    traced = program.jitted.trace(jax.ShapeDtypeStruct((8, 600), jnp.float32))
+    said = re.escape("psum_q with compressor='topk' on GPUs: it has kernels for the CPU only")
+    with pytest.raises(NotImplementedError, match=said):
+        traced.lower(lowering_platforms=("cuda",))
+    traced.lower(lowering_platforms=("cpu",))
+    comm = Communicator.local(2)[0]
+    traced = jax.jit(lambda v: allreduce_q(v, comm, compressor="half")).trace(jnp.zeros(600))
+    with pytest.raises(NotImplementedError, match="allreduce_q with compressor='half' on GPUs"):
+        traced.lower(lowering_platforms=("cuda",))
