@@ -170,6 +170,29 @@ def _features() -> list[Case]:
     return cases
 
 
+def _of_compressors() -> Iterator[dict[str, Any]]:
+    """Give each row of the table at its settings."""
+    yield from ({"compressor": "levels", "bits": bits} for bits in range(1, 5))
+    yield from ({"compressor": "qsgd", "bits": bits} for bits in (2, 4, 8))
+    names: tuple[Compressor, ...] = ("sign", "onebit", "ternary", "natural")
+    yield from ({"compressor": name} for name in names)
+    yield {"compressor": "ternary", "clip": True}
+    yield from (
+        {"compressor": "half", "rounding": rounding} for rounding in ("nearest", "stochastic")
+    )
+    for density, value_bits in ((None, None), (0.05, 16), (0.1, 1), (0.3, 4), (1.0, 2), (0.001, 8)):
+        yield {"compressor": "topk", "density": density, "value_bits": value_bits}
+        yield {"compressor": "threshold", "density": density, "value_bits": value_bits}
+    yield from ({"compressor": "randk", "density": density} for density in (None, 0.2, 1.0))
+    rotated: tuple[tuple[Compressor, int], ...] = (("levels", 2), ("uniform", 3), ("onebit", 4))
+    for (name, bits), rotation in zip(rotated, (32, 2, 256), strict=True):
+        yield {"compressor": name, "bits": bits, "rotation": rotation}
+
+
+# Seven, so that whatever else takes turns meets each of them.
+_DTYPES_IN_TURN = ("float32", "float16", "bfloat16", "float32", "bfloat16", "float16", "float32")
+
+
 def _hierarchical() -> list[Case]:
     layers = ((0, 700, 4, 512), (700, 9, 4, 512), (709, 1000, 8, 64), (2000, 50_000, 32, 1))
     cases = [
@@ -214,33 +237,19 @@ def _hierarchical() -> list[Case]:
             Case(60_000, segments=layers, **options),
             Case(60_000, segments=layers[::-1], minimal_size=1000, **options),
         ]
+    dtypes = itertools.cycle(_DTYPES_IN_TURN)
+    for row in _of_compressors():
+        if row["compressor"] == "threshold":
+            continue
+        row |= {"algorithm": "hierarchical", "bucket_size": 64}
+        cases += [Case(2003, dtype=next(dtypes), op=op, **row) for op in ("sum", "avg")]
+        cases += [Case(1000, dtype=next(dtypes), special=each, **row) for each in ("nan", "zeros")]
+        if row["compressor"] in ("levels", "qsgd"):
+            cases.append(Case(1500, dtype=next(dtypes), intra_bits=4, **row))
     # Picked: the first by size, the others by the hosts. These five are in the sample.
     cases += [Case(1000), Case(100_003), Case(2**20 + 7, intra_bits=8)]
     cases += [Case(2**20 + 7, 32, op="avg"), Case(300_000, bucket_size=1 << 20)]
     return cases
-
-
-def _of_compressors() -> Iterator[dict[str, Any]]:
-    """Give each row of the table at its settings."""
-    yield from ({"compressor": "levels", "bits": bits} for bits in range(1, 5))
-    yield from ({"compressor": "qsgd", "bits": bits} for bits in (2, 4, 8))
-    names: tuple[Compressor, ...] = ("sign", "onebit", "ternary", "natural")
-    yield from ({"compressor": name} for name in names)
-    yield {"compressor": "ternary", "clip": True}
-    yield from (
-        {"compressor": "half", "rounding": rounding} for rounding in ("nearest", "stochastic")
-    )
-    for density, value_bits in ((None, None), (0.05, 16), (0.1, 1), (0.3, 4), (1.0, 2), (0.001, 8)):
-        yield {"compressor": "topk", "density": density, "value_bits": value_bits}
-        yield {"compressor": "threshold", "density": density, "value_bits": value_bits}
-    yield from ({"compressor": "randk", "density": density} for density in (None, 0.2, 1.0))
-    rotated: tuple[tuple[Compressor, int], ...] = (("levels", 2), ("uniform", 3), ("onebit", 4))
-    for (name, bits), rotation in zip(rotated, (32, 2, 256), strict=True):
-        yield {"compressor": name, "bits": bits, "rotation": rotation}
-
-
-# Seven, so that whatever else takes turns meets each of them.
-_DTYPES_IN_TURN = ("float32", "float16", "bfloat16", "float32", "bfloat16", "float16", "float32")
 
 
 def _compressors() -> list[Case]:
