@@ -271,6 +271,7 @@ class Codec(_Sized):
     )
 
 
+SMALLEST_COMPRESSED = 16  # CGX_SMALLEST_COMPRESSED
 VERBS = {"allreduce": 0, "reduce_scatter": 1, "all_gather": 2}
 OPS = {"sum": 0, "avg": 1, "min": 2, "max": 3, "product": 4}
 ALGORITHMS = _words("algorithm")
@@ -301,6 +302,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_wait_for": (c_void_p, c_double, POINTER(c_int32)),
     "cgx_config_parse": (c_char_p, POINTER(Config)),
     "cgx_config_check_feedback": (POINTER(Config),),
+    "cgx_config_seed_use": (POINTER(Config), POINTER(c_int32)),
     "cgx_enqueue": (POINTER(Collective),),
     "cgx_comm_check": (c_int32, c_int32),
     "cgx_plan": (POINTER(Collective), POINTER(Plan)),

@@ -2,7 +2,7 @@
 
 import datetime
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ def start(
     collective: int,
     input: torch.Tensor,  # noqa: A002
     output: torch.Tensor,
+    residuals: Sequence[torch.Tensor],
     asynchronous: bool,
 ) -> dist.Work:
     """Start the cgx_collective_t at this address, on these tensors' memory; return its Work.

@@ -301,11 +301,12 @@ class Communicator:
         segments: Sequence[Segment] | None = None,
         seed: int | Sequence[int] | None = None,
         timeout: float | None = None,
+        residual: Array | None = None,
     ) -> Array:
         """Reduce the ranks' arrays; rank i gets the i-th of `size` equal blocks of the first axis.
 
         Arguments are those of allreduce(), but `out` may not overlap the input, and segments lie in
-        a block: each describes its place in every block.
+        a block: each describes its place in every block. A residual is of the input's shape.
 
         Returns:
             An array of shape (array.shape[0] / size, *array.shape[1:]).
@@ -318,7 +319,7 @@ class Communicator:
             )
         shape = (source.shape[0] // self.size, *source.shape[1:])
         call = Call("reduce_scatter", op, config, name, segments, seed, timeout)
-        return self._run(call, source, shape, source.size // self.size, out)
+        return self._run(call, source, shape, source.size // self.size, out, residual)
 
     def all_gather(
         self,

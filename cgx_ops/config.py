@@ -63,8 +63,8 @@ def _accepts(name: str, value: Any) -> bool:
     return True
 
 
-# What a compressor has of its own, and another one may not: Config.with_own().
-_OF_COMPRESSOR = ("bits", "rounding", "density", "value_bits", "rotation", "clip", "gather_bits")
+# What a compressor has of its own, and another one may not.
+OF_COMPRESSOR = ("bits", "rounding", "density", "value_bits", "rotation", "clip", "gather_bits")
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,12 @@ class Config:
         exact: what it has itself is its default, unless it is among `own`.
         """
         if own.get("compressor", self.compressor) != self.compressor:
-            left = {name: _DEFAULTS[name] for name in _OF_COMPRESSOR}
+            left = {name: _DEFAULTS[name] for name in OF_COMPRESSOR}
             if self.bits == _EXACT:
                 del left["bits"]
             own = {**left, "intra_bits": None, **own}
+        if own.get("bits") == _EXACT:
+            own["error_feedback"] = None  # nothing is lost
         return replace(self, **own) if own else self
 
     @property

@@ -9,17 +9,20 @@ for each framework becomes such rules:
     exclude_layer(), set_quantization_bits()          CGX's names make the same Rules
     cgx_ops.torch.fsdp.compress(exact=...)            what is exact where no rule sets the bits
 
-A field that is new in Config and in Segment can be set by rules as soon as it is there.
+A rule may set every field that a Segment has. One that sets a compressor begins anew: what earlier
+rules said for another one is left behind, as with Config.with_own(), but that bits stay exact.
 """
 
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from cgx_ops import _native
 from cgx_ops.call import Segment
-from cgx_ops.config import Config
+from cgx_ops.config import OF_COMPRESSOR, Config
+from cgx_ops.errors import InvalidArgument
 
 EXACT_BITS = 32
 
@@ -30,7 +33,9 @@ class Rule:
 
     Attributes:
         expression: it is searched for in a parameter's name.
-        overrides: fields of Config by name, of those that a Segment may set: bits, bucket_size.
+        overrides: fields of Config by name, of those that a Segment may set: bits, bucket_size,
+            compressor, density, and others. Without a compressor among them they are for parameters
+            whose own has such fields.
 
     Raises:
         InvalidArgument (a ValueError): a value is out of its range.
@@ -42,13 +47,24 @@ class Rule:
 
     def __post_init__(self) -> None:
         Segment(0, 0, **self.overrides)  # knows which fields there are; Config, their values
-        checked = replace(Config(), **self.overrides)
+        checked = _checked(self.overrides)
         own = {field: getattr(checked, field) for field in self.overrides}
         object.__setattr__(self, "overrides", own)
 
     def matches(self, name: str) -> bool:
         """Tell whether the rule is for the parameter of this name."""
         return self.expression.search(name) is not None
+
+
+def _checked(own: Mapping[str, Any]) -> Config:
+    """Return a Config with these fields, of the first compressor that has them all."""
+    refusals: list[InvalidArgument] = []
+    for row in _native.COMPRESSORS if "compressor" not in own else [{"name": own["compressor"]}]:
+        try:
+            return Config(**{"compressor": row["name"], **own})
+        except InvalidArgument as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def overrides(rules: Iterable[Rule], name: str, *, exact: bool = False) -> dict[str, Any]:
@@ -61,8 +77,14 @@ def overrides(rules: Iterable[Rule], name: str, *, exact: bool = False) -> dict[
     """
     own: dict[str, Any] = {"bits": EXACT_BITS} if exact else {}
     for rule in rules:
-        if rule.matches(name):
-            own.update(rule.overrides)
+        if not rule.matches(name):
+            continue
+        compressor = own.get("compressor")
+        if rule.overrides.get("compressor", compressor) != compressor:
+            exact = own.get("bits") == EXACT_BITS
+            own = {field: value for field, value in own.items() if field not in OF_COMPRESSOR}
+            own |= {"bits": EXACT_BITS} if exact else {}
+        own |= rule.overrides
     return own
 
 

@@ -38,6 +38,29 @@ def test_the_last_rule_that_sets_a_field_decides_it() -> None:
     assert overrides(rules, "bias") == {}
 
 
+def test_a_compressor_begins_anew() -> None:
+    topk = rule("w", compressor="topk", density=0.1)
+    assert overrides([rule("w", bits=2, bucket_size=8), topk], "w") == {
+        "bucket_size": 8, "compressor": "topk", "density": 0.1,
+    }  # fmt: skip
+    assert overrides([topk, rule("w", compressor="topk", value_bits=4)], "w") == {
+        "compressor": "topk", "density": 0.1, "value_bits": 4,
+    }  # fmt: skip
+    assert overrides([topk, rule("w", compressor="levels", bits=2)], "w") == {
+        "compressor": "levels", "bits": 2,
+    }  # fmt: skip
+    assert overrides([topk], "w", exact=True) == {**topk.overrides, "bits": EXACT_BITS}
+
+
+def test_fields_are_for_compressors_that_have_them() -> None:
+    """A rule without a compressor is for parameters whose own has such fields."""
+    assert rule("w", density=0.1).overrides == {"density": 0.1}
+    assert rule("w", bits=1, rounding="nearest").overrides == {"bits": 1, "rounding": "nearest"}
+    for own in ({"density": 0.1, "clip": True}, {"compressor": "topk", "clip": True}):
+        with pytest.raises(InvalidArgument):
+            rule("w", **own)
+
+
 @given(st.lists(st.tuples(EXPRESSIONS, OVERRIDES), max_size=6), NAMES, st.booleans())
 def test_every_field_is_decided_by_itself(
     given_rules: list[tuple[str, dict[str, int]]], name: str, exact: bool

@@ -32,3 +32,8 @@ def test_results_without_inductors_lowering() -> None:
 )
 def test_ranks_start_the_same_collectives(runs: int) -> None:
     ends_well("run_torch_order.py", str(runs))
+
+
+@pytest.mark.timeout(620)
+def test_compressors_in_graphs() -> None:
+    ends_well("run_torch_codecs.py", "compiled")

@@ -30,16 +30,28 @@ def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     nearest: dict[str, Any] = {"rounding": "nearest"}
     exact: dict[str, Any] = {"bits": 32, "op": "avg"}
     public = [((x,), nearest), ((grad,), nearest), ((grad,), exact)]
+    codecs: list[dict[str, Any]] = [
+        {"compressor": "topk", "density": 0.1, "value_bits": 8},
+        {"compressor": "threshold"},
+        {"compressor": "levels", "bits": 2, "rotation": 32},
+        {"compressor": "sign"},
+    ]
+    public += [((x,), own) for own in codecs] + [((grad,), own) for own in codecs]
+    pairs = [((x, y), nearest), ((grad, y), exact), *(((grad, y), own) for own in codecs[:3])]
     start = [((x, *kernel_options(rounding=r)), {}) for r in ("nearest", "stochastic")]
+    own = Config(compressor="topk", density=0.1)
+    start += [((x, None, tc.packed(own), ""), {})]
+    start += [((x, torch.tensor(7), tc.packed(Config(compressor="randk")), ""), {})]
     start_list = [((xs, *kernel_options(rounding=r)), {}) for r in ("nearest", "shift")]
     start_pairs = [(([*xs, *ys], *kernel_options(rounding=r)), {}) for r in ("nearest", "shift")]
     return {
         "quantized_allreduce": public,
         "quantized_allreduce_": [((x,), nearest), ((grad * 2,), nearest), ((x,), exact)],
         "quantized_allreduce_coalesced": [((xs,), nearest), (([grad, x],), exact), (([],), {})],
-        "quantized_allreduce_with_feedback": [((x, y), nearest), ((grad, y), exact)],
+        "quantized_allreduce_with_feedback": pairs,
         "quantized_allreduce_coalesced_with_feedback": [((xs, ys), nearest), (([], []), {})],
         "draw_seed": [((torch.empty(0),), {})],
+        "draw_places": [((torch.empty(0), "", "checked"), {})],
         "quantized_all_reduce": start,
         "quantized_all_reduce_start": start,
         "quantized_all_reduce_start.borrow": start,
@@ -73,7 +85,7 @@ def test_opcheck(name: str) -> None:
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     # It compares values: every draw is another, and a start has none before its wait. The public
     # operators are traced into them.
-    if name != "draw_seed" and "_start" not in name:
+    if not name.startswith("draw_") and "_start" not in name:
         checks.append("test_aot_dispatch_dynamic")
     for arguments, keywords in calls(name):
         opcheck(operator, arguments, keywords, test_utils=checks)

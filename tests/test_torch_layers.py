@@ -10,6 +10,7 @@ from torch import nn
 
 import cgx_ops.torch as torch_cgx
 from cgx_ops import Config, InvalidArgument, Segment
+from cgx_ops.call import with_segment
 from cgx_ops.torch import layers
 from cgx_ops.torch.layers import Layer, Rule, Rules
 
@@ -63,11 +64,38 @@ def test_later_rules_win() -> None:
 def test_segments_lie_where_the_layers_do() -> None:
     found = [Layer("a", 2, 100), Layer("b", 1, 10), Layer("c", 3, 7)]
     rules = Rules([Rule("c", bits=1, bucket_size=16)])
-    assert rules.segments(found, [0, 100, 128], CONFIG) == [
-        Segment(0, 100, bits=4, bucket_size=512),
-        Segment(100, 10, bits=32, bucket_size=512),
+    assert rules.segments(found, [0, 100, 128]) == [
+        Segment(0, 100),
+        Segment(100, 10, bits=32),
         Segment(128, 7, bits=1, bucket_size=16),
     ]
+
+
+def test_a_layer_has_a_compressor_of_its_own() -> None:
+    rules = Rules(
+        [
+            Rule("emb", compressor="topk", density=0.05, bucket_size=4096),
+            Rule("emb.weight", value_bits=8),
+            Rule("head", compressor="levels", bits=2),
+            Rule("head.proj", compressor="sign"),
+        ]
+    )
+    base = Config(bits=8, bucket_size=128, rounding="stochastic", minimal_size=20)
+    for name, own in {
+        "emb.weight": Config(
+            compressor="topk", density=0.05, value_bits=8, bucket_size=4096, minimal_size=20
+        ),
+        "head.weight": Config(bits=2, compressor="levels", bucket_size=128, minimal_size=20),
+        "head.proj": Config(compressor="sign", bucket_size=128, minimal_size=20),
+        "other": base,
+    }.items():
+        layer = Layer(name, 2, 1000)
+        assert rules.of(layer, base) == own
+        assert with_segment(base, rules.segments([layer], [0])[0]) == own
+    # A compressor alone leaves vectors exact, also under feedback that was asked for.
+    for config in (base, Config(bits=2, compressor="levels", error_feedback=True)):
+        own = rules.of(Layer("emb.bias", 1, 1000), config)
+        assert (own.bits, own.compressor, own.keeps_residuals) == (32, "topk", False)
 
 
 def test_rules_pickle() -> None:
@@ -83,6 +111,12 @@ def test_rules_pickle() -> None:
         ({"pattern": "a", "bits": 9}, "bits is 9"),
         ({"pattern": "a", "bits": 0}, "bits is 0"),
         ({"pattern": "a", "bucket_size": 0}, "bucket_size is 0"),
+        ({"pattern": "a", "compressor": "lz4"}, "compressor is 'lz4'; it must be one of"),
+        ({"pattern": "a", "density": 0.0}, "density is 0.0; it must be"),
+        ({"pattern": "a", "density": 1.5}, "density is 1.5; it must be"),
+        ({"pattern": "a", "compressor": "levels", "density": 0.1}, "belongs to topk"),
+        ({"pattern": "a", "compressor": "levels", "bits": 7}, "from 1 to 4, or 32"),
+        ({"pattern": "a", "density": 0.1, "rotation": 32}, "does not have"),
     ],
 )
 def test_bad_rules_are_refused(options: dict[str, object], words: str) -> None:

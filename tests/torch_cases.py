@@ -49,6 +49,13 @@ def to_numpy(x: torch.Tensor) -> npt.NDArray[Any]:
     return x.numpy()
 
 
+def from_numpy(array: npt.NDArray[Any]) -> torch.Tensor:
+    """Return a tensor on an array's memory, of bfloat16 too."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Tell whether two tensors are equal in dtype, shape and every bit."""
     bits = _BIT_DTYPES[a.element_size()]

@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <charconv>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -52,14 +53,21 @@ bool is_traced(const variable_list& xs) {
          TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
 }
 
-// From the CPU's generator, a number that costs the GPU nothing. Not so for CUDA tensors in a
-// graph, a compiled or a recorded one: a number would be the same at every replay, so there it is
+// Noise: from the CPU's generator, a number that costs the GPU nothing. Not so for CUDA tensors in
+// a graph, a compiled or a recorded one: a number would be the same at every replay, so there it is
 // the GPU's generator that draws, in the GPU's memory.
 //
 // Each draw gets an empty tensor of its own: compilers merge equal expressions, a custom random
 // operator's too, but never take two at::empty for one.
+//
+// Places must be the same on all ranks, whose generators may differ: they follow from a count.
 Seed draw_if_needed(const Options& options, const variable_list& xs) {
-  if (!options.random()) return std::nullopt;
+  if (!options.needs_seed()) return std::nullopt;
+  if (options.seed_use == CGX_SEED_OF_PLACES) {
+    static const auto places = find_operator<decltype(draw_places_cpu)>("cgx::draw_places");
+    return places.call(at::empty({0}, at::TensorOptions(at::kFloat).device(at::kCPU)),
+                       options.group_name, options.name);
+  }
   static const auto op = find_operator<decltype(draw_seed_cpu)>("cgx::draw_seed");
   const at::Device device = xs[0].device();
   const bool on_gpu = device.is_cuda() && (is_traced(xs) || capturing(device));
@@ -168,31 +176,50 @@ namespace {
 
 // The knobs of a public operator.
 struct Knobs {
-  int64_t bits, bucket_size, gather_bits, intra_bits, minimal_size;
+  int64_t bits, bucket_size;
+  std::optional<std::string_view> rounding;
+  std::string_view algorithm;
+  std::optional<int64_t> gather_bits, intra_bits;
   bool skip_incomplete_buckets;
-  std::string_view rounding, algorithm;
+  int64_t minimal_size;
+  std::string_view compressor;
+  std::optional<double> density;
+  std::optional<int64_t> value_bits, rotation;
+  bool clip;
   bool operator==(const Knobs&) const = default;
 };
+
+// Values as Python writes them; a double so that it reads back as it is.
+std::string text_of(int64_t value) { return std::to_string(value); }
+std::string text_of(bool value) { return value ? "True" : "False"; }
+std::string text_of(std::string_view word) { return c10::str("'", word, "'"); }
+std::string text_of(double value) {
+  char digits[32];
+  return {digits, std::to_chars(digits, digits + sizeof(digits), value).ptr};
+}
+template <typename Value>
+std::string text_of(const std::optional<Value>& value) {
+  return value ? text_of(*value) : "None";
+}
 
 // The same as the text that operators under the public ones take (cgx_config_parse). A loop's calls
 // have one: a thread keeps the last that it wrote.
 std::string_view text_of(const Knobs& knobs) {
   thread_local Knobs known{};
-  thread_local std::string rounding, algorithm, text;  // the knobs' own words may be gone
+  thread_local std::string rounding, algorithm, compressor, text;  // their own words may be gone
   if (known == knobs && !text.empty()) return text;
-  const auto bits = [](int64_t value) {  // 0: as in cgx.h, none
-    return value != 0 ? std::to_string(value) : "None";
-  };
-  text = c10::str("bits=", knobs.bits, " bucket_size=", knobs.bucket_size, " rounding='",
-                  knobs.rounding, "' algorithm='", knobs.algorithm,
-                  "' gather_bits=", bits(knobs.gather_bits), " intra_bits=", bits(knobs.intra_bits),
-                  " skip_incomplete_buckets=", knobs.skip_incomplete_buckets ? "True" : "False",
-                  " minimal_size=", knobs.minimal_size);
-  rounding = knobs.rounding;
-  algorithm = knobs.algorithm;
+  text = c10::str("bits=", knobs.bits, " bucket_size=", knobs.bucket_size,
+                  " rounding=", text_of(knobs.rounding), " algorithm=", text_of(knobs.algorithm),
+                  " gather_bits=", text_of(knobs.gather_bits),
+                  " intra_bits=", text_of(knobs.intra_bits),
+                  " skip_incomplete_buckets=", text_of(knobs.skip_incomplete_buckets),
+                  " minimal_size=", knobs.minimal_size, " compressor=", text_of(knobs.compressor),
+                  " density=", text_of(knobs.density), " value_bits=", text_of(knobs.value_bits),
+                  " rotation=", text_of(knobs.rotation), " clip=", text_of(knobs.clip));
   known = knobs;
-  known.rounding = rounding;
-  known.algorithm = algorithm;
+  if (knobs.rounding) known.rounding = rounding = *knobs.rounding;
+  known.algorithm = algorithm = knobs.algorithm;
+  known.compressor = compressor = knobs.compressor;
   return text;
 }
 
@@ -203,12 +230,17 @@ std::string_view text_of(const Knobs& knobs) {
   op, /*depth=*/0,                                                 \
       text_of({.bits = bits,                                       \
                .bucket_size = bucket_size,                         \
-               .gather_bits = gather_bits.value_or(0),             \
-               .intra_bits = intra_bits.value_or(0),               \
-               .minimal_size = minimal_size,                       \
-               .skip_incomplete_buckets = skip_incomplete_buckets, \
                .rounding = rounding,                               \
-               .algorithm = algorithm}),                           \
+               .algorithm = algorithm,                             \
+               .gather_bits = gather_bits,                         \
+               .intra_bits = intra_bits,                           \
+               .skip_incomplete_buckets = skip_incomplete_buckets, \
+               .minimal_size = minimal_size,                       \
+               .compressor = compressor,                           \
+               .density = density,                                 \
+               .value_bits = value_bits,                           \
+               .rotation = rotation,                               \
+               .clip = clip}),                                     \
       name, group_name, carrier
 
 at::Tensor quantized_allreduce(const at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
@@ -269,7 +301,8 @@ std::tuple<at::Tensor, at::Tensor> quantized_allreduce_with_feedback(const at::T
                                                                      CGX_PUBLIC_PARAMETERS) {
   const auto [sums, residuals] = quantized_allreduce_coalesced_with_feedback(
       {x}, {residual}, bits, bucket_size, op, group_name, rounding, algorithm, gather_bits,
-      intra_bits, skip_incomplete_buckets, minimal_size, name, carrier);
+      intra_bits, skip_incomplete_buckets, minimal_size, compressor, density, value_bits, rotation,
+      clip, name, carrier);
   return {sums[0], residuals[0]};
 }
 

@@ -66,7 +66,7 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
   buffers.output = buffers.input;
 
   const Decision decision = decide_and_tell(op, tensors, buffers.input.numel());
-  static const Compression exact{config_of("bits=32"), /*seed=*/0};
+  static const Compression exact("bits=32", /*seed=*/0);
   const Compression& how = decision.compression ? *decision.compression : exact;
   const std::vector<cgx_segment_t> segments = end_to_end(numels_of(tensors), how.config);
 
@@ -76,7 +76,7 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
   collective.dtype = *core_dtype(tensors[0].scalar_type());
   collective.op = op;
   collective.config = how.config;
-  if (decision.compression && how.config.rounding != CGX_NEAREST) {
+  if (how.seed_use != CGX_SEED_UNUSED) {
     collective.seed = nth_seed(named_seed(how.seed, name_), ++draws_);
   }
   collective.output = buffers.output.mutable_data_ptr();  // first: it may move a lazy copy

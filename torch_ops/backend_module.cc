@@ -59,7 +59,7 @@ void bind_backend(py::module_& module) {
 
   py::class_<Compression, std::shared_ptr<Compression>>(module, "Compression")
       .def(py::init([](const char* config, int64_t seed) {
-             return std::make_shared<Compression>(Compression{config_of(config), seed});
+             return std::make_shared<Compression>(config, seed);
            }),
            py::arg("config"), py::arg("seed"));
 

@@ -26,6 +26,12 @@ bool& follows_gradients() {
 
 }  // namespace
 
+Compression::Compression(const char* config, int64_t seed) : config(config_of(config)), seed(seed) {
+  int32_t use = CGX_SEED_UNUSED;
+  cgx::check(cgx_config_seed_use(&this->config, &use));
+  seed_use = static_cast<cgx_seed_use_t>(use);
+}
+
 Scope exchange_scope(Scope scope) { return std::exchange(current_scope(), std::move(scope)); }
 
 Context Context::current() { return {current_scope(), torch_ops::completing_gradients()}; }

@@ -17,8 +17,11 @@
 namespace cgx::torch_ops {
 
 struct Compression {
+  // `config` is a text of cgx_config_parse. Throws what the core has against it.
+  Compression(const char* config, int64_t seed);
   cgx_config_t config;
   int64_t seed;
+  cgx_seed_use_t seed_use = CGX_SEED_UNUSED;
 };
 
 struct Scope {

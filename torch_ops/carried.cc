@@ -43,9 +43,8 @@ std::vector<int64_t> sizes_of(at::TensorList xs) {
 
 template <typename Use>
 void with_carried(const std::vector<int64_t>& numels, at::ScalarType dtype, const Addresses& at,
-                  const Seed& seed, const Options& options, const Place& place, Use&& use) {
-  const OwnSeed own = seed_of(seed, options);
-  with_collective(numels, dtype, at, own, options, [&](cgx_collective_t* collective) {
+                  const OwnSeed& seed, const Options& options, const Place& place, Use&& use) {
+  with_collective(numels, dtype, at, seed, options, [&](cgx_collective_t* collective) {
     const auto noise_rank = static_cast<int32_t>(place.noise_rank);
     collective->noise_rank = &noise_rank;
     auto carried = make<cgx_carried_t>();
@@ -64,9 +63,8 @@ Shape shape_of(at::TensorList xs, const Options& options, int64_t rank, int64_t 
   Shape shape;
   shape.scatter_bytes.resize(size);
   shape.gather_bytes.resize(size);
-  Options sizes = options;  // messages are as long whatever the rounding: no seed is needed
-  sizes.config.rounding = CGX_NEAREST;
-  with_carried(sizes_of(xs), xs[0].scalar_type(), {}, std::nullopt, sizes, {rank, size},
+  // Messages are as long whatever the seed.
+  with_carried(sizes_of(xs), xs[0].scalar_type(), {}, OwnSeed{}, options, {rank, size},
                [&](const cgx_carried_t* carried) {
                  check(cgx_carried_plan(carried, &shape.algorithm, shape.scatter_bytes.data(),
                                         shape.gather_bytes.data()));
@@ -162,21 +160,21 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, at::TensorList res
   const std::string group_name = o.group_name.empty() ? kDefaultGroup : o.group_name;
   const auto group = c10d::resolve_process_group(group_name);
   const int64_t rank = group->getRank(), size = group->getSize();
-  if (size == 1) {
-    std::vector<at::Tensor> results;
-    for (const at::Tensor& x : xs) results.push_back(x.clone(at::MemoryFormat::Contiguous));
-    for (size_t i = 0; i < residuals.size(); ++i) {
-      results[i].add_(residuals[i]);
-      results.push_back(at::zeros_like(residuals[i], at::MemoryFormat::Contiguous));
-    }
-    return results;
-  }
   const Shape shape = shape_of(xs, o, rank, size);
   const int64_t noise_rank = rank_in_default_group(*group);
   const std::string packed = o.pack();
   const auto call = [&](const auto& op, auto&&... tensors) {
     return op.call(tensors..., seed, packed, rank, size, noise_rank);
   };
+  if (size == 1) {
+    std::vector<at::Tensor> sums = xs.vec();
+    for (size_t i = 0; i < residuals.size(); ++i) sums[i] = sums[i].add(residuals[i]);
+    std::vector<at::Tensor> results =
+        call(decode, at::TensorList(sums), at::empty({0}, bytes_like(xs)));
+    for (const at::Tensor& residual : residuals)
+      results.push_back(at::zeros_like(residual, at::MemoryFormat::Contiguous));
+    return results;
+  }
 
   // A message, then residuals.
   std::vector<at::Tensor> step = call(encode, xs, residuals);
@@ -202,12 +200,15 @@ std::vector<at::Tensor> carried_encode_cpu(at::TensorList xs, at::TensorList res
   const Options options = Options::unpack(call, /*group_name=*/"");
   check_list(xs, seed, options);
   const at::Tensor flat = flat_of(xs);
+  // What is not written (threshold needs less room than it has) goes to peers: it must not be what
+  // was in this memory before.
   const at::Tensor message =
-      at::empty({encoded_bytes(shape_of(xs, options, rank, size), rank)}, bytes_like(xs));
+      at::zeros({encoded_bytes(shape_of(xs, options, rank, size), rank)}, bytes_like(xs));
   const Step step(message, residuals);
   with_carried(sizes_of(xs), flat.scalar_type(),
-               {.input = flat.const_data_ptr(), .residual = step.residual()}, seed, options,
-               {rank, size, noise_rank}, [&](const cgx_carried_t* carried) {
+               {.input = flat.const_data_ptr(), .residual = step.residual()},
+               seed_of(seed, options), options, {rank, size, noise_rank},
+               [&](const cgx_carried_t* carried) {
                  check(cgx_carried_encode(carried, message.mutable_data_ptr()));
                });
   return step.results();
@@ -227,8 +228,8 @@ std::vector<at::Tensor> carried_reduce_cpu(at::TensorList xs, at::TensorList res
   const Step step(message, residuals);
   with_carried(
       sizes_of(xs), flat.scalar_type(),
-      {.input = flat.const_data_ptr(), .residual = step.residual()}, seed, options,
-      {rank, size, noise_rank}, [&](const cgx_carried_t* carried) {
+      {.input = flat.const_data_ptr(), .residual = step.residual()}, seed_of(seed, options),
+      options, {rank, size, noise_rank}, [&](const cgx_carried_t* carried) {
         check(cgx_carried_reduce(carried, bytes.const_data_ptr(), message.mutable_data_ptr()));
       });
   return step.results();
@@ -246,8 +247,10 @@ std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor
   std::vector<at::Tensor> results = empty_like(like);
   const at::Tensor flat =
       results.size() == 1 ? results[0].view({-1}) : at::empty({sum(numels)}, like[0].options());
-  with_carried(numels, flat.scalar_type(), {.output = flat.mutable_data_ptr()}, seed, options,
-               {rank, size}, [&](const cgx_carried_t* carried) {
+  const at::Tensor values = size == 1 ? flat_of(like) : at::Tensor();
+  const void* const input = values.defined() ? values.const_data_ptr() : nullptr;
+  with_carried(numels, flat.scalar_type(), {.input = input, .output = flat.mutable_data_ptr()},
+               seed_of(seed, options), options, {rank, size}, [&](const cgx_carried_t* carried) {
                  check(cgx_carried_decode(carried, bytes.const_data_ptr(), stride));
                });
   if (results.size() > 1) unpack(flat, results);

@@ -33,7 +33,8 @@ std::vector<at::Tensor> carried_reduce_cpu(at::TensorList xs, at::TensorList res
                                            const at::Tensor& arrived, const Seed& seed,
                                            std::string_view call, int64_t rank, int64_t size,
                                            int64_t noise_rank);
-// Of `like` only shapes and dtype are used.
+// Of `like` only shapes and dtype are used, but by one rank alone, whose values it copies (or votes
+// with).
 std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor& gathered,
                                            const Seed& seed, std::string_view call, int64_t rank,
                                            int64_t size, int64_t noise_rank);

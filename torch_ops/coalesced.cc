@@ -105,7 +105,7 @@ Buffers buffers_of(at::TensorList xs, at::TensorList residuals) {
   if (residuals.empty()) return buffers;
   const at::Tensor kept = pack(residuals);
   const std::vector<at::Tensor> new_residuals = empty_like(residuals);
-  buffers.residual = kept;
+  buffers.residuals = {kept};
   buffers.results.insert(buffers.results.end(), new_residuals.begin(), new_residuals.end());
   buffers.deliver = [first = buffers.deliver, kept, new_residuals] {
     first();

@@ -56,8 +56,8 @@ inline std::vector<cgx_segment_t> end_to_end(const std::vector<int64_t>& numels,
   std::vector<cgx_segment_t> segments;
   int64_t offset = 0;
   for (const int64_t numel : numels) {
-    segments.push_back(
-        {offset, numel, config.bucket_size, static_cast<int32_t>(config.bits), /*repeats=*/0, nullptr});
+    segments.push_back({offset, numel, config.bucket_size, static_cast<int32_t>(config.bits),
+                        /*repeats=*/0, nullptr});
     offset += numel;
   }
   return segments;

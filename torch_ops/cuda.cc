@@ -150,6 +150,7 @@ class CudaWork final : public c10d::Work {
     if (ordered || stream_ == caller_) return;
     std::vector<at::Tensor> used = buffers.results;
     used.insert(used.end(), {buffers.input, buffers.output, buffers.seed});
+    used.insert(used.end(), buffers.residuals.begin(), buffers.residuals.end());
     for (const at::Tensor& tensor : used) {
       if (tensor.defined()) cuda().recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
     }

@@ -8,9 +8,11 @@
 #include <ATen/record_function.h>
 
 #include <limits>
+#include <map>
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
 
 #include "core.h"
 #include "cuda.h"
@@ -29,7 +31,7 @@ int32_t find_communicator(const std::string& group_name) {
 Addresses addresses_of(const Buffers& buffers) {
   Addresses at;
   at.output = buffers.output.mutable_data_ptr();  // first: it may move a lazy copy, the input too
-  if (buffers.residual.defined()) at.residual = buffers.residual.mutable_data_ptr();
+  if (!buffers.residuals.empty()) at.residual = buffers.residuals[0].mutable_data_ptr();
   at.input = buffers.input.const_data_ptr();
   return at;
 }
@@ -67,12 +69,12 @@ c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, const std::vector<int64_t
 
 void check_call(const at::Tensor& x, const Seed& seed, const Options& options) {
   options.check(x);
-  if (!options.random()) return;
+  if (!options.needs_seed()) return;
   if (!seed.has_value() || seed->scalar_type() != at::kLong || seed->dim() != 0) {
     C10_THROW_ERROR(ValueError,
                     c10::str("cgx::quantized_all_reduce: rounding at random needs seed, an int64 "
                              "tensor without dimensions: "
-                             "torch.ops.cgx.draw_seed(torch.empty(0))"));
+                             "torch.ops.cgx.draw_seed(torch.empty(0)); randk has draw_places"));
   }
   if (!seed->is_cpu() && seed->device() != x.device()) {
     C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_all_reduce: seed is on ", seed->device(),
@@ -82,7 +84,7 @@ void check_call(const at::Tensor& x, const Seed& seed, const Options& options) {
 
 OwnSeed seed_of(const Seed& seed, const Options& options) {
   OwnSeed own;
-  if (!options.random()) return own;
+  if (!options.needs_seed()) return own;
   // A gradient has its own noise without a draw from the generator in backward, where checkpointing
   // does not restore it.
   if (seed->is_cpu()) {
@@ -128,6 +130,22 @@ at::Tensor draw_seed_cuda(const at::Tensor& distinct) {
 
 at::Tensor draw_seed_meta(const at::Tensor& distinct) {
   return at::empty({}, distinct.options().dtype(at::kLong));
+}
+
+at::Tensor draw_places_cpu(const at::Tensor& /*distinct*/, std::string_view group_name,
+                           std::string_view name) {
+  static std::mutex mutex;
+  static auto* counts = new std::map<std::pair<std::string, std::string>, int64_t>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const int64_t count = ++(*counts)[{std::string(group_name), std::string(name)}];
+  // Not of the group's name: that of ranks that are threads differs.
+  return at::scalar_tensor(nth_seed(named_seed(/*seed=*/0, name), count),
+                           at::TensorOptions().dtype(at::kLong).device(at::kCPU));
+}
+
+at::Tensor draw_places_meta(const at::Tensor& distinct, std::string_view /*group_name*/,
+                            std::string_view /*name*/) {
+  return draw_seed_meta(distinct);
 }
 
 at::Tensor all_reduce_kernel(const at::Tensor& x, const Seed& seed, std::string_view call,

@@ -18,7 +18,7 @@ namespace cgx::torch_ops {
 
 // Reduces `input` into `output`: contiguous, of one device, dtype and size, perhaps one tensor;
 // `numels` are the sizes of the tensors that lie in it end to end. `seed` is needed if the options
-// round at random. They check nothing that check_call did. run() blocks, or puts the collective on
+// say so. They check nothing that check_call did. run() blocks, or puts the collective on
 // the current stream; launch() does neither.
 void run(const Buffers& buffers, const std::vector<int64_t>& numels, const Seed& seed,
          const Options& options);
@@ -55,6 +55,13 @@ void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, c
 at::Tensor draw_seed_cpu(const at::Tensor& distinct);
 at::Tensor draw_seed_cuda(const at::Tensor& distinct);
 at::Tensor draw_seed_meta(const at::Tensor& distinct);
+
+// cgx::draw_places: the same from a count of the calls of this name on this group, which the ranks'
+// programs make alike: an equal seed on all ranks, whatever their generators are.
+at::Tensor draw_places_cpu(const at::Tensor& distinct, std::string_view group_name,
+                           std::string_view name);
+at::Tensor draw_places_meta(const at::Tensor& distinct, std::string_view group_name,
+                            std::string_view name);
 
 // cgx::quantized_all_reduce: a new tensor with the result. As run(). These serve both the CPU and
 // CUDA.

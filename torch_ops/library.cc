@@ -17,11 +17,12 @@
 namespace cgx::torch_ops {
 
 // The pieces that schemas share.
-#define CGX_PUBLIC_OPTIONS                                                       \
-  "int bits=4, int bucket_size=512, str op=\"sum\", str group_name=\"\", *, "    \
-  "str rounding=\"stochastic\", str algorithm=\"auto\", int? gather_bits=None, " \
-  "int? intra_bits=None, "                                                       \
-  "bool skip_incomplete_buckets=False, int minimal_size=0, str name=\"\", "      \
+#define CGX_PUBLIC_OPTIONS                                                     \
+  "int bits=4, int bucket_size=512, str op=\"sum\", str group_name=\"\", *, "  \
+  "str? rounding=None, str algorithm=\"auto\", int? gather_bits=None, "        \
+  "int? intra_bits=None, bool skip_incomplete_buckets=False, "                 \
+  "int minimal_size=0, str compressor=\"uniform\", float? density=None, "      \
+  "int? value_bits=None, int? rotation=None, bool clip=False, str name=\"\", " \
   "str carrier=\"native\""
 
 // `call` is what Options::pack() writes. Inductor reads two things off these: "all_reduce" in the
@@ -46,6 +47,8 @@ TORCH_LIBRARY(cgx, m) {
       "residuals, " CGX_PUBLIC_OPTIONS ") -> (Tensor[], Tensor[])");
 
   define("draw_seed(Tensor distinct) -> Tensor",
+         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  define("draw_places(Tensor distinct, str group_name, str name) -> Tensor",
          {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   define("quantized_all_reduce" CGX_ALL_REDUCE_SCHEMA);
   define("quantized_all_reduce_start" CGX_ALL_REDUCE_SCHEMA);
@@ -92,6 +95,7 @@ static void impl_reductions(torch::Library& m) {
 TORCH_LIBRARY_IMPL(cgx, CPU, m) {
   impl_reductions(m);
   m.impl("draw_seed", draw_seed_cpu);
+  m.impl("draw_places", draw_places_cpu);
   m.impl("carried_encode", carried_encode_cpu);
   m.impl("carried_reduce", carried_reduce_cpu);
   m.impl("carried_decode", carried_decode_cpu);
@@ -104,6 +108,7 @@ TORCH_LIBRARY_IMPL(cgx, CUDA, m) {
 
 TORCH_LIBRARY_IMPL(cgx, Meta, m) {
   m.impl("draw_seed", draw_seed_meta);
+  m.impl("draw_places", draw_places_meta);
   m.impl("quantized_all_reduce", all_reduce_meta);
   m.impl("quantized_all_reduce_start", all_reduce_meta);
   m.impl("quantized_all_reduce_start.borrow", all_reduce_meta);
@@ -149,15 +154,17 @@ PYBIND11_MODULE(_torch_ops, m) {
   m.def(
       "start",
       [](uintptr_t collective, const at::Tensor& input, const at::Tensor& output,
-         bool asynchronous) {
+         std::vector<at::Tensor> residuals, bool asynchronous) {
         static constexpr c10d::OpType kTypes[] = {
             c10d::OpType::ALLREDUCE, c10d::OpType::REDUCE_SCATTER, c10d::OpType::ALLGATHER};
         const auto& call = *reinterpret_cast<const cgx_collective_t*>(collective);
-        return cgx::torch_ops::start(call, {.input = input, .output = output}, kTypes[call.verb],
-                                     asynchronous);
+        return cgx::torch_ops::start(
+            call, {.input = input, .output = output, .residuals = std::move(residuals)},
+            kTypes[call.verb], asynchronous);
       },
       pybind11::arg("collective"), pybind11::arg("input"), pybind11::arg("output"),
-      pybind11::arg("asynchronous"), pybind11::call_guard<pybind11::gil_scoped_release>(),
+      pybind11::arg("residuals"), pybind11::arg("asynchronous"),
+      pybind11::call_guard<pybind11::gil_scoped_release>(),
       "Start the cgx_collective_t at this address, on these tensors' memory; return its Work. Not "
       "asynchronous: CUDA tensors on the current stream.");
   cgx::torch_ops::bind_backend(m);

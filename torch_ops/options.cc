@@ -59,6 +59,7 @@ std::string_view take(std::string_view call, std::string_view key, std::string_v
 struct Parsed {
   std::shared_ptr<const std::string> text;
   cgx_config_t config;
+  cgx_seed_use_t seed_use;
 };
 
 // A loop's calls have one config: a thread keeps the last that it parsed.
@@ -67,10 +68,12 @@ const Parsed& parsed(std::string_view text) {
   if (known.text && *known.text == text) return known;
   auto copy = std::make_shared<const std::string>(text);
   cgx_config_t config;
-  if (cgx_config_parse(copy->c_str(), &config) != CGX_OK) {
+  int32_t seed_use = CGX_SEED_UNUSED;
+  if (cgx_config_parse(copy->c_str(), &config) != CGX_OK ||
+      cgx_config_seed_use(&config, &seed_use) != CGX_OK) {
     C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: ", cgx_last_error()));
   }
-  known = {std::move(copy), config};
+  known = {std::move(copy), config, static_cast<cgx_seed_use_t>(seed_use)};
   return known;
 }
 
@@ -112,6 +115,7 @@ Options::Options(std::string_view op, int64_t depth, std::string_view config, st
   const Parsed& known = parsed(config);
   config_text = known.text;
   this->config = known.config;
+  seed_use = known.seed_use;
 }
 
 std::string Options::pack() const {

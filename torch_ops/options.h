@@ -21,7 +21,7 @@
 
 namespace cgx::torch_ops {
 
-// An int64 scalar; none where nothing is rounded at random.
+// An int64 scalar; none where nothing is drawn.
 using Seed = std::optional<at::Tensor>;
 
 struct Options {
@@ -33,6 +33,7 @@ struct Options {
   int64_t depth;  // 0: a forward call, n: the gradient of one of depth n - 1
   std::shared_ptr<const std::string> config_text;
   cgx_config_t config;
+  cgx_seed_use_t seed_use;  // what the config makes of a seed
   std::string name;
   std::string group_name;
   std::string carrier;
@@ -47,8 +48,7 @@ struct Options {
   // Throws ValueError (options) or TypeError (tensor), naming the remedy.
   void check(const at::Tensor& x) const;
 
-  // Whether rounding needs a random seed.
-  bool random() const { return config.rounding != CGX_NEAREST && config.bits < 32; }
+  bool needs_seed() const { return seed_use != CGX_SEED_UNUSED; }
   // Whether torch's own collectives move the bytes.
   bool carried() const { return carrier == "c10d"; }
 

@@ -24,9 +24,10 @@ namespace cgx::torch_ops {
 
 // What a collective works on, and what is done when it has ended well.
 struct Buffers {
-  at::Tensor input;                      // contiguous; kept alive until the end
-  at::Tensor output;                     // contiguous; perhaps the input
-  at::Tensor residual = {};              // contiguous; read and written, if defined
+  at::Tensor input;   // contiguous; kept alive until the end
+  at::Tensor output;  // contiguous; perhaps the input
+  // Contiguous; read and written: one for each segment, or one in which they lie end to end.
+  std::vector<at::Tensor> residuals = {};
   std::vector<at::Tensor> results = {};  // what the caller sees; empty: the output
   std::function<void()> deliver =
       nullptr;           // moves values from output to results, where they differ

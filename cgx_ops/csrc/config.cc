@@ -210,6 +210,18 @@ cgx_status_t cgx_config_check_feedback(const cgx_config_t* config) {
   });
 }
 
+cgx_status_t cgx_config_seed_use(const cgx_config_t* config, int32_t* use) {
+  return cgx::guarded_arithmetic([&] {
+    cgx::check_config(*config);
+    const bool exact = config->bits == cgx::kExactBits;
+    const bool rounds = cgx::rounding_of(*config) != cgx::RoundingMode::kNearest;
+    *use = exact                             ? CGX_SEED_UNUSED
+           : config->compressor == CGX_RANDK ? CGX_SEED_OF_PLACES
+           : rounds                          ? CGX_SEED_OF_NOISE
+                                             : CGX_SEED_UNUSED;
+  });
+}
+
 cgx_status_t cgx_config_parse(const char* text, cgx_config_t* config) {
   return cgx::guarded_arithmetic([&] { *config = cgx::parse_config(text ? text : ""); });
 }

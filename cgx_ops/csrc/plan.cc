@@ -112,9 +112,7 @@ void check_lists(const cgx_collective_t& call, const Plan& plan, BuffersUsed use
     const void* const* pointers;
     bool used;
   };
-  const Row rows[] = {{"inputs", call.inputs, used.input},
-                      {"outputs", call.outputs, used.output},
-                      {"residuals", call.residuals, true}};
+  const Row rows[] = {{"inputs", call.inputs, used.input}, {"outputs", call.outputs, used.output}};
   for (const Row& row : rows) {
     if (!row.pointers) continue;
     require(plan.verb == CGX_ALLREDUCE, CGX_INVALID_ARGUMENT, row.name, " are given for ",
@@ -123,7 +121,13 @@ void check_lists(const cgx_collective_t& call, const Plan& plan, BuffersUsed use
       require(row.pointers[i] || call.segments[i].numel == 0, CGX_INVALID_ARGUMENT, row.name, "[",
               i, "] is a null pointer; it holds ", call.segments[i].numel, " elements");
   }
-  require(!call.residuals || plan.op == Op::kSum || plan.op == Op::kAvg, CGX_INVALID_ARGUMENT,
+  if (!call.residuals) return;
+  require(plan.verb != CGX_ALL_GATHER, CGX_INVALID_ARGUMENT, "residuals are given for ",
+          verb_name(plan.verb), ": only an allreduce and a reduce_scatter have them");
+  require(plan.verb == CGX_ALLREDUCE || call.device == CGX_CPU, CGX_UNSUPPORTED,
+          "residuals are given for ", verb_name(plan.verb),
+          " on a device: it has them on the CPU only");
+  require(plan.op == Op::kSum || plan.op == Op::kAvg, CGX_INVALID_ARGUMENT,
           "residuals are given for op ", op_name(call.op), ": only sum and avg have them");
 }
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from cgx_ops import Config, Segment, _native
 from cgx_ops.call import Call, Op
 from cgx_ops.torch import _compat
-from cgx_ops.torch.work import DTYPES
+from cgx_ops.torch.work import DTYPES, Residuals, set_residuals
 
 
 class Carrier:
@@ -44,6 +44,7 @@ class Carrier:
         op: Op,
         segments: Sequence[Segment],
         seed: Sequence[int],
+        residuals: Sequence[torch.Tensor | None] | None = None,
     ) -> torch.futures.Future[torch.Tensor]:
         """Reduce `buffer` in place; return at once a future of it. Arguments as work.start()."""
         call = Call("allreduce", op, config, "", segments, seed, None)
@@ -51,7 +52,7 @@ class Carrier:
 
         def run() -> None:
             try:
-                self._reduce(buffer, call)
+                self._reduce(buffer, call, residuals)
             except Exception as error:
                 future.set_exception(error)
             else:
@@ -60,11 +61,12 @@ class Carrier:
         self._thread.submit(run)
         return future
 
-    def _reduce(self, buffer: torch.Tensor, call: Call) -> None:
+    def _reduce(self, buffer: torch.Tensor, call: Call, residuals: Residuals | None) -> None:
         rank, size = self._rank, self._size
         address = buffer.data_ptr()
         collective = call.collective(0, 0, DTYPES[buffer.dtype], address, address, buffer.numel())
         collective.noise_rank = ctypes.pointer(c_int32(self._noise_rank))
+        set_residuals(collective, call, buffer, residuals)
         carried = _native.Carried(rank=rank, size=size, call=ctypes.pointer(collective))
         algorithm, scatter, gather = c_int32(), (c_int64 * size)(), (c_int64 * size)()
         _native.call("cgx_carried_plan", byref(carried), byref(algorithm), scatter, gather)
@@ -77,6 +79,7 @@ class Carrier:
             return message
 
         if size == 1:
+            _native.call("cgx_carried_decode", byref(carried), None, 0)
             return
         if algorithm.value == _native.ALGORITHMS["one_shot"]:
             message = step("cgx_carried_encode", stride)

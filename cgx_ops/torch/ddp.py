@@ -5,7 +5,8 @@
     state = ddp.QuantizedAllreduceState(config=cgx_ops.Config(bits=4))
     model.register_comm_hook(state, ddp.quantized_allreduce_hook)
 
-  1. the state: what travels how, and whose turn the noise is; all of it goes into checkpoints
+  1. the state: what travels how, whose turn the noise is, and what compression has lost so far; all
+     of it goes into checkpoints
   2. the hook: starts a bucket's collective, each layer with buckets (and bits) of its own, and
      returns its future
 
@@ -25,13 +26,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops
-from cgx_ops import Communicator, Config, Segment
-from cgx_ops.call import call_seed
+from cgx_ops import Communicator, Config, Segment, _native
+from cgx_ops.call import call_seed, with_segment
 from cgx_ops.errors import InvalidArgument, NotFound
 from cgx_ops.torch import backend, ddp_models, layers
 from cgx_ops.torch._compat import GradBucket, group_or_default
 from cgx_ops.torch.carried import Carrier
 from cgx_ops.torch.layers import Layer, Rules
+from cgx_ops.torch.residuals import Residuals
 from cgx_ops.torch.work import DTYPES, devices, start
 
 _log = logging.getLogger(__name__)
@@ -40,22 +42,30 @@ _log = logging.getLogger(__name__)
 
 
 # What goes into checkpoints of a state.
-_KEPT = ("config", "rules", "carrier", "unsupported", "steps")
+_KEPT = ("config", "rules", "carrier", "unsupported", "steps", "residuals")
+
+# What cannot be cut travels by one_shot.
+_UNCUT = {row["name"] for row in _native.COMPRESSORS if not row["sliced"]}
 
 
 class QuantizedAllreduceState:
-    """What quantized_allreduce_hook needs. Equal on all ranks but for the process group.
+    """What quantized_allreduce_hook needs, of one model.
+
+    Equal on all ranks but for the process group and the residuals.
 
     It has the state_dict() and load_state_dict() that torch.distributed.checkpoint and others look
-    for: config, rules, and how many steps were made, so that a run that is resumed continues to the
-    same bits. It pickles, too, and torch.save and torch.load take it. Its process group is left
-    out: a state that is unpickled uses the default one unless `process_group` is set.
+    for: config, rules, how many steps were made, and the residuals, so that a run that is resumed
+    continues to the same bits. It pickles, too, and torch.save and torch.load take it. Its process
+    group is left out: a state that is unpickled uses the default one unless `process_group` is set.
+    Each rank's residuals are its own; consolidate() is for a restart on another number of ranks.
 
     Attributes:
         process_group: whose ranks average; None: the default group.
-        config: how values travel. Its algorithm "auto" is "by_hosts" here: what a layer becomes
-            must not depend on the other layers in its bucket, since DistributedDataParallel makes
-            its buckets anew after the first step, and after each restart.
+        config: how values travel, and whether what is lost of a gradient is added to the next one:
+            where config.keeps_residuals says so, for layers that are compressed. Its algorithm
+            "auto" is "by_hosts" here: what a layer becomes must not depend on the other layers in
+            its bucket, since DistributedDataParallel makes its buckets anew after the first step,
+            and after each restart.
         rules: which layers travel otherwise; None: those that cgx_ops.torch.exclude_layer() and its
             like set. Parameters of one dimension are exact unless a rule names them.
         carrier: "native", cgx_ops' own transports: the group is one of the backend "cgx", or, under
@@ -66,6 +76,7 @@ class QuantizedAllreduceState:
             has the process group average them.
         steps: backward passes so far; the noise of a layer derives from config.seed, this and the
             names of the layer and of the group.
+        residuals: what was lost so far, by layer, in units of this rank's gradients.
     """
 
     def __init__(
@@ -102,6 +113,7 @@ class QuantizedAllreduceState:
         self.carrier = carrier
         self.unsupported = unsupported
         self.steps = 0
+        self.residuals = Residuals()
         self._connect()
 
     def _connect(self) -> None:
@@ -110,8 +122,33 @@ class QuantizedAllreduceState:
         self._checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but what belongs to this process."""
-        return {name: getattr(self, name) for name in _KEPT}
+        """Return everything but what belongs to this process; residuals are copied."""
+        rank, size = 0, 1
+        if self.process_group is not None or dist.is_initialized():
+            group = group_or_default(self.process_group)
+            rank, size = group.rank(), group.size()
+        saved = self.residuals.saved(rank, size, per_rank=self._keeps_residuals())
+        return {name: getattr(self, name) for name in _KEPT} | {"residuals": saved}
+
+    def _keeps_residuals(self) -> bool:
+        """Tell whether any layer may have a residual."""
+        if self.residuals.tensors or self.config.keeps_residuals:
+            return True
+        own = (layers.translated(rule).overrides for rule in _rules_of(self).rules)
+        return any(self.config.with_own(**each).keeps_residuals for each in own)
+
+    def consolidate(self) -> None:
+        """Make the residuals the mean over the ranks, equal everywhere. Collective.
+
+        What is saved then can be loaded on any number of ranks: the correction that is pending, the
+        mean of the ranks' residuals, is the same. By torch.distributed.checkpoint load it into a
+        new state of which consolidate() was called too: so it asks for residuals of all ranks. The
+        next backward makes residuals each rank's own again.
+
+        Raises:
+            InvalidArgument: ranks have residuals of other layers.
+        """
+        self.residuals.consolidate(group_or_default(self.process_group))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, in place, where the state was that state_dict() was called of.
@@ -119,14 +156,16 @@ class QuantizedAllreduceState:
         Its process group, and the hook that has it, stay.
 
         Raises:
-            InvalidArgument: this is not the state_dict() of such a state.
+            InvalidArgument: this is not the state_dict() of such a state, or it lacks this rank's
+                residuals.
         """
         if set(state_dict) != set(_KEPT):
             raise InvalidArgument(
                 f"QuantizedAllreduceState.load_state_dict: the names are {sorted(state_dict)}, not "
                 f"{sorted(_KEPT)}: give what state_dict() returned"
             )
-        self.__dict__.update(state_dict)
+        residuals = Residuals.restored(state_dict["residuals"])
+        self.__dict__.update(state_dict, residuals=residuals)
         self._checked = weakref.WeakSet()  # its rules may be others
 
     def __getstate__(self) -> dict[str, Any]:
@@ -140,7 +179,7 @@ class QuantizedAllreduceState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore it over the default group."""
-        self.__dict__.update(state)
+        self.__dict__.update(state, residuals=Residuals.restored(state["residuals"]))
         self.process_group = None
         self._connect()
 
@@ -215,6 +254,7 @@ def quantized_allreduce_hook(
     names = ddp_models.names_of(wrappers[0]) if wrappers else {}
     scope = backend.current_scope()
     config = scope if isinstance(scope, Config) else state.config
+    residuals = None
     step = state.steps
     if bucket.is_last():
         state.steps += 1
@@ -242,7 +282,9 @@ def quantized_allreduce_hook(
         found = [Layer(names.get(id(p), ""), p.dim(), p.numel()) for p in parameters]
         base = buffer.storage_offset()
         offsets = [int(g.storage_offset() - base) for g in bucket.gradients()]
-        segments = rules.segments(found, offsets, config)
+        config = _for_any_bucket(config, rules)
+        segments = rules.segments(found, offsets)
+        residuals = _residuals_of(state, config, found, segments, bucket.gradients())
         # The noise of a layer must not depend on its bucket, nor be that of another.
         group_name = group_or_default(state.process_group).group_name
         seeds = [
@@ -250,7 +292,9 @@ def quantized_allreduce_hook(
             for i, layer in enumerate(found)
         ]
     if state.carrier == "c10d":
-        return state.carry().start(buffer, config, op="avg", segments=segments, seed=seeds)
+        return state.carry().start(
+            buffer, config, op="avg", segments=segments, seed=seeds, residuals=residuals
+        )
     work = start(
         state.communicator(),
         "allreduce",
@@ -261,8 +305,50 @@ def quantized_allreduce_hook(
         segments=segments,
         seed=seeds,
         name="ddp",
+        residuals=residuals,
     )
     return work.get_future().then(lambda future: future.value()[0])
+
+
+def _for_any_bucket(config: Config, rules: Rules) -> Config:
+    """Return a config by which a layer becomes the same in any bucket.
+
+    Where one layer cannot be cut, its bucket cannot: then none is.
+    """
+    used = {config.compressor, *(rule.compressor for rule in rules.rules)}
+    if config.algorithm == "by_hosts" and used & _UNCUT:
+        return replace(config, algorithm="one_shot")
+    return config
+
+
+def _residuals_of(
+    state: QuantizedAllreduceState,
+    config: Config,
+    found: Sequence[Layer],
+    segments: Sequence[Segment],
+    gradients: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None] | None:
+    """Return the residual of each layer that is compressed and has one; None if none has."""
+    keeps = []
+    for segment in segments:
+        own = with_segment(config, segment)
+        smallest = max(_native.SMALLEST_COMPRESSED, own.minimal_size)
+        keeps.append(own.keeps_residuals and segment.numel >= smallest)
+    if not any(keeps):
+        return None
+    group = group_or_default(state.process_group)
+    state.residuals.claim(group.rank(), group.size())
+    for layer, kept in zip(found, keeps, strict=True):
+        if kept and not layer.name:
+            raise InvalidArgument(
+                "quantized_allreduce_hook: error feedback keeps residuals by layer, but this "
+                "model's names are not known: import cgx_ops.torch before "
+                "DistributedDataParallel(model), or give Config(error_feedback=False)"
+            )
+    return [
+        state.residuals.of(layer.name, gradient) if kept else None
+        for layer, gradient, kept in zip(found, gradients, keeps, strict=True)
+    ]
 
 
 def _unsupported(

@@ -19,6 +19,7 @@ from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import _compat, backend, ddp_models, layers
 from cgx_ops.torch._compat import group_or_default
 from cgx_ops.torch.ddp import QuantizedAllreduceState, quantized_allreduce_hook
+from cgx_ops.torch.residuals import Residuals
 
 _log = logging.getLogger(__name__)
 # What waits for the first forward of each.
@@ -30,9 +31,8 @@ _waiting: weakref.WeakKeyDictionary[DistributedDataParallel, RemovableHandle] = 
 def register() -> None:
     """Notice every DistributedDataParallel from now on. Once per process."""
     register_module_module_registration_hook(_on_registration)
-    torch.serialization.add_safe_globals(
-        [QuantizedAllreduceState, quantized_allreduce_hook, layers.Rules, layers.Rule, Config]
-    )
+    saved = [QuantizedAllreduceState, Residuals, layers.Rules, layers.Rule, Config]
+    torch.serialization.add_safe_globals([*saved, quantized_allreduce_hook])
 
 
 def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:

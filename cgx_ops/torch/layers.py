@@ -1,4 +1,4 @@
-"""In how many bits each layer of a model travels.
+"""How each layer of a model travels: in how many bits, by which compressor.
 
   1. Rules: by name, by dimension; what the DDP hook asks for every parameter of a bucket
   2. CGX's names, which change the Rules of this process: register_model, exclude_layer,
@@ -12,13 +12,14 @@ import functools
 import operator
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from torch import nn
 
 from cgx_ops import Config, Segment
 from cgx_ops import rules as language
+from cgx_ops.config import Compressor, Rounding
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 
@@ -42,15 +43,27 @@ class Layer:
 class Rule:
     """What a pattern sets; None leaves it as it is.
 
+        Rule("embedding*", compressor="topk", density=0.01)
+
+    A compressor leaves behind what was said for another one (bits and rounding too: those that it
+    is not given here are its own), but what is exact stays so: vectors need bits as well.
+
     Attributes:
         pattern: a part of the name, as in CGX; with *, ? or [ in it, a glob for the whole name.
-        bits: as Config.bits; 32 is exact.
-        bucket_size: as Config.bucket_size.
+        bits: this and the others are fields of Config; 32 is exact.
+        bucket_size, rounding, gather_bits, compressor, density, value_bits, rotation, clip: alike.
     """
 
     pattern: str
     bits: int | None = None
     bucket_size: int | None = None
+    rounding: Rounding | None = None
+    gather_bits: int | None = None
+    compressor: Compressor | None = None
+    density: float | None = None
+    value_bits: int | None = None
+    rotation: int | None = None
+    clip: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or not self.pattern:
@@ -75,10 +88,10 @@ translated = functools.lru_cache(maxsize=4096)(_translate)
 
 
 class Rules:
-    """Which layers travel in how many bits. Later rules win; all win over the dimension.
+    """How layers travel. Later rules win; all win over the dimension.
 
-    Parameters of at most one dimension (biases, norms) travel exact unless a rule names them: they
-    are few bytes, and sensitive. Config.minimal_size makes small layers exact, rules or not.
+    Parameters of at most one dimension (biases, norms) travel exact unless a rule gives them bits:
+    they are few bytes, and sensitive. Config.minimal_size makes small layers exact, rules or not.
 
     It pickles, and must be equal on all ranks.
     """
@@ -110,15 +123,12 @@ class Rules:
 
     def of(self, layer: Layer, config: Config) -> Config:
         """Return how a layer travels, where `config` is for those that no rule names."""
-        return replace(config, **self._overrides(layer))
+        return config.with_own(**self._overrides(layer))
 
-    def segments(
-        self, layers: Sequence[Layer], offsets: Sequence[int], config: Config
-    ) -> list[Segment]:
-        """Return the layers of a buffer, which begin at `offsets`, with their bits and buckets."""
-        rest = {"bits": config.bits, "bucket_size": config.bucket_size}
+    def segments(self, layers: Sequence[Layer], offsets: Sequence[int]) -> list[Segment]:
+        """Return the layers of a buffer, which begin at `offsets`, each with its own settings."""
         return [
-            Segment(offset, layer.numel, **{**rest, **self._overrides(layer)})
+            Segment(offset, layer.numel, **self._overrides(layer))
             for layer, offset in zip(layers, offsets, strict=True)
         ]
 

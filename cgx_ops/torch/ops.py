@@ -3,8 +3,9 @@
 Kernels for tensors and for tracing, gradient and checks are C++ (`torch_ops/`).
 
     quantized_allreduce(x, bits=4, bucket_size=512, op="sum", group_name="", *,
-                        rounding="stochastic", algorithm="auto", gather_bits=None,
-                        intra_bits=None, skip_incomplete_buckets=False, minimal_size=0, name="",
+                        rounding=None, algorithm="auto", gather_bits=None, intra_bits=None,
+                        skip_incomplete_buckets=False, minimal_size=0, compressor="uniform",
+                        density=None, value_bits=None, rotation=None, clip=False, name="",
                         carrier="native") -> Tensor
     quantized_allreduce_(x, ...same...) -> None
     quantized_allreduce_coalesced(xs, ...same...) -> list[Tensor]
@@ -20,8 +21,11 @@ communicator of cgx_ops, "" is the world; a group of the backend "cgx" is one un
 The other arguments are those of `cgx_ops.Config`, and `name` identifies a collective that is
 started from several threads. Random rounding ("stochastic", "shift") takes its seed from torch's
 default CPU generator, so `torch.manual_seed` and activation checkpointing cover it; nearest
-rounding draws nothing. In a graph, compiled or recorded, the seeds of CUDA tensors come from the
-GPU's default generator, so that every replay has new noise.
+rounding draws nothing. The places that compressor="randk" sends are the same on all ranks, whose
+generators may differ: they follow from `name` and a count of this process's calls of that name on
+that group. So programs must call alike on all ranks, the count begins anew with each process, and
+what activation checkpointing repeats has other places. In a graph, compiled or recorded, the seeds
+of CUDA tensors come from the GPU's default generator, so that every replay has new noise.
 
 On a GPU a call puts the collective on the current stream and returns, as any kernel. Where ranks'
 GPUs are connected directly it can be recorded (torch.cuda.graph, mode="reduce-overhead").
@@ -48,8 +52,9 @@ grad. The in-place form reduces in x's memory where no gradient is recorded.
 
 Raises:
     TypeError: another dtype, a sparse tensor, another device, a GPU in a build without CUDA.
-    ValueError: bits, bucket_size, op, rounding, algorithm or group_name out of range; the text
-        names the choices.
+    ValueError: bits, bucket_size, op, rounding, algorithm, compressor, density or group_name out of
+        range, or knobs that do not belong together; the text names the choices. Feedback with a
+        compressor that it does not converge with.
     torch.distributed.DistBackendError: ranks that call with different arguments, a peer that died
         or is late. On a GPU that is known late: the result is NaN, and the next call raises. Under
         `torch.compile`, refusals while tracing arrive wrapped in torch's own exceptions.

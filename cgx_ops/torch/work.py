@@ -5,7 +5,7 @@ The DDP hook and FSDP's collectives stand on it. Compiled models use the operato
 
 import functools
 from collections.abc import Sequence
-from ctypes import addressof, c_int32, pointer
+from ctypes import addressof, c_int32, c_void_p, pointer
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from cgx_ops.errors import InvalidArgument, Unsupported
 
 # cgx_dtype_t
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+# Of each segment, or None where it has none; or one like the input, in which they all lie.
+Residuals = torch.Tensor | Sequence[torch.Tensor | None]
 
 
 @functools.cache
@@ -38,6 +41,7 @@ def start(
     name: str = "",
     timeout: float | None = None,
     asynchronous: bool = True,
+    residuals: Residuals | None = None,
 ) -> dist.Work:
     """Start a collective and return at once; leave the tensors alone until it ends.
 
@@ -63,6 +67,9 @@ def start(
         timeout: seconds it may take; None: the communicator's.
         asynchronous: False puts the collective of CUDA tensors on the current stream, where nobody
             need wait for it. CPU tensors: no difference.
+        residuals: error feedback, of sums and averages: contiguous, of the input's dtype and
+            device, read and written in place until the end. A list has one for each segment, of as
+            many elements, or None, and is for allreduce. A tensor has the input's size.
 
     Returns:
         Its Work: wait() raises what it failed with; get_future() holds a list of the output, and
@@ -105,4 +112,41 @@ def start(
     )
     if noise_rank is not None:
         collective.noise_rank = pointer(c_int32(noise_rank))
-    return _torch_ops.start(addressof(collective), input, output, asynchronous)
+    held = set_residuals(collective, call, input, residuals)
+    return _torch_ops.start(addressof(collective), input, output, held, asynchronous)
+
+
+def set_residuals(
+    collective: _native.Collective, call: Call, like: torch.Tensor, residuals: Residuals | None
+) -> list[torch.Tensor]:
+    """Have a collective on an input `like` this use residuals; return the tensors that it uses.
+
+    Raises InvalidArgument: they do not fit.
+    """
+    if residuals is None:
+        return []
+    segments = [Segment(0, like.numel())] if call.segments is None else call.segments
+    if isinstance(residuals, torch.Tensor):
+        given: list[torch.Tensor | None] = [residuals]
+        numels = [like.numel()]
+    else:
+        given, numels = list(residuals), [each.numel for each in segments]
+    if len(given) != len(numels):
+        raise InvalidArgument(f"residuals is a list of {len(given)} for {len(numels)} segments")
+    for residual, numel in zip(given, numels, strict=True):
+        if residual is not None and (
+            (residual.dtype, residual.device, residual.numel()) != (like.dtype, like.device, numel)
+            or not residual.is_contiguous()
+        ):
+            raise InvalidArgument(
+                f"a residual has {residual.numel()} elements of {residual.dtype} on "
+                f"{residual.device}; it must be contiguous, of {numel} elements of {like.dtype} on "
+                f"{like.device}, as the values are"
+            )
+    if isinstance(residuals, torch.Tensor):
+        first, width = residuals.data_ptr(), residuals.element_size()
+        addresses = [first + width * each.offset for each in segments]
+    else:
+        addresses = [None if each is None else each.data_ptr() for each in given]
+    collective.residuals = (c_void_p * len(addresses))(*addresses)
+    return [each for each in given if each is not None]

@@ -140,6 +140,9 @@ void ChunkReducer::to_values(const Shard& shard, const Chunk& chunk, Messages me
   reduce(shard, chunk, {}, messages, own, true,
          [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
            std::byte* const to = output + piece.output_at + plan_.bytes(first);
+           // Of what is added as it is, and not encoded again, nothing is lost.
+           if (own && piece.residual)
+             std::memset(piece.residual + plan_.bytes(first), 0, plan_.bytes(numel));
            const Codec& codec = *piece.coded[Way::kGather].codec;
            const int64_t index = piece.first_index + first;
            if (!codec.votes())

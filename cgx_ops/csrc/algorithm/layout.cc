@@ -23,6 +23,8 @@ int64_t Shard::bytes(Way way) const {
 }
 
 Layout::Layout(const Plan& plan) {
+  const bool keeps = std::any_of(plan.segments.begin(), plan.segments.end(),
+                                 [](const Segment& segment) { return segment.residual; });
   shards_.resize(entry_of(plan.algorithm).shards(plan));
   chunk_bytes_ = plan.chunk_bytes;
   value_bytes_ = plan.bytes(1);
@@ -39,6 +41,12 @@ Layout::Layout(const Plan& plan) {
              std::min(segment.numel, range.last * grain));
     }
   }
+  if (plan.verb != CGX_REDUCE_SCATTER || !keeps) return;
+  // Blocks are alike in all but their residuals.
+  shards_.resize(plan.size, shards_[0]);
+  for (int owner = 1; owner < plan.size; ++owner)
+    for (Piece& piece : shards_[owner].pieces)
+      if (piece.residual) piece.residual += plan.bytes(block_offset(owner));
 }
 
 int64_t Layout::longest_message() const {

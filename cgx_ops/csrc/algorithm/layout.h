@@ -60,8 +60,9 @@ class Layout {
   explicit Layout(const Plan& plan);  // which outlives it
 
   // What rank `owner` owns. one_shot has one shard, of everything; in reduce_scatter and all_gather
-  // every rank's shard is a block, and `block_offset` tells where in the larger buffer.
-  // hierarchical numbers shards by Topology::shard_of.
+  // every rank's shard is a block (one Shard serves them all where there are no residuals), and
+  // `block_offset` tells where in the larger buffer. hierarchical numbers shards by
+  // Topology::shard_of.
   const Shard& shard(int owner) const { return shards_.size() == 1 ? shards_[0] : shards_[owner]; }
   int64_t block_offset(int owner) const { return block_stride_ * owner; }
   int64_t longest_message() const;  // bytes; a grain may be longer than a chunk should be

@@ -51,7 +51,7 @@ def equals_the_oracle() -> None:
         {"bucket_cap_mb": 0.001},
         {"bucket_cap_mb": 0.001, "static_graph": True, "gradient_as_bucket_view": True},
     ]
-    stochastic = Config(bits=2, bucket_size=100, seed=7)
+    stochastic = Config(bits=2, bucket_size=100, rounding="stochastic", seed=7)
     for mode in modes:
         for config in (NEAREST, stochastic):
             unused = "find_unused_parameters" in mode

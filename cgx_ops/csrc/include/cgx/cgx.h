@@ -213,6 +213,14 @@ CGX_API const char* cgx_config_fields(void);
  * [words, its own first], "knobs": [fields of the config that not all have], "biased": whether it
  * needs error feedback to train, "device": "" or why devices lack it}, ...]. */
 CGX_API const char* cgx_compressors(void);
+/* What becomes of a collective's seed. */
+typedef enum cgx_seed_use_t {
+  CGX_SEED_UNUSED = 0,
+  CGX_SEED_OF_NOISE = 1, /* ranks need not agree on it */
+  CGX_SEED_OF_PLACES = 2 /* randk: they must */
+} cgx_seed_use_t;
+/* What a config makes of it: a cgx_seed_use_t. */
+CGX_API cgx_status_t cgx_config_seed_use(const cgx_config_t* config, int32_t* use);
 /* Whether error feedback converges with a config: CGX_INVALID_ARGUMENT, which tells why not. */
 CGX_API cgx_status_t cgx_config_check_feedback(const cgx_config_t* config);
 /* A config as a text: "bits=4 rounding='nearest' gather_bits=None". Names and values are separated
@@ -258,13 +266,15 @@ typedef struct cgx_collective_t {
   const void* const* inputs;
   void* const* outputs;
   const int64_t* seeds; /* one per segment, used as they are; NULL: they follow from `seed` */
-  /* Error feedback, of allreduce and for sums and averages only; one pointer per segment, or NULL.
-   * A residual is in the values' dtype and is read and written in place. It is added, in fp32, to
-   * this rank's values, and becomes what is lost of them now: by this rank's encoding of them, and,
-   * of the elements that this rank reduces, by its encoding of the sum (in units of the sum, also
-   * if op is avg). So over all ranks inputs and old residuals are the result (as a sum) and new
-   * residuals, but for what fp32 sums and the dtype round. A loss that is not finite becomes 0.
-   * Undefined after a failure. */
+  /* Error feedback, of allreduce and reduce_scatter, for sums and averages only; one pointer per
+   * segment, or NULL: a segment whose pointer is null has none. A residual is in the values' dtype
+   * and is read and written in place. It is added, in fp32, to this rank's values, and becomes what
+   * is lost of them now: by this rank's encoding of them, and, of the elements that this rank
+   * reduces, by its encoding of the sum (in units of the sum, also if op is avg). So over all ranks
+   * inputs and old residuals are the result (as a sum) and new residuals, but for what fp32 sums
+   * and the dtype round. A loss that is not finite becomes 0. Undefined after a failure.
+   * reduce_scatter: a pointer leads to the residual of a segment's values in the first block; those
+   * in the next begin block_numel elements further, and so on. On the CPU only. */
   void* const* residuals;
   int64_t divisor; /* of avg; 0: the number of ranks */
   int32_t device;  /* a cgx_device_t: where all buffers are */

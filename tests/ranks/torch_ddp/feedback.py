@@ -1,0 +1,236 @@
+"""Error feedback: what a layer's gradient lost is added to its next one.
+
+1. values, against cgx_ops' own allreduce of each layer, to the bit
+2. who has residuals, and who is refused
+3. checkpoints; those for other numbers of ranks are in run_torch_restart.py
+"""
+
+import copy
+import shutil
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch_cases as tc
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ops.torch
+from cgx_ops import Config, InvalidArgument, Segment
+from cgx_ops.call import call_seed
+from cgx_ops.torch import ddp, ddp_models, layers
+
+from .common import (
+    RANK,
+    fails,
+    gradients_of,
+    hooked,
+    identical_on_all_ranks,
+    images,
+    local_gradients,
+    network,
+    same,
+)
+from .steps import train
+
+LEVELS = Config(bits=1, compressor="levels", bucket_size=64, seed=5)
+TOPK = Config(compressor="topk", density=0.1, bucket_size=256, seed=5)
+UNIFORM = Config(bits=2, bucket_size=64, seed=5, error_feedback=True)
+THRESHOLD = Config(compressor="threshold", density=0.1)
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+def by_layer(
+    gradients: dict[str, torch.Tensor],
+    residuals: dict[str, torch.Tensor],
+    config: Config,
+    step: int,
+    group_name: str,
+) -> dict[str, torch.Tensor]:
+    """Return the averages, each layer in a collective of its own; change residuals in place."""
+    averages = {}
+    for name, x in gradients.items():
+        own = config if name in residuals else Config(bits=32)
+        seed = call_seed(config.seed, f"ddp/{name}", step, group_name)
+        y = cgx_ops.init().allreduce(
+            tc.to_numpy(x), "avg", own, segments=[Segment(0, x.numel())], seed=[seed],
+            residual=tc.to_numpy(residuals[name]) if name in residuals else None,
+        )  # fmt: skip
+        averages[name] = tc.from_numpy(y).reshape(x.shape)
+    return averages
+
+
+def zeros_for(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(x.numel()) for name, x in gradients.items() if x.dim() > 1}
+
+
+def feedback_by_layer() -> None:
+    """In buckets before and after they are made anew, by both carriers."""
+    carried = {"carrier": "c10d", "process_group": dist.new_group(backend="gloo")}
+    modes: list[dict[str, Any]] = [
+        {},
+        {"bucket_cap_mb": 0.001},
+        {"bucket_cap_mb": 0.001, **carried},
+    ]
+    for config in (LEVELS, TOPK, UNIFORM, THRESHOLD):
+        for mode in modes:
+            buckets: list[tuple[int, list[int]]] = []
+
+            def hook(
+                state: Any, bucket: GradBucket, seen: Any = buckets
+            ) -> torch.futures.Future[torch.Tensor]:
+                seen.append((state.steps, [p.numel() for p in bucket.parameters()]))
+                return ddp.quantized_allreduce_hook(state, bucket)
+
+            model, state = hooked(network(), config, hook, **mode)
+            own = replace(config, algorithm="one_shot" if config is THRESHOLD else "by_hosts")
+            residuals = zeros_for(local_gradients(RANK, spare=True))
+            group = mode.get("process_group") or dist.group.WORLD
+            for step in range(4):
+                model.zero_grad()
+                model(images(RANK, step), spare=True).square().sum().backward()
+                alone = local_gradients(RANK, (step,), spare=True)
+                want = by_layer(alone, residuals, own, step, group.group_name)
+                same(gradients_of(model), want, (config, mode, step))
+                same(state.residuals.tensors, residuals, (config, mode, step))
+            if "bucket_cap_mb" in mode:
+                first, last = ([b for s, b in buckets if s == step] for step in (0, 3))
+                assert first != last, "the buckets were not made anew"
+
+
+def inside_torchs_wrapper() -> None:
+    """Residuals are of the dtype that travels."""
+    hook: Any = default_hooks.fp16_compress_wrapper(ddp.quantized_allreduce_hook)  # type: ignore[arg-type]
+    model, state = hooked(network(), LEVELS, hook)
+    model(images(RANK), spare=True).square().sum().backward()
+    alone = {n: x.half() for n, x in local_gradients(RANK, spare=True).items()}
+    residuals = {name: x.half() for name, x in zeros_for(alone).items()}
+    own, world = replace(LEVELS, algorithm="by_hosts"), dist.group.WORLD
+    assert world is not None
+    want = by_layer(alone, residuals, own, 0, world.group_name)
+    same(gradients_of(model), {name: x.float() for name, x in want.items()})
+    same(state.residuals.tensors, residuals)
+
+
+# ---- who has residuals ---------------------------------------------------------------------------
+
+
+def who_has_residuals() -> None:
+    """Layers that are compressed, by codecs that need them, or all if that is asked for."""
+    weights = {"first.weight", "spare.weight", "last.weight"}
+    rules = layers.Rules([layers.Rule("spare.weight", compressor="topk", density=0.1)])
+    for config, own, named in (
+        (LEVELS, None, weights),
+        (Config(bits=2), None, set()),
+        (Config(bits=2), rules, {"spare.weight"}),
+        (replace(UNIFORM, minimal_size=700), None, {"first.weight", "spare.weight"}),
+        (replace(LEVELS, error_feedback=False), rules, set()),
+        (Config(compressor="sign"), None, set()),
+    ):
+        model, state = hooked(network(), config, rules=own)
+        model(images(RANK), spare=True).square().sum().backward()
+        assert set(state.residuals.tensors) == named, (config, own)
+
+
+def exact_steps_leave_residuals_alone() -> None:
+    model, state = hooked(network(), LEVELS)
+    model(images(RANK), spare=True).square().sum().backward()
+    before = {name: x.clone() for name, x in state.residuals.tensors.items()}
+    assert all(x.any() for x in before.values())
+    for scope in (cgx_ops.torch.uncompressed(), cgx_ops.torch.compressed(Config(bits=8))):
+        with scope:
+            model(images(RANK, 1), spare=True).square().sum().backward()
+        same(state.residuals.tensors, before)
+    with model.no_sync():
+        model(images(RANK, 1), spare=True).square().sum().backward()
+    same(state.residuals.tensors, before)
+
+
+def what_cannot_be() -> None:
+    for config in (
+        {"compressor": "sign"}, {"bits": 32}, {"compressor": "ternary"},
+        {"compressor": "qsgd", "bits": 2, "bucket_size": 4096},
+    ):  # fmt: skip
+        fails(InvalidArgument, "", lambda own=config: Config(**own, error_feedback=True))
+    model, state = hooked(network(), LEVELS)
+    state.residuals.tensors["first.weight"] = torch.zeros(3)
+    forward = model(images(RANK), spare=True).square().sum()
+    fails(Exception, "'first.weight' has 3 elements, its gradient 800", forward.backward)
+    # A rule's own compressor under feedback that was asked for.
+    rules = layers.Rules([layers.Rule("last", compressor="sign")])
+    model, _ = hooked(network(), UNIFORM, rules=rules)
+    forward = model(images(RANK), spare=True).square().sum()
+    fails(Exception, "a vote has no magnitude", forward.backward)
+    # Nobody knows the names of a model's layers.
+    model, _ = hooked(network(), LEVELS)
+    forward = model(images(RANK), spare=True).square().sum()
+    del ddp_models._known[model]
+    fails(Exception, "error feedback keeps residuals by layer", forward.backward)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def resumed_feedback_is_the_same_to_the_bit() -> None:
+    for config in (LEVELS, TOPK, UNIFORM):
+        for form in ("torch", "in place", "dcp"):
+            names: list[Any] = [tempfile.mkdtemp() if RANK == 0 else None]
+            dist.broadcast_object_list(names)
+            file = f"{names[0]}/{RANK}.pt"
+            model, state = hooked(network(), config)
+            optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+            train(model, range(3), optimizer)
+            weights = copy.deepcopy(model.module.state_dict())
+            if form == "dcp":
+                dcp_save({"cgx": state}, checkpoint_id=names[0])
+            else:
+                torch.save(state if form == "torch" else state.state_dict(), file)
+            train(model, range(3, 6), optimizer)
+
+            module = network()
+            module.load_state_dict(weights)
+            if form == "torch":
+                again, restored = DistributedDataParallel(module), torch.load(file)
+                again.register_comm_hook(restored, ddp.quantized_allreduce_hook)
+            else:
+                again, restored = hooked(module, replace(config, seed=9))
+                train(again, range(1), torch.optim.SGD(again.parameters(), 1e-4))
+                module.load_state_dict(weights)
+                if form == "dcp":
+                    dcp_load({"cgx": restored}, checkpoint_id=names[0])
+                else:
+                    restored.load_state_dict(torch.load(file))
+            train(again, range(3, 6), torch.optim.SGD(again.parameters(), 1e-4))
+            same(dict(again.module.named_parameters()), dict(model.module.named_parameters()))
+            same(restored.residuals.tensors, state.residuals.tensors)
+            identical_on_all_ranks(dict(model.module.named_parameters()))
+            dist.barrier()
+            if RANK == 0:
+                shutil.rmtree(names[0])
+
+
+def a_state_that_did_not_ask_for_residuals() -> None:
+    model, state = hooked(network(), LEVELS)
+    train(model, range(1), torch.optim.SGD(model.parameters(), 1e-4))
+    names: list[Any] = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(names)
+    dcp_save({"cgx": state}, checkpoint_id=names[0])
+    other = ddp.QuantizedAllreduceState(config=Config(bits=4))
+    fails(
+        Exception, "residuals of each of",
+        lambda: dcp_load({"cgx": other}, checkpoint_id=names[0]),
+    )  # fmt: skip
+    dist.barrier()
+    if RANK == 0:
+        shutil.rmtree(names[0])
+
+
+CHECKS = [feedback_by_layer, inside_torchs_wrapper, who_has_residuals]
+CHECKS += [exact_steps_leave_residuals_alone, what_cannot_be]
+CHECKS += [resumed_feedback_is_the_same_to_the_bit, a_state_that_did_not_ask_for_residuals]

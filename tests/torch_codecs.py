@@ -1,0 +1,36 @@
+"""A Config of every compressor, for tests of the torch binding."""
+
+from dataclasses import replace
+from typing import Any
+
+from cgx_ops import Config, InvalidArgument
+
+_SETTINGS: tuple[dict[str, Any], ...] = (
+    {"compressor": "uniform", "bits": 3, "rounding": "nearest"},
+    {"compressor": "uniform", "bits": 2, "rounding": "stochastic", "rotation": 32},
+    {"compressor": "levels", "bits": 1},
+    {"compressor": "levels", "bits": 2, "rotation": 64, "gather_bits": 4},
+    {"compressor": "sign"},
+    {"compressor": "onebit"},
+    {"compressor": "ternary", "clip": True},
+    {"compressor": "qsgd", "bits": 6},
+    {"compressor": "natural"},
+    {"compressor": "half"},
+    {"compressor": "topk", "density": 0.1},
+    {"compressor": "topk", "density": 1 / 3, "value_bits": 8},
+    {"compressor": "threshold", "density": 0.05, "algorithm": "one_shot"},  # it cannot be cut
+    {"compressor": "randk", "density": 0.25},
+)
+CONFIGS = tuple(Config(**{"bucket_size": 64, "algorithm": "sra", **own}) for own in _SETTINGS)
+
+
+def _converges(config: Config) -> bool:
+    try:
+        replace(config, error_feedback=True)
+    except InvalidArgument:
+        return False
+    return True
+
+
+# Those that error feedback converges with.
+FEEDBACK = tuple(config for config in CONFIGS if _converges(config))
