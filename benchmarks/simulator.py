@@ -150,7 +150,7 @@ def codec_rates() -> dict[tuple[str, int], float]:
     operations = {"quantize": "encode", "dequantize-add": "add", "dequantize": "decode"}
     times = codec.time_all(codec.build(), _CODEC_VALUES, 5)
     rates = {
-        (operations[case.operation], case.bits): summary.median / _CODEC_VALUES
+        (operations[case.operation], int(case.bits)): summary.median / _CODEC_VALUES
         for case, summary in times.items()
         if case.dtype == "fp32"
         and case.operation in operations

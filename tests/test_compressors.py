@@ -154,9 +154,7 @@ def test_large_ones(row: str) -> None:
     rank=st.integers(0, 2**31 - 1),
     buckets=st.integers(0, 2**40),
 )
-def test_any_values(
-    row: str, x: Any, bucket_size: int, seed: int, rank: int, buckets: int
-) -> None:
+def test_any_values(row: str, x: Any, bucket_size: int, seed: int, rank: int, buckets: int) -> None:
     x = np.where(np.isnan(x), np.float32(np.nan), x)
     first = buckets * bucket_size
     config = settings_of(ROWS[row], bucket_size, seed=seed)
