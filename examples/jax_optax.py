@@ -153,7 +153,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Digits with flax, optax and error feedback.")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--bits", type=int, nargs="+", default=[32, 4, 2])
-    parser.add_argument("--compressor", default="uniform", help="one that needs no key")
+    parser.add_argument(
+        "--compressor", default="uniform", help="no vote, and none that needs a key"
+    )
     parser.add_argument("--no-feedback", dest="feedback", action="store_false")
     parser.add_argument("--folder", type=Path, help="where to save at the end, and to go on from")
     parser.add_argument("--stop", type=int, help="the epoch to stop after")
