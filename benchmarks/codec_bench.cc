@@ -25,6 +25,7 @@
 #include "base/float_mode.h"
 #include "compressor/codec.h"
 #include "config.h"
+#include "config_codec.h"
 #include "kernel/kernels.h"
 
 namespace {

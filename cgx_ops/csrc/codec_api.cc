@@ -8,6 +8,7 @@
 #include "base/checks.h"
 #include "compressor/codec.h"
 #include "config.h"
+#include "config_codec.h"
 #include "device/codec.h"
 #include "kernel/kernels.h"
 

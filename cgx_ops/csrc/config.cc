@@ -7,7 +7,7 @@
 
 #include "api.h"
 #include "base/status.h"
-#include "compressor/codec.h"
+#include "config_codec.h"
 
 namespace cgx {
 namespace {

@@ -10,6 +10,7 @@
 #include "base/seeds.h"
 #include "base/status.h"
 #include "config.h"
+#include "config_codec.h"
 
 namespace cgx {
 namespace {

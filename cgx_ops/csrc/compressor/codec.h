@@ -122,6 +122,8 @@ struct CodecEntry {
   bool biased = false;
   // Why error feedback would not converge, with these settings; null, or "": it does.
   std::string (*no_feedback)(const CodecSettings& settings) = nullptr;
+
+  bool has_bits(int64_t bits) const { return bits >= lowest_bits && bits <= highest_bits; }
 };
 const std::vector<CodecEntry>& codec_table();
 // Puts a row before the others, for tests. Before any collective is made.
@@ -130,22 +132,14 @@ void add_codec(const CodecEntry& entry);
 // The first row that serves the settings. Throws Error(CGX_INVALID_ARGUMENT) if none does.
 const CodecEntry& codec_entry(const CodecSettings& settings);
 
+// The row of a compressor by its number, for what does not depend on the bits.
+const CodecEntry& compressor_entry(int64_t compressor);
+
 // With what is around it: rotation, incomplete buckets that travel exact.
 std::unique_ptr<Codec> make_codec(const CodecSettings& settings);
 
-// What a config says of each value's encoding, and how its compressor rounds. The config was
-// checked.
-CodecSettings settings_of(const cgx_config_t& config, Dtype dtype);
-RoundingMode rounding_of(const cgx_config_t& config);
-
-// Throws Error(CGX_INVALID_ARGUMENT) where a field does not belong to the compressor.
-void check_compressor(const cgx_config_t& config);
-
 // Throws Error(CGX_INVALID_ARGUMENT), which says why, where error feedback would not converge.
 void check_feedback(const CodecSettings& settings);
-
-// The table as JSON: cgx_compressors().
-std::string describe_compressors();
 
 // Throws Error(CGX_UNSUPPORTED), which says why, if devices lack the codec.
 std::vector<DeviceRun> device_runs(const CodecSettings& settings, int64_t numel);
