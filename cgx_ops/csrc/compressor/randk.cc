@@ -1,11 +1,14 @@
 // Rand-k: of each bucket the values at places that follow from a seed, which all ranks share, and
 // from the bucket's first index. Only values travel, exact; and what is zero elsewhere, as a sum of
-// such values, loses nothing when it is encoded again.
+// such values, loses nothing when it is encoded again. A value that is not finite may lie anywhere:
+// all that is sent of its bucket is NaN.
 //
 // Places are drawn by Floyd's method (Bentley, Programming Pearls, CACM 1987): for each of the last
 // k places j a place up to j, or, if that is taken, j itself.
 #include <algorithm>
 #include <bit>
+#include <cstring>
+#include <limits>
 
 #include "base/philox.h"
 #include "base/status.h"
@@ -17,6 +20,16 @@ namespace cgx {
 namespace {
 
 constexpr uint32_t kPlacesPhase = 0x706c6163;  // apart from the noise of any way
+
+bool all_finite(const float* values, int64_t numel) {
+  uint32_t found = 0;  // not 0: an exponent of ones
+  for (int64_t i = 0; i < numel; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, values + i, sizeof(bits));
+    found |= (bits & 0x7f800000u) == 0x7f800000u;
+  }
+  return found == 0;
+}
 
 class Randk final : public SlicedCodec {
  public:
@@ -39,7 +52,11 @@ class Randk final : public SlicedCodec {
                  const Rounding& rounding, std::byte* bytes) const override {
     for_buckets(numel, first_index, [&](int64_t first, int64_t count, Chosen& chosen) {
       const auto* from = static_cast<const std::byte*>(values) + first * size_of(dtype);
-      chosen.gather(as_floats(dtype, from, count));
+      const float* wide = as_floats(dtype, from, count);
+      chosen.gather(wide);
+      if (!all_finite(wide, count))
+        std::fill(chosen.values.begin(), chosen.values.end(),
+                  std::numeric_limits<float>::quiet_NaN());
       none_->encode(Dtype::kFloat32, chosen.values.data(),
                     static_cast<int64_t>(chosen.values.size()), 0, rounding, bytes + offset(first));
     });
