@@ -195,7 +195,7 @@ def test_bytes_are_as_many_as_the_formulas_say() -> None:
     for name, size in per_bucket.items():
         compressor, _, bits = name.partition(" ")
         knobs: dict[str, Any] = {"bits": int(bits)} if bits else {}
-        config = Config(compressor=compressor, **knobs)
+        config = Config(**{"compressor": compressor, **knobs})
         assert len(quantize(np.ones(n, np.float32), config)) == whole * size(512) + size(rest), name
     values_of = {32: lambda k: 4 * k, 16: lambda k: 2 * k, 1: lambda k: 2 + math.ceil(k / 8)}
     values_of |= {b: lambda k, b=b: 4 + math.ceil(k * b / 8) for b in range(2, 9)}
