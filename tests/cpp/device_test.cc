@@ -171,8 +171,8 @@ void a_rank_alone() {
     Buffer input, output, residual;
     bool operator==(const Buffers&) const = default;
   };
-  const cgx_segment_t segments[] = {
-      {0, kNumel / 2, 512, 4, 0, nullptr}, {kNumel / 2, 17, 512, 32, 0, nullptr}};
+  const cgx_segment_t segments[] = {{0, kNumel / 2, 512, 4, 0, nullptr},
+                                    {kNumel / 2, 17, 512, 32, 0, nullptr}};
   for (const auto dtype : {CGX_FLOAT32, CGX_FLOAT16, CGX_BFLOAT16})
     for (const auto op : {CGX_SUM, CGX_AVG})
       for (const bool has_residual : {false, true})
