@@ -337,9 +337,9 @@ def digest(result: npt.NDArray[Any]) -> str:
     return hashlib.blake2b(result.tobytes(), digest_size=12).hexdigest()
 
 
-def run(case: Case, comm: Communicator) -> str:
-    """Call the library on this rank and return its result's digest."""
-    config = Config(
+def config_of(case: Case) -> Config:
+    """Return how a case's values travel."""
+    return Config(
         bits=case.bits,
         bucket_size=case.bucket_size,
         rounding=case.rounding if has_rounding(case) else None,
@@ -354,6 +354,11 @@ def run(case: Case, comm: Communicator) -> str:
         rotation=case.rotation,
         clip=case.clip,
     )
+
+
+def run(case: Case, comm: Communicator) -> str:
+    """Call the library on this rank and return its result's digest."""
+    config = config_of(case)
     segments = [Segment(o, n, bits=b, bucket_size=k) for o, n, b, k in case.segments] or None
     x = inputs(case, comm.rank, comm.size)
     kept = x.copy()

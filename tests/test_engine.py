@@ -133,10 +133,10 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"array": np.ones(1000, np.float16)}, "dtype float32 against float16"),
     "bits": ({"config": Config(bits=8)}, "bits 4 against 8"),
     "bucket_size": ({"config": Config(bucket_size=64)}, "bucket_size 512 against 64"),
-    "rounding": ({"config": Config(rounding="nearest")}, "rounding stochastic against nearest"),
+    "rounding": ({"config": Config(rounding="nearest")}, "rounding None against nearest"),
     "op": ({"op": "avg"}, "op sum against avg"),
     "algorithm": ({"config": Config(algorithm="ring")}, "algorithm one_shot against ring"),
-    "gather_bits": ({"config": Config(gather_bits=8)}, "gather_bits 0 against 8"),
+    "gather_bits": ({"config": Config(gather_bits=8)}, "gather_bits None against 8"),
     "minimal_size": ({"config": Config(minimal_size=50)}, "minimal_size 0 against 50"),
 }
 

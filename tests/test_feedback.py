@@ -1,8 +1,8 @@
 """Error feedback on numpy arrays: what compression loses is added to the next call's values.
 
 1. against the oracle to the bit
-2. over many steps nothing is given up, whatever the algorithm
-3. bad residuals
+2. over many steps nothing is given up, whatever the compressor and the algorithm
+3. bad residuals, and compressors that cannot have any
 """
 
 from typing import Any
@@ -88,6 +88,58 @@ def test_segments_have_their_residuals() -> None:
 # ---- 2. conservation -----------------------------------------------------------------------------
 
 
+# Every row of the table that may have residuals.
+FED_BACK: list[dict[str, Any]] = [
+    *({"bits": 2, "rounding": rounding} for rounding in ("nearest", "stochastic", "shift")),
+    *({"compressor": "levels", "bits": bits} for bits in (1, 2, 4)),
+    {"compressor": "onebit"},
+    {"compressor": "ternary", "clip": True},
+    *({"compressor": "qsgd", "bits": bits, "bucket_size": 64} for bits in (5, 8)),
+    {"compressor": "natural"},
+    *({"compressor": "half", "rounding": rounding} for rounding in ("nearest", "stochastic")),
+    *({"compressor": "topk", "density": 0.05, "value_bits": bits} for bits in (32, 16, 4, 1)),
+    {"compressor": "topk", "bucket_size": 5000},
+    *({"compressor": "threshold", "density": 0.05, "value_bits": bits} for bits in (32, 8)),
+    {"compressor": "randk", "density": 0.2},
+    *({"compressor": "levels", "bits": 2, "rotation": size} for size in (4, 32)),
+    {"compressor": "onebit", "skip_incomplete_buckets": True},
+]
+ROUTES = ("one_shot", "sra", "ring")
+
+
+def conserved(size: int, numel: int, steps: int, op: Any, config: Config) -> None:
+    """Check that over `steps` calls inputs are the results, as sums, and the last residuals."""
+
+    def rank_of(rank: int, comm: Communicator) -> tuple[Any, Any, Any]:
+        residual, total = np.zeros(numel, np.float32), np.zeros(numel)
+        largest = np.zeros(numel)
+        for step in range(steps):
+            y = comm.allreduce(
+                values(rank, step, numel), op, config, residual=residual, seed=seed_of(rank, step)
+            )
+            total += y.astype(np.float64) * (size if op == "avg" else 1)
+            largest = np.maximum(largest, np.abs(y) * np.float64(size) + np.abs(residual))
+        return total, residual, largest
+
+    def seed_of(rank: int, step: int) -> int:
+        return step if config.compressor == "randk" else 4 * step + rank
+
+    results = launch.threads(size, rank_of)
+    for total, _, _ in results:
+        assert np.array_equal(total, results[0][0])
+    given_up = np.sum(
+        [values(rank, step, numel) for rank in range(size) for step in range(steps)],
+        axis=0, dtype=np.float64,
+    )  # fmt: skip
+    given_up -= results[0][0]
+    given_up -= np.sum([residual for _, residual, _ in results], axis=0, dtype=np.float64)
+    # In a step each rank's value passes at most 2 (size + 3) operations of fp32 (sums, a quotient,
+    # differences, a product), each off by 2^-24 of a number that is no larger than all ranks'
+    # inputs, residuals and results together.
+    bound = np.sum([largest for _, _, largest in results], axis=0) + 6 * size
+    assert (np.abs(given_up) <= steps * 2 * (size + 3) * 2.0**-24 * bound).all()
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     size=st.integers(1, 4),
@@ -109,29 +161,16 @@ def test_nothing_is_given_up(
     size: int, numel: int, algorithm: Any, op: Any, knobs: dict[str, Any]
 ) -> None:
     """Over 50 steps: the inputs are the results (as sums) and the last residuals."""
-    steps, config = 50, Config(algorithm=algorithm, **knobs)
+    conserved(size, numel, 50, op, Config(algorithm=algorithm, **knobs))
 
-    def rank_of(rank: int, comm: Communicator) -> tuple[Any, Any, Any]:
-        residual, total = np.zeros(numel, np.float32), np.zeros(numel)
-        largest = np.zeros(numel)
-        for step in range(steps):
-            y = comm.allreduce(values(rank, step, numel), op, config, residual=residual)
-            total += y.astype(np.float64) * (size if op == "avg" else 1)
-            largest = np.maximum(largest, np.abs(y) * np.float64(size) + np.abs(residual))
-        return total, residual, largest
 
-    results = launch.threads(size, rank_of)
-    given_up = np.sum(
-        [values(rank, step, numel) for rank in range(size) for step in range(steps)],
-        axis=0, dtype=np.float64,
-    )  # fmt: skip
-    given_up -= results[0][0]
-    given_up -= np.sum([residual for _, residual, _ in results], axis=0, dtype=np.float64)
-    # In a step each rank's value passes at most 2 (size + 3) operations of fp32 (sums, a quotient,
-    # differences, a product), each off by 2^-24 of a number that is no larger than all ranks'
-    # inputs, residuals and results together.
-    bound = np.sum([largest for _, _, largest in results], axis=0) + 6 * size
-    assert (np.abs(given_up) <= steps * 2 * (size + 3) * 2.0**-24 * bound).all()
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("knobs", FED_BACK, ids=str)
+def test_no_compressor_gives_anything_up(knobs: dict[str, Any], size: int) -> None:
+    uncut = knobs.get("compressor") == "threshold"
+    for algorithm in ROUTES[:1] if uncut else ROUTES:
+        config = Config(algorithm=algorithm, **knobs)
+        conserved(size, 1000, 50, "avg" if algorithm == "sra" else "sum", config)
 
 
 def test_two_bits_with_feedback_reach_the_mean() -> None:
@@ -182,3 +221,48 @@ def test_only_sums_have_residuals() -> None:
     x = np.ones(100, np.float32)
     with pytest.raises(InvalidArgument, match="only sum and avg have them"):
         comm.allreduce(x, "max", Config(bits=32), residual=np.zeros_like(x))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ({"compressor": "sign"}, "'sign': a vote has no magnitude"),
+        ({"compressor": "ternary"}, "'ternary': without clip=True"),
+        ({"compressor": "qsgd", "bits": 2}, "'qsgd': the error of 2 bits in buckets of 512"),
+        ({"compressor": "qsgd", "bits": 4}, "give more bits or smaller buckets"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_compressor_that_would_diverge_has_no_residual(
+    knobs: dict[str, Any], says: str, size: int
+) -> None:
+    def run(rank: int, comm: Communicator) -> None:
+        x, config = values(rank, 0, 1000), Config(**knobs)
+        with pytest.raises(InvalidArgument, match=says):
+            comm.allreduce(x, config=config, residual=np.zeros_like(x))
+        # Exact values lose nothing, whatever the compressor.
+        exact = Config(**{**knobs, "bits": 32})
+        comm.allreduce(x, config=exact, residual=np.zeros_like(x))
+
+    launch.threads(size, run)
+
+
+@pytest.mark.parametrize(("rotation", "late"), [(None, 0.3), (32, 0.1)])
+def test_two_bits_of_levels_with_feedback_reach_the_mean(rotation: int | None, late: float) -> None:
+    """What is late after 100 steps: less than `late` of what is lost without feedback for ever.
+
+    A value of several times its bucket's root mean square waits for its turn; rotated, for less.
+    """
+    numel, steps = 4096, 100
+    config = Config(2, compressor="levels", algorithm="sra", rotation=rotation)
+    assert config.keeps_residuals
+
+    def rank_of(rank: int, comm: Communicator) -> tuple[float, float]:
+        x, residual = values(rank, 0, numel), np.zeros(numel, np.float32)
+        total = sum(comm.allreduce(x, "sum", config, residual=residual) for _ in range(steps))
+        exact = sum(values(each, 0, numel) for each in range(comm.size))
+        without = comm.allreduce(x, "sum", config)
+        return float(np.linalg.norm(total / steps - exact)), float(np.linalg.norm(without - exact))
+
+    for mended, lost in launch.threads(2, rank_of):
+        assert mended < late * lost, mended / lost

@@ -198,6 +198,7 @@ struct Wrong {
   int64_t bucket_size;
   int source, part;
   int64_t right;  // bytes of a message that is right; 0: any
+  cgx_compressor_t compressor = CGX_UNIFORM;
 };
 
 // What comes of a message of so many bytes, all of them 0xff.
@@ -205,7 +206,10 @@ std::string error_of(const Wrong& row, int64_t bytes) {
   const auto size = static_cast<int>(row.hosts.size());
   const cgx_segment_t segment{0, 6000, row.bucket_size, row.bits, 0, nullptr};
   std::vector<float> values(6000, 1.0f), results(6000);
-  Plan plan = make_plan(call_of(&segment, 1, values.data(), results.data()), 0, size);
+  auto call = call_of(&segment, 1, values.data(), results.data());
+  call.config.compressor = row.compressor;
+  call.config.rounding = CGX_CODECS_OWN;
+  Plan plan = make_plan(call, 0, size);
   plan.algorithm = row.algorithm;
   plan.topology = std::make_shared<Topology>(row.hosts);
   resolve_algorithm(&plan);
@@ -236,6 +240,12 @@ void test_wrong_messages() {
       {CGX_RING, {0, 0}, 4, 500, 1, 0, 6 * (8 + 250)},
       {CGX_HIERARCHICAL, {0, 0, 1, 1}, 4, 500, 1, 0, 0},
       {CGX_ONE_SHOT, {0, 0}, kPairsBits, 512, 1, 0, 0},
+      // Bytes of ones are no places: those of a right length are foreign.
+      {CGX_SRA, {0, 0}, 4, 500, 1, 0, 0, CGX_TOPK},
+      {CGX_ONE_SHOT, {0, 0}, 4, 500, 1, 0, 0, CGX_TOPK},
+      {CGX_ONE_SHOT, {0, 0}, 4, 500, 1, 0, 0, CGX_THRESHOLD},
+      {CGX_SRA, {0, 0}, 4, 500, 1, 0, 6 * (2 + 100), CGX_TERNARY},
+      {CGX_SRA, {0, 0}, 4, 500, 1, 0, 6 * 5 * 4, CGX_RANDK},
   };
   for (const Wrong& row : rows) {
     if (row.right) CHECK(error_of(row, row.right).empty(), "a message that is right");
@@ -246,6 +256,13 @@ void test_wrong_messages() {
             row.bits, long(bytes), error.c_str());
     }
   }
+  // A bucket's 5 places of 500 take 6 bits each and 13 bytes: of 6 buckets, with values of 4 bytes.
+  const int64_t topk = 6 * (4 + 2 + 5 * 4);
+  CHECK(error_of(rows[7], topk).find("rank 1 sent what is no message of this collective: ") == 0,
+        "%s", error_of(rows[7], topk).c_str());
+  // A threshold's message begins with how many values there are: of 2^64 - 1 none.
+  CHECK(error_of(rows[9], 100).find("values above a threshold, of 6000") != std::string::npos, "%s",
+        error_of(rows[9], 100).c_str());
   // As many bytes as pairs may have, but foreign ones: their indices make no sense.
   const std::string error = error_of(rows[6], 80);
   CHECK(error.find("rank 1 sent what is no message of this collective: index") == 0, "%s",

@@ -1,10 +1,9 @@
-// The kernels and the codecs, without ranks.
+// The kernels. (The codecs: compressors_test.cc.)
 //
-//   1. data, and memory that must stay as it is around it
+//   1. words for what is tested
 //   2. which kernels are chosen
-//   3. the codec of every target against slow_codec.h, to the bit
+//   3. min-max quantization by every target against slow_codec.h, to the bit
 //   4. exact kernels of every target against plain loops
-//   5. codecs
 //
 // Exits with 1 if any check failed.
 #include "kernel/kernels.h"
@@ -20,11 +19,8 @@
 #include <vector>
 
 #include "base/float_mode.h"
-#include "base/half.h"
-#include "base/status.h"
+#include "buffers.h"
 #include "checks.h"
-#include "compressor/codec.h"
-#include "float_data.h"
 #include "slow_codec.h"
 
 #if defined(__x86_64__)
@@ -36,67 +32,10 @@ namespace {
 
 using namespace test;
 
-// ---- 1. data and memory ----
-
-std::vector<float> make_data(Data kind, int64_t numel, uint32_t seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  std::vector<float> values(static_cast<size_t>(numel));
-  for (float& x : values) x = value_of(kind, random, normal);
-  return values;
-}
+// ---- 1. words ----
 
 constexpr RoundingMode kModes[] = {RoundingMode::kNearest, RoundingMode::kStochastic,
                                    RoundingMode::kShift};
-constexpr Dtype kDtypes[] = {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBfloat16};
-
-float widened(Dtype dtype, const std::byte* stored) {
-  if (dtype == Dtype::kFloat32) {
-    float value;
-    std::memcpy(&value, stored, sizeof(value));
-    return value;
-  }
-  uint16_t bits;
-  std::memcpy(&bits, stored, sizeof(bits));
-  return dtype == Dtype::kFloat16 ? widen_float16(bits) : widen_bfloat16(bits);
-}
-
-void store(Dtype dtype, float value, std::byte* stored) {
-  if (dtype == Dtype::kFloat32) {
-    std::memcpy(stored, &value, sizeof(value));
-    return;
-  }
-  const uint16_t bits =
-      dtype == Dtype::kFloat16 ? round_to_float16(value) : round_to_bfloat16(value);
-  std::memcpy(stored, &bits, sizeof(bits));
-}
-
-// One byte after an aligned address: kernels must not care. What lies behind must stay.
-class Unaligned {
- public:
-  explicit Unaligned(int64_t bytes) : bytes_(static_cast<size_t>(bytes) + 1 + kGuard, kFill) {}
-  std::byte* data() { return bytes_.data() + 1; }
-  const std::byte* data() const { return bytes_.data() + 1; }
-  bool guard_intact() const {
-    return bytes_[0] == kFill &&
-           std::all_of(bytes_.end() - kGuard, bytes_.end(), [](std::byte b) { return b == kFill; });
-  }
-  bool operator==(const Unaligned&) const = default;
-
- private:
-  static constexpr int kGuard = 64;
-  static constexpr std::byte kFill{0xa5};
-  std::vector<std::byte> bytes_;
-};
-
-Unaligned stored(Dtype dtype, const std::vector<float>& values) {
-  const auto width = size_of(dtype);
-  Unaligned out(static_cast<int64_t>(values.size()) * width);
-  for (size_t i = 0; i < values.size(); ++i) {
-    store(dtype, values[i], out.data() + width * static_cast<int64_t>(i));
-  }
-  return out;
-}
 
 std::string describe(const Kernels& target, Dtype dtype, const BucketRun& run,
                      const Rounding& rounding, Data kind) {
@@ -346,99 +285,6 @@ void test_exact() {
   }
 }
 
-// ---- 5. codecs ----
-
-void test_codecs() {
-  for (const CodecEntry& entry : codec_table()) {
-    CHECK(std::string(entry.name) != "" && std::string(entry.description) != "", entry.name);
-  }
-  for (const int bits : {-1, 0, 9, 16, 33}) {
-    const std::string error =
-        error_of([bits] { make_codec({.bits = bits}); }, CGX_INVALID_ARGUMENT);
-    CHECK(contains(error, join("bits=", bits)), error);
-  }
-  for (const int64_t bucket_size : {int64_t{0}, int64_t{-512}}) {
-    const auto make = [=] { make_codec({.bits = 4, .bucket_size = bucket_size}); };
-    CHECK(contains(error_of(make, CGX_INVALID_ARGUMENT), "bucket_size="), "bucket_size");
-  }
-
-  for (const Dtype wire : kDtypes) {
-    for (const int bits : {1, 3, 4, 8, kExactBits}) {
-      for (const bool skip : {false, true}) {
-        for (const int64_t numel : {0, 1, 511, 512, 1030, 5000}) {
-          const std::string where =
-              join("bits ", bits, " skip ", skip, " numel ", numel, " wire ", int(wire));
-          const auto made = make_codec(
-              {.dtype = wire, .bits = bits, .bucket_size = 512, .skip_incomplete_buckets = skip});
-          const SlicedCodec* codec = made->sliced();
-          CHECK(codec, where);
-          CHECK(codec->grain() == (bits == kExactBits ? 1 : 512), where);
-          const int64_t records = numel / 512 * (8 + 64 * bits);
-          const int64_t last = numel % 512;
-          const int64_t tail = last == 0 ? 0
-                               : skip    ? last * size_of(wire)
-                                         : 8 + (last * bits + 7) / 8;
-          const int64_t bytes = bits == kExactBits ? numel * size_of(wire) : records + tail;
-          CHECK(codec->max_bytes(numel) == bytes, where);
-
-          // Values of the wire's type, encoded as they are and widened: the same bytes.
-          const Unaligned values = stored(wire, make_data(Data::kNormal, numel, 4));
-          Unaligned wide(numel * 4);
-          kernels().convert(wire, values.data(), Dtype::kFloat32, wide.data(), numel);
-          const Rounding rounding{
-              .mode = RoundingMode::kStochastic, .seed = 5, .rank = 2, .phase = 1};
-          Unaligned message(bytes);
-          Unaligned message_of_wide(bytes);
-          CHECK(codec->encode(wire, values.data(), numel, 0, rounding, message.data()) == bytes,
-                where);
-          codec->encode(Dtype::kFloat32, wide.data(), numel, 0, rounding, message_of_wide.data());
-          CHECK(message == message_of_wide && message.guard_intact(), where);
-
-          Unaligned decoded(numel * 4);
-          codec->decode({message.data(), static_cast<size_t>(bytes)}, numel, /*first_index=*/0,
-                        Dtype::kFloat32, decoded.data());
-          CHECK(decoded.guard_intact(), where);
-          const int64_t exact_from = bits == kExactBits ? 0 : skip ? numel - last : numel;
-          CHECK(std::memcmp(decoded.data() + 4 * exact_from, wide.data() + 4 * exact_from,
-                            static_cast<size_t>(4 * (numel - exact_from))) == 0,
-                where);
-          Unaligned sum(numel * 4);
-          std::memset(sum.data(), 0, static_cast<size_t>(numel * 4));
-          auto* in_place = reinterpret_cast<float*>(sum.data());
-          codec->decode_add({message.data(), static_cast<size_t>(bytes)}, numel, /*first_index=*/0,
-                            in_place, in_place);
-          CHECK(sum == decoded, where);
-
-          // What is kept is what decoding shows to be lost.
-          Unaligned again(bytes), lost(numel * 4), expected_lost(numel * 4);
-          codec->encode_keeping(reinterpret_cast<const float*>(wide.data()), numel, 0, rounding,
-                                again.data(), reinterpret_cast<float*>(lost.data()));
-          kernels().subtract(reinterpret_cast<const float*>(wide.data()),
-                             reinterpret_cast<const float*>(decoded.data()),
-                             reinterpret_cast<float*>(expected_lost.data()), numel);
-          CHECK(again == message && lost == expected_lost, where);
-
-          // A piece that begins at a grain encodes to its part of the message.
-          if (numel > 1024) {
-            const int64_t start = codec->grain() * (bits == kExactBits ? 700 : 1);
-            Unaligned piece(codec->max_bytes(numel - start));
-            codec->encode(wire, values.data() + start * size_of(wire), numel - start, start,
-                          rounding, piece.data());
-            CHECK(std::memcmp(piece.data(), message.data() + codec->offset(start),
-                              static_cast<size_t>(codec->max_bytes(numel - start))) == 0,
-                  where);
-          }
-          const auto wrong = [&] {
-            codec->decode({message.data(), static_cast<size_t>(bytes + 1)}, numel,
-                          /*first_index=*/0, Dtype::kFloat32, decoded.data());
-          };
-          CHECK(contains(error_of(wrong, CGX_INVALID_ARGUMENT), join("expected ", bytes)), where);
-        }
-      }
-    }
-  }
-}
-
 }  // namespace
 }  // namespace cgx
 
@@ -451,7 +297,6 @@ int main() {
   cgx::test_float_mode();
 #endif
   cgx::test_exact();
-  cgx::test_codecs();
   std::string names;
   for (const cgx::Kernels* kernels : cgx::available_kernels())
     names += std::string(" ") + kernels->name;

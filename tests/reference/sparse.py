@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from .buckets import FORMATS, decode_rows, encode_rows, field_bytes
+from .buckets import FORMATS, NAN, decode_rows, encode_rows, field_bytes
 from .philox import philox4x32_7
 from .settings import Settings
 from .values import BFLOAT16, FLOAT16, Float32s, round_to, widen, with_one_nan
@@ -166,6 +166,8 @@ def encode_sparse(x: Float32s, settings: Settings, first_index: int, seed: int) 
         values = x[first : first + count]
         if settings.compressor == "randk":
             places = drawn(count, k, first_index + first, seed)
+            if not np.isfinite(values).all():
+                values = np.full(count, NAN)
         elif settings.compressor == "topk":
             places = largest(values, k)
             message += pack_places(places, count)

@@ -1,11 +1,13 @@
 // Rand-k: of each bucket the values at places that follow from a seed, which all ranks share, and
 // from the bucket's first index. Only values travel, exact; and what is zero elsewhere, as a sum of
-// such values, loses nothing when it is encoded again.
+// such values, loses nothing when it is encoded again. A value that is not finite may lie anywhere:
+// all that is sent of its bucket is NaN.
 //
 // Places are drawn by Floyd's method (Bentley, Programming Pearls, CACM 1987): for each of the last
 // k places j a place up to j, or, if that is taken, j itself.
 #include <algorithm>
 #include <bit>
+#include <limits>
 
 #include "base/philox.h"
 #include "base/status.h"
@@ -17,6 +19,14 @@ namespace cgx {
 namespace {
 
 constexpr uint32_t kPlacesPhase = 0x706c6163;  // apart from the noise of any way
+
+// The values at the places; NaN if any of the bucket is not finite.
+void gather(const float* from, int64_t numel, Chosen& chosen) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  chosen.gather(from);
+  if (kernels().count_from(from, numel, kInfinity) > 0)
+    std::fill(chosen.values.begin(), chosen.values.end(), std::numeric_limits<float>::quiet_NaN());
+}
 
 class Randk final : public SlicedCodec {
  public:
@@ -39,7 +49,7 @@ class Randk final : public SlicedCodec {
                  const Rounding& rounding, std::byte* bytes) const override {
     for_buckets(numel, first_index, [&](int64_t first, int64_t count, Chosen& chosen) {
       const auto* from = static_cast<const std::byte*>(values) + first * size_of(dtype);
-      chosen.gather(as_floats(dtype, from, count));
+      gather(as_floats(dtype, from, count), count, chosen);
       none_->encode(Dtype::kFloat32, chosen.values.data(),
                     static_cast<int64_t>(chosen.values.size()), 0, rounding, bytes + offset(first));
     });
@@ -52,7 +62,7 @@ class Randk final : public SlicedCodec {
       const auto k = static_cast<int64_t>(chosen.places.size());
       const auto length = static_cast<size_t>(none_->max_bytes(k));
       std::byte* const to = bytes + offset(first);
-      chosen.gather(values + first);
+      gather(values + first, count, chosen);
       none_->encode(Dtype::kFloat32, chosen.values.data(), k, 0, rounding, to);
       none_->decode({to, length}, k, 0, Dtype::kFloat32, chosen.values.data());
       chosen.subtract_from(count, values + first, lost + first);

@@ -1,0 +1,273 @@
+"""What compressors lose on one rank: their closed forms, and that unbiased ones are (numerics.md).
+
+The relative squared error is |x - decoded|^2 / |x|^2. Where it depends on the values (a bucket's
+largest, say) the closed form is worked out from the sample, in fp64, and never by encoding it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cgx_ops import Config, dequantize, quantize
+
+Doubles = npt.NDArray[np.float64]
+B = 512
+N = B * 2048
+DISTRIBUTIONS: dict[str, Callable[[np.random.Generator], Any]] = {
+    "gauss": lambda random: random.standard_normal(N),
+    "laplace": lambda random: random.laplace(size=N),
+    "t3": lambda random: random.standard_t(3, N),
+}
+LEVELS = {  # Max, IRE Transactions 6 (1960), table I: the output levels for a Gaussian
+    2: [0.4528, 1.510],
+    3: [0.2451, 0.7560, 1.344, 2.152],
+    4: [0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733],
+}
+LLOYD_MAX = {2: 0.1175, 3: 0.03454, 4: 0.009497}  # and its mean squared errors
+
+
+def sample(name: str) -> npt.NDArray[np.float32]:
+    random = np.random.default_rng(list(DISTRIBUTIONS).index(name))
+    return DISTRIBUTIONS[name](random).astype(np.float32)
+
+
+def relative_error(x: npt.NDArray[np.float32], config: Config) -> float:
+    back = dequantize(quantize(x, config), x.size, "float32", config)
+    return float(np.square(x - back.astype(np.float64)).sum() / np.square(x, dtype=float).sum())
+
+
+# ---- closed forms --------------------------------------------------------------------------------
+#
+# Of buckets, one a row: the squared error of each row, or of each value.
+
+
+def nearest_level(x: Doubles, bits: int) -> Doubles:
+    scaled = np.abs(x) / np.sqrt(np.square(x).mean(axis=1, keepdims=True))
+    off = np.min([np.square(scaled - level) for level in LEVELS[bits]], axis=0)
+    return off * np.square(x).mean(axis=1, keepdims=True)
+
+
+def one_magnitude(x: Doubles) -> Doubles:
+    """EF-SignSGD: 1 - |x|_1^2 / (n |x|_2^2)."""
+    return np.square(x).sum(axis=1) - np.square(np.abs(x).sum(axis=1)) / x.shape[1]
+
+
+def two_means(x: Doubles) -> Doubles:
+    """The variance within the negative and within the other values."""
+    below = x < 0
+    lost = np.square(x).sum(axis=1)
+    for of in (below, ~below):
+        count = of.sum(axis=1)
+        lost -= np.square((x * of).sum(axis=1)) / np.maximum(count, 1)
+    return lost
+
+
+def ternary(x: Doubles, clip: float = math.inf) -> Doubles:
+    """TernGrad: max E|x| / E x^2 - 1; and what is clipped."""
+    rms = np.sqrt(np.square(x).mean(axis=1, keepdims=True))
+    scale = np.minimum(np.abs(x).max(axis=1, keepdims=True), clip * rms)
+    kept = np.minimum(np.abs(x), scale)
+    return kept * (scale - kept) + np.square(np.abs(x) - kept)
+
+
+def qsgd(x: Doubles, bits: int) -> Doubles:
+    """Between two levels, s of which are the 2-norm: f (1 - f) of a step's square."""
+    step = np.sqrt(np.square(x).sum(axis=1, keepdims=True)) / (2 ** (bits - 1) - 1)
+    f = np.abs(x) / step % 1
+    return f * (1 - f) * np.square(step)
+
+
+def natural(x: Doubles) -> Doubles:
+    """Between two powers of two: the product of the distances to them."""
+    power = 2.0 ** np.floor(np.log2(np.maximum(np.abs(x), 1e-300)))
+    return (np.abs(x) - power) * (2 * power - np.abs(x))
+
+
+def units(x: Doubles, fraction_bits: int) -> Doubles:
+    """The square of a unit in the last place."""
+    return np.square(2.0 ** (np.floor(np.log2(np.maximum(np.abs(x), 1e-30))) - fraction_bits))
+
+
+def steps(x: Doubles, bits: int) -> Doubles:
+    """The square of a step from the minimum to the maximum, n times."""
+    step = np.ptp(x, axis=1) / (2**bits - 1)
+    return np.square(step) * x.shape[1]
+
+
+def not_chosen(x: Doubles, density: float) -> Doubles:
+    k = max(1, math.ceil(density * x.shape[1]))
+    energy = np.sort(np.square(x), axis=1)
+    return energy[:, :-k] if k < x.shape[1] else energy[:, :0]
+
+
+def rotated(x: Doubles, size: int) -> Doubles:
+    """Multiply sixteen blocks of a bucket, their values sixteen apart, by Sylvester's matrix."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    places = np.arange(16 * size, dtype=np.uint64) * np.uint64(0x9E3779B1)
+    signs = np.where(places & np.uint64(1 << 31), -1.0, 1.0)
+    groups = (x.reshape(len(x), -1, 16 * size) * signs).reshape(len(x), -1, size, 16)
+    return (np.einsum("ij,bgjw->bgiw", matrix, groups) / math.sqrt(size)).reshape(x.shape)
+
+
+FORMS: dict[str, tuple[dict[str, Any], Callable[[Doubles], Doubles]]] = {
+    **{
+        f"levels {b}": ({"compressor": "levels", "bits": b}, lambda x, b=b: nearest_level(x, b))
+        for b in (2, 3, 4)
+    },
+    "levels 1": ({"compressor": "levels", "bits": 1}, one_magnitude),
+    "onebit": ({"compressor": "onebit"}, two_means),
+    "ternary": ({"compressor": "ternary"}, ternary),
+    "ternary clipped": ({"compressor": "ternary", "clip": True}, lambda x: ternary(x, 2.5)),
+    **{
+        f"qsgd {bits}": ({"compressor": "qsgd", "bits": bits}, lambda x, b=bits: qsgd(x, b))
+        for bits in (2, 4, 6, 8)
+    },
+    "natural": ({"compressor": "natural"}, natural),
+    "half": ({"compressor": "half"}, lambda x: units(x, 7) / 12),
+    "half stochastic": (
+        {"compressor": "half", "rounding": "stochastic"},
+        lambda x: units(x, 7) / 6,
+    ),
+    "uniform nearest": ({"bits": 8, "rounding": "nearest"}, lambda x: steps(x, 8) / 12),
+    "uniform stochastic": ({"bits": 8}, lambda x: steps(x, 8) / 6),
+    "uniform shift": ({"bits": 8, "rounding": "shift"}, lambda x: steps(x, 8) / 12),
+    "topk": ({"compressor": "topk", "density": 0.05}, lambda x: not_chosen(x, 0.05)),
+    "topk of the whole": (
+        {"compressor": "topk", "density": 0.001, "bucket_size": N},
+        lambda x: not_chosen(x.reshape(1, -1), 0.001),
+    ),
+    "randk": ({"compressor": "randk", "density": 0.25}, lambda x: np.square(x) * (1 - 128 / B)),
+    **{
+        f"levels rotated by {size}": (
+            {"compressor": "levels", "bits": 2, "rotation": size},
+            lambda x, size=size: nearest_level(rotated(x, size), 2),
+        )
+        for size in (8, 32)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_error_is_the_closed_form(distribution: str, name: str) -> None:
+    x = sample(distribution)
+    knobs, form = FORMS[name]
+    rows = x.astype(np.float64).reshape(-1, B)
+    want = form(rows).sum() / np.square(rows).sum()
+    found = relative_error(x, Config(**{"bucket_size": B, **knobs}))
+    assert abs(found / want - 1) < 0.02, (found, want)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_error_is_below_the_proven_bound(distribution: str) -> None:
+    x = sample(distribution)
+    for bits in range(2, 9):
+        levels = 2 ** (bits - 1) - 1
+        bound = min(B / levels**2, math.sqrt(B) / levels)
+        assert relative_error(x, Config(compressor="qsgd", bits=bits)) < bound
+    assert relative_error(x, Config(compressor="natural")) < 1 / 8
+    for density in (0.01, 0.3):
+        config = Config(compressor="topk", density=density)
+        assert relative_error(x, config) < 1 - density
+        assert relative_error(x, Config(compressor="threshold", density=density)) < 1 - density
+
+
+def test_known_numbers_of_the_gaussian() -> None:
+    """Lloyd and Max's; 1 - 2/pi; what a Gaussian's largest hundredth leaves."""
+    x = sample("gauss")
+    for bits, want in LLOYD_MAX.items():
+        assert abs(relative_error(x, Config(compressor="levels", bits=bits)) / want - 1) < 0.02
+    one_bit = Config(1, compressor="levels"), Config(compressor="onebit")
+    for config in one_bit:
+        assert abs(relative_error(x, config) / (1 - 2 / math.pi) - 1) < 0.02
+    z, density = 2.575829, math.exp(-(2.575829**2) / 2) / math.sqrt(2 * math.pi)
+    left = 1 - 2 * (z * density + 0.005)
+    assert abs(left - 0.9155) < 1e-4
+    for name in ("topk", "threshold"):
+        config = Config(compressor=name, bucket_size=N)  # pyright: ignore[reportArgumentType]
+        assert abs(relative_error(x, config) / left - 1) < 0.02
+
+
+@pytest.mark.parametrize("density", [0.001, 0.02, 0.5])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_threshold_leaves_what_is_below_one(distribution: str, density: float) -> None:
+    """What is sent is all of at least some magnitude, exactly."""
+    x = sample(distribution)
+    config = Config(compressor="threshold", density=density)
+    back = dequantize(quantize(x, config), N, "float32", config)
+    chosen = back != 0
+    assert np.array_equal(back[chosen], x[chosen])
+    assert np.abs(x[~chosen]).max() <= np.abs(x[chosen]).min()
+    assert 0.8 * density * N <= chosen.sum() <= 1.3 * density * N + 1
+
+
+# ---- unbiased ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"bits": 2},
+        {"bits": 2, "rounding": "shift"},
+        {"compressor": "ternary"},
+        {"compressor": "qsgd", "bits": 2},
+        {"compressor": "qsgd", "bits": 5},
+        {"compressor": "natural"},
+        {"compressor": "half", "rounding": "stochastic"},
+        {"compressor": "ternary", "rotation": 32},
+        {"compressor": "natural", "rotation": 4},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_unbiased(distribution: str, knobs: dict[str, Any]) -> None:
+    """The mean of 10^4 encodings of a bucket is its values: z-scores of a normal distribution.
+
+    Equal buckets draw noise of their own. Beyond 5.5 lies one z in 26 million; the mean square of
+    64 * 4 of them is off 1 by 5.5 sqrt(2 / 256) as rarely (shift has one noise a bucket, so that
+    all its z may be one). Noise has 16 bits: a probability is off by 2^-17 at most, a 650th of the
+    standard error at most.
+    """
+    repeats, size = 10_000, 64
+    config = Config(bucket_size=size, seed=3, **knobs)
+    squares = []
+    for bucket in sample(distribution)[: 4 * size].reshape(4, size):
+        x = np.tile(bucket, repeats)
+        back = dequantize(quantize(x, config), x.size, "float32", config)
+        errors = back.reshape(repeats, size).astype(np.float64) - bucket
+        deviation = errors.std(axis=0)
+        drawn = deviation > 1e-6 * np.abs(bucket).max()
+        assert drawn.mean() > 0.9
+        # What was never rounded the other way is so with a probability below 1e-3, or exact.
+        assert np.abs(errors[:, ~drawn]).max(initial=0) <= 1e-3 * np.abs(bucket).max()
+        z = errors.mean(axis=0)[drawn] / deviation[drawn] * math.sqrt(repeats)
+        assert np.abs(z).max() < 5.5, z
+        squares.extend(np.square(z))
+    if knobs.get("rounding") != "shift":
+        assert abs(np.mean(squares) - 1) < 5.5 * math.sqrt(2 / len(squares))
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"compressor": "levels", "bits": 2},
+        {"compressor": "onebit"},
+        {"compressor": "topk"},
+        {"bits": 2, "rounding": "nearest"},
+    ],
+    ids=str,
+)
+def test_the_others_repeat_themselves(knobs: dict[str, Any]) -> None:
+    """Their error depends on the values alone, so that it does not average out."""
+    x = np.tile(sample("gauss")[:64], 100)
+    config = Config(bucket_size=64, **knobs)
+    back = dequantize(quantize(x, config), x.size, "float32", config).reshape(100, 64)
+    assert (back == back[0]).all() and (back[0] != x[:64]).any()
