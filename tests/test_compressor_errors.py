@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -162,7 +163,10 @@ def test_error_is_the_closed_form(distribution: str, name: str) -> None:
     knobs, form = FORMS[name]
     rows = x.astype(np.float64).reshape(-1, B)
     want = form(rows).sum() / np.square(rows).sum()
-    found = relative_error(x, Config(**{"bucket_size": B, **knobs}))
+    config = Config(**{"bucket_size": B, **knobs})
+    # Few values of t3 have most of the energy, and one draw of their noise is off by 2 %.
+    draws = 16 if config.draws and config.compressor != "randk" else 1
+    found = np.mean([relative_error(x, replace(config, seed=seed)) for seed in range(draws)])
     assert abs(found / want - 1) < 0.02, (found, want)
 
 

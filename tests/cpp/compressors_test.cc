@@ -59,6 +59,7 @@ void same_by_all(int64_t bytes, const std::string& where, const Work& work) {
 }
 
 void test_format(const FormatRow& row, int bits, Dtype dtype, Data kind, int64_t bucket_size) {
+  if (dtype != Dtype::kFloat32 && row.format != BucketFormat::kUniform) return;  // codecs widen
   std::mt19937 random(bits);
   for (const int64_t numel : {int64_t{1}, int64_t{17}, int64_t{1300}}) {
     const BucketRun run{.numel = numel,
