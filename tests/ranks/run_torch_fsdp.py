@@ -12,7 +12,7 @@ import time
 
 import torch.distributed as dist
 import torch_cases as tc
-from torch_fsdp import messages, refusals, rules, training
+from torch_fsdp import feedback, messages, refusals, rules, training
 
 CHECKS = {
     "2": (
@@ -26,6 +26,11 @@ CHECKS = {
         refusals.exact_with_a_warning,
         refusals.compressing_again,
         refusals.ranks_that_disagree,
+        feedback.feedback_to_the_bit,
+        feedback.averaged_in_eight_bits,
+        feedback.compressors_by_rule,
+        feedback.resumed_feedback_is_the_same_to_the_bit,
+        feedback.bad_feedback,
     ),
     "4": (messages.messages_equal_the_oracle, messages.hybrid, messages.smaller_mesh_after_forward),
 }
