@@ -150,6 +150,7 @@ def in_graphs() -> None:
             continue
         wanted.remove(config.compressor)
         for carrier in CARRIERS:
+            torch._dynamo.reset()  # it counts how often one piece of code was compiled
             name = next(_names)
             options = {"op": "avg", "name": name, "carrier": carrier, **config.knobs}
 
