@@ -26,13 +26,14 @@ CHECKS = {
         refusals.exact_with_a_warning,
         refusals.compressing_again,
         refusals.ranks_that_disagree,
-        feedback.feedback_to_the_bit,
-        feedback.averaged_in_eight_bits,
-        feedback.compressors_by_rule,
-        feedback.resumed_feedback_is_the_same_to_the_bit,
-        feedback.bad_feedback,
+        *feedback.CHECKS,
     ),
-    "4": (messages.messages_equal_the_oracle, messages.hybrid, messages.smaller_mesh_after_forward),
+    "4": (
+        messages.messages_equal_the_oracle,
+        messages.hybrid,
+        messages.smaller_mesh_after_forward,
+        *feedback.CHECKS,
+    ),
 }
 
 

@@ -183,3 +183,7 @@ def compressors_by_rule() -> None:
     assert seen.keys() == {"fsdp/reduce_scatter/", "fsdp/reduce_scatter/blocks.1"}
     assert state.kept is not None
     assert state.kept.residuals.tensors.keys() == {"", "blocks.1"}
+
+
+CHECKS = (feedback_to_the_bit, averaged_in_eight_bits, compressors_by_rule)
+CHECKS += (resumed_feedback_is_the_same_to_the_bit, bad_feedback)
