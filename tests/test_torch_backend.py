@@ -60,7 +60,7 @@ def check(outputs: Sequence[str], transport: str) -> None:
 
 
 # What moves data in the core; the rest knows no transport, or is gloo's.
-OVER_MPI = ["asynchronous", "coalescing", "compression", "data_parallel", "groups"]
+OVER_MPI = ["asynchronous", "coalescing", "compression", "compressors", "data_parallel", "groups"]
 # What depends on how ranks find each other; the rest is the same code over the same transport.
 FINDING = ["other_kinds", "collectives", "objects", "point_to_point", "compression", "groups"]
 FINDING += ["sequence_numbers", "bad_input", "begin_again"]

@@ -34,6 +34,7 @@ def test_ranks_start_the_same_collectives(runs: int) -> None:
     ends_well("run_torch_order.py", str(runs))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(620)
 def test_compressors_in_graphs() -> None:
     ends_well("run_torch_codecs.py", "compiled")

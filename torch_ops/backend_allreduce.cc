@@ -100,15 +100,13 @@ Decision Backend::decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t n
   };
   const BackendHost& host = backend_host();
   if (host.debug_wanted && host.debug_wanted()) {
-    const std::string how = decision.compression
-                                ? c10::str(decision.compression->config.bits, " bits")
-                                : std::string("exact");
+    const std::string how = decision.compression ? decision.compression->words : "exact";
     host.debug(c10::str(call(), ": ", how, ", ", decision.reason));
   }
   static std::atomic<bool> warned{false};
   if (decision.surprising && size_ > 1 && host.warn && !warned.exchange(true)) {
     host.warn(c10::str(
-        call(), " stays exact though the group has ", options_->compression->config.bits, " bits (",
+        call(), " stays exact though the group has ", options_->compression->words, " (",
         decision.reason,
         "): only gradients are compressed unasked, while autograd completes them and no hook of "
         "the "

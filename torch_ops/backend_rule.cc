@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 namespace cgx::torch_ops {
@@ -30,6 +31,14 @@ Compression::Compression(const char* config, int64_t seed) : config(config_of(co
   int32_t use = CGX_SEED_UNUSED;
   cgx::check(cgx_config_seed_use(&this->config, &use));
   seed_use = static_cast<cgx_seed_use_t>(use);
+  constexpr std::string_view kCompressor = "compressor='";
+  const std::string_view text = config;
+  if (this->config.compressor == CGX_UNIFORM) {
+    words = std::to_string(this->config.bits) + " bits";
+  } else {
+    const size_t word = text.find(kCompressor) + kCompressor.size();
+    words = text.substr(word, text.find('\'', word) - word);
+  }
 }
 
 Scope exchange_scope(Scope scope) { return std::exchange(current_scope(), std::move(scope)); }

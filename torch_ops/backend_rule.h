@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "cgx/cgx.h"
 
@@ -22,6 +23,7 @@ struct Compression {
   cgx_config_t config;
   int64_t seed;
   cgx_seed_use_t seed_use = CGX_SEED_UNUSED;
+  std::string words;  // for people: "4 bits", "topk"
 };
 
 struct Scope {

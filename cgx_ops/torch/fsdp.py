@@ -15,14 +15,18 @@ gathered, for forward and again for backward, is the shard quantized without bia
 shifted grids; gradients are rounded stochastically; one-dimensional parameters (biases, norms)
 travel exact. QSDP's defaults are 8 bits for both, in buckets of 1024.
 
+Gradients by a biased compressor, such as Config(bits=1, compressor="levels"), have error feedback
+(fsdp_feedback.py).
+
 Phases: compress() puts an all-gather and a reduce-scatter of ours into every module that
 fully_shard wrapped (FSDP2's custom communication); these divide a rank's block into the parameters
-that lie in it, each with buckets of its own; State numbers the noise.
+that lie in it, each with buckets of its own; State numbers the noise, and holds residuals.
 """
 
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,10 +36,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from cgx_ops import Communicator, Config, Segment
 from cgx_ops import rules as language
-from cgx_ops.call import Op, call_seed
+from cgx_ops.call import Op, call_seed, with_segment
 from cgx_ops.errors import InvalidArgument, NotFound
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import _compat, layers
+from cgx_ops.torch.fsdp_feedback import LOCO as LOCO
+from cgx_ops.torch.fsdp_feedback import Feedback, Kept
 from cgx_ops.torch.layers import Rule, Rules
 from cgx_ops.torch.work import DTYPES, start
 
@@ -52,9 +58,9 @@ def one_dimensional(name: str, shape: torch.Size) -> bool:
 
 
 class State:
-    """Which noise comes next: what a checkpoint needs besides model and optimizer.
+    """Which noise comes next, and residuals: what a checkpoint needs besides model and optimizer.
 
-    Equal on all ranks. It has the state_dict() and load_state_dict() that
+    Equal on all ranks, but for residuals. It has the state_dict() and load_state_dict() that
     torch.distributed.checkpoint asks for, and pickles.
 
     Weights get new noise in the first forward after a backward. Until then every gather of theirs
@@ -62,17 +68,32 @@ class State:
     evaluations. Gradients get new noise in every reduction.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, feedback: Feedback | None = None) -> None:
+        self.kept = None if feedback is None else Kept(feedback)
         self._draws = 0
         self._reductions = 0
         self._used = False  # a backward used this draw
 
-    def state_dict(self) -> dict[str, int]:
-        """Return it as integers by name."""
-        return {"draws": self._draws, "reductions": self._reductions, "used": int(self._used)}
+    def state_dict(self) -> dict[str, Any]:
+        """Return it by name: integers, and with error feedback this rank's residuals (copied)."""
+        noise = {"draws": self._draws, "reductions": self._reductions, "used": int(self._used)}
+        return noise if self.kept is None else {**noise, "kept": self.kept.state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue where the State was that state_dict() was called of."""
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where the State was that state_dict() was called of.
+
+        Raises:
+            InvalidArgument: it has residuals and this has not, or the reverse, or they are those of
+                another rank or kept in another way.
+        """
+        if (self.kept is None) != ("kept" not in state_dict):
+            raise InvalidArgument(
+                "the checkpoint was made "
+                + ("without" if self.kept else "with")
+                + " error feedback: call fsdp.compress() as it was called there"
+            )
+        if self.kept is not None:
+            self.kept.load_state_dict(state_dict["kept"])
         self._draws = int(state_dict["draws"])
         self._reductions = int(state_dict["reductions"])
         self._used = bool(state_dict["used"])
@@ -86,11 +107,12 @@ class State:
             self._used = False
         return call_seed(seed, name, self._draws)
 
-    def gradients_seed(self, seed: int, name: str) -> int:
-        """Return the seed of the reduction that begins now; every rank has one of its own."""
+    def gradients_seed(self, seed: int, name: str, *, shared: bool = False) -> int:
+        """Return the seed of the reduction that begins now; shared: the same on all ranks."""
         self._used = True
         self._reductions += 1
-        return call_seed(seed, f"{name} of rank {dist.get_rank()}", self._reductions)
+        owner = "all ranks" if shared else f"rank {dist.get_rank()}"
+        return call_seed(seed, f"{name} of {owner}", self._reductions)
 
 
 def compress(
@@ -100,6 +122,7 @@ def compress(
     *,
     exact: Callable[[str, torch.Size], bool] = one_dimensional,
     rules: Sequence[Rule] = (),
+    feedback: Feedback | None = None,
 ) -> State:
     """Have the collectives of every module inside `model` that fully_shard wrapped compressed.
 
@@ -110,25 +133,27 @@ def compress(
 
     Args:
         model: holds FSDPModules, or is one.
-        gradients: how they travel to be reduced; None: exact. Of Config, bits, bucket_size,
-            rounding, minimal_size, skip_incomplete_buckets and seed count.
+        gradients: how they travel to be reduced; None: exact. Of Config all but the algorithm,
+            gather_bits, intra_bits and communicator_type counts; "threshold" cannot be cut.
         weights: how they travel to be gathered; `WEIGHTS` for QSDP's; None: exact. Rounding to
             nearest biases training: use "shift" or "stochastic".
         exact: exact(name, shape) tells which parameters travel exact in either direction, by their
             names in `model` and the shapes of the whole parameters. Equal on all ranks.
-        rules: a list of cgx_ops.torch.layers.Rule: bits and buckets of parameters by name, in both
+        rules: a list of cgx_ops.torch.layers.Rule: settings of parameters by name, in both
             directions but for one that is None. Later rules win, and all win over `exact`. Equal on
             all ranks. Those of exclude_layer() and its like are for DistributedDataParallel alone.
+        feedback: how residuals of gradients are kept, such as `LOCO`. None: Feedback(), where
+            gradients.keeps_residuals says that there are any. On the CPU only.
 
     Returns:
-        The state of the noise: save it with each checkpoint for a continuation that is the same to
-        the bit.
+        The state of the noise and residuals: save it with each checkpoint for a continuation that
+        is the same to the bit.
 
     Raises:
         InvalidArgument (a ValueError): no module is wrapped, or one is only replicated; a process
-            group has no communicator of cgx_ops. ValueError: a module shards its parameters over
-            several meshes. TypeError: gradients or weights is not a Config, or
-            rules is no list of Rule.
+            group has no communicator of cgx_ops; feedback for gradients that travel exact, or with
+            which it does not converge. ValueError: a module shards its parameters over several
+            meshes. TypeError: gradients or weights is not a Config, or rules is no list of Rule.
     """
     for role, config in (("gradients", gradients), ("weights", weights)):
         if not isinstance(config, Config | None):
@@ -148,7 +173,15 @@ def compress(
     if gradients is None and weights is not None:
         # Ours all the same: a reduction tells that weights were used, and need new noise.
         gradients, reduced_by_name = Config(bits=EXACT_BITS), []
-    state = State()
+    if feedback is not None:
+        if gradients is None:
+            raise InvalidArgument("feedback is given, and gradients travel exact: leave it out")
+        gradients = replace(gradients, error_feedback=True)  # refuses what does not converge
+    elif gradients is not None:
+        own = (gradients.with_own(**rule.overrides) for rule in reduced_by_name)
+        if any(each.keeps_residuals for each in (gradients, *own)):
+            feedback = Feedback()
+    state = State(feedback)
     for name, module in wrapped.items():
         for group in _compat.fsdp_groups(module):
             block = functools.partial(_Block, name, group, names, exact)
@@ -222,6 +255,11 @@ class _Block:
             return None
         trainable = [p for p in _compat.fsdp_parameters(self._group) if p.trainable]
         return self._segments(trainable, numel)
+
+    def complete(self, numel: int) -> bool:
+        """Tell whether the gradients of all trainable parameters are in a block of this size."""
+        parameters = _compat.fsdp_parameters(self._group)
+        return numel == sum(p.numel for p in parameters if p.trainable)
 
     def _segments(
         self, parameters: Iterable[_compat.ShardedParameter], numel: int
@@ -312,6 +350,17 @@ class _ReduceScatter(_Custom):
                 "with compression it must be a sum, an average or a sum times a factor"
             )
         name = f"fsdp/reduce_scatter/{self._block.name}"
+        used = [with_segment(self._config, segment) for segment in segments]
+        kept, residual, residuals = self._state.kept, None, None
+        keeps = [each.keeps_residuals for each in used]
+        # Where gradients are missing, nobody knows whose a residual would be: it waits.
+        if kept is not None and any(keeps) and self._block.complete(output_tensor.numel()):
+            residual = kept.take(self._block.name, input_tensor)
+            residuals = [
+                residual[segment.offset :] if own else None
+                for segment, own in zip(segments, keeps, strict=True)
+            ]
+        shared = any(each.compressor == "randk" for each in used)
         work = start(
             _communicator(group),
             "reduce_scatter",
@@ -320,11 +369,14 @@ class _ReduceScatter(_Custom):
             self._config,
             op=_OPS[kind],
             segments=segments,
-            seed=self._state.gradients_seed(self._config.seed, name),
+            seed=self._state.gradients_seed(self._config.seed, name, shared=shared),
             name=name,
             asynchronous=False,
+            residuals=residuals,
         )
         work.wait()  # FSDP uses the output at once, on a GPU on the current stream
+        if kept is not None and residual is not None:
+            kept.put(self._block.name, residual)
         if kind == "PREMUL_SUM":
             output_tensor.mul_(op.__getstate__()[1])
         return None

@@ -70,7 +70,8 @@ class Residuals:
             raise InvalidArgument(
                 f"the residuals are those of rank {self.owner[0]} of {self.owner[1]}, and this is "
                 f"rank {rank} of {size}: load each rank's own, or, for another number of ranks, "
-                "call consolidate() on all ranks before the checkpoint is saved"
+                "call consolidate() of DistributedDataParallel's state on all ranks before the "
+                "checkpoint is saved; FSDP's begin anew there"
             )
         self.owner, self.consolidated = (rank, size), False
 

@@ -17,8 +17,8 @@ from cgx_ops.errors import InvalidArgument, Unsupported
 # cgx_dtype_t
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
-# Of each segment, or None where it has none; or one like the input, in which they all lie.
-Residuals = torch.Tensor | Sequence[torch.Tensor | None]
+# One for each segment, or None where it has none.
+Residuals = Sequence[torch.Tensor | None]
 
 
 @functools.cache
@@ -68,8 +68,9 @@ def start(
         asynchronous: False puts the collective of CUDA tensors on the current stream, where nobody
             need wait for it. CPU tensors: no difference.
         residuals: error feedback, of sums and averages: contiguous, of the input's dtype and
-            device, read and written in place until the end. A list has one for each segment, of as
-            many elements, or None, and is for allreduce. A tensor has the input's size.
+            device, read and written in place until the end; a list with one for each segment, or
+            None. allreduce: of as many elements. reduce_scatter: what of a tensor like the input is
+            from the segment on: a residual lies there as its values do in the input.
 
     Returns:
         Its Work: wait() raises what it failed with; get_future() holds a list of the output, and
@@ -126,14 +127,13 @@ def set_residuals(
     if residuals is None:
         return []
     segments = [Segment(0, like.numel())] if call.segments is None else call.segments
-    if isinstance(residuals, torch.Tensor):
-        given: list[torch.Tensor | None] = [residuals]
-        numels = [like.numel()]
-    else:
-        given, numels = list(residuals), [each.numel for each in segments]
-    if len(given) != len(numels):
-        raise InvalidArgument(f"residuals is a list of {len(given)} for {len(numels)} segments")
-    for residual, numel in zip(given, numels, strict=True):
+    if len(residuals) != len(segments):
+        raise InvalidArgument(
+            f"residuals is a list of {len(residuals)} for {len(segments)} segments; give one each"
+        )
+    for residual, segment in zip(residuals, segments, strict=True):
+        scattered = call.verb == "reduce_scatter"
+        numel = like.numel() - segment.offset if scattered else segment.numel
         if residual is not None and (
             (residual.dtype, residual.device, residual.numel()) != (like.dtype, like.device, numel)
             or not residual.is_contiguous()
@@ -143,10 +143,6 @@ def set_residuals(
                 f"{residual.device}; it must be contiguous, of {numel} elements of {like.dtype} on "
                 f"{like.device}, as the values are"
             )
-    if isinstance(residuals, torch.Tensor):
-        first, width = residuals.data_ptr(), residuals.element_size()
-        addresses = [first + width * each.offset for each in segments]
-    else:
-        addresses = [None if each is None else each.data_ptr() for each in given]
+    addresses = [None if each is None else each.data_ptr() for each in residuals]
     collective.residuals = (c_void_p * len(addresses))(*addresses)
-    return [each for each in given if each is not None]
+    return [each for each in residuals if each is not None]

@@ -12,7 +12,7 @@ import time
 
 import torch.distributed as dist
 import torch_cases as tc
-from torch_fsdp import messages, refusals, rules, training
+from torch_fsdp import feedback, messages, refusals, rules, training
 
 CHECKS = {
     "2": (
@@ -26,8 +26,14 @@ CHECKS = {
         refusals.exact_with_a_warning,
         refusals.compressing_again,
         refusals.ranks_that_disagree,
+        *feedback.CHECKS,
     ),
-    "4": (messages.messages_equal_the_oracle, messages.hybrid, messages.smaller_mesh_after_forward),
+    "4": (
+        messages.messages_equal_the_oracle,
+        messages.hybrid,
+        messages.smaller_mesh_after_forward,
+        *feedback.CHECKS,
+    ),
 }
 
 

@@ -35,6 +35,7 @@ from cgx_ops.torch.rewrite import NothingRewritten, compress_collectives
 
 NEAREST = Config(bits=3, bucket_size=64, rounding="nearest", algorithm="sra")
 SALT, HOW = [sys.argv[1]], sys.argv[2]
+COMMUNICATOR: list[str] = []  # the name of one over all ranks
 
 Group = dist.ProcessGroup
 Step = Callable[[torch.Tensor], Any]
@@ -98,6 +99,26 @@ def functional_collectives(group: Group) -> None:
         assert tc.same_bits(y, expected([2 * x for x in everyone], op) + 1)
         assert tc.same_bits(a, expected([x + 1 for x in everyone], op) * 2)
         assert tc.same_bits(b, expected([x[:1300] for x in everyone], op) * 2)
+
+
+def compressors(group: Group) -> None:
+    """Each gives what cgx_ops gives, whoever carries the bytes."""
+    _, x = inputs()
+    ours = cgx_ops.Communicator.find(COMMUNICATOR[0])
+    for config in (
+        Config(bits=2, compressor="levels", rotation=32, bucket_size=64, algorithm="sra"),
+        Config(compressor="topk", density=0.1, bucket_size=64, algorithm="sra"),
+        Config(compressor="threshold"),
+    ):
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return functional.all_reduce(2 * x, "sum", group) + 1
+
+        with compress_collectives(config) as rewrite:
+            y = compiled(step)(x)
+        assert rewrite.rewritten == 1, rewrite.counts
+        want = ours.allreduce((2 * x).numpy(), "sum", config)
+        assert tc.same_bits(y, torch.from_numpy(want) + 1), config
 
 
 def in_place_and_half(group: Group) -> None:
@@ -359,8 +380,10 @@ def main() -> None:
 
     name = other.group_name
     cgx_ops.Communicator.create(other.rank(), other.size(), allgather, name, timeout=90)
+    COMMUNICATOR.append(name)
     checks = [functional_collectives, in_place_and_half, distributed_tensor, noise, choice]
     checks += [as_an_option_and_chained, caches, says_why, generated_code, overlap, data_parallel]
+    checks += [compressors]
     for number, check in enumerate(checks):
         groups = [world, other]
         for group in groups if HOW == "each" or number == 0 else groups[number % 2 :][:1]:

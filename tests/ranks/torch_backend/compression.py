@@ -1,16 +1,19 @@
 """What is compressed and what is exact; the values of both, and the noise."""
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed
 import torch_cases as tc
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch_codecs import CONFIGS
 
-from cgx_ops import Config
+from cgx_ops import Communicator, Config
 from cgx_ops.torch import BackendOptions, compressed, uncompressed
 
 from .common import (
@@ -71,6 +74,40 @@ def noise(r: int, n: int) -> None:
             assert tc.same_bits(x, want), draw
         assert torch.equal(state, torch.get_rng_state())
         dist.destroy_process_group(group)
+
+
+def compressors(r: int, n: int) -> None:
+    """Every compressor gives what cgx_ops gives; that of the environment is a group's own."""
+    for config in CONFIGS:
+        group = dist.new_group(pg_options=BackendOptions(config))
+        seed = tc.gradient_seed(tc.named_seed(0, group.group_name), 1)
+        x = tc.values(r, 3000)
+        comm = Communicator.find(group.group_name)
+        want = comm.allreduce(tc.to_numpy(x), "sum", config, seed=seed)
+        DECISIONS.taken()
+        with compressed():
+            dist.all_reduce(x, group=group)
+        assert tc.same_bits(x, torch.from_numpy(want)), config
+        word = "bits" if config.compressor == "uniform" else config.compressor
+        assert f" {word}, inside compressed()" in DECISIONS.taken()[-1], config
+        dist.destroy_process_group(group)
+
+    variables = {
+        "CGX_COMPRESSOR": "topk",
+        "CGX_COMPRESSION_DENSITY": "0.05",
+        "CGX_COMPRESSION_VALUE_BITS": "8",
+        "CGX_COMPRESSION_BUCKET_SIZE": "100",
+    }
+    with mock.patch.dict(os.environ, variables):
+        options = BackendOptions()
+    assert options.config == Config(compressor="topk", density=0.05, value_bits=8, bucket_size=100)
+    group = dist.new_group(pg_options=options)
+    x = tc.values(r, 3000)
+    with compressed():
+        dist.all_reduce(x, group=group)
+    chosen = x.reshape(30, 100).count_nonzero(1)
+    assert (chosen <= 5 * n).all() and (chosen >= 5).all()
+    dist.destroy_process_group(group)
 
 
 def what_is_compressed(r: int, n: int) -> None:
@@ -235,6 +272,7 @@ def data_parallel(r: int, n: int) -> None:
 CASES: tuple[Case, ...] = (
     compression,
     noise,
+    compressors,
     what_is_compressed,
     data_parallel,
 )

@@ -91,7 +91,7 @@ def feedback_by_layer() -> None:
             model, state = hooked(network(), config, hook, **mode)
             own = replace(config, algorithm="one_shot" if config is THRESHOLD else "by_hosts")
             residuals = zeros_for(local_gradients(RANK, spare=True))
-            group = mode.get("process_group") or dist.group.WORLD
+            group: Any = mode.get("process_group") or dist.group.WORLD
             for step in range(4):
                 model.zero_grad()
                 model(images(RANK, step), spare=True).square().sum().backward()
@@ -153,11 +153,14 @@ def exact_steps_leave_residuals_alone() -> None:
 
 
 def what_cannot_be() -> None:
-    for config in (
-        {"compressor": "sign"}, {"bits": 32}, {"compressor": "ternary"},
-        {"compressor": "qsgd", "bits": 2, "bucket_size": 4096},
-    ):  # fmt: skip
-        fails(InvalidArgument, "", lambda own=config: Config(**own, error_feedback=True))
+    diverging: list[tuple[dict[str, Any], str]] = [
+        ({"compressor": "sign"}, "a vote has no magnitude"),
+        ({"bits": 32}, "nothing is lost that it could add"),
+        ({"compressor": "ternary"}, "without clip=True"),
+        ({"compressor": "qsgd", "bits": 2, "bucket_size": 4096}, "give more bits"),
+    ]
+    for config, words in diverging:
+        fails(InvalidArgument, words, lambda own=config: Config(**own, error_feedback=True))
     model, state = hooked(network(), LEVELS)
     state.residuals.tensors["first.weight"] = torch.zeros(3)
     forward = model(images(RANK), spare=True).square().sum()
@@ -172,6 +175,19 @@ def what_cannot_be() -> None:
     forward = model(images(RANK), spare=True).square().sum()
     del ddp_models._known[model]
     fails(Exception, "error feedback keeps residuals by layer", forward.backward)
+
+
+def unasked_over_the_backend() -> None:
+    """A group's config with a biased compressor brings its residuals."""
+    group: Any = dist.new_group(backend="cgx", pg_options=cgx_ops.torch.BackendOptions(TOPK))
+    model: Any = DistributedDataParallel(network(), process_group=group)
+    residuals: dict[str, torch.Tensor] = zeros_for(local_gradients(RANK, spare=True))
+    for step in range(2):
+        model.zero_grad()
+        model(images(RANK, step), spare=True).square().sum().backward()
+        alone = local_gradients(RANK, (step,), spare=True)
+        own = replace(TOPK, algorithm="by_hosts")
+        same(gradients_of(model), by_layer(alone, residuals, own, step, group.group_name))
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -232,5 +248,5 @@ def a_state_that_did_not_ask_for_residuals() -> None:
 
 
 CHECKS = [feedback_by_layer, inside_torchs_wrapper, who_has_residuals]
-CHECKS += [exact_steps_leave_residuals_alone, what_cannot_be]
+CHECKS += [exact_steps_leave_residuals_alone, what_cannot_be, unasked_over_the_backend]
 CHECKS += [resumed_feedback_is_the_same_to_the_bit, a_state_that_did_not_ask_for_residuals]

@@ -148,7 +148,7 @@ def equals_the_oracle(message: Message) -> bool:
         for s in message.segments
     ]
     options: dict[str, Any] = {
-        "rounding": config.rounding,
+        "rounding": config.rounding or "stochastic",  # uniform's own
         "seeds": [seed for _, seed in everyones],
         "minimal_size": config.minimal_size,
     }

@@ -1,0 +1,189 @@
+"""Error feedback of gradients' reduce-scatter.
+
+1. every message and every residual, against cgx_ops' own reduce_scatter to the bit
+2. LoCo's form: 8 bits, averaged, reset
+3. checkpoints, and what is refused
+"""
+
+import itertools
+import pickle
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch_cases as tc
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from cgx_ops import Config, InvalidArgument, codec
+from cgx_ops.torch import fsdp
+from cgx_ops.torch.fsdp_feedback import Feedback
+from cgx_ops.torch.layers import Rule
+
+from .common import EXACT, Model, batch, sharded, weights
+from .refusals import refuses
+
+LEVELS = Config(bits=1, compressor="levels", bucket_size=64)
+TOPK = Config(compressor="topk", density=0.1, bucket_size=128)
+KEPT = Config(bits=8, bucket_size=512, rounding="nearest")
+
+
+@contextmanager
+def checked() -> Iterator[dict[str, list[tuple[torch.Tensor, torch.Tensor]]]]:
+    """Compare every reduce-scatter inside; give residuals before and after, by module."""
+    seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    original = fsdp.start
+
+    def start(
+        comm: Any, verb: Any, source: Any, output: Any, config: Config, **options: Any
+    ) -> dist.Work:
+        segments, residuals = options["segments"], options.get("residuals")
+        if residuals is None:
+            return original(comm, verb, source, output, config, **options)
+        flat = next(each for each in residuals if each is not None)._base
+        assert flat is not None
+
+        def kept() -> Any:
+            """Return a copy, with zeros for what travels exact."""
+            blocks = flat.numpy().reshape(comm.size, -1).copy()
+            for segment, residual in zip(segments, residuals, strict=True):
+                if residual is None:
+                    blocks[:, segment.offset : segment.offset + segment.numel] = 0
+            return blocks
+
+        before, mine = flat.clone(), kept()
+        work = original(comm, verb, source, output, config, **options)
+        work.wait()
+        want = comm.reduce_scatter(
+            tc.to_numpy(source).reshape(comm.size, -1), options["op"], config,
+            segments=segments, seed=options["seed"], residual=mine,
+        )  # fmt: skip
+        assert tc.to_numpy(output).tobytes() == want.tobytes()
+        if all(s.bits == 32 for s, r in zip(segments, residuals, strict=True) if r is None):
+            assert kept().tobytes() == mine.tobytes()
+        seen.setdefault(options["name"], []).append((before, flat.clone()))
+        return work
+
+    fsdp.start = start
+    try:
+        yield seen
+    finally:
+        fsdp.start = original
+
+
+def train(model: Any, steps: range) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in steps:
+        x, y = batch(step)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def feedback_to_the_bit() -> None:
+    """On by default with biased compressors; what one step leaves is what the next one takes."""
+    for config in (LEVELS, TOPK, Config(bits=2, bucket_size=64, error_feedback=True)):
+        model = sharded(Model())
+        state = fsdp.compress(model, config)
+        with checked() as seen:
+            train(model, range(3))
+        assert len(seen) == 4
+        for messages in seen.values():
+            assert len(messages) == 3
+            assert not messages[0][0].any()
+            assert messages[0][1].any()
+            for (_, after), (before, _) in itertools.pairwise(messages):
+                assert tc.same_bits(after, before)
+        assert state.kept is not None
+    for config in (Config(bits=2), replace(LEVELS, error_feedback=False), EXACT):
+        assert fsdp.compress(sharded(Model()), config).kept is None
+
+
+def averaged_in_eight_bits() -> None:
+    feedback = Feedback(bits=8, average=0.75, reset=3)
+    model = sharded(Model())
+    state = fsdp.compress(model, LEVELS, feedback=feedback)
+    with checked() as seen:
+        train(model, range(5))
+    for messages in seen.values():
+        known = torch.zeros_like(messages[0][0])
+        for step, (before, lost) in enumerate(messages):
+            assert tc.same_bits(before, known), step
+            new = known * 0.75 + lost * 0.25
+            encoded = codec.quantize(new.numpy(), KEPT)
+            known = torch.from_numpy(codec.dequantize(encoded, new.numel(), config=KEPT))
+            if (step + 1) % 3 == 0:
+                known = torch.zeros_like(known)
+    assert state.kept is not None
+    kept = state.kept.residuals.tensors
+    assert kept and all(each.dtype == torch.uint8 for each in kept.values())
+    loco = fsdp.LOCO
+    assert (loco.bits, loco.average, loco.reset) == (8, 0.8, 1024)
+
+
+def resumed_feedback_is_the_same_to_the_bit() -> None:
+    for feedback in (None, Feedback(bits=8, average=0.5, reset=4), Feedback(average=0.5)):
+        folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(folder)
+        model = sharded(Model())
+        state = fsdp.compress(model, LEVELS, feedback=feedback)
+        train(model, range(3))
+        save({"model": model.state_dict(), "cgx": state}, checkpoint_id=folder[0])
+        pickled = pickle.dumps(state.state_dict())
+        train(model, range(3, 6))
+        want = weights(model)
+        for form in ("dcp", "pickle", "nothing"):
+            model = sharded(Model())
+            state = fsdp.compress(model, LEVELS, feedback=feedback)
+            loaded: dict[str, Any] = {"model": model.state_dict()}
+            if form == "dcp":
+                loaded["cgx"] = state
+            load(loaded, checkpoint_id=folder[0])
+            model.load_state_dict(loaded["model"])
+            if form == "pickle":
+                state.load_state_dict(pickle.loads(pickled))
+            train(model, range(3, 6))
+            got = weights(model)
+            same = all(tc.same_bits(got[name], want[name]) for name in want)
+            assert same == (form != "nothing"), (form, feedback)
+
+
+def bad_feedback() -> None:
+    model = sharded(Model())
+    for config, words in (
+        (None, "gradients travel exact"),
+        (EXACT, "nothing is lost that it could add"),
+        (Config(compressor="sign"), "a vote has no magnitude"),
+    ):
+        refuses(
+            lambda c=config: fsdp.compress(model, c, feedback=fsdp.LOCO), InvalidArgument, words
+        )
+    refuses(lambda: Feedback(bits=4), InvalidArgument, "Feedback.bits is 4")  # type: ignore[arg-type]
+    refuses(lambda: Feedback(average=1.0), InvalidArgument, "Feedback.average is 1.0")
+    refuses(lambda: Feedback(reset=-1), InvalidArgument, "Feedback.reset is -1")
+    state, other = fsdp.compress(model, LEVELS), fsdp.compress(model, LEVELS, feedback=fsdp.LOCO)
+    refuses(
+        lambda: state.load_state_dict(fsdp.compress(model).state_dict()), InvalidArgument, "without"
+    )
+    refuses(lambda: other.load_state_dict(state.state_dict()), InvalidArgument, "give it the same")
+
+
+def compressors_by_rule() -> None:
+    """One module by topk, with residuals; the others in 8 bits, without."""
+    rules = [Rule("head", compressor="topk", density=0.2), Rule("blocks.1", compressor="randk")]
+    model = sharded(Model())
+    state = fsdp.compress(model, Config(bits=8, bucket_size=64), rules=rules)
+    with checked() as seen:
+        train(model, range(2))
+    assert seen.keys() == {"fsdp/reduce_scatter/", "fsdp/reduce_scatter/blocks.1"}
+    assert state.kept is not None
+    assert state.kept.residuals.tensors.keys() == {"", "blocks.1"}
+
+
+CHECKS = (feedback_to_the_bit, averaged_in_eight_bits, compressors_by_rule)
+CHECKS += (resumed_feedback_is_the_same_to_the_bit, bad_feedback)
