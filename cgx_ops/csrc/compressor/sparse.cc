@@ -88,7 +88,7 @@ void Chosen::subtract_from(int64_t numel, const float* from, float* lost) const 
   kernels().scale(from, 1.0f, Dtype::kFloat32, lost,
                   numel);  // a copy, but 0 for what is not finite
   for (size_t i = 0; i < places.size(); ++i) {
-    const float error = load(from + places[i]) - values[i];
+    const float error = load(from + places[i]) - (values[i] + 0.0f);
     store(std::isfinite(error) ? error : 0.0f, lost + places[i]);
   }
 }
