@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import json
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -288,14 +289,20 @@ def table_of_codecs(found: list[Coded]) -> Table:
 
 
 def table_of_training(task: str, found: list[Trained]) -> Table:
+    def accuracies_of(setting: str) -> list[float]:
+        mine = [each for each in found if (each.task, each.setting) == (task, setting)]
+        return [100 * each.accuracy for each in mine]
+
+    exact = statistics.mean(accuracies_of("exact"))
+
     def cells(setting: str) -> list[str]:
         mine = [each for each in found if (each.task, each.setting) == (task, setting)]
-        accuracies = [100 * each.accuracy for each in mine]
-        losses = [each.loss for each in mine]
+        accuracies, losses = accuracies_of(setting), [each.loss for each in mine]
         spread = statistics.stdev if len(mine) > 1 else lambda _: 0.0
         return [
             f"{statistics.mean(accuracies):.2f}",
             f"{spread(accuracies):.2f}",
+            f"{statistics.mean(accuracies) - exact:+.2f}",
             f"{statistics.mean(losses):.3f}",
             f"{spread(losses):.3f}",
         ]
@@ -303,7 +310,7 @@ def table_of_training(task: str, found: list[Trained]) -> Table:
     seeds = len({each.seed for each in found})
     return Table(
         f"How models train: {task}",
-        ["setting", "accuracy %", "+-", "loss", "+-"],
+        ["setting", "accuracy %", "+-", "to exact", "loss", "+-"],
         [[name, *cells(name)] for name in TRAININGS],
         notes=[
             f"Mean and standard deviation of {seeds} seeds, on examples that were held back; "
@@ -316,10 +323,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Every compressor: bytes, error, time, training")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="tables of what --json wrote")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="also write the tables there")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    coded, trained = code_all(), train_all(options.seeds)
+    if options.again:
+        rows = json.loads(options.again.read_text())["results"]
+        coded = [Coded(**row) for row in rows if "codec" in row]
+        trained = [Trained(**row) for row in rows if "task" in row]
+    else:
+        coded, trained = code_all(), train_all(options.seeds)
     tables = [table_of_codecs(coded)]
     tables += [table_of_training(task, trained) for task in dict.fromkeys(t.task for t in trained)]
     for table in tables:
