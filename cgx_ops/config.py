@@ -63,6 +63,10 @@ def _accepts(name: str, value: Any) -> bool:
     return True
 
 
+def _is_share(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= 1
+
+
 # What a compressor has of its own, and another one may not.
 OF_COMPRESSOR = ("bits", "rounding", "density", "value_bits", "rotation", "clip", "gather_bits")
 
@@ -102,6 +106,8 @@ class Config:
             "NCCL" carries messages between GPUs, and is "AUTO" between processes.
         error_feedback: where gradients are reduced step by step, whether what is lost of them is
             kept and added in the next step; None: where the compressor needs it to train.
+        residual_decay: with error feedback, the part of what was lost that is added, more than 0
+            and at most 1. Less than 1 gives the rest up; MergeComp's memory has 0.9.
     """
 
     bits: int = _DEFAULTS["bits"]
@@ -120,6 +126,7 @@ class Config:
     seed: int = 0
     communicator_type: CommunicatorType = "AUTO"
     error_feedback: bool | None = None
+    residual_decay: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value in zip((*_ACCEPTED, "seed"), (*_values(self), self.seed), strict=True):
@@ -138,6 +145,8 @@ class Config:
             self._refuse("communicator_type", f"one of {', '.join(map(repr, _COMMUNICATOR_TYPES))}")
         if self.error_feedback is not None and type(self.error_feedback) is not bool:
             self._refuse("error_feedback", "True, False or None")
+        if not _is_share(self.residual_decay):
+            self._refuse("residual_decay", "more than 0 and at most 1")
         if self.error_feedback:
             _native.call("cgx_config_check_feedback", byref(self.native))
 

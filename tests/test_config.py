@@ -31,6 +31,7 @@ def test_defaults() -> None:
         "seed": 0,
         "communicator_type": "AUTO",
         "error_feedback": None,
+        "residual_decay": 1.0,
     }
 
 
@@ -105,7 +106,7 @@ def fields() -> dict[str, dict[str, Any]]:
 def test_config_has_every_field_of_the_core() -> None:
     own = [field.name for field in dataclasses.fields(Config)]
     assert own[: len(fields())] == list(fields())
-    assert own[len(fields()) :] == ["seed", "communicator_type", "error_feedback"]
+    assert own[len(fields()) :] == ["seed", "communicator_type", "error_feedback", "residual_decay"]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_by_default_where_it_is_needed() -> None:
     """And of "uniform", as ever; the others' leaves keep nothing."""
     mesh = mesh_over(2)
     ours = average_gradients("d", bits=2, algorithm="sra", rules=RULES, mesh=mesh)
-    optimizer = optax.chain(ours, optax.trace(0.9))
+    optimizer = optax.chain(ours, optax.scale(0.5))
     state: Any = optimizer.init(PARAMS)
     kept = {name for name, leaf in state[0].residual.items() if leaf is not None}
     assert kept == {"bias", "dense", "norm", "rest"}
@@ -80,7 +80,6 @@ def test_by_default_where_it_is_needed() -> None:
         "rest": config_of("uniform", key=None, algorithm="sra"),
     }
     residuals = {name: np.zeros((2, NUMEL), np.float32) for name in kept}
-    trace = dict.fromkeys(PARAMS, np.zeros(NUMEL, np.float32))
     for number in range(3):
         rows = {name: normal(10 * number + i, 2, NUMEL) for i, name in enumerate(PARAMS)}
         updates, state = step(PARAMS, state, rows)
@@ -89,8 +88,7 @@ def test_by_default_where_it_is_needed() -> None:
             mean = numpy_result(
                 "allreduce", rows[name], configs[name], op="avg", key=None, residuals=old
             )[0]
-            trace[name] = mean + np.float32(0.9) * trace[name]
-            assert same_bits(updates[name], trace[name]), name
+            assert same_bits(updates[name], mean * np.float32(0.5)), name
             if name in kept:
                 # A copy: what numpy has seen is not donated any more (jax 0.11).
                 assert same_bits(jnp.copy(state[0].residual[name]), residuals[name]), name
@@ -227,3 +225,22 @@ def test_the_same_number_of_devices() -> None:
 def test_what_cannot_be_consolidated(state: Any, devices: int | None, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         consolidate(state, devices)
+
+
+def test_decay() -> None:
+    """A decay of 0.5 is half of what was lost."""
+    mesh, params = mesh_over(2), {"a": normal(1, NUMEL)}
+    rows = {"a": normal(2, 2 * NUMEL).reshape(2, NUMEL)}
+
+    def step(decay: float, state: Any) -> Any:
+        optimizer = average_gradients("d", mesh=mesh, residual_decay=decay, **TOPK)
+        state = optimizer.init(params) if state is None else state
+        return program_of(optimizer, params, mesh)(params, state, rows)
+
+    lost = jax.tree.map(np.asarray, step(1.0, None)[1])
+    half = lost._replace(residual=jax.tree.map(lambda e: e * np.float32(0.5), lost.residual))
+    (decayed, _), (expected, _) = step(0.5, lost), step(1.0, half)
+    assert same_bits(fetch(decayed["a"]), fetch(expected["a"]))
+    assert not same_bits(fetch(decayed["a"]), fetch(step(1.0, lost)[0]["a"]))
+    with pytest.raises(ValueError, match=r"residual_decay is 1.5; it must be more than 0"):
+        average_gradients("d", residual_decay=1.5)

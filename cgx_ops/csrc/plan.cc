@@ -65,6 +65,13 @@ void check_segments(const cgx_collective_t& call, int64_t most) {
             "segments overlap at element ", ranges[i].first);
 }
 
+// As it is compared: what a rounding that is not told stands for is told.
+cgx_config_t agreed_config(const cgx_collective_t& call, const cgx_segment_t& segment) {
+  cgx_config_t config = segment_config(call, segment);
+  config.rounding = static_cast<int64_t>(rounding_of(config));
+  return config;
+}
+
 uint64_t hash_segments(const cgx_collective_t& call) {
   static_assert(std::has_unique_object_representations_v<cgx_config_t>);
   uint64_t hash = fnv1a({});
@@ -72,10 +79,10 @@ uint64_t hash_segments(const cgx_collective_t& call) {
     const cgx_segment_t& segment = call.segments[i];
     const int64_t fields[] = {segment.numel, segment.bucket_size, segment.bits};
     hash = fnv1a(std::as_bytes(std::span(fields)), hash);
-    const cgx_config_t own = segment_config(call, segment);
+    const cgx_config_t own = agreed_config(call, segment);
     cgx_segment_t plain = segment;
     plain.config = nullptr;
-    const cgx_config_t calls = segment_config(call, plain);
+    const cgx_config_t calls = agreed_config(call, plain);
     if (std::memcmp(&own, &calls, sizeof(own)) != 0)
       hash = fnv1a(std::as_bytes(std::span(&own, 1)), hash);
   }
@@ -247,7 +254,7 @@ Agreement make_agreement(const cgx_collective_t& call, const Plan& plan) {
       agreement.shared_seeds =
           fnv1a(std::as_bytes(std::span(&codec.seed, 1)), agreement.shared_seeds);
   }
-  agreement.config = call.num_segments > 0 ? segment_config(call, call.segments[0]) : call.config;
+  agreement.config = call.num_segments > 0 ? agreed_config(call, call.segments[0]) : call.config;
   agreement.config.algorithm = plan.algorithm;
   agreement.segments_hash = hash_segments(call);
   return agreement;

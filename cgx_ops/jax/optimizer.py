@@ -49,6 +49,7 @@ def average_gradients(
     axis_name: Axes,
     *,
     error_feedback: bool | None = None,
+    residual_decay: float = 1.0,
     key: jax.Array | None = None,
     name: str = "",
     mesh: Mesh | None = None,
@@ -75,6 +76,8 @@ def average_gradients(
           takes the memory of one more copy of the parameters on every device, and of "uniform" 2
           bits or more. None: for leaves that travel by "uniform", or by a compressor that does not
           train without: "levels", "onebit", "topk", "threshold", "randk".
+        residual_decay: the part of what was lost that is added, more than 0 and at most 1, as of
+          `cgx_ops.Config`.
         key: a PRNG key, as of `psum_q`, not traced: the count of steps is folded into it. None
           rounds to nearest, which is the better choice with error feedback: it loses half as much
           in a step, and what it loses always in one direction comes back too.
@@ -97,6 +100,7 @@ def average_gradients(
     optax = _optax("average_gradients")
     caller = "average_gradients"
     checked = checked_knobs(caller, key=key, name=name, **knobs)
+    decay = Config(residual_decay=residual_decay).residual_decay  # which checks it
 
     def keeps(config: Config) -> bool:
         return keeps_by_default(config) if error_feedback is None else error_feedback
@@ -135,6 +139,8 @@ def average_gradients(
         noise = None if key is None else jax.random.fold_in(key, state.step)
         residual = state.residual
         own = jax.tree_util.tree_map_with_path(_own_residual, updates, residual)
+        if decay != 1:
+            own = jax.tree.map(lambda e: e * decay, own)
         mean, lost = reduce_over(caller, updates, own, axes, "avg", key=noise, name=name, **knobs)
         residual = jax.tree.map(lambda e, old: e.astype(old.dtype)[None], lost, residual)
         return mean, AverageGradientsState(state.step + 1, residual)

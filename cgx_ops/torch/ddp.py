@@ -346,7 +346,7 @@ def _residuals_of(
                 "DistributedDataParallel(model), or give Config(error_feedback=False)"
             )
     return [
-        state.residuals.of(layer.name, gradient) if kept else None
+        state.residuals.of(layer.name, gradient, config.residual_decay) if kept else None
         for layer, gradient, kept in zip(found, gradients, keeps, strict=True)
     ]
 

@@ -36,12 +36,13 @@ class Residuals:
 
     # ---- 1. layers -------------------------------------------------------------------------------
 
-    def of(self, name: str, like: torch.Tensor) -> torch.Tensor:
+    def of(self, name: str, like: torch.Tensor, decay: float = 1.0) -> torch.Tensor:
         """Return a parameter's residual, zeros at first, to be read and written in place.
 
         Args:
             name: of the parameter.
             like: its gradient, as it is reduced.
+            decay: what is left of it: it is multiplied.
 
         Raises:
             InvalidArgument: the one that there is has another size.
@@ -56,6 +57,8 @@ class Residuals:
             )
         # A checkpoint may have come from another device; a model may have changed its dtype.
         self.tensors[name] = known.to(dtype=like.dtype, device=like.device)
+        if decay != 1.0:
+            self.tensors[name].mul_(decay)
         return self.tensors[name]
 
     # ---- 2. whose they are -----------------------------------------------------------------------
