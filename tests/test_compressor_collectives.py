@@ -172,7 +172,7 @@ DISAGREE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rounding": (
         {"compressor": "half"},
         {"compressor": "half", "rounding": "stochastic"},
-        "rounding None against stochastic",
+        "rounding nearest against stochastic",
     ),
 }
 

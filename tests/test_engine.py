@@ -133,7 +133,7 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"array": np.ones(1000, np.float16)}, "dtype float32 against float16"),
     "bits": ({"config": Config(bits=8)}, "bits 4 against 8"),
     "bucket_size": ({"config": Config(bucket_size=64)}, "bucket_size 512 against 64"),
-    "rounding": ({"config": Config(rounding="nearest")}, "rounding None against nearest"),
+    "rounding": ({"config": Config(rounding="nearest")}, "rounding stochastic against nearest"),
     "op": ({"op": "avg"}, "op sum against avg"),
     "algorithm": ({"config": Config(algorithm="ring")}, "algorithm one_shot against ring"),
     "gather_bits": ({"config": Config(gather_bits=8)}, "gather_bits None against 8"),
