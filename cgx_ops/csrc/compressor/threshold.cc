@@ -107,8 +107,11 @@ class Threshold final : public Codec {
   // The least of the sample's largest magnitudes.
   float sampled(const float* values, int64_t numel) const {
     std::vector<float> sample;
-    for (int64_t i = std::min(kSampleEvery, numel) / 2; i < numel; i += kSampleEvery)
-      sample.push_back(values[i]);
+    for (int64_t i = std::min(kSampleEvery, numel) / 2; i < numel; i += kSampleEvery) {
+      float value;
+      std::memcpy(&value, values + i, sizeof(value));  // callers' values need not be aligned
+      sample.push_back(value);
+    }
     const auto count = static_cast<int64_t>(sample.size());
     std::vector<uint32_t> places(share_of(settings_, count));
     kernels().select_largest(sample.data(), count, static_cast<int64_t>(places.size()),

@@ -6,9 +6,15 @@
 set(CGX_KERNEL_DIR ${CMAKE_CURRENT_LIST_DIR})
 set(CGX_KERNEL_SOURCES ${CGX_KERNEL_DIR}/dispatch.cc)
 
+# Instrumented, the kernels take minutes to compile at -O3.
+set(CGX_KERNEL_OPTIMIZATION -O3)
+if(CGX_SANITIZE)
+  set(CGX_KERNEL_OPTIMIZATION -O1)
+endif()
+
 function(cgx_cpu_target name)
   set(source ${CGX_KERNEL_DIR}/cpu/kernels_${name}.cc)
-  set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS "-O3;-ffp-contract=off;-fno-trapping-math;${ARGN}")
+  set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS "${CGX_KERNEL_OPTIMIZATION};-ffp-contract=off;-fno-trapping-math;${ARGN}")
   set(CGX_KERNEL_SOURCES ${CGX_KERNEL_SOURCES} ${source} PARENT_SCOPE)
 endfunction()
 

@@ -124,7 +124,8 @@ void select_largest(const float* from, int64_t n, int64_t k, uint32_t* places) {
   const auto* values = reinterpret_cast<const Stored<uint32_t>*>(from);
   Bounds bounds = halve(values, n, k, step_down(values, n, k), about);
   const auto equal = [&](const Stored<uint32_t>* among, int64_t count) {
-    return k - (bounds.from_low == k ? 0 : count_from(among, count, bounds.low + 1));
+    const bool none_larger = bounds.low == INT32_MAX;
+    return k - (none_larger || bounds.from_low == k ? 0 : count_from(among, count, bounds.low + 1));
   };
   if (bounds.from_low > kFew)
     return take(
