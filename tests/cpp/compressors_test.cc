@@ -362,7 +362,7 @@ void test_places() {
   CHECK(contains(read_error(with(0x12, 0x11, 0x53), 64, 4), "place 1 among 64 values, after 2"),
         "descending");
   CHECK(contains(read_error(with(0x32, 0x54, 0x9f), 64, 4), "more than 4 places"), "too many");
-  CHECK(contains(read_error(with(0x11, 0x11, 0xd4), 60, 4), "among 60 values"), "too large");
+  CHECK(contains(read_error(with(0x11, 0x11, 0xd4), 64, 4), "among 64 values"), "too large");
 }
 
 }  // namespace
