@@ -55,12 +55,20 @@ void compute_alone(const Plan& plan, const Segment& segment, const std::byte* in
   }
 }
 
+// What values, or sums, decode to once they are votes.
+void vote(const Codec& codec, Dtype from_type, const void* from, int64_t numel, Dtype to_type,
+          void* to, std::vector<std::byte>& bytes) {
+  bytes.resize(codec.max_bytes(numel));
+  codec.encode(from_type, from, numel, 0, {}, bytes.data());
+  codec.decode(bytes, numel, 0, to_type, to);
+}
+
 // A vote of one.
-void vote_alone(const Plan& plan, const Segment& segment, const Codec& codec,
-                const std::byte* input, std::byte* output) {
-  std::vector<std::byte> bytes(codec.max_bytes(segment.numel));
-  codec.encode(plan.dtype, input, segment.numel, 0, {}, bytes.data());
-  codec.decode(bytes, segment.numel, 0, plan.dtype, output);
+void vote_alone(const Plan& plan, const Segment& segment, const std::byte* input,
+                std::byte* output) {
+  std::vector<std::byte> bytes;
+  vote(*make_codec(segment.codecs[Way::kGather]), plan.dtype, input, segment.numel, plan.dtype,
+       output, bytes);
 }
 
 }  // namespace
@@ -93,8 +101,8 @@ void pass_through(const Plan& plan) {
     if (bytes == 0) continue;
     const std::byte* input = plan.input + segment.input_at;
     std::byte* output = plan.output + segment.output_at;
-    if (const auto codec = make_codec(segment.codecs[Way::kGather]); codec->votes())
-      vote_alone(plan, segment, *codec, input, output);
+    if (votes(segment.codecs[Way::kGather]))
+      vote_alone(plan, segment, input, output);
     else if (plan.divides_alone() || segment.residual)
       compute_alone(plan, segment, input, output);
     else
@@ -108,12 +116,11 @@ void ChunkReducer::reduce(const Shard& shard, const Chunk& chunk, Messages intra
                           const std::byte* own, bool divide, const Emit& emit) {
   for (const Piece& piece : shard.pieces_of(chunk)) {
     contributions_.clear();
-    const Codec* const vote_codec = piece.coded[Way::kGather].codec;
-    const bool votes = vote_codec->votes();
+    const bool by_vote = votes(piece.segment->codecs[Way::kGather]);
     const auto add = [&](Messages encoded, Way way) {
       for (const Encoded& message : encoded) {
-        if (message.source == kOwnValues.source && votes)
-          contributions_.push_back({own_vote(piece, own + piece.input_at), vote_codec});
+        if (message.source == kOwnValues.source && by_vote)
+          contributions_.push_back(own_vote(piece, own + piece.input_at));
         else if (message.source == kOwnValues.source)
           contributions_.push_back({{message.source, {own + piece.input_at, 0}}, nullptr});
         else
@@ -128,11 +135,11 @@ void ChunkReducer::reduce(const Shard& shard, const Chunk& chunk, Messages intra
   }
 }
 
-Encoded ChunkReducer::own_vote(const Piece& piece, const std::byte* own) {
+Contribution ChunkReducer::own_vote(const Piece& piece, const std::byte* own) {
   const Codec& codec = *piece.coded[Way::kGather].codec;
   vote_.resize(codec.max_bytes(piece.numel));
   codec.encode(plan_.dtype, own, piece.numel, piece.first_index, {}, vote_.data());
-  return {kOwnValues.source, vote_};
+  return {{kOwnValues.source, vote_}, &codec};
 }
 
 void ChunkReducer::to_values(const Shard& shard, const Chunk& chunk, Messages messages,
@@ -143,13 +150,11 @@ void ChunkReducer::to_values(const Shard& shard, const Chunk& chunk, Messages me
            // Of what is added as it is, and not encoded again, nothing is lost.
            if (own && piece.residual)
              std::memset(piece.residual + plan_.bytes(first), 0, plan_.bytes(numel));
-           const Codec& codec = *piece.coded[Way::kGather].codec;
-           const int64_t index = piece.first_index + first;
-           if (!codec.votes())
-             return kernels().convert(Dtype::kFloat32, sums, plan_.dtype, to, numel);
-           result_.resize(codec.max_bytes(numel));
-           codec.encode(Dtype::kFloat32, sums, numel, index, {}, result_.data());
-           codec.decode(result_, numel, index, plan_.dtype, to);
+           if (votes(piece.segment->codecs[Way::kGather]))
+             vote(*piece.coded[Way::kGather].codec, Dtype::kFloat32, sums, numel, plan_.dtype, to,
+                  result_);
+           else
+             kernels().convert(Dtype::kFloat32, sums, plan_.dtype, to, numel);
          });
 }
 

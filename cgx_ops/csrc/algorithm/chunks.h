@@ -55,7 +55,7 @@ class ChunkReducer {
               const std::byte* own, bool divide, const Emit& emit);
 
   // A vote is encoded to be added.
-  Encoded own_vote(const Piece& piece, const std::byte* own);
+  Contribution own_vote(const Piece& piece, const std::byte* own);
 
   const Plan& plan_;
   Reducer reducer_;

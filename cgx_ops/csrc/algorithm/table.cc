@@ -31,12 +31,6 @@ const CodecEntry* unsliced(const Plan& plan) {
   return nullptr;
 }
 
-// Whether the sum is a majority vote, and partial sums are counts.
-bool votes(const Segment& segment) {
-  const CodecSettings& result = segment.codecs[Way::kGather];
-  return result.bits != kExactBits && result.compressor == CGX_SIGN;
-}
-
 // cut: whether all codecs of the plan can be.
 cgx_algorithm_t pick_algorithm(const Plan& plan, bool cut) {
   const bool nested = plan.topology && plan.topology->nested();
@@ -98,7 +92,7 @@ void resolve_algorithm(Plan* plan) {
   for (Segment& segment : plan->segments) {
     CodecSettings& sums = segment.codecs[Way::kScatter];
     sums.dtype = Dtype::kFloat32;
-    if (votes(segment)) sums.bits = kExactBits;
+    if (votes(segment.codecs[Way::kGather])) sums.bits = kExactBits;  // counts
   }
 }
 

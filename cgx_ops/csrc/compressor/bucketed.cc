@@ -61,8 +61,6 @@ class Bucketed final : public SlicedCodec {
     kernels().dequantize_add(bytes.data(), run(numel, first_index), base, sum);
   }
 
-  bool votes() const override { return format_ == BucketFormat::kSign; }
-
  private:
   bool has_kernels_of(Dtype dtype) const {
     return dtype == Dtype::kFloat32 || format_ == BucketFormat::kUniform;

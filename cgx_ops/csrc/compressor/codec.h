@@ -51,10 +51,6 @@ class Codec {
   virtual void decode_add(std::span<const std::byte> bytes, int64_t numel, int64_t first_index,
                           const float* base, float* sum) const = 0;
 
-  // Whether a sum is of what every rank's values decode to, and is itself what it decodes to: the
-  // votes of `sign`. Else a rank's own values need not be encoded to be added.
-  virtual bool votes() const { return false; }
-
   // This codec, if it can be cut; else null.
   virtual const SlicedCodec* sliced() const { return nullptr; }
 };
@@ -95,6 +91,12 @@ struct CodecSettings {
   uint64_t seed = 0;  // of places that all ranks draw alike (randk)
   bool operator==(const CodecSettings&) const = default;
 };
+
+// Whether a sum is a majority vote: of what every rank's values decode to, and itself what it
+// decodes to. Else a rank's own values need not be encoded to be added.
+inline bool votes(const CodecSettings& settings) {
+  return settings.bits != kExactBits && settings.compressor == CGX_SIGN;
+}
 
 // What the kernels of devices encode: buckets of 1 to 8 bits, or (kExactBits) values as they are.
 struct DeviceRun {

@@ -11,7 +11,7 @@
 
 #include "base/philox.h"
 #include "base/status.h"
-#include "compressor/none.h"
+#include "compressor/plain.h"
 #include "compressor/sparse.h"
 #include "kernel/kernels.h"
 

@@ -6,8 +6,7 @@
 #include "base/half.h"
 #include "base/status.h"
 #include "compressor/bucketed.h"
-#include "compressor/half.h"
-#include "compressor/none.h"
+#include "compressor/plain.h"
 #include "kernel/kernels.h"
 
 namespace cgx {

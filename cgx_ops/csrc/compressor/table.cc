@@ -7,8 +7,7 @@
 #include "compressor/around.h"
 #include "compressor/bucketed.h"
 #include "compressor/codec.h"
-#include "compressor/half.h"
-#include "compressor/none.h"
+#include "compressor/plain.h"
 #include "compressor/sparse.h"
 
 namespace cgx {

@@ -53,8 +53,6 @@ class WholeBuckets final : public SlicedCodec {
     none_->decode_add(tail, numel - whole, first_index + whole, base + whole, sum + whole);
   }
 
-  bool votes() const override { return inner_->votes(); }
-
  private:
   int64_t whole_of(int64_t numel) const { return numel - numel % bucket_size_; }
 

@@ -8,10 +8,8 @@
 namespace cgx::cpu::CGX_TARGET {
 namespace {
 
-struct Natural {
+struct Natural : OneScale {
   using Field = BitField<8>;
-  using Header = Scale;
-  using Wire = uint16_t;
   struct Grid {
     float power;            // P; NaN, or 0 where all codes are 0
     int32_t below;          // exponent field of a code 0: that of P minus 126
@@ -19,7 +17,6 @@ struct Natural {
     float lowest, inverse;  // the least power that is sent, and 1 over it
   };
   static constexpr int32_t kFlat = 0;
-  static constexpr bool kMoves = false;
 
   template <typename Value>
   static Grid scan(const Stored<typename Value::Bits>* __restrict values, int64_t n,
@@ -36,9 +33,6 @@ struct Natural {
 
   [[gnu::always_inline]] static Header header(const Grid& grid) { return {grid.power}; }
   [[gnu::always_inline]] static bool flat(const Grid& grid) { return !(grid.power > 0.0f); }
-  [[gnu::always_inline]] static float fill(const Grid& /*grid*/) { return 0.0f; }
-  [[gnu::always_inline]] static Wire write(const Header& header) { return header.write(); }
-  [[gnu::always_inline]] static Header read(Wire wire) { return Scale::read(wire); }
 
   [[gnu::always_inline]] static Ints16 codes(const Floats16& values, const Grid& grid,
                                              const Floats16& r) {

@@ -8,10 +8,8 @@ namespace cgx::cpu::CGX_TARGET {
 namespace {
 
 template <int kBits>
-struct Qsgd {
+struct Qsgd : OneScale {
   using Field = BitField<kBits>;
-  using Header = Scale;
-  using Wire = uint16_t;
   static constexpr int32_t kSign = 1 << (kBits - 1);
   static constexpr int32_t kMost = kSign - 1;  // the level of the norm itself
   struct Grid {
@@ -19,7 +17,6 @@ struct Qsgd {
     float inverse;  // levels of 1; 0: all codes are 0
   };
   static constexpr int32_t kFlat = 0;
-  static constexpr bool kMoves = false;
 
   template <typename Value>
   static Grid scan(const Stored<typename Value::Bits>* __restrict values, int64_t n,
@@ -34,9 +31,6 @@ struct Qsgd {
 
   [[gnu::always_inline]] static Header header(const Grid& grid) { return {grid.norm}; }
   [[gnu::always_inline]] static bool flat(const Grid& grid) { return grid.inverse == 0.0f; }
-  [[gnu::always_inline]] static float fill(const Grid& /*grid*/) { return 0.0f; }
-  [[gnu::always_inline]] static Wire write(const Header& header) { return header.write(); }
-  [[gnu::always_inline]] static Header read(Wire wire) { return Scale::read(wire); }
 
   [[gnu::always_inline]] static Ints16 codes(const Floats16& values, const Grid& grid,
                                              const Floats16& r) {

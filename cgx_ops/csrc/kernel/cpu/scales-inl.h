@@ -53,6 +53,20 @@ struct Scale {
   [[gnu::always_inline]] uint16_t write() const { return round_to_bfloat16(value); }
 };
 
+// What formats of one scale share.
+struct OneScale {
+  using Header = Scale;
+  using Wire = uint16_t;
+  static constexpr bool kMoves = false;
+
+  template <typename Grid>
+  [[gnu::always_inline]] static float fill(const Grid& /*grid*/) {
+    return 0.0f;
+  }
+  [[gnu::always_inline]] static Wire write(const Header& header) { return header.write(); }
+  [[gnu::always_inline]] static Header read(Wire wire) { return Scale::read(wire); }
+};
+
 // ---- 2. magnitudes ----
 
 // Of n > 0 values; one that is not finite if any is not. The order of the stored magnitudes is that
@@ -70,9 +84,6 @@ float largest_magnitude(const Stored<typename Value::Bits>* __restrict values, i
 }
 
 [[gnu::always_inline]] inline Floats magnitudes(Floats x) { return Floats(Ints(x) & 0x7fffffff); }
-
-// The sign bit of lanes where x < 0: -0 is not.
-[[gnu::always_inline]] inline Ints negative(Floats x) { return (x < Floats{}) & Ints(x); }
 
 // ---- 3. sums ----
 

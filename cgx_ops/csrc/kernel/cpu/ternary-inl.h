@@ -8,16 +8,13 @@
 namespace cgx::cpu::CGX_TARGET {
 namespace {
 
-struct Ternary {
+struct Ternary : OneScale {
   using Field = TritField;
-  using Header = Scale;
-  using Wire = uint16_t;
   struct Grid {
     float scale;
     float inverse;  // 0: all codes are 1
   };
   static constexpr int32_t kFlat = 1;
-  static constexpr bool kMoves = false;
 
   template <typename Value>
   static Grid scan(const Stored<typename Value::Bits>* __restrict values, int64_t n,
@@ -36,9 +33,6 @@ struct Ternary {
 
   [[gnu::always_inline]] static Header header(const Grid& grid) { return {grid.scale}; }
   [[gnu::always_inline]] static bool flat(const Grid& grid) { return grid.inverse == 0.0f; }
-  [[gnu::always_inline]] static float fill(const Grid& /*grid*/) { return 0.0f; }
-  [[gnu::always_inline]] static Wire write(const Header& header) { return header.write(); }
-  [[gnu::always_inline]] static Header read(Wire wire) { return Scale::read(wire); }
 
   [[gnu::always_inline]] static Ints16 codes(const Floats16& values, const Grid& grid,
                                              const Floats16& r) {

@@ -1,20 +1,21 @@
-#include "compressor/half.h"
+#include "compressor/plain.h"
 
 #include "kernel/kernels.h"
 
 namespace cgx {
 namespace {
 
-class Half final : public SlicedCodec {
+class Plain final : public SlicedCodec {
  public:
-  explicit Half(Dtype wire) : wire_(wire) {}
+  // noisy: what the dtype lacks may be rounded at random, if the call rounds so.
+  Plain(Dtype wire, bool noisy) : wire_(wire), noisy_(noisy) {}
 
   int64_t grain() const override { return 1; }
   int64_t offset(int64_t first) const override { return first * size_of(wire_); }
 
   int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t first_index,
                  const Rounding& rounding, std::byte* bytes) const override {
-    if (rounding.mode == RoundingMode::kStochastic && dtype != wire_)
+    if (noisy_ && rounding.mode == RoundingMode::kStochastic && dtype != wire_)
       kernels().convert_noisily(dtype, values, numel, first_index, rounding, wire_, bytes);
     else
       kernels().convert(dtype, values, wire_, bytes, numel);
@@ -35,13 +36,22 @@ class Half final : public SlicedCodec {
 
  private:
   const Dtype wire_;
+  const bool noisy_;
 };
 
 }  // namespace
 
+std::unique_ptr<Codec> make_none(const CodecSettings& settings) {
+  return std::make_unique<Plain>(settings.dtype, /*noisy=*/false);
+}
+
 std::unique_ptr<Codec> make_half(const CodecSettings& settings) {
-  return std::make_unique<Half>(settings.dtype == Dtype::kFloat16 ? Dtype::kFloat16
-                                                                  : Dtype::kBfloat16);
+  const bool fp16 = settings.dtype == Dtype::kFloat16;
+  return std::make_unique<Plain>(fp16 ? Dtype::kFloat16 : Dtype::kBfloat16, /*noisy=*/true);
+}
+
+std::vector<DeviceRun> none_runs(const CodecSettings& /*settings*/, int64_t numel) {
+  return {{0, numel, kExactBits}};
 }
 
 }  // namespace cgx
