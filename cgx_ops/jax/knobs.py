@@ -209,8 +209,8 @@ def refuse_on_gpus(function: str, configs: Iterable[Config]) -> None:
         why = _COMPRESSORS[config.compressor]["device"]
         if why and config.bits != EXACT_BITS:
             raise NotImplementedError(
-                f"{function} with compressor={config.compressor!r} on GPUs: {why}. Use 'uniform', "
-                "or reduce on CPU devices"
+                f"{function} with compressor={config.compressor!r} on GPUs: {why}. Use "
+                "'levels' or another one that GPUs have, or reduce on CPU devices"
             )
 
 

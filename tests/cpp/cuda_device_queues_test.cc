@@ -138,7 +138,6 @@ void test_launches() {
   piece.message = message.get();
   piece.numel = kNumel;
   piece.bucket_size = kNumel;
-  piece.bits = kExactBits;
   Encode encode{};
   encode.dtype = Dtype::kFloat32;
   encode.fault = reinterpret_cast<const uint32_t*>(fault.get());

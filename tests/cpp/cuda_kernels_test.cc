@@ -15,12 +15,14 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "base/float_mode.h"
 #include "base/half.h"
 #include "base/status.h"
 #include "checks.h"
+#include "codings.h"
 #include "compressor/codec.h"
 #include "float_data.h"
 #include "host_group.h"
@@ -118,15 +120,16 @@ struct Space {
 
 // ---- 2. launches on the host ----
 
-template <typename Value, int kLanes, typename Launch>
+template <typename Value, typename Format, int kLanes, typename Launch>
 void run_groups(const Launch& launch, Takers takers) {
-  const Work work = work_for(takers, launch.pieces);
+  constexpr bool kPlain = std::is_same_v<Format, UniformFormat>;
+  const Work work = work_for(kPlain ? Formats::kPlain : Formats::kAny, takers, launch.pieces);
   HostGroup<kLanes> group(pick(2) == 1);
   Memory buffer(Layout<HostGroup<kLanes>>::kBytes, std::byte{0xcd});
   const Place place = place_of(launch.regions, launch.fault);
   int32_t piece = 0;
   for (int64_t at = 0; at < work.buckets; ++at)
-    run_bucket<Value>(group, buffer.data(), launch, place, find_bucket(work, at, &piece));
+    run_bucket<Value, Format>(group, buffer.data(), launch, place, find_bucket(work, at, &piece));
 }
 
 template <typename Launch>
@@ -134,8 +137,10 @@ void run(Launch launch, bool reduces) {
   FloatMode mode;
   cut_exact_pieces(&launch.pieces, reduces);
   const auto of_value = [&](auto value) {
-    run_groups<decltype(value), 32>(launch, Takers::kWarps);
-    run_groups<decltype(value), kBlockLanes>(launch, Takers::kBlocks);
+    run_groups<decltype(value), UniformFormat, 32>(launch, Takers::kWarps);
+    run_groups<decltype(value), UniformFormat, kBlockLanes>(launch, Takers::kBlocks);
+    run_groups<decltype(value), AnyFormat, 32>(launch, Takers::kWarps);
+    run_groups<decltype(value), AnyFormat, kBlockLanes>(launch, Takers::kBlocks);
   };
   if (launch.dtype == Dtype::kFloat32) of_value(Float32{});
   if (launch.dtype == Dtype::kFloat16) of_value(Float16{});
@@ -150,21 +155,29 @@ constexpr Dtype kDtypes[] = {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBfloat16}
 
 struct Shape {
   int64_t numel, bucket_size, first_index;
-  int bits, reduced_bits;
+  Coding coding, reduced_coding;
   uint64_t seed;
 };
 
-std::unique_ptr<Codec> codec(Dtype dtype, const Shape& shape, int bits) {
-  return make_codec({.dtype = dtype, .bits = bits, .bucket_size = shape.bucket_size});
+std::unique_ptr<Codec> codec(Dtype dtype, const Shape& shape, const Coding& coding) {
+  return test::codec_of(dtype, coding, shape.bucket_size);
+}
+
+Coding any_coding(int64_t bucket_size) {
+  static const std::vector<Coding> all = test::codings();
+  while (true) {
+    const Coding& one = all[static_cast<size_t>(pick(static_cast<int64_t>(all.size())))];
+    if (one.rotation_log == 0 || bucket_size <= kMostRotatedOnDevices) return one;
+  }
 }
 
 // The piece that a case is about, and maybe others beside it.
-std::vector<Shape> shapes_around(int bits, int64_t bucket_size, int64_t numel) {
-  const auto any_bits = [] { return one_of({1, 2, 3, 4, 5, 6, 7, 8, 8, 4, kExactBits}); };
-  std::vector<Shape> shapes = {{numel, bucket_size, 0, bits, any_bits(), 0}};
-  for (int64_t more = pick(3); more > 0; --more)
-    shapes.push_back(
-        {pick(700), one_of<int64_t>({1, 64, 100, 512, 2000}), 0, any_bits(), any_bits(), 0});
+std::vector<Shape> shapes_around(const Coding& coding, int64_t bucket_size, int64_t numel) {
+  std::vector<Shape> shapes = {{numel, bucket_size, 0, coding, any_coding(bucket_size), 0}};
+  for (int64_t more = pick(3); more > 0; --more) {
+    const int64_t size = one_of<int64_t>({1, 64, 100, 512, 2000});
+    shapes.push_back({pick(700), size, 0, any_coding(size), any_coding(size), 0});
+  }
   std::shuffle(shapes.begin(), shapes.end(), random_bits);
   for (Shape& shape : shapes) {
     shape.first_index = shape.bucket_size * one_of<int64_t>({0, 0, 1, 3, int64_t{1} << 33});
@@ -213,7 +226,7 @@ void test_encode(Dtype dtype, RoundingMode rounding, Data kind, const std::vecto
   Space messages, residuals;
   for (const Shape& shape : shapes) {
     inputs.push_back(make_values(dtype, shape.numel, kind));
-    message_at.push_back(messages.add(codec(dtype, shape, shape.bits)->max_bytes(shape.numel)));
+    message_at.push_back(messages.add(codec(dtype, shape, shape.coding)->max_bytes(shape.numel)));
     residual_at.push_back(pick(2) ? add_residual(dtype, shape, kind, &residuals) : -1);
   }
   messages.actual.resize(messages.actual.size() + static_cast<size_t>(pick(20)), kFill);
@@ -234,8 +247,8 @@ void test_encode(Dtype dtype, RoundingMode rounding, Data kind, const std::vecto
                                                .first_index = shape.first_index,
                                                .bucket_size = shape.bucket_size,
                                                .seed = shape.seed,
-                                               .bits = shape.bits};
-    const auto compressor = codec(dtype, shape, shape.bits);
+                                               .coding = shape.coding};
+    const auto compressor = codec(dtype, shape, shape.coding);
     Memory message(static_cast<size_t>(compressor->max_bytes(shape.numel)));
     const Rounding noise{rounding, shape.seed, launch.rank, launch.phase};
     if (residual_at[i] < 0) {
@@ -264,7 +277,7 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
   launch.op = one_of({Op::kSum, Op::kAvg});
   if (pick(4) == 0) {  // ops of exact values
     launch.op = one_of({Op::kMin, Op::kMax, Op::kProduct});
-    for (Shape& shape : shapes) shape.bits = shape.reduced_bits = kExactBits;
+    for (Shape& shape : shapes) shape.coding = shape.reduced_coding = {};
   }
   launch.residual_scale = launch.op == Op::kAvg ? launch.divisor : 1.0f;
 
@@ -275,12 +288,13 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
     inputs.emplace_back();
     for (int rank = 0; rank < launch.size; ++rank)
       inputs.back().push_back(make_values(dtype, shape.numel, kind));
-    message_at.push_back(messages.add(codec(dtype, shape, shape.bits)->max_bytes(shape.numel)));
+    message_at.push_back(messages.add(codec(dtype, shape, shape.coding)->max_bytes(shape.numel)));
     reduced_at.push_back(
-        pick(3) ? reduced.add(codec(dtype, shape, shape.reduced_bits)->max_bytes(shape.numel))
+        pick(3) ? reduced.add(codec(dtype, shape, shape.reduced_coding)->max_bytes(shape.numel))
                 : -1);
     result_at.push_back(pick(3) ? results.add(shape.numel * size_of(dtype)) : -1);
-    residual_at.push_back(pick(2) ? add_residual(dtype, shape, kind, &residuals) : -1);
+    const bool votes = is_vote(shape.coding) || is_vote(shape.reduced_coding);
+    residual_at.push_back(pick(2) && !votes ? add_residual(dtype, shape, kind, &residuals) : -1);
   }
   launch.stride = static_cast<int64_t>(messages.actual.size()) + pick(20);
   messages.actual.resize(static_cast<size_t>(launch.stride), kFill);
@@ -308,9 +322,9 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
         .first_index = shape.first_index,
         .bucket_size = shape.bucket_size,
         .seed = shape.seed,
-        .bits = shape.bits,
-        .reduced_bits = shape.reduced_bits};
-    const auto from = codec(dtype, shape, shape.bits);
+        .coding = shape.coding,
+        .reduced_coding = shape.reduced_coding};
+    const auto from = codec(dtype, shape, shape.coding);
     const int64_t bytes = from->max_bytes(shape.numel);
     Memory sums, other(static_cast<size_t>(4 * shape.numel));
     for (int rank = 0; rank < launch.size; ++rank) {
@@ -324,6 +338,8 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
                      {rounding, shape.seed, static_cast<uint32_t>(rank), 0}, message);
         from->decode({message, static_cast<size_t>(bytes)}, shape.numel, /*first_index=*/0,
                      Dtype::kFloat32, floats.data());
+      } else {
+        test::vote(shape.coding, shape.bucket_size, floats_of(floats), shape.numel);
       }
       if (rank == 0) {
         sums = floats;
@@ -333,7 +349,8 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
     }
     if (launch.op == Op::kAvg) kernels().divide(floats_of(sums), launch.divisor, shape.numel);
     // Without a message to write, a result is what an exact one decodes to.
-    const auto to = codec(dtype, shape, reduced_at[i] < 0 ? kExactBits : shape.reduced_bits);
+    const bool encodes = reduced_at[i] >= 0 || is_vote(shape.reduced_coding);
+    const auto to = codec(dtype, shape, encodes ? shape.reduced_coding : Coding{});
     Memory message(static_cast<size_t>(to->max_bytes(shape.numel)));
     to->encode(Dtype::kFloat32, sums.data(), shape.numel, shape.first_index,
                {rounding, shape.seed, launch.rank, launch.phase}, message.data());
@@ -361,7 +378,7 @@ void test_decode(Dtype dtype, Data kind, const std::vector<Shape>& shapes,
   std::vector<int64_t> message_at, result_at;
   Space messages, results;
   for (const Shape& shape : shapes) {
-    message_at.push_back(messages.add(codec(dtype, shape, shape.bits)->max_bytes(shape.numel)));
+    message_at.push_back(messages.add(codec(dtype, shape, shape.coding)->max_bytes(shape.numel)));
     result_at.push_back(results.add(shape.numel * size_of(dtype)));
   }
   const auto region = static_cast<int64_t>(messages.actual.size());
@@ -371,16 +388,16 @@ void test_decode(Dtype dtype, Data kind, const std::vector<Shape>& shapes,
   launch.regions = exchanges.regions;
   for (size_t i = 0; i < shapes.size(); ++i) {
     const Shape& shape = shapes[i];
-    const auto compressor = codec(dtype, shape, shape.bits);
+    const auto compressor = codec(dtype, shape, shape.coding);
     launch.pieces.at[launch.pieces.count++] = {.result = results.actual.data() + result_at[i],
                                                .message = messages.actual.data() + message_at[i],
                                                .numel = shape.numel,
                                                .bucket_size = shape.bucket_size,
-                                               .bits = shape.bits};
+                                               .coding = shape.coding};
     std::byte* message = messages.actual.data() + message_at[i] + read_at(launch.regions);
     Values values = make_values(dtype, shape.numel, kind);
     const int64_t bytes = compressor->encode(dtype, values.data(), shape.numel, 0, {}, message);
-    if (shape.bits != kExactBits && bytes >= 8 && pick(4) == 0) {
+    if (is_plain(shape.coding) && !is_exact(shape.coding) && bytes >= 8 && pick(4) == 0) {
       constexpr uint32_t kNoRankWrites[] = {0xfffd3f09, 0xfff629ff};  // two NaNs
       std::memcpy(message, kNoRankWrites, sizeof(kNoRankWrites));
     }
@@ -395,19 +412,22 @@ void test_decode(Dtype dtype, Data kind, const std::vector<Shape>& shapes,
 
 void test_pieces() {
   int turn = 0;
-  for (const int bits : {1, 2, 3, 4, 5, 6, 7, 8, kExactBits}) {
+  for (const Coding& coding : test::codings()) {
     for (const int64_t bucket_size : kBucketSizes) {
+      if (coding.rotation_log != 0 && bucket_size > kMostRotatedOnDevices) continue;
       for (const int64_t numel : kLengths) {
-        if (numel > 10000 && bucket_size < 64 && bits % 4 != 0) continue;  // many tiny records
+        if (numel > 10000 && bucket_size < 64 && coding.bits % 4 != 0) continue;  // tiny records
         const Dtype dtype = kDtypes[++turn % 3];
         const auto rounding = static_cast<RoundingMode>(turn / 3 % 3);
         const auto kind = static_cast<Data>(turn % static_cast<int>(Data::kEnd));
         const std::string where =
-            join("bits ", bits, " bucket ", bucket_size, " numel ", numel, " dtype ", int(dtype),
-                 " rounding ", int(rounding), " data ", int(kind), " turn ", turn);
-        test_encode(dtype, rounding, kind, shapes_around(bits, bucket_size, numel), where);
-        test_reduce(dtype, rounding, kind, shapes_around(bits, bucket_size, numel), where);
-        test_decode(dtype, kind, shapes_around(bits, bucket_size, numel), where);
+            join("format ", int(coding.format), " bits ", int(coding.bits), " clip ", coding.clip,
+                 " rotation ", int(coding.rotation_log), " bucket ", bucket_size, " numel ", numel,
+                 " dtype ", int(dtype), " rounding ", int(rounding), " data ", int(kind), " turn ",
+                 turn);
+        test_encode(dtype, rounding, kind, shapes_around(coding, bucket_size, numel), where);
+        test_reduce(dtype, rounding, kind, shapes_around(coding, bucket_size, numel), where);
+        test_decode(dtype, kind, shapes_around(coding, bucket_size, numel), where);
       }
     }
   }
@@ -417,9 +437,10 @@ void test_pieces() {
 
 void test_fault() {
   const uint32_t fault = 1;
-  for (const int bits : {4, kExactBits}) {
+  for (const Coding& coding : test::codings()) {
     constexpr int64_t kNumel = 700;
-    const std::string where = join("bits ", bits);
+    const std::string where =
+        join("format ", int(coding.format), " bits ", int(coding.bits), " failed");
     std::vector<float> values(kNumel, 1.0f), result(kNumel), residual(kNumel),
         reduced(kNumel, 3.0f);
     const auto bytes_of = [](std::vector<float>& floats) {
@@ -436,8 +457,8 @@ void test_fault() {
                 .reduced = bytes_of(reduced),
                 .numel = kNumel,
                 .bucket_size = 512,
-                .bits = bits,
-                .reduced_bits = bits};
+                .coding = coding,
+                .reduced_coding = coding};
     run(Reduce{.dtype = Dtype::kFloat32,
                .rounding = RoundingMode::kStochastic,
                .op = Op::kSum,

@@ -26,19 +26,21 @@ namespace {
 void test_work() {
   constexpr int64_t kHuge = (int64_t{1} << 33) + 5;  // elements: over 2^32
   Pieces pieces{.count = 6};
-  const auto set = [&](int i, int64_t numel, int64_t bucket_size, int bits) {
-    pieces.at[i] = {.numel = numel, .bucket_size = bucket_size, .bits = bits, .reduced_bits = bits};
+  const auto set = [&](int i, int64_t numel, int64_t bucket_size, const Coding& coding) {
+    pieces.at[i] = {
+        .numel = numel, .bucket_size = bucket_size, .coding = coding, .reduced_coding = coding};
   };
-  set(0, kHuge, 512, 4);
-  set(1, 0, 512, 4);
-  set(2, kHuge, 1 << 20, 4);
-  set(3, 100, int64_t{1} << 40, 4);  // shorter than its bucket
-  set(4, 5000, 1, kExactBits);
-  set(5, 1025, 1025, 8);
+  constexpr Coding kFour{.bits = 4}, kEight{.bits = 8}, kExact{};
+  set(0, kHuge, 512, kFour);
+  set(1, 0, 512, kFour);
+  set(2, kHuge, 1 << 20, kFour);
+  set(3, 100, int64_t{1} << 40, kFour);  // shorter than its bucket
+  set(4, 5000, 1, kExact);
+  set(5, 1025, 1025, kEight);
   cut_exact_pieces(&pieces, true);
   CHECK(pieces.at[4].bucket_size == kMostOfWarp, "exact values have no grid");
-  const Work warps = work_for(Takers::kWarps, pieces);
-  const Work blocks = work_for(Takers::kBlocks, pieces);
+  const Work warps = work_for(Formats::kPlain, Takers::kWarps, pieces);
+  const Work blocks = work_for(Formats::kPlain, Takers::kBlocks, pieces);
   const int64_t first = kHuge / 512 + 1;
   CHECK(warps.pieces == 3 && warps.buckets == first + 1 + 5, "of warps");
   CHECK(blocks.pieces == 2 && blocks.buckets == kHuge / (1 << 20) + 1 + 1, "of blocks");
@@ -59,9 +61,9 @@ void test_work() {
       CHECK(found.piece == piece && found.number == number, join("bucket ", bucket));
     }
   }
-  CHECK(bucket_at(first - 1, 512, 4, 4) == (first - 1) * 264, "beyond 2^32");
-  CHECK(bucket_at(0, int64_t{1} << 62, 8, 4) == 0, "a bucket longer than memory");
-  CHECK(field_bytes((int64_t{1} << 62) + 1, 8) == (int64_t{1} << 62) + 1, "does not overflow");
+  CHECK(bucket_at(first - 1, 512, kFour, 4) == (first - 1) * 264, "beyond 2^32");
+  CHECK(bucket_at(0, int64_t{1} << 62, kEight, 4) == 0, "a bucket longer than memory");
+  CHECK(field_bytes((int64_t{1} << 62) + 1, kEight) == (int64_t{1} << 62) + 1, "does not overflow");
   CHECK(buckets_of({.numel = 1, .bucket_size = std::numeric_limits<int64_t>::max()}) == 1, "one");
 
   CHECK(groups_for(Takers::kWarps, 9, 132) == 9, "a bucket a group");

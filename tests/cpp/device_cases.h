@@ -54,6 +54,9 @@ struct Case {
   int bits = 4;
   int64_t bucket_size = 512;
   int gather_bits = 0;
+  cgx_compressor_t compressor = CGX_UNIFORM;
+  int rotation = 0;
+  bool clip = false;
   bool skip = false, residuals = false, in_place = false;
   bool one_seed = false, seeds_on_device = false;
   int64_t divisor = 0;
@@ -62,8 +65,9 @@ struct Case {
     std::string sizes;
     for (const int64_t numel : numels) sizes += join(" ", numel);
     return join("verb ", verb, " dtype ", dtype, " op ", op, " algorithm ", algorithm, " rounding ",
-                rounding, " bits ", bits, "/", gather_bits, " bucket ", bucket_size, " skip ", skip,
-                " residuals ", residuals, " in place ", in_place, " sizes", sizes.substr(0, 80));
+                rounding, " compressor ", compressor, " rotation ", rotation, " bits ", bits, "/",
+                gather_bits, " bucket ", bucket_size, " skip ", skip, " residuals ", residuals,
+                " in place ", in_place, " sizes", sizes.substr(0, 80));
   }
 };
 
@@ -96,6 +100,9 @@ class Rank {
     call.config.algorithm = given.algorithm;
     call.config.rounding = given.rounding;
     call.config.gather_bits = given.gather_bits;
+    call.config.compressor = given.compressor;
+    call.config.rotation = given.rotation;
+    call.config.clip = given.clip;
     call.config.skip_incomplete_buckets = given.skip;
     call.divisor = given.divisor;
     call.input = input_.data();

@@ -15,6 +15,48 @@ namespace {
 
 // ---- 1. cases ------------------------------------------------------------------------------
 
+// Every compressor that devices have, by every verb and algorithm.
+std::vector<Case> cases_of_compressors() {
+  struct Row {
+    cgx_compressor_t compressor;
+    cgx_rounding_t rounding;
+    int bits, rotation;
+    bool residuals;
+  };
+  const Row rows[] = {
+      {CGX_UNIFORM, CGX_SHIFT, 4, 32, true},      {CGX_LEVELS, CGX_NEAREST, 1, 0, true},
+      {CGX_LEVELS, CGX_NEAREST, 2, 32, true},     {CGX_SIGN, CGX_NEAREST, 4, 0, false},
+      {CGX_ONEBIT, CGX_NEAREST, 4, 0, true},      {CGX_TERNARY, CGX_STOCHASTIC, 4, 0, true},
+      {CGX_TERNARY, CGX_STOCHASTIC, 4, 64, true}, {CGX_QSGD, CGX_STOCHASTIC, 4, 0, false},
+      {CGX_NATURAL, CGX_STOCHASTIC, 4, 0, true},  {CGX_HALF, CGX_STOCHASTIC, 4, 0, true},
+      {CGX_HALF, CGX_NEAREST, 4, 0, true}};
+  std::vector<Case> all;
+  int turn = 0;
+  for (const Row& row : rows)
+    for (const auto dtype : {CGX_FLOAT32, CGX_FLOAT16, CGX_BFLOAT16})
+      for (const auto verb : {CGX_ALLREDUCE, CGX_REDUCE_SCATTER, CGX_ALL_GATHER})
+        for (const auto algorithm : {CGX_ONE_SHOT, CGX_SRA}) {
+          if (verb != CGX_ALLREDUCE && algorithm == CGX_ONE_SHOT) continue;
+          Case one;
+          one.compressor = row.compressor;
+          one.rounding = row.rounding;
+          one.bits = row.bits;
+          one.rotation = row.rotation;
+          one.clip = row.compressor == CGX_TERNARY && row.residuals;
+          one.dtype = dtype;
+          one.verb = verb;
+          one.algorithm = algorithm;
+          one.op = turn % 2 && verb != CGX_ALL_GATHER ? CGX_AVG : CGX_SUM;
+          one.residuals = row.residuals && turn % 3 != 0 && verb == CGX_ALLREDUCE;
+          one.skip = row.compressor != CGX_SIGN && turn % 5 == 0;
+          one.in_place = turn % 7 == 0 && verb == CGX_ALLREDUCE;
+          one.numels = {700, 3, 5000, 16, 1037};
+          ++turn;
+          all.push_back(one);
+        }
+  return all;
+}
+
 std::vector<Case> cases() {
   std::vector<Case> all;
   const auto add = [&](const std::function<void(Case*)>& change) {
@@ -95,6 +137,7 @@ std::vector<Case> cases() {
     c->rounding = CGX_STOCHASTIC;
     c->residuals = true;
   });
+  for (const Case& one : cases_of_compressors()) all.push_back(one);
   return all;
 }
 
@@ -353,6 +396,14 @@ void what_devices_refuse() {
       CHECK(contains(text, part), "%s", text.c_str());
     };
     refused(ring, "one_shot and sra");
+    Case sparse;
+    sparse.compressor = CGX_TOPK;
+    refused(sparse, "topk is not there for devices");
+    Case rotated;
+    rotated.rotation = 64;
+    rotated.bucket_size = 8193;
+    rotated.numels = {20'000};
+    refused(rotated, "8192");
     refused(wide, "bucket_size");
     job.devices[rank]->is_recording = true;
     refused({}, "recording");

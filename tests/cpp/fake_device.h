@@ -28,6 +28,7 @@
 #include "base/float_mode.h"
 #include "base/seeds.h"
 #include "base/status.h"
+#include "codings.h"
 #include "compressor/codec.h"
 #include "device/fabric.h"
 #include "device/queue.h"
@@ -37,8 +38,8 @@ namespace cgx::device {
 
 // ---- 1. kernels ----------------------------------------------------------------------------
 
-inline std::unique_ptr<Codec> codec_of(Dtype dtype, const Piece& piece, int bits) {
-  return make_codec({dtype, bits, piece.bucket_size, false});
+inline std::unique_ptr<Codec> codec_of(Dtype dtype, const Piece& piece, const Coding& coding) {
+  return test::codec_of(dtype, coding, piece.bucket_size);
 }
 
 inline Rounding rounding_of(RoundingMode mode, uint32_t rank, uint32_t phase, const Piece& piece) {
@@ -94,7 +95,7 @@ inline void run(const Encode& launch) {
       fill_nan(launch.dtype, piece.residual, piece.numel);
       continue;
     }
-    const auto codec = codec_of(launch.dtype, piece, piece.bits);
+    const auto codec = codec_of(launch.dtype, piece, piece.coding);
     std::vector<std::byte> message(codec->max_bytes(piece.numel));
     const Rounding rounding = rounding_of(launch.rounding, launch.rank, launch.phase, piece);
     if (piece.residual) {
@@ -120,27 +121,30 @@ inline void run(const Reduce& launch) {
       fill_nan(launch.dtype, piece.result, piece.numel);
       continue;
     }
-    const auto from = codec_of(launch.dtype, piece, piece.bits);
+    const auto from = codec_of(launch.dtype, piece, piece.coding);
     std::vector<float> sum(piece.numel), other(piece.numel);
     for (int rank = 0; rank < launch.size; ++rank) {
       std::vector<float>& into = rank == 0 ? sum : other;
-      if (rank == launch.own)
+      if (rank == launch.own) {
         into = own_values(launch.dtype, piece);
-      else
+        test::vote(piece.coding, piece.bucket_size, into.data(), piece.numel);
+      } else {
         from->decode({piece.message + region_offset(launch.regions, 0) + rank * launch.stride,
                       static_cast<size_t>(from->max_bytes(piece.numel))},
                      piece.numel, /*first_index=*/0, Dtype::kFloat32, into.data());
+      }
       if (rank > 0) kernels().combine(launch.op, other.data(), sum.data(), piece.numel);
     }
     if (launch.op == Op::kAvg) kernels().divide(sum.data(), launch.divisor, piece.numel);
-    if (piece.reduced) {
-      const auto to = codec_of(launch.dtype, piece, piece.reduced_bits);
+    if (piece.reduced || test::is_vote(piece.reduced_coding)) {
+      const auto to = codec_of(launch.dtype, piece, piece.reduced_coding);
       std::vector<std::byte> message(to->max_bytes(piece.numel));
       to->encode(Dtype::kFloat32, sum.data(), piece.numel, piece.first_index,
                  rounding_of(launch.rounding, launch.rank, launch.phase, piece), message.data());
       keep_residual(launch.dtype, *to, message.data(), sum, launch.residual_scale, piece.residual);
-      write_copies(launch.copies, message.data(), message.size(),
-                   piece.reduced + region_offset(launch.regions, 1));
+      if (piece.reduced)
+        write_copies(launch.copies, message.data(), message.size(),
+                     piece.reduced + region_offset(launch.regions, 1));
       if (piece.result)
         to->decode(message, piece.numel, /*first_index=*/0, launch.dtype, piece.result);
     } else {
@@ -156,7 +160,7 @@ inline void run(const Decode& launch) {
       fill_nan(launch.dtype, piece.result, piece.numel);
       continue;
     }
-    const auto codec = codec_of(launch.dtype, piece, piece.bits);
+    const auto codec = codec_of(launch.dtype, piece, piece.coding);
     codec->decode({piece.message + region_offset(launch.regions, 0),
                    static_cast<size_t>(codec->max_bytes(piece.numel))},
                   piece.numel, /*first_index=*/0, launch.dtype, piece.result);

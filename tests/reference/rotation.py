@@ -10,10 +10,14 @@ _WIDTH = 16  # blocks side by side
 
 
 def _flip_signs(x: Float32s) -> Float32s:
-    """Change the signs of values by their places: the top bit of a multiple of 0x9e3779b1."""
+    """Change the signs of values by their places: the top bit of a multiple of 0x9e3779b1.
+
+    A NaN has none.
+    """
     place = np.arange(x.shape[1], dtype=np.uint64)
     flips = (place * np.uint64(0x9E3779B1)).astype(np.uint32) & np.uint32(0x80000000)
-    return (x.view(np.uint32) ^ flips).view(np.float32)
+    flipped = (x.view(np.uint32) ^ flips).view(np.float32)
+    return np.where(np.isnan(x), np.float32(np.nan), flipped)
 
 
 def _hadamard(x: Float32s, size: int, scale: np.float32) -> Float32s:

@@ -1,6 +1,6 @@
 // fp16 and bf16 <-> fp32, element by element, in a form that compilers turn into SIMD and that
-// gives the same bits on every target. Widening is exact; rounding is to nearest even; every NaN
-// rounds to one quiet NaN, because hardware disagrees about the rest.
+// gives the same bits on every target. Widening is exact; rounding is to nearest even, or at
+// random; every NaN rounds to one quiet NaN, because hardware disagrees about the rest.
 #pragma once
 
 #include <cstdint>
@@ -55,6 +55,36 @@ CGX_HD uint16_t round_to_float16(float value) {
   rounded = magnitude >= 0x47800000u ? 0x7c00u : rounded;  // 65536 and above
   rounded |= sign;
   return static_cast<uint16_t>(is_nan(bits) ? uint32_t{kFloat16Nan} : rounded);
+}
+
+// Rounded at random between the two next to the value, so unbiased. `noise`: one of 2^16 numbers,
+// all as likely. The bits that a bf16 lacks plus noise carry into those that it has. What is finite
+// stays so.
+CGX_HD uint16_t round_noisily_to_bfloat16(float value, uint32_t noise) {
+  const uint32_t bits = __builtin_bit_cast(uint32_t, value);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  uint32_t rounded = (magnitude + noise) >> 16;
+  rounded = rounded > 0x7f7fu ? 0x7f7fu : rounded;
+  rounded = magnitude >= 0x7f800000u ? round_to_bfloat16(value) & 0x7fffu : rounded;
+  const uint32_t sign = is_nan(bits) ? 0 : bits >> 16 & 0x8000u;
+  return static_cast<uint16_t>(rounded | sign);
+}
+
+// Likewise; below 2^-14 an fp16 counts units of 2^-24. What is too large becomes infinite.
+CGX_HD uint16_t round_noisily_to_float16(float value, uint32_t noise) {
+  const uint32_t bits = __builtin_bit_cast(uint32_t, value);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = (magnitude + (noise >> 3) - ((127u - 15u) << 23)) >> 13;
+  const float small = __builtin_bit_cast(float, magnitude < 0x38800000u ? magnitude : 0u);
+  const float units = rounded_product(small, 16777216.0f);
+  const float drawn =
+      rounded_product(rounded_sum(static_cast<float>(noise), 0.5f), 1.0f / 65536.0f);
+  const auto denormal = static_cast<uint32_t>(rounded_sum(units, drawn));
+  uint32_t rounded = magnitude < 0x38800000u ? denormal : normal;
+  rounded = rounded > 0x7c00u || magnitude >= 0x47800000u ? 0x7c00u : rounded;
+  rounded = is_nan(bits) ? uint32_t{kFloat16Nan} : rounded;
+  const uint32_t sign = is_nan(bits) ? 0 : bits >> 16 & 0x8000u;
+  return static_cast<uint16_t>(rounded | sign);
 }
 
 }  // namespace cgx

@@ -91,12 +91,4 @@ std::unique_ptr<Codec> make_bucketed(const CodecSettings& settings, BucketFormat
   return std::make_unique<Bucketed>(settings, format, bits);
 }
 
-std::vector<DeviceRun> uniform_runs(const CodecSettings& settings, int64_t numel) {
-  const int64_t raw = settings.skip_incomplete_buckets ? numel % settings.bucket_size : 0;
-  std::vector<DeviceRun> runs;
-  if (raw < numel) runs.push_back({0, numel - raw, settings.bits});
-  if (raw > 0) runs.push_back({numel - raw, raw, kExactBits});
-  return runs;
-}
-
 }  // namespace cgx

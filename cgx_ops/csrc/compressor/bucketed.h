@@ -2,7 +2,6 @@
 #pragma once
 
 #include <memory>
-#include <vector>
 
 #include "compressor/codec.h"
 #include "kernel/bucket_format.h"
@@ -11,8 +10,5 @@ namespace cgx {
 
 // bits: of a code, for formats that have several widths.
 std::unique_ptr<Codec> make_bucketed(const CodecSettings& settings, BucketFormat format, int bits);
-
-// As which a device encodes them: uniform only.
-std::vector<DeviceRun> uniform_runs(const CodecSettings& settings, int64_t numel);
 
 }  // namespace cgx

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "base/types.h"
+#include "kernel/bucket_format.h"
 
 namespace cgx {
 
@@ -98,11 +99,11 @@ inline bool votes(const CodecSettings& settings) {
   return settings.bits != kExactBits && settings.compressor == CGX_SIGN;
 }
 
-// What the kernels of devices encode: buckets of 1 to 8 bits, or (kExactBits) values as they are.
+// What the kernels of devices encode alike.
 struct DeviceRun {
   int64_t first;  // element
   int64_t numel;
-  int bits;
+  Coding coding;
 };
 
 // The table of codecs: docs, `info`, the checks of a config and make_codec() read it.
@@ -112,8 +113,8 @@ struct CodecEntry {
   bool sliced;  // makes SlicedCodecs
   bool (*serves)(const CodecSettings& settings);
   std::unique_ptr<Codec> (*make)(const CodecSettings& settings);
-  // The runs, in order, as which a device encodes `numel` values. Null: a device cannot.
-  std::vector<DeviceRun> (*device_runs)(const CodecSettings& settings, int64_t numel) = nullptr;
+  // How a device encodes values, but for rotation. Null: it cannot.
+  Coding (*device_coding)(const CodecSettings& settings) = nullptr;
   const char* why_not = "";  // "" if a device can
   // What a config may say: bits from .. to (0: the codec has a width of its own); roundings, its
   // own first; fields of the config that not all compressors have.
@@ -143,7 +144,8 @@ std::unique_ptr<Codec> make_codec(const CodecSettings& settings);
 // Throws Error(CGX_INVALID_ARGUMENT), which says why, where error feedback would not converge.
 void check_feedback(const CodecSettings& settings);
 
-// Throws Error(CGX_UNSUPPORTED), which says why, if devices lack the codec.
+// The runs, in order, as which a device encodes `numel` values. Throws Error(CGX_UNSUPPORTED),
+// which says why, if devices lack the codec.
 std::vector<DeviceRun> device_runs(const CodecSettings& settings, int64_t numel);
 
 }  // namespace cgx

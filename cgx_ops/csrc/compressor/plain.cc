@@ -50,8 +50,4 @@ std::unique_ptr<Codec> make_half(const CodecSettings& settings) {
   return std::make_unique<Plain>(fp16 ? Dtype::kFloat16 : Dtype::kBfloat16, /*noisy=*/true);
 }
 
-std::vector<DeviceRun> none_runs(const CodecSettings& /*settings*/, int64_t numel) {
-  return {{0, numel, kExactBits}};
-}
-
 }  // namespace cgx

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <memory>
-#include <vector>
 
 #include "compressor/codec.h"
 
@@ -11,6 +10,5 @@ namespace cgx {
 
 std::unique_ptr<Codec> make_none(const CodecSettings& settings);
 std::unique_ptr<Codec> make_half(const CodecSettings& settings);
-std::vector<DeviceRun> none_runs(const CodecSettings& settings, int64_t numel);
 
 }  // namespace cgx

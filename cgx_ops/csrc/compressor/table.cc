@@ -1,5 +1,6 @@
 // The table of codecs and the choice from it.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <utility>
 
@@ -28,6 +29,12 @@ std::unique_ptr<Codec> bucketed(const CodecSettings& settings) {
   return make_bucketed(settings, kFormat, kBits != 0 ? kBits : settings.bits);
 }
 
+template <BucketFormat kFormat, int kBits>
+Coding coding(const CodecSettings& settings) {
+  const int bits = kBits != 0 ? kBits : settings.bits;
+  return {.format = kFormat, .bits = static_cast<uint8_t>(bits), .clip = settings.clip};
+}
+
 std::string qsgd_diverges(const CodecSettings& settings) {
   const double levels = (1 << (settings.bits - 1)) - 1, root = std::sqrt(settings.bucket_size);
   const double error = std::min(settings.bucket_size / (levels * levels), root / levels);
@@ -53,13 +60,13 @@ std::vector<CodecEntry>& table() {
        .sliced = true,
        .serves = [](const CodecSettings& settings) { return settings.bits == kExactBits; },
        .make = make_none,
-       .device_runs = none_runs},
+       .device_coding = [](const CodecSettings&) { return Coding{}; }},
       {.name = "uniform",
        .description = "1-8 bits: levels between each bucket's minimum and maximum",
        .sliced = true,
        .serves = is<CGX_UNIFORM>,
        .make = bucketed<BucketFormat::kUniform, 0>,
-       .device_runs = uniform_runs,
+       .device_coding = coding<BucketFormat::kUniform, 0>,
        .lowest_bits = 1,
        .highest_bits = 8,
        .roundings = {kStochastic, kNearest, kShift},
@@ -69,7 +76,7 @@ std::vector<CodecEntry>& table() {
        .sliced = true,
        .serves = is<CGX_LEVELS>,
        .make = bucketed<BucketFormat::kLevels, 0>,
-       .why_not = kNotOnDevices,
+       .device_coding = coding<BucketFormat::kLevels, 0>,
        .lowest_bits = 1,
        .highest_bits = 4,
        .knobs = {"rotation"},
@@ -79,14 +86,14 @@ std::vector<CodecEntry>& table() {
        .sliced = true,
        .serves = is<CGX_SIGN>,
        .make = bucketed<BucketFormat::kSign, 1>,
-       .why_not = kNotOnDevices,
+       .device_coding = coding<BucketFormat::kSign, 1>,
        .no_feedback = votes_have_no_loss},
       {.name = "onebit",
        .description = "signs; each bucket's means of the negative and of the other values",
        .sliced = true,
        .serves = is<CGX_ONEBIT>,
        .make = bucketed<BucketFormat::kOnebit, 1>,
-       .why_not = kNotOnDevices,
+       .device_coding = coding<BucketFormat::kOnebit, 1>,
        .knobs = {"rotation"},
        .biased = true},
       {.name = "ternary",
@@ -94,7 +101,7 @@ std::vector<CodecEntry>& table() {
        .sliced = true,
        .serves = is<CGX_TERNARY>,
        .make = bucketed<BucketFormat::kTernary, 2>,
-       .why_not = kNotOnDevices,
+       .device_coding = coding<BucketFormat::kTernary, 2>,
        .roundings = {kStochastic},
        .knobs = {"rotation", "clip"},
        .no_feedback = ternary_diverges},
@@ -103,7 +110,7 @@ std::vector<CodecEntry>& table() {
        .sliced = true,
        .serves = is<CGX_QSGD>,
        .make = bucketed<BucketFormat::kQsgd, 0>,
-       .why_not = kNotOnDevices,
+       .device_coding = coding<BucketFormat::kQsgd, 0>,
        .lowest_bits = 2,
        .highest_bits = 8,
        .roundings = {kStochastic},
@@ -114,7 +121,7 @@ std::vector<CodecEntry>& table() {
        .sliced = true,
        .serves = is<CGX_NATURAL>,
        .make = bucketed<BucketFormat::kNatural, 8>,
-       .why_not = kNotOnDevices,
+       .device_coding = coding<BucketFormat::kNatural, 8>,
        .roundings = {kStochastic},
        .knobs = {"rotation"}},
       {.name = "half",
@@ -122,7 +129,7 @@ std::vector<CodecEntry>& table() {
        .sliced = true,
        .serves = is<CGX_HALF>,
        .make = make_half,
-       .why_not = kNotOnDevices,
+       .device_coding = [](const CodecSettings&) { return Coding{.bits = kHalfBits}; },
        .roundings = {kNearest, kStochastic}},
       {.name = "topk",
        .description = "each bucket's largest magnitudes, and their places",
@@ -198,11 +205,22 @@ void check_feedback(const CodecSettings& settings) {
 
 std::vector<DeviceRun> device_runs(const CodecSettings& settings, int64_t numel) {
   const CodecEntry& entry = codec_entry(settings);
-  require(entry.device_runs, CGX_UNSUPPORTED, "the codec ", entry.name,
+  require(entry.device_coding, CGX_UNSUPPORTED, "the codec ", entry.name,
           " is not there for devices: ", entry.why_not);
-  require(settings.rotation == 0, CGX_UNSUPPORTED,
-          "rotation is not there for devices: ", kNotOnDevices);
-  return numel > 0 ? entry.device_runs(settings, numel) : std::vector<DeviceRun>();
+  Coding coding = entry.device_coding(settings);
+  if (coding.bits == kExactBits || coding.bits == kHalfBits) {
+    if (numel == 0) return {};
+    return {{0, numel, coding}};
+  }
+  require(settings.rotation == 0 || settings.bucket_size <= kMostRotatedOnDevices, CGX_UNSUPPORTED,
+          "rotation=", settings.rotation, " with buckets of ", settings.bucket_size,
+          " values: devices rotate buckets of at most ", kMostRotatedOnDevices);
+  coding.rotation_log = static_cast<uint8_t>(std::bit_width(unsigned(settings.rotation | 1)) - 1);
+  const int64_t exact = settings.skip_incomplete_buckets ? numel % settings.bucket_size : 0;
+  std::vector<DeviceRun> runs;
+  if (exact < numel) runs.push_back({0, numel - exact, coding});
+  if (exact > 0) runs.push_back({numel - exact, exact, {}});
+  return runs;
 }
 
 }  // namespace cgx

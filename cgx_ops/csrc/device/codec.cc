@@ -15,13 +15,13 @@ Launch launch_of(const Run& run, const Place& place) {
   const auto codec = make_codec(settings);
   Launch launch{};
   launch.dtype = settings.dtype;
-  for (const auto& [first, numel, bits] : runs) {
+  for (const auto& [first, numel, coding] : runs) {
     Piece piece{};
     piece.numel = numel;
     piece.first_index = run.first_index + first;
     piece.bucket_size = settings.bucket_size;
     piece.seed = run.rounding.seed;
-    piece.bits = piece.reduced_bits = bits;
+    piece.coding = piece.reduced_coding = coding;
     place(&piece, first * size_of(settings.dtype), codec->sliced()->offset(first));
     launch.pieces.at[launch.pieces.count++] = piece;
   }

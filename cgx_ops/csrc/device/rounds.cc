@@ -36,11 +36,11 @@ class Batch {
   Launch launch_;
 };
 
-// Of a run of a piece (compressor/codec.h): the bits of its values on one way, and where their
-// bytes begin in the chunk's message.
+// Of a run of a piece (compressor/codec.h): how its values travel on one way, and where their bytes
+// begin in the chunk's message.
 struct Coded {
   int64_t at;
-  int bits;
+  Coding coding;
 };
 
 class Runs {
@@ -51,7 +51,12 @@ class Runs {
         runs_(device_runs(piece.segment->codecs[way], piece.numel)) {}
   size_t size() const { return runs_.size(); }
   const DeviceRun& operator[](size_t i) const { return runs_[i]; }
-  Coded coded(size_t i) const { return {at_ + codec_.offset(runs_[i].first), runs_[i].bits}; }
+  // Of the run from element `first` on, which is a part of one of these.
+  Coded coded(int64_t first) const {
+    size_t i = runs_.size() - 1;
+    while (runs_[i].first > first) --i;
+    return {at_ + codec_.offset(first), runs_[i].coding};
+  }
 
  private:
   const int64_t at_;
@@ -59,12 +64,12 @@ class Runs {
   const std::vector<DeviceRun> runs_;
 };
 
-// Calls add(piece, first, i) for run i of a CPU piece, from its element `first` on. Runs of all
-// ways have the same values.
+// Calls add(piece, first) for each run of a CPU piece, from its element `first` on. What travels
+// back exact may be one run where there were two on the way there, never the other way around.
 template <typename Add>
 void for_runs(const Plan& plan, const CpuPiece& cpu, const Runs& runs, const Add& add) {
   for (size_t i = 0; i < runs.size(); ++i) {
-    const auto& [first, numel, bits] = runs[i];
+    const auto& [first, numel, coding] = runs[i];
     Piece piece{};
     if (cpu.residual) piece.residual = cpu.residual + plan.bytes(first);
     piece.numel = numel;
@@ -73,7 +78,7 @@ void for_runs(const Plan& plan, const CpuPiece& cpu, const Runs& runs, const Add
     piece.seed = cpu.seed;
     piece.seed_at = cpu.segment->seed_at;
     piece.seed_number = static_cast<int32_t>(cpu.segment->seed_number);
-    add(piece, first, i);
+    add(piece, first);
   }
 }
 
@@ -162,11 +167,11 @@ void Rounds::encode(const At& at) const {
   const auto encode_shard = [&](int owner, std::byte* message) {
     for (const CpuPiece& cpu : at.pieces(layout_.shard(owner))) {
       const Runs runs(cpu, way);
-      for_runs(plan_, cpu, runs, [&](Piece piece, int64_t first, size_t i) {
-        const Coded coded = runs.coded(i);
+      for_runs(plan_, cpu, runs, [&](Piece piece, int64_t first) {
+        const Coded coded = runs.coded(first);
         piece.values = input(owner) + cpu.input_at + plan_.bytes(first);
         piece.message = message + coded.at;
-        piece.bits = coded.bits;
+        piece.coding = coded.coding;
         piece.block = gathers() ? 0 : owner;
         batch.add(piece);
       });
@@ -220,13 +225,14 @@ void Rounds::reduce(const At& at) const {
   Batch<Reduce> batch(at.lane.queue(), &Queue::reduce, launch);
   for (const CpuPiece& cpu : at.pieces(layout_.shard(plan_.rank))) {
     const Runs scattered(cpu, Way::kScatter), gathered(cpu, Way::kGather);
-    for_runs(plan_, cpu, scattered, [&](Piece piece, int64_t first, size_t i) {
+    for_runs(plan_, cpu, scattered, [&](Piece piece, int64_t first) {
       if (!one_shot()) piece.values = input(plan_.rank) + cpu.input_at + plan_.bytes(first);
-      piece.message = arrived.from + scattered.coded(i).at;
-      piece.bits = scattered.coded(i).bits;
+      const Coded coded = scattered.coded(first), reduced = gathered.coded(first);
+      piece.message = arrived.from + coded.at;
+      piece.coding = coded.coding;
+      piece.reduced_coding = reduced.coding;
       if (to_message) {
-        piece.reduced = to + gathered.coded(i).at;
-        piece.reduced_bits = gathered.coded(i).bits;
+        piece.reduced = to + reduced.at;
       } else {
         piece.result = output(plan_.rank) + cpu.output_at + plan_.bytes(first);
         piece.residual = nullptr;  // values lose nothing
@@ -248,10 +254,10 @@ void Rounds::decode(const At& at) const {
   for (int owner = 0; owner < plan_.size; ++owner)
     for (const CpuPiece& cpu : at.pieces(layout_.shard(owner))) {
       const Runs runs(cpu, Way::kGather);
-      for_runs(plan_, cpu, runs, [&](Piece piece, int64_t first, size_t i) {
-        const Coded coded = runs.coded(i);
+      for_runs(plan_, cpu, runs, [&](Piece piece, int64_t first) {
+        const Coded coded = runs.coded(first);
         piece.message = slots.from + owner * slots.stride + coded.at;
-        piece.bits = coded.bits;
+        piece.coding = coded.coding;
         piece.result = output(owner) + cpu.output_at + plan_.bytes(first);
         piece.residual = nullptr;  // already written
         batch.add(piece);
@@ -273,14 +279,16 @@ void pass_through(const Plan& plan, Queue& queue) {
     if (bytes == 0) continue;
     const std::byte* from = plan.input + segment.input_at;
     std::byte* to = plan.output + segment.output_at;
-    if (plan.divides_alone() || segment.residual) {
+    const CodecSettings& codec = segment.codecs[Way::kGather];
+    if (votes(codec) || plan.divides_alone() || segment.residual) {
       Piece piece{};
       piece.values = from;
       piece.result = to;
       piece.residual = segment.residual;
       piece.numel = segment.numel;
-      piece.bucket_size = segment.codecs[Way::kScatter].bucket_size;
-      piece.bits = kExactBits;
+      piece.bucket_size = codec.bucket_size;
+      if (votes(codec))
+        piece.coding = piece.reduced_coding = device_runs(codec, segment.numel)[0].coding;
       batch.add(piece);
     } else if (from != to) {
       queue.copy(to, from, bytes);

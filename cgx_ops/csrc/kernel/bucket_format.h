@@ -1,14 +1,16 @@
-// How a bucket of values lies in bytes: a header, then a field of small codes. Each format has its
-// arithmetic in a file of its name in kernel/cpu; docs/wire_format.md spells it out.
+// How values lie in a message: as they are, in 16 bits, or in buckets. A bucket is a header, then a
+// field of small codes. Each format of buckets has its arithmetic in a file of its name in
+// kernel/cpu, and in kernel/cuda/formats.h; docs/wire_format.md spells it out.
 #pragma once
 
 #include <cstdint>
 
 #include "base/host_device.h"
+#include "base/types.h"
 
 namespace cgx {
 
-enum class BucketFormat : int32_t {
+enum class BucketFormat : uint8_t {
   kUniform,     // {fp32 min, fp32 step}; levels
   kLevels,      // {bf16 scale}; sign and magnitude's level
   kSign,        // as kLevels of 1 bit, with scale 1
@@ -29,5 +31,30 @@ CGX_HD constexpr int64_t field_bytes(BucketFormat format, int64_t numel, int bit
   if (format == BucketFormat::kTernary) return numel / 5 + (numel % 5 != 0);
   return numel / 8 * bits + (numel % 8 * bits + 7) / 8;
 }
+
+// Magnitude `level` of kLevels, of 2^(bits - 1): those that are best for Gaussian values with a
+// mean square of 1 (Lloyd, 1982; Max, 1960).
+CGX_HD float gaussian_level(int bits, int level) {
+  static constexpr float kAt[] = {1.0f,                                // 1 bit
+                                  0.4528f, 1.5104f,                    // 2
+                                  0.2451f, 0.7560f, 1.3439f, 2.1520f,  // 3
+                                  0.1284f, 0.3880f, 0.6568f, 0.9423f,  // 4
+                                  1.2562f, 1.6180f, 2.0690f, 2.7326f};
+  return kAt[(1 << (bits - 1)) - 1 + level];
+}
+
+// How a run of values travels: what devices are told.
+inline constexpr int kHalfBits = 16;
+struct Coding {
+  BucketFormat format = BucketFormat::kUniform;
+  uint8_t bits = kExactBits;  // of a code; or kExactBits: values as they are, or kHalfBits: bf16,
+                              // or fp16 where the tensor is
+  bool clip = false;          // of kTernary
+  uint8_t rotation_log = 0;   // values are rotated in blocks of 2^this before; 0: they are not
+  bool operator==(const Coding&) const = default;
+};
+
+// Of a bucket whose values are rotated on a device, which holds it as a whole.
+inline constexpr int64_t kMostRotatedOnDevices = 8192;
 
 }  // namespace cgx

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "base/half.h"
 #include "kernel/cpu/noise-inl.h"
 #include "kernel/cpu/values-inl.h"
 #include "kernel/cpu/vectors-inl.h"
@@ -10,37 +11,10 @@
 namespace cgx::cpu::CGX_TARGET {
 namespace {
 
-// `noise`: one of 2^16 numbers, all as likely. The bits that a bf16 lacks plus noise carry into
-// those that it has. What is finite stays so.
-[[gnu::always_inline]] inline uint16_t round_noisily(Bfloat16, float value, uint32_t noise) {
-  const uint32_t bits = __builtin_bit_cast(uint32_t, value);
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  uint32_t rounded = (magnitude + noise) >> 16;
-  rounded = rounded > 0x7f7fu ? 0x7f7fu : rounded;
-  rounded = magnitude >= 0x7f800000u ? round_to_bfloat16(value) & 0x7fffu : rounded;
-  const uint32_t sign = is_nan(bits) ? 0 : bits >> 16 & 0x8000u;
-  return static_cast<uint16_t>(rounded | sign);
-}
-
-// Likewise; below 2^-14 an fp16 counts units of 2^-24. What is too large becomes infinite.
-[[gnu::always_inline]] inline uint16_t round_noisily(Float16, float value, uint32_t noise) {
-  const uint32_t bits = __builtin_bit_cast(uint32_t, value);
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  const uint32_t normal = (magnitude + (noise >> 3) - ((127u - 15u) << 23)) >> 13;
-  const float units =
-      __builtin_bit_cast(float, magnitude < 0x38800000u ? magnitude : 0u) * 16777216.0f;
-  const auto denormal =
-      static_cast<uint32_t>(units + (static_cast<float>(noise) + 0.5f) * (1.0f / 65536.0f));
-  uint32_t rounded = magnitude < 0x38800000u ? denormal : normal;
-  rounded = rounded > 0x7c00u || magnitude >= 0x47800000u ? 0x7c00u : rounded;
-  rounded = is_nan(bits) ? uint32_t{kFloat16Nan} : rounded;
-  const uint32_t sign = is_nan(bits) ? 0 : bits >> 16 & 0x8000u;
-  return static_cast<uint16_t>(rounded | sign);
-}
-
-template <typename From, typename To>
+// round(value, noise) -> 16 bits.
+template <typename From, typename Round>
 void convert_noisily_as(const void* from_bytes, int64_t numel, int64_t first_index,
-                        const Rounding& rounding, void* to_bytes) {
+                        const Rounding& rounding, void* to_bytes, const Round& round) {
   const auto* __restrict from = static_cast<const Stored<typename From::Bits>*>(from_bytes);
   auto* __restrict to = static_cast<Stored<uint16_t>*>(to_bytes);
   Noise noise(rounding);
@@ -52,8 +26,7 @@ void convert_noisily_as(const void* from_bytes, int64_t numel, int64_t first_ind
         drawn);
     const int64_t count = numel - i < kSixteen ? numel - i : kSixteen;
     for (int64_t j = 0; j < count; ++j)
-      to[i + j].value =
-          round_noisily(To{}, From::widen(from[i + j].value), static_cast<uint32_t>(drawn[j]));
+      to[i + j].value = round(From::widen(from[i + j].value), static_cast<uint32_t>(drawn[j]));
   }
 }
 
@@ -61,10 +34,13 @@ void convert_noisily_as(const void* from_bytes, int64_t numel, int64_t first_ind
 void convert_noisily(Dtype from_type, const void* from, int64_t numel, int64_t first_index,
                      const Rounding& rounding, Dtype to_type, void* to) {
   with_value_type(from_type, [&](auto source) {
+    using From = decltype(source);
+    const auto to_bfloat16 = [](float x, uint32_t u) { return round_noisily_to_bfloat16(x, u); };
+    const auto to_float16 = [](float x, uint32_t u) { return round_noisily_to_float16(x, u); };
     if (to_type == Dtype::kBfloat16)
-      convert_noisily_as<decltype(source), Bfloat16>(from, numel, first_index, rounding, to);
+      convert_noisily_as<From>(from, numel, first_index, rounding, to, to_bfloat16);
     else
-      convert_noisily_as<decltype(source), Float16>(from, numel, first_index, rounding, to);
+      convert_noisily_as<From>(from, numel, first_index, rounding, to, to_float16);
   });
 }
 

@@ -1,7 +1,6 @@
-// Fixed levels times a bucket's scale: those that are best for Gaussian values (Lloyd, 1982; Max,
-// 1960) times the root of their mean square. With 1 bit: the mean of magnitudes (EF-SignSGD,
-// Karimireddy et al., ICML 2019). And signs alone, whose scale is 1: SignSGD with majority vote
-// (Bernstein et al., ICML 2018).
+// Fixed levels times a bucket's scale: those of gaussian_level() times the root of the mean square;
+// with 1 bit the mean of magnitudes (EF-SignSGD, Karimireddy et al., ICML 2019). And signs alone,
+// whose scale is 1: SignSGD with majority vote (Bernstein et al., ICML 2018).
 //
 // A code has the sign above, then the number of the magnitude's level.
 #pragma once
@@ -10,26 +9,6 @@
 
 namespace cgx::cpu::CGX_TARGET {
 namespace {
-
-template <int kBits>
-struct LevelTable;
-template <>
-struct LevelTable<1> {
-  static constexpr float kAt[] = {1.0f};
-};
-template <>
-struct LevelTable<2> {
-  static constexpr float kAt[] = {0.4528f, 1.5104f};
-};
-template <>
-struct LevelTable<3> {
-  static constexpr float kAt[] = {0.2451f, 0.7560f, 1.3439f, 2.1520f};
-};
-template <>
-struct LevelTable<4> {
-  static constexpr float kAt[] = {0.1284f, 0.3880f, 0.6568f, 0.9423f,
-                                  1.2562f, 1.6180f, 2.0690f, 2.7326f};
-};
 
 template <int kBits>
 struct Levels {
@@ -55,7 +34,7 @@ struct Levels {
     if (!is_finite(largest)) return {kNan, {}};
     float scale;
     if constexpr (kBits == 1) {
-      const Prescale by(largest);
+      const Prescale by = prescale_of(largest);
       const auto sums = sums_of<Value, 1>(
           values, n, [&](Floats x, Floats(&term)[1]) { term[0] = magnitudes(x) * by.down; });
       scale = static_cast<float>(sums.at[0] / static_cast<double>(n)) * by.up;
@@ -65,13 +44,13 @@ struct Levels {
     Grid grid{nearest_scale(scale), {}};
     for (int i = 0; i + 1 < kLevels; ++i)
       grid.thresholds[i] =
-          0.5f * (LevelTable<kBits>::kAt[i] + LevelTable<kBits>::kAt[i + 1]) * grid.scale;
+          0.5f * (gaussian_level(kBits, i) + gaussian_level(kBits, i + 1)) * grid.scale;
     return grid;
   }
 
   [[gnu::always_inline]] static Header header(const Grid& grid) {
     Header header{grid.scale, {}};
-    for (int i = 0; i < kLevels; ++i) header.at[i] = LevelTable<kBits>::kAt[i] * grid.scale;
+    for (int i = 0; i < kLevels; ++i) header.at[i] = gaussian_level(kBits, i) * grid.scale;
     return header;
   }
   [[gnu::always_inline]] static bool flat(const Grid& grid) { return !(grid.scale > 0.0f); }

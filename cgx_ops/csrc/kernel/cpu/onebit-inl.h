@@ -27,7 +27,7 @@ struct Onebit {
                    const BucketRun& /*run*/) {
     const float largest = largest_magnitude<Value>(values, n);
     if (!is_finite(largest)) return {kNan, kNan};
-    const Prescale by(largest);
+    const Prescale by = prescale_of(largest);
     const auto sums = sums_of<Value, 3>(values, n, [&](Floats x, Floats(&term)[3]) {
       const Ints below = x < Floats{};
       const auto scaled = Ints(x * by.down);

@@ -1,23 +1,22 @@
-// A rotation of blocks of `size` values: signs, then a Hadamard transform. A block's values lie w
-// apart, so that w blocks are transformed side by side: sixteen, while there are so many values;
-// the rest of a bucket has as many blocks as fit, and what fills none is not rotated.
-//
-// Values are divided by the root of `size`, by powers of two: a part of it here, the rest there.
+// Rotations (kernel/rotation.h), in place: sixteen blocks side by side, while there are so many
+// values; then the rest of a bucket.
 #pragma once
 
 #include <cstdint>
 
+#include "base/half.h"
 #include "kernel/cpu/vectors-inl.h"
+#include "kernel/rotation.h"
 
 namespace cgx::cpu::CGX_TARGET {
 namespace {
 
-// Whether value p of a rotation's group changes its sign: the top bit of a multiple of the golden
-// ratio, which is as good as random.
-[[gnu::always_inline]] inline uint32_t sign_at(uint32_t p) { return p * 0x9e3779b1u & 0x80000000u; }
-
+// A NaN has no sign.
 [[gnu::always_inline]] inline void flip_signs(Stored<uint32_t>* __restrict values, int64_t n) {
-  for (int64_t p = 0; p < n; ++p) values[p].value ^= sign_at(static_cast<uint32_t>(p));
+  for (int64_t p = 0; p < n; ++p) {
+    const uint32_t flipped = values[p].value ^ rotation_sign(static_cast<uint32_t>(p));
+    values[p].value = is_nan(flipped) ? kFloat32Nan : flipped;
+  }
 }
 
 // `size` rows of `width` values; width 16 where kSixteenWide.
@@ -64,8 +63,7 @@ template <bool kBack>
 [[gnu::always_inline]] inline void rotate_bucket(float* values, int64_t n, int size) {
   int log = 0;
   while (1 << log < size) ++log;
-  const int shift = kBack ? log - log / 2 : log / 2;
-  const float scale = 1.0f / static_cast<float>(1 << shift);
+  const float scale = rotation_scale(log, kBack);
   for_groups(n, size, [&](int64_t at, int64_t width) {
     auto* bits = reinterpret_cast<Stored<uint32_t>*>(values) + at;
     if (!kBack) flip_signs(bits, size * width);

@@ -1,7 +1,7 @@
 // What a bucket is measured by: its largest magnitude, and sums over its values in an order that no
 // target changes; and scales of 16 bits.
 //
-//   1. scales: bf16, rounded to the nearest or away from zero, never to infinity
+//   1. headers of one scale
 //   2. the largest magnitude
 //   3. sums: blocks of 512 values in sixteen lanes each, folded in halves; then block by block
 #pragma once
@@ -13,6 +13,7 @@
 #include "kernel/cpu/values-inl.h"
 #include "kernel/cpu/vectors-inl.h"
 #include "kernel/kernels.h"
+#include "kernel/scales.h"
 
 namespace cgx::cpu::CGX_TARGET {
 namespace {
@@ -26,21 +27,7 @@ template <int kFirst, int kLast, typename Visit>
   if constexpr (kFirst < kLast) with_bits<kFirst + 1, kLast>(bits, visit);
 }
 
-// ---- 1. scales ----
-
-constexpr uint32_t kLargestBfloat16 = 0x7f7f0000;
-
-// Of finite values; what a bf16 cannot hold becomes its largest, of the same sign.
-[[gnu::always_inline]] inline float nearest_scale(float x) {
-  const float rounded = widen_bfloat16(round_to_bfloat16(x));
-  const float largest = __builtin_bit_cast(float, kLargestBfloat16);
-  return is_finite(rounded) ? rounded : __builtin_copysignf(largest, x);
-}
-// Not below x >= 0.
-[[gnu::always_inline]] inline float scale_above(float x) {
-  const uint32_t bits = (__builtin_bit_cast(uint32_t, x) + 0xffffu) & 0xffff0000u;
-  return __builtin_bit_cast(float, bits < kLargestBfloat16 ? bits : kLargestBfloat16);
-}
+// ---- 1. headers ----
 
 // A header of one scale: bf16, NaN if any value of the bucket is not finite.
 struct Scale {
@@ -87,18 +74,6 @@ float largest_magnitude(const Stored<typename Value::Bits>* __restrict values, i
 
 // ---- 3. sums ----
 
-// 2^-e, which brings magnitudes of at most `largest` below 4, so that their squares neither
-// overflow nor vanish; and its inverse.
-struct Prescale {
-  float down, up;
-  explicit Prescale(float largest) {
-    uint32_t exponent = __builtin_bit_cast(uint32_t, largest) >> 23;
-    exponent = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
-    down = __builtin_bit_cast(float, (254 - exponent) << 23);
-    up = __builtin_bit_cast(float, exponent << 23);
-  }
-};
-
 template <int kSums>
 struct Sums {
   double at[kSums] = {};
@@ -140,7 +115,7 @@ template <typename Value>
 [[gnu::always_inline]] inline float root_of_squares(
     const Stored<typename Value::Bits>* __restrict values, int64_t n, float largest,
     double divisor) {
-  const Prescale scale(largest);
+  const Prescale scale = prescale_of(largest);
   const auto squares = sums_of<Value, 1>(values, n, [&](Floats x, Floats(&term)[1]) {
     const Floats scaled = x * scale.down;
     term[0] = scaled * scaled;

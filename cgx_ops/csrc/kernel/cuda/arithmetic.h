@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "base/half.h"
 #include "base/types.h"
@@ -31,6 +32,10 @@ CGX_LANE float multiply(float a, float b) { return __fmul_rn(a, b); }
 CGX_LANE float divide(float a, float b) { return __fdiv_rn(a, b); }
 CGX_LANE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 CGX_LANE float smaller(float a, float b) { return fminf(a, b); }
+CGX_LANE float square_root(float x) { return __fsqrt_rn(x); }
+CGX_LANE double add(double a, double b) { return __dadd_rn(a, b); }
+CGX_LANE double divide(double a, double b) { return __ddiv_rn(a, b); }
+CGX_LANE float narrowed(double x) { return __double2float_rn(x); }
 #else
 CGX_LANE float add(float a, float b) { return a + b; }
 CGX_LANE float subtract(float a, float b) { return a - b; }
@@ -38,7 +43,15 @@ CGX_LANE float multiply(float a, float b) { return a * b; }
 CGX_LANE float divide(float a, float b) { return a / b; }
 CGX_LANE float multiply_add(float a, float b, float c) { return std::fmaf(a, b, c); }
 CGX_LANE float smaller(float a, float b) { return a < b ? a : b; }
+CGX_LANE float square_root(float x) { return std::sqrt(x); }
+CGX_LANE double add(double a, double b) { return a + b; }
+CGX_LANE double divide(double a, double b) { return a / b; }
+CGX_LANE float narrowed(double x) { return static_cast<float>(x); }
 #endif
+
+// Rounded towards zero; of a magnitude below 2^31.
+CGX_LANE int32_t truncated(float x) { return static_cast<int32_t>(x); }
+CGX_LANE float as_float(int32_t x) { return static_cast<float>(x); }
 
 // Conversions between floats and integers are slow on a GPU; a float of [2^23, 2^24) holds an
 // integer in its low bits.
@@ -108,5 +121,17 @@ struct Bfloat16 {
   static uint16_t round(float x) { return round_to_bfloat16(x); }
 };
 #endif
+
+// As what values travel in 16 bits: fp16 where the tensor is.
+template <typename Value>
+using HalfOf = std::conditional_t<std::is_same_v<Value, Float16>, Float16, Bfloat16>;
+
+// Rounded at random, as base/half.h says; `noise` is one of 2^16 numbers.
+CGX_LANE uint16_t round_noisily(Float16, float x, uint32_t noise) {
+  return round_noisily_to_float16(x, noise);
+}
+CGX_LANE uint16_t round_noisily(Bfloat16, float x, uint32_t noise) {
+  return round_noisily_to_bfloat16(x, noise);
+}
 
 }  // namespace cgx::device::cuda

@@ -7,9 +7,9 @@
 #include <cstdint>
 
 #include "base/seeds.h"
-#include "kernel/cuda/codec.h"
 #include "kernel/cuda/launches.h"
 #include "kernel/cuda/memory.h"
+#include "kernel/cuda/noise.h"
 #include "kernel/cuda/sources.h"
 #include "kernel/cuda/targets.h"
 #include "kernel/cuda/tile.h"
@@ -47,24 +47,24 @@ CGX_LANE Noise noise_of(const Piece& piece, const Launch& launch) {
   return {block_seed(seed, piece.block), launch.rank, launch.phase};
 }
 
-CGX_LANE std::byte* moved(std::byte* from, int64_t bytes) { return from ? from + bytes : nullptr; }
-
 // ---- 2. bodies ----
 
-template <typename Value, typename Group>
+template <typename Value, typename Format, typename Group>
 CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Encode& launch, const Place& place,
                          const Bucket& bucket) {
   constexpr int kWidth = sizeof(typename Value::Bits);
   const Piece& piece = launch.pieces.at[bucket.piece];
+  const Coding coding = Format::known(piece.coding);
   const auto [start, numel] = extent_of(piece, bucket.number);
   const std::byte* values = piece.values + start * kWidth;
   std::byte* record =
-      piece.message + place.write + bucket_at(bucket.number, piece.bucket_size, piece.bits, kWidth);
+      piece.message + place.write + bucket_at(bucket.number, piece.bucket_size, coding, kWidth);
   std::byte* residual = moved(piece.residual, start * kWidth);
-  // Exact values are cut as suits a warp (cut_exact_pieces): a block gets none.
-  const bool exact = Group::kLanes == kWarpLanes && piece.bits == kExactBits;
+  // Values without a grid are cut as suits a warp (cut_exact_pieces): a block gets none.
+  const bool half = Group::kLanes == kWarpLanes && Format::in_halves(coding);
+  const bool exact = Group::kLanes == kWarpLanes && is_exact(coding);
   if (!residual && place.failed) return;
-  if (!residual && exact) {
+  if (!residual && (exact || (half && kWidth == 2))) {
     move_exact<Value>(group, buffer, values, numel, false,
                       [&](const auto& visit) { for_copies(launch.copies, record, visit); });
     return;
@@ -72,7 +72,7 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Encode& launch, 
   // A failed rank's peers may be reading.
   const Target target{.record = place.failed ? nullptr : record,
                       .copies = &launch.copies,
-                      .bits = piece.bits,
+                      .coding = coding,
                       .rounding = launch.rounding,
                       .noise = noise_of(piece, launch),
                       .first_index = static_cast<uint64_t>(piece.first_index + start),
@@ -80,39 +80,59 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Encode& launch, 
                       .residual_scale = 1.0f,
                       .failed = place.failed};
   const OwnValues<Value, Group> own{group, buffer, values, residual, place.failed};
-  if (place.failed || exact) {
-    write_exact<Value>(group, buffer, target, numel, own);
+  if (place.failed || exact || half) {
+    write_values<Value>(group, buffer, target, numel, own, half);
   } else {
-    write_record<Value>(group, buffer, target, numel, own);
+    write_record<Value, Format>(group, buffer, target, numel, own);
   }
 }
 
+// The magnitude of the votes of a rank's own values.
 template <typename Value, typename Group>
+CGX_LANE float vote_of(Group& group, std::byte* buffer, const std::byte* values, int64_t numel) {
+  typename Group::template Lanes<Tile> tile;
+  const OwnValues<Value, Group> own{group, buffer, values, nullptr, false};
+  ExtremesOfTiles<Group> keys(group);
+  for (int64_t start = 0; start < numel; start += Layout<Group>::kTile) {
+    const auto length = static_cast<int>(at_most(Layout<Group>::kTile, numel - start));
+    own(tile, start, length);
+    keys.look(tile, length, [](float x) { return magnitude_key(x); });
+  }
+  const bool finite = is_finite(float_of(static_cast<uint32_t>(keys.extremes().highest)));
+  return finite ? 1.0f : float_of(kFloat32Nan);
+}
+
+template <typename Value, typename Format, typename Group>
 CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Reduce& launch, const Place& place,
                          const Bucket& bucket) {
   constexpr int kWidth = sizeof(typename Value::Bits);
   const Piece& piece = launch.pieces.at[bucket.piece];
+  const Coding coding = Format::known(piece.coding), to = Format::known(piece.reduced_coding);
   const auto [start, numel] = extent_of(piece, bucket.number);
   std::byte* residual = moved(piece.residual, start * kWidth);
-  const Sums<Value, Group> sums{
+  const std::byte* own_values = piece.values + start * kWidth;
+  const bool votes = is_vote(coding) && launch.own >= 0 && !place.failed;
+  const SumOfRanks<Value, Format, Group> sums{
       .group = group,
       .buffer = buffer,
-      .own_values = piece.values + start * kWidth,
+      .own_values = own_values,
       .own_residual = residual,
-      .message = piece.message + place.read +
-                 bucket_at(bucket.number, piece.bucket_size, piece.bits, kWidth),
+      .message =
+          piece.message + place.read + bucket_at(bucket.number, piece.bucket_size, coding, kWidth),
       .stride = launch.stride,
+      .bucket_numel = numel,
       .size = launch.size,
       .own = launch.own,
-      .bits = piece.bits,
+      .coding = coding,
+      .own_vote = votes ? vote_of<Value>(group, buffer, own_values, numel) : 1.0f,
       .op = launch.op,
       .divisor = launch.divisor,
       .failed = place.failed};
-  const int64_t at = bucket_at(bucket.number, piece.bucket_size, piece.reduced_bits, kWidth);
+  const int64_t at = bucket_at(bucket.number, piece.bucket_size, to, kWidth);
   // A failed rank's peers may be reading.
   const Target target{.record = place.failed ? nullptr : moved(piece.reduced, place.write + at),
                       .copies = &launch.copies,
-                      .bits = piece.reduced_bits,
+                      .coding = to,
                       .rounding = launch.rounding,
                       .noise = noise_of(piece, launch),
                       .first_index = static_cast<uint64_t>(piece.first_index + start),
@@ -120,41 +140,46 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Reduce& launch, 
                       .residual = residual,
                       .residual_scale = launch.residual_scale,
                       .failed = place.failed};
-  if (target.record && piece.reduced_bits != kExactBits) {
-    write_record<Value>(group, buffer, target, numel, sums);
+  const bool encodes = target.record || (is_vote(to) && !place.failed);
+  const bool half = encodes && Format::in_halves(to);
+  if (!encodes || is_exact(to) || half) {
+    write_values<Value>(group, buffer, target, numel, sums, half);
   } else {
-    write_exact<Value>(group, buffer, target, numel, sums);
+    write_record<Value, Format>(group, buffer, target, numel, sums);
   }
 }
 
-template <typename Value, typename Group>
+template <typename Value, typename Format, typename Group>
 CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Decode& launch, const Place& place,
                          const Bucket& bucket) {
   constexpr int kWidth = sizeof(typename Value::Bits);
   const Piece& piece = launch.pieces.at[bucket.piece];
+  const Coding coding = Format::known(piece.coding);
   const auto [start, numel] = extent_of(piece, bucket.number);
   const std::byte* record =
-      piece.message + place.read + bucket_at(bucket.number, piece.bucket_size, piece.bits, kWidth);
+      piece.message + place.read + bucket_at(bucket.number, piece.bucket_size, coding, kWidth);
   std::byte* result = piece.result + start * kWidth;
-  if (piece.bits == kExactBits) {
+  if (is_exact(coding) || (Format::in_halves(coding) && kWidth == 2)) {
     move_exact<Value>(group, buffer, record, numel, place.failed,
                       [&](const auto& visit) { visit(result); });
     return;
   }
-  const Sums<Value, Group> one{.group = group,
-                               .buffer = buffer,
-                               .own_values = nullptr,
-                               .own_residual = nullptr,
-                               .message = record,
-                               .stride = 0,
-                               .size = 1,
-                               .own = -1,
-                               .bits = piece.bits,
-                               .op = Op::kSum,
-                               .divisor = 1.0f,
-                               .failed = place.failed};
+  const SumOfRanks<Value, Format, Group> one{.group = group,
+                                             .buffer = buffer,
+                                             .own_values = nullptr,
+                                             .own_residual = nullptr,
+                                             .message = record,
+                                             .stride = 0,
+                                             .bucket_numel = numel,
+                                             .size = 1,
+                                             .own = -1,
+                                             .coding = coding,
+                                             .own_vote = 1.0f,
+                                             .op = Op::kSum,
+                                             .divisor = 1.0f,
+                                             .failed = place.failed};
   const Target target{.result = result, .failed = place.failed};
-  write_exact<Value>(group, buffer, target, numel, one);
+  write_values<Value>(group, buffer, target, numel, one, /*in_halves=*/false);
 }
 
 }  // namespace cgx::device::cuda

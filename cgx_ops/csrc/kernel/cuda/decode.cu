@@ -1,12 +1,10 @@
-// Kernels of Decode.
+// Kernels of Decode: uniform buckets and exact values.
 #include "kernel/cuda/launching.cuh"
 
 namespace cgx::device::cuda {
 
-void launch(const Decode& decode, void* stream) {
-  launch_on(decode, false, static_cast<cudaStream_t>(stream));
-}
+void launch(const Decode& decode, void* stream) { launch_all(decode, false, stream); }
 
-void load_decode_kernels() { load_kernels_of<Decode>(); }
+void load_decode_kernels() { load_kernels_of<UniformFormat, Decode>(); }
 
 }  // namespace cgx::device::cuda

@@ -1,12 +1,10 @@
-// Kernels of Encode.
+// Kernels of Encode: uniform buckets and exact values.
 #include "kernel/cuda/launching.cuh"
 
 namespace cgx::device::cuda {
 
-void launch(const Encode& encode, void* stream) {
-  launch_on(encode, false, static_cast<cudaStream_t>(stream));
-}
+void launch(const Encode& encode, void* stream) { launch_all(encode, false, stream); }
 
-void load_encode_kernels() { load_kernels_of<Encode>(); }
+void load_encode_kernels() { load_kernels_of<UniformFormat, Encode>(); }
 
 }  // namespace cgx::device::cuda

@@ -7,6 +7,9 @@ void load_kernels() {
   load_encode_kernels();
   load_reduce_kernels();
   load_decode_kernels();
+  load_any_encode_kernels();
+  load_any_reduce_kernels();
+  load_any_decode_kernels();
   load_signals_kernel();
 }
 

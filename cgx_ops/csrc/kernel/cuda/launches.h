@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "base/types.h"
+#include "kernel/bucket_format.h"
 
 namespace cgx::device {
 
@@ -37,10 +38,10 @@ struct Piece {
   uint64_t seed = 0;
   // If not null, a seed is here, on the device: that of number `seed_number` after it is used.
   const uint64_t* seed_at = nullptr;
-  int32_t bits = 0;          // of `message`: 1-8, or 32: exact values in the dtype
-  int32_t reduced_bits = 0;  // of `reduced`
-  int32_t seed_number = 0;   // of segments (base/seeds.h)
-  int32_t block = 0;         // of a reduce_scatter's input: it changes the seed, too
+  Coding coding = {};          // of `message`
+  Coding reduced_coding = {};  // of `reduced`; of a result too, where that is a vote
+  int32_t seed_number = 0;     // of segments (base/seeds.h)
+  int32_t block = 0;           // of a reduce_scatter's input: it changes the seed, too
 };
 
 struct Pieces {
@@ -78,7 +79,8 @@ struct Encode {
 };
 
 // result = the sum itself unless `reduced` is written; then what that decodes to, so that this rank
-// holds what its peers will. Bits of `reduced` are made from the fp32 sum, divided for avg.
+// holds what its peers will. Bits of `reduced` are made from the fp32 sum, divided for avg. Of
+// votes (kSign) own values count as what they would decode to, and so is the result.
 struct Reduce {
   Dtype dtype = Dtype::kFloat32;
   RoundingMode rounding = RoundingMode::kNearest;

@@ -1,5 +1,6 @@
-// Kernels around buckets.h, and their launches: one kernel for a dtype and a kind of group.
-// Included by one file for each launch, so that they are compiled side by side.
+// Kernels around buckets.h, and their launches: one kernel for a dtype, a kind of group, and
+// uniform buckets or any format. Included by a file for each launch and either, so that they are
+// compiled side by side.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,16 +24,18 @@ inline void require_success(cudaError_t status, const char* what) {
 
 // ---- 1. the kernel: a block is a group, so that what its lanes share is in uniform registers ----
 
-// Blocks of a multiprocessor, at least: so many registers does a thread get, 80 where a block is a
-// warp and 64 where it is many, and for Reduce 128.
-template <typename Group, typename Launch>
+// Blocks of a multiprocessor, at least: so many registers does a thread get. For uniform buckets 80
+// where a block is a warp and 64 where it is many, and for Reduce 128; for any format 255 and 128.
+template <typename Format, typename Group, typename Launch>
 constexpr int least_blocks() {
-  constexpr bool kReduces = std::is_same_v<Launch, Reduce>;
-  return Group::kLanes == kWarpLanes ? (kReduces ? 16 : 24) : (kReduces ? 1 : 2);
+  constexpr bool kWarp = Group::kLanes == kWarpLanes;
+  if (!std::is_same_v<Format, UniformFormat>) return kWarp ? 8 : 1;
+  if (std::is_same_v<Launch, Reduce>) return kWarp ? 16 : 1;
+  return kWarp ? 24 : 2;
 }
 
-template <typename Value, typename Group, typename Launch>
-__global__ void __launch_bounds__(Group::kLanes, least_blocks<Group, Launch>())
+template <typename Value, typename Format, typename Group, typename Launch>
+__global__ void __launch_bounds__(Group::kLanes, least_blocks<Format, Group, Launch>())
     run_buckets(const __grid_constant__ Launch launch, const __grid_constant__ Work work) {
   __shared__ alignas(16) std::byte buffer[Layout<Group>::kBytes];
   __shared__ typename Group::Shared shared;
@@ -40,20 +43,20 @@ __global__ void __launch_bounds__(Group::kLanes, least_blocks<Group, Launch>())
   const Place place = place_of(launch.regions, launch.fault);
   int32_t piece = 0;
   for (int64_t at = blockIdx.x; at < work.buckets; at += gridDim.x)
-    run_bucket<Value>(group, buffer, launch, place, find_bucket(work, at, &piece));
+    run_bucket<Value, Format>(group, buffer, launch, place, find_bucket(work, at, &piece));
 }
 static_assert(sizeof(Reduce) + sizeof(Work) <= 4096, "kernel parameters");
 
 // ---- 2. launches ----
 
 // Calls visit(kernel, takers) for the kernels of a dtype.
-template <typename Launch, typename Visit>
+template <typename Format, typename Launch, typename Visit>
 void for_kernels(Dtype dtype, const Visit& visit) {
   const auto of_value = [&](auto value) {
     using Value = decltype(value);
     static_assert(Warp::kLanes == lanes_of(Takers::kWarps));
-    visit(&run_buckets<Value, Warp, Launch>, Takers::kWarps);
-    visit(&run_buckets<Value, Block<lanes_of(Takers::kBlocks)>, Launch>, Takers::kBlocks);
+    visit(&run_buckets<Value, Format, Warp, Launch>, Takers::kWarps);
+    visit(&run_buckets<Value, Format, Block<lanes_of(Takers::kBlocks)>, Launch>, Takers::kBlocks);
   };
   switch (dtype) {
     case Dtype::kFloat32:
@@ -65,23 +68,37 @@ void for_kernels(Dtype dtype, const Visit& visit) {
   }
 }
 
-template <typename Launch>
-void launch_on(Launch launch, bool reduces, cudaStream_t stream) {
-  cut_exact_pieces(&launch.pieces, reduces);
+// What of the launch is for the kernels of this format.
+template <typename Format, typename Launch>
+void launch_of(const Launch& launch, void* stream) {
+  constexpr bool kPlain = std::is_same_v<Format, UniformFormat>;
   int device = 0, processors = 0;
   require_success(cudaGetDevice(&device), "cudaGetDevice");
   require_success(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
                   "cudaDeviceGetAttribute");
-  for_kernels<Launch>(launch.dtype, [&](const auto& kernel, Takers takers) {
-    Work work = work_for(takers, launch.pieces);
+  for_kernels<Format, Launch>(launch.dtype, [&](const auto& kernel, Takers takers) {
+    Work work = work_for(kPlain ? Formats::kPlain : Formats::kAny, takers, launch.pieces);
     if (work.buckets == 0) return;
     const auto blocks = static_cast<unsigned>(groups_for(takers, work.buckets, processors));
     const auto threads = static_cast<unsigned>(lanes_of(takers));
-    void* arguments[] = {&launch, &work};
-    require_success(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks),
-                                     dim3(threads), arguments, 0, stream),
-                    "launching a kernel");
+    void* arguments[] = {const_cast<Launch*>(&launch), &work};
+    require_success(
+        cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(threads),
+                         arguments, 0, static_cast<cudaStream_t>(stream)),
+        "launching a kernel");
   });
+}
+
+// Of a file for any format.
+void launch_any(const Encode& encode, void* stream);
+void launch_any(const Reduce& reduce, void* stream);
+void launch_any(const Decode& decode, void* stream);
+
+template <typename Launch>
+void launch_all(Launch launch, bool reduces, void* stream) {
+  cut_exact_pieces(&launch.pieces, reduces);
+  launch_of<UniformFormat>(launch, stream);
+  launch_any(launch, stream);
 }
 
 // ---- 3. loading ----
@@ -90,6 +107,9 @@ void launch_on(Launch launch, bool reduces, cudaStream_t stream) {
 void load_encode_kernels();
 void load_reduce_kernels();
 void load_decode_kernels();
+void load_any_encode_kernels();
+void load_any_reduce_kernels();
+void load_any_decode_kernels();
 void load_signals_kernel();
 
 inline void load_kernel(const void* kernel) {
@@ -97,10 +117,10 @@ inline void load_kernel(const void* kernel) {
   require_success(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
 }
 
-template <typename Launch>
+template <typename Format, typename Launch>
 void load_kernels_of() {
   for (const Dtype dtype : {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBfloat16})
-    for_kernels<Launch>(dtype, [](const auto& kernel, Takers) {
+    for_kernels<Format, Launch>(dtype, [](const auto& kernel, Takers) {
       load_kernel(reinterpret_cast<const void*>(kernel));
     });
 }

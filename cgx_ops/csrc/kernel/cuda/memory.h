@@ -125,6 +125,14 @@ CGX_LANE Unit load_unit(const std::byte* at) {
   return widened<Value>(words[0].at);
 }
 
+// A unit as it is, aligned to 16 bytes.
+CGX_LANE void store_floats(std::byte* to, const Unit& unit) {
+  CGX_UNROLL
+  for (int i = 0; i < kUnit; i += 4)
+    store(to + 4 * i, Words4{{bits_of(unit.at[i]), bits_of(unit.at[i + 1]), bits_of(unit.at[i + 2]),
+                              bits_of(unit.at[i + 3])}});
+}
+
 // The first `count` values of a unit at any place of a buffer; the others repeat the first.
 template <typename Value>
 CGX_LANE Unit load_unit_of_buffer(const std::byte* buffer, int at, int count) {

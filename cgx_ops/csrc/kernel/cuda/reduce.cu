@@ -1,12 +1,10 @@
-// Kernels of Reduce.
+// Kernels of Reduce: uniform buckets and exact values.
 #include "kernel/cuda/launching.cuh"
 
 namespace cgx::device::cuda {
 
-void launch(const Reduce& reduce, void* stream) {
-  launch_on(reduce, true, static_cast<cudaStream_t>(stream));
-}
+void launch(const Reduce& reduce, void* stream) { launch_all(reduce, true, stream); }
 
-void load_reduce_kernels() { load_kernels_of<Reduce>(); }
+void load_reduce_kernels() { load_kernels_of<UniformFormat, Reduce>(); }
 
 }  // namespace cgx::device::cuda

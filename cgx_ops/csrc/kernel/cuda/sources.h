@@ -7,9 +7,11 @@
 
 #include <cstdint>
 
-#include "kernel/cuda/codec.h"
+#include "kernel/cuda/formats.h"
 #include "kernel/cuda/memory.h"
+#include "kernel/cuda/rotate.h"
 #include "kernel/cuda/tile.h"
+#include "kernel/cuda/trits.h"
 
 namespace cgx::device::cuda {
 
@@ -84,8 +86,8 @@ struct OwnValues {
 };
 
 // Of all ranks, in their order. Messages arrive in the buffer, as many at once as it holds.
-template <typename Value, typename Group>
-struct Sums {
+template <typename Value, typename Format, typename Group>
+struct SumOfRanks {
   static constexpr int kWidth = sizeof(typename Value::Bits);
 
   Group& group;
@@ -94,7 +96,10 @@ struct Sums {
   const std::byte* own_residual;  // of the bucket; null: none
   const std::byte* message;       // of rank 0, from the bucket on
   int64_t stride;
-  int size, own, bits;
+  int64_t bucket_numel;
+  int size, own;
+  Coding coding;
+  float own_vote;  // the magnitude of own votes: 1, or NaN if a value is not finite
   Op op;
   float divisor;
   bool failed;
@@ -108,32 +113,40 @@ struct Sums {
       for (float& x : unit.at) x = -0.0f;  // -0 + x is x
     });
     for (int first = 0, last = 0; first < size; first = last) {
+      // Rotated values need the buffer's begin, and come alone.
+      const bool rotated = coding.rotation_log != 0 && first != own;
+      const int begin = rotated ? 4 * Layout<Group>::kTile : 0;
       group.each([&](int lane) {
-        int at = 0;
+        int at = begin;
         CGX_ROLLED
         for (last = first; last < size; ++last) {
           const Arrival from = arrival(last, start, numel);
           if (at + from.in_buffer > Layout<Group>::kArriving) break;
-          if (from.apart) start_copy_in<Group::kLanes>(lane, buffer + at, from.header, kHeader);
+          if (coding.rotation_log != 0 && last != first) break;
+          if (from.apart)
+            start_copy_in<Group::kLanes>(lane, buffer + at, from.header, from.header_bytes);
           start_copy_in<Group::kLanes>(lane, buffer + at + from.apart, from.run, from.bytes);
           at += from.in_buffer;
         }
         finish_copies();
       });
+      if (rotated) {
+        add_rotated(arrival(first, start, numel), begin, numel, tile);
+        continue;
+      }
       group.each([&](int lane) {
         int at = 0;
         CGX_ROLLED
         for (int rank = first; rank < last; ++rank) {
           const Arrival from = arrival(rank, start, numel);
-          const std::byte* residual =
-              rank == own && own_residual ? own_residual + start * kWidth : nullptr;
-          add_arrival(from, at, residual, rank == 0, lane, numel, &tile[lane]);
+          add_arrival(from, at, rank, start, lane, numel, &tile[lane]);
           at += from.in_buffer;
         }
       });
     }
     // A NaN that arithmetic gives is one NaN: once is enough, at the end.
-    const bool only_moved = size == 1 && (own == 0 || bits == kExactBits) && op != Op::kAvg;
+    const bool moved = own == 0 || is_exact(coding) || Format::in_halves(coding);
+    const bool only_moved = size == 1 && moved && !is_vote(coding) && op != Op::kAvg;
     group.each([&](int lane) {
       for_units<Group::kLanes>(lane, numel, [&](int u, int, int count) {
         Unit& unit = tile[lane].units[u];
@@ -149,57 +162,110 @@ struct Sums {
   }
 
  private:
-  static constexpr int kHeader = static_cast<int>(kHeaderBytes);
-
   // One rank's part of a tile, as it lies in global memory and in the buffer.
   struct Arrival {
-    const std::byte* header;  // of the record; null: exact values
+    const std::byte* header;  // of the record; null: values
     const std::byte* run;
     int bytes;
-    int apart;      // bytes of the buffer before the run: the header's, unless it begins the run
-    int in_buffer;  // bytes, of all
+    int header_bytes;  // of a header that does not begin the run; else 0
+    int apart;         // what that takes in the buffer before the run
+    int in_buffer;     // bytes, of all
   };
+
+  CGX_LANE bool has_values(int rank) const {
+    return rank == own || is_exact(coding) || Format::in_halves(coding);
+  }
 
   CGX_LANE Arrival arrival(int rank, int64_t start, int numel) const {
     const std::byte* record = message + rank * stride;
-    if (rank == own || bits == kExactBits) {
-      const std::byte* run = (rank == own ? own_values : record) + start * kWidth;
-      return {nullptr, run, numel * kWidth, 0, bytes_in_buffer(run, numel * kWidth)};
+    if (has_values(rank)) {
+      const int width = rank != own && Format::in_halves(coding) ? 2 : kWidth;
+      const std::byte* run = (rank == own ? own_values : record) + start * width;
+      return {nullptr, run, numel * width, 0, 0, bytes_in_buffer(run, numel * width)};
     }
-    const int field = static_cast<int>(field_bytes(numel, bits));
+    const auto header = static_cast<int>(header_bytes(coding));
+    const int64_t first = field_at(start), last = field_end(start + numel);
+    const auto field = static_cast<int>(last - first);
     if (start == 0)
-      return {record, record, kHeader + field, 0, bytes_in_buffer(record, kHeader + field)};
-    const std::byte* run = record + kHeaderBytes + start / kUnit * bits;
-    const int apart = bytes_in_buffer(record, kHeader);
-    return {record, run, field, apart, apart + bytes_in_buffer(run, field)};
+      return {record, record, header + field, 0, 0, bytes_in_buffer(record, header + field)};
+    const std::byte* run = record + header + first;
+    const int apart = bytes_in_buffer(record, header);
+    return {record, run, field, header, apart, apart + bytes_in_buffer(run, field)};
   }
 
-  CGX_LANE void add_arrival(const Arrival& from, int at, const std::byte* residual, bool is_first,
-                            int lane, int numel, Tile* tile) const {
-    const int run_at = at + from.apart + misalignment(from.run, 16);
-    if (!from.header) {
+  // Where in a bucket's field that of an element begins; a group of trits is read as a whole.
+  CGX_LANE int64_t field_at(int64_t element) const {
+    if (coding.format == BucketFormat::kTernary) return trit_group_at(element);
+    return element / kUnit * coding.bits;
+  }
+  CGX_LANE int64_t field_end(int64_t element) const {
+    if (coding.format == BucketFormat::kTernary)
+      element = at_most(bucket_numel, (element + kTrits - 1) / kTrits * kTrits);
+    return field_bytes(element, coding);
+  }
+
+  // Of a record that has arrived at `at` of the buffer: unit `first` of the tile that begins with
+  // `start`.
+  CGX_LANE uint64_t load_codes(const Arrival& from, int at, int64_t start, int first,
+                               int count) const {
+    const auto header = static_cast<int>(header_bytes(coding));
+    const int field = at + from.apart + misalignment(from.run, 16) + (from.apart ? 0 : header);
+    if (coding.format == BucketFormat::kTernary)
+      return load_trits(buffer, field, trit_group_at(start), start + first, bucket_numel, count);
+    return load_field(buffer, field + first / kUnit * coding.bits, coding.bits);
+  }
+
+  CGX_LANE typename Format::Decoder decoder_of(const Arrival& from, int at) const {
+    const auto bytes = static_cast<int>(header_bytes(coding));
+    const uint64_t word = load_field(buffer, at + misalignment(from.header, 16), bytes);
+    return {header_of_word(word, coding), coding};
+  }
+
+  CGX_LANE void add_arrival(const Arrival& from, int at, int rank, int64_t start, int lane,
+                            int numel, Tile* tile) const {
+    if (from.header) {
+      const auto decoder = decoder_of(from, at);
       for_units<Group::kLanes>(lane, numel, [&](int u, int first, int count) {
-        Unit values = load_unit_of_buffer<Value>(buffer, run_at + first * kWidth, count);
-        if (residual) add_residual<Value>(residual, first, count, &values);
-        CGX_UNROLL
-        for (int i = 0; i < kUnit; ++i) {
-          float& sum = tile->units[u].at[i];
-          sum = is_first ? values.at[i] : combine(op, sum, values.at[i]);
-        }
+        add_to(&tile->units[u], decoder.decode(load_codes(from, at, start, first, count)));
       });
       return;
     }
-    const int header_at = at + misalignment(from.header, 16);
-    const Decoder decoder(__builtin_bit_cast(Header, load_field(buffer, header_at, kHeader)), bits);
-    const int field_at = from.apart ? run_at : run_at + kHeader;
-    for_units<Group::kLanes>(lane, numel, [&](int u, int first, int) {
-      const Unit values = decoder.decode(load_field(buffer, field_at + first / kUnit * bits, bits));
+    const int run_at = at + misalignment(from.run, 16);
+    const std::byte* residual =
+        rank == own && own_residual ? own_residual + start * kWidth : nullptr;
+    const bool half = rank != own && Format::in_halves(coding);
+    for_units<Group::kLanes>(lane, numel, [&](int u, int first, int count) {
+      Unit values = half ? load_unit_of_buffer<HalfOf<Value>>(buffer, run_at + first * 2, count)
+                         : load_unit_of_buffer<Value>(buffer, run_at + first * kWidth, count);
+      if (residual) add_residual<Value>(residual, first, count, &values);
       CGX_UNROLL
       for (int i = 0; i < kUnit; ++i) {
         float& sum = tile->units[u].at[i];
-        sum = add(sum, values.at[i]);
+        if (is_vote(coding)) values.at[i] = values.at[i] < 0.0f ? -own_vote : own_vote;
+        sum = rank == 0 ? values.at[i] : combine(op, sum, values.at[i]);
       }
     });
+  }
+
+  CGX_LANE void add_rotated(const Arrival& from, int at, int numel,
+                            typename Group::template Lanes<Tile>& tile) const {
+    group.each([&](int lane) {
+      const auto decoder = decoder_of(from, at);
+      for_units<Group::kLanes>(lane, numel, [&](int, int first, int count) {
+        store_floats(buffer + 4 * first, decoder.decode(load_codes(from, at, 0, first, count)));
+      });
+    });
+    rotate</*kBack=*/true>(group, buffer, numel, coding.rotation_log);
+    group.each([&](int lane) {
+      for_units<Group::kLanes>(lane, numel, [&](int u, int first, int count) {
+        add_to(&tile[lane].units[u], load_unit_of_buffer<Float32>(buffer, 4 * first, count));
+      });
+    });
+  }
+
+  CGX_LANE static void add_to(Unit* sums, const Unit& values) {
+    CGX_UNROLL
+    for (int i = 0; i < kUnit; ++i) sums->at[i] = add(sums->at[i], values.at[i]);
   }
 };
 

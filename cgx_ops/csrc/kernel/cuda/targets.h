@@ -2,16 +2,21 @@
 // residuals.
 //
 //   1. Target: the places, and one lane's share of them
-//   2. write_exact(), write_record(): a source's values into a target
-//   3. move_exact(): exact values that are only moved
+//   2. write_values(): a source's values into a target, exact or in 16 bits
+//   3. write_record(): as a record
+//   4. move_exact(): exact values that are only moved
 #pragma once
 
 #include <cstdint>
 
-#include "kernel/cuda/codec.h"
+#include "kernel/cuda/formats.h"
 #include "kernel/cuda/launches.h"
 #include "kernel/cuda/memory.h"
+#include "kernel/cuda/noise.h"
+#include "kernel/cuda/rotate.h"
 #include "kernel/cuda/tile.h"
+#include "kernel/cuda/trits.h"
+#include "kernel/cuda/uniform.h"
 
 namespace cgx::device::cuda {
 
@@ -21,7 +26,7 @@ namespace cgx::device::cuda {
 struct Target {
   std::byte* record = nullptr;     // null: nowhere
   const Copies* copies = nullptr;  // of it
-  int bits = kExactBits;
+  Coding coding = {};
   RoundingMode rounding = RoundingMode::kNearest;
   Noise noise = {};
   uint64_t first_index = 0;       // of the bucket's first value
@@ -31,15 +36,18 @@ struct Target {
   bool failed = false;
 };
 
+CGX_LANE std::byte* moved(std::byte* from, int64_t bytes) { return from ? from + bytes : nullptr; }
+
 CGX_LANE float lost(float value, float decoded, const Target& target) {
   if (target.failed) return float_of(kFloat32Nan);
   const float kept = multiply(subtract(value, decoded), target.residual_scale);
   return is_finite(kept) ? kept : 0.0f;
 }
 
-// Calls visit(first_place + distance) for each place that gets a record's bytes.
+// Calls visit(first_place + distance) for each place that gets a record's bytes. Null: none does.
 template <typename Visit>
 CGX_LANE void for_copies(const Copies& copies, std::byte* first_place, const Visit& visit) {
+  if (!first_place) return;
   visit(first_place);
   CGX_ROLLED
   for (int i = 0; i < copies.count; ++i) visit(first_place + copies.distance[i]);
@@ -58,117 +66,205 @@ CGX_LANE void store_outcome(const Target& target, int64_t first, int count, cons
   store_unit<Value>(target.residual + first * kWidth, residual, count, scratch);
 }
 
-// ---- 2. values that are computed ----
+// ---- 2. values without a grid ----
 
-// Values rounded to the dtype: into a message, results, or both.
+// Makes the noise of a tile, of the bucket's elements from `start` on, in the buffer. Returns where
+// that of the first is.
+template <typename Group>
+CGX_LANE int make_noise_of_tile(Group& group, std::byte* buffer, const Target& target,
+                                int64_t start, int length) {
+  const uint64_t index = target.first_index + static_cast<uint64_t>(start);
+  const auto in_group = static_cast<int>(index % kNoiseGroup);
+  const int groups = (in_group + length + kNoiseGroup - 1) / kNoiseGroup;
+  group.each([&](int lane) {
+    make_noise<Group::kLanes>(lane, target.noise, index / kNoiseGroup, groups, buffer);
+  });
+  return in_group;
+}
+
+// Values rounded to the dtype, or (in_halves) to 16 bits: into a message, results, or both.
 template <typename Value, typename Group, typename Source>
-CGX_LANE void write_exact(Group& group, std::byte* buffer, const Target& target, int64_t numel,
-                          const Source& source) {
+CGX_LANE void write_values(Group& group, std::byte* buffer, const Target& target, int64_t numel,
+                           const Source& source, bool in_halves) {
+  using Half = HalfOf<Value>;
   constexpr int kWidth = sizeof(typename Value::Bits);
+  const bool noisy = in_halves && target.rounding == RoundingMode::kStochastic;
   typename Group::template Lanes<Tile> tile;
   for (int64_t start = 0; start < numel; start += Layout<Group>::kTile) {
     const auto length = static_cast<int>(at_most(Layout<Group>::kTile, numel - start));
     source(tile, start, length);
+    const int noise_at = noisy ? make_noise_of_tile(group, buffer, target, start, length) : 0;
     group.each([&](int lane) {
-      std::byte* scratch = buffer + Layout<Group>::kScratchAt + lane * kUnitBytes<Value>;
+      std::byte* scratch = buffer + Layout<Group>::kScratchAt + lane * kUnitBytes<Float32>;
       for_units<Group::kLanes>(lane, length, [&](int u, int at, int count) {
         const Unit& values = tile[lane].units[u];
+        const Words4 drawn = noisy ? drawn_of_unit(buffer, noise_at + at) : Words4{};
         Unit decoded;
         CGX_UNROLL
-        for (int i = 0; i < kUnit; ++i) decoded.at[i] = Value::widen(Value::round(values.at[i]));
-        if (target.record)
-          for_copies(*target.copies, target.record + (start + at) * kWidth,
-                     [&](std::byte* to) { store_unit<Value>(to, values, count, scratch); });
+        for (int i = 0; i < kUnit; ++i) {
+          const float x = values.at[i];
+          if (in_halves) {
+            decoded.at[i] =
+                Half::widen(noisy ? round_noisily(Half{}, x, drawn_at(drawn, i)) : Half::round(x));
+          } else {
+            decoded.at[i] = Value::widen(Value::round(x));
+          }
+        }
+        for_copies(*target.copies, moved(target.record, (start + at) * (in_halves ? 2 : kWidth)),
+                   [&](std::byte* to) {
+                     if (in_halves) {
+                       store_unit<Half>(to, decoded, count, scratch);
+                     } else {
+                       store_unit<Value>(to, values, count, scratch);
+                     }
+                   });
         store_outcome<Value>(target, start + at, count, values, decoded, scratch);
       });
     });
   }
 }
 
-// A record, 1 to 8 bits. The source is asked a second time for a tile of a long bucket before
-// anything of that tile is written: so it may read what the target overwrites.
-template <typename Value, typename Group, typename Source>
+// ---- 3. records ----
+
+// The header of a record, and how its field is made.
+template <typename Format>
+struct Making {
+  Header header;
+  typename Format::Encoder encoder;
+  bool flat;  // all codes are the same
+  bool noisy;
+  float rounder;  // what is added to all values, unless noise is
+
+  CGX_LANE Making(const Grid& grid, const Coding& coding, const Target& target)
+      : header(grid.header), encoder(grid, coding), flat(grid.inverse == 0.0f), rounder(0.5f) {
+    const bool moves = coding.format == BucketFormat::kUniform;
+    if (target.rounding == RoundingMode::kShift && moves && !flat) {
+      rounder = noise_of_element(target.noise, target.first_index);
+      header.first = add(header.first, multiply(subtract(0.5f, rounder), header.second));
+      if (!is_finite(header.first)) {
+        header = non_finite();
+        flat = true;
+      }
+    }
+    noisy = target.rounding == RoundingMode::kStochastic && !flat;
+  }
+};
+
+// A tile's part of a record; afterwards, if anybody wants it, of a rotated bucket the tile holds
+// what the field decodes to.
+template <typename Value, typename Format, typename Group>
+CGX_LANE void write_tile(Group& group, std::byte* buffer, const Target& target,
+                         const Coding& coding, const Making<Format>& making, int64_t start,
+                         int length, typename Group::template Lanes<Tile>& tile) {
+  const bool trits = coding.format == BucketFormat::kTernary;
+  // The field is made behind the room for the header; that of trits from bytes that are made there.
+  std::byte* const stage = buffer + Layout<Group>::kStageAt;
+  std::byte* const made = trits ? buffer + Layout<Group>::kScratchAt : stage;
+  const int noise_at = making.noisy ? make_noise_of_tile(group, buffer, target, start, length) : 0;
+  group.each([&](int lane) {
+    if (start == 0 && lane == 0 && !trits) store_header(made, making.header, coding);
+    std::byte* scratch = buffer + Layout<Group>::kScratchAt + lane * kUnitBytes<Value>;
+    for_units<Group::kLanes>(lane, length, [&](int u, int at, int count) {
+      const Unit& values = tile[lane].units[u];
+      uint64_t field = trits ? 0x5555 : 0;
+      if (!making.flat) {
+        const float r = making.rounder;
+        Unit noise{{r, r, r, r, r, r, r, r}};
+        if (making.noisy) noise = noise_of_unit(buffer, noise_at + at);
+        field = making.encoder.encode(values, noise, count);
+      }
+      std::byte* const to = stage + kHeaderRoom;
+      if (trits) {
+        store_field(to + at, spread_trits(field), kUnit);
+      } else {
+        store_field(to + at / kUnit * coding.bits, field, coding.bits);
+      }
+      if (!target.result && !target.residual) return;
+      Unit decoded = typename Format::Decoder(making.header, coding).decode(field);
+      CGX_UNROLL
+      for (float& x : decoded.at) x = with_one_nan(x);
+      if (coding.rotation_log != 0) {
+        tile[lane].units[u] = decoded;
+      } else {
+        store_outcome<Value>(target, start + at, count, values, decoded, scratch);
+      }
+    });
+  });
+  if (trits) {
+    group.each([&](int lane) {
+      pack_trits<Group::kLanes>(lane, stage + kHeaderRoom, length, made + kHeaderRoom);
+      if (start == 0 && lane == 0) store_header(made, making.header, coding);
+    });
+  }
+  group.each([&](int lane) {
+    const auto header_size = static_cast<int>(header_bytes(coding));
+    const int begin = start == 0 ? kHeaderRoom - header_size : kHeaderRoom;
+    const int bytes = kHeaderRoom + static_cast<int>(field_bytes(length, coding)) - begin;
+    const int64_t to = start == 0 ? 0 : header_size + field_bytes(start, coding);
+    for_copies(*target.copies, moved(target.record, to),
+               [&](std::byte* place) { copy_out<Group::kLanes>(lane, place, made, begin, bytes); });
+  });
+}
+
+// What a rotated bucket lost, and its result, of what its field decodes to, still rotated.
+template <typename Value, typename Group>
+CGX_LANE void store_rotated_outcome(Group& group, std::byte* buffer, const Target& target,
+                                    int numel, typename Group::template Lanes<Tile>& values,
+                                    typename Group::template Lanes<Tile>& decoded) {
+  group.each([&](int lane) {
+    std::byte* scratch = buffer + Layout<Group>::kScratchAt + lane * kUnitBytes<Value>;
+    for_units<Group::kLanes>(lane, numel, [&](int u, int at, int count) {
+      Unit& unit = decoded[lane].units[u];
+      CGX_UNROLL
+      for (float& x : unit.at) x = with_one_nan(x);
+      store_outcome<Value>(target, at, count, values[lane].units[u], unit, scratch);
+    });
+  });
+}
+
+// A record, in passes over its values: some that measure, one that writes. The source is asked
+// again for a tile of a long bucket before anything of that tile is written: so it may read what
+// the target overwrites. It is asked again for a rotated bucket, to see what is lost of it.
+template <typename Value, typename Format, typename Group, typename Source>
 CGX_LANE void write_record(Group& group, std::byte* buffer, const Target& target, int64_t numel,
                            const Source& source) {
   constexpr int kTile = Layout<Group>::kTile;
-  typename Group::template Lanes<Tile> tile;
-  typename Group::template Lanes<Extremes> keys;
-  group.each([&](int lane) { keys[lane] = {INT32_MAX, INT32_MIN}; });
-  for (int64_t start = 0; start < numel; start += kTile) {
-    const auto length = static_cast<int>(at_most(kTile, numel - start));
-    source(tile, start, length);
-    group.each([&](int lane) {
-      for_units<Group::kLanes>(lane, length, [&](int u, int, int) {
-        CGX_UNROLL
-        for (const float x : tile[lane].units[u].at) {
-          const int32_t key = key_of(x);
-          keys[lane].lowest = key < keys[lane].lowest ? key : keys[lane].lowest;
-          keys[lane].highest = key > keys[lane].highest ? key : keys[lane].highest;
-        }
-      });
-    });
-  }
-
-  const Range range = range_of(group.extremes(keys), target.bits);
-  const Encoder encoder(range, target.bits);
-  Header header{range.lo, range.step};
-  bool flat = range.inverse == 0.0f;  // all levels are 0
-  float r = 0.5f;
-  if (target.rounding == RoundingMode::kShift && !flat) {
-    r = noise_at(target.noise, target.first_index);
-    header.min = add(range.lo, multiply(subtract(0.5f, r), range.step));
-    if (!is_finite(header.min)) {
-      header = non_finite();
-      flat = true;
-    }
-  }
-  const bool noisy = target.rounding == RoundingMode::kStochastic && !flat;
-
-  std::byte* stage = buffer + Layout<Group>::kStageAt;
-  for (int64_t start = 0; start < numel; start += kTile) {
-    const auto length = static_cast<int>(at_most(kTile, numel - start));
-    if (numel > kTile) source(tile, start, length);
-    const uint64_t index = target.first_index + static_cast<uint64_t>(start);
-    const auto in_group = static_cast<int>(index % kNoiseGroup);
-    if (noisy) {
-      const int groups = (in_group + length + kNoiseGroup - 1) / kNoiseGroup;
-      group.each([&](int lane) {
-        make_noise<Group::kLanes>(lane, target.noise, index / kNoiseGroup, groups, buffer);
-      });
-    }
-    const int field_at = start == 0 ? static_cast<int>(kHeaderBytes) : 0;
-    group.each([&](int lane) {
-      if (field_at > 0 && lane == 0) {
-        store(stage, header.min);
-        store(stage + 4, header.step);
+  using Measure = typename Format::template Measure<Group>;
+  constexpr int kWrites = Measure::kPasses, kKeeps = kWrites + 1;  // passes
+  const Coding coding = Format::known(target.coding);
+  const bool rotated = coding.rotation_log != 0;
+  const bool keeps = rotated && (target.result || target.residual);
+  typename Group::template Lanes<Tile> tile, decoded;
+  Measure measure(group, buffer, coding, numel);
+  CGX_ROLLED
+  for (int pass = 0; pass <= (keeps ? kKeeps : kWrites); ++pass) {
+    if (pass < kWrites && !measure.needs(pass)) continue;
+    const bool by_groups = coding.format == BucketFormat::kTernary && numel > kTile;
+    const int step = pass == kWrites && by_groups ? kTile / kTrits * kTrits : kTile;
+    for (int64_t start = 0; start < numel; start += step) {
+      const auto length = static_cast<int>(at_most(step, numel - start));
+      if (pass == 0 || pass == kKeeps || numel > kTile) {
+        source(tile, start, length);
+        if (rotated && pass != kKeeps)
+          rotate_tile(group, buffer, tile, length, coding.rotation_log);
       }
-      std::byte* scratch = buffer + Layout<Group>::kScratchAt + lane * kUnitBytes<Value>;
-      for_units<Group::kLanes>(lane, length, [&](int u, int at, int count) {
-        const Unit& values = tile[lane].units[u];
-        uint64_t field = 0;
-        if (noisy) {
-          field = encoder.encode(values, noise_of_unit(buffer, in_group + at), count);
-        } else if (!flat) {
-          field = encoder.encode(values, {{r, r, r, r, r, r, r, r}}, count);
+      if (pass < kWrites) {
+        measure.look(pass, tile, length);
+      } else if (pass == kWrites) {
+        const Making<Format> making(measure.grid(), coding, target);
+        write_tile<Value>(group, buffer, target, coding, making, start, length, tile);
+        if (keeps) {
+          rotate_tile</*kBack=*/true>(group, buffer, tile, length, coding.rotation_log);
+          group.each([&](int lane) { decoded[lane] = tile[lane]; });
         }
-        store_field(stage + field_at + at / kUnit * target.bits, field, target.bits);
-        if (!target.result && !target.residual) return;
-        Unit decoded = Decoder(header, target.bits).decode(field);
-        CGX_UNROLL
-        for (float& x : decoded.at) x = with_one_nan(x);
-        store_outcome<Value>(target, start + at, count, values, decoded, scratch);
-      });
-    });
-    group.each([&](int lane) {
-      const int bytes = field_at + static_cast<int>(field_bytes(length, target.bits));
-      std::byte* to = target.record + (start == 0 ? 0 : kHeaderBytes + start / kUnit * target.bits);
-      for_copies(*target.copies, to,
-                 [&](std::byte* place) { copy_out<Group::kLanes>(lane, place, stage, 0, bytes); });
-    });
+      } else {
+        store_rotated_outcome<Value>(group, buffer, target, length, tile, decoded);
+      }
+    }
   }
 }
 
-// ---- 3. values that are moved ----
+// ---- 4. values that are moved ----
 
 // Exact values that are only moved keep their bits: places(visit) calls visit(place) for each
 // place that gets them.

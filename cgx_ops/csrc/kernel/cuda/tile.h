@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "kernel/cuda/codec.h"
 #include "kernel/cuda/memory.h"
+#include "kernel/cuda/noise.h"
 #include "kernel/cuda/work.h"
 
 namespace cgx::device::cuda {
@@ -14,7 +14,7 @@ template <typename Group>
 struct Layout {
   static constexpr int kTile = tile_numel(Group::kLanes);
   static constexpr int kNoise = 2 * (kTile + kNoiseGroup);
-  static constexpr int kStage = static_cast<int>(kHeaderBytes) + kTile + kWindow + 8;
+  static constexpr int kStage = static_cast<int>(kHeaderRoom) + kTile + kWindow + 8;
   static constexpr int kStageAt = kNoise, kScratchAt = kNoise + kStage;
   // The values of a bucket of 512 and seven messages of 4 bits fit into 8 bytes a value.
   static constexpr int kArriving = (Group::kLanes == kWarpLanes ? 32 : 21) * kTile / 4;
@@ -36,6 +36,27 @@ CGX_LANE void for_units(int lane, int numel, const Visit& visit) {
     const int at = kUnit * (u * kLanes + lane);
     if (at < numel) visit(u, at, numel - at < kUnit ? numel - at : kUnit);
   }
+}
+
+// A tile of `numel` values to shared memory, and back. In a last unit that is not whole its first
+// value is repeated.
+template <typename Group>
+CGX_LANE void store_tile(Group& group, typename Group::template Lanes<Tile>& tile, int numel,
+                         std::byte* buffer) {
+  group.each([&](int lane) {
+    for_units<Group::kLanes>(lane, numel, [&](int u, int at, int) {
+      store_floats(buffer + 4 * at, tile[lane].units[u]);
+    });
+  });
+}
+template <typename Group>
+CGX_LANE void load_tile(Group& group, typename Group::template Lanes<Tile>& tile, int numel,
+                        const std::byte* buffer) {
+  group.each([&](int lane) {
+    for_units<Group::kLanes>(lane, numel, [&](int u, int at, int count) {
+      tile[lane].units[u] = load_unit_of_buffer<Float32>(buffer, 4 * at, count);
+    });
+  });
 }
 
 template <typename Group>

@@ -1,0 +1,10 @@
+// Kernels of Decode: buckets of any format.
+#include "kernel/cuda/launching.cuh"
+
+namespace cgx::device::cuda {
+
+void launch_any(const Decode& decode, void* stream) { launch_of<AnyFormat>(decode, stream); }
+
+void load_any_decode_kernels() { load_kernels_of<AnyFormat, Decode>(); }
+
+}  // namespace cgx::device::cuda

@@ -1,0 +1,10 @@
+// Kernels of Encode: buckets of any format.
+#include "kernel/cuda/launching.cuh"
+
+namespace cgx::device::cuda {
+
+void launch_any(const Encode& encode, void* stream) { launch_of<AnyFormat>(encode, stream); }
+
+void load_any_encode_kernels() { load_kernels_of<AnyFormat, Encode>(); }
+
+}  // namespace cgx::device::cuda

@@ -1,0 +1,304 @@
+// Buckets of any format: as in kernel/cpu, where each has a file of its name, but that a lane takes
+// eight values at a time and which format it is is known when the kernel runs. Fields in registers
+// have eight codes end to end; trits take two bits there (trits.h packs them).
+//
+//   1. headers in bytes
+//   2. what a bucket is measured by -> its grid
+//   3. a value -> its code
+//   4. a code -> its value
+//   5. AnyFormat
+#pragma once
+
+#include <cstdint>
+
+#include "kernel/bucket_format.h"
+#include "kernel/cuda/arithmetic.h"
+#include "kernel/cuda/measure.h"
+#include "kernel/cuda/memory.h"
+#include "kernel/cuda/uniform.h"
+#include "kernel/cuda/work.h"
+#include "kernel/scales.h"
+
+namespace cgx::device::cuda {
+
+// ---- 1. headers in bytes ----
+
+// Of fields in registers.
+CGX_LANE int code_bits(const Coding& coding) {
+  return coding.format == BucketFormat::kTernary ? 2 : coding.bits;
+}
+
+CGX_LANE uint64_t word_of_header(const Header& header, const Coding& coding) {
+  if (coding.format == BucketFormat::kUniform)
+    return uint64_t{bits_of(header.second)} << 32 | bits_of(header.first);
+  return uint32_t{round_to_bfloat16(header.second)} << 16 | round_to_bfloat16(header.first);
+}
+
+// To the end of the room that is at `room`.
+CGX_LANE void store_header(std::byte* room, const Header& header, const Coding& coding) {
+  const auto bytes = static_cast<int>(header_bytes(coding));
+  store_field(room + kHeaderRoom - bytes, word_of_header(header, coding), bytes);
+}
+
+// What is behind the header's bytes is anything.
+CGX_LANE Header header_of_word(uint64_t word, const Coding& coding) {
+  const auto low = static_cast<uint32_t>(word);
+  if (coding.format == BucketFormat::kUniform)
+    return {float_of(low), float_of(static_cast<uint32_t>(word >> 32))};
+  const bool two = header_bytes(coding) == 4;
+  return {float_of(low << 16), two ? float_of(low & 0xffff0000u) : 0.0f};
+}
+
+// ---- 2. grids ----
+
+// A power of two.
+CGX_LANE float power_of_two(int32_t exponent) {
+  return float_of(static_cast<uint32_t>(exponent) << 23);
+}
+
+CGX_LANE Terms terms_of(const Coding& coding) {
+  if (coding.format == BucketFormat::kOnebit) return Terms::kSides;
+  return coding.format == BucketFormat::kLevels && coding.bits == 1 ? Terms::kMagnitudes
+                                                                    : Terms::kSquares;
+}
+CGX_LANE bool needs_sums(const Coding& coding) {
+  if (coding.format == BucketFormat::kTernary) return coding.clip;
+  return coding.format == BucketFormat::kLevels || coding.format == BucketFormat::kOnebit ||
+         coding.format == BucketFormat::kQsgd;
+}
+
+// Of `numel` values whose largest magnitude is finite; sums: of values times by.down.
+CGX_LANE Grid grid_of(const Coding& coding, int64_t numel, float largest, const Sums& sums,
+                      const Prescale& by) {
+  const auto count = static_cast<double>(numel);
+  const auto of_scale = [](float scale, float inverse) -> Grid {
+    return {{scale, 0.0f}, is_finite(inverse) ? inverse : 0.0f};
+  };
+  const auto mean = [&](double sum, double numbers) {
+    return multiply(narrowed(divide(sum, numbers)), by.up);
+  };
+  const auto root = [&](double divisor) {
+    return multiply(square_root(narrowed(divide(sums.at[0], divisor))), by.up);
+  };
+  switch (coding.format) {
+    case BucketFormat::kLevels: {
+      const float scale = nearest_scale(coding.bits == 1 ? mean(sums.at[0], count) : root(count));
+      return of_scale(scale, scale > 0.0f ? 1.0f : 0.0f);
+    }
+    case BucketFormat::kOnebit: {
+      const double negatives = sums.at[2], others = add(count, -negatives);
+      return {{others > 0 ? nearest_scale(mean(sums.at[0], others)) : 0.0f,
+               negatives > 0 ? nearest_scale(mean(sums.at[1], negatives)) : 0.0f},
+              1.0f};
+    }
+    case BucketFormat::kTernary: {
+      const float most = coding.clip ? multiply(2.5f, root(count)) : largest;
+      const float scale = scale_above(smaller(most, largest));
+      return of_scale(scale, divide(1.0f, scale));
+    }
+    case BucketFormat::kQsgd: {
+      const float norm = root(1.0);
+      const float scale = scale_above(norm < largest ? largest : norm);
+      return of_scale(scale, divide(static_cast<float>((1 << (coding.bits - 1)) - 1), scale));
+    }
+    case BucketFormat::kNatural: {
+      const auto exponent = static_cast<int32_t>(bits_of(largest) >> 23);
+      const float power = exponent == 0 ? 0.0f : power_of_two(exponent);
+      return of_scale(power, power > 0.0f ? 1.0f : 0.0f);
+    }
+    default:  // kSign
+      return of_scale(1.0f, 1.0f);
+  }
+}
+
+// ---- 3. codes ----
+
+// How many of the thresholds between magnitudes are not above: a bit at a time, from the highest.
+CGX_LANE uint32_t level_of(float magnitude, float scale, int bits) {
+  int level = 0;
+  CGX_ROLLED
+  for (int bit = 1 << (bits - 1) >> 1; bit > 0; bit /= 2) {
+    const int below = level + bit - 1;
+    const float middle =
+        multiply(0.5f, add(gaussian_level(bits, below), gaussian_level(bits, below + 1)));
+    if (magnitude >= multiply(middle, scale)) level += bit;
+  }
+  return static_cast<uint32_t>(level);
+}
+
+// Exponents above that of what is sent as 0: a power's own, or the next, at random.
+CGX_LANE uint32_t natural_code(float magnitude, float power, float r) {
+  const auto exponent = static_cast<int32_t>(bits_of(power) >> 23);
+  const int32_t below = exponent - 126;
+  const int32_t lowest = below + 1 > 1 ? below + 1 : 1;
+  const int32_t most = exponent == 254 ? 126 : 127;  // beyond it values would overflow
+  int32_t code;
+  if (magnitude < power_of_two(lowest)) {
+    // That, with a probability of magnitude / power, or 0.
+    code = add(multiply(magnitude, power_of_two(254 - lowest)), r) >= 1.0f ? lowest - below : 0;
+  } else {
+    // The fraction plus r carries into the exponent with a probability of the fraction.
+    const int32_t carried =
+        static_cast<int32_t>(bits_of(magnitude)) + truncated(multiply(r, 8388608.0f));
+    code = (carried >> 23) - below;
+  }
+  return static_cast<uint32_t>(code < most ? code : most);
+}
+
+CGX_LANE uint32_t code_of(float x, const Grid& grid, const Coding& coding, float r) {
+  const bool negative = x < 0.0f;
+  const float magnitude = float_of(bits_of(x) & 0x7fffffffu);
+  const uint32_t sign = negative ? 1u << (coding.bits - 1) : 0u;
+  switch (coding.format) {
+    case BucketFormat::kLevels:
+      return level_of(magnitude, grid.header.first, coding.bits) | sign;
+    case BucketFormat::kTernary: {
+      const uint32_t one = add(multiply(magnitude, grid.inverse), r) >= 1.0f ? 1 : 0;
+      return negative ? 1 - one : 1 + one;
+    }
+    case BucketFormat::kQsgd: {
+      const auto most = static_cast<float>((1 << (coding.bits - 1)) - 1);
+      const float level = smaller(add(multiply(magnitude, grid.inverse), r), most);
+      return static_cast<uint32_t>(truncated(level)) | sign;
+    }
+    case BucketFormat::kNatural:
+      return natural_code(magnitude, grid.header.first, r) | sign;
+    default:  // kSign, kOnebit
+      return sign;
+  }
+}
+
+// ---- 4. values ----
+
+// What decoding needs of a header: of kQsgd the second is a level's step.
+CGX_LANE Header decoding_header(const Header& header, const Coding& coding) {
+  Header result = finite_or_nan(header);
+  if (coding.format == BucketFormat::kQsgd)
+    result.second = divide(result.first, static_cast<float>((1 << (coding.bits - 1)) - 1));
+  return result;
+}
+
+CGX_LANE float value_of_code(uint32_t code, const Header& header, const Coding& coding) {
+  const uint32_t top = 1u << (coding.bits - 1);
+  const auto with_sign = [&](float magnitude) {
+    return float_of(bits_of(magnitude) | ((code & top) != 0 ? 0x80000000u : 0u));
+  };
+  const auto level = static_cast<int32_t>(code & (top - 1));
+  switch (coding.format) {
+    case BucketFormat::kLevels:
+      return with_sign(multiply(gaussian_level(coding.bits, level), header.first));
+    case BucketFormat::kOnebit:
+      return code != 0 ? header.second : header.first;
+    case BucketFormat::kTernary:
+      return multiply(as_float(static_cast<int32_t>(code) - 1), header.first);
+    case BucketFormat::kQsgd:
+      return with_sign(multiply(as_float(level), header.second));
+    case BucketFormat::kNatural: {
+      if (level == 0) return with_sign(multiply(0.0f, header.first));
+      // In two factors, each of which is a normal number.
+      const int32_t high = level / 2;
+      const float first = power_of_two(high + (127 - 63));
+      const float second = power_of_two(level - high + (127 - 63));
+      return with_sign(multiply(multiply(header.first, first), second));
+    }
+    default:  // kSign
+      return with_sign(header.first);
+  }
+}
+
+// ---- 5. the format ----
+
+class AnyEncoder {
+ public:
+  CGX_LANE AnyEncoder(const Grid& grid, const Coding& coding) : grid_(grid), coding_(coding) {}
+
+  // As UniformEncoder's.
+  CGX_LANE uint64_t encode(const Unit& values, const Unit& r, int count) const {
+    if (coding_.format == BucketFormat::kUniform)
+      return UniformEncoder(grid_, coding_).encode(values, r, count);
+    const int bits = code_bits(coding_);
+    uint64_t field = 0;
+    CGX_UNROLL
+    for (int i = 0; i < kUnit; ++i)
+      field |= uint64_t{code_of(values.at[i], grid_, coding_, r.at[i])} << (i * bits);
+    return count == kUnit ? field : field & ((uint64_t{1} << (count * bits)) - 1);
+  }
+
+ private:
+  Grid grid_;
+  Coding coding_;
+};
+
+class AnyDecoder {
+ public:
+  CGX_LANE AnyDecoder(const Header& header, const Coding& coding)
+      : header_(decoding_header(header, coding)), coding_(coding) {}
+
+  CGX_LANE Unit decode(uint64_t field) const {
+    if (coding_.format == BucketFormat::kUniform)
+      return UniformDecoder(header_, coding_).decode(field);
+    const int bits = code_bits(coding_);
+    Unit values;
+    CGX_UNROLL
+    for (int i = 0; i < kUnit; ++i) {
+      const auto code = static_cast<uint32_t>(field >> (i * bits)) & ((1u << bits) - 1);
+      values.at[i] = value_of_code(code, header_, coding_);
+    }
+    return values;
+  }
+
+ private:
+  Header header_;
+  Coding coding_;
+};
+
+struct AnyFormat {
+  using Encoder = AnyEncoder;
+  using Decoder = AnyDecoder;
+
+  template <typename Group>
+  class Measure {
+   public:
+    static constexpr int kPasses = 2;
+    CGX_LANE Measure(Group& group, std::byte* buffer, const Coding& coding, int64_t numel)
+        : group_(group), buffer_(buffer), coding_(coding), numel_(numel), extremes_(group) {}
+
+    CGX_LANE bool needs(int pass) {
+      if (pass == 0) return true;
+      found_ = extremes_.extremes();
+      return !is_uniform() && is_finite(largest()) && needs_sums(coding_);
+    }
+    CGX_LANE void look(int pass, typename Group::template Lanes<Tile>& tile, int length) {
+      if (pass == 0) {
+        const bool uniform = is_uniform();
+        extremes_.look(tile, length,
+                       [&](float x) { return uniform ? key_of(x) : magnitude_key(x); });
+      } else {
+        add_sums(group_, buffer_, tile, length, terms_of(coding_), prescale_of(largest()).down,
+                 &sums_);
+      }
+    }
+    CGX_LANE Grid grid() const {
+      if (is_uniform()) return range_of(found_, coding_.bits);
+      if (!is_finite(largest())) return grid_of_nan();
+      return grid_of(coding_, numel_, largest(), sums_, prescale_of(largest()));
+    }
+
+   private:
+    CGX_LANE bool is_uniform() const { return coding_.format == BucketFormat::kUniform; }
+    CGX_LANE float largest() const { return float_of(static_cast<uint32_t>(found_.highest)); }
+
+    Group& group_;
+    std::byte* buffer_;
+    Coding coding_;
+    int64_t numel_;
+    ExtremesOfTiles<Group> extremes_;
+    Extremes found_{};
+    Sums sums_{};
+  };
+
+  CGX_LANE static Coding known(const Coding& coding) { return coding; }
+  CGX_LANE static bool in_halves(const Coding& coding) { return is_half(coding); }
+};
+
+}  // namespace cgx::device::cuda

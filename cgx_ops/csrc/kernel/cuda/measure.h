@@ -1,0 +1,127 @@
+// What a bucket's values are measured by: extremes, and sums in the order of docs/wire_format.md.
+// Both look at one tile after another.
+//
+//   1. extremes
+//   2. sums: blocks of 512 values in sixteen columns each, folded in halves; then block by block
+#pragma once
+
+#include <cstdint>
+
+#include "kernel/cuda/arithmetic.h"
+#include "kernel/cuda/memory.h"
+#include "kernel/cuda/tile.h"
+
+namespace cgx::device::cuda {
+
+// ---- 1. extremes ----
+
+// Of a finite value, or larger than any such.
+CGX_LANE int32_t magnitude_key(float x) { return static_cast<int32_t>(bits_of(x) & 0x7fffffffu); }
+
+// Of key(x) of all values.
+template <typename Group>
+class ExtremesOfTiles {
+ public:
+  CGX_LANE explicit ExtremesOfTiles(Group& group) : group_(group) {
+    group_.each([&](int lane) { keys_[lane] = {INT32_MAX, INT32_MIN}; });
+  }
+  template <typename Key>
+  CGX_LANE void look(typename Group::template Lanes<Tile>& tile, int length, const Key& key_of) {
+    group_.each([&](int lane) {
+      for_units<Group::kLanes>(lane, length, [&](int u, int, int) {
+        CGX_UNROLL
+        for (const float x : tile[lane].units[u].at) {
+          const int32_t key = key_of(x);
+          keys_[lane].lowest = key < keys_[lane].lowest ? key : keys_[lane].lowest;
+          keys_[lane].highest = key > keys_[lane].highest ? key : keys_[lane].highest;
+        }
+      });
+    });
+  }
+  CGX_LANE Extremes extremes() { return group_.extremes(keys_); }
+
+ private:
+  Group& group_;
+  typename Group::template Lanes<Extremes> keys_;
+};
+
+// ---- 2. sums ----
+
+inline constexpr int kSumBlock = 512, kSumColumns = 16, kMostSums = 3;
+
+// What is summed of values times `by`, which keeps squares from overflowing.
+enum class Terms {
+  kSquares,
+  kMagnitudes,
+  kSides,  // the values that are not negative, those that are, and how many are
+};
+CGX_LANE float term_of(Terms terms, int k, float x, float by) {
+  const float scaled = multiply(x, by);
+  if (terms == Terms::kSquares) return multiply(scaled, scaled);
+  if (terms == Terms::kMagnitudes) return float_of(bits_of(scaled) & 0x7fffffffu);
+  const bool negative = x < 0.0f;
+  if (k == 2) return negative ? 1.0f : 0.0f;
+  return negative == (k == 1) ? scaled : 0.0f;
+}
+
+// values[j] += values[j + kHalf], then so half of them, until the first is the sum.
+template <int kHalf>
+CGX_LANE void fold(float* values) {
+  CGX_UNROLL
+  for (int j = 0; j < kHalf; ++j) values[j] = add(values[j], values[j + kHalf]);
+  if constexpr (kHalf > 1) fold<kHalf / 2>(values);
+}
+
+struct Sums {
+  double at[kMostSums];
+};
+
+// Adds a tile's to the sums before it.
+template <typename Group>
+CGX_LANE void add_sums(Group& group, std::byte* buffer, typename Group::template Lanes<Tile>& tile,
+                       int length, Terms terms, float by, Sums* sums) {
+  constexpr int kTile = Layout<Group>::kTile;
+  constexpr int kSize = 4 * kSumColumns;  // bytes, of the columns of one sum of a block
+  static_assert(4 * kTile + kTile / kSumBlock * kMostSums * kSize <= Layout<Group>::kArriving);
+  std::byte* const columns = buffer + 4 * kTile;
+  const int kinds = terms == Terms::kSides ? kMostSums : 1;
+  const int count = (length + kSumBlock - 1) / kSumBlock * kinds;
+  store_tile(group, tile, length, buffer);
+  group.each([&](int lane) {
+    CGX_ROLLED
+    for (int i = lane; i < count * kSumColumns; i += Group::kLanes) {
+      const int k = i / kSumColumns % kinds;
+      const int first = i / kSumColumns / kinds * kSumBlock;
+      const int last = length - first < kSumBlock ? length : first + kSumBlock;
+      float sum = 0.0f;
+      CGX_ROLLED
+      for (int at = first + i % kSumColumns; at < last; at += kSumColumns)
+        sum = add(sum, term_of(terms, k, load<float>(buffer + 4 * at), by));
+      store(columns + 4 * i, sum);
+    }
+  });
+  group.each([&](int lane) {
+    CGX_ROLLED
+    for (int i = lane; i < count; i += Group::kLanes) {
+      constexpr int kHalf = kSumColumns / 2;
+      float column[kSumColumns];
+      CGX_UNROLL
+      for (int j = 0; j < kHalf; ++j) {
+        column[j] = load<float>(columns + kSize * i + 4 * j);
+        column[j + kHalf] = load<float>(columns + kSize * i + 4 * (j + kHalf));
+      }
+      fold<kHalf>(column);
+      store(columns + kSize * i, column[0]);
+    }
+  });
+  CGX_ROLLED
+  for (int i = 0; i < count; i += kinds) {
+    CGX_UNROLL
+    for (int k = 0; k < kMostSums; ++k)
+      if (k < kinds)
+        sums->at[k] = add(sums->at[k], static_cast<double>(load<float>(columns + kSize * (i + k))));
+  }
+  group.each([](int) {});  // all have read them
+}
+
+}  // namespace cgx::device::cuda

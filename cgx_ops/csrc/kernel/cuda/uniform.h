@@ -1,0 +1,170 @@
+// Buckets <-> levels between their minimum and maximum, in registers (docs/wire_format.md, sections
+// 2 and 3). And what all formats of buckets share: a header, and the grid that encoding needs.
+//
+//   1. headers and grids
+//   2. the range of a bucket
+//   3. eight values -> eight levels, end to end
+//   4. eight levels -> eight values
+//   5. the format, as kernels see it
+#pragma once
+
+#include <cstdint>
+
+#include "base/types.h"
+#include "kernel/bucket_format.h"
+#include "kernel/cuda/arithmetic.h"
+#include "kernel/cuda/measure.h"
+#include "kernel/cuda/memory.h"
+
+namespace cgx::device::cuda {
+
+// ---- 1. headers and grids ----
+
+// Of a record: the minimum and the step. Other formats have a scale or two instead.
+struct Header {
+  float first, second;
+};
+
+CGX_LANE Header non_finite() { return {float_of(kFloat32Nan), float_of(kFloat32Nan)}; }
+
+// No rank writes another header that is not finite.
+CGX_LANE Header finite_or_nan(const Header& header) {
+  return is_finite(header.first) && is_finite(header.second) ? header : non_finite();
+}
+
+struct Grid {
+  Header header;
+  float inverse;  // of a step, or what a format has for it; 0: all values have the same code
+};
+
+CGX_LANE Grid grid_of_nan() { return {non_finite(), 0.0f}; }
+
+// ---- 2. range ----
+
+CGX_LANE Grid range_of(Extremes keys, int bits) {
+  const float lo = value_of_key(keys.lowest), hi = value_of_key(keys.highest);
+  const float extent = subtract(hi, lo);
+  // Any NaN or infinity is at an end of the order.
+  if (!is_finite(lo) || !is_finite(hi) || !is_finite(extent)) return grid_of_nan();
+  const float step = divide(extent, static_cast<float>((1 << bits) - 1));
+  const float inverse = divide(1.0f, step);
+  return {{lo, step}, step == 0.0f || !is_finite(inverse) ? 0.0f : inverse};
+}
+
+// ---- 3. encode ----
+
+// The same for all units of a bucket.
+class UniformEncoder {
+ public:
+  CGX_LANE UniformEncoder(const Grid& grid, const Coding& coding)
+      : grid_(grid),
+        bits_(coding.bits),
+        base_(1u << bits_),
+        highest_(static_cast<float>(base_ - 1)),
+        // What four times kIntegerBits add up to in four digits; modulo 2^32, as all of it.
+        excess_(kIntegerBits * (1u + base_ + base_ * base_ + base_ * base_ * base_)) {}
+
+  // The field of a unit, its first level lowest. Levels that follow `count` are 0.
+  CGX_LANE uint64_t encode(const Unit& values, const Unit& r, int count) const {
+    uint32_t integers[kUnit];
+    CGX_UNROLL
+    for (int i = 0; i < kUnit; ++i) {
+      const float scaled = multiply(subtract(values.at[i], grid_.header.first), grid_.inverse);
+      integers[i] = bits_of(floor_as_integer(smaller(add(scaled, r.at[i]), highest_)));
+    }
+    const uint32_t low = digits(integers), high = digits(integers + 4);
+    const uint64_t field = uint64_t{high} << (4 * bits_) | low;
+    return count == kUnit ? field : field & ((uint64_t{1} << (count * bits_)) - 1);
+  }
+
+ private:
+  CGX_LANE uint32_t digits(const uint32_t* integers) const {
+    return ((integers[3] * base_ + integers[2]) * base_ + integers[1]) * base_ + integers[0] -
+           excess_;
+  }
+
+  Grid grid_;
+  int bits_;
+  uint32_t base_;
+  float highest_;
+  uint32_t excess_;
+};
+
+// ---- 4. decode ----
+
+// The same for all units of a record. A level, as the highest bits of the fraction of a float in
+// [1, 2), is 1 + level / 256; times 256 * step, minus 256 * step, rounded once: that is
+// fp32(level * step) in one operation.
+class UniformDecoder {
+ public:
+  CGX_LANE UniformDecoder(const Header& header, const Coding& coding)
+      : header_(finite_or_nan(header)),
+        bits_(coding.bits),
+        mask_(((1u << bits_) - 1) << kPlace),
+        scale_(multiply(header_.second, 256.0f)) {}
+
+  CGX_LANE Unit decode(uint64_t field) const {
+    const auto low = static_cast<uint32_t>(field);
+    const auto high = static_cast<uint32_t>(field >> (4 * bits_));
+    Unit values;
+    CGX_UNROLL
+    for (int i = 0; i < kUnit; ++i) {
+      const uint32_t word = i < 4 ? low : high;
+      // From i % 4 * bits up to kPlace: rotated, by one instruction.
+      const uint32_t level = window(word, word, (i % 4 * bits_ + 32 - kPlace) % 32) & mask_;
+      values.at[i] = float_of(level | 0x3f800000u);
+    }
+    if (is_finite(scale_)) {
+      CGX_UNROLL
+      for (float& x : values.at) x = add(header_.first, multiply_add(x, scale_, -scale_));
+    } else {  // NaN, or a range that nearly overflows
+      CGX_UNROLL
+      for (float& x : values.at)
+        x = add(header_.first, multiply(multiply(subtract(x, 1.0f), 256.0f), header_.second));
+    }
+    return values;
+  }
+
+ private:
+  static constexpr int kPlace = 15;  // of 8 bits at the top of 23
+  Header header_;
+  int bits_;
+  uint32_t mask_;
+  float scale_;
+};
+
+// ---- 5. the format ----
+
+// Of kernels that know no other: a format has
+//
+//   Measure(group, buffer, coding, numel)           looks at a bucket, tile by tile, in kPasses, of
+//                                                   which it needs(pass); then there is its grid()
+//   Encoder(grid, coding), Decoder(header, coding)  units <-> fields of eight codes
+//   known(coding)                                   what of it is known when it is compiled
+//   in_halves(coding)                               whether values travel in 16 bits
+struct UniformFormat {
+  using Encoder = UniformEncoder;
+  using Decoder = UniformDecoder;
+
+  template <typename Group>
+  class Measure {
+   public:
+    static constexpr int kPasses = 1;
+    CGX_LANE Measure(Group& group, std::byte* /*buffer*/, const Coding& coding, int64_t /*numel*/)
+        : coding_(coding), extremes_(group) {}
+    CGX_LANE bool needs(int /*pass*/) const { return true; }
+    CGX_LANE void look(int /*pass*/, typename Group::template Lanes<Tile>& tile, int length) {
+      extremes_.look(tile, length, [](float x) { return key_of(x); });
+    }
+    CGX_LANE Grid grid() { return range_of(extremes_.extremes(), coding_.bits); }
+
+   private:
+    Coding coding_;
+    ExtremesOfTiles<Group> extremes_;
+  };
+
+  CGX_LANE static Coding known(const Coding& coding) { return {.bits = coding.bits}; }
+  CGX_LANE static bool in_halves(const Coding& /*coding*/) { return false; }
+};
+
+}  // namespace cgx::device::cuda

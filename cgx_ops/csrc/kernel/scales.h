@@ -1,0 +1,40 @@
+// Scales of buckets in 16 bits, and of what is squared: operations on bits only, so the same on all
+// processors.
+#pragma once
+
+#include <cstdint>
+
+#include "base/half.h"
+#include "base/host_device.h"
+
+namespace cgx {
+
+inline constexpr uint32_t kLargestBfloat16 = 0x7f7f0000;
+
+// A finite value rounded to the nearest bf16, never to infinity.
+CGX_HD float nearest_scale(float x) {
+  const uint32_t bits = __builtin_bit_cast(uint32_t, x);
+  const uint32_t rounded = uint32_t{round_to_bfloat16(x)} << 16;
+  const bool finite = (rounded & 0x7fffffffu) <= kLargestBfloat16;
+  return __builtin_bit_cast(float, finite ? rounded : kLargestBfloat16 | (bits & 0x80000000u));
+}
+
+// A bf16 that is not below a finite x >= 0, if there is one.
+CGX_HD float scale_above(float x) {
+  const uint32_t bits = (__builtin_bit_cast(uint32_t, x) + 0xffffu) & 0xffff0000u;
+  return __builtin_bit_cast(float, bits < kLargestBfloat16 ? bits : kLargestBfloat16);
+}
+
+// 2^-e, which brings magnitudes of at most `largest` below 4, so that their squares neither
+// overflow nor vanish; and its inverse.
+struct Prescale {
+  float down, up;
+};
+CGX_HD Prescale prescale_of(float largest) {
+  uint32_t exponent = __builtin_bit_cast(uint32_t, largest) >> 23;
+  exponent = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
+  return {__builtin_bit_cast(float, (254 - exponent) << 23),
+          __builtin_bit_cast(float, exponent << 23)};
+}
+
+}  // namespace cgx

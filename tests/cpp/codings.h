@@ -1,0 +1,89 @@
+// What devices are told (kernel/bucket_format.h), and the codec of the CPU for it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <memory>
+#include <vector>
+
+#include "compressor/codec.h"
+#include "kernel/bucket_format.h"
+
+namespace cgx::test {
+
+inline cgx_compressor_t compressor_of(BucketFormat format) {
+  switch (format) {
+    case BucketFormat::kLevels:
+      return CGX_LEVELS;
+    case BucketFormat::kSign:
+      return CGX_SIGN;
+    case BucketFormat::kOnebit:
+      return CGX_ONEBIT;
+    case BucketFormat::kTernary:
+      return CGX_TERNARY;
+    case BucketFormat::kQsgd:
+      return CGX_QSGD;
+    case BucketFormat::kNatural:
+      return CGX_NATURAL;
+    default:
+      return CGX_UNIFORM;
+  }
+}
+
+inline CodecSettings settings_of(Dtype dtype, const Coding& coding, int64_t bucket_size) {
+  CodecSettings settings{.dtype = dtype, .bits = coding.bits, .bucket_size = bucket_size};
+  if (coding.bits == kExactBits) return settings;
+  settings.compressor = compressor_of(coding.format);
+  settings.clip = coding.clip;
+  if (coding.rotation_log > 0) settings.rotation = 1 << coding.rotation_log;
+  // Only these have bits to choose.
+  const bool has_bits = coding.format == BucketFormat::kUniform ||
+                        coding.format == BucketFormat::kLevels ||
+                        coding.format == BucketFormat::kQsgd;
+  if (coding.bits == kHalfBits) settings.compressor = CGX_HALF;
+  if (!has_bits || coding.bits == kHalfBits) settings.bits = 4;
+  return settings;
+}
+
+inline std::unique_ptr<Codec> codec_of(Dtype dtype, const Coding& coding, int64_t bucket_size) {
+  return make_codec(settings_of(dtype, coding, bucket_size));
+}
+
+// All codings that devices have: exact values, uniform buckets, then what needs kernels of its own.
+inline std::vector<Coding> codings() {
+  using enum BucketFormat;
+  std::vector<Coding> all = {{}};
+  for (uint8_t bits = 1; bits <= 8; ++bits) all.push_back({.bits = bits});
+  for (uint8_t bits = 1; bits <= 4; ++bits) all.push_back({kLevels, bits});
+  for (uint8_t bits = 2; bits <= 8; bits += 2) all.push_back({kQsgd, bits});
+  const Coding others[] = {{kSign, 1},
+                           {kOnebit, 1},
+                           {kTernary, 2},
+                           {kTernary, 2, true},
+                           {kNatural, 8},
+                           {kUniform, kHalfBits},
+                           {kUniform, 4, false, 5},  // rotated, these
+                           {kLevels, 2, false, 7},
+                           {kOnebit, 1, false, 10},
+                           {kTernary, 2, true, 1},
+                           {kQsgd, 5, false, 3},
+                           {kUniform, 8, false, 10}};
+  all.insert(all.end(), std::begin(others), std::end(others));
+  return all;
+}
+
+inline bool is_vote(const Coding& coding) {
+  return coding.bits != kExactBits && coding.format == BucketFormat::kSign;
+}
+
+// Makes votes of the values of a piece, if it is voted on.
+inline void vote(const Coding& coding, int64_t bucket_size, float* values, int64_t numel) {
+  if (!is_vote(coding)) return;
+  const auto codec = codec_of(Dtype::kFloat32, coding, bucket_size);
+  std::vector<std::byte> bytes(static_cast<size_t>(codec->max_bytes(numel)));
+  codec->encode(Dtype::kFloat32, values, numel, 0, {}, bytes.data());
+  codec->decode(bytes, numel, 0, Dtype::kFloat32, values);
+}
+
+}  // namespace cgx::test
