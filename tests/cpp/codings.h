@@ -31,8 +31,18 @@ inline cgx_compressor_t compressor_of(BucketFormat format) {
   }
 }
 
-inline CodecSettings settings_of(Dtype dtype, const Coding& coding, int64_t bucket_size) {
+// seed: of places that are drawn.
+inline CodecSettings settings_of(Dtype dtype, const Coding& coding, int64_t bucket_size,
+                                 uint64_t seed) {
   CodecSettings settings{.dtype = dtype, .bits = coding.bits, .bucket_size = bucket_size};
+  if (coding.density != 0) {
+    settings.compressor = coding.drawn ? CGX_RANDK : CGX_TOPK;
+    settings.density = coding.density;
+    settings.value_bits = coding.bits;
+    settings.bits = 4;
+    settings.seed = seed;
+    return settings;
+  }
   if (coding.bits == kExactBits) return settings;
   settings.compressor = compressor_of(coding.format);
   settings.clip = coding.clip;
@@ -46,8 +56,9 @@ inline CodecSettings settings_of(Dtype dtype, const Coding& coding, int64_t buck
   return settings;
 }
 
-inline std::unique_ptr<Codec> codec_of(Dtype dtype, const Coding& coding, int64_t bucket_size) {
-  return make_codec(settings_of(dtype, coding, bucket_size));
+inline std::unique_ptr<Codec> codec_of(Dtype dtype, const Coding& coding, int64_t bucket_size,
+                                       uint64_t seed = 0) {
+  return make_codec(settings_of(dtype, coding, bucket_size, seed));
 }
 
 // All codings that devices have: exact values, uniform buckets, then what needs kernels of its own.
@@ -63,14 +74,23 @@ inline std::vector<Coding> codings() {
                            {kTernary, 2, true},
                            {kNatural, 8},
                            {kUniform, kHalfBits},
-                           {kUniform, 4, false, 5},  // rotated, these
-                           {kLevels, 2, false, 7},
-                           {kOnebit, 1, false, 10},
-                           {kTernary, 2, true, 1},
-                           {kQsgd, 5, false, 3},
-                           {kUniform, 8, false, 10}};
+                           {kUniform, 4, false, false, 5},  // rotated, these
+                           {kLevels, 2, false, false, 7},
+                           {kOnebit, 1, false, false, 10},
+                           {kTernary, 2, true, false, 1},
+                           {kQsgd, 5, false, false, 3},
+                           {kUniform, 8, false, false, 10},
+                           {.bits = kExactBits, .density = 10'000'000},  // chosen, these
+                           {.bits = kHalfBits, .density = kMostDensityOnDevices},
+                           {.bits = kExactBits, .drawn = true, .density = 30'000'000},
+                           {.bits = kExactBits, .drawn = true, .density = kMostDensityOnDevices}};
   all.insert(all.end(), std::begin(others), std::end(others));
   return all;
+}
+
+// Whether a device holds its buckets as a whole.
+inline bool is_whole(const Coding& coding) {
+  return coding.rotation_log != 0 || coding.density != 0;
 }
 
 inline bool is_vote(const Coding& coding) {

@@ -122,8 +122,7 @@ struct Space {
 
 template <typename Value, typename Format, int kLanes, typename Launch>
 void run_groups(const Launch& launch, Takers takers) {
-  constexpr bool kPlain = std::is_same_v<Format, UniformFormat>;
-  const Work work = work_for(kPlain ? Formats::kPlain : Formats::kAny, takers, launch.pieces);
+  const Work work = work_for(Format::kFormats, takers, launch.pieces);
   HostGroup<kLanes> group(pick(2) == 1);
   Memory buffer(Layout<HostGroup<kLanes>>::kBytes, std::byte{0xcd});
   const Place place = place_of(launch.regions, launch.fault);
@@ -141,6 +140,8 @@ void run(Launch launch, bool reduces) {
     run_groups<decltype(value), UniformFormat, kBlockLanes>(launch, Takers::kBlocks);
     run_groups<decltype(value), AnyFormat, 32>(launch, Takers::kWarps);
     run_groups<decltype(value), AnyFormat, kBlockLanes>(launch, Takers::kBlocks);
+    run_groups<decltype(value), SparseFormat, 32>(launch, Takers::kWarps);
+    run_groups<decltype(value), SparseFormat, kBlockLanes>(launch, Takers::kBlocks);
   };
   if (launch.dtype == Dtype::kFloat32) of_value(Float32{});
   if (launch.dtype == Dtype::kFloat16) of_value(Float16{});
@@ -160,23 +161,26 @@ struct Shape {
 };
 
 std::unique_ptr<Codec> codec(Dtype dtype, const Shape& shape, const Coding& coding) {
-  return test::codec_of(dtype, coding, shape.bucket_size);
+  return test::codec_of(dtype, coding, shape.bucket_size, shape.seed);
 }
 
-Coding any_coding(int64_t bucket_size) {
+// Any that may come with the other: sparse ones come with exact values only.
+Coding any_coding(int64_t bucket_size, const Coding& other = {}) {
   static const std::vector<Coding> all = test::codings();
   while (true) {
     const Coding& one = all[static_cast<size_t>(pick(static_cast<int64_t>(all.size())))];
-    if (one.rotation_log == 0 || bucket_size <= kMostRotatedOnDevices) return one;
+    const bool matches = is_sparse(one) == is_sparse(other) || is_exact(one) || is_exact(other);
+    if (matches && (!test::is_whole(one) || bucket_size <= kMostWholeOnDevices)) return one;
   }
 }
 
 // The piece that a case is about, and maybe others beside it.
 std::vector<Shape> shapes_around(const Coding& coding, int64_t bucket_size, int64_t numel) {
-  std::vector<Shape> shapes = {{numel, bucket_size, 0, coding, any_coding(bucket_size), 0}};
+  std::vector<Shape> shapes = {{numel, bucket_size, 0, coding, any_coding(bucket_size, coding), 0}};
   for (int64_t more = pick(3); more > 0; --more) {
     const int64_t size = one_of<int64_t>({1, 64, 100, 512, 2000});
-    shapes.push_back({pick(700), size, 0, any_coding(size), any_coding(size), 0});
+    const Coding any = any_coding(size);
+    shapes.push_back({pick(700), size, 0, any, any_coding(size, any), 0});
   }
   std::shuffle(shapes.begin(), shapes.end(), random_bits);
   for (Shape& shape : shapes) {
@@ -203,10 +207,10 @@ int64_t read_at(const Regions& regions) {
 
 // What is lost between floats and their encoding, as the dtype.
 Memory lost_of(Dtype dtype, Memory& floats, const Codec& codec, const Memory& message,
-               float scale) {
+               int64_t first_index, float scale) {
   const auto numel = static_cast<int64_t>(floats.size() / 4);
   Memory decoded(floats.size()), lost(static_cast<size_t>(numel * size_of(dtype)));
-  codec.decode(message, numel, /*first_index=*/0, Dtype::kFloat32, decoded.data());
+  codec.decode(message, numel, first_index, Dtype::kFloat32, decoded.data());
   kernels().subtract(floats_of(floats), floats_of(decoded), floats_of(decoded), numel);
   kernels().scale(floats_of(decoded), scale, dtype, lost.data(), numel);
   return lost;
@@ -259,7 +263,8 @@ void test_encode(Dtype dtype, RoundingMode rounding, Data kind, const std::vecto
           as_floats(dtype, inputs[i].data(), shape.numel, residuals.place(residual_at[i]));
       compressor->encode(Dtype::kFloat32, floats.data(), shape.numel, shape.first_index, noise,
                          message.data());
-      residuals.expect(residual_at[i], lost_of(dtype, floats, *compressor, message, 1.0f));
+      residuals.expect(residual_at[i],
+                       lost_of(dtype, floats, *compressor, message, shape.first_index, 1.0f));
     }
     for (int copy = 0; copy <= launch.copies.count; ++copy)
       messages.expect(message_at[i] + written_at(launch.regions) + 2 * region * copy, message);
@@ -336,7 +341,7 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
             messages.actual.data() + read_at(launch.regions) + message_at[i] + rank * launch.stride;
         from->encode(dtype, values, shape.numel, shape.first_index,
                      {rounding, shape.seed, static_cast<uint32_t>(rank), 0}, message);
-        from->decode({message, static_cast<size_t>(bytes)}, shape.numel, /*first_index=*/0,
+        from->decode({message, static_cast<size_t>(bytes)}, shape.numel, shape.first_index,
                      Dtype::kFloat32, floats.data());
       } else {
         test::vote(shape.coding, shape.bucket_size, floats_of(floats), shape.numel);
@@ -355,11 +360,12 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
     to->encode(Dtype::kFloat32, sums.data(), shape.numel, shape.first_index,
                {rounding, shape.seed, launch.rank, launch.phase}, message.data());
     Memory result(static_cast<size_t>(shape.numel * size_of(dtype)));
-    to->decode(message, shape.numel, /*first_index=*/0, dtype, result.data());
+    to->decode(message, shape.numel, shape.first_index, dtype, result.data());
     for (int copy = 0; reduced_at[i] >= 0 && copy <= launch.copies.count; ++copy)
       reduced.expect(reduced_at[i] + written_at(launch.regions) + 2 * region * copy, message);
     if (residual_at[i] >= 0)
-      residuals.expect(residual_at[i], lost_of(dtype, sums, *to, message, launch.residual_scale));
+      residuals.expect(residual_at[i], lost_of(dtype, sums, *to, message, shape.first_index,
+                                               launch.residual_scale));
     if (result_at[i] >= 0) results.expect(result_at[i], result);
   }
   messages.expected = messages.actual;
@@ -392,17 +398,20 @@ void test_decode(Dtype dtype, Data kind, const std::vector<Shape>& shapes,
     launch.pieces.at[launch.pieces.count++] = {.result = results.actual.data() + result_at[i],
                                                .message = messages.actual.data() + message_at[i],
                                                .numel = shape.numel,
+                                               .first_index = shape.first_index,
                                                .bucket_size = shape.bucket_size,
+                                               .seed = shape.seed,
                                                .coding = shape.coding};
     std::byte* message = messages.actual.data() + message_at[i] + read_at(launch.regions);
     Values values = make_values(dtype, shape.numel, kind);
-    const int64_t bytes = compressor->encode(dtype, values.data(), shape.numel, 0, {}, message);
+    const int64_t bytes =
+        compressor->encode(dtype, values.data(), shape.numel, shape.first_index, {}, message);
     if (is_plain(shape.coding) && !is_exact(shape.coding) && bytes >= 8 && pick(4) == 0) {
       constexpr uint32_t kNoRankWrites[] = {0xfffd3f09, 0xfff629ff};  // two NaNs
       std::memcpy(message, kNoRankWrites, sizeof(kNoRankWrites));
     }
     Memory result(static_cast<size_t>(shape.numel * size_of(dtype)));
-    compressor->decode({message, static_cast<size_t>(bytes)}, shape.numel, /*first_index=*/0, dtype,
+    compressor->decode({message, static_cast<size_t>(bytes)}, shape.numel, shape.first_index, dtype,
                        result.data());
     results.expect(result_at[i], result);
   }
@@ -414,7 +423,7 @@ void test_pieces() {
   int turn = 0;
   for (const Coding& coding : test::codings()) {
     for (const int64_t bucket_size : kBucketSizes) {
-      if (coding.rotation_log != 0 && bucket_size > kMostRotatedOnDevices) continue;
+      if (test::is_whole(coding) && bucket_size > kMostWholeOnDevices) continue;
       for (const int64_t numel : kLengths) {
         if (numel > 10000 && bucket_size < 64 && coding.bits % 4 != 0) continue;  // tiny records
         const Dtype dtype = kDtypes[++turn % 3];
@@ -422,9 +431,9 @@ void test_pieces() {
         const auto kind = static_cast<Data>(turn % static_cast<int>(Data::kEnd));
         const std::string where =
             join("format ", int(coding.format), " bits ", int(coding.bits), " clip ", coding.clip,
-                 " rotation ", int(coding.rotation_log), " bucket ", bucket_size, " numel ", numel,
-                 " dtype ", int(dtype), " rounding ", int(rounding), " data ", int(kind), " turn ",
-                 turn);
+                 " rotation ", int(coding.rotation_log), " density ", coding.density, " bucket ",
+                 bucket_size, " numel ", numel, " dtype ", int(dtype), " rounding ", int(rounding),
+                 " data ", int(kind), " turn ", turn);
         test_encode(dtype, rounding, kind, shapes_around(coding, bucket_size, numel), where);
         test_reduce(dtype, rounding, kind, shapes_around(coding, bucket_size, numel), where);
         test_decode(dtype, kind, shapes_around(coding, bucket_size, numel), where);

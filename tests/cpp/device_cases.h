@@ -55,7 +55,8 @@ struct Case {
   int64_t bucket_size = 512;
   int gather_bits = 0;
   cgx_compressor_t compressor = CGX_UNIFORM;
-  int rotation = 0;
+  int rotation = 0, value_bits = 0;
+  int64_t density = 0;
   bool clip = false;
   bool skip = false, residuals = false, in_place = false;
   bool one_seed = false, seeds_on_device = false;
@@ -80,7 +81,7 @@ class Rank {
     for (const int64_t numel : given.numels) {
       segments_.push_back({offset, numel, given.bucket_size, given.bits, 0, nullptr});
       offset += numel;
-      seeds_.push_back(offset * 31 + rank);
+      seeds_.push_back(offset * 31 + (given.compressor == CGX_RANDK ? 0 : rank));
     }
     const int64_t item = given.dtype == CGX_FLOAT32 ? 4 : 2;
     const int64_t scattered = given.verb == CGX_REDUCE_SCATTER ? size : 1;
@@ -103,6 +104,8 @@ class Rank {
     call.config.compressor = given.compressor;
     call.config.rotation = given.rotation;
     call.config.clip = given.clip;
+    call.config.density = given.density;
+    call.config.value_bits = given.value_bits;
     call.config.skip_incomplete_buckets = given.skip;
     call.divisor = given.divisor;
     call.input = input_.data();

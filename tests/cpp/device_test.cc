@@ -22,14 +22,23 @@ std::vector<Case> cases_of_compressors() {
     cgx_rounding_t rounding;
     int bits, rotation;
     bool residuals;
+    int64_t density = 0;
+    int value_bits = 0;
   };
-  const Row rows[] = {
-      {CGX_UNIFORM, CGX_SHIFT, 4, 32, true},      {CGX_LEVELS, CGX_NEAREST, 1, 0, true},
-      {CGX_LEVELS, CGX_NEAREST, 2, 32, true},     {CGX_SIGN, CGX_NEAREST, 4, 0, false},
-      {CGX_ONEBIT, CGX_NEAREST, 4, 0, true},      {CGX_TERNARY, CGX_STOCHASTIC, 4, 0, true},
-      {CGX_TERNARY, CGX_STOCHASTIC, 4, 64, true}, {CGX_QSGD, CGX_STOCHASTIC, 4, 0, false},
-      {CGX_NATURAL, CGX_STOCHASTIC, 4, 0, true},  {CGX_HALF, CGX_STOCHASTIC, 4, 0, true},
-      {CGX_HALF, CGX_NEAREST, 4, 0, true}};
+  const Row rows[] = {{CGX_UNIFORM, CGX_SHIFT, 4, 32, true},
+                      {CGX_LEVELS, CGX_NEAREST, 1, 0, true},
+                      {CGX_LEVELS, CGX_NEAREST, 2, 32, true},
+                      {CGX_SIGN, CGX_NEAREST, 4, 0, false},
+                      {CGX_ONEBIT, CGX_NEAREST, 4, 0, true},
+                      {CGX_TERNARY, CGX_STOCHASTIC, 4, 0, true},
+                      {CGX_TERNARY, CGX_STOCHASTIC, 4, 64, true},
+                      {CGX_QSGD, CGX_STOCHASTIC, 4, 0, false},
+                      {CGX_NATURAL, CGX_STOCHASTIC, 4, 0, true},
+                      {CGX_HALF, CGX_STOCHASTIC, 4, 0, true},
+                      {CGX_HALF, CGX_NEAREST, 4, 0, true},
+                      {CGX_TOPK, CGX_NEAREST, 4, 0, true, 10'000'000},
+                      {CGX_TOPK, CGX_NEAREST, 4, 0, true, 100'000'000, 16},
+                      {CGX_RANDK, CGX_NEAREST, 4, 0, true, 50'000'000}};
   std::vector<Case> all;
   int turn = 0;
   for (const Row& row : rows)
@@ -42,6 +51,8 @@ std::vector<Case> cases_of_compressors() {
           one.rounding = row.rounding;
           one.bits = row.bits;
           one.rotation = row.rotation;
+          one.density = row.density;
+          one.value_bits = row.value_bits;
           one.clip = row.compressor == CGX_TERNARY && row.residuals;
           one.dtype = dtype;
           one.verb = verb;
@@ -398,7 +409,18 @@ void what_devices_refuse() {
     refused(ring, "one_shot and sra");
     Case sparse;
     sparse.compressor = CGX_TOPK;
-    refused(sparse, "topk is not there for devices");
+    sparse.density = 300'000'000;
+    refused(sparse, "at most a fourth");
+    sparse.density = 0;
+    sparse.value_bits = 8;
+    refused(sparse, "value_bits=8 is not there for devices");
+    sparse.compressor = CGX_RANDK;
+    sparse.value_bits = 0;
+    sparse.seeds_on_device = true;
+    refused(sparse, "give them on the host");
+    Case whole;
+    whole.compressor = CGX_THRESHOLD;
+    refused(whole, "threshold is not there for devices");
     Case rotated;
     rotated.rotation = 64;
     rotated.bucket_size = 8193;

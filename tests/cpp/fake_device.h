@@ -39,7 +39,7 @@ namespace cgx::device {
 // ---- 1. kernels ----------------------------------------------------------------------------
 
 inline std::unique_ptr<Codec> codec_of(Dtype dtype, const Piece& piece, const Coding& coding) {
-  return test::codec_of(dtype, coding, piece.bucket_size);
+  return test::codec_of(dtype, coding, piece.bucket_size, piece.seed);
 }
 
 inline Rounding rounding_of(RoundingMode mode, uint32_t rank, uint32_t phase, const Piece& piece) {
@@ -69,16 +69,16 @@ inline std::vector<float> own_values(Dtype dtype, const Piece& piece) {
   return values;
 }
 
-// What `bytes` lose of fp32 values, times scale, to `residual`.
-inline void keep_residual(Dtype dtype, const Codec& codec, const std::byte* bytes,
-                          const std::vector<float>& values, float scale, std::byte* residual) {
-  if (!residual) return;
+// What `bytes` lose of fp32 values, times scale.
+inline void keep_residual(const Piece& piece, Dtype dtype, const Codec& codec,
+                          const std::byte* bytes, const std::vector<float>& values, float scale) {
+  if (!piece.residual) return;
   const auto numel = static_cast<int64_t>(values.size());
   std::vector<float> decoded(values.size());
-  codec.decode({bytes, static_cast<size_t>(codec.max_bytes(numel))}, numel, /*first_index=*/0,
+  codec.decode({bytes, static_cast<size_t>(codec.max_bytes(numel))}, numel, piece.first_index,
                Dtype::kFloat32, decoded.data());
   kernels().subtract(values.data(), decoded.data(), decoded.data(), numel);
-  kernels().scale(decoded.data(), scale, dtype, residual, numel);
+  kernels().scale(decoded.data(), scale, dtype, piece.residual, numel);
 }
 
 inline void write_copies(const Copies& copies, const std::byte* message, int64_t bytes,
@@ -102,7 +102,7 @@ inline void run(const Encode& launch) {
       const std::vector<float> values = own_values(launch.dtype, piece);
       codec->encode(Dtype::kFloat32, values.data(), piece.numel, piece.first_index, rounding,
                     message.data());
-      keep_residual(launch.dtype, *codec, message.data(), values, 1.0f, piece.residual);
+      keep_residual(piece, launch.dtype, *codec, message.data(), values, 1.0f);
     } else {
       codec->encode(launch.dtype, piece.values, piece.numel, piece.first_index, rounding,
                     message.data());
@@ -131,7 +131,7 @@ inline void run(const Reduce& launch) {
       } else {
         from->decode({piece.message + region_offset(launch.regions, 0) + rank * launch.stride,
                       static_cast<size_t>(from->max_bytes(piece.numel))},
-                     piece.numel, /*first_index=*/0, Dtype::kFloat32, into.data());
+                     piece.numel, piece.first_index, Dtype::kFloat32, into.data());
       }
       if (rank > 0) kernels().combine(launch.op, other.data(), sum.data(), piece.numel);
     }
@@ -141,12 +141,12 @@ inline void run(const Reduce& launch) {
       std::vector<std::byte> message(to->max_bytes(piece.numel));
       to->encode(Dtype::kFloat32, sum.data(), piece.numel, piece.first_index,
                  rounding_of(launch.rounding, launch.rank, launch.phase, piece), message.data());
-      keep_residual(launch.dtype, *to, message.data(), sum, launch.residual_scale, piece.residual);
+      keep_residual(piece, launch.dtype, *to, message.data(), sum, launch.residual_scale);
       if (piece.reduced)
         write_copies(launch.copies, message.data(), message.size(),
                      piece.reduced + region_offset(launch.regions, 1));
       if (piece.result)
-        to->decode(message, piece.numel, /*first_index=*/0, launch.dtype, piece.result);
+        to->decode(message, piece.numel, piece.first_index, launch.dtype, piece.result);
     } else {
       kernels().convert(Dtype::kFloat32, sum.data(), launch.dtype, piece.result, piece.numel);
     }
@@ -163,7 +163,7 @@ inline void run(const Decode& launch) {
     const auto codec = codec_of(launch.dtype, piece, piece.coding);
     codec->decode({piece.message + region_offset(launch.regions, 0),
                    static_cast<size_t>(codec->max_bytes(piece.numel))},
-                  piece.numel, /*first_index=*/0, launch.dtype, piece.result);
+                  piece.numel, piece.first_index, launch.dtype, piece.result);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <numeric>
 
 #include "kernel/cuda/group.h"
 
@@ -32,6 +33,7 @@ class HostGroup {
     }
     return result;
   }
+  int32_t sum(const Lanes<int32_t>& all) const { return std::reduce(all.begin(), all.end()); }
   bool any(const Lanes<bool>& all) const { return std::ranges::find(all, true) != all.end(); }
 
  private:

@@ -13,12 +13,11 @@
 #include "base/status.h"
 #include "compressor/plain.h"
 #include "compressor/sparse.h"
+#include "kernel/bucket_format.h"
 #include "kernel/kernels.h"
 
 namespace cgx {
 namespace {
-
-constexpr uint32_t kPlacesPhase = 0x706c6163;  // apart from the noise of any way
 
 // The values at the places; NaN if any of the bucket is not finite.
 void gather(const float* from, int64_t numel, Chosen& chosen) {

@@ -35,6 +35,20 @@ Coding coding(const CodecSettings& settings) {
   return {.format = kFormat, .bits = static_cast<uint8_t>(bits), .clip = settings.clip};
 }
 
+Coding sparse_coding(const CodecSettings& settings) {
+  const bool drawn = settings.compressor == CGX_RANDK;
+  const bool exact = drawn || settings.value_bits == kExactBits;
+  require(exact || settings.value_bits == kHalfBits, CGX_UNSUPPORTED,
+          "value_bits=", settings.value_bits, " is not there for devices: give 16 or 32");
+  require(settings.density <= kMostDensityOnDevices, CGX_UNSUPPORTED, "density is ",
+          static_cast<double>(settings.density) * 1e-9,
+          ": devices choose at most a fourth of a "
+          "bucket's values");
+  return {.bits = static_cast<uint8_t>(exact ? kExactBits : kHalfBits),
+          .drawn = drawn,
+          .density = static_cast<uint32_t>(settings.density)};
+}
+
 std::string qsgd_diverges(const CodecSettings& settings) {
   const double levels = (1 << (settings.bits - 1)) - 1, root = std::sqrt(settings.bucket_size);
   const double error = std::min(settings.bucket_size / (levels * levels), root / levels);
@@ -136,7 +150,7 @@ std::vector<CodecEntry>& table() {
        .sliced = true,
        .serves = is<CGX_TOPK>,
        .make = make_topk,
-       .why_not = kNotOnDevices,
+       .device_coding = sparse_coding,
        .knobs = {"density", "value_bits"},
        .biased = true},
       {.name = "threshold",
@@ -152,7 +166,7 @@ std::vector<CodecEntry>& table() {
        .sliced = true,
        .serves = is<CGX_RANDK>,
        .make = make_randk,
-       .why_not = kNotOnDevices,
+       .device_coding = sparse_coding,
        .knobs = {"density"},
        .biased = true},
   };
@@ -208,13 +222,16 @@ std::vector<DeviceRun> device_runs(const CodecSettings& settings, int64_t numel)
   require(entry.device_coding, CGX_UNSUPPORTED, "the codec ", entry.name,
           " is not there for devices: ", entry.why_not);
   Coding coding = entry.device_coding(settings);
-  if (coding.bits == kExactBits || coding.bits == kHalfBits) {
+  const bool has_buckets = coding.density != 0 || coding.bits <= 8;
+  if (!has_buckets) {
     if (numel == 0) return {};
     return {{0, numel, coding}};
   }
-  require(settings.rotation == 0 || settings.bucket_size <= kMostRotatedOnDevices, CGX_UNSUPPORTED,
-          "rotation=", settings.rotation, " with buckets of ", settings.bucket_size,
-          " values: devices rotate buckets of at most ", kMostRotatedOnDevices);
+  const bool whole = coding.density != 0 || settings.rotation != 0;
+  require(!whole || settings.bucket_size <= kMostWholeOnDevices, CGX_UNSUPPORTED, "compressor='",
+          entry.name, "' with rotation=", settings.rotation, " and buckets of ",
+          settings.bucket_size, " values: devices hold such buckets as a whole, of at most ",
+          kMostWholeOnDevices);
   coding.rotation_log = static_cast<uint8_t>(std::bit_width(unsigned(settings.rotation | 1)) - 1);
   const int64_t exact = settings.skip_incomplete_buckets ? numel % settings.bucket_size : 0;
   std::vector<DeviceRun> runs;

@@ -114,7 +114,11 @@ struct Rounds::At {
 Rounds::Rounds(Plan plan) : plan_(std::move(plan)), layout_(plan_) {
   if (!plan_.segments.empty()) rounding_ = plan_.segments[0].rounding;
   for (const Segment& segment : plan_.segments) {
-    for (const CodecSettings& codec : segment.codecs.each) device_runs(codec, 0);  // throws
+    for (const CodecSettings& codec : segment.codecs.each) {
+      device_runs(codec, 0);  // throws
+      require(codec.compressor != CGX_RANDK || !segment.seed_at, CGX_UNSUPPORTED,
+              "randk with seeds on the device, which ranks cannot compare: give them on the host");
+    }
     require(segment.rounding == rounding_, CGX_UNSUPPORTED,
             "segments round in different ways: on devices those of a call round alike");
   }

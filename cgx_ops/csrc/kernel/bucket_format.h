@@ -49,12 +49,23 @@ struct Coding {
   BucketFormat format = BucketFormat::kUniform;
   uint8_t bits = kExactBits;  // of a code; or kExactBits: values as they are, or kHalfBits: bf16,
                               // or fp16 where the tensor is
-  bool clip = false;          // of kTernary
+  bool clip : 1 = false;      // of kTernary
+  bool drawn : 1 = false;     // chosen values are at places that follow from the seed
   uint8_t rotation_log = 0;   // values are rotated in blocks of 2^this before; 0: they are not
+  uint32_t density = 0;       // billionths of a bucket's values that are chosen; 0: all travel
   bool operator==(const Coding&) const = default;
 };
 
-// Of a bucket whose values are rotated on a device, which holds it as a whole.
-inline constexpr int64_t kMostRotatedOnDevices = 8192;
+// Devices hold a bucket as a whole whose values are rotated, or chosen; of these at most a fourth.
+inline constexpr int64_t kMostWholeOnDevices = 8192;
+inline constexpr int64_t kMostDensityOnDevices = 250000000;
+
+inline constexpr uint32_t kPlacesPhase = 0x706c6163;  // of drawn places, apart from any noise
+
+// max(1, ceil(density * numel)), of 0 < numel <= kMostWholeOnDevices: how many are chosen.
+CGX_HD int64_t chosen_of(int64_t numel, uint32_t density) {
+  const int64_t share = (numel * density + 999999999) / 1000000000;
+  return share < 1 ? 1 : share;
+}
 
 }  // namespace cgx

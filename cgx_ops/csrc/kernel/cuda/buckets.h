@@ -11,6 +11,7 @@
 #include "kernel/cuda/memory.h"
 #include "kernel/cuda/noise.h"
 #include "kernel/cuda/sources.h"
+#include "kernel/cuda/sparse.h"
 #include "kernel/cuda/targets.h"
 #include "kernel/cuda/tile.h"
 #include "kernel/cuda/work.h"
@@ -47,7 +48,21 @@ CGX_LANE Noise noise_of(const Piece& piece, const Launch& launch) {
   return {block_seed(seed, piece.block), launch.rank, launch.phase};
 }
 
+// Of a bucket that begins with element `start` of its piece.
+CGX_LANE Draw draw_of(const Piece& piece, int64_t start) {
+  return {piece.seed, static_cast<uint64_t>(piece.first_index + start)};
+}
+
 // ---- 2. bodies ----
+
+template <typename Value, typename Format, typename Group, typename Source>
+CGX_LANE void write_bucket(Group& group, std::byte* buffer, const Target& target, int64_t numel,
+                           const Source& source, const Draw& places) {
+  if constexpr (Format::kFormats == Formats::kSparse)
+    write_sparse<Value>(group, buffer, target, numel, source, places);
+  else
+    write_record<Value, Format>(group, buffer, target, numel, source);
+}
 
 template <typename Value, typename Format, typename Group>
 CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Encode& launch, const Place& place,
@@ -83,7 +98,7 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Encode& launch, 
   if (place.failed || exact || half) {
     write_values<Value>(group, buffer, target, numel, own, half);
   } else {
-    write_record<Value, Format>(group, buffer, target, numel, own);
+    write_bucket<Value, Format>(group, buffer, target, numel, own, draw_of(piece, start));
   }
 }
 
@@ -124,6 +139,7 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Reduce& launch, 
       .size = launch.size,
       .own = launch.own,
       .coding = coding,
+      .places = draw_of(piece, start),
       .own_vote = votes ? vote_of<Value>(group, buffer, own_values, numel) : 1.0f,
       .op = launch.op,
       .divisor = launch.divisor,
@@ -145,7 +161,7 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Reduce& launch, 
   if (!encodes || is_exact(to) || half) {
     write_values<Value>(group, buffer, target, numel, sums, half);
   } else {
-    write_record<Value, Format>(group, buffer, target, numel, sums);
+    write_bucket<Value, Format>(group, buffer, target, numel, sums, draw_of(piece, start));
   }
 }
 
@@ -174,6 +190,7 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Decode& launch, 
                                              .size = 1,
                                              .own = -1,
                                              .coding = coding,
+                                             .places = draw_of(piece, start),
                                              .own_vote = 1.0f,
                                              .op = Op::kSum,
                                              .divisor = 1.0f,

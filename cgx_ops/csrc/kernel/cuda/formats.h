@@ -170,9 +170,11 @@ CGX_LANE uint32_t code_of(float x, const Grid& grid, const Coding& coding, float
 
 // ---- 4. values ----
 
-// What decoding needs of a header: of kQsgd the second is a level's step.
+// What decoding needs of a header: of kQsgd the second is a level's step; of kOnebit -0 is 0.
 CGX_LANE Header decoding_header(const Header& header, const Coding& coding) {
   Header result = finite_or_nan(header);
+  if (coding.format == BucketFormat::kOnebit)
+    return {add(result.first, 0.0f), add(result.second, 0.0f)};
   if (coding.format == BucketFormat::kQsgd)
     result.second = divide(result.first, static_cast<float>((1 << (coding.bits - 1)) - 1));
   return result;
@@ -253,6 +255,7 @@ class AnyDecoder {
 };
 
 struct AnyFormat {
+  static constexpr Formats kFormats = Formats::kAny;
   using Encoder = AnyEncoder;
   using Decoder = AnyDecoder;
 

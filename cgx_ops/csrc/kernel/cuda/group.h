@@ -51,6 +51,7 @@ struct Warp {
   }
   CGX_LANE Extremes extremes(OwnLane<Extremes>& mine) { return extremes_of_warp(mine.own); }
   CGX_LANE bool any(OwnLane<bool>& mine) { return __any_sync(~0u, mine.own); }
+  CGX_LANE int32_t sum(OwnLane<int32_t>& mine) { return __reduce_add_sync(~0u, mine.own); }
 
   int lane;
 };
@@ -58,8 +59,10 @@ struct Warp {
 template <int kThreads>
 struct Block {
   static constexpr int kLanes = kThreads;
+  static constexpr int kWarps = kThreads / 32;
+  static_assert(kWarps <= 32);
   struct Shared {
-    Extremes of_warp[kThreads / 32];
+    Extremes of_warp[kWarps];
   };
   template <typename T>
   using Lanes = OwnLane<T>;
@@ -74,7 +77,15 @@ struct Block {
   CGX_LANE Extremes extremes(OwnLane<Extremes>& mine) {
     shared_->of_warp[lane / 32] = extremes_of_warp(mine.own);
     __syncthreads();
-    const Extremes all = extremes_of_warp(shared_->of_warp[lane % (kThreads / 32)]);
+    const Extremes all = extremes_of_warp(shared_->of_warp[lane % kWarps]);
+    __syncthreads();
+    return all;
+  }
+  CGX_LANE int32_t sum(OwnLane<int32_t>& mine) {
+    shared_->of_warp[lane / 32].lowest = __reduce_add_sync(~0u, mine.own);
+    __syncthreads();
+    const int32_t own = lane % 32 < kWarps ? shared_->of_warp[lane % 32].lowest : 0;
+    const int32_t all = __reduce_add_sync(~0u, own);
     __syncthreads();
     return all;
   }

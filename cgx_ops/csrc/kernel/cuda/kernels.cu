@@ -10,6 +10,9 @@ void load_kernels() {
   load_any_encode_kernels();
   load_any_reduce_kernels();
   load_any_decode_kernels();
+  load_sparse_encode_kernels();
+  load_sparse_reduce_kernels();
+  load_sparse_decode_kernels();
   load_signals_kernel();
 }
 

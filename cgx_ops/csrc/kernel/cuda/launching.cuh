@@ -1,6 +1,6 @@
 // Kernels around buckets.h, and their launches: one kernel for a dtype, a kind of group, and
-// uniform buckets or any format. Included by a file for each launch and either, so that they are
-// compiled side by side.
+// formats (work.h). Included by a file for each launch and formats, so that they are compiled side
+// by side.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -71,13 +71,12 @@ void for_kernels(Dtype dtype, const Visit& visit) {
 // What of the launch is for the kernels of this format.
 template <typename Format, typename Launch>
 void launch_of(const Launch& launch, void* stream) {
-  constexpr bool kPlain = std::is_same_v<Format, UniformFormat>;
   int device = 0, processors = 0;
   require_success(cudaGetDevice(&device), "cudaGetDevice");
   require_success(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
                   "cudaDeviceGetAttribute");
   for_kernels<Format, Launch>(launch.dtype, [&](const auto& kernel, Takers takers) {
-    Work work = work_for(kPlain ? Formats::kPlain : Formats::kAny, takers, launch.pieces);
+    Work work = work_for(Format::kFormats, takers, launch.pieces);
     if (work.buckets == 0) return;
     const auto blocks = static_cast<unsigned>(groups_for(takers, work.buckets, processors));
     const auto threads = static_cast<unsigned>(lanes_of(takers));
@@ -89,16 +88,20 @@ void launch_of(const Launch& launch, void* stream) {
   });
 }
 
-// Of a file for any format.
+// Of files for other formats.
 void launch_any(const Encode& encode, void* stream);
 void launch_any(const Reduce& reduce, void* stream);
 void launch_any(const Decode& decode, void* stream);
+void launch_sparse(const Encode& encode, void* stream);
+void launch_sparse(const Reduce& reduce, void* stream);
+void launch_sparse(const Decode& decode, void* stream);
 
 template <typename Launch>
 void launch_all(Launch launch, bool reduces, void* stream) {
   cut_exact_pieces(&launch.pieces, reduces);
   launch_of<UniformFormat>(launch, stream);
   launch_any(launch, stream);
+  launch_sparse(launch, stream);
 }
 
 // ---- 3. loading ----
@@ -110,6 +113,9 @@ void load_decode_kernels();
 void load_any_encode_kernels();
 void load_any_reduce_kernels();
 void load_any_decode_kernels();
+void load_sparse_encode_kernels();
+void load_sparse_reduce_kernels();
+void load_sparse_decode_kernels();
 void load_signals_kernel();
 
 inline void load_kernel(const void* kernel) {

@@ -10,6 +10,7 @@
 #include "kernel/cuda/formats.h"
 #include "kernel/cuda/memory.h"
 #include "kernel/cuda/rotate.h"
+#include "kernel/cuda/sparse.h"
 #include "kernel/cuda/tile.h"
 #include "kernel/cuda/trits.h"
 
@@ -99,6 +100,7 @@ struct SumOfRanks {
   int64_t bucket_numel;
   int size, own;
   Coding coding;
+  Draw places;
   float own_vote;  // the magnitude of own votes: 1, or NaN if a value is not finite
   Op op;
   float divisor;
@@ -113,16 +115,17 @@ struct SumOfRanks {
       for (float& x : unit.at) x = -0.0f;  // -0 + x is x
     });
     for (int first = 0, last = 0; first < size; first = last) {
-      // Rotated values need the buffer's begin, and come alone.
-      const bool rotated = coding.rotation_log != 0 && first != own;
-      const int begin = rotated ? 4 * Layout<Group>::kTile : 0;
+      // What is rotated or sparse becomes values at the buffer's begin, and comes alone.
+      const bool is_whole = coding.rotation_log != 0 || is_sparse(coding);
+      const bool alone = is_whole && first != own;
+      const int begin = alone ? 4 * Layout<Group>::kTile : 0;
       group.each([&](int lane) {
         int at = begin;
         CGX_ROLLED
         for (last = first; last < size; ++last) {
           const Arrival from = arrival(last, start, numel);
           if (at + from.in_buffer > Layout<Group>::kArriving) break;
-          if (coding.rotation_log != 0 && last != first) break;
+          if (is_whole && last != first) break;
           if (from.apart)
             start_copy_in<Group::kLanes>(lane, buffer + at, from.header, from.header_bytes);
           start_copy_in<Group::kLanes>(lane, buffer + at + from.apart, from.run, from.bytes);
@@ -130,8 +133,13 @@ struct SumOfRanks {
         }
         finish_copies();
       });
-      if (rotated) {
-        add_rotated(arrival(first, start, numel), begin, numel, tile);
+      if (alone) {
+        expand(arrival(first, start, numel), begin, numel);
+        group.each([&](int lane) {
+          for_units<Group::kLanes>(lane, numel, [&](int u, int at, int count) {
+            add_to(&tile[lane].units[u], load_unit_of_buffer<Float32>(buffer, 4 * at, count));
+          });
+        });
         continue;
       }
       group.each([&](int lane) {
@@ -182,6 +190,10 @@ struct SumOfRanks {
       const int width = rank != own && Format::in_halves(coding) ? 2 : kWidth;
       const std::byte* run = (rank == own ? own_values : record) + start * width;
       return {nullptr, run, numel * width, 0, 0, bytes_in_buffer(run, numel * width)};
+    }
+    if (is_sparse(coding)) {
+      const int bytes = SparseRecord(bucket_numel, coding, kWidth).bytes();
+      return {record, record, bytes, 0, 0, bytes_in_buffer(record, bytes)};
     }
     const auto header = static_cast<int>(header_bytes(coding));
     const int64_t first = field_at(start), last = field_end(start + numel);
@@ -247,20 +259,20 @@ struct SumOfRanks {
     });
   }
 
-  CGX_LANE void add_rotated(const Arrival& from, int at, int numel,
-                            typename Group::template Lanes<Tile>& tile) const {
-    group.each([&](int lane) {
-      const auto decoder = decoder_of(from, at);
-      for_units<Group::kLanes>(lane, numel, [&](int, int first, int count) {
-        store_floats(buffer + 4 * first, decoder.decode(load_codes(from, at, 0, first, count)));
+  // A record that has arrived at `at` -> values.
+  CGX_LANE void expand(const Arrival& from, int at, int numel) const {
+    if constexpr (Format::kFormats == Formats::kSparse) {
+      const int record = at + misalignment(from.run, 16);
+      expand_sparse<Value>(group, buffer, record, coding, numel, places);
+    } else {
+      group.each([&](int lane) {
+        const auto decoder = decoder_of(from, at);
+        for_units<Group::kLanes>(lane, numel, [&](int, int first, int count) {
+          store_floats(buffer + 4 * first, decoder.decode(load_codes(from, at, 0, first, count)));
+        });
       });
-    });
-    rotate</*kBack=*/true>(group, buffer, numel, coding.rotation_log);
-    group.each([&](int lane) {
-      for_units<Group::kLanes>(lane, numel, [&](int u, int first, int count) {
-        add_to(&tile[lane].units[u], load_unit_of_buffer<Float32>(buffer, 4 * first, count));
-      });
-    });
+      rotate</*kBack=*/true>(group, buffer, numel, coding.rotation_log);
+    }
   }
 
   CGX_LANE static void add_to(Unit* sums, const Unit& values) {

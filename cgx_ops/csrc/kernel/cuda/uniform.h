@@ -15,6 +15,7 @@
 #include "kernel/cuda/arithmetic.h"
 #include "kernel/cuda/measure.h"
 #include "kernel/cuda/memory.h"
+#include "kernel/cuda/work.h"
 
 namespace cgx::device::cuda {
 
@@ -140,9 +141,11 @@ class UniformDecoder {
 //   Measure(group, buffer, coding, numel)           looks at a bucket, tile by tile, in kPasses, of
 //                                                   which it needs(pass); then there is its grid()
 //   Encoder(grid, coding), Decoder(header, coding)  units <-> fields of eight codes
+//   kFormats                                        which pieces its kernels are for
 //   known(coding)                                   what of it is known when it is compiled
 //   in_halves(coding)                               whether values travel in 16 bits
 struct UniformFormat {
+  static constexpr Formats kFormats = Formats::kPlain;
   using Encoder = UniformEncoder;
   using Decoder = UniformDecoder;
 

@@ -1,5 +1,5 @@
-// How the work of a launch is dealt out: pieces are cut into buckets, buckets go to groups, by two
-// kinds of kernels. Index arithmetic only, for the kernels and for who launches them.
+// How the work of a launch is dealt out: pieces are cut into buckets, buckets go to groups, by
+// three kinds of kernels. Index arithmetic only, for the kernels and for who launches them.
 #pragma once
 
 #include <cstdint>
@@ -23,15 +23,18 @@ inline constexpr int64_t kMostOfWarp = 1024;
 
 CGX_HD int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
-CGX_HD bool is_exact(const Coding& coding) { return coding.bits == kExactBits; }
-CGX_HD bool is_half(const Coding& coding) { return coding.bits == kHalfBits; }
+CGX_HD bool is_sparse(const Coding& coding) { return coding.density != 0; }
+CGX_HD bool is_exact(const Coding& coding) {
+  return coding.bits == kExactBits && !is_sparse(coding);
+}
+CGX_HD bool is_half(const Coding& coding) { return coding.bits == kHalfBits && !is_sparse(coding); }
 CGX_HD bool is_vote(const Coding& coding) {
   return !is_exact(coding) && coding.format == BucketFormat::kSign;
 }
 // Whether kernels that know uniform buckets and exact values alone serve it.
 CGX_HD bool is_plain(const Coding& coding) {
-  return is_exact(coding) ||
-         (!is_half(coding) && coding.format == BucketFormat::kUniform && coding.rotation_log == 0);
+  return is_exact(coding) || (!is_half(coding) && !is_sparse(coding) &&
+                              coding.format == BucketFormat::kUniform && coding.rotation_log == 0);
 }
 
 CGX_HD int64_t header_bytes(const Coding& coding) { return header_bytes(coding.format); }
@@ -39,8 +42,39 @@ CGX_HD int64_t field_bytes(int64_t numel, const Coding& coding) {
   return field_bytes(coding.format, numel, coding.bits);
 }
 
+// Of a sparse bucket: the places by Elias and Fano (compressor/places.cc), unless they are drawn;
+// then values.
+struct SparseRecord {
+  int numel, count;  // values of the bucket, and of the record
+  int low_bits;      // of a place, in low_bytes; the rest in high_bytes
+  int low_bytes, high_bytes;
+  int width;  // of a value
+
+  CGX_HD SparseRecord(int64_t bucket_numel, const Coding& coding, int dtype_width)
+      : numel(static_cast<int>(bucket_numel)),
+        count(static_cast<int>(chosen_of(bucket_numel, coding.density))),
+        low_bits(0),
+        low_bytes(0),
+        high_bytes(0),
+        width(coding.bits == kHalfBits ? 2 : dtype_width) {
+    if (coding.drawn) return;
+    while (numel / count >> (low_bits + 1) > 0) ++low_bits;
+    low_bytes = (count * low_bits + 7) / 8;
+    high_bytes = (((numel - 1) >> low_bits) + count + 7) / 8;
+  }
+  CGX_HD int values_at() const { return low_bytes + high_bytes; }
+  CGX_HD int bytes() const { return values_at() + count * width; }
+};
+
+// From what the places of a bucket are drawn.
+struct Draw {
+  uint64_t seed;
+  uint64_t first_index;  // of the bucket's first value, in its segment
+};
+
 // Bytes of a bucket of `numel` values in a message: a record, or the values themselves.
 CGX_HD int64_t bucket_bytes(int64_t numel, const Coding& coding, int width) {
+  if (is_sparse(coding)) return SparseRecord(numel, coding, width).bytes();
   if (is_exact(coding)) return numel * width;
   if (is_half(coding)) return numel * 2;
   return header_bytes(coding) + field_bytes(numel, coding);
@@ -75,17 +109,20 @@ constexpr int lanes_of(Takers takers) {
 }
 
 inline Takers takers_of(const Piece& piece) {
-  // What is rotated must be in registers as a whole.
-  const bool rotated = piece.coding.rotation_log != 0 || piece.reduced_coding.rotation_log != 0;
-  const int64_t most = rotated ? tile_numel(kWarpLanes) : kMostOfWarp;
+  const auto is_whole = [](const Coding& coding) {
+    return coding.rotation_log != 0 || is_sparse(coding);
+  };
+  const bool whole = is_whole(piece.coding) || is_whole(piece.reduced_coding);
+  const int64_t most = whole ? tile_numel(kWarpLanes) : kMostOfWarp;
   return at_most(piece.bucket_size, piece.numel) <= most ? Takers::kWarps : Takers::kBlocks;
 }
-static_assert(tile_numel(kBlockLanes) == kMostRotatedOnDevices);
+static_assert(tile_numel(kBlockLanes) == kMostWholeOnDevices);
 
-// Whose kernels: those of uniform buckets and exact values, or those of any.
-enum class Formats { kPlain, kAny };
+// Whose kernels: those of uniform buckets and exact values, of any buckets, of sparse ones.
+enum class Formats { kPlain, kAny, kSparse };
 
 inline Formats formats_of(const Piece& piece) {
+  if (is_sparse(piece.coding) || is_sparse(piece.reduced_coding)) return Formats::kSparse;
   return is_plain(piece.coding) && is_plain(piece.reduced_coding) ? Formats::kPlain : Formats::kAny;
 }
 

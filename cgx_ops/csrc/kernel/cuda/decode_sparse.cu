@@ -1,0 +1,10 @@
+// Kernels of Decode: sparse buckets.
+#include "kernel/cuda/launching.cuh"
+
+namespace cgx::device::cuda {
+
+void launch_sparse(const Decode& decode, void* stream) { launch_of<SparseFormat>(decode, stream); }
+
+void load_sparse_decode_kernels() { load_kernels_of<SparseFormat, Decode>(); }
+
+}  // namespace cgx::device::cuda

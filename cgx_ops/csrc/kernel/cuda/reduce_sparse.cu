@@ -1,0 +1,10 @@
+// Kernels of Reduce: sparse buckets.
+#include "kernel/cuda/launching.cuh"
+
+namespace cgx::device::cuda {
+
+void launch_sparse(const Reduce& reduce, void* stream) { launch_of<SparseFormat>(reduce, stream); }
+
+void load_sparse_reduce_kernels() { load_kernels_of<SparseFormat, Reduce>(); }
+
+}  // namespace cgx::device::cuda
