@@ -5,10 +5,13 @@
 #include <cstdint>
 #include <iterator>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "base/status.h"
 #include "compressor/codec.h"
 #include "kernel/bucket_format.h"
+#include "kernel/cuda/launches.h"
 
 namespace cgx::test {
 
@@ -59,6 +62,18 @@ inline CodecSettings settings_of(Dtype dtype, const Coding& coding, int64_t buck
 inline std::unique_ptr<Codec> codec_of(Dtype dtype, const Coding& coding, int64_t bucket_size,
                                        uint64_t seed = 0) {
   return make_codec(settings_of(dtype, coding, bucket_size, seed));
+}
+
+// Of a piece's message, or of what is reduced.
+inline std::unique_ptr<Codec> codec_of(Dtype dtype, const device::Piece& piece,
+                                       const Coding& coding) {
+  return codec_of(dtype, coding, piece.bucket_size, piece.seed);
+}
+
+inline std::string text_of(const Coding& coding) {
+  return join("format ", int(coding.format), " bits ", int(coding.bits), " clip ", coding.clip,
+              " rotation ", int(coding.rotation_log), " density ", coding.density, " drawn ",
+              coding.drawn);
 }
 
 // All codings that devices have: exact values, uniform buckets, then what needs kernels of its own.

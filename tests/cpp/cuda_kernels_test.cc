@@ -135,13 +135,13 @@ template <typename Launch>
 void run(Launch launch, bool reduces) {
   FloatMode mode;
   cut_exact_pieces(&launch.pieces, reduces);
+  const auto of_format = [&]<typename Value, typename Format>(Value, Format) {
+    run_groups<Value, Format, 32>(launch, Takers::kWarps);
+    run_groups<Value, Format, kBlockLanes>(launch, Takers::kBlocks);
+  };
   const auto of_value = [&](auto value) {
-    run_groups<decltype(value), UniformFormat, 32>(launch, Takers::kWarps);
-    run_groups<decltype(value), UniformFormat, kBlockLanes>(launch, Takers::kBlocks);
-    run_groups<decltype(value), AnyFormat, 32>(launch, Takers::kWarps);
-    run_groups<decltype(value), AnyFormat, kBlockLanes>(launch, Takers::kBlocks);
-    run_groups<decltype(value), SparseFormat, 32>(launch, Takers::kWarps);
-    run_groups<decltype(value), SparseFormat, kBlockLanes>(launch, Takers::kBlocks);
+    of_format(value, UniformFormat{}), of_format(value, AnyFormat{});
+    of_format(value, SparseFormat{});
   };
   if (launch.dtype == Dtype::kFloat32) of_value(Float32{});
   if (launch.dtype == Dtype::kFloat16) of_value(Float16{});
@@ -430,10 +430,8 @@ void test_pieces() {
         const auto rounding = static_cast<RoundingMode>(turn / 3 % 3);
         const auto kind = static_cast<Data>(turn % static_cast<int>(Data::kEnd));
         const std::string where =
-            join("format ", int(coding.format), " bits ", int(coding.bits), " clip ", coding.clip,
-                 " rotation ", int(coding.rotation_log), " density ", coding.density, " bucket ",
-                 bucket_size, " numel ", numel, " dtype ", int(dtype), " rounding ", int(rounding),
-                 " data ", int(kind), " turn ", turn);
+            join(test::text_of(coding), " bucket ", bucket_size, " numel ", numel, " dtype ",
+                 int(dtype), " rounding ", int(rounding), " data ", int(kind), " turn ", turn);
         test_encode(dtype, rounding, kind, shapes_around(coding, bucket_size, numel), where);
         test_reduce(dtype, rounding, kind, shapes_around(coding, bucket_size, numel), where);
         test_decode(dtype, kind, shapes_around(coding, bucket_size, numel), where);
@@ -448,8 +446,7 @@ void test_fault() {
   const uint32_t fault = 1;
   for (const Coding& coding : test::codings()) {
     constexpr int64_t kNumel = 700;
-    const std::string where =
-        join("format ", int(coding.format), " bits ", int(coding.bits), " failed");
+    const std::string where = test::text_of(coding);
     std::vector<float> values(kNumel, 1.0f), result(kNumel), residual(kNumel),
         reduced(kNumel, 3.0f);
     const auto bytes_of = [](std::vector<float>& floats) {

@@ -29,7 +29,6 @@
 #include "base/seeds.h"
 #include "base/status.h"
 #include "codings.h"
-#include "compressor/codec.h"
 #include "device/fabric.h"
 #include "device/queue.h"
 #include "kernel/kernels.h"
@@ -37,10 +36,6 @@
 namespace cgx::device {
 
 // ---- 1. kernels ----------------------------------------------------------------------------
-
-inline std::unique_ptr<Codec> codec_of(Dtype dtype, const Piece& piece, const Coding& coding) {
-  return test::codec_of(dtype, coding, piece.bucket_size, piece.seed);
-}
 
 inline Rounding rounding_of(RoundingMode mode, uint32_t rank, uint32_t phase, const Piece& piece) {
   const uint64_t seed =
@@ -95,7 +90,7 @@ inline void run(const Encode& launch) {
       fill_nan(launch.dtype, piece.residual, piece.numel);
       continue;
     }
-    const auto codec = codec_of(launch.dtype, piece, piece.coding);
+    const auto codec = test::codec_of(launch.dtype, piece, piece.coding);
     std::vector<std::byte> message(codec->max_bytes(piece.numel));
     const Rounding rounding = rounding_of(launch.rounding, launch.rank, launch.phase, piece);
     if (piece.residual) {
@@ -121,7 +116,7 @@ inline void run(const Reduce& launch) {
       fill_nan(launch.dtype, piece.result, piece.numel);
       continue;
     }
-    const auto from = codec_of(launch.dtype, piece, piece.coding);
+    const auto from = test::codec_of(launch.dtype, piece, piece.coding);
     std::vector<float> sum(piece.numel), other(piece.numel);
     for (int rank = 0; rank < launch.size; ++rank) {
       std::vector<float>& into = rank == 0 ? sum : other;
@@ -137,7 +132,7 @@ inline void run(const Reduce& launch) {
     }
     if (launch.op == Op::kAvg) kernels().divide(sum.data(), launch.divisor, piece.numel);
     if (piece.reduced || test::is_vote(piece.reduced_coding)) {
-      const auto to = codec_of(launch.dtype, piece, piece.reduced_coding);
+      const auto to = test::codec_of(launch.dtype, piece, piece.reduced_coding);
       std::vector<std::byte> message(to->max_bytes(piece.numel));
       to->encode(Dtype::kFloat32, sum.data(), piece.numel, piece.first_index,
                  rounding_of(launch.rounding, launch.rank, launch.phase, piece), message.data());
@@ -160,7 +155,7 @@ inline void run(const Decode& launch) {
       fill_nan(launch.dtype, piece.result, piece.numel);
       continue;
     }
-    const auto codec = codec_of(launch.dtype, piece, piece.coding);
+    const auto codec = test::codec_of(launch.dtype, piece, piece.coding);
     codec->decode({piece.message + region_offset(launch.regions, 0),
                    static_cast<size_t>(codec->max_bytes(piece.numel))},
                   piece.numel, piece.first_index, launch.dtype, piece.result);
