@@ -86,6 +86,11 @@ fuzz: .venv/.ready
 	  build/fuzz/fuzz_$$target -runs=$(RUNS) -max_len=512 -artifact_prefix=build/fuzz/$$target- \
 	    build/fuzz/corpus/$$target tests/fuzz/corpus/$$target; done
 
+# The kernels of aarch64, under QEMU: tests/test_neon.py says what that needs.
+.PHONY: neon
+neon: $(BUILT)
+	$(BIN)/python -m pytest tests/test_neon.py
+
 # With a GPU: the tests of CUDA, then its benchmarks, which write docs/gpu.md's tables. They use the
 # packages of PYTHON, not .venv, and no network; nothing is installed.
 .PHONY: gpu gpu-test gpu-bench gpu-build

@@ -3,6 +3,7 @@
 ROWS     knobs of cgx_ops.Config, by a name
 bits_of, settings_of, reference_knobs    what a row is to the library and to the oracle
 values   of a kind
+DISAGREE  settings of two ranks, and what of them the error names
 """
 
 from __future__ import annotations
@@ -46,6 +47,31 @@ def _rows() -> list[dict[str, Any]]:
 
 
 ROWS = {" ".join(f"{name}={value}" for name, value in row.items()): row for row in _rows()}
+# Settings of some ranks and of another, and what of both the error names.
+DISAGREE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "compressor": ({}, {"compressor": "levels"}, "compressor uniform against levels"),
+    "density": (
+        {"compressor": "topk"},
+        {"compressor": "topk", "density": 0.5},
+        "density None against 0.5",
+    ),
+    "value_bits": (
+        {"compressor": "topk", "value_bits": 16},
+        {"compressor": "topk", "value_bits": 8},
+        "value_bits 16 against 8",
+    ),
+    "rotation": ({"rotation": 32}, {"rotation": 64}, "rotation 32 against 64"),
+    "clip": (
+        {"compressor": "ternary"},
+        {"compressor": "ternary", "clip": True},
+        "clip False against True",
+    ),
+    "rounding": (
+        {"compressor": "half"},
+        {"compressor": "half", "rounding": "stochastic"},
+        "rounding nearest against stochastic",
+    ),
+}
 KINDS = ("normal", "heavy", "sizes", "ties", "zeros", "denormal", "huge", "nan", "inf")
 # Elements, bucket_size.
 SHAPES = (

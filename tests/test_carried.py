@@ -21,7 +21,14 @@ import numpy.typing as npt
 import pytest
 from collective_cases import COMPRESSORS, DTYPES, FEATURES, Case
 
-from cgx_ops import CgxError, Communicator, InvalidArgument, Unsupported, _native
+from cgx_ops import (
+    CgxError,
+    Communicator,
+    InvalidArgument,
+    MismatchError,
+    Unsupported,
+    _native,
+)
 from cgx_ops.config import Algorithm, Rounding
 
 GUARD = 64
@@ -193,8 +200,8 @@ def check(cases: list[Case], size: int) -> None:
         if results != [of_rank[index][0] for of_rank in communicators]:
             wrong.append(f"{case}: not the communicators'")
         ranks = [Rank(case, rank, size) for rank in range(size)]
-        # What has no length beforehand travels with 8 bytes that tell it.
-        told = 8 * (size - 1) if case.compressor == "threshold" and case.size >= 16 else 0
+        # With what has no length beforehand go 8 bytes that tell it, with places 8 of the seeds.
+        told = 8 * (size - 1) * (case.compressor in ("threshold", "randk") and case.size >= 16)
         sent = [
             sum(rank.scatter_bytes)
             - rank.scatter_bytes[rank.rank]
@@ -316,6 +323,24 @@ def test_refuses(name: str) -> None:
         step(carried)
     assert isinstance(caught.value, CgxError)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("algorithm", ["sra", "one_shot"])
+def test_seeds_of_places_that_differ(algorithm: Algorithm) -> None:
+    """Every rank is told, of both seeds, in the step that reads what the others have encoded."""
+    case = Case(1000, algorithm=algorithm, compressor="randk")
+    ranks = [Rank(case, rank, 3) for rank in range(3)]
+    ranks[2].call.seed += 1
+    sent = [rank.encode() for rank in ranks]
+    for rank in ranks:
+        other = 0 if rank.rank == 2 else 2
+        read, place = (rank.reduce, rank.rank) if algorithm == "sra" else (rank.decode, 0)
+        arrived = [row[place] for row in sent]
+        with pytest.raises(MismatchError) as caught:
+            read(arrived)
+        said = str(caught.value)
+        assert f"ranks {rank.rank} and {other} disagree: the seed of the places" in said
+        assert "against" in said
 
 
 def test_refuses_no_struct() -> None:

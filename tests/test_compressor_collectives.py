@@ -15,7 +15,7 @@ import launch
 import numpy as np
 import pytest
 import reference
-from compressor_cases import COMPRESSORS, DTYPES
+from compressor_cases import COMPRESSORS, DISAGREE, DTYPES
 
 from cgx_ops import Communicator, Config, MismatchError, Segment, Unsupported
 
@@ -150,31 +150,6 @@ def test_segments_with_compressors_of_their_own() -> None:
 
 
 # ---- 4. errors -----------------------------------------------------------------------------------
-
-DISAGREE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "compressor": ({}, {"compressor": "levels"}, "compressor uniform against levels"),
-    "density": (
-        {"compressor": "topk"},
-        {"compressor": "topk", "density": 0.5},
-        "density None against 0.5",
-    ),
-    "value_bits": (
-        {"compressor": "topk", "value_bits": 16},
-        {"compressor": "topk", "value_bits": 8},
-        "value_bits 16 against 8",
-    ),
-    "rotation": ({"rotation": 32}, {"rotation": 64}, "rotation 32 against 64"),
-    "clip": (
-        {"compressor": "ternary"},
-        {"compressor": "ternary", "clip": True},
-        "clip False against True",
-    ),
-    "rounding": (
-        {"compressor": "half"},
-        {"compressor": "half", "rounding": "stochastic"},
-        "rounding nearest against stochastic",
-    ),
-}
 
 
 @pytest.mark.parametrize("what", DISAGREE)

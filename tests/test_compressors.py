@@ -249,6 +249,10 @@ def test_threshold_sends_no_more_than_it_may() -> None:
         ({"compressor": "randk", "value_bits": 8}, "value_bits is 8.*'randk' does not have"),
         ({"compressor": "topk", "rotation": 32}, "rotation is 32.*'topk' does not have"),
         ({"rotation": 3}, "Config.rotation is 3; it must be None, or a power of two"),
+        *(
+            ({"compressor": name, "bits": 2}, f"bits is 2; compressor='{name}' has no bits to")
+            for name in ("sign", "onebit", "ternary", "natural", "half", "topk", "randk")
+        ),
         ({"compressor": "levels", "bits": 8}, "bits is 8; with compressor='levels'.* 1 to 4"),
         ({"compressor": "qsgd", "bits": 1}, "bits is 1; with compressor='qsgd'.* 2 to 8"),
         ({"compressor": "ternary", "gather_bits": 8}, "gather_bits is 8.*no bits to choose"),

@@ -288,6 +288,13 @@ def test_environment_is_the_process_s_by_default(monkeypatch: pytest.MonkeyPatch
         ("CGX_COMPRESSION_BUCKET_SIZE", "0"),
         ("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", "2"),
         ("CGX_COMPRESSION_MINIMAL_SIZE", "-1"),
+        ("CGX_COMPRESSOR", "zip"),
+        ("CGX_COMPRESSION_DENSITY", "0"),
+        ("CGX_COMPRESSION_DENSITY", "1.5"),
+        ("CGX_COMPRESSION_DENSITY", "nan"),
+        ("CGX_COMPRESSION_VALUE_BITS", "12"),
+        ("CGX_COMPRESSION_ROTATION", "48"),
+        ("CGX_COMPRESSION_CLIP", "2"),
         ("COMMUNICATOR_TYPE", "UCC"),
         ("CGX_INTRA_COMPRESS", "yes"),
     ],
@@ -296,3 +303,19 @@ def test_environment_refuses_and_names_the_variable_and_text(variable: str, text
     with pytest.raises(InvalidArgument) as caught:
         Config.from_env({variable: text})
     assert f"{variable} is {text!r}; it must be " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ("COMPRESSOR=levels COMPRESSION_ROUNDING=stochastic", "rounding is 'stochastic'.*'levels'"),
+        ("COMPRESSOR=topk COMPRESSION_QUANTIZATION_BITS=2", "bits is 2; compressor='topk' has no"),
+        ("COMPRESSOR=topk COMPRESSION_ROTATION=32", "rotation is 32, which compressor='topk'"),
+        ("COMPRESSOR=onebit COMPRESSION_CLIP=1", "clip is True, which compressor='onebit'"),
+        ("COMPRESSION_QUANTIZATION_BITS=4 COMPRESSION_DENSITY=0.1", "density is 0.1, which"),
+    ],
+)
+def test_variables_that_do_not_belong_together(knobs: str, says: str) -> None:
+    environment = dict(f"CGX_{knob}".split("=") for knob in knobs.split())
+    with pytest.raises(InvalidArgument, match=says):
+        Config.from_env(environment)

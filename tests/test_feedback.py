@@ -7,6 +7,7 @@
 
 from typing import Any
 
+import conservation
 import launch
 import ml_dtypes
 import numpy as np
@@ -88,56 +89,16 @@ def test_segments_have_their_residuals() -> None:
 # ---- 2. conservation -----------------------------------------------------------------------------
 
 
-# Every row of the table that may have residuals.
-FED_BACK: list[dict[str, Any]] = [
-    *({"bits": 2, "rounding": rounding} for rounding in ("nearest", "stochastic", "shift")),
-    *({"compressor": "levels", "bits": bits} for bits in (1, 2, 4)),
-    {"compressor": "onebit"},
-    {"compressor": "ternary", "clip": True},
-    *({"compressor": "qsgd", "bits": bits, "bucket_size": 64} for bits in (5, 8)),
-    {"compressor": "natural"},
-    *({"compressor": "half", "rounding": rounding} for rounding in ("nearest", "stochastic")),
-    *({"compressor": "topk", "density": 0.05, "value_bits": bits} for bits in (32, 16, 4, 1)),
-    {"compressor": "topk", "bucket_size": 5000},
-    *({"compressor": "threshold", "density": 0.05, "value_bits": bits} for bits in (32, 8)),
-    {"compressor": "randk", "density": 0.2},
-    *({"compressor": "levels", "bits": 2, "rotation": size} for size in (4, 32)),
-    {"compressor": "onebit", "skip_incomplete_buckets": True},
-]
 ROUTES = ("one_shot", "sra", "ring")
 
 
-def conserved(size: int, numel: int, steps: int, op: Any, config: Config) -> None:
-    """Check that over `steps` calls inputs are the results, as sums, and the last residuals."""
+def conserved(size: int, numel: int, op: Any, config: Config) -> None:
+    """Check that over many calls inputs are the results, as sums, and the last residuals."""
 
-    def rank_of(rank: int, comm: Communicator) -> tuple[Any, Any, Any]:
-        residual, total = np.zeros(numel, np.float32), np.zeros(numel)
-        largest = np.zeros(numel)
-        for step in range(steps):
-            y = comm.allreduce(
-                values(rank, step, numel), op, config, residual=residual, seed=seed_of(rank, step)
-            )
-            total += y.astype(np.float64) * (size if op == "avg" else 1)
-            largest = np.maximum(largest, np.abs(y) * np.float64(size) + np.abs(residual))
-        return total, residual, largest
+    def rank_of(rank: int, comm: Communicator) -> Any:
+        return conservation.run(comm, op, config, conservation.of_numpy(comm, op, config), numel)
 
-    def seed_of(rank: int, step: int) -> int:
-        return step if config.compressor == "randk" else 4 * step + rank
-
-    results = launch.threads(size, rank_of)
-    for total, _, _ in results:
-        assert np.array_equal(total, results[0][0])
-    given_up = np.sum(
-        [values(rank, step, numel) for rank in range(size) for step in range(steps)],
-        axis=0, dtype=np.float64,
-    )  # fmt: skip
-    given_up -= results[0][0]
-    given_up -= np.sum([residual for _, residual, _ in results], axis=0, dtype=np.float64)
-    # In a step each rank's value passes at most 2 (size + 3) operations of fp32 (sums, a quotient,
-    # differences, a product), each off by 2^-24 of a number that is no larger than all ranks'
-    # inputs, residuals and results together.
-    bound = np.sum([largest for _, _, largest in results], axis=0) + 6 * size
-    assert (np.abs(given_up) <= steps * 2 * (size + 3) * 2.0**-24 * bound).all()
+    conservation.check(launch.threads(size, rank_of))
 
 
 @settings(max_examples=25, deadline=None)
@@ -161,16 +122,16 @@ def test_nothing_is_given_up(
     size: int, numel: int, algorithm: Any, op: Any, knobs: dict[str, Any]
 ) -> None:
     """Over 50 steps: the inputs are the results (as sums) and the last residuals."""
-    conserved(size, numel, 50, op, Config(algorithm=algorithm, **knobs))
+    conserved(size, numel, op, Config(algorithm=algorithm, **knobs))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("knobs", FED_BACK, ids=str)
+@pytest.mark.parametrize("knobs", conservation.FED_BACK, ids=str)
 def test_no_compressor_gives_anything_up(knobs: dict[str, Any], size: int) -> None:
     uncut = knobs.get("compressor") == "threshold"
     for algorithm in ROUTES[:1] if uncut else ROUTES:
         config = Config(algorithm=algorithm, **knobs)
-        conserved(size, 1000, 50, "avg" if algorithm == "sra" else "sum", config)
+        conserved(size, 1000, "avg" if algorithm == "sra" else "sum", config)
 
 
 def test_two_bits_with_feedback_reach_the_mean() -> None:

@@ -1,5 +1,6 @@
 """Compressors that cannot be: what is refused, as the call is traced, and with which words."""
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compressor_cases import DISAGREE
+from jax_allreduce_cases import on_ranks
 from jax_cases import mesh_of, normal, on_mesh, use_cpu_devices
 from jax_compressor_cases import CASES
 
@@ -61,6 +64,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"compressor": "ternary", "clip": 2, "key": KEY}, "clip is 2"),
     ({"density": 0.1}, "density is 0.1, which compressor='uniform' does not have: .*topk"),
     ({"compressor": "levels", "bits": 5}, "bits is 5; with compressor='levels' .*from 1 to 4"),
+    ({"compressor": "onebit", "bits": 2}, "bits is 2; compressor='onebit' has no bits to choose"),
     ({"compressor": "levels", "value_bits": 8}, "value_bits is 8, which compressor='levels'"),
     ({"compressor": "topk", "rotation": 32}, "rotation is 32, which compressor='topk'"),
     ({"compressor": "onebit", "clip": True}, "clip is True, which compressor='onebit'"),
@@ -148,17 +152,40 @@ def test_keys_that_differ_where_places_are_drawn() -> None:
     """Seen by the types, where they are checked; by the core, where they are not."""
     keys, x = jax.random.split(KEY, 8), normal(1, 8, 8, 100)
 
-    def call(v: jax.Array, key: jax.Array, reduce: Any = psum_q) -> Any:
-        return reduce(v, "d", key=key, compressor="randk")
+    def call(v: jax.Array, key: jax.Array, reduce: Any = psum_q, **knobs: Any) -> Any:
+        return reduce(v, "d", key=key, compressor="randk", **knobs)
 
     for reduce in (psum_q, psum_scatter_q, all_gather_q):
         said = rf"{reduce.__name__}: compressor='randk' needs an equal key.*varies over \['d'\]"
         with pytest.raises(ValueError, match=said):
             trace(lambda v, key, f=reduce: call(v, key, f), x, keys, check_vma=True)
-    program = on_mesh(MESH, call)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="the seed of the places"):
-        jax.block_until_ready(program(x, keys))
-    program(x, jnp.stack([KEY] * 8))
+    for knobs in (
+        {}, {"carrier": "xla", "algorithm": "sra"}, {"carrier": "xla", "algorithm": "one_shot"},
+    ):  # fmt: skip
+        program = on_mesh(MESH, functools.partial(call, **knobs))
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"the seed of the places .* against"):
+            jax.block_until_ready(program(x, keys))
+        program(x, jnp.stack([KEY] * 8))
+
+
+@pytest.mark.parametrize("what", DISAGREE)
+def test_ranks_that_differ(what: str) -> None:
+    """One error on every rank, which names both sides; the communicator is whole."""
+    ours, theirs, said = DISAGREE[what]
+    ours, theirs = ({k: v for k, v in c.items() if k != "rounding"} for c in (ours, theirs))
+    keys = [KEY] * 3
+    if what == "rounding":  # of which the key tells
+        ours, theirs, said = {}, {}, "rounding nearest against stochastic"
+        keys = [None, None, KEY]
+
+    def body(rank: int, comm: Communicator) -> str:
+        x, knobs = normal(rank, 1000), theirs if rank == 2 else ours
+        with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+            jax.block_until_ready(allreduce_q(x, comm, key=keys[rank], **knobs))
+        jax.block_until_ready(allreduce_q(x, comm, bits=8))
+        return str(caught.value)
+
+    assert all(said in text for text in on_ranks(3, body))
 
 
 def test_gpus() -> None:

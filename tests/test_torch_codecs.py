@@ -28,6 +28,7 @@ def test_results_are_those_of_numpy(n: int) -> None:
         ({"compressor": "topk", "value_bits": 9}, "value_bits is 9"),
         ({"compressor": "levels", "rotation": 33}, "rotation is 33"),
         ({"compressor": "levels", "bits": 5}, "from 1 to 4, or 32"),
+        ({"compressor": "topk", "bits": 2}, "bits is 2; compressor='topk' has no bits to choose"),
         ({"compressor": "qsgd", "rounding": "nearest"}, "rounds 'stochastic': give that, or None"),
         ({"compressor": "levels", "bits": 2, "rounding": "stochastic"}, "rounds 'nearest'"),
         ({"compressor": "sign", "gather_bits": 4}, "gather_bits"),

@@ -177,6 +177,30 @@ def test_profiler_shows_bits_and_bytes() -> None:
     launch.threads(2, rank_program)
 
 
+def test_profiler_shows_compressors() -> None:
+    """Once each; bits are those of what has no other name."""
+    layers = [Segment(0, 2000), Segment(2000, 1000, bits=32), Segment(3000, 1096, bits=8)]
+    layers[0] = Segment(0, 1000, compressor="topk")
+    layers.insert(1, Segment(1000, 1000, compressor="half"))
+
+    def calls(comm: Communicator) -> None:
+        x = torch.ones(4096)
+        start(comm, "allreduce", x, x, NEAREST, segments=layers).wait()
+        torch.ops.cgx.quantized_allreduce(x, compressor="topk", group_name=comm.name)
+
+    def rank_program(rank: int, comm: Communicator) -> None:
+        if rank == 1:
+            calls(comm)
+            return
+        with torch.profiler.profile(record_shapes=True) as profile:
+            calls(comm)
+        names = [event.name for event in profile.events() or []]
+        for how in ("8/32 bits/half/topk", "topk"):
+            assert any(name.startswith(f"cgx:all_reduce {how}, ") for name in names), names
+
+    launch.threads(2, rank_program)
+
+
 @pytest.mark.parametrize(
     ("tensors", "error", "words"),
     [

@@ -8,6 +8,8 @@
 #include <string_view>
 #include <utility>
 
+#include "core.h"
+
 namespace cgx::torch_ops {
 namespace {
 
@@ -31,14 +33,8 @@ Compression::Compression(const char* config, int64_t seed) : config(config_of(co
   int32_t use = CGX_SEED_UNUSED;
   cgx::check(cgx_config_seed_use(&this->config, &use));
   seed_use = static_cast<cgx_seed_use_t>(use);
-  constexpr std::string_view kCompressor = "compressor='";
-  const std::string_view text = config;
-  if (this->config.compressor == CGX_UNIFORM) {
-    words = std::to_string(this->config.bits) + " bits";
-  } else {
-    const size_t word = text.find(kCompressor) + kCompressor.size();
-    words = text.substr(word, text.find('\'', word) - word);
-  }
+  words = this->config.compressor == CGX_UNIFORM ? std::to_string(this->config.bits) + " bits"
+                                                 : compressor_name(this->config.compressor);
 }
 
 Scope exchange_scope(Scope scope) { return std::exchange(current_scope(), std::move(scope)); }

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "cgx/completion_pool.h"
+#include "core.h"
 #include "cuda.h"
 #include "status.h"
 
@@ -152,18 +153,27 @@ c10::intrusive_ptr<c10d::Work> start(const cgx_collective_t& collective, Buffers
 const char* profile_title(const cgx_collective_t& collective) {
   static constexpr const char* kVerbs[] = {"all_reduce", "reduce_scatter", "all_gather"};
   static constexpr int64_t kItemSizes[] = {4, 2, 2};
+  constexpr int32_t kExactBits = 32;
   std::set<int32_t> widths;
+  std::set<std::string> compressors;
   int64_t numel = 0;
   for (int64_t i = 0; i < collective.num_segments; ++i) {
-    widths.insert(collective.segments[i].bits);
-    numel += collective.segments[i].numel;
+    const cgx_segment_t& segment = collective.segments[i];
+    const cgx_config_t& config = segment.config ? *segment.config : collective.config;
+    if (segment.bits == kExactBits || config.compressor == CGX_UNIFORM)
+      widths.insert(segment.bits);
+    else
+      compressors.insert(compressor_name(config.compressor));
+    numel += segment.numel;
   }
-  std::string bits;
-  for (const int32_t width : widths) bits += (bits.empty() ? "" : "/") + std::to_string(width);
+  std::string how;
+  for (const int32_t width : widths) how += (how.empty() ? "" : "/") + std::to_string(width);
+  if (!how.empty()) how += " bits";
+  for (const std::string& name : compressors) how += (how.empty() ? "" : "/") + name;
   auto plan = make<cgx_plan_t>();
   check(cgx_plan(&collective, &plan));
   const std::string title =
-      c10::str("cgx:", kVerbs[collective.verb], " ", bits, " bits, ",
+      c10::str("cgx:", kVerbs[collective.verb], " ", how, ", ",
                numel * kItemSizes[collective.dtype], " -> ", plan.payload_bytes, " bytes");
   static std::mutex mutex;
   static auto* titles = new std::set<std::string>;

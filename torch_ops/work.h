@@ -77,9 +77,9 @@ c10::intrusive_ptr<c10d::Work> start(const cgx_collective_t& collective, Buffers
                                      c10d::OpType type = c10d::OpType::ALLREDUCE,
                                      bool asynchronous = true);
 
-// The name under which the profiler shows a collective: what it is, bits, bytes of the tensors and
-// bytes that this rank sends. "cgx:all_reduce 4 bits, 4000 -> 540 bytes". Costs a plan. Valid for
-// ever: profilers keep views of it.
+// The name under which the profiler shows a collective: what it is, bits or compressors, bytes of
+// the tensors and bytes that this rank sends. "cgx:all_reduce 4 bits, 4000 -> 540 bytes". Costs a
+// plan. Valid for ever: profilers keep views of it.
 const char* profile_title(const cgx_collective_t& collective);
 
 }  // namespace cgx::torch_ops

@@ -39,11 +39,14 @@ void check_knobs(const CodecEntry& entry, const cgx_config_t& config) {
   }
 }
 
-std::string rounding_text(RoundingMode mode) {
+const ConfigField& field_of(std::string_view name) {
   const auto table = config_table();
-  const auto field = std::find_if(table.begin(), table.end(),
-                                  [](const ConfigField& row) { return row.name == "rounding"; });
-  return config_text(*field, static_cast<int64_t>(mode));
+  return *std::find_if(table.begin(), table.end(),
+                       [&](const ConfigField& row) { return row.name == name; });
+}
+
+std::string rounding_text(RoundingMode mode) {
+  return config_text(field_of("rounding"), static_cast<int64_t>(mode));
 }
 
 void check_rounding(const CodecEntry& entry, const cgx_config_t& config) {
@@ -81,7 +84,9 @@ RoundingMode rounding_of(const cgx_config_t& config) {
 
 void check_compressor(const cgx_config_t& config) {
   const CodecEntry& entry = compressor_entry(config.compressor);
-  if (entry.highest_bits != 0) check_bits(entry, "bits", config.bits);
+  // Of a compressor of one width: bits that were not given are the default.
+  if (entry.highest_bits != 0 || config.bits != field_of("bits").by_default)
+    check_bits(entry, "bits", config.bits);
   check_bits(entry, "gather_bits", config.gather_bits);
   check_bits(entry, "intra_bits", config.intra_bits);
   check_rounding(entry, config);

@@ -20,6 +20,8 @@ struct FixedHeader {
   Agreement agreement;
 };
 
+static_assert(sizeof(FixedHeader) == kHeaderBytes);
+
 struct FixedCancel {
   uint8_t kind;
   uint8_t reserved[3];

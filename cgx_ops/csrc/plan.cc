@@ -238,6 +238,16 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
   return plan;
 }
 
+std::optional<uint64_t> shared_seeds(const Plan& plan) {
+  std::optional<uint64_t> hash;
+  for (const auto& segment : plan.segments) {
+    const CodecSettings& codec = segment.codecs[Way::kScatter];
+    if (codec.bits != kExactBits && codec.compressor == CGX_RANDK)
+      hash = fnv1a(std::as_bytes(std::span(&codec.seed, 1)), hash.value_or(0));
+  }
+  return hash;
+}
+
 Agreement make_agreement(const cgx_collective_t& call, const Plan& plan) {
   static_assert(std::has_unique_object_representations_v<Agreement>);
   Agreement agreement;
@@ -247,13 +257,8 @@ Agreement make_agreement(const cgx_collective_t& call, const Plan& plan) {
   agreement.num_segments = call.num_segments;
   if (plan.verb != CGX_ALLREDUCE) agreement.block_numel = plan.block_numel;
   if (plan.op == Op::kAvg) agreement.divisor = plan.divisor;
-  for (const auto& segment : plan.segments) {
-    agreement.numel += segment.numel;
-    const CodecSettings& codec = segment.codecs[Way::kScatter];
-    if (codec.bits != kExactBits && codec.compressor == CGX_RANDK)
-      agreement.shared_seeds =
-          fnv1a(std::as_bytes(std::span(&codec.seed, 1)), agreement.shared_seeds);
-  }
+  for (const auto& segment : plan.segments) agreement.numel += segment.numel;
+  agreement.shared_seeds = shared_seeds(plan).value_or(0);
   agreement.config = call.num_segments > 0 ? agreed_config(call, call.segments[0]) : call.config;
   agreement.config.algorithm = plan.algorithm;
   agreement.segments_hash = hash_segments(call);

@@ -11,6 +11,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -93,6 +94,9 @@ struct Agreement {
   uint64_t segments_hash = 0;
 };
 
+// Of a collective's header, without name, values and a refusal's text.
+inline constexpr int64_t kHeaderBytes = 32 + sizeof(Agreement);
+
 // Which of a call's buffers will be used; one that will not may be null.
 struct BuffersUsed {
   bool input = true;
@@ -102,6 +106,8 @@ struct BuffersUsed {
 // Throws Error(CGX_INVALID_ARGUMENT or CGX_UNSUPPORTED).
 Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed used = {});
 Agreement make_agreement(const cgx_collective_t& call, const Plan& plan);
+// A hash of the seeds of places that all ranks draw; none where no places are drawn.
+std::optional<uint64_t> shared_seeds(const Plan& plan);
 // "numel 1000 against 999, bits 4 against 8".
 std::string difference(const Agreement& left, const Agreement& right);
 

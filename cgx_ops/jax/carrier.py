@@ -34,7 +34,7 @@ from cgx_ops import _native
 from cgx_ops.config import Algorithm
 from cgx_ops.jax import _compat, _runtime
 from cgx_ops.jax._calls import call_attributes, parted
-from cgx_ops.jax.knobs import is_randk, refuse_votes
+from cgx_ops.jax.knobs import refuse_votes
 
 if TYPE_CHECKING:
     from cgx_ops.jax.primitive import Settings
@@ -202,8 +202,6 @@ def _allreduce(
         sums = _sum_within([*leaves, *residuals], route)
         leaves, residuals = sums[:count], sums[count:]
         seed = _all_gather(seed, route.within)[0]  # the first device's counts
-    if any(map(is_randk, settings.configs)):
-        seed = _all_gather(seed, route.across)[0]  # nobody else compares them
     like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
     plan = _plan(like, route.ranks, settings)

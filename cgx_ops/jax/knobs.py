@@ -122,6 +122,7 @@ def _checked_rules(caller: str, base: Config, rules: Rules) -> list[tuple[Rule, 
         try:
             if "rounding" in own:
                 raise TypeError("the key says how values are rounded")
+            _require_bits(own.get("compressor", base.compressor), own.get("bits", EXACT_BITS))
             # The compressor is the call's unless the rule has one, and to have one is to compress.
             defaults: dict[str, Any] = {"compressor": base.compressor}
             if base.bits == EXACT_BITS and "compressor" in own:
@@ -134,18 +135,18 @@ def _checked_rules(caller: str, base: Config, rules: Rules) -> list[tuple[Rule, 
                 "bits, 1 to 8 or 32, or to a dict of knobs, such as {'compressor': 'topk', "
                 f"'density': 0.01}}: {error}"
             ) from None
-        if "bits" in own and config.bits != EXACT_BITS and not _has_bits(config):
-            raise ValueError(
-                f"{caller}: rules[{pattern!r}] is {given!r}; compressor={config.compressor!r} has "
-                "no bits to choose. Give 32 (exact), or another compressor: {'compressor': "
-                f"'uniform', 'bits': {config.bits}}}"
-            )
         checked.append((rule, config))
     return checked
 
 
-def _has_bits(config: Config) -> bool:
-    return _COMPRESSORS[config.compressor]["bits"] != [0, 0]
+def _require_bits(compressor: Any, bits: Any) -> None:
+    """Refuse bits, the default's too, for a compressor that has a width of its own."""
+    own_width = compressor in _COMPRESSORS and _COMPRESSORS[compressor]["bits"] == [0, 0]
+    if own_width and bits != EXACT_BITS:
+        raise ValueError(
+            f"compressor={compressor!r} has no bits to choose. Give 32 (exact), or another "
+            f"compressor: {{'compressor': 'uniform', 'bits': {bits}}}"
+        )
 
 
 # ---- 2. rounding ---------------------------------------------------------------------------------

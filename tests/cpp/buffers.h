@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <random>
+#include <span>
 #include <vector>
 
 #include "base/half.h"
@@ -55,6 +56,7 @@ class Unaligned {
            std::all_of(bytes_.end() - kGuard, bytes_.end(), [](std::byte b) { return b == kFill; });
   }
   bool operator==(const Unaligned&) const = default;
+  std::span<const std::byte> bytes() const { return bytes_; }
 
  private:
   static constexpr int kGuard = 64;

@@ -26,8 +26,10 @@ inline float value_of(Data kind, std::mt19937& random, std::normal_distribution<
   switch (kind) {
     case Data::kNormal:
       return normal(random);
-    case Data::kHugeRange:
-      return std::ldexp(normal(random), static_cast<int>(random() % 254) - 127);
+    case Data::kHugeRange: {
+      const float x = normal(random);  // drawn first, by all compilers
+      return std::ldexp(x, static_cast<int>(random() % 254) - 127);
+    }
     case Data::kNonFinite: {
       constexpr float kInf = std::numeric_limits<float>::infinity();
       constexpr float kNan = std::numeric_limits<float>::quiet_NaN();

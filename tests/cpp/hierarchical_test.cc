@@ -4,6 +4,7 @@
 // AddressSanitizer too.
 #include <numeric>
 
+#include "algorithm/algorithm.h"
 #include "base/topology.h"
 #include "connect.h"
 #include "ranks.h"
@@ -29,6 +30,26 @@ void test_topology() {
   CHECK(topology.place_of(3) == 1 && topology.place_of(4) == 2 && topology.host_of(5) == 2, "rank");
   CHECK(!cgx::Topology({0, 0, 0}).nested() && !cgx::Topology({0, 1, 2}).nested(), "one level");
   CHECK(cgx::number_hosts<std::string>({"b", "a", "b", "c"}) == (Hosts{0, 1, 0, 2}), "numbers");
+}
+
+// Values no longer than the headers may ride in them, however many ranks share a host's link.
+void test_auto() {
+  Hosts hosts;
+  for (int rank = 0; rank < 64; ++rank) hosts.push_back(rank / 16);
+  const auto picked = [&](int64_t bytes) {
+    cgx::Plan plan;
+    plan.algorithm = CGX_AUTO;
+    plan.size = static_cast<int>(hosts.size());
+    plan.topology = std::make_shared<const cgx::Topology>(hosts);
+    cgx::Segment segment;
+    segment.numel = bytes / 4;
+    segment.codecs.each.fill({.bits = cgx::kExactBits});
+    plan.segments.push_back(segment);
+    cgx::resolve_algorithm(&plan);
+    return plan.algorithm;
+  };
+  CHECK(picked(cgx::kHeaderBytes) == CGX_ONE_SHOT, "as long as a header");
+  CHECK(picked(cgx::kHeaderBytes + 4) == CGX_HIERARCHICAL, "longer");
 }
 
 // Sums of small integers are exact in fp32, and every rank has them; at 4 bits all have the same.
@@ -118,6 +139,7 @@ void test_leaving_rank(const Hosts& hosts, int leaver) {
 
 int main() {
   test_topology();
+  test_auto();
   for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 0, 1}, Hosts{0, 0, 0, 1},
                              Hosts{0, 0, 1, 2}, Hosts{0, 1, 1, 1, 2, 2, 0, 0}}) {
     test_results(hosts);

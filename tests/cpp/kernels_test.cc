@@ -278,6 +278,18 @@ void test_exact() {
             Unaligned out(numel * size_of(to_type));
             target->convert(from_type, source.data(), to_type, out.data(), numel);
             CHECK(out == expected, join(where, " to ", static_cast<int>(to_type)));
+            if (from_type != Dtype::kFloat32) continue;
+            Unaligned kept(numel * size_of(to_type)), lost(numel * 4), expected_lost(numel * 4);
+            for (int64_t i = 0; i < numel; ++i) {
+              store(to_type, value_at(i), expected.data() + i * size_of(to_type));
+              const float decoded = widened(to_type, expected.data() + i * size_of(to_type));
+              store(Dtype::kFloat32, finite_or_zero(value_at(i) - decoded),
+                    expected_lost.data() + 4 * i);
+            }
+            target->convert_keeping(from, to_type, kept.data(),
+                                    reinterpret_cast<float*>(lost.data()), numel);
+            CHECK(kept == expected && lost == expected_lost,
+                  join(where, " keeping, to ", static_cast<int>(to_type)));
           }
         }
       }

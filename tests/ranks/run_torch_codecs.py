@@ -132,6 +132,14 @@ def ranks_that_differ() -> None:
         ({"compressor": "topk", "value_bits": 8 if RANK else 16}, "value_bits"),
         ({"rotation": 32 if RANK else None}, "rotation"),
         ({"compressor": "ternary", "clip": bool(RANK)}, "clip"),
+        # Names, from which places follow, are not compared where torch carries the messages.
+        *(
+            (
+                {"compressor": "randk", "name": f"of {RANK}", "carrier": "c10d", "algorithm": by},
+                "the seed of the places",
+            )
+            for by in ("one_shot", "sra")
+        ),
     ):
         try:
             tc.allreduce(tc.values(RANK, 600), **options)

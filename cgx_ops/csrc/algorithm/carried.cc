@@ -56,23 +56,37 @@ Encoded message_at(const Chunk& chunk, Way way, int source, const std::byte* byt
 }  // namespace
 
 Carried::Carried(const cgx_collective_t& call, int rank, int size, BuffersUsed used)
-    : plan_(carried_plan(call, rank, size, used)), layout_(plan_) {}
+    : plan_(carried_plan(call, rank, size, used)), seeds_(shared_seeds(plan_)), layout_(plan_) {}
+
+int64_t Carried::encoded_bytes(int owner) const {
+  return seeds_bytes() + bytes_of(layout_.shard(owner), Way::kScatter);
+}
+
+void Carried::check_seeds(int source, const std::byte* message) const {
+  if (!seeds_) return;
+  uint64_t theirs;
+  std::memcpy(&theirs, message, sizeof(theirs));
+  require(theirs == *seeds_, CGX_MISMATCH, "ranks ", plan_.rank, " and ", source,
+          " disagree: the seed of the places ", *seeds_, " against ", theirs,
+          "; every rank must draw them by the same seed or key");
+}
 
 int64_t Carried::scatter_bytes(int owner) const {
-  if (plan_.size == 1 || one_shot()) return 0;
-  return bytes_of(layout_.shard(owner), Way::kScatter);
+  return plan_.size == 1 || one_shot() ? 0 : encoded_bytes(owner);
 }
 
 int64_t Carried::gather_bytes(int owner) const {
   if (plan_.size == 1) return 0;
-  return bytes_of(layout_.shard(owner), one_shot() ? Way::kScatter : Way::kGather);
+  return one_shot() ? encoded_bytes(owner) : bytes_of(layout_.shard(owner), Way::kGather);
 }
 
 void Carried::encode(std::byte* messages) const {
   if (plan_.size == 1) return;
   const auto encode_shard = [&](int owner) {
     const Shard& shard = layout_.shard(owner);
-    check_pointer(messages, bytes_of(shard, Way::kScatter), "messages", "bytes");
+    check_pointer(messages, encoded_bytes(owner), "messages", "bytes");
+    if (seeds_) std::memcpy(messages, &*seeds_, sizeof(*seeds_));
+    messages += seeds_bytes();
     for (const Chunk& chunk : shard.chunks) {
       std::byte* to = messages + (chunk.sliced ? 0 : kLengthBytes);
       const int64_t bytes = encode_chunk(plan_, shard, chunk, Way::kScatter, plan_.input, to);
@@ -93,14 +107,16 @@ void Carried::reduce(const std::byte* arrived, std::byte* message) const {
   const int64_t bytes = scatter_bytes(plan_.rank);
   check_pointer(arrived, bytes, "arrived", "bytes");
   check_pointer(message, gather_bytes(plan_.rank), "message", "bytes");
+  const auto from = [&](int rank) { return arrived + (rank - (rank > plan_.rank)) * bytes; };
+  for (int rank = 0; rank < plan_.size; ++rank)
+    if (rank != plan_.rank) check_seeds(rank, from(rank));
+  arrived += seeds_bytes();
   std::vector<Encoded> messages(plan_.size, kOwnValues);
   ChunkReducer reducer(plan_);
   const Shard& shard = layout_.shard(plan_.rank);
   for (const Chunk& chunk : shard.chunks) {
     for (int rank = 0; rank < plan_.size; ++rank)
-      if (rank != plan_.rank)
-        messages[rank] =
-            message_at(chunk, Way::kScatter, rank, arrived + (rank - (rank > plan_.rank)) * bytes);
+      if (rank != plan_.rank) messages[rank] = message_at(chunk, Way::kScatter, rank, from(rank));
     message += reducer.to_message(Way::kGather, shard, chunk, messages, plan_.input, message);
     arrived += room_of(chunk, Way::kScatter);
   }
@@ -124,6 +140,8 @@ void Carried::decode(const std::byte* gathered, int64_t stride) const {
     }
     return;
   }
+  for (int rank = 0; rank < plan_.size; ++rank) check_seeds(rank, gathered + rank * stride);
+  gathered += seeds_bytes();
   std::vector<Encoded> messages(plan_.size);
   ChunkReducer reducer(plan_);
   const Shard& shard = layout_.shard(plan_.rank);

@@ -1,6 +1,10 @@
 // The arithmetic of an allreduce between exchanges that the caller makes (cgx.h, section 5): what
-// sra and one_shot do with values and messages, without a port.
+// sra and one_shot do with values and messages, without a port. No header precedes them: where
+// ranks draw places, the messages of encode() begin with a hash of the seeds, which must be equal.
 #pragma once
+
+#include <cstdint>
+#include <optional>
 
 #include "algorithm/layout.h"
 #include "plan.h"
@@ -23,8 +27,13 @@ class Carried {
 
  private:
   bool one_shot() const { return plan_.algorithm == CGX_ONE_SHOT; }
+  // What encode() writes for `owner`.
+  int64_t encoded_bytes(int owner) const;
+  int64_t seeds_bytes() const { return seeds_ ? sizeof(*seeds_) : 0; }
+  void check_seeds(int source, const std::byte* message) const;
 
   const Plan plan_;
+  const std::optional<uint64_t> seeds_;
   const Layout layout_;
 };
 

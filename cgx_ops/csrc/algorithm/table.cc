@@ -14,7 +14,7 @@ namespace {
 // in four steps. A link of 1 Gbit/s carries 32 KiB in the time of these; and values that are no
 // longer than the headers, which go to all ranks anyway, may always ride in them.
 int64_t nested_one_shot_bytes(const Topology& topology) {
-  constexpr int64_t kLinkBytes = 32 * 1024, kHeaderBytes = 128;
+  constexpr int64_t kLinkBytes = 32 * 1024;
   int64_t pairs = 0;
   for (int host = 0; host < topology.hosts(); ++host) {
     const auto ranks = static_cast<int64_t>(topology.ranks_of(host).size());

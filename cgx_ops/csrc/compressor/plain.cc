@@ -22,6 +22,14 @@ class Plain final : public SlicedCodec {
     return offset(numel);
   }
 
+  int64_t encode_keeping(const float* values, int64_t numel, int64_t first_index,
+                         const Rounding& rounding, std::byte* bytes, float* lost) const override {
+    if (noisy_ && rounding.mode == RoundingMode::kStochastic)
+      return Codec::encode_keeping(values, numel, first_index, rounding, bytes, lost);
+    kernels().convert_keeping(values, wire_, bytes, lost, numel);
+    return offset(numel);
+  }
+
   void decode(std::span<const std::byte> bytes, int64_t numel, int64_t /*first_index*/, Dtype dtype,
               void* values) const override {
     check_length(bytes, numel);

@@ -48,6 +48,8 @@ struct Kernels {
 
   // Exact values. Equal types: a copy, bit for bit. `from` and `to` are equal or do not overlap.
   void (*convert)(Dtype from_type, const void* from, Dtype to_type, void* to, int64_t numel);
+  // convert() of fp32 that keeps what is lost, as quantize_keeping does.
+  void (*convert_keeping)(const float* from, Dtype to_type, void* to, float* lost, int64_t numel);
   void (*add)(Dtype dtype, const void* values, const float* base, float* sum, int64_t numel);
   // sum = base + 0: what is not sent is a 0, which makes 0 of -0, and one NaN of all.
   void (*add_zero)(const float* base, float* sum, int64_t numel);

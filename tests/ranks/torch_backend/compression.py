@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed
 import torch_cases as tc
@@ -111,6 +112,23 @@ def compressors(r: int, n: int) -> None:
     chosen = x.reshape(30, 100).count_nonzero(1)
     assert (chosen <= 5 * n).all() and (chosen >= 5).all()
     dist.destroy_process_group(group)
+
+
+def compressors_that_differ(r: int, n: int) -> None:
+    """Every rank is told of both sides, whichever variable it was."""
+    if n == 1:
+        return
+    for compressor, name, texts in (
+        ("onebit", "COMPRESSOR", ("levels", "onebit")),
+        ("topk", "COMPRESSION_DENSITY", ("0.2", "0.1")),
+        ("half", "COMPRESSION_ROUNDING", ("nearest", "stochastic")),
+    ):
+        variables = {"CGX_COMPRESSOR": compressor, f"CGX_{name}": texts[r > 0]}
+        with mock.patch.dict(os.environ, variables):
+            group = dist.new_group(pg_options=BackendOptions())
+        with pytest.raises(RuntimeError, match=" against ".join(texts)), compressed():
+            dist.all_reduce(tc.values(r, 3000), group=group)
+        dist.destroy_process_group(group)
 
 
 def what_is_compressed(r: int, n: int) -> None:
@@ -276,6 +294,7 @@ CASES: tuple[Case, ...] = (
     compression,
     noise,
     compressors,
+    compressors_that_differ,
     what_is_compressed,
     data_parallel,
 )

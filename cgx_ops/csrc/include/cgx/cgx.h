@@ -369,7 +369,11 @@ CGX_API cgx_status_t cgx_plan(const cgx_collective_t* collective, cgx_plan_t* pl
  *
  * One rank alone carries nothing: decode copies input to output.
  *
- * Messages lie end to end in rank order. In the input of decode, rank p's begins at p * stride. */
+ * Messages lie end to end in rank order. In the input of decode, rank p's begins at p * stride.
+ *
+ * No header tells what ranks have in common: that all make the same call is the caller's word, but
+ * for the seeds of places that they draw (CGX_RANDK), of which the messages of encode carry a hash.
+ * Where these differ, reduce, or one_shot's decode, fails with CGX_MISMATCH on every rank. */
 typedef struct cgx_carried_t {
   size_t struct_size;
   int32_t rank;

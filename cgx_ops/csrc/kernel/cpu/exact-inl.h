@@ -28,6 +28,25 @@ void convert(Dtype from_type, const void* from, Dtype to_type, void* to, int64_t
   });
 }
 
+template <typename To>
+void convert_keeping_as(const float* from_floats, void* to_bytes, float* lost_floats,
+                        int64_t numel) {
+  const auto* __restrict from = reinterpret_cast<const Stored<float>*>(from_floats);
+  auto* __restrict to = static_cast<Stored<typename To::Bits>*>(to_bytes);
+  auto* __restrict lost = reinterpret_cast<Stored<float>*>(lost_floats);
+  for (int64_t i = 0; i < numel; ++i) {
+    const float value = from[i].value;
+    const typename To::Bits rounded = To::round(value);
+    to[i].value = rounded;
+    lost[i].value = finite_or_zero(value - To::widen(rounded));
+  }
+}
+
+void convert_keeping(const float* from, Dtype to_type, void* to, float* lost, int64_t numel) {
+  with_value_type(
+      to_type, [&](auto target) { convert_keeping_as<decltype(target)>(from, to, lost, numel); });
+}
+
 // `base` and `sum` are equal or do not overlap: no __restrict between them.
 template <typename Value>
 void add_as(const void* bytes, const float* base, float* into, int64_t numel) {

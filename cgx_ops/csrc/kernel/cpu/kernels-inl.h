@@ -28,6 +28,7 @@ constexpr Kernels table(const char* name, const char* description) {
           .dequantize = dequantize,
           .dequantize_add = dequantize_add,
           .convert = convert,
+          .convert_keeping = convert_keeping,
           .add = add,
           .add_zero = add_zero,
           .add_two = add_two,
