@@ -116,7 +116,8 @@ def test_steps_in_a_scan_with_init_inside() -> None:
             mean, state = optimizer.update(jax.tree.map(lambda x: x[0], row), state)
             return state, mean
 
-        state, means = lax.scan(step, optimizer.init(params), rows)
+        last, means = lax.scan(step, optimizer.init(params), rows)
+        state: Any = last
         return means, state.residual
 
     program = jax.shard_map(train, mesh=MESH, in_specs=(P(), P(None, "d")), out_specs=(P(), P("d")))
