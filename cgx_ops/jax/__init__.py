@@ -14,17 +14,20 @@ from cgx_ops.jax.exporting import register
 from cgx_ops.jax.gradients import compress_grads, value_and_grad
 from cgx_ops.jax.initialize import initialize
 from cgx_ops.jax.launching import launching
-from cgx_ops.jax.optimizer import (
+from cgx_ops.jax.optimizer import average_gradients
+from cgx_ops.jax.optimizer_state import (
     AverageGradientsState,
-    average_gradients,
+    PowerSGDState,
     consolidate,
     state_specs,
 )
+from cgx_ops.jax.power_sgd import power_sgd
 from cgx_ops.jax.psum import pmean_q, psum_q
 from cgx_ops.jax.scatter_gather import all_gather_q, psum_scatter_q
 
 __all__ = [
     "AverageGradientsState",
+    "PowerSGDState",
     "all_gather_q",
     "allreduce_q",
     "average_gradients",
@@ -33,6 +36,7 @@ __all__ = [
     "initialize",
     "launching",
     "pmean_q",
+    "power_sgd",
     "psum_q",
     "psum_scatter_q",
     "register",

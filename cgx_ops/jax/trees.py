@@ -28,6 +28,7 @@ _EXACT_TWINS = {  # of callers, for error messages
     "compress_grads": "jax.lax.psum",
     "value_and_grad": "jax.lax.pmean",
     "average_gradients": "jax.lax.pmean",
+    "power_sgd": "jax.lax.pmean",
 }
 
 

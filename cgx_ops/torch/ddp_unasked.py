@@ -16,9 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from cgx_ops import Config
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch import _compat, backend, ddp_models, layers
+from cgx_ops.torch import _compat, backend, ddp, ddp_models, layers
 from cgx_ops.torch._compat import group_or_default
 from cgx_ops.torch.ddp import QuantizedAllreduceState, quantized_allreduce_hook
+from cgx_ops.torch.ddp_power_sgd_state import Factors
 from cgx_ops.torch.residuals import Residuals
 
 _log = logging.getLogger(__name__)
@@ -31,8 +32,8 @@ _waiting: weakref.WeakKeyDictionary[DistributedDataParallel, RemovableHandle] = 
 def register() -> None:
     """Notice every DistributedDataParallel from now on. Once per process."""
     register_module_module_registration_hook(_on_registration)
-    saved = [QuantizedAllreduceState, Residuals, layers.Rules, layers.Rule, Config]
-    torch.serialization.add_safe_globals([*saved, quantized_allreduce_hook])
+    saved = [Residuals, Factors, layers.Rules, layers.Rule, Config]
+    torch.serialization.add_safe_globals([*saved, *(getattr(ddp, name) for name in ddp.__all__)])
 
 
 def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:

@@ -16,11 +16,13 @@ documents.
     algorithms     who encodes what, and in which order it is summed
     collectives    allreduce, reduce_scatter, all_gather
     bound          error_bound: how far nearest and shift rounding may be from the exact result
+    low_rank       PowerSGD, in float64: not to the bit
 """
 
 from .bound import error_bound
 from .codec import dequantize, encoded_bytes, quantize
 from .collectives import all_gather, allreduce, reduce_scatter
+from .low_rank import PowerSGD, given_up, given_up_bound
 from .philox import Seeds, noise, seeds_of
 from .segments import Segment, pick, shards, travels_exact
 from .settings import Compressor
@@ -48,6 +50,7 @@ __all__ = [
     "AnyAlgorithm",
     "Compressor",
     "Op",
+    "PowerSGD",
     "RoundingMode",
     "Seeds",
     "Segment",
@@ -57,6 +60,8 @@ __all__ = [
     "dequantize",
     "encoded_bytes",
     "error_bound",
+    "given_up",
+    "given_up_bound",
     "noise",
     "pick",
     "quantize",

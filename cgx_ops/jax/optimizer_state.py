@@ -1,0 +1,237 @@
+"""States of the optax transformations that average gradients: where they lie, what they are worth.
+
+1. the states
+2. specs for shard_map, and consolidation for another number of devices
+3. what average_gradients and power_sgd do alike
+"""
+
+import math
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from cgx_ops.config import Config
+from cgx_ops.jax import _compat
+from cgx_ops.jax.gradients import vary_tree
+from cgx_ops.jax.knobs import check_feedback
+from cgx_ops.jax.mesh_groups import Axes, mesh_groups
+
+if TYPE_CHECKING:
+    import optax
+
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+# ---- 1. the states -------------------------------------------------------------------------------
+
+
+class AverageGradientsState(NamedTuple):
+    """What average_gradients keeps between steps.
+
+    Attributes:
+        step: int32 scalar: the steps done, equal on all devices.
+        residual: a tree like the parameters, with None for leaves without error feedback. A leaf
+          has one more axis in front, over the devices of the axis: (devices, *shape) outside of
+          shard_map, (1, *shape) inside.
+    """
+
+    step: jax.Array
+    residual: Any
+
+
+class PowerSGDState(NamedTuple):
+    """What power_sgd keeps between steps.
+
+    Attributes:
+        step: int32 scalar: the steps done, equal on all devices.
+        q: a tree like the parameters: float32 (columns, rank) of each matrix that is factored,
+          equal on all devices; None for other leaves.
+        residual: as of AverageGradientsState, but float32.
+    """
+
+    step: jax.Array
+    q: Any
+    residual: Any
+
+
+_States = AverageGradientsState | PowerSGDState
+
+# ---- 2. specs, consolidation ---------------------------------------------------------------------
+
+
+def state_specs(
+    optimizer: "optax.GradientTransformation",
+    params: Any,
+    axis_name: Axes,
+    param_specs: Any = None,
+) -> Any:
+    """Return the PartitionSpecs of an optimizer's state, for shard_map or out_shardings.
+
+    Residuals of `average_gradients` and `power_sgd` are spread over their axes, the latter's q are
+    whole everywhere, everything else lies like the parameters. To make the state where it belongs,
+    at once on all devices:
+
+        specs = state_specs(optimizer, params, "data")
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        state = jax.jit(optimizer.init, out_shardings=shardings)(params)
+
+    Args:
+        optimizer: an optax transformation with average_gradients or power_sgd somewhere in it.
+        params: the parameters, or their jax.ShapeDtypeStructs.
+        axis_name: that of average_gradients or power_sgd.
+        param_specs: the PartitionSpecs of the parameters, a tree like `params`; None: P() for all.
+
+    Returns:
+        A tree like `optimizer.init(params)`, of PartitionSpecs.
+
+    Raises:
+        ImportError: optax is not installed.
+        ValueError: as `optimizer.init`, outside of shard_map.
+    """
+    optax = import_optax("state_specs")
+    if param_specs is None:
+        param_specs = jax.tree.map(lambda _: jax.P(), params)
+    # What has no residual is no leaf for JAX, but one for the specs.
+    masked = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
+    specs = optax.tree.map_params(
+        optimizer,
+        lambda leaf, spec: leaf if masked(leaf) else spec,
+        jax.eval_shape(optimizer.init, params),
+        param_specs,
+        transform_non_params=lambda _: jax.P(),
+        is_leaf=masked,
+    )
+
+    def spread(node: Any) -> Any:
+        if not isinstance(node, _States):
+            return node
+        residual = jax.tree.map(lambda spec: jax.P(axis_name, *spec), node.residual)
+        if isinstance(node, PowerSGDState):
+            node = node._replace(q=jax.tree.map(lambda _: jax.P(), node.q))
+        return node._replace(residual=residual)
+
+    return jax.tree.map(spread, specs, is_leaf=lambda node: isinstance(node, _States))
+
+
+def consolidate(state: Any, devices: int | None = None) -> Any:
+    """Return an optimizer's state whose residuals are their mean over devices, equal on all.
+
+    What is owed to the average, which is the mean of the residuals, stays the same, whatever the
+    number of devices. So a run of another number can take the state over:
+
+        saved = consolidate(state, devices=1)                # in the old run, before it is saved
+        state = consolidate(restored, devices=jax.device_count())               # in the new one
+
+    Residuals per device, as `state` has them, give the same bits where their number stays.
+
+    Args:
+        state: of an optax transformation with average_gradients or power_sgd somewhere in it,
+          outside of shard_map. In jax.jit, out_shardings from `state_specs` put the result where
+          it belongs.
+        devices: for how many; None: for as many as `state` is.
+
+    Returns:
+        A state like `state`; residuals are (devices, *shape). Their mean is taken in float32.
+
+    Raises:
+        ValueError: there is no state of either in `state`; `devices` is less than 1.
+    """
+    if devices is not None and devices < 1:
+        raise ValueError(f"consolidate: devices is {devices}; it must be at least 1")
+
+    def mean_of(residual: jax.Array) -> jax.Array:
+        mean = jnp.mean(residual, axis=0, dtype=jnp.float32).astype(residual.dtype)
+        return jnp.broadcast_to(mean, (devices or len(residual), *mean.shape))
+
+    is_ours = lambda node: isinstance(node, _States)  # noqa: E731
+    nodes, tree = jax.tree.flatten(state, is_leaf=is_ours)
+    if not any(map(is_ours, nodes)):
+        raise ValueError(
+            "consolidate: there is no AverageGradientsState in the state, nor a PowerSGDState"
+        )
+    return tree.unflatten(
+        node._replace(residual=jax.tree.map(mean_of, node.residual)) if is_ours(node) else node
+        for node in nodes
+    )
+
+
+# ---- 3. what both do -----------------------------------------------------------------------------
+
+
+def import_optax(caller: str) -> Any:
+    """Import optax, which nothing else here needs."""
+    try:
+        import optax
+    except ImportError:
+        raise ImportError(f"cgx_ops.jax.{caller} needs optax: pip install optax") from None
+    return optax
+
+
+def zero_residuals(caller: str, kept: Any, axis_name: Axes, mesh: Mesh | None) -> Any:
+    """Return residuals for a tree of parameters, with None for leaves without one.
+
+    Inside of shard_map each has an axis of one in front, outside one of the devices.
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if any(_compat.axis_size(axis) is not None for axis in names):
+        axes = mesh_groups(caller, axis_name).axes
+        return vary_tree(jax.tree.map(lambda leaf: jnp.zeros_like(leaf)[None], kept), axes)
+    devices = _devices(caller, names, mesh) if jax.tree.leaves(kept) else 0
+    return jax.tree.map(
+        lambda leaf: jnp.zeros((devices, *jnp.shape(leaf)), jnp.result_type(leaf)), kept
+    )
+
+
+def _devices(caller: str, axes: tuple[Hashable, ...], mesh: Mesh | None) -> int:
+    """Return how many devices a group has, outside of shard_map."""
+    sizes = dict((mesh or jax.sharding.get_abstract_mesh()).shape)
+    unknown = [axis for axis in axes if axis not in sizes]
+    if unknown:
+        raise ValueError(
+            f"{caller}: init outside of shard_map needs the sizes of the axes {unknown}, "
+            f"and the mesh here has {list(sizes)}: give {caller} the mesh of the "
+            "shard_map, or call jax.set_mesh"
+        )
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def check_converges(caller: str, config: Config) -> None:
+    """Require that leaves that travel so train with error feedback."""
+    check_feedback(caller, config)
+    if config.compressor == "uniform" and 1 in (config.bits, config.gather_bits):
+        raise ValueError(
+            f"{caller}: at 1 bit the error may be as large as the gradients, and residuals may "
+            "grow without end: give 2 bits or more, or error_feedback=False, or "
+            "compressor='levels'"
+        )
+
+
+def check_own(caller: str, updates: Any, axes: tuple[Hashable, ...]) -> None:
+    """Require that gradients are each device's own, where types tell."""
+    if not _compat.types_are_checked():
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+        same = frozenset(axes) - _compat.varying_axes(leaf)
+        if same:
+            raise ValueError(
+                f"{caller}: updates{jax.tree_util.keystr(path)} is the same on all "
+                f"devices of {sorted(same, key=str)}: JAX has summed this gradient already, "
+                "exactly, and it is N times too large for an average. Differentiate "
+                'jax.lax.pcast(params, axis_name, to="varying") instead of params'
+            )
+
+
+def own_residual(
+    caller: str, path: Any, update: jax.Array, residual: jax.Array | None
+) -> jax.Array | None:
+    """Return this device's part of a residual, if the leaf has one."""
+    if residual is None:
+        return None
+    if residual.shape != (1, *update.shape):
+        raise ValueError(
+            f"{caller}: the residual of updates{jax.tree_util.keystr(path)} has shape "
+            f"{residual.shape} here, not {(1, *update.shape)}: give shard_map the state with the "
+            "in_specs and out_specs of cgx_ops.jax.state_specs"
+        )
+    return residual[0]

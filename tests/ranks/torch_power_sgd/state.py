@@ -1,0 +1,284 @@
+"""What the hooks keep and refuse.
+
+1. gradients of zeros, that are not finite, of 16 bits
+2. buckets that are made anew, rules, blocks
+3. checkpoints; those for other numbers of ranks are in run_torch_power_sgd_restart.py
+4. bad input
+"""
+
+import copy
+import shutil
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ops.torch
+from cgx_ops import Communicator, Config, InvalidArgument
+from cgx_ops.torch import ddp, ddp_models, layers
+
+from .common import (
+    RANK,
+    backward,
+    batch,
+    fails,
+    gathered,
+    hooked,
+    identical_on_all_ranks,
+    loss_of,
+    network,
+    train,
+    watched,
+)
+
+MATRICES = {"0.weight", "2.weight", "4.weight"}
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: object = "") -> None:
+    assert got.keys() == want.keys(), (what, got.keys(), want.keys())
+    for name, x in want.items():
+        assert torch.equal(got[name], x), (what, name)
+
+
+# ---- 1. gradients --------------------------------------------------------------------------------
+
+
+def zeros() -> None:
+    """No NaN, and what comes after them is averaged as ever."""
+    variants: list[dict[str, Any]] = [
+        {},
+        {"feedback": "torch"},
+        {"hook": ddp.batched_power_sgd_hook},
+    ]
+    for rank in (1, 2, 4):
+        for options in variants:
+            model, state = hooked(matrix_approximation_rank=rank, **options)
+            for step, scale in enumerate((1.0, 1.0, 0.0, 0.0, 1.0, 0.0)):
+                backward(model, step, scale)
+                got = torch.cat([x.flatten() for x in gradients_of(model).values()])
+                assert got.isfinite().all(), (rank, options, step)
+                assert got.any() or scale == 0, (rank, options, step)
+            assert all(q.isfinite().all() and q.any() for q in state.factors.q.values())
+
+
+def not_finite() -> None:
+    """One rank's NaN is every rank's, of its layer alone, and leaves no trace."""
+    for hook in (ddp.power_sgd_hook, ddp.batched_power_sgd_hook):
+        for feedback in ("local", "torch"):
+            model, state, watch = watched(hook, feedback=feedback)
+            for step in range(5):
+                model.zero_grad()
+                loss = loss_of(model, batch(RANK, step))
+                if step == 3 and RANK == 0:
+                    weight = model.module[2].weight
+                    loss = loss + (weight * float("nan")).sum()
+                loss.backward()
+                for name, average in watch.averages.items():
+                    spoilt = step == 3 and (name == "2.weight" or hook != ddp.power_sgd_hook)
+                    assert bool(average.isnan().all()) == spoilt, (step, name)
+                    assert bool(average.isnan().any()) == spoilt, (step, name)
+            assert all(e.isfinite().all() for e in state.residuals.tensors.values())
+            assert all(q.isfinite().all() for q in state.factors.q.values())
+
+
+def sixteen_bits() -> None:
+    """As in float32 but for the gradients' own rounding; residuals are float32."""
+    for dtype, u in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-10)):
+        half, state, watch = watched(module=network(dtype))
+        for step in range(4):
+            backward(half, step)
+            for name, average in watch.averages.items():
+                if name in state.factors.q:
+                    given = torch.stack(watch.given[name]) + torch.stack(watch.old[name])
+                    e = torch.stack(gathered(state.residuals.tensors[name])).view_as(given)
+                    want = (given - e).mean(0)
+                    assert ((average - want).abs() <= u * want.abs() + 1e-6).all(), (dtype, name)
+        assert {e.dtype for e in state.residuals.tensors.values()} == {torch.float32}
+        identical_on_all_ranks(torch.cat([x.flatten().float() for x in watch.averages.values()]))
+
+
+# ---- 2. buckets, rules, blocks -------------------------------------------------------------------
+
+
+def buckets() -> None:
+    """Averages do not depend on them, nor do the numbers of messages on that of the layers."""
+    want = None
+    for wrapper in ({}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True}):
+        model, state = hooked(wrapper=wrapper)
+        weights = train(model, range(6))
+        assert want is None or torch.equal(weights[-1], want), wrapper
+        want = weights[-1]
+        comm = Communicator.find(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        before = comm.collectives
+        backward(model, 6)
+        one = wrapper.get("bucket_cap_mb") is None
+        assert (comm.collectives - before == 2) == one, "one message of P, one of Q"
+        assert state.residuals.tensors.keys() == state.factors.q.keys() == MATRICES
+
+
+def channels_last() -> None:
+    """A convolution is a matrix as it lies in memory."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(6, 12, 3), nn.Flatten(), nn.Linear(12, 2))
+    model, state = hooked(module.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
+    for step in range(4):
+        torch.manual_seed(10 * step + RANK)
+        x = torch.randn(8, 6, 3, 3).to(memory_format=torch.channels_last)
+        model(x).square().sum().backward()
+    assert state.factors.q["0.weight"].shape == (54, 2)
+
+
+def rules_and_blocks() -> None:
+    rules = layers.Rules([layers.Rule("2.weight", bits=32)])
+    model, state = hooked(rules=rules)
+    train(model, range(3))
+    assert state.factors.q.keys() == MATRICES - {"2.weight"}
+    before = {name: e.clone() for name, e in state.residuals.tensors.items()}
+    with cgx_ops.torch.uncompressed():
+        backward(model, 3)
+    same(state.residuals.tensors, before)
+    alone = network()
+    alone.load_state_dict(model.module.state_dict())
+    backward(alone, 3)
+    for name, x in gradients_of(alone).items():
+        mean = torch.stack(gathered(x)).mean(0)
+        assert torch.allclose(gradients_of(model.module)[name], mean, rtol=1e-5, atol=1e-7), name
+    # What is not factored goes by the config, with residuals of its own.
+    model, state = hooked(min_compression_rate=5, config=Config(bits=1, compressor="levels"))
+    train(model, range(4))
+    assert state.factors.q.keys() == {"0.weight", "2.weight"}
+    assert state.residuals.tensors.keys() == MATRICES
+    # No feedback.
+    model, state = hooked(use_error_feedback=False)
+    train(model, range(4))
+    assert not state.residuals.tensors
+
+
+# ---- 3. checkpoints ------------------------------------------------------------------------------
+
+
+def resumed() -> None:
+    """To the bit, in all ways to save."""
+    variants: list[dict[str, Any]] = [
+        {"factor_bits": 8},
+        {"feedback": "torch"},
+        {"warm_start": False},
+    ]
+    for options in variants:
+        for form in ("torch", "in place", "dcp"):
+            names: list[Any] = [tempfile.mkdtemp() if RANK == 0 else None]
+            dist.broadcast_object_list(names)
+            file = f"{names[0]}/{RANK}.pt"
+            model, state = hooked(**options)
+            train(model, range(4))
+            weights = copy.deepcopy(model.module.state_dict())
+            if form == "dcp":
+                dcp_save({"cgx": state}, checkpoint_id=names[0])
+            else:
+                torch.save(state if form == "torch" else state.state_dict(), file)
+            want = train(model, range(4, 7))
+
+            module = network()
+            if form == "torch":
+                again, restored = DistributedDataParallel(module), torch.load(file)
+                again.register_comm_hook(restored, ddp.power_sgd_hook)
+            else:
+                again, restored = hooked(module, **options)
+                train(again, range(3))
+                if form == "dcp":
+                    dcp_load({"cgx": restored}, checkpoint_id=names[0])
+                else:
+                    restored.load_state_dict(torch.load(file))
+            module.load_state_dict(weights)
+            got = train(again, range(4, 7))
+            assert torch.equal(got[-1], want[-1]), (options, form)
+            same(restored.residuals.tensors, state.residuals.tensors, form)
+            same(restored.factors.q, state.factors.q, form)
+            assert restored.compression_stats() == state.compression_stats()
+            dist.barrier()
+            if RANK == 0:
+                shutil.rmtree(names[0])
+
+
+# ---- 4. bad input --------------------------------------------------------------------------------
+
+
+def bad_arguments() -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"matrix_approximation_rank": 0}, "matrix_approximation_rank is 0; it must be an integer"),
+        ({"matrix_approximation_rank": 1.5}, "matrix_approximation_rank is 1.5"),
+        (
+            {"start_powerSGD_iter": 1},
+            "start_powerSGD_iter is 1; with use_error_feedback or warm_st",
+        ),
+        ({"feedback": "mean"}, "feedback is 'mean'; it must be 'local' or 'torch'"),
+        ({"min_compression_rate": 0}, "min_compression_rate is 0; it must be a number above 0"),
+        ({"orthogonalization_epsilon": -1}, "orthogonalization_epsilon is -1"),
+        ({"random_seed": -1}, "random_seed is -1; it must be 0 to 2**32 - 1"),
+        ({"factor_bits": 4}, "factor_bits is 4; it must be one of 32, 16, 8"),
+        ({"config": 4}, "config is 4; give cgx_ops.Config"),
+    ]
+    for options, words in refused:
+        fails(InvalidArgument, words, lambda own=options: ddp.PowerSGDState(**own))
+    assert ddp.PowerSGDState(start_powerSGD_iter=0, use_error_feedback=False, warm_start=False)
+
+
+def bad_gradients() -> None:
+    model, _ = hooked(network(torch.float64))
+    fails(
+        Exception,
+        "'0.weight', '0.bias', '2.weight', '2.bias' are torch.float64",
+        lambda: backward(model, 0),
+    )
+    model, _ = hooked(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)))
+    loss = model(torch.arange(8)).sum()
+    fails(Exception, "make the layer with sparse=False", loss.backward)
+    model, _ = hooked(nn.Linear(4, 4, dtype=torch.complex64))
+    loss = model(torch.ones(2, 4, dtype=torch.complex64)).abs().sum()
+    fails(Exception, "torch.complex64; train it in float32", loss.backward)
+
+
+def bad_states() -> None:
+    # Another model's: a matrix of another shape, or of another size.
+    model, state = hooked()
+    train(model, range(3))
+    for change, words in (
+        (lambda s: s.factors.q.update({"2.weight": torch.ones(5, 2)}), "shape (5, 2), and must"),
+        (lambda s: s.residuals.tensors.update({"2.weight": torch.ones(5)}), "has 5 elements"),
+        (lambda s: setattr(s.residuals, "owner", (RANK, 7)), f"those of rank {RANK} of 7"),
+    ):
+        other, broken = hooked()
+        broken.load_state_dict(state.state_dict())
+        change(broken)
+        fails(Exception, words, lambda m=other: backward(m, 0))
+    other = ddp.QuantizedAllreduceState()
+    fails(
+        InvalidArgument, "PowerSGDState.load_state_dict: the names are",
+        lambda: state.load_state_dict(other.state_dict()),
+    )  # fmt: skip
+    model = DistributedDataParallel(network())
+    model.register_comm_hook(other, ddp.power_sgd_hook)  # type: ignore[arg-type]
+    fails(
+        Exception,
+        "state is QuantizedAllreduceState; give a PowerSGDState",
+        lambda: backward(model, 0),
+    )
+    # Nobody knows the names of a model's layers.
+    model, state = hooked()
+    train(model, range(2))
+    loss = loss_of(model, batch(RANK, 2))
+    del ddp_models._known[model]
+    fails(Exception, "its state is kept by layer", loss.backward)
+
+
+CHECKS = [zeros, not_finite, sixteen_bits, buckets, channels_last, rules_and_blocks, resumed]
+CHECKS += [bad_arguments, bad_gradients, bad_states]

@@ -1,0 +1,352 @@
+"""power_sgd: steps against the reference, what is given up, states, checkpoints, bad input.
+
+The gradients here are the device's rows of the batch, whatever the weights are.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import launch
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import reference
+import torch_cases as tc
+from jax import NamedSharding, lax
+from jax.sharding import PartitionSpec as P
+from jax_cases import fetch, mesh_of, normal, same_bits, use_cpu_devices
+
+from cgx_ops import low_rank
+from cgx_ops.jax import PowerSGDState, consolidate, power_sgd, state_specs
+
+use_cpu_devices(8)
+
+pytestmark = pytest.mark.timeout(120)
+
+N, STEPS = 4, 5
+SHAPES = {"a": (24, 20), "conv": (3, 3, 4, 16), "bias": (20,), "small": (3, 6)}
+MATRICES = {"a": (24, 20), "conv": (36, 16)}
+MESH = mesh_of((N,), ("d",), jax.devices()[:N])
+WEIGHTS = {name: normal(0, *shape) for name, shape in SHAPES.items()}
+ROWS = {name: normal(1, STEPS, N, *shape) for name, shape in SHAPES.items()}
+U = {"float32": 0.0, "bfloat16": 2.0**-9, "float16": 2.0**-11}  # what a result rounds besides
+
+
+def at(step: int, rows: Any = ROWS) -> Any:
+    return {name: x[step] for name, x in rows.items()}
+
+
+slow = pytest.mark.slow
+
+
+def program_of(optimizer: Any, params: Any, mesh: Any = MESH, check_vma: bool = True) -> Any:
+    """Return step(params, state, rows), which gives the updates and the new state."""
+    specs = state_specs(optimizer, params, "d")
+
+    def step(params: Any, state: Any, rows: Any) -> Any:
+        return optimizer.update(jax.tree.map(lambda x: x[0], rows), state, params)
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), specs, P("d")), out_specs=(P(), specs),
+        check_vma=check_vma,
+    )  # fmt: skip
+    return jax.jit(mapped, donate_argnums=1)
+
+
+def placed(optimizer: Any, params: Any, mesh: Any = MESH) -> Any:
+    specs = state_specs(optimizer, params, "d")
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    return jax.jit(optimizer.init, out_shardings=shardings)(params)
+
+
+def copied(state: Any) -> Any:
+    """Return a state as numpy arrays, of which nothing is donated."""
+    return jax.tree.map(lambda x: np.array(jnp.copy(x)), state)
+
+
+# ---- 1. steps ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rank", "check_vma"),
+    [(1, True), pytest.param(3, True, marks=slow), pytest.param(3, False, marks=slow)],
+)
+def test_steps_with_donated_state(rank: int, check_vma: bool) -> None:
+    optimizer = power_sgd("d", rank=rank, seed=3, mesh=MESH)
+    step = program_of(optimizer, WEIGHTS, check_vma=check_vma)
+    state: Any = placed(optimizer, WEIGHTS)
+    references = {
+        name: reference.PowerSGD(N, n, low_rank.first_q(3, name, 0, m, rank), "local")
+        for name, (n, m) in MATRICES.items()
+    }
+    for i in range(STEPS):
+        before: Any = state
+        got, state = step(WEIGHTS, state, at(i))
+        assert before.residual["a"].is_deleted(), "it was not donated"
+        assert state.q["bias"] is state.q["small"] is state.residual["bias"] is None
+        for name, rows in at(i).items():
+            mean = fetch(got[name])
+            if name not in MATRICES:
+                assert np.abs(mean - rows.mean(0, np.float64)).max() <= 1e-6
+                continue
+            want = references[name].step(rows.reshape(N, *MATRICES[name]))
+            # As in float64 but for the rounding of products of at most 36 terms, of matrices
+            # whose singular values are less than 100 times apart.
+            close = (
+                100
+                * 36
+                * 2.0**-24
+                * (np.abs(want).max() + np.abs(references[name].residuals).max())
+            )
+            assert np.abs(mean.reshape(want.shape) - want).max() <= close, (i, name)
+            residual = fetch(jnp.copy(state.residual[name])).reshape(N, *want.shape)
+            assert np.abs(residual - references[name].residuals).max() <= close, (i, name)
+    assert int(state.step) == STEPS
+
+
+@pytest.mark.slow
+def test_steps_in_a_scan_with_init_inside() -> None:
+    optimizer = power_sgd("d", rank=2)
+
+    def train(params: Any, rows: Any) -> Any:
+        def step(state: Any, row: Any) -> Any:
+            mean, state = optimizer.update(jax.tree.map(lambda x: x[0], row), state)
+            return state, mean
+
+        last, means = lax.scan(step, optimizer.init(params), rows)
+        state: Any = last
+        return means, state.residual
+
+    program = jax.shard_map(train, mesh=MESH, in_specs=(P(), P(None, "d")), out_specs=(P(), P("d")))
+    means, residual = jax.jit(program)(WEIGHTS, ROWS)
+    outside = power_sgd("d", rank=2, mesh=MESH)
+    step = program_of(outside, WEIGHTS)
+    state: Any = outside.init(WEIGHTS)
+    for i in range(STEPS):
+        want, state = step(WEIGHTS, state, at(i))
+        for name in SHAPES:
+            assert np.allclose(means[name][i], fetch(want[name]), rtol=1e-4, atol=1e-5), (i, name)
+    assert np.allclose(residual["a"], fetch(state.residual["a"]), atol=1e-4)
+
+
+KNOBS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "16 bits": {"factor_bits": 16},
+    "8 bits": {"factor_bits": 8, "key": jax.random.key(1)},
+    "topk": {"compressor": "topk", "bits": 4, "density": 0.1, "rules": {"bias": 32}},
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [
+        ("8 bits", "float32"),
+        ("topk", "bfloat16"),
+        *(
+            pytest.param(how, dtype, marks=slow)
+            for how in KNOBS
+            for dtype in ("float32", "float16")
+            if (how, dtype) != ("8 bits", "float32")
+        ),
+    ],
+)
+def test_nothing_is_given_up(how: str, dtype: str) -> None:
+    optimizer = power_sgd("d", rank=2, mesh=MESH, **KNOBS[how])
+    weights = {name: jnp.asarray(x, dtype) for name, x in WEIGHTS.items()}
+    step, state = program_of(optimizer, weights), placed(optimizer, weights)
+    for i in range(3):
+        rows = {name: jnp.asarray(x, dtype) for name, x in at(i).items()}
+        old: Any = copied(state)
+        got, state = step(weights, state, rows)
+        new: Any = copied(state)
+        for name, x in rows.items():
+            shape = MATRICES.get(name, (1, -1))
+            assert got[name].dtype == dtype
+            given = [np.asarray(row, np.float32).reshape(shape) for row in x]
+            before, after = (
+                [np.zeros_like(g) for g in given] if e is None else [r.reshape(shape) for r in e]
+                for e in (old.residual[name], new.residual[name])
+            )
+            average = fetch(got[name]).astype(np.float32).reshape(shape)
+            lost = reference.given_up(given, before, average, after)
+            bound = reference.given_up_bound(given, before, 2, U[dtype])
+            assert (np.abs(lost) <= bound).all(), (i, name)
+    assert state.residual["a"].any()
+    assert (state.residual["small"] is not None) == (how == "topk")
+
+
+def test_zeros_and_what_is_not_finite() -> None:
+    """No NaN of zeros, which tell nothing; one device's NaN is all of its leaf's average, once."""
+    optimizer = power_sgd("d", rank=2, mesh=MESH)
+    step, state = program_of(optimizer, WEIGHTS), placed(optimizer, WEIGHTS)
+    zeros = jax.tree.map(np.zeros_like, at(0))
+    spoilt = at(1) | {"a": at(1)["a"].copy()}
+    spoilt["a"][2, 3, 4] = np.nan
+    for i, rows in enumerate((zeros, at(0), zeros, spoilt, at(2))):
+        got, state = step(WEIGHTS, state, rows)
+        assert np.isnan(fetch(got["a"])).all() == (i == 3)
+        assert np.isnan(fetch(got["a"])).any() == (i == 3)
+        assert np.isfinite(fetch(got["conv"])).all()
+        assert fetch(got["conv"]).any() == (i > 0)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(copied(state)))
+
+
+def test_exact_at_the_start() -> None:
+    optimizer = power_sgd("d", start=2, mesh=MESH)
+    step, state = program_of(optimizer, WEIGHTS), placed(optimizer, WEIGHTS)
+    first: Any = copied(state)
+    for i in range(3):
+        got, state = step(WEIGHTS, state, at(i))
+        mean = at(i)["a"].mean(0, np.float64)
+        assert (np.abs(fetch(got["a"]) - mean).max() <= 1e-6) == (i < 2)
+        now: Any = copied(state)
+        assert now.residual["a"].any() == (i == 2)
+        assert np.array_equal(now.q["a"], first.q["a"]) == (i < 2)
+
+
+def test_two_messages_a_step() -> None:
+    optimizer = power_sgd("d", rank=2, mesh=MESH, bits=4, compressor="topk", density=0.1)
+    text = program_of(optimizer, WEIGHTS).lower(WEIGHTS, optimizer.init(WEIGHTS), at(0)).as_text()
+    assert text.count("stablehlo.custom_call @cgx") == 2
+
+
+# ---- 2. states -----------------------------------------------------------------------------------
+
+
+def test_checkpoint(tmp_path: Path) -> None:
+    """By orbax, in a chain: restored state lies where it lay, and goes on to the same bits."""
+    optimizer = optax.chain(power_sgd("d", rank=2, mesh=MESH), optax.trace(0.9))
+    step, state = program_of(optimizer, WEIGHTS), placed(optimizer, WEIGHTS)
+    specs = state_specs(optimizer, WEIGHTS, "d")
+    assert specs[0].residual["a"] == P("d")
+    assert specs[0].q["a"] == P()
+    for i in range(2):
+        _, state = step(WEIGHTS, state, at(i))
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored: Any = checkpointer.restore(tmp_path / "state", like)
+    assert isinstance(restored[0], PowerSGDState)
+    for i in range(2, 4):
+        want, state = step(WEIGHTS, state, at(i))
+        got, restored = step(WEIGHTS, restored, at(i))
+        assert all(same_bits(got[name], want[name]) for name in SHAPES)
+
+
+def test_another_number_of_devices() -> None:
+    """What is pending, the mean of residuals, is what was pending; Q goes on."""
+    optimizer = power_sgd("d", rank=2, mesh=MESH)
+    step, state = program_of(optimizer, WEIGHTS), placed(optimizer, WEIGHTS)
+    for i in range(2):
+        _, state = step(WEIGHTS, state, at(i))
+    mesh = mesh_of((2,), ("d",), jax.devices()[:2])
+    other: Any = consolidate(copied(state), devices=2)
+    pending = fetch(state.residual["a"]).mean(0, np.float64)
+    assert other.residual["a"].shape == (2, 24, 20)
+    assert same_bits(other.q["a"], state.q["a"])
+    program = program_of(power_sgd("d", rank=2, mesh=mesh), WEIGHTS, mesh)
+    zeros = {name: np.zeros((2, *shape), np.float32) for name, shape in SHAPES.items()}
+    got, other = program(WEIGHTS, other, zeros)
+    left = fetch(other.residual["a"]).mean(0, np.float64)
+    assert np.abs(fetch(got["a"]) + left - pending).max() <= 64 * 2.0**-24 * np.linalg.norm(pending)
+
+
+@pytest.mark.slow
+def test_as_in_torch(tmp_path: Path) -> None:
+    """Losses of 50 steps of one model, of two ranks, from equal seeds."""
+    for output in launch.mpirun(
+        2, "run_torch_power_sgd_losses.py", tmp_path / "run.npz", env=tc.ENVIRONMENT, timeout=90
+    ):
+        assert output.rstrip().endswith("ok all"), output
+    run = np.load(tmp_path / "run.npz")
+    params = {name: run[name] for name in run.files if name not in ("batches", "losses")}
+    mesh = mesh_of((2,), ("d",), jax.devices()[:2])
+    optimizer = optax.chain(power_sgd("d", rank=2, start=2, mesh=mesh), optax.sgd(0.02))
+    specs = state_specs(optimizer, params, "d")
+
+    def loss_of(p: Any, x: jax.Array) -> jax.Array:
+        y = x
+        for layer in ("0", "2", "4"):
+            y = y @ p[f"{layer}.weight"].T + p[f"{layer}.bias"]
+            y = jnp.tanh(y) if layer != "4" else y
+        return jnp.square(y - x[:, :8]).sum(1).mean()
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(P(), specs, P("d")), out_specs=(P(), specs, P("d")))
+    def step(p: Any, state: Any, x: jax.Array) -> Any:
+        copies = lax.pcast(p, "d", to="varying")
+        loss, gradients = jax.value_and_grad(loss_of)(copies, x[0])
+        updates, state = optimizer.update(gradients, state, p)
+        return optax.apply_updates(p, updates), state, loss[None]
+
+    state: Any = optimizer.init(params)
+    for batch, losses in zip(run["batches"], run["losses"], strict=True):
+        params, state, found = step(params, state, batch)
+        assert np.abs(fetch(found) - losses).max() <= 1e-4 * np.abs(losses).max()
+    assert run["losses"][-1].mean() < 0.8 * run["losses"][0].mean()
+    assert set(
+        jax.tree.leaves(jax.tree.map(jnp.shape, state[0].q), is_leaf=lambda s: isinstance(s, tuple))
+    ) == {(24, 2)}
+
+
+# ---- 3. bad input --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"rank": 0}, "rank is 0; it must be an integer of at least 1"),
+        ({"rank": 1.5}, "rank is 1.5"),
+        ({"min_compression_rate": -1}, "min_compression_rate is -1; it must be a number above 0"),
+        ({"factor_bits": 4}, "factor_bits is 4; it must be one of 32, 16, 8"),
+        ({"start": -1}, "start is -1; it must be at least 0"),
+        ({"residual_decay": 2}, "residual_decay is 2; it must be more than 0"),
+        ({"bits": 1}, "at 1 bit the error may be as large"),
+        ({"bits": 4, "compressor": "levels", "density": 0.1}, "density"),
+    ],
+)
+def test_bad_arguments(knobs: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        power_sgd("d", **knobs)
+
+
+def test_knobs_that_there_are_not() -> None:
+    for knob in ("fuse", "residual", "warm_start"):
+        with pytest.raises(TypeError, match=knob):
+            power_sgd("d", **{knob: True})  # pyright: ignore[reportArgumentType]
+
+
+def test_bad_states_and_gradients() -> None:
+    optimizer = power_sgd("d", rank=2, mesh=MESH)
+    step = program_of(optimizer, WEIGHTS)
+    good: Any = optimizer.init(WEIGHTS)
+    for q in (jnp.ones((20, 1)), jnp.ones((9, 2))):
+        with pytest.raises(ValueError, match=r"updates\['a'\].*the state is another model's"):
+            step(WEIGHTS, good._replace(q={**good.q, "a": q}), at(0))
+    short = {**good.residual, "a": jnp.ones((N, 2, 2))}
+    with pytest.raises(ValueError, match=r"residual of updates\['a'\] has shape \(1, 2, 2\)"):
+        step(WEIGHTS, good._replace(residual=short), at(0))
+    complex_rows = at(0) | {"bias": at(0)["bias"].astype(np.complex64)}
+    with pytest.raises(TypeError, match=r"\['bias'\] has dtype complex64"):
+        step(WEIGHTS, good, complex_rows)
+    with pytest.raises(ValueError, match="needs the sizes of the axes"):
+        power_sgd("d").init(WEIGHTS)
+
+
+def test_parameters_split_over_another_axis() -> None:
+    mesh = mesh_of((4, 2), ("d", "m"))
+    optimizer = power_sgd("d", mesh=mesh)
+    params = {"a": WEIGHTS["a"]}
+    specs = state_specs(optimizer, params, "d")
+    program = jax.shard_map(
+        lambda s, x: optimizer.update({"a": x[0]}, s), mesh=mesh,
+        in_specs=(specs, P("d", "m")), out_specs=(P("m"), specs),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"varies over \['m'\]: its parameter is split"):
+        jax.eval_shape(program, optimizer.init(params), ROWS["a"][0])
