@@ -217,7 +217,7 @@ class Config:
         if "compressor" not in values:
             values.setdefault("bits", _EXACT)
         if values.pop("intra_compress", False):
-            values["intra_bits"] = values["bits"]
+            values["intra_bits"] = values.get("bits", _DEFAULTS["bits"])
         for variable, words in _HOST_SWITCHES.items():
             text = environ.get(variable, "").strip()
             same = _SAME_AS.get(variable, "")

@@ -154,7 +154,9 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--bits", type=int, nargs="+", default=[32, 4, 2])
     parser.add_argument(
-        "--compressor", default="uniform", help="no vote, and none that needs a key"
+        "--compressor",
+        default="uniform",
+        help="no vote, none that needs a key; --bits if it has none of 2 and 4",
     )
     parser.add_argument("--no-feedback", dest="feedback", action="store_false")
     parser.add_argument("--folder", type=Path, help="where to save at the end, and to go on from")

@@ -238,6 +238,14 @@ def test_environment_compresses_within_hosts(bits: str, switch: str, intra_bits:
     assert Config.from_env(environment).intra_bits == intra_bits
 
 
+def test_environment_compresses_within_hosts_by_a_compressor() -> None:
+    """In the default's bits, where none are given; not by one that has none to choose."""
+    environment = {"CGX_COMPRESSOR": "levels", "CGX_INTRA_COMPRESS": "1"}
+    assert Config.from_env(environment) == Config(compressor="levels", intra_bits=4)
+    with pytest.raises(InvalidArgument, match="intra_bits is 4; compressor='topk' has no bits"):
+        Config.from_env({**environment, "CGX_COMPRESSOR": "topk"})
+
+
 @pytest.mark.parametrize(
     ("variable", "honoured", "refused"),
     [
