@@ -15,14 +15,13 @@ ddp_state.py has what all hooks share; ddp_power_sgd.py is PowerSGD, which is fo
 ddp_models.py knows the names of layers; ddp_unasked.py attaches the hook over the backend "cgx".
 """
 
-from dataclasses import replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from cgx_ops import Config, Segment, _native
+from cgx_ops import Config, Segment
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import backend, layers
 from cgx_ops.torch._compat import GradBucket, group_or_default
@@ -32,7 +31,15 @@ from cgx_ops.torch.ddp_power_sgd import (
     batched_power_sgd_hook,
     power_sgd_hook,
 )
-from cgx_ops.torch.ddp_state import HookState, look_at, refuse, residuals_of, rules_of, seeds_of
+from cgx_ops.torch.ddp_state import (
+    HookState,
+    for_any_bucket,
+    look_at,
+    refuse,
+    residuals_of,
+    rules_of,
+    seeds_of,
+)
 from cgx_ops.torch.layers import Rules
 from cgx_ops.torch.work import start
 
@@ -45,9 +52,6 @@ __all__ = [
 ]
 
 # ---- 1. the state --------------------------------------------------------------------------------
-
-# What cannot be cut travels by one_shot.
-_UNCUT = {row["name"] for row in _native.COMPRESSORS if not row["sliced"]}
 
 
 class QuantizedAllreduceState(HookState):
@@ -167,7 +171,7 @@ def quantized_allreduce_hook(
                 f"{hook}: a rule names layers, but this model's names are not known: import "
                 "cgx_ops.torch before DistributedDataParallel(model)"
             )
-        config = _for_any_bucket(seen.config, rules)
+        config = for_any_bucket(seen.config, rules)
         segments = rules.segments(seen.layers, seen.offsets)
         gradients = bucket.gradients()
         residuals = residuals_of(hook, state, config, seen.layers, segments, gradients)
@@ -189,14 +193,3 @@ def quantized_allreduce_hook(
         residuals=residuals,
     )
     return work.get_future().then(lambda future: future.value()[0])
-
-
-def _for_any_bucket(config: Config, rules: Rules) -> Config:
-    """Return a config by which a layer becomes the same in any bucket.
-
-    Where one layer cannot be cut, its bucket cannot: then none is.
-    """
-    used = {config.compressor, *(rule.compressor for rule in rules.rules)}
-    if config.algorithm == "by_hosts" and used & _UNCUT:
-        return replace(config, algorithm="one_shot")
-    return config

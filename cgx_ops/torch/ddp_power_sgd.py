@@ -26,7 +26,15 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket, group_or_default
 from cgx_ops.torch.ddp_power_sgd_state import PowerSGDState
-from cgx_ops.torch.ddp_state import Seen, look_at, refuse, residuals_of, rules_of, seeds_of
+from cgx_ops.torch.ddp_state import (
+    Seen,
+    for_any_bucket,
+    look_at,
+    refuse,
+    residuals_of,
+    rules_of,
+    seeds_of,
+)
 from cgx_ops.torch.low_rank import Matrices, Part
 from cgx_ops.torch.work import start
 
@@ -156,7 +164,8 @@ class _Exchange:
         self, hook: str, state: PowerSGDState, bucket: GradBucket, seen: Seen, batched: bool
     ) -> None:
         assert seen.config is not None
-        self.state, self.config, self.buffer = state, seen.config, bucket.buffer()
+        self.state, self.buffer = state, bucket.buffer()
+        self.config = for_any_bucket(seen.config, rules_of(state))
         self.size = group_or_default(state.process_group).size()
         self.name = f"power_sgd/{bucket.index()}"
         self.matrices, others = _planned(state, seen, bucket, batched)
@@ -246,6 +255,10 @@ class _Exchange:
     def _second(self, first: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         """Take what the first message became; send Q and wait; write the averages."""
         state, epsilon = self.state, self.state.orthogonalization_epsilon / self.size
+        if self.message.is_cuda:  # callbacks have a stream of their own
+            here = torch.cuda.current_stream(self.message.device)
+            for x in (self.message, *(x for m in self.matrices for x in (m.values, m.basis))):
+                x.record_stream(here)
         means = first.value()[0].split(
             [m.p_numel for m in self.matrices] + [layer.numel for layer in self.layers]
         )

@@ -164,7 +164,7 @@ def _communicator_of(group: dist.ProcessGroup) -> Communicator:
         raise InvalidArgument(
             f"process group '{group.group_name}' ({group.size()} ranks, backend "
             f"{dist.get_backend(group)}) is none of cgx_ops' communicators; make it with the "
-            "backend 'cgx', or give QuantizedAllreduceState(carrier='c10d')"
+            "backend 'cgx', or use QuantizedAllreduceState(carrier='c10d')"
         ) from None
 
 
@@ -274,7 +274,21 @@ def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParal
     state.checked.add(wrapper)
 
 
-# ---- 3. residuals and noise ----------------------------------------------------------------------
+# ---- 3. layers that the core compresses ----------------------------------------------------------
+
+# What cannot be cut travels by one_shot.
+_UNCUT = {row["name"] for row in _native.COMPRESSORS if not row["sliced"]}
+
+
+def for_any_bucket(config: Config, rules: Rules) -> Config:
+    """Return a config by which a layer becomes the same in any bucket.
+
+    Where one layer cannot be cut, its bucket cannot: then none is.
+    """
+    used = {config.compressor, *(rule.compressor for rule in rules.rules)}
+    if config.algorithm == "by_hosts" and used & _UNCUT:
+        return replace(config, algorithm="one_shot")
+    return config
 
 
 def residuals_of(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.nn.parallel import DistributedDataParallel
@@ -104,6 +105,18 @@ def sixteen_bits() -> None:
                     assert ((average - want).abs() <= u * want.abs() + 1e-6).all(), (dtype, name)
         assert {e.dtype for e in state.residuals.tensors.values()} == {torch.float32}
         identical_on_all_ranks(torch.cat([x.flatten().float() for x in watch.averages.values()]))
+
+
+def inside_torchs_wrapper() -> None:
+    """As gradients of 16 bits are averaged; the model's are float32."""
+    hook: Any = default_hooks.fp16_compress_wrapper(ddp.power_sgd_hook)  # type: ignore[arg-type]
+    model, state = hooked(hook=hook)
+    weights = train(model, range(5))
+    want = train(hooked()[0], range(5))
+    # Four steps of 0.05, each off by 2^-11 of gradients of at most 20.
+    assert (weights[-1] - want[-1]).abs().max() <= 5 * 0.05 * 20 * 2.0**-11
+    assert not torch.equal(weights[-1], want[-1])
+    assert state.factors.q.keys() == MATRICES
 
 
 # ---- 2. buckets, rules, blocks -------------------------------------------------------------------
@@ -280,5 +293,14 @@ def bad_states() -> None:
     fails(Exception, "its state is kept by layer", loss.backward)
 
 
-CHECKS = [zeros, not_finite, sixteen_bits, buckets, channels_last, rules_and_blocks, resumed]
+CHECKS = [
+    zeros,
+    not_finite,
+    sixteen_bits,
+    inside_torchs_wrapper,
+    buckets,
+    channels_last,
+    rules_and_blocks,
+    resumed,
+]
 CHECKS += [bad_arguments, bad_gradients, bad_states]
