@@ -81,7 +81,7 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Encode& launch, 
   if (!residual && place.failed) return;
   if (!residual && (exact || (half && kWidth == 2))) {
     move_exact<Value>(group, buffer, values, numel, false,
-                      [&](const auto& visit) { for_copies(launch.copies, record, visit); });
+                      [&](const auto& visit) { for_copies(&launch.copies, record, visit); });
     return;
   }
   // A failed rank's peers may be reading.

@@ -271,7 +271,7 @@ CGX_LANE void write_sparse(Group& group, std::byte* buffer, const Target& target
   if (!target.coding.drawn) make_places(group, buffer, record);
   make_values<Value>(group, buffer, record, target, poisoned, tile);
   group.each([&](int lane) {
-    for_copies(*target.copies, target.record, [&](std::byte* to) {
+    for_copies(target.copies, target.record, [&](std::byte* to) {
       copy_out<Group::kLanes>(lane, to, buffer, Room::kLow, record.low_bytes);
       copy_out<Group::kLanes>(lane, to + record.low_bytes, buffer, Room::kHigh, record.high_bytes);
       copy_out<Group::kLanes>(lane, to + record.values_at(), buffer, Room::kValues,

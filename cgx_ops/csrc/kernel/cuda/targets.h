@@ -46,11 +46,11 @@ CGX_LANE float lost(float value, float decoded, const Target& target) {
 
 // Calls visit(first_place + distance) for each place that gets a record's bytes. Null: none does.
 template <typename Visit>
-CGX_LANE void for_copies(const Copies& copies, std::byte* first_place, const Visit& visit) {
+CGX_LANE void for_copies(const Copies* copies, std::byte* first_place, const Visit& visit) {
   if (!first_place) return;
   visit(first_place);
   CGX_ROLLED
-  for (int i = 0; i < copies.count; ++i) visit(first_place + copies.distance[i]);
+  for (int i = 0; i < copies->count; ++i) visit(first_place + copies->distance[i]);
 }
 
 // One lane's unit of result and residual.
@@ -110,7 +110,7 @@ CGX_LANE void write_values(Group& group, std::byte* buffer, const Target& target
             decoded.at[i] = Value::widen(Value::round(x));
           }
         }
-        for_copies(*target.copies, moved(target.record, (start + at) * (in_halves ? 2 : kWidth)),
+        for_copies(target.copies, moved(target.record, (start + at) * (in_halves ? 2 : kWidth)),
                    [&](std::byte* to) {
                      if (in_halves) {
                        store_unit<Half>(to, decoded, count, scratch);
@@ -201,7 +201,7 @@ CGX_LANE void write_tile(Group& group, std::byte* buffer, const Target& target,
     const int begin = start == 0 ? kHeaderRoom - header_size : kHeaderRoom;
     const int bytes = kHeaderRoom + static_cast<int>(field_bytes(length, coding)) - begin;
     const int64_t to = start == 0 ? 0 : header_size + field_bytes(start, coding);
-    for_copies(*target.copies, moved(target.record, to),
+    for_copies(target.copies, moved(target.record, to),
                [&](std::byte* place) { copy_out<Group::kLanes>(lane, place, made, begin, bytes); });
   });
 }
