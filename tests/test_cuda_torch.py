@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cgx_ops import Communicator, Config, _torch_ops
 from cgx_ops.errors import InvalidArgument, Unsupported
-from cgx_ops.torch import ddp, ddp_state, rewrite, work
+from cgx_ops.torch import ddp, ddp_bucket, rewrite, work
 
 CUDA = torch.device("cuda:0")
 REDUCTIONS = [
@@ -185,7 +185,7 @@ def test_export_keeps_the_operator(fake: Callable[..., torch.Tensor]) -> None:
 @pytest.fixture(params=[False, True], ids=["without CUDA", "with CUDA"])
 def built(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Make cgx_ops.torch believe that libcgx was built so."""
-    for module in (work, ddp_state, rewrite):
+    for module in (work, ddp_bucket, rewrite):
         monkeypatch.setattr(
             module, "devices", lambda: ("cpu", "cuda") if request.param else ("cpu",)
         )
@@ -242,10 +242,10 @@ def test_the_hook_says_what_the_build_lacks(fake: Callable[..., torch.Tensor], b
         ddp.QuantizedAllreduceState(config=Config(), carrier=carrier)
         for carrier in ("native", "c10d")
     )
-    problem = ddp_state.unsupported(native, fake(600), [])
+    problem = ddp_bucket.unsupported(native, fake(600), [])
     assert problem == "" if built else "build cgx_ops with CUDA" in problem
-    assert ddp_state.unsupported(native, fake(600, device="cpu"), []) == ""
-    problem = ddp_state.unsupported(carried, fake(600), [])
+    assert ddp_bucket.unsupported(native, fake(600, device="cpu"), []) == ""
+    problem = ddp_bucket.unsupported(carried, fake(600), [])
     assert ("use the backend 'cgx'" if built else "build cgx_ops with CUDA") in problem
 
 

@@ -136,7 +136,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "exact": {},
     "16 bits": {"factor_bits": 16},
     "8 bits": {"factor_bits": 8, "key": jax.random.key(1)},
-    "topk": {"compressor": "topk", "bits": 4, "density": 0.1, "rules": {"bias": 32}},
+    "topk": {"compressor": "topk", "density": 0.1, "rules": {"bias": 32}},
 }
 
 
@@ -208,7 +208,7 @@ def test_exact_at_the_start() -> None:
 
 
 def test_two_messages_a_step() -> None:
-    optimizer = power_sgd("d", rank=2, mesh=MESH, bits=4, compressor="topk", density=0.1)
+    optimizer = power_sgd("d", rank=2, mesh=MESH, compressor="topk", density=0.1)
     text = program_of(optimizer, WEIGHTS).lower(WEIGHTS, optimizer.init(WEIGHTS), at(0)).as_text()
     assert text.count("stablehlo.custom_call @cgx") == 2
 

@@ -25,7 +25,7 @@ def test_two_ranks() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_longer_and_with_more_ranks(n: int) -> None:
     run(n, "--slow", timeout=550)
 

@@ -63,7 +63,7 @@ def power_sgd(
     key: jax.Array | None = None,
     name: str = "",
     mesh: Mesh | None = None,
-    bits: int = EXACT_BITS,
+    bits: int | None = None,
     rules: Rules | None = None,
     **knobs: Any,
 ) -> "optax.GradientTransformation":
@@ -95,7 +95,8 @@ def power_sgd(
         key: a PRNG key, as of `average_gradients`.
         name: of the collectives, as of `psum_q`.
         mesh: of the shard_map, as of `average_gradients`.
-        bits: of leaves that are not factored; 32, exact.
+        bits: of leaves that are not factored, as of `psum_q`; None: 32, exact, unless a compressor
+          is given.
         rules: as of `psum_q`; what one is for is not factored.
         **knobs: every other keyword of `psum_q` but residual and fuse.
 
@@ -117,6 +118,8 @@ def power_sgd(
     decay = Config(residual_decay=residual_decay).residual_decay  # which checks it
     if start < 0:
         raise ValueError(f"{_CALLER}: start is {start}; it must be at least 0")
+    if bits is None:
+        bits = Config().bits if "compressor" in knobs else EXACT_BITS
     knobs = {"bits": bits, "key": key, "name": name, **knobs}
     checked = checked_knobs(_CALLER, rules=rules, **knobs)
 

@@ -5,7 +5,7 @@ bits of their own, in the background, in the order in which they were started.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_int32, c_int64, c_void_p
 from typing import Any
@@ -44,15 +44,21 @@ class Carrier:
         op: Op,
         segments: Sequence[Segment],
         seed: Sequence[int],
-        residuals: Sequence[torch.Tensor | None] | None = None,
+        residuals: Residuals | None = None,
+        then: Callable[[], object] = lambda: None,
     ) -> torch.futures.Future[torch.Tensor]:
-        """Reduce `buffer` in place; return at once a future of it. Arguments as work.start()."""
-        call = Call("allreduce", op, config, "", segments, seed, None)
+        """Reduce `buffer` in place; return at once a future of it. Arguments as work.start().
+
+        then: called before the future is complete, on the thread; it may call reduce().
+        """
         future: torch.futures.Future[Any] = torch.futures.Future()
 
         def run() -> None:
             try:
-                self._reduce(buffer, call, residuals)
+                self.reduce(
+                    buffer, config, op=op, segments=segments, seed=seed, residuals=residuals
+                )
+                then()
             except Exception as error:
                 future.set_exception(error)
             else:
@@ -61,7 +67,18 @@ class Carrier:
         self._thread.submit(run)
         return future
 
-    def _reduce(self, buffer: torch.Tensor, call: Call, residuals: Residuals | None) -> None:
+    def reduce(
+        self,
+        buffer: torch.Tensor,
+        config: Config,
+        *,
+        op: Op,
+        segments: Sequence[Segment],
+        seed: Sequence[int],
+        residuals: Residuals | None = None,
+    ) -> None:
+        """Reduce `buffer` in place, and wait for it: on the thread alone, in start()'s `then`."""
+        call = Call("allreduce", op, config, "", segments, seed, None)
         rank, size = self._rank, self._size
         address = buffer.data_ptr()
         collective = call.collective(0, 0, DTYPES[buffer.dtype], address, address, buffer.numel())

@@ -11,8 +11,9 @@
      returns its future
 
 The layout of torch's own hooks (torch.distributed.algorithms.ddp_comm_hooks), PowerSGD's above all.
-ddp_state.py has what all hooks share; ddp_power_sgd.py is PowerSGD, which is found here too;
-ddp_models.py knows the names of layers; ddp_unasked.py attaches the hook over the backend "cgx".
+ddp_state.py and ddp_bucket.py have what all hooks share; ddp_power_sgd.py is PowerSGD, which is
+found here too; ddp_models.py knows the names of layers; ddp_unasked.py attaches the hook over the
+backend "cgx".
 """
 
 from typing import Literal
@@ -25,23 +26,14 @@ from cgx_ops import Config, Segment
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import backend, layers
 from cgx_ops.torch._compat import GradBucket, group_or_default
-from cgx_ops.torch.carried import Carrier
+from cgx_ops.torch.ddp_bucket import for_any_bucket, look_at, refuse, residuals_of, seeds_of
 from cgx_ops.torch.ddp_power_sgd import (
     PowerSGDState,
     batched_power_sgd_hook,
     power_sgd_hook,
 )
-from cgx_ops.torch.ddp_state import (
-    HookState,
-    for_any_bucket,
-    look_at,
-    refuse,
-    residuals_of,
-    rules_of,
-    seeds_of,
-)
+from cgx_ops.torch.ddp_state import HookState, rules_of
 from cgx_ops.torch.layers import Rules
-from cgx_ops.torch.work import start
 
 __all__ = [
     "PowerSGDState",
@@ -85,7 +77,7 @@ class QuantizedAllreduceState(HookState):
         residuals: what was lost so far, by layer, in units of this rank's gradients.
     """
 
-    kept = ("config", "rules", "carrier", "unsupported", "steps", "residuals")
+    kept = (*HookState.kept, "unsupported")
 
     def __init__(
         self,
@@ -97,32 +89,10 @@ class QuantizedAllreduceState(HookState):
         unsupported: Literal["refuse", "exact"] = "refuse",
     ) -> None:
         """Make a state; config None: Config.from_env(), which CGX_* variables set."""
-        if carrier not in ("native", "c10d"):
-            raise InvalidArgument(f"carrier is {carrier!r}; it must be 'native' or 'c10d'")
         if unsupported not in ("refuse", "exact"):
             raise InvalidArgument(f"unsupported is {unsupported!r}; it must be 'refuse' or 'exact'")
-        super().__init__(process_group, config, rules)
-        if carrier == "c10d" and (algorithm := self.config.algorithm) in ("ring", "hierarchical"):
-            raise InvalidArgument(f"carrier 'c10d' has no algorithm {algorithm!r}; use 'sra'")
-        self.carrier = carrier
+        super().__init__(process_group, config, rules, carrier)
         self.unsupported = unsupported
-
-    def connect(self) -> None:
-        """Begin anew with what belongs to this process."""
-        super().connect()
-        self._carrier: Carrier | None = None
-
-    @property
-    def on_cpu(self) -> str:
-        """Why only tensors on the CPU can be averaged; "" if others can, too."""
-        carried = self.carrier == "c10d"
-        return "carrier 'c10d' encodes on the CPU: use the backend 'cgx'" if carried else ""
-
-    def carry(self) -> Carrier:
-        """Return what moves bytes by torch's collectives. The first call is collective."""
-        if self._carrier is None:
-            self._carrier = Carrier(group_or_default(self.process_group))
-        return self._carrier
 
 
 # ---- 2. the hook ---------------------------------------------------------------------------------
@@ -176,20 +146,6 @@ def quantized_allreduce_hook(
         gradients = bucket.gradients()
         residuals = residuals_of(hook, state, config, seen.layers, segments, gradients)
         seeds = seeds_of(state, config, seen.layers, seen.step, bucket)
-    if state.carrier == "c10d":
-        return state.carry().start(
-            buffer, config, op="avg", segments=segments, seed=seeds, residuals=residuals
-        )
-    work = start(
-        state.communicator(),
-        "allreduce",
-        buffer,
-        buffer,
-        config,
-        op="avg",
-        segments=segments,
-        seed=seeds,
-        name="ddp",
-        residuals=residuals,
+    return state.average(
+        buffer, config, segments=segments, seed=seeds, name="ddp", residuals=residuals
     )
-    return work.get_future().then(lambda future: future.value()[0])

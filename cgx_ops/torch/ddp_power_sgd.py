@@ -25,18 +25,10 @@ from cgx_ops import Segment, low_rank
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket, group_or_default
+from cgx_ops.torch.ddp_bucket import Seen, for_any_bucket, look_at, refuse, residuals_of, seeds_of
 from cgx_ops.torch.ddp_power_sgd_state import PowerSGDState
-from cgx_ops.torch.ddp_state import (
-    Seen,
-    for_any_bucket,
-    look_at,
-    refuse,
-    residuals_of,
-    rules_of,
-    seeds_of,
-)
+from cgx_ops.torch.ddp_state import rules_of
 from cgx_ops.torch.low_rank import Matrices, Part
-from cgx_ops.torch.work import start
 
 # ---- 1. the hooks --------------------------------------------------------------------------------
 
@@ -94,11 +86,8 @@ def _hook(
     buffer = bucket.buffer()
     if seen.config is None or seen.step < state.start_powerSGD_iter:
         whole = [Segment(0, buffer.numel(), bits=EXACT_BITS)]
-        work = start(
-            state.communicator(), "allreduce", buffer, buffer, state.config, op="avg",
-            segments=whole, seed=[0], name=f"power_sgd/{bucket.index()}",
-        )  # fmt: skip
-        return work.get_future().then(lambda future: future.value()[0])
+        name = f"power_sgd/{bucket.index()}"
+        return state.average(buffer, state.config, segments=whole, seed=[0], name=name)
     if not all(layer.name for layer in seen.layers):
         raise InvalidArgument(
             f"{hook}: its state is kept by layer, but this model's names are not known: import "
@@ -185,13 +174,12 @@ class _Exchange:
         state.count(self.buffer.numel(), exact + sent, bucket.is_last())
 
     def start(self) -> torch.futures.Future[torch.Tensor]:
-        """Send P and the tensors that are not factored; the rest follows in callbacks."""
-        work = start(
-            self.state.communicator(), "allreduce", self.message, self.message, self.config,
-            op="avg", segments=self.segments, seed=self.seeds, name=self.name,
-            residuals=self.residuals,
+        """Send P and the tensors that are not factored; the rest follows when they are there."""
+        first = self.state.average(
+            self.message, self.config, segments=self.segments, seed=self.seeds, name=self.name,
+            residuals=self.residuals, then=self._second,
         )  # fmt: skip
-        return work.get_future().then(self._second)
+        return first.then(lambda future: (future.value(), self.buffer)[1])
 
     def _first(self, hook: str, seen: Seen, bucket: GradBucket) -> Any:
         """Return the first message, its segments, residuals and seeds."""
@@ -252,14 +240,14 @@ class _Exchange:
         ]
 
     @torch.no_grad()
-    def _second(self, first: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    def _second(self) -> None:
         """Take what the first message became; send Q and wait; write the averages."""
         state, epsilon = self.state, self.state.orthogonalization_epsilon / self.size
         if self.message.is_cuda:  # callbacks have a stream of their own
             here = torch.cuda.current_stream(self.message.device)
             for x in (self.message, *(x for m in self.matrices for x in (m.values, m.basis))):
                 x.record_stream(here)
-        means = first.value()[0].split(
+        means = self.message.split(
             [m.p_numel for m in self.matrices] + [layer.numel for layer in self.layers]
         )
         ps, others = means[: len(self.matrices)], means[len(self.matrices) :]
@@ -268,14 +256,13 @@ class _Exchange:
             if part.residual is not None:
                 part.residual.sub_(mean).nan_to_num_(0.0, 0.0, 0.0)
         if not self.matrices:
-            return self.buffer
+            return
         # PyTorch adds epsilon to the norms of the sum.
         own = [m.project_back(p, epsilon).view(-1) for m, p in zip(self.matrices, ps, strict=True)]
         for m, mean, share in zip(self.matrices, *self._averaged(own), strict=True):
             q = m.finish(mean, share)
             if state.warm_start:
                 state.factors.q.update(zip(m.names, q.unbind(), strict=True))
-        return self.buffer
 
     def _averaged(
         self, own: Sequence[torch.Tensor]
@@ -290,11 +277,11 @@ class _Exchange:
         lost = None
         if state.feedback == "local" and state.factor_bits != EXACT_BITS:
             lost = [torch.zeros_like(q) for q in own]
-        start(
-            state.communicator(), "allreduce", message, message,
-            self.config.with_own(**low_rank.FACTORS[state.factor_bits]), op="avg",
-            segments=segments, seed=[0] * len(own), name=f"{self.name}/q", residuals=lost,
-        ).wait()  # fmt: skip
+        how = self.config.with_own(**low_rank.FACTORS[state.factor_bits])
+        state.average_more(
+            message, how, segments=segments, seed=[0] * len(own), name=f"{self.name}/q",
+            residuals=lost,
+        )  # fmt: skip
         means = message.split(numels)
         if state.feedback == "torch":
             return means, means

@@ -49,8 +49,7 @@ class PowerSGDState(HookState):
     pickles, torch.save.
 
     Attributes:
-        process_group: whose ranks average; None: the default group. It is one of the backend "cgx",
-            or, under mpirun, one of any backend over all ranks in MPI's order.
+        process_group: whose ranks average; None: the default group.
         config: how tensors travel that are not factored; their error feedback is that of
             QuantizedAllreduceState, but with feedback="torch". Its algorithm is also that of P and
             Q.
@@ -78,6 +77,7 @@ class PowerSGDState(HookState):
             together, from a copy of them.
         factor_bits: how P and Q travel: 32 exact, 16 as bfloat16, 8 quantized. With "local" what is
             lost of Q is in the residuals too.
+        carrier: who moves the bytes, "native" or "c10d", as of QuantizedAllreduceState.
         steps: backward passes so far.
         residuals: what was lost so far, by layer, in units of this rank's gradients.
         factors: each matrix's last Q.
@@ -85,10 +85,10 @@ class PowerSGDState(HookState):
     """
 
     kept = (
-        "config", "rules", "feedback", "matrix_approximation_rank", "start_powerSGD_iter",
+        *HookState.kept, "feedback", "matrix_approximation_rank", "start_powerSGD_iter",
         "min_compression_rate", "use_error_feedback", "warm_start", "orthogonalization_epsilon",
         "random_seed", "compression_stats_logging_frequency", "batch_tensors_with_same_shape",
-        "factor_bits", "steps", "residuals", "factors", "total_numel_before_compression",
+        "factor_bits", "factors", "total_numel_before_compression",
         "total_numel_after_compression", "next_stats_report",
     )  # fmt: skip
 
@@ -109,13 +109,14 @@ class PowerSGDState(HookState):
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
         factor_bits: int = 32,
+        carrier: Literal["native", "c10d"] = "native",
     ) -> None:
         """Make a state; config None: Config.from_env(), which CGX_* variables set.
 
         Raises:
             InvalidArgument (a ValueError): an argument is out of its range.
         """
-        super().__init__(process_group, config, rules)
+        super().__init__(process_group, config, rules, carrier)
         if feedback not in ("local", "torch"):
             raise InvalidArgument(f"feedback is {feedback!r}; it must be 'local' or 'torch'")
         if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:

@@ -138,6 +138,17 @@ def buckets() -> None:
         assert state.residuals.tensors.keys() == state.factors.q.keys() == MATRICES
 
 
+def carried_by_torch() -> None:
+    """To the same bits, over gloo, in many buckets."""
+    gloo = dist.new_group(backend="gloo")
+    for options in ({}, {"factor_bits": 8}):
+        own: dict[str, Any] = {"wrapper": {"bucket_cap_mb": 0.001}, **options}
+        want = train(hooked(**own)[0], range(5))
+        own["wrapper"]["process_group"] = gloo
+        got = train(hooked(**own, carrier="c10d", process_group=gloo)[0], range(5))
+        assert torch.equal(got[-1], want[-1]), options
+
+
 def channels_last() -> None:
     """A convolution is a matrix as it lies in memory."""
     torch.manual_seed(0)
@@ -238,6 +249,7 @@ def bad_arguments() -> None:
         ({"orthogonalization_epsilon": -1}, "orthogonalization_epsilon is -1"),
         ({"random_seed": -1}, "random_seed is -1; it must be 0 to 2**32 - 1"),
         ({"factor_bits": 4}, "factor_bits is 4; it must be one of 32, 16, 8"),
+        ({"carrier": "mpi"}, "carrier is 'mpi'; it must be 'native' or 'c10d'"),
         ({"config": 4}, "config is 4; give cgx_ops.Config"),
     ]
     for options, words in refused:
@@ -299,6 +311,7 @@ CHECKS = [
     sixteen_bits,
     inside_torchs_wrapper,
     buckets,
+    carried_by_torch,
     channels_last,
     rules_and_blocks,
     resumed,

@@ -1,0 +1,184 @@
+"""What all communication hooks ask of a bucket of gradients.
+
+1. who made it, whether the core can average it, the names of its layers and how they travel
+2. for layers that the core compresses: routes, residuals and noise that do not depend on the
+bucket, which DistributedDataParallel makes anew after the first step
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from cgx_ops import Config, Segment, _native
+from cgx_ops.call import call_seed, with_segment
+from cgx_ops.errors import InvalidArgument
+from cgx_ops.torch import backend, ddp_models
+from cgx_ops.torch._compat import GradBucket, group_or_default
+from cgx_ops.torch.ddp_state import HookState, rules_of
+from cgx_ops.torch.layers import Layer, Rules
+from cgx_ops.torch.work import DTYPES, devices
+
+# ---- 1. what a hook looks at first ---------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """A bucket, as a hook found it.
+
+    Attributes:
+        layers: of its gradients, in order; without a name where that is not known.
+        offsets: where each begins in the bucket's buffer, if there is no problem.
+        config: of the state, or of the block compressed(); None inside uncompressed().
+        step: backward passes before this one.
+        problem: what the core cannot average about it, and the remedy; "" if it can.
+    """
+
+    layers: list[Layer]
+    offsets: list[int]
+    config: Config | None
+    step: int
+    problem: str
+
+
+def look_at(hook: str, state: HookState, bucket: GradBucket) -> Seen:
+    """Look at a bucket, and count the step that it is the last one of.
+
+    Args:
+        hook: its name, for errors.
+        state: the hook's.
+        bucket: which DistributedDataParallel gave the hook.
+
+    Raises:
+        TypeError: it is no bucket. InvalidArgument: the model is over other ranks.
+    """
+    if not isinstance(bucket, GradBucket):
+        raise TypeError(
+            f"{hook}: bucket is {type(bucket).__name__}, not a GradBucket. With "
+            'torch._dynamo.config.optimize_ddp = "python_reducer" there are no buckets: use '
+            "cgx_ops.torch.compress_collectives() there"
+        )
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    wrappers = ddp_models.wrappers_of(parameters)
+    _check_once(hook, state, wrappers)
+    names = ddp_models.names_of(wrappers[0]) if wrappers else {}
+    scope = backend.current_scope()
+    config = scope if isinstance(scope, Config) else state.config
+    config = None if scope == "uncompressed" else config
+    step = state.steps
+    if bucket.is_last():
+        state.steps += 1
+    problem = unsupported(state, buffer, parameters)
+    gradients = [] if problem else bucket.gradients()
+    return Seen(
+        [Layer(names.get(id(p), ""), p.dim(), p.numel()) for p in parameters],
+        [int(g.storage_offset() - buffer.storage_offset()) for g in gradients],
+        config,
+        step,
+        problem,
+    )
+
+
+def refuse(hook: str, seen: Seen, remedy: str = "") -> None:
+    """Raise TypeError if the core cannot average a bucket."""
+    if seen.problem:
+        listed = ", ".join(f"'{layer.name}'" for layer in seen.layers[:4])
+        raise TypeError(f"{hook}: the gradients of {listed} are {seen.problem}{remedy}")
+
+
+def unsupported(state: HookState, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> str:
+    """Return what the core cannot average about a bucket, and the remedy; "" if it can."""
+    if buffer.layout != torch.strided:
+        return f"{buffer.layout}; make the layer with sparse=False"
+    if buffer.device.type not in devices():
+        return f"on {buffer.device}; build cgx_ops with CUDA (nvcc on PATH or in CUDA_HOME)"
+    if state.carrier == "c10d" and buffer.device.type != "cpu":
+        return f"on {buffer.device}; carrier 'c10d' encodes on the CPU: use the backend 'cgx'"
+    # Buckets of complex parameters are real, with twice as many elements.
+    for dtype in (buffer.dtype, *(p.dtype for p in parameters if p.is_complex())):
+        if dtype not in DTYPES:
+            return f"{dtype}; train it in float32, float16 or bfloat16: model.float()"
+    return ""
+
+
+def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParallel]) -> None:
+    """Compare a state with the model whose gradients it gets, when it first gets them."""
+    if not wrappers or any(wrapper in state.checked for wrapper in wrappers):
+        return
+    ranks = dist.get_process_group_ranks(group_or_default(state.process_group))
+    for wrapper in wrappers:
+        if ddp_models.ranks_of(wrapper) == ranks:
+            break
+    else:
+        raise InvalidArgument(
+            f"{hook}: the state averages over ranks {ranks}, "
+            f"DistributedDataParallel over {ddp_models.ranks_of(wrappers[0])}; give it the model's "
+            "group: state.process_group = model.process_group"
+        )
+    ddp_models.check_layers(wrapper, rules_of(state))
+    ddp_models.watch_dtypes(wrapper)
+    state.checked.add(wrapper)
+
+
+# ---- 2. layers that the core compresses ----------------------------------------------------------
+
+# What cannot be cut travels by one_shot.
+_UNCUT = {row["name"] for row in _native.COMPRESSORS if not row["sliced"]}
+
+
+def for_any_bucket(config: Config, rules: Rules) -> Config:
+    """Return a config by which a layer becomes the same in any bucket.
+
+    Where one layer cannot be cut, its bucket cannot: then none is.
+    """
+    used = {config.compressor, *(rule.compressor for rule in rules.rules)}
+    if config.algorithm == "by_hosts" and used & _UNCUT:
+        return replace(config, algorithm="one_shot")
+    return config
+
+
+def residuals_of(
+    hook: str,
+    state: HookState,
+    config: Config,
+    found: Sequence[Layer],
+    segments: Sequence[Segment],
+    values: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None] | None:
+    """Return the residual of each layer that is compressed and has one; None if none has.
+
+    values: what travels of each layer, whose dtype and device its residual has.
+    """
+    keeps = []
+    for segment in segments:
+        own = with_segment(config, segment)
+        smallest = max(_native.SMALLEST_COMPRESSED, own.minimal_size)
+        keeps.append(own.keeps_residuals and segment.numel >= smallest)
+    if not any(keeps):
+        return None
+    group = group_or_default(state.process_group)
+    state.residuals.claim(group.rank(), group.size())
+    for layer, kept in zip(found, keeps, strict=True):
+        if kept and not layer.name:
+            raise InvalidArgument(
+                f"{hook}: error feedback keeps residuals by layer, but this "
+                "model's names are not known: import cgx_ops.torch before "
+                "DistributedDataParallel(model), or give Config(error_feedback=False)"
+            )
+    return [
+        state.residuals.of(layer.name, value, config.residual_decay) if kept else None
+        for layer, value, kept in zip(found, values, keeps, strict=True)
+    ]
+
+
+def seeds_of(
+    state: HookState, config: Config, found: Sequence[Layer], step: int, bucket: GradBucket
+) -> list[int]:
+    """Return the seed of each layer's noise, which must not depend on its bucket."""
+    group_name = group_or_default(state.process_group).group_name
+    return [
+        call_seed(config.seed, f"ddp/{layer.name or (bucket.index(), i)}", step, group_name)
+        for i, layer in enumerate(found)
+    ]
