@@ -33,11 +33,11 @@ def test_gpu_is_found() -> None:
     ("n", "wire", "sets"),
     [
         (1, "SHM", ["features", "by_size"]),
-        (2, "SHM", ["matrix", "features", "by_size"]),
+        (2, "SHM", ["matrix", "features", "by_size", "compressors"]),
         (2, "MPI", ["sample", "features", "by_size"]),
         (2, "AUTO", ["sample"]),
         (4, "SHM", ["sample", "features", "by_size"]),
-        (4, "MPI", ["sample", "features"]),
+        (4, "MPI", ["sample", "features", "compressors, some"]),
     ],
 )
 def test_results_are_the_cpu_s(n: int, wire: str, sets: list[str]) -> None:

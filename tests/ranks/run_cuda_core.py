@@ -57,8 +57,15 @@ SETS = {**collective_cases.SETS, "by_size": BY_SIZE}
 
 
 def served(case: Case) -> bool:
-    """Return whether the GPU takes it: every algorithm but those that pass messages on."""
-    return case.algorithm not in ("ring", "hierarchical")
+    """Return whether the GPU takes it: docs/gpu.md says what it does not."""
+    whole = case.rotation is not None or case.compressor in ("topk", "randk")
+    return (
+        case.algorithm not in ("ring", "hierarchical")
+        and case.compressor != "threshold"
+        and (not whole or case.bucket_size <= 8192)
+        and (case.density or 0) <= 0.25
+        and case.value_bits in (None, 16, 32)
+    )
 
 
 def results(comm: Communicator, sets: list[str]) -> Finding:
