@@ -212,6 +212,21 @@ def test_bytes_are_as_many_as_the_formulas_say() -> None:
     assert elias_fano(4096, 64) == 64
 
 
+@pytest.mark.parametrize("compressor", ["topk", "threshold"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_all_nan_are_equal(compressor: Any, dtype: str) -> None:
+    """The first are sent, whatever else is in them; also where a sample begins with one."""
+    x = values("normal", 3000, dtype)
+    bits = x.view(np.uint32 if dtype == "float32" else np.uint16)
+    first = {"float32": 0x7F800001, "float16": 0x7C01, "bfloat16": 0x7F81}[dtype]
+    for i, at in enumerate((7, 50, 650, 1150, 1250, 2950)):
+        bits[at] = first + i | (i % 2) << (8 * x.itemsize - 1)
+    for density in (0.001, 0.01):
+        knobs: dict[str, Any] = {"compressor": compressor, "density": density}
+        data = codec.quantize(x, Config(bucket_size=1000, **knobs))
+        assert data == reference.quantize(x, 4, 1000, **knobs), density
+
+
 def test_threshold_sends_no_more_than_it_may() -> None:
     """At most 1.3 k, at least one, and near k where the sample tells; lengths are real."""
     for kind, density in itertools.product(KINDS, (1e-9, 0.001, 0.01, 0.3, 1.0)):

@@ -36,16 +36,26 @@ def _dump(*options: str) -> str:
     return done.stdout
 
 
-def _kernels(architecture: str) -> dict[str, str]:
-    """Return the machine code of each kernel."""
-    code = _dump("--dump-sass", "--gpu-architecture", architecture)
+@cache
+def _usage(*options: str) -> dict[str, str]:
+    """Return what each kernel takes, by its name."""
+    usage = _dump("--dump-resource-usage", *options)
+    return dict(re.findall(r"Function (\S+):\s+(REG:.*)", usage))
+
+
+@cache
+def _code(architecture: str) -> dict[str, str]:
+    """Return the machine code of each kernel of uniform buckets and exact values, by its name."""
+    one = ("--gpu-architecture", architecture)
+    names = ",".join(name for name in _usage(*one) if "UniformFormat" in name)
+    code = _dump("--dump-sass", *one, "--function", names)
     parts = re.split(r"^\s*Function : (\S+)$", code, flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def _named(launch: str, dtype: str, architecture: str) -> Iterator[str]:
+def _named(launch: str, dtype: str, kernels: dict[str, str]) -> Iterator[str]:
     wanted = ("run_buckets", f"{len(dtype)}{dtype}", f"{len(launch)}{launch}E")
-    for name, code in _kernels(architecture).items():
+    for name, code in kernels.items():
         if all(part in name for part in wanted):
             yield code
 
@@ -58,10 +68,11 @@ def test_machine_code_of_both_architectures_and_ptx_for_later_ones() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kernel_is_there(architecture: str) -> None:
+    kernels = _usage("--gpu-architecture", architecture)
     for launch in ("Encode", "Reduce", "Decode"):
         for dtype in DTYPES:
-            assert len(list(_named(launch, dtype, architecture))) == 6, (launch, dtype)
-    assert [name for name in _kernels(architecture) if "run_exchange" in name]
+            assert len(list(_named(launch, dtype, kernels))) == 6, (launch, dtype)
+    assert [name for name in kernels if "run_exchange" in name]
 
 
 def test_registers_suffice() -> None:
@@ -76,12 +87,13 @@ def test_registers_suffice() -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_memory_is_moved_in_16_bytes(dtype: str, architecture: str) -> None:
-    for code in _named("Encode", dtype, architecture):
+    kernels = _code(architecture)
+    for code in _named("Encode", dtype, kernels):
         assert re.search(r"\bLDG\.E\S*\.128\b", code), "values are read"
         assert re.search(r"\bSTG\.E\S*\.128\b", code), "records are written"
-    for code in _named("Reduce", dtype, architecture):
+    for code in _named("Reduce", dtype, kernels):
         assert re.search(r"\bLDGSTS\.E\S*\.128\b", code), "messages are copied to shared memory"
-    for code in _named("Decode", dtype, architecture):
+    for code in _named("Decode", dtype, kernels):
         assert re.search(r"\bSTG\.E\S*\.128\b", code), "values are written"
 
 

@@ -122,7 +122,9 @@ void test_select(Data kind, int64_t numel, int64_t k) {
   const std::vector<float> values = make_data(kind, numel, 8);
   std::vector<uint32_t> order(static_cast<size_t>(numel));
   std::iota(order.begin(), order.end(), 0);
-  const auto key = [&](uint32_t i) { return std::bit_cast<uint32_t>(values[i]) & 0x7fffffffu; };
+  const auto key = [&](uint32_t i) {  // all NaN are equal
+    return std::min(std::bit_cast<uint32_t>(values[i]) & 0x7fffffffu, 0x7f800001u);
+  };
   std::stable_sort(order.begin(), order.end(),
                    [&](uint32_t a, uint32_t b) { return key(a) > key(b); });
   order.resize(static_cast<size_t>(k));

@@ -25,8 +25,11 @@ _PLACES_PHASE = 0x706C6163
 
 
 def largest(x: Float32s, k: int) -> Places:
-    """Return the places of the k largest magnitudes; of equal ones the first. NaN is largest."""
-    key = (x.view(np.uint32) & np.uint32(0x7FFFFFFF)).astype(np.int64)
+    """Return the places of the k largest magnitudes; of equal ones the first.
+
+    NaN is largest, and equal to NaN.
+    """
+    key = np.minimum(x.view(np.uint32) & np.uint32(0x7FFFFFFF), 0x7F800001).astype(np.int64)
     return np.sort(np.argsort(-key, kind="stable")[:k])
 
 

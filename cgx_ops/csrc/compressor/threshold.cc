@@ -88,6 +88,9 @@ class Threshold final : public Codec {
   void choose(const float* values, int64_t numel, std::vector<uint32_t>* places) const {
     const int64_t wanted = share_of(settings_, numel), most = most_chosen(numel);
     float threshold = sampled(values, numel);
+    places->resize(most);
+    if (std::isnan(threshold))  // nothing is below it
+      return kernels().select_largest(values, numel, most, places->data());
     for (int round = 0; round < kMostRounds; ++round) {
       const int64_t above = kernels().count_from(values, numel, threshold);
       if (above > most)
@@ -97,7 +100,6 @@ class Threshold final : public Codec {
       else
         break;
     }
-    places->resize(most);
     const int64_t found = kernels().places_from(values, numel, threshold, most, places->data());
     places->resize(std::clamp<int64_t>(found, 1, most));
     if (found >= 1 && found <= most) return;

@@ -23,6 +23,10 @@ set(flags -Xcompiler=-Wall,-Wextra,-ffp-contract=off)
 if(CGX_WERROR)
   list(APPEND flags --Werror=all-warnings -Xcompiler=-Werror)
 endif()
+# A quarter of the bytes. Every driver of CUDA 13 unpacks it; those before may not.
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
+  list(APPEND flags --compress-mode=size)
+endif()
 add_compile_options("$<$<COMPILE_LANGUAGE:CUDA>:${flags}>")
 include_directories(SYSTEM ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})  # cuda/*.cc: the runtime's
 

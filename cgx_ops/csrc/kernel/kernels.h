@@ -1,4 +1,4 @@
-// Arithmetic on one rank, over raw pointers: the contract that every CPU target (and, later, CUDA)
+// Arithmetic on one rank, over raw pointers: the contract that every CPU target, and kernel/cuda,
 // fulfils to the same bit. docs/wire_format.md and docs/numerics.md spell the arithmetic out.
 //
 // All targets are compiled from kernel/cpu/kernels-inl.h; kernels() picks one at first use: the

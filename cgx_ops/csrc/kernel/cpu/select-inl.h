@@ -1,5 +1,6 @@
 // The places of the largest magnitudes. Magnitudes are compared as integers (keys), by which what
-// is not finite is larger than all else, NaN most.
+// is not finite is larger than all else, NaN most; all NaNs are equal, since not all processors
+// keep what else is in them.
 //
 //   1. how many values have a key or a larger one; and where they are
 //   2. the k-th largest key: from the largest down in growing steps; then by halves, among those
@@ -15,11 +16,17 @@
 namespace cgx::cpu::CGX_TARGET {
 namespace {
 
+constexpr int32_t kNanKey = 0x7f800001;
+
 [[gnu::always_inline]] inline Ints16 keys16(const Stored<uint32_t>* values) {
-  return map<Ints16>(load_registers<Ints16>(values), [](Ints bits) { return bits & 0x7fffffff; });
+  return map<Ints16>(load_registers<Ints16>(values), [](Ints bits) {
+    const Ints magnitude = bits & 0x7fffffff, nan = Ints{} + kNanKey;
+    return magnitude < nan ? magnitude : nan;
+  });
 }
 [[gnu::always_inline]] inline int32_t key_of(const Stored<uint32_t>& value) {
-  return static_cast<int32_t>(value.value & 0x7fffffffu);
+  const auto magnitude = static_cast<int32_t>(value.value & 0x7fffffffu);
+  return magnitude < kNanKey ? magnitude : kNanKey;
 }
 
 int64_t count_from(const Stored<uint32_t>* __restrict values, int64_t n, int32_t least) {
@@ -124,7 +131,7 @@ void select_largest(const float* from, int64_t n, int64_t k, uint32_t* places) {
   const auto* values = reinterpret_cast<const Stored<uint32_t>*>(from);
   Bounds bounds = halve(values, n, k, step_down(values, n, k), about);
   const auto equal = [&](const Stored<uint32_t>* among, int64_t count) {
-    const bool none_larger = bounds.low == INT32_MAX;
+    const bool none_larger = bounds.low == kNanKey;
     return k - (none_larger || bounds.from_low == k ? 0 : count_from(among, count, bounds.low + 1));
   };
   if (bounds.from_low > kFew)

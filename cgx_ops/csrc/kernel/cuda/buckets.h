@@ -48,7 +48,8 @@ CGX_LANE Noise noise_of(const Piece& piece, const Launch& launch) {
   return {block_seed(seed, piece.block), launch.rank, launch.phase};
 }
 
-// Of a bucket that begins with element `start` of its piece.
+// Of a bucket that begins with element `start` of its piece. Whatever the block: all ranks draw
+// alike.
 CGX_LANE Draw draw_of(const Piece& piece, int64_t start) {
   return {piece.seed, static_cast<uint64_t>(piece.first_index + start)};
 }

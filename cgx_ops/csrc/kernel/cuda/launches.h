@@ -35,7 +35,7 @@ struct Piece {
   int64_t numel = 0;
   int64_t first_index = 0;  // of its first element, in its segment: a multiple of bucket_size
   int64_t bucket_size = 0;  // elements
-  uint64_t seed = 0;
+  uint64_t seed = 0;        // of noise; and of places that are drawn, which no other seed is for
   // If not null, a seed is here, on the device: that of number `seed_number` after it is used.
   const uint64_t* seed_at = nullptr;
   Coding coding = {};          // of `message`
@@ -64,7 +64,8 @@ struct Regions {
   int64_t bytes = 0;
 };
 
-// In all launches: `fault` is a word on the device; if it is not 0 the collective has failed: no
+// In all launches: `fault` is a word on the device, which does not change while a kernel runs
+// (whoever writes it does so in the stream's order); if it is not 0 the collective has failed: no
 // message is read or written (peers that do not know yet may be reading the last one), and every
 // result and residual that would be written is NaN. Null: it cannot fail.
 

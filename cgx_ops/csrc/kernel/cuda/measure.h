@@ -15,8 +15,12 @@ namespace cgx::device::cuda {
 
 // ---- 1. extremes ----
 
-// Of a finite value, or larger than any such.
-CGX_LANE int32_t magnitude_key(float x) { return static_cast<int32_t>(bits_of(x) & 0x7fffffffu); }
+// Larger than of any number if x is infinite, and larger still, but the same, if it is a NaN.
+inline constexpr int32_t kNanKey = 0x7f800001;
+CGX_LANE int32_t magnitude_key(float x) {
+  const auto magnitude = static_cast<int32_t>(bits_of(x) & 0x7fffffffu);
+  return magnitude < kNanKey ? magnitude : kNanKey;
+}
 
 // Of key(x) of all values.
 template <typename Group>

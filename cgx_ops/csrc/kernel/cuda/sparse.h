@@ -35,8 +35,9 @@ struct SparseRoom {
   static constexpr int kLow = kPlaces + kTile / 2 + 16, kHigh = kLow + kTile / 4;
   static constexpr int kValues = kHigh + kTile / 4, kEnd = kValues + kTile + kWindow;
   static_assert(kEnd <= Layout<Group>::kScratchAt && kLow % 16 == 0 && kPlaces % 4 == 0);
-  // When a record has arrived behind a tile of values, these are at the end.
-  static constexpr int kDrawn = Layout<Group>::kArriving - kTile / 8 - kTile / 16;
+  // Behind a tile of values and a record of drawn ones: a bit for each value.
+  static constexpr int kDrawn = Layout<Group>::kArriving - kTile / 8;
+  static_assert(4 * kTile + 16 + kTile + kWindow <= kDrawn && kDrawn % 4 == 0);
 };
 
 // ---- 2. what is sent ----
@@ -51,7 +52,7 @@ CGX_LANE int ones(uint32_t word) {
 
 CGX_LANE uint32_t bits_below(int bit) { return (1u << bit) - 1; }
 
-// The first `most` bits that are set, of 0 or more.
+// The first `most` bits that are set; none if it is not positive.
 CGX_LANE uint32_t first_bits(uint32_t word, int most) {
   uint32_t rest = word;
   CGX_ROLLED
@@ -96,7 +97,7 @@ CGX_LANE void choose_largest(Group& group, std::byte* buffer, int numel, int cou
     const int32_t more = least | 1 << bit;
     if (count_from(group, tile, numel, more) >= count) least = more;
   }
-  const int larger = least == INT32_MAX ? 0 : count_from(group, tile, numel, least + 1);
+  const int larger = least == kNanKey ? 0 : count_from(group, tile, numel, least + 1);
   group.each([&](int lane) {
     for_units<Group::kLanes>(lane, numel, [&](int u, int at, int values) {
       uint32_t chosen = 0, ties = 0;

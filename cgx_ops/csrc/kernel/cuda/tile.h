@@ -9,7 +9,9 @@
 
 namespace cgx::device::cuda {
 
-// Shared memory of a group: what arrives, and later noise, a part of a record, and lanes' scratch.
+// Shared memory of a group, one use after another: what arrives; noise, a part of a record, and
+// lanes' scratch; values as floats with sums of them (measure.h) or while they are rotated; what
+// sparse.h makes.
 template <typename Group>
 struct Layout {
   static constexpr int kTile = tile_numel(Group::kLanes);
@@ -21,6 +23,9 @@ struct Layout {
   static constexpr int kBytes = kArriving + kWindow;
   static_assert(kStageAt % 16 == 0 && kScratchAt % 16 == 0);
   static_assert(kScratchAt + 32 * Group::kLanes <= kArriving && 4 * kTile + 32 <= kArriving);
+  // A record of rotated or of chosen values behind a tile of floats: 8 bits each, or a fourth of
+  // them in 32 bits, and their places.
+  static_assert(4 * kTile + 32 + kTile + kTile / 8 + 32 <= kArriving);
 };
 
 struct Tile {

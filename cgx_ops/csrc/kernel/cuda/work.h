@@ -14,7 +14,7 @@ inline constexpr int kHeaderRoom = 8;  // bytes, for a record's header
 inline constexpr int kUnit = 8;       // values that a lane takes at a time: `bits` bytes of field
 inline constexpr int kLaneUnits = 2;  // units of a tile that a lane holds in registers
 
-// Values that a group holds in registers. Buckets up to this long are read once, longer ones twice.
+// Values that a group holds in registers. Longer buckets are read once for each pass over them.
 constexpr int tile_numel(int lanes) { return lanes * kLaneUnits * kUnit; }
 
 inline constexpr int kWarpLanes = 32, kBlockLanes = 512;  // groups of one kind, and of the other
