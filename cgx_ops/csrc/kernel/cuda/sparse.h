@@ -60,7 +60,7 @@ CGX_LANE uint32_t first_bits(uint32_t word, int most) {
   return word & ~rest;
 }
 
-// The first bits of words, counted: how many are set before word w.
+// How many bits are set before word w.
 CGX_LANE int ones_before(const std::byte* words, int w) {
   int count = 0;
   CGX_ROLLED
@@ -212,7 +212,7 @@ CGX_LANE void make_places(Group& group, std::byte* buffer, const SparseRecord& r
   });
 }
 
-// The values that are sent, end to end in the room; the tile keeps what all decode to.
+// The values that are sent, end to end in the room; result and residual of all.
 template <typename Value, typename Group>
 CGX_LANE void make_values(Group& group, std::byte* buffer, const SparseRecord& record,
                           const Target& target, bool poisoned,

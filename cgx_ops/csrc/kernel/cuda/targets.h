@@ -206,7 +206,7 @@ CGX_LANE void write_tile(Group& group, std::byte* buffer, const Target& target,
   });
 }
 
-// What a rotated bucket lost, and its result, of what its field decodes to, still rotated.
+// What a rotated bucket lost, and its result, of what its field decodes to, rotated back.
 template <typename Value, typename Group>
 CGX_LANE void store_rotated_outcome(Group& group, std::byte* buffer, const Target& target,
                                     int numel, typename Group::template Lanes<Tile>& values,
