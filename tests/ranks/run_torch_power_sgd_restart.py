@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from failing import fails
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch_power_sgd.common import RANK, backward, fails, gathered, hooked, train
+from torch_power_sgd.common import RANK, backward, gathered, hooked, train
 
 from cgx_ops.torch import ddp
 

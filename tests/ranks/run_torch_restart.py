@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from failing import fails
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch_ddp.common import RANK, SIZE, fails, gradients_of, hooked, images, network, same
+from torch_ddp.common import RANK, SIZE, gradients_of, hooked, images, network, same
 
 from cgx_ops import Config
 from cgx_ops.torch import ddp

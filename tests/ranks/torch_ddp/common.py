@@ -104,15 +104,6 @@ def compressing_group() -> Any:
     return dist.new_group(backend="cgx", pg_options=options)
 
 
-def fails(error: type[Exception], words: str, call: Callable[[], object]) -> None:
-    try:
-        call()
-    except error as raised:
-        assert words in str(raised), raised
-    else:
-        raise AssertionError(f"no {error.__name__} with {words!r}")
-
-
 def identical_on_all_ranks(tensors: dict[str, torch.Tensor]) -> None:
     flat = torch.cat([t.detach().float().flatten() for t in tensors.values()])
     everyone = [torch.empty_like(flat) for _ in range(SIZE)]

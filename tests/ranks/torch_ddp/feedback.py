@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch_cases as tc
+from failing import fails
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -27,7 +28,6 @@ from cgx_ops.torch import ddp, ddp_models, layers
 
 from .common import (
     RANK,
-    fails,
     gradients_of,
     hooked,
     identical_on_all_ranks,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from failing import fails
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -28,7 +29,6 @@ from .common import (
     SIZE,
     averaged,
     compressing_group,
-    fails,
     gradients_of,
     hooked,
     identical_on_all_ranks,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from failing import fails
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +16,7 @@ from cgx_ops import Config
 from cgx_ops.torch import ddp, layers
 
 from .backend import Products
-from .common import NEAREST, RANK, SIZE, compressing_group, fails, hooked, images, network
+from .common import NEAREST, RANK, SIZE, compressing_group, hooked, images, network
 
 
 def does_not_wait() -> None:

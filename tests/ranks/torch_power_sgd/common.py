@@ -110,14 +110,5 @@ def backward(model: nn.Module, step: int, scale: float = 1.0, shift: float = 0.0
     (loss_of(model, batch(RANK, step, shift)) * scale).backward()
 
 
-def fails(error: type[Exception], words: str, call: Callable[[], object]) -> None:
-    try:
-        call()
-    except error as raised:
-        assert words in str(raised), raised
-    else:
-        raise AssertionError(f"no {error.__name__} with {words!r}")
-
-
 def identical_on_all_ranks(x: torch.Tensor) -> None:
     assert all(torch.equal(x, other) for other in gathered(x))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from failing import fails
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -27,7 +28,6 @@ from .common import (
     RANK,
     backward,
     batch,
-    fails,
     gathered,
     hooked,
     identical_on_all_ranks,
