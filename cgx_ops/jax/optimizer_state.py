@@ -46,7 +46,7 @@ class PowerSGDState(NamedTuple):
     Attributes:
         step: int32 scalar: the steps done, equal on all devices.
         q: a tree like the parameters: float32 (columns, rank) of each matrix that is factored,
-          equal on all devices; None for other leaves.
+          equal on all devices; None for other leaves. With batched=True one array.
         residual: as of AverageGradientsState, but float32.
     """
 

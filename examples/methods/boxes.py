@@ -8,14 +8,10 @@ cell of 4 x 4 pixels says what lies on its middle and how far the sides of that 
 momentum, its rate rising at first, then falling along a cosine. The pictures are made up.
 """
 
-import math
-
 import torch
-from task import Batch, Task, sgd
+from task import Batch, Task, risen_cosine, sgd
 from torch import nn
 from torch.nn import functional
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from training import main
 
 SIZE, CELL, THINGS = 32, 4, 2  # pixels of a side; pixels of a cell's side; most things a picture
@@ -110,18 +106,9 @@ def score(model: nn.Module, batch: Batch) -> float:
 
 
 def boxes() -> Task:
-    def schedule(optimizer: Optimizer, steps: int) -> LRScheduler:
-        rising = max(1, steps // 20)
-
-        def factor(step: int) -> float:
-            rest = max(0, step - rising) / max(1, steps - rising)
-            return min(1, (step + 1) / rising) * (1 + math.cos(math.pi * rest)) / 2
-
-        return LambdaLR(optimizer, factor)
-
     return Task(
         "boxes", Detector, draw, draw(400, torch.Generator().manual_seed(0)), loss, score,
-        "found %", batch=16, steps=250, optimizer=sgd, momentum=0.9, rate=0.1, schedule=schedule,
+        "found %", batch=16, steps=250, optimizer=sgd, momentum=0.9, rate=0.1, schedule=risen_cosine,
     )  # fmt: skip
 
 

@@ -5,15 +5,12 @@
 AdamW, its rate rising at first and falling to 0 along a cosine.
 """
 
-import math
 import pydoc_data.topics
 
 import torch
-from task import Batch, Task, adamw
+from task import Batch, Task, adamw, risen_cosine
 from torch import nn
 from torch.nn import functional
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from training import main
 
 CONTEXT, WIDTH, HEADS, LAYERS = 32, 128, 4, 2
@@ -55,21 +52,12 @@ def characters() -> Task:
     def score(model: nn.Module, batch: Batch) -> float:
         return 100 * (model(batch[0]).argmax(2) == batch[1]).float().mean().item()
 
-    def schedule(optimizer: Optimizer, steps: int) -> LRScheduler:
-        rising = max(1, steps // 20)
-
-        def factor(step: int) -> float:
-            rest = max(0, step - rising) / max(1, steps - rising)
-            return min(1, (step + 1) / rising) * (1 + math.cos(math.pi * rest)) / 2
-
-        return LambdaLR(optimizer, factor)
-
     return Task(
         "characters", lambda: Transformer(len(alphabet)),
         lambda count, generator: windows(train, count, generator),
         windows(held, 200, torch.Generator().manual_seed(0)),
         loss, score, "right %", batch=16, steps=250, optimizer=adamw, momentum=0, rate=3e-3,
-        schedule=schedule,
+        schedule=risen_cosine,
     )  # fmt: skip
 
 

@@ -1,12 +1,13 @@
 """What the three examples of this folder have to say: the model, its data and its optimizer."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 Batch = tuple[torch.Tensor, ...]  # inputs, then what the model should say of them
 
@@ -54,3 +55,14 @@ def sgd(parameters: Iterable[nn.Parameter], rate: float, momentum: float) -> Opt
 def adamw(parameters: Iterable[nn.Parameter], rate: float, _: float) -> Optimizer:
     """Return AdamW."""
     return torch.optim.AdamW(parameters, rate, weight_decay=0.01)
+
+
+def risen_cosine(optimizer: Optimizer, steps: int) -> LRScheduler:
+    """Return a rate that rises for a twentieth of the steps, and falls to 0 along a cosine."""
+    rising = max(1, steps // 20)
+
+    def factor(step: int) -> float:
+        rest = max(0, step - rising) / max(1, steps - rising)
+        return min(1, (step + 1) / rising) * (1 + math.cos(math.pi * rest)) / 2
+
+    return LambdaLR(optimizer, factor)
