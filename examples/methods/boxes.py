@@ -3,7 +3,7 @@
     mpirun -np 2 python examples/methods/boxes.py --methods exact "4 bits" PowerSGD DGC
 
 Convolutions at three scales, a pyramid that joins them, and a wide layer that sees all of the
-picture: the largest of its tensors has a quarter of a million elements, the smallest three. Each
+picture: the largest of its tensors has a quarter of a million elements, the smallest four. Each
 cell of 4 x 4 pixels says what lies on its middle and how far the sides of that are. SGD with
 momentum, its rate rising at first, then falling along a cosine. The pictures are made up.
 """
@@ -107,8 +107,8 @@ def score(model: nn.Module, batch: Batch) -> float:
 
 def boxes() -> Task:
     return Task(
-        "boxes", Detector, draw, draw(400, torch.Generator().manual_seed(0)), loss, score,
-        "found %", batch=16, steps=250, optimizer=sgd, momentum=0.9, rate=0.1, schedule=risen_cosine,
+        "boxes", Detector, draw, draw(400, torch.Generator().manual_seed(0)), loss, score, "found %",
+        batch=16, steps=250, optimizer=sgd, momentum=0.9, rate=0.1, schedule=risen_cosine,
     )  # fmt: skip
 
 
