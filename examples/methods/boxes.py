@@ -107,8 +107,9 @@ def score(model: nn.Module, batch: Batch) -> float:
 
 def boxes() -> Task:
     return Task(
-        "boxes", Detector, draw, draw(400, torch.Generator().manual_seed(0)), loss, score, "found %",
-        batch=16, steps=250, optimizer=sgd, momentum=0.9, rate=0.1, schedule=risen_cosine,
+        "boxes", Detector, draw, draw(400, torch.Generator().manual_seed(0)),
+        loss, score, "found %", batch=16, steps=250, optimizer=sgd, momentum=0.9, rate=0.1,
+        schedule=risen_cosine,
     )  # fmt: skip
 
 
