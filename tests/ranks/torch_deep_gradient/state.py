@@ -263,6 +263,5 @@ def bad_states() -> None:
     fails(Exception, "its state is kept by layer", loss.backward)
 
 
-CHECKS = [buckets, carried_by_torch, inside_torchs_wrapper, rules_and_blocks, resumed, optimizers]
-CHECKS += [bad_arguments, bad_gradients, bad_states]
-SLOW = []
+CHECKS = [resumed, optimizers, bad_arguments, bad_gradients]
+SLOW = [buckets, carried_by_torch, inside_torchs_wrapper, rules_and_blocks, bad_states]
