@@ -248,6 +248,14 @@ def test_devices_of_a_host_have_their_gradients_added_up() -> None:
                 assert ((v == 0) == (layers[name].v == 0)).all()
 
 
+@slow
+def test_processes_with_two_devices_each() -> None:
+    for output in launch.mpirun(
+        2, "run_jax_deep_gradient.py", env={"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}, timeout=100
+    ):
+        assert output.rstrip().endswith("ok all"), output
+
+
 # ---- 2. states -----------------------------------------------------------------------------------
 
 
