@@ -18,6 +18,7 @@ from cgx_ops.rules import EXACT_BITS
 # The densities of the warm-up, for a quarter of its steps each: as in the paper.
 WARMUP = (0.25, 0.0625, 0.015625, 0.00390625)
 COMPRESSORS = ("topk", "threshold")
+_MOST_ON_GPUS = 8192  # values among which kernels choose
 
 
 @dataclass(frozen=True)
@@ -137,18 +138,21 @@ def is_sparse(layer: str, own: Config, numel: int) -> bool:
     return True
 
 
-def sparse_knobs(method: Method, own: Config, numel: int, step: int) -> dict[str, Any]:
-    """Return the fields of Config by which a sparse layer is sent: chosen from all of it.
+def sparse_knobs(
+    method: Method, own: Config, numel: int, step: int, *, gpu: bool
+) -> dict[str, Any]:
+    """Return the fields of Config by which a sparse layer is sent.
 
     Args:
         method: of all layers.
         own: how this one travels.
-        numel: its elements.
+        numel: its elements, of all of which the largest are chosen.
         step: counted from 0.
+        gpu: whether it is on a GPU, which chooses among fewer.
     """
     return {
         "compressor": own.compressor,
         "density": max(own.density or method.density, method.least_density(step)),
         "value_bits": own.value_bits,
-        "bucket_size": numel,
+        "bucket_size": min(numel, _MOST_ON_GPUS) if gpu else numel,
     }

@@ -6,8 +6,8 @@ import launch
 import pytest
 import torch_cases as tc
 
-from cgx_ops import InvalidArgument
-from cgx_ops.deep_gradient import Method
+from cgx_ops import Config, InvalidArgument
+from cgx_ops.deep_gradient import Method, sparse_knobs
 
 
 def run(n: int, program: str, *args: object, hosts: str = "", timeout: float = 100) -> None:
@@ -67,6 +67,18 @@ def test_stages_of_the_warmup(warmup_steps: int, stages: list[tuple[int, float]]
     for step in range(warmup_steps + 3):
         expected = next(least for start, least in reversed(stages) if start <= step)
         assert found.least_density(step) == expected
+
+
+def test_how_a_layer_is_sent() -> None:
+    own = Config(compressor="topk", value_bits=16)
+    found = sparse_knobs(method(warmup_steps=4), own, 100_000, 1, gpu=False)
+    assert found == {
+        "compressor": "topk", "density": 0.0625, "value_bits": 16, "bucket_size": 100_000
+    }  # fmt: skip
+    ruled = Config(compressor="threshold", density=0.5)
+    assert sparse_knobs(method(warmup_steps=4), ruled, 9, 1, gpu=True)["density"] == 0.5
+    assert sparse_knobs(method(), own, 100_000, 9, gpu=True)["bucket_size"] == 8192
+    assert sparse_knobs(method(), own, 100, 9, gpu=True)["bucket_size"] == 100
 
 
 def test_limit_of_each_rank() -> None:

@@ -139,6 +139,7 @@ def deep_gradient(
         dense = () if dense_axis is None else mesh_groups(_CALLER, dense_axis).axes
         _check_processes(mesh, groups)
         check_own(_CALLER, updates, groups.axes + dense)
+        on_gpu = _platform(mesh) != "cpu"
 
         def reduced(x: dict[str, Any], lost: Any, axes: Any, message: str, **knobs: Any) -> Any:
             called = f"{name}/{message}" if name else ""
@@ -163,7 +164,10 @@ def deep_gradient(
 
         def sent(step: int) -> Any:
             """Return the averages and what is not sent, at the density of a step."""
-            own = {n: sparse_knobs(method, leaves[n].own, owed[n].size, step) for n in owed}
+            own = {
+                n: sparse_knobs(method, leaves[n].own, c.size, step, gpu=on_gpu)
+                for n, c in owed.items()
+            }
             whole = {n for n in owed if own[n]["density"] >= 1}
             zeros = {n: None if n in whole else jnp.zeros_like(c) for n, c in owed.items()}
             by_leaf = {rf"\A{re.escape(n)}\Z": EXACT_BITS if n in whole else own[n] for n in owed}
@@ -260,6 +264,12 @@ def _kept(leaf: _Leaf, u: jax.Array) -> jax.Array:
     """Return a momentum for the state: without what is not finite."""
     u = jnp.where(jnp.isfinite(u), u, 0.0)
     return u if leaf.v is None else u[None]
+
+
+def _platform(mesh: Mesh | None) -> str:
+    """Return the platform of the devices of a mesh, as far as it is known."""
+    known = isinstance(mesh, jax.sharding.Mesh)
+    return mesh.devices.flat[0].platform if known else jax.default_backend()
 
 
 def _check_processes(mesh: Mesh | None, groups: MeshGroups) -> None:

@@ -190,7 +190,8 @@ class _Exchange:
                 v = state.residuals.of(layer.name, values)
                 now = with_segment(config, place)
                 if is_sparse(layer.name, now, numel) and self.ranks > 1:
-                    knobs = sparse_knobs(method, now, numel, seen.step)
+                    on_gpu = values.is_cuda
+                    knobs = sparse_knobs(method, now, numel, seen.step, gpu=on_gpu)
                     if knobs["density"] < 1:
                         segment, rest = Segment(at, numel, **knobs), lost[part]
             elif layer.name in state.residuals.tensors:
