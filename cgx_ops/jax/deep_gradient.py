@@ -240,13 +240,16 @@ def _leaves(updates: Any, state: DeepGradientState, own_of: Any) -> dict[str, _L
 
 
 def _clipped(x: jax.Array, limit: float | None) -> jax.Array:
-    """Scale a gradient down to an L2 norm of at most `limit`."""
+    """Scale a gradient down to an L2 norm of at most `limit`.
+
+    Beside what is not finite nothing is left of it.
+    """
     if limit is None or x.size == 0:
         return x
     largest = jnp.abs(x).max()  # squares of large values would overflow
     unit = jnp.where(largest == 0, 1.0, largest)
     norm = unit * jnp.sqrt(jnp.square(x / unit).sum())
-    return x * jnp.where(norm <= limit, 1.0, limit / norm)
+    return x * jnp.where(norm <= limit, 1.0, jnp.where(jnp.isfinite(norm), limit / norm, 0.0))
 
 
 def _corrected(method: Method, x: jax.Array, u: jax.Array | None) -> tuple[jax.Array, Any]:

@@ -145,10 +145,13 @@ class _Layer:
 
 
 def _clipped(gradient: torch.Tensor, limit: float | None) -> None:
-    """Scale a gradient down, in place, to an L2 norm of at most `limit`."""
+    """Scale a gradient down, in place, to an L2 norm of at most `limit`.
+
+    Beside what is not finite nothing is left of it.
+    """
     if limit is not None:
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-        gradient.mul_((limit / norm).clamp(max=1).float())
+        gradient.mul_((limit / norm).clamp(max=1).nan_to_num(0.0).float())
 
 
 # ---- 3. a step -----------------------------------------------------------------------------------
