@@ -239,7 +239,7 @@ def test_devices_of_a_host_have_their_gradients_added_up() -> None:
     for i in range(10):
         got, state = program(state, at(i))
         for name, shape in SHAPES.items():
-            rows = [limited[name]._clipped(x.ravel(), 4) for x in at(i)[name]]
+            rows = [limited[name].clipped(x.ravel(), 4) for x in at(i)[name]]
             means = [(rows[0] + rows[1]) / np.float32(2), (rows[2] + rows[3]) / np.float32(2)]
             want = layers[name].step(means, 0.05).reshape(shape)
             off = 2.0**-24 * (i + 1) * 20 * (4 + rows[0].size / 2) * np.abs(layers[name].v).max()
@@ -247,6 +247,36 @@ def test_devices_of_a_host_have_their_gradients_added_up() -> None:
             if name in SPARSE:
                 v = fetch(state.residual[name]).reshape(2, -1)
                 assert ((v == 0) == (layers[name].v == 0)).all()
+
+
+@slow
+def test_parameters_split_over_another_axis() -> None:
+    """Each part is a leaf of its own; a vector's parts are averaged exactly."""
+    mesh = mesh_of((4, 2), ("d", "m"))
+    optimizer = deep_gradient("d", density=0.05, mesh=mesh)
+    params, split = {"a": WEIGHTS["a"], "bias": WEIGHTS["bias"]}, {"a": P("m"), "bias": P("m")}
+    specs = state_specs(optimizer, params, "d", split)
+    program = jax.jit(
+        jax.shard_map(
+            lambda s, x: optimizer.update(jax.tree.map(lambda leaf: leaf[0], x), s), mesh=mesh,
+            in_specs=(specs, {name: P("d", "m") for name in params}), out_specs=(split, specs),
+        )
+    )  # fmt: skip
+    state = optimizer.init(params)
+    halves = [reference.DeepGradient(4, 240, momentum=0.9) for _ in range(2)]
+    common = reference.DeepGradient(4, 20, momentum=0.9, sparse=False)
+    for i in range(5):
+        rows = {name: at(i)[name] for name in params}
+        got, state = program(state, rows)
+        for m, half in enumerate(halves):
+            part = slice(12 * m, 12 * m + 12)
+            want = half.step([x[part].ravel() for x in rows["a"]], 0.05)
+            off = 2 * 2.0**-24 * 10 * (i + 2) * np.abs(half.v).max()
+            assert np.abs(fetch(got["a"])[part].ravel() - want).max() <= off
+            v = fetch(state.residual["a"])[:, part].reshape(4, -1)
+            assert ((v == 0) == (half.v == 0)).all()
+        want = common.step(list(rows["bias"]), 0.05)
+        assert np.abs(fetch(got["bias"]) - want).max() <= 2.0**-20 * np.abs(want).max()
 
 
 @slow

@@ -54,7 +54,7 @@ class DeepGradient:
     def step(self, gradients: Sequence[Float32s], density: float) -> Float32s:
         """Return what all ranks get in place of their gradients."""
         ranks = len(gradients)
-        clipped = [self._clipped(g, ranks) for g in gradients]
+        clipped = [self.clipped(g, ranks) for g in gradients]
         if not self.sparse:  # the mean first, then momentum
             mean = self._mean(clipped)
             results = [self._corrected(u, mean) for u in self.u]
@@ -68,7 +68,8 @@ class DeepGradient:
             sent = [self._sparsified(u, v, density) for u, v in zip(self.u, self.v, strict=True)]
         return self._mean(sent)
 
-    def _clipped(self, gradient: Float32s, ranks: int) -> Float32s:
+    def clipped(self, gradient: Float32s, ranks: int) -> Float32s:
+        """Return a rank's gradient, whose L2 norm is at most clip / sqrt(ranks)."""
         if self.clip is None:
             return gradient
         norm = np.linalg.norm(gradient.astype(np.float64))
