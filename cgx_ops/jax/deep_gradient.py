@@ -10,8 +10,10 @@ Lin, Han, Mao, Wang, Dally: Deep Gradient Compression: Reducing the Communicatio
 Distributed Training, ICLR 2018.
 """
 
+import functools
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
@@ -176,12 +178,9 @@ def deep_gradient(
             )
             return got, {n: jnp.zeros_like(c) if n in whole else lost[n] for n, c in owed.items()}
 
-        starts = [start for start, _ in method.stages()]
-        stage = sum((state.step >= start).astype(jnp.int32) for start in starts[1:])
-        branches = [lambda start=start: sent(start) for start in starts]
-        got, lost = branches[0]() if len(branches) == 1 else jax.lax.switch(stage, branches)
+        got, lost = _at_its_stage(method, state.step, sent)
+        means |= got
         for n, c in owed.items():
-            means[n] = got[n]
             whole = groups.size == 1 or (leaves[n].own.density or density) >= 1
             if us[n] is not None and not whole:
                 us[n] = jnp.where(lost[n] != c, 0.0, us[n])
@@ -261,6 +260,15 @@ def _corrected(method: Method, x: jax.Array, u: jax.Array | None) -> tuple[jax.A
         return x + u, u
     u = method.momentum * u + x
     return u, u
+
+
+def _at_its_stage(method: Method, step: jax.Array, sent: Callable[[int], Any]) -> Any:
+    """Return sent(first) of the stage of the warm-up that a step is in, and its first step."""
+    firsts = [first for first, _ in method.stages()]
+    if len(firsts) == 1:
+        return sent(firsts[0])
+    stage = sum((step >= first).astype(jnp.int32) for first in firsts[1:])
+    return jax.lax.switch(stage, [functools.partial(sent, first) for first in firsts])
 
 
 def _kept(leaf: _Leaf, u: jax.Array) -> jax.Array:
