@@ -17,11 +17,13 @@ documents.
     collectives    allreduce, reduce_scatter, all_gather
     bound          error_bound: how far nearest and shift rounding may be from the exact result
     low_rank       PowerSGD, in float64: not to the bit
+    deep_gradient  Deep Gradient Compression, as the paper has it
 """
 
 from .bound import error_bound
 from .codec import dequantize, encoded_bytes, quantize
 from .collectives import all_gather, allreduce, reduce_scatter
+from .deep_gradient import DeepGradient, density_at
 from .low_rank import PowerSGD, given_up, given_up_bound
 from .philox import Seeds, noise, seeds_of
 from .segments import Segment, pick, shards, travels_exact
@@ -49,6 +51,7 @@ __all__ = [
     "Algorithm",
     "AnyAlgorithm",
     "Compressor",
+    "DeepGradient",
     "Op",
     "PowerSGD",
     "RoundingMode",
@@ -57,6 +60,7 @@ __all__ = [
     "all_gather",
     "allreduce",
     "combine",
+    "density_at",
     "dequantize",
     "encoded_bytes",
     "error_bound",
