@@ -134,6 +134,19 @@ def power_sgd(model: nn.Module, run: Run) -> Prepared:
     return wrapped, run.optimizer(wrapped)
 
 
+def deep_gradient(density: float) -> Method:
+    def prepare(model: nn.Module, run: Run) -> Prepared:
+        wrapped, task = parallel(model), run.task
+        # The hook has the momentum, so the optimizer has none.
+        state = ddp.DeepGradientState(
+            density=density, momentum=task.momentum, warmup_steps=run.warmup
+        )
+        wrapped.register_comm_hook(state, ddp.deep_gradient_hook)
+        return wrapped, task.optimizer(wrapped.parameters(), task.rate, 0)
+
+    return Method(prepare, warms=True)
+
+
 METHODS: dict[str, Method] = {
     "gloo": gloo(),
     "gloo, fp16": gloo(default_hooks.fp16_compress_hook),
@@ -152,6 +165,8 @@ METHODS: dict[str, Method] = {
     "threshold 1 %": chosen("threshold", 0.01),
     "randk 10 %": chosen("randk", 0.1),
     "PowerSGD": Method(power_sgd),
+    "DGC 1 %": deep_gradient(0.01),
+    "DGC 0.1 %": deep_gradient(0.001),
 }
 
 if __name__ == "__main__":
