@@ -18,6 +18,7 @@ from cgx_ops import Config
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import _compat, backend, ddp, ddp_models, layers
 from cgx_ops.torch._compat import group_or_default
+from cgx_ops.torch.averager import Average
 from cgx_ops.torch.ddp import QuantizedAllreduceState, quantized_allreduce_hook
 from cgx_ops.torch.ddp_power_sgd_state import Factors
 from cgx_ops.torch.residuals import Residuals
@@ -32,7 +33,7 @@ _waiting: weakref.WeakKeyDictionary[DistributedDataParallel, RemovableHandle] = 
 def register() -> None:
     """Notice every DistributedDataParallel from now on. Once per process."""
     register_module_module_registration_hook(_on_registration)
-    saved = [Residuals, Factors, layers.Rules, layers.Rule, Config]
+    saved = [Residuals, Factors, Average, layers.Rules, layers.Rule, Config]
     torch.serialization.add_safe_globals([*saved, *(getattr(ddp, name) for name in ddp.__all__)])
 
 
