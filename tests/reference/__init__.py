@@ -17,12 +17,14 @@ documents.
     collectives    allreduce, reduce_scatter, all_gather
     bound          error_bound: how far nearest and shift rounding may be from the exact result
     low_rank       PowerSGD, in float64: not to the bit
+    one_bit        1-bit Adam, SigNUM
 """
 
 from .bound import error_bound
 from .codec import dequantize, encoded_bytes, quantize
 from .collectives import all_gather, allreduce, reduce_scatter
 from .low_rank import PowerSGD, given_up, given_up_bound
+from .one_bit import OneBitAdam, Signum
 from .philox import Seeds, noise, seeds_of
 from .segments import Segment, pick, shards, travels_exact
 from .settings import Compressor
@@ -49,11 +51,13 @@ __all__ = [
     "Algorithm",
     "AnyAlgorithm",
     "Compressor",
+    "OneBitAdam",
     "Op",
     "PowerSGD",
     "RoundingMode",
     "Seeds",
     "Segment",
+    "Signum",
     "all_gather",
     "allreduce",
     "combine",
