@@ -2,7 +2,7 @@
 
 1. the states
 2. specs for shard_map, and consolidation for another number of devices
-3. what average_gradients and power_sgd do alike
+3. what all of them do alike
 """
 
 import math
@@ -55,7 +55,35 @@ class PowerSGDState(NamedTuple):
     residual: Any
 
 
-_States = AverageGradientsState | PowerSGDState
+class OneBitAdamState(NamedTuple):
+    """What one_bit_adam keeps between steps.
+
+    Attributes:
+        step: int32 scalar: the steps done, equal on all devices.
+        mu: momentum, a tree like the parameters, float32, equal on all devices.
+        nu: variance, alike.
+        residual: as of AverageGradientsState, but float32.
+    """
+
+    step: jax.Array
+    mu: Any
+    nu: Any
+    residual: Any
+
+
+class SignumState(NamedTuple):
+    """What signum keeps between steps.
+
+    Attributes:
+        step: int32 scalar: the steps done, equal on all devices.
+        momentum: each device's own, float32, with an axis of the devices in front, as residuals.
+    """
+
+    step: jax.Array
+    momentum: Any
+
+
+_States = AverageGradientsState | PowerSGDState | OneBitAdamState | SignumState
 
 # ---- 2. specs, consolidation ---------------------------------------------------------------------
 
@@ -68,8 +96,9 @@ def state_specs(
 ) -> Any:
     """Return the PartitionSpecs of an optimizer's state, for shard_map or out_shardings.
 
-    Residuals of `average_gradients` and `power_sgd` are spread over their axes, the latter's q are
-    whole everywhere, everything else lies like the parameters. To make the state where it belongs,
+    Residuals of `average_gradients`, `power_sgd` and `one_bit_adam`, and momenta of `signum`, are
+    spread over their axes, the q of power_sgd are whole everywhere, everything else lies like the
+    parameters. To make the state where it belongs,
     at once on all devices:
 
         specs = state_specs(optimizer, params, "data")
@@ -77,9 +106,9 @@ def state_specs(
         state = jax.jit(optimizer.init, out_shardings=shardings)(params)
 
     Args:
-        optimizer: an optax transformation with average_gradients or power_sgd somewhere in it.
+        optimizer: an optax transformation with one of these somewhere in it.
         params: the parameters, or their jax.ShapeDtypeStructs.
-        axis_name: that of average_gradients or power_sgd.
+        axis_name: theirs.
         param_specs: the PartitionSpecs of the parameters, a tree like `params`; None: P() for all.
 
     Returns:
@@ -106,6 +135,9 @@ def state_specs(
     def spread(node: Any) -> Any:
         if not isinstance(node, _States):
             return node
+        if isinstance(node, SignumState):
+            own = jax.tree.map(lambda spec: jax.P(axis_name, *spec), node.momentum)
+            return node._replace(momentum=own)
         residual = jax.tree.map(lambda spec: jax.P(axis_name, *spec), node.residual)
         if isinstance(node, PowerSGDState):
             node = node._replace(q=jax.tree.map(lambda _: jax.P(), node.q))
@@ -117,6 +149,8 @@ def state_specs(
 def consolidate(state: Any, devices: int | None = None) -> Any:
     """Return an optimizer's state whose residuals are their mean over devices, equal on all.
 
+    So are momenta of `signum`.
+
     What is owed to the average, which is the mean of the residuals, stays the same, whatever the
     number of devices. So a run of another number can take the state over:
 
@@ -126,16 +160,17 @@ def consolidate(state: Any, devices: int | None = None) -> Any:
     Residuals per device, as `state` has them, give the same bits where their number stays.
 
     Args:
-        state: of an optax transformation with average_gradients or power_sgd somewhere in it,
-          outside of shard_map. In jax.jit, out_shardings from `state_specs` put the result where
-          it belongs.
+        state: of an optax transformation with one of those that `state_specs` names somewhere in
+          it, outside of shard_map. In jax.jit, out_shardings from `state_specs` put the result
+          where it belongs.
         devices: for how many; None: for as many as `state` is.
 
     Returns:
-        A state like `state`; residuals are (devices, *shape). Their mean is taken in float32.
+        A state like `state`; what is a device's own is (devices, *shape). The mean is taken in
+        float32.
 
     Raises:
-        ValueError: there is no state of either in `state`; `devices` is less than 1.
+        ValueError: there is no state of one of them in `state`; `devices` is less than 1.
     """
     if devices is not None and devices < 1:
         raise ValueError(f"consolidate: devices is {devices}; it must be at least 1")
@@ -148,15 +183,19 @@ def consolidate(state: Any, devices: int | None = None) -> Any:
     nodes, tree = jax.tree.flatten(state, is_leaf=is_ours)
     if not any(map(is_ours, nodes)):
         raise ValueError(
-            "consolidate: there is no AverageGradientsState in the state, nor a PowerSGDState"
+            "consolidate: there is no AverageGradientsState in the state, nor a PowerSGDState, "
+            "OneBitAdamState or SignumState"
         )
-    return tree.unflatten(
-        node._replace(residual=jax.tree.map(mean_of, node.residual)) if is_ours(node) else node
-        for node in nodes
-    )
+
+    def consolidated(node: Any) -> Any:
+        if isinstance(node, SignumState):
+            return node._replace(momentum=jax.tree.map(mean_of, node.momentum))
+        return node._replace(residual=jax.tree.map(mean_of, node.residual))
+
+    return tree.unflatten(consolidated(node) if is_ours(node) else node for node in nodes)
 
 
-# ---- 3. what both do -----------------------------------------------------------------------------
+# ---- 3. what all do ------------------------------------------------------------------------------
 
 
 def import_optax(caller: str) -> Any:

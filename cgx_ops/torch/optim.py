@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from cgx_ops import Config
 from cgx_ops.errors import InvalidArgument
+from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch.exchange import Carriers, Exchange
 from cgx_ops.torch.exchanging_optimizer import ExchangingOptimizer
 
@@ -84,6 +85,8 @@ class OneBitAdam(ExchangingOptimizer):
                 "1, for v to be more than 0"
             )
         config = Config(compressor="levels", bits=1) if config is None else config
+        if isinstance(config, Config) and config.compressor == "sign" and config.bits != EXACT_BITS:
+            raise InvalidArgument("OneBitAdam: a vote has no magnitude: use Signum")
         exchange = Exchange("OneBitAdam", process_group, config, carrier)
         self.warmup_steps = warmup_steps
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}

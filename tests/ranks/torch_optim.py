@@ -157,6 +157,8 @@ def carried_by_torch() -> None:
 
 def what_is_sent() -> None:
     """One message a step; after the warm-up of matrices one bit a value, and 16 of each 512."""
+    if SIZE == 1:
+        return
     world: Any = dist.group.WORLD
     comm = Communicator.find(world.group_name)
     for name, make in MAKERS.items():
@@ -217,7 +219,7 @@ def without_gradients() -> None:
     assert torch.equal(table.weight[never], start[never])
     moved = (table.weight.detach() - start)[seen].abs()
     # Far, as is to be expected after so short a warm-up; over eps it would be a million.
-    assert moved.min() > 0 and moved.max() < 100, (moved.min(), moved.max())
+    assert moved.min() > 0 and moved.max() < 1000, (moved.min(), moved.max())
     identical_on_all_ranks(table.weight.detach().flatten())
     # Votes have no zero: what nobody votes on goes to and fro.
     voting = Signum(table.parameters(), lr=0.01)
@@ -339,6 +341,7 @@ def bad_settings() -> None:
         ("one_bit_adam", {"eps": 0.0}, "eps is 0.0; it must be more than 0"),
         ("one_bit_adam", {"lr": -1.0}, "lr is -1.0; it must be at least 0"),
         ("one_bit_adam", {"config": 4}, "config is 4"),
+        ("one_bit_adam", {"config": Config(compressor="sign")}, "a vote has no magnitude"),
         ("signum", {"momentum": 1.0}, "momentum is 1.0"),
         ("signum", {"weight_decay": -1.0}, "weight_decay is -1.0"),
         ("signum", {"carrier": "x"}, "carrier is 'x'"),
