@@ -1,4 +1,7 @@
-"""What PyTorch builds around hooks, and post-local SGD: the rank program says what is shown."""
+"""What PyTorch builds around hooks, post-local SGD, optimizers that average by themselves.
+
+The rank program says what is shown.
+"""
 
 import launch
 import pytest
@@ -22,3 +25,10 @@ def test_two_ranks() -> None:
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_all_hooks_and_more_ranks(n: int) -> None:
     run(n, "--slow", timeout=250)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("n", [1, 4])
+def test_optimizers_and_averagers_of_other_numbers_of_ranks(n: int) -> None:
+    run(n, "optim", *(["averager"] if n > 1 else []))

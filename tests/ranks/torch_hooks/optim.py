@@ -1,4 +1,4 @@
-"""The checks of run_torch_optim.py.
+"""OneBitAdam and Signum.
 
 1. values, against the reference, to the bit; nothing is given up; carried by torch
 2. what trains, and elements that never had a gradient
@@ -9,7 +9,6 @@
 import copy
 import shutil
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +35,7 @@ from cgx_ops import Communicator, Config, InvalidArgument
 from cgx_ops.torch.ddp import CommHookType
 from cgx_ops.torch.optim import OneBitAdam, Signum
 
+SHIFT = 0.1  # between ranks' data
 MAKERS: dict[str, Any] = {
     "one_bit_adam": lambda params, **options: OneBitAdam(
         params, **{"lr": 0.01, "weight_decay": 0.01, "warmup_steps": 10, **options}
@@ -48,7 +48,7 @@ MAKERS: dict[str, Any] = {
 
 def backward(model: nn.Module, step: int) -> float:
     model.zero_grad()
-    loss = loss_of(model, batch(RANK, step, shift=0.1))
+    loss = loss_of(model, batch(RANK, step, SHIFT))
     loss.backward()
     return float(loss.detach())
 
@@ -388,15 +388,3 @@ def ranks_that_differ() -> None:
 CHECKS = [as_the_reference, nothing_is_given_up, carried_by_torch, what_is_sent, what_trains]
 CHECKS += [without_gradients, not_finite, sixteen_bits, resumed, another_number_of_ranks]
 CHECKS += [bad_settings, bad_states, ranks_that_differ]
-
-
-def write_losses(folder: str) -> None:
-    """Write 50 steps of both for JAX: first weights by name, batches, losses of each rank."""
-    for name, make in MAKERS.items():
-        model = network()
-        weights = {of: x.numpy().copy() for of, x in model.state_dict().items()}
-        losses = run(model, make(model.parameters()), range(50))
-        everyones = torch.stack(gathered(torch.tensor(losses))).T.numpy()
-        if RANK == 0:
-            batches = [[batch(r, s, 0.1).numpy() for r in range(SIZE)] for s in range(50)]
-            np.savez(Path(folder, f"{name}.npz"), losses=everyones, batches=batches, **weights)
