@@ -67,7 +67,8 @@ def _attach(wrapper: DistributedDataParallel) -> None:
     if options is None or _compat.has_python_reducer(wrapper):
         return
     if hooks := _compat.comm_hooks(wrapper):
-        if quantized_allreduce_hook not in hooks:
+        # That of mixed precision is torch's own, and has the process group sum each bucket.
+        if quantized_allreduce_hook not in hooks and not _compat.has_mixed_precision(wrapper):
             backend.leave_gradients_to_hooks(group)
         return
     if _compat.steps_in_backward(wrapper):  # by a communication hook that torch is about to set

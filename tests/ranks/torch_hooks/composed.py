@@ -3,7 +3,7 @@
 1. hooks by name
 2. torch's wrappers of 16 bits
 3. optimizers that step as gradients come: the same weights as of those that step afterwards
-4. mixed precision, which takes no other hook
+4. mixed precision, whose hook is torch's own
 """
 
 import contextlib
@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch_power_sgd.common import (
     RANK,
+    SIZE,
     batch,
     identical_on_all_ranks,
     loss_of,
@@ -270,16 +271,35 @@ def optimizers_in_backward() -> None:
 # ---- 4. mixed precision --------------------------------------------------------------------------
 
 
-def mixed_precision() -> None:
-    """DistributedDataParallel(mixed_precision=) has a hook of torch's own, and takes no other.
+def trained_in_bfloat16(group: Any, scope: Callable[[], Any]) -> torch.Tensor:
+    """Return the weights after STEPS, computed in bfloat16, averaged and stepped in float32.
 
-    Not trained here: on the CPU it gives gradients that nobody computed, over gloo, too.
+    The first backward is thrown away: on the CPU torch averages memory there that nobody wrote.
     """
     precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for kind in CommHookType:
-        with streams_that_do_nothing():
-            model = DistributedDataParallel(network(), mixed_precision=precision)
-        fails(RuntimeError, "once", lambda m=model, k=kind: k.register(m))
+    with streams_that_do_nothing(), scope():
+        model = DistributedDataParallel(network(), process_group=group, mixed_precision=precision)
+        backward_alone(model, STEPS[:1])
+        weights = train(model, STEPS[1:])[-1]
+        fails(RuntimeError, "once", lambda: CommHookType.POWER_SGD.register(model))
+    assert weights.dtype == torch.float32
+    identical_on_all_ranks(weights)
+    return weights
+
+
+def mixed_precision() -> None:
+    """Torch's own hook has the process group sum: as over gloo, or in the group's bits."""
+    own = contextlib.nullcontext
+    want = trained_in_bfloat16(dist.new_group(backend="gloo"), own)
+    exact = trained_in_bfloat16(None, own)
+    # Sums of two are equal to the bit; of more, gloo's have another order, five times.
+    assert torch.equal(exact, want) or SIZE > 2
+    assert torch.allclose(exact, want, rtol=0, atol=5 * 0.05 * SIZE * 2.0**-9)
+    asked, unasked = trained_in_bfloat16(None, asked_for), trained_in_bfloat16(
+        compressing_group(), own
+    )  # fmt: skip
+    assert torch.equal(asked, unasked)
+    assert 0 < (asked - exact).abs().max() < 0.1
 
 
 CHECKS = [by_name, without_a_network, bad_names, torchs_wrappers, zero_redundancy]
