@@ -195,6 +195,23 @@ def test_elements_without_gradients_and_what_is_not_finite() -> None:
     assert np.isnan(fetch(params["b"])[1, 1])
 
 
+@slow
+@pytest.mark.parametrize("carrier", ["native", "xla"])
+def test_two_processes(carrier: str, tmp_path: Path) -> None:
+    """To the bits of two devices of one process."""
+    mesh, rows, ends = devices(2), normal(1, 14, 2, 24, 30), {}
+    for name, make in MAKERS.items():
+        optimizer = make(mesh)
+        weights: dict[str, Any] = {"a": WEIGHTS["a"]}
+        step, state = program_of(optimizer, mesh, weights), optimizer.init(weights)
+        for row in rows:
+            weights, state = step(weights, state, {"a": row})
+        ends[name] = fetch(weights["a"])
+    np.savez(tmp_path / "run.npz", x=WEIGHTS["a"], rows=rows, **ends)
+    for output in launch.mpirun(2, "run_jax_one_bit.py", tmp_path / "run.npz", carrier, timeout=90):
+        assert output.rstrip().endswith("ok all"), output
+
+
 # ---- 2. states -----------------------------------------------------------------------------------
 
 
