@@ -117,8 +117,9 @@ class QuantizedModelAverager(ModelAverager):
     def _average(self, parameters: list[torch.Tensor]) -> None:
         check_parameters(_CALLER, parameters)
         known, now = self.last.tensors, [p.to(torch.float32) for p in parameters]
+        places = [str(i) for i in range(len(parameters))]
         if not known:
-            self.last = Average(self.exchange.mean(now, exact=True))
+            self.last = Average(self.exchange.mean(places, now, exact=True))
         else:
             if [x.shape for x in known] != [p.shape for p in parameters]:
                 raise InvalidArgument(
@@ -127,7 +128,8 @@ class QuantizedModelAverager(ModelAverager):
                 )
             # A checkpoint may have come from another device.
             known = [x.to(p.device) for x, p in zip(known, parameters, strict=True)]
-            changes = self.exchange.mean([p - x for p, x in zip(now, known, strict=True)])
+            own = [p - x for p, x in zip(now, known, strict=True)]
+            changes = self.exchange.mean(places, own)
             self.last.tensors = [x + c for x, c in zip(known, changes, strict=True)]
         for parameter, average in zip(parameters, self.last.tensors, strict=True):
             parameter.copy_(average)

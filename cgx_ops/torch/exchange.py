@@ -1,8 +1,7 @@
 """Exchange: the average of a list of tensors over the ranks, one message, in a Config's bits.
 
 For what is no bucket of gradients: differences of weights (averager.py), momenta (optim.py).
-Tensors are known by their place in the list. What compression loses of each is added to the next
-one, where the Config says so.
+What compression loses of each tensor, by name, is added to the next one, where the Config says so.
 """
 
 from collections.abc import Sequence
@@ -50,14 +49,19 @@ class Exchange(HookState):
         self.caller = caller
 
     @torch.no_grad()
-    def mean(self, tensors: Sequence[torch.Tensor], *, exact: bool = False) -> list[torch.Tensor]:
+    def mean(
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor], *, exact: bool = False
+    ) -> list[torch.Tensor]:
         """Return the mean of each tensor over the ranks, equal on all of them, to the bit.
 
         Args:
+            names: of the tensors: that of a residual and of noise.
             tensors: float32, of any shapes, on one device; as many on all ranks, of equal shapes.
             exact: whether they travel exact; residuals then stay as they are.
         """
         step, self.steps = self.steps, self.steps + 1
+        if not tensors:
+            return []
         starts = list(accumulate((x.numel() for x in tensors), initial=0))
         buffer = torch.cat([x.reshape(-1) for x in tensors])
         if exact:
@@ -67,7 +71,7 @@ class Exchange(HookState):
             rules = self.rules
             assert rules is not None
             config = for_any_bucket(self.config, rules)
-            found = [Layer(str(i), x.dim(), x.numel()) for i, x in enumerate(tensors)]
+            found = [Layer(n, x.dim(), x.numel()) for n, x in zip(names, tensors, strict=True)]
             segments = rules.segments(found, starts[:-1])
             residuals = residuals_of(self.caller, self, config, found, segments, tensors)
             group = group_or_default(self.process_group).group_name

@@ -10,7 +10,7 @@ optim.py has the optimizers.
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,24 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import backend
 from cgx_ops.torch._compat import group_or_default
 from cgx_ops.torch.exchange import Exchange, check_parameters
+
+
+class Trained(NamedTuple):
+    """A parameter that is about to be stepped.
+
+    Attributes:
+        name: its place among the optimizer's parameters.
+        group: its settings.
+        state: what is kept of it.
+        parameter: itself.
+        gradient: this rank's own, float32.
+    """
+
+    name: str
+    group: dict[str, Any]
+    state: dict[str, torch.Tensor]
+    parameter: torch.Tensor
+    gradient: torch.Tensor
 
 
 class ExchangingOptimizer(Optimizer):
@@ -41,7 +59,7 @@ class ExchangingOptimizer(Optimizer):
 
     @property
     def _caller(self) -> str:
-        return type(self).__name__
+        return self.exchange.caller
 
     # ---- 1. parameters ---------------------------------------------------------------------------
 
@@ -87,7 +105,7 @@ class ExchangingOptimizer(Optimizer):
         """Step all parameters. Collective: all ranks call it, after as many backward passes each.
 
         A parameter without a gradient counts as one whose gradient is zero: other ranks may have
-        one.
+        one. Those that require none are left alone.
 
         Raises:
             TypeError: a gradient is sparse or complex.
@@ -102,22 +120,26 @@ class ExchangingOptimizer(Optimizer):
         if not self._alike:
             self._require_alike()
         known = [(group, p) for group in self.param_groups for p in group["params"]]
-        gradients = [self._gradient_of(i, p) for i, (_, p) in enumerate(known)]
-        states = [self.state[p] for _, p in known]
-        groups = [group for group, _ in known]
-        for (group, p), update in zip(known, self.updates(groups, states, gradients), strict=True):
-            wide = p.to(torch.float32)
-            p.copy_(wide - group["lr"] * (update + group["weight_decay"] * wide))
+        trained = [
+            Trained(str(i), group, self.state[p], p, self._gradient_of(i, p))
+            for i, (group, p) in enumerate(known)
+            if p.requires_grad
+        ]
+        for each, update in zip(trained, self.updates(trained), strict=True):
+            lr, decay = each.group["lr"], each.group["weight_decay"]
+            wide = each.parameter.to(torch.float32)
+            each.parameter.copy_(wide - lr * (update + decay * wide))
         return loss
 
-    def updates(
-        self,
-        groups: list[dict[str, Any]],
-        states: list[dict[str, torch.Tensor]],
-        gradients: list[torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """Change the states by gradients, each of a parameter; return what to step by."""
+    def updates(self, trained: list[Trained]) -> list[torch.Tensor]:
+        """Change the states of parameters by their gradients; return what to step by."""
         raise NotImplementedError
+
+    def averaged(
+        self, trained: list[Trained], tensors: list[torch.Tensor], *, exact: bool = False
+    ) -> list[torch.Tensor]:
+        """Return the mean over the ranks of a tensor of each parameter."""
+        return self.exchange.mean([each.name for each in trained], tensors, exact=exact)
 
     def _gradient_of(self, place: int, parameter: torch.Tensor) -> torch.Tensor:
         gradient = parameter.grad
@@ -170,9 +192,10 @@ class ExchangingOptimizer(Optimizer):
         self.exchange.consolidate()
         for state in self.state.values():
             for name in self.of_rank:
+                mean = state[name].contiguous()
                 with backend.uncompressed():
-                    dist.all_reduce(state[name], group=group)
-                state[name].div_(group.size())
+                    dist.all_reduce(mean, group=group)
+                state[name] = mean / group.size()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what torch's optimizers return, and "exchange". Each rank saves its own."""
@@ -196,15 +219,20 @@ class ExchangingOptimizer(Optimizer):
         numbers = [i for g in state_dict["param_groups"] for i in g["params"]]
         parameters = [p for g in self.param_groups for p in g["params"]]
         saved = [state_dict["state"].get(i, {}) for i in numbers]
-        for i, (p, state) in enumerate(zip(parameters, saved, strict=False)):
+        if len(saved) != len(parameters):
+            raise InvalidArgument(
+                f"{self._caller}.load_state_dict: the state is of {len(saved)} parameters, and "
+                f"these are {len(parameters)}: it is another model's"
+            )
+        for i, (p, state) in enumerate(zip(parameters, saved, strict=True)):
             found = {name: tuple(x.shape) for name, x in state.items()}
             if found != dict.fromkeys(self.of_state, tuple(p.shape)):
                 raise InvalidArgument(
                     f"{self._caller}.load_state_dict: parameter {i} has shape {tuple(p.shape)}, "
                     f"and its saved state {found}: the state is another model's"
                 )
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "exchange"})
         self.exchange.load_state_dict(state_dict["exchange"])
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "exchange"})
         for p, state in zip(parameters, saved, strict=True):
             # As they were: torch has cast them to the parameter's dtype.
             self.state[p] = {name: x.to(p.device, copy=True) for name, x in state.items()}

@@ -20,7 +20,7 @@ from cgx_ops import Config
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch.exchange import Carriers, Exchange
-from cgx_ops.torch.exchanging_optimizer import ExchangingOptimizer
+from cgx_ops.torch.exchanging_optimizer import ExchangingOptimizer, Trained
 
 # ---- 1. 1-bit Adam -------------------------------------------------------------------------------
 
@@ -100,32 +100,26 @@ class OneBitAdam(ExchangingOptimizer):
         if not group["eps"] > 0:
             raise InvalidArgument(f"OneBitAdam: eps is {group['eps']!r}; it must be more than 0")
 
-    def updates(
-        self,
-        groups: list[dict[str, Any]],
-        states: list[dict[str, torch.Tensor]],
-        gradients: list[torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """Change the states by gradients, each of a parameter; return what to step by."""
+    def updates(self, trained: list[Trained]) -> list[torch.Tensor]:
+        """Change the states of parameters by their gradients; return what to step by."""
         warming_up = self.exchange.steps < self.warmup_steps
+        gradients = [each.gradient for each in trained]
         if warming_up:
-            gradients = self.exchange.mean(gradients, exact=True)
-        for group, state, g in zip(groups, states, gradients, strict=True):
+            gradients = self.averaged(trained, gradients, exact=True)
+        for (_, group, state, *_), g in zip(trained, gradients, strict=True):
             beta1, beta2 = group["betas"]
             state["exp_avg"] = state["exp_avg"] * beta1 + g * (1 - beta1)
             if warming_up:
                 state["exp_avg_sq"] = state["exp_avg_sq"] * beta2 + g * g * (1 - beta2)
         if not warming_up:
-            means = self.exchange.mean([state["exp_avg"] for state in states])
-            for state, mean in zip(states, means, strict=True):
-                state["exp_avg"] = mean.clone()
-        return [
-            _adams_step(state["exp_avg"], state["exp_avg_sq"], group["eps"])
-            for group, state in zip(groups, states, strict=True)
-        ]
+            momenta = self.averaged(trained, [each.state["exp_avg"] for each in trained])
+            for each, mean in zip(trained, momenta, strict=True):
+                each.state["exp_avg"] = mean.clone()
+        return [_adams_step(each.state, each.group["eps"]) for each in trained]
 
 
-def _adams_step(m: torch.Tensor, v: torch.Tensor, eps: float) -> torch.Tensor:
+def _adams_step(state: dict[str, torch.Tensor], eps: float) -> torch.Tensor:
+    m, v = state["exp_avg"], state["exp_avg_sq"]
     return torch.where(v == 0, 0.0, m / (v.sqrt() + eps))
 
 
@@ -183,16 +177,11 @@ class Signum(ExchangingOptimizer):
         super().check_group(group)
         self.require_share("momentum", group["momentum"])
 
-    def updates(
-        self,
-        groups: list[dict[str, Any]],
-        states: list[dict[str, torch.Tensor]],
-        gradients: list[torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """Change the states by gradients, each of a parameter; return what to step by."""
+    def updates(self, trained: list[Trained]) -> list[torch.Tensor]:
+        """Change the states of parameters by their gradients; return what to step by."""
         side = 1.0 if self.exchange.steps % 2 == 0 else -1.0
-        for group, state, g in zip(groups, states, gradients, strict=True):
+        for _, group, state, _, g in trained:
             beta = group["momentum"]
             state["momentum_buffer"] = state["momentum_buffer"] * beta + g * (1 - beta)
-        votes = self.exchange.mean([state["momentum_buffer"] * side for state in states])
-        return [vote * side for vote in votes]
+        own = [each.state["momentum_buffer"] * side for each in trained]
+        return [vote * side for vote in self.averaged(trained, own)]

@@ -221,6 +221,11 @@ def without_gradients() -> None:
     # Far, as is to be expected after so short a warm-up; over eps it would be a million.
     assert moved.min() > 0 and moved.max() < 1000, (moved.min(), moved.max())
     identical_on_all_ranks(table.weight.detach().flatten())
+    table.weight.requires_grad_(False)
+    frozen = table.weight.clone()
+    optimizer.step()
+    assert torch.equal(table.weight, frozen)
+    table.weight.requires_grad_(True)
     # Votes have no zero: what nobody votes on goes to and fro.
     voting = Signum(table.parameters(), lr=0.01)
     before = table.weight.detach().clone()
