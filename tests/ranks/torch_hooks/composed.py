@@ -53,9 +53,10 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def options_of(kind: CommHookType) -> dict[str, Any]:
-    if kind is CommHookType.NOOP:
-        return {}
-    return {"start_powerSGD_iter": 2} if "POWER" in kind.name else {"config": FOUR_BITS}
+    """Return options with which six steps have something to show."""
+    if "POWER" in kind.name:
+        return {"start_powerSGD_iter": 2}
+    return {"config": FOUR_BITS} if kind is CommHookType.QUANTIZED_ALLREDUCE else {}
 
 
 def averaging() -> list[CommHookType]:
