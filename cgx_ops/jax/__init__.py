@@ -15,11 +15,14 @@ from cgx_ops.jax.exporting import register
 from cgx_ops.jax.gradients import compress_grads, value_and_grad
 from cgx_ops.jax.initialize import initialize
 from cgx_ops.jax.launching import launching
+from cgx_ops.jax.one_bit import one_bit_adam, signum
 from cgx_ops.jax.optimizer import average_gradients
 from cgx_ops.jax.optimizer_state import (
     AverageGradientsState,
     DeepGradientState,
+    OneBitAdamState,
     PowerSGDState,
+    SignumState,
     consolidate,
     state_specs,
 )
@@ -30,7 +33,9 @@ from cgx_ops.jax.scatter_gather import all_gather_q, psum_scatter_q
 __all__ = [
     "AverageGradientsState",
     "DeepGradientState",
+    "OneBitAdamState",
     "PowerSGDState",
+    "SignumState",
     "all_gather_q",
     "allreduce_q",
     "average_gradients",
@@ -39,11 +44,13 @@ __all__ = [
     "deep_gradient",
     "initialize",
     "launching",
+    "one_bit_adam",
     "pmean_q",
     "power_sgd",
     "psum_q",
     "psum_scatter_q",
     "register",
+    "signum",
     "state_specs",
     "value_and_grad",
 ]

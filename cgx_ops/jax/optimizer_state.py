@@ -71,7 +71,35 @@ class DeepGradientState(NamedTuple):
     residual: Any
 
 
-_States = AverageGradientsState | PowerSGDState | DeepGradientState
+class OneBitAdamState(NamedTuple):
+    """What one_bit_adam keeps between steps.
+
+    Attributes:
+        step: int32 scalar: the steps done, equal on all devices.
+        mu: momentum, a tree like the parameters, float32, equal on all devices.
+        nu: variance, alike.
+        residual: as of AverageGradientsState, but float32.
+    """
+
+    step: jax.Array
+    mu: Any
+    nu: Any
+    residual: Any
+
+
+class SignumState(NamedTuple):
+    """What signum keeps between steps.
+
+    Attributes:
+        step: int32 scalar: the steps done, equal on all devices.
+        momentum: each device's own, float32, with an axis of the devices in front, as residuals.
+    """
+
+    step: jax.Array
+    momentum: Any
+
+
+_States = AverageGradientsState | PowerSGDState | DeepGradientState | OneBitAdamState | SignumState
 
 # ---- 2. specs, consolidation ---------------------------------------------------------------------
 
@@ -84,9 +112,10 @@ def state_specs(
 ) -> Any:
     """Return the PartitionSpecs of an optimizer's state, for shard_map or out_shardings.
 
-    Residuals of `average_gradients`, `power_sgd` and `deep_gradient`, and momenta of the last's
-    sparse leaves, are spread over their axes, q of `power_sgd` are whole everywhere, everything
-    else lies like the parameters. To make the state where it belongs, at once on all devices:
+    Residuals of `average_gradients`, `power_sgd`, `deep_gradient` and `one_bit_adam`, momenta of
+    `deep_gradient`'s sparse leaves and of `signum` are spread over their axes, q of `power_sgd` are
+    whole everywhere, everything else lies like the parameters. To make the state where it belongs,
+    at once on all devices:
 
         specs = state_specs(optimizer, params, "data")
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -125,7 +154,13 @@ def state_specs(
     def spread(node: Any) -> Any:
         if not isinstance(node, _States):
             return node
-        residual = jax.tree.map(lambda spec: jax.P(axis_name, *spec), node.residual)
+
+        def over_devices(tree: Any) -> Any:
+            return jax.tree.map(lambda spec: jax.P(axis_name, *spec), tree)
+
+        if isinstance(node, SignumState):
+            return node._replace(momentum=over_devices(node.momentum))
+        residual = over_devices(node.residual)
         if isinstance(node, PowerSGDState):
             node = node._replace(q=jax.tree.map(lambda _: jax.P(), node.q))
         if isinstance(node, DeepGradientState):
@@ -167,7 +202,7 @@ def _refuse_momentum_twice(state: Any) -> None:
 def consolidate(state: Any, devices: int | None = None) -> Any:
     """Return an optimizer's state whose residuals are their mean over devices, equal on all.
 
-    So are momenta of `deep_gradient`'s sparse leaves.
+    So are momenta of `deep_gradient`'s sparse leaves, and of `signum`.
 
     What is owed to the average, which is the mean of the residuals, stays the same, whatever the
     number of devices. So a run of another number can take the state over:
@@ -178,13 +213,14 @@ def consolidate(state: Any, devices: int | None = None) -> Any:
     Residuals per device, as `state` has them, give the same bits where their number stays.
 
     Args:
-        state: of an optax transformation with average_gradients, power_sgd or deep_gradient
-          somewhere in it, outside of shard_map. In jax.jit, out_shardings from `state_specs` put
-          the result where it belongs.
+        state: of an optax transformation with one of those that `state_specs` names somewhere in
+          it, outside of shard_map. In jax.jit, out_shardings from `state_specs` put the result
+          where it belongs.
         devices: for how many; None: for as many as `state` is.
 
     Returns:
-        A state like `state`; residuals are (devices, *shape). Their mean is taken in float32.
+        A state like `state`; what is a device's own is (devices, *shape). The mean is taken in
+        float32.
 
     Raises:
         ValueError: there is no state of one of them in `state`; `devices` is less than 1.
@@ -200,11 +236,13 @@ def consolidate(state: Any, devices: int | None = None) -> Any:
     nodes, tree = jax.tree.flatten(state, is_leaf=is_ours)
     if not any(map(is_ours, nodes)):
         raise ValueError(
-            "consolidate: there is no AverageGradientsState in the state, nor a PowerSGDState, nor "
-            "a DeepGradientState"
+            "consolidate: there is no AverageGradientsState in the state, nor a PowerSGDState, "
+            "DeepGradientState, OneBitAdamState or SignumState"
         )
 
     def consolidated(node: Any) -> Any:
+        if isinstance(node, SignumState):
+            return node._replace(momentum=jax.tree.map(mean_of, node.momentum))
         if isinstance(node, DeepGradientState):
             node = node._replace(momentum=_of_sparse(mean_of, node))
         return node._replace(residual=jax.tree.map(mean_of, node.residual))

@@ -326,6 +326,11 @@ def steps_in_backward(wrapper: torch.nn.parallel.DistributedDataParallel) -> boo
     return any(hasattr(p, "_in_backward_optimizers") for p in parameters_of(wrapper))
 
 
+def has_mixed_precision(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Tell whether it computes in another dtype than the parameters' (mixed_precision)."""
+    return getattr(wrapper, "mixed_precision", None) is not None
+
+
 def has_python_reducer(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
     """Tell whether gradients are reduced one by one in a compiled graph, without buckets."""
     return bool(getattr(wrapper, "_use_python_reducer", False))

@@ -9,6 +9,7 @@
      of it goes into checkpoints
   2. the hook: starts a bucket's collective, each layer with buckets (and bits) of its own, and
      returns its future
+  3. hooks in bfloat16; all hooks by name, for programs that choose one by a flag
 
 The layout of torch's own hooks (torch.distributed.algorithms.ddp_comm_hooks), PowerSGD's above all.
 ddp_state.py and ddp_bucket.py have what all hooks share; ddp_power_sgd.py is PowerSGD,
@@ -16,11 +17,15 @@ ddp_deep_gradient.py Deep Gradient Compression, which are found here too; ddp_mo
 names of layers; ddp_unasked.py attaches the hook over the backend "cgx".
 """
 
-from typing import Literal
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Config, Segment
 from cgx_ops.errors import InvalidArgument
@@ -37,10 +42,12 @@ from cgx_ops.torch.ddp_state import HookState, rules_of
 from cgx_ops.torch.layers import Rules
 
 __all__ = [
+    "CommHookType",
     "DeepGradientState",
     "PowerSGDState",
     "QuantizedAllreduceState",
     "batched_power_sgd_hook",
+    "bf16_compress_wrapper",
     "deep_gradient_hook",
     "power_sgd_hook",
     "quantized_allreduce_hook",
@@ -107,7 +114,7 @@ def quantized_allreduce_hook(
     """Average a bucket of gradients over the ranks, in the bits that `state` says.
 
     Give it to DistributedDataParallel.register_comm_hook(), alone or inside torch's
-    fp16_compress_wrapper or bf16_compress_wrapper.
+    fp16_compress_wrapper or the bf16_compress_wrapper below.
 
     Args:
         state: a QuantizedAllreduceState.
@@ -152,3 +159,80 @@ def quantized_allreduce_hook(
     return state.average(
         buffer, config, segments=segments, seed=seeds, name="ddp", residuals=residuals
     )
+
+
+# ---- 3. hooks in bfloat16, hooks by name ---------------------------------------------------------
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+def bf16_compress_wrapper(hook: Hook) -> Hook:
+    """Return a hook that is given gradients as bfloat16, and whose averages become theirs again.
+
+    It is torch's wrapper of this name, which DistributedDataParallel refuses, by its name, where
+    there is no NCCL: the core needs none. torch's fp16_compress_wrapper is not refused.
+    """
+    wrapped = default_hooks.bf16_compress_wrapper(hook)  # type: ignore[arg-type]
+
+    def hook_in_bf16(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return wrapped(state, bucket)  # type: ignore[arg-type]
+
+    return hook_in_bf16
+
+
+class _Hook(NamedTuple):
+    """One row of the table: a hook, what makes its state, and arguments of that."""
+
+    hook: Hook
+    make_state: Callable[..., HookState | None]
+    options: Mapping[str, Any]
+
+
+def _no_state(process_group: dist.ProcessGroup) -> None:
+    del process_group
+
+
+class CommHookType(Enum):
+    """All hooks of cgx_ops, in the style of torch's DDPCommHookType.
+
+        state = CommHookType["POWER_SGD_RANK2"].register(model, start_powerSGD_iter=100)
+
+    NOOP is torch's noop_hook, which leaves every rank its own gradients: what a step takes with it
+    is what no compression can be faster than.
+    """
+
+    QUANTIZED_ALLREDUCE = _Hook(quantized_allreduce_hook, QuantizedAllreduceState, {})
+    POWER_SGD = _Hook(power_sgd_hook, PowerSGDState, {"matrix_approximation_rank": 1})
+    POWER_SGD_RANK2 = _Hook(power_sgd_hook, PowerSGDState, {"matrix_approximation_rank": 2})
+    BATCHED_POWER_SGD = _Hook(
+        batched_power_sgd_hook, PowerSGDState, {"matrix_approximation_rank": 1}
+    )
+    BATCHED_POWER_SGD_RANK2 = _Hook(
+        batched_power_sgd_hook, PowerSGDState, {"matrix_approximation_rank": 2}
+    )
+    DEEP_GRADIENT = _Hook(deep_gradient_hook, DeepGradientState, {})
+    NOOP = _Hook(noop_hook, _no_state, {})
+
+    def register(self, model: DistributedDataParallel, **options: Any) -> HookState | None:
+        """Give a model this hook, over the model's process group.
+
+        Args:
+            model: without a communication hook so far.
+            **options: of the hook's state.
+
+        Returns:
+            The hook's state, to be saved beside the model; None of NOOP.
+
+        Raises:
+            TypeError: model is no DistributedDataParallel; an option that the state does not have.
+            InvalidArgument: an option is out of its range.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                f"{self.name}.register: model is {type(model).__name__}; give a "
+                "DistributedDataParallel"
+            )
+        row = self.value
+        state = row.make_state(**{"process_group": model.process_group, **row.options, **options})
+        model.register_comm_hook(state, row.hook)  # type: ignore[arg-type]
+        return state

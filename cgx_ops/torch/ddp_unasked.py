@@ -18,6 +18,7 @@ from cgx_ops import Config
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import _compat, backend, ddp, ddp_models, layers
 from cgx_ops.torch._compat import group_or_default
+from cgx_ops.torch.averager import Average
 from cgx_ops.torch.ddp import QuantizedAllreduceState, quantized_allreduce_hook
 from cgx_ops.torch.ddp_power_sgd_state import Factors
 from cgx_ops.torch.residuals import Residuals
@@ -32,7 +33,7 @@ _waiting: weakref.WeakKeyDictionary[DistributedDataParallel, RemovableHandle] = 
 def register() -> None:
     """Notice every DistributedDataParallel from now on. Once per process."""
     register_module_module_registration_hook(_on_registration)
-    saved = [Residuals, Factors, layers.Rules, layers.Rule, Config]
+    saved = [Residuals, Factors, Average, layers.Rules, layers.Rule, Config]
     torch.serialization.add_safe_globals([*saved, *(getattr(ddp, name) for name in ddp.__all__)])
 
 
@@ -66,7 +67,8 @@ def _attach(wrapper: DistributedDataParallel) -> None:
     if options is None or _compat.has_python_reducer(wrapper):
         return
     if hooks := _compat.comm_hooks(wrapper):
-        if quantized_allreduce_hook not in hooks:
+        # That of mixed precision is torch's own, and has the process group sum each bucket.
+        if quantized_allreduce_hook not in hooks and not _compat.has_mixed_precision(wrapper):
             backend.leave_gradients_to_hooks(group)
         return
     if _compat.steps_in_backward(wrapper):  # by a communication hook that torch is about to set

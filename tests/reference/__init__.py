@@ -18,6 +18,7 @@ documents.
     bound          error_bound: how far nearest and shift rounding may be from the exact result
     low_rank       PowerSGD, in float64: not to the bit
     deep_gradient  Deep Gradient Compression, as the paper has it
+    one_bit        1-bit Adam, SigNUM
 """
 
 from .bound import error_bound
@@ -25,6 +26,7 @@ from .codec import dequantize, encoded_bytes, quantize
 from .collectives import all_gather, allreduce, reduce_scatter
 from .deep_gradient import DeepGradient, density_at
 from .low_rank import PowerSGD, given_up, given_up_bound
+from .one_bit import OneBitAdam, Signum
 from .philox import Seeds, noise, seeds_of
 from .segments import Segment, pick, shards, travels_exact
 from .settings import Compressor
@@ -52,11 +54,13 @@ __all__ = [
     "AnyAlgorithm",
     "Compressor",
     "DeepGradient",
+    "OneBitAdam",
     "Op",
     "PowerSGD",
     "RoundingMode",
     "Seeds",
     "Segment",
+    "Signum",
     "all_gather",
     "allreduce",
     "combine",

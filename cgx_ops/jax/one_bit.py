@@ -1,0 +1,291 @@
+"""one_bit_adam and signum: optimizers that send a momentum in one bit instead of gradients.
+
+  1. one_bit_adam: Adam, whose variance stays as it is after a warm-up, while momentum is compressed
+  2. signum: the majority's signs of the devices' momenta
+  3. trees of gradients
+
+The arithmetic is that of cgx_ops.torch.optim.
+
+Tang et al.: 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed,
+ICML 2021. Bernstein, Zhao, Azizzadenesheli, Anandkumar: signSGD with Majority Vote is Communication
+Efficient and Fault Tolerant, ICLR 2019.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from cgx_ops.config import Algorithm, Config
+from cgx_ops.jax.knobs import Rules, checked_knobs, is_vote, keeps_by_default
+from cgx_ops.jax.mesh_groups import Axes, mesh_groups
+from cgx_ops.jax.optimizer_state import (
+    Mesh,
+    OneBitAdamState,
+    SignumState,
+    check_converges,
+    check_own,
+    import_optax,
+    own_residual,
+    zero_residuals,
+)
+from cgx_ops.jax.primitive import Carrier
+from cgx_ops.jax.psum import reduce_over
+from cgx_ops.jax.trees import checked_leaf
+from cgx_ops.rules import EXACT_BITS
+
+if TYPE_CHECKING:
+    import optax
+
+# ---- 1. one_bit_adam -----------------------------------------------------------------------------
+
+
+def one_bit_adam(
+    axis_name: Axes,
+    learning_rate: Any,
+    *,
+    warmup_steps: int,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    key: jax.Array | None = None,
+    name: str = "",
+    mesh: Mesh | None = None,
+    bits: int | None = None,
+    rules: Rules | None = None,
+    **knobs: Any,
+) -> "optax.GradientTransformation":
+    """Return 1-bit Adam as an optax optimizer, which averages over mesh axes by itself.
+
+    Its `update` is called inside `jax.shard_map`, with each device's own gradients, and is used as
+    `average_gradients` is, with `state_specs` and `consolidate`; nothing is chained before it that
+    averages.
+
+    The first `warmup_steps` steps are Adam's: gradients are averaged exact, mu and nu follow. Then
+    nu stays. Each device adds its own gradient to mu, sends that compressed, and all go on with the
+    average as mu. What compression loses, of a device's own message and of averages that it
+    encodes, is its residual, added to what it sends next. So over all devices momenta and old
+    residuals are the average (as a sum) and the new residuals, but for what float32 rounds.
+
+    As in the paper's algorithm and in DeepSpeed's code mu and nu are not divided by 1 - b^t: in the
+    first steps, while nu is small, steps are up to (1 - b1) / sqrt(1 - b2) = 3.2 times Adam's.
+    Begin with a small learning rate. Weight decay is decoupled, as in adamw. Elements whose nu is 0
+    when the warm-up ends stay where they are: of one bit they would get what their neighbours have.
+
+    Args:
+        axis_name: name of a mesh axis, or a tuple of names.
+        learning_rate: a number, or an optax schedule.
+        warmup_steps: at least 1; 15 to 25 % of training in the paper. nu must have settled.
+        b1: of mu, at least 0 and less than 1.
+        b2: of nu, alike.
+        eps: added to the root of nu; more than 0.
+        weight_decay: at least 0.
+        key: a PRNG key, as of `average_gradients`.
+        name: of the collectives, as of `psum_q`.
+        mesh: of the shard_map, as of `average_gradients`.
+        bits: of the momentum, as of `psum_q`; None, and no compressor: compressor "levels" with 1.
+        rules: as of `psum_q`, for the momentum. Give biases and norms 32.
+        **knobs: every other keyword of `psum_q` but residual.
+
+    Returns:
+        An optax.GradientTransformation, the first of whose states is a `OneBitAdamState`.
+
+    Raises:
+        ImportError: optax is not installed.
+        ValueError: an argument is out of its range; at init, no mesh is known; at update, the
+          gradients are equal on all devices already, or do not fit the state.
+        NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `psum_q`.
+    """
+    caller = "one_bit_adam"
+    optax = import_optax(caller)
+    if type(warmup_steps) is not int or warmup_steps < 1:
+        raise ValueError(
+            f"{caller}: warmup_steps is {warmup_steps!r}; it must be an integer of at least 1, for "
+            "nu to be more than 0"
+        )
+    _require_shares(caller, b1=b1, b2=b2)
+    if not eps > 0:
+        raise ValueError(f"{caller}: eps is {eps!r}; it must be more than 0")
+    if bits is None and "compressor" not in knobs:
+        bits, knobs = 1, {"compressor": "levels", **knobs}
+    if bits is not None:
+        knobs["bits"] = bits
+    knobs |= {"key": key, "name": name, "rules": rules}
+    checked = checked_knobs(caller, **knobs)
+    if any(map(is_vote, checked.configs)):
+        raise ValueError(f"{caller}: a vote has no magnitude: use cgx_ops.jax.signum")
+    ways = ("algorithm", "carrier", "fuse")
+    exact = {"bits": EXACT_BITS, **{knob: knobs[knob] for knob in ways if knob in knobs}}
+
+    def keeps(config: Config) -> bool:
+        return config.bits != EXACT_BITS and keeps_by_default(config)
+
+    for config in filter(keeps, checked.configs):
+        check_converges(caller, config)
+
+    def init(params: Any) -> OneBitAdamState:
+        def kept(path: Any, leaf: Any) -> Any:
+            keep = keeps(checked.config_of(path))
+            return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32) if keep else None
+
+        by_path = jax.tree_util.tree_map_with_path
+        zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype=jnp.float32), params)
+        residual = zero_residuals(caller, by_path(kept, params), axis_name, mesh)
+        return OneBitAdamState(jnp.zeros((), jnp.int32), zeros, zeros, residual)
+
+    def update(
+        updates: Any, state: OneBitAdamState, params: Any = None
+    ) -> tuple[Any, OneBitAdamState]:
+        del params
+        axes = mesh_groups(caller, axis_name).axes
+        gradients = _gradients(caller, updates, state.mu, axes)
+        residual = jax.tree_util.tree_map_with_path(
+            lambda path, g, e: own_residual(caller, path, g, e), gradients, state.residual
+        )
+        noise = None if key is None else jax.random.fold_in(key, state.step)
+
+        def averaged(x: Any, lost: Any, message: str, how: dict[str, Any]) -> Any:
+            called = f"{name}/{message}" if name else ""
+            return reduce_over(
+                caller, x, lost, axes, "avg", **{**how, "key": noise, "name": called}
+            )
+
+        def warming_up(_: Any) -> Any:
+            g, _lost = averaged(gradients, None, "exact", exact)
+            square = lambda v, x: v * b2 + x * x * (1 - b2)  # noqa: E731
+            nu = jax.tree.map(square, state.nu, g)
+            return _followed(state.mu, g, b1), nu, residual
+
+        def frozen(_: Any) -> Any:
+            mu, lost = averaged(_followed(state.mu, gradients, b1), residual, "momentum", knobs)
+            return mu, state.nu, lost
+
+        mu, nu, residual = jax.lax.cond(state.step < warmup_steps, warming_up, frozen, None)
+        steps = jax.tree.map(
+            lambda m, v, x: jnp.where(v == 0, 0, m / (jnp.sqrt(v) + eps)).astype(x.dtype),
+            mu, nu, updates,
+        )  # fmt: skip
+        residual = jax.tree.map(lambda e: e[None], residual)
+        return steps, OneBitAdamState(state.step + 1, mu, nu, residual)
+
+    return _with_rate(optax, init, update, caller, learning_rate, weight_decay)
+
+
+# ---- 2. signum -----------------------------------------------------------------------------------
+
+
+def signum(
+    axis_name: Axes,
+    learning_rate: Any,
+    *,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    name: str = "",
+    mesh: Mesh | None = None,
+    algorithm: Algorithm = "auto",
+    carrier: Carrier = "native",
+) -> "optax.GradientTransformation":
+    """Return SigNUM with majority vote as an optax optimizer: every device votes with signs.
+
+    Used as `one_bit_adam` is. One bit an element goes each way, and all elements step by the
+    learning rate, to where most devices' momenta point. A vote has no zero: where as many devices
+    vote + as -, and where a momentum is 0, it counts as + in even steps and as - in odd ones, so
+    that nobody drifts (the paper's sign(0) is 0; on average this is, too).
+
+    Args:
+        axis_name: name of a mesh axis, or a tuple of names.
+        learning_rate: a number, or an optax schedule.
+        momentum: at least 0 (signSGD) and less than 1.
+        weight_decay: at least 0.
+        name: of the collective, as of `psum_q`.
+        mesh: of the shard_map, as of `average_gradients`.
+        algorithm: as of `psum_q`.
+        carrier: as of `psum_q`.
+
+    Returns:
+        An optax.GradientTransformation, the first of whose states is a `SignumState`.
+
+    Raises:
+        NotImplementedError: several processes have several devices of a group each.
+        ImportError, ValueError, NameError, TypeError, JaxRuntimeError: as `one_bit_adam`.
+    """
+    caller = "signum"
+    optax = import_optax(caller)
+    _require_shares(caller, momentum=momentum)
+    knobs: dict[str, Any] = {
+        "compressor": "sign", "key": None, "name": name, "algorithm": algorithm, "carrier": carrier,
+    }  # fmt: skip
+    checked_knobs(caller, **knobs)
+
+    def init(params: Any) -> SignumState:
+        wide = jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.float32), params)
+        own = zero_residuals(caller, wide, axis_name, mesh)
+        return SignumState(jnp.zeros((), jnp.int32), own)
+
+    def update(updates: Any, state: SignumState, params: Any = None) -> tuple[Any, SignumState]:
+        del params
+        axes = mesh_groups(caller, axis_name).axes
+        gradients = _gradients(caller, updates, state.momentum, axes)
+        own = jax.tree_util.tree_map_with_path(
+            lambda path, g, m: own_residual(caller, path, g, m), gradients, state.momentum
+        )
+        own = _followed(own, gradients, momentum)
+        side = jnp.where(state.step % 2 == 0, 1.0, -1.0).astype(jnp.float32)
+        votes, _lost = reduce_over(
+            caller, jax.tree.map(lambda m: m * side, own), None, axes, "avg", **knobs
+        )
+        steps = jax.tree.map(lambda vote, x: (vote * side).astype(x.dtype), votes, updates)
+        return steps, SignumState(state.step + 1, jax.tree.map(lambda m: m[None], own))
+
+    return _with_rate(optax, init, update, caller, learning_rate, weight_decay)
+
+
+# ---- 3. trees of gradients -----------------------------------------------------------------------
+
+
+def _gradients(caller: str, updates: Any, state: Any, axes: Any) -> Any:
+    """Return a device's own gradients in float32, which must be like the state."""
+    check_own(caller, updates, axes)
+    found, known = jax.tree.structure(updates), jax.tree.structure(state)
+    if found != known:
+        raise ValueError(
+            f"{caller}: the gradients are {found}, the state {known}: it is another model's"
+        )
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(updates), jax.tree.leaves(state), strict=True
+    ):
+        if jnp.shape(x) != jnp.shape(y)[jnp.ndim(y) - jnp.ndim(x) :]:
+            raise ValueError(
+                f"{caller}: updates{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, and the "
+                f"state {jnp.shape(y)}: it is another model's"
+            )
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: checked_leaf(caller, path, x).astype(jnp.float32), updates
+    )
+
+
+def _followed(momenta: Any, gradients: Any, beta: float) -> Any:
+    """Return momenta that have followed gradients."""
+    return jax.tree.map(lambda m, g: m * beta + g * (1 - beta), momenta, gradients)
+
+
+def _require_shares(caller: str, **shares: float) -> None:
+    for name, value in shares.items():
+        if not 0 <= value < 1:
+            raise ValueError(
+                f"{caller}: {name} is {value!r}; it must be at least 0 and less than 1"
+            )
+
+
+def _with_rate(
+    optax: Any, init: Any, update: Any, caller: str, learning_rate: Any, weight_decay: float
+) -> "optax.GradientTransformation":
+    """Return an optimizer of what to step by."""
+    if not weight_decay >= 0:
+        raise ValueError(f"{caller}: weight_decay is {weight_decay!r}; it must be at least 0")
+    return optax.chain(
+        optax.GradientTransformation(init, update),
+        optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity(),
+        optax.scale_by_learning_rate(learning_rate),
+    )

@@ -1,0 +1,239 @@
+"""ExchangingOptimizer: what optimizers do alike that average over the ranks by themselves.
+
+  1. parameters, whose state is float32, and their settings
+  2. a step: this rank's own gradients, the exchange, the parameters
+  3. ranks that differ are told at the first step
+  4. checkpoints
+
+optim.py has the optimizers.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from cgx_ops.errors import InvalidArgument
+from cgx_ops.torch import backend
+from cgx_ops.torch._compat import group_or_default
+from cgx_ops.torch.exchange import Exchange, check_parameters
+
+
+class Trained(NamedTuple):
+    """A parameter that is about to be stepped.
+
+    Attributes:
+        name: its place among the optimizer's parameters.
+        group: its settings.
+        state: what is kept of it.
+        parameter: itself.
+        gradient: this rank's own, float32.
+    """
+
+    name: str
+    group: dict[str, Any]
+    state: dict[str, torch.Tensor]
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+
+
+class ExchangingOptimizer(Optimizer):
+    """An optimizer that averages over ranks what it steps by.
+
+    Attributes:
+        of_state: names of a parameter's state, which is float32 and of its shape.
+        of_rank: those of them that differ between ranks.
+        exchange: what travels how, steps so far, and what was lost.
+    """
+
+    of_state: ClassVar[tuple[str, ...]] = ()
+    of_rank: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, params: Any, defaults: dict[str, Any], exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._alike = False
+        super().__init__(params, defaults)
+
+    @property
+    def _caller(self) -> str:
+        return self.exchange.caller
+
+    # ---- 1. parameters ---------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, on all ranks alike; before the first step.
+
+        Raises:
+            TypeError: one is complex, sparse or of float64.
+            InvalidArgument: an argument is out of its range; it is too late.
+        """
+        if self.exchange.steps:
+            raise InvalidArgument(
+                f"{self._caller}: parameters are known by their order: add them before the first "
+                "step"
+            )
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self.check_group(group)
+        check_parameters(self._caller, [p for g in self.param_groups for p in g["params"]])
+        for parameter in group["params"]:
+            zeros = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+            self.state[parameter] = {name: zeros.clone() for name in self.of_state}
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise InvalidArgument if a setting of a group of parameters is out of its range."""
+        for name in ("lr", "weight_decay"):
+            if not group[name] >= 0:
+                raise InvalidArgument(
+                    f"{self._caller}: {name} is {group[name]!r}; it must be at least 0"
+                )
+
+    def require_share(self, name: str, value: Any) -> None:
+        """Raise InvalidArgument unless a setting is a share of what stays."""
+        if not 0 <= value < 1:
+            raise InvalidArgument(
+                f"{self._caller}: {name} is {value!r}; it must be at least 0 and less than 1"
+            )
+
+    # ---- 2. a step -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step all parameters. Collective: all ranks call it, after as many backward passes each.
+
+        A parameter without a gradient counts as one whose gradient is zero: other ranks may have
+        one. Those that require none are left alone.
+
+        Raises:
+            TypeError: a gradient is sparse or complex.
+            InvalidArgument: ranks differ in parameters or settings (at the first step, on all
+                ranks); the process group cannot be served, or the state is another rank's.
+            torch.distributed.DistBackendError: a peer is late or gone, or called something else.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._alike:
+            self._require_alike()
+        known = [(group, p) for group in self.param_groups for p in group["params"]]
+        trained = [
+            Trained(str(i), group, self.state[p], p, self._gradient_of(i, p))
+            for i, (group, p) in enumerate(known)
+            if p.requires_grad
+        ]
+        for each, update in zip(trained, self.updates(trained), strict=True):
+            lr, decay = each.group["lr"], each.group["weight_decay"]
+            wide = each.parameter.to(torch.float32)
+            each.parameter.copy_(wide - lr * (update + decay * wide))
+        return loss
+
+    def updates(self, trained: list[Trained]) -> list[torch.Tensor]:
+        """Change the states of parameters by their gradients; return what to step by."""
+        raise NotImplementedError
+
+    def averaged(
+        self, trained: list[Trained], tensors: list[torch.Tensor], *, exact: bool = False
+    ) -> list[torch.Tensor]:
+        """Return the mean over the ranks of a tensor of each parameter."""
+        return self.exchange.mean([each.name for each in trained], tensors, exact=exact)
+
+    def _gradient_of(self, place: int, parameter: torch.Tensor) -> torch.Tensor:
+        gradient = parameter.grad
+        if gradient is None:
+            return torch.zeros_like(parameter, dtype=torch.float32)
+        if gradient.layout != torch.strided or gradient.is_complex():
+            raise TypeError(
+                f"{self._caller}: the gradient of parameter {place} of shape "
+                f"{tuple(parameter.shape)} is {gradient.layout}, {gradient.dtype}; it must be "
+                "dense and real: make the layer with sparse=False"
+            )
+        return gradient.to(torch.float32)
+
+    # ---- 3. ranks that differ --------------------------------------------------------------------
+
+    def _require_alike(self) -> None:
+        """Compare parameters and settings with those of the other ranks. Collective."""
+        digest = hashlib.sha256()
+        for group in self.param_groups:
+            for p in group["params"]:
+                digest.update(repr(tuple(p.shape)).encode())
+                digest.update(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        settings = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        mine = (digest.hexdigest(), f"{settings} step {self.exchange.steps}")
+        group = group_or_default(self.exchange.process_group)
+        everyones: list[tuple[str, str] | None] = [None] * group.size()
+        with backend.uncompressed():
+            dist.all_gather_object(everyones, mine, group)
+        for rank, other in enumerate(everyones):
+            assert other is not None and everyones[0] is not None
+            if other[1] != everyones[0][1]:
+                raise InvalidArgument(
+                    f"{self._caller}: rank 0 has {everyones[0][1]}, rank {rank} {other[1]}"
+                )
+            if other != everyones[0]:
+                raise InvalidArgument(
+                    f"{self._caller}: ranks 0 and {rank} have other parameters: broadcast them "
+                    "first, as DistributedDataParallel does, or load one checkpoint"
+                )
+        self._alike = True
+
+    # ---- 4. checkpoints --------------------------------------------------------------------------
+
+    def consolidate(self) -> None:
+        """Make what is each rank's own its mean over the ranks. Collective.
+
+        What is saved then can be loaded on any number of ranks.
+        """
+        group = group_or_default(self.exchange.process_group)
+        self.exchange.consolidate()
+        for state in self.state.values():
+            for name in self.of_rank:
+                mean = state[name].contiguous()
+                with backend.uncompressed():
+                    dist.all_reduce(mean, group=group)
+                state[name] = mean / group.size()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's optimizers return, and "exchange". Each rank saves its own."""
+        return {**super().state_dict(), "exchange": self.exchange.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Continue where the optimizer was that state_dict() was called of, to the bit.
+
+        Raises:
+            InvalidArgument: it is of another optimizer or another model, or lacks this rank's
+                residuals.
+        """
+        if "exchange" not in state_dict:
+            raise InvalidArgument(
+                f"{self._caller}.load_state_dict: there is no 'exchange': give what the "
+                f"state_dict() of a {self._caller} returned"
+            )
+        caller = state_dict["exchange"].get("caller")
+        if caller != self._caller:
+            raise InvalidArgument(f"{self._caller}.load_state_dict: the state is a {caller}'s")
+        numbers = [i for g in state_dict["param_groups"] for i in g["params"]]
+        parameters = [p for g in self.param_groups for p in g["params"]]
+        saved = [state_dict["state"].get(i, {}) for i in numbers]
+        if len(saved) != len(parameters):
+            raise InvalidArgument(
+                f"{self._caller}.load_state_dict: the state is of {len(saved)} parameters, and "
+                f"these are {len(parameters)}: it is another model's"
+            )
+        for i, (p, state) in enumerate(zip(parameters, saved, strict=True)):
+            found = {name: tuple(x.shape) for name, x in state.items()}
+            if found != dict.fromkeys(self.of_state, tuple(p.shape)):
+                raise InvalidArgument(
+                    f"{self._caller}.load_state_dict: parameter {i} has shape {tuple(p.shape)}, "
+                    f"and its saved state {found}: the state is another model's"
+                )
+        self.exchange.load_state_dict(state_dict["exchange"])
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "exchange"})
+        for p, state in zip(parameters, saved, strict=True):
+            # As they were: torch has cast them to the parameter's dtype.
+            self.state[p] = {name: x.to(p.device, copy=True) for name, x in state.items()}
+        self._alike = False

@@ -1,0 +1,49 @@
+"""Rank program: one_bit_adam and signum on two processes, to the weights of two devices of one.
+
+    mpirun -np 2 python run_jax_one_bit.py FILE CARRIER
+
+FILE has "x", a weight; "rows", its gradients (steps, devices, ...); "one_bit_adam" and "signum",
+what that came to.
+"""
+
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax_cases import fetch, mesh_of, use_cpu_devices
+
+import cgx_ops.jax
+from cgx_ops.jax import one_bit_adam, signum, state_specs
+
+use_cpu_devices(1)
+cgx_ops.jax.initialize()
+RUN, CARRIER = np.load(sys.argv[1]), sys.argv[2]
+MESH = mesh_of((2,), ("d",))
+HOW: dict[str, Any] = {"mesh": MESH, "algorithm": "sra", "carrier": CARRIER, "weight_decay": 0.01}
+
+for name, optimizer in (
+    ("one_bit_adam", one_bit_adam("d", 0.01, warmup_steps=10, **HOW)),
+    ("signum", signum("d", 0.002, **HOW)),
+):
+    x: Any = RUN["x"]
+    specs = state_specs(optimizer, x, "d")
+
+    def step(x: Any, state: Any, rows: Any, optimizer: Any = optimizer) -> Any:
+        updates, state = optimizer.update(rows[0], state, x)
+        return optax.apply_updates(x, updates), state
+
+    program = jax.jit(
+        jax.shard_map(step, mesh=MESH, in_specs=(P(), specs, P("d")), out_specs=(P(), specs))
+    )
+    shardings = jax.tree.map(lambda spec: NamedSharding(MESH, spec), specs)
+    state: Any = jax.jit(optimizer.init, out_shardings=shardings)(x)
+    for rows in RUN["rows"]:
+        spread = NamedSharding(MESH, P("d"))
+        own = jax.make_array_from_callback(rows.shape, spread, lambda at, rows=rows: rows[at])
+        x, state = program(x, state, own)
+    assert np.array_equal(fetch(x), RUN[name]), (name, np.abs(fetch(x) - RUN[name]).max())
+print("ok all", flush=True)

@@ -1,0 +1,318 @@
+"""QuantizedModelAverager, alone and in torch's PostLocalSGDOptimizer.
+
+1. values, against the reference, to the bit
+2. torch's optimizer and hook around it
+3. checkpoints
+4. bad input
+"""
+
+import copy
+import shutil
+import tempfile
+from typing import Any
+
+import numpy as np
+import reference
+import torch
+import torch.distributed as dist
+import torch_cases as tc
+from failing import fails
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch_power_sgd.common import (
+    RANK,
+    SIZE,
+    batch,
+    gathered,
+    identical_on_all_ranks,
+    loss_of,
+    network,
+    train,
+)
+
+from cgx_ops import Communicator, Config, InvalidArgument
+from cgx_ops.call import call_seed
+from cgx_ops.torch.averager import QuantizedModelAverager
+
+FOUR_BITS = Config(bits=4, bucket_size=64, seed=3)
+ONE_BIT = Config(bits=1, compressor="levels", bucket_size=64)  # with error feedback
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+# ---- 1. values -----------------------------------------------------------------------------------
+
+
+def mean_of(
+    rows: list[torch.Tensor], config: Config, step: int, place: int, residuals: list[Any] | None
+) -> torch.Tensor:
+    """Return the reference's mean of one parameter's differences."""
+    world: Any = dist.group.WORLD
+    segment = reference.Segment(
+        0, rows[0].numel(), 32 if rows[0].dim() <= 1 else config.bits, config.bucket_size,
+        compressor=config.compressor,
+    )  # fmt: skip
+    seed = call_seed(config.seed, f"QuantizedModelAverager/{place}", step, world.group_name)
+    mean = reference.allreduce(
+        [tc.to_numpy(row) for row in rows], [segment], op="avg", algorithm="sra",
+        rounding="stochastic" if config.compressor == "uniform" else "nearest",
+        seeds=[seed] * SIZE, residuals=residuals,
+    )  # fmt: skip
+    return torch.from_numpy(mean).view(rows[0].shape)
+
+
+def as_the_reference() -> None:
+    """The last average and the mean of what changed; parameters of 16 bits are rounded once."""
+    for config, dtype in (
+        (FOUR_BITS, torch.float32),
+        (ONE_BIT, torch.float32),
+        (ONE_BIT, torch.bfloat16),
+    ):
+        model = network(dtype)
+        parameters = list(model.parameters())
+        averager = QuantizedModelAverager(2, 1, config=config)
+        last: list[torch.Tensor] = []
+        lost = [[np.zeros(p.numel(), np.float32) for _ in range(SIZE)] for p in parameters]
+        for step in range(8):
+            train(model, range(step, step + 1))
+            before = [gathered(p.detach().float()) for p in parameters]
+            averager.average_parameters(model.parameters())
+            if step % 2 == 0:
+                assert all(
+                    torch.equal(p.float(), b[RANK]) for p, b in zip(parameters, before, strict=True)
+                )
+                continue
+            if not last:
+                last = [torch.stack(rows).sum(0) / SIZE for rows in before]
+            else:
+                last = [
+                    x
+                    + mean_of(
+                        [row - x for row in rows], config, step // 2, i,
+                        lost[i] if config is ONE_BIT and x.dim() > 1 else None,
+                    )
+                    for i, (x, rows) in enumerate(zip(last, before, strict=True))
+                ]  # fmt: skip
+            for i, (p, x) in enumerate(zip(parameters, last, strict=True)):
+                assert tc.same_bits(p.detach(), x.to(dtype)), (config, dtype, step, i)
+        residuals = averager.exchange.residuals.tensors
+        matrices = [str(i) for i, p in enumerate(parameters) if p.dim() > 1]
+        assert list(residuals) == (matrices if config is ONE_BIT else [])
+        for name, e in residuals.items():
+            assert np.array_equal(tc.to_numpy(e), lost[int(name)][RANK]), (config, name)
+
+
+def exact_as_pytorchs() -> None:
+    """In 32 bits it is PeriodicModelAverager, but for what the way by differences rounds."""
+    models, averagers = (network(), network()), (
+        QuantizedModelAverager(3, config=Config(bits=32)),
+        PeriodicModelAverager(3),
+    )  # fmt: skip
+    for step in range(9):
+        train(models[0], range(step, step + 1), shift=0.3)
+        models[1].load_state_dict(models[0].state_dict())
+        for p in models[1].parameters():
+            p.grad = torch.zeros_like(p)  # without one torch leaves a parameter alone
+        largest = max(float(x.abs().max()) for x in gathered(weights_of(models[0])))
+        for model, averager in zip(models, averagers, strict=True):
+            averager.average_parameters(model.parameters())
+        # A difference, a sum of SIZE, a quotient and a sum; the other has two of these.
+        bound = (2 * SIZE + 6) * 2.0**-24 * 2 * largest
+        assert (weights_of(models[0]) - weights_of(models[1])).abs().max() <= bound, step
+
+
+# ---- 2. torch's optimizer and hook ---------------------------------------------------------------
+
+
+def post_local(
+    config: Config = ONE_BIT, carrier: Any = "native", group: Any = None
+) -> tuple[Any, Any, QuantizedModelAverager]:
+    """Return a model, its optimizer and its averager: two steps with averaged gradients first."""
+    model = DistributedDataParallel(network())
+    state = PostLocalSGDState(None, None, 2, post_local_gradient_allreduce=False)
+    model.register_comm_hook(state, post_localSGD_hook)
+    averager = QuantizedModelAverager(3, 2, group, config=config, carrier=carrier)
+    local = torch.optim.SGD(model.parameters(), 0.05, momentum=0.5)
+    return model, PostLocalSGDOptimizer(local, averager), averager
+
+
+def run(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(RANK, step))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def post_local_sgd() -> None:
+    """Ranks have equal parameters after an average and no others between; it trains as exact."""
+    first, ends = 0.0, {}
+    for name, config in (("exact", Config(bits=32)), ("1 bit", ONE_BIT), ("4 bits", FOUR_BITS)):
+        model, optimizer, averager = post_local(config)
+        losses: list[float] = []
+        for step in range(30):
+            losses += run(model, optimizer, range(step, step + 1))
+            everyones = gathered(weights_of(model))
+            equal = all(torch.equal(x, everyones[0]) for x in everyones)
+            assert equal == (step <= 2 or (step - 2) % 3 == 0), (name, step)
+        assert averager.step == 30
+        means = torch.stack(gathered(torch.tensor(losses))).mean(0)
+        first, ends[name] = float(means[0]), float(means[-1])
+    for name, loss in ends.items():
+        assert abs(loss - ends["exact"]) <= 0.02 * first, (name, first, ends)
+    assert ends["exact"] < 0.2 * first, (first, ends)
+
+
+def what_is_sent() -> None:
+    world: Any = dist.group.WORLD
+    comm = Communicator.find(world.group_name)
+    model = network()
+    averager = QuantizedModelAverager(1, config=ONE_BIT)
+    sent = []
+    for _ in range(3):
+        before = comm.bytes_sent
+        averager.average_parameters(model.parameters())
+        sent.append(comm.bytes_sent - before)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    vectors = sum(p.numel() for p in model.parameters() if p.dim() <= 1)
+    exact = 4 * (matrices + vectors) * 2 * (SIZE - 1) / SIZE
+    assert 0.9 * exact <= sent[0] <= 1.1 * exact + 500 * SIZE, (sent, exact)
+    assert (
+        sent[1]
+        == sent[2]
+        <= exact * (vectors + matrices * 1.3 / 32) / (vectors + matrices) + (500 * SIZE)
+    ), (sent, exact)
+
+
+def carried_by_torch() -> None:
+    """To the same bits, over gloo."""
+    gloo = dist.new_group(backend="gloo")
+    found = []
+    for options in ({}, {"carrier": "c10d", "group": gloo}):
+        model, optimizer, _ = post_local(**options)
+        run(model, optimizer, range(12))
+        found.append(weights_of(model))
+    assert torch.equal(*found)
+
+
+# ---- 3. checkpoints ------------------------------------------------------------------------------
+
+
+def resumed() -> None:
+    """To the bit, from the middle of a period."""
+    for form in ("torch", "dcp"):
+        names: list[Any] = [tempfile.mkdtemp() if RANK == 0 else None]
+        dist.broadcast_object_list(names)
+        model, optimizer, averager = post_local()
+        run(model, optimizer, range(10))
+        file = f"{names[0]}/{RANK}.pt"
+        saved = copy.deepcopy([model.module.state_dict(), optimizer.state_dict()])
+        if form == "dcp":
+            dcp_save({"averager": averager}, checkpoint_id=names[0])
+        else:
+            torch.save(averager.state_dict(), file)
+        run(model, optimizer, range(10, 18))
+
+        again, other, restored = post_local()
+        run(again, other, range(4))
+        if form == "dcp":
+            dcp_load({"averager": restored}, checkpoint_id=names[0])
+        else:
+            restored.load_state_dict(torch.load(file))
+        again.module.load_state_dict(saved[0])
+        other.load_state_dict(saved[1])
+        run(again, other, range(10, 18))
+        assert torch.equal(weights_of(again), weights_of(model)), form
+        for name, e in averager.exchange.residuals.tensors.items():
+            assert torch.equal(restored.exchange.residuals.tensors[name], e), (form, name)
+        dist.barrier()
+        if RANK == 0:
+            shutil.rmtree(names[0])
+
+
+def another_number_of_ranks() -> None:
+    model, optimizer, averager = post_local()
+    run(model, optimizer, range(12))
+    own = averager.state_dict()
+    pending = {
+        name: torch.stack(gathered(e)).double().mean(0)
+        for name, e in averager.exchange.residuals.tensors.items()
+    }
+    averager.consolidate()
+    for name, e in averager.exchange.residuals.tensors.items():
+        identical_on_all_ranks(e)
+        assert ((e.double() - pending[name]).abs() <= SIZE * 2.0**-23 * pending[name].abs()).all()
+    alone: Any = dist.new_group([0], backend="cgx")
+    if RANK == 0:
+        other = QuantizedModelAverager(1, process_group=alone, config=ONE_BIT)
+        other.load_state_dict(averager.state_dict())
+        before = weights_of(model)
+        other.average_parameters(model.parameters())
+        # One rank sends nothing: what was pending is there at once.
+        want = before + torch.cat(
+            [
+                pending.get(str(i), torch.zeros(p.numel())).float()
+                for i, p in enumerate(model.parameters())
+            ]
+        )
+        assert torch.allclose(weights_of(model), want, rtol=0, atol=1e-6)
+        other.load_state_dict(own)
+        fails(
+            InvalidArgument,
+            f"of rank 0 of {SIZE}",
+            lambda: other.average_parameters(model.parameters()),
+        )
+    dist.barrier()
+
+
+# ---- 4. bad input --------------------------------------------------------------------------------
+
+
+def bad_input() -> None:
+    make: Any = QuantizedModelAverager
+    for period, warmup, words in (
+        (0, 0, "period is 0"),
+        (-2, 0, "period is -2"),
+        (1.5, 0, "period is 1.5"),
+        (4, -1, "warmup_steps is -1"),
+    ):
+        fails(InvalidArgument, words, lambda p=period, w=warmup: make(p, w))
+    fails(InvalidArgument, "carrier is 'mpi'", lambda: make(1, carrier="mpi"))
+    fails(InvalidArgument, "config is 4", lambda: make(1, config=4))
+
+    def average(*parameters: nn.Parameter) -> None:
+        make(1, config=ONE_BIT).average_parameters(iter(parameters))
+
+    def of(dtype: torch.dtype) -> nn.Parameter:
+        return nn.Parameter(torch.zeros(4, 8, dtype=dtype))
+
+    fails(TypeError, "parameter 1 of shape (4, 8) is torch.complex64", lambda: average(
+        of(torch.float32), of(torch.complex64)
+    ))  # fmt: skip
+    fails(TypeError, "is torch.float64; train it in", lambda: average(of(torch.float64)))
+    sparse = nn.Parameter(torch.eye(4).to_sparse())
+    fails(TypeError, "torch.sparse_coo; only dense", lambda: average(sparse))
+    frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
+    fails(InvalidArgument, "no parameter that requires", lambda: average(frozen))
+
+    averager = make(1, config=ONE_BIT)
+    averager.average_parameters(network().parameters())
+    fails(InvalidArgument, "another model's", lambda: averager.average_parameters([of(torch.half)]))
+    fails(InvalidArgument, "['step']", lambda: averager.load_state_dict({"step": 3}))
+
+
+CHECKS = [as_the_reference, exact_as_pytorchs, post_local_sgd, what_is_sent, carried_by_torch]
+CHECKS += [resumed, another_number_of_ranks, bad_input]
