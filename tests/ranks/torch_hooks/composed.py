@@ -56,7 +56,9 @@ def options_of(kind: CommHookType) -> dict[str, Any]:
     """Return options with which six steps have something to show."""
     if "POWER" in kind.name:
         return {"start_powerSGD_iter": 2}
-    return {"config": FOUR_BITS} if kind is CommHookType.QUANTIZED_ALLREDUCE else {}
+    if kind is CommHookType.DEEP_GRADIENT:
+        return {"density": 0.1, "momentum": 0.0}  # Adam, below, has a momentum
+    return {"config": FOUR_BITS}
 
 
 def averaging() -> list[CommHookType]:
