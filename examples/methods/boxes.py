@@ -109,7 +109,7 @@ def boxes() -> Task:
     return Task(
         "boxes", Detector, draw, draw(400, torch.Generator().manual_seed(0)),
         loss, score, "found %", batch=16, steps=250, optimizer=sgd, momentum=0.9, rate=0.1,
-        schedule=risen_cosine,
+        adam_rate=3e-3, sign_rate=1e-3, schedule=risen_cosine,
     )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def characters() -> Task:
         lambda count, generator: windows(train, count, generator),
         windows(held, 200, torch.Generator().manual_seed(0)),
         loss, score, "right %", batch=16, steps=250, optimizer=adamw, momentum=0, rate=3e-3,
-        schedule=risen_cosine,
+        adam_rate=3e-3, sign_rate=1e-3, schedule=risen_cosine,
     )  # fmt: skip
 
 

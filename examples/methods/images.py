@@ -77,7 +77,7 @@ def images() -> Task:
     return Task(
         "images", network, draw, (distorted(x[held], torch.Generator().manual_seed(0)), y[held]),
         loss, score, "right %", batch=32, steps=200, optimizer=sgd, momentum=0.9, rate=0.05,
-        schedule=schedule,
+        adam_rate=3e-3, sign_rate=1e-3, schedule=schedule,
     )  # fmt: skip
 
 

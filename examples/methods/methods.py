@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cgx_ops import Config
-from cgx_ops.torch import ddp
+from cgx_ops.torch import ddp, optim
 
 RANK = 4  # of PowerSGD's matrices
 
@@ -147,6 +147,26 @@ def deep_gradient(density: float) -> Method:
     return Method(prepare, warms=True)
 
 
+def own_gradients(model: nn.Module) -> DistributedDataParallel:
+    """Return a model whose gradients stay each rank's own: its optimizer averages."""
+    wrapped = parallel(model)
+    ddp.CommHookType.NOOP.register(wrapped)
+    return wrapped
+
+
+def one_bit_adam(model: nn.Module, run: Run) -> Prepared:
+    wrapped = own_gradients(model)
+    # With a second beta of .999 the variance would not settle in a warm-up as short as here.
+    return wrapped, optim.OneBitAdam(
+        wrapped.parameters(), run.task.adam_rate, (0.9, 0.95), warmup_steps=max(1, run.warmup)
+    )
+
+
+def signum(model: nn.Module, run: Run) -> Prepared:
+    wrapped = own_gradients(model)
+    return wrapped, optim.Signum(wrapped.parameters(), run.task.sign_rate)
+
+
 METHODS: dict[str, Method] = {
     "gloo": gloo(),
     "gloo, fp16": gloo(default_hooks.fp16_compress_hook),
@@ -167,6 +187,8 @@ METHODS: dict[str, Method] = {
     "PowerSGD": Method(power_sgd),
     "DGC 1 %": deep_gradient(0.01),
     "DGC 0.1 %": deep_gradient(0.001),
+    "1-bit Adam": Method(one_bit_adam, warms=True),
+    "SigNUM": Method(signum),
 }
 
 if __name__ == "__main__":

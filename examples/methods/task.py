@@ -29,6 +29,7 @@ class Task:
         optimizer: makes the one that this task is trained with.
         momentum: of that, if it is SGD; methods with a momentum of their own take it over.
         rate: the learning rate, before the schedule.
+        adam_rate, sign_rate: those of methods that are optimizers: Adam, and steps of equal size.
         schedule: makes the course of the rate over so many steps.
     """
 
@@ -44,6 +45,8 @@ class Task:
     optimizer: Callable[[Iterable[nn.Parameter], float, float], Optimizer]
     momentum: float
     rate: float
+    adam_rate: float
+    sign_rate: float
     schedule: Callable[[Optimizer, int], LRScheduler]
 
 
