@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from convergence import Task, characters, digits, perceptron
+from small_tasks import Task, characters, digits
 from torch import nn
 
 from cgx_ops import Communicator, Config, Segment, dequantize, quantize
@@ -37,7 +37,8 @@ Floats = npt.NDArray[np.float32]
 
 NUMEL = 1 << 20
 RANKS = 2
-RATE, MOMENTUM = 0.1, 0.9
+TASKS = (digits, characters)
+MOMENTUM = 0.9
 STAGES = (0.0, 0.5, 1.0)  # of the training, in which gradients are captured
 
 
@@ -83,32 +84,6 @@ TRAININGS: dict[str, tuple[Config, bool]] = {
     "ternary": (CODECS["ternary"], False),
     "qsgd, 4 bits": (CODECS["qsgd, 4 bits"], False),
 }
-
-
-# ---- Tasks ---------------------------------------------------------------------------------------
-
-
-def small_digits() -> Task:
-    task = digits()
-    return Task(
-        task.name, lambda: perceptron(64, 256, 256, 10), task.draw, task.validation, 32, 400, RATE
-    )
-
-
-def small_characters() -> Task:
-    task = characters()
-    embedding: nn.Embedding = task.model()[0]  # pyright: ignore[reportIndexIssue]
-    symbols = embedding.num_embeddings
-
-    def model() -> nn.Module:
-        return nn.Sequential(
-            nn.Embedding(symbols, 32), nn.Flatten(), *perceptron(16 * 32, 256, symbols)
-        )
-
-    return Task(task.name, model, task.draw, task.validation, 64, 800, RATE)
-
-
-TASKS = (small_digits, small_characters)
 
 
 # ---- 3. training ---------------------------------------------------------------------------------

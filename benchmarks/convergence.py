@@ -1,243 +1,281 @@
-"""Training to convergence with DDP: loss against wall time, for ways to average gradients.
+"""Time to the same loss: every method on three examples, on hosts joined by slow links.
 
-    python benchmarks/hosts.py --rate 1gbit -- python benchmarks/convergence.py [--json FILE]
+    python benchmarks/convergence.py [--seeds 0 1 2] [--json FILE] [--plot FILE] [--docs FILE]
 
-Two tasks (TASKS), both on what every installation has:
+A method's losses do not depend on the link, and the time of its steps does not depend on the loss.
+So each is measured where it is cheap:
 
-    digits      scikit-learn's handwritten digits, a perceptron of 1.1 million parameters
-    characters  the next character of Python's own help texts (pydoc_data.topics) from the CONTEXT
-                before it, a perceptron of 2.2 million parameters
+  1. curves: the examples (examples/methods) train with every method, from several seeds, on ranks
+     of this machine; --curves keeps them, and what is there is not trained again
+  2. steps: method_steps.py times a step of every method, interleaved, on hosts with slow links
+  3. both together: the steps to the target, times the time of each
 
-All contenders start from the same weights and see the same batches; Adam, its rate falling to 0.
-They take turns, a few steps each, so that noise meets all alike; a contender's time is the sum of
-its own turns. After each turn the validation loss is taken, outside the time.
-
-Times are compared at the lowest loss that all contenders reached.
+The target is the loss that exact averages (gloo's) have after TARGET of all steps, the median of
+the seeds. It is reached where the straight line between two points of a curve crosses it.
 """
 
 import argparse
 import itertools
-import pydoc_data.topics
-import time
-from collections.abc import Callable
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-import ddp_contenders
-import torch
-import torch.distributed as dist
-from mpi4py import MPI
-from sklearn.datasets import load_digits
-from steps import publish, where
-from torch import nn
+import hosts
+from plots import losses
+from rich.console import Console
 
-from cgx_ops.bench.allreduce import parse_rate
 from cgx_ops.bench.report import Report, Table, time_text
 
-CONTENDERS = ("gloo", "gloo, fp16 hook", "gloo, PowerSGD rank 4", "cgx 4 bits")
-TURNS = 20
-CONTEXT = 16
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples" / "methods"
+TASKS = ("images", "characters", "boxes")
+EXACT, TARGET = "gloo", 0.9
+WARM = "warm-up of "  # as method_steps.py has it
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES)}
 
-Batch = tuple[torch.Tensor, torch.Tensor]  # inputs, labels
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is trained.
-
-    Attributes:
-        name: of it.
-        model: makes the model, after torch.manual_seed().
-        draw: returns a batch of so many examples, by a generator.
-        validation: examples that no batch has.
-        batch: examples a rank and step.
-        steps: of the whole training.
-        rate: Adam's, at first.
-    """
-
-    name: str
-    model: Callable[[], nn.Module]
-    draw: Callable[[int, torch.Generator], Batch]
-    validation: Batch
-    batch: int
-    steps: int
-    rate: float
+Curves = dict[str, list[dict[str, Any]]]  # of each method, each seed's, as examples write them
 
 
 @dataclass(frozen=True)
-class Point:
-    """A contender's validation loss (nats) after some steps and seconds of training."""
+class Cell:
+    """A task on so many hosts, with links of a rate ("1gbit")."""
 
     task: str
-    contender: str
-    step: int
-    seconds: float
-    loss: float
+    hosts: int
+    rate: str
 
 
-# ---- Tasks ---------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a method in a cell.
+
+    Attributes:
+        method: its name.
+        ours: whether cgx_ops averages.
+        step: seconds, after its warm-up.
+        target: loss that is to be reached.
+        reached: steps until then, the median of the seeds; None: most did not reach it.
+        seconds: until then; None as `reached`.
+        score, spread: percent in the end, mean and standard deviation of the seeds.
+        curve: seconds and losses of the first seed.
+    """
+
+    method: str
+    ours: bool
+    step: float
+    target: float
+    reached: float | None
+    seconds: float | None
+    score: float
+    spread: float
+    curve: list[tuple[float, float]]
 
 
-def perceptron(*widths: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for inputs, outputs in itertools.pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+def all_methods() -> list[str]:
+    """Return the names of what the examples compare."""
+    program = [sys.executable, str(EXAMPLES / "methods.py")]
+    return subprocess.run(program, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def digits() -> Task:
-    images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    held, rest = order[:360], order[360:]
-
-    def draw(count: int, generator: torch.Generator) -> Batch:
-        chosen = rest[torch.randint(len(rest), (count,), generator=generator)]
-        return x[chosen], y[chosen]
-
-    return Task(
-        "digits",
-        lambda: perceptron(64, 1024, 1024, 10),
-        draw,
-        (x[held], y[held]),
-        batch=32,
-        steps=200,
-        rate=1e-3,
-    )
-
-
-def characters() -> Task:
-    text = "\n".join(pydoc_data.topics.topics.values())
-    alphabet = {character: index for index, character in enumerate(sorted(set(text)))}
-    codes = torch.tensor([alphabet[character] for character in text])
-    train, held = codes.tensor_split([len(codes) * 9 // 10])
-
-    def windows(source: torch.Tensor, count: int, generator: torch.Generator) -> Batch:
-        begins = torch.randint(len(source) - CONTEXT, (count, 1), generator=generator)
-        window = source[begins + torch.arange(CONTEXT + 1)]
-        return window[:, :-1], window[:, -1]
-
-    embedding, hidden = 64, 1024
-    return Task(
-        "characters",
-        lambda: nn.Sequential(
-            nn.Embedding(len(alphabet), embedding),
-            nn.Flatten(),
-            *perceptron(CONTEXT * embedding, hidden, hidden, len(alphabet)),
-        ),
-        lambda count, generator: windows(train, count, generator),
-        windows(held, 2048, torch.Generator().manual_seed(0)),
-        batch=128,
-        steps=320,
-        rate=1e-3,
-    )
-
-
-TASKS = {"digits": digits, "characters": characters}
-
-
-# ---- Training ------------------------------------------------------------------------------------
-
-
-class Training:
-    """One contender on one task."""
-
-    def __init__(self, task: Task, wrap: ddp_contenders.Wrap) -> None:
-        torch.manual_seed(0)
-        self._task = task
-        self._model = wrap(task.model())
-        self._optimizer = torch.optim.Adam(self._model.parameters(), task.rate)
-        self._schedule = torch.optim.lr_scheduler.LinearLR(self._optimizer, 1, 0, task.steps)
-        self._generator = torch.Generator().manual_seed(1 + dist.get_rank())
-        self.seconds = 0.0
-
-    def run(self, steps: int) -> None:
-        """Make some steps; their time is added to `seconds`, on the slowest rank."""
-        MPI.COMM_WORLD.Barrier()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            inputs, labels = self._task.draw(self._task.batch, self._generator)
-            self._optimizer.zero_grad()
-            nn.functional.cross_entropy(self._model(inputs), labels).backward()
-            self._optimizer.step()
-            self._schedule.step()
-        self.seconds += MPI.COMM_WORLD.allreduce(time.perf_counter() - begin, MPI.MAX)
-
-    @torch.no_grad()
-    def loss(self) -> float:
-        """Return the validation loss; weights are equal on all ranks, and so is it."""
-        inputs, labels = self._task.validation
-        return nn.functional.cross_entropy(self._model(inputs), labels).item()
+# ---- 1. curves -----------------------------------------------------------------------------------
 
 
 def train(
-    task: Task, contenders: dict[str, ddp_contenders.Wrap], turns: int, budget: float
-) -> list[Point]:
-    """Train all contenders, in turns, of which none begins after `budget` seconds of training."""
-    trainings = {name: Training(task, contenders[name]) for name in CONTENDERS}
-    points = [Point(task.name, name, 0, 0.0, each.loss()) for name, each in trainings.items()]
-    for turn in range(turns):
-        if sum(each.seconds for each in trainings.values()) > budget:
-            break
-        for name, each in trainings.items():
-            each.run(task.steps // TURNS)
-            step = (turn + 1) * (task.steps // TURNS)
-            points.append(Point(task.name, name, step, each.seconds, each.loss()))
-    return points
+    task: str, ranks: int, seed: int, methods: Sequence[str], steps: int | None, folder: Path
+) -> list[dict[str, Any]]:
+    """Return the curves of one seed; methods that the folder lacks are trained."""
+    kept = folder / f"{task}-{ranks}-{steps or 'own'}-{seed}.json"
+    found = json.loads(kept.read_text()) if kept.exists() else []
+    missing = [method for method in methods if method not in {each["method"] for each in found}]
+    if missing:
+        mpirun = [str(Path(sys.executable).parent / "mpirun"), "-n", str(ranks)]
+        mpirun += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        with tempfile.TemporaryDirectory() as out:
+            words = [sys.executable, str(EXAMPLES / f"{task}.py"), "--methods", *missing]
+            words += [
+                "--seed",
+                str(seed),
+                "--out",
+                out,
+                *(["--steps", str(steps)] if steps else []),
+            ]
+            subprocess.run(
+                [*mpirun, "--oversubscribe", "--bind-to", "none", *words],
+                env={**os.environ, **_ENVIRONMENT},
+                stdout=subprocess.DEVNULL,
+                check=True,
+                timeout=3600,
+            )
+            found += json.loads((Path(out) / f"{task}.json").read_text())
+        folder.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(found))
+    return [each for each in found if each["method"] in methods]
 
 
-# ---- Report --------------------------------------------------------------------------------------
+def crossing(curve: dict[str, Any], target: float) -> float | None:
+    """Return the steps until a curve has the target for the first time; None: it never has."""
+    points = list(zip(curve["steps"], curve["losses"], strict=True))
+    if points[0][1] <= target:
+        return points[0][0]
+    for (step, loss), (later, lower) in itertools.pairwise(points):
+        if lower <= target:
+            return step + (later - step) * (loss - target) / (loss - lower)
+    return None
 
 
-def table_of(task: str, points: list[Point]) -> Table:
-    """Return the times at the lowest loss that all contenders reached."""
-    curves = {
-        name: [point for point in points if (point.task, point.contender) == (task, name)]
-        for name in CONTENDERS
-    }
-    target = max(min(point.loss for point in curve) for curve in curves.values())
-    seconds = {
-        name: next(point.seconds for point in curve if point.loss <= target)
-        for name, curve in curves.items()
-    }
-    exact = seconds[CONTENDERS[0]]
-    rows = [
-        [
-            name,
-            str(curve[-1].step),
-            time_text(curve[-1].seconds),
-            f"{curve[-1].loss:.3f}",
-            time_text(seconds[name]),
-            f"{exact / seconds[name]:.2f}",
-        ]
-        for name, curve in curves.items()
-    ]
-    columns = ["contender", "steps", "time", "last loss", f"time to {target:.3f}", "speed-up"]
-    notes = [
-        "Loss: nats, on examples that were held back; the target is the lowest that all reached. "
-        "Speed-up: of the time to it, over the first contender."
-    ]
-    return Table(f"Training to convergence: {task}", columns, rows, notes=notes)
+# ---- 2. steps ------------------------------------------------------------------------------------
+
+
+def time_steps(cell: Cell, methods: Sequence[str], budget: float) -> dict[str, float]:
+    """Return the seconds of a step of each method, and of one of its warm-up."""
+    with tempfile.TemporaryDirectory() as folder, hosts.Hosts(cell.hosts, rate=cell.rate) as made:
+        path = Path(folder, "steps.json")
+        words = [sys.executable, str(ROOT / "benchmarks" / "method_steps.py"), cell.task]
+        words += ["--methods", *methods, "--budget", f"{budget:g}", "--json", str(path)]
+        made.mpirun(1, words, env=_ENVIRONMENT, timeout=600 + 3 * budget)
+        return {each["method"]: each["median"] for each in Report.read(path).results}
+
+
+# ---- 3. both together ----------------------------------------------------------------------------
+
+
+def outcomes(curves: Curves, seconds: dict[str, float]) -> list[Outcome]:
+    """Return what became of each method, given the seconds of a step."""
+    target = statistics.median(
+        curve["losses"][round(TARGET * len(curve["losses"])) - 1] for curve in curves[EXACT]
+    )
+    found = []
+    for method, mine in curves.items():
+
+        def time(steps: float, method: str = method, warmup: int = mine[0]["warmup"]) -> float:
+            warm = min(steps, warmup)
+            return warm * seconds.get(WARM + method, 0) + (steps - warm) * seconds[method]
+
+        crossings = [crossing(curve, target) for curve in mine]
+        reached = sorted(steps for steps in crossings if steps is not None)
+        missed = [float("inf")] * (len(crossings) - len(reached))
+        middle = statistics.median_high([*reached, *missed])
+        steps = None if middle == float("inf") else middle
+        scores = [curve["score"] for curve in mine]
+        points = zip(mine[0]["steps"], mine[0]["losses"], strict=True)
+        found.append(
+            Outcome(
+                method,
+                mine[0]["ours"],
+                seconds[method],
+                target,
+                steps,
+                None if steps is None else time(steps),
+                statistics.mean(scores),
+                statistics.stdev(scores) if len(scores) > 1 else 0,
+                [(time(step), loss) for step, loss in points],
+            )
+        )
+    return found
+
+
+def time_table(task: str, count: int, cells: dict[str, list[Outcome]]) -> Table:
+    """Return the table of a task on so many hosts, whose outcomes are given by rate."""
+    exact = {rate: found[0].seconds for rate, found in cells.items()}
+    first = next(iter(cells.values()))
+    rows = []
+    for index, outcome in enumerate(first):
+        row = [outcome.method, "" if outcome.reached is None else f"{outcome.reached:.0f}"]
+        for rate, found in cells.items():
+            own, theirs = found[index].seconds, exact[rate]
+            row.append(time_text(found[index].step))
+            row.append("not reached" if own is None else time_text(own))
+            row.append(f"{theirs / own:.2f}" if own and theirs else "")
+        difference = f"{outcome.score - first[0].score:+.2f}"
+        rows.append([*row, f"{outcome.score:.2f}", f"{outcome.spread:.2f}", difference])
+    columns = ["method", "steps"]
+    for rate in cells:
+        columns += [f"a step, {rate}", "to the loss", "speed-up"]
+    ours = next((index for index, outcome in enumerate(first) if outcome.ours), len(first))
+    return Table(
+        f"{task}, {count} hosts: time to a loss of {first[0].target:.3f}",
+        [*columns, "score %", "+-", "to exact"],
+        rows,
+        sections=[ours],
+        notes=[
+            f"Steps, times: until the loss that gloo has after {TARGET:.0%} of its steps. "
+            "Speed-up: over gloo. Score: in the end, mean and standard deviation of the seeds."
+        ],
+    )
+
+
+def winners_table(found: dict[Cell, list[Outcome]]) -> Table:
+    """Return the best of ours and of the others in each cell."""
+    rows = []
+    for cell, outcomes_of in found.items():
+        row = [cell.task, str(cell.hosts), cell.rate]
+        best: list[float] = []
+        for ours in (False, True):
+            several = [o for o in outcomes_of if o.ours == ours and o.seconds]
+            if not several:
+                row += ["none", ""]
+                continue
+            winner = min(several, key=lambda o: o.seconds or 0)
+            best.append(winner.seconds or 0)
+            row += [winner.method, time_text(best[-1])]
+        rows.append([*row, f"{best[0] / best[1]:.2f}" if len(best) == 2 else ""])
+    columns = ["task", "hosts", "link", "others' best", "time", "ours", "time", "ratio"]
+    return Table("The fastest in each cell", columns, rows, text_columns=4)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Loss against wall time, with DDP")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS], help="default: all")
-    parser.add_argument("--turns", type=int, default=TURNS, help=f"at most {TURNS}, the whole")
-    parser.add_argument("--budget", type=float, default=120, help="seconds a task (default 120)")
-    parser.add_argument("--link-rate", type=parse_rate, help="of each host, as in 1gbit")
+    parser = argparse.ArgumentParser(description="Time to the same loss on slow links")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
+    parser.add_argument("--methods", nargs="+", help="default: all")
+    parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="of a training; default: the example's own")
+    parser.add_argument("--budget", type=float, default=60, help="seconds of steps (default 60)")
+    parser.add_argument("--curves", type=Path, metavar="FOLDER", help="keeps what was trained")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    contenders = ddp_contenders.start()
-    points: list[Point] = []
+    parser.add_argument("--plot", metavar="FILE", help="also draw losses against time")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="also write the tables there")
+    options = parser.parse_args()
+    methods = list(dict.fromkeys([EXACT, *(options.methods or all_methods())]))
+    console = Console(highlight=False, markup=False)
+    found: dict[Cell, list[Outcome]] = {}
     tables: list[Table] = []
-    for task in (TASKS[name]() for name in arguments.tasks):
-        points += train(task, contenders, arguments.turns, arguments.budget)
-        tables.append(table_of(task.name, points))
-    settings = {**where(), "link_rate": arguments.link_rate}
-    report = Report("convergence", settings, [asdict(point) for point in points], tables)
-    publish(report, arguments.json)
-    dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.curves or Path(scratch)
+        for task, count in itertools.product(options.tasks, options.hosts):
+            curves: Curves = {}
+            for seed in options.seeds:
+                console.print(f"{task}, {count} ranks, seed {seed}")
+                for curve in train(task, count, seed, methods, options.steps, folder):
+                    curves.setdefault(curve["method"], []).append(curve)
+            by_rate = {}
+            for rate in options.rates:
+                console.print(f"{task}, {count} hosts, {rate}")
+                cell = Cell(task, count, rate)
+                found[cell] = by_rate[rate] = outcomes(
+                    curves, time_steps(cell, [*curves], options.budget)
+                )
+            tables.append(time_table(task, count, by_rate))
+    tables.insert(0, winners_table(found))
+    for table in tables:
+        table.print()
+    results = [asdict(c) | asdict(o) for c, each in found.items() for o in each]
+    report = Report("convergence", {"seeds": options.seeds}, results, tables)
+    if options.json:
+        report.write(options.json)
+    if options.plot:
+        losses(report).savefig(options.plot, dpi=100)
+    if options.docs:
+        head = "# Methods, measured\n\nWritten by `python benchmarks/convergence.py --docs`."
+        options.docs.write_text("\n\n".join([head, *(each.markdown() for each in tables)]) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What averages gradients in DistributedDataParallel: cgx, and what torch has for gloo.
 
-ddp_step.py and convergence.py share this.
+ddp_step.py times them.
 
 Three of torch's hooks need help on gloo. DDP refuses bf16_compress_hook by its name where there is
 no CUDA. The quantization hooks read futures as NCCL fills them; quantization_pertensor_hook gets

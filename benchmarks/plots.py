@@ -9,7 +9,7 @@ to draw:
     speedup_by_link.png   over the fastest exact peer, from slow links to shared memory
     steps.png             a panel for each report whose settings have "phases":
                           {contender: {"compute_s": ..., "communicate_s": ...}}
-    convergence.png       validation loss against wall time, a panel for each task
+    convergence.png       loss against wall time, a panel for each task and link
 """
 
 import argparse
@@ -25,7 +25,6 @@ matplotlib.use("Agg")  # draws to files: no display is needed
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
 
 from cgx_ops.bench.report import Report, rate_text, size_text
 from cgx_ops.bench.results import Result
@@ -193,37 +192,35 @@ def stacked_steps(reports: Sequence[Report]) -> Figure:
 
 
 def losses(report: Report) -> Figure:
-    """Draw validation losses against the seconds of training, a panel for each task."""
-    styles = {
-        "gloo": _STYLE["gloo"],
-        "gloo, fp16 hook": _STYLE["fp16"],
-        "gloo, PowerSGD rank 4": _STYLE["powersgd"],
-        "cgx 4 bits": _STYLE["cgx 4 nearest"],
-    }
-    tasks = list(dict.fromkeys(point["task"] for point in report.results))
-    figure, axes = plt.subplots(
-        1, len(tasks), figsize=(6.5 * len(tasks), 4.5), layout="constrained", squeeze=False
+    """Draw losses against the seconds of training: a row for each task, a panel for each link."""
+    tasks, links = (
+        list(dict.fromkeys(tuple(outcome[key] for key in keys) for outcome in report.results))
+        for keys in (("task",), ("hosts", "rate"))
     )
-    for panel, task in zip(axes.flat, tasks, strict=True):
-        for name, style in styles.items():
-            curve = [
-                (point["seconds"], point["loss"])
-                for point in report.results
-                if (point["task"], point["contender"]) == (task, name)
-            ]
-            panel.plot(*zip(*curve, strict=True), label=name, markersize=4, **style)
-        panel.set_yscale("log")
-        panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
-        panel.yaxis.set_major_formatter("{x:g}")
-        panel.yaxis.set_minor_locator(NullLocator())
+    figure, axes = plt.subplots(
+        len(tasks),
+        len(links),
+        figsize=(4.5 * len(links), 3.8 * len(tasks) + 1),
+        sharey="row",
+        layout="constrained",
+        squeeze=False,
+    )
+    for (task,), row in zip(tasks, axes, strict=True):
+        for (hosts, rate), panel in zip(links, row, strict=True):
+            mine = [o for o in report.results if (o["hosts"], o["rate"]) == (hosts, rate)]
+            for index, outcome in enumerate(o for o in mine if o["task"] == task):
+                style = ("-", "--", ":")[index // 10 % 3]  # there are ten colors
+                curve = zip(*outcome["curve"], strict=True)
+                panel.plot(*curve, style, color=f"C{index % 10}", label=outcome["method"])
+            panel.set_xscale("log")
+            panel.set_yscale("log")
+            panel.set_title(f"{task}, {hosts} hosts, {rate}")
+            panel.grid(alpha=0.3)
+        row[0].set_ylabel("loss, nats")
+    for panel in axes[-1]:
         panel.set_xlabel("seconds of training")
-        panel.set_title(task)
-        panel.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("validation loss, nats")
     _legend(figure, axes.flat)
-    rate = report.settings["link_rate"]
-    link = f" at {rate_text(rate)}" if rate else ""
-    figure.suptitle(f"DDP on {report.settings['hosts']} hosts{link}: loss against wall time")
+    figure.suptitle("Loss of examples held back, against wall time")
     return figure
 
 

@@ -120,7 +120,17 @@ PARTS: dict[str, tuple[Run, ...]] = {
         allreduce("unshaped-2", "--budget 6 --sizes 64KiB 1MiB 16MiB 64MiB", hosts=2),
     ),
     "steps": (training("ddp_step"), training("jax_step")),
-    "convergence": (training("convergence"),),
+    "convergence": (
+        Run(
+            "convergence",
+            (
+                *("benchmarks/convergence.py", "--tasks", "characters", "--hosts", "2"),
+                *("--seeds", "0", "--budget", "8"),
+                *("--methods", "gloo, fp16", "gloo, PowerSGD", "exact", "4 bits", "PowerSGD"),
+            ),
+            makes_hosts=True,
+        ),
+    ),
     "calls": (Run("calls", ("benchmarks/calls.py",), ranks=2),),
     "memory": (Run("memory", ("benchmarks/memory.py",), ranks=2),),
     "codec": (Run("codec", ("benchmarks/codec.py",)),),

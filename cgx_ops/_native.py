@@ -168,6 +168,8 @@ class CommInfo(_Sized):
         ("compute_ns", c_int64),
         ("bytes_plain", c_int64),
         ("wire", c_char_p),
+        ("host", c_int32),
+        ("hosts", c_int32),
     )
 
 

@@ -48,6 +48,8 @@ class Communicator:
         name: equal on all ranks, but for those of local().
         rank: of this process (or thread), from 0.
         size: number of ranks.
+        host: which host this rank is on; they are numbered in the order of their first ranks.
+        hosts: number of hosts; fewer than ranks if some share one.
     """
 
     def __init__(self, id: int) -> None:  # noqa: A002  (the attribute's name)
@@ -55,6 +57,7 @@ class Communicator:
         self._repeats: dict[tuple[Any, ...], Repeat] = {}
         info = self._info()
         self.name, self.rank, self.size = _native.text(info.name), info.rank, info.size
+        self.host, self.hosts = info.host, info.hosts
 
     # ---- How communicators are made --------------------------------------------------------------
 

@@ -301,6 +301,47 @@ def test_optax_with_feedback_resumes_to_the_same_bits(tmp_path: Path) -> None:
     assert resumed["digest"] == few[1]["digest"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "methods"),
+    [
+        ("images", ["exact", "levels, 2 bits"]),
+        ("characters", ["gloo, PowerSGD", "PowerSGD"]),
+        ("boxes", ["gloo", "gloo, fp16", "4 bits", "topk 1 %"]),
+    ],
+)
+def test_methods_train_side_by_side(task: str, methods: list[str], tmp_path: Path) -> None:
+    script, out = ROOT / "examples" / "methods" / f"{task}.py", str(tmp_path)
+    process = run_python(script, "--methods", *methods, "--steps", "50", "--out", out, ranks=2)
+    assert process.returncode == 0, process.stdout + process.stderr
+    curves = json.loads((tmp_path / f"{task}.json").read_text())
+    assert [curve["method"] for curve in curves] == methods
+    for curve in curves:
+        assert curve["identical"]
+        assert curve["ours"] == ("gloo" not in curve["method"]) == (curve["bytes_per_step"] > 0)
+        assert (len(curve["losses"]), curve["steps"][-1]) == (10, 50)
+        assert curve["losses"][-1] < curve["losses"][0], f"{curve['method']} learned nothing"
+        assert curve["method"] in process.stdout
+    assert len({curve["losses"][-1] for curve in curves}) == len(methods), "all are the same"
+    assert (tmp_path / f"{task}.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
+def test_every_method_makes_steps(tmp_path: Path) -> None:
+    """One step of each on one rank, then the message about a method that is none."""
+    script = ROOT / "examples" / "methods" / "boxes.py"
+    process = run_python(
+        script, "--methods", "all", "--steps", "4", "--out", str(tmp_path), ranks=1
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    names = run_python(ROOT / "examples" / "methods" / "methods.py").stdout.splitlines()
+    curves = json.loads((tmp_path / "boxes.json").read_text())
+    assert [curve["method"] for curve in curves] == names
+    process = run_python(script, "--methods", "3 bits")
+    assert process.returncode == 2
+    assert "invalid choice: '3 bits'" in process.stderr
+
+
 CHECK_OF_WEIGHTS = {
     "torch": """
 import torch, torch_digits as example

@@ -79,6 +79,8 @@ def test_against_the_oracle(
     )
     ranks = [json.loads(output.splitlines()[-1]) for output in outputs]
     assert [rank["transport"] for rank in ranks] == [transport] * len(ranks)
+    known = list(dict.fromkeys(of_ranks))
+    assert [r["host"] for r in ranks] == [[known.index(host), len(known)] for host in of_ranks]
     wrong = [
         f"{case}: {[rank['results'][i] for rank in ranks]}"
         for i, case in enumerate(collective_cases.HIERARCHICAL[cases])

@@ -207,6 +207,59 @@ def test_exact_at_the_start() -> None:
         assert np.array_equal(now.q["a"], first.q["a"]) == (i < 2)
 
 
+def matrix_of_all(rows: Any, device: int) -> Any:
+    """Return a device's leaves, in the tree's order, as one matrix; zeros at its end."""
+    flat = np.concatenate([rows[name][device].ravel() for name in sorted(rows)])
+    side = int(np.ceil(np.sqrt(flat.size)))
+    return np.pad(flat, (0, side * side - flat.size)).reshape(side, side)
+
+
+def test_all_leaves_as_one_matrix() -> None:
+    """Against the reference; the state goes through specs, donation and consolidation."""
+    optimizer = power_sgd("d", rank=2, seed=3, batched=True, mesh=MESH, rules={"bias": 32})
+    step = program_of(optimizer, WEIGHTS)
+    state: Any = placed(optimizer, WEIGHTS)
+    side = len(matrix_of_all(at(0), 0))
+    inside = matrix_of_all({name: np.ones((1, *shape)) for name, shape in SHAPES.items()}, 0)
+    oracle = reference.PowerSGD(N, side, low_rank.first_q(3, "", 0, side, 2), "local")
+    for i in range(STEPS):
+        got, state = step(WEIGHTS, state, at(i))
+        want = oracle.step([matrix_of_all(at(i), device) for device in range(N)])
+        oracle.residuals = [lost * inside for lost in oracle.residuals]  # no leaf has the rest
+        kept = {name: fetch(jnp.copy(state.residual[name])) for name in SHAPES}
+        # As of single leaves, of products of `side` terms.
+        close = 100 * side * 2.0**-24 * (np.abs(want).max() + np.abs(oracle.residuals).max())
+        means = matrix_of_all({name: fetch(got[name])[None] for name in SHAPES}, 0)
+        assert np.abs((means - want) * inside).max() <= close, i
+        for device in range(N):
+            lost = matrix_of_all(kept, device) - oracle.residuals[device]
+            assert np.abs(lost).max() <= close, (i, device)
+    assert state.q.shape == (side, 2)
+    text = step.lower(WEIGHTS, optimizer.init(WEIGHTS), at(0)).as_text()
+    assert text.count("stablehlo.custom_call @cgx") == 2
+    fewer: Any = consolidate(copied(state), devices=2)
+    assert same_bits(fewer.q, state.q)
+    assert fewer.residual["a"].shape == (2, *SHAPES["a"])
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_without_warm_start(batched: bool) -> None:
+    """Each step draws its Q: another one in every step, and the same ones in every run."""
+    optimizer = power_sgd("d", rank=2, batched=batched, warm_start=False, mesh=MESH)
+    step = program_of(optimizer, WEIGHTS)
+    found = []
+    for _ in range(2):
+        state: Any = placed(optimizer, WEIGHTS)
+        state = state._replace(residual=jax.tree.map(jnp.zeros_like, state.residual))
+        for _ in range(2):
+            # The same gradients and no residuals: averages differ by what was drawn.
+            got, state = step(WEIGHTS, state, at(0))
+            found.append(fetch(got["a"]))
+            state = state._replace(residual=jax.tree.map(jnp.zeros_like, state.residual))
+    assert same_bits(found[0], found[2]) and same_bits(found[1], found[3])
+    assert not np.allclose(found[0], found[1], rtol=1e-2)
+
+
 def test_two_messages_a_step() -> None:
     optimizer = power_sgd("d", rank=2, mesh=MESH, compressor="topk", density=0.1)
     text = program_of(optimizer, WEIGHTS).lower(WEIGHTS, optimizer.init(WEIGHTS), at(0)).as_text()
@@ -317,7 +370,7 @@ def test_bad_arguments(knobs: Any, words: str) -> None:
 
 
 def test_knobs_that_there_are_not() -> None:
-    for knob in ("fuse", "residual", "warm_start"):
+    for knob in ("fuse", "residual"):
         with pytest.raises(TypeError, match=knob):
             power_sgd("d", **{knob: True})  # pyright: ignore[reportArgumentType]
 
@@ -329,6 +382,10 @@ def test_bad_states_and_gradients() -> None:
     for q in (jnp.ones((20, 1)), jnp.ones((9, 2))):
         with pytest.raises(ValueError, match=r"updates\['a'\].*the state is another model's"):
             step(WEIGHTS, good._replace(q={**good.q, "a": q}), at(0))
+    one = power_sgd("d", rank=2, batched=True, mesh=MESH)
+    for bad in (good, one.init(WEIGHTS)._replace(q=jnp.ones((3, 2)))):  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(ValueError, match=r"all updates together need a q of shape \(34, 2\)"):
+            program_of(one, WEIGHTS)(WEIGHTS, bad, at(0))
     short = {**good.residual, "a": jnp.ones((N, 2, 2))}
     with pytest.raises(ValueError, match=r"residual of updates\['a'\] has shape \(1, 2, 2\)"):
         step(WEIGHTS, good._replace(residual=short), at(0))

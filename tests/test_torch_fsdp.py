@@ -4,11 +4,13 @@ import re
 
 import launch
 import pytest
+import torch
 import torch_cases as tc
 from torch import nn
 
 from cgx_ops import InvalidArgument
 from cgx_ops.torch import fsdp
+from cgx_ops.torch.fsdp_block import Parameter
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
@@ -21,6 +23,29 @@ def test_ranks(ranks: int) -> None:
 def test_a_model_without_fsdp_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=re.escape("fully_shard before compress")):
         fsdp.compress(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("rows", [1, 5, 24])
+def test_parameters_are_found_in_blocks(dim: int, ranks: int, rows: int) -> None:
+    """FSDP pads the last shards of dimension 0; of others all are as long."""
+    shape = torch.Size((rows, 24, 3))
+    whole = torch.arange(1.0, shape.numel() + 1).view(shape)
+    length = -(-shape[dim] // ranks)
+    numel = shape.numel() // shape[dim] * length
+    blocks = torch.full((ranks, numel + 7), -1.0)
+    parameter = Parameter("p", shape, dim, 5, numel)
+    parameter.put_into(blocks, whole)
+    for rank in range(ranks):
+        part = whole.narrow(dim, min(rank * length, shape[dim]), 0)
+        if rank * length < shape[dim]:
+            part = whole.narrow(dim, rank * length, min(length, shape[dim] - rank * length))
+        mine = blocks[rank, 5 : 5 + numel]
+        assert mine[: part.numel()].equal(part.flatten())
+        assert not mine[part.numel() :].any()
+    assert (blocks[:, :5] == -1).all() and (blocks[:, 5 + numel :] == -1).all()
+    assert parameter.cut_from(blocks).equal(whole)
 
 
 def test_state_goes_on_from_its_state_dict() -> None:

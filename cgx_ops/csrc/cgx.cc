@@ -241,7 +241,9 @@ cgx_status_t cgx_comm_info(int32_t comm, cgx_comm_info_t* info) {
                                  nanoseconds(totals.move),
                                  nanoseconds(totals.compute),
                                  totals.bytes_plain,
-                                 communicator->wire_name()};
+                                 communicator->wire_name(),
+                                 communicator->topology->host_of(communicator->rank),
+                                 communicator->topology->hosts()};
     std::memcpy(info, &all, info->struct_size);
   });
 }

@@ -10,6 +10,7 @@ averages gradients at 4 bits an element. Without a mesh, in programs of one proc
 """
 
 from cgx_ops.jax.allreduce import allreduce_q
+from cgx_ops.jax.deep_gradient import deep_gradient
 from cgx_ops.jax.exporting import register
 from cgx_ops.jax.gradients import compress_grads, value_and_grad
 from cgx_ops.jax.initialize import initialize
@@ -18,6 +19,7 @@ from cgx_ops.jax.one_bit import one_bit_adam, signum
 from cgx_ops.jax.optimizer import average_gradients
 from cgx_ops.jax.optimizer_state import (
     AverageGradientsState,
+    DeepGradientState,
     OneBitAdamState,
     PowerSGDState,
     SignumState,
@@ -30,6 +32,7 @@ from cgx_ops.jax.scatter_gather import all_gather_q, psum_scatter_q
 
 __all__ = [
     "AverageGradientsState",
+    "DeepGradientState",
     "OneBitAdamState",
     "PowerSGDState",
     "SignumState",
@@ -38,6 +41,7 @@ __all__ = [
     "average_gradients",
     "compress_grads",
     "consolidate",
+    "deep_gradient",
     "initialize",
     "launching",
     "one_bit_adam",

@@ -46,12 +46,28 @@ class PowerSGDState(NamedTuple):
     Attributes:
         step: int32 scalar: the steps done, equal on all devices.
         q: a tree like the parameters: float32 (columns, rank) of each matrix that is factored,
-          equal on all devices; None for other leaves.
+          equal on all devices; None for other leaves. With batched=True one array.
         residual: as of AverageGradientsState, but float32.
     """
 
     step: jax.Array
     q: Any
+    residual: Any
+
+
+class DeepGradientState(NamedTuple):
+    """What deep_gradient keeps between steps. All of it is float32, but for the step.
+
+    Attributes:
+        step: int32 scalar: the steps done, equal on all devices.
+        momentum: u, a tree like the parameters: of sparse leaves a device's own, as residuals are;
+          of the others of the leaf's shape, equal on all devices. None without momentum.
+        residual: v, what is not sent yet, as of AverageGradientsState, with None for leaves that
+          are not sparse.
+    """
+
+    step: jax.Array
+    momentum: Any
     residual: Any
 
 
@@ -83,7 +99,7 @@ class SignumState(NamedTuple):
     momentum: Any
 
 
-_States = AverageGradientsState | PowerSGDState | OneBitAdamState | SignumState
+_States = AverageGradientsState | PowerSGDState | DeepGradientState | OneBitAdamState | SignumState
 
 # ---- 2. specs, consolidation ---------------------------------------------------------------------
 
@@ -96,10 +112,10 @@ def state_specs(
 ) -> Any:
     """Return the PartitionSpecs of an optimizer's state, for shard_map or out_shardings.
 
-    Residuals of `average_gradients`, `power_sgd` and `one_bit_adam`, and momenta of `signum`, are
-    spread over their axes, the q of power_sgd are whole everywhere, everything else lies like the
-    parameters. To make the state where it belongs,
-    at once on all devices:
+    Residuals of `average_gradients`, `power_sgd`, `deep_gradient` and `one_bit_adam`, and momenta
+    of `signum` and of deep_gradient's sparse leaves, are spread over their axes, the q of power_sgd
+    are whole everywhere, everything else lies like the parameters. To make the state where it
+    belongs, at once on all devices:
 
         specs = state_specs(optimizer, params, "data")
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -116,17 +132,20 @@ def state_specs(
 
     Raises:
         ImportError: optax is not installed.
-        ValueError: as `optimizer.init`, outside of shard_map.
+        ValueError: as `optimizer.init`, outside of shard_map; momentum would be applied twice: by
+          deep_gradient and by what is chained behind it.
     """
     optax = import_optax("state_specs")
     if param_specs is None:
         param_specs = jax.tree.map(lambda _: jax.P(), params)
     # What has no residual is no leaf for JAX, but one for the specs.
     masked = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
+    state = jax.eval_shape(optimizer.init, params)
+    _refuse_momentum_twice(state)
     specs = optax.tree.map_params(
         optimizer,
         lambda leaf, spec: leaf if masked(leaf) else spec,
-        jax.eval_shape(optimizer.init, params),
+        state,
         param_specs,
         transform_non_params=lambda _: jax.P(),
         is_leaf=masked,
@@ -141,15 +160,46 @@ def state_specs(
         residual = jax.tree.map(lambda spec: jax.P(axis_name, *spec), node.residual)
         if isinstance(node, PowerSGDState):
             node = node._replace(q=jax.tree.map(lambda _: jax.P(), node.q))
+        if isinstance(node, DeepGradientState):
+            node = node._replace(momentum=_of_sparse(lambda _, v: v, node, residual))
         return node._replace(residual=residual)
 
     return jax.tree.map(spread, specs, is_leaf=lambda node: isinstance(node, _States))
 
 
+def _of_sparse(change: Any, node: DeepGradientState, *others: Any) -> Any:
+    """Return the momenta of a state, those of sparse leaves changed; `others`: like residuals."""
+    if node.momentum is None:
+        return None
+    return jax.tree.map(
+        lambda v, u, *rest: u if v is None else change(u, *rest),
+        node.residual, node.momentum, *others, is_leaf=lambda leaf: leaf is None,
+    )  # fmt: skip
+
+
+def _refuse_momentum_twice(state: Any) -> None:
+    """Require that only deep_gradient has momentum, if it has."""
+
+    # What optax calls momentum: of sgd and others, of adam and its like.
+    def has_own(node: Any) -> bool:
+        return isinstance(node, tuple) and (hasattr(node, "trace") or hasattr(node, "mu"))
+
+    is_node = lambda node: isinstance(node, _States) or has_own(node)  # noqa: E731
+    nodes = jax.tree.leaves(state, is_leaf=is_node)
+    ours = [node for node in nodes if isinstance(node, DeepGradientState)]
+    others = [type(node).__name__ for node in nodes if has_own(node)]
+    if others and any(node.momentum is not None for node in ours):
+        raise ValueError(
+            f"state_specs: deep_gradient has momentum, and so has {others[0]}, which would apply "
+            "it twice: chain optax.sgd(rate) behind it, without momentum, or give deep_gradient "
+            "momentum=0"
+        )
+
+
 def consolidate(state: Any, devices: int | None = None) -> Any:
     """Return an optimizer's state whose residuals are their mean over devices, equal on all.
 
-    So are momenta of `signum`.
+    So are momenta of `signum`, and of `deep_gradient`'s sparse leaves.
 
     What is owed to the average, which is the mean of the residuals, stays the same, whatever the
     number of devices. So a run of another number can take the state over:
@@ -184,12 +234,14 @@ def consolidate(state: Any, devices: int | None = None) -> Any:
     if not any(map(is_ours, nodes)):
         raise ValueError(
             "consolidate: there is no AverageGradientsState in the state, nor a PowerSGDState, "
-            "OneBitAdamState or SignumState"
+            "DeepGradientState, OneBitAdamState or SignumState"
         )
 
     def consolidated(node: Any) -> Any:
         if isinstance(node, SignumState):
             return node._replace(momentum=jax.tree.map(mean_of, node.momentum))
+        if isinstance(node, DeepGradientState):
+            node = node._replace(momentum=_of_sparse(mean_of, node))
         return node._replace(residual=jax.tree.map(mean_of, node.residual))
 
     return tree.unflatten(consolidated(node) if is_ours(node) else node for node in nodes)

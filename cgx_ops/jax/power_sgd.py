@@ -3,13 +3,15 @@
     P = mean(M) Q, orthogonalized;  Q = mean(M)^T P;  the average is P Q^T
 
   1. the transformation: which leaves are factored, its state, what a step averages
-  2. a step: one message of all P and of the leaves that are not factored, one of all Q
-  3. the linear algebra, in float32
+  2. what is factored: a leaf as a matrix, or all leaves together as one
+  3. a step: one message of all P and of the leaves that are not factored, one of all Q
+  4. the linear algebra, in float32
 
 Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization, NeurIPS 2019.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -58,6 +60,8 @@ def power_sgd(
     start: int = 0,
     seed: int = 0,
     factor_bits: int = 32,
+    batched: bool = False,
+    warm_start: bool = True,
     error_feedback: bool = True,
     residual_decay: float = 1.0,
     key: jax.Array | None = None,
@@ -86,9 +90,12 @@ def power_sgd(
         min_compression_rate: a leaf is factored if P and Q have more than so many times fewer
           elements than it, and no rule is for it; others travel by the knobs.
         start: so many steps first are averaged exactly.
-        seed: of the first Q, which follow from it and the leaves' paths.
+        seed: of the first Q, which follow from it and the leaves' paths; without warm_start of all.
         factor_bits: how P and Q travel: 32 exact, 16 as bfloat16, 8 quantized; what is lost of Q
           is in the residuals too.
+        batched: whether all leaves together, one behind the other, are one nearly square matrix,
+          and no rule applies: fewer bytes and products, and a worse average.
+        warm_start: whether a step begins with the last one's Q, or with one that is drawn anew.
         error_feedback: whether there are residuals: of what is factored, and of leaves that lose
           something, as average_gradients has them by default.
         residual_decay: the part of residuals that is added, more than 0 and at most 1.
@@ -130,9 +137,15 @@ def power_sgd(
         check_converges(_CALLER, config)
 
     def rank_in(path: Any, leaf: Any) -> int:
-        if any(rule.matches(_name_of(path)) for rule, _ in checked.rules):
+        """Return the columns of a leaf's own factors; 0: it has none."""
+        if batched or any(rule.matches(_name_of(path)) for rule, _ in checked.rules):
             return 0
         return low_rank.rank_of(*_matrix_of(jnp.shape(leaf)), rank, rate)
+
+    def all_in_one(numel: int) -> tuple[int, int]:
+        """Return the side of the matrix of all leaves, and the columns of its factors."""
+        side = math.isqrt(max(0, numel - 1)) + 1
+        return side, min(side, rank)
 
     def init(params: Any) -> PowerSGDState:
         def first(path: Any, leaf: Any) -> jax.Array | None:
@@ -143,29 +156,57 @@ def power_sgd(
             return jnp.asarray(low_rank.first_q(seed, _name_of(path), 0, columns, of_leaf))
 
         def kept(path: Any, leaf: Any) -> Any:
-            keep = error_feedback if rank_in(path, leaf) else keeps(checked.config_of(path))
+            factored = batched or rank_in(path, leaf)
+            keep = error_feedback if factored else keeps(checked.config_of(path))
             return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32) if keep else None
 
         by_path = jax.tree_util.tree_map_with_path
+        if batched:
+            side, columns = all_in_one(sum(map(jnp.size, jax.tree.leaves(params))))
+            q: Any = jnp.asarray(low_rank.first_q(seed, "", 0, side, columns))
+        else:
+            q = by_path(first, params)
         residual = zero_residuals(_CALLER, by_path(kept, params), axis_name, mesh)
-        return PowerSGDState(jnp.zeros((), jnp.int32), by_path(first, params), residual)
+        return PowerSGDState(jnp.zeros((), jnp.int32), q, residual)
+
+    def planned(leaves: list[_Leaf], qs: Any) -> list[_Matrix]:
+        """Return what is factored, with the q of each; `qs` is as the state has it."""
+        if batched:
+            side, columns = all_in_one(sum(leaf.x.size for leaf in leaves))
+            if getattr(qs, "shape", None) != (side, columns):
+                raise ValueError(
+                    f"{_CALLER}: all updates together need a q of shape {(side, columns)}, the "
+                    f"state's is {jax.tree.map(jnp.shape, qs)}: it is another model's, or one "
+                    "without batched=True"
+                )
+            return [_Matrix("", leaves, side, side, qs)]
+        found = []
+        for leaf, q in zip(leaves, jax.tree.leaves(qs, is_leaf=_is_none), strict=True):
+            rows, columns = _matrix_of(leaf.x.shape)
+            expected = rank_in(leaf.path, leaf.x)
+            if (None if q is None else q.shape) != ((columns, expected) if expected else None):
+                raise ValueError(
+                    f"{_CALLER}: updates{jax.tree_util.keystr(leaf.path)} of shape {leaf.x.shape} "
+                    f"has rank {expected}, and its q in the state is "
+                    f"{None if q is None else q.shape}: the state is another model's, "
+                    "or the parameter is split over other axes of the mesh"
+                )
+            if q is not None:
+                found.append(_Matrix(leaf.name, [leaf], rows, columns, q))
+        return found
 
     def update(updates: Any, state: PowerSGDState, params: Any = None) -> tuple[Any, PowerSGDState]:
         del params
         axes = mesh_groups(_CALLER, axis_name).axes
         check_own(_CALLER, updates, axes)
-        leaves = _leaves(updates, state, decay, axes)
-        for leaf in leaves:
-            expected = rank_in(leaf.path, leaf.x)
-            found = 0 if leaf.q is None else leaf.q.shape[1]
-            columns = None if leaf.q is None else leaf.q.shape[0]
-            if found != expected or columns not in (None, _matrix_of(leaf.x.shape)[1]):
-                raise ValueError(
-                    f"{_CALLER}: updates{jax.tree_util.keystr(leaf.path)} of shape {leaf.x.shape} "
-                    f"has rank {expected}, and its q in the state is "
-                    f"{None if leaf.q is None else leaf.q.shape}: the state is another model's, "
-                    "or the parameter is split over other axes of the mesh"
-                )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+            if batched or rank_in(path, leaf):
+                _check_whole(path, leaf, axes)
+        leaves = _leaves(updates, state, decay)
+        matrices = planned(leaves, state.q)
+        if not warm_start:
+            drawn_from = jax.random.fold_in(jax.random.key(seed), state.step)
+            matrices = [m.drawn(jax.random.fold_in(drawn_from, i)) for i, m in enumerate(matrices)]
         noise = None if key is None else jax.random.fold_in(key, state.step)
 
         def averaged(x: dict[str, Any], residual: Any, message: str, own: Rules) -> Any:
@@ -179,19 +220,20 @@ def power_sgd(
         def exact(_: Any) -> Any:
             whole = {leaf.name: leaf.x for leaf in leaves}
             means, _lost = averaged(whole, None, "exact", {"": EXACT_BITS})
-            return [(means[leaf.name], leaf.q, leaf.residual) for leaf in leaves]
+            kept = [leaf.residual for leaf in leaves]
+            return [means[leaf.name] for leaf in leaves], [m.q for m in matrices], kept
 
         def factored(_: Any) -> Any:
-            return _step(leaves, how, dict(rules or {}), averaged)
+            return _step(leaves, matrices, how, dict(rules or {}), averaged)
 
         if start:
-            results = jax.lax.cond(state.step < start, exact, factored, None)
+            means, qs, lost = jax.lax.cond(state.step < start, exact, factored, None)
         else:
-            results = factored(None)
+            means, qs, lost = factored(None)
         tree = jax.tree.structure(updates)
-        means, qs, lost = (tree.unflatten(each) for each in zip(*results, strict=True))
-        residual = jax.tree.map(lambda e: e[None], lost)
-        return means, PowerSGDState(state.step + 1, qs, residual)
+        residual = jax.tree.map(lambda e: e[None], tree.unflatten(lost))
+        q = jax.tree.unflatten(jax.tree.structure(state.q), qs)
+        return tree.unflatten(means), PowerSGDState(state.step + 1, q, residual)
 
     return optax.GradientTransformation(init, update)
 
@@ -201,93 +243,130 @@ def _name_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def _check_whole(path: Any, leaf: Any, axes: Any) -> None:
+    """Refuse a leaf that is split over axes of the mesh other than these."""
+    other = _compat.varying_axes(leaf) - frozenset(axes)
+    if _compat.types_are_checked() and other:
+        raise ValueError(
+            f"{_CALLER}: updates{jax.tree_util.keystr(path)} varies over "
+            f"{sorted(other, key=str)}: its parameter is split over them, and only matrices "
+            "that are whole on each device can be factored. Have average_gradients average it, "
+            "by optax.partition"
+        )
+
+
 def _matrix_of(shape: Sequence[int]) -> tuple[int, int]:
     """Return the rows and columns of a leaf as a matrix: parted where their sum is least."""
     ways = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
     return min(ways, key=sum, default=(1, math.prod(shape)))
 
 
-# ---- 2. a step -----------------------------------------------------------------------------------
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
+# ---- 2. what is factored -------------------------------------------------------------------------
 
 
 class _Leaf(NamedTuple):
-    """A gradient; its q, if it is factored; its residual, decayed, if it has one."""
+    """A gradient; its residual, decayed, if it has one."""
 
     path: Any
     name: str
     x: jax.Array
-    q: jax.Array | None
     residual: jax.Array | None
 
 
-def _leaves(updates: Any, state: PowerSGDState, decay: float, axes: Any) -> list[_Leaf]:
+class _Matrix(NamedTuple):
+    """Leaves, one behind the other, as a matrix, and what its step begins with, (columns, rank)."""
+
+    name: str
+    leaves: list[_Leaf]
+    rows: int
+    columns: int
+    q: jax.Array
+
+    def drawn(self, key: jax.Array) -> "_Matrix":
+        """Return it with another q."""
+        return self._replace(q=jax.random.normal(key, self.q.shape, jnp.float32))
+
+    def values(self) -> jax.Array:
+        """Return gradients and residuals; what the matrix has more is zero."""
+        flats = []
+        for leaf in self.leaves:
+            x = leaf.x.astype(jnp.float32)
+            flats.append((x if leaf.residual is None else x + leaf.residual).ravel())
+        flat = jnp.concatenate(flats)
+        rest = self.rows * self.columns - flat.size
+        return jnp.pad(flat, (0, rest)).reshape(self.rows, self.columns)
+
+    def pieces(self, values: jax.Array) -> list[jax.Array]:
+        """Return what belongs to each leaf."""
+        ends = list(itertools.accumulate(leaf.x.size for leaf in self.leaves))
+        flats = jnp.split(values.ravel(), ends)[: len(ends)]
+        return [flat.reshape(leaf.x.shape) for flat, leaf in zip(flats, self.leaves, strict=True)]
+
+
+def _leaves(updates: Any, state: PowerSGDState, decay: float) -> list[_Leaf]:
     """Return the leaves of a tree of gradients with what the state has of each."""
-    tree = jax.tree.structure(updates)
-    qs, residuals = (tree.flatten_up_to(each) for each in (state.q, state.residual))
+    residuals = jax.tree.structure(updates).flatten_up_to(state.residual)
     leaves = []
     paths = jax.tree_util.tree_leaves_with_path(updates)
-    for (path, given), q, kept in zip(paths, qs, residuals, strict=True):
+    for (path, given), kept in zip(paths, residuals, strict=True):
         x = checked_leaf(_CALLER, path, given)
-        other = _compat.varying_axes(x) - frozenset(axes)
-        if q is not None and _compat.types_are_checked() and other:
-            raise ValueError(
-                f"{_CALLER}: updates{jax.tree_util.keystr(path)} varies over "
-                f"{sorted(other, key=str)}: its parameter is split over them, and only matrices "
-                "that are whole on each device can be factored. Have average_gradients average it, "
-                "by optax.partition"
-            )
         residual = own_residual(_CALLER, path, x, kept)
         decayed = residual if residual is None or decay == 1 else residual * decay
-        leaves.append(_Leaf(path, _name_of(path), x, q, decayed))
+        leaves.append(_Leaf(path, _name_of(path), x, decayed))
     if len({leaf.name for leaf in leaves}) < len(leaves):
         raise ValueError(f"{_CALLER}: two leaves have one path: {[leaf.name for leaf in leaves]}")
     return leaves
 
 
-def _step(leaves: list[_Leaf], how: Any, rules: dict[str, Any], averaged: Any) -> list[Any]:
-    """Return for each leaf its average, what to begin the next step with, and the new residual."""
-    matrices = {leaf.name: leaf for leaf in leaves if leaf.q is not None}
-    others = {leaf.name: leaf for leaf in leaves if leaf.q is None}
-    rules = {rf"\A{re.escape(name)}\Z": how for name in matrices} | rules
-    values, bases, message = {}, {}, {}
-    for name, leaf in matrices.items():
-        x = leaf.x.astype(jnp.float32)
-        x = x if leaf.residual is None else x + leaf.residual
-        values[name] = x.reshape(_matrix_of(leaf.x.shape))
-        bases[name] = _orthogonalized(leaf.q)
-        message[name] = _product(values[name], bases[name])
+# ---- 3. a step -----------------------------------------------------------------------------------
+
+
+def _step(
+    leaves: list[_Leaf], matrices: list[_Matrix], how: Any, rules: dict[str, Any], averaged: Any
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return each leaf's average, what each matrix begins the next step with, and residuals."""
+    factored = {leaf.name for matrix in matrices for leaf in matrix.leaves}
+    others = {leaf.name: leaf for leaf in leaves if leaf.name not in factored}
+    rules = {rf"\A{re.escape(matrix.name)}\Z": how for matrix in matrices} | rules
+    values = {matrix.name: matrix.values() for matrix in matrices}
+    bases = {matrix.name: _orthogonalized(matrix.q) for matrix in matrices}
+    message = {name: _product(values[name], basis) for name, basis in bases.items()}
     message |= {name: leaf.x.astype(jnp.float32) for name, leaf in others.items()}
     residuals = None
     if any(leaf.residual is not None for leaf in others.values()):
         # Residuals for P too, or leaves with residuals would be a message of their own.
-        residuals = {name: jnp.zeros_like(message[name]) for name in matrices}
+        residuals = {name: jnp.zeros_like(message[name]) for name in values}
         residuals |= {name: leaf.residual for name, leaf in others.items()}
     first, lost = averaged(message, residuals, "p", rules)
-    ps = {name: _orthogonalized(first[name]) for name in matrices}
-    own = {name: _product(values[name].T, ps[name]) for name in matrices}
+    ps = {name: _orthogonalized(first[name]) for name in values}
+    own = {name: _product(values[name].T, ps[name]) for name in values}
     zeros = None if how == EXACT_BITS else jax.tree.map(jnp.zeros_like, own)
     second, lost_of_q = averaged(own, zeros, "q", rules) if own else ({}, None)
 
-    def of(leaf: _Leaf) -> Any:
-        name = leaf.name
-        if leaf.q is None:
-            residual = None if leaf.residual is None else lost[name]
-            return first[name].astype(leaf.x.dtype), None, residual
+    means, kept, qs = {}, {}, []
+    for name, leaf in others.items():
+        means[name] = first[name].astype(leaf.x.dtype)
+        kept[name] = None if leaf.residual is None else lost[name]
+    for matrix in matrices:
+        name = matrix.name
         p, q = ps[name], second[name]
         finite = jnp.isfinite(p).all() & jnp.isfinite(q).all()
-        residual = None
-        if leaf.residual is not None:
-            share = own[name] if lost_of_q is None else own[name] - lost_of_q[name]
-            left = (values[name] - _product(p, share.T)).reshape(leaf.x.shape)
-            residual = jnp.where(finite, left, 0.0)
-        average = _product(p, q.T).reshape(leaf.x.shape).astype(leaf.x.dtype)
+        share = own[name] if lost_of_q is None else own[name] - lost_of_q[name]
+        left = jnp.where(finite, values[name] - _product(p, share.T), 0.0)
+        average = matrix.pieces(_product(p, q.T))
+        for leaf, mean, rest in zip(matrix.leaves, average, matrix.pieces(left), strict=True):
+            means[leaf.name] = mean.astype(leaf.x.dtype)
+            kept[leaf.name] = None if leaf.residual is None else rest
         # A Q of zeros, or that is not finite, tells nothing: the next step begins as this one did.
-        return average, jnp.where(finite & (q != 0).any(), q, bases[name]), residual
+        qs.append(jnp.where(finite & (q != 0).any(), q, bases[name]))
+    return [means[leaf.name] for leaf in leaves], qs, [kept[leaf.name] for leaf in leaves]
 
-    return [of(leaf) for leaf in leaves]
 
-
-# ---- 3. the linear algebra -----------------------------------------------------------------------
+# ---- 4. the linear algebra -----------------------------------------------------------------------
 
 
 def _orthogonalized(matrix: Any) -> jax.Array:

@@ -29,6 +29,7 @@ _EXACT_TWINS = {  # of callers, for error messages
     "value_and_grad": "jax.lax.pmean",
     "average_gradients": "jax.lax.pmean",
     "power_sgd": "jax.lax.pmean",
+    "deep_gradient": "jax.lax.pmean",
 }
 
 

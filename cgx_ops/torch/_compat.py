@@ -228,6 +228,7 @@ class ShardedParameter:
     Attributes:
         module: which holds it, and under which name.
         shape: of the whole parameter (of this rank's part of a DTensor).
+        dim: which is divided among the ranks.
         numel: elements in each rank's block, padding included.
         trainable: whether it gets a gradient.
         plain: whether its shard is what is gathered; a tensor subclass may send something else.
@@ -236,6 +237,7 @@ class ShardedParameter:
     module: torch.nn.Module
     name: str
     shape: torch.Size
+    dim: int
     numel: int
     trainable: bool
     plain: bool
@@ -252,6 +254,11 @@ def fsdp_groups(module: Any) -> list[Any]:
 def fsdp_shard_group(group: Any) -> dist.ProcessGroup | None:
     """Return the ranks that a group of parameters is sharded over; None: it is replicated only."""
     return getattr(group.mesh_info, "shard_process_group", None)
+
+
+def fsdp_mesh_size(group: Any) -> int:
+    """Return how many ranks a group of parameters is sharded over or replicated on."""
+    return group.mesh_info.mesh.size()
 
 
 def fsdp_communications(group: Any) -> tuple[Any, Any]:
@@ -274,6 +281,7 @@ def fsdp_parameters(group: Any) -> list[ShardedParameter]:
             parameter._module_info.module,
             parameter._module_info.param_name,
             parameter._orig_size,
+            parameter.fsdp_placement.dim,
             parameter.padded_sharded_param_size.numel(),
             parameter.sharded_param.requires_grad,
             not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"),

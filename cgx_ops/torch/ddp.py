@@ -12,9 +12,9 @@
   3. hooks in bfloat16; all hooks by name, for programs that choose one by a flag
 
 The layout of torch's own hooks (torch.distributed.algorithms.ddp_comm_hooks), PowerSGD's above all.
-ddp_state.py and ddp_bucket.py have what all hooks share; ddp_power_sgd.py is PowerSGD, which is
-found here too; ddp_models.py knows the names of layers; ddp_unasked.py attaches the hook over the
-backend "cgx".
+ddp_state.py and ddp_bucket.py have what all hooks share; ddp_power_sgd.py is PowerSGD,
+ddp_deep_gradient.py Deep Gradient Compression, which are found here too; ddp_models.py knows the
+names of layers; ddp_unasked.py attaches the hook over the backend "cgx".
 """
 
 from collections.abc import Callable, Mapping
@@ -32,6 +32,7 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import backend, layers
 from cgx_ops.torch._compat import GradBucket, group_or_default
 from cgx_ops.torch.ddp_bucket import for_any_bucket, look_at, refuse, residuals_of, seeds_of
+from cgx_ops.torch.ddp_deep_gradient import DeepGradientState, deep_gradient_hook
 from cgx_ops.torch.ddp_power_sgd import (
     PowerSGDState,
     batched_power_sgd_hook,
@@ -42,10 +43,12 @@ from cgx_ops.torch.layers import Rules
 
 __all__ = [
     "CommHookType",
+    "DeepGradientState",
     "PowerSGDState",
     "QuantizedAllreduceState",
     "batched_power_sgd_hook",
     "bf16_compress_wrapper",
+    "deep_gradient_hook",
     "power_sgd_hook",
     "quantized_allreduce_hook",
 ]
@@ -207,6 +210,7 @@ class CommHookType(Enum):
     BATCHED_POWER_SGD_RANK2 = _Hook(
         batched_power_sgd_hook, PowerSGDState, {"matrix_approximation_rank": 2}
     )
+    DEEP_GRADIENT = _Hook(deep_gradient_hook, DeepGradientState, {})
     NOOP = _Hook(noop_hook, _no_state, {})
 
     def register(self, model: DistributedDataParallel, **options: Any) -> HookState | None:

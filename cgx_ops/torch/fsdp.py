@@ -20,12 +20,12 @@ Gradients by a biased compressor, such as Config(bits=1, compressor="levels"), h
 
 Phases: compress() puts an all-gather and a reduce-scatter of ours into every module that
 fully_shard wrapped (FSDP2's custom communication); these divide a rank's block into the parameters
-that lie in it, each with buckets of its own; State numbers the noise, and holds residuals.
+that lie in it (fsdp_block.py), each with buckets of its own; State numbers the noise, and holds
+residuals.
 """
 
 import functools
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,16 +34,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from cgx_ops import Communicator, Config, Segment
-from cgx_ops import rules as language
+from cgx_ops import Config
 from cgx_ops.call import Op, call_seed, with_segment
-from cgx_ops.errors import InvalidArgument, NotFound
+from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import _compat, layers
+from cgx_ops.torch.fsdp_block import Block, communicator_of
 from cgx_ops.torch.fsdp_feedback import LOCO as LOCO
 from cgx_ops.torch.fsdp_feedback import Feedback, Kept
 from cgx_ops.torch.layers import Rule, Rules
-from cgx_ops.torch.work import DTYPES, start
+from cgx_ops.torch.work import start
 
 GRADIENTS = Config(bits=8, bucket_size=1024)
 WEIGHTS = Config(bits=8, bucket_size=1024, rounding="shift")
@@ -70,6 +70,7 @@ class State:
 
     def __init__(self, feedback: Feedback | None = None) -> None:
         self.kept = None if feedback is None else Kept(feedback)
+        self.everywhere = True
         self._draws = 0
         self._reductions = 0
         self._used = False  # a backward used this draw
@@ -97,6 +98,25 @@ class State:
         self._draws = int(state_dict["draws"])
         self._reductions = int(state_dict["reductions"])
         self._used = bool(state_dict["used"])
+
+    def consolidate(self) -> None:
+        """Make residuals the mean over the ranks, equal everywhere, by parameter. Collective.
+
+        What is saved then can be loaded on any number of ranks: the correction that is pending is
+        the same. By torch.distributed.checkpoint load it into a new state of which consolidate()
+        was called too. The next backward makes residuals each rank's own again.
+
+        Raises:
+            InvalidArgument: ranks have residuals of other parameters, or parameters that not all
+                ranks share.
+        """
+        if not self.everywhere:
+            raise InvalidArgument(
+                "consolidate: modules are sharded and replicated over some of the ranks only, so "
+                "residuals of others' parameters would be mixed: save each rank's own"
+            )
+        if self.kept is not None:
+            self.kept.consolidate()
 
     def weights_seed(self, seed: int, name: str) -> int:
         """Return the seed of the gather that begins now. Replicas of a shard get the same."""
@@ -184,9 +204,10 @@ def compress(
     state = State(feedback)
     for name, module in wrapped.items():
         for group in _compat.fsdp_groups(module):
-            block = functools.partial(_Block, name, group, names, exact)
+            block = functools.partial(Block, name, group, names, exact)
             gather: Any
             reduce: Any
+            state.everywhere &= _compat.fsdp_mesh_size(group) == dist.get_world_size()
             gather, reduce = map(_plain, _compat.fsdp_communications(group))
             if weights is not None:
                 gather = _AllGather(block(gathered_by_name), weights, state, gather)
@@ -202,95 +223,10 @@ def _plain(communication: Any) -> Any:
     return communication.plain if isinstance(communication, _Custom) else communication
 
 
-def _communicator(group: dist.ProcessGroup) -> Communicator:
-    try:
-        return Communicator.find(group.group_name)
-    except NotFound:
-        raise InvalidArgument(
-            f"the process group '{group.group_name}' ({dist.get_backend(group)}) has no "
-            "communicator of cgx_ops: call torch.distributed.init_process_group('cgx') before "
-            "init_device_mesh and fully_shard"
-        ) from None
-
-
-class _Block:
-    """What lies in a rank's block of one group of parameters' messages, in one direction.
-
-    Raises InvalidArgument if the group's ranks cannot communicate through cgx_ops.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        group: Any,
-        names: dict[nn.Module, str],
-        exact: Callable[[str, torch.Size], bool],
-        rules: list[language.Rule],
-    ) -> None:
-        self.name, self._group, self._names = name, group, names
-        self._exact, self._rules = exact, rules
-        self._warned: set[str] = set()
-        ranks = _compat.fsdp_shard_group(group)
-        if ranks is None:
-            raise InvalidArgument(
-                f"the parameters of module '{name}' are replicated, not sharded: compress "
-                "their gradients' allreduce with cgx_ops.torch.BackendOptions(compress='all')"
-            )
-        _communicator(ranks)
-
-    def gathered(self, numel: int, dtype: torch.dtype) -> list[Segment] | None:
-        """Return the segments of an all-gather; None: it must be exact."""
-        if not _compat.fsdp_gathers_shards(self._group):
-            return None  # parts of what was gathered: quantized once already
-        parameters = _compat.fsdp_parameters(self._group)
-        if dtype not in DTYPES or not all(parameter.plain for parameter in parameters):
-            self._warn(f"its parameters are gathered exact: they travel as {dtype}")
-            return None
-        return self._segments(parameters, numel)
-
-    def reduced(self, numel: int, dtype: torch.dtype) -> list[Segment] | None:
-        """Return the segments of a reduce-scatter; None: it must be exact."""
-        if dtype not in DTYPES:
-            self._warn(f"its gradients are reduced exact: they travel as {dtype}")
-            return None
-        trainable = [p for p in _compat.fsdp_parameters(self._group) if p.trainable]
-        return self._segments(trainable, numel)
-
-    def complete(self, numel: int) -> bool:
-        """Tell whether the gradients of all trainable parameters are in a block of this size."""
-        parameters = _compat.fsdp_parameters(self._group)
-        return numel == sum(p.numel for p in parameters if p.trainable)
-
-    def _segments(
-        self, parameters: Iterable[_compat.ShardedParameter], numel: int
-    ) -> list[Segment]:
-        """Return one for each parameter; one for the whole block if it holds something else."""
-        segments, offset = [], 0
-        for p in parameters:
-            name = ".".join(filter(None, (self._names.get(p.module), p.name)))
-            own = language.overrides(self._rules, name, exact=self._exact(name, p.shape))
-            segments.append(Segment(offset, p.numel, **own))
-            offset += p.numel
-        if offset == numel:
-            return segments
-        self._warn(
-            "some of its parameters got no gradient, so what travels is quantized as one run, with "
-            "what was to stay exact; set_reduce_scatter_unused_params(True) on the module prevents "
-            "this"
-        )
-        return [Segment(0, numel)]
-
-    def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            module = f"module '{self.name}'" if self.name else "the root module"
-            warnings.warn(f"cgx_ops.torch.fsdp, {module}: {text}", stacklevel=2)
-
-
 class _Custom:
     """A collective that FSDP calls for one group of parameters."""
 
-    def __init__(self, block: _Block, config: Config, state: State, plain: Any) -> None:
+    def __init__(self, block: Block, config: Config, state: State, plain: Any) -> None:
         self.plain = plain
         self._block, self._config, self._state = block, config, state
 
@@ -317,7 +253,7 @@ class _AllGather(_Custom):
         asynchronous = async_op or input_tensor.device.type == "cpu"
         name = f"fsdp/all_gather/{self._block.name}"
         work = start(
-            _communicator(group),
+            communicator_of(group),
             "all_gather",
             input_tensor.clone(),  # FSDP's is a part of the output
             output_tensor,
@@ -355,14 +291,15 @@ class _ReduceScatter(_Custom):
         keeps = [each.keeps_residuals for each in used]
         # Where gradients are missing, nobody knows whose a residual would be: it waits.
         if kept is not None and any(keeps) and self._block.complete(output_tensor.numel()):
-            residual = kept.take(self._block.name, input_tensor)
+            own = [p for p, keep in zip(self._block.parameters(), keeps, strict=True) if keep]
+            residual = kept.take(self._block.name, input_tensor, group.size(), own)
             residuals = [
                 residual[segment.offset :] if own else None
                 for segment, own in zip(segments, keeps, strict=True)
             ]
         shared = any(each.compressor == "randk" for each in used)
         work = start(
-            _communicator(group),
+            communicator_of(group),
             "reduce_scatter",
             input_tensor,
             output_tensor,

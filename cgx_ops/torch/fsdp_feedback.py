@@ -4,10 +4,10 @@ In a reduce-scatter a rank loses of its own values only: its encoding of each ot
 a residual is as long as all blocks together, which is the module's whole gradient.
 
   1. Feedback: how residuals are kept: as they are, or as LoCo does it
-  2. Kept: them, by module; what a checkpoint of fsdp.State has of them
+  2. Kept: residuals, by module; what a checkpoint of fsdp.State has of them
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from cgx_ops import Config, codec
 from cgx_ops.errors import InvalidArgument
+from cgx_ops.torch._compat import group_or_default
+from cgx_ops.torch.fsdp_block import Parameter
 from cgx_ops.torch.residuals import Residuals
 
 # How residuals of 8 bits are kept: a byte a value, and 8 bytes for each bucket.
@@ -56,20 +58,51 @@ class Feedback:
 
 LOCO = Feedback(bits=8, average=0.8, reset=1024)
 
+
+def _encoded(residual: torch.Tensor) -> torch.Tensor:
+    encoded = codec.quantize(residual.numpy(), _EIGHT_BITS)
+    return torch.from_numpy(np.frombuffer(encoded, np.uint8).copy())
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module's gradient: elements of as many blocks as there are ranks, and what lies in each."""
+
+    ranks: int
+    numel: int
+    parameters: Sequence[Parameter]
+
+
 # ---- 2. what -------------------------------------------------------------------------------------
 
 
 class Kept:
-    """The residuals of a model's modules on this rank, and how often each was used."""
+    """The residuals of a model's modules on this rank, and how often each was used.
+
+    By the module's name, in the layout of this number of ranks; those that were consolidated, by
+    each parameter's, until the module's next reduce-scatter lays them out.
+    """
 
     def __init__(self, feedback: Feedback) -> None:
         self.feedback = feedback
         self.residuals = Residuals()
         self.counts: dict[str, int] = {}
+        self._modules: dict[str, _Module] = {}
 
-    def take(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Return a module's residual for a reduce-scatter of these values, which changes it."""
+    def take(
+        self, name: str, values: torch.Tensor, ranks: int, parameters: Sequence[Parameter]
+    ) -> torch.Tensor:
+        """Return a module's residual for a reduce-scatter, which changes it.
+
+        Args:
+            name: of the module.
+            values: what is reduced and scattered.
+            ranks: that do so.
+            parameters: of the module, those that have residuals.
+        """
         self.residuals.claim(dist.get_rank(), dist.get_world_size())
+        self._modules[name] = _Module(ranks, values.numel(), parameters)
+        self._lay_out(name, values)
         if self.feedback.bits == 32:
             residual = self.residuals.of(name, values)
             return residual if self.feedback.average == 0 else residual.clone()
@@ -85,8 +118,7 @@ class Kept:
                 known[name].mul_(share).add_(lost, alpha=1 - share)
         else:
             new = self._decoded(name, lost.numel()).mul_(share).add_(lost.float(), alpha=1 - share)
-            encoded = codec.quantize(new.numpy(), _EIGHT_BITS)
-            known[name] = torch.from_numpy(np.frombuffer(encoded, np.uint8).copy())
+            known[name] = _encoded(new)
         if feedback.reset and count % feedback.reset == 0:
             del known[name]
 
@@ -97,6 +129,40 @@ class Kept:
         return torch.from_numpy(
             codec.dequantize(encoded.numpy().tobytes(), numel, "float32", _EIGHT_BITS)
         )
+
+    def _lay_out(self, name: str, values: torch.Tensor) -> None:
+        """Make a module's residual of those of its parameters, where these were consolidated."""
+        known = self.residuals.tensors
+        module = self._modules[name]
+        whole = [p for p in module.parameters if p.name in known]
+        if not whole:
+            return
+        residual = torch.zeros(module.numel)
+        for parameter in whole:
+            found = known.pop(parameter.name)
+            if found.numel() != parameter.shape.numel():
+                raise InvalidArgument(
+                    f"the residual of parameter '{parameter.name}' has {found.numel()} elements, "
+                    f"the parameter {parameter.shape.numel()}: the state is another model's"
+                )
+            parameter.put_into(residual.view(module.ranks, -1), found.view(parameter.shape))
+        known[name] = residual.to(values.dtype) if self.feedback.bits == 32 else _encoded(residual)
+
+    def consolidate(self) -> None:
+        """Make them the mean over all ranks, by parameter. Collective.
+
+        Raises:
+            InvalidArgument: ranks have residuals of other parameters.
+        """
+        known = self.residuals.tensors
+        for name in [name for name in self._modules if name in known]:
+            module, quantized = self._modules[name], self.feedback.bits == 8
+            residual = self._decoded(name, module.numel) if quantized else known[name]
+            for parameter in module.parameters:
+                whole = parameter.cut_from(residual.view(module.ranks, -1))
+                known[parameter.name] = whole.float().flatten()
+            del known[name]
+        self.residuals.consolidate(group_or_default(None))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint has; residuals under a key of this rank's own."""

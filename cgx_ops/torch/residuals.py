@@ -73,8 +73,7 @@ class Residuals:
             raise InvalidArgument(
                 f"the residuals are those of rank {self.owner[0]} of {self.owner[1]}, and this is "
                 f"rank {rank} of {size}: load each rank's own, or, for another number of ranks, "
-                "call consolidate() of DistributedDataParallel's state on all ranks before the "
-                "checkpoint is saved; FSDP's begin anew there"
+                "call the state's consolidate() on all ranks before the checkpoint is saved"
             )
         self.owner, self.consolidated = (rank, size), False
 

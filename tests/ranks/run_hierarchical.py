@@ -1,6 +1,7 @@
 """Collectives on several hosts. Prints one JSON object for each rank.
 
     transport   the communicator's
+    host        this rank's, and how many there are
     results     digests of cases of collective_cases.HIERARCHICAL
     residuals   digests of a result and of what was lost of this rank's values
 
@@ -81,6 +82,7 @@ def main() -> None:
         json.dumps(
             {
                 "transport": world.transport,
+                "host": [world.host, world.hosts],
                 "results": [collective_cases.run(case, world) for case in cases],
                 "residuals": [
                     residuals(world, op, bits) for op in ("sum", "avg") for bits in (4, 32)

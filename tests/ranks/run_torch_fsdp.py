@@ -33,6 +33,7 @@ CHECKS = {
         messages.hybrid,
         messages.smaller_mesh_after_forward,
         *feedback.CHECKS,
+        feedback.consolidated_residuals_fit_any_number_of_shards,
     ),
 }
 

@@ -17,12 +17,14 @@ documents.
     collectives    allreduce, reduce_scatter, all_gather
     bound          error_bound: how far nearest and shift rounding may be from the exact result
     low_rank       PowerSGD, in float64: not to the bit
+    deep_gradient  Deep Gradient Compression, as the paper has it
     one_bit        1-bit Adam, SigNUM
 """
 
 from .bound import error_bound
 from .codec import dequantize, encoded_bytes, quantize
 from .collectives import all_gather, allreduce, reduce_scatter
+from .deep_gradient import DeepGradient, density_at
 from .low_rank import PowerSGD, given_up, given_up_bound
 from .one_bit import OneBitAdam, Signum
 from .philox import Seeds, noise, seeds_of
@@ -51,6 +53,7 @@ __all__ = [
     "Algorithm",
     "AnyAlgorithm",
     "Compressor",
+    "DeepGradient",
     "OneBitAdam",
     "Op",
     "PowerSGD",
@@ -61,6 +64,7 @@ __all__ = [
     "all_gather",
     "allreduce",
     "combine",
+    "density_at",
     "dequantize",
     "encoded_bytes",
     "error_bound",

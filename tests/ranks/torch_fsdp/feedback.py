@@ -2,7 +2,7 @@
 
 1. every message and every residual, against cgx_ops' own reduce_scatter to the bit
 2. LoCo's form: 8 bits, averaged, reset
-3. checkpoints, and what is refused
+3. checkpoints, consolidated ones on another number of shards, and what is refused
 """
 
 import itertools
@@ -19,13 +19,14 @@ import torch_cases as tc
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
 
 from cgx_ops import Config, InvalidArgument, codec
 from cgx_ops.torch import fsdp
 from cgx_ops.torch.fsdp_feedback import Feedback
 from cgx_ops.torch.layers import Rule
 
-from .common import EXACT, Model, batch, sharded, weights
+from .common import EXACT, Model, batch, own_parameters, sharded, weights
 from .refusals import refuses
 
 LEVELS = Config(bits=1, compressor="levels", bucket_size=64)
@@ -151,6 +152,78 @@ def resumed_feedback_is_the_same_to_the_bit() -> None:
             got = weights(model)
             same = all(tc.same_bits(got[name], want[name]) for name in want)
             assert same == (form != "nothing"), (form, feedback)
+
+
+def parts_of(whole: torch.Tensor, shards: int) -> list[torch.Tensor]:
+    """Return each shard of a parameter, flat, padded with zeros as FSDP pads it."""
+    rows = -(-len(whole) // shards)
+    padded = torch.zeros(shards * rows, *whole.shape[1:], dtype=whole.dtype)
+    padded[: len(whole)] = whole
+    return list(padded.view(shards, -1))
+
+
+def blocks_of(model: Any, module: str, whole: dict[str, torch.Tensor], shards: int) -> torch.Tensor:
+    """Return a module's flat gradient, given each parameter's; zeros for what is not given."""
+    columns = []
+    prefix = f"{module}." if module else ""
+    for name, parameter in own_parameters(model.get_submodule(module)):
+        given = whole.get(prefix + name, torch.zeros(parameter.shape))
+        columns.append(torch.stack(parts_of(given, shards)))
+    return torch.cat(columns, 1).flatten()
+
+
+def consolidated_residuals_fit_any_number_of_shards() -> None:
+    """From W shards to W / 2, each twice; every residual of the first step there is the mean."""
+    ranks = dist.get_world_size()
+    meshes = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards"))
+    for feedback in (Feedback(), Feedback(bits=8, average=0.5)):
+        model = sharded(Model())
+        state = fsdp.compress(model, LEVELS, feedback=feedback)
+        train(model, range(3))
+        assert state.kept is not None
+        before = {name: r.clone() for name, r in state.kept.residuals.tensors.items()}
+        everyones: list[Any] = [None] * ranks
+        dist.all_gather_object(everyones, before)
+        state.consolidate()
+        assert state.kept.residuals.consolidated
+        means = state.kept.residuals.tensors
+        shapes = {name: p.shape for name, p in model.named_parameters() if p.dim() > 1}
+        assert means.keys() == shapes.keys()
+        whole = {name: mean.view(shapes[name]) for name, mean in means.items()}
+        for module in before:
+            sum_of = torch.zeros(())
+            for each in everyones:
+                flat = each[module]
+                if feedback.bits == 8:
+                    numel = blocks_of(model, module, {}, ranks).numel()
+                    decoded = codec.dequantize(flat.numpy().tobytes(), numel, config=KEPT)
+                    flat = torch.from_numpy(decoded)
+                sum_of = sum_of + flat
+            # Padding and exact parameters have none, but in 8 bits there is no 0 for them.
+            ones = {name: torch.ones(shape) for name, shape in shapes.items()}
+            sum_of = sum_of * blocks_of(model, module, ones, ranks)
+            got = blocks_of(model, module, whole, ranks)
+            # A sum of `ranks` numbers in any order, and a division: each rounds once.
+            assert torch.allclose(got, sum_of / ranks, rtol=ranks * 2**-23, atol=1e-9), module
+
+        pickled = pickle.dumps(state.state_dict())
+        model = sharded(Model(), mesh=meshes)
+        state = fsdp.compress(model, LEVELS, feedback=feedback)
+        state.load_state_dict(pickle.loads(pickled))
+        with checked() as seen:
+            train(model, range(3, 4))
+        for name, [(first, _)] in seen.items():
+            want = blocks_of(model, name.removeprefix("fsdp/reduce_scatter/"), whole, ranks // 2)
+            if feedback.bits == 8:
+                want = torch.from_numpy(
+                    codec.dequantize(codec.quantize(want.numpy(), KEPT), want.numel(), config=KEPT)
+                )
+            assert tc.same_bits(first, want), name
+        assert len(seen) == 4
+
+    model = sharded(Model(), mesh=meshes["shards"])
+    alone = fsdp.compress(model, LEVELS)
+    refuses(alone.consolidate, InvalidArgument, "over some of the ranks only")
 
 
 def bad_feedback() -> None:

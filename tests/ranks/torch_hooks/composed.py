@@ -56,6 +56,8 @@ def options_of(kind: CommHookType) -> dict[str, Any]:
     """Return options with which six steps have something to show."""
     if "POWER" in kind.name:
         return {"start_powerSGD_iter": 2}
+    if kind is CommHookType.DEEP_GRADIENT:
+        return {"momentum": 0.0}  # Adam has its own
     return {"config": FOUR_BITS} if kind is CommHookType.QUANTIZED_ALLREDUCE else {}
 
 

@@ -107,6 +107,8 @@ typedef struct cgx_comm_info_t {
   /* How its ranks' devices are connected: "direct", "mpi", "staged", "nccl"; "" before the first
    * cgx_enqueue. Collectives on devices count in none of the sums above. */
   const char* wire;
+  int32_t host;  /* this rank's, of `hosts`, which are numbered in the order of their first ranks */
+  int32_t hosts; /* fewer than ranks: some share one */
 } cgx_comm_info_t;
 
 /* Collective over the ranks of the bootstrap. */

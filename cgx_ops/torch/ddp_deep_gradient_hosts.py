@@ -1,0 +1,106 @@
+"""Hosts: values are added up within a host, exact, and sent from host to host, sparse.
+
+1. the ranks of a host add up their gradients
+2. its first rank, which alone has momenta and residuals, sends to those of the other hosts
+3. it gives the sum of all to its host
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from cgx_ops import Communicator, Config, Segment
+from cgx_ops.rules import EXACT_BITS
+from cgx_ops.torch.work import Residuals, start
+
+_EXACT = Config(bits=EXACT_BITS)
+
+
+class Hosts:
+    """The ranks of this host, and the first ranks of all hosts, which make two communicators.
+
+    Attributes:
+        local: this host's ranks.
+        firsts: of each host the first rank; None on the others.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        """Divide a communicator. Collective over it."""
+        name = f"{comm.name}/deep_gradient {comm.next_call('deep_gradient')}"
+        local = comm.split(comm.host, name=f"{name}, host")
+        assert local is not None
+        self.local = local
+        self.firsts = comm.split(None if local.rank else 0, name=f"{name}, hosts")
+        self._size = comm.size
+
+    def gather(self, kept: torch.Tensor, name: str) -> None:
+        """Have the first rank of each host take over what its ranks have: in place, and wait."""
+        self._add_up(kept, [Segment(0, kept.numel())], f"{name}, kept").wait()
+        if self.firsts is None:
+            kept.zero_()
+
+    def average(
+        self,
+        message: torch.Tensor,
+        config: Config,
+        *,
+        segments: Sequence[Segment],
+        name: str,
+        residuals: Residuals,
+        before: Callable[[], None],
+        then: Callable[[], object],
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Average a message over all ranks in place, in the background.
+
+        Args:
+            message: float32.
+            config: how it travels from host to host.
+            segments: its layers.
+            name: matches it with what other ranks average.
+            residuals: of each segment, or None; used on the first rank of a host alone.
+            before: called there when the message has the sums of this host's ranks.
+            then: called when it is done, and before the future is.
+
+        Returns:
+            A future of the message.
+        """
+        places = [Segment(s.offset, s.numel) for s in segments]
+
+        def between(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            future.value()  # raises what went wrong
+            parts = [message[s.offset : s.offset + s.numel] for s in segments]
+            if self.firsts is not None:
+                before()
+                start(
+                    self.firsts, "allreduce", message, message, config, segments=segments,
+                    seed=[0] * len(segments), name=name, residuals=residuals,
+                ).wait()  # fmt: skip
+            for part in parts:
+                part.div_(self._size) if self.firsts is not None else part.zero_()
+            self._add_up(message, places, f"{name}, back").wait()
+            then()
+            return message
+
+        return self._add_up(message, places, name).get_future().then(between)
+
+    def _add_up(self, x: torch.Tensor, segments: Sequence[Segment], name: str) -> dist.Work:
+        return start(
+            self.local, "allreduce", x, x, _EXACT, segments=segments, seed=[0] * len(segments),
+            name=name,
+        )  # fmt: skip
+
+
+_known: dict[int, Hosts] = {}
+
+
+def hosts_of(comm: Communicator) -> Hosts | None:
+    """Return the hosts of a communicator; None if there is one, or each has one rank.
+
+    The first call is collective over `comm`.
+    """
+    if comm.hosts == 1 or comm.hosts == comm.size:
+        return None
+    if comm.id not in _known:
+        _known[comm.id] = Hosts(comm)
+    return _known[comm.id]

@@ -1,0 +1,173 @@
+"""Every way to average gradients that the examples of this folder compare: a table, METHODS.
+
+    python examples/methods/methods.py      # prints their names
+
+1. what others have, over gloo
+2. codecs of cgx_ops: the hook, with a Config
+3. methods of cgx_ops: hooks and optimizers of their own
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from task import Task
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from cgx_ops import Config
+from cgx_ops.torch import ddp
+
+RANK = 4  # of PowerSGD's matrices
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        task: what is trained.
+        gloo: a process group of all ranks, for what others have; the default one is of "cgx".
+        seed: of the weights, the batches and the noise.
+        warmup: steps in which methods that begin gently do so.
+    """
+
+    task: Task
+    gloo: dist.ProcessGroup
+    seed: int
+    warmup: int
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Return the optimizer of the task."""
+        return self.task.optimizer(model.parameters(), self.task.rate, self.task.momentum)
+
+
+Prepared = tuple[DistributedDataParallel, Optimizer]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to average gradients.
+
+    Attributes:
+        prepare: makes a model ready to be trained so, and its optimizer.
+        warms: whether its first steps, Run.warmup, are others than the rest.
+        ours: whether cgx_ops averages.
+    """
+
+    prepare: Callable[[nn.Module, Run], Prepared]
+    warms: bool = False
+    ours: bool = True
+
+
+def parallel(
+    model: nn.Module, group: dist.ProcessGroup | None = None, bucket_mb: float | None = None
+) -> DistributedDataParallel:
+    # Each rank has batch norm's running statistics of its own, so that gradients alone are sent.
+    # What torch 2.13 names instead of this argument sends them once.
+    warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
+    return DistributedDataParallel(
+        model, process_group=group, bucket_cap_mb=bucket_mb, broadcast_buffers=False
+    )
+
+
+# ---- 1. what others have -------------------------------------------------------------------------
+
+
+def gloo(hook: Callable[..., Any] | None = None) -> Method:
+    def prepare(model: nn.Module, run: Run) -> Prepared:
+        wrapped = parallel(model, run.gloo)
+        if hook is not None:
+            wrapped.register_comm_hook(run.gloo, hook)
+        return wrapped, run.optimizer(wrapped)
+
+    return Method(prepare, ours=False)
+
+
+def torch_power_sgd(model: nn.Module, run: Run) -> Prepared:
+    # One bucket: PyTorch's hook starts its later collectives in callbacks, whose order differs
+    # between ranks if there are several, and gloo aborts.
+    wrapped = parallel(model, run.gloo, bucket_mb=1 << 20)
+    state = powerSGD_hook.PowerSGDState(
+        run.gloo, matrix_approximation_rank=RANK, start_powerSGD_iter=2, random_seed=run.seed
+    )
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return wrapped, run.optimizer(wrapped)
+
+
+# ---- 2. codecs of cgx_ops ------------------------------------------------------------------------
+
+
+def codec(config: Config) -> Method:
+    def prepare(model: nn.Module, run: Run) -> Prepared:
+        wrapped = parallel(model)
+        state = ddp.QuantizedAllreduceState(config=replace(config, seed=run.seed))
+        wrapped.register_comm_hook(state, ddp.quantized_allreduce_hook)
+        return wrapped, run.optimizer(wrapped)
+
+    return Method(prepare)
+
+
+def chosen(compressor: Any, density: float) -> Method:
+    """Return a codec that sends a share of the values, and keeps the rest for later."""
+    return codec(
+        Config(compressor=compressor, density=density, bucket_size=4096, error_feedback=True)
+    )
+
+
+# ---- 3. methods of cgx_ops -----------------------------------------------------------------------
+
+
+def power_sgd(model: nn.Module, run: Run) -> Prepared:
+    wrapped = parallel(model)
+    state = ddp.PowerSGDState(
+        config=Config(32),
+        matrix_approximation_rank=RANK,
+        start_powerSGD_iter=2,
+        random_seed=run.seed,
+    )
+    wrapped.register_comm_hook(state, ddp.power_sgd_hook)
+    return wrapped, run.optimizer(wrapped)
+
+
+def deep_gradient(density: float) -> Method:
+    def prepare(model: nn.Module, run: Run) -> Prepared:
+        wrapped, task = parallel(model), run.task
+        # The hook has the momentum, so the optimizer has none.
+        state = ddp.DeepGradientState(
+            density=density, momentum=task.momentum, warmup_steps=run.warmup
+        )
+        wrapped.register_comm_hook(state, ddp.deep_gradient_hook)
+        return wrapped, task.optimizer(wrapped.parameters(), task.rate, 0)
+
+    return Method(prepare, warms=True)
+
+
+METHODS: dict[str, Method] = {
+    "gloo": gloo(),
+    "gloo, fp16": gloo(default_hooks.fp16_compress_hook),
+    "gloo, PowerSGD": Method(torch_power_sgd, ours=False),
+    "exact": codec(Config(32)),
+    "half": codec(Config(compressor="half")),
+    "8 bits": codec(Config(8)),
+    "4 bits": codec(Config(4)),
+    "levels, 2 bits": codec(Config(2, compressor="levels", error_feedback=True)),
+    "levels, 1 bit": codec(Config(1, compressor="levels", error_feedback=True)),
+    "onebit": codec(Config(compressor="onebit", error_feedback=True)),
+    "ternary": codec(Config(compressor="ternary", clip=True)),
+    "qsgd, 4 bits": codec(Config(4, compressor="qsgd")),
+    "natural": codec(Config(compressor="natural")),
+    "topk 1 %": chosen("topk", 0.01),
+    "threshold 1 %": chosen("threshold", 0.01),
+    "randk 10 %": chosen("randk", 0.1),
+    "PowerSGD": Method(power_sgd),
+    "DGC 1 %": deep_gradient(0.01),
+    "DGC 0.1 %": deep_gradient(0.001),
+}
+
+if __name__ == "__main__":
+    print(*METHODS, sep="\n")

@@ -1,0 +1,1 @@
+"""The checks of run_torch_deep_gradient.py."""

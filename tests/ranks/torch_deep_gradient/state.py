@@ -1,0 +1,267 @@
+"""What the hook keeps and refuses.
+
+1. buckets that are made anew, messages, rules, blocks
+2. checkpoints; those for other numbers of ranks are in run_torch_deep_gradient_restart.py
+3. optimizers
+4. bad input
+"""
+
+import copy
+import shutil
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from failing import fails
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.nn.parallel import DistributedDataParallel
+from torch_power_sgd.common import (
+    RANK,
+    SIZE,
+    backward,
+    batch,
+    gathered,
+    identical_on_all_ranks,
+    loss_of,
+    network,
+    train,
+)
+
+import cgx_ops.torch
+from cgx_ops import Communicator, Config, InvalidArgument
+from cgx_ops.torch import ddp, ddp_models, layers
+
+from .common import MATRICES, hooked
+
+
+def kept_of(state: ddp.DeepGradientState) -> dict[str, torch.Tensor]:
+    kept = {"u": state.momenta, "v": state.residuals}
+    return {
+        f"{what} {n}": x.clone() for what, each in kept.items() for n, x in each.tensors.items()
+    }
+
+
+def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: object = "") -> None:
+    assert got.keys() == want.keys(), (what, got.keys(), want.keys())
+    for name, x in want.items():
+        assert torch.equal(got[name], x), (what, name)
+
+
+# ---- 1. buckets, rules, blocks -------------------------------------------------------------------
+
+
+def buckets() -> None:
+    """Averages do not depend on them, also before they are made anew; two messages each."""
+    want = None
+    for wrapper in ({}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True}):
+        model, state = hooked(wrapper=wrapper)
+        weights = train(model, range(6))
+        assert want is None or torch.equal(weights[-1], want), wrapper
+        want = weights[-1]
+        comm = Communicator.find(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        before = comm.collectives
+        backward(model, 6)
+        one = wrapper.get("bucket_cap_mb") is None
+        messages = 2 if SIZE > 1 else 1
+        assert (comm.collectives - before == messages) == one, "one sparse, one exact"
+        assert state.residuals.tensors.keys() == MATRICES
+
+
+def carried_by_torch() -> None:
+    """To the same bits, over gloo, in many buckets."""
+    gloo = dist.new_group(backend="gloo")
+    for compressor in ("topk", "threshold"):
+        own: dict[str, Any] = {"config": Config(compressor=compressor), "clip": 1.0}
+        want = train(hooked(**own)[0], range(5))
+        own["wrapper"] = {"bucket_cap_mb": 0.001, "process_group": gloo}
+        got = train(hooked(**own, carrier="c10d", process_group=gloo)[0], range(5))
+        assert torch.equal(got[-1], want[-1]), own
+
+
+def inside_torchs_wrapper() -> None:
+    """As gradients of 16 bits are averaged; the model's are float32."""
+    hook: Any = default_hooks.fp16_compress_wrapper(ddp.deep_gradient_hook)  # type: ignore[arg-type]
+    model, state = hooked(hook=hook)
+    weights = train(model, range(5))
+    identical_on_all_ranks(weights[-1])
+    assert {x.dtype for x in kept_of(state).values()} == {torch.float32}
+
+
+def rules_and_blocks() -> None:
+    rules = [layers.Rule("2.weight", bits=32), layers.Rule("4.weight", density=0.5)]
+    model, state = hooked(rules=layers.Rules(rules, exact_vectors=False), momentum=0.0)
+    backward(model, 0)
+    # The last bias has 8 elements, which are sent as they are.
+    assert state.residuals.tensors.keys() == {"0.weight", "4.weight", "0.bias", "2.bias"}
+    if SIZE > 1:
+        assert int((state.residuals.tensors["4.weight"] == 0).sum()) == 96
+    # Exact steps are those of momentum SGD, and send all that is owed.
+    for nesterov in (False, True):
+        model, state = hooked(nesterov=nesterov)
+        alone = network()
+        twin = torch.optim.SGD(alone.parameters(), 0.05, 0.9, nesterov=nesterov)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for step in range(4):
+            for net, of_net in ((model, optimizer), (alone, twin)):
+                of_net.zero_grad()
+                with cgx_ops.torch.uncompressed():
+                    loss_of(net, batch(RANK, step)).backward()
+                if net is alone:
+                    for p in alone.parameters():
+                        assert p.grad is not None
+                        p.grad.copy_(torch.stack(gathered(p.grad)).mean(0))
+                of_net.step()
+        for p, q in zip(model.module.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
+        assert not any(v.any() for v in state.residuals.tensors.values())
+    # Then sparse ones go on from there.
+    backward(model, 4)
+    assert SIZE == 1 or all(v.any() for v in state.residuals.tensors.values())
+    with cgx_ops.torch.compressed(Config(bits=8)):
+        fails(Exception, "compressor is 'uniform'; Deep Grad", lambda: backward(model, 5))
+
+
+# ---- 2. checkpoints ------------------------------------------------------------------------------
+
+
+def resumed() -> None:
+    """To the bit, in all ways to save, in the midst of the warm-up."""
+    options: dict[str, Any] = {"warmup_steps": 6, "density": 0.01, "nesterov": True, "clip": 1.0}
+    for form in ("torch", "in place", "dcp"):
+        names: list[Any] = [tempfile.mkdtemp() if RANK == 0 else None]
+        dist.broadcast_object_list(names)
+        file = f"{names[0]}/{RANK}.pt"
+        model, state = hooked(**options)
+        train(model, range(4))
+        weights = copy.deepcopy(model.module.state_dict())
+        if form == "dcp":
+            dcp_save({"cgx": state}, checkpoint_id=names[0])
+        else:
+            torch.save(state if form == "torch" else state.state_dict(), file)
+        want = train(model, range(4, 9))
+
+        module = network()
+        if form == "torch":
+            again, restored = DistributedDataParallel(module), torch.load(file)
+            again.register_comm_hook(restored, ddp.deep_gradient_hook)
+        else:
+            again, restored = hooked(module, **options)
+            train(again, range(3))
+            if form == "dcp":
+                dcp_load({"cgx": restored}, checkpoint_id=names[0])
+            else:
+                restored.load_state_dict(torch.load(file))
+        module.load_state_dict(weights)
+        got = train(again, range(4, 9))
+        assert torch.equal(got[-1], want[-1]), form
+        same(kept_of(restored), kept_of(state), form)
+        dist.barrier()
+        if RANK == 0:
+            shutil.rmtree(names[0])
+
+
+# ---- 3. optimizers -------------------------------------------------------------------------------
+
+
+def optimizers() -> None:
+    """Momentum is applied once: by the state or by the optimizer."""
+    words = "momentum 0.5, which would be applied twice: give the optimizer none"
+    model, state = hooked()
+    twice = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+    fails(InvalidArgument, words, lambda: state.check(twice))
+    twice.step()  # of no gradients
+    backward(model, 0)
+    before = [p.clone() for p in model.parameters()]
+    fails(InvalidArgument, words, twice.step)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    adam = torch.optim.AdamW(model.parameters(), 0.1)
+    backward(model, 1)
+    fails(InvalidArgument, "AdamW has momentum 0.9, which", adam.step)
+    # What has none, or is of other parameters, or of gradients that are not this state's, goes on.
+    backward(model, 2)
+    torch.optim.SGD(network().parameters(), 0.1, momentum=0.5).step()
+    torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1).step()
+    twice.step()
+    model, _ = hooked(momentum=0.0)
+    backward(model, 0)
+    torch.optim.SGD(model.parameters(), 0.1, momentum=0.5).step()
+
+
+# ---- 4. bad input --------------------------------------------------------------------------------
+
+
+def bad_arguments() -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"density": 0}, "density is 0; it must be more than 0 and at most 1"),
+        ({"density": 1.5}, "density is 1.5; it must be more than 0 and at most 1"),
+        ({"density": float("nan")}, "density is nan"),
+        ({"momentum": 1.0}, "momentum is 1.0; it must be at least 0 and less than 1"),
+        ({"momentum": -0.1}, "momentum is -0.1"),
+        ({"nesterov": 1}, "nesterov is 1"),
+        ({"nesterov": True, "momentum": 0}, "Nesterov's momentum must be more than 0"),
+        ({"clip": 0}, "clip is 0; it must be a number above 0, or None"),
+        ({"clip": float("inf")}, "clip is inf"),
+        ({"warmup_steps": -1}, "warmup_steps is -1; it must be an integer of at least 0"),
+        ({"warmup_steps": 2.5}, "warmup_steps is 2.5"),
+        ({"config": Config()}, "compressor is 'uniform'; Deep Gradient Compression sends"),
+        ({"config": Config(compressor="topk", density=0.1)}, "Config.density is 0.1; give density"),
+        ({"config": Config(compressor="topk", algorithm="sra")}, "algorithm is 'sra', which"),
+        ({"config": Config(compressor="topk", residual_decay=0.9)}, "residual_decay 0.9"),
+        ({"config": Config(compressor="topk", error_feedback=False)}, "error_feedback is False"),
+        ({"carrier": "mpi"}, "carrier is 'mpi'; it must be 'native' or 'c10d'"),
+        ({"config": 4}, "config is 4; give cgx_ops.Config"),
+    ]
+    for options, words in refused:
+        fails(InvalidArgument, words, lambda own=options: ddp.DeepGradientState(**own))
+
+
+def bad_gradients() -> None:
+    model, _ = hooked(network(torch.float64))
+    fails(Exception, "'2.weight', '2.bias' are torch.float64", lambda: backward(model, 0))
+    model, _ = hooked(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)))
+    loss = model(torch.arange(8)).sum()
+    fails(Exception, "make the layer with sparse=False", loss.backward)
+    model, _ = hooked(nn.Linear(4, 4, dtype=torch.complex64))
+    loss = model(torch.ones(2, 4, dtype=torch.complex64)).abs().sum()
+    fails(Exception, "torch.complex64; train it in float32", loss.backward)
+    rules = layers.Rules([layers.Rule("2.weight", compressor="levels", bits=2)])
+    model, _ = hooked(rules=rules)
+    fails(Exception, "a rule gives layer '2.weight' compressor='le", lambda: backward(model, 0))
+
+
+def bad_states() -> None:
+    model, state = hooked()
+    train(model, range(3))
+    # Another model's; another rank's; one whose layer was sparse.
+    for change, words in (
+        (lambda s: s.residuals.tensors.update({"2.weight": torch.ones(5)}), "has 5 elements"),
+        (lambda s: s.momenta.tensors.update({"2.bias": torch.ones(5)}), "has 5 elements"),
+        (lambda s: setattr(s.residuals, "owner", (RANK, 7)), f"those of rank {RANK} of 7"),
+        (lambda s: s.rules.exclude("2.weight"), "layer '2.weight' was sparse, and what is kept"),
+    ):
+        other, broken = hooked(rules=layers.Rules())
+        broken.load_state_dict(state.state_dict() | {"rules": layers.Rules()})
+        change(broken)
+        fails(Exception, words, lambda m=other: backward(m, 0))
+    other = ddp.QuantizedAllreduceState()
+    fails(
+        InvalidArgument, "DeepGradientState.load_state_dict: the names are",
+        lambda: state.load_state_dict(other.state_dict()),
+    )  # fmt: skip
+    model = DistributedDataParallel(network())
+    model.register_comm_hook(other, ddp.deep_gradient_hook)  # type: ignore[arg-type]
+    fails(Exception, "state is QuantizedAllreduceState; give a Deep", lambda: backward(model, 0))
+    # Nobody knows the names of a model's layers.
+    model, state = hooked()
+    train(model, range(2))
+    loss = loss_of(model, batch(RANK, 2))
+    del ddp_models._known[model]
+    fails(Exception, "its state is kept by layer", loss.backward)
+
+
+CHECKS = [resumed, optimizers, bad_arguments, bad_gradients]
+SLOW = [buckets, carried_by_torch, inside_torchs_wrapper, rules_and_blocks, bad_states]
