@@ -112,10 +112,10 @@ def state_specs(
 ) -> Any:
     """Return the PartitionSpecs of an optimizer's state, for shard_map or out_shardings.
 
-    Residuals of `average_gradients`, `power_sgd`, `deep_gradient` and `one_bit_adam`, and momenta
-    of `signum` and of deep_gradient's sparse leaves, are spread over their axes, the q of power_sgd
-    are whole everywhere, everything else lies like the parameters. To make the state where it
-    belongs, at once on all devices:
+    Residuals of `average_gradients`, `power_sgd`, `deep_gradient` and `one_bit_adam`, momenta of
+    `deep_gradient`'s sparse leaves and of `signum` are spread over their axes, q of `power_sgd` are
+    whole everywhere, everything else lies like the parameters. To make the state where it belongs,
+    at once on all devices:
 
         specs = state_specs(optimizer, params, "data")
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -154,10 +154,13 @@ def state_specs(
     def spread(node: Any) -> Any:
         if not isinstance(node, _States):
             return node
+
+        def over_devices(tree: Any) -> Any:
+            return jax.tree.map(lambda spec: jax.P(axis_name, *spec), tree)
+
         if isinstance(node, SignumState):
-            own = jax.tree.map(lambda spec: jax.P(axis_name, *spec), node.momentum)
-            return node._replace(momentum=own)
-        residual = jax.tree.map(lambda spec: jax.P(axis_name, *spec), node.residual)
+            return node._replace(momentum=over_devices(node.momentum))
+        residual = over_devices(node.residual)
         if isinstance(node, PowerSGDState):
             node = node._replace(q=jax.tree.map(lambda _: jax.P(), node.q))
         if isinstance(node, DeepGradientState):
@@ -199,7 +202,7 @@ def _refuse_momentum_twice(state: Any) -> None:
 def consolidate(state: Any, devices: int | None = None) -> Any:
     """Return an optimizer's state whose residuals are their mean over devices, equal on all.
 
-    So are momenta of `signum`, and of `deep_gradient`'s sparse leaves.
+    So are momenta of `deep_gradient`'s sparse leaves, and of `signum`.
 
     What is owed to the average, which is the mean of the residuals, stays the same, whatever the
     number of devices. So a run of another number can take the state over:
@@ -247,7 +250,7 @@ def consolidate(state: Any, devices: int | None = None) -> Any:
     return tree.unflatten(consolidated(node) if is_ours(node) else node for node in nodes)
 
 
-# ---- 3. what all do ------------------------------------------------------------------------------
+# ---- 3. what all do -----------------------------------------------------------------------------
 
 
 def import_optax(caller: str) -> Any:

@@ -57,8 +57,8 @@ def options_of(kind: CommHookType) -> dict[str, Any]:
     if "POWER" in kind.name:
         return {"start_powerSGD_iter": 2}
     if kind is CommHookType.DEEP_GRADIENT:
-        return {"momentum": 0.0}  # Adam has its own
-    return {"config": FOUR_BITS} if kind is CommHookType.QUANTIZED_ALLREDUCE else {}
+        return {"density": 0.1, "momentum": 0.0}  # Adam, below, has a momentum
+    return {"config": FOUR_BITS}
 
 
 def averaging() -> list[CommHookType]:
