@@ -108,6 +108,7 @@ class QuantizedModelAverager(ModelAverager):
             TypeError: a parameter is complex, sparse or of float64.
             InvalidArgument: the parameters are not those of the last average; the process group
                 cannot be served, or the state is another rank's.
+            RuntimeError: a peer is late or gone, or gave other parameters (on every rank).
         """
         after_warmup = self.step - self.warmup_steps
         if after_warmup >= 0 and after_warmup % self.period == 0:

@@ -111,7 +111,7 @@ class ExchangingOptimizer(Optimizer):
             TypeError: a gradient is sparse or complex.
             InvalidArgument: ranks differ in parameters or settings (at the first step, on all
                 ranks); the process group cannot be served, or the state is another rank's.
-            torch.distributed.DistBackendError: a peer is late or gone, or called something else.
+            RuntimeError: a peer is late or gone, or sent something else; it says who and what.
         """
         loss = None
         if closure is not None:

@@ -314,5 +314,21 @@ def bad_input() -> None:
     fails(InvalidArgument, "['step']", lambda: averager.load_state_dict({"step": 3}))
 
 
+def ranks_that_differ() -> None:
+    """An error on every rank: of other parameters, and where only some go on from an average."""
+    if SIZE == 1:
+        return
+    for fault, words in (("fewer", "numel"), ("anew", "number of segments")):
+        group: Any = dist.new_group(backend="cgx")
+        averager = QuantizedModelAverager(1, process_group=group, config=ONE_BIT)
+        parameters = list(network().parameters())
+        if fault == "anew":
+            averager.average_parameters(parameters)
+        if RANK == 1:
+            averager.last.tensors = []
+            parameters = parameters[1:] if fault == "fewer" else parameters
+        fails(RuntimeError, words, lambda a=averager, p=parameters: a.average_parameters(p))
+
+
 CHECKS = [as_the_reference, exact_as_pytorchs, post_local_sgd, what_is_sent, carried_by_torch]
-CHECKS += [resumed, another_number_of_ranks, bad_input]
+CHECKS += [resumed, another_number_of_ranks, bad_input, ranks_that_differ]
