@@ -77,20 +77,20 @@ def test_a_target_is_crossed_between_points(
 def test_time_to_the_loss_is_steps_times_their_seconds() -> None:
     exact = [float(loss) for loss in range(20, 0, -1)]
     curves = {
-        "gloo": [curve("gloo", exact)] * 3,  # 3 after 180 of 200 steps
-        "fast": [curve("fast", [x / 2 for x in exact], warmup=50)] * 3,  # 3 after 150
-        "once": [curve("once", x) for x in (exact, [9.0] * 20, [9.0] * 20)],
+        "gloo": [curve("gloo", exact)] * 3,  # 9 after 120 of 200 steps
+        "fast": [curve("fast", [x / 2 for x in exact], warmup=10)] * 3,  # 9 after 30
+        "once": [curve("once", x) for x in (exact, [9.5] * 20, [9.5] * 20)],
     }
     seconds = {"gloo": 1.0, "fast": 0.1, "warm-up of fast": 0.5, "once": 0.01}
     gloo, fast, once = convergence.outcomes(curves, seconds)
-    assert (gloo.target, gloo.reached, gloo.seconds) == (3, 180, 180)
-    assert (fast.reached, fast.seconds) == (150, 50 * 0.5 + 100 * 0.1)
+    assert (gloo.reached, gloo.seconds) == (120, 120)
+    assert (fast.reached, fast.seconds) == (30, 10 * 0.5 + 20 * 0.1)
     assert fast.curve[0] == (10 * 0.5, 10)
     assert (once.reached, once.seconds) == (None, None)
-    assert once.score == pytest.approx((51 + 59 + 59) / 3)
+    assert once.score == pytest.approx((51 + 59.5 + 59.5) / 3)
     cell = convergence.Cell("task", 2, "1gbit")
     row = convergence.winners_table({cell: [gloo, fast, once]}).rows[0]
-    assert row == ["task", "2", "1gbit", "gloo", "180 s", "fast", "35.0 s", "5.14"]
+    assert row == ["task", "2", "1gbit", "gloo", "120 s", "fast", "7.00 s", "17.14"]
 
 
 @pytest.mark.exhaustive
