@@ -1,0 +1,17 @@
+"""The planner: whether gradients travel compressed, in what groups, and in how many bits.
+
+    model.py      what a message costs, and when the last gradient of a step is there
+    partition.py  which tensors share a message: the best groups under that model
+    baselines.py  groups that need no plan, for comparison
+
+Groups are after MergeComp (Wang et al., "MergeComp: A Compression Scheduler for Scalable
+Communication-Efficient Distributed Training", 2021), bits after L-GreCo (Alimohammadi et al.,
+"L-GreCo: Layerwise-Adaptive Gradient Compression for Efficient and Accurate Deep Learning", 2022)
+and CGX (Markov et al., "CGX: Adaptive System Support for Communication-Efficient Deep Learning",
+Middleware 2022). docs/planner.md has it all on a page.
+"""
+
+from cgx_ops.planner.model import Costs, finish
+from cgx_ops.planner.partition import partition
+
+__all__ = ["Costs", "finish", "partition"]
