@@ -3,6 +3,8 @@
     model.py      what a message costs, and when the last gradient of a step is there
     partition.py  which tensors share a message: the best groups under that model
     baselines.py  groups that need no plan, for comparison
+    bits.py       what each tensor's quantization loses, and how many bits it therefore gets
+    cheapest.py   the search behind that; clusters.py  CGX's bits by k-means, for comparison
 
 Groups are after MergeComp (Wang et al., "MergeComp: A Compression Scheduler for Scalable
 Communication-Efficient Distributed Training", 2021), bits after L-GreCo (Alimohammadi et al.,
@@ -11,7 +13,17 @@ and CGX (Markov et al., "CGX: Adaptive System Support for Communication-Efficien
 Middleware 2022). docs/planner.md has it all on a page.
 """
 
+from cgx_ops.planner.bits import allocate_bits, predicted_error, statistic
+from cgx_ops.planner.clusters import cluster_bits
 from cgx_ops.planner.model import Costs, finish
 from cgx_ops.planner.partition import partition
 
-__all__ = ["Costs", "finish", "partition"]
+__all__ = [
+    "Costs",
+    "allocate_bits",
+    "cluster_bits",
+    "finish",
+    "partition",
+    "predicted_error",
+    "statistic",
+]
