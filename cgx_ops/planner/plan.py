@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,12 @@ class Plan:
         """The tensors' numbers, in the order in which they are sent."""
         return [i for group in self.groups for i in group]
 
+    @property
+    def rules(self) -> dict[str, int]:
+        """The bits of each tensor, as rules by name of cgx_ops.jax (psum_q(rules=...))."""
+        named = zip(self.names, self.bits, strict=True)
+        return {rf"\A{re.escape(name)}\Z": bits for name, bits in named}
+
     # ---- A file ----------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
@@ -138,9 +145,8 @@ class Plan:
     def agree(self, communicator: Communicator) -> None:
         """Require that all ranks have this plan.
 
-        Collective: every rank calls it, with its own plan, before the plan is used. What ranks then
-        start matches; without it a rank with another plan would wait for messages that nobody
-        sends, until the deadline.
+        Collective: every rank calls it, with its own plan, before the plan is used. Without it a
+        rank with another plan waits for messages that nobody sends, until the deadline.
 
         Raises:
             MismatchError: on every rank; it names the first tensor, in the order of sending, that
