@@ -139,7 +139,7 @@ def typical_costs(link_rate: float, hosts: int, bits: int) -> Costs:
         hosts: at least 2.
         bits: of a value; in 32 the sum alone takes time.
     """
-    encode, decode = (0.0, 0.25e-9) if bits == _EXACT.bits else (0.5e-9, 0.3e-9)
+    encode, decode = (0.0, 0.25e-9) if bits == _EXACT.bits else (0.4e-9, 0.2e-9)
     return Costs(
         encode_fixed=20e-6,
         encode_per_value=encode,
