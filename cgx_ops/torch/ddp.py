@@ -12,8 +12,8 @@
 
 The layout of torch's own hooks (torch.distributed.algorithms.ddp_comm_hooks), PowerSGD's above all.
 ddp_state.py and ddp_bucket.py have what all hooks share; ddp_power_sgd.py is PowerSGD, which is
-found here too; ddp_models.py knows the names of layers; ddp_unasked.py attaches the hook over the
-backend "cgx".
+found here too, as is ddp_plan.py, buckets for a plan's groups; ddp_models.py knows the names of
+layers; ddp_unasked.py attaches the hook over the backend "cgx".
 """
 
 from typing import Literal
@@ -27,6 +27,7 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import backend, layers
 from cgx_ops.torch._compat import GradBucket, group_or_default
 from cgx_ops.torch.ddp_bucket import for_any_bucket, look_at, refuse, residuals_of, seeds_of
+from cgx_ops.torch.ddp_plan import planned_buckets
 from cgx_ops.torch.ddp_power_sgd import (
     PowerSGDState,
     batched_power_sgd_hook,
@@ -39,6 +40,7 @@ __all__ = [
     "PowerSGDState",
     "QuantizedAllreduceState",
     "batched_power_sgd_hook",
+    "planned_buckets",
     "power_sgd_hook",
     "quantized_allreduce_hook",
 ]
