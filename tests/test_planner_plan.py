@@ -18,12 +18,18 @@ _PLAN = Plan(("a", "b", "c"), (10, 20, 30), (4, 32, 2), ((0, 1), (2,)))
 def test_a_plan_is_the_partition_of_its_bytes() -> None:
     numels = {f"layer{i}.weight": 512 * (1 + 37 * i % 400) for i in range(40)}
     ready = [i / 400 for i in range(40)]
-    plan = Plan.of(numels, ready, _COSTS, config=Config(bits=2, bucket_size=128))
+    config = Config(bits=2, bucket_size=128)
+    plan = Plan.of(numels, ready, _COSTS, config=config, margin=1)
     assert plan.names == tuple(numels)
     assert set(plan.bits) == {2}
     sizes = [n // 4 + n // 128 * 8 for n in numels.values()]
     groups = partition(list(numels.values()), ready, sizes, _COSTS)
     assert [list(group) for group in plan.groups] == groups
+    dearer = Costs(*(1.5 * cost for cost in astuple(_COSTS)))
+    careful = Plan.of(numels, ready, _COSTS, config=config, margin=1.5)
+    assert careful == Plan.of(numels, ready, dearer, config=config, margin=1) != plan
+    with pytest.raises(InvalidArgument, match=r"margin is 0[.]5"):
+        Plan.of(numels, ready, _COSTS, margin=0.5)
     exact = Plan.of(numels, ready, _COSTS, bits=[32] * 40)
     assert exact.groups != plan.groups
     assert exact.order == list(range(40))

@@ -40,7 +40,7 @@ def _model() -> nn.Sequential:
 def _plan(module: nn.Module) -> Plan:
     numels = {name: parameter.numel() for name, parameter in module.named_parameters()}
     ready = [0.01 * (len(numels) - i) for i in range(len(numels))]
-    return Plan.of(numels, ready, Costs(link_fixed=0.03, link_per_byte=1e-6))
+    return Plan.of(numels, ready, Costs(link_fixed=0.03, link_per_byte=1e-6), margin=1)
 
 
 @needs_limits

@@ -161,7 +161,8 @@ def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tup
     rows: list[list[str]] = []
     for each in (_EXACT, config):
         costs = typical_costs(link_rate, hosts, each.bits)
-        plan = plans[each.bits] = Plan.of(model.numels, model.ready, costs, config=each)
+        plan = Plan.of(model.numels, model.ready, costs, config=each, margin=1)
+        plans[each.bits] = plan
         sizes = [encoded_bytes(numel, each) for numel in plan.numels]
         case = plan.numels, model.ready, sizes, costs
         groupings = {
