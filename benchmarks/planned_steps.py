@@ -124,8 +124,9 @@ def main() -> None:
     step = Step.of(resnet50(), options.backward, config)
     costs = measure(world, config)
     contenders = groupings(step, costs, config)
-    for _ in range(1 + options.rounds):
-        for contender in contenders:
+    for turn in range(1 + options.rounds):
+        first = turn % len(contenders)  # so that none always follows the same one
+        for contender in contenders[first:] + contenders[:first]:
             contender.run(world, config)
     if world.rank == 0:
         report = _report(step, costs, contenders, world, options)

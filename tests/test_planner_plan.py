@@ -164,3 +164,14 @@ def test_the_command_refuses_nonsense(
     with pytest.raises(SystemExit, match="2"):
         __main__.main(["plan", *map(str, arguments)])
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_predicted_and_timed_steps_are_printed_side_by_side(tmp_path: Path) -> None:
+    program = Path(__file__).parents[1] / "benchmarks/planned_steps.py"
+    path = tmp_path / "report.json"
+    mpirun(2, program, "--rounds", 2, "--backward", 0.02, "--json", path, timeout=100)
+    results = json.loads(path.read_text())["results"]
+    assert [row["groups"] for row in results][-1] == "planned"
+    assert all(row["predicted_s"] > 0.02 < row["seconds"] for row in results)
+    assert results[0]["messages"] == 161
