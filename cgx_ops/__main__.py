@@ -1,6 +1,7 @@
-"""The command line: info, and bench under mpirun.
+"""The command line: info, plan, and bench under mpirun.
 
 info: what this installation has, what it lacks, and how to get that.
+plan: what compression and planned groups gain for a user's own model (cgx_ops/planner/).
 bench: allreduce beside other libraries, among the ranks that mpirun started (cgx_ops/bench/).
 """
 
@@ -15,6 +16,7 @@ from rich.table import Table
 from cgx_ops import _native
 from cgx_ops._versions import installed, versions
 from cgx_ops.bench import allreduce
+from cgx_ops.planner import command as plan
 
 # Framework -> what is compared with the build, the extension module, the package to install.
 _FRAMEWORKS = {
@@ -34,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     info = commands.add_parser("info", help="versions, MPI, CPU target, CUDA, what is missing")
     info.set_defaults(run=_info)
     allreduce.add_arguments(commands.add_parser("bench", help="time allreduce among ranks"))
+    plan.add_arguments(commands.add_parser("plan", help="groups for a model's own sizes"))
     options = parser.parse_args(arguments)
     return options.run(options)
 

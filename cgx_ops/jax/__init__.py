@@ -29,6 +29,7 @@ from cgx_ops.jax.optimizer_state import (
 from cgx_ops.jax.power_sgd import power_sgd
 from cgx_ops.jax.psum import pmean_q, psum_q
 from cgx_ops.jax.scatter_gather import all_gather_q, psum_scatter_q
+from cgx_ops.jax.trees import numels_of
 
 __all__ = [
     "AverageGradientsState",
@@ -44,6 +45,7 @@ __all__ = [
     "deep_gradient",
     "initialize",
     "launching",
+    "numels_of",
     "one_bit_adam",
     "pmean_q",
     "power_sgd",

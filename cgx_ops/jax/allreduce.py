@@ -31,6 +31,7 @@ from cgx_ops.jax.primitive import (
     message_attributes,
 )
 from cgx_ops.jax.trees import reduce_tree
+from cgx_ops.planner import Plan
 
 # Of all calls that the user gave none: a sequence of their own on each communicator. Python calls
 # without a name (cgx_ops.allreduce) have another, since JAX runs behind Python.
@@ -57,7 +58,7 @@ def allreduce_q(
     rotation: int | None = None,
     clip: bool = False,
     rules: Rules | None = None,
-    fuse: bool = True,
+    fuse: bool | Plan = True,
     carrier: Carrier = "native",
     residual: Any = None,
 ) -> Any:
@@ -110,7 +111,8 @@ def allreduce_q(
           before they are encoded; None: none.
         clip: "ternary" clips values at 2.5 times their bucket's root mean square.
         rules: bits, or a compressor, by leaf, as in `psum_q`.
-        fuse: one message for all leaves of a dtype. False: one for each leaf.
+        fuse: one message for all leaves of a dtype. False: one for each leaf. A
+          cgx_ops.planner.Plan: one for each of its groups.
         carrier: "native"; "xla" needs a mesh.
         residual: what compression lost before, as in `psum_q`.
 

@@ -19,6 +19,7 @@ from cgx_ops.config import Config
 from cgx_ops.jax import _compat
 from cgx_ops.jax._keys import check_key
 from cgx_ops.jax.primitive import Carrier, Verb
+from cgx_ops.planner import Plan
 from cgx_ops.rules import EXACT_BITS, Rule
 
 Rules = Mapping[str, int | Mapping[str, Any]]
@@ -42,7 +43,7 @@ class Knobs:
         key: a PRNG key or None.
         name: the user's, or "".
         rules: with the config of the leaves that it is for; the first that is found counts.
-        fuse: whether all leaves of a dtype are one message.
+        fuse: whether all leaves of a dtype are one message; or a plan of who shares one.
         carrier: who moves the bytes.
     """
 
@@ -51,7 +52,7 @@ class Knobs:
     key: jax.Array | None
     name: str
     rules: list[tuple[Rule, Config]]
-    fuse: bool
+    fuse: bool | Plan
     carrier: Carrier
 
     @property
@@ -61,8 +62,13 @@ class Knobs:
 
     def config_of(self, path: Any) -> Config:
         """Return how a leaf travels, by its path in the tree."""
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = name_of_leaf(path)
         return next((config for rule, config in self.rules if rule.matches(name)), self.config)
+
+
+def name_of_leaf(path: Any) -> str:
+    """Return the name by which rules and plans know a leaf: its path, as in "layers/0/bias"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def checked_knobs(
@@ -73,7 +79,7 @@ def checked_knobs(
     verb: Verb = "allreduce",
     carrier: Carrier = "native",
     rules: Rules | None = None,
-    fuse: bool = True,
+    fuse: bool | Plan = True,
     **knobs: Any,
 ) -> Knobs:
     """Check all that must be static, and the key. `knobs` are those that the core knows."""
@@ -91,6 +97,8 @@ def checked_knobs(
             f"{caller}: in algorithm={algorithm!r} ranks pass messages on, one after the other, "
             "which carrier='xla' cannot: use 'auto', 'one_shot' or 'sra'"
         )
+    if not isinstance(fuse, bool | Plan):
+        raise TypeError(f"{caller}: fuse is {fuse!r}; it must be a bool or a cgx_ops.planner.Plan")
     if not isinstance(name, str):
         raise TypeError(f"{caller}: name is {name!r}; it must be a str")
     check_key(caller, key)

@@ -9,6 +9,7 @@ from cgx_ops.jax.knobs import Rules, checked_knobs
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.primitive import Carrier
 from cgx_ops.jax.trees import reduce_tree
+from cgx_ops.planner import Plan
 
 
 def psum_q(
@@ -30,7 +31,7 @@ def psum_q(
     rotation: int | None = None,
     clip: bool = False,
     rules: Rules | None = None,
-    fuse: bool = True,
+    fuse: bool | Plan = True,
     carrier: Carrier = "native",
     residual: Any = None,
 ) -> Any:
@@ -80,7 +81,8 @@ def psum_q(
           bucket_size, gather_bits, compressor, density, value_bits, rotation and clip.
           {"bias|norm": 32, "dense": {"compressor": "topk", "density": 0.01}} keeps some exact.
         fuse: one message for all leaves of a dtype. False: one for each leaf, so that XLA can start
-          it when that leaf is computed, while others are not.
+          it when that leaf is computed, while others are not. A cgx_ops.planner.Plan: one for each
+          of its groups (and dtype); the plan has every leaf, by its path. See docs/planner.md.
         carrier: "native": cgx moves the bytes, through memory and MPI. "xla": XLA's own collectives
           do, wherever those work, with or without MPI; the bits of the result are those of the same
           algorithm. Not for "ring" and "hierarchical", nor for groups with more devices in one
@@ -107,7 +109,7 @@ def psum_q(
           leaf; a knob is not a static value; `key` is not a key.
         ValueError: a knob is out of its range, or does not belong to the compressor; the compressor
           needs a key; error feedback would not converge; `residual` has another structure or shape
-          than `x`.
+          than `x`; the plan is of another tree.
         RuntimeError: processes of the mesh cannot reach each other natively; the shard_map has no
           jax.sharding.Mesh, of several processes or GPUs.
         jax.errors.JaxRuntimeError: at run time; a peer is late or dead or called something else.
@@ -144,7 +146,7 @@ def pmean_q(
     rotation: int | None = None,
     clip: bool = False,
     rules: Rules | None = None,
-    fuse: bool = True,
+    fuse: bool | Plan = True,
     carrier: Carrier = "native",
     residual: Any = None,
 ) -> Any:

@@ -13,8 +13,9 @@
 
 The layout of torch's own hooks (torch.distributed.algorithms.ddp_comm_hooks), PowerSGD's above all.
 ddp_state.py and ddp_bucket.py have what all hooks share; ddp_power_sgd.py is PowerSGD,
-ddp_deep_gradient.py Deep Gradient Compression, which are found here too; ddp_models.py knows the
-names of layers; ddp_unasked.py attaches the hook over the backend "cgx".
+ddp_deep_gradient.py Deep Gradient Compression, which are found here too, as is ddp_plan.py, buckets
+for a plan's groups; ddp_models.py knows the names of layers; ddp_unasked.py attaches the hook over
+the backend "cgx".
 """
 
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ from cgx_ops.torch import backend, layers
 from cgx_ops.torch._compat import GradBucket, group_or_default
 from cgx_ops.torch.ddp_bucket import for_any_bucket, look_at, refuse, residuals_of, seeds_of
 from cgx_ops.torch.ddp_deep_gradient import DeepGradientState, deep_gradient_hook
+from cgx_ops.torch.ddp_plan import planned_buckets
 from cgx_ops.torch.ddp_power_sgd import (
     PowerSGDState,
     batched_power_sgd_hook,
@@ -49,6 +51,7 @@ __all__ = [
     "batched_power_sgd_hook",
     "bf16_compress_wrapper",
     "deep_gradient_hook",
+    "planned_buckets",
     "power_sgd_hook",
     "quantized_allreduce_hook",
 ]

@@ -1,0 +1,143 @@
+"""One choice for each tensor: the fewest bits in all whose errors add up to no more than a budget.
+
+A knapsack with several choices. Errors are convex in bits, so that single steps (a tensor in the
+next lower bits) taken in the order of error per bit saved are optimal at every error that they
+reach (L-GreCo's problem by Lagrange multipliers). Between two such points the answer is off by at
+most one step; that of a tensor with many of all values would be much.
+
+  1. large tensors: all combinations that may still be best, as pairs of bits and error
+  2. small tensors: steps in order, as far as the rest of the budget goes
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+# Shares of all values; in bits a value they add up to less than 0.01.
+_LARGE = 0.004  # a tensor with more is large
+_GAIN = 0.002  # combinations that can save less than this are not followed
+_GRID = 0.002  # combinations whose bits differ by less than this, over all steps, are one
+
+_Floats = npt.NDArray[np.float64]
+_Ints = npt.NDArray[np.int64]
+
+
+def cheapest(
+    errors: _Floats, numels: Sequence[int], choices: Sequence[int], budget: float
+) -> list[int]:
+    """Return the bits of each tensor.
+
+    Args:
+        errors: (tensors, choices): of each tensor in each choice; falling and convex in the bits.
+        numels: values of each tensor.
+        choices: bits, rising.
+        budget: for the sum of errors, which may exceed it by its ninth digit. If nothing stays
+            within it, all tensors have the most bits.
+
+    Returns:
+        Entries of `choices`; the sum of numels times them is within 0.01 bit a value of the least.
+    """
+    budget *= 1 + 1e-9
+    total = sum(numels)
+    large = sorted(
+        (i for i, n in enumerate(numels) if n > _LARGE * total), key=lambda i: (-numels[i], i)
+    )
+    small = [i for i, n in enumerate(numels) if n <= _LARGE * total]
+    grid = max(1, math.floor(_GRID * total / max(1, len(large))))
+    # Combinations of the first k large tensors: bits, error, and for walking back the number of the
+    # combination of k - 1 and the last choice.
+    bits, error = np.zeros(1, np.int64), np.zeros(1)
+    history: list[tuple[_Ints, _Ints]] = []
+    best, best_at = math.inf, (0, 0)
+    for k in range(len(large) + 1):
+        rest = _Steps(errors, numels, choices, [*large[k:], *small])
+        reached = bits + rest.taken(budget - error)
+        if reached.min() < best:
+            best, best_at = float(reached.min()), (k, int(reached.argmin()))
+        hopeful = np.flatnonzero(bits + rest.at_least(budget - error) < best - _GAIN * total)
+        if k == len(large) or not len(hopeful):
+            break
+        longer = bits[hopeful, None] + numels[large[k]] * np.array(choices)
+        worse = error[hopeful, None] + errors[large[k]]
+        kept = _front(longer.ravel(), worse.ravel(), grid)
+        bits, error = longer.ravel()[kept], worse.ravel()[kept]
+        history.append((hopeful[kept // len(choices)], kept % len(choices)))
+    return _walk_back(errors, numels, choices, budget, large, small, history, best_at)
+
+
+def _front(bits: _Ints, errors: _Floats, grid: int) -> _Ints:
+    """Return the numbers of combinations of which none has fewer bits (in `grid`s) and error."""
+    order = np.lexsort((errors, bits // grid))
+    least = np.minimum.accumulate(errors[order])
+    return order[np.concatenate([[True], least[1:] < least[:-1]])]
+
+
+def _walk_back(
+    errors: _Floats,
+    numels: Sequence[int],
+    choices: Sequence[int],
+    budget: float,
+    large: list[int],
+    small: list[int],
+    history: list[tuple[_Ints, _Ints]],
+    best_at: tuple[int, int],
+) -> list[int]:
+    """Return the bits of combination `best_at`, of k large tensors, and of the rest by steps."""
+    found = [choices[-1]] * len(numels)
+    k, combination = best_at
+    left = budget
+    for at in range(k - 1, -1, -1):
+        sources, chosen = history[at]
+        choice = int(chosen[combination])
+        found[large[at]] = choices[choice]
+        left -= errors[large[at], choice]
+        combination = int(sources[combination])
+    for tensor, bits in _Steps(errors, numels, choices, [*large[k:], *small]).fill(left):
+        found[tensor] = bits
+    return found
+
+
+class _Steps:
+    """Steps of some tensors from the most bits to the fewest, cheapest error first."""
+
+    def __init__(
+        self, errors: _Floats, numels: Sequence[int], choices: Sequence[int], tensors: list[int]
+    ) -> None:
+        self.tensors, self.choices = np.array(tensors, np.int64), np.array(choices)
+        of_these, sizes = errors[self.tensors], np.array(numels, np.int64)[self.tensors]
+        # One row a tensor, one column a step, from the most bits on.
+        self.more = of_these[:, -2::-1] - of_these[:, :0:-1]
+        self.saved = sizes[:, None] * np.diff(self.choices)[::-1]
+        price = self.more / np.maximum(self.saved, 1)
+        steps = np.broadcast_to(np.arange(price.shape[1]), price.shape)
+        self.order = np.lexsort((steps.ravel(), price.ravel()))
+        first = of_these[:, -1].cumsum()[-1] if tensors else 0.0
+        self.errors = np.concatenate([[0.0], self.more.ravel()[self.order].cumsum()]) + first
+        saved = np.concatenate([[0], self.saved.ravel()[self.order].cumsum()])
+        self.bits = sizes.sum() * self.choices[-1] - saved
+
+    def taken(self, budget: _Floats) -> _Floats:
+        """Return the bits after the steps that fit in each budget; infinite if the first do not."""
+        steps = np.searchsorted(self.errors, budget, side="right") - 1
+        return np.where(steps < 0, math.inf, self.bits[steps])
+
+    def at_least(self, budget: _Floats) -> _Floats:
+        """Return a bound: with parts of a step, no choice within each budget has fewer bits."""
+        bound = np.interp(budget, self.errors, self.bits)
+        return np.where(budget < self.errors[0], math.inf, bound)
+
+    def fill(self, budget: float) -> list[tuple[int, int]]:
+        """Return tensors and their bits, by all steps that fit, also after one that does not."""
+        columns = self.more.shape[1]
+        level = [0] * len(self.tensors)
+        left = budget - self.errors[0]
+        for at in self.order.tolist():
+            row, step = divmod(at, columns)
+            if level[row] == step and self.more[row, step] <= left:
+                left -= self.more[row, step]
+                level[row] += 1
+        return [
+            (int(t), int(self.choices[-1 - k])) for t, k in zip(self.tensors, level, strict=True)
+        ]

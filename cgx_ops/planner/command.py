@@ -1,0 +1,213 @@
+"""`python -m cgx_ops plan`: what planning gains for a user's own model on a given link.
+
+1. the model: tensors by name, and when their gradients are ready
+2. what messages cost on such a link: typical values, or those that were measured
+3. the table: the same model in the usual groups and in planned ones, and a verdict
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from cgx_ops.bench.allreduce import parse_rate
+from cgx_ops.bench.report import Table, rate_text, time_text
+from cgx_ops.codec import encoded_bytes
+from cgx_ops.config import Config
+from cgx_ops.planner import baselines
+from cgx_ops.planner.model import Costs, finish
+from cgx_ops.planner.plan import Plan
+
+_BITS = (*range(1, 9), 32)
+_EXACT = Config(bits=32)
+_WORTH = 0.97  # of the time without compression: what is nearer than that may as well be noise
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to a parser."""
+    parser.description = (
+        "Prints when the gradients of a step are reduced on a link, by groups that share a "
+        "message: the usual ones, and those of cgx_ops.planner.partition."
+    )
+    choose = parser.add_argument
+    choose(
+        "sizes",
+        nargs="+",
+        type=_tensors,
+        metavar="SIZES",
+        help="of tensors, in the model's order: numbers of values, or a JSON file that maps names "
+        "to a number or a shape, such as {n: list(p.shape) for n, p in model.named_parameters()}",
+    )
+    choose("--link", type=parse_rate, default="1gbit", help="of each host (default 1gbit)")
+    choose("--hosts", type=_hosts, default=2, help="one rank on each (default 2)")
+    choose("--bits", type=int, choices=_BITS[:-1], default=4, help="of a value (default 4)")
+    choose("--bucket-size", type=_positive, default=Config().bucket_size)
+    choose(
+        "--backward",
+        type=_seconds,
+        default=0.1,
+        help="seconds of the backward pass, in which tensors become ready one after the other, "
+        "evenly, the last first (default 0.1)",
+    )
+    choose("--save", metavar="FILE", help="write the plan there, for Plan.load()")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
+    tensors = [pair for given in options.sizes for pair in given]
+    model = _Model.of(tensors, options.backward)
+    if len(model.numels) < len(tensors):
+        print("python -m cgx_ops plan: two tensors have one name", file=sys.stderr)
+        return 2
+    config = Config(bits=options.bits, bucket_size=options.bucket_size)
+    plan, table = _planned(model, config, options.hosts, options.link)
+    table.print()
+    if options.save:
+        plan.save(options.save)
+        print(f"The plan is in {options.save}.")
+    return 0
+
+
+# ---- 1. the model --------------------------------------------------------------------------------
+
+
+class _Model(NamedTuple):
+    """Tensors by name, and seconds until each one's gradient is ready."""
+
+    numels: dict[str, int]
+    ready: list[float]
+
+    @classmethod
+    def of(cls, tensors: Sequence[tuple[str, int]], backward: float) -> "_Model":
+        count = len(tensors)
+        numels = {name or str(i): numel for i, (name, numel) in enumerate(tensors)}
+        return cls(numels, [backward * (count - i) / count for i in range(len(numels))])
+
+
+def _tensors(text: str) -> list[tuple[str, int]]:
+    """Return names and numels: of a number, which has no name, or of a JSON file."""
+    if text.isdecimal():
+        return [("", int(text))]
+    try:
+        return [
+            (name, math.prod(shape) if isinstance(shape, list) else int(shape))
+            for name, shape in json.loads(Path(text).read_text()).items()
+        ]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number of values nor a JSON file of names and shapes: {error}"
+        ) from None
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer >= 1")
+    return int(text)
+
+
+def _hosts(text: str) -> int:
+    if _positive(text) < 2:
+        raise argparse.ArgumentTypeError("on one host nothing is sent: give 2 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds >= 0")
+    return seconds
+
+
+# ---- 2. what messages cost -----------------------------------------------------------------------
+
+
+def typical_costs(link_rate: float, hosts: int, bits: int) -> Costs:
+    """Return what messages cost by TCP between hosts with a rank each, by experience.
+
+    Codecs as on one core with AVX2; 0.2 ms for each host that takes part in a message. measure()
+    has the costs of a route that is there.
+
+    Args:
+        link_rate: bytes a second of each host's link, each way.
+        hosts: at least 2.
+        bits: of a value; in 32 the sum alone takes time.
+    """
+    encode, decode = (0.0, 0.25e-9) if bits == _EXACT.bits else (0.4e-9, 0.2e-9)
+    return Costs(
+        encode_fixed=20e-6,
+        encode_per_value=encode,
+        link_fixed=0.2e-3 * hosts,
+        link_per_byte=2 * (hosts - 1) / hosts / link_rate,
+        decode_fixed=20e-6,
+        decode_per_value=decode,
+        latency=0.1e-3,
+    )
+
+
+# ---- 3. the table --------------------------------------------------------------------------------
+
+
+def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tuple[Plan, Table]:
+    """Return the plan for compressed gradients, and what it is compared with."""
+    plans: dict[int, Plan] = {}
+    waits: dict[int, float] = {}  # seconds after the backward pass, planned, by bits
+    rows: list[list[str]] = []
+    for each in (_EXACT, config):
+        costs = typical_costs(link_rate, hosts, each.bits)
+        plan = Plan.of(model.numels, model.ready, costs, config=each, margin=1)
+        plans[each.bits] = plan
+        sizes = [encoded_bytes(numel, each) for numel in plan.numels]
+        case = plan.numels, model.ready, sizes, costs
+        groupings = {
+            "per tensor": baselines.per_tensor(model.ready),
+            "whole": baselines.whole(model.ready),
+            "DDP, 1 and 25 MiB": baselines.ddp_buckets(plan.numels, model.ready),
+            "best two (MergeComp)": baselines.two_groups(*case),
+            "planned": plan.groups,
+        }
+        end = {name: finish(groups, *case) for name, groups in groupings.items()}
+        waits[each.bits] = end["planned"] - max(model.ready)
+        for name, groups in groupings.items():
+            largest = max(sum(sizes[i] for i in group) for group in groups)
+            rows.append(
+                [
+                    "exact" if each is _EXACT else f"{each.bits} bits", name, str(len(groups)),
+                    f"{largest / baselines.MIB:.2f}", time_text(end[name]),
+                    time_text(end[name] - max(model.ready)), f"{end[name] / end['planned']:.2f}",
+                ]
+            )  # fmt: skip
+    plan = plans[config.bits]
+    table = Table(
+        title=f"{len(plan.names)} tensors, {sum(plan.numels) / 1e6:.1f} M values; {hosts} hosts, "
+        f"{rate_text(link_rate)}; backward {time_text(max(model.ready))}",
+        columns=["", "groups", "messages", "largest, MiB", "step", "after backward", "to planned"],
+        rows=rows,
+        text_columns=2,
+        sections=[len(rows) // 2],
+        notes=[
+            "step: until the last gradient is reduced, by docs/planner.md's model with typical "
+            "costs; planner.measure() has your route's.",
+            _verdict(config.bits, waits[_EXACT.bits], waits[config.bits]),
+        ],
+    )
+    return plan, table
+
+
+def _verdict(bits: int, exact: float, compressed: float) -> str:
+    """Return whether compression pays, in one sentence; times are after the backward pass."""
+    if compressed < _WORTH * exact:
+        return (
+            f"On this link {bits} bits pay: after its backward pass a step waits "
+            f"{time_text(compressed)} for gradients instead of {time_text(exact)}."
+        )
+    return (
+        f"On this link {bits} bits do not pay: after its backward pass a step waits "
+        f"{time_text(compressed)} for gradients, and {time_text(exact)} if they are exact."
+    )

@@ -1,0 +1,180 @@
+"""When a step's last gradient is there: the model that plans are made by.
+
+A message passes three resources one after the other: encoding, the link, decoding. Each serves one
+message at a time, in order, while the others work on other messages. What a message of n values and
+s bytes takes of them:
+
+    encode_fixed + encode_per_value * n        link_fixed + link_per_byte * s
+    decode_fixed + decode_per_value * n
+
+The form is that of MergeComp and Cupcake, which know one resource for both codec and link; with
+three, encoding hides behind sending. A latency delays every message, and holds up none behind it.
+
+Inside, times are whole femtoseconds: sums are exact, so that equal plans tie on every machine.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from cgx_ops.errors import InvalidArgument
+
+TICKS = 10**15  # of a second
+_MOST = 2**62  # ticks, which int64 holds: over an hour
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What messages cost on one route, in seconds: each >= 0.
+
+    Attributes:
+        encode_fixed: of a message, on the processor, before it can be sent.
+        encode_per_value: of each of its values.
+        link_fixed: of a message: time in which the link can serve no other.
+        link_per_byte: of each byte of the encoded message. An allreduce among W ranks moves
+            2(W-1)/W times as many, which is in here.
+        decode_fixed: of a message, on the processor, after it came.
+        decode_per_value: of each of its values.
+        latency: from sending until it is there, beyond what occupies the link.
+
+    Raises:
+        InvalidArgument: a cost is negative or not finite.
+    """
+
+    encode_fixed: float = 0.0
+    encode_per_value: float = 0.0
+    link_fixed: float = 0.0
+    link_per_byte: float = 0.0
+    decode_fixed: float = 0.0
+    decode_per_value: float = 0.0
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            seconds = getattr(self, field.name)
+            if not 0 <= seconds < math.inf:
+                raise InvalidArgument(
+                    f"Costs.{field.name} is {seconds!r}; it must be a number of seconds >= 0"
+                )
+
+
+class Ticks(NamedTuple):
+    """Costs in whole femtoseconds; fields as in Costs."""
+
+    encode_fixed: int
+    encode_per_value: int
+    link_fixed: int
+    link_per_byte: int
+    decode_fixed: int
+    decode_per_value: int
+    latency: int
+
+    @classmethod
+    def of(cls, costs: Costs) -> "Ticks":
+        """Return costs in ticks, each rounded to the nearest."""
+        return cls(*(ticks(getattr(costs, name)) for name in cls._fields))
+
+
+def ticks(seconds: float) -> int:
+    """Return seconds in whole femtoseconds."""
+    return round(seconds * TICKS)
+
+
+class Tensors(NamedTuple):
+    """Tensors of a step, checked: as many entries in each list.
+
+    Attributes:
+        numels: values of each.
+        ready: ticks from the start of the backward pass until its gradient is there.
+        bytes: of each, encoded.
+    """
+
+    numels: list[int]
+    ready: list[int]
+    bytes: list[int]
+
+    @classmethod
+    def checked(
+        cls,
+        numels: Sequence[int],
+        ready: Sequence[float],
+        bytes: Sequence[int],  # noqa: A002  (the name of the quantity)
+        costs: Costs,
+    ) -> "Tensors":
+        """Return the tensors.
+
+        Raises:
+            InvalidArgument: lists of different lengths, a negative entry, or a step of over an
+                hour, which is surely a mistake in a unit.
+        """
+        if not len(numels) == len(ready) == len(bytes):
+            raise InvalidArgument(
+                f"there are {len(numels)} numels, {len(ready)} ready times and {len(bytes)} bytes; "
+                "there must be one of each for every tensor"
+            )
+        named = {"numels": numels, "ready": ready, "bytes": bytes}
+        for name, entries in named.items():
+            for i, entry in enumerate(entries):
+                if not 0 <= entry < math.inf:
+                    raise InvalidArgument(f"{name}[{i}] is {entry!r}; it must be a number >= 0")
+        found = cls([int(n) for n in numels], [ticks(r) for r in ready], [int(s) for s in bytes])
+        each = Ticks.of(costs)
+        total = max(found.ready, default=0) + each.latency
+        total += sum(found.numels) * (each.encode_per_value + each.decode_per_value)
+        total += sum(found.bytes) * each.link_per_byte
+        total += len(numels) * (each.encode_fixed + each.link_fixed + each.decode_fixed)
+        if total >= _MOST:
+            raise InvalidArgument(
+                f"these tensors would take {total / TICKS:.3g} s; a step must take less than "
+                f"{_MOST // TICKS} s: costs and ready times are in seconds"
+            )
+        return found
+
+
+def finish(
+    groups: Sequence[Sequence[int]],
+    numels: Sequence[int],
+    ready: Sequence[float],
+    bytes: Sequence[int],  # noqa: A002  (the name of the quantity)
+    costs: Costs,
+) -> float:
+    """Return when the last gradient of a step is reduced and decoded.
+
+    Args:
+        groups: tensors that share a message, by their numbers; messages are sent in this order.
+            Each tensor is in one group.
+        numels: values of each tensor.
+        ready: seconds from the start of the backward pass until each tensor's gradient is there.
+        bytes: of each tensor, encoded.
+        costs: of a message.
+
+    Returns:
+        Seconds from the start of the backward pass; 0 without tensors.
+
+    Raises:
+        InvalidArgument: a tensor is in no group or in several, a group is empty; see Tensors.
+    """
+    tensors = Tensors.checked(numels, ready, bytes, costs)
+    if sorted(i for group in groups for i in group) != list(range(len(numels))):
+        raise InvalidArgument(
+            f"the groups have the tensors {[list(group) for group in groups]}; each of the "
+            f"{len(numels)} tensors must be in one group"
+        )
+    if not all(groups):
+        raise InvalidArgument("a group is empty; leave it out")
+    return finish_ticks(groups, tensors, Ticks.of(costs)) / TICKS
+
+
+def finish_ticks(groups: Sequence[Sequence[int]], tensors: Tensors, each: Ticks) -> int:
+    """Return what finish() does, in ticks, of arguments that were checked."""
+    encoded = sent = decoded = 0
+    for group in groups:
+        values = sum(tensors.numels[i] for i in group)
+        size = sum(tensors.bytes[i] for i in group)
+        encoded = max(encoded, max(tensors.ready[i] for i in group))
+        encoded += each.encode_fixed + each.encode_per_value * values
+        sent = max(sent, encoded) + each.link_fixed + each.link_per_byte * size
+        arrived = sent + each.latency
+        decoded = max(decoded, arrived) + each.decode_fixed + each.decode_per_value * values
+    return decoded

@@ -1,0 +1,10 @@
+"""Costs of messages, measured among processes: each rank prints what it got."""
+
+import json
+from dataclasses import asdict
+
+import cgx_ops
+from cgx_ops.planner import measure
+
+for bits in (4, 32):
+    print(json.dumps(asdict(measure(cgx_ops.init(), cgx_ops.Config(bits=bits)))))

@@ -1,0 +1,117 @@
+"""psum_q(fuse=plan): a message for each group of a plan, and the bits that no grouping changes."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax_cases import mesh_of, normal, on_mesh, same_bits, use_cpu_devices
+from launch import mpirun
+
+from cgx_ops.jax import average_gradients, numels_of, psum_q
+from cgx_ops.planner import Costs, Plan
+
+use_cpu_devices(8)
+
+pytestmark = pytest.mark.timeout(120)
+
+SHAPES = {"dense": {"bias": (50,), "kernel": (40, 50)}, "layers": [(300,), (70, 10)]}
+NAMES = ("dense/bias", "dense/kernel", "layers/0", "layers/1")
+PLAN = Plan(NAMES, (50, 2000, 300, 700), (4, 4, 32, 4), ((3,), (0, 2), (1,)))
+
+
+def tree_of(seed: int) -> Any:
+    def leaf(shape: tuple[int, ...]) -> Any:
+        return normal(seed + len(shape), 2, *shape)
+
+    return jax.tree.map(leaf, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def test_a_plan_knows_leaves_by_the_names_of_rules() -> None:
+    tree = jax.tree.map(lambda x: x[0], tree_of(0))
+    assert numels_of(tree) == dict(zip(NAMES, PLAN.numels, strict=True))
+    assert numels_of(jax.eval_shape(lambda: tree)) == numels_of(tree)
+    assert numels_of(jnp.ones(3)) == {"": 3}
+    with pytest.raises(ValueError, match="two leaves have one name"):
+        numels_of({"a/b": 1.0, "a": {"b": 2.0}})
+    planned = Plan.of(numels_of(tree), [0.3, 0.2, 0.1, 0.0], Costs(link_fixed=0.15))
+    assert planned.order == [3, 2, 1, 0]
+
+
+def test_groups_are_messages_and_change_no_bits() -> None:
+    tree, key = tree_of(10), jax.random.key(3)
+
+    def body(fuse: Any) -> Any:
+        def reduce(t: Any) -> Any:
+            zeros = jax.tree.map(jnp.zeros_like, t)
+            return psum_q(t, "d", key=key, fuse=fuse, algorithm="sra", residual=zeros)
+
+        return on_mesh(mesh_of((2,), ("d",)), reduce)
+
+    planned, whole = body(PLAN)(tree), body(True)(tree)
+    assert len(jax.tree.leaves(planned)) == 2 * len(NAMES)
+    for mine, theirs in zip(jax.tree.leaves(planned), jax.tree.leaves(whole), strict=True):
+        assert same_bits(np.asarray(mine), np.asarray(theirs))
+    for fuse, messages in ((PLAN, 3), (True, 1), (False, 4)):
+        assert body(fuse).lower(tree).as_text().count("@cgx_psum_q") == messages
+
+
+def test_bits_of_a_plan_are_rules() -> None:
+    tree = tree_of(20)
+    mesh = mesh_of((2,), ("d",))
+    planned = on_mesh(mesh, lambda t: psum_q(t, "d", fuse=PLAN, rules=PLAN.rules))(tree)
+    exact = jax.tree.map(lambda x: x.sum(axis=0), tree)
+    error = jax.tree.map(lambda mine, sums: float(np.abs(mine[0] - sums).max()), planned, exact)
+    assert error["layers"][0] < 1e-4 < 0.01 < error["layers"][1]
+
+
+def test_optax_takes_a_plan() -> None:
+    pytest.importorskip("optax")
+    tree = tree_of(30)
+    mesh = mesh_of((2,), ("d",))
+
+    def step(fuse: Any) -> Any:
+        optimizer = average_gradients("d", bits=2, fuse=fuse, algorithm="sra", mesh=mesh)
+
+        def body(gradients: Any) -> Any:
+            return optimizer.update(gradients, optimizer.init(gradients))[0]
+
+        return on_mesh(mesh, body)(tree)
+
+    for mine, theirs in zip(jax.tree.leaves(step(PLAN)), jax.tree.leaves(step(True)), strict=True):
+        assert same_bits(np.asarray(mine), np.asarray(theirs))
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (replace(PLAN, numels=(50, 2000, 301, 700)), "'layers/0', x has 300 values .* 301 values"),
+        (replace(PLAN, names=("bias", *NAMES[1:])), "'dense/bias', x has 50 .* no such leaf"),
+        (
+            Plan((*NAMES, "head"), (*PLAN.numels, 9), (4,) * 5, (*PLAN.groups, (4,))),
+            "'head', x has no such leaf and the plan 9 values",
+        ),
+    ],
+)
+def test_a_plan_of_another_tree_is_refused(other: Plan, says: str) -> None:
+    step = on_mesh(mesh_of((2,), ("d",)), lambda t: psum_q(t, "d", fuse=other))
+    with pytest.raises(ValueError, match=f"psum_q: the plan is of another tree: of.*{says}"):
+        step(tree_of(0))
+
+
+def test_fuse_is_a_bool_or_a_plan() -> None:
+    step = on_mesh(mesh_of((2,), ("d",)), lambda t: psum_q(t, "d", fuse="plan"))  # pyright: ignore
+    with pytest.raises(TypeError, match=r"fuse is 'plan'; it must be a bool or a cgx_ops.planner"):
+        step(tree_of(0))
+
+
+@pytest.mark.slow
+def test_processes_with_different_plans_hear_of_it() -> None:
+    for output in mpirun(2, "run_jax_plan.py", env={"CGX_TIMEOUT": "5"}, timeout=100):
+        agreed, mismatched = output.splitlines()[-2:]
+        assert "The first difference is in place 1: rank 0 has 'b'" in agreed
+        assert "rank 1 has 'b' (2000 values, 4 bits, group 1)" in agreed
+        assert mismatched.startswith("error after")  # a step without agree(): at the deadline
+        assert float(mismatched.split()[2]) < 20

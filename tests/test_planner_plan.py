@@ -1,0 +1,177 @@
+"""Plans as values: files, agreement among ranks; costs as ranks measure them; the command line."""
+
+import json
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import mpirun, threads
+
+from cgx_ops import Communicator, Config, InvalidArgument, MismatchError, __main__
+from cgx_ops.planner import Costs, Plan, measure, partition, ready_times
+
+_COSTS = Costs(3e-5, 5e-10, 4e-4, 8e-9, 3e-5, 3e-10, 1e-4)
+_PLAN = Plan(("a", "b", "c"), (10, 20, 30), (4, 32, 2), ((0, 1), (2,)))
+
+
+def test_a_plan_is_the_partition_of_its_bytes() -> None:
+    numels = {f"layer{i}.weight": 512 * (1 + 37 * i % 400) for i in range(40)}
+    ready = [i / 400 for i in range(40)]
+    config = Config(bits=2, bucket_size=128)
+    plan = Plan.of(numels, ready, _COSTS, config=config, margin=1)
+    assert plan.names == tuple(numels)
+    assert set(plan.bits) == {2}
+    sizes = [n // 4 + n // 128 * 8 for n in numels.values()]
+    groups = partition(list(numels.values()), ready, sizes, _COSTS)
+    assert [list(group) for group in plan.groups] == groups
+    dearer = Costs(*(1.5 * cost for cost in astuple(_COSTS)))
+    careful = Plan.of(numels, ready, _COSTS, config=config, margin=1.5)
+    assert careful == Plan.of(numels, ready, dearer, config=config, margin=1) != plan
+    with pytest.raises(InvalidArgument, match=r"margin is 0[.]5"):
+        Plan.of(numels, ready, _COSTS, margin=0.5)
+    exact = Plan.of(numels, ready, _COSTS, bits=[32] * 40)
+    assert exact.groups != plan.groups
+    assert exact.order == list(range(40))
+
+
+def test_a_saved_plan_is_loaded_again(tmp_path: Path) -> None:
+    for plan in (_PLAN, replace(_PLAN, names=("a\n", '"b"', "\N{GREEK SMALL LETTER MU}"))):
+        plan.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json") == plan
+    empty = Plan((), (), (), ())
+    empty.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == empty
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": "cgx_ops plan 9"}', '{"format": "cgx_ops plan 1"}']
+)
+def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(InvalidArgument, match=r"plan.json is no plan .*Plan.save"):
+        Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        ({"numels": (1, 2)}, "3 names, 2 numels and 3 bits"),
+        ({"names": ("a", "b", "a")}, "two tensors with the name 'a'"),
+        ({"groups": ((0, 1),)}, "each of its 3 tensors must be in one group"),
+        ({"groups": ((0, 1), (), (2,))}, "no group empty"),
+        ({"bits": (4, 9, 4)}, "bits is 9"),
+    ],
+)
+def test_plans_that_do_not_fit_together_are_refused(own: dict, says: str) -> None:
+    with pytest.raises(InvalidArgument, match=says):
+        replace(_PLAN, **own)
+
+
+_OTHERS = {
+    "bits": (replace(_PLAN, bits=(4, 8, 2)), "place 1: rank 0 has 'b' .20 values, 32 bits"),
+    "name": (replace(_PLAN, names=("a", "b", "d")), "place 2: rank 0 has 'c' .*; rank 2 has 'd'"),
+    "groups": (replace(_PLAN, groups=((0,), (1, 2))), "place 1: .*group 0.*; rank 2 .*group 1"),
+    "order": (replace(_PLAN, groups=((1, 0), (2,))), "place 0: rank 0 has 'a'.*; rank 2 has 'b'"),
+    "shorter": (
+        Plan(("a", "b"), (10, 20), (4, 32), ((0, 1),)),
+        "place 2: rank 0 has 'c' .*; rank 2 has no tensor any more",
+    ),
+    "none": (Plan((), (), (), ()), "place 0: rank 0 has 'a'.*; rank 2 has no tensor"),
+    "long": (replace(_PLAN, names=("a" * 500, "b", "c")), "rank 2 has 'aaa.*aaa[.][.][.][.] Give"),
+}
+
+
+@pytest.mark.parametrize("what", _OTHERS)
+def test_ranks_with_different_plans_all_hear_of_the_first_difference(what: str) -> None:
+    other, says = _OTHERS[what]
+
+    def run(rank: int, communicator: Communicator) -> None:
+        _PLAN.agree(communicator)  # which is well
+        with pytest.raises(MismatchError, match=says):
+            (other if rank == 2 else _PLAN).agree(communicator)
+        _PLAN.agree(communicator)  # the communicator is as good as before
+
+    threads(3, run, timeout=20)
+
+
+def test_threads_measure_the_same_costs() -> None:
+    costs = threads(2, lambda _rank, communicator: measure(communicator), timeout=30)
+    assert costs[0] == costs[1]
+    assert 0 < costs[0].encode_per_value < 1e-6
+    assert 0 < costs[0].link_per_byte < 1e-6
+    assert max(astuple(costs[0])) < 0.1
+
+
+def test_processes_measure_the_same_costs() -> None:
+    outputs = mpirun(2, "run_planner.py", timeout=60)
+    assert outputs[0] == outputs[1]
+    exact = Costs(**json.loads(outputs[0].splitlines()[1]))
+    assert exact.encode_per_value == exact.decode_fixed == 0 < exact.link_per_byte
+
+
+def test_ready_times_are_medians_of_steps_and_the_latest_of_ranks() -> None:
+    def run(rank: int, communicator: Communicator) -> list[float]:
+        steps = np.array([[7.0, 8, 9], [1, 3, 2], [5, 6.25, 9]]) + 100 * rank
+        return ready_times(communicator, steps * [1, 1, 1 + rank])
+
+    for ready in threads(2, run, timeout=20):
+        assert ready == [0, 1.25, 111]
+    with pytest.raises(InvalidArgument, match=r"shape \(3,\)"):
+        ready_times(Communicator.local(1)[0], [1, 2, 3])
+
+
+# ---- python -m cgx_ops plan ----------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table_and_a_verdict_and_saves_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes = {f"layers.{i}.weight": [512, 512, 9] for i in range(10)} | {"head": 1000}
+    model, saved = tmp_path / "model.json", tmp_path / "plan.json"
+    model.write_text(json.dumps(shapes))
+    arguments = ["plan", str(model), "--link", "1gbit", "--hosts", "4", "--save", str(saved)]
+    assert __main__.main(arguments) == 0
+    printed = capsys.readouterr().out
+    for text in ("11 tensors, 23.6 M", "4 hosts", "1 Gbit/s", "per tensor", "whole", "planned"):
+        assert text in printed
+    assert "On this link 4 bits pay" in printed
+    plan = Plan.load(saved)
+    assert plan.names == tuple(shapes)
+    assert plan.order == list(range(10, -1, -1))  # the last layer's gradient is ready first
+
+
+def test_the_command_says_where_compression_does_not_pay(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert __main__.main(["plan", "1000000", "1000000", "--link", "400gbit"]) == 0
+    assert "4 bits do not pay" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("no/such.json",), "no/such.json"),
+        (("12x",), "12x"),
+        ((1000, "--link", "fast"), "'fast' is no rate"),
+        ((1000, "--hosts", "1"), "--hosts"),
+        ((1000, "--bits", "9"), "--bits"),
+    ],
+)
+def test_the_command_refuses_nonsense(
+    arguments: tuple, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["plan", *map(str, arguments)])
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_predicted_and_timed_steps_are_printed_side_by_side(tmp_path: Path) -> None:
+    program = Path(__file__).parents[1] / "benchmarks/planned_steps.py"
+    path = tmp_path / "report.json"
+    mpirun(2, program, "--rounds", 2, "--backward", 0.02, "--json", path, timeout=100)
+    results = json.loads(path.read_text())["results"]
+    assert [row["groups"] for row in results][-1] == "planned"
+    assert all(row["predicted_s"] > 0.02 < row["seconds"] for row in results)
+    assert results[0]["messages"] == 161
