@@ -25,6 +25,7 @@ matplotlib.use("Agg")  # draws to files: no display is needed
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from cgx_ops.bench.report import Report, rate_text, size_text
 from cgx_ops.bench.results import Result
@@ -211,9 +212,11 @@ def losses(report: Report) -> Figure:
             for index, outcome in enumerate(o for o in mine if o["task"] == task):
                 style = ("-", "--", ":")[index // 10 % 3]  # there are ten colors
                 curve = zip(*outcome["curve"], strict=True)
-                panel.plot(*curve, style, color=f"C{index % 10}", label=outcome["method"])
-            panel.set_xscale("log")
-            panel.set_yscale("log")
+                panel.loglog(*curve, style, color=f"C{index % 10}", label=outcome["method"])
+            for axis in (panel.xaxis, panel.yaxis):
+                axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axis.set_major_formatter("{x:g}")
+                axis.set_minor_locator(NullLocator())
             panel.set_title(f"{task}, {hosts} hosts, {rate}")
             panel.grid(alpha=0.3)
         row[0].set_ylabel("loss, nats")
