@@ -61,6 +61,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return process.stdout, out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_demo_trains_with_a_seventh_of_the_bytes(
@@ -83,6 +84,7 @@ def test_demo_trains_with_a_seventh_of_the_bytes(
     assert few["losses"] != exact["losses"], "the second run did not quantize"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(360)
 def test_demo_draws_the_loss_curves(finished: tuple[str, Path]) -> None:
     assert (finished[1] / "loss.png").read_bytes().startswith(PNG)
@@ -305,8 +307,8 @@ def test_optax_with_feedback_resumes_to_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "methods"),
     [
-        ("images", ["exact", "levels, 2 bits"]),
-        ("characters", ["gloo, PowerSGD", "PowerSGD"]),
+        pytest.param("images", ["exact", "levels, 2 bits"], marks=pytest.mark.exhaustive),
+        pytest.param("characters", ["gloo, PowerSGD", "PowerSGD"], marks=pytest.mark.exhaustive),
         ("boxes", ["gloo", "gloo, fp16", "4 bits", "topk 1 %"]),
     ],
 )

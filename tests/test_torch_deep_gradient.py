@@ -19,19 +19,21 @@ def run(n: int, program: str, *args: object, hosts: str = "", timeout: float = 1
 
 @pytest.mark.timeout(120)
 def test_two_ranks() -> None:
-    run(2, "run_torch_deep_gradient.py")
+    run(2, "run_torch_deep_gradient.py", "the_method", "not_finite", "resumed")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 4))])
 def test_all_forms(n: int) -> None:
     run(n, "run_torch_deep_gradient.py", "--slow", timeout=550)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("hosts", ["a,a,b,b", "a,b,b,b"])
+@pytest.mark.parametrize(
+    "hosts", ["a,a,b,b", pytest.param("a,b,b,b", marks=pytest.mark.exhaustive)]
+)
 def test_ranks_that_share_hosts(hosts: str) -> None:
     numbers = hosts.replace("a", "0").replace("b", "1")
     run(4, "run_torch_deep_gradient_hosts.py", numbers, hosts=hosts)

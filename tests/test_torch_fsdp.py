@@ -13,9 +13,16 @@ from cgx_ops.torch import fsdp
 from cgx_ops.torch.fsdp_block import Parameter
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
-def test_ranks(ranks: int) -> None:
-    outputs = launch.mpirun(ranks, "run_torch_fsdp.py", ranks, env=tc.ENVIRONMENT, timeout=150)
+@pytest.mark.parametrize(
+    ("ranks", "checks"),
+    [
+        pytest.param(2, "2", marks=pytest.mark.exhaustive),
+        (4, "4"),
+        pytest.param(4, "4 feedback", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks(ranks: int, checks: str) -> None:
+    outputs = launch.mpirun(ranks, "run_torch_fsdp.py", checks, env=tc.ENVIRONMENT, timeout=150)
     for output in outputs:
         assert output.rstrip().endswith("ok all"), output
 

@@ -2,6 +2,7 @@
 
     mpirun -np 2 python run_torch_fsdp.py 2        # the checks that need two ranks
     mpirun -np 4 python run_torch_fsdp.py 4        # HSDP, two by two, and others
+    mpirun -np 4 python run_torch_fsdp.py "4 feedback"
 
 Every message that FSDP hands to the core is recorded, and compared with the oracle's. The checks
 are in torch_fsdp/.
@@ -32,6 +33,9 @@ CHECKS = {
         messages.messages_equal_the_oracle,
         messages.hybrid,
         messages.smaller_mesh_after_forward,
+        feedback.feedback_to_the_bit,
+    ),
+    "4 feedback": (
         *feedback.CHECKS,
         feedback.consolidated_residuals_fit_any_number_of_shards,
     ),
