@@ -309,7 +309,9 @@ def test_optax_with_feedback_resumes_to_the_same_bits(tmp_path: Path) -> None:
     [
         pytest.param("images", ["exact", "levels, 2 bits"], marks=pytest.mark.exhaustive),
         pytest.param("characters", ["gloo, PowerSGD", "PowerSGD"], marks=pytest.mark.exhaustive),
-        ("boxes", ["gloo", "gloo, fp16", "4 bits", "topk 1 %"]),
+        pytest.param(
+            "boxes", ["gloo", "gloo, fp16", "4 bits", "topk 1 %"], marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_methods_train_side_by_side(task: str, methods: list[str], tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ def test_two_ranks() -> None:
     run(2, "run_torch_deep_gradient.py", "the_method", "not_finite", "resumed")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 4))])
+@pytest.mark.parametrize("n", [1, 2, 4])
 def test_all_forms(n: int) -> None:
     run(n, "run_torch_deep_gradient.py", "--slow", timeout=550)
 
