@@ -109,7 +109,7 @@ def table_of(found: list[Found], where: str) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="MPI and TCP between hosts, in turns.")
     sizes = [parse_size(size) for size in (SIZES[0], "256KiB", "4MiB", SIZES[-1])]
     parser.add_argument("--sizes", type=parse_size, nargs="+", default=sizes)
     parser.add_argument("--link-rate", type=parse_rate, help="of each host, as in 1gbit")
