@@ -79,11 +79,12 @@ def on_threads(
 
 def under_mpirun(names: Sequence[str], n: int, transport: str, oracle: Oracle) -> None:
     """Run sets on n processes over one transport, with other threads and buffers for each."""
-    threads, buffer = {"SHM": ("1", "64"), "MPI": ("3", "1")}[transport]
+    threads, buffer = {"SHM": ("1", "64"), "MPI": ("3", "1"), "TCP": ("2", "4")}[transport]
     env = {
         "COMMUNICATOR_TYPE": transport,
         "CGX_THREADS": threads,
         "CGX_FUSION_BUFFER_SIZE_MB": buffer,
+        "CGX_SOCKET_IFNAME": "lo",
     }
     outputs = launch.mpirun(n, PROGRAM, *names, env=env, timeout=900)
     lines = [output.splitlines()[-len(names) :] for output in outputs]
@@ -114,10 +115,11 @@ ON_THREADS = [
 ]
 # A transport knows no dtype. The sets of a day share a launch.
 UNDER_MPIRUN = [(("sample", "features", SOME), "SHM", 4), (("sample", "features", SOME), "MPI", 3)]
+UNDER_MPIRUN += [(("sample",), "TCP", 3)]
 UNDER_MPIRUN += [
     pytest.param((cases,), transport, n, marks=pytest.mark.exhaustive)
     for cases in ("matrix", "features", "compressors")
-    for transport in ("SHM", "MPI")
+    for transport in ("SHM", "MPI", "TCP")
     for n in (2, 3, 4)
 ]
 

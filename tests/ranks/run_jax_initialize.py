@@ -70,6 +70,14 @@ def detected() -> None:
     check_mesh()
 
 
+def by_torchrun() -> None:
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell all, without torch."""
+    cgx_ops.jax.initialize()
+    assert (jax.process_index(), jax.process_count()) == (RANK, SIZE)
+    check_mesh()
+    assert cgx_ops.size() == 1
+
+
 def nothing_to_do() -> None:
     cgx_ops.jax.initialize()
     assert not jax.distributed.is_initialized()
@@ -83,7 +91,7 @@ def unreachable() -> None:
     initialize()
     text = error_of(check_mesh)
     assert "RuntimeError: cgx cannot connect JAX's processes" in text
-    assert "Start them with mpirun, or pass carrier='xla'" in text
+    assert "Let them reach each other, or pass carrier='xla'" in text
     check_mesh(carrier="xla")
 
 
@@ -137,7 +145,7 @@ def not_initialized() -> None:
 jax.config.update("jax_platforms", "cpu")
 checks.run(
     checks.named(
-        another_rank_than_that_of_mpirun, a_port_that_is_taken, works, twice, detected,
+        another_rank_than_that_of_mpirun, a_port_that_is_taken, works, twice, detected, by_torchrun,
         nothing_to_do, unreachable, late_on_one_rank, not_initialized, check_backend,
     )
 )  # fmt: skip
