@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import ModuleType
+from typing import TypeVar
 
 Check = Callable[[], object]
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def named(*checks: Check) -> dict[str, Check]:
@@ -20,8 +22,11 @@ def named(*checks: Check) -> dict[str, Check]:
     return _by_name([(check.__name__, check) for check in checks])
 
 
-def of_modules(*modules: ModuleType) -> dict[str, Check]:
-    """Return all that lists CHECKS of modules have, by names such as "ddp.steps.accumulates"."""
+def of_modules(*modules: ModuleType) -> dict[str, Callable[..., object]]:
+    """Return all that lists CHECKS of modules have, by names such as "ddp.steps.accumulates".
+
+    Those of some modules take arguments: bind them.
+    """
     return _by_name(
         [
             (f"{module.__name__.removeprefix('torch_')}.{check.__name__}", check)
@@ -70,7 +75,7 @@ def _is_of(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def _by_name(pairs: Sequence[tuple[str, Check]]) -> dict[str, Check]:
+def _by_name(pairs: Sequence[tuple[str, Function]]) -> dict[str, Function]:
     checks = dict(pairs)
     if len(checks) < len(pairs):
         raise ValueError(f"several checks have one name: {[name for name, _ in pairs]}")

@@ -1,7 +1,7 @@
 """What the hook keeps and refuses.
 
 1. buckets that are made anew, messages, rules, blocks
-2. checkpoints; those for other numbers of ranks are in run_torch_deep_gradient_restart.py
+2. checkpoints; those for other numbers of ranks are in run_torch_restart.py
 3. optimizers
 4. bad input
 """

@@ -2,7 +2,7 @@
 
 1. gradients of zeros, that are not finite, of 16 bits
 2. buckets that are made anew, rules, blocks
-3. checkpoints; those for other numbers of ranks are in run_torch_power_sgd_restart.py
+3. checkpoints; those for other numbers of ranks are in run_torch_restart.py
 4. bad input
 """
 
