@@ -10,7 +10,7 @@ import math
 from ctypes import byref
 from dataclasses import dataclass
 
-from cgx_ops import _native
+from cgx_ops import _native, break_even
 from cgx_ops.errors import Closed
 
 
@@ -42,6 +42,8 @@ class Stats:
             rank's, which copies.
         compute_seconds: of both, inside the algorithm on this rank: encode, sum, decode, hand over.
             The rest is waiting, and the transport's own work.
+        auto: what Config(bits="auto") chooses here from which size on, and by what times; "" if
+            nobody asked for it.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Stats:
     agree_seconds: float
     move_seconds: float
     compute_seconds: float
+    auto: str = ""
 
     @property
     def ratio(self) -> float:
@@ -73,7 +76,7 @@ class Stats:
             f"{self.name}, rank {self.rank} of {self.size} ({self.transport}): "
             f"{self.collectives} collectives, {_with_unit(self.bytes_in)} in, {sent}; "
             f"agree {self.agree_seconds:.3f} s, move {self.move_seconds:.3f} s, "
-            f"compute {self.compute_seconds:.3f} s"
+            f"compute {self.compute_seconds:.3f} s" + (f"; auto: {self.auto}" if self.auto else "")
         )
 
 
@@ -97,6 +100,7 @@ def read_stats(comm: int) -> Stats:
         agree_seconds=info.agree_ns / 1e9,
         move_seconds=info.move_ns / 1e9,
         compute_seconds=info.compute_ns / 1e9,
+        auto=break_even.told_of(comm),
     )
 
 

@@ -5,14 +5,15 @@ torch_ddp/.
 """
 
 import torch.distributed as dist
-from torch_ddp import backend, feedback, steps, waiting
+from torch_ddp import adaptive, backend, feedback, steps, waiting
 
 
 def main() -> None:
     dist.init_process_group("cgx")
-    for check in (*steps.CHECKS, *backend.CHECKS, *waiting.CHECKS, *feedback.CHECKS):
-        check()
-        print(f"ok {check.__name__}", flush=True)
+    for part in (steps, backend, waiting, feedback, adaptive):
+        for check in part.CHECKS:
+            check()
+            print(f"ok {check.__name__}", flush=True)
     dist.destroy_process_group()
     print("ok all")
 
