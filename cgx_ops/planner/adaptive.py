@@ -129,6 +129,18 @@ class AdaptiveBits:
         """Take note of averages; steps rise."""
         self._arrived.append(sample)
 
+    def observe(self, step: int, numels: Mapping[str, int], losses: Mapping[str, float]) -> None:
+        """Take note of a step's statistics by value, which are equal on all ranks.
+
+        Args:
+            step: in which they were taken.
+            numels: values of each tensor; those without a loss may be among them.
+            losses: of each tensor that is free, as cgx_ops.jax.statistics returns them, averaged.
+        """
+        names = tuple(sorted(losses))
+        counts = tuple(int(numels[name]) for name in names)
+        self.arrive(Sample(step, names, counts, tuple(float(losses[name]) for name in names)))
+
     def advance(self, step: int, config: Config) -> bool:
         """Count what is to be known in a step, and decide where it is time.
 

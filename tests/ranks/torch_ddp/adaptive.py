@@ -46,7 +46,7 @@ FREE = ["first.weight", "last.weight", "spare.weight"]  # sorted: the order of r
 
 
 def adaptive(**options: Any) -> AdaptiveBits:
-    return AdaptiveBits(**{"every": 4, "samples": 2, **options})
+    return AdaptiveBits(**{"every": 4, "samples": 2, "budget": "norm", **options})
 
 
 def adapting(config: Config = NEAREST, bits: Any = None, **options: Any) -> Any:
@@ -87,7 +87,7 @@ def bits_follow_the_gradients() -> None:
                     sums += losses(measured, names)
                 statistics = [numels[n] * s / 2 for n, s in zip(names, sums, strict=True)]
                 counts = [numels[name] for name in names]
-                found = allocate_bits(statistics, counts, config=NEAREST)
+                found = allocate_bits(statistics, counts, "norm", config=NEAREST)
                 assert found != [4] * len(names), "a test of nothing"
                 bits |= dict(zip(names, found, strict=True))
             model.zero_grad()
@@ -113,7 +113,7 @@ def what_overflows_is_not_counted() -> None:
     numels = {name: p.numel() for name, p in model.module.named_parameters()}
     counts = [numels[name] for name in FREE]
     statistics = [n * s for n, s in zip(counts, losses(0, FREE).astype(float), strict=True)]
-    found = allocate_bits(statistics, counts, config=NEAREST)
+    found = allocate_bits(statistics, counts, "norm", config=NEAREST)
     assert state.adaptive.bits == dict(zip(FREE, found, strict=True))
 
 
@@ -233,7 +233,7 @@ def auto_of_a_group_goes_by_size() -> None:
             x = [tc.values(rank, numel, dtype) for rank in range(SIZE)]
             got = x[RANK].clone()
             dist.all_reduce(got, group=group)
-            want = tc.expected(x, bits, NEAREST.bucket_size, op="sum", rounding="nearest")
+            want = tc.expected(x, bits, 64, "auto", op="sum", rounding="nearest")
             assert tc.same_bits(got, want), (dtype, numel, bits)
     assert {verdict.bits(n) for n in (500, 60_000)} == {32, 4}
     whole = cgx_ops.Communicator.find(group.group_name).stats()
