@@ -42,8 +42,8 @@ SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22)  # values: 4 KiB to 16 MiB
 _CHOICES = (8, 4, 2)
 _WORTH = 0.9  # of the exact time, at most
 _ALIKE = 1.1  # of the fastest choice's time, at most
-_SECONDS = 0.8  # in which measuring is to end
-_MOST_ROUNDS = 20
+_SECONDS = 0.6  # in which measuring is to end
+_MOST_ROUNDS, _MOST_TIMES = 20, 8  # of a size in one of them
 # Where choices may change: eight steps from one power of two to the next.
 _GRID = [int(2.0 ** (step / 8)) for step in range(8 * 10, 8 * 31)]
 
@@ -218,19 +218,23 @@ def measured(communicator: "Communicator", config: Config) -> Timings:
 
     for bits in ways:  # connections, and memory that is taken once
         timed(SIZES[0], bits)
-    start, rounds, sizes = time.perf_counter(), [], SIZES
-    while len(rounds) < _MOST_ROUNDS:
-        this = []
-        for numel in sizes:
-            this.append([timed(numel, bits) for bits in ways])
-            elapsed, these = largest([time.perf_counter() - start, sum(this[-1])])
-            larger = SIZES[len(this)] / numel if len(this) < len(sizes) else 0.0
-            if not rounds and elapsed + larger * these > _SECONDS:
-                break
-        rounds.append(this)
-        sizes = sizes[: len(this)]
-        if largest([time.perf_counter() - start])[0] * (1 + 1 / len(rounds)) > _SECONDS:
+    # All sizes that fit, once; then, as long as there is time, small ones as long as large ones.
+    start, elapsed, costs = time.perf_counter(), 0.0, list[float]()
+    rounds: list[list[list[float]]] = [[]]
+    for numel in SIZES:
+        if costs and elapsed + SIZES[1] / SIZES[0] * costs[-1] > _SECONDS:
             break
+        rounds[0].append([timed(numel, bits) for bits in ways])
+        elapsed, cost = largest([time.perf_counter() - start, sum(rounds[0][-1])])
+        costs.append(cost)
+    sizes = SIZES[: len(costs)]
+    while elapsed * (1 + 1 / len(rounds)) <= _SECONDS and len(rounds) < _MOST_ROUNDS:
+        rounds.append([])
+        for numel, cost in zip(sizes, costs, strict=True):
+            times = int(min(_MOST_TIMES, max(costs) / cost))
+            found = [[timed(numel, bits) for bits in ways] for _ in range(times)]
+            rounds[-1].append(np.min(found, axis=0).tolist())
+        elapsed = largest([time.perf_counter() - start])[0]
     least = largest(np.min(rounds, axis=0).ravel().tolist())
     table = np.array(least).reshape(len(sizes), len(ways))
     return Timings(sizes, dict(zip(ways, map(tuple, table.T.tolist()), strict=True)))

@@ -212,15 +212,14 @@ def _verdict(results: list[Result], options: argparse.Namespace) -> list[str]:
 
     None without times of exact and of bits, or of sizes that do not rise.
     """
-    seconds = {
-        bits: tuple(
-            result.seconds
-            for result in results
-            if result.contender == cgx_name(Config(bits=bits, rounding=rounding))
-        )
+    names = {
+        bits: cgx_name(Config(bits=bits, rounding=options.rounding[0]))
         for bits in options.bits
         if bits in (EXACT, *choices_of(Config()))
-        for rounding in (["nearest"] if bits == EXACT else options.rounding[:1])
+    }
+    seconds = {
+        bits: tuple(result.seconds for result in results if result.contender == name)
+        for bits, name in names.items()
     }
     if EXACT not in seconds or len(seconds) < 2 or sorted({*options.sizes}) != options.sizes:
         return []

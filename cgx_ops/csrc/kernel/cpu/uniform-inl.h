@@ -14,8 +14,8 @@ struct Extent {
 // Of n > 0 values. The order of the stored values is that of the widened ones, so the scan widens
 // nothing.
 template <typename Value>
-[[gnu::always_inline]] inline Extent extent_of(const Stored<typename Value::Bits>* __restrict values,
-                                               int64_t n) {
+[[gnu::always_inline]] inline Extent extent_of(
+    const Stored<typename Value::Bits>* __restrict values, int64_t n) {
   using Key = typename Value::Key;
   Key lowest = order_key(static_cast<Key>(values[0].value));
   Key highest = lowest;
