@@ -100,7 +100,7 @@ def _method(
 ) -> Method:
     def prepare(model: nn.Module, run: Run) -> Prepared:
         wrapped = parallel(model)
-        every = max(10, options.steps // _TURNS)
+        every = 10 * max(1, options.steps // (10 * _TURNS))
         adaptive = (
             None if name == _UNIFORM else AdaptiveBits(every=every, samples=10, budget=name)  # pyright: ignore[reportArgumentType]
         )

@@ -57,7 +57,7 @@ class AdaptiveBits:
 
     Attributes:
         every: steps from one decision to the next.
-        samples: in how many of them statistics are taken.
+        samples: in how many of them statistics are taken, evenly spaced; it divides `every`.
         budget: "squared" or "norm", as of allocate_bits(); "clusters": CGX's k-means, which keeps
             no budget.
         choices: bits that tensors may have; None: those of allocate_bits(), of clusters (2, 3, 4).
@@ -83,10 +83,10 @@ class AdaptiveBits:
         Raises:
             InvalidArgument: a value out of its range.
         """
-        if not 1 <= samples <= every:
+        if samples < 1 or every < samples or every % samples:
             raise InvalidArgument(
-                f"every is {every} and samples {samples}; there must be 1 sample or more, and at "
-                "most one a step"
+                f"every is {every} and samples {samples}; every must be a multiple of samples, of "
+                "which there is one or more"
             )
         if budget not in ("squared", "norm", "clusters"):
             raise InvalidArgument(
