@@ -111,6 +111,6 @@ def test_ranks_agree_or_all_are_told() -> None:
         with pytest.raises(MismatchError, match=r"'b' \(50000 values"):
             bits.agree(comm)
         with pytest.raises(MismatchError, match="rank 1 has others than rank 0"):
-            AdaptiveBits(every=10 + rank).agree(comm)
+            AdaptiveBits(every=10 * (1 + rank)).agree(comm)
 
     threads(2, run)
