@@ -139,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     choose(
         "--parameters",
-        type=_positive,
+        type=parse_count,
         default=25_000_000,
         help="of your model: the verdict tells what a step takes (default 25000000)",
     )
