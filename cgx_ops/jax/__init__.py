@@ -29,6 +29,7 @@ from cgx_ops.jax.optimizer_state import (
 from cgx_ops.jax.power_sgd import power_sgd
 from cgx_ops.jax.psum import pmean_q, psum_q
 from cgx_ops.jax.scatter_gather import all_gather_q, psum_scatter_q
+from cgx_ops.jax.statistics import statistics
 from cgx_ops.jax.trees import numels_of
 
 __all__ = [
@@ -54,5 +55,6 @@ __all__ = [
     "register",
     "signum",
     "state_specs",
+    "statistics",
     "value_and_grad",
 ]

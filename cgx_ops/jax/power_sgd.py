@@ -126,7 +126,7 @@ def power_sgd(
     if start < 0:
         raise ValueError(f"{_CALLER}: start is {start}; it must be at least 0")
     if bits is None:
-        bits = Config().bits if "compressor" in knobs else EXACT_BITS
+        bits = Config().decided_bits if "compressor" in knobs else EXACT_BITS
     knobs = {"bits": bits, "key": key, "name": name, **knobs}
     checked = checked_knobs(_CALLER, rules=rules, **knobs)
 

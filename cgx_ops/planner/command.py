@@ -144,9 +144,9 @@ def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tup
     waits: dict[int, float] = {}  # seconds after the backward pass, planned, by bits
     rows: list[list[str]] = []
     for each in (_EXACT, config):
-        costs = typical_costs(link_rate, hosts, each.bits)
+        costs = typical_costs(link_rate, hosts, each.decided_bits)
         plan = Plan.of(model.numels, model.ready, costs, config=each, margin=1)
-        plans[each.bits] = plan
+        plans[each.decided_bits] = plan
         sizes = [encoded_bytes(numel, each) for numel in plan.numels]
         case = plan.numels, model.ready, sizes, costs
         groupings = {
@@ -157,7 +157,7 @@ def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tup
             "planned": plan.groups,
         }
         end = {name: finish(groups, *case) for name, groups in groupings.items()}
-        waits[each.bits] = end["planned"] - max(model.ready)
+        waits[each.decided_bits] = end["planned"] - max(model.ready)
         for name, groups in groupings.items():
             largest = max(sum(sizes[i] for i in group) for group in groups)
             rows.append(
@@ -167,7 +167,8 @@ def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tup
                     time_text(end[name] - max(model.ready)), f"{end[name] / end['planned']:.2f}",
                 ]
             )  # fmt: skip
-    plan = plans[config.bits]
+    bits = config.decided_bits
+    plan = plans[bits]
     table = Table(
         title=f"{len(plan.names)} tensors, {sum(plan.numels) / 1e6:.1f} M values; {hosts} hosts, "
         f"{rate_text(link_rate)}; backward {time_text(max(model.ready))}",
@@ -178,7 +179,7 @@ def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tup
         notes=[
             "step: until the last gradient is reduced, by docs/planner.md's model with typical "
             "costs; planner.measure() has your route's.",
-            _verdict(config.bits, waits[_EXACT.bits], waits[config.bits]),
+            _verdict(bits, waits[_EXACT.decided_bits], waits[bits]),
         ],
     )
     return plan, table

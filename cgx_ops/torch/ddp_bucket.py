@@ -5,6 +5,7 @@
 bucket, which DistributedDataParallel makes anew after the first step
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ops import Config, Segment, _native
+from cgx_ops import Config, Segment, _native, bits_for
 from cgx_ops.call import call_seed, with_segment
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import backend, ddp_models
@@ -20,6 +21,8 @@ from cgx_ops.torch._compat import GradBucket, group_or_default
 from cgx_ops.torch.ddp_state import HookState, rules_of
 from cgx_ops.torch.layers import Layer, Rules
 from cgx_ops.torch.work import DTYPES, devices
+
+_log = logging.getLogger(__name__)
 
 # ---- 1. what a hook looks at first ---------------------------------------------------------------
 
@@ -120,6 +123,30 @@ def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParal
     ddp_models.check_layers(wrapper, rules_of(state))
     ddp_models.watch_dtypes(wrapper)
     state.checked.add(wrapper)
+
+
+def decide_bits(hook: str, state: HookState, bucket: GradBucket) -> None:
+    """Put bits in place of "auto": what pays for one of the model's buckets, for all its layers.
+
+    Not for each bucket: what a layer becomes must not depend on the others in it.
+
+    Raises:
+        InvalidArgument: gradients on a GPU, whose link is not what is measured.
+    """
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    if buffer.device.type != "cpu":
+        raise InvalidArgument(
+            f"{hook}: bits='auto' measures allreduces on the CPU, and the gradients are on "
+            f"{buffer.device}: give a number of bits"
+        )
+    numel, element_bytes = buffer.numel(), min(4, buffer.element_size())
+    wrappers = ddp_models.wrappers_of(parameters)
+    if wrappers:
+        every = sum(p.numel() for p in wrappers[0].module.parameters() if p.requires_grad)
+        numel = min(every, wrappers[0].bucket_bytes_cap // element_bytes)
+    bits = bits_for(state.communicator(), numel, state.config, element_bytes=element_bytes)
+    state.config = state.config.with_own(bits=bits)
+    _log.debug("%s: bits='auto' is %d, for messages of %d values", hook, bits, numel)
 
 
 # ---- 2. layers that the core compresses ----------------------------------------------------------

@@ -55,7 +55,7 @@ def mean_of(
     """Return the reference's mean of one parameter's differences."""
     world: Any = dist.group.WORLD
     segment = reference.Segment(
-        0, rows[0].numel(), 32 if rows[0].dim() <= 1 else config.bits, config.bucket_size,
+        0, rows[0].numel(), 32 if rows[0].dim() <= 1 else config.decided_bits, config.bucket_size,
         compressor=config.compressor,
     )  # fmt: skip
     seed = call_seed(config.seed, f"QuantizedModelAverager/{place}", step, world.group_name)
