@@ -5,12 +5,18 @@ torch_ddp/.
 """
 
 import torch.distributed as dist
-from torch_ddp import backend, feedback, steps, waiting
+from torch_ddp import backend, feedback, planned, steps, waiting
 
 
 def main() -> None:
     dist.init_process_group("cgx")
-    for check in (*steps.CHECKS, *backend.CHECKS, *waiting.CHECKS, *feedback.CHECKS):
+    for check in (
+        *steps.CHECKS,
+        *backend.CHECKS,
+        *waiting.CHECKS,
+        *feedback.CHECKS,
+        *planned.CHECKS,
+    ):
         check()
         print(f"ok {check.__name__}", flush=True)
     dist.destroy_process_group()
