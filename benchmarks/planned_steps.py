@@ -103,18 +103,19 @@ class Timed:
         self.seconds.append(float(world.allreduce(taken, "max", _EXACT)[0]))
 
 
-def groupings(step: Step, costs: Costs, config: Config) -> list[Timed]:
-    """Return the usual groupings, then the planned one."""
-    numels = list(step.numels.values())
-    case = numels, step.ready, step.sizes, costs
-    plan = Plan.of(step.numels, step.ready, costs, config=config)
-    return [
-        Timed("per tensor", baselines.per_tensor(step.ready), step),
-        Timed("whole", baselines.whole(step.ready), step),
-        Timed("DDP, 1 and 25 MiB", baselines.ddp_buckets(numels, step.ready), step),
-        Timed("best two (MergeComp)", baselines.two_groups(*case), step),
-        Timed("planned", plan.groups, step),
-    ]
+def groupings(
+    numels: dict[str, int], ready: list[float], costs: Costs, config: Config
+) -> dict[str, Sequence[Sequence[int]]]:
+    """Return the usual groups, then the planned ones, by what they are called."""
+    counts = list(numels.values())
+    sizes = [encoded_bytes(n, config) for n in counts]
+    return {
+        "per tensor": baselines.per_tensor(ready),
+        "whole": baselines.whole(ready),
+        "DDP, 1 and 25 MiB": baselines.ddp_buckets(counts, ready),
+        "best two (MergeComp)": baselines.two_groups(counts, ready, sizes, costs),
+        "planned": Plan.of(numels, ready, costs, config=config).groups,
+    }
 
 
 def main() -> None:
@@ -128,7 +129,8 @@ def main() -> None:
     world, config = cgx_ops.init(), Config(bits=options.bits)
     step = Step.of(resnet50(), options.backward, config)
     costs = measure(world, config)
-    contenders = groupings(step, costs, config)
+    by_name = groupings(step.numels, step.ready, costs, config)
+    contenders = [Timed(name, groups, step) for name, groups in by_name.items()]
     for turn in range(1 + options.rounds):
         first = turn % len(contenders)  # so that none always follows the same one
         for contender in contenders[first:] + contenders[:first]:

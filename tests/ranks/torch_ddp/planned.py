@@ -1,5 +1,6 @@
 """Groups of a plan: buckets joined by the hook, another plan on the way, ranks that disagree."""
 
+import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from failing import fails
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ops import Config
+from cgx_ops import Config, MismatchError
 from cgx_ops.planner import Plan
 from cgx_ops.torch import ddp
 
@@ -105,6 +106,15 @@ def another_plan_is_an_error_that_names_the_tensor() -> None:
     fails(RuntimeError, "ranks have different plans", lambda: _step(model, 1))
 
 
+def buckets_of_different_plans_are_refused() -> None:
+    """Where DistributedDataParallel is to make a plan's buckets, ranks compare it first."""
+    module = network()
+    plan = EACH if RANK == 0 else THREE
+    if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
+        words = "The first difference is in place 1: rank 0 has 'last.weight'"
+        fails(MismatchError, words, lambda: ddp.planned_buckets(plan, module))
+
+
 def plans_of_another_model_are_refused() -> None:
     wider = replace(THREE, numels=(*THREE.numels[:-1], 6))
     longer = Plan((*THREE.names, "x"), (*THREE.numels, 1), (4,) * 9, (*THREE.groups, (8,)))
@@ -118,5 +128,6 @@ def plans_of_another_model_are_refused() -> None:
 CHECKS: Sequence = (
     groups_are_messages_and_change_no_bits,
     another_plan_is_an_error_that_names_the_tensor,
+    buckets_of_different_plans_are_refused,
     plans_of_another_model_are_refused,
 )
