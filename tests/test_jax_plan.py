@@ -1,6 +1,7 @@
 """psum_q(fuse=plan): a message for each group of a plan, and the bits that no grouping changes."""
 
 import re
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from jax_cases import mesh_of, normal, on_mesh, same_bits, use_cpu_devices
-from launch import mpirun
+from launch import mpirun, threads
 
+from cgx_ops import Communicator, MismatchError
 from cgx_ops.jax import average_gradients, estimated_ready, numels_of, psum_q
+from cgx_ops.jax.plans import agree
 from cgx_ops.planner import Costs, Plan
 
 use_cpu_devices(8)
@@ -124,6 +127,24 @@ def test_without_a_plan_large_trees_are_messages_of_8_mib() -> None:
     assert messages(4, 4, 4) == [[4, 4, 4]]
     assert messages(1, 2, 3, 4, 5, 6, 7) == [[7], [5, 6], [1, 2, 3, 4]]
     assert messages(30, 1, 1) == [[1, 1], [30]]
+
+
+def test_some_of_the_processes_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = threading.local()
+    monkeypatch.setattr("cgx_ops.jax._runtime.world", lambda: own.world)
+    other = replace(PLAN, bits=(4, 8, 32, 4))
+
+    def run(rank: int, world: Communicator) -> None:
+        own.world = world
+        if rank == 1:
+            return
+        agree.__wrapped__(PLAN, (0, 2))
+        with pytest.raises(
+            MismatchError, match=r"place 3: .*'dense/kernel' .*; rank 1 has .* 8 bi"
+        ):
+            agree.__wrapped__(other if rank else PLAN, (0, 2))
+
+    threads(3, run, timeout=20)
 
 
 def test_estimated_ready_times_follow_the_order_of_use() -> None:

@@ -190,6 +190,11 @@ class _Joining:
         """Count the tensors of a bucket, and tell whether they complete a group, or the pass."""
         complete = last
         for layer in seen.layers:
+            if not layer.name:
+                raise InvalidArgument(
+                    f"{_HOOK}: a plan knows parameters by name, but this model's names are not "
+                    "known: import cgx_ops.torch before DistributedDataParallel(model)"
+                )
             if self._numels.pop(layer.name, None) != layer.numel:
                 raise InvalidArgument(
                     f"{_HOOK}: the plan is of another model: it has no parameter {layer.name!r} "

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from cgx_ops import Config
+from cgx_ops.planner import Plan
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import _compat, backend, ddp, ddp_models, layers
 from cgx_ops.torch._compat import group_or_default
@@ -33,7 +34,7 @@ _waiting: weakref.WeakKeyDictionary[DistributedDataParallel, RemovableHandle] = 
 def register() -> None:
     """Notice every DistributedDataParallel from now on. Once per process."""
     register_module_module_registration_hook(_on_registration)
-    saved = [Residuals, Factors, Average, layers.Rules, layers.Rule, Config]
+    saved = [Residuals, Factors, Average, layers.Rules, layers.Rule, Config, Plan]
     torch.serialization.add_safe_globals([*saved, *(getattr(ddp, name) for name in ddp.__all__)])
 
 

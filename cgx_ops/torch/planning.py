@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from cgx_ops.comm import Communicator
 from cgx_ops.errors import InvalidArgument, Unsupported
 from cgx_ops.planner import ready_times
+from cgx_ops.torch._compat import tree_leaves
 
 _MOST_STEPS = 64  # that are remembered
 
