@@ -74,7 +74,7 @@ $(SANITIZED): build/sanitize-%: .venv/.ready
 # UndefinedBehaviorSanitizer. New inputs that reach new code are kept in build/fuzz/corpus.
 CLANG ?= clang++
 RUNS ?= 100000
-FUZZ_TARGETS = headers engine codec carried offers
+FUZZ_TARGETS = headers engine codec carried offers tcp
 fuzz: .venv/.ready
 	@command -v $(CLANG) > /dev/null || { \
 	  echo "make fuzz needs clang++ with libFuzzer: apt-get install clang libclang-rt-14-dev"; exit 1; }

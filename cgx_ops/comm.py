@@ -99,7 +99,7 @@ class Communicator:
             allgather: gives one rank's bytes to all and returns those of all ranks, in rank order;
                 called a few times, with equally many bytes on all ranks, during this call only.
             name: equal on all ranks, unique among this process's communicators.
-            transport: "AUTO", "SHM", "MPI" or "NCCL" (between GPUs; else as AUTO); None:
+            transport: "AUTO", "SHM", "MPI", "TCP" or "NCCL" (between GPUs; else as AUTO); None:
                 COMMUNICATOR_TYPE, else AUTO.
             timeout: seconds that a collective may take; None: CGX_TIMEOUT, else 300.
             noise_rank: this rank's number where noise is drawn, >= 0; None: `rank`. Several groups

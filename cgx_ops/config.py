@@ -24,11 +24,11 @@ Compressor = Literal[
 ]  # fmt: skip
 Rounding = Literal["stochastic", "nearest", "shift"]
 Algorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical", "by_hosts"]
-CommunicatorType = Literal["AUTO", "SHM", "MPI", "NCCL"]
+CommunicatorType = Literal["AUTO", "SHM", "MPI", "TCP", "NCCL"]
 
 _EXACT = 32
 _COMPRESSORS: dict[str, dict[str, Any]] = {row["name"]: row for row in _native.COMPRESSORS}
-_COMMUNICATOR_TYPES = ("AUTO", "SHM", "MPI", "NCCL")
+_COMMUNICATOR_TYPES = ("AUTO", "SHM", "MPI", "TCP", "NCCL")
 _ACCEPTED: dict[str, str] = {field["name"]: field["accepted"] for field in _native.CONFIG_FIELDS}
 _DEFAULTS = {field["name"]: ast.literal_eval(field["default"]) for field in _native.CONFIG_FIELDS}
 
@@ -102,7 +102,8 @@ class Config:
         clip: "ternary" clips values at 2.5 times their bucket's root mean square.
         seed: of the noise of stochastic and shift rounding; each call derives its own from this,
             the communicator's name and a count of the calls.
-        communicator_type: the transport: "SHM", "MPI", or "AUTO", the best that connects the ranks.
+        communicator_type: the transport: "SHM", "MPI", "TCP", or "AUTO", the best that connects the
+            ranks.
             "NCCL" carries messages between GPUs, and is "AUTO" between processes.
         error_feedback: where gradients are reduced step by step, whether what is lost of them is
             kept and added in the next step; None: where the compressor needs it to train.

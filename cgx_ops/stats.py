@@ -27,7 +27,8 @@ class Stats:
         name: of the communicator.
         rank: this one's, from 0.
         size: number of ranks.
-        transport: how bytes move: "self", "thread", "shm", "hybrid" or "mpi".
+        transport: how bytes move: "self", "thread", "shm", "hybrid" (shm and mpi), "mpi",
+            "hybrid_tcp" (shm and tcp) or "tcp".
         collectives: how many.
         bytes_in: of their input values on this rank, as they were given. What lies in no segment
             does not count.
@@ -42,6 +43,8 @@ class Stats:
             rank's, which copies.
         compute_seconds: of both, inside the algorithm on this rank: encode, sum, decode, hand over.
             The rest is waiting, and the transport's own work.
+        strangers: connections that were refused while the ranks met by TCP: whoever made them did
+            not know the communicator's key, or stood for a rank that was there already.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Stats:
     agree_seconds: float
     move_seconds: float
     compute_seconds: float
+    strangers: int
 
     @property
     def ratio(self) -> float:
@@ -97,6 +101,7 @@ def read_stats(comm: int) -> Stats:
         agree_seconds=info.agree_ns / 1e9,
         move_seconds=info.move_ns / 1e9,
         compute_seconds=info.compute_ns / 1e9,
+        strangers=info.strangers,
     )
 
 

@@ -7,9 +7,9 @@ import sys
 import launch
 import pytest
 
-ROUNDS = [("shm", 12), ("mpi", 4), ("hybrid", 4)]
-ROUNDS += [pytest.param(*more, marks=pytest.mark.exhaustive) for more in [("shm", 40), ("mpi", 12)]]
-ROUNDS += [pytest.param("hybrid", 12, marks=pytest.mark.exhaustive)]
+ROUNDS = [("shm", 12), ("tcp", 8), ("mpi", 4), ("hybrid", 4)]
+ROUNDS += [pytest.param(*more, marks=pytest.mark.exhaustive) for more in [("shm", 40), ("tcp", 40)]]
+ROUNDS += [pytest.param(each, 12, marks=pytest.mark.exhaustive) for each in ("mpi", "hybrid")]
 
 
 @pytest.mark.parametrize(("transport", "rounds"), ROUNDS)

@@ -66,11 +66,12 @@ def on_threads(cases: str, n: int, target: str, monkeypatch: pytest.MonkeyPatch)
 
 def under_mpirun(cases: str, n: int, transport: str) -> None:
     """Run a set on n processes over one transport, with other threads and buffers for each."""
-    threads, buffer = {"SHM": ("1", "64"), "MPI": ("3", "1")}[transport]
+    threads, buffer = {"SHM": ("1", "64"), "MPI": ("3", "1"), "TCP": ("2", "4")}[transport]
     env = {
         "COMMUNICATOR_TYPE": transport,
         "CGX_THREADS": threads,
         "CGX_FUSION_BUFFER_SIZE_MB": buffer,
+        "CGX_SOCKET_IFNAME": "lo",
     }
     outputs = launch.mpirun(n, PROGRAM, cases, env=env, timeout=900)
     ranks = [json.loads(output.splitlines()[-1]) for output in outputs]
@@ -105,10 +106,11 @@ UNDER_MPIRUN = [
     ("features", "MPI", 3),
     (SOME, "SHM", 3),
     (SOME, "MPI", 2),
+    ("sample", "TCP", 3),
 ]
 UNDER_MPIRUN += [
     pytest.param(*each, marks=pytest.mark.exhaustive)
-    for each in itertools.product(("matrix", "features", "compressors"), ("SHM", "MPI"), (2, 3, 4))
+    for each in itertools.product(("matrix", "features", "compressors"), ("SHM", "MPI", "TCP"), (2, 3, 4))
     if each not in UNDER_MPIRUN
 ]
 

@@ -49,7 +49,7 @@ def test_defaults() -> None:
         ("rotation", [None, *(2**i for i in range(1, 11))]),
         ("error_feedback", [None, True, False]),
         ("seed", [-(2**63), 0, 2**63 - 1]),
-        ("communicator_type", ["AUTO", "SHM", "MPI", "NCCL"]),
+        ("communicator_type", ["AUTO", "SHM", "MPI", "TCP", "NCCL"]),
     ],
 )
 def test_accepts(field: str, values: list[Any]) -> None:

@@ -23,7 +23,7 @@ from cgx_ops import (
     PeerFailed,
 )
 
-TRANSPORTS = ("SHM", "MPI")
+TRANSPORTS = ("SHM", "MPI", "TCP")
 ONES = np.ones(1000, np.float32)
 
 
@@ -45,7 +45,7 @@ def shared_memory_cleared() -> Iterator[None]:
 @pytest.mark.parametrize("count", [3000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_any_order(transport: str, count: int) -> None:
-    environment = {"COMMUNICATOR_TYPE": transport}
+    environment = {"COMMUNICATOR_TYPE": transport, "CGX_SOCKET_IFNAME": "lo"}
     outputs = launch.mpirun(4, "run_order.py", count, env=environment, timeout=240)
     assert all(f"all right {transport.lower()} {count}" in output for output in outputs)
 
@@ -57,7 +57,7 @@ def failure(how: str, transport: str, *mpirun_args: str) -> list[str]:
         "run_failure.py",
         how,
         4,
-        env={"COMMUNICATOR_TYPE": transport},
+        env={"COMMUNICATOR_TYPE": transport, "CGX_SOCKET_IFNAME": "lo"},
         mpirun_args=mpirun_args,
         timeout=90,
         check=False,
@@ -70,6 +70,7 @@ def failure(how: str, transport: str, *mpirun_args: str) -> list[str]:
     [
         ("kill", "SHM"),
         ("kill", "MPI"),
+        ("kill", "TCP"),
         pytest.param("absent", "SHM", marks=pytest.mark.exhaustive),  # as in run_torch_backend.py
         ("absent", "MPI"),
     ],
@@ -89,7 +90,8 @@ def test_killed_rank_under_plain_mpirun() -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_fork(transport: str) -> None:
-    outputs = launch.mpirun(2, "run_fork.py", env={"COMMUNICATOR_TYPE": transport}, timeout=60)
+    environment = {"COMMUNICATOR_TYPE": transport, "CGX_SOCKET_IFNAME": "lo"}
+    outputs = launch.mpirun(2, "run_fork.py", env=environment, timeout=60)
     assert all("undisturbed" in output for output in outputs)
 
 
@@ -123,8 +125,14 @@ def test_world_of_one_needs_no_mpirun() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_shared_memory_by_a_store_needs_no_mpi(tmp_path: Path) -> None:
-    outputs = launch.processes(3, "run_bootstrap.py", tmp_path)
+@pytest.mark.parametrize(
+    ("hosts", "transport"), [("a,a,a", "shm"), ("a,b,c", "tcp"), ("a,a,b", "hybrid_tcp")]
+)
+def test_ranks_that_a_store_connects_need_no_mpi(
+    tmp_path: Path, hosts: str, transport: str
+) -> None:
+    environment = {"CGX_TEST_HOSTS": hosts, "CGX_SOCKET_IFNAME": "lo"}
+    outputs = launch.processes(3, "run_bootstrap.py", tmp_path, transport, env=environment)
     assert all("no MPI needed" in output for output in outputs), outputs
 
 

@@ -243,7 +243,8 @@ cgx_status_t cgx_comm_info(int32_t comm, cgx_comm_info_t* info) {
                                  totals.bytes_plain,
                                  communicator->wire_name(),
                                  communicator->topology->host_of(communicator->rank),
-                                 communicator->topology->hosts()};
+                                 communicator->topology->hosts(),
+                                 communicator->strangers()};
     std::memcpy(info, &all, info->struct_size);
   });
 }

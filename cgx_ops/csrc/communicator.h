@@ -67,6 +67,7 @@ class Communicator {
   const std::shared_ptr<const Topology> topology;
   const std::string type;
   const Seconds timeout;
+  int64_t strangers() const { return engine_ ? engine_->strangers() : 0; }
   const char* transport_name() const { return engine_ ? engine_->transport_name() : "self"; }
   // "" before the first collective on devices.
   const char* wire_name() const;

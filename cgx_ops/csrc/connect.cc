@@ -14,8 +14,8 @@
 namespace cgx {
 namespace {
 
-constexpr size_t kOfferBytes = 320;  // of one transport
-constexpr size_t kReasonBytes = 240;
+constexpr size_t kOfferBytes = 512;  // of one transport
+constexpr size_t kReasonBytes = 400;
 
 // What every rank says first.
 struct Hello {
@@ -92,7 +92,8 @@ std::optional<Error> failure_of(Work&& work) {
 // One transport: nullptr and why, if these ranks cannot have it. What fails on this rank alone is
 // told to the others in the next exchange, so that all stay in step.
 std::unique_ptr<Transport> try_transport(const TransportEntry& entry, int rank, int size,
-                                         const Allgather& allgather, std::string* why) {
+                                         const Allgather& allgather,
+                                         Communicator::Seconds timeout, std::string* why) {
   std::unique_ptr<Connector> connector;
   Offered mine{};
   const auto no_offer = failure_of([&] {
@@ -119,7 +120,8 @@ std::unique_ptr<Transport> try_transport(const TransportEntry& entry, int rank, 
 
   std::unique_ptr<Transport> transport;
   Connected result{};
-  const auto failure = failure_of([&] { transport = connector->connect(offers); });
+  const Reach everyone{std::vector<bool>(size, true), timeout};
+  const auto failure = failure_of([&] { transport = connector->connect(offers, everyone); });
   if (failure) put_text(result.failure, failure->what());
   const auto results = gather(allgather, result);
   for (size_t peer = 0; peer < results.size(); ++peer) {
@@ -157,7 +159,7 @@ CommunicatorRef connect(const std::string& name, int rank, int noise_rank, int s
   for (const auto& entry : transport_table()) {
     if (!any && type != entry.communicator_type) continue;
     std::string why;
-    auto transport = try_transport(entry, rank, size, allgather, &why);
+    auto transport = try_transport(entry, rank, size, allgather, timeout, &why);
     if (transport)
       return std::make_shared<Communicator>(name, rank, noise_rank, greeted.topology, type, timeout,
                                             greeted.unread_bytes, std::move(transport));
@@ -180,10 +182,11 @@ std::vector<CommunicatorRef> connect_local(const std::string& name, std::vector<
     connectors.push_back(make_thread_connector(rank, size));
     offers.push_back(connectors.back()->offer());
   }
+  const Reach everyone{std::vector<bool>(size, true), timeout};
   for (int rank = 0; rank < size; ++rank)
     communicators.push_back(std::make_shared<Communicator>(
         join(name, "/", rank), rank, /*noise_rank=*/rank, topology, type, timeout, unread_bytes,
-        connectors[rank]->connect(offers)));
+        connectors[rank]->connect(offers, everyone)));
   return communicators;
 }
 

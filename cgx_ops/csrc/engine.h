@@ -53,6 +53,7 @@ class Engine : private Sink {
   bool failed() const { return failed_ || peer_failed_; }
   int64_t bytes_sent() const { return bytes_sent_.load(); }
   Totals totals() const;
+  int64_t strangers() const { return transport_->strangers(); }
   const char* transport_name() const { return transport_->name(); }
 
  private:

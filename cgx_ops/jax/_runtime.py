@@ -47,7 +47,7 @@ def world() -> Communicator:
     """
     if isinstance(_world, str):
         raise RuntimeError(
-            f"cgx cannot connect JAX's processes: {_world}. Start them with mpirun, or pass "
+            f"cgx cannot connect JAX's processes: {_world}. Let them reach each other, or pass "
             "carrier='xla'"
         )
     return _world or cgx_ops.init()

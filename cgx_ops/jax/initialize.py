@@ -11,7 +11,7 @@ Started by anything else that JAX knows or that is told to it, they agree over t
 
   1. process 0 starts it; every process connects, even one that comes too late
   2. every process says whether it can go on; all raise if one cannot
-  3. they make a communicator; if they are on several hosts, which takes MPI, psum_q says so later
+  3. they make a communicator: over shared memory within a host, TCP between hosts
 """
 
 import itertools
@@ -50,12 +50,13 @@ def initialize(
 
     Under mpirun no argument is needed: process i of JAX is rank i of cgx, and sees one GPU: those
     of its host in turns, unless jax_cuda_visible_devices says otherwise. Otherwise the arguments
-    are those of jax.distributed.initialize, and what is not given is found out by JAX (SLURM,
-    Kubernetes). Without mpirun, arguments and a launcher that JAX knows there is one process, and
-    nothing to do.
+    are those of jax.distributed.initialize, and what is not given is taken from RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT, if all are set (torchrun; the coordinator's port is the one after
+    MASTER_PORT, where torch's store may be), else found out by JAX (SLURM, Kubernetes). Without
+    mpirun, arguments and a launcher that is known there is one process, and nothing to do.
 
-    Processes that mpirun did not start reach each other natively if they are on one host. On
-    several hosts psum_q needs mpirun or carrier="xla".
+    Processes that mpirun did not start reach each other by shared memory within a host and by TCP
+    between hosts; CGX_SOCKET_IFNAME chooses the interfaces.
 
     The death of a process, also of the first, does not end the others, as it does after
     jax.distributed.initialize: their collectives raise.
@@ -81,8 +82,27 @@ def initialize(
 
 
 def _launched_by_another() -> bool:
-    """Tell whether JAX knows the launcher; mpirun -n 1 in a job of SLURM's is not SLURM's."""
-    return "OMPI_COMM_WORLD_SIZE" not in os.environ and _compat.cluster_is_detected()
+    """Tell whether the launcher is known; mpirun -n 1 in a job of SLURM's is not SLURM's."""
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        return False
+    return _compat.cluster_is_detected() or _place_by_torchrun() is not None
+
+
+def _place_by_torchrun() -> tuple[str, int, int] | None:
+    """Return the coordinator's address, the processes and this one by torchrun's variables."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+    values = [os.environ.get(name) for name in names]
+    host, *numbers = values
+    if not all(values) or host is None:
+        return None
+    try:
+        port, size, rank = (int(number or "") for number in numbers)
+    except ValueError:
+        raise ValueError(
+            f"cgx_ops.jax.initialize: {', '.join(names)} are {values}; all but the first must be "
+            "integers"
+        ) from None
+    return f"[{host}]:{port + 1}" if ":" in host else f"{host}:{port + 1}", size, rank
 
 
 # ---- mpirun ------------------------------------------------------------------------------------
@@ -132,7 +152,13 @@ def _initialize_by_jax(
     if jax.distributed.is_initialized():
         _require_none([_obstacle()])
     timeout_s = _runtime.timeout()
-    place = _compat.detected_place(coordinator_address, num_processes, process_id, timeout_s)
+    known = _place_by_torchrun() or (None, None, None)
+    place = _compat.detected_place(
+        known[0] if coordinator_address is None else coordinator_address,
+        known[1] if num_processes is None else num_processes,
+        known[2] if process_id is None else process_id,
+        timeout_s,
+    )
     address, size, rank = place
     if address is None or size is None or rank is None:
         raise ValueError(

@@ -3,8 +3,8 @@
     import cgx_ops.torch
     torch.distributed.init_process_group("cgx")
 
-Under mpirun (MPI, or shared memory within a host), and under torchrun or multiprocessing on one
-host (shared memory, no MPI). The communicator of a group has the group's name:
+Under mpirun (MPI between hosts), and under torchrun, srun or multiprocessing without MPI (TCP
+between hosts); ranks of one host share memory. The communicator of a group has the group's name:
 `cgx_ops.Communicator.find(group.group_name)`.
 
 Every allreduce of float32, float16 or bfloat16 tensors with sum, avg, min, max or product goes to
@@ -242,8 +242,8 @@ def _connect(
         )
     except Unsupported as error:
         raise dist.DistBackendError(
-            f"init_process_group('cgx'): {error}. Ranks on several hosts need MPI: start them with "
-            "mpirun. Without MPI use init_process_group('gloo') (or 'nccl') and compress with "
+            f"init_process_group('cgx'): {error}. Where ranks cannot reach each other, use "
+            "init_process_group('gloo') (or 'nccl') and compress with "
             "torch.ops.cgx.quantized_allreduce(..., carrier='c10d')"
         ) from error
     except CgxError as error:

@@ -1,7 +1,8 @@
-"""Processes that mpirun started find each other without a line of configuration.
+"""Processes that mpirun or srun started find each other without a line of configuration.
 
-  1. at import: the rank and the number of ranks, from Open MPI's variables to torch's
-  2. at `init_process_group`: the address of rank 0, agreed over MPI
+  1. at import: the rank and the number of ranks, from Open MPI's or SLURM's variables to torch's
+  2. the address of rank 0: under mpirun agreed over MPI, at `init_process_group`; under srun the
+     first host of the step, at a port that follows from the job's number
 
 Both only fill what is missing: under torchrun, and wherever RANK, WORLD_SIZE or MASTER_ADDR are
 set, nothing happens here.
@@ -10,40 +11,68 @@ set, nothing happens here.
 import contextlib
 import json
 import os
+import re
 import socket
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import cgx_ops
 from cgx_ops.address import exchange, free_address
 from cgx_ops.torch import _compat
 
-_NAMES = {
+_BY_MPIRUN = {
     "RANK": "OMPI_COMM_WORLD_RANK",
     "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
     "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
+_BY_SRUN = {
+    "RANK": "SLURM_PROCID",
+    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
+    "LOCAL_RANK": "SLURM_LOCALID",
+}
+_FIRST_PORT, _PORTS = 61440, 4096  # beyond those that Linux gives to whoever asks for any
 
 
 def under_mpirun(environ: MutableMapping[str, str] = os.environ) -> bool:
     """Tell whether mpirun started this process."""
-    return _NAMES["RANK"] in environ and _NAMES["WORLD_SIZE"] in environ
+    return _BY_MPIRUN["RANK"] in environ and _BY_MPIRUN["WORLD_SIZE"] in environ
 
 
-def register() -> None:
-    """Set torch's variables from Open MPI's, and have the address agreed when it is needed."""
-    if not under_mpirun() or "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+def _under_srun(environ: MutableMapping[str, str]) -> bool:
+    """Tell whether srun started this process among others; a batch script is not among others."""
+    return "SLURM_PROCID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+
+
+def register(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set torch's variables from the launcher's, and the address or how it is agreed."""
+    if "RANK" in environ or "WORLD_SIZE" in environ:
         return
-    for name, source in _NAMES.items():
-        if source in os.environ:
-            os.environ.setdefault(name, os.environ[source])
-    _compat.wrap_env_rendezvous(_with_agreed_address)
+    if under_mpirun(environ):
+        _fill(environ, _BY_MPIRUN)
+        _compat.wrap_env_rendezvous(_with_agreed_address)
+    elif _under_srun(environ):
+        _fill(environ, _BY_SRUN)
+        environ.setdefault("MASTER_ADDR", _first_host(environ["SLURM_STEP_NODELIST"]))
+        port = _FIRST_PORT + int(environ["SLURM_JOB_ID"]) % _PORTS
+        environ.setdefault("MASTER_PORT", str(port))
+
+
+def _fill(environ: MutableMapping[str, str], names: Mapping[str, str]) -> None:
+    for name, source in names.items():
+        if source in environ:
+            environ.setdefault(name, environ[source])
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first of SLURM's list of hosts: "gpu07" of "gpu[07-09,12],login1"."""
+    found = re.match(r"([^,\[]+)(?:\[([^],-]+))?", nodes)
+    return "".join(found.groups(default="")) if found else nodes
 
 
 def _with_agreed_address(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     def handler(url: str, **options: Any) -> Iterator[Any]:
-        if "MASTER_ADDR" in os.environ or os.environ.get("RANK") != os.environ[_NAMES["RANK"]]:
+        if "MASTER_ADDR" in os.environ or os.environ.get("RANK") != os.environ[_BY_MPIRUN["RANK"]]:
             yield from original(url, **options)
             return
         address, port = _agree()

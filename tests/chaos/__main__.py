@@ -16,7 +16,7 @@ from chaos import checks, machine, report
 from chaos.faults import FAULTS
 from chaos.pool import Forked, Jobs, Pool, Server, Zygote
 from chaos.referee import Referee, Result
-from chaos.rounds import TRANSPORTS, make_round
+from chaos.rounds import JOB_HOSTS, TRANSPORTS, make_round
 from chaos.worker import FRAMEWORKS
 
 
@@ -41,8 +41,11 @@ class Campaign:
 
     def run(self) -> None:
         zygotes = {}
-        if self.transport == "shm":
-            zygotes = {framework: Zygote(self._server, framework) for framework in FRAMEWORKS}
+        if self.transport not in JOB_HOSTS:
+            zygotes = {
+                framework: Zygote(self._server, self.transport, framework)
+                for framework in FRAMEWORKS
+            }
         threads = [
             threading.Thread(target=self._lane, args=(zygotes,), daemon=True)
             for _ in range(min(self._options.lanes, self._options.rounds))

@@ -50,7 +50,7 @@ def _ends(result: Result) -> list[str]:
             continue
         elif not due:
             complaints.append(f"rank {rank} died (exit code {told.worker.code()})")
-        elif result.spec.fault == "exception" and result.spec.transport != "shm":
+        elif result.spec.fault == "exception" and result.spec.by_mpirun:
             continue  # MPI_Finalize waits for the others: its end is the job's
         elif not machine.wait_gone(told.worker.pid, result.spec.deadline + GRACE + 5):
             complaints.append(f"rank {rank} still runs\n{machine.describe(told.worker.pid)}")

@@ -27,7 +27,10 @@ _START = 60.0  # seconds until a process has said hello
 _EXIT = 30.0  # until one that was asked to leave has left: an interpreter with torch takes a while
 _TAIL = 6000  # characters of a log that a failure shows
 # Workers count their threads: OpenBLAS makes none, the core always as many.
-_ENVIRONMENT = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "CGX_THREADS": "2"}
+# TCP stays on this machine.
+_ENVIRONMENT = {
+    **os.environ, "OPENBLAS_NUM_THREADS": "1", "CGX_THREADS": "2", "CGX_SOCKET_IFNAME": "lo"
+}  # fmt: skip
 _numbers = itertools.count()
 
 # Of a round's processes: used again; asked to leave, since a rank or their world is lost; killed.
@@ -134,17 +137,18 @@ class Pool(Protocol):
         ...
 
 
-# ---- Shared memory -------------------------------------------------------------------------------
+# ---- Shared memory and TCP -----------------------------------------------------------------------
 
 
 class Zygote:
-    """Forks workers of one framework."""
+    """Forks workers of one framework, whose communicators use one transport."""
 
-    def __init__(self, server: Server, framework: str) -> None:
+    def __init__(self, server: Server, transport: str, framework: str) -> None:
         self._server = server
+        environment = {**_ENVIRONMENT, "COMMUNICATOR_TYPE": transport.upper()}
         token = server.expect(f"zygote-{framework}")
         command = [sys.executable, "-m", "chaos.zygote", server.address, token]
-        self.process = subprocess.Popen([*command, str(server.folder), framework], env=_ENVIRONMENT)
+        self.process = subprocess.Popen([*command, str(server.folder), framework], env=environment)
         self._connection, _ = server.meet(token)
         self._codes: dict[int, int] = {}
         self._lock = threading.Lock()

@@ -82,7 +82,7 @@ class Referee:
             self._gatherers = list(range(spec.size))
             for rank, told in enumerate(result.ranks):
                 told.worker.connection.send(Play(spec, rank, folder))
-            deadline = max(spec.deadline, JOB_DEADLINE if spec.transport != "shm" else 0)
+            deadline = max(spec.deadline, JOB_DEADLINE if spec.by_mpirun else 0)
             self._until(Played, 4 * (deadline + 2) + spec.lasts)
             note = result.ranks[spec.victim].worker.log.with_suffix(".fault").read_bytes()
             result.fault_at = struct.unpack("d", note)[0] or None
@@ -98,7 +98,7 @@ class Referee:
 
     def _can_reduce(self, living: list[int]) -> bool:
         """Whether survivors can have a communicator again: they have a bootstrap that is whole."""
-        if self._spec.transport == "shm":
+        if not self._spec.by_mpirun:
             return len(living) >= 2
         if tuple(living) != self._spec.survivors:
             return False

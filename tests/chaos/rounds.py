@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from chaos.faults import FAULTS
 from chaos.traffic import KINDS
 
-TRANSPORTS = ("shm", "mpi", "hybrid")
-JOB_HOSTS = {"mpi": "a,a,a,a", "hybrid": "a,a,b,b"}  # of each rank of a job of mpirun
+TRANSPORTS = ("shm", "tcp", "mpi", "hybrid")
+JOB_HOSTS = {"mpi": "a,a,a,a", "hybrid": "a,a,b,b"}  # of each rank, where mpirun starts them
 JOB_DEADLINE = 2.0  # CGX_TIMEOUT of those jobs, in seconds
 
 
@@ -50,6 +50,11 @@ class Round:
         return len(self.members)
 
     @property
+    def by_mpirun(self) -> bool:
+        """Whether its ranks are of a job of mpirun, not forked for this round."""
+        return self.transport in JOB_HOSTS
+
+    @property
     def framework(self) -> str:
         return KINDS[self.traffic].framework
 
@@ -80,7 +85,7 @@ def make_round(transport: str, seed: int, only_fault: str | None = None) -> Roun
     """Return the round of a seed. only_fault: in place of the one that the seed picks."""
     rng = random.Random(f"{transport} {seed}")
     size = rng.choice((3, 3, 4)) if transport == "hybrid" else rng.choice((2, 2, 3, 4))
-    members = range(size) if transport == "shm" else sorted(rng.sample(range(4), size))
+    members = sorted(rng.sample(range(4), size)) if transport in JOB_HOSTS else range(size)
     name = rng.choices(list(FAULTS), [fault.weight for fault in FAULTS.values()])[0]
     name = only_fault or name
     fault = FAULTS[name]

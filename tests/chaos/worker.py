@@ -135,7 +135,7 @@ class Member:
         return self._base.group([self.round.members[rank] for rank in ranks], name=name)
 
     def _create(self, rank: int, size: int, name: str, timeout: float) -> Communicator:
-        return Communicator.create(rank, size, self._gather, name, transport="SHM", timeout=timeout)
+        return Communicator.create(rank, size, self._gather, name, timeout=timeout)
 
     def _gather(self, blob: bytes) -> list[bytes]:
         with self._ctrl_c.held():

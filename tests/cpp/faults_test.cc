@@ -225,7 +225,7 @@ std::vector<CommunicatorRef> connect(const std::vector<int>& hosts, int receiver
   }
   std::vector<CommunicatorRef> communicators;
   for (int rank = 0; rank < size; ++rank) {
-    auto transport = connectors[rank]->connect(offers);
+    auto transport = connectors[rank]->connect(offers, {std::vector<bool>(size, true), timeout});
     const auto own = rank == receiver ? fault : std::make_shared<Fault>();
     communicators.push_back(std::make_shared<Communicator>(
         join("faults/", rank), rank, rank, topology, "AUTO", timeout, INT64_MAX,

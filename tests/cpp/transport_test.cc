@@ -28,7 +28,8 @@ std::vector<std::unique_ptr<Transport>> two() {
     offers.push_back(connectors.back()->offer());
   }
   std::vector<std::unique_ptr<Transport>> transports;
-  for (const auto& connector : connectors) transports.push_back(connector->connect(offers));
+  for (const auto& connector : connectors)
+    transports.push_back(connector->connect(offers, {{true, true}, std::chrono::seconds(1)}));
   return transports;
 }
 

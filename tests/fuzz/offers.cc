@@ -22,7 +22,7 @@ void connect_threads(Input& input) {
   const Bytes mine = connector->offer();
   const std::vector<Bytes> offers{mine, of_peer(input, mine)};
   if (!connector->refusal(offers).empty()) return;
-  connector->connect(offers)->leave(true, "");
+  connector->connect(offers, {{true, true}, kTimeout})->leave(true, "");
 }
 
 // Without MPI no offer of its transport is made, so this ends after the words before.

@@ -1,6 +1,6 @@
 """A communicator of processes that know each other by a key-value store alone: no mpirun, no MPI.
 
-Argument: a folder that serves as the store (a file is a value).
+Arguments: a folder that serves as the store (a file is a value); the transport that is expected.
 """
 
 import os
@@ -21,6 +21,6 @@ allgather = allgather_by_files(Path(sys.argv[1]), rank, size)
 with Communicator.create(rank, size, allgather, "by files", timeout=30) as comm:
     result = comm.allreduce(np.full(100_000, rank, np.float32), config=Config(bits=8))
     assert (result == sum(range(size))).all()
-    assert comm.transport == "shm"
+    assert comm.transport == sys.argv[2]
 assert not MPI.Is_initialized()
 print("no MPI needed")

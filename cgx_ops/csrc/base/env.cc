@@ -74,8 +74,10 @@ std::optional<std::string> env_host_id() {
   return id;
 }
 
+std::optional<std::string> env_socket_interfaces() { return env_string("CGX_SOCKET_IFNAME"); }
+
 const std::vector<std::string>& communicator_types() {
-  static const std::vector<std::string> types = {"AUTO", "SHM", "MPI", "NCCL"};
+  static const std::vector<std::string> types = {"AUTO", "SHM", "MPI", "TCP", "NCCL"};
   return types;
 }
 

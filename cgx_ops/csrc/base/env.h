@@ -41,6 +41,9 @@ int env_ranks_on_host();
 // CGX_HOST_ID: what stands for this rank's host, instead of the machine. At most 64 bytes.
 std::optional<std::string> env_host_id();
 
+// CGX_SOCKET_IFNAME: the network interfaces that TCP listens at and connects to.
+std::optional<std::string> env_socket_interfaces();
+
 // COMMUNICATOR_TYPE, as a communicator may also be told: AUTO (if unset) and the one transport to
 // use; NCCL is about GPUs, and AUTO for all else.
 const std::vector<std::string>& communicator_types();

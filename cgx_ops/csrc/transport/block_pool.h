@@ -12,6 +12,7 @@ namespace cgx {
 class BlockPool {
  public:
   using Block = std::unique_ptr<std::byte[]>;
+  static constexpr size_t kBlockBytes = 64 * 1024;  // holds a chunk
 
   Block take(size_t bytes) {
     if (bytes <= kBlockBytes) {
@@ -32,7 +33,6 @@ class BlockPool {
   }
 
  private:
-  static constexpr size_t kBlockBytes = 64 * 1024;  // holds a chunk
   static constexpr size_t kMostFree = 64;
   std::mutex mutex_;
   std::vector<Block> free_;

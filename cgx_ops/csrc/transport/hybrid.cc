@@ -1,24 +1,28 @@
-// Several hosts, some with several ranks: shared memory within a host, MPI between hosts.
+// Several hosts, some with several ranks: shared memory within a host, MPI or TCP between hosts.
 //
 // Each half knows all ranks by the communicator's numbers and carries what is for its own. Encoders
-// write into shared memory whoever reads it: MPI sends from there.
+// write into shared memory whoever reads it: the other half sends from there.
 #include <algorithm>
 
 #include "base/status.h"
-#include "transport/mpi.h"
 #include "transport/shared_memory.h"
 #include "transport/transport.h"
 
 namespace cgx {
 namespace {
 
+// Nothing wakes who waits for both halves: it sleeps for the near one and looks after the far one
+// this often.
+constexpr auto kPollInterval = std::chrono::microseconds(100);
+
 class HybridTransport : public Transport {
  public:
-  HybridTransport(std::unique_ptr<Transport> near, std::unique_ptr<Transport> far,
+  HybridTransport(const char* name, std::unique_ptr<Transport> near, std::unique_ptr<Transport> far,
                   std::vector<bool> is_near)
-      : near_(std::move(near)), far_(std::move(far)), is_near_(std::move(is_near)) {}
+      : name_(name), near_(std::move(near)), far_(std::move(far)), is_near_(std::move(is_near)) {}
 
-  const char* name() const override { return "hybrid"; }
+  const char* name() const override { return name_; }
+  int64_t strangers() const override { return far_->strangers(); }
 
   BufferRef allocate(size_t bytes) override { return near_->allocate(bytes); }
   void send_control(int destination, std::span<const std::byte> message) override {
@@ -35,7 +39,7 @@ class HybridTransport : public Transport {
     return far_->progress(far_sink) || near_worked;
   }
   void wait(std::chrono::microseconds at_most) override {
-    near_->wait(std::min(at_most, kMpiPollInterval));
+    near_->wait(std::min(at_most, kPollInterval));
   }
   void wake() override { near_->wake(); }
 
@@ -70,16 +74,18 @@ class HybridTransport : public Transport {
 
   Transport& to(int destination) { return is_near_[destination] ? *near_ : *far_; }
 
+  const char* const name_;
   std::unique_ptr<Transport> near_, far_;
   const std::vector<bool> is_near_;  // by rank
 };
 
 class HybridConnector : public Connector {
  public:
-  HybridConnector(int rank, std::unique_ptr<Connector> near, std::unique_ptr<Connector> far)
-      : rank_(rank), near_(std::move(near)), far_(std::move(far)) {}
+  HybridConnector(const char* name, int rank, std::unique_ptr<Connector> near,
+                  std::unique_ptr<Connector> far)
+      : name_(name), rank_(rank), near_(std::move(near)), far_(std::move(far)) {}
 
-  // shm's, which is as long on every rank, then MPI's.
+  // shm's, which is as long on every rank, then the other's.
   Bytes offer() const override {
     Bytes both = near_->offer();
     const Bytes far = far_->offer();
@@ -98,14 +104,18 @@ class HybridConnector : public Connector {
     return far_->refusal(far_parts(offers));
   }
 
-  std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers) override {
+  std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers,
+                                     const Reach& reach) override {
     const std::vector<Bytes> near = near_parts(offers);
     const Host own = LocalOffer::read(near[rank_]).memory;
     std::vector<bool> is_near;
     for (const Bytes& offer : near) is_near.push_back(LocalOffer::read(offer).memory == own);
-    auto connected = near_->connect(near);
-    return std::make_unique<HybridTransport>(std::move(connected), far_->connect(far_parts(offers)),
-                                             std::move(is_near));
+    Reach others = reach;
+    for (size_t peer = 0; peer < offers.size(); ++peer)
+      if (is_near[peer]) others.ranks[peer] = false;
+    auto connected = near_->connect(near, {is_near, reach.at_most});
+    return std::make_unique<HybridTransport>(
+        name_, std::move(connected), far_->connect(far_parts(offers), others), std::move(is_near));
   }
 
  private:
@@ -126,7 +136,8 @@ class HybridConnector : public Connector {
     return parts;
   }
 
-  int rank_;
+  const char* const name_;
+  const int rank_;
   std::unique_ptr<Connector> near_, far_;
 };
 
@@ -135,7 +146,13 @@ class HybridConnector : public Connector {
 std::unique_ptr<Connector> make_hybrid_connector(int rank, int size) {
   auto far = make_mpi_connector(rank, size);
   if (!far) return nullptr;
-  return std::make_unique<HybridConnector>(rank, make_shm_connector(rank, size), std::move(far));
+  return std::make_unique<HybridConnector>("hybrid", rank, make_shm_connector(rank, size),
+                                           std::move(far));
+}
+
+std::unique_ptr<Connector> make_hybrid_tcp_connector(int rank, int size) {
+  return std::make_unique<HybridConnector>("hybrid_tcp", rank, make_shm_connector(rank, size),
+                                           make_tcp_connector(rank, size));
 }
 
 }  // namespace cgx

@@ -319,7 +319,7 @@ class MpiConnector : public Connector {
     return "";
   }
 
-  std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers) override {
+  std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers, const Reach&) override {
     std::vector<int> ranks_in_job;
     uint64_t communicator = fnv1a({});  // of what every rank says of it: no two are equal
     for (const Bytes& offer : offers) {

@@ -45,7 +45,8 @@ std::string SharedMemoryConnector::refusal(const std::vector<Bytes>& offers) con
   return "";
 }
 
-std::unique_ptr<Transport> SharedMemoryConnector::connect(const std::vector<Bytes>& offers) {
+std::unique_ptr<Transport> SharedMemoryConnector::connect(const std::vector<Bytes>& offers,
+                                                          const Reach&) {
   const LocalOffer own = LocalOffer::read(offers[rank_]);
   std::vector<std::optional<LocalOffer>> peers(offers.size());
   std::vector<uint64_t> controls(offers.size());

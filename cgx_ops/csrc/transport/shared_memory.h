@@ -75,7 +75,7 @@ class SharedMemoryConnector : public Connector {
   Bytes offer() const override;
   std::string refusal(const std::vector<Bytes>& offers) const override;
   // Leaves out whoever is not near.
-  std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers) override;
+  std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers, const Reach& reach) override;
 
  private:
   static size_t control_bytes(int size);

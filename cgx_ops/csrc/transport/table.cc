@@ -22,6 +22,10 @@ const std::vector<TransportEntry>& transport_table() {
        make_hybrid_connector},
       {"mpi", "whatever MPI reaches: TCP, UCX, RoCE, InfiniBand; fragmented messages", "MPI",
        kChunkBytes, make_mpi_connector},
+      {"hybrid_tcp", "several hosts: shm within each, tcp between them", "", kChunkBytes,
+       make_hybrid_tcp_connector},
+      {"tcp", "sockets, IPv4 and IPv6, without MPI; connections prove a key", "TCP", kChunkBytes,
+       make_tcp_connector},
   };
   return table;
 }

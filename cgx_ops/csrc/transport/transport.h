@@ -141,9 +141,18 @@ class Transport {
   virtual bool drained() const = 0;
   // Tells peers that this rank leaves. graceful: after drained().
   virtual void leave(bool graceful, const std::string& reason) = 0;
+
+  // Connections of others than the ranks that were refused.
+  virtual int64_t strangers() const { return 0; }
 };
 
 // ---- the table -----------------------------------------------------------------------------
+
+// Whom this rank talks to by a transport, and for how long it waits for anything of theirs.
+struct Reach {
+  std::vector<bool> ranks;
+  std::chrono::duration<double> at_most;
+};
 
 // Brings up one transport among the ranks of a bootstrap: everybody's offers are exchanged, then
 // all ranks decide alike from the same bytes. connect() makes no collective call of its own, so a
@@ -154,8 +163,10 @@ class Connector {
   virtual Bytes offer() const = 0;
   // "" if these ranks can be connected, else why not.
   virtual std::string refusal(const std::vector<Bytes>& offers) const = 0;
-  // May throw; the ranks then agree to try the next transport. Waits for nobody.
-  virtual std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers) = 0;
+  // May throw; the ranks then agree to try the next transport. Waits for nobody, but where a
+  // connection takes both of its ends.
+  virtual std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers,
+                                             const Reach& reach) = 0;
 };
 
 struct TransportEntry {
@@ -174,7 +185,9 @@ const TransportEntry& transport_entry(const std::string& name);
 
 std::unique_ptr<Connector> make_thread_connector(int rank, int size);
 std::unique_ptr<Connector> make_shm_connector(int rank, int size);
-std::unique_ptr<Connector> make_hybrid_connector(int rank, int size);
+std::unique_ptr<Connector> make_hybrid_connector(int rank, int size);      // shm and mpi
+std::unique_ptr<Connector> make_hybrid_tcp_connector(int rank, int size);  // shm and tcp
 std::unique_ptr<Connector> make_mpi_connector(int rank, int size);
+std::unique_ptr<Connector> make_tcp_connector(int rank, int size);
 
 }  // namespace cgx

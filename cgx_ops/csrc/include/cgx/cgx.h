@@ -77,8 +77,8 @@ typedef struct cgx_bootstrap_t {
   cgx_allgather_t allgather;
   void* context;         /* passed to allgather; not used after cgx_comm_create returns */
   const char* name;      /* unique among this process's live communicators; not "world" */
-  const char* transport; /* "AUTO", "SHM", "MPI", "NCCL" (between GPUs; else as AUTO); NULL:
-                          * COMMUNICATOR_TYPE, else AUTO */
+  const char* transport; /* "AUTO", "SHM", "MPI", "TCP", "NCCL" (between GPUs; else as AUTO);
+                          * NULL: COMMUNICATOR_TYPE, else AUTO */
   double timeout_s;      /* default deadline of its collectives; <= 0: CGX_TIMEOUT, else 300 */
   /* The rank in the noise's counter, >= 0; NULL: `rank`. Where groups of one job have equal seeds,
    * ranks of different numbers draw different noise: give the rank in the whole job. What
@@ -92,7 +92,7 @@ typedef struct cgx_comm_info_t {
   int32_t size;
   int32_t closed;        /* 1 after a failure or cgx_comm_close */
   const char* name;      /* valid until this thread's next cgx_comm_info */
-  const char* transport; /* "self", "thread", "shm", "hybrid", "mpi" */
+  const char* transport; /* "self", or a row of the transports that cgx_describe lists */
   int64_t bytes_sent;    /* what this rank handed to peers since creation, headers included */
   int64_t collectives;   /* completed without error since creation */
   /* Of those `collectives`, on this rank, summed. They overlap, so the times may exceed the
@@ -109,6 +109,9 @@ typedef struct cgx_comm_info_t {
   const char* wire;
   int32_t host;  /* this rank's, of `hosts`, which are numbered in the order of their first ranks */
   int32_t hosts; /* fewer than ranks: some share one */
+  /* Connections that were refused while its ranks met by TCP: whoever made them did not know the
+   * communicator's key, or stood for a rank that was there already. */
+  int64_t strangers;
 } cgx_comm_info_t;
 
 /* Collective over the ranks of the bootstrap. */

@@ -1,0 +1,86 @@
+// What a connection of TCP brings before and after it is proven: any bytes, or a rank's own that
+// were spoiled.
+//
+//   handshake  nobody is proven who does not know the key, and no more is read than it awaits
+//   frames     any stream, cut anywhere: frames lie within what was received, or an Error
+#include <cstring>
+
+#include "base/status.h"
+#include "input.h"
+#include "transport/tcp_frames.h"
+#include "transport/tcp_handshake.h"
+
+using namespace cgx;
+
+namespace {
+
+constexpr SipKey kKey{0x1234, 0x5678}, kForeignKey{0x1234, 0x5679};
+
+// The other side answers without the key, or spoils what was said with it.
+void meet(Input& input) {
+  const bool dials = input.flag(), knows = input.flag();
+  auto ours = dials ? Handshake::dial(kKey, 2, 1) : Handshake::accept(kKey, 2, 4);
+  const SipKey& key = knows ? kKey : kForeignKey;
+  auto theirs = dials ? Handshake::accept(key, 1, 4) : Handshake::dial(key, 3, 2);
+  Bytes said = dials ? theirs.opening() : theirs.take(ours.opening());
+  bool spoiled = false;
+  while (ours.state() == Handshake::State::kGoing) {
+    Bytes heard = input.below(4) == 0 ? input.bytes(ours.awaits()) : input.spoiled(said);
+    heard.resize(ours.awaits());  // a connection gives exactly that many
+    spoiled |= heard != said;
+    const Bytes answer = ours.take(heard);
+    said = answer.size() == theirs.awaits() ? theirs.take(answer) : Bytes();
+    said.resize(ours.awaits());
+  }
+  FUZZ_CHECK((ours.state() == Handshake::State::kProven) == (knows && !spoiled));
+  FUZZ_CHECK(ours.awaits() == 0);
+}
+
+void read_stream(Input& input) {
+  BlockPool blocks;
+  FrameReader reader(&blocks);
+  std::vector<FrameReader::Frame> held;
+  size_t received = 0, taken = 0;
+  while (!input.empty() && received < (1 << 20)) {
+    Bytes part;
+    if (input.below(4) != 0) {  // a frame that can be
+      const auto size = static_cast<uint32_t>(input.number<uint16_t>());
+      const FrameHeader header{size, FrameHeader::kBulk, input.number<uint8_t>(), 1};
+      part = to_bytes(header);
+      part.resize(part.size() + size + frame_padding(size));
+      part = input.spoiled(part);
+    } else {
+      part = input.bytes(input.below(64));
+    }
+    for (size_t at = 0; at < part.size();) {
+      const std::span<std::byte> room = reader.room();
+      FUZZ_CHECK(!room.empty());
+      const size_t count = std::min({room.size(), part.size() - at, size_t{1} << input.below(17)});
+      std::memcpy(room.data(), part.data() + at, count);
+      reader.filled(count);
+      received += count;
+      at += count;
+      while (auto frame = reader.next()) {
+        FUZZ_CHECK(frame->payload.size() == frame->header.size);
+        taken += sizeof(FrameHeader) + frame->payload.size() + frame_padding(frame->payload.size());
+        FUZZ_CHECK(taken <= received);
+        if (input.flag()) held.push_back(std::move(*frame));
+      }
+    }
+  }
+  size_t sum = 0;  // AddressSanitizer sees whether they are still there
+  for (const auto& frame : held)
+    for (const std::byte byte : frame.payload) sum += static_cast<size_t>(byte);
+  FUZZ_CHECK(sum <= received * 255);
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  Input input(data, size);
+  try {
+    input.flag() ? meet(input) : read_stream(input);
+  } catch (const Error&) {
+  }
+  return 0;
+}
