@@ -117,8 +117,8 @@ def test_without_a_plan_large_trees_are_messages_of_8_mib() -> None:
 
     def messages(*sizes: int) -> list[list[int]]:
         leaves = [jax.ShapeDtypeStruct((2, size << 18), jnp.float32) for size in sizes]  # MiB
-        mesh, specs = mesh_of((2,), ("d",)), {"in_specs": P("d"), "out_specs": P()}
-        step = jax.shard_map(lambda t: psum_q(t, "d"), mesh=mesh, **specs)
+        mesh = mesh_of((2,), ("d",))
+        step = jax.shard_map(lambda t: psum_q(t, "d"), mesh=mesh, in_specs=P("d"), out_specs=P())
         text = jax.jit(step).lower(leaves).as_text()
         calls = [line for line in text.splitlines() if "@cgx_psum_q" in line]
         shapes = [line[line.rindex(") -> ") :] for line in calls]

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Config
-from cgx_ops.errors import CgxError, InvalidArgument
+from cgx_ops.errors import CgxError, InvalidArgument, MismatchError
 from cgx_ops.planner import Plan
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket
@@ -118,8 +118,10 @@ class PlannedAllreduceState(HookState):
             self._compared = True
             try:
                 plan.agree(communicator)
-            except CgxError as told:
+            except MismatchError as told:
                 return told
+            except CgxError:  # what went wrong first says more
+                return error
         return error
 
 
@@ -154,8 +156,8 @@ def planned_allreduce_hook(
         TypeError: gradients of another dtype, layout or device; it names the layer.
         InvalidArgument: the plan is of another model, and as quantized_allreduce_hook.
 
-    Ranks with different plans hear of it at the first message that differs: what is raised names
-    the first tensor, if CGX_TIMEOUT does not pass before.
+    Ranks with different plans hear of it at the first message that differs: what is in its future,
+    and so what backward() raises, names the first tensor that differs.
     """
     seen = look_at(_HOOK, state, bucket)
     refuse(_HOOK, seen, ", or use quantized_allreduce_hook with unsupported='exact'")
