@@ -110,7 +110,9 @@ UNDER_MPIRUN = [
 ]
 UNDER_MPIRUN += [
     pytest.param(*each, marks=pytest.mark.exhaustive)
-    for each in itertools.product(("matrix", "features", "compressors"), ("SHM", "MPI", "TCP"), (2, 3, 4))
+    for each in itertools.product(
+        ("matrix", "features", "compressors"), ("SHM", "MPI", "TCP"), (2, 3, 4)
+    )
     if each not in UNDER_MPIRUN
 ]
 

@@ -70,7 +70,7 @@ def test_alone_there_is_nothing_to_do(launch: Launch) -> None:
 
 
 def test_processes_that_only_xla_connects() -> None:
-    """As on several hosts, where cgx needs MPI: here it may use nothing else."""
+    """cgx may use nothing but MPI, which nobody started."""
     by_arguments(2, "unreachable", COMMUNICATOR_TYPE="MPI")
 
 

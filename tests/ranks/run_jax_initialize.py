@@ -71,6 +71,14 @@ def detected() -> None:
     check_mesh()
 
 
+def by_torchrun() -> None:
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell all, without torch."""
+    cgx_ops.jax.initialize()
+    assert (jax.process_index(), jax.process_count()) == (RANK, SIZE)
+    check_mesh()
+    assert cgx_ops.size() == 1
+
+
 def nothing_to_do() -> None:
     cgx_ops.jax.initialize()
     assert not jax.distributed.is_initialized()
@@ -84,7 +92,7 @@ def unreachable() -> None:
     initialize()
     text = error_of(check_mesh)
     assert "RuntimeError: cgx cannot connect JAX's processes" in text
-    assert "Start them with mpirun, or pass carrier='xla'" in text
+    assert "Let them reach each other, or pass carrier='xla'" in text
     check_mesh(carrier="xla")
 
 
@@ -145,6 +153,7 @@ CASES: dict[str, Callable[[], None]] = {
     for f in (
         works,
         detected,
+        by_torchrun,
         nothing_to_do,
         unreachable,
         twice,

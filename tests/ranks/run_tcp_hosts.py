@@ -1,0 +1,96 @@
+"""A rank on a host of its own, which knows the others by a folder alone: no mpirun, no MPI.
+
+    run_tcp_hosts.py CASE RANK SIZE FOLDER
+
+CASE: `sums`, the oracle's cases; `kill`, the last rank kills itself; `link`, this rank says when
+its host may be cut off; `stranger`, the last rank comes when somebody else has knocked. Prints one
+line of JSON at the end.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import collective_cases
+import mpi4py
+import numpy as np
+from file_store import allgather_by_files
+from run_hosts import CASES
+
+from cgx_ops import CgxError, Communicator, Config
+
+mpi4py.rc.initialize = False
+from mpi4py import MPI  # noqa: E402
+
+CASE, RANK, SIZE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+# Of collectives: what a lost host takes to be noticed at most. A stranger takes his time.
+TIMEOUT = 60.0 if CASE == "stranger" else 4.0
+FOLDER = Path(sys.argv[4])
+LAST = SIZE - 1
+
+
+def wait_for(name: str) -> None:
+    deadline = time.monotonic() + 30
+    while not (FOLDER / name).exists():
+        assert time.monotonic() < deadline, f"nobody made {name}"
+        time.sleep(0.01)
+
+
+def bootstrap() -> Callable[[bytes], list[bytes]]:
+    """Return the allgather; for `stranger` the last rank pauses while the others listen."""
+    allgather = allgather_by_files(FOLDER, RANK, SIZE)
+    calls = 0
+
+    def paused(blob: bytes) -> list[bytes]:
+        nonlocal calls
+        blobs = allgather(blob)
+        calls += 1
+        if calls == 2:  # 1: greetings; 2: where to connect
+            (FOLDER / "listening").touch()
+            wait_for("knocked")
+        return blobs
+
+    return paused if CASE == "stranger" and RANK == LAST else allgather
+
+
+def lose(comm: Communicator) -> dict[str, object]:
+    """Reduce until it fails; tell how long the last call took and what it raised."""
+    if RANK == LAST and CASE == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    x = np.ones(1 << 20, np.float32)
+    (FOLDER / f"reducing {RANK}").touch()
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        begin = time.monotonic()
+        try:
+            comm.allreduce(x, config=Config(bits=4))
+        except CgxError as error:
+            seconds = time.monotonic() - begin
+            return {"error": type(error).__name__, "text": str(error), "seconds": seconds}
+    return {"error": ""}
+
+
+def main() -> None:
+    transport = "TCP" if CASE == "stranger" else None
+    comm = Communicator.create(
+        RANK, SIZE, bootstrap(), "hosts", transport=transport, timeout=TIMEOUT
+    )
+    digests = [collective_cases.run(case, comm) for case in CASES]
+    said = {
+        "host": socket.gethostname(),
+        "transport": comm.transport,
+        "digests": digests,
+        "strangers": comm.stats().strangers,
+        **(lose(comm) if CASE in ("kill", "link") else {}),
+    }
+    assert not MPI.Is_initialized()
+    comm.close()
+    print(json.dumps(said))
+
+
+main()

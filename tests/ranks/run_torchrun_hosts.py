@@ -1,0 +1,88 @@
+"""torchrun on several hosts, without MPI: DDP, FSDP2, sub-groups, and the group made again.
+
+    torchrun --nnodes 2 ... run_torchrun_hosts.py
+
+Prints one line of JSON: the host, the transport, the ratio of bytes, and digests of what must be
+equal on all ranks.
+"""
+
+import hashlib
+import json
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ops
+import cgx_ops.torch
+from cgx_ops import Communicator, Config
+from cgx_ops.torch import BackendOptions, fsdp
+
+OPTIONS = BackendOptions(Config(bits=4))
+
+
+def digest(module: torch.nn.Module) -> str:
+    """Of the whole parameters, wherever their shards are."""
+    hashed = hashlib.sha256()
+    for parameter in module.parameters():
+        whole = getattr(parameter, "full_tensor", lambda parameter=parameter: parameter)()
+        hashed.update(whole.detach().numpy().tobytes())
+    return hashed.hexdigest()[:12]
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+
+
+def train(module: torch.nn.Module) -> list[float]:
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    torch.manual_seed(2 + dist.get_rank())
+    x = torch.randn(32, 64)
+    losses = []
+    for _ in range(5):
+        loss = (module(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_all() -> dict[str, object]:
+    ddp = DistributedDataParallel(model())
+    losses = train(ddp)
+    assert losses[-1] < losses[0]
+    sharded = model()
+    fully_shard(sharded)
+    fsdp.compress(sharded, Config(bits=4))
+    losses = train(sharded)
+    assert losses[-1] < losses[0]
+    return {"ddp": digest(ddp), "fsdp": digest(sharded)}
+
+
+def main() -> None:
+    dist.init_process_group("cgx", pg_options=OPTIONS)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    first = train_all()
+    comm = Communicator.find(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    stats = comm.stats()
+    pair = dist.new_group([0, size - 1])
+    if rank in (0, size - 1):
+        x = torch.full((5000,), float(rank))
+        dist.all_reduce(x, group=pair)
+        assert (x == size - 1).all()
+    dist.destroy_process_group()
+    dist.init_process_group("cgx", pg_options=OPTIONS)  # again, over the same store
+    again = train_all()
+    dist.destroy_process_group()
+    assert "MPI" not in os.environ.get("COMMUNICATOR_TYPE", "")
+    said = {"rank": rank, "host": socket.gethostname(), "transport": stats.transport}
+    said |= {"ratio": stats.ratio, "first": first, "again": again, "mpi": cgx_ops.size()}
+    print(json.dumps(said), flush=True)
+
+
+main()
