@@ -74,8 +74,9 @@ class PlannedAllreduceState(HookState):
         super().connect()
         self._next: tuple[int, Plan] | None = None  # from which step on, and which
         self._joining: _Joining | None = None  # of the backward pass that runs
-        self._disagreement = threading.Lock()
+        self._comparing = threading.Lock()
         self._compared = False
+        self._told: MismatchError | None = None  # how plans differ
 
     def replan(self, plan: Plan) -> int:
         """Go on by another plan of the same parameters, on all ranks from the same step on.
@@ -110,19 +111,18 @@ class PlannedAllreduceState(HookState):
 
     def explained(self, error: Exception, plan: Plan) -> Exception:
         """Return why a message failed: ranks that have different plans compare them, once."""
-        with self._disagreement:
+        with self._comparing:
             communicator = self.communicator()
-            if communicator.closed or self._compared:
-                return error
-            # The communicator lives, so all ranks have heard of this failure, and are here too.
-            self._compared = True
-            try:
-                plan.agree(communicator)
-            except MismatchError as told:
-                return told
-            except CgxError:  # what went wrong first says more
-                return error
-        return error
+            if not self._compared and not communicator.closed:
+                # It lives, so all ranks have heard of a failure of this kind, and are here too.
+                self._compared = True
+                try:
+                    plan.agree(communicator)
+                except MismatchError as told:
+                    self._told = told
+                except CgxError:  # what went wrong first says more
+                    pass
+            return self._told or error
 
 
 def _require_same(old: Plan, new: Plan) -> None:
