@@ -89,6 +89,13 @@ def training(program: str) -> Run:
     return Run(program, words, hosts=2, rate="1gbit")
 
 
+def transports(name: str, hosts: int, rate: str | None = None) -> Run:
+    """Return a run of MPI beside TCP."""
+    link = ("--link-rate", rate) if rate else ()
+    program = ("benchmarks/transports.py", "--sizes", "4KiB", "64MiB", *link)
+    return Run(f"transports-{name}", program, hosts=hosts, rate=rate)
+
+
 PARTS: dict[str, tuple[Run, ...]] = {
     "shm": (
         allreduce("shm-2", "--budget 5", ranks=2),
@@ -118,6 +125,11 @@ PARTS: dict[str, tuple[Run, ...]] = {
             rate="100mbit",
         ),
         allreduce("unshaped-2", "--budget 6 --sizes 64KiB 1MiB 16MiB 64MiB", hosts=2),
+    ),
+    "transports": (
+        transports("1gbit-2", 2, "1gbit"),
+        transports("1gbit-4", 4, "1gbit"),
+        transports("unshaped-2", 2),
     ),
     "steps": (training("ddp_step"), training("jax_step")),
     "convergence": (

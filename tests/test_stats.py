@@ -79,7 +79,7 @@ def test_every_call_adds_exactly_its_bytes() -> None:
 
 
 def test_ratio() -> None:
-    stats = Stats("a", 1, 2, "shm", 3, 1_500_000, 1_500_000, 200_000, 0.25, 1.5, 1.25)
+    stats = Stats("a", 1, 2, "shm", 3, 1_500_000, 1_500_000, 200_000, 0.25, 1.5, 1.25, 0)
     assert stats.ratio == 7.5
     assert str(stats) == (
         "a, rank 1 of 2 (shm): 3 collectives, 1.5 MB in, 200.0 kB sent instead of 1.5 MB "

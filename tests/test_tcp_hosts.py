@@ -64,16 +64,20 @@ def together(hosts: Any, commands: list[list[str | Path]]) -> Any:
 # ---- launchers ----------------------------------------------------------------------------------
 
 
+def torchrun(hosts: Any, nodes: int, *options: str, arguments: list[str]) -> list[dict[str, Any]]:
+    """Run run_torchrun_hosts.py by an agent on each host; return what the ranks said."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), *options]
+    program = [RANKS / "run_torchrun_hosts.py", *arguments]
+    commands = [[*command, "--node-rank", str(node), *program] for node in range(nodes)]
+    lines = [line for each in together(hosts, commands) for line in said(each)]
+    return sorted(lines, key=lambda line: line["rank"])
+
+
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 1)])
 def test_torchrun(hosts: Any, nodes: int, per_node: int) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes)]
-    command += ["--nproc-per-node", str(per_node), "--master-addr", "h0", "--master-port", "29512"]
-    program = RANKS / "run_torchrun_hosts.py"
-    commands = [[*command, "--node-rank", str(node), program] for node in range(nodes)]
-    found = sorted(
-        (line for each in together(hosts, commands) for line in said(each)),
-        key=lambda line: line["rank"],
-    )
+    options = ["--nproc-per-node", str(per_node), "--master-addr", "h0", "--master-port", "29512"]
+    found = torchrun(hosts, nodes, *options, arguments=[])
+    assert len(found) == nodes * per_node
     assert [each["host"] for each in found] == [
         f"h{rank // per_node}" for rank in range(len(found))
     ]
@@ -85,14 +89,25 @@ def test_torchrun(hosts: Any, nodes: int, per_node: int) -> None:
         assert each["mpi"] == 1
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.slow
+def test_torchrun_starts_again(hosts: Any, tmp_path: Path) -> None:
+    """The second generation meets itself alone, though the first one's store is still there."""
+    options = ["--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
+    options += ["--rdzv-endpoint", "h0:29513", "--rdzv-id", "restart"]
+    found = torchrun(hosts, 2, *options, arguments=[str(tmp_path / "note")])
+    assert (tmp_path / "note").exists()
+    assert [each["rank"] for each in found] == [0, 1]
+    assert found[0]["first"] == found[1]["first"] == found[0]["again"]
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_jax_by_the_variables_of_torchrun(hosts: Any, devices: int) -> None:
     program = [sys.executable, RANKS / "run_jax_initialize.py", "by_torchrun"]
     variables = ["MASTER_ADDR=h0", "MASTER_PORT=29612", "WORLD_SIZE=2"]
     variables += [f"XLA_FLAGS=--xla_force_host_platform_device_count={devices}", "PROCESSES=2"]
     commands = [["env", *variables, f"RANK={rank}", *program] for rank in range(2)]
     for ran in together(hosts, commands):
-        assert ran.stdout.splitlines()[-1] == "ok"
+        assert ran.stdout.splitlines()[-1] == "ok all"
 
 
 # ---- failures -----------------------------------------------------------------------------------

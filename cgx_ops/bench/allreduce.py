@@ -66,13 +66,15 @@ def parse_rate(text: str) -> float:
     return rate
 
 
-def _positive(text: str) -> int:
+def parse_count(text: str) -> int:
+    """Return an option that is an integer of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no integer >= 1")
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
+    """Return an option that is a number of seconds of at least 0, for argparse."""
     try:
         seconds = float(text)
     except ValueError:
@@ -126,10 +128,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=PEERS,
         help="without names: none; default: all there are",
     )
-    choose("--rounds", type=_positive, default=21, help="at most (default 21)")
+    choose("--rounds", type=parse_count, default=21, help="at most (default 21)")
     choose(
         "--budget",
-        type=_seconds,
+        type=parse_seconds,
         default=10.0,
         help="seconds for each size (default 10)",
     )

@@ -99,7 +99,8 @@ def _axis_size(caller: str, axis: Hashable) -> int:
     if size is None:
         raise NameError(
             f"{caller}: unbound axis name: {axis!r}. Call it inside jax.shard_map over a mesh that "
-            "has this axis"
+            "has this axis; in plain jax.jit use cgx_ops.jax.value_and_grad with in_specs, which "
+            "brings one"
         )
     if not _compat.is_shard_map_axis(axis):
         raise NotImplementedError(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cgx_ops.bench.allreduce import parse_rate
+from cgx_ops.bench.allreduce import parse_count, parse_rate, parse_seconds
 from cgx_ops.bench.report import Table, rate_text, time_text
 from cgx_ops.codec import encoded_bytes
 from cgx_ops.config import Config
@@ -45,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choose("--link", type=parse_rate, default="1gbit", help="of each host (default 1gbit)")
     choose("--hosts", type=_hosts, default=2, help="one rank on each (default 2)")
     choose("--bits", type=int, choices=_BITS[:-1], default=4, help="of a value (default 4)")
-    choose("--bucket-size", type=_positive, default=Config().bucket_size)
+    choose("--bucket-size", type=parse_count, default=Config().bucket_size)
     choose(
         "--backward",
-        type=_seconds,
+        type=parse_seconds,
         default=0.1,
         help="seconds of the backward pass, in which tensors become ready one after the other, "
         "evenly, the last first (default 0.1)",
@@ -111,26 +111,10 @@ def _tensors(text: str) -> list[tuple[str, int]]:
         ) from None
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer >= 1")
-    return int(text)
-
-
 def _hosts(text: str) -> int:
-    if _positive(text) < 2:
+    if parse_count(text) < 2:
         raise argparse.ArgumentTypeError("on one host nothing is sent: give 2 or more")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds >= 0")
-    return seconds
 
 
 # ---- 2. what messages cost -----------------------------------------------------------------------

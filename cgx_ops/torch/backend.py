@@ -204,6 +204,10 @@ def _make(
     name, timeout = options.group_name, options._timeout
     _native_options[name] = options
     store = _compat.PrefixStore(f"{name}/cgx", store)
+    # A store may outlive its groups (torchrun's does), and with it what was said for an earlier
+    # group of this name. So ranks count how often they came here.
+    made = store.add(f"made/{rank}", 1)
+    store = _compat.PrefixStore(str(made), store)
     comm = _connect(store, rank, size, name, timeout, transport)
     try:
         inner = _inner(store, rank, size, options)
@@ -255,14 +259,12 @@ def _store_allgather(
 ) -> Callable[[bytes], Sequence[bytes]]:
     """Return an allgather of small blobs over a Store, for the making of one communicator.
 
-    Every use has keys of its own, also where a store outlives its groups: ranks count how often
-    they came here. The last to read a round's blobs deletes them.
+    Every round has keys of its own. The last to read a round's blobs deletes them.
     """
-    made = store.add(f"made/{rank}", 1)
     rounds = iter(range(2**31))
 
     def allgather(mine: bytes) -> Sequence[bytes]:
-        prefix = f"{made}/{next(rounds)}"
+        prefix = str(next(rounds))
         keys = [f"{prefix}/{peer}" for peer in range(size)]
         store.set(keys[rank], mine.hex())
         try:

@@ -41,10 +41,10 @@ void read_stream(Input& input) {
   FrameReader reader(&blocks);
   std::vector<FrameReader::Frame> held;
   size_t received = 0, taken = 0;
-  while (!input.empty() && received < (1 << 20)) {
+  while (!input.empty() && received < 160'000) {
     Bytes part;
-    if (input.below(4) != 0) {  // a frame that can be
-      const auto size = static_cast<uint32_t>(input.number<uint16_t>());
+    if (input.below(4) != 0) {  // a frame that can be; some are longer than a block
+      const uint32_t size = input.below(64) == 0 ? 70'000 : input.number<uint8_t>();
       const FrameHeader header{size, FrameHeader::kBulk, input.number<uint8_t>(), 1};
       part = to_bytes(header);
       part.resize(part.size() + size + frame_padding(size));

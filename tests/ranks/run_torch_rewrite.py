@@ -9,12 +9,13 @@ SALT: a text that no run had before; it keeps graphs of earlier runs out of this
 
 import re
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import checks
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -409,18 +410,19 @@ def main() -> None:
     name = other.group_name
     cgx_ops.Communicator.create(other.rank(), other.size(), allgather, name, timeout=90)
     COMMUNICATOR.append(name)
-    checks = [functional_collectives, in_place_and_half, distributed_tensor, noise, choice]
-    checks += [as_an_option_and_chained, caches, says_why, generated_code, overlap, data_parallel]
-    checks += [compressors, planned]
-    for number, check in enumerate(checks):
-        groups = [world, other]
-        for group in groups if HOW == "each" or number == 0 else groups[number % 2 :][:1]:
-            begin = time.perf_counter()
-            check(group)
-            seconds = time.perf_counter() - begin
-            print(f"ok {check.__name__} on {group.group_name}: {seconds:.1f} s", flush=True)
+    of_group = [functional_collectives, in_place_and_half, distributed_tensor, noise, choice]
+    of_group += [as_an_option_and_chained, caches, says_why, generated_code, overlap, data_parallel]
+    of_group += [compressors, planned]
+    groups = [world, other]
+    checks.run(
+        {
+            f"{check.__name__} on {group.group_name}": partial(check, group)
+            for number, check in enumerate(of_group)
+            for group in (groups if HOW == "each" or number == 0 else groups[number % 2 :][:1])
+        },
+        [],
+    )
     dist.destroy_process_group()
-    print("ok all")
 
 
 if __name__ == "__main__":

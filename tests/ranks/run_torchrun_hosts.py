@@ -1,15 +1,18 @@
 """torchrun on several hosts, without MPI: DDP, FSDP2, sub-groups, and the group made again.
 
-    torchrun --nnodes 2 ... run_torchrun_hosts.py
+    torchrun --nnodes 2 ... run_torchrun_hosts.py [NOTE]
 
-Prints one line of JSON: the host, the transport, the ratio of bytes, and digests of what must be
-equal on all ranks.
+NOTE: a file that is not there yet; the last rank makes it and ends itself in the middle of its
+training, so that torchrun starts all of them again. Prints one line of JSON: the host, the
+transport, the ratio of bytes, and digests of what must be equal on all ranks.
 """
 
 import hashlib
 import json
 import os
 import socket
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -67,7 +70,13 @@ def train_all() -> dict[str, object]:
 def main() -> None:
     dist.init_process_group("cgx", pg_options=OPTIONS)
     rank, size = dist.get_rank(), dist.get_world_size()
+    begun_before = not sys.argv[1:] or Path(sys.argv[1]).exists()
     first = train_all()
+    if not begun_before:
+        if rank == size - 1:
+            Path(sys.argv[1]).touch()
+            os._exit(3)
+        train_all()  # raises: a rank is gone
     comm = Communicator.find(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     stats = comm.stats()
     pair = dist.new_group([0, size - 1])
@@ -81,7 +90,12 @@ def main() -> None:
     dist.destroy_process_group()
     assert "MPI" not in os.environ.get("COMMUNICATOR_TYPE", "")
     said = {"rank": rank, "host": socket.gethostname(), "transport": stats.transport}
-    said |= {"ratio": stats.ratio, "first": first, "again": again, "mpi": cgx_ops.size()}
+    said |= {
+        "ratio": stats.ratio,
+        "first": first,
+        "again": again,
+        "mpi": cgx_ops.size(),
+    }
     print(json.dumps(said), flush=True)
 
 

@@ -6,7 +6,7 @@
 //   3. who accepted confirms with another proof
 //
 // A proof is a keyed hash over both nonces, both ranks and the side; the key is the communicator's.
-// Whoever does not know it learns nothing but a nonce, and is read no further than 44 bytes.
+// Whoever does not know it learns nothing but a nonce, and is read no further than 32 bytes.
 #pragma once
 
 #include <array>
