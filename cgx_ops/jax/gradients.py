@@ -46,9 +46,10 @@ def compress_grads(
         axis_name: name of a mesh axis, or a tuple of names.
         key: a PRNG key, as of `psum_q`: give another in every step. None: rounds to nearest.
         name: of the collective, as of `psum_q`.
-        **knobs: every other keyword of `psum_q` but residual. With fuse (the default) all gradients
-          go in one message, when the last is computed. To overlap them with the rest of the
-          backward pass, give fuse=False, or call this for each layer where it is used.
+        **knobs: every other keyword of `psum_q` but residual, fuse among them: by default small
+          trees are one message, which goes when the last gradient is computed. To overlap that
+          with the rest of the backward pass, give fuse=False, or call this for each layer where it
+          is used.
 
     Returns:
         `params`, varying over the axes for JAX's type checks.

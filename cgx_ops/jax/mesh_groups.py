@@ -22,6 +22,7 @@ from cgx_ops.jax import _compat, _runtime, carrier
 from cgx_ops.jax._calls import parted
 from cgx_ops.jax.knobs import refuse_on_gpus, refuse_votes
 from cgx_ops.jax.launching import launcher
+from cgx_ops.jax.plans import agree
 from cgx_ops.jax.primitive import Settings, Verb, custom_call, message_attributes, vary
 from cgx_ops.jax.trees import exact_twin
 
@@ -181,6 +182,8 @@ def _attributes(
         attributes["devices"] = np.asarray(devices, np.int64)
     if processes is not None:
         attributes["processes"] = np.asarray(processes, np.int64)
+        if settings.plan is not None:
+            agree(settings.plan, tuple(sorted(set(processes))))
         launched_by = launcher(named=bool(settings.name), names_suffice=names_suffice)
     call = settings.name or _call_id(ctx, settings, attributes)
     attributes["call"] = f"{launched_by}/{call}" if launched_by else call

@@ -8,6 +8,7 @@
     adaptive.py   bits that follow a model as it trains
     measure.py    the constants of the model, for a communicator's own route
     plan.py       groups and bits as one value: saved, loaded, agreed upon by ranks
+    plot.py       a step's timeline as a picture
     command.py    `python -m cgx_ops plan`: the table for a user's own model
 
 Groups are after MergeComp (Wang et al., "MergeComp: A Compression Scheduler for Scalable
@@ -22,13 +23,14 @@ from cgx_ops.planner.adaptive import AdaptiveBits
 from cgx_ops.planner.bits import allocate_bits, predicted_error
 from cgx_ops.planner.clusters import cluster_bits
 from cgx_ops.planner.measure import measure, ready_times
-from cgx_ops.planner.model import Costs, finish
+from cgx_ops.planner.model import Costs, Passage, finish, timeline
 from cgx_ops.planner.partition import partition
 from cgx_ops.planner.plan import Plan
 
 __all__ = [
     "AdaptiveBits",
     "Costs",
+    "Passage",
     "Plan",
     "allocate_bits",
     "cluster_bits",
@@ -38,4 +40,5 @@ __all__ = [
     "predicted_error",
     "ready_times",
     "statistic",
+    "timeline",
 ]

@@ -18,8 +18,9 @@ from cgx_ops.bench.report import Table, rate_text, time_text
 from cgx_ops.codec import encoded_bytes
 from cgx_ops.config import Config
 from cgx_ops.planner import baselines
-from cgx_ops.planner.model import Costs, finish
+from cgx_ops.planner.model import Costs, finish, timeline
 from cgx_ops.planner.plan import Plan
+from cgx_ops.planner.plot import draw
 
 _BITS = (*range(1, 9), 32)
 _EXACT = Config(bits=32)
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "evenly, the last first (default 0.1)",
     )
     choose("--save", metavar="FILE", help="write the plan there, for Plan.load()")
+    choose("--plot", metavar="FILE", help="draw the planned step's timeline there: a .png or .svg")
     parser.set_defaults(run=run)
 
 
@@ -69,6 +71,12 @@ def run(options: argparse.Namespace) -> int:
     if options.save:
         plan.save(options.save)
         print(f"The plan is in {options.save}.")
+    if options.plot:
+        sizes = [encoded_bytes(numel, config) for numel in plan.numels]
+        costs = typical_costs(options.link, options.hosts, config.bits)
+        messages = timeline(plan.groups, plan.numels, model.ready, sizes, costs)
+        draw(options.plot, f"{table.title}; {len(messages)} messages", messages)
+        print(f"The timeline is in {options.plot}.")
     return 0
 
 

@@ -12,10 +12,11 @@
   3. hooks in bfloat16; all hooks by name, for programs that choose one by a flag
 
 The layout of torch's own hooks (torch.distributed.algorithms.ddp_comm_hooks), PowerSGD's above all.
-ddp_state.py and ddp_bucket.py have what all hooks share; ddp_adaptive.py is bits that follow the
-gradients; ddp_power_sgd.py is PowerSGD, ddp_deep_gradient.py Deep Gradient Compression, which are
-found here too, as is ddp_plan.py, buckets for a plan's groups; ddp_models.py knows the names of
-layers; ddp_unasked.py attaches the hook over the backend "cgx".
+ddp_state.py and ddp_bucket.py have what hooks share; ddp_adaptive.py is bits that follow the
+gradients. Found here too: ddp_power_sgd.py, PowerSGD; ddp_deep_gradient.py, Deep Gradient
+Compression; ddp_plan.py and ddp_groups.py, buckets that are a plan's groups, and buckets that are
+joined to them. ddp_models.py knows the names of layers; ddp_unasked.py attaches the hook over the
+backend "cgx".
 """
 
 import copy
@@ -29,7 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ops import Config, Segment
+from cgx_ops import Config
 from cgx_ops.config import AUTO
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner import AdaptiveBits
@@ -37,32 +38,28 @@ from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import backend
 from cgx_ops.torch._compat import GradBucket, group_or_default
 from cgx_ops.torch.ddp_adaptive import Adaptation
-from cgx_ops.torch.ddp_bucket import (
-    decide_bits,
-    for_any_bucket,
-    look_at,
-    refuse,
-    residuals_of,
-    seeds_of,
-)
+from cgx_ops.torch.ddp_bucket import decide_bits, layout_of, look_at, refuse
 from cgx_ops.torch.ddp_deep_gradient import DeepGradientState, deep_gradient_hook
+from cgx_ops.torch.ddp_groups import PlannedAllreduceState, planned_allreduce_hook
 from cgx_ops.torch.ddp_plan import planned_buckets
 from cgx_ops.torch.ddp_power_sgd import (
     PowerSGDState,
     batched_power_sgd_hook,
     power_sgd_hook,
 )
-from cgx_ops.torch.ddp_state import HookState, rules_of
+from cgx_ops.torch.ddp_state import HookState
 from cgx_ops.torch.layers import Rules
 
 __all__ = [
     "CommHookType",
     "DeepGradientState",
+    "PlannedAllreduceState",
     "PowerSGDState",
     "QuantizedAllreduceState",
     "batched_power_sgd_hook",
     "bf16_compress_wrapper",
     "deep_gradient_hook",
+    "planned_allreduce_hook",
     "planned_buckets",
     "power_sgd_hook",
     "quantized_allreduce_hook",
@@ -196,34 +193,12 @@ def quantized_allreduce_hook(
             return default_hooks.allreduce_hook(group_or_default(state.process_group), bucket)
     refuse(hook, seen, ", or give QuantizedAllreduceState(unsupported='exact')")
 
-    buffer, residuals = bucket.buffer(), None
-    if seen.config is None:
-        config = state.config
-        segments, seeds = [Segment(0, buffer.numel(), bits=EXACT_BITS)], [0]
-    else:
-        rules = rules_of(state)
-        if rules and not any(layer.name for layer in seen.layers):
-            raise InvalidArgument(
-                f"{hook}: a rule names layers, but this model's names are not known: import "
-                "cgx_ops.torch before DistributedDataParallel(model)"
-            )
-        adaptation = state.adaptation(seen.config)
-        config = for_any_bucket(seen.config, rules)
-        segments = given = rules.segments(seen.layers, seen.offsets)
-        if adaptation:
-            adaptation.begin(state.communicator(), seen.step, config)
-            segments = adaptation.segments(seen.layers, given)
-        gradients = bucket.gradients()
-        residuals = residuals_of(hook, state, config, seen.layers, segments, gradients)
-        seeds = seeds_of(state, config, seen.layers, seen.step, bucket)
-        if adaptation:
-            adaptation.measure(
-                state.communicator(), config, seen.layers, given, gradients, residuals,
-                last=bucket.is_last(),
-            )  # fmt: skip
+    adaptation = None if seen.config is None else state.adaptation(seen.config)
+    layout = layout_of(hook, state, bucket, seen, adaptation)
     return state.average(
-        buffer, config, segments=segments, seed=seeds, name="ddp", residuals=residuals
-    )
+        bucket.buffer(), layout.config, segments=layout.segments, seed=layout.seeds, name="ddp",
+        residuals=layout.residuals,
+    )  # fmt: skip
 
 
 # ---- 3. hooks in bfloat16, hooks by name ---------------------------------------------------------
