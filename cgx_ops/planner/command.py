@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"The plan is in {options.save}.")
     if options.plot:
         sizes = [encoded_bytes(numel, config) for numel in plan.numels]
-        costs = typical_costs(options.link, options.hosts, config.bits)
+        costs = typical_costs(options.link, options.hosts, config.decided_bits)
         messages = timeline(plan.groups, plan.numels, model.ready, sizes, costs)
         draw(options.plot, f"{table.title}; {len(messages)} messages", messages)
         print(f"The timeline is in {options.plot}.")
