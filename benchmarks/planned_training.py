@@ -130,7 +130,7 @@ def jax_training(layers: int, seconds: float, config: Config) -> Training:
     def planned(plan: Plan) -> Timed:
         def body(weights: Any, inputs: Any) -> Any:
             given = gradients(weights, inputs)
-            return pmean_q(given, "data", bits=config.bits, fuse=plan)
+            return pmean_q(given, "data", bits=config.decided_bits, fuse=plan)
 
         return Timed(program(body))
 
@@ -160,7 +160,7 @@ def main() -> None:
     numels, counts = training.numels, list(training.numels.values())
     sizes = [encoded_bytes(n, config) for n in counts]
     plans = {
-        name: Plan(tuple(numels), tuple(counts), (config.bits,) * len(counts), tuple(map(tuple, g)))
+        name: Plan(tuple(numels), tuple(counts), (config.decided_bits,) * len(counts), tuple(map(tuple, g)))
         for name, g in groupings(numels, training.ready, costs, config).items()
     }
     timed = {name: training.step_of(plan) for name, plan in plans.items()}
