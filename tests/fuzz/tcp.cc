@@ -55,7 +55,8 @@ void read_stream(Input& input) {
     for (size_t at = 0; at < part.size();) {
       const std::span<std::byte> room = reader.room();
       FUZZ_CHECK(!room.empty());
-      const size_t count = std::min({room.size(), part.size() - at, size_t{1} << input.below(17)});
+      const size_t piece = size_t{1 << 16} >> input.below(17);
+      const size_t count = std::min({room.size(), part.size() - at, piece});
       std::memcpy(room.data(), part.data() + at, count);
       reader.filled(count);
       received += count;
