@@ -160,7 +160,9 @@ def main() -> None:
     numels, counts = training.numels, list(training.numels.values())
     sizes = [encoded_bytes(n, config) for n in counts]
     plans = {
-        name: Plan(tuple(numels), tuple(counts), (config.decided_bits,) * len(counts), tuple(map(tuple, g)))
+        name: Plan(
+            tuple(numels), tuple(counts), (config.decided_bits,) * len(counts), tuple(map(tuple, g))
+        )
         for name, g in groupings(numels, training.ready, costs, config).items()
     }
     timed = {name: training.step_of(plan) for name, plan in plans.items()}
