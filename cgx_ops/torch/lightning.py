@@ -1,0 +1,47 @@
+"""SaveHookState: a callback by which Lightning's checkpoints hold the communication hook's state.
+
+    trainer = lightning.Trainer(strategy=DDPStrategy(process_group_backend="cgx"),
+                                callbacks=[cgx_ops.torch.lightning.SaveHookState()], ...)
+
+Lightning saves no state of communication hooks. Nothing else of cgx_ops imports Lightning.
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl  # pyright: ignore[reportMissingImports]
+
+from cgx_ops.torch.ddp_unasked import hook_state
+
+
+class SaveHookState(pl.Callback):
+    """Save and restore the state of the hook of cgx_ops, so that a resumed run has the same bits.
+
+    The checkpoint is one for all ranks: residuals, if there are any, are made their mean over the
+    ranks when it is saved, and it loads on any number of ranks. A model without a hook of cgx_ops
+    has no state; nothing happens then.
+    """
+
+    def __init__(self) -> None:
+        self._restored: dict[str, Any] | None = None
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the state to a checkpoint: Lightning calls this on all ranks."""
+        state = hook_state(trainer.strategy.model)
+        if state is not None:
+            if state.keeps_residuals():
+                state.consolidate()
+            checkpoint["cgx_ops"] = state.state_dict()
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the state until the model is wrapped."""
+        self._restored = checkpoint.get("cgx_ops")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Restore it."""
+        if self._restored is not None and (state := hook_state(trainer.strategy.model)):
+            state.load_state_dict(self._restored)
+        self._restored = None
