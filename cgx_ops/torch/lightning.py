@@ -6,11 +6,12 @@
 Lightning saves no state of communication hooks. Nothing else of cgx_ops imports Lightning.
 """
 
+# pyright: reportMissingImports=false
 from typing import Any
 
-import lightning.pytorch as pl  # pyright: ignore[reportMissingImports]
+import lightning.pytorch as pl
 
-from cgx_ops.torch.ddp_unasked import hook_state
+from cgx_ops.torch import trainer_state
 
 
 class SaveHookState(pl.Callback):
@@ -28,11 +29,9 @@ class SaveHookState(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the state to a checkpoint: Lightning calls this on all ranks."""
-        state = hook_state(trainer.strategy.model)
+        state = trainer_state.save_for_all_ranks(trainer.strategy.model)
         if state is not None:
-            if state.keeps_residuals():
-                state.consolidate()
-            checkpoint["cgx_ops"] = state.state_dict()
+            checkpoint["cgx_ops"] = state
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -42,6 +41,6 @@ class SaveHookState(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore it."""
-        if self._restored is not None and (state := hook_state(trainer.strategy.model)):
-            state.load_state_dict(self._restored)
+        if self._restored is not None:
+            trainer_state.restore(trainer.strategy.model, self._restored)
         self._restored = None

@@ -6,13 +6,15 @@
 Trainer saves no state of communication hooks. Nothing else of cgx_ops imports transformers.
 """
 
+# Where transformers is not installed pyright takes this file for it.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers  # pyright: ignore[reportMissingImports]
+import transformers
 
-from cgx_ops.torch.ddp_unasked import hook_state
+from cgx_ops.torch import trainer_state
 
 
 class SaveHookState(transformers.TrainerCallback):
@@ -39,11 +41,9 @@ class SaveHookState(transformers.TrainerCallback):
         **_: Any,
     ) -> None:
         """Write the state; Trainer calls this on all ranks."""
-        if hook := hook_state(self._trainer.model_wrapped):
-            if hook.keeps_residuals():
-                hook.consolidate()
-            if state.is_world_process_zero:
-                torch.save(hook.state_dict(), _file(args, state))
+        hook = trainer_state.save_for_all_ranks(self._trainer.model_wrapped)
+        if hook is not None and state.is_world_process_zero:
+            torch.save(hook, _file(args, state))
 
     def on_train_begin(
         self,
@@ -53,9 +53,9 @@ class SaveHookState(transformers.TrainerCallback):
         **_: Any,
     ) -> None:
         """Read it, in a run that is resumed from a checkpoint that has it."""
-        if (file := _file(args, state)).exists() and (hook := hook_state(self._trainer.model_wrapped)):
-            hook.load_state_dict(torch.load(file))
+        if (file := _file(args, state)).exists():
+            trainer_state.restore(self._trainer.model_wrapped, torch.load(file))
 
 
 def _file(args: transformers.TrainingArguments, state: transformers.TrainerState) -> Path:
-    return Path(args.output_dir, f"checkpoint-{state.global_step}", "cgx_ops.pt")
+    return Path(str(args.output_dir), f"checkpoint-{state.global_step}", "cgx_ops.pt")

@@ -4,7 +4,6 @@ import hashlib
 import json
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -37,10 +36,9 @@ def report(
     losses: list[float], model: nn.Module, resumed: nn.Module, ratio: float | None = None
 ) -> None:
     """Print what the test reads, as its last line: conftest.Trained."""
-    world = dist.group.WORLD
-    assert world is not None
-    if ratio is None:
-        ratio = cgx_ops.stats()[world.group_name].ratio
+    if ratio is None:  # a trainer may have made groups of its own
+        stats = cgx_ops.stats().values()
+        ratio = sum(each.bytes_plain for each in stats) / sum(each.bytes_sent for each in stats)
     facts = {
         "losses": losses,
         "ratio": ratio,

@@ -3,7 +3,7 @@
 run_accelerate.py FOLDER [power_sgd]: with Accelerate's own PowerSGD instead, which is torch's.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportArgumentType=false
 import sys
 from pathlib import Path
 
@@ -27,9 +27,7 @@ _POWER_SGD = DistributedDataParallelKwargs(
 )
 
 
-def train(
-    folder: Path, first: int = 0, power_sgd: bool = False
-) -> tuple[nn.Module, list[float]]:
+def train(folder: Path, first: int = 0, power_sgd: bool = False) -> tuple[nn.Module, list[float]]:
     """Train from epoch `first`, of which there is a checkpoint unless it is 0."""
     dataloader_config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
     handlers = [_POWER_SGD] if power_sgd else []

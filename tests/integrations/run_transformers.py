@@ -1,6 +1,6 @@
 """Rank program: transformers' Trainer over the backend "cgx"; a second one resumes half way."""
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportArgumentType=false
 import sys
 from pathlib import Path
 
@@ -9,7 +9,6 @@ import torch.distributed as dist
 from common import report
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-import cgx_ops.torch
 from cgx_ops.torch.transformers import SaveHookState
 
 _WORDS, _LENGTH, _STEPS = 64, 16, 60

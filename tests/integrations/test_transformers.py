@@ -1,4 +1,4 @@
-"""transformers' Trainer over the backend "cgx", on the CPU, with a small GPT-2 of random weights."""
+"""transformers' Trainer over the backend "cgx", on the CPU, with a small GPT-2."""
 
 from collections.abc import Callable
 
