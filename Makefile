@@ -15,11 +15,13 @@ demo: $(BUILT)
 	$(BIN)/python examples/demo.py
 
 # Two halves at once, since few tests keep two cores busy.
+HALVES = $(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target
 DAILY = not exhaustive and not slow
-.PHONY: test-bindings test-core test-slow
+SLOW = slow and not exhaustive
+.PHONY: test-bindings test-core test-slow slow-torch slow-rest
 test: $(BUILT)
 	@echo "The tests of the bindings and of the rest run side by side; each is shown when it has ended."
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-bindings test-core
+	@$(HALVES) test-bindings test-core
 
 # XLA compiles the programs of the tests' own process without LLVM's optimizations: in a quarter
 # less time. test-all has them.
@@ -31,9 +33,16 @@ test-core: $(BUILT)
 	$(BIN)/python -m pytest tests --ignore-glob="tests/test_jax_*" --ignore-glob="tests/test_torch_*" \
 	  -m "$(DAILY)"
 
-# What .ci/run has beside these.
+# What .ci/run has beside these, in halves that take as long.
 test-slow: $(BUILT)
-	$(BIN)/python -m pytest tests -m "slow and not exhaustive"
+	@echo "The slow tests of torch and the other slow ones run side by side."
+	@$(HALVES) slow-torch slow-rest
+
+slow-torch: $(BUILT)
+	$(BIN)/python -m pytest tests/test_torch_*.py -m "$(SLOW)"
+
+slow-rest: $(BUILT)
+	$(BIN)/python -m pytest tests --ignore-glob="tests/test_torch_*" -m "$(SLOW)"
 
 test-all: $(BUILT)
 	$(BIN)/python -m pytest tests

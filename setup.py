@@ -4,9 +4,9 @@ Phases: the core by CMake; the bindings by one ninja file, which tracks headers 
 setuptools does not; a note of what was built against which framework. Object files stay in build/,
 so that editable installs too compile only what changed.
 
-Bindings are built for the frameworks that can be imported: `pip install --no-build-isolation .` in
-an environment that holds them. CGX_WITH=torch,jax names those to build and insists on them,
-CGX_WITH=none builds the core alone; MAX_JOBS limits the compilers at work.
+Bindings are built for the frameworks of the environment that the package is installed into, also
+where pip builds in isolation and hides them. CGX_WITH=torch,jax names those to build and insists
+on them, CGX_WITH=none builds the core alone; MAX_JOBS limits the compilers at work.
 
 CUDA is part of the core where there is an nvcc: CUDA_HOME's, CUDA_PATH's, the one on PATH, or that
 of /usr/local/cuda. CGX_WITH=cuda insists on it; with CGX_WITH=none it is left out.
@@ -18,7 +18,9 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -28,6 +30,11 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
+
+# pip's build isolation hides the environment's packages from the interpreter that is the
+# environment's own. What the build needs itself comes first all the same.
+for kind in ("purelib", "platlib"):
+    site.addsitedir(sysconfig.get_path(kind))
 
 ROOT = Path(__file__).resolve().parent
 CORE, BUILD = ROOT / "cgx_ops/csrc", ROOT / "build"
@@ -120,20 +127,29 @@ def configure_jax(binding: Binding) -> str:
 
 def ninja_file(bindings: dict[str, Binding]) -> str:
     """Compiles and links each binding. Python's LDFLAGS stay out of it: they carry rpaths."""
+
+    def path(of: object) -> str:
+        return re.sub(r"([$: ])", r"$\1", str(of))
+
+    def words(*each: object) -> str:
+        return " ".join(shlex.quote(str(word)) for word in each).replace("$", "$$")
+
     cxx = os.environ.get("CXX") or str(sysconfig.get_config_var("CXX")).split()[0]
-    flags = f"-std=c++20 -O2 -DNDEBUG -fPIC -fvisibility=hidden -Wall -I{CORE}/include"
-    flags += f" -isystem {sysconfig.get_path('include')}"
-    link = f"-L{BUILD}/cmake -lcgx -Wl,--enable-new-dtags,-rpath,'$$ORIGIN'"
+    flags = "-std=c++20 -O2 -DNDEBUG -fPIC -fvisibility=hidden -Wall "
+    flags += words(f"-I{CORE}/include", "-isystem", sysconfig.get_path("include"))
+    link = words(f"-L{BUILD}/cmake", "-lcgx", "-Wl,--enable-new-dtags,-rpath,$ORIGIN")
     lines = [f"rule compile\n  command = {cxx} {flags} $flags -MD -MF $out.d -c $in -o $out"]
     lines += ["  depfile = $out.d\n  deps = gcc\n  description = $out"]
     lines += [f"rule link\n  command = {cxx} -shared $in {link} $flags -o $out"]
     for name, binding in bindings.items():
-        flags = binding.extra_compile_args + [f"-isystem {f}" for f in binding.include_dirs]
+        system = [word for folder in binding.include_dirs for word in ("-isystem", folder)]
+        flags = words(*binding.extra_compile_args, *system)
         objects = {source: f"{binding.folder}/{Path(source).stem}.o" for source in binding.sources}
         for source, result in objects.items():
-            lines += [f"build {result}: compile {ROOT / source}\n  flags = {' '.join(flags)}"]
-        flags = [f"-L{f}" for f in binding.library_dirs] + [f"-l{f}" for f in binding.libraries]
-        lines += [f"build {name}: link {' '.join(objects.values())}\n  flags = {' '.join(flags)}"]
+            lines += [f"build {result}: compile {path(ROOT / source)}\n  flags = {flags}"]
+        libraries = [f"-L{folder}" for folder in binding.library_dirs]
+        libraries += [f"-l{library}" for library in binding.libraries]
+        lines += [f"build {name}: link {' '.join(objects.values())}\n  flags = {words(*libraries)}"]
     return "\n".join(lines) + "\n"
 
 

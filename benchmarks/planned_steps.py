@@ -23,8 +23,8 @@ from cgx_ops import Communicator, Config
 from cgx_ops._arrays import Array
 from cgx_ops.bench.report import Report, Table, time_text
 from cgx_ops.codec import encoded_bytes
-from cgx_ops.planner import Costs, baselines, finish, measure
-from cgx_ops.planner.plan import Plan
+from cgx_ops.planner import Costs, Plan, baselines, finish, measure, timeline
+from cgx_ops.planner.plot import draw
 
 _EXACT = Config(bits=32)
 _STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))  # of ResNet-50: channels, blocks
@@ -83,34 +83,39 @@ class Timed:
         ]
         self.results = [np.empty_like(values) for values in self.values]
         self.seconds: list[float] = []
+        self.in_flight: list[tuple[float, float]] = []  # of each message of the last step
 
     def run(self, world: Communicator, config: Config) -> None:
         """Time a step; the slowest rank's time counts."""
         world.allreduce(np.zeros(1, np.float32), "max", _EXACT)  # they meet
         start = time.perf_counter()
-        requests = []
+        requests, started, ended = [], [], []
         for i, (ready, values) in enumerate(zip(self.ready, self.values, strict=True)):
             time.sleep(max(0.0, start + ready - time.perf_counter()))
             name, out = f"{self.name}/{i}", self.results[i]
+            started.append(time.perf_counter() - start)
             requests.append(world.allreduce_async(values, config=config, out=out, name=name))
         for request in requests:
             request.wait()
+            ended.append(time.perf_counter() - start)
+        self.in_flight = list(zip(started, ended, strict=True))
         taken = np.array([time.perf_counter() - start], np.float32)
         self.seconds.append(float(world.allreduce(taken, "max", _EXACT)[0]))
 
 
-def groupings(step: Step, costs: Costs, config: Config) -> list[Timed]:
-    """Return the usual groupings, then the planned one."""
-    numels = list(step.numels.values())
-    case = numels, step.ready, step.sizes, costs
-    plan = Plan.of(step.numels, step.ready, costs, config=config)
-    return [
-        Timed("per tensor", baselines.per_tensor(step.ready), step),
-        Timed("whole", baselines.whole(step.ready), step),
-        Timed("DDP, 1 and 25 MiB", baselines.ddp_buckets(numels, step.ready), step),
-        Timed("best two (MergeComp)", baselines.two_groups(*case), step),
-        Timed("planned", plan.groups, step),
-    ]
+def groupings(
+    numels: dict[str, int], ready: list[float], costs: Costs, config: Config
+) -> dict[str, Sequence[Sequence[int]]]:
+    """Return the usual groups, then the planned ones, by what they are called."""
+    counts = list(numels.values())
+    sizes = [encoded_bytes(n, config) for n in counts]
+    return {
+        "per tensor": baselines.per_tensor(ready),
+        "whole": baselines.whole(ready),
+        "DDP, 1 and 25 MiB": baselines.ddp_buckets(counts, ready),
+        "best two (MergeComp)": baselines.two_groups(counts, ready, sizes, costs),
+        "planned": Plan.of(numels, ready, costs, config=config).groups,
+    }
 
 
 def main() -> None:
@@ -118,12 +123,14 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--backward", type=float, default=0.1, help="seconds (default 0.1)")
     parser.add_argument("--rounds", type=int, default=7, help="of timed steps (default 7)")
+    parser.add_argument("--plot", metavar="FILE", help="draw the last planned step there")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     options = parser.parse_args()
     world, config = cgx_ops.init(), Config(bits=options.bits)
     step = Step.of(resnet50(), options.backward, config)
     costs = measure(world, config)
-    contenders = groupings(step, costs, config)
+    by_name = groupings(step.numels, step.ready, costs, config)
+    contenders = [Timed(name, groups, step) for name, groups in by_name.items()]
     for turn in range(1 + options.rounds):
         first = turn % len(contenders)  # so that none always follows the same one
         for contender in contenders[first:] + contenders[:first]:
@@ -134,6 +141,11 @@ def main() -> None:
             table.print()
         if options.json:
             report.write(options.json)
+        if options.plot:
+            planned = contenders[-1]
+            case = list(step.numels.values()), step.ready, step.sizes, costs
+            title = f"{report.tables[0].title}; planned: {len(planned.groups)} messages"
+            draw(options.plot, title, timeline(planned.groups, *case), planned.in_flight)
 
 
 def _report(

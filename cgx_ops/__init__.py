@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from cgx_ops import _native
 from cgx_ops._arrays import Array
+from cgx_ops.break_even import bits_for
 from cgx_ops.call import Op, Segment
 from cgx_ops.codec import dequantize, quantize
 from cgx_ops.comm import Communicator
@@ -49,6 +50,7 @@ __all__ = [
     "Unsupported",
     "__version__",
     "allreduce",
+    "bits_for",
     "dequantize",
     "init",
     "quantize",
@@ -92,7 +94,8 @@ def allreduce(
     Args:
         array: float32, float16 or bfloat16 (of ml_dtypes), any shape, equal on all ranks.
         op: "sum" or "avg"; with 32 bits also "min", "max" and "product".
-        config: None: Config.from_env(), which is exact unless CGX_* variables say otherwise.
+        config: None: Config.from_env(), which is exact unless CGX_* variables say otherwise. With
+            bits="auto" the first call measures for up to a second: see bits_for().
         out: receives the result: C-contiguous, of the input's shape and dtype; may be the input.
         name: matches this call with those of other ranks, whatever runs in between; needed if
             several threads call.

@@ -319,6 +319,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_encoded_bytes": (POINTER(Codec), c_int64, POINTER(c_int64)),
     "cgx_quantize": (POINTER(Codec), c_void_p, c_int64, c_void_p, POINTER(c_int64)),
     "cgx_dequantize": (POINTER(Codec), c_void_p, c_int64, c_int64, c_void_p),
+    "cgx_statistic": (POINTER(Codec), c_void_p, c_int64, POINTER(c_double)),
     "cgx_sum_encoded": (POINTER(Codec), c_void_p, c_int32, c_int64, c_int64, c_void_p),
 }
 

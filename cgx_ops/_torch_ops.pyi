@@ -31,9 +31,15 @@ def start(
 # ---- The backend "cgx": cgx_ops/torch/backend.py ------------------------------------------------
 
 class Compression:
-    """Config.text and Config.seed as the core wants them."""
+    """Config.text and Config.seed as the core wants them.
 
-    def __init__(self, config: str, seed: int) -> None: ...
+    larger: what messages travel by instead, by rising number of elements: from so many on, where
+    an element has so many bytes.
+    """
+
+    def __init__(
+        self, config: str, seed: int, larger: Sequence[tuple[int, int, Compression]] = ...
+    ) -> None: ...
 
 class ScopeKind(enum.Enum):
     NONE = ...
@@ -63,6 +69,7 @@ class Options(c10d.Backend.Options):
     def __init__(
         self, compression: Compression, unasked: Unasked, timeout: datetime.timedelta
     ) -> None: ...
+    def set_compression(self, compression: Compression) -> None: ...
 
 class Backend(c10d.Backend):
     """Allreduce by the core, everything else by an inner backend, chosen by kind of device."""

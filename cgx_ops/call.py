@@ -284,7 +284,7 @@ def _pattern(
     for to, segment in zip(native, given, strict=True):
         own = with_segment(config, segment)
         to.offset, to.numel = segment.offset, segment.numel
-        to.bits, to.bucket_size = own.bits, own.bucket_size
+        to.bits, to.bucket_size = own.decided_bits, own.bucket_size
         if own is not config:
             configs.append(own.native)
             to.config = addressof(configs[-1])

@@ -1,6 +1,9 @@
-"""The quantizer alone, on one rank: values to bytes and back, as in docs/wire_format.md."""
+"""The quantizer alone, on one rank: values to bytes and back, as in docs/wire_format.md.
 
-from ctypes import byref, c_int64
+And what it must lose of values, measured as it measures buckets: statistic().
+"""
+
+from ctypes import byref, c_double, c_int64
 from typing import Any, Unpack
 
 import numpy as np
@@ -98,6 +101,34 @@ def dequantize(
         "cgx_dequantize", byref(codec), encoded.ctypes.data, encoded.size, numel, values.ctypes.data
     )
     return values
+
+
+def statistic(values: npt.ArrayLike, config: Config | None = None) -> float:
+    """Return the number from which a tensor's quantization error follows, for all bits.
+
+    It is a mean's to take over ranks and steps: predicted errors add up like squares.
+
+    Args:
+        values: float32, float16 or bfloat16, any shape, read in C order.
+        config: its compressor and bucket_size count; None: Config().
+
+    Returns:
+        "uniform": the sum of B R^2 / 12 over buckets of B values with range R (a last bucket may
+        have fewer); "levels": the sum of squares. NaN where a value is not finite. The same to the
+        bit on all CPUs.
+
+    Raises:
+        Unsupported: another compressor, or a rotation, which changes ranges; another dtype.
+    """
+    array = as_input(values)
+    return statistic_at(array.ctypes.data, array.size, dtype_code(array.dtype), config or Config())
+
+
+def statistic_at(values: int, numel: int, dtype: int, config: Config) -> float:
+    """Return the statistic of so many values at an address, of a cgx_dtype_t."""
+    codec, found = _native.Codec(config=config.native, dtype=dtype), c_double()
+    _native.call("cgx_statistic", byref(codec), values, numel, byref(found))
+    return found.value
 
 
 def encoded_bytes(numel: int, config: Config, dtype: npt.DTypeLike = "float32") -> int:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from cgx_ops import _native, _numpy_ops, request
+from cgx_ops import _native, _numpy_ops, break_even, request
 from cgx_ops._arrays import Array, as_input
 from cgx_ops.call import Call, Counter, Op, Repeat, Segment
 from cgx_ops.config import Config
@@ -243,6 +243,7 @@ class Communicator:
             array: any shape.
             op: "sum" or "avg"; with 32 bits also "min", "max" and "product".
             config: None: Config.from_env(), which is exact unless CGX_* variables say otherwise.
+                With bits="auto" the first call measures for up to a second: see cgx_ops.bits_for().
             out: receives the result; may be the input itself.
             name: matches this call with those of other ranks, whatever runs in between.
             segments: runs of elements with their own bits and bucket_size; None: one, of all. What
@@ -261,6 +262,7 @@ class Communicator:
         Returns:
             `out`, or a new array of the input's shape and dtype.
         """
+        config = break_even.decided(self, config, array, op)
         if (
             type(array) is np.ndarray
             and type(out) is np.ndarray
@@ -288,6 +290,7 @@ class Communicator:
         residual: Array | None = None,
     ) -> Request:
         """Start what allreduce() does and return at once. Leave the arrays alone until wait()."""
+        config = break_even.decided(self, config, array, op)
         source = as_input(array)
         call = Call("allreduce", op, config, name, segments, seed, timeout)
         prepared = call.prepare(*self._place(), source, source.shape, source.size, out, residual)
@@ -388,6 +391,7 @@ class Communicator:
             _native.call("cgx_comm_close", self.id)
         _numpy_ops.collect_dropped()  # they hold what the communicator has
         _calls.pop(self.id, None)
+        break_even.forget(self.id)
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,7 @@ from types import NoneType
 from typing import Any, Literal, TypedDict
 
 from cgx_ops import _native
-from cgx_ops.errors import InvalidArgument
+from cgx_ops.errors import InvalidArgument, Unsupported
 
 Compressor = Literal[
     "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "natural", "half", "topk",
@@ -27,6 +27,7 @@ Algorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical", "by_hosts
 CommunicatorType = Literal["AUTO", "SHM", "MPI", "TCP", "NCCL"]
 
 _EXACT = 32
+AUTO = "auto"  # of bits: cgx_ops.bits_for() decides (cgx_ops/break_even.py)
 _COMPRESSORS: dict[str, dict[str, Any]] = {row["name"]: row for row in _native.COMPRESSORS}
 _COMMUNICATOR_TYPES = ("AUTO", "SHM", "MPI", "TCP", "NCCL")
 _ACCEPTED: dict[str, str] = {field["name"]: field["accepted"] for field in _native.CONFIG_FIELDS}
@@ -79,7 +80,10 @@ class Config:
 
     Attributes:
         bits: of a quantized value: "uniform" has 1-8, "levels" 1-4, "qsgd" 2-8, other compressors
-            a width of their own; 32 sends everything exact, whatever the compressor.
+            a width of their own; 32 sends everything exact, whatever the compressor. "auto": exact,
+            8, 4 or 2 by what pays for a message's size among its ranks, which is measured when it
+            is first asked: see cgx_ops.bits_for(). Of allreduces of numpy arrays, the backend
+            "cgx" and the DDP hook.
         bucket_size: elements that share one minimum and step, scale, or choice of the largest.
         rounding: "stochastic" is unbiased; "nearest" has half the worst error; "shift" is unbiased
             with the error of nearest: each bucket's grid is moved by one random fraction of a step
@@ -111,7 +115,7 @@ class Config:
             and at most 1. Less than 1 gives the rest up; MergeComp's memory has 0.9.
     """
 
-    bits: int = _DEFAULTS["bits"]
+    bits: int | Literal["auto"] = _DEFAULTS["bits"]
     bucket_size: int = _DEFAULTS["bucket_size"]
     rounding: Rounding | None = _DEFAULTS["rounding"]
     algorithm: Algorithm = _DEFAULTS["algorithm"]
@@ -133,6 +137,14 @@ class Config:
         for name, value in zip((*_ACCEPTED, "seed"), (*_values(self), self.seed), strict=True):
             if type(value) not in (int, float, str, bool, NoneType):
                 object.__setattr__(self, name, _plain(value))
+        if self.bits == AUTO:
+            if _COMPRESSORS.get(self.compressor, {}).get("bits") == [0, 0]:
+                raise InvalidArgument(
+                    f"Config.bits is 'auto', and compressor {self.compressor!r} has no bits to "
+                    "choose: leave bits out"
+                )
+            replace(self, bits=_DEFAULTS["bits"])  # which checks the other fields
+            return
         try:
             _parsed(self.text)
         except InvalidArgument:
@@ -185,12 +197,26 @@ class Config:
     @property
     def knobs(self) -> dict[str, Any]:
         """How values travel, by name: the fields that the core knows."""
-        return dict(zip(_ACCEPTED, _values(self), strict=True))
+        return dict(zip(_ACCEPTED, self._decided(), strict=True))
 
     @property
     def text(self) -> str:
         """The knobs as the core reads them: "bits=4 bucket_size=512 ..."."""
-        return _TEXT.format(*_values(self))
+        return _TEXT.format(*self._decided())
+
+    @property
+    def decided_bits(self) -> int:
+        """Bits as a number: "auto" is refused."""
+        return self._decided()[0]
+
+    def _decided(self) -> tuple[Any, ...]:
+        if self.bits == AUTO:
+            raise Unsupported(
+                "bits='auto' is for allreduces of numpy arrays, the backend cgx and the hook of "
+                "DistributedDataParallel. Elsewhere choose before the call: "
+                "bits=cgx_ops.bits_for(cgx_ops.init(), numel)"
+            )
+        return _values(self)
 
     @property
     def native(self) -> _native.Config:
@@ -227,10 +253,15 @@ class Config:
         return cls(**values)
 
 
+def auto_in_env() -> bool:
+    """Tell whether Config.from_env() would have bits="auto", without making it."""
+    return os.environ.get("CGX_COMPRESSION_QUANTIZATION_BITS", "").strip().lower() == AUTO
+
+
 class Knobs(TypedDict, total=False):
     """Fields of Config by name, as keyword arguments of what takes them all."""
 
-    bits: int
+    bits: int | Literal["auto"]
     bucket_size: int
     rounding: Rounding | None
     algorithm: Algorithm
@@ -270,6 +301,8 @@ def _parse(variable: str, name: str, text: str) -> float | bool | str:
         if text.upper() in _COMMUNICATOR_TYPES:
             return text.upper()
         accepted = "one of " + ", ".join(_COMMUNICATOR_TYPES)
+    elif name == "bits" and text.lower() == AUTO:
+        return AUTO
     elif name in ("compressor", "rounding"):
         if _accepts(name, text.lower()):
             return text.lower()

@@ -1,4 +1,7 @@
-"""The exceptions of cgx_ops: one kind per status of cgx.h, each also the built-in it resembles."""
+"""The exceptions of cgx_ops: one kind per status of cgx.h, each also the built-in it resembles.
+
+And what the optimizers of both frameworks require of their settings.
+"""
 
 
 class CgxError(RuntimeError):
@@ -60,3 +63,14 @@ def from_status(status: int, message: str) -> CgxError:
     """Return the exception that stands for a failed cgx_status_t."""
     kind = KINDS[status] if 0 < status < len(KINDS) else InternalError
     return kind(message or f"cgx status {status}")
+
+
+def require_share(what: str, value: float) -> None:
+    """Raise InvalidArgument unless a setting is a share of what stays: such as a momentum.
+
+    Args:
+        what: names it: "OneBitAdam: betas[0]".
+        value: of it.
+    """
+    if not 0 <= value < 1:
+        raise InvalidArgument(f"{what} is {value!r}; it must be at least 0 and less than 1")

@@ -10,7 +10,7 @@ import math
 from ctypes import byref
 from dataclasses import dataclass
 
-from cgx_ops import _native
+from cgx_ops import _native, break_even
 from cgx_ops.errors import Closed
 
 
@@ -45,6 +45,8 @@ class Stats:
             The rest is waiting, and the transport's own work.
         strangers: connections that were refused while the ranks met by TCP: whoever made them did
             not know the communicator's key, or stood for a rank that was there already.
+        auto: what Config(bits="auto") chooses here from which size on, and by what times; "" if
+            nobody asked for it.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Stats:
     move_seconds: float
     compute_seconds: float
     strangers: int
+    auto: str = ""
 
     @property
     def ratio(self) -> float:
@@ -77,7 +80,7 @@ class Stats:
             f"{self.name}, rank {self.rank} of {self.size} ({self.transport}): "
             f"{self.collectives} collectives, {_with_unit(self.bytes_in)} in, {sent}; "
             f"agree {self.agree_seconds:.3f} s, move {self.move_seconds:.3f} s, "
-            f"compute {self.compute_seconds:.3f} s"
+            f"compute {self.compute_seconds:.3f} s" + (f"; auto: {self.auto}" if self.auto else "")
         )
 
 
@@ -102,6 +105,7 @@ def read_stats(comm: int) -> Stats:
         move_seconds=info.move_ns / 1e9,
         compute_seconds=info.compute_ns / 1e9,
         strangers=info.strangers,
+        auto=break_even.told_of(comm),
     )
 
 

@@ -4,8 +4,8 @@
     mpirun -np 2 python examples/jax_optax.py --bits 2 --no-feedback
     mpirun -np 2 python examples/jax_optax.py --bits 1 --compressor levels
     mpirun -np 2 python examples/jax_optax.py --bits 4 --compressor topk    # 1 % of the values
-    mpirun -np 2 python examples/jax_optax.py --bits 2 --folder /tmp/run --stop 10
-    mpirun -np 2 python examples/jax_optax.py --bits 2 --folder /tmp/run     # goes on
+    mpirun -np 2 python examples/jax_optax.py --bits 2 --folder examples/out/run --stop 10
+    mpirun -np 2 python examples/jax_optax.py --bits 2 --folder examples/out/run     # goes on
 
 Two CPU devices a process, one mesh over them all. `average_gradients` stands before the optimizer;
 what compression lost is part of the optimizer's state, different on each device, and is saved with
@@ -165,7 +165,6 @@ if __name__ == "__main__":
     use_cpu_devices(2)
     cgx_ops.jax.initialize()
     stop = arguments.stop or arguments.epochs
+    folder = arguments.folder and arguments.folder.resolve()  # orbax takes no relative path
     for bits in arguments.bits:
-        train(
-            bits, arguments.compressor, arguments.feedback, arguments.epochs, stop, arguments.folder
-        )
+        train(bits, arguments.compressor, arguments.feedback, arguments.epochs, stop, folder)

@@ -6,6 +6,7 @@ AssertionError carries the end of every rank's output.
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -232,6 +233,14 @@ def threads(
     if late:
         raise AssertionError(f"{len(late)} of {n} ranks ran past {timeout} s\n" + "\n".join(stacks))
     return [future.result() for future in futures]
+
+
+def check_ok(outputs: Sequence[str], names: Sequence[str] | None = None) -> None:
+    """Check that on every rank of a program of ranks/checks.py all checks passed; these, if any."""
+    for output in outputs:
+        ran = re.findall(r"^ok (.*): [0-9.]+ s$", output, re.MULTILINE)
+        assert "ok all" in output.splitlines(), output
+        assert names is None or ran == list(names), output
 
 
 def check_survivors(outputs: Sequence[str], how: str) -> None:

@@ -376,6 +376,29 @@ def test_failure_of_a_rank_ends_all(tmp_path: Path) -> None:
         mpirun(2, program, "bench", *arguments, timeout=60)
 
 
+def test_the_verdict_is_of_what_was_timed() -> None:
+    parser = argparse.ArgumentParser()
+    allreduce.add_arguments(parser)
+    options = parser.parse_args(["--sizes", "64KiB", "1MiB", "--parameters", "2621440"])
+
+    def result(contender: str, size: int, seconds: float) -> Result:
+        return Result(contender, 2, size, seconds, seconds, seconds, 3, 0.0, 0.0, None)
+
+    times = {"cgx 32": (1e-3, 16e-3), "cgx 8 nearest": (9e-4, 5e-3), "cgx 4 nearest": (6e-4, 3e-3)}
+    times |= {"cgx 2 nearest": (1e-4, 1e-3), "cgx 4 stochastic": (9.0, 9.0)}
+    results = [
+        result(name, size, seconds)
+        for i, size in enumerate(options.sizes)
+        for name, seconds in ((n, s[i]) for n, s in times.items())
+    ]
+    [told] = allreduce._verdict(results, options)
+    assert told == (
+        "On this link 4 bits pay from 64 KiB on; a step of your 2.62 M parameters: 160 ms -> 26 ms."
+    )
+    options.sizes.reverse()
+    assert allreduce._verdict(results, options) == []
+
+
 def test_config_names() -> None:
     assert allreduce.cgx_name(Config(bits=4, rounding="shift")) == "cgx 4 shift"
 

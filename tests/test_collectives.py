@@ -10,6 +10,7 @@ import multiprocessing
 import operator
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from ctypes import byref
 from pathlib import Path
@@ -30,28 +31,40 @@ TARGETS = _native.describe()["cpu_targets"]
 SOME = "compressors, some"
 
 
-@functools.cache
-def expected(cases: str, n: int) -> list[list[str]]:
-    """Ask the oracle, on all cores: most of the time here is its own."""
+Oracle = Callable[[str, int], list[list[str]]]
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Iterator[Oracle]:
+    """Its digests of a set on n ranks, made on all cores: most of the time here is its own."""
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        every = collective_cases.SETS[cases]
-        return list(pool.map(collective_cases.expected, every, itertools.repeat(n), chunksize=4))
+
+        @functools.cache
+        def expected(cases: str, n: int) -> list[list[str]]:
+            every = collective_cases.SETS[cases]
+            return list(
+                pool.map(collective_cases.expected, every, itertools.repeat(n), chunksize=4)
+            )
+
+        yield expected
 
 
-def compare(names: str, ranks: list[list[str]]) -> None:
+def compare(names: str, ranks: list[list[str]], oracle: Oracle) -> None:
     """Compare each rank's digests with the oracle's."""
     cases = collective_cases.SETS[names]
     for rank, digests in enumerate(ranks):
         assert len(digests) == len(cases), f"rank {rank} ran {len(digests)} of {len(cases)} cases"
     wrong = [
         f"{case}: ranks {[r for r in range(len(ranks)) if ranks[r][i] != want[r]]}"
-        for i, (case, want) in enumerate(zip(cases, expected(names, len(ranks)), strict=True))
+        for i, (case, want) in enumerate(zip(cases, oracle(names, len(ranks)), strict=True))
         if [digests[i] for digests in ranks] != want
     ]
     assert not wrong, f"{len(wrong)} of {len(cases)} cases differ:\n" + "\n".join(wrong[:20])
 
 
-def on_threads(cases: str, n: int, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def on_threads(
+    cases: str, n: int, target: str, monkeypatch: pytest.MonkeyPatch, oracle: Oracle
+) -> None:
     """Run a set on threads of a process that uses one CPU target: it is chosen once."""
     monkeypatch.setenv("CGX_CPU_TARGET", target)
     done = subprocess.run(
@@ -61,11 +74,11 @@ def on_threads(cases: str, n: int, target: str, monkeypatch: pytest.MonkeyPatch)
         timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    compare(cases, [json.loads(line) for line in done.stdout.splitlines()])
+    compare(cases, [json.loads(line) for line in done.stdout.splitlines()], oracle)
 
 
-def under_mpirun(cases: str, n: int, transport: str) -> None:
-    """Run a set on n processes over one transport, with other threads and buffers for each."""
+def under_mpirun(names: Sequence[str], n: int, transport: str, oracle: Oracle) -> None:
+    """Run sets on n processes over one transport, with other threads and buffers for each."""
     threads, buffer = {"SHM": ("1", "64"), "MPI": ("3", "1"), "TCP": ("2", "4")}[transport]
     env = {
         "COMMUNICATOR_TYPE": transport,
@@ -73,10 +86,12 @@ def under_mpirun(cases: str, n: int, transport: str) -> None:
         "CGX_FUSION_BUFFER_SIZE_MB": buffer,
         "CGX_SOCKET_IFNAME": "lo",
     }
-    outputs = launch.mpirun(n, PROGRAM, cases, env=env, timeout=900)
-    ranks = [json.loads(output.splitlines()[-1]) for output in outputs]
-    assert [rank[0] for rank in ranks] == [transport.lower()] * n
-    compare(cases, [rank[1:] for rank in ranks])
+    outputs = launch.mpirun(n, PROGRAM, *names, env=env, timeout=900)
+    lines = [output.splitlines()[-len(names) :] for output in outputs]
+    for place, cases in enumerate(names):
+        ranks = [json.loads(of_rank[place]) for of_rank in lines]
+        assert [rank[0] for rank in ranks] == [transport.lower()] * n
+        compare(cases, [rank[1:] for rank in ranks], oracle)
 
 
 def daily(cases: str, target: str, n: int) -> bool:
@@ -98,33 +113,27 @@ ON_THREADS = [
     for n in (1, 2, 3, 4, 8)
     if (every_day := daily(cases, target, n)) or cases not in ("sample", SOME)
 ]
-# A transport knows no dtype.
-UNDER_MPIRUN = [
-    ("sample", "SHM", 4),
-    ("sample", "MPI", 4),
-    ("features", "SHM", 4),
-    ("features", "MPI", 3),
-    (SOME, "SHM", 3),
-    (SOME, "MPI", 2),
-    ("sample", "TCP", 3),
-]
+# A transport knows no dtype. The sets of a day share a launch.
+UNDER_MPIRUN = [(("sample", "features", SOME), "SHM", 4), (("sample", "features", SOME), "MPI", 3)]
+UNDER_MPIRUN += [(("sample",), "TCP", 3)]
 UNDER_MPIRUN += [
-    pytest.param(*each, marks=pytest.mark.exhaustive)
-    for each in itertools.product(
-        ("matrix", "features", "compressors"), ("SHM", "MPI", "TCP"), (2, 3, 4)
-    )
-    if each not in UNDER_MPIRUN
+    pytest.param((cases,), transport, n, marks=pytest.mark.exhaustive)
+    for cases in ("matrix", "features", "compressors")
+    for transport in ("SHM", "MPI", "TCP")
+    for n in (2, 3, 4)
 ]
 
 
 @pytest.mark.parametrize(("cases", "target", "n"), ON_THREADS)
-def test_threads(cases: str, target: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_threads(cases, n, target, monkeypatch)
+def test_threads(
+    cases: str, target: str, n: int, monkeypatch: pytest.MonkeyPatch, oracle: Oracle
+) -> None:
+    on_threads(cases, n, target, monkeypatch, oracle)
 
 
-@pytest.mark.parametrize(("cases", "transport", "n"), UNDER_MPIRUN)
-def test_mpirun(cases: str, transport: str, n: int) -> None:
-    under_mpirun(cases, n, transport)
+@pytest.mark.parametrize(("names", "transport", "n"), UNDER_MPIRUN)
+def test_mpirun(names: Sequence[str], transport: str, n: int, oracle: Oracle) -> None:
+    under_mpirun(names, n, transport, oracle)
 
 
 def test_sample_has_every_pair_of_values() -> None:

@@ -207,10 +207,7 @@ def test_handlers(handlers_on_cpu: Path, processes: int, cases: tuple[str, ...])
     start = launch.mpirun if processes > 1 else launch.processes
     env = {"LD_PRELOAD": str(handlers_on_cpu), "CGX_TIMEOUT": "60"}
     args = ("--on-cpu", handlers_on_cpu, *cases)
-    for output in start(processes, "run_cuda_jax.py", *args, env=env, timeout=250):
-        assert [line for line in output.splitlines() if line.startswith("ok ")] == [
-            f"ok {case}" for case in cases
-        ]
+    launch.check_ok(start(processes, "run_cuda_jax.py", *args, env=env, timeout=250), cases)
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
@@ -221,24 +218,19 @@ def test_handlers(handlers_on_cpu: Path, processes: int, cases: tuple[str, ...])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_one_gpu(ranks: int, wire: str) -> None:
     cases = (*CASES, "in_order", "independent_calls")
-    for output in on_one_gpu(ranks, "run_cuda_jax.py", *cases, wire=wire):
-        assert [line for line in output.splitlines() if line.startswith("ok ")] == [
-            f"ok {case}" for case in cases
-        ]
+    launch.check_ok(on_one_gpu(ranks, "run_cuda_jax.py", *cases, wire=wire), cases)
 
 
 @needs_jax_gpu
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("case", ["mismatch", "late"])
 def test_failures_on_one_gpu(case: str, wire: str) -> None:
-    for output in on_one_gpu(2, "run_cuda_jax.py", case, wire=wire, kills=case == "late"):
-        assert f"ok {case}" in output.splitlines()
+    kills = case == "late"
+    launch.check_ok(on_one_gpu(2, "run_cuda_jax.py", case, wire=wire, kills=kills), [case])
 
 
 @needs_jax_gpu
 def test_one_device_alone() -> None:
     """A group of one sends nothing: what JAX itself does, and no custom call."""
-    (output,) = launch.processes(
-        1, "run_cuda_jax.py", "alone", env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    )
-    assert "ok alone" in output.splitlines()
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    launch.check_ok(launch.processes(1, "run_cuda_jax.py", "alone", env=environment), ["alone"])

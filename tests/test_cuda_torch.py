@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch_cases as tc
 from cuda_cases import WIRES, needs_torch_gpu, on_one_gpu
+from launch import check_ok
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -37,8 +38,7 @@ CASES += ["what_is_compressed", "data_parallel", "sharded", "operators"]
 
 
 def ends_well(n: int, *arguments: str, wire: str = "SHM", timeout: float = 300) -> None:
-    for output in on_one_gpu(n, "run_cuda_torch.py", *arguments, wire=wire, timeout=timeout):
-        assert output.rstrip().endswith("ok all"), output
+    check_ok(on_one_gpu(n, "run_cuda_torch.py", *arguments, wire=wire, timeout=timeout))
 
 
 @needs_torch_gpu

@@ -269,6 +269,12 @@ def test_two_axes_train_alike_in_one_process_and_in_two() -> None:
 
 
 @pytest.mark.slow
+def test_sharded_arrays_in_plain_jit_train_in_few_bits() -> None:
+    process = run_python(ROOT / "examples" / "jax_sharded.py", "--epochs", "10", ranks=2)
+    assert check_few_bits(process, lines_of_rank_0(process))["mesh"] == {"data": 4}
+
+
+@pytest.mark.slow
 def test_a_process_per_rank_trains_in_few_bits() -> None:
     script = ROOT / "examples" / "jax_process_per_rank.py"
     process = run_python(script, "--epochs", "10", ranks=2)

@@ -1,6 +1,6 @@
 """Devices and processes that disagree, are late, fail or end: what the others are told, how soon.
 
-The cases are in ranks/run_jax_faults.py: each surviving process gets an error that names the call,
+The checks are in ranks/run_jax_faults.py: each surviving process gets an error that names the call,
 within its own deadline, computes on afterwards, and ends with status 0.
 """
 
@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from launch import mpirun, processes
+from launch import check_ok, mpirun, processes
 
 from cgx_ops.address import free_address
 
@@ -25,70 +25,68 @@ def environment(devices: int, timeout_s: int) -> dict[str, str]:
     }
 
 
-def by_mpirun(*case: object, env: dict[str, str], check: bool = True) -> list[str]:
+def by_mpirun(*args: object, env: dict[str, str], check: bool = True) -> list[str]:
     # Without ULFM, mpirun ends all when one is killed; with it, its status hides signals.
     ulfm = ("--with-ft", "ulfm")
-    return mpirun(2, PROGRAM, *case, env=env, timeout=100, mpirun_args=ulfm, check=check)
+    return mpirun(2, PROGRAM, *args, env=env, timeout=100, mpirun_args=ulfm, check=check)
 
 
-def by_plain_mpirun(*case: object, env: dict[str, str]) -> list[str]:
-    return mpirun(2, PROGRAM, *case, env=env, timeout=100)
+def by_plain_mpirun(*args: object, env: dict[str, str]) -> list[str]:
+    return mpirun(2, PROGRAM, *args, env=env, timeout=100)
 
 
-def by_arguments(*case: object, env: dict[str, str], check: bool = True) -> list[str]:
+def by_arguments(*args: object, env: dict[str, str], check: bool = True) -> list[str]:
     env = {**env, "COORDINATOR": "{}:{}".format(*free_address([""]))}
-    return processes(2, PROGRAM, *case, env=env, timeout=100, check=check)
+    return processes(2, PROGRAM, *args, env=env, timeout=100, check=check)
 
 
-def check_outputs(outputs: list[str], victim: int | None = None) -> None:
-    """Require that every process but the victim came to the end of its case."""
+def check_outputs(outputs: list[str], victim: int = -1) -> None:
+    """Require that every process but the victim came to the end of its checks."""
     for rank, output in enumerate(outputs):
         # Not the last line: JAX may report a launch that failed once more at exit.
-        assert ("ok" in output.splitlines()) == (rank != victim), output
+        if rank == victim:
+            assert "ok all" not in output.splitlines(), output
+        else:
+            check_ok([output])
 
 
 exhaustive = pytest.mark.exhaustive
 by_devices = pytest.mark.parametrize("devices", [pytest.param(1, marks=exhaustive), 2])
 
+# What leaves all processes and their communicator whole.
+WHOLE = ("other_bits_under_one_name", "other_programs_with_one_name")
 
-@by_devices
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param("other_bits_under_one_name", marks=exhaustive),  # test_the_end() has it
-        "other_programs_with_one_name",
-    ],
-)
-def test_processes_that_disagree(case: str, devices: int) -> None:
-    check_outputs(by_mpirun(case, env=environment(devices, 60)))
+
+@exhaustive  # test_the_end() has it on two devices
+def test_processes_that_disagree() -> None:
+    check_outputs(by_mpirun(-1, *WHOLE, env=environment(1, 60)))
 
 
 @by_devices
 @pytest.mark.parametrize(
-    "case",
+    ("victim", "check"),
     [
-        pytest.param(("other_programs",), marks=exhaustive),
-        pytest.param(("never_calls", 0), marks=exhaustive),
-        ("never_calls", 1),
+        pytest.param(-1, "other_programs", marks=exhaustive),
+        pytest.param(0, "never_calls", marks=exhaustive),
+        (1, "never_calls"),
     ],
-    ids=lambda case: "_".join(map(str, case)),
 )
-def test_processes_that_do_not_come(case: tuple[object, ...], devices: int) -> None:
-    check_outputs(by_mpirun(*case, env=environment(devices, 5)))
+def test_processes_that_do_not_come(victim: int, check: str, devices: int) -> None:
+    check_outputs(by_mpirun(victim, check, env=environment(devices, 5)))
 
 
 def test_the_device_of_a_process() -> None:
-    check_outputs(by_mpirun("a_device_fails", env=environment(1, 60)))
+    check_outputs(by_mpirun(-1, "a_device_fails", env=environment(1, 60)))
 
 
 def test_a_device_of_one_process() -> None:
-    env = environment(8, 60)
-    check_outputs(processes(1, PROGRAM, "one_of_several_devices_fails", env=env, timeout=100))
+    env, check = environment(8, 60), "one_of_several_devices_fails"
+    check_outputs(processes(1, PROGRAM, -1, check, env=env, timeout=100))
 
 
-@pytest.mark.parametrize("launch", [by_mpirun, pytest.param(by_arguments, marks=exhaustive)])
-def test_a_device_of_several_in_a_process(launch: Callable[..., list[str]]) -> None:
-    check_outputs(launch("one_of_several_devices_fails", env=environment(2, 60)))
+@exhaustive  # by mpirun test_the_end() has it
+def test_a_device_of_several_in_a_process() -> None:
+    check_outputs(by_arguments(-1, "one_of_several_devices_fails", env=environment(2, 60)))
 
 
 DAILY_ENDS = [("raises", by_mpirun, 0), ("is_killed", by_arguments, 0)]
@@ -109,19 +107,20 @@ def test_processes_that_end(
 ) -> None:
     """The deadline is long: only the news of the end comes in time."""
     status_is_the_survivor_s = how.startswith("exits")
-    outputs = launch(how, victim, env=environment(devices, 60), check=status_is_the_survivor_s)
+    outputs = launch(victim, how, env=environment(devices, 60), check=status_is_the_survivor_s)
     check_outputs(outputs, victim)
 
 
 # ---- the end -----------------------------------------------------------------------------------
 
-# After success, after an error of all, after the loss of a process: (launch, case, victim).
+# After success, after errors of all, after the loss of a process: launch, victim, checks, and the
+# devices of a process that they need.
 # Not with ULFM: mpirun then ends with status 0 though all ranks crash.
-ENDS: list[tuple[Callable[..., list[str]], str, int | None]] = [
-    (by_plain_mpirun, "check_together", None),
-    (by_plain_mpirun, "other_bits_under_one_name", None),
-    (by_plain_mpirun, "exits", 1),
-    (by_arguments, "exits_at_once", 0),
+ENDS: list[tuple[Callable[..., list[str]], int, tuple[str, ...], int]] = [
+    (by_plain_mpirun, -1, ("check_together",), 1),
+    (by_plain_mpirun, -1, (*WHOLE, "one_of_several_devices_fails"), 2),
+    (by_plain_mpirun, 1, ("exits",), 1),
+    (by_arguments, 0, ("exits_at_once",), 1),
 ]
 LAUNCHES = 50
 
@@ -131,7 +130,6 @@ LAUNCHES = 50
 )
 def test_the_end(number: int) -> None:
     """Status 0 of all, every time: nothing crashes while JAX, MPI and cgx end."""
-    launch, case, victim = ENDS[number % len(ENDS)]
-    devices = 1 + (number + number // len(ENDS)) % 2
-    args = (case,) if victim is None else (case, victim)
-    check_outputs(launch(*args, env=environment(devices, 60)), victim)
+    launch, victim, checks, least = ENDS[number % len(ENDS)]
+    devices = max(least, 1 + (number + number // len(ENDS)) % 2)
+    check_outputs(launch(victim, *checks, env=environment(devices, 60)), victim)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch import mpirun, processes
+from launch import check_ok, mpirun, processes
 
 import cgx_ops
 from cgx_ops.address import free_address
@@ -23,36 +23,43 @@ ENVIRONMENT = {
 }
 
 
-def check(outputs: list[str]) -> None:
-    for output in outputs:
-        assert "ok" in output.splitlines(), output
-
-
-def by_arguments(n: int, case: str, **env: str) -> None:
+def by_arguments(n: int, *checks: str, **env: str) -> None:
     address = "{}:{}".format(*free_address([""]))
     own = {"COORDINATOR": address, "PROCESSES": str(n)}
-    check(processes(n, PROGRAM, case, env={**ENVIRONMENT, **own, **env}, timeout=110))
+    check_ok(processes(n, PROGRAM, *checks, env={**ENVIRONMENT, **own, **env}, timeout=110), checks)
 
 
-def by_mpirun(n: int, case: str, **env: str) -> None:
-    check(mpirun(n, PROGRAM, case, env={**ENVIRONMENT, **env}, timeout=110))
+def by_mpirun(n: int, *checks: str, **env: str) -> None:
+    check_ok(mpirun(n, PROGRAM, *checks, env={**ENVIRONMENT, **env}, timeout=110), checks)
 
 
+exhaustive = pytest.mark.exhaustive
 Launch = Callable[..., None]
 both = pytest.mark.parametrize("launch", [by_mpirun, by_arguments])
 
 
-@both
 @pytest.mark.parametrize(
-    ("n", "devices"),
-    [(2, 2), *(pytest.param(2, n, marks=pytest.mark.exhaustive) for n in (1, 4))],
+    ("launch", "devices"),
+    [
+        pytest.param(launch, n, marks=[] if (launch, n) == (by_arguments, 2) else exhaustive)
+        for launch in (by_mpirun, by_arguments)
+        for n in (1, 2, 4)
+    ],
 )
-def test_all_devices_are_one_mesh(launch: Launch, n: int, devices: int) -> None:
-    launch(n, "works", XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}")
+def test_all_devices_are_one_mesh(launch: Launch, devices: int) -> None:
+    launch(2, "works", XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}")
 
 
-def test_devices_by_jax_s_own_option() -> None:
-    by_mpirun(2, "works", JAX_NUM_CPU_DEVICES="2")
+def test_after_errors_and_twice() -> None:
+    """By mpirun, on devices by JAX's own option."""
+    checks = ["another_rank_than_that_of_mpirun", "a_port_that_is_taken", "works", "twice"]
+    by_mpirun(2, *checks, JAX_NUM_CPU_DEVICES="2")
+
+
+@exhaustive
+def test_twice_by_arguments() -> None:
+    """What mpirun shows, asked of JAX alone."""
+    by_arguments(2, "works", "twice")
 
 
 def test_a_launcher_that_jax_knows() -> None:
@@ -64,34 +71,25 @@ def test_a_launcher_that_jax_knows() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("launch", [by_mpirun, by_arguments])
+@both
 def test_alone_there_is_nothing_to_do(launch: Launch) -> None:
     launch(1, "nothing_to_do")
 
 
 def test_processes_that_only_xla_connects() -> None:
-    """Cgx may use nothing but MPI, which nobody started."""
+    """The core may use nothing but MPI, which nobody started."""
     by_arguments(2, "unreachable", COMMUNICATOR_TYPE="MPI")
 
 
 @pytest.mark.parametrize(
-    ("launch", "case"),
+    ("launch", "checks"),
     [
-        (by_mpirun, "twice"),
-        pytest.param(by_arguments, "twice", marks=pytest.mark.exhaustive),  # asked of JAX alone
-        (by_mpirun, "late_on_one_rank"),
-        (by_arguments, "late_on_one_rank"),
+        (by_mpirun, ["late_on_one_rank", "not_initialized", "check_backend"]),
+        (by_arguments, ["late_on_one_rank", "check_backend"]),
     ],
 )
-def test_called_when_it_must_not_be(launch: Launch, case: str) -> None:
-    launch(2, case)
-
-
-@pytest.mark.parametrize(
-    "case", ["another_rank_than_that_of_mpirun", "a_port_that_is_taken", "not_initialized"]
-)
-def test_under_mpirun(case: str) -> None:
-    by_mpirun(2, case)
+def test_called_too_late(launch: Launch, checks: list[str]) -> None:
+    launch(2, *checks)
 
 
 def test_the_coordinator_knows_its_processes() -> None:

@@ -8,16 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import launch
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 import reference
-import torch_cases as tc
-from jax import NamedSharding, lax
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax_cases import fetch, mesh_of, normal, same_bits, use_cpu_devices
+from jax_optimizer_cases import copied, mesh_with, placed, program_of, restored
 
 from cgx_ops import low_rank
 from cgx_ops.jax import PowerSGDState, consolidate, power_sgd, state_specs
@@ -29,7 +27,7 @@ pytestmark = pytest.mark.timeout(120)
 N, STEPS = 4, 5
 SHAPES = {"a": (24, 20), "conv": (3, 3, 4, 16), "bias": (20,), "small": (3, 6)}
 MATRICES = {"a": (24, 20), "conv": (36, 16)}
-MESH = mesh_of((N,), ("d",), jax.devices()[:N])
+MESH = mesh_with(N)
 WEIGHTS = {name: normal(0, *shape) for name, shape in SHAPES.items()}
 ROWS = {name: normal(1, STEPS, N, *shape) for name, shape in SHAPES.items()}
 U = {"float32": 0.0, "bfloat16": 2.0**-9, "float16": 2.0**-11}  # what a result rounds besides
@@ -42,31 +40,6 @@ def at(step: int, rows: Any = ROWS) -> Any:
 slow = pytest.mark.slow
 
 
-def program_of(optimizer: Any, params: Any, mesh: Any = MESH, check_vma: bool = True) -> Any:
-    """Return step(params, state, rows), which gives the updates and the new state."""
-    specs = state_specs(optimizer, params, "d")
-
-    def step(params: Any, state: Any, rows: Any) -> Any:
-        return optimizer.update(jax.tree.map(lambda x: x[0], rows), state, params)
-
-    mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(P(), specs, P("d")), out_specs=(P(), specs),
-        check_vma=check_vma,
-    )  # fmt: skip
-    return jax.jit(mapped, donate_argnums=1)
-
-
-def placed(optimizer: Any, params: Any, mesh: Any = MESH) -> Any:
-    specs = state_specs(optimizer, params, "d")
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    return jax.jit(optimizer.init, out_shardings=shardings)(params)
-
-
-def copied(state: Any) -> Any:
-    """Return a state as numpy arrays, of which nothing is donated."""
-    return jax.tree.map(lambda x: np.array(jnp.copy(x)), state)
-
-
 # ---- 1. steps ------------------------------------------------------------------------------------
 
 
@@ -76,8 +49,8 @@ def copied(state: Any) -> Any:
 )
 def test_steps_with_donated_state(rank: int, check_vma: bool) -> None:
     optimizer = power_sgd("d", rank=rank, seed=3, mesh=MESH)
-    step = program_of(optimizer, WEIGHTS, check_vma=check_vma)
-    state: Any = placed(optimizer, WEIGHTS)
+    step = program_of(optimizer, WEIGHTS, MESH, check_vma=check_vma)
+    state: Any = placed(optimizer, WEIGHTS, MESH)
     references = {
         name: reference.PowerSGD(N, n, low_rank.first_q(3, name, 0, m, rank), "local")
         for name, (n, m) in MATRICES.items()
@@ -123,7 +96,7 @@ def test_steps_in_a_scan_with_init_inside() -> None:
     program = jax.shard_map(train, mesh=MESH, in_specs=(P(), P(None, "d")), out_specs=(P(), P("d")))
     means, residual = jax.jit(program)(WEIGHTS, ROWS)
     outside = power_sgd("d", rank=2, mesh=MESH)
-    step = program_of(outside, WEIGHTS)
+    step = program_of(outside, WEIGHTS, MESH)
     state: Any = outside.init(WEIGHTS)
     for i in range(STEPS):
         want, state = step(WEIGHTS, state, at(i))
@@ -156,7 +129,7 @@ KNOBS: dict[str, dict[str, Any]] = {
 def test_nothing_is_given_up(how: str, dtype: str) -> None:
     optimizer = power_sgd("d", rank=2, mesh=MESH, **KNOBS[how])
     weights = {name: jnp.asarray(x, dtype) for name, x in WEIGHTS.items()}
-    step, state = program_of(optimizer, weights), placed(optimizer, weights)
+    step, state = program_of(optimizer, weights, MESH), placed(optimizer, weights, MESH)
     for i in range(3):
         rows = {name: jnp.asarray(x, dtype) for name, x in at(i).items()}
         old: Any = copied(state)
@@ -181,7 +154,7 @@ def test_nothing_is_given_up(how: str, dtype: str) -> None:
 def test_zeros_and_what_is_not_finite() -> None:
     """No NaN of zeros, which tell nothing; one device's NaN is all of its leaf's average, once."""
     optimizer = power_sgd("d", rank=2, mesh=MESH)
-    step, state = program_of(optimizer, WEIGHTS), placed(optimizer, WEIGHTS)
+    step, state = program_of(optimizer, WEIGHTS, MESH), placed(optimizer, WEIGHTS, MESH)
     zeros = jax.tree.map(np.zeros_like, at(0))
     spoilt = at(1) | {"a": at(1)["a"].copy()}
     spoilt["a"][2, 3, 4] = np.nan
@@ -196,7 +169,7 @@ def test_zeros_and_what_is_not_finite() -> None:
 
 def test_exact_at_the_start() -> None:
     optimizer = power_sgd("d", start=2, mesh=MESH)
-    step, state = program_of(optimizer, WEIGHTS), placed(optimizer, WEIGHTS)
+    step, state = program_of(optimizer, WEIGHTS, MESH), placed(optimizer, WEIGHTS, MESH)
     first: Any = copied(state)
     for i in range(3):
         got, state = step(WEIGHTS, state, at(i))
@@ -217,8 +190,8 @@ def matrix_of_all(rows: Any, device: int) -> Any:
 def test_all_leaves_as_one_matrix() -> None:
     """Against the reference; the state goes through specs, donation and consolidation."""
     optimizer = power_sgd("d", rank=2, seed=3, batched=True, mesh=MESH, rules={"bias": 32})
-    step = program_of(optimizer, WEIGHTS)
-    state: Any = placed(optimizer, WEIGHTS)
+    step = program_of(optimizer, WEIGHTS, MESH)
+    state: Any = placed(optimizer, WEIGHTS, MESH)
     side = len(matrix_of_all(at(0), 0))
     inside = matrix_of_all({name: np.ones((1, *shape)) for name, shape in SHAPES.items()}, 0)
     oracle = reference.PowerSGD(N, side, low_rank.first_q(3, "", 0, side, 2), "local")
@@ -246,10 +219,10 @@ def test_all_leaves_as_one_matrix() -> None:
 def test_without_warm_start(batched: bool) -> None:
     """Each step draws its Q: another one in every step, and the same ones in every run."""
     optimizer = power_sgd("d", rank=2, batched=batched, warm_start=False, mesh=MESH)
-    step = program_of(optimizer, WEIGHTS)
+    step = program_of(optimizer, WEIGHTS, MESH)
     found = []
     for _ in range(2):
-        state: Any = placed(optimizer, WEIGHTS)
+        state: Any = placed(optimizer, WEIGHTS, MESH)
         state = state._replace(residual=jax.tree.map(jnp.zeros_like, state.residual))
         for _ in range(2):
             # The same gradients and no residuals: averages differ by what was drawn.
@@ -262,7 +235,8 @@ def test_without_warm_start(batched: bool) -> None:
 
 def test_two_messages_a_step() -> None:
     optimizer = power_sgd("d", rank=2, mesh=MESH, compressor="topk", density=0.1)
-    text = program_of(optimizer, WEIGHTS).lower(WEIGHTS, optimizer.init(WEIGHTS), at(0)).as_text()
+    step = program_of(optimizer, WEIGHTS, MESH)
+    text = step.lower(WEIGHTS, optimizer.init(WEIGHTS), at(0)).as_text()
     assert text.count("stablehlo.custom_call @cgx") == 2
 
 
@@ -272,33 +246,27 @@ def test_two_messages_a_step() -> None:
 def test_checkpoint(tmp_path: Path) -> None:
     """By orbax, in a chain: restored state lies where it lay, and goes on to the same bits."""
     optimizer = optax.chain(power_sgd("d", rank=2, mesh=MESH), optax.trace(0.9))
-    step, state = program_of(optimizer, WEIGHTS), placed(optimizer, WEIGHTS)
+    step, state = program_of(optimizer, WEIGHTS, MESH), placed(optimizer, WEIGHTS, MESH)
     specs = state_specs(optimizer, WEIGHTS, "d")
     assert specs[0].residual["a"] == P("d")
     assert specs[0].q["a"] == P()
     for i in range(2):
         _, state = step(WEIGHTS, state, at(i))
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-    )
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-    with ocp.StandardCheckpointer() as checkpointer:
-        restored: Any = checkpointer.restore(tmp_path / "state", like)
-    assert isinstance(restored[0], PowerSGDState)
+    again = restored(state, tmp_path)
+    assert isinstance(again[0], PowerSGDState)
     for i in range(2, 4):
         want, state = step(WEIGHTS, state, at(i))
-        got, restored = step(WEIGHTS, restored, at(i))
+        got, again = step(WEIGHTS, again, at(i))
         assert all(same_bits(got[name], want[name]) for name in SHAPES)
 
 
 def test_another_number_of_devices() -> None:
     """What is pending, the mean of residuals, is what was pending; Q goes on."""
     optimizer = power_sgd("d", rank=2, mesh=MESH)
-    step, state = program_of(optimizer, WEIGHTS), placed(optimizer, WEIGHTS)
+    step, state = program_of(optimizer, WEIGHTS, MESH), placed(optimizer, WEIGHTS, MESH)
     for i in range(2):
         _, state = step(WEIGHTS, state, at(i))
-    mesh = mesh_of((2,), ("d",), jax.devices()[:2])
+    mesh = mesh_with(2)
     other: Any = consolidate(copied(state), devices=2)
     pending = fetch(state.residual["a"]).mean(0, np.float64)
     assert other.residual["a"].shape == (2, 24, 20)
@@ -308,44 +276,6 @@ def test_another_number_of_devices() -> None:
     got, other = program(WEIGHTS, other, zeros)
     left = fetch(other.residual["a"]).mean(0, np.float64)
     assert np.abs(fetch(got["a"]) + left - pending).max() <= 64 * 2.0**-24 * np.linalg.norm(pending)
-
-
-@pytest.mark.slow
-def test_as_in_torch(tmp_path: Path) -> None:
-    """Losses of 50 steps of one model, of two ranks, from equal seeds."""
-    for output in launch.mpirun(
-        2, "run_torch_power_sgd_losses.py", tmp_path / "run.npz", env=tc.ENVIRONMENT, timeout=90
-    ):
-        assert output.rstrip().endswith("ok all"), output
-    run = np.load(tmp_path / "run.npz")
-    params = {name: run[name] for name in run.files if name not in ("batches", "losses")}
-    mesh = mesh_of((2,), ("d",), jax.devices()[:2])
-    optimizer = optax.chain(power_sgd("d", rank=2, start=2, mesh=mesh), optax.sgd(0.02))
-    specs = state_specs(optimizer, params, "d")
-
-    def loss_of(p: Any, x: jax.Array) -> jax.Array:
-        y = x
-        for layer in ("0", "2", "4"):
-            y = y @ p[f"{layer}.weight"].T + p[f"{layer}.bias"]
-            y = jnp.tanh(y) if layer != "4" else y
-        return jnp.square(y - x[:, :8]).sum(1).mean()
-
-    @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=(P(), specs, P("d")), out_specs=(P(), specs, P("d")))
-    def step(p: Any, state: Any, x: jax.Array) -> Any:
-        copies = lax.pcast(p, "d", to="varying")
-        loss, gradients = jax.value_and_grad(loss_of)(copies, x[0])
-        updates, state = optimizer.update(gradients, state, p)
-        return optax.apply_updates(p, updates), state, loss[None]
-
-    state: Any = optimizer.init(params)
-    for batch, losses in zip(run["batches"], run["losses"], strict=True):
-        params, state, found = step(params, state, batch)
-        assert np.abs(fetch(found) - losses).max() <= 1e-4 * np.abs(losses).max()
-    assert run["losses"][-1].mean() < 0.8 * run["losses"][0].mean()
-    assert set(
-        jax.tree.leaves(jax.tree.map(jnp.shape, state[0].q), is_leaf=lambda s: isinstance(s, tuple))
-    ) == {(24, 2)}
 
 
 # ---- 3. bad input --------------------------------------------------------------------------------
@@ -377,7 +307,7 @@ def test_knobs_that_there_are_not() -> None:
 
 def test_bad_states_and_gradients() -> None:
     optimizer = power_sgd("d", rank=2, mesh=MESH)
-    step = program_of(optimizer, WEIGHTS)
+    step = program_of(optimizer, WEIGHTS, MESH)
     good: Any = optimizer.init(WEIGHTS)
     for q in (jnp.ones((20, 1)), jnp.ones((9, 2))):
         with pytest.raises(ValueError, match=r"updates\['a'\].*the state is another model's"):
@@ -385,7 +315,7 @@ def test_bad_states_and_gradients() -> None:
     one = power_sgd("d", rank=2, batched=True, mesh=MESH)
     for bad in (good, one.init(WEIGHTS)._replace(q=jnp.ones((3, 2)))):  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(ValueError, match=r"all updates together need a q of shape \(34, 2\)"):
-            program_of(one, WEIGHTS)(WEIGHTS, bad, at(0))
+            program_of(one, WEIGHTS, MESH)(WEIGHTS, bad, at(0))
     short = {**good.residual, "a": jnp.ones((N, 2, 2))}
     with pytest.raises(ValueError, match=r"residual of updates\['a'\] has shape \(1, 2, 2\)"):
         step(WEIGHTS, good._replace(residual=short), at(0))

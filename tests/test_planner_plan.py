@@ -2,6 +2,9 @@
 
 import json
 import math
+import sys
+import threading
+import time
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -9,8 +12,9 @@ import numpy as np
 import pytest
 from launch import mpirun, threads
 
-from cgx_ops import Communicator, Config, InvalidArgument, MismatchError, __main__
-from cgx_ops.planner import Costs, Plan, measure, partition, ready_times
+from cgx_ops import Communicator, Config, InvalidArgument, MismatchError, Unsupported, __main__
+from cgx_ops.planner import Costs, Plan, measure, partition, ready_times, timeline
+from cgx_ops.planner.plot import draw
 
 _COSTS = Costs(3e-5, 5e-10, 4e-4, 8e-9, 3e-5, 3e-10, 1e-4)
 _PLAN = Plan(("a", "b", "c"), (10, 20, 30), (4, 32, 2), ((0, 1), (2,)))
@@ -117,8 +121,41 @@ def test_ready_times_are_medians_of_steps_and_the_latest_of_ranks() -> None:
 
     for ready in threads(2, run, timeout=20):
         assert ready == [0, 1.25, 111]
+    with pytest.raises(InvalidArgument, match=r"begins have shape \(1,\).* each of 2 steps"):
+        ready_times(Communicator.local(1)[0], [[1, 2], [3, 4]], begins=[0])
+    with pytest.raises(InvalidArgument, match="no later than its first arrival"):
+        ready_times(Communicator.local(1)[0], [[1, 2]], begins=[1.5])
+    assert ready_times(Communicator.local(1)[0], [[1, 2], [5, 9]], begins=[0.5, 3]) == [1.25, 3.75]
     with pytest.raises(InvalidArgument, match=r"shape \(3,\)"):
         ready_times(Communicator.local(1)[0], [1, 2, 3])
+
+
+def test_ranks_whose_clocks_and_speeds_differ_make_one_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four ranks, from 30 % slower to 30 % faster: costs, ready times, and so plans, are agreed."""
+    speeds = (0.7, 0.9, 1.1, 1.3)
+    speed_of: dict[int, float] = {}  # by thread
+    clock = time.perf_counter
+
+    def skewed() -> float:
+        return clock() * speed_of.get(threading.get_ident(), 1.0)
+
+    monkeypatch.setattr(time, "perf_counter", skewed)
+    numels = {f"layer{i}": 1000 * (1 + 7 * i % 11) for i in range(30)}
+
+    def run(rank: int, communicator: Communicator) -> tuple[Costs, Plan]:
+        speed_of[threading.get_ident()] = speeds[rank]
+        costs = measure(communicator, Config(bits=4))
+        noise = np.random.default_rng(rank).uniform(0.9, 1.1, (5, 30))
+        arrivals = 1e-3 * speeds[rank] * np.cumsum(noise, axis=1) + 100 * rank
+        plan = Plan.of(numels, ready_times(communicator, arrivals), costs)
+        plan.agree(communicator)
+        return costs, plan
+
+    found = threads(4, run, timeout=60)
+    assert len(set(found)) == 1
+    assert len(found[0][1].groups) > 1
 
 
 # ---- python -m cgx_ops plan ----------------------------------------------------------------------
@@ -139,6 +176,26 @@ def test_the_command_prints_a_table_and_a_verdict_and_saves_the_plan(
     plan = Plan.load(saved)
     assert plan.names == tuple(shapes)
     assert plan.order == list(range(10, -1, -1))  # the last layer's gradient is ready first
+
+
+def test_the_command_draws_the_timeline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "step.svg"
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(Unsupported, match="pip install matplotlib"):
+        draw(path, "a step", [])
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"  # text stays text
+    assert __main__.main(["plan", "3000000", "5000000", "--plot", str(path)]) == 0
+    assert f"The timeline is in {path}." in capsys.readouterr().out
+    picture = path.read_text()
+    for lane in ("compute", "encode", "link", "decode"):
+        assert f">{lane}, predicted<" in picture
+    assert "nothing is measured here" in picture
+    messages = timeline([[1], [0]], [10, 20], [0.02, 0.01], [10, 20], _COSTS)
+    draw(path, "a step", messages, [(0.01, 0.013), (0.02, 0.025)])
+    assert ">in flight, measured<" in path.read_text()
 
 
 def test_the_command_says_where_compression_does_not_pay(

@@ -31,6 +31,7 @@ def free_port() -> int:
 def processes(n: int, program: str, *args: str, timeout: float = 90) -> list[str]:
     """Run a program on n ranks as multiprocessing would: torch's variables, and no launcher."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(n)}
+    common["PYTHONPATH"] = launch.python_path()
     started = [
         subprocess.Popen(
             [sys.executable, str(RANKS / program), *args],
@@ -56,7 +57,7 @@ def processes(n: int, program: str, *args: str, timeout: float = 90) -> list[str
 
 def check(outputs: Sequence[str], transport: str) -> None:
     for rank, output in enumerate(outputs):
-        assert f"rank {rank}: all cases over {transport}" in output, output
+        assert f"rank {rank}: all checks over {transport}" in output, output
 
 
 # What moves data in the core; the rest knows no transport, or is gloo's.

@@ -1,35 +1,66 @@
-"""What PyTorch builds around hooks, post-local SGD, optimizers that average by themselves.
+"""PowerSGD, Deep Gradient Compression, what PyTorch builds around hooks, and post-local SGD.
 
-The rank program says what is shown.
+The rank programs say what is shown. All checks of two ranks share a launch.
 """
+
+from pathlib import Path
 
 import launch
 import pytest
 import torch_cases as tc
 
+PROGRAM = "run_torch_hooks.py"
+DAILY = ["power_sgd.values.*as_the_reference", "pytorchs_trajectory_by_default"]
+DAILY += ["power_sgd.values.nothing_is_given_up", "power_sgd.state.*"]
+DAILY += ["deep_gradient.values.the_method", "deep_gradient.values.not_finite"]
+DAILY += ["deep_gradient.state.resumed", "optimizers"]
+DAILY += ["by_name", "bad_names", "zero_redundancy", "post_local_sgd"]
+DAILY += [f"hooks.*.{check}" for check in ("as_the_reference", "what_is_sent", "resumed")]
 
-def run(n: int, *args: str, timeout: float = 100) -> None:
-    for output in launch.mpirun(
-        n, "run_torch_hooks.py", *args, env=tc.ENVIRONMENT, timeout=timeout
-    ):
-        assert output.rstrip().endswith("ok all"), output
+
+def run(n: int, *checks: str, timeout: float) -> None:
+    launch.check_ok(launch.mpirun(n, PROGRAM, *checks, env=tc.ENVIRONMENT, timeout=timeout))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(270)
 def test_two_ranks() -> None:
-    daily = "by_name bad_names zero_redundancy post_local_sgd as_the_reference what_is_sent resumed"
-    run(2, *daily.split())
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("n", [2, 4])
-def test_all_hooks_and_more_ranks(n: int) -> None:
-    run(n, "--slow", timeout=250)
+    run(2, *DAILY, timeout=250)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("n", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_optimizers_and_averagers_of_other_numbers_of_ranks(n: int) -> None:
-    run(n, "optim", *(["averager"] if n > 1 else []))
+@pytest.mark.timeout(270)
+@pytest.mark.parametrize(
+    ("n", "checks"),
+    [
+        (1, ["hooks.optim.*"]),
+        (2, ["pytorchs_trajectory_with_its_options", "residuals_stay_bounded"]),
+    ],
+)
+def test_one_rank_and_longer(n: int, checks: list[str]) -> None:
+    run(n, *checks, timeout=250)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("module", "n"),
+    [
+        *(("power_sgd", n) for n in (2, 4)),
+        *(("deep_gradient", n) for n in (1, 2, 4)),
+        *(("hooks", n) for n in (2, 4)),
+    ],
+)
+def test_all(module: str, n: int) -> None:
+    run(n, f"{module}.*", timeout=550)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """What two ranks have saved, four load, and one."""
+    for n, phase in ((2, "save"), (4, "load"), (1, "load")):
+        launch.check_ok(
+            launch.mpirun(
+                n, "run_torch_restart.py", tmp_path, phase, env=tc.ENVIRONMENT, timeout=90
+            )
+        )

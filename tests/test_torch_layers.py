@@ -24,7 +24,7 @@ def _forget() -> Iterator[None]:
 
 
 def bits(rules: Rules, name: str, dimensions: int = 2) -> int:
-    return rules.of(Layer(name, dimensions, 1000), CONFIG).bits
+    return rules.of(Layer(name, dimensions, 1000), CONFIG).decided_bits
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ops import InvalidArgument, Unsupported
+from cgx_ops import Config, InvalidArgument, Unsupported
 from cgx_ops.planner import Costs, Plan
 from cgx_ops.torch import ddp
 from cgx_ops.torch._compat import GradBucket
@@ -91,3 +92,20 @@ def test_a_torch_without_limits_for_each_bucket_is_refused(
     monkeypatch.setattr("cgx_ops.torch.ddp_plan._KEYWORD", "no_such_keyword")
     with pytest.raises(Unsupported, match=r"use 2[.]13 or later"):
         ddp.planned_buckets(_plan(_model()), _model())
+
+
+def test_a_state_is_saved_with_its_plan(tmp_path: Path) -> None:
+    module = _model()
+    state = ddp.PlannedAllreduceState(_plan(module), config=Config(bits=3))
+    torch.save([state, ddp.planned_allreduce_hook], tmp_path / "state.pt")
+    restored, hook = torch.load(tmp_path / "state.pt")  # weights_only
+    assert hook is ddp.planned_allreduce_hook
+    assert (restored.plan, restored.config) == (state.plan, state.config)
+    other = ddp.PlannedAllreduceState(Plan((), (), (), ()))
+    other.load_state_dict(restored.state_dict())
+    assert other.plan == state.plan
+
+
+def test_a_state_takes_a_plan_only() -> None:
+    with pytest.raises(InvalidArgument, match=r"plan is Config.*; give a cgx_ops.planner.Plan"):
+        ddp.PlannedAllreduceState(Config())  # pyright: ignore[reportArgumentType]

@@ -1,47 +1,10 @@
-"""PowerSGD for DistributedDataParallel: rank programs say what is shown; here the algebra alone."""
+"""The algebra of PowerSGD; test_torch_hooks.py has the hooks."""
 
-from pathlib import Path
-
-import launch
 import pytest
 import torch
-import torch_cases as tc
 
 from cgx_ops import low_rank
 from cgx_ops.torch.low_rank import Matrices, Part, orthogonalized
-
-
-def run(n: int, *args: str, timeout: float = 100) -> None:
-    for output in launch.mpirun(
-        n, "run_torch_power_sgd.py", *args, env=tc.ENVIRONMENT, timeout=timeout
-    ):
-        assert output.rstrip().endswith("ok all"), output
-
-
-@pytest.mark.timeout(120)
-def test_two_ranks() -> None:
-    run(2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_longer_and_with_more_ranks(n: int) -> None:
-    run(n, "--slow", timeout=550)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_other_numbers_of_ranks(tmp_path: Path) -> None:
-    for n, phase in ((2, "save"), (4, "load"), (1, "load")):
-        outputs = launch.mpirun(
-            n, "run_torch_power_sgd_restart.py", tmp_path, phase, env=tc.ENVIRONMENT, timeout=90
-        )
-        for output in outputs:
-            assert output.rstrip().endswith("ok all"), output
-
-
-# ---- the algebra ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("columns", [1, 2, 5])

@@ -20,7 +20,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
     ("program", "first", "count"),
     [
         pytest.param("ddp_step.py", "gloo", 6, marks=pytest.mark.slow),
-        pytest.param("jax_step.py", "lax.psum", 3, marks=pytest.mark.exhaustive),
+        pytest.param("jax_step.py", "lax.psum", 4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_step_is_divided_into_phases(program: str, first: str, count: int, tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ import unittest
 from pathlib import Path
 from typing import Any
 
+from launch import python_path
+
 # Tests that cannot pass on any backend that torch does not name itself, and why.
 EXPLAINED = {
     "test_ddp_logging_data_cpu": "DDP's log calls every backend from outside torch 'custom'",
@@ -114,7 +116,7 @@ def run_apart(
         command += ["--world-size", str(world_size), "--json", file.name]
         for pattern in patterns:
             command += ["-k", pattern]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
         environment.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "120")
         subprocess.run(command, check=True, env=environment, timeout=deadline)
         return json.loads(Path(file.name).read_text())

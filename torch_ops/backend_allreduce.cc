@@ -93,7 +93,10 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
 }
 
 Decision Backend::decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t numel) {
-  Decision decision = decide(options_->compression, options_->unasked, op, numel);
+  // What pays was measured among CPUs.
+  const auto element_bytes = tensors[0].is_cpu() ? tensors[0].element_size() : 0;
+  Decision decision = decide(options_->compression, options_->unasked, op, numel,
+                             static_cast<int64_t>(element_bytes));
   const auto call = [&] {
     return c10::str("group '", name_, "': allreduce of ", numel, " ", tensors[0].dtype().name(),
                     tensors.size() == 1 ? "" : c10::str(" in ", tensors.size(), " tensors"));

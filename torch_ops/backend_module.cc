@@ -4,7 +4,9 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "backend.h"
 
@@ -57,11 +59,16 @@ void bind_backend(py::module_& module) {
   logger();  // found now: an import inside a static's making could wait for itself
   set_backend_host({debug_wanted, log_line<kDebug>, log_line<kWarning>, without_lock});
 
+  using Larger = std::tuple<int64_t, int64_t, std::shared_ptr<Compression>>;
   py::class_<Compression, std::shared_ptr<Compression>>(module, "Compression")
-      .def(py::init([](const char* config, int64_t seed) {
-             return std::make_shared<Compression>(config, seed);
+      .def(py::init([](const char* config, int64_t seed, const std::vector<Larger>& larger) {
+             std::vector<Compression::Larger> by_size;
+             for (const auto& [numel, element_bytes, compression] : larger) {
+               by_size.push_back({numel, element_bytes, compression});
+             }
+             return std::make_shared<Compression>(config, seed, std::move(by_size));
            }),
-           py::arg("config"), py::arg("seed"));
+           py::arg("config"), py::arg("seed"), py::arg("larger") = std::vector<Larger>());
 
   py::enum_<Scope::Kind>(module, "ScopeKind")
       .value("NONE", Scope::Kind::kNone)
@@ -87,6 +94,10 @@ void bind_backend(py::module_& module) {
            }),
            py::arg("compression"), py::arg("unasked"), py::arg("timeout"))
       .def_readwrite("unasked", &Options::unasked)
+      .def("set_compression",
+           [](Options& self, std::shared_ptr<Compression> compression) {
+             self.compression = std::move(compression);
+           })
       .def("__deepcopy__", [](const Options& self, const py::dict& /*memo*/) {
         return c10::make_intrusive<Options>(self);
       });

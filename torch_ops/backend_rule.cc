@@ -27,9 +27,19 @@ bool& follows_gradients() {
   return follows;
 }
 
+std::shared_ptr<const Compression> for_message(const std::shared_ptr<const Compression>& asked,
+                                               int64_t numel, int64_t element_bytes) {
+  auto found = asked;
+  for (const Compression::Larger& from : asked->larger) {
+    if (from.element_bytes == element_bytes && numel >= from.numel) found = from.compression;
+  }
+  return found;
+}
+
 }  // namespace
 
-Compression::Compression(const char* config, int64_t seed) : config(config_of(config)), seed(seed) {
+Compression::Compression(const char* config, int64_t seed, std::vector<Larger> larger)
+    : config(config_of(config)), seed(seed), larger(std::move(larger)) {
   int32_t use = CGX_SEED_UNUSED;
   cgx::check(cgx_config_seed_use(&this->config, &use));
   seed_use = static_cast<cgx_seed_use_t>(use);
@@ -59,11 +69,14 @@ bool completing_gradients() {
 }
 
 Decision decide(const std::shared_ptr<const Compression>& group, Unasked unasked, cgx_op_t op,
-                int64_t numel) {
+                int64_t numel, int64_t element_bytes) {
   const Scope& scope = current_scope();
   if (scope.kind == Scope::Kind::kUncompressed) return {nullptr, "inside uncompressed()"};
-  const auto& compression = scope.compression ? scope.compression : group;
-  if (compression->config.bits == kExactBits) return {nullptr, "bits are 32"};
+  const auto& asked = scope.compression ? scope.compression : group;
+  const auto compression = for_message(asked, numel, element_bytes);
+  if (compression->config.bits == kExactBits) {
+    return {nullptr, asked->larger.empty() ? "bits are 32" : "compression does not pay (auto)"};
+  }
   if (op != CGX_SUM && op != CGX_AVG) return {nullptr, "neither a sum nor an average"};
   if (numel < std::max<int64_t>(CGX_SMALLEST_COMPRESSED, compression->config.minimal_size)) {
     return {nullptr, "fewer elements than minimal_size"};

@@ -1,6 +1,7 @@
 // Which allreduces of the backend "cgx" are compressed.
 //
-//   Compression   how values travel: a cgx_ops.Config as the core wants it
+//   Compression   how values travel: a cgx_ops.Config as the core wants it, or, by the size of a
+//                 message, one of several (bits="auto")
 //   Scope         what `with compressed():` and `with uncompressed():` say, on the calling thread
 //   Context       that, and whether gradients are being completed. The callbacks of a future have
 //                 the context of the call that it is of, whichever thread runs them: else ranks
@@ -12,18 +13,29 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "cgx/cgx.h"
 
 namespace cgx::torch_ops {
 
 struct Compression {
-  // `config` is a text of cgx_config_parse. Throws what the core has against it.
-  Compression(const char* config, int64_t seed);
+  // From so many elements on, messages of elements of so many bytes travel by another one. Of
+  // those on devices (0 bytes) none does.
+  struct Larger {
+    int64_t numel;
+    int64_t element_bytes;
+    std::shared_ptr<const Compression> compression;
+  };
+
+  // `config` is a text of cgx_config_parse. Throws what the core has against it. `larger`: by
+  // rising numel.
+  Compression(const char* config, int64_t seed, std::vector<Larger> larger = {});
   cgx_config_t config;
   int64_t seed;
   cgx_seed_use_t seed_use = CGX_SEED_UNUSED;
   std::string words;  // for people: "4 bits", "topk"
+  std::vector<Larger> larger;
 };
 
 struct Scope {
@@ -69,10 +81,10 @@ struct Decision {
   bool surprising = false;  // exact though bits are set, and nobody asked for that
 };
 
-// On an allreduce of `numel` floating values with `op`. `group` is the communication group's own
-// setting.
+// On an allreduce of `numel` floating values of `element_bytes` each (0: on a
+// device) with `op`. `group` is the communication group's own setting.
 Decision decide(const std::shared_ptr<const Compression>& group, Unasked unasked, cgx_op_t op,
-                int64_t numel);
+                int64_t numel, int64_t element_bytes);
 
 }  // namespace cgx::torch_ops
 

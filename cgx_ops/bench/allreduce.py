@@ -1,7 +1,8 @@
 """`python -m cgx_ops bench`: allreduce beside what a user would take instead, and the limit.
 
 Phases for each size: every contender once, for the error of its result; interleaved rounds
-(measure.py), a copy of the tensor among them. Then a table (results.py) and, with --json, a report.
+(measure.py), a copy of the tensor among them. Then a table (results.py), a verdict in one sentence
+and, with --json, a report.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from cgx_ops.bench.measure import Summary, Timed, measure
 from cgx_ops.bench.peers import PEERS, Contender, MpiRanks, cgx, cgx_name
 from cgx_ops.bench.report import Report, rate_text
 from cgx_ops.bench.results import Result, limit_seconds, table_of
+from cgx_ops.break_even import EXACT, Timings, choices_of, sentence
 from cgx_ops.config import Rounding
 
 if TYPE_CHECKING:
@@ -66,13 +68,15 @@ def parse_rate(text: str) -> float:
     return rate
 
 
-def _positive(text: str) -> int:
+def parse_count(text: str) -> int:
+    """Return an option that is an integer of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no integer >= 1")
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
+    """Return an option that is a number of seconds of at least 0, for argparse."""
     try:
         seconds = float(text)
     except ValueError:
@@ -126,12 +130,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=PEERS,
         help="without names: none; default: all there are",
     )
-    choose("--rounds", type=_positive, default=21, help="at most (default 21)")
+    choose("--rounds", type=parse_count, default=21, help="at most (default 21)")
     choose(
         "--budget",
-        type=_seconds,
+        type=parse_seconds,
         default=10.0,
         help="seconds for each size (default 10)",
+    )
+    choose(
+        "--parameters",
+        type=parse_count,
+        default=25_000_000,
+        help="of your model: the verdict tells what a step takes (default 25000000)",
     )
     choose("--link-rate", type=parse_rate, help="of each host, as in 1gbit: for the limit")
     choose("--json", metavar="FILE", help="also write the results there")
@@ -194,8 +204,29 @@ def _measure_all(world: "MPI.Intracomm", options: argparse.Namespace) -> Report:
     where = f"{world.size} ranks on {hosts} host{'s'[: hosts > 1]}, {settings['transport']}"
     if options.link_rate:
         where += f", links of {rate_text(options.link_rate)}"
+    notes += _verdict(results, options)
     table = table_of(f"allreduce of fp32, {where}", results, notes)
     return Report("allreduce", settings, [result.record() for result in results], [table])
+
+
+def _verdict(results: list[Result], options: argparse.Namespace) -> list[str]:
+    """Return whether compression pays, in one sentence, in the bits that "auto" would choose from.
+
+    None without times of exact and of bits, or of sizes that do not rise.
+    """
+    names = {
+        bits: cgx_name(Config(bits=bits, rounding=options.rounding[0]))
+        for bits in options.bits
+        if bits in (EXACT, *choices_of(Config()))
+    }
+    seconds = {
+        bits: tuple(result.seconds for result in results if result.contender == name)
+        for bits, name in names.items()
+    }
+    if EXACT not in seconds or len(seconds) < 2 or sorted({*options.sizes}) != options.sizes:
+        return []
+    timings = Timings(tuple(size // 4 for size in options.sizes), seconds)
+    return [sentence(timings, options.parameters)]
 
 
 def _available(wanted: list[str] | None) -> tuple[list[str], list[str]]:

@@ -76,6 +76,19 @@ void sum_on_cpu(const Call& call, const std::byte* messages, int32_t count, int6
   }
 }
 
+double statistic_of(const CodecSettings& settings, const void* values, int64_t numel) {
+  const bool ranges = settings.compressor == CGX_UNIFORM;
+  require((ranges || settings.compressor == CGX_LEVELS) && settings.rotation == 0, CGX_UNSUPPORTED,
+          "errors are predicted for the compressors uniform and levels, without rotation");
+  const int64_t bucket_size = std::min(settings.bucket_size, std::max<int64_t>(1, numel));
+  if (settings.skip_incomplete_buckets) numel -= numel % settings.bucket_size;
+  const BucketRun run{.numel = numel,
+                      .bucket_size = bucket_size,
+                      .format = ranges ? BucketFormat::kUniform : BucketFormat::kLevels};
+  const double measured = kernels().measure(settings.dtype, values, run);
+  return ranges ? measured / 12 : measured;
+}
+
 }  // namespace
 
 cgx_status_t cgx_sum(int32_t dtype, const void* const* values, int32_t num_values, int64_t numel,
@@ -147,6 +160,18 @@ cgx_status_t cgx_dequantize(const cgx_codec_t* codec, const void* bytes, int64_t
     }
     made.codec->decode({static_cast<const std::byte*>(bytes), static_cast<size_t>(num_bytes)},
                        numel, made.run.first_index, made.run.settings.dtype, values);
+  });
+}
+
+cgx_status_t cgx_statistic(const cgx_codec_t* codec, const void* values, int64_t numel,
+                           double* statistic) {
+  return guarded_arithmetic([&] {
+    const CodecSettings settings = make_call(codec, numel).run.settings;
+    require(codec->device == CGX_CPU, CGX_UNSUPPORTED,
+            "statistics of values on a device: copy them to the host");
+    check_pointer(values, numel, "values");
+    check_pointer(statistic, 1, "statistic", "double");
+    *statistic = statistic_of(settings, values, numel);
   });
 }
 

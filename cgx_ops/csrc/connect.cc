@@ -92,8 +92,8 @@ std::optional<Error> failure_of(Work&& work) {
 // One transport: nullptr and why, if these ranks cannot have it. What fails on this rank alone is
 // told to the others in the next exchange, so that all stay in step.
 std::unique_ptr<Transport> try_transport(const TransportEntry& entry, int rank, int size,
-                                         const Allgather& allgather,
-                                         Communicator::Seconds timeout, std::string* why) {
+                                         const Allgather& allgather, Communicator::Seconds timeout,
+                                         std::string* why) {
   std::unique_ptr<Connector> connector;
   Offered mine{};
   const auto no_offer = failure_of([&] {

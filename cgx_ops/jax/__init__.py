@@ -26,10 +26,11 @@ from cgx_ops.jax.optimizer_state import (
     consolidate,
     state_specs,
 )
+from cgx_ops.jax.plans import estimated_ready, numels_of
 from cgx_ops.jax.power_sgd import power_sgd
 from cgx_ops.jax.psum import pmean_q, psum_q
 from cgx_ops.jax.scatter_gather import all_gather_q, psum_scatter_q
-from cgx_ops.jax.trees import numels_of
+from cgx_ops.jax.statistics import statistics
 
 __all__ = [
     "AverageGradientsState",
@@ -43,6 +44,7 @@ __all__ = [
     "compress_grads",
     "consolidate",
     "deep_gradient",
+    "estimated_ready",
     "initialize",
     "launching",
     "numels_of",
@@ -54,5 +56,6 @@ __all__ = [
     "register",
     "signum",
     "state_specs",
+    "statistics",
     "value_and_grad",
 ]

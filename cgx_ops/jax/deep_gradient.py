@@ -22,7 +22,7 @@ import numpy as np
 
 from cgx_ops.config import Config
 from cgx_ops.deep_gradient import Method, checked_config, is_sparse, sparse_knobs
-from cgx_ops.jax.knobs import Rules, checked_knobs
+from cgx_ops.jax.knobs import Rules, checked_knobs, name_of_leaf
 from cgx_ops.jax.mesh_groups import Axes, MeshGroups, mesh_groups
 from cgx_ops.jax.optimizer_state import (
     DeepGradientState,
@@ -116,7 +116,7 @@ def deep_gradient(
         own, numel = checked.config_of(path), int(np.prod(jnp.shape(leaf)))
         if own is checked.config and jnp.ndim(leaf) <= 1:
             return None
-        return own if is_sparse(_name_of(path), own, numel) else None
+        return own if is_sparse(name_of_leaf(path), own, numel) else None
 
     def init(params: Any) -> DeepGradientState:
         like = lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32)  # noqa: E731
@@ -205,11 +205,6 @@ class _Leaf(NamedTuple):
     v: jax.Array | None
 
 
-def _name_of(path: Any) -> str:
-    """Return a leaf's path as rules know it."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
 def _leaves(updates: Any, state: DeepGradientState, own_of: Any) -> dict[str, _Leaf]:
     """Return the leaves of a tree of gradients by name, with what the state has of each."""
     tree = jax.tree.structure(updates)
@@ -218,7 +213,7 @@ def _leaves(updates: Any, state: DeepGradientState, own_of: Any) -> dict[str, _L
     leaves: dict[str, _Leaf] = {}
     paths = jax.tree_util.tree_leaves_with_path(updates)
     for (path, given), u, v in zip(paths, us, vs, strict=True):
-        x, own, name = checked_leaf(_CALLER, path, given), own_of(path, given), _name_of(path)
+        x, own, name = checked_leaf(_CALLER, path, given), own_of(path, given), name_of_leaf(path)
         where = f"updates{jax.tree_util.keystr(path)} of shape {x.shape}"
         if (own is None) != (v is None):
             raise ValueError(

@@ -13,12 +13,14 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from cgx_ops.jax import _compat
 from cgx_ops.jax.knobs import checked_knobs
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.primitive import vary
 from cgx_ops.jax.psum import reduce_over
+from cgx_ops.jax.sharded import value_and_grad_of_shards
 from cgx_ops.jax.trees import checked_leaf
 
 
@@ -44,9 +46,10 @@ def compress_grads(
         axis_name: name of a mesh axis, or a tuple of names.
         key: a PRNG key, as of `psum_q`: give another in every step. None: rounds to nearest.
         name: of the collective, as of `psum_q`.
-        **knobs: every other keyword of `psum_q` but residual. With fuse (the default) all gradients
-          go in one message, when the last is computed. To overlap them with the rest of the
-          backward pass, give fuse=False, or call this for each layer where it is used.
+        **knobs: every other keyword of `psum_q` but residual, fuse among them: by default small
+          trees are one message, which goes when the last gradient is computed. To overlap that
+          with the rest of the backward pass, give fuse=False, or call this for each layer where it
+          is used.
 
     Returns:
         `params`, varying over the axes for JAX's type checks.
@@ -96,6 +99,8 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
+    in_specs: Sequence[Any] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     key: jax.Array | None = None,
     name: str = "",
     **knobs: Any,
@@ -109,6 +114,15 @@ def value_and_grad(
 
     where `loss_of` is the device's own mean loss. Both results are those of the mean over devices.
 
+    In plain `jax.jit`, over arrays with shardings, where XLA would reduce gradients by itself, it
+    brings a shard_map of its own:
+
+        gradient_of = cgx_ops.jax.value_and_grad(
+            loss_of, "data", in_specs=(P(), P("data")), mesh=mesh, bits=4, key=key
+        )
+
+    Axes that axis_name does not name stay the compiler's in `loss_of`.
+
     Args:
         fun: returns a scalar (or a scalar and anything, with has_aux) that no psum or pmean over
           the axes went into.
@@ -116,6 +130,12 @@ def value_and_grad(
         argnums: which arguments to differentiate, as of jax.value_and_grad. Each is a pytree of
           float32, float16 or bfloat16; equal on all devices of the axis, as a rule.
         has_aux: whether fun returns a pair, of which only the first is differentiated.
+        in_specs: how each argument is sharded, a PartitionSpec or a tree of them (a prefix of the
+          argument's tree): outside a shard_map. Weights may be sharded over the data axes too,
+          along one dimension (FSDP): they are gathered, exactly, before fun, and their gradients
+          come back sharded alike, by `psum_scatter_q`. Other axes that a weight's spec names are
+          those of its parts (tensor parallelism): each part's gradient is sent by its own devices.
+        mesh: of in_specs; None: that of jax.set_mesh.
         key: a PRNG key, as of `psum_q`: give another in every step. None: rounds to nearest.
         name: of the collective, as of `psum_q`.
         **knobs: every other keyword of `psum_q` but residual, such as bits, rules={"bias": 32} and
@@ -124,14 +144,23 @@ def value_and_grad(
     Returns:
         A function with fun's arguments. It returns (value, gradients), or ((value, aux), gradients)
         with has_aux: `value` by jax.lax.pmean and `gradients` by `pmean_q`, equal on all devices of
-        the axis; `aux` as this device computed it.
+        the axis; `aux` as this device computed it, with in_specs its mean by jax.lax.pmean.
 
     Raises:
-        NameError: at the call; an axis name is not bound here: there is no shard_map around it.
+        NameError: at the call; an axis name is not bound here: there is no shard_map around it, and
+          no in_specs.
         ValueError: at the call; the value is equal on all devices, so it was reduced already.
         TypeError, NotImplementedError, jax.errors.JaxRuntimeError: as `psum_q`.
     """
     caller = "value_and_grad"
+    if in_specs is not None:
+        checked_knobs(caller, key=key, name=name, **knobs)
+        axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        return value_and_grad_of_shards(
+            fun, axes, argnums, has_aux, in_specs, mesh, key, name=name, **knobs
+        )
+    if mesh is not None:
+        raise ValueError(f"{caller}: mesh without in_specs: inside a shard_map give neither")
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from cgx_ops.jax import _compat, _runtime, carrier
 from cgx_ops.jax._calls import parted
 from cgx_ops.jax.knobs import refuse_on_gpus, refuse_votes
 from cgx_ops.jax.launching import launcher
+from cgx_ops.jax.plans import agree
 from cgx_ops.jax.primitive import Settings, Verb, custom_call, message_attributes, vary
 from cgx_ops.jax.trees import exact_twin
 
@@ -98,7 +99,8 @@ def _axis_size(caller: str, axis: Hashable) -> int:
     if size is None:
         raise NameError(
             f"{caller}: unbound axis name: {axis!r}. Call it inside jax.shard_map over a mesh that "
-            "has this axis"
+            "has this axis; in plain jax.jit use cgx_ops.jax.value_and_grad with in_specs, which "
+            "brings one"
         )
     if not _compat.is_shard_map_axis(axis):
         raise NotImplementedError(
@@ -180,6 +182,8 @@ def _attributes(
         attributes["devices"] = np.asarray(devices, np.int64)
     if processes is not None:
         attributes["processes"] = np.asarray(processes, np.int64)
+        if settings.plan is not None:
+            agree(settings.plan, tuple(sorted(set(processes))))
         launched_by = launcher(named=bool(settings.name), names_suffice=names_suffice)
     call = settings.name or _call_id(ctx, settings, attributes)
     attributes["call"] = f"{launched_by}/{call}" if launched_by else call

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from cgx_ops.config import Algorithm, Config
+from cgx_ops.errors import require_share
 from cgx_ops.jax.knobs import Rules, checked_knobs, is_vote, keeps_by_default
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.optimizer_state import (
@@ -104,7 +105,8 @@ def one_bit_adam(
             f"{caller}: warmup_steps is {warmup_steps!r}; it must be an integer of at least 1, for "
             "nu to be more than 0"
         )
-    _require_shares(caller, b1=b1, b2=b2)
+    require_share(f"{caller}: b1", b1)
+    require_share(f"{caller}: b2", b2)
     if not eps > 0:
         raise ValueError(f"{caller}: eps is {eps!r}; it must be more than 0")
     if bits is None and "compressor" not in knobs:
@@ -212,7 +214,7 @@ def signum(
     """
     caller = "signum"
     optax = import_optax(caller)
-    _require_shares(caller, momentum=momentum)
+    require_share(f"{caller}: momentum", momentum)
     knobs: dict[str, Any] = {
         "compressor": "sign", "key": None, "name": name, "algorithm": algorithm, "carrier": carrier,
     }  # fmt: skip
@@ -268,14 +270,6 @@ def _gradients(caller: str, updates: Any, state: Any, axes: Any) -> Any:
 def _followed(momenta: Any, gradients: Any, beta: float) -> Any:
     """Return momenta that have followed gradients."""
     return jax.tree.map(lambda m, g: m * beta + g * (1 - beta), momenta, gradients)
-
-
-def _require_shares(caller: str, **shares: float) -> None:
-    for name, value in shares.items():
-        if not 0 <= value < 1:
-            raise ValueError(
-                f"{caller}: {name} is {value!r}; it must be at least 0 and less than 1"
-            )
 
 
 def _with_rate(

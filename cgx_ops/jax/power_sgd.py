@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from cgx_ops import low_rank
 from cgx_ops.config import Config
 from cgx_ops.jax import _compat
-from cgx_ops.jax.knobs import Rules, checked_knobs, keeps_by_default
+from cgx_ops.jax.knobs import Rules, checked_knobs, keeps_by_default, name_of_leaf
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.optimizer_state import (
     Mesh,
@@ -126,7 +126,7 @@ def power_sgd(
     if start < 0:
         raise ValueError(f"{_CALLER}: start is {start}; it must be at least 0")
     if bits is None:
-        bits = Config().bits if "compressor" in knobs else EXACT_BITS
+        bits = Config().decided_bits if "compressor" in knobs else EXACT_BITS
     knobs = {"bits": bits, "key": key, "name": name, **knobs}
     checked = checked_knobs(_CALLER, rules=rules, **knobs)
 
@@ -138,7 +138,7 @@ def power_sgd(
 
     def rank_in(path: Any, leaf: Any) -> int:
         """Return the columns of a leaf's own factors; 0: it has none."""
-        if batched or any(rule.matches(_name_of(path)) for rule, _ in checked.rules):
+        if batched or any(rule.matches(name_of_leaf(path)) for rule, _ in checked.rules):
             return 0
         return low_rank.rank_of(*_matrix_of(jnp.shape(leaf)), rank, rate)
 
@@ -153,7 +153,7 @@ def power_sgd(
             if not of_leaf:
                 return None
             columns = _matrix_of(jnp.shape(leaf))[1]
-            return jnp.asarray(low_rank.first_q(seed, _name_of(path), 0, columns, of_leaf))
+            return jnp.asarray(low_rank.first_q(seed, name_of_leaf(path), 0, columns, of_leaf))
 
         def kept(path: Any, leaf: Any) -> Any:
             factored = batched or rank_in(path, leaf)
@@ -238,11 +238,6 @@ def power_sgd(
     return optax.GradientTransformation(init, update)
 
 
-def _name_of(path: Any) -> str:
-    """Return a leaf's path as rules know it."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
 def _check_whole(path: Any, leaf: Any, axes: Any) -> None:
     """Refuse a leaf that is split over axes of the mesh other than these."""
     other = _compat.varying_axes(leaf) - frozenset(axes)
@@ -316,7 +311,7 @@ def _leaves(updates: Any, state: PowerSGDState, decay: float) -> list[_Leaf]:
         x = checked_leaf(_CALLER, path, given)
         residual = own_residual(_CALLER, path, x, kept)
         decayed = residual if residual is None or decay == 1 else residual * decay
-        leaves.append(_Leaf(path, _name_of(path), x, decayed))
+        leaves.append(_Leaf(path, name_of_leaf(path), x, decayed))
     if len({leaf.name for leaf in leaves}) < len(leaves):
         raise ValueError(f"{_CALLER}: two leaves have one path: {[leaf.name for leaf in leaves]}")
     return leaves

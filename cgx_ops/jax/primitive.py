@@ -36,6 +36,7 @@ from cgx_ops.config import Config
 from cgx_ops.jax import _compat, _runtime
 from cgx_ops.jax._calls import call_attributes, parted
 from cgx_ops.jax._keys import example_seeds
+from cgx_ops.planner import Plan
 
 if TYPE_CHECKING:
     from cgx_ops.jax.allreduce import Ranks
@@ -65,6 +66,7 @@ class Settings:
         name: the user's; "" to name the call by its place in the program.
         carrier: "native": the core moves the bytes; "xla": XLA's own collectives do.
         feedback: whether leaves have residuals; of allreduce only.
+        plan: that says which leaves these are, if there is one.
     """
 
     verb: Verb
@@ -74,6 +76,7 @@ class Settings:
     name: str
     carrier: Carrier = "native"
     feedback: bool = False
+    plan: Plan | None = None
 
     @property
     def function(self) -> str:

@@ -80,9 +80,11 @@ def psum_q(
           the leaf's path, such as "layers/0/bias", gives its bits, or a dict of its own bits,
           bucket_size, gather_bits, compressor, density, value_bits, rotation and clip.
           {"bias|norm": 32, "dense": {"compressor": "topk", "density": 0.01}} keeps some exact.
-        fuse: one message for all leaves of a dtype. False: one for each leaf, so that XLA can start
-          it when that leaf is computed, while others are not. A cgx_ops.planner.Plan: one for each
-          of its groups (and dtype); the plan has every leaf, by its path. See docs/planner.md.
+        fuse: leaves of a dtype share messages of about 8 MiB of values, the last leaves first: XLA
+          can start one when its leaves are computed, while others are not. Less than 16 MiB are
+          one message. False: one for each leaf. A cgx_ops.planner.Plan: one for each of its groups
+          (and dtype); the plan has every leaf, by its path, and processes compare it when they
+          compile it, unless XLA carries the bytes. See docs/planner.md.
         carrier: "native": cgx moves the bytes, through memory and MPI. "xla": XLA's own collectives
           do, wherever those work, with or without MPI; the bits of the result are those of the same
           algorithm. Not for "ring" and "hierarchical", nor for groups with more devices in one
@@ -110,6 +112,7 @@ def psum_q(
         ValueError: a knob is out of its range, or does not belong to the compressor; the compressor
           needs a key; error feedback would not converge; `residual` has another structure or shape
           than `x`; the plan is of another tree.
+        cgx_ops.MismatchError: processes have different plans; it names the first leaf that differs.
         RuntimeError: processes of the mesh cannot reach each other natively; the shard_map has no
           jax.sharding.Mesh, of several processes or GPUs.
         jax.errors.JaxRuntimeError: at run time; a peer is late or dead or called something else.

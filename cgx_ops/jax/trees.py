@@ -2,13 +2,12 @@
 
 1. check the leaves
 2. give every leaf its config (rules), its seed (key) and its residual
-3. one collective for all leaves of a dtype, or one for each leaf, or one for each group of a plan;
-   leaves with residuals, and those that cannot be cut, are apart from the others
+3. one collective for each message (plans.py) and dtype; leaves with residuals, and those that
+   cannot be cut, are apart from the others
 """
 
 import functools
-import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +23,8 @@ from cgx_ops.jax.knobs import (
     check_places,
     is_randk,
     is_vote,
-    name_of_leaf,
 )
+from cgx_ops.jax.plans import messages_of
 from cgx_ops.jax.primitive import Groups, Settings, bind, vary
 from cgx_ops.planner import Plan
 
@@ -126,7 +125,8 @@ def reduce_tree(
         The reduced tree, and the new residual (None without one).
     """
     paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(x)
-    group_of = _message_of(caller, x, knobs.fuse)
+    # Calls in the order of the program go one after the other: parts would gain nothing.
+    message_of = messages_of(caller, x, knobs.fuse, parts=not groups.effects)
     residuals = _checked_residuals(caller, x, residual)
     leaves = []
     for place, (path, given) in enumerate(paths_and_leaves):
@@ -149,7 +149,7 @@ def reduce_tree(
         keeps = leaf.residual is not None
         if leaf.x.size > 0 and sends(groups, leaf.config):
             sums.append(None)
-            kind = group_of[leaf.place], leaf.x.dtype, can_be_cut(leaf.config), keeps
+            kind = message_of[leaf.place], leaf.x.dtype, can_be_cut(leaf.config), keeps
             messages.setdefault(kind, []).append(leaf)
         else:
             sums.append(groups.alone(leaf.x if leaf.residual is None else leaf.x + leaf.residual))
@@ -159,6 +159,7 @@ def reduce_tree(
             "allreduce", op, groups, tuple(leaf.config for leaf in message),
             name_of(knobs.name, message[0].place, len(messages)),
             knobs.carrier if groups.size > 1 else "native", feedback=keeps,
+            plan=knobs.fuse if isinstance(knobs.fuse, Plan) else None,
         )  # fmt: skip
         results = bind(
             [leaf.x.reshape(1, -1) for leaf in message],
@@ -172,45 +173,6 @@ def reduce_tree(
             results = results[len(message) :]
     unflatten = jax.tree_util.tree_unflatten
     return unflatten(tree, sums), None if residual is None else unflatten(tree, residuals)
-
-
-def numels_of(tree: Any) -> dict[str, int]:
-    """Return the number of values of each leaf of a tree, by the name that rules and plans know.
-
-    For cgx_ops.planner.Plan.of(), in the order of the leaves.
-
-    Args:
-        tree: a pytree of arrays, or of what has a shape, such as jax.eval_shape() returns.
-
-    Raises:
-        ValueError: two leaves have one name.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    numels = {name_of_leaf(path): math.prod(getattr(leaf, "shape", ())) for path, leaf in leaves}
-    if len(numels) < len(leaves):
-        raise ValueError("two leaves have one name, and no plan can tell them apart: rename one")
-    return numels
-
-
-def _message_of(caller: str, x: Any, fuse: bool | Plan) -> Sequence[int]:
-    """Return for each leaf the number of the message that it may share with others."""
-    if not isinstance(fuse, Plan):
-        count = len(jax.tree.leaves(x))
-        return [0] * count if fuse else range(count)
-    numels = numels_of(x)
-    planned = dict(zip(fuse.names, fuse.numels, strict=True))
-    for name in [*numels, *planned]:
-        if numels.get(name) != planned.get(name):
-            told = [
-                "no such leaf" if of.get(name) is None else f"{of[name]} values"
-                for of in (numels, planned)
-            ]
-            raise ValueError(
-                f"{caller}: the plan is of another tree: of {name!r}, x has {told[0]} and the plan "
-                f"{told[1]}. Make it with Plan.of(cgx_ops.jax.numels_of(x), ...)"
-            )
-    group_of = {fuse.names[i]: number for number, of in enumerate(fuse.groups) for i in of}
-    return [group_of[name] for name in numels]
 
 
 def sends(groups: Groups, config: Config) -> bool:

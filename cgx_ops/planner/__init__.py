@@ -5,8 +5,10 @@
     baselines.py  groups that need no plan, for comparison
     bits.py       what each tensor's quantization loses, and how many bits it therefore gets
     cheapest.py   the search behind that; clusters.py  CGX's bits by k-means, for comparison
+    adaptive.py   bits that follow a model as it trains
     measure.py    the constants of the model, for a communicator's own route
     plan.py       groups and bits as one value: saved, loaded, agreed upon by ranks
+    plot.py       a step's timeline as a picture
     command.py    `python -m cgx_ops plan`: the table for a user's own model
 
 Groups are after MergeComp (Wang et al., "MergeComp: A Compression Scheduler for Scalable
@@ -16,15 +18,19 @@ and CGX (Markov et al., "CGX: Adaptive System Support for Communication-Efficien
 Middleware 2022). docs/planner.md has it all on a page.
 """
 
-from cgx_ops.planner.bits import allocate_bits, predicted_error, statistic
+from cgx_ops.codec import statistic
+from cgx_ops.planner.adaptive import AdaptiveBits
+from cgx_ops.planner.bits import allocate_bits, predicted_error
 from cgx_ops.planner.clusters import cluster_bits
 from cgx_ops.planner.measure import measure, ready_times
-from cgx_ops.planner.model import Costs, finish
+from cgx_ops.planner.model import Costs, Passage, finish, timeline
 from cgx_ops.planner.partition import partition
 from cgx_ops.planner.plan import Plan
 
 __all__ = [
+    "AdaptiveBits",
     "Costs",
+    "Passage",
     "Plan",
     "allocate_bits",
     "cluster_bits",
@@ -34,4 +40,5 @@ __all__ = [
     "predicted_error",
     "ready_times",
     "statistic",
+    "timeline",
 ]

@@ -1,6 +1,7 @@
 """In how many bits each tensor travels: the fewest bytes at the error of uniform bits.
 
-    statistic()        one number of a tensor, from which its error follows for all bits
+    statistic()        one number of a tensor, from which its error follows for all bits; the core
+                       measures it, as its encoder does (cgx_ops/codec.py)
     predicted_error()  that error
     allocate_bits()    bits for all tensors, with an error budget
 
@@ -17,9 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from cgx_ops._arrays import as_input
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument, Unsupported
 from cgx_ops.planner.cheapest import cheapest
@@ -32,34 +31,6 @@ Budget = Literal["squared", "norm"]
 _LEVELS = {1: 0.3627, 2: 0.1174, 3: 0.0346, 4: 0.0095}
 # Below 2 bits the prediction for min-max is off by a factor of two, and nothing trains with it.
 _CHOICES: dict[str, tuple[int, ...]] = {"uniform": (2, 3, 4, 5, 6, 7, 8), "levels": (1, 2, 3, 4)}
-
-
-def statistic(values: npt.ArrayLike, config: Config | None = None) -> float:
-    """Return the number from which a tensor's quantization error follows, for all bits.
-
-    It is a mean's to take over ranks and steps: predicted errors add up like squares.
-
-    Args:
-        values: float32, float16 or bfloat16, any shape, read in C order.
-        config: its compressor and bucket_size count; None: Config().
-
-    Returns:
-        "uniform": the sum of B R^2 / 12 over buckets of B values with range R (a last bucket may
-        have fewer); "levels": the sum of squares. Not finite where a value is not.
-
-    Raises:
-        Unsupported: another compressor, or a rotation, which changes ranges; another dtype.
-    """
-    config = _served(config)
-    flat = as_input(values).astype(np.float64).reshape(-1)
-    if config.compressor == "levels":
-        return float(np.square(flat).sum())
-    if not flat.size:
-        return 0.0
-    starts = np.arange(0, flat.size, config.bucket_size)
-    counts = np.diff(starts, append=flat.size)
-    ranges = np.maximum.reduceat(flat, starts) - np.minimum.reduceat(flat, starts)
-    return float((counts * np.square(ranges)).sum() / 12)
 
 
 def predicted_error(statistic: float, bits: int, config: Config | None = None) -> float:
@@ -125,7 +96,8 @@ def allocate_bits(
     fixed = fixed or {}
     _check(statistics, numels, budget, fixed, alpha)
     allowed = _CHOICES[config.compressor] if choices is None else choices
-    options = sorted({*allowed, config.bits})
+    uniform = config.decided_bits
+    options = sorted({*allowed, uniform})
     free = [i for i in range(len(numels)) if i not in fixed]
 
     def error(tensor: int, bits: int) -> float:
@@ -135,11 +107,11 @@ def allocate_bits(
     for bits in fixed.values():
         predicted_error(0.0, bits, config)  # checks them
     errors = np.array([[error(i, b) for b in options] for i in free]).reshape(-1, len(options))
-    most = alpha * math.fsum(error(i, config.bits) for i in free)
+    most = alpha * math.fsum(error(i, uniform) for i in free)
     found = cheapest(errors, [int(numels[i]) for i in free], options, most)
     total = sum(numels[i] * b for i, b in zip(free, found, strict=True))
-    if alpha >= 1 and total > config.bits * sum(numels[i] for i in free):
-        found = [config.bits] * len(free)
+    if alpha >= 1 and total > uniform * sum(numels[i] for i in free):
+        found = [uniform] * len(free)
     return [{**fixed, **dict(zip(free, found, strict=True))}[i] for i in range(len(numels))]
 
 

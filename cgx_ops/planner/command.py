@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cgx_ops.bench.allreduce import parse_rate
+from cgx_ops.bench.allreduce import parse_count, parse_rate, parse_seconds
 from cgx_ops.bench.report import Table, rate_text, time_text
 from cgx_ops.codec import encoded_bytes
 from cgx_ops.config import Config
 from cgx_ops.planner import baselines
-from cgx_ops.planner.model import Costs, finish
+from cgx_ops.planner.model import Costs, finish, timeline
 from cgx_ops.planner.plan import Plan
+from cgx_ops.planner.plot import draw
 
 _BITS = (*range(1, 9), 32)
 _EXACT = Config(bits=32)
@@ -44,15 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choose("--link", type=parse_rate, default="1gbit", help="of each host (default 1gbit)")
     choose("--hosts", type=_hosts, default=2, help="one rank on each (default 2)")
     choose("--bits", type=int, choices=_BITS[:-1], default=4, help="of a value (default 4)")
-    choose("--bucket-size", type=_positive, default=Config().bucket_size)
+    choose("--bucket-size", type=parse_count, default=Config().bucket_size)
     choose(
         "--backward",
-        type=_seconds,
+        type=parse_seconds,
         default=0.1,
         help="seconds of the backward pass, in which tensors become ready one after the other, "
         "evenly, the last first (default 0.1)",
     )
     choose("--save", metavar="FILE", help="write the plan there, for Plan.load()")
+    choose("--plot", metavar="FILE", help="draw the planned step's timeline there: a .png or .svg")
     parser.set_defaults(run=run)
 
 
@@ -69,6 +71,12 @@ def run(options: argparse.Namespace) -> int:
     if options.save:
         plan.save(options.save)
         print(f"The plan is in {options.save}.")
+    if options.plot:
+        sizes = [encoded_bytes(numel, config) for numel in plan.numels]
+        costs = typical_costs(options.link, options.hosts, config.decided_bits)
+        messages = timeline(plan.groups, plan.numels, model.ready, sizes, costs)
+        draw(options.plot, f"{table.title}; {len(messages)} messages", messages)
+        print(f"The timeline is in {options.plot}.")
     return 0
 
 
@@ -103,26 +111,10 @@ def _tensors(text: str) -> list[tuple[str, int]]:
         ) from None
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer >= 1")
-    return int(text)
-
-
 def _hosts(text: str) -> int:
-    if _positive(text) < 2:
+    if parse_count(text) < 2:
         raise argparse.ArgumentTypeError("on one host nothing is sent: give 2 or more")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds >= 0")
-    return seconds
 
 
 # ---- 2. what messages cost -----------------------------------------------------------------------
@@ -160,9 +152,9 @@ def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tup
     waits: dict[int, float] = {}  # seconds after the backward pass, planned, by bits
     rows: list[list[str]] = []
     for each in (_EXACT, config):
-        costs = typical_costs(link_rate, hosts, each.bits)
+        costs = typical_costs(link_rate, hosts, each.decided_bits)
         plan = Plan.of(model.numels, model.ready, costs, config=each, margin=1)
-        plans[each.bits] = plan
+        plans[each.decided_bits] = plan
         sizes = [encoded_bytes(numel, each) for numel in plan.numels]
         case = plan.numels, model.ready, sizes, costs
         groupings = {
@@ -173,7 +165,7 @@ def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tup
             "planned": plan.groups,
         }
         end = {name: finish(groups, *case) for name, groups in groupings.items()}
-        waits[each.bits] = end["planned"] - max(model.ready)
+        waits[each.decided_bits] = end["planned"] - max(model.ready)
         for name, groups in groupings.items():
             largest = max(sum(sizes[i] for i in group) for group in groups)
             rows.append(
@@ -183,7 +175,8 @@ def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tup
                     time_text(end[name] - max(model.ready)), f"{end[name] / end['planned']:.2f}",
                 ]
             )  # fmt: skip
-    plan = plans[config.bits]
+    bits = config.decided_bits
+    plan = plans[bits]
     table = Table(
         title=f"{len(plan.names)} tensors, {sum(plan.numels) / 1e6:.1f} M values; {hosts} hosts, "
         f"{rate_text(link_rate)}; backward {time_text(max(model.ready))}",
@@ -194,7 +187,7 @@ def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tup
         notes=[
             "step: until the last gradient is reduced, by docs/planner.md's model with typical "
             "costs; planner.measure() has your route's.",
-            _verdict(config.bits, waits[_EXACT.bits], waits[config.bits]),
+            _verdict(bits, waits[_EXACT.decided_bits], waits[bits]),
         ],
     )
     return plan, table

@@ -58,7 +58,12 @@ def measure(communicator: Communicator, config: Config | None = None) -> Costs:
     return Costs(*worst.tolist())
 
 
-def ready_times(communicator: Communicator, arrivals: npt.ArrayLike) -> list[float]:
+def ready_times(
+    communicator: Communicator,
+    arrivals: npt.ArrayLike,
+    *,
+    begins: npt.ArrayLike | None = None,
+) -> list[float]:
     """Return when each tensor's gradient is ready, the same on all ranks.
 
     Collective. Warm-up steps are not to be among the arrivals.
@@ -67,9 +72,11 @@ def ready_times(communicator: Communicator, arrivals: npt.ArrayLike) -> list[flo
         communicator: of the ranks that will share a plan.
         arrivals: seconds, shape (steps, tensors): when each gradient was there, in any clock that
             runs through a step.
+        begins: seconds, shape (steps,): when each backward pass began, in that clock. None: with
+            its first arrival, which changes no plan, but the times that finish() foresees.
 
     Returns:
-        For each tensor, seconds after the first one of its step: the median over steps, the largest
+        For each tensor, seconds after the begin of its step: the median over steps, the largest
         over ranks.
 
     Raises:
@@ -81,8 +88,13 @@ def ready_times(communicator: Communicator, arrivals: npt.ArrayLike) -> list[flo
         raise InvalidArgument(
             f"arrivals have shape {times.shape}; they must be finite times of (steps, tensors)"
         )
-    since_first = times - times.min(axis=1, keepdims=True)
-    return _largest(communicator, np.median(since_first, axis=0)).tolist()
+    first = times.min(axis=1) if begins is None else np.asarray(begins, np.float64)
+    if first.shape != times.shape[:1] or not (first <= times.min(axis=1)).all():
+        raise InvalidArgument(
+            f"begins have shape {first.shape}; there must be one for each of {len(times)} steps, "
+            "no later than its first arrival"
+        )
+    return _largest(communicator, np.median(times - first[:, None], axis=0)).tolist()
 
 
 # ---- 1. time -------------------------------------------------------------------------------------

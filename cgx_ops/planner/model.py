@@ -14,7 +14,7 @@ Inside, times are whole femtoseconds: sums are exact, so that equal plans tie on
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -132,6 +132,22 @@ class Tensors(NamedTuple):
         return found
 
 
+class Passage(NamedTuple):
+    """A message on its way, in seconds from the start of the backward pass; parts as begin and end.
+
+    Attributes:
+        ready: when the last of its gradients is there.
+        encode: while it has the encoder.
+        link: while it has the link.
+        decode: while it has the decoder, after the latency.
+    """
+
+    ready: float
+    encode: tuple[float, float]
+    link: tuple[float, float]
+    decode: tuple[float, float]
+
+
 def finish(
     groups: Sequence[Sequence[int]],
     numels: Sequence[int],
@@ -155,6 +171,21 @@ def finish(
     Raises:
         InvalidArgument: a tensor is in no group or in several, a group is empty; see Tensors.
     """
+    messages = timeline(groups, numels, ready, bytes, costs)
+    return messages[-1].decode[1] if messages else 0.0
+
+
+def timeline(
+    groups: Sequence[Sequence[int]],
+    numels: Sequence[int],
+    ready: Sequence[float],
+    bytes: Sequence[int],  # noqa: A002  (the name of the quantity)
+    costs: Costs,
+) -> list[Passage]:
+    """Return how each message of a step passes encoder, link and decoder, in seconds.
+
+    Args and errors: see finish(), which is the end of the last one.
+    """
     tensors = Tensors.checked(numels, ready, bytes, costs)
     if sorted(i for group in groups for i in group) != list(range(len(numels))):
         raise InvalidArgument(
@@ -163,18 +194,37 @@ def finish(
         )
     if not all(groups):
         raise InvalidArgument("a group is empty; leave it out")
-    return finish_ticks(groups, tensors, Ticks.of(costs)) / TICKS
+
+    def seconds(part: tuple[int, int]) -> tuple[float, float]:
+        return part[0] / TICKS, part[1] / TICKS
+
+    return [
+        Passage(at / TICKS, seconds(encode), seconds(link), seconds(decode))
+        for at, encode, link, decode in _passages(groups, tensors, Ticks.of(costs))
+    ]
 
 
 def finish_ticks(groups: Sequence[Sequence[int]], tensors: Tensors, each: Ticks) -> int:
     """Return what finish() does, in ticks, of arguments that were checked."""
+    return max((decode[1] for *_, decode in _passages(groups, tensors, each)), default=0)
+
+
+_Part = tuple[int, int]  # of a passage: its begin and its end
+
+
+def _passages(
+    groups: Sequence[Sequence[int]], tensors: Tensors, each: Ticks
+) -> Iterator[tuple[int, _Part, _Part, _Part]]:
+    """Yield the fields of each message's Passage, in ticks."""
     encoded = sent = decoded = 0
     for group in groups:
         values = sum(tensors.numels[i] for i in group)
         size = sum(tensors.bytes[i] for i in group)
-        encoded = max(encoded, max(tensors.ready[i] for i in group))
-        encoded += each.encode_fixed + each.encode_per_value * values
-        sent = max(sent, encoded) + each.link_fixed + each.link_per_byte * size
-        arrived = sent + each.latency
-        decoded = max(decoded, arrived) + each.decode_fixed + each.decode_per_value * values
-    return decoded
+        ready = max(tensors.ready[i] for i in group)
+        begins = [max(encoded, ready)]
+        encoded = begins[-1] + each.encode_fixed + each.encode_per_value * values
+        begins.append(max(sent, encoded))
+        sent = begins[-1] + each.link_fixed + each.link_per_byte * size
+        begins.append(max(decoded, sent + each.latency))
+        decoded = begins[-1] + each.decode_fixed + each.decode_per_value * values
+        yield ready, (begins[0], encoded), (begins[1], sent), (begins[2], decoded)

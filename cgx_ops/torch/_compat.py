@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._compile import _disable_dynamo
 from torch.fx.node import has_side_effect
+from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map
 
 TORCH_VERSION: str = torch.__version__

@@ -42,7 +42,10 @@ import torch.distributed as dist
 
 import cgx_ops
 from cgx_ops import Communicator, Config, _torch_ops
+from cgx_ops.break_even import verdict_of
+from cgx_ops.config import AUTO
 from cgx_ops.errors import CgxError, InvalidArgument, NotFound, Unsupported
+from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import _compat, launch
 from cgx_ops.torch.work import devices
 
@@ -72,7 +75,8 @@ class BackendOptions:
 
     Attributes:
         config: how values travel; by default Config.from_env(), which is exact unless CGX_*
-            variables say otherwise.
+            variables say otherwise. bits="auto" is measured when the group is made, for up to a
+            second; groups that are split off have what was found for their parent.
         compress: "gradients", or "all": every sum and average of floats, as CGX does.
     """
 
@@ -158,6 +162,17 @@ def _compression(config: Config) -> _torch_ops.Compression:
     return _torch_ops.Compression(config.text, config.seed)
 
 
+def _by_size(config: Config, communicator: Communicator) -> _torch_ops.Compression:
+    """Return what the binding knows of bits="auto" in a group. Collective: it measures."""
+    exact = config.with_own(bits=EXACT_BITS)
+    larger = [
+        (numel, element_bytes, _compression(config.with_own(bits=bits)))
+        for element_bytes, thresholds in verdict_of(communicator, config).larger.items()
+        for numel, bits in thresholds
+    ]
+    return _torch_ops.Compression(exact.text, exact.seed, larger)
+
+
 def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
     """Make the backend of a group: torch calls it on every rank of the group."""
     global _world_options
@@ -176,17 +191,32 @@ def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
         _options.clear()
     _options[asked.group_id] = pg_options
     config = pg_options.config
-    if default and config.bits < 32 and torch.cuda.is_available() and "cuda" not in devices():
+    if (
+        default
+        and config.bits != EXACT_BITS
+        and torch.cuda.is_available()
+        and "cuda" not in devices()
+    ):
         _log.warning(
             "cgx_ops was built without CUDA: allreduces of CUDA tensors travel exact, by NCCL. To "
             "compress them build it again with nvcc on PATH or in CUDA_HOME"
         )
     unasked = _UNASKED[pg_options.compress]
-    options = _torch_ops.Options(_compression(config), unasked, asked.timeout)
+    auto = config.bits == AUTO
+    if auto and torch.cuda.is_available():
+        _log.warning(
+            "bits='auto' is measured among CPUs: allreduces of CUDA tensors travel exact. To "
+            "compress them give a number of bits"
+        )
+    at_first = config.with_own(bits=EXACT_BITS) if auto else config
+    options = _torch_ops.Options(_compression(at_first), unasked, asked.timeout)
     options.group_name = asked.group_id
     options.global_ranks_in_group = asked.global_ranks_in_group
     transport = None if config.communicator_type == "AUTO" else config.communicator_type
-    return _make(asked.store, asked.group_rank, asked.group_size, options, transport)
+    made = _make(asked.store, asked.group_rank, asked.group_size, options, transport)
+    if auto and asked.group_size > 1:
+        options.set_compression(_by_size(config, Communicator.find(asked.group_id)))
+    return made
 
 
 def _default_group_is_ours() -> bool:

@@ -12,12 +12,14 @@
   3. hooks in bfloat16; all hooks by name, for programs that choose one by a flag
 
 The layout of torch's own hooks (torch.distributed.algorithms.ddp_comm_hooks), PowerSGD's above all.
-ddp_state.py and ddp_bucket.py have what all hooks share; ddp_power_sgd.py is PowerSGD,
-ddp_deep_gradient.py Deep Gradient Compression, which are found here too, as is ddp_plan.py, buckets
-for a plan's groups; ddp_models.py knows the names of layers; ddp_unasked.py attaches the hook over
-the backend "cgx".
+ddp_state.py and ddp_bucket.py have what hooks share; ddp_adaptive.py is bits that follow the
+gradients. Found here too: ddp_power_sgd.py, PowerSGD; ddp_deep_gradient.py, Deep Gradient
+Compression; ddp_plan.py and ddp_groups.py, buckets that are a plan's groups, and buckets that are
+joined to them. ddp_models.py knows the names of layers; ddp_unasked.py attaches the hook over the
+backend "cgx".
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, Literal, NamedTuple
@@ -28,29 +30,36 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ops import Config, Segment
+from cgx_ops import Config
+from cgx_ops.config import AUTO
 from cgx_ops.errors import InvalidArgument
-from cgx_ops.torch import backend, layers
+from cgx_ops.planner import AdaptiveBits
+from cgx_ops.rules import EXACT_BITS
+from cgx_ops.torch import backend
 from cgx_ops.torch._compat import GradBucket, group_or_default
-from cgx_ops.torch.ddp_bucket import for_any_bucket, look_at, refuse, residuals_of, seeds_of
+from cgx_ops.torch.ddp_adaptive import Adaptation
+from cgx_ops.torch.ddp_bucket import decide_bits, layout_of, look_at, refuse
 from cgx_ops.torch.ddp_deep_gradient import DeepGradientState, deep_gradient_hook
+from cgx_ops.torch.ddp_groups import PlannedAllreduceState, planned_allreduce_hook
 from cgx_ops.torch.ddp_plan import planned_buckets
 from cgx_ops.torch.ddp_power_sgd import (
     PowerSGDState,
     batched_power_sgd_hook,
     power_sgd_hook,
 )
-from cgx_ops.torch.ddp_state import HookState, rules_of
+from cgx_ops.torch.ddp_state import HookState
 from cgx_ops.torch.layers import Rules
 
 __all__ = [
     "CommHookType",
     "DeepGradientState",
+    "PlannedAllreduceState",
     "PowerSGDState",
     "QuantizedAllreduceState",
     "batched_power_sgd_hook",
     "bf16_compress_wrapper",
     "deep_gradient_hook",
+    "planned_allreduce_hook",
     "planned_buckets",
     "power_sgd_hook",
     "quantized_allreduce_hook",
@@ -73,7 +82,9 @@ class QuantizedAllreduceState(HookState):
     Attributes:
         process_group: whose ranks average; None: the default group.
         config: how values travel, and whether what is lost of a gradient is added to the next one:
-            where config.keeps_residuals says so, for layers that are compressed. Its algorithm
+            where config.keeps_residuals says so, for layers that are compressed. bits="auto" is
+            decided in the first backward, once: what pays for one of the model's buckets becomes
+            the bits of this config, which checkpoints keep. Its algorithm
             "auto" is "by_hosts" here: what a layer becomes must not depend on the other layers in
             its bucket, since DistributedDataParallel makes its buckets anew after the first step,
             and after each restart.
@@ -85,12 +96,15 @@ class QuantizedAllreduceState(HookState):
         unsupported: what happens to gradients that the core cannot average (float64, complex,
             sparse, on a GPU if cgx_ops was built without CUDA): "refuse" raises TypeError, "exact"
             has the process group average them.
+        adaptive: a planner.AdaptiveBits has each layer's bits follow its gradients, at the error of
+            config.bits and fewer bytes, where no rule sets bits or a compressor; None: they stay.
+            Of compressors "uniform" and "levels", with carrier "native".
         steps: backward passes so far; the noise of a layer derives from config.seed, this and the
             names of the layer and of the group.
         residuals: what was lost so far, by layer, in units of this rank's gradients.
     """
 
-    kept = (*HookState.kept, "unsupported")
+    kept = (*HookState.kept, "unsupported", "adaptive")
 
     def __init__(
         self,
@@ -100,12 +114,46 @@ class QuantizedAllreduceState(HookState):
         rules: Rules | None = None,
         carrier: Literal["native", "c10d"] = "native",
         unsupported: Literal["refuse", "exact"] = "refuse",
+        adaptive: AdaptiveBits | None = None,
     ) -> None:
         """Make a state; config None: Config.from_env(), which CGX_* variables set."""
         if unsupported not in ("refuse", "exact"):
             raise InvalidArgument(f"unsupported is {unsupported!r}; it must be 'refuse' or 'exact'")
         super().__init__(process_group, config, rules, carrier)
         self.unsupported = unsupported
+        self.adaptive = adaptive
+        if carrier == "c10d" and (adaptive is not None or self.config.bits == AUTO):
+            raise InvalidArgument(
+                "carrier 'c10d' has neither adaptive bits nor bits='auto': use carrier 'native'"
+            )
+        if adaptive is not None and self.config.bits == EXACT_BITS:
+            raise InvalidArgument("adaptive bits need config.bits below 32, whose error they keep")
+        if adaptive is not None and self.config.bits != AUTO:
+            adaptive.measured_by(self.config)  # refuses what cannot be predicted
+
+    def connect(self) -> None:
+        """Begin anew with what belongs to this process."""
+        super().connect()
+        self._adaptation: Adaptation | None = None
+
+    def adaptation(self, used: Config) -> Adaptation | None:
+        """Return what adapts layers that travel by `used`; None: nothing does."""
+        if self.adaptive is None or used is not self.config or used.bits == EXACT_BITS:
+            return None
+        if self._adaptation is None:
+            self._adaptation = Adaptation(self.adaptive)
+        return self._adaptation
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but what belongs to this process, as copies."""
+        if self._adaptation is not None:
+            self._adaptation.settle()
+        return super().state_dict() | {"adaptive": copy.deepcopy(self.adaptive)}
+
+    def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Return attributes from what was saved."""
+        own = {"adaptive": copy.deepcopy(saved["adaptive"]), "_adaptation": None}
+        return super().restored(saved) | own
 
 
 # ---- 2. the hook ---------------------------------------------------------------------------------
@@ -137,31 +185,20 @@ def quantized_allreduce_hook(
     GPU it makes the gradients NaN, and the next bucket's hook raises it.
     """
     hook = "quantized_allreduce_hook"
+    if isinstance(state, HookState) and state.config.bits == AUTO:
+        decide_bits(hook, state, bucket)
     seen = look_at(hook, state, bucket)
     if seen.problem and state.unsupported == "exact":
         with backend.uncompressed():
             return default_hooks.allreduce_hook(group_or_default(state.process_group), bucket)
     refuse(hook, seen, ", or give QuantizedAllreduceState(unsupported='exact')")
 
-    buffer, residuals = bucket.buffer(), None
-    if seen.config is None:
-        config = state.config
-        segments, seeds = [Segment(0, buffer.numel(), bits=layers.EXACT_BITS)], [0]
-    else:
-        rules = rules_of(state)
-        if rules and not any(layer.name for layer in seen.layers):
-            raise InvalidArgument(
-                f"{hook}: a rule names layers, but this model's names are not known: import "
-                "cgx_ops.torch before DistributedDataParallel(model)"
-            )
-        config = for_any_bucket(seen.config, rules)
-        segments = rules.segments(seen.layers, seen.offsets)
-        gradients = bucket.gradients()
-        residuals = residuals_of(hook, state, config, seen.layers, segments, gradients)
-        seeds = seeds_of(state, config, seen.layers, seen.step, bucket)
+    adaptation = None if seen.config is None else state.adaptation(seen.config)
+    layout = layout_of(hook, state, bucket, seen, adaptation)
     return state.average(
-        buffer, config, segments=segments, seed=seeds, name="ddp", residuals=residuals
-    )
+        bucket.buffer(), layout.config, segments=layout.segments, seed=layout.seeds, name="ddp",
+        residuals=layout.residuals,
+    )  # fmt: skip
 
 
 # ---- 3. hooks in bfloat16, hooks by name ---------------------------------------------------------

@@ -1,25 +1,31 @@
 """What all communication hooks ask of a bucket of gradients.
 
-1. who made it, whether the core can average it, the names of its layers and how they travel
-2. for layers that the core compresses: routes, residuals and noise that do not depend on the
+1. who made it, whether the core can average it, the names of its layers
+2. how they travel: each one's segment, noise and residual
+3. for layers that the core compresses: routes, residuals and noise that do not depend on the
 bucket, which DistributedDataParallel makes anew after the first step
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ops import Config, Segment, _native
+from cgx_ops import Config, Segment, _native, bits_for
 from cgx_ops.call import call_seed, with_segment
 from cgx_ops.errors import InvalidArgument
-from cgx_ops.torch import backend, ddp_models
+from cgx_ops.torch import backend, ddp_models, layers
 from cgx_ops.torch._compat import GradBucket, group_or_default
+from cgx_ops.torch.ddp_adaptive import Adaptation
 from cgx_ops.torch.ddp_state import HookState, rules_of
 from cgx_ops.torch.layers import Layer, Rules
 from cgx_ops.torch.work import DTYPES, devices
+
+_log = logging.getLogger(__name__)
 
 # ---- 1. what a hook looks at first ---------------------------------------------------------------
 
@@ -122,7 +128,82 @@ def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParal
     state.checked.add(wrapper)
 
 
-# ---- 2. layers that the core compresses ----------------------------------------------------------
+def decide_bits(hook: str, state: HookState, bucket: GradBucket) -> None:
+    """Put bits in place of "auto": what pays for one of the model's buckets, for all its layers.
+
+    Not for each bucket: what a layer becomes must not depend on the others in it.
+
+    Raises:
+        InvalidArgument: gradients on a GPU, whose link is not what is measured.
+    """
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    if buffer.device.type != "cpu":
+        raise InvalidArgument(
+            f"{hook}: bits='auto' measures allreduces on the CPU, and the gradients are on "
+            f"{buffer.device}: give a number of bits"
+        )
+    numel, element_bytes = buffer.numel(), min(4, buffer.element_size())
+    wrappers = ddp_models.wrappers_of(parameters)
+    if wrappers:
+        every = sum(p.numel() for p in wrappers[0].module.parameters() if p.requires_grad)
+        numel = min(every, wrappers[0].bucket_bytes_cap // element_bytes)
+    bits = bits_for(state.communicator(), numel, state.config, element_bytes=element_bytes)
+    state.config = state.config.with_own(bits=bits)
+    _log.debug("%s: bits='auto' is %d, for messages of %d values", hook, bits, numel)
+
+
+# ---- 2. how its layers travel --------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """What a collective on a bucket takes beside its buffer: a list has one entry for a segment."""
+
+    config: Config
+    segments: list[Segment]
+    seeds: list[int]
+    residuals: list[torch.Tensor | None] | None
+
+
+def layout_of(
+    hook: str,
+    state: HookState,
+    bucket: GradBucket,
+    seen: Seen,
+    adaptation: Adaptation | None = None,
+) -> Layout:
+    """Return how the layers of a bucket that the core can average travel.
+
+    adaptation: gives segments their bits, and measures what travels, in the steps that it says.
+
+    Raises:
+        InvalidArgument: rules or residuals need names of layers, and they are not known.
+    """
+    if seen.config is None:
+        whole = Segment(0, bucket.buffer().numel(), bits=layers.EXACT_BITS)
+        return Layout(state.config, [whole], [0], None)
+    rules = rules_of(state)
+    if rules and not any(layer.name for layer in seen.layers):
+        raise InvalidArgument(
+            f"{hook}: a rule names layers, but this model's names are not known: import "
+            "cgx_ops.torch before DistributedDataParallel(model)"
+        )
+    config = for_any_bucket(seen.config, rules)
+    segments = given = rules.segments(seen.layers, seen.offsets)
+    if adaptation:
+        adaptation.begin(state.communicator(), seen.step, config)
+        segments = adaptation.segments(seen.layers, given)
+    gradients = bucket.gradients()
+    residuals = residuals_of(hook, state, config, seen.layers, segments, gradients)
+    seeds = seeds_of(state, config, seen.layers, seen.step, bucket)
+    if adaptation:
+        adaptation.measure(
+            state.communicator(), config, seen.layers, given, gradients, residuals,
+            last=bucket.is_last(),
+        )  # fmt: skip
+    return Layout(config, segments, seeds, residuals)
+
+
+# ---- 3. layers that the core compresses ----------------------------------------------------------
 
 # What cannot be cut travels by one_shot.
 _UNCUT = {row["name"] for row in _native.COMPRESSORS if not row["sliced"]}

@@ -3,17 +3,22 @@
 import inspect
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops.errors import InvalidArgument, Unsupported
 from cgx_ops.planner import Plan
+from cgx_ops.torch._compat import group_or_default
+from cgx_ops.torch.ddp_state import communicator_of
 
 _MIB = 1 << 20
 _KEYWORD = "bucket_cap_mb_list"
 
 
-def planned_buckets(plan: Plan, module: nn.Module) -> dict[str, Any]:
+def planned_buckets(
+    plan: Plan, module: nn.Module, process_group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
     """Return the keywords with which DistributedDataParallel makes a bucket of each group.
 
         plan = Plan.of({n: p.numel() for n, p in module.named_parameters()}, ready, costs)
@@ -23,11 +28,16 @@ def planned_buckets(plan: Plan, module: nn.Module) -> dict[str, Any]:
     gradients in the order in which they became ready then: where that is not the plan's order,
     buckets have its sizes, but not quite its tensors. Parameters are of one dtype, on one device.
 
+    Collective, as DistributedDataParallel itself is: ranks compare their plans, if cgx_ops has a
+    communicator of the group (backend "cgx", or mpirun).
+
     Args:
         plan: of all parameters that need gradients, by name.
         module: the model, before it is wrapped.
+        process_group: DistributedDataParallel's; None: the default one, if there is one yet.
 
     Raises:
+        MismatchError: on every rank; it names the first parameter that differs.
         InvalidArgument: the plan is of another model; it names the first parameter that differs.
         Unsupported: this PyTorch has one size for all buckets (before 2.13), or the parameters have
             several dtypes.
@@ -51,6 +61,7 @@ def planned_buckets(plan: Plan, module: nn.Module) -> dict[str, Any]:
             "parameters of several dtypes never share a bucket, and a plan does not know them: "
             "plan for one dtype"
         )
+    _agree(plan, process_group)
     size = next((parameter.element_size() for parameter in parameters.values()), 0)
     # A bucket closes with the tensor by which it reaches its limit: halfway through its last.
     limits = [
@@ -58,3 +69,13 @@ def planned_buckets(plan: Plan, module: nn.Module) -> dict[str, Any]:
         for group in plan.groups
     ]
     return {_KEYWORD: limits}
+
+
+def _agree(plan: Plan, group: dist.ProcessGroup | None) -> None:
+    if group is None and not dist.is_initialized():
+        return
+    try:
+        communicator = communicator_of(group_or_default(group))
+    except InvalidArgument:
+        return  # ranks that only torch connects
+    plan.agree(communicator)

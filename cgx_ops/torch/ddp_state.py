@@ -152,7 +152,7 @@ class HookState:
             InvalidArgument: no communicator has them.
         """
         if self._communicator is None or self._communicator.closed:
-            self._communicator = _communicator_of(group_or_default(self.process_group))
+            self._communicator = communicator_of(group_or_default(self.process_group))
         return self._communicator
 
     def carry(self) -> Carrier:
@@ -225,7 +225,12 @@ class HookState:
             ).wait()  # fmt: skip
 
 
-def _communicator_of(group: dist.ProcessGroup) -> Communicator:
+def communicator_of(group: dist.ProcessGroup) -> Communicator:
+    """Return the ranks of a group, as cgx_ops knows them.
+
+    Raises:
+        InvalidArgument: no communicator has them.
+    """
     try:
         return Communicator.find(group.group_name)
     except NotFound:

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from cgx_ops import Config
+from cgx_ops.planner import AdaptiveBits, Plan
+from cgx_ops.planner.adaptive import Sample
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import _compat, backend, ddp, ddp_models, layers
 from cgx_ops.torch._compat import group_or_default
@@ -34,7 +36,8 @@ _waiting: weakref.WeakKeyDictionary[DistributedDataParallel, RemovableHandle] = 
 def register() -> None:
     """Notice every DistributedDataParallel from now on. Once per process."""
     register_module_module_registration_hook(_on_registration)
-    saved = [Residuals, Factors, Average, layers.Rules, layers.Rule, Config]
+    planned = [AdaptiveBits, Sample, Plan]
+    saved = [Residuals, Factors, Average, layers.Rules, layers.Rule, Config, *planned]
     torch.serialization.add_safe_globals([*saved, *(getattr(ddp, name) for name in ddp.__all__)])
 
 

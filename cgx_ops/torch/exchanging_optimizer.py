@@ -91,13 +91,6 @@ class ExchangingOptimizer(Optimizer):
                     f"{self._caller}: {name} is {group[name]!r}; it must be at least 0"
                 )
 
-    def require_share(self, name: str, value: Any) -> None:
-        """Raise InvalidArgument unless a setting is a share of what stays."""
-        if not 0 <= value < 1:
-            raise InvalidArgument(
-                f"{self._caller}: {name} is {value!r}; it must be at least 0 and less than 1"
-            )
-
     # ---- 2. a step -------------------------------------------------------------------------------
 
     @torch.no_grad()

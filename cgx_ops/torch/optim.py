@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Config
-from cgx_ops.errors import InvalidArgument
+from cgx_ops.errors import InvalidArgument, require_share
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch.exchange import Carriers, Exchange
 from cgx_ops.torch.exchanging_optimizer import ExchangingOptimizer, Trained
@@ -96,7 +96,7 @@ class OneBitAdam(ExchangingOptimizer):
         """Raise InvalidArgument if a setting of a group of parameters is out of its range."""
         super().check_group(group)
         for i, beta in enumerate(group["betas"]):
-            self.require_share(f"betas[{i}]", beta)
+            require_share(f"OneBitAdam: betas[{i}]", beta)
         if not group["eps"] > 0:
             raise InvalidArgument(f"OneBitAdam: eps is {group['eps']!r}; it must be more than 0")
 
@@ -175,7 +175,7 @@ class Signum(ExchangingOptimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise InvalidArgument if a setting of a group of parameters is out of its range."""
         super().check_group(group)
-        self.require_share("momentum", group["momentum"])
+        require_share("Signum: momentum", group["momentum"])
 
     def updates(self, trained: list[Trained]) -> list[torch.Tensor]:
         """Change the states of parameters by their gradients; return what to step by."""

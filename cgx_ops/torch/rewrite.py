@@ -13,7 +13,8 @@ A pass of inductor, after all of inductor's own work on the graph, DDP's fusion 
 cgx_ops (backend "cgx"), else carried by the group's own collectives (gloo).
 
     1. Choice: which all-reduces, and why not the others
-    2. splice: one all-reduce becomes the traced operator
+    2. splice: one all-reduce becomes the traced operator; before that rewrite_groups.py joins those
+       that are of one group of a plan
     3. Rewrite: the pass, its cache key, what it says at the end
 
 A graph is compiled once and kept: what was compiled inside the block stays compressed after it, and
@@ -27,7 +28,6 @@ have the same values twice.
 
 import hashlib
 import logging
-import operator
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -43,7 +43,9 @@ import torch.fx
 
 from cgx_ops import Communicator, Config
 from cgx_ops.errors import InvalidArgument, NotFound
+from cgx_ops.planner import Plan
 from cgx_ops.torch import _compat
+from cgx_ops.torch.rewrite_groups import AllReduce, joined
 from cgx_ops.torch.work import devices
 
 _log = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ _functional = torch.ops._c10d_functional
 _WAIT = _functional.wait_tensor.default
 _FORMS = (_functional.all_reduce.default, _functional.all_reduce_coalesced.default)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# What decides what becomes of a graph.
+_SOURCES = [Path(__file__).with_name(n) for n in ("rewrite.py", "rewrite_groups.py", "_compat.py")]
 
 
 class NothingRewritten(UserWarning):
@@ -126,23 +130,20 @@ def trace(values: list[torch.Tensor], op: str, group: str, config: Config) -> to
     return _compat.trace(reduce, values)
 
 
-def splice(graph: torch.fx.Graph, node: torch.fx.Node, traced: torch.fx.Graph) -> None:
+def splice(graph: torch.fx.Graph, reduced: AllReduce, traced: torch.fx.Graph) -> None:
     """Replace an all-reduce and its waits by a traced graph of the same inputs and outputs.
 
     What comes before the first wait goes where the all-reduce was, the rest to where its first
     result is needed: what lies between overlaps with the communication, as it did before.
     """
-    inputs, outputs = node.args[0], [(node, 0)]
-    if node.target is not _functional.all_reduce.default:
-        outputs = [(user, user.args[1]) for user in node.users]
-        assert all(user.target is operator.getitem for user, _ in outputs), node.users
+    node, outputs = reduced.node, reduced.outputs
     order = {each: place for place, each in enumerate(graph.nodes)}
     users = [user for output, _ in outputs for user in output.users]
     needed = min(users, key=order.__getitem__, default=node.next)
 
     place = node
     new: dict[torch.fx.Node, Any] = {}
-    sources = iter(inputs if isinstance(inputs, (list, tuple)) else [inputs])
+    sources = iter(reduced.inputs)
     results: Any = ()
     for inner in traced.nodes:
         if inner.op == "placeholder":
@@ -174,11 +175,12 @@ class Rewrite:
     Attributes:
         config: how values travel.
         choice: which all-reduces do.
+        plan: which of them share a message; None: each is one.
     """
 
-    def __init__(self, config: Config, choice: Choice) -> None:
-        self.config, self.choice = config, choice
-        settings = repr((asdict(config), choice))
+    def __init__(self, config: Config, choice: Choice, plan: Plan | None = None) -> None:
+        self.config, self.choice, self.plan = config, choice, plan
+        settings = repr((asdict(config), choice, plan))
         self._settings = hashlib.sha256(settings.encode()).hexdigest()[:16]
         self._before = self._counted()
         self._installed: AbstractContextManager[object] | None = None
@@ -212,6 +214,7 @@ class Rewrite:
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Rewrite one graph in place."""
         self._count("graphs")
+        found = []
         for node in list(graph.nodes):
             if node.op != "call_function" or node.target not in _FORMS:
                 continue
@@ -223,7 +226,9 @@ class Rewrite:
             _log.debug("all_reduce %s: %s", node, refusal or "compressed")
             self._count(refusal or "rewritten")
             if refusal is None:
-                splice(graph, node, trace(values, op, group, self.config))
+                found.append(AllReduce(node, values, op, group))
+        for each in found if self.plan is None else joined(graph, found, self.plan):
+            splice(graph, each, trace(each.values, each.op, each.group, self.config))
         graph.lint()
 
     def uuid(self) -> object:
@@ -231,8 +236,9 @@ class Rewrite:
 
         Carried messages have sizes of their own on each rank; ranks may share a cache.
         """
-        digest = hashlib.sha256(Path(__file__).read_bytes())
-        digest.update(Path(_compat.__file__).read_bytes())
+        digest = hashlib.sha256()
+        for path in _SOURCES:
+            digest.update(path.read_bytes())
         groups = [(name, *where, has_communicator(name)) for name, where in _compat.groups()]
         return digest.hexdigest(), self._settings, devices(), groups
 
@@ -289,6 +295,7 @@ def compress_collectives(
     groups: Iterable[Group] | None = None,
     dtypes: Iterable[torch.dtype] | None = None,
     min_numel: int = 1024,
+    plan: Plan | None = None,
 ) -> Rewrite:
     """Compress the all-reduces (sum and avg) of what is compiled in a block, or with an option.
 
@@ -298,6 +305,9 @@ def compress_collectives(
         groups: process groups, or their names; None: all.
         dtypes: None: float32, float16 and bfloat16.
         min_numel: calls with fewer elements stay as they are.
+        plan: all-reduces of tensors that it has in one group become one message, in the place of
+            the last of them, as far as none needs another's result. Graphs know no names: tensors
+            are found by their sizes, in the order of the graph. Its bits are not used.
 
     Returns:
         A context manager, which warns with NothingRewritten when it ends and no graph has a
@@ -318,4 +328,4 @@ def compress_collectives(
         if not names:
             raise InvalidArgument("groups is empty; give None for all groups")
     _compat.declare_graph_pass(Rewrite)
-    return Rewrite(config, Choice(names, kinds, min_numel))
+    return Rewrite(config, Choice(names, kinds, min_numel), plan)

@@ -1,5 +1,7 @@
 """start(): any collective of the core on torch tensors, as an asynchronous Work.
 
+start_apart() is an allreduce of tensors that lie anywhere, in one message.
+
 The DDP hook and FSDP's collectives stand on it. Compiled models use the operators of `ops.py`.
 """
 
@@ -115,6 +117,42 @@ def start(
         collective.noise_rank = pointer(c_int32(noise_rank))
     held = set_residuals(collective, call, input, residuals)
     return _torch_ops.start(addressof(collective), input, output, held, asynchronous)
+
+
+def start_apart(
+    comm: Communicator,
+    tensors: Sequence[torch.Tensor],
+    config: Config,
+    *,
+    op: Op,
+    segments: Sequence[Segment],
+    seed: Sequence[int],
+    name: str,
+    residuals: Residuals | None = None,
+) -> dist.Work:
+    """Start an allreduce, in place, of tensors that lie apart: one message, and nothing is copied.
+
+    Args and errors: see start().
+
+    Args:
+        comm: the ranks.
+        tensors: contiguous, at least one; of one dtype that start() takes and on one device.
+        config: how values travel.
+        op: "sum" or "avg".
+        segments: one for each tensor, of all its values; offsets do not count.
+        seed: one for each.
+        name: of the call.
+        residuals: one, or None, for each.
+    """
+    first, total = tensors[0], sum(tensor.numel() for tensor in tensors)
+    call = Call("allreduce", op, config, name, segments, seed, None)
+    collective = call.collective(
+        comm.id, comm.next_call(name), DTYPES[first.dtype], 0, 0, total, comm.name
+    )
+    addresses = (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    collective.inputs = collective.outputs = addresses
+    held = [*tensors, *set_residuals(collective, call, first, residuals)]
+    return _torch_ops.start(addressof(collective), first, first, held, True)
 
 
 def set_residuals(

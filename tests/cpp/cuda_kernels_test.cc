@@ -2,10 +2,9 @@
 // the CPU's kernels and codecs, to the bit. What this does not see: the instructions that the
 // GPU has for loads, reductions and conversions, and the launches.
 //
-//   1. data, memory in which every byte counts
-//   2. launches on the host
-//   3. Encode, Reduce, Decode: any pieces, anywhere
-//   4. a failed collective
+//   1. launches on the host
+//   2. Encode, Reduce, Decode: any pieces, anywhere
+//   3. a failed collective
 //
 // Exits with 1 if any check failed.
 #include <algorithm>
@@ -29,96 +28,24 @@
 #include "kernel/cuda/buckets.h"
 #include "kernel/cuda/work.h"
 #include "kernel/kernels.h"
+#include "strict_memory.h"
 
 namespace cgx::device::cuda {
 namespace {
 
+using test::as_floats;
 using test::Data;
+using test::floats_of;
+using test::kFill;
+using test::make_values;
+using test::Memory;
+using test::one_of;
+using test::pick;
+using test::random_bits;
+using test::Space;
+using test::Values;
 
-// ---- 1. data and memory ----
-
-using Memory = std::vector<std::byte>;
-constexpr std::byte kFill{0xa5};
-
-std::mt19937 random_bits(20240607);
-int64_t pick(int64_t end) {
-  return static_cast<int64_t>(random_bits() % static_cast<uint64_t>(end));
-}
-template <typename T>
-T one_of(std::initializer_list<T> list) {
-  return list.begin()[pick(static_cast<int64_t>(list.size()))];
-}
-
-// Values of a dtype, some bytes after an aligned address; nothing lies behind them.
-struct Values {
-  Memory memory;
-  int64_t skipped = 0;
-  std::byte* data() { return memory.data() + skipped; }
-};
-
-Values make_values(Dtype dtype, int64_t numel, Data kind) {
-  static std::normal_distribution<float> normal;
-  const int64_t width = size_of(dtype);
-  Values values;
-  values.skipped = one_of<int64_t>({0, 0, 0, 1, 2, 4, 8, 11});
-  values.memory.resize(static_cast<size_t>(values.skipped + numel * width));
-  for (int64_t i = 0; i < numel; ++i) {
-    const float x = test::value_of(kind, random_bits, normal);
-    const auto any = static_cast<uint16_t>(random_bits());
-    const uint16_t half = kind == Data::kAnyBits     ? any
-                          : dtype == Dtype::kFloat16 ? round_to_float16(x)
-                                                     : round_to_bfloat16(x);
-    const void* from = width == 4 ? static_cast<const void*>(&x) : &half;
-    std::memcpy(values.data() + i * width, from, static_cast<size_t>(width));
-  }
-  return values;
-}
-
-float* floats_of(Memory& memory) { return reinterpret_cast<float*>(memory.data()); }
-
-// Values with their residual, which may be null.
-Memory as_floats(Dtype dtype, const std::byte* values, int64_t numel,
-                 const std::byte* residual = nullptr) {
-  Memory floats(static_cast<size_t>(4 * numel));
-  kernels().convert(dtype, values, Dtype::kFloat32, floats.data(), numel);
-  if (residual) kernels().add(dtype, residual, floats_of(floats), floats_of(floats), numel);
-  return floats;
-}
-
-// Memory that a launch writes to: afterwards all of it, what is between the places included, must
-// be as expected.
-struct Space {
-  Memory actual, expected;
-
-  // Returns where a new place begins.
-  int64_t add(int64_t bytes) {
-    const auto at = static_cast<int64_t>(actual.size()) + one_of<int64_t>({16, 16, 17, 22, 24, 31});
-    actual.resize(static_cast<size_t>(at + bytes + 16), kFill);
-    return at;
-  }
-  // The same, of a place that holds values.
-  int64_t add(const Memory& bytes) {
-    const int64_t at = add(static_cast<int64_t>(bytes.size()));
-    std::copy(bytes.begin(), bytes.end(), actual.begin() + at);
-    return at;
-  }
-  void repeat(int times) {
-    const size_t once = actual.size();
-    actual.resize(once * static_cast<size_t>(times), kFill);
-  }
-  void expect(int64_t at, const Memory& bytes) {
-    if (expected.empty()) expected.assign(actual.size(), kFill);
-    if (!bytes.empty()) std::memcpy(expected.data() + at, bytes.data(), bytes.size());
-  }
-  // Null for what add() was not called for.
-  std::byte* place(int64_t at) { return at < 0 ? nullptr : actual.data() + at; }
-  bool as_expected() {
-    if (expected.empty()) expected.assign(actual.size(), kFill);
-    return actual == expected;
-  }
-};
-
-// ---- 2. launches on the host ----
+// ---- 1. launches on the host ----
 
 template <typename Value, typename Format, int kLanes, typename Launch>
 void run_groups(const Launch& launch, Takers takers) {
@@ -148,7 +75,7 @@ void run(Launch launch, bool reduces) {
   if (launch.dtype == Dtype::kBfloat16) of_value(Bfloat16{});
 }
 
-// ---- 3. any pieces, anywhere ----
+// ---- 2. any pieces, anywhere ----
 
 constexpr int64_t kBucketSizes[] = {1, 7, 64, 128, 512, 513, 1024, 1025, 8192, 8193, 100000};
 constexpr int64_t kLengths[] = {0, 1, 17, 511, 512, 513, 3000, 65543};
@@ -440,7 +367,7 @@ void test_pieces() {
   }
 }
 
-// ---- 4. a failed collective ----
+// ---- 3. a failed collective ----
 
 void test_fault() {
   const uint32_t fault = 1;

@@ -41,10 +41,10 @@ void read_stream(Input& input) {
   FrameReader reader(&blocks);
   std::vector<FrameReader::Frame> held;
   size_t received = 0, taken = 0;
-  while (!input.empty() && received < (1 << 20)) {
+  while (!input.empty() && received < 160'000) {
     Bytes part;
-    if (input.below(4) != 0) {  // a frame that can be
-      const auto size = static_cast<uint32_t>(input.number<uint16_t>());
+    if (input.below(4) != 0) {  // a frame that can be; some are longer than a block
+      const uint32_t size = input.below(64) == 0 ? 70'000 : input.number<uint8_t>();
       const FrameHeader header{size, FrameHeader::kBulk, input.number<uint8_t>(), 1};
       part = to_bytes(header);
       part.resize(part.size() + size + frame_padding(size));
@@ -55,7 +55,8 @@ void read_stream(Input& input) {
     for (size_t at = 0; at < part.size();) {
       const std::span<std::byte> room = reader.room();
       FUZZ_CHECK(!room.empty());
-      const size_t count = std::min({room.size(), part.size() - at, size_t{1} << input.below(17)});
+      const size_t piece = size_t{1 << 16} >> input.below(17);
+      const size_t count = std::min({room.size(), part.size() - at, piece});
       std::memcpy(room.data(), part.data() + at, count);
       reader.filled(count);
       received += count;

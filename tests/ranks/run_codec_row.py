@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import checks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,8 +148,5 @@ def by_jax() -> None:
 
 assert "with_pairs" in str(Path(cgx_ops.__file__)), cgx_ops.__file__
 dist.init_process_group("cgx")
-for check in (by_numpy, by_torch_operators, by_the_ddp_hook, by_jax):
-    check()
-    print(f"ok {check.__name__}", flush=True)
+checks.run(checks.named(by_numpy, by_torch_operators, by_the_ddp_hook, by_jax))
 dist.destroy_process_group()
-print("ok all", flush=True)

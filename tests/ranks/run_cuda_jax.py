@@ -4,8 +4,7 @@
 
 By mpirun each process has one device. With --on-cpu there is no GPU: XLA:CPU runs the CUDA
 lowerings and handlers, and the core runs on the CPU. LIBRARY is tests/cpp/cuda_handlers_on_cpu.cc,
-compiled and in LD_PRELOAD; a process alone has four devices then. Prints "ok" and the name of each
-case.
+compiled and in LD_PRELOAD; a process alone has four devices then.
 """
 
 import ctypes
@@ -21,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import checks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -344,9 +344,7 @@ def main() -> None:
     if ON_CPU:
         use_cuda_handlers()
     assert len(jax.devices()) >= RANKS
-    for case in CASES:
-        globals()[case]()
-        print("ok", case, flush=True)
+    checks.run({case: globals()[case] for case in CASES}, [])
 
 
 main()

@@ -11,11 +11,13 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import checks
 import pytest
 import torch
 import torch.distributed
@@ -478,14 +480,14 @@ def main() -> None:
     tc.forget_compiled_graphs()
     share_the_gpu()
     dist.init_process_group("cgx", timeout=datetime.timedelta(seconds=60))
-    for name in sys.argv[1:]:
-        begun = time.monotonic()
-        CASES[name](dist.get_rank(), dist.get_world_size())
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def at_rest() -> None:
         torch.cuda.synchronize()
         dist.barrier()
-        print(f"{name}: {time.monotonic() - begun:.2f} s", flush=True)
+
+    checks.run({name: partial(check, rank, size) for name, check in CASES.items()}, after=at_rest)
     dist.destroy_process_group()
-    print("ok all", flush=True)
 
 
 if __name__ == "__main__":

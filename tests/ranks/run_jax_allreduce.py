@@ -1,8 +1,8 @@
 """Rank program: allreduce_q among processes, of which each has a JAX and a device of its own.
 
-    run_jax_allreduce.py checks | mismatch | late | cached FOLDER
+    run_jax_allreduce.py CHECK... | cached FOLDER
 
-Prints "ok" and the name of each check, or the error that the case is about and then "ok".
+A check that is about an error prints it.
 """
 
 import functools
@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from typing import Any
 
+import checks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +38,7 @@ def same_on_all_ranks(data: bytes) -> bool:
     return bool((everybody == digest).all())
 
 
-def check_values() -> None:
+def values() -> None:
     """All dtypes and sizes; a large one without noise, which takes the oracle long."""
     sizes = (0, 1, 17, 511, 512, 513)
     for dtype, size in itertools.product((jnp.float32, jnp.float16, jnp.bfloat16), sizes):
@@ -52,7 +53,7 @@ def check_values() -> None:
     assert same_bits(jax.jit(reduce)(large[RANK]), expected(large))
 
 
-def check_different_programs() -> None:
+def different_programs() -> None:
     """Ranks make the same calls in a loop, from Python, or two in a launch."""
     mine = jnp.asarray(X[RANK])
     if RANK == 0:
@@ -65,7 +66,7 @@ def check_different_programs() -> None:
     assert same_bits(rows, np.stack([expected(X[:, row]) for row in range(4)]))
 
 
-def check_two_communicators() -> None:
+def two_communicators() -> None:
     """Halves of the world reduce in the same program as all of it."""
     half = WORLD.split(RANK % 2, name="halves")
     assert half is not None
@@ -75,7 +76,7 @@ def check_two_communicators() -> None:
     assert all(map(same_bits, results, wanted))
 
 
-def check_threads_with_names() -> None:
+def threads_with_names() -> None:
     """Threads dispatch in another order on every rank, what runs in background too."""
     x = normal(6, SIZE, 4, 1 << 18)
     results: list[Any] = [None] * 4
@@ -94,14 +95,14 @@ def check_threads_with_names() -> None:
         assert same_bits(result, -expected(-x[:, index])), index
 
 
-def check_one_program_for_all() -> None:
+def one_program_for_all() -> None:
     """Nothing of this process is in the program."""
     text = jax.jit(lambda v: reduce(v) + reduce(v, bits=8)).lower(X[RANK]).as_text()
     assert text.count("@cgx_allreduce_q") == (2 if SIZE > 1 else 0)
     assert same_on_all_ranks(text.encode())
 
 
-def check_training() -> None:
+def training() -> None:
     """Weights stay equal to the bit over steps; Python's collectives run in between."""
     truth = normal(6, 64, 8)
 
@@ -127,19 +128,6 @@ def check_training() -> None:
     assert float(losses[-1]) < 1e-3, losses  # it began at 64
 
 
-def checks() -> None:
-    for check in (
-        check_values,
-        check_different_programs,
-        check_two_communicators,
-        check_threads_with_names,
-        check_one_program_for_all,
-        check_training,
-    ):
-        check()
-        print("ok", check.__name__, flush=True)
-
-
 def error_of(call: Any, *args: Any) -> str:
     """Return and print the text of the JaxRuntimeError that `call` raises."""
     try:
@@ -156,7 +144,6 @@ def mismatch() -> None:
     assert "FAILED_PRECONDITION" in text
     assert "bits" in text
     assert same_bits(jax.jit(reduce)(X[RANK]), expected(X))
-    print("ok", flush=True)
 
 
 def late() -> None:
@@ -171,7 +158,6 @@ def late() -> None:
         assert float(jnp.arange(4.0).sum()) == 6
     else:
         time.sleep(6)
-    print("ok", flush=True)
 
 
 def cached() -> None:
@@ -190,4 +176,12 @@ def cached() -> None:
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)  # so that XLA runs the programs of four threads at once
-{f.__name__: f for f in (checks, mismatch, late, cached)}[sys.argv[1]]()
+if sys.argv[1] == "cached":
+    checks.run(checks.named(cached), [])
+else:
+    checks.run(
+        checks.named(
+            values, different_programs, two_communicators, threads_with_names,
+            one_program_for_all, training, mismatch, late,
+        )
+    )  # fmt: skip

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+import checks
 import jax
 import numpy as np
 from jax import lax
@@ -62,13 +63,13 @@ def check(mesh: Mesh, axes: tuple[str, ...], groups: Sequence[Sequence[int]], ca
                     assert same_bits(residuals[place], lost[rank]), f"the residual: {what}"
 
 
-def check_one_axis() -> None:
+def one_axis() -> None:
     mesh = mesh_of((len(DEVICES),), ("d",))
     for case in CASES[::2]:  # the others add nothing that depends on processes
         check(mesh, ("d",), [range(mesh.size)], case)
 
 
-def check_two_axes() -> None:
+def two_axes() -> None:
     mesh = mesh_of((2, len(DEVICES) // 2), ("a", "b"))
     places = np.arange(mesh.size).reshape(2, -1)
     for axes, groups in (
@@ -82,14 +83,14 @@ def check_two_axes() -> None:
                 check(mesh, axes, groups.tolist(), case)
 
 
-def check_another_order() -> None:
+def another_order() -> None:
     """Devices of one process are no longer neighbours."""
     mesh = mesh_of((len(DEVICES),), ("d",), DEVICES[1::2] + DEVICES[0::2])
     for case in (Case(3000), Case(3000, keys="different")):
         check(mesh, ("d",), [range(mesh.size)], case)
 
 
-def check_many() -> None:
+def many() -> None:
     """Independent calls, between as many collectives of XLA's own."""
     mesh = mesh_of((len(DEVICES),), ("d",))
     cases = [Case(20000 + 512 * i) for i in range(16)]
@@ -107,9 +108,9 @@ def check_many() -> None:
             assert all(same_bits(shard.data[0], result) for shard in rows.addressable_shards)
 
 
-for step in (check_one_axis, check_two_axes, check_another_order, check_many):
-    step()
-    print("ok", step.__name__, flush=True)
-if ALONE:
+def nothing_of_mpi_s() -> None:
     assert _native.call_for_id("cgx_comm_next", -1) == -1, "a communicator was made"
-    print("ok alone", flush=True)
+
+
+found = [one_axis, two_axes, another_order, many]
+checks.run(checks.named(*found, *([nothing_of_mpi_s] if ALONE else [])), [])

@@ -6,6 +6,7 @@ process has one v and u. One axis over all of them is refused.
 
 from typing import Any
 
+import checks
 import jax
 import numpy as np
 import reference
@@ -46,21 +47,26 @@ def on_devices(rows: Any) -> jax.Array:
     return jax.make_array_from_callback(rows.shape, spread, lambda index: rows[index])
 
 
-step, state = program_of("hosts", dense_axis="devices")
-layer = reference.DeepGradient(2, WEIGHTS.size, momentum=0.9)
-for i, rows in enumerate(ROWS):
-    mean, state = step(state, on_devices(rows))
-    means = [(rows[n] + rows[n + 1]).ravel() / np.float32(2) for n in (0, 2)]
-    want = layer.step(means, 0.05).reshape(SHAPE)
-    # XLA may round m u + g once: of u, then of v in every step; 1 / (1 - m) = 10.
-    off = 2 * 2.0**-24 * 10 * (i + 2) * np.abs(layer.v).max()
-    for shard in mean.addressable_shards:
-        assert np.abs(np.asarray(shard.data) - want).max() <= off, i
-    for shard in state.residual.addressable_shards:
-        v = np.asarray(shard.data)[0]
-        assert np.abs(v - layer.v[shard.index[0]].reshape(SHAPE)).max() <= off, i
+def an_axis_of_each_process() -> None:
+    step, state = program_of("hosts", dense_axis="devices")
+    layer = reference.DeepGradient(2, WEIGHTS.size, momentum=0.9)
+    for i, rows in enumerate(ROWS):
+        mean, state = step(state, on_devices(rows))
+        means = [(rows[n] + rows[n + 1]).ravel() / np.float32(2) for n in (0, 2)]
+        want = layer.step(means, 0.05).reshape(SHAPE)
+        # XLA may round m u + g once: of u, then of v in every step; 1 / (1 - m) = 10.
+        off = 2 * 2.0**-24 * 10 * (i + 2) * np.abs(layer.v).max()
+        for shard in mean.addressable_shards:
+            assert np.abs(np.asarray(shard.data) - want).max() <= off, i
+        for shard in state.residual.addressable_shards:
+            v = np.asarray(shard.data)[0]
+            assert np.abs(v - layer.v[shard.index[0]].reshape(SHAPE)).max() <= off, i
 
-together, first = program_of(("hosts", "devices"))
-words = "a group of the mesh has [2, 2] devices in its 2 processes. Make an axis"
-fails(NotImplementedError, words, lambda: together(first, on_devices(ROWS[0])))
-print("ok all", flush=True)
+
+def one_axis_over_all() -> None:
+    together, first = program_of(("hosts", "devices"))
+    words = "a group of the mesh has [2, 2] devices in its 2 processes. Make an axis"
+    fails(NotImplementedError, words, lambda: together(first, on_devices(ROWS[0])))
+
+
+checks.run(checks.named(an_axis_of_each_process, one_axis_over_all))

@@ -1,9 +1,9 @@
 """Rank program: what goes wrong on a mesh of processes, and what works afterwards.
 
-    run_jax_faults.py CASE [VICTIM]
+    run_jax_faults.py VICTIM CHECK...
 
-VICTIM is the process that does something wrong, if one does. Each of the others prints the error
-that it gets, naming the call site, then "ok".
+VICTIM is the process that does something wrong, or -1. Each of the others prints the error that it
+gets, naming the call site. Checks of which none loses a process may share a launch.
 """
 
 import faulthandler
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import checks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +32,7 @@ if "COORDINATOR" in os.environ:
 else:
     cgx_ops.jax.initialize()
 RANK, DEVICES = jax.process_index(), jax.device_count()
-VICTIM = int(sys.argv[2]) if len(sys.argv) > 2 else -1
+VICTIM = int(sys.argv[1])
 MESH = mesh_of((DEVICES,), ("d",))
 X = normal(1, DEVICES, 3000)
 
@@ -72,10 +73,10 @@ def other_bits_under_one_name() -> None:
 def other_programs_with_one_name() -> None:
     """The name is in programs of which each process launches another."""
     ours = [
-        program(lambda v: psum_q(v * 2, "d", name="g")),
-        program(lambda v: psum_q(v[:2000], "d", name="g")),
+        program(lambda v: psum_q(v * 2, "d", name="h")),
+        program(lambda v: psum_q(v[:2000], "d", name="h")),
     ]
-    fails(ours[RANK], "psum_q 'g#0'", "numel 3000 against 2000")
+    fails(ours[RANK], "psum_q 'h#0'", "numel 3000 against 2000")
     check_together()
     # In one order in all processes a name may be in several programs.
     for launch in ours:
@@ -177,22 +178,16 @@ def is_killed() -> None:
     dies(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
-CASES: dict[str, Callable[[], None]] = {
-    f.__name__: f
-    for f in (
-        other_bits_under_one_name,
-        other_programs_with_one_name,
-        other_programs,
-        never_calls,
-        a_device_fails,
-        one_of_several_devices_fails,
-        raises,
-        exits,
-        exits_at_once,
-        is_killed,
+def backend_works() -> None:
+    assert float(jnp.arange(4.0).sum()) == 6
+
+
+checks.run(
+    checks.named(
+        other_bits_under_one_name, other_programs_with_one_name, other_programs, never_calls,
+        a_device_fails, one_of_several_devices_fails, raises, exits, exits_at_once, is_killed,
         check_together,
-    )
-}
-CASES[sys.argv[1]]()
-assert float(jnp.arange(4.0).sum()) == 6
-print("ok", flush=True)
+    ),
+    sys.argv[2:],
+    after=backend_works,
+)  # fmt: skip

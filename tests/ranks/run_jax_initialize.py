@@ -1,18 +1,17 @@
 """Rank program: initialize(), by mpirun or by nothing, and what works after it.
 
-    run_jax_initialize.py CASE
+    run_jax_initialize.py CHECK...
 
-Without mpirun, COORDINATOR, PROCESSES and RANK tell the processes of each other. Prints the error
-that the case is about, then "ok".
+Without mpirun, COORDINATOR, PROCESSES and RANK tell the processes of each other. A check that is
+about an error prints it. Several checks are one story: of errors, initialize() and what works then.
 """
 
 import os
 import socket
-import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
+import checks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,7 +96,6 @@ def unreachable() -> None:
 
 
 def twice() -> None:
-    initialize()
     text = error_of(initialize)
     assert "initialized already" in text
     check_mesh()
@@ -113,19 +111,17 @@ def late_on_one_rank() -> None:
     assert f"RuntimeError: cgx_ops.jax.initialize: rank {late}: an XLA backend is running" in text
     assert not jax.distributed.is_initialized()
     assert jax.process_count() == 1
-    check_backend()
 
 
 def another_rank_than_that_of_mpirun() -> None:
+    """All are told, and may initialize() again."""
     size, rank = (SIZE, 1) if RANK == 0 else (None, None)
     text = error_of(lambda: cgx_ops.jax.initialize(num_processes=size, process_id=rank))
     assert "rank 0: this is process 1 of 2 by its arguments but rank 0 of 2 by mpirun" in text
-    initialize()
-    check_mesh()
 
 
 def a_port_that_is_taken() -> None:
-    """Rank 0 starts the coordinator, so it is rank 0's address that all are told of."""
+    """Rank 0 starts the coordinator, so all are told of rank 0's address; they may begin again."""
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -134,8 +130,6 @@ def a_port_that_is_taken() -> None:
     wanted = address if RANK == 0 else "127.0.0.1:"
     assert f"process 0 cannot start the coordinator at {wanted}" in text
     assert "is the port free?" in text
-    initialize()
-    check_mesh()
 
 
 def not_initialized() -> None:
@@ -148,22 +142,10 @@ def not_initialized() -> None:
     assert any("cgx_ops.jax.initialize" in str(warning.message) for warning in caught)
 
 
-CASES: dict[str, Callable[[], None]] = {
-    f.__name__: f
-    for f in (
-        works,
-        detected,
-        by_torchrun,
-        nothing_to_do,
-        unreachable,
-        twice,
-        late_on_one_rank,
-        another_rank_than_that_of_mpirun,
-        a_port_that_is_taken,
-        not_initialized,
-    )
-}
-
 jax.config.update("jax_platforms", "cpu")
-CASES[sys.argv[1]]()
-print("ok", flush=True)
+checks.run(
+    checks.named(
+        another_rank_than_that_of_mpirun, a_port_that_is_taken, works, twice, detected, by_torchrun,
+        nothing_to_do, unreachable, late_on_one_rank, not_initialized, check_backend,
+    )
+)  # fmt: skip

@@ -1,14 +1,16 @@
 """Rank program: one_bit_adam and signum on two processes, to the weights of two devices of one.
 
-    mpirun -np 2 python run_jax_one_bit.py FILE CARRIER
+    mpirun -np 2 python run_jax_one_bit.py FILE
 
-FILE has "x", a weight; "rows", its gradients (steps, devices, ...); "one_bit_adam" and "signum",
-what that came to.
+By either carrier. FILE has "x", a weight; "rows", its gradients (steps, devices, ...);
+"one_bit_adam" and "signum", what that came to.
 """
 
 import sys
+from functools import partial
 from typing import Any
 
+import checks
 import jax
 import numpy as np
 import optax
@@ -21,18 +23,20 @@ from cgx_ops.jax import one_bit_adam, signum, state_specs
 
 use_cpu_devices(1)
 cgx_ops.jax.initialize()
-RUN, CARRIER = np.load(sys.argv[1]), sys.argv[2]
+RUN = np.load(sys.argv[1])
 MESH = mesh_of((2,), ("d",))
-HOW: dict[str, Any] = {"mesh": MESH, "algorithm": "sra", "carrier": CARRIER, "weight_decay": 0.01}
+MAKERS = {
+    "one_bit_adam": partial(one_bit_adam, "d", 0.01, warmup_steps=10),
+    "signum": partial(signum, "d", 0.002),
+}
 
-for name, optimizer in (
-    ("one_bit_adam", one_bit_adam("d", 0.01, warmup_steps=10, **HOW)),
-    ("signum", signum("d", 0.002, **HOW)),
-):
+
+def check(name: str, carrier: str) -> None:
+    optimizer = MAKERS[name](mesh=MESH, algorithm="sra", carrier=carrier, weight_decay=0.01)
     x: Any = RUN["x"]
     specs = state_specs(optimizer, x, "d")
 
-    def step(x: Any, state: Any, rows: Any, optimizer: Any = optimizer) -> Any:
+    def step(x: Any, state: Any, rows: Any) -> Any:
         updates, state = optimizer.update(rows[0], state, x)
         return optax.apply_updates(x, updates), state
 
@@ -45,5 +49,14 @@ for name, optimizer in (
         spread = NamedSharding(MESH, P("d"))
         own = jax.make_array_from_callback(rows.shape, spread, lambda at, rows=rows: rows[at])
         x, state = program(x, state, own)
-    assert np.array_equal(fetch(x), RUN[name]), (name, np.abs(fetch(x) - RUN[name]).max())
-print("ok all", flush=True)
+    assert np.array_equal(fetch(x), RUN[name]), np.abs(fetch(x) - RUN[name]).max()
+
+
+checks.run(
+    {
+        f"{name} by {carrier}": partial(check, name, carrier)
+        for name in MAKERS
+        for carrier in ("native", "xla")
+    },
+    [],
+)

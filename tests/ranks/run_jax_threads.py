@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from functools import partial
 
+import checks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -196,13 +197,10 @@ def one_name() -> None:
         assert pool.submit(launch).result() == "right"
 
 
-CASES = {
-    case.__name__: case
-    for case in (
+checks.run(
+    checks.named(
         own_functions, one_function, names, unnamed, names_of_several_devices, names_of_blocks,
         one_name,
-    )
-}  # fmt: skip
-for name in sys.argv[2:]:
-    CASES[name]()
-    print("ok", name, flush=True)
+    ),
+    sys.argv[2:],
+)  # fmt: skip

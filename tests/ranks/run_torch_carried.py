@@ -8,11 +8,12 @@ import hashlib
 import io
 import itertools
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import checks
 import numpy as np
 import reference
 import torch
@@ -361,32 +362,32 @@ def bad_calls(group: Group) -> None:
         tc.allreduce(x.long(), **group.options())
 
 
+def the_default_group() -> None:
+    """Its name may be empty."""
+    y = tc.allreduce(torch.ones(20), 32, carrier="c10d")
+    assert y.tolist() == [dist.get_world_size()] * 20
+
+
 def main() -> None:
     with refused((ValueError, RuntimeError), "0"):  # type: ignore[arg-type]
         tc.allreduce(torch.ones(100), carrier="c10d")
     dist.init_process_group("gloo")
     tc.forget_compiled_graphs()
     world = dist.get_world_size()
-    for size in range(1, world + 1):
-        members = dist.new_group(list(range(size)))
+    groups = [dist.new_group(list(range(size))) for size in range(1, world + 1)]
+    by_name: dict[str, checks.Check] = {}
+    for size, members in enumerate(groups, 1):
         if dist.get_rank() >= size:
             continue
         assert isinstance(members, dist.ProcessGroup)
-        group = Group(members)
-        checks = [results, lists, residuals, layouts, gradients, wire, bad_calls]
+        of_group = [results, lists, residuals, layouts, gradients, wire, bad_calls]
         if size == 2:
-            checks += [exported, checked_operator, compiled, checkpointed, dynamic, divergence]
-        for check in checks:
-            begin = time.perf_counter()
-            check(group)
-            seconds = time.perf_counter() - begin
-            print(f"ok {check.__name__} on {size}: {seconds:.1f} s", flush=True)
-    # "" is the default group.
-    y = tc.allreduce(torch.ones(20), 32, carrier="c10d")
-    assert y.tolist() == [world] * 20
+            of_group += [exported, checked_operator, compiled, checkpointed, dynamic, divergence]
+        group = Group(members)
+        by_name |= {f"{check.__name__} on {size}": partial(check, group) for check in of_group}
+    checks.run(by_name | checks.named(the_default_group), [])
     dist.destroy_process_group()
     assert "mpi4py" not in sys.modules
-    print("ok all")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """Rank program: every compressor by torch.ops.cgx, against cgx_ops' own allreduce, to the bit.
 
     mpirun -np 3 python run_torch_codecs.py             # eager: all compressors, both carriers
-    mpirun -np 2 python run_torch_codecs.py compiled    # the same in graphs, forward and backward
+    mpirun -np 2 python run_torch_codecs.py in_graphs    # the same, forward and backward
 
 The ranks' generators of torch are seeded apart, as those of data loaders are.
 """
 
 import sys
-import time
 from typing import Any
 
+import checks
 import torch
 import torch.distributed as dist
 import torch_cases as tc
@@ -200,15 +200,11 @@ def in_graphs() -> None:
 def main() -> None:
     tc.forget_compiled_graphs()
     dist.init_process_group("gloo")
-    checks: list[Any] = [each_call_as_numpy, lists_as_numpy, gradients_as_numpy]
+    eager = [each_call_as_numpy, lists_as_numpy, gradients_as_numpy]
     if SIZE > 1:
-        checks += [places_follow_from_a_count, ranks_that_differ]
-    for check in [in_graphs] if "compiled" in sys.argv else checks:
-        start = time.perf_counter()
-        check()
-        print(f"ok {check.__name__}: {time.perf_counter() - start:.1f} s", flush=True)
+        eager += [places_follow_from_a_count, ranks_that_differ]
+    checks.run(checks.named(in_graphs) if "in_graphs" in sys.argv else checks.named(*eager))
     dist.destroy_process_group()
-    print("ok all")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
-"""Rank program: torch.compile'd functions against eager ones and the oracle, to the bit.
+"""Rank program: refused calls; torch.compile'd functions against eager ones and the oracle.
 
     run_torch_compile.py [--no-lowering]
 
 With --no-lowering torch's private lowering of collectives is hidden from cgx_ops. The functions
-around the collectives use only operations that inductor computes to the same bits as eager.
+around the collectives use only operations that inductor computes to the same bits as eager. The
+refused calls are in torch_refused.py.
 """
 
-import argparse
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import checks
 import torch
 import torch_cases as tc
+import torch_refused
 from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
@@ -228,37 +231,42 @@ def input_left_alone() -> None:
             assert tc.same_bits(y, tc.expected([x * 2 for x in inputs], 32, algorithm="auto"))
 
 
-def generated_code(lowering: bool) -> None:
-    """Inductor reads the producer's own buffer, or else a copy of it."""
-
+def generated_code() -> str:
     def step(x: torch.Tensor) -> torch.Tensor:
         return tc.allreduce(2 * x, rounding="nearest") + 1
 
     _, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), tc.values(RANK, 100))
-    assert ("all_reduce_start.borrow(" in code) == lowering
-    assert ("all_reduce_start.default(" in code) != lowering
+    return code
+
+
+def with_lowering() -> None:
+    """Inductor reads the producer's own buffer."""
+    code = generated_code()
+    assert "all_reduce_start.borrow(" in code
+    assert "all_reduce_start.default(" not in code
+
+
+def without_lowering() -> None:
+    """It reads a copy of it. The first graph of a process decides this for all."""
+    create = ir._CollectiveKernel.create_out_of_place
+    del ir._CollectiveKernel.create_out_of_place
+    code = generated_code()
+    ir._CollectiveKernel.create_out_of_place = create
+    assert "all_reduce_start.default(" in code
+    assert "all_reduce_start.borrow(" not in code
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--no-lowering", action="store_true")
-    lowering = not parser.parse_args().no_lowering
     tc.forget_compiled_graphs()
-    if lowering:
-        checks = [forward_and_backward, in_place_on_the_input, dynamic_shapes, checkpointed, seeds]
-        checks += [lists, steps_with_feedback, compiled_autograd, operators, input_left_alone]
-        generated_code(lowering)
+    if "--no-lowering" in sys.argv:
+        found = checks.named(without_lowering, forward_and_backward, input_left_alone)
     else:
-        checks = [forward_and_backward, input_left_alone]
-        create = ir._CollectiveKernel.create_out_of_place
-        del ir._CollectiveKernel.create_out_of_place
-        generated_code(lowering)
-        ir._CollectiveKernel.create_out_of_place = create
-    for check in checks:
-        torch._dynamo.reset()
-        check()
-        print(f"ok {check.__name__}")
-    print("ok all")
+        found = checks.of_modules(torch_refused) | checks.named(
+            with_lowering, forward_and_backward, in_place_on_the_input, dynamic_shapes,
+            checkpointed, seeds, lists, steps_with_feedback, compiled_autograd, operators,
+            input_left_alone,
+        )  # fmt: skip
+    checks.run(found, [], after=torch._dynamo.reset)
 
 
 if __name__ == "__main__":

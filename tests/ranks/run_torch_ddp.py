@@ -4,17 +4,15 @@ Every check compares with the oracle to the bit, or with another run to the bit.
 torch_ddp/.
 """
 
+import checks
 import torch.distributed as dist
-from torch_ddp import backend, feedback, steps, waiting
+from torch_ddp import adaptive, backend, feedback, planned, steps, waiting
 
 
 def main() -> None:
     dist.init_process_group("cgx")
-    for check in (*steps.CHECKS, *backend.CHECKS, *waiting.CHECKS, *feedback.CHECKS):
-        check()
-        print(f"ok {check.__name__}", flush=True)
+    checks.run(checks.of_modules(steps, backend, waiting, feedback, adaptive, planned))
     dist.destroy_process_group()
-    print("ok all")
 
 
 if __name__ == "__main__":

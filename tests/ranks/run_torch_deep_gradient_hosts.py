@@ -8,15 +8,18 @@ residuals of its ranks' sum, on its first rank.
 
 import sys
 
+import checks
 import torch
 import torch.distributed as dist
 from torch_deep_gradient.common import MATRICES, Followed, hooked
 from torch_deep_gradient.values import follow
-from torch_power_sgd.common import RANK, SIZE, backward, gathered, train
+from torch_training import RANK, SIZE, backward, gathered, train
 
 import cgx_ops.torch
 from cgx_ops import Communicator, Config
 from cgx_ops.torch.ddp_deep_gradient_hosts import hosts_of
+
+HOSTS = [int(host) for host in sys.argv[1].split(",")]
 
 
 def pending(state: object) -> dict[str, torch.Tensor]:
@@ -28,17 +31,18 @@ def pending(state: object) -> dict[str, torch.Tensor]:
     }
 
 
-def main() -> None:
-    dist.init_process_group("cgx")
-    hosts = [int(host) for host in sys.argv[1].split(",")]
+def as_the_reference() -> None:
     comm = Communicator.find(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-    assert (comm.host, comm.hosts) == (hosts[RANK], len(set(hosts)))
-    follow(20, hosts=hosts)
-    follow(20, hosts=hosts, nesterov=True, warmup_steps=10, density=0.01)
-    # Between hosts 68 of 1344 values travel, and their places, behind a header.
-    parted = hosts_of(comm)
+    assert (comm.host, comm.hosts) == (HOSTS[RANK], len(set(HOSTS)))
+    follow(20, hosts=HOSTS)
+    follow(20, hosts=HOSTS, nesterov=True, warmup_steps=10, density=0.01)
+
+
+def what_is_sent() -> None:
+    """Between hosts 68 of 1344 values travel, and their places, behind a header."""
+    parted = hosts_of(Communicator.find(dist.group.WORLD.group_name))  # type: ignore[union-attr]
     assert parted is not None
-    assert (parted.firsts is None) == (hosts.index(hosts[RANK]) != RANK)
+    assert (parted.firsts is None) == (HOSTS.index(HOSTS[RANK]) != RANK)
     if parted.firsts is not None:
         before, (model, _) = parted.firsts.bytes_sent, hooked()
         backward(model, 0)
@@ -46,17 +50,21 @@ def main() -> None:
     else:
         backward(hooked()[0], 0)
 
-    # Many buckets at once; blocks; a NaN leaves no trace.
+
+def buckets() -> None:
+    """Many at once; blocks; a NaN leaves no trace."""
     want = train(hooked()[0], range(4))
     assert torch.equal(train(hooked(wrapper={"bucket_cap_mb": 0.001})[0], range(4))[-1], want[-1])
-    followed = Followed(hosts=hosts)
+    followed = Followed(hosts=HOSTS)
     with cgx_ops.torch.uncompressed():
         backward(followed.model, 0, scale=float("nan") if RANK == 1 else 1.0)
     assert all(x.isnan().all() for x in followed.average.values())
     assert not any(x.any() for x in followed.state.residuals.tensors.values())
     assert all(x.isfinite().all() for x in followed.state.momenta.tensors.values())
 
-    # What each rank has had of its own becomes its host's: the average loses nothing of it.
+
+def what_a_rank_had_is_its_hosts() -> None:
+    """What each rank has had of its own becomes its host's: the average loses nothing of it."""
     model, alone = hooked(config=Config(compressor="topk", algorithm="one_shot"))
     train(model, range(4))
     assert all(v.any() for v in alone.residuals.tensors.values())
@@ -75,8 +83,13 @@ def main() -> None:
             assert (got - v - 0.9 * u).abs().max() <= bound, name
             assert (after[f"momenta {name}"] - 0.9 * u).abs().max() <= bound, name
             assert not after[f"residuals {name}"].any()
+
+
+def main() -> None:
+    dist.init_process_group("cgx")
+    found = (as_the_reference, what_is_sent, buckets, what_a_rank_had_is_its_hosts)
+    checks.run(checks.named(*found), [])
     dist.destroy_process_group()
-    print("ok all")
 
 
 if __name__ == "__main__":

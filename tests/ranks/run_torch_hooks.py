@@ -1,27 +1,34 @@
-"""Rank program: what PyTorch builds around hooks, post-local SGD, optimizers that average.
+"""Rank program: hooks with methods of their own, and what PyTorch builds around hooks.
 
-    mpirun -np 2 python run_torch_hooks.py [--slow] [MODULE or CHECK ...]
-
-The checks are in torch_hooks/.
+PowerSGD, Deep Gradient Compression; PyTorch's wrappers and optimizers, post-local SGD, optimizers
+that average by themselves.
 """
 
-import sys
-
+import checks
 import torch.distributed as dist
-from torch_hooks import averager, composed, optim
+import torch_deep_gradient.state
+import torch_deep_gradient.values
+import torch_hooks.averager
+import torch_hooks.composed
+import torch_hooks.optim
+import torch_power_sgd.state
+import torch_power_sgd.values
 
 
 def main() -> None:
     dist.init_process_group("cgx")
-    chosen = [name for name in sys.argv[1:] if name != "--slow"]
-    for module in (composed, averager, optim):
-        name = module.__name__.split(".")[-1]
-        for check in module.CHECKS:
-            if not chosen or {name, check.__name__} & set(chosen):
-                check()
-                print(f"ok {name} {check.__name__}", flush=True)
+    checks.run(
+        checks.of_modules(
+            torch_power_sgd.values,
+            torch_power_sgd.state,
+            torch_deep_gradient.values,
+            torch_deep_gradient.state,
+            torch_hooks.composed,
+            torch_hooks.averager,
+            torch_hooks.optim,
+        )
+    )
     dist.destroy_process_group()
-    print("ok all")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ noise two results share shows.
 import datetime
 from typing import Any
 
+import checks
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -69,23 +70,31 @@ def of_both_groups(result: torch.Tensor) -> list[Errors]:
     return [each.numpy() for each in all_of_them[::2]]
 
 
-carried = by_operator(carrier="c10d")
-assert tc.same_bits(carried, by_operator())
-for result in (by_operator(), carried, by_backend()):
-    check_independent(*of_both_groups(result))
+def of_groups() -> None:
+    carried = by_operator(carrier="c10d")
+    assert tc.same_bits(carried, by_operator())
+    for result in (by_operator(), carried, by_backend()):
+        check_independent(*of_both_groups(result))
 
-# Two groups of the same ranks, from whose options both take their seed.
-check_independent(*(errors(by_backend(group), 2 * X) for group in (SAME, PAIR)))
 
-for options in ({}, {"carrier": "c10d"}):
-    torch.manual_seed(0)
-    pair = tc.coalesced([X, X], algorithm="sra", **options)
-    check_independent(*(errors(y, 4 * X) for y in pair))
+def of_groups_of_the_same_ranks() -> None:
+    """From whose options both take their seed."""
+    check_independent(*(errors(by_backend(group), 2 * X) for group in (SAME, PAIR)))
 
-native, by_gloo = gradients("native"), gradients("c10d")
-assert all(tc.same_bits(a, b) for a, b in zip(native, by_gloo, strict=True))
-check_independent(*(errors(y.reshape(-1), X) for y in native))
 
+def of_tensors() -> None:
+    for options in ({}, {"carrier": "c10d"}):
+        torch.manual_seed(0)
+        pair = tc.coalesced([X, X], algorithm="sra", **options)
+        check_independent(*(errors(y, 4 * X) for y in pair))
+
+
+def of_layers() -> None:
+    native, by_gloo = gradients("native"), gradients("c10d")
+    assert all(tc.same_bits(a, b) for a, b in zip(native, by_gloo, strict=True))
+    check_independent(*(errors(y.reshape(-1), X) for y in native))
+
+
+checks.run(checks.named(of_groups, of_groups_of_the_same_ranks, of_tensors, of_layers))
 dist.barrier()
 dist.destroy_process_group()
-print("ok all")

@@ -9,6 +9,7 @@ no name, so that an order that differs is an error, and a call that is missing a
 import sys
 from collections.abc import Callable
 
+import checks
 import torch
 import torch_cases as tc
 from torch._inductor import config as inductor_config
@@ -98,10 +99,7 @@ def independent_calls() -> None:
 
 def main() -> None:
     tc.forget_compiled_graphs()
-    for check in (unused_results, equal_calls, independent_calls):
-        check()
-        print(f"ok {check.__name__}")
-    print("ok all")
+    checks.run(checks.named(unused_results, equal_calls, independent_calls), [])
 
 
 if __name__ == "__main__":

@@ -1,100 +1,163 @@
-"""Rank program: a run with error feedback goes on on another number of ranks.
+"""Rank program: runs that keep something on each rank go on on another number of ranks.
 
     mpirun -np 2 python run_torch_restart.py FOLDER save
     mpirun -np 4 python run_torch_restart.py FOLDER load     # and any other number
 
 What is pending, the correction that the next average will contain, is the mean of the ranks'
-residuals. Saved are checkpoints as the ranks have them and consolidated ones, by torch.save and by
-torch.distributed.checkpoint.
+residuals; so is the momentum that of their momenta. Saved are checkpoints as the ranks have them
+and consolidated ones, by torch.save and by torch.distributed.checkpoint.
 """
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import checks
 import torch
 import torch.distributed as dist
+import torch_deep_gradient.state
+import torch_power_sgd.state
 from failing import fails
+from method_cases import Method, same
+from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch_ddp.common import RANK, SIZE, gradients_of, hooked, images, network, same
+from torch.nn.parallel import DistributedDataParallel
+from torch_training import RANK, SIZE, backward, gathered, identical_on_all_ranks, network, train
 
 from cgx_ops import Config
 from cgx_ops.torch import ddp
 
-LEVELS = Config(bits=1, compressor="levels", bucket_size=64)
+Tensors = dict[str, torch.Tensor]
 
 
-def pending(state: ddp.QuantizedAllreduceState) -> dict[str, torch.Tensor]:
-    """Return the mean of the ranks' residuals, in float64."""
-    means = {}
-    for name, residual in state.residuals.tensors.items():
-        everyones = [torch.empty_like(residual) for _ in range(SIZE)]
-        dist.all_gather(everyones, residual)
-        means[name] = torch.stack(everyones).double().mean(0)
-    return means
+def means_of(method: Method, state: Any) -> Tensors:
+    """Return the ranks' mean of each tensor that the state keeps, in float64."""
+    tensors = {n: x for n, x in method.kept(state).items() if isinstance(x, torch.Tensor)}
+    return {n: torch.stack(gathered(x)).double().mean(0) for n, x in sorted(tensors.items())}
 
 
-def save(folder: Path) -> None:
-    model, state = hooked(network(), LEVELS)
-    for step in range(3):
-        model(images(RANK, step), spare=True).square().sum().backward()
+def save(method: Method, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    model, state = method.hooked()
+    train(model, range(5), shift=0.3)
     torch.save(state, folder / f"own-{RANK}.pt")
-    before = pending(state)
+    before = means_of(method, state)
     state.consolidate()
-    for name, residual in state.residuals.tensors.items():
+    after = means_of(method, state)
+    assert before.keys() == after.keys()
+    for name, mean in before.items():
         # A sum of `SIZE` numbers, divided: as many roundings.
-        bound = before[name].abs() * SIZE * 2.0**-23
-        assert ((residual.double() - before[name]).abs() <= bound + 1e-30).all()
-        assert residual.any()
-    after = pending(state)
-    for name, residual in state.residuals.tensors.items():
-        assert torch.equal(after[name].float(), residual), "equal on all ranks"
+        bound = mean.abs() * SIZE * 2.0**-23
+        assert ((after[name] - mean).abs() <= bound + 1e-30).all(), name
+        identical_on_all_ranks(method.kept(state)[name])
+    assert all(residual.any() for residual in state.residuals.tensors.values())
     dcp_save({"cgx": state}, checkpoint_id=folder / "dcp")
     if RANK == 0:
         torch.save(state.state_dict(), folder / "consolidated.pt")
-        torch.save(after, folder / "pending.pt")
-    model.zero_grad()
-    model(images(RANK, 3), spare=True).square().sum().backward()
+        torch.save(after, folder / "means.pt")
+    backward(model, 5)
     assert not state.residuals.consolidated, "ranks have their own again"
     assert f"rank {RANK} of {SIZE}" in state.state_dict()["residuals"]
 
 
-def load(folder: Path) -> None:
-    want = torch.load(folder / "pending.pt")
+def load(method: Method, goes_on: Callable[[nn.Module, Tensors, Tensors], None], folder: Path):
+    want = torch.load(folder / "means.pt")
     for form in ("torch", "dcp"):
-        model, state = hooked(network(), LEVELS)
+        model, state = method.hooked()
         if form == "torch":
             state.load_state_dict(torch.load(folder / "consolidated.pt"))
         else:
-            state.consolidate()  # asks for residuals of all ranks
+            state.consolidate()  # asks for those of all ranks
             dcp_load({"cgx": state}, checkpoint_id=folder / "dcp")
-        assert state.steps == 3
-        same(pending(state), want, form)
-
-        # Gradients of zero: averages and what is pending then are what was pending.
-        x = torch.zeros(8, 20)
-        (model(x, spare=True) * 0).sum().backward()
-        averages, left = gradients_of(model), pending(state)
-        for name, mean in want.items():
-            given = averages[name].flatten().double() + left[name]
-            # Each rank's value passes at most 2 (SIZE + 3) operations of fp32, each off by 2^-24 of
-            # a number that is no larger than all ranks' together.
-            largest = SIZE * (averages[name].flatten().abs() + mean.abs() + left[name].abs())
-            bound = 2 * (SIZE + 3) * 2.0**-24 * largest
-            assert ((given - mean).abs() <= bound).all(), (form, name)
+        assert state.steps == 5
+        same(means_of(method, state), want, form)
+        # Of gradients of zero, averages and what is pending then are what was pending.
+        backward(model, 0, scale=0.0)
+        goes_on(model.module, want, means_of(method, state))
+        identical_on_all_ranks(train(model, range(5, 8))[-1])
 
     # What was not consolidated is two ranks' own.
-    model, state = hooked(network(), LEVELS)
+    model, state = method.hooked()
     state.load_state_dict(torch.load(folder / f"own-{RANK % 2}.pt").state_dict())
-    loss = model(images(RANK), spare=True).square().sum()
-    fails(Exception, f"of 2, and this is rank {RANK} of {SIZE}", loss.backward)
+    words = f"of 2, and this is rank {RANK} of {SIZE}"
+    fails(Exception, words, lambda: backward(model, 0))
+
+
+# ---- the methods ---------------------------------------------------------------------------------
+
+
+def quantized(module: nn.Module | None = None) -> Any:
+    model = DistributedDataParallel(module or network())
+    config = Config(bits=1, compressor="levels", bucket_size=64)
+    state = ddp.QuantizedAllreduceState(config=config)
+    model.register_comm_hook(state, ddp.quantized_allreduce_hook)
+    return model, state
+
+
+QUANTIZED = Method(
+    ddp.quantized_allreduce_hook,
+    ddp.QuantizedAllreduceState,
+    quantized,
+    lambda state: {f"e {name}": e for name, e in state.residuals.tensors.items()},
+)
+
+
+def averages_of(model: nn.Module) -> Tensors:
+    named = model.named_parameters()
+    return {name: p.grad.double().flatten() for name, p in named if p.grad is not None}
+
+
+def quantized_goes_on(model: nn.Module, old: Tensors, new: Tensors) -> None:
+    for name, average in averages_of(model).items():
+        if f"e {name}" in old:
+            mean, left = old[f"e {name}"], new[f"e {name}"]
+            # Each rank's value passes at most 2 (SIZE + 3) operations of fp32, each off by 2^-24 of
+            # a number that is no larger than all ranks' together.
+            largest = SIZE * (average.abs() + mean.abs() + left.abs())
+            bound = 2 * (SIZE + 3) * 2.0**-24 * largest
+            assert ((average + left - mean).abs() <= bound).all(), name
+
+
+def power_sgd_goes_on(model: nn.Module, old: Tensors, new: Tensors) -> None:
+    for name, average in averages_of(model).items():
+        if f"e {name}" in old:
+            mean, left = old[f"e {name}"], new[f"e {name}"]
+            largest = mean.norm()  # of a column, at most
+            assert ((average + left - mean).abs() <= 64 * 2.0**-24 * largest).all(), name
+
+
+def deep_gradient_goes_on(model: nn.Module, old: Tensors, new: Tensors) -> None:
+    for name, average in averages_of(model).items():
+        zeros = torch.zeros_like(average)
+        u, v = old[f"u {name}"], old.get(f"v {name}", zeros)
+        left = new.get(f"v {name}", zeros)
+        bound = (SIZE + 3) * 2.0**-24 * (u.abs() + v.abs()) + 2.0**-24 * u.abs()
+        assert ((average + left - v - 0.9 * u).abs() <= bound).all(), name
+
+
+METHODS = {
+    "quantized": (QUANTIZED, quantized_goes_on),
+    "power_sgd": (torch_power_sgd.state.METHOD, power_sgd_goes_on),
+    "deep_gradient": (torch_deep_gradient.state.METHOD, deep_gradient_goes_on),
+}
 
 
 def main() -> None:
+    folder, phase = Path(sys.argv[1]), sys.argv[2]
     dist.init_process_group("cgx")
-    {"save": save, "load": load}[sys.argv[2]](Path(sys.argv[1]))
+    checks.run(
+        {
+            f"{phase} {name}": partial(save, method, folder / name)
+            if phase == "save"
+            else partial(load, method, goes_on, folder / name)
+            for name, (method, goes_on) in METHODS.items()
+        },
+        [],
+    )
     dist.destroy_process_group()
-    print("ok all")
 
 
 if __name__ == "__main__":

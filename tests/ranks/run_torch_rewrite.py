@@ -9,12 +9,13 @@ SALT: a text that no run had before; it keeps graphs of earlier runs out of this
 
 import re
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import checks
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -31,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ops
 from cgx_ops import Config
 from cgx_ops.errors import InvalidArgument
+from cgx_ops.planner import Plan
 from cgx_ops.torch.rewrite import NothingRewritten, compress_collectives
 
 NEAREST = Config(bits=3, bucket_size=64, rounding="nearest", algorithm="sra")
@@ -174,6 +176,33 @@ def data_parallel(group: Group) -> None:
     want = expected([(g / world).flatten() for g in local]).reshape(50, 40)
     assert tc.same_bits(layer.weight.grad, want)
     inductor_config._fuse_ddp_communication = False  # DDP has set it for good
+
+
+def planned(group: Group) -> None:
+    """All-reduces of one group are one message, but for one that needs another's result."""
+    everyone, x = inputs()
+    plan = Plan(("a", "b", "c", "d"), (2000, 1300, 1500, 1700), (4,) * 4, ((3,), (2, 1, 0)))
+
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        a = functional.all_reduce(2 * x, "sum", group) + 1
+        b = functional.all_reduce(x[:1300] * 3, "sum", group) + 1
+        d = functional.all_reduce(x[:1700] * 5, "sum", group) + 1
+        c = functional.all_reduce(a[:1500] * 1, "sum", group) + 1
+        return [a, b, c, d]
+
+    with compress_collectives(NEAREST, plan=plan) as rewrite:
+        results, (code,) = run_and_get_code(compiled(step), x)
+    assert rewrite.rewritten == 4, rewrite.counts
+    a = expected([2 * x for x in everyone]) + 1
+    wants = [
+        a, expected([x[:1300] * 3 for x in everyone]) + 1, expected([a[:1500]] * len(everyone)) + 1,
+        expected([x[:1700] * 5 for x in everyone]) + 1,
+    ]  # fmt: skip
+    for y, want in zip(results, wants, strict=True):
+        assert tc.same_bits(y, want)
+    assert "_c10d_functional.all_reduce" not in code
+    if not has_communicator(group):
+        assert code.count("all_to_all_single.default(") == 3
 
 
 # ---- noise, choice, other passes, caches ---------------------------------------------------------
@@ -381,18 +410,19 @@ def main() -> None:
     name = other.group_name
     cgx_ops.Communicator.create(other.rank(), other.size(), allgather, name, timeout=90)
     COMMUNICATOR.append(name)
-    checks = [functional_collectives, in_place_and_half, distributed_tensor, noise, choice]
-    checks += [as_an_option_and_chained, caches, says_why, generated_code, overlap, data_parallel]
-    checks += [compressors]
-    for number, check in enumerate(checks):
-        groups = [world, other]
-        for group in groups if HOW == "each" or number == 0 else groups[number % 2 :][:1]:
-            begin = time.perf_counter()
-            check(group)
-            seconds = time.perf_counter() - begin
-            print(f"ok {check.__name__} on {group.group_name}: {seconds:.1f} s", flush=True)
+    of_group = [functional_collectives, in_place_and_half, distributed_tensor, noise, choice]
+    of_group += [as_an_option_and_chained, caches, says_why, generated_code, overlap, data_parallel]
+    of_group += [compressors, planned]
+    groups = [world, other]
+    checks.run(
+        {
+            f"{check.__name__} on {group.group_name}": partial(check, group)
+            for number, check in enumerate(of_group)
+            for group in (groups if HOW == "each" or number == 0 else groups[number % 2 :][:1])
+        },
+        [],
+    )
     dist.destroy_process_group()
-    print("ok all")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,8 @@ def main() -> None:
         "again": again,
         "mpi": cgx_ops.size(),
     }
-    print(json.dumps(said), flush=True)
+    # In one piece: ranks of a host write into one pipe.
+    sys.stdout.write(json.dumps(said) + "\n")
 
 
 main()

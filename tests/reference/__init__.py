@@ -15,6 +15,7 @@ documents.
     segments       how each segment travels, and who owns what of it
     algorithms     who encodes what, and in which order it is summed
     collectives    allreduce, reduce_scatter, all_gather
+    statistic      what quantizing a tensor must lose, as one number
     bound          error_bound: how far nearest and shift rounding may be from the exact result
     low_rank       PowerSGD, in float64: not to the bit
     deep_gradient  Deep Gradient Compression, as the paper has it
@@ -30,6 +31,7 @@ from .one_bit import OneBitAdam, Signum
 from .philox import Seeds, noise, seeds_of
 from .segments import Segment, pick, shards, travels_exact
 from .settings import Compressor
+from .statistic import statistic
 from .values import (
     BFLOAT16,
     EXACT_BITS,
@@ -78,6 +80,7 @@ __all__ = [
     "round_to",
     "seeds_of",
     "shards",
+    "statistic",
     "travels_exact",
     "widen",
 ]

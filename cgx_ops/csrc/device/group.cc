@@ -1,5 +1,6 @@
 #include "device/group.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <mutex>
 #include <span>
@@ -26,15 +27,27 @@ void tell_once(const std::string& text) {
 
 const std::vector<WireEntry>& wire_table() {
   static const std::vector<WireEntry> table = {
-      {"direct", "GPUs of one host write into each other's memory (CUDA IPC, peer access)", "SHM",
-       true, connect_direct},
+      {"direct",
+       "GPUs of one host write into each other's memory (CUDA IPC, peer access)",
+       {"SHM"},
+       true,
+       connect_direct},
       // mpi and nccl are not for AUTO: they have never run between GPUs, and each call waits for
       // the ranks to agree.
-      {"mpi", "MPI from GPU to GPU, where it says that it is CUDA-aware", "MPI", false,
+      {"mpi",
+       "MPI from GPU to GPU, where it says that it is CUDA-aware",
+       {"MPI"},
+       false,
        connect_mpi},
-      {"staged", "encoded bytes through pinned memory and the communicator's own transport", "MPI",
-       true, connect_staged},
-      {"nccl", "NCCL from GPU to GPU, also between hosts; one GPU for each rank", "NCCL", false,
+      {"staged",
+       "encoded bytes through pinned memory and the communicator's own transport",
+       {"MPI", "TCP"},
+       true,
+       connect_staged},
+      {"nccl",
+       "NCCL from GPU to GPU, also between hosts; one GPU for each rank",
+       {"NCCL"},
+       false,
        connect_nccl},
   };
   return table;
@@ -44,7 +57,9 @@ Group::Group(Device& device, HostLink& host, const std::string& type, Seconds ti
     : device_(device), host_(host) {
   std::string reasons;
   for (const WireEntry& entry : wire_table()) {
-    if (type == "AUTO" ? !entry.automatic : type != entry.type) continue;
+    const auto& types = entry.types;
+    const bool asked = std::find(types.begin(), types.end(), type) != types.end();
+    if (type == "AUTO" ? !entry.automatic : !asked) continue;
     std::string why;
     wire_ = entry.connect(device, host, timeout, &why);
     if (wire_) break;

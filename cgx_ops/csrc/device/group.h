@@ -60,8 +60,8 @@ class Group {
 struct WireEntry {
   const char* name;
   const char* description;
-  const char* type;  // the communicator type that insists on it
-  bool automatic;    // AUTO tries it
+  std::vector<std::string> types;  // the communicator types that insist on it
+  bool automatic;                  // AUTO tries it
   // Null on all ranks if it cannot connect them; *why is left empty where that is nothing to tell.
   std::unique_ptr<Wire> (*connect)(Device& device, HostLink& host, Group::Seconds timeout,
                                    std::string* why);

@@ -45,6 +45,9 @@ struct Kernels {
   // sum[i] = base[i] + decoded value i, in fp32. `base` may be `sum`, here and in add.
   void (*dequantize_add)(const std::byte* records, const BucketRun& run, const float* base,
                          float* sum);
+  // Of kUniform the sum over buckets of n values of n * (max - min)^2, the difference in fp32, else
+  // the sum of squares; in fp64, one bucket after the other. NaN if a value is not finite.
+  double (*measure)(Dtype dtype, const void* values, const BucketRun& run);
 
   // Exact values. Equal types: a copy, bit for bit. `from` and `to` are equal or do not overlap.
   void (*convert)(Dtype from_type, const void* from, Dtype to_type, void* to, int64_t numel);

@@ -290,7 +290,7 @@ def data_parallel(r: int, n: int) -> None:
     assert gradient is not None and tc.same_bits(gradient, want)
 
 
-CASES: tuple[Case, ...] = (
+CHECKS: tuple[Case, ...] = (
     compression,
     noise,
     compressors,

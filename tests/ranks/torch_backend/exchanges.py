@@ -82,7 +82,7 @@ def point_to_point(r: int, n: int) -> None:
     assert y.tolist() == [float(left)] * 4
 
 
-CASES: tuple[Case, ...] = (
+CHECKS: tuple[Case, ...] = (
     collectives,
     objects,
     point_to_point,

@@ -190,7 +190,7 @@ def deadlines(r: int, n: int) -> None:
     dist.destroy_process_group(group)
 
 
-CASES: tuple[Case, ...] = (
+CHECKS: tuple[Case, ...] = (
     groups,
     sequence_numbers,
     profiler,

@@ -185,7 +185,7 @@ def algorithm_of(numel: int) -> Any:
     return reference.pick([reference.Segment(0, numel, 4, 512)], reference.FLOAT32)
 
 
-CASES: tuple[Case, ...] = (
+CHECKS: tuple[Case, ...] = (
     exact_allreduce,
     layouts,
     asynchronous,

@@ -80,7 +80,7 @@ def averaged(
     group_name = world.group_name
     result = {}
     for name, first in gradients[0].items():
-        own = bits(name, first) if bits else config.bits if first.dim() > 1 else 32
+        own = bits(name, first) if bits else config.decided_bits if first.dim() > 1 else 32
         result[name] = tc.expected(
             [g[name] for g in gradients],
             own,

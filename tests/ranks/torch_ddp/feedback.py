@@ -6,8 +6,6 @@
 """
 
 import copy
-import shutil
-import tempfile
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch_cases as tc
 from failing import fails
+from shared_folder import folder_of_all
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -196,55 +195,47 @@ def unasked_over_the_backend() -> None:
 def resumed_feedback_is_the_same_to_the_bit() -> None:
     for config in (LEVELS, TOPK, UNIFORM):
         for form in ("torch", "in place", "dcp"):
-            names: list[Any] = [tempfile.mkdtemp() if RANK == 0 else None]
-            dist.broadcast_object_list(names)
-            file = f"{names[0]}/{RANK}.pt"
-            model, state = hooked(network(), config)
-            optimizer = torch.optim.SGD(model.parameters(), 1e-4)
-            train(model, range(3), optimizer)
-            weights = copy.deepcopy(model.module.state_dict())
-            if form == "dcp":
-                dcp_save({"cgx": state}, checkpoint_id=names[0])
-            else:
-                torch.save(state if form == "torch" else state.state_dict(), file)
-            train(model, range(3, 6), optimizer)
-
-            module = network()
-            module.load_state_dict(weights)
-            if form == "torch":
-                again, restored = DistributedDataParallel(module), torch.load(file)
-                again.register_comm_hook(restored, ddp.quantized_allreduce_hook)
-            else:
-                again, restored = hooked(module, replace(config, seed=9))
-                train(again, range(1), torch.optim.SGD(again.parameters(), 1e-4))
-                module.load_state_dict(weights)
+            with folder_of_all() as folder:
+                file = f"{folder}/{RANK}.pt"
+                model, state = hooked(network(), config)
+                optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+                train(model, range(3), optimizer)
+                weights = copy.deepcopy(model.module.state_dict())
                 if form == "dcp":
-                    dcp_load({"cgx": restored}, checkpoint_id=names[0])
+                    dcp_save({"cgx": state}, checkpoint_id=folder)
                 else:
-                    restored.load_state_dict(torch.load(file))
-            train(again, range(3, 6), torch.optim.SGD(again.parameters(), 1e-4))
-            same(dict(again.module.named_parameters()), dict(model.module.named_parameters()))
-            same(restored.residuals.tensors, state.residuals.tensors)
-            identical_on_all_ranks(dict(model.module.named_parameters()))
-            dist.barrier()
-            if RANK == 0:
-                shutil.rmtree(names[0])
+                    torch.save(state if form == "torch" else state.state_dict(), file)
+                train(model, range(3, 6), optimizer)
+
+                module = network()
+                module.load_state_dict(weights)
+                if form == "torch":
+                    again, restored = DistributedDataParallel(module), torch.load(file)
+                    again.register_comm_hook(restored, ddp.quantized_allreduce_hook)
+                else:
+                    again, restored = hooked(module, replace(config, seed=9))
+                    train(again, range(1), torch.optim.SGD(again.parameters(), 1e-4))
+                    module.load_state_dict(weights)
+                    if form == "dcp":
+                        dcp_load({"cgx": restored}, checkpoint_id=folder)
+                    else:
+                        restored.load_state_dict(torch.load(file))
+                train(again, range(3, 6), torch.optim.SGD(again.parameters(), 1e-4))
+                same(dict(again.module.named_parameters()), dict(model.module.named_parameters()))
+                same(restored.residuals.tensors, state.residuals.tensors)
+                identical_on_all_ranks(dict(model.module.named_parameters()))
 
 
 def a_state_that_did_not_ask_for_residuals() -> None:
     model, state = hooked(network(), LEVELS)
     train(model, range(1), torch.optim.SGD(model.parameters(), 1e-4))
-    names: list[Any] = [tempfile.mkdtemp() if RANK == 0 else None]
-    dist.broadcast_object_list(names)
-    dcp_save({"cgx": state}, checkpoint_id=names[0])
-    other = ddp.QuantizedAllreduceState(config=Config(bits=4))
-    fails(
-        Exception, "residuals of each of",
-        lambda: dcp_load({"cgx": other}, checkpoint_id=names[0]),
-    )  # fmt: skip
-    dist.barrier()
-    if RANK == 0:
-        shutil.rmtree(names[0])
+    with folder_of_all() as folder:
+        dcp_save({"cgx": state}, checkpoint_id=folder)
+        other = ddp.QuantizedAllreduceState(config=Config(bits=4))
+        fails(
+            Exception, "residuals of each of",
+            lambda: dcp_load({"cgx": other}, checkpoint_id=folder),
+        )  # fmt: skip
 
 
 CHECKS = [feedback_by_layer, inside_torchs_wrapper, who_has_residuals]

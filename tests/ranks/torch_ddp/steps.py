@@ -6,13 +6,13 @@
 
 import copy
 import io
-import shutil
 import tempfile
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from failing import fails
+from shared_folder import folder_of_all
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -316,25 +316,22 @@ def resumes_in_place() -> None:
         (dcp_save if save else dcp_load)({"cgx": state}, checkpoint_id=f"{folder}/dcp")
 
     for checkpoint in (by_torch, by_dcp):
-        names: list[Any] = [tempfile.mkdtemp() if RANK == 0 else None]
-        dist.broadcast_object_list(names)
-        folder = f"{names[0]}" if checkpoint is by_dcp else tempfile.mkdtemp()
-        model, state = hooked(network(), config)
-        optimizer = torch.optim.SGD(model.parameters(), 1e-4)
-        train(model, range(4), optimizer)
-        weights = copy.deepcopy(model.module.state_dict())
-        checkpoint(state, folder, save=True)
-        train(model, range(4, 7), optimizer)
+        with folder_of_all() as of_all:
+            folder = of_all if checkpoint is by_dcp else tempfile.mkdtemp(dir=of_all)
+            model, state = hooked(network(), config)
+            optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+            train(model, range(4), optimizer)
+            weights = copy.deepcopy(model.module.state_dict())
+            checkpoint(state, folder, save=True)
+            train(model, range(4, 7), optimizer)
 
-        again, restored = hooked(network(), Config(bits=4, seed=6))
-        train(again, range(1), torch.optim.SGD(again.parameters(), 1e-4))  # its hook is in use
-        again.module.load_state_dict(weights)
-        checkpoint(restored, folder, save=False)
-        assert (restored.steps, restored.config) == (4, state.config)
-        train(again, range(4, 7), torch.optim.SGD(again.parameters(), 1e-4))
-        same(dict(again.module.named_parameters()), dict(model.module.named_parameters()))
-        dist.barrier()
-        shutil.rmtree(folder, ignore_errors=True)
+            again, restored = hooked(network(), Config(bits=4, seed=6))
+            train(again, range(1), torch.optim.SGD(again.parameters(), 1e-4))  # its hook is in use
+            again.module.load_state_dict(weights)
+            checkpoint(restored, folder, save=False)
+            assert (restored.steps, restored.config) == (4, state.config)
+            train(again, range(4, 7), torch.optim.SGD(again.parameters(), 1e-4))
+            same(dict(again.module.named_parameters()), dict(model.module.named_parameters()))
     fails(ValueError, "give what state_dict() returned", lambda: state.load_state_dict({"a": 1}))
 
 

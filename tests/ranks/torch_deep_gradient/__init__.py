@@ -1,1 +1,1 @@
-"""The checks of run_torch_deep_gradient.py."""
+"""Checks of run_torch_hooks.py: Deep Gradient Compression."""

@@ -9,7 +9,7 @@ from reference import DeepGradient, density_at
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
-from torch_power_sgd.common import RANK, SIZE, gathered, network
+from torch_training import RANK, SIZE, gathered, network
 
 from cgx_ops.torch import ddp
 from cgx_ops.torch.residuals import Residuals

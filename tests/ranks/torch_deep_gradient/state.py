@@ -1,25 +1,20 @@
 """What the hook keeps and refuses.
 
 1. buckets that are made anew, messages, rules, blocks
-2. checkpoints; those for other numbers of ranks are in run_torch_deep_gradient_restart.py
+2. checkpoints; those for other numbers of ranks are in run_torch_restart.py
 3. optimizers
 4. bad input
 """
 
-import copy
-import shutil
-import tempfile
 from typing import Any
 
+import method_cases
 import torch
 import torch.distributed as dist
 from failing import fails
-from torch import nn
+from method_cases import Method
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.nn.parallel import DistributedDataParallel
-from torch_power_sgd.common import (
+from torch_training import (
     RANK,
     SIZE,
     backward,
@@ -33,7 +28,7 @@ from torch_power_sgd.common import (
 
 import cgx_ops.torch
 from cgx_ops import Communicator, Config, InvalidArgument
-from cgx_ops.torch import ddp, ddp_models, layers
+from cgx_ops.torch import ddp, layers
 
 from .common import MATRICES, hooked
 
@@ -45,10 +40,7 @@ def kept_of(state: ddp.DeepGradientState) -> dict[str, torch.Tensor]:
     }
 
 
-def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: object = "") -> None:
-    assert got.keys() == want.keys(), (what, got.keys(), want.keys())
-    for name, x in want.items():
-        assert torch.equal(got[name], x), (what, name)
+METHOD = Method(ddp.deep_gradient_hook, ddp.DeepGradientState, hooked, kept_of)
 
 
 # ---- 1. buckets, rules, blocks -------------------------------------------------------------------
@@ -129,39 +121,8 @@ def rules_and_blocks() -> None:
 
 
 def resumed() -> None:
-    """To the bit, in all ways to save, in the midst of the warm-up."""
-    options: dict[str, Any] = {"warmup_steps": 6, "density": 0.01, "nesterov": True, "clip": 1.0}
-    for form in ("torch", "in place", "dcp"):
-        names: list[Any] = [tempfile.mkdtemp() if RANK == 0 else None]
-        dist.broadcast_object_list(names)
-        file = f"{names[0]}/{RANK}.pt"
-        model, state = hooked(**options)
-        train(model, range(4))
-        weights = copy.deepcopy(model.module.state_dict())
-        if form == "dcp":
-            dcp_save({"cgx": state}, checkpoint_id=names[0])
-        else:
-            torch.save(state if form == "torch" else state.state_dict(), file)
-        want = train(model, range(4, 9))
-
-        module = network()
-        if form == "torch":
-            again, restored = DistributedDataParallel(module), torch.load(file)
-            again.register_comm_hook(restored, ddp.deep_gradient_hook)
-        else:
-            again, restored = hooked(module, **options)
-            train(again, range(3))
-            if form == "dcp":
-                dcp_load({"cgx": restored}, checkpoint_id=names[0])
-            else:
-                restored.load_state_dict(torch.load(file))
-        module.load_state_dict(weights)
-        got = train(again, range(4, 9))
-        assert torch.equal(got[-1], want[-1]), form
-        same(kept_of(restored), kept_of(state), form)
-        dist.barrier()
-        if RANK == 0:
-            shutil.rmtree(names[0])
+    """In the midst of the warm-up."""
+    method_cases.resumed(METHOD, 9, warmup_steps=6, density=0.01, nesterov=True, clip=1.0)
 
 
 # ---- 3. optimizers -------------------------------------------------------------------------------
@@ -220,14 +181,7 @@ def bad_arguments() -> None:
 
 
 def bad_gradients() -> None:
-    model, _ = hooked(network(torch.float64))
-    fails(Exception, "'2.weight', '2.bias' are torch.float64", lambda: backward(model, 0))
-    model, _ = hooked(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)))
-    loss = model(torch.arange(8)).sum()
-    fails(Exception, "make the layer with sparse=False", loss.backward)
-    model, _ = hooked(nn.Linear(4, 4, dtype=torch.complex64))
-    loss = model(torch.ones(2, 4, dtype=torch.complex64)).abs().sum()
-    fails(Exception, "torch.complex64; train it in float32", loss.backward)
+    method_cases.bad_gradients(METHOD)
     rules = layers.Rules([layers.Rule("2.weight", compressor="levels", bits=2)])
     model, _ = hooked(rules=rules)
     fails(Exception, "a rule gives layer '2.weight' compressor='le", lambda: backward(model, 0))
@@ -247,21 +201,8 @@ def bad_states() -> None:
         broken.load_state_dict(state.state_dict() | {"rules": layers.Rules()})
         change(broken)
         fails(Exception, words, lambda m=other: backward(m, 0))
-    other = ddp.QuantizedAllreduceState()
-    fails(
-        InvalidArgument, "DeepGradientState.load_state_dict: the names are",
-        lambda: state.load_state_dict(other.state_dict()),
-    )  # fmt: skip
-    model = DistributedDataParallel(network())
-    model.register_comm_hook(other, ddp.deep_gradient_hook)  # type: ignore[arg-type]
-    fails(Exception, "state is QuantizedAllreduceState; give a Deep", lambda: backward(model, 0))
-    # Nobody knows the names of a model's layers.
-    model, state = hooked()
-    train(model, range(2))
-    loss = loss_of(model, batch(RANK, 2))
-    del ddp_models._known[model]
-    fails(Exception, "its state is kept by layer", loss.backward)
+    method_cases.bad_states(METHOD)
 
 
 CHECKS = [resumed, optimizers, bad_arguments, bad_gradients]
-SLOW = [buckets, carried_by_torch, inside_torchs_wrapper, rules_and_blocks, bad_states]
+CHECKS += [buckets, carried_by_torch, inside_torchs_wrapper, rules_and_blocks, bad_states]

@@ -143,7 +143,7 @@ def equals_the_oracle(message: Message) -> bool:
     dist.all_gather_object(everyones, (message.input, message.seed), group)
     segments = [
         reference.Segment(
-            s.offset, s.numel, s.bits or config.bits, s.bucket_size or config.bucket_size
+            s.offset, s.numel, s.bits or config.decided_bits, s.bucket_size or config.bucket_size
         )
         for s in message.segments
     ]

@@ -7,7 +7,6 @@
 
 import itertools
 import pickle
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch_cases as tc
+from shared_folder import folder_of_all
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -129,29 +129,28 @@ def averaged_in_eight_bits() -> None:
 
 def resumed_feedback_is_the_same_to_the_bit() -> None:
     for feedback in (None, Feedback(bits=8, average=0.5, reset=4), Feedback(average=0.5)):
-        folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(folder)
-        model = sharded(Model())
-        state = fsdp.compress(model, LEVELS, feedback=feedback)
-        train(model, range(3))
-        save({"model": model.state_dict(), "cgx": state}, checkpoint_id=folder[0])
-        pickled = pickle.dumps(state.state_dict())
-        train(model, range(3, 6))
-        want = weights(model)
-        for form in ("dcp", "pickle", "nothing"):
+        with folder_of_all() as folder:
             model = sharded(Model())
             state = fsdp.compress(model, LEVELS, feedback=feedback)
-            loaded: dict[str, Any] = {"model": model.state_dict()}
-            if form == "dcp":
-                loaded["cgx"] = state
-            load(loaded, checkpoint_id=folder[0])
-            model.load_state_dict(loaded["model"])
-            if form == "pickle":
-                state.load_state_dict(pickle.loads(pickled))
+            train(model, range(3))
+            save({"model": model.state_dict(), "cgx": state}, checkpoint_id=folder)
+            pickled = pickle.dumps(state.state_dict())
             train(model, range(3, 6))
-            got = weights(model)
-            same = all(tc.same_bits(got[name], want[name]) for name in want)
-            assert same == (form != "nothing"), (form, feedback)
+            want = weights(model)
+            for form in ("dcp", "pickle", "nothing"):
+                model = sharded(Model())
+                state = fsdp.compress(model, LEVELS, feedback=feedback)
+                loaded: dict[str, Any] = {"model": model.state_dict()}
+                if form == "dcp":
+                    loaded["cgx"] = state
+                load(loaded, checkpoint_id=folder)
+                model.load_state_dict(loaded["model"])
+                if form == "pickle":
+                    state.load_state_dict(pickle.loads(pickled))
+                train(model, range(3, 6))
+                got = weights(model)
+                same = all(tc.same_bits(got[name], want[name]) for name in want)
+                assert same == (form != "nothing"), (form, feedback)
 
 
 def parts_of(whole: torch.Tensor, shards: int) -> list[torch.Tensor]:
@@ -258,5 +257,6 @@ def compressors_by_rule() -> None:
     assert state.kept.residuals.tensors.keys() == {"", "blocks.1"}
 
 
-CHECKS = (feedback_to_the_bit, averaged_in_eight_bits, compressors_by_rule)
-CHECKS += (resumed_feedback_is_the_same_to_the_bit, bad_feedback)
+CHECKS = [feedback_to_the_bit, averaged_in_eight_bits, compressors_by_rule]
+CHECKS += [resumed_feedback_is_the_same_to_the_bit, bad_feedback]
+CHECKS += [consolidated_residuals_fit_any_number_of_shards]

@@ -205,3 +205,7 @@ def smaller_mesh_after_forward() -> None:
     assert len(seen) == 3
     for forward, backward in seen.values():
         assert tc.same_bits(forward, backward)
+
+
+CHECKS = [messages_equal_the_oracle, what_forward_sees, other_layouts]
+CHECKS += [hybrid, smaller_mesh_after_forward]

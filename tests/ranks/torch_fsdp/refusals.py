@@ -123,3 +123,6 @@ def ranks_that_disagree() -> None:
         assert re.search("ranks 0 and 1 disagree .*fsdp/all_gather/", str(error)), error
     else:
         raise AssertionError("nothing was raised")
+
+
+CHECKS = [bad_input, exact_with_a_warning, compressing_again, ranks_that_disagree]

@@ -47,3 +47,6 @@ def rules_by_name() -> None:
             assert found in (plain if exact else ruled), (message.verb, found)
     (text,) = warned(lambda: fsdp.compress(model, FEW, rules=[*rules, Rule("typo", bits=2)]))
     assert "no layer matches 'typo'" in text
+
+
+CHECKS = [rules_by_name]

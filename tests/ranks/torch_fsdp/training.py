@@ -7,14 +7,13 @@
 import copy
 import itertools
 import pickle
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch_cases as tc
+from shared_folder import folder_of_all
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -160,34 +159,36 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, which: range) -> None:
 
 
 def resumed_training_is_the_same_to_the_bit() -> None:
-    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    model, optimizer, state = start_of_training()
-    steps(model, optimizer, range(2))
-    with torch.no_grad():
-        model(batch(9)[0])
-    saved = {
-        "model": model.state_dict(),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-        "cgx": state,
-    }
-    save(saved, checkpoint_id=folder[0])
-    pickled = pickle.loads(pickle.dumps(state)).state_dict()
-    steps(model, optimizer, range(2, 5))
-    want = weights(model)
-
-    for restore in (True, False):
+    with folder_of_all() as folder:
         model, optimizer, state = start_of_training()
-        loaded = {
+        steps(model, optimizer, range(2))
+        with torch.no_grad():
+            model(batch(9)[0])
+        saved = {
             "model": model.state_dict(),
             "optimizer": get_optimizer_state_dict(model, optimizer),
-            "cgx": state if restore else copy.copy(state),
+            "cgx": state,
         }
-        load(loaded, checkpoint_id=folder[0])
-        model.load_state_dict(loaded["model"])
-        set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
-        assert (state.state_dict() == pickled) == restore
+        save(saved, checkpoint_id=folder)
+        pickled = pickle.loads(pickle.dumps(state)).state_dict()
         steps(model, optimizer, range(2, 5))
-        got = weights(model)
-        same = all(tc.same_bits(got[name], want[name]) for name in want)
-        assert same == restore, "the state of the noise must matter, and suffice"
+        want = weights(model)
+
+        for restore in (True, False):
+            model, optimizer, state = start_of_training()
+            loaded = {
+                "model": model.state_dict(),
+                "optimizer": get_optimizer_state_dict(model, optimizer),
+                "cgx": state if restore else copy.copy(state),
+            }
+            load(loaded, checkpoint_id=folder)
+            model.load_state_dict(loaded["model"])
+            set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
+            assert (state.state_dict() == pickled) == restore
+            steps(model, optimizer, range(2, 5))
+            got = weights(model)
+            same = all(tc.same_bits(got[name], want[name]) for name in want)
+            assert same == restore, "the state of the noise must matter, and suffice"
+
+
+CHECKS = [every_way_to_train, resumed_training_is_the_same_to_the_bit]

@@ -7,8 +7,6 @@
 """
 
 import copy
-import shutil
-import tempfile
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch_cases as tc
 from failing import fails
+from shared_folder import folder_of_all
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
@@ -27,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch_power_sgd.common import (
+from torch_training import (
     RANK,
     SIZE,
     batch,
@@ -36,6 +35,7 @@ from torch_power_sgd.common import (
     loss_of,
     network,
     train,
+    weights_of,
 )
 
 from cgx_ops import Communicator, Config, InvalidArgument
@@ -44,10 +44,6 @@ from cgx_ops.torch.averager import QuantizedModelAverager
 
 FOUR_BITS = Config(bits=4, bucket_size=64, seed=3)
 ONE_BIT = Config(bits=1, compressor="levels", bucket_size=64)  # with error feedback
-
-
-def weights_of(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 # ---- 1. values -----------------------------------------------------------------------------------
@@ -59,7 +55,7 @@ def mean_of(
     """Return the reference's mean of one parameter's differences."""
     world: Any = dist.group.WORLD
     segment = reference.Segment(
-        0, rows[0].numel(), 32 if rows[0].dim() <= 1 else config.bits, config.bucket_size,
+        0, rows[0].numel(), 32 if rows[0].dim() <= 1 else config.decided_bits, config.bucket_size,
         compressor=config.compressor,
     )  # fmt: skip
     seed = call_seed(config.seed, f"QuantizedModelAverager/{place}", step, world.group_name)
@@ -214,33 +210,29 @@ def carried_by_torch() -> None:
 def resumed() -> None:
     """To the bit, from the middle of a period."""
     for form in ("torch", "dcp"):
-        names: list[Any] = [tempfile.mkdtemp() if RANK == 0 else None]
-        dist.broadcast_object_list(names)
-        model, optimizer, averager = post_local()
-        run(model, optimizer, range(10))
-        file = f"{names[0]}/{RANK}.pt"
-        saved = copy.deepcopy([model.module.state_dict(), optimizer.state_dict()])
-        if form == "dcp":
-            dcp_save({"averager": averager}, checkpoint_id=names[0])
-        else:
-            torch.save(averager.state_dict(), file)
-        run(model, optimizer, range(10, 18))
+        with folder_of_all() as folder:
+            model, optimizer, averager = post_local()
+            run(model, optimizer, range(10))
+            file = f"{folder}/{RANK}.pt"
+            saved = copy.deepcopy([model.module.state_dict(), optimizer.state_dict()])
+            if form == "dcp":
+                dcp_save({"averager": averager}, checkpoint_id=folder)
+            else:
+                torch.save(averager.state_dict(), file)
+            run(model, optimizer, range(10, 18))
 
-        again, other, restored = post_local()
-        run(again, other, range(4))
-        if form == "dcp":
-            dcp_load({"averager": restored}, checkpoint_id=names[0])
-        else:
-            restored.load_state_dict(torch.load(file))
-        again.module.load_state_dict(saved[0])
-        other.load_state_dict(saved[1])
-        run(again, other, range(10, 18))
-        assert torch.equal(weights_of(again), weights_of(model)), form
-        for name, e in averager.exchange.residuals.tensors.items():
-            assert torch.equal(restored.exchange.residuals.tensors[name], e), (form, name)
-        dist.barrier()
-        if RANK == 0:
-            shutil.rmtree(names[0])
+            again, other, restored = post_local()
+            run(again, other, range(4))
+            if form == "dcp":
+                dcp_load({"averager": restored}, checkpoint_id=folder)
+            else:
+                restored.load_state_dict(torch.load(file))
+            again.module.load_state_dict(saved[0])
+            other.load_state_dict(saved[1])
+            run(again, other, range(10, 18))
+            assert torch.equal(weights_of(again), weights_of(model)), form
+            for name, e in averager.exchange.residuals.tensors.items():
+                assert torch.equal(restored.exchange.residuals.tensors[name], e), (form, name)
 
 
 def another_number_of_ranks() -> None:

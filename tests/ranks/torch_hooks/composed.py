@@ -32,7 +32,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer, as_functional_optim
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
-from torch_power_sgd.common import (
+from torch_training import (
     RANK,
     SIZE,
     batch,
@@ -40,6 +40,7 @@ from torch_power_sgd.common import (
     loss_of,
     network,
     train,
+    weights_of,
 )
 
 import cgx_ops.torch
@@ -78,10 +79,6 @@ def wrapped(
     )
     model.register_comm_hook(state, wrap(kind.value.hook, model))  # type: ignore[arg-type]
     return model
-
-
-def weights_of(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def backward_alone(model: nn.Module, steps: range) -> torch.Tensor:

@@ -7,8 +7,6 @@
 """
 
 import copy
-import shutil
-import tempfile
 from typing import Any
 
 import numpy as np
@@ -17,11 +15,12 @@ import torch
 import torch.distributed as dist
 import torch_cases as tc
 from failing import fails
+from shared_folder import folder_of_all
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.nn.parallel import DistributedDataParallel
-from torch_power_sgd.common import (
+from torch_training import (
     RANK,
     SIZE,
     batch,
@@ -29,6 +28,7 @@ from torch_power_sgd.common import (
     identical_on_all_ranks,
     loss_of,
     network,
+    weights_of,
 )
 
 from cgx_ops import Communicator, Config, InvalidArgument
@@ -59,10 +59,6 @@ def run(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
         losses.append(backward(model, step))
         optimizer.step()
     return losses
-
-
-def weights_of(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().float() for p in model.parameters()])
 
 
 # ---- 1. values -----------------------------------------------------------------------------------
@@ -276,37 +272,33 @@ def resumed() -> None:
         ):
             if (name, form) == ("signum", "dcp"):  # momenta are each rank's own
                 continue
-            names: list[Any] = [tempfile.mkdtemp() if RANK == 0 else None]
-            dist.broadcast_object_list(names)
-            model = network(dtype)
-            optimizer = make(model.parameters())
-            run(model, optimizer, range(at))
-            weights = copy.deepcopy(model.state_dict())
-            if form == "dcp":
-                dcp_save({"optimizer": optimizer}, checkpoint_id=names[0])
-            else:
-                torch.save(optimizer.state_dict(), f"{names[0]}/{RANK}.pt")
-            run(model, optimizer, range(at, at + 8))
+            with folder_of_all() as folder:
+                model = network(dtype)
+                optimizer = make(model.parameters())
+                run(model, optimizer, range(at))
+                weights = copy.deepcopy(model.state_dict())
+                if form == "dcp":
+                    dcp_save({"optimizer": optimizer}, checkpoint_id=folder)
+                else:
+                    torch.save(optimizer.state_dict(), f"{folder}/{RANK}.pt")
+                run(model, optimizer, range(at, at + 8))
 
-            again = network(dtype)
-            other = make(again.parameters())
-            run(again, other, range(11))
-            if form == "dcp":
-                dcp_load({"optimizer": other}, checkpoint_id=names[0])
-            else:
-                other.load_state_dict(torch.load(f"{names[0]}/{RANK}.pt"))
-            again.load_state_dict(weights)
-            run(again, other, range(at, at + 8))
-            assert torch.equal(weights_of(again), weights_of(model)), (name, at, form)
-            for e, own in zip(
-                other.exchange.residuals.tensors.values(),
-                optimizer.exchange.residuals.tensors.values(),
-                strict=True,
-            ):
-                assert torch.equal(e, own)
-            dist.barrier()
-            if RANK == 0:
-                shutil.rmtree(names[0])
+                again = network(dtype)
+                other = make(again.parameters())
+                run(again, other, range(11))
+                if form == "dcp":
+                    dcp_load({"optimizer": other}, checkpoint_id=folder)
+                else:
+                    other.load_state_dict(torch.load(f"{folder}/{RANK}.pt"))
+                again.load_state_dict(weights)
+                run(again, other, range(at, at + 8))
+                assert torch.equal(weights_of(again), weights_of(model)), (name, at, form)
+                for e, own in zip(
+                    other.exchange.residuals.tensors.values(),
+                    optimizer.exchange.residuals.tensors.values(),
+                    strict=True,
+                ):
+                    assert torch.equal(e, own)
 
 
 def another_number_of_ranks() -> None:

@@ -1,1 +1,1 @@
-"""The checks of run_torch_power_sgd.py."""
+"""Checks of run_torch_hooks.py: PowerSGD."""

@@ -1,38 +1,17 @@
-"""What the checks of PowerSGD's hooks share: models, training, what a hook was given."""
+"""What the checks of PowerSGD's hooks share: a model with a hook, what a hook was given."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
+from torch_training import gathered, network
 
 from cgx_ops.torch import ddp
 
-# mpirun's, which are known before torch's are.
-RANK, SIZE = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
 Hooked = tuple[DistributedDataParallel, ddp.PowerSGDState]
-
-
-def network(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return three matrices, two of one shape, and three vectors."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 8)]
-    return nn.Sequential(*layers).to(dtype)
-
-
-def batch(rank: int, step: int, shift: float = 0.0, decay: float = 1.0) -> torch.Tensor:
-    """Return 32 examples; their mean is `shift` times the rank; a feature decays to the next."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return (torch.randn(32, 24, generator=generator) + shift * rank) * decay ** torch.arange(24.0)
-
-
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    x = x.to(next(model.parameters()).dtype)
-    return (model(x) - x[:, :8]).square().sum(1).mean()
 
 
 def hooked(
@@ -46,26 +25,6 @@ def hooked(
     state = ddp.PowerSGDState(**options)
     model.register_comm_hook(state, hook)
     return model, state
-
-
-def train(
-    model: nn.Module, steps: range, rate: float = 0.05, shift: float = 0.0, decay: float = 1.0
-) -> list[torch.Tensor]:
-    """Train by SGD; return all weights after each step."""
-    optimizer = torch.optim.SGD(model.parameters(), rate)
-    weights = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, batch(RANK, step, shift, decay)).backward()
-        optimizer.step()
-        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).clone())
-    return weights
-
-
-def gathered(mine: torch.Tensor) -> list[torch.Tensor]:
-    everyones = [torch.empty_like(mine) for _ in range(SIZE)]
-    dist.all_gather(everyones, mine)
-    return everyones
 
 
 class Watched:
@@ -103,12 +62,3 @@ def watched(
     model, state = hooked(hook=watch.run, **options)
     watch.names = {id(p): name for name, p in model.module.named_parameters()}
     return model, state, watch
-
-
-def backward(model: nn.Module, step: int, scale: float = 1.0, shift: float = 0.0) -> None:
-    model.zero_grad()
-    (loss_of(model, batch(RANK, step, shift)) * scale).backward()
-
-
-def identical_on_all_ranks(x: torch.Tensor) -> None:
-    assert all(torch.equal(x, other) for other in gathered(x))

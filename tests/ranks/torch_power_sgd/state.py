@@ -2,40 +2,35 @@
 
 1. gradients of zeros, that are not finite, of 16 bits
 2. buckets that are made anew, rules, blocks
-3. checkpoints; those for other numbers of ranks are in run_torch_power_sgd_restart.py
+3. checkpoints; those for other numbers of ranks are in run_torch_restart.py
 4. bad input
 """
 
-import copy
-import shutil
-import tempfile
 from typing import Any
 
+import method_cases
 import torch
 import torch.distributed as dist
 from failing import fails
+from method_cases import Method, same
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.nn.parallel import DistributedDataParallel
-
-import cgx_ops.torch
-from cgx_ops import Communicator, Config, InvalidArgument
-from cgx_ops.torch import ddp, ddp_models, layers
-
-from .common import (
+from torch_training import (
     RANK,
     backward,
     batch,
     gathered,
-    hooked,
     identical_on_all_ranks,
     loss_of,
     network,
     train,
-    watched,
 )
+
+import cgx_ops.torch
+from cgx_ops import Communicator, Config, InvalidArgument
+from cgx_ops.torch import ddp, layers
+
+from .common import hooked, watched
 
 MATRICES = {"0.weight", "2.weight", "4.weight"}
 
@@ -44,10 +39,13 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: object = "") -> None:
-    assert got.keys() == want.keys(), (what, got.keys(), want.keys())
-    for name, x in want.items():
-        assert torch.equal(got[name], x), (what, name)
+def kept_of(state: ddp.PowerSGDState) -> dict[str, Any]:
+    kept = {"e": state.residuals.tensors, "q": state.factors.q}
+    tensors = {f"{what} {n}": x for what, each in kept.items() for n, x in each.items()}
+    return {**tensors, "stats": state.compression_stats()}
+
+
+METHOD = Method(ddp.power_sgd_hook, ddp.PowerSGDState, hooked, kept_of)
 
 
 # ---- 1. gradients --------------------------------------------------------------------------------
@@ -191,46 +189,13 @@ def rules_and_blocks() -> None:
 
 
 def resumed() -> None:
-    """To the bit, in all ways to save."""
     variants: list[dict[str, Any]] = [
         {"factor_bits": 8},
         {"feedback": "torch"},
         {"warm_start": False},
     ]
     for options in variants:
-        for form in ("torch", "in place", "dcp"):
-            names: list[Any] = [tempfile.mkdtemp() if RANK == 0 else None]
-            dist.broadcast_object_list(names)
-            file = f"{names[0]}/{RANK}.pt"
-            model, state = hooked(**options)
-            train(model, range(4))
-            weights = copy.deepcopy(model.module.state_dict())
-            if form == "dcp":
-                dcp_save({"cgx": state}, checkpoint_id=names[0])
-            else:
-                torch.save(state if form == "torch" else state.state_dict(), file)
-            want = train(model, range(4, 7))
-
-            module = network()
-            if form == "torch":
-                again, restored = DistributedDataParallel(module), torch.load(file)
-                again.register_comm_hook(restored, ddp.power_sgd_hook)
-            else:
-                again, restored = hooked(module, **options)
-                train(again, range(3))
-                if form == "dcp":
-                    dcp_load({"cgx": restored}, checkpoint_id=names[0])
-                else:
-                    restored.load_state_dict(torch.load(file))
-            module.load_state_dict(weights)
-            got = train(again, range(4, 7))
-            assert torch.equal(got[-1], want[-1]), (options, form)
-            same(restored.residuals.tensors, state.residuals.tensors, form)
-            same(restored.factors.q, state.factors.q, form)
-            assert restored.compression_stats() == state.compression_stats()
-            dist.barrier()
-            if RANK == 0:
-                shutil.rmtree(names[0])
+        method_cases.resumed(METHOD, 7, **options)
 
 
 # ---- 4. bad input --------------------------------------------------------------------------------
@@ -258,18 +223,7 @@ def bad_arguments() -> None:
 
 
 def bad_gradients() -> None:
-    model, _ = hooked(network(torch.float64))
-    fails(
-        Exception,
-        "'0.weight', '0.bias', '2.weight', '2.bias' are torch.float64",
-        lambda: backward(model, 0),
-    )
-    model, _ = hooked(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)))
-    loss = model(torch.arange(8)).sum()
-    fails(Exception, "make the layer with sparse=False", loss.backward)
-    model, _ = hooked(nn.Linear(4, 4, dtype=torch.complex64))
-    loss = model(torch.ones(2, 4, dtype=torch.complex64)).abs().sum()
-    fails(Exception, "torch.complex64; train it in float32", loss.backward)
+    method_cases.bad_gradients(METHOD)
 
 
 def bad_states() -> None:
@@ -285,24 +239,7 @@ def bad_states() -> None:
         broken.load_state_dict(state.state_dict())
         change(broken)
         fails(Exception, words, lambda m=other: backward(m, 0))
-    other = ddp.QuantizedAllreduceState()
-    fails(
-        InvalidArgument, "PowerSGDState.load_state_dict: the names are",
-        lambda: state.load_state_dict(other.state_dict()),
-    )  # fmt: skip
-    model = DistributedDataParallel(network())
-    model.register_comm_hook(other, ddp.power_sgd_hook)  # type: ignore[arg-type]
-    fails(
-        Exception,
-        "state is QuantizedAllreduceState; give a PowerSGDState",
-        lambda: backward(model, 0),
-    )
-    # Nobody knows the names of a model's layers.
-    model, state = hooked()
-    train(model, range(2))
-    loss = loss_of(model, batch(RANK, 2))
-    del ddp_models._known[model]
-    fails(Exception, "its state is kept by layer", loss.backward)
+    method_cases.bad_states(METHOD)
 
 
 CHECKS = [

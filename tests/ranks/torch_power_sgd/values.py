@@ -12,21 +12,12 @@ import torch.distributed as dist
 from reference import PowerSGD, given_up, given_up_bound
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorch
 from torch.nn.parallel import DistributedDataParallel
+from torch_training import RANK, SIZE, backward, gathered, identical_on_all_ranks, network, train
 
 from cgx_ops import Config, low_rank
 from cgx_ops.torch import ddp
 
-from .common import (
-    RANK,
-    SIZE,
-    backward,
-    gathered,
-    hooked,
-    identical_on_all_ranks,
-    network,
-    train,
-    watched,
-)
+from .common import hooked, watched
 
 # ---- 1. PyTorch's trajectory ---------------------------------------------------------------------
 
@@ -219,4 +210,4 @@ def residuals_stay_bounded() -> None:
 
 CHECKS = [pytorchs_trajectory_by_default, as_the_reference, batched_as_the_reference]
 CHECKS += [nothing_is_given_up]
-SLOW = [pytorchs_trajectory_with_its_options, residuals_stay_bounded]
+CHECKS += [pytorchs_trajectory_with_its_options, residuals_stay_bounded]

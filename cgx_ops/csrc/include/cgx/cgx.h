@@ -428,6 +428,12 @@ CGX_API cgx_status_t cgx_quantize(const cgx_codec_t* codec, const void* values, 
                                   void* bytes, int64_t* written);
 CGX_API cgx_status_t cgx_dequantize(const cgx_codec_t* codec, const void* bytes, int64_t num_bytes,
                                     int64_t numel, void* values);
+/* The number from which what quantizing the values once must lose follows, for all bits: the sum
+ * over buckets of n values of n * (max - min)^2 / 12 (compressor uniform), or the sum of squares
+ * (levels); others are CGX_UNSUPPORTED, and so is a rotation. A last bucket that travels exact does
+ * not count. NaN if a value is not finite. On the CPU only. */
+CGX_API cgx_status_t cgx_statistic(const cgx_codec_t* codec, const void* values, int64_t numel,
+                                   double* statistic);
 /* What the owner of a shard does: decodes num_messages messages of numel values, `stride` bytes
  * apart, adds them up in fp32, in their order, and encodes the sum. */
 CGX_API cgx_status_t cgx_sum_encoded(const cgx_codec_t* codec, const void* messages,

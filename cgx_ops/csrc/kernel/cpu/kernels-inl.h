@@ -13,6 +13,7 @@
 #include "kernel/cpu/buckets-inl.h"
 #include "kernel/cpu/exact-inl.h"
 #include "kernel/cpu/half-inl.h"
+#include "kernel/cpu/measure-inl.h"
 #include "kernel/cpu/rotate-inl.h"
 #include "kernel/cpu/select-inl.h"
 #include "kernel/cpu/targets.h"
@@ -27,6 +28,7 @@ constexpr Kernels table(const char* name, const char* description) {
           .quantize_keeping = quantize_keeping,
           .dequantize = dequantize,
           .dequantize_add = dequantize_add,
+          .measure = measure,
           .convert = convert,
           .convert_keeping = convert_keeping,
           .add = add,

@@ -110,17 +110,25 @@ template <typename Value, int kSums, typename Terms>
   return sums;
 }
 
+// Of squares, each multiplied by scale.down^2.
+template <typename Value>
+[[gnu::always_inline]] inline double sum_of_squares(
+    const Stored<typename Value::Bits>* __restrict values, int64_t n, const Prescale& scale) {
+  const auto squares = sums_of<Value, 1>(values, n, [&](Floats x, Floats(&term)[1]) {
+    const Floats scaled = x * scale.down;
+    term[0] = scaled * scaled;
+  });
+  return squares.at[0];
+}
+
 // The square root of the sum of squares, divided by `divisor` before the root.
 template <typename Value>
 [[gnu::always_inline]] inline float root_of_squares(
     const Stored<typename Value::Bits>* __restrict values, int64_t n, float largest,
     double divisor) {
   const Prescale scale = prescale_of(largest);
-  const auto squares = sums_of<Value, 1>(values, n, [&](Floats x, Floats(&term)[1]) {
-    const Floats scaled = x * scale.down;
-    term[0] = scaled * scaled;
-  });
-  return __builtin_sqrtf(static_cast<float>(squares.at[0] / divisor)) * scale.up;
+  const double squares = sum_of_squares<Value>(values, n, scale);
+  return __builtin_sqrtf(static_cast<float>(squares / divisor)) * scale.up;
 }
 
 }  // namespace

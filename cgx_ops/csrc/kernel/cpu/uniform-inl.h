@@ -6,6 +6,32 @@
 namespace cgx::cpu::CGX_TARGET {
 namespace {
 
+struct Extent {
+  float lo;
+  float extent;  // max - min; both NaN if a value is not finite, or their difference
+};
+
+// Of n > 0 values. The order of the stored values is that of the widened ones, so the scan widens
+// nothing.
+template <typename Value>
+[[gnu::always_inline]] inline Extent extent_of(
+    const Stored<typename Value::Bits>* __restrict values, int64_t n) {
+  using Key = typename Value::Key;
+  Key lowest = order_key(static_cast<Key>(values[0].value));
+  Key highest = lowest;
+  for (int64_t i = 0; i < n; ++i) {
+    const Key key = order_key(static_cast<Key>(values[i].value));
+    lowest = key < lowest ? key : lowest;
+    highest = key > highest ? key : highest;
+  }
+  const float lo = Value::widen(static_cast<std::make_unsigned_t<Key>>(order_key(lowest)));
+  const float hi = Value::widen(static_cast<std::make_unsigned_t<Key>>(order_key(highest)));
+  const float extent = hi - lo;
+  // Any NaN or infinity is at an end of the order.
+  if (!is_finite(lo) || !is_finite(hi) || !is_finite(extent)) return {kNan, kNan};
+  return {lo, extent};
+}
+
 template <int kBits>
 struct Uniform {
   using Field = BitField<kBits>;
@@ -23,26 +49,14 @@ struct Uniform {
   static constexpr int32_t kFlat = 0;
   static constexpr bool kMoves = true;
 
-  // The order of the stored values is that of the widened ones, so the scan widens nothing.
   template <typename Value>
   static Grid scan(const Stored<typename Value::Bits>* __restrict values, int64_t n,
                    const BucketRun& /*run*/) {
-    using Key = typename Value::Key;
-    Key lowest = order_key(static_cast<Key>(values[0].value));
-    Key highest = lowest;
-    for (int64_t i = 0; i < n; ++i) {
-      const Key key = order_key(static_cast<Key>(values[i].value));
-      lowest = key < lowest ? key : lowest;
-      highest = key > highest ? key : highest;
-    }
-    const float lo = Value::widen(static_cast<std::make_unsigned_t<Key>>(order_key(lowest)));
-    const float hi = Value::widen(static_cast<std::make_unsigned_t<Key>>(order_key(highest)));
-    const float extent = hi - lo;
-    // Any NaN or infinity is at an end of the order.
-    if (!is_finite(lo) || !is_finite(hi) || !is_finite(extent)) return {kNan, kNan, 0.0f};
-    const float step = extent / static_cast<float>((1 << kBits) - 1);
+    const Extent found = extent_of<Value>(values, n);
+    if (!is_finite(found.extent)) return {kNan, kNan, 0.0f};
+    const float step = found.extent / static_cast<float>((1 << kBits) - 1);
     const float inverse = 1.0f / step;
-    return {lo, step, step == 0.0f || !is_finite(inverse) ? 0.0f : inverse};
+    return {found.lo, step, step == 0.0f || !is_finite(inverse) ? 0.0f : inverse};
   }
 
   [[gnu::always_inline]] static Header header(const Grid& grid) { return {grid.lo, grid.step}; }

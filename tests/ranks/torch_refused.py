@@ -1,4 +1,4 @@
-"""Rank program: every refused call, on every rank, each followed by a collective that works."""
+"""Checks: every refused call, on every rank, each followed by a collective that works."""
 
 import re
 
@@ -9,9 +9,15 @@ from torch_bad_calls import BAD_CALLS
 
 import cgx_ops
 
+SIZE = cgx_ops.size()
 
-def main() -> None:
-    size = cgx_ops.size()
+
+def whole() -> None:
+    """Check that the communicator of all ranks still works."""
+    assert tc.allreduce(torch.ones(20), 32).tolist() == [SIZE] * 20
+
+
+def bad_calls() -> None:
     for case, (call, kind, text) in BAD_CALLS.items():
         try:
             call()
@@ -19,18 +25,22 @@ def main() -> None:
             assert re.search(text, str(error), re.DOTALL), (case, str(error))
         else:
             raise AssertionError(f"{case}: not refused")
-        assert tc.allreduce(torch.ones(20), 32).tolist() == [size] * 20, case
+        whole()
 
-    # Ranks that disagree: an error on all, and the communicator is still whole.
+
+def ranks_that_disagree() -> None:
+    """An error on all, and the communicator is still whole."""
     try:
         tc.allreduce(torch.ones(100 + cgx_ops.rank()))
     except torch.distributed.DistBackendError as error:
-        assert all(str(100 + rank) in str(error) for rank in range(size)), str(error)
+        assert all(str(100 + rank) in str(error) for rank in range(SIZE)), str(error)
     else:
         raise AssertionError("different shapes: no error")
-    assert tc.allreduce(torch.ones(20), 32).tolist() == [size] * 20
+    whole()
 
-    # Refused while a compiler traces: in its wrapping, the same on every rank.
+
+def while_a_compiler_traces() -> None:
+    """In its wrapping, the same on every rank."""
     try:
         torch.compile(lambda x: tc.allreduce(x, 9), fullgraph=True, backend="aot_eager")(
             torch.ones(9)
@@ -39,9 +49,7 @@ def main() -> None:
         assert "bits is 9; it must be an integer from 1 to 8, or 32" in str(error), str(error)
     else:
         raise AssertionError("compiled: not refused")
-    assert tc.allreduce(torch.ones(20), 32).tolist() == [size] * 20
-    print(f"rank {cgx_ops.rank()}: all refused")
+    whole()
 
 
-if __name__ == "__main__":
-    main()
+CHECKS = [bad_calls, ranks_that_disagree, while_a_compiler_traces]

@@ -1,0 +1,198 @@
+"""Planned and usual groups in training steps of PyTorch or JAX: predicted beside measured.
+
+    python benchmarks/hosts.py --rate 1gbit -- python benchmarks/planned_training.py torch
+    python benchmarks/hosts.py --rate 1gbit -- python benchmarks/planned_training.py jax
+
+The model of ddp_step.py and jax_step.py: 25.2 million parameters, 100.8 with --layers 96. Phases:
+
+    ready     when gradients are there: in torch recorded by hooks, in JAX estimated
+    costs     of messages among these ranks (cgx_ops.planner.measure)
+    steps     all groupings in turn, round after round, each by a plan of its own: in torch the
+              backward pass of DistributedDataParallel, whose buckets are joined to groups; in JAX
+              the program of forward and backward pass, and so the forward's time is in predictions
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+from planned_steps import groupings
+from steps import LAYERS, WIDTH, Step, calibrate, publish, where
+
+import cgx_ops
+from cgx_ops import Config
+from cgx_ops.bench.measure import Summary, Timed, measure
+from cgx_ops.bench.peers import MpiRanks
+from cgx_ops.bench.report import Report, Table, time_text
+from cgx_ops.codec import encoded_bytes
+from cgx_ops.planner import Plan, finish
+from cgx_ops.planner import measure as measure_costs
+
+_BACKWARD_SHARE = 2 / 3  # of a step's multiplications, and so of one that computes only
+
+
+class Training(NamedTuple):
+    """What a framework tells of a training step.
+
+    Attributes:
+        numels: values of each parameter, by name.
+        ready: seconds from the start of the backward pass until each gradient is there.
+        before: seconds that are timed before the backward pass starts.
+        step_of: returns a step that reduces by a plan.
+    """
+
+    numels: dict[str, int]
+    ready: list[float]
+    before: float
+    step_of: Callable[[Plan], Timed]
+
+
+# ---- PyTorch -------------------------------------------------------------------------------------
+
+
+def torch_training(layers: int, seconds: float, config: Config) -> Training:
+    import torch
+    import torch.distributed as dist
+    from ddp_step import perceptron, step_of
+    from torch.nn.parallel import DistributedDataParallel
+
+    import cgx_ops.torch
+    from cgx_ops.torch import ddp
+    from cgx_ops.torch.planning import Arrivals
+
+    torch.set_num_threads(1)
+    dist.init_process_group("cgx")
+
+    def alone(batch: int) -> Step:
+        return step_of(perceptron(layers), batch)
+
+    batch = calibrate(alone, seconds / _BACKWARD_SHARE, first=32)
+    inputs = torch.randn(batch, WIDTH)
+    module = perceptron(layers)
+    with Arrivals(module) as arrivals:
+        for _ in range(10):
+            MPI.COMM_WORLD.Barrier()
+            module(inputs).square().mean().backward()
+
+    def planned(plan: Plan) -> Timed:
+        options: Any = {"bucket_cap_mb": 1e-5}  # a bucket for each tensor
+        model = DistributedDataParallel(perceptron(layers), **options)
+        state = ddp.PlannedAllreduceState(plan, config=config)
+        model.register_comm_hook(state, ddp.planned_allreduce_hook)  # type: ignore[arg-type]
+        losses: list[torch.Tensor] = []
+
+        def forward() -> None:
+            model.zero_grad()
+            losses[:] = [model(inputs).square().mean()]
+
+        for _ in range(2):  # DistributedDataParallel makes its buckets after the first
+            forward()
+            losses[0].backward()
+        return Timed(lambda: losses[0].backward(), forward)
+
+    return Training(arrivals.numels, arrivals.ready(cgx_ops.init()), 0.0, planned)
+
+
+# ---- JAX -----------------------------------------------------------------------------------------
+
+
+def jax_training(layers: int, seconds: float, config: Config) -> Training:
+    import jax
+    from jax_step import loss_of, step_of
+
+    import cgx_ops.jax
+    from cgx_ops.jax import estimated_ready, numels_of, pmean_q
+
+    jax.config.update("jax_platforms", "cpu")
+    cgx_ops.jax.initialize()
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), (jax.sharding.AxisType.Auto,))
+    batch = calibrate(partial(step_of, mesh, layers), seconds / _BACKWARD_SHARE, first=32)
+    inputs = jax.make_array_from_process_local_data(
+        jax.NamedSharding(mesh, jax.P("data")), np.ones((batch, WIDTH), np.float32)
+    )
+    weights = [
+        (np.full((WIDTH, WIDTH), WIDTH**-0.5, np.float32), np.zeros(WIDTH, np.float32))
+        for _ in range(layers)
+    ]
+    weights = jax.device_put(weights, jax.NamedSharding(mesh, jax.P()))
+
+    def program(body: Callable[[Any, Any], Any], check: bool = True) -> Step:
+        specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+        run = jax.jit(jax.shard_map(body, mesh=mesh, **specs, check_vma=check))
+        return lambda: jax.block_until_ready(run(weights, inputs))
+
+    def gradients(weights: Any, inputs: Any) -> Any:
+        return jax.grad(loss_of)(jax.lax.pcast(weights, "data", to="varying"), inputs)
+
+    def planned(plan: Plan) -> Timed:
+        def body(weights: Any, inputs: Any) -> Any:
+            given = gradients(weights, inputs)
+            return pmean_q(given, "data", bits=config.decided_bits, fuse=plan)
+
+        return Timed(program(body))
+
+    alone = {"alone": Timed(program(gradients, False))}
+    seconds = Summary.of(measure(alone, MpiRanks(MPI.COMM_WORLD), rounds=7)["alone"]).median
+    backward = _BACKWARD_SHARE * seconds
+    ready = estimated_ready(weights, backward)
+    return Training(numels_of(weights), ready, seconds - backward, planned)
+
+
+# ---- both ----------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("framework", choices=["torch", "jax"])
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=LAYERS, help=f"default {LAYERS}")
+    parser.add_argument("--backward", type=float, default=0.1, help="seconds, about (default 0.1)")
+    parser.add_argument("--rounds", type=int, default=9, help="of timed steps (default 9)")
+    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    options = parser.parse_args()
+    config = Config(bits=options.bits, rounding="nearest")
+    make = {"torch": torch_training, "jax": jax_training}[options.framework]
+    training = make(options.layers, options.backward, config)
+    costs = measure_costs(cgx_ops.init(), config)
+    numels, counts = training.numels, list(training.numels.values())
+    sizes = [encoded_bytes(n, config) for n in counts]
+    plans = {
+        name: Plan(tuple(numels), tuple(counts), (config.decided_bits,) * len(counts), tuple(map(tuple, g)))
+        for name, g in groupings(numels, training.ready, costs, config).items()
+    }
+    timed = {name: training.step_of(plan) for name, plan in plans.items()}
+    samples = measure(timed, MpiRanks(MPI.COMM_WORLD), rounds=options.rounds)
+    found = {name: Summary.of(seconds) for name, seconds in samples.items()}
+    results, rows = [], []
+    for name, plan in plans.items():
+        predicted = training.before + finish(plan.groups, counts, training.ready, sizes, costs)
+        summary, ratio = found[name], found[name].median / found["planned"].median
+        results.append(
+            {
+                "groups": name, "messages": len(plan.groups), "predicted_s": predicted,
+                "seconds": summary.median, "lower": summary.lower, "upper": summary.upper,
+            }
+        )  # fmt: skip
+        rows.append(
+            [
+                name, str(len(plan.groups)), time_text(predicted), time_text(summary.median),
+                f"{time_text(summary.lower)} - {time_text(summary.upper)}",
+                f"{predicted / summary.median:.2f}", f"{ratio:.2f}",
+            ]
+        )  # fmt: skip
+    table = Table(
+        f"{options.framework}, {sum(counts) / 1e6:.1f} M parameters, {options.bits} bits; last "
+        f"gradient after {time_text(max(training.ready))}",
+        ["groups", "messages", "predicted", "measured", "quartiles", "ratio", "to planned"],
+        rows,
+        notes=[f"Medians of {options.rounds} interleaved steps, the slowest rank's; {costs}"],
+    )
+    settings = {**where(), **vars(options), "before_s": training.before}
+    publish(Report("planned_training", settings, results, [table]), options.json)
+
+
+if __name__ == "__main__":
+    main()

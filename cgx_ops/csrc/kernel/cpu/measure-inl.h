@@ -1,0 +1,45 @@
+// What quantizing a tensor must lose follows from one number, whatever the bits: of buckets between
+// their minimum and maximum the sum of n * range^2, of other formats the sum of squares
+// (docs/planner.md, "Bits"). Buckets are measured as the encoder does, and added in order.
+#pragma once
+
+#include <cstdint>
+
+#include "kernel/cpu/uniform-inl.h"
+
+namespace cgx::cpu::CGX_TARGET {
+namespace {
+
+// Of one bucket; NaN if a value is not finite, or their range.
+template <typename Value>
+double spread_of(const Stored<typename Value::Bits>* __restrict values, int64_t n) {
+  const auto extent = static_cast<double>(extent_of<Value>(values, n).extent);
+  return static_cast<double>(n) * (extent * extent);
+}
+
+template <typename Value>
+double energy_of(const Stored<typename Value::Bits>* __restrict values, int64_t n) {
+  const float largest = largest_magnitude<Value>(values, n);
+  if (!is_finite(largest)) return static_cast<double>(kNan);
+  const Prescale scale = prescale_of(largest);
+  const auto up = static_cast<double>(scale.up);
+  return sum_of_squares<Value>(values, n, scale) * (up * up);
+}
+
+double measure(Dtype dtype, const void* from, const BucketRun& run) {
+  double total = 0.0;
+  with_value_type(dtype, [&](auto value) {
+    using Value = decltype(value);
+    const auto* values = static_cast<const Stored<typename Value::Bits>*>(from);
+    const bool ranges = run.format == BucketFormat::kUniform;
+    for (int64_t start = 0; start < run.numel; start += run.bucket_size) {
+      const int64_t rest = run.numel - start;
+      const int64_t n = rest < run.bucket_size ? rest : run.bucket_size;
+      total += ranges ? spread_of<Value>(values + start, n) : energy_of<Value>(values + start, n);
+    }
+  });
+  return total;
+}
+
+}  // namespace
+}  // namespace cgx::cpu::CGX_TARGET

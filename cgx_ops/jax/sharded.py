@@ -1,0 +1,181 @@
+"""value_and_grad from outside a shard_map: in plain jax.jit, over arrays with shardings.
+
+XLA's partitioner reduces such gradients by itself, exactly, and there is no call to replace. So:
+
+  1. a shard_map over the data axes alone; other axes stay the compiler's
+  2. weights that are sharded over data axes (FSDP, ZeRO) are gathered, exactly; then the loss of
+     this device's part of the batch, and its gradients
+  3. gradients in bits: of weights that all devices share by pmean_q, of sharded ones by
+     psum_scatter_q; in a nested shard_map over all other axes, in which a device sends the part of
+     a weight that its spec makes its own
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from cgx_ops.jax import _compat
+from cgx_ops.jax.mesh_groups import mesh_groups
+from cgx_ops.jax.primitive import vary
+from cgx_ops.jax.psum import pmean_q
+from cgx_ops.jax.scatter_gather import psum_scatter_q
+
+Specs = Any  # a pytree of PartitionSpec
+
+
+def value_and_grad_of_shards(
+    fun: Callable[..., Any],
+    axes: tuple[Any, ...],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    in_specs: Sequence[Specs],
+    mesh: Mesh | AbstractMesh | None,
+    key: jax.Array | None,
+    **knobs: Any,
+) -> Callable[..., Any]:
+    """Return what gradients.value_and_grad() says of in_specs; it checks the knobs."""
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def differentiated(*args: Any) -> Any:
+        if len(args) != len(in_specs):
+            raise TypeError(
+                f"value_and_grad: {len(args)} arguments for {len(in_specs)} in_specs: give a "
+                "PartitionSpec, or a tree of them, for each"
+            )
+        specs = [
+            jax.tree.broadcast(spec, arg, is_leaf=_is_spec)
+            for spec, arg in zip(in_specs, args, strict=True)
+        ]
+
+        def of_shard(key: jax.Array | None, *shards: Any) -> Any:
+            whole = [
+                _gathered(shard, spec, axes) if number in numbers else shard
+                for number, (shard, spec) in enumerate(zip(shards, specs, strict=True))
+            ]
+            result, gradients = jax.value_and_grad(fun, numbers, has_aux)(*whole)
+            reduced = [
+                _reduced(gradient, specs[number], axes, key, knobs)
+                for number, gradient in zip(numbers, gradients, strict=True)
+            ]
+            mean = jax.lax.pmean(result, axes)
+            return mean, reduced[0] if isinstance(argnums, int) else tuple(reduced)
+
+        data = [jax.tree.map(lambda spec: _part(spec, axes), s, is_leaf=_is_spec) for s in specs]
+        of_gradients = tuple(data[number] for number in numbers)
+        return jax.shard_map(
+            of_shard,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), *data),
+            out_specs=(
+                PartitionSpec(),
+                of_gradients[0] if isinstance(argnums, int) else of_gradients,
+            ),
+            axis_names=set(axes),
+        )(key, *args)
+
+    return differentiated
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)
+
+
+def _entries(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """Return the axes over which each dimension is sharded."""
+    return [() if e is None else e if isinstance(e, tuple) else (e,) for e in spec]
+
+
+def _part(spec: PartitionSpec, axes: Sequence[Any], *, others: bool = False) -> PartitionSpec:
+    """Return a spec with these axes alone, or with all others."""
+    return PartitionSpec(
+        *(tuple(a for a in entry if (a in axes) != others) or None for entry in _entries(spec))
+    )
+
+
+def _sharded_dimension(spec: PartitionSpec, axes: tuple[Any, ...]) -> int | None:
+    """Return the dimension of weights that is sharded over the data axes; None: none is."""
+    found = [d for d, entry in enumerate(_entries(spec)) if set(entry) & set(axes)]
+    if not found:
+        return None
+    ours = tuple(axis for axis in _entries(spec)[found[0]] if axis in axes)
+    if len(found) > 1 or ours != axes:
+        raise ValueError(
+            f"value_and_grad: weights of spec {spec}, data axes {axes}: shard one dimension over "
+            "all of these axes, in their order, or none"
+        )
+    return found[0]
+
+
+def _gathered(weights: Any, specs: Specs, axes: tuple[Any, ...]) -> Any:
+    def whole(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+        dimension = _sharded_dimension(spec, axes)
+        if dimension is None:
+            return vary(leaf, frozenset(axes))
+        return jax.lax.all_gather(leaf, axes, axis=dimension, tiled=True)
+
+    return jax.tree.map(whole, weights, specs)
+
+
+def _reduced(
+    gradients: Any,
+    specs: Specs,
+    axes: tuple[Any, ...],
+    key: jax.Array | None,
+    knobs: dict[str, Any],
+) -> Any:
+    """Return the mean over the data axes, each leaf sharded as its weights are."""
+    leaves, tree = jax.tree.flatten(gradients)
+    of_leaves = tree.flatten_up_to(specs)
+    dimensions = [_sharded_dimension(spec, axes) for spec in of_leaves]
+    if any(dimension is not None for dimension in dimensions):
+        _check_scattered(knobs)
+
+    def reduce(key: jax.Array | None, leaves: list[jax.Array]) -> list[jax.Array]:
+        size = mesh_groups("value_and_grad", axes).size
+        pairs = list(zip(leaves, dimensions, strict=True))
+        # None holds a sharded leaf's place, so that rules meet the key paths of the whole tree.
+        shared = tree.unflatten([leaf if d is None else None for leaf, d in pairs])
+        shared = iter(jax.tree.leaves(pmean_q(shared, axes, key=key, **knobs)))
+        return [
+            next(shared) if d is None else _scattered(leaf / size, d, axes, number, key, knobs)
+            for number, (leaf, d) in enumerate(pairs)
+        ]
+
+    rest = [_part(spec, axes, others=True) for spec in of_leaves]
+    named = {axis for spec in rest for entry in _entries(spec) for axis in entry}
+    others = named | set(_compat.automatic_axes())  # psum_q leaves none to the compiler
+    if others:
+        reduce = jax.shard_map(
+            reduce, in_specs=(PartitionSpec(), rest), out_specs=rest, axis_names=others
+        )
+    return tree.unflatten(reduce(key, leaves))
+
+
+def _check_scattered(knobs: dict[str, Any]) -> None:
+    takes = inspect.signature(psum_scatter_q).parameters
+    foreign = sorted(set(knobs) - set(takes))
+    if foreign:
+        raise ValueError(
+            f"value_and_grad: {', '.join(foreign)} with weights that are sharded over the data "
+            "axes: their gradients go by psum_scatter_q, which has no such knob. Leave it out, or "
+            "give these weights a spec without the data axes"
+        )
+
+
+def _scattered(
+    leaf: jax.Array,
+    dimension: int,
+    axes: tuple[Any, ...],
+    number: int,
+    key: jax.Array | None,
+    knobs: dict[str, Any],
+) -> jax.Array:
+    """Return this device's block of a leaf's sum. Every leaf has a name and noise of its own."""
+    name = knobs.get("name", "")
+    own = {**knobs, "name": f"{name}/{number}" if name else ""}
+    if key is not None:
+        key = jax.random.fold_in(key, number)
+    return psum_scatter_q(leaf, axes, scatter_dimension=dimension, tiled=True, key=key, **own)

@@ -1,0 +1,142 @@
+"""Adaptive bits under the DDP hook: what belongs to this process of a planner.AdaptiveBits.
+
+1. a step begins: averages that are due are counted, and perhaps bits decided
+2. each of its buckets: layers that are free get their bits, and are measured where it is time
+3. its last bucket: ranks start to average what they measured, beside the gradients
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from cgx_ops import Communicator, Config, Request, Segment, _native
+from cgx_ops.call import with_segment
+from cgx_ops.codec import statistic_at
+from cgx_ops.planner.adaptive import LAG, AdaptiveBits, Sample
+from cgx_ops.rules import EXACT_BITS
+from cgx_ops.torch.layers import Layer
+from cgx_ops.torch.work import DTYPES, Residuals
+
+_log = logging.getLogger(__name__)
+_NAME = "ddp/statistics"
+
+
+class _Exchange(NamedTuple):
+    """Averages on their way: a sample whose losses the request will have."""
+
+    sample: Sample
+    request: Request
+
+
+class Adaptation:
+    """AdaptiveBits of one hook's state, in this process.
+
+    It is fed bucket by bucket: begin(), segments(), measure().
+    """
+
+    def __init__(self, adaptive: AdaptiveBits) -> None:
+        self._adaptive = adaptive
+        self._agreed = False
+        self._step = -1
+        self._found: dict[str, tuple[int, float]] = {}  # of this step: numel, loss by value
+        self._under_way: list[_Exchange] = []
+
+    def begin(self, communicator: Communicator, step: int, config: Config) -> None:
+        """Have the bits be those of a step: before its first bucket; of the others, nothing.
+
+        The first call in a process is collective, and raises MismatchError where ranks do not begin
+        with the same.
+        """
+        if not self._agreed:
+            self._adaptive.agree(communicator)
+            self._agreed = True
+        if step == self._step:
+            return
+        self._step, self._found = step, {}
+        self._take(until=step - LAG)
+        if self._adaptive.advance(step, config):
+            _log.info(
+                "step %d: %.3g bits a value by the budget of %d: %s",
+                step, self._adaptive.mean_bits, config.bits, self._adaptive.bits,
+            )  # fmt: skip
+
+    def segments(self, layers: Sequence[Layer], segments: Sequence[Segment]) -> list[Segment]:
+        """Return the layers' segments, those that are free with the bits in force."""
+        bits = self._adaptive.bits
+        return [
+            replace(each, bits=bits[layer.name])
+            if _is_free(layer, each) and layer.name in bits
+            else each
+            for layer, each in zip(layers, segments, strict=True)
+        ]
+
+    def measure(
+        self,
+        communicator: Communicator,
+        config: Config,
+        layers: Sequence[Layer],
+        segments: Sequence[Segment],
+        gradients: Sequence[torch.Tensor],
+        residuals: Residuals | None,
+        *,
+        last: bool,
+    ) -> None:
+        """Measure a bucket, if it is time, before it is reduced; after the last one exchange.
+
+        Args:
+            communicator: the ranks.
+            config: the call's.
+            layers: of the bucket.
+            segments: of each, before segments() gave it bits.
+            gradients: of each.
+            residuals: of each or None: what travels is the sum.
+            last: whether it is the last bucket of the step.
+        """
+        if not self._adaptive.measures(self._step):
+            return
+        smallest = max(_native.SMALLEST_COMPRESSED, config.minimal_size)
+        lost = residuals or [None] * len(layers)
+        for layer, segment, values, residual in zip(layers, segments, gradients, lost, strict=True):
+            if layer.numel >= smallest and _is_free(layer, segment):
+                how = self._adaptive.measured_by(with_segment(config, segment))
+                found = _statistic(values, residual, how)
+                self._found[layer.name] = layer.numel, found / layer.numel
+        if last and self._found:
+            self._start(communicator)
+
+    def settle(self) -> None:
+        """Wait for what is on its way, so that a checkpoint has it."""
+        self._take(until=self._step)
+
+    def _start(self, communicator: Communicator) -> None:
+        names = tuple(sorted(self._found))  # buckets are made anew after the first step
+        numels, losses = zip(*(self._found[name] for name in names), strict=True)
+        request = communicator.allreduce_async(
+            np.array(losses, np.float32), "avg", Config(bits=EXACT_BITS), name=_NAME
+        )
+        self._under_way.append(_Exchange(Sample(self._step, names, numels, ()), request))
+
+    def _take(self, until: int) -> None:
+        """Give AdaptiveBits the averages of steps up to this one."""
+        while self._under_way and self._under_way[0].sample.step <= until:
+            sample, request = self._under_way.pop(0)
+            self._adaptive.arrive(sample._replace(losses=tuple(request.wait().tolist())))
+
+
+def _is_free(layer: Layer, segment: Segment) -> bool:
+    """Tell whether nobody has said how a layer travels, but perhaps in what buckets."""
+    said = (segment.bits, segment.compressor, segment.rounding, segment.rotation)
+    return bool(layer.name) and said == (None,) * len(said)
+
+
+def _statistic(values: torch.Tensor, residual: torch.Tensor | None, config: Config) -> float:
+    """Return the statistic of what travels of a gradient, measured on the host."""
+    flat = values.detach().reshape(-1)
+    if residual is not None:
+        flat = flat.float() + residual.float()
+    flat = flat.cpu().contiguous()
+    return statistic_at(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], config)

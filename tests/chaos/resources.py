@@ -1,0 +1,53 @@
+"""What a process holds: descriptors and threads, of which a round must leave no more."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+
+
+class Resources:
+    """Descriptors and threads of this process."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.descriptors = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # of the listing itself
+                self.descriptors.append(os.readlink(f"/proc/self/fd/{name}"))
+        self.threads = len(os.listdir("/proc/self/task"))
+
+    def more_than(self, before: Resources) -> str:
+        """Say what there is more of; "" if nothing."""
+        # gloo keeps some of an interrupted group; what is this library's has these names.
+        if {"torch", "jax"} & set(sys.modules):
+            of_core = [each for each in self.descriptors if "cgx" in each or "pidfd" in each]
+            had = [each for each in before.descriptors if "cgx" in each or "pidfd" in each]
+        else:
+            of_core, had = self.descriptors, before.descriptors
+        if len(of_core) > len(had):
+            new = list(of_core)
+            for each in had:
+                with contextlib.suppress(ValueError):
+                    new.remove(each)
+            return f"{len(of_core)} descriptors, {len(had)} before: {new}"
+        # The core makes its pool once; frameworks have pools that grow.
+        made = max(before.threads, int(os.environ["CGX_THREADS"]))
+        if self.threads > made and not {"torch", "jax"} & set(sys.modules):
+            return f"{self.threads} threads, {before.threads} before"
+        return ""
+
+
+class ForeignFiles:
+    """Files that take the numbers of descriptors that the library has closed."""
+
+    def __init__(self, size: int) -> None:
+        self._files = [os.memfd_create(f"foreign {number}") for number in range(32)]
+        for file in self._files:
+            os.ftruncate(file, size)
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)

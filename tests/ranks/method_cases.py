@@ -1,0 +1,106 @@
+"""What is checked alike of hooks with a method of their own: PowerSGD, Deep Gradient Compression.
+
+A `Method` makes models with such a hook.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from failing import fails
+from shared_folder import folder_of_all
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.nn.parallel import DistributedDataParallel
+from torch_training import RANK, backward, batch, loss_of, network, train
+
+from cgx_ops import InvalidArgument
+from cgx_ops.torch import ddp, ddp_models
+
+
+@dataclass(frozen=True)
+class Method:
+    """A hook with a state.
+
+    Attributes:
+        hook, state: torch's function and its state's class.
+        hooked: hooked(module, **options) gives a model with the hook, and its state.
+        kept: what a state keeps by name: tensors, and what else a checkpoint must restore.
+    """
+
+    hook: Any
+    state: type
+    hooked: Callable[..., Any]
+    kept: Callable[[Any], dict[str, Any]]
+
+
+def same(got: dict[str, Any], want: dict[str, Any], what: object = "") -> None:
+    assert got.keys() == want.keys(), (what, got.keys(), want.keys())
+    for name, x in want.items():
+        equal = torch.equal(got[name], x) if isinstance(x, torch.Tensor) else got[name] == x
+        assert equal, (what, name)
+
+
+def resumed(method: Method, end: int, **options: Any) -> None:
+    """Training from step 4 to `end` goes on to the same bits, in all ways to save."""
+    for form in ("torch", "in place", "dcp"):
+        with folder_of_all() as folder:
+            file = f"{folder}/{RANK}.pt"
+            model, state = method.hooked(**options)
+            train(model, range(4))
+            weights = copy.deepcopy(model.module.state_dict())
+            if form == "dcp":
+                dcp_save({"cgx": state}, checkpoint_id=folder)
+            else:
+                torch.save(state if form == "torch" else state.state_dict(), file)
+            want = train(model, range(4, end))
+
+            module = network()
+            if form == "torch":
+                again, restored = DistributedDataParallel(module), torch.load(file)
+                again.register_comm_hook(restored, method.hook)
+            else:
+                again, restored = method.hooked(module, **options)
+                train(again, range(3))
+                if form == "dcp":
+                    dcp_load({"cgx": restored}, checkpoint_id=folder)
+                else:
+                    restored.load_state_dict(torch.load(file))
+            module.load_state_dict(weights)
+            got = train(again, range(4, end))
+            assert torch.equal(got[-1], want[-1]), (options, form)
+            same(method.kept(restored), method.kept(state), (options, form))
+
+
+def bad_gradients(method: Method) -> None:
+    model, _ = method.hooked(network(torch.float64))
+    words = "'0.weight', '0.bias', '2.weight', '2.bias' are torch.float64"
+    fails(Exception, words, lambda: backward(model, 0))
+    model, _ = method.hooked(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)))
+    loss = model(torch.arange(8)).sum()
+    fails(Exception, "make the layer with sparse=False", loss.backward)
+    model, _ = method.hooked(nn.Linear(4, 4, dtype=torch.complex64))
+    loss = model(torch.ones(2, 4, dtype=torch.complex64)).abs().sum()
+    fails(Exception, "torch.complex64; train it in float32", loss.backward)
+
+
+def bad_states(method: Method) -> None:
+    """Another hook's state; names of layers that nobody knows any more."""
+    model, state = method.hooked()
+    train(model, range(2))
+    other, name = ddp.QuantizedAllreduceState(), method.state.__name__
+    fails(
+        InvalidArgument, f"{name}.load_state_dict: the names are",
+        lambda: state.load_state_dict(other.state_dict()),
+    )  # fmt: skip
+    loss = loss_of(model, batch(RANK, 2))
+    del ddp_models._known[model]
+    fails(Exception, "its state is kept by layer", loss.backward)
+
+    model = DistributedDataParallel(network())
+    model.register_comm_hook(other, method.hook)  # type: ignore[arg-type]
+    words = f"state is QuantizedAllreduceState; give a {name}"
+    fails(Exception, words, lambda: backward(model, 0))

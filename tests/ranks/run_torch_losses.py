@@ -1,0 +1,70 @@
+"""Rank program: 50 steps of every method that JAX has too, for JAX to do again.
+
+    mpirun -np 2 python run_torch_losses.py FOLDER
+
+FOLDER gets a file of each, <name>.npz: the first weights by name, "batches" (steps, ranks,
+examples, features) and "losses" (steps, ranks).
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import checks
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch_deep_gradient.common
+import torch_hooks.optim
+import torch_power_sgd.common
+from torch import nn
+from torch_training import RANK, SIZE, batch, gathered, loss_of, network
+
+FOLDER = Path(sys.argv[1])
+STEPS, SHIFT = range(50), 0.1  # between ranks' data
+
+
+def record(name: str, model: nn.Module, optimizer: Any, decay: float = 1.0) -> None:
+    """Train, on features of which each is `decay` times the one before."""
+    module = getattr(model, "module", model)
+    weights = {of: x.numpy().copy() for of, x in module.state_dict().items()}
+    losses = []
+    for step in STEPS:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(RANK, step, SHIFT, decay))
+        loss.backward()
+        optimizer.step()
+        losses.append(torch.stack(gathered(loss.detach())))
+    if RANK == 0:
+        batches = [[batch(r, s, SHIFT, decay).numpy() for r in range(SIZE)] for s in STEPS]
+        everyones = torch.stack(losses).numpy()
+        np.savez(FOLDER / f"{name}.npz", losses=everyones, batches=batches, **weights)
+
+
+def power_sgd() -> None:
+    model, _ = torch_power_sgd.common.hooked()
+    record("power_sgd", model, torch.optim.SGD(model.parameters(), 0.02), 0.1)
+
+
+def deep_gradient() -> None:
+    for nesterov, name in ((False, "deep_gradient"), (True, "deep_gradient, nesterov")):
+        model, _ = torch_deep_gradient.common.hooked(
+            density=0.02, warmup_steps=20, clip=2.0, nesterov=nesterov
+        )
+        record(name, model, torch.optim.SGD(model.parameters(), 0.01), 0.1)
+
+
+def optimizers_that_average() -> None:
+    for name, make in torch_hooks.optim.MAKERS.items():
+        model = network()
+        record(name, model, make(model.parameters()))
+
+
+def main() -> None:
+    dist.init_process_group("cgx")
+    checks.run(checks.named(power_sgd, deep_gradient, optimizers_that_average), [])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Bits that follow the gradients, and bits="auto".
+
+1. values, against the oracle in the bits that follow from its own statistics
+2. checkpoints; ranks that differ; what is refused
+3. bits="auto": what was measured is given, so that nothing depends on time
+"""
+
+import copy
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import reference
+import torch
+import torch.distributed as dist
+import torch_cases as tc
+from failing import fails
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ops.torch
+from cgx_ops import Config, InvalidArgument, Unsupported, break_even
+from cgx_ops.break_even import Timings
+from cgx_ops.planner import AdaptiveBits, allocate_bits
+from cgx_ops.torch import ddp, layers
+
+from .common import (
+    NEAREST,
+    RANK,
+    SIZE,
+    averaged,
+    gradients_of,
+    hooked,
+    identical_on_all_ranks,
+    images,
+    local_gradients,
+    network,
+    same,
+)
+from .steps import train
+
+FREE = ["first.weight", "last.weight", "spare.weight"]  # sorted: the order of ranks' averages
+
+
+def adaptive(**options: Any) -> AdaptiveBits:
+    return AdaptiveBits(**{"every": 4, "samples": 2, "budget": "norm", **options})
+
+
+def adapting(config: Config = NEAREST, bits: Any = None, **options: Any) -> Any:
+    """Return a model with the hook, and its state."""
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.001)
+    options = {"adaptive": adaptive() if bits is None else bits, **options}
+    state = ddp.QuantizedAllreduceState(config=config, **options)
+    model.register_comm_hook(state, ddp.quantized_allreduce_hook)
+    return model, state
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+def losses(step: int, names: list[str]) -> np.ndarray:
+    """Return the mean over ranks of each layer's statistic by value, as ranks average it."""
+    by_rank = []
+    for rank in range(SIZE):
+        alone = local_gradients(rank, (step,), spare=True)
+        flat = [tc.to_numpy(alone[name]).reshape(-1) for name in names]
+        by_rank.append(
+            [reference.statistic(x, NEAREST.bucket_size, ranges=True) / x.size for x in flat]
+        )
+    return reference.reduce_in_order("avg", list(np.array(by_rank, np.float32))) / np.float32(SIZE)
+
+
+def bits_follow_the_gradients() -> None:
+    """The oracle's statistics, averages, decisions and gradients, in buckets made anew, too."""
+    rules = layers.Rules([layers.Rule("spare.weight", bits=8)])
+    for names, own in ((FREE, None), (FREE[:2], rules)):
+        model, state = adapting(rules=own)
+        numels = {name: p.numel() for name, p in model.module.named_parameters()}
+        bits = {"spare.weight": 8} if own else {}
+        for step in range(7):
+            if step == 4:  # what was measured in steps 0 and 2
+                sums = np.zeros(len(names))
+                for measured in (0, 2):
+                    sums += losses(measured, names)
+                statistics = [numels[n] * s / 2 for n, s in zip(names, sums, strict=True)]
+                counts = [numels[name] for name in names]
+                found = allocate_bits(statistics, counts, "norm", config=NEAREST)
+                assert found != [4] * len(names), "a test of nothing"
+                bits |= dict(zip(names, found, strict=True))
+            model.zero_grad()
+            model(images(RANK, step), spare=True).square().sum().backward()
+            alone = [local_gradients(r, (step,), spare=True) for r in range(SIZE)]
+            want = averaged(
+                alone, step=step,
+                bits=lambda name, x: bits.get(name, 4 if x.dim() > 1 else 32),  # noqa: B023
+            )  # fmt: skip
+            same(gradients_of(model), want, (own, step))
+        assert state.adaptive.bits == {name: bits[name] for name in names}
+        assert state.adaptive.changes == 1
+
+
+def what_overflows_is_not_counted() -> None:
+    model, state = adapting()
+    for step in range(5):
+        x = images(RANK, step)
+        if step == 2 and RANK == 0:
+            x[0, 0] = torch.inf
+        model.zero_grad()
+        model(x, spare=True).square().sum().backward()
+    numels = {name: p.numel() for name, p in model.module.named_parameters()}
+    counts = [numels[name] for name in FREE]
+    statistics = [n * s for n, s in zip(counts, losses(0, FREE).astype(float), strict=True)]
+    found = allocate_bits(statistics, counts, "norm", config=NEAREST)
+    assert state.adaptive.bits == dict(zip(FREE, found, strict=True))
+
+
+def clusters_are_a_choice() -> None:
+    model, state = adapting(bits=adaptive(budget="clusters"))
+    train(model, range(5), torch.optim.SGD(model.parameters(), 1e-4))
+    assert sorted(state.adaptive.bits) == FREE
+    assert set(state.adaptive.bits.values()) <= {2, 3, 4}
+
+
+# ---- checkpoints, ranks that differ --------------------------------------------------------------
+
+
+def resumed_bits_are_the_same() -> None:
+    """Saved while averages are on their way, and between decisions; with feedback, too."""
+    for config in (NEAREST, Config(bits=3, bucket_size=64, seed=5, error_feedback=True)):
+        for stop in (3, 5):
+            names: list[Any] = [tempfile.mkdtemp() if RANK == 0 else None]
+            dist.broadcast_object_list(names)
+            model, state = adapting(config)
+            optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+            train(model, range(stop), optimizer)
+            weights = copy.deepcopy(model.module.state_dict())
+            torch.save(state.state_dict(), f"{names[0]}/{RANK}.pt")
+            train(model, range(stop, 10), optimizer)
+            assert state.adaptive.changes
+
+            again, restored = adapting(config)
+            again.module.load_state_dict(weights)
+            restored.load_state_dict(torch.load(f"{names[0]}/{RANK}.pt"))
+            train(again, range(stop, 10), torch.optim.SGD(again.parameters(), 1e-4))
+            same(dict(again.module.named_parameters()), dict(model.module.named_parameters()))
+            assert restored.adaptive.bits == state.adaptive.bits
+            identical_on_all_ranks(dict(model.module.named_parameters()))
+            dist.barrier()
+            if RANK == 0:
+                shutil.rmtree(names[0])
+
+
+def ranks_that_differ_are_told() -> None:
+    for other, words in (
+        (adaptive(), "'last.weight' (200 values, 3 bits"),
+        (adaptive(alpha=1.0 + RANK), "rank 1 has others than rank 0"),
+    ):
+        other.numels = {"first.weight": 800, "last.weight": 200}
+        other.bits = {"first.weight": 4, "last.weight": 3 if RANK == 1 else 5}
+        model, _ = adapting(bits=other)
+        forward = model(images(RANK), spare=True).square().sum()
+        fails(Exception, words, forward.backward)
+
+
+def what_cannot_be() -> None:
+    def state(config: Config, **options: Any) -> None:
+        ddp.QuantizedAllreduceState(config=config, adaptive=adaptive(), **options)
+
+    fails(Unsupported, "errors are predicted of", lambda: state(Config(compressor="topk")))
+    fails(InvalidArgument, "below 32", lambda: state(Config(bits=32)))
+    fails(InvalidArgument, "carrier 'c10d' has neither", lambda: state(NEAREST, carrier="c10d"))
+    fails(InvalidArgument, "every is 4 and samples 5", lambda: adaptive(samples=5))
+    fails(InvalidArgument, "budget is 'cubed'", lambda: adaptive(budget="cubed"))
+
+
+# ---- bits="auto" ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def measured(timings: Timings) -> Iterator[None]:
+    """Have ranks find these times."""
+    truly, break_even.measured = break_even.measured, lambda *_: timings
+    try:
+        yield
+    finally:
+        break_even.measured = truly
+
+
+def of_link(seconds_a_byte: float) -> Timings:
+    """Return times of a link on which a codec takes 10 us and 1 ns a value."""
+    sizes = break_even.SIZES
+    bits = {32: 32, 8: 8, 4: 4}
+    return Timings(
+        sizes,
+        {
+            b: tuple(
+                n * b / 8 * seconds_a_byte + (0 if b == 32 else 1e-5 + 1e-9 * n) for n in sizes
+            )
+            for b in bits
+        },
+    )
+
+
+def auto_is_decided_once_for_a_model() -> None:
+    for number, (slow, bits) in enumerate(((True, 4), (False, 32))):
+        group: Any = dist.new_group(backend="cgx")
+        with measured(of_link(1e-7 if slow else 1e-12)):
+            auto = replace(NEAREST, bits="auto")
+            model = DistributedDataParallel(network(200), process_group=group)
+            state = ddp.QuantizedAllreduceState(group, auto)
+            model.register_comm_hook(state, ddp.quantized_allreduce_hook)
+            twin, _ = hooked(network(200), replace(NEAREST, bits=bits))
+            for step in range(2):
+                for each in (model, twin):
+                    each.zero_grad()
+                    each(images(RANK, step), spare=True).square().sum().backward()
+                same(gradients_of(model), gradients_of(twin), number)
+        assert state.config.bits == bits and state.state_dict()["config"].bits == bits
+
+
+def auto_of_a_group_goes_by_size() -> None:
+    """What it compresses is what the same group in those bits does; small messages are exact."""
+    with measured(of_link(1e-7)):
+        options = cgx_ops.torch.BackendOptions(replace(NEAREST, bits="auto"), compress="all")
+        group: Any = dist.new_group(backend="cgx", pg_options=options)
+    verdict = break_even.Verdict.of(of_link(1e-7))
+    for dtype in (torch.float32, torch.bfloat16):
+        for numel in (500, 1500, 60_000):
+            bits = verdict.bits(numel, dtype.itemsize)
+            x = [tc.values(rank, numel, dtype) for rank in range(SIZE)]
+            got = x[RANK].clone()
+            dist.all_reduce(got, group=group)
+            want = tc.expected(x, bits, 64, "auto", op="sum", rounding="nearest")
+            assert tc.same_bits(got, want), (dtype, numel, bits)
+    assert {verdict.bits(n) for n in (500, 60_000)} == {32, 4}
+    whole = cgx_ops.Communicator.find(group.group_name).stats()
+    assert "4 bits from" in whole.auto, whole.auto
+    # A model over the group has the hook unasked, with bits of its own size.
+    model = DistributedDataParallel(network(), process_group=group)
+    model(images(RANK), spare=True).square().sum().backward()
+    identical_on_all_ranks(gradients_of(model))
+
+
+CHECKS = [bits_follow_the_gradients, what_overflows_is_not_counted, clusters_are_a_choice]
+CHECKS += [resumed_bits_are_the_same, ranks_that_differ_are_told, what_cannot_be]
+CHECKS += [auto_is_decided_once_for_a_model, auto_of_a_group_goes_by_size]

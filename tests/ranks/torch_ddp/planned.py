@@ -1,0 +1,135 @@
+"""Groups of a plan: buckets joined by the hook, another plan on the way, ranks that disagree."""
+
+import inspect
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from failing import fails
+from torch.nn.parallel import DistributedDataParallel
+
+from cgx_ops import Config, MismatchError
+from cgx_ops.planner import Plan
+from cgx_ops.torch import ddp
+
+from .common import RANK, SIZE, gradients_of, hooked, images, network, same
+
+CONFIG = Config(bits=4, bucket_size=64, error_feedback=True)  # noise and residuals
+_NUMELS = {name: p.numel() for name, p in network().named_parameters()}
+_LAST_FIRST = range(len(_NUMELS) - 1, -1, -1)
+
+
+def _plan(*sizes: int) -> Plan:
+    """Return a plan of groups of so many tensors, the last ones first."""
+    order = iter(_LAST_FIRST)
+    groups = tuple(tuple(next(order) for _ in range(size)) for size in sizes)
+    return Plan(tuple(_NUMELS), tuple(_NUMELS.values()), (4,) * len(_NUMELS), groups)
+
+
+WHOLE, THREE, EACH = _plan(8), _plan(3, 1, 4), _plan(*[1] * 8)
+
+
+def _model(
+    plan: Plan, bucket_cap_mb: float = 1e-5, group: Any = None
+) -> tuple[DistributedDataParallel, ddp.PlannedAllreduceState]:
+    options: Any = {"bucket_cap_mb": bucket_cap_mb, "process_group": group}
+    model = DistributedDataParallel(network(), **options)
+    state = ddp.PlannedAllreduceState(plan, group, CONFIG)
+    model.register_comm_hook(state, ddp.planned_allreduce_hook)
+    return model, state
+
+
+def _step(model: torch.nn.Module, step: int) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(images(RANK, step), spare=True).square().sum().backward()
+    return gradients_of(model)
+
+
+def _collectives(state: ddp.PlannedAllreduceState) -> int:
+    return state.communicator().collectives
+
+
+def groups_are_messages_and_change_no_bits() -> None:
+    """Also when buckets do not end where groups do, and a plan follows another one."""
+    reference, _ = hooked(network(), CONFIG)
+    wanted = [_step(reference, step) for step in range(6)]
+    for plan, messages, cap in (
+        (WHOLE, 1, 1e-5),
+        (THREE, 3, 1e-5),
+        (EACH, 8, 1e-5),
+        (EACH, 2, 5e-3),
+    ):
+        model, state = _model(plan, cap)
+        for step in range(3):
+            before = _collectives(state)
+            same(_step(model, step), wanted[step], (plan.groups, step))
+            assert step == 0 or _collectives(state) - before == messages, (plan.groups, cap)
+    model, state = _model(THREE)
+    counts = []
+    for step in range(6):
+        if step == 2:
+            assert state.replan(EACH) == 4
+        before = _collectives(state)
+        same(_step(model, step), wanted[step], step)
+        counts.append(_collectives(state) - before)
+    assert counts[1:] == [3, 3, 3, 8, 8], counts
+    assert state.plan == EACH
+
+
+def another_plan_is_an_error_that_names_the_tensor() -> None:
+    """At once, on all ranks; also where the first messages are alike, or only one rank replans."""
+    last = SIZE - 1
+    for other, place, name, groups in (
+        (EACH, 1, "last.weight", (0, 1)),
+        (_plan(3, 2, 3), 4, "bn.bias", (2, 1)),
+    ):
+        # A group of its own: of different numbers of messages some are never matched.
+        group = dist.new_group(backend="cgx")
+        model, state = _model(other if last == RANK else THREE, group=group)
+        _step(model, 0)  # in one bucket, before DistributedDataParallel makes its own
+        begin = time.monotonic()
+        words = (
+            f"different plans. The first difference is in place {place}: rank 0 has '{name}' "
+            f"({_NUMELS[name]} values, 4 bits, group {groups[0]}); rank {last} has '{name}' "
+            f"({_NUMELS[name]} values, 4 bits, group {groups[1]})"
+        )
+        fails(RuntimeError, words, lambda model=model: _step(model, 1))
+        assert time.monotonic() - begin < 20
+        dist.barrier()  # all have ended: who leaves closes the group
+        assert not state.communicator().closed
+    model, state = _model(THREE, group=dist.new_group(backend="cgx"))
+    _step(model, 0)
+    if RANK == 0:
+        state.plan = EACH
+    fails(RuntimeError, "ranks have different plans", lambda: _step(model, 1))
+    dist.barrier()
+
+
+def buckets_of_different_plans_are_refused() -> None:
+    """Where DistributedDataParallel is to make a plan's buckets, ranks compare it first."""
+    module = network()
+    plan = EACH if RANK == 0 else THREE
+    if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
+        words = "The first difference is in place 1: rank 0 has 'last.weight'"
+        fails(MismatchError, words, lambda: ddp.planned_buckets(plan, module))
+
+
+def plans_of_another_model_are_refused() -> None:
+    wider = replace(THREE, numels=(*THREE.numels[:-1], 6))
+    longer = Plan((*THREE.names, "x"), (*THREE.numels, 1), (4,) * 9, (*THREE.groups, (8,)))
+    for plan, says in ((wider, "no parameter 'last.bias' of 5"), (longer, "which has no 'x'")):
+        model, _ = _model(plan)
+        fails(ValueError, says, lambda model=model: _step(model, 0))
+    _, state = _model(THREE)
+    fails(ValueError, "'last.bias' had 5 values and has 6", lambda: state.replan(wider))
+
+
+CHECKS: Sequence = (
+    groups_are_messages_and_change_no_bits,
+    another_plan_is_an_error_that_names_the_tensor,
+    buckets_of_different_plans_are_refused,
+    plans_of_another_model_are_refused,
+)

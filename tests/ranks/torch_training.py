@@ -1,0 +1,61 @@
+"""What rank programs about training share: a small model, its data, steps."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# mpirun's, which are known before torch's are.
+RANK, SIZE = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return three matrices, two of one shape, and three vectors."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 8)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def batch(rank: int, step: int, shift: float = 0.0, decay: float = 1.0) -> torch.Tensor:
+    """Return 32 examples; their mean is `shift` times the rank; a feature decays to the next."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return (torch.randn(32, 24, generator=generator) + shift * rank) * decay ** torch.arange(24.0)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x.to(next(model.parameters()).dtype)
+    return (model(x) - x[:, :8]).square().sum(1).mean()
+
+
+def backward(model: nn.Module, step: int, scale: float = 1.0, shift: float = 0.0) -> None:
+    model.zero_grad()
+    (loss_of(model, batch(RANK, step, shift)) * scale).backward()
+
+
+def train(
+    model: nn.Module, steps: range, rate: float = 0.05, shift: float = 0.0, decay: float = 1.0
+) -> list[torch.Tensor]:
+    """Train by SGD; return all weights after each step."""
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+    weights = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, batch(RANK, step, shift, decay)).backward()
+        optimizer.step()
+        weights.append(weights_of(model))
+    return weights
+
+
+def gathered(mine: torch.Tensor) -> list[torch.Tensor]:
+    everyones = [torch.empty_like(mine) for _ in range(SIZE)]
+    dist.all_gather(everyones, mine)
+    return everyones
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().float() for p in model.parameters()])
+
+
+def identical_on_all_ranks(x: torch.Tensor) -> None:
+    assert all(torch.equal(x, other) for other in gathered(x))

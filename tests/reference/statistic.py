@@ -1,0 +1,31 @@
+"""What quantization must lose, as one number of a tensor: what allocates bits (docs/planner.md)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .scales import largest_magnitude, prescale, sums
+from .values import Values, widen
+
+
+def statistic(values: Values, bucket_size: int, *, ranges: bool) -> float:
+    """Return the sum over buckets of n values of n (max - min)^2 / 12, or the sum of squares.
+
+    In fp64, one bucket after the other; a range is the difference in fp32, and squares add up in
+    the order of every scale. NaN if a value is not finite, or a range.
+    """
+    x = widen(values)
+    total = np.float64(0)
+    for start in range(0, x.size, bucket_size):
+        bucket = x[None, start : start + bucket_size]
+        with np.errstate(over="ignore", invalid="ignore"):
+            extent = bucket.max() - bucket.min()
+        if not np.isfinite(extent if ranges else bucket).all():
+            return float("nan")
+        if ranges:
+            total += np.float64(bucket.size) * (np.float64(extent) * np.float64(extent))
+        else:
+            down, up = prescale(largest_magnitude(bucket))
+            scaled = bucket * down
+            total += sums(scaled * scaled)[0] * (np.float64(up[0]) * np.float64(up[0]))
+    return float(total / 12 if ranges else total)

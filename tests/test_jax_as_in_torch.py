@@ -1,0 +1,92 @@
+"""Methods that both frameworks have: losses of 50 steps of one model, of two ranks, are the same.
+
+From equal weights and seeds; ranks/run_torch_losses.py makes torch's.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import launch
+import numpy as np
+import optax
+import pytest
+import torch_cases as tc
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax_cases import fetch, use_cpu_devices
+from jax_optimizer_cases import mesh_with
+
+from cgx_ops.jax import deep_gradient, one_bit_adam, power_sgd, signum, state_specs
+
+use_cpu_devices(8)
+
+EXACT: Any = {"bias": 32}
+SPARSE: dict[str, Any] = {"density": 0.02, "warmup_steps": 20, "clip": 2.0}
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "power_sgd": lambda mesh: optax.chain(
+        power_sgd("d", rank=2, start=2, mesh=mesh), optax.sgd(0.02)
+    ),
+    "deep_gradient": lambda mesh: optax.chain(
+        deep_gradient("d", mesh=mesh, **SPARSE), optax.sgd(0.01)
+    ),
+    "deep_gradient, nesterov": lambda mesh: optax.chain(
+        deep_gradient("d", nesterov=True, mesh=mesh, **SPARSE), optax.sgd(0.01)
+    ),
+    "one_bit_adam": lambda mesh: one_bit_adam(
+        "d",
+        0.01,
+        warmup_steps=10,
+        weight_decay=0.01,
+        rules={"bias": 32},
+        algorithm="sra",
+        mesh=mesh,
+    ),
+    "signum": lambda mesh: signum("d", 0.002, weight_decay=0.01, mesh=mesh),
+}
+
+
+@pytest.fixture(scope="module")
+def torchs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of torch's runs, of all methods in one launch."""
+    folder = tmp_path_factory.mktemp("losses")
+    program = "run_torch_losses.py"
+    launch.check_ok(launch.mpirun(2, program, folder, env=tc.ENVIRONMENT, timeout=200))
+    return folder
+
+
+def loss_of(p: Any, x: jax.Array) -> jax.Array:
+    y = x
+    for layer in ("0", "2", "4"):
+        y = y @ p[f"{layer}.weight"].T + p[f"{layer}.bias"]
+        y = jnp.tanh(y) if layer != "4" else y
+    return jnp.square(y - x[:, :8]).sum(1).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(270)
+@pytest.mark.parametrize("name", MAKERS)
+def test_losses(name: str, torchs: Path) -> None:
+    run = np.load(torchs / f"{name}.npz")
+    params = {leaf: run[leaf] for leaf in run.files if leaf not in ("batches", "losses")}
+    mesh = mesh_with(2)
+    optimizer = MAKERS[name](mesh)
+    specs = state_specs(optimizer, params, "d")
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(P(), specs, P("d")), out_specs=(P(), specs, P("d")))
+    def step(p: Any, state: Any, x: jax.Array) -> Any:
+        copies = lax.pcast(p, "d", to="varying")
+        loss, gradients = jax.value_and_grad(loss_of)(copies, x[0])
+        updates, state = optimizer.update(gradients, state, p)
+        return optax.apply_updates(p, updates), state, loss[None]
+
+    state: Any = optimizer.init(params)
+    for batch, losses in zip(run["batches"], run["losses"], strict=True):
+        params, state, found = step(params, state, batch)
+        assert np.abs(fetch(found) - losses).max() <= 1e-4 * np.abs(losses).max()
+    assert run["losses"][-1].mean() < 0.8 * run["losses"][0].mean()
+    if name == "power_sgd":
+        assert {q.shape for q in jax.tree.leaves(state[0].q)} == {(24, 2)}
