@@ -47,6 +47,14 @@ slow-rest: $(BUILT)
 test-all: $(BUILT)
 	$(BIN)/python -m pytest tests
 
+# Trainers that others wrote: docs/integrations.md. Their packages go into .venv here, and are needed
+# nowhere else.
+.PHONY: test-integrations
+test-integrations: $(BUILT)
+	$(BIN)/python -c "$$PRINT_REQUIREMENTS" integrations > .venv/integrations.txt
+	$(PIP) install -r .venv/integrations.txt -c .venv/requirements.txt
+	$(BIN)/python -m pytest tests/integrations
+
 # All benchmarks, in under 15 minutes; benchmarks/results/ gets what they find.
 bench: $(BUILT)
 	$(BIN)/python benchmarks/suite.py
@@ -119,13 +127,20 @@ gpu-build:
 
 # ---- Set-up --------------------------------------------------------------------------------------
 
-# All extras, before the package itself: it is built for the frameworks it finds.
+# The project's requirements, and those of all extras but `integrations`; or of the extra named.
+define PRINT_REQUIREMENTS
+import sys, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+names = sys.argv[1:] or extras.keys() - {"integrations"}
+print(*project["dependencies"], *sum(map(extras.get, sorted(names)), []), sep="\n")
+endef
+export PRINT_REQUIREMENTS
+
+# Before the package itself: it is built for the frameworks it finds.
 .venv/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -c 'import tomllib; \
-	  project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	  extras = project["optional-dependencies"].values(); \
-	  print(*project["dependencies"], *sum(extras, []), sep="\n")' > .venv/requirements.txt
+	$(BIN)/python -c "$$PRINT_REQUIREMENTS" > .venv/requirements.txt
 	$(PIP) install -r .venv/requirements.txt
 	touch $@
 

@@ -17,6 +17,7 @@ _native.require_binding("torch", _compat.TORCH_VERSION)
 
 from cgx_ops.torch import backend, ddp_unasked, inductor, launch, ops  # noqa: E402
 from cgx_ops.torch.backend import BackendOptions, compressed, uncompressed  # noqa: E402
+from cgx_ops.torch.ddp_unasked import hook_state  # noqa: E402
 from cgx_ops.torch.layers import (  # noqa: E402
     exclude_layer,
     forget_models,
@@ -39,6 +40,7 @@ __all__ = [
     "compressed",
     "exclude_layer",
     "forget_models",
+    "hook_state",
     "register_layer",
     "register_model",
     "set_quantization_bits",

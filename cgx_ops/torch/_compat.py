@@ -322,6 +322,11 @@ def comm_hooks(wrapper: torch.nn.parallel.DistributedDataParallel) -> list[Any]:
     return hooks or ([named] if named else [])
 
 
+def comm_hook_states(wrapper: torch.nn.parallel.DistributedDataParallel) -> list[Any]:
+    """Return the states of the communication hooks that somebody registered."""
+    return [state for _, state in getattr(wrapper, "_comm_hooks", ())]
+
+
 def steps_in_backward(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
     """Tell whether optimizers step as gradients come (_apply_optimizer_in_backward)."""
     return any(hasattr(p, "_in_backward_optimizers") for p in parameters_of(wrapper))

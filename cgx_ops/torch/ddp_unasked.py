@@ -1,7 +1,7 @@
 """Over the backend "cgx" a DistributedDataParallel gets the hook of ddp.py unasked.
 
 It is noticed when it takes its module, and gets the hook before its first forward: by then a user
-who wants another one has registered it.
+who wants another one has registered it. hook_state() gives it the hook at once.
 """
 
 import logging
@@ -23,6 +23,7 @@ from cgx_ops.torch._compat import group_or_default
 from cgx_ops.torch.averager import Average
 from cgx_ops.torch.ddp import QuantizedAllreduceState, quantized_allreduce_hook
 from cgx_ops.torch.ddp_power_sgd_state import Factors
+from cgx_ops.torch.ddp_state import HookState
 from cgx_ops.torch.residuals import Residuals
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,33 @@ def register() -> None:
     planned = [AdaptiveBits, Sample, Plan]
     saved = [Residuals, Factors, Average, layers.Rules, layers.Rule, Config, *planned]
     torch.serialization.add_safe_globals([*saved, *(getattr(ddp, name) for name in ddp.__all__)])
+
+
+def hook_state(model: DistributedDataParallel) -> HookState | None:
+    """Return the state of the hook of cgx_ops that a model has, to be saved and restored.
+
+    For those who did not make it: trainers, over the backend "cgx". There a model that has no hook
+    gets its own at its first forward, or here. Restore it in place, by load_state_dict().
+
+    Args:
+        model: as training calls it.
+
+    Returns:
+        The state, as ddp.QuantizedAllreduceState; None if no hook of cgx_ops is there: gradients
+        are exact, or a hook of the user's has them.
+
+    Raises:
+        TypeError: this is no DistributedDataParallel.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"hook_state: {type(model).__name__} is no DistributedDataParallel; give the wrapper, "
+            "not the module in it"
+        )
+    if model in _waiting:
+        _before_first_forward(model, None)
+    states = [state for state in _compat.comm_hook_states(model) if isinstance(state, HookState)]
+    return states[0] if states else None
 
 
 def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:

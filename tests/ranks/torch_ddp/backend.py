@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from failing import fails
 from torch import nn
 from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch
 from cgx_ops import Config
+from cgx_ops.torch import ddp, trainer_state
 
 from .common import (
     NEAREST,
@@ -81,6 +83,26 @@ def a_hook_of_the_users_own_is_left_alone() -> None:
     model = DistributedDataParallel(network(), process_group=compressing_group())
     model._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE)
     model(images(RANK), spare=True).square().sum().backward()
+
+
+def the_state_of_its_hook_can_be_had_and_restored() -> None:
+    """By trainers, who neither made it nor waited for the first forward."""
+    model = DistributedDataParallel(network(), process_group=compressing_group())
+    state = cgx_ops.torch.hook_state(model)
+    assert isinstance(state, ddp.QuantizedAllreduceState) and state.steps == 0
+    model(images(RANK), spare=True).square().sum().backward()
+    assert cgx_ops.torch.hook_state(model) is state and state.steps == 1
+    module: Any = model.module
+    fails(TypeError, "no DistributedDataParallel", lambda: cgx_ops.torch.hook_state(module))
+
+    saved = trainer_state.save_for_all_ranks(model)
+    assert saved is not None and trainer_state.save_for_all_ranks(model.module) is None
+    second = DistributedDataParallel(network(), process_group=compressing_group())
+    trainer_state.restore(second, saved)
+    restored = cgx_ops.torch.hook_state(second)
+    assert restored is not None and restored.steps == 1
+    exact = DistributedDataParallel(network(), process_group=dist.new_group(backend="gloo"))
+    assert cgx_ops.torch.hook_state(exact) is None
 
 
 def _chain(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -220,6 +242,7 @@ def is_saved_and_copied_before_its_first_forward() -> None:
 
 
 CHECKS = [over_the_backend_without_a_word, a_hook_of_the_users_own_is_left_alone]
+CHECKS += [the_state_of_its_hook_can_be_had_and_restored]
 CHECKS += [hooks_that_chain_collectives_do_not_race]
 CHECKS += [callbacks_are_where_their_collective_was_started]
 CHECKS += [optimizers_that_step_in_backward_keep_their_hook]

@@ -1,0 +1,13 @@
+"""equinox and optax with error feedback, 2 bits, on two processes without MPI."""
+
+from collections.abc import Callable
+
+import launch
+import pytest
+
+pytest.importorskip("equinox")
+
+
+def test_training_resumes_to_the_bit(train: Callable) -> None:
+    trained = train("run_equinox.py", start=launch.torchrun)
+    assert trained.resumed == trained.digest

@@ -1,0 +1,13 @@
+"""flax nnx and its Optimizer with value_and_grad, 4 bits, on two processes of mpirun."""
+
+from collections.abc import Callable
+
+import launch
+import pytest
+
+pytest.importorskip("flax")
+
+
+def test_training_resumes_to_the_bit(train: Callable) -> None:
+    trained = train("run_nnx.py", start=launch.mpirun)
+    assert trained.resumed == trained.digest

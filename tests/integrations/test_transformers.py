@@ -1,0 +1,12 @@
+"""transformers' Trainer over the backend "cgx", on the CPU, with a small GPT-2."""
+
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("transformers")
+
+
+def test_training_resumes_to_the_bit(train: Callable) -> None:
+    trained = train("run_transformers.py")
+    assert trained.resumed == trained.digest
