@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 import cgx_ops
 
-EPOCHS, BATCH = 6, 32  # of a rank
+EPOCHS, BATCH = 8, 32  # of a rank
 
 
 def examples() -> TensorDataset:
