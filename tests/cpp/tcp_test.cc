@@ -209,14 +209,11 @@ void ranks_meet_while_strangers_knock() {
   std::vector<std::vector<bool>> wants(kSize, std::vector<bool>(kSize, true));
   wants[1][3] = wants[3][1] = false;  // so that rank 1 is done before rank 3 comes
   std::atomic<bool> foreign_let_in = true, last_may_come = false;
-  in_threads(kSize + 1, [&](int rank) {
-    if (rank == kSize) {
-      foreign_let_in = let_in(door, {key[0], key[1] ^ 1}, 2, 0);
-      return;
-    }
+  in_threads(kSize, [&](int rank) {
     while (rank == 3 && !last_may_come) std::this_thread::sleep_for(milliseconds(1));
     met[rank] = meetings[rank].meet(offers, {wants[rank], kLimit});
     if (rank != 1) return;
+    foreign_let_in = let_in(door, {key[0], key[1] ^ 1}, 3, 0);
     let_in(door, key, 1, 0);  // it is there already
     last_may_come = true;
   });

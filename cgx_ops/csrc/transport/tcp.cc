@@ -203,7 +203,7 @@ class TcpTransport : public Transport, private Arrival::Release {
   void send_copy(int destination, FrameHeader::Kind kind, std::span<const std::byte> message) {
     if (destination == rank_ || links_[destination].lost) return;
     const BufferRef buffer = allocate(message.size());
-    std::memcpy(buffer->data, message.data(), message.size());
+    if (!message.empty()) std::memcpy(buffer->data, message.data(), message.size());
     queue(destination, {{static_cast<uint32_t>(message.size()), kind, 0, 0}, buffer, nullptr});
   }
 
