@@ -139,7 +139,8 @@ void test_env() {
   CHECK(env_transport() == "SHM", "shm");
   setenv(name, "UCC", 1);
   const std::string error = error_of([] { env_transport(); }, CGX_INVALID_ARGUMENT);
-  CHECK(contains(error, name) && contains(error, "UCC") && contains(error, "AUTO, SHM, MPI, TCP, NCCL"),
+  CHECK(contains(error, name) && contains(error, "UCC") &&
+            contains(error, "AUTO, SHM, MPI, TCP, NCCL"),
         error);
   unsetenv(name);
 
