@@ -19,7 +19,6 @@ from jax import NamedSharding, P
 from jax.sharding import AxisType
 from jax_digits import digits
 from jax_shared import (
-    HIDDEN,
     LEARNING_RATE,
     MOMENTUM,
     batches,
@@ -28,20 +27,12 @@ from jax_shared import (
     say,
     use_cpu_devices,
 )
+from jax_two_axes import Weights, initial
 
 import cgx_ops.jax
 
-Weights = dict[str, Any]
 SPECS = {"hidden": P(None, "data"), "hidden_bias": P(), "out": P("data"), "out_bias": P()}
 SHARED = [name for name, spec in SPECS.items() if spec == P()]  # all devices have the whole
-
-
-def initial() -> Weights:
-    random = np.random.default_rng(0)
-    hidden, out = (random.normal(0, (2 / n) ** 0.5, (n, m)).astype(np.float32)
-                   for n, m in ((64, HIDDEN), (HIDDEN, 10)))  # fmt: skip
-    return {"hidden": hidden, "hidden_bias": np.zeros(HIDDEN, np.float32),
-            "out": out, "out_bias": np.zeros(10, np.float32)}  # fmt: skip
 
 
 def scores(weights: Weights, images: jax.Array) -> jax.Array:
