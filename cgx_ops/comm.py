@@ -5,7 +5,6 @@ import ctypes
 import itertools
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_int32, pointer
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -396,10 +395,5 @@ class Communicator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

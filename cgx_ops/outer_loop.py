@@ -77,6 +77,7 @@ def strided(names: Sequence[str], fragments: int) -> list[list[int]]:
     Args:
         names: of the tensors, dotted. A layer is what agrees up to the first number in it
             ("blocks.3.attention.weight": "blocks.3"), or all but the last word where there is none.
+        fragments: how many parts, at least 1.
 
     Raises:
         InvalidArgument: there are fewer layers than fragments.

@@ -101,7 +101,7 @@ class Rank:
         if self.one_shot:
             sizes = [self.gather_bytes[self.rank]]
         messages = Guarded(sum(sizes))
-        _native.call("cgx_carried_encode", byref(self.carried), messages.address)
+        _native.call("cgx_carried_encode", byref(self.carried), messages.address, sum(sizes))
         messages.check()
         return np.split(messages.bytes, np.cumsum(sizes)[:-1])
 
@@ -111,8 +111,9 @@ class Rank:
         joined = np.concatenate(arrived)
         assert len(joined) == (self.size - 1) * self.scatter_bytes[self.rank]
         message = Guarded(self.gather_bytes[self.rank])
-        source = joined.ctypes.data if joined.size else None
-        _native.call("cgx_carried_reduce", byref(self.carried), source, message.address)
+        source = (joined.ctypes.data if joined.size else None), joined.size
+        sizes = message.address, self.gather_bytes[self.rank]
+        _native.call("cgx_carried_reduce", byref(self.carried), *source, *sizes)
         message.check()
         return message.bytes
 
@@ -124,7 +125,7 @@ class Rank:
         for rank, message in enumerate(messages):
             gathered[rank * stride : rank * stride + len(message)] = message
         self.use(self.x if self.size == 1 else None, self.result)
-        _native.call("cgx_carried_decode", byref(self.carried), gathered.ctypes.data, stride)
+        _native.call("cgx_carried_decode", byref(self.carried), gathered.ctypes.data, gathered.size)
         return collective_cases.digest(self.result)
 
 
@@ -263,16 +264,21 @@ def _plan(carried: _native.Carried | None) -> None:
 
 
 def _encode(carried: _native.Carried) -> None:
-    _native.call("cgx_carried_encode", byref(carried), np.empty(9000, np.uint8).ctypes.data)
+    _native.call("cgx_carried_encode", byref(carried), np.empty(9000, np.uint8).ctypes.data, 9000)
 
 
 def _decode(carried: _native.Carried) -> None:
     gathered = np.empty(9000, np.uint8)
-    _native.call("cgx_carried_decode", byref(carried), gathered.ctypes.data, 4096)
+    _native.call("cgx_carried_decode", byref(carried), gathered.ctypes.data, 9000)
 
 
 def _nowhere(step: str, *arguments: int | None) -> Callable[[_native.Carried], None]:
     return lambda carried: _native.call(f"cgx_carried_{step}", byref(carried), *arguments)
+
+
+def _reduce_to_null(carried: _native.Carried) -> None:
+    arrived = np.zeros(258, np.uint8)
+    _native.call("cgx_carried_reduce", byref(carried), arrived.ctypes.data, 258, None, 258)
 
 
 # step, what is wrong in the cgx_carried_t and in its call, the kind and the text of the error
@@ -292,14 +298,31 @@ BAD_CALLS: dict[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any], 
     "input": (_encode, {}, {"input": None}, InvalidArgument, "input is a null pointer"),
     "output": (_decode, {}, {"output": None}, InvalidArgument, "output is a null pointer"),
     "alone": (_decode, {"rank": 0, "size": 1}, {"input": None}, InvalidArgument, "input is a null"),
-    "messages": (_nowhere("encode", None), {}, {}, InvalidArgument, "messages is a null pointer"),
-    "arrived": (_nowhere("reduce", None, 1), {}, {}, InvalidArgument, "arrived is a null pointer"),
-    "message": (_nowhere("reduce", 1, None), {}, {}, InvalidArgument, "message is a null pointer"),
+    "messages": (
+        _nowhere("encode", None, 9000),
+        {},
+        {},
+        InvalidArgument,
+        "messages is a null pointer",
+    ),
+    "no length": (_nowhere("encode", 1, -1), {}, {}, InvalidArgument, "messages has -1 bytes"),
+    "no room": (_nowhere("encode", 1, 257), {}, {}, InvalidArgument, "messages has room for 257"),
+    "arrived": (
+        _nowhere("reduce", None, 258, 1, 258),
+        {},
+        {},
+        InvalidArgument,
+        "arrived is a null",
+    ),
+    "short": (_nowhere("reduce", 1, 257, 1, 258), {}, {}, InvalidArgument, "make 258"),
+    "long": (_nowhere("reduce", 1, 259, 1, 258), {}, {}, InvalidArgument, "arrived has 259 bytes"),
+    "message": (_reduce_to_null, {}, {}, InvalidArgument, "message is a null pointer"),
     "gathered": (_nowhere("decode", None, 4096), {}, {}, InvalidArgument, "gathered is a null"),
-    "stride": (_nowhere("decode", 1, 257), {}, {}, InvalidArgument, "has 258 bytes"),
+    "stride": (_nowhere("decode", 1, 514), {}, {}, InvalidArgument, "of at least 258 bytes"),
+    "odd": (_nowhere("decode", 1, 517), {}, {}, InvalidArgument, "2 messages in equal lengths"),
     "sizes": (_nowhere("plan", None, None, None), {}, {}, InvalidArgument, "is a null pointer"),
     "one_shot": (
-        _nowhere("reduce", 1, 1),
+        _nowhere("reduce", 1, 1, 1, 1),
         {},
         {"algorithm": 1},
         InvalidArgument,

@@ -25,6 +25,11 @@ def _output(*command: str | Path, **options: object) -> str:
     return result.stdout
 
 
+def _headers() -> str:
+    folder = ROOT / "cgx_ops/csrc/include/cgx"
+    return "".join((folder / f"{name}.h").read_text() for name in ("status", "config", "cgx"))
+
+
 def _dynamic(library: Path, tag: str) -> list[str]:
     text = _output("readelf", "--dynamic", "--wide", library)
     return re.findall(rf"\({tag}\).*\[(.*)\]", text)
@@ -53,14 +58,14 @@ def test_no_path_of_the_build_machine(library: Path) -> None:
 def test_core_exports_the_api_and_nothing_else() -> None:
     symbols = _output("nm", "--dynamic", "--defined-only", PACKAGE / "libcgx.so")
     exported = {line.split()[-1].split("@")[0] for line in symbols.splitlines()}
-    header = (ROOT / "cgx_ops/csrc/include/cgx/cgx.h").read_text()
+    header = _headers()
     declared = set(re.findall(r"CGX_API [^(;]*?\b(cgx_\w+)\(", header))
     assert len(declared) > 15
     assert exported == declared
 
 
 def test_python_declares_what_the_header_does() -> None:
-    header = (ROOT / "cgx_ops/csrc/include/cgx/cgx.h").read_text()
+    header = _headers()
     header = re.sub(r"/\*.*?\*/|//[^\n]*", "", header, flags=re.DOTALL)
     functions = {
         name: 0 if arguments.strip() == "void" else arguments.count(",") + 1
@@ -114,6 +119,8 @@ def test_wheel_works_without_the_source_tree(tmp_path: Path) -> None:
         "_torch_ops.pyi",
         "_xla_ffi.pyi",
         "csrc/include/cgx/cgx.h",
+        "csrc/include/cgx/config.h",
+        "csrc/include/cgx/status.h",
         "csrc/include/cgx/face.h",
         "torch/__init__.py",
         "jax/__init__.py",

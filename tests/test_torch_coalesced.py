@@ -120,11 +120,14 @@ def test_messages_of_a_wrong_size_are_refused() -> None:
     cgx, x, few = torch.ops.cgx, [torch.randn(2**16)], torch.empty(3, dtype=torch.uint8)
     options = (None, tc.packed(Config(rounding="nearest", algorithm="sra")))
     for call in (
-        lambda: cgx.carried_reduce(x, [], few, *options, 0, 2, 0),
+        lambda: cgx.carried_encode(x, [], 3, *options, 0, 2, 0),
+        lambda: cgx.carried_reduce(x, [], few, 9000, *options, 0, 2, 0),
         lambda: cgx.carried_decode(x, few, *options, 0, 2, 0),
     ):
-        with pytest.raises(ValueError, match="the messages are 3 "):
+        with pytest.raises(ValueError, match=r"has (room for )?3 bytes"):
             call()
+    with pytest.raises(TypeError, match="give uint8"):
+        cgx.carried_decode(x, few.float(), *options, 0, 2, 0)
     for rank, size in ((0, -1), (2, 2), (-1, 2)):
-        with pytest.raises(ValueError, match=f"rank {rank} of {size}"):
-            cgx.carried_encode(x, [], *options, rank, size, 0)
+        with pytest.raises(ValueError, match=f"rank is {rank} and size {size}"):
+            cgx.carried_encode(x, [], 3, *options, rank, size, 0)

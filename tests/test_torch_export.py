@@ -60,12 +60,12 @@ def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         "quantized_all_reduce_with_feedback": start_pairs,
         "quantized_all_reduce_with_feedback_start": start_pairs,
         "carried_encode": [
-            ((xs, residuals, *kernel_options(rank=rank)), {})
+            ((xs, residuals, 80, *kernel_options(rank=rank)), {})
             for rank in (0, 1)
             for residuals in ([], ys)
         ],
         "carried_reduce": [
-            ((xs, residuals, arrived, *kernel_options(rank=0)), {}) for residuals in ([], ys)
+            ((xs, residuals, arrived, 80, *kernel_options(rank=0)), {}) for residuals in ([], ys)
         ],
         "carried_decode": [((xs, gathered, *kernel_options(rank=1)), {})],
     }[name]

@@ -28,10 +28,11 @@ struct Place {
   int64_t noise_rank = 0;
 };
 
-struct Shape {
-  int32_t algorithm = 0;
-  std::vector<int64_t> scatter_bytes, gather_bytes;  // by rank
-  int64_t stride = 0;                                // of the all-gather
+// What the steps of a call make, in bytes.
+struct Lengths {
+  bool one_shot = false;
+  std::vector<int64_t> to, from;     // each rank, in the all-to-all
+  int64_t encoded = 0, reduced = 0;  // the messages of encode and reduce
 };
 
 // Concrete sizes: message lengths depend on them, so a graph is specialised to them.
@@ -55,44 +56,40 @@ void with_carried(const std::vector<int64_t>& numels, at::ScalarType dtype, cons
   });
 }
 
-Shape shape_of(at::TensorList xs, const Options& options, int64_t rank, int64_t size) {
-  if (xs.empty() || size < 1 || rank < 0 || rank >= size) {
-    C10_THROW_ERROR(ValueError, c10::str("cgx::carried_*: ", xs.size(), " tensors, rank ", rank,
-                                         " of ", size, "; give one tensor or more, and a rank"));
-  }
-  Shape shape;
-  shape.scatter_bytes.resize(size);
-  shape.gather_bytes.resize(size);
-  // Messages are as long whatever the seed.
-  with_carried(sizes_of(xs), xs[0].scalar_type(), {}, OwnSeed{}, options, {rank, size},
-               [&](const cgx_carried_t* carried) {
-                 check(cgx_carried_plan(carried, &shape.algorithm, shape.scatter_bytes.data(),
-                                        shape.gather_bytes.data()));
-               });
-  shape.stride = *std::max_element(shape.gather_bytes.begin(), shape.gather_bytes.end());
-  return shape;
-}
-
 int64_t sum(const std::vector<int64_t>& values) {
   return std::accumulate(values.begin(), values.end(), int64_t{0});
 }
 
-// What a rank encodes at first: one message for all, or one for each other rank.
-int64_t encoded_bytes(const Shape& shape, int64_t rank) {
-  return shape.algorithm == CGX_ONE_SHOT ? shape.stride
-                                         : sum(shape.scatter_bytes) - shape.scatter_bytes[rank];
+Lengths lengths_of(at::TensorList xs, const Options& options, int64_t rank, int64_t size) {
+  std::vector<int64_t> scatter(size), gather(size);
+  int32_t algorithm = 0;
+  // Messages are as long whatever the seed.
+  with_carried(sizes_of(xs), xs[0].scalar_type(), {}, OwnSeed{}, options, {rank, size},
+               [&](const cgx_carried_t* carried) {
+                 check(cgx_carried_plan(carried, &algorithm, scatter.data(), gather.data()));
+               });
+  // Those of the all-gather are as long as the longest.
+  Lengths lengths{.one_shot = algorithm == CGX_ONE_SHOT,
+                  .to = std::move(scatter),
+                  .reduced = *std::max_element(gather.begin(), gather.end())};
+  lengths.from.assign(size, lengths.to[rank]);
+  lengths.from[rank] = lengths.to[rank] = 0;
+  lengths.encoded = lengths.one_shot ? lengths.reduced : sum(lengths.to);
+  return lengths;
 }
 
-void check_bytes(const at::Tensor& bytes, int64_t wanted) {
-  if (bytes.scalar_type() == at::kByte && bytes.sym_numel() == wanted) return;
-  C10_THROW_ERROR(
-      ValueError,
-      c10::str("cgx::carried_*: the messages are ", bytes.sym_numel(), " ", bytes.scalar_type(),
-               " elements; these tensors and ranks make ", wanted, " bytes"));
+// Throws unless a step can work on these tensors.
+Options checked_options(at::TensorList xs, const Seed& seed, std::string_view call) {
+  TORCH_CHECK_VALUE(!xs.empty(), "cgx::carried_*: no tensors; give one or more");
+  const Options options = Options::unpack(call, /*group_name=*/"");
+  check_list(xs, seed, options);
+  return options;
 }
 
-int64_t arrived_bytes(const Shape& shape, int64_t rank, int64_t size) {
-  return (size - 1) * shape.scatter_bytes[rank];
+at::Tensor as_bytes(const at::Tensor& messages) {
+  TORCH_CHECK_TYPE(messages.scalar_type() == at::kByte, "cgx::carried_*: the messages are of ",
+                   messages.scalar_type(), " elements; give uint8");
+  return messages.contiguous();
 }
 
 // One tensor needs no packing.
@@ -100,13 +97,16 @@ at::Tensor flat_of(at::TensorList xs) {
   return xs.size() == 1 ? xs[0].contiguous().view({-1}) : pack(xs);
 }
 
+at::TensorOptions bytes_like(at::TensorList xs) { return xs[0].options().dtype(at::kByte); }
+
 // A message and the residuals that its step has completed.
 class Step {
  public:
-  Step(at::Tensor message, at::TensorList residuals)
-      : message_(std::move(message)), like_(residuals) {
+  Step(at::TensorList xs, at::TensorList residuals, int64_t bytes)
+      : message_(at::empty({bytes}, bytes_like(xs))), like_(residuals) {
     if (!like_.empty()) flat_ = pack(like_);
   }
+  void* message() const { return message_.mutable_data_ptr(); }
   void* residual() const { return flat_.defined() ? flat_.mutable_data_ptr() : nullptr; }
   std::vector<at::Tensor> results() const {
     std::vector<at::Tensor> all = empty_like(like_);
@@ -120,8 +120,6 @@ class Step {
   const at::TensorList like_;
   at::Tensor flat_;
 };
-
-at::TensorOptions bytes_like(at::TensorList xs) { return xs[0].options().dtype(at::kByte); }
 
 // ---- torch's part --------------------------------------------------------------------------
 
@@ -160,11 +158,11 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, at::TensorList res
   const std::string group_name = o.group_name.empty() ? kDefaultGroup : o.group_name;
   const auto group = c10d::resolve_process_group(group_name);
   const int64_t rank = group->getRank(), size = group->getSize();
-  const Shape shape = shape_of(xs, o, rank, size);
+  const Lengths lengths = lengths_of(xs, o, rank, size);
   const int64_t noise_rank = rank_in_default_group(*group);
   const std::string packed = o.pack();
-  const auto call = [&](const auto& op, auto&&... tensors) {
-    return op.call(tensors..., seed, packed, rank, size, noise_rank);
+  const auto call = [&](const auto& op, auto&&... own) {
+    return op.call(own..., seed, packed, rank, size, noise_rank);
   };
   if (size == 1) {
     std::vector<at::Tensor> sums = xs.vec();
@@ -177,13 +175,11 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, at::TensorList res
   }
 
   // A message, then residuals.
-  std::vector<at::Tensor> step = call(encode, xs, residuals);
-  if (shape.algorithm != CGX_ONE_SHOT) {
-    std::vector<int64_t> from(size, shape.scatter_bytes[rank]), to = shape.scatter_bytes;
-    from[rank] = to[rank] = 0;
-    const at::Tensor arrived =
-        wait(functional("_c10d_functional::all_to_all_single", step[0], from, to, group_name));
-    step = call(reduce, xs, at::TensorList(step).slice(1), arrived);
+  std::vector<at::Tensor> step = call(encode, xs, residuals, lengths.encoded);
+  if (!lengths.one_shot) {
+    const at::Tensor arrived = wait(functional("_c10d_functional::all_to_all_single", step[0],
+                                               lengths.from, lengths.to, group_name));
+    step = call(reduce, xs, at::TensorList(step).slice(1), arrived, lengths.reduced);
   }
   const at::Tensor gathered =
       wait(functional("_c10d_functional::all_gather_into_tensor", step[0], size, group_name));
@@ -195,55 +191,43 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, at::TensorList res
 // ---- kernels -------------------------------------------------------------------------------
 
 std::vector<at::Tensor> carried_encode_cpu(at::TensorList xs, at::TensorList residuals,
-                                           const Seed& seed, std::string_view call, int64_t rank,
-                                           int64_t size, int64_t noise_rank) {
-  const Options options = Options::unpack(call, /*group_name=*/"");
-  check_list(xs, seed, options);
+                                           int64_t bytes, const Seed& seed, std::string_view call,
+                                           int64_t rank, int64_t size, int64_t noise_rank) {
+  const Options options = checked_options(xs, seed, call);
   const at::Tensor flat = flat_of(xs);
-  // What is not written (threshold needs less room than it has) goes to peers: it must not be what
-  // was in this memory before.
-  const at::Tensor message =
-      at::zeros({encoded_bytes(shape_of(xs, options, rank, size), rank)}, bytes_like(xs));
-  const Step step(message, residuals);
+  const Step step(xs, residuals, bytes);
   with_carried(sizes_of(xs), flat.scalar_type(),
                {.input = flat.const_data_ptr(), .residual = step.residual()},
                seed_of(seed, options), options, {rank, size, noise_rank},
                [&](const cgx_carried_t* carried) {
-                 check(cgx_carried_encode(carried, message.mutable_data_ptr()));
+                 check(cgx_carried_encode(carried, step.message(), bytes));
                });
   return step.results();
 }
 
 std::vector<at::Tensor> carried_reduce_cpu(at::TensorList xs, at::TensorList residuals,
-                                           const at::Tensor& arrived, const Seed& seed,
-                                           std::string_view call, int64_t rank, int64_t size,
-                                           int64_t noise_rank) {
-  const Options options = Options::unpack(call, /*group_name=*/"");
-  check_list(xs, seed, options);
-  const Shape shape = shape_of(xs, options, rank, size);
-  check_bytes(arrived, arrived_bytes(shape, rank, size));
-  const at::Tensor flat = flat_of(xs), bytes = arrived.contiguous();
-  // The padding goes to peers: it must not be what was in this memory before.
-  const at::Tensor message = at::zeros({shape.stride}, bytes_like(xs));
-  const Step step(message, residuals);
-  with_carried(
-      sizes_of(xs), flat.scalar_type(),
-      {.input = flat.const_data_ptr(), .residual = step.residual()}, seed_of(seed, options),
-      options, {rank, size, noise_rank}, [&](const cgx_carried_t* carried) {
-        check(cgx_carried_reduce(carried, bytes.const_data_ptr(), message.mutable_data_ptr()));
-      });
+                                           const at::Tensor& arrived, int64_t bytes,
+                                           const Seed& seed, std::string_view call, int64_t rank,
+                                           int64_t size, int64_t noise_rank) {
+  const Options options = checked_options(xs, seed, call);
+  const at::Tensor flat = flat_of(xs), from = as_bytes(arrived);
+  const Step step(xs, residuals, bytes);
+  with_carried(sizes_of(xs), flat.scalar_type(),
+               {.input = flat.const_data_ptr(), .residual = step.residual()},
+               seed_of(seed, options), options, {rank, size, noise_rank},
+               [&](const cgx_carried_t* carried) {
+                 check(cgx_carried_reduce(carried, from.const_data_ptr(), from.numel(),
+                                          step.message(), bytes));
+               });
   return step.results();
 }
 
 std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor& gathered,
                                            const Seed& seed, std::string_view call, int64_t rank,
                                            int64_t size, int64_t /*noise_rank*/) {
-  const Options options = Options::unpack(call, /*group_name=*/"");
-  check_list(like, seed, options);
-  const int64_t stride = shape_of(like, options, rank, size).stride;
-  check_bytes(gathered, size * stride);
+  const Options options = checked_options(like, seed, call);
   const std::vector<int64_t> numels = sizes_of(like);
-  const at::Tensor bytes = gathered.contiguous();
+  const at::Tensor from = as_bytes(gathered);
   std::vector<at::Tensor> results = empty_like(like);
   const at::Tensor flat =
       results.size() == 1 ? results[0].view({-1}) : at::empty({sum(numels)}, like[0].options());
@@ -251,42 +235,34 @@ std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor
   const void* const input = values.defined() ? values.const_data_ptr() : nullptr;
   with_carried(numels, flat.scalar_type(), {.input = input, .output = flat.mutable_data_ptr()},
                seed_of(seed, options), options, {rank, size}, [&](const cgx_carried_t* carried) {
-                 check(cgx_carried_decode(carried, bytes.const_data_ptr(), stride));
+                 check(cgx_carried_decode(carried, from.const_data_ptr(), from.numel()));
                });
   if (results.size() > 1) unpack(flat, results);
   return results;
 }
 
 std::vector<at::Tensor> carried_encode_meta(at::TensorList xs, at::TensorList residuals,
-                                            const Seed& seed, std::string_view call, int64_t rank,
-                                            int64_t size, int64_t /*noise_rank*/) {
-  const Options options = Options::unpack(call, /*group_name=*/"");
-  check_list(xs, seed, options);
+                                            int64_t bytes, const Seed& seed, std::string_view call,
+                                            int64_t /*rank*/, int64_t /*size*/,
+                                            int64_t /*noise_rank*/) {
+  checked_options(xs, seed, call);
   std::vector<at::Tensor> results = empty_like(residuals);
-  const int64_t bytes = encoded_bytes(shape_of(xs, options, rank, size), rank);
   results.insert(results.begin(), at::empty({bytes}, bytes_like(xs)));
   return results;
 }
 
 std::vector<at::Tensor> carried_reduce_meta(at::TensorList xs, at::TensorList residuals,
-                                            const at::Tensor& arrived, const Seed& seed,
-                                            std::string_view call, int64_t rank, int64_t size,
-                                            int64_t /*noise_rank*/) {
-  const Options options = Options::unpack(call, /*group_name=*/"");
-  check_list(xs, seed, options);
-  const Shape shape = shape_of(xs, options, rank, size);
-  check_bytes(arrived, arrived_bytes(shape, rank, size));
-  std::vector<at::Tensor> results = empty_like(residuals);
-  results.insert(results.begin(), at::empty({shape.stride}, bytes_like(xs)));
-  return results;
+                                            const at::Tensor& /*arrived*/, int64_t bytes,
+                                            const Seed& seed, std::string_view call, int64_t rank,
+                                            int64_t size, int64_t noise_rank) {
+  return carried_encode_meta(xs, residuals, bytes, seed, call, rank, size, noise_rank);
 }
 
-std::vector<at::Tensor> carried_decode_meta(at::TensorList like, const at::Tensor& gathered,
-                                            const Seed& seed, std::string_view call, int64_t rank,
-                                            int64_t size, int64_t /*noise_rank*/) {
-  const Options options = Options::unpack(call, /*group_name=*/"");
-  check_list(like, seed, options);
-  check_bytes(gathered, size * shape_of(like, options, rank, size).stride);
+std::vector<at::Tensor> carried_decode_meta(at::TensorList like, const at::Tensor& /*gathered*/,
+                                            const Seed& seed, std::string_view call,
+                                            int64_t /*rank*/, int64_t /*size*/,
+                                            int64_t /*noise_rank*/) {
+  checked_options(like, seed, call);
   return all_reduce_coalesced_meta(like, seed, call, /*group_name=*/"");
 }
 

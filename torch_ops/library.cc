@@ -58,9 +58,11 @@ TORCH_LIBRARY(cgx, m) {
   define("quantized_all_reduce_with_feedback" CGX_COALESCED_SCHEMA);
   define("quantized_all_reduce_with_feedback_start" CGX_COALESCED_SCHEMA);
 
-  define("carried_encode(Tensor[] xs, Tensor[] residuals, " CGX_CARRIED_OPTIONS ") -> Tensor[]");
-  define("carried_reduce(Tensor[] xs, Tensor[] residuals, Tensor arrived, " CGX_CARRIED_OPTIONS
+  define("carried_encode(Tensor[] xs, Tensor[] residuals, int bytes, " CGX_CARRIED_OPTIONS
          ") -> Tensor[]");
+  define(
+      "carried_reduce(Tensor[] xs, Tensor[] residuals, Tensor arrived, int "
+      "bytes, " CGX_CARRIED_OPTIONS ") -> Tensor[]");
   define("carried_decode(Tensor[] like, Tensor gathered, " CGX_CARRIED_OPTIONS ") -> Tensor[]");
 }
 

@@ -195,7 +195,8 @@ void Encode(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds,
     bytes[call.rank()] = 0;
   }
   const int64_t length = RowLength(*messages, static_cast<int64_t>(bytes.size()), bytes);
-  check(cgx_carried_encode(call.get(), messages->typed_data()));
+  check(cgx_carried_encode(call.get(), messages->typed_data(),
+                           std::accumulate(bytes.begin(), bytes.end(), int64_t{0})));
   SpreadRows(bytes, length, Bytes(*messages));
 }
 
@@ -207,12 +208,10 @@ void Reduce(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds, U8Buffe
   call.SetInputs(leaves_and_residuals, seeds);
   call.SetResiduals(residuals);
   const int64_t arrived_length = RowLength(arrived, call.size(), call.scatter_bytes());
-  const int64_t length = RowLength(*message, 1, call.gather_bytes());
-  const auto packed =
-      PackRows(Bytes(arrived), arrived_length, call.scatter_bytes()[call.rank()], call);
-  check(cgx_carried_reduce(call.get(), packed.get(), message->typed_data()));
-  const int64_t bytes = call.gather_bytes()[call.rank()];
-  std::memset(Bytes(*message) + bytes, 0, length - bytes);
+  const int64_t bytes = call.scatter_bytes()[call.rank()];
+  const auto packed = PackRows(Bytes(arrived), arrived_length, bytes, call);
+  check(cgx_carried_reduce(call.get(), packed.get(), (call.size() - 1) * bytes,
+                           message->typed_data(), RowLength(*message, 1, call.gather_bytes())));
 }
 
 void Decode(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds, U8Buffer gathered,
@@ -220,7 +219,7 @@ void Decode(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds, U8Buffe
   CarriedCall call(attributes, rank);
   call.SetOutputs(results, seeds);
   check(cgx_carried_decode(call.get(), gathered.typed_data(),
-                           RowLength(gathered, call.size(), call.gather_bytes())));
+                           static_cast<int64_t>(gathered.element_count())));
 }
 
 // ---- XLA's view ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@
 
 #include "base/float_mode.h"
 #include "base/status.h"
+#include "cgx/cgx.h"
 
 namespace cgx {
 

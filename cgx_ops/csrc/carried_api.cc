@@ -15,6 +15,14 @@ Carried make_carried(const cgx_carried_t* carried, BuffersUsed used) {
   return {*carried->call, carried->rank, carried->size, used};
 }
 
+// A caller's buffer. Void is const or not, and so are the bytes.
+template <typename Void>
+auto bytes_at(Void* buffer, int64_t bytes, const char* what) {
+  using Byte = std::conditional_t<std::is_const_v<Void>, const std::byte, std::byte>;
+  require(bytes >= 0, CGX_INVALID_ARGUMENT, what, " has ", bytes, " bytes; give its length");
+  return std::span<Byte>(static_cast<Byte*>(buffer), bytes);
+}
+
 }  // namespace
 
 cgx_status_t cgx_carried_plan(const cgx_carried_t* carried, int32_t* algorithm,
@@ -32,24 +40,25 @@ cgx_status_t cgx_carried_plan(const cgx_carried_t* carried, int32_t* algorithm,
   });
 }
 
-cgx_status_t cgx_carried_encode(const cgx_carried_t* carried, void* messages) {
+cgx_status_t cgx_carried_encode(const cgx_carried_t* carried, void* messages, int64_t bytes) {
   return guarded_arithmetic([&] {
     make_carried(carried, {.input = true, .output = false})
-        .encode(static_cast<std::byte*>(messages));
+        .encode(bytes_at(messages, bytes, "messages"));
   });
 }
 
-cgx_status_t cgx_carried_reduce(const cgx_carried_t* carried, const void* arrived, void* message) {
+cgx_status_t cgx_carried_reduce(const cgx_carried_t* carried, const void* arrived,
+                                int64_t arrived_bytes, void* message, int64_t message_bytes) {
   return guarded_arithmetic([&] {
     make_carried(carried, {.input = true, .output = false})
-        .reduce(static_cast<const std::byte*>(arrived), static_cast<std::byte*>(message));
+        .reduce(bytes_at(arrived, arrived_bytes, "arrived"),
+                bytes_at(message, message_bytes, "message"));
   });
 }
 
-cgx_status_t cgx_carried_decode(const cgx_carried_t* carried, const void* gathered,
-                                int64_t stride) {
+cgx_status_t cgx_carried_decode(const cgx_carried_t* carried, const void* gathered, int64_t bytes) {
   return guarded_arithmetic([&] {
     make_carried(carried, {.input = false, .output = true})
-        .decode(static_cast<const std::byte*>(gathered), stride);
+        .decode(bytes_at(gathered, bytes, "gathered"));
   });
 }

@@ -11,7 +11,7 @@
 #include <string>
 #include <string_view>
 
-#include "cgx/cgx.h"
+#include "cgx/config.h"
 
 namespace cgx {
 

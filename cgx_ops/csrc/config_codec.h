@@ -4,7 +4,7 @@
 #include <string>
 
 #include "base/types.h"
-#include "cgx/cgx.h"
+#include "cgx/config.h"
 #include "compressor/codec.h"
 
 namespace cgx {

@@ -17,6 +17,7 @@
 
 #include "base/topology.h"
 #include "base/types.h"
+#include "cgx/cgx.h"
 #include "compressor/codec.h"
 
 namespace cgx {

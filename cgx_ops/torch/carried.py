@@ -5,7 +5,7 @@ bits of their own, in the background, in the order in which they were started.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_int32, c_int64, c_void_p
 from typing import Any
@@ -90,9 +90,8 @@ class Carrier:
         stride = max(gather)
 
         def step(function: str, numel: int, *inputs: torch.Tensor) -> torch.Tensor:
-            message = torch.zeros(numel, dtype=torch.uint8)
-            pointers = [c_void_p(x.data_ptr()) for x in (*inputs, message)]
-            _native.call(function, byref(carried), *pointers)
+            message = torch.empty(numel, dtype=torch.uint8)
+            _native.call(function, byref(carried), *_buffers(*inputs, message))
             return message
 
         if size == 1:
@@ -109,4 +108,9 @@ class Carrier:
             message = step("cgx_carried_reduce", stride, arrived)
         gathered = torch.empty(stride * size, dtype=torch.uint8)
         self._gloo._allgather_base(gathered, message).wait()
-        _native.call("cgx_carried_decode", byref(carried), c_void_p(gathered.data_ptr()), stride)
+        _native.call("cgx_carried_decode", byref(carried), *_buffers(gathered))
+
+
+def _buffers(*messages: torch.Tensor) -> Iterator[c_void_p | int]:
+    for message in messages:
+        yield from (c_void_p(message.data_ptr()), message.numel())

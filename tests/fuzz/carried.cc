@@ -58,12 +58,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (algorithm == CGX_SRA) {
     const Bytes arrived = input.pattern(scatter[carried.rank] * (carried.size - 1));
     Bytes message(gather[carried.rank]);
-    const bool reduced = cgx_carried_reduce(&carried, arrived.data(), message.data()) == CGX_OK;
+    const bool reduced = cgx_carried_reduce(&carried, arrived.data(), arrived.size(),
+                                            message.data(), message.size()) == CGX_OK;
     FUZZ_CHECK(reduced || refuses);
   }
-  const int64_t stride = longest + input.number<int8_t>();
-  const Bytes gathered = input.pattern(longest + std::max<int64_t>(0, stride) * (carried.size - 1));
-  const bool decoded = cgx_carried_decode(&carried, gathered.data(), stride) == CGX_OK;
+  const int64_t stride = std::max<int64_t>(0, longest + input.below(2) * input.number<int8_t>());
+  const Bytes gathered = input.pattern(stride * carried.size);
+  const bool decoded = cgx_carried_decode(&carried, gathered.data(), gathered.size()) == CGX_OK;
   const bool fits = carried.size == 1 || stride >= longest;
   FUZZ_CHECK(decoded == fits || (refuses && !decoded));
   return 0;

@@ -41,6 +41,22 @@ int64_t bytes_of(const Shard& shard, Way way) {
   return sum;
 }
 
+// Throws unless `given` bytes are what a buffer must have.
+void check_length(int64_t given, int64_t wanted, const char* what) {
+  require(given == wanted, CGX_INVALID_ARGUMENT, what, " has ", given,
+          " bytes; these values and ranks make ", wanted, ", as cgx_carried_plan tells");
+}
+
+// Zeroes a buffer that goes to peers: what was in this memory before must not.
+std::byte* cleared(std::span<std::byte> buffer, int64_t least, const char* what) {
+  const auto bytes = static_cast<int64_t>(buffer.size());
+  require(bytes >= least, CGX_INVALID_ARGUMENT, what, " has room for ", bytes, " bytes; ", least,
+          " will be written, as cgx_carried_plan tells");
+  check_pointer(buffer.data(), least, what, "bytes");
+  if (bytes > 0) std::memset(buffer.data(), 0, bytes);
+  return buffer.data();
+}
+
 // What came from `source` at `bytes`.
 Encoded message_at(const Chunk& chunk, Way way, int source, const std::byte* bytes) {
   const int64_t most = chunk.length[way].most;
@@ -80,11 +96,16 @@ int64_t Carried::gather_bytes(int owner) const {
   return one_shot() ? encoded_bytes(owner) : bytes_of(layout_.shard(owner), Way::kGather);
 }
 
-void Carried::encode(std::byte* messages) const {
+void Carried::encode(std::span<std::byte> room) const {
   if (plan_.size == 1) return;
-  const auto encode_shard = [&](int owner) {
+  std::vector<int> owners;  // whose shards travel
+  for (int rank = 0; rank < plan_.size; ++rank)
+    if ((rank == plan_.rank) == one_shot()) owners.push_back(rank);
+  int64_t bytes = 0;
+  for (const int owner : owners) bytes += encoded_bytes(owner);
+  std::byte* messages = cleared(room, bytes, "messages");
+  for (const int owner : owners) {
     const Shard& shard = layout_.shard(owner);
-    check_pointer(messages, encoded_bytes(owner), "messages", "bytes");
     if (seeds_) std::memcpy(messages, &*seeds_, sizeof(*seeds_));
     messages += seeds_bytes();
     for (const Chunk& chunk : shard.chunks) {
@@ -93,20 +114,19 @@ void Carried::encode(std::byte* messages) const {
       if (!chunk.sliced) std::memcpy(messages, &bytes, kLengthBytes);
       messages += room_of(chunk, Way::kScatter);
     }
-  };
-  if (one_shot()) return encode_shard(plan_.rank);
-  for (int owner = 0; owner < plan_.size; ++owner)
-    if (owner != plan_.rank) encode_shard(owner);
+  }
 }
 
-void Carried::reduce(const std::byte* arrived, std::byte* message) const {
+void Carried::reduce(std::span<const std::byte> received, std::span<std::byte> room) const {
   require(!one_shot(), CGX_INVALID_ARGUMENT,
           "the algorithm is one_shot, whose values are summed by cgx_carried_decode: "
           "cgx_carried_reduce is sra's");
   if (plan_.size == 1) return;
   const int64_t bytes = scatter_bytes(plan_.rank);
-  check_pointer(arrived, bytes, "arrived", "bytes");
-  check_pointer(message, gather_bytes(plan_.rank), "message", "bytes");
+  check_length(received.size(), (plan_.size - 1) * bytes, "arrived");
+  check_pointer(received.data(), bytes, "arrived", "bytes");
+  const std::byte* arrived = received.data();
+  std::byte* message = cleared(room, gather_bytes(plan_.rank), "message");
   const auto from = [&](int rank) { return arrived + (rank - (rank > plan_.rank)) * bytes; };
   for (int rank = 0; rank < plan_.size; ++rank)
     if (rank != plan_.rank) check_seeds(rank, from(rank));
@@ -122,12 +142,16 @@ void Carried::reduce(const std::byte* arrived, std::byte* message) const {
   }
 }
 
-void Carried::decode(const std::byte* gathered, int64_t stride) const {
+void Carried::decode(std::span<const std::byte> received) const {
   if (plan_.size == 1) return pass_through(plan_);
   int64_t longest = 0;
   for (int rank = 0; rank < plan_.size; ++rank) longest = std::max(longest, gather_bytes(rank));
-  check_pointer(gathered, longest, "gathered", "bytes");
-  check_stride(stride, longest, plan_.size);
+  const auto bytes = static_cast<int64_t>(received.size()), stride = bytes / plan_.size;
+  require(stride >= longest && bytes % plan_.size == 0, CGX_INVALID_ARGUMENT, "gathered has ",
+          bytes, " bytes; it must be ", plan_.size, " messages in equal lengths of at least ",
+          longest, " bytes, as cgx_carried_plan tells");
+  check_pointer(received.data(), longest, "gathered", "bytes");
+  const std::byte* gathered = received.data();
   if (!one_shot()) {
     for (int owner = 0; owner < plan_.size; ++owner) {
       const Shard& shard = layout_.shard(owner);

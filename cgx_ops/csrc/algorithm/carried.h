@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 
 #include "algorithm/layout.h"
 #include "plan.h"
@@ -21,9 +22,10 @@ class Carried {
   int64_t scatter_bytes(int owner) const;
   int64_t gather_bytes(int owner) const;
 
-  void encode(std::byte* messages) const;
-  void reduce(const std::byte* arrived, std::byte* message) const;
-  void decode(const std::byte* gathered, int64_t stride) const;
+  // Buffers are as long as cgx.h says; what no message fills of those that are written is zeroed.
+  void encode(std::span<std::byte> messages) const;
+  void reduce(std::span<const std::byte> arrived, std::span<std::byte> message) const;
+  void decode(std::span<const std::byte> gathered) const;
 
  private:
   bool one_shot() const { return plan_.algorithm == CGX_ONE_SHOT; }

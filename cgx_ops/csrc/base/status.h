@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "cgx/cgx.h"
+#include "cgx/status.h"
 
 namespace cgx {
 

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cgx/cgx.h"
+#include "cgx/config.h"
 
 namespace cgx {
 

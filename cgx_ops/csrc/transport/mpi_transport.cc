@@ -112,12 +112,7 @@ class MpiTransport : public Transport, private Arrival::Release {
                reinterpret_cast<const std::byte*>(reason.data() + reason.size()));
     for (int peer = 0; peer < static_cast<int>(links_.size()); ++peer)
       if (peer != rank_ && !links_[peer].lost) send_unread(peer, kBye, bye);
-    struct Deaf : Sink {
-      void on_control(int, std::span<const std::byte>) override {}
-      void on_bulk(Arrival) override {}
-      void on_unreadable(int, Slot, const Error&) override {}
-      void on_peer_lost(int, Loss, const std::string&) override {}
-    } deaf;
+    DeafSink deaf;
     const auto deadline = std::chrono::steady_clock::now() + kFarewell;
     while (!drained() && std::chrono::steady_clock::now() < deadline) test_sends(deaf);
   }

@@ -141,12 +141,7 @@ class TcpTransport : public Transport, private Arrival::Release {
       send_copy(peer, FrameHeader::kBye, bye);
     // What comes is read, and dropped: closing a connection with unread bytes would reset it, and
     // lose what is under way to the peer.
-    struct Deaf : Sink {
-      void on_control(int, std::span<const std::byte>) override {}
-      void on_bulk(Arrival) override {}
-      void on_unreadable(int, Slot, const Error&) override {}
-      void on_peer_lost(int, Loss, const std::string&) override {}
-    } deaf;
+    DeafSink deaf;
     const auto deadline = Clock::now() + kFarewell;
     while (!drained() && Clock::now() < deadline)
       if (!progress(deaf)) poll(std::chrono::milliseconds(1));

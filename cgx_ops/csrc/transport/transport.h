@@ -114,6 +114,15 @@ class Sink {
   virtual void on_peer_lost(int rank, Loss how, const std::string& reason) = 0;
 };
 
+// Of who leaves: what still comes is taken in, and dropped.
+class DeafSink : public Sink {
+ public:
+  void on_control(int, std::span<const std::byte>) override {}
+  void on_bulk(Arrival) override {}
+  void on_unreadable(int, Slot, const Error&) override {}
+  void on_peer_lost(int, Loss, const std::string&) override {}
+};
+
 inline constexpr size_t kMaxControlBytes = 16 * 1024;
 inline constexpr uint32_t kChannels = 1u << 30;   // channel numbers are below
 inline constexpr uint32_t kSequences = 1u << 14;  // what every MPI's tags can tell

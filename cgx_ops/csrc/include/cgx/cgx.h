@@ -1,9 +1,9 @@
 /* The waist of libcgx: everything the bindings (torch_ops/, xla_ffi/, cgx_ops/_native.py) may call.
  *
- *   1. status codes and the error text
+ *   1. status codes and the error text: status.h
  *   2. the process: init, finalize, describe
  *   3. communicators, as small integers in one process-wide registry
- *   4. collectives: start, test, notify, wait
+ *   4. collectives: start, test, notify, wait; how their values travel: config.h
  *   5. an allreduce whose bytes the caller carries: torch's or XLA's own collectives
  *   6. arithmetic on one rank: exact sums; the codec alone, for tests and tools
  *
@@ -19,35 +19,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define CGX_VERSION "0.1.0"
+#include "cgx/config.h"
+#include "cgx/status.h"
 
-#if defined(_WIN32)
-#error "cgx runs on Linux"
-#endif
-#define CGX_API __attribute__((visibility("default")))
+#define CGX_VERSION "0.1.0"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-/* ---- 1. status ---------------------------------------------------------------------------- */
-
-typedef enum cgx_status_t {
-  CGX_OK = 0,
-  CGX_INVALID_ARGUMENT = 1, /* a value out of its range: bits, bucket_size, CGX_* text, ... */
-  CGX_UNSUPPORTED = 2,      /* a dtype, op or layout that no kernel serves */
-  CGX_NOT_FOUND = 3,        /* no such communicator */
-  CGX_MISMATCH = 4,         /* ranks called one collective with different arguments */
-  CGX_TIMEOUT = 5,          /* a deadline passed; the communicator is closed */
-  CGX_PEER_FAILED = 6,      /* a peer died or gave up; the communicator is closed */
-  CGX_CLOSED = 7,           /* the communicator was closed before this call */
-  CGX_SYSTEM = 8,           /* MPI or the operating system refused */
-  CGX_INTERNAL = 9          /* a defect in cgx */
-} cgx_status_t;
-
-/* Text of this thread's last failure; "" if none. Valid until the thread's next cgx call. */
-CGX_API const char* cgx_last_error(void);
-CGX_API const char* cgx_version(void);
 
 /* ---- 2. the process ----------------------------------------------------------------------- */
 
@@ -138,99 +117,12 @@ CGX_API cgx_status_t cgx_comm_close(int32_t comm);
 
 /* ---- 4. collectives ----------------------------------------------------------------------- */
 
-typedef enum cgx_dtype_t { CGX_FLOAT32 = 0, CGX_FLOAT16 = 1, CGX_BFLOAT16 = 2 } cgx_dtype_t;
-typedef enum cgx_op_t {
-  CGX_SUM = 0,
-  CGX_AVG = 1,
-  CGX_MIN = 2,
-  CGX_MAX = 3,
-  CGX_PRODUCT = 4
-} cgx_op_t;
 typedef enum cgx_verb_t {
   CGX_ALLREDUCE = 0,
   CGX_REDUCE_SCATTER = 1,
   CGX_ALL_GATHER = 2
 } cgx_verb_t;
-typedef enum cgx_algorithm_t {
-  CGX_AUTO = 0,
-  CGX_ONE_SHOT = 1,
-  CGX_SRA = 2,
-  CGX_RING = 3,
-  CGX_HIERARCHICAL = 4, /* where no host has several ranks, or there is one only: CGX_SRA */
-  CGX_BY_HOSTS = 5      /* what CGX_AUTO takes for long messages, whatever the length of this one */
-} cgx_algorithm_t;
-/* CGX_SHIFT: every bucket's grid is shifted by one random fraction of a step, then values round to
- * the nearest (QSDP). Unbiased as stochastic rounding, at the error of nearest. */
-typedef enum cgx_rounding_t {
-  CGX_NEAREST = 0,
-  CGX_STOCHASTIC = 1,
-  CGX_SHIFT = 2,
-  CGX_CODECS_OWN = 3 /* the one that the compressor names first */
-} cgx_rounding_t;
-
-/* docs/wire_format.md has the bytes of each, docs/numerics.md its error. */
-typedef enum cgx_compressor_t {
-  CGX_UNIFORM = 0,   /* levels between a bucket's minimum and maximum */
-  CGX_LEVELS = 1,    /* fixed levels times a bucket's root mean square */
-  CGX_SIGN = 2,      /* signs; the sum is a majority vote */
-  CGX_ONEBIT = 3,    /* signs; means of the negative and of the other values */
-  CGX_TERNARY = 4,   /* -1, 0 or 1 times a bucket's largest magnitude */
-  CGX_QSGD = 5,      /* signs and levels of a bucket's norm */
-  CGX_NATURAL = 6,   /* signs and powers of two */
-  CGX_HALF = 7,      /* 16 bits: bf16 of float32 */
-  CGX_TOPK = 8,      /* a bucket's largest magnitudes */
-  CGX_THRESHOLD = 9, /* what is above a threshold that a sample tells */
-  CGX_RANDK = 10     /* values at places that all ranks draw alike */
-} cgx_compressor_t;
-
 typedef enum cgx_device_t { CGX_CPU = 0, CGX_CUDA = 1 } cgx_device_t;
-
-/* How values travel. What a field accepts, how its numbers are written and its default are told by
- * cgx_config_fields; what else it may be, a call refuses. */
-typedef struct cgx_config_t {
-  int64_t bits;        /* of an element: 1-8, or 32: exact, whatever the compressor */
-  int64_t bucket_size; /* elements that share one minimum and step */
-  int64_t rounding;    /* a cgx_rounding_t */
-  int64_t algorithm;   /* a cgx_algorithm_t; of an allreduce only */
-  int64_t gather_bits; /* bits of the reduced values on their way back; 0: as `bits` */
-  /* hierarchical: bits of values that stay on their host until it has summed them; 0: exact.
-   * Segments that travel exact do so there too. */
-  int64_t intra_bits;
-  int64_t skip_incomplete_buckets; /* 1: a segment's last bucket, if not full, travels exact */
-  /* Segments of fewer than max(CGX_SMALLEST_COMPRESSED, minimal_size) elements travel exact. */
-  int64_t minimal_size;
-  int64_t compressor; /* a cgx_compressor_t */
-  int64_t density;    /* of sparse compressors: the share of values that travel, in billionths; 0:
-                       * a hundredth */
-  int64_t value_bits; /* of the values that topk and threshold send: 1-8, 16, 32; 0: 32 */
-  int64_t rotation;   /* so many values are rotated by a Hadamard matrix before; 0: none */
-  int64_t clip;       /* 1: ternary clips values at 2.5 times the bucket's root mean square */
-} cgx_config_t;
-
-/* Fewer elements cost more as a bucket than exact. */
-#define CGX_SMALLEST_COMPRESSED 16
-
-/* The fields of cgx_config_t in their order, as JSON: [{"name", "default", "accepted": in words for
- * errors, "words": {text: number}}, ...]. */
-CGX_API const char* cgx_config_fields(void);
-/* The compressors, as JSON, in the order of cgx_compressor_t: [{"name", "description", "sliced":
- * whether what it encodes can be cut, "bits": [from, to] ([0, 0]: a width of its own), "roundings":
- * [words, its own first], "knobs": [fields of the config that not all have], "biased": whether it
- * needs error feedback to train, "device": "" or why devices lack it}, ...]. */
-CGX_API const char* cgx_compressors(void);
-/* What becomes of a collective's seed. */
-typedef enum cgx_seed_use_t {
-  CGX_SEED_UNUSED = 0,
-  CGX_SEED_OF_NOISE = 1, /* ranks need not agree on it */
-  CGX_SEED_OF_PLACES = 2 /* randk: they must */
-} cgx_seed_use_t;
-/* What a config makes of it: a cgx_seed_use_t. */
-CGX_API cgx_status_t cgx_config_seed_use(const cgx_config_t* config, int32_t* use);
-/* Whether error feedback converges with a config: CGX_INVALID_ARGUMENT, which tells why not. */
-CGX_API cgx_status_t cgx_config_check_feedback(const cgx_config_t* config);
-/* A config as a text: "bits=4 rounding='nearest' gather_bits=None". Names and values are separated
- * by one space and written as Python writes them; what is left out has its default. */
-CGX_API cgx_status_t cgx_config_parse(const char* text, cgx_config_t* config);
 
 /* A run of elements with its own compression. Bucket grid, minimal_size and noise index restart at
  * each segment. Segments must not overlap. */
@@ -374,7 +266,8 @@ CGX_API cgx_status_t cgx_plan(const cgx_collective_t* collective, cgx_plan_t* pl
  *
  * One rank alone carries nothing: decode copies input to output.
  *
- * Messages lie end to end in rank order. In the input of decode, rank p's begins at p * stride.
+ * Messages lie end to end in rank order. In the input of decode they lie equally far apart, at
+ * least as far as the longest is long.
  *
  * No header tells what ranks have in common: that all make the same call is the caller's word, but
  * for the seeds of places that they draw (CGX_RANDK), of which the messages of encode carry a hash.
@@ -390,15 +283,18 @@ typedef struct cgx_carried_t {
  */
 CGX_API cgx_status_t cgx_carried_plan(const cgx_carried_t* carried, int32_t* algorithm,
                                       int64_t* scatter_bytes, int64_t* gather_bytes);
-/* Reads call->input; writes the messages for the other ranks, or one_shot's one message for all. */
-CGX_API cgx_status_t cgx_carried_encode(const cgx_carried_t* carried, void* messages);
+/* Reads call->input; writes the messages for the other ranks, or one_shot's one message for all.
+ * `bytes`: at least theirs; the rest becomes zero, as all that is sent but not said. */
+CGX_API cgx_status_t cgx_carried_encode(const cgx_carried_t* carried, void* messages,
+                                        int64_t bytes);
 /* sra only: reads call->input (this rank's own values) and what arrived; writes the reduced shard's
- * message for all. */
+ * message for all. arrived_bytes must be those of the plan, message_bytes at least. */
 CGX_API cgx_status_t cgx_carried_reduce(const cgx_carried_t* carried, const void* arrived,
-                                        void* message);
-/* Writes call->output. */
+                                        int64_t arrived_bytes, void* message,
+                                        int64_t message_bytes);
+/* Writes call->output. `bytes`: of all messages, `size` times a stride. */
 CGX_API cgx_status_t cgx_carried_decode(const cgx_carried_t* carried, const void* gathered,
-                                        int64_t stride);
+                                        int64_t bytes);
 
 /* ---- 6. arithmetic on one rank -------------------------------------------------------------- */
 
