@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,7 @@ SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22)  # values: 4 KiB to 16 MiB
 _CHOICES = (8, 4, 2)
 _WORTH = 0.9  # of the exact time, at most
 _ALIKE = 1.1  # of the fastest choice's time, at most
+_MOST_DECISIONS = 1024
 _SECONDS = 0.6  # in which measuring is to end
 _MOST_ROUNDS, _MOST_TIMES = 20, 8  # of a size in one of them
 # Where choices may change: eight steps from one power of two to the next.
@@ -245,6 +246,9 @@ def measured(communicator: "Communicator", config: Config) -> Timings:
 # By communicator and config; measured under a lock of their own, since threads may ask at a time.
 _verdicts: dict[tuple[int, Config], Verdict] = {}
 _locks: dict[tuple[int, Config], threading.Lock] = {}
+# What calls of one form become: to compare configs takes longer than a small allreduce. A form has
+# the config's id, which stays its own since the config is held.
+_decisions: dict[tuple[int, int, int, int, str], tuple[Config, Config]] = {}
 
 
 def verdict_of(communicator: "Communicator", config: Config) -> Verdict:
@@ -303,10 +307,16 @@ def decided(
     if config is None or config.bits != AUTO:
         return config
     values = as_input(array)
-    if op not in ("sum", "avg"):
-        return _with_bits(config, EXACT)
-    bits = bits_for(communicator, values.size, config, element_bytes=values.itemsize)
-    return _with_bits(config, bits)
+    form = communicator.id, id(config), values.size, values.itemsize, op
+    found = _decisions.get(form)
+    if found is None:
+        bits = EXACT
+        if op in ("sum", "avg"):
+            bits = bits_for(communicator, values.size, config, element_bytes=values.itemsize)
+        if len(_decisions) >= _MOST_DECISIONS:
+            _decisions.clear()
+        found = _decisions[form] = config, _with_bits(config, bits)
+    return found[1]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -317,6 +327,7 @@ def _with_bits(config: Config, bits: int) -> Config:
 def set_verdict(communicator: "Communicator", config: Config, verdict: Verdict) -> None:
     """Have a communicator go by this verdict, alike on all ranks, and measure nothing."""
     _verdicts[_key(communicator, config)] = verdict
+    _decisions.clear()
 
 
 def _key(communicator: "Communicator", config: Config) -> tuple[int, Config]:
@@ -330,6 +341,7 @@ def told_of(comm: int) -> str:
 
 def forget(comm: int) -> None:
     """Forget what was measured of a communicator that is closed."""
-    for known in (_verdicts, _locks):
+    every: tuple[dict[Any, Any], ...] = (_verdicts, _locks, _decisions)
+    for known in every:
         for key in [key for key in list(known) if key[0] == comm]:
             known.pop(key, None)

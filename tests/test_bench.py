@@ -401,6 +401,7 @@ def test_the_verdict_is_of_what_was_timed() -> None:
 
 def test_config_names() -> None:
     assert allreduce.cgx_name(Config(bits=4, rounding="shift")) == "cgx 4 shift"
+    assert allreduce.cgx_name(Config(bits="auto")) == "cgx auto"
 
 
 # ---- benchmarks/ ---------------------------------------------------------------------------------

@@ -25,7 +25,9 @@ import cgx_ops
 from cgx_ops import Config
 from cgx_ops._arrays import Array
 from cgx_ops.address import free_address
+from cgx_ops.break_even import decided
 from cgx_ops.codec import encoded_bytes
+from cgx_ops.config import AUTO
 
 if TYPE_CHECKING:
     import torch
@@ -315,16 +317,20 @@ PEERS = {
 
 
 def cgx(x: Array, out: Array, config: Config) -> Contender:
-    """Return cgx_ops.allreduce() among all ranks of the world."""
+    """Return cgx_ops.allreduce() among all ranks of the world. Collective with bits="auto"."""
+    sent = decided(cgx_ops.init(), config, x, "sum")
+    assert sent is not None
     return Contender(
         lambda: cgx_ops.allreduce(x, config=config, out=out),
         out.copy,
-        encoded_bytes(x.size, config),
+        encoded_bytes(x.size, sent),
     )
 
 
 def cgx_name(config: Config) -> str:
-    """Return the contender's name: "cgx 4 nearest", "cgx 32", "cgx topk 0.01"."""
+    """Return the contender's name: "cgx 4 nearest", "cgx 32", "cgx auto", "cgx topk 0.01"."""
+    if config.bits == AUTO:
+        return "cgx auto"
     if config.bits == 32:
         return "cgx 32"
     if config.compressor == "uniform" and config.rounding:
