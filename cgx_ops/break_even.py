@@ -341,7 +341,11 @@ def told_of(comm: int) -> str:
 
 def forget(comm: int) -> None:
     """Forget what was measured of a communicator that is closed."""
-    every: tuple[dict[Any, Any], ...] = (_verdicts, _locks, _decisions)
-    for known in every:
-        for key in [key for key in list(known) if key[0] == comm]:
-            known.pop(key, None)
+    _forget(_verdicts, comm)
+    _forget(_locks, comm)
+    _forget(_decisions, comm)
+
+
+def _forget(known: dict[Any, Any], comm: int) -> None:
+    for key in [key for key in list(known) if key[0] == comm]:
+        known.pop(key, None)
