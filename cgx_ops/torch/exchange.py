@@ -1,10 +1,12 @@
 """Exchange: the average of a list of tensors over the ranks, one message, in a Config's bits.
 
-For what is no bucket of gradients: differences of weights (averager.py), momenta (optim.py).
-What compression loses of each tensor, by name, is added to the next one, where the Config says so.
+For what is no bucket of gradients: differences of weights (averager.py, diloco.py), momenta
+(optim.py). What compression loses of each tensor, by name, is added to the next one, where the
+Config says so. An exchange that fails leaves that as it was.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Literal
 
@@ -22,6 +24,46 @@ from cgx_ops.torch.layers import Layer, Rules
 from cgx_ops.torch.work import DTYPES, devices
 
 Carriers = Literal["native", "c10d"]
+
+
+class Flight:
+    """Means under way.
+
+    Attributes:
+        like: the tensors of which they are.
+    """
+
+    def __init__(
+        self,
+        like: Sequence[torch.Tensor],
+        future: torch.futures.Future[torch.Tensor] | None = None,
+        residuals: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> None:
+        """Have them under way.
+
+        Args:
+            like: the tensors.
+            future: of the means, flat, end to end; None: these are they already.
+            residuals: (what is kept, what it becomes when they are there).
+        """
+        self.like = like
+        self._future, self._residuals = future, residuals
+
+    @torch.no_grad()
+    def wait(self) -> list[torch.Tensor]:
+        """Return the means, when they are there; only then residuals change.
+
+        Raises:
+            RuntimeError: what the exchange failed with.
+        """
+        if self._future is not None:
+            buffer = self._future.wait()
+            for kept, lost in self._residuals:
+                kept.copy_(lost)
+            pieces = buffer.split([x.numel() for x in self.like])
+            self.like = [piece.view(x.shape) for piece, x in zip(pieces, self.like, strict=True)]
+            self._future, self._residuals = None, ()
+        return list(self.like)
 
 
 class Exchange(HookState):
@@ -48,42 +90,100 @@ class Exchange(HookState):
         super().__init__(process_group, config, Rules(exact_vectors=exact_vectors), carrier)
         self.caller = caller
 
-    @torch.no_grad()
     def mean(
         self, names: Sequence[str], tensors: Sequence[torch.Tensor], *, exact: bool = False
     ) -> list[torch.Tensor]:
-        """Return the mean of each tensor over the ranks, equal on all of them, to the bit.
+        """Return the mean of each tensor over the ranks; arguments and errors as start()."""
+        return self.start(names, tensors, exact=exact).wait()
+
+    @torch.no_grad()
+    def start(
+        self,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        *,
+        exact: bool = False,
+        of_senders: bool = False,
+    ) -> Flight:
+        """Start the mean of each tensor over the ranks, equal on all of them, to the bit.
 
         Args:
             names: of the tensors: that of a residual and of noise.
             tensors: float32, of any shapes, on one device; as many on all ranks, of equal shapes.
+                They may change at once.
             exact: whether they travel exact; residuals then stay as they are.
+            of_senders: the mean of each value is over the ranks that sent it, of a compressor that
+                keeps back the rest. How many these were is a second message.
         """
         step, self.steps = self.steps, self.steps + 1
         if not tensors:
-            return []
+            return Flight([])
         starts = list(accumulate((x.numel() for x in tensors), initial=0))
         buffer = torch.cat([x.reshape(-1) for x in tensors])
         if exact:
-            config, residuals = self.config, None
-            segments, seeds = [Segment(0, buffer.numel(), bits=EXACT_BITS)], [0]
-        else:
-            rules = self.rules
-            assert rules is not None
-            config = for_any_bucket(self.config, rules)
-            found = [Layer(n, x.dim(), x.numel()) for n, x in zip(names, tensors, strict=True)]
-            segments = rules.segments(found, starts[:-1])
-            residuals = residuals_of(self.caller, self, config, found, segments, tensors)
-            group = group_or_default(self.process_group).group_name
-            seeds = [
-                call_seed(config.seed, f"{self.caller}/{layer.name}", step, group)
-                for layer in found
-            ]
-        self.average(
-            buffer, config, segments=segments, seed=seeds, name=self.caller, residuals=residuals
-        ).wait()
-        pieces = buffer.split([x.numel() for x in tensors])
-        return [piece.view(x.shape) for piece, x in zip(pieces, tensors, strict=True)]
+            segments = [Segment(0, buffer.numel(), bits=EXACT_BITS)]
+            future = self.average(
+                buffer, self.config, segments=segments, seed=[0], name=self.caller
+            )
+            return Flight(tensors, future)
+        rules = self.rules
+        assert rules is not None
+        config = for_any_bucket(self.config, rules)
+        found = [Layer(n, x.dim(), x.numel()) for n, x in zip(names, tensors, strict=True)]
+        segments = rules.segments(found, starts[:-1])
+        # A copy becomes what is lost; what is kept decays only with it.
+        undecayed = replace(config, residual_decay=1.0)
+        kept = residuals_of(self.caller, self, undecayed, found, segments, tensors)
+        lost = None
+        if kept is not None:
+            lost = [e if e is None else e * config.residual_decay for e in kept]
+        group = group_or_default(self.process_group).group_name
+        seeds = [
+            call_seed(config.seed, f"{self.caller}/{layer.name}", step, group) for layer in found
+        ]
+        then: Callable[[], object] = lambda: None  # noqa: E731
+        if of_senders:
+            then = self._of_senders(buffer, config, segments, seeds, lost)
+        future = self.average(
+            buffer, config, segments=segments, seed=seeds, name=self.caller, residuals=lost,
+            then=then,
+        )  # fmt: skip
+        pairs = zip(kept or (), lost or (), strict=True)
+        changes = [(k, e) for k, e in pairs if k is not None and e is not None]
+        return Flight(tensors, future, changes)
+
+    def _of_senders(
+        self,
+        buffer: torch.Tensor,
+        config: Config,
+        segments: Sequence[Segment],
+        seeds: Sequence[int],
+        lost: Sequence[torch.Tensor | None] | None,
+    ) -> Callable[[], None]:
+        """Return what makes means over all ranks, in the buffer, those over senders."""
+        # What is lost is compared with the very bits that were encoded.
+        pieces = buffer.split([segment.numel for segment in segments])
+        for piece, e in zip(pieces, lost or (), strict=False):
+            if e is not None:
+                piece += e
+                e.zero_()
+        owed = buffer.clone()
+
+        def then() -> None:
+            sent = torch.ones_like(owed)
+            parts = (x.split([segment.numel for segment in segments]) for x in (sent, owed))
+            for mine, all_, e in zip(*parts, lost or (), strict=False):
+                if e is not None:
+                    torch.ne(all_, e, out=mine)
+            ones = replace(config, value_bits=1, error_feedback=None)
+            one_bit = [replace(s, value_bits=1) if s.value_bits else s for s in segments]
+            self.average_more(
+                sent, ones, segments=one_bit, seed=seeds, name=f"{self.caller}/senders"
+            )
+            size = group_or_default(self.process_group).size()
+            buffer.mul_(size).div_((sent * size).round_().clamp_(min=1))
+
+        return then
 
 
 def check_parameters(caller: str, parameters: Sequence[torch.Tensor]) -> None:

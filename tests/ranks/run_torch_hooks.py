@@ -1,7 +1,7 @@
 """Rank program: hooks with methods of their own, and what PyTorch builds around hooks.
 
 PowerSGD, Deep Gradient Compression; PyTorch's wrappers and optimizers, post-local SGD, optimizers
-that average by themselves.
+that average by themselves; outer loops.
 """
 
 import checks
@@ -10,6 +10,7 @@ import torch_deep_gradient.state
 import torch_deep_gradient.values
 import torch_hooks.averager
 import torch_hooks.composed
+import torch_hooks.diloco
 import torch_hooks.optim
 import torch_power_sgd.state
 import torch_power_sgd.values
@@ -26,6 +27,7 @@ def main() -> None:
             torch_hooks.composed,
             torch_hooks.averager,
             torch_hooks.optim,
+            torch_hooks.diloco,
         )
     )
     dist.destroy_process_group()

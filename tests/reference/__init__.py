@@ -20,6 +20,7 @@ documents.
     low_rank       PowerSGD, in float64: not to the bit
     deep_gradient  Deep Gradient Compression, as the paper has it
     one_bit        1-bit Adam, SigNUM
+    outer_loop     DiLoCo
 """
 
 from .bound import error_bound
@@ -28,6 +29,7 @@ from .collectives import all_gather, allreduce, reduce_scatter
 from .deep_gradient import DeepGradient, density_at
 from .low_rank import PowerSGD, given_up, given_up_bound
 from .one_bit import OneBitAdam, Signum
+from .outer_loop import OuterLoop
 from .philox import Seeds, noise, seeds_of
 from .segments import Segment, pick, shards, travels_exact
 from .settings import Compressor
@@ -58,6 +60,7 @@ __all__ = [
     "DeepGradient",
     "OneBitAdam",
     "Op",
+    "OuterLoop",
     "PowerSGD",
     "RoundingMode",
     "Seeds",

@@ -1,0 +1,445 @@
+"""DiLoCo: an outer loop over ranks that train by themselves.
+
+1. values, against the reference: to the bit where the outer steps are exact
+2. what it is with plain settings: averages, DistributedDataParallel
+3. models: dtypes, frozen and tied parameters, fragments, optimizers
+4. checkpoints
+5. what is not finite, and bad input
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import reference
+import torch
+import torch.distributed as dist
+import torch_cases as tc
+from failing import fails
+from shared_folder import folder_of_all
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.nn.parallel import DistributedDataParallel
+from torch_training import (
+    RANK,
+    SIZE,
+    backward,
+    gathered,
+    identical_on_all_ranks,
+    network,
+    train,
+    weights_of,
+)
+
+from cgx_ops import Communicator, Config, InvalidArgument
+from cgx_ops.torch.diloco import DiLoCo, sparse_loco
+
+NEAREST = Config(bits=4, bucket_size=64, rounding="nearest")
+LEVELS = Config(bits=2, compressor="levels", bucket_size=64)
+TOPK = Config(compressor="topk", density=0.1, bucket_size=128, residual_decay=0.5)
+EXACT = Config(bits=32)
+# Steps of which every product is exact: torch's fused ones round as the reference's do.
+HALVES: dict[str, Any] = {"lr": 0.5, "momentum": 0.5, "nesterov": True}
+
+
+def halves(anchors: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(anchors, **HALVES)
+
+
+def of_rate_one(anchors: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(anchors, lr=1.0)
+
+
+def move(model: nn.Module, step: int) -> None:
+    """Have parameters become what an inner step might make of them."""
+    generator = torch.Generator().manual_seed(1000 * step + RANK)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += (0.1 * torch.randn(p.shape, generator=generator)).to(p.dtype)
+
+
+def flat(model: nn.Module) -> dict[str, Any]:
+    """Return a copy of each parameter as numpy has it, flat, in float32."""
+    return {
+        n: tc.to_numpy(p.detach().float().flatten()).copy() for n, p in model.named_parameters()
+    }
+
+
+# ---- 1. values -----------------------------------------------------------------------------------
+
+
+def expected(loop: DiLoCo, first: dict[str, Any], **more: Any) -> reference.OuterLoop:
+    """Return the reference of a loop, whose compression is the same for all parameters."""
+    config = loop.exchange.config
+
+    def segment_of(_name: str, numel: int) -> reference.Segment:
+        return reference.Segment(
+            0, numel, config.decided_bits, config.bucket_size, config.compressor,
+            density=config.density or 0.01, rounding="nearest",
+        )  # fmt: skip
+
+    members = [[loop.names[i] for i in places] for places in loop.fragments]
+    return reference.OuterLoop(
+        first, SIZE, loop.schedule, members, segment_of,
+        decay=config.residual_decay, feedback=config.keeps_residuals,
+        of_senders=loop.mean_over == "senders", **more,
+    )  # fmt: skip
+
+
+def check_rounds(loop: DiLoCo, model: nn.Module, oracle: reference.OuterLoop, steps: int) -> None:
+    for step in range(steps):
+        before = flat(model)
+        move(model, step)
+        after = flat(model)
+        for name in before:
+            moved = gathered(torch.from_numpy(after[name]))
+            for rank, params in enumerate(oracle.params):
+                params[name] = tc.to_numpy(moved[rank])
+        loop.step()
+        oracle.step()
+        for name, mine in flat(model).items():
+            assert np.array_equal(mine, oracle.params[RANK][name]), (step, name)
+    for name, anchor in zip(loop.names, loop.anchors, strict=True):
+        assert np.array_equal(tc.to_numpy(anchor.detach().flatten()), oracle.anchor[name]), name
+        identical_on_all_ranks(anchor.detach())
+    for name, e in loop.exchange.residuals.tensors.items():
+        assert np.array_equal(tc.to_numpy(e), oracle.residuals[name][RANK]), name
+
+
+def as_the_reference() -> None:
+    """Every rank's parameters after every step, anchors and what is lost: to the bit."""
+    halved: Any = halves, {"rate": 0.5, "momentum": 0.5}
+    plain: Any = of_rate_one, {"rate": 1.0, "momentum": 0.0}
+    cases: Any = (
+        (NEAREST, halved, {"sync_every": 3}),
+        (LEVELS, halved, {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1}),
+        (
+            NEAREST, halved,
+            {"sync_every": 6, "fragments": 3, "fragment_sync_delay": 1,
+             "fragment_update_alpha": 0.5},
+        ),
+        (EXACT, halved, {"sync_every": 4, "fragments": 2, "error_feedback": False}),
+        (NEAREST, plain, {"sync_every": 1, "error_feedback": False}),
+        (TOPK, plain, {"sync_every": 2, "mean_over": "senders"}),
+        (TOPK, plain, {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1,
+                       "mean_over": "senders"}),
+    )  # fmt: skip
+    for config, (outer, rates), options in cases:
+        model = network()
+        loop = DiLoCo(model, outer, config=config, **options)
+        assert bool(loop.exchange.config.keeps_residuals) == (
+            config.bits != 32 and options.get("error_feedback", True)
+        )
+        oracle = expected(loop, flat(model), **rates)
+        check_rounds(loop, model, oracle, 2 * options["sync_every"] + 1)
+
+
+def by_default() -> None:
+    """Nesterov's momentum of 0.9 at a rate of 0.7, in 32 bits."""
+    model = network()
+    loop = DiLoCo(model, sync_every=2, config=EXACT)
+    anchor = {n: x.astype(np.float64) for n, x in flat(model).items()}
+    momentum = {n: 0 * x for n, x in anchor.items()}
+    for step in range(40):
+        move(model, step)
+        everyones = gathered(weights_of(model))
+        mean = torch.stack(everyones).double().mean(0).numpy()
+        loop.step()
+        if step % 2 == 0:
+            continue
+        start = 0
+        for name, a in anchor.items():
+            delta = a - mean[start : start + a.size]
+            start += a.size
+            momentum[name] = 0.9 * momentum[name] + delta
+            anchor[name] = a - 0.7 * (delta + 0.9 * momentum[name])
+            # Some ten operations a round are rounded, of values below 16; rounds add up.
+            bound = 10 * (step + 1) * 2.0**-24 * 16
+            assert np.abs(flat(model)[name] - anchor[name]).max() <= bound, (step, name)
+
+
+# ---- 2. plain settings ---------------------------------------------------------------------------
+
+
+def averages() -> None:
+    """With one step, rate 1 and no momentum parameters are averaged, to rounding."""
+    model = network()
+    loop = DiLoCo(model, of_rate_one, sync_every=1, config=EXACT)
+    for step in range(10):
+        move(model, step)
+        everyones = torch.stack(gathered(weights_of(model))).double()
+        loop.step()
+        # A difference, a sum of SIZE, a quotient, and a difference: of values below 16.
+        bound = (SIZE + 3) * 2.0**-24 * 16
+        assert (weights_of(model) - everyones.mean(0)).abs().max() <= bound, step
+
+
+def as_data_parallel() -> None:
+    """And with plain SGD inside, it is DistributedDataParallel, to rounding."""
+    model, other = network(), DistributedDataParallel(network())
+    loop = DiLoCo(model, of_rate_one, sync_every=1, config=EXACT)
+    inner = torch.optim.SGD(model.parameters(), 0.05)
+    with loop.after(inner):
+        for step in range(20):
+            backward(model, step, shift=0.3)
+            inner.step()
+    train(other, range(20), shift=0.3)
+    assert loop.steps == loop.applied == 20
+    largest = float(weights_of(model).abs().max())
+    # Each step differs by what `averages` bounds; the loss is smooth, so steps hardly amplify it.
+    bound = 20 * (SIZE + 6) * 2.0**-24 * 4 * max(1.0, largest)
+    assert (weights_of(model) - weights_of(other.module)).abs().max() <= bound
+
+
+def trains() -> None:
+    """2 bits with feedback reach what 32 do; SparseLoCo comes near it."""
+    losses = {}
+    for name, make in (
+        ("exact", lambda model: DiLoCo(model, sync_every=5, config=EXACT)),
+        ("2 bits", lambda model: DiLoCo(model, sync_every=5, config=LEVELS)),
+        (
+            "overlapped",
+            lambda model: DiLoCo(
+                model, sync_every=10, fragments=2, fragment_sync_delay=2, config=LEVELS
+            ),
+        ),
+        ("sparse", lambda model: sparse_loco(model, sync_every=5, density=0.1)),
+    ):
+        model = network()
+        first = mean_loss(model)
+        loop = make(model)
+        for step in range(60):
+            train(model, range(step, step + 1))
+            loop.step()
+        loop.restart()
+        identical_on_all_ranks(weights_of(model))
+        losses[name] = mean_loss(model) / first
+    assert losses["exact"] < 0.3, losses
+    assert all(loss < losses["exact"] + 0.1 for loss in losses.values()), losses
+
+
+def mean_loss(model: nn.Module) -> float:
+    from torch_training import batch, loss_of
+
+    with torch.no_grad():
+        return sum(float(loss_of(model, batch(rank, 10**6))) for rank in range(4)) / 4
+
+
+# ---- 3. models -----------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """A model with frozen, tied and half-precision parameters, and a buffer."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(RANK)  # ranks begin with others
+        self.first = nn.Linear(24, 24)
+        self.norm = nn.BatchNorm1d(24)
+        self.second = nn.Linear(24, 24, bias=False)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(24, 8).requires_grad_(False)
+        self.to(dtype)
+
+
+def models() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        model: Any = Mixed(dtype)
+        left = [model.frozen.weight.clone(), model.norm.running_mean.clone()]
+        loop = DiLoCo(model, sync_every=2, config=NEAREST)
+        assert loop.names == ["first.weight", "first.bias", "norm.weight", "norm.bias"]
+        assert all(a.dtype == torch.float32 for a in loop.anchors)
+        trained = torch.cat([p.detach().flatten().float() for p in loop.parameters])
+        identical_on_all_ranks(trained)
+        for step in range(4):
+            with torch.no_grad():
+                for p in loop.parameters:
+                    p += torch.full_like(p, 0.01 * (RANK + step))
+            loop.step()
+        for p, anchor in zip(loop.parameters, loop.anchors, strict=True):
+            assert torch.equal(p, anchor.to(dtype))
+            identical_on_all_ranks(p.detach().float())
+        now = [model.frozen.weight, model.norm.running_mean]
+        assert all(map(torch.equal, now, left))
+        assert model.second.weight is model.first.weight
+
+
+def fragments() -> None:
+    """Modules as fragments, and torchft's form of an outer optimizer."""
+    model: Any = network()
+    outer = torch.optim.SGD(model.parameters(), **HALVES)
+    halves_of = [nn.ModuleList([model[0], model[2]]), model[4]]
+    loop = DiLoCo(model, outer, sync_every=4, fragments=halves_of, config=NEAREST)
+    assert loop.outer_optimizer is outer
+    assert [sum(loop.parameters[i].numel() for i in f) for f in loop.fragments] == [1200, 200]
+    oracle = expected(loop, flat(model), rate=0.5, momentum=0.5)
+    check_rounds(loop, model, oracle, 9)
+
+    make: Any = DiLoCo
+    fails(InvalidArgument, "no fragment has '4.weight'", lambda: make(
+        model, sync_every=2, fragments=[model[0], model[2]]
+    ))  # fmt: skip
+    fails(InvalidArgument, "is in fragments 0 and 1", lambda: make(
+        model, sync_every=2, fragments=[model, model[0]]
+    ))  # fmt: skip
+    fails(
+        InvalidArgument,
+        "must be new, over all parameters",
+        lambda: make(model, outer, sync_every=2),
+    )
+
+
+def what_is_sent() -> None:
+    """A round in 2 bits is a sixteenth of an exact one, and headers; other steps send nothing."""
+    world: Any = dist.group.WORLD
+    comm = Communicator.find(world.group_name)
+    model = nn.Linear(512, 512, bias=False)
+    loop = DiLoCo(model, sync_every=3, config=Config(bits=2, compressor="levels"))
+    sent = []
+    for _ in range(6):
+        before = comm.bytes_sent
+        loop.step()
+        sent.append(comm.bytes_sent - before)
+    assert sent[0] == sent[1] == sent[3] == sent[4] == 0
+    assert sent[2] == sent[5]
+    exact = 4 * model.weight.numel() * 2 * (SIZE - 1) / SIZE
+    assert exact / 16 <= sent[2] <= exact / 16 * (1 + 16 / 1024) + 500 * SIZE, (sent, exact)
+
+
+# ---- 4. checkpoints ------------------------------------------------------------------------------
+
+
+def resumed() -> None:
+    """To the bit, from where a fragment is under way."""
+    options: dict[str, Any] = {
+        "sync_every": 6, "fragments": 2, "fragment_sync_delay": 2, "config": LEVELS,
+        "fragment_update_alpha": 0.25,
+    }  # fmt: skip
+
+    def run(model: nn.Module, loop: DiLoCo, steps: range) -> None:
+        for step in steps:
+            move(model, step)
+            loop.step()
+
+    for form in ("torch", "dcp"):
+        with folder_of_all() as folder:
+            model = network()
+            loop = DiLoCo(model, **options)
+            run(model, loop, range(7))  # sent after step 7, applied after step 9
+            file = f"{folder}/{RANK}.pt"
+            weights = copy.deepcopy(model.state_dict())
+            if form == "dcp":
+                dcp_save({"loop": loop}, checkpoint_id=folder)
+            else:
+                torch.save(loop.state_dict(), file)
+            run(model, loop, range(7, 20))
+
+            again = network()
+            restored = DiLoCo(again, **options)
+            run(again, restored, range(5))
+            if form == "dcp":
+                dcp_load({"loop": restored}, checkpoint_id=folder)
+            else:
+                restored.load_state_dict(torch.load(file))  # weights_only, torch's default
+            again.load_state_dict(weights)
+            run(again, restored, range(7, 20))
+            assert torch.equal(weights_of(again), weights_of(model)), form
+            assert (restored.steps, restored.applied) == (loop.steps, loop.applied)
+            for name, e in loop.exchange.residuals.tensors.items():
+                assert torch.equal(restored.exchange.residuals.tensors[name], e), (form, name)
+
+
+def another_number_of_ranks() -> None:
+    """What was lost is pending in the same mean, whoever takes it up."""
+    model = network()
+    loop = DiLoCo(model, of_rate_one, sync_every=1, config=LEVELS)
+    move(model, 0)
+    loop.step()
+    pending = {
+        name: torch.stack(gathered(e)).double().mean(0)
+        for name, e in loop.exchange.residuals.tensors.items()
+    }
+    own = loop.state_dict()
+    loop.consolidate()
+    saved = loop.state_dict()
+    alone: Any = dist.new_group([0], backend="cgx")
+    if RANK == 0:
+        other = DiLoCo(network(), of_rate_one, sync_every=1, config=LEVELS, process_group=alone)
+        other.load_state_dict(saved)
+        other.restart()
+        before = [a.detach().clone() for a in other.anchors]
+        other.step()  # nothing was learnt: what is pending is all that there is
+        for name, anchor, a in zip(other.names, other.anchors, before, strict=True):
+            want = a.double().flatten() - pending[name] if name in pending else a.double().flatten()
+            bound = SIZE * 2.0**-22 * max(1.0, float(want.abs().max()))
+            assert (anchor.detach().double().flatten() - want).abs().max() <= bound, name
+        if SIZE > 1:
+            other.load_state_dict(own)
+            fails(InvalidArgument, f"of rank 0 of {SIZE}", other.step)
+    dist.barrier()
+
+
+# ---- 5. what is not finite, and bad input --------------------------------------------------------
+
+
+def not_finite() -> None:
+    """It is seen on every rank."""
+    for config in (NEAREST, LEVELS, TOPK, EXACT):
+        model = network()
+        loop = DiLoCo(model, sync_every=1, config=config)
+        if RANK == SIZE - 1:
+            with torch.no_grad():
+                next(model.parameters())[0, 0] = float("nan")
+        loop.step()
+        assert not weights_of(model).isfinite().all(), config
+
+
+def bad_input() -> None:
+    make: Any = DiLoCo
+    model = network()
+
+    def of(**options: Any) -> Callable[[], Any]:
+        return lambda: make(model, **{"sync_every": 4, **options})
+
+    for options, words in (
+        ({"sync_every": 0}, "sync_every is 0"),
+        ({"fragments": 3}, "fragments must divide it"),
+        ({"fragments": 4}, "there are 3 layers"),
+        ({"fragment_sync_delay": 4}, "fragment_sync_delay is 4"),
+        ({"fragment_update_alpha": 2}, "from 0 to 1"),
+        ({"mean_over": "all"}, "mean_over is 'all'"),
+        ({"mean_over": "senders"}, "give Config(compressor='topk')"),
+        ({"mean_over": "senders", "config": TOPK, "error_feedback": False}, "keeps back"),
+        ({"carrier": "mpi"}, "carrier is 'mpi'"),
+        ({"config": Config(compressor="qsgd", bits=2, bucket_size=4096)}, "error feedback"),
+    ):  # fmt: skip
+        fails(InvalidArgument, words, of(**options))
+    fails(TypeError, "is torch.float64", lambda: make(network(torch.float64), sync_every=2))
+    model.requires_grad_(False)
+    fails(InvalidArgument, "no parameter that requires", of())
+    model.requires_grad_(True)
+    loop = DiLoCo(model, sync_every=2)
+    fails(InvalidArgument, "['steps']", lambda: loop.load_state_dict({"steps": 1}))
+    other = DiLoCo(nn.Linear(4, 4), sync_every=2).state_dict()
+    fails(InvalidArgument, "another model's", lambda: loop.load_state_dict(other))
+
+
+def ranks_that_differ() -> None:
+    """An error on every rank, which names both sides."""
+    if SIZE == 1:
+        return
+    last = RANK == SIZE - 1
+    for options, words in (
+        ({"sync_every": 4 if last else 2}, "rank 0 has sync_every 2, rank"),
+        ({"config": LEVELS if last else NEAREST}, "has config"),
+        ({"outer_optimizer": halves if last else None}, "has outer_optimizer SGD"),
+    ):
+        fails(InvalidArgument, words, lambda o=options: DiLoCo(network(), **{"sync_every": 2, **o}))
+    wide = nn.Linear(24, 25 if last else 24)
+    fails(InvalidArgument, "parameter 0 weight float32[24, 24]", lambda: DiLoCo(wide, sync_every=2))
+
+
+CHECKS = [as_the_reference, by_default, averages, as_data_parallel, trains, models, fragments]
+CHECKS += [what_is_sent, resumed, another_number_of_ranks, not_finite, bad_input, ranks_that_differ]

@@ -1,0 +1,97 @@
+"""An outer loop over all ranks (DiLoCo), in numpy: each operation rounded to float32."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .collectives import allreduce
+from .segments import Segment, travels_exact
+
+_F = np.float32
+_Values = npt.NDArray[np.float32]
+
+
+class OuterLoop:
+    """What ranks do after each inner step: Nesterov's SGD on anchors, by averages of differences.
+
+    Attributes:
+        params: of each rank, by name, flat.
+        anchor, momentum, residuals: by name; residuals of each rank.
+        steps: so far.
+    """
+
+    def __init__(
+        self,
+        first: Mapping[str, npt.NDArray[Any]],
+        ranks: int,
+        schedule: Any,
+        members: Sequence[list[str]],
+        segment_of: Callable[[str, int], Segment],
+        *,
+        rate: float = 0.7,
+        momentum: float = 0.9,
+        decay: float = 1.0,
+        feedback: bool = True,
+        of_senders: bool = False,
+    ) -> None:
+        """Begin.
+
+        Args:
+            first: the parameters, equal on all ranks.
+            ranks: how many.
+            schedule: sent_after(step) and applied_after(step): a fragment or None; and alpha.
+            members: the names of each fragment's parameters.
+            segment_of: how a parameter of a name and a size travels.
+            rate: of the outer SGD.
+            momentum: of it; 0: none.
+            decay: of residuals.
+            feedback: whether there are any.
+            of_senders: whether a mean is over the ranks that sent a value (one_shot), not over all.
+        """
+        flat: dict[str, Any] = {name: x.ravel().astype(_F) for name, x in first.items()}
+        self.params: list[dict[str, Any]] = [
+            {n: x.copy() for n, x in flat.items()} for _ in range(ranks)
+        ]
+        self.anchor: dict[str, Any] = {n: x.copy() for n, x in flat.items()}
+        self.momentum: dict[str, Any] = {n: np.zeros_like(x) for n, x in flat.items()}
+        self.residuals: Any = {n: [np.zeros_like(x) for _ in range(ranks)] for n, x in flat.items()}
+        self.schedule, self.members, self.segment_of = schedule, members, segment_of
+        self.rate, self.mu, self.decay = _F(rate), _F(momentum), decay
+        self.feedback, self.of_senders = feedback, of_senders
+        self.steps = 0
+        self._flight: dict[str, Any] = {}
+
+    def step(self) -> None:
+        """Do what is due after an inner step, by which `params` have changed."""
+        self.steps += 1
+        sent = self.schedule.sent_after(self.steps)
+        if sent is not None:
+            self._flight = {n: self._sent(n) for n in self.members[sent]}
+        applied = self.schedule.applied_after(self.steps)
+        if applied is not None:
+            for n in self.members[applied]:
+                self._apply(n, *self._flight[n])
+
+    def _sent(self, n: str) -> tuple[_Values, list[Any]]:
+        lost = [e * _F(self.decay) for e in self.residuals[n]]
+        deltas = [self.anchor[n] - params[n] for params in self.params]
+        segment = self.segment_of(n, deltas[0].size)
+        if not self.of_senders:
+            kept = lost if self.feedback else None
+            return allreduce(deltas, [segment], op="avg", algorithm="sra", residuals=kept), lost
+        owed = [d + e for d, e in zip(deltas, lost, strict=True)]
+        if travels_exact(segment, 0):
+            return allreduce(owed, [segment], op="avg", algorithm="one_shot"), lost
+        mean = allreduce(deltas, [segment], op="avg", algorithm="one_shot", residuals=lost)
+        count = np.sum([a != e for a, e in zip(owed, lost, strict=True)], 0)
+        return mean * _F(len(deltas)) / np.maximum(count, 1).astype(_F), lost
+
+    def _apply(self, n: str, mean: _Values, lost: list[_Values]) -> None:
+        self.momentum[n] = self.mu * self.momentum[n] + mean
+        self.anchor[n] = self.anchor[n] - self.rate * (mean + self.mu * self.momentum[n])
+        self.residuals[n] = lost
+        alpha = _F(self.schedule.fragment_update_alpha)
+        for params in self.params:
+            params[n] = alpha * params[n] + (_F(1) - alpha) * self.anchor[n]
