@@ -1,0 +1,109 @@
+"""Rank program: an outer loop whose members change, without a launcher.
+
+    run_torch_diloco_members.py PORT STEPS [DIES_AT]
+
+A store listens at PORT of this machine; members meet by torch's elastic rendezvous. The one that
+has DIES_AT is killed in the synchronisation after that step, when the others wait for it. Whoever
+is left goes on, and takes in who knocks. Prints what became of it, as JSON.
+"""
+
+import datetime
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+from cgx_ops import Config
+from cgx_ops.torch.diloco import DiLoCo
+from cgx_ops.torch.exchange import Flight
+
+EVERY = 4
+
+
+def rendezvous(port: int) -> Any:
+    parameters = RendezvousParameters(
+        "c10d", f"127.0.0.1:{port}", "members", min_nodes=1, max_nodes=4, local_addr="127.0.0.1",
+        is_host=False, join_timeout=60, last_call_timeout=2, keep_alive_interval=1,
+    )  # fmt: skip
+    backend, store = create_backend(parameters)
+    return create_handler(store, backend, parameters)
+
+
+def join(handler: Any) -> int:
+    """Meet whoever is there, as the default group; return how many these are."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    met = handler.next_rendezvous()
+    dist.init_process_group(
+        "cgx", store=met.store, rank=met.rank, world_size=met.world_size,
+        timeout=datetime.timedelta(seconds=20),
+    )  # fmt: skip
+    return met.world_size
+
+
+def someone_knocks(handler: Any) -> bool:
+    """Tell whether anyone waits to be taken in; all ranks alike."""
+    waiting = torch.tensor(float(handler.num_nodes_waiting()))
+    dist.all_reduce(waiting, dist.ReduceOp.MAX)
+    return bool(waiting)
+
+
+def die(_flight: Flight) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    port, steps, *dies = map(int, sys.argv[1:])
+    handler = rendezvous(port)
+    sizes = [join(handler)]
+    torch.manual_seed(os.getpid())  # a newcomer's own weights do not count
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    loop = DiLoCo(model, sync_every=EVERY, config=Config(bits=4))
+    begun_at = loop.steps
+    inner = torch.optim.SGD(model.parameters(), 0.05)
+    generator = torch.Generator().manual_seed(os.getpid())
+    losses, failures = [], []
+    while loop.steps < steps:
+        x = torch.randn(64, 64, generator=generator)
+        loss = (model(x) - x[:, :8]).square().sum(1).mean()
+        inner.zero_grad()
+        loss.backward()
+        inner.step()
+        losses.append(loss.item())
+        if loop.steps + 1 in dies:
+            setattr(Flight, "wait", die)  # noqa: B010  # its values are on their way, and it never takes the others'
+        before = [anchor.detach().clone() for anchor in loop.anchors]
+        try:
+            loop.step()
+        except RuntimeError as error:
+            assert all(map(torch.equal, before, loop.anchors))
+            failures.append(str(error))
+            sizes.append(join(handler))
+            loop.regroup()
+            continue
+        if loop.steps % EVERY == 0 and someone_knocks(handler):
+            sizes.append(join(handler))
+            loop.regroup()
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, mine)
+    found = {
+        "sizes": sizes, "begun_at": begun_at, "applied": loop.applied, "failures": failures,
+        "first": losses[0], "last": losses[-1], "equal": [torch.equal(mine, x) for x in everyones],
+        "learnt": sum(losses[-8:]) / 8,
+    }  # fmt: skip
+    print(json.dumps(found), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
