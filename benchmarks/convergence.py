@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "methods"
 TASKS = ("images", "characters", "boxes")
 EXACT, TARGET = "gloo", 0.6
-WARM = "warm-up of "  # as method_steps.py has it
+WARM, ALONE = "warm-up of ", "compute alone"  # as method_steps.py has it
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES)}
 
 Curves = dict[str, list[dict[str, Any]]]  # of each method, each seed's, as examples write them
@@ -60,6 +60,7 @@ class Outcome:
         method: its name.
         ours: whether cgx_ops averages.
         step: seconds, after its warm-up.
+        alone: seconds of a step that averages nothing.
         reached: steps until the target, the median of the seeds; None: most did not reach it.
         seconds: until then; None as `reached`.
         score, spread: percent in the end, mean and standard deviation of the seeds.
@@ -69,6 +70,7 @@ class Outcome:
     method: str
     ours: bool
     step: float
+    alone: float
     reached: float | None
     seconds: float | None
     score: float
@@ -166,6 +168,7 @@ def outcomes(curves: Curves, seconds: dict[str, float]) -> list[Outcome]:
                 method,
                 mine[0]["ours"],
                 seconds[method],
+                seconds[ALONE],
                 steps,
                 None if steps is None else time(steps),
                 statistics.mean(scores),
@@ -193,6 +196,7 @@ def time_table(task: str, count: int, cells: dict[str, list[Outcome]]) -> Table:
     columns = ["method", "steps"]
     for rate in cells:
         columns += [f"a step, {rate}", "to the loss", "speed-up"]
+    alone = ", ".join(f"{time_text(each[0].alone)} at {rate}" for rate, each in cells.items())
     ours = next((index for index, outcome in enumerate(first) if outcome.ours), len(first))
     return Table(
         f"{task}, {count} hosts: time to the same loss",
@@ -201,7 +205,8 @@ def time_table(task: str, count: int, cells: dict[str, list[Outcome]]) -> Table:
         sections=[ours],
         notes=[
             f"Steps, times: until the loss that gloo has after {TARGET:.0%} of all steps. "
-            "Speed-up: over gloo. Score: in the end, mean and standard deviation of the seeds."
+            "Speed-up: over gloo. Score: in the end, mean and standard deviation of the seeds. "
+            f"A step that averages nothing takes {alone}."
         ],
     )
 

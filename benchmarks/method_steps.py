@@ -4,10 +4,12 @@
       python benchmarks/method_steps.py images [--json FILE]
 
 convergence.py runs this on its links. A method whose first steps are others than the rest is
-measured twice: WARM + its name is the first of all its steps, over and over.
+measured twice: WARM + its name is the first of all its steps, over and over. Of one that averages
+every so many steps, so many are one sample. ALONE are steps that average nothing.
 """
 
 import argparse
+import functools
 import itertools
 from dataclasses import asdict, dataclass
 
@@ -15,9 +17,10 @@ import torch.distributed as dist
 from boxes import boxes
 from characters import characters
 from images import images
-from methods import METHODS, Run
+from methods import METHODS, Alone, Method, Prepared, Run
 from mpi4py import MPI
 from steps import publish, where
+from torch import nn
 from training import Training, start
 
 from cgx_ops.bench.allreduce import parse_rate
@@ -27,19 +30,35 @@ from cgx_ops.bench.report import Report, Table, time_text
 
 TASKS = {"images": images, "characters": characters, "boxes": boxes}
 WARM = "warm-up of "
+ALONE = "compute alone"
 _PRIMING = 4  # steps until DDP's buckets stand and PowerSGD has begun
 _ENDLESS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Step:
-    """How long a method's step takes: median and quartiles, in seconds of the slowest rank."""
+    """How long a method's step takes: median and quartiles, in seconds of the slowest rank.
+
+    Of one that averages every so many steps: the mean over so many.
+    """
 
     method: str
     median: float
     lower: float
     upper: float
     rounds: int
+
+
+def _no_average(model: nn.Module, run: Run) -> Prepared:
+    return Alone(model), run.optimizer(model)
+
+
+METHODS[ALONE] = Method(_no_average)
+
+
+def run(training: Training, steps: int) -> None:
+    for _ in range(steps):
+        training.step()
 
 
 def main() -> None:
@@ -52,17 +71,21 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     options = parser.parse_args()
     task, group = TASKS[options.task](), start()
-    timed = {}
-    for method, warm in itertools.product(options.methods, (False, True)):
+    timed, steps = {}, {}
+    for method, warm in itertools.product(dict.fromkeys([ALONE, *options.methods]), (False, True)):
         if warm and not METHODS[method].warms:
             continue
         training = Training(method, Run(task, group, 0, _ENDLESS if warm else 0), task.steps)
-        for _ in range(_PRIMING):
-            training.step()
-        timed[WARM * warm + method] = Timed(training.step)
+        every = METHODS[method].every
+        run(training, max(_PRIMING, every))
+        timed[WARM * warm + method] = Timed(functools.partial(run, training, every))
+        steps[WARM * warm + method] = every
     ranks = MpiRanks(MPI.COMM_WORLD)
     samples = measure(timed, ranks, rounds=options.rounds, budget=options.budget)
-    found = [Step(name, **asdict(Summary.of(seconds))) for name, seconds in samples.items()]
+    found = [
+        Step(name, **asdict(Summary.of([each / steps[name] for each in seconds])))
+        for name, seconds in samples.items()
+    ]
     rows = [
         [each.method, time_text(each.median), f"{time_text(each.lower)} - {time_text(each.upper)}"]
         for each in found

@@ -82,6 +82,7 @@ def test_time_to_the_loss_is_steps_times_their_seconds() -> None:
         "once": [curve("once", x) for x in (exact, [9.5] * 20, [9.5] * 20)],
     }
     seconds = {"gloo": 1.0, "fast": 0.1, "warm-up of fast": 0.5, "once": 0.01}
+    seconds["compute alone"] = 0.005
     gloo, fast, once = convergence.outcomes(curves, seconds)
     assert (gloo.reached, gloo.seconds) == (120, 120)
     assert (fast.reached, fast.seconds) == (30, 10 * 0.5 + 20 * 0.1)

@@ -1,10 +1,11 @@
-"""Every way to average gradients that the examples of this folder compare: a table, METHODS.
+"""Every way to train together that the examples of this folder compare: a table, METHODS.
 
     python examples/methods/methods.py      # prints their names
 
 1. what others have, over gloo
 2. codecs of cgx_ops: the hook, with a Config
 3. methods of cgx_ops: hooks and optimizers of their own
+4. outer loops of cgx_ops: ranks train by themselves and average every SYNC_EVERY steps
 """
 
 import warnings
@@ -21,8 +22,10 @@ from torch.optim import Optimizer
 
 from cgx_ops import Config
 from cgx_ops.torch import ddp, optim
+from cgx_ops.torch.diloco import DiLoCo, sparse_loco
 
 RANK = 4  # of PowerSGD's matrices
+SYNC_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -46,22 +49,35 @@ class Run:
         return self.task.optimizer(model.parameters(), self.task.rate, self.task.momentum)
 
 
-Prepared = tuple[DistributedDataParallel, Optimizer]
+class Alone(nn.Module):
+    """A model of which this rank knows alone; as in DistributedDataParallel it is `module`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+
+Prepared = tuple[DistributedDataParallel | Alone, Optimizer]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to average gradients.
+    """A way to average.
 
     Attributes:
         prepare: makes a model ready to be trained so, and its optimizer.
         warms: whether its first steps, Run.warmup, are others than the rest.
         ours: whether cgx_ops averages.
+        every: steps from one average to the next.
     """
 
     prepare: Callable[[nn.Module, Run], Prepared]
     warms: bool = False
     ours: bool = True
+    every: int = 1
 
 
 def parallel(
@@ -167,6 +183,25 @@ def signum(model: nn.Module, run: Run) -> Prepared:
     return wrapped, optim.Signum(wrapped.parameters(), run.task.sign_rate)
 
 
+# ---- 4. outer loops ------------------------------------------------------------------------------
+
+
+def outer_loop(
+    make: Callable[..., DiLoCo] = DiLoCo, config: Config | None = None, **settings: Any
+) -> Method:
+    def prepare(model: nn.Module, run: Run) -> Prepared:
+        optimizer = run.optimizer(model)
+        if config is not None:
+            settings["config"] = replace(config, seed=run.seed)
+        loop = make(model, sync_every=SYNC_EVERY, **settings)
+        optimizer.register_step_post_hook(lambda *_: loop.step())
+        return Alone(model), optimizer
+
+    return Method(prepare, every=SYNC_EVERY)
+
+
+TWO_BITS = Config(2, compressor="levels")
+
 METHODS: dict[str, Method] = {
     "gloo": gloo(),
     "gloo, fp16": gloo(default_hooks.fp16_compress_hook),
@@ -189,6 +224,11 @@ METHODS: dict[str, Method] = {
     "DGC 0.1 %": deep_gradient(0.001),
     "1-bit Adam": Method(one_bit_adam, warms=True),
     "SigNUM": Method(signum),
+    "DiLoCo": outer_loop(config=Config(32)),
+    "DiLoCo, 4 bits": outer_loop(config=Config(4)),
+    "DiLoCo, 2 bits": outer_loop(config=TWO_BITS),
+    "DiLoCo, 2 bits, 5 late": outer_loop(config=TWO_BITS, fragment_sync_delay=5),
+    "SparseLoCo": outer_loop(sparse_loco),
 }
 
 if __name__ == "__main__":
