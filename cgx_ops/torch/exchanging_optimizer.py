@@ -10,6 +10,7 @@ optim.py has the optimizers.
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -40,6 +41,22 @@ class Trained(NamedTuple):
     gradient: torch.Tensor
 
 
+@dataclass
+class Own:
+    """What of parameters' states is one rank's own.
+
+    An object of its own, so that torch.distributed.checkpoint saves that of each rank whole.
+
+    Attributes:
+        state: by parameter's number and name.
+    """
+
+    state: dict[int, dict[str, torch.Tensor]]
+
+
+torch.serialization.add_safe_globals([Own])
+
+
 class ExchangingOptimizer(Optimizer):
     """An optimizer that averages over ranks what it steps by.
 
@@ -54,7 +71,7 @@ class ExchangingOptimizer(Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], exchange: Exchange) -> None:
         self.exchange = exchange
-        self._alike = False
+        self._alike = self._consolidated = False
         super().__init__(params, defaults)
 
     @property
@@ -112,6 +129,7 @@ class ExchangingOptimizer(Optimizer):
                 loss = closure()
         if not self._alike:
             self._require_alike()
+        self._consolidated = False
         known = [(group, p) for group in self.param_groups for p in group["params"]]
         trained = [
             Trained(str(i), group, self.state[p], p, self._gradient_of(i, p))
@@ -189,10 +207,23 @@ class ExchangingOptimizer(Optimizer):
                 with backend.uncompressed():
                     dist.all_reduce(mean, group=group)
                 state[name] = mean / group.size()
+        self._consolidated = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what torch's optimizers return, and "exchange". Each rank saves its own."""
-        return {**super().state_dict(), "exchange": self.exchange.state_dict()}
+        """Return what torch's optimizers return, and "exchange" and "own". Each rank saves it."""
+        saved = {**super().state_dict(), "exchange": self.exchange.state_dict(), "own": {}}
+        if self.of_rank and not self._consolidated:
+            states = saved["state"].items()
+            own = {i: {n: x for n, x in s.items() if n in self.of_rank} for i, s in states}
+            saved["state"] = {
+                i: {n: x for n, x in s.items() if n not in self.of_rank} for i, s in states
+            }
+            saved["own"] = {self._own_key(): Own(own)}
+        return saved
+
+    def _own_key(self) -> str:
+        group = group_or_default(self.exchange.process_group)
+        return f"rank {group.rank()} of {group.size()}"
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Continue where the optimizer was that state_dict() was called of, to the bit.
@@ -209,9 +240,17 @@ class ExchangingOptimizer(Optimizer):
         caller = state_dict["exchange"].get("caller")
         if caller != self._caller:
             raise InvalidArgument(f"{self._caller}.load_state_dict: the state is a {caller}'s")
+        owned = state_dict["own"]
+        if owned and self._own_key() not in owned:
+            raise InvalidArgument(
+                f"{self._caller}.load_state_dict: the state is of {', '.join(owned)}, and this is "
+                f"{self._own_key()}: load each rank's own, or, for another number of ranks, call "
+                "consolidate() on all ranks before the checkpoint is saved"
+            )
+        own = owned[self._own_key()].state if owned else {}
         numbers = [i for g in state_dict["param_groups"] for i in g["params"]]
         parameters = [p for g in self.param_groups for p in g["params"]]
-        saved = [state_dict["state"].get(i, {}) for i in numbers]
+        saved = [state_dict["state"].get(i, {}) | own.get(i, {}) for i in numbers]
         if len(saved) != len(parameters):
             raise InvalidArgument(
                 f"{self._caller}.load_state_dict: the state is of {len(saved)} parameters, and "
@@ -225,7 +264,8 @@ class ExchangingOptimizer(Optimizer):
                     f"and its saved state {found}: the state is another model's"
                 )
         self.exchange.load_state_dict(state_dict["exchange"])
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "exchange"})
+        kept = {k: v for k, v in state_dict.items() if k not in ("exchange", "own")}
+        super().load_state_dict(kept)
         for p, state in zip(parameters, saved, strict=True):
             # As they were: torch has cast them to the parameter's dtype.
             self.state[p] = {name: x.to(p.device, copy=True) for name, x in state.items()}
