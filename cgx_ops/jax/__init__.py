@@ -11,6 +11,9 @@ averages gradients at 4 bits an element. Without a mesh, in programs of one proc
 
 from cgx_ops.jax.allreduce import allreduce_q
 from cgx_ops.jax.deep_gradient import deep_gradient
+from cgx_ops.jax.diloco import diloco
+from cgx_ops.jax.diloco_loop import DiLoCo
+from cgx_ops.jax.diloco_state import DiLoCoState, Flight, consolidate_copies
 from cgx_ops.jax.exporting import register
 from cgx_ops.jax.gradients import compress_grads, value_and_grad
 from cgx_ops.jax.initialize import initialize
@@ -35,6 +38,9 @@ from cgx_ops.jax.statistics import statistics
 __all__ = [
     "AverageGradientsState",
     "DeepGradientState",
+    "DiLoCo",
+    "DiLoCoState",
+    "Flight",
     "OneBitAdamState",
     "PowerSGDState",
     "SignumState",
@@ -43,7 +49,9 @@ __all__ = [
     "average_gradients",
     "compress_grads",
     "consolidate",
+    "consolidate_copies",
     "deep_gradient",
+    "diloco",
     "estimated_ready",
     "initialize",
     "launching",

@@ -4,10 +4,11 @@ Four parts: the types of arrays inside shard_map, where a lowering happens, orde
 runtime.
 """
 
+import contextlib
 import math
 import os
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -243,13 +244,35 @@ def leave_distributed() -> None:
     state.coordinator_address, state.num_processes, state.process_id = None, 1, 0
 
 
-def gather_from_processes(key: str, mine: bytes, timeout_s: float) -> list[bytes]:
-    """Give every process's bytes to every process, by JAX's key-value store; once per key."""
+def gather_from_processes(
+    key: str, mine: bytes, timeout_s: float, processes: Sequence[int] | None = None
+) -> list[bytes]:
+    """Give every process's bytes to every process, by JAX's key-value store; once per key.
+
+    processes: those that take part; None: all.
+    """
     state, timeout_ms = distributed.global_state, math.ceil(1000 * timeout_s)
-    client, processes = state.client, range(state.num_processes)
+    client = state.client
+    if processes is None:
+        processes = range(state.num_processes)
     assert client is not None, "jax.distributed is not initialized"
     client.key_value_set_bytes(f"{key}/{state.process_id}", mine)
     return [client.blocking_key_value_get_bytes(f"{key}/{i}", timeout_ms) for i in processes]
+
+
+@contextlib.contextmanager
+def execution_stream(number: int) -> Iterator[None]:
+    """Have XLA:CPU run what this thread launches here beside what it launches elsewhere.
+
+    Programs of one number run in the order of their launches; those of others, where a process has
+    one device, at the same time. GPUs run all in one order.
+    """
+    before = _jax.get_execution_stream_id()
+    _jax.set_execution_stream_id(number)
+    try:
+        yield
+    finally:
+        _jax.set_execution_stream_id(before)
 
 
 def call_around_compile(begin: Callable[[], None], end: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from cgx_ops.config import Config
 from cgx_ops.jax import _compat
+from cgx_ops.jax.diloco_state import DiLoCoState, mean_over
 from cgx_ops.jax.gradients import vary_tree
 from cgx_ops.jax.knobs import check_feedback
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
@@ -99,7 +100,14 @@ class SignumState(NamedTuple):
     momentum: Any
 
 
-_States = AverageGradientsState | PowerSGDState | DeepGradientState | OneBitAdamState | SignumState
+_States = (
+    AverageGradientsState
+    | DiLoCoState
+    | PowerSGDState
+    | DeepGradientState
+    | OneBitAdamState
+    | SignumState
+)
 
 # ---- 2. specs, consolidation ---------------------------------------------------------------------
 
@@ -202,7 +210,8 @@ def _refuse_momentum_twice(state: Any) -> None:
 def consolidate(state: Any, devices: int | None = None) -> Any:
     """Return an optimizer's state whose residuals are their mean over devices, equal on all.
 
-    So are momenta of `deep_gradient`'s sparse leaves, and of `signum`.
+    So are momenta of `deep_gradient`'s sparse leaves, and of `signum`, and what an outer loop
+    (`diloco`) has in flight.
 
     What is owed to the average, which is the mean of the residuals, stays the same, whatever the
     number of devices. So a run of another number can take the state over:
@@ -213,9 +222,9 @@ def consolidate(state: Any, devices: int | None = None) -> Any:
     Residuals per device, as `state` has them, give the same bits where their number stays.
 
     Args:
-        state: of an optax transformation with one of those that `state_specs` names somewhere in
-          it, outside of shard_map. In jax.jit, out_shardings from `state_specs` put the result
-          where it belongs.
+        state: of an outer loop, or of an optax transformation with one of those that `state_specs`
+          names somewhere in it, outside of shard_map. In jax.jit, out_shardings from `state_specs`
+          put the result where it belongs.
         devices: for how many; None: for as many as `state` is.
 
     Returns:
@@ -225,19 +234,13 @@ def consolidate(state: Any, devices: int | None = None) -> Any:
     Raises:
         ValueError: there is no state of one of them in `state`; `devices` is less than 1.
     """
-    if devices is not None and devices < 1:
-        raise ValueError(f"consolidate: devices is {devices}; it must be at least 1")
-
-    def mean_of(residual: jax.Array) -> jax.Array:
-        mean = jnp.mean(residual, axis=0, dtype=jnp.float32).astype(residual.dtype)
-        return jnp.broadcast_to(mean, (devices or len(residual), *mean.shape))
-
+    mean_of = mean_over("consolidate", devices)
     is_ours = lambda node: isinstance(node, _States)  # noqa: E731
     nodes, tree = jax.tree.flatten(state, is_leaf=is_ours)
     if not any(map(is_ours, nodes)):
         raise ValueError(
             "consolidate: there is no AverageGradientsState in the state, nor a PowerSGDState, "
-            "DeepGradientState, OneBitAdamState or SignumState"
+            "DeepGradientState, DiLoCoState, OneBitAdamState or SignumState"
         )
 
     def consolidated(node: Any) -> Any:
@@ -245,6 +248,9 @@ def consolidate(state: Any, devices: int | None = None) -> Any:
             return node._replace(momentum=jax.tree.map(mean_of, node.momentum))
         if isinstance(node, DeepGradientState):
             node = node._replace(momentum=_of_sparse(mean_of, node))
+        if isinstance(node, DiLoCoState) and node.flight is not None:
+            lost = jax.tree.map(mean_of, node.flight.lost)
+            node = node._replace(flight=node.flight._replace(lost=lost))
         return node._replace(residual=jax.tree.map(mean_of, node.residual))
 
     return tree.unflatten(consolidated(node) if is_ours(node) else node for node in nodes)
@@ -271,13 +277,13 @@ def zero_residuals(caller: str, kept: Any, axis_name: Axes, mesh: Mesh | None) -
     if any(_compat.axis_size(axis) is not None for axis in names):
         axes = mesh_groups(caller, axis_name).axes
         return vary_tree(jax.tree.map(lambda leaf: jnp.zeros_like(leaf)[None], kept), axes)
-    devices = _devices(caller, names, mesh) if jax.tree.leaves(kept) else 0
+    devices = devices_of(caller, names, mesh) if jax.tree.leaves(kept) else 0
     return jax.tree.map(
         lambda leaf: jnp.zeros((devices, *jnp.shape(leaf)), jnp.result_type(leaf)), kept
     )
 
 
-def _devices(caller: str, axes: tuple[Hashable, ...], mesh: Mesh | None) -> int:
+def devices_of(caller: str, axes: tuple[Hashable, ...], mesh: Mesh | None) -> int:
     """Return how many devices a group has, outside of shard_map."""
     sizes = dict((mesh or jax.sharding.get_abstract_mesh()).shape)
     unknown = [axis for axis in axes if axis not in sizes]

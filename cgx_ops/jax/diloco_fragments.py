@@ -1,0 +1,221 @@
+"""What an outer loop (diloco.py) does with one fragment of the parameters, inside of shard_map.
+
+1. fragments of a tree: the same tree, with None in place of the leaves that are in others
+2. send: the average over devices of how far parameters have come from the anchors, with what
+   compression lost before
+3. apply: the outer optimizer steps from the anchors, and parameters follow
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cgx_ops import _native
+from cgx_ops.config import Config
+from cgx_ops.jax.gradients import vary_tree
+from cgx_ops.jax.knobs import Knobs, keeps_by_default, name_of_leaf
+from cgx_ops.jax.mesh_groups import Axes, mesh_groups
+from cgx_ops.jax.psum import reduce_over
+from cgx_ops.jax.trees import checked_leaf
+from cgx_ops.outer_loop import strided
+from cgx_ops.rules import EXACT_BITS
+
+CALLER = "diloco"
+
+# ---- 1. fragments of a tree ----------------------------------------------------------------------
+
+
+def values_of(tree: Any) -> Any:
+    """Return a tree with None for the leaves that an outer loop leaves alone: not floating-point.
+
+    Raises:
+        TypeError: a leaf is of float64 or complex.
+    """
+
+    def value(path: Any, leaf: Any) -> Any:
+        return checked_leaf(CALLER, path, leaf) if is_value(leaf) else None
+
+    return jax.tree_util.tree_map_with_path(value, tree)
+
+
+def is_value(leaf: Any) -> bool:
+    """Tell whether a leaf is averaged."""
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def merged(tree: Any, values: Any) -> Any:
+    """Return a tree with the leaves of `values`, a tree like it, where there are some."""
+    return jax.tree.map(
+        lambda value, leaf: leaf if value is None else value, values, tree, is_leaf=_is_none
+    )
+
+
+def part(like: Any, tree: Any, fragment: int, fragments: int) -> Any:
+    """Return a fragment of a tree.
+
+    Args:
+        like: the anchors; it says which leaves there are, and in which fragments.
+        tree: like it, or with None in place of some more leaves.
+        fragment: which one.
+        fragments: how many there are.
+
+    Raises:
+        InvalidArgument (a ValueError): there are fewer layers than fragments.
+    """
+    structure = jax.tree.structure(like)
+    members = _members(structure, fragments)[fragment]
+    leaves = structure.flatten_up_to(tree)
+    return structure.unflatten([x if i in members else None for i, x in enumerate(leaves)])
+
+
+@functools.cache
+def _members(structure: Any, fragments: int) -> list[frozenset[int]]:
+    """Return which leaves each fragment has, by their places."""
+    places = structure.unflatten(range(structure.num_leaves))
+    if not structure.num_leaves:
+        return [frozenset()] * fragments
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(places)]
+    # "blocks/3/kernel" is of the layer "blocks.3".
+    names = [name_of_leaf(path).replace("/", ".") for path in paths]
+    return [frozenset(members) for members in strided(names, fragments)]
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+# ---- 2, 3. send and apply ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """How fragments are sent and applied.
+
+    Attributes:
+        axis_name: the mesh axes over which devices train by themselves.
+        optimizer: the outer one, an optax.GradientTransformation.
+        alpha: how much of a parameter stays the device's own when it is applied.
+        checked: how leaves travel; `knobs` unchecked, as `psum_q` takes them.
+        knobs: so.
+        error_feedback: as of diloco().
+        residual_decay: so.
+        senders: whether a mean is over the devices that sent a value, not over all.
+    """
+
+    axis_name: Axes
+    optimizer: Any
+    alpha: float
+    checked: Knobs
+    knobs: dict[str, Any]
+    error_feedback: bool | None
+    residual_decay: float
+    senders: bool
+
+    def keeps_of(self, path: Any) -> bool:
+        """Tell whether what a leaf loses is kept."""
+        return self.keeps(self.checked.config_of(path))
+
+    def settings(self) -> dict[str, Any]:
+        """Return what all processes must have alike, but for what programs say."""
+        checked = self.checked
+        rules = {rule.expression.pattern: config.text for rule, config in checked.rules}
+        return {
+            "knobs": checked.config.text,
+            "rules": rules,
+            "carrier": checked.carrier,
+            "a key": checked.key is not None,
+            "error_feedback": self.error_feedback,
+            "residual_decay": self.residual_decay,
+            "mean_over": "senders" if self.senders else "devices",
+        }
+
+    def keeps(self, config: Config) -> bool:
+        """Tell whether what leaves lose that travel so is kept."""
+        if config.bits == EXACT_BITS:
+            return False
+        return keeps_by_default(config) if self.error_feedback is None else self.error_feedback
+
+    def send(
+        self, fragment: int, params: Any, anchor: Any, residual: Any, step: jax.Array
+    ) -> tuple[Any, Any]:
+        """Return the average of a fragment, and what is lost of it: the next residual.
+
+        Args:
+            fragment: its number.
+            params: (1, *shape), as all that is a device's own.
+            anchor: float32.
+            residual: what was lost before, or None.
+            step: the inner steps done: of noise, if there is a key.
+        """
+        axes = mesh_groups(CALLER, self.axis_name).axes
+        # float32 subtracts here, and adds the residual in the core: all frameworks do.
+        delta = jax.tree.map(lambda a, p: a - p[0].astype(jnp.float32), anchor, params)
+        own = jax.tree.map(lambda e: e[0], residual)
+        if self.residual_decay != 1:
+            own = jax.tree.map(lambda e: e * self.residual_decay, own)
+        key = self.checked.key
+        noise = None if key is None else jax.random.fold_in(key, step)
+        name = f"{self.checked.name}/{fragment}"
+        knobs = {**self.knobs, "key": noise}
+        average = self._average_of_senders if self.senders else self._average
+        mean, lost = average(delta, own, axes, name, knobs)
+        return mean, jax.tree.map(lambda e: e[None], lost)
+
+    def _average(self, delta: Any, own: Any, axes: Any, name: str, knobs: Any) -> tuple[Any, Any]:
+        return reduce_over(CALLER, delta, own, axes, "avg", name=name, **knobs)
+
+    def _average_of_senders(
+        self, delta: Any, own: Any, axes: Any, name: str, knobs: Any
+    ) -> tuple[Any, Any]:
+        """Average what devices have sent over those that sent it.
+
+        How many these were is a second message, in which each says 1 at its places. It costs their
+        indices once more, which is still a small part of a bit a value.
+        """
+        owed = jax.tree.map(lambda d, e: d if e is None else d + e, delta, own)
+        # What is kept whole was not sent; so it is compared with the very bits that were encoded.
+        owed = jax.lax.optimization_barrier(owed)
+        zeros = jax.tree.map(jnp.zeros_like, own)
+        total, lost = reduce_over(CALLER, owed, zeros, axes, "sum", name=name, **knobs)
+
+        def places(path: Any, x: jax.Array, e: jax.Array | None) -> jax.Array | None:
+            config = self.checked.config_of(path)
+            small = x.size < max(_native.SMALLEST_COMPRESSED, config.minimal_size)
+            if e is None or small or config.bits == EXACT_BITS:
+                return None
+            return (e != x).astype(jnp.float32)
+
+        by_path = jax.tree_util.tree_map_with_path
+        sent = by_path(places, owed, lost)
+        ones = {**knobs, "value_bits": 1, "rules": _with_one_bit(knobs.get("rules"))}
+        count, _ = reduce_over(CALLER, sent, None, axes, "sum", name=f"{name}/sent", **ones)
+        devices = mesh_groups(CALLER, axes).size
+
+        def mean_of(x: jax.Array, n: jax.Array | None) -> jax.Array:
+            return x / (devices if n is None else jnp.maximum(jnp.round(n), 1))
+
+        return jax.tree.map(mean_of, total, count), lost
+
+    def apply(self, params: Any, anchor: Any, outer: Any, average: Any) -> tuple[Any, Any, Any]:
+        """Return parameters, anchors and the outer optimizer's state after its step."""
+        axes = mesh_groups(CALLER, self.axis_name).axes
+        updates, outer = self.optimizer.update(average, outer, anchor)
+        anchor = jax.tree.map(lambda a, u: (a + u).astype(jnp.float32), anchor, updates)
+
+        def mixed(p: jax.Array, a: jax.Array) -> jax.Array:
+            if self.alpha:
+                a = self.alpha * p[0].astype(jnp.float32) + (1 - self.alpha) * a
+            return a.astype(p.dtype)[None]
+
+        return vary_tree(jax.tree.map(mixed, params, anchor), axes), anchor, outer
+
+
+def _with_one_bit(rules: Any) -> Any:
+    """Return rules by which values travel in one bit: all of them are 1."""
+    return rules and {
+        pattern: own if isinstance(own, int) else {**own, "value_bits": 1}
+        for pattern, own in rules.items()
+    }
