@@ -119,11 +119,11 @@ class DiLoCo:
         """
 
         def begin(params: Any, anchor: Any) -> Any:
-            def of(a: Any, p: Any) -> Any:
+            def of(p: Any, a: Any) -> Any:
                 own = p[:1] if a is None else a.astype(p.dtype)[None]
                 return jnp.broadcast_to(own, p.shape)
 
-            return jax.tree.map(of, anchor, params, is_leaf=lambda leaf: leaf is None)
+            return jax.tree.map(of, params, anchor)
 
         return self.layout.placed(begin, self.copy_specs(_weights_of(params)), params, state.anchor)
 

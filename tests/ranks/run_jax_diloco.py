@@ -1,0 +1,178 @@
+"""Rank program: diloco on two processes: the bits, what runs beside it, and what goes wrong.
+
+    mpirun -np 2 python run_jax_diloco.py FILE CHECK...
+
+FILE has the last parameters of runs on two devices of one process, (2, numel).
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import checks
+import jax
+import jax_diloco_cases as cases
+import numpy as np
+import optax
+from failing import fails
+from jax_cases import fetch, mesh_of, normal, on_mesh, spread, use_cpu_devices
+from jax_diloco_cases import trained, weights
+
+import cgx_ops
+import cgx_ops.jax
+from cgx_ops import Config
+from cgx_ops.jax import diloco, psum_q
+
+use_cpu_devices(1)
+cgx_ops.jax.initialize()
+RANK, MESH = jax.process_index(), mesh_of((2,), ("d",))
+FILE = Path(sys.argv[1])
+STREAMING: dict[str, Any] = {
+    "sync_every": 6, "fragments": 3, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5,
+    "bits": 2, "compressor": "levels", "algorithm": "sra",
+}  # fmt: skip
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {"sync_every": 2, "bits": 4, "algorithm": "sra"},
+    "streaming": STREAMING,
+    "sparse": {
+        "sync_every": 2, "compressor": "topk", "density": 4 / 64, "bucket_size": 64,
+        "mean_over": "senders", "residual_decay": 0.95, "outer_optimizer": optax.sgd(0.8),
+    },
+}  # fmt: skip
+
+
+def made(**options: Any) -> Any:
+    """Return a loop, with parameters and state."""
+    loop = diloco("d", mesh=MESH, **options)
+    return loop, loop.replicate(weights()), loop.init(weights())
+
+
+def flat(params: Any) -> Any:
+    return np.concatenate([x.reshape(2, -1) for x in jax.tree.leaves(fetch(params))], 1)
+
+
+def same_bits_as_two_devices() -> None:
+    for name, options in RUNS.items():
+        for carrier in ("native", "xla"):
+            loop, params, state = made(**options, carrier=carrier, name=f"{name} {carrier}")
+            params, state = trained(loop, MESH, params, state, range(8))
+            assert np.array_equal(flat(params), np.load(FILE)[name]), (name, carrier)
+
+
+def steps_run_while_it_is_sent() -> None:
+    """Process 1 sends only after process 0's next steps have run, whose parameters are donated.
+
+    If these waited for what process 0 has sent, process 1 would wait for the file until its end.
+    """
+    ran = FILE.with_name("ran")
+    loop, params, state = made(sync_every=4, fragment_sync_delay=3, name="overlap")
+    inner = jax.jit(cases.moved.__wrapped__, donate_argnums=0)
+    for step in range(1, 9):
+        params = inner(params, cases.spread_moves(MESH, step, 2))
+        # The first round compiles. Sent is after step 5, applied after step 8.
+        if step == 5 and RANK == 1:
+            deadline = time.monotonic() + 25
+            while not ran.exists():
+                assert time.monotonic() < deadline, "process 0's steps wait for what it has sent"
+                time.sleep(0.001)
+        if step == 8 and RANK == 0:
+            jax.block_until_ready(params)
+            flight = jax.tree.leaves((state.flight.average, state.flight.lost))
+            assert not any(x.is_ready() for x in flight)
+            ran.touch()
+        params, state = loop.outer(params, state)
+    assert int(state.flight.fragment) == -1
+    is_equal_everywhere(state.anchor)
+
+
+def is_equal_everywhere(tree: Any) -> None:
+    for leaf in jax.tree.leaves(tree):
+        own = np.asarray(leaf.addressable_data(0)).ravel()
+        low, high = (cgx_ops.allreduce(own, op, Config(bits=32)) for op in ("min", "max"))
+        assert np.array_equal(low, high)
+
+
+def other_settings() -> None:
+    options = dict(STREAMING)
+    for key, own in (
+        ("sync_every", {"sync_every": 6 + 6 * RANK}),
+        ("knobs", {"bits": 2 + RANK}),
+        ("rules", {"rules": {"bias": 32} if RANK else {}}),
+        ("residual_decay", {"residual_decay": 1 - RANK / 2}),
+        ("the outer optimizer", {"outer_optimizer": optax.sgd(0.5 + RANK)}),
+    ):
+        loop, params, state = made(**{**options, **own})
+        fails(
+            cgx_ops.MismatchError, f"disagree on {key}: process 0 has",
+            lambda loop=loop, params=params, state=state: loop.outer(params, state),
+        )  # fmt: skip
+    loop, params, state = made(**options)
+    other = jax.tree.map(lambda x: x + RANK, weights())
+    state = loop.init(other)
+    fails(cgx_ops.MismatchError, "disagree on the anchors", lambda: loop.outer(params, state))
+    loop, params, state = made(**options)
+    trained(loop, MESH, params, state, range(3))
+
+
+def a_synchronisation_fails() -> None:
+    """Process 1 sends something else under its name. All that there was stays; training goes on."""
+    foreign = on_mesh(MESH, lambda v: psum_q(v, "d", name="failing/2")).jitted
+    values = spread(MESH, normal(1, 2, 99), jax.P("d"))
+    for delay in (0, 1):
+        options = {**STREAMING, "fragment_sync_delay": delay, "name": "failing"}
+        loop, params, state = made(**options)
+        sent, applied = 6 - delay, 6  # fragment 2, the first time
+        failures = 0
+        for step in range(1, 13):
+            params = cases.moved(params, cases.spread_moves(MESH, step, 2))
+            before = parts_of((params, state.anchor, state.residual, state.outer))
+            if RANK == 1 and step == sent:
+                fails(RuntimeError, "disagree", lambda: jax.block_until_ready(foreign(values)))
+                state, failures = loop.skip(state), failures + 1
+            elif RANK == 0 and step == applied:
+                words = "fragment 2 was not averaged; parameters, anchors and residuals are as"
+                fails(
+                    jax.errors.JaxRuntimeError, words,
+                    lambda loop=loop, p=params, s=state: loop.outer(p, s),
+                )  # fmt: skip
+                state, failures = loop.skip(state), failures + 1
+            else:
+                params, state = loop.outer(params, state)
+                continue
+            after = parts_of((params, state.anchor, state.residual, state.outer))
+            assert all(map(np.array_equal, before, after))
+        assert failures == 1
+        assert int(state.step) == 12
+        is_equal_everywhere(state.anchor)
+
+
+def parts_of(tree: Any) -> list[Any]:
+    """Return what this process has of arrays."""
+    return [np.array(x.addressable_data(0)) for x in jax.tree.leaves(tree)]
+
+
+def a_process_is_lost() -> None:
+    """The other has what it had, and is told to begin again."""
+    loop, params, state = made(sync_every=1, name="lost")
+    params, state = trained(loop, MESH, params, state, range(2))
+    before = parts_of((params, state))
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fails(
+        jax.errors.JaxRuntimeError, "else from a checkpoint", lambda: loop.outer(params, state)
+    )
+    assert all(map(np.array_equal, before, parts_of((params, state))))
+    print("ok all", flush=True)
+    os._exit(0)  # JAX's own service would wait for the other
+
+
+checks.run(
+    checks.named(
+        same_bits_as_two_devices, steps_run_while_it_is_sent, other_settings,
+        a_synchronisation_fails, a_process_is_lost,
+    ),
+    sys.argv[2:],
+)  # fmt: skip
