@@ -11,8 +11,8 @@ from jax_cases import Values, normal, same_bits, spread
 from cgx_ops.jax import DiLoCo
 from cgx_ops.outer_loop import Schedule
 
-# Three layers, in two or three fragments; a bias that travels exact by its size. The last one takes
-# XLA:CPU so long that it runs in the background: programs of less than about 1000 operations do not.
+# Three layers, in two or three fragments; a bias that travels exact by its size. The last layer is so
+# large that XLA:CPU works in the background: not on programs of less than 1000 operations or so.
 SHAPES = {
     "blocks/0/kernel": (24, 30),
     "blocks/0/bias": (12,),
@@ -122,9 +122,7 @@ class Transcription:
         deltas = [self.anchor[n] - params[n] for params in self.params]
         segment = self.segment_of(n, deltas[0].size)
         if not self.senders:
-            mean = reference.allreduce(
-                deltas, [segment], op="avg", algorithm="sra", residuals=lost
-            )
+            mean = reference.allreduce(deltas, [segment], op="avg", algorithm="sra", residuals=lost)
             return mean, lost
         owed = [d + e for d, e in zip(deltas, lost, strict=True)]
         if reference.travels_exact(segment, 0):

@@ -42,8 +42,8 @@ SPARSE: dict[str, Any] = {
     "sync_every": 2, "compressor": "topk", "density": 4 / 64, "bucket_size": 64,
     "mean_over": "senders", "residual_decay": 0.95, "outer_optimizer": optax.sgd(0.8),
 }  # fmt: skip
-# Products by halves do not round, so that XLA, which contracts them with sums, has numpy's bits; and
-# codes, which jump where values round, are numpy's too.
+# Products by halves do not round, so that XLA, which contracts them with sums, has numpy's bits, and
+# codes, which jump where values round, are numpy's.
 HALVES: dict[str, Any] = {**SPARSE, "residual_decay": 0.5, "outer_optimizer": optax.sgd(0.5)}
 
 
@@ -404,6 +404,14 @@ def test_bits_of_two_processes(tmp_path: Path) -> None:
 
 
 @slow
+def test_another_number_of_processes(tmp_path: Path) -> None:
+    for processes, name in ((2, "is_saved"), (3, "goes_on")):
+        file = tmp_path / "run.npz"
+        outputs = launch.mpirun(processes, PROGRAM, file, name, env=ENVIRONMENT, timeout=60)
+        launch.check_ok(outputs, [name])
+
+
+@slow
 def test_a_process_that_is_lost(tmp_path: Path) -> None:
     ulfm = ("--with-ft", "ulfm")
     survivor, _ = launch.mpirun(
@@ -445,7 +453,9 @@ def test_bad_calls() -> None:
     mesh = mesh_with(4)
     loop = diloco("d", mesh=mesh, **PLAIN)
     params, state = started(loop)
-    with pytest.raises(ValueError, match=r"\['bias'\] has shape \(12,\) here, not \(4, 12\): begin"):
+    with pytest.raises(
+        ValueError, match=r"\['bias'\] has shape \(12,\) here, not \(4, 12\): begin"
+    ):
         loop.outer(weights(), state)
     with pytest.raises(ValueError, match="the state is another model's"):
         loop.outer({"a": params["head"]}, state)

@@ -1,6 +1,7 @@
 """Rank program: diloco on two processes: the bits, what runs beside it, and what goes wrong.
 
     mpirun -np 2 python run_jax_diloco.py FILE CHECK...
+    mpirun -np 3 python run_jax_diloco.py FILE goes_on        # after is_saved
 
 FILE has the last parameters of runs on two devices of one process, (2, numel).
 """
@@ -17,6 +18,7 @@ import jax
 import jax_diloco_cases as cases
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from failing import fails
 from jax_cases import fetch, mesh_of, normal, on_mesh, spread, use_cpu_devices
 from jax_diloco_cases import trained, weights
@@ -24,11 +26,12 @@ from jax_diloco_cases import trained, weights
 import cgx_ops
 import cgx_ops.jax
 from cgx_ops import Config
-from cgx_ops.jax import diloco, psum_q
+from cgx_ops.jax import consolidate, consolidate_copies, diloco, psum_q
 
 use_cpu_devices(1)
 cgx_ops.jax.initialize()
-RANK, MESH = jax.process_index(), mesh_of((2,), ("d",))
+RANK, SIZE = jax.process_index(), jax.process_count()
+MESH = mesh_of((SIZE,), ("d",))
 FILE = Path(sys.argv[1])
 STREAMING: dict[str, Any] = {
     "sync_every": 6, "fragments": 3, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5,
@@ -71,7 +74,7 @@ def steps_run_while_it_is_sent() -> None:
     loop, params, state = made(sync_every=4, fragment_sync_delay=3, name="overlap")
     inner = jax.jit(cases.moved.__wrapped__, donate_argnums=0)
     for step in range(1, 9):
-        params = inner(params, cases.spread_moves(MESH, step, 2))
+        params = inner(params, cases.spread_moves(MESH, step, SIZE))
         # The first round compiles. Sent is after step 5, applied after step 8.
         if step == 5 and RANK == 1:
             deadline = time.monotonic() + 25
@@ -127,7 +130,7 @@ def a_synchronisation_fails() -> None:
         sent, applied = 6 - delay, 6  # fragment 2, the first time
         failures = 0
         for step in range(1, 13):
-            params = cases.moved(params, cases.spread_moves(MESH, step, 2))
+            params = cases.moved(params, cases.spread_moves(MESH, step, SIZE))
             before = parts_of((params, state.anchor, state.residual, state.outer))
             if RANK == 1 and step == sent:
                 fails(RuntimeError, "disagree", lambda: jax.block_until_ready(foreign(values)))
@@ -154,6 +157,53 @@ def parts_of(tree: Any) -> list[Any]:
     return [np.array(x.addressable_data(0)) for x in jax.tree.leaves(tree)]
 
 
+def is_saved() -> None:
+    """Consolidated, with fragment 2 in flight; beside it what is owed to the averages."""
+    loop, params, state = made(**STREAMING, name="saved")
+    params, state = trained(loop, MESH, params, state, range(5))
+    whole = jax.jit(
+        lambda p, s: (consolidate_copies(p, 1), consolidate(s, 1)),
+        out_shardings=jax.NamedSharding(MESH, jax.P()),
+    )
+    saved = whole(params, state)
+    owed = jax.tree.map(lambda x: x.mean(0, np.float64), fetch(owed_of(params, state)))
+    for mean, one in zip(*map(jax.tree.leaves, (owed, fetch(owed_of(*saved)))), strict=True):
+        assert np.abs(mean - one[0]).max() <= 2.0**-22 * np.abs(mean).max()
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(FILE.with_name("saved"), saved)
+
+
+def goes_on() -> None:
+    loop, params, state = made(**STREAMING, name="saved")
+    like = jax.eval_shape(lambda p, s: (consolidate_copies(p, 1), consolidate(s, 1)), params, state)
+    everywhere = jax.NamedSharding(MESH, jax.P())
+    like = jax.tree.map(lambda x: x.update(sharding=everywhere), like)
+    with ocp.StandardCheckpointer() as checkpointer:
+        saved = checkpointer.restore(FILE.with_name("saved"), like)
+    specs = loop.copy_specs(weights()), loop.state_specs(weights())
+    params, state = jax.jit(
+        lambda p, s: (consolidate_copies(p, SIZE), consolidate(s, SIZE)),
+        out_shardings=jax.tree.map(lambda spec: jax.NamedSharding(MESH, spec), specs),
+    )(*saved)
+    for one, all_of in zip(
+        *(jax.tree.leaves(fetch(owed_of(*x))) for x in (saved, (params, state))), strict=True
+    ):
+        assert all_of.shape[0] == SIZE
+        assert (all_of == one).all()
+    assert int(state.step) == 5
+    assert int(state.flight.fragment) == 2
+    before = parts_of(state.anchor)
+    params, state = trained(loop, MESH, params, state, range(5, 14))
+    is_equal_everywhere(state.anchor)
+    assert all(
+        np.abs(a - b).max() > 0.01 for a, b in zip(before, parts_of(state.anchor), strict=True)
+    )
+
+
+def owed_of(params: Any, state: Any) -> Any:
+    return params, state.residual, state.flight.lost
+
+
 def a_process_is_lost() -> None:
     """The other has what it had, and is told to begin again."""
     loop, params, state = made(sync_every=1, name="lost")
@@ -161,9 +211,7 @@ def a_process_is_lost() -> None:
     before = parts_of((params, state))
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    fails(
-        jax.errors.JaxRuntimeError, "else from a checkpoint", lambda: loop.outer(params, state)
-    )
+    fails(jax.errors.JaxRuntimeError, "else from a checkpoint", lambda: loop.outer(params, state))
     assert all(map(np.array_equal, before, parts_of((params, state))))
     print("ok all", flush=True)
     os._exit(0)  # JAX's own service would wait for the other
@@ -172,7 +220,7 @@ def a_process_is_lost() -> None:
 checks.run(
     checks.named(
         same_bits_as_two_devices, steps_run_while_it_is_sent, other_settings,
-        a_synchronisation_fails, a_process_is_lost,
+        a_synchronisation_fails, is_saved, goes_on, a_process_is_lost,
     ),
     sys.argv[2:],
 )  # fmt: skip
