@@ -11,8 +11,8 @@ from jax_cases import Values, normal, same_bits, spread
 from cgx_ops.jax import DiLoCo
 from cgx_ops.outer_loop import Schedule
 
-# Three layers, in two or three fragments; a bias that travels exact by its size. The last layer is so
-# large that XLA:CPU works in the background: not on programs of less than 1000 operations or so.
+# Three layers, in two or three fragments; a bias that travels exact by its size. XLA:CPU runs what
+# is sent of the last one in the background; programs of less than 1000 operations or so it does not.
 SHAPES = {
     "blocks/0/kernel": (24, 30),
     "blocks/0/bias": (12,),
@@ -54,10 +54,12 @@ def moves(step: int, devices: int) -> dict[str, Values]:
     }
 
 
-@jax.jit
-def moved(params: Any, by: Any) -> Any:
+def added(params: Any, by: Any) -> Any:
     """Return parameters after an inner step."""
     return jax.tree.map(lambda p, d: p + d.astype(p.dtype), params, by)
+
+
+moved = jax.jit(added)
 
 
 def spread_moves(mesh: Any, step: int, devices: int) -> Any:
@@ -67,10 +69,11 @@ def spread_moves(mesh: Any, step: int, devices: int) -> Any:
 
 
 def trained(
-    loop: DiLoCo, mesh: Any, params: Any, state: Any, steps: Sequence[int],
+    loop: DiLoCo, mesh: Any, start: Any, steps: Sequence[int],
     outer: Callable[..., Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Return parameters and state after these steps."""
+    """Return parameters and state after these steps from others."""
+    params, state = start
     for step in steps:
         params = moved(params, spread_moves(mesh, step, mesh.size))
         params, state = (outer or loop.outer)(params, state)

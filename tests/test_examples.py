@@ -310,6 +310,25 @@ def test_optax_with_feedback_resumes_to_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_diloco_on_jax_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    def result(*arguments: str) -> dict[str, Any]:
+        script = ROOT / "examples" / "diloco_jax.py"
+        streaming = ("--fragments", "2", "--fragment-sync-delay", "3", "--sync-every", "10")
+        options = ("--fragment-update-alpha", "0.5", "--steps", "40", *streaming)
+        process = run_python(script, *options, *arguments, ranks=2)
+        assert process.returncode == 0, process.stdout + process.stderr
+        return [json.loads(line) for line in lines_of_rank_0(process)][-1]
+
+    whole = result()
+    assert whole["identical"]
+    assert whole["loss"] < 3.5, "the first is ln(alphabet), above 4.5"
+    folder = ("--folder", str(tmp_path / "run"))
+    stopped, resumed = result(*folder, "--stop", "14"), result(*folder)  # a fragment in flight
+    assert (stopped["step"], resumed["step"]) == (14, 40)
+    assert resumed["digest"] == whole["digest"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "methods"),
     [

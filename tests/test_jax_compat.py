@@ -263,6 +263,19 @@ def test_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
         jax.config.update(option, value)
 
 
+def test_execution_stream() -> None:
+    """A program runs while one that was launched there before is at it, for a second or so."""
+    x = np.ones(4096, np.float32)
+    long = jax.jit(lambda x: lax.fori_loop(0, 50_000, lambda _, y: jnp.sin(y * 2 + 1), x * 2))
+    short = jax.jit(lambda x: (x * 2).sum())
+    short(x).block_until_ready()
+    with _compat.execution_stream(1):
+        first = long(x)
+    short(x).block_until_ready()
+    assert not first.is_ready()
+    first.block_until_ready()
+
+
 @pytest.mark.timeout(120)
 def test_processes() -> None:
     """connect, gather_from_processes, leave_distributed."""

@@ -42,8 +42,8 @@ SPARSE: dict[str, Any] = {
     "sync_every": 2, "compressor": "topk", "density": 4 / 64, "bucket_size": 64,
     "mean_over": "senders", "residual_decay": 0.95, "outer_optimizer": optax.sgd(0.8),
 }  # fmt: skip
-# Products by halves do not round, so that XLA, which contracts them with sums, has numpy's bits, and
-# codes, which jump where values round, are numpy's.
+# Products by halves do not round, so that XLA, which contracts them with sums, has numpy's bits. So
+# codes are numpy's, which jump where values round.
 HALVES: dict[str, Any] = {**SPARSE, "residual_decay": 0.5, "outer_optimizer": optax.sgd(0.5)}
 
 
@@ -141,7 +141,7 @@ def test_transcription(options: dict[str, Any], n: int) -> None:
             for rank, of in enumerate(want.params):
                 of[name] = of[name] + by[name][rank].ravel()
         want.step()
-        params, state = trained(loop, mesh, params, state, [step])
+        params, state = trained(loop, mesh, (params, state), [step])
         for name in SHAPES:
             for found, known in (
                 (leaf_of(params, name), [of[name] for of in want.params]),
@@ -163,7 +163,7 @@ def test_in_jit_and_inside_shard_map(options: dict[str, Any]) -> None:
     mapped = jax.shard_map(loop.outer, mesh=mesh, in_specs=specs, out_specs=specs)
     inside = jax.jit(mapped, donate_argnums=(0, 1))
     ends = [
-        trained(loop, mesh, *started(loop), range(9), outer)
+        trained(loop, mesh, started(loop), range(9), outer)
         for outer in (None, inside, jax.jit(loop.outer, donate_argnums=(0, 1)))
     ]
     assert all_same(ends[1], ends[2])
@@ -187,7 +187,7 @@ def test_in_a_scan_with_init_inside() -> None:
     mapped = jax.shard_map(train, mesh=mesh, in_specs=(P(), P(None, "d")), out_specs=P("d"))
     got = jax.jit(mapped)(weights(), steps)
     outside = diloco("d", mesh=mesh, **PLAIN)
-    want, _ = trained(outside, mesh, *started(outside), range(5))
+    want, _ = trained(outside, mesh, started(outside), range(5))
     for name in SHAPES:
         assert np.abs(fetch(leaf_of(got, name)) - fetch(leaf_of(want, name))).max() <= 1e-5
 
@@ -233,7 +233,7 @@ def test_half_precision_has_anchors_in_float32(dtype: Any) -> None:
     loop = exact(mesh, sync_every=2)
     first = weights(dtype)
     params, state = loop.replicate(first), loop.init(first)
-    params, state = trained(loop, mesh, params, state, range(2))
+    params, state = trained(loop, mesh, (params, state), range(2))
     for name in SHAPES:
         got, anchor = fetch((leaf_of(params, name), leaf_of(state.anchor, name)))
         assert anchor.dtype == np.float32
@@ -272,7 +272,7 @@ def test_leaves_left_alone_twice_in_the_tree_empty_and_none() -> None:
 def test_what_is_not_finite_is_seen_by_all() -> None:
     mesh = mesh_with(4)
     loop = diloco("d", mesh=mesh, **PLAIN)
-    params, state = trained(loop, mesh, *started(loop), range(1))
+    params, state = trained(loop, mesh, started(loop), range(1))
     spoilt = fetch(params["head"]["kernel"]).copy()
     spoilt[2, 3] = np.nan
     params["head"]["kernel"] = spoilt
@@ -295,7 +295,7 @@ def test_parameters_split_over_another_axis() -> None:
         by = cases.tree_of(cases.moves(step, 4))
         params = cases.moved(params, by)
         params, state = loop.outer(params, state)
-        wanted, known = trained(whole, mesh_with(4), wanted, known, [step])
+        wanted, known = trained(whole, mesh_with(4), (wanted, known), [step])
     assert params["head"]["kernel"].sharding.spec == P("d", "model")
     assert state.anchor["head"]["kernel"].sharding.spec == P("model")
     for name in SHAPES:
@@ -310,13 +310,13 @@ def test_parameters_split_over_another_axis() -> None:
 def test_checkpoint(stop: int, tmp_path: Path) -> None:
     """By orbax, with a fragment in flight (5) and without: it goes on to the same bits."""
     mesh, loop = mesh_with(4), diloco("d", mesh=mesh_with(4), **STREAMING)
-    params, state = trained(loop, mesh, *started(loop), range(stop))
+    params, state = trained(loop, mesh, started(loop), range(stop))
     assert int(state.flight.fragment) == (2 if stop == 5 else -1)
     saved, kept = restored((params, state), tmp_path)
     assert isinstance(kept, DiLoCoState)
-    want = trained(loop, mesh, params, state, range(stop, stop + 7))
+    want = trained(loop, mesh, (params, state), range(stop, stop + 7))
     other = diloco("d", mesh=mesh, **STREAMING)
-    got = trained(other, mesh, saved, kept, range(stop, stop + 7))
+    got = trained(other, mesh, (saved, kept), range(stop, stop + 7))
     assert all_same(got, want)
     assert got[1].residual["head"]["kernel"].sharding.spec == P("d")
 
@@ -324,7 +324,7 @@ def test_checkpoint(stop: int, tmp_path: Path) -> None:
 def test_another_number_of_devices() -> None:
     """What is owed to the average stays the same, with a fragment in flight too."""
     mesh, loop = mesh_with(4), diloco("d", mesh=mesh_with(4), **STREAMING)
-    params, state = trained(loop, mesh, *started(loop), range(5))
+    params, state = trained(loop, mesh, started(loop), range(5))
     few, after = consolidate_copies(params, devices=3), consolidate(state, devices=3)
     for old, new in ((params, few), (state.residual, after.residual)):
         for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
@@ -335,7 +335,7 @@ def test_another_number_of_devices() -> None:
     assert consolidate_copies(np.arange(4), 2).tolist() == [0, 0]
     fewer = mesh_with(3)
     other = diloco("d", mesh=fewer, **STREAMING)
-    params, state = trained(other, fewer, *jax.device_get((few, after)), range(5, 14))
+    params, state = trained(other, fewer, jax.device_get((few, after)), range(5, 14))
     for name in SHAPES:
         assert np.isfinite(fetch(leaf_of(params, name))).all()
     with pytest.raises(ValueError, match="consolidate_copies: devices is 0"):
@@ -345,7 +345,7 @@ def test_another_number_of_devices() -> None:
 def test_restart_and_skip() -> None:
     """From the anchors; and past a synchronisation, whose fragment then is sent a round later."""
     mesh, loop = mesh_with(4), diloco("d", mesh=mesh_with(4), **STREAMING)
-    params, state = trained(loop, mesh, *started(loop), range(5))
+    params, state = trained(loop, mesh, started(loop), range(5))
     params = cases.moved(params, cases.spread_moves(mesh, 5, 4))
     before = fetch((params, state.anchor, state.residual))
     skipped = loop.skip(state)
@@ -358,7 +358,7 @@ def test_restart_and_skip() -> None:
     # Nothing was in flight when step 6 would have applied it.
     params, state = trained(loop, mesh, params, skipped, range(6, 11))
     assert same_bits(leaf_of(state.anchor, "head/kernel"), leaf_of(before[1], "head/kernel"))
-    params, state = trained(loop, mesh, params, state, [11])
+    params, state = trained(loop, mesh, (params, state), [11])
     assert (fetch(leaf_of(state.anchor, "head/kernel")) != leaf_of(before[1], "head/kernel")).any()
 
 
@@ -395,7 +395,7 @@ def test_bits_of_two_processes(tmp_path: Path) -> None:
     mesh, ends = mesh_with(2), {}
     for name, options in (("plain", PLAIN), ("streaming", STREAMING), ("sparse", SPARSE)):
         loop = diloco("d", mesh=mesh, **options)
-        params, _ = trained(loop, mesh, *started(loop), range(8))
+        params, _ = trained(loop, mesh, started(loop), range(8))
         ends[name] = np.concatenate([x.reshape(2, -1) for x in jax.tree.leaves(fetch(params))], 1)
     np.savez(tmp_path / "run.npz", **ends)
     name = "same_bits_as_two_devices"

@@ -61,7 +61,7 @@ def same_bits_as_two_devices() -> None:
     for name, options in RUNS.items():
         for carrier in ("native", "xla"):
             loop, params, state = made(**options, carrier=carrier, name=f"{name} {carrier}")
-            params, state = trained(loop, MESH, params, state, range(8))
+            params, state = trained(loop, MESH, (params, state), range(8))
             assert np.array_equal(flat(params), np.load(FILE)[name]), (name, carrier)
 
 
@@ -72,7 +72,7 @@ def steps_run_while_it_is_sent() -> None:
     """
     ran = FILE.with_name("ran")
     loop, params, state = made(sync_every=4, fragment_sync_delay=3, name="overlap")
-    inner = jax.jit(cases.moved.__wrapped__, donate_argnums=0)
+    inner = jax.jit(cases.added, donate_argnums=0)
     for step in range(1, 9):
         params = inner(params, cases.spread_moves(MESH, step, SIZE))
         # The first round compiles. Sent is after step 5, applied after step 8.
@@ -117,7 +117,7 @@ def other_settings() -> None:
     state = loop.init(other)
     fails(cgx_ops.MismatchError, "disagree on the anchors", lambda: loop.outer(params, state))
     loop, params, state = made(**options)
-    trained(loop, MESH, params, state, range(3))
+    trained(loop, MESH, (params, state), range(3))
 
 
 def a_synchronisation_fails() -> None:
@@ -160,7 +160,7 @@ def parts_of(tree: Any) -> list[Any]:
 def is_saved() -> None:
     """Consolidated, with fragment 2 in flight; beside it what is owed to the averages."""
     loop, params, state = made(**STREAMING, name="saved")
-    params, state = trained(loop, MESH, params, state, range(5))
+    params, state = trained(loop, MESH, (params, state), range(5))
     whole = jax.jit(
         lambda p, s: (consolidate_copies(p, 1), consolidate(s, 1)),
         out_shardings=jax.NamedSharding(MESH, jax.P()),
@@ -193,7 +193,7 @@ def goes_on() -> None:
     assert int(state.step) == 5
     assert int(state.flight.fragment) == 2
     before = parts_of(state.anchor)
-    params, state = trained(loop, MESH, params, state, range(5, 14))
+    params, state = trained(loop, MESH, (params, state), range(5, 14))
     is_equal_everywhere(state.anchor)
     assert all(
         np.abs(a - b).max() > 0.01 for a, b in zip(before, parts_of(state.anchor), strict=True)
@@ -207,7 +207,7 @@ def owed_of(params: Any, state: Any) -> Any:
 def a_process_is_lost() -> None:
     """The other has what it had, and is told to begin again."""
     loop, params, state = made(sync_every=1, name="lost")
-    params, state = trained(loop, MESH, params, state, range(2))
+    params, state = trained(loop, MESH, (params, state), range(2))
     before = parts_of((params, state))
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
