@@ -92,7 +92,7 @@ class Texts:
 class Training:
     """All hosts' models, the states of their optimizers and of the outer loop."""
 
-    def __init__(self, steps: int, seed: int, **options: Any) -> None:
+    def __init__(self, steps: int, seed: int, sparse: bool, **options: Any) -> None:
         self.mesh = jax.make_mesh((jax.device_count(),), ("hosts",), (AxisType.Auto,))
         self.rows, self.seed, self.texts = NamedSharding(self.mesh, P("hosts")), seed, Texts()
         graph, weights = nnx.split(Transformer(self.texts.symbols, nnx.Rngs(seed)))
@@ -100,7 +100,8 @@ class Training:
         rate = optax.warmup_cosine_decay_schedule(0, 3e-3, max(1, steps // 20), steps)
         adamw = optax.adamw(rate, weight_decay=0.01)
 
-        self.loop = cgx_ops.jax.diloco("hosts", mesh=self.mesh, **options)
+        outer_loop = cgx_ops.jax.sparse_loco if sparse else cgx_ops.jax.diloco
+        self.loop = outer_loop("hosts", mesh=self.mesh, **options)
         self.params, self.outer = self.loop.replicate(weights), self.loop.init(weights)
         self.moments = self.loop.replicate(jax.device_get(adamw.init(weights)))
 
@@ -188,14 +189,10 @@ def main() -> None:
     if local:
         options["outer_optimizer"] = optax.sgd(1.0)
     if sparse:
-        del options["bits"]
-        options |= {
-            "compressor": "topk", "density": 64 / 4096, "bucket_size": 4096, "value_bits": 2,
-            "mean_over": "senders", "residual_decay": 0.95, "outer_optimizer": optax.sgd(1.0),
-        }  # fmt: skip
+        options = {k: v for k, v in options.items() if k not in ("bits", "compressor")}
     use_cpu_devices(1)
     cgx_ops.jax.initialize()
-    training = Training(steps, seed, **options)
+    training = Training(steps, seed, sparse, **options)
     if folder:
         training.restore(folder.resolve())  # orbax takes no relative path
     seconds, begin, sent = 0.0, training.step, bytes_sent()

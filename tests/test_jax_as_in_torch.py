@@ -1,6 +1,7 @@
 """Methods that both frameworks have: losses of 50 steps of one model, of two ranks, are the same.
 
-From equal weights and seeds; ranks/run_torch_losses.py makes torch's.
+Of outer loops all that ranks have after 50 given moves, to the bit. From equal weights and seeds;
+ranks/run_torch_losses.py makes torch's.
 """
 
 from collections.abc import Callable
@@ -16,10 +17,18 @@ import pytest
 import torch_cases as tc
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax_cases import fetch, use_cpu_devices
+from jax_cases import fetch, same_bits, use_cpu_devices
 from jax_optimizer_cases import mesh_with
 
-from cgx_ops.jax import deep_gradient, one_bit_adam, power_sgd, signum, state_specs
+from cgx_ops.jax import (
+    deep_gradient,
+    diloco,
+    one_bit_adam,
+    power_sgd,
+    signum,
+    sparse_loco,
+    state_specs,
+)
 
 use_cpu_devices(8)
 
@@ -46,6 +55,22 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     ),
     "signum": lambda mesh: signum("d", 0.002, weight_decay=0.01, mesh=mesh),
 }
+
+
+# Their products are exact, so that it does not matter how they are contracted with sums.
+HALVES = optax.sgd(0.5, momentum=0.5, nesterov=True)
+OUTER_LOOPS: dict[str, Callable[[Any], Any]] = {
+    "diloco": lambda mesh: diloco(
+        "d", sync_every=5, bits=4, bucket_size=64, outer_optimizer=HALVES,
+        mesh=mesh,
+    ),
+    "streaming": lambda mesh: diloco(
+        "d", sync_every=6, fragments=3, fragment_sync_delay=1, fragment_update_alpha=0.5,
+        bits=2, compressor="levels", bucket_size=64, outer_optimizer=HALVES,
+        mesh=mesh,
+    ),
+    "sparse_loco": lambda mesh: sparse_loco("d", sync_every=5, density=1 / 32, mesh=mesh),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +115,34 @@ def test_losses(name: str, torchs: Path) -> None:
     assert run["losses"][-1].mean() < 0.8 * run["losses"][0].mean()
     if name == "power_sgd":
         assert {q.shape for q in jax.tree.leaves(state[0].q)} == {(24, 2)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(270)
+@pytest.mark.parametrize("name", OUTER_LOOPS)
+def test_outer_loops(name: str, torchs: Path) -> None:
+    run = np.load(torchs / f"{name}.npz")
+    mesh = mesh_with(2)
+    loop = OUTER_LOOPS[name](mesh)
+
+    def of(kind: str) -> Any:
+        """Return a tree of torch's tensors: "0.weight" is ["0"]["weight"]."""
+        tree: dict[str, Any] = {}
+        for key in run.files:
+            if key.startswith(f"{kind}/"):
+                layer, leaf = key.removeprefix(f"{kind}/").split(".")
+                tree.setdefault(layer, {})[leaf] = run[key]
+        return tree
+
+    params, state = loop.replicate(of("first")), loop.init(of("first"))
+    moves = of("moves")
+    for step in range(50):
+        params = jax.tree.map(lambda p, m, i=step: p + m[i], params, moves)
+        params, state = loop.outer(params, state)
+    for kind, found in (("params", params), ("anchor", state.anchor), ("residual", state.residual)):
+        want, got = of(kind), fetch(found)
+        assert want, kind
+        for layer, leaves in want.items():
+            for leaf, x in leaves.items():
+                mine = got[layer][leaf]
+                assert same_bits(mine, x.reshape(mine.shape)), (kind, layer, leaf)

@@ -33,7 +33,7 @@ MEMBERS = {
     2: [["blocks/0/kernel", "blocks/0/bias", "head/kernel"], ["blocks/1/kernel"]],
     3: [["blocks/0/kernel", "blocks/0/bias"], ["blocks/1/kernel"], ["head/kernel"]],
 }
-PLAIN: dict[str, Any] = {"sync_every": 2, "bits": 4, "algorithm": "sra"}
+PLAIN: dict[str, Any] = {"sync_every": 2, "bits": 4}
 STREAMING: dict[str, Any] = {
     "sync_every": 6, "fragments": 3, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5,
     "bits": 2, "compressor": "levels", "algorithm": "sra",
@@ -128,11 +128,12 @@ def test_transcription(options: dict[str, Any], n: int) -> None:
     }
     senders = "mean_over" in options
     rate = 0.5 if options.get("residual_decay") == 0.5 else 0.8 if senders else 0.7
-    want = cases.Transcription(
-        n, loop.schedule, MEMBERS[loop.schedule.fragments],
-        lambda _, numel: reference.Segment(0, numel, **own),
-        decay=options.get("residual_decay", 1.0), senders=senders,
-        rate=rate, momentum=0.0 if senders else 0.9,
+    first = {name: leaf_of(weights(), name) for name in SHAPES}
+    want = reference.OuterLoop(
+        first, n, loop.schedule, MEMBERS[loop.schedule.fragments],
+        lambda _, numel: reference.Segment(0, numel, **own), rate=rate,
+        momentum=0.0 if senders else 0.9, decay=options.get("residual_decay", 1.0),
+        feedback=options.get("bits") != 32, of_senders=senders,
     )  # fmt: skip
     params, state = started(loop)
     for step in range(14):
@@ -356,7 +357,7 @@ def test_restart_and_skip() -> None:
         rows = leaf_of(again, name)
         assert all(same_bits(row, leaf_of(before[1], name)) for row in rows)
     # Nothing was in flight when step 6 would have applied it.
-    params, state = trained(loop, mesh, params, skipped, range(6, 11))
+    params, state = trained(loop, mesh, (params, skipped), range(6, 11))
     assert same_bits(leaf_of(state.anchor, "head/kernel"), leaf_of(before[1], "head/kernel"))
     params, state = trained(loop, mesh, (params, state), [11])
     assert (fetch(leaf_of(state.anchor, "head/kernel")) != leaf_of(before[1], "head/kernel")).any()
@@ -431,7 +432,7 @@ def test_a_process_that_is_lost(tmp_path: Path) -> None:
         ({"fragments": 4}, "fragments must divide it"),
         ({"fragment_sync_delay": 6}, "it must be less than"),
         ({"fragment_update_alpha": 2}, "fragment_update_alpha is 2; it must be from 0 to 1"),
-        ({"mean_over": "ranks"}, "mean_over is 'ranks'; it must be 'devices' or 'senders'"),
+        ({"mean_over": "all"}, "mean_over is 'all'; it must be 'ranks' or 'senders'"),
         ({"mean_over": "senders"}, "mean_over='senders' is of values of which each"),
         (
             {"mean_over": "senders", "compressor": "topk", "rules": {"a": {"compressor": "half"}}},

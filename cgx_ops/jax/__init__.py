@@ -11,7 +11,7 @@ averages gradients at 4 bits an element. Without a mesh, in programs of one proc
 
 from cgx_ops.jax.allreduce import allreduce_q
 from cgx_ops.jax.deep_gradient import deep_gradient
-from cgx_ops.jax.diloco import diloco
+from cgx_ops.jax.diloco import diloco, sparse_loco
 from cgx_ops.jax.diloco_loop import DiLoCo
 from cgx_ops.jax.diloco_state import DiLoCoState, Flight, consolidate_copies
 from cgx_ops.jax.exporting import register
@@ -63,6 +63,7 @@ __all__ = [
     "psum_scatter_q",
     "register",
     "signum",
+    "sparse_loco",
     "state_specs",
     "statistics",
     "value_and_grad",

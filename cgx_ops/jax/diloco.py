@@ -35,7 +35,7 @@ def diloco(
     fragment_sync_delay: int = 0,
     fragment_update_alpha: float = 0.0,
     outer_optimizer: Any = None,
-    mean_over: Literal["devices", "senders"] = "devices",
+    mean_over: Literal["ranks", "senders"] = "ranks",
     error_feedback: bool | None = None,
     residual_decay: float = 1.0,
     key: jax.Array | None = None,
@@ -78,8 +78,8 @@ def diloco(
         outer_optimizer: an optax transformation, which gets the average of anchor - parameter as a
           gradient of the anchor, a fragment at a time; None: optax.sgd(0.7, momentum=0.9,
           nesterov=True).
-        mean_over: "devices": the mean over all. "senders": of each value over those that sent it
-          (SparseLoCo), which takes compressor="topk".
+        mean_over: "ranks": the mean over all devices. "senders": of each value over those that
+          sent it (SparseLoCo), which takes compressor="topk".
         error_feedback: as of `average_gradients`.
         residual_decay: so.
         key: so.
@@ -88,7 +88,8 @@ def diloco(
         param_specs: the PartitionSpecs of one device's parameters over other axes of the mesh, a
           tree like them; None: P() for all.
         **knobs: every other keyword of `psum_q` but residual, such as bits, compressor="levels" and
-          rules={"bias|norm": 32}.
+          rules={"bias|norm": 32}. algorithm="auto" is "by_hosts" whatever the size, as in torch, and
+          "one_shot" for "senders".
 
     Raises:
         ImportError: optax is not installed.
@@ -100,12 +101,13 @@ def diloco(
     schedule = Schedule(sync_every, fragments, fragment_sync_delay, fragment_update_alpha)
     if outer_optimizer is None:
         outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    if mean_over not in ("devices", "senders"):
-        raise ValueError(f"{CALLER}: mean_over is {mean_over!r}; it must be 'devices' or 'senders'")
-    if senders := mean_over == "senders":
-        # A device knows what it sent only where nobody sends its values on.
-        if knobs.setdefault("algorithm", "auto") == "auto":
-            knobs["algorithm"] = "one_shot"
+    if mean_over not in ("ranks", "senders"):
+        raise ValueError(f"{CALLER}: mean_over is {mean_over!r}; it must be 'ranks' or 'senders'")
+    senders = mean_over == "senders"
+    # A device knows what it sent only where nobody sends its values on.
+    if knobs.get("algorithm", "auto") == "auto":
+        knobs["algorithm"] = "one_shot" if senders else "by_hosts"
+    if senders:
         if knobs["algorithm"] != "one_shot" or error_feedback is False:
             raise ValueError(
                 f"{CALLER}: mean_over='senders' goes by what is not sent: give error_feedback=None "
@@ -128,3 +130,26 @@ def diloco(
     for config in filter(method.keeps, checked.configs):
         check_converges(CALLER, config)
     return DiLoCo(schedule, method, Layout(axis_name, mesh, param_specs))
+
+
+def sparse_loco(
+    axis_name: Axes, *, sync_every: int, density: float = 1 / 64, **more: Any
+) -> DiLoCo:
+    """Return SparseLoCo: the largest values of chunks of 4096, feedback in place of momentum.
+
+    Each device sends a share `density` of what it owes, values in 2 bits, and keeps 0.95 of the
+    rest; the outer optimizer is plain SGD of rate 1 over the mean of those that sent a value (Sarfi
+    et al., 2025; the outer rate and the decay are Covenant-72B's).
+
+    Args:
+        axis_name: as of diloco().
+        sync_every: so.
+        density: of what is sent.
+        **more: every other argument of diloco().
+    """
+    optax = import_optax("sparse_loco")
+    settings: dict[str, Any] = {
+        "compressor": "topk", "bucket_size": 4096, "value_bits": 2, "mean_over": "senders",
+        "residual_decay": 0.95, "outer_optimizer": optax.sgd(1.0),
+    }  # fmt: skip
+    return diloco(axis_name, sync_every=sync_every, density=density, **{**settings, **more})

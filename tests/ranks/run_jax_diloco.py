@@ -38,7 +38,7 @@ STREAMING: dict[str, Any] = {
     "bits": 2, "compressor": "levels", "algorithm": "sra",
 }  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
-    "plain": {"sync_every": 2, "bits": 4, "algorithm": "sra"},
+    "plain": {"sync_every": 2, "bits": 4},
     "streaming": STREAMING,
     "sparse": {
         "sync_every": 2, "compressor": "topk", "density": 4 / 64, "bucket_size": 64,

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch_deep_gradient.common
+import torch_hooks.diloco
 import torch_hooks.optim
 import torch_power_sgd.common
 from torch import nn
@@ -60,9 +61,35 @@ def optimizers_that_average() -> None:
         record(name, model, make(model.parameters()))
 
 
+def outer_loops() -> None:
+    """Of each loop the first parameters, what inner steps add, and what ranks have in the end."""
+    for name, make in torch_hooks.diloco.IN_BOTH.items():
+        model = network()
+        loop = make(model)
+        found: dict[str, Any] = {
+            f"first/{n}": p.detach().numpy().copy() for n, p in model.named_parameters()
+        }
+        for n, p in model.named_parameters():
+            shape = len(STEPS), SIZE, *p.shape
+            moves = np.random.default_rng(p.numel()).standard_normal(shape, np.float32) / 8
+            found[f"moves/{n}"] = moves
+        for step in STEPS:
+            for n, p in model.named_parameters():
+                p.data += torch.from_numpy(found[f"moves/{n}"][step, RANK])
+            loop.step()
+        for n, anchor, p in zip(loop.names, loop.anchors, loop.parameters, strict=True):
+            found[f"anchor/{n}"] = anchor.detach().numpy()
+            found[f"params/{n}"] = torch.stack(gathered(p.detach())).numpy()
+            lost = loop.exchange.residuals.tensors.get(n)
+            if lost is not None:
+                found[f"residual/{n}"] = torch.stack(gathered(lost)).numpy()
+        if RANK == 0:
+            np.savez(FOLDER / f"{name}.npz", **found)
+
+
 def main() -> None:
     dist.init_process_group("cgx")
-    checks.run(checks.named(power_sgd, deep_gradient, optimizers_that_average), [])
+    checks.run(checks.named(power_sgd, deep_gradient, optimizers_that_average, outer_loops), [])
     dist.destroy_process_group()
 
 

@@ -52,6 +52,17 @@ def of_rate_one(anchors: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(anchors, lr=1.0)
 
 
+# Loops that tests of JAX make too, by the same names.
+IN_BOTH: dict[str, Callable[[nn.Module], DiLoCo]] = {
+    "diloco": lambda model: DiLoCo(model, halves, sync_every=5, config=NEAREST),
+    "streaming": lambda model: DiLoCo(
+        model, halves, sync_every=6, fragments=3, fragment_sync_delay=1, fragment_update_alpha=0.5,
+        config=LEVELS,
+    ),
+    "sparse_loco": lambda model: sparse_loco(model, sync_every=5, density=1 / 32),
+}  # fmt: skip
+
+
 def move(model: nn.Module, step: int) -> None:
     """Have parameters become what an inner step might make of them."""
     generator = torch.Generator().manual_seed(1000 * step + RANK)
