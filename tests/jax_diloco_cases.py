@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax_cases import Values, normal, same_bits, spread
 
 from cgx_ops.jax import DiLoCo
@@ -17,6 +18,17 @@ SHAPES = {
     "blocks/1/kernel": (7, 90),
     "head/kernel": (1700,),
 }
+
+
+PLAIN: dict[str, Any] = {"sync_every": 2, "bits": 4}
+STREAMING: dict[str, Any] = {
+    "sync_every": 6, "fragments": 3, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5,
+    "bits": 2, "compressor": "levels", "algorithm": "sra",
+}  # fmt: skip
+SPARSE: dict[str, Any] = {
+    "sync_every": 2, "compressor": "topk", "density": 4 / 64, "bucket_size": 64,
+    "mean_over": "senders", "residual_decay": 0.95, "outer_optimizer": optax.sgd(0.8),
+}  # fmt: skip
 
 
 def weights(dtype: Any = np.float32) -> Any:
@@ -40,6 +52,11 @@ def leaf_of(tree: Any, name: str) -> Any:
     for word in name.split("/"):
         tree = tree[word]
     return tree
+
+
+def started(loop: DiLoCo) -> Any:
+    """Return the first parameters and state."""
+    return loop.replicate(weights()), loop.init(weights())
 
 
 def moves(step: int, devices: int) -> dict[str, Values]:

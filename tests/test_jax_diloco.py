@@ -1,9 +1,10 @@
-"""diloco: against a transcription, and what it must come to; states, checkpoints, bad input.
+"""diloco: against a transcription, and what it must come to; all kinds of parameters; bad input.
+
+States, checkpoints and processes: test_jax_diloco_states.py.
 
 Inner steps add what jax_diloco_cases.moves() says, whatever the parameters are.
 """
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,10 +19,20 @@ import torch
 import torch_cases as tc
 from jax import P
 from jax_cases import fetch, mesh_of, normal, same_bits, use_cpu_devices
-from jax_diloco_cases import SHAPES, all_same, leaf_of, trained, weights
-from jax_optimizer_cases import mesh_with, restored
+from jax_diloco_cases import (
+    PLAIN,
+    SHAPES,
+    SPARSE,
+    STREAMING,
+    all_same,
+    leaf_of,
+    started,
+    trained,
+    weights,
+)
+from jax_optimizer_cases import mesh_with
 
-from cgx_ops.jax import DiLoCoState, consolidate, consolidate_copies, diloco
+from cgx_ops.jax import diloco
 
 use_cpu_devices(8)
 
@@ -33,22 +44,9 @@ MEMBERS = {
     2: [["blocks/0/kernel", "blocks/0/bias", "head/kernel"], ["blocks/1/kernel"]],
     3: [["blocks/0/kernel", "blocks/0/bias"], ["blocks/1/kernel"], ["head/kernel"]],
 }
-PLAIN: dict[str, Any] = {"sync_every": 2, "bits": 4}
-STREAMING: dict[str, Any] = {
-    "sync_every": 6, "fragments": 3, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5,
-    "bits": 2, "compressor": "levels", "algorithm": "sra",
-}  # fmt: skip
-SPARSE: dict[str, Any] = {
-    "sync_every": 2, "compressor": "topk", "density": 4 / 64, "bucket_size": 64,
-    "mean_over": "senders", "residual_decay": 0.95, "outer_optimizer": optax.sgd(0.8),
-}  # fmt: skip
 # Products by halves do not round, so that XLA, which contracts them with sums, has numpy's bits. So
 # codes are numpy's, which jump where values round.
 HALVES: dict[str, Any] = {**SPARSE, "residual_decay": 0.5, "outer_optimizer": optax.sgd(0.5)}
-
-
-def started(loop: Any) -> Any:
-    return loop.replicate(weights()), loop.init(weights())
 
 
 def exact(mesh: Any, **options: Any) -> Any:
@@ -173,6 +171,7 @@ def test_in_jit_and_inside_shard_map(options: dict[str, Any]) -> None:
         assert a.sharding.spec == b.sharding.spec
 
 
+@slow
 def test_in_a_scan_with_init_inside() -> None:
     mesh, loop = mesh_with(4), diloco("d", **PLAIN)
 
@@ -304,125 +303,7 @@ def test_parameters_split_over_another_axis() -> None:
         assert off <= 1e-6, name
 
 
-# ---- 3. states -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stop", [5, pytest.param(4, marks=slow)])
-def test_checkpoint(stop: int, tmp_path: Path) -> None:
-    """By orbax, with a fragment in flight (5) and without: it goes on to the same bits."""
-    mesh, loop = mesh_with(4), diloco("d", mesh=mesh_with(4), **STREAMING)
-    params, state = trained(loop, mesh, started(loop), range(stop))
-    assert int(state.flight.fragment) == (2 if stop == 5 else -1)
-    saved, kept = restored((params, state), tmp_path)
-    assert isinstance(kept, DiLoCoState)
-    want = trained(loop, mesh, (params, state), range(stop, stop + 7))
-    other = diloco("d", mesh=mesh, **STREAMING)
-    got = trained(other, mesh, (saved, kept), range(stop, stop + 7))
-    assert all_same(got, want)
-    assert got[1].residual["head"]["kernel"].sharding.spec == P("d")
-
-
-def test_another_number_of_devices() -> None:
-    """What is owed to the average stays the same, with a fragment in flight too."""
-    mesh, loop = mesh_with(4), diloco("d", mesh=mesh_with(4), **STREAMING)
-    params, state = trained(loop, mesh, started(loop), range(5))
-    few, after = consolidate_copies(params, devices=3), consolidate(state, devices=3)
-    for old, new in ((params, few), (state.residual, after.residual)):
-        for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
-            assert b.shape[0] == 3
-            assert np.allclose(fetch(a).mean(0, np.float64), fetch(b)[1], atol=1e-6)
-    assert int(after.flight.fragment) == 2
-    assert jax.tree.leaves(after.flight.lost)[0].shape[0] == 3
-    assert consolidate_copies(np.arange(4), 2).tolist() == [0, 0]
-    fewer = mesh_with(3)
-    other = diloco("d", mesh=fewer, **STREAMING)
-    params, state = trained(other, fewer, jax.device_get((few, after)), range(5, 14))
-    for name in SHAPES:
-        assert np.isfinite(fetch(leaf_of(params, name))).all()
-    with pytest.raises(ValueError, match="consolidate_copies: devices is 0"):
-        consolidate_copies(params, 0)
-
-
-def test_restart_and_skip() -> None:
-    """From the anchors; and past a synchronisation, whose fragment then is sent a round later."""
-    mesh, loop = mesh_with(4), diloco("d", mesh=mesh_with(4), **STREAMING)
-    params, state = trained(loop, mesh, started(loop), range(5))
-    params = cases.moved(params, cases.spread_moves(mesh, 5, 4))
-    before = fetch((params, state.anchor, state.residual))
-    skipped = loop.skip(state)
-    assert int(skipped.step) == 6
-    assert all_same(before, (params, skipped.anchor, skipped.residual))
-    again = fetch(loop.restart(params, state))
-    for name in SHAPES:
-        rows = leaf_of(again, name)
-        assert all(same_bits(row, leaf_of(before[1], name)) for row in rows)
-    # Nothing was in flight when step 6 would have applied it.
-    params, state = trained(loop, mesh, (params, skipped), range(6, 11))
-    assert same_bits(leaf_of(state.anchor, "head/kernel"), leaf_of(before[1], "head/kernel"))
-    params, state = trained(loop, mesh, (params, state), [11])
-    assert (fetch(leaf_of(state.anchor, "head/kernel")) != leaf_of(before[1], "head/kernel")).any()
-
-
-def test_nothing_is_launched_where_nothing_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = diloco("d", mesh=mesh_with(4), **{**PLAIN, "sync_every": 3})
-    params, state = started(loop)
-    monkeypatch.setattr(loop, "_done", None)
-    for step in (1, 2):
-        after, state = loop.outer(params, state)
-        assert after is params
-        assert int(state.step) == step
-    with pytest.raises(TypeError):  # it would have been called
-        loop.outer(params, state)
-
-
-# ---- 4. processes --------------------------------------------------------------------------------
-
-
-PROGRAM = "run_jax_diloco.py"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CGX_TIMEOUT": "30"}
-
-
-def test_two_processes(tmp_path: Path) -> None:
-    """What runs beside it, settings that differ, a synchronisation that fails."""
-    names = ["steps_run_while_it_is_sent", "other_settings", "a_synchronisation_fails"]
-    file = tmp_path / "run.npz"
-    outputs = launch.mpirun(2, PROGRAM, file, *names, env=ENVIRONMENT, timeout=100)
-    launch.check_ok(outputs, names)
-
-
-@slow
-def test_bits_of_two_processes(tmp_path: Path) -> None:
-    """To the bits of two devices of one process, by either carrier."""
-    mesh, ends = mesh_with(2), {}
-    for name, options in (("plain", PLAIN), ("streaming", STREAMING), ("sparse", SPARSE)):
-        loop = diloco("d", mesh=mesh, **options)
-        params, _ = trained(loop, mesh, started(loop), range(8))
-        ends[name] = np.concatenate([x.reshape(2, -1) for x in jax.tree.leaves(fetch(params))], 1)
-    np.savez(tmp_path / "run.npz", **ends)
-    name = "same_bits_as_two_devices"
-    outputs = launch.mpirun(2, PROGRAM, tmp_path / "run.npz", name, env=ENVIRONMENT, timeout=100)
-    launch.check_ok(outputs, [name])
-
-
-@slow
-def test_another_number_of_processes(tmp_path: Path) -> None:
-    for processes, name in ((2, "is_saved"), (3, "goes_on")):
-        file = tmp_path / "run.npz"
-        outputs = launch.mpirun(processes, PROGRAM, file, name, env=ENVIRONMENT, timeout=60)
-        launch.check_ok(outputs, [name])
-
-
-@slow
-def test_a_process_that_is_lost(tmp_path: Path) -> None:
-    ulfm = ("--with-ft", "ulfm")
-    survivor, _ = launch.mpirun(
-        2, PROGRAM, tmp_path / "none", "a_process_is_lost", env=ENVIRONMENT, timeout=100,
-        mpirun_args=ulfm, check=False,
-    )  # fmt: skip
-    assert "ok all" in survivor.splitlines(), survivor
-
-
-# ---- 5. bad input --------------------------------------------------------------------------------
+# ---- 3. bad input --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

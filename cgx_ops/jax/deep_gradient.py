@@ -12,7 +12,6 @@ Distributed Training, ICLR 2018.
 
 import functools
 import re
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -23,7 +22,7 @@ import numpy as np
 from cgx_ops.config import Config
 from cgx_ops.deep_gradient import Method, checked_config, is_sparse, sparse_knobs
 from cgx_ops.jax.knobs import Rules, checked_knobs, name_of_leaf
-from cgx_ops.jax.mesh_groups import Axes, MeshGroups, mesh_groups
+from cgx_ops.jax.mesh_groups import Axes, mesh_groups, require_own_messages
 from cgx_ops.jax.optimizer_state import (
     DeepGradientState,
     Mesh,
@@ -139,7 +138,9 @@ def deep_gradient(
         del params
         groups = mesh_groups(_CALLER, axis_name)
         dense = () if dense_axis is None else mesh_groups(_CALLER, dense_axis).axes
-        _check_processes(mesh, groups)
+        require_own_messages(
+            _CALLER, mesh, groups, 'give its name: deep_gradient("hosts", dense_axis="devices")'
+        )
         check_own(_CALLER, updates, groups.axes + dense)
         on_gpu = _platform(mesh) != "cpu"
 
@@ -276,28 +277,3 @@ def _platform(mesh: Mesh | None) -> str:
     """Return the platform of the devices of a mesh, as far as it is known."""
     known = isinstance(mesh, jax.sharding.Mesh)
     return mesh.devices.flat[0].platform if known else jax.default_backend()
-
-
-def _check_processes(mesh: Mesh | None, groups: MeshGroups) -> None:
-    """Refuse groups with several devices in each of several processes.
-
-    A process sums the values of its devices before they are sent, so that none of them knows which
-    of its own were.
-    """
-    if jax.process_count() in (1, jax.device_count()):
-        return
-    if not isinstance(mesh, jax.sharding.Mesh):
-        raise ValueError(
-            f"{_CALLER}: processes have several devices each: give it the mesh of the shard_map, a "
-            "jax.sharding.Mesh"
-        )
-    places = [mesh.axis_names.index(axis) for axis in groups.axes]
-    devices = np.moveaxis(mesh.devices, places, range(-len(places), 0))
-    for group in devices.reshape(-1, groups.size):
-        counts = Counter(device.process_index for device in group)
-        if 1 < len(counts) < len(group):
-            raise NotImplementedError(
-                f"{_CALLER} over {groups.axes}: a group of the mesh has {sorted(counts.values())} "
-                f"devices in its {len(counts)} processes. Make an axis of a process's devices, "
-                'and give its name: deep_gradient("hosts", dense_axis="devices")'
-            )

@@ -88,13 +88,15 @@ def diloco(
         param_specs: the PartitionSpecs of one device's parameters over other axes of the mesh, a
           tree like them; None: P() for all.
         **knobs: every other keyword of `psum_q` but residual, such as bits, compressor="levels" and
-          rules={"bias|norm": 32}. algorithm="auto" is "by_hosts" whatever the size, as in torch, and
-          "one_shot" for "senders".
+          rules={"bias|norm": 32}. algorithm="auto" is "by_hosts" whatever the size, as in torch,
+          and "one_shot" for "senders".
 
     Raises:
         ImportError: optax is not installed.
         ValueError: an argument is out of its range; error_feedback=True with a compressor with
           which it does not converge; "senders" without compressor="topk".
+        NotImplementedError: when it sends; "senders" where several processes have several devices
+          of the axis each, whose values are summed before they are sent.
         TypeError: as `psum_q`.
     """
     optax = import_optax(CALLER)
@@ -107,12 +109,11 @@ def diloco(
     # A device knows what it sent only where nobody sends its values on.
     if knobs.get("algorithm", "auto") == "auto":
         knobs["algorithm"] = "one_shot" if senders else "by_hosts"
-    if senders:
-        if knobs["algorithm"] != "one_shot" or error_feedback is False:
-            raise ValueError(
-                f"{CALLER}: mean_over='senders' goes by what is not sent: give error_feedback=None "
-                "and algorithm='one_shot', or leave them out"
-            )
+    if senders and (knobs["algorithm"] != "one_shot" or error_feedback is False):
+        raise ValueError(
+            f"{CALLER}: mean_over='senders' goes by what is not sent: give error_feedback=None "
+            "and algorithm='one_shot', or leave them out"
+        )
     checked = checked_knobs(CALLER, key=key, name=name, **knobs)
     if not name:
         raise ValueError(f"{CALLER}: name is ''; give one, by which processes find each other")
@@ -125,7 +126,7 @@ def diloco(
         )
     method = Method(
         axis_name, outer_optimizer, schedule.fragment_update_alpha, checked, knobs, error_feedback,
-        Config(residual_decay=residual_decay).residual_decay, senders,
+        Config(residual_decay=residual_decay).residual_decay, senders, mesh,
     )  # fmt: skip
     for config in filter(method.keeps, checked.configs):
         check_converges(CALLER, config)

@@ -12,12 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from cgx_ops import _native
 from cgx_ops.config import Config
 from cgx_ops.jax.gradients import vary_tree
 from cgx_ops.jax.knobs import Knobs, keeps_by_default, name_of_leaf
-from cgx_ops.jax.mesh_groups import Axes, mesh_groups
+from cgx_ops.jax.mesh_groups import Axes, mesh_groups, require_own_messages
 from cgx_ops.jax.psum import reduce_over
 from cgx_ops.jax.trees import checked_leaf
 from cgx_ops.outer_loop import strided
@@ -103,6 +104,7 @@ class Method:
         error_feedback: as of diloco().
         residual_decay: so.
         senders: whether a mean is over the devices that sent a value, not over all.
+        mesh: of the devices, if it is known.
     """
 
     axis_name: Axes
@@ -113,6 +115,7 @@ class Method:
     error_feedback: bool | None
     residual_decay: float
     senders: bool
+    mesh: Mesh | None
 
     def keeps_of(self, path: Any) -> bool:
         """Tell whether what a leaf loses is kept."""
@@ -150,7 +153,10 @@ class Method:
             residual: what was lost before, or None.
             step: the inner steps done: of noise, if there is a key.
         """
-        axes = mesh_groups(CALLER, self.axis_name).axes
+        groups = mesh_groups(CALLER, self.axis_name)
+        axes = groups.axes
+        if self.senders:
+            require_own_messages(CALLER, self.mesh, groups, "spread parameters over it")
         # float32 subtracts here, and adds the residual in the core: all frameworks do.
         delta = jax.tree.map(lambda a, p: a - p[0].astype(jnp.float32), anchor, params)
         own = jax.tree.map(lambda e: e[0], residual)

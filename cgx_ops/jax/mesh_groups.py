@@ -111,6 +111,36 @@ def _axis_size(caller: str, axis: Hashable) -> int:
     return size
 
 
+def require_own_messages(
+    caller: str,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None,
+    groups: MeshGroups,
+    remedy: str,
+) -> None:
+    """Refuse groups with several devices in each of several processes.
+
+    A process sums the values of its devices before they are sent, so that none of them knows which
+    of its own were. `remedy`: what to do with an axis of a process's devices.
+    """
+    if jax.process_count() in (1, jax.device_count()):
+        return
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise ValueError(
+            f"{caller}: processes have several devices each: give it the mesh of the shard_map, a "
+            "jax.sharding.Mesh"
+        )
+    places = [mesh.axis_names.index(axis) for axis in groups.axes]
+    devices = np.moveaxis(mesh.devices, places, range(-len(places), 0))
+    for group in devices.reshape(-1, groups.size):
+        counts = Counter(device.process_index for device in group)
+        if 1 < len(counts) < len(group):
+            raise NotImplementedError(
+                f"{caller} over {groups.axes}: a group of the mesh has {sorted(counts.values())} "
+                f"devices in its {len(counts)} processes. Make an axis of a process's devices, "
+                f"and {remedy}"
+            )
+
+
 # ---- 2. lowering -------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ import optax
 import orbax.checkpoint as ocp
 from failing import fails
 from jax_cases import fetch, mesh_of, normal, on_mesh, spread, use_cpu_devices
-from jax_diloco_cases import trained, weights
+from jax_diloco_cases import PLAIN, SPARSE, STREAMING, trained, weights
 
 import cgx_ops
 import cgx_ops.jax
@@ -33,18 +33,7 @@ cgx_ops.jax.initialize()
 RANK, SIZE = jax.process_index(), jax.process_count()
 MESH = mesh_of((SIZE,), ("d",))
 FILE = Path(sys.argv[1])
-STREAMING: dict[str, Any] = {
-    "sync_every": 6, "fragments": 3, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5,
-    "bits": 2, "compressor": "levels", "algorithm": "sra",
-}  # fmt: skip
-RUNS: dict[str, dict[str, Any]] = {
-    "plain": {"sync_every": 2, "bits": 4},
-    "streaming": STREAMING,
-    "sparse": {
-        "sync_every": 2, "compressor": "topk", "density": 4 / 64, "bucket_size": 64,
-        "mean_over": "senders", "residual_decay": 0.95, "outer_optimizer": optax.sgd(0.8),
-    },
-}  # fmt: skip
+RUNS = {"plain": PLAIN, "streaming": STREAMING, "sparse": SPARSE}
 
 
 def made(**options: Any) -> Any:
