@@ -23,6 +23,7 @@ ON_FOUR = ["messages_equal_the_oracle", "hybrid", "smaller_mesh_after_forward"]
     ("ranks", "checks"),
     [
         pytest.param(2, ON_TWO + FEEDBACK, marks=pytest.mark.exhaustive),
+        pytest.param(2, ["adaptive.*"], marks=pytest.mark.slow),
         (4, [*ON_FOUR, "feedback_to_the_bit"]),
         pytest.param(
             4,

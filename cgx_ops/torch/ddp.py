@@ -12,7 +12,7 @@
   3. hooks in bfloat16; all hooks by name, for programs that choose one by a flag
 
 The layout of torch's own hooks (torch.distributed.algorithms.ddp_comm_hooks), PowerSGD's above all.
-ddp_state.py and ddp_bucket.py have what hooks share; ddp_adaptive.py is bits that follow the
+ddp_state.py and ddp_bucket.py have what hooks share; adaptation.py is bits that follow the
 gradients. Found here too: ddp_power_sgd.py, PowerSGD; ddp_deep_gradient.py, Deep Gradient
 Compression; ddp_plan.py and ddp_groups.py, buckets that are a plan's groups, and buckets that are
 joined to them. ddp_models.py knows the names of layers; ddp_unasked.py attaches the hook over the
@@ -37,7 +37,7 @@ from cgx_ops.planner import AdaptiveBits
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import backend
 from cgx_ops.torch._compat import GradBucket, group_or_default
-from cgx_ops.torch.ddp_adaptive import Adaptation
+from cgx_ops.torch.adaptation import Adaptation
 from cgx_ops.torch.ddp_bucket import decide_bits, layout_of, look_at, refuse
 from cgx_ops.torch.ddp_deep_gradient import DeepGradientState, deep_gradient_hook
 from cgx_ops.torch.ddp_groups import PlannedAllreduceState, planned_allreduce_hook
@@ -141,7 +141,7 @@ class QuantizedAllreduceState(HookState):
         if self.adaptive is None or used is not self.config or used.bits == EXACT_BITS:
             return None
         if self._adaptation is None:
-            self._adaptation = Adaptation(self.adaptive)
+            self._adaptation = Adaptation(self.adaptive, "ddp/statistics")
         return self._adaptation
 
     def state_dict(self) -> dict[str, Any]:

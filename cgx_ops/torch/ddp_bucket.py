@@ -20,7 +20,7 @@ from cgx_ops.call import call_seed, with_segment
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import backend, ddp_models, layers
 from cgx_ops.torch._compat import GradBucket, group_or_default
-from cgx_ops.torch.ddp_adaptive import Adaptation
+from cgx_ops.torch.adaptation import Adaptation
 from cgx_ops.torch.ddp_state import HookState, rules_of
 from cgx_ops.torch.layers import Layer, Rules
 from cgx_ops.torch.work import DTYPES, devices
@@ -196,8 +196,9 @@ def layout_of(
     residuals = residuals_of(hook, state, config, seen.layers, segments, gradients)
     seeds = seeds_of(state, config, seen.layers, seen.step, bucket)
     if adaptation:
+        lost = None if residuals is None else [e if e is None else [e] for e in residuals]
         adaptation.measure(
-            state.communicator(), config, seen.layers, given, gradients, residuals,
+            state.communicator(), config, seen.layers, given, [[g] for g in gradients], lost,
             last=bucket.is_last(),
         )  # fmt: skip
     return Layout(config, segments, seeds, residuals)

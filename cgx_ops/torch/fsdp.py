@@ -16,7 +16,8 @@ shifted grids; gradients are rounded stochastically; one-dimensional parameters 
 travel exact. QSDP's defaults are 8 bits for both, in buckets of 1024.
 
 Gradients by a biased compressor, such as Config(bits=1, compressor="levels"), have error feedback
-(fsdp_feedback.py).
+(fsdp_feedback.py). With planner.AdaptiveBits the bits of each parameter's gradient follow it
+(adaptation.py).
 
 Phases: compress() puts an all-gather and a reduce-scatter of ours into every module that
 fully_shard wrapped (FSDP2's custom communication); these divide a rank's block into the parameters
@@ -24,6 +25,7 @@ that lie in it (fsdp_block.py), each with buckets of its own; State numbers the 
 residuals.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -34,15 +36,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from cgx_ops import Config
+from cgx_ops import Communicator, Config
 from cgx_ops.call import Op, call_seed, with_segment
 from cgx_ops.errors import InvalidArgument
+from cgx_ops.planner import AdaptiveBits
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import _compat, layers
-from cgx_ops.torch.fsdp_block import Block, communicator_of
+from cgx_ops.torch.adaptation import Adaptation
+from cgx_ops.torch.fsdp_block import Block, communicator_of, rows_of
 from cgx_ops.torch.fsdp_feedback import LOCO as LOCO
 from cgx_ops.torch.fsdp_feedback import Feedback, Kept
-from cgx_ops.torch.layers import Rule, Rules
+from cgx_ops.torch.layers import Layer, Rule, Rules
 from cgx_ops.torch.work import start
 
 GRADIENTS = Config(bits=8, bucket_size=1024)
@@ -68,17 +72,30 @@ class State:
     evaluations. Gradients get new noise in every reduction.
     """
 
-    def __init__(self, feedback: Feedback | None = None) -> None:
+    def __init__(
+        self, feedback: Feedback | None = None, adaptive: AdaptiveBits | None = None
+    ) -> None:
         self.kept = None if feedback is None else Kept(feedback)
+        self.adaptive = adaptive
         self.everywhere = True
+        self._adaptation: Adaptation | None = None
+        self._steps = -1
+        self._reduced: set[str] = set()  # modules, in this step
         self._draws = 0
         self._reductions = 0
         self._used = False  # a backward used this draw
 
     def state_dict(self) -> dict[str, Any]:
         """Return it by name: integers, and with error feedback this rank's residuals (copied)."""
-        noise = {"draws": self._draws, "reductions": self._reductions, "used": int(self._used)}
-        return noise if self.kept is None else {**noise, "kept": self.kept.state_dict()}
+        saved: dict[str, Any] = {"draws": self._draws, "reductions": self._reductions}
+        saved["used"] = int(self._used)
+        if self.kept is not None:
+            saved["kept"] = self.kept.state_dict()
+        if self.adaptive is not None:
+            if self._adaptation is not None:
+                self._adaptation.settle()
+            saved |= {"steps": self._steps, "adaptive": copy.deepcopy(self.adaptive)}
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where the State was that state_dict() was called of.
@@ -95,6 +112,15 @@ class State:
             )
         if self.kept is not None:
             self.kept.load_state_dict(state_dict["kept"])
+        if (self.adaptive is None) != ("adaptive" not in state_dict):
+            raise InvalidArgument(
+                "the checkpoint was made "
+                + ("without" if self.adaptive else "with")
+                + " adaptive bits: call fsdp.compress() as it was called there"
+            )
+        if self.adaptive is not None:
+            self.adaptive, self._adaptation = copy.deepcopy(state_dict["adaptive"]), None
+            self._steps, self._reduced = int(state_dict["steps"]), set()
         self._draws = int(state_dict["draws"])
         self._reductions = int(state_dict["reductions"])
         self._used = bool(state_dict["used"])
@@ -127,6 +153,24 @@ class State:
             self._used = False
         return call_seed(seed, name, self._draws)
 
+    def adaptation(
+        self, module: str, communicator: Communicator, config: Config
+    ) -> Adaptation | None:
+        """Return what has the bits of a module's gradients, before they are reduced.
+
+        A step begins with the first module that comes again.
+        """
+        if self.adaptive is None:
+            return None
+        if self._adaptation is None:
+            self._adaptation = Adaptation(self.adaptive, "fsdp/statistics")
+        if not self._reduced or module in self._reduced:
+            self._steps += 1
+            self._reduced.clear()
+        self._reduced.add(module)
+        self._adaptation.begin(communicator, self._steps, config)
+        return self._adaptation
+
     def gradients_seed(self, seed: int, name: str, *, shared: bool = False) -> int:
         """Return the seed of the reduction that begins now; shared: the same on all ranks."""
         self._used = True
@@ -143,6 +187,7 @@ def compress(
     exact: Callable[[str, torch.Size], bool] = one_dimensional,
     rules: Sequence[Rule] = (),
     feedback: Feedback | None = None,
+    adaptive: AdaptiveBits | None = None,
 ) -> State:
     """Have the collectives of every module inside `model` that fully_shard wrapped compressed.
 
@@ -164,6 +209,9 @@ def compress(
             all ranks. Those of exclude_layer() and its like are for DistributedDataParallel alone.
         feedback: how residuals of gradients are kept, such as `LOCO`. None: Feedback(), where
             gradients.keeps_residuals says that there are any. On the CPU only.
+        adaptive: a planner.AdaptiveBits has the bits of each parameter's gradient follow it, at the
+            error of gradients.bits; those that `exact` or a rule speaks of stay. Measured on the
+            host. Where all ranks share all shards only.
 
     Returns:
         The state of the noise and residuals: save it with each checkpoint for a continuation that
@@ -201,7 +249,13 @@ def compress(
         own = (gradients.with_own(**rule.overrides) for rule in reduced_by_name)
         if any(each.keeps_residuals for each in (gradients, *own)):
             feedback = Feedback()
-    state = State(feedback)
+    if adaptive is not None:
+        if gradients is None or gradients.bits == EXACT_BITS:
+            raise InvalidArgument(
+                "adaptive bits need gradients of less than 32, whose error they keep"
+            )
+        adaptive.measured_by(gradients)  # refuses what cannot be predicted
+    state = State(feedback, adaptive)
     for name, module in wrapped.items():
         for group in _compat.fsdp_groups(module):
             block = functools.partial(Block, name, group, names, exact)
@@ -215,6 +269,11 @@ def compress(
                 reduce = _ReduceScatter(block(reduced_by_name), gradients, state, reduce)
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(reduce)
+    if adaptive is not None and not state.everywhere:
+        raise InvalidArgument(
+            "adaptive bits: modules are sharded over some of the ranks only, which would choose "
+            "others for the same parameters: leave `adaptive` out"
+        )
     return state
 
 
@@ -286,20 +345,36 @@ class _ReduceScatter(_Custom):
                 "with compression it must be a sum, an average or a sum times a factor"
             )
         name = f"fsdp/reduce_scatter/{self._block.name}"
+        comm, given = communicator_of(group), segments
+        complete = self._block.complete(output_tensor.numel())
+        adaptation = self._state.adaptation(self._block.name, comm, self._config)
+        found: list[Layer] = []
+        if adaptation is not None and complete:
+            parameters = self._block.parameters()
+            found = [Layer(p.name, len(p.shape), p.numel * group.size()) for p in parameters]
+            segments = adaptation.segments(found, given)
         used = [with_segment(self._config, segment) for segment in segments]
         kept, residual, residuals = self._state.kept, None, None
         keeps = [each.keeps_residuals for each in used]
         # Where gradients are missing, nobody knows whose a residual would be: it waits.
-        if kept is not None and any(keeps) and self._block.complete(output_tensor.numel()):
+        if kept is not None and any(keeps) and complete:
             own = [p for p, keep in zip(self._block.parameters(), keeps, strict=True) if keep]
             residual = kept.take(self._block.name, input_tensor, group.size(), own)
             residuals = [
                 residual[segment.offset :] if own else None
                 for segment, own in zip(segments, keeps, strict=True)
             ]
+        if adaptation is not None and found:
+            rows = functools.partial(rows_of, ranks=group.size())
+            lost: list[list[torch.Tensor] | None] | None = None
+            if residual is not None:
+                pairs = zip(segments, keeps, strict=True)
+                lost = [rows(residual, segment) if own else None for segment, own in pairs]
+            values = [rows(input_tensor, segment) for segment in segments]
+            adaptation.measure(comm, self._config, found, given, values, lost, last=False)
         shared = any(each.compressor == "randk" for each in used)
         work = start(
-            communicator_of(group),
+            comm,
             "reduce_scatter",
             input_tensor,
             output_tensor,

@@ -163,3 +163,9 @@ class Block:
             self._warned.add(text)
             module = f"module '{self.name}'" if self.name else "the root module"
             warnings.warn(f"cgx_ops.torch.fsdp, {module}: {text}", stacklevel=2)
+
+
+def rows_of(blocks: torch.Tensor, segment: Segment, ranks: int) -> list[torch.Tensor]:
+    """Return what lies of a segment in each rank's block."""
+    rows = blocks.view(ranks, -1)[:, segment.offset : segment.offset + segment.numel]
+    return list(rows.unbind())

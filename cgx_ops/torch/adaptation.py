@@ -1,8 +1,8 @@
-"""Adaptive bits under the DDP hook: what belongs to this process of a planner.AdaptiveBits.
+"""Adaptive bits of DDP and FSDP2: what belongs to this process of a planner.AdaptiveBits.
 
 1. a step begins: averages that are due are counted, and perhaps bits decided
-2. each of its buckets: layers that are free get their bits, and are measured where it is time
-3. its last bucket: ranks start to average what they measured, beside the gradients
+2. each of its messages: layers that are free get their bits, and are measured where it is time
+3. its last message, or the next step: ranks start to average what they measured, beside gradients
 """
 
 import logging
@@ -19,10 +19,11 @@ from cgx_ops.codec import statistic_at
 from cgx_ops.planner.adaptive import LAG, AdaptiveBits, Sample
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch.layers import Layer
-from cgx_ops.torch.work import DTYPES, Residuals
+from cgx_ops.torch.work import DTYPES
 
 _log = logging.getLogger(__name__)
-_NAME = "ddp/statistics"
+
+Runs = Sequence[torch.Tensor]
 
 
 class _Exchange(NamedTuple):
@@ -33,30 +34,33 @@ class _Exchange(NamedTuple):
 
 
 class Adaptation:
-    """AdaptiveBits of one hook's state, in this process.
+    """AdaptiveBits of one model's gradients, in this process.
 
-    It is fed bucket by bucket: begin(), segments(), measure().
+    It is fed message by message: begin(), segments(), measure().
     """
 
-    def __init__(self, adaptive: AdaptiveBits) -> None:
-        self._adaptive = adaptive
-        self._agreed = False
+    def __init__(self, adaptive: AdaptiveBits, name: str) -> None:
+        """Begin; name: of the averages, to match those of other ranks."""
+        self._adaptive, self._name = adaptive, name
+        self._communicator: Communicator | None = None  # with whose ranks it has agreed
         self._step = -1
         self._found: dict[str, tuple[int, float]] = {}  # of this step: numel, loss by value
         self._under_way: list[_Exchange] = []
 
     def begin(self, communicator: Communicator, step: int, config: Config) -> None:
-        """Have the bits be those of a step: before its first bucket; of the others, nothing.
+        """Have the bits be those of a step: before its first message; of the others, nothing.
 
         The first call in a process is collective, and raises MismatchError where ranks do not begin
         with the same.
         """
-        if not self._agreed:
+        if self._communicator is None:
             self._adaptive.agree(communicator)
-            self._agreed = True
+            self._communicator = communicator
         if step == self._step:
             return
-        self._step, self._found = step, {}
+        if self._found:  # nobody said which message was the last one
+            self._start(communicator)
+        self._step = step
         self._take(until=step - LAG)
         if self._adaptive.advance(step, config):
             _log.info(
@@ -80,44 +84,48 @@ class Adaptation:
         config: Config,
         layers: Sequence[Layer],
         segments: Sequence[Segment],
-        gradients: Sequence[torch.Tensor],
-        residuals: Residuals | None,
+        gradients: Sequence[Runs],
+        residuals: Sequence[Runs | None] | None,
         *,
         last: bool,
     ) -> None:
-        """Measure a bucket, if it is time, before it is reduced; after the last one exchange.
+        """Measure a message, if it is time, before it is reduced; after the last one exchange.
 
         Args:
             communicator: the ranks.
             config: the call's.
-            layers: of the bucket.
+            layers: of the message.
             segments: of each, before segments() gave it bits.
-            gradients: of each.
+            gradients: of each: runs that have buckets of their own.
             residuals: of each or None: what travels is the sum.
-            last: whether it is the last bucket of the step.
+            last: whether it is known to be the last message of the step.
         """
         if not self._adaptive.measures(self._step):
             return
         smallest = max(_native.SMALLEST_COMPRESSED, config.minimal_size)
         lost = residuals or [None] * len(layers)
-        for layer, segment, values, residual in zip(layers, segments, gradients, lost, strict=True):
-            if layer.numel >= smallest and _is_free(layer, segment):
+        for layer, segment, runs, residual in zip(layers, segments, gradients, lost, strict=True):
+            if runs[0].numel() >= smallest and _is_free(layer, segment):
                 how = self._adaptive.measured_by(with_segment(config, segment))
-                found = _statistic(values, residual, how)
+                pairs = zip(runs, residual or [None] * len(runs), strict=True)
+                found = sum(_statistic(values, e, how) for values, e in pairs)
                 self._found[layer.name] = layer.numel, found / layer.numel
         if last and self._found:
             self._start(communicator)
 
     def settle(self) -> None:
-        """Wait for what is on its way, so that a checkpoint has it."""
+        """Wait for what is on its way, or was only measured, so that a checkpoint has it."""
+        if self._found and self._communicator is not None:
+            self._start(self._communicator)
         self._take(until=self._step)
 
     def _start(self, communicator: Communicator) -> None:
         names = tuple(sorted(self._found))  # buckets are made anew after the first step
         numels, losses = zip(*(self._found[name] for name in names), strict=True)
         request = communicator.allreduce_async(
-            np.array(losses, np.float32), "avg", Config(bits=EXACT_BITS), name=_NAME
+            np.array(losses, np.float32), "avg", Config(bits=EXACT_BITS), name=self._name
         )
+        self._found = {}
         self._under_way.append(_Exchange(Sample(self._step, names, numels, ()), request))
 
     def _take(self, until: int) -> None:

@@ -1,0 +1,137 @@
+"""Bits that follow the gradients that FSDP2 reduces.
+
+1. values: bits are those of the oracle's statistics, and messages have them
+2. checkpoints, and what is refused
+"""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import reference
+import torch
+import torch.distributed as dist
+import torch_cases as tc
+from shared_folder import folder_of_all
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from cgx_ops import Config, InvalidArgument, Unsupported
+from cgx_ops.planner import AdaptiveBits, allocate_bits
+from cgx_ops.torch import fsdp
+from cgx_ops.torch.layers import Rule
+
+from .common import CLASSES, EXACT, WIDTH, Model, recorded, sharded, weights
+from .feedback import train
+from .refusals import refuses
+
+NEAREST = Config(bits=4, bucket_size=64, rounding="nearest")
+KEPT = Config(bits=3, bucket_size=64, error_feedback=True)
+
+
+def adaptive(**options: Any) -> AdaptiveBits:
+    return AdaptiveBits(**{"every": 4, "samples": 2, "budget": "norm", **options})
+
+
+def bits_follow_the_gradients() -> None:
+    """Statistics of steps 0 and 2, the mean over ranks, decide of step 4."""
+    for rules in ([], [Rule("blocks.1.linear.weight", bits=8)]):
+        model: Any = sharded(Model())
+        state = fsdp.compress(model, NEAREST, adaptive=adaptive(), rules=rules)
+        size, steps = dist.get_world_size(), []
+        with recorded() as messages:
+            for step in range(6):
+                train(model, range(step, step + 1))
+                steps.append([m for m in messages if m.verb == "reduce_scatter"])
+                messages.clear()
+        # The blocks' in the order of backward, the root's somewhere between them.
+        linear = iter(f"blocks.{i}.linear.weight" for i in (2, 1, 0))
+        head = WIDTH * -(-CLASSES // size)
+        order = [
+            "head.weight" if head in (s.numel for s in message.segments) else next(linear)
+            for message in steps[0]
+        ]
+        fixed = {rule.pattern for rule in rules}
+        free = sorted(set(order) - fixed)
+        numels = {}
+        sums = np.zeros(len(free))
+        for step in (0, 2):
+            mine = dict.fromkeys(free, 0.0)
+            for name, message in zip(order, steps[step], strict=True):
+                (segment,) = [s for s in message.segments if s.bits != 32]
+                if name not in mine:
+                    continue
+                rows = tc.to_numpy(message.input).reshape(size, -1)
+                rows = rows[:, segment.offset : segment.offset + segment.numel]
+                numels[name] = rows.size
+                found = [reference.statistic(x, NEAREST.bucket_size, ranges=True) for x in rows]
+                mine[name] = sum(found) / rows.size
+            everyones: list[Any] = [None] * size
+            dist.all_gather_object(everyones, [mine[name] for name in free])
+            of_ranks = list(np.array(everyones, np.float32))
+            sums += reference.reduce_in_order("avg", of_ranks) / np.float32(size)
+        counts = [numels[name] for name in free]
+        losses = [n * s / 2 for n, s in zip(counts, sums, strict=True)]
+        want = dict(zip(free, allocate_bits(losses, counts, "norm", config=NEAREST), strict=True))
+        assert set(want.values()) != {4}, "a test of nothing"
+        assert state.adaptive is not None
+        assert state.adaptive.bits == want
+        for step, sent in enumerate(steps):
+            for name, message in zip(order, sent, strict=True):
+                (bits,) = [s.bits or 4 for s in message.segments if s.bits != 32]
+                assert bits == (8 if name in fixed else want[name] if step >= 4 else 4), (
+                    step,
+                    name,
+                )
+
+
+def resumed_bits_are_the_same() -> None:
+    """Saved while averages are on their way, and between decisions; with feedback, too."""
+    for config in (NEAREST, KEPT):
+        for stop in (3, 5):
+            with folder_of_all() as folder:
+                model: Any = sharded(Model())
+                state = fsdp.compress(model, config, adaptive=adaptive())
+                train(model, range(stop))
+                save({"model": model.state_dict(), "cgx": state}, checkpoint_id=folder)
+                pickled = pickle.dumps(state.state_dict())
+                train(model, range(stop, 10))
+                assert state.adaptive is not None
+                assert state.adaptive.changes
+                want = weights(model)
+                for form in ("dcp", "pickle"):
+                    again: Any = sharded(Model())
+                    restored = fsdp.compress(again, config, adaptive=adaptive())
+                    saved = {"model": again.state_dict(), "cgx": restored}
+                    load(saved, checkpoint_id=folder)
+                    again.load_state_dict(saved["model"])
+                    if form == "pickle":
+                        restored = fsdp.compress(again, config, adaptive=adaptive())
+                        restored.load_state_dict(pickle.loads(pickled))
+                    train(again, range(stop, 10))
+                    for name, x in weights(again).items():
+                        assert torch.equal(x, want[name]), (config, stop, form, name)
+                    assert restored.adaptive is not None
+                    assert restored.adaptive.bits == state.adaptive.bits
+
+
+def what_cannot_adapt() -> None:
+    model: Any = sharded(Model())
+
+    def of(config: Any) -> Any:
+        return lambda: fsdp.compress(model, config, adaptive=adaptive())
+
+    refuses(of(EXACT), InvalidArgument, "less than 32")
+    refuses(of(None), InvalidArgument, "less than 32")
+    refuses(of(Config(compressor="topk")), Unsupported, "errors are predicted of")
+    state = fsdp.compress(model, NEAREST)
+    other = fsdp.compress(model, NEAREST, adaptive=adaptive())
+    refuses(
+        lambda: other.load_state_dict(state.state_dict()), InvalidArgument, "without adaptive bits"
+    )
+    refuses(
+        lambda: state.load_state_dict(other.state_dict()), InvalidArgument, "with adaptive bits"
+    )
+
+
+CHECKS = [bits_follow_the_gradients, resumed_bits_are_the_same, what_cannot_adapt]
