@@ -6,7 +6,8 @@ so that editable installs too compile only what changed.
 
 Bindings are built for the frameworks of the environment that the package is installed into, also
 where pip builds in isolation and hides them. CGX_WITH=torch,jax names those to build and insists
-on them, CGX_WITH=none builds the core alone; MAX_JOBS limits the compilers at work.
+on them, CGX_WITH=none builds the core alone; MAX_JOBS limits the compilers at work. What is built
+stands in the version of all but an sdist, such as 0.1.0+torch2.13.jax0.10.cu13: docs/packaging.md.
 
 CUDA is part of the core where there is an nvcc: CUDA_HOME's, CUDA_PATH's, the one on PATH, or that
 of /usr/local/cuda. CGX_WITH=cuda insists on it; with CGX_WITH=none it is left out.
@@ -26,6 +27,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build import build
@@ -153,6 +155,53 @@ def ninja_file(bindings: dict[str, Binding]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def choose(bindings: list[Binding]) -> tuple[list[Binding], dict[str, Any], Path | None]:
+    """Return the bindings to build, what they are built with, and nvcc; exit if CGX_WITH lacks one.
+
+    The second becomes _build.json: versions by name, and under "without" why a part is left out.
+    """
+    built: dict[str, Any] = {"version": VERSION, "without": {}}
+    wanted = os.environ.get("CGX_WITH", "").split(",")
+
+    def leave_out(name: str, reason: str) -> None:
+        sentence = f"cgx_ops: building without {name}: {reason}"
+        if name in wanted:
+            sys.exit(f"{sentence}. CGX_WITH insists on it.")
+        print(sentence, file=sys.stderr)
+        built["without"][name] = reason
+
+    nvcc, reason = usable_nvcc() if wanted != ["none"] else (None, "CGX_WITH is none")
+    if nvcc:
+        built["cuda"] = nvcc_version(nvcc)
+    else:
+        leave_out("cuda", reason)
+    named = [name for name in wanted if name not in ("", "cuda")]  # empty: all there are
+    chosen = []
+    for binding in bindings:
+        name = binding.framework
+        try:
+            if not binding.sources:
+                raise ImportError(f"{binding.folder}/ holds no .cc file")
+            if named and name not in (*named, "python"):
+                raise ImportError("CGX_WITH did not name it")
+            built[name] = binding.configure(binding)
+            chosen.append(binding)
+        except ImportError as error:
+            leave_out(name, str(error))
+    return chosen, built, nvcc
+
+
+def label(built: dict[str, Any]) -> str:
+    """Return what a version ends with (PEP 440): what the binary works with, each by its ABI."""
+    parts = [
+        f"{name}{'.'.join(built[name].split('.')[:2])}"
+        for name in ("torch", "jax")
+        if name in built
+    ]
+    parts += [f"cu{built['cuda'].split('.')[0]}"] if "cuda" in built else []
+    return f"+{'.'.join(parts)}" if parts else ""
+
+
 class Build(build):
     def run(self) -> None:
         shutil.rmtree(self.build_lib, ignore_errors=True)  # a wheel holds nothing of earlier builds
@@ -166,37 +215,12 @@ class BuildExt(build_ext):
         return super().get_ext_filename(fullname)
 
     def run(self) -> None:
-        built = {"version": VERSION}
-        wanted = os.environ.get("CGX_WITH", "").split(",")
-
-        def leave_out(name: str, sentence: str) -> None:
-            if name in wanted:
-                sys.exit(f"{sentence}. CGX_WITH insists on it.")
-            print(sentence, file=sys.stderr)
-
-        self.nvcc, reason = usable_nvcc() if wanted != ["none"] else (None, "CGX_WITH is none")
-        if self.nvcc:
-            built["cuda"] = nvcc_version(self.nvcc)
-        else:
-            leave_out("cuda", f"cgx_ops: building without CUDA: {reason}")
-        chosen = [name for name in wanted if name not in ("", "cuda")]  # empty: all there are
-        for binding in [e for e in self.extensions if isinstance(e, Binding)]:
-            name = binding.framework
-            try:
-                if not binding.sources:
-                    raise ImportError(f"{binding.folder}/ holds no .cc file")
-                if chosen and name not in (*chosen, "python"):
-                    raise ImportError("CGX_WITH does not name it")
-                built[name] = binding.configure(binding)
-            except ImportError as error:
-                leave_out(name, f"cgx_ops: building without the {name} binding: {error}")
-                self.extensions.remove(binding)
         BUILD.mkdir(exist_ok=True)
         with open(BUILD / "lock", "w") as lock:  # builds started together share the object files
             fcntl.flock(lock, fcntl.LOCK_EX)
             super().run()
         for folder in [Path(self.build_lib), *([ROOT] if self.inplace else [])]:
-            (folder / "cgx_ops/_build.json").write_text(json.dumps(built) + "\n")
+            (folder / "cgx_ops/_build.json").write_text(json.dumps(BUILT) + "\n")
 
     def copy_extensions_to_source(self) -> None:
         for extension in self.extensions:  # a running process keeps its old library
@@ -207,7 +231,7 @@ class BuildExt(build_ext):
         core, ninja = BUILD / "cmake", tool("ninja")
         configure = [tool("cmake"), "-S", CORE, "-B", core, "-G", "Ninja"]
         configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DCGX_MPI_ROOT={mpi_root()}"]
-        configure += [f"-DCGX_NVCC={self.nvcc or ''}"]
+        configure += [f"-DCGX_NVCC={NVCC or ''}"]
         subprocess.run(configure, check=True)
         subprocess.run([ninja, "-C", core, "-j", JOBS, "libcgx.so"], check=True)
         names = {Path(self.get_ext_filename(e.name)).name: e for e in self.extensions}
@@ -221,13 +245,21 @@ class BuildExt(build_ext):
             shutil.copy2((BUILD if name in bindings else core) / name, target)
 
 
+BINDINGS = [
+    Binding("python", "cgx_ops/numpy_ops", lambda _: platform.python_version()),
+    Binding("torch", "torch_ops", configure_torch),
+    Binding("jax", "xla_ffi", configure_jax),
+]
+if "sdist" in sys.argv:  # the sources, the same wherever they are packed
+    NVCC, BUILT = None, {}
+else:
+    BINDINGS, BUILT, NVCC = choose(BINDINGS)
+
 setup(
-    version=VERSION,
+    version=VERSION + label(BUILT),
     ext_modules=[
         Extension("cgx_ops.libcgx", [], depends=files_of("cgx_ops/csrc")),
-        Binding("python", "cgx_ops/numpy_ops", lambda _: platform.python_version()),
-        Binding("torch", "torch_ops", configure_torch),
-        Binding("jax", "xla_ffi", configure_jax),
+        *BINDINGS,
     ],
     cmdclass={"build": Build, "build_ext": BuildExt},
 )

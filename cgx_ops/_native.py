@@ -19,7 +19,11 @@ from typing import Any
 from cgx_ops import errors
 
 _HERE = Path(__file__).resolve().parent
-_REBUILD = "pip install --no-build-isolation . (in cgx_ops' source tree)"
+# pip takes a wheel that it built of the same commit for another torch from its cache, if let.
+_REBUILD = (
+    "pip install --force-reinstall --no-cache-dir --no-deps . (in cgx_ops' source tree; or its "
+    "sdist or git+URL in place of the dot)"
+)
 
 # ---- 1. The libraries ----------------------------------------------------------------------------
 
@@ -76,8 +80,11 @@ def _load() -> ctypes.CDLL:
 
 
 @functools.cache
-def built_with() -> dict[str, str]:
-    """Versions at build time: "version" of cgx_ops, and of each framework with a binding."""
+def built_with() -> dict[str, Any]:
+    """Versions at build time: "version" of cgx_ops, and of each framework with a binding.
+
+    "without" has the reason for each part that was left out.
+    """
     try:
         return json.loads((_HERE / "_build.json").read_text())
     except OSError as error:
@@ -93,16 +100,21 @@ def require_binding(framework: str, installed: str) -> None:
     """
     library = {"jax": "jaxlib"}.get(framework, framework)
     built = built_with().get(framework)
+    minor = ".".join(installed.split(".")[:2])
     if built is None:
+        reason = built_with()["without"][framework]
         raise ImportError(
-            f"cgx_ops was built without its {framework} binding, because {framework} was not "
-            f"installed then. With {framework} in this environment run: {_REBUILD}"
+            f"cgx_ops was built without its {framework} binding: {reason}. With {framework} in "
+            f"this environment run: {_REBUILD}. Or install a wheel whose name has "
+            f"{framework}{minor}."
         )
-    if built.split(".")[:2] != installed.split(".")[:2]:
+    served = ".".join(built.split(".")[:2])
+    if served != minor:
+        packages = " ".join(f"'{name}=={served}.*'" for name in dict.fromkeys((framework, library)))
         raise ImportError(
             f"cgx_ops was built for {library} {built}, but {library} {installed} is installed, "
-            f"whose binary interface differs. Install {library}=={'.'.join(built.split('.')[:2])}.*"
-            f" or build cgx_ops again: {_REBUILD}"
+            f"whose binary interface differs. Go back: pip install {packages}. Or build cgx_ops "
+            f"again: {_REBUILD}. Or install a wheel whose name has {framework}{minor}."
         )
 
 

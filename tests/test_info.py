@@ -56,12 +56,23 @@ def test_missing_framework_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch
 
 
 def test_binding_of_another_minor_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "built_with", lambda: {"version": "0", "torch": "2.13.0+cpu"})
+    built = {"torch": "2.13.0+cpu", "without": {"jax": "No module named 'nanobind'"}}
+    monkeypatch.setattr(_native, "built_with", lambda: built)
     _native.require_binding("torch", "2.13.1")
-    with pytest.raises(ImportError, match=r"built for torch 2\.13\.0\+cpu, but torch 2\.14\.0"):
+    with pytest.raises(ImportError) as refused:
         _native.require_binding("torch", "2.14.0")
-    with pytest.raises(ImportError, match="without its jax binding"):
+    assert "built for torch 2.13.0+cpu, but torch 2.14.0" in str(refused.value)
+    assert "pip install 'torch==2.13.*'. Or" in str(refused.value)
+    assert "pip install --force-reinstall --no-cache-dir --no-deps ." in str(refused.value)
+    assert "a wheel whose name has torch2.14" in str(refused.value)
+    with pytest.raises(ImportError, match="without its jax binding: No module named 'nanobind'"):
         _native.require_binding("jax", "0.10.2")
+
+
+def test_jax_is_pinned_with_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "built_with", lambda: {"jax": "0.10.2"})
+    with pytest.raises(ImportError, match=r"pip install 'jax==0\.10\.\*' 'jaxlib==0\.10\.\*'"):
+        _native.require_binding("jax", "0.11.1")
 
 
 def test_wrong_command_line() -> None:

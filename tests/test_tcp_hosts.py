@@ -2,6 +2,7 @@
 
 sums       equal the oracle's to the bit, over tcp and over shm with tcp between hosts
 torchrun   DDP, FSDP2, sub-groups, two and three hosts
+spawned    a DeviceMesh of hosts and ranks, HSDP on it
 JAX        psum_q by torchrun's variables
 failures   a rank is killed, a link goes down, a stranger knocks
 """
@@ -98,6 +99,18 @@ def test_torchrun_starts_again(hosts: Any, tmp_path: Path) -> None:
     assert (tmp_path / "note").exists()
     assert [each["rank"] for each in found] == [0, 1]
     assert found[0]["first"] == found[1]["first"] == found[0]["again"]
+
+
+def test_device_mesh_of_spawned_ranks(hosts: Any) -> None:
+    program = [sys.executable, RANKS / "run_spawned_hosts.py"]
+    ran = together(hosts, [[*program, str(host)] for host in range(2)])
+    found = [line for each in ran for line in said(each)]
+    assert [(each["rank"], each["host"]) for each in found] == [
+        (0, "h0"), (1, "h0"), (2, "h1"), (3, "h1")
+    ]  # fmt: skip
+    for each in found:
+        assert (each["hosts"], each["ranks"]) == ("tcp", "shm")
+        assert each["weights"] == found[0]["weights"]
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
