@@ -3,9 +3,11 @@
 import ctypes
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -102,6 +104,45 @@ def test_bindings_export_their_entry_point_alone() -> None:
         strong = {line.split(maxsplit=2)[-1] for line in text.splitlines() if " T " in line}
         assert entry in strong
         assert not [name for name in strong if name.startswith("cgx")]
+
+
+def test_version_says_what_it_was_built_for() -> None:
+    built = _native.built_with()
+    torch, jax = (".".join(built[name].split(".")[:2]) for name in ("torch", "jax"))
+    served = f"+torch{torch}.jax{jax}" + (".cu13" if "cuda" in built else "")
+    setup = [sys.executable, ROOT / "setup.py", "--version"]
+    said = _output(*setup, env={**os.environ, "CGX_WITH": "torch,jax"}, cwd=ROOT).split()
+    assert said[-1] == cgx_ops.__version__ + served
+    said = _output(*setup, env={**os.environ, "CGX_WITH": "none"}, cwd=ROOT).split()
+    assert said[-1] == cgx_ops.__version__
+
+
+def test_sdist_is_the_tracked_tree(tmp_path: Path) -> None:
+    """Packed without git, beside what builds and tests leave."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout: what is tracked is not known")
+    listed = _output("git", "ls-files", "-z", cwd=ROOT).split("\0")
+    tracked = {name for name in listed if name and (ROOT / name).exists()}
+    tree = tmp_path / "a tree"
+    strays = {"build/x.o", ".venv/x", "cgx_ops/libcgx.so", "cgx_ops/_build.json", "dist/x.whl"}
+    strays |= {"tests/__pycache__/x.cpython-311.pyc", "examples/out/x.png", "x.txt"}
+    for name in tracked | strays:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        if name in tracked:
+            shutil.copy2(ROOT / name, tree / name)
+        else:
+            (tree / name).touch()
+    _output(sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", tmp_path, cwd=tree)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    top = f"cgx_ops-{cgx_ops.__version__}"
+    assert sdist.name == f"{top}.tar.gz"
+    with tarfile.open(sdist) as tar:
+        packed = {file.name.removeprefix(f"{top}/") for file in tar.getmembers() if file.isfile()}
+    generated = {name for name in packed if name.startswith("cgx_ops.egg-info/")}
+    generated |= {"PKG-INFO", "setup.cfg"}
+    checkout = {".gitignore", ".pre-commit-config.yaml"}
+    checkout |= {name for name in tracked if name.startswith(".ci/")}
+    assert packed - generated == tracked - checkout
 
 
 @pytest.mark.exhaustive
