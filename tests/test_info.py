@@ -75,6 +75,20 @@ def test_jax_is_pinned_with_its_library(monkeypatch: pytest.MonkeyPatch) -> None
         _native.require_binding("jax", "0.11.1")
 
 
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_import_is_refused_first_of_all(framework: str) -> None:
+    code = f"""
+from cgx_ops import _native
+_native.built_with = lambda: {{"{framework}": "0.9.1"}}
+import cgx_ops.{framework}
+"""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("ImportError: cgx_ops was built for")
+    assert f"pip install '{framework}==0.9.*'" in result.stderr
+
+
 def test_wrong_command_line() -> None:
     for arguments in ((), ("nonsense",)):
         result = _run(*arguments)

@@ -9,18 +9,25 @@ averages gradients at 4 bits an element. Without a mesh, in programs of one proc
 `allreduce_q(grads, op="avg", key=key)` does.
 """
 
-from cgx_ops.jax.allreduce import allreduce_q
-from cgx_ops.jax.deep_gradient import deep_gradient
-from cgx_ops.jax.diloco import diloco, sparse_loco
-from cgx_ops.jax.diloco_loop import DiLoCo
-from cgx_ops.jax.diloco_state import DiLoCoState, Flight, consolidate_copies
-from cgx_ops.jax.exporting import register
-from cgx_ops.jax.gradients import compress_grads, value_and_grad
-from cgx_ops.jax.initialize import initialize
-from cgx_ops.jax.launching import launching
-from cgx_ops.jax.one_bit import one_bit_adam, signum
-from cgx_ops.jax.optimizer import average_gradients
-from cgx_ops.jax.optimizer_state import (
+import jaxlib.version
+
+from cgx_ops import _native
+
+# Before what follows, which uses parts of JAX that differ between versions.
+_native.require_binding("jax", jaxlib.version.__version__)
+
+from cgx_ops.jax.allreduce import allreduce_q  # noqa: E402
+from cgx_ops.jax.deep_gradient import deep_gradient  # noqa: E402
+from cgx_ops.jax.diloco import diloco, sparse_loco  # noqa: E402
+from cgx_ops.jax.diloco_loop import DiLoCo  # noqa: E402
+from cgx_ops.jax.diloco_state import DiLoCoState, Flight, consolidate_copies  # noqa: E402
+from cgx_ops.jax.exporting import register  # noqa: E402
+from cgx_ops.jax.gradients import compress_grads, value_and_grad  # noqa: E402
+from cgx_ops.jax.initialize import initialize  # noqa: E402
+from cgx_ops.jax.launching import launching  # noqa: E402
+from cgx_ops.jax.one_bit import one_bit_adam, signum  # noqa: E402
+from cgx_ops.jax.optimizer import average_gradients  # noqa: E402
+from cgx_ops.jax.optimizer_state import (  # noqa: E402
     AverageGradientsState,
     DeepGradientState,
     OneBitAdamState,
@@ -29,11 +36,11 @@ from cgx_ops.jax.optimizer_state import (
     consolidate,
     state_specs,
 )
-from cgx_ops.jax.plans import estimated_ready, numels_of
-from cgx_ops.jax.power_sgd import power_sgd
-from cgx_ops.jax.psum import pmean_q, psum_q
-from cgx_ops.jax.scatter_gather import all_gather_q, psum_scatter_q
-from cgx_ops.jax.statistics import statistics
+from cgx_ops.jax.plans import estimated_ready, numels_of  # noqa: E402
+from cgx_ops.jax.power_sgd import power_sgd  # noqa: E402
+from cgx_ops.jax.psum import pmean_q, psum_q  # noqa: E402
+from cgx_ops.jax.scatter_gather import all_gather_q, psum_scatter_q  # noqa: E402
+from cgx_ops.jax.statistics import statistics  # noqa: E402
 
 __all__ = [
     "AverageGradientsState",

@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-import jaxlib.version
 
 import cgx_ops
-from cgx_ops import Communicator, _native
+from cgx_ops import Communicator
 from cgx_ops.jax import _compat
 
 Platform = Literal["cpu", "cuda"]  # those that are served, by JAX's names
@@ -68,7 +67,6 @@ def targets() -> tuple[str, ...]:
 
 @functools.cache
 def _binding() -> Any:
-    _native.require_binding("jax", jaxlib.version.__version__)
     from cgx_ops import _xla_ffi
 
     _compat.call_around_compile(_xla_ffi.compilation_begins, _xla_ffi.compilation_ends)

@@ -43,9 +43,13 @@ def by_jax() -> np.ndarray:
 
     cgx_ops.jax.initialize()
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    specs = {"in_specs": jax.P(), "out_specs": jax.P()}
-    summed = jax.shard_map(lambda x: cgx_ops.jax.psum_q(x, "data", bits=4), mesh=mesh, **specs)
-    return np.asarray(jax.jit(summed)(VALUES))
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+    def summed(x: jax.Array) -> jax.Array:
+        return cgx_ops.jax.psum_q(x, "data", bits=4)
+
+    return np.asarray(summed(VALUES))
 
 
 FRAMEWORKS: dict[str, Callable[[], np.ndarray]] = {"torch": by_torch, "jax": by_jax}

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import spawn
 
 import cgx_ops.torch
 from cgx_ops import Communicator, Config
@@ -89,4 +90,4 @@ def rank_main(local: int, host: int) -> None:
 
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(rank_main, args=(int(sys.argv[1]),), nprocs=PER_HOST)
+    spawn(rank_main, args=(int(sys.argv[1]),), nprocs=PER_HOST)
