@@ -1,6 +1,7 @@
 """A step of DistributedDataParallel with cgx beside gloo and torch's own compression hooks.
 
     python benchmarks/hosts.py --rate 1gbit -- python benchmarks/ddp_step.py [--link-rate 1gbit]
+    torchrun --nnodes 2 ... benchmarks/ddp_step.py      # on each host: cgx over TCP, without MPI
 
 The model is fixed (steps.py): 25.2 million parameters, plain SGD, one thread a rank. The batch is
 chosen so that forward, backward and update take about 100 ms (--compute-ms). DDP's settings are

@@ -9,11 +9,15 @@ ddp_step.py and jax_step.py share this. Phases:
 """
 
 import argparse
+import functools
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from mpi4py import MPI
 
@@ -69,6 +73,51 @@ class Phases:
     speedup: float
 
 
+class Everyone(MpiRanks):
+    """The ranks that mpirun started."""
+
+    def __init__(self) -> None:
+        super().__init__(MPI.COMM_WORLD)
+        self.rank = self.comm.rank
+
+    def gather(self, text: str) -> list[str]:
+        """Return the texts of all ranks."""
+        return self.comm.allgather(text)
+
+
+class EveryoneByTorch:
+    """The ranks that torchrun started, which have met by torch.distributed."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self._group: Any = dist.new_group(backend="gloo")
+        self.rank = dist.get_rank()
+
+    def meet(self) -> None:
+        """Return once every rank has called."""
+        self.gather("")
+
+    def slowest(self, seconds: float) -> float:
+        """Return the largest `seconds` of all ranks, on all ranks."""
+        return max(map(float, self.gather(repr(seconds))))
+
+    def gather(self, text: str) -> list[str]:
+        """Return the texts of all ranks."""
+        import torch.distributed as dist
+
+        texts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, text, self._group)
+        return texts
+
+
+@functools.cache
+def ranks() -> Everyone | EveryoneByTorch:
+    """Return those who run this program together."""
+    by_torch = "TORCHELASTIC_RUN_ID" in os.environ
+    return EveryoneByTorch() if by_torch else Everyone()
+
+
 def calibrate(step_of: Callable[[int], Step], seconds: float, first: int) -> int:
     """Return the batch whose step takes about so long on the slowest rank.
 
@@ -83,10 +132,10 @@ def calibrate(step_of: Callable[[int], Step], seconds: float, first: int) -> int
         step()  # brings memory in, or compiles
         samples = []
         for _ in range(_SAMPLES):
-            MPI.COMM_WORLD.Barrier()
+            ranks().meet()
             begin = time.perf_counter()
             step()
-            samples.append(MPI.COMM_WORLD.allreduce(time.perf_counter() - begin, MPI.MAX))
+            samples.append(ranks().slowest(time.perf_counter() - begin))
         batch = max(1, round(batch * seconds / statistics.median(samples)))
     return batch
 
@@ -103,7 +152,7 @@ def measured(
         budget: seconds after which no further round begins.
     """
     timed = {_COMPUTE: Timed(compute)} | {name: Timed(step) for name, step in steps.items()}
-    samples = measure(timed, MpiRanks(MPI.COMM_WORLD), rounds=rounds, budget=budget)
+    samples = measure(timed, ranks(), rounds=rounds, budget=budget)
     found = {name: Summary.of(seconds) for name, seconds in samples.items()}
     computing = found.pop(_COMPUTE).median
     exact = next(iter(found.values())).median
@@ -121,10 +170,10 @@ def measured(
 
 
 def _sent_by(step: Step) -> int:
-    MPI.COMM_WORLD.Barrier()
+    ranks().meet()
     before = _sent_bytes()
     step()
-    MPI.COMM_WORLD.Barrier()
+    ranks().meet()
     return _sent_bytes() - before
 
 
@@ -181,13 +230,13 @@ def report_of(what: str, found: list[Phases], batch: int, options: argparse.Name
 
 def where() -> dict[str, int]:
     """Return the numbers of ranks and of hosts; all ranks call it."""
-    hosts = MPI.COMM_WORLD.allgather(MPI.Get_processor_name())
+    hosts = ranks().gather(platform.node())
     return {"ranks": len(hosts), "hosts": len(set(hosts))}
 
 
 def publish(report: Report, path: str | None) -> None:
     """Print the report's tables, and write it if there is a path; rank 0 does."""
-    if MPI.COMM_WORLD.rank == 0:
+    if ranks().rank == 0:
         for table in report.tables:
             table.print()
         if path:
