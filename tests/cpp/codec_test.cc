@@ -123,19 +123,19 @@ void test_carried() {
                            kSize, BuffersUsed{});
       CHECK(carried[rank].algorithm() == CGX_ONE_SHOT, "auto");
       messages[rank].resize(carried[rank].gather_bytes(rank));
-      carried[rank].encode(messages[rank].data());
+      carried[rank].encode(messages[rank]);
       gathered.insert(gathered.end(), messages[rank].begin(), messages[rank].end());
     }
     const auto stride = static_cast<int64_t>(messages[0].size());
     for (int rank = 0; rank < kSize; ++rank) {
-      carried[rank].decode(gathered.data(), stride);
+      carried[rank].decode(gathered);
       CHECK(outputs[rank] == expected_sum(kSize, numel), "rank %d, %ld values", rank, long(numel));
     }
     if (numel == 0) continue;
     for (const int64_t length : {int64_t{-1}, stride, int64_t{9}}) {
       std::memcpy(gathered.data() + stride, &length, sizeof(length));
       try {
-        carried[0].decode(gathered.data(), stride);
+        carried[0].decode(gathered);
         CHECK(false, "a length of %ld passed", long(length));
       } catch (const Error& error) {
         CHECK(std::strstr(error.what(), "rank 1 sent"), "%s", error.what());

@@ -8,6 +8,7 @@
 #include "base/float_mode.h"
 #include "base/half.h"
 #include "base/status.h"
+#include "cgx/cgx.h"
 #include "input.h"
 #include "kernel/kernels.h"
 
