@@ -17,7 +17,7 @@ import torch.distributed as dist
 from boxes import boxes
 from characters import characters
 from images import images
-from methods import METHODS, Alone, Method, Prepared, Run
+from methods import METHODS, SYNC_EVERY, Alone, Method, Prepared, Run
 from mpi4py import MPI
 from steps import publish, where
 from torch import nn
@@ -53,7 +53,7 @@ def _no_average(model: nn.Module, run: Run) -> Prepared:
     return Alone(model), run.optimizer(model)
 
 
-METHODS[ALONE] = Method(_no_average)
+METHODS[ALONE] = Method(_no_average, every=SYNC_EVERY)
 
 
 def run(training: Training, steps: int) -> None:

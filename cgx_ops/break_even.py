@@ -325,7 +325,10 @@ def _with_bits(config: Config, bits: int) -> Config:
 
 
 def set_verdict(communicator: "Communicator", config: Config, verdict: Verdict) -> None:
-    """Have a communicator go by this verdict, alike on all ranks, and measure nothing."""
+    """Have a communicator go by this verdict, alike on all ranks, and measure nothing.
+
+    Before its first call with this config: numpy's calls are checked once.
+    """
     _verdicts[_key(communicator, config)] = verdict
     _decisions.clear()
 

@@ -247,9 +247,14 @@ class Repeat:
     __slots__ = ("_address", "_call", "_comm_name", "_counter", "_pattern", "config")
 
     def __init__(
-        self, call: Call, pattern: _native.Collective, counter: Counter, comm_name: str
+        self,
+        call: Call,
+        asked: Config,
+        pattern: _native.Collective,
+        counter: Counter,
+        comm_name: str,
     ) -> None:
-        self.config = call.config  # held: Communicator knows the call by its id
+        self.config = asked  # held: Communicator knows the call by its id
         self._call, self._pattern, self._address = call, pattern, addressof(pattern)
         self._counter, self._comm_name = counter, comm_name
 

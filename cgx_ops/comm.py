@@ -261,7 +261,6 @@ class Communicator:
         Returns:
             `out`, or a new array of the input's shape and dtype.
         """
-        config = break_even.decided(self, config, array, op)
         if (
             type(array) is np.ndarray
             and type(out) is np.ndarray
@@ -271,9 +270,9 @@ class Communicator:
             repeat = self._repeats.get(form)
             if repeat is not None and repeat.run(array, out):
                 return out
-        source = as_input(array)
-        call = Call("allreduce", op, config, name, segments, seed, timeout)
-        return self._run(call, source, source.shape, source.size, out, residual)
+        source, sent = as_input(array), break_even.decided(self, config, array, op)
+        call = Call("allreduce", op, sent, name, segments, seed, timeout)
+        return self._run(call, source, source.shape, source.size, out, residual, asked=config)
 
     def allreduce_async(
         self,
@@ -357,15 +356,17 @@ class Communicator:
         block: int,
         out: Array | None,
         residual: Array | None = None,
+        asked: Config | None = None,
     ) -> Array:
         prepared = call.prepare(*self._place(), source, shape, block, out, residual)
-        if call.repeatable and call.verb == "allreduce" and residual is None:
+        if call.repeatable and asked is not None and residual is None:
             if len(self._repeats) >= _MOST_REPEATS:
                 self._repeats.clear()
             collective, result, *_ = prepared
             arrays = source.dtype, source.shape, result.dtype, result.shape
-            form = call.op, id(call.config), call.name, call.timeout, *arrays
-            self._repeats[form] = Repeat(call, collective.pattern, self._counter(), self.name)
+            form = call.op, id(asked), call.name, call.timeout, *arrays
+            pattern = collective.pattern
+            self._repeats[form] = Repeat(call, asked, pattern, self._counter(), self.name)
         return request.run(*prepared)
 
     def next_call(self, name: str) -> int:

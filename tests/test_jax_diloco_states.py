@@ -100,6 +100,7 @@ PROGRAM = "run_jax_diloco.py"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CGX_TIMEOUT": "30"}
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     """What runs beside it, settings that differ, a synchronisation that fails."""
     names = ["steps_run_while_it_is_sent", "other_settings", "a_synchronisation_fails"]

@@ -101,6 +101,7 @@ def test_torchrun_starts_again(hosts: Any, tmp_path: Path) -> None:
     assert found[0]["first"] == found[1]["first"] == found[0]["again"]
 
 
+@pytest.mark.slow
 def test_device_mesh_of_spawned_ranks(hosts: Any) -> None:
     program = [sys.executable, RANKS / "run_spawned_hosts.py"]
     ran = together(hosts, [[*program, str(host)] for host in range(2)])

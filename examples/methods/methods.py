@@ -227,7 +227,7 @@ METHODS: dict[str, Method] = {
     "DiLoCo": outer_loop(config=Config(32)),
     "DiLoCo, 4 bits": outer_loop(config=Config(4)),
     "DiLoCo, 2 bits": outer_loop(config=TWO_BITS),
-    "DiLoCo, 2 bits, 5 late": outer_loop(config=TWO_BITS, fragment_sync_delay=5),
+    "DiLoCo, 4 bits, 5 late": outer_loop(config=Config(4), fragment_sync_delay=5),
     "SparseLoCo": outer_loop(sparse_loco),
 }
 
