@@ -62,7 +62,7 @@ class OnGpu(Communicator):
         block: int,
         out: npt.NDArray[Any] | None,
         residual: npt.NDArray[Any] | None = None,
-        asked: Config | None = None,  # noqa: ARG002  (each call is checked)
+        asked: Config | None = None,
     ) -> npt.NDArray[Any]:
         assert residual is None, "run_cuda_core.py has those"
         collective, result, *_ = call.prepare(*self._place(), source, shape, block, out)
