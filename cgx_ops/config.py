@@ -184,6 +184,8 @@ class Config:
     @property
     def draws(self) -> bool:
         """Whether a seed counts: for noise, or for the places of "randk"."""
+        if self.bits == _EXACT:
+            return False
         own = _COMPRESSORS[self.compressor]["roundings"][0]
         return (self.rounding or own) != "nearest" or self.compressor == "randk"
 

@@ -170,7 +170,7 @@ def _rounded(caller: str, config: Config, key: jax.Array | None) -> Config:
     served = _COMPRESSORS[config.compressor]["roundings"]
     wanted = "nearest" if key is None else "stochastic"
     config = replace(config, rounding=wanted if wanted in served else served[0])
-    if key is None and config.draws and config.bits != EXACT_BITS:
+    if key is None and config.draws:
         what = "places that all devices draw alike" if is_randk(config) else "random rounding only"
         same = ", the same on all of them" if is_randk(config) else ""
         raise ValueError(
