@@ -256,6 +256,7 @@ def main() -> None:
                 console.print(f"{task}, {count} ranks, seed {seed}")
                 for curve in train(task, count, seed, methods, options.steps, folder):
                     curves.setdefault(curve["method"], []).append(curve)
+            curves = {method: curves[method] for method in methods}  # the exact one first
             by_rate = {}
             for rate in options.rates:
                 console.print(f"{task}, {count} hosts, {rate}")
