@@ -16,8 +16,10 @@ def run(address: int, arrays: tuple[Any, ...]) -> int:
     end the arrays are kept.
     """
 
-def repeat(pattern: int, source: Any, result: Any, seed: Callable[[], int]) -> int:
+def repeat(pattern: int, source: Any, result: Any, stream: int, count: Callable[[], int]) -> int:
     """Run the collective at address `pattern` on other arrays of the same dtype and shape.
+
+    Its seed is the count()-th of the stream (cgx/call_seeds.h).
 
     Returns a status, or MUST_BE_CHECKED: such arrays may be refused, and nothing was done.
     """

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof, c_int64, c_void_p
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -70,6 +70,9 @@ def _with_own(config: Config, own: tuple[Any, ...]) -> Config:
     return config.with_own(**given)
 
 
+_64_BITS = 2**64 - 1
+
+
 def call_seed(seed: int, name: str, occurrence: int, comm: str = "") -> int:
     """Return the seed of one call's noise.
 
@@ -79,8 +82,25 @@ def call_seed(seed: int, name: str, occurrence: int, comm: str = "") -> int:
         occurrence: it is the n-th of this name, from 0.
         comm: the communicator's name: ranks that have two draw different noise in each.
     """
-    digest = hashlib.blake2b(repr((seed, occurrence, name, comm)).encode(), digest_size=8)
+    return nth_seed(seed_stream(seed, name, comm), occurrence)
+
+
+@functools.lru_cache(maxsize=4096)  # hashing takes longer than the rest of a seed
+def seed_stream(seed: int, name: str, comm: str = "") -> int:
+    """Return the first seed of those of the calls of one name: see call_seed()."""
+    digest = hashlib.blake2b(repr((seed, name, comm)).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def nth_seed(stream: int, n: int) -> int:
+    """Return the n-th seed of a stream, as cgx/call_seeds.h does."""
+    if n == 0:
+        return stream
+    z = stream + n * 0x9E3779B97F4A7C15 & _64_BITS
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _64_BITS
+    z ^= z >> 31
+    return z - (z >> 63 << 64)
 
 
 class Counter:
@@ -101,6 +121,10 @@ class Counter:
 
     def __len__(self) -> int:
         return len(self._counts)
+
+    def of(self, name: str) -> Callable[[], int]:
+        """Return what does next(name); without a name no line of Python."""
+        return functools.partial(self.next, name) if name else self._unnamed.__next__
 
     def next(self, name: str) -> int:
         """Return how many calls of this name there were before."""
@@ -155,15 +179,12 @@ class Call:
     def _checked(self, seed: int) -> int:
         return replace(self.config, seed=seed).seed
 
-    def next_seed(self, count: int, comm_name: str) -> int:
-        """Return the seed of this call if its caller gives none.
+    def seed_stream(self, comm_name: str) -> int:
+        """Return the stream of this call's seed if its caller gives none.
 
         Of places it is the same on ranks that are threads, whose communicators' names differ.
         """
-        if not self._draws:  # making one takes time
-            return 0
-        name = "" if self._places else comm_name
-        return call_seed(self.config.seed, self.name, count, name)
+        return seed_stream(self.config.seed, self.name, "" if self._places else comm_name)
 
     def collective(
         self,
@@ -183,7 +204,8 @@ class Call:
         """
         config, seed = self.config, self.seed
         if seed is None:
-            seed = 0 if self.seeds else self.next_seed(count, comm_name)
+            drawn = self._draws and not self.seeds
+            seed = nth_seed(self.seed_stream(comm_name), count) if drawn else 0
         make = _known_pattern if self.segments is None else _pattern
         pattern = make(
             comm, self.verb, self.op, config, self.name, self.timeout, dtype, block, self.segments
@@ -244,7 +266,7 @@ class Repeat:
     step costs ten times what it costs in a loop: checking again took longer than the collective.
     """
 
-    __slots__ = ("_address", "_call", "_comm_name", "_counter", "_pattern", "config")
+    __slots__ = ("_address", "_count", "_pattern", "_stream", "config")
 
     def __init__(
         self,
@@ -255,20 +277,17 @@ class Repeat:
         comm_name: str,
     ) -> None:
         self.config = asked  # held: Communicator knows the call by its id
-        self._call, self._pattern, self._address = call, pattern, addressof(pattern)
-        self._counter, self._comm_name = counter, comm_name
+        self._pattern, self._address = pattern, addressof(pattern)
+        self._stream, self._count = call.seed_stream(comm_name), counter.of(call.name)
 
     def run(self, source: Array, result: Array) -> bool:
         """Run the call and return True; or do nothing, as these arrays must be checked."""
-        status = _numpy_ops.repeat(self._address, source, result, self._next_seed)
+        status = _numpy_ops.repeat(self._address, source, result, self._stream, self._count)
         if status == _numpy_ops.MUST_BE_CHECKED:
             return False
         if status:
             _native.check(status)
         return True
-
-    def _next_seed(self) -> int:
-        return self._call.next_seed(self._counter.next(self._call.name), self._comm_name)
 
 
 def _pattern(

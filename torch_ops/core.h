@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "cgx/call_seeds.h"
 #include "cgx/cgx.h"
 
 namespace cgx::torch_ops {
@@ -28,20 +29,6 @@ inline std::optional<cgx_dtype_t> core_dtype(at::ScalarType dtype) {
     default:
       return std::nullopt;
   }
-}
-
-// The steps of SplitMix64: n times the golden ratio.
-inline int64_t nth_offset(int64_t n) {
-  return static_cast<int64_t>(static_cast<uint64_t>(n) * 0x9e3779b97f4a7c15u);
-}
-
-// The n-th seed of the stream that begins with `seed`: SplitMix64's output function.
-inline int64_t nth_seed(int64_t seed, int64_t n) {
-  if (n == 0) return seed;
-  uint64_t z = static_cast<uint64_t>(seed) + static_cast<uint64_t>(nth_offset(n));
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return static_cast<int64_t>(z ^ (z >> 31));
 }
 
 // A seed under a name (of a group): the seed plus FNV-1a of the name.

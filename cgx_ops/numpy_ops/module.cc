@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdlib>
 
+#include "cgx/call_seeds.h"
 #include "flight.h"
 
 namespace cgx::numpy_ops {
@@ -34,13 +35,15 @@ PyObject* run_once(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t 
   return PyErr_Occurred() ? nullptr : run(*collective, arguments[1]);
 }
 
-// `pattern` on other arrays of the same dtype and shape, with the seed that seed() returns. Does
-// nothing but return kMustBeChecked where such arrays may be refused.
+// `pattern` on other arrays of the same dtype and shape, with the seed of the call that count()
+// says it is: the n-th of its stream. Does nothing but return kMustBeChecked where such arrays may
+// be refused.
 PyObject* repeat(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 4)
-    return PyErr_Format(PyExc_TypeError, "repeat() takes 4 arguments, not %zd", count);
-  PyObject *source = arguments[1], *result = arguments[2], *next_seed = arguments[3];
+  if (count != 5)
+    return PyErr_Format(PyExc_TypeError, "repeat() takes 5 arguments, not %zd", count);
+  PyObject *source = arguments[1], *result = arguments[2];
   const auto* pattern = static_cast<const cgx_collective_t*>(PyLong_AsVoidPtr(arguments[0]));
+  const int64_t stream = PyLong_AsLongLong(arguments[3]);
   if (PyErr_Occurred()) return nullptr;
   Py_ssize_t bytes = 0;
   std::byte* const from = memory_of(source, PyBUF_SIMPLE, &bytes);
@@ -48,13 +51,13 @@ PyObject* repeat(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t co
   if (!from || !to || (from != to && std::abs(from - to) < bytes))
     return PyLong_FromLong(kMustBeChecked);
 
-  PyObject* seed = PyObject_CallNoArgs(next_seed);
-  if (!seed) return nullptr;
+  PyObject* number = PyObject_CallNoArgs(arguments[4]);
+  if (!number) return nullptr;
   cgx_collective_t collective = *pattern;
   collective.input = from;
   collective.output = to;
-  collective.seed = PyLong_AsLongLong(seed);
-  Py_DECREF(seed);
+  collective.seed = cgx::nth_seed(stream, PyLong_AsLongLong(number));
+  Py_DECREF(number);
   PyObject* arrays = PyErr_Occurred() ? nullptr : PyTuple_Pack(2, source, result);
   if (!arrays) return nullptr;
   PyObject* status = run(collective, arrays);
