@@ -31,7 +31,7 @@ def cases(draw: st.DrawFn, most: int) -> Case:
     numels = of_each(st.integers(0, 2_000_000))
     ready = of_each(st.sampled_from([0.0, 1e-3, 5e-3]) | st.floats(0, 0.02))
     sizes = [draw(st.integers(0, 4)) + n // 2 for n in numels]
-    fixed_or_each = (_FIXED, _EACH, _FIXED, _EACH, _FIXED, _EACH, _FIXED)
+    fixed_or_each = (_FIXED, _EACH, _FIXED, _EACH, _FIXED, _EACH, _FIXED, _FIXED, _EACH)
     return numels, ready, sizes, Costs(*(draw(one) for one in fixed_or_each))
 
 
@@ -80,6 +80,15 @@ def test_finish_by_hand() -> None:
     assert finish([[0], [1], [2]], numels, ready, sizes, costs) == 43.5
     # Together: from 7 for 15, from 22 for 9, 10 on the way, 6.5 to decode.
     assert finish([[2, 0, 1]], numels, ready, sizes, costs) == 22 + 9 + 10 + 6.5
+
+
+def test_messages_delay_the_backward_pass() -> None:
+    costs = Costs(processor_fixed=1, processor_per_value=0.5, link_per_byte=1)
+    numels, ready, sizes = [4, 8, 2], [5.0, 6.0, 7.0], [1, 1, 1]
+    # Nothing is late before there is a message: whole, the step ends when all are there and sent.
+    assert finish([[0, 1, 2]], numels, ready, sizes, costs) == 7 + 3
+    # The first message takes 1 + 2 of the processor, the second 1 + 4.
+    assert finish([[0], [1], [2]], numels, ready, sizes, costs) == 7 + 3 + 5 + 1
 
 
 def test_latency_counts_once() -> None:

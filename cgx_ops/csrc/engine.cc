@@ -189,11 +189,15 @@ void Engine::drive(Until&& until) {
   const auto spin_time = crowded_ ? kCrowdedSpinTime : kSpinTime;
   auto last_work = Clock::now();
   int looks = 0;
+  // Whether looking for so long found something the last time. While a slow link moves much, it
+  // does not, and would take a tenth of a core from the backward pass that the link is hidden behind.
+  bool worthwhile = true;
   while (!until()) {
     if (progress()) {
+      worthwhile = now_ - last_work < 2 * spin_time;
       last_work = now_;
       looks = 0;
-    } else if (now_ - last_work < spin_time) {
+    } else if (worthwhile && now_ - last_work < spin_time) {
       if (crowded_ || ++looks > kLooks) std::this_thread::yield();
     } else if (!anything_submitted()) {  // what is put after this rings the transport's bell
       transport_->wait(kLongestSleep);

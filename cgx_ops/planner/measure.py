@@ -1,7 +1,8 @@
 """The constants of the model, for a communicator's own route.
 
   1. time: rounds of collectives on synthetic buffers, in two sizes. Encoded ones tell what codecs
-     cost; exact ones of as many bytes tell what the link costs, one at a time and several in flight
+     cost; exact ones of as many bytes, alone and several in flight, what the link costs, and what
+     processor time it takes to move them
   2. fit: the least time of each over the rounds, as a constant and a slope
   3. agree: the largest of each constant over the ranks, by one exact collective
 
@@ -12,7 +13,7 @@ during which others travel. To call latency occupation would merge far too much.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +35,9 @@ _NAME = "cgx_ops.planner"
 _EXACT = Config(bits=EXACT_BITS)
 
 
-def measure(communicator: Communicator, config: Config | None = None) -> Costs:
+def measure(
+    communicator: Communicator, config: Config | None = None, *, spare_processors: bool = False
+) -> Costs:
     """Return what messages cost among these ranks, the same on all of them.
 
     Collective: every rank calls it, while nothing else runs on the communicator. It takes about a
@@ -43,6 +46,8 @@ def measure(communicator: Communicator, config: Config | None = None) -> Costs:
     Args:
         communicator: whose route is measured, with the algorithm that the config chooses.
         config: how values travel; None: Config(). Values are float32.
+        spare_processors: whether gradients are computed elsewhere, on a GPU or on processors that
+            neither encode nor send, so that messages take nothing from the backward pass.
 
     Returns:
         Costs, of which link_per_byte is of the bytes of encoded_bytes(). In 32 bits the time to sum
@@ -54,6 +59,8 @@ def measure(communicator: Communicator, config: Config | None = None) -> Costs:
     config = Config() if config is None else config
     rounds = _timed_rounds(communicator, config)
     costs = _fitted(np.min(rounds, axis=0), communicator.size, config)
+    if spare_processors:
+        costs = replace(costs, processor_fixed=0.0, processor_per_value=0.0)
     worst = _largest(communicator, astuple(costs))
     return Costs(*worst.tolist())
 
@@ -109,6 +116,7 @@ class _Times(NamedTuple):
         decode: of the codec alone.
         alone: of an exact collective of as many bytes.
         together: of each of several of those in flight.
+        moving: of the processor, by each of those in flight.
     """
 
     compute: tuple[float, float]
@@ -116,6 +124,7 @@ class _Times(NamedTuple):
     decode: tuple[float, float]
     alone: tuple[float, float]
     together: tuple[float, float]
+    moving: tuple[float, float]
 
 
 def _timed_rounds(communicator: Communicator, config: Config) -> list[_Times]:
@@ -154,6 +163,15 @@ def _timed_rounds(communicator: Communicator, config: Config) -> list[_Times]:
 
         return timed
 
+    def together() -> tuple[tuple[float, float], tuple[float, float]]:
+        found = []
+        for buffer in same_bytes:
+            processor = time.process_time()
+            seconds = _seconds(lambda buffer=buffer: reduce(buffer, exact, _IN_FLIGHT))
+            found.append((seconds / _IN_FLIGHT, (time.process_time() - processor) / _IN_FLIGHT))
+        (small, small_moving), (large, large_moving) = found
+        return (small, large), (small_moving, large_moving)
+
     for buffer in (buffers[0], same_bytes[0]):  # connections, and memory that is taken once
         reduce(buffer, config)
         reduce(buffer, exact, _IN_FLIGHT)
@@ -166,10 +184,7 @@ def _timed_rounds(communicator: Communicator, config: Config) -> list[_Times]:
                 both(codec(encodes=True), buffers),
                 both(codec(encodes=False), buffers),
                 both(lambda buffer: _seconds(lambda: reduce(buffer, exact)), same_bytes),
-                both(
-                    lambda buffer: _seconds(lambda: reduce(buffer, exact, _IN_FLIGHT)) / _IN_FLIGHT,
-                    same_bytes,
-                ),
+                *together(),
             )
         )
         enough = _largest(communicator, [time.perf_counter() - start])[0] > _SECONDS
@@ -205,6 +220,7 @@ def _fitted(least: npt.NDArray[np.float64], ranks: int, config: Config) -> Costs
     encode = _line(_VALUES, times.encode)[1]
     decode = _line(_VALUES, times.decode)[1] * (2 - 1 / ranks)
     share = encode / (encode + decode) if encode + decode else 0.5
+    moving_fixed, moving_per_value = _line(_VALUES, times.moving)
     return Costs(
         encode_fixed=codec_fixed / 2,
         encode_per_value=codec_per_value * share,
@@ -213,6 +229,8 @@ def _fitted(least: npt.NDArray[np.float64], ranks: int, config: Config) -> Costs
         decode_fixed=codec_fixed / 2,
         decode_per_value=codec_per_value * (1 - share),
         latency=latency,
+        processor_fixed=codec_fixed + moving_fixed,
+        processor_per_value=codec_per_value + moving_per_value,
     )
 
 

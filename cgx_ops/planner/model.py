@@ -10,6 +10,12 @@ s bytes takes of them:
 The form is that of MergeComp and Cupcake, which know one resource for both codec and link; with
 three, encoding hides behind sending. A latency delays every message, and holds up none behind it.
 
+Where gradients are computed on the processors that encode and send, a message also takes
+
+    processor_fixed + processor_per_value * n
+
+from the backward pass: all gradients that become ready later than its own are late by that.
+
 Inside, times are whole femtoseconds: sums are exact, so that equal plans tie on every machine.
 """
 
@@ -37,6 +43,9 @@ class Costs:
         decode_fixed: of a message, on the processor, after it came.
         decode_per_value: of each of its values.
         latency: from sending until it is there, beyond what occupies the link.
+        processor_fixed: of a message: by how much it delays the backward pass. 0 where a GPU, or
+            other processors, compute gradients.
+        processor_per_value: of each of its values.
 
     Raises:
         InvalidArgument: a cost is negative or not finite.
@@ -49,6 +58,8 @@ class Costs:
     decode_fixed: float = 0.0
     decode_per_value: float = 0.0
     latency: float = 0.0
+    processor_fixed: float = 0.0
+    processor_per_value: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -69,6 +80,8 @@ class Ticks(NamedTuple):
     decode_fixed: int
     decode_per_value: int
     latency: int
+    processor_fixed: int
+    processor_per_value: int
 
     @classmethod
     def of(cls, costs: Costs) -> "Ticks":
@@ -121,9 +134,10 @@ class Tensors(NamedTuple):
         found = cls([int(n) for n in numels], [ticks(r) for r in ready], [int(s) for s in bytes])
         each = Ticks.of(costs)
         total = max(found.ready, default=0) + each.latency
-        total += sum(found.numels) * (each.encode_per_value + each.decode_per_value)
-        total += sum(found.bytes) * each.link_per_byte
-        total += len(numels) * (each.encode_fixed + each.link_fixed + each.decode_fixed)
+        of_value = each.encode_per_value + each.decode_per_value + each.processor_per_value
+        of_message = each.encode_fixed + each.link_fixed + each.decode_fixed + each.processor_fixed
+        total += sum(found.numels) * of_value + sum(found.bytes) * each.link_per_byte
+        total += len(numels) * of_message
         if total >= _MOST:
             raise InvalidArgument(
                 f"these tensors would take {total / TICKS:.3g} s; a step must take less than "
@@ -136,7 +150,7 @@ class Passage(NamedTuple):
     """A message on its way, in seconds from the start of the backward pass; parts as begin and end.
 
     Attributes:
-        ready: when the last of its gradients is there.
+        ready: when the last of its gradients is there, by as much late as earlier messages hold up.
         encode: while it has the encoder.
         link: while it has the link.
         decode: while it has the decoder, after the latency.
@@ -216,11 +230,12 @@ def _passages(
     groups: Sequence[Sequence[int]], tensors: Tensors, each: Ticks
 ) -> Iterator[tuple[int, _Part, _Part, _Part]]:
     """Yield the fields of each message's Passage, in ticks."""
-    encoded = sent = decoded = 0
+    encoded = sent = decoded = late = 0
     for group in groups:
         values = sum(tensors.numels[i] for i in group)
         size = sum(tensors.bytes[i] for i in group)
-        ready = max(tensors.ready[i] for i in group)
+        ready = max(tensors.ready[i] for i in group) + late
+        late += each.processor_fixed + each.processor_per_value * values
         begins = [max(encoded, ready)]
         encoded = begins[-1] + each.encode_fixed + each.encode_per_value * values
         begins.append(max(sent, encoded))

@@ -7,7 +7,8 @@
 MergeComp cuts once, Cupcake's recursion keeps one way for each j. With several resources that is
 not enough: a later group may prefer the way that freed the encoder early, although the link was
 freed late. So all ways are kept of which no other is better in everything (a Pareto front): when
-the encoder, the link and the decoder are free, and how many groups there are.
+the encoder, the link and the decoder are free, and how many groups there are. (How late gradients
+become by what messages take from the backward pass follows from the last.)
 """
 
 from collections.abc import Sequence
@@ -143,7 +144,8 @@ class _Ways:
         """
         new = np.empty_like(self.rows)
         latency = self.each.latency
-        new[:, 0] = np.maximum(self.rows[:, 0], self.tensors.ready[end - 1])
+        ready = self.tensors.ready[end - 1] + self._late(self.rows, self.ends)
+        new[:, 0] = np.maximum(self.rows[:, 0], ready)
         new[:, 0] += self._encode(self.ends, end)
         new[:, 1] = np.maximum(self.rows[:, 1], new[:, 0]) + self._link(self.ends, end)
         new[:, 2] = np.maximum(self.rows[:, 2], new[:, 1] + latency)
@@ -152,7 +154,7 @@ class _Ways:
         if end == self.count:
             return new, new[:, 2]
         # A resource that is free before the next message can use it is as good as free then.
-        new[:, 0] = np.maximum(new[:, 0], self.tensors.ready[end])
+        new[:, 0] = np.maximum(new[:, 0], self.tensors.ready[end] + self._late(new, end))
         first_encoded = new[:, 0] + self._encode(end, end + 1)
         new[:, 1] = np.maximum(new[:, 1], first_encoded)
         first_sent = new[:, 1] + self._link(end, end + 1)
@@ -164,6 +166,13 @@ class _Ways:
         finish = np.maximum(finish, new[:, 1] + self._link(*rest) + after_link)
         after_encode = self._link(*last) + after_link
         return new, np.maximum(finish, new[:, 0] + self._encode(*rest) + after_encode)
+
+    def _late(self, rows: _Times, end: _Times | int) -> _Times:
+        """Return by how much these ways' messages, up to tensor `end`, delay what follows."""
+        return (
+            self.each.processor_fixed * rows[:, 3]
+            + self.each.processor_per_value * self.values[end]
+        )
 
     def _encode(self, start: _Times | int, end: int) -> _Times:
         values = self.values[end] - self.values[start]
