@@ -14,7 +14,7 @@ import numpy as np
 
 from cgx_ops import _native, _numpy_ops
 from cgx_ops._arrays import Array, address, as_output, dtype_code
-from cgx_ops.config import Compressor, Config, Rounding
+from cgx_ops.config import AUTO, EXACT_BITS, Compressor, Config, Rounding
 from cgx_ops.errors import InvalidArgument
 
 Op = Literal["sum", "avg", "min", "max", "product"]
@@ -150,7 +150,9 @@ class Call:
         segments: Sequence[Segment] | None,
         seed: int | Sequence[int] | None,
         timeout: float | None,
+        asked: Config | None = None,
     ) -> None:
+        """Check them; `asked`: what the caller gave instead of `config`, if that was decided."""
         if op not in _native.OPS:
             raise InvalidArgument(f"op is {op!r}; it must be one of {', '.join(_native.OPS)}")
         if timeout is not None and not timeout > 0:
@@ -162,6 +164,10 @@ class Call:
         self.timeout = timeout
         used = {self.config, *(with_segment(self.config, each) for each in segments or ())}
         self._draws = any(each.draws for each in used)
+        given = asked or config
+        chosen = given is not None and given.bits != AUTO  # not by variables, nor by what pays
+        sums = op in ("sum", "avg")  # of others the core says that they have no residuals
+        self._loses_nothing = chosen and sums and all(each.bits == EXACT_BITS for each in used)
         self._places = any(each.compressor == "randk" for each in used)
         # Whether the same arguments are the same call again.
         self.repeatable = config is not None and segments is None and seed is None
@@ -247,6 +253,11 @@ class Call:
         collective = self.collective(comm, count, dtype, *pointers, block, comm_name)
         if residual is None:
             return collective, result, source
+        if self._loses_nothing:
+            raise InvalidArgument(
+                f"{self.verb} with a residual and bits=32: an exact call loses nothing that "
+                "feedback could add: leave the residual out, or compress"
+            )
         as_output(residual, source.shape, source.dtype, "residual")
         if np.may_share_memory(residual, source) or np.may_share_memory(residual, result):
             raise InvalidArgument("residual overlaps the input or out: give it memory of its own")

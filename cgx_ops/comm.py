@@ -256,7 +256,7 @@ class Communicator:
                 becomes what compression has lost of that on this rank, to be given to the next
                 call: over all ranks, inputs and old residuals are the result (as a sum) and new
                 residuals, up to rounding to float32 and the dtype. Begin with zeros. Undefined
-                after an error.
+                after an error. Refused where config says that the call is exact.
 
         Returns:
             `out`, or a new array of the input's shape and dtype.
@@ -271,7 +271,7 @@ class Communicator:
             if repeat is not None and repeat.run(array, out):
                 return out
         source, sent = as_input(array), break_even.decided(self, config, array, op)
-        call = Call("allreduce", op, sent, name, segments, seed, timeout)
+        call = Call("allreduce", op, sent, name, segments, seed, timeout, config)
         return self._run(call, source, source.shape, source.size, out, residual, asked=config)
 
     def allreduce_async(
@@ -288,9 +288,8 @@ class Communicator:
         residual: Array | None = None,
     ) -> Request:
         """Start what allreduce() does and return at once. Leave the arrays alone until wait()."""
-        config = break_even.decided(self, config, array, op)
-        source = as_input(array)
-        call = Call("allreduce", op, config, name, segments, seed, timeout)
+        source, sent = as_input(array), break_even.decided(self, config, array, op)
+        call = Call("allreduce", op, sent, name, segments, seed, timeout, config)
         prepared = call.prepare(*self._place(), source, source.shape, source.size, out, residual)
         return request.start(*prepared)
 

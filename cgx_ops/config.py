@@ -26,7 +26,7 @@ Rounding = Literal["stochastic", "nearest", "shift"]
 Algorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical", "by_hosts"]
 CommunicatorType = Literal["AUTO", "SHM", "MPI", "TCP", "NCCL"]
 
-_EXACT = 32
+EXACT_BITS = 32
 AUTO = "auto"  # of bits: cgx_ops.bits_for() decides (cgx_ops/break_even.py)
 _COMPRESSORS: dict[str, dict[str, Any]] = {row["name"]: row for row in _native.COMPRESSORS}
 _COMMUNICATOR_TYPES = ("AUTO", "SHM", "MPI", "TCP", "NCCL")
@@ -174,17 +174,17 @@ class Config:
         """
         if own.get("compressor", self.compressor) != self.compressor:
             left = {name: _DEFAULTS[name] for name in OF_COMPRESSOR}
-            if self.bits == _EXACT:
+            if self.bits == EXACT_BITS:
                 del left["bits"]
             own = {**left, "intra_bits": None, **own}
-        if own.get("bits") == _EXACT:
+        if own.get("bits") == EXACT_BITS:
             own["error_feedback"] = None  # nothing is lost
         return replace(self, **own) if own else self
 
     @property
     def draws(self) -> bool:
         """Whether a seed counts: for noise, or for the places of "randk"."""
-        if self.bits == _EXACT:
+        if self.bits == EXACT_BITS:
             return False
         own = _COMPRESSORS[self.compressor]["roundings"][0]
         return (self.rounding or own) != "nearest" or self.compressor == "randk"
@@ -193,7 +193,7 @@ class Config:
     def keeps_residuals(self) -> bool:
         """Whether gradients that are reduced step by step have error feedback."""
         if self.error_feedback is None:
-            return self.bits != _EXACT and _COMPRESSORS[self.compressor]["biased"]
+            return self.bits != EXACT_BITS and _COMPRESSORS[self.compressor]["biased"]
         return self.error_feedback
 
     @property
@@ -244,7 +244,7 @@ class Config:
             if text:
                 values[name] = _parse(variable, name, text)
         if "compressor" not in values:
-            values.setdefault("bits", _EXACT)
+            values.setdefault("bits", EXACT_BITS)
         if values.pop("intra_compress", False):
             values["intra_bits"] = values.get("bits", _DEFAULTS["bits"])
         for variable, words in _HOST_SWITCHES.items():

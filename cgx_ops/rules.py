@@ -21,10 +21,8 @@ from typing import Any
 
 from cgx_ops import _native
 from cgx_ops.call import Segment
-from cgx_ops.config import OF_COMPRESSOR, Config
+from cgx_ops.config import EXACT_BITS, OF_COMPRESSOR, Config
 from cgx_ops.errors import InvalidArgument
-
-EXACT_BITS = 32
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ def _features() -> list[Case]:
     return cases
 
 
-def _of_compressors() -> Iterator[dict[str, Any]]:
+def of_compressors() -> Iterator[dict[str, Any]]:
     """Give each row of the table at its settings."""
     yield from ({"compressor": "levels", "bits": bits} for bits in range(1, 5))
     yield from ({"compressor": "qsgd", "bits": bits} for bits in (2, 4, 8))
@@ -238,7 +238,7 @@ def _hierarchical() -> list[Case]:
             Case(60_000, segments=layers[::-1], minimal_size=1000, **options),
         ]
     dtypes = itertools.cycle(_DTYPES_IN_TURN)
-    for row in _of_compressors():
+    for row in of_compressors():
         if row["compressor"] == "threshold":
             continue
         row |= {"algorithm": "hierarchical", "bucket_size": 64}
@@ -260,7 +260,7 @@ def _compressors() -> list[Case]:
 
     sizes = ((0, 512), (15, 16), (513, 512), (5003, 100), (4000, 8192))
     specials = ("nan", "inf", "huge", "tiny", "zeros", "constant")
-    for row in _of_compressors():
+    for row in of_compressors():
         cut = row["compressor"] != "threshold"
         algorithms: tuple[Algorithm, ...] = ("one_shot", "sra", "ring") if cut else ("one_shot",)
         for algorithm in algorithms:

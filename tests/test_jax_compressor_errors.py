@@ -143,9 +143,16 @@ def test_feedback_that_does_not_converge(case: str, said: str) -> None:
     with pytest.raises(ValueError, match=f"average_gradients: error feedback.*'{case}': {said}"):
         average_gradients("d", key=KEY, error_feedback=True, **CASES[case])
     average_gradients("d", key=KEY, **CASES[case])
-    # Not where nothing is lost, nor of leaves that keep nothing.
-    trace(lambda v: psum_q(v, "d", key=KEY, residual=v, **{**CASES[case], "bits": 32}))
+    # Not of leaves that keep nothing.
     trace(lambda v: psum_q([v], "d", key=KEY, residual=[None], **CASES[case]))
+
+
+def test_residuals_of_exact_calls() -> None:
+    for reduce in (psum_q, pmean_q):
+        with pytest.raises(ValueError, match=rf"{reduce.__name__} with residuals and bits=32"):
+            trace(lambda v, f=reduce: f({"w": v}, "d", key=KEY, residual={"w": v}, bits=32))
+    # A leaf that loses something is enough.
+    trace(lambda v: psum_q([v, v], "d", key=KEY, residual=[v, v], rules={"0": 32}))
 
 
 def test_keys_that_differ_where_places_are_drawn() -> None:

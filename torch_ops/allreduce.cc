@@ -29,6 +29,7 @@
 #include "cuda.h"
 #include "kernels.h"
 #include "options.h"
+#include "status.h"
 
 namespace cgx::torch_ops {
 namespace {
@@ -289,6 +290,7 @@ quantized_allreduce_coalesced_with_feedback(at::TensorList xs, at::TensorList re
   variable_list pairs = xs.vec();
   pairs.insert(pairs.end(), residuals.begin(), residuals.end());
   check_pairs(pairs, options);
+  check(cgx_config_check_feedback(&options.config));
   if (xs.empty()) return {};
   const variable_list results =
       AllReduce::reduce(xs.vec(), residuals.vec(), draw_if_needed(options, pairs), options);

@@ -205,7 +205,8 @@ cgx_status_t cgx_config_check_feedback(const cgx_config_t* config) {
   return cgx::guarded_arithmetic([&] {
     cgx::check_config(*config);
     cgx::require(config->bits != cgx::kExactBits, CGX_INVALID_ARGUMENT,
-                 "error feedback with bits=32: nothing is lost that it could add");
+                 "error feedback with bits=32: nothing is lost that it could add; leave it out, or "
+                 "give fewer bits");
     cgx::check_feedback(cgx::settings_of(*config, cgx::Dtype::kFloat32));
   });
 }

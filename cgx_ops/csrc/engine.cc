@@ -189,8 +189,8 @@ void Engine::drive(Until&& until) {
   const auto spin_time = crowded_ ? kCrowdedSpinTime : kSpinTime;
   auto last_work = Clock::now();
   int looks = 0;
-  // Whether looking for so long found something the last time. While a slow link moves much, it
-  // does not, and would take a tenth of a core from the backward pass that the link is hidden behind.
+  // Whether looking for so long found something the last time. While a slow link moves much it does
+  // not, and takes a tenth of a core from the backward pass that it is hidden behind.
   bool worthwhile = true;
   while (!until()) {
     if (progress()) {

@@ -126,8 +126,9 @@ def allreduce_q(
         TypeError: a leaf is not float32, float16 or bfloat16; a residual has another dtype than its
           leaf; a knob is not a static value; `comm` is not a Communicator; `key` is not a key.
         ValueError: a knob is out of its range, or does not belong to the compressor; the compressor
-          needs a key; error feedback would not converge; `residual` has another structure or shape
-          than `x`; carrier="xla"; or the program is compiled for several devices.
+          needs a key; error feedback would not converge, or all is exact that has residuals;
+          `residual` has another structure or shape than `x`; carrier="xla"; or the program is
+          compiled for several devices.
         cgx_ops.Closed: the communicator was closed.
         jax.errors.JaxRuntimeError: at run time; a peer is late or dead or called something else.
           The deadline is the communicator's. Launches that wait behind the failed one fail too. On

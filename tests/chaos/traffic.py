@@ -20,11 +20,21 @@ import collective_cases
 import numpy as np
 from collective_cases import Case
 
-from cgx_ops import Communicator, Config, Segment
+from cgx_ops import Communicator, Segment
 
 if TYPE_CHECKING:
     from chaos.worker import Member
 
+# Every compressor that draws nothing, short and in shards.
+_COMPRESSED = [
+    case
+    for row in collective_cases.of_compressors()
+    for case in (
+        Case(5003, bucket_size=100, **{"rounding": "nearest", **row}),
+        Case(40_000, bucket_size=512, op="avg", **{"rounding": "nearest", **row}),
+    )
+    if not collective_cases.config_of(case).draws
+]
 _SMALL = (
     Case(1, 32, rounding="nearest"),
     Case(17, 4, 64, rounding="nearest"),
@@ -44,6 +54,7 @@ _SMALL = (
         rounding="nearest",
         segments=((0, 700, 4, 512), (700, 9, 4, 512), (709, 1000, 8, 64), (2000, 5000, 32, 1)),
     ),
+    *_COMPRESSED,
 )
 _LARGE = (
     Case(1 << 20, 4, 512, rounding="nearest", algorithm="one_shot"),
@@ -78,16 +89,6 @@ class Kind:
     framework: str = "numpy"
 
 
-def config_of(case: Case) -> Config:
-    return Config(
-        bits=case.bits,
-        bucket_size=case.bucket_size,
-        rounding=case.rounding,
-        algorithm=case.algorithm,
-        gather_bits=case.gather_bits or None,
-    )
-
-
 @functools.lru_cache(maxsize=64)
 def _inputs(case: Case, rank: int, size: int) -> Any:
     """Return what nobody writes to: copies of it are given to the library."""
@@ -120,7 +121,11 @@ def prepare(
     if case.verb != "all_gather":
         arguments.append(case.op)
     return lambda: function(
-        arguments.pop(0), *arguments, config=config_of(case), segments=segments, **options
+        arguments.pop(0),
+        *arguments,
+        config=collective_cases.config_of(case),
+        segments=segments,
+        **options,
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from collective_cases import Case, config_of, of_compressors
 
 from cgx_ops import Communicator, Config
 
@@ -39,6 +40,21 @@ def _allreduce(numel: int) -> Callable[[Communicator], Step]:
         return lambda _: comm.allreduce(x, "sum", _CONFIG, out=out)[0]
 
     return make
+
+
+def _compressors(comm: Communicator) -> Step:
+    """Every compressor in turn, with feedback where it has any; each has the same result again."""
+    configs = [config_of(Case(2000, bucket_size=100, **row)) for row in of_compressors()]
+    x, found = np.linspace(-comm.rank, 1, 2000, dtype=np.float32), {}
+
+    def step(number: int) -> bool:
+        turn = number % len(configs)
+        config = configs[turn]
+        residual = np.zeros_like(x) if config.keeps_residuals else None
+        result = comm.allreduce(x, "avg", config, seed=7, residual=residual)
+        return found.setdefault(turn, result.tobytes()) == result.tobytes()
+
+    return step
 
 
 def _new_names(comm: Communicator) -> Step:
@@ -101,6 +117,7 @@ def _jitted(comm: Communicator) -> Step:
 LOADS: dict[str, Load] = {
     "small": Load(_allreduce(100), {"": 1_000_000}),
     "large": Load(_allreduce(1 << 18), {"": 10_000}),
+    "compressors": Load(_compressors, {"": 100_000}),
     "in flight": Load(_started, {"": 50_000}),
     "new names": Load(_new_names, {"": 200_000}),
     "groups": Load(_groups, {"": 10_000, "mpi": 70_000}),
