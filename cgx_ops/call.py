@@ -183,6 +183,8 @@ class Call:
             self.seed = self._checked(seed)
 
     def _checked(self, seed: int) -> int:
+        if type(seed) is int and -(2**63) <= seed < 2**63:  # a Config of its own takes long
+            return seed
         return replace(self.config, seed=seed).seed
 
     def seed_stream(self, comm_name: str) -> int:

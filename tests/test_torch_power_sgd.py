@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cgx_ops import low_rank
-from cgx_ops.torch.low_rank import Matrices, Part, orthogonalized
+from cgx_ops.torch.low_rank import Form, Matrices, Part, orthogonalized, told_by
 
 
 @pytest.mark.parametrize("columns", [1, 2, 5])
@@ -26,9 +26,9 @@ def test_epsilon_shortens_columns() -> None:
 
 def rank_of(gradient: torch.Tensor, residual: torch.Tensor | None, rank: int = 1) -> Matrices:
     """Return what one rank has of one matrix."""
-    part = Part("x", gradient.flatten(), None if residual is None else residual.flatten())
+    part = Part(gradient.flatten(), None if residual is None else residual.flatten())
     rows, columns = gradient.shape
-    return Matrices(["x"], [part], rows, columns, rank)
+    return Matrices(Form(("x",), (0,), (1, rows, columns), rank), [part])
 
 
 def step(
@@ -83,7 +83,24 @@ def test_nothing_is_told_by_zeros() -> None:
     q = torch.from_numpy(low_rank.first_q(0, "x", 0, 12, 1))[None]
     zero = m.project_back(m.project(q), 0.0)
     assert not zero.any()
-    assert torch.equal(m.finish(zero, zero), orthogonalized(q))
+    assert torch.equal(m.finish(zero, zero, *told_by(zero.flatten(), [m.form])), orthogonalized(q))
+
+
+def test_what_averages_tell_is_of_each_matrix() -> None:
+    forms = [Form(("a", "b"), (0, 1), (2, 9, 3), 2), Form(("c",), (2,), (1, 9, 5), 1)]
+    means = torch.ones(17)
+    assert told_by(means, forms) == [None, None]
+    for at, to, finite, tells in (
+        (slice(6, 12), 0.0, [True] * 3, [True, False, True]),
+        (slice(6, 11), 0.0, [True] * 3, [True] * 3),
+        (slice(11, 12), float("nan"), [True, False, True], [True, False, True]),
+        (slice(12, 13), -float("inf"), [True, True, False], [True, True, False]),
+    ):
+        spoilt = means.clone()
+        spoilt[at] = to
+        told = told_by(spoilt, forms)
+        got = [torch.cat(each).tolist() for each in zip(*filter(None, told), strict=True)]
+        assert got == ([] if all(tells) else [finite, tells]), (at, to)
 
 
 def test_first_q_is_agreed_by_seed() -> None:

@@ -46,10 +46,12 @@ class Carrier:
         seed: Sequence[int],
         residuals: Residuals | None = None,
         then: Callable[[], object] = lambda: None,
+        result: torch.Tensor | None = None,
     ) -> torch.futures.Future[torch.Tensor]:
         """Reduce `buffer` in place; return at once a future of it. Arguments as work.start().
 
-        then: called before the future is complete, on the thread; it may call reduce().
+        then: called before the future is complete, on the thread; it may call reduce(). result:
+        what the future holds; None: the buffer.
         """
         future: torch.futures.Future[Any] = torch.futures.Future()
 
@@ -62,7 +64,7 @@ class Carrier:
             except Exception as error:
                 future.set_exception(error)
             else:
-                future.set_result(buffer)
+                future.set_result(buffer if result is None else result)
 
         self._thread.submit(run)
         return future

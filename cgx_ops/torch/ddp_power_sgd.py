@@ -5,15 +5,14 @@
     model.register_comm_hook(state, ddp.power_sgd_hook)
 
   1. the hooks: layer by layer, or each bucket as one matrix
-  2. the plan: which matrices a bucket has, and what else
-  3. two exchanges: all P with what is not factored, then all Q
+  2. two exchanges: all P with what is not factored, then all Q
 
 Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-Optimization, NeurIPS 2019. The state is in ddp_power_sgd_state.py, the linear algebra in
-low_rank.py. Names are those of torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.
+Optimization, NeurIPS 2019. The state is in ddp_power_sgd_state.py, which matrices a bucket has in
+ddp_power_sgd_plan.py, the linear algebra in low_rank.py. Names are those of
+torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -25,10 +24,10 @@ from cgx_ops import Segment, low_rank
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket, group_or_default
-from cgx_ops.torch.ddp_bucket import Seen, for_any_bucket, look_at, refuse, residuals_of, seeds_of
+from cgx_ops.torch.ddp_bucket import Seen, look_at, refuse, residuals_of, seeds_of
+from cgx_ops.torch.ddp_power_sgd_plan import plan_of
 from cgx_ops.torch.ddp_power_sgd_state import PowerSGDState
-from cgx_ops.torch.ddp_state import rules_of
-from cgx_ops.torch.low_rank import Matrices, Part
+from cgx_ops.torch.low_rank import Matrices, Part, Told, told_by
 
 # ---- 1. the hooks --------------------------------------------------------------------------------
 
@@ -99,51 +98,7 @@ def _hook(
     return _Exchange(hook, state, bucket, seen, batched).start()
 
 
-# ---- 2. the plan ---------------------------------------------------------------------------------
-
-
-def _rows_and_columns(gradient: torch.Tensor) -> tuple[int, int]:
-    """Return the shape of a gradient as a matrix, as it lies in memory."""
-    if gradient.numel() == 0 or gradient.dim() == 0:
-        return 1, gradient.numel()
-    outermost = max(range(gradient.dim()), key=gradient.stride)
-    rows = gradient.shape[outermost]
-    return rows, gradient.numel() // rows
-
-
-def _planned(
-    state: PowerSGDState, seen: Seen, bucket: GradBucket, batched: bool
-) -> tuple[list[Matrices], list[int]]:
-    """Return a bucket's matrices, those of one shape behind each other, and its other layers."""
-    parts = [
-        Part(layer.name, bucket.buffer()[at : at + layer.numel], None)
-        for layer, at in zip(seen.layers, seen.offsets, strict=True)
-    ]
-    if batched:
-        side = math.ceil(math.sqrt(bucket.buffer().numel()))
-        rank = min(side, state.matrix_approximation_rank)
-        name = f"{parts[0].name}...{parts[-1].name} ({bucket.buffer().numel()})"
-        return [Matrices([name], parts, side, side, rank)], []
-    by_shape: dict[tuple[int, int, int], list[Part]] = {}
-    others = []
-    named = rules_of(state).rules
-    for i, (part, gradient) in enumerate(zip(parts, bucket.gradients(), strict=True)):
-        rows, columns = _rows_and_columns(gradient)
-        rank = low_rank.rank_of(
-            rows, columns, state.matrix_approximation_rank, state.min_compression_rate
-        )
-        if rank and not any(rule.matches(part.name) for rule in named):
-            by_shape.setdefault((rows, columns, rank), []).append(part)
-        else:
-            others.append(i)
-    matrices = []
-    for shape, alike in by_shape.items():
-        batches = [alike] if state.batch_tensors_with_same_shape else [[part] for part in alike]
-        matrices += [Matrices([part.name for part in batch], batch, *shape) for batch in batches]
-    return matrices, others
-
-
-# ---- 3. two exchanges ----------------------------------------------------------------------------
+# ---- 2. two exchanges ----------------------------------------------------------------------------
 
 
 class _Exchange:
@@ -152,64 +107,61 @@ class _Exchange:
     def __init__(
         self, hook: str, state: PowerSGDState, bucket: GradBucket, seen: Seen, batched: bool
     ) -> None:
-        assert seen.config is not None
         self.state, self.buffer = state, bucket.buffer()
-        self.config = for_any_bucket(seen.config, rules_of(state))
+        self.plan = plan = plan_of(state, seen, bucket, batched)
         self.size = group_or_default(state.process_group).size()
         self.name = f"power_sgd/{bucket.index()}"
-        self.matrices, others = _planned(state, seen, bucket, batched)
-        self.layers = [seen.layers[i] for i in others]
-        self.others = [
-            Part(layer.name, self.buffer[at : at + layer.numel], None)
-            for layer, at in zip(self.layers, [seen.offsets[i] for i in others], strict=True)
-        ]
+        parts = [Part(gradient, None) for gradient in self.buffer.split(plan.sizes)]
+        self.matrices = [Matrices(form, [parts[i] for i in form.members]) for form in plan.forms]
+        self.others = [parts[i] for i in plan.others]
         if state.use_error_feedback:
-            factored = [part for each in self.matrices for part in each.parts]
-            for part in factored if state.feedback == "local" else factored + self.others:
-                like = part.gradient.new_empty(part.gradient.shape, dtype=torch.float32)
-                part.residual = state.residuals.of(part.name, like, self.config.residual_decay)
-        self.message, self.segments, self.residuals, self.seeds = self._first(hook, seen, bucket)
-        sent = sum(m.p_numel + m.q_numel for m in self.matrices)
-        exact = sum(layer.numel for layer in self.layers)
-        state.count(self.buffer.numel(), exact + sent, bucket.is_last())
+            decay, without = plan.config.residual_decay, ()
+            if state.feedback == "local":
+                without = plan.others
+            for i, part in enumerate(parts):
+                if i not in without:
+                    part.residual = state.residuals.of(
+                        seen.layers[i].name, part.gradient, decay, dtype=torch.float32
+                    )
+        self.message, self.residuals, self.seeds = self._first(hook, seen, bucket)
+        state.count(self.buffer.numel(), plan.sent, bucket.is_last())
 
     def start(self) -> torch.futures.Future[torch.Tensor]:
         """Send P and the tensors that are not factored; the rest follows when they are there."""
-        first = self.state.average(
-            self.message, self.config, segments=self.segments, seed=self.seeds, name=self.name,
-            residuals=self.residuals, then=self._second,
+        return self.state.average(
+            self.message, self.plan.config, segments=[segment for segment, _ in self.plan.first],
+            seed=self.seeds, name=self.name, residuals=self.residuals, then=self._second,
+            result=self.buffer,
         )  # fmt: skip
-        return first.then(lambda future: (future.value(), self.buffer)[1])
 
     def _first(self, hook: str, seen: Seen, bucket: GradBucket) -> Any:
-        """Return the first message, its segments, residuals and seeds."""
-        state, how = self.state, low_rank.FACTORS[self.state.factor_bits]
+        """Return the first message, and its segments' residuals and seeds."""
+        state, plan = self.state, self.plan
         ps = [m.project(q) for m, q in zip(self.matrices, self._old_qs(seen), strict=True)]
-        starts = _starts([p.numel() for p in ps] + [layer.numel for layer in self.layers])
-        pieces = [p.view(-1) for p in ps] + [part.added().float() for part in self.others]
-        message = torch.cat(pieces)
-        segments = [Segment(at, p.numel(), **how) for at, p in zip(starts, ps, strict=False)]
-        segments += rules_of(state).segments(self.layers, starts[len(ps) :])
-        residuals = None
+        others = [part.added().float() for part in self.others]
+        message = torch.cat([*(p.view(-1) for p in ps), *others])
+        residuals: list[torch.Tensor | None] = [None] * len(plan.first)
+        seeds = [0] * len(plan.first)
+        lossy = [(i, place) for i, (_, place) in enumerate(plan.first) if place is not None]
+        found = [seen.layers[plan.others[place]] for _, place in lossy]
+        drawn = seeds_of(state, plan.config, found, seen.step, bucket)
+        kept = None
         if state.feedback == "local":
-            residuals = residuals_of(
-                hook, state, self.config, self.layers, segments[len(ps) :], pieces[len(ps) :]
-            )
-        none = [None] * len(ps)
-        seeds = [0] * len(ps) + seeds_of(state, self.config, self.layers, seen.step, bucket)
-        return message, segments, None if residuals is None else none + residuals, seeds
+            segments, values = [plan.first[i][0] for i, _ in lossy], [others[k] for _, k in lossy]
+            kept = residuals_of(hook, state, plan.config, found, segments, values)
+        for (i, _), seed, own in zip(lossy, drawn, kept or [None] * len(lossy), strict=True):
+            seeds[i], residuals[i] = seed, own
+        return message, None if kept is None else residuals, seeds
 
     def _old_qs(self, seen: Seen) -> list[torch.Tensor]:
         """Return the Q that each of the matrices begins with, (count, columns, rank)."""
-        state, known = self.state, self.state.factors.q
-        fresh = [
-            m for m in self.matrices if not (state.warm_start and all(n in known for n in m.names))
-        ]
-        drawn = self._drawn_as_pytorch() if fresh and state.feedback == "torch" else None
+        state, forms, known = self.state, self.plan.forms, self.state.factors.q
+        fresh = [not (state.warm_start and all(n in known for n in form.names)) for form in forms]
+        drawn = self._drawn_as_pytorch() if any(fresh) and state.feedback == "torch" else None
         found = []
-        for i, m in enumerate(self.matrices):
-            if m not in fresh:
-                q = torch.stack([known[name] for name in m.names])
+        for i, form in enumerate(forms):
+            if not fresh[i]:
+                q = torch.stack([known[name] for name in form.names])
             elif drawn is not None:
                 q = drawn[i]
             else:
@@ -217,15 +169,17 @@ class _Exchange:
                 q = torch.from_numpy(
                     np.stack(
                         [
-                            low_rank.first_q(state.random_seed, name, draw, m.shape[2], m.rank)
-                            for name in m.names
+                            low_rank.first_q(
+                                state.random_seed, name, draw, form.shape[2], form.rank
+                            )
+                            for name in form.names
                         ]
                     )
                 )
-            if q.shape != (m.shape[0], m.shape[2], m.rank):
+            if q.shape != (form.shape[0], form.shape[2], form.rank):
                 raise InvalidArgument(
-                    f"the Q of layer '{m.names[0]}' has shape {tuple(q.shape[1:])}, and must have "
-                    f"{(m.shape[2], m.rank)}: the state is another model's"
+                    f"the Q of layer '{form.names[0]}' has shape {tuple(q.shape[1:])}, and must "
+                    f"have {(form.shape[2], form.rank)}: the state is another model's"
                 )
             found.append(q.to(self.buffer.device))
         return found
@@ -234,10 +188,11 @@ class _Exchange:
         generator = torch.Generator().manual_seed(self.state.pytorch_seed())
         return [
             torch.randn(
-                m.shape[0], m.shape[2], m.rank, dtype=self.buffer.dtype, generator=generator
+                form.shape[0], form.shape[2], form.rank, dtype=self.buffer.dtype,
+                generator=generator,
             ).float()
-            for m in self.matrices
-        ]
+            for form in self.plan.forms
+        ]  # fmt: skip
 
     @torch.no_grad()
     def _second(self) -> None:
@@ -247,47 +202,43 @@ class _Exchange:
             here = torch.cuda.current_stream(self.message.device)
             for x in (self.message, *(x for m in self.matrices for x in (m.values, m.basis))):
                 x.record_stream(here)
-        means = self.message.split(
-            [m.p_numel for m in self.matrices] + [layer.numel for layer in self.layers]
-        )
-        ps, others = means[: len(self.matrices)], means[len(self.matrices) :]
-        for part, mean in zip(self.others, others, strict=True):
+        ps, others = [math.prod(form.p_shape) for form in self.plan.forms], self.plan.others
+        means = self.message.split([*ps, *(self.plan.sizes[i] for i in others)])
+        for part, mean in zip(self.others, means[len(ps) :], strict=True):
             part.gradient.copy_(mean)
             if part.residual is not None:
                 part.residual.sub_(mean).nan_to_num_(0.0, 0.0, 0.0)
         if not self.matrices:
             return
         # PyTorch adds epsilon to the norms of the sum.
-        own = [m.project_back(p, epsilon).view(-1) for m, p in zip(self.matrices, ps, strict=True)]
-        for m, mean, share in zip(self.matrices, *self._averaged(own), strict=True):
-            q = m.finish(mean, share)
+        own = [
+            m.project_back(p, epsilon).view(-1)
+            for m, p in zip(self.matrices, means[: len(ps)], strict=True)
+        ]
+        mean_qs, shares, tolds = self._averaged(own)
+        for m, mean, share, told in zip(self.matrices, mean_qs, shares, tolds, strict=True):
+            q = m.finish(mean, share, told)
             if state.warm_start:
-                state.factors.q.update(zip(m.names, q.unbind(), strict=True))
+                state.factors.q.update(zip(m.form.names, q.unbind(), strict=True))
 
     def _averaged(
         self, own: Sequence[torch.Tensor]
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Return the averages of all Q, and the part of each that is this rank's residual's share.
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[Told | None]]:
+        """Return the averages of all Q, this rank's residual's share of each, and what they tell.
 
-        With "torch" that is the average; else its own, without what was lost of it on the way.
+        With "torch" the share is the average; else its own, without what was lost of it on the way.
         """
-        state, numels = self.state, [q.numel() for q in own]
+        state, plan, numels = self.state, self.plan, [q.numel() for q in own]
         message = torch.cat(list(own))
-        segments = [Segment(at, n) for at, n in zip(_starts(numels), numels, strict=True)]
         lost = None
         if state.feedback == "local" and state.factor_bits != EXACT_BITS:
             lost = [torch.zeros_like(q) for q in own]
-        how = self.config.with_own(**low_rank.FACTORS[state.factor_bits])
         state.average_more(
-            message, how, segments=segments, seed=[0] * len(own), name=f"{self.name}/q",
-            residuals=lost,
+            message, plan.config_of_q, segments=plan.second, seed=[0] * len(plan.second),
+            name=f"{self.name}/q", residuals=lost,
         )  # fmt: skip
-        means = message.split(numels)
+        means, tolds = message.split(numels), told_by(message, plan.forms)
         if state.feedback == "torch":
-            return means, means
-        return means, own if lost is None else [q - e for q, e in zip(own, lost, strict=True)]
-
-
-def _starts(numels: Sequence[int]) -> list[int]:
-    """Return where each of several pieces begins, one behind the other."""
-    return list(itertools.accumulate(numels, initial=0))[:-1]
+            return means, means, tolds
+        shares = own if lost is None else [q - e for q, e in zip(own, lost, strict=True)]
+        return means, shares, tolds

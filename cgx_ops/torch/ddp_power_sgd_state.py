@@ -151,6 +151,7 @@ class PowerSGDState(HookState):
         """Begin anew with what belongs to this process."""
         super().connect()
         self._rng: np.random.RandomState | None = None
+        self.plans: dict[int, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but what belongs to this process; tensors are copied."""

@@ -171,6 +171,7 @@ class HookState:
         name: str,
         residuals: ResidualsOfSegments | None = None,
         then: Callable[[], object] = lambda: None,
+        result: torch.Tensor | None = None,
     ) -> torch.futures.Future[torch.Tensor]:
         """Average a buffer over the ranks in place, in the background; arguments as work.start().
 
@@ -182,14 +183,15 @@ class HookState:
             name: matches it with what other ranks average; the carrier "c10d" goes by the order.
             residuals: of each segment, or None.
             then: called when it is done, and before the future is; it may call average_more().
+            result: what the future holds; None: the buffer.
 
         Returns:
-            A future of the buffer.
+            A future of the buffer, or of `result`.
         """
         if self.carrier == "c10d":
             return self.carry().start(
                 buffer, config, op="avg", segments=segments, seed=seed, residuals=residuals,
-                then=then,
+                then=then, result=result,
             )  # fmt: skip
         work = start(
             self.communicator(), "allreduce", buffer, buffer, config, op="avg",
@@ -199,7 +201,7 @@ class HookState:
         def done(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             averaged = future.value()[0]  # raises what went wrong
             then()
-            return averaged
+            return averaged if result is None else result
 
         return work.get_future().then(done)
 

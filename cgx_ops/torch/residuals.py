@@ -36,27 +36,30 @@ class Residuals:
 
     # ---- 1. layers -------------------------------------------------------------------------------
 
-    def of(self, name: str, like: torch.Tensor, decay: float = 1.0) -> torch.Tensor:
+    def of(
+        self, name: str, like: torch.Tensor, decay: float = 1.0, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Return a parameter's residual, zeros at first, to be read and written in place.
 
         Args:
             name: of the parameter.
             like: its gradient, as it is reduced.
             decay: what is left of it: it is multiplied.
+            dtype: of the residual; None: the gradient's.
 
         Raises:
             InvalidArgument: the one that there is has another size.
         """
-        known = self.tensors.get(name)
+        known, dtype = self.tensors.get(name), dtype or like.dtype
         if known is None:
-            known = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
+            known = torch.zeros(like.numel(), dtype=dtype, device=like.device)
         elif known.numel() != like.numel():
             raise InvalidArgument(
                 f"the residual of layer '{name}' has {known.numel()} elements, its gradient "
                 f"{like.numel()}: the state is another model's"
             )
         # A checkpoint may have come from another device; a model may have changed its dtype.
-        self.tensors[name] = known.to(dtype=like.dtype, device=like.device)
+        self.tensors[name] = known.to(dtype=dtype, device=like.device)
         if decay != 1.0:
             self.tensors[name].mul_(decay)
         return self.tensors[name]
