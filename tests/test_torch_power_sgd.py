@@ -83,13 +83,13 @@ def test_nothing_is_told_by_zeros() -> None:
     q = torch.from_numpy(low_rank.first_q(0, "x", 0, 12, 1))[None]
     zero = m.project_back(m.project(q), 0.0)
     assert not zero.any()
-    assert torch.equal(m.finish(zero, zero, *told_by(zero.flatten(), [m.form])), orthogonalized(q))
+    (told,) = told_by(zero.flatten(), torch.tensor([12]), [1])
+    assert torch.equal(m.finish(zero, zero, told), orthogonalized(q))
 
 
 def test_what_averages_tell_is_of_each_matrix() -> None:
-    forms = [Form(("a", "b"), (0, 1), (2, 9, 3), 2), Form(("c",), (2,), (1, 9, 5), 1)]
-    means = torch.ones(17)
-    assert told_by(means, forms) == [None, None]
+    means, numels, counts = torch.ones(17), torch.tensor([6, 6, 5]), [2, 1]
+    assert told_by(means, numels, counts) == [None, None]
     for at, to, finite, tells in (
         (slice(6, 12), 0.0, [True] * 3, [True, False, True]),
         (slice(6, 11), 0.0, [True] * 3, [True] * 3),
@@ -98,7 +98,7 @@ def test_what_averages_tell_is_of_each_matrix() -> None:
     ):
         spoilt = means.clone()
         spoilt[at] = to
-        told = told_by(spoilt, forms)
+        told = told_by(spoilt, numels, counts)
         got = [torch.cat(each).tolist() for each in zip(*filter(None, told), strict=True)]
         assert got == ([] if all(tells) else [finite, tells]), (at, to)
 

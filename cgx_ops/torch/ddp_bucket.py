@@ -36,13 +36,15 @@ class Seen:
 
     Attributes:
         layers: of its gradients, in order; without a name where that is not known.
-        offsets: where each begins in the bucket's buffer, if there is no problem.
+        gradients: of the layers, in the bucket's buffer; none if there is a problem.
+        offsets: where each begins in the buffer.
         config: of the state, or of the block compressed(); None inside uncompressed().
         step: backward passes before this one.
         problem: what the core cannot average about it, and the remedy; "" if it can.
     """
 
     layers: list[Layer]
+    gradients: list[torch.Tensor]
     offsets: list[int]
     config: Config | None
     step: int
@@ -80,6 +82,7 @@ def look_at(hook: str, state: HookState, bucket: GradBucket) -> Seen:
     gradients = [] if problem else bucket.gradients()
     return Seen(
         [Layer(names.get(id(p), ""), p.dim(), p.numel()) for p in parameters],
+        gradients,
         [int(g.storage_offset() - buffer.storage_offset()) for g in gradients],
         config,
         step,
@@ -192,7 +195,7 @@ def layout_of(
     if adaptation:
         adaptation.begin(state.communicator(), seen.step, config)
         segments = adaptation.segments(seen.layers, given)
-    gradients = bucket.gradients()
+    gradients = seen.gradients
     residuals = residuals_of(hook, state, config, seen.layers, segments, gradients)
     seeds = seeds_of(state, config, seen.layers, seen.step, bucket)
     if adaptation:

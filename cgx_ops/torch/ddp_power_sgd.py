@@ -237,7 +237,8 @@ class _Exchange:
             message, plan.config_of_q, segments=plan.second, seed=[0] * len(plan.second),
             name=f"{self.name}/q", residuals=lost,
         )  # fmt: skip
-        means, tolds = message.split(numels), told_by(message, plan.forms)
+        means = message.split(numels)
+        tolds = told_by(message, plan.of_q, [form.shape[0] for form in plan.forms])
         if state.feedback == "torch":
             return means, means, tolds
         shares = own if lost is None else [q - e for q, e in zip(own, lost, strict=True)]

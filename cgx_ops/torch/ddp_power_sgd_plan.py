@@ -39,6 +39,7 @@ class Plan:
         first: its segments, each with its place in `others`, if it is one of these and compressed.
         config_of_q: of the second message.
         second: its segments.
+        of_q: elements of each matrix's Q.
     """
 
     follows_from: tuple[Any, ...]
@@ -49,6 +50,7 @@ class Plan:
     first: list[tuple[Segment, int | None]]
     config_of_q: Config
     second: list[Segment]
+    of_q: torch.Tensor
 
     @property
     def sent(self) -> int:
@@ -64,27 +66,25 @@ def plan_of(state: PowerSGDState, seen: Seen, bucket: GradBucket, batched: bool)
     """
     rules = rules_of(state)
     follows_from = (
-        batched, seen.layers, seen.offsets, [g.stride() for g in bucket.gradients()], seen.config,
+        batched, seen.layers, seen.offsets, [g.stride() for g in seen.gradients], seen.config,
         list(rules.rules), rules.exact_vectors, state.matrix_approximation_rank,
         state.min_compression_rate, state.batch_tensors_with_same_shape, state.factor_bits,
     )  # fmt: skip
     plan = state.plans.get(bucket.index())
     if plan is None or plan.follows_from != follows_from:
-        plan = state.plans[bucket.index()] = _found(state, seen, bucket, follows_from)
+        plan = state.plans[bucket.index()] = _found(state, seen, follows_from)
     return plan
 
 
 # ---- 2. its parts --------------------------------------------------------------------------------
 
 
-def _found(
-    state: PowerSGDState, seen: Seen, bucket: GradBucket, follows_from: tuple[Any, ...]
-) -> Plan:
+def _found(state: PowerSGDState, seen: Seen, follows_from: tuple[Any, ...]) -> Plan:
     batched, rules = follows_from[0], rules_of(state)
     assert seen.config is not None
     sizes = [layer.numel for layer in seen.layers]
     assert seen.offsets == _starts(sizes), "a bucket's layers lie end to end"
-    forms = [_one_matrix(state, seen)] if batched else _matrices(state, seen, bucket)
+    forms = [_one_matrix(state, seen)] if batched else _matrices(state, seen)
     factored = {i for form in forms for i in form.members}
     others = [i for i in range(len(sizes)) if i not in factored]
     config, how = for_any_bucket(seen.config, rules), low_rank.FACTORS[state.factor_bits]
@@ -99,6 +99,7 @@ def _found(
         follows_from, sizes, forms, others,
         config, _joined(config, zip(segments, places, strict=True)),
         config_of_q, [segment for segment, _ in _joined(config_of_q, of_q)],
+        torch.tensor([form.rank * form.shape[2] for form in forms for _ in form.names]),
     )  # fmt: skip
 
 
@@ -120,11 +121,11 @@ def _one_matrix(state: PowerSGDState, seen: Seen) -> Form:
     return Form((name,), tuple(range(len(seen.layers))), (1, side, side), rank)
 
 
-def _matrices(state: PowerSGDState, seen: Seen, bucket: GradBucket) -> list[Form]:
+def _matrices(state: PowerSGDState, seen: Seen) -> list[Form]:
     """Return the layers that are factored, those of one shape behind each other."""
     by_shape: dict[tuple[int, int, int], list[int]] = {}
     rules = rules_of(state).rules
-    for i, (layer, gradient) in enumerate(zip(seen.layers, bucket.gradients(), strict=True)):
+    for i, (layer, gradient) in enumerate(zip(seen.layers, seen.gradients, strict=True)):
         rows, columns = _rows_and_columns(gradient)
         rank = low_rank.rank_of(
             rows, columns, state.matrix_approximation_rank, state.min_compression_rate

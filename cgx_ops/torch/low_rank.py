@@ -176,17 +176,17 @@ class Matrices:
         return values.view(-1).split([*sizes, rest])[: len(sizes)]
 
 
-def told_by(means: torch.Tensor, forms: Sequence[Form]) -> list[Told | None]:
-    """Return what averages of Q tell of each of these; None if all are finite, and none zero.
+def told_by(means: torch.Tensor, numels: torch.Tensor, counts: Sequence[int]) -> list[Told | None]:
+    """Return what averages of Q tell; None where all are finite, and none is zero.
 
-    means: flat, end to end.
+    Args:
+        means: of all matrices, flat, end to end.
+        numels: elements of each matrix's.
+        counts: how many matrices are factored together, of each form.
     """
-    counts = [form.shape[0] for form in forms]
-    numels = [form.rank * form.shape[2] for form in forms for _ in range(form.shape[0])]
-    lengths = torch.tensor(numels, device=means.device)
-    largest = torch.segment_reduce(means.abs(), "max", lengths=lengths)
+    largest = torch.segment_reduce(means.abs(), "max", lengths=numels.to(means.device))
     finite = largest < math.inf  # which NaN is not
     tells = finite & (largest > 0)
     if means.device.type == "cpu" and tells.all():  # a GPU is not waited for
-        return [None] * len(forms)
+        return [None] * len(counts)
     return list(map(Told, finite.split(counts), tells.split(counts)))
