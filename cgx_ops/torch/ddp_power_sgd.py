@@ -115,11 +115,10 @@ class _Exchange:
         self.matrices = [Matrices(form, [parts[i] for i in form.members]) for form in plan.forms]
         self.others = [parts[i] for i in plan.others]
         if state.use_error_feedback:
-            decay, without = plan.config.residual_decay, ()
-            if state.feedback == "local":
-                without = plan.others
+            decay = plan.config.residual_decay
+            cores = plan.others if state.feedback == "local" else ()  # the core keeps theirs
             for i, part in enumerate(parts):
-                if i not in without:
+                if i not in cores:
                     part.residual = state.residuals.of(
                         seen.layers[i].name, part.gradient, decay, dtype=torch.float32
                     )

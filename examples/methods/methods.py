@@ -80,6 +80,12 @@ class Method:
     every: int = 1
 
 
+# Of models as small as these one bucket hides no less than several, and has fewer messages.
+# PyTorch's hook bears no other: it starts its later collectives in callbacks, whose order differs
+# between ranks if there are several buckets, and gloo aborts.
+POWER_SGD_BUCKET_MB = 1 << 20
+
+
 def parallel(
     model: nn.Module, group: dist.ProcessGroup | None = None, bucket_mb: float | None = None
 ) -> DistributedDataParallel:
@@ -105,9 +111,7 @@ def gloo(hook: Callable[..., Any] | None = None) -> Method:
 
 
 def torch_power_sgd(model: nn.Module, run: Run) -> Prepared:
-    # One bucket: PyTorch's hook starts its later collectives in callbacks, whose order differs
-    # between ranks if there are several, and gloo aborts.
-    wrapped = parallel(model, run.gloo, bucket_mb=1 << 20)
+    wrapped = parallel(model, run.gloo, POWER_SGD_BUCKET_MB)
     state = powerSGD_hook.PowerSGDState(
         run.gloo, matrix_approximation_rank=RANK, start_powerSGD_iter=2, random_seed=run.seed
     )
@@ -139,7 +143,7 @@ def chosen(compressor: Any, density: float) -> Method:
 
 
 def power_sgd(model: nn.Module, run: Run) -> Prepared:
-    wrapped = parallel(model)
+    wrapped = parallel(model, bucket_mb=POWER_SGD_BUCKET_MB)
     state = ddp.PowerSGDState(
         config=Config(32),
         matrix_approximation_rank=RANK,
@@ -158,7 +162,10 @@ def deep_gradient(density: float) -> Method:
             density=density, momentum=task.momentum, warmup_steps=run.warmup
         )
         wrapped.register_comm_hook(state, ddp.deep_gradient_hook)
-        return wrapped, task.optimizer(wrapped.parameters(), task.rate, 0)
+        optimizer = task.optimizer(wrapped.parameters(), task.rate, 0)
+        for group in optimizer.param_groups:
+            group["weight_decay"] /= 1 - task.momentum  # which weight decay went through, too
+        return wrapped, optimizer
 
     return Method(prepare, warms=True)
 

@@ -174,6 +174,15 @@ def rules_and_blocks() -> None:
     for name, x in gradients_of(alone).items():
         mean = torch.stack(gathered(x)).mean(0)
         assert torch.allclose(gradients_of(model.module)[name], mean, rtol=1e-5, atol=1e-7), name
+    # A rule that comes later counts from the next step on.
+    model, state = hooked(rules=layers.Rules())
+    train(model, range(3))
+    before = {name: q.clone() for name, q in state.factors.q.items()}
+    assert state.rules is not None
+    state.rules.exclude("2.weight")
+    backward(model, 3)
+    kept = {name for name, q in state.factors.q.items() if torch.equal(q, before[name])}
+    assert kept == {"2.weight"}
     # What is not factored goes by the config, with residuals of its own.
     model, state = hooked(min_compression_rate=5, config=Config(bits=1, compressor="levels"))
     train(model, range(4))
