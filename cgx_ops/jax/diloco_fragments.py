@@ -30,7 +30,7 @@ CALLER = "diloco"
 
 
 def values_of(tree: Any) -> Any:
-    """Return a tree with None for the leaves that an outer loop leaves alone: not floating-point.
+    """Return a tree with None for the leaves that an outer loop leaves alone: see is_value().
 
     Raises:
         TypeError: a leaf is of float64 or complex.
@@ -43,8 +43,11 @@ def values_of(tree: Any) -> Any:
 
 
 def is_value(leaf: Any) -> bool:
-    """Tell whether a leaf is averaged."""
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    """Tell whether a leaf is averaged: it is floating-point and not empty.
+
+    jaxlib 0.11 crashes while it compiles a shard_map in which some operands are empty.
+    """
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) and 0 not in jnp.shape(leaf)
 
 
 def merged(tree: Any, values: Any) -> Any:

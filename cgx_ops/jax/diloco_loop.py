@@ -50,7 +50,7 @@ class DiLoCo:
 
         Args:
             weights: one device's parameters, without an axis for the devices; equal on all. Leaves
-              that are not floating-point are left alone.
+              that are not floating-point, or empty, are left alone.
 
         Raises:
             ValueError: no mesh is known; the model has fewer layers than fragments.
