@@ -29,6 +29,9 @@ Values = npt.NDArray[Any]
 CALLS, NUMEL = 64, 65536  # of the programs that show that order does not matter
 INNER_CALLS = 32
 
+# jaxlib 0.11.2 crashes while it compiles any shard_map with one empty operand among others.
+EMPTY_OPERANDS = jax.__version_info__ < (0, 11)
+
 # Processes that mpirun started.
 PROCESSES = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
 

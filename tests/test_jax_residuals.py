@@ -17,6 +17,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax_cases import (
+    EMPTY_OPERANDS,
     PROCESSES,
     Values,
     expected,
@@ -153,15 +154,18 @@ def test_trees(fuse: bool, carrier: Any) -> None:
     assert not residuals["bias"].any()
 
 
+@pytest.mark.skipif(not EMPTY_OPERANDS, reason="this jaxlib cannot compile it")
 @both_modes
-def test_leaves_that_send_nothing(check_vma: bool) -> None:
-    """Empty ones, and all on one device."""
+def test_empty_leaves(check_vma: bool) -> None:
     x, old = {"a": X, "b": np.zeros((8, 0, 3), BF16)}, {"a": OLD, "b": np.zeros((8, 0, 3), BF16)}
     sums, residuals = run(q, x, old, check_vma=check_vma)
     check((sums["a"], residuals["a"]), oracle(X, OLD))
     assert sums["b"].shape == residuals["b"].shape == (8, 0, 3)
     assert sums["b"].dtype == residuals["b"].dtype == BF16
 
+
+@both_modes
+def test_one_device_sends_nothing(check_vma: bool) -> None:
     mesh = mesh_of((8, 1), ("d", "one"))
     alone = on_mesh(mesh, lambda v, e: pmean_q(v, "one", residual=e), check_vma)
     total, none = alone(X, OLD)
@@ -261,8 +265,8 @@ def test_donated(carrier: Any) -> None:
         out_specs=(P(), P("d")),
     )  # fmt: skip
     x, want = spread(MESH, X, P("d")), oracle(X[:, None], OLD[:, None])
-    kept = spread(MESH, OLD, P("d"))
     for donated in ((), (1,)):
+        kept = spread(MESH, OLD, P("d"))  # JAX 0.11 keeps what numpy has seen, donated or not
         total, residual = jax.jit(mapped, donate_argnums=donated)(x, kept)
         assert same_bits(total, want[0])
         assert same_bits(residual, want[1][:, 0])

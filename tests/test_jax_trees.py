@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax_cases import (
+    EMPTY_OPERANDS,
     expected,
     gather_expected,
     mesh_of,
@@ -58,8 +59,7 @@ def calls_in(body: Callable[..., Any], *operands: Any) -> int:
     return text.count('custom_call_target="cgx_psum_q"')
 
 
-# jaxlib 0.11.2 crashes while it compiles any shard_map with one empty operand among others.
-EMPTY = {"empty": np.zeros((8, 0), np.float32)} if jax.__version_info__ < (0, 11) else {}
+EMPTY = {"empty": np.zeros((8, 0), np.float32)} if EMPTY_OPERANDS else {}
 
 
 def tree_of(seed: int) -> dict[str, Any]:
