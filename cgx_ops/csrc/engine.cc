@@ -187,20 +187,22 @@ void Engine::drive(Until&& until) {
   // Looks again at once for a moment, then gives way before it sleeps: with more ranks than cores
   // the peer that is waited for may need this one.
   const auto spin_time = crowded_ ? kCrowdedSpinTime : kSpinTime;
-  auto last_work = Clock::now();
+  auto last_work = Clock::now(), last_idle = last_work;
   int looks = 0;
   // Whether looking for so long found something the last time. While a slow link moves much it does
   // not, and takes a tenth of a core from the backward pass that it is hidden behind.
   bool worthwhile = true;
   while (!until()) {
     if (progress()) {
-      worthwhile = now_ - last_work < 2 * spin_time;
-      last_work = now_;
+      if (last_idle != last_work) worthwhile = last_idle - last_work < 2 * spin_time;
+      last_work = last_idle = now_;
       looks = 0;
     } else if (worthwhile && now_ - last_work < spin_time) {
+      last_idle = now_;
       if (crowded_ || ++looks > kLooks) std::this_thread::yield();
     } else if (!anything_submitted()) {  // what is put after this rings the transport's bell
       transport_->wait(kLongestSleep);
+      last_idle = Clock::now();
     }
   }
 }
