@@ -52,7 +52,10 @@ CODECS: dict[str, Config] = {
     **{f"uniform, {b} bits, stochastic": Config(b) for b in (8, 4, 2)},
     "uniform, 2 bits, nearest, rotation 32": Config(2, rounding="nearest", rotation=32),
     **{f"levels, {b} bits": Config(b, compressor="levels") for b in (4, 3, 2, 1)},
-    "levels, 2 bits, rotation 32": Config(2, compressor="levels", rotation=32),
+    **{
+        f"levels, {b} bits, rotation 32": Config(b, compressor="levels", rotation=32)
+        for b in (2, 1)
+    },
     "sign": Config(compressor="sign"),
     "onebit": Config(compressor="onebit"),
     "ternary": Config(compressor="ternary"),
@@ -78,6 +81,7 @@ TRAININGS: dict[str, tuple[Config, bool]] = {
     "levels, 2 bits, feedback": (CODECS["levels, 2 bits"], True),
     "levels, 2 bits, rotation 32, feedback": (CODECS["levels, 2 bits, rotation 32"], True),
     "levels, 1 bit, feedback": (CODECS["levels, 1 bits"], True),
+    "levels, 1 bit, rotation 32, feedback": (CODECS["levels, 1 bits, rotation 32"], True),
     "onebit, feedback": (CODECS["onebit"], True),
     "topk 1 %, feedback": (topk(0.01), True),
     "topk 0.1 %, feedback": (topk(0.001), True),
