@@ -149,7 +149,7 @@ def test_feedback_that_does_not_converge(case: str, said: str) -> None:
 
 def test_residuals_of_exact_calls() -> None:
     for reduce in (psum_q, pmean_q):
-        with pytest.raises(ValueError, match=rf"{reduce.__name__} with residuals and bits=32"):
+        with pytest.raises(ValueError, match=rf"{reduce.__name__} with a residual and bits=32"):
             trace(lambda v, f=reduce: f({"w": v}, "d", key=KEY, residual={"w": v}, bits=32))
     # A leaf that loses something is enough.
     trace(lambda v: psum_q([v, v], "d", key=KEY, residual=[v, v], rules={"0": 32}))

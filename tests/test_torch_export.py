@@ -37,7 +37,11 @@ def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         {"compressor": "sign"},
     ]
     public += [((x,), own) for own in codecs] + [((grad,), own) for own in codecs]
-    pairs = [((x, y), nearest), ((grad, y), exact), *(((grad, y), own) for own in codecs[:3])]
+    pairs = [
+        ((x, y), nearest),
+        ((grad, y), {"op": "avg"}),
+        *(((grad, y), own) for own in codecs[:3]),
+    ]
     start = [((x, *kernel_options(rounding=r)), {}) for r in ("nearest", "stochastic")]
     own = Config(compressor="topk", density=0.1)
     start += [((x, None, tc.packed(own), ""), {})]

@@ -21,7 +21,7 @@ from cgx_ops.comm import Communicator
 from cgx_ops.config import Algorithm, Compressor, Config
 from cgx_ops.errors import Closed
 from cgx_ops.jax import _compat, _runtime
-from cgx_ops.jax.knobs import Rules, checked_knobs, refuse_on_gpus
+from cgx_ops.jax.knobs import Rules, checked_knobs, refuse_idle_residual, refuse_on_gpus
 from cgx_ops.jax.primitive import (
     Carrier,
     Settings,
@@ -142,6 +142,7 @@ def allreduce_q(
         compressor=compressor, density=density, value_bits=value_bits, rotation=rotation, clip=clip,
         rules=rules, fuse=fuse, carrier=carrier,
     )  # fmt: skip
+    refuse_idle_residual(caller, residual, bits, rules)
     if op not in ("sum", "avg"):
         raise ValueError(f"{caller}: op is {op!r}; it must be 'sum' or 'avg'")
     if carrier == "xla":

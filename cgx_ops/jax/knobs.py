@@ -249,6 +249,19 @@ def keeps_by_default(config: Config) -> bool:
     return config.compressor == "uniform" or _COMPRESSORS[config.compressor]["biased"]
 
 
+def refuse_idle_residual(caller: str, residual: Any, bits: Any, rules: Rules | None) -> None:
+    """Refuse a residual of a call that is exact by the caller's own words.
+
+    Not of our own transformations: which of their leaves lose something they know themselves.
+    """
+    exact = type(bits) is int and bits == EXACT_BITS and not rules
+    if exact and jax.tree.leaves(residual):
+        raise ValueError(
+            f"{caller} with a residual and bits=32: an exact call loses nothing that feedback "
+            "could add: leave the residual out, or compress"
+        )
+
+
 def check_feedback(caller: str, config: Config) -> None:
     """Require that error feedback converges, if anything is lost.
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from cgx_ops.config import Algorithm, Compressor
-from cgx_ops.jax.knobs import Rules, checked_knobs
+from cgx_ops.jax.knobs import Rules, checked_knobs, refuse_idle_residual
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.primitive import Carrier
 from cgx_ops.jax.trees import reduce_tree
@@ -120,6 +120,7 @@ def psum_q(
           and 20 s otherwise, because XLA:CPU aborts a process whose own devices wait for 40 s. On
           GPUs the results are NaN then, and the next call raises.
     """
+    refuse_idle_residual("psum_q", residual, bits, rules)
     pair = reduce_over(
         "psum_q", x, residual, axis_name, "sum", key=key, name=name, bits=bits,
         bucket_size=bucket_size, algorithm=algorithm, gather_bits=gather_bits,
@@ -158,6 +159,7 @@ def pmean_q(
     The float32 sum is divided before the reduced values are compressed. Residuals are in the units
     of `x`, as in `psum_q`: that of the average is multiplied again.
     """
+    refuse_idle_residual("pmean_q", residual, bits, rules)
     pair = reduce_over(
         "pmean_q", x, residual, axis_name, "avg", key=key, name=name, bits=bits,
         bucket_size=bucket_size, algorithm=algorithm, gather_bits=gather_bits,

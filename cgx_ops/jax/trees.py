@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cgx_ops.config import EXACT_BITS, Config
+from cgx_ops.config import Config
 from cgx_ops.jax import _compat
 from cgx_ops.jax._keys import CallSeeds
 from cgx_ops.jax.knobs import (
@@ -136,12 +136,6 @@ def reduce_tree(
             leaf, old = (vary(y, _compat.varying_axes(z)) for y, z in ((leaf, old), (old, leaf)))
             check_feedback(f"{caller}: x{jax.tree_util.keystr(path)}", config)
         leaves.append(Leaf(place, leaf, config, old))
-    kept = [leaf.config for leaf in leaves if leaf.residual is not None]
-    if kept and all(config.bits == EXACT_BITS for config in kept):
-        raise ValueError(
-            f"{caller} with residuals and bits=32: exact leaves lose nothing that feedback could "
-            "add: leave the residuals out (None, also in place of a leaf), or compress"
-        )
     check_places(knobs, groups.axes)
 
     @functools.cache
