@@ -126,7 +126,7 @@ def allreduce_q(
         TypeError: a leaf is not float32, float16 or bfloat16; a residual has another dtype than its
           leaf; a knob is not a static value; `comm` is not a Communicator; `key` is not a key.
         ValueError: a knob is out of its range, or does not belong to the compressor; the compressor
-          needs a key; error feedback would not converge, or all is exact that has residuals;
+          needs a key; error feedback would not converge, or bits=32 leaves it nothing;
           `residual` has another structure or shape than `x`; carrier="xla"; or the program is
           compiled for several devices.
         cgx_ops.Closed: the communicator was closed.

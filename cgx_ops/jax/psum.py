@@ -110,7 +110,7 @@ def psum_q(
         TypeError: a leaf is not float32, float16 or bfloat16; a residual has another dtype than its
           leaf; a knob is not a static value; `key` is not a key.
         ValueError: a knob is out of its range, or does not belong to the compressor; the compressor
-          needs a key; error feedback would not converge, or all is exact that has residuals;
+          needs a key; error feedback would not converge, or bits=32 leaves it nothing;
           `residual` has another structure or shape than `x`; the plan is of another tree.
         cgx_ops.MismatchError: processes have different plans; it names the first leaf that differs.
         RuntimeError: processes of the mesh cannot reach each other natively; the shard_map has no
