@@ -31,13 +31,15 @@ ONES = np.ones(1000, np.float32)
 def shared_memory_cleared() -> Iterator[None]:
     """What the test's jobs put into /dev/shm, Open MPI's files included, is gone soon after.
 
-    Other jobs may run beside this one: what they put there goes with them.
+    Other jobs may run beside this one: what they have put there by now goes with them.
     """
     before = set(os.listdir("/dev/shm"))
     yield
+    left = set(os.listdir("/dev/shm")) - before
     deadline = time.monotonic() + 60
-    while (left := set(os.listdir("/dev/shm")) - before) and time.monotonic() < deadline:
+    while left and time.monotonic() < deadline:
         time.sleep(0.1)
+        left &= set(os.listdir("/dev/shm"))
     assert not left
 
 
