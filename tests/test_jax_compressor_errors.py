@@ -20,6 +20,7 @@ from cgx_ops.jax import (
     allreduce_q,
     average_gradients,
     compress_grads,
+    diloco,
     pmean_q,
     psum_q,
     psum_scatter_q,
@@ -151,8 +152,19 @@ def test_residuals_of_exact_calls() -> None:
     for reduce in (psum_q, pmean_q):
         with pytest.raises(ValueError, match=rf"{reduce.__name__} with a residual and bits=32"):
             trace(lambda v, f=reduce: f({"w": v}, "d", key=KEY, residual={"w": v}, bits=32))
+    x = np.ones(100, np.float32)
+    with pytest.raises(ValueError, match="allreduce_q with a residual and bits=32"):
+        CALLS["allreduce_q"](x, residual=x, bits=32)
     # A leaf that loses something is enough.
     trace(lambda v: psum_q([v, v], "d", key=KEY, residual=[v, v], rules={"0": 32}))
+
+
+@pytest.mark.parametrize("make", [average_gradients, functools.partial(diloco, sync_every=2)])
+def test_feedback_of_exact_transformations(make: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="with error_feedback=True and bits=32: an exact call"):
+        make("d", error_feedback=True, rules={"bias": 32}, bits=32)
+    make("d", error_feedback=True, rules={"kernel": 4}, bits=32)
+    make("d", bits=32)
 
 
 def test_keys_that_differ_where_places_are_drawn() -> None:

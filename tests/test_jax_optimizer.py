@@ -202,6 +202,16 @@ def test_gradients_that_are_not_finite_leave_no_trace() -> None:
 # ---- trees, optimizers and meshes ---------------------------------------------------------------
 
 
+def test_what_is_owed_when_all_becomes_exact() -> None:
+    state: Any = average().init(WEIGHTS)
+    _, state = program_of(average(), WEIGHTS)(WEIGHTS, state, ROWS[0])
+    owed = list(next(oracle(ROWS))[1])
+    assert np.any(owed)
+    got, state = program_of(average(bits=32), WEIGHTS)(WEIGHTS, state, ROWS[1])
+    assert same_bits(got, expected(ROWS[1], bits=32, op="avg", residuals=owed))
+    assert not fetch(state.residual).any()
+
+
 @pytest.mark.parametrize("fuse", [True, False])
 def test_trees_with_rules_and_dtypes(fuse: bool) -> None:
     params = {

@@ -20,7 +20,7 @@ from cgx_ops.config import Config
 from cgx_ops.jax.diloco_fragments import CALLER, Method
 from cgx_ops.jax.diloco_loop import DiLoCo
 from cgx_ops.jax.diloco_state import Layout
-from cgx_ops.jax.knobs import checked_knobs
+from cgx_ops.jax.knobs import checked_knobs, refuse_idle_feedback
 from cgx_ops.jax.mesh_groups import Axes
 from cgx_ops.jax.optimizer_state import check_converges, import_optax
 from cgx_ops.outer_loop import Schedule
@@ -94,7 +94,7 @@ def diloco(
     Raises:
         ImportError: optax is not installed.
         ValueError: an argument is out of its range; error_feedback=True with a compressor with
-          which it does not converge; "senders" without compressor="topk".
+          which it does not converge, or where all is exact; "senders" without compressor="topk".
         NotImplementedError: when it sends; "senders" where several processes have several devices
           of the axis each, whose values are summed before they are sent.
         TypeError: as `psum_q`.
@@ -128,6 +128,8 @@ def diloco(
         axis_name, outer_optimizer, schedule.fragment_update_alpha, checked, knobs, error_feedback,
         Config(residual_decay=residual_decay).residual_decay, senders, mesh,
     )  # fmt: skip
+    if error_feedback:
+        refuse_idle_feedback(CALLER, checked.configs)
     for config in filter(method.keeps, checked.configs):
         check_converges(CALLER, config)
     return DiLoCo(schedule, method, Layout(axis_name, mesh, param_specs))

@@ -262,6 +262,15 @@ def refuse_idle_residual(caller: str, residual: Any, bits: Any, rules: Rules | N
         )
 
 
+def refuse_idle_feedback(caller: str, configs: Iterable[Config]) -> None:
+    """Refuse error_feedback=True of a transformation all of whose leaves are exact."""
+    if all(config.bits == EXACT_BITS for config in configs):
+        raise ValueError(
+            f"{caller} with error_feedback=True and bits=32: an exact call loses nothing that "
+            "feedback could add: leave error_feedback out, or compress"
+        )
+
+
 def check_feedback(caller: str, config: Config) -> None:
     """Require that error feedback converges, if anything is lost.
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from cgx_ops.config import Config
-from cgx_ops.jax.knobs import checked_knobs, keeps_by_default
+from cgx_ops.jax.knobs import checked_knobs, keeps_by_default, refuse_idle_feedback
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.optimizer_state import (
     AverageGradientsState,
@@ -83,7 +83,8 @@ def average_gradients(
         ImportError: optax is not installed.
         ValueError: at init, no mesh is known; at update, the gradients are equal on all devices
           already, or the state has other shapes than the gradients; a knob is out of its range;
-          error_feedback=True with a compressor with which it does not converge.
+          error_feedback=True with a compressor with which it does not converge, or where all is
+          exact.
         NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `psum_q`.
     """
     caller = "average_gradients"
@@ -94,6 +95,8 @@ def average_gradients(
     def keeps(config: Config) -> bool:
         return keeps_by_default(config) if error_feedback is None else error_feedback
 
+    if error_feedback:
+        refuse_idle_feedback(caller, checked.configs)
     for config in filter(keeps, checked.configs):
         check_converges(caller, config)
 
