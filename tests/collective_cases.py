@@ -17,7 +17,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import ml_dtypes
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import reference
 
-from cgx_ops import Communicator, Config, Segment
+from cgx_ops import Communicator, Config, InvalidArgument, Segment
 from cgx_ops.config import Algorithm, Compressor, Rounding
 
 DTYPES: dict[str, Any] = {
@@ -39,7 +39,10 @@ BUCKETS = (1, 7, 64, 512, 1000)
 
 @dataclass(frozen=True)
 class Case:
-    """One collective. segments: (offset, numel, bits, bucket_size); size is that of a block."""
+    """One collective. segments: (offset, numel, bits, bucket_size); size is that of a block.
+
+    feedback: an allreduce with a residual, whose new values are part of the result.
+    """
 
     size: int
     bits: int = 4
@@ -60,6 +63,7 @@ class Case:
     value_bits: int | None = None
     rotation: int | None = None
     clip: bool = False
+    feedback: bool = False
 
     def seed(self, rank: int) -> int:
         """Return the seed of a rank's noise: 64 bits that differ between ranks and cases.
@@ -332,6 +336,20 @@ def inputs(case: Case, rank: int, world_size: int) -> npt.NDArray[Any]:
         return x.astype(DTYPES[case.dtype])
 
 
+def residual_of(case: Case, rank: int) -> npt.NDArray[Any] | None:
+    """Return what a rank has lost before; None without feedback."""
+    if not case.feedback:
+        return None
+    random = np.random.default_rng([abs(case.seed(rank)) % 2**32, rank, 1])
+    x = random.standard_normal(case.size).astype(np.float32)
+    return (x / np.float32(8)).astype(DTYPES[case.dtype])
+
+
+def result_of(result: npt.NDArray[Any], residual: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+    """Return all that a call has given on a rank."""
+    return result if residual is None else np.concatenate([result, residual])
+
+
 def digest(result: npt.NDArray[Any]) -> str:
     """Return a digest of the result's bits."""
     return hashlib.blake2b(result.tobytes(), digest_size=12).hexdigest()
@@ -356,22 +374,41 @@ def config_of(case: Case) -> Config:
     )
 
 
+def converges(case: Case) -> bool:
+    """Tell whether error feedback does."""
+    try:
+        replace(config_of(case), error_feedback=True)
+    except InvalidArgument:
+        return False
+    return True
+
+
 def run(case: Case, comm: Communicator) -> str:
     """Call the library on this rank and return its result's digest."""
     config = config_of(case)
     segments = [Segment(o, n, bits=b, bucket_size=k) for o, n, b, k in case.segments] or None
     x = inputs(case, comm.rank, comm.size)
     kept = x.copy()
-    call = getattr(comm, case.verb)
+    call, residual = getattr(comm, case.verb), residual_of(case, comm.rank)
     op = () if case.verb == "all_gather" else (case.op,)
-    result = call(x, *op, config=config, segments=segments, seed=case.seed(comm.rank))
+    lost = {} if residual is None else {"residual": residual}
+    result = call(x, *op, config=config, segments=segments, seed=case.seed(comm.rank), **lost)
     assert x.tobytes() == kept.tobytes(), f"the input changed: {case}"
-    return digest(result)
+    return digest(result_of(result, residual))
 
 
 @functools.cache
-def expected(case: Case, world_size: int, hosts: tuple[int, ...] | None = None) -> list[str]:
-    """Return the digest of the oracle's result, by rank. hosts: of each rank, if not one."""
+def expected(
+    case: Case,
+    world_size: int,
+    hosts: tuple[int, ...] | None = None,
+    noise_ranks: tuple[int, ...] | None = None,
+) -> list[str]:
+    """Return the digest of the oracle's result, by rank.
+
+    hosts: of each rank, if not one. noise_ranks: of an allreduce in a group, by which number each
+    one draws noise.
+    """
     xs = [inputs(case, rank, world_size) for rank in range(world_size)]
     segments = [reference.Segment(*s) for s in case.segments] or [
         reference.Segment(
@@ -400,4 +437,7 @@ def expected(case: Case, world_size: int, hosts: tuple[int, ...] | None = None) 
             return [digest(y) for y in reference.reduce_scatter(xs, segments, **options)]
         options |= {"algorithm": case.algorithm, "hosts": hosts}
         options |= {"gather_bits": case.gather_bits, "intra_bits": case.intra_bits}
-        return [digest(reference.allreduce(xs, segments, **options))] * world_size
+        lost = [residual_of(case, rank) for rank in range(world_size)]
+        options |= {"residuals": lost if case.feedback else None, "noise_ranks": noise_ranks}
+        result = reference.allreduce(xs, segments, **options)
+        return [digest(result_of(result, residual)) for residual in lost]

@@ -62,9 +62,9 @@ def _values(result: Result) -> list[str]:
     return [
         f"rank {rank}: WRONG VALUES in {outcome.what}: {outcome.text}"
         for rank, outcome in _outcomes(result, checks=True)
-        if outcome.digest and outcome.case
-        and outcome.digest
-        != traffic.expected(outcome.case, outcome.hosts, outcome.size)[outcome.place]
+        if outcome.digest and outcome.case and outcome.digest != traffic.expected(
+            outcome.case, outcome.hosts, outcome.size, outcome.members
+        )[outcome.place]
     ]  # fmt: skip
 
 

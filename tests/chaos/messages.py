@@ -45,7 +45,9 @@ class Outcome:
     Attributes:
         what: the call, in words.
         case: if it gave values, of which call; size, hosts: among how many ranks, and each one's
-            host (None: they share one); place: this rank's among them; digest: of the values.
+            host (None: they share one); members: each one's number in the communicator that all
+            others were made of, by which it draws noise (None: as here); place: this rank's among
+            them; digest: of the values.
         error: the exception's class, "" if there was none; text: what it says.
         right_kind: whether it is of a kind that the library may raise.
         deadline: seconds that were allowed.
@@ -59,6 +61,7 @@ class Outcome:
     case: Case | None = None
     size: int = 0
     hosts: tuple[int, ...] | None = None
+    members: tuple[int, ...] | None = None
     place: int = 0
     digest: str = ""
     error: str = ""

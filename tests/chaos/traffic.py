@@ -1,7 +1,7 @@
 """The traffic: a table of kinds, each a function that a member runs, and their calls.
 
-Every call is a Case of collective_cases.py, rounded to nearest, so the oracle knows each result
-from the case, the ranks and their hosts. A function calls member.step() before each call (a fault
+Every call is a Case of collective_cases.py, so the oracle knows each result from the case, the
+ranks and their hosts. A function calls member.step() before each call (a fault
 may come there) and member.step(started=True) between starting and waiting.
 """
 
@@ -20,20 +20,21 @@ import collective_cases
 import numpy as np
 from collective_cases import Case
 
-from cgx_ops import Communicator, Segment
+from cgx_ops import Communicator, Request, Segment
 
 if TYPE_CHECKING:
     from chaos.worker import Member
 
-# Every compressor that draws nothing, short and in shards.
+# Every compressor, short and in shards; with a residual where error feedback converges.
 _COMPRESSED = [
     case
     for row in collective_cases.of_compressors()
     for case in (
-        Case(5003, bucket_size=100, **{"rounding": "nearest", **row}),
-        Case(40_000, bucket_size=512, op="avg", **{"rounding": "nearest", **row}),
+        Case(5003, bucket_size=100, **row),
+        Case(40_000, bucket_size=512, op="avg", **row),
+        Case(5003, bucket_size=100, feedback=True, **row),
     )
-    if not collective_cases.config_of(case).draws
+    if not case.feedback or collective_cases.converges(case)
 ]
 _SMALL = (
     Case(1, 32, rounding="nearest"),
@@ -115,18 +116,36 @@ def prepare(
     case: Case, comm: Communicator, *, asynchronous: bool = False, **options: Any
 ) -> Callable[[], Any]:
     """Return a call of the library; its input is a copy that nobody else holds."""
-    segments = [Segment(o, n, bits=b, bucket_size=k) for o, n, b, k in case.segments] or None
+    options["segments"] = [
+        Segment(o, n, bits=b, bucket_size=k) for o, n, b, k in case.segments
+    ] or None
+    options |= {"config": collective_cases.config_of(case), "seed": case.seed(comm.rank)}
     function = getattr(comm, case.verb + ("_async" if asynchronous else ""))
     arguments = [_inputs(case, comm.rank, comm.size).copy()]
     if case.verb != "all_gather":
         arguments.append(case.op)
-    return lambda: function(
-        arguments.pop(0),
-        *arguments,
-        config=collective_cases.config_of(case),
-        segments=segments,
-        **options,
-    )
+    residual = collective_cases.residual_of(case, comm.rank)
+    if residual is None:
+        return lambda: function(arguments.pop(0), *arguments, **options)
+
+    def begun_or_done() -> Any:
+        given = function(arguments.pop(0), *arguments, residual=residual, **options)
+        if asynchronous:
+            return _Keeping(given, residual)
+        return collective_cases.result_of(given, residual)
+
+    return begun_or_done
+
+
+@dataclass(frozen=True)
+class _Keeping:
+    """A call in flight with a residual, which is part of what it gives."""
+
+    request: Request
+    residual: Any
+
+    def wait(self) -> Any:
+        return collective_cases.result_of(self.request.wait(), self.residual)
 
 
 def call(case: Case, comm: Communicator, **options: Any) -> Any:
@@ -340,9 +359,15 @@ KINDS: dict[str, Kind] = {
 
 
 @functools.cache
-def expected(case: Case, hosts: tuple[int, ...] | None, size: int) -> list[str]:
-    """Return the digest of the oracle's result, by rank."""
-    return collective_cases.expected(case, size, hosts)
+def expected(
+    case: Case,
+    hosts: tuple[int, ...] | None,
+    size: int,
+    members: tuple[int, ...] | None,
+) -> list[str]:
+    """Return the digest of the oracle's result, by rank. members: see messages.Outcome."""
+    draws = collective_cases.config_of(case).draws  # else noise is the same of any members
+    return collective_cases.expected(case, size, hosts, members if draws else None)
 
 
 def digest(result: Any) -> str:

@@ -224,6 +224,7 @@ class Member:
                 case=case,
                 size=local or len(ranks),
                 hosts=hosts and tuple(hosts[rank] for rank in ranks),
+                members=None if local else tuple(self.round.members[rank] for rank in ranks),
                 place=0 if local or self.rank not in ranks else ranks.index(self.rank),
                 digest=traffic.digest(result) if values else "",
                 error=type(error).__name__ if error else "",
@@ -318,7 +319,9 @@ class Member:
 def _brief(case: Case | None) -> str:
     if case is None:
         return "no values"
-    return f"{case.verb} {case.algorithm} of {case.size} {case.dtype} in {case.bits} bits"
+    feedback = " with feedback" if case.feedback else ""
+    how = f"{case.dtype} by {case.compressor} in {case.bits} bits{feedback}"
+    return f"{case.verb} {case.algorithm} of {case.size} {how}"
 
 
 def _first(values: Any) -> list[Any]:
