@@ -162,3 +162,10 @@ def test_what_does_not_fit(
 def test_a_list_without_its_residuals() -> None:
     with pytest.raises(ValueError, match="a residual for each tensor"):
         tc.feedback_list([torch.ones(100)], [])
+
+
+@pytest.mark.parametrize("carrier", ["native", "c10d"])
+def test_an_exact_list(carrier: str) -> None:
+    xs = [torch.ones(100), torch.ones(20)]
+    with pytest.raises(ValueError, match=r"bits=32: nothing is lost .*leave it out, or give fewer"):
+        tc.feedback_list(xs, list(map(torch.zeros_like, xs)), bits=32, carrier=carrier)

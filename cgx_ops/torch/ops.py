@@ -38,7 +38,8 @@ The forms with feedback (of sum and avg) reduce x + residual, added in float32, 
 the result a new residual: what compression has lost of this rank's values, to be given to the next
 call. Over all ranks, inputs and old residuals are the result (as a sum) and the new residuals, up
 to float32 rounding and that of the dtype. A residual has its tensor's shape, dtype and device; the
-first is torch.zeros_like(x).
+first is torch.zeros_like(x). With bits=32, or a compressor with which feedback does not converge,
+they are refused.
 
 `carrier="c10d"` moves the bytes by torch's own collectives, all_to_all_single and
 all_gather_into_tensor of uint8, with the same bits in the result: `group_name` is then any group of

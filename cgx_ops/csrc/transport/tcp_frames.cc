@@ -38,6 +38,8 @@ std::span<std::byte> FrameReader::room() {
   return {block_.get() + end_, capacity_ - end_};
 }
 
+// A long frame's size is a peer's word alone, but costs addresses only: the system gives memory
+// where bytes have arrived.
 void FrameReader::move_to_next_block(size_t needed) {
   const size_t there = end_ - begin_, capacity = std::max(kBlock, needed);
   std::shared_ptr<std::byte> next(blocks_->take(capacity).release(),
