@@ -59,9 +59,11 @@ def numpy_result(
 
     call: verb, axes and name, of all ranks or of each. residuals[r]: of allreduce; flat, read and
     written in place. at: which of jax.devices() holds each row. Where a process has several of a
-    group, it is one rank, as in jax_cases.expected().
+    group, it is one rank, as in jax_cases.expected(); but each of them has its vote.
     """
     ranks = ranks_of(processes_of(range(len(rows)) if at is None else at))
+    if config.compressor == "sign" and config.bits != 32:
+        ranks = [[row] for row in range(len(rows))]
     texts = [call] * len(ranks) if isinstance(call, str) else call
     seeds = [0 if key is None else seed_of(key, leaf, call=text) for text in texts]
     values = sums_of([row.reshape(-1) for row in rows], ranks)

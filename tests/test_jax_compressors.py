@@ -35,7 +35,6 @@ from jax_compressor_cases import CASES, CUT, KEPT, KEY, config_of, numpy_result
 import cgx_ops.jax
 from cgx_ops import Config
 from cgx_ops.jax import (
-    _runtime,
     all_gather_q,
     allreduce_q,
     compress_grads,
@@ -43,6 +42,7 @@ from cgx_ops.jax import (
     psum_q,
     psum_scatter_q,
     value_and_grad,
+    votes,
 )
 
 use_cpu_devices(8)
@@ -62,9 +62,8 @@ pytestmark = [
     pytest.mark.skipif(not has_part_in(MESH), reason="other processes' devices"),
 ]
 X, OLD = normal(80, N, 3000), normal(81, N, 3000) / 4
-# Else devices of one process are summed before they could vote, and numpy's ranks are processes.
+# Else the devices of a process are one of numpy's ranks, which divides by their number.
 EACH_IS_A_RANK = len(set(processes_of(AT))) in (1, N)
-NAMES = [name for name in CASES if EACH_IS_A_RANK or name != "sign"]
 
 
 def run(body: Callable[..., Any], *operands: Any, mesh: Any = MESH) -> Any:
@@ -85,10 +84,10 @@ def test_sums_and_means(dtype: Any, carrier: Any) -> None:
     x = X.astype(dtype)
     for op, reduce in (("sum", psum_q), ("avg", pmean_q)):
         if op == "avg" and not EACH_IS_A_RANK:
-            continue  # numpy divides by the number of its ranks
+            continue
         call = functools.partial(reduce, axis_name="d", key=KEY, carrier=carrier)
-        got = run(of_all(NAMES, call), x)
-        for name in NAMES:
+        got = run(of_all(list(CASES), call), x)
+        for name in CASES:
             want = numpy_result("allreduce", x, config_of(name), op=op, at=AT)
             assert all(map(same_bits, got[name], want)), (op, name)
 
@@ -336,7 +335,7 @@ def given_up(name: str, x: Any, last: Any, sums: Any, residuals: Any) -> None:
 # ---- 3. transformations, donation, export -------------------------------------------------------
 
 TRANSFORMED = ["topk", "levels", "sign", "ternary", "threshold"]
-transformed = pytest.mark.parametrize("name", [name for name in TRANSFORMED if name in NAMES])
+transformed = pytest.mark.parametrize("name", TRANSFORMED)
 
 
 def call(v: jax.Array, name: str, **knobs: Any) -> jax.Array:
@@ -346,7 +345,6 @@ def call(v: jax.Array, name: str, **knobs: Any) -> jax.Array:
 @both_carriers
 def test_gradients_are_exact(carrier: Any) -> None:
     """Those of the exact sum, whatever the compressor."""
-    names = [name for name in TRANSFORMED if name in NAMES]
 
     def gradients(reduce: Any) -> Any:
         return lambda v, w: jax.grad(lambda u: (reduce(u) * w).sum())(v)
@@ -354,11 +352,12 @@ def test_gradients_are_exact(carrier: Any) -> None:
     exact = run(gradients(lambda u: lax.psum(u, "d")), X, OLD)
     got = run(
         lambda v, w: {
-            name: gradients(lambda u, n=name: call(u, n, carrier=carrier))(v, w) for name in names
+            name: gradients(lambda u, n=name: call(u, n, carrier=carrier))(v, w)
+            for name in TRANSFORMED
         },
         X, OLD,
     )  # fmt: skip
-    for name in names:
+    for name in TRANSFORMED:
         assert same_bits(got[name], exact), name
 
 
@@ -415,19 +414,64 @@ def test_a_vote_of_one(carrier: Any) -> None:
     assert same_bits(alone, np.where(X < 0, -1, 1).astype(np.float32))
 
 
-@one_process
+def voters(dtype: Any, *shape: int) -> Any:
+    """Values near which the votes differ: ties, both zeros, the smallest ones, buckets of NaN."""
+    x = normal(86, N, *shape).astype(dtype)
+    tiny = np.finfo(dtype).smallest_subnormal
+    x[..., :8] = np.array([0, -0.0, tiny, -tiny, 1, -1, 1, -1])
+    x[::2, ..., 4:6] *= -1
+    x[1, ..., 600], x[2, ..., 1800] = np.nan, -np.inf  # in the second bucket and in the fourth
+    return x
+
+
 @both_carriers
-def test_no_votes_where_devices_are_summed_first(
-    carrier: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("most_in_half", [256, 1])
+def test_every_device_votes(
+    carrier: Any, dtype: Any, most_in_half: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes of two devices: a process would vote. Every process refuses as it lowers."""
-    monkeypatch.setattr(_runtime, "processes_of", lambda *_: [0, 0, 1, 1])
-    with pytest.raises(NotImplementedError, match=r"psum_q with compressor='sign'.*levels.*bits=1"):
-        on_mesh(MESH, lambda v: call(v, "sign", carrier=carrier)).lower(X)
-    exact = on_mesh(MESH, lambda v: call(v, "sign", carrier=carrier, bits=32))
-    assert "cgx_" in exact.lower(X).as_text()
-    if carrier == "native":
-        blocks = normal(86, N, N, 100)
-        with pytest.raises(NotImplementedError, match="psum_scatter_q with compressor='sign'"):
-            on_mesh(MESH, lambda v: psum_scatter_q(v, "d", compressor="sign")).lower(blocks)
-        on_mesh(MESH, lambda v: all_gather_q(v, "d", compressor="sign")).lower(X)
+    """Also where a process has several, whose counts travel in 16 bits, or else exact."""
+    monkeypatch.setattr(votes, "_MOST_IN_HALF", most_in_half)
+    x = voters(dtype, 3, 2100)
+    for op, reduce in (("sum", psum_q), ("avg", pmean_q)):
+        vote = functools.partial(reduce, axis_name="d", compressor="sign", carrier=carrier)
+        got = run(lambda rows, f=vote: {"tree": f(rows), "vmap": jax.vmap(f)(rows)}, x)
+        config = config_of("sign", key=None)
+        flat = numpy_result("allreduce", x.reshape(N, -1), config, op=op, at=AT)
+        assert all(map(same_bits, got["tree"].reshape(N, -1), flat)), op
+        for example in range(3):
+            want = numpy_result("allreduce", x[:, example], config, op=op, at=AT)
+            assert np.isnan(want[0]).sum() == 2 * 512
+            assert all(map(same_bits, got["vmap"][:, example], want)), (op, example)
+
+
+@both_carriers
+def test_votes_beside_other_leaves(carrier: Any) -> None:
+    """A tree whose leaves have compressors of their own, and residuals where there are any."""
+    x, old = {"vote": voters(np.float32, 2100), "other": X}, {"vote": None, "other": OLD}
+    rules = {"vote": {"compressor": "sign"}}
+
+    def reduce(rows: Any, lost: Any) -> Any:
+        knobs = {"algorithm": "sra", "carrier": carrier, "rules": rules}
+        return psum_q(rows, "d", residual=lost, **CASES["levels"], **knobs)
+
+    sums, lost = run(reduce, x, old)
+    residuals = OLD.copy()
+    config = config_of("levels", key=None, algorithm="sra")
+    want = numpy_result("allreduce", X, config, residuals=list(residuals), at=AT)
+    assert all(map(same_bits, sums["other"], want))
+    assert all(map(same_bits, lost["other"], residuals))
+    won = numpy_result("allreduce", x["vote"], config_of("sign", key=None), at=AT)
+    assert all(map(same_bits, sums["vote"], won))
+
+
+def test_scattered_votes() -> None:
+    blocks = voters(np.float32, N, 2100)
+    got = run(lambda v: psum_scatter_q(v, "d", compressor="sign"), blocks)
+    won = np.stack(
+        [
+            numpy_result("allreduce", blocks[:, rank], config_of("sign", key=None), at=AT)[0]
+            for rank in range(N)
+        ]
+    )
+    assert same_bits(got.reshape(won.shape), won)

@@ -179,10 +179,16 @@ def test_elements_without_gradients_and_what_is_not_finite() -> None:
 
 
 @slow
-def test_two_processes(tmp_path: Path) -> None:
-    """To the bits of two devices of one process, by either carrier."""
-    mesh, rows, ends = mesh_with(2), normal(1, 14, 2, 24, 30), {}
-    for name, make in MAKERS.items():
+@pytest.mark.parametrize(("devices", "names"), [(1, [*MAKERS]), (2, ["signum"])])
+def test_two_processes(devices: int, names: list[str], tmp_path: Path) -> None:
+    """To the bits of as many devices of one process, by either carrier.
+
+    The values of a process's devices are summed exact before they travel, and all but votes then
+    are other messages than in one process.
+    """
+    mesh, rows, ends = mesh_with(2 * devices), normal(1, 14, 2 * devices, 24, 30), {}
+    for name in names:
+        make = MAKERS[name]
         optimizer = make(mesh)
         weights: dict[str, Any] = {"a": WEIGHTS["a"]}
         step, state = program_of(optimizer, mesh, weights), optimizer.init(weights)
@@ -190,7 +196,8 @@ def test_two_processes(tmp_path: Path) -> None:
             weights, state = step(weights, state, {"a": row})
         ends[name] = fetch(weights["a"])
     np.savez(tmp_path / "run.npz", x=WEIGHTS["a"], rows=rows, **ends)
-    launch.check_ok(launch.mpirun(2, "run_jax_one_bit.py", tmp_path / "run.npz", timeout=100))
+    program = ("run_jax_one_bit.py", tmp_path / "run.npz", devices)
+    launch.check_ok(launch.mpirun(2, *program, timeout=100))
 
 
 # ---- 2. states -----------------------------------------------------------------------------------

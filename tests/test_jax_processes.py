@@ -58,7 +58,7 @@ def test_residuals_of_several_devices_a_process() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_meshes_and_compressors_of_several_devices_a_process() -> None:
-    some = "test_jax_meshes or sums or residuals or places or [topk-4] or [randk-4]"
+    some = "test_jax_meshes or sums or residuals or places or vote or [topk-4] or [randk-4]"
     files = [TESTS / f"test_jax_{subject}.py" for subject in ("meshes", "compressors")]
     check_pytest(2, "-m", "not exhaustive", "-k", some, *files, timeout=220, env=UNOPTIMIZED)
 

@@ -34,7 +34,6 @@ from cgx_ops import _native
 from cgx_ops.config import Algorithm
 from cgx_ops.jax import _compat, _runtime
 from cgx_ops.jax._calls import call_attributes, parted
-from cgx_ops.jax.knobs import refuse_votes
 
 if TYPE_CHECKING:
     from cgx_ops.jax.primitive import Settings
@@ -64,12 +63,9 @@ def lower(
         The primitive's results, as HLO values.
 
     Raises:
-        NotImplementedError: the processes of a group have different numbers of its devices, or
-            several of them, which would vote.
+        NotImplementedError: the processes of a group have different numbers of its devices.
     """
     route = _route(groups, processes or [0] * groups.size)
-    if route.devices > 1:
-        refuse_votes(settings.function, settings.configs)
     avals = [_compat.plain(aval) for aval in ctx.avals_in]
     ctx = ctx.replace(avals_in=[_compat.scalar_u32(), *avals])
     program = functools.partial(_allreduce, settings=settings, route=route)

@@ -206,17 +206,6 @@ def is_vote(config: Config) -> bool:
     return config.compressor == "sign" and config.bits != EXACT_BITS
 
 
-def refuse_votes(function: str, configs: Iterable[Config]) -> None:
-    """Refuse votes where the values of a process's devices are summed before they travel."""
-    if any(map(is_vote, configs)):
-        raise NotImplementedError(
-            f"{function} with compressor='sign': several processes have several devices of the "
-            "group each, whose values are summed exactly before they travel, so that a process "
-            "would vote and not its devices. Start a process for each device, or use "
-            "compressor='levels' with bits=1, which sends as much"
-        )
-
-
 def refuse_on_gpus(function: str, configs: Iterable[Config]) -> None:
     """Refuse, as a program is lowered for GPUs, what the core would refuse when it runs."""
     for config in configs:

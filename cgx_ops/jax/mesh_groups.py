@@ -20,11 +20,12 @@ from jax.interpreters import ad
 
 from cgx_ops.jax import _compat, _runtime, carrier
 from cgx_ops.jax._calls import parted
-from cgx_ops.jax.knobs import refuse_on_gpus, refuse_votes
+from cgx_ops.jax.knobs import refuse_on_gpus
 from cgx_ops.jax.launching import launcher
 from cgx_ops.jax.plans import agree
 from cgx_ops.jax.primitive import Settings, Verb, custom_call, message_attributes, vary
 from cgx_ops.jax.trees import exact_twin
+from cgx_ops.jax.votes import lower_by_counts, need_counts
 
 Axes = Hashable | tuple[Hashable, ...]
 Rows = npt.NDArray[np.int64]  # the partition ids of each group, a row each, in rank order
@@ -148,6 +149,8 @@ def _lower_cpu(ctx: Any, operands: Sequence[Any], settings: Settings) -> Any:
     mesh = _compat.mesh_of(ctx)
     groups = _groups(mesh, settings.groups.axes)
     processes = _runtime.processes_of(mesh, settings.carrier)
+    if need_counts(settings, groups, processes):
+        return lower_by_counts(ctx, operands, settings)
     if settings.carrier == "xla":
         return carrier.lower(ctx, operands, settings=settings, groups=groups, processes=processes)
     several = processes is not None and len(set(processes)) < len(processes)
@@ -235,15 +238,12 @@ def _groups(
 
 
 def _check_counts(settings: Settings, groups: Rows, processes: list[int]) -> None:
-    """Scatter and gather need as many devices of a group in each of its processes.
-
-    Where some process has several, it sums their values first, and so cannot have them vote.
-    """
+    """Scatter and gather need as many devices of a group in each of its processes."""
+    if settings.verb == "allreduce":
+        return
     for group in groups:
         counts = Counter(processes[partition] for partition in group)
-        if 1 < len(counts) < len(group) and settings.verb != "all_gather":
-            refuse_votes(settings.function, settings.configs)
-        if settings.verb != "allreduce" and len(set(counts.values())) > 1:
+        if len(set(counts.values())) > 1:
             raise NotImplementedError(
                 f"{settings.function} over {settings.groups.axes}: a group of the mesh has "
                 f"{sorted(counts.values())} devices in its processes, and needs as many in each. "

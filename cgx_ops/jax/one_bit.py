@@ -190,8 +190,9 @@ def signum(
 ) -> "optax.GradientTransformation":
     """Return SigNUM with majority vote as an optax optimizer: every device votes with signs.
 
-    Used as `one_bit_adam` is. One bit an element goes each way, and all elements step by the
-    learning rate, to where most devices' momenta point. A vote has no zero: where as many devices
+    Used as `one_bit_adam` is. One bit an element goes each way (16 where several processes have
+    several devices of a group each), and all elements step by the learning rate, to where most
+    devices' momenta point. A vote has no zero: where as many devices
     vote + as -, and where a momentum is 0, it counts as + in even steps and as - in odd ones, so
     that nobody drifts (the paper's sign(0) is 0; on average this is, too).
 
@@ -209,7 +210,6 @@ def signum(
         An optax.GradientTransformation, the first of whose states is a `SignumState`.
 
     Raises:
-        NotImplementedError: several processes have several devices of a group each.
         ImportError, ValueError, NameError, TypeError, JaxRuntimeError: as `one_bit_adam`.
     """
     caller = "signum"

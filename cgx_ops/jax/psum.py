@@ -104,9 +104,8 @@ def psum_q(
     Raises:
         NameError: an axis name is not bound here.
         NotImplementedError: an axis belongs to a vmap; the shard_map leaves axes to the compiler;
-          the platform is neither CPU nor CUDA; compressor="sign" where several processes have
-          several devices of a group each, which are summed before they could vote. On CUDA:
-          carrier="xla"; a group has several GPUs in each of several processes.
+          the platform is neither CPU nor CUDA. On CUDA: carrier="xla"; a group has several GPUs in
+          each of several processes.
         TypeError: a leaf is not float32, float16 or bfloat16; a residual has another dtype than its
           leaf; a knob is not a static value; `key` is not a key.
         ValueError: a knob is out of its range, or does not belong to the compressor; the compressor

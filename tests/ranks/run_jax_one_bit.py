@@ -1,9 +1,9 @@
-"""Rank program: one_bit_adam and signum on two processes, to the weights of two devices of one.
+"""Rank program: one_bit_adam and signum on two processes, to the weights of as many devices of one.
 
-    mpirun -np 2 python run_jax_one_bit.py FILE
+    mpirun -np 2 python run_jax_one_bit.py FILE DEVICES
 
-By either carrier. FILE has "x", a weight; "rows", its gradients (steps, devices, ...);
-"one_bit_adam" and "signum", what that came to.
+By either carrier, with so many devices in each process. FILE has "x", a weight; "rows", its
+gradients (steps, devices, ...); "one_bit_adam" and "signum" or one of them, what that came to.
 """
 
 import sys
@@ -21,10 +21,11 @@ from jax_cases import fetch, mesh_of, use_cpu_devices
 import cgx_ops.jax
 from cgx_ops.jax import one_bit_adam, signum, state_specs
 
-use_cpu_devices(1)
+DEVICES = int(sys.argv[2])
+use_cpu_devices(DEVICES)
 cgx_ops.jax.initialize()
 RUN = np.load(sys.argv[1])
-MESH = mesh_of((2,), ("d",))
+MESH = mesh_of((2 * DEVICES,), ("d",))
 MAKERS = {
     "one_bit_adam": partial(one_bit_adam, "d", 0.01, warmup_steps=10),
     "signum": partial(signum, "d", 0.002),
@@ -55,7 +56,7 @@ def check(name: str, carrier: str) -> None:
 checks.run(
     {
         f"{name} by {carrier}": partial(check, name, carrier)
-        for name in MAKERS
+        for name in MAKERS.keys() & RUN.files
         for carrier in ("native", "xla")
     },
     [],
