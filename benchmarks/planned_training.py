@@ -9,7 +9,7 @@ The model of ddp_step.py and jax_step.py: 25.2 million parameters, 100.8 with --
     costs     of messages among these ranks (cgx_ops.planner.measure)
     steps     all groupings in turn, round after round, each by a plan of its own: in torch the
               backward pass of DistributedDataParallel, whose buckets are joined to groups; in JAX
-              the program of forward and backward pass, and so the forward's time is in predictions
+              jax_step.py's whole step, and so the rest of it is in predictions
 """
 
 import argparse
@@ -101,7 +101,7 @@ def torch_training(layers: int, seconds: float, config: Config) -> Training:
 
 def jax_training(layers: int, seconds: float, config: Config) -> Training:
     import jax
-    from jax_step import loss_of, step_of
+    from jax_step import step_of
 
     import cgx_ops.jax
     from cgx_ops.jax import estimated_ready, numels_of, pmean_q
@@ -110,33 +110,17 @@ def jax_training(layers: int, seconds: float, config: Config) -> Training:
     cgx_ops.jax.initialize()
     mesh = jax.make_mesh((jax.device_count(),), ("data",), (jax.sharding.AxisType.Auto,))
     batch = calibrate(partial(step_of, mesh, layers), seconds / _BACKWARD_SHARE, first=32)
-    inputs = jax.make_array_from_process_local_data(
-        jax.NamedSharding(mesh, jax.P("data")), np.ones((batch, WIDTH), np.float32)
-    )
-    weights = [
-        (np.full((WIDTH, WIDTH), WIDTH**-0.5, np.float32), np.zeros(WIDTH, np.float32))
-        for _ in range(layers)
-    ]
-    weights = jax.device_put(weights, jax.NamedSharding(mesh, jax.P()))
-
-    def program(body: Callable[[Any, Any], Any], check: bool = True) -> Step:
-        specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
-        run = jax.jit(jax.shard_map(body, mesh=mesh, **specs, check_vma=check))
-        return lambda: jax.block_until_ready(run(weights, inputs))
-
-    def gradients(weights: Any, inputs: Any) -> Any:
-        return jax.grad(loss_of)(jax.lax.pcast(weights, "data", to="varying"), inputs)
 
     def planned(plan: Plan) -> Timed:
-        def body(weights: Any, inputs: Any) -> Any:
-            given = gradients(weights, inputs)
-            return pmean_q(given, "data", bits=config.decided_bits, fuse=plan)
+        def average(gradients: Any) -> Any:
+            return pmean_q(gradients, "data", bits=config.decided_bits, fuse=plan)
 
-        return Timed(program(body))
+        return Timed(step_of(mesh, layers, batch, average))
 
-    alone = {"alone": Timed(program(gradients, False))}
+    alone = {"alone": Timed(step_of(mesh, layers, batch))}
     seconds = Summary.of(measure(alone, MpiRanks(MPI.COMM_WORLD), rounds=7)["alone"]).median
     backward = _BACKWARD_SHARE * seconds
+    weights = [(np.empty((WIDTH, WIDTH), np.float32), np.empty(WIDTH, np.float32))] * layers
     ready = estimated_ready(weights, backward)
     return Training(numels_of(weights), ready, seconds - backward, planned)
 

@@ -11,6 +11,9 @@ def carried_handlers() -> dict[str, Any]:
 def allreduce_q_handler() -> Any:
     """Return a capsule of allreduce_q's handler, for jax.ffi.register_ffi_target."""
 
+def gate_handler() -> Any:
+    """Return a capsule of the handler of overlap.py's gates, for jax.ffi.register_ffi_target."""
+
 def cuda_collective_handlers() -> dict[str, Any]:
     """Return what collective_handlers does, for CUDA."""
 

@@ -141,8 +141,10 @@ def test_a_rank_that_loads_what_the_other_compiles(wanted: Wanted, tmp_path: Pat
 
 
 @pytest.mark.timeout(120)
-def test_other_thunks_run_beside(tmp_path: Path) -> None:
-    for output in mpirun(2, "run_jax_overlap.py", tmp_path, env=ENVIRONMENT, timeout=100):
+@pytest.mark.parametrize("program", ["independent", "backward"])
+def test_xla_computes_while_messages_wait(program: str, tmp_path: Path) -> None:
+    outputs = mpirun(2, "run_jax_overlap.py", tmp_path, program, env=ENVIRONMENT, timeout=100)
+    for output in outputs:
         assert "ok" in output.splitlines()
 
 

@@ -7,6 +7,7 @@
 #include "cgx/cgx.h"
 #include "collective.h"
 #include "cuda.h"
+#include "gate.h"
 #include "groups.h"
 #include "site.h"
 
@@ -54,6 +55,7 @@ NB_MODULE(_xla_ffi, module) {
   });
   module.def("allreduce_q_handler",
              [] { return nb::capsule(reinterpret_cast<void*>(&AllreduceQ)); });
+  module.def("gate_handler", [] { return nb::capsule(reinterpret_cast<void*>(&Gate)); });
   module.def("cuda_allreduce_q_handler",
              [] { return nb::capsule(reinterpret_cast<void*>(&CudaAllreduceQ)); });
   module.def("site_type", &StateType<Site>);

@@ -84,6 +84,7 @@ def _register_cpu() -> tuple[str, ...]:
     handlers: dict[str, Any] = dict.fromkeys(_COLLECTIVES, binding.collective_handlers())
     handlers |= binding.carried_handlers()
     handlers["cgx_allreduce_q"] = binding.allreduce_q_handler()
+    handlers["cgx_gate"] = binding.gate_handler()
     for name, handler in handlers.items():
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
     return tuple(handlers)

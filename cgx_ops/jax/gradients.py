@@ -48,8 +48,7 @@ def compress_grads(
         name: of the collective, as of `psum_q`.
         **knobs: every other keyword of `psum_q` but residual, fuse among them: by default small
           trees are one message, which goes when the last gradient is computed. To overlap that
-          with the rest of the backward pass, give fuse=False, or call this for each layer where it
-          is used.
+          with the rest of the backward pass, give fuse=False.
 
     Returns:
         `params`, varying over the axes for JAX's type checks.

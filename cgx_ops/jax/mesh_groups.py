@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -178,6 +178,7 @@ def _lower_cuda(ctx: Any, operands: Sequence[Any], settings: Settings) -> Any:
     processes = _runtime.processes_of(mesh, settings.carrier)
     if processes is not None:
         _check_spread(settings, groups, processes)
+    settings = replace(settings, overlaps=False)  # streams have an order of their own
     # On a GPU collectives of all names run one after the other.
     attributes = _attributes(
         ctx, settings, groups=groups, processes=processes, names_suffice=False, devices=devices

@@ -86,6 +86,8 @@ def estimated_ready(
 def messages_of(caller: str, x: Any, fuse: bool | Plan, *, parts: bool) -> Sequence[int]:
     """Return for each leaf of x the number of the message that it may share with others.
 
+    The messages of the last leaves come first: as a rule their gradients are ready first.
+
     Args:
         caller: for errors.
         x: a pytree of arrays.
@@ -99,7 +101,7 @@ def messages_of(caller: str, x: Any, fuse: bool | Plan, *, parts: bool) -> Seque
         return _planned(caller, x, fuse)
     leaves = jax.tree.leaves(x)
     if not fuse:
-        return range(len(leaves))
+        return range(len(leaves))[::-1]
     if not parts:
         return [0] * len(leaves)
     return _in_parts([jnp.size(leaf) * jnp.result_type(leaf).itemsize for leaf in leaves])

@@ -67,6 +67,7 @@ class Settings:
         carrier: "native": the core moves the bytes; "xla": XLA's own collectives do.
         feedback: whether leaves have residuals; of allreduce only.
         plan: that says which leaves these are, if there is one.
+        overlaps: whether results are in the leaves' buffers, as overlap.py wants it.
     """
 
     verb: Verb
@@ -77,6 +78,7 @@ class Settings:
     carrier: Carrier = "native"
     feedback: bool = False
     plan: Plan | None = None
+    overlaps: bool = False
 
     @property
     def function(self) -> str:
@@ -193,12 +195,15 @@ def custom_call(
     leaf_avals, seed_avals, residual_avals = parted(ctx.avals_in, settings.feedback)
     segments = sum(aval.shape[0] for aval in seed_avals)
     first = len(leaves) + (in_order is not None)  # among the results
+    in_place = {first + 1 + i: first + i for i in range(len(residuals))}
+    if settings.overlaps:
+        in_place |= {i: i for i in range(len(leaves))}
     # The side effect is HLO's only: it keeps XLA from merging or dropping calls, on some ranks
     # perhaps. As an effect of JAX it would cost 60 us a launch and forbid remat.
     rule = jax.ffi.ffi_lowering(
         target,
         has_side_effect=True,
-        operand_output_aliases={first + 1 + i: first + i for i in range(len(residuals))},
+        operand_output_aliases=in_place,
     )
     avals = [*leaf_avals, _compat.seed_rows(segments), *residual_avals]
     values = [*leaves, _compat.concatenated(seeds), *residuals]

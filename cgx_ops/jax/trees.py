@@ -24,6 +24,7 @@ from cgx_ops.jax.knobs import (
     is_randk,
     is_vote,
 )
+from cgx_ops.jax.overlap import hold, mark
 from cgx_ops.jax.plans import messages_of
 from cgx_ops.jax.primitive import Groups, Settings, bind, vary
 from cgx_ops.planner import Plan
@@ -154,23 +155,38 @@ def reduce_tree(
         else:
             sums.append(groups.alone(leaf.x if leaf.residual is None else leaf.x + leaf.residual))
             residuals[leaf.place] = jnp.zeros_like(leaf.x) if keeps else None
-    for (*_, keeps), message in sorted(messages.items(), key=lambda entry: entry[0][0]):
+    overlaps = len(messages) > 1 and not groups.effects and knobs.carrier == "native"
+    tokens: list[jax.Array] = []
+    totals: list[list[jax.Array]] = []
+    losses: list[list[jax.Array]] = []
+    in_order = sorted(messages.items(), key=lambda entry: entry[0][0])
+    for (*_, keeps), message in in_order:
         settings = Settings(
             "allreduce", op, groups, tuple(leaf.config for leaf in message),
             name_of(knobs.name, message[0].place, len(messages)),
             knobs.carrier if groups.size > 1 else "native", feedback=keeps,
-            plan=knobs.fuse if isinstance(knobs.fuse, Plan) else None,
+            plan=knobs.fuse if isinstance(knobs.fuse, Plan) else None, overlaps=overlaps,
         )  # fmt: skip
+        xs = [leaf.x.reshape(1, -1) for leaf in message]
+        if overlaps:
+            xs, token = mark(xs)
+            tokens.append(token)
         results = bind(
-            [leaf.x.reshape(1, -1) for leaf in message],
+            xs,
             [seeds(is_randk(leaf.config)).of(leaf.place, leaf.x) for leaf in message],
             settings,
             [leaf.residual.reshape(1, -1) for leaf in message if leaf.residual is not None],
         )
-        for results_of in (sums, residuals):
-            for leaf, result in zip(message, results, strict=False):
+        totals.append(results[: len(message)])
+        losses.append(results[len(message) :])
+    if overlaps:
+        totals = hold(totals, tokens)
+    for results_of, given in ((sums, totals), (residuals, losses)):
+        for (_, message), results in zip(in_order, given, strict=True):
+            for leaf, result in zip(
+                message, results, strict=False
+            ):  # losses: of those with residuals
                 results_of[leaf.place] = result.reshape(leaf.x.shape)
-            results = results[len(message) :]
     unflatten = jax.tree_util.tree_unflatten
     return unflatten(tree, sums), None if residual is None else unflatten(tree, residuals)
 

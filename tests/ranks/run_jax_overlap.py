@@ -1,28 +1,35 @@
-"""Rank program: other thunks run while psum_q waits for its peers. Two ranks, one device each.
+"""Rank program: XLA computes while messages wait for their peers. Two ranks, one device each.
 
-The program has calls of psum_q and, independent of them, a loop and a host callback on its result.
-Rank 1 launches it only after the callback of rank 0 has run, of which a file tells:
+    run_jax_overlap.py <folder> independent | backward
 
-    rank 0: launch -> the calls wait for rank 1 -> loop -> callback -> file
-    rank 1:                                                            file -> launch
+Rank 1 launches a program only after a host callback in it has run on rank 0, of which a file tells:
 
-Calls that blocked XLA's threads would keep the callback from running, and rank 1 would wait until
-its deadline. XLA may run the callback before it starts the calls; so there are more calls than
-threads, and the loop makes that unlikely. It cannot fail where nothing blocks: XLA makes what uses
-a buffer again wait for all that used it before, but there is none to use again. Operands of the
-calls are the program's own; what they share is needed until the last call, which follows the
-callback.
+    rank 0: launch -> messages wait for rank 1 -> callback -> file
+    rank 1:                                                   file -> launch
+
+Where the callback waits for a message, rank 1 waits until its deadline. The programs:
+
+    independent  calls of psum_q and, beside them, a loop and the callback on its result. Calls that
+                 blocked XLA's threads would keep the callback from running. XLA may run it before
+                 it starts the calls; so there are more calls than threads, and the loop makes that
+                 unlikely. XLA makes what uses a buffer again wait for all that used it before, but
+                 there is none to use again: operands of the calls are the program's own, and what
+                 they share is needed until the last call, which follows the callback.
+    backward     a training step whose gradients are three messages, the callback on the last
+                 gradient. Here are buffers to use again, and overlap.py must keep XLA from it.
 """
 
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jax_cases import (
     CALLS,
     NUMEL,
@@ -37,42 +44,85 @@ from jax_cases import (
 )
 
 import cgx_ops.jax
-from cgx_ops.jax import psum_q
+from cgx_ops.jax import pmean_q, psum_q
 
 called = Path(sys.argv[1], "called")
 use_cpu_devices(1)
 cgx_ops.jax.initialize()
-rank = jax.process_index()
+rank, mesh = jax.process_index(), mesh_of((2,), ("d",))
 
 
-inputs = normal(1, 2, NUMEL)
-
-
-def callback(_: jax.Array) -> Values:
+def callback(values: Values) -> Values:
     if rank == 0:
         called.touch()
-    return inputs[rank]
+    return values
 
 
-def body(xs: list[jax.Array], start: jax.Array) -> list[jax.Array]:
-    looped = lax.fori_loop(0, 100, lambda _, v: jnp.sin(v), start)
-    last = jax.pure_callback(callback, jax.typeof(xs[0]), looped)
-    return [psum_q(x, "d", algorithm="sra") for x in [*xs, last]]
+def launched_in_turns(program: Any, *operands: Any) -> Any:
+    """Compile, wait on rank 1 for the file, and run."""
+    compiled = program.lower(*operands).compile()
+    if rank == 1:
+        deadline = time.monotonic() + float(os.environ["CGX_TIMEOUT"]) / 2
+        while not called.exists():
+            assert time.monotonic() < deadline, "rank 0's callback waits for a collective"
+            time.sleep(0.001)
+    return jax.block_until_ready(compiled(*operands))
 
 
-mesh = mesh_of((2,), ("d",))
-operands = [rows_of_processes(mesh, inputs[rank]) for _ in range(CALLS)]
-start = rows_of_processes(mesh, np.zeros(1, np.float32))
-step = on_mesh(mesh, body)
+# ---- independent ---------------------------------------------------------------------------------
 
-step.jitted.lower(operands, start).compile()
-if rank == 1:
-    deadline = time.monotonic() + float(os.environ["CGX_TIMEOUT"]) / 2
-    while not called.exists():
-        assert time.monotonic() < deadline, "rank 0's callback waits for the collectives beside it"
-        time.sleep(0.001)
-sums = step(operands, start)
-want = expected(inputs)
-for rows in sums:
-    assert same_bits(np.asarray(rows.addressable_data(0))[0], want)
+
+def independent() -> None:
+    inputs = normal(1, 2, NUMEL)
+
+    def body(xs: list[jax.Array], start: jax.Array) -> list[jax.Array]:
+        looped = lax.fori_loop(0, 100, lambda _, v: jnp.sin(v), start)
+        same = lambda _: callback(inputs[rank])  # noqa: E731
+        last = jax.pure_callback(same, jax.typeof(xs[0]), looped)
+        return [psum_q(x, "d", algorithm="sra") for x in [*xs, last]]
+
+    operands = [rows_of_processes(mesh, inputs[rank]) for _ in range(CALLS)]
+    start = rows_of_processes(mesh, np.zeros(1, np.float32))
+    want = expected(inputs)
+    for rows in launched_in_turns(on_mesh(mesh, body).jitted, operands, start):
+        assert same_bits(np.asarray(rows.addressable_data(0))[0], want)
+
+
+# ---- backward ------------------------------------------------------------------------------------
+
+LAYERS, WIDTH = 6, 1024  # 24 MiB
+
+
+@jax.custom_vjp
+def seen(weight: jax.Array) -> jax.Array:
+    """The same; its gradient passes through the callback."""
+    return weight
+
+
+def _seen_backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (jax.pure_callback(callback, jax.typeof(gradient), gradient),)
+
+
+seen.defvjp(lambda weight: (weight, None), _seen_backward)
+
+
+def backward() -> None:
+    def loss_of(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for weight in [seen(weights[0]), *weights[1:]]:
+            x = jnp.tanh(x @ weight)
+        return (x**2).mean()
+
+    def step(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+        gradients = pmean_q(jax.grad(loss_of)(weights, x[0]), "d", bits=8)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+    # Types of what goes through a callback do not tell that it varies.
+    specs: Any = {"in_specs": (P(), P("d")), "out_specs": P(), "check_vma": False}
+    program = jax.jit(jax.shard_map(step, mesh=mesh, **specs), donate_argnums=0)
+    shared = jax.NamedSharding(mesh, P())
+    weights = [jax.device_put(normal(i, WIDTH, WIDTH) / 32, shared) for i in range(LAYERS)]
+    launched_in_turns(program, weights, rows_of_processes(mesh, normal(9 + rank, 4, WIDTH)))
+
+
+{"independent": independent, "backward": backward}[sys.argv[2]]()
 print("ok", flush=True)
