@@ -18,7 +18,7 @@ from cgx_ops.jax.knobs import name_of_leaf
 from cgx_ops.planner import Plan
 
 # Of values. Of 25 million float32 on links from 100 Mbit/s to memory: docs/planner.md.
-_MESSAGE_BYTES = 8 << 20
+_MESSAGE_BYTES = 4 << 20
 
 # ---- 1. leaves ---------------------------------------------------------------------------------
 

@@ -80,11 +80,11 @@ def psum_q(
           the leaf's path, such as "layers/0/bias", gives its bits, or a dict of its own bits,
           bucket_size, gather_bits, compressor, density, value_bits, rotation and clip.
           {"bias|norm": 32, "dense": {"compressor": "topk", "density": 0.01}} keeps some exact.
-        fuse: leaves of a dtype share messages of about 8 MiB of values, the last leaves first: XLA
-          can start one when its leaves are computed, while others are not. Less than 16 MiB are
-          one message. False: one for each leaf. A cgx_ops.planner.Plan: one for each of its groups
-          (and dtype); the plan has every leaf, by its path, and processes compare it when they
-          compile it, unless XLA carries the bytes. See docs/planner.md.
+        fuse: leaves of a dtype share messages of about 4 MiB of values, the last leaves first; each
+          travels while the leaves of others are computed. Less than 8 MiB are one message. False:
+          one for each leaf. A cgx_ops.planner.Plan: one for each of its groups (and dtype); the
+          plan has every leaf, by its path, and processes compare it when they compile it, unless
+          XLA carries the bytes. See docs/planner.md.
         carrier: "native": cgx moves the bytes, through memory and MPI. "xla": XLA's own collectives
           do, wherever those work, with or without MPI; the bits of the result are those of the same
           algorithm. Not for "ring" and "hierarchical", nor for groups with more devices in one
