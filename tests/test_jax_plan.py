@@ -112,17 +112,17 @@ def test_fuse_is_a_bool_or_a_plan() -> None:
         step(tree_of(0))
 
 
-def test_without_a_plan_large_trees_are_messages_of_8_mib() -> None:
+def test_without_a_plan_large_trees_are_messages_of_4_mib() -> None:
     """About that, the last leaves first; a small tree is one message."""
 
     def messages(*sizes: int) -> list[list[int]]:
-        leaves = [jax.ShapeDtypeStruct((2, size << 18), jnp.float32) for size in sizes]  # MiB
+        leaves = [jax.ShapeDtypeStruct((2, size << 17), jnp.float32) for size in sizes]  # 512 KiB
         mesh = mesh_of((2,), ("d",))
         step = jax.shard_map(lambda t: psum_q(t, "d"), mesh=mesh, in_specs=P("d"), out_specs=P())
         text = jax.jit(step).lower(leaves).as_text()
         calls = [line for line in text.splitlines() if "@cgx_psum_q" in line]
         shapes = [line[line.rindex(") -> ") :] for line in calls]
-        return [[int(n) >> 18 for n in re.findall(r"1x(\d+)xf32", shape)] for shape in shapes]
+        return [[int(n) >> 17 for n in re.findall(r"1x(\d+)xf32", shape)] for shape in shapes]
 
     assert messages(4, 4, 4) == [[4, 4, 4]]
     assert messages(1, 2, 3, 4, 5, 6, 7) == [[7], [5, 6], [1, 2, 3, 4]]

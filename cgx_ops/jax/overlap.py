@@ -32,7 +32,7 @@ AHEAD = 2
 
 def mark(leaves: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
     """Return the leaves of a message, and a token that is there when they are."""
-    *same, token = _gate_p.bind(*leaves, taken=0, made=1)
+    *same, token = gate_p.bind(*leaves, taken=0, made=1)
     return same, token
 
 
@@ -45,19 +45,19 @@ def hold(messages: Sequence[list[jax.Array]], tokens: Sequence[jax.Array]) -> li
     """
     last = len(messages) - 1
     held = [
-        _gate_p.bind(*sums, tokens[min(number + AHEAD, last)], taken=1, made=0)
+        gate_p.bind(*sums, tokens[min(number + AHEAD, last)], taken=1, made=0)
         for number, sums in enumerate(messages[:last])
     ]
     return [*held, messages[last]]
 
 
 # Results are the operands, but for the tokens, which come last: `taken` ones and `made` ones.
-_gate_p = Primitive("cgx_gate")
-_gate_p.multiple_results = True
-_gate_p.def_impl(functools.partial(xla.apply_primitive, _gate_p))
+gate_p = Primitive("cgx_gate")
+gate_p.multiple_results = True
+gate_p.def_impl(functools.partial(xla.apply_primitive, gate_p))
 
 
-@_gate_p.def_abstract_eval
+@gate_p.def_abstract_eval
 def _abstract_eval(*avals: Any, taken: int, made: int) -> list[Any]:
     same = avals[: len(avals) - taken]
     axes = frozenset[Any]().union(*map(_compat.varying_axes, avals))
@@ -74,7 +74,7 @@ def _lower_cpu(ctx: Any, *operands: Any, taken: int, made: int) -> Any:
     )
 
 
-def _open(*operands: jax.Array, taken: int, made: int) -> list[jax.Array]:
+def pass_on(*operands: jax.Array, taken: int, made: int) -> list[jax.Array]:
     """Elsewhere there is nothing to keep back: on a GPU a stream has its order."""
     return [*operands[: len(operands) - taken], *[jnp.uint32(0)] * made]
 
@@ -82,19 +82,19 @@ def _open(*operands: jax.Array, taken: int, made: int) -> list[jax.Array]:
 def _batch(
     operands: Sequence[Any], dims: Sequence[int | None], *, taken: int, made: int
 ) -> tuple[list[Any], list[int | None]]:
-    results = _gate_p.bind(*operands, taken=taken, made=made)
+    results = gate_p.bind(*operands, taken=taken, made=made)
     return results, [*dims[: len(dims) - taken], *[None] * made]
 
 
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, taken: int, made: int
 ) -> tuple[list[Any], list[Any]]:
-    results = _gate_p.bind(*primals, taken=taken, made=made)
+    results = gate_p.bind(*primals, taken=taken, made=made)
     same = len(primals) - taken
     return results, [*tangents[:same], *map(_compat.zero_tangent, results[same:])]
 
 
-mlir.register_lowering(_gate_p, _lower_cpu, platform="cpu")
-mlir.register_lowering(_gate_p, mlir.lower_fun(_open))
-batching.primitive_batchers[_gate_p] = _batch
-ad.primitive_jvps[_gate_p] = _jvp
+mlir.register_lowering(gate_p, _lower_cpu, platform="cpu")
+mlir.register_lowering(gate_p, mlir.lower_fun(pass_on))
+batching.primitive_batchers[gate_p] = _batch
+ad.primitive_jvps[gate_p] = _jvp

@@ -47,6 +47,7 @@ from cgx_ops.jax import (
     _runtime,
     all_gather_q,
     allreduce_q,
+    overlap,
     pmean_q,
     primitive,
     psum_q,
@@ -90,6 +91,7 @@ def use_cuda_handlers() -> None:
     _runtime._REGISTER["cuda"] = register_for_cpu
     lower = functools.partial(primitive._lower, platform="cuda")
     mlir.register_lowering(primitive.collective_q_p, lower, platform="cpu", cacheable=False)
+    mlir.register_lowering(overlap.gate_p, mlir.lower_fun(overlap.pass_on), platform="cpu")
 
 
 # ---- cases for both ------------------------------------------------------------------------------
