@@ -7,6 +7,7 @@ The model of ddp_step.py and jax_step.py: 25.2 million parameters, 100.8 with --
 
     ready     when gradients are there: in torch recorded by hooks, in JAX estimated
     costs     of messages among these ranks (cgx_ops.planner.measure)
+    tune      a few plans in steps; costs that explain these, and the best plan (planner.tune)
     steps     all groupings in turn, round after round, each by a plan of its own: in torch the
               backward pass of DistributedDataParallel, whose buckets are joined to groups; in JAX
               jax_step.py's whole step, and so the rest of it is in predictions
@@ -14,7 +15,7 @@ The model of ddp_step.py and jax_step.py: 25.2 million parameters, 100.8 with --
 
 import argparse
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,9 +29,10 @@ from cgx_ops.bench.measure import Summary, Timed, measure
 from cgx_ops.bench.peers import MpiRanks
 from cgx_ops.bench.report import Report, Table, time_text
 from cgx_ops.codec import encoded_bytes
-from cgx_ops.planner import Plan, finish
+from cgx_ops.planner import Costs, Plan, finish, tune
 from cgx_ops.planner import measure as measure_costs
 
+_TRIALS, _TRIAL_SECONDS = 7, 3  # steps by which a plan is tried, or as many as take so long
 _BACKWARD_SHARE = 2 / 3  # of a step's multiplications, and so of one that computes only
 
 
@@ -140,42 +142,64 @@ def main() -> None:
     config = Config(bits=options.bits, rounding="nearest")
     make = {"torch": torch_training, "jax": jax_training}[options.framework]
     training = make(options.layers, options.backward, config)
-    costs = measure_costs(cgx_ops.init(), config)
     numels, counts = training.numels, list(training.numels.values())
-    sizes = [encoded_bytes(n, config) for n in counts]
+    step_of, ranks = cache(training.step_of), MpiRanks(MPI.COMM_WORLD)
+    costs = measure_costs(cgx_ops.init(), config)
+
+    def seconds_of(plan: Plan) -> float:
+        samples = measure({"": step_of(plan)}, ranks, rounds=_TRIALS, budget=_TRIAL_SECONDS)
+        return Summary.of(samples[""]).median
+
+    tuned = tune(
+        cgx_ops.init(), numels, training.ready, costs, seconds_of,
+        before=training.before, config=config,
+    )  # fmt: skip
     plans = {
         name: Plan(
             tuple(numels), tuple(counts), (config.decided_bits,) * len(counts), tuple(map(tuple, g))
         )
         for name, g in groupings(numels, training.ready, costs, config).items()
-    }
-    timed = {name: training.step_of(plan) for name, plan in plans.items()}
-    samples = measure(timed, MpiRanks(MPI.COMM_WORLD), rounds=options.rounds)
+    } | {"tuned": tuned.plan}
+    timed = {name: step_of(plan) for name, plan in plans.items()}
+    samples = measure(timed, ranks, rounds=options.rounds)
     found = {name: Summary.of(seconds) for name, seconds in samples.items()}
+    sizes = [encoded_bytes(n, config) for n in counts]
+
+    def predicted(plan: Plan, costs: Costs) -> float:
+        return training.before + finish(plan.groups, counts, training.ready, sizes, costs)
+
     results, rows = [], []
     for name, plan in plans.items():
-        predicted = training.before + finish(plan.groups, counts, training.ready, sizes, costs)
-        summary, ratio = found[name], found[name].median / found["planned"].median
+        seconds = {"predicted_s": predicted(plan, costs), "tuned_s": predicted(plan, tuned.costs)}
+        summary, ratio = found[name], found[name].median / found["tuned"].median
+        quartiles = f"{time_text(summary.lower)} - {time_text(summary.upper)}"
         results.append(
             {
-                "groups": name, "messages": len(plan.groups), "predicted_s": predicted,
+                "groups": name, "messages": len(plan.groups), **seconds,
                 "seconds": summary.median, "lower": summary.lower, "upper": summary.upper,
             }
         )  # fmt: skip
         rows.append(
             [
-                name, str(len(plan.groups)), time_text(predicted), time_text(summary.median),
-                f"{time_text(summary.lower)} - {time_text(summary.upper)}",
-                f"{predicted / summary.median:.2f}", f"{ratio:.2f}",
+                name, str(len(plan.groups)), *map(time_text, seconds.values()),
+                time_text(summary.median), quartiles,
+                *(f"{s / summary.median:.2f}" for s in seconds.values()), f"{ratio:.2f}",
             ]
         )  # fmt: skip
     table = Table(
         f"{options.framework}, {sum(counts) / 1e6:.1f} M parameters, {options.bits} bits; last "
         f"gradient after {time_text(max(training.ready))}",
-        ["groups", "messages", "predicted", "measured", "quartiles", "ratio", "to planned"],
+        [
+            "groups", "messages", "predicted", "by tuned costs", "measured", "quartiles", "ratio",
+            "by tuned costs", "to tuned",
+        ],
         rows,
-        notes=[f"Medians of {options.rounds} interleaved steps, the slowest rank's; {costs}"],
-    )
+        notes=[
+            f"Medians of {options.rounds} interleaved steps, the slowest rank's; {costs}; tuned: "
+            f"{tuned.costs}; tried: "
+            + ", ".join(f"{len(plan.groups)} in {time_text(s)}" for plan, s in tuned.tried)
+        ],
+    )  # fmt: skip
     settings = {**where(), **vars(options), "before_s": training.before}
     publish(Report("planned_training", settings, results, [table]), options.json)
 

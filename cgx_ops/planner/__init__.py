@@ -8,6 +8,7 @@
     adaptive.py   bits that follow a model as it trains
     measure.py    the constants of the model, for a communicator's own route
     plan.py       groups and bits as one value: saved, loaded, agreed upon by ranks
+    tune.py       a few plans tried in real steps, and costs that explain what these took
     plot.py       a step's timeline as a picture
     command.py    `python -m cgx_ops plan`: the table for a user's own model
 
@@ -26,12 +27,14 @@ from cgx_ops.planner.measure import measure, ready_times
 from cgx_ops.planner.model import Costs, Passage, finish, timeline
 from cgx_ops.planner.partition import partition
 from cgx_ops.planner.plan import Plan
+from cgx_ops.planner.tune import Tuned, tune
 
 __all__ = [
     "AdaptiveBits",
     "Costs",
     "Passage",
     "Plan",
+    "Tuned",
     "allocate_bits",
     "cluster_bits",
     "finish",
@@ -41,4 +44,5 @@ __all__ = [
     "ready_times",
     "statistic",
     "timeline",
+    "tune",
 ]

@@ -61,7 +61,7 @@ def measure(
     costs = _fitted(np.min(rounds, axis=0), communicator.size, config)
     if spare_processors:
         costs = replace(costs, processor_fixed=0.0, processor_per_value=0.0)
-    worst = _largest(communicator, astuple(costs))
+    worst = largest(communicator, astuple(costs))
     return Costs(*worst.tolist())
 
 
@@ -101,7 +101,7 @@ def ready_times(
             f"begins have shape {first.shape}; there must be one for each of {len(times)} steps, "
             "no later than its first arrival"
         )
-    return _largest(communicator, np.median(times - first[:, None], axis=0)).tolist()
+    return largest(communicator, np.median(times - first[:, None], axis=0)).tolist()
 
 
 # ---- 1. time -------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def _timed_rounds(communicator: Communicator, config: Config) -> list[_Times]:
                 *together(),
             )
         )
-        enough = _largest(communicator, [time.perf_counter() - start])[0] > _SECONDS
+        enough = largest(communicator, [time.perf_counter() - start])[0] > _SECONDS
         if enough and len(rounds) >= _FEWEST_ROUNDS:
             break
     return rounds
@@ -243,7 +243,7 @@ def _line(at: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
 # ---- 3. agree ------------------------------------------------------------------------------------
 
 
-def _largest(communicator: Communicator, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def largest(communicator: Communicator, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """Return each value's largest over the ranks, rounded to float32: the same on all of them."""
     mine = np.asarray(values, np.float32)
     return communicator.allreduce(mine, "max", _EXACT, name=f"{_NAME}/agree").astype(np.float64)

@@ -1,6 +1,7 @@
-"""Groups of a plan: buckets joined by the hook, another plan on the way, ranks that disagree."""
+"""Groups of a plan: buckets joined by the hook, other plans on the way, ranks that disagree."""
 
 import inspect
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,8 +12,9 @@ import torch.distributed as dist
 from failing import fails
 from torch.nn.parallel import DistributedDataParallel
 
+import cgx_ops
 from cgx_ops import Config, MismatchError
-from cgx_ops.planner import Plan
+from cgx_ops.planner import Costs, Plan, tune
 from cgx_ops.torch import ddp
 
 from .common import RANK, SIZE, gradients_of, hooked, images, network, same
@@ -79,6 +81,36 @@ def groups_are_messages_and_change_no_bits() -> None:
     assert state.plan == EACH
 
 
+def a_plan_is_tuned_while_the_model_trains() -> None:
+    """Every gradient of it is as without a plan, and ranks keep the same one."""
+    reference, _ = hooked(network(), CONFIG)
+    model, state = _model(THREE)
+    steps = itertools.count()
+
+    def train(count: int) -> float:
+        """Return the seconds of the last of so many steps."""
+        seconds = 0.0
+        for _ in range(count):
+            step, begin = next(steps), time.perf_counter()
+            gradients, seconds = _step(model, step), time.perf_counter() - begin
+            same(gradients, _step(reference, step), step)
+        return seconds
+
+    def seconds_of(plan: Plan) -> float:
+        state.replan(plan)
+        return train(3)  # the third one goes by it
+
+    train(1)
+    costs = Costs(link_fixed=1e-4, link_per_byte=1e-8, processor_fixed=1e-4)
+    ready = [1e-3 * (1 + i) for i in _LAST_FIRST]
+    tuned = tune(cgx_ops.init(), _NUMELS, ready, costs, seconds_of, config=CONFIG)
+    tuned.plan.agree(cgx_ops.init())
+    assert len(tuned.tried) >= 2
+    state.replan(tuned.plan)
+    train(3)
+    assert state.plan == tuned.plan
+
+
 def another_plan_is_an_error_that_names_the_tensor() -> None:
     """At once, on all ranks; also where the first messages are alike, or only one rank replans."""
     last = SIZE - 1
@@ -129,6 +161,7 @@ def plans_of_another_model_are_refused() -> None:
 
 CHECKS: Sequence = (
     groups_are_messages_and_change_no_bits,
+    a_plan_is_tuned_while_the_model_trains,
     another_plan_is_an_error_that_names_the_tensor,
     buckets_of_different_plans_are_refused,
     plans_of_another_model_are_refused,
