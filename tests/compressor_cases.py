@@ -92,7 +92,10 @@ def reference_knobs(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def values(kind: str, numel: int, dtype: str, seed: int = 0) -> npt.NDArray[Any]:
-    """Return values of a kind: "sizes" from the smallest to the largest numbers, others alike."""
+    """Return values of a kind; "sizes" are from the smallest to the largest numbers.
+
+    An even number of them lies around 2^-32 and 2^32, where sums over a bucket begin to be scaled.
+    """
     random = np.random.default_rng([KINDS.index(kind), numel, seed])
     x = random.standard_normal(numel).astype(np.float32)
     at = random.integers(0, max(1, numel), 3)
@@ -100,7 +103,11 @@ def values(kind: str, numel: int, dtype: str, seed: int = 0) -> npt.NDArray[Any]
         if kind == "heavy":
             x = random.standard_t(2, numel).astype(np.float32)
         elif kind == "sizes":
-            x = np.ldexp(x, random.integers(-149, 125, numel)).astype(np.float32)
+            at = random.integers(-149, 125, numel)
+            if numel % 2 == 0:
+                around = random.choice([-32, 32], numel // 256 + 1) + random.integers(-2, 2)
+                at = np.repeat(around, 256)[:numel] - random.integers(0, 3, numel)
+            x = np.ldexp(x, at).astype(np.float32)
         elif kind == "ties":
             x = np.round(x)
         elif kind == "zeros":

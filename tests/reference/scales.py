@@ -25,9 +25,10 @@ def largest_magnitude(x: Float32s) -> Float32s:
 def prescale(largest: Float32s) -> tuple[Float32s, Float32s]:
     """Return the power of two by which values are multiplied before they are squared or added.
 
-    And its inverse.
+    And its inverse. Both are 1 where the largest magnitude is between 2^-32 and 2^32.
     """
     exponent = np.clip(largest.view(np.uint32) >> 23, 1, 253).astype(np.uint32)
+    exponent[(exponent >= 127 - 32) & (exponent < 127 + 32)] = 127
     return ((254 - exponent) << 23).view(np.float32), (exponent << 23).view(np.float32)
 
 

@@ -2,8 +2,10 @@
 // sample's largest magnitudes, and is adapted until about as many values are above it as are
 // wanted. A message is how many there are, their places, their values.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "base/status.h"
 #include "compressor/places.h"
@@ -19,6 +21,72 @@ constexpr int kMostRounds = 10;
 // multiplied.
 constexpr double kMost = 1.3, kLeast = 0.8;
 constexpr int64_t kCountBytes = 8;
+
+// The threshold that is not above some `least` to `most` of the values, by trials. What an earlier
+// trial implies is not counted again; and when only a few values are still in question, those alone
+// are.
+class Search {
+ public:
+  Search(const float* values, int64_t numel, int64_t least, int64_t most)
+      : values_(values), numel_(numel), least_(least), most_(most) {}
+
+  enum class Above { kTooFew, kEnough, kTooMany };
+  Above look(float threshold) {
+    const auto key = std::bit_cast<int32_t>(threshold);  // magnitudes are ordered as their bits
+    if (key <= too_many_to_) return Above::kTooMany;
+    if (key >= too_few_from_) return Above::kTooFew;
+    const int64_t count = kernels().count_from(values(), numel(), threshold);
+    if (count < least_) {
+      too_few_from_ = key;
+      return Above::kTooFew;
+    }
+    if (count <= most_) return Above::kEnough;
+    too_many_to_ = key;
+    if (count <= kFew * most_) narrow(threshold, count);
+    return Above::kTooMany;
+  }
+
+  // The places of what is not below the threshold; if that is more than `most`, those of the `most`
+  // largest, if it is nothing that of the largest.
+  std::vector<uint32_t> places(float threshold) const {
+    std::vector<uint32_t> places(most_);
+    int64_t found = most_ + 1;
+    if (std::bit_cast<int32_t>(threshold) > too_many_to_)
+      found = kernels().places_from(values(), numel(), threshold, most_, places.data());
+    const int64_t count = std::clamp<int64_t>(found, 1, most_);
+    if (found != count) kernels().select_largest(values(), numel(), count, places.data());
+    places.resize(count);
+    if (!few_.places.empty())
+      for (uint32_t& place : places) place = few_.places[place];
+    return places;
+  }
+
+ private:
+  // Times `most_`: to note a value takes as long as to look at some twenty.
+  static constexpr int64_t kFew = 4;
+
+  const float* values() const { return few_.places.empty() ? values_ : few_.values.data(); }
+  int64_t numel() const {
+    return few_.places.empty() ? numel_ : static_cast<int64_t>(few_.places.size());
+  }
+
+  // To those that are not below the threshold.
+  void narrow(float threshold, int64_t count) {
+    Chosen fewer;
+    fewer.resize(count);
+    kernels().places_from(values(), numel(), threshold, count, fewer.places.data());
+    fewer.gather(values());
+    if (!few_.places.empty())
+      for (uint32_t& place : fewer.places) place = few_.places[place];
+    few_ = std::move(fewer);
+  }
+
+  const float* const values_;
+  const int64_t numel_, least_, most_;
+  // Thresholds, as bits: up to here too many values are not below, from here on too few.
+  int32_t too_many_to_ = -1, too_few_from_ = std::numeric_limits<int32_t>::max();
+  Chosen few_;  // the values in question; none: all are
+};
 
 class Threshold final : public Codec {
  public:
@@ -74,7 +142,7 @@ class Threshold final : public Codec {
     if (numel == 0) return 0;
     require(numel < kMostPlaces, CGX_INVALID_ARGUMENT, numel,
             " values: threshold chooses among fewer than 2^32");
-    choose(values, numel, &chosen->places);
+    chosen->places = choose(values, numel);
     const auto count = static_cast<int64_t>(chosen->places.size());
     chosen->resize(count);
     chosen->gather(values);
@@ -85,25 +153,22 @@ class Threshold final : public Codec {
     return value_at + chosen_values_.bytes(count);
   }
 
-  void choose(const float* values, int64_t numel, std::vector<uint32_t>* places) const {
-    const int64_t wanted = share_of(settings_, numel), most = most_chosen(numel);
+  std::vector<uint32_t> choose(const float* values, int64_t numel) const {
+    const int64_t most = most_chosen(numel);
+    const double least = kLeast * static_cast<double>(share_of(settings_, numel));
     float threshold = sampled(values, numel);
-    places->resize(most);
-    if (std::isnan(threshold))  // nothing is below it
-      return kernels().select_largest(values, numel, most, places->data());
-    for (int round = 0; round < kMostRounds; ++round) {
-      const int64_t above = kernels().count_from(values, numel, threshold);
-      if (above > most)
-        threshold *= static_cast<float>(kMost);
-      else if (static_cast<double>(above) < kLeast * static_cast<double>(wanted))
-        threshold *= static_cast<float>(kLeast);
-      else
-        break;
+    if (std::isnan(threshold)) {  // nothing is below it
+      std::vector<uint32_t> places(most);
+      kernels().select_largest(values, numel, most, places.data());
+      return places;
     }
-    const int64_t found = kernels().places_from(values, numel, threshold, most, places->data());
-    places->resize(std::clamp<int64_t>(found, 1, most));
-    if (found >= 1 && found <= most) return;
-    kernels().select_largest(values, numel, static_cast<int64_t>(places->size()), places->data());
+    Search search(values, numel, static_cast<int64_t>(std::ceil(least)), most);
+    for (int round = 0; round < kMostRounds; ++round) {
+      const Search::Above above = search.look(threshold);
+      if (above == Search::Above::kEnough) break;
+      threshold *= static_cast<float>(above == Search::Above::kTooMany ? kMost : kLeast);
+    }
+    return search.places(threshold);
   }
 
   // The least of the sample's largest magnitudes.

@@ -25,13 +25,16 @@ CGX_HD float scale_above(float x) {
   return __builtin_bit_cast(float, bits < kLargestBfloat16 ? bits : kLargestBfloat16);
 }
 
-// 2^-e, which brings magnitudes of at most `largest` below 4, so that their squares neither
-// overflow nor vanish; and its inverse.
+// What values are multiplied by before they are squared or added up, and its inverse: 1 where the
+// largest magnitude is between 2^-32 and 2^32; else a power of two that brings it between 1 and 4.
+// So no square of a value that counts overflows or vanishes.
 struct Prescale {
   float down, up;
 };
 CGX_HD Prescale prescale_of(float largest) {
+  constexpr uint32_t kOne = 127;  // the exponent field of 1
   uint32_t exponent = __builtin_bit_cast(uint32_t, largest) >> 23;
+  if (exponent >= kOne - 32 && exponent < kOne + 32) return {1.0f, 1.0f};
   exponent = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
   return {__builtin_bit_cast(float, (254 - exponent) << 23),
           __builtin_bit_cast(float, exponent << 23)};

@@ -30,17 +30,19 @@ struct Levels {
   template <typename Value>
   static Grid scan(const Stored<typename Value::Bits>* __restrict values, int64_t n,
                    const BucketRun& /*run*/) {
-    const float largest = largest_magnitude<Value>(values, n);
-    if (!is_finite(largest)) return {kNan, {}};
+    const auto count = static_cast<double>(n);
+    Measured<1> found;
     float scale;
     if constexpr (kBits == 1) {
-      const Prescale by = prescale_of(largest);
-      const auto sums = sums_of<Value, 1>(
-          values, n, [&](Floats x, Floats(&term)[1]) { term[0] = magnitudes(x) * by.down; });
-      scale = static_cast<float>(sums.at[0] / static_cast<double>(n)) * by.up;
+      found = measure_bucket<Value, 1>(
+          values, n,
+          [](Floats /*x*/, Floats scaled, Floats(&term)[1]) { term[0] = magnitudes(scaled); });
+      scale = static_cast<float>(found.sums[0] / count) * found.scale.up;
     } else {
-      scale = root_of_squares<Value>(values, n, largest, static_cast<double>(n));
+      found = measure_squares<Value>(values, n);
+      scale = root_of_squares(found, count);
     }
+    if (!is_finite(found.largest)) return {kNan, {}};
     Grid grid{nearest_scale(scale), {}};
     for (int i = 0; i + 1 < kLevels; ++i)
       grid.thresholds[i] =

@@ -19,11 +19,10 @@ double spread_of(const Stored<typename Value::Bits>* __restrict values, int64_t 
 
 template <typename Value>
 double energy_of(const Stored<typename Value::Bits>* __restrict values, int64_t n) {
-  const float largest = largest_magnitude<Value>(values, n);
-  if (!is_finite(largest)) return static_cast<double>(kNan);
-  const Prescale scale = prescale_of(largest);
-  const auto up = static_cast<double>(scale.up);
-  return sum_of_squares<Value>(values, n, scale) * (up * up);
+  const Measured<1> found = measure_squares<Value>(values, n);
+  if (!is_finite(found.largest)) return static_cast<double>(kNan);
+  const auto up = static_cast<double>(found.scale.up);
+  return found.sums[0] * (up * up);
 }
 
 double measure(Dtype dtype, const void* from, const BucketRun& run) {

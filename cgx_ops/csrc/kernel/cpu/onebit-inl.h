@@ -25,21 +25,19 @@ struct Onebit {
   template <typename Value>
   static Grid scan(const Stored<typename Value::Bits>* __restrict values, int64_t n,
                    const BucketRun& /*run*/) {
-    const float largest = largest_magnitude<Value>(values, n);
-    if (!is_finite(largest)) return {kNan, kNan};
-    const Prescale by = prescale_of(largest);
-    const auto sums = sums_of<Value, 3>(values, n, [&](Floats x, Floats(&term)[3]) {
-      const Ints below = x < Floats{};
-      const auto scaled = Ints(x * by.down);
-      term[0] = Floats(scaled & ~below);
-      term[1] = Floats(scaled & below);
-      term[2] = Floats(Ints(Floats{} + 1.0f) & below);
-    });
-    const double negatives = sums.at[2], others = static_cast<double>(n) - negatives;
+    const auto found =
+        measure_bucket<Value, 3>(values, n, [](Floats x, Floats scaled, Floats(&term)[3]) {
+          const Ints below = x < Floats{};
+          term[0] = Floats(Ints(scaled) & ~below);
+          term[1] = Floats(Ints(scaled) & below);
+          term[2] = Floats(Ints(Floats{} + 1.0f) & below);
+        });
+    if (!is_finite(found.largest)) return {kNan, kNan};
+    const double negatives = found.sums[2], others = static_cast<double>(n) - negatives;
     const auto mean = [&](double sum, double count) {
-      return count > 0 ? nearest_scale(static_cast<float>(sum / count) * by.up) : 0.0f;
+      return count > 0 ? nearest_scale(static_cast<float>(sum / count) * found.scale.up) : 0.0f;
     };
-    return {mean(sums.at[0], others), mean(sums.at[1], negatives)};
+    return {mean(found.sums[0], others), mean(found.sums[1], negatives)};
   }
 
   [[gnu::always_inline]] static Header header(const Grid& grid) { return grid; }

@@ -21,10 +21,10 @@ struct Qsgd : OneScale {
   template <typename Value>
   static Grid scan(const Stored<typename Value::Bits>* __restrict values, int64_t n,
                    const BucketRun& /*run*/) {
-    const float largest = largest_magnitude<Value>(values, n);
-    if (!is_finite(largest)) return {kNan, 0.0f};
-    const float root = root_of_squares<Value>(values, n, largest, 1.0);
-    const float norm = scale_above(root < largest ? largest : root);
+    const Measured<1> found = measure_squares<Value>(values, n);
+    if (!is_finite(found.largest)) return {kNan, 0.0f};
+    const float root = root_of_squares(found, 1.0);
+    const float norm = scale_above(root < found.largest ? found.largest : root);
     const float inverse = static_cast<float>(kMost) / norm;
     return {norm, is_finite(inverse) ? inverse : 0.0f};
   }

@@ -74,25 +74,33 @@ float largest_magnitude(const Stored<typename Value::Bits>* __restrict values, i
 
 // ---- 3. sums ----
 
+// A bucket's largest magnitude and sums over its values, each multiplied by scale.down.
 template <int kSums>
-struct Sums {
-  double at[kSums] = {};
+struct Measured {
+  float largest;
+  Prescale scale;
+  double sums[kSums];
 };
 
-// Sums of terms(x) over n values; terms() makes kSums registers of a register, zeros of zeros.
+// Adds up the registers that terms(x, scaled) makes of each register, zeros of zeros.
+// Returns with them the largest magnitude of what is stored, as bits.
 template <typename Value, int kSums, typename Terms>
-[[gnu::always_inline]] inline Sums<kSums> sums_of(
-    const Stored<typename Value::Bits>* __restrict values, int64_t n, const Terms& terms) {
+[[gnu::always_inline]] inline int32_t add_up(const Stored<typename Value::Bits>* __restrict values,
+                                             int64_t n, float down, const Terms& terms,
+                                             double (&sums)[kSums]) {
   constexpr int64_t kBlock = 512;
-  Sums<kSums> sums;
+  Ints16 largest{};
+  for (double& sum : sums) sum = 0.0;
   for (int64_t start = 0; start < n; start += kBlock) {
     const int64_t end = n - start < kBlock ? n : start + kBlock;
     Floats lanes[kSums][kRegisters] = {};
     const auto add = [&](const Floats16& some) {
 #pragma GCC unroll 4
       for (int i = 0; i < kRegisters; ++i) {
+        const auto magnitude = Ints(magnitudes(some.at[i]));
+        largest.at[i] = magnitude > largest.at[i] ? magnitude : largest.at[i];
         Floats term[kSums];
-        terms(some.at[i], term);
+        terms(some.at[i], some.at[i] * down, term);
         for (int k = 0; k < kSums; ++k) lanes[k][i] += term[k];
       }
     };
@@ -104,31 +112,38 @@ template <typename Value, int kSums, typename Terms>
       __builtin_memcpy(lane, lanes[k], sizeof(lane));
       for (int half = kSixteen / 2; half > 0; half /= 2)
         for (int j = 0; j < half; ++j) lane[j] += lane[j + half];
-      sums.at[k] += static_cast<double>(lane[0]);
+      sums[k] += static_cast<double>(lane[0]);
     }
   }
-  return sums;
+  int32_t lane[kSixteen], most = 0;
+  store_registers(largest, lane);
+  for (const int32_t magnitude : lane) most = magnitude > most ? magnitude : most;
+  return most;
 }
 
-// Of squares, each multiplied by scale.down^2.
+// Of n > 0 values. One pass where values need no scale, as they rarely do; the sums are of no use
+// if the largest is not finite.
+template <typename Value, int kSums, typename Terms>
+[[gnu::always_inline]] inline Measured<kSums> measure_bucket(
+    const Stored<typename Value::Bits>* __restrict values, int64_t n, const Terms& terms) {
+  Measured<kSums> found;
+  found.largest = __builtin_bit_cast(float, add_up<Value>(values, n, 1.0f, terms, found.sums));
+  found.scale = prescale_of(found.largest);
+  if (found.scale.down != 1.0f && is_finite(found.largest))
+    add_up<Value>(values, n, found.scale.down, terms, found.sums);
+  return found;
+}
+
 template <typename Value>
-[[gnu::always_inline]] inline double sum_of_squares(
-    const Stored<typename Value::Bits>* __restrict values, int64_t n, const Prescale& scale) {
-  const auto squares = sums_of<Value, 1>(values, n, [&](Floats x, Floats(&term)[1]) {
-    const Floats scaled = x * scale.down;
-    term[0] = scaled * scaled;
-  });
-  return squares.at[0];
+[[gnu::always_inline]] inline Measured<1> measure_squares(
+    const Stored<typename Value::Bits>* __restrict values, int64_t n) {
+  return measure_bucket<Value, 1>(
+      values, n, [](Floats /*x*/, Floats scaled, Floats(&term)[1]) { term[0] = scaled * scaled; });
 }
 
 // The square root of the sum of squares, divided by `divisor` before the root.
-template <typename Value>
-[[gnu::always_inline]] inline float root_of_squares(
-    const Stored<typename Value::Bits>* __restrict values, int64_t n, float largest,
-    double divisor) {
-  const Prescale scale = prescale_of(largest);
-  const double squares = sum_of_squares<Value>(values, n, scale);
-  return __builtin_sqrtf(static_cast<float>(squares / divisor)) * scale.up;
+[[gnu::always_inline]] inline float root_of_squares(const Measured<1>& squares, double divisor) {
+  return __builtin_sqrtf(static_cast<float>(squares.sums[0] / divisor)) * squares.scale.up;
 }
 
 }  // namespace

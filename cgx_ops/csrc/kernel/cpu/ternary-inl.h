@@ -19,13 +19,15 @@ struct Ternary : OneScale {
   template <typename Value>
   static Grid scan(const Stored<typename Value::Bits>* __restrict values, int64_t n,
                    const BucketRun& run) {
-    const float largest = largest_magnitude<Value>(values, n);
-    if (!is_finite(largest)) return {kNan, 0.0f};
-    float scale = largest;
+    float scale;
     if (run.clip) {
-      const float most = 2.5f * root_of_squares<Value>(values, n, largest, static_cast<double>(n));
-      scale = most < scale ? most : scale;
+      const Measured<1> found = measure_squares<Value>(values, n);
+      const float most = 2.5f * root_of_squares(found, static_cast<double>(n));
+      scale = most < found.largest ? most : found.largest;
+    } else {
+      scale = largest_magnitude<Value>(values, n);
     }
+    if (!is_finite(scale)) return {kNan, 0.0f};
     scale = scale_above(scale);
     const float inverse = 1.0f / scale;
     return {scale, is_finite(inverse) ? inverse : 0.0f};
