@@ -9,6 +9,7 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_int64, c_void_p
+from dataclasses import replace
 from typing import Any
 
 import launch
@@ -18,7 +19,15 @@ import numpy.typing as npt
 import pytest
 import reference
 
-from cgx_ops import CgxError, Communicator, Config, InvalidArgument, MismatchError, _native
+from cgx_ops import (
+    CgxError,
+    Communicator,
+    Config,
+    InvalidArgument,
+    MismatchError,
+    Segment,
+    _native,
+)
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 NUMELS = (5000, 17, 0, 512, 3)
@@ -230,6 +239,40 @@ def test_a_divisor_must_be_the_same() -> None:
         run(call_of(comm, "float32", divisor=-1), inputs(0, "float32"), inputs(0, "float32"))
 
 
+@pytest.mark.parametrize("own", range(3))
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"compressor": "qsgd"},
+        {"gather_bits": 8},
+        {"rounding": "nearest"},
+        {"bits": 3},
+        {"bucket_size": 64},
+    ],
+    ids=str,
+)
+def test_what_segments_take_from_the_call_must_be_the_same(own: int, other: Any) -> None:
+    """Whichever of them has a compressor of its own."""
+    segments = [Segment(1000 * i, 1000) for i in range(3)]
+    segments[own] = replace(segments[own], compressor="onebit")
+
+    def rank_of(rank: int, comm: Communicator) -> None:
+        config = Config(**(other if rank else {}))
+        with pytest.raises(MismatchError):
+            comm.allreduce(np.ones(3000, np.float32), config=config, segments=segments)
+
+    launch.threads(2, rank_of)
+
+
+def test_lists_of_one_side_leave_the_other_a_buffer() -> None:
+    comm = Communicator.local(2)[0]
+    for side, missing in (("inputs", "output"), ("outputs", "input")):
+        call = call_of(comm, "float32")
+        setattr(call, side, pointers(inputs(0, "float32")))
+        with pytest.raises(InvalidArgument, match=f"{missing} is a null pointer"):
+            _native.call("cgx_run", byref(call))
+
+
 # ---- 4. refusals --------------------------------------------------------------------------------
 
 
@@ -261,8 +304,12 @@ def test_a_refusal_ends_the_call_everywhere(refusing: tuple[int, ...]) -> None:
 def test_a_refusal_needs_a_reason() -> None:
     comm = Communicator.local(2)[0]
     call = _native.Collective(comm=comm.id, name=b"x", occurrence=-1)
-    for status, text in ((0, b"why"), (1, None)):
-        with pytest.raises(InvalidArgument, match="a refusal needs"):
+    for status, text, says in (
+        (0, b"why", "status is 0"),
+        (99, b"why", "status is 99"),
+        (1, None, "needs a message"),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
             _native.call("cgx_refuse", byref(call), status, text)
 
 

@@ -12,6 +12,7 @@
 
 #include "algorithm/layout.h"
 #include "api.h"
+#include "base/checks.h"
 #include "base/env.h"
 #include "base/status.h"
 #include "connect.h"
@@ -279,8 +280,8 @@ cgx_status_t cgx_refuse(const cgx_collective_t* collective, cgx_status_t status,
                         const char* message) {
   return guarded([&] {
     check_struct(collective, "cgx_collective_t");
-    require(status != CGX_OK && message, CGX_INVALID_ARGUMENT,
-            "a refusal needs a status that is not CGX_OK, and a message");
+    in_range("status", status, CGX_OK + 1, CGX_INTERNAL, "a cgx_status_t that is not CGX_OK");
+    require(message, CGX_INVALID_ARGUMENT, "a refusal needs a message");
     Registry::instance().get(collective->comm)->refuse(*collective, status, message);
   });
 }

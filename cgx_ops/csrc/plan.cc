@@ -23,7 +23,7 @@ cgx_config_t segment_config(const cgx_collective_t& call, const cgx_segment_t& s
   return config;
 }
 
-// The call's own, of which bits and buckets do not count.
+// The call's config with harmless bits and buckets, so that only its other fields are checked.
 cgx_config_t call_config(const cgx_collective_t& call) {
   cgx_config_t config = call.config;
   config.bits = kExactBits;
@@ -65,25 +65,29 @@ void check_segments(const cgx_collective_t& call, int64_t most) {
             "segments overlap at element ", ranges[i].first);
 }
 
-// As it is compared: what a rounding that is not told stands for is told.
+// As ranks compare it: CGX_CODECS_OWN is replaced by the rounding that the compressor uses. Of
+// algorithms the call's counts, which is compared by itself.
 cgx_config_t agreed_config(const cgx_collective_t& call, const cgx_segment_t& segment) {
   cgx_config_t config = segment_config(call, segment);
   config.rounding = static_cast<int64_t>(rounding_of(config));
+  config.algorithm = CGX_AUTO;
   return config;
 }
 
+// Of what is not in the agreement, which has the first segment's config.
 uint64_t hash_segments(const cgx_collective_t& call) {
   static_assert(std::has_unique_object_representations_v<cgx_config_t>);
   uint64_t hash = fnv1a({});
+  if (call.num_segments == 0) return hash;
+  cgx_config_t first = agreed_config(call, call.segments[0]);
   for (int64_t i = 0; i < call.num_segments; ++i) {  // where they lie is each rank's own business
     const cgx_segment_t& segment = call.segments[i];
     const int64_t fields[] = {segment.numel, segment.bucket_size, segment.bits};
     hash = fnv1a(std::as_bytes(std::span(fields)), hash);
     const cgx_config_t own = agreed_config(call, segment);
-    cgx_segment_t plain = segment;
-    plain.config = nullptr;
-    const cgx_config_t calls = agreed_config(call, plain);
-    if (std::memcmp(&own, &calls, sizeof(own)) != 0)
+    first.bits = own.bits;
+    first.bucket_size = own.bucket_size;
+    if (std::memcmp(&own, &first, sizeof(own)) != 0)
       hash = fnv1a(std::as_bytes(std::span(&own, 1)), hash);
   }
   return hash;
@@ -177,6 +181,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
   const bool in_one_buffer = !call.inputs && !call.outputs;
   plan.block_numel = in_one_buffer ? call.block_numel : 0;
   bool compressed = false;
+  int64_t end = plan.block_numel;  // elements that a buffer, or a block of it, must have
   for (int64_t i = 0; i < call.num_segments; ++i) {
     const auto& given = call.segments[i];
     const cgx_config_t config = segment_config(call, given);
@@ -216,19 +221,19 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
             config.intra_bits != 0 ? static_cast<int>(config.intra_bits) : kExactBits;
       if (config.gather_bits != 0)
         segment.codecs[Way::kGather].bits = static_cast<int>(config.gather_bits);
-      if (segment.residual) check_feedback(codec);
+      if (segment.residual) check_feedback(segment.codecs.each);
     }
     compressed |= given.bits != kExactBits;
-    if (call.block_numel == 0 && in_one_buffer)
-      plan.block_numel = std::max(plan.block_numel, given.offset + given.numel);
+    end = std::max(end, given.offset + given.numel);
     plan.segments.push_back(segment);
   }
+  if (in_one_buffer) plan.block_numel = end;
   require(!compressed || plan.op == Op::kSum || plan.op == Op::kAvg || plan.verb == CGX_ALL_GATHER,
           CGX_UNSUPPORTED, "op ", op_name(call.op),
           " is not defined on compressed values: use sum or avg, or bits=32 (exact)");
   const auto check_buffer = [&](const char* what, const void* buffer) {
-    require(plan.block_numel == 0 || buffer, CGX_INVALID_ARGUMENT, what,
-            " is a null pointer; it holds ", plan.block_numel, " elements",
+    require(end == 0 || buffer, CGX_INVALID_ARGUMENT, what, " is a null pointer; it holds ", end,
+            " elements",
             plan.verb == CGX_ALLREDUCE ? "" : " or as many blocks of them as there are ranks");
   };
   if (used.input && !call.inputs) check_buffer("input", call.input);
