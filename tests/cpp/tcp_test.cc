@@ -253,6 +253,38 @@ void a_crowd_keeps_nobody_out() {
   CHECK(met[0].strangers == 150, join(met[0].strangers, " strangers"));
 }
 
+// A rank gives up when nothing answers for a while, which may be just before the answer comes.
+void who_gave_up_comes_again() {
+  constexpr int kSize = 3;
+  std::vector<TcpMeeting> meetings;
+  std::vector<TcpOffer> offers;
+  SipKey key{};
+  for (int rank = 0; rank < kSize; ++rank) {
+    meetings.emplace_back(rank);
+    offers.push_back(meetings.back().offer());
+    for (size_t i = 0; i < key.size(); ++i) key[i] ^= offers.back().share[i];
+  }
+  std::vector<TcpMeeting::Met> met(kSize);
+  std::atomic<bool> gave_up = false, others_met = false;
+  in_threads(kSize, [&](int rank) {
+    if (rank == 1) gave_up = let_in(offers[0].addresses[0], key, 1, 0);  // and closes
+    while (rank == 2 && !others_met) std::this_thread::sleep_for(milliseconds(1));
+    std::vector<bool> wants(kSize, true);
+    if (rank > 0) wants[3 - rank] = false;
+    met[rank] = meetings[rank].meet(offers, {wants, kLimit});
+    if (rank == 1) others_met = true;
+  });
+  CHECK(gave_up, "the first connection was proven");
+  const int word = 7;
+  int heard = 0;
+  send(met[1].connections[0].get(), &word, sizeof(word), MSG_NOSIGNAL);
+  for (int i = 0; i < 1000 && heard != word; ++i) {
+    if (recv(met[0].connections[1].get(), &heard, sizeof(heard), MSG_DONTWAIT) < 0)
+      std::this_thread::sleep_for(milliseconds(1));
+  }
+  CHECK(heard == word, join("rank 0 hears ", heard, " by the second one"));
+}
+
 void who_is_missing_is_named_in_time() {
   std::vector<TcpMeeting> meetings;
   std::vector<TcpOffer> offers;
@@ -310,7 +342,7 @@ class Heard : public Sink {
   bool in_order = true;
 };
 
-std::vector<std::unique_ptr<Transport>> two() {
+std::vector<std::unique_ptr<Transport>> two(std::chrono::duration<double> limit = kLimit) {
   std::vector<std::unique_ptr<Connector>> connectors;
   std::vector<Bytes> offers;
   for (int rank = 0; rank < 2; ++rank) {
@@ -319,7 +351,7 @@ std::vector<std::unique_ptr<Transport>> two() {
   }
   std::vector<std::unique_ptr<Transport>> transports(2);
   in_threads(2, [&](int rank) {
-    transports[rank] = connectors[rank]->connect(offers, {std::vector<bool>(2, true), kLimit});
+    transports[rank] = connectors[rank]->connect(offers, {std::vector<bool>(2, true), limit});
   });
   return transports;
 }
@@ -375,6 +407,22 @@ void an_end_is_told(Loss how) {
   CHECK(transports[1]->flushed() && transports[1]->drained(), "nothing is left to be sent");
 }
 
+// Longer than the ranks wait for a collective, which is what its deadline is for.
+void one_that_computes_is_not_lost() {
+  constexpr int kMessages = 1000;
+  const auto transports = two(milliseconds(1000));
+  Heard sender, receiver;
+  const Bytes message(8192, std::byte{1});
+  for (int i = 0; i < kMessages; ++i) transports[0]->send_control(1, message);
+  const auto until = Clock::now() + milliseconds(2500);
+  progress_until(*transports[0], sender, [&] { return Clock::now() >= until; });
+  CHECK(sender.losses.empty(), sender.reason);
+  std::thread goes_on(
+      [&] { progress_until(*transports[0], sender, [&] { return transports[0]->flushed(); }); });
+  progress_until(*transports[1], receiver, [&] { return receiver.controls.size() == kMessages; });
+  goes_on.join();
+}
+
 void one_that_has_left_takes_nothing() {
   const auto transports = two();
   transports[1]->send_control(0, {});
@@ -420,10 +468,12 @@ int main() {
   frames_that_cannot_be_are_refused();
   ranks_meet_while_strangers_knock();
   a_crowd_keeps_nobody_out();
+  who_gave_up_comes_again();
   who_is_missing_is_named_in_time();
   interfaces_are_chosen();
   both_directions_at_once();
   for (const Loss how : {Loss::kLeft, Loss::kGaveUp, Loss::kDied}) an_end_is_told(how);
+  one_that_computes_is_not_lost();
   one_that_has_left_takes_nothing();
   who_waits_is_woken();
   a_forked_child_keeps_nothing_open();

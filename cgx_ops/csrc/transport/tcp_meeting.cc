@@ -24,6 +24,13 @@ constexpr auto kLongestDialTime = std::chrono::seconds(8);  // and so on
 constexpr auto kBetweenAttempts = std::chrono::milliseconds(20);
 constexpr size_t kMostVisitors = 64;  // beyond the ranks: the oldest leaves
 
+// Whether the peer has closed its end.
+bool left(const FileDescriptor& socket) {
+  std::byte next;
+  const ssize_t there = recv(socket.get(), &next, 1, MSG_PEEK);
+  return there == 0 || (there < 0 && errno != EAGAIN && errno != EINTR);
+}
+
 // One connection, until it is proven or given up.
 class Conversation {
  public:
@@ -42,6 +49,7 @@ class Conversation {
   bool proven() const { return handshake_.state() == Handshake::State::kProven; }
   int peer() const { return handshake_.peer(); }
   const std::string& failure() const { return failure_; }  // "" while it goes on
+  const FileDescriptor& socket() const { return socket_; }
   FileDescriptor take_socket() { return std::move(socket_); }
 
   // As far as it goes without waiting.
@@ -156,11 +164,13 @@ class Meeting {
 
   TcpMeeting::Met run() {
     while (missing_ > 0) {
+      // What has come by now is looked at before anything is given up as late: this rank may have
+      // stood still.
       const auto now = Clock::now();
-      if (now >= deadline_) fail(CGX_SYSTEM, describe());
-      step(now);
-      wait();
       go_on();
+      if (missing_ > 0 && now >= deadline_) fail(CGX_SYSTEM, describe());
+      step(now);
+      if (missing_ > 0) wait();
     }
     return {std::move(connections_), strangers_ + static_cast<int64_t>(visitors_.size())};
   }
@@ -203,12 +213,14 @@ class Meeting {
     for (Conversation& visitor : visitors_) {
       visitor.go_on();
       if (!visitor.proven()) continue;
-      // Only ranks after this one dial it, each once.
+      // Only ranks after this one dial it. Who waited too long for an answer leaves, and comes
+      // again.
       const int peer = visitor.peer();
-      if (peer > rank_ && wanted(peer) && !met(peer))
+      const bool expected = peer > rank_ && wanted(peer);
+      if (expected && !left(visitor.socket()) && (!met(peer) || left(connections_[peer])))
         keep(visitor);
       else
-        visitor.give_up("it is connected already");
+        visitor.give_up("it has left, is there already, or is no rank to come");
     }
     visitors_.remove_if(
         [](const Conversation& visitor) { return visitor.waits().fd < 0; });  // kept
@@ -243,8 +255,9 @@ class Meeting {
   }
 
   void keep(Conversation& conversation) {
-    connections_[conversation.peer()] = conversation.take_socket();
-    --missing_;
+    const int peer = conversation.peer();
+    if (!met(peer)) --missing_;
+    connections_[peer] = conversation.take_socket();
   }
 
   std::string describe() const {

@@ -220,12 +220,13 @@ void prepare_connection(const FileDescriptor& socket, std::chrono::duration<doub
   const double seconds = std::min(silence.count(), kMostSeconds);
   const int interval = std::max(1, static_cast<int>(seconds / kProbes));
   set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
-  // While nothing is sent the kernel asks whether the peer's host is there.
+  // While nothing is under way the kernel asks whether the peer's host is there. What is under way
+  // has the deadlines of collectives: TCP_USER_TIMEOUT would also end the connection to a rank that
+  // is there and takes nothing in for a while, because it computes.
   set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
   set(socket, IPPROTO_TCP, TCP_KEEPIDLE, interval);
   set(socket, IPPROTO_TCP, TCP_KEEPINTVL, interval);
   set(socket, IPPROTO_TCP, TCP_KEEPCNT, kProbes - 1);
-  set(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, std::max(1, static_cast<int>(seconds * 1000)));
 }
 
 int unconfirmed(const FileDescriptor& socket) {
