@@ -110,10 +110,10 @@ def conserved(size: int, numel: int, op: Any, config: Config) -> None:
     op=st.sampled_from(["sum", "avg"]),
     knobs=st.fixed_dictionaries(
         {
-            "bits": st.sampled_from([1, 2, 3, 4, 8]),
+            "bits": st.sampled_from([2, 3, 4, 8]),
             "bucket_size": st.sampled_from([1, 7, 64, 512, 5000]),
             "rounding": st.sampled_from(["nearest", "stochastic", "shift"]),
-            "gather_bits": st.sampled_from([None, 1, 8]),
+            "gather_bits": st.sampled_from([None, 2, 8]),
             "skip_incomplete_buckets": st.booleans(),
             "minimal_size": st.sampled_from([0, 1000]),
         }
@@ -215,6 +215,10 @@ def test_only_sums_have_residuals() -> None:
         ({"compressor": "ternary"}, "'ternary': without clip=True"),
         ({"compressor": "qsgd", "bits": 2}, "'qsgd': the error of 2 bits in buckets of 512"),
         ({"compressor": "qsgd", "bits": 4}, "give more bits or smaller buckets"),
+        ({"compressor": "qsgd", "bits": 8, "gather_bits": 2}, "the error of 2 bits"),
+        ({"bits": 1}, "'uniform': at 1 bit"),
+        ({"bits": 4, "gather_bits": 1}, "'uniform': at 1 bit"),
+        ({"bits": 4, "intra_bits": 1}, "'uniform': at 1 bit"),
     ],
 )
 @pytest.mark.parametrize("size", [1, 2])
@@ -227,6 +231,8 @@ def test_a_compressor_that_would_diverge_has_no_residual(
             comm.allreduce(x, config=config, residual=np.zeros_like(x))
 
     launch.threads(size, run)
+    with pytest.raises(InvalidArgument, match=says):
+        Config(**knobs, error_feedback=True)
 
 
 @pytest.mark.parametrize(("rotation", "late"), [(None, 0.3), (32, 0.1)])

@@ -20,9 +20,9 @@ from cgx_ops.config import Config
 from cgx_ops.jax.diloco_fragments import CALLER, Method
 from cgx_ops.jax.diloco_loop import DiLoCo
 from cgx_ops.jax.diloco_state import Layout
-from cgx_ops.jax.knobs import checked_knobs, refuse_idle_feedback
+from cgx_ops.jax.knobs import check_feedback, checked_knobs, refuse_idle_feedback
 from cgx_ops.jax.mesh_groups import Axes
-from cgx_ops.jax.optimizer_state import check_converges, import_optax
+from cgx_ops.jax.optimizer_state import import_optax
 from cgx_ops.outer_loop import Schedule
 from cgx_ops.rules import EXACT_BITS
 
@@ -131,7 +131,7 @@ def diloco(
     if error_feedback:
         refuse_idle_feedback(CALLER, checked.configs)
     for config in filter(method.keeps, checked.configs):
-        check_converges(CALLER, config)
+        check_feedback(CALLER, config)
     return DiLoCo(schedule, method, Layout(axis_name, mesh, param_specs))
 
 

@@ -18,13 +18,12 @@ import jax.numpy as jnp
 
 from cgx_ops.config import Algorithm, Config
 from cgx_ops.errors import require_share
-from cgx_ops.jax.knobs import Rules, checked_knobs, is_vote, keeps_by_default
+from cgx_ops.jax.knobs import Rules, check_feedback, checked_knobs, is_vote, keeps_by_default
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.optimizer_state import (
     Mesh,
     OneBitAdamState,
     SignumState,
-    check_converges,
     check_own,
     import_optax,
     own_residual,
@@ -124,7 +123,7 @@ def one_bit_adam(
         return config.bits != EXACT_BITS and keeps_by_default(config)
 
     for config in filter(keeps, checked.configs):
-        check_converges(caller, config)
+        check_feedback(caller, config)
 
     def init(params: Any) -> OneBitAdamState:
         def kept(path: Any, leaf: Any) -> Any:

@@ -17,12 +17,16 @@ import jax
 import jax.numpy as jnp
 
 from cgx_ops.config import Config
-from cgx_ops.jax.knobs import checked_knobs, keeps_by_default, refuse_idle_feedback
+from cgx_ops.jax.knobs import (
+    check_feedback,
+    checked_knobs,
+    keeps_by_default,
+    refuse_idle_feedback,
+)
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.optimizer_state import (
     AverageGradientsState,
     Mesh,
-    check_converges,
     check_own,
     import_optax,
     own_residual,
@@ -98,7 +102,7 @@ def average_gradients(
     if error_feedback:
         refuse_idle_feedback(caller, checked.configs)
     for config in filter(keeps, checked.configs):
-        check_converges(caller, config)
+        check_feedback(caller, config)
 
     def init(params: Any) -> AverageGradientsState:
         step = jnp.zeros((), jnp.int32)

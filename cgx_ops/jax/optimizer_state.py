@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cgx_ops.config import Config
 from cgx_ops.jax import _compat
 from cgx_ops.jax.diloco_state import DiLoCoState, mean_over
 from cgx_ops.jax.gradients import vary_tree
-from cgx_ops.jax.knobs import check_feedback
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 
 if TYPE_CHECKING:
@@ -294,17 +292,6 @@ def devices_of(caller: str, axes: tuple[Hashable, ...], mesh: Mesh | None) -> in
             "shard_map, or call jax.set_mesh"
         )
     return math.prod(sizes[axis] for axis in axes)
-
-
-def check_converges(caller: str, config: Config) -> None:
-    """Require that leaves that travel so train with error feedback."""
-    check_feedback(caller, config)
-    if config.compressor == "uniform" and 1 in (config.bits, config.gather_bits):
-        raise ValueError(
-            f"{caller}: at 1 bit the error may be as large as the gradients, and residuals may "
-            "grow without end: give 2 bits or more, or error_feedback=False, or "
-            "compressor='levels'"
-        )
 
 
 def check_own(caller: str, updates: Any, axes: tuple[Hashable, ...]) -> None:

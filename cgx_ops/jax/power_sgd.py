@@ -23,12 +23,11 @@ import jax.numpy as jnp
 from cgx_ops import low_rank
 from cgx_ops.config import Config
 from cgx_ops.jax import _compat
-from cgx_ops.jax.knobs import Rules, checked_knobs, keeps_by_default, name_of_leaf
+from cgx_ops.jax.knobs import Rules, check_feedback, checked_knobs, keeps_by_default, name_of_leaf
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.optimizer_state import (
     Mesh,
     PowerSGDState,
-    check_converges,
     check_own,
     import_optax,
     own_residual,
@@ -134,7 +133,7 @@ def power_sgd(
         return error_feedback and config.bits != EXACT_BITS and keeps_by_default(config)
 
     for config in filter(keeps, checked.configs):
-        check_converges(_CALLER, config)
+        check_feedback(_CALLER, config)
 
     def rank_in(path: Any, leaf: Any) -> int:
         """Return the columns of a leaf's own factors; 0: it has none."""

@@ -141,8 +141,9 @@ const CodecEntry& compressor_entry(int64_t compressor);
 // With what is around it: rotation, incomplete buckets that travel exact.
 std::unique_ptr<Codec> make_codec(const CodecSettings& settings);
 
-// Throws Error(CGX_INVALID_ARGUMENT), which says why, where error feedback would not converge.
-void check_feedback(const CodecSettings& settings);
+// Throws Error(CGX_INVALID_ARGUMENT), which says why, if error feedback would not converge in one
+// of the ways that values travel.
+void check_feedback(std::span<const CodecSettings> ways);
 
 // The runs, in order, as which a device encodes `numel` values. Throws Error(CGX_UNSUPPORTED),
 // which says why, if devices lack the codec.

@@ -49,6 +49,13 @@ Coding sparse_coding(const CodecSettings& settings) {
           .density = static_cast<uint32_t>(settings.density)};
 }
 
+std::string uniform_diverges(const CodecSettings& settings) {
+  if (settings.bits > 1) return "";
+  return "at 1 bit the error may be as large as the values, and residuals may grow without end: "
+         "give "
+         "2 bits or more, or compressor='levels'";
+}
+
 std::string qsgd_diverges(const CodecSettings& settings) {
   const double levels = (1 << (settings.bits - 1)) - 1, root = std::sqrt(settings.bucket_size);
   const double error = std::min(settings.bucket_size / (levels * levels), root / levels);
@@ -84,7 +91,8 @@ std::vector<CodecEntry>& table() {
        .lowest_bits = 1,
        .highest_bits = 8,
        .roundings = {kStochastic, kNearest, kShift},
-       .knobs = {"rotation"}},
+       .knobs = {"rotation"},
+       .no_feedback = uniform_diverges},
       {.name = "levels",
        .description = "1-4 bits: fixed levels times each bucket's root mean square",
        .sliced = true,
@@ -210,11 +218,13 @@ std::unique_ptr<Codec> make_codec(const CodecSettings& settings) {
   return codec;
 }
 
-void check_feedback(const CodecSettings& settings) {
-  const CodecEntry& entry = codec_entry(settings);
-  const std::string why = entry.no_feedback ? entry.no_feedback(settings) : "";
-  require(why.empty(), CGX_INVALID_ARGUMENT, "error feedback does not converge with compressor='",
-          entry.name, "': ", why);
+void check_feedback(std::span<const CodecSettings> ways) {
+  for (const CodecSettings& settings : ways) {
+    const CodecEntry& entry = codec_entry(settings);
+    const std::string why = entry.no_feedback ? entry.no_feedback(settings) : "";
+    require(why.empty(), CGX_INVALID_ARGUMENT, "error feedback does not converge with compressor='",
+            entry.name, "': ", why);
+  }
 }
 
 std::vector<DeviceRun> device_runs(const CodecSettings& settings, int64_t numel) {
