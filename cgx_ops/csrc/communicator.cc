@@ -99,7 +99,12 @@ std::shared_ptr<Collective> Communicator::start(const cgx_collective_t& call,
   if (engine_) {
     collective->callback = callback;
     collective->context = context;
-    engine_->submit(collective);
+    try {
+      engine_->submit(collective);
+    } catch (const Error& error) {  // the others would wait for what this rank is short of
+      if (error.status() == CGX_SYSTEM) refuse(call, CGX_SYSTEM, error.what());
+      throw;
+    }
   } else {
     copy_through(call, *collective);
     if (callback) notify(*collective, callback, context);

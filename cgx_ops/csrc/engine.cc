@@ -54,9 +54,14 @@ void Engine::put(const CollectiveRef& collective) {
 }
 
 void Engine::submit(const CollectiveRef& collective) {
-  {
+  try {
     const std::lock_guard lock(mutex_);
     need_thread();  // before put: nothing may fail after it
+  } catch (const std::system_error& error) {
+    // A refusal is sent below, and needs no thread after that.
+    require(collective->refusal.status != CGX_OK, CGX_SYSTEM,
+            "cannot start the thread that moves collectives on: ", error.what(),
+            ". Raise the limit of processes (ulimit -u, or the container's)");
   }
   put(collective);
   if (try_take_role()) {  // announce it now: peers may be waiting for the header

@@ -95,6 +95,8 @@ class Threshold final : public Codec {
 
   int64_t max_bytes(int64_t numel) const override {
     if (numel == 0) return 0;
+    require(numel < kMostPlaces, CGX_INVALID_ARGUMENT, numel,
+            " values: threshold chooses among fewer than 2^32");
     const int64_t most = most_chosen(numel);
     // Fewer values among as many take no more than so: a place has at most log2(numel / count) + 3
     // bits, and the field of their high bits ends in a part of a byte.
@@ -140,8 +142,6 @@ class Threshold final : public Codec {
   // Returns the bytes written.
   int64_t write(const float* values, int64_t numel, Chosen* chosen, std::byte* bytes) const {
     if (numel == 0) return 0;
-    require(numel < kMostPlaces, CGX_INVALID_ARGUMENT, numel,
-            " values: threshold chooses among fewer than 2^32");
     chosen->places = choose(values, numel);
     const auto count = static_cast<int64_t>(chosen->places.size());
     chosen->resize(count);

@@ -30,6 +30,7 @@ bool all_succeed(HostLink& host, const std::string& what, std::chrono::duration<
   std::vector<Bytes> all = host.exchange(what, message, timeout);
   blobs->clear();
   for (size_t rank = 0; rank < all.size(); ++rank) {
+    require(!all[rank].empty(), CGX_PEER_FAILED, "rank ", rank, " sent nothing for ", what);
     const Bytes rest(all[rank].begin() + 1, all[rank].end());
     if (all[rank][0] == std::byte{0}) {
       *why = join("rank ", rank, ": ",
