@@ -184,7 +184,7 @@ class Communicator:
 
     @property
     def transport(self) -> str:
-        """How bytes move: "self", "thread", "shm", "hybrid" or "mpi"."""
+        """How bytes move: "self", "thread", "shm", "mpi", "tcp", "hybrid" or "hybrid_tcp"."""
         return _native.text(self._info().transport)
 
     @property

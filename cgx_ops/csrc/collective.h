@@ -44,7 +44,7 @@ struct Collective {
   std::shared_ptr<SendState> sends;
   std::vector<uint32_t> sent[2];               // messages so far, by part and destination
   std::vector<std::pair<int, Arrival>> early;  // bulk messages that overtook a header
-  std::optional<Error> shortage;               // why this rank cannot go on with it
+  std::optional<Error> shortage;  // of what this rank is short, so that it cannot go on
   // Of the inquiry after its deadline, by rank: for whom they wait. Empty: there is none.
   std::vector<std::optional<std::vector<int32_t>>> answers;
 

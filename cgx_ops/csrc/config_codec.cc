@@ -84,7 +84,7 @@ RoundingMode rounding_of(const cgx_config_t& config) {
 
 void check_compressor(const cgx_config_t& config) {
   const CodecEntry& entry = compressor_entry(config.compressor);
-  // Of a compressor of one width: bits that were not given are the default.
+  // A compressor of one width ignores the default, which cannot be told from bits not given.
   if (entry.highest_bits != 0 || config.bits != field_of("bits").by_default)
     check_bits(entry, "bits", config.bits);
   check_bits(entry, "gather_bits", config.gather_bits);

@@ -49,7 +49,8 @@ struct Kernels {
   // the sum of squares; in fp64, one bucket after the other. NaN if a value is not finite.
   double (*measure)(Dtype dtype, const void* values, const BucketRun& run);
 
-  // Exact values. Equal types: a copy, bit for bit. `from` and `to` are equal or do not overlap.
+  // Exact values. Equal types: a copy, bit for bit. `from` and `to` do not overlap, but
+  // may be equal if the types are.
   void (*convert)(Dtype from_type, const void* from, Dtype to_type, void* to, int64_t numel);
   // convert() of fp32 that keeps what is lost, as quantize_keeping does.
   void (*convert_keeping)(const float* from, Dtype to_type, void* to, float* lost, int64_t numel);

@@ -39,7 +39,9 @@ struct Slot {
   uint32_t sequence;  // below kSequences: they begin anew after that
 };
 
-// The sends of one collective that are still under way. Transports tell it.
+// The sends of one collective that are still under way. Transports tell it: a message is released
+// when the peer has read it in shared memory, and when the kernel or MPI has taken it over TCP and
+// MPI.
 class SendState {
  public:
   explicit SendState(int size) : unread_by_(size, 0) {}

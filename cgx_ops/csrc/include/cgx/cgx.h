@@ -131,8 +131,8 @@ typedef struct cgx_segment_t {
   int64_t numel;       /* >= 0 */
   int64_t bucket_size; /* its own, and so are its bits: those of the call's config do not count */
   int32_t bits;
-  /* 1: a further one of the kind before it, such as an example of a vmap. CGX_AUTO does not count
-   * it, so that each is reduced as if it were alone. */
+  /* 1: CGX_AUTO does not count it when it measures the message. So each example of a vmap is
+   * reduced as if it were alone. */
   int32_t repeats;
   /* How else it travels, but for the algorithm: the rest of it counts. NULL: as the call's. */
   const cgx_config_t* config;
@@ -155,9 +155,11 @@ typedef struct cgx_collective_t {
   int64_t block_numel; /* 0: where the last segment ends */
   const cgx_segment_t* segments;
   int64_t num_segments;
-  const char* name;   /* NULL or "": calls match in the communicator's program order */
-  int64_t occurrence; /* n-th use of the name, counted from 0; < 0: counted by the communicator */
-  double timeout_s;   /* <= 0: the communicator's */
+  const char* name; /* NULL or "": calls match in the communicator's program order */
+  /* n-th use of the name, counted from 0; < 0: counted by the communicator. Set -1 unless you
+   * count. */
+  int64_t occurrence;
+  double timeout_s; /* <= 0: the communicator's */
   /* allreduce only, one pointer per segment: where its values are, wherever that is, instead of
    * `input` and `output` with the segments' offsets. NULL, both: as above. */
   const void* const* inputs;
@@ -301,7 +303,8 @@ CGX_API cgx_status_t cgx_carried_decode(const cgx_carried_t* carried, const void
 /* sum[i] = values[0][i] + values[1][i] + ..., in fp32, in this order; num_values >= 1. */
 CGX_API cgx_status_t cgx_sum(int32_t dtype, const void* const* values, int32_t num_values,
                              int64_t numel, float* sum);
-/* `from` and `to` are equal or do not overlap. Values are rounded to the nearest, ties to even. */
+/* `from` and `to` do not overlap, or are equal and so are the types. Values are rounded to the
+ * nearest, ties to even. */
 CGX_API cgx_status_t cgx_convert(int32_t from_dtype, const void* from, int32_t to_dtype, void* to,
                                  int64_t numel);
 
