@@ -45,6 +45,16 @@ def run_python(
     )
 
 
+def test_programs_show_their_help() -> None:
+    """Those of the examples and of the benchmarks, but for two that take no arguments."""
+    files = {*ROOT.glob("examples/**/*.py"), *ROOT.glob("benchmarks/*.py")}
+    files -= {ROOT / "benchmarks/gpu_present.py", ROOT / "examples/methods/methods.py"}
+    programs = [str(file) for file in sorted(files) if '__name__ == "__main__"' in file.read_text()]
+    assert len(programs) > 30
+    done = run_python(ROOT / "tests" / "show_help.py", *programs)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 # ---- the demo ----------------------------------------------------------------------------------
 
 

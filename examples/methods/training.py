@@ -195,7 +195,9 @@ def main(task: Task) -> None:
     parser.add_argument(
         "--methods", nargs="+", metavar="METHOD", choices=[*METHODS, "all"],
         default=["exact", "4 bits", "PowerSGD"],
-        help=f"all, or some of: {'; '.join(METHODS)}; default: exact, 4 bits, PowerSGD",
+        help=f"all, or some of: {'; '.join(METHODS)}; default: exact, 4 bits, PowerSGD".replace(
+            "%", "%%"
+        ),
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=task.steps, help=f"default {task.steps}")
     parser.add_argument("--warmup", type=int, help="steps; default: an eighth of all")
