@@ -4,6 +4,10 @@
   2. search: for the first j tensors, every way to group them that may still be part of the best;
      then back from the best way for all of them
 
+Many tensors are searched in rounds. In the first, neighbours are merged until there are 100; each
+later one has more of them, and looks only for what ends a thousandth earlier. There is hardly ever
+such a way, and to find that out takes a hundredth of the time that the best one would.
+
 MergeComp cuts once, Cupcake's recursion keeps one way for each j. With several resources that is
 not enough: a later group may prefer the way that freed the encoder early, although the link was
 freed late. So all ways are kept of which no other is better in everything (a Pareto front): when
@@ -18,7 +22,8 @@ import numpy.typing as npt
 
 from cgx_ops.planner.model import Costs, Tensors, Ticks
 
-MOST_TENSORS = 400  # that are searched; the time grows with the square
+ROUNDS = (100, 200, 400)  # tensors that are searched at most
+_EARLIER = 0.001  # a share of the finish
 
 _Times = npt.NDArray[np.int64]
 
@@ -32,10 +37,10 @@ def partition(
     """Return the groups of tensors with the earliest finish(), contiguous in order of readiness.
 
     The answer depends on the arguments alone, to the bit: ranks that have the same ones need not
-    talk. Of groupings that end equally early it is one of those with the fewest groups.
-
-    Above 400 tensors, neighbours are merged beforehand to at most 1/200 of the bytes each (or one
-    tensor), and the optimum is over what is left.
+    talk. Of up to 100 tensors no grouping ends earlier, and of those that end equally early it is
+    one with the fewest groups. Of up to 400 none ends earlier by more than a thousandth. Above,
+    neighbours are merged beforehand to at most 1/200 of the bytes each (or one tensor), and the
+    same holds for what is left.
 
     Args:
         numels: values of each tensor.
@@ -50,19 +55,24 @@ def partition(
     Raises:
         InvalidArgument: see Tensors.checked.
     """
-    tensors = Tensors.checked(numels, ready, bytes, costs)
-    units = merged(by_readiness(ready), tensors.bytes)
-    joined = Tensors(
-        [sum(tensors.numels[i] for i in unit) for unit in units],
-        [max(tensors.ready[i] for i in unit) for unit in units],
-        [sum(tensors.bytes[i] for i in unit) for unit in units],
-    )
-    cuts = _best_cuts(joined, Ticks.of(costs))
-    return [
-        [i for unit in units[start:end] for i in unit]
-        for start, end in zip([0, *cuts], [*cuts, len(units)], strict=True)
-        if start < end
-    ]
+    tensors, each = Tensors.checked(numels, ready, bytes, costs), Ticks.of(costs)
+    order = by_readiness(ready)
+    groups: list[list[int]] = []
+    enough = None  # the first round finds the best there is
+    for most in ROUNDS:
+        units = merged(order, tensors.bytes, most)
+        joined = Tensors(
+            [sum(tensors.numels[i] for i in unit) for unit in units],
+            [max(tensors.ready[i] for i in unit) for unit in units],
+            [sum(tensors.bytes[i] for i in unit) for unit in units],
+        )
+        best = _best(joined, each, enough)
+        if best is not None:
+            enough = int(best.finish() * (1 - _EARLIER))
+            groups = _groups(units, best.cuts())
+        if len(order) <= most:
+            break
+    return groups
 
 
 # ---- 1. order ------------------------------------------------------------------------------------
@@ -73,12 +83,12 @@ def by_readiness(ready: Sequence[float]) -> list[int]:
     return sorted(range(len(ready)), key=lambda i: (ready[i], i))
 
 
-def merged(order: Sequence[int], bytes: Sequence[int]) -> list[list[int]]:  # noqa: A002
-    """Return tensors one by one, or neighbours together where they are more than MOST_TENSORS."""
-    if len(order) <= MOST_TENSORS:
+def merged(order: Sequence[int], bytes: Sequence[int], most: int) -> list[list[int]]:  # noqa: A002
+    """Return tensors one by one, or neighbours together where there are more than `most`."""
+    if len(order) <= most:
         return [[i] for i in order]
-    # Two neighbouring units exceed the limit, or they were one: so there are MOST_TENSORS at most.
-    limit = 2 * sum(bytes) / (MOST_TENSORS - 1)
+    # Two neighbouring units exceed the limit, or they were one: so there are `most` at most.
+    limit = 2 * sum(bytes) / (most - 1)
     units: list[list[int]] = []
     size = 0
     for i in order:
@@ -94,17 +104,27 @@ def merged(order: Sequence[int], bytes: Sequence[int]) -> list[list[int]]:  # no
 # ---- 2. search -----------------------------------------------------------------------------------
 
 
-def _best_cuts(tensors: Tensors, each: Ticks) -> list[int]:
-    """Return the numbers of the tensors before which a new group begins, but for the first."""
+def _groups(units: list[list[int]], cuts: list[int]) -> list[list[int]]:
+    """Return the units between cuts, joined."""
+    return [
+        [i for unit in units[start:end] for i in unit]
+        for start, end in zip([0, *cuts], [*cuts, len(units)], strict=True)
+    ]
+
+
+def _best(tensors: Tensors, each: Ticks, enough: int | None) -> "_Ways | None":
+    """Return ways with the best one that ends at `enough` ticks or earlier, if there is one."""
     if not tensors.numels:
-        return []
-    # Cupcake's recursion, which keeps one way for each j, is near the best. What ends later than
-    # that need not be looked at: it leaves a few ways of many thousands.
-    good = _Ways(tensors, each)
-    good.search(width=1)
-    best = _Ways(tensors, each, enough=good.finish())
+        return None
+    if enough is None:
+        # Cupcake's recursion, which keeps one way for each j, is near the best. What ends later
+        # than that need not be looked at: it leaves a few ways of many thousands.
+        good = _Ways(tensors, each)
+        good.search(width=1)
+        enough = good.finish()
+    best = _Ways(tensors, each, enough)
     best.search()
-    return best.cuts()
+    return best if best.complete() else None
 
 
 class _Ways:
@@ -186,6 +206,10 @@ class _Ways:
     def _decode(self, start: _Times | int, end: int) -> _Times:
         values = self.values[end] - self.values[start]
         return self.each.decode_fixed + self.each.decode_per_value * values
+
+    def complete(self) -> bool:
+        """Tell whether there is a way for all tensors."""
+        return bool(self.ends[-1] == self.count)
 
     def finish(self) -> int:
         """Return when the best way for all tensors ends, in ticks."""
