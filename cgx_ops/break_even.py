@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from cgx_ops import _native
 from cgx_ops._arrays import as_input
-from cgx_ops.config import AUTO, Config, auto_in_env
+from cgx_ops.config import AUTO, Config, auto_in_env, check_config
 from cgx_ops.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ EXACT = 32
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22)  # values: 4 KiB to 16 MiB of float32
 _CHOICES = (8, 4, 2)
 _WORTH = 0.9  # of the exact time, at most
+_BEYOND = 16  # times the largest size that was timed, at most, is what a verdict is given for
 _ALIKE = 1.1  # of the fastest choice's time, at most
 _MOST_DECISIONS = 1024
 _SECONDS = 0.6  # in which measuring is to end
@@ -170,8 +171,15 @@ def _size(size: float) -> str:
 def sentence(timings: Timings, parameters: int) -> str:
     """Return whether compression pays, and what a step of so many parameters takes.
 
-    A step is one allreduce of all gradients, of float32.
+    A step is one allreduce of all gradients, of float32. It must be near the sizes that were timed:
+    what small messages take says little of large ones.
     """
+    least = timings.numels[0]
+    if len(timings.numels) < 2 or not least <= parameters <= _BEYOND * timings.numels[-1]:
+        return (
+            f"No verdict for {parameters / 1e6:.3g} M parameters, {_size(4 * parameters)}: time "
+            f"two sizes or more, the largest at least {_size(4 * parameters / _BEYOND)}."
+        )
     bits = best_bits(timings, parameters)
     pays = Verdict.of(timings).larger[4]
     model = f"your {parameters / 1e6:.3g} M parameters"
@@ -184,8 +192,8 @@ def sentence(timings: Timings, parameters: int) -> str:
             first = 0 if each == EXACT else first or numel
     compressed = _duration(timings.at(bits, parameters))
     return (
-        f"On this link {_name(bits)} pay from {_size(4 * first)} on; a step of {model}: {exact} -> "
-        f"{compressed}."
+        f"On this link {_name(bits)} pay from {_size(4 * max(first, least))} on; a step of {model}: "
+        f"{exact} -> {compressed}."
     )
 
 
@@ -292,6 +300,8 @@ def bits_for(
     """
     if element_bytes not in (2, 4):
         raise InvalidArgument(f"element_bytes is {element_bytes}; it must be 2 or 4")
+    if numel < 0:
+        raise InvalidArgument(f"numel is {numel}; it must be 0 or more")
     if communicator.size == 1:
         return EXACT
     config = Config() if config is None else config
@@ -302,6 +312,7 @@ def decided(
     communicator: "Communicator", config: Config | None, array: npt.ArrayLike, op: str
 ) -> Config | None:
     """Return the config of an allreduce, with "auto" decided; of equal ones the same object."""
+    check_config(config)
     if config is None and auto_in_env():
         config = Config.from_env()
     if config is None or config.bits != AUTO:

@@ -14,7 +14,7 @@ import numpy as np
 
 from cgx_ops import _native, _numpy_ops
 from cgx_ops._arrays import Array, address, as_output, dtype_code
-from cgx_ops.config import AUTO, EXACT_BITS, Compressor, Config, Rounding
+from cgx_ops.config import AUTO, EXACT_BITS, Compressor, Config, Rounding, check_config
 from cgx_ops.errors import InvalidArgument
 
 Op = Literal["sum", "avg", "min", "max", "product"]
@@ -138,6 +138,12 @@ class Counter:
             return count
 
 
+def check_timeout(timeout: float | None) -> None:
+    """Refuse what is no time."""
+    if timeout is not None and not timeout > 0:
+        raise InvalidArgument(f"timeout is {timeout!r}; it must be seconds > 0, or None")
+
+
 class Call:
     """The arguments of one collective, checked."""
 
@@ -155,8 +161,10 @@ class Call:
         """Check them; `asked`: what the caller gave instead of `config`, if that was decided."""
         if op not in _native.OPS:
             raise InvalidArgument(f"op is {op!r}; it must be one of {', '.join(_native.OPS)}")
-        if timeout is not None and not timeout > 0:
-            raise InvalidArgument(f"timeout is {timeout!r}; it must be seconds > 0, or None")
+        check_timeout(timeout)
+        check_config(config)
+        if not isinstance(name, str):
+            raise InvalidArgument(f"name is {name!r}; it must be a text")
         self.verb: Verb = verb
         self.op: Op = op
         self.name, self.segments = name, segments

@@ -146,7 +146,7 @@ def _codec(settings: Config, dtype: np.dtype[Any]) -> _native.Codec:
 
 def _encoded_bytes(codec: _native.Codec, numel: int) -> int:
     if not 0 <= numel < 2**63:
-        raise InvalidArgument(f"numel is {numel}; it must be an integer from 0 to 2^59")
+        raise InvalidArgument(f"numel is {numel}; it must be an integer from 0 to 2^63 - 1")
     count = c_int64()
     _native.call("cgx_encoded_bytes", byref(codec), numel, byref(count))
     return count.value

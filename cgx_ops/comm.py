@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cgx_ops import _native, _numpy_ops, break_even, request
 from cgx_ops._arrays import Array, as_input
-from cgx_ops.call import Call, Counter, Op, Repeat, Segment
+from cgx_ops.call import Call, Counter, Op, Repeat, Segment, check_timeout
 from cgx_ops.config import Config
 from cgx_ops.errors import CgxError, Closed, InvalidArgument
 from cgx_ops.request import Request
@@ -20,10 +20,7 @@ from cgx_ops.stats import Stats, read_stats
 
 Allgather = Callable[[bytes], Sequence[bytes]]
 
-
 _local_names = itertools.count()
-
-
 _MOST_REPEATS = 1024
 # By communicator: several Communicator objects may have one id.
 _calls: dict[int, Counter] = {}
@@ -73,6 +70,7 @@ class Communicator:
         """
         if not 1 <= size < 2**31:
             raise InvalidArgument(f"size is {size}; it must be an integer >= 1")
+        check_timeout(timeout)
         name = f"local-{next(_local_names)}" if name is None else name
         ids = (c_int32 * size)()
         _native.call("cgx_comm_create_local", size, _native.encode(name), timeout or 0.0, ids)
@@ -108,6 +106,7 @@ class Communicator:
         Raises:
             Whatever allgather raises, and CgxError.
         """
+        check_timeout(timeout)
         if noise_rank is not None and not 0 <= noise_rank < 2**31:
             raise InvalidArgument(f"noise_rank is {noise_rank}; it must be from 0 to 2^31 - 1")
         failures: list[BaseException] = []

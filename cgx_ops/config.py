@@ -106,9 +106,10 @@ class Config:
         clip: "ternary" clips values at 2.5 times their bucket's root mean square.
         seed: of the noise of stochastic and shift rounding; each call derives its own from this,
             the communicator's name and a count of the calls.
-        communicator_type: the transport: "SHM", "MPI", "TCP", or "AUTO", the best that connects the
-            ranks.
-            "NCCL" carries messages between GPUs, and is "AUTO" between processes.
+        communicator_type: the transport of process groups that the backend "cgx" makes: "SHM",
+            "MPI", "TCP", or "AUTO", the best that connects the ranks. "NCCL" carries messages
+            between GPUs, and is "AUTO" between processes. Calls on a communicator that is there
+            ignore it; for numpy set COMMUNICATOR_TYPE, or give Communicator.create(transport=).
         error_feedback: where gradients are reduced step by step, whether what is lost of them is
             kept and added in the next step; None: where the compressor needs it to train.
         residual_decay: with error feedback, the part of what was lost that is added, more than 0
@@ -140,8 +141,8 @@ class Config:
         if self.bits == AUTO:
             if _COMPRESSORS.get(self.compressor, {}).get("bits") == [0, 0]:
                 raise InvalidArgument(
-                    f"Config.bits is 'auto', and compressor {self.compressor!r} has no bits to "
-                    "choose: leave bits out"
+                    f"compressor {self.compressor!r} has no bits to choose from: bits='auto' and "
+                    "bits_for() are for compressors that have"
                 )
             replace(self, bits=_DEFAULTS["bits"])  # which checks the other fields
             return
@@ -150,7 +151,7 @@ class Config:
         except InvalidArgument:
             for name, accepted in _ACCEPTED.items():
                 if not _accepts(name, getattr(self, name)):
-                    self._refuse(name, accepted)
+                    self._refuse(name, accepted + (f", or '{AUTO}'" if name == "bits" else ""))
             raise  # they do not belong together
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             self._refuse("seed", "an integer of 64 bits, signed")
@@ -252,7 +253,17 @@ class Config:
             same = _SAME_AS.get(variable, "")
             if text and text.upper() != values.get(same):
                 _check_switch(variable, words, text)
-        return cls(**values)
+        try:
+            return cls(**values)
+        except InvalidArgument as error:
+            names = [variable for variable in _VARIABLES if environ.get(variable, "").strip()]
+            raise InvalidArgument(f"{', '.join(names)}: {error}") from None
+
+
+def check_config(config: Config | None) -> None:
+    """Refuse what is no Config, where one may be left out."""
+    if config is not None and not isinstance(config, Config):
+        raise InvalidArgument(f"config is {config!r}; it must be a cgx_ops.Config, or None")
 
 
 def auto_in_env() -> bool:
@@ -308,17 +319,22 @@ def _parse(variable: str, name: str, text: str) -> float | bool | str:
     elif name in ("compressor", "rounding"):
         if _accepts(name, text.lower()):
             return text.lower()
-        accepted = _ACCEPTED[name]
+        accepted = _set_to(name)
     elif name in ("bits", "bucket_size", "minimal_size", "density", "value_bits", "rotation"):
         number = _number(text)
         if number is not None and _accepts(name, number):
             return number
-        accepted = _ACCEPTED[name]
+        accepted = _set_to(name) + (f", or {AUTO}" if name == "bits" else "")
     else:
         if text.lower() in _FLAGS:
             return _FLAGS[text.lower()]
         accepted = "0 or 1"
     raise InvalidArgument(f"The environment variable {variable} is {text!r}; it must be {accepted}")
+
+
+def _set_to(name: str) -> str:
+    """Return what a variable may be: where a field may be None, it is not set."""
+    return _ACCEPTED[name].replace("None", "not set")
 
 
 def _number(text: str) -> float | None:

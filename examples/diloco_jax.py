@@ -174,8 +174,8 @@ def main() -> None:
     parser.add_argument("--fragments", type=int, default=1)
     parser.add_argument("--fragment-sync-delay", type=int, default=0)
     parser.add_argument("--fragment-update-alpha", type=float, default=0.0)
-    parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--compressor", default="uniform")
+    parser.add_argument("--bits", type=int, help="default 4")
+    parser.add_argument("--compressor", help="default uniform")
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--sparse", action="store_true", help="SparseLoCo's settings")
     way.add_argument("--local", action="store_true", help="no outer optimizer: plain averages")
@@ -185,11 +185,14 @@ def main() -> None:
     folder, steps = given.pop("folder"), given.pop("steps")
     stop, seed = given.pop("stop") or steps, given.pop("seed")
     sparse, local = given.pop("sparse"), given.pop("local")
+    bits, compressor = given.pop("bits"), given.pop("compressor")
+    if sparse and (bits or compressor):
+        parser.error("--sparse has bits and a compressor of its own")
+    if not sparse:
+        given |= {"bits": bits or 4, "compressor": compressor or "uniform"}
     options = {"rules": {"bias|norm": 32}, **given}
     if local:
         options["outer_optimizer"] = optax.sgd(1.0)
-    if sparse:
-        options = {k: v for k, v in options.items() if k not in ("bits", "compressor")}
     use_cpu_devices(1)
     cgx_ops.jax.initialize()
     training = Training(steps, seed, sparse, **options)

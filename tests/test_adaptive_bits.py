@@ -5,7 +5,7 @@ import pickle
 import pytest
 from launch import threads
 
-from cgx_ops import Communicator, Config, MismatchError
+from cgx_ops import Communicator, Config, InvalidArgument, MismatchError
 from cgx_ops.planner import AdaptiveBits, allocate_bits
 from cgx_ops.planner.adaptive import LAG, Sample
 
@@ -99,6 +99,23 @@ def test_its_plan_is_the_bits_in_force() -> None:
     assert (
         bits.mean_bits == sum(bits.bits[n] * c for n, c in zip(NAMES, NUMELS, strict=True)) / total
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"choices": [9]}, "bits is 9"),
+        ({"choices": [77], "budget": "clusters"}, "bits is 77"),
+        ({"choices": []}, "choices is empty"),
+        ({"most_changes": -1}, "most_changes is -1"),
+        ({"alpha": 0}, "alpha"),
+        ({"every": 7, "samples": 2}, "every is 7"),
+        ({"budget": "cubed"}, "budget is 'cubed'"),
+    ],
+)
+def test_settings_are_checked_at_once(settings: dict, says: str) -> None:
+    with pytest.raises(InvalidArgument, match=says):
+        AdaptiveBits(**settings)
 
 
 def test_ranks_agree_or_all_are_told() -> None:

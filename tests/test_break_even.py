@@ -104,6 +104,16 @@ def test_the_verdict_is_a_sentence() -> None:
     assert sentence(MEMORY, 25_000_000).startswith("On this link compression does not pay")
 
 
+def test_there_is_no_verdict_far_from_what_was_timed() -> None:
+    told = sentence(GIGABIT, 16 * GIGABIT.numels[-1] + 4)
+    assert told.startswith("No verdict for ")
+    assert "the largest at least" in told
+    one = Timings((1024,), {32: (1e-3,), 8: (5e-4,)})
+    assert sentence(one, 1024).startswith("No verdict for 0.00102 M parameters, 4 KiB")
+    two = Timings((1024, 2048), {32: (1e-3, 2e-3), 8: (1e-4, 2e-4)})
+    assert "8 bits pay from 4 KiB on" in sentence(two, 4096)
+
+
 # ---- calls ---------------------------------------------------------------------------------------
 
 

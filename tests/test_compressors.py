@@ -141,7 +141,7 @@ def test_large_ones(row: str) -> None:
         assert library_digests(*case) == oracle_digests(*case), case
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     row=st.sampled_from(sorted(ROWS)),
     x=npst.arrays(

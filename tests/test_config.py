@@ -311,6 +311,7 @@ def test_environment_refuses_and_names_the_variable_and_text(variable: str, text
     with pytest.raises(InvalidArgument) as caught:
         Config.from_env({variable: text})
     assert f"{variable} is {text!r}; it must be " in str(caught.value)
+    assert "None" not in str(caught.value)  # which no variable can be
 
 
 @pytest.mark.parametrize(
@@ -325,5 +326,13 @@ def test_environment_refuses_and_names_the_variable_and_text(variable: str, text
 )
 def test_variables_that_do_not_belong_together(knobs: str, says: str) -> None:
     environment = dict(f"CGX_{knob}".split("=") for knob in knobs.split())
-    with pytest.raises(InvalidArgument, match=says):
+    with pytest.raises(InvalidArgument, match=says) as caught:
         Config.from_env(environment)
+    assert all(variable in str(caught.value) for variable in environment)
+
+
+def test_bits_may_be_auto_and_errors_say_so() -> None:
+    with pytest.raises(InvalidArgument, match=r"or 32 \(exact\), or 'auto'"):
+        Config(bits="Auto")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InvalidArgument, match=r"or 32 \(exact\), or auto"):
+        Config.from_env({"CGX_COMPRESSION_QUANTIZATION_BITS": "abc"})

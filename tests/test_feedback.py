@@ -102,7 +102,7 @@ def conserved(size: int, numel: int, op: Any, config: Config) -> None:
     conservation.check(launch.threads(size, rank_of))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     size=st.integers(1, 4),
     numel=st.integers(0, 3000),

@@ -55,14 +55,14 @@ def _check_optimal(case: Case) -> None:
     assert (finish(groups, numels, ready, sizes, costs), len(groups)) == min(ends)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(most=7))
 def test_partition_is_the_best_of_all(case: Case) -> None:
     _check_optimal(case)
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(cases(most=12))
 def test_partition_is_the_best_of_all_at_length(case: Case) -> None:
     _check_optimal(case)
@@ -100,7 +100,7 @@ def test_latency_counts_once() -> None:
         assert finish(groups, numels, ready, sizes, costs) == pytest.approx(without + 3.0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(cases(most=40), st.data())
 def test_a_plan_is_no_worse_than_its_peers_and_dearer_costs_end_later(
     case: Case, data: st.DataObject

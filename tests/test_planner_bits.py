@@ -76,7 +76,7 @@ def _fewest_bits(errors: list[dict[int, float]], numels: list[int], budget: floa
     return int(np.flatnonzero(least <= budget * (1 + 1e-12))[0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tensors(), st.sampled_from(["squared", "norm"]), st.sampled_from([0.5, 1.0, 2.0]))
 def test_bits_are_the_fewest_within_a_hundredth(
     case: tuple[list[float], list[int]], budget: str, alpha: float

@@ -223,6 +223,32 @@ def test_the_command_refuses_nonsense(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("model", "more", "says"),
+    [
+        ("{}", (), "the model has no tensors"),
+        ('{"a": -5}', (), "'a' is -5; it must be an integer >= 0"),
+        ('{"a": [3.5, 2]}', (), "'a' is [3.5, 2]"),
+        ('{"a": 1000}', ("--save", "/nonexistent/plan.json"), "/nonexistent"),
+        ('{"a": 1000}', ("--plot", "plan.foo"), "foo"),
+        ('{"a": 1000}', ("--backward", "100000"), "ready"),
+    ],
+)
+def test_the_command_tells_what_is_wrong_with_a_model(
+    model: str, more: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(model)
+    try:
+        status = __main__.main(["plan", str(path), *more])
+    except SystemExit as end:  # of argparse
+        status = end.code
+    assert status == 2
+    told = capsys.readouterr().err
+    assert "python -m cgx_ops plan: " in told
+    assert says in told
+
+
 @pytest.mark.slow
 def test_predicted_and_timed_steps_are_printed_side_by_side(tmp_path: Path) -> None:
     program = Path(__file__).parents[1] / "benchmarks/planned_steps.py"

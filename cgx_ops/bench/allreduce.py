@@ -106,13 +106,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = "Times allreduce among the ranks that mpirun starts.\n\npeers:\n" + lines
     choose = parser.add_argument
-    choose("--sizes", type=parse_size, nargs="+", default=[parse_size(s) for s in SIZES])
-    choose("--bits", type=int, nargs="*", choices=(*range(1, 9), 32), default=(32, 8, 4, 2))
+    choose(
+        "--sizes",
+        type=parse_size,
+        nargs="+",
+        default=[parse_size(s) for s in SIZES],
+        help=f"of the tensors (default {' '.join(SIZES)})",
+    )
+    choose(
+        "--bits",
+        type=int,
+        nargs="*",
+        choices=(*range(1, 9), 32),
+        default=(32, 8, 4, 2),
+        help="a contender each; 32: exact (default 32 8 4 2)",
+    )
     choose(
         "--rounding",
         nargs="+",
         choices=get_args(Rounding),
         default=("nearest", "stochastic"),
+        help="of each number of bits (default both)",
     )
     choose(
         "--config",

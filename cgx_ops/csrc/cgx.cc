@@ -160,7 +160,8 @@ cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* comm) {
     prepare_process();
     check_struct(bootstrap, "cgx_bootstrap_t");
     const std::string name = bootstrap->name ? bootstrap->name : "";
-    const int size = bootstrap->size;
+    const int size = in_range<int>("size", bootstrap->size, 1, INT32_MAX, "1 or more");
+    in_range("rank", bootstrap->rank, 0, size - 1, "0 to size - 1");
     const int noise_rank = bootstrap->noise_rank ? *bootstrap->noise_rank : bootstrap->rank;
     require(noise_rank >= 0, CGX_INVALID_ARGUMENT, "noise_rank is ", noise_rank,
             "; accepted: 0 or more");

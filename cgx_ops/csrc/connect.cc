@@ -143,8 +143,6 @@ CommunicatorRef alone(const std::string& name, int noise_rank, Communicator::Sec
 CommunicatorRef connect(const std::string& name, int rank, int noise_rank, int size,
                         const Allgather& allgather, const std::string& type,
                         Communicator::Seconds timeout) {
-  require(size >= 1 && rank >= 0 && rank < size, CGX_INVALID_ARGUMENT, "rank ", rank, " of size ",
-          size);
   if (size == 1) return alone(name, noise_rank, timeout);
   int64_t unread_bytes = 0;
   Host host{};

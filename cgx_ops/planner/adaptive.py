@@ -92,8 +92,14 @@ class AdaptiveBits:
             raise InvalidArgument(
                 f"budget is {budget!r}; it must be 'squared', 'norm' or 'clusters'"
             )
+        if choices is not None and not choices:
+            raise InvalidArgument("choices is empty; give bits from 1 to 8, or None")
+        for bits in choices or ():
+            Config(bits=bits)  # checks them
+        if most_changes is not None and most_changes < 0:
+            raise InvalidArgument(f"most_changes is {most_changes}; it must be 0 or more, or None")
         if budget != "clusters":
-            allocate_bits([], [], budget, choices=choices, alpha=alpha)  # checks these
+            allocate_bits([], [], budget, alpha=alpha)  # checks alpha
         self.every, self.samples = every, samples
         self.budget: Literal["squared", "norm", "clusters"] = budget
         self.choices = None if choices is None else tuple(choices)

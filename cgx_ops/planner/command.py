@@ -11,12 +11,13 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cgx_ops.bench.allreduce import parse_count, parse_rate, parse_seconds
 from cgx_ops.bench.report import Table, rate_text, time_text
 from cgx_ops.codec import encoded_bytes
 from cgx_ops.config import Config
+from cgx_ops.errors import CgxError, InvalidArgument
 from cgx_ops.planner import baselines
 from cgx_ops.planner.model import Costs, finish, timeline
 from cgx_ops.planner.plan import Plan
@@ -45,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choose("--link", type=parse_rate, default="1gbit", help="of each host (default 1gbit)")
     choose("--hosts", type=_hosts, default=2, help="one rank on each (default 2)")
     choose("--bits", type=int, choices=_BITS[:-1], default=4, help="of a value (default 4)")
-    choose("--bucket-size", type=parse_count, default=Config().bucket_size)
+    default = Config().bucket_size
+    choose("--bucket-size", type=parse_count, default=default, help=f"values (default {default})")
     choose(
         "--backward",
         type=parse_seconds,
@@ -60,11 +62,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
+    try:
+        _run(options)
+    except (CgxError, OSError, ValueError) as error:
+        print(f"python -m cgx_ops plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
     tensors = [pair for given in options.sizes for pair in given]
     model = _Model.of(tensors, options.backward)
+    if not tensors:
+        raise InvalidArgument("the model has no tensors")
     if len(model.numels) < len(tensors):
-        print("python -m cgx_ops plan: two tensors have one name", file=sys.stderr)
-        return 2
+        raise InvalidArgument("two tensors have one name")
     config = Config(bits=options.bits, bucket_size=options.bucket_size)
     plan, table = _planned(model, config, options.hosts, options.link)
     table.print()
@@ -77,7 +89,6 @@ def run(options: argparse.Namespace) -> int:
         messages = timeline(plan.groups, plan.numels, model.ready, sizes, costs)
         draw(options.plot, f"{table.title}; {len(messages)} messages", messages)
         print(f"The timeline is in {options.plot}.")
-    return 0
 
 
 # ---- 1. the model --------------------------------------------------------------------------------
@@ -101,14 +112,18 @@ def _tensors(text: str) -> list[tuple[str, int]]:
     if text.isdecimal():
         return [("", int(text))]
     try:
-        return [
-            (name, math.prod(shape) if isinstance(shape, list) else int(shape))
-            for name, shape in json.loads(Path(text).read_text()).items()
-        ]
+        return [(name, _numel(name, of)) for name, of in json.loads(Path(text).read_text()).items()]
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither a number of values nor a JSON file of names and shapes: {error}"
         ) from None
+
+
+def _numel(name: str, of: Any) -> int:
+    sizes = of if isinstance(of, list) else [of]
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"{name!r} is {of!r}; it must be an integer >= 0, or a list of those")
+    return math.prod(sizes)
 
 
 def _hosts(text: str) -> int:

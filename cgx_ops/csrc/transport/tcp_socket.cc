@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <set>
 #include <sstream>
 
 #include "base/env.h"
@@ -158,8 +159,10 @@ std::vector<SocketAddress> own_addresses() {
   if (const auto words = env_socket_interfaces()) {
     const Interfaces asked(*words);
     std::vector<SocketAddress> addresses = chosen(all, asked);
+    std::set<std::string> each;
+    for (const auto& [name, address] : all) each.insert(name);
     std::string names;
-    for (const auto& [name, address] : all) names += join(names.empty() ? "" : ", ", name);
+    for (const std::string& name : each) names += join(names.empty() ? "" : ", ", name);
     require(!addresses.empty(), CGX_INVALID_ARGUMENT, "CGX_SOCKET_IFNAME=\"", asked.words(),
             "\" chooses no interface that is up and has an address; there are: ", names);
     return addresses;
