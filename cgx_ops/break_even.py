@@ -192,8 +192,8 @@ def sentence(timings: Timings, parameters: int) -> str:
             first = 0 if each == EXACT else first or numel
     compressed = _duration(timings.at(bits, parameters))
     return (
-        f"On this link {_name(bits)} pay from {_size(4 * max(first, least))} on; a step of {model}: "
-        f"{exact} -> {compressed}."
+        f"On this link {_name(bits)} pay from {_size(4 * max(first, least))} on; a step of "
+        f"{model}: {exact} -> {compressed}."
     )
 
 
