@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 
 from cgx_ops import _native
 from cgx_ops.config import Config
-from cgx_ops.jax.gradients import vary_tree
 from cgx_ops.jax.knobs import Knobs, keeps_by_default, name_of_leaf
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups, require_own_messages
+from cgx_ops.jax.primitive import vary_tree
 from cgx_ops.jax.psum import reduce_over
 from cgx_ops.jax.trees import checked_leaf
 from cgx_ops.outer_loop import strided

@@ -16,9 +16,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from cgx_ops.jax import _compat
+from cgx_ops.jax.device_gradients import device_value_and_grad
 from cgx_ops.jax.knobs import checked_knobs
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
-from cgx_ops.jax.primitive import vary
+from cgx_ops.jax.primitive import vary_tree
 from cgx_ops.jax.psum import reduce_over
 from cgx_ops.jax.sharded import value_and_grad_of_shards
 from cgx_ops.jax.trees import checked_leaf
@@ -127,13 +128,17 @@ def value_and_grad(
           the axes went into.
         axis_name: name of a mesh axis, or a tuple of names.
         argnums: which arguments to differentiate, as of jax.value_and_grad. Each is a pytree of
-          float32, float16 or bfloat16; equal on all devices of the axis, as a rule.
+          float32, float16 or bfloat16. Weights that differ between devices all get the mean of
+          their gradients. Gradients of several arguments travel as one tree, the tuple of them; so
+          for rules a leaf's path begins with its place in argnums, such as "0/kernel".
         has_aux: whether fun returns a pair, of which only the first is differentiated.
         in_specs: how each argument is sharded, a PartitionSpec or a tree of them (a prefix of the
           argument's tree): outside a shard_map. Weights may be sharded over the data axes too,
           along one dimension (FSDP): they are gathered, exactly, before fun, and their gradients
           come back sharded alike, by `psum_scatter_q`. Other axes that a weight's spec names are
           those of its parts (tensor parallelism): each part's gradient is sent by its own devices.
+          Only differentiated arguments are gathered. A frozen weight with a data axis in its spec
+          reaches fun as a shard, like a batch.
         mesh: of in_specs; None: that of jax.set_mesh.
         key: a PRNG key, as of `psum_q`: give another in every step. None: rounds to nearest.
         name: of the collective, as of `psum_q`.
@@ -160,23 +165,12 @@ def value_and_grad(
         )
     if mesh is not None:
         raise ValueError(f"{caller}: mesh without in_specs: inside a shard_map give neither")
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         axes = mesh_groups(caller, axis_name).axes
-        chosen = {number % max(len(args), 1) for number in numbers}
-        copies = [vary_tree(arg, axes) if i in chosen else arg for i, arg in enumerate(args)]
-        result, gradients = jax.value_and_grad(fun, argnums, has_aux)(*copies, **kwargs)
-        value = result[0] if has_aux else result
-        reduced = frozenset(axes) - _compat.varying_axes(value)
-        if _compat.types_are_checked() and reduced:
-            raise ValueError(
-                f"{caller}: the value of fun is the same on all devices of {_names(reduced)}, so "
-                "the gradients are not those of each device's own value, and their mean would be N "
-                "times too small. Return the device's own value from fun, without psum or pmean "
-                "over these axes; it is averaged here"
-            )
-        value = jax.lax.pmean(value, axes)
+        own_value_and_grad = device_value_and_grad(caller, fun, axes, argnums, has_aux)
+        result, gradients = own_value_and_grad(*args, **kwargs)
+        value = jax.lax.pmean(result[0] if has_aux else result, axes)
         mean, _ = reduce_over(caller, gradients, None, axes, "avg", key=key, name=name, **knobs)
         return ((value, result[1]) if has_aux else value), mean
 
@@ -204,8 +198,3 @@ def _check_shared(
 
 def _names(axes: frozenset[Hashable]) -> list[Hashable]:
     return sorted(axes, key=str)
-
-
-def vary_tree(tree: Any, axes: tuple[Hashable, ...]) -> Any:
-    """Make the type of every leaf vary over the axes."""
-    return jax.tree.map(lambda leaf: vary(leaf, frozenset(axes)), tree)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from cgx_ops.jax import _compat
 from cgx_ops.jax.diloco_state import DiLoCoState, mean_over
-from cgx_ops.jax.gradients import vary_tree
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
+from cgx_ops.jax.primitive import vary_tree
 
 if TYPE_CHECKING:
     import optax

@@ -114,6 +114,11 @@ def vary(leaf: jax.Array, axes: frozenset[Hashable]) -> jax.Array:
     return jax.lax.pcast(leaf, tuple(sorted(missing, key=str)), to="varying")
 
 
+def vary_tree(tree: Any, axes: tuple[Hashable, ...]) -> Any:
+    """Make the type of every leaf vary over the axes."""
+    return jax.tree.map(lambda leaf: vary(leaf, frozenset(axes)), tree)
+
+
 collective_q_p = Primitive("cgx_collective_q")
 collective_q_p.multiple_results = True
 collective_q_p.def_impl(functools.partial(xla.apply_primitive, collective_q_p))

@@ -18,8 +18,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cgx_ops.jax import _compat
-from cgx_ops.jax.mesh_groups import mesh_groups
-from cgx_ops.jax.primitive import vary
+from cgx_ops.jax.device_gradients import device_value_and_grad, differentiated_places
 from cgx_ops.jax.psum import pmean_q
 from cgx_ops.jax.scatter_gather import psum_scatter_q
 
@@ -37,42 +36,40 @@ def value_and_grad_of_shards(
     **knobs: Any,
 ) -> Callable[..., Any]:
     """Return what gradients.value_and_grad() says of in_specs; it checks the knobs."""
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    caller = "value_and_grad"
+    own_value_and_grad = device_value_and_grad(caller, fun, axes, argnums, has_aux)
 
     def differentiated(*args: Any) -> Any:
         if len(args) != len(in_specs):
             raise TypeError(
-                f"value_and_grad: {len(args)} arguments for {len(in_specs)} in_specs: give a "
+                f"{caller}: {len(args)} arguments for {len(in_specs)} in_specs: give a "
                 "PartitionSpec, or a tree of them, for each"
             )
+        places = differentiated_places(caller, argnums, len(args))
         specs = [
             jax.tree.broadcast(spec, arg, is_leaf=_is_spec)
             for spec, arg in zip(in_specs, args, strict=True)
         ]
+        data = jax.tree.map(lambda spec: _part(spec, axes), specs, is_leaf=_is_spec)
+
+        def of_gradients(specs: list[Specs]) -> Specs:
+            chosen = tuple(specs[place] for place in places)
+            return chosen[0] if isinstance(argnums, int) else chosen
 
         def of_shard(key: jax.Array | None, *shards: Any) -> Any:
             whole = [
-                _gathered(shard, spec, axes) if number in numbers else shard
-                for number, (shard, spec) in enumerate(zip(shards, specs, strict=True))
+                _gathered(shard, spec, axes) if place in places else shard
+                for place, (shard, spec) in enumerate(zip(shards, specs, strict=True))
             ]
-            result, gradients = jax.value_and_grad(fun, numbers, has_aux)(*whole)
-            reduced = [
-                _reduced(gradient, specs[number], axes, key, knobs)
-                for number, gradient in zip(numbers, gradients, strict=True)
-            ]
-            mean = jax.lax.pmean(result, axes)
-            return mean, reduced[0] if isinstance(argnums, int) else tuple(reduced)
+            result, gradients = own_value_and_grad(*whole)
+            reduced = _reduced(gradients, of_gradients(specs), axes, key, knobs)
+            return jax.lax.pmean(result, axes), reduced
 
-        data = [jax.tree.map(lambda spec: _part(spec, axes), s, is_leaf=_is_spec) for s in specs]
-        of_gradients = tuple(data[number] for number in numbers)
         return jax.shard_map(
             of_shard,
             mesh=mesh,
             in_specs=(PartitionSpec(), *data),
-            out_specs=(
-                PartitionSpec(),
-                of_gradients[0] if isinstance(argnums, int) else of_gradients,
-            ),
+            out_specs=(PartitionSpec(), of_gradients(data)),
             axis_names=set(axes),
         )(key, *args)
 
@@ -104,7 +101,8 @@ def _sharded_dimension(spec: PartitionSpec, axes: tuple[Any, ...]) -> int | None
     if len(found) > 1 or ours != axes:
         raise ValueError(
             f"value_and_grad: weights of spec {spec}, data axes {axes}: shard one dimension over "
-            "all of these axes, in their order, or none"
+            "all of these axes, in their order, or none. If weights are sharded over one data axis "
+            "of two (HSDP), name that one alone as axis_name: XLA averages over the other, exactly"
         )
     return found[0]
 
@@ -113,7 +111,7 @@ def _gathered(weights: Any, specs: Specs, axes: tuple[Any, ...]) -> Any:
     def whole(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
         dimension = _sharded_dimension(spec, axes)
         if dimension is None:
-            return vary(leaf, frozenset(axes))
+            return leaf
         return jax.lax.all_gather(leaf, axes, axis=dimension, tiled=True)
 
     return jax.tree.map(whole, weights, specs)
@@ -133,8 +131,18 @@ def _reduced(
     if any(dimension is not None for dimension in dimensions):
         _check_scattered(knobs)
 
+    size = jax.lax.axis_size(axes)
+    rest = [_part(spec, axes, others=True) for spec in of_leaves]
+    of_blocks = list(rest)
+    for number, d in enumerate(dimensions):
+        if d is not None:
+            # Devices' blocks get an axis of their own, which no other axis of the mesh cuts.
+            shape, spec = leaves[number].shape, rest[number]
+            cut = (*shape[:d], size, shape[d] // size, *shape[d + 1 :])
+            leaves[number] = leaves[number].reshape(cut)
+            of_blocks[number] = PartitionSpec(*spec[:d], None, *spec[d:])
+
     def reduce(key: jax.Array | None, leaves: list[jax.Array]) -> list[jax.Array]:
-        size = mesh_groups("value_and_grad", axes).size
         pairs = list(zip(leaves, dimensions, strict=True))
         # None holds a sharded leaf's place, so that rules meet the key paths of the whole tree.
         shared = tree.unflatten([leaf if d is None else None for leaf, d in pairs])
@@ -144,12 +152,11 @@ def _reduced(
             for number, (leaf, d) in enumerate(pairs)
         ]
 
-    rest = [_part(spec, axes, others=True) for spec in of_leaves]
     named = {axis for spec in rest for entry in _entries(spec) for axis in entry}
     others = named | set(_compat.automatic_axes())  # psum_q leaves none to the compiler
     if others:
         reduce = jax.shard_map(
-            reduce, in_specs=(PartitionSpec(), rest), out_specs=rest, axis_names=others
+            reduce, in_specs=(PartitionSpec(), of_blocks), out_specs=rest, axis_names=others
         )
     return tree.unflatten(reduce(key, leaves))
 
@@ -178,4 +185,4 @@ def _scattered(
     own = {**knobs, "name": f"{name}/{number}" if name else ""}
     if key is not None:
         key = jax.random.fold_in(key, number)
-    return psum_scatter_q(leaf, axes, scatter_dimension=dimension, tiled=True, key=key, **own)
+    return psum_scatter_q(leaf, axes, scatter_dimension=dimension, key=key, **own)
