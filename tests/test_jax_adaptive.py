@@ -1,17 +1,22 @@
 """Bits that follow gradients in JAX: statistics inside a program, and a program for each change."""
 
+import re
+import textwrap
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
 from jax.sharding import PartitionSpec as P
 from jax_cases import mesh_of, normal, use_cpu_devices
 
+import cgx_ops.jax
 from cgx_ops import Config, InvalidArgument
-from cgx_ops.jax import numels_of, psum_q, statistics
+from cgx_ops.jax import numels_of, pmean_q, psum_q, statistics
 from cgx_ops.planner import AdaptiveBits, Plan, allocate_bits
 
 use_cpu_devices(8)
@@ -73,6 +78,31 @@ def test_a_program_for_each_change() -> None:
     assert [bits.bits[n] for n in "abc"] == want != [4] * 3
     compiled: Any = step
     assert compiled._cache_size() == 1 + bits.changes == 2
+
+
+def test_the_snippet_of_the_documentation() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "planner.md").read_text()
+    block = re.search(r"\n\n(    bits = AdaptiveBits.*?)\n\n\S", page, re.DOTALL)
+    assert block is not None
+    params, batches = {"w": normal(1, 40, 40)}, normal(2, 1, 8, 40)
+
+    def loss(params: Any, batch: jax.Array) -> jax.Array:
+        return jnp.square(batch @ params["w"]).mean()
+
+    names = {
+        "AdaptiveBits": AdaptiveBits, "P": P, "batches": batches, "cgx_ops": cgx_ops,
+        "config": Config(bits=4), "jax": jax, "loss": loss, "mesh": mesh_of((4,), ("data",)),
+        "params": params, "partial": partial, "pmean_q": pmean_q,
+    }  # fmt: skip
+    exec(textwrap.dedent(block[1]), names)
+    own = [jax.grad(loss)(params, rows)["w"] for rows in batches[0].reshape(4, 2, 40)]
+    exact = sum(own) / 4
+    # A level of 4 bits is at most 2 max / 15, and rounding errs by half of it: in what each device
+    # sends, and in their average, whose magnitudes may exceed theirs by that.
+    largest = float(max(jnp.abs(g).max() for g in own))
+    bound = largest / 15 + largest * (1 + 1 / 15) / 15
+    got: Any = names["gradients"]
+    assert float(jnp.abs(got["w"] - exact).max()) <= bound < float(jnp.abs(exact).max())
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -20,6 +20,9 @@ def statistics(
 
         found = jax.lax.pmean(statistics(gradients), "data")
 
+    where gradients are each device's own: of jax.lax.pcast(params, "data", to="varying") where
+    shard_map checks types, because JAX sums those of shared params by itself.
+
     Args:
         tree: a pytree of arrays, such as a device's own gradients.
         bucket_size: as the leaves travel.
