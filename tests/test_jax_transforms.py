@@ -254,6 +254,23 @@ def test_vmap_around_shard_map(check_vma: bool) -> None:
 
 
 @both_modes
+def test_examples_that_a_mesh_axis_spreads_have_their_own_noise(check_vma: bool) -> None:
+    """With spmd_axis_name they are those of the same vmap without."""
+    same, mesh = normal(20, 1, 4, 600).repeat(4, axis=0), mesh_of((2, 4), ("r", "d"))
+    mapped = jax.shard_map(
+        lambda v, key: psum_q(v[0], "d", key=key, bits=2),
+        mesh=mesh, in_specs=(P("d"), P()), out_specs=P(), check_vma=check_vma,
+    )  # fmt: skip
+    x, key = spread(mesh, same, P("r", "d")), spread(mesh, jax.random.key(4), P())
+    alone, over_r = (
+        fetch(jax.jit(jax.vmap(mapped, (0, None), spmd_axis_name=name))(x, key))
+        for name in (None, "r")
+    )
+    assert same_bits(alone, over_r)
+    assert not any(np.array_equal(alone[i], alone[j]) for i in range(4) for j in range(i))
+
+
+@both_modes
 def test_gradient_of_vmap_and_vmap_of_gradient(check_vma: bool) -> None:
     x = normal(15, 8, 3, 600)
     a = run(jax.grad(lambda v: jnp.sin(jax.vmap(q)(v)).sum()), x, check_vma=check_vma)

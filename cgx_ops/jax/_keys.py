@@ -1,7 +1,7 @@
 """PRNG keys: what is one, and the seeds of noise that follow from it."""
 
 import zlib
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -70,12 +70,18 @@ class CallSeeds:
         return jax.random.bits(jax.random.fold_in(self._keys[others], index), (1, 2), jnp.uint32)
 
 
-def example_seeds(seeds: jax.Array, examples: int) -> jax.Array:
-    """Return seeds for each example of a vmap under one key: uint32 (n, 2) to (examples, n, 2)."""
+def example_seeds(seeds: jax.Array, examples: int, over: Sequence[Hashable] | None) -> jax.Array:
+    """Return seeds for each example of a vmap under one key: uint32 (n, 2) to (examples, n, 2).
+
+    over: the mesh axes that vmap's spmd_axis_name spreads all examples over; so many are here.
+    """
 
     def of(example: jax.Array, seed: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
         return jax.random.key_data(jax.random.fold_in(key, example))
 
     numbers = jnp.arange(examples, dtype=jnp.uint32)
+    bound = tuple(axis for axis in over or () if _compat.is_shard_map_axis(axis))
+    if bound:
+        numbers += examples * jax.lax.axis_index(bound).astype(jnp.uint32)
     return jax.vmap(lambda number: jax.vmap(lambda seed: of(number, seed))(seeds))(numbers)

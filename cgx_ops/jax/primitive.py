@@ -241,7 +241,8 @@ def _batch(
             continue
         before = 0
         if places[1][i] is None and settings.configs[i].draws:
-            operands[1][i], places[1][i] = example_seeds(operands[1][i], size), 0
+            seeds = example_seeds(operands[1][i], size, axis_data.spmd_name)
+            operands[1][i], places[1][i] = seeds, 0
         for kind, dims_of_kind, axis in zip(operands, places, (at, 0, at), strict=True):
             if kind:
                 front = batching.bdim_at_front(kind[i], dims_of_kind[i], size)
