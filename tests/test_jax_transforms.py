@@ -128,7 +128,8 @@ def test_linear_transpose_is_that_of_the_exact_collective(
 
 
 @both_modes
-def test_linear_transpose_of_a_tree(check_vma: bool) -> None:
+@pytest.mark.parametrize("fuse", [True, False], ids=["one message", "several messages"])
+def test_linear_transpose_of_a_tree(fuse: bool, check_vma: bool) -> None:
     """Leaves on which the function does not depend linearly, or whose results are not used."""
     x, y = normal(31, 8, 300), normal(32, 8, 400)
 
@@ -141,7 +142,7 @@ def test_linear_transpose_of_a_tree(check_vma: bool) -> None:
 
         return body
 
-    ours = run(transposed(q), x, y, check_vma=check_vma)
+    ours = run(transposed(lambda t: q(t, fuse=fuse)), x, y, check_vma=check_vma)
     theirs = run(transposed(lambda t: lax.psum(t, "d")), x, y, check_vma=check_vma)
     assert all(map(same_bits, jax.tree.leaves(ours), jax.tree.leaves(theirs)))
 

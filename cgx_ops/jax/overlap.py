@@ -94,7 +94,16 @@ def _jvp(
     return results, [*tangents[:same], *map(_compat.zero_tangent, results[same:])]
 
 
+def _transpose(cotangents: Sequence[Any], *operands: Any, taken: int, made: int) -> list[Any]:
+    """Hand cotangents back; tokens have none."""
+    del made
+    same = len(operands) - taken
+    pairs = zip(operands[:same], cotangents[:same], strict=True)
+    return [*(ct if ad.is_undefined_primal(x) else None for x, ct in pairs), *[None] * taken]
+
+
 mlir.register_lowering(gate_p, _lower_cpu, platform="cpu")
 mlir.register_lowering(gate_p, mlir.lower_fun(pass_on))
 batching.primitive_batchers[gate_p] = _batch
 ad.primitive_jvps[gate_p] = _jvp
+ad.primitive_transposes[gate_p] = _transpose
