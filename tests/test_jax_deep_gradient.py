@@ -294,6 +294,20 @@ def test_another_number_of_devices() -> None:
     assert np.abs(fetch(got["a"]) + left - (v + 0.9 * u)).max() <= 16 * 2.0**-24 * np.abs(v).max()
 
 
+def test_parameters_with_none() -> None:
+    """As equinox.partition leaves them: None is no leaf, and changes no other's average."""
+    averages = []
+    for more in ({}, {"none": None, "pair": (None, None)}):
+        weights, rows = WEIGHTS | more, at(0) | more
+        optimizer = deep_gradient("d", density=0.05, mesh=MESH)
+        step, state = program_of(optimizer, weights, MESH), placed(optimizer, weights, MESH)
+        _, state = step(weights, state, rows)
+        got, _ = step(weights, state, rows)
+        assert jax.tree.structure(got) == jax.tree.structure(weights)
+        averages.append(got)
+    assert all(same_bits(averages[0][name], averages[1][name]) for name in SHAPES)
+
+
 # ---- 3. bad input --------------------------------------------------------------------------------
 
 

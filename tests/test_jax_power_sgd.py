@@ -278,6 +278,21 @@ def test_another_number_of_devices() -> None:
     assert np.abs(fetch(got["a"]) + left - pending).max() <= 64 * 2.0**-24 * np.linalg.norm(pending)
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_parameters_with_none(batched: bool) -> None:
+    """As equinox.partition leaves them: None is no leaf, and changes no other's average."""
+    averages = []
+    for more in ({}, {"none": None, "pair": (None, None)}):
+        weights, rows = WEIGHTS | more, at(0) | more
+        optimizer = power_sgd("d", rank=2, start=1, batched=batched, mesh=MESH)
+        step, state = program_of(optimizer, weights, MESH), placed(optimizer, weights, MESH)
+        _, state = step(weights, state, rows)
+        got, _ = step(weights, state, rows)
+        assert jax.tree.structure(got) == jax.tree.structure(weights)
+        averages.append(got)
+    assert all(same_bits(averages[0][name], averages[1][name]) for name in SHAPES)
+
+
 # ---- 3. bad input --------------------------------------------------------------------------------
 
 

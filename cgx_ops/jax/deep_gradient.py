@@ -127,8 +127,8 @@ def deep_gradient(
         if momentum:
             zeros = zero_residuals(_CALLER, kept, axis_name, mesh)
             u = jax.tree.map(
-                lambda own, leaf: jnp.zeros(jnp.shape(leaf), jnp.float32) if own is None else own,
-                zeros, params, is_leaf=lambda node: node is None,
+                lambda leaf, own: jnp.zeros(jnp.shape(leaf), jnp.float32) if own is None else own,
+                params, zeros,
             )  # fmt: skip
         return DeepGradientState(jnp.zeros((), jnp.int32), u, residual)
 

@@ -168,8 +168,11 @@ def power_sgd(
         residual = zero_residuals(_CALLER, by_path(kept, params), axis_name, mesh)
         return PowerSGDState(jnp.zeros((), jnp.int32), q, residual)
 
-    def planned(leaves: list[_Leaf], qs: Any) -> list[_Matrix]:
-        """Return what is factored, with the q of each; `qs` is as the state has it."""
+    def planned(tree: Any, leaves: list[_Leaf], qs: Any) -> list[_Matrix]:
+        """Return what is factored, with the q of each; `qs` is as the state has it.
+
+        tree: the structure of the gradients, which may have None too.
+        """
         if batched:
             side, columns = all_in_one(sum(leaf.x.size for leaf in leaves))
             if getattr(qs, "shape", None) != (side, columns):
@@ -180,7 +183,7 @@ def power_sgd(
                 )
             return [_Matrix("", leaves, side, side, qs)]
         found = []
-        for leaf, q in zip(leaves, jax.tree.leaves(qs, is_leaf=_is_none), strict=True):
+        for leaf, q in zip(leaves, tree.flatten_up_to(qs), strict=True):
             rows, columns = _matrix_of(leaf.x.shape)
             expected = rank_in(leaf.path, leaf.x)
             if (None if q is None else q.shape) != ((columns, expected) if expected else None):
@@ -202,7 +205,8 @@ def power_sgd(
             if batched or rank_in(path, leaf):
                 _check_whole(path, leaf, axes)
         leaves = _leaves(updates, state, decay)
-        matrices = planned(leaves, state.q)
+        tree = jax.tree.structure(updates)
+        matrices = planned(tree, leaves, state.q)
         if not warm_start:
             drawn_from = jax.random.fold_in(jax.random.key(seed), state.step)
             matrices = [m.drawn(jax.random.fold_in(drawn_from, i)) for i, m in enumerate(matrices)]
@@ -229,7 +233,6 @@ def power_sgd(
             means, qs, lost = jax.lax.cond(state.step < start, exact, factored, None)
         else:
             means, qs, lost = factored(None)
-        tree = jax.tree.structure(updates)
         residual = jax.tree.map(lambda e: e[None], tree.unflatten(lost))
         q = jax.tree.unflatten(jax.tree.structure(state.q), qs)
         return tree.unflatten(means), PowerSGDState(state.step + 1, q, residual)
@@ -253,10 +256,6 @@ def _matrix_of(shape: Sequence[int]) -> tuple[int, int]:
     """Return the rows and columns of a leaf as a matrix: parted where their sum is least."""
     ways = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
     return min(ways, key=sum, default=(1, math.prod(shape)))
-
-
-def _is_none(node: Any) -> bool:
-    return node is None
 
 
 # ---- 2. what is factored -------------------------------------------------------------------------
