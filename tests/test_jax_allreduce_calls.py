@@ -338,6 +338,11 @@ def test_processes(ranks: int) -> None:
     check_ok(mpirun(ranks, "run_jax_allreduce.py", *names, env=ENVIRONMENT, timeout=220), names)
 
 
+def test_among_other_ordered_effects() -> None:
+    names = ["among_other_ordered_effects"]
+    check_ok(mpirun(2, "run_jax_allreduce.py", *names, env=ENVIRONMENT, timeout=100), names)
+
+
 def test_processes_that_fail() -> None:
     environment, names = {**ENVIRONMENT, "CGX_TIMEOUT": "3"}, ["mismatch", "late"]
     check_ok(mpirun(2, "run_jax_allreduce.py", *names, env=environment, timeout=100), names)

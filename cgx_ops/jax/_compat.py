@@ -171,7 +171,7 @@ def lower_in_order(
         avals_out=[core.abstract_token, *ctx.avals_out],
     )
     token, *results = rule(with_token, ctx.tokens_in.get(effect), *operands, **attributes)
-    ctx.set_tokens_out(mlir.TokenSet({effect: token}))
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({effect: token})))
     return results
 
 

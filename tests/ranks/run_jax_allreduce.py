@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import io_callback
 from jax_cases import expected, normal, same_bits, seed_of
 
 import cgx_ops
@@ -93,6 +94,29 @@ def threads_with_names() -> None:
         thread.join()
     for index, result in enumerate(results):
         assert same_bits(result, -expected(-x[:, index])), index
+
+
+def among_other_ordered_effects() -> None:
+    """Between callbacks that are ordered too, in straight lines and in a loop."""
+    seen: list[float] = []
+
+    def see(x: jax.Array) -> None:
+        io_callback(lambda value: seen.append(float(value)), None, x[0], ordered=True)
+
+    def body(rows: jax.Array) -> Any:
+        def step(_: None, row: jax.Array) -> tuple[None, jax.Array]:
+            total = reduce(row)
+            see(total)
+            return None, total
+
+        see(rows[0])
+        return lax.scan(step, None, rows)[1]
+
+    rows = jax.block_until_ready(jax.jit(body)(X[RANK]))
+    jax.effects_barrier()
+    wanted = np.stack([expected(X[:, row]) for row in range(4)])
+    assert same_bits(rows, wanted)
+    assert seen == [X[RANK, 0, 0], *wanted[:, 0]]
 
 
 def one_program_for_all() -> None:
@@ -182,6 +206,6 @@ else:
     checks.run(
         checks.named(
             values, different_programs, two_communicators, threads_with_names,
-            one_program_for_all, training, mismatch, late,
+            among_other_ordered_effects, one_program_for_all, training, mismatch, late,
         )
     )  # fmt: skip
