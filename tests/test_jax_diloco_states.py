@@ -6,11 +6,13 @@ Inner steps add what jax_diloco_cases.moves() says, whatever the parameters are.
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import jax_diloco_cases as cases
 import launch
 import numpy as np
 import pytest
 from jax import P
+from jax.sharding import AxisType
 from jax_cases import fetch, same_bits, use_cpu_devices
 from jax_diloco_cases import PLAIN, SHAPES, SPARSE, STREAMING, all_same, leaf_of, started, trained
 from jax_optimizer_cases import mesh_with, restored
@@ -59,6 +61,27 @@ def test_another_number_of_devices() -> None:
         assert np.isfinite(fetch(leaf_of(params, name))).all()
     with pytest.raises(ValueError, match="consolidate_copies: devices is 0"):
         consolidate_copies(params, 0)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_leaves_that_have_no_mean(axis_type: AxisType) -> None:
+    """Integers and keys become the first device's; Explicit is jax.make_mesh's default."""
+    mesh = jax.make_mesh((4,), ("d",), (axis_type,), devices=jax.devices()[:4])
+    loop = diloco("d", sync_every=2, mesh=mesh)
+    weights = {"w": np.ones((8, 8), np.float32), "count": np.int32(3), "key": jax.random.key(1)}
+    state = loop.init(weights)
+
+    def row(n: int) -> dict[str, jax.Array]:
+        return {"w": n * jnp.ones((8, 8)), "count": jnp.int32(n), "key": jax.random.key(n)}
+
+    own = jax.tree.map(lambda *rows: jnp.stack(rows), *map(row, range(1, 5)))
+    params = jax.device_put(own, jax.NamedSharding(mesh, P("d")))
+    whole = jax.NamedSharding(mesh, P())
+    saved = jax.jit(lambda p: consolidate_copies(p, 2), out_shardings=whole)(params)
+    for got in (saved, consolidate_copies(params, 2), loop.restart(params, state)):
+        assert np.all(got["count"] == 1)
+        assert (got["key"] == jax.random.key(1)).all()
+    assert np.all(saved["w"] == 2.5)
 
 
 def test_restart_and_skip() -> None:

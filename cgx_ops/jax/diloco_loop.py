@@ -19,7 +19,7 @@ import numpy as np
 from cgx_ops.jax import _compat
 from cgx_ops.jax.diloco_agreement import agree
 from cgx_ops.jax.diloco_fragments import CALLER, Method, merged, part, values_of
-from cgx_ops.jax.diloco_state import DiLoCoState, Flight, Layout
+from cgx_ops.jax.diloco_state import DiLoCoState, Flight, Layout, first_of
 from cgx_ops.jax.optimizer_state import devices_of, import_optax, zero_residuals
 from cgx_ops.outer_loop import Schedule
 
@@ -120,7 +120,7 @@ class DiLoCo:
 
         def begin(params: Any, anchor: Any) -> Any:
             def of(p: Any, a: Any) -> Any:
-                own = p[:1] if a is None else a.astype(p.dtype)[None]
+                own = first_of(p) if a is None else a.astype(p.dtype)
                 return jnp.broadcast_to(own, p.shape)
 
             return jax.tree.map(of, params, anchor)

@@ -144,7 +144,20 @@ def mean_over(caller: str, devices: int | None) -> Callable[[Any], jax.Array]:
     def mean_of(own: Any) -> jax.Array:
         own = jnp.asarray(own)
         is_float = jnp.issubdtype(own.dtype, jnp.floating)
-        mean = jnp.mean(own, axis=0, dtype=jnp.float32).astype(own.dtype) if is_float else own[0]
+        mean = (
+            jnp.mean(own, axis=0, dtype=jnp.float32).astype(own.dtype)
+            if is_float
+            else first_of(own)
+        )
         return jnp.broadcast_to(mean, (devices or len(own), *mean.shape))
 
     return mean_of
+
+
+def first_of(own: jax.Array) -> jax.Array:
+    """Return own[0]; JAX cuts no axis that its types have sharded (an explicit mesh)."""
+    sharding = jax.typeof(own).sharding
+    if sharding.spec[0] is not None:
+        whole = jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec[1:]))
+        own = jax.sharding.reshard(own, whole)
+    return own[0]
