@@ -34,7 +34,7 @@ from jax_cases import (
 )
 from jax_mesh_cases import MESHES, MeshCase, carriers_and_modes
 
-from cgx_ops.jax import pmean_q, psum_q
+from cgx_ops.jax import all_gather_q, pmean_q, psum_q, psum_scatter_q, value_and_grad
 
 use_cpu_devices(8)
 
@@ -144,6 +144,22 @@ def test_sums_in_32_bits_are_those_of_lax(case: MeshCase, carrier: Any, check_vm
 
 
 # ---- 3. several meshes --------------------------------------------------------------------------
+
+
+@both_modes
+def test_axes_in_a_list(check_vma: bool) -> None:
+    """As jax.lax takes them."""
+    x, mesh = normal(5, 8, 8, 600), mesh_of((4, 2), ("a", "b"))
+
+    def calls(axes: Any, v: jax.Array) -> Any:
+        part = psum_scatter_q(v, axes)
+        whole = all_gather_q(part, axes)
+        return psum_q(v, axes), part, whole, value_and_grad(jnp.sum, axes)(v[0])
+
+    of_list, of_tuple = (
+        on_mesh(mesh, partial(calls, axes), check_vma)(x) for axes in (["a", "b"], ("a", "b"))
+    )
+    assert all(map(same_bits, *map(jax.tree.leaves, (of_list, of_tuple))))
 
 
 @both_modes

@@ -20,6 +20,7 @@ from cgx_ops.jax import _compat
 from cgx_ops.jax.diloco_agreement import agree
 from cgx_ops.jax.diloco_fragments import CALLER, Method, merged, part, values_of
 from cgx_ops.jax.diloco_state import DiLoCoState, Flight, Layout, first_of
+from cgx_ops.jax.mesh_groups import axes_of
 from cgx_ops.jax.optimizer_state import devices_of, import_optax, zero_residuals
 from cgx_ops.outer_loop import Schedule
 
@@ -314,8 +315,7 @@ class DiLoCo:
         return part(state.anchor, tree, fragment, self.schedule.fragments)
 
     def _axes(self) -> tuple[Hashable, ...]:
-        axes = self.layout.axis_name
-        return axes if isinstance(axes, tuple) else (axes,)
+        return axes_of(self.layout.axis_name)
 
     def _devices(self) -> int:
         return devices_of(CALLER, self._axes(), self.layout.mesh)

@@ -18,8 +18,9 @@ def register() -> list[jax.export.DisabledSafetyCheck]:
         cgx_ops.jax.register()  # in another process
         step = jax.export.deserialize(file.read_bytes()).call
 
-    An exported program runs with the cgx_ops release that exported it, on as many devices; a group
-    of processes is part of it, so every process loads what a process of an equal mesh exported.
+    An exported program runs with the cgx_ops release that exported it, on as many devices of the
+    one platform that it is for; a group of processes is part of it, so every process loads what a
+    process of an equal mesh exported.
 
     Starts the XLA backend: call `initialize` first where there are several processes.
 

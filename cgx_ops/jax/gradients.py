@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from cgx_ops.jax import _compat
 from cgx_ops.jax.device_gradients import device_value_and_grad
 from cgx_ops.jax.knobs import checked_knobs
-from cgx_ops.jax.mesh_groups import Axes, mesh_groups
+from cgx_ops.jax.mesh_groups import Axes, axes_of, mesh_groups
 from cgx_ops.jax.primitive import vary_tree
 from cgx_ops.jax.psum import reduce_over
 from cgx_ops.jax.sharded import value_and_grad_of_shards
@@ -159,9 +159,8 @@ def value_and_grad(
     caller = "value_and_grad"
     if in_specs is not None:
         checked_knobs(caller, key=key, name=name, **knobs)
-        axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
         return value_and_grad_of_shards(
-            fun, axes, argnums, has_aux, in_specs, mesh, key, name=name, **knobs
+            fun, axes_of(axis_name), argnums, has_aux, in_specs, mesh, key, name=name, **knobs
         )
     if mesh is not None:
         raise ValueError(f"{caller}: mesh without in_specs: inside a shard_map give neither")

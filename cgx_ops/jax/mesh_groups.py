@@ -27,7 +27,7 @@ from cgx_ops.jax.primitive import Settings, Verb, custom_call, message_attribute
 from cgx_ops.jax.trees import exact_twin
 from cgx_ops.jax.votes import lower_by_counts, need_counts
 
-Axes = Hashable | tuple[Hashable, ...]
+Axes = Hashable | tuple[Hashable, ...] | list[Hashable]
 Rows = npt.NDArray[np.int64]  # the partition ids of each group, a row each, in rank order
 
 
@@ -80,9 +80,14 @@ class MeshGroups:
         return list(map(of, cotangents, leaves))
 
 
+def axes_of(axis_name: Axes) -> tuple[Hashable, ...]:
+    """Return the axes that an axis_name names: one, or, as jax.lax takes them, a tuple or list."""
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+
+
 def mesh_groups(caller: str, axis_name: Axes) -> MeshGroups:
-    """Return the groups along an axis or a tuple of axes, if a shard_map binds them."""
-    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    """Return the groups along one axis or several, if a shard_map binds them."""
+    axes = axes_of(axis_name)
     if len(set(axes)) < len(axes):
         raise ValueError(f"{caller}: an axis is named twice: {axes}")
     size = math.prod(_axis_size(caller, axis) for axis in axes)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from cgx_ops.jax import _compat
 from cgx_ops.jax.diloco_state import DiLoCoState, mean_over
-from cgx_ops.jax.mesh_groups import Axes, mesh_groups
+from cgx_ops.jax.mesh_groups import Axes, axes_of, mesh_groups
 from cgx_ops.jax.primitive import vary_tree
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def zero_residuals(caller: str, kept: Any, axis_name: Axes, mesh: Mesh | None) -
 
     Inside of shard_map each has an axis of one in front, outside one of the devices.
     """
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    names = axes_of(axis_name)
     if any(_compat.axis_size(axis) is not None for axis in names):
         axes = mesh_groups(caller, axis_name).axes
         return vary_tree(jax.tree.map(lambda leaf: jnp.zeros_like(leaf)[None], kept), axes)
