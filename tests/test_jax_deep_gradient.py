@@ -187,6 +187,16 @@ def test_one_program_serves_the_warm_up() -> None:
     assert step._cache_size() == 1
 
 
+def test_what_is_sparse_is_one_message_of_any_tree() -> None:
+    """And what is exact one for each 4 MiB or so."""
+    weights = {str(i): jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(6)}
+    rows = {name: jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float32) for name in weights}
+    optimizer = deep_gradient("d", density=0.001, rules={"[01]": 32}, mesh=MESH)
+    step = program_of(optimizer, weights, MESH)
+    text = step.lower(weights, jax.eval_shape(optimizer.init, weights), rows).as_text()
+    assert text.count("stablehlo.custom_call @cgx_psum_q") == 1 + 2
+
+
 @slow
 def test_devices_of_a_host_have_their_gradients_added_up() -> None:
     """As on one device a host, of their means; clipped before."""

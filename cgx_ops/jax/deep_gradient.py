@@ -174,9 +174,11 @@ def deep_gradient(
             whole = {n for n in owed if own[n]["density"] >= 1}
             zeros = {n: None if n in whole else jnp.zeros_like(c) for n, c in owed.items()}
             by_leaf = {rf"\A{re.escape(n)}\Z": EXACT_BITS if n in whole else own[n] for n in owed}
+            # Little of a large tree is sent: one message.
             got, lost = reduced(
-                owed, zeros, groups.axes, "sparse", rules=by_leaf, algorithm="one_shot", **how
-            )
+                owed, zeros, groups.axes, "sparse",
+                rules=by_leaf, algorithm="one_shot", parts=False, **how,
+            )  # fmt: skip
             return got, {n: jnp.zeros_like(c) if n in whole else lost[n] for n, c in owed.items()}
 
         got, lost = _at_its_stage(method, state.step, sent)

@@ -4,7 +4,7 @@
 
   1. the transformation: which leaves are factored, its state, what a step averages
   2. what is factored: a leaf as a matrix, or all leaves together as one
-  3. a step: one message of all P and of the leaves that are not factored, one of all Q
+  3. a step: all P travel with the leaves that are not factored, then all Q
   4. the linear algebra, in float32
 
 Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
@@ -75,8 +75,9 @@ def power_sgd(
     It stands where `average_gradients` stands, and is used in the same way, with `state_specs` and
     `consolidate`. A leaf is a matrix M of n rows and m columns, its dimensions parted where n + m
     is least: (height * width * in, out) of a convolution. It is sent as P (n, rank) and Q
-    (m, rank): 4 rank (n + m) bytes in place of 4 n m, in two messages a step for the whole tree.
-    What of a device's matrix its own Q does not tell is its residual, added in the next step. So
+    (m, rank): 4 rank (n + m) bytes in place of 4 n m. All P are a message, with leaves that are not
+    factored, and all Q another one; from 8 MiB on each is several, as of `psum_q`. What of a
+    device's matrix its own Q does not tell is its residual, added in the next step. So
     over all devices gradients and old residuals are the average (as a sum) and the new residuals,
     but for what float32 and the leaf's dtype round.
 

@@ -170,12 +170,16 @@ def pmean_q(
 
 
 def reduce_over(
-    caller: str, x: Any, residual: Any, axis_name: Axes, op: str, /, **knobs: Any
-) -> tuple[Any, Any]:
+    caller: str, x: Any, residual: Any, axis_name: Axes, op: str, /, *, parts: bool = True,
+    **knobs: Any,
+) -> tuple[Any, Any]:  # fmt: skip
     """Reduce a tree as psum_q (op "sum") or pmean_q ("avg") do; `knobs` are theirs.
+
+    parts: whether a large tree is several messages.
 
     Returns:
         The reduced tree, and the new residual (None without one).
     """
     checked = checked_knobs(caller, **knobs)
-    return reduce_tree(caller, x, residual, mesh_groups(caller, axis_name), op, checked)
+    groups = mesh_groups(caller, axis_name)
+    return reduce_tree(caller, x, residual, groups, op, checked, parts=parts)

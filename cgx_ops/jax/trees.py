@@ -110,7 +110,7 @@ class Leaf(NamedTuple):
 
 
 def reduce_tree(
-    caller: str, x: Any, residual: Any, groups: Groups, op: str, knobs: Knobs
+    caller: str, x: Any, residual: Any, groups: Groups, op: str, knobs: Knobs, parts: bool = True
 ) -> tuple[Any, Any]:
     """Reduce a tree over groups.
 
@@ -121,13 +121,14 @@ def reduce_tree(
         groups: who reduces together.
         op: "sum" or "avg".
         knobs: how leaves travel.
+        parts: whether a large tree is several messages, if knobs.fuse is True.
 
     Returns:
         The reduced tree, and the new residual (None without one).
     """
     paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(x)
     # Calls in the order of the program go one after the other: parts would gain nothing.
-    message_of = messages_of(caller, x, knobs.fuse, parts=not groups.effects)
+    message_of = messages_of(caller, x, knobs.fuse, parts=parts and not groups.effects)
     residuals = _checked_residuals(caller, x, residual)
     leaves = []
     for place, (path, given) in enumerate(paths_and_leaves):
