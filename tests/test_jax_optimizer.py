@@ -178,7 +178,7 @@ def test_what_is_lost_comes_back(feedback: bool) -> None:
 
 def test_one_bit_without_feedback_only() -> None:
     for knobs in ({"bits": 1}, {"gather_bits": 1}, {"rules": {"kernel": 1}}):
-        with pytest.raises(ValueError, match=r"1 bit.*2 bits or more, or error_feedback=False"):
+        with pytest.raises(ValueError, match=r"'uniform': at 1 bit.*give 2 bits or more"):
             average(**knobs)
         assert average(error_feedback=False, **knobs)
 
