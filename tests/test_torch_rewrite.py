@@ -8,6 +8,7 @@ import torch
 import torch_cases as tc
 
 from cgx_ops.planner import Plan
+from cgx_ops.torch.rewrite import compress_collectives
 from cgx_ops.torch.rewrite_groups import AllReduce, joined
 
 _functional = torch.ops._c10d_functional
@@ -25,7 +26,7 @@ def _graph(numels: list[int], chained: bool = False, writes: bool = False) -> to
         if writes:
             graph.call_function(torch.ops.aten.copy_.default, (inputs[len(results)], x))
         reduced = graph.call_function(_functional.all_reduce.default, (x, "sum", "0"))
-        reduced.meta["val"] = torch.empty(numel)
+        x.meta["val"] = reduced.meta["val"] = torch.empty(numel)
         waited = graph.call_function(_functional.wait_tensor.default, (reduced,))
         results.append(graph.call_function(torch.ops.aten.add.Tensor, (waited, 1)))
     graph.output(results)
@@ -55,6 +56,19 @@ def test_groups_of_a_plan_are_calls_where_none_needs_another() -> None:
     assert [wait.args[0].meta["val"].numel() for wait in waits] == sizes
     for options in ({"chained": True}, {"writes": True}):
         assert _joined(_graph(sizes, **options), plan) == [[size] for size in sizes]
+
+
+def test_a_graph_that_comes_out_of_order_is_sorted() -> None:
+    """As torch's fusion of DDP's all-reduces leaves it to the passes that follow."""
+    graph = _graph([10, 20])
+    nodes = list(graph.nodes)
+    reduced = next(node for node in nodes if node.target is _functional.all_reduce.default)
+    reduced.append(reduced.args[0])
+    with pytest.raises(RuntimeError, match="before it has been defined"):
+        graph.lint()
+    compress_collectives(min_numel=100)(graph)
+    graph.lint()
+    assert len(graph.nodes) == len(nodes)
 
 
 @pytest.mark.timeout(320)

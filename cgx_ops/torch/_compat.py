@@ -172,6 +172,17 @@ def _chain(passes: list[Any]) -> object:
     return Chain()
 
 
+def sort_graph(graph: torch.fx.Graph) -> None:
+    """Have every node follow what it needs, and otherwise stay where it is.
+
+    Inductor does so after custom passes alone, and its fusion of DDP's all-reduces, which comes
+    before them, leaves averages before the gradients that they are of.
+    """
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)
+
+
 def compile_counters() -> Counter[str]:
     """Return inductor's counters; what a compilation adds to them, a cached graph adds again."""
     from torch._dynamo.utils import counters

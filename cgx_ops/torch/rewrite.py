@@ -214,6 +214,7 @@ class Rewrite:
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Rewrite one graph in place."""
         self._count("graphs")
+        _compat.sort_graph(graph)
         found = []
         for node in list(graph.nodes):
             if node.op != "call_function" or node.target not in _FORMS:
