@@ -197,7 +197,7 @@ def quantized_allreduce_hook(
     layout = layout_of(hook, state, bucket, seen, adaptation)
     return state.average(
         bucket.buffer(), layout.config, segments=layout.segments, seed=layout.seeds, name="ddp",
-        residuals=layout.residuals,
+        residuals=layout.residuals, then=layout.then,
     )  # fmt: skip
 
 

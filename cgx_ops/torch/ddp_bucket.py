@@ -7,7 +7,7 @@ bucket, which DistributedDataParallel makes anew after the first step
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from cgx_ops.torch import backend, ddp_models, layers
 from cgx_ops.torch._compat import GradBucket, group_or_default
 from cgx_ops.torch.adaptation import Adaptation
 from cgx_ops.torch.ddp_state import HookState, rules_of
+from cgx_ops.torch.ddp_unused import nothing, unused_kept
 from cgx_ops.torch.layers import Layer, Rules
 from cgx_ops.torch.work import DTYPES, devices
 
@@ -40,6 +41,7 @@ class Seen:
         offsets: where each begins in the buffer.
         config: of the state, or of the block compressed(); None inside uncompressed().
         step: backward passes before this one.
+        finds_unused: whether some layers may have been used by no rank.
         problem: what the core cannot average about it, and the remedy; "" if it can.
     """
 
@@ -48,6 +50,7 @@ class Seen:
     offsets: list[int]
     config: Config | None
     step: int
+    finds_unused: bool
     problem: str
 
 
@@ -86,6 +89,7 @@ def look_at(hook: str, state: HookState, bucket: GradBucket) -> Seen:
         [int(g.storage_offset() - buffer.storage_offset()) for g in gradients],
         config,
         step,
+        any(w.find_unused_parameters and not w.static_graph for w in wrappers[:1]),
         problem,
     )
 
@@ -159,12 +163,16 @@ def decide_bits(hook: str, state: HookState, bucket: GradBucket) -> None:
 
 
 class Layout(NamedTuple):
-    """What a collective on a bucket takes beside its buffer: a list has one entry for a segment."""
+    """What a collective on a bucket takes beside its buffer: a list has one entry for a segment.
+
+    then: called when it is done, and before the bucket is used.
+    """
 
     config: Config
     segments: list[Segment]
     seeds: list[int]
     residuals: list[torch.Tensor | None] | None
+    then: Callable[[], object]
 
 
 def layout_of(
@@ -183,7 +191,7 @@ def layout_of(
     """
     if seen.config is None:
         whole = Segment(0, bucket.buffer().numel(), bits=layers.EXACT_BITS)
-        return Layout(state.config, [whole], [0], None)
+        return Layout(state.config, [whole], [0], None, nothing)
     rules = rules_of(state)
     if rules and not any(layer.name for layer in seen.layers):
         raise InvalidArgument(
@@ -204,7 +212,10 @@ def layout_of(
             state.communicator(), config, seen.layers, given, [[g] for g in gradients], lost,
             last=bucket.is_last(),
         )  # fmt: skip
-    return Layout(config, segments, seeds, residuals)
+    then = nothing
+    if residuals is not None and seen.finds_unused:
+        then = unused_kept(state, gradients, [[residual] for residual in residuals], "ddp")
+    return Layout(config, segments, seeds, residuals, then)
 
 
 # ---- 3. layers that the core compresses ----------------------------------------------------------

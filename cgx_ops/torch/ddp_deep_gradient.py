@@ -28,6 +28,7 @@ from cgx_ops.torch.ddp_bucket import Seen, look_at, refuse
 from cgx_ops.torch.ddp_deep_gradient_hosts import Hosts, hosts_of
 from cgx_ops.torch.ddp_deep_gradient_state import DeepGradientState
 from cgx_ops.torch.ddp_state import rules_of
+from cgx_ops.torch.ddp_unused import nothing, unused_kept
 
 _HOOK = "deep_gradient_hook"
 _EXACT = Config(bits=EXACT_BITS, algorithm="by_hosts")
@@ -170,6 +171,10 @@ class _Exchange:
         # What the ranks of a host add up goes its way whole, too.
         self.sparse = [x for x in layers if x.lost is not None or (self.hosts and x.v is not None)]
         self.exact = [x for x in layers if x not in self.sparse]
+        self.restore = nothing
+        if seen.finds_unused:
+            values, kept = [x.values for x in layers], [(x.u, x.v) for x in layers]
+            self.restore = unused_kept(state, values, kept, self.name)
 
     def _hosts(self) -> Hosts | None:
         state = self.state
@@ -279,5 +284,6 @@ class _Exchange:
         for layer in layers:
             layer.keep()
             layer.finish(self.method)
+        self.restore()
         if self.message is not self.buffer:
             self.buffer.copy_(self.message)

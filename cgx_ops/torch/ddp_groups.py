@@ -263,6 +263,8 @@ class _Message:
         def end(future: torch.futures.Future[Any]) -> None:
             try:
                 future.value()  # raises what went wrong
+                for layout in self._layouts:
+                    layout.then()
             except Exception as error:
                 self._ended.set_result(state.explained(error, plan))
             else:

@@ -27,6 +27,7 @@ from cgx_ops.torch._compat import GradBucket, group_or_default
 from cgx_ops.torch.ddp_bucket import Seen, look_at, refuse, residuals_of, seeds_of
 from cgx_ops.torch.ddp_power_sgd_plan import plan_of
 from cgx_ops.torch.ddp_power_sgd_state import PowerSGDState
+from cgx_ops.torch.ddp_unused import nothing, unused_kept
 from cgx_ops.torch.low_rank import Matrices, Part, Told, told_by
 
 # ---- 1. the hooks --------------------------------------------------------------------------------
@@ -123,13 +124,18 @@ class _Exchange:
                         seen.layers[i].name, part.gradient, decay, dtype=torch.float32
                     )
         self.message, self.residuals, self.seeds = self._first(hook, seen, bucket)
+        self.restore = nothing
+        if seen.finds_unused:
+            kept = [[state.residuals.tensors.get(layer.name)] for layer in seen.layers]
+            gradients = [part.gradient for part in parts]
+            self.restore = unused_kept(state, gradients, kept, self.name)
         state.count(self.buffer.numel(), plan.sent, bucket.is_last())
 
     def start(self) -> torch.futures.Future[torch.Tensor]:
         """Send P and the tensors that are not factored; the rest follows when they are there."""
         return self.state.average(
             self.message, self.plan.config, segments=[segment for segment, _ in self.plan.first],
-            seed=self.seeds, name=self.name, residuals=self.residuals, then=self._second,
+            seed=self.seeds, name=self.name, residuals=self.residuals, then=self._finish,
             result=self.buffer,
         )  # fmt: skip
 
@@ -192,6 +198,10 @@ class _Exchange:
             ).float()
             for form in self.plan.forms
         ]  # fmt: skip
+
+    def _finish(self) -> None:
+        self._second()
+        self.restore()
 
     @torch.no_grad()
     def _second(self) -> None:

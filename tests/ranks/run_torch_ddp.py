@@ -6,12 +6,12 @@ torch_ddp/.
 
 import checks
 import torch.distributed as dist
-from torch_ddp import adaptive, backend, feedback, planned, steps, waiting
+from torch_ddp import adaptive, backend, feedback, planned, steps, unused, waiting
 
 
 def main() -> None:
     dist.init_process_group("cgx")
-    checks.run(checks.of_modules(steps, backend, waiting, feedback, adaptive, planned))
+    checks.run(checks.of_modules(steps, backend, waiting, feedback, adaptive, planned, unused))
     dist.destroy_process_group()
 
 

@@ -1,0 +1,99 @@
+"""Layers that a step does not use: what hooks keep of them is neither lost nor sent in vain."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from cgx_ops import Config
+from cgx_ops.planner import Plan
+from cgx_ops.torch import ddp
+
+from .common import RANK, SIZE, Net, identical_on_all_ranks, images, network, same
+
+LEVELS = Config(bits=1, compressor="levels", bucket_size=64, seed=5)
+SPARE = "spare.weight"
+NOBODY, LAST_RANK = 3, 4  # steps in which so many use the spare layer; in others all do
+
+
+class Weighed(Net):
+    """Uses the spare layer always; a weight of 0 makes its gradient zero."""
+
+    def forward(self, x: torch.Tensor, spare: bool = False) -> torch.Tensor:
+        return super().forward(x, True) * float(spare)
+
+
+def kept_of(state: Any) -> dict[str, torch.Tensor]:
+    """Return what a state keeps of the spare layer, biases included."""
+    kept = {"residuals": state.residuals.tensors, "momenta": {}}
+    if isinstance(state, ddp.DeepGradientState):
+        kept["momenta"] = state.momenta.tensors
+    return {
+        f"{what} {name}": x.clone()
+        for what, tensors in kept.items()
+        for name, x in tensors.items()
+        if name.startswith("spare.")
+    }
+
+
+def what_no_rank_uses_stays_as_it_was() -> None:
+    """A step in which nobody uses a layer is none for it; one in which some do is as any other.
+
+    The same steps are made by a model that uses it always, with a gradient of zero where the other
+    does not; it is left out of the step in which nobody does.
+    """
+    plan = Plan(
+        tuple(n for n, _ in network().named_parameters()),
+        tuple(p.numel() for p in network().parameters()), (4,) * 8, ((7, 6), (5, 4, 3, 2, 1, 0)),
+    )  # fmt: skip
+    gloo: Any = dist.new_group(backend="gloo")
+    quantized, topk = ddp.quantized_allreduce_hook, Config(compressor="topk", density=0.05)
+    cases: list[tuple[Any, Any, Any]] = [
+        (ddp.QuantizedAllreduceState, {"config": LEVELS}, quantized),
+        (ddp.QuantizedAllreduceState, {"config": topk}, quantized),
+        (
+            ddp.QuantizedAllreduceState,
+            {"config": LEVELS, "carrier": "c10d", "process_group": gloo},
+            quantized,
+        ),
+        (ddp.PlannedAllreduceState, {"plan": plan, "config": LEVELS}, ddp.planned_allreduce_hook),
+        (ddp.DeepGradientState, {"density": 0.05}, ddp.deep_gradient_hook),
+        (ddp.PowerSGDState, {"start_powerSGD_iter": 2}, ddp.power_sgd_hook),
+        (ddp.PowerSGDState, {"start_powerSGD_iter": 2}, ddp.batched_power_sgd_hook),
+    ]
+    for make, options, hook in cases:
+        models, states = [], []
+        for module, unused in ((network(), True), (Weighed(), False)):
+            module.load_state_dict(network().state_dict())
+            models.append(DistributedDataParallel(
+                module, find_unused_parameters=unused, bucket_cap_mb=0.004
+            ))  # fmt: skip
+            states.append(make(**options))
+            models[-1].register_comm_hook(states[-1], hook)
+        model, always = models
+        for step in range(6):
+            spare = step < NOBODY or step > LAST_RANK or (step == LAST_RANK and RANK == SIZE - 1)
+            before = kept_of(states[0])
+            for each in models if step != NOBODY else [model]:
+                each.zero_grad()
+                each(images(RANK, step), spare=spare).square().sum().backward()
+            got, kept = model.module.spare.weight.grad, kept_of(states[0])
+            if step == NOBODY:
+                assert got is None
+                assert any(x.any() for x in kept.values()), (make, "nothing is kept")
+                same(kept, before, make)
+                states[1].steps += 1
+                continue
+            assert got is not None
+            identical_on_all_ranks({SPARE: got})
+            if make is not ddp.PowerSGDState:  # whose next Q follows from what was thrown away
+                same({SPARE: got}, {SPARE: always.module.spare.weight.grad}, (make, step))
+                same(kept, kept_of(states[1]), (make, step))
+            elif step >= NOBODY:
+                assert got.any() and not torch.equal(
+                    kept[f"residuals {SPARE}"], before[f"residuals {SPARE}"]
+                )
+
+
+CHECKS = [what_no_rank_uses_stays_as_it_was]
