@@ -26,15 +26,17 @@ layer by layer. So statistics of SyncBatchNorm, softmax over ranks, metrics and 
 stay exact. The logger "cgx_ops.torch.backend" says at level DEBUG what was decided and why. Exact
 means `none` of the core: the full values travel.
 
-Phases of making a group: the ranks' communicator over the Store; inner backends; both joined.
+Phases of making a group: ranks compare their options over the Store; their communicator, over the
+Store too; inner backends; both joined.
 """
 
 import contextlib
 import datetime
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -213,7 +215,9 @@ def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
     options.group_name = asked.group_id
     options.global_ranks_in_group = asked.global_ranks_in_group
     transport = None if config.communicator_type == "AUTO" else config.communicator_type
-    made = _make(asked.store, asked.group_rank, asked.group_size, options, transport)
+    made = _make(
+        asked.store, asked.group_rank, asked.group_size, options, transport, _told(pg_options)
+    )
     if auto and asked.group_size > 1:
         options.set_compression(_by_size(config, Communicator.find(asked.group_id)))
     return made
@@ -229,8 +233,12 @@ def _make(
     size: int,
     options: _torch_ops.Options,
     transport: str | None = None,
+    told: str = "{}",
 ) -> _torch_ops.Backend:
-    """Make a backend; torch's split and merge come here too. Collective over the group's ranks."""
+    """Make a backend; torch's split and merge come here too. Collective over the group's ranks.
+
+    told: what ranks must have alike, as JSON.
+    """
     name, timeout = options.group_name, options._timeout
     _native_options[name] = options
     store = _compat.PrefixStore(f"{name}/cgx", store)
@@ -238,7 +246,9 @@ def _make(
     # group of this name. So ranks count how often they came here.
     made = store.add(f"made/{rank}", 1)
     store = _compat.PrefixStore(str(made), store)
-    comm = _connect(store, rank, size, name, timeout, transport)
+    gather = _store_allgather(store, rank, size, name, timeout)
+    _require_alike(name, [json.loads(each) for each in gather(told.encode())])
+    comm = _connect(gather, rank, size, name, timeout, transport)
     try:
         inner = _inner(store, rank, size, options)
         cuda = "cuda" in devices()
@@ -248,8 +258,32 @@ def _make(
         raise
 
 
+def _told(options: BackendOptions) -> str:
+    """Return what ranks must have alike, as JSON: whether and how gradients travel."""
+    told = {**asdict(options.config), "compress": options.compress}
+    for own in ("seed", "communicator_type"):  # the core looks at the latter
+        del told[own]
+    return json.dumps(told)
+
+
+def _require_alike(name: str, told: Sequence[dict[str, Any]]) -> None:
+    """Raise on every rank if ranks would compress differently.
+
+    They could wait for each other: some by the hook of DistributedDataParallel, others without.
+    """
+    for rank, other in enumerate(told):
+        for knob, first in told[0].items():
+            if other[knob] != first:
+                raise dist.DistBackendError(
+                    f"the backend cgx, group '{name}': rank 0 has {knob}={first!r}, rank {rank} "
+                    f"{knob}={other[knob]!r}. Give all ranks the same BackendOptions and the same "
+                    "variables CGX_*; mpirun passes a variable on to other hosts if it is named: "
+                    "mpirun -x CGX_COMPRESSION_QUANTIZATION_BITS"
+                )
+
+
 def _connect(
-    store: _compat.Store,
+    gather: Callable[[bytes], Sequence[bytes]],
     rank: int,
     size: int,
     name: str,
@@ -263,7 +297,6 @@ def _connect(
         old = Communicator.find(name)
         if old.closed:  # it failed, and its group was not destroyed
             old.close()
-    gather = _store_allgather(store, rank, size, name, timeout)
     try:
         return Communicator.create(
             rank,

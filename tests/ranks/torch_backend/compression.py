@@ -118,6 +118,16 @@ def compressors_that_differ(r: int, n: int) -> None:
     """Every rank is told of both sides, whichever variable it was."""
     if n == 1:
         return
+    for name, texts in (
+        ("QUANTIZATION_BITS", ("4", "32")),  # the others would have no hook, and wait
+        ("BUCKET_SIZE", ("64", "128")),
+    ):
+        with mock.patch.dict(os.environ, {f"CGX_COMPRESSION_{name}": texts[r > 0]}):
+            options = BackendOptions()
+        with pytest.raises(dist.DistBackendError, match=r"rank 0 has (.|\n)*rank 1 .*mpirun -x"):
+            dist.new_group(pg_options=options)
+    with pytest.raises(dist.DistBackendError, match="rank 0 has compress='gradients', rank 1 "):
+        dist.new_group(pg_options=BackendOptions(compress="all" if r else "gradients"))
     for compressor, name, texts in (
         ("onebit", "COMPRESSOR", ("levels", "onebit")),
         ("topk", "COMPRESSION_DENSITY", ("0.2", "0.1")),
@@ -125,10 +135,9 @@ def compressors_that_differ(r: int, n: int) -> None:
     ):
         variables = {"CGX_COMPRESSOR": compressor, f"CGX_{name}": texts[r > 0]}
         with mock.patch.dict(os.environ, variables):
-            group = dist.new_group(pg_options=BackendOptions())
-        with pytest.raises(RuntimeError, match=" against ".join(texts)), compressed():
-            dist.all_reduce(tc.values(r, 3000), group=group)
-        dist.destroy_process_group(group)
+            config = Config.from_env()
+        with pytest.raises(RuntimeError, match=" against ".join(texts)), compressed(config):
+            dist.all_reduce(tc.values(r, 3000))
 
 
 def what_is_compressed(r: int, n: int) -> None:
