@@ -36,7 +36,7 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner import AdaptiveBits
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import backend
-from cgx_ops.torch._compat import GradBucket, group_or_default
+from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.adaptation import Adaptation
 from cgx_ops.torch.ddp_bucket import decide_bits, layout_of, look_at, refuse
 from cgx_ops.torch.ddp_deep_gradient import DeepGradientState, deep_gradient_hook
@@ -190,7 +190,7 @@ def quantized_allreduce_hook(
     seen = look_at(hook, state, bucket)
     if seen.problem and state.unsupported == "exact":
         with backend.uncompressed():
-            return default_hooks.allreduce_hook(group_or_default(state.process_group), bucket)
+            return default_hooks.allreduce_hook(state.group, bucket)
     refuse(hook, seen, ", or give QuantizedAllreduceState(unsupported='exact')")
 
     adaptation = None if seen.config is None else state.adaptation(seen.config)

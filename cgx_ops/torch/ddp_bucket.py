@@ -19,7 +19,7 @@ from cgx_ops import Config, Segment, _native, bits_for
 from cgx_ops.call import call_seed, with_segment
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import backend, ddp_models, layers
-from cgx_ops.torch._compat import GradBucket, group_or_default
+from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.adaptation import Adaptation
 from cgx_ops.torch.ddp_state import HookState, rules_of
 from cgx_ops.torch.ddp_unused import nothing, unused_kept
@@ -118,9 +118,10 @@ def unsupported(state: HookState, buffer: torch.Tensor, parameters: Sequence[tor
 
 def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParallel]) -> None:
     """Compare a state with the model whose gradients it gets, when it first gets them."""
+    group = state.group
     if not wrappers or any(wrapper in state.checked for wrapper in wrappers):
         return
-    ranks = dist.get_process_group_ranks(group_or_default(state.process_group))
+    ranks = dist.get_process_group_ranks(group)
     for wrapper in wrappers:
         if ddp_models.ranks_of(wrapper) == ranks:
             break
@@ -141,7 +142,8 @@ def decide_bits(hook: str, state: HookState, bucket: GradBucket) -> None:
     Not for each bucket: what a layer becomes must not depend on the others in it.
 
     Raises:
-        InvalidArgument: gradients on a GPU, whose link is not what is measured.
+        InvalidArgument: gradients on a GPU, whose link is not what is measured; the model is over
+            other ranks.
     """
     buffer, parameters = bucket.buffer(), bucket.parameters()
     if buffer.device.type != "cpu":
@@ -151,6 +153,7 @@ def decide_bits(hook: str, state: HookState, bucket: GradBucket) -> None:
         )
     numel, element_bytes = buffer.numel(), min(4, buffer.element_size())
     wrappers = ddp_models.wrappers_of(parameters)
+    _check_once(hook, state, wrappers)
     if wrappers:
         every = sum(p.numel() for p in wrappers[0].module.parameters() if p.requires_grad)
         numel = min(every, wrappers[0].bucket_bytes_cap // element_bytes)
@@ -254,8 +257,7 @@ def residuals_of(
         keeps.append(own.keeps_residuals and segment.numel >= smallest)
     if not any(keeps):
         return None
-    group = group_or_default(state.process_group)
-    state.residuals.claim(group.rank(), group.size())
+    state.residuals.claim(state.group.rank(), state.group.size())
     for layer, kept in zip(found, keeps, strict=True):
         if kept and not layer.name:
             raise InvalidArgument(
@@ -273,8 +275,8 @@ def seeds_of(
     state: HookState, config: Config, found: Sequence[Layer], step: int, bucket: GradBucket
 ) -> list[int]:
     """Return the seed of each layer's noise, which must not depend on its bucket."""
-    group_name = group_or_default(state.process_group).group_name
+    name = state.group.group_name
     return [
-        call_seed(config.seed, f"ddp/{layer.name or (bucket.index(), i)}", step, group_name)
+        call_seed(config.seed, f"ddp/{layer.name or (bucket.index(), i)}", step, name)
         for i, layer in enumerate(found)
     ]

@@ -23,7 +23,7 @@ from cgx_ops.call import with_segment
 from cgx_ops.deep_gradient import Method, checked_config, is_sparse, sparse_knobs
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch._compat import GradBucket, group_or_default
+from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.ddp_bucket import Seen, look_at, refuse
 from cgx_ops.torch.ddp_deep_gradient_hosts import Hosts, hosts_of
 from cgx_ops.torch.ddp_deep_gradient_state import DeepGradientState
@@ -77,9 +77,8 @@ def deep_gradient_hook(
             f"{_HOOK}: its state is kept by layer, but this model's names are not known: import "
             "cgx_ops.torch before DistributedDataParallel(model)"
         )
-    group = group_or_default(state.process_group)
     for kept in (state.residuals, state.momenta):
-        kept.claim(group.rank(), group.size())
+        kept.claim(state.group.rank(), state.group.size())
     state.note(bucket.parameters())
     return _Exchange(state, bucket, seen).start()
 
@@ -165,7 +164,7 @@ class _Exchange:
         self.state, self.method, self.buffer = state, state.method, bucket.buffer()
         self.message = self.buffer.float()  # the buffer itself, if that is what it is
         self.name = f"deep_gradient/{bucket.index()}"
-        self.ranks = group_or_default(state.process_group).size()
+        self.ranks = state.group.size()
         self.hosts = self._hosts()
         layers = self._planned(seen)
         # What the ranks of a host add up goes its way whole, too.

@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from cgx_ops import Config
 from cgx_ops.deep_gradient import Method, checked_config
 from cgx_ops.errors import InvalidArgument
-from cgx_ops.torch._compat import group_or_default
 from cgx_ops.torch.ddp_state import HookState
 from cgx_ops.torch.layers import Rules
 from cgx_ops.torch.residuals import Residuals
@@ -106,8 +105,7 @@ class DeepGradientState(HookState):
         saved = super().state_dict()
         rank, size = 0, 1
         if self.process_group is not None or dist.is_initialized():
-            group = group_or_default(self.process_group)
-            rank, size = group.rank(), group.size()
+            rank, size = self.group.rank(), self.group.size()
         return saved | {"momenta": self.momenta.saved(rank, size, per_rank=True)}
 
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +128,7 @@ class DeepGradientState(HookState):
             InvalidArgument: ranks have those of other layers.
         """
         super().consolidate()
-        self.momenta.consolidate(group_or_default(self.process_group))
+        self.momenta.consolidate(self.group)
         self.gathered = set()
 
     # ---- 2. the optimizer ------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch
 from cgx_ops import Segment, low_rank
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch._compat import GradBucket, group_or_default
+from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.ddp_bucket import Seen, look_at, refuse, residuals_of, seeds_of
 from cgx_ops.torch.ddp_power_sgd_plan import plan_of
 from cgx_ops.torch.ddp_power_sgd_state import PowerSGDState
@@ -94,8 +94,7 @@ def _hook(
             "cgx_ops.torch before DistributedDataParallel(model)"
         )
     if state.use_error_feedback:
-        group = group_or_default(state.process_group)
-        state.residuals.claim(group.rank(), group.size())
+        state.residuals.claim(state.group.rank(), state.group.size())
     return _Exchange(hook, state, bucket, seen, batched).start()
 
 
@@ -110,7 +109,7 @@ class _Exchange:
     ) -> None:
         self.state, self.buffer = state, bucket.buffer()
         self.plan = plan = plan_of(state, seen, bucket, batched)
-        self.size = group_or_default(state.process_group).size()
+        self.size = state.group.size()
         self.name = f"power_sgd/{bucket.index()}"
         parts = [Part(gradient, None) for gradient in self.buffer.split(plan.sizes)]
         self.matrices = [Matrices(form, [parts[i] for i in form.members]) for form in plan.forms]

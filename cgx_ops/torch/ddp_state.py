@@ -75,6 +75,7 @@ class HookState:
 
     def connect(self) -> None:
         """Begin anew with what belongs to this process."""
+        self._group: weakref.ref[dist.ProcessGroup] | None = None
         self._communicator: Communicator | None = None
         self._carrier: Carrier | None = None
         self.checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -83,8 +84,7 @@ class HookState:
         """Return everything but what belongs to this process; residuals are copied."""
         rank, size = 0, 1
         if self.process_group is not None or dist.is_initialized():
-            group = group_or_default(self.process_group)
-            rank, size = group.rank(), group.size()
+            rank, size = self.group.rank(), self.group.size()
         saved = self.residuals.saved(rank, size, per_rank=self.keeps_residuals())
         return {name: getattr(self, name) for name in self.kept} | {"residuals": saved}
 
@@ -106,7 +106,7 @@ class HookState:
         Raises:
             InvalidArgument: ranks have residuals of other layers.
         """
-        self.residuals.consolidate(group_or_default(self.process_group))
+        self.residuals.consolidate(self.group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, in place, where the state was that state_dict() was called of.
@@ -145,20 +145,36 @@ class HookState:
         self.process_group = None
         self.connect()
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group whose ranks average.
+
+        Where it is another one than before (process_group was set, or the default group was made
+        anew) what belonged to that one is dropped.
+        """
+        group = group_or_default(self.process_group)
+        if self._group is None or self._group() is not group:
+            if self._group is not None:
+                self.connect()
+            self._group = weakref.ref(group)
+        return group
+
     def communicator(self) -> Communicator:
         """Return the ranks of the process group, as cgx_ops knows them.
 
         Raises:
             InvalidArgument: no communicator has them.
         """
+        group = self.group
         if self._communicator is None or self._communicator.closed:
-            self._communicator = communicator_of(group_or_default(self.process_group))
+            self._communicator = communicator_of(group)
         return self._communicator
 
     def carry(self) -> Carrier:
         """Return what moves bytes by torch's collectives. The first call is collective."""
+        group = self.group
         if self._carrier is None:
-            self._carrier = Carrier(group_or_default(self.process_group))
+            self._carrier = Carrier(group)
         return self._carrier
 
     def average(

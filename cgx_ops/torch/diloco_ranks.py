@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import backend
-from cgx_ops.torch._compat import group_or_default
 
 if TYPE_CHECKING:
     from cgx_ops.torch.diloco import DiLoCo
@@ -29,7 +28,7 @@ def meet(loop: "DiLoCo", *, is_new: bool) -> None:
     Raises:
         InvalidArgument: ranks differ (on every rank).
     """
-    group = group_or_default(loop.exchange.process_group)
+    group = loop.exchange.group
     mine = (-1 if is_new else loop.applied, loop.steps, _told(loop))
     everyones: list[Any] = [None] * group.size()
     dist.all_gather_object(everyones, mine, group)

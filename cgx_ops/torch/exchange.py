@@ -17,7 +17,6 @@ from cgx_ops import Config, Segment
 from cgx_ops.call import call_seed
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch._compat import group_or_default
 from cgx_ops.torch.ddp_bucket import for_any_bucket, residuals_of
 from cgx_ops.torch.ddp_state import HookState
 from cgx_ops.torch.layers import Layer, Rules
@@ -137,7 +136,7 @@ class Exchange(HookState):
         lost = None
         if kept is not None:
             lost = [e if e is None else e * config.residual_decay for e in kept]
-        group = group_or_default(self.process_group).group_name
+        group = self.group.group_name
         seeds = [
             call_seed(config.seed, f"{self.caller}/{layer.name}", step, group) for layer in found
         ]
@@ -180,7 +179,7 @@ class Exchange(HookState):
             self.average_more(
                 sent, ones, segments=one_bit, seed=seeds, name=f"{self.caller}/senders"
             )
-            size = group_or_default(self.process_group).size()
+            size = self.group.size()
             buffer.mul_(size).div_((sent * size).round_().clamp_(min=1))
 
         return then

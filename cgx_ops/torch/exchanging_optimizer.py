@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import backend
-from cgx_ops.torch._compat import group_or_default
 from cgx_ops.torch.exchange import Exchange, check_parameters
 
 
@@ -175,7 +174,7 @@ class ExchangingOptimizer(Optimizer):
                 digest.update(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
         settings = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         mine = (digest.hexdigest(), f"{settings} step {self.exchange.steps}")
-        group = group_or_default(self.exchange.process_group)
+        group = self.exchange.group
         everyones: list[tuple[str, str] | None] = [None] * group.size()
         with backend.uncompressed():
             dist.all_gather_object(everyones, mine, group)
@@ -199,7 +198,7 @@ class ExchangingOptimizer(Optimizer):
 
         What is saved then can be loaded on any number of ranks.
         """
-        group = group_or_default(self.exchange.process_group)
+        group = self.exchange.group
         self.exchange.consolidate()
         for state in self.state.values():
             for name in self.of_rank:
@@ -222,7 +221,7 @@ class ExchangingOptimizer(Optimizer):
         return saved
 
     def _own_key(self) -> str:
-        group = group_or_default(self.exchange.process_group)
+        group = self.exchange.group
         return f"rank {group.rank()} of {group.size()}"
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]

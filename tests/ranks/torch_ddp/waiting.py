@@ -16,7 +16,18 @@ from cgx_ops import Config
 from cgx_ops.torch import ddp, layers
 
 from .backend import Products
-from .common import NEAREST, RANK, SIZE, compressing_group, hooked, images, network
+from .common import (
+    NEAREST,
+    RANK,
+    SIZE,
+    compressing_group,
+    gradients_of,
+    hooked,
+    images,
+    local_gradients,
+    network,
+    same,
+)
 
 
 def does_not_wait() -> None:
@@ -134,4 +145,26 @@ def refuses() -> None:
         layers.forget_models()
 
 
-CHECKS = [does_not_wait, a_peer_that_never_comes, looks_for_names_once, refuses]
+def goes_over_to_another_group() -> None:
+    """A state whose process_group was set averages over that one's ranks, whatever was before."""
+    alone: Any = [dist.new_group([rank], backend="cgx") for rank in range(SIZE)][RANK]
+    for carrier in ("native", "c10d"):
+        model, state = hooked(network(), carrier=carrier)
+        model(images(RANK), spare=True).square().sum().backward()
+        state.process_group = alone
+        loss = model(images(RANK), spare=True).square().sum()
+        fails(ValueError, f"over ranks [{RANK}]", loss.backward)
+        model = DistributedDataParallel(network(), process_group=alone)
+        model.register_comm_hook(state, ddp.quantized_allreduce_hook)
+        model(images(RANK), spare=True).square().sum().backward()
+        same(gradients_of(model), local_gradients(RANK, spare=True), carrier)
+    # Before the bits of a model are decided, too.
+    model = DistributedDataParallel(network(), process_group=alone)
+    state = ddp.QuantizedAllreduceState(config=Config(bits="auto"))
+    model.register_comm_hook(state, ddp.quantized_allreduce_hook)
+    fails(ValueError, "give it the model's", model(images(RANK), spare=True).sum().backward)
+    assert state.config.bits == "auto"
+
+
+CHECKS = [goes_over_to_another_group]
+CHECKS += [does_not_wait, a_peer_that_never_comes, looks_for_names_once, refuses]
