@@ -22,10 +22,9 @@ Gradients by a biased compressor, such as Config(bits=1, compressor="levels"), h
 Phases: compress() puts an all-gather and a reduce-scatter of ours into every module that
 fully_shard wrapped (FSDP2's custom communication); these divide a rank's block into the parameters
 that lie in it (fsdp_block.py), each with buckets of its own; State numbers the noise, and holds
-residuals.
+residuals (fsdp_state.py).
 """
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,16 +35,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from cgx_ops import Communicator, Config
-from cgx_ops.call import Op, call_seed, with_segment
+from cgx_ops import Config
+from cgx_ops.call import Op, with_segment
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner import AdaptiveBits
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import _compat, layers
-from cgx_ops.torch.adaptation import Adaptation
 from cgx_ops.torch.fsdp_block import Block, communicator_of, rows_of
 from cgx_ops.torch.fsdp_feedback import LOCO as LOCO
-from cgx_ops.torch.fsdp_feedback import Feedback, Kept
+from cgx_ops.torch.fsdp_feedback import Feedback
+from cgx_ops.torch.fsdp_state import State
 from cgx_ops.torch.layers import Layer, Rule, Rules
 from cgx_ops.torch.work import start
 
@@ -59,124 +58,6 @@ _OPS: dict[str, Op] = {"SUM": "sum", "AVG": "avg", "PREMUL_SUM": "sum"}
 def one_dimensional(name: str, shape: torch.Size) -> bool:
     """Tell whether a parameter has at most one dimension, as biases and norms have."""
     return len(shape) <= 1
-
-
-class State:
-    """Which noise comes next, and residuals: what a checkpoint needs besides model and optimizer.
-
-    Equal on all ranks, but for residuals. It has the state_dict() and load_state_dict() that
-    torch.distributed.checkpoint asks for, and pickles.
-
-    Weights get new noise in the first forward after a backward. Until then every gather of theirs
-    sees the same noise, so backward and recomputed activations use forward's weights, and so do
-    evaluations. Gradients get new noise in every reduction.
-    """
-
-    def __init__(
-        self, feedback: Feedback | None = None, adaptive: AdaptiveBits | None = None
-    ) -> None:
-        self.kept = None if feedback is None else Kept(feedback)
-        self.adaptive = adaptive
-        self.everywhere = True
-        self._adaptation: Adaptation | None = None
-        self._steps = -1
-        self._reduced: set[str] = set()  # modules, in this step
-        self._draws = 0
-        self._reductions = 0
-        self._used = False  # a backward used this draw
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return it by name: integers, and with error feedback this rank's residuals (copied)."""
-        saved: dict[str, Any] = {"draws": self._draws, "reductions": self._reductions}
-        saved["used"] = int(self._used)
-        if self.kept is not None:
-            saved["kept"] = self.kept.state_dict()
-        if self.adaptive is not None:
-            if self._adaptation is not None:
-                self._adaptation.settle()
-            saved |= {"steps": self._steps, "adaptive": copy.deepcopy(self.adaptive)}
-        return saved
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where the State was that state_dict() was called of.
-
-        Raises:
-            InvalidArgument: it has residuals and this has not, or the reverse, or they are those of
-                another rank or kept in another way.
-        """
-        if (self.kept is None) != ("kept" not in state_dict):
-            raise InvalidArgument(
-                "the checkpoint was made "
-                + ("without" if self.kept else "with")
-                + " error feedback: call fsdp.compress() as it was called there"
-            )
-        if self.kept is not None:
-            self.kept.load_state_dict(state_dict["kept"])
-        if (self.adaptive is None) != ("adaptive" not in state_dict):
-            raise InvalidArgument(
-                "the checkpoint was made "
-                + ("without" if self.adaptive else "with")
-                + " adaptive bits: call fsdp.compress() as it was called there"
-            )
-        if self.adaptive is not None:
-            self.adaptive, self._adaptation = copy.deepcopy(state_dict["adaptive"]), None
-            self._steps, self._reduced = int(state_dict["steps"]), set()
-        self._draws = int(state_dict["draws"])
-        self._reductions = int(state_dict["reductions"])
-        self._used = bool(state_dict["used"])
-
-    def consolidate(self) -> None:
-        """Make residuals the mean over the ranks, equal everywhere, by parameter. Collective.
-
-        What is saved then can be loaded on any number of ranks: the correction that is pending is
-        the same. By torch.distributed.checkpoint load it into a new state of which consolidate()
-        was called too. The next backward makes residuals each rank's own again.
-
-        Raises:
-            InvalidArgument: ranks have residuals of other parameters, or parameters that not all
-                ranks share.
-        """
-        if not self.everywhere:
-            raise InvalidArgument(
-                "consolidate: modules are sharded and replicated over some of the ranks only, so "
-                "residuals of others' parameters would be mixed: save each rank's own"
-            )
-        if self.kept is not None:
-            self.kept.consolidate()
-
-    def weights_seed(self, seed: int, name: str) -> int:
-        """Return the seed of the gather that begins now. Replicas of a shard get the same."""
-        if _compat.in_backward():
-            self._used = True
-        elif self._used:
-            self._draws += 1
-            self._used = False
-        return call_seed(seed, name, self._draws)
-
-    def adaptation(
-        self, module: str, communicator: Communicator, config: Config
-    ) -> Adaptation | None:
-        """Return what has the bits of a module's gradients, before they are reduced.
-
-        A step begins with the first module that comes again.
-        """
-        if self.adaptive is None:
-            return None
-        if self._adaptation is None:
-            self._adaptation = Adaptation(self.adaptive, "fsdp/statistics")
-        if not self._reduced or module in self._reduced:
-            self._steps += 1
-            self._reduced.clear()
-        self._reduced.add(module)
-        self._adaptation.begin(communicator, self._steps, config)
-        return self._adaptation
-
-    def gradients_seed(self, seed: int, name: str, *, shared: bool = False) -> int:
-        """Return the seed of the reduction that begins now; shared: the same on all ranks."""
-        self._used = True
-        self._reductions += 1
-        owner = "all ranks" if shared else f"rank {dist.get_rank()}"
-        return call_seed(seed, f"{name} of {owner}", self._reductions)
 
 
 def compress(
@@ -261,6 +142,8 @@ def compress(
             block = functools.partial(Block, name, group, names, exact)
             gather: Any
             reduce: Any
+            if any(parameter.trainable for parameter in _compat.fsdp_parameters(group)):
+                state.trained.add(name)
             state.everywhere &= _compat.fsdp_mesh_size(group) == dist.get_world_size()
             gather, reduce = map(_plain, _compat.fsdp_communications(group))
             if weights is not None:
@@ -364,14 +247,16 @@ class _ReduceScatter(_Custom):
                 residual[segment.offset :] if own else None
                 for segment, own in zip(segments, keeps, strict=True)
             ]
-        if adaptation is not None and found:
+        if adaptation is not None:
             rows = functools.partial(rows_of, ranks=group.size())
             lost: list[list[torch.Tensor] | None] | None = None
             if residual is not None:
                 pairs = zip(segments, keeps, strict=True)
                 lost = [rows(residual, segment) if own else None for segment, own in pairs]
-            values = [rows(input_tensor, segment) for segment in segments]
-            adaptation.measure(comm, self._config, found, given, values, lost, last=False)
+            measured = given if found else []
+            values = [rows(input_tensor, segment) for segment in measured]
+            last = self._state.ends_a_step
+            adaptation.measure(comm, self._config, found, measured, values, lost, last=last)
         shared = any(each.compressor == "randk" for each in used)
         work = start(
             comm,

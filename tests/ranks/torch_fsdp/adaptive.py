@@ -115,6 +115,20 @@ def resumed_bits_are_the_same() -> None:
                     assert restored.adaptive.bits == state.adaptive.bits
 
 
+def one_rank_may_save_alone() -> None:
+    """After each step, measured ones too: averages are on their way when backward ends."""
+    model: Any = sharded(Model())
+    for frozen in (False, True):
+        if frozen:
+            model.blocks[0].requires_grad_(False)
+        state = fsdp.compress(model, NEAREST, adaptive=adaptive())
+        for step in range(3):
+            train(model, range(step, step + 1))
+            if dist.get_rank() == step % dist.get_world_size():
+                assert state.state_dict()["steps"] == step
+            dist.barrier()
+
+
 def what_cannot_adapt() -> None:
     model: Any = sharded(Model())
 
@@ -134,4 +148,5 @@ def what_cannot_adapt() -> None:
     )
 
 
-CHECKS = [bits_follow_the_gradients, resumed_bits_are_the_same, what_cannot_adapt]
+CHECKS = [bits_follow_the_gradients, resumed_bits_are_the_same, one_rank_may_save_alone]
+CHECKS += [what_cannot_adapt]
