@@ -185,3 +185,6 @@ class Kept:
             )
         self.residuals = Residuals.restored(state_dict["residuals"])
         self.counts = dict(state_dict["counts"])
+
+
+torch.serialization.add_safe_globals([Feedback, Kept, _Module, Parameter])

@@ -6,6 +6,7 @@ What a checkpoint needs besides model and optimizer.
 import copy
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from cgx_ops import Communicator, Config
@@ -41,6 +42,12 @@ class State:
         self._draws = 0
         self._reductions = 0
         self._used = False  # a backward used this draw
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickles have: nothing that belongs to this process."""
+        if self._adaptation is not None:
+            self._adaptation.settle()
+        return self.__dict__ | {"_adaptation": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return it by name: integers, and with error feedback this rank's residuals (copied).
@@ -143,3 +150,6 @@ class State:
         self._reductions += 1
         owner = "all ranks" if shared else f"rank {dist.get_rank()}"
         return call_seed(seed, f"{name} of {owner}", self._reductions)
+
+
+torch.serialization.add_safe_globals([State])
