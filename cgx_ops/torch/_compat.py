@@ -338,6 +338,24 @@ def comm_hook_states(wrapper: torch.nn.parallel.DistributedDataParallel) -> list
     return [state for _, state in getattr(wrapper, "_comm_hooks", ())]
 
 
+def renew_comm_hooks(
+    wrapper: torch.nn.parallel.DistributedDataParallel, of: type
+) -> list[tuple[Callable[..., Any], Any]]:
+    """Register those hooks of a copy whose states are `of` a type, and return them.
+
+    A copy lists hooks that its reducer, which is new, does not have.
+    """
+    if wrapper._get_ddp_logging_data().get("comm_hook"):  # this one has what it lists
+        return []
+    listed = getattr(wrapper, "_comm_hooks", [])
+    lost = [(hook, state) for hook, state in listed if isinstance(state, of)]
+    if lost:
+        wrapper._comm_hooks = []
+    for hook, state in lost:
+        wrapper.register_comm_hook(state, hook)
+    return lost
+
+
 def steps_in_backward(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
     """Tell whether optimizers step as gradients come (_apply_optimizer_in_backward)."""
     return any(hasattr(p, "_in_backward_optimizers") for p in parameters_of(wrapper))

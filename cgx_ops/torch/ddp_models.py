@@ -1,8 +1,9 @@
 """Who is who: what is known of the models under DistributedDataParallel.
 
 1. which there are: each is remembered when it takes its module, so that layers have names
-2. whether a model is the one that was registered
-3. whether its dtypes changed, which DistributedDataParallel would not notice
+2. copies, which torch makes without communication hooks
+3. whether a model is the one that was registered
+4. whether its dtypes changed, which DistributedDataParallel would not notice
 """
 
 import weakref
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops.torch import _compat, layers
+from cgx_ops.torch.ddp_state import HookState
 from cgx_ops.torch.layers import Layer, Rules
 
 
@@ -47,11 +49,6 @@ def remember(wrapper: DistributedDataParallel, module: nn.Module) -> None:
     _known[wrapper] = _Known(names, {id(p): p.dtype for _, p in named})
 
 
-def is_known(wrapper: DistributedDataParallel) -> bool:
-    """Tell whether it was remembered; a copy of it is another one."""
-    return wrapper in _known
-
-
 def names_of(wrapper: DistributedDataParallel) -> dict[int, str]:
     """Return the names of its parameters, by id."""
     return _known[wrapper].names
@@ -73,7 +70,23 @@ def ranks_of(wrapper: DistributedDataParallel) -> list[int]:
         return []
 
 
-# ---- 2. whether it is the one that was registered ------------------------------------------------
+# ---- 2. copies -----------------------------------------------------------------------------------
+
+
+def meet(wrapper: DistributedDataParallel) -> None:
+    """Remember one that was not seen taking its module: a copy of another, or one from a file.
+
+    It lists the hooks of that one, with states of its own, and its reducer, which is new, has none:
+    it gets ours.
+    """
+    if wrapper in _known:
+        return
+    remember(wrapper, wrapper.module)
+    if _compat.renew_comm_hooks(wrapper, HookState):
+        watch_dtypes(wrapper)
+
+
+# ---- 3. whether it is the one that was registered ------------------------------------------------
 
 
 def check_layers(wrapper: DistributedDataParallel, rules: Rules) -> None:
@@ -82,7 +95,7 @@ def check_layers(wrapper: DistributedDataParallel, rules: Rules) -> None:
     layers.check_model([Layer(name, p.dim(), p.numel()) for name, p in named], rules)
 
 
-# ---- 3. whether its dtypes changed ---------------------------------------------------------------
+# ---- 4. whether its dtypes changed ---------------------------------------------------------------
 
 
 def watch_dtypes(wrapper: DistributedDataParallel) -> None:
@@ -94,16 +107,20 @@ def watch_dtypes(wrapper: DistributedDataParallel) -> None:
     Raises:
         TypeError: they have other dtypes already.
     """
-    _refuse_new_dtypes(wrapper, ())
+    _refuse_new_dtypes(wrapper)
     if not _known[wrapper].watched:
         _known[wrapper].watched = True
-        wrapper.register_forward_pre_hook(_refuse_new_dtypes)
+        wrapper.register_forward_pre_hook(_before_forward)
 
 
-def _refuse_new_dtypes(wrapper: DistributedDataParallel, _inputs: Any) -> None:
-    known = None if torch.compiler.is_compiling() else _known.get(wrapper)
-    if known is None:
-        return
+def _before_forward(wrapper: DistributedDataParallel, _inputs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        meet(wrapper)  # copies have this hook, too
+        _refuse_new_dtypes(wrapper)
+
+
+def _refuse_new_dtypes(wrapper: DistributedDataParallel) -> None:
+    known = _known[wrapper]
     for parameter in _compat.parameters_of(wrapper):
         was = known.dtypes.get(id(parameter), parameter.dtype)
         if parameter.dtype != was and parameter.requires_grad:

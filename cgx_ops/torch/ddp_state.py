@@ -131,10 +131,10 @@ class HookState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is saved, for pickles."""
-        if self.process_group is not None:
+        if self.process_group not in (None, dist.group.WORLD):
             _log.warning(
-                "a %s is pickled without its process group: set process_group after it is "
-                "restored, if it is not to be the default group",
+                "a %s is copied or pickled without its process group: the copy averages over the "
+                "default group unless you set process_group",
                 type(self).__name__,
             )
         return self.state_dict()

@@ -62,6 +62,7 @@ def hook_state(model: DistributedDataParallel) -> HookState | None:
             f"hook_state: {type(model).__name__} is no DistributedDataParallel; give the wrapper, "
             "not the module in it"
         )
+    ddp_models.meet(model)
     if model in _waiting:
         _before_first_forward(model, None)
     states = [state for state in _compat.comm_hook_states(model) if isinstance(state, HookState)]
@@ -82,9 +83,7 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
 
 @_compat.not_compiled
 def _before_first_forward(wrapper: DistributedDataParallel, _inputs: Any) -> None:
-    # A copy of a model has this hook, too, but its parameters were not seen yet.
-    if not ddp_models.is_known(wrapper):
-        ddp_models.remember(wrapper, wrapper.module)
+    ddp_models.meet(wrapper)  # copies have this hook, too
     _attach(wrapper)
     if handle := _waiting.pop(wrapper, None):
         handle.remove()

@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import time
+import unittest
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -243,6 +244,42 @@ def is_saved_and_copied_before_its_first_forward() -> None:
         torch.testing.assert_close(gradient, sum(g[name] for g in alone) / SIZE)
 
 
+def _copies(model: DistributedDataParallel) -> list[DistributedDataParallel]:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return [copy.deepcopy(model), torch.load(file, weights_only=False)]
+
+
+def a_copy_has_the_hook_and_a_state_of_its_own() -> None:
+    """Copied or read from a file after a step, which torch does without communication hooks."""
+    alone = [local_gradients(r, spare=True) for r in range(SIZE)]
+    for unasked in (False, True):
+        model = DistributedDataParallel(network())
+        if unasked:
+            cgx_ops.torch.set_quantization_bits("first.weight", 2)
+        else:
+            ddp.CommHookType["QUANTIZED_ALLREDUCE"].register(model, config=NEAREST)
+        try:
+            model(images(RANK), spare=True).square().sum().backward()
+            for asked in (True, False):
+                with unittest.TestCase().assertNoLogs("cgx_ops.torch.ddp_state"):
+                    copies = _copies(model)
+                for copied in copies:
+                    state = cgx_ops.torch.hook_state(copied) if asked else None
+                    copied.zero_grad()
+                    copied(images(RANK), spare=True).square().sum().backward()
+                    found = cgx_ops.torch.hook_state(copied)
+                    assert found is not None and found.steps == 2
+                    assert state in (found, None) and len(copied._comm_hooks) == 1
+                    if not unasked:
+                        same(gradients_of(copied), averaged(alone))
+            first = cgx_ops.torch.hook_state(model)
+            assert first is not None and first.steps == 1
+        finally:
+            cgx_ops.torch.forget_models()
+
+
 CHECKS = [over_the_backend_without_a_word, a_hook_of_the_users_own_is_left_alone]
 CHECKS += [the_state_of_its_hook_can_be_had_and_restored]
 CHECKS += [hooks_that_chain_collectives_do_not_race]
@@ -250,3 +287,4 @@ CHECKS += [callbacks_are_where_their_collective_was_started]
 CHECKS += [optimizers_that_step_in_backward_keep_their_hook]
 CHECKS += [what_it_cannot_compress_stays_exact_over_the_backend]
 CHECKS += [is_saved_and_copied_before_its_first_forward]
+CHECKS += [a_copy_has_the_hook_and_a_state_of_its_own]
