@@ -21,7 +21,7 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import backend, ddp_models, layers
 from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.adaptation import Adaptation
-from cgx_ops.torch.ddp_state import HookState, rules_of
+from cgx_ops.torch.ddp_state import HookState, by_hosts, rules_of
 from cgx_ops.torch.ddp_unused import nothing, unused_kept
 from cgx_ops.torch.layers import Layer, Rules
 from cgx_ops.torch.work import DTYPES, devices
@@ -76,7 +76,7 @@ def look_at(hook: str, state: HookState, bucket: GradBucket) -> Seen:
     _check_once(hook, state, wrappers)
     names = ddp_models.names_of(wrappers[0]) if wrappers else {}
     scope = backend.current_scope()
-    config = scope if isinstance(scope, Config) else state.config
+    config = by_hosts(scope) if isinstance(scope, Config) else state.config
     config = None if scope == "uncompressed" else config
     step = state.steps
     if bucket.is_last():

@@ -61,8 +61,7 @@ class HookState:
             )
         if rules is not None and not isinstance(rules, Rules):
             raise InvalidArgument(f"rules is {rules!r}; give layers.Rules([...])")
-        if config.algorithm == "auto":
-            config = replace(config, algorithm="by_hosts")
+        config = by_hosts(config)
         if carrier == "c10d" and (algorithm := config.algorithm) in ("ring", "hierarchical"):
             raise InvalidArgument(f"carrier 'c10d' has no algorithm {algorithm!r}; use 'sra'")
         self.process_group = process_group
@@ -241,6 +240,11 @@ class HookState:
                 self.communicator(), "allreduce", buffer, buffer, config, op="avg",
                 segments=segments, seed=seed, name=name, residuals=residuals,
             ).wait()  # fmt: skip
+
+
+def by_hosts(config: Config) -> Config:
+    """Return a config whose algorithm does not follow from a message's size."""
+    return replace(config, algorithm="by_hosts") if config.algorithm == "auto" else config
 
 
 def communicator_of(group: dist.ProcessGroup) -> Communicator:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Config
-from cgx_ops.torch import ddp, layers
+from cgx_ops.torch import compressed, ddp, layers, uncompressed
 
 from .common import (
     NEAREST,
@@ -92,6 +92,20 @@ def each_layer_in_its_own_bits() -> None:
         bits=lambda name, _: table.get(name, 32),
     )
     same(gradients_of(model), want)
+
+
+def as_a_block_says() -> None:
+    """Around backward; small messages do not go another way than large ones."""
+    alone = [local_gradients(r, spare=True) for r in range(SIZE)]
+    model, _ = hooked(network(), Config(bits=8))
+    for block, want in (
+        (compressed(NEAREST), averaged(alone)),
+        (uncompressed(), averaged(alone, bits=lambda *_: 32)),
+    ):
+        model.zero_grad()
+        with block:
+            model(images(RANK), spare=True).square().sum().backward()
+        same(gradients_of(model), want)
 
 
 def accumulates() -> None:
@@ -350,7 +364,8 @@ def two_models() -> None:
         )
 
 
-CHECKS = [equals_the_oracle, carried_by_torch, each_layer_in_its_own_bits, accumulates]
+CHECKS = [equals_the_oracle, carried_by_torch, each_layer_in_its_own_bits, as_a_block_says]
+CHECKS += [accumulates]
 CHECKS += [inside_torchs_wrappers, a_module_changes_its_dtype, a_large_layer_before_small_ones]
 CHECKS += [layers_of_all_kinds, small_layers_are_exact, over_gloo_under_mpirun, uneven_inputs]
 CHECKS += [not_finite_is_not_hidden, resumes_to_the_same_bits, resumes_in_place, two_models]
