@@ -12,7 +12,7 @@ import cgx_ops.torch as torch_cgx
 from cgx_ops import Config, InvalidArgument, Segment
 from cgx_ops.call import with_segment
 from cgx_ops.torch import layers
-from cgx_ops.torch.layers import Layer, Rule, Rules
+from cgx_ops.torch.layers import Layer, Rule, Rules, layer_name
 
 CONFIG = Config(bits=4, bucket_size=512)
 
@@ -96,6 +96,21 @@ def test_a_layer_has_a_compressor_of_its_own() -> None:
     for config in (base, Config(bits=2, compressor="levels", error_feedback=True)):
         own = rules.of(Layer("emb.bias", 1, 1000), config)
         assert (own.bits, own.compressor, own.keeps_residuals) == (32, "topk", False)
+
+
+def test_torch_compile_changes_no_names() -> None:
+    """Neither those that are registered nor those that patterns name."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1] = torch.compile(model[1])  # type: ignore[call-overload]
+    compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
+    assert "_orig_mod.1._orig_mod.weight" in dict(compiled.named_parameters())
+    names = [layer_name(name) for name, _ in compiled.named_parameters()]
+    assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    torch_cgx.register_model(compiled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_cgx.set_quantization_bits("_orig_mod.1._orig_mod.*", 2)
+    assert layers.process_rules().unmatched(names) == []
 
 
 def test_rules_pickle() -> None:

@@ -27,8 +27,8 @@ from cgx_ops.planner import Plan
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.ddp_bucket import Layout, Seen, layout_of, look_at, refuse
-from cgx_ops.torch.ddp_state import HookState
-from cgx_ops.torch.layers import Rules
+from cgx_ops.torch.ddp_state import HookState, refuse_auto
+from cgx_ops.torch.layers import Rules, layer_name
 from cgx_ops.torch.work import start_apart
 
 _HOOK = "planned_allreduce_hook"
@@ -67,6 +67,7 @@ class PlannedAllreduceState(HookState):
         if not isinstance(plan, Plan):
             raise InvalidArgument(f"plan is {plan!r}; give a cgx_ops.planner.Plan")
         super().__init__(process_group, config, rules, "native")
+        refuse_auto("PlannedAllreduceState", self.config)
         self.plan = plan
 
     def connect(self) -> None:
@@ -174,8 +175,9 @@ class _Joining:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._numels = dict(zip(plan.names, plan.numels, strict=True))
-        self._group_of = {plan.names[i]: g for g, group in enumerate(plan.groups) for i in group}
+        names = [layer_name(name) for name in plan.names]
+        self._numels = dict(zip(names, plan.numels, strict=True))
+        self._group_of = {names[i]: g for g, group in enumerate(plan.groups) for i in group}
         self._missing = Counter(self._group_of.values())
         self._waiting: dict[tuple[Any, ...], _Message] = {}  # by what a message has one of
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops.torch import _compat, layers
 from cgx_ops.torch.ddp_state import HookState
-from cgx_ops.torch.layers import Layer, Rules
+from cgx_ops.torch.layers import Layer, Rules, layer_name
 
 
 @dataclass
@@ -45,7 +45,7 @@ _known: weakref.WeakKeyDictionary[DistributedDataParallel, _Known] = weakref.Wea
 def remember(wrapper: DistributedDataParallel, module: nn.Module) -> None:
     """Note the names and dtypes of the module that a DistributedDataParallel was made of."""
     named = list(module.named_parameters())
-    names = {id(p): name for name, p in named}
+    names = {id(p): layer_name(name) for name, p in named}
     _known[wrapper] = _Known(names, {id(p): p.dtype for _, p in named})
 
 
@@ -92,7 +92,8 @@ def meet(wrapper: DistributedDataParallel) -> None:
 def check_layers(wrapper: DistributedDataParallel, rules: Rules) -> None:
     """Compare its layers with what was registered, and with rules, as layers.check_model does."""
     named = wrapper.module.named_parameters()
-    layers.check_model([Layer(name, p.dim(), p.numel()) for name, p in named], rules)
+    found = [Layer(layer_name(name), p.dim(), p.numel()) for name, p in named]
+    layers.check_model(found, rules)
 
 
 # ---- 4. whether its dtypes changed ---------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from cgx_ops import Config, low_rank
 from cgx_ops.errors import InvalidArgument
-from cgx_ops.torch.ddp_state import HookState
+from cgx_ops.torch.ddp_state import HookState, refuse_auto
 from cgx_ops.torch.layers import Rules
 
 _log = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ class PowerSGDState(HookState):
             InvalidArgument (a ValueError): an argument is out of its range.
         """
         super().__init__(process_group, config, rules, carrier)
+        refuse_auto("PowerSGDState", self.config)
         if feedback not in ("local", "torch"):
             raise InvalidArgument(f"feedback is {feedback!r}; it must be 'local' or 'torch'")
         if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:

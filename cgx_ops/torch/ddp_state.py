@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops
 from cgx_ops import Communicator, Config, Segment
+from cgx_ops.config import AUTO
 from cgx_ops.errors import InvalidArgument, NotFound
 from cgx_ops.torch import layers
 from cgx_ops.torch._compat import group_or_default
@@ -240,6 +241,15 @@ class HookState:
                 self.communicator(), "allreduce", buffer, buffer, config, op="avg",
                 segments=segments, seed=seed, name=name, residuals=residuals,
             ).wait()  # fmt: skip
+
+
+def refuse_auto(caller: str, config: Config) -> None:
+    """Raise InvalidArgument for bits="auto", which quantized_allreduce_hook alone decides."""
+    if config.bits == AUTO:
+        raise InvalidArgument(
+            f"{caller}: bits='auto' is for the backend cgx and quantized_allreduce_hook; give a "
+            "number, such as bits=cgx_ops.bits_for(cgx_ops.init(), numel)"
+        )
 
 
 def by_hosts(config: Config) -> Config:

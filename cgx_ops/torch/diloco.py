@@ -36,6 +36,7 @@ from cgx_ops.outer_loop import Schedule, strided
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import diloco_ranks
 from cgx_ops.torch.exchange import Carriers, Exchange, Flight, check_parameters
+from cgx_ops.torch.layers import layer_name
 
 CALLER = "DiLoCo"
 _KEPT = ("steps", "applied", "outer", "exchange")
@@ -132,7 +133,8 @@ class DiLoCo:
         """
         count = fragments if isinstance(fragments, int) else len(fragments)
         self.schedule = Schedule(sync_every, count, fragment_sync_delay, fragment_update_alpha)
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        every = model.named_parameters()
+        named = [(layer_name(name), p) for name, p in every if p.requires_grad]
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         check_parameters(CALLER, self.parameters)

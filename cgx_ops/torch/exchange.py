@@ -18,7 +18,7 @@ from cgx_ops.call import call_seed
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch.ddp_bucket import for_any_bucket, residuals_of
-from cgx_ops.torch.ddp_state import HookState
+from cgx_ops.torch.ddp_state import HookState, refuse_auto
 from cgx_ops.torch.layers import Layer, Rules
 from cgx_ops.torch.work import DTYPES, devices
 
@@ -88,6 +88,7 @@ class Exchange(HookState):
     ) -> None:
         super().__init__(process_group, config, Rules(exact_vectors=exact_vectors), carrier)
         self.caller = caller
+        refuse_auto(caller, self.config)
 
     def mean(
         self, names: Sequence[str], tensors: Sequence[torch.Tensor], *, exact: bool = False
@@ -189,13 +190,19 @@ def check_parameters(caller: str, parameters: Sequence[torch.Tensor]) -> None:
     """Require parameters whose values the core can carry.
 
     Raises:
-        TypeError: one is complex, sparse, of float64, or where the core has no values.
+        TypeError: one is complex, sparse, of float64, or where the core has no values; or a
+            DTensor, of which each rank has a part.
         InvalidArgument: there are none, or they are on several devices.
     """
     if not parameters:
         raise InvalidArgument(f"{caller}: there is no parameter that requires a gradient")
     for i, parameter in enumerate(parameters):
         what = f"{caller}: parameter {i} of shape {tuple(parameter.shape)} is"
+        if hasattr(parameter, "full_tensor"):  # to import DTensor takes long
+            raise TypeError(
+                f"{what} a DTensor, of which a rank has a part; averages are of whole copies. With "
+                "FSDP2 use cgx_ops.torch.fsdp.compress(model), or leave fully_shard out"
+            )
         if parameter.layout != torch.strided:
             raise TypeError(f"{what} {parameter.layout}; only dense ones can be averaged")
         if parameter.dtype not in DTYPES:

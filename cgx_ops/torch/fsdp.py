@@ -45,7 +45,7 @@ from cgx_ops.torch.fsdp_block import Block, communicator_of, rows_of
 from cgx_ops.torch.fsdp_feedback import LOCO as LOCO
 from cgx_ops.torch.fsdp_feedback import Feedback
 from cgx_ops.torch.fsdp_state import State
-from cgx_ops.torch.layers import Layer, Rule, Rules
+from cgx_ops.torch.layers import Layer, Rule, Rules, layer_name
 from cgx_ops.torch.work import start
 
 GRADIENTS = Config(bits=8, bucket_size=1024)
@@ -109,7 +109,7 @@ def compress(
             raise TypeError(f"{role} is {config!r}; it must be a cgx_ops.Config or None")
     if not isinstance(rules, Sequence) or not all(isinstance(rule, Rule) for rule in rules):
         raise TypeError(f"rules is {rules!r}; it must be a list of cgx_ops.torch.layers.Rule")
-    names = {module: name for name, module in model.named_modules()}
+    names = {module: layer_name(name) for name, module in model.named_modules()}
     wrapped = {name: module for module, name in names.items() if isinstance(module, FSDPModule)}
     if not wrapped:
         raise InvalidArgument(
@@ -117,7 +117,8 @@ def compress(
             "torch.distributed.fsdp.fully_shard before compress"
         )
     gathered_by_name = reduced_by_name = [layers.translated(rule) for rule in rules]
-    known = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    every = model.named_parameters(remove_duplicate=False)
+    known = [layer_name(name) for name, _ in every]
     layers.warn_of_unmatched(known, Rules(rules))
     if gradients is None and weights is not None:
         # Ours all the same: a reduction tells that weights were used, and need new noise.

@@ -24,12 +24,17 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 
 
+def layer_name(name: str) -> str:
+    """Return a name of named_parameters() as it is where torch.compile wraps no module."""
+    return name.replace("_orig_mod.", "")
+
+
 @dataclass(frozen=True)
 class Layer:
     """A parameter as rules see it.
 
     Attributes:
-        name: as model.named_parameters() has it; "" if unknown.
+        name: as model.named_parameters() has it, by layer_name(); "" if unknown.
         dimensions: of its shape.
         numel: number of elements.
     """
@@ -79,7 +84,7 @@ class Rule:
 
 def _translate(rule: Rule) -> language.Rule:
     given = asdict(rule)
-    expression = language.expression_of(given.pop("pattern"))
+    expression = language.expression_of(layer_name(given.pop("pattern")))
     return language.Rule(expression, {k: v for k, v in given.items() if v is not None})
 
 
@@ -187,6 +192,7 @@ def register_model(layers: nn.Module | Iterable[tuple[str, int]]) -> None:
             raise InvalidArgument(
                 f"register_model: layer '{name}' has {numel!r} elements; give p.numel()"
             )
+        name = layer_name(name)
         if name in new:
             raise InvalidArgument(f"register_model: layer '{name}' is listed twice")
         known = _registered.sizes.get(name, size)

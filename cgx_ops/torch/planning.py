@@ -16,6 +16,7 @@ from cgx_ops.comm import Communicator
 from cgx_ops.errors import InvalidArgument, Unsupported
 from cgx_ops.planner import ready_times
 from cgx_ops.torch._compat import tree_leaves
+from cgx_ops.torch.layers import layer_name
 
 _MOST_STEPS = 64  # that are remembered
 
@@ -49,7 +50,8 @@ class Arrivals:
             InvalidArgument: no parameter needs a gradient.
         """
         module = module.module if isinstance(module, DistributedDataParallel) else module
-        parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        named = module.named_parameters()
+        parameters = {layer_name(n): p for n, p in named if p.requires_grad}
         if not parameters:
             raise InvalidArgument("Arrivals: no parameter of the module needs a gradient")
         for name, parameter in parameters.items():

@@ -226,6 +226,23 @@ def resumed_feedback_is_the_same_to_the_bit() -> None:
                 identical_on_all_ranks(dict(model.module.named_parameters()))
 
 
+def a_module_that_is_compiled_goes_on_by_its_names() -> None:
+    """DistributedDataParallel(torch.compile(module)) uses the residuals of a run without it."""
+    plain, state = hooked(network(), LEVELS)
+    compiled, restored = hooked(torch.compile(network()), LEVELS)  # type: ignore[arg-type]
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(3):
+            for model in (plain, compiled) if step else (plain,):
+                model.zero_grad()
+                model(images(RANK, step), spare=True).square().sum().backward()
+            if step == 0:
+                restored.load_state_dict(state.state_dict())
+                continue
+            got = {n.removeprefix("_orig_mod."): x for n, x in gradients_of(compiled).items()}
+            same(got, gradients_of(plain))
+            same(restored.residuals.tensors, state.residuals.tensors)
+
+
 def a_state_that_did_not_ask_for_residuals() -> None:
     model, state = hooked(network(), LEVELS)
     train(model, range(1), torch.optim.SGD(model.parameters(), 1e-4))
@@ -240,4 +257,5 @@ def a_state_that_did_not_ask_for_residuals() -> None:
 
 CHECKS = [feedback_by_layer, inside_torchs_wrapper, who_has_residuals]
 CHECKS += [exact_steps_leave_residuals_alone, what_cannot_be, unasked_over_the_backend]
+CHECKS += [a_module_that_is_compiled_goes_on_by_its_names]
 CHECKS += [resumed_feedback_is_the_same_to_the_bit, a_state_that_did_not_ask_for_residuals]

@@ -14,7 +14,10 @@ from torch.distributed.fsdp import fully_shard
 
 from cgx_ops import InvalidArgument
 from cgx_ops.torch import fsdp
+from cgx_ops.torch.averager import QuantizedModelAverager
+from cgx_ops.torch.diloco import DiLoCo
 from cgx_ops.torch.layers import Rule, Rules
+from cgx_ops.torch.optim import OneBitAdam
 
 from .common import FEW, Block, Model, batch, equals_the_oracle, full, recorded, sharded
 
@@ -125,4 +128,17 @@ def ranks_that_disagree() -> None:
         raise AssertionError("nothing was raised")
 
 
-CHECKS = [bad_input, exact_with_a_warning, compressing_again, ranks_that_disagree]
+def shards_are_no_copies_to_average() -> None:
+    """What averages weights by itself names FSDP2's, and what is for them."""
+    calls: list[Callable[[Any], object]] = [
+        lambda model: OneBitAdam(model.parameters(), warmup_steps=1),
+        lambda model: DiLoCo(model, sync_every=2),
+        lambda model: QuantizedModelAverager(1).average_parameters(model.parameters()),
+    ]
+    for call in calls:
+        model = sharded(Model())
+        refuses(lambda own=call, of=model: own(of), TypeError, "a DTensor, of which a rank has a")
+
+
+CHECKS = [shards_are_no_copies_to_average]
+CHECKS += [bad_input, exact_with_a_warning, compressing_again, ranks_that_disagree]
