@@ -21,6 +21,7 @@ diloco_ranks.py says which ranks there are, and what they have in common. docs/d
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -31,7 +32,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from cgx_ops import Config
-from cgx_ops.errors import InvalidArgument
+from cgx_ops.errors import InvalidArgument, Unsupported
 from cgx_ops.outer_loop import Schedule, strided
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import diloco_ranks
@@ -264,7 +265,7 @@ class DiLoCo:
             with _failing(self._flight[0]):
                 flight = self._flight[0], self._flight[1].wait()
         anchors = {name: anchor.detach().clone() for name, anchor in self._named_anchors()}
-        outer = Outer(anchors, self.outer_optimizer.state_dict(), flight)
+        outer = Outer(anchors, copy.deepcopy(self.outer_optimizer.state_dict()), flight)
         exchange = self.exchange.state_dict()
         return {"steps": self.steps, "applied": self.applied, "outer": outer, "exchange": exchange}
 
@@ -343,7 +344,7 @@ def _failing(fragment: int) -> Iterator[None]:
     """Say of a failed synchronisation what it leaves."""
     try:
         yield
-    except InvalidArgument:
+    except (InvalidArgument, Unsupported):  # of the call, not of the ranks
         raise
     except RuntimeError as error:
         raise RuntimeError(

@@ -10,6 +10,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import reference
@@ -33,7 +34,7 @@ from torch_training import (
     weights_of,
 )
 
-from cgx_ops import Communicator, Config, InvalidArgument
+from cgx_ops import Communicator, Config, InvalidArgument, Unsupported
 from cgx_ops.torch.diloco import DiLoCo, sparse_loco
 
 NEAREST = Config(bits=4, bucket_size=64, rounding="nearest")
@@ -334,17 +335,17 @@ def resumed() -> None:
             move(model, step)
             loop.step()
 
-    for form in ("torch", "dcp"):
+    for form in ("torch", "dcp", "memory"):
         with folder_of_all() as folder:
             model = network()
             loop = DiLoCo(model, **options)
             run(model, loop, range(7))  # sent after step 7, applied after step 9
             file = f"{folder}/{RANK}.pt"
-            weights = copy.deepcopy(model.state_dict())
+            saved, weights = loop.state_dict(), copy.deepcopy(model.state_dict())
             if form == "dcp":
                 dcp_save({"loop": loop}, checkpoint_id=folder)
             else:
-                torch.save(loop.state_dict(), file)
+                torch.save(saved, file)
             run(model, loop, range(7, 20))
 
             again = network()
@@ -352,8 +353,10 @@ def resumed() -> None:
             run(again, restored, range(5))
             if form == "dcp":
                 dcp_load({"loop": restored}, checkpoint_id=folder)
-            else:
+            elif form == "torch":
                 restored.load_state_dict(torch.load(file))  # weights_only, torch's default
+            else:
+                restored.load_state_dict(saved)  # nothing of it followed the loop
             again.load_state_dict(weights)
             run(again, restored, range(7, 20))
             assert torch.equal(weights_of(again), weights_of(model)), form
@@ -435,6 +438,9 @@ def bad_input() -> None:
     fails(InvalidArgument, "['steps']", lambda: loop.load_state_dict({"steps": 1}))
     other = DiLoCo(nn.Linear(4, 4), sync_every=2).state_dict()
     fails(InvalidArgument, "another model's", lambda: loop.load_state_dict(other))
+    loop.step()
+    with mock.patch.object(loop.exchange, "average", side_effect=Unsupported("why")):
+        fails(Unsupported, "why", loop.step)  # no rank is lost: regroup() would not help
 
 
 def ranks_that_differ() -> None:
