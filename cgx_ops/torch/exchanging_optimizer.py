@@ -62,11 +62,13 @@ class ExchangingOptimizer(Optimizer):
     Attributes:
         of_state: names of a parameter's state, which is float32 and of its shape.
         of_rank: those of them that differ between ranks.
+        of_copy: attributes that copies and pickles have besides those of torch's optimizers.
         exchange: what travels how, steps so far, and what was lost.
     """
 
     of_state: ClassVar[tuple[str, ...]] = ()
     of_rank: ClassVar[tuple[str, ...]] = ()
+    of_copy: ClassVar[tuple[str, ...]] = ("exchange", "_consolidated")
 
     def __init__(self, params: Any, defaults: dict[str, Any], exchange: Exchange) -> None:
         self.exchange = exchange
@@ -219,6 +221,11 @@ class ExchangingOptimizer(Optimizer):
             }
             saved["own"] = {self._own_key(): Own(own)}
         return saved
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles have; ranks compare theirs at the first step."""
+        own = {name: getattr(self, name) for name in self.of_copy}
+        return {**super().__getstate__(), **own, "_alike": False}
 
     def _own_key(self) -> str:
         group = self.exchange.group

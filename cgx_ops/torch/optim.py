@@ -47,6 +47,7 @@ class OneBitAdam(ExchangingOptimizer):
     """
 
     of_state = ("exp_avg", "exp_avg_sq")
+    of_copy = (*ExchangingOptimizer.of_copy, "warmup_steps")
 
     def __init__(
         self,

@@ -279,7 +279,10 @@ def resumed() -> None:
                     dcp_save({"optimizer": optimizer}, checkpoint_id=folder)
                 else:
                     torch.save(optimizer.state_dict(), f"{folder}/{RANK}.pt")
+                copied = copy.deepcopy((model, optimizer))
                 run(model, optimizer, range(at, at + 8))
+                run(*copied, range(at, at + 8))
+                assert torch.equal(weights_of(copied[0]), weights_of(model)), (name, at)
 
                 again = network(dtype)
                 other = make(again.parameters())
