@@ -193,6 +193,20 @@ def test_rules_of_the_process_need_not_match_in_every_model() -> None:
         layers.check_model([Layer("generator.weight", 2, 12)], Rules([Rule("critic", bits=2)]))
 
 
+def test_a_rule_without_a_layer_is_told_once_and_from_where() -> None:
+    """Nobody's line has called the check; the model's layers were registered, too."""
+    torch_cgx.register_model([("weight", 12)])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch_cgx.exclude_layer("conv")
+        layers.check_model([Layer("weight", 2, 12)], layers.process_rules())
+    text = "no layer matches 'conv': the rule has no effect. Layers: weight"
+    assert [str(each.message) for each in told] == [
+        text,
+        f"DistributedDataParallel's first backward: {text}",
+    ]
+
+
 def test_the_model_that_trains_is_checked() -> None:
     torch_cgx.register_model([("weight", 12), ("bias", 4)])
     layers.check_model([Layer("weight", 2, 12), Layer("bias", 1, 4)], layers.process_rules())

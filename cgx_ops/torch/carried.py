@@ -53,7 +53,9 @@ class Carrier:
         then: called before the future is complete, on the thread; it may call reduce(). result:
         what the future holds; None: the buffer.
         """
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        # Of what went wrong, or None: DistributedDataParallel takes what a callback raises for an
+        # error, and what set_exception() was given for a gradient.
+        ended: torch.futures.Future[Any] = torch.futures.Future()
 
         def run() -> None:
             try:
@@ -62,12 +64,18 @@ class Carrier:
                 )
                 then()
             except Exception as error:
-                future.set_exception(error)
+                ended.set_result(error)
             else:
-                future.set_result(buffer if result is None else result)
+                ended.set_result(None)
+
+        def reduced(future: torch.futures.Future[Any]) -> torch.Tensor:
+            error = future.value()
+            if error is not None:
+                raise error
+            return buffer if result is None else result
 
         self._thread.submit(run)
-        return future
+        return ended.then(reduced)
 
     def reduce(
         self,

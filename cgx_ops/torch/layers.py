@@ -265,12 +265,15 @@ def _add(rule: Rule) -> None:
         warn_of_unmatched(_registered.sizes, Rules([rule]))
 
 
-def warn_of_unmatched(names: Iterable[str], rules: Rules) -> None:
-    """Warn of each rule that is for none of these layers, where the caller's caller is."""
-    names = list(names)
+def warn_of_unmatched(names: Iterable[str], rules: Rules, where: str = "") -> None:
+    """Warn of each rule that is for none of these layers, where the caller's caller is.
+
+    where: begins the text, if that is no line of the user's.
+    """
+    names = list(dict.fromkeys(names))
     for pattern in rules.unmatched(names):
         warnings.warn(
-            f"no layer matches '{pattern}': the rule has no effect. Layers: "
+            f"{where}no layer matches '{pattern}': the rule has no effect. Layers: "
             + ", ".join(names[:8])
             + (", ..." if len(names) > 8 else ""),
             stacklevel=3,
@@ -301,4 +304,5 @@ def check_model(layers: Sequence[Layer], rules: Rules) -> None:
     names = [layer.name for layer in layers]
     # Rules for all models of this process; they need not match in each.
     others = _registered.sizes if rules is _registered.rules else ()
-    warn_of_unmatched([*names, *others], rules)
+    where = "DistributedDataParallel's first backward: "
+    warn_of_unmatched([*names, *others], rules, where)

@@ -75,7 +75,12 @@ def a_peer_that_never_comes() -> None:
     loss = model(images(RANK), spare=True).square().sum()
     if RANK == 0:
         begun = time.monotonic()
-        fails(RuntimeError, "", loss.backward)
+        try:
+            loss.backward()
+        except RuntimeError as error:  # gloo's own words, whichever they are
+            assert "Unable to cast" not in str(error), error
+        else:
+            raise AssertionError("nothing was raised")
         assert time.monotonic() - begun < 20
     dist.barrier()
 
