@@ -103,7 +103,7 @@ std::vector<Setting> settings() {
   for (int bits = 1; bits <= 8; ++bits)
     for (const char* rounding : {"nearest", "stochastic"})
       all.push_back({cgx::join("uniform ", bits, " ", rounding),
-                     cgx::join("bits=", bits, " rounding='", rounding, "'")});
+                     cgx::join("bits=", bits, " rounding='", rounding, "'"), bits > 1});
   for (int bits = 1; bits <= 4; ++bits)
     all.push_back(
         {cgx::join("levels ", bits, " nearest"), cgx::join("bits=", bits, " compressor='levels'")});

@@ -312,7 +312,8 @@ void interfaces_are_chosen() {
   CHECK(with("lo")[0].text() == "127.0.0.1:0", with("lo")[0].text());
   CHECK(with("=lo").size() == with("l").size(), "a whole name, or its beginning");
   const std::string error = error_of([&] { with("nothing"); }, CGX_INVALID_ARGUMENT);
-  CHECK(contains(error, "CGX_SOCKET_IFNAME=\"nothing\"") && contains(error, "there are: lo"),
+  CHECK(contains(error, "CGX_SOCKET_IFNAME=\"nothing\"") && contains(error, "there are: ") &&
+            contains(error, "lo"),
         error);
   setenv("CGX_SOCKET_IFNAME", "lo", 1);
 }
