@@ -186,16 +186,26 @@ bool let_in(const SocketAddress& address, const SipKey& key, int rank, int peer)
   return handshake.state() == State::kProven;
 }
 
-void ranks_meet_while_strangers_knock() {
-  constexpr int kSize = 4;
+struct Parties {
   std::vector<TcpMeeting> meetings;
   std::vector<TcpOffer> offers;
   SipKey key{};
-  for (int rank = 0; rank < kSize; ++rank) {
-    meetings.emplace_back(rank);
-    offers.push_back(meetings.back().offer());
-    for (size_t i = 0; i < key.size(); ++i) key[i] ^= offers.back().share[i];
+};
+Parties parties(int size) {
+  Parties all;
+  for (int rank = 0; rank < size; ++rank) {
+    all.offers.push_back(all.meetings.emplace_back(rank).offer());
+    for (size_t i = 0; i < all.key.size(); ++i) all.key[i] ^= all.offers.back().share[i];
   }
+  return all;
+}
+
+void ranks_meet_while_strangers_knock() {
+  constexpr int kSize = 4;
+  Parties all = parties(kSize);
+  std::vector<TcpMeeting>& meetings = all.meetings;
+  const std::vector<TcpOffer>& offers = all.offers;
+  const SipKey& key = all.key;
   const SocketAddress door = offers[0].addresses[0];
   // They knock before any rank does, and stay.
   std::vector<FileDescriptor> strangers;
@@ -256,14 +266,10 @@ void a_crowd_keeps_nobody_out() {
 // A rank gives up when nothing answers for a while, which may be just before the answer comes.
 void who_gave_up_comes_again() {
   constexpr int kSize = 3;
-  std::vector<TcpMeeting> meetings;
-  std::vector<TcpOffer> offers;
-  SipKey key{};
-  for (int rank = 0; rank < kSize; ++rank) {
-    meetings.emplace_back(rank);
-    offers.push_back(meetings.back().offer());
-    for (size_t i = 0; i < key.size(); ++i) key[i] ^= offers.back().share[i];
-  }
+  Parties all = parties(kSize);
+  std::vector<TcpMeeting>& meetings = all.meetings;
+  const std::vector<TcpOffer>& offers = all.offers;
+  const SipKey& key = all.key;
   std::vector<TcpMeeting::Met> met(kSize);
   std::atomic<bool> gave_up = false, others_met = false;
   in_threads(kSize, [&](int rank) {
