@@ -4,7 +4,6 @@
 #include <charconv>
 #include <cmath>
 #include <iterator>
-#include <vector>
 
 #include "api.h"
 #include "base/status.h"
@@ -208,13 +207,8 @@ cgx_status_t cgx_config_check_feedback(const cgx_config_t* config) {
     cgx::require(config->bits != cgx::kExactBits, CGX_INVALID_ARGUMENT,
                  "error feedback with bits=32: nothing is lost that it could add; leave it out, or "
                  "give fewer bits");
-    std::vector<cgx::CodecSettings> ways(1, cgx::settings_of(*config, cgx::Dtype::kFloat32));
-    for (const int64_t bits : {config->gather_bits, config->intra_bits}) {
-      if (bits == 0) continue;
-      ways.push_back(ways[0]);
-      ways.back().bits = static_cast<int>(bits);
-    }
-    cgx::check_feedback(ways);
+    const auto settings = cgx::settings_of(*config, cgx::Dtype::kFloat32);
+    cgx::check_feedback(cgx::settings_by_way(*config, settings).each);
   });
 }
 

@@ -77,6 +77,17 @@ CodecSettings settings_of(const cgx_config_t& config, Dtype dtype) {
   return settings;
 }
 
+ByWay<CodecSettings> settings_by_way(const cgx_config_t& config, const CodecSettings& settings) {
+  ByWay<CodecSettings> ways;
+  ways.each.fill(settings);
+  if (settings.bits == kExactBits) return ways;
+  if (config.compressor != CGX_SIGN)
+    ways[Way::kIntra].bits =
+        config.intra_bits != 0 ? static_cast<int>(config.intra_bits) : kExactBits;
+  if (config.gather_bits != 0) ways[Way::kGather].bits = static_cast<int>(config.gather_bits);
+  return ways;
+}
+
 RoundingMode rounding_of(const cgx_config_t& config) {
   if (config.rounding != CGX_CODECS_OWN) return static_cast<RoundingMode>(config.rounding);
   return compressor_entry(config.compressor).roundings.front();

@@ -214,15 +214,8 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
         given.numel < std::max<int64_t>(CGX_SMALLEST_COMPRESSED, config.minimal_size))
       codec.bits = kExactBits;
     if (config.compressor == CGX_RANDK) codec.seed = segment.seed;
-    segment.codecs.each.fill(codec);
-    if (codec.bits != kExactBits) {
-      if (config.compressor != CGX_SIGN)
-        segment.codecs[Way::kIntra].bits =
-            config.intra_bits != 0 ? static_cast<int>(config.intra_bits) : kExactBits;
-      if (config.gather_bits != 0)
-        segment.codecs[Way::kGather].bits = static_cast<int>(config.gather_bits);
-      if (segment.residual) check_feedback(segment.codecs.each);
-    }
+    segment.codecs = settings_by_way(config, codec);
+    if (segment.residual) check_feedback(segment.codecs.each);
     compressed |= given.bits != kExactBits;
     end = std::max(end, given.offset + given.numel);
     plan.segments.push_back(segment);

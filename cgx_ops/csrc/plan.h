@@ -8,7 +8,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -19,22 +18,9 @@
 #include "base/types.h"
 #include "cgx/cgx.h"
 #include "compressor/codec.h"
+#include "compressor/ways.h"
 
 namespace cgx {
-
-// What travels. Its number is the noise's phase (docs/wire_format.md).
-enum class Way : uint32_t {
-  kScatter = 0,  // a rank's own values, or partial sums, on their way to the owner
-  kGather = 1,   // reduced values, on their way back
-  kIntra = 2,    // a rank's own values, within its host (hierarchical)
-};
-
-template <typename T>
-struct ByWay {
-  std::array<T, 3> each;
-  T& operator[](Way way) { return each[static_cast<size_t>(way)]; }
-  const T& operator[](Way way) const { return each[static_cast<size_t>(way)]; }
-};
 
 struct Segment {
   int64_t input_at = 0;  // bytes, from the plan's input

@@ -52,8 +52,7 @@ Coding sparse_coding(const CodecSettings& settings) {
 std::string uniform_diverges(const CodecSettings& settings) {
   if (settings.bits > 1) return "";
   return "at 1 bit the error may be as large as the values, and residuals may grow without end: "
-         "give "
-         "2 bits or more, or compressor='levels'";
+         "give 2 bits or more, or compressor='levels'";
 }
 
 std::string qsgd_diverges(const CodecSettings& settings) {
