@@ -56,8 +56,7 @@ class Search {
     const int64_t count = std::clamp<int64_t>(found, 1, most_);
     if (found != count) kernels().select_largest(values(), numel(), count, places.data());
     places.resize(count);
-    if (!few_.places.empty())
-      for (uint32_t& place : places) place = few_.places[place];
+    to_all(&places);
     return places;
   }
 
@@ -70,14 +69,19 @@ class Search {
     return few_.places.empty() ? numel_ : static_cast<int64_t>(few_.places.size());
   }
 
+  // Makes places among the values in question places among all.
+  void to_all(std::vector<uint32_t>* places) const {
+    if (few_.places.empty()) return;
+    for (uint32_t& place : *places) place = few_.places[place];
+  }
+
   // To those that are not below the threshold.
   void narrow(float threshold, int64_t count) {
     Chosen fewer;
     fewer.resize(count);
     kernels().places_from(values(), numel(), threshold, count, fewer.places.data());
     fewer.gather(values());
-    if (!few_.places.empty())
-      for (uint32_t& place : fewer.places) place = few_.places[place];
+    to_all(&fewer.places);
     few_ = std::move(fewer);
   }
 

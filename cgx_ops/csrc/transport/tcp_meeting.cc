@@ -168,9 +168,10 @@ class Meeting {
       // stood still.
       const auto now = Clock::now();
       go_on();
-      if (missing_ > 0 && now >= deadline_) fail(CGX_SYSTEM, describe());
+      if (missing_ == 0) break;
+      if (now >= deadline_) fail(CGX_SYSTEM, describe());
       step(now);
-      if (missing_ > 0) wait();
+      wait();
     }
     return {std::move(connections_), strangers_ + static_cast<int64_t>(visitors_.size())};
   }
