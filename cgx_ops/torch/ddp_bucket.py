@@ -257,7 +257,7 @@ def residuals_of(
         keeps.append(own.keeps_residuals and segment.numel >= smallest)
     if not any(keeps):
         return None
-    state.residuals.claim(state.group.rank(), state.group.size())
+    state.residuals.claim(*state.place)
     for layer, kept in zip(found, keeps, strict=True):
         if kept and not layer.name:
             raise InvalidArgument(

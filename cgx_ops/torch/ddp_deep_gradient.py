@@ -78,7 +78,7 @@ def deep_gradient_hook(
             "cgx_ops.torch before DistributedDataParallel(model)"
         )
     for kept in (state.residuals, state.momenta):
-        kept.claim(state.group.rank(), state.group.size())
+        kept.claim(*state.place)
     state.note(bucket.parameters())
     return _Exchange(state, bucket, seen).start()
 

@@ -103,10 +103,7 @@ class DeepGradientState(HookState):
     def state_dict(self) -> dict[str, Any]:
         """Return everything but what belongs to this process; tensors are copied."""
         saved = super().state_dict()
-        rank, size = 0, 1
-        if self.process_group is not None or dist.is_initialized():
-            rank, size = self.group.rank(), self.group.size()
-        return saved | {"momenta": self.momenta.saved(rank, size, per_rank=True)}
+        return saved | {"momenta": self.momenta.saved(*self.place, per_rank=True)}
 
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return attributes from what was saved."""

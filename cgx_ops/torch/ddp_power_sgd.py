@@ -94,7 +94,7 @@ def _hook(
             "cgx_ops.torch before DistributedDataParallel(model)"
         )
     if state.use_error_feedback:
-        state.residuals.claim(state.group.rank(), state.group.size())
+        state.residuals.claim(*state.place)
     return _Exchange(hook, state, bucket, seen, batched).start()
 
 

@@ -82,10 +82,7 @@ class HookState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but what belongs to this process; residuals are copied."""
-        rank, size = 0, 1
-        if self.process_group is not None or dist.is_initialized():
-            rank, size = self.group.rank(), self.group.size()
-        saved = self.residuals.saved(rank, size, per_rank=self.keeps_residuals())
+        saved = self.residuals.saved(*self.place, per_rank=self.keeps_residuals())
         return {name: getattr(self, name) for name in self.kept} | {"residuals": saved}
 
     def keeps_residuals(self) -> bool:
@@ -158,6 +155,13 @@ class HookState:
                 self.connect()
             self._group = weakref.ref(group)
         return group
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The number of this rank in the group, and how many there are; without a group 0 of 1."""
+        if self.process_group is None and not dist.is_initialized():
+            return 0, 1
+        return self.group.rank(), self.group.size()
 
     def communicator(self) -> Communicator:
         """Return the ranks of the process group, as cgx_ops knows them.
