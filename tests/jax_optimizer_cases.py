@@ -10,7 +10,7 @@ import optax
 import orbax.checkpoint as ocp
 from jax import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_cases import mesh_of
+from jax_cases import mesh_of, same_bits
 
 from cgx_ops.jax import state_specs
 
@@ -61,3 +61,16 @@ def restored(state: Any, folder: Path) -> Any:
         checkpointer.save(folder / "state", state)
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(folder / "state", like)
+
+
+def check_none_is_no_leaf(optimizer: Any, params: Any, rows: Any, mesh: Any) -> None:
+    """Check two steps of a dict of arrays: None beside them changes the average of none."""
+    averages = []
+    for more in ({}, {"none": None, "pair": (None, None)}):
+        weights = params | more
+        step, state = program_of(optimizer, weights, mesh), placed(optimizer, weights, mesh)
+        _, state = step(weights, state, rows | more)
+        got, _ = step(weights, state, rows | more)
+        assert jax.tree.structure(got) == jax.tree.structure(weights)
+        averages.append(got)
+    assert all(same_bits(averages[0][name], averages[1][name]) for name in params)

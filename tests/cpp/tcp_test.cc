@@ -203,10 +203,7 @@ Parties parties(int size) {
 void ranks_meet_while_strangers_knock() {
   constexpr int kSize = 4;
   Parties all = parties(kSize);
-  std::vector<TcpMeeting>& meetings = all.meetings;
-  const std::vector<TcpOffer>& offers = all.offers;
-  const SipKey& key = all.key;
-  const SocketAddress door = offers[0].addresses[0];
+  const SocketAddress door = all.offers[0].addresses[0];
   // They knock before any rank does, and stay.
   std::vector<FileDescriptor> strangers;
   for (int i = 0; i < 3; ++i) strangers.push_back(connected_to(door));  // silent
@@ -221,10 +218,10 @@ void ranks_meet_while_strangers_knock() {
   std::atomic<bool> foreign_let_in = true, last_may_come = false;
   in_threads(kSize, [&](int rank) {
     while (rank == 3 && !last_may_come) std::this_thread::sleep_for(milliseconds(1));
-    met[rank] = meetings[rank].meet(offers, {wants[rank], kLimit});
+    met[rank] = all.meetings[rank].meet(all.offers, {wants[rank], kLimit});
     if (rank != 1) return;
-    foreign_let_in = let_in(door, {key[0], key[1] ^ 1}, 3, 0);
-    let_in(door, key, 1, 0);  // it is there already
+    foreign_let_in = let_in(door, {all.key[0], all.key[1] ^ 1}, 3, 0);
+    let_in(door, all.key, 1, 0);  // it is there already
     last_may_come = true;
   });
   CHECK(!foreign_let_in, "who knows another communicator's key");
@@ -267,17 +264,14 @@ void a_crowd_keeps_nobody_out() {
 void who_gave_up_comes_again() {
   constexpr int kSize = 3;
   Parties all = parties(kSize);
-  std::vector<TcpMeeting>& meetings = all.meetings;
-  const std::vector<TcpOffer>& offers = all.offers;
-  const SipKey& key = all.key;
   std::vector<TcpMeeting::Met> met(kSize);
   std::atomic<bool> gave_up = false, others_met = false;
   in_threads(kSize, [&](int rank) {
-    if (rank == 1) gave_up = let_in(offers[0].addresses[0], key, 1, 0);  // and closes
+    if (rank == 1) gave_up = let_in(all.offers[0].addresses[0], all.key, 1, 0);  // and closes
     while (rank == 2 && !others_met) std::this_thread::sleep_for(milliseconds(1));
     std::vector<bool> wants(kSize, true);
     if (rank > 0) wants[3 - rank] = false;
-    met[rank] = meetings[rank].meet(offers, {wants, kLimit});
+    met[rank] = all.meetings[rank].meet(all.offers, {wants, kLimit});
     if (rank == 1) others_met = true;
   });
   CHECK(gave_up, "the first connection was proven");
