@@ -56,7 +56,8 @@ def check(name: str, carrier: str) -> None:
 checks.run(
     {
         f"{name} by {carrier}": partial(check, name, carrier)
-        for name in MAKERS.keys() & RUN.files
+        for name in MAKERS
+        if name in RUN.files
         for carrier in ("native", "xla")
     },
     [],
