@@ -50,10 +50,32 @@ def loss_of(weights: Any, inputs: jax.Array) -> jax.Array:
     return jnp.mean((activations @ matrix + bias) ** 2)
 
 
+def weights_of(mesh: jax.sharding.Mesh, layers: int) -> Any:
+    """Return the weights before the first step, on all devices of the mesh."""
+    scale, random = np.float32(WIDTH**-0.5), np.random.default_rng(0)
+    weights = [
+        (scale * random.standard_normal((WIDTH, WIDTH), np.float32), np.zeros(WIDTH, np.float32))
+        for _ in range(layers)
+    ]
+    return jax.device_put(weights, jax.NamedSharding(mesh, jax.P()))
+
+
 def step_of(
-    mesh: jax.sharding.Mesh, layers: int, batch: int, average: Average | None = None
+    mesh: jax.sharding.Mesh,
+    layers: int,
+    batch: int,
+    average: Average | None = None,
+    kept: list[Any] | None = None,
 ) -> Step:
-    """Return a training step: forward, backward, average (None: without communication), update."""
+    """Return a training step: forward, backward, average, update.
+
+    Args:
+        mesh: one axis, "data".
+        layers: of the model.
+        batch: examples a device.
+        average: of gradients; None: without communication.
+        kept: the weights in a list of one, which steps replace; None: their own.
+    """
     specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
 
     # Without an average devices come to differ; JAX is not to check that they do not.
@@ -70,16 +92,10 @@ def step_of(
     inputs = jax.make_array_from_process_local_data(
         jax.NamedSharding(mesh, jax.P("data")), random.standard_normal((batch, WIDTH), np.float32)
     )
-    scale = np.float32(WIDTH**-0.5)
-    first = np.random.default_rng(0)
-    weights = [
-        (scale * first.standard_normal((WIDTH, WIDTH), np.float32), np.zeros(WIDTH, np.float32))
-        for _ in range(layers)
-    ]
-    kept = [jax.device_put(weights, jax.NamedSharding(mesh, jax.P()))]
+    latest = [weights_of(mesh, layers)] if kept is None else kept
 
     def step() -> None:
-        kept[0] = jax.block_until_ready(program(kept[0], inputs))
+        latest[0] = jax.block_until_ready(program(latest[0], inputs))
 
     return step
 

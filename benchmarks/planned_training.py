@@ -32,7 +32,7 @@ from cgx_ops.codec import encoded_bytes
 from cgx_ops.planner import Costs, Plan, finish, tune
 from cgx_ops.planner import measure as measure_costs
 
-_TRIALS, _TRIAL_SECONDS = 7, 3  # steps by which a plan is tried, or as many as take so long
+_TRIAL_SECONDS = 3  # spent on steps by a plan that is tried, unless --trials takes less
 _BACKWARD_SHARE = 2 / 3  # of a step's multiplications, and so of one that computes only
 
 
@@ -79,23 +79,36 @@ def torch_training(layers: int, seconds: float, config: Config) -> Training:
             MPI.COMM_WORLD.Barrier()
             module(inputs).square().mean().backward()
 
+    numels = arrivals.numels
+    plan = Plan(
+        tuple(numels), tuple(numels.values()), (config.decided_bits,) * len(numels),
+        (tuple(range(len(numels))),),
+    )  # fmt: skip
+    state = ddp.PlannedAllreduceState(plan, config=config)
+    options: Any = {"bucket_cap_mb": 1e-5}  # a bucket for each tensor
+    model = DistributedDataParallel(module, **options)
+    model.register_comm_hook(state, ddp.planned_allreduce_hook)  # type: ignore[arg-type]
+    losses: list[torch.Tensor] = []
+
+    def forward() -> None:
+        model.zero_grad()
+        losses[:] = [model(inputs).square().mean()]
+
+    def backward() -> None:
+        losses[0].backward()
+
+    for _ in range(2):  # DistributedDataParallel makes its buckets after the first
+        forward()
+        backward()
+
     def planned(plan: Plan) -> Timed:
-        options: Any = {"bucket_cap_mb": 1e-5}  # a bucket for each tensor
-        model = DistributedDataParallel(perceptron(layers), **options)
-        state = ddp.PlannedAllreduceState(plan, config=config)
-        model.register_comm_hook(state, ddp.planned_allreduce_hook)  # type: ignore[arg-type]
-        losses: list[torch.Tensor] = []
-
-        def forward() -> None:
-            model.zero_grad()
-            losses[:] = [model(inputs).square().mean()]
-
-        for _ in range(2):  # DistributedDataParallel makes its buckets after the first
+        def begin() -> None:
+            state.plan = plan  # between steps, and on all ranks: what replan() does two steps later
             forward()
-            losses[0].backward()
-        return Timed(lambda: losses[0].backward(), forward)
 
-    return Training(arrivals.numels, arrivals.ready(cgx_ops.init()), 0.0, planned)
+        return Timed(backward, begin)
+
+    return Training(numels, arrivals.ready(cgx_ops.init()), 0.0, planned)
 
 
 # ---- JAX -----------------------------------------------------------------------------------------
@@ -103,7 +116,7 @@ def torch_training(layers: int, seconds: float, config: Config) -> Training:
 
 def jax_training(layers: int, seconds: float, config: Config) -> Training:
     import jax
-    from jax_step import step_of
+    from jax_step import step_of, weights_of
 
     import cgx_ops.jax
     from cgx_ops.jax import estimated_ready, numels_of, pmean_q
@@ -112,12 +125,13 @@ def jax_training(layers: int, seconds: float, config: Config) -> Training:
     cgx_ops.jax.initialize()
     mesh = jax.make_mesh((jax.device_count(),), ("data",), (jax.sharding.AxisType.Auto,))
     batch = calibrate(partial(step_of, mesh, layers), seconds / _BACKWARD_SHARE, first=32)
+    kept = [weights_of(mesh, layers)]  # one model for all plans: they would not fit side by side
 
     def planned(plan: Plan) -> Timed:
         def average(gradients: Any) -> Any:
             return pmean_q(gradients, "data", bits=config.decided_bits, fuse=plan)
 
-        return Timed(step_of(mesh, layers, batch, average))
+        return Timed(step_of(mesh, layers, batch, average, kept))
 
     alone = {"alone": Timed(step_of(mesh, layers, batch))}
     seconds = Summary.of(measure(alone, MpiRanks(MPI.COMM_WORLD), rounds=7)["alone"]).median
@@ -137,6 +151,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LAYERS, help=f"default {LAYERS}")
     parser.add_argument("--backward", type=float, default=0.1, help="seconds, about (default 0.1)")
     parser.add_argument("--rounds", type=int, default=9, help="of timed steps (default 9)")
+    parser.add_argument("--trials", type=int, default=7, help="steps of each try (default 7)")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     options = parser.parse_args()
     config = Config(bits=options.bits, rounding="nearest")
@@ -147,7 +162,7 @@ def main() -> None:
     costs = measure_costs(cgx_ops.init(), config)
 
     def seconds_of(plan: Plan) -> float:
-        samples = measure({"": step_of(plan)}, ranks, rounds=_TRIALS, budget=_TRIAL_SECONDS)
+        samples = measure({"": step_of(plan)}, ranks, rounds=options.trials, budget=_TRIAL_SECONDS)
         return Summary.of(samples[""]).median
 
     tuned = tune(
