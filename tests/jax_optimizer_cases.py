@@ -1,5 +1,6 @@
 """What tests of optimizers whose states lie on devices share: meshes, programs, checkpoints."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,24 @@ def restored(state: Any, folder: Path) -> Any:
         checkpointer.save(folder / "state", state)
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(folder / "state", like)
+
+
+def check_resumed(
+    optimizer: Any, params: Any, mesh: Any, rows: Callable[[int], Any], steps: int, folder: Path
+) -> Any:
+    """Check that a state goes on to the same bits from a checkpoint after `steps`; return it.
+
+    rows(i): the gradients of step i.
+    """
+    step, state = program_of(optimizer, params, mesh), placed(optimizer, params, mesh)
+    for i in range(steps):
+        _, state = step(params, state, rows(i))
+    again = restored(state, folder)
+    for i in range(steps, 2 * steps):
+        want, state = step(params, state, rows(i))
+        got, again = step(params, again, rows(i))
+        assert all(same_bits(got[name], want[name]) for name in params), i
+    return again
 
 
 def check_none_is_no_leaf(optimizer: Any, params: Any, rows: Any, mesh: Any) -> None:

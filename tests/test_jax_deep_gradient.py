@@ -19,11 +19,11 @@ from jax.sharding import PartitionSpec as P
 from jax_cases import fetch, mesh_of, normal, same_bits, use_cpu_devices
 from jax_optimizer_cases import (
     check_none_is_no_leaf,
+    check_resumed,
     copied,
     mesh_with,
     placed,
     program_of,
-    restored,
 )
 
 from cgx_ops.jax import DeepGradientState, consolidate, deep_gradient, state_specs
@@ -278,18 +278,11 @@ def test_checkpoint(tmp_path: Path) -> None:
         deep_gradient("d", density=0.01, warmup_steps=6, nesterov=True, clip=9.0, mesh=MESH),
         optax.sgd(0.1),
     )
-    step, state = program_of(optimizer, WEIGHTS, MESH), placed(optimizer, WEIGHTS, MESH)
     specs = state_specs(optimizer, WEIGHTS, "d")
     assert specs[0].residual == {"a": P("d"), "conv": P("d"), "bias": None, "small": None}
     assert specs[0].momentum == {"a": P("d"), "conv": P("d"), "bias": P(), "small": P()}
-    for i in range(4):
-        _, state = step(WEIGHTS, state, at(i))
-    again = restored(state, tmp_path)
+    again = check_resumed(optimizer, WEIGHTS, MESH, at, 4, tmp_path)
     assert isinstance(again[0], DeepGradientState)
-    for i in range(4, 8):
-        want, state = step(WEIGHTS, state, at(i))
-        got, again = step(WEIGHTS, again, at(i))
-        assert all(same_bits(got[name], want[name]) for name in SHAPES)
 
 
 def test_another_number_of_devices() -> None:

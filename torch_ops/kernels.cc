@@ -36,6 +36,12 @@ Addresses addresses_of(const Buffers& buffers) {
   return at;
 }
 
+// Checks x; where it is reduced from, and into.
+Buffers checked_buffers(const at::Tensor& x, const Seed& seed, const Options& options) {
+  check_call(x, seed, options);
+  return {.input = x.contiguous(), .output = at::empty_like(x, at::MemoryFormat::Contiguous)};
+}
+
 }  // namespace
 
 void run(const Buffers& buffers, const std::vector<int64_t>& numels, const Seed& seed,
@@ -151,11 +157,9 @@ at::Tensor draw_places_meta(const at::Tensor& distinct, std::string_view /*group
 at::Tensor all_reduce_kernel(const at::Tensor& x, const Seed& seed, std::string_view call,
                              std::string_view group_name) {
   const Options options = Options::unpack(call, group_name);
-  check_call(x, seed, options);
-  const at::Tensor input = x.contiguous();
-  at::Tensor output = at::empty_like(input, at::MemoryFormat::Contiguous);
-  run({.input = input, .output = output}, {input.numel()}, seed, options);
-  return output;
+  const Buffers buffers = checked_buffers(x, seed, options);
+  run(buffers, {x.numel()}, seed, options);
+  return buffers.output;
 }
 
 at::Tensor start_kernel(const at::Tensor& x, const Seed& seed, std::string_view call,
@@ -166,11 +170,9 @@ at::Tensor start_kernel(const at::Tensor& x, const Seed& seed, std::string_view 
 at::Tensor borrow_kernel(const at::Tensor& x, const Seed& seed, std::string_view call,
                          std::string_view group_name) {
   const Options options = Options::unpack(call, group_name);
-  check_call(x, seed, options);
-  const at::Tensor input = x.contiguous();
-  at::Tensor output = at::empty_like(input, at::MemoryFormat::Contiguous);
-  c10d::register_work(output,
-                      launch({.input = input, .output = output}, {input.numel()}, seed, options));
+  Buffers buffers = checked_buffers(x, seed, options);
+  at::Tensor output = buffers.output;
+  c10d::register_work(output, launch(std::move(buffers), {x.numel()}, seed, options));
   return output;
 }
 

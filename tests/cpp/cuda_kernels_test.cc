@@ -118,12 +118,16 @@ std::vector<Shape> shapes_around(const Coding& coding, int64_t bucket_size, int6
 }
 
 struct Exchanges {
-  uint64_t done = 0;
-  Regions regions{};
+  explicit Exchanges(int64_t bytes)
+      : done(static_cast<uint64_t>(pick(5))), regions{pick(3) ? &done : nullptr, bytes} {}
+  uint64_t done;
+  Regions regions;
 };
-void make_regions(Exchanges* exchanges, int64_t bytes) {
-  exchanges->done = static_cast<uint64_t>(pick(5));
-  exchanges->regions = pick(3) ? Regions{&exchanges->done, bytes} : Regions{nullptr, bytes};
+Copies copies_behind(int64_t region, int64_t count) {
+  Copies copies;
+  copies.count = static_cast<int32_t>(count);
+  for (int i = 0; i < count; ++i) copies.distance[i] = 2 * region * (i + 1);
+  return copies;
 }
 int64_t written_at(const Regions& regions) {
   return regions.done && *regions.done % 2 == 0 ? regions.bytes : 0;
@@ -162,11 +166,9 @@ void test_encode(Dtype dtype, RoundingMode rounding, Data kind, const std::vecto
   }
   messages.actual.resize(messages.actual.size() + static_cast<size_t>(pick(20)), kFill);
   const auto region = static_cast<int64_t>(messages.actual.size());
-  launch.copies.count = static_cast<int32_t>(pick(4));
-  for (int i = 0; i < launch.copies.count; ++i) launch.copies.distance[i] = 2 * region * (i + 1);
+  launch.copies = copies_behind(region, pick(4));
   messages.repeat(2 * (launch.copies.count + 1));
-  Exchanges exchanges;
-  make_regions(&exchanges, region);
+  Exchanges exchanges(region);
   launch.regions = exchanges.regions;
 
   for (size_t i = 0; i < shapes.size(); ++i) {
@@ -235,11 +237,9 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
   messages.repeat(launch.size);
   messages.actual.resize(static_cast<size_t>(2 * region), kFill);
   reduced.actual.resize(static_cast<size_t>(region), kFill);
-  launch.copies.count = static_cast<int32_t>(pick(3));
-  for (int i = 0; i < launch.copies.count; ++i) launch.copies.distance[i] = 2 * region * (i + 1);
+  launch.copies = copies_behind(region, pick(3));
   reduced.repeat(2 * (launch.copies.count + 1));
-  Exchanges exchanges;
-  make_regions(&exchanges, region);
+  Exchanges exchanges(region);
   launch.regions = exchanges.regions;
 
   for (size_t i = 0; i < shapes.size(); ++i) {
@@ -316,8 +316,7 @@ void test_decode(Dtype dtype, Data kind, const std::vector<Shape>& shapes,
   }
   const auto region = static_cast<int64_t>(messages.actual.size());
   messages.repeat(2);
-  Exchanges exchanges;
-  make_regions(&exchanges, region);
+  Exchanges exchanges(region);
   launch.regions = exchanges.regions;
   for (size_t i = 0; i < shapes.size(); ++i) {
     const Shape& shape = shapes[i];

@@ -12,6 +12,7 @@
 #include "connect.h"
 #include "fake_device.h"
 #include "ranks.h"
+#include "throwing.h"
 
 namespace cgx {
 
@@ -171,19 +172,15 @@ class Rank {
   std::vector<void*> residual_at_;
 };
 
-inline std::string error_of(const std::function<void()>& call, cgx_status_t expected) {
-  try {
-    call();
-  } catch (const Error& error) {
-    CHECK(error.status() == expected, "status %d: %s", error.status(), error.what());
-    return error.what();
-  }
-  CHECK(false, "no error where %d is due", expected);
-}
-
-inline bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
+// Calls of two ranks that are not alike, and what the error must say of them.
+struct Disagreement {
+  std::function<void(Rank*)> change;
+  const char* text;
+};
+inline const Disagreement kDisagreements[] = {
+    {[](Rank* r) { r->call.config.rounding = CGX_STOCHASTIC; }, "rounding"},
+    {[](Rank* r) { r->call.op = CGX_AVG; }, "op"},
+    {[](Rank* r) { r->call.name = "other"; }, "name"}};
 
 // The case on devices against the same on CPUs, to the bit.
 inline void compare(const Job& job, const Case& one, int64_t* compared) {

@@ -68,24 +68,17 @@ void many_in_flight_on_several_streams() { compare_many_at_once(Job(3, kType), 1
 // ---- 2. agreement --------------------------------------------------------------------------
 
 void ranks_that_disagree_are_told_before_anything_is_exchanged() {
-  struct Row {
-    std::function<void(Rank*)> change;
-    const char* text;
-  };
-  const Row rows[] = {{[](Rank* r) { r->call.config.rounding = CGX_STOCHASTIC; }, "rounding"},
-                      {[](Rank* r) { r->call.op = CGX_AVG; }, "op"},
-                      {[](Rank* r) { r->call.name = "other"; }, "name"}};
-  for (const Row& row : rows) {
+  for (const auto& [change, part] : kDisagreements) {
     const Job job(2, kType);
     job.run([&](int rank) {
       FakeQueue stream(rank);
       Communicator& communicator = *job.communicators[rank];
       Rank call({}, rank, job.size(), "mine");
       const auto before = call.result();
-      if (rank == 1) row.change(&call);
+      if (rank == 1) change(&call);
       const std::string text =
           error_of([&] { call.enqueue(communicator, *job.devices[rank], stream); }, CGX_MISMATCH);
-      CHECK(contains(text, row.text), "%s", text.c_str());
+      CHECK(contains(text, part), "%s", text.c_str());
       stream.synchronize();
       CHECK(exchanges(job, rank) == 0 && call.result() == before, "rank %d went on", rank);
       refuses_more(job, rank, stream, CGX_MISMATCH);

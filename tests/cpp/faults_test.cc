@@ -111,17 +111,22 @@ bool several(Communicator& communicator, int number) {
   return true;
 }
 
+void run_on_blocks(Communicator& communicator, cgx_verb_t verb, int64_t block, const Values& input,
+                   Values* output) {
+  const cgx_segment_t segment{0, block, kBucket, 8, 0, nullptr};
+  auto call = plain_call(segment);
+  call.verb = verb;
+  call.input = input.data();
+  call.output = output->data();
+  communicator.run(call);
+}
+
 bool reduce_scatter(Communicator& communicator, int number) {
   const int64_t block = kMany / 2;
   Values input(communicator.size * block), output(block);
   for (size_t i = 0; i < input.size(); ++i)
     input[i] = value(communicator.rank, static_cast<int64_t>(i) % block, number);
-  const cgx_segment_t segment{0, block, kBucket, 8, 0, nullptr};
-  auto call = plain_call(segment);
-  call.verb = CGX_REDUCE_SCATTER;
-  call.input = input.data();
-  call.output = output.data();
-  communicator.run(call);
+  run_on_blocks(communicator, CGX_REDUCE_SCATTER, block, input, &output);
   for (int64_t i = 0; i < block; ++i)
     if (output[i] != sum(communicator.size, i, number)) return false;
   return true;
@@ -131,12 +136,7 @@ bool all_gather(Communicator& communicator, int number) {
   const int64_t block = kMany / 2;
   Values input(block), output(communicator.size * block);
   for (int64_t i = 0; i < block; ++i) input[i] = value(communicator.rank, i, number);
-  const cgx_segment_t segment{0, block, kBucket, 8, 0, nullptr};
-  auto call = plain_call(segment);
-  call.verb = CGX_ALL_GATHER;
-  call.input = input.data();
-  call.output = output.data();
-  communicator.run(call);
+  run_on_blocks(communicator, CGX_ALL_GATHER, block, input, &output);
   for (size_t i = 0; i < output.size(); ++i) {
     const auto at = static_cast<int64_t>(i);
     if (output[i] != value(static_cast<int>(at / block), at % block, number)) return false;

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from failing import fails
 from shared_folder import folder_of_all
 from torch import nn
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import RANK, backward, batch, loss_of, network, train
 
-from cgx_ops import InvalidArgument
+from cgx_ops import Communicator, InvalidArgument
 from cgx_ops.torch import ddp, ddp_models
 
 
@@ -42,6 +43,35 @@ def same(got: dict[str, Any], want: dict[str, Any], what: object = "") -> None:
     for name, x in want.items():
         equal = torch.equal(got[name], x) if isinstance(x, torch.Tensor) else got[name] == x
         assert equal, (what, name)
+
+
+def buckets(method: Method, messages: int) -> list[Any]:
+    """Averages do not depend on them, also before they are made anew; one has so many messages.
+
+    Returns a state for each way to make buckets.
+    """
+    want, states = None, []
+    for wrapper in ({}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True}):
+        model, state = method.hooked(wrapper=wrapper)
+        weights = train(model, range(6))
+        assert want is None or torch.equal(weights[-1], want), wrapper
+        want = weights[-1]
+        comm = Communicator.find(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        before = comm.collectives
+        backward(model, 6)
+        one = wrapper.get("bucket_cap_mb") is None
+        assert (comm.collectives - before == messages) == one, (wrapper, comm.collectives - before)
+        states.append(state)
+    return states
+
+
+def carried_by_torch(method: Method, **options: Any) -> None:
+    """To the same bits, over gloo, in many buckets."""
+    gloo = dist.new_group(backend="gloo")
+    want = train(method.hooked(**options)[0], range(5))
+    wrapper = {"bucket_cap_mb": 0.001, "process_group": gloo}
+    other = method.hooked(**options, wrapper=wrapper, carrier="c10d", process_group=gloo)
+    assert torch.equal(train(other[0], range(5))[-1], want[-1]), options
 
 
 def resumed(method: Method, end: int, **options: Any) -> None:

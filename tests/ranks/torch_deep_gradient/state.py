@@ -10,7 +10,6 @@ from typing import Any
 
 import method_cases
 import torch
-import torch.distributed as dist
 from failing import fails
 from method_cases import Method
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -27,7 +26,7 @@ from torch_training import (
 )
 
 import cgx_ops.torch
-from cgx_ops import Communicator, Config, InvalidArgument
+from cgx_ops import Config, InvalidArgument
 from cgx_ops.torch import ddp, layers
 
 from .common import MATRICES, hooked
@@ -47,31 +46,15 @@ METHOD = Method(ddp.deep_gradient_hook, ddp.DeepGradientState, hooked, kept_of)
 
 
 def buckets() -> None:
-    """Averages do not depend on them, also before they are made anew; two messages each."""
-    want = None
-    for wrapper in ({}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True}):
-        model, state = hooked(wrapper=wrapper)
-        weights = train(model, range(6))
-        assert want is None or torch.equal(weights[-1], want), wrapper
-        want = weights[-1]
-        comm = Communicator.find(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        before = comm.collectives
-        backward(model, 6)
-        one = wrapper.get("bucket_cap_mb") is None
-        messages = 2 if SIZE > 1 else 1
-        assert (comm.collectives - before == messages) == one, "one sparse, one exact"
+    """One sparse message, one exact."""
+    for state in method_cases.buckets(METHOD, messages=2 if SIZE > 1 else 1):
         assert state.residuals.tensors.keys() == MATRICES
 
 
 def carried_by_torch() -> None:
-    """To the same bits, over gloo, in many buckets."""
-    gloo = dist.new_group(backend="gloo")
     for compressor in ("topk", "threshold"):
-        own: dict[str, Any] = {"config": Config(compressor=compressor), "clip": 1.0}
-        want = train(hooked(**own)[0], range(5))
-        own["wrapper"] = {"bucket_cap_mb": 0.001, "process_group": gloo}
-        got = train(hooked(**own, carrier="c10d", process_group=gloo)[0], range(5))
-        assert torch.equal(got[-1], want[-1]), own
+        config = Config(compressor=compressor)
+        method_cases.carried_by_torch(METHOD, config=config, clip=1.0)
 
 
 def inside_torchs_wrapper() -> None:

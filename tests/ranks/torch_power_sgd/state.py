@@ -10,7 +10,6 @@ from typing import Any
 
 import method_cases
 import torch
-import torch.distributed as dist
 from failing import fails
 from method_cases import Method, same
 from torch import nn
@@ -27,7 +26,7 @@ from torch_training import (
 )
 
 import cgx_ops.torch
-from cgx_ops import Communicator, Config, InvalidArgument
+from cgx_ops import Config, InvalidArgument
 from cgx_ops.torch import ddp, layers
 
 from .common import hooked, watched
@@ -121,30 +120,14 @@ def inside_torchs_wrapper() -> None:
 
 
 def buckets() -> None:
-    """Averages do not depend on them, nor do the numbers of messages on that of the layers."""
-    want = None
-    for wrapper in ({}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True}):
-        model, state = hooked(wrapper=wrapper)
-        weights = train(model, range(6))
-        assert want is None or torch.equal(weights[-1], want), wrapper
-        want = weights[-1]
-        comm = Communicator.find(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        before = comm.collectives
-        backward(model, 6)
-        one = wrapper.get("bucket_cap_mb") is None
-        assert (comm.collectives - before == 2) == one, "one message of P, one of Q"
+    """One message of P, one of Q, whatever the number of layers."""
+    for state in method_cases.buckets(METHOD, messages=2):
         assert state.residuals.tensors.keys() == state.factors.q.keys() == MATRICES
 
 
 def carried_by_torch() -> None:
-    """To the same bits, over gloo, in many buckets."""
-    gloo = dist.new_group(backend="gloo")
     for options in ({}, {"factor_bits": 8}):
-        own: dict[str, Any] = {"wrapper": {"bucket_cap_mb": 0.001}, **options}
-        want = train(hooked(**own)[0], range(5))
-        own["wrapper"]["process_group"] = gloo
-        got = train(hooked(**own, carrier="c10d", process_group=gloo)[0], range(5))
-        assert torch.equal(got[-1], want[-1]), options
+        method_cases.carried_by_torch(METHOD, **options)
 
 
 def channels_last() -> None:

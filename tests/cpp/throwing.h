@@ -1,0 +1,36 @@
+// What must throw, for programs that end at the first failure (ranks.h).
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "ranks.h"
+
+namespace cgx {
+
+// Runs `work`, which must throw an Error of this status, and returns its text.
+inline std::string error_of(const std::function<void()>& work, cgx_status_t status) {
+  try {
+    work();
+  } catch (const Error& error) {
+    CHECK(error.status() == status, "status %d: %s", error.status(), error.what());
+    return error.what();
+  }
+  CHECK(false, "no error where %d is due", status);
+}
+
+inline bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// The same, and its text holds all parts.
+inline void throws(cgx_status_t status, const std::vector<std::string>& parts,
+                   const std::function<void()>& work) {
+  const std::string text = error_of(work, status);
+  for (const std::string& part : parts)
+    CHECK(contains(text, part), "no '%s' in: %s", part.c_str(), text.c_str());
+}
+
+}  // namespace cgx
