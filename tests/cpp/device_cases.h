@@ -172,15 +172,15 @@ class Rank {
   std::vector<void*> residual_at_;
 };
 
-// Calls of two ranks that are not alike, and what the error must say of them.
+// Calls of two ranks that are not alike, and what errors say: over our wires, and over a library.
 struct Disagreement {
   std::function<void(Rank*)> change;
-  const char* text;
+  const char *ours, *library;
 };
 inline const Disagreement kDisagreements[] = {
-    {[](Rank* r) { r->call.config.rounding = CGX_STOCHASTIC; }, "rounding"},
-    {[](Rank* r) { r->call.op = CGX_AVG; }, "op"},
-    {[](Rank* r) { r->call.name = "other"; }, "name"}};
+    {[](Rank* r) { r->call.config.rounding = CGX_STOCHASTIC; }, "rounding", "rounding"},
+    {[](Rank* r) { r->call.op = CGX_AVG; }, "op", "op"},
+    {[](Rank* r) { r->call.name = "other"; }, "disagree", "name"}};
 
 // The case on devices against the same on CPUs, to the bit.
 inline void compare(const Job& job, const Case& one, int64_t* compared) {

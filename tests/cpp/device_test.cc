@@ -314,18 +314,18 @@ void a_rank_that_never_comes_is_a_timeout() {
 
 void ranks_that_disagree_are_told_how() {
   for (const std::string type : {"SHM", "MPI"})
-    for (const auto& [change, part] : kDisagreements) {
+    for (const Disagreement& each : kDisagreements) {
       const Job job(2, type, 60);
       job.run([&](int rank) {
         FakeQueue stream(rank);
         Rank call({}, rank, job.size(), "mine");
-        if (rank == 1) change(&call);
+        if (rank == 1) each.change(&call);
         call.enqueue(*job.communicators[rank], *job.devices[rank], stream);
         stream.synchronize();
         CHECK(call.all_nan(), "rank %d", rank);
         const std::string text =
             error_of([&] { job.communicators[rank]->check_devices(true); }, CGX_MISMATCH);
-        CHECK(contains(text, part), "%s", text.c_str());
+        CHECK(contains(text, each.ours), "%s", text.c_str());
       });
     }
 }

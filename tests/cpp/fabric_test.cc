@@ -68,17 +68,17 @@ void many_in_flight_on_several_streams() { compare_many_at_once(Job(3, kType), 1
 // ---- 2. agreement --------------------------------------------------------------------------
 
 void ranks_that_disagree_are_told_before_anything_is_exchanged() {
-  for (const auto& [change, part] : kDisagreements) {
+  for (const Disagreement& each : kDisagreements) {
     const Job job(2, kType);
     job.run([&](int rank) {
       FakeQueue stream(rank);
       Communicator& communicator = *job.communicators[rank];
       Rank call({}, rank, job.size(), "mine");
       const auto before = call.result();
-      if (rank == 1) change(&call);
+      if (rank == 1) each.change(&call);
       const std::string text =
           error_of([&] { call.enqueue(communicator, *job.devices[rank], stream); }, CGX_MISMATCH);
-      CHECK(contains(text, part), "%s", text.c_str());
+      CHECK(contains(text, each.library), "%s", text.c_str());
       stream.synchronize();
       CHECK(exchanges(job, rank) == 0 && call.result() == before, "rank %d went on", rank);
       refuses_more(job, rank, stream, CGX_MISMATCH);
