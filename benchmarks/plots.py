@@ -56,7 +56,8 @@ def draw(folder: Path) -> list[Path]:
     reports = [Report.read(path) for path in sorted(folder.glob("*.json"))]
     allreduces = sorted((r for r in reports if r.part == "allreduce"), key=_by_link)
     steps = [report for report in reports if "phases" in report.settings]
-    trained = next((report for report in reports if report.part == "convergence"), None)
+    trainings = [report for report in reports if report.part == "convergence"]
+    trained = max(trainings, key=lambda report: len(report.results), default=None)
     figures = {
         "time_by_size.png": time_by_size(allreduces) if allreduces else None,
         "speedup_by_link.png": speedup_by_link(allreduces) if allreduces else None,
