@@ -14,7 +14,7 @@ The model of ddp_step.py and jax_step.py: 25.2 million parameters, 100.8 with --
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -80,11 +80,7 @@ def torch_training(layers: int, seconds: float, config: Config) -> Training:
             module(inputs).square().mean().backward()
 
     numels = arrivals.numels
-    plan = Plan(
-        tuple(numels), tuple(numels.values()), (config.decided_bits,) * len(numels),
-        (tuple(range(len(numels))),),
-    )  # fmt: skip
-    state = ddp.PlannedAllreduceState(plan, config=config)
+    state = ddp.PlannedAllreduceState(plan_in([range(len(numels))], numels, config), config=config)
     options: Any = {"bucket_cap_mb": 1e-5}  # a bucket for each tensor
     model = DistributedDataParallel(module, **options)
     model.register_comm_hook(state, ddp.planned_allreduce_hook)  # type: ignore[arg-type]
@@ -144,6 +140,12 @@ def jax_training(layers: int, seconds: float, config: Config) -> Training:
 # ---- both ----------------------------------------------------------------------------------------
 
 
+def plan_in(groups: Iterable[Iterable[int]], numels: dict[str, int], config: Config) -> Plan:
+    """Return the plan of these groups, in the bits of the config."""
+    bits = (config.decided_bits,) * len(numels)
+    return Plan(tuple(numels), tuple(numels.values()), bits, tuple(map(tuple, groups)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("framework", choices=["torch", "jax"])
@@ -170,10 +172,8 @@ def main() -> None:
         before=training.before, config=config,
     )  # fmt: skip
     plans = {
-        name: Plan(
-            tuple(numels), tuple(counts), (config.decided_bits,) * len(counts), tuple(map(tuple, g))
-        )
-        for name, g in groupings(numels, training.ready, costs, config).items()
+        name: plan_in(groups, numels, config)
+        for name, groups in groupings(numels, training.ready, costs, config).items()
     } | {"tuned": tuned.plan}
     timed = {name: step_of(plan) for name, plan in plans.items()}
     samples = measure(timed, ranks, rounds=options.rounds)
