@@ -11,7 +11,7 @@ from launch import threads
 from cgx_ops import Communicator, Config, InvalidArgument
 from cgx_ops.codec import encoded_bytes
 from cgx_ops.planner import Costs, Plan, Tuned, finish, tune
-from cgx_ops.planner.baselines import per_tensor, whole
+from cgx_ops.planner.baselines import ddp_buckets, per_tensor, whole
 from cgx_ops.planner.model import Tensors
 from cgx_ops.planner.tune import explained
 
@@ -91,7 +91,7 @@ def test_ranks_keep_the_fastest_plan_of_those_they_tried() -> None:
     found = threads(4, run, timeout=60)
     tuned, plans = found[0]
     assert all(each == (tuned, plans) for each in found)
-    assert len(plans) == 3 * 3 + 4 * 3
+    assert len(plans) == 3 * 4 + 3 * 5
     first, second = plans[0], plans[-1]
     assert first == _PLAN
     assert second == tuned.plan
@@ -103,15 +103,20 @@ def test_ranks_keep_the_fastest_plan_of_those_they_tried() -> None:
     assert tuned.costs.processor_fixed > 2 * _COSTS.processor_fixed
 
 
-def test_a_plan_of_costs_alone_is_not_kept_where_a_usual_one_is_faster() -> None:
-    """What no cost explains: steps are the faster, the fewer values the largest message has."""
+@pytest.mark.parametrize(
+    "usual", [per_tensor(_READY), whole(_READY), ddp_buckets(_COUNTS, _READY)], ids=len
+)
+def test_a_plan_of_costs_alone_is_not_kept_where_a_usual_one_is_faster(
+    usual: list[list[int]],
+) -> None:
+    """What no cost explains: steps in these groups are the fastest."""
     communicator = Communicator.local(1)[0]
 
     def seconds_of(plan: Plan) -> float:
-        return 1e-9 * max(sum(_COUNTS[i] for i in group) for group in plan.groups)
+        return 0.1 if [*map(list, plan.groups)] == usual else 0.2
 
     tuned = tune(communicator, _NUMELS, _READY, _COSTS, seconds_of, config=_CONFIG)
-    assert [list(group) for group in tuned.plan.groups] == per_tensor(_READY)
+    assert [*map(list, tuned.plan.groups)] == usual
     assert tuned.plan.bits == (4,) * len(_NUMELS)
 
 

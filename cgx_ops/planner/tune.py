@@ -3,7 +3,8 @@
 measure() times messages alone. A framework adds its own: calls into Python, copies, memory that the
 kernel has to clear; and ranks that share processors hold each other up. Only a step tells. Phases:
 
-  1. try     steps by the plan of measured costs, with one message, and with one for each tensor
+  1. try     steps by the plan of measured costs, with one message, with one for each tensor, and in
+             DistributedDataParallel's buckets
   2. explain the costs nearest to the measured ones that foresee these steps
   3. again   the same plans, and that of the costs that were found; the fastest of all is kept, and
              costs that explain all of these steps
@@ -70,7 +71,7 @@ def tune(
 ) -> Tuned:
     """Return the plan that is the fastest in steps of the real training, the same on all ranks.
 
-    Collective: every rank calls it with the same arguments. At most four plans are tried, six times
+    Collective: every rank calls it with the same arguments. At most five plans are tried, six times
     each, the last one three times.
 
     Args:
@@ -96,7 +97,11 @@ def tune(
     first = plan_by(costs)
     usual = [
         Plan(first.names, first.numels, first.bits, tuple(map(tuple, groups)))
-        for groups in (baselines.whole(ready), baselines.per_tensor(ready))
+        for groups in (
+            baselines.whole(ready),
+            baselines.per_tensor(ready),
+            baselines.ddp_buckets(first.numels, ready),
+        )
     ]
     samples: dict[Plan, list[float]] = {}
 
