@@ -35,8 +35,9 @@ void add_residual(Dtype dtype, const std::byte* values, const std::byte* residua
 
 int64_t encode_with_residual(const Plan& plan, const Piece& piece, Way way, const std::byte* values,
                              const Rounding& rounding, std::byte* to) {
-  // Values, residual and their sum stay in the first-level cache.
-  const int64_t block = block_numel(piece, 1024);
+  // Values, residual and their sum stay in the first-level cache. While a block is encoded, the
+  // processor fetches what follows of both, a few lines each: of a longer block it would be less.
+  const int64_t block = block_numel(piece, 512);
   int64_t bytes = 0;
   for (int64_t first = 0; first < piece.numel; first += block) {
     const int64_t numel = std::min(block, piece.numel - first);

@@ -66,6 +66,11 @@ template <typename Visit>
 
 // ---- 2. encode ----
 
+// Values: buckets are scanned a few at a time, no more than these unless one alone has more. While
+// they are encoded, as many after them come from memory into the second-level cache.
+constexpr int64_t kAhead = 2048;
+constexpr int kSecondLevel = 2;  // as __builtin_prefetch has it
+
 // One bucket's field. codes_of(i, values) gives the codes of elements [i, i + 16), of which
 // keep(i, n, values, codes) may keep what they lose; n < 16 at the bucket's end.
 template <typename Value, typename Format, typename CodesOf, typename Keep>
@@ -74,11 +79,13 @@ template <typename Value, typename Format, typename CodesOf, typename Keep>
     std::byte* __restrict field, std::byte* end, const CodesOf& codes_of, const Keep& keep) {
   using Field = typename Format::Field;
   constexpr int64_t kGroup = Field::kSteps * kSixteen;
+  constexpr int kStepsOfLine = 64 / (kSixteen * sizeof(*values));
   int64_t first = 0;
   for (; first + kGroup <= n; first += kGroup, field += Field::kGroupBytes) {
     Ints16 codes[Field::kSteps];
     for (int step = 0; step < Field::kSteps; ++step) {
       const int64_t i = first + step * kSixteen;
+      if (step % kStepsOfLine == 0) __builtin_prefetch(values + i + kAhead, 0, kSecondLevel);
       const auto some = load16<Value>(values + i);
       codes[step] = codes_of(i, some);
       keep(i, kSixteen, some, codes[step]);
@@ -147,7 +154,6 @@ template <typename Value, typename Format, typename Keep>
 }
 
 constexpr int64_t kMostScans = 8;
-constexpr int64_t kScanAhead = 4096;  // values: they stay in the first-level cache
 
 // keep(header, first, n, values, codes) sees n <= 16 values at a time, from element `first` on.
 template <typename Value, typename Format, typename Keep>
@@ -158,7 +164,7 @@ template <typename Value, typename Format, typename Keep>
   Noise noise(rounding);
   // The ends of a few buckets' scans, and their divisions, overlap if they follow each other.
   typename Format::Grid grids[kMostScans];
-  const int64_t most = at_most(kMostScans, 1 + kScanAhead / run.bucket_size);
+  const int64_t most = run.bucket_size < kAhead ? at_most(kMostScans, kAhead / run.bucket_size) : 1;
   for (int64_t start = 0; start < run.numel;) {
     int64_t scanned = 0;
     for (int64_t from = start; scanned < most && from < run.numel; from += run.bucket_size)
