@@ -57,7 +57,9 @@ def weights_of(mesh: jax.sharding.Mesh, layers: int) -> Any:
         (scale * random.standard_normal((WIDTH, WIDTH), np.float32), np.zeros(WIDTH, np.float32))
         for _ in range(layers)
     ]
-    return jax.device_put(weights, jax.NamedSharding(mesh, jax.P()))
+    # device_put would compare what processes have, over the link.
+    place = partial(jax.make_array_from_process_local_data, jax.NamedSharding(mesh, jax.P()))
+    return jax.tree.map(place, weights)
 
 
 def step_of(
