@@ -286,6 +286,12 @@ void test_codec_row(const CodecSettings& settings, Data kind, int64_t numel) {
   kernels().subtract(source, floats, reinterpret_cast<float*>(expected_lost.data()), numel);
   CHECK(kept == bytes && keeping == message_of_wide && lost == expected_lost, where);
 
+  // So it is where that takes the place of the values.
+  Unaligned message_again(most), replaced = wide;
+  auto* both = reinterpret_cast<float*>(replaced.data());
+  codec->encode_keeping(both, numel, 0, rounding, message_again.data(), both);
+  CHECK(message_again == message_of_wide && replaced == expected_lost, where);
+
   // A piece that begins at a grain encodes to its part of the message.
   if (sliced && numel > 1024) {
     const int64_t start = whole ? 700 : sliced->grain();

@@ -37,13 +37,16 @@ int64_t encode_with_residual(const Plan& plan, const Piece& piece, Way way, cons
                              const Rounding& rounding, std::byte* to) {
   // Values, residual and their sum stay in the first-level cache. While a block is encoded, the
   // processor fetches what follows of both, a few lines each: of a longer block it would be less.
+  // In fp32 the residual is where they are added: a block may be all of a large piece.
   const int64_t block = block_numel(piece, 512);
   int64_t bytes = 0;
   for (int64_t first = 0; first < piece.numel; first += block) {
     const int64_t numel = std::min(block, piece.numel - first);
-    float* compensated = room(compensated_block, numel);
     const int64_t at = plan.bytes(first);
-    add_residual(plan.dtype, values + at, piece.residual + at, numel, compensated);
+    std::byte* residual = piece.residual + at;
+    float* compensated = plan.dtype == Dtype::kFloat32 ? reinterpret_cast<float*>(residual)
+                                                       : room(compensated_block, numel);
+    add_residual(plan.dtype, values + at, residual, numel, compensated);
     bytes += encode_block(plan, piece, way, compensated, first, numel, rounding, 1.0f, to + bytes);
   }
   return bytes;

@@ -14,7 +14,7 @@
 
 namespace cgx {
 
-// sum = values + residual, both of `dtype`, in fp32.
+// sum = values + residual, both of `dtype`, in fp32; then the sum may be the residual.
 void add_residual(Dtype dtype, const std::byte* values, const std::byte* residual, int64_t numel,
                   float* sum);
 

@@ -41,6 +41,7 @@ class Codec {
                          const Rounding& rounding, std::byte* bytes) const = 0;
 
   // encode() of fp32 that keeps what is lost: values - decoded, or 0 where that is not finite.
+  // `lost` may be `values`.
   virtual int64_t encode_keeping(const float* values, int64_t numel, int64_t first_index,
                                  const Rounding& rounding, std::byte* bytes, float* lost) const;
 

@@ -84,12 +84,16 @@ void Chosen::add(int64_t numel, const float* base, float* sum) const {
 }
 
 void Chosen::subtract_from(int64_t numel, const float* from, float* lost) const {
-  kernels().scale(from, 1.0f, Dtype::kFloat32, lost,
-                  numel);  // a copy, but 0 for what is not finite
+  // By 1: a copy, but 0 for what is not finite. In place, that is seldom needed.
+  const auto copy = [&] { kernels().scale(from, 1.0f, Dtype::kFloat32, lost, numel); };
+  if (lost != from) copy();
+  bool all_finite = true;
   for (size_t i = 0; i < places.size(); ++i) {
     const float error = load(from + places[i]) - (values[i] + 0.0f);
+    all_finite = all_finite && std::isfinite(error);
     store(std::isfinite(error) ? error : 0.0f, lost + places[i]);
   }
+  if (lost == from && !all_finite) copy();
 }
 
 const float* as_floats(Dtype dtype, const void* values, int64_t numel) {

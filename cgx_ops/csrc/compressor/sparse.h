@@ -45,7 +45,8 @@ struct Chosen {
   void scatter(int64_t numel, Dtype dtype, void* to) const;
   // sum = base + that.
   void add(int64_t numel, const float* base, float* sum) const;
-  // lost = from - that, or 0 where it is not finite.
+  // lost = from - that, or 0 where it is not finite; `lost` may be `from`. Among the chosen is
+  // something that is not finite, if `from` has such values.
   void subtract_from(int64_t numel, const float* from, float* lost) const;
 };
 

@@ -38,6 +38,7 @@ struct Kernels {
   void (*quantize)(Dtype dtype, const void* values, const BucketRun& run, const Rounding& rounding,
                    std::byte* records);
   // quantize() of fp32 that keeps what is lost: values - decoded, or 0 where that is not finite.
+  // `lost` may be `values`.
   void (*quantize_keeping)(const float* values, const BucketRun& run, const Rounding& rounding,
                            std::byte* records, float* lost);
   // records -> values, rounded to `dtype`.
@@ -57,13 +58,13 @@ struct Kernels {
   void (*add)(Dtype dtype, const void* values, const float* base, float* sum, int64_t numel);
   // sum = base + 0: what is not sent is a 0, which makes 0 of -0, and one NaN of all.
   void (*add_zero)(const float* base, float* sum, int64_t numel);
-  // sum = a + b, both of `dtype`, in fp32.
+  // sum = a + b, both of `dtype`, in fp32; then the sum may be either of the two.
   void (*add_two)(Dtype dtype, const void* a, const void* b, float* sum, int64_t numel);
   // into = op(into, values); avg adds. NaN wins in min and max, and -0 < +0.
   void (*combine)(Op op, const float* values, float* into, int64_t numel);
   void (*divide)(float* values, float divisor, int64_t numel);
   // difference = values - decoded, scaled = values * scale rounded to `dtype`. Not finite: 0.
-  // `difference` may be `decoded`.
+  // In fp32 the result may be the values.
   void (*subtract)(const float* values, const float* decoded, float* difference, int64_t numel);
   void (*scale)(const float* values, float scale, Dtype dtype, void* scaled, int64_t numel);
   // Rounds to 16 bits, at random. first_index: of the first value, in its segment, for the noise.

@@ -75,7 +75,7 @@ constexpr int kSecondLevel = 2;  // as __builtin_prefetch has it
 // keep(i, n, values, codes) may keep what they lose; n < 16 at the bucket's end.
 template <typename Value, typename Format, typename CodesOf, typename Keep>
 [[gnu::always_inline]] inline void encode_field(
-    const Stored<typename Value::Bits>* __restrict values, int64_t n, float fill,
+    const Stored<typename Value::Bits>* values, int64_t n, float fill,
     std::byte* __restrict field, std::byte* end, const CodesOf& codes_of, const Keep& keep) {
   using Field = typename Format::Field;
   constexpr int64_t kGroup = Field::kSteps * kSixteen;
@@ -112,7 +112,7 @@ template <typename Value, typename Format, typename CodesOf, typename Keep>
 // encode_field. Returns where the next record begins.
 template <typename Value, typename Format, typename Keep>
 [[gnu::always_inline]] inline std::byte* encode_bucket(
-    const Stored<typename Value::Bits>* __restrict values, int64_t n, uint64_t index,
+    const Stored<typename Value::Bits>* values, int64_t n, uint64_t index,
     const typename Format::Grid& grid, const BucketRun& run, RoundingMode mode, Noise* noise,
     std::byte* record, const Keep& keep) {
   typename Format::Header header = Format::header(grid);
@@ -181,7 +181,7 @@ template <typename Value, typename Format, typename Keep>
   }
 }
 
-// lost: null, or what is lost of the values goes there.
+// lost: null, or what is lost of the values goes there; it may be the values.
 template <typename Format>
 void quantize_floats(const float* values, const BucketRun& run, const Rounding& rounding,
                      std::byte* records, float* lost) {

@@ -28,12 +28,14 @@ void convert(Dtype from_type, const void* from, Dtype to_type, void* to, int64_t
   });
 }
 
+// `lost` may be the values themselves.
 template <typename To>
 void convert_keeping_as(const float* from_floats, void* to_bytes, float* lost_floats,
                         int64_t numel) {
-  const auto* __restrict from = reinterpret_cast<const Stored<float>*>(from_floats);
+  const auto* from = reinterpret_cast<const Stored<float>*>(from_floats);
   auto* __restrict to = static_cast<Stored<typename To::Bits>*>(to_bytes);
-  auto* __restrict lost = reinterpret_cast<Stored<float>*>(lost_floats);
+  auto* lost = reinterpret_cast<Stored<float>*>(lost_floats);
+#pragma GCC ivdep
   for (int64_t i = 0; i < numel; ++i) {
     const float value = from[i].value;
     const typename To::Bits rounded = To::round(value);
@@ -69,11 +71,13 @@ void add_zero(const float* base, float* into, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) sum[i].value = with_one_nan(from[i].value + 0.0f);
 }
 
+// In fp32 the sum may be either of the two.
 template <typename Value>
 void add_two_as(const void* first, const void* second, float* into, int64_t numel) {
-  const auto* __restrict a = static_cast<const Stored<typename Value::Bits>*>(first);
-  const auto* __restrict b = static_cast<const Stored<typename Value::Bits>*>(second);
-  auto* __restrict sum = reinterpret_cast<Stored<float>*>(into);
+  const auto* a = static_cast<const Stored<typename Value::Bits>*>(first);
+  const auto* b = static_cast<const Stored<typename Value::Bits>*>(second);
+  auto* sum = reinterpret_cast<Stored<float>*>(into);
+#pragma GCC ivdep
   for (int64_t i = 0; i < numel; ++i)
     sum[i].value = with_one_nan(Value::widen(a[i].value) + Value::widen(b[i].value));
 }
@@ -122,8 +126,8 @@ void divide(float* values, float divisor, int64_t numel) {
 }
 
 void subtract(const float* from, const float* decoded_from, float* into, int64_t numel) {
-  const auto* __restrict values = reinterpret_cast<const Stored<float>*>(from);
-  const auto* decoded = reinterpret_cast<const Stored<float>*>(decoded_from);
+  const auto* values = reinterpret_cast<const Stored<float>*>(from);
+  const auto* __restrict decoded = reinterpret_cast<const Stored<float>*>(decoded_from);
   auto* difference = reinterpret_cast<Stored<float>*>(into);
 #pragma GCC ivdep
   for (int64_t i = 0; i < numel; ++i)
@@ -132,8 +136,9 @@ void subtract(const float* from, const float* decoded_from, float* into, int64_t
 
 template <typename Value>
 void scale_as(const float* from, float factor, void* into, int64_t numel) {
-  const auto* __restrict values = reinterpret_cast<const Stored<float>*>(from);
-  auto* __restrict scaled = static_cast<Stored<typename Value::Bits>*>(into);
+  const auto* values = reinterpret_cast<const Stored<float>*>(from);
+  auto* scaled = static_cast<Stored<typename Value::Bits>*>(into);
+#pragma GCC ivdep
   for (int64_t i = 0; i < numel; ++i)
     scaled[i].value = Value::round(finite_or_zero(values[i].value * factor));
 }
