@@ -74,9 +74,10 @@ constexpr int kSecondLevel = 2;  // as __builtin_prefetch has it
 // One bucket's field. codes_of(i, values) gives the codes of elements [i, i + 16), of which
 // keep(i, n, values, codes) may keep what they lose; n < 16 at the bucket's end.
 template <typename Value, typename Format, typename CodesOf, typename Keep>
-[[gnu::always_inline]] inline void encode_field(
-    const Stored<typename Value::Bits>* values, int64_t n, float fill,
-    std::byte* __restrict field, std::byte* end, const CodesOf& codes_of, const Keep& keep) {
+[[gnu::always_inline]] inline void encode_field(const Stored<typename Value::Bits>* values,
+                                                int64_t n, float fill, std::byte* __restrict field,
+                                                std::byte* end, const CodesOf& codes_of,
+                                                const Keep& keep) {
   using Field = typename Format::Field;
   constexpr int64_t kGroup = Field::kSteps * kSixteen;
   constexpr int kStepsOfLine = 64 / (kSixteen * sizeof(*values));
@@ -111,10 +112,12 @@ template <typename Value, typename Format, typename CodesOf, typename Keep>
 // A bucket's record. keep(header, i, n, values, codes) sees sixteen values at a time, as in
 // encode_field. Returns where the next record begins.
 template <typename Value, typename Format, typename Keep>
-[[gnu::always_inline]] inline std::byte* encode_bucket(
-    const Stored<typename Value::Bits>* values, int64_t n, uint64_t index,
-    const typename Format::Grid& grid, const BucketRun& run, RoundingMode mode, Noise* noise,
-    std::byte* record, const Keep& keep) {
+[[gnu::always_inline]] inline std::byte* encode_bucket(const Stored<typename Value::Bits>* values,
+                                                       int64_t n, uint64_t index,
+                                                       const typename Format::Grid& grid,
+                                                       const BucketRun& run, RoundingMode mode,
+                                                       Noise* noise, std::byte* record,
+                                                       const Keep& keep) {
   typename Format::Header header = Format::header(grid);
   bool flat = Format::flat(grid);
   float r = 0.5f;
