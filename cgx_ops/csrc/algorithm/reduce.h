@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "algorithm/layout.h"
+#include "compressor/blocks.h"
 
 namespace cgx {
 
@@ -34,12 +35,6 @@ void decode_add(const Codec& codec, const Encoded& message, int64_t numel, int64
 
 // Values of a piece that are worked on at a time: about so many, in whole buckets.
 int64_t block_numel(const Piece& piece, int64_t about = 4096);
-
-// A block's memory, grown to hold so many values.
-inline float* room(std::vector<float>& block, int64_t numel) {
-  if (static_cast<int64_t>(block.size()) < numel) block.resize(numel);
-  return block.data();
-}
 
 class Reducer {
  public:

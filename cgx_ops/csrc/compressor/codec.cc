@@ -4,19 +4,18 @@
 #include <vector>
 
 #include "base/status.h"
+#include "compressor/blocks.h"
 #include "kernel/kernels.h"
 
 namespace cgx {
 
 int64_t Codec::encode_keeping(const float* values, int64_t numel, int64_t first_index,
                               const Rounding& rounding, std::byte* bytes, float* lost) const {
-  // Of a call: a collective's steps may run on any thread.
-  thread_local std::vector<float> decoded;
-  if (static_cast<int64_t>(decoded.size()) < numel) decoded.resize(numel);
+  thread_local std::vector<float> block;
+  float* const decoded = room(block, numel);
   const int64_t written = encode(Dtype::kFloat32, values, numel, first_index, rounding, bytes);
-  decode({bytes, static_cast<size_t>(written)}, numel, first_index, Dtype::kFloat32,
-         decoded.data());
-  kernels().subtract(values, decoded.data(), lost, numel);
+  decode({bytes, static_cast<size_t>(written)}, numel, first_index, Dtype::kFloat32, decoded);
+  kernels().subtract(values, decoded, lost, numel);
   return written;
 }
 

@@ -5,6 +5,7 @@
 
 #include "base/half.h"
 #include "base/status.h"
+#include "compressor/blocks.h"
 #include "compressor/bucketed.h"
 #include "compressor/plain.h"
 #include "kernel/kernels.h"
@@ -98,10 +99,10 @@ void Chosen::subtract_from(int64_t numel, const float* from, float* lost) const 
 
 const float* as_floats(Dtype dtype, const void* values, int64_t numel) {
   if (dtype == Dtype::kFloat32) return static_cast<const float*>(values);
-  thread_local std::vector<float> wide;
-  if (static_cast<int64_t>(wide.size()) < numel) wide.resize(numel);
-  kernels().convert(dtype, values, Dtype::kFloat32, wide.data(), numel);
-  return wide.data();
+  thread_local std::vector<float> block;
+  float* const wide = room(block, numel);
+  kernels().convert(dtype, values, Dtype::kFloat32, wide, numel);
+  return wide;
 }
 
 }  // namespace cgx
