@@ -101,7 +101,7 @@ struct Setting {
 std::vector<Setting> settings() {
   std::vector<Setting> all;
   for (int bits = 1; bits <= 8; ++bits)
-    for (const char* rounding : {"nearest", "stochastic"})
+    for (const char* rounding : {"nearest", "stochastic", "shift"})
       all.push_back({cgx::join("uniform ", bits, " ", rounding),
                      cgx::join("bits=", bits, " rounding='", rounding, "'"), bits > 1});
   for (int bits = 1; bits <= 4; ++bits)

@@ -48,4 +48,11 @@ CGX_HD void philox4x32_7(Word (&words)[4], const PhiloxKeys& keys, const Multipl
   }
 }
 
+// Of one counter.
+CGX_HD void philox4x32_7(uint64_t (&words)[4], const PhiloxKeys& keys) {
+  philox4x32_7(words, keys, [](uint64_t word, uint32_t by) {
+    return uint64_t{static_cast<uint32_t>(word)} * by;
+  });
+}
+
 }  // namespace cgx

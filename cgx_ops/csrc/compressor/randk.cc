@@ -120,9 +120,7 @@ class Randk final : public SlicedCodec {
         words[1] = static_cast<uint32_t>(index >> 32);
         words[2] = static_cast<uint32_t>(i / 4);
         words[3] = kPlacesPhase;
-        philox4x32_7(words, keys_, [](uint64_t word, uint32_t by) {
-          return uint64_t{static_cast<uint32_t>(word)} * by;
-        });
+        philox4x32_7(words, keys_);
       }
       const auto j = static_cast<uint64_t>(numel - k + i);
       // A number up to j; of 2^32 ones each is as likely, up to one part in 2^32 / numel.

@@ -123,7 +123,7 @@ template <typename Value, typename Format, typename Keep>
   float r = 0.5f;
   if constexpr (Format::kMoves) {
     if (mode == RoundingMode::kShift && !flat) {
-      r = noise->at(index).at[0][0];
+      r = noise->of(index);
       flat = !Format::move(grid, r, &header);
     }
   }

@@ -1,6 +1,7 @@
 // The noise of stochastic and shift rounding, in blocks of 128 elements (docs/wire_format.md,
 // section 4): sixteen Philox counters in the lanes of vector registers give eight elements each.
-// A few blocks are made at once and kept, since short buckets need one block many times.
+// A few blocks are made at once and kept, since short buckets need one block many times. Shift
+// rounding needs one element a bucket, and makes no more.
 #pragma once
 
 #include <cstdint>
@@ -75,7 +76,18 @@ class Noise {
     return load_registers<Floats16>(two + index % kSixteen);
   }
 
+  // r of one element.
+  float of(uint64_t index) const {
+    const uint64_t counter = index / kBlockElements * kCounters + index % kCounters;
+    uint64_t words[4] = {counter, counter >> 32, rounding_.rank, rounding_.phase};
+    philox4x32_7(words, keys_);
+    const uint64_t half = index % kBlockElements / kCounters;
+    const auto u = static_cast<uint16_t>(words[half / 2] >> 16 * (half % 2));
+    return (static_cast<float>(u) + 0.5f) / 65536;
+  }
+
  private:
+  static constexpr int kBlockElements = 128;
   static constexpr int kCounters = 16;  // of a block
   // A block's eight groups of sixteen: of each of the four words the low halves, then the high
   // ones.

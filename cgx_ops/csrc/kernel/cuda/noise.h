@@ -28,9 +28,7 @@ CGX_LANE NoiseWords noise_words(const Noise& noise, uint64_t counter) {
   // Hides that it is always the same seed: made once for all, the keys would take 20 registers.
   asm volatile("" : "+l"(seed));
 #endif
-  philox4x32_7(words, PhiloxKeys(seed), [](uint64_t word, uint32_t by) {
-    return uint64_t{static_cast<uint32_t>(word)} * by;
-  });
+  philox4x32_7(words, PhiloxKeys(seed));
   NoiseWords result;
   CGX_UNROLL
   for (int i = 0; i < 4; ++i) result.at[i] = static_cast<uint32_t>(words[i]);
