@@ -105,9 +105,8 @@ std::shared_ptr<Collective> Communicator::start(const cgx_collective_t& call,
       if (error.status() == CGX_SYSTEM) refuse(call, CGX_SYSTEM, error.what());
       throw;
     }
-  } else {
-    copy_through(call, *collective);
-    if (callback) notify(*collective, callback, context);
+  } else if (callback) {
+    notify(*collective, callback, context);
   }
   return collective;
 }
@@ -124,23 +123,16 @@ void Communicator::notify(Collective& collective, cgx_callback_t callback, void*
 
 void Communicator::run(const cgx_collective_t& call) {
   const auto collective = prepare(call);
-  if (engine_) {
-    engine_->run(collective);
-    require_success(*collective);
-  } else {
-    copy_through(call, *collective);
-  }
+  if (!engine_) return;
+  engine_->run(collective);
+  require_success(*collective);
 }
 
 std::shared_ptr<Collective> Communicator::run(const cgx_collective_t& call, Seconds at_most) {
   auto collective = prepare(call);
-  if (engine_) {
-    engine_->run(collective, std::chrono::duration_cast<Clock::duration>(at_most));
-    if (!collective->done) return collective;
-    require_success(*collective);
-  } else {
-    copy_through(call, *collective);
-  }
+  if (engine_) engine_->run(collective, std::chrono::duration_cast<Clock::duration>(at_most));
+  if (!collective->done) return collective;
+  require_success(*collective);
   return nullptr;
 }
 
@@ -195,26 +187,30 @@ std::shared_ptr<Collective> Communicator::named(const cgx_collective_t& call) co
   return collective;
 }
 
-std::shared_ptr<Collective> Communicator::prepare(const cgx_collective_t& call) const {
+std::shared_ptr<Collective> Communicator::prepare(const cgx_collective_t& call) {
   require_device(call, CGX_CPU, "cgx_start and cgx_run are for the CPU; use cgx_enqueue");
   Plan made = plan(call);
   auto collective = named(call);
-  collective->agreement = make_agreement(call, made);
-  const int64_t bytes = made.bytes(collective->agreement.numel);
+  const int64_t bytes = made.bytes(made.numel());
   collective->bytes_in = made.verb == CGX_REDUCE_SCATTER ? size * bytes : bytes;
   collective->bytes_plain = (size - 1) * (made.verb == CGX_ALLREDUCE ? 2 * bytes / size : bytes);
-  if (engine_) collective->algorithm = make_algorithm(std::move(made));
+  if (engine_) {
+    collective->agreement = make_agreement(call, made);
+    collective->algorithm = make_algorithm(std::move(made));
+  } else {
+    copy_through(made, collective.get());
+  }
   return collective;
 }
 
 // One rank alone: identity.
-void Communicator::copy_through(const cgx_collective_t& call, Collective& collective) {
+void Communicator::copy_through(const Plan& plan, Collective* collective) {
   require(!closed_, CGX_CLOSED, "communicator '", name, "' is closed: it was closed on this rank");
-  collective.started = collective.agreed_at = Clock::now();
-  pass_through(plan(call));
-  collective.done = true;
+  collective->started = collective->agreed_at = Clock::now();
+  pass_through(plan);
+  collective->done = true;
   const std::lock_guard lock(totals_mutex_);
-  totals_.add(collective, Clock::now());
+  totals_.add(*collective, Clock::now());
 }
 
 Totals Communicator::totals() const {

@@ -80,8 +80,9 @@ class Communicator {
   Plan checked(const cgx_collective_t& call) const;  // its algorithm is not picked yet
   Seconds timeout_of(const cgx_collective_t& call) const;
   std::shared_ptr<Collective> named(const cgx_collective_t& call) const;  // its key and deadline
-  std::shared_ptr<Collective> prepare(const cgx_collective_t& call) const;
-  void copy_through(const cgx_collective_t& call, Collective& collective);
+  // Ready for the engine; on one rank, done.
+  std::shared_ptr<Collective> prepare(const cgx_collective_t& call);
+  void copy_through(const Plan& plan, Collective* collective);
 
   device::Group& devices(device::Device& device);
 

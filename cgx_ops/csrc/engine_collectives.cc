@@ -54,7 +54,7 @@ void Engine::accept(const CollectiveRef& collective) {
   Collective& c = *collective;
   if (c.key.occurrence != Key::kNext && running_.contains(c.key)) {
     end(c, CGX_INVALID_ARGUMENT,
-        join("collective ", c.key.text(), " is already in flight on communicator '", name_,
+        join("collective ", c.key, " is already in flight on communicator '", name_,
              "': give each call its own name or occurrence"));
     return;
   }
@@ -102,10 +102,10 @@ void Engine::accept(const CollectiveRef& collective) {
 void Engine::take(int source, Header header) {
   const uint32_t due = headers_taken_[source]++ % kTurns;
   require(header.turn == due, CGX_PEER_FAILED, "rank ", source, " announced collective ",
-          header.key.text(), " as number ", header.turn, " of all, where number ", due,
+          header.key, " as number ", header.turn, " of all, where number ", due,
           " is due: an announcement is lost, doubled or out of turn");
   require(header.serial - last_serial_[source] - 1 < kSerials / 2, CGX_PEER_FAILED, "rank ", source,
-          " announced collective ", header.key.text(), " as its number ", header.serial, " after ",
+          " announced collective ", header.key, " as its number ", header.serial, " after ",
           last_serial_[source]);
   last_serial_[source] = header.serial;
   Uses& uses = uses_[header.key];
@@ -119,7 +119,7 @@ void Engine::match(const CollectiveRef& ref, int source, Header header) {
   Collective& collective = *ref;
   require(std::find(collective.members.begin(), collective.members.end(), source) !=
               collective.members.end(),
-          CGX_PEER_FAILED, "rank ", source, " takes part in collective ", collective.key.text(),
+          CGX_PEER_FAILED, "rank ", source, " takes part in collective ", collective.key,
           ", but is not one of its members");
   const bool refused = collective.refusal.status != CGX_OK;
   if (source != rank_ && !refused)
@@ -141,7 +141,7 @@ void Engine::agree(Collective& collective) {
     const Refused& refused = collective.headers[member]->refused;
     if (refused.status == CGX_OK) continue;
     finish(collective, refused.status,
-           join("rank ", member, " takes no part in collective ", collective.key.text(), ": ",
+           join("rank ", member, " takes no part in collective ", collective.key, ": ",
                 refused.message));
     return;
   }
@@ -150,8 +150,8 @@ void Engine::agree(Collective& collective) {
     const Agreement& other = collective.headers[member]->agreement;
     if (std::memcmp(&reference, &other, sizeof(Agreement)) == 0) continue;
     finish(collective, CGX_MISMATCH,
-           join("ranks ", first, " and ", member, " disagree on collective ", collective.key.text(),
-                ": ", difference(reference, other),
+           join("ranks ", first, " and ", member, " disagree on collective ", collective.key, ": ",
+                difference(reference, other),
                 "; every rank must call it with the same arguments, in the same order or by name"));
     return;
   }
@@ -279,7 +279,7 @@ Engine::Channel* Engine::channel(int source, Slot slot) {
   }
   Channel& channel = found->second;
   require(slot.sequence == channel.next, CGX_PEER_FAILED, "rank ", source, " sent message ",
-          slot.sequence, " of collective ", channel.collective->key.text(), " where message ",
+          slot.sequence, " of collective ", channel.collective->key, " where message ",
           channel.next, " is due: one is lost, doubled or out of turn");
   channel.next = (channel.next + 1) % kSequences;
   return &channel;

@@ -22,8 +22,8 @@ constexpr size_t kLongestNews = 900;  // bytes that every transport carries
 // end with this error. All headers are here, so nothing of it can be taken for another's.
 void Engine::cancel(Collective& collective) {
   const cgx_status_t status = collective.shortage->status();
-  const std::string reason = join("rank ", rank_, " cannot go on with collective ",
-                                  collective.key.text(), ": ", collective.shortage->what())
+  const std::string reason = join("rank ", rank_, " cannot go on with collective ", collective.key,
+                                  ": ", collective.shortage->what())
                                  .substr(0, kLongestNews);
   const Bytes message = write_cancel({collective.serial, {status, reason}});
   for (const int member : collective.members)
@@ -133,8 +133,8 @@ std::set<int> Engine::late(const Collective& collective) const {
 }
 
 std::string Engine::describe_wait(const Collective& collective) const {
-  std::string text = join("collective ", collective.key.text(), " did not end within ",
-                          collective.timeout.count(), " s");
+  std::string text =
+      join("collective ", collective.key, " did not end within ", collective.timeout.count(), " s");
   if (collective.agreed) {
     std::set<int> blamed = late(collective);
     if (blamed.empty())  // all answer, and wait in a circle
@@ -156,7 +156,7 @@ std::string Engine::describe_wait(const Collective& collective) const {
       return std::any_of(early.begin(), early.end(),
                          [&](const auto& entry) { return entry.first == member; });
     });
-    if (other != uses_.end()) text += join(", but has started ", other->first.text());
+    if (other != uses_.end()) text += join(", but has started ", other->first);
   }
   return text;
 }
@@ -182,7 +182,7 @@ void Engine::fail_all(cgx_status_t status, const std::string& reason, Collective
     Collective& collective = *running_.begin()->second;
     std::string text = join("communicator '", name_, "', rank ", rank_, ": ", reason);
     if (&collective != cause) {
-      text += join(" [while collective ", collective.key.text(), " was in phase ",
+      text += join(" [while collective ", collective.key, " was in phase ",
                    collective.agreed ? collective.algorithm->phase() : "header", "]");
     }
     finish(collective, status, std::move(text));

@@ -127,9 +127,10 @@ Answer read_answer(Reader reader) {
 
 }  // namespace
 
-std::string Key::text() const {
-  if (name.empty()) return join("call ", occurrence);
-  return occurrence == kNext ? join("'", name, "'") : join("'", name, "' (use ", occurrence, ")");
+std::ostream& operator<<(std::ostream& out, const Key& key) {
+  if (key.name.empty()) return out << "call " << key.occurrence;
+  out << "'" << key.name << "'";
+  return key.occurrence == Key::kNext ? out : out << " (use " << key.occurrence << ")";
 }
 
 Bytes write_header(const Header& header) {

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <ostream>
 #include <span>
 #include <string>
 #include <variant>
@@ -29,7 +30,9 @@ struct Key {
   std::string name;  // "" for calls that follow the communicator's program order
   uint64_t occurrence = 0;
   bool operator==(const Key&) const = default;
-  std::string text() const;
+  // In a message, "call 3" or "'grads' (use 2)". Checks are given a key, not its text, which costs
+  // more than they do.
+  friend std::ostream& operator<<(std::ostream& out, const Key& key);
 };
 struct KeyHash {
   size_t operator()(const Key& key) const {

@@ -31,15 +31,23 @@ cgx_config_t call_config(const cgx_collective_t& call) {
   return config;
 }
 
+bool same(const cgx_config_t& a, const cgx_config_t& b) {
+  static_assert(std::has_unique_object_representations_v<cgx_config_t>);
+  return std::memcmp(&a, &b, sizeof(a)) == 0;
+}
+
 // Segments that lie in one buffer must not overlap. Lists of pointers are the caller's word.
 // `most`: elements, of all segments together and of a block.
 void check_segments(const cgx_collective_t& call, int64_t most) {
   in_range("num_segments", call.num_segments, 0, kMostElements, kCountsAccepted);
   check_pointer(call.segments, call.num_segments, "segments", "segments");
+  // The check of a segment that has none of its own covers the call's config.
+  if (call.num_segments == 0 || call.segments[0].config) check_config(call_config(call));
   in_range("block_numel", call.block_numel, 0, most, "0 or more, in all blocks at most 2^59");
   const bool in_one_buffer = !call.inputs && !call.outputs;
   const int64_t block_numel = in_one_buffer ? call.block_numel : 0;
   int64_t total = 0;
+  std::optional<cgx_config_t> checked;  // the last; most segments have one config
   std::vector<std::pair<int64_t, int64_t>> ranges;
   for (int64_t i = 0; i < call.num_segments; ++i) {
     const auto& segment = call.segments[i];
@@ -52,7 +60,9 @@ void check_segments(const cgx_collective_t& call, int64_t most) {
             CGX_INVALID_ARGUMENT, "segment ", i, " has offset ", segment.offset, " and numel ",
             segment.numel, "; all ranks' elements together may be 2^59 at most");
     total += segment.numel;
-    check_config(segment_config(call, segment));
+    const cgx_config_t config = segment_config(call, segment);
+    if (!checked || !same(config, *checked)) check_config(config);
+    checked = config;
     require(block_numel == 0 || segment.offset + segment.numel <= block_numel, CGX_INVALID_ARGUMENT,
             "segment ", i, " ends at element ", segment.offset + segment.numel,
             ", behind the block of ", block_numel);
@@ -76,7 +86,6 @@ cgx_config_t agreed_config(const cgx_collective_t& call, const cgx_segment_t& se
 
 // Of what is not in the agreement, which has the first segment's config.
 uint64_t hash_segments(const cgx_collective_t& call) {
-  static_assert(std::has_unique_object_representations_v<cgx_config_t>);
   uint64_t hash = fnv1a({});
   if (call.num_segments == 0) return hash;
   cgx_config_t first = agreed_config(call, call.segments[0]);
@@ -87,8 +96,7 @@ uint64_t hash_segments(const cgx_collective_t& call) {
     const cgx_config_t own = agreed_config(call, segment);
     first.bits = own.bits;
     first.bucket_size = own.bucket_size;
-    if (std::memcmp(&own, &first, sizeof(own)) != 0)
-      hash = fnv1a(std::as_bytes(std::span(&own, 1)), hash);
+    if (!same(own, first)) hash = fnv1a(std::as_bytes(std::span(&own, 1)), hash);
   }
   return hash;
 }
@@ -163,7 +171,6 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
   plan.verb = in_range<cgx_verb_t>("verb", call.verb, 0, CGX_ALL_GATHER, "a cgx_verb_t");
   plan.dtype = in_range<Dtype>("dtype", call.dtype, 0, CGX_BFLOAT16, "a cgx_dtype_t");
   plan.op = in_range<Op>("op", call.op, 0, CGX_PRODUCT, "sum, avg, min, max, product");
-  check_config(call_config(call));  // also without segments
   in_range("divisor", call.divisor, 0, INT64_MAX, "1 or more, or 0 for the number of ranks");
   check_segments(call, kMostElements / size);
   check_lists(call, plan, used);
@@ -255,7 +262,7 @@ Agreement make_agreement(const cgx_collective_t& call, const Plan& plan) {
   agreement.num_segments = call.num_segments;
   if (plan.verb != CGX_ALLREDUCE) agreement.block_numel = plan.block_numel;
   if (plan.op == Op::kAvg) agreement.divisor = plan.divisor;
-  for (const auto& segment : plan.segments) agreement.numel += segment.numel;
+  agreement.numel = plan.numel();
   agreement.shared_seeds = shared_seeds(plan).value_or(0);
   agreement.config = call.num_segments > 0 ? agreed_config(call, call.segments[0]) : call.config;
   agreement.config.algorithm = plan.algorithm;

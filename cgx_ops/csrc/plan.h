@@ -68,6 +68,11 @@ struct Plan {
   }
   // Whether one rank alone changes its values: the sum is its own, but divided.
   bool divides_alone() const { return op == Op::kAvg && divisor != 1 && verb != CGX_ALL_GATHER; }
+  int64_t numel() const {
+    int64_t sum = 0;
+    for (const Segment& segment : segments) sum += segment.numel;
+    return sum;
+  }
   // Bytes from the start of a buffer to an element.
   int64_t bytes(int64_t elements) const { return elements * size_of(dtype); }
 };

@@ -29,11 +29,11 @@ Bytes to_bytes(const T& value) {
   return to_bytes(as_bytes(value));
 }
 
-// `what`: said where the length is wrong.
-template <typename T>
-T from_bytes(std::span<const std::byte> bytes, const std::string& what) {
+// `what`: said, one after another, where the length is wrong.
+template <typename T, typename... What>
+T from_bytes(std::span<const std::byte> bytes, const What&... what) {
   static_assert(std::is_trivially_copyable_v<T>);
-  require(bytes.size() == sizeof(T), CGX_PEER_FAILED, what, " has ", bytes.size(),
+  require(bytes.size() == sizeof(T), CGX_PEER_FAILED, what..., " has ", bytes.size(),
           " bytes instead of ", sizeof(T));
   T value;
   std::memcpy(&value, bytes.data(), sizeof(T));

@@ -63,7 +63,7 @@ std::string mpi_text(int code) {
 }
 
 void check_mpi(int code, const char* call) {
-  require(code == MPI_SUCCESS, CGX_SYSTEM, call, " failed: ", mpi_text(code));
+  if (code != MPI_SUCCESS) fail(CGX_SYSTEM, call, " failed: ", mpi_text(code));
 }
 
 bool mpi_finalized() {

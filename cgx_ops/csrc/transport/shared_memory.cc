@@ -201,7 +201,7 @@ bool SharedMemoryTransport::handle(int source, uint32_t type, std::span<const st
   if (type == kBulk) return take_bulk(source, body, sink);
   require(type == kRelease && body.size() == sizeof(uint64_t), CGX_PEER_FAILED, "rank ", source,
           " sent a frame of type ", type, " with ", body.size(), " bytes");
-  const auto token = from_bytes<uint64_t>(body, join("a release of rank ", source));
+  const auto token = from_bytes<uint64_t>(body, "a release of rank ", source);
   const auto found = outstanding_.find(token);
   require(found != outstanding_.end() && found->second.destination == source, CGX_PEER_FAILED,
           "rank ", source, " releases message ", token, ", which it does not have");
@@ -211,7 +211,7 @@ bool SharedMemoryTransport::handle(int source, uint32_t type, std::span<const st
 }
 
 bool SharedMemoryTransport::take_bulk(int source, std::span<const std::byte> body, Sink& sink) {
-  const auto frame = from_bytes<BulkFrame>(body, join("a bulk frame of rank ", source));
+  const auto frame = from_bytes<BulkFrame>(body, "a bulk frame of rank ", source);
   require(frame.fits(), CGX_PEER_FAILED, "rank ", source, " sent a message of ", frame.bytes,
           " bytes at ", frame.offset, " in a segment of ", frame.segment_bytes);
   if (own_->state.load(std::memory_order_relaxed) != ControlSegment::kHere) {
