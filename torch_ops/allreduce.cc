@@ -42,7 +42,7 @@ std::atomic<void (*)()> trace_hook{nullptr};
 // ---- 1. the parts --------------------------------------------------------------------------
 
 // Whether a graph is being built. Modes of a user (a profile, a flop count, opcheck) build none.
-bool is_traced(const variable_list& xs) {
+bool is_traced(at::TensorList xs) {
   using c10::impl::TorchDispatchModeKey;
   using c10::impl::TorchDispatchModeTLS;
   constexpr c10::DispatchKeySet tracing(
@@ -58,26 +58,30 @@ bool is_traced(const variable_list& xs) {
 // a graph, a compiled or a recorded one: a number would be the same at every replay, so there it is
 // the GPU's generator that draws, in the GPU's memory.
 //
-// Each draw gets an empty tensor of its own: compilers merge equal expressions, a custom random
-// operator's too, but never take two at::empty for one.
+// Each draw of a graph gets an empty tensor of its own: compilers merge equal expressions, a custom
+// random operator's too, but never take two at::empty for one. Outside of graphs one serves all.
 //
 // Places must be the same on all ranks, whose generators may differ: they follow from a count.
-Seed draw_if_needed(const Options& options, const variable_list& xs) {
+Seed draw_if_needed(const Options& options, at::TensorList xs) {
+  static const auto seed = find_operator<decltype(draw_seed_cpu)>("cgx::draw_seed");
+  static const auto places = find_operator<decltype(draw_places_cpu)>("cgx::draw_places");
+  const auto empty_on = [](at::Device device) {
+    return at::empty({0}, at::TensorOptions(at::kFloat).device(device));
+  };
   if (!options.needs_seed()) return std::nullopt;
-  if (options.seed_use == CGX_SEED_OF_PLACES) {
-    static const auto places = find_operator<decltype(draw_places_cpu)>("cgx::draw_places");
-    return places.call(at::empty({0}, at::TensorOptions(at::kFloat).device(at::kCPU)),
-                       options.group_name, options.name);
-  }
-  static const auto op = find_operator<decltype(draw_seed_cpu)>("cgx::draw_seed");
+  if (options.seed_use == CGX_SEED_OF_PLACES)
+    return places.call(empty_on(at::kCPU), options.group_name, options.name);
+  const bool traced = is_traced(xs);
   const at::Device device = xs[0].device();
-  const bool on_gpu = device.is_cuda() && (is_traced(xs) || capturing(device));
-  return op.call(at::empty({0}, at::TensorOptions(at::kFloat).device(on_gpu ? device : at::kCPU)));
+  const bool on_gpu = device.is_cuda() && (traced || capturing(device));
+  if (traced || on_gpu) return seed.call(empty_on(on_gpu ? device : at::kCPU));
+  static const auto& shared = *new at::Tensor(empty_on(at::kCPU));  // never destroyed
+  return seed.call(shared);
 }
 
 // The parts for one tensor, and for a list of tensors, with residuals or without.
-variable_list all_reduce_native(const variable_list& xs, const variable_list& residuals,
-                                const Seed& seed, const Options& o) {
+variable_list all_reduce_native(at::TensorList xs, at::TensorList residuals, const Seed& seed,
+                                const Options& o) {
   static const auto blocking =
       find_operator<decltype(all_reduce_kernel)>("cgx::quantized_all_reduce");
   static const auto start =
@@ -97,13 +101,12 @@ variable_list all_reduce_native(const variable_list& xs, const variable_list& re
   const auto call = [&](const auto& op, const auto& x) {
     return op.call(x, seed, packed, o.group_name);
   };
+  const bool traced = is_traced(xs) || is_traced(residuals);
   const bool single = xs.size() == 1 && residuals.empty();
-  variable_list all = xs;
+  if (single && !traced) return {call(blocking, xs[0])};
+  variable_list all = xs.vec();
   all.insert(all.end(), residuals.begin(), residuals.end());
-  if (!is_traced(all)) {
-    if (single) return {call(blocking, xs[0])};
-    return call(residuals.empty() ? blocking_list : blocking_pairs, at::TensorList(all));
-  }
+  if (!traced) return call(residuals.empty() ? blocking_list : blocking_pairs, at::TensorList(all));
   if (const auto hook = trace_hook.load(); hook != nullptr) hook();
   variable_list results =
       single ? variable_list{call(start, xs[0])}
@@ -113,7 +116,7 @@ variable_list all_reduce_native(const variable_list& xs, const variable_list& re
 }
 
 // The sums or averages, then the new residuals.
-variable_list all_reduce(const variable_list& xs, const variable_list& residuals, const Seed& seed,
+variable_list all_reduce(at::TensorList xs, at::TensorList residuals, const Seed& seed,
                          const Options& options) {
   return options.carried() ? all_reduce_carried(xs, residuals, seed, options)
                            : all_reduce_native(xs, residuals, seed, options);
@@ -121,7 +124,7 @@ variable_list all_reduce(const variable_list& xs, const variable_list& residuals
 
 // ---- 2. the differentiable whole -----------------------------------------------------------
 
-bool require_grad(const variable_list& xs) {
+bool require_grad(at::TensorList xs) {
   return c10::GradMode::is_enabled() &&
          std::any_of(xs.begin(), xs.end(), [](const at::Tensor& x) { return x.requires_grad(); });
 }
@@ -138,7 +141,7 @@ class AllReduce : public torch::autograd::Function<AllReduce> {
     context->saved_data["gradient"] = options.gradient().value();
     context->saved_data["inputs"] = static_cast<int64_t>(xs.size());
     context->save_for_backward({seed.value_or(at::Tensor())});
-    variable_list results = all_reduce(xs.vec(), residuals.vec(), seed, options);
+    variable_list results = all_reduce(xs, residuals, seed, options);
     context->mark_non_differentiable(variable_list(results.begin() + xs.size(), results.end()));
     return results;
   }
@@ -159,10 +162,9 @@ class AllReduce : public torch::autograd::Function<AllReduce> {
     return results;
   }
 
-  static variable_list reduce(const variable_list& xs, const variable_list& residuals,
-                              const Seed& seed, const Options& options) {
-    if (require_grad(xs) || require_grad(residuals))
-      return apply(at::TensorList(xs), at::TensorList(residuals), seed, options);
+  static variable_list reduce(at::TensorList xs, at::TensorList residuals, const Seed& seed,
+                              const Options& options) {
+    if (require_grad(xs) || require_grad(residuals)) return apply(xs, residuals, seed, options);
     return all_reduce(xs, residuals, seed, options);
   }
 };
@@ -247,7 +249,7 @@ std::string_view text_of(const Knobs& knobs) {
 at::Tensor quantized_allreduce(const at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
   const Options options(CGX_PUBLIC_OPTIONS);
   options.check(x);
-  return AllReduce::reduce({x}, {}, draw_if_needed(options, {x}), options)[0];
+  return AllReduce::reduce(x, {}, draw_if_needed(options, x), options)[0];
 }
 
 void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
@@ -280,7 +282,7 @@ std::vector<at::Tensor> quantized_allreduce_coalesced(at::TensorList xs, CGX_PUB
   for (const at::Tensor& x : xs) options.check(x);  // before anything is drawn
   check_alike(xs);
   if (xs.empty()) return {};
-  return AllReduce::reduce(xs.vec(), {}, draw_if_needed(options, xs.vec()), options);
+  return AllReduce::reduce(xs, {}, draw_if_needed(options, xs), options);
 }
 
 std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>>
@@ -293,7 +295,7 @@ quantized_allreduce_coalesced_with_feedback(at::TensorList xs, at::TensorList re
   check(cgx_config_check_feedback(&options.config));
   if (xs.empty()) return {};
   const variable_list results =
-      AllReduce::reduce(xs.vec(), residuals.vec(), draw_if_needed(options, pairs), options);
+      AllReduce::reduce(xs, residuals, draw_if_needed(options, pairs), options);
   const auto half = results.begin() + xs.size();
   return {variable_list(results.begin(), half), variable_list(half, results.end())};
 }

@@ -68,7 +68,7 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
   const Decision decision = decide_and_tell(op, tensors, buffers.input.numel());
   static const Compression exact("bits=32", /*seed=*/0);
   const Compression& how = decision.compression ? *decision.compression : exact;
-  const std::vector<cgx_segment_t> segments = end_to_end(numels_of(tensors), how.config);
+  const auto segments = end_to_end(numels_of(tensors), how.config);
 
   auto collective = cgx::make<cgx_collective_t>();
   collective.comm = comm_;

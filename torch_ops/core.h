@@ -5,6 +5,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstdint>
 #include <optional>
@@ -39,9 +41,9 @@ inline int64_t named_seed(int64_t seed, std::string_view name) {
 }
 
 // Tensors that lie end to end, each a segment.
-inline std::vector<cgx_segment_t> end_to_end(const std::vector<int64_t>& numels,
-                                             const cgx_config_t& config) {
-  std::vector<cgx_segment_t> segments;
+inline c10::SmallVector<cgx_segment_t, 1> end_to_end(at::IntArrayRef numels,
+                                                     const cgx_config_t& config) {
+  c10::SmallVector<cgx_segment_t, 1> segments;
   int64_t offset = 0;
   for (const int64_t numel : numels) {
     segments.push_back({offset, numel, config.bucket_size, static_cast<int32_t>(config.bits),

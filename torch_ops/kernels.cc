@@ -44,8 +44,7 @@ Buffers checked_buffers(const at::Tensor& x, const Seed& seed, const Options& op
 
 }  // namespace
 
-void run(const Buffers& buffers, const std::vector<int64_t>& numels, const Seed& seed,
-         const Options& options) {
+void run(const Buffers& buffers, at::IntArrayRef numels, const Seed& seed, const Options& options) {
   const at::Tensor& input = buffers.input;
   with_collective(numels, input.scalar_type(), addresses_of(buffers), seed_of(seed, options),
                   options, [&](cgx_collective_t* collective) {
@@ -60,8 +59,8 @@ void run(const Buffers& buffers, const std::vector<int64_t>& numels, const Seed&
                   });
 }
 
-c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, const std::vector<int64_t>& numels,
-                                      const Seed& seed, const Options& options) {
+c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, at::IntArrayRef numels, const Seed& seed,
+                                      const Options& options) {
   c10::intrusive_ptr<c10d::Work> work;
   const OwnSeed own = seed_of(seed, options);
   buffers.seed = own.on_device;
@@ -94,17 +93,17 @@ OwnSeed seed_of(const Seed& seed, const Options& options) {
   // A gradient has its own noise without a draw from the generator in backward, where checkpointing
   // does not restore it.
   if (seed->is_cpu()) {
-    own.number = nth_seed(seed->item<int64_t>(), options.depth);
+    own.number = nth_seed(*seed->const_data_ptr<int64_t>(), options.depth);
   } else {
     own.on_device = options.depth == 0 ? *seed : at::add(*seed, nth_offset(options.depth));
   }
   return own;
 }
 
-void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, const Addresses& at,
+void with_collective(at::IntArrayRef numels, at::ScalarType dtype, const Addresses& at,
                      const OwnSeed& seed, const Options& options,
-                     const std::function<void(cgx_collective_t*)>& use) {
-  const std::vector<cgx_segment_t> segments = end_to_end(numels, options.config);
+                     c10::function_ref<void(cgx_collective_t*)> use) {
+  const auto segments = end_to_end(numels, options.config);
   cgx_collective_t collective = options.collective();
   collective.dtype = *core_dtype(dtype);
   collective.seed = seed.number;
@@ -114,9 +113,12 @@ void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, c
   collective.segments = segments.data();
   collective.num_segments = static_cast<int64_t>(segments.size());
   std::vector<void*> residuals;
-  for (const cgx_segment_t& segment : segments)
-    residuals.push_back(static_cast<char*>(at.residual) + segment.offset * at::elementSize(dtype));
-  if (at.residual) collective.residuals = residuals.data();
+  if (at.residual) {
+    char* const first = static_cast<char*>(at.residual);
+    for (const cgx_segment_t& segment : segments)
+      residuals.push_back(first + segment.offset * at::elementSize(dtype));
+    collective.residuals = residuals.data();
+  }
   use(&collective);
 }
 

@@ -3,9 +3,9 @@
 #define CGX_TORCH_OPS_KERNELS_H_
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <string_view>
 #include <vector>
@@ -20,10 +20,9 @@ namespace cgx::torch_ops {
 // `numels` are the sizes of the tensors that lie in it end to end. `seed` is needed if the options
 // say so. They check nothing that check_call did. run() blocks, or puts the collective on
 // the current stream; launch() does neither.
-void run(const Buffers& buffers, const std::vector<int64_t>& numels, const Seed& seed,
-         const Options& options);
-c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, const std::vector<int64_t>& numels,
-                                      const Seed& seed, const Options& options);
+void run(const Buffers& buffers, at::IntArrayRef numels, const Seed& seed, const Options& options);
+c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, at::IntArrayRef numels, const Seed& seed,
+                                      const Options& options);
 
 // Throws unless the tensor is one that `options` can reduce and there is a seed where one is
 // needed.
@@ -46,9 +45,9 @@ struct Addresses {
 
 // Calls use(collective) with `options` on `numels.size()` tensors, each a segment; `comm` is left
 // for `use` to fill in.
-void with_collective(const std::vector<int64_t>& numels, at::ScalarType dtype, const Addresses& at,
+void with_collective(at::IntArrayRef numels, at::ScalarType dtype, const Addresses& at,
                      const OwnSeed& seed, const Options& options,
-                     const std::function<void(cgx_collective_t*)>& use);
+                     c10::function_ref<void(cgx_collective_t*)> use);
 
 // cgx::draw_seed: an int64 scalar on the argument's device, from that device's default generator of
 // torch. Otherwise the argument only tells draws apart (see draw_if_needed).

@@ -38,12 +38,13 @@ struct FixedInquiry {  // of an ask, and of an answer, which ranks follow
 // A message: its fixed part, then texts and bytes of any length.
 template <typename Fixed, typename... Fields>
 Bytes write(const Fixed& fixed, const Fields&... fields) {
-  Bytes message = to_bytes(fixed);
-  [[maybe_unused]] const auto add = [&](const auto& field) {  // there may be no fields
-    const auto bytes = std::as_bytes(std::span(field));
+  Bytes message;
+  message.reserve((sizeof(fixed) + ... + std::as_bytes(std::span(fields)).size()));
+  const auto add = [&](std::span<const std::byte> bytes) {
     message.insert(message.end(), bytes.begin(), bytes.end());
   };
-  (add(fields), ...);
+  add(as_bytes(fixed));
+  (add(std::as_bytes(std::span(fields))), ...);
   return message;
 }
 

@@ -66,7 +66,7 @@ void check_segments(const cgx_collective_t& call, int64_t most) {
     require(block_numel == 0 || segment.offset + segment.numel <= block_numel, CGX_INVALID_ARGUMENT,
             "segment ", i, " ends at element ", segment.offset + segment.numel,
             ", behind the block of ", block_numel);
-    if (segment.numel > 0 && in_one_buffer)
+    if (segment.numel > 0 && in_one_buffer && call.num_segments > 1)
       ranges.emplace_back(segment.offset, segment.offset + segment.numel);
   }
   if (!std::is_sorted(ranges.begin(), ranges.end())) std::sort(ranges.begin(), ranges.end());
