@@ -1,6 +1,5 @@
 // The public operators: compositions of the kernels of kernels.h, with their gradients.
-#ifndef CGX_TORCH_OPS_ALLREDUCE_H_
-#define CGX_TORCH_OPS_ALLREDUCE_H_
+#pragma once
 
 #include <ATen/core/Tensor.h>
 
@@ -45,5 +44,3 @@ quantized_allreduce_coalesced_with_feedback(at::TensorList xs, at::TensorList re
 void set_trace_hook(void (*hook)());
 
 }  // namespace cgx::torch_ops
-
-#endif  // CGX_TORCH_OPS_ALLREDUCE_H_

@@ -1,8 +1,7 @@
 // Averages by gloo, which itself has none of integers, and in older releases of torch none at all:
 // its sum is divided once it is there, in the tensor's own dtype; integers towards zero, as NCCL
 // does it.
-#ifndef CGX_TORCH_OPS_AVERAGES_H_
-#define CGX_TORCH_OPS_AVERAGES_H_
+#pragma once
 
 #include <ATen/core/Tensor.h>
 
@@ -18,5 +17,3 @@ c10::intrusive_ptr<c10d::Work> averaged(c10::intrusive_ptr<c10d::Work> sum,
                                         std::vector<at::Tensor> results, int64_t divisor);
 
 }  // namespace cgx::torch_ops
-
-#endif  // CGX_TORCH_OPS_AVERAGES_H_

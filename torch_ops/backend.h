@@ -10,8 +10,7 @@
 //
 // The inner backends and the communicator are made in Python (cgx_ops/torch/backend.py): torch does
 // not ship what it takes to make a gloo backend in C++.
-#ifndef CGX_TORCH_OPS_BACKEND_H_
-#define CGX_TORCH_OPS_BACKEND_H_
+#pragma once
 
 #include <atomic>
 #include <chrono>
@@ -177,5 +176,3 @@ class Backend final : public c10d::Backend {
 };
 
 }  // namespace cgx::torch_ops
-
-#endif  // CGX_TORCH_OPS_BACKEND_H_

@@ -7,8 +7,7 @@
 //                 the context of the call that it is of, whichever thread runs them: else ranks
 //                 would decide by who was faster
 //   decide()      the rule; docs/torch.md, "What is compressed", has it in words
-#ifndef CGX_TORCH_OPS_BACKEND_RULE_H_
-#define CGX_TORCH_OPS_BACKEND_RULE_H_
+#pragma once
 
 #include <cstdint>
 #include <memory>
@@ -87,5 +86,3 @@ Decision decide(const std::shared_ptr<const Compression>& group, Unasked unasked
                 int64_t numel, int64_t element_bytes);
 
 }  // namespace cgx::torch_ops
-
-#endif  // CGX_TORCH_OPS_BACKEND_RULE_H_

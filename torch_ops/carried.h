@@ -7,8 +7,7 @@
 // or, for small tensors (one_shot), carried_encode -> all_gather_into_tensor -> carried_decode. The
 // core does the arithmetic (cgx.h, section 5): same bits and same payloads as its own transports. A
 // rank's message of the all-gather is padded to the longest one's, at most a bucket.
-#ifndef CGX_TORCH_OPS_CARRIED_H_
-#define CGX_TORCH_OPS_CARRIED_H_
+#pragma once
 
 #include <ATen/core/Tensor.h>
 
@@ -44,5 +43,3 @@ decltype(carried_reduce_cpu) carried_reduce_meta;
 decltype(carried_decode_cpu) carried_decode_meta;
 
 }  // namespace cgx::torch_ops
-
-#endif  // CGX_TORCH_OPS_CARRIED_H_

@@ -1,7 +1,6 @@
 // The kernels that reduce a list of tensors in one message, each tensor with a bucket grid of its
 // own (a segment of the core). All of one dtype and device; an empty list sends nothing.
-#ifndef CGX_TORCH_OPS_COALESCED_H_
-#define CGX_TORCH_OPS_COALESCED_H_
+#pragma once
 
 #include <ATen/core/Tensor.h>
 
@@ -54,5 +53,3 @@ std::vector<at::Tensor> all_reduce_coalesced_meta(at::TensorList xs, const Seed&
                                                   std::string_view group_name);
 
 }  // namespace cgx::torch_ops
-
-#endif  // CGX_TORCH_OPS_COALESCED_H_

@@ -1,7 +1,6 @@
 // What torch's types and operators are called in the core, and the small arithmetic that all of
 // this binding shares.
-#ifndef CGX_TORCH_OPS_CORE_H_
-#define CGX_TORCH_OPS_CORE_H_
+#pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/ScalarType.h>
@@ -69,5 +68,3 @@ c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
 }
 
 }  // namespace cgx::torch_ops
-
-#endif  // CGX_TORCH_OPS_CORE_H_

@@ -8,8 +8,7 @@
 //   capturing()     whether what is put on the current stream is recorded into a CUDA graph
 //
 // What fails on the device is known late: the outputs are NaN, and wait() or the next call throws.
-#ifndef CGX_TORCH_OPS_CUDA_H_
-#define CGX_TORCH_OPS_CUDA_H_
+#pragma once
 
 #include <c10/core/Device.h>
 
@@ -33,5 +32,3 @@ c10::intrusive_ptr<c10d::Work> start_cuda(const cgx_collective_t& collective, Bu
 bool capturing(at::Device device);
 
 }  // namespace cgx::torch_ops
-
-#endif  // CGX_TORCH_OPS_CUDA_H_

@@ -1,6 +1,5 @@
 // Several works as one: what endCoalescing() returns.
-#ifndef CGX_TORCH_OPS_JOINT_WORK_H_
-#define CGX_TORCH_OPS_JOINT_WORK_H_
+#pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
@@ -11,5 +10,3 @@ namespace cgx::torch_ops {
 c10::intrusive_ptr<c10d::Work> join_works(std::vector<c10::intrusive_ptr<c10d::Work>> works);
 
 }  // namespace cgx::torch_ops
-
-#endif  // CGX_TORCH_OPS_JOINT_WORK_H_

@@ -1,6 +1,5 @@
 // The kernels under the public operators: draw a seed, run or start a collective.
-#ifndef CGX_TORCH_OPS_KERNELS_H_
-#define CGX_TORCH_OPS_KERNELS_H_
+#pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
@@ -81,5 +80,3 @@ at::Tensor all_reduce_meta(const at::Tensor& x, const Seed& seed, std::string_vi
                            std::string_view group_name);
 
 }  // namespace cgx::torch_ops
-
-#endif  // CGX_TORCH_OPS_KERNELS_H_

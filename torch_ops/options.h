@@ -5,8 +5,7 @@
 //   2. check(): refuses what cannot work, before anything is drawn, allocated or sent; the kernels
 //      and the tracing (Meta) kernels share it, so that a model fails alike compiled and not
 //   3. collective(): the same as cgx.h wants it
-#ifndef CGX_TORCH_OPS_OPTIONS_H_
-#define CGX_TORCH_OPS_OPTIONS_H_
+#pragma once
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -65,5 +64,3 @@ struct Options {
 };
 
 }  // namespace cgx::torch_ops
-
-#endif  // CGX_TORCH_OPS_OPTIONS_H_

@@ -3,8 +3,7 @@
 // ValueError: a value or a name; TypeError: a dtype or layout nobody serves;
 // torch.distributed.DistBackendError: ranks that disagree, a deadline, a dead peer, a closed
 // communicator, MPI.
-#ifndef CGX_TORCH_OPS_STATUS_H_
-#define CGX_TORCH_OPS_STATUS_H_
+#pragma once
 
 #include <c10/util/Exception.h>
 
@@ -37,5 +36,3 @@ inline void check(cgx_status_t status) {
 }
 
 }  // namespace cgx::torch_ops
-
-#endif  // CGX_TORCH_OPS_STATUS_H_

@@ -5,8 +5,7 @@
 //   wait()       drives the collective's progress, so it goes to the core
 //   getFuture()  asks the core to say when the collective ends; the future is completed on a thread
 //                of its own, because its callbacks may wait for other collectives
-#ifndef CGX_TORCH_OPS_WORK_H_
-#define CGX_TORCH_OPS_WORK_H_
+#pragma once
 
 #include <ATen/core/Tensor.h>
 
@@ -83,5 +82,3 @@ c10::intrusive_ptr<c10d::Work> start(const cgx_collective_t& collective, Buffers
 const char* profile_title(const cgx_collective_t& collective);
 
 }  // namespace cgx::torch_ops
-
-#endif  // CGX_TORCH_OPS_WORK_H_

@@ -1,7 +1,6 @@
 // One execution of a collective on one device: its buffers, the message that the core gets of them
 // and, on CPU, the call from Execute to the completed promise.
-#ifndef CGX_XLA_FFI_CALL_H_
-#define CGX_XLA_FFI_CALL_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -127,5 +126,3 @@ using Done = std::function<void(cgx_status_t status, const std::string& text)>;
 void Start(std::shared_ptr<Message> message, int32_t comm, Done done);
 
 }  // namespace cgx::xla
-
-#endif  // CGX_XLA_FFI_CALL_H_

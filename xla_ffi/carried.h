@@ -10,8 +10,7 @@
 //
 // Messages are rows of equal length, as XLA's collectives want them: each ends in zeros if another
 // is longer. Row r of an all-to-all is for rank r; a rank's own is all zeros.
-#ifndef CGX_XLA_FFI_CARRIED_H_
-#define CGX_XLA_FFI_CARRIED_H_
+#pragma once
 
 #include "xla/ffi/api/ffi.h"
 
@@ -24,5 +23,3 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedReduce);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedDecode);
 
 }  // namespace cgx::xla
-
-#endif  // CGX_XLA_FFI_CARRIED_H_

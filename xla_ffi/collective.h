@@ -1,7 +1,6 @@
 // The XLA FFI handlers of psum_q and its sisters on CPU: Instantiate makes a Site, Execute starts
 // the collective.
-#ifndef CGX_XLA_FFI_COLLECTIVE_H_
-#define CGX_XLA_FFI_COLLECTIVE_H_
+#pragma once
 
 #include "xla/ffi/api/ffi.h"
 
@@ -15,5 +14,3 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(CollectiveExecute);
 void SetLocalTimeout(double seconds);
 
 }  // namespace cgx::xla
-
-#endif  // CGX_XLA_FFI_COLLECTIVE_H_

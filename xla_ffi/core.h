@@ -1,6 +1,5 @@
 // What XLA's types, errors, attributes and seeds are in the core, for all handlers.
-#ifndef CGX_XLA_FFI_CORE_H_
-#define CGX_XLA_FFI_CORE_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -153,5 +152,3 @@ inline std::vector<int64_t> ReadSeeds(const U32Buffer& rows) {
 }
 
 }  // namespace cgx::xla
-
-#endif  // CGX_XLA_FFI_CORE_H_

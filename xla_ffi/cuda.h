@@ -1,7 +1,6 @@
 // The XLA FFI handlers of psum_q and its sisters on CUDA: Instantiate makes a Site, Execute puts
 // the collective on the device's stream.
-#ifndef CGX_XLA_FFI_CUDA_H_
-#define CGX_XLA_FFI_CUDA_H_
+#pragma once
 
 #include <cstdint>
 #include <map>
@@ -25,5 +24,3 @@ void SetCudaDevices(std::map<int32_t, int64_t> ids);
 void EnqueueOn(CUstream_st* stream, Message& message, const U32Buffer& seeds, int32_t comm);
 
 }  // namespace cgx::xla
-
-#endif  // CGX_XLA_FFI_CUDA_H_

@@ -1,7 +1,6 @@
 // The XLA FFI handler of the gates of cgx_ops/jax/overlap.py. It does nothing: what matters is that
 // XLA runs it when all of its operands are there, and that its results are in their buffers.
-#ifndef CGX_XLA_FFI_GATE_H_
-#define CGX_XLA_FFI_GATE_H_
+#pragma once
 
 #include "xla/ffi/api/ffi.h"
 
@@ -10,5 +9,3 @@ namespace cgx::xla {
 XLA_FFI_DECLARE_HANDLER_SYMBOL(Gate);
 
 }  // namespace cgx::xla
-
-#endif  // CGX_XLA_FFI_GATE_H_

@@ -8,8 +8,7 @@
 // the calls in flight (launches.cc), the deadlines of meetings (meeting.cc), the counters of call
 // sites (site.cc), and what Python sets once: deadline (collective.cc), devices (cuda.cc), world
 // (here).
-#ifndef CGX_XLA_FFI_GROUPS_H_
-#define CGX_XLA_FFI_GROUPS_H_
+#pragma once
 
 #include <cstdint>
 #include <functional>
@@ -60,5 +59,3 @@ void Refuse(const std::vector<int32_t>& processes, const std::string& name, cgx_
             const std::string& text);
 
 }  // namespace cgx::xla
-
-#endif  // CGX_XLA_FFI_GROUPS_H_

@@ -5,8 +5,7 @@
 // and which of them is first differs between processes: calls without a name of the user's are
 // refused then, and calls of one name too. So is the call that was there first, at its end: it may
 // have met another launch's of another process.
-#ifndef CGX_XLA_FFI_LAUNCHES_H_
-#define CGX_XLA_FFI_LAUNCHES_H_
+#pragma once
 
 #include <cstdint>
 #include <string>
@@ -40,5 +39,3 @@ inline constexpr const char* kOverlap =
     "from one thread";
 
 }  // namespace cgx::xla
-
-#endif  // CGX_XLA_FFI_LAUNCHES_H_

@@ -8,8 +8,7 @@
 //
 // Who has not come before the deadline fails all who have, here and, by a refusal, in the other
 // processes; who comes later fails at once.
-#ifndef CGX_XLA_FFI_MEETING_H_
-#define CGX_XLA_FFI_MEETING_H_
+#pragma once
 
 #include <cstdint>
 #include <memory>
@@ -61,5 +60,3 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
 };
 
 }  // namespace cgx::xla
-
-#endif  // CGX_XLA_FFI_MEETING_H_

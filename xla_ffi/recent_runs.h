@@ -3,8 +3,7 @@
 // XLA names a run (one launch on all its devices) but never says that it is over, so what belongs
 // to a run is kept until enough newer runs have come. XLA:CPU lets at most 32 executions queue up
 // on a device.
-#ifndef CGX_XLA_FFI_RECENT_RUNS_H_
-#define CGX_XLA_FFI_RECENT_RUNS_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -35,5 +34,3 @@ class RecentRuns {
 };
 
 }  // namespace cgx::xla
-
-#endif  // CGX_XLA_FFI_RECENT_RUNS_H_

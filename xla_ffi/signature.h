@@ -1,7 +1,6 @@
 // What the attributes of a custom call say of its message, whoever reduces together
 // (message_attributes of cgx_ops/jax/primitive.py).
-#ifndef CGX_XLA_FFI_SIGNATURE_H_
-#define CGX_XLA_FFI_SIGNATURE_H_
+#pragma once
 
 #include <cstdint>
 #include <vector>
@@ -29,5 +28,3 @@ struct Signature {
 };
 
 }  // namespace cgx::xla
-
-#endif  // CGX_XLA_FFI_SIGNATURE_H_

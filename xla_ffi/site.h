@@ -7,8 +7,7 @@
 //             id>#<instance>" names a collective among processes. A function that is lowered once
 //             and called 32 times gives 32 sites with equal attributes, which only their order of
 //             instantiation tells apart: XLA instantiates in the order of the compiled program.
-#ifndef CGX_XLA_FFI_SITE_H_
-#define CGX_XLA_FFI_SITE_H_
+#pragma once
 
 #include <cstdint>
 #include <map>
@@ -117,5 +116,3 @@ void CompilationBegins();
 void CompilationEnds();
 
 }  // namespace cgx::xla
-
-#endif  // CGX_XLA_FFI_SITE_H_

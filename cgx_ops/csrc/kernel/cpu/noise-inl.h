@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "base/noise_place.h"
 #include "base/philox.h"
 #include "base/types.h"
 #include "kernel/cpu/vectors-inl.h"
@@ -78,17 +79,14 @@ class Noise {
 
   // r of one element.
   float of(uint64_t index) const {
-    const uint64_t counter = index / kBlockElements * kCounters + index % kCounters;
+    const auto [counter, half] = noise_place(index);
     uint64_t words[4] = {counter, counter >> 32, rounding_.rank, rounding_.phase};
     philox4x32_7(words, keys_);
-    const uint64_t half = index % kBlockElements / kCounters;
     const auto u = static_cast<uint16_t>(words[half / 2] >> 16 * (half % 2));
     return (static_cast<float>(u) + 0.5f) / 65536;
   }
 
  private:
-  static constexpr int kBlockElements = 128;
-  static constexpr int kCounters = 16;  // of a block
   // A block's eight groups of sixteen: of each of the four words the low halves, then the high
   // ones.
   static constexpr int kGroups = 8;
@@ -108,8 +106,8 @@ class Noise {
     made_ = number;
     constexpr Twin kZero{};
     for (uint64_t block = 0; block < kBlocks; ++block) {
-      const uint64_t counter = (number * kBlocks + block) * kCounters;
-      for (int first = 0; first < kCounters; first += kTwinLanes) {
+      const uint64_t counter = (number * kBlocks + block) * kNoiseCounters;
+      for (int first = 0; first < kNoiseCounters; first += kTwinLanes) {
         Twin state[4] = {counting_from(counter + static_cast<uint64_t>(first)),
                          kZero ^ (counter >> 32), kZero ^ uint64_t{rounding_.rank},
                          kZero ^ uint64_t{rounding_.phase}};
@@ -127,7 +125,7 @@ class Noise {
   const Rounding rounding_;
   const PhiloxKeys keys_;
   uint64_t made_ = ~uint64_t{0};  // none
-  alignas(64) uint32_t words_[4 * kBlocks][kCounters];
+  alignas(64) uint32_t words_[4 * kBlocks][kNoiseCounters];
 };
 
 }  // namespace

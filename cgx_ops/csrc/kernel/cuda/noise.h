@@ -1,17 +1,15 @@
 // The noise of stochastic rounding (docs/wire_format.md, section 4): of one element, or of whole
-// groups into shared memory.
+// blocks into shared memory.
 #pragma once
 
 #include <cstdint>
 
+#include "base/noise_place.h"
 #include "base/philox.h"
 #include "kernel/cuda/arithmetic.h"
 #include "kernel/cuda/memory.h"
 
 namespace cgx::device::cuda {
-
-inline constexpr int kNoiseGroup = 128;    // elements
-inline constexpr int kNoiseCounters = 16;  // of a group
 
 struct Noise {
   uint64_t seed;
@@ -42,26 +40,24 @@ CGX_LANE float uniform_noise(uint32_t u) {
 
 // Of one element.
 CGX_LANE float noise_of_element(const Noise& noise, uint64_t element) {
-  const auto in_group = static_cast<int>(element % kNoiseGroup);
-  const auto counter = element / kNoiseGroup * kNoiseCounters + element % kNoiseCounters;
+  const auto [counter, half] = noise_place(element);
   const NoiseWords words = noise_words(noise, counter);
-  const int half = in_group / kNoiseCounters;
   // Registers cannot be indexed.
   const uint32_t even = half & 4 ? words.at[2] : words.at[0];
   const uint32_t odd = half & 4 ? words.at[3] : words.at[1];
   return uniform_noise((half & 2 ? odd : even) >> (16 * (half & 1)));
 }
 
-// One lane's part of the noise of whole groups from `first_group` on, to a buffer: 2 bytes an
+// One lane's part of the noise of whole blocks from `first_block` on, to a buffer: 2 bytes an
 // element, in order.
 template <int kLanes>
-CGX_LANE void make_noise(int lane, const Noise& noise, uint64_t first_group, int groups,
+CGX_LANE void make_noise(int lane, const Noise& noise, uint64_t first_block, int blocks,
                          std::byte* buffer) {
   CGX_ROLLED
-  for (int i = lane; i < groups * kNoiseCounters; i += kLanes) {
+  for (int i = lane; i < blocks * kNoiseCounters; i += kLanes) {
     const NoiseWords words =
-        noise_words(noise, first_group * kNoiseCounters + static_cast<uint64_t>(i));
-    std::byte* to = buffer + 2 * (i / kNoiseCounters * kNoiseGroup + i % kNoiseCounters);
+        noise_words(noise, first_block * kNoiseCounters + static_cast<uint64_t>(i));
+    std::byte* to = buffer + 2 * (i / kNoiseCounters * kNoiseBlock + i % kNoiseCounters);
     CGX_UNROLL
     for (int half = 0; half < 8; ++half)
       store(to + 2 * kNoiseCounters * half,

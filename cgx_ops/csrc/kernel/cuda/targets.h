@@ -74,12 +74,12 @@ template <typename Group>
 CGX_LANE int make_noise_of_tile(Group& group, std::byte* buffer, const Target& target,
                                 int64_t start, int length) {
   const uint64_t index = target.first_index + static_cast<uint64_t>(start);
-  const auto in_group = static_cast<int>(index % kNoiseGroup);
-  const int groups = (in_group + length + kNoiseGroup - 1) / kNoiseGroup;
+  const auto in_block = static_cast<int>(index % kNoiseBlock);
+  const int blocks = (in_block + length + kNoiseBlock - 1) / kNoiseBlock;
   group.each([&](int lane) {
-    make_noise<Group::kLanes>(lane, target.noise, index / kNoiseGroup, groups, buffer);
+    make_noise<Group::kLanes>(lane, target.noise, index / kNoiseBlock, blocks, buffer);
   });
-  return in_group;
+  return in_block;
 }
 
 // Values rounded to the dtype, or (in_halves) to 16 bits: into a message, results, or both.

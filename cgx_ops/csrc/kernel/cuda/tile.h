@@ -15,7 +15,7 @@ namespace cgx::device::cuda {
 template <typename Group>
 struct Layout {
   static constexpr int kTile = tile_numel(Group::kLanes);
-  static constexpr int kNoise = 2 * (kTile + kNoiseGroup);
+  static constexpr int kNoise = 2 * (kTile + kNoiseBlock);
   static constexpr int kStage = static_cast<int>(kHeaderRoom) + kTile + kWindow + 8;
   static constexpr int kStageAt = kNoise, kScratchAt = kNoise + kStage;
   // The values of a bucket of 512 and seven messages of 4 bits fit into 8 bytes a value.
