@@ -1,6 +1,7 @@
 // One collective in flight on one rank: its key, its algorithm, who has announced it, its deadline.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -42,7 +43,7 @@ struct Collective {
   bool agreed = false;  // all headers are here and equal
   bool queued = false;  // in the run queue
   std::shared_ptr<SendState> sends;
-  std::vector<uint32_t> sent[2];               // messages so far, by part and destination
+  std::vector<std::array<uint32_t, 2>> sent;   // messages so far, by destination and part
   std::vector<std::pair<int, Arrival>> early;  // bulk messages that overtook a header
   std::optional<Error> shortage;  // of what this rank is short, so that it cannot go on
   // Of the inquiry after its deadline, by rank: for whom they wait. Empty: there is none.

@@ -135,15 +135,16 @@ class Engine : private Sink {
     std::vector<std::pair<int, Header>> early;  // of collectives that are not started here yet
   };
   std::unordered_map<Key, Uses, KeyHash> uses_;
-  struct Channel {
+  // A peer's bulk messages of one collective.
+  struct Incoming {
     Collective* collective;
-    uint32_t next = 0;  // sequence of the message that comes next
+    uint32_t next[2] = {0, 0};  // sequence of the message that comes next, by part
   };
-  static uint64_t channel_key(int source, uint32_t channel) {
-    return static_cast<uint64_t>(source) << 32 | channel;
+  static uint64_t incoming_key(int source, uint32_t serial) {
+    return static_cast<uint64_t>(source) << 32 | serial % kSerials;
   }
-  Channel* channel(int source, Slot slot);
-  std::unordered_map<uint64_t, Channel> channels_;      // by source and channel
+  Collective* receiver(int source, Slot slot);
+  std::unordered_map<uint64_t, Incoming> incoming_;     // by source and its serial
   std::vector<uint32_t> headers_sent_, headers_taken_;  // by destination, by source
   std::vector<uint32_t> last_serial_;                   // by source, of its headers
   std::deque<Collective*> ready_;

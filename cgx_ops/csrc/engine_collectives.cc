@@ -37,7 +37,7 @@ class Engine::CollectivePort : public Port {
   BufferRef allocate(size_t bytes) override { return engine_->transport_->allocate(bytes); }
   void send(int destination, int part, const BufferRef& buffer, size_t bytes) override {
     engine_->bytes_sent_ += static_cast<int64_t>(bytes);
-    const uint32_t number = collective_->sent[part][destination]++;
+    const uint32_t number = collective_->sent[destination][part]++;
     const Slot slot{channel_of(collective_->serial, part), number % kSequences};
     engine_->transport_->send(destination, slot, buffer, bytes, collective_->sends);
   }
@@ -62,7 +62,7 @@ void Engine::accept(const CollectiveRef& collective) {
   next_check_ = {};  // a peer that it needs may be lost already
   c.serial = next_serial_++;
   c.sends = std::make_shared<SendState>(size_);
-  for (auto& sent : c.sent) sent.resize(size_);
+  c.sent.resize(size_);
   c.headers.resize(size_);
   c.missing_headers = static_cast<int>(c.members.size());
   const auto begin = Clock::now();
@@ -122,9 +122,7 @@ void Engine::match(const CollectiveRef& ref, int source, Header header) {
           CGX_PEER_FAILED, "rank ", source, " takes part in collective ", collective.key,
           ", but is not one of its members");
   const bool refused = collective.refusal.status != CGX_OK;
-  if (source != rank_ && !refused)
-    for (int part = 0; part < 2; ++part)
-      channels_[channel_key(source, channel_of(header.serial, part))] = {&collective};
+  if (source != rank_ && !refused) incoming_[incoming_key(source, header.serial)] = {&collective};
   collective.headers[source] = std::move(header);
   if (--collective.missing_headers != 0) return;
   const auto found = uses_.find(collective.key);
@@ -228,8 +226,7 @@ void Engine::finish(Collective& collective, cgx_status_t status, std::string err
   running_.erase(place);
   for (int source = 0; source < static_cast<int>(collective.headers.size()); ++source)
     if (source != rank_ && collective.headers[source])
-      for (int part = 0; part < 2; ++part)
-        channels_.erase(channel_key(source, channel_of(collective.headers[source]->serial, part)));
+      incoming_.erase(incoming_key(source, collective.headers[source]->serial));
   if (collective.queued) std::erase(ready_, &collective);
   std::erase(blocked_, &collective);
   std::erase(finishing_, &collective);
@@ -268,41 +265,42 @@ void Engine::on_control(int source, std::span<const std::byte> message) {
   std::visit([&](auto&& read) { take(source, std::move(read)); }, read_message(source, message));
 }
 
-// The channel of a bulk message, which is counted; null if its collective has ended here.
-Engine::Channel* Engine::channel(int source, Slot slot) {
-  const auto found = channels_.find(channel_key(source, slot.channel));
-  if (found == channels_.end()) {
-    const uint32_t age = (last_serial_[source] - slot.channel / 2) % kSerials;
+// Whose bulk message it is; counts it. Null if its collective has ended here.
+Collective* Engine::receiver(int source, Slot slot) {
+  const uint32_t serial = slot.channel / 2, part = slot.channel % 2;
+  const auto found = incoming_.find(incoming_key(source, serial));
+  if (found == incoming_.end()) {
+    const uint32_t age = (last_serial_[source] - serial) % kSerials;
     require(age < kSerials / 2, CGX_PEER_FAILED, "rank ", source,
             " sent a message of a collective that it has not announced");
     return nullptr;
   }
-  Channel& channel = found->second;
-  require(slot.sequence == channel.next, CGX_PEER_FAILED, "rank ", source, " sent message ",
-          slot.sequence, " of collective ", channel.collective->key, " where message ",
-          channel.next, " is due: one is lost, doubled or out of turn");
-  channel.next = (channel.next + 1) % kSequences;
-  return &channel;
+  Incoming& incoming = found->second;
+  uint32_t& next = incoming.next[part];
+  require(slot.sequence == next, CGX_PEER_FAILED, "rank ", source, " sent message ", slot.sequence,
+          " of collective ", incoming.collective->key, " where message ", next,
+          " is due: one is lost, doubled or out of turn");
+  next = (next + 1) % kSequences;
+  return incoming.collective;
 }
 
 void Engine::on_bulk(Arrival arrival) {
-  const Channel* const of = channel(arrival.source, arrival.slot);
-  if (of == nullptr) return;
-  Collective& collective = *of->collective;
+  Collective* const collective = receiver(arrival.source, arrival.slot);
+  if (collective == nullptr) return;
   const int part = static_cast<int>(arrival.slot.channel % 2);
-  if (!collective.agreed) {
-    collective.early.emplace_back(part, std::move(arrival));
+  if (!collective->agreed) {
+    collective->early.emplace_back(part, std::move(arrival));
     return;
   }
-  collective.algorithm->deliver(part, std::move(arrival));
-  enqueue(collective);
+  collective->algorithm->deliver(part, std::move(arrival));
+  enqueue(*collective);
 }
 
 void Engine::on_unreadable(int source, Slot slot, const Error& error) {
-  const Channel* const of = channel(source, slot);
-  if (of == nullptr) return;
-  of->collective->shortage = error;
-  if (of->collective->agreed) cancel(*of->collective);
+  Collective* const collective = receiver(source, slot);
+  if (collective == nullptr) return;
+  collective->shortage = error;
+  if (collective->agreed) cancel(*collective);
 }
 
 }  // namespace cgx

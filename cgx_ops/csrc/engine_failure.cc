@@ -32,8 +32,8 @@ void Engine::cancel(Collective& collective) {
 }
 
 void Engine::take(int source, const Cancel& cancel) {
-  const auto found = channels_.find(channel_key(source, channel_of(cancel.serial, 0)));
-  if (found == channels_.end()) return;  // it has ended here
+  const auto found = incoming_.find(incoming_key(source, cancel.serial));
+  if (found == incoming_.end()) return;  // it has ended here
   Collective& collective = *found->second.collective;
   if (collective.agreed)
     finish(collective, cancel.reason.status, cancel.reason.message);
@@ -98,8 +98,8 @@ void Engine::inquire(Collective& collective) {
 
 void Engine::take(int source, const Ask& ask) {
   Answer answer{ask.serial, {}};
-  const auto found = channels_.find(channel_key(source, channel_of(ask.serial, 0)));
-  if (found != channels_.end()) answer.waits_for = awaited(*found->second.collective);
+  const auto found = incoming_.find(incoming_key(source, ask.serial));
+  if (found != incoming_.end()) answer.waits_for = awaited(*found->second.collective);
   if (!lost_[source]) transport_->send_control(source, write_answer(answer));
 }
 
