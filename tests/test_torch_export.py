@@ -46,8 +46,11 @@ def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     own = Config(compressor="topk", density=0.1)
     start += [((x, None, tc.packed(own), ""), {})]
     start += [((x, torch.tensor(7), tc.packed(Config(compressor="randk")), ""), {})]
-    start_list = [((xs, *kernel_options(rounding=r)), {}) for r in ("nearest", "shift")]
-    start_pairs = [(([*xs, *ys], *kernel_options(rounding=r)), {}) for r in ("nearest", "shift")]
+    start_list = [
+        ((xs, residuals, *kernel_options(rounding=r)), {})
+        for residuals in ([], ys)
+        for r in ("nearest", "shift")
+    ]
     return {
         "quantized_allreduce": public,
         "quantized_allreduce_": [((x,), nearest), ((grad * 2,), nearest), ((x,), exact)],
@@ -61,8 +64,6 @@ def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         "quantized_all_reduce_start.borrow": start,
         "quantized_all_reduce_coalesced": start_list,
         "quantized_all_reduce_coalesced_start": start_list,
-        "quantized_all_reduce_with_feedback": start_pairs,
-        "quantized_all_reduce_with_feedback_start": start_pairs,
         "carried_encode": [
             ((xs, residuals, 80, *kernel_options(rank=rank)), {})
             for rank in (0, 1)

@@ -159,9 +159,24 @@ def test_what_does_not_fit(
         tc.feedback(torch.ones(100), residual, **keywords)
 
 
-def test_a_list_without_its_residuals() -> None:
+@pytest.mark.parametrize("carrier", ["native", "c10d"])
+@pytest.mark.parametrize(("tensors", "residuals"), [(1, 0), (0, 1), (3, 1), (1, 3), (2, 4), (4, 2)])
+def test_a_list_with_another_number_of_residuals(
+    tensors: int, residuals: int, carrier: str
+) -> None:
     with pytest.raises(ValueError, match="a residual for each tensor"):
-        tc.feedback_list([torch.ones(100)], [])
+        tc.feedback_list(
+            [torch.ones(100)] * tensors, [torch.zeros(100)] * residuals, carrier=carrier
+        )
+
+
+def test_a_kernel_with_another_number_of_residuals() -> None:
+    xs, call = [torch.ones(100)] * 3, tc.packed(Config(rounding="nearest"))
+    cgx = torch.ops.cgx
+    with pytest.raises(ValueError, match="a residual for each tensor"):
+        cgx.quantized_all_reduce_coalesced(xs, xs[:1], None, call, "")
+    with pytest.raises(ValueError, match="a residual for each tensor"):
+        cgx.carried_encode(xs, xs[:1], 80, None, call, 0, 2, 0)
 
 
 @pytest.mark.parametrize("carrier", ["native", "c10d"])

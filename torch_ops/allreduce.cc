@@ -90,27 +90,17 @@ variable_list all_reduce_native(at::TensorList xs, at::TensorList residuals, con
       find_operator<decltype(all_reduce_coalesced_kernel)>("cgx::quantized_all_reduce_coalesced");
   static const auto start_list =
       find_operator<decltype(start_coalesced_kernel)>("cgx::quantized_all_reduce_coalesced_start");
-  static const auto blocking_pairs = find_operator<decltype(all_reduce_with_feedback_kernel)>(
-      "cgx::quantized_all_reduce_with_feedback");
-  static const auto start_pairs = find_operator<decltype(start_with_feedback_kernel)>(
-      "cgx::quantized_all_reduce_with_feedback_start");
   static const auto wait =
       find_operator<at::Tensor(const at::Tensor&)>("_c10d_functional::wait_tensor");
 
   const std::string packed = o.pack();
-  const auto call = [&](const auto& op, const auto& x) {
-    return op.call(x, seed, packed, o.group_name);
+  const auto call = [&](const auto& one, const auto& list) -> variable_list {
+    if (xs.size() == 1 && residuals.empty()) return {one.call(xs[0], seed, packed, o.group_name)};
+    return list.call(xs, residuals, seed, packed, o.group_name);
   };
-  const bool traced = is_traced(xs) || is_traced(residuals);
-  const bool single = xs.size() == 1 && residuals.empty();
-  if (single && !traced) return {call(blocking, xs[0])};
-  variable_list all = xs.vec();
-  all.insert(all.end(), residuals.begin(), residuals.end());
-  if (!traced) return call(residuals.empty() ? blocking_list : blocking_pairs, at::TensorList(all));
+  if (!is_traced(xs) && !is_traced(residuals)) return call(blocking, blocking_list);
   if (const auto hook = trace_hook.load(); hook != nullptr) hook();
-  variable_list results =
-      single ? variable_list{call(start, xs[0])}
-             : call(residuals.empty() ? start_list : start_pairs, at::TensorList(all));
+  variable_list results = call(start, start_list);
   for (at::Tensor& result : results) result = wait.call(result);
   return results;
 }
@@ -279,8 +269,7 @@ void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
 
 std::vector<at::Tensor> quantized_allreduce_coalesced(at::TensorList xs, CGX_PUBLIC_PARAMETERS) {
   const Options options(CGX_PUBLIC_OPTIONS);
-  for (const at::Tensor& x : xs) options.check(x);  // before anything is drawn
-  check_alike(xs);
+  check_list(xs, {}, options);  // before anything is drawn
   if (xs.empty()) return {};
   return AllReduce::reduce(xs, {}, draw_if_needed(options, xs), options);
 }
@@ -289,13 +278,12 @@ std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>>
 quantized_allreduce_coalesced_with_feedback(at::TensorList xs, at::TensorList residuals,
                                             CGX_PUBLIC_PARAMETERS) {
   const Options options(CGX_PUBLIC_OPTIONS);
-  variable_list pairs = xs.vec();
-  pairs.insert(pairs.end(), residuals.begin(), residuals.end());
-  check_pairs(pairs, options);
+  check_list(xs, residuals, options);
+  check_pairs(xs, residuals, options);
   check(cgx_config_check_feedback(&options.config));
   if (xs.empty()) return {};
   const variable_list results =
-      AllReduce::reduce(xs, residuals, draw_if_needed(options, pairs), options);
+      AllReduce::reduce(xs, residuals, draw_if_needed(options, xs), options);
   const auto half = results.begin() + xs.size();
   return {variable_list(results.begin(), half), variable_list(half, results.end())};
 }

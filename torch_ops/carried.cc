@@ -35,13 +35,6 @@ struct Lengths {
   int64_t encoded = 0, reduced = 0;  // the messages of encode and reduce
 };
 
-// Concrete sizes: message lengths depend on them, so a graph is specialised to them.
-std::vector<int64_t> sizes_of(at::TensorList xs) {
-  std::vector<int64_t> numels;
-  for (const at::Tensor& x : xs) numels.push_back(x.sym_numel().guard_int(__FILE__, __LINE__));
-  return numels;
-}
-
 template <typename Use>
 void with_carried(const std::vector<int64_t>& numels, at::ScalarType dtype, const Addresses& at,
                   const OwnSeed& seed, const Options& options, const Place& place, Use&& use) {
@@ -64,7 +57,7 @@ Lengths lengths_of(at::TensorList xs, const Options& options, int64_t rank, int6
   std::vector<int64_t> scatter(size), gather(size);
   int32_t algorithm = 0;
   // Messages are as long whatever the seed.
-  with_carried(sizes_of(xs), xs[0].scalar_type(), {}, OwnSeed{}, options, {rank, size},
+  with_carried(numels_of(xs), xs[0].scalar_type(), {}, OwnSeed{}, options, {rank, size},
                [&](const cgx_carried_t* carried) {
                  check(cgx_carried_plan(carried, &algorithm, scatter.data(), gather.data()));
                });
@@ -79,11 +72,10 @@ Lengths lengths_of(at::TensorList xs, const Options& options, int64_t rank, int6
 }
 
 // Throws unless a step can work on these tensors.
-Options checked_options(at::TensorList xs, const Seed& seed, std::string_view call) {
+Options checked_options(at::TensorList xs, at::TensorList residuals, const Seed& seed,
+                        std::string_view call) {
   TORCH_CHECK_VALUE(!xs.empty(), "cgx::carried_*: no tensors; give one or more");
-  const Options options = Options::unpack(call, /*group_name=*/"");
-  check_list(xs, seed, options);
-  return options;
+  return checked_list(xs, residuals, seed, call, /*group_name=*/"");
 }
 
 at::Tensor as_bytes(const at::Tensor& messages) {
@@ -99,27 +91,25 @@ at::Tensor flat_of(at::TensorList xs) {
 
 at::TensorOptions bytes_like(at::TensorList xs) { return xs[0].options().dtype(at::kByte); }
 
-// A message and the residuals that its step has completed.
-class Step {
- public:
-  Step(at::TensorList xs, at::TensorList residuals, int64_t bytes)
-      : message_(at::empty({bytes}, bytes_like(xs))), like_(residuals) {
-    if (!like_.empty()) flat_ = pack(like_);
-  }
-  void* message() const { return message_.mutable_data_ptr(); }
-  void* residual() const { return flat_.defined() ? flat_.mutable_data_ptr() : nullptr; }
-  std::vector<at::Tensor> results() const {
-    std::vector<at::Tensor> all = empty_like(like_);
-    if (flat_.defined()) unpack(flat_, all);
-    all.insert(all.begin(), message_);
-    return all;
-  }
-
- private:
-  const at::Tensor message_;
-  const at::TensorList like_;
-  at::Tensor flat_;
-};
+// A step that has make(carried, message) write a message of `bytes`: returns that, then the
+// residuals that it has completed.
+template <typename Make>
+std::vector<at::Tensor> make_message(at::TensorList xs, at::TensorList residuals, int64_t bytes,
+                                     const Seed& seed, std::string_view call, const Place& place,
+                                     Make&& make) {
+  const Options options = checked_options(xs, residuals, seed, call);
+  const at::Tensor flat = flat_of(xs), message = at::empty({bytes}, bytes_like(xs));
+  const at::Tensor kept = residuals.empty() ? at::Tensor() : pack(residuals);
+  void* const residual = kept.defined() ? kept.mutable_data_ptr() : nullptr;
+  with_carried(
+      numels_of(xs), flat.scalar_type(), {.input = flat.const_data_ptr(), .residual = residual},
+      seed_of(seed, options), options, place,
+      [&](const cgx_carried_t* carried) { check(make(carried, message.mutable_data_ptr())); });
+  std::vector<at::Tensor> results = empty_like(residuals);
+  if (kept.defined()) unpack(kept, results);
+  results.insert(results.begin(), message);
+  return results;
+}
 
 // ---- torch's part --------------------------------------------------------------------------
 
@@ -193,40 +183,29 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, at::TensorList res
 std::vector<at::Tensor> carried_encode_cpu(at::TensorList xs, at::TensorList residuals,
                                            int64_t bytes, const Seed& seed, std::string_view call,
                                            int64_t rank, int64_t size, int64_t noise_rank) {
-  const Options options = checked_options(xs, seed, call);
-  const at::Tensor flat = flat_of(xs);
-  const Step step(xs, residuals, bytes);
-  with_carried(sizes_of(xs), flat.scalar_type(),
-               {.input = flat.const_data_ptr(), .residual = step.residual()},
-               seed_of(seed, options), options, {rank, size, noise_rank},
-               [&](const cgx_carried_t* carried) {
-                 check(cgx_carried_encode(carried, step.message(), bytes));
-               });
-  return step.results();
+  return make_message(xs, residuals, bytes, seed, call, {rank, size, noise_rank},
+                      [&](const cgx_carried_t* carried, void* message) {
+                        return cgx_carried_encode(carried, message, bytes);
+                      });
 }
 
 std::vector<at::Tensor> carried_reduce_cpu(at::TensorList xs, at::TensorList residuals,
                                            const at::Tensor& arrived, int64_t bytes,
                                            const Seed& seed, std::string_view call, int64_t rank,
                                            int64_t size, int64_t noise_rank) {
-  const Options options = checked_options(xs, seed, call);
-  const at::Tensor flat = flat_of(xs), from = as_bytes(arrived);
-  const Step step(xs, residuals, bytes);
-  with_carried(sizes_of(xs), flat.scalar_type(),
-               {.input = flat.const_data_ptr(), .residual = step.residual()},
-               seed_of(seed, options), options, {rank, size, noise_rank},
-               [&](const cgx_carried_t* carried) {
-                 check(cgx_carried_reduce(carried, from.const_data_ptr(), from.numel(),
-                                          step.message(), bytes));
-               });
-  return step.results();
+  const at::Tensor from = as_bytes(arrived);
+  return make_message(xs, residuals, bytes, seed, call, {rank, size, noise_rank},
+                      [&](const cgx_carried_t* carried, void* message) {
+                        return cgx_carried_reduce(carried, from.const_data_ptr(), from.numel(),
+                                                  message, bytes);
+                      });
 }
 
 std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor& gathered,
                                            const Seed& seed, std::string_view call, int64_t rank,
                                            int64_t size, int64_t /*noise_rank*/) {
-  const Options options = checked_options(like, seed, call);
-  const std::vector<int64_t> numels = sizes_of(like);
+  const Options options = checked_options(like, {}, seed, call);
+  const std::vector<int64_t> numels = numels_of(like);
   const at::Tensor from = as_bytes(gathered);
   std::vector<at::Tensor> results = empty_like(like);
   const at::Tensor flat =
@@ -245,7 +224,7 @@ std::vector<at::Tensor> carried_encode_meta(at::TensorList xs, at::TensorList re
                                             int64_t bytes, const Seed& seed, std::string_view call,
                                             int64_t /*rank*/, int64_t /*size*/,
                                             int64_t /*noise_rank*/) {
-  checked_options(xs, seed, call);
+  checked_options(xs, residuals, seed, call);
   std::vector<at::Tensor> results = empty_like(residuals);
   results.insert(results.begin(), at::empty({bytes}, bytes_like(xs)));
   return results;
@@ -262,8 +241,8 @@ std::vector<at::Tensor> carried_decode_meta(at::TensorList like, const at::Tenso
                                             const Seed& seed, std::string_view call,
                                             int64_t /*rank*/, int64_t /*size*/,
                                             int64_t /*noise_rank*/) {
-  checked_options(like, seed, call);
-  return all_reduce_coalesced_meta(like, seed, call, /*group_name=*/"");
+  checked_options(like, {}, seed, call);
+  return all_reduce_coalesced_meta(like, {}, seed, call, /*group_name=*/"");
 }
 
 }  // namespace cgx::torch_ops

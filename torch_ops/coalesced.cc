@@ -5,7 +5,6 @@
 #include <ATen/ops/empty_like.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <tuple>
 #include <utility>
 
 #include "kernels.h"
@@ -14,41 +13,41 @@
 
 namespace cgx::torch_ops {
 
-void check_alike(at::TensorList xs) {
-  for (const at::Tensor& x : xs) {
-    if (x.scalar_type() != xs[0].scalar_type()) {
-      C10_THROW_ERROR(TypeError,
-                      c10::str("cgx::quantized_allreduce_coalesced: the list holds ",
-                               xs[0].scalar_type(), " and ", x.scalar_type(),
-                               " tensors; one message has one dtype: call it once for each"));
-    }
-    if (x.device() != xs[0].device()) {
-      C10_THROW_ERROR(
-          ValueError,
-          c10::str("cgx::quantized_allreduce_coalesced: the list holds tensors on ", xs[0].device(),
-                   " and ", x.device(), "; one message has one device: call it once for each"));
-    }
+namespace {
+
+// Throws unless the tensors can share a message: they are of one dtype, on one device.
+void check_alike(const at::Tensor& a, const at::Tensor& b) {
+  if (a.scalar_type() != b.scalar_type()) {
+    C10_THROW_ERROR(TypeError, c10::str("cgx::quantized_allreduce_coalesced: the list holds ",
+                                        a.scalar_type(), " and ", b.scalar_type(),
+                                        " tensors; one message has one dtype: call it once for "
+                                        "each"));
+  }
+  if (a.device() != b.device()) {
+    C10_THROW_ERROR(
+        ValueError,
+        c10::str("cgx::quantized_allreduce_coalesced: the list holds tensors on ", a.device(),
+                 " and ", b.device(), "; one message has one device: call it once for each"));
   }
 }
 
-void check_list(at::TensorList xs, const Seed& seed, const Options& options) {
-  for (const at::Tensor& x : xs) check_call(x, seed, options);
-  check_alike(xs);
+}  // namespace
+
+void check_list(at::TensorList xs, at::TensorList residuals, const Options& options) {
+  for (const at::TensorList list : {xs, residuals}) {
+    for (const at::Tensor& x : list) {
+      options.check(x);
+      check_alike(xs.empty() ? list[0] : xs[0], x);
+    }
+  }
+  if (!residuals.empty()) check_pairs(xs, residuals, options);
 }
 
-std::pair<at::TensorList, at::TensorList> halves(at::TensorList pairs) {
-  const size_t half = pairs.size() / 2;
-  return {pairs.slice(0, half), pairs.slice(half)};
-}
-
-void check_pairs(at::TensorList pairs, const Options& options) {
-  for (const at::Tensor& x : pairs) options.check(x);
-  check_alike(pairs);
-  const auto [xs, residuals] = halves(pairs);
-  bool alike = xs.size() == residuals.size();
-  for (size_t i = 0; alike && i < xs.size(); ++i)
-    alike = xs[i].sym_sizes() == residuals[i].sym_sizes();
-  if (!alike) {
+void check_pairs(at::TensorList xs, at::TensorList residuals, const Options& options) {
+  const auto same_shape = [](const at::Tensor& x, const at::Tensor& residual) {
+    return x.sym_sizes() == residual.sym_sizes();
+  };
+  if (!std::equal(xs.begin(), xs.end(), residuals.begin(), residuals.end(), same_shape)) {
     C10_THROW_ERROR(ValueError,
                     "cgx::quantized_allreduce_with_feedback: there must be a residual for each "
                     "tensor, of its shape: begin with torch.zeros_like(x)");
@@ -59,9 +58,17 @@ void check_pairs(at::TensorList pairs, const Options& options) {
   }
 }
 
+Options checked_list(at::TensorList xs, at::TensorList residuals, const Seed& seed,
+                     std::string_view call, std::string_view group_name) {
+  Options options = Options::unpack(call, group_name);
+  check_list(xs, residuals, options);
+  if (!xs.empty()) check_call(xs[0], seed, options);
+  return options;
+}
+
 std::vector<int64_t> numels_of(at::TensorList xs) {
   std::vector<int64_t> numels;
-  for (const at::Tensor& x : xs) numels.push_back(x.numel());
+  for (const at::Tensor& x : xs) numels.push_back(x.sym_numel().guard_int(__FILE__, __LINE__));
   return numels;
 }
 
@@ -114,82 +121,39 @@ Buffers buffers_of(at::TensorList xs, at::TensorList residuals) {
   return buffers;
 }
 
-// What a kernel is called with, checked.
-struct ListCall {
-  Options options;
-  at::TensorList xs, residuals;
-};
+}  // namespace
 
-ListCall call_of(at::TensorList xs, const Seed& seed, std::string_view call,
-                 std::string_view group_name) {
-  ListCall made{Options::unpack(call, group_name), xs, {}};
-  check_list(xs, seed, made.options);
-  return made;
-}
-
-ListCall call_of_pairs(at::TensorList pairs, const Seed& seed, std::string_view call,
-                       std::string_view group_name) {
-  ListCall made = call_of(pairs, seed, call, group_name);
-  check_pairs(pairs, made.options);
-  std::tie(made.xs, made.residuals) = halves(pairs);
-  return made;
-}
-
-std::vector<at::Tensor> reduce(const ListCall& call, const Seed& seed) {
-  if (call.xs.empty()) return {};
-  const Buffers buffers = buffers_of(call.xs, call.residuals);
-  run(buffers, numels_of(call.xs), seed, call.options);
+std::vector<at::Tensor> all_reduce_coalesced_kernel(at::TensorList xs, at::TensorList residuals,
+                                                    const Seed& seed, std::string_view call,
+                                                    std::string_view group_name) {
+  const Options options = checked_list(xs, residuals, seed, call, group_name);
+  if (xs.empty()) return {};
+  const Buffers buffers = buffers_of(xs, residuals);
+  run(buffers, numels_of(xs), seed, options);
   buffers.deliver();
   return buffers.results;
 }
 
-std::vector<at::Tensor> start(const ListCall& call, const Seed& seed) {
-  if (call.xs.empty()) return {};
-  Buffers buffers = buffers_of(call.xs, call.residuals);
+std::vector<at::Tensor> start_coalesced_kernel(at::TensorList xs, at::TensorList residuals,
+                                               const Seed& seed, std::string_view call,
+                                               std::string_view group_name) {
+  const Options options = checked_list(xs, residuals, seed, call, group_name);
+  if (xs.empty()) return {};
+  Buffers buffers = buffers_of(xs, residuals);
   const std::vector<at::Tensor> results = buffers.results;
-  const auto work = launch(std::move(buffers), numels_of(call.xs), seed, call.options);
+  const auto work = launch(std::move(buffers), numels_of(xs), seed, options);
   for (const at::Tensor& result : results) c10d::register_work(result, work);
   return results;
 }
 
-}  // namespace
-
-std::vector<at::Tensor> all_reduce_coalesced_kernel(at::TensorList xs, const Seed& seed,
-                                                    std::string_view call,
-                                                    std::string_view group_name) {
-  return reduce(call_of(xs, seed, call, group_name), seed);
-}
-
-std::vector<at::Tensor> start_coalesced_kernel(at::TensorList xs, const Seed& seed,
-                                               std::string_view call, std::string_view group_name) {
-  return start(call_of(xs, seed, call, group_name), seed);
-}
-
-std::vector<at::Tensor> all_reduce_with_feedback_kernel(at::TensorList pairs, const Seed& seed,
-                                                        std::string_view call,
-                                                        std::string_view group_name) {
-  return reduce(call_of_pairs(pairs, seed, call, group_name), seed);
-}
-
-std::vector<at::Tensor> start_with_feedback_kernel(at::TensorList pairs, const Seed& seed,
-                                                   std::string_view call,
-                                                   std::string_view group_name) {
-  return start(call_of_pairs(pairs, seed, call, group_name), seed);
-}
-
-std::vector<at::Tensor> all_reduce_with_feedback_meta(at::TensorList pairs, const Seed& seed,
-                                                      std::string_view call,
-                                                      std::string_view group_name) {
-  check_pairs(pairs, Options::unpack(call, group_name));
-  return all_reduce_coalesced_meta(pairs, seed, call, group_name);
-}
-
-std::vector<at::Tensor> all_reduce_coalesced_meta(at::TensorList xs, const Seed& seed,
-                                                  std::string_view call,
+std::vector<at::Tensor> all_reduce_coalesced_meta(at::TensorList xs, at::TensorList residuals,
+                                                  const Seed& seed, std::string_view call,
                                                   std::string_view group_name) {
-  check_list(xs, seed, Options::unpack(call, group_name));
+  checked_list(xs, residuals, seed, call, group_name);
   std::vector<at::Tensor> results;
-  for (const at::Tensor& x : xs) results.push_back(at::empty_symint(x.sym_sizes(), x.options()));
+  for (const at::TensorList list : {xs, residuals})
+    for (const at::Tensor& x : list)
+      results.push_back(at::empty_symint(x.sym_sizes(), x.options()));
   return results;
 }
 

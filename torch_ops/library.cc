@@ -28,7 +28,8 @@ namespace cgx::torch_ops {
 // `call` is what Options::pack() writes. Inductor reads two things off these: "all_reduce" in the
 // name, and the last argument as the group.
 #define CGX_ALL_REDUCE_SCHEMA "(Tensor x, Tensor? seed, str call, str group_name) -> Tensor"
-#define CGX_COALESCED_SCHEMA "(Tensor[] xs, Tensor? seed, str call, str group_name) -> Tensor[]"
+#define CGX_COALESCED_SCHEMA \
+  "(Tensor[] xs, Tensor[] residuals, Tensor? seed, str call, str group_name) -> Tensor[]"
 #define CGX_CARRIED_OPTIONS "Tensor? seed, str call, int rank, int size, int noise_rank"
 
 TORCH_LIBRARY(cgx, m) {
@@ -55,8 +56,6 @@ TORCH_LIBRARY(cgx, m) {
   define("quantized_all_reduce_start.borrow" CGX_ALL_REDUCE_SCHEMA);
   define("quantized_all_reduce_coalesced" CGX_COALESCED_SCHEMA);
   define("quantized_all_reduce_coalesced_start" CGX_COALESCED_SCHEMA);
-  define("quantized_all_reduce_with_feedback" CGX_COALESCED_SCHEMA);
-  define("quantized_all_reduce_with_feedback_start" CGX_COALESCED_SCHEMA);
 
   define("carried_encode(Tensor[] xs, Tensor[] residuals, int bytes, " CGX_CARRIED_OPTIONS
          ") -> Tensor[]");
@@ -90,8 +89,6 @@ static void impl_reductions(torch::Library& m) {
   m.impl("quantized_all_reduce_start.borrow", borrow_kernel);
   m.impl("quantized_all_reduce_coalesced", all_reduce_coalesced_kernel);
   m.impl("quantized_all_reduce_coalesced_start", start_coalesced_kernel);
-  m.impl("quantized_all_reduce_with_feedback", all_reduce_with_feedback_kernel);
-  m.impl("quantized_all_reduce_with_feedback_start", start_with_feedback_kernel);
 }
 
 TORCH_LIBRARY_IMPL(cgx, CPU, m) {
@@ -116,8 +113,6 @@ TORCH_LIBRARY_IMPL(cgx, Meta, m) {
   m.impl("quantized_all_reduce_start.borrow", all_reduce_meta);
   m.impl("quantized_all_reduce_coalesced", all_reduce_coalesced_meta);
   m.impl("quantized_all_reduce_coalesced_start", all_reduce_coalesced_meta);
-  m.impl("quantized_all_reduce_with_feedback", all_reduce_with_feedback_meta);
-  m.impl("quantized_all_reduce_with_feedback_start", all_reduce_with_feedback_meta);
   m.impl("carried_encode", carried_encode_meta);
   m.impl("carried_reduce", carried_reduce_meta);
   m.impl("carried_decode", carried_decode_meta);

@@ -30,14 +30,10 @@ def _register_lowering() -> bool:
     if "torch._inductor.lowering" not in sys.modules:
         return False
     start = torch.ops.cgx.quantized_all_reduce_start
-    lists = (
-        torch.ops.cgx.quantized_all_reduce_coalesced_start,
-        torch.ops.cgx.quantized_all_reduce_with_feedback_start,
-    )
+    lists = torch.ops.cgx.quantized_all_reduce_coalesced_start.default
     try:
         _compat.lower_as_collective(start.default, start.borrow)
-        for operator in lists:
-            _compat.lower_as_collective(operator.default, operator.default)
+        _compat.lower_as_collective(lists, lists)
     except (ImportError, AttributeError) as error:
         _log.warning(
             "torch %s has no collective lowering that cgx_ops knows (%s): compiled models stay "

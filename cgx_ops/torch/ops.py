@@ -82,8 +82,6 @@ def register() -> None:
         cgx.quantized_all_reduce_start.default,
         cgx.quantized_all_reduce_coalesced.default,
         cgx.quantized_all_reduce_coalesced_start.default,
-        cgx.quantized_all_reduce_with_feedback.default,
-        cgx.quantized_all_reduce_with_feedback_start.default,
     ):
         _compat.keep_in_graphs(operator)
     _compat.key_compile_caches(
