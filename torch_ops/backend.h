@@ -30,15 +30,11 @@
 
 namespace cgx::torch_ops {
 
-// What a backend wants of Python. Set once, before the first backend.
-struct BackendHost {
-  bool (*debug_wanted)() = nullptr;                                   // whether debug lines are
-  void (*debug)(const std::string& line) = nullptr;                   // one line per decision
-  void (*warn)(const std::string& line) = nullptr;                    // at most once per process
-  void (*without_lock)(const std::function<void()>& work) = nullptr;  // runs it without the GIL
-};
-void set_backend_host(const BackendHost& host);
-const BackendHost& backend_host();
+// What a backend wants of Python (backend_module.cc).
+bool debug_wanted();                                   // whether debug lines are
+void debug(const std::string& line);                   // one line per decision
+void warn(const std::string& line);                    // at most once per process
+void without_lock(const std::function<void()>& work);  // runs it without the GIL
 
 class Backend final : public c10d::Backend {
  public:

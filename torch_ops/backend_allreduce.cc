@@ -101,21 +101,19 @@ Decision Backend::decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t n
     return c10::str("group '", name_, "': allreduce of ", numel, " ", tensors[0].dtype().name(),
                     tensors.size() == 1 ? "" : c10::str(" in ", tensors.size(), " tensors"));
   };
-  const BackendHost& host = backend_host();
-  if (host.debug_wanted && host.debug_wanted()) {
+  if (debug_wanted()) {
     const std::string how = decision.compression ? decision.compression->words : "exact";
-    host.debug(c10::str(call(), ": ", how, ", ", decision.reason));
+    debug(c10::str(call(), ": ", how, ", ", decision.reason));
   }
   static std::atomic<bool> warned{false};
-  if (decision.surprising && size_ > 1 && host.warn && !warned.exchange(true)) {
-    host.warn(c10::str(
+  if (decision.surprising && size_ > 1 && !warned.exchange(true)) {
+    warn(c10::str(
         call(), " stays exact though the group has ", options_->compression->words, " (",
         decision.reason,
         "): only gradients are compressed unasked, while autograd completes them and no hook of "
-        "the "
-        "user's sees to them. To compress this call too, make it inside `with "
-        "cgx_ops.torch.compressed():`; to have it exact and "
-        "hear nothing, inside `with cgx_ops.torch.uncompressed():`. Said once per process."));
+        "the user's sees to them. To compress this call too, make it inside "
+        "`with cgx_ops.torch.compressed():`; to have it exact and hear nothing, inside "
+        "`with cgx_ops.torch.uncompressed():`. Said once per process."));
   }
   return decision;
 }
