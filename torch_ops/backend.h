@@ -132,24 +132,23 @@ class Backend final : public c10d::Backend {
  private:
   // The inner backend for a device. Throws if there is none.
   c10d::Backend& inner(at::Device device) const;
-  // Whether the core reduces such tensors with such an operation; if so, *op is the core's.
-  bool serves(at::TensorList tensors, const c10d::ReduceOp& reduce_op, cgx_op_t* op) const;
+  // The core's name of an operation; none if the core does not reduce such tensors with it.
+  std::optional<cgx_op_t> served(at::TensorList tensors, const c10d::ReduceOp& op) const;
   WorkRef reduce_in_core(at::TensorList tensors, cgx_op_t op, const c10d::AllreduceOptions& options,
                          c10d::OpType type);
   Decision decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t numel);
   // Calls a method of the inner backend of the device of `shown`, with the call shown to profilers.
-  template <typename... Parameters, typename... Arguments>
-  WorkRef forward(const char* title, at::TensorList shown,
-                  WorkRef (c10d::Backend::*method)(Parameters...), Arguments&&... arguments);
+  template <typename Method, typename... Arguments>
+  WorkRef forward(const char* title, at::TensorList shown, Method method, Arguments&&... arguments);
   // The same of a reduction to `results`, and its averages where the inner backend has none.
   template <typename Method, typename OpOptions, typename... Arguments>
   WorkRef forward_reduction(const char* title, at::TensorList shown, Method method,
                             at::TensorList results, const OpOptions& options,
                             Arguments&... arguments);
   // The same as forward, but that coalescing does not see the work.
-  template <typename... Parameters, typename... Arguments>
-  WorkRef start_inner(const char* title, at::TensorList shown,
-                      WorkRef (c10d::Backend::*method)(Parameters...), Arguments&&... arguments);
+  template <typename Method, typename... Arguments>
+  WorkRef start_inner(const char* title, at::TensorList shown, Method method,
+                      Arguments&&... arguments);
   // Notes the work of a call between startCoalescing and endCoalescing.
   WorkRef coalesced(WorkRef work);
   BackendRef related(const c10::intrusive_ptr<c10d::Store>& store, const OptionsRef& options,

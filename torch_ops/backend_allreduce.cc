@@ -30,14 +30,12 @@ bool plain(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.
 
 }  // namespace
 
-bool Backend::serves(at::TensorList tensors, const c10d::ReduceOp& reduce_op, cgx_op_t* op) const {
-  const auto known = core_op(reduce_op);
-  if (!known) return false;
-  *op = *known;
-  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+std::optional<cgx_op_t> Backend::served(at::TensorList tensors, const c10d::ReduceOp& op) const {
+  const bool all = std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
     return tensor.layout() == at::kStrided && (tensor.is_cpu() || (cuda_ && tensor.is_cuda())) &&
            tensor.scalar_type() == tensors[0].scalar_type() && core_dtype(tensor.scalar_type());
   });
+  return all ? core_op(op) : std::nullopt;
 }
 
 Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
