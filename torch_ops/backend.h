@@ -6,7 +6,7 @@
 //     tensors, and CUDA tensors if the core has CUDA; these as NCCL does it: a call with
 //     async_op=False is put on the current stream, all others on a stream of the group's own
 //   - all other calls: the inner backend of the tensors' device, shown to profilers as "cgx:...".
-//     Averages of CPU tensors are gloo's sums, divided (averages.h)
+//     Averages of CPU tensors are gloo's sums, divided (joint_work.h)
 //
 // The inner backends and the communicator are made in Python (cgx_ops/torch/backend.py): torch does
 // not ship what it takes to make a gloo backend in C++.

@@ -6,8 +6,8 @@
 #include <memory>
 #include <utility>
 
-#include "averages.h"
 #include "backend.h"
+#include "joint_work.h"
 
 namespace cgx::torch_ops {
 namespace {
