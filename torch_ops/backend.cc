@@ -8,8 +8,6 @@
 namespace cgx::torch_ops {
 namespace {
 
-BackendHost host;
-
 std::string name_of(int32_t comm) {
   auto info = make<cgx_comm_info_t>();
   check(cgx_comm_info(comm, &info));
@@ -17,9 +15,6 @@ std::string name_of(int32_t comm) {
 }
 
 }  // namespace
-
-void set_backend_host(const BackendHost& given) { host = given; }
-const BackendHost& backend_host() { return host; }
 
 Backend::Backend(int rank, int size, int32_t comm, Inner inner, bool cuda,
                  c10::intrusive_ptr<Options> options, MakeBackend make_backend)
@@ -36,11 +31,10 @@ Backend::Backend(int rank, int size, int32_t comm, Inner inner, bool cuda,
 // Python may hold the last reference, and its lock: threads that the inner backends wait for may
 // need that lock to free tensors.
 Backend::~Backend() {
-  const auto leave = [this] {
+  without_lock([this] {
     close_communicator();
     inner_.clear();
-  };
-  host.without_lock ? host.without_lock(leave) : leave();
+  });
 }
 
 // ---- The group ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
 //     tensors, and CUDA tensors if the core has CUDA; these as NCCL does it: a call with
 //     async_op=False is put on the current stream, all others on a stream of the group's own
 //   - all other calls: the inner backend of the tensors' device, shown to profilers as "cgx:...".
-//     Averages of CPU tensors are gloo's sums, divided (averages.h)
+//     Averages of CPU tensors are gloo's sums, divided (joint_work.h)
 //
 // The inner backends and the communicator are made in Python (cgx_ops/torch/backend.py): torch does
 // not ship what it takes to make a gloo backend in C++.
@@ -30,15 +30,11 @@
 
 namespace cgx::torch_ops {
 
-// What a backend wants of Python. Set once, before the first backend.
-struct BackendHost {
-  bool (*debug_wanted)() = nullptr;                                   // whether debug lines are
-  void (*debug)(const std::string& line) = nullptr;                   // one line per decision
-  void (*warn)(const std::string& line) = nullptr;                    // at most once per process
-  void (*without_lock)(const std::function<void()>& work) = nullptr;  // runs it without the GIL
-};
-void set_backend_host(const BackendHost& host);
-const BackendHost& backend_host();
+// What a backend wants of Python (backend_module.cc).
+bool debug_wanted();                                   // whether debug lines are
+void debug(const std::string& line);                   // one line per decision
+void warn(const std::string& line);                    // at most once per process
+void without_lock(const std::function<void()>& work);  // runs it without the GIL
 
 class Backend final : public c10d::Backend {
  public:
@@ -136,24 +132,23 @@ class Backend final : public c10d::Backend {
  private:
   // The inner backend for a device. Throws if there is none.
   c10d::Backend& inner(at::Device device) const;
-  // Whether the core reduces such tensors with such an operation; if so, *op is the core's.
-  bool serves(at::TensorList tensors, const c10d::ReduceOp& reduce_op, cgx_op_t* op) const;
+  // The core's name of an operation; none if the core does not reduce such tensors with it.
+  std::optional<cgx_op_t> served(at::TensorList tensors, const c10d::ReduceOp& op) const;
   WorkRef reduce_in_core(at::TensorList tensors, cgx_op_t op, const c10d::AllreduceOptions& options,
                          c10d::OpType type);
   Decision decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t numel);
   // Calls a method of the inner backend of the device of `shown`, with the call shown to profilers.
-  template <typename... Parameters, typename... Arguments>
-  WorkRef forward(const char* title, at::TensorList shown,
-                  WorkRef (c10d::Backend::*method)(Parameters...), Arguments&&... arguments);
+  template <typename Method, typename... Arguments>
+  WorkRef forward(const char* title, at::TensorList shown, Method method, Arguments&&... arguments);
   // The same of a reduction to `results`, and its averages where the inner backend has none.
   template <typename Method, typename OpOptions, typename... Arguments>
   WorkRef forward_reduction(const char* title, at::TensorList shown, Method method,
                             at::TensorList results, const OpOptions& options,
                             Arguments&... arguments);
   // The same as forward, but that coalescing does not see the work.
-  template <typename... Parameters, typename... Arguments>
-  WorkRef start_inner(const char* title, at::TensorList shown,
-                      WorkRef (c10d::Backend::*method)(Parameters...), Arguments&&... arguments);
+  template <typename Method, typename... Arguments>
+  WorkRef start_inner(const char* title, at::TensorList shown, Method method,
+                      Arguments&&... arguments);
   // Notes the work of a call between startCoalescing and endCoalescing.
   WorkRef coalesced(WorkRef work);
   BackendRef related(const c10::intrusive_ptr<c10d::Store>& store, const OptionsRef& options,

@@ -30,14 +30,12 @@ bool plain(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.
 
 }  // namespace
 
-bool Backend::serves(at::TensorList tensors, const c10d::ReduceOp& reduce_op, cgx_op_t* op) const {
-  const auto known = core_op(reduce_op);
-  if (!known) return false;
-  *op = *known;
-  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+std::optional<cgx_op_t> Backend::served(at::TensorList tensors, const c10d::ReduceOp& op) const {
+  const bool all = std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
     return tensor.layout() == at::kStrided && (tensor.is_cpu() || (cuda_ && tensor.is_cuda())) &&
            tensor.scalar_type() == tensors[0].scalar_type() && core_dtype(tensor.scalar_type());
   });
+  return all ? core_op(op) : std::nullopt;
 }
 
 Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
@@ -101,21 +99,19 @@ Decision Backend::decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t n
     return c10::str("group '", name_, "': allreduce of ", numel, " ", tensors[0].dtype().name(),
                     tensors.size() == 1 ? "" : c10::str(" in ", tensors.size(), " tensors"));
   };
-  const BackendHost& host = backend_host();
-  if (host.debug_wanted && host.debug_wanted()) {
+  if (debug_wanted()) {
     const std::string how = decision.compression ? decision.compression->words : "exact";
-    host.debug(c10::str(call(), ": ", how, ", ", decision.reason));
+    debug(c10::str(call(), ": ", how, ", ", decision.reason));
   }
   static std::atomic<bool> warned{false};
-  if (decision.surprising && size_ > 1 && host.warn && !warned.exchange(true)) {
-    host.warn(c10::str(
+  if (decision.surprising && size_ > 1 && !warned.exchange(true)) {
+    warn(c10::str(
         call(), " stays exact though the group has ", options_->compression->words, " (",
         decision.reason,
         "): only gradients are compressed unasked, while autograd completes them and no hook of "
-        "the "
-        "user's sees to them. To compress this call too, make it inside `with "
-        "cgx_ops.torch.compressed():`; to have it exact and "
-        "hear nothing, inside `with cgx_ops.torch.uncompressed():`. Said once per process."));
+        "the user's sees to them. To compress this call too, make it inside "
+        "`with cgx_ops.torch.compressed():`; to have it exact and hear nothing, inside "
+        "`with cgx_ops.torch.uncompressed():`. Said once per process."));
   }
   return decision;
 }

@@ -6,8 +6,8 @@
 #include <memory>
 #include <utility>
 
-#include "averages.h"
 #include "backend.h"
+#include "joint_work.h"
 
 namespace cgx::torch_ops {
 namespace {
@@ -54,9 +54,8 @@ c10d::Backend& Backend::inner(at::Device device) const {
                device.is_cuda() ? ": this torch has no NCCL; move the tensor to the CPU" : ""));
 }
 
-template <typename... Parameters, typename... Arguments>
-Backend::WorkRef Backend::forward(const char* title, at::TensorList shown,
-                                  WorkRef (c10d::Backend::*method)(Parameters...),
+template <typename Method, typename... Arguments>
+Backend::WorkRef Backend::forward(const char* title, at::TensorList shown, Method method,
                                   Arguments&&... arguments) {
   return coalesced(start_inner(title, shown, method, std::forward<Arguments>(arguments)...));
 }
@@ -74,9 +73,8 @@ Backend::WorkRef Backend::forward_reduction(const char* title, at::TensorList sh
   return coalesced(averaged(std::move(sum), results.vec(), size_));
 }
 
-template <typename... Parameters, typename... Arguments>
-Backend::WorkRef Backend::start_inner(const char* title, at::TensorList shown,
-                                      WorkRef (c10d::Backend::*method)(Parameters...),
+template <typename Method, typename... Arguments>
+Backend::WorkRef Backend::start_inner(const char* title, at::TensorList shown, Method method,
                                       Arguments&&... arguments) {
   Shown call(title, shown);
   c10d::Backend& backend = inner(device_of(shown));
@@ -90,9 +88,8 @@ Backend::WorkRef Backend::start_inner(const char* title, at::TensorList shown,
 // ---- the calls ---------------------------------------------------------------------------------
 
 Backend::WorkRef Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  cgx_op_t op;
-  if (tensors.size() == 1 && serves(tensors, options.reduceOp, &op)) {
-    return reduce_in_core(tensors, op, options, c10d::OpType::ALLREDUCE);
+  if (const auto op = served(tensors, options.reduceOp); op && tensors.size() == 1) {
+    return reduce_in_core(tensors, *op, options, c10d::OpType::ALLREDUCE);
   }
   return forward_reduction("cgx:all_reduce", tensors, &c10d::Backend::allreduce, tensors, options,
                            tensors);
@@ -100,9 +97,8 @@ Backend::WorkRef Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
 
 Backend::WorkRef Backend::allreduce_coalesced(Tensors& tensors,
                                               const c10d::AllreduceCoalescedOptions& options) {
-  cgx_op_t op;
-  if (!tensors.empty() && serves(tensors, options.reduceOp, &op)) {
-    return reduce_in_core(tensors, op, options, c10d::OpType::ALLREDUCE_COALESCED);
+  if (const auto op = served(tensors, options.reduceOp); op && !tensors.empty()) {
+    return reduce_in_core(tensors, *op, options, c10d::OpType::ALLREDUCE_COALESCED);
   }
   return forward_reduction("cgx:all_reduce", tensors, &c10d::Backend::allreduce_coalesced, tensors,
                            options, tensors);

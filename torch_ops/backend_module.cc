@@ -23,6 +23,8 @@ py::object& logger() {
   return *logger;
 }
 
+}  // namespace
+
 // Asks Python once a second: a look at the clock is all that a call costs when the level is off.
 bool debug_wanted() {
   using Clock = std::chrono::steady_clock;
@@ -37,10 +39,14 @@ bool debug_wanted() {
   return wanted;
 }
 
-template <const char* const& method>
-void log_line(const std::string& line) {
+void debug(const std::string& line) {
   const py::gil_scoped_acquire gil;
-  logger().attr(method)("%s", line);
+  logger().attr("debug")("%s", line);
+}
+
+void warn(const std::string& line) {
+  const py::gil_scoped_acquire gil;
+  logger().attr("warning")("%s", line);
 }
 
 void without_lock(const std::function<void()>& work) {
@@ -49,15 +55,9 @@ void without_lock(const std::function<void()>& work) {
   work();
 }
 
-const char* const kDebug = "debug";
-const char* const kWarning = "warning";
-
-}  // namespace
-
 void bind_backend(py::module_& module) {
   py::module_::import("torch.distributed");  // its classes are the bases of these
   logger();  // found now: an import inside a static's making could wait for itself
-  set_backend_host({debug_wanted, log_line<kDebug>, log_line<kWarning>, without_lock});
 
   using Larger = std::tuple<int64_t, int64_t, std::shared_ptr<Compression>>;
   py::class_<Compression, std::shared_ptr<Compression>>(module, "Compression")

@@ -16,15 +16,11 @@ namespace {
 constexpr int32_t kExactBits = 32;
 constexpr int64_t kWorthAWord = 64 << 10;  // elements: below, nobody misses the compression
 
-Scope& current_scope() {
-  thread_local Scope scope;
-  return scope;
-}
-
-// Set in callbacks of collectives that were started while gradients were being completed.
-bool& follows_gradients() {
-  thread_local bool follows = false;
-  return follows;
+// The calling thread's. Its completing_gradients is set in callbacks of collectives that were
+// started while gradients were being completed.
+Context& thread_context() {
+  thread_local Context context;
+  return context;
 }
 
 std::shared_ptr<const Compression> for_message(const std::shared_ptr<const Compression>& asked,
@@ -47,21 +43,18 @@ Compression::Compression(const char* config, int64_t seed, std::vector<Larger> l
                                                  : compressor_name(this->config.compressor);
 }
 
-Scope exchange_scope(Scope scope) { return std::exchange(current_scope(), std::move(scope)); }
-
-Context Context::current() { return {current_scope(), torch_ops::completing_gradients()}; }
-
-ContextGuard::ContextGuard(const Context& context)
-    : outer_scope_(exchange_scope(context.scope)),
-      outer_completing_(std::exchange(follows_gradients(), context.completing_gradients)) {}
-
-ContextGuard::~ContextGuard() {
-  exchange_scope(outer_scope_);
-  follows_gradients() = outer_completing_;
+Scope exchange_scope(Scope scope) {
+  return std::exchange(thread_context().scope, std::move(scope));
 }
 
+Context Context::current() { return {thread_context().scope, torch_ops::completing_gradients()}; }
+
+ContextGuard::ContextGuard(const Context& context)
+    : outer_(std::exchange(thread_context(), context)) {}
+ContextGuard::~ContextGuard() { thread_context() = outer_; }
+
 bool completing_gradients() {
-  if (follows_gradients()) return true;
+  if (thread_context().completing_gradients) return true;
   if (const auto node = torch::autograd::get_current_node()) {
     return dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()) != nullptr;
   }
@@ -70,7 +63,7 @@ bool completing_gradients() {
 
 Decision decide(const std::shared_ptr<const Compression>& group, Unasked unasked, cgx_op_t op,
                 int64_t numel, int64_t element_bytes) {
-  const Scope& scope = current_scope();
+  const Scope& scope = thread_context().scope;
   if (scope.kind == Scope::Kind::kUncompressed) return {nullptr, "inside uncompressed()"};
   const auto& asked = scope.compression ? scope.compression : group;
   const auto compression = for_message(asked, numel, element_bytes);

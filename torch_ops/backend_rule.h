@@ -67,8 +67,7 @@ class ContextGuard {
   ContextGuard& operator=(const ContextGuard&) = delete;
 
  private:
-  const Scope outer_scope_;
-  const bool outer_completing_;
+  const Context outer_;
 };
 
 // What a group compresses that nobody asked for by a scope.

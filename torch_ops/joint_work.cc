@@ -1,10 +1,15 @@
 #include "joint_work.h"
 
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/ivalue.h>
 
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
 #include <utility>
 
 namespace cgx::torch_ops {
@@ -19,14 +24,19 @@ void append_tensors(const c10::IValue& value, c10::List<at::Tensor>* tensors) {
   for (const c10::IValue& element : value.toListRef()) append_tensors(element, tensors);
 }
 
+// `then`, where there is one, is called when all have ended well: by who waits, and by what the
+// future calls. Some of gloo's works have no future, and write their results in wait().
 class JointWork final : public c10d::Work {
  public:
-  explicit JointWork(std::vector<WorkRef> works)
-      : c10d::Work(/*rank=*/-1, c10d::OpType::COALESCED), works_(std::move(works)) {}
+  JointWork(std::vector<WorkRef> works, c10d::OpType type, std::function<void()> then = nullptr)
+      : c10d::Work(/*rank=*/-1, type), works_(std::move(works)), then_(std::move(then)) {}
 
   bool isCompleted() override {
-    return std::all_of(works_.begin(), works_.end(),
-                       [](auto& work) { return work->isCompleted(); });
+    for (const auto& work : works_) {
+      if (!work->isCompleted()) return false;
+    }
+    if (then_ && isSuccess()) wait(kNoTimeout);
+    return true;
   }
   bool isSuccess() const override {
     return std::all_of(works_.begin(), works_.end(), [](auto& work) { return work->isSuccess(); });
@@ -38,10 +48,12 @@ class JointWork final : public c10d::Work {
     return nullptr;
   }
   bool wait(std::chrono::milliseconds timeout) override {
-    for (const auto& work : works_) work->wait(timeout);
+    for (const auto& work : works_) work->wait(timeout);  // throws what it failed with
+    if (then_) then_();
     return true;
   }
   void synchronize() override {
+    if (then_) wait(kNoTimeout);  // gloo's synchronize() does not wait
     for (const auto& work : works_) work->synchronize();
   }
   std::vector<at::Tensor> result() override {
@@ -57,8 +69,9 @@ class JointWork final : public c10d::Work {
     const auto tensors = c10::ListType::create(c10::TensorType::get());
     c10::List<Future> futures(c10::FutureType::create(tensors));
     for (const auto& work : works_) futures.push_back(work->getFuture());
-    const auto collect = [futures](c10::ivalue::Future& all) {
+    const auto collect = [futures, then = then_](c10::ivalue::Future& all) {
       all.value();  // throws what one of them failed with
+      if (then) then();
       c10::List<at::Tensor> values;
       for (const Future& future : futures) append_tensors(future->value(), &values);
       return c10::IValue(values);
@@ -68,12 +81,32 @@ class JointWork final : public c10d::Work {
 
  private:
   const std::vector<WorkRef> works_;
+  const std::function<void()> then_;
 };
 
 }  // namespace
 
 WorkRef join_works(std::vector<WorkRef> works) {
-  return c10::make_intrusive<JointWork>(std::move(works));
+  return c10::make_intrusive<JointWork>(std::move(works), c10d::OpType::COALESCED);
+}
+
+WorkRef averaged(WorkRef sum, std::vector<at::Tensor> results, int64_t divisor) {
+  // Once, whoever comes first: a waiter, or what the future calls.
+  auto divide = [once = std::make_shared<std::once_flag>(), results = std::move(results), divisor] {
+    std::call_once(*once, [&] {
+      const at::AutoDispatchBelowADInplaceOrView no_autograd;
+      for (const at::Tensor& tensor : results) {
+        if (at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) {
+          tensor.div_(divisor, "trunc");
+        } else {
+          tensor.div_(divisor);
+        }
+      }
+    });
+  };
+  const c10d::OpType type = sum->retrieveOpType();
+  return c10::make_intrusive<JointWork>(std::vector<WorkRef>{std::move(sum)}, type,
+                                        std::move(divide));
 }
 
 }  // namespace cgx::torch_ops

@@ -3,141 +3,177 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <mutex>
 #include <set>
 #include <string>
 #include <thread>
 #include <utility>
 
+#include "backend_rule.h"
 #include "cgx/completion_pool.h"
 #include "core.h"
 #include "cuda.h"
 #include "status.h"
 
 namespace cgx::torch_ops {
+namespace {
 
 using c10::ivalue::Future;
 
-Work::Work(Buffers buffers, c10d::OpType type, const char* title)
-    : c10d::Work(
-          /*rank=*/-1, type, title,
-          buffers.results.empty() ? std::vector<at::Tensor>{buffers.input} : buffers.results),
-      buffers_(std::move(buffers)),
-      results_(buffers_.results.empty() ? std::vector<at::Tensor>{buffers_.output}
-                                        : buffers_.results) {}
+// Of CPU tensors. Owns the request and keeps its buffers alive until the collective has ended.
+class CpuWork final : public c10d::Work {
+ public:
+  CpuWork(Buffers buffers, c10d::OpType type, const char* title)
+      : c10d::Work(
+            /*rank=*/-1, type, title,
+            buffers.results.empty() ? std::vector<at::Tensor>{buffers.input} : buffers.results),
+        buffers_(std::move(buffers)),
+        results_(buffers_.results.empty() ? std::vector<at::Tensor>{buffers_.output}
+                                          : buffers_.results) {}
 
-Work::~Work() {
-  if (request_ == nullptr) return;
-  CompletionPool::get().run([request = request_, buffers = std::move(buffers_)] {
-    (void)cgx_wait(request);  // nobody is left to tell
-  });
-}
+  // Memory that the core still writes must not be freed: if nobody waited, another thread does,
+  // since this one may hold Python's lock.
+  ~CpuWork() override {
+    if (request_ == nullptr) return;
+    CompletionPool::get().run([request = request_, buffers = std::move(buffers_)] {
+      (void)cgx_wait(request);  // nobody is left to tell
+    });
+  }
 
-bool Work::isCompleted() {
-  const std::unique_lock<std::mutex> lock(request_mutex_, std::try_to_lock);
-  // Another thread is inside wait(): then it has not ended.
-  return lock.owns_lock() && poll();
-}
+  void start(const cgx_collective_t& collective) {
+    check(cgx_start(&collective, /*callback=*/nullptr, /*context=*/nullptr, &request_));
+  }
 
-bool Work::isSuccess() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return completed_ && !exception_;
-}
+  bool isCompleted() override {
+    const std::unique_lock<std::mutex> lock(request_mutex_, std::try_to_lock);
+    // Another thread is inside wait(): then it has not ended.
+    return lock.owns_lock() && poll();
+  }
 
-bool Work::wait(std::chrono::milliseconds timeout) {
-  if (timeout > kNoTimeout) {
-    const auto deadline = std::chrono::steady_clock::now() + timeout;
-    auto pause = std::chrono::microseconds(20);
-    while (!isCompleted()) {
-      if (std::chrono::steady_clock::now() >= deadline) {
-        C10_THROW_ERROR(DistBackendError,
-                        c10::str("cgx: the collective has not ended after the ", timeout.count(),
-                                 " ms given to wait(); it goes on until its own deadline"));
+  bool isSuccess() const override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return completed_ && !exception_;
+  }
+
+  // Throws what the collective failed with. A timeout shorter than the collective's own throws
+  // DistBackendError and leaves the collective running.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
+    if (timeout > kNoTimeout) {
+      const auto deadline = std::chrono::steady_clock::now() + timeout;
+      auto pause = std::chrono::microseconds(20);
+      while (!isCompleted()) {
+        if (std::chrono::steady_clock::now() >= deadline) {
+          C10_THROW_ERROR(DistBackendError,
+                          c10::str("cgx: the collective has not ended after the ", timeout.count(),
+                                   " ms given to wait(); it goes on until its own deadline"));
+        }
+        std::this_thread::sleep_for(pause);
+        pause = std::min(pause * 2, std::chrono::microseconds(1000));
       }
-      std::this_thread::sleep_for(pause);
-      pause = std::min(pause * 2, std::chrono::microseconds(1000));
+    }
+    {
+      const std::lock_guard<std::mutex> lock(request_mutex_);
+      join();
+    }
+    // Who has waited may read the future at once, as DistributedDataParallel does when it joins.
+    c10::intrusive_ptr<Future> future;
+    {
+      const std::lock_guard<std::mutex> lock(future_mutex_);
+      future = future_;
+    }
+    if (future) future->wait();
+    if (const std::exception_ptr failure = exception()) std::rethrow_exception(failure);
+    return true;
+  }
+
+  void synchronize() override { wait(); }
+  std::vector<at::Tensor> result() override { return results_; }
+
+  // Of a list of tensors: result().
+  c10::intrusive_ptr<Future> getFuture() override {
+    const std::lock_guard<std::mutex> lock(future_mutex_);
+    if (future_) return future_;
+    CompletionPool::get();  // throws where it can have no thread: nobody has the future yet
+    future_ = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
+    // The callback holds this object: nobody else may, once the caller has the future.
+    using Self = c10::intrusive_ptr<CpuWork>;
+    auto self = std::make_unique<Self>(Self::unsafe_reclaim_from_nonowning(this));
+    const auto callback = [](void* context, cgx_status_t, const char*) {
+      auto* self = static_cast<Self*>(context);
+      CompletionPool::get().run([self] {
+        const std::unique_ptr<Self> owned(self);
+        (*owned)->complete_future();
+      });
+    };
+    const std::unique_lock<std::mutex> request_lock(request_mutex_, std::try_to_lock);
+    if (!request_lock.owns_lock()) {
+      // A thread in wait() is about to see the end: the pool waits for that one.
+      callback(self.release(), CGX_OK, "");
+    } else if (request_ != nullptr) {
+      check(cgx_notify(request_, callback, self.get()));
+      self.release();
+    } else {
+      mark_future();  // it has no callbacks yet that could block
+    }
+    return future_;
+  }
+
+ private:
+  // Whether the collective has ended. Like join(), it needs request_mutex_ held.
+  bool poll() {
+    if (request_ == nullptr) return true;
+    int32_t done = 0;
+    // A failure of the question itself is also an end; cgx_wait tells the reason.
+    if (cgx_test(request_, &done) == CGX_OK && done == 0) return false;
+    join();
+    return true;
+  }
+
+  // Waits for the end.
+  void join() {
+    if (request_ == nullptr) return;
+    std::exception_ptr failure;
+    try {
+      check(cgx_wait(std::exchange(request_, nullptr)));
+      if (buffers_.deliver) buffers_.deliver();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    buffers_ = {};
+    finish(failure);
+  }
+
+  void complete_future() {
+    {
+      const std::lock_guard<std::mutex> lock(request_mutex_);
+      join();
+    }
+    mark_future();
+  }
+
+  // After the end.
+  void mark_future() {
+    const ContextGuard guard(context_);
+    if (const std::exception_ptr failure = exception()) {
+      future_->setError(failure);
+    } else {
+      future_->markCompleted(c10::IValue(results_));
     }
   }
-  {
-    const std::lock_guard<std::mutex> lock(request_mutex_);
-    join();
-  }
-  // Who has waited may read the future at once, as DistributedDataParallel does when it joins.
-  c10::intrusive_ptr<Future> future;
-  {
-    const std::lock_guard<std::mutex> lock(future_mutex_);
-    future = future_;
-  }
-  if (future) future->wait();
-  if (const std::exception_ptr failure = exception()) std::rethrow_exception(failure);
-  return true;
-}
 
-c10::intrusive_ptr<Future> Work::getFuture() {
-  const std::lock_guard<std::mutex> lock(future_mutex_);
-  if (future_) return future_;
-  CompletionPool::get();  // throws where it can have no thread: nobody has the future yet
-  future_ = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
-  // The callback holds this object: nobody else may, once the caller has the future.
-  using Self = c10::intrusive_ptr<Work>;
-  auto self = std::make_unique<Self>(Self::unsafe_reclaim_from_nonowning(this));
-  const auto callback = [](void* context, cgx_status_t, const char*) {
-    auto* self = static_cast<Self*>(context);
-    CompletionPool::get().run([self] {
-      const std::unique_ptr<Self> owned(self);
-      (*owned)->complete_future();
-    });
-  };
-  const std::unique_lock<std::mutex> request_lock(request_mutex_, std::try_to_lock);
-  if (!request_lock.owns_lock()) {
-    // A thread in wait() is about to see the end: the pool waits for that one.
-    callback(self.release(), CGX_OK, "");
-  } else if (request_ != nullptr) {
-    check(cgx_notify(request_, callback, self.get()));
-    self.release();
-  } else {
-    mark_future();  // it has no callbacks yet that could block
-  }
-  return future_;
-}
+  std::mutex request_mutex_;  // held by the one thread that is inside the core with request_
+  cgx_request_t* request_ = nullptr;  // null once the collective has ended
+  Buffers buffers_;
+  const std::vector<at::Tensor> results_;
+  const Context context_ = Context::current();  // of the call, for the future's callbacks
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<Future> future_;
+};
 
-void Work::complete_future() {
-  {
-    const std::lock_guard<std::mutex> lock(request_mutex_);
-    join();
-  }
-  mark_future();
-}
-
-void Work::mark_future() {
-  const ContextGuard guard(context_);
-  if (const std::exception_ptr failure = exception()) {
-    future_->setError(failure);
-  } else {
-    future_->markCompleted(c10::IValue(results_));
-  }
-}
-
-bool Work::poll() {
-  if (request_ == nullptr) return true;
-  int32_t done = 0;
-  // A failure of the question itself is also an end; cgx_wait tells the reason.
-  if (cgx_test(request_, &done) == CGX_OK && done == 0) return false;
-  join();
-  return true;
-}
-
-void Work::join() {
-  if (request_ == nullptr) return;
-  std::exception_ptr failure;
-  try {
-    check(cgx_wait(std::exchange(request_, nullptr)));
-    if (buffers_.deliver) buffers_.deliver();
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  buffers_ = {};
-  finish(failure);
-}
+}  // namespace
 
 c10::intrusive_ptr<c10d::Work> start(const cgx_collective_t& collective, Buffers buffers,
                                      c10d::OpType type, bool asynchronous) {
@@ -145,8 +181,8 @@ c10::intrusive_ptr<c10d::Work> start(const cgx_collective_t& collective, Buffers
     return start_cuda(collective, std::move(buffers), type, asynchronous);
   }
   const char* title = at::hasCallbacks() ? profile_title(collective) : nullptr;
-  auto work = c10::make_intrusive<Work>(std::move(buffers), type, title);
-  check(cgx_start(&collective, /*callback=*/nullptr, /*context=*/nullptr, &work->request_));
+  auto work = c10::make_intrusive<CpuWork>(std::move(buffers), type, title);
+  work->start(collective);
   return work;
 }
 

@@ -1,7 +1,7 @@
 // A collective in flight, as torch.distributed sees it.
 //
-//   start()      hands a collective to the core and returns its Work: of CPU tensors that below, of
-//                CUDA tensors that of cuda.h
+//   start()      hands a collective to the core and returns its Work: of CPU tensors that of
+//                work.cc, of CUDA tensors that of cuda.h
 //   wait()       drives the collective's progress, so it goes to the core
 //   getFuture()  asks the core to say when the collective ends; the future is completed on a thread
 //                of its own, because its callbacks may wait for other collectives
@@ -9,14 +9,10 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
-#include <exception>
 #include <functional>
-#include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
-#include "backend_rule.h"
 #include "cgx/cgx.h"
 
 namespace cgx::torch_ops {
@@ -31,43 +27,6 @@ struct Buffers {
   std::function<void()> deliver =
       nullptr;           // moves values from output to results, where they differ
   at::Tensor seed = {};  // perhaps; in the GPU's memory
-};
-
-// Of CPU tensors. Owns the request and keeps its buffers alive until the collective has ended.
-class Work final : public c10d::Work {
- public:
-  Work(Buffers buffers, c10d::OpType type, const char* title);
-  // Memory that the core still writes must not be freed: if nobody waited, another thread does,
-  // since this one may hold Python's lock.
-  ~Work() override;
-
-  bool isCompleted() override;
-  bool isSuccess() const override;
-  // Throws what the collective failed with. A timeout shorter than the collective's own throws
-  // DistBackendError and leaves the collective running.
-  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
-  void synchronize() override { wait(); }
-  std::vector<at::Tensor> result() override { return results_; }
-  // Of a list of tensors: result().
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-
- private:
-  friend c10::intrusive_ptr<c10d::Work> start(const cgx_collective_t& collective, Buffers buffers,
-                                              c10d::OpType type, bool asynchronous);
-
-  // Both need request_mutex_ held. poll() tells whether the collective has ended; join() ends it.
-  bool poll();
-  void join();
-  void complete_future();  // joins, then marks
-  void mark_future();      // after the end
-
-  std::mutex request_mutex_;  // held by the one thread that is inside the core with request_
-  cgx_request_t* request_ = nullptr;  // null once the collective has ended
-  Buffers buffers_;
-  const std::vector<at::Tensor> results_;
-  const Context context_ = Context::current();  // of the call, for the future's callbacks
-  std::mutex future_mutex_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
 // Starts `collective`, whose input and output are those of `buffers`. Throws if it cannot start.
