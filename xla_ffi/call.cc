@@ -81,7 +81,10 @@ Call::Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const
 // ---- Message ------------------------------------------------------------------------------------
 
 Message::Message(const Signature& signature, std::string key, int32_t dtype, int64_t divisor)
-    : collective(signature.collective), key_(std::move(key)), configs_(signature.configs) {
+    : collective(signature.collective),
+      key_(std::move(key)),
+      configs_(signature.configs),
+      feedback_(signature.feedback) {
   // What has no key of its own is counted: executions follow each other, on every rank alike.
   collective.occurrence = -1;
   collective.dtype = dtype;
@@ -101,7 +104,8 @@ void Message::Add(const Leaf& leaf) {
     const int64_t at = row * leaf.numel * SizeOf(collective.dtype);
     inputs_.push_back(leaf.values + at);
     outputs_.push_back(leaf.result + at);
-    if (leaf.residual) residuals_.push_back(leaf.residual + at);
+    // Also of an empty leaf without a buffer: the list goes by segment.
+    if (feedback_) residuals_.push_back(leaf.residual ? leaf.residual + at : nullptr);
   }
 }
 

@@ -111,6 +111,7 @@ class Message {
  private:
   std::string key_;
   LeafConfigs configs_;  // the segments point to them
+  bool feedback_;
   std::vector<cgx_segment_t> segments_;
   std::vector<const void*> inputs_;  // by segment; empty: in one buffer
   std::vector<void*> outputs_, residuals_;
