@@ -4,12 +4,10 @@
 //      all leaves and returns a future. It never waits: other devices may need the thread.
 //   2. The end, on a thread of the core: hands the promise to the pool, whose thread completes it.
 //
-// and on a GPU: Enqueue puts the collective on the stream and returns (see cuda.h).
+// and on a GPU: Enqueue puts the collective on the stream and returns (see cuda.cc).
 //
 // The order of calls is XLA's affair: each call takes the token that the one before it gives, and
 // so starts after that one's end.
-#include "allreduce_q.h"
-
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -19,7 +17,7 @@
 #include "call.h"
 #include "cgx/cgx.h"
 #include "core.h"
-#include "cuda.h"
+#include "handlers.h"
 #include "launches.h"
 #include "signature.h"
 

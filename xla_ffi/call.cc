@@ -156,4 +156,12 @@ void Start(std::shared_ptr<Message> message, int32_t comm, Done done) {
   if (status != CGX_OK) Finish(in_flight, status, text.c_str());
 }
 
+void EnqueueOn(CUstream_st* stream, Message& message, const U32Buffer& seeds, int32_t comm) {
+  message.collective.device = CGX_CUDA;
+  message.collective.stream = stream;
+  // Rows (low half, high half): the device's int64, which is little-endian.
+  message.collective.device_seeds = static_cast<const int64_t*>(seeds.untyped_data());
+  check(cgx_enqueue(&message.On(comm)));
+}
+
 }  // namespace cgx::xla

@@ -16,6 +16,8 @@
 #include "site.h"
 #include "xla/ffi/api/ffi.h"
 
+struct CUstream_st;  // what a cudaStream_t points to
+
 namespace cgx::xla {
 
 struct Leaf {
@@ -125,5 +127,9 @@ std::shared_ptr<Message> AsRank(const Operands& operands, const Signature& signa
 // Starts a message; `done` is called once, on a thread that must not be blocked.
 using Done = std::function<void(cgx_status_t status, const std::string& text)>;
 void Start(std::shared_ptr<Message> message, int32_t comm, Done done);
+
+// Puts a message on a stream; its buffers and the seeds, by segment, are in the GPU's memory.
+// Throws StatusError.
+void EnqueueOn(CUstream_st* stream, Message& message, const U32Buffer& seeds, int32_t comm);
 
 }  // namespace cgx::xla

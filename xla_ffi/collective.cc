@@ -9,8 +9,6 @@
 //        among processes   one device of the group in each
 //        at a meeting      several devices in a process (see meeting.h)
 //   3. The end, on a thread of the core: hands the promise to the pool, whose thread completes it.
-#include "collective.h"
-
 #include <atomic>
 #include <memory>
 #include <string>
@@ -20,6 +18,7 @@
 #include "cgx/cgx.h"
 #include "core.h"
 #include "groups.h"
+#include "handlers.h"
 #include "launches.h"
 #include "meeting.h"
 #include "site.h"

@@ -2,13 +2,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 
-#include "allreduce_q.h"
-#include "carried.h"
 #include "cgx/cgx.h"
-#include "collective.h"
-#include "cuda.h"
-#include "gate.h"
 #include "groups.h"
+#include "handlers.h"
 #include "site.h"
 
 namespace nb = nanobind;
@@ -25,6 +21,12 @@ nb::dict StateType() {
   type["type_info"] = nb::capsule(&info);
   return type;
 }
+
+// The gates of cgx_ops/jax/overlap.py. It does nothing: what matters is that XLA runs it when all
+// of its operands are there, and that its results are in their buffers.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    Gate, [](ffi::RemainingArgs, ffi::RemainingRets) { return ffi::Error::Success(); },
+    ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 
 }  // namespace
 

@@ -9,8 +9,9 @@ their values exactly in float32 and then share its messages, so that nothing cro
        neither all-to-all nor reduce
     4. XLA's collectives over groups of partition ids
 
-The steps between the exchanges are FFI calls, pure functions of their operands (xla_ffi/carried.h).
-Their bits and bytes are the native carrier's, but that messages are padded to the longest.
+The steps between the exchanges are FFI calls, pure functions of their operands
+(xla_ffi/carried.cc). Their bits and bytes are the native carrier's, but that messages are padded to
+the longest.
 """
 
 import ctypes
