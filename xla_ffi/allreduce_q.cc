@@ -19,7 +19,6 @@
 #include "core.h"
 #include "handlers.h"
 #include "launches.h"
-#include "signature.h"
 
 namespace cgx::xla {
 namespace {

@@ -12,7 +12,6 @@
 #include "cgx/cgx.h"
 #include "core.h"
 #include "launches.h"
-#include "signature.h"
 #include "site.h"
 #include "xla/ffi/api/ffi.h"
 

@@ -19,7 +19,6 @@
 #include "cgx/cgx.h"
 #include "core.h"
 #include "recent_runs.h"
-#include "signature.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace cgx::xla {
