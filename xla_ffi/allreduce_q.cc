@@ -33,9 +33,8 @@ std::string Describe(const ffi::Dictionary& attributes) {
 }
 
 // Without its seeds.
-std::shared_ptr<Message> MakeMessage(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                                     const ffi::Dictionary& attributes,
-                                     const Signature& signature) {
+Message MakeMessage(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                    const ffi::Dictionary& attributes, const Signature& signature) {
   return AsRank(Operands(args, rets, signature, /*ranks=*/0), signature, Text(attributes, "name"));
 }
 
@@ -54,20 +53,17 @@ void StartCall(const std::shared_ptr<Completion>& completion, const ffi::Diction
                const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, int64_t run) {
   const int32_t comm = FindCommunicator(attributes);
   const Signature signature(attributes);
-  const auto message = MakeMessage(args, rets, attributes, signature);
-  message->seeds = ReadSeeds(SeedsOf(args, signature));
+  Message message = MakeMessage(args, rets, attributes, signature);
+  message.seeds = ReadSeeds(SeedsOf(args, signature));
   // Only launches of other threads can overlap this one, on whatever device they are.
-  auto launched = std::make_unique<LaunchedCall>(
-      /*device=*/-1, run, Text(attributes, "comm") + "/" + Text(attributes, "name"),
-      /*named=*/true);
-  const bool alone = launched->alone();
-  completion->Hold(std::move(launched));
-  if (alone) {
+  if (completion->Launch(/*device=*/-1, run,
+                         Text(attributes, "comm") + "/" + Text(attributes, "name"),
+                         /*named=*/true)) {
     return Start(message, comm, [completion](cgx_status_t status, const std::string& text) {
       CompleteSoon(completion, status, text);
     });
   }
-  cgx_refuse(&message->On(comm), CGX_INVALID_ARGUMENT, kOverlap);
+  cgx_refuse(&message.On(comm), CGX_INVALID_ARGUMENT, kOverlap);
   CompleteSoon(completion, CGX_INVALID_ARGUMENT, kOverlap);
 }
 
@@ -94,8 +90,8 @@ ffi::Error Enqueue(CUstream_st* stream, ffi::Dictionary attributes, ffi::Token,
     where = Describe(attributes);
     const int32_t comm = FindCommunicator(attributes);
     const Signature signature(attributes);
-    EnqueueOn(stream, *MakeMessage(args, rets, attributes, signature), SeedsOf(args, signature),
-              comm);
+    Message message = MakeMessage(args, rets, attributes, signature);
+    EnqueueOn(stream, message, SeedsOf(args, signature), comm);
     return ffi::Error::Success();
   } catch (const std::exception& error) {
     return ToError(error, where + ": ");
