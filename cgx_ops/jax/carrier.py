@@ -274,7 +274,7 @@ def _exchange(
 
 
 def _attributes(settings: "Settings", plan: _Plan, route: _Route) -> dict[str, Any]:
-    """Return what CarriedSettings of xla_ffi/carried.cc holds."""
+    """Return what CarriedCall of xla_ffi/carried.cc reads."""
     resolved = {c: replace(c, algorithm=plan.algorithm) for c in set(settings.configs)}
     return {
         **call_attributes(settings.op, [resolved[config] for config in settings.configs]),
