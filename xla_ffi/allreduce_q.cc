@@ -83,8 +83,8 @@ ffi::Future Execute(ffi::Dictionary attributes, ffi::Token, ffi::RemainingArgs a
   }
 }
 
-ffi::Error Enqueue(CUstream_st* stream, ffi::Dictionary attributes, ffi::Token,
-                   ffi::RemainingArgs args, ffi::Result<ffi::Token>, ffi::RemainingRets rets) {
+ffi::Error Enqueue(ffi::Dictionary attributes, ffi::Token, ffi::RemainingArgs args,
+                   ffi::Result<ffi::Token>, ffi::RemainingRets rets, CUstream_st* stream) {
   std::string where = "allreduce_q";
   try {
     where = Describe(attributes);
@@ -98,24 +98,21 @@ ffi::Error Enqueue(CUstream_st* stream, ffi::Dictionary attributes, ffi::Token,
   }
 }
 
+// A call on either platform, but for what each adds.
+auto BindCall() {
+  return ffi::Ffi::Bind()
+      .Attrs()
+      .Arg<ffi::Token>()
+      .RemainingArgs()
+      .Ret<ffi::Token>()
+      .RemainingRets();
+}
+
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AllreduceQ, Execute,
-                              ffi::Ffi::Bind()
-                                  .Attrs()
-                                  .Arg<ffi::Token>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::Token>()
-                                  .RemainingRets()
-                                  .Ctx<ffi::RunId>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AllreduceQ, Execute, BindCall().Ctx<ffi::RunId>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaAllreduceQ, Enqueue,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<CUstream_st*>>()
-                                  .Attrs()
-                                  .Arg<ffi::Token>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::Token>()
-                                  .RemainingRets());
+                              BindCall().Ctx<ffi::PlatformStream<CUstream_st*>>());
 
 }  // namespace cgx::xla
