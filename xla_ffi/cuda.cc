@@ -16,10 +16,8 @@
 // when handlers are registered.
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "call.h"
 #include "cgx/cgx.h"
