@@ -2,23 +2,14 @@
 
 from typing import Any
 
-def collective_handlers() -> dict[str, Any]:
-    """Return capsules of the handlers by FFI stage, for jax.ffi.register_ffi_target."""
+def cpu_handlers() -> dict[str, Any]:
+    """Return capsules of the handlers by XLA's target, for jax.ffi.register_ffi_target.
 
-def carried_handlers() -> dict[str, Any]:
-    """Return capsules of the handlers of carrier="xla" by target, for register_ffi_target."""
+    psum_q, psum_scatter_q and all_gather_q share a dictionary of theirs, by FFI stage.
+    """
 
-def allreduce_q_handler() -> Any:
-    """Return a capsule of allreduce_q's handler, for jax.ffi.register_ffi_target."""
-
-def gate_handler() -> Any:
-    """Return a capsule of the handler of overlap.py's gates, for jax.ffi.register_ffi_target."""
-
-def cuda_collective_handlers() -> dict[str, Any]:
-    """Return what collective_handlers does, for CUDA."""
-
-def cuda_allreduce_q_handler() -> Any:
-    """Return what allreduce_q_handler does, for CUDA."""
+def cuda_handlers() -> dict[str, Any]:
+    """Return what cpu_handlers does, for CUDA, which has no carrier="xla" and no gates."""
 
 def site_type() -> dict[str, Any]:
     """Return capsules of the handlers' state type, for jax.ffi.register_ffi_type."""
@@ -40,6 +31,3 @@ def set_cuda_devices(ids: dict[int, int]) -> None:
 
 def set_world(comm: int) -> None:
     """Set the communicator whose ranks are JAX's processes; it is cgx_ops.init() until then."""
-
-def version() -> str:
-    """Return the version of the libcgx that the handlers use."""

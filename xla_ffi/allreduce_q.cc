@@ -4,24 +4,20 @@
 //      all leaves and returns a future. It never waits: other devices may need the thread.
 //   2. The end, on a thread of the core: hands the promise to the pool, whose thread completes it.
 //
-// and on a GPU: Enqueue puts the collective on the stream and returns (see cuda.h).
+// and on a GPU: Enqueue puts the collective on the stream and returns (see cuda.cc).
 //
 // The order of calls is XLA's affair: each call takes the token that the one before it gives, and
 // so starts after that one's end.
-#include "allreduce_q.h"
-
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
-#include <utility>
 
 #include "call.h"
 #include "cgx/cgx.h"
 #include "core.h"
-#include "cuda.h"
+#include "handlers.h"
 #include "launches.h"
-#include "signature.h"
 
 namespace cgx::xla {
 namespace {
@@ -36,9 +32,8 @@ std::string Describe(const ffi::Dictionary& attributes) {
 }
 
 // Without its seeds.
-std::shared_ptr<Message> MakeMessage(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                                     const ffi::Dictionary& attributes,
-                                     const Signature& signature) {
+Message MakeMessage(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                    const ffi::Dictionary& attributes, const Signature& signature) {
   return AsRank(Operands(args, rets, signature, /*ranks=*/0), signature, Text(attributes, "name"));
 }
 
@@ -57,20 +52,17 @@ void StartCall(const std::shared_ptr<Completion>& completion, const ffi::Diction
                const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, int64_t run) {
   const int32_t comm = FindCommunicator(attributes);
   const Signature signature(attributes);
-  const auto message = MakeMessage(args, rets, attributes, signature);
-  message->seeds = ReadSeeds(SeedsOf(args, signature));
+  Message message = MakeMessage(args, rets, attributes, signature);
+  message.seeds = ReadSeeds(SeedsOf(args, signature));
   // Only launches of other threads can overlap this one, on whatever device they are.
-  auto launched = std::make_unique<LaunchedCall>(
-      /*device=*/-1, run, Text(attributes, "comm") + "/" + Text(attributes, "name"),
-      /*named=*/true);
-  const bool alone = launched->alone();
-  completion->Hold(std::move(launched));
-  if (alone) {
+  if (completion->Launch(/*device=*/-1, run,
+                         Text(attributes, "comm") + "/" + Text(attributes, "name"),
+                         /*named=*/true)) {
     return Start(message, comm, [completion](cgx_status_t status, const std::string& text) {
       CompleteSoon(completion, status, text);
     });
   }
-  cgx_refuse(&message->On(comm), CGX_INVALID_ARGUMENT, kOverlap);
+  cgx_refuse(&message.On(comm), CGX_INVALID_ARGUMENT, kOverlap);
   CompleteSoon(completion, CGX_INVALID_ARGUMENT, kOverlap);
 }
 
@@ -90,39 +82,36 @@ ffi::Future Execute(ffi::Dictionary attributes, ffi::Token, ffi::RemainingArgs a
   }
 }
 
-ffi::Error Enqueue(CUstream_st* stream, ffi::Dictionary attributes, ffi::Token,
-                   ffi::RemainingArgs args, ffi::Result<ffi::Token>, ffi::RemainingRets rets) {
+ffi::Error Enqueue(ffi::Dictionary attributes, ffi::Token, ffi::RemainingArgs args,
+                   ffi::Result<ffi::Token>, ffi::RemainingRets rets, CUstream_st* stream) {
   std::string where = "allreduce_q";
   try {
     where = Describe(attributes);
     const int32_t comm = FindCommunicator(attributes);
     const Signature signature(attributes);
-    EnqueueOn(stream, *MakeMessage(args, rets, attributes, signature), SeedsOf(args, signature),
-              comm);
+    Message message = MakeMessage(args, rets, attributes, signature);
+    EnqueueOn(stream, message, SeedsOf(args, signature), comm);
     return ffi::Error::Success();
   } catch (const std::exception& error) {
     return ToError(error, where + ": ");
   }
 }
 
+// A call on either platform, but for what each adds.
+auto BindCall() {
+  return ffi::Ffi::Bind()
+      .Attrs()
+      .Arg<ffi::Token>()
+      .RemainingArgs()
+      .Ret<ffi::Token>()
+      .RemainingRets();
+}
+
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AllreduceQ, Execute,
-                              ffi::Ffi::Bind()
-                                  .Attrs()
-                                  .Arg<ffi::Token>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::Token>()
-                                  .RemainingRets()
-                                  .Ctx<ffi::RunId>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AllreduceQ, Execute, BindCall().Ctx<ffi::RunId>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaAllreduceQ, Enqueue,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<CUstream_st*>>()
-                                  .Attrs()
-                                  .Arg<ffi::Token>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::Token>()
-                                  .RemainingRets());
+                              BindCall().Ctx<ffi::PlatformStream<CUstream_st*>>());
 
 }  // namespace cgx::xla

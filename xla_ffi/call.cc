@@ -9,15 +9,9 @@
 namespace cgx::xla {
 namespace {
 
-// What lives from the start of a message to its end.
-struct InFlight {
-  std::shared_ptr<Message> message;
-  Done done;
-};
-
 void Finish(void* context, cgx_status_t status, const char* text) {
-  const std::unique_ptr<InFlight> in_flight(static_cast<InFlight*>(context));
-  in_flight->done(status, text);
+  const std::unique_ptr<Done> done(static_cast<Done*>(context));
+  (*done)(status, text);
 }
 
 }  // namespace
@@ -81,7 +75,10 @@ Call::Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const
 // ---- Message ------------------------------------------------------------------------------------
 
 Message::Message(const Signature& signature, std::string key, int32_t dtype, int64_t divisor)
-    : collective(signature.collective), key_(std::move(key)), configs_(signature.configs) {
+    : collective(signature.collective),
+      key_(std::move(key)),
+      configs_(signature.configs),
+      feedback_(signature.feedback) {
   // What has no key of its own is counted: executions follow each other, on every rank alike.
   collective.occurrence = -1;
   collective.dtype = dtype;
@@ -101,7 +98,8 @@ void Message::Add(const Leaf& leaf) {
     const int64_t at = row * leaf.numel * SizeOf(collective.dtype);
     inputs_.push_back(leaf.values + at);
     outputs_.push_back(leaf.result + at);
-    if (leaf.residual) residuals_.push_back(leaf.residual + at);
+    // Also of an empty leaf without a buffer: the list goes by segment.
+    if (feedback_) residuals_.push_back(leaf.residual ? leaf.residual + at : nullptr);
   }
 }
 
@@ -120,36 +118,42 @@ const cgx_collective_t& Message::On(int32_t comm) {
   return collective;
 }
 
-std::shared_ptr<Message> AsRank(const Operands& operands, const Signature& signature,
-                                std::string key) {
-  auto message =
-      std::make_shared<Message>(signature, std::move(key), operands.dtype, /*divisor=*/0);
+Message AsRank(const Operands& operands, const Signature& signature, std::string key) {
+  Message message(signature, std::move(key), operands.dtype, /*divisor=*/0);
   if (signature.collective.verb == CGX_ALLREDUCE) {
-    for (const Leaf& leaf : operands.leaves) message->Add(leaf);
+    for (const Leaf& leaf : operands.leaves) message.Add(leaf);
     return message;
   }
   const Leaf& leaf = operands.leaves[0];
-  message->Add(leaf, /*at=*/0);
-  message->collective.input = leaf.values;
-  message->collective.output = leaf.result;
-  message->collective.block_numel = leaf.elements();
+  message.Add(leaf, /*at=*/0);
+  message.collective.input = leaf.values;
+  message.collective.output = leaf.result;
+  message.collective.block_numel = leaf.elements();
   return message;
 }
 
-void Start(std::shared_ptr<Message> message, int32_t comm, Done done) {
+void Start(Message& message, int32_t comm, Done done) {
   CompletionPool::get();  // what ends must be completed: better to fail now than then
-  auto* in_flight = new InFlight{std::move(message), std::move(done)};
+  auto* context = new Done(std::move(done));
   // Finish may run, and free it, before cgx_start returns.
   cgx_status_t status;
   std::string text;
   try {
-    status = cgx_start(&in_flight->message->On(comm), &Finish, in_flight, nullptr);
+    status = cgx_start(&message.On(comm), &Finish, context, nullptr);
     if (status != CGX_OK) text = cgx_last_error();
   } catch (const std::exception& error) {
     status = StatusOf(error);
     text = error.what();
   }
-  if (status != CGX_OK) Finish(in_flight, status, text.c_str());
+  if (status != CGX_OK) Finish(context, status, text.c_str());
+}
+
+void EnqueueOn(CUstream_st* stream, Message& message, const U32Buffer& seeds, int32_t comm) {
+  message.collective.device = CGX_CUDA;
+  message.collective.stream = stream;
+  // Rows (low half, high half): the device's int64, which is little-endian.
+  message.collective.device_seeds = static_cast<const int64_t*>(seeds.untyped_data());
+  check(cgx_enqueue(&message.On(comm)));
 }
 
 }  // namespace cgx::xla

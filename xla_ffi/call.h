@@ -6,15 +6,18 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cgx/cgx.h"
 #include "core.h"
 #include "launches.h"
-#include "signature.h"
 #include "site.h"
 #include "xla/ffi/api/ffi.h"
+
+struct CUstream_st;  // what a cudaStream_t points to
 
 namespace cgx::xla {
 
@@ -51,14 +54,17 @@ class Completion {
   explicit Completion(std::string where) : where_(std::move(where)) {}
 
   ffi::Future future() { return ffi::Future(promise_); }
-  // What ends before the promise is completed.
-  void Hold(std::unique_ptr<LaunchedCall> launched) { launched_ = std::move(launched); }
+  // Counts the execution among the calls in flight (see LaunchedCall), until just before the
+  // promise is completed. Returns whether it is alone so far.
+  bool Launch(int32_t device, int64_t run, std::string name, bool named) {
+    return launched_.emplace(device, run, std::move(name), named).alone();
+  }
   // Resumes XLA's program on this thread, which may block: see completion_pool.h.
   void Complete(cgx_status_t status, const std::string& message);
 
  private:
   ffi::Promise promise_;
-  std::unique_ptr<LaunchedCall> launched_;
+  std::optional<LaunchedCall> launched_;
   const std::string where_;  // for error messages
 };
 
@@ -111,6 +117,7 @@ class Message {
  private:
   std::string key_;
   LeafConfigs configs_;  // the segments point to them
+  bool feedback_;
   std::vector<cgx_segment_t> segments_;
   std::vector<const void*> inputs_;  // by segment; empty: in one buffer
   std::vector<void*> outputs_, residuals_;
@@ -118,11 +125,15 @@ class Message {
 
 // The message of a device that is a rank of its own: buffers are used where they are. It has no
 // seeds yet.
-std::shared_ptr<Message> AsRank(const Operands& operands, const Signature& signature,
-                                std::string key);
+Message AsRank(const Operands& operands, const Signature& signature, std::string key);
 
-// Starts a message; `done` is called once, on a thread that must not be blocked.
+// Starts a message, which need not outlive this; `done` is called once, on a thread that must not
+// be blocked.
 using Done = std::function<void(cgx_status_t status, const std::string& text)>;
-void Start(std::shared_ptr<Message> message, int32_t comm, Done done);
+void Start(Message& message, int32_t comm, Done done);
+
+// Puts a message on a stream; its buffers and the seeds, by segment, are in the GPU's memory.
+// Throws StatusError.
+void EnqueueOn(CUstream_st* stream, Message& message, const U32Buffer& seeds, int32_t comm);
 
 }  // namespace cgx::xla

@@ -1,5 +1,15 @@
-#include "carried.h"
-
+// The XLA FFI handlers of psum_q with carrier="xla": the arithmetic between exchanges that XLA's
+// own collectives make (cgx.h, section 5).
+//
+//   sra       Encode -> all-to-all -> Reduce -> all-gather -> Decode
+//   one_shot  Encode -> all-gather -> Decode
+//
+// and where a process has several devices of the group, Sum before them and Round behind. They are
+// pure functions of their operands: they know no communicator, no process and no peer, and wait for
+// nothing.
+//
+// Messages are rows of equal length, as XLA's collectives want them: each ends in zeros if another
+// is longer. Row r of an all-to-all is for rank r; a rank's own is all zeros.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -11,9 +21,9 @@
 
 #include "cgx/cgx.h"
 #include "core.h"
+#include "handlers.h"
 
 namespace cgx::xla {
-
 namespace {
 
 using U8Buffer = ffi::Buffer<ffi::U8>;
@@ -30,10 +40,13 @@ void Require(bool expected, const char* what) {
 // is a segment.
 class CarriedCall {
  public:
-  CarriedCall(const ffi::Dictionary& attributes, const U32Buffer& rank)
+  // `seeds`: of each segment, as ReadSeeds takes them. Also of results: some codecs' seeds say
+  // where values belong.
+  CarriedCall(const ffi::Dictionary& attributes, const U32Buffer& rank, const U32Buffer& seeds)
       : configs_(attributes),
         collective_(GetSettings(attributes, configs_)),
-        carried_(make<cgx_carried_t>()) {
+        carried_(make<cgx_carried_t>()),
+        seeds_(ReadSeeds(seeds)) {
     collective_.verb = CGX_ALLREDUCE;
     collective_.divisor = GetAttribute<int64_t>(attributes, "divisor");
     carried_.rank = static_cast<int32_t>(*rank.typed_data());
@@ -42,39 +55,25 @@ class CarriedCall {
   }
   CarriedCall(const CarriedCall&) = delete;
 
-  // The values that a rank gives, with a seed for each segment: rows (low half, high half).
-  void SetInputs(const ffi::RemainingArgs& leaves, const U32Buffer& seeds) {
-    for (size_t i = 0; i < NumLeaves(); ++i) {
-      const auto leaf = GetBuffer<ffi::AnyBuffer>(leaves, i);
-      AddSegments(leaf, configs_[i]);
-      AddPointers(leaf, values_);
+  // The values that a rank gives and, if there is feedback, their residuals, each in the buffer of
+  // its operand.
+  void SetInputs(const ffi::RemainingArgs& leaves, const ffi::RemainingRets& residuals) {
+    for (size_t i = 0; i < configs_.size(); ++i) {
+      AddLeaf(GetBuffer<ffi::AnyBuffer>(leaves, i), configs_[i]);
+      if (residuals.size() > 0) AddPointers(*GetBuffer<ffi::AnyBuffer>(residuals, i), residuals_);
     }
-    SetSeeds(seeds);
     collective_.inputs = values_.data();
     Plan();
-  }
-
-  // Some codecs' seeds say where values belong.
-  void SetOutputs(const ffi::RemainingRets& results, const U32Buffer& seeds) {
-    for (size_t i = 0; i < NumLeaves(); ++i) {
-      const ffi::AnyBuffer result = *GetBuffer<ffi::AnyBuffer>(results, i);
-      AddSegments(result, configs_[i]);
-      AddPointers(result, values_);
-    }
-    SetSeeds(seeds);
-    collective_.outputs = values_.data();
-    Plan();
-  }
-
-  // Those of the leaves, if there is feedback: each is in the buffer of its operand.
-  void SetResiduals(const ffi::RemainingRets& residuals) {
     if (residuals.size() == 0) return;
-    for (size_t i = 0; i < NumLeaves(); ++i) {
-      const ffi::AnyBuffer residual = *GetBuffer<ffi::AnyBuffer>(residuals, i);
-      AddPointers(residual, residuals_);
-    }
     Require(residuals_.size() == segments_.size(), "residuals");
     collective_.residuals = residuals_.data();
+  }
+
+  void SetOutputs(const ffi::RemainingRets& results) {
+    for (size_t i = 0; i < configs_.size(); ++i)
+      AddLeaf(*GetBuffer<ffi::AnyBuffer>(results, i), configs_[i]);
+    collective_.outputs = values_.data();
+    Plan();
   }
 
   const cgx_carried_t* get() const { return &carried_; }
@@ -86,21 +85,12 @@ class CarriedCall {
   const std::vector<int64_t>& gather_bytes() const { return gather_bytes_; }
 
  private:
-  size_t NumLeaves() const { return configs_.size(); }
-
-  void AddSegments(const ffi::AnyBuffer& leaf, const cgx_config_t& config) {
+  void AddLeaf(const ffi::AnyBuffer& leaf, const cgx_config_t& config) {
     Require(leaf.dimensions().size() == 2, "leaves");
     collective_.dtype = ToDtype(leaf.element_type());
     segments_.resize(segments_.size() + leaf.dimensions()[0],
                      SegmentOf(config, /*offset=*/0, leaf.dimensions()[1]));
-    collective_.segments = segments_.data();
-    collective_.num_segments = static_cast<int64_t>(segments_.size());
-  }
-
-  void SetSeeds(const U32Buffer& seeds) {
-    seeds_ = ReadSeeds(seeds);
-    Require(seeds_.size() == segments_.size(), "seeds");
-    collective_.seeds = seeds_.data();
+    AddPointers(leaf, values_);
   }
 
   static void AddPointers(const ffi::AnyBuffer& leaf, std::vector<void*>& pointers) {
@@ -110,6 +100,10 @@ class CarriedCall {
   }
 
   void Plan() {
+    Require(seeds_.size() == segments_.size(), "seeds");
+    collective_.seeds = seeds_.data();
+    collective_.segments = segments_.data();
+    collective_.num_segments = static_cast<int64_t>(segments_.size());
     scatter_bytes_.resize(size());
     gather_bytes_.resize(size());
     check(cgx_carried_plan(&carried_, &algorithm_, scatter_bytes_.data(), gather_bytes_.data()));
@@ -118,10 +112,11 @@ class CarriedCall {
   const LeafConfigs configs_;
   cgx_collective_t collective_;
   cgx_carried_t carried_;
+  const std::vector<int64_t> seeds_;
   int32_t algorithm_ = CGX_AUTO;  // that of the plan
   std::vector<cgx_segment_t> segments_;
   std::vector<void*> values_, residuals_;  // of each segment
-  std::vector<int64_t> seeds_, scatter_bytes_, gather_bytes_;
+  std::vector<int64_t> scatter_bytes_, gather_bytes_;
 };
 
 // ---- messages as rows ---------------------------------------------------------------------------
@@ -184,9 +179,8 @@ void Round(ffi::Buffer<ffi::F32> values, ffi::Result<ffi::AnyBuffer> rounded) {
 void Encode(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds,
             ffi::RemainingArgs leaves_and_residuals, ffi::Result<U8Buffer> messages,
             ffi::RemainingRets residuals) {
-  CarriedCall call(attributes, rank);
-  call.SetInputs(leaves_and_residuals, seeds);
-  call.SetResiduals(residuals);
+  CarriedCall call(attributes, rank, seeds);
+  call.SetInputs(leaves_and_residuals, residuals);
   std::vector<int64_t> bytes;  // of each row
   if (call.one_shot()) {
     bytes = {call.gather_bytes()[call.rank()]};
@@ -204,9 +198,8 @@ void Encode(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds,
 void Reduce(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds, U8Buffer arrived,
             ffi::RemainingArgs leaves_and_residuals, ffi::Result<U8Buffer> message,
             ffi::RemainingRets residuals) {
-  CarriedCall call(attributes, rank);
-  call.SetInputs(leaves_and_residuals, seeds);
-  call.SetResiduals(residuals);
+  CarriedCall call(attributes, rank, seeds);
+  call.SetInputs(leaves_and_residuals, residuals);
   const int64_t arrived_length = RowLength(arrived, call.size(), call.scatter_bytes());
   const int64_t bytes = call.scatter_bytes()[call.rank()];
   const auto packed = PackRows(Bytes(arrived), arrived_length, bytes, call);
@@ -216,8 +209,8 @@ void Reduce(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds, U8Buffe
 
 void Decode(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds, U8Buffer gathered,
             ffi::RemainingRets results) {
-  CarriedCall call(attributes, rank);
-  call.SetOutputs(results, seeds);
+  CarriedCall call(attributes, rank, seeds);
+  call.SetOutputs(results);
   check(cgx_carried_decode(call.get(), gathered.typed_data(),
                            static_cast<int64_t>(gathered.element_count())));
 }
@@ -237,6 +230,9 @@ auto Handler(void (*work)(Arguments...)) {
   };
 }
 
+// The attributes, the rank and the seeds, which all steps have.
+auto BindStep() { return ffi::Ffi::Bind().Attrs().Arg<U32Buffer>().Arg<U32Buffer>(); }
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedSum, Handler(&Sum),
@@ -246,26 +242,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedRound, Handler(&Round),
                               ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedEncode, Handler(&Encode),
-                              ffi::Ffi::Bind()
-                                  .Attrs()
-                                  .Arg<U32Buffer>()
-                                  .Arg<U32Buffer>()
-                                  .RemainingArgs()
-                                  .Ret<U8Buffer>()
-                                  .RemainingRets());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedReduce, Handler(&Reduce),
-                              ffi::Ffi::Bind()
-                                  .Attrs()
-                                  .Arg<U32Buffer>()
-                                  .Arg<U32Buffer>()
-                                  .Arg<U8Buffer>()
-                                  .RemainingArgs()
-                                  .Ret<U8Buffer>()
-                                  .RemainingRets());
+                              BindStep().RemainingArgs().Ret<U8Buffer>().RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CarriedDecode, Handler(&Decode),
-    ffi::Ffi::Bind().Attrs().Arg<U32Buffer>().Arg<U32Buffer>().Arg<U8Buffer>().RemainingRets());
+    CarriedReduce, Handler(&Reduce),
+    BindStep().Arg<U8Buffer>().RemainingArgs().Ret<U8Buffer>().RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedDecode, Handler(&Decode),
+                              BindStep().Arg<U8Buffer>().RemainingRets());
 
 }  // namespace cgx::xla

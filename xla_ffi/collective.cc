@@ -9,8 +9,6 @@
 //        among processes   one device of the group in each
 //        at a meeting      several devices in a process (see meeting.h)
 //   3. The end, on a thread of the core: hands the promise to the pool, whose thread completes it.
-#include "collective.h"
-
 #include <atomic>
 #include <memory>
 #include <string>
@@ -20,6 +18,7 @@
 #include "cgx/cgx.h"
 #include "core.h"
 #include "groups.h"
+#include "handlers.h"
 #include "launches.h"
 #include "meeting.h"
 #include "site.h"
@@ -39,22 +38,22 @@ struct Execution {
 };
 
 // The same, with its seeds.
-std::shared_ptr<Message> AsRank(const Call& call, const Execution& execution, std::string key) {
-  auto message = AsRank(call.operands(), execution.site.signature(), std::move(key));
-  message->noise_rank = static_cast<int32_t>(execution.place.rank);
-  message->seeds = call.seeds();
+Message AsRank(const Call& call, const Execution& execution, std::string key) {
+  Message message = AsRank(call.operands(), execution.site.signature(), std::move(key));
+  message.noise_rank = static_cast<int32_t>(execution.place.rank);
+  message.seeds = call.seeds();
   return message;
 }
 
 void StartAmongDevices(std::shared_ptr<Call> call, const Execution& execution) {
   Site& site = execution.site;
-  auto message =
+  Message message =
       AsRank(*call, execution, std::to_string(site.serial()) + "@" + std::to_string(execution.run));
-  message->collective.occurrence = site.NextOccurrence(execution.run, execution.partition);
-  message->collective.timeout_s = local_timeout_s;
+  message.collective.occurrence = site.NextOccurrence(execution.run, execution.partition);
+  message.collective.timeout_s = local_timeout_s;
   const int32_t comm = LocalCommunicator("jax-local", execution.place.group->members,
                                          execution.place.rank, execution.run, local_timeout_s);
-  Start(std::move(message), comm,
+  Start(message, comm,
         [call](cgx_status_t status, const std::string& text) { CompleteSoon(call, status, text); });
 }
 
@@ -66,14 +65,14 @@ void StartAmongProcesses(std::shared_ptr<Call> call, const Execution& execution,
     Refuse(group.processes, name, CGX_INVALID_ARGUMENT, kOverlap);
     return CompleteSoon(call, CGX_INVALID_ARGUMENT, kOverlap);
   }
-  auto message = AsRank(*call, execution, name);
+  auto message = std::make_shared<Message>(AsRank(*call, execution, name));
   const auto end = [call = std::move(call)](cgx_status_t status, const std::string& text) {
     CompleteSoon(call, status, text);
   };
   WithProcessCommunicator(
       group.processes, [message, end](int32_t comm, cgx_status_t status, const std::string& text) {
         if (status != CGX_OK) return end(status, text);
-        Start(message, comm, end);
+        Start(*message, comm, end);
       });
 }
 
@@ -92,10 +91,8 @@ void StartCall(const std::shared_ptr<Call>& call, const Execution& execution) {
   const Group& group = *execution.place.group;
   if (group.processes.empty()) return StartAmongDevices(call, execution);
   const Site& site = execution.site;
-  auto launched = std::make_unique<LaunchedCall>(execution.device, execution.run,
-                                                 site.NameOf(group), site.named());
-  const bool alone = launched->alone();
-  call->Hold(std::move(launched));
+  const bool alone =
+      call->Launch(execution.device, execution.run, site.NameOf(group), site.named());
   const auto start = group.hierarchical() ? StartAtMeeting : StartAmongProcesses;
   start(call, execution, alone);
 }

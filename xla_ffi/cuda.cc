@@ -14,17 +14,16 @@
 // kCmdBufferCompatible is not among the handlers' traits: XLA would then record them into a CUDA
 // graph, which a collective can be only where devices are connected directly, and that is not known
 // when handlers are registered.
-#include "cuda.h"
-
-#include <memory>
+#include <cstdint>
+#include <map>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "call.h"
 #include "cgx/cgx.h"
 #include "core.h"
 #include "groups.h"
+#include "handlers.h"
 #include "site.h"
 
 namespace cgx::xla {
@@ -60,10 +59,10 @@ ffi::Error Execute(CUstream_st* stream, ffi::RemainingArgs args, ffi::RemainingR
     const CudaGroup gpus = GroupOf(*place.group, *site);
     try {
       const Signature& signature = site->signature();
-      const auto message = AsRank(Operands(args, rets, signature, gpus.devices.size()), signature,
-                                  site->NameOf(*place.group));
-      message->noise_rank = static_cast<int32_t>(place.rank);
-      EnqueueOn(stream, *message, SeedsOf(args, signature),
+      Message message = AsRank(Operands(args, rets, signature, gpus.devices.size()), signature,
+                               site->NameOf(*place.group));
+      message.noise_rank = static_cast<int32_t>(place.rank);
+      EnqueueOn(stream, message, SeedsOf(args, signature),
                 CudaCommunicator(gpus, place.rank, run.run_id));
     } catch (const std::exception&) {
       Abandon(gpus, place.rank, run.run_id);
@@ -78,14 +77,6 @@ ffi::Error Execute(CUstream_st* stream, ffi::RemainingArgs args, ffi::RemainingR
 }  // namespace
 
 void SetCudaDevices(std::map<int32_t, int64_t> ids) { DeviceIds() = std::move(ids); }
-
-void EnqueueOn(CUstream_st* stream, Message& message, const U32Buffer& seeds, int32_t comm) {
-  message.collective.device = CGX_CUDA;
-  message.collective.stream = stream;
-  // Rows (low half, high half): the device's int64, which is little-endian.
-  message.collective.device_seeds = static_cast<const int64_t*>(seeds.untyped_data());
-  check(cgx_enqueue(&message.On(comm)));
-}
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCollectiveInstantiate, MakeSite<CudaSite>,
                               ffi::Ffi::BindInstantiate().Attrs());

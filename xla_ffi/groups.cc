@@ -25,6 +25,16 @@ std::string Join(const std::vector<T>& values) {
 
 constexpr const char* kCuda = "jax-cuda";
 
+// Returns the group of that name, made of `arguments` at its first use. Groups are never destroyed:
+// threads may use them until the process has ended.
+template <typename T, typename... Arguments>
+T& FindGroup(const std::string& name, const Arguments&... arguments) {
+  static auto* mutex = new std::mutex;
+  static auto* groups = new std::map<std::string, T>;
+  std::lock_guard lock(*mutex);
+  return groups->try_emplace(name, arguments...).first->second;
+}
+
 // ---- devices of one process ---------------------------------------------------------------------
 
 struct LocalGroup {
@@ -34,15 +44,6 @@ struct LocalGroup {
   int64_t generation = 0;
   RecentRuns<std::vector<int32_t>> runs;  // the communicators that a run began with
 };
-
-LocalGroup& FindLocalGroup(const std::string& name) {
-  static auto* mutex = new std::mutex;
-  static auto* groups = new std::map<std::string, std::unique_ptr<LocalGroup>>;
-  std::lock_guard lock(*mutex);
-  std::unique_ptr<LocalGroup>& group = (*groups)[name];
-  if (!group) group = std::make_unique<LocalGroup>();
-  return *group;
-}
 
 std::string NameOf(const std::string& kind, const std::vector<int64_t>& members) {
   return kind + ":" + Join(members);
@@ -106,15 +107,6 @@ class ProcessGroup {
   std::vector<UseCommunicator> waiting_;
 };
 
-ProcessGroup& FindProcessGroup(const std::string& name, const std::vector<int32_t>& processes) {
-  static auto* mutex = new std::mutex;
-  static auto* groups = new std::map<std::string, std::unique_ptr<ProcessGroup>>;
-  std::lock_guard lock(*mutex);
-  std::unique_ptr<ProcessGroup>& group = (*groups)[name];
-  if (!group) group = std::make_unique<ProcessGroup>(name, processes);
-  return *group;
-}
-
 }  // namespace
 
 void SetWorld(int32_t comm) { world_of_processes = comm; }
@@ -122,7 +114,7 @@ void SetWorld(int32_t comm) { world_of_processes = comm; }
 int32_t LocalCommunicator(const std::string& kind, const std::vector<int64_t>& members,
                           int64_t rank, int64_t run, double timeout_s) {
   const std::string name = NameOf(kind, members);
-  LocalGroup& group = FindLocalGroup(name);
+  LocalGroup& group = FindGroup<LocalGroup>(name);
   std::lock_guard lock(group.mutex);
   if (std::vector<int32_t>* comms = group.runs.Find(run)) return comms->at(rank);
   if (group.comms.empty() || group.abandoned ||
@@ -146,7 +138,8 @@ int32_t LocalCommunicator(const std::string& kind, const std::vector<int64_t>& m
 }
 
 void WithProcessCommunicator(const std::vector<int32_t>& processes, UseCommunicator use) {
-  FindProcessGroup("jax:" + Join(processes), processes).Use(std::move(use));
+  const std::string name = "jax:" + Join(processes);
+  FindGroup<ProcessGroup>(name, name, processes).Use(std::move(use));
 }
 
 // ---- GPUs ---------------------------------------------------------------------------------------
@@ -155,7 +148,8 @@ int32_t CudaCommunicator(const CudaGroup& group, int64_t rank, int64_t run) {
   if (group.processes.empty())
     return LocalCommunicator(kCuda, group.devices, rank, run, /*timeout_s=*/0);
   auto made = std::make_shared<std::promise<int32_t>>();
-  FindProcessGroup(NameOf(kCuda, group.devices), group.processes)
+  const std::string name = NameOf(kCuda, group.devices);
+  FindGroup<ProcessGroup>(name, name, group.processes)
       .Use([made](int32_t comm, cgx_status_t status, const std::string& message) {
         if (status == CGX_OK) return made->set_value(comm);
         made->set_exception(std::make_exception_ptr(StatusError(status, message)));
@@ -165,7 +159,7 @@ int32_t CudaCommunicator(const CudaGroup& group, int64_t rank, int64_t run) {
 
 void Abandon(const CudaGroup& group, int64_t rank, int64_t run) {
   if (!group.processes.empty()) return;
-  LocalGroup& local = FindLocalGroup(NameOf(kCuda, group.devices));
+  LocalGroup& local = FindGroup<LocalGroup>(NameOf(kCuda, group.devices));
   std::lock_guard lock(local.mutex);
   const std::vector<int32_t>* comms = local.runs.Find(run);
   if (comms == nullptr || *comms != local.comms) return;

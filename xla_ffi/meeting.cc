@@ -169,8 +169,8 @@ void Meeting::Run() {
   WithProcessCommunicator(group_.processes, [self, message](int32_t comm, cgx_status_t status,
                                                             const std::string& text) {
     if (status != CGX_OK) return self->End(status, text);
-    Start(message, comm,
-          [self, message](cgx_status_t ended, const std::string& why) { self->End(ended, why); });
+    Start(*message, comm,
+          [self](cgx_status_t ended, const std::string& why) { self->End(ended, why); });
   });
 }
 

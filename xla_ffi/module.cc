@@ -2,13 +2,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 
-#include "allreduce_q.h"
-#include "carried.h"
-#include "cgx/cgx.h"
-#include "collective.h"
-#include "cuda.h"
-#include "gate.h"
 #include "groups.h"
+#include "handlers.h"
 #include "site.h"
 
 namespace nb = nanobind;
@@ -26,38 +21,48 @@ nb::dict StateType() {
   return type;
 }
 
+nb::capsule Capsule(XLA_FFI_Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+// By target: psum_q, psum_scatter_q and all_gather_q have the same stages.
+nb::dict CollectiveHandlers(XLA_FFI_Handler* instantiate, XLA_FFI_Handler* execute) {
+  nb::dict stages, handlers;
+  stages["instantiate"] = Capsule(instantiate);
+  stages["execute"] = Capsule(execute);
+  for (const char* target : {"cgx_psum_q", "cgx_psum_scatter_q", "cgx_all_gather_q"})
+    handlers[target] = stages;
+  return handlers;
+}
+
+// The gates of cgx_ops/jax/overlap.py. It does nothing: what matters is that XLA runs it when all
+// of its operands are there, and that its results are in their buffers.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    Gate, [](ffi::RemainingArgs, ffi::RemainingRets) { return ffi::Error::Success(); },
+    ffi::Ffi::Bind().RemainingArgs().RemainingRets());
+
 }  // namespace
 
 NB_MODULE(_xla_ffi, module) {
   using namespace cgx::xla;  // NOLINT: the whole module is about it
   module.doc() = "XLA FFI handlers of cgx_ops.jax";
 
-  module.def("collective_handlers", [] {
-    nb::dict stages;
-    stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(&CollectiveInstantiate));
-    stages["execute"] = nb::capsule(reinterpret_cast<void*>(&CollectiveExecute));
-    return stages;
-  });
-  module.def("cuda_collective_handlers", [] {
-    nb::dict stages;
-    stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(&CudaCollectiveInstantiate));
-    stages["execute"] = nb::capsule(reinterpret_cast<void*>(&CudaCollectiveExecute));
-    return stages;
-  });
-  module.def("carried_handlers", [] {
-    nb::dict handlers;
-    handlers["cgx_carried_sum"] = nb::capsule(reinterpret_cast<void*>(&CarriedSum));
-    handlers["cgx_carried_round"] = nb::capsule(reinterpret_cast<void*>(&CarriedRound));
-    handlers["cgx_carried_encode"] = nb::capsule(reinterpret_cast<void*>(&CarriedEncode));
-    handlers["cgx_carried_reduce"] = nb::capsule(reinterpret_cast<void*>(&CarriedReduce));
-    handlers["cgx_carried_decode"] = nb::capsule(reinterpret_cast<void*>(&CarriedDecode));
+  module.def("cpu_handlers", [] {
+    nb::dict handlers = CollectiveHandlers(&CollectiveInstantiate, &CollectiveExecute);
+    handlers["cgx_carried_sum"] = Capsule(&CarriedSum);
+    handlers["cgx_carried_round"] = Capsule(&CarriedRound);
+    handlers["cgx_carried_encode"] = Capsule(&CarriedEncode);
+    handlers["cgx_carried_reduce"] = Capsule(&CarriedReduce);
+    handlers["cgx_carried_decode"] = Capsule(&CarriedDecode);
+    handlers["cgx_allreduce_q"] = Capsule(&AllreduceQ);
+    handlers["cgx_gate"] = Capsule(&Gate);
     return handlers;
   });
-  module.def("allreduce_q_handler",
-             [] { return nb::capsule(reinterpret_cast<void*>(&AllreduceQ)); });
-  module.def("gate_handler", [] { return nb::capsule(reinterpret_cast<void*>(&Gate)); });
-  module.def("cuda_allreduce_q_handler",
-             [] { return nb::capsule(reinterpret_cast<void*>(&CudaAllreduceQ)); });
+  module.def("cuda_handlers", [] {
+    nb::dict handlers = CollectiveHandlers(&CudaCollectiveInstantiate, &CudaCollectiveExecute);
+    handlers["cgx_allreduce_q"] = Capsule(&CudaAllreduceQ);
+    return handlers;
+  });
   module.def("site_type", &StateType<Site>);
   module.def("cuda_site_type", &StateType<CudaSite>);
   module.def("compilation_begins", &CompilationBegins);
@@ -65,5 +70,4 @@ NB_MODULE(_xla_ffi, module) {
   module.def("set_local_timeout", &SetLocalTimeout, nb::arg("seconds"));
   module.def("set_cuda_devices", &SetCudaDevices, nb::arg("ids"));
   module.def("set_world", &SetWorld, nb::arg("comm"));
-  module.def("version", [] { return cgx_version(); });
 }

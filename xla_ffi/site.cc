@@ -12,34 +12,19 @@ namespace {
 
 std::atomic<int64_t> next_serial{0};
 
+std::mutex counts_mutex;
+int64_t compilations = 0;  // under way; guarded by counts_mutex
+
 // How often each call id has been instantiated for the executable that is being compiled.
-class InstanceCounter {
- public:
-  static InstanceCounter& Get() {
-    static auto* counter = new InstanceCounter;
-    return *counter;
-  }
+std::unordered_map<std::string, int64_t>& Counts() {  // guarded by counts_mutex
+  static auto* counts = new std::unordered_map<std::string, int64_t>;
+  return *counts;
+}
 
-  int64_t Next(const std::string& call) {
-    std::lock_guard lock(mutex_);
-    return counts_[call]++;
-  }
-
-  void CompilationBegins() {
-    std::lock_guard lock(mutex_);
-    if (compilations_++ == 0) counts_.clear();
-  }
-
-  void CompilationEnds() {
-    std::lock_guard lock(mutex_);
-    if (--compilations_ == 0) counts_.clear();
-  }
-
- private:
-  std::mutex mutex_;
-  std::unordered_map<std::string, int64_t> counts_;
-  int64_t compilations_ = 0;  // under way
-};
+int64_t NextInstance(const std::string& call) {
+  std::lock_guard lock(counts_mutex);
+  return Counts()[call]++;
+}
 
 // The groups, each with the processes of its members; `processes` is by partition, or empty.
 std::vector<Group> MakeGroups(const std::vector<int64_t>& partitions, int64_t group_size,
@@ -82,7 +67,7 @@ Site::Site(const ffi::Dictionary& attributes)
   groups_ = MakeGroups(GetList(attributes, "groups"),
                        GetAttribute<int64_t>(attributes, "group_size"), processes);
   std::string call(GetAttribute<std::string_view>(attributes, "call"));
-  name_ = call + "#" + std::to_string(InstanceCounter::Get().Next(call));
+  name_ = call + "#" + std::to_string(NextInstance(call));
 }
 
 Site::~Site() = default;
@@ -138,8 +123,14 @@ std::string Site::NameOf(const Group& group) const {
   return groups_.size() == 1 ? name_ : name_ + "/" + std::to_string(group.index);
 }
 
-void CompilationBegins() { InstanceCounter::Get().CompilationBegins(); }
+void CompilationBegins() {
+  std::lock_guard lock(counts_mutex);
+  if (compilations++ == 0) Counts().clear();
+}
 
-void CompilationEnds() { InstanceCounter::Get().CompilationEnds(); }
+void CompilationEnds() {
+  std::lock_guard lock(counts_mutex);
+  if (--compilations == 0) Counts().clear();
+}
 
 }  // namespace cgx::xla

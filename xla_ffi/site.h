@@ -19,7 +19,6 @@
 #include "cgx/cgx.h"
 #include "core.h"
 #include "recent_runs.h"
-#include "signature.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace cgx::xla {
@@ -68,9 +67,7 @@ class Site {
   void ForgetMeeting(int64_t run, const Group& group, int64_t occurrence);
 
   int64_t serial() const { return serial_; }
-  // "<call id>#<instance>"
-  const std::string& name() const { return name_; }
-  // That of the group's collectives among processes.
+  // Of the group's collectives among processes.
   std::string NameOf(const Group& group) const;
   bool named() const { return named_; }  // by the user
   // Such as "psum_q 'jit_step/0:1f2e3d4c#0' on rank 1 of 2", for error messages.
@@ -83,7 +80,7 @@ class Site {
   Signature signature_;
   bool named_;
   int64_t serial_;
-  std::string name_;
+  std::string name_;  // "<call id>#<instance>"
 
   std::mutex mutex_;
   // Guarded by mutex_: by run, executions so far by partition; meetings by (group, occurrence).

@@ -23,8 +23,6 @@ Platform = Literal["cpu", "cuda"]  # those that are served, by JAX's names
 # Half of what XLA:CPU lets its own collectives among the devices of a process wait before it aborts
 # the process: a later deadline of ours would never be seen. Among processes XLA waits on.
 _LOCAL_TIMEOUT_S = 20.0
-# Of psum_q, psum_scatter_q and all_gather_q: one handler serves them all.
-_COLLECTIVES = ("cgx_psum_q", "cgx_psum_scatter_q", "cgx_all_gather_q")
 
 _lock = threading.Lock()
 
@@ -76,18 +74,18 @@ def _binding() -> Any:
     return _xla_ffi
 
 
+def _register(handlers: dict[str, Any], platform: str) -> tuple[str, ...]:
+    for name, handler in handlers.items():
+        jax.ffi.register_ffi_target(name, handler, platform=platform)
+    return tuple(handlers)
+
+
 @functools.cache
 def _register_cpu() -> tuple[str, ...]:
     binding = _binding()
     _compat.device_ids("cpu")  # makes the backend
     jax.ffi.register_ffi_type("cgx_psum_q_site", binding.site_type(), platform="cpu")
-    handlers: dict[str, Any] = dict.fromkeys(_COLLECTIVES, binding.collective_handlers())
-    handlers |= binding.carried_handlers()
-    handlers["cgx_allreduce_q"] = binding.allreduce_q_handler()
-    handlers["cgx_gate"] = binding.gate_handler()
-    for name, handler in handlers.items():
-        jax.ffi.register_ffi_target(name, handler, platform="cpu")
-    return tuple(handlers)
+    return _register(binding.cpu_handlers(), "cpu")
 
 
 @functools.cache
@@ -96,11 +94,7 @@ def _register_cuda() -> tuple[str, ...]:
     binding.set_cuda_devices(_compat.device_ids("cuda"))
     # Where there is no GPU, for which programs may be lowered nevertheless, JAX only notes these.
     jax.ffi.register_ffi_type("cgx_psum_q_cuda_site", binding.cuda_site_type(), platform="CUDA")
-    handlers: dict[str, Any] = dict.fromkeys(_COLLECTIVES, binding.cuda_collective_handlers())
-    handlers["cgx_allreduce_q"] = binding.cuda_allreduce_q_handler()
-    for name, handler in handlers.items():
-        jax.ffi.register_ffi_target(name, handler, platform="CUDA")
-    return tuple(handlers)
+    return _register(binding.cuda_handlers(), "CUDA")
 
 
 _REGISTER: dict[Platform, Callable[[], tuple[str, ...]]] = {

@@ -9,8 +9,9 @@ their values exactly in float32 and then share its messages, so that nothing cro
        neither all-to-all nor reduce
     4. XLA's collectives over groups of partition ids
 
-The steps between the exchanges are FFI calls, pure functions of their operands (xla_ffi/carried.h).
-Their bits and bytes are the native carrier's, but that messages are padded to the longest.
+The steps between the exchanges are FFI calls, pure functions of their operands
+(xla_ffi/carried.cc). Their bits and bytes are the native carrier's, but that messages are padded to
+the longest.
 """
 
 import ctypes
@@ -273,7 +274,7 @@ def _exchange(
 
 
 def _attributes(settings: "Settings", plan: _Plan, route: _Route) -> dict[str, Any]:
-    """Return what CarriedSettings of xla_ffi/carried.cc holds."""
+    """Return what CarriedCall of xla_ffi/carried.cc reads."""
     resolved = {c: replace(c, algorithm=plan.algorithm) for c in set(settings.configs)}
     return {
         **call_attributes(settings.op, [resolved[config] for config in settings.configs]),

@@ -165,7 +165,7 @@ mlir.register_lowering(collective_q_p, _lower_elsewhere)
 
 
 def message_attributes(ctx: Any, settings: Settings) -> dict[str, Any]:
-    """Return what Signature of xla_ffi/call.h reads."""
+    """Return what Signature of xla_ffi/core.h reads."""
     batch_axis = _BATCH_IN[settings.verb]
     leaves = parted(ctx.avals_in, settings.feedback)[0]
     return {

@@ -78,13 +78,12 @@ def register_for_cpu() -> tuple[str, ...]:
     # As DeviceOrdinal, XLA:CPU gives the id.
     binding.set_cuda_devices({device.id: device.id for device in jax.local_devices()})
     jax.ffi.register_ffi_type("cuda_site_on_cpu", binding.cuda_site_type())
-    stages = binding.cuda_collective_handlers()
-    LIBRARY.set_handlers(address(stages["execute"]), address(binding.cuda_allreduce_q_handler()))
+    handlers = binding.cuda_handlers()
+    stages = handlers["cgx_psum_q"]  # all collectives' one
+    LIBRARY.set_handlers(address(stages["execute"]), address(handlers["cgx_allreduce_q"]))
     stages["execute"] = jax.ffi.pycapsule(LIBRARY.collective_execute)
-    for name in _runtime._COLLECTIVES:
-        jax.ffi.register_ffi_target(name, stages)
-    jax.ffi.register_ffi_target("cgx_allreduce_q", jax.ffi.pycapsule(LIBRARY.allreduce_q))
-    return ()
+    handlers["cgx_allreduce_q"] = jax.ffi.pycapsule(LIBRARY.allreduce_q)
+    return _runtime._register(handlers, "cpu")
 
 
 def use_cuda_handlers() -> None:

@@ -1,0 +1,36 @@
+// The XLA FFI handlers, and what Python sets for them.
+#pragma once
+
+#include <cstdint>
+#include <map>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace cgx::xla {
+
+// Of psum_q and its sisters, on CPU and on CUDA: Instantiate makes a Site, Execute starts the
+// collective or, on CUDA, puts it on the device's stream.
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CollectiveInstantiate);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CollectiveExecute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaCollectiveInstantiate);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaCollectiveExecute);
+
+// Of psum_q with carrier="xla": see carried.cc.
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedSum);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedRound);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedEncode);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedReduce);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedDecode);
+
+// Of allreduce_q, on CPU and on CUDA.
+XLA_FFI_DECLARE_HANDLER_SYMBOL(AllreduceQ);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaAllreduceQ);
+
+// Sets the deadline, in seconds, of collectives that several devices of this process take part in,
+// from here on. Collectives of one device per process have their communicator's deadline.
+void SetLocalTimeout(double seconds);
+
+// Tells JAX's ids of this process's GPUs, by CUDA's ordinals, before any handler runs.
+void SetCudaDevices(std::map<int32_t, int64_t> ids);
+
+}  // namespace cgx::xla
