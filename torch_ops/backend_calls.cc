@@ -67,6 +67,11 @@ Backend::WorkRef Backend::forward_reduction(const char* title, at::TensorList sh
   const bool averages = options.reduceOp.op_ == c10d::ReduceOp::AVG;
   if (!averages || !device_of(shown).is_cpu())  // NCCL has averages
     return forward(title, shown, method, arguments..., options);
+  if (!shown.empty() && shown[0].scalar_type() == at::kBool) {
+    C10_THROW_ERROR(TypeError,
+                    "the backend cgx has no average of bool tensors, as NCCL has none: average "
+                    "x.float(), or reduce with MAX (any) or MIN (all)");
+  }
   OpOptions of_sum = options;
   of_sum.reduceOp = c10d::ReduceOp::SUM;
   WorkRef sum = start_inner(title, shown, method, arguments..., of_sum);

@@ -129,6 +129,14 @@ def averages(r: int, n: int) -> None:
     leaf = torch.ones(3, dtype=torch.float64, requires_grad=True)
     dist.all_reduce(leaf.detach(), avg)
     assert leaf.tolist() == [1.0] * 3
+    flags = torch.tensor([r == 0, True])
+    with pytest.raises(TypeError, match="no average of bool tensors"):
+        dist.all_reduce(flags, avg)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    assert flags.tolist() == [True, True]
+    flags = torch.tensor([r == 0, True])
+    dist.all_reduce(flags, dist.ReduceOp.MIN)
+    assert flags.tolist() == [n == 1, True]
 
 
 def coalescing(r: int, n: int) -> None:
