@@ -42,13 +42,14 @@ std::atomic<void (*)()> trace_hook{nullptr};
 // ---- 1. the parts --------------------------------------------------------------------------
 
 // Whether a graph is being built. Modes of a user (a profile, a flop count, opcheck) build none.
-bool is_traced(at::TensorList xs) {
+bool is_traced(at::TensorList xs, at::TensorList residuals = {}) {
   using c10::impl::TorchDispatchModeKey;
   using c10::impl::TorchDispatchModeTLS;
   constexpr c10::DispatchKeySet tracing(
       {c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
-  return std::any_of(xs.begin(), xs.end(),
-                     [&](const at::Tensor& x) { return x.key_set().has_any(tracing); }) ||
+  const auto traces = [&](const at::Tensor& x) { return x.key_set().has_any(tracing); };
+  return std::any_of(xs.begin(), xs.end(), traces) ||
+         std::any_of(residuals.begin(), residuals.end(), traces) ||
          TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE).has_value() ||
          TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::PROXY).has_value() ||
          TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
@@ -62,7 +63,7 @@ bool is_traced(at::TensorList xs) {
 // random operator's too, but never take two at::empty for one. Outside of graphs one serves all.
 //
 // Places must be the same on all ranks, whose generators may differ: they follow from a count.
-Seed draw_if_needed(const Options& options, at::TensorList xs) {
+Seed draw_if_needed(const Options& options, at::TensorList xs, at::TensorList residuals = {}) {
   static const auto seed = find_operator<decltype(draw_seed_cpu)>("cgx::draw_seed");
   static const auto places = find_operator<decltype(draw_places_cpu)>("cgx::draw_places");
   const auto empty_on = [](at::Device device) {
@@ -71,7 +72,7 @@ Seed draw_if_needed(const Options& options, at::TensorList xs) {
   if (!options.needs_seed()) return std::nullopt;
   if (options.seed_use == CGX_SEED_OF_PLACES)
     return places.call(empty_on(at::kCPU), options.group_name, options.name);
-  const bool traced = is_traced(xs);
+  const bool traced = is_traced(xs, residuals);
   const at::Device device = xs[0].device();
   const bool on_gpu = device.is_cuda() && (traced || capturing(device));
   if (traced || on_gpu) return seed.call(empty_on(on_gpu ? device : at::kCPU));
@@ -98,7 +99,7 @@ variable_list all_reduce_native(at::TensorList xs, at::TensorList residuals, con
     if (xs.size() == 1 && residuals.empty()) return {one.call(xs[0], seed, packed, o.group_name)};
     return list.call(xs, residuals, seed, packed, o.group_name);
   };
-  if (!is_traced(xs) && !is_traced(residuals)) return call(blocking, blocking_list);
+  if (!is_traced(xs, residuals)) return call(blocking, blocking_list);
   if (const auto hook = trace_hook.load(); hook != nullptr) hook();
   variable_list results = call(start, start_list);
   for (at::Tensor& result : results) result = wait.call(result);
@@ -283,7 +284,7 @@ quantized_allreduce_coalesced_with_feedback(at::TensorList xs, at::TensorList re
   check(cgx_config_check_feedback(&options.config));
   if (xs.empty()) return {};
   const variable_list results =
-      AllReduce::reduce(xs, residuals, draw_if_needed(options, xs), options);
+      AllReduce::reduce(xs, residuals, draw_if_needed(options, xs, residuals), options);
   const auto half = results.begin() + xs.size();
   return {variable_list(results.begin(), half), variable_list(half, results.end())};
 }

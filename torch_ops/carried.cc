@@ -36,7 +36,7 @@ struct Lengths {
 };
 
 template <typename Use>
-void with_carried(const std::vector<int64_t>& numels, at::ScalarType dtype, const Addresses& at,
+void with_carried(at::IntArrayRef numels, at::ScalarType dtype, const Addresses& at,
                   const OwnSeed& seed, const Options& options, const Place& place, Use&& use) {
   with_collective(numels, dtype, at, seed, options, [&](cgx_collective_t* collective) {
     const auto noise_rank = static_cast<int32_t>(place.noise_rank);

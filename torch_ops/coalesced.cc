@@ -40,7 +40,6 @@ void check_list(at::TensorList xs, at::TensorList residuals, const Options& opti
       check_alike(xs.empty() ? list[0] : xs[0], x);
     }
   }
-  if (!residuals.empty()) check_pairs(xs, residuals, options);
 }
 
 void check_pairs(at::TensorList xs, at::TensorList residuals, const Options& options) {
@@ -62,7 +61,8 @@ Options checked_list(at::TensorList xs, at::TensorList residuals, const Seed& se
                      std::string_view call, std::string_view group_name) {
   Options options = Options::unpack(call, group_name);
   check_list(xs, residuals, options);
-  if (!xs.empty()) check_call(xs[0], seed, options);
+  if (!residuals.empty()) check_pairs(xs, residuals, options);
+  if (!xs.empty()) check_seed(xs[0], seed, options);
   return options;
 }
 

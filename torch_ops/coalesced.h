@@ -11,8 +11,8 @@
 
 namespace cgx::torch_ops {
 
-// Throws unless `options` can reduce each of the tensors and all can share a message: they are of
-// one dtype, on one device. Checks residuals too, if there are any.
+// Throws unless `options` can reduce each of the tensors, of the residuals too, and all can share a
+// message: they are of one dtype, on one device.
 void check_list(at::TensorList xs, at::TensorList residuals, const Options& options);
 // Throws unless there is a residual for each tensor, of its shape, and it is a sum or average.
 void check_pairs(at::TensorList xs, at::TensorList residuals, const Options& options);

@@ -13,6 +13,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
+#include <vector>
 
 #include "core.h"
 #include "cuda.h"
@@ -38,7 +39,8 @@ Addresses addresses_of(const Buffers& buffers) {
 
 // Checks x; where it is reduced from, and into.
 Buffers checked_buffers(const at::Tensor& x, const Seed& seed, const Options& options) {
-  check_call(x, seed, options);
+  options.check(x);
+  check_seed(x, seed, options);
   return {.input = x.contiguous(), .output = at::empty_like(x, at::MemoryFormat::Contiguous)};
 }
 
@@ -72,8 +74,7 @@ c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, at::IntArrayRef numels, c
   return work;
 }
 
-void check_call(const at::Tensor& x, const Seed& seed, const Options& options) {
-  options.check(x);
+void check_seed(const at::Tensor& x, const Seed& seed, const Options& options) {
   if (!options.needs_seed()) return;
   if (!seed.has_value() || seed->scalar_type() != at::kLong || seed->dim() != 0) {
     C10_THROW_ERROR(ValueError,
@@ -180,7 +181,9 @@ at::Tensor borrow_kernel(const at::Tensor& x, const Seed& seed, std::string_view
 
 at::Tensor all_reduce_meta(const at::Tensor& x, const Seed& seed, std::string_view call,
                            std::string_view group_name) {
-  check_call(x, seed, Options::unpack(call, group_name));
+  const Options options = Options::unpack(call, group_name);
+  options.check(x);
+  check_seed(x, seed, options);
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 

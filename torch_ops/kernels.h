@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <optional>
 #include <string_view>
-#include <vector>
 
 #include "cgx/cgx.h"
 #include "options.h"
@@ -17,15 +16,14 @@ namespace cgx::torch_ops {
 
 // Reduces `input` into `output`: contiguous, of one device, dtype and size, perhaps one tensor;
 // `numels` are the sizes of the tensors that lie in it end to end. `seed` is needed if the options
-// say so. They check nothing that check_call did. run() blocks, or puts the collective on
-// the current stream; launch() does neither.
+// say so. They check nothing that Options::check and check_seed did. run() blocks, or puts the
+// collective on the current stream; launch() does neither.
 void run(const Buffers& buffers, at::IntArrayRef numels, const Seed& seed, const Options& options);
 c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, at::IntArrayRef numels, const Seed& seed,
                                       const Options& options);
 
-// Throws unless the tensor is one that `options` can reduce and there is a seed where one is
-// needed.
-void check_call(const at::Tensor& x, const Seed& seed, const Options& options);
+// Throws unless there is a seed where `options` need one, on the CPU or on the device of x.
+void check_seed(const at::Tensor& x, const Seed& seed, const Options& options);
 
 // The seed of a collective: a number, or in the GPU's memory, where a graph that is recorded finds
 // a new one at every replay. The core derives those of segments.
