@@ -52,16 +52,16 @@ void require_device(const cgx_collective_t& call, cgx_device_t device, const cha
 
 // A host's or a freed address would break the device for the whole process.
 void check_addresses(const cgx_collective_t& call, device::Device& device) {
-  const auto check = [&](const void* address, const std::string& what) {
+  const auto check = [&](const void* address, const device::BufferName& what) {
     if (address) device.check_address(address, what);
   };
   const auto check_list = [&](const void* const* list, const char* what) {
-    for (int64_t i = 0; list && i < call.num_segments; ++i) check(list[i], join(what, "[", i, "]"));
+    for (int64_t i = 0; list && i < call.num_segments; ++i) check(list[i], {what, i});
   };
-  check(call.input, "input");
-  check(call.output, "output");
-  check(call.device_seeds, "device_seeds");
-  check(call.device_seed, "device_seed");
+  check(call.input, {"input"});
+  check(call.output, {"output"});
+  check(call.device_seeds, {"device_seeds"});
+  check(call.device_seed, {"device_seed"});
   check_list(call.inputs, "inputs");
   check_list(call.outputs, "outputs");
   check_list(call.residuals, "residuals");

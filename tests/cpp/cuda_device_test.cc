@@ -47,12 +47,12 @@ void test_addresses() {
   float value = 0;
   CHECK(&device_of(device.get() + 100) == &gpu() && gpu().name() == "cuda:0", "another device");
   CHECK(&device_of(nullptr) == &gpu(), "no buffer: the thread's device");
-  gpu().check_address(device.get() + kBytes - 1, "input");
-  fails(CGX_INVALID_ARGUMENT, {"input is a null"}, [] { gpu().check_address(nullptr, "input"); });
+  gpu().check_address(device.get() + kBytes - 1, {"input"});
+  fails(CGX_INVALID_ARGUMENT, {"input is a null"}, [] { gpu().check_address(nullptr, {"input"}); });
   fails(CGX_INVALID_ARGUMENT, {"input is in pinned host memory"},
-        [&] { gpu().check_address(host.get(), "input"); });
+        [&] { gpu().check_address(host.get(), {"input"}); });
   fails(CGX_INVALID_ARGUMENT, {"output (address 0x", "in host memory"},
-        [&] { gpu().check_address(&value, "output"); });
+        [&] { gpu().check_address(&value, {"output"}); });
   void* freed = nullptr;
   check_cuda(cudaMalloc(&freed, kBytes));
   check_cuda(cudaFree(freed));
@@ -93,7 +93,7 @@ void test_other_device() {
   CHECK(current == 0, "the caller's device is now %d", current);
   CHECK(&device_of(theirs.get()) == &other, "another device");
   fails(CGX_INVALID_ARGUMENT, {"input is on cuda:1, the communicator uses cuda:0"},
-        [&] { gpu().check_address(theirs.get(), "input"); });
+        [&] { gpu().check_address(theirs.get(), {"input"}); });
   fill(from, 11);
   std::optional<Memory> opened;
   try {

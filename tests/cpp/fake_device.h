@@ -478,7 +478,7 @@ class FakeDevice final : public Device {
     if (current_ != this) std::abort();
     ++flushes;
   }
-  void check_address(const void*, const std::string&) override {}
+  void check_address(const void*, const BufferName&) override {}
 
   std::atomic<bool> is_recording = false, reaches_peers = true, is_reached_by_mpi = false;
   std::atomic<int> times_current = 0, flushes = 0;

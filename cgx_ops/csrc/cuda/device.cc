@@ -60,7 +60,7 @@ Location locate_on_any_thread(const void* address) {
 }
 
 // The number of the device whose memory this is.
-int device_at(const void* address, const std::string& what) {
+int device_at(const void* address, const BufferName& what) {
   constexpr char kRemedy[] =
       ": give device=CPU, or move the values to the GPU (a tensor's .cuda()) before the call";
   require(address != nullptr, CGX_INVALID_ARGUMENT, what, " is a null pointer");
@@ -171,10 +171,10 @@ void CudaDevice::flush_remote_writes() {
         "cudaDeviceFlushGPUDirectRDMAWrites on ", name());
 }
 
-void CudaDevice::check_address(const void* address, const std::string& what) {
+void CudaDevice::check_address(const void* address, const BufferName& what) {
   const int ordinal = device_at(address, what);
   require(ordinal == ordinal_, CGX_INVALID_ARGUMENT, what, " is on cuda:", ordinal,
-          ", the communicator uses ", name(),
+          ", the communicator uses cuda:", ordinal_,
           ": all buffers of a rank's collectives are on one GPU");
 }
 
@@ -183,7 +183,7 @@ void CudaDevice::check_address(const void* address, const std::string& what) {
 namespace cgx::device {
 
 Device& device_of(const void* address) {
-  if (address) return cuda::CudaDevice::get(cuda::device_at(address, "the first buffer"));
+  if (address) return cuda::CudaDevice::get(cuda::device_at(address, {"the first buffer"}));
   int current = 0;
   cuda::check(cudaGetDevice(&current), "asking for the current GPU");
   return cuda::CudaDevice::get(current);

@@ -27,7 +27,7 @@ class CudaDevice : public Device {
   bool reached_by_mpi() override;
   std::shared_ptr<void> make_current() override;
   void flush_remote_writes() override;
-  void check_address(const void* address, const std::string& what) override;
+  void check_address(const void* address, const BufferName& what) override;
 
   int ordinal() const { return ordinal_; }
   const cudaUUID_t& uuid() const { return uuid_; }

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <ostream>
 #include <string>
 
 #include "kernel/cuda/launches.h"
@@ -45,6 +46,17 @@ enum class Place {
 // Freed with its last owner, who must know that no queue uses it any more.
 using Memory = std::shared_ptr<std::byte>;
 
+// What a caller knows a buffer by, for error messages: "input", or "inputs[3]". No text before it
+// is needed: a call checks every buffer.
+struct BufferName {
+  const char* name;
+  int64_t index = -1;
+};
+inline std::ostream& operator<<(std::ostream& out, const BufferName& buffer) {
+  out << buffer.name;
+  return buffer.index < 0 ? out : out << '[' << buffer.index << ']';
+}
+
 class Device {
  public:
   virtual ~Device() = default;
@@ -76,7 +88,7 @@ class Device {
   // its queues get next. On a thread where the device is current.
   virtual void flush_remote_writes() = 0;
   // Throws Error(CGX_INVALID_ARGUMENT) unless the device can use memory at this address.
-  virtual void check_address(const void* address, const std::string& what) = 0;
+  virtual void check_address(const void* address, const BufferName& what) = 0;
 };
 
 // The device whose memory is at the address; null: the calling thread's current one. Throws Error:
