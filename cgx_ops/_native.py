@@ -324,6 +324,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_refuse": (POINTER(Collective), c_int, c_char_p),
     "cgx_sum": (c_int32, POINTER(c_void_p), c_int32, c_int64, c_void_p),
     "cgx_convert": (c_int32, c_void_p, c_int32, c_void_p, c_int64),
+    "cgx_convert_residual": (c_void_p, c_int32, c_void_p, c_int64),
     "cgx_carried_plan": (POINTER(Carried), POINTER(c_int32), POINTER(c_int64), POINTER(c_int64)),
     "cgx_carried_encode": (POINTER(Carried), c_void_p, c_int64),
     "cgx_carried_reduce": (POINTER(Carried), c_void_p, c_int64, c_void_p, c_int64),

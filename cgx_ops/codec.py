@@ -45,16 +45,8 @@ def quantize(
     array = as_input(values)
     settings = _settings(config, knobs)
     codec = _codec(settings, array.dtype)
-    for field, value, bits in (
-        ("rank", rank, 31),
-        ("phase", phase, 31),
-        ("first_index", first_index, 63),
-    ):
-        if not 0 <= value < 2**bits:
-            raise InvalidArgument(
-                f"{field} is {value}; it must be an integer from 0 to 2^{bits} - 1"
-            )
-    codec.rank, codec.phase, codec.first_index = rank, phase, first_index
+    codec.rank, codec.phase = _below("rank", rank, 31), _below("phase", phase, 31)
+    codec.first_index = _below("first_index", first_index, 63)
     encoded, written = np.empty(_encoded_bytes(codec, array.size), np.uint8), c_int64()
     _native.call(
         "cgx_quantize", byref(codec), array.ctypes.data, array.size, encoded.ctypes.data,
@@ -89,7 +81,7 @@ def dequantize(
     settings = _settings(config, knobs)
     result_type = dtype_named(dtype)
     codec = _codec(settings, result_type)
-    codec.first_index = first_index
+    codec.first_index = _below("first_index", first_index, 63)
     encoded, most = np.frombuffer(data, np.uint8), _encoded_bytes(codec, numel)
     if encoded.size > most:  # the core reads what it must, and tells what is too short
         raise InvalidArgument(
@@ -145,8 +137,12 @@ def _codec(settings: Config, dtype: np.dtype[Any]) -> _native.Codec:
 
 
 def _encoded_bytes(codec: _native.Codec, numel: int) -> int:
-    if not 0 <= numel < 2**63:
-        raise InvalidArgument(f"numel is {numel}; it must be an integer from 0 to 2^63 - 1")
     count = c_int64()
-    _native.call("cgx_encoded_bytes", byref(codec), numel, byref(count))
+    _native.call("cgx_encoded_bytes", byref(codec), _below("numel", numel, 63), byref(count))
     return count.value
+
+
+def _below(name: str, value: int, bits: int) -> int:
+    if not 0 <= value < 2**bits:
+        raise InvalidArgument(f"{name} is {value}; it must be an integer from 0 to 2^{bits} - 1")
+    return value

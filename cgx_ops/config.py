@@ -135,7 +135,9 @@ class Config:
     residual_decay: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, value in zip((*_ACCEPTED, "seed"), (*_values(self), self.seed), strict=True):
+        others = {"seed": self.seed, "residual_decay": self.residual_decay}
+        values = (*_values(self), *others.values())
+        for name, value in zip((*_ACCEPTED, *others), values, strict=True):
             if type(value) not in (int, float, str, bool, NoneType):
                 object.__setattr__(self, name, _plain(value))
         if self.bits == AUTO:

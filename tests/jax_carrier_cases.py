@@ -33,6 +33,7 @@ class Case:
     gather_bits: int | None = None
     skip_incomplete_buckets: bool = False
     minimal_size: int = 0
+    scale: int = 1
 
     def knobs(self) -> dict[str, Any]:
         names = ("bits", "bucket_size", "algorithm", "gather_bits")
@@ -43,7 +44,7 @@ class Case:
 
     def inputs(self, devices: int) -> Values:
         """Return each device's values, a row each."""
-        return normal(self.numel, devices, self.numel, dtype=self.dtype)
+        return normal(self.numel, devices, self.numel, dtype=self.dtype) * self.dtype(self.scale)
 
     def seeds(self, devices: int) -> Values:
         """Return what each device's key is made of."""
@@ -106,7 +107,9 @@ class Case:
         )
         residuals = np.zeros((len(group), self.numel), self.dtype)
         for rank, new in zip(ranks.values(), lost, strict=True):
-            residuals[list(group).index(rank[0])] = rounded(new, self.dtype)
+            residuals[list(group).index(rank[0])] = reference.round_to_finite(
+                new.astype(np.float32), np.dtype(self.dtype)
+            )
         return rounded(result, self.dtype), residuals
 
 
@@ -122,5 +125,6 @@ CASES = [
     *(Case(3001, algorithm="one_shot", keys=keys) for keys in ("none", "equal", "different")),
     *(Case(numel, algorithm="auto", keys="equal") for numel in (700, 40000)),
     Case(1000, 2, bucket_size=64, gather_bits=8, skip_incomplete_buckets=True),
+    Case(3000, 1, dtype=np.float16, op="avg", scale=10000),  # losses exceed what fp16 can be
     Case(1000, minimal_size=1001),
 ]

@@ -68,6 +68,11 @@ def convert(source: Any = X, result: Any = X, numel: int = NUMEL) -> Any:
     return lambda: _native.call("cgx_convert", dtype, at(source), dtype, at(result), c_int64(numel))
 
 
+def convert_residual(source: Any = X, result: Any = X, numel: int = NUMEL) -> Any:
+    call = at(source), FLOAT32, at(result), c_int64(numel)
+    return lambda: _native.call("cgx_convert_residual", *call)
+
+
 def at(array: Any) -> int | None:
     return None if array is None else array.ctypes.data
 
@@ -120,6 +125,9 @@ CODEC_CALLS: dict[str, tuple[Callable[[], None], str]] = {
     "no target": (convert(result=None), "to is a null pointer"),
     "negative convert": (convert(numel=-1), "numel is -1"),
     "huge convert": (convert(numel=HUGE), f"numel is {HUGE}"),
+    "no residual": (convert_residual(source=None), "from is a null pointer"),
+    "no target of a residual": (convert_residual(result=None), "to is a null pointer"),
+    "huge residual": (convert_residual(numel=HUGE), f"numel is {HUGE}"),
 }
 
 
@@ -139,6 +147,7 @@ def test_nothing_needs_no_memory() -> None:
         sum_encoded(DATA, 1, -1),  # one message has no stride
         exact_sum(pointers(None), numel=0, total=None),
         convert(None, None, 0),
+        convert_residual(None, None, 0),
         encoded_bytes(2**59, bits=8, bucket_size=1),
     ):
         call()

@@ -241,6 +241,24 @@ def test_threshold_sends_no_more_than_it_may() -> None:
                 assert count >= 0.8 * wanted, (kind, density, numel)
 
 
+def test_threshold_sends_enough_of_values_much_alike() -> None:
+    """Where no trial parts them, of 0.8 k the largest, and of equal ones the first."""
+    random = np.random.default_rng(0)
+    signs = random.choice(np.array([-1, 1], np.float32), 50_000)
+    for x in (np.ones(2**20 + 7, np.float32), signs, 1 + 0.05 * abs(signs * random.random(50_000))):
+        x = x.astype(np.float32)
+        for density in (0.01, 0.05):
+            config = Config(compressor="threshold", density=density)
+            data = quantize(x, config)
+            assert data == reference.quantize(x, 4, 512, compressor="threshold", density=density)
+            wanted = math.ceil(round(density * 1e9) * x.size / 10**9)
+            count = int.from_bytes(data[:8], "little")
+            assert 0.8 * wanted <= count <= 1.3 * wanted
+            sent = np.abs(dequantize(data, x.size, "float32", config))
+            assert np.count_nonzero(sent) == count
+            assert sent[sent > 0].min() >= np.sort(np.abs(x))[-count]
+
+
 # ---- 3. bad input --------------------------------------------------------------------------------
 
 

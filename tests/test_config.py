@@ -69,7 +69,10 @@ def test_accepts(field: str, values: list[Any]) -> None:
         *(("skip_incomplete_buckets", value) for value in (1, None, "yes")),
         *(("minimal_size", value) for value in (-1, 2**63, 1.5)),
         *(("compressor", value) for value in ("gzip", "TOPK", None, 1)),
-        *(("density", value) for value in (0, 0.0, -1, 1.5, 4e-10, np.nan, np.inf, "x", "1", True)),
+        *(
+            ("density", value)
+            for value in (0, 0.0, -1, 1.5, 1 + 1e-10, np.nan, np.inf, "x", "1", True)
+        ),
         *(("value_bits", value) for value in (0, 9, 15, 31, 33, 8.0, "8")),
         *(("rotation", value) for value in (0, 1, 3, 48, 2048, 32.0, True)),
         *(("clip", value) for value in (1, None, "yes")),
@@ -94,6 +97,7 @@ def test_is_a_value() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.bits = 3  # pyright: ignore[reportAttributeAccessIssue]
     assert type(Config(bits=np.int64(3)).bits) is int  # pyright: ignore[reportArgumentType]
+    assert type(Config(residual_decay=np.float32(0.5)).residual_decay) is float
 
 
 # ---- the core's table ----------------------------------------------------------------------------

@@ -87,6 +87,45 @@ def test_segments_have_their_residuals() -> None:
         assert found == (want.tobytes(), residuals[rank].tobytes())
 
 
+@pytest.mark.parametrize("algorithm", ["one_shot", "sra"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "knobs", [{"compressor": "levels", "bits": 1}, {"compressor": "topk"}], ids=str
+)
+def test_a_residual_stays_finite(knobs: dict[str, Any], dtype: str, algorithm: Any) -> None:
+    """What is pending of values near the dtype's largest would exceed it: it is that then."""
+    size, numel, most = 4, 600, float(ml_dtypes.finfo(DTYPES[dtype]).max)
+    # Of fp32 a sum of four such is too large: bf16's are half of that.
+    most /= 1 if dtype == "float16" else 16
+    config = Config(algorithm=algorithm, **knobs)
+    steps = [
+        [(values(rank, step, numel) * most / 8).astype(DTYPES[dtype]) for rank in range(size)]
+        for step in range(12)
+    ]
+
+    def rank_of(rank: int, comm: Communicator) -> list[tuple[bytes, bytes]]:
+        found, residual = [], np.zeros(numel, DTYPES[dtype])
+        for xs in steps:
+            y = comm.allreduce(xs[rank], "avg", config, residual=residual)
+            found.append((y.tobytes(), residual.tobytes()))
+        return found
+
+    results = launch.threads(size, rank_of)
+    residuals = [np.zeros(numel, DTYPES[dtype]) for _ in range(size)]
+    largest = 0.0
+    for step, xs in enumerate(steps):
+        segment = reference.Segment(0, numel, **{"bits": 4, **knobs})
+        want = reference.allreduce(
+            xs, [segment], op="avg", algorithm=algorithm, residuals=residuals
+        )
+        for rank in range(size):
+            assert results[rank][step] == (want.tobytes(), residuals[rank].tobytes()), step
+            assert np.isfinite(residuals[rank].astype(np.float32)).all()
+            largest = max(largest, float(np.abs(residuals[rank].astype(np.float32)).max()))
+    if dtype == "float16":
+        assert largest == most, "no residual was too large: this shows nothing"
+
+
 # ---- 2. conservation -----------------------------------------------------------------------------
 
 

@@ -176,6 +176,12 @@ void Round(ffi::Buffer<ffi::F32> values, ffi::Result<ffi::AnyBuffer> rounded) {
                     rounded->untyped_data(), static_cast<int64_t>(values.element_count())));
 }
 
+void RoundResidual(ffi::Buffer<ffi::F32> values, ffi::Result<ffi::AnyBuffer> rounded) {
+  check(cgx_convert_residual(values.typed_data(), ToDtype(rounded->element_type()),
+                             rounded->untyped_data(),
+                             static_cast<int64_t>(values.element_count())));
+}
+
 void Encode(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds,
             ffi::RemainingArgs leaves_and_residuals, ffi::Result<U8Buffer> messages,
             ffi::RemainingRets residuals) {
@@ -239,6 +245,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedSum, Handler(&Sum),
                               ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Ret<ffi::Buffer<ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedRound, Handler(&Round),
+                              ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedRoundResidual, Handler(&RoundResidual),
                               ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CarriedEncode, Handler(&Encode),

@@ -18,6 +18,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaCollectiveExecute);
 // Of psum_q with carrier="xla": see carried.cc.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedSum);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedRound);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedRoundResidual);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedEncode);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedReduce);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedDecode);

@@ -290,8 +290,8 @@ void Meeting::Deliver(int64_t place) {
     check(cgx_convert(CGX_FLOAT32, sent_.get() + at, call.dtype(), leaf.result, leaf.elements()));
     // The residual of all is given to one, and so is given once.
     if (leaf.residual && place == 0)
-      check(cgx_convert(CGX_FLOAT32, residual_.get() + at, call.dtype(), leaf.residual,
-                        leaf.elements()));
+      check(cgx_convert_residual(reinterpret_cast<const float*>(residual_.get() + at), call.dtype(),
+                                 leaf.residual, leaf.elements()));
     else if (leaf.residual)
       std::memset(leaf.residual, 0, leaf.elements() * width);
     at += 4 * leaf.elements();

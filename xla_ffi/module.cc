@@ -51,6 +51,7 @@ NB_MODULE(_xla_ffi, module) {
     nb::dict handlers = CollectiveHandlers(&CollectiveInstantiate, &CollectiveExecute);
     handlers["cgx_carried_sum"] = Capsule(&CarriedSum);
     handlers["cgx_carried_round"] = Capsule(&CarriedRound);
+    handlers["cgx_carried_round_residual"] = Capsule(&CarriedRoundResidual);
     handlers["cgx_carried_encode"] = Capsule(&CarriedEncode);
     handlers["cgx_carried_reduce"] = Capsule(&CarriedReduce);
     handlers["cgx_carried_decode"] = Capsule(&CarriedDecode);

@@ -122,6 +122,15 @@ cgx_status_t cgx_convert(int32_t from_dtype, const void* from, int32_t to_type, 
   });
 }
 
+cgx_status_t cgx_convert_residual(const float* from, int32_t to_type, void* to, int64_t numel) {
+  return guarded_arithmetic([&] {
+    in_range("numel", numel, 0, kMostElements, kCountsAccepted);
+    check_pointer(from, numel, "from");
+    check_pointer(to, numel, "to");
+    kernels().scale(from, 1.0f, to_dtype(to_type), to, numel);
+  });
+}
+
 cgx_status_t cgx_encoded_bytes(const cgx_codec_t* codec, int64_t numel, int64_t* bytes) {
   return guarded_arithmetic([&] {
     const Call made = make_call(codec, numel);

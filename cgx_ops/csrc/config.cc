@@ -109,8 +109,9 @@ int64_t parse_value(const ConfigField& field, std::string_view text) {
     const auto parsed = std::from_chars(text.data(), last, units);
     end = parsed.ptr;
     error = parsed.ec;
-    const bool small = units > -2 && units < 2;  // what is multiplied fits; NaN is not small
-    number = small ? std::llround(units * static_cast<double>(field.unit)) : 0;
+    // A share: what is not, NaN too, no range has; what is less than the unit is one.
+    if (units > 0 && units <= 1)
+      number = std::max<int64_t>(1, std::llround(units * static_cast<double>(field.unit)));
   }
   if (error != std::errc{} || end != last || !in_ranges(field, number)) refuse(field, text);
   return number;

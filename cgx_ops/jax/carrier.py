@@ -230,7 +230,8 @@ def _allreduce(
         # The residual of a rank's devices is given once, to the first.
         is_first = _look_up(route.share_of, partition) == 0
         residuals = [jnp.where(is_first, residual, 0) for residual in residuals]
-    return [_rounded(x, dtype) for x in (*results, *residuals)]
+    kept = [_rounded(residual, dtype, "carried_round_residual") for residual in residuals]
+    return [_rounded(result, dtype, "carried_round") for result in results] + kept
 
 
 def _sum_within(leaves: Sequence[jax.Array], route: _Route) -> list[jax.Array]:
@@ -248,12 +249,12 @@ def _sum_within(leaves: Sequence[jax.Array], route: _Route) -> list[jax.Array]:
     return [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
 
 
-def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+def _rounded(x: jax.Array, dtype: Any, target: str) -> jax.Array:
     """Round as the core does, whatever XLA does with denormals and NaNs."""
     if x.dtype == dtype:
         return x
     result = jax.ShapeDtypeStruct(x.shape, dtype)
-    return jax.ffi.ffi_call(_runtime.target("carried_round"), result)(x)
+    return jax.ffi.ffi_call(_runtime.target(target), result)(x)
 
 
 def _exchange(

@@ -46,6 +46,7 @@ from .values import (
     combine,
     reduce_in_order,
     round_to,
+    round_to_finite,
     widen,
 )
 
@@ -81,6 +82,7 @@ __all__ = [
     "reduce_in_order",
     "reduce_scatter",
     "round_to",
+    "round_to_finite",
     "seeds_of",
     "shards",
     "statistic",

@@ -21,6 +21,7 @@ from .values import (
     finish,
     reduce_in_order,
     round_to,
+    round_to_finite,
     widen,
 )
 
@@ -145,7 +146,7 @@ def allreduce(
         ways = Ways(wire, back, intra, op, divide_by, own.exact, hosts or ())
         out[at] = round_to(ALGORITHMS[algorithm](xs, segment, ways), dtype)
         for residual, of_rank in zip(residuals or (), lost or (), strict=True):
-            residual[at] = round_to(of_rank, dtype)
+            residual[at] = round_to_finite(of_rank, dtype)
     return out
 
 

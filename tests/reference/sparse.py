@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -67,7 +68,8 @@ def above(x: Float32s, settings: Settings) -> Places:
             else:
                 break
     places = np.flatnonzero(~(np.abs(x) < threshold))
-    return places if 0 < len(places) <= most else largest(x, most if len(places) else 1)
+    count = min(max(len(places), math.ceil(0.8 * wanted)), most)
+    return places if len(places) == count else largest(x, count)
 
 
 def _low_bits(numel: int, count: int) -> int:

@@ -39,6 +39,12 @@ def round_to(x: Float32s, dtype: np.dtype[Any]) -> Values:
     return np.where(np.isnan(x), nan, rounded.view(np.uint16)).view(dtype)
 
 
+def round_to_finite(x: Float32s, dtype: np.dtype[Any]) -> Values:
+    """Round a residual: what is too large for the dtype becomes its largest."""
+    most = np.float32(ml_dtypes.finfo(dtype).max)
+    return round_to(np.clip(x, -most, most), dtype)
+
+
 def with_one_nan(x: Float32s) -> Float32s:
     """Make every NaN 0x7fc00000: processors differ in the payload and sign of a result's."""
     return np.where(np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32)).view(np.float32)

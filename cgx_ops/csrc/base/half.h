@@ -12,6 +12,8 @@ namespace cgx {
 inline constexpr uint32_t kFloat32Nan = 0x7fc00000;
 inline constexpr uint16_t kFloat16Nan = 0x7e00;
 inline constexpr uint16_t kBfloat16Nan = 0x7fc0;
+inline constexpr float kLargestFloat16 = 65504.0f;
+inline constexpr float kLargestBfloat16 = 0x1.fep127f;
 
 CGX_HD bool is_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
 

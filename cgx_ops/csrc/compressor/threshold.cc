@@ -47,13 +47,14 @@ class Search {
   }
 
   // The places of what is not below the threshold; if that is more than `most`, those of the `most`
-  // largest, if it is nothing that of the largest.
+  // largest, if it is fewer than `least`, those of the `least` largest: of values that are much
+  // alike no trial may have found enough.
   std::vector<uint32_t> places(float threshold) const {
     std::vector<uint32_t> places(most_);
     int64_t found = most_ + 1;
     if (std::bit_cast<int32_t>(threshold) > too_many_to_)
       found = kernels().places_from(values(), numel(), threshold, most_, places.data());
-    const int64_t count = std::clamp<int64_t>(found, 1, most_);
+    const int64_t count = std::clamp(found, least_, most_);
     if (found != count) kernels().select_largest(values(), numel(), count, places.data());
     places.resize(count);
     to_all(&places);

@@ -24,9 +24,10 @@ struct Said {
   Agreement agreement;
   uint64_t number;
   double timeout_s;  // the sender's own business: not in the digest
-  char name[64];     // of a longer one the beginning
+  // In what is left: of a longer one the beginning.
+  char name[sizeof(Notice::words) - sizeof(agreement) - sizeof(number) - sizeof(timeout_s)];
 };
-static_assert(sizeof(Said) <= sizeof(Notice::words));
+static_assert(sizeof(Said) == sizeof(Notice::words) && sizeof(Said::name) >= 32);
 
 Notice notice_of(const Call& call) {
   Notice notice{};

@@ -63,8 +63,8 @@ struct Kernels {
   // into = op(into, values); avg adds. NaN wins in min and max, and -0 < +0.
   void (*combine)(Op op, const float* values, float* into, int64_t numel);
   void (*divide)(float* values, float divisor, int64_t numel);
-  // difference = values - decoded, scaled = values * scale rounded to `dtype`. Not finite: 0.
-  // In fp32 the result may be the values.
+  // difference = values - decoded, scaled = values * scale rounded to `dtype`. Not finite: 0. Too
+  // large for `dtype`: its largest. In fp32 the result may be the values.
   void (*subtract)(const float* values, const float* decoded, float* difference, int64_t numel);
   void (*scale)(const float* values, float scale, Dtype dtype, void* scaled, int64_t numel);
   // Rounds to 16 bits, at random. first_index: of the first value, in its segment, for the noise.

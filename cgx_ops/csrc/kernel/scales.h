@@ -9,20 +9,20 @@
 
 namespace cgx {
 
-inline constexpr uint32_t kLargestBfloat16 = 0x7f7f0000;
+inline constexpr uint32_t kLargestBfloat16Bits = __builtin_bit_cast(uint32_t, kLargestBfloat16);
 
 // A finite value rounded to the nearest bf16, never to infinity.
 CGX_HD float nearest_scale(float x) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, x);
   const uint32_t rounded = uint32_t{round_to_bfloat16(x)} << 16;
-  const bool finite = (rounded & 0x7fffffffu) <= kLargestBfloat16;
-  return __builtin_bit_cast(float, finite ? rounded : kLargestBfloat16 | (bits & 0x80000000u));
+  const bool finite = (rounded & 0x7fffffffu) <= kLargestBfloat16Bits;
+  return __builtin_bit_cast(float, finite ? rounded : kLargestBfloat16Bits | (bits & 0x80000000u));
 }
 
 // A bf16 that is not below a finite x >= 0, if there is one.
 CGX_HD float scale_above(float x) {
   const uint32_t bits = (__builtin_bit_cast(uint32_t, x) + 0xffffu) & 0xffff0000u;
-  return __builtin_bit_cast(float, bits < kLargestBfloat16 ? bits : kLargestBfloat16);
+  return __builtin_bit_cast(float, bits < kLargestBfloat16Bits ? bits : kLargestBfloat16Bits);
 }
 
 // What values are multiplied by before they are squared or added up, and its inverse: 1 where the

@@ -307,6 +307,10 @@ CGX_API cgx_status_t cgx_sum(int32_t dtype, const void* const* values, int32_t n
  * nearest, ties to even. */
 CGX_API cgx_status_t cgx_convert(int32_t from_dtype, const void* from, int32_t to_dtype, void* to,
                                  int64_t numel);
+/* The same of a residual, which stays finite: what is not becomes 0, what is too large for the
+ * dtype the largest. */
+CGX_API cgx_status_t cgx_convert_residual(const float* from, int32_t to_dtype, void* to,
+                                          int64_t numel);
 
 typedef struct cgx_codec_t {
   size_t struct_size;

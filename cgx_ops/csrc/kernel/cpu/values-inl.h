@@ -29,6 +29,7 @@ struct Float32 {
 struct Float16 {
   using Bits = uint16_t;
   using Key = int16_t;
+  static constexpr float kLargest = kLargestFloat16;
   [[gnu::always_inline]] static float widen(uint16_t bits) { return widen_float16(bits); }
   [[gnu::always_inline]] static uint16_t round(float x) { return round_to_float16(x); }
 };
@@ -36,6 +37,7 @@ struct Float16 {
 struct Bfloat16 {
   using Bits = uint16_t;
   using Key = int16_t;
+  static constexpr float kLargest = kLargestBfloat16;
   [[gnu::always_inline]] static float widen(uint16_t bits) { return widen_bfloat16(bits); }
   [[gnu::always_inline]] static uint16_t round(float x) { return round_to_bfloat16(x); }
 };
@@ -61,6 +63,17 @@ template <typename Key>
 }
 
 [[gnu::always_inline]] inline float finite_or_zero(float x) { return is_finite(x) ? x : 0.0f; }
+
+// Of a residual: infinite, it would poison the next call.
+template <typename Value>
+[[gnu::always_inline]] inline typename Value::Bits round_to_finite(float x) {
+  float kept = finite_or_zero(x);
+  if constexpr (sizeof(typename Value::Bits) == 2) {
+    kept = kept < Value::kLargest ? kept : Value::kLargest;
+    kept = kept > -Value::kLargest ? kept : -Value::kLargest;
+  }
+  return Value::round(kept);
+}
 
 // Calls visit(Float32{}) or its siblings.
 template <typename Visit>

@@ -95,6 +95,7 @@ struct Float32 {
 #if defined(__CUDACC__)
 struct Float16 {
   using Bits = uint16_t;
+  static constexpr float kLargest = kLargestFloat16;
   CGX_LANE static float widen(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
   CGX_LANE static uint16_t round(float x) {
     const uint16_t rounded = __half_as_ushort(__float2half_rn(x));
@@ -103,6 +104,7 @@ struct Float16 {
 };
 struct Bfloat16 {
   using Bits = uint16_t;
+  static constexpr float kLargest = kLargestBfloat16;
   CGX_LANE static float widen(uint16_t bits) { return widen_bfloat16(bits); }
   CGX_LANE static uint16_t round(float x) {
     const uint16_t rounded = __bfloat16_as_ushort(__float2bfloat16_rn(x));
@@ -112,11 +114,13 @@ struct Bfloat16 {
 #else
 struct Float16 {
   using Bits = uint16_t;
+  static constexpr float kLargest = kLargestFloat16;
   static float widen(uint16_t bits) { return widen_float16(bits); }
   static uint16_t round(float x) { return round_to_float16(x); }
 };
 struct Bfloat16 {
   using Bits = uint16_t;
+  static constexpr float kLargest = kLargestBfloat16;
   static float widen(uint16_t bits) { return widen_bfloat16(bits); }
   static uint16_t round(float x) { return round_to_bfloat16(x); }
 };

@@ -38,10 +38,18 @@ struct Target {
 
 CGX_LANE std::byte* moved(std::byte* from, int64_t bytes) { return from ? from + bytes : nullptr; }
 
+// What a residual keeps: infinite, it would poison the next call.
+template <typename Value>
 CGX_LANE float lost(float value, float decoded, const Target& target) {
   if (target.failed) return float_of(kFloat32Nan);
   const float kept = multiply(subtract(value, decoded), target.residual_scale);
-  return is_finite(kept) ? kept : 0.0f;
+  if (!is_finite(kept)) return 0.0f;
+  if constexpr (sizeof(typename Value::Bits) == 4) {
+    return kept;
+  } else {
+    const float not_above = kept < Value::kLargest ? kept : Value::kLargest;
+    return not_above > -Value::kLargest ? not_above : -Value::kLargest;
+  }
 }
 
 // Calls visit(first_place + distance) for each place that gets a record's bytes. Null: none does.
@@ -62,7 +70,7 @@ CGX_LANE void store_outcome(const Target& target, int64_t first, int count, cons
   if (!target.residual) return;
   Unit residual;
   CGX_UNROLL
-  for (int i = 0; i < kUnit; ++i) residual.at[i] = lost(values.at[i], decoded.at[i], target);
+  for (int i = 0; i < kUnit; ++i) residual.at[i] = lost<Value>(values.at[i], decoded.at[i], target);
   store_unit<Value>(target.residual + first * kWidth, residual, count, scratch);
 }
 
