@@ -240,6 +240,7 @@ class Collective(_Sized):
         ("residuals", POINTER(c_void_p)),
         ("divisor", c_int64),
         ("device", c_int32),
+        ("launch", c_int32),
         ("stream", c_void_p),
         ("device_seeds", c_void_p),
         ("device_seed", c_void_p),

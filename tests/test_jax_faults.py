@@ -62,6 +62,11 @@ def test_processes_that_disagree() -> None:
     check_outputs(by_mpirun(-1, *WHOLE, env=environment(1, 60)))
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_launches_out_of_step(devices: int) -> None:
+    check_outputs(by_mpirun(-1, "launches_out_of_step", env=environment(devices, 60)))
+
+
 @by_devices
 @pytest.mark.parametrize(
     ("victim", "check"),

@@ -142,6 +142,13 @@ def test_in_place_reduces_in_x() -> None:
             y = tc.values(rank, 700)
             tc.allreduce_(y, group_name=comm.name, rounding="nearest")
         assert tc.same_bits(y, want)
+
+        # A view that is negative: its memory holds the values without the sign.
+        negative = torch.complex(torch.zeros(5), tc.values(rank, 5)).conj().imag
+        assert negative.is_neg()
+        smallest = tc.allreduce(negative, 32, op="min", group_name=comm.name)
+        tc.allreduce_(negative, 32, op="min", group_name=comm.name)
+        assert torch.equal(negative, smallest)
         return x, strided
 
     (x0, strided0), (x1, strided1) = launch.threads(2, rank_program)

@@ -58,6 +58,11 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "algorithm": (lambda: tc.allreduce(X, algorithm="tree"), ValueError, "'tree'.*'auto'.*'ring'"),
     "group": (lambda: tc.allreduce(X, group_name="no"), ValueError, "'no'.*known: .*'world'"),
+    "group of c10d": (
+        lambda: tc.allreduce(X, group_name="no", carrier="c10d"),
+        ValueError,
+        "group_name is 'no', with carrier='c10d': ",
+    ),
     "gradient of max": (
         lambda: tc.allreduce(X.clone().requires_grad_(), 32, op="max"),
         NotImplementedError,

@@ -259,7 +259,7 @@ void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
     x.copy_(AllReduce::reduce({x}, {}, seed, options)[0]);
     return;
   }
-  const at::Tensor buffer = x.contiguous();
+  const at::Tensor buffer = x.resolve_neg().contiguous();  // its memory is to hold what it means
   run({.input = buffer, .output = buffer}, {buffer.numel()}, seed, options);
   if (!buffer.is_same(x)) {
     x.copy_(buffer);

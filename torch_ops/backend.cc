@@ -59,8 +59,8 @@ Backend::BackendRef Backend::merge(const c10::intrusive_ptr<c10d::Store>& store,
 
 Backend::BackendRef Backend::related(const c10::intrusive_ptr<c10d::Store>& store,
                                      const OptionsRef& options, int rank, int size) {
-  // torch asks once for each kind of device, but keeps one backend for all.
-  if (related_name_ == options->group_name) {
+  // torch asks once for each kind of device, with one store, but keeps one backend for all.
+  if (related_store_ == store) {
     if (auto made = related_.lock()) return made;
   }
   const auto ours = c10::dynamic_intrusive_pointer_cast<Options>(options);
@@ -70,7 +70,7 @@ Backend::BackendRef Backend::related(const c10::intrusive_ptr<c10d::Store>& stor
   // A hook over this group is none over that one.
   if (copied->unasked == Unasked::kNothing) copied->unasked = Unasked::kGradients;
   BackendRef made = make_backend_(store, rank, size, std::move(copied));
-  related_name_ = options->group_name;
+  related_store_ = store;
   related_ = made;
   return made;
 }

@@ -161,7 +161,7 @@ class Backend final : public c10d::Backend {
   const bool cuda_;
   const c10::intrusive_ptr<Options> options_;
   const MakeBackend make_backend_;
-  std::string related_name_;  // of the group made last by split or merge
+  c10::intrusive_ptr<c10d::Store> related_store_;  // of the group made last by split or merge
   c10::weak_intrusive_ptr<c10d::Backend> related_{c10::intrusive_ptr<c10d::Backend>()};
   std::atomic<uint64_t> sequence_{0};
   std::atomic<int64_t> draws_{0};  // seeds given to calls that round at random

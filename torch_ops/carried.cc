@@ -134,6 +134,15 @@ int64_t rank_in_default_group(const c10d::ProcessGroup& group) {
   }
 }
 
+c10::intrusive_ptr<c10d::ProcessGroup> find_group(const std::string& name) {
+  try {
+    return c10d::resolve_process_group(name);
+  } catch (const c10::Error& error) {
+    C10_THROW_ERROR(ValueError, c10::str("group_name is '", name, "', with carrier='c10d': ",
+                                         error.what_without_backtrace()));
+  }
+}
+
 at::Tensor wait(const at::Tensor& x) { return functional("_c10d_functional::wait_tensor", x); }
 
 }  // namespace
@@ -146,7 +155,7 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, at::TensorList res
   if (xs.empty()) return {};
 
   const std::string group_name = o.group_name.empty() ? kDefaultGroup : o.group_name;
-  const auto group = c10d::resolve_process_group(group_name);
+  const auto group = find_group(group_name);
   const int64_t rank = group->getRank(), size = group->getSize();
   const Lengths lengths = lengths_of(xs, o, rank, size);
   const int64_t noise_rank = rank_in_default_group(*group);

@@ -42,6 +42,7 @@ Message AsRank(const Call& call, const Execution& execution, std::string key) {
   Message message = AsRank(call.operands(), execution.site.signature(), std::move(key));
   message.noise_rank = static_cast<int32_t>(execution.place.rank);
   message.seeds = call.seeds();
+  message.collective.launch = static_cast<int32_t>(execution.run);
   return message;
 }
 

@@ -88,17 +88,19 @@ void AddSeeds(const Call& call, int64_t place, Message* message) {
 }  // namespace
 
 std::shared_ptr<Meeting> Meeting::Open(const Site& site, const Group& group, int64_t process,
-                                       double timeout_s) {
-  std::shared_ptr<Meeting> meeting(new Meeting(site, group, process, timeout_s));
+                                       int64_t run, double timeout_s) {
+  std::shared_ptr<Meeting> meeting(new Meeting(site, group, process, run, timeout_s));
   const auto wait = std::chrono::duration<double>(timeout_s);
   Deadlines::Get().Add(Clock::now() + std::chrono::duration_cast<Clock::duration>(wait), meeting);
   return meeting;
 }
 
-Meeting::Meeting(const Site& site, const Group& group, int64_t process, double timeout_s)
+Meeting::Meeting(const Site& site, const Group& group, int64_t process, int64_t run,
+                 double timeout_s)
     : site_(site),
       group_(group),
       process_(process),
+      run_(run),
       timeout_s_(timeout_s),
       calls_(group.members_of[process].size()) {}
 
@@ -164,6 +166,7 @@ void Meeting::Run() {
     return;
   }
   message->collective.timeout_s = timeout_s_;
+  message->collective.launch = static_cast<int32_t>(run_);
   message->noise_rank = static_cast<int32_t>(process_);  // the process is the rank
   auto self = shared_from_this();
   WithProcessCommunicator(group_.processes, [self, message](int32_t comm, cgx_status_t status,

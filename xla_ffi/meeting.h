@@ -24,9 +24,10 @@ namespace cgx::xla {
 
 class Meeting : public std::enable_shared_from_this<Meeting> {
  public:
-  // Of the members of `group` in its `process`-th process, before `timeout_s` seconds have passed.
+  // Of the members of `group` in its `process`-th process, before `timeout_s` seconds have passed;
+  // `run`: XLA's number of the launch.
   static std::shared_ptr<Meeting> Open(const Site& site, const Group& group, int64_t process,
-                                       double timeout_s);
+                                       int64_t run, double timeout_s);
 
   // Returns whether everybody is here.
   bool Join(int64_t place, std::shared_ptr<Call> call);
@@ -35,7 +36,7 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
   void Expire();  // fails: the deadline has passed
 
  private:
-  Meeting(const Site& site, const Group& group, int64_t process, double timeout_s);
+  Meeting(const Site& site, const Group& group, int64_t process, int64_t run, double timeout_s);
 
   void Run();
   std::shared_ptr<Message> ReduceAll();
@@ -46,7 +47,7 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
 
   const Site& site_;  // it and its groups outlive the calls
   const Group& group_;
-  const int64_t process_;
+  const int64_t process_, run_;
   const double timeout_s_;
 
   std::mutex mutex_;

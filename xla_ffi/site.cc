@@ -110,7 +110,7 @@ std::shared_ptr<Meeting> Site::FindMeeting(int64_t run, const Group& group, int6
   auto* meetings = meetings_.Find(run);
   if (meetings == nullptr) meetings = meetings_.Add(run, {});
   std::shared_ptr<Meeting>& meeting = (*meetings)[{group.index, occurrence}];
-  if (!meeting) meeting = Meeting::Open(*this, group, process, timeout_s);
+  if (!meeting) meeting = Meeting::Open(*this, group, process, run, timeout_s);
   return meeting;
 }
 

@@ -110,8 +110,8 @@ int64_t parse_value(const ConfigField& field, std::string_view text) {
     end = parsed.ptr;
     error = parsed.ec;
     // A share: what is not, NaN too, no range has; what is less than the unit is one.
-    if (units > 0 && units <= 1)
-      number = std::max<int64_t>(1, std::llround(units * static_cast<double>(field.unit)));
+    const bool share = units > 0 && units <= 1;
+    number = share ? std::max(1LL, std::llround(units * static_cast<double>(field.unit))) : 0;
   }
   if (error != std::errc{} || end != last || !in_ranges(field, number)) refuse(field, text);
   return number;

@@ -164,6 +164,14 @@ int64_t distance(const void* from, const void* to) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(from));
 }
 
+// Of one program: a runtime numbers the launches of each from a number of its own, anywhere in 32
+// bits. Those of two that are near by chance, one in 32,768, are refused for nothing.
+bool of_other_launches(const Agreement& left, const Agreement& right) {
+  constexpr uint32_t kNear = 1 << 16;
+  const auto ahead = static_cast<uint32_t>(right.launch) - static_cast<uint32_t>(left.launch);
+  return left.launch != 0 && right.launch != 0 && ahead != 0 && (ahead < kNear || -ahead < kNear);
+}
+
 }  // namespace
 
 Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed used) {
@@ -259,6 +267,7 @@ Agreement make_agreement(const cgx_collective_t& call, const Plan& plan) {
   agreement.verb = call.verb;
   agreement.dtype = call.dtype;
   agreement.op = call.op;
+  agreement.launch = call.launch;
   agreement.num_segments = call.num_segments;
   if (plan.verb != CGX_ALLREDUCE) agreement.block_numel = plan.block_numel;
   if (plan.op == Op::kAvg) agreement.divisor = plan.divisor;
@@ -268,6 +277,13 @@ Agreement make_agreement(const cgx_collective_t& call, const Plan& plan) {
   agreement.config.algorithm = plan.algorithm;
   agreement.segments_hash = hash_segments(call);
   return agreement;
+}
+
+bool alike(const Agreement& left, const Agreement& right) {
+  if (of_other_launches(left, right)) return false;
+  Agreement other = right;
+  other.launch = left.launch;
+  return std::memcmp(&left, &other, sizeof(Agreement)) == 0;
 }
 
 std::string difference(const Agreement& left, const Agreement& right) {
@@ -286,6 +302,9 @@ std::string difference(const Agreement& left, const Agreement& right) {
       {"the seed of the places", [](const Agreement& a) { return std::to_string(a.shared_seeds); }},
   };
   std::string text;
+  if (of_other_launches(left, right))
+    text = join("launch ", left.launch, " of a program against ", right.launch,
+                " (one that failed has left collectives out on a rank: start all ranks anew)");
   const auto compare = [&](std::string_view name, const std::string& a, const std::string& b) {
     if (a != b) text += join(text.empty() ? "" : ", ", name, " ", a, " against ", b);
   };

@@ -79,7 +79,7 @@ struct Plan {
 
 // What must be equal on all ranks. Compared as bytes, so it has no padding.
 struct Agreement {
-  int32_t verb = 0, dtype = 0, op = 0, reserved = 0;
+  int32_t verb = 0, dtype = 0, op = 0, launch = 0;
   int64_t num_segments = 0, numel = 0, block_numel = 0, divisor = 0;
   cgx_config_t config = {};   // of the first segment, but for the algorithm, which is the plan's
   uint64_t shared_seeds = 0;  // of places that all ranks draw: their hash
@@ -100,6 +100,8 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
 Agreement make_agreement(const cgx_collective_t& call, const Plan& plan);
 // A hash of the seeds of places that all ranks draw; none where no places are drawn.
 std::optional<uint64_t> shared_seeds(const Plan& plan);
+// Whether all is equal, but for launches of different programs.
+bool alike(const Agreement& left, const Agreement& right);
 // "numel 1000 against 999, bits 4 against 8".
 std::string difference(const Agreement& left, const Agreement& right);
 

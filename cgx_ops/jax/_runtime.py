@@ -6,6 +6,7 @@ finds out in which processes the devices of a mesh are.
 """
 
 import functools
+import math
 import os
 import threading
 import warnings
@@ -23,6 +24,7 @@ Platform = Literal["cpu", "cuda"]  # those that are served, by JAX's names
 # Half of what XLA:CPU lets its own collectives among the devices of a process wait before it aborts
 # the process: a later deadline of ours would never be seen. Among processes XLA waits on.
 _LOCAL_TIMEOUT_S = 20.0
+_LONGEST_S = 1e6  # eleven days: the operating system takes no wait of many more
 
 _lock = threading.Lock()
 
@@ -67,11 +69,44 @@ def targets() -> tuple[str, ...]:
 def _binding() -> Any:
     from cgx_ops import _xla_ffi
 
-    _compat.call_around_compile(_xla_ffi.compilation_begins, _xla_ffi.compilation_ends)
+    _count_compilations(_xla_ffi.compilation_begins, _xla_ffi.compilation_ends)
     _xla_ffi.set_local_timeout(timeout(_LOCAL_TIMEOUT_S))
     if isinstance(_world, Communicator):
         _xla_ffi.set_world(_world.id)
     return _xla_ffi
+
+
+class _OfThread(threading.local):
+    """Whether this thread compiles collectives, and how many of its compilations are under way."""
+
+    compiles_collectives = False
+    under_way = 0
+
+
+_of_thread = _OfThread()
+
+
+def note_collective() -> None:
+    """Note that this thread has lowered a collective: its compilations are counted from here on.
+
+    Those of a thread that never does are nobody's business. Counted, they would keep what is
+    counted by compilation (xla_ffi/site.h) from beginning anew, in this process alone.
+    """
+    _of_thread.compiles_collectives = True
+
+
+def _count_compilations(begins: Callable[[], None], ends: Callable[[], None]) -> None:
+    def begin() -> None:
+        if _of_thread.compiles_collectives:
+            _of_thread.under_way += 1
+            begins()
+
+    def end() -> None:
+        if _of_thread.under_way:  # else it began before anybody listened, or counted
+            _of_thread.under_way -= 1
+            ends()
+
+    _compat.call_around_compile(begin, end)
 
 
 def _register(handlers: dict[str, Any], platform: str) -> tuple[str, ...]:
@@ -112,8 +147,19 @@ def refusal(function: str, platforms: Sequence[str]) -> str:
 
 
 def timeout(default: float = 300) -> float:
-    """Return how many seconds to wait for peers: CGX_TIMEOUT, or a default."""
-    return float(os.environ.get("CGX_TIMEOUT") or default)
+    """Return how many seconds to wait for peers: CGX_TIMEOUT, or a default.
+
+    Raises:
+        ValueError: CGX_TIMEOUT is no such number.
+    """
+    text = os.environ.get("CGX_TIMEOUT")
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"CGX_TIMEOUT is {text!r}; it must be a number of seconds, more than 0")
+    return min(seconds, _LONGEST_S)
 
 
 def processes_of(

@@ -211,6 +211,7 @@ def _attributes(
         names_suffice: whether threads that launch at the same time may name their calls instead.
         devices: the id of each partition's device, where the handler goes by that.
     """
+    _runtime.note_collective()
     attributes = {
         **message_attributes(ctx, settings),
         "groups": groups.reshape(-1),

@@ -206,6 +206,8 @@ def power_sgd(
             if batched or rank_in(path, leaf):
                 _check_whole(path, leaf, axes)
         leaves = _leaves(updates, state, decay)
+        if not leaves:  # such as a part of a partition that has none
+            return updates, state._replace(step=state.step + 1)
         tree = jax.tree.structure(updates)
         matrices = planned(tree, leaves, state.q)
         if not warm_start:

@@ -115,9 +115,9 @@ def psum_q(
         RuntimeError: processes of the mesh cannot reach each other natively; the shard_map has no
           jax.sharding.Mesh, of several processes or GPUs.
         jax.errors.JaxRuntimeError: at run time; a peer is late or dead or called something else.
-          The deadline is CGX_TIMEOUT; unless that is set, 300 s where each process has one device,
-          and 20 s otherwise, because XLA:CPU aborts a process whose own devices wait for 40 s. On
-          GPUs the results are NaN then, and the next call raises.
+          The deadline is CGX_TIMEOUT; unless that is set, 300 s where each process has one device
+          of the group, and 20 s otherwise, because XLA:CPU aborts a process whose own devices wait
+          for 40 s. On GPUs the results are NaN then, and the next call raises.
     """
     refuse_idle_residual("psum_q", residual, bits, rules)
     pair = reduce_over(

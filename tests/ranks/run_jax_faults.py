@@ -83,6 +83,34 @@ def other_programs_with_one_name() -> None:
         jax.block_until_ready(launch())
 
 
+# ---- launches that fail in one process -----------------------------------------------------------
+
+
+def launches_out_of_step() -> None:
+    """A launch fails in process 1 before its sums: what it launches then is not taken for them."""
+    check_together()
+    failing = False
+
+    def stumble(x: Any) -> Any:
+        if failing:
+            raise ArithmeticError("no such number")
+        return np.asarray(x)
+
+    def body(v: jax.Array) -> jax.Array:
+        v = jax.pure_callback(stumble, v, v)
+        return psum_q(v, "d", bits=32) + psum_q(v, "d", bits=32, name="in step")
+
+    launch = program(body)
+    jax.block_until_ready(launch())
+    if RANK == 1:
+        failing = True
+        fails(launch, "no such number")
+        failing = False
+    for _ in range(3):
+        fails(launch, "FAILED_PRECONDITION", "disagree on", "launch ", "start all ranks anew")
+    check_together()  # another program, which is in step
+
+
 # ---- ranks that do not come: the deadline, CGX_TIMEOUT, or earlier -------------------------------
 
 
@@ -184,7 +212,8 @@ def backend_works() -> None:
 
 checks.run(
     checks.named(
-        other_bits_under_one_name, other_programs_with_one_name, other_programs, never_calls,
+        other_bits_under_one_name, other_programs_with_one_name, launches_out_of_step,
+        other_programs, never_calls,
         a_device_fails, one_of_several_devices_fails, raises, exits, exits_at_once, is_killed,
         check_together,
     ),

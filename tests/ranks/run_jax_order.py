@@ -9,6 +9,7 @@ prints how many executables came from it.
 """
 
 import argparse
+import threading
 
 import jax
 import numpy as np
@@ -24,10 +25,19 @@ from jax_cases import (
 )
 
 import cgx_ops.jax
+from cgx_ops.jax._compat import dispatch
+
+COMPILATION_BEGINS = dispatch.BACKEND_COMPILE_EVENT
 
 
 def compile_extra(mesh: jax.sharding.Mesh, operand: jax.Array, program: str) -> None:
-    """Do what other ranks do not: executables with the same call sites, and others of that name."""
+    """Do what other ranks do not: executables with the same call sites, and others of that name.
+
+    Meanwhile another thread compiles something without collectives, and comes to no end.
+    """
+    other = threading.Thread(target=jax.monitoring.record_scalar, args=(COMPILATION_BEGINS, 0.0))
+    other.start()
+    other.join()
     for _ in range(2):
         on_mesh(mesh, PROGRAMS[program]).lower(operand).compile()
         jax.clear_caches()

@@ -62,6 +62,10 @@ def groups(r: int, n: int) -> None:
     part.shutdown()
     with pytest.raises(cgx_ops.NotFound):
         Communicator.find(f"part {own[0]}")
+    again = world.split_group(own, group_name=f"part {own[0]}")  # the name is free
+    again.allreduce([x]).wait()
+    assert x.tolist() == [len(own) ** 2] * 40
+    again.shutdown()
     for each in (group, alone[r], swapped):
         if each is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(each)

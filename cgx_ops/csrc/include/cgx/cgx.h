@@ -177,6 +177,10 @@ typedef struct cgx_collective_t {
   void* const* residuals;
   int64_t divisor; /* of avg; 0: the number of ranks */
   int32_t device;  /* a cgx_device_t: where all buffers are */
+  /* The number of the launch that makes the call, where a runtime numbers a program's launches
+   * alike on all ranks; 0: none does. A rank whose launch has failed may have left calls out, and
+   * would give a later launch's values for an earlier one: that is a mismatch. */
+  int32_t launch;
   void* stream; /* CGX_CUDA: the cudaStream_t that the work is put on; NULL: the default stream */
   const int64_t*
       device_seeds;           /* CGX_CUDA: one per segment, in the GPU's memory, instead of seeds */
