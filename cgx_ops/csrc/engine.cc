@@ -225,6 +225,9 @@ bool Engine::progress() {
     submitted.swap(submitted_);
   }
   bool worked = !submitted.empty();
+  // Who has not looked for long may have been given up: that comes before what it starts now.
+  if (worked && submitted.front()->started - now_ > kLongestSleep)
+    guard([&] { transport_->progress(*this); });
   for (const auto& collective : submitted) {
     if (!failed_) guard([&] { accept(collective); });
     if (failed_ && !collective->done)  // too late, or it never got among the running

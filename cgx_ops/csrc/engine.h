@@ -89,14 +89,18 @@ class Engine : private Sink {
   void take(int source, const Abort& abort);
   void take(int source, const Ask& ask);
   void take(int source, Answer answer);
+  void retract(Collective& collective, int source);
+  void forget_early(int source);
   bool run_queue();
   void enqueue(Collective& collective);
+  void dequeue(Collective& collective);
   void check_waits();  // deadlines, lost peers
   void finish(Collective& collective, cgx_status_t status, std::string error);
   void end(Collective& collective, cgx_status_t status, std::string error);
   // `told`: the reason is what a peer that gave up said. `cause`: whose deadline it was, if any.
   void fail_all(cgx_status_t status, const std::string& reason, Collective* cause = nullptr,
                 bool told = false);
+  void tell_abort(const std::string& news);
   std::string describe_wait(const Collective& collective) const;
   bool waits_for(const Collective& collective, int rank) const;
 

@@ -169,6 +169,12 @@ void Engine::enqueue(Collective& collective) {
   ready_.push_back(&collective);
 }
 
+void Engine::dequeue(Collective& collective) {
+  if (std::exchange(collective.queued, false)) std::erase(ready_, &collective);
+  std::erase(blocked_, &collective);
+  std::erase(finishing_, &collective);
+}
+
 bool Engine::run_queue() {
   bool worked = false;
   for (Collective* collective : std::exchange(blocked_, {})) enqueue(*collective);
@@ -227,9 +233,7 @@ void Engine::finish(Collective& collective, cgx_status_t status, std::string err
   for (int source = 0; source < static_cast<int>(collective.headers.size()); ++source)
     if (source != rank_ && collective.headers[source])
       incoming_.erase(incoming_key(source, collective.headers[source]->serial));
-  if (collective.queued) std::erase(ready_, &collective);
-  std::erase(blocked_, &collective);
-  std::erase(finishing_, &collective);
+  dequeue(collective);
   // What it holds of the transport goes back while this thread has the role.
   collective.early.clear();
   if (status != CGX_OK && collective.sends) collective.sends->give_up();

@@ -49,16 +49,41 @@ bool Engine::waits_for(const Collective& collective, int rank) const {
 }
 
 // A peer's loss ends nothing by itself: what it sent before it went has been delivered, and may be
-// all that the collectives in flight need. Those that need more, now or later, find it missing.
+// all that the collectives in flight need. Those that need more, now or later, find it missing; so
+// do those that failed there.
 void Engine::on_peer_lost(int rank, Loss how, const std::string& reason) {
   if (lost_[rank]) return;
   lost_[rank] = {how, reason};
   if (how != Loss::kLeft) peer_failed_ = true;
+  if (how == Loss::kGaveUp) forget_early(rank);
   next_check_ = {};
 }
 
 void Engine::take(int source, const Abort& abort) {
+  for (const uint32_t serial : abort.serials) {
+    const auto found = incoming_.find(incoming_key(source, serial));
+    if (found != incoming_.end()) retract(*found->second.collective, source);
+  }
   on_peer_lost(source, Loss::kGaveUp, abort.reason);
+}
+
+// It has failed at its source, so it must not end well here, even if all values are here: as if it
+// had not been announced, it waits for a rank that is lost.
+void Engine::retract(Collective& collective, int source) {
+  incoming_.erase(incoming_key(source, collective.headers[source]->serial));
+  collective.headers[source].reset();
+  ++collective.missing_headers;
+  collective.agreed = false;
+  dequeue(collective);
+}
+
+// The same for what this rank has not started: without it, they cannot have ended well there.
+void Engine::forget_early(int source) {
+  for (auto it = uses_.begin(); it != uses_.end();) {
+    Uses& uses = it->second;
+    std::erase_if(uses.early, [&](const auto& entry) { return entry.first == source; });
+    it = uses.open.empty() && uses.early.empty() ? uses_.erase(it) : std::next(it);
+  }
 }
 
 void Engine::check_waits() {
@@ -161,6 +186,18 @@ std::string Engine::describe_wait(const Collective& collective) const {
   return text;
 }
 
+void Engine::tell_abort(const std::string& news) {
+  std::vector<uint32_t> serials;
+  for (const auto& [key, collective] : running_) serials.push_back(collective->serial);
+  do {
+    const size_t rest = serials.size() - std::min(serials.size(), kMostAborted);
+    const Bytes abort = write_abort({news, {serials.begin() + rest, serials.end()}});
+    for (int peer = 0; peer < size_; ++peer)
+      if (peer != rank_ && !lost_[peer]) transport_->send_control(peer, abort);
+    serials.resize(rest);
+  } while (!serials.empty());
+}
+
 void Engine::fail_all(cgx_status_t status, const std::string& reason, Collective* cause,
                       bool told) {
   {
@@ -173,9 +210,7 @@ void Engine::fail_all(cgx_status_t status, const std::string& reason, Collective
   const std::string news =
       (told ? reason : join("rank ", rank_, " gave up: ", reason)).substr(0, kLongestNews);
   try {
-    const Bytes abort = write_abort(news);
-    for (int peer = 0; peer < size_; ++peer)
-      if (peer != rank_ && !lost_[peer]) transport_->send_control(peer, abort);
+    tell_abort(news);
   } catch (const std::exception&) {  // the transport may be what failed; leave() tells them too
   }
   while (!running_.empty()) {

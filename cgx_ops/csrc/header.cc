@@ -29,6 +29,12 @@ struct FixedCancel {
   int32_t status;
 };
 
+struct FixedAbort {
+  uint8_t kind;
+  uint8_t reserved[3];
+  uint32_t count;  // of serials, which follow; then the reason
+};
+
 struct FixedInquiry {  // of an ask, and of an answer, which ranks follow
   uint8_t kind;
   uint8_t reserved[3];
@@ -110,8 +116,11 @@ Cancel read_cancel(Reader reader, int source) {
 }
 
 Abort read_abort(Reader reader) {
-  reader.fixed<Kind>();
-  return {reader.rest()};
+  Abort abort;
+  for (auto left = reader.fixed<FixedAbort>().count; left > 0; --left)
+    abort.serials.push_back(reader.fixed<uint32_t>());
+  abort.reason = reader.rest();
+  return abort;
 }
 
 Ask read_ask(Reader reader) {
@@ -155,7 +164,11 @@ Bytes write_cancel(const Cancel& cancel) {
   return write(fixed, cancel.reason.message);
 }
 
-Bytes write_abort(const std::string& reason) { return write(Kind::kAbort, reason); }
+Bytes write_abort(const Abort& abort) {
+  const FixedAbort fixed{
+      static_cast<uint8_t>(Kind::kAbort), {}, static_cast<uint32_t>(abort.serials.size())};
+  return write(fixed, abort.serials, abort.reason);
+}
 
 Bytes write_ask(const Ask& ask) {
   return write(FixedInquiry{static_cast<uint8_t>(Kind::kAsk), {}, ask.serial});

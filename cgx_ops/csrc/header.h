@@ -3,7 +3,7 @@
 //   header   the first message of a collective, to every peer: its key, what all ranks must agree
 //            on, and, when it is small, its values
 //   cancel   this rank cannot go on with a collective that all have agreed on, and why
-//   abort    this rank has closed the communicator, and why
+//   abort    this rank has closed the communicator, why, and which collectives end with it
 //   ask      a deadline has passed here: for whom do you wait in this collective?
 //   answer   for these
 //
@@ -66,7 +66,10 @@ struct Cancel {
 
 struct Abort {
   std::string reason;
+  std::vector<uint32_t> serials;  // the sender's numbers of the collectives that end with it
 };
+// More go into several messages.
+inline constexpr size_t kMostAborted = 2048;
 
 struct Ask {
   uint32_t serial;  // the asker's number of the collective
@@ -81,7 +84,7 @@ using Message = std::variant<Header, Cancel, Abort, Ask, Answer>;
 
 Bytes write_header(const Header& header);
 Bytes write_cancel(const Cancel& cancel);
-Bytes write_abort(const std::string& reason);
+Bytes write_abort(const Abort& abort);
 Bytes write_ask(const Ask& ask);
 Bytes write_answer(const Answer& answer);
 

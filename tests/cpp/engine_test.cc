@@ -144,6 +144,37 @@ void test_absent_rank(const char* transport) {
   });
 }
 
+// Values ride in the headers: what rank 2 needs is here when it comes, and what rank 1 has needs
+// rank 2 only. But rank 0 has given up. `count`: of calls in flight; headers of many fill the ring
+// in shared memory, where rank 0's last word then finds no room.
+void test_late_rank(const char* transport, int count) {
+  const Ranks ranks(3, transport, 60, "late");
+  const cgx_status_t ends[] = {CGX_TIMEOUT, CGX_PEER_FAILED, CGX_PEER_FAILED};
+  std::barrier<> given_up(2);
+  ranks.run([&](int rank, int32_t comm) {
+    std::vector<std::vector<float>> values(count, std::vector<float>(1900, 1.0f));
+    ok(Allreduce(comm, &values[0], 32, "in time").run());
+    if (rank == 2) given_up.arrive_and_wait();
+    std::vector<cgx_request_t*> requests;
+    for (int i = 0; i < count; ++i) {
+      Allreduce allreduce(comm, &values[i], 32);
+      if (rank == 0) allreduce.call.timeout_s = 0.5;
+      cgx_request_t* request = nullptr;
+      if (allreduce.start(&request) == CGX_OK)
+        requests.push_back(request);
+      else
+        CHECK(rank == 2 && i > 0, "rank %d: %s", rank, cgx_last_error());
+    }
+    for (auto* request : requests) {
+      const cgx_status_t status = cgx_wait(request);
+      const std::string error = cgx_last_error();
+      CHECK(status == ends[rank], "rank %d: status %d: %s", rank, status, error.c_str());
+      CHECK(error.find("rank 2 has not started it") != std::string::npos, "%s", error.c_str());
+    }
+    if (rank == 0) given_up.arrive_and_wait();
+  });
+}
+
 void test_leaving_rank(const char* transport) {
   Ranks ranks(3, transport, 60, "leaving");
   ranks.run([&](int rank, int32_t comm) {
@@ -265,6 +296,8 @@ int main() {
     test_close_while_waiting(transport);
     std::printf("%s: passed\n", transport);
   }
+  for (const char* transport : {"AUTO", "SHM", "TCP"})
+    for (const int count : {1, 30}) test_late_rank(transport, count);
   test_many_ranks();
   test_one_huge_bucket();
   test_endless_timeout();

@@ -100,12 +100,15 @@ struct Allreduce {
     call.occurrence = -1;
   }
   cgx_request_t* start() {
+    cgx_request_t* request = nullptr;
+    ok(start(&request));
+    return request;
+  }
+  cgx_status_t start(cgx_request_t** request) {
     call.segments = &segment_;
     call.num_segments = 1;
     call.name = name_.c_str();
-    cgx_request_t* request = nullptr;
-    ok(cgx_start(&call, nullptr, nullptr, &request));
-    return request;
+    return cgx_start(&call, nullptr, nullptr, request);
   }
   cgx_status_t run() { return cgx_wait(start()); }
 
