@@ -1,5 +1,5 @@
-// Two transports in one process, without engines: what a rank that has left still takes in. Its
-// peers may by then write to the memory of what they sent it.
+// Two transports in one process, without engines: what a rank that has left still takes in, when
+// its peers may already write to the memory of what they sent it; and what is taken in of it.
 #include "transport/transport.h"
 
 #include <cstring>
@@ -13,11 +13,11 @@ using namespace cgx;
 
 class Counts : public Sink {
  public:
-  void on_control(int, std::span<const std::byte>) override {}
+  void on_control(int, std::span<const std::byte>) override { ++controls; }
   void on_bulk(Arrival) override { ++messages; }
   void on_unreadable(int, Slot, const Error&) override { ++messages; }
   void on_peer_lost(int, Loss, const std::string&) override { ++losses; }
-  int messages = 0, losses = 0;
+  int controls = 0, messages = 0, losses = 0;
 };
 
 std::vector<std::unique_ptr<Transport>> two() {
@@ -63,11 +63,27 @@ void one_that_has_left_takes_nothing(bool graceful) {
   CHECK(state->unreleased() == 0, "the sender has its message back");
 }
 
+// It does not wait until a collective that it has cancelled is read.
+void what_one_that_is_gone_has_said_is_heard() {
+  auto transports = two();
+  send(*transports[0])->give_up();
+  transports[0]->send_control(1, to_bytes(uint32_t{1}));
+  CHECK(transports[0]->drained(), "it may leave");
+  transports[0]->leave(true, "the test leaves");
+  transports[0].reset();
+  Counts sink;
+  transports[1]->progress(sink);
+  CHECK(sink.messages == 0, join(sink.messages, " messages"));
+  CHECK(sink.controls == 1, join(sink.controls, " control messages"));
+  CHECK(sink.losses == 1, join(sink.losses, " losses"));
+}
+
 }  // namespace
 
 int main() {
   one_that_is_here_takes_it();
   one_that_has_left_takes_nothing(/*graceful=*/true);
   one_that_has_left_takes_nothing(/*graceful=*/false);
+  what_one_that_is_gone_has_said_is_heard();
   return cgx::test::report();
 }

@@ -167,7 +167,7 @@ bool SharedMemoryTransport::progress(Sink& sink) {
     // The state is read before the ring is drained: what a leaving peer sent comes first.
     const uint32_t state = peers_[peer].control->state.load(std::memory_order_acquire);
     const bool died = !peers_[peer].died.empty();
-    if (!peers_[peer].unreadable) worked |= drain(peer, sink);
+    worked |= drain(peer, sink);
     if (peers_[peer].lost || (state == ControlSegment::kHere && !died)) continue;
     forget(peer);
     if (state == ControlSegment::kHere)
@@ -187,17 +187,13 @@ bool SharedMemoryTransport::drain(int source, Sink& sink) {
     require(popped != Ring::Popped::kMalformed, CGX_PEER_FAILED, "rank ", source,
             " has left nonsense in its ring");
     if (popped == Ring::Popped::kNothing) return worked;
-    if (!handle(source, type, scratch_, sink)) return true;
+    handle(source, type, scratch_, sink);
   }
 }
 
-// False if the peer's memory is gone: nothing that follows is taken in.
-bool SharedMemoryTransport::handle(int source, uint32_t type, std::span<const std::byte> body,
+void SharedMemoryTransport::handle(int source, uint32_t type, std::span<const std::byte> body,
                                    Sink& sink) {
-  if (type == kControl) {
-    sink.on_control(source, body);
-    return true;
-  }
+  if (type == kControl) return sink.on_control(source, body);
   if (type == kBulk) return take_bulk(source, body, sink);
   require(type == kRelease && body.size() == sizeof(uint64_t), CGX_PEER_FAILED, "rank ", source,
           " sent a frame of type ", type, " with ", body.size(), " bytes");
@@ -207,33 +203,32 @@ bool SharedMemoryTransport::handle(int source, uint32_t type, std::span<const st
           "rank ", source, " releases message ", token, ", which it does not have");
   found->second.state->release(source);
   outstanding_.erase(found);
-  return true;
 }
 
-bool SharedMemoryTransport::take_bulk(int source, std::span<const std::byte> body, Sink& sink) {
+void SharedMemoryTransport::take_bulk(int source, std::span<const std::byte> body, Sink& sink) {
   const auto frame = from_bytes<BulkFrame>(body, "a bulk frame of rank ", source);
   require(frame.fits(), CGX_PEER_FAILED, "rank ", source, " sent a message of ", frame.bytes,
           " bytes at ", frame.offset, " in a segment of ", frame.segment_bytes);
-  if (own_->state.load(std::memory_order_relaxed) != ControlSegment::kHere) {
-    release(source, frame.token);  // peers use its memory again once they see that this rank left
-    return true;
-  }
+  if (peers_[source].unreadable) return;
+  // Peers use its memory again once they see that this rank left.
+  if (own_->state.load(std::memory_order_relaxed) != ControlSegment::kHere)
+    return release(source, frame.token);
   const std::byte* segment = nullptr;
   try {
     segment = store_->map(source, frame.segment, frame.segment_bytes, SegmentStore::Access::kRead);
   } catch (const Error& error) {
-    if (error.status() == CGX_PEER_FAILED) {  // it failed, and took its memory with it
+    if (error.status() == CGX_PEER_FAILED) {
+      // It is gone, with its memory. What its small messages say counts still: it may have
+      // cancelled the collective that this was of, and ended others well.
       peers_[source].unreadable = true;
       if (peers_[source].died.empty()) peers_[source].died = error.what();
-      return false;
+      return;
     }
     release(source, frame.token);
-    sink.on_unreadable(source, frame.slot, error);
-    return true;
+    return sink.on_unreadable(source, frame.slot, error);
   }
   sink.on_bulk(
       Arrival(source, frame.slot, {segment + frame.offset, frame.bytes}, this, frame.token));
-  return true;
 }
 
 void SharedMemoryTransport::forget(int peer) {

@@ -148,7 +148,7 @@ class SharedMemoryTransport : public Transport, private Arrival::Release {
     std::deque<Frame> backlog;  // frames that found the ring full
     bool lost = false;
     std::string died;         // set by wait(): the process is gone
-    bool unreadable = false;  // its memory is gone: nothing more is taken in
+    bool unreadable = false;  // its memory is gone: no more bulk messages are taken in
   };
 
   void release(int source, uint64_t token) override;
@@ -156,8 +156,8 @@ class SharedMemoryTransport : public Transport, private Arrival::Release {
             const std::shared_ptr<SendState>& state = nullptr);
   bool flush(int destination);
   bool drain(int source, Sink& sink);
-  bool handle(int source, uint32_t type, std::span<const std::byte> body, Sink& sink);
-  bool take_bulk(int source, std::span<const std::byte> body, Sink& sink);
+  void handle(int source, uint32_t type, std::span<const std::byte> body, Sink& sink);
+  void take_bulk(int source, std::span<const std::byte> body, Sink& sink);
   void forget(int peer);
 
   const char* name_;
