@@ -188,6 +188,15 @@ std::shared_ptr<Collective> Communicator::named(const cgx_collective_t& call) co
 }
 
 std::shared_ptr<Collective> Communicator::prepare(const cgx_collective_t& call) {
+  try {
+    return planned(call);
+  } catch (const std::bad_alloc&) {  // the others would wait for this rank
+    refuse(call, CGX_SYSTEM, "out of memory");
+    throw;
+  }
+}
+
+std::shared_ptr<Collective> Communicator::planned(const cgx_collective_t& call) {
   require_device(call, CGX_CPU, "cgx_start and cgx_run are for the CPU; use cgx_enqueue");
   Plan made = plan(call);
   auto collective = named(call);

@@ -82,6 +82,7 @@ class Communicator {
   std::shared_ptr<Collective> named(const cgx_collective_t& call) const;  // its key and deadline
   // Ready for the engine; on one rank, done.
   std::shared_ptr<Collective> prepare(const cgx_collective_t& call);
+  std::shared_ptr<Collective> planned(const cgx_collective_t& call);
   void copy_through(const Plan& plan, Collective* collective);
 
   device::Group& devices(device::Device& device);
