@@ -51,10 +51,8 @@ PyObject* wait(cgx_request_t* request, PyObject** arrays) {
     Py_BEGIN_ALLOW_THREADS;
     status = cgx_wait_for(request, kLookUpSeconds, &done);
     Py_END_ALLOW_THREADS;
-    if (done) {
-      Py_CLEAR(*arrays);
-      return PyLong_FromLong(status);
-    }
+    if (done) Py_CLEAR(*arrays);
+    if (done || status != CGX_OK) return PyLong_FromLong(status);  // a forked child is refused
     if (PyErr_CheckSignals() != 0) return nullptr;
   }
 }

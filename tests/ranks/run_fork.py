@@ -12,6 +12,8 @@ from cgx_ops import Closed
 world = cgx_ops.init()
 x = np.ones(100_000, np.float32)
 world.allreduce(x)
+# In flight while children are made: the other ranks start it after that.
+started = world.allreduce_async(x, name="across") if world.rank == 0 else None
 encoded = cgx_ops.quantize(x, bits=4, seed=1)
 
 
@@ -24,6 +26,15 @@ def compute() -> None:
     assert cgx_ops.quantize(x, bits=4, seed=1) == encoded
     assert (cgx_ops.dequantize(encoded, x.size, bits=4) == 1).all()
     os._exit(7)
+
+
+def wait() -> None:
+    """The parent's collective: nothing here brings it on."""
+    if started:
+        assert started.done()
+        started.wait()
+    else:
+        os._exit(7)
 
 
 def refused(call: Callable[[], object]) -> Callable[[], None]:
@@ -43,6 +54,7 @@ for in_child in (
     refused(lambda: world.allreduce(x)),
     refused(lambda: cgx_ops.Communicator.local(2)),
     refused(cgx_ops.stats),
+    refused(wait),
 ):
     child = os.fork()
     if child == 0:
@@ -56,5 +68,7 @@ for _ in range(20):
     world.allreduce(x)
 statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 assert statuses == [7] * len(children), statuses
+started = started or world.allreduce_async(x, name="across")
+assert (started.wait() == world.size).all()
 assert (world.allreduce(x) == world.size).all()
 print("undisturbed")
