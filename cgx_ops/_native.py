@@ -135,7 +135,6 @@ def _words(name: str) -> dict[str, int]:
     return {word.strip("'"): number for word, number in field["words"].items()}
 
 
-ALLGATHER = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t, c_void_p)
 CALLBACK = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p)
 
 
@@ -153,7 +152,7 @@ class Bootstrap(_Sized):
         ("struct_size", c_size_t),
         ("rank", c_int32),
         ("size", c_int32),
-        ("allgather", ALLGATHER),
+        ("allgather", c_void_p),  # given by _numpy_ops.create()
         ("context", c_void_p),
         ("name", c_char_p),
         ("transport", c_char_p),

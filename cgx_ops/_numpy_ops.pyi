@@ -1,4 +1,6 @@
-"""Collectives on numpy arrays in flight (numpy_ops/*.cc); used by cgx_ops/request.py and call.py.
+"""Collectives on numpy arrays in flight, and bootstraps (numpy_ops/*.cc).
+
+Used by cgx_ops/request.py, call.py, comm.py and bootstrap.py.
 
 A status is one of cgx.h; _native.check() raises what it stands for. An address is that of a
 _native.Collective.
@@ -22,6 +24,13 @@ def repeat(pattern: int, source: Any, result: Any, stream: int, count: Callable[
     Its seed is the count()-th of the stream (cgx/call_seeds.h).
 
     Returns a status, or MUST_BE_CHECKED: such arrays may be refused, and nothing was done.
+    """
+
+def create(bootstrap: int, allgather: Callable[[bytes], bytes], comm: int) -> int:
+    """Make a communicator by the _native.Bootstrap at this address and return a status.
+
+    allgather, in place of its own, returns all ranks' bytes end to end; what it raises, and what a
+    signal's handler raises meanwhile, is raised here. comm: the address that receives the id.
     """
 
 def collect_dropped() -> None:

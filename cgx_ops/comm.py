@@ -1,24 +1,22 @@
 """Communicator: ranks that reduce numpy arrays together, over any transport of libcgx."""
 
 import contextlib
-import ctypes
 import itertools
-from collections.abc import Callable, Sequence
-from ctypes import byref, c_int32, pointer
+from collections.abc import Sequence
+from ctypes import byref, c_int32
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from cgx_ops import _native, _numpy_ops, break_even, request
+from cgx_ops import _native, _numpy_ops, bootstrap, break_even, request
 from cgx_ops._arrays import Array, as_input
+from cgx_ops.bootstrap import Allgather
 from cgx_ops.call import Call, Counter, Op, Repeat, Segment, check_timeout
 from cgx_ops.config import Config
-from cgx_ops.errors import CgxError, Closed, InvalidArgument
+from cgx_ops.errors import Closed, InvalidArgument, require_integer
 from cgx_ops.request import Request
 from cgx_ops.stats import Stats, read_stats
-
-Allgather = Callable[[bytes], Sequence[bytes]]
 
 _local_names = itertools.count()
 _MOST_REPEATS = 1024
@@ -106,40 +104,7 @@ class Communicator:
         Raises:
             Whatever allgather raises, and CgxError.
         """
-        check_timeout(timeout)
-        if noise_rank is not None and not 0 <= noise_rank < 2**31:
-            raise InvalidArgument(f"noise_rank is {noise_rank}; it must be from 0 to 2^31 - 1")
-        failures: list[BaseException] = []
-
-        def gather(_context: object, mine: int, count: int, everything: int) -> int:
-            try:
-                blobs = allgather(ctypes.string_at(mine, count) if count else b"")
-                if len(blobs) != size or any(len(blob) != count for blob in blobs):
-                    raise InvalidArgument(
-                        f"allgather must return {size} blobs of {count} bytes; it returned those "
-                        f"of {[len(blob) for blob in blobs]} bytes"
-                    )
-                ctypes.memmove(everything, b"".join(blobs), size * count)
-            except BaseException as error:  # it must not unwind through C; raised again below
-                failures.append(error)
-                return 1
-            return 0
-
-        bootstrap = _native.Bootstrap(
-            rank=rank,
-            size=size,
-            allgather=_native.ALLGATHER(gather),
-            name=_native.encode(name),
-            transport=None if transport is None else _native.encode(transport),
-            timeout_s=timeout or 0.0,
-            noise_rank=None if noise_rank is None else pointer(c_int32(noise_rank)),
-        )
-        try:
-            return cls(_native.call_for_id("cgx_comm_create", byref(bootstrap)))
-        except CgxError:
-            if failures:
-                raise failures[0] from None
-            raise
+        return cls(bootstrap.create(rank, size, allgather, name, transport, timeout, noise_rank))
 
     @classmethod
     def find(cls, name: str) -> Self:
@@ -160,7 +125,9 @@ class Communicator:
             key: orders the ranks of the new communicator; equal keys keep their order.
             name: of the new communicators, equal on all ranks of this one; it matches the call.
         """
-        color = -1 if color is None else color
+        least, most = -(2**31), 2**31 - 1
+        color = -1 if color is None else require_integer("color", color, least, most)
+        key = require_integer("key", key, least, most)
         new = _native.call_for_id("cgx_comm_split", self.id, color, key, _native.encode(name))
         return None if new < 0 else type(self)(new)
 
@@ -169,9 +136,11 @@ class Communicator:
 
         Collective over the listed ranks only.
         """
-        listed = (c_int32 * len(ranks))(*ranks)
+        last = self.size - 1
+        given = [require_integer(f"ranks[{i}]", rank, 0, last) for i, rank in enumerate(ranks)]
+        listed = (c_int32 * len(given))(*given)
         return type(self)(
-            _native.call_for_id("cgx_comm_group", self.id, listed, len(ranks), _native.encode(name))
+            _native.call_for_id("cgx_comm_group", self.id, listed, len(given), _native.encode(name))
         )
 
     # ---- What it is ------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """The exceptions of cgx_ops: one kind per status of cgx.h, each also the built-in it resembles.
 
-And what the optimizers of both frameworks require of their settings.
+And what several places require of numbers that they are given.
 """
+
+import operator
 
 
 class CgxError(RuntimeError):
@@ -74,3 +76,23 @@ def require_share(what: str, value: float) -> None:
     """
     if not 0 <= value < 1:
         raise InvalidArgument(f"{what} is {value!r}; it must be at least 0 and less than 1")
+
+
+def require_integer(what: str, value: int, least: int, most: int) -> int:
+    """Return a number as an int; raise InvalidArgument unless it is an integer in this range.
+
+    C would take the low 32 bits of a larger one for it.
+
+    Args:
+        what: names it: "ranks[0]".
+        value: of it.
+        least: the lowest that is accepted.
+        most: the highest.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or not least <= number <= most:
+        raise InvalidArgument(f"{what} is {value!r}; it must be an integer from {least} to {most}")
+    return number

@@ -6,7 +6,10 @@ test_carried.py. Communicators: test_comm.py.)
 """
 
 import ctypes
+import itertools
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_int32, c_int64, c_void_p
 from typing import Any
 
@@ -14,7 +17,7 @@ import numpy as np
 import pytest
 
 import cgx_ops
-from cgx_ops import Communicator, InvalidArgument, _native
+from cgx_ops import Communicator, InvalidArgument, SystemFailure, _native
 
 HUGE = 2**62
 X = np.ones(1024, np.float32)
@@ -210,3 +213,46 @@ def test_plan_refuses(name: str, carried: bool) -> None:
     with pytest.raises(InvalidArgument) as caught:
         _native.call(function, *arguments)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_an_allgather_that_does_nothing_is_noticed(step: int) -> None:
+    """Whatever this rank says in that step: what it says of a success is zeros."""
+    blobs: dict[tuple[int, int], bytes] = {}
+    written = threading.Condition()
+    skipped = threading.Event()
+
+    def create(rank: int) -> str:
+        rounds = itertools.count()
+
+        @ctypes.CFUNCTYPE(ctypes.c_int, c_void_p, c_void_p, ctypes.c_size_t, c_void_p)
+        def allgather(_context: object, mine: int, count: int, everything: int) -> int:
+            now = next(rounds)
+            if rank == 0 and now == step:
+                skipped.set()
+                return 0
+            with written:
+                blobs[now, rank] = ctypes.string_at(mine, count)
+                written.notify_all()
+                while (now, 1 - rank) not in blobs:
+                    if skipped.is_set():
+                        return 1
+                    written.wait(0.01)
+            ctypes.memmove(everything, blobs[now, 0] + blobs[now, 1], 2 * count)
+            return 0
+
+        bootstrap = _native.Bootstrap(
+            rank=rank,
+            size=2,
+            allgather=ctypes.cast(allgather, c_void_p),
+            name=f"nothing {rank}".encode(),
+            transport=b"SHM",
+        )
+        with pytest.raises(SystemFailure) as raised:
+            _native.call_for_id("cgx_comm_create", byref(bootstrap))
+        return str(raised.value)
+
+    with ThreadPoolExecutor(2) as ranks:
+        first, second = ranks.map(create, range(2), timeout=30)
+    assert "gave back other bytes" in first
+    assert "allgather failed" in second

@@ -6,6 +6,7 @@ notices signals; and the process, its communicator and the collective go on.
 
 import contextlib
 import gc
+import itertools
 import signal
 import subprocess
 import sys
@@ -170,6 +171,39 @@ def test_an_interrupted_wait_may_be_repeated(alarm: Callable[[float], None]) -> 
     theirs = second.allreduce_async(np.ones(NUMEL, np.float32), config=EXACT)
     assert (mine.wait() == 2).all()
     assert (theirs.wait() == 2).all()
+
+
+def test_making_a_communicator_may_be_interrupted(alarm: Callable[[float], None]) -> None:
+    """The handler runs as the next exchange begins, before the first line of any allgather."""
+    blobs: dict[tuple[int, int], bytes] = {}
+    written = threading.Condition()
+
+    def create(rank: int) -> Communicator:
+        rounds = itertools.count()
+
+        def allgather(mine: bytes) -> list[bytes]:
+            step = next(rounds)
+            with written:
+                blobs[step, rank] = mine
+                written.notify_all()
+                assert written.wait_for(lambda: (step, 1 - rank) in blobs, 3), "rank 0 is gone"
+            if step == 1 and rank == 0:  # now it waits until rank 1 comes to meet it
+                alarm(0.2)
+            elif step == 1:
+                time.sleep(1)
+            return [blobs[step, 0], blobs[step, 1]]
+
+        return Communicator.create(rank, 2, allgather, f"interrupted {rank}", transport="TCP")
+
+    def peer() -> None:
+        with pytest.raises(AssertionError, match="rank 0 is gone"):
+            create(1)
+
+    other = threading.Thread(target=peer)
+    other.start()
+    with pytest.raises(Stop):
+        create(0)
+    other.join()
 
 
 def test_a_process_that_was_interrupted_ends() -> None:

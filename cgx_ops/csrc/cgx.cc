@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <mutex>
 
 #include "algorithm/layout.h"
@@ -166,12 +167,14 @@ cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* comm) {
     require(noise_rank >= 0, CGX_INVALID_ARGUMENT, "noise_rank is ", noise_rank,
             "; accepted: 0 or more");
     const Allgather allgather = [&](const Bytes& mine) {
+      // A callback that did nothing, and says 0, is told by this rank's own place.
       Bytes all(mine.size() * size);
+      const auto own = all.begin() + bootstrap->rank * mine.size();
+      std::transform(mine.begin(), mine.end(), own, std::bit_not());
       require(bootstrap->allgather(bootstrap->context, mine.data(), mine.size(), all.data()) == 0,
               CGX_SYSTEM, "the bootstrap's allgather failed");
-      // A callback that a signal interrupted before its first line has done nothing, and says 0.
-      require(std::equal(mine.begin(), mine.end(), all.begin() + bootstrap->rank * mine.size()),
-              CGX_SYSTEM, "the bootstrap's allgather gave back other bytes than this rank's own");
+      require(std::equal(mine.begin(), mine.end(), own), CGX_SYSTEM,
+              "the bootstrap's allgather gave back other bytes than this rank's own");
       std::vector<Bytes> blobs;
       for (int rank = 0; rank < size; ++rank)
         blobs.emplace_back(all.begin() + rank * mine.size(),

@@ -1,4 +1,5 @@
-// The Python module cgx_ops._numpy_ops: collectives on numpy arrays, from the start to the end.
+// The Python module cgx_ops._numpy_ops: collectives on numpy arrays, from the start to the end, and
+// how communicators are made.
 // What a call means and whether it is allowed is known to Python (cgx_ops/call.py).
 //
 // After a millisecond of other work the processor has forgotten Python's code and data, and each
@@ -7,6 +8,7 @@
 #include <cstddef>
 #include <cstdlib>
 
+#include "bootstrap.h"
 #include "cgx/call_seeds.h"
 #include "flight.h"
 
@@ -65,6 +67,15 @@ PyObject* repeat(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t co
   return status;
 }
 
+// What the stub says of create(); the addresses are those of ctypes structures.
+PyObject* create_communicator(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 3)
+    return PyErr_Format(PyExc_TypeError, "create() takes 3 arguments, not %zd", count);
+  const auto* bootstrap = static_cast<const cgx_bootstrap_t*>(PyLong_AsVoidPtr(arguments[0]));
+  auto* const comm = static_cast<int32_t*>(PyLong_AsVoidPtr(arguments[2]));
+  return PyErr_Occurred() ? nullptr : create(*bootstrap, arguments[1], comm);
+}
+
 PyObject* collect(PyObject* /*module*/, PyObject* /*unused*/) {
   collect_dropped();
   Py_RETURN_NONE;
@@ -81,6 +92,7 @@ PyMODINIT_FUNC PyInit__numpy_ops() {
   using namespace cgx::numpy_ops;
   static PyMethodDef functions[] = {{"run", fast(run_once), METH_FASTCALL, nullptr},
                                     {"repeat", fast(repeat), METH_FASTCALL, nullptr},
+                                    {"create", fast(create_communicator), METH_FASTCALL, nullptr},
                                     {"collect_dropped", collect, METH_NOARGS, nullptr},
                                     {}};
   static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_numpy_ops", nullptr, -1, functions};
