@@ -249,7 +249,7 @@ class Config:
         if "compressor" not in values:
             values.setdefault("bits", EXACT_BITS)
         if values.pop("intra_compress", False):
-            values["intra_bits"] = values.get("bits", _DEFAULTS["bits"])
+            values["intra_bits"] = _bits_within_hosts(**values)
         for variable, words in _HOST_SWITCHES.items():
             text = environ.get(variable, "").strip()
             same = _SAME_AS.get(variable, "")
@@ -332,6 +332,22 @@ def _parse(variable: str, name: str, text: str) -> float | bool | str:
             return _FLAGS[text.lower()]
         accepted = "0 or 1"
     raise InvalidArgument(f"The environment variable {variable} is {text!r}; it must be {accepted}")
+
+
+def _bits_within_hosts(
+    bits: int | str = _DEFAULTS["bits"], compressor: str = _DEFAULTS["compressor"], **_: Any
+) -> int | str:
+    """Return what intra_bits is where CGX_INTRA_COMPRESS is 1: bits."""
+    if bits == AUTO:
+        why = "CGX_COMPRESSION_QUANTIZATION_BITS is 'auto': give that a number, or"
+    elif bits != EXACT_BITS and _COMPRESSORS[compressor]["bits"] == [0, 0]:
+        why = f"CGX_COMPRESSOR is {compressor!r}, which has no bits to choose:"
+    else:
+        return bits
+    raise InvalidArgument(
+        "The environment variable CGX_INTRA_COMPRESS asks for as many bits within hosts as between "
+        f"them, but {why} leave CGX_INTRA_COMPRESS unset"
+    )
 
 
 def _set_to(name: str) -> str:

@@ -243,11 +243,17 @@ def test_environment_compresses_within_hosts(bits: str, switch: str, intra_bits:
 
 
 def test_environment_compresses_within_hosts_by_a_compressor() -> None:
-    """In the default's bits, where none are given; not by one that has none to choose."""
+    """In the default's bits, where none are given; not where there are none to take."""
     environment = {"CGX_COMPRESSOR": "levels", "CGX_INTRA_COMPRESS": "1"}
     assert Config.from_env(environment) == Config(compressor="levels", intra_bits=4)
-    with pytest.raises(InvalidArgument, match="intra_bits is 4; compressor='topk' has no bits"):
+    exact = {"CGX_COMPRESSOR": "topk", "CGX_COMPRESSION_QUANTIZATION_BITS": "32"}
+    assert Config.from_env({**environment, **exact}).intra_bits == 32
+    remedy = "leave CGX_INTRA_COMPRESS unset"
+    with pytest.raises(InvalidArgument, match=f"'topk', which has no bits to choose: {remedy}"):
         Config.from_env({**environment, "CGX_COMPRESSOR": "topk"})
+    auto = {"CGX_COMPRESSION_QUANTIZATION_BITS": "auto", "CGX_INTRA_COMPRESS": "1"}
+    with pytest.raises(InvalidArgument, match=f"BITS is 'auto': give that a number, or {remedy}"):
+        Config.from_env(auto)
 
 
 @pytest.mark.parametrize(
