@@ -79,8 +79,9 @@ class _Module:
 class Kept:
     """The residuals of a model's modules on this rank, and how often each was used.
 
-    By the module's name, in the layout of this number of ranks; those that were consolidated, by
-    each parameter's, until the module's next reduce-scatter lays them out.
+    By the module's name, in the layout of its last reduce-scatter; by each parameter's, those that
+    were consolidated, or whose parameters no longer get gradients, until a reduce-scatter of the
+    module lays them out.
     """
 
     def __init__(self, feedback: Feedback) -> None:
@@ -101,7 +102,10 @@ class Kept:
             parameters: of the module, those that have residuals.
         """
         self.residuals.claim(dist.get_rank(), dist.get_world_size())
-        self._modules[name] = _Module(ranks, values.numel(), parameters)
+        module = _Module(ranks, values.numel(), parameters)
+        if self._modules.get(name) != module:  # parameters were frozen, or others no longer are
+            self._cut(name)
+        self._modules[name] = module
         self._lay_out(name, values)
         if self.feedback.bits == 32:
             residual = self.residuals.of(name, values)
@@ -148,29 +152,37 @@ class Kept:
             parameter.put_into(residual.view(module.ranks, -1), found.view(parameter.shape))
         known[name] = residual.to(values.dtype) if self.feedback.bits == 32 else _encoded(residual)
 
+    def _cut(self, name: str) -> None:
+        """Make a module's residual, if it has one, those of its parameters."""
+        known = self.residuals.tensors
+        if name not in known:
+            return
+        module, quantized = self._modules[name], self.feedback.bits == 8
+        residual = self._decoded(name, module.numel) if quantized else known[name]
+        for parameter in module.parameters:
+            whole = parameter.cut_from(residual.view(module.ranks, -1))
+            known[parameter.name] = whole.float().flatten()
+        del known[name]
+
     def consolidate(self) -> None:
         """Make them the mean over all ranks, by parameter. Collective.
 
         Raises:
             InvalidArgument: ranks have residuals of other parameters.
         """
-        known = self.residuals.tensors
-        for name in [name for name in self._modules if name in known]:
-            module, quantized = self._modules[name], self.feedback.bits == 8
-            residual = self._decoded(name, module.numel) if quantized else known[name]
-            for parameter in module.parameters:
-                whole = parameter.cut_from(residual.view(module.ranks, -1))
-                known[parameter.name] = whole.float().flatten()
-            del known[name]
+        for name in self._modules:
+            self._cut(name)
         self.residuals.consolidate(group_or_default(None))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint has; residuals under a key of this rank's own."""
         place = dist.get_rank(), dist.get_world_size()
         saved = self.residuals.saved(*place, per_rank=True)
-        # A list: torch.distributed.checkpoint would ask for the keys that this dict has now.
-        counts = list(self.counts.items())
-        return {"feedback": self.feedback, "counts": counts, "residuals": saved}
+        # Lists: torch.distributed.checkpoint would ask for the keys that these dicts have now.
+        counts, modules = list(self.counts.items()), list(self._modules.items())
+        return {
+            "feedback": self.feedback, "counts": counts, "modules": modules, "residuals": saved
+        }  # fmt: skip
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where the state was that state_dict() was called of.
@@ -185,6 +197,7 @@ class Kept:
             )
         self.residuals = Residuals.restored(state_dict["residuals"])
         self.counts = dict(state_dict["counts"])
+        self._modules = dict(state_dict["modules"])
 
 
 torch.serialization.add_safe_globals([Feedback, Kept, _Module, Parameter])

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from cgx_ops import Config, InvalidArgument, codec
 from cgx_ops.torch import fsdp
@@ -227,6 +228,73 @@ def consolidated_residuals_fit_any_number_of_shards() -> None:
     refuses(alone.consolidate, InvalidArgument, "over some of the ranks only")
 
 
+class Two(nn.Module):
+    """Two matrices in one group, which any number of ranks up to four divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.a, self.b = (nn.Linear(24, 48, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) + self.b(x)
+
+
+def residuals_stay_with_their_parameters() -> None:
+    """Through freezing and unfreezing; that of a frozen one waits, and is saved."""
+    ranks, numel, key = dist.get_world_size(), 24 * 48, "fsdp/reduce_scatter/"
+    for feedback in (Feedback(), Feedback(bits=8, average=0.5)):
+
+        def decoded(kept: torch.Tensor, eight: bool = feedback.bits == 8) -> torch.Tensor:
+            encoded = kept.numpy().tobytes()
+            if not eight:
+                return kept.clone()
+            return torch.from_numpy(codec.dequantize(encoded, numel, config=KEPT))
+
+        model: Any = fully_shard(Two())
+        state = fsdp.compress(model, LEVELS, feedback=feedback)
+        assert state.kept is not None
+        found = {}
+        with checked() as seen:
+            for step, trained in enumerate(["a", "b", "ab"]):
+                model.a.requires_grad_("a" in trained)
+                model.b.requires_grad_("b" in trained)
+                if step == 2:  # another process goes on
+                    saved = state.state_dict()
+                    state = fsdp.compress(model, LEVELS, feedback=feedback)
+                    assert state.kept is not None
+                    state.load_state_dict(saved)
+                x = tc.values(dist.get_rank(), 8 * 24, torch.float32, step).view(8, 24)
+                model(x).square().sum().backward()
+                if step < 2:
+                    found[trained] = decoded(state.kept.residuals.tensors[""])
+                if step == 1:
+                    assert tc.same_bits(state.kept.residuals.tensors["a.weight"], found["a"])
+        (first, _), (second, _), (third, _) = seen[key]
+        assert not first.any() and not second.any()
+        assert found["a"].any() and found["b"].any()
+        both = torch.cat([found[name].view(ranks, -1) for name in "ab"], 1).flatten()
+        if feedback.bits == 8:
+            encoded = codec.quantize(both.numpy(), KEPT)
+            both = torch.from_numpy(codec.dequantize(encoded, 2 * numel, config=KEPT))
+        assert tc.same_bits(third, both), feedback
+
+
+def what_was_loaded_is_consolidated_alike() -> None:
+    """Before any backward, too."""
+    for feedback in (Feedback(), fsdp.LOCO):
+        state = fsdp.compress(model := sharded(Model()), LEVELS, feedback=feedback)
+        train(model, range(2))
+        again = fsdp.compress(sharded(Model()), LEVELS, feedback=feedback)
+        again.load_state_dict(state.state_dict())
+        state.consolidate()
+        again.consolidate()
+        assert state.kept is not None and again.kept is not None
+        want, got = state.kept.residuals.tensors, again.kept.residuals.tensors
+        assert got.keys() == want.keys() and "head.weight" in want
+        assert all(tc.same_bits(got[name], want[name]) for name in want)
+
+
 def bad_feedback() -> None:
     model = sharded(Model())
     for config, words in (
@@ -260,5 +328,6 @@ def compressors_by_rule() -> None:
 
 
 CHECKS = [feedback_to_the_bit, averaged_in_eight_bits, compressors_by_rule]
+CHECKS += [residuals_stay_with_their_parameters, what_was_loaded_is_consolidated_alike]
 CHECKS += [resumed_feedback_is_the_same_to_the_bit, bad_feedback]
 CHECKS += [consolidated_residuals_fit_any_number_of_shards]
