@@ -17,14 +17,15 @@ After a step in which a fragment of the parameters is due:
 Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models, 2023; Streaming
 DiLoCo with overlapping communication, 2025. Stich: Local SGD Converges Fast and Communicates
 Little, ICLR 2019. Sarfi et al.: Communication Efficient LLM Pre-training with SparseLoCo, 2025.
-diloco_ranks.py says which ranks there are, and what they have in common. docs/diloco.md.
+diloco_ranks.py says which ranks there are, and what they have in common; diloco_fragments.py which
+parameters a fragment has. docs/diloco.md.
 """
 
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -36,11 +37,12 @@ from cgx_ops.errors import InvalidArgument, Unsupported
 from cgx_ops.outer_loop import Schedule, strided
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import diloco_ranks
+from cgx_ops.torch.diloco_fragments import of_modules
 from cgx_ops.torch.exchange import Carriers, Exchange, Flight, check_parameters
 from cgx_ops.torch.layers import layer_name
 
 CALLER = "DiLoCo"
-_KEPT = ("steps", "applied", "outer", "exchange")
+_KEPT = ("steps", "applied", "mean_over", "outer", "exchange")
 
 
 @dataclass
@@ -132,17 +134,19 @@ class DiLoCo:
             TypeError: a parameter is complex, sparse or of float64.
             RuntimeError: a peer is late or gone.
         """
-        count = fragments if isinstance(fragments, int) else len(fragments)
+        if not isinstance(config, Config):
+            raise InvalidArgument(f"{CALLER}: config is {config!r}; give cgx_ops.Config(bits=4)")
+        count = fragments if isinstance(fragments, SupportsIndex) else len(fragments)
         self.schedule = Schedule(sync_every, count, fragment_sync_delay, fragment_update_alpha)
         every = model.named_parameters()
         named = [(layer_name(name), p) for name, p in every if p.requires_grad]
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         check_parameters(CALLER, self.parameters)
-        if isinstance(fragments, int):
-            self.fragments = strided(self.names, count)
+        if isinstance(fragments, SupportsIndex):
+            self.fragments = strided(self.names, self.schedule.fragments)
         else:
-            self.fragments = _modules(fragments, named)
+            self.fragments = of_modules(CALLER, fragments, named)
         if mean_over not in ("ranks", "senders"):
             raise InvalidArgument(f"{CALLER}: mean_over is {mean_over!r}; 'ranks' or 'senders'")
         self.mean_over = mean_over
@@ -241,7 +245,8 @@ class DiLoCo:
         self._flight = None
         self.exchange.process_group = process_group
         self.exchange.connect()
-        self.exchange.residuals.owner = None  # a rank's number may be another one
+        self.exchange.residuals.owner = None  # a rank's number may be another one now
+        self.exchange.residuals.claim(*self.exchange.place)
         diloco_ranks.meet(self, is_new=False)
 
     @torch.no_grad()
@@ -266,8 +271,8 @@ class DiLoCo:
                 flight = self._flight[0], self._flight[1].wait()
         anchors = {name: anchor.detach().clone() for name, anchor in self._named_anchors()}
         outer = Outer(anchors, copy.deepcopy(self.outer_optimizer.state_dict()), flight)
-        exchange = self.exchange.state_dict()
-        return {"steps": self.steps, "applied": self.applied, "outer": outer, "exchange": exchange}
+        counts = {"steps": self.steps, "applied": self.applied, "mean_over": self.mean_over}
+        return {**counts, "outer": outer, "exchange": self.exchange.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, in place, where the one was that state_dict() was called of.
@@ -276,13 +281,18 @@ class DiLoCo:
         been; or restart() has them begin from the anchors.
 
         Raises:
-            InvalidArgument: this is not the state_dict() of a DiLoCo, or another model's, or lacks
-                this rank's residuals.
+            InvalidArgument: this is not the state_dict() of a DiLoCo, or another model's, or of
+                another mean_over, or lacks this rank's residuals.
         """
         if set(state_dict) != set(_KEPT):
             raise InvalidArgument(
                 f"{CALLER}.load_state_dict: the names are {sorted(state_dict)}, not "
                 f"{sorted(_KEPT)}: give what state_dict() returned"
+            )
+        if state_dict["mean_over"] != self.mean_over:  # the exchange has a config for one of them
+            raise InvalidArgument(
+                f"{CALLER}.load_state_dict: mean_over is {state_dict['mean_over']!r} there and "
+                f"{self.mean_over!r} here: give {CALLER}() what it was given there"
             )
         outer: Outer = state_dict["outer"]
         saved = outer.anchors
@@ -379,21 +389,3 @@ def _outer(
     for group in given.param_groups:
         group["params"] = [anchor_of[p] for p in group["params"] if p.requires_grad]
     return given
-
-
-def _modules(
-    modules: Sequence[nn.Module], named: Sequence[tuple[str, nn.Parameter]]
-) -> list[list[int]]:
-    """Return the places of each module's parameters; each is in one."""
-    owner: dict[nn.Parameter, int] = {}
-    for fragment, module in enumerate(modules):
-        for parameter in module.parameters():
-            if owner.setdefault(parameter, fragment) != fragment:
-                raise InvalidArgument(
-                    f"{CALLER}: a parameter of shape {tuple(parameter.shape)} is in fragments "
-                    f"{owner[parameter]} and {fragment}; give modules that share none"
-                )
-    missing = [name for name, parameter in named if parameter not in owner]
-    if missing:
-        raise InvalidArgument(f"{CALLER}: no fragment has {missing[0]!r}; give all of the model")
-    return [[i for i, (_, p) in enumerate(named) if owner[p] == f] for f in range(len(modules))]

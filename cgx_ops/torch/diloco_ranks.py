@@ -1,7 +1,8 @@
 """The ranks of an outer loop (diloco.py): what they have in common when they meet.
 
 1. settings and parameters are alike, or all ranks get an error that names both sides
-2. one rank's anchors, outer optimizer's state and count of steps become those of all, exactly
+2. one rank's anchors, outer optimizer's state and count of steps become those of all, exactly; so
+   does the highest number of exchanges, from which their random choices follow
 """
 
 from typing import TYPE_CHECKING, Any
@@ -29,12 +30,12 @@ def meet(loop: "DiLoCo", *, is_new: bool) -> None:
         InvalidArgument: ranks differ (on every rank).
     """
     group = loop.exchange.group
-    mine = (-1 if is_new else loop.applied, loop.steps, _told(loop))
+    mine = (-1 if is_new else loop.applied, loop.steps, loop.exchange.steps, _told(loop))
     everyones: list[Any] = [None] * group.size()
     dist.all_gather_object(everyones, mine, group)
     _require_alike([told for *_, told in everyones])
 
-    applied, steps, _ = max(everyones, key=lambda each: each[0])
+    applied, steps, *_ = max(everyones, key=lambda each: each[0])
     source = next(rank for rank, each in enumerate(everyones) if each[0] == applied)
     if applied > 0:
         state = [loop.outer_optimizer.state_dict()]
@@ -43,13 +44,15 @@ def meet(loop: "DiLoCo", *, is_new: bool) -> None:
             loop.outer_optimizer.load_state_dict(state[0])
     with torch.no_grad(), backend.uncompressed():
         for parameter, anchor in zip(loop.parameters, loop.anchors, strict=True):
-            values = anchor.detach().to(parameter.device)
+            # What is broadcast goes by memory, whose order may be another one elsewhere.
+            values = anchor.detach().to(parameter.device).contiguous()
             dist.broadcast(values, dist.get_global_rank(group, source), group)
             anchor.copy_(values)
     if mine[0] < applied or is_new:
         loop.exchange.residuals.tensors.clear()  # of averages that are not its own
         loop.restart()
     loop.applied, loop.steps = max(applied, 0), steps
+    loop.exchange.steps = max(exchanges for *_, exchanges, _ in everyones)
 
 
 # ---- 1. what must be alike -----------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch_deep_gradient.values
 import torch_hooks.averager
 import torch_hooks.composed
 import torch_hooks.diloco
+import torch_hooks.diloco_ranks
 import torch_hooks.optim
 import torch_power_sgd.state
 import torch_power_sgd.values
@@ -28,6 +29,7 @@ def main() -> None:
             torch_hooks.averager,
             torch_hooks.optim,
             torch_hooks.diloco,
+            torch_hooks.diloco_ranks,
         )
     )
     dist.destroy_process_group()

@@ -427,6 +427,7 @@ def bad_input() -> None:
         ({"mean_over": "senders"}, "give Config(compressor='topk')"),
         ({"mean_over": "senders", "config": TOPK, "error_feedback": False}, "keeps back"),
         ({"carrier": "mpi"}, "carrier is 'mpi'"),
+        ({"config": None}, "config is None"),
         ({"config": Config(compressor="qsgd", bits=2, bucket_size=4096)}, "error feedback"),
     ):  # fmt: skip
         fails(InvalidArgument, words, of(**options))
@@ -434,10 +435,15 @@ def bad_input() -> None:
     model.requires_grad_(False)
     fails(InvalidArgument, "no parameter that requires", of())
     model.requires_grad_(True)
+    assert len(of(fragments=np.int64(2))().fragments) == 2
     loop = DiLoCo(model, sync_every=2)
     fails(InvalidArgument, "['steps']", lambda: loop.load_state_dict({"steps": 1}))
     other = DiLoCo(nn.Linear(4, 4), sync_every=2).state_dict()
     fails(InvalidArgument, "another model's", lambda: loop.load_state_dict(other))
+    other = DiLoCo(network(), sync_every=4, config=TOPK).state_dict()
+    sparse = sparse_loco(network(), sync_every=4)
+    fails(InvalidArgument, "'ranks' there and", lambda: sparse.load_state_dict(other))
+    assert sparse.exchange.config.algorithm == "one_shot"
     loop.step()
     with mock.patch.object(loop.exchange, "average", side_effect=Unsupported("why")):
         fails(Unsupported, "why", loop.step)  # no rank is lost: regroup() would not help

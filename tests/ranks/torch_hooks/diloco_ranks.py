@@ -1,0 +1,74 @@
+"""The ranks of an outer loop that come and go: what they have in common when they meet again."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch_training import RANK, SIZE, identical_on_all_ranks, network, weights_of
+
+from cgx_ops import Config
+from cgx_ops.torch.diloco import DiLoCo
+
+from .diloco import LEVELS, move
+
+
+def run(model: nn.Module, loop: DiLoCo, steps: range) -> None:
+    for step in steps:
+        move(model, step)
+        loop.step()
+
+
+def saved_once_regrouped() -> None:
+    """Before the next average: what was lost is this rank's own, whatever its number was before."""
+    model = network()
+    loop = DiLoCo(model, sync_every=2, config=LEVELS)
+    run(model, loop, range(4))
+    for _ in range(2):  # the second time residuals are those of a checkpoint
+        loop.regroup()
+        again = network()
+        restored = DiLoCo(again, sync_every=2, config=LEVELS)
+        restored.load_state_dict(loop.state_dict())
+        again.load_state_dict(model.state_dict())
+        run(model, loop, range(4, 8))
+        run(again, restored, range(4, 8))
+        assert torch.equal(weights_of(again), weights_of(model))
+        model, loop = again, restored
+    loop.consolidate()
+    loop.regroup()
+    assert f"rank {RANK} of {SIZE}" in loop.state_dict()["exchange"]["residuals"]
+
+
+def newcomers_choose_the_same_values() -> None:
+    """Which values "randk" sends follows from how often the others have exchanged before."""
+    config = Config(compressor="randk", density=0.2)
+    alone: Any = dist.new_group([0], backend="cgx")
+    model = network()
+    if RANK == 0:
+        loop = DiLoCo(model, sync_every=2, fragments=2, config=config, process_group=alone)
+        run(model, loop, range(5))
+        loop.regroup()
+    else:
+        loop = DiLoCo(model, sync_every=2, fragments=2, config=config)
+    assert (loop.steps, loop.applied, loop.exchange.steps) == (5, 5, 5)
+    run(model, loop, range(5, 9))
+    loop.restart()
+    identical_on_all_ranks(weights_of(model))
+
+
+def memory_formats_may_differ() -> None:
+    """The first rank's values are everyone's, in whatever order they lie."""
+    torch.manual_seed(3)
+    model: Any = nn.Conv2d(3, 4, 2)
+    want = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.mul_(RANK + 1)
+    if RANK == SIZE - 1:
+        model = model.to(memory_format=torch.channels_last)
+    loop = DiLoCo(model, sync_every=1, config=Config(bits=32))
+    assert torch.equal(loop.anchors[0], want) and torch.equal(model.weight, want)
+    loop.regroup()
+    assert torch.equal(loop.anchors[0], want) and torch.equal(model.weight, want)
+
+
+CHECKS = [saved_once_regrouped, newcomers_choose_the_same_values, memory_formats_may_differ]
