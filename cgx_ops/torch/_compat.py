@@ -312,6 +312,14 @@ def default_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def backends_of(group: dist.ProcessGroup) -> str | None:
+    """Return a group's backends, by kind of device; None: it was made without torch.distributed.
+
+    dist.get_backend_config() raises for the latter.
+    """
+    return dist.distributed_c10d._world.pg_backend_config.get(group)
+
+
 def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
     """Return how long a group's collectives may take; None if its backend does not say."""
     backend = group._get_backend(torch.device("cpu"))

@@ -136,8 +136,8 @@ def current_scope() -> Config | Literal["uncompressed"] | None:
 
 
 def options_of(group: dist.ProcessGroup) -> BackendOptions | None:
-    """Return the options of a group over the backend "cgx"; None for other groups."""
-    if NAME not in str(dist.get_backend_config(group)):
+    """Return the options of a group that torch.distributed has over the backend "cgx", or None."""
+    if NAME not in (_compat.backends_of(group) or ""):
         return None
     return _options.get(group.group_name, _world_options)
 

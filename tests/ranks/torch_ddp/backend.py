@@ -6,6 +6,7 @@ import itertools
 import time
 import unittest
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch
 from cgx_ops import Config
-from cgx_ops.torch import ddp, trainer_state
+from cgx_ops.torch import _compat, ddp, trainer_state
 
 from .common import (
     NEAREST,
@@ -280,7 +281,24 @@ def a_copy_has_the_hook_and_a_state_of_its_own() -> None:
             cgx_ops.torch.forget_models()
 
 
+def a_group_that_torch_does_not_list_is_left_alone() -> None:
+    """Those of torchft are such, and parts that split off by themselves."""
+    store = _compat.PrefixStore("not listed", _compat.default_store())
+    bare: Any = dist.ProcessGroup(store, RANK, SIZE)
+    gloo = dist.ProcessGroupGloo(store, RANK, SIZE, timeout=timedelta(seconds=60))
+    bare._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    world: Any = dist.group.WORLD
+    alone = [local_gradients(r, spare=True) for r in range(SIZE)]
+    for group in (bare, world.split_group(list(range(SIZE)), group_name="not listed")):
+        model = DistributedDataParallel(network(), process_group=group)
+        assert cgx_ops.torch.hook_state(model) is None
+        model(images(RANK), spare=True).square().sum().backward()
+        for name, got in gradients_of(model).items():
+            torch.testing.assert_close(got, sum(g[name] for g in alone) / SIZE)
+
+
 CHECKS = [over_the_backend_without_a_word, a_hook_of_the_users_own_is_left_alone]
+CHECKS += [a_group_that_torch_does_not_list_is_left_alone]
 CHECKS += [the_state_of_its_hook_can_be_had_and_restored]
 CHECKS += [hooks_that_chain_collectives_do_not_race]
 CHECKS += [callbacks_are_where_their_collective_was_started]
