@@ -1,11 +1,13 @@
 """AdaptiveBits: when it decides, what it counts, what keeps bits from changing. No framework."""
 
 import pickle
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from launch import threads
 
-from cgx_ops import Communicator, Config, InvalidArgument, MismatchError
+from cgx_ops import Communicator, Config, InvalidArgument, MismatchError, Unsupported
 from cgx_ops.planner import AdaptiveBits, allocate_bits
 from cgx_ops.planner.adaptive import LAG, Sample
 
@@ -109,6 +111,7 @@ def test_its_plan_is_the_bits_in_force() -> None:
         ({"choices": []}, "choices is empty"),
         ({"most_changes": -1}, "most_changes is -1"),
         ({"alpha": 0}, "alpha"),
+        ({"budget": "clusters", "alpha": -3}, "alpha is -3"),
         ({"every": 7, "samples": 2}, "every is 7"),
         ({"budget": "cubed"}, "budget is 'cubed'"),
     ],
@@ -116,6 +119,19 @@ def test_its_plan_is_the_bits_in_force() -> None:
 def test_settings_are_checked_at_once(settings: dict, says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
         AdaptiveBits(**settings)
+
+
+@pytest.mark.parametrize("uniform", [3, "auto"])
+def test_choices_are_checked_with_the_config(uniform: Any) -> None:
+    levels = Config(bits=uniform, compressor="levels")
+    AdaptiveBits(choices=(1, 4, 32)).check(levels)
+    AdaptiveBits(budget="clusters").check(levels)
+    with pytest.raises(InvalidArgument, match=r"choices is \(2, 6\): bits is 6; .*'levels'"):
+        AdaptiveBits(budget="clusters", choices=(2, 6)).check(levels)
+    with pytest.raises(InvalidArgument, match=r"choices is \(1, 8\): .*error feedback"):
+        AdaptiveBits(choices=(1, 8)).check(Config(bits=uniform, error_feedback=True))
+    with pytest.raises(Unsupported, match="leave rotation out"):
+        AdaptiveBits().check(replace(levels, rotation=64))
 
 
 def test_ranks_agree_or_all_are_told() -> None:

@@ -66,6 +66,7 @@ def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
         ({"groups": ((0, 1),)}, "each of its 3 tensors must be in one group"),
         ({"groups": ((0, 1), (), (2,))}, "no group empty"),
         ({"bits": (4, 9, 4)}, "bits is 9"),
+        ({"numels": (10, -5, 30)}, "-5 values of 'b'"),
     ],
 )
 def test_plans_that_do_not_fit_together_are_refused(own: dict, says: str) -> None:

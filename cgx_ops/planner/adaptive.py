@@ -98,8 +98,7 @@ class AdaptiveBits:
             Config(bits=bits)  # checks them
         if most_changes is not None and most_changes < 0:
             raise InvalidArgument(f"most_changes is {most_changes}; it must be 0 or more, or None")
-        if budget != "clusters":
-            allocate_bits([], [], budget, alpha=alpha)  # checks alpha
+        allocate_bits([], [], alpha=alpha)  # checks alpha
         self.every, self.samples = every, samples
         self.budget: Literal["squared", "norm", "clusters"] = budget
         self.choices = None if choices is None else tuple(choices)
@@ -111,6 +110,19 @@ class AdaptiveBits:
         self._names: tuple[str, ...] = ()
         self._sums: list[float] = []
         self._seen = self._counted = 0  # samples since the last decision; finite ones of them
+
+    def check(self, config: Config) -> None:
+        """Require a config that can be adapted, before anything travels by it.
+
+        Raises:
+            InvalidArgument: its compressor has not all the choices.
+            Unsupported: its errors cannot be predicted.
+        """
+        try:
+            for bits in self.choices or (EXACT_BITS,):
+                predicted_error(0.0, bits, config)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"AdaptiveBits.choices is {self.choices}: {error}") from None
 
     # ---- What is measured when -------------------------------------------------------------------
 

@@ -53,6 +53,9 @@ class Plan:
         if len(set(self.names)) < count:
             twice = next(name for name in self.names if self.names.count(name) > 1)
             raise InvalidArgument(f"a plan has two tensors with the name {twice!r}")
+        for name, numel in zip(self.names, self.numels, strict=True):
+            if numel < 0:
+                raise InvalidArgument(f"a plan has {numel} values of {name!r}; give 0 or more")
         if sorted(self.order) != list(range(count)) or not all(self.groups):
             raise InvalidArgument(
                 f"the groups of a plan are {[list(group) for group in self.groups]}; each of its "

@@ -128,8 +128,8 @@ class QuantizedAllreduceState(HookState):
             )
         if adaptive is not None and self.config.bits == EXACT_BITS:
             raise InvalidArgument("adaptive bits need config.bits below 32, whose error they keep")
-        if adaptive is not None and self.config.bits != AUTO:
-            adaptive.measured_by(self.config)  # refuses what cannot be predicted
+        if adaptive is not None:
+            adaptive.check(self.config)
 
     def connect(self) -> None:
         """Begin anew with what belongs to this process."""

@@ -136,7 +136,7 @@ def compress(
             raise InvalidArgument(
                 "adaptive bits need gradients of less than 32, whose error they keep"
             )
-        adaptive.measured_by(gradients)  # refuses what cannot be predicted
+        adaptive.check(gradients)
     state = State(feedback, adaptive)
     for name, module in wrapped.items():
         for group in _compat.fsdp_groups(module):

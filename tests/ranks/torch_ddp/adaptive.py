@@ -166,12 +166,17 @@ def ranks_that_differ_are_told() -> None:
 
 
 def what_cannot_be() -> None:
-    def state(config: Config, **options: Any) -> None:
-        ddp.QuantizedAllreduceState(config=config, adaptive=adaptive(), **options)
+    def state(config: Config, bits: AdaptiveBits | None = None, **options: Any) -> None:
+        ddp.QuantizedAllreduceState(config=config, adaptive=bits or adaptive(), **options)
 
     fails(Unsupported, "errors are predicted of", lambda: state(Config(compressor="topk")))
     fails(InvalidArgument, "below 32", lambda: state(Config(bits=32)))
     fails(InvalidArgument, "carrier 'c10d' has neither", lambda: state(NEAREST, carrier="c10d"))
+    fails(
+        InvalidArgument,
+        "choices is (2, 8): bits is 8",
+        lambda: state(Config(bits=3, compressor="levels"), adaptive(choices=(2, 8))),
+    )
     fails(InvalidArgument, "every is 4 and samples 5", lambda: adaptive(samples=5))
     fails(InvalidArgument, "budget is 'cubed'", lambda: adaptive(budget="cubed"))
 

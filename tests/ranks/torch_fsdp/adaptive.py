@@ -132,12 +132,14 @@ def one_rank_may_save_alone() -> None:
 def what_cannot_adapt() -> None:
     model: Any = sharded(Model())
 
-    def of(config: Any) -> Any:
-        return lambda: fsdp.compress(model, config, adaptive=adaptive())
+    def of(config: Any, **options: Any) -> Any:
+        return lambda: fsdp.compress(model, config, adaptive=adaptive(**options))
 
     refuses(of(EXACT), InvalidArgument, "less than 32")
     refuses(of(None), InvalidArgument, "less than 32")
     refuses(of(Config(compressor="topk")), Unsupported, "errors are predicted of")
+    levels = Config(bits=3, compressor="levels")
+    refuses(of(levels, choices=(2, 8)), InvalidArgument, "choices is (2, 8): bits is 8")
     state = fsdp.compress(model, NEAREST)
     other = fsdp.compress(model, NEAREST, adaptive=adaptive())
     refuses(
