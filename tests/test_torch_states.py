@@ -1,5 +1,6 @@
-"""States of hooks, averagers and optimizers in one process: what they refuse when they are made."""
+"""States of hooks, averagers and optimizers in one process: what they refuse, and what is saved."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -7,8 +8,8 @@ import pytest
 from torch import nn
 
 from cgx_ops import Config, InvalidArgument
-from cgx_ops.planner import Plan
-from cgx_ops.torch import ddp
+from cgx_ops.planner import AdaptiveBits, Plan
+from cgx_ops.torch import ddp, layers
 from cgx_ops.torch.diloco import DiLoCo
 from cgx_ops.torch.optim import OneBitAdam
 
@@ -29,3 +30,35 @@ PLAN = Plan(("weight", "bias"), (16, 4), (4, 4), ((1, 0),))
 def test_who_cannot_decide_bits_says_so_at_once(caller: str, make: Callable[[], Any]) -> None:
     with pytest.raises(InvalidArgument, match=f"{caller}: bits='auto' .* bits=cgx_ops.bits_for"):
         make()
+
+
+def test_a_state_keeps_its_carrier() -> None:
+    state = ddp.QuantizedAllreduceState(config=Config(bits=8), carrier="c10d")
+    native = ddp.QuantizedAllreduceState(config=Config(bits=4))
+    state.load_state_dict(native.state_dict())
+    assert (state.carrier, state.config.bits) == ("c10d", 4)
+    native.load_state_dict(state.state_dict())
+    assert native.carrier == "native"
+    assert pickle.loads(pickle.dumps(state)).carrier == "c10d"
+    for other, words in (
+        (ddp.QuantizedAllreduceState(config=Config(bits=2, algorithm="ring")), "no algorithm"),
+        (ddp.QuantizedAllreduceState(config=Config(bits=2), adaptive=AdaptiveBits()), "adaptive"),
+        (ddp.QuantizedAllreduceState(config=AUTO), "bits='auto'"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"carrier 'c10d' .*{words}"):
+            state.load_state_dict(other.state_dict())
+        assert state.config.bits == 4
+
+
+def test_what_is_saved_follows_nobody() -> None:
+    state = ddp.QuantizedAllreduceState(
+        config=Config(bits=4), rules=layers.Rules([layers.Rule("a", bits=2)])
+    )
+    saved = state.state_dict()
+    other = ddp.QuantizedAllreduceState(config=Config(bits=4))
+    other.load_state_dict(saved)
+    for each in (state, other):
+        assert each.rules is not None
+        each.rules.set_bits("b", 8)
+        assert len(each.rules.rules) == 2
+        assert len(saved["rules"].rules) == 1

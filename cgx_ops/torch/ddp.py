@@ -47,7 +47,7 @@ from cgx_ops.torch.ddp_power_sgd import (
     batched_power_sgd_hook,
     power_sgd_hook,
 )
-from cgx_ops.torch.ddp_state import HookState
+from cgx_ops.torch.ddp_state import HookState, check_carrier
 from cgx_ops.torch.layers import Rules
 
 __all__ = [
@@ -122,10 +122,7 @@ class QuantizedAllreduceState(HookState):
         super().__init__(process_group, config, rules, carrier)
         self.unsupported = unsupported
         self.adaptive = adaptive
-        if carrier == "c10d" and (adaptive is not None or self.config.bits == AUTO):
-            raise InvalidArgument(
-                "carrier 'c10d' has neither adaptive bits nor bits='auto': use carrier 'native'"
-            )
+        check_carrier(carrier, self.config, adaptive)
         if adaptive is not None and self.config.bits == EXACT_BITS:
             raise InvalidArgument("adaptive bits need config.bits below 32, whose error they keep")
         if adaptive is not None:

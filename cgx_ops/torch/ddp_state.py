@@ -3,6 +3,7 @@
 Ranks, Config, rules, steps and residuals; checkpoints of them; who moves the bytes.
 """
 
+import copy
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -63,8 +64,7 @@ class HookState:
         if rules is not None and not isinstance(rules, Rules):
             raise InvalidArgument(f"rules is {rules!r}; give layers.Rules([...])")
         config = by_hosts(config)
-        if carrier == "c10d" and (algorithm := config.algorithm) in ("ring", "hierarchical"):
-            raise InvalidArgument(f"carrier 'c10d' has no algorithm {algorithm!r}; use 'sra'")
+        check_carrier(carrier, config)
         self.process_group = process_group
         self.config = config
         self.rules = rules
@@ -81,9 +81,10 @@ class HookState:
         self.checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but what belongs to this process; residuals are copied."""
-        saved = self.residuals.saved(*self.place, per_rank=self.keeps_residuals())
-        return {name: getattr(self, name) for name in self.kept} | {"residuals": saved}
+        """Return everything but what belongs to this process, as copies."""
+        saved = {"residuals": self.residuals.saved(*self.place, per_rank=self.keeps_residuals())}
+        named = {name: getattr(self, name) for name in self.kept}
+        return named | saved | {"rules": copy.deepcopy(self.rules)}
 
     def keeps_residuals(self) -> bool:
         """Tell whether any layer may have a residual."""
@@ -108,23 +109,25 @@ class HookState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, in place, where the state was that state_dict() was called of.
 
-        Its process group, and the hook that has it, stay.
+        Its process group, its carrier, and the hook that has it, stay.
 
         Raises:
             InvalidArgument: this is not the state_dict() of such a state, or it lacks this rank's
-                residuals.
+                residuals, or its carrier cannot do what is asked there.
         """
         if set(state_dict) != set(self.kept):
             raise InvalidArgument(
                 f"{type(self).__name__}.load_state_dict: the names are {sorted(state_dict)}, not "
                 f"{sorted(self.kept)}: give what state_dict() returned"
             )
-        self.__dict__.update(self.restored(state_dict))
+        check_carrier(self.carrier, state_dict["config"], state_dict.get("adaptive"))
+        self.__dict__.update(self.restored(state_dict) | {"carrier": self.carrier})
         self.checked = weakref.WeakSet()  # its rules may be others
 
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return attributes from what was saved."""
-        return saved | {"residuals": Residuals.restored(saved["residuals"])}
+        residuals = Residuals.restored(saved["residuals"])
+        return saved | {"residuals": residuals, "rules": copy.deepcopy(saved["rules"])}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is saved, for pickles."""
@@ -245,6 +248,18 @@ class HookState:
                 self.communicator(), "allreduce", buffer, buffer, config, op="avg",
                 segments=segments, seed=seed, name=name, residuals=residuals,
             ).wait()  # fmt: skip
+
+
+def check_carrier(carrier: str, config: Config, adaptive: object = None) -> None:
+    """Raise InvalidArgument for what the carrier "c10d" does not have."""
+    if carrier != "c10d":
+        return
+    if config.algorithm in ("ring", "hierarchical"):
+        raise InvalidArgument(f"carrier 'c10d' has no algorithm {config.algorithm!r}; use 'sra'")
+    if adaptive is not None or config.bits == AUTO:
+        raise InvalidArgument(
+            "carrier 'c10d' has neither adaptive bits nor bits='auto': use carrier 'native'"
+        )
 
 
 def refuse_auto(caller: str, config: Config) -> None:
