@@ -25,7 +25,15 @@ def test_srun() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("a", "a"), ("a,b", "a"), ("n[3,5-9]", "n3"), ("rack1-[010-012]", "rack1-010")],
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("n[3,5-9]", "n3"),
+        ("rack1-[010-012]", "rack1-010"),
+        ("gpu[07-09,12]-ib,b[1-2]", "gpu07-ib"),
+        ("rack[0-1]node[2-3]", "rack0node2"),
+        ("rack[3,5]-node[08-11].local,a", "rack3-node08.local"),
+    ],
 )
 def test_first_host_of_a_list(nodes: str, first: str) -> None:
     environ = STEP | {"SLURM_STEP_NODELIST": nodes}

@@ -65,9 +65,9 @@ def _fill(environ: MutableMapping[str, str], names: Mapping[str, str]) -> None:
 
 
 def _first_host(nodes: str) -> str:
-    """Return the first of SLURM's list of hosts: "gpu07" of "gpu[07-09,12],login1"."""
-    found = re.match(r"([^,\[]+)(?:\[([^],-]+))?", nodes)
-    return "".join(found.groups(default="")) if found else nodes
+    """Return the first of SLURM's list of hosts: "gpu07-ib" of "gpu[07-09,12]-ib,login1"."""
+    first = re.match(r"(?:[^,\[]|\[[^]]*\])*", nodes)
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0] if first else nodes)
 
 
 def _with_agreed_address(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
