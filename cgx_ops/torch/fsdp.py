@@ -138,21 +138,26 @@ def compress(
             )
         adaptive.check(gradients)
     state = State(feedback, adaptive)
-    for name, module in wrapped.items():
-        for group in _compat.fsdp_groups(module):
-            block = functools.partial(Block, name, group, names, exact)
-            gather: Any
-            reduce: Any
-            if any(parameter.trainable for parameter in _compat.fsdp_parameters(group)):
-                state.trained.add(name)
-            state.everywhere &= _compat.fsdp_mesh_size(group) == dist.get_world_size()
-            gather, reduce = map(_plain, _compat.fsdp_communications(group))
-            if weights is not None:
-                gather = _AllGather(block(gathered_by_name), weights, state, gather)
-            if gradients is not None:
-                reduce = _ReduceScatter(block(reduced_by_name), gradients, state, reduce)
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(reduce)
+    # Modules that were wrapped together have one group, which goes by the last one's name.
+    groups = {
+        group: (name, module)
+        for name, module in wrapped.items()
+        for group in _compat.fsdp_groups(module)
+    }
+    for group, (name, module) in groups.items():
+        block = functools.partial(Block, name, group, names, exact)
+        gather: Any
+        reduce: Any
+        if any(parameter.trainable for parameter in _compat.fsdp_parameters(group)):
+            state.trained.add(name)
+        state.everywhere &= _compat.fsdp_mesh_size(group) == dist.get_world_size()
+        gather, reduce = map(_plain, _compat.fsdp_communications(group))
+        if weights is not None:
+            gather = _AllGather(block(gathered_by_name), weights, state, gather)
+        if gradients is not None:
+            reduce = _ReduceScatter(block(reduced_by_name), gradients, state, reduce)
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce)
     if adaptive is not None and not state.everywhere:
         raise InvalidArgument(
             "adaptive bits: modules are sharded over some of the ranks only, which would choose "

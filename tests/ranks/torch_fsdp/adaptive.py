@@ -15,6 +15,7 @@ import torch_cases as tc
 from shared_folder import folder_of_all
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp import fully_shard
 
 from cgx_ops import Config, InvalidArgument, Unsupported
 from cgx_ops.planner import AdaptiveBits, allocate_bits
@@ -129,6 +130,19 @@ def one_rank_may_save_alone() -> None:
             dist.barrier()
 
 
+def modules_wrapped_together_are_one() -> None:
+    """So a step's last message is known, and one rank may save alone."""
+    model: Any = Model()
+    fully_shard([model.blocks[0], model.blocks[1]])
+    fully_shard(model)
+    state = fsdp.compress(model, NEAREST, adaptive=adaptive())
+    train(model, range(1))
+    assert state.ends_a_step
+    if dist.get_rank() == 0:
+        assert state.state_dict()["steps"] == 0
+    dist.barrier()
+
+
 def what_cannot_adapt() -> None:
     model: Any = sharded(Model())
 
@@ -151,4 +165,4 @@ def what_cannot_adapt() -> None:
 
 
 CHECKS = [bits_follow_the_gradients, resumed_bits_are_the_same, one_rank_may_save_alone]
-CHECKS += [what_cannot_adapt]
+CHECKS += [modules_wrapped_together_are_one, what_cannot_adapt]
