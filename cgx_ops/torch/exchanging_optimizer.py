@@ -257,10 +257,11 @@ class ExchangingOptimizer(Optimizer):
         numbers = [i for g in state_dict["param_groups"] for i in g["params"]]
         parameters = [p for g in self.param_groups for p in g["params"]]
         saved = [state_dict["state"].get(i, {}) | own.get(i, {}) for i in numbers]
-        if len(saved) != len(parameters):
+        there, here = _sizes(state_dict["param_groups"]), _sizes(self.param_groups)
+        if there != here:  # told before anything is changed
             raise InvalidArgument(
-                f"{self._caller}.load_state_dict: the state is of {len(saved)} parameters, and "
-                f"these are {len(parameters)}: it is another model's"
+                f"{self._caller}.load_state_dict: the state is of groups of {there} parameters, "
+                f"and these are {here}: it is another model's"
             )
         for i, (p, state) in enumerate(zip(parameters, saved, strict=True)):
             found = {name: tuple(x.shape) for name, x in state.items()}
@@ -276,3 +277,7 @@ class ExchangingOptimizer(Optimizer):
             # As they were: torch has cast them to the parameter's dtype.
             self.state[p] = {name: x.to(p.device, copy=True) for name, x in state.items()}
         self._alike = False
+
+
+def _sizes(groups: list[dict[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]

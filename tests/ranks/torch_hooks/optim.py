@@ -366,6 +366,13 @@ def bad_states() -> None:
     ))  # fmt: skip
     other = MAKERS["one_bit_adam"](nn.Linear(3, 3).parameters())
     fails(InvalidArgument, "another model's", lambda: other.load_state_dict(adam.state_dict()))
+    first, *others = network().parameters()
+    grouped = MAKERS["one_bit_adam"]([{"params": [first]}, {"params": others}])
+    grouped.step()
+    fails(InvalidArgument, "groups of [6] parameters", lambda: grouped.load_state_dict(
+        adam.state_dict()
+    ))  # fmt: skip
+    assert grouped.exchange.steps == 1, "half of it was loaded"
     exact = torch.optim.Adam(network().parameters())
     fails(InvalidArgument, "no 'exchange'", lambda: adam.load_state_dict(exact.state_dict()))
     adam.step()
