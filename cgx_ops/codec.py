@@ -12,7 +12,9 @@ import numpy.typing as npt
 from cgx_ops import _native
 from cgx_ops._arrays import Array, as_input, dtype_code, dtype_named
 from cgx_ops.config import Config, Knobs
-from cgx_ops.errors import InvalidArgument
+from cgx_ops.errors import InvalidArgument, require_integer
+
+_MOST_INT32, _MOST_INT64 = 2**31 - 1, 2**63 - 1
 
 
 def quantize(
@@ -45,8 +47,9 @@ def quantize(
     array = as_input(values)
     settings = _settings(config, knobs)
     codec = _codec(settings, array.dtype)
-    codec.rank, codec.phase = _below("rank", rank, 31), _below("phase", phase, 31)
-    codec.first_index = _below("first_index", first_index, 63)
+    codec.rank = require_integer("rank", rank, 0, _MOST_INT32)
+    codec.phase = require_integer("phase", phase, 0, _MOST_INT32)
+    codec.first_index = require_integer("first_index", first_index, 0, _MOST_INT64)
     encoded, written = np.empty(_encoded_bytes(codec, array.size), np.uint8), c_int64()
     _native.call(
         "cgx_quantize", byref(codec), array.ctypes.data, array.size, encoded.ctypes.data,
@@ -81,7 +84,7 @@ def dequantize(
     settings = _settings(config, knobs)
     result_type = dtype_named(dtype)
     codec = _codec(settings, result_type)
-    codec.first_index = _below("first_index", first_index, 63)
+    codec.first_index = require_integer("first_index", first_index, 0, _MOST_INT64)
     encoded, most = np.frombuffer(data, np.uint8), _encoded_bytes(codec, numel)
     if encoded.size > most:  # the core reads what it must, and tells what is too short
         raise InvalidArgument(
@@ -137,12 +140,6 @@ def _codec(settings: Config, dtype: np.dtype[Any]) -> _native.Codec:
 
 
 def _encoded_bytes(codec: _native.Codec, numel: int) -> int:
-    count = c_int64()
-    _native.call("cgx_encoded_bytes", byref(codec), _below("numel", numel, 63), byref(count))
+    count, numel = c_int64(), require_integer("numel", numel, 0, _MOST_INT64)
+    _native.call("cgx_encoded_bytes", byref(codec), numel, byref(count))
     return count.value
-
-
-def _below(name: str, value: int, bits: int) -> int:
-    if not 0 <= value < 2**bits:
-        raise InvalidArgument(f"{name} is {value}; it must be an integer from 0 to 2^{bits} - 1")
-    return value
