@@ -6,7 +6,7 @@ import itertools
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from ctypes import addressof, c_int64, c_void_p
+from ctypes import addressof, byref, c_int64, c_void_p
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -92,11 +92,14 @@ def seed_stream(seed: int, name: str, comm: str = "") -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def nth_seed(stream: int, n: int) -> int:
-    """Return the n-th seed of a stream, as cgx/call_seeds.h does."""
+_CALLS, _SEGMENTS = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95  # from one seed to the next
+
+
+def nth_seed(stream: int, n: int, step: int = _CALLS) -> int:
+    """Return the n-th seed of a stream, as cgx/call_seeds.h and csrc/base/seeds.h do."""
     if n == 0:
         return stream
-    z = stream + n * 0x9E3779B97F4A7C15 & _64_BITS
+    z = stream + n * step & _64_BITS
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
     z = (z ^ z >> 27) * 0x94D049BB133111EB & _64_BITS
     z ^= z >> 31
@@ -108,7 +111,8 @@ class Counter:
 
     Threads that start named collectives in any order so draw the same noise in every run. Of names
     that come and go only the last MOST are kept. A forgotten one that comes back goes on at the
-    highest count of any that was forgotten, as new ones do: no seed is drawn twice.
+    highest count of any that was forgotten, as new ones do: no seed is drawn twice. From then on a
+    new name's count depends on the order of names, which ranks that draw places must share.
     """
 
     MOST = 16384
@@ -170,13 +174,15 @@ class Call:
         self.name, self.segments = name, segments
         self.config = Config.from_env() if config is None else config
         self.timeout = timeout
-        used = {self.config, *(with_segment(self.config, each) for each in segments or ())}
+        own = [with_segment(self.config, each) for each in segments or ()]
+        used = {self.config, *own}
         self._draws = any(each.draws for each in used)
         given = asked or config
         chosen = given is not None and given.bits != AUTO  # not by variables, nor by what pays
         sums = op in ("sum", "avg")  # of others the core says that they have no residuals
         self._loses_nothing = chosen and sums and all(each.bits == EXACT_BITS for each in used)
-        self._places = any(each.compressor == "randk" for each in used)
+        # Of each segment: whether its seed is of places, which all ranks draw, not of noise.
+        self._places = [each.compressor == "randk" for each in own or [self.config]]
         # Whether the same arguments are the same call again.
         self.repeatable = config is not None and segments is None and seed is None
         self.seed = self.seeds = None  # of the call, of its segments
@@ -200,38 +206,58 @@ class Call:
 
         Of places it is the same on ranks that are threads, whose communicators' names differ.
         """
-        return seed_stream(self.config.seed, self.name, "" if self._places else comm_name)
+        places = all(self._places)
+        return seed_stream(self.config.seed, self.name, "" if places else comm_name)
 
     def collective(
         self,
         comm: int,
-        count: int,
         dtype: int,
         source: int,
         result: int,
         block: int,
-        comm_name: str = "",
     ) -> _native.Collective:
-        """Return the call as a cgx_collective_t on contiguous memory.
+        """Return the call as a cgx_collective_t on contiguous memory, with its caller's seed.
 
-        comm: the communicator's id. count: how often it saw this name before. dtype: a
-        cgx_dtype_t. source, result: addresses, of `block` elements a rank. comm_name: the
-        communicator's, for a seed that the caller did not give.
+        comm: the communicator's id. dtype: a cgx_dtype_t. source, result: addresses, of `block`
+        elements a rank.
         """
-        config, seed = self.config, self.seed
-        if seed is None:
-            drawn = self._draws and not self.seeds
-            seed = nth_seed(self.seed_stream(comm_name), count) if drawn else 0
+        config = self.config
         make = _known_pattern if self.segments is None else _pattern
         pattern = make(
             comm, self.verb, self.op, config, self.name, self.timeout, dtype, block, self.segments
         )
         native = _copy(pattern)
         native.pattern = pattern  # holds what the copy's pointers lead to
-        native.seed, native.input, native.output = seed, source, result
+        native.seed, native.input, native.output = self.seed or 0, source, result
         if self.seeds is not None:
             native.seeds = (c_int64 * len(self.seeds))(*self.seeds)
         return native
+
+    def draw_seed(
+        self, native: _native.Collective, comm_name: str, next_call: Callable[[str], int]
+    ) -> None:
+        """Count the call, and give it a seed if its caller gave none: the last step before it.
+
+        What is refused on one rank alone must not count there, or that rank would draw other places
+        than the rest from then on. So where there are places the core checks the call first.
+
+        native: what collective() returned. comm_name: the communicator's. next_call: counts calls
+        by name.
+        """
+        if any(self._places):
+            _native.call("cgx_plan", byref(native), byref(_native.Plan()))
+        number = next_call(self.name)
+        if self.seed is not None or self.seeds is not None or not self._draws:
+            return
+        native.seed = nth_seed(self.seed_stream(comm_name), number)
+        if any(self._places) and not all(self._places):
+            first = nth_seed(seed_stream(self.config.seed, self.name), number), native.seed
+            seeds = [
+                nth_seed(first[0] if places else first[1], i, _SEGMENTS)
+                for i, places in enumerate(self._places)
+            ]
+            native.seeds = (c_int64 * len(seeds))(*seeds)
 
     def prepare(
         self,
@@ -259,10 +285,16 @@ class Call:
             )
         if out is None and self.segments is not None:
             result.fill(0)
-        count, dtype = counter.next(self.name), dtype_code(source.dtype)
-        collective = self.collective(comm, count, dtype, *pointers, block, comm_name)
-        if residual is None:
-            return collective, result, source
+        collective = self.collective(comm, dtype_code(source.dtype), *pointers, block)
+        arrays = [result, source]
+        if residual is not None:
+            collective.residuals = self._residuals(residual, source, result)
+            arrays.append(residual)
+        self.draw_seed(collective, comm_name, counter.next)
+        return collective, *arrays
+
+    def _residuals(self, residual: Array, source: Array, result: Array) -> Any:
+        """Return the addresses of the segments' residuals."""
         if self._loses_nothing:
             raise InvalidArgument(
                 f"{self.verb} with a residual and bits=32: an exact call loses nothing that "
@@ -273,8 +305,7 @@ class Call:
             raise InvalidArgument("residual overlaps the input or out: give it memory of its own")
         start, width = address(residual), source.itemsize
         offsets = [0] if self.segments is None else [each.offset for each in self.segments]
-        collective.residuals = (c_void_p * len(offsets))(*(start + width * at for at in offsets))
-        return collective, result, source, residual
+        return (c_void_p * len(offsets))(*(start + width * at for at in offsets))
 
 
 _copy = _native.Collective.from_buffer_copy

@@ -17,7 +17,14 @@ import pytest
 import reference
 from compressor_cases import COMPRESSORS, DISAGREE, DTYPES
 
-from cgx_ops import Communicator, Config, MismatchError, Segment, Unsupported
+from cgx_ops import (
+    Communicator,
+    Config,
+    InvalidArgument,
+    MismatchError,
+    Segment,
+    Unsupported,
+)
 
 ROUTES: tuple[Any, ...] = ("one_shot", "sra", "ring")
 
@@ -117,6 +124,27 @@ def test_randk_draws_other_places_in_every_call() -> None:
 
     for places in launch.threads(2, run):
         assert len(set(places)) == 5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"residual": np.zeros(99, np.float32)}, "residual is float32"),
+        ({"segments": [Segment(0, 50), Segment(49, 50)]}, "overlap"),
+    ],
+)
+def test_a_call_that_one_rank_refuses_draws_no_places(wrong: dict[str, Any], says: str) -> None:
+    config = Config(compressor="randk", density=0.5)
+
+    def run(rank: int, comm: Communicator) -> list[bytes]:
+        x = normal(rank, 100)
+        if rank == 0:
+            with pytest.raises(InvalidArgument, match=says):
+                comm.allreduce(x, config=config, **wrong)
+        return [comm.allreduce(x, config=config).tobytes() for _ in range(2)]
+
+    first, second = launch.threads(2, run)
+    assert first == second
 
 
 # ---- 3. layers -----------------------------------------------------------------------------------

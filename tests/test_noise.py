@@ -87,6 +87,20 @@ def test_communicators_of_the_same_ranks() -> None:
         check_independent(a, b)
 
 
+def test_a_segment_beside_one_of_places() -> None:
+    """All communicators draw the same places; the noise beside them is each one's own."""
+    x = np.tile(values(), 2)
+    segments = [Segment(0, NUMEL, compressor="randk", density=0.5), Segment(NUMEL, NUMEL)]
+
+    def run(rank: int, comm: Communicator) -> list[Any]:
+        both = [comm.split(0, name=name) for name in ("beside", "and beside")]
+        return [c.allreduce(x, config=SRA, segments=segments) for c in both if c is not None]
+
+    one, other = launch.threads(2, run)[0]
+    assert one[:NUMEL].tobytes() == other[:NUMEL].tobytes()
+    check_independent(*(errors(each[NUMEL:], 2 * x[NUMEL:]) for each in (one, other)))
+
+
 @pytest.mark.parametrize("algorithm", ["sra", "one_shot"])
 def test_segments_of_a_call(algorithm: Any) -> None:
     x, config = np.tile(values(), 2), Config(algorithm=algorithm)

@@ -218,3 +218,18 @@ def test_bad_tensors_are_refused(
     (comm,) = Communicator.local(1)
     with pytest.raises(error, match=words):
         start(comm, "allreduce", *tensors, NEAREST)
+
+
+def test_a_start_that_one_rank_refuses_draws_no_places() -> None:
+    config = Config(compressor="randk", density=0.5)
+
+    def run(rank: int, comm: Communicator) -> torch.Tensor:
+        x = tc.values(rank, 100)
+        if rank == 0:
+            with pytest.raises(InvalidArgument, match="residual"):
+                start(comm, "allreduce", x, x, config, residuals=[torch.zeros(99)])
+        start(comm, "allreduce", x, x, config).wait()
+        return x
+
+    first, second = launch.threads(2, run)
+    assert tc.same_bits(first, second)

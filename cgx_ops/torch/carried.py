@@ -91,7 +91,7 @@ class Carrier:
         call = Call("allreduce", op, config, "", segments, seed, None)
         rank, size = self._rank, self._size
         address = buffer.data_ptr()
-        collective = call.collective(0, 0, DTYPES[buffer.dtype], address, address, buffer.numel())
+        collective = call.collective(0, DTYPES[buffer.dtype], address, address, buffer.numel())
         collective.noise_rank = ctypes.pointer(c_int32(self._noise_rank))
         set_residuals(collective, call, buffer, residuals)
         carried = _native.Carried(rank=rank, size=size, call=ctypes.pointer(collective))

@@ -110,12 +110,11 @@ def start(
     call = Call(verb, op, config, name, segments, seed, timeout)
     to = output.data_ptr()  # first: it may move a lazy copy, the input too
     pointers = input.data_ptr(), to
-    collective = call.collective(
-        comm.id, comm.next_call(name), DTYPES[input.dtype], *pointers, block, comm.name
-    )
+    collective = call.collective(comm.id, DTYPES[input.dtype], *pointers, block)
     if noise_rank is not None:
         collective.noise_rank = pointer(c_int32(noise_rank))
     held = set_residuals(collective, call, input, residuals)
+    call.draw_seed(collective, comm.name, comm.next_call)
     return _torch_ops.start(addressof(collective), input, output, held, asynchronous)
 
 
@@ -146,12 +145,11 @@ def start_apart(
     """
     first, total = tensors[0], sum(tensor.numel() for tensor in tensors)
     call = Call("allreduce", op, config, name, segments, seed, None)
-    collective = call.collective(
-        comm.id, comm.next_call(name), DTYPES[first.dtype], 0, 0, total, comm.name
-    )
+    collective = call.collective(comm.id, DTYPES[first.dtype], 0, 0, total)
     addresses = (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     collective.inputs = collective.outputs = addresses
     held = [*tensors, *set_residuals(collective, call, first, residuals)]
+    call.draw_seed(collective, comm.name, comm.next_call)
     return _torch_ops.start(addressof(collective), first, first, held, True)
 
 
