@@ -19,7 +19,7 @@ def exchange(text: str, name: str, world: Communicator | None = None) -> list[st
         name: of the collective, equal on all ranks.
         world: the ranks; None: those of cgx_ops.init().
     """
-    data = text.encode()[:_BLOB]
+    data = text.encode()[:_BLOB].decode(errors="ignore").encode()  # whole characters
     blob = np.zeros(_BLOB, np.float32)
     blob[: len(data)] = np.frombuffer(data, np.uint8)
     world = world or cgx_ops.init()

@@ -19,6 +19,7 @@ from cgx_ops import (
     Segment,
     Unsupported,
 )
+from cgx_ops.address import exchange
 from cgx_ops.call import call_seed
 
 EXACT = Config(bits=32)
@@ -297,3 +298,7 @@ def test_failures_of_the_bootstrap_are_raised(
         Communicator.create(0, 2, allgather, "broken", timeout=5)
     with pytest.raises(NotFound):
         Communicator.find("broken")
+
+
+def test_what_ranks_say_is_cut_between_characters() -> None:
+    assert exchange("a" + "\N{EURO SIGN}" * 200, "cut") == ["a" + "\N{EURO SIGN}" * 170]
