@@ -46,7 +46,7 @@ def allreduce(comm: Communicator, x: torch.Tensor, y: torch.Tensor, config: Conf
     """Return an allreduce of x into y."""
     call = Call("allreduce", "sum", config, "", None, 1, None)
     collective = call.collective(
-        comm.id, 0, dtype_code(x.dtype), x.data_ptr(), y.data_ptr(), x.numel()
+        comm.id, dtype_code(x.dtype), x.data_ptr(), y.data_ptr(), x.numel()
     )
     collective.device, collective.stream = CUDA, stream()
     return Ready("cgx_enqueue", collective, (), (x, y))

@@ -92,7 +92,7 @@ def allreduce(
     """Put an allreduce of x into y on the current stream. Arguments are cgx.h's."""
     dtype = _native.DTYPES[str(x.dtype).removeprefix("torch.")]
     call = Call("allreduce", op, config, "", None, seed, timeout)
-    collective = call.collective(comm.id, 0, dtype, 0, 0, x.numel())
+    collective = call.collective(comm.id, dtype, 0, 0, x.numel())
     if device_seeds is not None:
         collective.device_seeds = device_seeds.data_ptr()
     enqueue(collective, x.data_ptr(), y.data_ptr())

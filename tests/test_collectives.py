@@ -260,7 +260,7 @@ def test_partial_sums_of_16_bits_are_counted_as_they_travel(op: Op, width: int) 
         config = Config(bits=32, algorithm="ring")
         comm.allreduce(x, op, config)
         call = Call("allreduce", op, config, "", None, 0, None).collective(
-            comm.id, 0, _native.DTYPES["float16"], x.ctypes.data, x.ctypes.data, x.size
+            comm.id, _native.DTYPES["float16"], x.ctypes.data, x.ctypes.data, x.size
         )
         plan = _native.Plan()
         _native.call("cgx_plan", byref(call), byref(plan))

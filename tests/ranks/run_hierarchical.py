@@ -38,7 +38,7 @@ def check_plan(comm: Communicator, picked: str) -> None:
         before = comm.stats().bytes_sent
         comm.allreduce(x, config=config)
         call = Call("allreduce", "sum", config, "", None, 0, None).collective(
-            comm.id, 0, _native.DTYPES[dtype], x.ctypes.data, x.ctypes.data, x.size
+            comm.id, _native.DTYPES[dtype], x.ctypes.data, x.ctypes.data, x.size
         )
         plan = _native.Plan()
         _native.call("cgx_plan", byref(call), byref(plan))
@@ -68,7 +68,7 @@ def residuals(comm: Communicator, op: str, intra_bits: int) -> list[str]:
         algorithm="hierarchical", rounding="nearest", gather_bits=8, intra_bits=intra_bits
     )
     call = Call("allreduce", op, config, "", None, 0, None).collective(  # pyright: ignore[reportArgumentType]
-        comm.id, 0, _native.DTYPES["float32"], x.ctypes.data, result.ctypes.data, x.size
+        comm.id, _native.DTYPES["float32"], x.ctypes.data, result.ctypes.data, x.size
     )
     call.residuals = (c_void_p * 1)(lost.ctypes.data)
     _native.call("cgx_run", byref(call))

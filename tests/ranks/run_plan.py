@@ -19,7 +19,7 @@ def plan(comm: Communicator, algorithm: str, values: int, bits: int) -> _native.
     config = Config(bits=bits, algorithm=algorithm)  # pyright: ignore[reportArgumentType]
     some = np.empty(1).ctypes.data
     call = Call("allreduce", "sum", config, "", None, 0, None)
-    native = call.collective(comm.id, 0, _native.DTYPES["float32"], some, some, values)
+    native = call.collective(comm.id, _native.DTYPES["float32"], some, some, values)
     planned = _native.Plan()
     _native.call("cgx_plan", byref(native), byref(planned))
     return planned
