@@ -160,11 +160,15 @@ class Plan:
 
     # ---- Agreement -------------------------------------------------------------------------------
 
-    def agree(self, communicator: Communicator) -> None:
+    def agree(self, communicator: Communicator, *, name: str = _NAME) -> None:
         """Require that all ranks have this plan.
 
         Collective: every rank calls it, with its own plan, before the plan is used. Without it a
         rank with another plan waits for messages that nobody sends, until the deadline.
+
+        Args:
+            communicator: the ranks.
+            name: matches the comparison with theirs, where threads make several in any order.
 
         Raises:
             MismatchError: on every rank; it names the first tensor, in the order of sending, that
@@ -172,14 +176,14 @@ class Plan:
         """
         entries = self._entries()
         # Ranks may have different numbers of tensors, so that goes first.
-        counts = _of_all(communicator, [len(entries)])[:, 0].astype(int)
+        counts = _of_all(communicator, name, [len(entries)])[:, 0].astype(int)
         hashes = np.array([_hash(entry) for entry in entries[: counts.min()]]).reshape(-1)
-        differs = (lambda rows: (rows != rows[0]).any(axis=0))(_of_all(communicator, hashes))
+        differs = (lambda rows: (rows != rows[0]).any(axis=0))(_of_all(communicator, name, hashes))
         at = int(differs.argmax()) // _PIECES if differs.any() else int(counts.min())
         if at == counts.max():
             return
         mine = entries[at] if at < len(entries) else "no tensor any more"
-        texts = [_text(row) for row in _of_all(communicator, _numbers(mine))]
+        texts = [_text(row) for row in _of_all(communicator, name, _numbers(mine))]
         different = {text: texts.index(text) for text in texts}
         told = "; ".join(f"rank {rank} has {text}" for text, rank in different.items())
         raise MismatchError(
@@ -202,10 +206,12 @@ _PIECES = 4  # of a hash of 64 bits
 _LONGEST = 200  # bytes of a text
 
 
-def _of_all(communicator: Communicator, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+def _of_all(
+    communicator: Communicator, name: str, numbers: Sequence[int] | np.ndarray
+) -> np.ndarray:
     """Return the numbers of all ranks, (ranks, numbers)."""
     mine = np.asarray(numbers, np.float32)
-    return communicator.all_gather(mine[None], _EXACT, name=_NAME)
+    return communicator.all_gather(mine[None], _EXACT, name=name)
 
 
 def _hash(text: str) -> list[int]:

@@ -194,7 +194,7 @@ def quantized_allreduce_hook(
     layout = layout_of(hook, state, bucket, seen, adaptation)
     return state.average(
         bucket.buffer(), layout.config, segments=layout.segments, seed=layout.seeds, name="ddp",
-        residuals=layout.residuals, then=layout.then,
+        residuals=layout.residuals, then=lambda _: layout.then(),
     )  # fmt: skip
 
 

@@ -170,6 +170,8 @@ class _Exchange:
         # What the ranks of a host add up goes its way whole, too.
         self.sparse = [x for x in layers if x.lost is not None or (self.hosts and x.v is not None)]
         self.exact = [x for x in layers if x not in self.sparse]
+        if self.hosts is not None:
+            self._gather(self.hosts)
         self.restore = nothing
         if seen.finds_unused:
             values, kept = [x.values for x in layers], [(x.u, x.v) for x in layers]
@@ -238,7 +240,7 @@ class _Exchange:
         segments = [layer.segment for layer in self.exact]
         return self.state.average(
             self.message, _EXACT, segments=segments, seed=[0] * len(segments),
-            name=f"{self.name}, exact", then=then,
+            name=f"{self.name}, exact", then=lambda _: then(),
         )  # fmt: skip
 
     def _average_sparse(self, then: Callable[[], object]) -> torch.futures.Future[torch.Tensor]:
@@ -246,7 +248,6 @@ class _Exchange:
         segments = [layer.segment for layer in self.sparse]
         lost = [layer.lost for layer in self.sparse]
         if self.hosts is not None:
-            self._gather(self.hosts)
             return self.hosts.average(
                 self.message, config, segments=segments, name=self.name, residuals=lost,
                 before=self._add, then=then,
@@ -254,11 +255,14 @@ class _Exchange:
         self._add()
         return self.state.average(
             self.message, config, segments=segments, seed=[0] * len(segments), name=self.name,
-            residuals=lost, then=then,
+            residuals=lost, then=lambda _: then(),
         )  # fmt: skip
 
     def _gather(self, hosts: Hosts) -> None:
-        """Have the first rank of this host take over what others have of layers, once."""
+        """Have the first rank of this host take over what others have of layers, once.
+
+        Before what is kept of a layer is noted, for a step in which nobody uses it.
+        """
         for layer in self.sparse:
             if layer.name not in self.state.gathered:
                 for what, kept in (("v", layer.v), ("u", layer.u)):

@@ -3,16 +3,19 @@
 1. the ranks of a host add up their gradients
 2. its first rank, which alone has momenta and residuals, sends to those of the other hosts
 3. it gives the sum of all to its host
+
+Where one fails those who wait for the next are told why, at once.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from cgx_ops import Communicator, Config, Segment
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch.work import Residuals, start
+from cgx_ops.torch.work import Residuals, refuse, start
 
 _EXACT = Config(bits=EXACT_BITS)
 
@@ -21,6 +24,7 @@ class Hosts:
     """The ranks of this host, and the first ranks of all hosts, which make two communicators.
 
     Attributes:
+        whole: the ranks of all hosts.
         local: this host's ranks.
         firsts: of each host the first rank; None on the others.
     """
@@ -30,9 +34,14 @@ class Hosts:
         name = f"{comm.name}/deep_gradient {comm.next_call('deep_gradient')}"
         local = comm.split(comm.host, name=f"{name}, host")
         assert local is not None
-        self.local = local
+        self.whole, self.local = comm, local
         self.firsts = comm.split(None if local.rank else 0, name=f"{name}, hosts")
-        self._size = comm.size
+
+    def close(self) -> None:
+        """Free both communicators. Not collective."""
+        self.local.close()
+        if self.firsts is not None:
+            self.firsts.close()
 
     def gather(self, kept: torch.Tensor, name: str) -> None:
         """Have the first rank of each host take over what its ranks have: in place, and wait."""
@@ -67,28 +76,53 @@ class Hosts:
         """
         places = [Segment(s.offset, s.numel) for s in segments]
 
+        work, back = self._add_up(message, places, name), f"{name}, back"
+        # Counted here, where ranks start messages in one order; what follows is started on threads.
+        number = self.local.next_call(back)
+
         def between(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            future.value()  # raises what went wrong
+            if self.firsts is None:
+                future.value()  # raises what went wrong
+            else:
+                with _or_refuse(self.firsts, name, number):
+                    future.value()
+                    before()
+                with _or_refuse(self.local, back, number):
+                    start(
+                        self.firsts, "allreduce", message, message, config, segments=segments,
+                        seed=[0] * len(segments), name=name, occurrence=number,
+                        residuals=residuals,
+                    ).wait()  # fmt: skip
             parts = [message[s.offset : s.offset + s.numel] for s in segments]
-            if self.firsts is not None:
-                before()
-                start(
-                    self.firsts, "allreduce", message, message, config, segments=segments,
-                    seed=[0] * len(segments), name=name, residuals=residuals,
-                ).wait()  # fmt: skip
             for part in parts:
-                part.div_(self._size) if self.firsts is not None else part.zero_()
-            self._add_up(message, places, f"{name}, back").wait()
+                part.div_(self.whole.size) if self.firsts is not None else part.zero_()
+            self._add_up(message, places, back, number).wait()
             then()
             return message
 
-        return self._add_up(message, places, name).get_future().then(between)
+        return work.get_future().then(between)
 
-    def _add_up(self, x: torch.Tensor, segments: Sequence[Segment], name: str) -> dist.Work:
+    def _add_up(
+        self,
+        x: torch.Tensor,
+        segments: Sequence[Segment],
+        name: str,
+        occurrence: int | None = None,
+    ) -> dist.Work:
         return start(
             self.local, "allreduce", x, x, _EXACT, segments=segments, seed=[0] * len(segments),
-            name=name,
+            name=name, occurrence=occurrence,
         )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _or_refuse(comm: Communicator, name: str, occurrence: int) -> Iterator[None]:
+    """Have those hear of what goes wrong here who wait for this rank in another call."""
+    try:
+        yield
+    except Exception as error:
+        refuse(comm, name, occurrence, str(error))
+        raise
 
 
 _known: dict[int, Hosts] = {}
@@ -102,5 +136,8 @@ def hosts_of(comm: Communicator) -> Hosts | None:
     if comm.hosts == 1 or comm.hosts == comm.size:
         return None
     if comm.id not in _known:
+        for known in [x for x in _known.values() if x.whole.closed]:  # their names may come again
+            del _known[known.whole.id]
+            known.close()
         _known[comm.id] = Hosts(comm)
     return _known[comm.id]

@@ -75,6 +75,7 @@ class PlannedAllreduceState(HookState):
         super().connect()
         self._next: tuple[int, Plan] | None = None  # from which step on, and which
         self._joining: _Joining | None = None  # of the backward pass that runs
+        self._number: int | None = None  # of this state, as all ranks count them
         self._comparing = threading.Lock()
         self._compared = False
         self._told: MismatchError | None = None  # how plans differ
@@ -103,6 +104,8 @@ class PlannedAllreduceState(HookState):
 
     def joining(self, bucket: GradBucket, seen: Seen) -> "_Joining":
         """Return what joins the buckets of the backward pass that this one belongs to."""
+        if self._number is None:
+            self._number = self.communicator().next_call(_HOOK)
         if self._joining is None or bucket.index() == 0:
             if self._next is not None and seen.step >= self._next[0]:
                 _, self.plan = self._next
@@ -118,7 +121,7 @@ class PlannedAllreduceState(HookState):
                 # It lives, so all ranks have heard of a failure of this kind, and are here too.
                 self._compared = True
                 try:
-                    plan.agree(communicator)
+                    plan.agree(communicator, name=f"{_HOOK}/{self._number}")
                 except MismatchError as told:
                     self._told = told
                 except CgxError:  # what went wrong first says more

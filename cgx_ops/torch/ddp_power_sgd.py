@@ -27,6 +27,7 @@ from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.ddp_bucket import Seen, look_at, refuse, residuals_of, seeds_of
 from cgx_ops.torch.ddp_power_sgd_plan import plan_of
 from cgx_ops.torch.ddp_power_sgd_state import PowerSGDState
+from cgx_ops.torch.ddp_state import Sent
 from cgx_ops.torch.ddp_unused import nothing, unused_kept
 from cgx_ops.torch.low_rank import Matrices, Part, Told, told_by
 
@@ -198,12 +199,12 @@ class _Exchange:
             for form in self.plan.forms
         ]  # fmt: skip
 
-    def _finish(self) -> None:
-        self._second()
+    def _finish(self, sent: Sent) -> None:
+        self._second(sent)
         self.restore()
 
     @torch.no_grad()
-    def _second(self) -> None:
+    def _second(self, sent: Sent) -> None:
         """Take what the first message became; send Q and wait; write the averages."""
         state, epsilon = self.state, self.state.orthogonalization_epsilon / self.size
         if self.message.is_cuda:  # callbacks have a stream of their own
@@ -223,14 +224,14 @@ class _Exchange:
             m.project_back(p, epsilon).view(-1)
             for m, p in zip(self.matrices, means[: len(ps)], strict=True)
         ]
-        mean_qs, shares, tolds = self._averaged(own)
+        mean_qs, shares, tolds = self._averaged(own, sent)
         for m, mean, share, told in zip(self.matrices, mean_qs, shares, tolds, strict=True):
             q = m.finish(mean, share, told)
             if state.warm_start:
                 state.factors.q.update(zip(m.form.names, q.unbind(), strict=True))
 
     def _averaged(
-        self, own: Sequence[torch.Tensor]
+        self, own: Sequence[torch.Tensor], sent: Sent
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[Told | None]]:
         """Return the averages of all Q, this rank's residual's share of each, and what they tell.
 
@@ -241,7 +242,7 @@ class _Exchange:
         lost = None
         if state.feedback == "local" and state.factor_bits != EXACT_BITS:
             lost = [torch.zeros_like(q) for q in own]
-        state.average_more(
+        sent.follow(
             message, plan.config_of_q, segments=plan.second, seed=[0] * len(plan.second),
             name=f"{self.name}/q", residuals=lost,
         )  # fmt: skip

@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,44 @@ from cgx_ops.torch.work import Residuals as ResidualsOfSegments
 from cgx_ops.torch.work import start
 
 _log = logging.getLogger(__name__)
+
+
+class Sent(NamedTuple):
+    """A message of HookState.average() that is there, and that others may follow.
+
+    Attributes:
+        by: what carried it.
+        number: of those of its name, as all ranks count them.
+    """
+
+    by: Communicator | Carrier
+    number: int
+
+    def follow(
+        self,
+        buffer: torch.Tensor,
+        config: Config,
+        *,
+        segments: Sequence[Segment],
+        seed: Sequence[int],
+        name: str,
+        residuals: ResidualsOfSegments | None = None,
+    ) -> None:
+        """Average a buffer over the same ranks, and wait for it: in average()'s `then` alone.
+
+        Threads come here in any order, another one on each rank: ranks match what they send by its
+        name, which is one for each call in a `then`, and the number. The carrier "c10d" goes by the
+        order, which is that of the messages followed: one thread does all of `then`.
+        """
+        if isinstance(self.by, Carrier):
+            self.by.reduce(
+                buffer, config, op="avg", segments=segments, seed=seed, residuals=residuals
+            )
+        else:
+            start(
+                self.by, "allreduce", buffer, buffer, config, op="avg", segments=segments,
+                seed=seed, name=name, occurrence=self.number, residuals=residuals,
+            ).wait()  # fmt: skip
 
 
 class HookState:
@@ -193,7 +231,7 @@ class HookState:
         seed: Sequence[int],
         name: str,
         residuals: ResidualsOfSegments | None = None,
-        then: Callable[[], object] = lambda: None,
+        then: Callable[[Sent], object] = lambda _: None,
         result: torch.Tensor | None = None,
     ) -> torch.futures.Future[torch.Tensor]:
         """Average a buffer over the ranks in place, in the background; arguments as work.start().
@@ -205,49 +243,32 @@ class HookState:
             seed: of each.
             name: matches it with what other ranks average; the carrier "c10d" goes by the order.
             residuals: of each segment, or None.
-            then: called when it is done, and before the future is; it may call average_more().
+            then: called when it is done, and before the future is; others may follow it there.
             result: what the future holds; None: the buffer.
 
         Returns:
             A future of the buffer, or of `result`.
         """
         if self.carrier == "c10d":
-            return self.carry().start(
+            carrier = self.carry()
+            return carrier.start(
                 buffer, config, op="avg", segments=segments, seed=seed, residuals=residuals,
-                then=then, result=result,
+                then=lambda: then(Sent(carrier, 0)), result=result,
             )  # fmt: skip
+        comm = self.communicator()
         work = start(
-            self.communicator(), "allreduce", buffer, buffer, config, op="avg",
+            comm, "allreduce", buffer, buffer, config, op="avg",
             segments=segments, seed=seed, name=name, residuals=residuals,
         )  # fmt: skip
+        # Counted here, where ranks start messages in one order; `then` runs on threads, in any.
+        sent = Sent(comm, comm.next_call(f"{name}, then"))
 
         def done(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             averaged = future.value()[0]  # raises what went wrong
-            then()
+            then(sent)
             return averaged if result is None else result
 
         return work.get_future().then(done)
-
-    def average_more(
-        self,
-        buffer: torch.Tensor,
-        config: Config,
-        *,
-        segments: Sequence[Segment],
-        seed: Sequence[int],
-        name: str,
-        residuals: ResidualsOfSegments | None = None,
-    ) -> None:
-        """Average a buffer and wait for it: in average()'s `then` alone, with a name of its own."""
-        if self.carrier == "c10d":
-            self.carry().reduce(
-                buffer, config, op="avg", segments=segments, seed=seed, residuals=residuals
-            )
-        else:
-            start(
-                self.communicator(), "allreduce", buffer, buffer, config, op="avg",
-                segments=segments, seed=seed, name=name, residuals=residuals,
-            ).wait()  # fmt: skip
 
 
 def check_carrier(carrier: str, config: Config, adaptive: object = None) -> None:

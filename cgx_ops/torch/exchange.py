@@ -18,7 +18,7 @@ from cgx_ops.call import call_seed
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch.ddp_bucket import for_any_bucket, residuals_of
-from cgx_ops.torch.ddp_state import HookState, refuse_auto
+from cgx_ops.torch.ddp_state import HookState, Sent, refuse_auto
 from cgx_ops.torch.layers import Layer, Rules
 from cgx_ops.torch.work import DTYPES, devices
 
@@ -141,7 +141,7 @@ class Exchange(HookState):
         seeds = [
             call_seed(config.seed, f"{self.caller}/{layer.name}", step, group) for layer in found
         ]
-        then: Callable[[], object] = lambda: None  # noqa: E731
+        then: Callable[[Sent], object] = lambda _: None  # noqa: E731
         if of_senders:
             then = self._of_senders(buffer, config, segments, seeds, lost)
         future = self.average(
@@ -159,7 +159,7 @@ class Exchange(HookState):
         segments: Sequence[Segment],
         seeds: Sequence[int],
         lost: Sequence[torch.Tensor | None] | None,
-    ) -> Callable[[], None]:
+    ) -> Callable[[Sent], None]:
         """Return what makes means over all ranks, in the buffer, those over senders."""
         # What is lost is compared with the very bits that were encoded.
         pieces = buffer.split([segment.numel for segment in segments])
@@ -167,21 +167,18 @@ class Exchange(HookState):
             if e is not None:
                 piece += e
                 e.zero_()
-        owed = buffer.clone()
+        owed, size = buffer.clone(), self.group.size()
 
-        def then() -> None:
-            sent = torch.ones_like(owed)
-            parts = (x.split([segment.numel for segment in segments]) for x in (sent, owed))
+        def then(sent: Sent) -> None:
+            count = torch.ones_like(owed)
+            parts = (x.split([segment.numel for segment in segments]) for x in (count, owed))
             for mine, all_, e in zip(*parts, lost or (), strict=False):
                 if e is not None:
                     torch.ne(all_, e, out=mine)
             ones = replace(config, value_bits=1, error_feedback=None)
             one_bit = [replace(s, value_bits=1) if s.value_bits else s for s in segments]
-            self.average_more(
-                sent, ones, segments=one_bit, seed=seeds, name=f"{self.caller}/senders"
-            )
-            size = self.group.size()
-            buffer.mul_(size).div_((sent * size).round_().clamp_(min=1))
+            sent.follow(count, ones, segments=one_bit, seed=seeds, name=f"{self.caller}/senders")
+            buffer.mul_(size).div_((count * size).round_().clamp_(min=1))
 
         return then
 

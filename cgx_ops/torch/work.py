@@ -1,20 +1,22 @@
 """start(): any collective of the core on torch tensors, as an asynchronous Work.
 
-start_apart() is an allreduce of tensors that lie anywhere, in one message.
+start_apart() is an allreduce of tensors that lie anywhere, in one message. refuse() says that a
+collective will not be started.
 
 The DDP hook and FSDP's collectives stand on it. Compiled models use the operators of `ops.py`.
 """
 
+import contextlib
 import functools
 from collections.abc import Sequence
-from ctypes import addressof, c_int32, c_void_p, pointer
+from ctypes import addressof, byref, c_int32, c_void_p, pointer
 
 import torch
 import torch.distributed as dist
 
 from cgx_ops import Communicator, Config, Segment, _native, _torch_ops
 from cgx_ops.call import Call, Op, Verb
-from cgx_ops.errors import InvalidArgument, Unsupported
+from cgx_ops.errors import KINDS, Closed, InvalidArgument, PeerFailed, Unsupported
 
 # cgx_dtype_t
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -41,6 +43,7 @@ def start(
     seed: int | Sequence[int] | None = None,
     noise_rank: int | None = None,
     name: str = "",
+    occurrence: int | None = None,
     timeout: float | None = None,
     asynchronous: bool = True,
     residuals: Residuals | None = None,
@@ -66,6 +69,8 @@ def start(
         noise_rank: this rank's number where noise is drawn; None: that of `comm`, its rank in the
             default group. Groups that give equal numbers, seeds and values get equal results.
         name: matches this call with those of other ranks, whatever runs in between.
+        occurrence: this is the n-th call of its name, on all ranks alike: for threads that start
+            calls of one name in any order. None: each rank's next one.
         timeout: seconds it may take; None: the communicator's.
         asynchronous: False puts the collective of CUDA tensors on the current stream, where nobody
             need wait for it. CPU tensors: no difference.
@@ -113,9 +118,19 @@ def start(
     collective = call.collective(comm.id, DTYPES[input.dtype], *pointers, block)
     if noise_rank is not None:
         collective.noise_rank = pointer(c_int32(noise_rank))
+    if occurrence is not None:
+        collective.occurrence = occurrence
     held = set_residuals(collective, call, input, residuals)
-    call.draw_seed(collective, comm.name, comm.next_call)
+    next_call = comm.next_call if occurrence is None else lambda _: occurrence
+    call.draw_seed(collective, comm.name, next_call)
     return _torch_ops.start(addressof(collective), input, output, held, asynchronous)
+
+
+def refuse(comm: Communicator, name: str, occurrence: int, reason: str) -> None:
+    """Tell the other ranks, at once, that this one will not start a call; theirs raises why."""
+    call = _native.Collective(comm=comm.id, name=_native.encode(name), occurrence=occurrence)
+    with contextlib.suppress(Closed):  # then they have been told
+        _native.call("cgx_refuse", byref(call), KINDS.index(PeerFailed), _native.encode(reason))
 
 
 def start_apart(

@@ -1,7 +1,7 @@
 """Rank program: hooks with methods of their own, and what PyTorch builds around hooks.
 
 PowerSGD, Deep Gradient Compression; PyTorch's wrappers and optimizers, post-local SGD, optimizers
-that average by themselves; outer loops.
+that average by themselves; outer loops; several of all these at once.
 """
 
 import checks
@@ -13,6 +13,7 @@ import torch_hooks.composed
 import torch_hooks.diloco
 import torch_hooks.diloco_ranks
 import torch_hooks.optim
+import torch_hooks.together
 import torch_power_sgd.state
 import torch_power_sgd.values
 
@@ -30,6 +31,7 @@ def main() -> None:
             torch_hooks.optim,
             torch_hooks.diloco,
             torch_hooks.diloco_ranks,
+            torch_hooks.together,
         )
     )
     dist.destroy_process_group()
