@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from cgx_ops import Config
 from cgx_ops.torch.diloco import DiLoCo
-from cgx_ops.torch.exchange import Flight
+from cgx_ops.torch.exchange import Exchange
 
 EVERY = 4
 
@@ -56,7 +56,7 @@ def someone_knocks(handler: Any) -> bool:
     return bool(waiting)
 
 
-def die(_flight: Flight) -> None:
+def die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -79,7 +79,7 @@ def main() -> None:
         inner.step()
         losses.append(loss.item())
         if loop.steps + 1 in dies:
-            setattr(Flight, "wait", die)  # noqa: B010  # its values are on their way, and it never takes the others'
+            setattr(Exchange, "start", die)  # noqa: B010  # once on their way its values may arrive
         before = [anchor.detach().clone() for anchor in loop.anchors]
         try:
             loop.step()
