@@ -14,7 +14,7 @@ DAILY = ["power_sgd.values.*as_the_reference", "pytorchs_trajectory_by_default"]
 DAILY += ["power_sgd.values.nothing_is_given_up", "power_sgd.state.*"]
 DAILY += ["deep_gradient.values.the_method", "deep_gradient.values.not_finite"]
 DAILY += ["deep_gradient.state.resumed", "optimizers"]
-DAILY += ["diloco.*", "diloco_ranks.*", "hooks.together.*"]
+DAILY += ["diloco.*", "diloco_ranks.*", "hooks.together.*", "hooks.again.*"]
 DAILY += ["by_name", "bad_names", "zero_redundancy", "post_local_sgd"]
 DAILY += [f"hooks.*.{check}" for check in ("as_the_reference", "what_is_sent", "resumed")]
 

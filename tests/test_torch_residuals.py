@@ -1,9 +1,10 @@
-"""Residuals by layer: made when they are asked for, decayed, refused for another model's layers."""
+"""Residuals by layer: made when they are asked for, refused for another model's layers; decayed."""
 
 import pytest
 import torch
 
 from cgx_ops import InvalidArgument
+from cgx_ops.torch.ddp_bucket import decayed
 from cgx_ops.torch.residuals import Residuals
 
 
@@ -19,8 +20,14 @@ def test_a_layer_keeps_its_residual() -> None:
 
 
 def test_decay() -> None:
-    residuals, gradient = Residuals(), torch.ones(4)
-    residuals.of("a", gradient).fill_(8)
-    assert residuals.of("a", gradient, 0.5).tolist() == [4] * 4
-    assert residuals.of("a", gradient, 0.5).tolist() == [2] * 4
-    assert residuals.of("a", gradient).tolist() == [2] * 4
+    kept = [torch.full((4,), 8.0), None]
+    taken, keep = decayed(kept, 0.5)
+    assert taken is not None and taken[0] is not None and taken[1] is None
+    assert taken[0].tolist() == [4] * 4
+    taken[0].fill_(3)
+    assert kept[0].tolist() == [8] * 4  # a step that fails ends here
+    keep()
+    assert kept[0].tolist() == [3] * 4
+    whole, _ = decayed(kept, 1.0)
+    assert whole is not None and whole[0] is kept[0]
+    assert decayed(None, 0.5)[0] is None

@@ -207,7 +207,8 @@ def layout_of(
         adaptation.begin(state.communicator(), seen.step, config)
         segments = adaptation.segments(seen.layers, given)
     gradients = seen.gradients
-    residuals = residuals_of(hook, state, config, seen.layers, segments, gradients)
+    kept = residuals_of(hook, state, config, seen.layers, segments, gradients)
+    residuals, keep = decayed(kept, config.residual_decay)
     seeds = seeds_of(state, config, seen.layers, seen.step, bucket)
     if adaptation:
         lost = None if residuals is None else [e if e is None else [e] for e in residuals]
@@ -215,9 +216,14 @@ def layout_of(
             state.communicator(), config, seen.layers, given, [[g] for g in gradients], lost,
             last=bucket.is_last(),
         )  # fmt: skip
-    then = nothing
-    if residuals is not None and seen.finds_unused:
-        then = unused_kept(state, gradients, [[residual] for residual in residuals], "ddp")
+    if kept is None or not seen.finds_unused:
+        return Layout(config, segments, seeds, residuals, keep)
+    restore = unused_kept(state, gradients, [[residual] for residual in kept], "ddp")
+
+    def then() -> None:
+        keep()
+        restore()
+
     return Layout(config, segments, seeds, residuals, then)
 
 
@@ -248,6 +254,8 @@ def residuals_of(
 ) -> list[torch.Tensor | None] | None:
     """Return the residual of each layer that is compressed and has one; None if none has.
 
+    They have not decayed yet.
+
     values: what travels of each layer, whose dtype and device its residual has.
     """
     keeps = []
@@ -266,9 +274,31 @@ def residuals_of(
                 "DistributedDataParallel(model), or give Config(error_feedback=False)"
             )
     return [
-        state.residuals.of(layer.name, value, config.residual_decay) if kept else None
+        state.residuals.of(layer.name, value) if kept else None
         for layer, value, kept in zip(found, values, keeps, strict=True)
     ]
+
+
+def decayed(
+    kept: Sequence[torch.Tensor | None] | None, decay: float
+) -> tuple[list[torch.Tensor | None] | None, Callable[[], None]]:
+    """Return what a collective takes for residuals, and what is called when it is done.
+
+    With a decay that is a copy: what is kept stays as it is in a step that fails.
+    """
+    if kept is None or decay == 1:
+        return None if kept is None else list(kept), nothing
+    lost = [None if e is None else e * decay for e in kept]
+
+    @torch.no_grad()
+    def keep() -> None:
+        for e, new in zip(kept, lost, strict=True):
+            if e is not None and new is not None:
+                if new.is_cuda:  # callbacks have a stream of their own
+                    new.record_stream(torch.cuda.current_stream(new.device))
+                e.copy_(new)
+
+    return lost, keep
 
 
 def seeds_of(

@@ -13,9 +13,9 @@ ddp_power_sgd_plan.py, the linear algebra in low_rank.py. Names are those of
 torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from cgx_ops import Segment, low_rank
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket
-from cgx_ops.torch.ddp_bucket import Seen, look_at, refuse, residuals_of, seeds_of
+from cgx_ops.torch.ddp_bucket import Seen, decayed, look_at, refuse, residuals_of, seeds_of
 from cgx_ops.torch.ddp_power_sgd_plan import plan_of
 from cgx_ops.torch.ddp_power_sgd_state import PowerSGDState
 from cgx_ops.torch.ddp_state import Sent
@@ -55,8 +55,9 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fu
         InvalidArgument: the process group cannot be served, or is not the model's; names of layers
             are not known; the state is another model's, another rank's or another number of ranks'.
 
-    What goes wrong later is in the future, as with quantized_allreduce_hook. Gradients that are not
-    finite make their layer's average so, on all ranks, and leave no residual.
+    What goes wrong later is in the future, as with quantized_allreduce_hook; then the residuals of
+    the bucket's matrices are what they were, up to rounding. Gradients that are not finite make
+    their layer's average so, on all ranks, and leave no residual.
     """
     return _hook("power_sgd_hook", state, bucket, batched=False)
 
@@ -113,50 +114,81 @@ class _Exchange:
         self.size = state.group.size()
         self.name = f"power_sgd/{bucket.index()}"
         parts = [Part(gradient, None) for gradient in self.buffer.split(plan.sizes)]
+        self.added = parts  # to residuals, if they have any, and not averaged yet
         self.matrices = [Matrices(form, [parts[i] for i in form.members]) for form in plan.forms]
         self.others = [parts[i] for i in plan.others]
         if state.use_error_feedback:
-            decay = plan.config.residual_decay
             cores = plan.others if state.feedback == "local" else ()  # the core keeps theirs
             for i, part in enumerate(parts):
                 if i not in cores:
+                    part.decay = plan.config.residual_decay
                     part.residual = state.residuals.of(
-                        seen.layers[i].name, part.gradient, decay, dtype=torch.float32
+                        seen.layers[i].name, part.gradient, dtype=torch.float32
                     )
-        self.message, self.residuals, self.seeds = self._first(hook, seen, bucket)
+        self.residuals, self.keep = self._cores(hook, seen)
         self.restore = nothing
         if seen.finds_unused:
             kept = [[state.residuals.tensors.get(layer.name)] for layer in seen.layers]
             gradients = [part.gradient for part in parts]
             self.restore = unused_kept(state, gradients, kept, self.name)
+        self.message, self.seeds = self._first(seen, bucket)
         state.count(self.buffer.numel(), plan.sent, bucket.is_last())
 
     def start(self) -> torch.futures.Future[torch.Tensor]:
         """Send P and the tensors that are not factored; the rest follows when they are there."""
-        return self.state.average(
-            self.message, self.plan.config, segments=[segment for segment, _ in self.plan.first],
-            seed=self.seeds, name=self.name, residuals=self.residuals, then=self._finish,
-            result=self.buffer,
-        )  # fmt: skip
+        with self._or_taken_back():
+            future = self.state.average(
+                self.message, self.plan.config, name=self.name, seed=self.seeds,
+                segments=[segment for segment, _ in self.plan.first], residuals=self.residuals,
+                then=self._finish, result=self.buffer,
+            )  # fmt: skip
 
-    def _first(self, hook: str, seen: Seen, bucket: GradBucket) -> Any:
-        """Return the first message, and its segments' residuals and seeds."""
+        def ended(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            with self._or_taken_back():
+                return future.value()
+
+        return future.then(ended)
+
+    @contextlib.contextmanager
+    def _or_taken_back(self) -> Iterator[None]:
+        """Have residuals be what they were where a step fails, which may be made again."""
+        try:
+            yield
+        except Exception:
+            for part in self.added:
+                part.take_back()
+            raise
+
+    def _cores(
+        self, hook: str, seen: Seen
+    ) -> tuple[list[torch.Tensor | None] | None, Callable[[], None]]:
+        """Return the residuals that the core keeps, of the first message's segments.
+
+        And what is called when all is done.
+        """
+        state, plan = self.state, self.plan
+        if state.feedback != "local":
+            return None, nothing
+        lossy = [(segment, place) for segment, place in plan.first if place is not None]
+        found = [seen.layers[plan.others[place]] for _, place in lossy]
+        like = [self.others[place].gradient.float() for _, place in lossy]
+        kept = residuals_of(hook, state, plan.config, found, [each for each, _ in lossy], like)
+        taken, keep = decayed(kept, plan.config.residual_decay)
+        if taken is None:
+            return None, nothing
+        own = iter(taken)
+        return [None if place is None else next(own) for _, place in plan.first], keep
+
+    def _first(self, seen: Seen, bucket: GradBucket) -> tuple[torch.Tensor, list[int]]:
+        """Return the first message, and its segments' seeds."""
         state, plan = self.state, self.plan
         ps = [m.project(q) for m, q in zip(self.matrices, self._old_qs(seen), strict=True)]
         others = [part.added().float() for part in self.others]
         message = torch.cat([*(p.view(-1) for p in ps), *others])
-        residuals: list[torch.Tensor | None] = [None] * len(plan.first)
-        seeds = [0] * len(plan.first)
-        lossy = [(i, place) for i, (_, place) in enumerate(plan.first) if place is not None]
-        found = [seen.layers[plan.others[place]] for _, place in lossy]
-        drawn = seeds_of(state, plan.config, found, seen.step, bucket)
-        kept = None
-        if state.feedback == "local":
-            segments, values = [plan.first[i][0] for i, _ in lossy], [others[k] for _, k in lossy]
-            kept = residuals_of(hook, state, plan.config, found, segments, values)
-        for (i, _), seed, own in zip(lossy, drawn, kept or [None] * len(lossy), strict=True):
-            seeds[i], residuals[i] = seed, own
-        return message, None if kept is None else residuals, seeds
+        lossy = [place for _, place in plan.first if place is not None]
+        found = [seen.layers[plan.others[place]] for place in lossy]
+        drawn = iter(seeds_of(state, plan.config, found, seen.step, bucket))
+        return message, [0 if place is None else next(drawn) for _, place in plan.first]
 
     def _old_qs(self, seen: Seen) -> list[torch.Tensor]:
         """Return the Q that each of the matrices begins with, (count, columns, rank)."""
@@ -201,6 +233,7 @@ class _Exchange:
 
     def _finish(self, sent: Sent) -> None:
         self._second(sent)
+        self.keep()
         self.restore()
 
     @torch.no_grad()
@@ -213,18 +246,17 @@ class _Exchange:
                 x.record_stream(here)
         ps, others = [math.prod(form.p_shape) for form in self.plan.forms], self.plan.others
         means = self.message.split([*ps, *(self.plan.sizes[i] for i in others)])
-        for part, mean in zip(self.others, means[len(ps) :], strict=True):
-            part.gradient.copy_(mean)
-            if part.residual is not None:
-                part.residual.sub_(mean).nan_to_num_(0.0, 0.0, 0.0)
-        if not self.matrices:
-            return
         # PyTorch adds epsilon to the norms of the sum.
         own = [
             m.project_back(p, epsilon).view(-1)
             for m, p in zip(self.matrices, means[: len(ps)], strict=True)
         ]
-        mean_qs, shares, tolds = self._averaged(own, sent)
+        mean_qs, shares, tolds = self._averaged(own, sent) if own else ((), (), ())
+        self.added = []
+        for part, mean in zip(self.others, means[len(ps) :], strict=True):
+            part.gradient.copy_(mean)
+            if part.residual is not None:
+                part.residual.sub_(mean).nan_to_num_(0.0, 0.0, 0.0)
         for m, mean, share, told in zip(self.matrices, mean_qs, shares, tolds, strict=True):
             q = m.finish(mean, share, told)
             if state.warm_start:

@@ -93,8 +93,16 @@ class Exchange(HookState):
     def mean(
         self, names: Sequence[str], tensors: Sequence[torch.Tensor], *, exact: bool = False
     ) -> list[torch.Tensor]:
-        """Return the mean of each tensor over the ranks; arguments and errors as start()."""
-        return self.start(names, tensors, exact=exact).wait()
+        """Return the mean of each tensor over the ranks; arguments and errors as start().
+
+        One that fails does not count, on any rank.
+        """
+        steps = self.steps
+        try:
+            return self.start(names, tensors, exact=exact).wait()
+        except Exception:
+            self.steps = steps
+            raise
 
     @torch.no_grad()
     def start(
@@ -132,8 +140,7 @@ class Exchange(HookState):
         found = [Layer(n, x.dim(), x.numel()) for n, x in zip(names, tensors, strict=True)]
         segments = rules.segments(found, starts[:-1])
         # A copy becomes what is lost; what is kept decays only with it.
-        undecayed = replace(config, residual_decay=1.0)
-        kept = residuals_of(self.caller, self, undecayed, found, segments, tensors)
+        kept = residuals_of(self.caller, self, config, found, segments, tensors)
         lost = None
         if kept is not None:
             lost = [e if e is None else e * config.residual_decay for e in kept]

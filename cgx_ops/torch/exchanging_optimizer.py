@@ -123,6 +123,7 @@ class ExchangingOptimizer(Optimizer):
             InvalidArgument: ranks differ in parameters or settings (at the first step, on all
                 ranks); the process group cannot be served, or the state is another rank's.
             RuntimeError: a peer is late or gone, or sent something else; it says who and what.
+                Parameters and their states are then as they were, and the step may be made again.
         """
         loss = None
         if closure is not None:

@@ -40,10 +40,12 @@ class Part:
     Attributes:
         gradient: flat, in the bucket: read, and in the end written.
         residual: flat, float32, alike; None without error feedback.
+        decay: what is left of the residual when the gradient is added.
     """
 
     gradient: torch.Tensor
     residual: torch.Tensor | None
+    decay: float = 1.0
 
     @property
     def value(self) -> torch.Tensor:
@@ -53,8 +55,18 @@ class Part:
     def added(self) -> torch.Tensor:
         """Add the gradient to the residual; return their sum, or the gradient without one."""
         if self.residual is not None:
+            if self.decay != 1:
+                self.residual.mul_(self.decay)
             self.residual.add_(self.gradient)
         return self.value
+
+    def take_back(self) -> None:
+        """Have the residual be what it was before added(), up to rounding.
+
+        What is not finite leaves nothing there.
+        """
+        if self.residual is not None:
+            self.residual.sub_(self.gradient).div_(self.decay).nan_to_num_(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)

@@ -107,15 +107,16 @@ class OneBitAdam(ExchangingOptimizer):
         gradients = [each.gradient for each in trained]
         if warming_up:
             gradients = self.averaged(trained, gradients, exact=True)
+        momenta = []
         for (_, group, state, *_), g in zip(trained, gradients, strict=True):
             beta1, beta2 = group["betas"]
-            state["exp_avg"] = state["exp_avg"] * beta1 + g * (1 - beta1)
+            momenta.append(state["exp_avg"] * beta1 + g * (1 - beta1))
             if warming_up:
                 state["exp_avg_sq"] = state["exp_avg_sq"] * beta2 + g * g * (1 - beta2)
         if not warming_up:
-            momenta = self.averaged(trained, [each.state["exp_avg"] for each in trained])
-            for each, mean in zip(trained, momenta, strict=True):
-                each.state["exp_avg"] = mean.clone()
+            momenta = [mean.clone() for mean in self.averaged(trained, momenta)]
+        for each, m in zip(trained, momenta, strict=True):
+            each.state["exp_avg"] = m
         return [_adams_step(each.state, each.group["eps"]) for each in trained]
 
 
@@ -181,8 +182,11 @@ class Signum(ExchangingOptimizer):
     def updates(self, trained: list[Trained]) -> list[torch.Tensor]:
         """Change the states of parameters by their gradients; return what to step by."""
         side = 1.0 if self.exchange.steps % 2 == 0 else -1.0
+        momenta = []
         for _, group, state, _, g in trained:
             beta = group["momentum"]
-            state["momentum_buffer"] = state["momentum_buffer"] * beta + g * (1 - beta)
-        own = [each.state["momentum_buffer"] * side for each in trained]
-        return [vote * side for vote in self.averaged(trained, own)]
+            momenta.append(state["momentum_buffer"] * beta + g * (1 - beta))
+        votes = self.averaged(trained, [m * side for m in momenta])
+        for each, m in zip(trained, momenta, strict=True):
+            each.state["momentum_buffer"] = m
+        return [vote * side for vote in votes]

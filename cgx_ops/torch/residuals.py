@@ -37,14 +37,13 @@ class Residuals:
     # ---- 1. layers -------------------------------------------------------------------------------
 
     def of(
-        self, name: str, like: torch.Tensor, decay: float = 1.0, *, dtype: torch.dtype | None = None
+        self, name: str, like: torch.Tensor, *, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Return a parameter's residual, zeros at first, to be read and written in place.
 
         Args:
             name: of the parameter.
             like: its gradient, as it is reduced.
-            decay: what is left of it: it is multiplied.
             dtype: of the residual; None: the gradient's.
 
         Raises:
@@ -60,8 +59,6 @@ class Residuals:
             )
         # A checkpoint may have come from another device; a model may have changed its dtype.
         self.tensors[name] = known.to(dtype=dtype, device=like.device)
-        if decay != 1.0:
-            self.tensors[name].mul_(decay)
         return self.tensors[name]
 
     # ---- 2. whose they are -----------------------------------------------------------------------

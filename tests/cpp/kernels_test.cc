@@ -264,7 +264,7 @@ void test_exact() {
           for (int64_t i = 0; i < numel; ++i) {
             store(Dtype::kFloat32, one_nan(value_at(i) + value_at(i)),
                   expected_twice.data() + 4 * i);
-            store(from_type, finite_or_zero(b[static_cast<size_t>(i)] * 3.0f),
+            store(from_type, finite_in(from_type, b[static_cast<size_t>(i)] * 3.0f),
                   expected_scaled.data() + i * size_of(from_type));
           }
           CHECK(twice == expected_twice, where);

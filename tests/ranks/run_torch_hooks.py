@@ -1,13 +1,14 @@
 """Rank program: hooks with methods of their own, and what PyTorch builds around hooks.
 
 PowerSGD, Deep Gradient Compression; PyTorch's wrappers and optimizers, post-local SGD, optimizers
-that average by themselves; outer loops; several of all these at once.
+that average by themselves; outer loops; several of all these at once; steps that fail.
 """
 
 import checks
 import torch.distributed as dist
 import torch_deep_gradient.state
 import torch_deep_gradient.values
+import torch_hooks.again
 import torch_hooks.averager
 import torch_hooks.composed
 import torch_hooks.diloco
@@ -32,6 +33,7 @@ def main() -> None:
             torch_hooks.diloco,
             torch_hooks.diloco_ranks,
             torch_hooks.together,
+            torch_hooks.again,
         )
     )
     dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """Layers that a step does not use: what hooks keep of them is neither lost nor sent in vain."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from cgx_ops.torch import ddp
 from .common import RANK, SIZE, Net, identical_on_all_ranks, images, network, same
 
 LEVELS = Config(bits=1, compressor="levels", bucket_size=64, seed=5)
+HALF = replace(LEVELS, residual_decay=0.5)
 SPARE = "spare.weight"
 NOBODY, LAST_RANK = 3, 4  # steps in which so many use the spare layer; in others all do
 
@@ -52,6 +54,7 @@ def what_no_rank_uses_stays_as_it_was() -> None:
     cases: list[tuple[Any, Any, Any]] = [
         (ddp.QuantizedAllreduceState, {"config": LEVELS}, quantized),
         (ddp.QuantizedAllreduceState, {"config": topk}, quantized),
+        (ddp.QuantizedAllreduceState, {"config": HALF}, quantized),
         (
             ddp.QuantizedAllreduceState,
             {"config": LEVELS, "carrier": "c10d", "process_group": gloo},
@@ -60,6 +63,7 @@ def what_no_rank_uses_stays_as_it_was() -> None:
         (ddp.PlannedAllreduceState, {"plan": plan, "config": LEVELS}, ddp.planned_allreduce_hook),
         (ddp.DeepGradientState, {"density": 0.05}, ddp.deep_gradient_hook),
         (ddp.PowerSGDState, {"start_powerSGD_iter": 2}, ddp.power_sgd_hook),
+        (ddp.PowerSGDState, {"start_powerSGD_iter": 2, "config": HALF}, ddp.power_sgd_hook),
         (ddp.PowerSGDState, {"start_powerSGD_iter": 2}, ddp.batched_power_sgd_hook),
     ]
     for make, options, hook in cases:
