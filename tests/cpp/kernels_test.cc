@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -64,6 +65,14 @@ void test_choice(const char* inherited) {
 // ---- 3. the codec ----
 
 float finite_or_zero(float x) { return std::isfinite(x) ? x : 0.0f; }
+
+// As a residual keeps it.
+float finite_in(Dtype type, float x) {
+  const float largest = type == Dtype::kFloat16    ? 65504.0f
+                        : type == Dtype::kBfloat16 ? 0x1.fep127f
+                                                   : std::numeric_limits<float>::max();
+  return std::clamp(finite_or_zero(x), -largest, largest);
+}
 
 void test_codec_case(Dtype dtype, const BucketRun& run, const Rounding& rounding, Data kind,
                      const std::vector<float>& source) {
