@@ -105,10 +105,11 @@ ffi::ErrorOr<std::unique_ptr<T>> MakeSite(ffi::Dictionary attributes) {
   }
 }
 
-// Tell where executables begin and end: XLA instantiates on threads of its own and does not say for
-// which executable. Instances are counted from 0 again when a compilation begins or ends and no
-// other is under way. While several threads compile at once, the counts run on: instances stay
-// distinct, but a function that two of them compile gets numbers that depend on who was first.
+// Tell where executables begin and end, those of threads that lower collectives: XLA instantiates
+// on threads of its own and does not say for which executable. Instances are counted from 0 again
+// when a compilation begins or ends and no other is under way. While several threads compile at
+// once, the counts run on: instances stay distinct, but a function that two of them compile gets
+// numbers that depend on who was first.
 void CompilationBegins();
 void CompilationEnds();
 
