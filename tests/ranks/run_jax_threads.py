@@ -166,8 +166,9 @@ def names_of_blocks() -> None:
 def one_name() -> None:
     """All processes but the last launch from two threads at once; the last then from one, twice.
 
-    Nobody knows which of the two calls met which of another process's: both are errors where this
-    is seen, and in the last process the second one, which they refuse.
+    Either of the two may have met the last process's first launch: if it was the other one, both
+    processes are told. Both are errors where they overlap, and in the last process the second one,
+    which is refused.
     """
     x = normal(3, SIZE, 3000)
     operand, want = operand_of(x), expected(x)
@@ -177,6 +178,8 @@ def one_name() -> None:
         try:
             check(step(operand), want)
         except (RuntimeError, ValueError) as error:  # INVALID_ARGUMENT: JAX raises either
+            if "disagree on collective 'one#0': launch " in str(error):
+                return "met another launch"
             assert "launches overlap on a device" in str(error), error
             assert "(name=)" in str(error), error
             return "refused"
@@ -190,10 +193,11 @@ def one_name() -> None:
         cgx_ops.allreduce(np.zeros(1, np.float32), name="the last process has its turn")
         if last:
             found = [pool.submit(launch).result() for _ in range(2)]
-            assert found == ["right", "refused"], found
+            assert found[0] in ("right", "met another launch"), found
+            assert found[1] == "refused", found
         else:
             found = [outcome.result() for outcome in both]
-            assert found == ["refused", "refused"], found
+            assert sorted(found) in (["refused"] * 2, ["met another launch", "refused"]), found
         assert pool.submit(launch).result() == "right"
 
 
