@@ -303,8 +303,9 @@ std::string difference(const Agreement& left, const Agreement& right) {
   };
   std::string text;
   if (of_other_launches(left, right))
-    text = join("launch ", left.launch, " of a program against ", right.launch,
-                " (one that failed has left collectives out on a rank: start all ranks anew)");
+    text =
+        join("launch ", left.launch, " of a program against ", right.launch,
+             " (where one failed on some ranks only, they are out of step: start all ranks anew)");
   const auto compare = [&](std::string_view name, const std::string& a, const std::string& b) {
     if (a != b) text += join(text.empty() ? "" : ", ", name, " ", a, " against ", b);
   };
