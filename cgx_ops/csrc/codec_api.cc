@@ -89,6 +89,12 @@ double statistic_of(const CodecSettings& settings, const void* values, int64_t n
   return ranges ? measured / 12 : measured;
 }
 
+void check_conversion(const void* from, const void* to, int64_t numel) {
+  in_range("numel", numel, 0, kMostElements, kCountsAccepted);
+  check_pointer(from, numel, "from");
+  check_pointer(to, numel, "to");
+}
+
 }  // namespace
 
 cgx_status_t cgx_sum(int32_t dtype, const void* const* values, int32_t num_values, int64_t numel,
@@ -115,18 +121,14 @@ cgx_status_t cgx_sum(int32_t dtype, const void* const* values, int32_t num_value
 cgx_status_t cgx_convert(int32_t from_dtype, const void* from, int32_t to_type, void* to,
                          int64_t numel) {
   return guarded_arithmetic([&] {
-    in_range("numel", numel, 0, kMostElements, kCountsAccepted);
-    check_pointer(from, numel, "from");
-    check_pointer(to, numel, "to");
+    check_conversion(from, to, numel);
     kernels().convert(to_dtype(from_dtype), from, to_dtype(to_type), to, numel);
   });
 }
 
 cgx_status_t cgx_convert_residual(const float* from, int32_t to_type, void* to, int64_t numel) {
   return guarded_arithmetic([&] {
-    in_range("numel", numel, 0, kMostElements, kCountsAccepted);
-    check_pointer(from, numel, "from");
-    check_pointer(to, numel, "to");
+    check_conversion(from, to, numel);
     kernels().scale(from, 1.0f, to_dtype(to_type), to, numel);
   });
 }

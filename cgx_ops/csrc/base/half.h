@@ -17,6 +17,22 @@ inline constexpr float kLargestBfloat16 = 0x1.fep127f;
 
 CGX_HD bool is_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
 
+CGX_HD bool is_finite(float x) {
+  return (__builtin_bit_cast(uint32_t, x) & 0x7f800000u) != 0x7f800000u;
+}
+
+// What a residual of this dtype keeps of a value, to be rounded next. Infinite, it would poison the
+// next call.
+template <typename Value>
+CGX_HD float kept_in_residual(float x) {
+  float kept = is_finite(x) ? x : 0.0f;
+  if constexpr (sizeof(typename Value::Bits) == 2) {
+    kept = kept < Value::kLargest ? kept : Value::kLargest;
+    kept = kept > -Value::kLargest ? kept : -Value::kLargest;
+  }
+  return kept;
+}
+
 CGX_HD float widen_bfloat16(uint16_t bits) {
   return __builtin_bit_cast(float, uint32_t{bits} << 16);
 }

@@ -140,7 +140,7 @@ void scale_as(const float* from, float factor, void* into, int64_t numel) {
   auto* scaled = static_cast<Stored<typename Value::Bits>*>(into);
 #pragma GCC ivdep
   for (int64_t i = 0; i < numel; ++i)
-    scaled[i].value = round_to_finite<Value>(values[i].value * factor);
+    scaled[i].value = Value::round(kept_in_residual<Value>(values[i].value * factor));
 }
 
 void scale(const float* values, float factor, Dtype dtype, void* scaled, int64_t numel) {

@@ -51,10 +51,6 @@ template <typename Key>
   return static_cast<Key>(bits ^ ((bits >> kSignBit) & kMagnitude));
 }
 
-[[gnu::always_inline]] inline bool is_finite(float x) {
-  return (__builtin_bit_cast(uint32_t, x) & 0x7f800000u) != 0x7f800000u;
-}
-
 // Results of arithmetic carry one NaN: which operand's payload survives, and the sign of Inf - Inf,
 // differ between processors.
 [[gnu::always_inline]] inline float with_one_nan(float x) {
@@ -63,17 +59,6 @@ template <typename Key>
 }
 
 [[gnu::always_inline]] inline float finite_or_zero(float x) { return is_finite(x) ? x : 0.0f; }
-
-// Of a residual: infinite, it would poison the next call.
-template <typename Value>
-[[gnu::always_inline]] inline typename Value::Bits round_to_finite(float x) {
-  float kept = finite_or_zero(x);
-  if constexpr (sizeof(typename Value::Bits) == 2) {
-    kept = kept < Value::kLargest ? kept : Value::kLargest;
-    kept = kept > -Value::kLargest ? kept : -Value::kLargest;
-  }
-  return Value::round(kept);
-}
 
 // Calls visit(Float32{}) or its siblings.
 template <typename Visit>

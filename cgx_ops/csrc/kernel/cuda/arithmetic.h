@@ -66,8 +66,6 @@ CGX_LANE float floor_as_integer(float x) {
 #endif
 }
 
-CGX_LANE bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
-
 CGX_LANE float with_one_nan(float x) { return is_nan(bits_of(x)) ? float_of(kFloat32Nan) : x; }
 
 // Integers ordered as the values are, with -0 < +0 and NaNs beyond the infinities; its own inverse.

@@ -38,18 +38,10 @@ struct Target {
 
 CGX_LANE std::byte* moved(std::byte* from, int64_t bytes) { return from ? from + bytes : nullptr; }
 
-// What a residual keeps: infinite, it would poison the next call.
 template <typename Value>
 CGX_LANE float lost(float value, float decoded, const Target& target) {
   if (target.failed) return float_of(kFloat32Nan);
-  const float kept = multiply(subtract(value, decoded), target.residual_scale);
-  if (!is_finite(kept)) return 0.0f;
-  if constexpr (sizeof(typename Value::Bits) == 4) {
-    return kept;
-  } else {
-    const float not_above = kept < Value::kLargest ? kept : Value::kLargest;
-    return not_above > -Value::kLargest ? not_above : -Value::kLargest;
-  }
+  return kept_in_residual<Value>(multiply(subtract(value, decoded), target.residual_scale));
 }
 
 // Calls visit(first_place + distance) for each place that gets a record's bytes. Null: none does.
