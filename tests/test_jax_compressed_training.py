@@ -16,8 +16,9 @@ import orbax.checkpoint as ocp
 import pytest
 from jax import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_cases import Values, fetch, mesh_of, normal, same_bits, use_cpu_devices
+from jax_cases import Values, fetch, normal, same_bits, use_cpu_devices
 from jax_compressor_cases import KEY, config_of, numpy_result
+from jax_optimizer_cases import mesh_with, program_of
 
 from cgx_ops.jax import AverageGradientsState, average_gradients, consolidate, state_specs
 
@@ -28,24 +29,6 @@ pytestmark = pytest.mark.timeout(120)
 NUMEL = 1200
 U = 2.0**-24  # what a float32 operation rounds, of its result
 TOPK: dict[str, Any] = {"compressor": "topk", "density": 0.05}
-
-
-def mesh_over(devices: int) -> jax.sharding.Mesh:
-    return mesh_of((devices,), ("d",), jax.devices()[:devices])
-
-
-def program_of(optimizer: optax.GradientTransformation, params: Any, mesh: Any) -> Any:
-    """Return step(params, state, rows), which gives the updates and the new state.
-
-    The gradients of a device are its row of the leaves.
-    """
-    specs = state_specs(optimizer, params, "d")
-
-    def step(params: Any, state: Any, rows: Any) -> Any:
-        return optimizer.update(jax.tree.map(lambda leaf: leaf[0], rows), state, params)
-
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs, P("d")), out_specs=(P(), specs))
-    return jax.jit(mapped, donate_argnums=1)
 
 
 # ---- 1. which leaves have error feedback --------------------------------------------------------
@@ -62,7 +45,7 @@ PARAMS = {name: normal(i, NUMEL) for i, name in enumerate((*RULES, "rest"))}
 
 def test_by_default_where_it_is_needed() -> None:
     """And of "uniform", as ever; the others' leaves keep nothing."""
-    mesh = mesh_over(2)
+    mesh = mesh_with(2)
     ours = average_gradients("d", bits=2, algorithm="sra", rules=RULES, mesh=mesh)
     optimizer = optax.chain(ours, optax.scale(0.5))
     state: Any = optimizer.init(PARAMS)
@@ -97,7 +80,7 @@ def test_by_default_where_it_is_needed() -> None:
 
 
 def test_on_request() -> None:
-    mesh = mesh_over(2)
+    mesh = mesh_with(2)
 
     def kept(**knobs: Any) -> set[str]:
         state: Any = average_gradients("d", mesh=mesh, **knobs).init(PARAMS)
@@ -131,7 +114,7 @@ def run(
     A step rounds each device's sum of gradient and residual, its new residual and the sum over
     devices: 4 operations a device, of values of at most what all devices have.
     """
-    step = program_of(optimizer, WEIGHTS, mesh_over(devices))
+    step = program_of(optimizer, WEIGHTS, mesh_with(devices))
     missing, rounded = {name: np.zeros(leaf.size) for name, leaf in WEIGHTS.items()}, 0.0
     for number in steps:
         rows = rows_of(number, devices)
@@ -168,7 +151,7 @@ def test_another_number_of_devices_goes_on(
     """
 
     def make(size: int) -> optax.GradientTransformation:
-        return optax.chain(average_gradients("d", mesh=mesh_over(size), **knobs), optax.identity())
+        return optax.chain(average_gradients("d", mesh=mesh_with(size), **knobs), optax.identity())
 
     old, new = make(2), make(devices)
     state, missing, rounded = run(old, old.init(WEIGHTS), 2, range(10))
@@ -180,14 +163,14 @@ def test_another_number_of_devices_goes_on(
     like = jax.eval_shape(lambda: consolidate(new.init(WEIGHTS), devices=1))
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh_over(devices), P())
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh_with(devices), P())
         ),
         like,
     )
     with ocp.StandardCheckpointer() as checkpointer:
         saved = checkpointer.restore(tmp_path / "state", like)
     shardings = jax.tree.map(
-        lambda spec: NamedSharding(mesh_over(devices), spec), state_specs(new, WEIGHTS, "d")
+        lambda spec: NamedSharding(mesh_with(devices), spec), state_specs(new, WEIGHTS, "d")
     )
     state = jax.jit(functools.partial(consolidate, devices=devices), out_shardings=shardings)(saved)
     assert int(state[0].step) == 10
@@ -229,7 +212,7 @@ def test_what_cannot_be_consolidated(state: Any, devices: int | None, said: str)
 
 def test_decay() -> None:
     """A decay of 0.5 is half of what was lost."""
-    mesh, params = mesh_over(2), {"a": normal(1, NUMEL)}
+    mesh, params = mesh_with(2), {"a": normal(1, NUMEL)}
     rows = {"a": normal(2, 2 * NUMEL).reshape(2, NUMEL)}
 
     def step(decay: float, state: Any) -> Any:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, use_cpu_devices
 
 from cgx_ops import _xla_ffi
-from cgx_ops.jax import all_gather_q, pmean_q, psum_q, psum_scatter_q
+from cgx_ops.jax import _runtime, all_gather_q, pmean_q, psum_q, psum_scatter_q
 
 use_cpu_devices(8)
 
@@ -193,3 +193,17 @@ except Exception as error:
     command = [sys.executable, "-c", script]
     ended = subprocess.run(command, timeout=100, capture_output=True, text=True)
     assert ended.stdout == "an error\n", ended
+
+
+@pytest.mark.parametrize("text", ["ten", "0", "-3", "nan", "inf"])
+def test_bad_timeout(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("CGX_TIMEOUT", text)
+    with pytest.raises(ValueError, match=f"CGX_TIMEOUT is '{text}'; it must be a number"):
+        _runtime.timeout()
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("", 7.0), ("2.5", 2.5), ("1e300", 1e6)])
+def test_timeout(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
+    """More than the operating system waits for is cut to what it does."""
+    monkeypatch.setenv("CGX_TIMEOUT", text)
+    assert _runtime.timeout(default=7.0) == seconds

@@ -285,6 +285,14 @@ def test_parameters_with_none(batched: bool) -> None:
     check_none_is_no_leaf(optimizer, WEIGHTS, at(0), MESH)
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_no_parameters(batched: bool) -> None:
+    """A model all of whose weights are frozen: a step of nothing."""
+    optimizer = power_sgd("d", rank=2, batched=batched, mesh=MESH)
+    got, _ = program_of(optimizer, {}, MESH)({}, placed(optimizer, {}, MESH), {})
+    assert got == {}
+
+
 # ---- 3. bad input --------------------------------------------------------------------------------
 
 
