@@ -15,7 +15,7 @@ import math
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,9 +25,8 @@ import cgx_ops
 from cgx_ops import Config
 from cgx_ops._arrays import Array
 from cgx_ops.address import free_address
-from cgx_ops.break_even import decided
+from cgx_ops.break_even import EXACT, decided
 from cgx_ops.codec import encoded_bytes
-from cgx_ops.config import AUTO
 
 if TYPE_CHECKING:
     import torch
@@ -328,15 +327,18 @@ def cgx(x: Array, out: Array, config: Config) -> Contender:
 
 
 def cgx_name(config: Config) -> str:
-    """Return the contender's name: "cgx 4 nearest", "cgx 32", "cgx auto", "cgx topk 0.01"."""
-    if config.bits == AUTO:
-        return "cgx auto"
-    if config.bits == 32:
-        return "cgx 32"
-    if config.compressor == "uniform" and config.rounding:
-        return f"cgx {config.bits} {config.rounding}"
-    usual = Config().knobs
-    own = [f"{value}" for name, value in config.knobs.items() if value != usual[name]]
-    return " ".join(
-        ["cgx", config.compressor, *(each for each in own if each != config.compressor)]
-    )
+    """Return the contender's name, another for each config that sends otherwise.
+
+    "cgx 4 nearest", "cgx 32", "cgx auto", "cgx levels 2", "cgx topk density=0.01".
+    """
+    own = {
+        field.name: value
+        for field in fields(config)
+        if (value := getattr(config, field.name)) != field.default
+    }
+    if "compressor" not in own:
+        own["bits"] = config.bits
+    if config.bits == EXACT:  # nothing is rounded
+        own.pop("rounding", None)
+    known = [str(own.pop(name)) for name in ("compressor", "bits", "rounding") if name in own]
+    return " ".join(["cgx", *known, *(f"{name}={value}" for name, value in own.items())])
