@@ -268,7 +268,7 @@ class DiLoCo:
         flight = None
         if self._flight is not None:
             with _failing(self._flight[0]):
-                flight = self._flight[0], self._flight[1].wait()
+                flight = self._flight[0], [mean.clone() for mean in self._flight[1].wait()]
         anchors = {name: anchor.detach().clone() for name, anchor in self._named_anchors()}
         outer = Outer(anchors, copy.deepcopy(self.outer_optimizer.state_dict()), flight)
         counts = {"steps": self.steps, "applied": self.applied, "mean_over": self.mean_over}
@@ -308,9 +308,12 @@ class DiLoCo:
         with torch.no_grad():
             for name, anchor in self._named_anchors():
                 anchor.copy_(saved[name])
-        self.outer_optimizer.load_state_dict(outer.optimizer)
+        self.outer_optimizer.load_state_dict(copy.deepcopy(outer.optimizer))
         self.steps, self.applied = state_dict["steps"], state_dict["applied"]
-        self._flight = outer.flight and (outer.flight[0], Flight(outer.flight[1]))
+        self._flight = None
+        if outer.flight is not None:
+            fragment, means = outer.flight
+            self._flight = fragment, Flight([mean.clone() for mean in means])
 
     def consolidate(self) -> None:
         """Make what was lost its mean over the ranks, so that any number of ranks loads it.
