@@ -126,9 +126,11 @@ class _Exchange:
                         seen.layers[i].name, part.gradient, dtype=torch.float32
                     )
         self.residuals, self.keep = self._cores(hook, seen)
+        self.qs = self._old_qs(seen)
         self.restore = nothing
         if seen.finds_unused:
-            kept = [[state.residuals.tensors.get(layer.name)] for layer in seen.layers]
+            by_layer = state.residuals.tensors, state.factors.q
+            kept = [[each.get(layer.name) for each in by_layer] for layer in seen.layers]
             gradients = [part.gradient for part in parts]
             self.restore = unused_kept(state, gradients, kept, self.name)
         self.message, self.seeds = self._first(seen, bucket)
@@ -182,7 +184,7 @@ class _Exchange:
     def _first(self, seen: Seen, bucket: GradBucket) -> tuple[torch.Tensor, list[int]]:
         """Return the first message, and its segments' seeds."""
         state, plan = self.state, self.plan
-        ps = [m.project(q) for m, q in zip(self.matrices, self._old_qs(seen), strict=True)]
+        ps = [m.project(q) for m, q in zip(self.matrices, self.qs, strict=True)]
         others = [part.added().float() for part in self.others]
         message = torch.cat([*(p.view(-1) for p in ps), *others])
         lossy = [place for _, place in plan.first if place is not None]
@@ -191,7 +193,10 @@ class _Exchange:
         return message, [0 if place is None else next(drawn) for _, place in plan.first]
 
     def _old_qs(self, seen: Seen) -> list[torch.Tensor]:
-        """Return the Q that each of the matrices begins with, (count, columns, rank)."""
+        """Return the Q that each of the matrices begins with, (count, columns, rank).
+
+        With a warm start they are what the state knows, to be changed in place.
+        """
         state, forms, known = self.state, self.plan.forms, self.state.factors.q
         fresh = [not (state.warm_start and all(n in known for n in form.names)) for form in forms]
         drawn = self._drawn_as_pytorch() if any(fresh) and state.feedback == "torch" else None
@@ -219,6 +224,8 @@ class _Exchange:
                     f"have {(form.shape[2], form.rank)}: the state is another model's"
                 )
             found.append(q.to(self.buffer.device))
+            if state.warm_start:
+                known.update(zip(form.names, found[-1].unbind(), strict=True))
         return found
 
     def _drawn_as_pytorch(self) -> list[torch.Tensor]:
@@ -239,7 +246,7 @@ class _Exchange:
     @torch.no_grad()
     def _second(self, sent: Sent) -> None:
         """Take what the first message became; send Q and wait; write the averages."""
-        state, epsilon = self.state, self.state.orthogonalization_epsilon / self.size
+        epsilon = self.state.orthogonalization_epsilon / self.size
         if self.message.is_cuda:  # callbacks have a stream of their own
             here = torch.cuda.current_stream(self.message.device)
             for x in (self.message, *(x for m in self.matrices for x in (m.values, m.basis))):
@@ -257,10 +264,9 @@ class _Exchange:
             part.gradient.copy_(mean)
             if part.residual is not None:
                 part.residual.sub_(mean).nan_to_num_(0.0, 0.0, 0.0)
-        for m, mean, share, told in zip(self.matrices, mean_qs, shares, tolds, strict=True):
-            q = m.finish(mean, share, told)
-            if state.warm_start:
-                state.factors.q.update(zip(m.form.names, q.unbind(), strict=True))
+        steps = zip(self.matrices, self.qs, mean_qs, shares, tolds, strict=True)
+        for m, q, mean, share, told in steps:
+            q.copy_(m.finish(mean, share, told))
 
     def _averaged(
         self, own: Sequence[torch.Tensor], sent: Sent

@@ -91,7 +91,7 @@ def what_no_rank_uses_stays_as_it_was() -> None:
                 continue
             assert got is not None
             identical_on_all_ranks({SPARE: got})
-            if make is not ddp.PowerSGDState:  # whose next Q follows from what was thrown away
+            if hook is not ddp.batched_power_sgd_hook:  # whose Q is of all layers
                 same({SPARE: got}, {SPARE: always.module.spare.weight.grad}, (make, step))
                 same(kept, kept_of(states[1]), (make, step))
             elif step >= NOBODY:

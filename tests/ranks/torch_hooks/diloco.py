@@ -352,7 +352,7 @@ def resumed() -> None:
                 torch.save(saved, file)
             run(model, loop, range(7, 20))
 
-            for _ in range(2):  # nothing of it follows the loop that loads it
+            for _ in range(2):  # nothing of it follows a loop
                 again = network()
                 restored = DiLoCo(again, in_place, **options)
                 run(again, restored, range(5))
@@ -361,13 +361,13 @@ def resumed() -> None:
                 elif form == "torch":
                     restored.load_state_dict(torch.load(file))  # weights_only, torch's default
                 else:
-                    restored.load_state_dict(saved)  # nothing of it followed the loop
+                    restored.load_state_dict(saved)
                 again.load_state_dict(weights)
                 run(again, restored, range(7, 20))
                 assert torch.equal(weights_of(again), weights_of(model)), form
-            assert (restored.steps, restored.applied) == (loop.steps, loop.applied)
-            for name, e in loop.exchange.residuals.tensors.items():
-                assert torch.equal(restored.exchange.residuals.tensors[name], e), (form, name)
+                assert (restored.steps, restored.applied) == (loop.steps, loop.applied)
+                for name, e in loop.exchange.residuals.tensors.items():
+                    assert torch.equal(restored.exchange.residuals.tensors[name], e), (form, name)
 
 
 def another_number_of_ranks() -> None:
