@@ -394,6 +394,12 @@ if version() != built_with()["version"]:
         f"{built_with()['version']}: another copy of cgx_ops was loaded first. Keep one on "
         f"sys.path, or build it again: {_REBUILD}"
     )
+
+
+def finalize() -> None:
+    """Close all communicators; see cgx_finalize() in cgx.h. Does nothing if nothing was started."""
+    _library.cgx_finalize()
+
+
 # Registered at import, so that it runs after the exit handlers of everything that imports cgx_ops.
-# Does nothing if nothing was started.
-atexit.register(_library.cgx_finalize)
+atexit.register(finalize)

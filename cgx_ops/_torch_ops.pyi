@@ -54,6 +54,9 @@ class Scope:
 def exchange_scope(scope: Scope) -> Scope:
     """Make `scope` the calling thread's and return what it was."""
 
+def drain(seconds: float) -> bool:
+    """Wait until no callback of a future runs; return whether so within the seconds."""
+
 class Unasked(enum.Enum):
     """What a group compresses that nobody asked for by a scope."""
 

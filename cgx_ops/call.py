@@ -355,6 +355,12 @@ def _pattern(
 ) -> _native.Collective:
     """Return a call as a cgx_collective_t, but for its seed and its addresses."""
     given = [Segment(0, block)] if segments is None else segments
+    for i, segment in enumerate(given if block == 0 else ()):
+        if segment.numel:  # the core takes a block of 0 to end where its last segment does
+            raise InvalidArgument(
+                f"segment {i} ends at element {segment.offset + segment.numel}, behind the block "
+                "of 0"
+            )
     native = (_native.Segment * len(given))()
     configs = []
     for to, segment in zip(native, given, strict=True):

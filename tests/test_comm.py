@@ -107,6 +107,7 @@ _READ_ONLY.flags.writeable = False
         (lambda: _world(_BASE, name="a\0b"), "NUL"),
         (lambda: _world(_BASE, seed=2**63), "seed is 9223372036854775808"),
         (lambda: _world(_BASE, segments=[Segment(0, 9)]), "segment 0"),
+        (lambda: _world(_BASE[:0], segments=[Segment(0, 0), Segment(0, 1)]), "segment 1.* of 0"),
         (lambda: _world(_BASE, segments=[Segment(0, 5), Segment(4, 2)]), "overlap"),
         (lambda: _world(_BASE, segments=[Segment(0, 5, bits=9)]), "bits is 9"),
         (lambda: Segment(-1, 2), "offset is -1"),
@@ -148,6 +149,21 @@ def test_reduce_scatter_and_all_gather_work_on_the_first_axis() -> None:
         np.testing.assert_array_equal(scalar, [0, 1, 2])
 
     threads(3, run)
+
+
+def test_segments_of_nothing() -> None:
+    """An empty array has a place in memory, and others' values behind it."""
+    everything = np.arange(12, dtype=np.float32)
+
+    def run(_rank: int, comm: Communicator) -> None:
+        nothing = everything[:0]
+        assert comm.allreduce(nothing, segments=[Segment(0, 0)], out=nothing) is nothing
+        for call in (comm.allreduce, comm.reduce_scatter, comm.all_gather):
+            with pytest.raises(InvalidArgument, match="segment 0 ends at element 8"):
+                call(nothing, segments=[Segment(0, 8)])
+
+    threads(2, run)
+    np.testing.assert_array_equal(everything, np.arange(12))
 
 
 def test_segments_have_their_own_bits_and_leave_the_rest_alone() -> None:

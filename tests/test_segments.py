@@ -301,6 +301,21 @@ def test_a_refusal_ends_the_call_everywhere(refusing: tuple[int, ...]) -> None:
     launch.threads(3, rank_of)
 
 
+def test_what_is_too_long_ends_with_a_character() -> None:
+    """Python's exceptions carry no half of one."""
+
+    def rank_of(rank: int, comm: Communicator) -> None:
+        for start in ("", "a"):
+            if rank == 1:
+                refuse(comm, "step", start + 600 * "é")
+                continue
+            with pytest.raises(CgxError, match=f"rank 1 takes no part.*{start}é+") as caught:
+                comm.allreduce(np.ones(1000, np.float32), name="step")
+            assert "\ufffd" not in str(caught.value)
+
+    launch.threads(2, rank_of)
+
+
 def test_a_refusal_needs_a_reason() -> None:
     comm = Communicator.local(2)[0]
     call = _native.Collective(comm=comm.id, name=b"x", occurrence=-1)

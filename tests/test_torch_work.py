@@ -233,3 +233,8 @@ def test_a_start_that_one_rank_refuses_draws_no_places() -> None:
 
     first, second = launch.threads(2, run)
     assert tc.same_bits(first, second)
+
+
+def test_a_program_ends_while_a_callback_runs() -> None:
+    for output in launch.mpirun(2, "run_torch_exit.py", env=tc.ENVIRONMENT, timeout=100):
+        assert output == "told\n"

@@ -36,6 +36,18 @@ class Shown {
   std::shared_ptr<at::RecordFunction> record_;
 };
 
+// Where gloo takes the memory from a tensor's first value on for all its values.
+void refuse_gaps(const char* call, at::TensorList tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.is_cpu() || tensor.layout() != at::kStrided) continue;
+    if (tensor.is_non_overlapping_and_dense()) continue;
+    C10_THROW_ERROR(ValueError, c10::str("the backend cgx: ", call, " of a tensor of shape ",
+                                         tensor.sizes(), " and strides ", tensor.strides(),
+                                         ", whose values do not lie one behind the other: give it "
+                                         "tensor.contiguous()"));
+  }
+}
+
 // Of no tensor at all, gloo says what is wrong.
 at::Device device_of(at::TensorList tensors) {
   return tensors.empty() ? at::Device(at::kCPU) : tensors[0].device();
@@ -96,6 +108,7 @@ Backend::WorkRef Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
   if (const auto op = served(tensors, options.reduceOp); op && tensors.size() == 1) {
     return reduce_in_core(tensors, *op, options, c10d::OpType::ALLREDUCE);
   }
+  refuse_gaps("all_reduce", tensors);
   return forward_reduction("cgx:all_reduce", tensors, &c10d::Backend::allreduce, tensors, options,
                            tensors);
 }
@@ -116,10 +129,12 @@ Backend::WorkRef Backend::allreduce_sparse(Tensors& tensors,
 }
 
 Backend::WorkRef Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  refuse_gaps("broadcast", tensors);
   return forward("cgx:broadcast", tensors, &c10d::Backend::broadcast, tensors, options);
 }
 
 Backend::WorkRef Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  refuse_gaps("reduce", tensors);
   // What other ranks are left with is not defined.
   const Tensors results = options.rootRank == rank_ ? tensors : Tensors{};
   return forward_reduction("cgx:reduce", tensors, &c10d::Backend::reduce, results, options,
@@ -157,12 +172,14 @@ Backend::WorkRef Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
                                   const c10d::ScatterOptions& options) {
   // Only the root has inputs; they tell what profilers should show.
   const Tensors shown = inputs.empty() ? outputs : inputs[0];
+  for (const Tensors& each : {outputs, shown}) refuse_gaps("scatter", each);
   return forward("cgx:scatter", shown, &c10d::Backend::scatter, outputs, inputs, options);
 }
 
 Backend::WorkRef Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                          const c10d::ReduceScatterOptions& options) {
   const Tensors shown = inputs.empty() ? outputs : inputs[0];
+  for (const Tensors& each : {outputs, shown}) refuse_gaps("reduce_scatter", each);
   return forward_reduction("cgx:reduce_scatter", shown, &c10d::Backend::reduce_scatter, outputs,
                            options, outputs, inputs);
 }
@@ -184,12 +201,14 @@ Backend::WorkRef Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                         std::vector<int64_t>& output_sizes,
                                         std::vector<int64_t>& input_sizes,
                                         const c10d::AllToAllOptions& options) {
+  refuse_gaps("all_to_all", {output, input});
   return forward("cgx:all_to_all", input, &c10d::Backend::alltoall_base, output, input,
                  output_sizes, input_sizes, options);
 }
 
 Backend::WorkRef Backend::alltoall(Tensors& outputs, Tensors& inputs,
                                    const c10d::AllToAllOptions& options) {
+  for (const Tensors& each : {outputs, inputs}) refuse_gaps("all_to_all", each);
   return forward("cgx:all_to_all", inputs, &c10d::Backend::alltoall, outputs, inputs, options);
 }
 

@@ -4,11 +4,13 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <chrono>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "backend.h"
+#include "cgx/completion_pool.h"
 
 namespace py = pybind11;
 
@@ -122,6 +124,14 @@ void bind_backend(py::module_& module) {
       .def(
           "perform_nocolor_split", [](Backend&, const py::object& /*device*/) {},
           py::arg("device"));
+
+  module.def(
+      "drain",
+      [](double seconds) {
+        return CompletionPool::get().drain(std::chrono::duration<double>(seconds));
+      },
+      py::arg("seconds"), py::call_guard<py::gil_scoped_release>(),
+      "Wait until no callback of a future runs; return whether so within the seconds.");
 }
 
 }  // namespace cgx::torch_ops

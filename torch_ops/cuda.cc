@@ -191,12 +191,10 @@ c10::intrusive_ptr<c10d::Work> start_cuda(const cgx_collective_t& collective, Bu
 }
 
 bool capturing(at::Device device) {
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 12
-  return cuda().getStream(device).is_capturing();
-#else
-  (void)device;
-  return true;
-#endif
+  const c10::DeviceGuard guard(device);
+  int32_t recording = 0;
+  check(cgx_stream_recording(cuda().getStream(device).native_handle(), &recording));
+  return recording != 0;
 }
 
 }  // namespace cgx::torch_ops

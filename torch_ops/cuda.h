@@ -28,7 +28,6 @@ void enqueue(const cgx_collective_t& collective, at::Device device);
 c10::intrusive_ptr<c10d::Work> start_cuda(const cgx_collective_t& collective, Buffers buffers,
                                           c10d::OpType type, bool asynchronous);
 
-// Where torch cannot tell (before 2.12), it says yes.
 bool capturing(at::Device device);
 
 }  // namespace cgx::torch_ops

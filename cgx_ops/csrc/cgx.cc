@@ -31,8 +31,11 @@ std::atomic<bool> job_failed{false};
 
 // Before anything that a forked child must not use. kernels() is asked first: a wrong
 // CGX_CPU_TARGET is told here, not in the first collective, and children find it settled.
+// What is read of the environment fails here, on the rank whose it is, rather than in a collective.
 void prepare_process() {
   kernels();
+  env_threads();
+  env_ranks_on_host();
   static const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
   (void)registered;
 }
@@ -83,12 +86,12 @@ int64_t nanoseconds(Clock::duration time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
 }
 
-// Null where every one is.
+// Null where every one is, or has no values.
 const void* first_buffer(const cgx_collective_t& call) {
   for (const void* buffer : {call.input, static_cast<const void*>(call.output)})
     if (buffer) return buffer;
   for (int64_t i = 0; call.inputs && i < call.num_segments; ++i)
-    if (call.inputs[i]) return call.inputs[i];
+    if (call.inputs[i] && call.segments[i].numel > 0) return call.inputs[i];
   return nullptr;
 }
 
@@ -307,6 +310,10 @@ cgx_status_t cgx_enqueue(const cgx_collective_t* collective) {
 
 cgx_status_t cgx_comm_check(int32_t comm, int32_t finish) {
   return guarded([&] { Registry::instance().get(comm)->check_devices(finish != 0); });
+}
+
+cgx_status_t cgx_stream_recording(void* stream, int32_t* recording) {
+  return guarded([&] { *recording = device::device_of(nullptr).recording(stream); });
 }
 
 cgx_status_t cgx_test(cgx_request_t* request, int32_t* done) {

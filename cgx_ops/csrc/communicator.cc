@@ -5,6 +5,7 @@
 #include "algorithm/chunks.h"
 #include "algorithm/exchange.h"
 #include "algorithm/refusal.h"
+#include "base/bytes.h"
 #include "base/status.h"
 #include "device/rounds.h"
 
@@ -55,8 +56,10 @@ void check_addresses(const cgx_collective_t& call, device::Device& device) {
   const auto check = [&](const void* address, const device::BufferName& what) {
     if (address) device.check_address(address, what);
   };
+  // Of no values the address is not used, and may be behind the end of somebody's memory.
   const auto check_list = [&](const void* const* list, const char* what) {
-    for (int64_t i = 0; list && i < call.num_segments; ++i) check(list[i], {what, i});
+    for (int64_t i = 0; list && i < call.num_segments; ++i)
+      if (call.segments[i].numel > 0) check(list[i], {what, i});
   };
   check(call.input, {"input"});
   check(call.output, {"output"});
@@ -141,7 +144,7 @@ void Communicator::refuse(const cgx_collective_t& call, cgx_status_t status,
   if (!engine_) return;
   auto collective = named(call);
   collective->counts = false;
-  collective->refusal = {status, message.substr(0, kLongestRefusal)};
+  collective->refusal = {status, cut(message, kLongestRefusal)};
   collective->algorithm = std::make_unique<Refusal>();
   engine_->submit(collective);
 }
@@ -230,11 +233,11 @@ Totals Communicator::totals() const {
 
 // ---- devices -------------------------------------------------------------------------------
 
-device::Group& Communicator::devices(device::Device& device) {
+device::Group& Communicator::devices(device::Device& device, Seconds at_most) {
   const std::lock_guard lock(devices_mutex_);
   require(!closed(), CGX_CLOSED, "communicator '", name, "' is closed");
   if (!devices_) {
-    devices_ = std::make_unique<device::Group>(device, *link_, type, timeout);
+    devices_ = std::make_unique<device::Group>(device, *link_, type, at_most);
     connected_ = devices_.get();
   }
   require(&devices_->device() == &device, CGX_INVALID_ARGUMENT, "the buffers are on ",
@@ -257,8 +260,9 @@ void Communicator::enqueue(const cgx_collective_t& call, device::Device& device)
     require(!closed_, CGX_CLOSED, "communicator '", name, "' is closed");
     return device::pass_through(made, *device.wrap(call.stream));
   }
-  devices(device).enqueue(std::move(made), agreement, call.name ? call.name : "", timeout_of(call),
-                          call.stream);
+  const Seconds at_most = timeout_of(call);
+  devices(device, at_most)
+      .enqueue(std::move(made), agreement, call.name ? call.name : "", at_most, call.stream);
 }
 
 void Communicator::check_devices(bool finish) {

@@ -85,7 +85,8 @@ class Communicator {
   std::shared_ptr<Collective> planned(const cgx_collective_t& call);
   void copy_through(const Plan& plan, Collective* collective);
 
-  device::Group& devices(device::Device& device);
+  // Connects the ranks' devices, if nothing has yet.
+  device::Group& devices(device::Device& device, Seconds at_most);
 
   const std::unique_ptr<Engine> engine_;
   const int64_t most_chunk_bytes_, unread_bytes_;  // for plans

@@ -6,6 +6,7 @@
 //   fail_all   a passed deadline, a lost peer or nonsense ends everything, here and at the peers
 #include <algorithm>
 
+#include "base/bytes.h"
 #include "base/status.h"
 #include "engine.h"
 
@@ -22,9 +23,9 @@ constexpr size_t kLongestNews = 900;  // bytes that every transport carries
 // end with this error. All headers are here, so nothing of it can be taken for another's.
 void Engine::cancel(Collective& collective) {
   const cgx_status_t status = collective.shortage->status();
-  const std::string reason = join("rank ", rank_, " cannot go on with collective ", collective.key,
-                                  ": ", collective.shortage->what())
-                                 .substr(0, kLongestNews);
+  const std::string reason = cut(join("rank ", rank_, " cannot go on with collective ",
+                                      collective.key, ": ", collective.shortage->what()),
+                                 kLongestNews);
   const Bytes message = write_cancel({collective.serial, {status, reason}});
   for (const int member : collective.members)
     if (member != rank_ && !lost_[member]) transport_->send_control(member, message);
@@ -208,7 +209,7 @@ void Engine::fail_all(cgx_status_t status, const std::string& reason, Collective
   }
   // Peers first: their collectives wait for this rank. What was told is passed on as it is.
   const std::string news =
-      (told ? reason : join("rank ", rank_, " gave up: ", reason)).substr(0, kLongestNews);
+      cut(told ? reason : join("rank ", rank_, " gave up: ", reason), kLongestNews);
   try {
     tell_abort(news);
   } catch (const std::exception&) {  // the transport may be what failed; leave() tells them too

@@ -313,7 +313,7 @@ std::string difference(const Agreement& left, const Agreement& right) {
   for (const ConfigField& field : config_table())
     compare(field.name, unquoted(field, left.config.*field.value),
             unquoted(field, right.config.*field.value));
-  return text.empty() ? "segments of other sizes or settings" : text;
+  return text.empty() ? "segments of other sizes or settings, or on devices another name" : text;
 }
 
 }  // namespace cgx

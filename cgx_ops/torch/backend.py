@@ -32,6 +32,7 @@ Store too; inner backends; both joined.
 
 import contextlib
 import datetime
+import functools
 import json
 import logging
 import threading
@@ -235,7 +236,7 @@ def _make(
     transport: str | None = None,
     told: str = "{}",
 ) -> _torch_ops.Backend:
-    """Make a backend; torch's split and merge come here too. Collective over the group's ranks.
+    """Make a backend. Collective over the group's ranks.
 
     told: what ranks must have alike, as JSON.
     """
@@ -252,10 +253,20 @@ def _make(
     try:
         inner = _inner(store, rank, size, options)
         cuda = "cuda" in devices()
-        return _torch_ops.Backend(rank, size, comm.id, inner, cuda, options, _make)
+        related = functools.partial(_make_related, name)
+        return _torch_ops.Backend(rank, size, comm.id, inner, cuda, options, related)
     except BaseException:
         comm.close()
         raise
+
+
+def _make_related(
+    origin: str, store: _compat.Store, rank: int, size: int, options: _torch_ops.Options
+) -> _torch_ops.Backend:
+    """Make the backend of a group that is split off another or merged from it, with its options."""
+    if origin in _options:
+        _options[options.group_name] = _options[origin]
+    return _make(store, rank, size, options)
 
 
 def _told(options: BackendOptions) -> str:

@@ -6,8 +6,10 @@ collective will not be started.
 The DDP hook and FSDP's collectives stand on it. Compiled models use the operators of `ops.py`.
 """
 
+import atexit
 import contextlib
 import functools
+import os
 from collections.abc import Sequence
 from ctypes import addressof, byref, c_int32, c_void_p, pointer
 
@@ -23,6 +25,22 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 # One for each segment, or None where it has none.
 Residuals = Sequence[torch.Tensor | None]
+
+_LAST_CALLBACKS_S = 5
+
+
+def register() -> None:
+    """Have callbacks of futures end before the interpreter does: none may be in Python then.
+
+    Once per process.
+    """
+    atexit.register(_finish, os.getpid())
+
+
+def _finish(process: int) -> None:
+    if process == os.getpid():  # a forked child has none of the threads
+        _native.finalize()
+        _torch_ops.drain(_LAST_CALLBACKS_S)
 
 
 @functools.cache

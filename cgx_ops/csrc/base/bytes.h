@@ -40,11 +40,20 @@ T from_bytes(std::span<const std::byte> bytes, const What&... what) {
   return value;
 }
 
+// No more than so many bytes of a text, in whole characters of UTF-8: no Python exception carries
+// a part of one.
+inline std::string cut(const std::string& text, size_t most) {
+  if (text.size() <= most) return text;
+  while (most > 0 && (static_cast<unsigned char>(text[most]) & 0xc0) == 0x80) --most;
+  return text.substr(0, most);
+}
+
 // Texts in fixed fields: cut where they are too long; a peer's may lack its end.
 template <size_t N>
 void put_text(char (&field)[N], const std::string& text) {
+  const std::string whole = cut(text, N - 1);
   std::memset(field, 0, N);
-  std::memcpy(field, text.data(), std::min(text.size(), N - 1));
+  std::memcpy(field, whole.data(), whole.size());
 }
 
 template <size_t N>

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/bytes.h"
 #include "base/status.h"
 #include "device/host_link.h"
 
@@ -23,7 +24,7 @@ bool all_succeed(HostLink& host, const std::string& what, std::chrono::duration<
     message[0] = std::byte{1};
     message.insert(message.end(), blob.begin(), blob.end());
   } catch (const std::exception& error) {
-    const std::string text = std::string(error.what()).substr(0, kMostText);
+    const std::string text = cut(error.what(), kMostText);
     message.resize(1 + text.size());
     std::memcpy(message.data() + 1, text.data(), text.size());
   }

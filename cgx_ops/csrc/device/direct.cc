@@ -5,6 +5,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "base/bytes.h"
 #include "base/hash.h"
 #include "base/status.h"
 #include "device/agree.h"
@@ -34,7 +35,7 @@ Notice notice_of(const Call& call) {
   Said said{};
   said.agreement = call.agreement;
   said.number = call.number;
-  std::memcpy(said.name, call.name.data(), std::min(call.name.size(), sizeof(said.name) - 1));
+  put_text(said.name, call.name);
   std::memcpy(notice.words, &said, sizeof(said));
   notice.digest =
       fnv1a(std::as_bytes(std::span(notice.words)), fnv1a(std::as_bytes(std::span(call.name))));

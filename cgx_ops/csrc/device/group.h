@@ -31,7 +31,7 @@ class Group {
                void* stream);
   // Throws what a collective has failed with. finish: after all have ended.
   void check(bool finish);
-  // Once: what is on the device ends (its deadlines bound that), peers are told.
+  // Once: what is on the device ends (its deadlines bound that).
   void close(Seconds at_most);
 
   Device& device() const { return device_; }

@@ -91,8 +91,8 @@ class Wire {
 
   // What went wrong first, on this rank, as far as is known now.
   virtual std::optional<Failure> failure() = 0;
-  // Everything on its queues has ended. Tells peers, waits for them no longer than at_most, and
-  // lets go of shared memory.
+  // Everything on its queues has ended. Tells peers where the library has a way, and waits for them
+  // no longer than at_most; lets go of shared memory.
   virtual void close(std::chrono::duration<double> at_most) = 0;
 };
 

@@ -5,6 +5,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import cgx_ops
 from cgx_ops import Communicator, Config
 from cgx_ops.torch import BackendOptions, compressed
+from cgx_ops.torch.backend import options_of
 
 from .common import NEAREST, Case, dist, everybodys
 
@@ -66,6 +68,14 @@ def groups(r: int, n: int) -> None:
     again.allreduce([x]).wait()
     assert x.tolist() == [len(own) ** 2] * 40
     again.shutdown()
+    own_way: Any = dist.new_group(list(range(n)), pg_options=BackendOptions(Config(bits=2)))
+    part = own_way.split_group(list(range(n)), group_name="part of its own way")
+    # As dist.split_group() lists it; that takes groups of accelerators only.
+    with mock.patch.dict(dist.distributed_c10d._world.pg_backend_config, {part: "cpu:cgx"}):
+        options = options_of(part)
+    assert options is not None and options.config.bits == 2
+    part.shutdown()
+    dist.destroy_process_group(own_way)
     for each in (group, alone[r], swapped):
         if each is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(each)

@@ -1,5 +1,6 @@
 """Allreduces without compression: values, layouts, kinds, averages, several at once."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -90,6 +91,35 @@ def other_kinds(r: int, n: int) -> None:
     want = torch.ones(n + 1, 3)
     want[n] = n
     assert torch.equal(sparse.to_dense(), want)
+
+
+def values_with_gaps(r: int, n: int) -> None:
+    """Of what gloo serves: it would take the memory between them for values, and write there."""
+
+    def column(dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((2 * n, 2), r + 1, dtype=dtype)[:, 0]
+
+    x = column(torch.float32)
+    dist.all_reduce(x)  # ours
+    assert x.tolist() == [n * (n + 1) / 2] * (2 * n)
+    outputs = [column(torch.int64) for _ in range(n)]
+    dist.all_gather(outputs, column(torch.int64))  # gloo copies these
+    assert [y.tolist() for y in outputs] == [[i + 1] * (2 * n) for i in range(n)]
+    bad, parts = column(torch.int64), [column(torch.int64) for _ in range(n)]
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: dist.all_reduce(bad),
+        lambda: dist.all_reduce(bad, dist.ReduceOp.AVG),
+        lambda: dist.broadcast(bad, 0),
+        lambda: dist.reduce(bad, 0),
+        lambda: dist.scatter(bad, parts if r == 0 else None, 0),
+        lambda: dist.reduce_scatter(bad, parts),
+        lambda: dist.all_to_all_single(bad, torch.ones(2 * n, dtype=torch.int64)),
+        lambda: dist.all_to_all(parts, parts),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"strides \[2\].*give it tensor.contiguous\(\)"):
+            call()
+    assert bad.tolist() == [r + 1] * (2 * n)
 
 
 def averages(r: int, n: int) -> None:
@@ -198,6 +228,7 @@ CHECKS: tuple[Case, ...] = (
     layouts,
     asynchronous,
     other_kinds,
+    values_with_gaps,
     averages,
     coalescing,
 )

@@ -33,7 +33,7 @@ extern "C" {
 /* What this build has, as JSON: {"version", "mpi", "cpu_target", "cpu_targets": [...],
  * "transports" | "wires" | "compressors" | "algorithms": [{"name", "description"}], "cuda":
  * {"built", "driver", "devices": [{"name", "capability", "memory_gib"}]}}. Starts nothing. "mpi" is
- * the version line of the MPI library that is loaded. */
+ * the version line of the MPI library that is loaded. "": cgx_last_error() says what is wrong. */
 CGX_API const char* cgx_describe(void);
 
 /* Starts MPI if this process was launched by mpirun (or somebody already started MPI), and makes
@@ -241,6 +241,8 @@ CGX_API cgx_status_t cgx_enqueue(const cgx_collective_t* collective);
 /* What collectives put on devices have failed with, as far as is known now; CGX_OK if none has.
  * With `finish` not 0 waits for all of them to end first. */
 CGX_API cgx_status_t cgx_comm_check(int32_t comm, int32_t finish);
+/* Whether what is put on a stream of the thread's current GPU is recorded into a CUDA graph. */
+CGX_API cgx_status_t cgx_stream_recording(void* stream, int32_t* recording);
 
 /* Tells every peer that this rank will not take part in the collective that `collective` identifies
  * by comm, name and occurrence (the rest is ignored): theirs ends with `status` and a text that

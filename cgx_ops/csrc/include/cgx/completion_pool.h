@@ -37,6 +37,12 @@ class CompletionPool {
     return *pool;
   }
 
+  // Waits until nothing is left to do; returns whether so within the time.
+  bool drain(std::chrono::duration<double> at_most) {
+    std::unique_lock lock(mutex_);
+    return ended_.wait_for(lock, at_most, [this] { return queue_.empty() && busy_ == 0; });
+  }
+
   // Runs `work` soon, on a thread that has nothing else to do. Never throws. Where no thread can be
   // had, work waits for one of those there are, of which one never leaves; where not even the queue
   // gets memory, work is done here and now, and may block: that is better than never.
@@ -76,17 +82,22 @@ class CompletionPool {
       {
         std::function<void()> work = std::move(queue_.front());
         queue_.pop_front();
+        ++busy_;
         lock.unlock();
         work();
       }  // what the work holds is released without the mutex
       lock.lock();
+      --busy_;
+      ended_.notify_all();
     }
   }
 
   std::mutex mutex_;
   std::condition_variable wake_;
+  std::condition_variable ended_;
   std::deque<std::function<void()>> queue_;
   size_t idle_ = 0;  // threads that wait in wake_, counted until they hold the mutex again
+  size_t busy_ = 0;  // threads that do something
 };
 
 }  // namespace cgx
