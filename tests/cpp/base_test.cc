@@ -8,6 +8,7 @@
 #include <random>
 #include <string>
 
+#include "base/bytes.h"
 #include "base/env.h"
 #include "base/half.h"
 #include "base/philox.h"
@@ -21,6 +22,25 @@ using test::contains;
 using test::error_of;
 
 uint64_t multiply_words(uint64_t a, uint32_t b) { return uint64_t{static_cast<uint32_t>(a)} * b; }
+
+void test_cut() {
+  struct Case {
+    const char* text;
+    size_t most;
+    const char* whole;
+  };
+  const Case cases[] = {
+      {"", 0, ""},    {"abc", 3, "abc"},       {"abc", 2, "ab"},
+      {"é", 1, ""},   {"aéb", 2, "a"},         {"aéb", 3, "aé"},
+      {"€€", 5, "€"}, {"a\U0001f600", 4, "a"}, {"\x80\x80", 1, ""},
+  };
+  for (const Case& each : cases) {
+    CHECK(cut(each.text, each.most) == each.whole, join(each.text, " to ", each.most));
+    char field[4];
+    put_text(field, each.text);
+    CHECK(text_of(field) == cut(each.text, 3), each.text);
+  }
+}
 
 void test_philox() {
   // The known answers of the paper's authors, for seven rounds.
@@ -162,6 +182,7 @@ void test_env() {
 
 int main() {
   cgx::test_env();
+  cgx::test_cut();
   cgx::test_philox();
   cgx::test_half();
   return cgx::test::report();

@@ -277,6 +277,30 @@ void a_rank_alone() {
 
 // ---- 4. failures ---------------------------------------------------------------------------
 
+void addresses_of_no_values_are_not_looked_at() {
+  const Job job(1, "AUTO");
+  FakeQueue stream(0);
+  Rank call({.numels = {1000, 0}, .residuals = true}, 0, 1);
+  job.devices[0]->freed = call.call.residuals[1];
+  call.enqueue(*job.communicators[0], *job.devices[0], stream);
+  job.devices[0]->freed = call.call.residuals[0];
+  error_of([&] { call.enqueue(*job.communicators[0], *job.devices[0], stream); },
+           CGX_INVALID_ARGUMENT);
+}
+
+void the_first_call_has_a_deadline_of_its_own() {
+  const Job job(2, "SHM", 60);
+  job.run([&](int rank) {
+    if (rank == 1) return;
+    FakeQueue stream(rank);
+    Rank call({}, rank, 2);
+    call.call.timeout_s = 0.5;
+    const std::string text = error_of(
+        [&] { call.enqueue(*job.communicators[rank], *job.devices[rank], stream); }, CGX_TIMEOUT);
+    CHECK(contains(text, "within 0.5 s"), "%s", text.c_str());
+  });
+}
+
 void a_rank_that_never_comes_is_a_timeout() {
   for (const std::string type : {"SHM", "MPI"}) {
     const Job job(3, type, 60);
@@ -439,6 +463,8 @@ int main() {
   many_in_flight_on_several_streams();
   the_codec_alone();
   a_rank_alone();
+  addresses_of_no_values_are_not_looked_at();
+  the_first_call_has_a_deadline_of_its_own();
   a_rank_that_never_comes_is_a_timeout();
   ranks_that_disagree_are_told_how();
   more_rounds_than_a_peer_is_a_mismatch_at_once();
