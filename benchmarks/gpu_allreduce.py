@@ -18,6 +18,7 @@ another's kernel waits for its turn. Threads run side by side.
 
 import argparse
 import faulthandler
+import os
 import sys
 import threading
 import traceback
@@ -283,6 +284,9 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     options = parser.parse_args()
     faulthandler.dump_traceback_later(_TIMEOUT, exit=True)
+    if options.threads:
+        # CUDA has not started yet; docs/gpu.md says why.
+        os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
     try:
         results = as_threads(options) if options.threads else as_process(options)
         if cgx_ops.init().rank == 0:
