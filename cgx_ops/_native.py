@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import re
+from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
@@ -396,10 +397,15 @@ if version() != built_with()["version"]:
     )
 
 
-def finalize() -> None:
-    """Close all communicators; see cgx_finalize() in cgx.h. Does nothing if nothing was started."""
-    _library.cgx_finalize()
+# What bindings do at exit, once nothing is in flight any more.
+at_end: list[Callable[[], object]] = []
+
+
+def _finalize() -> None:
+    _library.cgx_finalize()  # does nothing if nothing was started
+    for end in at_end:
+        end()
 
 
 # Registered at import, so that it runs after the exit handlers of everything that imports cgx_ops.
-atexit.register(finalize)
+atexit.register(_finalize)

@@ -6,7 +6,6 @@ collective will not be started.
 The DDP hook and FSDP's collectives stand on it. Compiled models use the operators of `ops.py`.
 """
 
-import atexit
 import contextlib
 import functools
 import os
@@ -34,12 +33,11 @@ def register() -> None:
 
     Once per process.
     """
-    atexit.register(_finish, os.getpid())
+    _native.at_end.append(functools.partial(_drain, os.getpid()))
 
 
-def _finish(process: int) -> None:
+def _drain(process: int) -> None:
     if process == os.getpid():  # a forked child has none of the threads
-        _native.finalize()
         _torch_ops.drain(_LAST_CALLBACKS_S)
 
 
