@@ -6,6 +6,9 @@ The first to fail after an update of JAX, and the only one that should need to.
 import ast
 import inspect
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -283,6 +286,25 @@ def test_processes() -> None:
     environment = {"CGX_TIMEOUT": "60"}
     for output in processes(3, "run_jax_compat.py", address, env=environment, timeout=100):
         assert "ok" in output.splitlines()
+
+
+def test_who_loses_the_service_ends() -> None:
+    """After the start as by JAX's own: with the signal of abort()."""
+    service = [sys.executable, "-P", PACKAGE / "_coordinator.py", "127.0.0.1", "0", "1", "60"]
+    with subprocess.Popen(service, stdout=subprocess.PIPE, text=True) as coordinator:
+        assert coordinator.stdout is not None
+        port = coordinator.stdout.readline().split()[0]
+        code = f"""
+import os, time
+from cgx_ops.jax import _compat
+_compat.connect("127.0.0.1:{port}", 1, 0, 30)
+os.kill({coordinator.pid}, 9)
+time.sleep(60)
+"""
+        command = [sys.executable, "-c", code]
+        result = subprocess.run(command, capture_output=True, timeout=90, check=False)
+    assert result.returncode == -signal.SIGABRT, result.stderr
+    assert b"coordination service" in result.stderr
 
 
 def test_a_checked_program_runs() -> None:

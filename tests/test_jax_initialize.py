@@ -62,6 +62,11 @@ def test_twice_by_arguments() -> None:
     by_arguments(2, "works", "twice")
 
 
+@pytest.mark.slow
+def test_after_a_process_that_never_came() -> None:
+    by_arguments(2, "one_never_comes", "works")
+
+
 def test_a_launcher_that_jax_knows() -> None:
     """SLURM's variables, by which JAX recognizes it. Each process adds its own place."""
     address, port = free_address([""])
@@ -85,7 +90,7 @@ def test_processes_that_only_xla_connects() -> None:
     ("launch", "checks"),
     [
         (by_mpirun, ["late_on_one_rank", "not_initialized", "check_backend"]),
-        (by_arguments, ["late_on_one_rank", "check_backend"]),
+        (by_arguments, ["a_port_that_is_none", "late_on_one_rank", "check_backend"]),
     ],
 )
 def test_called_too_late(launch: Launch, checks: list[str]) -> None:

@@ -226,13 +226,25 @@ def detected_place(
 
 
 def connect(address: str, size: int, rank: int, timeout_s: float) -> None:
-    """Do what jax.distributed.initialize does, with a service that another process runs."""
-    state = distributed.global_state
-    state.coordinator_address, state.num_processes, state.process_id = address, size, rank
+    """Do what jax.distributed.initialize does, with a service that another process runs.
+
+    Raises:
+        RuntimeError: the processes do not meet there in time.
+    """
+    # jaxlib's own callback ends the process where they do not meet, too. With another one jaxlib
+    # raises std::bad_cast, since it cannot hand over the status: out of connect(), and after the
+    # start, when the service is lost, on a thread of its own, which aborts the process as before.
+    # It is no function of Python's: that would keep the client from being shut down at exit.
     client = _jax.get_distributed_runtime_client(
-        address, rank, init_timeout=math.ceil(timeout_s), use_compression=True
+        address,
+        rank,
+        init_timeout=math.ceil(timeout_s),
+        use_compression=True,
+        missed_heartbeat_callback=os.abort,
     )
     client.connect()
+    state = distributed.global_state
+    state.coordinator_address, state.num_processes, state.process_id = address, size, rank
     state.client = client
     state.initialize_preemption_sync_manager()
 

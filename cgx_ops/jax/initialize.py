@@ -33,6 +33,7 @@ from cgx_ops.jax import _compat, _runtime
 from cgx_ops.jax.launching import claim
 
 _NAME = "cgx_ops.jax.initialize"  # of the collectives here
+_LAST_PORT = 65535
 
 _lifeline: socket.socket | None = None  # open until this process ends: see _coordinator.py
 
@@ -68,11 +69,17 @@ def initialize(
         process_id: which of them this is, from 0.
 
     Raises:
-        RuntimeError: in every process, if any called it twice or too late, or under mpirun with
-          another process_id or num_processes than its rank and their number; the coordinator does
-          not start.
-        ValueError: an argument is missing that JAX does not find out.
+        RuntimeError: this process called it twice; in every process, if any called it too late, or
+          under mpirun with another process_id or num_processes than its rank and their number; the
+          coordinator does not start; a process does not come within CGX_TIMEOUT.
+        ValueError: an argument is missing that JAX does not find out; the coordinator's address
+          has no port, or one over 65535.
     """
+    if jax.distributed.is_initialized():
+        raise RuntimeError(
+            "cgx_ops.jax.initialize: jax.distributed is initialized already. Call initialize() "
+            "once, and nothing else"
+        )
     claim()
     cgx_ops.init()
     if cgx_ops.size() > 1:
@@ -133,7 +140,7 @@ def _initialize_by_mpirun(
     if failure:
         raise RuntimeError(failure)
     address = _hold(_Coordinator(*coordinator))
-    _compat.connect(address, size, rank, _runtime.timeout())
+    _meet(address, size, rank)
 
 
 def _choose_gpu(hosts: list[str], rank: int) -> None:
@@ -149,8 +156,6 @@ def _choose_gpu(hosts: list[str], rank: int) -> None:
 def _initialize_by_jax(
     coordinator_address: str | None, num_processes: int | None, process_id: int | None
 ) -> None:
-    if jax.distributed.is_initialized():
-        _require_none([_obstacle()])
     timeout_s = _runtime.timeout()
     known = _place_by_torchrun() or (None, None, None)
     place = _compat.detected_place(
@@ -165,9 +170,15 @@ def _initialize_by_jax(
             "cgx_ops.jax.initialize: coordinator_address, num_processes and process_id are "
             f"{place}, and JAX does not recognize the launcher: give all three, or use mpirun"
         )
+    port = address.rpartition(":")[2]
+    if not port.isdecimal() or int(port) > _LAST_PORT:
+        raise ValueError(
+            f"cgx_ops.jax.initialize: the coordinator's address is {address!r}; it must end with a "
+            f"port, of at most {_LAST_PORT}. By torchrun's variables that is MASTER_PORT + 1"
+        )
     obstacle = _obstacle()
     coordinator = _start_coordinator(address, size) if rank == 0 else None
-    _compat.connect(address, size, rank, timeout_s)
+    _meet(address, size, rank)
     steps = itertools.count()
 
     def allgather(mine: bytes) -> list[bytes]:
@@ -190,8 +201,6 @@ def _initialize_by_jax(
 
 def _obstacle() -> str:
     """Why this process cannot initialize; "" if it can."""
-    if jax.distributed.is_initialized():
-        return "jax.distributed is initialized already. Call initialize() once, and nothing else"
     if _compat.backends_started():
         return (
             "an XLA backend is running already. Call initialize() before jax.devices(), array "
@@ -204,6 +213,23 @@ def _require_none(obstacles: list[str]) -> None:
     found = [f"rank {rank}: {what}" for rank, what in enumerate(obstacles) if what]
     if found:
         raise RuntimeError("cgx_ops.jax.initialize: " + "; ".join(found))
+
+
+def _meet(address: str, size: int, rank: int) -> None:
+    """Connect to the coordinator, as all processes do.
+
+    Raises:
+        RuntimeError: not all have come within CGX_TIMEOUT.
+    """
+    timeout_s = _runtime.timeout()
+    try:
+        _compat.connect(address, size, rank, timeout_s)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"cgx_ops.jax.initialize: process {rank} of {size} did not meet the others at "
+            f"{address} within {timeout_s:g} s: each must call it, with this address and a "
+            "process_id of its own, and process 0 must find the port free"
+        ) from error
 
 
 class _Coordinator(NamedTuple):

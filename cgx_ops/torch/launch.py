@@ -31,7 +31,9 @@ _BY_SRUN = {
     "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
     "LOCAL_RANK": "SLURM_LOCALID",
 }
-_FIRST_PORT, _PORTS = 61440, 4096  # beyond those that Linux gives to whoever asks for any
+# Beyond those that Linux gives to whoever asks for any; 65535 is left to JAX, whose coordinator
+# takes the port after MASTER_PORT.
+_FIRST_PORT, _PORTS = 61440, 4095
 
 
 def under_mpirun(environ: MutableMapping[str, str] = os.environ) -> bool:

@@ -96,9 +96,30 @@ def unreachable() -> None:
 
 
 def twice() -> None:
-    text = error_of(initialize)
-    assert "initialized already" in text
+    """Who does it is told at once, and waits for nobody."""
+    if RANK == 0:
+        text = error_of(initialize)
+        assert text.startswith("RuntimeError: cgx_ops.jax.initialize: jax.distributed is init")
     check_mesh()
+
+
+def one_never_comes() -> None:
+    """Of one process more than there are, all that came are told, and may begin again."""
+    before = os.environ["CGX_TIMEOUT"]
+    os.environ["CGX_TIMEOUT"] = "1"
+    text = error_of(lambda: cgx_ops.jax.initialize(os.environ["COORDINATOR"], SIZE + 1, RANK))
+    assert f"process {RANK} of {SIZE + 1} did not meet the others at " in text
+    assert "within 1 s: each must call it" in text
+    assert not jax.distributed.is_initialized()
+    os.environ["CGX_TIMEOUT"] = before
+
+
+def a_port_that_is_none() -> None:
+    for address in ("localhost:65536", "localhost"):
+        text = error_of(lambda at=address: cgx_ops.jax.initialize(at, SIZE, RANK))
+        assert (
+            f"ValueError: cgx_ops.jax.initialize: the coordinator's address is '{address}'" in text
+        )
 
 
 def late_on_one_rank() -> None:
@@ -145,7 +166,8 @@ def not_initialized() -> None:
 jax.config.update("jax_platforms", "cpu")
 checks.run(
     checks.named(
-        another_rank_than_that_of_mpirun, a_port_that_is_taken, works, twice, detected, by_torchrun,
-        nothing_to_do, unreachable, late_on_one_rank, not_initialized, check_backend,
+        another_rank_than_that_of_mpirun, a_port_that_is_taken, a_port_that_is_none,
+        one_never_comes, works, twice, detected, by_torchrun, nothing_to_do, unreachable,
+        late_on_one_rank, not_initialized, check_backend,
     )
 )  # fmt: skip
