@@ -16,6 +16,7 @@ from rich.table import Table
 from cgx_ops import _native
 from cgx_ops._versions import installed, versions
 from cgx_ops.bench import allreduce
+from cgx_ops.errors import CgxError
 from cgx_ops.planner import command as plan
 
 # Framework -> what is compared with the build, the extension module, the package to install.
@@ -42,7 +43,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _info(_options: argparse.Namespace) -> int:
-    build = _native.describe()
+    try:
+        build = _native.describe()
+    except CgxError as error:
+        print(f"python -m cgx_ops info: {error}", file=sys.stderr)
+        return 2
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     console.print(_versions())
     console.print(
@@ -55,7 +60,7 @@ def _info(_options: argparse.Namespace) -> int:
         )
     )
     console.print(_table("CUDA", *_cuda(build["cuda"])))
-    for kind in ("transports", "compressors", "algorithms"):
+    for kind in ("transports", "compressors", "algorithms", "wires"):
         rows = ((entry["name"], entry["description"]) for entry in build[kind])
         console.print(_table(kind.capitalize(), *rows))
     console.print(_table("Bindings", *map(_binding, _FRAMEWORKS)))

@@ -123,10 +123,9 @@ _library = _load()
 
 # ---- 2. The structs of cgx.h ---------------------------------------------------------------------
 
-# Of cgx_config_t: what cgx_config_fields() tells of each field.
-_library.cgx_config_fields.restype = c_char_p  # before the others: fields depend on it
+# Of cgx_config_t: what cgx_config_fields() tells of each field, of which a struct is made below.
+_library.cgx_config_fields.restype = _library.cgx_compressors.restype = c_char_p
 CONFIG_FIELDS: list[dict[str, Any]] = json.loads(_library.cgx_config_fields())
-_library.cgx_compressors.restype = c_char_p
 COMPRESSORS: list[dict[str, Any]] = json.loads(_library.cgx_compressors())
 
 
@@ -384,8 +383,10 @@ def version() -> str:
 
 
 def describe() -> dict[str, Any]:
-    """What this build has, as cgx_describe() in cgx.h lists it. Starts nothing."""
-    return json.loads(text(_library.cgx_describe()))
+    """What this build has, as cgx_describe() lists it; CgxError if it cannot. Starts nothing."""
+    if not (found := text(_library.cgx_describe())):
+        raise errors.CgxError(text(_library.cgx_last_error()))
+    return json.loads(found)
 
 
 _declare(_library)

