@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from cgx_ops import _native
 from cgx_ops._arrays import as_input
 from cgx_ops.config import AUTO, Config, auto_in_env, check_config
 from cgx_ops.errors import InvalidArgument
@@ -81,11 +80,17 @@ class Timings:
 
 def choices_of(config: Config) -> tuple[int, ...]:
     """Return the bits among which a config with bits="auto" has the choice, besides exact."""
-    lowest, highest = next(
-        row["bits"] for row in _native.COMPRESSORS if row["name"] == config.compressor
-    )
     fewest = 2 if config.keeps_residuals else 4
-    return tuple(bits for bits in _CHOICES if max(lowest, fewest) <= bits <= highest)
+    return tuple(bits for bits in _CHOICES if bits >= fewest and _may_have(config, bits))
+
+
+def _may_have(config: Config, bits: int) -> bool:
+    """Tell whether the compressor has these bits, and error feedback converges in them."""
+    try:
+        config.with_own(bits=bits)
+    except InvalidArgument:
+        return False
+    return True
 
 
 def best_bits(timings: Timings, numel: int, element_bytes: int = 4) -> int:
@@ -302,9 +307,10 @@ def bits_for(
         raise InvalidArgument(f"element_bytes is {element_bytes}; it must be 2 or 4")
     if numel < 0:
         raise InvalidArgument(f"numel is {numel}; it must be 0 or more")
+    config = Config() if config is None else config
+    _key(communicator, config)  # which refuses a compressor without bits to choose
     if communicator.size == 1:
         return EXACT
-    config = Config() if config is None else config
     return verdict_of(communicator, config).bits(numel, element_bytes)
 
 

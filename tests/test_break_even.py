@@ -93,6 +93,8 @@ def test_two_bits_are_for_those_who_get_back_what_is_lost() -> None:
     assert choices_of(Config(bits="auto", error_feedback=True)) == (8, 4, 2)
     assert choices_of(Config(bits="auto", compressor="levels")) == (4, 2)
     assert choices_of(Config(bits="auto", compressor="levels", error_feedback=False)) == (4,)
+    diverges = Config(bits="auto", compressor="qsgd", error_feedback=True, bucket_size=32)
+    assert choices_of(diverges) == (8, 4)  # in 2 bits
 
 
 def test_the_verdict_is_a_sentence() -> None:
@@ -201,6 +203,8 @@ def test_what_cannot_be_is_refused() -> None:
     [comm] = Communicator.local(1)
     with pytest.raises(Unsupported, match=r"bits=cgx_ops\.bits_for"):
         comm.all_gather(np.ones(100, np.float32), AUTO)
+    with pytest.raises(InvalidArgument, match="has no bits to choose"):  # as on several ranks
+        cgx_ops.bits_for(comm, 100, Config(compressor="half"))
     with pytest.raises(InvalidArgument, match="element_bytes is 8"):
         cgx_ops.bits_for(comm, 100, element_bytes=8)
     comm.close()
