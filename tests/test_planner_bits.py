@@ -93,6 +93,17 @@ def test_bits_are_the_fewest_within_a_hundredth(
     assert alpha < 1 or total <= 4 * sum(numels)
 
 
+def test_bits_are_the_fewest_among_sparse_choices() -> None:
+    """A tensor of 0.0036 of the values may be off by a step of four bits."""
+    statistics, numels = [0.0, 1.0, 0.001], [10_000, 36, 2]
+    config = Config(bits=4, rounding="nearest")
+    errors = [{b: predicted_error(s, b, config) for b in (2, 4, 8)} for s in statistics]
+    bits = allocate_bits(statistics, numels, config=config, choices=(2, 8))
+    total = sum(n * b for n, b in zip(numels, bits, strict=True))
+    fewest = _fewest_bits(errors, numels, sum(error[4] for error in errors))
+    assert total <= fewest + 0.01 * sum(numels)
+
+
 def test_alike_tensors_stay_uniform_and_others_save() -> None:
     numels = [10_000] * 50
     assert allocate_bits([7.0 * n for n in numels], numels) == [4] * 50

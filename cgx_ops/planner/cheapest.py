@@ -11,12 +11,13 @@ most one step; that of a tensor with many of all values would be much.
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 # Shares of all values; in bits a value they add up to less than 0.01.
-_LARGE = 0.004  # a tensor with more is large
+_LARGE = 0.004  # a tensor with more is large, where the widest step between choices is one bit
 _GAIN = 0.002  # combinations that can save less than this are not followed
 _GRID = 0.002  # combinations whose bits differ by less than this, over all steps, are one
 
@@ -41,10 +42,10 @@ def cheapest(
     """
     budget *= 1 + 1e-9
     total = sum(numels)
-    large = sorted(
-        (i for i, n in enumerate(numels) if n > _LARGE * total), key=lambda i: (-numels[i], i)
-    )
-    small = [i for i, n in enumerate(numels) if n <= _LARGE * total]
+    widest = max((more - fewer for fewer, more in pairwise(choices)), default=1)
+    most = _LARGE * total / widest  # values of a small tensor
+    large = sorted((i for i, n in enumerate(numels) if n > most), key=lambda i: (-numels[i], i))
+    small = [i for i, n in enumerate(numels) if n <= most]
     grid = max(1, math.floor(_GRID * total / max(1, len(large))))
     # Combinations of the first k large tensors: bits, error, and for walking back the number of the
     # combination of k - 1 and the last choice.
