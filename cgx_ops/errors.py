@@ -90,7 +90,7 @@ def require_integer(what: str, value: int, least: int, most: int) -> int:
         most: the highest.
     """
     try:
-        number = operator.index(value)
+        number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
     if number is None or not least <= number <= most:

@@ -110,6 +110,7 @@ def test_its_plan_is_the_bits_in_force() -> None:
         ({"choices": [77], "budget": "clusters"}, "bits is 77"),
         ({"choices": []}, "choices is empty"),
         ({"most_changes": -1}, "most_changes is -1"),
+        ({"most_changes": 1.5}, "most_changes is 1.5"),
         ({"alpha": 0}, "alpha"),
         ({"budget": "clusters", "alpha": -3}, "alpha is -3"),
         ({"every": 7, "samples": 2}, "every is 7"),

@@ -245,6 +245,7 @@ def test_alone_says_how_to_launch() -> None:
         ("--rounds", "two"),
         ("--budget", "-1"),
         ("--budget", "nan"),
+        ("--budget", "1e300"),
         ("--bits", "9"),
         ("--rounding", "up"),
         ("--peers", "nobody"),

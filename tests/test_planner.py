@@ -184,6 +184,9 @@ def test_buckets_close_when_they_reach_their_limit() -> None:
     ("call", "says"),
     [
         (lambda: Costs(encode_fixed=-1), r"Costs.encode_fixed is -1; it must be a number"),
+        (lambda: partition([1], [1e300], [1], Costs()), "would take .* s or more; a step must"),
+        (lambda: partition([1], [0], [1], Costs(latency=1e300)), "would take .* s or more"),
+        (lambda: partition([2**62] * 3, [0, 1, 2], [1] * 3, Costs()), "numels add up to 13835058"),
         (lambda: Costs(latency=math.nan), "Costs.latency is nan"),
         (lambda: partition([1], [0.0, 1.0], [1], Costs()), "1 numels, 2 ready times and 1 bytes"),
         (lambda: partition([1, -2], [0, 0], [1, 1], Costs()), r"numels\[1\] is -2"),

@@ -44,14 +44,27 @@ def test_a_saved_plan_is_loaded_again(tmp_path: Path) -> None:
     for plan in (_PLAN, replace(_PLAN, names=("a\n", '"b"', "\N{GREEK SMALL LETTER MU}"))):
         plan.save(tmp_path / "plan.json")
         assert Plan.load(tmp_path / "plan.json") == plan
+    of_numpy = Plan(("a",), (np.prod((2, 5)),), (np.int64(4),), ((np.int32(0),),))  # pyright: ignore
+    of_numpy.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == of_numpy
     empty = Plan((), (), (), ())
     empty.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == empty
 
 
+def _text(numel: object = 3, bits: object = 4, name: object = "a", group: object = 0) -> str:
+    tensor = {"name": name, "numel": numel, "bits": bits}
+    return json.dumps({"format": "cgx_ops plan 1", "tensors": [tensor], "groups": [[group]]})
+
+
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": "cgx_ops plan 9"}', '{"format": "cgx_ops plan 1"}']
-)
+    "text",
+    [
+        "", "[]", "{}", '{"format": "cgx_ops plan 9"}', '{"format": "cgx_ops plan 1"}',
+        "[" * 100_000, _text(3.7), _text("12"), _text(True), _text(math.inf), _text(bits=4.0),
+        _text(bits="auto"), _text(name=None), _text(group=0.5), _text(group="0"),
+    ],
+)  # fmt: skip
 def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(InvalidArgument, match=r"plan.json is no plan .*Plan.save"):
@@ -66,7 +79,9 @@ def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
         ({"groups": ((0, 1),)}, "each of its 3 tensors must be in one group"),
         ({"groups": ((0, 1), (), (2,))}, "no group empty"),
         ({"bits": (4, 9, 4)}, "bits is 9"),
-        ({"numels": (10, -5, 30)}, "-5 values of 'b'"),
+        ({"numels": (10, -5, 30)}, r"numels\[1\] is -5; it must be an integer from 0"),
+        ({"numels": (10, 5, math.nan)}, r"numels\[2\] is nan; it must be an integer"),
+        ({"bits": (4, "auto", 4)}, r"bits\[1\] is 'auto'; it must be an integer from 1 to 32"),
     ],
 )
 def test_plans_that_do_not_fit_together_are_refused(own: dict, says: str) -> None:
@@ -84,7 +99,10 @@ _OTHERS = {
         "place 2: rank 0 has 'c' .*; rank 2 has no tensor any more",
     ),
     "none": (Plan((), (), (), ()), "place 0: rank 0 has 'a'.*; rank 2 has no tensor"),
-    "long": (replace(_PLAN, names=("a" * 500, "b", "c")), "rank 2 has 'aaa.*aaa[.][.][.][.] Give"),
+    "long": (
+        replace(_PLAN, names=("a" * 500, "b", "c")),
+        "rank 2 has 'a{500}' .10 values, 4 bits, group 0.[.] Give",
+    ),
 }
 
 
@@ -186,6 +204,8 @@ def test_the_command_draws_the_timeline(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(Unsupported, match="pip install matplotlib"):
         draw(path, "a step", [])
+    with pytest.raises(InvalidArgument, match=r"step does not say its format: .* [.]png"):
+        draw(path.with_suffix(""), "a step", [])
     monkeypatch.undo()
     pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"  # text stays text
     assert __main__.main(["plan", "3000000", "5000000", "--plot", str(path)]) == 0
@@ -213,6 +233,9 @@ def test_the_command_says_where_compression_does_not_pay(
         (("12x",), "12x"),
         ((1000, "--link", "fast"), "'fast' is no rate"),
         ((1000, "--hosts", "1"), "--hosts"),
+        ((1000, "--hosts", "9" * 400), "--hosts"),
+        ((1000, "--link", "9" * 400 + "gbit"), "is no rate"),
+        ((1000, "--backward", "1e300"), "--backward"),
         ((1000, "--bits", "9"), "--bits"),
     ],
 )
@@ -230,6 +253,9 @@ def test_the_command_refuses_nonsense(
         ("{}", (), "the model has no tensors"),
         ('{"a": -5}', (), "'a' is -5; it must be an integer >= 0"),
         ('{"a": [3.5, 2]}', (), "'a' is [3.5, 2]"),
+        ('{"a": 1000, "a": 10}', (), "it has the name 'a' twice"),
+        ("[" * 100_000, (), "neither a number of values nor a JSON file"),
+        (f'{{"a": {"9" * 400}}}', (), "numel is 999"),
         ('{"a": 1000}', ("--save", "/nonexistent/plan.json"), "/nonexistent"),
         ('{"a": 1000}', ("--plot", "plan.foo"), "foo"),
         ('{"a": 1000}', ("--backward", "100000"), "ready"),

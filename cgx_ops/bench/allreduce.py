@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 SIZES = ("4KiB", "16KiB", "64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 _COPY = "memcpy"  # the contender that is a limit
+_LONGEST_S = 1e6  # faulthandler takes no wait of many more
 _DEADLINE = 600  # seconds beyond the budget that a size may take; then all ranks end
 
 
@@ -63,7 +64,7 @@ def parse_rate(text: str) -> float:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", text)
     rate = float(found[1]) * 1000 ** ["", "k", "m", "g"].index(found[2]) / 8 if found else 0.0
-    if rate <= 0:
+    if not 0 < rate < math.inf:
         raise NoRate(f"{text!r} is no rate: give a number and a unit, such as 100mbit or 1gbit")
     return rate
 
@@ -76,13 +77,13 @@ def parse_count(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Return an option that is a number of seconds of at least 0, for argparse."""
+    """Return an option that is a number of seconds, from 0 to eleven days, for argparse."""
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds >= 0")
+    if not 0 <= seconds <= _LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to 1000000")
     return seconds
 
 
@@ -126,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=get_args(Rounding),
         default=("nearest", "stochastic"),
-        help="of each number of bits (default both)",
+        help="of each number of bits (default nearest and stochastic)",
     )
     choose(
         "--config",

@@ -22,7 +22,7 @@ import numpy as np
 
 from cgx_ops.comm import Communicator
 from cgx_ops.config import Config
-from cgx_ops.errors import InvalidArgument, MismatchError
+from cgx_ops.errors import InvalidArgument, MismatchError, require_integer
 from cgx_ops.planner.bits import allocate_bits, predicted_error
 from cgx_ops.planner.clusters import cluster_bits
 from cgx_ops.planner.plan import Plan
@@ -96,8 +96,8 @@ class AdaptiveBits:
             raise InvalidArgument("choices is empty; give bits from 1 to 8, or None")
         for bits in choices or ():
             Config(bits=bits)  # checks them
-        if most_changes is not None and most_changes < 0:
-            raise InvalidArgument(f"most_changes is {most_changes}; it must be 0 or more, or None")
+        if most_changes is not None:
+            most_changes = require_integer("most_changes", most_changes, 0, 2**63 - 1)
         allocate_bits([], [], alpha=alpha)  # checks alpha
         self.every, self.samples = every, samples
         self.budget: Literal["squared", "norm", "clusters"] = budget

@@ -112,11 +112,21 @@ def _tensors(text: str) -> list[tuple[str, int]]:
     if text.isdecimal():
         return [("", int(text))]
     try:
-        return [(name, _numel(name, of)) for name, of in json.loads(Path(text).read_text()).items()]
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        model = json.loads(Path(text).read_text(), object_pairs_hook=_each_once)
+        return [(name, _numel(name, of)) for name, of in model.items()]
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither a number of values nor a JSON file of names and shapes: {error}"
         ) from None
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, of in pairs:
+        if name in found:
+            raise ValueError(f"it has the name {name!r} twice")
+        found[name] = of
+    return found
 
 
 def _numel(name: str, of: Any) -> int:
@@ -127,8 +137,10 @@ def _numel(name: str, of: Any) -> int:
 
 
 def _hosts(text: str) -> int:
-    if parse_count(text) < 2:
-        raise argparse.ArgumentTypeError("on one host nothing is sent: give 2 or more")
+    if not 2 <= parse_count(text) < 2**31:
+        raise argparse.ArgumentTypeError(
+            f"{text} hosts: on one nothing is sent, and 2^31 are too many"
+        )
     return int(text)
 
 

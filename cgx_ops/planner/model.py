@@ -90,8 +90,8 @@ class Ticks(NamedTuple):
 
 
 def ticks(seconds: float) -> int:
-    """Return seconds in whole femtoseconds."""
-    return round(seconds * TICKS)
+    """Return seconds in whole femtoseconds; of more than a step may take, the most."""
+    return round(min(seconds * TICKS, _MOST))
 
 
 class Tensors(NamedTuple):
@@ -118,8 +118,8 @@ class Tensors(NamedTuple):
         """Return the tensors.
 
         Raises:
-            InvalidArgument: lists of different lengths, a negative entry, or a step of over an
-                hour, which is surely a mistake in a unit.
+            InvalidArgument: lists of different lengths, a negative entry, more than 2^62 values or
+                bytes in all, or a step of over an hour, which is surely a mistake in a unit.
         """
         if not len(numels) == len(ready) == len(bytes):
             raise InvalidArgument(
@@ -131,6 +131,8 @@ class Tensors(NamedTuple):
             for i, entry in enumerate(entries):
                 if not 0 <= entry < math.inf:
                     raise InvalidArgument(f"{name}[{i}] is {entry!r}; it must be a number >= 0")
+            if name != "ready" and sum(entries) > _MOST:
+                raise InvalidArgument(f"{name} add up to {sum(entries)}, which is more than 2^62")
         found = cls([int(n) for n in numels], [ticks(r) for r in ready], [int(s) for s in bytes])
         each = Ticks.of(costs)
         total = max(found.ready, default=0) + each.latency
@@ -140,8 +142,8 @@ class Tensors(NamedTuple):
         total += len(numels) * of_message
         if total >= _MOST:
             raise InvalidArgument(
-                f"these tensors would take {total / TICKS:.3g} s; a step must take less than "
-                f"{_MOST // TICKS} s: costs and ready times are in seconds"
+                f"these tensors would take {total / TICKS:.3g} s or more; a step must take less "
+                f"than {_MOST // TICKS} s: costs and ready times are in seconds"
             )
         return found
 

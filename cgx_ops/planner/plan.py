@@ -13,14 +13,14 @@ import numpy as np
 
 from cgx_ops.codec import encoded_bytes
 from cgx_ops.comm import Communicator
-from cgx_ops.config import Config
-from cgx_ops.errors import InvalidArgument, MismatchError
+from cgx_ops.config import EXACT_BITS, Config
+from cgx_ops.errors import InvalidArgument, MismatchError, require_integer
 from cgx_ops.planner.model import Costs
 from cgx_ops.planner.partition import partition
 
 _FORMAT = "cgx_ops plan 1"
 _NAME = "cgx_ops.planner.plan"
-_EXACT = Config(bits=32)
+_EXACT = Config(bits=EXACT_BITS)
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,19 @@ class Plan:
                 f"a plan has {count} names, {len(self.numels)} numels and {len(self.bits)} bits; "
                 "there must be one of each for every tensor"
             )
+        for name in self.names:
+            if not isinstance(name, str):
+                raise InvalidArgument(f"a plan has the name {name!r}; names must be text")
         if len(set(self.names)) < count:
             twice = next(name for name in self.names if self.names.count(name) > 1)
             raise InvalidArgument(f"a plan has two tensors with the name {twice!r}")
-        for name, numel in zip(self.names, self.numels, strict=True):
-            if numel < 0:
-                raise InvalidArgument(f"a plan has {numel} values of {name!r}; give 0 or more")
+        for field, values in (
+            ("names", tuple(self.names)),
+            ("numels", _integers("numels", self.numels, 0, 2**63 - 1)),
+            ("bits", _integers("bits", self.bits, 1, EXACT_BITS)),
+            ("groups", tuple(_integers("groups", group, 0, count - 1) for group in self.groups)),
+        ):
+            object.__setattr__(self, field, values)
         if sorted(self.order) != list(range(count)) or not all(self.groups):
             raise InvalidArgument(
                 f"the groups of a plan are {[list(group) for group in self.groups]}; each of its "
@@ -96,10 +103,10 @@ class Plan:
             InvalidArgument: the margin is less than 1; see Plan and partition().
         """
         config = Config() if config is None else config
-        each = [config.decided_bits] * len(numels) if bits is None else [int(b) for b in bits]
+        each = [config.decided_bits] * len(numels) if bits is None else list(bits)
         if len(each) != len(numels):
             raise InvalidArgument(f"there are {len(each)} bits and {len(numels)} tensors")
-        counts = [int(n) for n in numels.values()]
+        counts = list(numels.values())
         sizes = [
             encoded_bytes(n, config.with_own(bits=b)) for n, b in zip(counts, each, strict=True)
         ]
@@ -148,12 +155,12 @@ class Plan:
                 raise ValueError(f"its format is {fields['format']!r}")
             tensors = fields["tensors"]
             return cls(
-                tuple(str(tensor["name"]) for tensor in tensors),
-                tuple(int(tensor["numel"]) for tensor in tensors),
-                tuple(int(tensor["bits"]) for tensor in tensors),
-                tuple(tuple(map(int, group)) for group in fields["groups"]),
+                tuple(tensor["name"] for tensor in tensors),
+                tuple(tensor["numel"] for tensor in tensors),
+                tuple(tensor["bits"] for tensor in tensors),
+                fields["groups"],
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidArgument(
                 f"{path} is no plan ({error}): give a file that Plan.save() wrote, of {_FORMAT!r}"
             ) from None
@@ -182,8 +189,10 @@ class Plan:
         at = int(differs.argmax()) // _PIECES if differs.any() else int(counts.min())
         if at == counts.max():
             return
-        mine = entries[at] if at < len(entries) else "no tensor any more"
-        texts = [_text(row) for row in _of_all(communicator, name, _numbers(mine))]
+        mine = (entries[at] if at < len(entries) else "no tensor any more").encode()
+        longest = int(_of_all(communicator, name, [len(mine)]).max())
+        rows = _of_all(communicator, name, list(mine.ljust(longest, b"\0")))
+        texts = [bytes(row.astype(np.uint8)).rstrip(b"\0").decode() for row in rows]
         different = {text: texts.index(text) for text in texts}
         told = "; ".join(f"rank {rank} has {text}" for text, rank in different.items())
         raise MismatchError(
@@ -200,10 +209,17 @@ class Plan:
         ]
 
 
+def _integers(field: str, values: Sequence[int], least: int, most: int) -> tuple[int, ...]:
+    """Return entries of a plan's field as Python's integers, which JSON knows."""
+    return tuple(
+        require_integer(f"a plan's {field}[{i}]", value, least, most)
+        for i, value in enumerate(values)
+    )
+
+
 # What ranks tell each other is in float32, in which integers of 16 bits are exact.
 
 _PIECES = 4  # of a hash of 64 bits
-_LONGEST = 200  # bytes of a text
 
 
 def _of_all(
@@ -217,14 +233,3 @@ def _of_all(
 def _hash(text: str) -> list[int]:
     digest = hashlib.sha256(text.encode()).digest()
     return np.frombuffer(digest, np.uint16, _PIECES).tolist()
-
-
-def _numbers(text: str) -> list[int]:
-    encoded = text.encode()
-    if len(encoded) > _LONGEST:
-        encoded = encoded[: _LONGEST - 3] + b"..."
-    return list(encoded.ljust(_LONGEST, b"\0"))
-
-
-def _text(numbers: np.ndarray) -> str:
-    return bytes(numbers.astype(np.uint8).tolist()).rstrip(b"\0").decode(errors="replace")

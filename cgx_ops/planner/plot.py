@@ -8,7 +8,7 @@ so nothing finer is measured.
 from collections.abc import Sequence
 from pathlib import Path
 
-from cgx_ops.errors import Unsupported
+from cgx_ops.errors import InvalidArgument, Unsupported
 from cgx_ops.planner.model import Passage
 
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # Okabe and Ito
@@ -31,8 +31,11 @@ def draw(
             start of the backward pass. None: the picture says that nothing is measured.
 
     Raises:
+        InvalidArgument: the file's name ends with no format.
         Unsupported: there is no matplotlib.
     """
+    if not Path(path).suffix:  # matplotlib would write to another file
+        raise InvalidArgument(f"{path} does not say its format: end it with .png, .svg or .pdf")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
