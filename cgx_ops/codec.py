@@ -11,10 +11,11 @@ import numpy.typing as npt
 
 from cgx_ops import _native
 from cgx_ops._arrays import Array, as_input, dtype_code, dtype_named
-from cgx_ops.config import Config, Knobs
+from cgx_ops.config import EXACT_BITS, Config, Knobs, check_config
 from cgx_ops.errors import InvalidArgument, require_integer
 
 _MOST_INT32, _MOST_INT64 = 2**31 - 1, 2**63 - 1
+_OF_KNOWN_LENGTH = {row["name"] for row in _native.COMPRESSORS if row["sliced"]}
 
 
 def quantize(
@@ -86,10 +87,11 @@ def dequantize(
     codec = _codec(settings, result_type)
     codec.first_index = require_integer("first_index", first_index, 0, _MOST_INT64)
     encoded, most = np.frombuffer(data, np.uint8), _encoded_bytes(codec, numel)
-    if encoded.size > most:  # the core reads what it must, and tells what is too short
+    known = settings.bits == EXACT_BITS or settings.compressor in _OF_KNOWN_LENGTH
+    if encoded.size > most or (known and encoded.size < most):
         raise InvalidArgument(
-            f"{numel} values are {most} bytes at most; the data has {encoded.size}: use the "
-            "settings of quantize()"
+            f"{numel} values are {most} bytes{'' if known else ' at most'}; the data has "
+            f"{encoded.size}: use the settings of quantize()"
         )
     values = np.empty(numel, result_type)
     _native.call(
@@ -132,6 +134,7 @@ def encoded_bytes(numel: int, config: Config, dtype: npt.DTypeLike = "float32") 
 
 
 def _settings(config: Config | None, knobs: Knobs) -> Config:
+    check_config(config)
     return (Config() if config is None else config).with_own(**knobs)
 
 

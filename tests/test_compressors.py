@@ -312,7 +312,15 @@ def test_refuses_data_of_another_length(name: Any) -> None:
     for wrong in (b"", data[:-1], data + b"\0"):
         with pytest.raises(InvalidArgument):
             dequantize(wrong, 1000, "float32", config)
+    if name != "threshold":  # which has no length of its own
+        with pytest.raises(InvalidArgument, match=r"values are \d+ bytes; the data has 0"):
+            dequantize(b"", 10**15, "float32", config)  # for which there is no memory
     assert np.isfinite(dequantize(data, 1000, "float32", config)).all()
+
+
+def test_what_is_no_config_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"config is 5; it must be a cgx_ops\.Config"):
+        quantize(np.ones(100, np.float32), 5)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_segment_may_have_2_to_the_32_places() -> None:
