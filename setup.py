@@ -42,6 +42,8 @@ ROOT = Path(__file__).resolve().parent
 CORE, BUILD = ROOT / "cgx_ops/csrc", ROOT / "build"
 VERSION = re.findall(r'CGX_VERSION "(.+)"', (CORE / "include/cgx/cgx.h").read_text())[0]
 JOBS = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+if not JOBS.isdecimal() or int(JOBS) < 1:
+    sys.exit(f"cgx_ops: MAX_JOBS is {JOBS!r}; it must be an integer of at least 1")
 
 
 def tool(name: str) -> str:
@@ -161,7 +163,14 @@ def choose(bindings: list[Binding]) -> tuple[list[Binding], dict[str, Any], Path
     The second becomes _build.json: versions by name, and under "without" why a part is left out.
     """
     built: dict[str, Any] = {"version": VERSION, "without": {}}
-    wanted = os.environ.get("CGX_WITH", "").split(",")
+    words = os.environ.get("CGX_WITH", "")
+    wanted = [word.strip() for word in words.split(",") if word.strip()]  # empty: all there are
+    known = {"cuda", *(binding.framework for binding in bindings)} - {"python"}
+    if not known.issuperset(wanted) and wanted != ["none"]:
+        sys.exit(
+            f"cgx_ops: CGX_WITH is {words!r}; it must be some of {', '.join(sorted(known))}, with "
+            "commas between them, or none"
+        )
 
     def leave_out(name: str, reason: str) -> None:
         sentence = f"cgx_ops: building without {name}: {reason}"
@@ -175,7 +184,7 @@ def choose(bindings: list[Binding]) -> tuple[list[Binding], dict[str, Any], Path
         built["cuda"] = nvcc_version(nvcc)
     else:
         leave_out("cuda", reason)
-    named = [name for name in wanted if name not in ("", "cuda")]  # empty: all there are
+    named = [name for name in wanted if name != "cuda"]
     chosen = []
     for binding in bindings:
         name = binding.framework

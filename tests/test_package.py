@@ -111,10 +111,29 @@ def test_version_says_what_it_was_built_for() -> None:
     torch, jax = (".".join(built[name].split(".")[:2]) for name in ("torch", "jax"))
     served = f"+torch{torch}.jax{jax}" + (".cu13" if "cuda" in built else "")
     setup = [sys.executable, ROOT / "setup.py", "--version"]
-    said = _output(*setup, env={**os.environ, "CGX_WITH": "torch,jax"}, cwd=ROOT).split()
+    said = _output(*setup, env={**os.environ, "CGX_WITH": "torch, jax"}, cwd=ROOT).split()
     assert said[-1] == cgx_ops.__version__ + served
     said = _output(*setup, env={**os.environ, "CGX_WITH": "none"}, cwd=ROOT).split()
     assert said[-1] == cgx_ops.__version__
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("CGX_WITH", "pytorch"), ("CGX_WITH", "TORCH"), ("CGX_WITH", "none,torch"),
+        ("MAX_JOBS", "0"), ("MAX_JOBS", "two"),
+    ],
+)  # fmt: skip
+def test_a_build_does_not_ignore_what_it_cannot_understand(variable: str, value: str) -> None:
+    result = subprocess.run(
+        [sys.executable, ROOT / "setup.py", "--version"],
+        env={**os.environ, variable: value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"cgx_ops: {variable} is {value!r}; it must be ")
 
 
 def test_sdist_is_the_tracked_tree(tmp_path: Path) -> None:
