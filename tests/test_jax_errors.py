@@ -13,8 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, use_cpu_devices
 
-from cgx_ops import _xla_ffi
+from cgx_ops import CgxError, _xla_ffi
 from cgx_ops.jax import _runtime, all_gather_q, pmean_q, psum_q, psum_scatter_q
+from cgx_ops.jax.launching import _Ticket, _Tickets
 
 use_cpu_devices(8)
 
@@ -207,3 +208,10 @@ def test_timeout(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> 
     """More than the operating system waits for is cut to what it does."""
     monkeypatch.setenv("CGX_TIMEOUT", text)
     assert _runtime.timeout(default=7.0) == seconds
+
+
+def test_a_block_whose_turn_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CGX_TIMEOUT", "0.05")
+    says = "block 2 of cgx_ops.jax.launching waits for block 1"
+    with pytest.raises(CgxError, match=says), _Tickets().turn(_Ticket(2, 1)):
+        pass

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import jax
 
 from cgx_ops.address import exchange
+from cgx_ops.errors import CgxError
 from cgx_ops.jax import _runtime
 
 _MAIN = True  # the context of the thread that launches without a name
@@ -76,7 +77,8 @@ def launching(name: str) -> Iterator[None]:
         name: of the thread, among those that launch at the same time.
 
     Raises:
-        CgxError: a process does not enter its block within CGX_TIMEOUT.
+        CgxError: a process does not enter its block within CGX_TIMEOUT, or a block before this one
+            does not end in it here.
     """
     if jax.process_count() == 1:
         yield
@@ -122,7 +124,7 @@ class _Tickets:
                 if not self._changed.wait_for(
                     lambda: ticket.previous in self._ended, _runtime.timeout()
                 ):
-                    raise TimeoutError(
+                    raise CgxError(
                         f"block {ticket.number} of cgx_ops.jax.launching waits for block "
                         f"{ticket.previous}, whose thread has not come to its end here"
                     )
