@@ -18,8 +18,8 @@ def orthogonalized(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor
     """Return orthonormal columns that span those of each matrix, (count, rows, columns).
 
     Columns of zeros, or that depend on others, become any that are orthogonal to these: there is
-    nothing to divide by. NaN and infinities make all of their matrix NaN. A column lies in one
-    piece in memory.
+    nothing to divide by. NaN and infinities make NaN of all columns from theirs on. A column lies
+    in one piece in memory.
 
     Args:
         matrices: at least as many rows as columns.
