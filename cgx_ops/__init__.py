@@ -8,7 +8,7 @@ import functools
 
 import numpy.typing as npt
 
-from cgx_ops import _native
+from cgx_ops import _at_end, _native  # noqa: F401  (_at_end: what it does when a program ends)
 from cgx_ops._arrays import Array
 from cgx_ops.break_even import bits_for
 from cgx_ops.call import Op, Segment

@@ -5,14 +5,12 @@ this file; declare the structs and functions of cgx.h; turn statuses into except
 nothing: MPI_Init belongs to cgx_init.
 """
 
-import atexit
 import ctypes
 import functools
 import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
@@ -396,17 +394,3 @@ if version() != built_with()["version"]:
         f"{built_with()['version']}: another copy of cgx_ops was loaded first. Keep one on "
         f"sys.path, or build it again: {_REBUILD}"
     )
-
-
-# What bindings do at exit, once nothing is in flight any more.
-at_end: list[Callable[[], object]] = []
-
-
-def _finalize() -> None:
-    _library.cgx_finalize()  # does nothing if nothing was started
-    for end in at_end:
-        end()
-
-
-# Registered at import, so that it runs after the exit handlers of everything that imports cgx_ops.
-atexit.register(_finalize)

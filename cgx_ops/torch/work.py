@@ -15,7 +15,7 @@ from ctypes import addressof, byref, c_int32, c_void_p, pointer
 import torch
 import torch.distributed as dist
 
-from cgx_ops import Communicator, Config, Segment, _native, _torch_ops
+from cgx_ops import Communicator, Config, Segment, _at_end, _native, _torch_ops
 from cgx_ops.call import Call, Op, Verb
 from cgx_ops.errors import KINDS, Closed, InvalidArgument, PeerFailed, Unsupported
 
@@ -33,7 +33,7 @@ def register() -> None:
 
     Once per process.
     """
-    _native.at_end.append(functools.partial(_drain, os.getpid()))
+    _at_end.then(functools.partial(_drain, os.getpid()))
 
 
 def _drain(process: int) -> None:
