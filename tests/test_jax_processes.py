@@ -155,7 +155,7 @@ def test_xla_computes_while_messages_wait(program: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("devices", "cases"),
     [
-        (1, ["names", "unnamed", "one_name"]),
+        (1, ["names", "exported", "unnamed", "one_name"]),
         pytest.param(
             2, ["own_functions", "unnamed", "names_of_several_devices"], marks=pytest.mark.slow
         ),

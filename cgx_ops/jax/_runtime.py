@@ -87,7 +87,7 @@ _of_thread = _OfThread()
 
 
 def note_collective() -> None:
-    """Note that this thread has lowered a collective: its compilations are counted from here on.
+    """Note that this thread lowers or loads collectives: from here on its compilations are counted.
 
     Those of a thread that never does are nobody's business. Counted, they would keep what is
     counted by compilation (xla_ffi/site.h) from beginning anew, in this process alone.

@@ -9,8 +9,8 @@ def register() -> list[jax.export.DisabledSafetyCheck]:
     """Make cgx's custom calls known to XLA, and return their names as jax.export takes them.
 
     A process that traces a collective registers them by itself. Call this where a program is only
-    loaded, before it runs, and where one is exported, since jax.export refuses custom calls that
-    nobody vouches for:
+    loaded, in the thread that runs it first, before that compiles it, and where one is exported,
+    since jax.export refuses custom calls that nobody vouches for:
 
         exported = jax.export.export(step, disabled_checks=cgx_ops.jax.register())(weights, batch)
         file.write_bytes(exported.serialize())
@@ -27,4 +27,5 @@ def register() -> list[jax.export.DisabledSafetyCheck]:
     Returns:
         The checks to disable, for jax.export.export(..., disabled_checks=).
     """
+    _runtime.note_collective()  # what is loaded is compiled, and never lowered
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in _runtime.targets()]

@@ -6,7 +6,7 @@ with DEVICES in each process. Each thread has values of its own, so that calls w
 another thread's give wrong results. Every case prints "ok" and its name at its end.
 
 1. what is right: blocks of launching(), with collectives of XLA's own between; names, where each
-   process has one device
+   process has one device; a program that one process exports
 2. what is refused, in every thread of every process
 3. what is refused in all processes if it happens in one: calls of one name, both in flight
 """
@@ -39,6 +39,7 @@ from jax_cases import (
 import cgx_ops
 import cgx_ops.jax
 from cgx_ops.jax import launching, psum_q
+from cgx_ops.jax._compat import gather_from_processes
 
 THREADS, LAUNCHES = 4, 5
 
@@ -112,6 +113,26 @@ def names() -> None:
             check(step(operand_of(x[thread])), want)
 
     in_threads(work)
+
+
+def exported() -> None:
+    """What process 0 exports, the others only load: in every program that has it the calls meet."""
+    x = normal(5, MESH.size, 3000)
+    step = on_mesh(MESH, lambda v: psum_q(v, "d", algorithm="sra", name="exported"))
+
+    def work() -> None:
+        vouched_for = cgx_ops.jax.register()
+        blob = b""
+        if RANK == 0:
+            export = jax.export.export(step.jitted, disabled_checks=vouched_for)
+            blob = bytes(export(operand_of(x)).serialize())
+        blob = gather_from_processes("exported", blob, 60, list(range(SIZE)))[0]
+        call = jax.export.deserialize(bytearray(blob)).call
+        for times in (1, 2):
+            check(jax.jit(lambda v, n=times: call(v) * n)(operand_of(x)), times * expected(x))
+
+    with ThreadPoolExecutor(1) as pool:  # which has lowered nothing yet
+        pool.submit(work).result()
 
 
 # ---- 2. what is refused -------------------------------------------------------------------------
@@ -203,8 +224,8 @@ def one_name() -> None:
 
 checks.run(
     checks.named(
-        own_functions, one_function, names, unnamed, names_of_several_devices, names_of_blocks,
-        one_name,
+        own_functions, one_function, names, exported, unnamed, names_of_several_devices,
+        names_of_blocks, one_name,
     ),
     sys.argv[2:],
 )  # fmt: skip
