@@ -6,6 +6,7 @@ The gradient of the loss here is the device's row of the batch, whatever the wei
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,14 @@ from jax_cases import (
 )
 from launch import mpirun
 
-from cgx_ops.jax import average_gradients, state_specs
+from cgx_ops.jax import (
+    average_gradients,
+    deep_gradient,
+    one_bit_adam,
+    power_sgd,
+    signum,
+    state_specs,
+)
 
 use_cpu_devices(8)
 
@@ -320,6 +328,20 @@ def test_init_finds_the_mesh() -> None:
     for state in states:
         assert state.residual.shape == (N, NUMEL)
         assert not fetch(state.residual).any()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        average_gradients, deep_gradient, power_sgd, partial(signum, learning_rate=0.1),
+        partial(one_bit_adam, learning_rate=0.1, warmup_steps=1),
+    ],
+)  # fmt: skip
+def test_no_array_is_twice_in_a_state(make: Any) -> None:
+    """It could not be donated."""
+    leaves = jax.tree.leaves(make("d", mesh=MESH).init({"a": ROWS[0], "b": WEIGHTS}))
+    assert len(leaves) > 1
+    assert len({id(leaf) for leaf in leaves}) == len(leaves)
 
 
 @pytest.mark.parametrize("mesh", [None, mesh_of((N,), ("other",))], ids=["none", "other"])

@@ -131,9 +131,10 @@ def one_bit_adam(
             return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32) if keep else None
 
         by_path = jax.tree_util.tree_map_with_path
-        zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype=jnp.float32), params)
+        mu = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype=jnp.float32), params)
+        nu = jax.tree.map(jnp.zeros_like, mu)  # arrays of its own: both can be donated
         residual = zero_residuals(caller, by_path(kept, params), axis_name, mesh)
-        return OneBitAdamState(jnp.zeros((), jnp.int32), zeros, zeros, residual)
+        return OneBitAdamState(jnp.zeros((), jnp.int32), mu, nu, residual)
 
     def update(
         updates: Any, state: OneBitAdamState, params: Any = None
