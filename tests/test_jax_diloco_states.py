@@ -4,16 +4,18 @@ Inner steps add what jax_diloco_cases.moves() says, whatever the parameters are.
 """
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax_diloco_cases as cases
 import launch
 import numpy as np
+import optax
 import pytest
 from jax import P
 from jax.sharding import AxisType
-from jax_cases import fetch, same_bits, use_cpu_devices
+from jax_cases import fetch, normal, same_bits, use_cpu_devices
 from jax_diloco_cases import PLAIN, SHAPES, SPARSE, STREAMING, all_same, leaf_of, started, trained
 from jax_optimizer_cases import mesh_with, restored
 
@@ -82,6 +84,40 @@ def test_leaves_that_have_no_mean(axis_type: AxisType) -> None:
         assert np.all(got["count"] == 1)
         assert (got["key"] == jax.random.key(1)).all()
     assert np.all(saved["w"] == 2.5)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "devices", "words"),
+    [
+        ({}, {}, 2, r"residual\['a'\] is of shape \(4, 40\), and of shape \(2, 40\) in .*consolid"),
+        ({}, {"fragment_sync_delay": 1}, 4, r"flight\.fragment is missing, and of shape \(\) in"),
+        ({}, {"fragments": 2}, 4, r"outer\[1\].*\['b'\] is missing, and of shape \(40,\) in"),
+        ({}, {"outer_optimizer": optax.sgd(1.0)}, 4, r"outer\[0\].*\['a'\] is .*, and missing in"),
+        ({"error_feedback": False}, {}, 4, r"residual\['a'\] is missing, and of shape \(4, 40\)"),
+    ],
+)
+def test_states_of_other_loops(old: Any, new: Any, devices: int, words: str) -> None:
+    """Of another number of devices each took the residual of the first that it got."""
+    w = {"a": np.ones(40, np.float32), "b": np.ones(40, np.float32)}
+    state = jax.device_get(diloco("d", mesh=mesh_with(4), **PLAIN, **old).init(w))
+    loop = diloco("d", mesh=mesh_with(devices), **PLAIN, **new)
+    with pytest.raises(ValueError, match=r"diloco: state\." + words):
+        loop.outer(loop.replicate(w), state)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_leaves_that_become_exact_send_what_they_owe(delay: int) -> None:
+    mesh, w, owed = mesh_with(4), {"w": np.zeros(40, np.float32)}, normal(1, 4, 40)
+    options = {"sync_every": 2, "fragment_sync_delay": delay, "outer_optimizer": optax.sgd(1.0)}
+    lossy, exact = (diloco("d", mesh=mesh, bits=bits, **options) for bits in (4, 32))
+    rows = jax.NamedSharding(mesh, P("d"))
+    for outer in (exact.outer, jax.jit(exact.outer)):
+        state = lossy.init(w)._replace(residual={"w": jax.device_put(owed, rows)})
+        params = exact.replicate(w)
+        for _ in range(3):
+            params, state = outer(params, state)
+        assert np.allclose(fetch(state.anchor["w"]), -owed.mean(0), atol=1e-6)
+        assert not fetch(state.residual["w"]).any()
 
 
 def test_restart_and_skip() -> None:

@@ -8,7 +8,7 @@
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +19,15 @@ import numpy as np
 from cgx_ops.jax import _compat
 from cgx_ops.jax.diloco_agreement import agree
 from cgx_ops.jax.diloco_fragments import CALLER, Method, merged, part, values_of
-from cgx_ops.jax.diloco_state import DiLoCoState, Flight, Layout, first_of
+from cgx_ops.jax.diloco_state import (
+    DiLoCoState,
+    Flight,
+    Layout,
+    check_state,
+    check_values,
+    first_of,
+    shapes_of,
+)
 from cgx_ops.jax.mesh_groups import axes_of
 from cgx_ops.jax.optimizer_state import devices_of, import_optax, zero_residuals
 from cgx_ops.outer_loop import Schedule
@@ -87,8 +95,10 @@ class DiLoCo:
         Args:
             weights: one device's parameters, or their jax.ShapeDtypeStructs.
         """
+        return self._specs_of(jax.eval_shape(self._new_state, weights))
+
+    def _specs_of(self, state: DiLoCoState) -> DiLoCoState:
         optax, layout = import_optax(CALLER), self.layout
-        state = jax.eval_shape(self._new_state, weights)
         anchor, residual = layout.shared(state.anchor), layout.own(state.residual)
         outer = tuple(
             layout.of_outer(optax, self.method.optimizer, of, self._part(state, state.anchor, i))
@@ -161,7 +171,8 @@ class DiLoCo:
             The parameters and the state to go on with.
 
         Raises:
-            ValueError: the parameters do not fit the state.
+            ValueError: the parameters do not fit the state, or the state is of a loop with other
+              settings, or of another number of devices (see `consolidate`).
             cgx_ops.MismatchError: at the first call outside of jit, in all processes: they have
               other settings or other anchors; it names both sides.
             jax.errors.JaxRuntimeError: a synchronisation has failed. Outside of jit `params` and
@@ -172,8 +183,7 @@ class DiLoCo:
             return self._switched(params, state)
         if _is_traced((params, state)):
             self._check(params, state, self._devices())
-            weights = _weights_of(params)
-            specs = self.copy_specs(weights), self.state_specs(weights)
+            specs = self.copy_specs(_weights_of(params)), self._specs_of(state)
             program = jax.shard_map(
                 self._switched, mesh=self.layout.mesh, in_specs=specs, out_specs=specs
             )
@@ -328,23 +338,22 @@ class DiLoCo:
         return jnp.int32(value) if self._is_inside() else self.layout.number(value)
 
     def _check(self, params: Any, state: DiLoCoState, devices: int) -> None:
-        """Require that parameters are those of the state, and have an axis for the devices."""
+        """Require that parameters and the state are of this loop and have an axis for devices."""
         values = values_of(params)
-        found, known = jax.tree.structure(values), jax.tree.structure(state.anchor)
-        if found != known:
-            raise ValueError(
-                f"{CALLER}: the parameters are {found}, the anchors {known}: the state is another "
-                "model's"
-            )
-        for (path, x), anchor in zip(
-            jax.tree_util.tree_leaves_with_path(values), jax.tree.leaves(state.anchor), strict=True
-        ):
-            if jnp.shape(x) != (devices, *jnp.shape(anchor)):
-                raise ValueError(
-                    f"{CALLER}: params{jax.tree_util.keystr(path)} has shape {jnp.shape(x)} here, "
-                    f"not {(devices, *jnp.shape(anchor))}: begin with replicate(weights), and give "
-                    "shard_map the specs of copy_specs() and state_specs()"
-                )
+        check_values(CALLER, values, state.anchor, devices)
+        weights, tree = jax.tree.flatten(_weights_of(params))
+        check_state(CALLER, state, self._shapes_of_new(tree, tuple(weights), devices), values)
+
+    @functools.cached_property
+    def _shapes_of_new(self) -> Callable[..., dict[str, tuple[int, ...]]]:
+        """The shapes of a new state; tracing one takes longer than most of what is compared."""
+
+        @functools.cache
+        def shapes(tree: Any, weights: tuple[Any, ...], devices: int) -> dict[str, tuple[int, ...]]:
+            del devices  # of _new_state, which finds them itself
+            return shapes_of(jax.eval_shape(self._new_state, tree.unflatten(weights)))
+
+        return shapes
 
     def _agree(self, params: Any, state: DiLoCoState) -> None:
         """Require that all processes do the same from the same anchors."""
