@@ -18,22 +18,17 @@ import numpy as np
 
 from cgx_ops.jax import _compat
 from cgx_ops.jax.diloco_agreement import agree
+from cgx_ops.jax.diloco_checks import check_state, check_values, shapes_of
 from cgx_ops.jax.diloco_fragments import CALLER, Method, merged, part, values_of
-from cgx_ops.jax.diloco_state import (
-    DiLoCoState,
-    Flight,
-    Layout,
-    check_state,
-    check_values,
-    first_of,
-    shapes_of,
-)
+from cgx_ops.jax.diloco_state import DiLoCoState, Flight, Layout, first_of
 from cgx_ops.jax.mesh_groups import axes_of
 from cgx_ops.jax.optimizer_state import devices_of, import_optax, zero_residuals
 from cgx_ops.outer_loop import Schedule
 
 # XLA runs what is sent beside the steps that follow; the number is any that nobody else has.
 _STREAM = 0x636778
+# How errors begin after which a communicator is closed (xla_ffi/core.h).
+_CLOSED = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "ABORTED")
 
 
 class DiLoCo:
@@ -141,8 +136,9 @@ class DiLoCo:
     def skip(self, state: DiLoCoState) -> DiLoCoState:
         """Return the state after a step whose synchronisation has failed: nothing is done in it.
 
-        For all processes, each of which got the error of outer(). Parameters, anchors and residuals
-        are what they were; what devices have learnt is sent when the fragment is due again.
+        For all processes, each of which got an error of outer() that names it. Parameters, anchors
+        and residuals are what they were; what devices have learnt is sent when the fragment is due
+        again.
         """
         flight = state.flight
         if flight is not None:  # what failed would make errors of all that is computed with it
@@ -307,10 +303,16 @@ class DiLoCo:
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
+            remedy = "Go on with state = loop.skip(state), in all processes"
+            # Devices of one process get new connections, processes do not.
+            if jax.process_count() > 1 and str(error).startswith(_CLOSED):
+                remedy = (
+                    "cgx's connections are closed, also between processes that are left: start all "
+                    "processes anew, from the last checkpoint"
+                )
             raise jax.errors.JaxRuntimeError(
                 f"{CALLER}: fragment {fragment} was not averaged; parameters, anchors and "
-                "residuals are as they were. Where all processes are left, go on in all of them "
-                f"with state = loop.skip(state), else from a checkpoint: {error}"
+                f"residuals are as they were. {remedy}: {error}"
             ) from error
 
     def _beside(self) -> contextlib.AbstractContextManager[None]:
