@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax_optimizer_cases as cases
 import ml_dtypes
 import numpy as np
 import optax
@@ -205,6 +206,20 @@ def test_gradients_that_are_not_finite_leave_no_trace() -> None:
         assert np.array_equal(means[-1], mean, equal_nan=True)
     assert np.isnan(means[1][512:1024]).all()
     assert np.isfinite(means[2]).all()
+
+
+@pytest.mark.parametrize(("kept", "sent"), [("float16", "float32"), ("float32", "float16")])
+def test_residuals_too_large_for_a_dtype_stay_finite(kept: str, sent: str) -> None:
+    """Gradients have another dtype than the parameters, which residuals have."""
+    params, optimizer = WEIGHTS.astype(kept), average()
+    step, state = cases.program_of(optimizer, params, MESH), optimizer.init(params)
+    if kept == "float32":
+        state = state._replace(residual=1e6 * state.residual.at[:].set(ROWS[1]))
+    for row in ROWS[:2] * (1e6 if sent == "float32" else 1):
+        mean, state = step(params, state, row.astype(sent))
+        assert np.isfinite(fetch(mean)).all()
+        assert np.isfinite(fetch(state.residual)).all()
+        assert state.residual.dtype == kept
 
 
 # ---- trees, optimizers and meshes ---------------------------------------------------------------

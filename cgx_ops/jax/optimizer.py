@@ -122,13 +122,21 @@ def average_gradients(
 
         def own_of(path: Any, update: jax.Array, old: jax.Array | None) -> jax.Array | None:
             own = own_residual(caller, path, update, old)
-            return None if own is None else own.astype(update.dtype)
+            return None if own is None else _kept_in(update.dtype, own)
 
         own = jax.tree_util.tree_map_with_path(own_of, updates, residual)
         if decay != 1:
             own = jax.tree.map(lambda e: e * decay, own)
         mean, lost = reduce_over(caller, updates, own, axes, "avg", key=noise, name=name, **knobs)
-        residual = jax.tree.map(lambda e, old: e.astype(old.dtype)[None], lost, residual)
+        residual = jax.tree.map(lambda e, old: _kept_in(old.dtype, e)[None], lost, residual)
         return mean, AverageGradientsState(state.step + 1, residual)
 
     return optax.GradientTransformation(init, update)
+
+
+def _kept_in(dtype: Any, residual: jax.Array) -> jax.Array:
+    """Return a residual in another dtype: what is too large for it is its largest number."""
+    if residual.dtype == dtype:
+        return residual
+    largest = jnp.finfo(dtype).max
+    return jnp.clip(residual, -largest, largest).astype(dtype)
