@@ -449,6 +449,22 @@ def test_state_that_was_not_spread() -> None:
         jax.jit(program)(WEIGHTS, optimizer.init(WEIGHTS), ROWS[0])
 
 
+@pytest.mark.parametrize(
+    ("make", "without"),
+    [
+        (partial(average_gradients, bits=2), {"error_feedback": False}),
+        (power_sgd, {"error_feedback": False}),
+        (partial(one_bit_adam, learning_rate=0.1, warmup_steps=1), {"bits": 32}),
+    ],
+)
+def test_state_that_was_made_without_error_feedback(make: Any, without: dict[str, Any]) -> None:
+    params = {"a": ROWS[0]}
+    state = make("d", mesh=MESH, **without).init(params)
+    step = cases.program_of(make("d", mesh=MESH), params, MESH)
+    with pytest.raises(ValueError, match=r"updates\['a'\] is kept, .* made without error feedback"):
+        step(params, state, {"a": np.stack([ROWS[0]] * N)})
+
+
 def test_outside_of_any_shard_map() -> None:
     optimizer = average()
     with pytest.raises(NameError, match="average_gradients: unbound axis name"):

@@ -328,8 +328,13 @@ def test_bad_states_and_gradients() -> None:
         with pytest.raises(ValueError, match=r"updates\['a'\].*the state is another model's"):
             step(WEIGHTS, good._replace(q={**good.q, "a": q}), at(0))
     one = power_sgd("d", rank=2, batched=True, mesh=MESH)
-    for bad in (good, one.init(WEIGHTS)._replace(q=jnp.ones((3, 2)))):  # pyright: ignore[reportAttributeAccessIssue]
-        with pytest.raises(ValueError, match=r"all updates together need a q of shape \(34, 2\)"):
+    other: Any = one.init(WEIGHTS)
+    for bad, words in (
+        (good, r"updates\['bias'\] is kept, .* or by other settings"),
+        (other._replace(q=jnp.ones((3, 2))), r"all updates together need a q of shape \(34, 2\)"),
+        (other._replace(q=good.q), r"without batched=True"),
+    ):
+        with pytest.raises(ValueError, match=words):
             program_of(one, WEIGHTS, MESH)(WEIGHTS, bad, at(0))
     short = {**good.residual, "a": jnp.ones((N, 2, 2))}
     with pytest.raises(ValueError, match=r"residual of updates\['a'\] has shape \(1, 2, 2\)"):

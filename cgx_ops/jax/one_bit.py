@@ -143,8 +143,11 @@ def one_bit_adam(
         axes = mesh_groups(caller, axis_name).axes
         gradients = _gradients(caller, updates, state.mu, axes)
         residual = jax.tree_util.tree_map_with_path(
-            lambda path, g, e: own_residual(caller, path, g, e), gradients, state.residual
-        )
+            lambda path, g, e: own_residual(
+                caller, path, g, e, keeps=keeps(checked.config_of(path))
+            ),
+            gradients, state.residual,
+        )  # fmt: skip
         noise = None if key is None else jax.random.fold_in(key, state.step)
 
         def averaged(x: Any, lost: Any, message: str, how: dict[str, Any]) -> Any:

@@ -33,6 +33,7 @@ from cgx_ops.jax.optimizer_state import (
     zero_residuals,
 )
 from cgx_ops.jax.psum import reduce_over
+from cgx_ops.rules import EXACT_BITS
 
 if TYPE_CHECKING:
     import optax
@@ -86,7 +87,8 @@ def average_gradients(
     Raises:
         ImportError: optax is not installed.
         ValueError: at init, no mesh is known; at update, the gradients are equal on all devices
-          already, or the state has other shapes than the gradients; a knob is out of its range;
+          already, or the state has other shapes than the gradients, or was made without error
+          feedback; a knob is out of its range;
           error_feedback=True with a compressor with which it does not converge, or where all is
           exact.
         NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `psum_q`.
@@ -121,7 +123,9 @@ def average_gradients(
         residual = state.residual
 
         def own_of(path: Any, update: jax.Array, old: jax.Array | None) -> jax.Array | None:
-            own = own_residual(caller, path, update, old)
+            config = checked.config_of(path)
+            must = keeps(config) and config.bits != EXACT_BITS
+            own = own_residual(caller, path, update, old, keeps=must)
             return None if own is None else _kept_in(update.dtype, own)
 
         own = jax.tree_util.tree_map_with_path(own_of, updates, residual)

@@ -310,9 +310,15 @@ def check_own(caller: str, updates: Any, axes: tuple[Hashable, ...]) -> None:
 
 
 def own_residual(
-    caller: str, path: Any, update: jax.Array, residual: jax.Array | None
+    caller: str, path: Any, update: jax.Array, residual: jax.Array | None, *, keeps: bool = False
 ) -> jax.Array | None:
-    """Return this device's part of a residual, if the leaf has one."""
+    """Return this device's part of a residual, if the leaf has one; it must where it `keeps`."""
+    if residual is None and keeps:
+        raise ValueError(
+            f"{caller}: what is lost of updates{jax.tree_util.keystr(path)} is kept, and the state "
+            "has no residual for it: the state was made without error feedback, or by other "
+            "settings. Make it by init, with these"
+        )
     if residual is None:
         return None
     if residual.shape != (1, *update.shape):

@@ -14,7 +14,7 @@ Optimization, NeurIPS 2019.
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -142,6 +142,11 @@ def power_sgd(
             return 0
         return low_rank.rank_of(*_matrix_of(jnp.shape(leaf)), rank, rate)
 
+    def keeps_of(path: Any, leaf: Any) -> bool:
+        """Tell whether what is lost of a leaf is kept."""
+        factored = batched or rank_in(path, leaf)
+        return error_feedback if factored else keeps(checked.config_of(path))
+
     def all_in_one(numel: int) -> tuple[int, int]:
         """Return the side of the matrix of all leaves, and the columns of its factors."""
         side = math.isqrt(max(0, numel - 1)) + 1
@@ -156,8 +161,7 @@ def power_sgd(
             return jnp.asarray(low_rank.first_q(seed, name_of_leaf(path), 0, columns, of_leaf))
 
         def kept(path: Any, leaf: Any) -> Any:
-            factored = batched or rank_in(path, leaf)
-            keep = error_feedback if factored else keeps(checked.config_of(path))
+            keep = keeps_of(path, leaf)
             return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32) if keep else None
 
         by_path = jax.tree_util.tree_map_with_path
@@ -205,7 +209,7 @@ def power_sgd(
         for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
             if batched or rank_in(path, leaf):
                 _check_whole(path, leaf, axes)
-        leaves = _leaves(updates, state, decay)
+        leaves = _leaves(updates, state, decay, keeps_of)
         if not leaves:  # such as a part of a partition that has none
             return updates, state._replace(step=state.step + 1)
         tree = jax.tree.structure(updates)
@@ -303,14 +307,16 @@ class _Matrix(NamedTuple):
         return [flat.reshape(leaf.x.shape) for flat, leaf in zip(flats, self.leaves, strict=True)]
 
 
-def _leaves(updates: Any, state: PowerSGDState, decay: float) -> list[_Leaf]:
+def _leaves(
+    updates: Any, state: PowerSGDState, decay: float, keeps_of: Callable[[Any, Any], bool]
+) -> list[_Leaf]:
     """Return the leaves of a tree of gradients with what the state has of each."""
     residuals = jax.tree.structure(updates).flatten_up_to(state.residual)
     leaves = []
     paths = jax.tree_util.tree_leaves_with_path(updates)
     for (path, given), kept in zip(paths, residuals, strict=True):
         x = checked_leaf(_CALLER, path, given)
-        residual = own_residual(_CALLER, path, x, kept)
+        residual = own_residual(_CALLER, path, x, kept, keeps=keeps_of(path, x))
         decayed = residual if residual is None or decay == 1 else residual * decay
         leaves.append(_Leaf(path, name_of_leaf(path), x, decayed))
     if len({leaf.name for leaf in leaves}) < len(leaves):
