@@ -26,7 +26,13 @@ from jax_optimizer_cases import (
     program_of,
 )
 
-from cgx_ops.jax import DeepGradientState, consolidate, deep_gradient, state_specs
+from cgx_ops.jax import (
+    DeepGradientState,
+    average_gradients,
+    consolidate,
+    deep_gradient,
+    state_specs,
+)
 
 use_cpu_devices(8)
 
@@ -333,13 +339,17 @@ def test_bad_arguments(knobs: Any, words: str) -> None:
 
 
 def test_momentum_twice() -> None:
-    for behind in (optax.sgd(0.1, momentum=0.9), optax.adam(0.1)):
+    sgd = optax.sgd(0.1, momentum=0.9)
+    for behind in (sgd, optax.adam(0.1)):
         optimizer = optax.chain(deep_gradient("d", mesh=MESH), behind)
         with pytest.raises(ValueError, match="deep_gradient has momentum, and so has"):
             state_specs(optimizer, WEIGHTS, "d")
         state_specs(optax.chain(deep_gradient("d", momentum=0, mesh=MESH), behind), WEIGHTS, "d")
     decayed = optax.chain(deep_gradient("d", mesh=MESH), optax.add_decayed_weights(0.1))
     state_specs(decayed, WEIGHTS, "d")
+    parts: Any = {"sparse": decayed, "dense": optax.chain(average_gradients("d", mesh=MESH), sgd)}
+    labels = {name: "dense" if name == "bias" else "sparse" for name in WEIGHTS}
+    state_specs(optax.partition(parts, labels), WEIGHTS, "d")
 
 
 def test_bad_states_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -138,8 +138,8 @@ def state_specs(
 
     Raises:
         ImportError: optax is not installed.
-        ValueError: as `optimizer.init`, outside of shard_map; momentum would be applied twice: by
-          deep_gradient and by what is chained behind it.
+        ValueError: as `optimizer.init`, outside of shard_map; momentum would be applied twice to
+          a leaf: by deep_gradient and by what is chained behind it.
     """
     optax = import_optax("state_specs")
     if param_specs is None:
@@ -187,7 +187,7 @@ def _of_sparse(change: Any, node: DeepGradientState, *others: Any) -> Any:
 
 
 def _refuse_momentum_twice(state: Any) -> None:
-    """Require that only deep_gradient has momentum, if it has."""
+    """Require that nothing else has momentum of a leaf of which deep_gradient has."""
 
     # What optax calls momentum: of sgd and others, of adam and its like.
     def has_own(node: Any) -> bool:
@@ -195,14 +195,19 @@ def _refuse_momentum_twice(state: Any) -> None:
 
     is_node = lambda node: isinstance(node, _States) or has_own(node)  # noqa: E731
     nodes = jax.tree.leaves(state, is_leaf=is_node)
-    ours = [node for node in nodes if isinstance(node, DeepGradientState)]
-    others = [type(node).__name__ for node in nodes if has_own(node)]
-    if others and any(node.momentum is not None for node in ours):
-        raise ValueError(
-            f"state_specs: deep_gradient has momentum, and so has {others[0]}, which would apply "
-            "it twice: chain optax.sgd(rate) behind it, without momentum, or give deep_gradient "
-            "momentum=0"
-        )
+    ours = _paths_of([node.momentum for node in nodes if isinstance(node, DeepGradientState)])
+    for node in filter(has_own, nodes):
+        if ours & _paths_of([node.trace if hasattr(node, "trace") else node.mu]):
+            raise ValueError(
+                f"state_specs: deep_gradient has momentum, and so has {type(node).__name__}, which "
+                "would apply it twice: chain optax.sgd(rate) behind it, without momentum, or give "
+                "deep_gradient momentum=0"
+            )
+
+
+def _paths_of(trees: Sequence[Any]) -> set[Any]:
+    """Return the paths of the leaves of trees that are all like the parameters."""
+    return {path for tree in trees for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def consolidate(state: Any, devices: int | None = None) -> Any:
