@@ -171,6 +171,17 @@ def test_in_jit_and_inside_shard_map(options: dict[str, Any]) -> None:
         assert a.sharding.spec == b.sharding.spec
 
 
+def test_rules_of_senders() -> None:
+    """Leaves that a rule, which may be an integer of numpy's, has exact are averaged over all."""
+    mesh, w = mesh_with(4), {"a": np.zeros(40, np.float32), "b": np.zeros(40, np.float32)}
+    rules = {"a": np.int64(32), "b": {"density": 0.5}}
+    loop = diloco("d", mesh=mesh, **{**SPARSE, "sync_every": 1}, rules=rules)
+    own = normal(1, 4, 40)
+    params, _ = loop.outer({"a": own, "b": own}, loop.init(w))
+    assert np.allclose(fetch(params["a"]), 0.8 * own.mean(0), atol=1e-6)
+    assert not np.allclose(fetch(params["b"]), 0.8 * own.mean(0), atol=1e-6)
+
+
 @slow
 def test_in_a_scan_with_init_inside() -> None:
     mesh, loop = mesh_with(4), diloco("d", **PLAIN)

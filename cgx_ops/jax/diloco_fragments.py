@@ -7,6 +7,7 @@
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,6 +224,6 @@ class Method:
 def _with_one_bit(rules: Any) -> Any:
     """Return rules by which values travel in one bit: all of them are 1."""
     return rules and {
-        pattern: own if isinstance(own, int) else {**own, "value_bits": 1}
+        pattern: {**own, "value_bits": 1} if isinstance(own, Mapping) else own
         for pattern, own in rules.items()
     }
