@@ -6,13 +6,12 @@ torch/ddp_deep_gradient.py and jax/deep_gradient.py do it, each in its framework
 """
 
 import math
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 from cgx_ops import _native
 from cgx_ops.config import Config
-from cgx_ops.errors import InvalidArgument
+from cgx_ops.errors import InvalidArgument, is_number, require_count
 from cgx_ops.rules import EXACT_BITS
 
 # The densities of the warm-up, for a quarter of its steps each: as in the paper.
@@ -41,11 +40,11 @@ class Method:
     warmup_steps: int
 
     def __post_init__(self) -> None:
-        if not _is_number(self.density) or not 0 < self.density <= 1:
+        if not is_number(self.density) or not 0 < self.density <= 1:
             raise InvalidArgument(
                 f"density is {self.density!r}; it must be more than 0 and at most 1"
             )
-        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise InvalidArgument(
                 f"momentum is {self.momentum!r}; it must be at least 0 and less than 1"
             )
@@ -54,16 +53,13 @@ class Method:
                 f"nesterov is {self.nesterov!r}, momentum {self.momentum!r}; nesterov must be True "
                 "or False, and Nesterov's momentum must be more than 0"
             )
-        if self.clip is not None and not (_is_number(self.clip) and 0 < self.clip < math.inf):
+        if self.clip is not None and not (is_number(self.clip) and 0 < self.clip < math.inf):
             raise InvalidArgument(f"clip is {self.clip!r}; it must be a number above 0, or None")
-        try:
-            steps = -1 if isinstance(self.warmup_steps, bool) else operator.index(self.warmup_steps)
-        except TypeError:
-            steps = -1
-        if steps < 0:
-            raise InvalidArgument(
-                f"warmup_steps is {self.warmup_steps!r}; it must be an integer of at least 0"
-            )
+        steps = require_count("warmup_steps", self.warmup_steps, 0)
+        object.__setattr__(self, "warmup_steps", steps)
+        for name in ("density", "momentum", "clip"):  # Python's numbers leave dtypes as they are
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else float(value))
 
     def stages(self) -> list[tuple[int, float]]:
         """Return from which step on a layer is at least how dense, in order; the last: 0.
@@ -82,10 +78,6 @@ class Method:
     def limit(self, ranks: int) -> float | None:
         """Return the largest norm of one rank's gradient of a layer; None: any."""
         return None if self.clip is None else self.clip / math.sqrt(ranks)
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
 def checked_config(config: Config) -> Config:

@@ -3,7 +3,9 @@
 And what several places require of numbers that they are given.
 """
 
+import numbers
 import operator
+from typing import Any
 
 
 class CgxError(RuntimeError):
@@ -76,6 +78,28 @@ def require_share(what: str, value: float) -> None:
     """
     if not 0 <= value < 1:
         raise InvalidArgument(f"{what} is {value!r}; it must be at least 0 and less than 1")
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether a setting is a real number, such as one of numpy's; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def require_count(what: str, value: Any, least: int) -> int:
+    """Return a number as an int; raise InvalidArgument unless it is an integer of at least `least`.
+
+    Args:
+        what: names it: "OneBitAdam: warmup_steps".
+        value: of it; True and False are none.
+        least: the lowest that is accepted.
+    """
+    try:
+        count = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = least - 1
+    if count < least:
+        raise InvalidArgument(f"{what} is {value!r}; it must be an integer of at least {least}")
+    return count
 
 
 def require_integer(what: str, value: int, least: int, most: int) -> int:

@@ -5,14 +5,13 @@ A gradient M of n rows and m columns is sent as P (n, r) and Q (m, r), of which 
 the linear algebra, each in its framework's arrays.
 """
 
-import operator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cgx_ops.call import call_seed
-from cgx_ops.errors import InvalidArgument
+from cgx_ops.errors import InvalidArgument, is_number
 
 # How P and Q travel, by factor_bits: fields of Config. ("half" has a width of its own; its bits say
 # only that it is not exact.)
@@ -26,22 +25,11 @@ FACTORS: dict[int, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def checked_rank(rank: Any, name: str) -> int:
-    """Return a rank, called `name` where it is given, as an int of at least 1."""
-    try:
-        checked = operator.index(rank)
-    except TypeError:
-        checked = 0
-    if checked < 1 or isinstance(rank, bool):
-        raise InvalidArgument(f"{name} is {rank!r}; it must be an integer of at least 1")
-    return checked
-
-
 def checked_rate(rate: Any) -> float:
     """Return a min_compression_rate, which is a number above 0."""
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
+    if not is_number(rate) or not rate > 0:
         raise InvalidArgument(f"min_compression_rate is {rate!r}; it must be a number above 0")
-    return rate
+    return float(rate)
 
 
 def checked_factor_bits(bits: Any) -> int:

@@ -7,11 +7,10 @@ that, while training goes on (Douillard et al.: Streaming DiLoCo, 2025).
 torch/diloco.py and jax/diloco.py do it, each in its framework's arrays.
 """
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cgx_ops.errors import InvalidArgument
+from cgx_ops.errors import InvalidArgument, is_number, require_count
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name, least in (("sync_every", 1), ("fragments", 1), ("fragment_sync_delay", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
-                raise InvalidArgument(
-                    f"{name} is {value!r}; it must be an integer of at least {least}"
-                )
-            object.__setattr__(self, name, operator.index(value))
+            object.__setattr__(self, name, require_count(name, getattr(self, name), least))
         if self.sync_every % self.fragments:
             raise InvalidArgument(
                 f"sync_every is {self.sync_every}, fragments {self.fragments}; fragments must "
@@ -53,8 +47,9 @@ class Schedule:
                 "one is sent"
             )
         alpha = self.fragment_update_alpha
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
+        if not is_number(alpha) or not 0 <= alpha <= 1:
             raise InvalidArgument(f"fragment_update_alpha is {alpha!r}; it must be from 0 to 1")
+        object.__setattr__(self, "fragment_update_alpha", float(alpha))
 
     @property
     def interval(self) -> int:

@@ -26,6 +26,7 @@ from jax_optimizer_cases import (
     program_of,
 )
 
+from cgx_ops.deep_gradient import Method
 from cgx_ops.jax import (
     DeepGradientState,
     average_gradients,
@@ -328,6 +329,9 @@ def test_parameters_with_none() -> None:
         ({"nesterov": True, "momentum": 0}, "Nesterov's momentum must be more than 0"),
         ({"clip": -1}, "clip is -1; it must be a number above 0, or None"),
         ({"warmup_steps": -1}, "warmup_steps is -1; it must be an integer"),
+        ({"warmup_steps": True}, "warmup_steps is True"),
+        ({"momentum": float("nan")}, "momentum is nan"),
+        ({"density": True}, "density is True"),
         ({"compressor": "levels"}, "compressor is 'levels'; Deep Gradient Compression sends"),
         ({"value_bits": 9}, "value_bits is 9"),
         ({"rules": {"a": {"compressor": "topk", "bits": 3}}}, "has no bits to choose"),
@@ -336,6 +340,15 @@ def test_parameters_with_none() -> None:
 def test_bad_arguments(knobs: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         deep_gradient("d", **knobs)
+
+
+def test_numbers_of_numpys() -> None:
+    numbers: Any = {
+        "density": np.float32(0.25), "momentum": np.float64(0.5), "clip": np.int64(2),
+        "warmup_steps": np.int64(4),
+    }  # fmt: skip
+    assert repr(Method(**numbers, nesterov=False)) == repr(Method(0.25, 0.5, False, 2.0, 4))
+    assert deep_gradient("d", **numbers)
 
 
 def test_momentum_twice() -> None:

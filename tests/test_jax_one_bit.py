@@ -247,6 +247,8 @@ def test_another_number_of_devices(name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "options", "words"),
     [
+        (adam, {"warmup_steps": True}, "warmup_steps is True"),
+        (adam, {"warmup_steps": 2.0}, r"warmup_steps is 2\.0"),
         (adam, {"warmup_steps": 0}, "warmup_steps is 0; it must be an integer of at least 1"),
         (adam, {"warmup_steps": 1.5}, "warmup_steps is 1.5"),
         (adam, {"b1": 1.0}, "b1 is 1.0; it must be at least 0 and less than 1"),
@@ -262,6 +264,10 @@ def test_another_number_of_devices(name: str) -> None:
 def test_bad_arguments(make: Any, options: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make(None, **options)
+
+
+def test_numbers_of_numpys() -> None:
+    assert adam(None, warmup_steps=np.int64(5), b1=np.float32(0.9))
 
 
 @pytest.mark.parametrize("name", MAKERS)

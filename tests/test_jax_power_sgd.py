@@ -302,8 +302,13 @@ def test_no_parameters(batched: bool) -> None:
         ({"rank": 0}, "rank is 0; it must be an integer of at least 1"),
         ({"rank": 1.5}, "rank is 1.5"),
         ({"min_compression_rate": -1}, "min_compression_rate is -1; it must be a number above 0"),
+        ({"min_compression_rate": float("nan")}, "min_compression_rate is nan"),
+        ({"min_compression_rate": True}, "min_compression_rate is True"),
         ({"factor_bits": 4}, "factor_bits is 4; it must be one of 32, 16, 8"),
-        ({"start": -1}, "start is -1; it must be at least 0"),
+        ({"start": -1}, "power_sgd: start is -1; it must be an integer of at least 0"),
+        ({"start": 2.5}, "start is 2.5; it must be an integer"),
+        ({"start": "a"}, "start is 'a'; it must be an integer"),
+        ({"start": True}, "start is True; it must be an integer"),
         ({"residual_decay": 2}, "residual_decay is 2; it must be more than 0"),
         ({"bits": 1}, "at 1 bit the error may be as large"),
         ({"bits": 4, "compressor": "levels", "density": 0.1}, "density"),
@@ -312,6 +317,11 @@ def test_no_parameters(batched: bool) -> None:
 def test_bad_arguments(knobs: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         power_sgd("d", **knobs)
+
+
+def test_numbers_of_numpys() -> None:
+    numbers: Any = {"rank": np.int64(2), "start": np.int32(1)}
+    assert power_sgd("d", **numbers, min_compression_rate=np.float32(2))  # pyright: ignore[reportArgumentType]
 
 
 def test_knobs_that_there_are_not() -> None:

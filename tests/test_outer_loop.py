@@ -1,5 +1,8 @@
 """outer_loop: when fragments are sent and applied, which layers they have, what is refused."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from cgx_ops.errors import InvalidArgument
@@ -58,3 +61,8 @@ def test_layers_are_strided() -> None:
 def test_settings_that_make_no_sense(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         Schedule(*arguments)  # pyright: ignore[reportArgumentType]
+
+
+def test_numbers_of_numpys() -> None:
+    given: Any = (np.int64(6), np.int32(2), 1, np.float32(0.5))
+    assert repr(Schedule(*given)) == repr(Schedule(6, 2, 1, 0.5))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Config
-from cgx_ops.errors import InvalidArgument, require_share
+from cgx_ops.errors import InvalidArgument, require_count, require_share
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch.exchange import Carriers, Exchange
 from cgx_ops.torch.exchanging_optimizer import ExchangingOptimizer, Trained
@@ -80,16 +80,12 @@ class OneBitAdam(ExchangingOptimizer):
             InvalidArgument (a ValueError): an argument is out of its range.
             TypeError: a parameter is complex, sparse or of float64.
         """
-        if type(warmup_steps) is not int or warmup_steps < 1:
-            raise InvalidArgument(
-                f"OneBitAdam: warmup_steps is {warmup_steps!r}; it must be an integer of at least "
-                "1, for v to be more than 0"
-            )
+        # At least 1, for v to be more than 0.
+        self.warmup_steps = require_count("OneBitAdam: warmup_steps", warmup_steps, 1)
         config = Config(compressor="levels", bits=1) if config is None else config
         if isinstance(config, Config) and config.compressor == "sign" and config.bits != EXACT_BITS:
             raise InvalidArgument("OneBitAdam: a vote has no magnitude: use Signum")
         exchange = Exchange("OneBitAdam", process_group, config, carrier)
-        self.warmup_steps = warmup_steps
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, exchange)
 
