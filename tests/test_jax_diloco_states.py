@@ -161,8 +161,9 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CGX_TIMEOUT": "30"}
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    """What runs beside it, settings that differ, a synchronisation that fails."""
+    """What runs beside it, settings that differ, a synchronisation that fails in both or in one."""
     names = ["steps_run_while_it_is_sent", "other_settings", "a_synchronisation_fails"]
+    names += ["one_skips_alone"]
     file = tmp_path / "run.npz"
     outputs = launch.mpirun(2, PROGRAM, file, *names, env=ENVIRONMENT, timeout=100)
     launch.check_ok(outputs, names)

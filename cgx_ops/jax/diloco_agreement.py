@@ -38,6 +38,7 @@ def agree(
             device; told as hashes.
 
     Raises:
+        jax.errors.JaxRuntimeError: another process does not do this in time.
         MismatchError: in all of them; it names the first difference, and what two processes have.
     """
     processes = sorted({device.process_index for device in mesh.devices.flat})
@@ -46,9 +47,15 @@ def agree(
     mine = {key: str(value)[:_LONGEST] for key, value in settings.items()}
     mine |= {key: f"sha256 {_digest(value)}" for key, value in contents.items()}
     place = f"cgx_ops.jax.diloco/{name}/{','.join(map(str, processes))}"
-    blobs = _compat.gather_from_processes(
-        f"{place}/{next(_asked[place])}", json.dumps(mine).encode(), _runtime.timeout(), processes
-    )
+    key, told = f"{place}/{next(_asked[place])}", json.dumps(mine).encode()
+    try:
+        blobs = _compat.gather_from_processes(key, told, _runtime.timeout(), processes)
+    except jax.errors.JaxRuntimeError as error:
+        raise jax.errors.JaxRuntimeError(
+            f"diloco {name!r}: not all of the processes {processes} have come to compare anchors, "
+            "at the first outer() or in skip(). Where one goes on without the others, start all "
+            f"processes anew, from the last checkpoint: {error}"
+        ) from error
     first, *others = map(json.loads, blobs)
     for process, other in zip(processes[1:], others, strict=True):
         for key, value in first.items():

@@ -136,10 +136,15 @@ class DiLoCo:
     def skip(self, state: DiLoCoState) -> DiLoCoState:
         """Return the state after a step whose synchronisation has failed: nothing is done in it.
 
-        For all processes, each of which got an error of outer() that names it. Parameters, anchors
-        and residuals are what they were; what devices have learnt is sent when the fragment is due
-        again.
+        Collective among processes, all of which got an error of outer() that names it. Parameters,
+        anchors and residuals are what they were; what devices have learnt is sent the next time.
+
+        Raises:
+            jax.errors.JaxRuntimeError: another process does not come here, as where this one alone
+              was short of memory.
+            cgx_ops.MismatchError: in all processes: their anchors differ.
         """
+        agree(self.layout.found_mesh(), self.method.checked.name, {}, {"the anchors": state.anchor})
         flight = state.flight
         if flight is not None:  # what failed would make errors of all that is computed with it
             average, lost = jax.tree.map(_zeros_like, (flight.average, flight.lost))
@@ -304,7 +309,7 @@ class DiLoCo:
             yield
         except jax.errors.JaxRuntimeError as error:
             remedy = "Go on with state = loop.skip(state), in all processes"
-            # Devices of one process get new connections, processes do not.
+            # Devices of one process get new connections; processes do not.
             if jax.process_count() > 1 and str(error).startswith(_CLOSED):
                 remedy = (
                     "cgx's connections are closed, also between processes that are left: start all "
@@ -362,7 +367,7 @@ class DiLoCo:
         of_first = [self._part(state, x, 0) for x in (values_of(params), state.anchor)]
         update = self._apply_program.lower(*of_first, state.outer[0], of_first[1]).as_text()
         agree(
-            self.layout.mesh or jax.sharding.get_mesh(), self.method.checked.name,
+            self.layout.found_mesh(), self.method.checked.name,
             {**asdict(self.schedule), **self.method.settings(), "the step": _int(state.step)},
             {"the outer optimizer": update.encode(), "the anchors": state.anchor},
         )  # fmt: skip

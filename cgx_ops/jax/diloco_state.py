@@ -94,7 +94,7 @@ class Layout:
 
     def placed(self, function: Callable[..., Any], specs: Any, *args: Any) -> Any:
         """Return what a function makes of its arguments, by these specs."""
-        mesh = self.mesh or jax.sharding.get_mesh()
+        mesh = self.found_mesh()
         shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
         return jax.jit(function, out_shardings=shardings)(*args)
 
@@ -105,7 +105,11 @@ class Layout:
 
     @functools.cached_property
     def _everywhere(self) -> jax.NamedSharding:
-        return jax.NamedSharding(self.mesh or jax.sharding.get_mesh(), jax.P())
+        return jax.NamedSharding(self.found_mesh(), jax.P())
+
+    def found_mesh(self) -> jax.sharding.Mesh:
+        """Return the mesh that it was given, or that of jax.set_mesh."""
+        return self.mesh or jax.sharding.get_mesh()
 
 
 def _is_none(leaf: Any) -> bool:

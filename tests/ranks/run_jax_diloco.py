@@ -141,6 +141,21 @@ def a_synchronisation_fails() -> None:
         is_equal_everywhere(state.anchor)
 
 
+def one_skips_alone() -> None:
+    """As where it was short of memory, and the other one has applied the average: it is told."""
+    loop, params, state = made(**{**PLAIN, "sync_every": 1}, name="alone")
+    params, state = trained(loop, MESH, (params, state), range(1))
+    if RANK == 1:
+        os.environ["CGX_TIMEOUT"] = "2"
+        words = "not all of the processes [0, 1] have come to compare anchors"
+        fails(jax.errors.JaxRuntimeError, words, lambda: loop.skip(state))
+        os.environ["CGX_TIMEOUT"] = "30"
+    loop, params, state = made(**PLAIN, name="both")
+    ahead = jax.tree.map(lambda x: x + RANK, state.anchor)
+    words = "disagree on the anchors: process 0 has"
+    fails(cgx_ops.MismatchError, words, lambda: loop.skip(state._replace(anchor=ahead)))
+
+
 def parts_of(tree: Any) -> list[Any]:
     """Return what this process has of arrays."""
     return [np.array(x.addressable_data(0)) for x in jax.tree.leaves(tree)]
@@ -211,7 +226,7 @@ def a_process_is_lost() -> None:
 checks.run(
     checks.named(
         same_bits_as_two_devices, steps_run_while_it_is_sent, other_settings,
-        a_synchronisation_fails, is_saved, goes_on, a_process_is_lost,
+        a_synchronisation_fails, one_skips_alone, is_saved, goes_on, a_process_is_lost,
     ),
     sys.argv[2:],
 )  # fmt: skip
