@@ -318,6 +318,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_config_seed_use": (POINTER(Config), POINTER(c_int32)),
     "cgx_enqueue": (POINTER(Collective),),
     "cgx_comm_check": (c_int32, c_int32),
+    "cgx_stream_recording": (c_void_p, POINTER(c_int32)),
     "cgx_plan": (POINTER(Collective), POINTER(Plan)),
     "cgx_refuse": (POINTER(Collective), c_int, c_char_p),
     "cgx_sum": (c_int32, POINTER(c_void_p), c_int32, c_int64, c_void_p),
