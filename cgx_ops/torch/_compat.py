@@ -334,6 +334,11 @@ def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group() if group is None else group
 
 
+def uncompiled(module: Any) -> Any:
+    """Return the module that torch.compile(module) was given; any other as it is."""
+    return getattr(module, "_orig_mod", module)
+
+
 def comm_hooks(wrapper: torch.nn.parallel.DistributedDataParallel) -> list[Any]:
     """Return the communication hooks that somebody registered; a built-in one by its name."""
     hooks = [hook for hook, _ in getattr(wrapper, "_comm_hooks", ())]

@@ -48,7 +48,7 @@ def hook_state(model: DistributedDataParallel) -> HookState | None:
     gets its own at its first forward, or here. Restore it in place, by load_state_dict().
 
     Args:
-        model: as training calls it.
+        model: as training calls it, also what torch.compile(model) returned.
 
     Returns:
         The state, as ddp.QuantizedAllreduceState; None if no hook of cgx_ops is there: gradients
@@ -57,6 +57,7 @@ def hook_state(model: DistributedDataParallel) -> HookState | None:
     Raises:
         TypeError: this is no DistributedDataParallel.
     """
+    model = _compat.uncompiled(model)
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"hook_state: {type(model).__name__} is no DistributedDataParallel; give the wrapper, "

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from cgx_ops.torch import _compat
 from cgx_ops.torch.ddp_state import HookState
 from cgx_ops.torch.ddp_unasked import hook_state
 
@@ -31,4 +32,5 @@ def restore(model: object, saved: dict[str, Any]) -> None:
 
 
 def _state_of(model: object) -> HookState | None:
+    model = _compat.uncompiled(model)
     return hook_state(model) if isinstance(model, DistributedDataParallel) else None

@@ -98,10 +98,12 @@ def the_state_of_its_hook_can_be_had_and_restored() -> None:
     module: Any = model.module
     fails(TypeError, "no DistributedDataParallel", lambda: cgx_ops.torch.hook_state(module))
 
-    saved = trainer_state.save_for_all_ranks(model)
+    compiled: Any = torch.compile(model, backend="eager")
+    assert cgx_ops.torch.hook_state(compiled) is state
+    saved = trainer_state.save_for_all_ranks(compiled)
     assert saved is not None and trainer_state.save_for_all_ranks(model.module) is None
     second = DistributedDataParallel(network(), process_group=compressing_group())
-    trainer_state.restore(second, saved)
+    trainer_state.restore(torch.compile(second, backend="eager"), saved)
     restored = cgx_ops.torch.hook_state(second)
     assert restored is not None and restored.steps == 1
     exact = DistributedDataParallel(network(), process_group=dist.new_group(backend="gloo"))
