@@ -16,6 +16,7 @@ DAILY += ["deep_gradient.values.the_method", "deep_gradient.values.not_finite"]
 DAILY += ["deep_gradient.state.resumed", "optimizers"]
 DAILY += ["diloco.*", "diloco_ranks.*", "hooks.together.*", "hooks.again.*"]
 DAILY += ["by_name", "bad_names", "zero_redundancy", "post_local_sgd"]
+DAILY += ["optim.another_number_of_ranks"]
 DAILY += [f"hooks.*.{check}" for check in ("as_the_reference", "what_is_sent", "resumed")]
 
 

@@ -277,7 +277,7 @@ class ExchangingOptimizer(Optimizer):
         for p, state in zip(parameters, saved, strict=True):
             # As they were: torch has cast them to the parameter's dtype.
             self.state[p] = {name: x.to(p.device, copy=True) for name, x in state.items()}
-        self._alike = False
+        self._alike, self._consolidated = False, not owned
 
 
 def _sizes(groups: list[dict[str, Any]]) -> list[int]:

@@ -315,6 +315,10 @@ def another_number_of_ranks() -> None:
         for state in optimizer.state.values():
             for x in state.values():
                 identical_on_all_ranks(x.flatten())
+        consolidated = copy.deepcopy(optimizer.state_dict())
+        for saved in (own, consolidated):  # what is loaded is saved again as what it was
+            optimizer.load_state_dict(saved)
+            assert optimizer.state_dict()["own"].keys() == saved["own"].keys(), name
         if RANK == 0:
             other = make(model.parameters(), process_group=alone)
             other.load_state_dict(optimizer.state_dict())
