@@ -179,7 +179,7 @@ def quantized_allreduce_hook(
 
     What goes wrong later (ranks disagree, a peer is gone or late) is in the future. backward()
     raises what any hook's future holds as a RuntimeError, with the text of the first error. On a
-    GPU it makes the gradients NaN, and the next bucket's hook raises it.
+    GPU it makes the gradients NaN, and is in the next bucket's future.
     """
     hook = "quantized_allreduce_hook"
     if isinstance(state, HookState) and state.config.bits == AUTO:

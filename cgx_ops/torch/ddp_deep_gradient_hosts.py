@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from cgx_ops import Communicator, Config, Segment
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch.work import Residuals, refuse, start
+from cgx_ops.torch.work import Residuals, future_of, refuse, start
 
 _EXACT = Config(bits=EXACT_BITS)
 
@@ -74,11 +74,10 @@ class Hosts:
         Returns:
             A future of the message.
         """
-        places = [Segment(s.offset, s.numel) for s in segments]
-
-        work, back = self._add_up(message, places, name), f"{name}, back"
+        places, back = [Segment(s.offset, s.numel) for s in segments], f"{name}, back"
         # Counted here, where ranks start messages in one order; what follows is started on threads.
         number = self.local.next_call(back)
+        added = future_of(self._add_up, message, places, name)
 
         def between(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             if self.firsts is None:
@@ -100,7 +99,7 @@ class Hosts:
             then()
             return message
 
-        return work.get_future().then(between)
+        return added.then(between)
 
     def _add_up(
         self,

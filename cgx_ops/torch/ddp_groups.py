@@ -29,10 +29,11 @@ from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.ddp_bucket import Layout, Seen, layout_of, look_at, refuse
 from cgx_ops.torch.ddp_state import HookState, refuse_auto
 from cgx_ops.torch.layers import Rules, layer_name
-from cgx_ops.torch.work import start_apart
+from cgx_ops.torch.work import future_of, start_apart
 
 _HOOK = "planned_allreduce_hook"
 _EXACT = Config(bits=EXACT_BITS)
+_DISAGREE = "disagree on collective"  # the core's words
 _STEPS_AHEAD = 2  # that another plan is announced
 _PIECE = 1 << 16  # a number of steps travels in pieces of 16 bits: float32 has them exact
 
@@ -117,8 +118,8 @@ class PlannedAllreduceState(HookState):
         """Return why a message failed: ranks that have different plans compare them, once."""
         with self._comparing:
             communicator = self.communicator()
-            if not self._compared and not communicator.closed:
-                # It lives, so all ranks have heard of a failure of this kind, and are here too.
+            if not self._compared and not communicator.closed and _DISAGREE in str(error):
+                # All ranks hear of that, and are here too; of other failures one alone may hear.
                 self._compared = True
                 try:
                     plan.agree(communicator, name=f"{_HOOK}/{self._number}")
@@ -258,8 +259,8 @@ class _Message:
             for layout in self._layouts
             for residual in layout.residuals or [None] * len(layout.segments)
         ]
-        work = start_apart(
-            state.communicator(), self._tensors, self._config, op="avg", name="ddp",
+        started = future_of(
+            start_apart, state.communicator(), self._tensors, self._config, op="avg", name="ddp",
             segments=[segment for layout in self._layouts for segment in layout.segments],
             seed=[seed for layout in self._layouts for seed in layout.seeds],
             residuals=residuals if any(each is not None for each in residuals) else None,
@@ -275,4 +276,4 @@ class _Message:
             else:
                 self._ended.set_result(None)
 
-        work.get_future().add_done_callback(end)
+        started.add_done_callback(end)

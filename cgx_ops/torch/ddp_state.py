@@ -24,7 +24,7 @@ from cgx_ops.torch.carried import Carrier
 from cgx_ops.torch.layers import Rules
 from cgx_ops.torch.residuals import Residuals
 from cgx_ops.torch.work import Residuals as ResidualsOfSegments
-from cgx_ops.torch.work import start
+from cgx_ops.torch.work import future_of, start
 
 _log = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ class HookState:
             result: what the future holds; None: the buffer.
 
         Returns:
-            A future of the buffer, or of `result`.
+            A future of the buffer, or of `result`; of the error, too, where this rank cannot start.
         """
         if self.carrier == "c10d":
             carrier = self.carry()
@@ -256,19 +256,20 @@ class HookState:
                 then=lambda: then(Sent(carrier, 0)), result=result,
             )  # fmt: skip
         comm = self.communicator()
-        work = start(
-            comm, "allreduce", buffer, buffer, config, op="avg",
+        # Counted here, where ranks start messages in one order, as they do one that some rank
+        # cannot start; `then` runs on threads, in any.
+        sent = Sent(comm, comm.next_call(f"{name}, then"))
+        started = future_of(
+            start, comm, "allreduce", buffer, buffer, config, op="avg",
             segments=segments, seed=seed, name=name, residuals=residuals,
         )  # fmt: skip
-        # Counted here, where ranks start messages in one order; `then` runs on threads, in any.
-        sent = Sent(comm, comm.next_call(f"{name}, then"))
 
         def done(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             averaged = future.value()[0]  # raises what went wrong
             then(sent)
             return averaged if result is None else result
 
-        return work.get_future().then(done)
+        return started.then(done)
 
 
 def check_carrier(carrier: str, config: Config, adaptive: object = None) -> None:

@@ -1,7 +1,7 @@
 """start(): any collective of the core on torch tensors, as an asynchronous Work.
 
-start_apart() is an allreduce of tensors that lie anywhere, in one message. refuse() says that a
-collective will not be started.
+start_apart() is an allreduce of tensors that lie anywhere, in one message. future_of() is for hooks
+of DistributedDataParallel. refuse() says that a collective will not be started.
 
 The DDP hook and FSDP's collectives stand on it. Compiled models use the operators of `ops.py`.
 """
@@ -9,8 +9,9 @@ The DDP hook and FSDP's collectives stand on it. Compiled models use the operato
 import contextlib
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof, byref, c_int32, c_void_p, pointer
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from cgx_ops.errors import KINDS, Closed, InvalidArgument, PeerFailed, Unsupport
 
 # cgx_dtype_t
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+_Arguments = ParamSpec("_Arguments")
 
 # One for each segment, or None where it has none.
 Residuals = Sequence[torch.Tensor | None]
@@ -182,6 +185,27 @@ def start_apart(
     held = [*tensors, *set_residuals(collective, call, first, residuals)]
     call.draw_seed(collective, comm.name, comm.next_call)
     return _torch_ops.start(addressof(collective), first, first, held, True)
+
+
+def future_of(
+    begin: Callable[_Arguments, dist.Work], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+) -> torch.futures.Future[Any]:
+    """Return the future of what begin(*args, **kwargs) starts; where it cannot, of why.
+
+    Other ranks have such an error in their futures, too. DistributedDataParallel goes on after what
+    a future holds, and never again after what a hook raises.
+    """
+    try:
+        return begin(*args, **kwargs).get_future()
+    except dist.DistBackendError as error:
+        failure = error
+    began: torch.futures.Future[Any] = torch.futures.Future()
+    began.set_result(None)
+
+    def fail(_: torch.futures.Future[Any]) -> None:  # set_exception() is for a gradient, to torch
+        raise failure
+
+    return began.then(fail)
 
 
 def set_residuals(

@@ -18,10 +18,21 @@ from failing import fails
 from torch import nn
 from torch_deep_gradient.common import MATRICES, Followed, hooked
 from torch_deep_gradient.values import follow
-from torch_training import RANK, SIZE, backward, batch, gathered, loss_of, network, train
+from torch_training import (
+    RANK,
+    SIZE,
+    backward,
+    batch,
+    gathered,
+    loss_of,
+    network,
+    refused_start,
+    train,
+)
 
 import cgx_ops.torch
 from cgx_ops import Communicator, Config
+from cgx_ops.torch import ddp_deep_gradient_hosts
 from cgx_ops.torch.ddp_deep_gradient import _Exchange
 from cgx_ops.torch.ddp_deep_gradient_hosts import Hosts, hosts_of
 
@@ -174,6 +185,20 @@ def ranks_that_disagree() -> None:
     backward(ranks_do, 2)  # the group lives on
 
 
+def a_rank_that_cannot_start() -> None:
+    """All are told at once, also over the other hosts; what follows the next messages fits."""
+    for place in (0, SIZE - 1):
+        model = hooked()[0]
+        backward(model, 0)
+        begin, start = time.monotonic(), ddp_deep_gradient_hosts.start
+        own = refused_start if place == RANK else start
+        with mock.patch.object(ddp_deep_gradient_hosts, "start", own):
+            fails(RuntimeError, "no thread", lambda model=model: backward(model, 1))
+        assert time.monotonic() - begin < 20
+        dist.barrier()
+        backward(model, 2)
+
+
 def groups_that_are_made_anew() -> None:
     """A new default group has hosts of its own; those of the one before are closed."""
     parted = parted_hosts()
@@ -187,7 +212,7 @@ def main() -> None:
     dist.init_process_group("cgx")
     found = (as_the_reference, what_is_sent, buckets, what_a_rank_had_is_its_hosts)
     found += (what_is_gathered_in_a_step_without_the_layer, models_in_one_backward)
-    found += (ranks_that_disagree, groups_that_are_made_anew)
+    found += (ranks_that_disagree, a_rank_that_cannot_start, groups_that_are_made_anew)
     checks.run(checks.named(*found), sys.argv[2:])
     dist.destroy_process_group()
 

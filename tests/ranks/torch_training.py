@@ -1,10 +1,14 @@
-"""What rank programs about training share: a small model, its data, steps."""
+"""What rank programs about training share: a model, its data, steps, one that cannot start."""
 
 import os
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from cgx_ops import Communicator
+from cgx_ops.torch import work
 
 # mpirun's, which are known before torch's are.
 RANK, SIZE = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
@@ -59,3 +63,9 @@ def weights_of(model: nn.Module) -> torch.Tensor:
 
 def identical_on_all_ranks(x: torch.Tensor) -> None:
     assert all(torch.equal(x, other) for other in gathered(x))
+
+
+def refused_start(comm: Communicator, *_: Any, name: str, **__: Any) -> NoReturn:
+    """Be work.start() or start_apart() on a rank that gets no thread; others hear of it."""
+    work.refuse(comm, name, -1, "no thread")
+    raise dist.DistBackendError("no thread")

@@ -6,18 +6,29 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from failing import fails
 from torch.nn.parallel import DistributedDataParallel
+from torch_training import refused_start
 
 import cgx_ops
 from cgx_ops import Config, MismatchError
 from cgx_ops.planner import Costs, Plan, tune
-from cgx_ops.torch import ddp
+from cgx_ops.torch import ddp, ddp_groups
 
-from .common import RANK, SIZE, gradients_of, hooked, images, network, same
+from .common import (
+    RANK,
+    SIZE,
+    gradients_of,
+    hooked,
+    identical_on_all_ranks,
+    images,
+    network,
+    same,
+)
 
 CONFIG = Config(bits=4, bucket_size=64, error_feedback=True)  # noise and residuals
 _NUMELS = {name: p.numel() for name, p in network().named_parameters()}
@@ -140,6 +151,19 @@ def another_plan_is_an_error_that_names_the_tensor() -> None:
     dist.barrier()
 
 
+def what_only_one_rank_finds_wrong() -> None:
+    """A message that it cannot start fails on all; of what is its own no other one hears."""
+    model, state = _model(THREE)
+    _step(model, 0)
+    start = refused_start if RANK == SIZE - 1 else ddp_groups.start_apart
+    with mock.patch.object(ddp_groups, "start_apart", start):
+        fails(RuntimeError, "no thread", lambda: _step(model, 1))
+    if RANK == 0:
+        alone = RuntimeError("out of memory")
+        assert state.explained(alone, THREE) is alone
+    identical_on_all_ranks(_step(model, 1))
+
+
 def buckets_of_different_plans_are_refused() -> None:
     """Where DistributedDataParallel is to make a plan's buckets, ranks compare it first."""
     module = network()
@@ -163,6 +187,7 @@ CHECKS: Sequence = (
     groups_are_messages_and_change_no_bits,
     a_plan_is_tuned_while_the_model_trains,
     another_plan_is_an_error_that_names_the_tensor,
+    what_only_one_rank_finds_wrong,
     buckets_of_different_plans_are_refused,
     plans_of_another_model_are_refused,
 )

@@ -1,6 +1,6 @@
 """A step that fails, where the group lives on, is made again: its gradient counts once.
 
-A rank asks for something else than the others: all ranks get a MismatchError.
+A rank asks for something else than the others, or cannot start what they do: all fail alike.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,10 @@ import torch
 from failing import fails
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_training import RANK, SIZE, backward, network, weights_of
+from torch_training import RANK, SIZE, backward, network, refused_start, weights_of
 
 from cgx_ops import Config
-from cgx_ops.torch import ddp
+from cgx_ops.torch import ddp, ddp_state
 from cgx_ops.torch.ddp_state import Sent
 from cgx_ops.torch.optim import OneBitAdam, Signum
 
@@ -66,20 +66,31 @@ def _lose_the_second(_state: Any) -> Callable[[], None]:
     return patch.stop
 
 
+def _cannot_start(_state: Any) -> Callable[[], None]:
+    """Have rank 1 get no thread for what the hook sends first."""
+    patch = mock.patch.object(ddp_state, "start", refused_start if RANK == 1 else ddp_state.start)
+    patch.start()
+    return patch.stop
+
+
 def hooks_average_again() -> None:
-    """What they keep is as it was; of matrices up to rounding."""
+    """What they keep is as it was; of matrices up to rounding, of sparse layers with the step."""
     if SIZE == 1:
         return
     quantized = ddp.QuantizedAllreduceState, {"config": HALF}, ddp.quantized_allreduce_hook
     low_rank = ddp.PowerSGDState, {"config": HALF, "start_powerSGD_iter": 2}, ddp.power_sgd_hook
     torchs = ddp.PowerSGDState, {"feedback": "torch", "start_powerSGD_iter": 2}, ddp.power_sgd_hook
-    cases: list[tuple[Any, Callable[[Any], Callable[[], None]]]] = [
-        (quantized, _disagree),
-        (low_rank, _disagree),
-        (low_rank, _lose_the_second),
-        (torchs, _lose_the_second),
+    sparse = ddp.DeepGradientState, {"density": 0.05}, ddp.deep_gradient_hook
+    cases: list[tuple[Any, Callable[[Any], Callable[[], None]], str]] = [
+        (quantized, _disagree, DISAGREE),
+        (low_rank, _disagree, DISAGREE),
+        (low_rank, _lose_the_second, DISAGREE),
+        (torchs, _lose_the_second, DISAGREE),
+        (quantized, _cannot_start, "no thread"),
+        (low_rank, _cannot_start, "no thread"),
+        (sparse, _cannot_start, "no thread"),
     ]
-    for (make, options, hook), begin in cases:
+    for (make, options, hook), begin, words in cases:
         model: nn.Module = DistributedDataParallel(network())
         state = make(**options)
         model.register_comm_hook(state, hook)  # type: ignore[operator]
@@ -89,12 +100,12 @@ def hooks_average_again() -> None:
         matrices = {name for name in before if name.endswith("weight")}
         assert matrices and all(before[name].any() for name in matrices), make
         end = begin(state)
-        fails(RuntimeError, DISAGREE, lambda model=model: backward(model, 4))
+        fails(RuntimeError, words, lambda model=model: backward(model, 4))
         end()
         for name, x in kept_of(state).items():
             if make is ddp.QuantizedAllreduceState:
                 assert torch.equal(x, before[name]), name
-            elif name in matrices:
+            elif make is ddp.PowerSGDState and name in matrices:
                 torch.testing.assert_close(x, before[name], rtol=1e-4, atol=1e-5)
         backward(model, 4)
 
