@@ -134,7 +134,7 @@ class QuantizedModelAverager(ModelAverager):
     def state_dict(self) -> dict[str, Any]:
         """Return what is saved: each rank's own, if there is error feedback."""
         last = Average(self.last.tensors)
-        return {"step": self.step, "last": last, "exchange": self.exchange.state_dict()}
+        return {"step": self.step, "last": last, "exchange": self.exchange.saved()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, in place, where the averager was that state_dict() was called of.

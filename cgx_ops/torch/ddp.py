@@ -141,11 +141,11 @@ class QuantizedAllreduceState(HookState):
             self._adaptation = Adaptation(self.adaptive, "ddp/statistics")
         return self._adaptation
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything but what belongs to this process, as copies."""
+    def saved(self) -> dict[str, Any]:
+        """Return what state_dict() does, of whichever group."""
         if self._adaptation is not None:
             self._adaptation.settle()
-        return super().state_dict() | {"adaptive": copy.deepcopy(self.adaptive)}
+        return super().saved() | {"adaptive": copy.deepcopy(self.adaptive)}
 
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return attributes from what was saved."""

@@ -21,7 +21,7 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import backend, ddp_models, layers
 from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.adaptation import Adaptation
-from cgx_ops.torch.ddp_state import HookState, by_hosts, rules_of
+from cgx_ops.torch.ddp_state import HookState, by_hosts, ranks_of, rules_of
 from cgx_ops.torch.ddp_unused import nothing, unused_kept
 from cgx_ops.torch.layers import Layer, Rules
 from cgx_ops.torch.work import DTYPES, devices
@@ -123,13 +123,13 @@ def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParal
         return
     ranks = dist.get_process_group_ranks(group)
     for wrapper in wrappers:
-        if ddp_models.ranks_of(wrapper) == ranks:
+        if ranks_of(wrapper.process_group) == ranks:
             break
     else:
         raise InvalidArgument(
-            f"{hook}: the state averages over ranks {ranks}, "
-            f"DistributedDataParallel over {ddp_models.ranks_of(wrappers[0])}; give it the model's "
-            "group: state.process_group = model.process_group"
+            f"{hook}: the state averages over ranks {ranks}, DistributedDataParallel over "
+            f"{ranks_of(wrappers[0].process_group)}; give it the model's group: "
+            "state.process_group = model.process_group"
         )
     ddp_models.check_layers(wrapper, rules_of(state))
     ddp_models.watch_dtypes(wrapper)

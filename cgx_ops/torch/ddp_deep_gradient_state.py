@@ -100,9 +100,9 @@ class DeepGradientState(HookState):
         self.gathered: set[str] = set()  # layers of which the host's first rank has everything
         _watch(self)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything but what belongs to this process; tensors are copied."""
-        saved = super().state_dict()
+    def saved(self) -> dict[str, Any]:
+        """Return what state_dict() does, of whichever group."""
+        saved = super().saved()
         return saved | {"momenta": self.momenta.saved(*self.place, per_rank=True)}
 
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:

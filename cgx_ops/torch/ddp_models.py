@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,14 +59,6 @@ def wrappers_of(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParal
         return []
     known = reversed(list(_known.items()))
     return [w for w, its in known if all(id(p) in its.names for p in parameters)]
-
-
-def ranks_of(wrapper: DistributedDataParallel) -> list[int]:
-    """Return the ranks that it averages over; none if its group was destroyed."""
-    try:
-        return dist.get_process_group_ranks(wrapper.process_group)
-    except (KeyError, ValueError):
-        return []
 
 
 # ---- 2. copies -----------------------------------------------------------------------------------

@@ -154,9 +154,9 @@ class PowerSGDState(HookState):
         self._rng: np.random.RandomState | None = None
         self.plans: dict[int, Any] = {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything but what belongs to this process; tensors are copied."""
-        return super().state_dict() | {"factors": self.factors.copy()}
+    def saved(self) -> dict[str, Any]:
+        """Return what state_dict() does, of whichever group."""
+        return super().saved() | {"factors": self.factors.copy()}
 
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return attributes from what was saved."""

@@ -27,6 +27,7 @@ from cgx_ops.torch.work import Residuals as ResidualsOfSegments
 from cgx_ops.torch.work import future_of, start
 
 _log = logging.getLogger(__name__)
+_GROUP = "group of rank"  # the name of a group in checkpoints: with its lowest rank
 
 
 class Sent(NamedTuple):
@@ -119,7 +120,16 @@ class HookState:
         self.checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but what belongs to this process, as copies."""
+        """Return everything but what belongs to this process, as copies.
+
+        Where the ranks of a mesh average in several groups, that of a group without rank 0 is under
+        the group's name, so that torch.distributed.checkpoint keeps all groups' apart.
+        """
+        first = min(ranks_of(self.process_group), default=0)
+        return {f"{_GROUP} {first}": self.saved()} if first else self.saved()
+
+    def saved(self) -> dict[str, Any]:
+        """Return what state_dict() does, of whichever group."""
         saved = {"residuals": self.residuals.saved(*self.place, per_rank=self.keeps_residuals())}
         named = {name: getattr(self, name) for name in self.kept}
         return named | saved | {"rules": copy.deepcopy(self.rules)}
@@ -147,12 +157,13 @@ class HookState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, in place, where the state was that state_dict() was called of.
 
-        Its process group, its carrier, and the hook that has it, stay.
+        Its process group, its carrier, and the hook that has it, stay. Groups' names do not count.
 
         Raises:
             InvalidArgument: this is not the state_dict() of such a state, or it lacks this rank's
                 residuals, or its carrier cannot do what is asked there.
         """
+        state_dict = next((x for n, x in state_dict.items() if n.startswith(_GROUP)), state_dict)
         if set(state_dict) != set(self.kept):
             raise InvalidArgument(
                 f"{type(self).__name__}.load_state_dict: the names are {sorted(state_dict)}, not "
@@ -175,7 +186,7 @@ class HookState:
                 "default group unless you set process_group",
                 type(self).__name__,
             )
-        return self.state_dict()
+        return self.saved()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore it over the default group."""
@@ -315,6 +326,14 @@ def communicator_of(group: dist.ProcessGroup) -> Communicator:
             f"{dist.get_backend(group)}) is none of cgx_ops' communicators; make it with the "
             "backend 'cgx', or give the state carrier='c10d'"
         ) from None
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the ranks of a group, None for the default one; none if torch does not list it."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return []
 
 
 def rules_of(state: HookState) -> Rules:

@@ -272,7 +272,7 @@ class DiLoCo:
         anchors = {name: anchor.detach().clone() for name, anchor in self._named_anchors()}
         outer = Outer(anchors, copy.deepcopy(self.outer_optimizer.state_dict()), flight)
         counts = {"steps": self.steps, "applied": self.applied, "mean_over": self.mean_over}
-        return {**counts, "outer": outer, "exchange": self.exchange.state_dict()}
+        return {**counts, "outer": outer, "exchange": self.exchange.saved()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, in place, where the one was that state_dict() was called of.

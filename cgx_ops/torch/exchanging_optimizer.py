@@ -213,7 +213,7 @@ class ExchangingOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what torch's optimizers return, and "exchange" and "own". Each rank saves it."""
-        saved = {**super().state_dict(), "exchange": self.exchange.state_dict(), "own": {}}
+        saved = {**super().state_dict(), "exchange": self.exchange.saved(), "own": {}}
         if self.of_rank and not self._consolidated:
             states = saved["state"].items()
             own = {i: {n: x for n, x in s.items() if n in self.of_rank} for i, s in states}

@@ -10,12 +10,17 @@ from typing import Any
 
 import method_cases
 import torch
+import torch.distributed as dist
 from failing import fails
 from method_cases import Method, same
+from shared_folder import folder_of_all
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch_training import (
     RANK,
+    SIZE,
     backward,
     batch,
     gathered,
@@ -190,6 +195,34 @@ def resumed() -> None:
         method_cases.resumed(METHOD, 7, **options)
 
 
+def groups_of_a_mesh() -> None:
+    """Each has residuals and Q of its own; a checkpoint of all ranks keeps them apart."""
+    groups: list[Any] = [dist.new_group([rank], backend="gloo") for rank in range(SIZE)]
+
+    def fresh(filled: bool, consolidated: bool) -> ddp.PowerSGDState:
+        state = ddp.PowerSGDState(groups[RANK], carrier="c10d")
+        if filled:
+            x = torch.full((4,), float(RANK))
+            state.residuals.claim(*state.place)
+            state.residuals.of("w", x).copy_(x)
+            state.factors.q["w"] = x.clone()
+        if consolidated:
+            state.consolidate()
+        return state
+
+    for consolidated in (False, True):
+        saved, loaded = fresh(True, consolidated), fresh(False, consolidated)
+        with folder_of_all() as folder:
+            dcp_save({"cgx": saved}, checkpoint_id=folder)
+            dcp_load({"cgx": loaded}, checkpoint_id=folder)
+        for kept in (loaded.residuals.tensors, loaded.factors.q):
+            assert kept["w"].tolist() == [RANK] * 4, kept
+    # On the default group, too, whose state has no name.
+    anywhere = ddp.PowerSGDState()
+    anywhere.load_state_dict(saved.state_dict())
+    assert anywhere.residuals.tensors["w"].tolist() == [RANK] * 4
+
+
 # ---- 4. bad input --------------------------------------------------------------------------------
 
 
@@ -245,4 +278,4 @@ CHECKS = [
     rules_and_blocks,
     resumed,
 ]
-CHECKS += [bad_arguments, bad_gradients, bad_states]
+CHECKS += [groups_of_a_mesh, bad_arguments, bad_gradients, bad_states]
