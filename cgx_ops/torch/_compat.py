@@ -339,6 +339,11 @@ def uncompiled(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
+def forward_pre_hooks(module: torch.nn.Module) -> dict[int, Any]:
+    """Return what is called before a module's forward, by numbers: the very dict."""
+    return module._forward_pre_hooks
+
+
 def comm_hooks(wrapper: torch.nn.parallel.DistributedDataParallel) -> list[Any]:
     """Return the communication hooks that somebody registered; a built-in one by its name."""
     hooks = [hook for hook, _ in getattr(wrapper, "_comm_hooks", ())]

@@ -5,14 +5,12 @@ who wants another one has registered it. hook_state() gives it the hook at once.
 """
 
 import logging
-import weakref
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from cgx_ops import Config
 from cgx_ops.planner import AdaptiveBits, Plan
@@ -27,10 +25,6 @@ from cgx_ops.torch.ddp_state import HookState
 from cgx_ops.torch.residuals import Residuals
 
 _log = logging.getLogger(__name__)
-# What waits for the first forward of each.
-_waiting: weakref.WeakKeyDictionary[DistributedDataParallel, RemovableHandle] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def register() -> None:
@@ -64,7 +58,7 @@ def hook_state(model: DistributedDataParallel) -> HookState | None:
             "not the module in it"
         )
     ddp_models.meet(model)
-    if model in _waiting:
+    if _before_first_forward in _compat.forward_pre_hooks(model).values():
         _before_first_forward(model, None)
     states = [state for state in _compat.comm_hook_states(model) if isinstance(state, HookState)]
     return states[0] if states else None
@@ -79,15 +73,16 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
     ddp_models.remember(parent, child)
     if backend.options_of(group_or_default(parent.process_group)) is not None:
         hook: Any = _before_first_forward  # of this module, by its own name: models pickle
-        _waiting[parent] = parent.register_forward_pre_hook(hook)
+        parent.register_forward_pre_hook(hook)
 
 
 @_compat.not_compiled
 def _before_first_forward(wrapper: DistributedDataParallel, _inputs: Any) -> None:
     ddp_models.meet(wrapper)  # copies have this hook, too
     _attach(wrapper)
-    if handle := _waiting.pop(wrapper, None):
-        handle.remove()
+    hooks = _compat.forward_pre_hooks(wrapper)  # without handles: copies have none
+    for number in [n for n, hook in hooks.items() if hook is _before_first_forward]:
+        del hooks[number]
 
 
 def _attach(wrapper: DistributedDataParallel) -> None:

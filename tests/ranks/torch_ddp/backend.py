@@ -245,6 +245,13 @@ def is_saved_and_copied_before_its_first_forward() -> None:
     same(gradients_of(model), averaged(alone))
     for name, gradient in gradients_of(copied).items():  # the default group has 32 bits
         torch.testing.assert_close(gradient, sum(g[name] for g in alone) / SIZE)
+    assert not copied._forward_pre_hooks  # later forwards do without
+    cgx_ops.torch.set_quantization_bits("first.weight", 2)
+    try:
+        for each in _copies(DistributedDataParallel(network())):
+            assert cgx_ops.torch.hook_state(each) is not None
+    finally:
+        cgx_ops.torch.forget_models()
 
 
 def _copies(model: DistributedDataParallel) -> list[DistributedDataParallel]:
