@@ -85,7 +85,8 @@ class PlannedAllreduceState(HookState):
         """Go on by another plan of the same parameters, on all ranks from the same step on.
 
         Collective, between steps or beside them: ranks compare their plans and agree on the step.
-        Two more steps go by the plan before. Nothing that is kept of tensors moves or is lost.
+        Two more steps go by the plan before, which checkpoints have until then; load_state_dict()
+        drops what is announced. Nothing that is kept of tensors moves or is lost.
 
         Returns:
             The number of the first step that goes by the new plan; `steps` counts them.
@@ -102,6 +103,10 @@ class PlannedAllreduceState(HookState):
         first = int((pieces @ [_PIECE, 1]).max()) + _STEPS_AHEAD
         self._next = first, plan
         return first
+
+    def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Return attributes from what was saved; a plan that was announced is not of that run."""
+        return super().restored(saved) | {"_next": None}
 
     def joining(self, bucket: GradBucket, seen: Seen) -> "_Joining":
         """Return what joins the buckets of the backward pass that this one belongs to."""

@@ -90,6 +90,11 @@ def groups_are_messages_and_change_no_bits() -> None:
         counts.append(_collectives(state) - before)
     assert counts[1:] == [3, 3, 3, 8, 8], counts
     assert state.plan == EACH
+    state.replan(THREE)
+    state.load_state_dict(state.state_dict())
+    for step in range(3):
+        _step(model, step)
+    assert state.plan == EACH, "it was announced to the run before"
 
 
 def a_plan_is_tuned_while_the_model_trains() -> None:
