@@ -127,36 +127,40 @@ class AllReduce : public torch::autograd::Function<AllReduce> {
  public:
   static constexpr bool is_traceable = true;  // backward holds no state that tracing would miss
 
+  // New residuals go into *lost. Among the results they would have to be marked as not
+  // differentiable, which compiled autograd refuses.
   static variable_list forward(AutogradContext* context, at::TensorList xs,
-                               at::TensorList residuals, const Seed& seed, const Options& options) {
+                               at::TensorList residuals, const Seed& seed, const Options& options,
+                               variable_list* lost) {
     context->saved_data["gradient"] = options.gradient().value();
-    context->saved_data["inputs"] = static_cast<int64_t>(xs.size());
+    context->saved_data["has_residuals"] = !residuals.empty();
     context->save_for_backward({seed.value_or(at::Tensor())});
     variable_list results = all_reduce(xs, residuals, seed, options);
-    context->mark_non_differentiable(variable_list(results.begin() + xs.size(), results.end()));
+    lost->assign(results.begin() + xs.size(), results.end());
+    results.resize(xs.size());
     return results;
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const Options options = Options::of(context->saved_data["gradient"]);
     const at::Tensor seed = context->get_saved_variables()[0];
-    const bool has_residuals =
-        static_cast<int64_t>(gradients.size()) > context->saved_data["inputs"].toInt();
-    gradients.resize(context->saved_data["inputs"].toInt());
     variable_list results =
         reduce(gradients, {}, seed.defined() ? Seed(seed) : std::nullopt, options);
-    if (has_residuals) {
+    if (context->saved_data["has_residuals"].toBool()) {
       const variable_list again = results;
       results.insert(results.end(), again.begin(), again.end());
     }
-    results.resize(results.size() + 2);  // none for seed and options
+    results.resize(results.size() + 3);  // none for seed, options and lost
     return results;
   }
 
   static variable_list reduce(at::TensorList xs, at::TensorList residuals, const Seed& seed,
                               const Options& options) {
-    if (require_grad(xs) || require_grad(residuals)) return apply(xs, residuals, seed, options);
-    return all_reduce(xs, residuals, seed, options);
+    if (!require_grad(xs) && !require_grad(residuals))
+      return all_reduce(xs, residuals, seed, options);
+    variable_list lost, results = apply(xs, residuals, seed, options, &lost);
+    results.insert(results.end(), lost.begin(), lost.end());
+    return results;
   }
 };
 

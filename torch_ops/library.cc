@@ -47,10 +47,11 @@ TORCH_LIBRARY(cgx, m) {
       "quantized_allreduce_coalesced_with_feedback(Tensor[] xs, Tensor[] "
       "residuals, " CGX_PUBLIC_OPTIONS ") -> (Tensor[], Tensor[])");
 
-  define("draw_seed(Tensor distinct) -> Tensor",
-         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
-  define("draw_places(Tensor distinct, str group_name, str name) -> Tensor",
-         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  // `distinct` has no strides to keep: checkpoints in compiled autograd ask for that.
+  const std::vector<at::Tag> draws = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded,
+                                      at::Tag::flexible_layout};
+  define("draw_seed(Tensor distinct) -> Tensor", draws);
+  define("draw_places(Tensor distinct, str group_name, str name) -> Tensor", draws);
   define("quantized_all_reduce" CGX_ALL_REDUCE_SCHEMA);
   define("quantized_all_reduce_start" CGX_ALL_REDUCE_SCHEMA);
   define("quantized_all_reduce_start.borrow" CGX_ALL_REDUCE_SCHEMA);

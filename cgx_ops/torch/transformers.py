@@ -42,7 +42,7 @@ class SaveHookState(transformers.TrainerCallback):
     ) -> None:
         """Write the state; Trainer calls this on all ranks."""
         hook = trainer_state.save_for_all_ranks(self._trainer.model_wrapped)
-        if hook is not None and state.is_world_process_zero:
+        if hook is not None and args.should_save:  # of every node with save_on_each_node
             torch.save(hook, _file(args, state))
 
     def on_train_begin(

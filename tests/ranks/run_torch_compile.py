@@ -192,14 +192,40 @@ def compiled_autograd() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return 2 * tc.allreduce(2 * x.relu(), **OPTIONS)
 
-    want = run(step)
-    counters.clear()
+    def with_feedback(x: torch.Tensor) -> torch.Tensor:
+        y, lost = tc.feedback(2 * x.relu(), torch.zeros_like(x), **OPTIONS)
+        assert not lost.requires_grad
+        return 2 * y
+
     compiler = torch.compile(backend="aot_eager", fullgraph=True)
-    with _enable(compiler):
-        got = run(step)
-    assert counters["compiled_autograd"]["captures"] == 1, counters
-    assert tc.same_bits(got[0], want[0])
-    assert tc.same_bits(got[1], want[1])
+    for function in (step, with_feedback):
+        want = run(function)
+        counters.clear()
+        with _enable(compiler):
+            got = run(function)
+        assert counters["compiled_autograd"]["captures"] == 1, counters
+        assert tc.same_bits(got[0], want[0])
+        assert tc.same_bits(got[1], want[1])
+
+
+def checkpointed_in_a_whole_step() -> None:
+    """Compiled with its backward: the recomputed noise is the forward's there, too."""
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y = tc.allreduce(2 * x, **OPTIONS)
+        return y * y
+
+    def step(x: torch.Tensor) -> None:
+        checkpoint(block, x, use_reentrant=False).sum().backward()
+
+    gradients = []
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        for call in (step, torch.compile(step, backend="aot_eager")):
+            torch.manual_seed(100 + RANK)
+            x = tc.values(RANK, 1000).requires_grad_()
+            call(x)
+            gradients.append(x.grad)
+    assert tc.same_bits(*gradients)
 
 
 def operators() -> None:
@@ -263,8 +289,8 @@ def main() -> None:
     else:
         found = checks.of_modules(torch_refused) | checks.named(
             with_lowering, forward_and_backward, in_place_on_the_input, dynamic_shapes,
-            checkpointed, seeds, lists, steps_with_feedback, compiled_autograd, operators,
-            input_left_alone,
+            checkpointed, seeds, lists, steps_with_feedback, compiled_autograd,
+            checkpointed_in_a_whole_step, operators, input_left_alone,
         )  # fmt: skip
     checks.run(found, [], after=torch._dynamo.reset)
 
