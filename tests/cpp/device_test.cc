@@ -283,6 +283,7 @@ void addresses_of_no_values_are_not_looked_at() {
   Rank call({.numels = {1000, 0}, .residuals = true}, 0, 1);
   job.devices[0]->freed = call.call.residuals[1];
   call.enqueue(*job.communicators[0], *job.devices[0], stream);
+  stream.synchronize();
   job.devices[0]->freed = call.call.residuals[0];
   error_of([&] { call.enqueue(*job.communicators[0], *job.devices[0], stream); },
            CGX_INVALID_ARGUMENT);
