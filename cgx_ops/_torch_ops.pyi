@@ -54,8 +54,8 @@ class Scope:
 def exchange_scope(scope: Scope) -> Scope:
     """Make `scope` the calling thread's and return what it was."""
 
-def drain(seconds: float) -> bool:
-    """Wait until no callback of a future runs; return whether so within the seconds."""
+def drain(seconds: float) -> None:
+    """Wait until no callback of a future runs, or the seconds have passed."""
 
 class Unasked(enum.Enum):
     """What a group compresses that nobody asked for by a scope."""

@@ -308,8 +308,8 @@ def bits_for(
     if numel < 0:
         raise InvalidArgument(f"numel is {numel}; it must be 0 or more")
     config = Config() if config is None else config
-    _key(communicator, config)  # which refuses a compressor without bits to choose
     if communicator.size == 1:
+        _key(communicator, config)  # which refuses a compressor without bits to choose
         return EXACT
     return verdict_of(communicator, config).bits(numel, element_bytes)
 

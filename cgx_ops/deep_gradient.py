@@ -11,7 +11,7 @@ from typing import Any
 
 from cgx_ops import _native
 from cgx_ops.config import Config
-from cgx_ops.errors import InvalidArgument, is_number, require_count
+from cgx_ops.errors import InvalidArgument, is_number, require_integer
 from cgx_ops.rules import EXACT_BITS
 
 # The densities of the warm-up, for a quarter of its steps each: as in the paper.
@@ -55,7 +55,7 @@ class Method:
             )
         if self.clip is not None and not (is_number(self.clip) and 0 < self.clip < math.inf):
             raise InvalidArgument(f"clip is {self.clip!r}; it must be a number above 0, or None")
-        steps = require_count("warmup_steps", self.warmup_steps, 0)
+        steps = require_integer("warmup_steps", self.warmup_steps, 0)
         object.__setattr__(self, "warmup_steps", steps)
         for name in ("density", "momentum", "clip"):  # Python's numbers leave dtypes as they are
             value = getattr(self, name)

@@ -85,38 +85,20 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def require_count(what: str, value: Any, least: int) -> int:
-    """Return a number as an int; raise InvalidArgument unless it is an integer of at least `least`.
-
-    Args:
-        what: names it: "OneBitAdam: warmup_steps".
-        value: of it; True and False are none.
-        least: the lowest that is accepted.
-    """
-    try:
-        count = least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        count = least - 1
-    if count < least:
-        raise InvalidArgument(f"{what} is {value!r}; it must be an integer of at least {least}")
-    return count
-
-
-def require_integer(what: str, value: int, least: int, most: int) -> int:
+def require_integer(what: str, value: Any, least: int, most: int | None = None) -> int:
     """Return a number as an int; raise InvalidArgument unless it is an integer in this range.
-
-    C would take the low 32 bits of a larger one for it.
 
     Args:
         what: names it: "ranks[0]".
-        value: of it.
+        value: of it; True and False are none.
         least: the lowest that is accepted.
-        most: the highest.
+        most: the highest; None: there is none. C would take the low 32 bits of a larger one for it.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
-    if number is None or not least <= number <= most:
-        raise InvalidArgument(f"{what} is {value!r}; it must be an integer from {least} to {most}")
+    if number is None or number < least or (most is not None and number > most):
+        accepted = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise InvalidArgument(f"{what} is {value!r}; it must be an integer {accepted}")
     return number

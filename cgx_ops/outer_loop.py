@@ -10,7 +10,7 @@ torch/diloco.py and jax/diloco.py do it, each in its framework's arrays.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cgx_ops.errors import InvalidArgument, is_number, require_count
+from cgx_ops.errors import InvalidArgument, is_number, require_integer
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name, least in (("sync_every", 1), ("fragments", 1), ("fragment_sync_delay", 0)):
-            object.__setattr__(self, name, require_count(name, getattr(self, name), least))
+            object.__setattr__(self, name, require_integer(name, getattr(self, name), least))
         if self.sync_every % self.fragments:
             raise InvalidArgument(
                 f"sync_every is {self.sync_every}, fragments {self.fragments}; fragments must "

@@ -172,14 +172,16 @@ Backend::WorkRef Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
                                   const c10d::ScatterOptions& options) {
   // Only the root has inputs; they tell what profilers should show.
   const Tensors shown = inputs.empty() ? outputs : inputs[0];
-  for (const Tensors& each : {outputs, shown}) refuse_gaps("scatter", each);
+  refuse_gaps("scatter", outputs);
+  refuse_gaps("scatter", shown);
   return forward("cgx:scatter", shown, &c10d::Backend::scatter, outputs, inputs, options);
 }
 
 Backend::WorkRef Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                          const c10d::ReduceScatterOptions& options) {
   const Tensors shown = inputs.empty() ? outputs : inputs[0];
-  for (const Tensors& each : {outputs, shown}) refuse_gaps("reduce_scatter", each);
+  refuse_gaps("reduce_scatter", outputs);
+  refuse_gaps("reduce_scatter", shown);
   return forward_reduction("cgx:reduce_scatter", shown, &c10d::Backend::reduce_scatter, outputs,
                            options, outputs, inputs);
 }
@@ -208,7 +210,8 @@ Backend::WorkRef Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
 
 Backend::WorkRef Backend::alltoall(Tensors& outputs, Tensors& inputs,
                                    const c10d::AllToAllOptions& options) {
-  for (const Tensors& each : {outputs, inputs}) refuse_gaps("all_to_all", each);
+  refuse_gaps("all_to_all", outputs);
+  refuse_gaps("all_to_all", inputs);
   return forward("cgx:all_to_all", inputs, &c10d::Backend::alltoall, outputs, inputs, options);
 }
 

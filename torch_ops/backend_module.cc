@@ -127,11 +127,9 @@ void bind_backend(py::module_& module) {
 
   module.def(
       "drain",
-      [](double seconds) {
-        return CompletionPool::get().drain(std::chrono::duration<double>(seconds));
-      },
+      [](double seconds) { CompletionPool::get().drain(std::chrono::duration<double>(seconds)); },
       py::arg("seconds"), py::call_guard<py::gil_scoped_release>(),
-      "Wait until no callback of a future runs; return whether so within the seconds.");
+      "Wait until no callback of a future runs, or the seconds have passed.");
 }
 
 }  // namespace cgx::torch_ops

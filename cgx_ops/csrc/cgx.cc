@@ -29,9 +29,9 @@ std::mutex init_mutex;
 // Some rank has been lost, or never came: MPI_Finalize may wait for it.
 std::atomic<bool> job_failed{false};
 
-// Before anything that a forked child must not use. kernels() is asked first: a wrong
-// CGX_CPU_TARGET is told here, not in the first collective, and children find it settled.
-// What is read of the environment fails here, on the rank whose it is, rather than in a collective.
+// Before anything that a forked child must not use. A variable that cannot be understood is told
+// here, on the rank whose it is, not in the first collective; kernels() is asked first, so that
+// children find it settled.
 void prepare_process() {
   kernels();
   env_threads();

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from cgx_ops.config import Algorithm, Config
-from cgx_ops.errors import require_count, require_share
+from cgx_ops.errors import require_integer, require_share
 from cgx_ops.jax.knobs import Rules, check_feedback, checked_knobs, is_vote, keeps_by_default
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.optimizer_state import (
@@ -100,7 +100,7 @@ def one_bit_adam(
     caller = "one_bit_adam"
     optax = import_optax(caller)
     # At least 1, for nu to be more than 0.
-    warmup_steps = require_count(f"{caller}: warmup_steps", warmup_steps, 1)
+    warmup_steps = require_integer(f"{caller}: warmup_steps", warmup_steps, 1)
     require_share(f"{caller}: b1", b1)
     require_share(f"{caller}: b2", b2)
     if not eps > 0:

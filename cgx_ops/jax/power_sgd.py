@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from cgx_ops import low_rank
 from cgx_ops.config import Config
-from cgx_ops.errors import require_count
+from cgx_ops.errors import require_integer
 from cgx_ops.jax import _compat
 from cgx_ops.jax.knobs import Rules, check_feedback, checked_knobs, keeps_by_default, name_of_leaf
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
@@ -120,8 +120,8 @@ def power_sgd(
     optax = import_optax(_CALLER)
     if "fuse" in knobs:
         raise TypeError(f"{_CALLER} has no knob fuse: its messages are those of all leaves")
-    rank = require_count(f"{_CALLER}: rank", rank, 1)
-    start = require_count(f"{_CALLER}: start", start, 0)
+    rank = require_integer(f"{_CALLER}: rank", rank, 1)
+    start = require_integer(f"{_CALLER}: start", start, 0)
     rate = low_rank.checked_rate(min_compression_rate)
     how = _FACTORS[low_rank.checked_factor_bits(factor_bits)]
     decay = Config(residual_decay=residual_decay).residual_decay  # which checks it

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
 from cgx_ops import Config
-from cgx_ops.errors import InvalidArgument, require_count
+from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.torch.exchange import Carriers, Exchange, check_parameters
 
 _CALLER = "QuantizedModelAverager"
@@ -83,8 +83,8 @@ class QuantizedModelAverager(ModelAverager):
         Raises:
             InvalidArgument (a ValueError): an argument is out of its range.
         """
-        self.period = require_count(f"{_CALLER}: period", period, 1)
-        self.warmup_steps = require_count(f"{_CALLER}: warmup_steps", warmup_steps, 0)
+        self.period = require_integer(f"{_CALLER}: period", period, 1)
+        self.warmup_steps = require_integer(f"{_CALLER}: warmup_steps", warmup_steps, 0)
         super().__init__(process_group)
         self.last = Average()
         self.exchange = Exchange(_CALLER, process_group, config, carrier)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Config, low_rank
-from cgx_ops.errors import InvalidArgument, require_count
+from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.torch.ddp_state import HookState, refuse_auto
 from cgx_ops.torch.layers import Rules
 
@@ -132,7 +132,7 @@ class PowerSGDState(HookState):
             )
         if type(random_seed) is not int or not 0 <= random_seed < 2**32:
             raise InvalidArgument(f"random_seed is {random_seed!r}; it must be 0 to 2**32 - 1")
-        rank = require_count("matrix_approximation_rank", matrix_approximation_rank, 1)
+        rank = require_integer("matrix_approximation_rank", matrix_approximation_rank, 1)
         self.feedback = feedback
         self.matrix_approximation_rank = rank
         self.start_powerSGD_iter = start_powerSGD_iter

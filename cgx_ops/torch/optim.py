@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Config
-from cgx_ops.errors import InvalidArgument, require_count, require_share
+from cgx_ops.errors import InvalidArgument, require_integer, require_share
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch.exchange import Carriers, Exchange
 from cgx_ops.torch.exchanging_optimizer import ExchangingOptimizer, Trained
@@ -81,7 +81,7 @@ class OneBitAdam(ExchangingOptimizer):
             TypeError: a parameter is complex, sparse or of float64.
         """
         # At least 1, for v to be more than 0.
-        self.warmup_steps = require_count("OneBitAdam: warmup_steps", warmup_steps, 1)
+        self.warmup_steps = require_integer("OneBitAdam: warmup_steps", warmup_steps, 1)
         config = Config(compressor="levels", bits=1) if config is None else config
         if isinstance(config, Config) and config.compressor == "sign" and config.bits != EXACT_BITS:
             raise InvalidArgument("OneBitAdam: a vote has no magnitude: use Signum")

@@ -37,10 +37,10 @@ class CompletionPool {
     return *pool;
   }
 
-  // Waits until nothing is left to do; returns whether so within the time.
-  bool drain(std::chrono::duration<double> at_most) {
+  // Waits until nothing is left to do, or the time has passed.
+  void drain(std::chrono::duration<double> at_most) {
     std::unique_lock lock(mutex_);
-    return ended_.wait_for(lock, at_most, [this] { return queue_.empty() && busy_ == 0; });
+    ended_.wait_for(lock, at_most, [this] { return queue_.empty() && busy_ == 0; });
   }
 
   // Runs `work` soon, on a thread that has nothing else to do. Never throws. Where no thread can be
