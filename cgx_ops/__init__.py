@@ -4,8 +4,6 @@ This module is the numpy face and imports no framework; `cgx_ops.torch` and `cgx
 others. Importing it starts nothing: init() or the first collective does.
 """
 
-import functools
-
 import numpy.typing as npt
 
 from cgx_ops import _at_end, _native  # noqa: F401  (_at_end: what it does when a program ends)
@@ -29,6 +27,7 @@ from cgx_ops.errors import (
 )
 from cgx_ops.request import Request
 from cgx_ops.stats import Stats, stats
+from cgx_ops.world import init
 
 __version__ = _native.version()
 
@@ -60,23 +59,13 @@ __all__ = [
 ]
 
 
-@functools.cache
-def init() -> Communicator:
-    """Return the communicator "world": all ranks that mpirun started, or this process alone.
-
-    The first call starts MPI if mpirun started this process, unless somebody (mpi4py) did already;
-    what cgx_ops started ends with the interpreter.
-    """
-    return Communicator(_native.call_for_id("cgx_init"))
-
-
 def rank() -> int:
-    """Return this process's rank in the world, from 0."""
+    """Return this process's rank among those of init(), from 0."""
     return init().rank
 
 
 def size() -> int:
-    """Return the number of ranks in the world."""
+    """Return the number of ranks of init()."""
     return init().size
 
 
@@ -89,7 +78,7 @@ def allreduce(
     name: str = "",
     residual: Array | None = None,
 ) -> Array:
-    """Reduce the arrays of all ranks of the world; every rank gets the same bits.
+    """Reduce the arrays of all ranks, those of init(); every rank gets the same bits.
 
     Args:
         array: float32, float16 or bfloat16 (of ml_dtypes), any shape, equal on all ranks.
@@ -106,6 +95,6 @@ def allreduce(
         `out`, or a new array of the input's shape and dtype.
 
     Raises:
-        CgxError: see Communicator.
+        CgxError: see Communicator and init().
     """
     return init().allreduce(array, op, config, out=out, name=name, residual=residual)

@@ -13,6 +13,9 @@ __file__: str
 torch_version: str
 cgx_version: str
 
+def find_groups_by(finder: Callable[[str], int]) -> None:
+    """Have finder(group_name) return the id of the communicator of a group, or of all ranks."""
+
 def on_trace(callback: Callable[[], bool]) -> None:
     """Call callback() whenever an operator is traced, until it returns True. Once per process."""
 

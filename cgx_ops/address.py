@@ -4,25 +4,23 @@ import socket
 
 import numpy as np
 
-import cgx_ops
 from cgx_ops.comm import Communicator
 from cgx_ops.config import Config
 
 _BLOB = 512  # bytes that a rank may say at a time
 
 
-def exchange(text: str, name: str, world: Communicator | None = None) -> list[str]:
+def exchange(text: str, name: str, world: Communicator) -> list[str]:
     """Give every rank's text, of at most 512 bytes, to every rank, in rank order.
 
     Args:
         text: what this rank says; what is longer is cut.
         name: of the collective, equal on all ranks.
-        world: the ranks; None: those of cgx_ops.init().
+        world: the ranks.
     """
     data = text.encode()[:_BLOB].decode(errors="ignore").encode()  # whole characters
     blob = np.zeros(_BLOB, np.float32)
     blob[: len(data)] = np.frombuffer(data, np.uint8)
-    world = world or cgx_ops.init()
     blobs = world.all_gather(blob, Config(bits=32), name=name)
     rows = np.asarray(blobs).reshape(world.size, _BLOB).astype(np.uint8)
     return [row.tobytes().rstrip(b"\0").decode() for row in rows]

@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, use_cpu_devices
 
-from cgx_ops import CgxError, _xla_ffi
-from cgx_ops.jax import _runtime, all_gather_q, pmean_q, psum_q, psum_scatter_q
+from cgx_ops import CgxError, _xla_ffi, launchers
+from cgx_ops.jax import all_gather_q, pmean_q, psum_q, psum_scatter_q
 from cgx_ops.jax.launching import _Ticket, _Tickets
 
 use_cpu_devices(8)
@@ -200,14 +200,14 @@ except Exception as error:
 def test_bad_timeout(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("CGX_TIMEOUT", text)
     with pytest.raises(ValueError, match=f"CGX_TIMEOUT is '{text}'; it must be a number"):
-        _runtime.timeout()
+        launchers.timeout()
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("", 7.0), ("2.5", 2.5), ("1e300", 1e6)])
 def test_timeout(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
     """More than the operating system waits for is cut to what it does."""
     monkeypatch.setenv("CGX_TIMEOUT", text)
-    assert _runtime.timeout(default=7.0) == seconds
+    assert launchers.timeout(default=7.0) == seconds
 
 
 def test_a_block_whose_turn_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <string_view>
 
 #include "cgx/cgx.h"
@@ -13,6 +14,12 @@
 #include "work.h"
 
 namespace cgx::torch_ops {
+
+// Returns the communicator's id of a process group that has none under its own name, and of all
+// ranks for an empty name; throws if there is none.
+using GroupFinder = int32_t (*)(const std::string& group_name);
+// Has collectives ask `finder`. Before the first of them.
+void find_groups_by(GroupFinder finder);
 
 // Reduces `input` into `output`: contiguous, of one device, dtype and size, perhaps one tensor;
 // `numels` are the sizes of the tensors that lie in it end to end. `seed` is needed if the options

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -131,6 +132,13 @@ void call_trace_callback() {
   if ((*trace_callback)().cast<bool>()) cgx::torch_ops::set_trace_hook(nullptr);
 }
 
+pybind11::function* find_group = nullptr;  // lives for ever, too
+
+int32_t call_find_group(const std::string& name) {
+  const pybind11::gil_scoped_acquire gil;
+  return (*find_group)(name).cast<int32_t>();
+}
+
 }  // namespace
 
 namespace cgx::torch_ops {
@@ -149,6 +157,14 @@ PYBIND11_MODULE(_torch_ops, m) {
       },
       pybind11::arg("callback"),
       "Call callback() whenever an operator is traced, until it returns True. Once per process.");
+  m.def(
+      "find_groups_by",
+      [](pybind11::function finder) {
+        find_group = new pybind11::function(std::move(finder));
+        cgx::torch_ops::find_groups_by(call_find_group);
+      },
+      pybind11::arg("finder"),
+      "Have finder(group_name) return the id of the communicator of a group, or of all ranks.");
   m.def(
       "start",
       [](uintptr_t collective, const at::Tensor& input, const at::Tensor& output,

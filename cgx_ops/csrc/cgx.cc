@@ -143,7 +143,7 @@ cgx_status_t cgx_init(int32_t* world) {
     const std::lock_guard lock(init_mutex);
     if (!Registry::instance().find_world()) {
       const bool failed = job_failed.exchange(true);  // unless make_world returns
-      Registry::instance().add_world(make_world());
+      Registry::instance().add(make_world());
       job_failed = failed;
     }
     if (world) *world = Registry::kWorld;

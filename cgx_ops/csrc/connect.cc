@@ -147,7 +147,7 @@ CommunicatorRef connect(const std::string& name, int rank, int noise_rank, int s
   int64_t unread_bytes = 0;
   Host host{};
   const auto refusal = failure_of([&] {
-    if (name != Registry::kWorldName) Registry::instance().require_free(name);
+    Registry::instance().require_free(name);
     unread_bytes = env_fusion_buffer_bytes();
     host = this_host();
   });

@@ -23,8 +23,6 @@ void Registry::require_free(const std::string& name) const {
 
 void Registry::require_free_locked(const std::string& name) const {
   check_name(name);
-  require(name != kWorldName, CGX_INVALID_ARGUMENT, "the name '", name,
-          "' is kept for the communicator of all ranks: choose another");
   for (const auto& [id, communicator] : communicators_)
     require(communicator->name != name, CGX_INVALID_ARGUMENT, "a communicator named '", name,
             "' exists: close it first, or choose another name");
@@ -33,14 +31,11 @@ void Registry::require_free_locked(const std::string& name) const {
 int32_t Registry::add(CommunicatorRef communicator) {
   const std::lock_guard lock(mutex_);
   require_free_locked(communicator->name);
-  communicators_[next_] = std::move(communicator);
-  return next_++;
-}
-
-void Registry::add_world(CommunicatorRef communicator) {
-  const std::lock_guard lock(mutex_);
-  communicators_[kWorld] = std::move(communicator);
-  had_world_ = true;
+  const bool world = communicator->name == kWorldName;
+  had_world_ = had_world_ || world;
+  const int32_t id = world ? kWorld : next_++;
+  communicators_[id] = std::move(communicator);
+  return id;
 }
 
 CommunicatorRef Registry::find_world() const {

@@ -1,5 +1,5 @@
 // The communicators of this process by small integers and names: the only process-wide state of the
-// core. The world is 0.
+// core. The communicator named "world" is 0.
 #pragma once
 
 #include <map>
@@ -21,7 +21,6 @@ class Registry {
   static constexpr const char* kWorldName = "world";
 
   int32_t add(CommunicatorRef communicator);  // throws if the name is taken
-  void add_world(CommunicatorRef communicator);
   void require_free(const std::string& name) const;
   CommunicatorRef get(int32_t id) const;  // throws CGX_NOT_FOUND, or CGX_CLOSED
   CommunicatorRef find_world() const;     // nullptr before cgx_init

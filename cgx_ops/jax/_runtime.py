@@ -6,17 +6,14 @@ finds out in which processes the devices of a mesh are.
 """
 
 import functools
-import math
-import os
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 
-import cgx_ops
-from cgx_ops import Communicator
+from cgx_ops import Communicator, launchers
+from cgx_ops import world as world_of_ranks
 from cgx_ops.jax import _compat
 
 Platform = Literal["cpu", "cuda"]  # those that are served, by JAX's names
@@ -24,18 +21,27 @@ Platform = Literal["cpu", "cuda"]  # those that are served, by JAX's names
 # Half of what XLA:CPU lets its own collectives among the devices of a process wait before it aborts
 # the process: a later deadline of ours would never be seen. Among processes XLA waits on.
 _LOCAL_TIMEOUT_S = 20.0
-_LONGEST_S = 1e6  # eleven days: the operating system takes no wait of many more
 
 _lock = threading.Lock()
 
 # The communicator whose ranks are JAX's processes, or why there is none; None: cgx_ops.init()'s.
 _world: Communicator | str | None = None
+# Whether cgx_ops.jax.initialize() was called: then JAX has as many processes as it is to have.
+_initialized = False
+
+
+def note_initialized() -> None:
+    """Note that the user has decided which processes JAX has."""
+    global _initialized
+    _initialized = True
 
 
 def set_world(world: Communicator | str) -> None:
     """Set the communicator of JAX's processes, or say why there is none. Before any lowering."""
     global _world
     _world = world
+    if isinstance(world, Communicator):
+        world_of_ranks.adopt_jax(world)
 
 
 def world() -> Communicator:
@@ -49,7 +55,7 @@ def world() -> Communicator:
             f"cgx cannot connect JAX's processes: {_world}. Let them reach each other, or pass "
             "carrier='xla'"
         )
-    return _world or cgx_ops.init()
+    return _world or world_of_ranks.init()
 
 
 def target(name: str, platform: Platform = "cpu") -> str:
@@ -70,7 +76,7 @@ def _binding() -> Any:
     from cgx_ops import _xla_ffi
 
     _count_compilations(_xla_ffi.compilation_begins, _xla_ffi.compilation_ends)
-    _xla_ffi.set_local_timeout(timeout(_LOCAL_TIMEOUT_S))
+    _xla_ffi.set_local_timeout(launchers.timeout(_LOCAL_TIMEOUT_S))
     if isinstance(_world, Communicator):
         _xla_ffi.set_world(_world.id)
     return _xla_ffi
@@ -146,22 +152,6 @@ def refusal(function: str, platforms: Sequence[str]) -> str:
     )
 
 
-def timeout(default: float = 300) -> float:
-    """Return how many seconds to wait for peers: CGX_TIMEOUT, or a default.
-
-    Raises:
-        ValueError: CGX_TIMEOUT is no such number.
-    """
-    text = os.environ.get("CGX_TIMEOUT")
-    try:
-        seconds = float(text) if text else default
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"CGX_TIMEOUT is {text!r}; it must be a number of seconds, more than 0")
-    return min(seconds, _LONGEST_S)
-
-
 def processes_of(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, carrier: str
 ) -> list[int] | None:
@@ -172,7 +162,7 @@ def processes_of(
           not know JAX's processes.
     """
     if jax.process_count() == 1:
-        warn_if_alone()
+        require_company()
         return None
     if not isinstance(mesh, jax.sharding.Mesh):
         raise RuntimeError(
@@ -207,13 +197,14 @@ def devices_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> list[int]
     return [device.id for device in mesh.devices.flat]
 
 
-@functools.cache
-def warn_if_alone() -> None:
-    """Warn once if mpirun started several processes that JAX knows nothing of."""
-    size = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or "1"
-    if size != "1" and not jax.distributed.is_initialized():
-        warnings.warn(
-            f"mpirun started {size} processes, but JAX sees this one only, so psum_q sums over its "
-            "own devices. Call cgx_ops.jax.initialize() first to make one mesh of all",
-            stacklevel=2,
+def require_company() -> None:
+    """Raise RuntimeError where JAX's only process is one of several, and nobody has told JAX."""
+    if _initialized or jax.distributed.is_initialized():
+        return
+    shown, variable = launchers.ranks_shown()
+    if shown > 1 and not launchers.independent():
+        raise RuntimeError(
+            f"{variable}={shown} shows several processes, but JAX sees this one only, so a sum "
+            "would be that of its own devices. Call cgx_ops.jax.initialize() first, which makes "
+            "one JAX of all; or set CGX_WORLD=single if the processes are independent"
         )

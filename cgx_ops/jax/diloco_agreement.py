@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from cgx_ops import launchers
 from cgx_ops.errors import MismatchError
-from cgx_ops.jax import _compat, _runtime
+from cgx_ops.jax import _compat
 
 _LONGEST = 2000  # characters of a setting that are told
 
@@ -49,7 +50,7 @@ def agree(
     place = f"cgx_ops.jax.diloco/{name}/{','.join(map(str, processes))}"
     key, told = f"{place}/{next(_asked[place])}", json.dumps(mine).encode()
     try:
-        blobs = _compat.gather_from_processes(key, told, _runtime.timeout(), processes)
+        blobs = _compat.gather_from_processes(key, told, launchers.timeout(), processes)
     except jax.errors.JaxRuntimeError as error:
         raise jax.errors.JaxRuntimeError(
             f"diloco {name!r}: not all of the processes {processes} have come to compare anchors, "

@@ -16,7 +16,6 @@ Started by anything else that JAX knows or that is told to it, they agree over t
 
 import itertools
 import json
-import os
 import select
 import socket
 import subprocess
@@ -26,8 +25,7 @@ from typing import NamedTuple
 
 import jax
 
-import cgx_ops
-from cgx_ops import Communicator, Unsupported, _native
+from cgx_ops import Communicator, Unsupported, _native, launchers, world
 from cgx_ops.address import exchange, free_address
 from cgx_ops.jax import _compat, _runtime
 from cgx_ops.jax.launching import claim
@@ -81,44 +79,40 @@ def initialize(
             "once, and nothing else"
         )
     claim()
-    cgx_ops.init()
-    if cgx_ops.size() > 1:
-        _initialize_by_mpirun(coordinator_address, num_processes, process_id)
+    _runtime.note_initialized()
+    under_mpirun = launchers.place().launcher == "mpirun"
+    if under_mpirun and (ranks := world.of_launcher()).size > 1:
+        _initialize_by_mpirun(ranks, coordinator_address, num_processes, process_id)
     elif num_processes is not None or process_id is not None or _launched_by_another():
         _initialize_by_jax(coordinator_address, num_processes, process_id)
 
 
 def _launched_by_another() -> bool:
     """Tell whether the launcher is known; mpirun -n 1 in a job of SLURM's is not SLURM's."""
-    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+    if launchers.place().launcher == "mpirun" or launchers.independent():
         return False
     return _compat.cluster_is_detected() or _place_by_torchrun() is not None
 
 
 def _place_by_torchrun() -> tuple[str, int, int] | None:
     """Return the coordinator's address, the processes and this one by torchrun's variables."""
-    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-    values = [os.environ.get(name) for name in names]
-    host, *numbers = values
-    if not all(values) or host is None:
+    place = launchers.place()
+    if place.launcher != "torchrun" or not place.host or not place.port:
         return None
-    try:
-        port, size, rank = (int(number or "") for number in numbers)
-    except ValueError:
-        raise ValueError(
-            f"cgx_ops.jax.initialize: {', '.join(names)} are {values}; all but the first must be "
-            "integers"
-        ) from None
-    return f"[{host}]:{port + 1}" if ":" in host else f"{host}:{port + 1}", size, rank
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    return f"{host}:{place.port + 1}", place.size, place.rank
 
 
 # ---- mpirun ------------------------------------------------------------------------------------
 
 
 def _initialize_by_mpirun(
-    coordinator_address: str | None, num_processes: int | None, process_id: int | None
+    ranks: Communicator,
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
 ) -> None:
-    rank, size = cgx_ops.rank(), cgx_ops.size()
+    rank, size = ranks.rank, ranks.size
     obstacle = _obstacle()
     if num_processes not in (None, size) or process_id not in (None, rank):
         obstacle = (
@@ -126,7 +120,7 @@ def _initialize_by_mpirun(
             f"{size} by mpirun. Leave them out"
         )
     mine = json.dumps([obstacle, socket.gethostname()])
-    said = [json.loads(text) for text in exchange(mine, _NAME)]
+    said = [json.loads(text) for text in exchange(mine, _NAME, ranks)]
     _require_none([what for what, _ in said])
     _choose_gpu([host for _, host in said], rank)
     found: tuple[_Coordinator | None, str] = (None, "")
@@ -136,11 +130,12 @@ def _initialize_by_mpirun(
             found = (_start_coordinator(address, size), "")
         except RuntimeError as error:
             found = (None, str(error))
-    coordinator, failure = json.loads(exchange(json.dumps(found), _NAME)[0])
+    coordinator, failure = json.loads(exchange(json.dumps(found), _NAME, ranks)[0])
     if failure:
         raise RuntimeError(failure)
     address = _hold(_Coordinator(*coordinator))
     _meet(address, size, rank)
+    _runtime.set_world(ranks)
 
 
 def _choose_gpu(hosts: list[str], rank: int) -> None:
@@ -156,7 +151,7 @@ def _choose_gpu(hosts: list[str], rank: int) -> None:
 def _initialize_by_jax(
     coordinator_address: str | None, num_processes: int | None, process_id: int | None
 ) -> None:
-    timeout_s = _runtime.timeout()
+    timeout_s = launchers.timeout()
     known = _place_by_torchrun() or (None, None, None)
     place = _compat.detected_place(
         known[0] if coordinator_address is None else coordinator_address,
@@ -221,7 +216,7 @@ def _meet(address: str, size: int, rank: int) -> None:
     Raises:
         RuntimeError: not all have come within CGX_TIMEOUT.
     """
-    timeout_s = _runtime.timeout()
+    timeout_s = launchers.timeout()
     try:
         _compat.connect(address, size, rank, timeout_s)
     except RuntimeError as error:
@@ -248,7 +243,7 @@ def _start_coordinator(address: str, processes: int) -> _Coordinator:
     """
     host, _, port = address.rpartition(":")
     program = Path(__file__).with_name("_coordinator.py")
-    timeout_s = _runtime.timeout()
+    timeout_s = launchers.timeout()
     process = subprocess.Popen(
         [sys.executable, "-P", program, host, port, str(processes), str(timeout_s)],
         stdin=subprocess.DEVNULL,
@@ -277,7 +272,7 @@ def _hold(coordinator: _Coordinator) -> str:
     """
     global _lifeline
     host = coordinator.address.rpartition(":")[0].strip("[]")
-    _lifeline = socket.create_connection((host, coordinator.lifeline), _runtime.timeout())
+    _lifeline = socket.create_connection((host, coordinator.lifeline), launchers.timeout())
     _lifeline.sendall(coordinator.word.encode())
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     return coordinator.address

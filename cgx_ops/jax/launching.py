@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import jax
 
+from cgx_ops import launchers
 from cgx_ops.address import exchange
 from cgx_ops.errors import CgxError
 from cgx_ops.jax import _runtime
@@ -122,7 +123,7 @@ class _Tickets:
         try:
             with self._changed:
                 if not self._changed.wait_for(
-                    lambda: ticket.previous in self._ended, _runtime.timeout()
+                    lambda: ticket.previous in self._ended, launchers.timeout()
                 ):
                     raise CgxError(
                         f"block {ticket.number} of cgx_ops.jax.launching waits for block "

@@ -53,7 +53,7 @@ class MeshGroups:
     def alone(self, leaf: jax.Array) -> jax.Array:
         """Return the sum of a leaf of which there is nothing to send."""
         if self.size == 1:
-            _runtime.warn_if_alone()
+            _runtime.require_company()
         return jax.lax.psum(vary(leaf, frozenset(self.axes)), self.axes)  # its type changes
 
     def lower(

@@ -15,7 +15,7 @@ from cgx_ops.torch import _compat
 
 _native.require_binding("torch", _compat.TORCH_VERSION)
 
-from cgx_ops.torch import backend, ddp_unasked, inductor, launch, ops, work  # noqa: E402
+from cgx_ops.torch import backend, ddp_unasked, groups, inductor, launch, ops, work  # noqa: E402
 from cgx_ops.torch.backend import BackendOptions, compressed, uncompressed  # noqa: E402
 from cgx_ops.torch.ddp_unasked import hook_state  # noqa: E402
 from cgx_ops.torch.layers import (  # noqa: E402
@@ -31,6 +31,7 @@ from cgx_ops.torch.rewrite import compress_collectives  # noqa: E402
 ops.register()
 inductor.register()
 launch.register()
+groups.register()
 backend.register()
 ddp_unasked.register()
 work.register()

@@ -312,6 +312,19 @@ def default_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def store_of(group: dist.ProcessGroup) -> Store | None:
+    """Return a group's own part of the Store; None: it was made without torch.distributed."""
+    return dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
+
+
+def group_by_name(name: str) -> dist.ProcessGroup | None:
+    """Return the process group of this rank that has a name, or None."""
+    for group, known in dist.distributed_c10d._world.pg_names.items():
+        if known == name:
+            return group
+    return None
+
+
 def backends_of(group: dist.ProcessGroup) -> str | None:
     """Return a group's backends, by kind of device; None: it was made without torch.distributed.
 
@@ -322,8 +335,9 @@ def backends_of(group: dist.ProcessGroup) -> str | None:
 
 def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
     """Return how long a group's collectives may take; None if its backend does not say."""
-    backend = group._get_backend(torch.device("cpu"))
-    return getattr(getattr(backend, "options", backend), "_timeout", None)
+    backends = [group._get_backend(device) for device in group._device_types]
+    options = [getattr(backend, "options", backend) for backend in backends]
+    return getattr(options[0], "_timeout", None) if options else None
 
 
 # ---- for ddp*.py ---------------------------------------------------------------------------------

@@ -31,25 +31,23 @@ Store too; inner backends; both joined.
 """
 
 import contextlib
-import datetime
 import functools
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 
-import cgx_ops
 from cgx_ops import Communicator, Config, _torch_ops
 from cgx_ops.break_even import verdict_of
 from cgx_ops.config import AUTO
-from cgx_ops.errors import CgxError, InvalidArgument, NotFound, Unsupported
+from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch import _compat, launch
+from cgx_ops.torch import _compat, groups
 from cgx_ops.torch.work import devices
 
 NAME = "cgx"
@@ -242,14 +240,10 @@ def _make(
     """
     name, timeout = options.group_name, options._timeout
     _native_options[name] = options
-    store = _compat.PrefixStore(f"{name}/cgx", store)
-    # A store may outlive its groups (torchrun's does), and with it what was said for an earlier
-    # group of this name. So ranks count how often they came here.
-    made = store.add(f"made/{rank}", 1)
-    store = _compat.PrefixStore(str(made), store)
-    gather = _store_allgather(store, rank, size, name, timeout)
+    store = groups.own_store(store, name, rank)
+    gather = groups.store_allgather(store, rank, size, name, timeout)
     _require_alike(name, [json.loads(each) for each in gather(told.encode())])
-    comm = _connect(gather, rank, size, name, timeout, transport)
+    comm = groups.connect(gather, rank, size, name, timeout, transport)
     try:
         inner = _inner(store, rank, size, options)
         cuda = "cuda" in devices()
@@ -291,71 +285,6 @@ def _require_alike(name: str, told: Sequence[dict[str, Any]]) -> None:
                     "variables CGX_*; mpirun passes a variable on to other hosts if it is named: "
                     "mpirun -x CGX_COMPRESSION_QUANTIZATION_BITS"
                 )
-
-
-def _connect(
-    gather: Callable[[bytes], Sequence[bytes]],
-    rank: int,
-    size: int,
-    name: str,
-    timeout: datetime.timedelta,
-    transport: str | None,
-) -> Communicator:
-    """Make the communicator of a group."""
-    if launch.under_mpirun():
-        cgx_ops.init()  # so that MPI is there for ranks on several hosts
-    with contextlib.suppress(NotFound):
-        old = Communicator.find(name)
-        if old.closed:  # it failed, and its group was not destroyed
-            old.close()
-    try:
-        return Communicator.create(
-            rank,
-            size,
-            gather,
-            name,
-            transport=transport,
-            timeout=timeout.total_seconds(),
-            noise_rank=dist.get_rank() if dist.is_initialized() else rank,
-        )
-    except Unsupported as error:
-        raise dist.DistBackendError(
-            f"init_process_group('cgx'): {error}. Where ranks cannot reach each other, use "
-            "init_process_group('gloo') (or 'nccl') and compress with "
-            "torch.ops.cgx.quantized_allreduce(..., carrier='c10d')"
-        ) from error
-    except CgxError as error:
-        raise dist.DistBackendError(f"init_process_group('cgx'): {error}") from error
-
-
-def _store_allgather(
-    store: _compat.Store, rank: int, size: int, name: str, timeout: datetime.timedelta
-) -> Callable[[bytes], Sequence[bytes]]:
-    """Return an allgather of small blobs over a Store, for the making of one communicator.
-
-    Every round has keys of its own. The last to read a round's blobs deletes them.
-    """
-    rounds = iter(range(2**31))
-
-    def allgather(mine: bytes) -> Sequence[bytes]:
-        prefix = str(next(rounds))
-        keys = [f"{prefix}/{peer}" for peer in range(size)]
-        store.set(keys[rank], mine.hex())
-        try:
-            store.wait(keys, timeout)
-        except RuntimeError as error:  # a FileStore raises no DistError
-            late = [peer for peer, key in enumerate(keys) if not store.check([key])]
-            raise dist.DistBackendError(
-                f"the backend cgx, group '{name}': rank {rank} waited "
-                f"{timeout.total_seconds():g} s for ranks {late} of {size} to make the group"
-            ) from error
-        blobs = [bytes.fromhex(store.get(key).decode()) for key in keys]
-        if store.add(f"{prefix}/read", 1) == size:
-            for key in (*keys, f"{prefix}/read"):
-                store.delete_key(key)
-        return blobs
-
-    return allgather
 
 
 def _inner(

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cgx_ops.errors import InvalidArgument, Unsupported
 from cgx_ops.planner import Plan
 from cgx_ops.torch._compat import group_or_default
-from cgx_ops.torch.ddp_state import communicator_of
+from cgx_ops.torch.groups import communicator_of
 from cgx_ops.torch.layers import layer_name
 
 _MIB = 1 << 20

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import cgx_ops
 from cgx_ops import Communicator, Config, Segment
 from cgx_ops.config import AUTO
-from cgx_ops.errors import InvalidArgument, NotFound
+from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import layers
 from cgx_ops.torch._compat import group_or_default
 from cgx_ops.torch.carried import Carrier
+from cgx_ops.torch.groups import communicator_of
 from cgx_ops.torch.layers import Rules
 from cgx_ops.torch.residuals import Residuals
 from cgx_ops.torch.work import Residuals as ResidualsOfSegments
@@ -307,25 +307,6 @@ def refuse_auto(caller: str, config: Config) -> None:
 def by_hosts(config: Config) -> Config:
     """Return a config whose algorithm does not follow from a message's size."""
     return replace(config, algorithm="by_hosts") if config.algorithm == "auto" else config
-
-
-def communicator_of(group: dist.ProcessGroup) -> Communicator:
-    """Return the ranks of a group, as cgx_ops knows them.
-
-    Raises:
-        InvalidArgument: no communicator has them.
-    """
-    try:
-        return Communicator.find(group.group_name)
-    except NotFound:
-        world = cgx_ops.init()
-        if (world.rank, world.size) == (group.rank(), group.size()):
-            return world
-        raise InvalidArgument(
-            f"process group '{group.group_name}' ({group.size()} ranks, backend "
-            f"{dist.get_backend(group)}) is none of cgx_ops' communicators; make it with the "
-            "backend 'cgx', or give the state carrier='c10d'"
-        ) from None
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:

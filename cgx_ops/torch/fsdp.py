@@ -41,10 +41,11 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner import AdaptiveBits
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import _compat, layers
-from cgx_ops.torch.fsdp_block import Block, communicator_of, rows_of
+from cgx_ops.torch.fsdp_block import Block, rows_of
 from cgx_ops.torch.fsdp_feedback import LOCO as LOCO
 from cgx_ops.torch.fsdp_feedback import Feedback
 from cgx_ops.torch.fsdp_state import State
+from cgx_ops.torch.groups import communicator_of
 from cgx_ops.torch.layers import Layer, Rule, Rules, layer_name
 from cgx_ops.torch.work import start
 

@@ -10,31 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from cgx_ops import Communicator, Segment
+from cgx_ops import Segment
 from cgx_ops import rules as language
-from cgx_ops.errors import InvalidArgument, NotFound
+from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import _compat
+from cgx_ops.torch.groups import communicator_of
 from cgx_ops.torch.work import DTYPES
-
-
-def communicator_of(group: dist.ProcessGroup) -> Communicator:
-    """Return the communicator of a process group of the backend "cgx".
-
-    Raises:
-        InvalidArgument: it has none.
-    """
-    try:
-        return Communicator.find(group.group_name)
-    except NotFound:
-        raise InvalidArgument(
-            f"the process group '{group.group_name}' ({dist.get_backend(group)}) has no "
-            "communicator of cgx_ops: call torch.distributed.init_process_group('cgx') before "
-            "init_device_mesh and fully_shard"
-        ) from None
-
 
 # ---- 1. parameters -------------------------------------------------------------------------------
 

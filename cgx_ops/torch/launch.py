@@ -11,52 +11,44 @@ set, nothing happens here.
 import contextlib
 import json
 import os
-import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-import cgx_ops
+from cgx_ops import launchers, world
 from cgx_ops.address import exchange, free_address
 from cgx_ops.torch import _compat
 
 _BY_MPIRUN = {
-    "RANK": "OMPI_COMM_WORLD_RANK",
-    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "RANK": launchers.MPIRUN[0],
+    "WORLD_SIZE": launchers.MPIRUN[1],
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
     "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
 _BY_SRUN = {
-    "RANK": "SLURM_PROCID",
-    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
+    "RANK": launchers.SRUN[0],
+    "WORLD_SIZE": launchers.SRUN[1],
     "LOCAL_RANK": "SLURM_LOCALID",
 }
-# Beyond those that Linux gives to whoever asks for any; 65535 is left to JAX, whose coordinator
-# takes the port after MASTER_PORT.
-_FIRST_PORT, _PORTS = 61440, 4095
 
 
-def under_mpirun(environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Tell whether mpirun started this process."""
-    return _BY_MPIRUN["RANK"] in environ and _BY_MPIRUN["WORLD_SIZE"] in environ
-
-
-def _under_srun(environ: MutableMapping[str, str]) -> bool:
-    """Tell whether srun started this process among others; a batch script is not among others."""
-    return "SLURM_PROCID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+def under_mpirun(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether mpirun started this process, and no torchrun in between."""
+    return launchers.place(environ).launcher == "mpirun"
 
 
 def register(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set torch's variables from the launcher's, and the address or how it is agreed."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return
-    if under_mpirun(environ):
+    launcher = launchers.place(environ).launcher
+    if launcher == "mpirun":
         _fill(environ, _BY_MPIRUN)
         _compat.wrap_env_rendezvous(_with_agreed_address)
-    elif _under_srun(environ):
+    elif launcher == "srun":
         _fill(environ, _BY_SRUN)
-        environ.setdefault("MASTER_ADDR", _first_host(environ["SLURM_STEP_NODELIST"]))
-        port = _FIRST_PORT + int(environ["SLURM_JOB_ID"]) % _PORTS
+        host, port = launchers.address_by_srun(environ)
+        environ.setdefault("MASTER_ADDR", host)
         environ.setdefault("MASTER_PORT", str(port))
 
 
@@ -64,12 +56,6 @@ def _fill(environ: MutableMapping[str, str], names: Mapping[str, str]) -> None:
     for name, source in names.items():
         if source in environ:
             environ.setdefault(name, environ[source])
-
-
-def _first_host(nodes: str) -> str:
-    """Return the first of SLURM's list of hosts: "gpu07-ib" of "gpu[07-09,12]-ib,login1"."""
-    first = re.match(r"(?:[^,\[]|\[[^]]*\])*", nodes)
-    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0] if first else nodes)
 
 
 def _with_agreed_address(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
@@ -104,7 +90,8 @@ def _environment(**values: str) -> Iterator[None]:
 def _agree() -> tuple[str, int]:
     """Return rank 0's address, and a port that is free there."""
     name = "cgx_ops.torch.launch"
-    hosts = exchange(socket.gethostname(), name)
-    mine = free_address(hosts) if cgx_ops.rank() == 0 else ("", 0)
-    address, port = json.loads(exchange(json.dumps(mine), name)[0])
+    ranks = world.of_launcher()
+    hosts = exchange(socket.gethostname(), name, ranks)
+    mine = free_address(hosts) if ranks.rank == 0 else ("", 0)
+    address, port = json.loads(exchange(json.dumps(mine), name, ranks)[0])
     return address, port

@@ -55,7 +55,8 @@ typedef struct cgx_bootstrap_t {
   int32_t size;
   cgx_allgather_t allgather;
   void* context;         /* passed to allgather; not used after cgx_comm_create returns */
-  const char* name;      /* unique among this process's live communicators; not "world" */
+  const char* name;      /* unique among this process's live communicators; "world" becomes what
+                          * cgx_init returns */
   const char* transport; /* "AUTO", "SHM", "MPI", "TCP", "NCCL" (between GPUs; else as AUTO);
                           * NULL: COMMUNICATOR_TYPE, else AUTO */
   double timeout_s;      /* default deadline of its collectives; <= 0: CGX_TIMEOUT, else 300 */
