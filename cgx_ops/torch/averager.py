@@ -21,6 +21,7 @@ from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
 from cgx_ops import Config
 from cgx_ops.errors import InvalidArgument, require_integer
+from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.exchange import Carriers, Exchange, check_parameters
 
 _CALLER = "QuantizedModelAverager"
@@ -89,7 +90,7 @@ class QuantizedModelAverager(ModelAverager):
         self.last = Average()
         self.exchange = Exchange(_CALLER, process_group, config, carrier)
 
-    @torch.no_grad()
+    @full_precision()
     def average_parameters(
         self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
     ) -> None:

@@ -191,7 +191,8 @@ def quantized_allreduce_hook(
     refuse(hook, seen, ", or give QuantizedAllreduceState(unsupported='exact')")
 
     adaptation = None if seen.config is None else state.adaptation(seen.config)
-    layout = layout_of(hook, state, bucket, seen, adaptation)
+    with state.or_refuse("ddp"):
+        layout = layout_of(hook, state, bucket, seen, adaptation)
     return state.average(
         bucket.buffer(), layout.config, segments=layout.segments, seed=layout.seeds, name="ddp",
         residuals=layout.residuals, then=lambda _: layout.then(),

@@ -24,6 +24,7 @@ from cgx_ops.deep_gradient import Method, checked_config, is_sparse, sparse_knob
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket
+from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.ddp_bucket import Seen, look_at, refuse
 from cgx_ops.torch.ddp_deep_gradient_hosts import Hosts, hosts_of
 from cgx_ops.torch.ddp_deep_gradient_state import DeepGradientState
@@ -36,7 +37,7 @@ _EXACT = Config(bits=EXACT_BITS, algorithm="by_hosts")
 # ---- 1. the hook ---------------------------------------------------------------------------------
 
 
-@torch.no_grad()
+@full_precision()
 def deep_gradient_hook(
     state: DeepGradientState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -164,6 +165,7 @@ class _Exchange:
         self.state, self.method, self.buffer = state, state.method, bucket.buffer()
         self.message = self.buffer.float()  # the buffer itself, if that is what it is
         self.name = f"deep_gradient/{bucket.index()}"
+        self.name_of_exact = f"{self.name}, exact"
         self.ranks = state.group.size()
         self.hosts = self._hosts()
         layers = self._planned(seen)
@@ -216,8 +218,8 @@ class _Exchange:
 
     def start(self) -> torch.futures.Future[torch.Tensor]:
         """Send what is sparse and what is exact; the rest follows when it is there."""
-        for layer in self.sparse + self.exact:
-            _clipped(layer.values, self.method.limit(self.ranks))
+        with self.state.or_refuse(*self._names()):
+            self._prepare()
         if not self.sparse:
             done = self._average_exact(then=self._finish)
         else:
@@ -231,16 +233,29 @@ class _Exchange:
             done = self._average_sparse(finish)
         return done.then(lambda future: (future.value(), self.buffer)[1])
 
-    def _average_exact(
-        self, then: Callable[[], object] = lambda: None
-    ) -> torch.futures.Future[torch.Tensor]:
+    def _names(self) -> list[str]:
+        """Return the names of the messages that do not wait for another one."""
+        flat = self.sparse and self.hosts is None
+        return [*([self.name_of_exact] if self.exact else ()), *([self.name] if flat else ())]
+
+    @full_precision()
+    def _prepare(self) -> None:
+        """Make of gradients what is sent."""
+        for layer in self.sparse + self.exact:
+            _clipped(layer.values, self.method.limit(self.ranks))
         for layer in self.exact:
             if layer.v is not None:
                 layer.add(self.method)
+        if self.hosts is None:
+            self._add()
+
+    def _average_exact(
+        self, then: Callable[[], object] = lambda: None
+    ) -> torch.futures.Future[torch.Tensor]:
         segments = [layer.segment for layer in self.exact]
         return self.state.average(
             self.message, _EXACT, segments=segments, seed=[0] * len(segments),
-            name=f"{self.name}, exact", then=lambda _: then(),
+            name=self.name_of_exact, then=lambda _: then(),
         )  # fmt: skip
 
     def _average_sparse(self, then: Callable[[], object]) -> torch.futures.Future[torch.Tensor]:
@@ -252,7 +267,6 @@ class _Exchange:
                 self.message, config, segments=segments, name=self.name, residuals=lost,
                 before=self._add, then=then,
             )  # fmt: skip
-        self._add()
         return self.state.average(
             self.message, config, segments=segments, seed=[0] * len(segments), name=self.name,
             residuals=lost, then=lambda _: then(),
@@ -270,12 +284,12 @@ class _Exchange:
                         hosts.gather(kept, f"{what} of {layer.name}")
                 self.state.gathered.add(layer.name)
 
-    @torch.no_grad()
+    @full_precision()
     def _add(self) -> None:
         for layer in self.sparse:
             layer.add(self.method)
 
-    @torch.no_grad()
+    @full_precision()
     def _finish(self) -> None:
         """Keep what was not sent; write the averages."""
         layers = self.sparse + self.exact

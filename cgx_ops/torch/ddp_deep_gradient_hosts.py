@@ -7,15 +7,14 @@
 Where one fails those who wait for the next are told why, at once.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from cgx_ops import Communicator, Config, Segment
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch.work import Residuals, future_of, refuse, start
+from cgx_ops.torch.work import Residuals, future_of, or_refuse, start
 
 _EXACT = Config(bits=EXACT_BITS)
 
@@ -80,21 +79,25 @@ class Hosts:
         added = future_of(self._add_up, message, places, name)
 
         def between(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            parts = [message[s.offset : s.offset + s.numel] for s in segments]
             if self.firsts is None:
                 future.value()  # raises what went wrong
+                with or_refuse(self.local, back, number):
+                    for part in parts:
+                        part.zero_()
             else:
-                with _or_refuse(self.firsts, name, number):
+                with or_refuse(self.firsts, name, number):
                     future.value()
-                    before()
-                with _or_refuse(self.local, back, number):
+                with or_refuse(self.local, back, number):
+                    with or_refuse(self.firsts, name, number):
+                        before()
                     start(
                         self.firsts, "allreduce", message, message, config, segments=segments,
                         seed=[0] * len(segments), name=name, occurrence=number,
                         residuals=residuals,
                     ).wait()  # fmt: skip
-            parts = [message[s.offset : s.offset + s.numel] for s in segments]
-            for part in parts:
-                part.div_(self.whole.size) if self.firsts is not None else part.zero_()
+                    for part in parts:
+                        part.div_(self.whole.size)
             self._add_up(message, places, back, number).wait()
             then()
             return message
@@ -112,16 +115,6 @@ class Hosts:
             self.local, "allreduce", x, x, _EXACT, segments=segments, seed=[0] * len(segments),
             name=name, occurrence=occurrence,
         )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _or_refuse(comm: Communicator, name: str, occurrence: int) -> Iterator[None]:
-    """Have those hear of what goes wrong here who wait for this rank in another call."""
-    try:
-        yield
-    except Exception as error:
-        refuse(comm, name, occurrence, str(error))
-        raise
 
 
 _known: dict[int, Hosts] = {}

@@ -172,7 +172,8 @@ def planned_allreduce_hook(
     seen = look_at(_HOOK, state, bucket)
     refuse(_HOOK, seen, ", or use quantized_allreduce_hook with unsupported='exact'")
     joining = state.joining(bucket, seen)
-    layout = layout_of(_HOOK, state, bucket, seen)
+    with state.or_refuse("ddp"):
+        layout = layout_of(_HOOK, state, bucket, seen)
     future = joining.add(state, bucket, layout)
     if joining.completes(seen, last=bucket.is_last()):
         joining.start(state)

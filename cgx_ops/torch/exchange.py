@@ -17,9 +17,11 @@ from cgx_ops import Config, Segment
 from cgx_ops.call import call_seed
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
+from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.ddp_bucket import for_any_bucket, residuals_of
-from cgx_ops.torch.ddp_state import HookState, Sent, refuse_auto
+from cgx_ops.torch.ddp_state import HookState, refuse_auto
 from cgx_ops.torch.layers import Layer, Rules
+from cgx_ops.torch.sent import Sent
 from cgx_ops.torch.work import DTYPES, devices
 
 Carriers = Literal["native", "c10d"]
@@ -48,7 +50,7 @@ class Flight:
         self.like = like
         self._future, self._residuals = future, residuals
 
-    @torch.no_grad()
+    @full_precision()
     def wait(self) -> list[torch.Tensor]:
         """Return the means, when they are there; only then residuals change.
 
@@ -104,7 +106,7 @@ class Exchange(HookState):
             self.steps = steps
             raise
 
-    @torch.no_grad()
+    @full_precision()
     def start(
         self,
         names: Sequence[str],
@@ -149,11 +151,12 @@ class Exchange(HookState):
             call_seed(config.seed, f"{self.caller}/{layer.name}", step, group) for layer in found
         ]
         then: Callable[[Sent], object] = lambda _: None  # noqa: E731
+        senders = f"{self.caller}/senders"
         if of_senders:
-            then = self._of_senders(buffer, config, segments, seeds, lost)
+            then = self._of_senders(buffer, config, segments, seeds, lost, senders)
         future = self.average(
             buffer, config, segments=segments, seed=seeds, name=self.caller, residuals=lost,
-            then=then,
+            then=then, followers=[senders] if of_senders else [],
         )  # fmt: skip
         pairs = zip(kept or (), lost or (), strict=True)
         changes = [(k, e) for k, e in pairs if k is not None and e is not None]
@@ -166,6 +169,7 @@ class Exchange(HookState):
         segments: Sequence[Segment],
         seeds: Sequence[int],
         lost: Sequence[torch.Tensor | None] | None,
+        name: str,
     ) -> Callable[[Sent], None]:
         """Return what makes means over all ranks, in the buffer, those over senders."""
         # What is lost is compared with the very bits that were encoded.
@@ -184,7 +188,7 @@ class Exchange(HookState):
                     torch.ne(all_, e, out=mine)
             ones = replace(config, value_bits=1, error_feedback=None)
             one_bit = [replace(s, value_bits=1) if s.value_bits else s for s in segments]
-            sent.follow(count, ones, segments=one_bit, seed=seeds, name=f"{self.caller}/senders")
+            sent.follow(count, ones, segments=one_bit, seed=seeds, name=name)
             buffer.mul_(size).div_((count * size).round_().clamp_(min=1))
 
         return then

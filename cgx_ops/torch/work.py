@@ -1,7 +1,8 @@
 """start(): any collective of the core on torch tensors, as an asynchronous Work.
 
 start_apart() is an allreduce of tensors that lie anywhere, in one message. future_of() is for hooks
-of DistributedDataParallel. refuse() says that a collective will not be started.
+of DistributedDataParallel. refuse() says that a collective will not be started, or_refuse() if what
+comes before it fails.
 
 The DDP hook and FSDP's collectives stand on it. Compiled models use the operators of `ops.py`.
 """
@@ -9,7 +10,7 @@ The DDP hook and FSDP's collectives stand on it. Compiled models use the operato
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import addressof, byref, c_int32, c_void_p, pointer
 from typing import Any, ParamSpec
 
@@ -150,6 +151,27 @@ def refuse(comm: Communicator, name: str, occurrence: int, reason: str) -> None:
     call = _native.Collective(comm=comm.id, name=_native.encode(name), occurrence=occurrence)
     with contextlib.suppress(Closed):  # then they have been told
         _native.call("cgx_refuse", byref(call), KINDS.index(PeerFailed), _native.encode(reason))
+
+
+@contextlib.contextmanager
+def or_refuse(comm: Communicator, name: str, occurrence: int = -1) -> Iterator[None]:
+    """Refuse a call if the block, which must come before it, fails: other ranks then do not wait.
+
+    Args:
+        comm: the ranks.
+        name: of the call.
+        occurrence: which call of this name, counted from 0; -1: this rank's next one.
+    """
+    try:
+        yield
+    except Exception as error:
+        refuse(comm, name, occurrence, reason_of(error))
+        raise
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what other ranks are told of an error on this one."""
+    return f"{type(error).__name__}: {error}"
 
 
 def start_apart(
