@@ -38,6 +38,7 @@ from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import backend
 from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.adaptation import Adaptation
+from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.ddp_bucket import decide_bits, layout_of, look_at, refuse
 from cgx_ops.torch.ddp_deep_gradient import DeepGradientState, deep_gradient_hook
 from cgx_ops.torch.ddp_groups import PlannedAllreduceState, planned_allreduce_hook
@@ -156,6 +157,7 @@ class QuantizedAllreduceState(HookState):
 # ---- 2. the hook ---------------------------------------------------------------------------------
 
 
+@full_precision()
 def quantized_allreduce_hook(
     state: QuantizedAllreduceState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -193,10 +195,10 @@ def quantized_allreduce_hook(
     adaptation = None if seen.config is None else state.adaptation(seen.config)
     with state.or_refuse("ddp"):
         layout = layout_of(hook, state, bucket, seen, adaptation)
-    return state.average(
-        bucket.buffer(), layout.config, segments=layout.segments, seed=layout.seeds, name="ddp",
-        residuals=layout.residuals, then=lambda _: layout.then(),
-    )  # fmt: skip
+        return state.average(
+            bucket.buffer(), layout.config, segments=layout.segments, seed=layout.seeds, name="ddp",
+            residuals=layout.residuals, then=lambda _: layout.then(),
+        )  # fmt: skip
 
 
 # ---- 3. hooks in bfloat16, hooks by name ---------------------------------------------------------

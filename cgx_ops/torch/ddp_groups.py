@@ -26,6 +26,7 @@ from cgx_ops.errors import CgxError, InvalidArgument, MismatchError
 from cgx_ops.planner import Plan
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket
+from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.ddp_bucket import Layout, Seen, layout_of, look_at, refuse
 from cgx_ops.torch.ddp_state import HookState, refuse_auto
 from cgx_ops.torch.layers import Rules, layer_name
@@ -149,6 +150,7 @@ def _require_same(old: Plan, new: Plan) -> None:
 # ---- 2. the hook ---------------------------------------------------------------------------------
 
 
+@full_precision()
 def planned_allreduce_hook(
     state: PlannedAllreduceState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:

@@ -99,8 +99,7 @@ def _hook(
     if state.use_error_feedback:
         state.residuals.claim(*state.place)
     with state.or_refuse(f"power_sgd/{bucket.index()}"):
-        exchange = _Exchange(hook, state, bucket, seen, batched)
-    return exchange.start()
+        return _Exchange(hook, state, bucket, seen, batched).start()
 
 
 # ---- 2. two exchanges ----------------------------------------------------------------------------

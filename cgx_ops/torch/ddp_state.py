@@ -207,14 +207,15 @@ class HookState:
         Args:
             *names: of the messages.
         """
+        by = self.carry() if self.carrier == "c10d" else self.communicator()
         try:
             yield
         except Exception as error:
-            if self.carrier == "c10d":
-                self.carry().refuse(error)
+            if isinstance(by, Carrier):
+                by.refuse(error)
             else:
                 for name in names:
-                    refuse(self.communicator(), name, -1, reason_of(error))
+                    refuse(by, name, -1, reason_of(error))
             raise
 
     def average(

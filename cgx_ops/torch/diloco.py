@@ -40,6 +40,7 @@ from cgx_ops.torch import diloco_ranks
 from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.diloco_fragments import of_modules
 from cgx_ops.torch.exchange import Carriers, Exchange, Flight, check_parameters
+from cgx_ops.torch.grad_scaler import after_every_step
 from cgx_ops.torch.layers import layer_name
 
 CALLER = "DiLoCo"
@@ -197,12 +198,13 @@ class DiLoCo:
 
     @contextlib.contextmanager
     def after(self, inner_optimizer: Optimizer) -> Iterator[None]:
-        """Have every step of an optimizer followed by step(), within the block."""
-        handle = inner_optimizer.register_step_post_hook(lambda *_: self.step())
-        try:
+        """Call step() after every step of an optimizer, within the block.
+
+        A step that a torch.amp.GradScaler skips, because this rank's gradients overflow, counts,
+        too: all ranks synchronise after the same iteration.
+        """
+        with after_every_step(inner_optimizer, self.step):
             yield
-        finally:
-            handle.remove()
 
     def _send(self, fragment: int) -> Flight:
         places = self.fragments[fragment]

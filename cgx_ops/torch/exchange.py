@@ -128,6 +128,18 @@ class Exchange(HookState):
         step, self.steps = self.steps, self.steps + 1
         if not tensors:
             return Flight([])
+        with self.or_refuse(self.caller):
+            return self._start(names, tensors, step, exact=exact, of_senders=of_senders)
+
+    def _start(
+        self,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        step: int,
+        *,
+        exact: bool,
+        of_senders: bool,
+    ) -> Flight:
         starts = list(accumulate((x.numel() for x in tensors), initial=0))
         buffer = torch.cat([x.reshape(-1) for x in tensors])
         if exact:
@@ -161,6 +173,15 @@ class Exchange(HookState):
         pairs = zip(kept or (), lost or (), strict=True)
         changes = [(k, e) for k, e in pairs if k is not None and e is not None]
         return Flight(tensors, future, changes)
+
+    @full_precision()
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether a flag is set on any rank. Collective; does not count as an average."""
+        share = torch.tensor([flag], dtype=torch.float32, device="cpu")
+        whole = [Segment(0, 1, bits=EXACT_BITS)]
+        name = f"{self.caller}/any_rank"
+        self.average(share, self.config, segments=whole, seed=[0], name=name).wait()
+        return bool(share)
 
     def _of_senders(
         self,
