@@ -192,13 +192,15 @@ def quantized_allreduce_hook(
             return default_hooks.allreduce_hook(state.group, bucket)
     refuse(hook, seen, ", or give QuantizedAllreduceState(unsupported='exact')")
 
-    adaptation = None if seen.config is None else state.adaptation(seen.config)
-    with state.or_refuse("ddp"):
+    def begin() -> torch.futures.Future[torch.Tensor]:
+        adaptation = None if seen.config is None else state.adaptation(seen.config)
         layout = layout_of(hook, state, bucket, seen, adaptation)
         return state.average(
             bucket.buffer(), layout.config, segments=layout.segments, seed=layout.seeds, name="ddp",
             residuals=layout.residuals, then=lambda _: layout.then(),
         )  # fmt: skip
+
+    return state.prepared("ddp", begin)
 
 
 # ---- 3. hooks in bfloat16, hooks by name ---------------------------------------------------------

@@ -30,6 +30,7 @@ from cgx_ops.torch.ddp_deep_gradient_hosts import Hosts, hosts_of
 from cgx_ops.torch.ddp_deep_gradient_state import DeepGradientState
 from cgx_ops.torch.ddp_state import rules_of
 from cgx_ops.torch.ddp_unused import nothing, unused_kept
+from cgx_ops.torch.work import failed
 
 _HOOK = "deep_gradient_hook"
 _EXACT = Config(bits=EXACT_BITS, algorithm="by_hosts")
@@ -218,8 +219,11 @@ class _Exchange:
 
     def start(self) -> torch.futures.Future[torch.Tensor]:
         """Send what is sparse and what is exact; the rest follows when it is there."""
-        with self.state.or_refuse(*self._names()):
-            self._prepare()
+        try:
+            with self.state.or_refuse(*self._names()):
+                self._prepare()
+        except Exception as error:
+            return failed(error)
         if not self.sparse:
             done = self._average_exact(then=self._finish)
         else:

@@ -98,8 +98,10 @@ def _hook(
         )
     if state.use_error_feedback:
         state.residuals.claim(*state.place)
-    with state.or_refuse(f"power_sgd/{bucket.index()}"):
-        return _Exchange(hook, state, bucket, seen, batched).start()
+    return state.prepared(
+        f"power_sgd/{bucket.index()}",
+        lambda: _Exchange(hook, state, bucket, seen, batched).start(),
+    )
 
 
 # ---- 2. two exchanges ----------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from cgx_ops.torch.layers import Rules
 from cgx_ops.torch.residuals import Residuals
 from cgx_ops.torch.sent import Sent
 from cgx_ops.torch.work import Residuals as ResidualsOfSegments
-from cgx_ops.torch.work import future_of, reason_of, refuse, start
+from cgx_ops.torch.work import failed, future_of, reason_of, refuse, start
 
 _log = logging.getLogger(__name__)
 _GROUP = "group of rank"  # the name of a group in checkpoints: with its lowest rank
@@ -217,6 +217,23 @@ class HookState:
                 for name in names:
                     refuse(by, name, -1, reason_of(error))
             raise
+
+    def prepared(
+        self, name: str, begin: Callable[[], torch.futures.Future[torch.Tensor]]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Return begin(), which prepares and starts a message; of what it fails with a future.
+
+        Args:
+            name: of the message; the other ranks have the reason in their futures, too.
+            begin: what it finds wrong about arguments is raised.
+        """
+        try:
+            with self.or_refuse(name):
+                return begin()
+        except InvalidArgument:
+            raise
+        except Exception as error:
+            return failed(error)
 
     def average(
         self,

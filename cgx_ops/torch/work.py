@@ -220,12 +220,16 @@ def future_of(
     try:
         return begin(*args, **kwargs).get_future()
     except dist.DistBackendError as error:
-        failure = error
+        return failed(error)
+
+
+def failed(error: Exception) -> torch.futures.Future[Any]:
+    """Return a future that holds an error."""
     began: torch.futures.Future[Any] = torch.futures.Future()
     began.set_result(None)
 
     def fail(_: torch.futures.Future[Any]) -> None:  # set_exception() is for a gradient, to torch
-        raise failure
+        raise error
 
     return began.then(fail)
 
