@@ -13,7 +13,8 @@ Lin, Han, Mao, Wang, Dally: Deep Gradient Compression: Reducing the Communicatio
 Distributed Training, ICLR 2018. The state is in ddp_deep_gradient_state.py.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,7 +31,7 @@ from cgx_ops.torch.ddp_deep_gradient_hosts import Hosts, hosts_of
 from cgx_ops.torch.ddp_deep_gradient_state import DeepGradientState
 from cgx_ops.torch.ddp_state import rules_of
 from cgx_ops.torch.ddp_unused import nothing, unused_kept
-from cgx_ops.torch.work import failed
+from cgx_ops.torch.work import failed, or_refuse
 
 _HOOK = "deep_gradient_hook"
 _EXACT = Config(bits=EXACT_BITS, algorithm="by_hosts")
@@ -220,7 +221,7 @@ class _Exchange:
     def start(self) -> torch.futures.Future[torch.Tensor]:
         """Send what is sparse and what is exact; the rest follows when it is there."""
         try:
-            with self.state.or_refuse(*self._names()):
+            with self._or_refuse():
                 self._prepare()
         except Exception as error:
             return failed(error)
@@ -237,10 +238,19 @@ class _Exchange:
             done = self._average_sparse(finish)
         return done.then(lambda future: (future.value(), self.buffer)[1])
 
-    def _names(self) -> list[str]:
-        """Return the names of the messages that do not wait for another one."""
-        flat = self.sparse and self.hosts is None
-        return [*([self.name_of_exact] if self.exact else ()), *([self.name] if flat else ())]
+    @contextlib.contextmanager
+    def _or_refuse(self) -> Iterator[None]:
+        """Refuse the messages that wait for no other one if the block, which prepares them, fails.
+
+        Their ranks are those of all hosts, or, of sparse layers, those of this host.
+        """
+        flat = [self.name] if self.sparse and self.hosts is None else []
+        exact = [self.name_of_exact] if self.exact else []
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.state.or_refuse(*exact, *flat))
+            if self.sparse and self.hosts is not None:
+                stack.enter_context(or_refuse(self.hosts.local, self.name))
+            yield
 
     @full_precision()
     def _prepare(self) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch_deep_gradient.state
 import torch_deep_gradient.values
 import torch_hooks.again
+import torch_hooks.ambient
 import torch_hooks.averager
 import torch_hooks.composed
 import torch_hooks.diloco
@@ -34,6 +35,7 @@ def main() -> None:
             torch_hooks.diloco_ranks,
             torch_hooks.together,
             torch_hooks.again,
+            torch_hooks.ambient,
         )
     )
     dist.destroy_process_group()
