@@ -31,7 +31,7 @@ from cgx_ops.torch.ddp_deep_gradient_hosts import Hosts, hosts_of
 from cgx_ops.torch.ddp_deep_gradient_state import DeepGradientState
 from cgx_ops.torch.ddp_state import rules_of
 from cgx_ops.torch.ddp_unused import nothing, unused_kept
-from cgx_ops.torch.work import failed, or_refuse
+from cgx_ops.torch.work import failed
 
 _HOOK = "deep_gradient_hook"
 _EXACT = Config(bits=EXACT_BITS, algorithm="by_hosts")
@@ -249,7 +249,7 @@ class _Exchange:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.state.or_refuse(*exact, *flat))
             if self.sparse and self.hosts is not None:
-                stack.enter_context(or_refuse(self.hosts.local, self.name))
+                stack.enter_context(self.hosts.or_refuse(self.name))
             yield
 
     @full_precision()

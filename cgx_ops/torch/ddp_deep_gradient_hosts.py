@@ -7,14 +7,15 @@
 Where one fails those who wait for the next are told why, at once.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from cgx_ops import Communicator, Config, Segment
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch.work import Residuals, future_of, or_refuse, start
+from cgx_ops.torch.work import Residuals, future_of, or_refuse, reason_of, refuse, start
 
 _EXACT = Config(bits=EXACT_BITS)
 
@@ -48,6 +49,18 @@ class Hosts:
         if self.firsts is None:
             kept.zero_()
 
+    @contextlib.contextmanager
+    def or_refuse(self, name: str) -> Iterator[None]:
+        """Refuse this rank's next average() of a name if the block that prepares it fails."""
+        try:
+            yield
+        except Exception as error:
+            refuse(self.local, name, -1, reason_of(error))
+            number = self.local.next_call(_back(name))
+            if self.firsts is not None:
+                refuse(self.firsts, name, number, reason_of(error))
+            raise
+
     def average(
         self,
         message: torch.Tensor,
@@ -73,7 +86,7 @@ class Hosts:
         Returns:
             A future of the message.
         """
-        places, back = [Segment(s.offset, s.numel) for s in segments], f"{name}, back"
+        places, back = [Segment(s.offset, s.numel) for s in segments], _back(name)
         # Counted here, where ranks start messages in one order; what follows is started on threads.
         number = self.local.next_call(back)
         added = future_of(self._add_up, message, places, name)
@@ -115,6 +128,11 @@ class Hosts:
             self.local, "allreduce", x, x, _EXACT, segments=segments, seed=[0] * len(segments),
             name=name, occurrence=occurrence,
         )  # fmt: skip
+
+
+def _back(name: str) -> str:
+    """Return the name of the message in which a host gets the sum of all."""
+    return f"{name}, back"
 
 
 _known: dict[int, Hosts] = {}

@@ -216,6 +216,7 @@ class HookState:
             else:
                 for name in names:
                     refuse(by, name, -1, reason_of(error))
+                    _next(by, name)
             raise
 
     def prepared(
@@ -272,13 +273,12 @@ class HookState:
                 then=lambda: carried.call(then), result=result,
             )  # fmt: skip
         comm = self.communicator()
-        # Counted here, where ranks start messages in one order, as they do one that some rank
-        # cannot start; `then` runs on threads, in any.
-        sent = Sent(comm, comm.next_call(f"{name}, then"), followers)
         started = future_of(
             start, comm, "allreduce", buffer, buffer, config, op="avg",
             segments=segments, seed=seed, name=name, residuals=residuals,
         )  # fmt: skip
+
+        sent = Sent(comm, _next(comm, name), followers)
 
         def done(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             averaged = future.value()[0]  # raises what went wrong
@@ -286,6 +286,14 @@ class HookState:
             return averaged if result is None else result
 
         return started.then(done)
+
+
+def _next(comm: Communicator, name: str) -> int:
+    """Count a message: called where ranks start, or refuse, messages in the same order.
+
+    What follows a message is started on threads, in any order.
+    """
+    return comm.next_call(f"{name}, then")
 
 
 def check_carrier(carrier: str, config: Config, adaptive: object = None) -> None:
