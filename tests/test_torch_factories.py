@@ -55,7 +55,7 @@ def test_every_tensor_is_given_its_dtype_and_device() -> None:
     ],
 )
 def test_incomplete_calls_are_found(source: str, complete: bool) -> None:
-    assert not list(incomplete(source)) == complete
+    assert (not list(incomplete(source))) == complete
 
 
 def test_the_bindings_make_tensors_with_options() -> None:
