@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch_cases as tc
 from ambient_settings import DEFAULTS, Setting, around_backward, autocast
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -147,4 +148,25 @@ def in_autocast() -> None:
         compare(autocast(dtype), around_backward(dtype))
 
 
-CHECKS = [defaults, in_autocast]
+def operators() -> None:
+    """Their results, the residuals and the gradients, over both carriers."""
+    rows = [batch(RANK, step) for step in range(2)]
+    for carrier in ("native", "c10d"):
+
+        def reduced(carrier: str = carrier) -> list[torch.Tensor]:
+            torch.manual_seed(RANK)
+            xs = [row.clone().requires_grad_() for row in rows]
+            sums = tc.coalesced(xs, 2, op="avg", carrier=carrier)
+            loss = torch.cat(sums).square().sum()
+            gradients = torch.autograd.grad(loss, xs)
+            residual = rows[1] * 0.5
+            return [*sums, *gradients, *tc.feedback(rows[0], residual, 1, compressor="levels")]
+
+        want = reduced()
+        for what, setting in {**DEFAULTS, **around_backward(torch.bfloat16)}.items():
+            with setting():
+                got = reduced()
+            assert all(map(tc.same_bits, got, want)), (carrier, what)
+
+
+CHECKS = [defaults, in_autocast, operators]
