@@ -13,7 +13,7 @@ from cgx_ops.torch import fsdp
 from cgx_ops.torch.fsdp_block import Parameter
 
 ON_TWO = ["messages_equal_the_oracle", "what_forward_sees", "other_layouts", "training.*"]
-ON_TWO += ["rules.*", "refusals.*"]
+ON_TWO += ["rules.*", "refusals.*", "ambient.*"]
 FEEDBACK = ["feedback_to_the_bit", "averaged_in_eight_bits", "compressors_by_rule"]
 FEEDBACK += ["resumed_feedback_is_the_same_to_the_bit", "bad_feedback"]
 WHOSE = ["residuals_stay_with_their_parameters", "what_was_loaded_is_consolidated_alike"]
@@ -25,7 +25,7 @@ ON_FOUR = ["messages_equal_the_oracle", "hybrid", "smaller_mesh_after_forward"]
     [
         pytest.param(2, ON_TWO + FEEDBACK + WHOSE, marks=pytest.mark.exhaustive),
         pytest.param(2, ["adaptive.*"], marks=pytest.mark.slow),
-        (4, [*ON_FOUR, *WHOSE, "feedback_to_the_bit"]),
+        (4, [*ON_FOUR, *WHOSE, "feedback_to_the_bit", "ambient.defaults", "a_rank_that_fails"]),
         pytest.param(
             4,
             [*FEEDBACK, "consolidated_residuals_fit_any_number_of_shards"],

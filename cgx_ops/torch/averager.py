@@ -21,7 +21,9 @@ from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
 from cgx_ops import Config
 from cgx_ops.errors import InvalidArgument, require_integer
+from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.exchange import Carriers, Exchange, check_parameters
+from cgx_ops.torch.grad_scaler import refuse_grad_scaler
 
 _CALLER = "QuantizedModelAverager"
 _KEPT = ("step", "last", "exchange")
@@ -89,7 +91,7 @@ class QuantizedModelAverager(ModelAverager):
         self.last = Average()
         self.exchange = Exchange(_CALLER, process_group, config, carrier)
 
-    @torch.no_grad()
+    @full_precision()
     def average_parameters(
         self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
     ) -> None:
@@ -103,9 +105,15 @@ class QuantizedModelAverager(ModelAverager):
         Raises:
             TypeError: a parameter is complex, sparse or of float64.
             InvalidArgument: the parameters are not those of the last average; the process group
-                cannot be served, or the state is another rank's.
+                cannot be served, or the state is another rank's; a torch.amp.GradScaler steps the
+                PostLocalSGDOptimizer, and would skip averages on one rank only.
             RuntimeError: a peer is late or gone, or gave other parameters (on every rank).
         """
+        refuse_grad_scaler(
+            f"{_CALLER}.average_parameters",
+            "step the inner optimizer by scaler.step(optimizer.optim), then call "
+            "average_parameters() in every iteration",
+        )
         after_warmup = self.step - self.warmup_steps
         if after_warmup >= 0 and after_warmup % self.period == 0:
             self._average(_trained(params))

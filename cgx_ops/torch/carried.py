@@ -4,6 +4,7 @@ What `carrier="c10d"` of the operators is in graphs, this is for the DDP hook: l
 bits of their own, in the background, in the order in which they were started.
 """
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,11 @@ import torch.distributed as dist
 
 from cgx_ops import Config, Segment, _native
 from cgx_ops.call import Call, Op
+from cgx_ops.errors import CgxError
 from cgx_ops.torch import _compat
-from cgx_ops.torch.work import DTYPES, Residuals, set_residuals
+from cgx_ops.torch.work import DTYPES, Residuals, reason_of, set_residuals
+
+_FAILURE = "failure"  # key of the store: which rank failed first, and why
 
 
 class Carrier:
@@ -24,6 +28,9 @@ class Carrier:
 
     The thread uses a gloo that nobody else does, so that its collectives cannot fall between the
     caller's in another order on each rank. Every rank of `group` makes as many Carriers over it.
+
+    A rank that fails disconnects: the order would no longer be the same on all ranks. The other
+    ranks then fail immediately, with the reason, which is in the store.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -33,6 +40,7 @@ class Carrier:
         store = _compat.PrefixStore(str(store.add(f"made/{rank}", 1)), store)
         timeout = _compat.group_timeout(group) or dist.default_pg_timeout
         self._rank, self._size, self._noise_rank = rank, size, dist.get_rank()
+        self._store, self._failure = store, ""
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cgx-carrier")
 
@@ -77,6 +85,20 @@ class Carrier:
         self._thread.submit(run)
         return ended.then(reduced)
 
+    def refuse(self, error: Exception) -> None:
+        """Disconnect after what was started: this rank cannot start what the others start next."""
+        self._thread.submit(self.disconnect, error)
+
+    def disconnect(self, error: Exception) -> None:
+        """Give the other ranks an error instead of what they wait for: on the thread alone."""
+        if self._failure:
+            return
+        self._failure = f"rank {self._rank} failed first: {reason_of(error)}"
+        with contextlib.suppress(RuntimeError):  # the store is gone where its process has ended
+            first = self._store.compare_set(_FAILURE, "", self._failure)
+            self._failure = first.decode(errors="replace")
+        self._gloo = None
+
     def reduce(
         self,
         buffer: torch.Tensor,
@@ -87,7 +109,29 @@ class Carrier:
         seed: Sequence[int],
         residuals: Residuals | None = None,
     ) -> None:
-        """Reduce `buffer` in place, and wait for it: on the thread alone, in start()'s `then`."""
+        """Reduce `buffer` in place, and wait for it: on the thread alone, in start()'s `then`.
+
+        Raises:
+            CgxError: the call is wrong. DistBackendError: a rank has failed; it names the first.
+        """
+        if not self._failure:
+            try:
+                return self._reduce(buffer, config, op, segments, seed, residuals)
+            except Exception as error:
+                self.disconnect(error)
+                if isinstance(error, CgxError):
+                    raise
+        raise dist.DistBackendError(f"carrier 'c10d', rank {self._rank}: {self._failure}")
+
+    def _reduce(
+        self,
+        buffer: torch.Tensor,
+        config: Config,
+        op: Op,
+        segments: Sequence[Segment],
+        seed: Sequence[int],
+        residuals: Residuals | None,
+    ) -> None:
         call = Call("allreduce", op, config, "", segments, seed, None)
         rank, size = self._rank, self._size
         address = buffer.data_ptr()
@@ -100,7 +144,7 @@ class Carrier:
         stride = max(gather)
 
         def step(function: str, numel: int, *inputs: torch.Tensor) -> torch.Tensor:
-            message = torch.empty(numel, dtype=torch.uint8)
+            message = _bytes(numel)
             _native.call(function, byref(carried), *_buffers(*inputs, message))
             return message
 
@@ -113,12 +157,16 @@ class Carrier:
             to = [0 if peer == rank else count for peer, count in enumerate(scatter)]
             came = [0 if peer == rank else scatter[rank] for peer in range(size)]
             messages = step("cgx_carried_encode", sum(to))
-            arrived = torch.empty(sum(came), dtype=torch.uint8)
+            arrived = _bytes(sum(came))
             self._gloo.alltoall_base(arrived, messages, came, to).wait()
             message = step("cgx_carried_reduce", stride, arrived)
-        gathered = torch.empty(stride * size, dtype=torch.uint8)
+        gathered = _bytes(stride * size)
         self._gloo._allgather_base(gathered, message).wait()
         _native.call("cgx_carried_decode", byref(carried), *_buffers(gathered))
+
+
+def _bytes(number: int) -> torch.Tensor:
+    return torch.empty(number, dtype=torch.uint8, device="cpu")
 
 
 def _buffers(*messages: torch.Tensor) -> Iterator[c_void_p | int]:

@@ -38,6 +38,7 @@ from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import backend
 from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.adaptation import Adaptation
+from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.ddp_bucket import decide_bits, layout_of, look_at, refuse
 from cgx_ops.torch.ddp_deep_gradient import DeepGradientState, deep_gradient_hook
 from cgx_ops.torch.ddp_groups import PlannedAllreduceState, planned_allreduce_hook
@@ -156,6 +157,7 @@ class QuantizedAllreduceState(HookState):
 # ---- 2. the hook ---------------------------------------------------------------------------------
 
 
+@full_precision()
 def quantized_allreduce_hook(
     state: QuantizedAllreduceState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -190,12 +192,15 @@ def quantized_allreduce_hook(
             return default_hooks.allreduce_hook(state.group, bucket)
     refuse(hook, seen, ", or give QuantizedAllreduceState(unsupported='exact')")
 
-    adaptation = None if seen.config is None else state.adaptation(seen.config)
-    layout = layout_of(hook, state, bucket, seen, adaptation)
-    return state.average(
-        bucket.buffer(), layout.config, segments=layout.segments, seed=layout.seeds, name="ddp",
-        residuals=layout.residuals, then=lambda _: layout.then(),
-    )  # fmt: skip
+    def begin() -> torch.futures.Future[torch.Tensor]:
+        adaptation = None if seen.config is None else state.adaptation(seen.config)
+        layout = layout_of(hook, state, bucket, seen, adaptation)
+        return state.average(
+            bucket.buffer(), layout.config, segments=layout.segments, seed=layout.seeds, name="ddp",
+            residuals=layout.residuals, then=lambda _: layout.then(),
+        )  # fmt: skip
+
+    return state.prepared("ddp", begin)
 
 
 # ---- 3. hooks in bfloat16, hooks by name ---------------------------------------------------------

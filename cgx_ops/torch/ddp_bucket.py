@@ -21,6 +21,7 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import backend, ddp_models, layers
 from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.adaptation import Adaptation
+from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.ddp_state import HookState, by_hosts, ranks_of, rules_of
 from cgx_ops.torch.ddp_unused import nothing, unused_kept
 from cgx_ops.torch.layers import Layer, Rules
@@ -290,7 +291,7 @@ def decayed(
         return None if kept is None else list(kept), nothing
     lost = [None if e is None else e * decay for e in kept]
 
-    @torch.no_grad()
+    @full_precision()
     def keep() -> None:
         for e, new in zip(kept, lost, strict=True):
             if e is not None and new is not None:

@@ -13,7 +13,8 @@ Lin, Han, Mao, Wang, Dally: Deep Gradient Compression: Reducing the Communicatio
 Distributed Training, ICLR 2018. The state is in ddp_deep_gradient_state.py.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,11 +25,13 @@ from cgx_ops.deep_gradient import Method, checked_config, is_sparse, sparse_knob
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket
+from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.ddp_bucket import Seen, look_at, refuse
 from cgx_ops.torch.ddp_deep_gradient_hosts import Hosts, hosts_of
 from cgx_ops.torch.ddp_deep_gradient_state import DeepGradientState
 from cgx_ops.torch.ddp_state import rules_of
 from cgx_ops.torch.ddp_unused import nothing, unused_kept
+from cgx_ops.torch.work import failed
 
 _HOOK = "deep_gradient_hook"
 _EXACT = Config(bits=EXACT_BITS, algorithm="by_hosts")
@@ -36,7 +39,7 @@ _EXACT = Config(bits=EXACT_BITS, algorithm="by_hosts")
 # ---- 1. the hook ---------------------------------------------------------------------------------
 
 
-@torch.no_grad()
+@full_precision()
 def deep_gradient_hook(
     state: DeepGradientState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -164,6 +167,7 @@ class _Exchange:
         self.state, self.method, self.buffer = state, state.method, bucket.buffer()
         self.message = self.buffer.float()  # the buffer itself, if that is what it is
         self.name = f"deep_gradient/{bucket.index()}"
+        self.name_of_exact = f"{self.name}, exact"
         self.ranks = state.group.size()
         self.hosts = self._hosts()
         layers = self._planned(seen)
@@ -216,8 +220,11 @@ class _Exchange:
 
     def start(self) -> torch.futures.Future[torch.Tensor]:
         """Send what is sparse and what is exact; the rest follows when it is there."""
-        for layer in self.sparse + self.exact:
-            _clipped(layer.values, self.method.limit(self.ranks))
+        try:
+            with self._or_refuse():
+                self._prepare()
+        except Exception as error:
+            return failed(error)
         if not self.sparse:
             done = self._average_exact(then=self._finish)
         else:
@@ -231,16 +238,38 @@ class _Exchange:
             done = self._average_sparse(finish)
         return done.then(lambda future: (future.value(), self.buffer)[1])
 
-    def _average_exact(
-        self, then: Callable[[], object] = lambda: None
-    ) -> torch.futures.Future[torch.Tensor]:
+    @contextlib.contextmanager
+    def _or_refuse(self) -> Iterator[None]:
+        """Refuse the messages that wait for no other one if the block, which prepares them, fails.
+
+        Their ranks are those of all hosts, or, of sparse layers, those of this host.
+        """
+        flat = [self.name] if self.sparse and self.hosts is None else []
+        exact = [self.name_of_exact] if self.exact else []
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.state.or_refuse(*exact, *flat))
+            if self.sparse and self.hosts is not None:
+                stack.enter_context(self.hosts.or_refuse(self.name))
+            yield
+
+    @full_precision()
+    def _prepare(self) -> None:
+        """Make of gradients what is sent."""
+        for layer in self.sparse + self.exact:
+            _clipped(layer.values, self.method.limit(self.ranks))
         for layer in self.exact:
             if layer.v is not None:
                 layer.add(self.method)
+        if self.hosts is None:
+            self._add()
+
+    def _average_exact(
+        self, then: Callable[[], object] = lambda: None
+    ) -> torch.futures.Future[torch.Tensor]:
         segments = [layer.segment for layer in self.exact]
         return self.state.average(
             self.message, _EXACT, segments=segments, seed=[0] * len(segments),
-            name=f"{self.name}, exact", then=lambda _: then(),
+            name=self.name_of_exact, then=lambda _: then(),
         )  # fmt: skip
 
     def _average_sparse(self, then: Callable[[], object]) -> torch.futures.Future[torch.Tensor]:
@@ -252,7 +281,6 @@ class _Exchange:
                 self.message, config, segments=segments, name=self.name, residuals=lost,
                 before=self._add, then=then,
             )  # fmt: skip
-        self._add()
         return self.state.average(
             self.message, config, segments=segments, seed=[0] * len(segments), name=self.name,
             residuals=lost, then=lambda _: then(),
@@ -270,12 +298,12 @@ class _Exchange:
                         hosts.gather(kept, f"{what} of {layer.name}")
                 self.state.gathered.add(layer.name)
 
-    @torch.no_grad()
+    @full_precision()
     def _add(self) -> None:
         for layer in self.sparse:
             layer.add(self.method)
 
-    @torch.no_grad()
+    @full_precision()
     def _finish(self) -> None:
         """Keep what was not sent; write the averages."""
         layers = self.sparse + self.exact

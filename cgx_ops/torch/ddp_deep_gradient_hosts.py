@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from cgx_ops import Communicator, Config, Segment
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch.work import Residuals, future_of, refuse, start
+from cgx_ops.torch.work import Residuals, future_of, or_refuse, reason_of, refuse, start
 
 _EXACT = Config(bits=EXACT_BITS)
 
@@ -49,6 +49,18 @@ class Hosts:
         if self.firsts is None:
             kept.zero_()
 
+    @contextlib.contextmanager
+    def or_refuse(self, name: str) -> Iterator[None]:
+        """Refuse this rank's next average() of a name if the block that prepares it fails."""
+        try:
+            yield
+        except Exception as error:
+            refuse(self.local, name, -1, reason_of(error))
+            number = self.local.next_call(_back(name))
+            if self.firsts is not None:
+                refuse(self.firsts, name, number, reason_of(error))
+            raise
+
     def average(
         self,
         message: torch.Tensor,
@@ -74,27 +86,31 @@ class Hosts:
         Returns:
             A future of the message.
         """
-        places, back = [Segment(s.offset, s.numel) for s in segments], f"{name}, back"
+        places, back = [Segment(s.offset, s.numel) for s in segments], _back(name)
         # Counted here, where ranks start messages in one order; what follows is started on threads.
         number = self.local.next_call(back)
         added = future_of(self._add_up, message, places, name)
 
         def between(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            parts = [message[s.offset : s.offset + s.numel] for s in segments]
             if self.firsts is None:
                 future.value()  # raises what went wrong
+                with or_refuse(self.local, back, number):
+                    for part in parts:
+                        part.zero_()
             else:
-                with _or_refuse(self.firsts, name, number):
+                with or_refuse(self.firsts, name, number):
                     future.value()
-                    before()
-                with _or_refuse(self.local, back, number):
+                with or_refuse(self.local, back, number):
+                    with or_refuse(self.firsts, name, number):
+                        before()
                     start(
                         self.firsts, "allreduce", message, message, config, segments=segments,
                         seed=[0] * len(segments), name=name, occurrence=number,
                         residuals=residuals,
                     ).wait()  # fmt: skip
-            parts = [message[s.offset : s.offset + s.numel] for s in segments]
-            for part in parts:
-                part.div_(self.whole.size) if self.firsts is not None else part.zero_()
+                    for part in parts:
+                        part.div_(self.whole.size)
             self._add_up(message, places, back, number).wait()
             then()
             return message
@@ -114,14 +130,9 @@ class Hosts:
         )  # fmt: skip
 
 
-@contextlib.contextmanager
-def _or_refuse(comm: Communicator, name: str, occurrence: int) -> Iterator[None]:
-    """Have those hear of what goes wrong here who wait for this rank in another call."""
-    try:
-        yield
-    except Exception as error:
-        refuse(comm, name, occurrence, str(error))
-        raise
+def _back(name: str) -> str:
+    """Return the name of the message in which a host gets the sum of all."""
+    return f"{name}, back"
 
 
 _known: dict[int, Hosts] = {}

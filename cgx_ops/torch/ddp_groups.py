@@ -26,6 +26,7 @@ from cgx_ops.errors import CgxError, InvalidArgument, MismatchError
 from cgx_ops.planner import Plan
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket
+from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.ddp_bucket import Layout, Seen, layout_of, look_at, refuse
 from cgx_ops.torch.ddp_state import HookState, refuse_auto
 from cgx_ops.torch.layers import Rules, layer_name
@@ -149,6 +150,7 @@ def _require_same(old: Plan, new: Plan) -> None:
 # ---- 2. the hook ---------------------------------------------------------------------------------
 
 
+@full_precision()
 def planned_allreduce_hook(
     state: PlannedAllreduceState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -172,7 +174,8 @@ def planned_allreduce_hook(
     seen = look_at(_HOOK, state, bucket)
     refuse(_HOOK, seen, ", or use quantized_allreduce_hook with unsupported='exact'")
     joining = state.joining(bucket, seen)
-    layout = layout_of(_HOOK, state, bucket, seen)
+    with state.or_refuse("ddp"):
+        layout = layout_of(_HOOK, state, bucket, seen)
     future = joining.add(state, bucket, layout)
     if joining.completes(seen, last=bucket.is_last()):
         joining.start(state)

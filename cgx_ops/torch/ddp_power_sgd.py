@@ -24,12 +24,13 @@ from cgx_ops import Segment, low_rank
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket
+from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.ddp_bucket import Seen, decayed, look_at, refuse, residuals_of, seeds_of
 from cgx_ops.torch.ddp_power_sgd_plan import plan_of
 from cgx_ops.torch.ddp_power_sgd_state import PowerSGDState
-from cgx_ops.torch.ddp_state import Sent
 from cgx_ops.torch.ddp_unused import nothing, unused_kept
 from cgx_ops.torch.low_rank import Matrices, Part, Told, told_by
+from cgx_ops.torch.sent import Sent
 
 # ---- 1. the hooks --------------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ def batched_power_sgd_hook(
     return _hook("batched_power_sgd_hook", state, bucket, batched=True)
 
 
-@torch.no_grad()
+@full_precision()
 def _hook(
     hook: str, state: PowerSGDState, bucket: GradBucket, *, batched: bool
 ) -> torch.futures.Future[torch.Tensor]:
@@ -97,7 +98,10 @@ def _hook(
         )
     if state.use_error_feedback:
         state.residuals.claim(*state.place)
-    return _Exchange(hook, state, bucket, seen, batched).start()
+    return state.prepared(
+        f"power_sgd/{bucket.index()}",
+        lambda: _Exchange(hook, state, bucket, seen, batched).start(),
+    )
 
 
 # ---- 2. two exchanges ----------------------------------------------------------------------------
@@ -133,7 +137,8 @@ class _Exchange:
             kept = [[each.get(layer.name) for each in by_layer] for layer in seen.layers]
             gradients = [part.gradient for part in parts]
             self.restore = unused_kept(state, gradients, kept, self.name)
-        self.message, self.seeds = self._first(seen, bucket)
+        with self._or_taken_back():
+            self.message, self.seeds = self._first(seen, bucket)
         state.count(self.buffer.numel(), plan.sent, bucket.is_last())
 
     def start(self) -> torch.futures.Future[torch.Tensor]:
@@ -142,7 +147,8 @@ class _Exchange:
             future = self.state.average(
                 self.message, self.plan.config, name=self.name, seed=self.seeds,
                 segments=[segment for segment, _ in self.plan.first], residuals=self.residuals,
-                then=self._finish, result=self.buffer,
+                then=self._finish, followers=[f"{self.name}/q"] if self.matrices else [],
+                result=self.buffer,
             )  # fmt: skip
 
         def ended(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
@@ -233,7 +239,7 @@ class _Exchange:
         return [
             torch.randn(
                 form.shape[0], form.shape[2], form.rank, dtype=self.buffer.dtype,
-                generator=generator,
+                device=generator.device, generator=generator,
             ).float()
             for form in self.plan.forms
         ]  # fmt: skip
@@ -243,7 +249,7 @@ class _Exchange:
         self.keep()
         self.restore()
 
-    @torch.no_grad()
+    @full_precision()
     def _second(self, sent: Sent) -> None:
         """Take what the first message became; send Q and wait; write the averages."""
         epsilon = self.state.orthogonalization_epsilon / self.size

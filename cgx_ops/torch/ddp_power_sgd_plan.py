@@ -99,7 +99,10 @@ def _found(state: PowerSGDState, seen: Seen, follows_from: tuple[Any, ...]) -> P
         follows_from, sizes, forms, others,
         config, _joined(config, zip(segments, places, strict=True)),
         config_of_q, [segment for segment, _ in _joined(config_of_q, of_q)],
-        torch.tensor([form.rank * form.shape[2] for form in forms for _ in form.names]),
+        torch.tensor(
+            [form.rank * form.shape[2] for form in forms for _ in form.names],
+            dtype=torch.int64, device="cpu",
+        ),
     )  # fmt: skip
 
 

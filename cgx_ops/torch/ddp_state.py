@@ -3,12 +3,13 @@
 Ranks, Config, rules, steps and residuals; checkpoints of them; who moves the bytes.
 """
 
+import contextlib
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,49 +24,12 @@ from cgx_ops.torch.carried import Carrier
 from cgx_ops.torch.groups import communicator_of
 from cgx_ops.torch.layers import Rules
 from cgx_ops.torch.residuals import Residuals
+from cgx_ops.torch.sent import Sent
 from cgx_ops.torch.work import Residuals as ResidualsOfSegments
-from cgx_ops.torch.work import future_of, start
+from cgx_ops.torch.work import failed, future_of, reason_of, refuse, start
 
 _log = logging.getLogger(__name__)
 _GROUP = "group of rank"  # the name of a group in checkpoints: with its lowest rank
-
-
-class Sent(NamedTuple):
-    """A message of HookState.average() that is there, and that others may follow.
-
-    Attributes:
-        by: what carried it.
-        number: of those of its name, as all ranks count them.
-    """
-
-    by: Communicator | Carrier
-    number: int
-
-    def follow(
-        self,
-        buffer: torch.Tensor,
-        config: Config,
-        *,
-        segments: Sequence[Segment],
-        seed: Sequence[int],
-        name: str,
-        residuals: ResidualsOfSegments | None = None,
-    ) -> None:
-        """Average a buffer over the same ranks, and wait for it: in average()'s `then` alone.
-
-        Threads come here in any order, another one on each rank: ranks match what they send by its
-        name, which is one for each call in a `then`, and the number. The carrier "c10d" goes by the
-        order, which is that of the messages followed: one thread does all of `then`.
-        """
-        if isinstance(self.by, Carrier):
-            self.by.reduce(
-                buffer, config, op="avg", segments=segments, seed=seed, residuals=residuals
-            )
-        else:
-            start(
-                self.by, "allreduce", buffer, buffer, config, op="avg", segments=segments,
-                seed=seed, name=name, occurrence=self.number, residuals=residuals,
-            ).wait()  # fmt: skip
 
 
 class HookState:
@@ -233,6 +197,45 @@ class HookState:
             self._carrier = Carrier(group)
         return self._carrier
 
+    @contextlib.contextmanager
+    def or_refuse(self, *names: str) -> Iterator[None]:
+        """Refuse this rank's next messages of average() if the block that prepares them fails.
+
+        The other ranks, which start theirs, have the reason in their futures. Arguments that only
+        one rank finds wrong count, too.
+
+        Args:
+            *names: of the messages.
+        """
+        by = self.carry() if self.carrier == "c10d" else self.communicator()
+        try:
+            yield
+        except Exception as error:
+            if isinstance(by, Carrier):
+                by.refuse(error)
+            else:
+                for name in names:
+                    refuse(by, name, -1, reason_of(error))
+                    _next(by, name)
+            raise
+
+    def prepared(
+        self, name: str, begin: Callable[[], torch.futures.Future[torch.Tensor]]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Return begin(), which prepares and starts a message; of what it fails with a future.
+
+        Args:
+            name: of the message; the other ranks have the reason in their futures, too.
+            begin: what it finds wrong about arguments is raised.
+        """
+        try:
+            with self.or_refuse(name):
+                return begin()
+        except InvalidArgument:
+            raise
+        except Exception as error:
+            return failed(error)
+
     def average(
         self,
         buffer: torch.Tensor,
@@ -243,6 +246,7 @@ class HookState:
         name: str,
         residuals: ResidualsOfSegments | None = None,
         then: Callable[[Sent], object] = lambda _: None,
+        followers: Sequence[str] = (),
         result: torch.Tensor | None = None,
     ) -> torch.futures.Future[torch.Tensor]:
         """Average a buffer over the ranks in place, in the background; arguments as work.start().
@@ -255,6 +259,7 @@ class HookState:
             name: matches it with what other ranks average; the carrier "c10d" goes by the order.
             residuals: of each segment, or None.
             then: called when it is done, and before the future is; others may follow it there.
+            followers: the names of those.
             result: what the future holds; None: the buffer.
 
         Returns:
@@ -262,25 +267,33 @@ class HookState:
         """
         if self.carrier == "c10d":
             carrier = self.carry()
+            carried = Sent(carrier, 0, followers)
             return carrier.start(
                 buffer, config, op="avg", segments=segments, seed=seed, residuals=residuals,
-                then=lambda: then(Sent(carrier, 0)), result=result,
+                then=lambda: carried.call(then), result=result,
             )  # fmt: skip
         comm = self.communicator()
-        # Counted here, where ranks start messages in one order, as they do one that some rank
-        # cannot start; `then` runs on threads, in any.
-        sent = Sent(comm, comm.next_call(f"{name}, then"))
         started = future_of(
             start, comm, "allreduce", buffer, buffer, config, op="avg",
             segments=segments, seed=seed, name=name, residuals=residuals,
         )  # fmt: skip
 
+        sent = Sent(comm, _next(comm, name), followers)
+
         def done(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             averaged = future.value()[0]  # raises what went wrong
-            then(sent)
+            sent.call(then)
             return averaged if result is None else result
 
         return started.then(done)
+
+
+def _next(comm: Communicator, name: str) -> int:
+    """Count a message: called where ranks start, or refuse, messages in the same order.
+
+    What follows a message is started on threads, in any order.
+    """
+    return comm.next_call(f"{name}, then")
 
 
 def check_carrier(carrier: str, config: Config, adaptive: object = None) -> None:

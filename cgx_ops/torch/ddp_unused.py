@@ -10,6 +10,7 @@ import torch
 
 from cgx_ops import Config, Segment
 from cgx_ops.rules import EXACT_BITS
+from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.ddp_state import HookState
 
 _EXACT = Config(bits=EXACT_BITS, algorithm="by_hosts")
@@ -53,7 +54,7 @@ def unused_kept(
         shares, _EXACT, segments=[Segment(0, shares.numel())], seed=[0], name=f"{name}/used"
     )
 
-    @torch.no_grad()
+    @full_precision()
     def restore() -> None:
         answer.wait()
         if shares.is_cuda:  # callbacks have a stream of their own

@@ -37,8 +37,10 @@ from cgx_ops.errors import InvalidArgument, Unsupported
 from cgx_ops.outer_loop import Schedule, strided
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import diloco_ranks
+from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.diloco_fragments import of_modules
 from cgx_ops.torch.exchange import Carriers, Exchange, Flight, check_parameters
+from cgx_ops.torch.grad_scaler import after_every_step
 from cgx_ops.torch.layers import layer_name
 
 CALLER = "DiLoCo"
@@ -170,7 +172,7 @@ class DiLoCo:
 
     # ---- 1. steps --------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @full_precision()
     def step(self) -> None:
         """Count an inner step, and send and apply what is due after it.
 
@@ -196,12 +198,13 @@ class DiLoCo:
 
     @contextlib.contextmanager
     def after(self, inner_optimizer: Optimizer) -> Iterator[None]:
-        """Have every step of an optimizer followed by step(), within the block."""
-        handle = inner_optimizer.register_step_post_hook(lambda *_: self.step())
-        try:
+        """Call step() after every step of an optimizer, within the block.
+
+        A step that a torch.amp.GradScaler skips, because this rank's gradients overflow, counts,
+        too: all ranks synchronise after the same iteration.
+        """
+        with after_every_step(inner_optimizer, self.step):
             yield
-        finally:
-            handle.remove()
 
     def _send(self, fragment: int) -> Flight:
         places = self.fragments[fragment]
@@ -249,7 +252,7 @@ class DiLoCo:
         self.exchange.residuals.claim(*self.exchange.place)
         diloco_ranks.meet(self, is_new=False)
 
-    @torch.no_grad()
+    @full_precision()
     def restart(self) -> None:
         """Have the parameters begin again from the anchors, which are equal on all ranks."""
         for parameter, anchor in zip(self.parameters, self.anchors, strict=True):
@@ -305,7 +308,7 @@ class DiLoCo:
                 f"shape {shapes.get(differ[0][0])} there and {own.get(differ[0][0])} here"
             )
         self.exchange.load_state_dict(state_dict["exchange"])
-        with torch.no_grad():
+        with full_precision():
             for name, anchor in self._named_anchors():
                 anchor.copy_(saved[name])
         self.outer_optimizer.load_state_dict(copy.deepcopy(outer.optimizer))

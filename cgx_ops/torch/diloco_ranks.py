@@ -7,12 +7,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import backend
+from cgx_ops.torch.arithmetic import full_precision
 
 if TYPE_CHECKING:
     from cgx_ops.torch.diloco import DiLoCo
@@ -42,7 +42,7 @@ def meet(loop: "DiLoCo", *, is_new: bool) -> None:
         dist.broadcast_object_list(state, dist.get_global_rank(group, source), group)
         if mine[0] < applied:
             loop.outer_optimizer.load_state_dict(state[0])
-    with torch.no_grad(), backend.uncompressed():
+    with full_precision(), backend.uncompressed():
         for parameter, anchor in zip(loop.parameters, loop.anchors, strict=True):
             # What is broadcast goes by memory, whose order may be another one elsewhere.
             values = anchor.detach().to(parameter.device).contiguous()

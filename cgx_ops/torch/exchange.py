@@ -17,9 +17,11 @@ from cgx_ops import Config, Segment
 from cgx_ops.call import call_seed
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
+from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.ddp_bucket import for_any_bucket, residuals_of
-from cgx_ops.torch.ddp_state import HookState, Sent, refuse_auto
+from cgx_ops.torch.ddp_state import HookState, refuse_auto
 from cgx_ops.torch.layers import Layer, Rules
+from cgx_ops.torch.sent import Sent
 from cgx_ops.torch.work import DTYPES, devices
 
 Carriers = Literal["native", "c10d"]
@@ -48,7 +50,7 @@ class Flight:
         self.like = like
         self._future, self._residuals = future, residuals
 
-    @torch.no_grad()
+    @full_precision()
     def wait(self) -> list[torch.Tensor]:
         """Return the means, when they are there; only then residuals change.
 
@@ -104,7 +106,7 @@ class Exchange(HookState):
             self.steps = steps
             raise
 
-    @torch.no_grad()
+    @full_precision()
     def start(
         self,
         names: Sequence[str],
@@ -126,6 +128,18 @@ class Exchange(HookState):
         step, self.steps = self.steps, self.steps + 1
         if not tensors:
             return Flight([])
+        with self.or_refuse(self.caller):
+            return self._start(names, tensors, step, exact=exact, of_senders=of_senders)
+
+    def _start(
+        self,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        step: int,
+        *,
+        exact: bool,
+        of_senders: bool,
+    ) -> Flight:
         starts = list(accumulate((x.numel() for x in tensors), initial=0))
         buffer = torch.cat([x.reshape(-1) for x in tensors])
         if exact:
@@ -149,15 +163,25 @@ class Exchange(HookState):
             call_seed(config.seed, f"{self.caller}/{layer.name}", step, group) for layer in found
         ]
         then: Callable[[Sent], object] = lambda _: None  # noqa: E731
+        senders = f"{self.caller}/senders"
         if of_senders:
-            then = self._of_senders(buffer, config, segments, seeds, lost)
+            then = self._of_senders(buffer, config, segments, seeds, lost, senders)
         future = self.average(
             buffer, config, segments=segments, seed=seeds, name=self.caller, residuals=lost,
-            then=then,
+            then=then, followers=[senders] if of_senders else [],
         )  # fmt: skip
         pairs = zip(kept or (), lost or (), strict=True)
         changes = [(k, e) for k, e in pairs if k is not None and e is not None]
         return Flight(tensors, future, changes)
+
+    @full_precision()
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether a flag is set on any rank. Collective; does not count as an average."""
+        share = torch.tensor([flag], dtype=torch.float32, device="cpu")
+        whole = [Segment(0, 1, bits=EXACT_BITS)]
+        name = f"{self.caller}/any_rank"
+        self.average(share, self.config, segments=whole, seed=[0], name=name).wait()
+        return bool(share)
 
     def _of_senders(
         self,
@@ -166,6 +190,7 @@ class Exchange(HookState):
         segments: Sequence[Segment],
         seeds: Sequence[int],
         lost: Sequence[torch.Tensor | None] | None,
+        name: str,
     ) -> Callable[[Sent], None]:
         """Return what makes means over all ranks, in the buffer, those over senders."""
         # What is lost is compared with the very bits that were encoded.
@@ -184,7 +209,7 @@ class Exchange(HookState):
                     torch.ne(all_, e, out=mine)
             ones = replace(config, value_bits=1, error_feedback=None)
             one_bit = [replace(s, value_bits=1) if s.value_bits else s for s in segments]
-            sent.follow(count, ones, segments=one_bit, seed=seeds, name=f"{self.caller}/senders")
+            sent.follow(count, ones, segments=one_bit, seed=seeds, name=name)
             buffer.mul_(size).div_((count * size).round_().clamp_(min=1))
 
         return then

@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import backend
+from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.exchange import Exchange, check_parameters
+from cgx_ops.torch.grad_scaler import Scaling, handles_overflow, scaling_of
 
 
 class Trained(NamedTuple):
@@ -56,6 +58,7 @@ class Own:
 torch.serialization.add_safe_globals([Own])
 
 
+@handles_overflow
 class ExchangingOptimizer(Optimizer):
     """An optimizer that averages over ranks what it steps by.
 
@@ -111,12 +114,12 @@ class ExchangingOptimizer(Optimizer):
 
     # ---- 2. a step -------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Step all parameters. Collective: all ranks call it, after as many backward passes each.
 
         A parameter without a gradient counts as one whose gradient is zero: other ranks may have
-        one. Those that require none are left alone.
+        one. Those that require none are left alone. Under a torch.amp.GradScaler a step in which
+        the gradients of any rank overflow is skipped on all ranks.
 
         Raises:
             TypeError: a gradient is sparse or complex.
@@ -129,20 +132,28 @@ class ExchangingOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step_together()
+        return loss
+
+    @full_precision()
+    def _step_together(self) -> None:
+        scaling = scaling_of(self)
         if not self._alike:
-            self._require_alike()
+            self._require_alike("without a GradScaler" if scaling is None else "by a GradScaler")
+        if scaling is not None and self.exchange.any_rank(scaling.overflows):
+            return
         self._consolidated = False
         known = [(group, p) for group in self.param_groups for p in group["params"]]
-        trained = [
-            Trained(str(i), group, self.state[p], p, self._gradient_of(i, p))
-            for i, (group, p) in enumerate(known)
-            if p.requires_grad
-        ]
+        with self.exchange.or_refuse(self._caller):
+            trained = [
+                Trained(str(i), group, self.state[p], p, self._gradient_of(i, p, scaling))
+                for i, (group, p) in enumerate(known)
+                if p.requires_grad
+            ]
         for each, update in zip(trained, self.updates(trained), strict=True):
             lr, decay = each.group["lr"], each.group["weight_decay"]
             wide = each.parameter.to(torch.float32)
             each.parameter.copy_(wide - lr * (update + decay * wide))
-        return loss
 
     def updates(self, trained: list[Trained]) -> list[torch.Tensor]:
         """Change the states of parameters by their gradients; return what to step by."""
@@ -154,7 +165,9 @@ class ExchangingOptimizer(Optimizer):
         """Return the mean over the ranks of a tensor of each parameter."""
         return self.exchange.mean([each.name for each in trained], tensors, exact=exact)
 
-    def _gradient_of(self, place: int, parameter: torch.Tensor) -> torch.Tensor:
+    def _gradient_of(
+        self, place: int, parameter: torch.Tensor, scaling: Scaling | None
+    ) -> torch.Tensor:
         gradient = parameter.grad
         if gradient is None:
             return torch.zeros_like(parameter, dtype=torch.float32)
@@ -164,11 +177,12 @@ class ExchangingOptimizer(Optimizer):
                 f"{tuple(parameter.shape)} is {gradient.layout}, {gradient.dtype}; it must be "
                 "dense and real: make the layer with sparse=False"
             )
-        return gradient.to(torch.float32)
+        wide = gradient.to(torch.float32)
+        return wide if scaling is None else wide * scaling.inverse
 
     # ---- 3. ranks that differ --------------------------------------------------------------------
 
-    def _require_alike(self) -> None:
+    def _require_alike(self, stepped: str) -> None:
         """Compare parameters and settings with those of the other ranks. Collective."""
         digest = hashlib.sha256()
         for group in self.param_groups:
@@ -176,7 +190,7 @@ class ExchangingOptimizer(Optimizer):
                 digest.update(repr(tuple(p.shape)).encode())
                 digest.update(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
         settings = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-        mine = (digest.hexdigest(), f"{settings} step {self.exchange.steps}")
+        mine = (digest.hexdigest(), f"{settings} step {self.exchange.steps}, {stepped}")
         group = self.exchange.group
         everyones: list[tuple[str, str] | None] = [None] * group.size()
         with backend.uncompressed():

@@ -47,7 +47,7 @@ from cgx_ops.torch.fsdp_feedback import Feedback
 from cgx_ops.torch.fsdp_state import State
 from cgx_ops.torch.groups import communicator_of
 from cgx_ops.torch.layers import Layer, Rule, Rules, layer_name
-from cgx_ops.torch.work import start
+from cgx_ops.torch.work import or_refuse, start
 
 GRADIENTS = Config(bits=8, bucket_size=1024)
 WEIGHTS = Config(bits=8, bucket_size=1024, rounding="shift")
@@ -249,7 +249,8 @@ class _ReduceScatter(_Custom):
         # Where gradients are missing, nobody knows whose a residual would be: it waits.
         if kept is not None and any(keeps) and complete:
             own = [p for p, keep in zip(self._block.parameters(), keeps, strict=True) if keep]
-            residual = kept.take(self._block.name, input_tensor, group.size(), own)
+            with or_refuse(comm, name):
+                residual = kept.take(self._block.name, input_tensor, group.size(), own)
             residuals = [
                 residual[segment.offset :] if own else None
                 for segment, own in zip(segments, keeps, strict=True)

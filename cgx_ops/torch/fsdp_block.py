@@ -53,7 +53,7 @@ class Parameter:
 
     def put_into(self, blocks: torch.Tensor, whole: torch.Tensor) -> None:
         """Write it, whole, to (ranks, elements of a block); what is padded there stays."""
-        padded = torch.zeros(self._padded(len(blocks)), dtype=blocks.dtype)
+        padded = blocks.new_zeros(self._padded(len(blocks)))
         padded.narrow(self.dim, 0, self.shape[self.dim]).copy_(whole)
         parts = torch.stack(padded.chunk(len(blocks), self.dim)).flatten(1)
         blocks[:, self.first : self.first + self.numel] = parts

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from cgx_ops import Config, codec
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch._compat import group_or_default
+from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.fsdp_block import Parameter
 from cgx_ops.torch.residuals import Residuals
 
@@ -90,6 +91,7 @@ class Kept:
         self.counts: dict[str, int] = {}
         self._modules: dict[str, _Module] = {}
 
+    @full_precision()
     def take(
         self, name: str, values: torch.Tensor, ranks: int, parameters: Sequence[Parameter]
     ) -> torch.Tensor:
@@ -112,6 +114,7 @@ class Kept:
             return residual if self.feedback.average == 0 else residual.clone()
         return self._decoded(name, values.numel()).to(values.dtype)
 
+    @full_precision()
     def put(self, name: str, lost: torch.Tensor) -> None:
         """Keep what a reduce-scatter has made of what take() returned."""
         feedback, share = self.feedback, self.feedback.average
@@ -129,7 +132,7 @@ class Kept:
     def _decoded(self, name: str, numel: int) -> torch.Tensor:
         encoded = self.residuals.tensors.get(name)
         if encoded is None:
-            return torch.zeros(numel)
+            return torch.zeros(numel, dtype=torch.float32, device="cpu")
         return torch.from_numpy(
             codec.dequantize(encoded.numpy().tobytes(), numel, "float32", _EIGHT_BITS)
         )
@@ -141,7 +144,7 @@ class Kept:
         whole = [p for p in module.parameters if p.name in known]
         if not whole:
             return
-        residual = torch.zeros(module.numel)
+        residual = torch.zeros(module.numel, dtype=torch.float32, device=values.device)
         for parameter in whole:
             found = known.pop(parameter.name)
             if found.numel() != parameter.shape.numel():

@@ -41,11 +41,13 @@ class Part:
         gradient: flat, in the bucket: read, and in the end written.
         residual: flat, float32, alike; None without error feedback.
         decay: what is left of the residual when the gradient is added.
+        is_added: whether the residual has the gradient in it.
     """
 
     gradient: torch.Tensor
     residual: torch.Tensor | None
     decay: float = 1.0
+    is_added: bool = False
 
     @property
     def value(self) -> torch.Tensor:
@@ -58,6 +60,7 @@ class Part:
             if self.decay != 1:
                 self.residual.mul_(self.decay)
             self.residual.add_(self.gradient)
+            self.is_added = True
         return self.value
 
     def take_back(self) -> None:
@@ -65,7 +68,7 @@ class Part:
 
         What is not finite leaves nothing there.
         """
-        if self.residual is not None:
+        if self.residual is not None and self.is_added:
             self.residual.sub_(self.gradient).div_(self.decay).nan_to_num_(0.0, 0.0, 0.0)
 
 

@@ -1,7 +1,8 @@
 """start(): any collective of the core on torch tensors, as an asynchronous Work.
 
 start_apart() is an allreduce of tensors that lie anywhere, in one message. future_of() is for hooks
-of DistributedDataParallel. refuse() says that a collective will not be started.
+of DistributedDataParallel. refuse() says that a collective will not be started, or_refuse() if what
+comes before it fails.
 
 The DDP hook and FSDP's collectives stand on it. Compiled models use the operators of `ops.py`.
 """
@@ -9,7 +10,7 @@ The DDP hook and FSDP's collectives stand on it. Compiled models use the operato
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import addressof, byref, c_int32, c_void_p, pointer
 from typing import Any, ParamSpec
 
@@ -152,6 +153,27 @@ def refuse(comm: Communicator, name: str, occurrence: int, reason: str) -> None:
         _native.call("cgx_refuse", byref(call), KINDS.index(PeerFailed), _native.encode(reason))
 
 
+@contextlib.contextmanager
+def or_refuse(comm: Communicator, name: str, occurrence: int = -1) -> Iterator[None]:
+    """Refuse a call if the block, which must come before it, fails: other ranks then do not wait.
+
+    Args:
+        comm: the ranks.
+        name: of the call.
+        occurrence: which call of this name, counted from 0; -1: this rank's next one.
+    """
+    try:
+        yield
+    except Exception as error:
+        refuse(comm, name, occurrence, reason_of(error))
+        raise
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what other ranks are told of an error on this one."""
+    return f"{type(error).__name__}: {error}"
+
+
 def start_apart(
     comm: Communicator,
     tensors: Sequence[torch.Tensor],
@@ -198,12 +220,16 @@ def future_of(
     try:
         return begin(*args, **kwargs).get_future()
     except dist.DistBackendError as error:
-        failure = error
+        return failed(error)
+
+
+def failed(error: Exception) -> torch.futures.Future[Any]:
+    """Return a future that holds an error."""
     began: torch.futures.Future[Any] = torch.futures.Future()
     began.set_result(None)
 
     def fail(_: torch.futures.Future[Any]) -> None:  # set_exception() is for a gradient, to torch
-        raise failure
+        raise error
 
     return began.then(fail)
 

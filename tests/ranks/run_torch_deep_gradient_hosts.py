@@ -6,6 +6,7 @@ The argument is the host of each rank. What is sparse goes from host to host: ea
 residuals of its ranks' sum, on its first rank.
 """
 
+import contextlib
 import sys
 import time
 from typing import Any
@@ -32,7 +33,7 @@ from torch_training import (
 
 import cgx_ops.torch
 from cgx_ops import Communicator, Config
-from cgx_ops.torch import ddp_deep_gradient_hosts
+from cgx_ops.torch import ddp_deep_gradient, ddp_deep_gradient_hosts
 from cgx_ops.torch.ddp_deep_gradient import _Exchange
 from cgx_ops.torch.ddp_deep_gradient_hosts import Hosts, hosts_of
 
@@ -199,6 +200,25 @@ def a_rank_that_cannot_start() -> None:
         backward(model, 2)
 
 
+def a_rank_that_fails() -> None:
+    """All are told at once: where the first rank of a host fails between messages, or another."""
+    places: tuple[tuple[int, Any, str], ...] = (
+        (0, _Exchange, "_add"), (1, ddp_deep_gradient, "_clipped")
+    )  # fmt: skip
+    for place, of, name in places:
+        model = hooked()[0]
+        backward(model, 0)
+        begin = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            if place == RANK:
+                accident = ValueError("an accident")
+                stack.enter_context(mock.patch.object(of, name, side_effect=accident))
+            fails(RuntimeError, "an accident", lambda model=model: backward(model, 1))
+        assert time.monotonic() - begin < 20
+        dist.barrier()
+        backward(model, 2)
+
+
 def groups_that_are_made_anew() -> None:
     """A new default group has hosts of its own; those of the one before are closed."""
     parted = parted_hosts()
@@ -212,7 +232,8 @@ def main() -> None:
     dist.init_process_group("cgx")
     found = (as_the_reference, what_is_sent, buckets, what_a_rank_had_is_its_hosts)
     found += (what_is_gathered_in_a_step_without_the_layer, models_in_one_backward)
-    found += (ranks_that_disagree, a_rank_that_cannot_start, groups_that_are_made_anew)
+    found += (ranks_that_disagree, a_rank_that_cannot_start, a_rank_that_fails)
+    found += (groups_that_are_made_anew,)
     checks.run(checks.named(*found), sys.argv[2:])
     dist.destroy_process_group()
 

@@ -9,13 +9,13 @@ core is recorded, and compared with the oracle's. The checks are in torch_fsdp/.
 import checks
 import torch.distributed as dist
 import torch_cases as tc
-from torch_fsdp import adaptive, feedback, messages, refusals, rules, training
+from torch_fsdp import adaptive, ambient, feedback, messages, refusals, rules, training
 
 
 def main() -> None:
     tc.forget_compiled_graphs()
     dist.init_process_group("cgx")
-    checks.run(checks.of_modules(messages, training, rules, refusals, feedback, adaptive))
+    checks.run(checks.of_modules(messages, training, rules, refusals, feedback, adaptive, ambient))
     dist.destroy_process_group()
 
 

@@ -9,10 +9,13 @@ import torch.distributed as dist
 import torch_deep_gradient.state
 import torch_deep_gradient.values
 import torch_hooks.again
+import torch_hooks.ambient
 import torch_hooks.averager
 import torch_hooks.composed
 import torch_hooks.diloco
 import torch_hooks.diloco_ranks
+import torch_hooks.failing_rank
+import torch_hooks.grad_scaler
 import torch_hooks.optim
 import torch_hooks.together
 import torch_power_sgd.state
@@ -34,6 +37,9 @@ def main() -> None:
             torch_hooks.diloco_ranks,
             torch_hooks.together,
             torch_hooks.again,
+            torch_hooks.ambient,
+            torch_hooks.failing_rank,
+            torch_hooks.grad_scaler,
         )
     )
     dist.destroy_process_group()

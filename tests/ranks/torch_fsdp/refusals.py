@@ -1,9 +1,11 @@
 """What is refused, what is exact with a warning, and what another call of compress() changes."""
 
+import contextlib
 import re
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,14 +14,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from cgx_ops import InvalidArgument
+from cgx_ops import Config, InvalidArgument
 from cgx_ops.torch import fsdp
 from cgx_ops.torch.averager import QuantizedModelAverager
 from cgx_ops.torch.diloco import DiLoCo
+from cgx_ops.torch.fsdp_feedback import Kept
 from cgx_ops.torch.layers import Rule, Rules
 from cgx_ops.torch.optim import OneBitAdam
 
 from .common import FEW, Block, Model, batch, equals_the_oracle, full, recorded, sharded
+
+LEVELS = Config(bits=1, compressor="levels", bucket_size=64)
 
 
 def refuses(call: Callable[[], object], kind: type[Exception], words: str) -> None:
@@ -114,6 +119,24 @@ def compressing_again() -> None:
             )
 
 
+def a_rank_that_fails() -> None:
+    """The other ranks raise its reason before any deadline, and the group serves on."""
+    model = sharded(Model())
+    fsdp.compress(model, LEVELS)
+    x, y = batch(0)
+    loss = nn.functional.cross_entropy(model(x), y)
+    failing = dist.get_rank() == 1
+    with contextlib.ExitStack() as stack:
+        if failing:
+            accident = ValueError("an accident")
+            stack.enter_context(mock.patch.object(Kept, "take", side_effect=accident))
+        said = "an accident" if failing else "ValueError: an accident"
+        refuses(loss.backward, ValueError if failing else RuntimeError, said)
+    again = sharded(Model())
+    fsdp.compress(again, LEVELS)
+    nn.functional.cross_entropy(again(x), y).backward()
+
+
 def ranks_that_disagree() -> None:
     """Last: it ends the communicator."""
     model = sharded(Model())
@@ -141,4 +164,5 @@ def shards_are_no_copies_to_average() -> None:
 
 
 CHECKS = [shards_are_no_copies_to_average]
-CHECKS += [bad_input, exact_with_a_warning, compressing_again, ranks_that_disagree]
+CHECKS += [bad_input, exact_with_a_warning, compressing_again, a_rank_that_fails]
+CHECKS += [ranks_that_disagree]

@@ -1,0 +1,27 @@
+"""full_precision(): how hooks, optimizers and outer loops compute, whatever the model does."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """Compute in the dtypes of the tensors: without autocast, and without autograd.
+
+    A block or a decorator. Autocast belongs to the thread that entered it, and callbacks run on
+    the caller's thread or on another one: without this, ranks would send different dtypes.
+
+        @full_precision()
+        def project(gradient: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+            return gradient @ q  # float32, also in a backward() inside torch.autocast()
+
+    Tensors made inside need an explicit dtype and device: the defaults belong to the process.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield

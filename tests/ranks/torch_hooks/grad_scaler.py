@@ -1,0 +1,163 @@
+"""Under torch.amp.GradScaler one rank alone may find that gradients overflow, and skip a step.
+
+1. outer loops count iterations: with step(), and after(), of any optimizer
+2. optimizers that average skip the step on all ranks
+3. averages of weights by PostLocalSGDOptimizer, which would be skipped, are refused
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from failing import fails
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch_training import RANK, batch, identical_on_all_ranks, loss_of, network, weights_of
+
+from cgx_ops import Config, InvalidArgument
+from cgx_ops.torch.averager import QuantizedModelAverager
+from cgx_ops.torch.diloco import DiLoCo
+from cgx_ops.torch.optim import OneBitAdam, Signum
+
+STEPS = 12
+OVERFLOWS = 5  # the iteration in which rank 1's gradients do
+
+
+def scaler_of(scale: float = 2.0**8) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=scale)
+
+
+def iterate(
+    model: nn.Module, optimizer: Any, scaler: Any, step: int, *, unscales: bool = False
+) -> None:
+    """Do an iteration of training by a GradScaler."""
+    optimizer.zero_grad()
+    loss = loss_of(model, batch(RANK, step))
+    if RANK == 1 and step == OVERFLOWS:
+        loss = loss * float("inf")
+    scaler.scale(loss).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+# ---- 1. outer loops ------------------------------------------------------------------------------
+
+Make = Callable[[Any], torch.optim.Optimizer]
+INNER: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.AdamW(p, 0.01),
+    "fused": lambda p: torch.optim.SGD(p, 0.05, fused=True),
+}
+
+
+def looped(make: Make, *, after: bool, unscales: bool) -> torch.Tensor:
+    """Return the weights of a loop that counts its steps by after(), or by step()."""
+    model = network()
+    optimizer, scaler = make(model.parameters()), scaler_of()
+    loop = DiLoCo(model, sync_every=4, config=Config(bits=4))
+    if after:
+        with loop.after(optimizer):
+            for step in range(STEPS):
+                iterate(model, optimizer, scaler, step, unscales=unscales)
+        assert loop.steps == STEPS
+        iterate(model, optimizer, scaler, STEPS)  # as it was before the block
+        assert loop.steps == STEPS
+        return loop.anchors[0].detach().clone()
+    for step in range(STEPS):
+        iterate(model, optimizer, scaler, step, unscales=unscales)
+        loop.step()
+    return loop.anchors[0].detach().clone()
+
+
+def loops_count_iterations() -> None:
+    """To the bit what step() in every iteration does; a skipped step leaves weights alone."""
+    for name, make in INNER.items():
+        for unscales in (False, True):
+            got, want = (looped(make, after=after, unscales=unscales) for after in (True, False))
+            identical_on_all_ranks(got)
+            assert torch.equal(got, want), (name, unscales)
+
+
+def steps_without_a_scaler() -> None:
+    """A block counts steps, too, of an optimizer that no GradScaler calls."""
+    for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        loop = DiLoCo(model, sync_every=2, config=Config(bits=4))
+        with loop.after(optimizer):
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(model, batch(RANK, step)).backward()
+                optimizer.step() if scaler is None else scaler.step(optimizer)
+        optimizer.step()
+        assert (loop.steps, loop.applied) == (4, 2)
+
+
+# ---- 2. optimizers that average ------------------------------------------------------------------
+
+AVERAGING: dict[str, Make] = {
+    "one_bit_adam": lambda p: OneBitAdam(p, 0.01, warmup_steps=7),
+    "in the warm-up": lambda p: OneBitAdam(p, 0.01, warmup_steps=2),
+    "signum": lambda p: Signum(p, 0.002),
+}
+
+
+def all_ranks_skip() -> None:
+    """The weights are those of training without the iteration that overflows, to the bit."""
+    for name, make in AVERAGING.items():
+        for unscales in (False, True):
+            weights = []
+            for skipped in (None, OVERFLOWS):
+                model = network()
+                optimizer, scaler = make(model.parameters()), scaler_of()
+                for step in range(STEPS):
+                    before = weights_of(model)
+                    if step != skipped:
+                        iterate(model, optimizer, scaler, step, unscales=unscales)
+                    assert torch.equal(weights_of(model), before) == (step == OVERFLOWS), step
+                identical_on_all_ranks(weights_of(model))
+                weights.append(weights_of(model))
+            assert torch.equal(*weights), (name, unscales)
+
+
+def ranks_of_which_one_has_a_scaler() -> None:
+    model = network()
+    optimizer, scaler = OneBitAdam(model.parameters(), warmup_steps=2), scaler_of()
+    scaler.scale(loss_of(model, batch(RANK, 0))).backward()
+    step = optimizer.step if RANK == 1 else lambda: scaler.step(optimizer)
+    fails(InvalidArgument, "rank 1", step)
+
+
+# ---- 3. averages of weights ----------------------------------------------------------------------
+
+
+def averages_that_would_be_skipped() -> None:
+    """Refused on every rank in its first step; the remedy of the error serves."""
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), 0.05)
+    averager = QuantizedModelAverager(period=4, config=Config(bits=4))
+    optimizer, scaler = PostLocalSGDOptimizer(inner, averager), scaler_of()
+    fails(InvalidArgument, "torch.amp.GradScaler", lambda: iterate(model, optimizer, scaler, 0))
+
+    scaler = scaler_of()
+    for step in range(STEPS + 1):
+        iterate(model, inner, scaler, step)
+        averager.average_parameters(model.parameters())
+    identical_on_all_ranks(weights_of(model))
+
+    # All ranks skip the same steps, or none skips any.
+    for scaler in (ShardedGradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)):
+        iterate(model, optimizer, scaler, 0)
+
+
+CHECKS = [
+    loops_count_iterations,
+    steps_without_a_scaler,
+    all_ranks_skip,
+    ranks_of_which_one_has_a_scaler,
+    averages_that_would_be_skipped,
+]
