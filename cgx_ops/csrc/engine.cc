@@ -37,9 +37,19 @@ Engine::~Engine() = default;
 
 // ---- the caller's side ---------------------------------------------------------------------
 
+std::string Engine::closed_text() const {
+  return join("communicator '", name_, "' is closed: ", close_reason_);
+}
+
+void Engine::require_open() const {
+  if (!closed_) return;
+  const std::lock_guard lock(mutex_);
+  fail(CGX_CLOSED, closed_text());
+}
+
 void Engine::put(const CollectiveRef& collective) {
   const std::lock_guard lock(mutex_);
-  require(!closed_, CGX_CLOSED, "communicator '", name_, "' is closed: ", close_reason_);
+  if (closed_) fail(CGX_CLOSED, closed_text());
   collective->key = {collective->name, collective->occurrence >= 0
                                            ? static_cast<uint64_t>(collective->occurrence)
                                        : collective->name.empty() ? unnamed_++
@@ -231,7 +241,7 @@ bool Engine::progress() {
   for (const auto& collective : submitted) {
     if (!failed_) guard([&] { accept(collective); });
     if (failed_ && !collective->done)  // too late, or it never got among the running
-      end(*collective, CGX_CLOSED, join("communicator '", name_, "' is closed: ", close_reason_));
+      end(*collective, CGX_CLOSED, closed_text());
   }
   guard([&] {
     worked |= transport_->progress(*this);

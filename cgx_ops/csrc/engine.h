@@ -49,6 +49,8 @@ class Engine : private Sink {
   void close(std::chrono::duration<double> at_most);
 
   bool closed() const { return closed_.load(); }
+  // Throws Error(CGX_CLOSED), with the reason, if the communicator is closed.
+  void require_open() const;
   // It, or a peer, did not end in good order.
   bool failed() const { return failed_ || peer_failed_; }
   int64_t bytes_sent() const { return bytes_sent_.load(); }
@@ -60,6 +62,7 @@ class Engine : private Sink {
   class CollectivePort;
   using CollectiveRef = std::shared_ptr<Collective>;
 
+  std::string closed_text() const;  // with mutex_ held, or the role after a failure
   void put(const CollectiveRef& collective);
   void wait_until(Collective& collective, std::optional<Clock::time_point> limit);
 

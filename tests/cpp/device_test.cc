@@ -337,6 +337,54 @@ void a_rank_that_never_comes_is_a_timeout() {
   }
 }
 
+// The engine closes the communicator for the late rank before any call can ask for the failure.
+void a_late_rank_is_named_after_the_communicator_is_closed() {
+  const Job job(3, "MPI", 60);
+  job.run([&](int rank) {
+    FakeQueue stream(rank);
+    Communicator& communicator = *job.communicators[rank];
+    FakeDevice& device = *job.devices[rank];
+    Rank good({}, rank, job.size());
+    good.enqueue(communicator, device, stream);
+    communicator.check_devices(true);
+    if (rank == 1) return;
+    Rank late({}, rank, job.size()), next({}, rank, job.size());
+    late.call.timeout_s = rank == 0 ? 0.3 : 60;  // rank 0 notices it, and tells rank 2
+    late.enqueue(communicator, device, stream);
+    stream.synchronize();
+    CHECK(communicator.closed(), "rank %d", rank);
+    const cgx_status_t status = rank == 0 ? CGX_TIMEOUT : CGX_PEER_FAILED;
+    const auto names_it = [](const std::string& text) {
+      CHECK(contains(text, "'relay 0.0 of a device' (use 1) did not end"), "%s", text.c_str());
+      CHECK(contains(text, "rank 1 has not started it"), "%s", text.c_str());
+    };
+    names_it(error_of([&] { next.enqueue(communicator, device, stream); }, status));
+    names_it(error_of([&] { communicator.check_devices(true); }, status));
+    names_it(error_of([&] { next.run(communicator); }, CGX_CLOSED));
+  });
+}
+
+// Devices have had no part in the failure; or there are none yet.
+void devices_of_a_closed_communicator_report_why() {
+  for (const std::string type : {"SHM", "MPI"})
+    for (const bool connected : {false, true}) {
+      const Job job(2, type, 60);
+      job.run([&](int rank) {
+        FakeQueue stream(rank);
+        Communicator& communicator = *job.communicators[rank];
+        Rank call({}, rank, job.size()), lonely({}, rank, job.size());
+        if (connected) call.enqueue(communicator, *job.devices[rank], stream);
+        if (connected) communicator.check_devices(true);
+        if (rank == 1) return;
+        lonely.call.timeout_s = 0.3;
+        error_of([&] { lonely.run(communicator); }, CGX_TIMEOUT);
+        const std::string text =
+            error_of([&] { call.enqueue(communicator, *job.devices[rank], stream); }, CGX_CLOSED);
+        CHECK(contains(text, "rank 1 has not started it"), "%s", text.c_str());
+      });
+    }
+}
+
 void ranks_that_disagree_are_told_how() {
   for (const std::string type : {"SHM", "MPI"})
     for (const Disagreement& each : kDisagreements) {
@@ -467,6 +515,8 @@ int main() {
   addresses_of_no_values_are_not_looked_at();
   the_first_call_has_a_deadline_of_its_own();
   a_rank_that_never_comes_is_a_timeout();
+  a_late_rank_is_named_after_the_communicator_is_closed();
+  devices_of_a_closed_communicator_report_why();
   ranks_that_disagree_are_told_how();
   more_rounds_than_a_peer_is_a_mismatch_at_once();
   devices_that_do_not_reach_each_other_are_staged();
