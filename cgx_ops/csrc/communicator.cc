@@ -225,6 +225,11 @@ void Communicator::copy_through(const Plan& plan, Collective* collective) {
   totals_.add(*collective, Clock::now());
 }
 
+std::string Communicator::find_lost(Seconds at_most) {
+  if (!engine_) return "";
+  return engine_->find_lost(std::chrono::duration_cast<Clock::duration>(at_most));
+}
+
 void Communicator::require_open() const {
   if (engine_) return engine_->require_open();
   require(!closed_, CGX_CLOSED, "communicator '", name, "' is closed: it was closed on this rank");
