@@ -1,7 +1,7 @@
 """Rank program: rank 1 is killed, and the others call torch's own collectives over "cgx".
 
 Launched without mpirun, on 3 ranks. gloo reports an address; the error must begin with the rank.
-Each case has a group of its own, on which all ranks call it once before the loss.
+Each case uses its own group. All ranks call it once there before the loss.
 """
 
 import datetime
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch  # noqa: F401  # registers "cgx"
 
-dist: Any = torch.distributed  # its annotations are those of its own internals
+dist: Any = torch.distributed  # its annotations are of internals
 
 
 def buffers_of_batch_norm(group: Any) -> Callable[[], object]:
