@@ -23,6 +23,7 @@ from cgx_ops.jax import (
     pmean_q,
     power_sgd,
     psum_q,
+    psum_scatter_q,
     state_specs,
     value_and_grad,
 )
@@ -165,6 +166,16 @@ def test_gradients_that_jax_has_summed_are_named(reduce: Any) -> None:
     times = 8 if reduce is psum_q else 1
     assert (np.asarray(results[0]["layers"][0]["bias"]) == 8 * times).all()
     assert not warned(lambda: in_mesh(lambda w, x: step(w, 2 * x), WEIGHTS, BATCH)), "shown once"
+
+
+def test_scattered_gradients_that_jax_has_summed_are_named() -> None:
+    def step(weights: Any, batch: Any) -> Any:
+        gradients = jax.grad(loss_of)(weights, batch)
+        own = psum_scatter_q(gradients, ("a", "b"), tiled=True)
+        return jax.tree.map(lambda block: lax.psum(block, ("a", "b")), own)
+
+    (seen,) = warned(lambda: in_mesh(step, WEIGHTS, BATCH))
+    assert str(seen.message).startswith("psum_scatter_q: x['layers'][0]['bias'] is the same on all")
 
 
 def test_only_the_axes_without_a_difference_are_named() -> None:

@@ -180,11 +180,11 @@ def _reduce_users(
     checked = checked_knobs(caller, **knobs)
     groups = mesh_groups(caller, axis_name)
     checked.warn_of_unmatched(x)
-    _warn_of_equal_leaves(caller, x, groups.axes)
+    warn_of_equal_leaves(caller, x, groups.axes)
     return reduce_tree(caller, x, residual, groups, op, checked)
 
 
-def _warn_of_equal_leaves(caller: str, x: Any, axes: tuple[Hashable, ...]) -> None:
+def warn_of_equal_leaves(caller: str, x: Any, axes: tuple[Hashable, ...]) -> None:
     """Warn, once, of leaves that are equal on all devices, as gradients of shared weights are."""
     if not _compat.types_are_checked():
         return
