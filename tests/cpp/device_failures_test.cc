@@ -1,5 +1,5 @@
-// What collectives on devices report when they fail, with threads for devices (fake_device.h):
-// late, lost and disagreeing ranks; devices that cannot be connected; calls that devices refuse.
+// Failures of collectives on devices, with threads for devices (fake_device.h): late, lost and
+// disagreeing ranks; devices that cannot be connected; calls that devices refuse.
 #include "device_cases.h"
 
 namespace cgx {
