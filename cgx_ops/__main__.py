@@ -14,16 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from cgx_ops import _native
-from cgx_ops._versions import installed, versions
+from cgx_ops._versions import how_to_install, installed, versions
 from cgx_ops.bench import allreduce
 from cgx_ops.errors import CgxError
 from cgx_ops.planner import command as plan
 
-# Framework -> what is compared with the build, the extension module, the package to install.
-_FRAMEWORKS = {
-    "torch": ("torch", "_torch_ops", "torch"),
-    "jax": ("jaxlib", "_xla_ffi", "jax"),
-}
+# Framework -> what is compared with the build, the extension module.
+_FRAMEWORKS = {"torch": ("torch", "_torch_ops"), "jax": ("jaxlib", "_xla_ffi")}
 _MPI_TAKES = {
     True: "CUDA-aware: it takes addresses of GPUs' memory",
     False: "not CUDA-aware: it takes the host's memory only (docs/gpu.md)",
@@ -94,12 +91,11 @@ def _versions() -> Table:
 
 def _binding(framework: str) -> tuple[str, str]:
     """Return the framework and the state of its binding, without importing either."""
-    library, module, package = _FRAMEWORKS[framework]
+    library, module = _FRAMEWORKS[framework]
     version = installed(library)
     built = _native.built_with().get(framework)
     if version is None:
-        rebuild = "" if built else ", then build cgx_ops again (see README)"
-        return framework, f"missing: {library} is not installed: pip install {package}{rebuild}"
+        return framework, f"missing: {library} is not installed: {how_to_install(framework)}"
     try:
         _native.require_binding(framework, version)
     except ImportError as error:

@@ -19,7 +19,7 @@ from cgx_ops import errors
 
 _HERE = Path(__file__).resolve().parent
 # pip takes a wheel that it built of the same commit for another torch from its cache, if let.
-_REBUILD = (
+REBUILD = (
     "pip install --force-reinstall --no-cache-dir --no-deps . (in cgx_ops' source tree; or its "
     "sdist or git+URL in place of the dot)"
 )
@@ -87,7 +87,7 @@ def built_with() -> dict[str, Any]:
     try:
         return json.loads((_HERE / "_build.json").read_text())
     except OSError as error:
-        raise errors.SystemFailure(f"This build is incomplete: {error}. {_REBUILD}") from error
+        raise errors.SystemFailure(f"This build is incomplete: {error}. {REBUILD}") from error
 
 
 def require_binding(framework: str, installed: str) -> None:
@@ -104,7 +104,7 @@ def require_binding(framework: str, installed: str) -> None:
         reason = built_with()["without"][framework]
         raise ImportError(
             f"cgx_ops was built without its {framework} binding: {reason}. With {framework} in "
-            f"this environment run: {_REBUILD}. Or install a wheel whose name has "
+            f"this environment run: {REBUILD}. Or install a wheel whose name has "
             f"{framework}{minor}."
         )
     served = ".".join(built.split(".")[:2])
@@ -113,7 +113,7 @@ def require_binding(framework: str, installed: str) -> None:
         raise ImportError(
             f"cgx_ops was built for {library} {built}, but {library} {installed} is installed, "
             f"whose binary interface differs. Go back: pip install {packages}. Or build cgx_ops "
-            f"again: {_REBUILD}. Or install a wheel whose name has {framework}{minor}."
+            f"again: {REBUILD}. Or install a wheel whose name has {framework}{minor}."
         )
 
 
@@ -305,6 +305,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_comm_find": (c_char_p, POINTER(c_int32)),
     "cgx_comm_next": (c_int32, POINTER(c_int32)),
     "cgx_comm_info": (c_int32, POINTER(CommInfo)),
+    "cgx_comm_find_lost": (c_int32, c_double),
     "cgx_comm_close": (c_int32,),
     "cgx_start": (POINTER(Collective), c_void_p, c_void_p, POINTER(c_void_p)),
     "cgx_run": (POINTER(Collective),),
@@ -393,5 +394,5 @@ if version() != built_with()["version"]:
     raise errors.SystemFailure(
         f"The process has libcgx {version()} loaded, but this cgx_ops is "
         f"{built_with()['version']}: another copy of cgx_ops was loaded first. Keep one on "
-        f"sys.path, or build it again: {_REBUILD}"
+        f"sys.path, or build it again: {REBUILD}"
     )

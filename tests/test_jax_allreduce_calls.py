@@ -238,6 +238,16 @@ def test_a_closed_communicator(pair: list[Communicator]) -> None:
         jax.block_until_ready(program(x))
 
 
+def test_a_communicator_that_a_late_rank_has_closed() -> None:
+    comms = Communicator.local(2, timeout=0.3)
+    with pytest.raises(cgx_ops.DeadlineExceeded):
+        comms[0].allreduce(np.ones(100, np.float32))
+    with pytest.raises(cgx_ops.Closed, match=r"is closed: .*rank 1 has not started.*Make another"):
+        allreduce_q(jnp.ones(100), comms[0])
+    for comm in comms:
+        comm.close()
+
+
 def error_of(call: Callable[[], Any]) -> str:
     try:
         jax.block_until_ready(call())

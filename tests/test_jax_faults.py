@@ -54,7 +54,7 @@ exhaustive = pytest.mark.exhaustive
 by_devices = pytest.mark.parametrize("devices", [pytest.param(1, marks=exhaustive), 2])
 
 # What leaves all processes and their communicator whole.
-WHOLE = ("other_bits_under_one_name", "other_programs_with_one_name")
+WHOLE = ("other_bits_under_one_name", "other_programs_with_one_name", "programs_that_follow")
 
 
 @exhaustive  # test_the_end() has it on two devices

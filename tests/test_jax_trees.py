@@ -144,9 +144,18 @@ def test_of_rules_that_name_one_leaf_the_first_counts() -> None:
     assert same_bits(got["ab"], alone["ab"])
 
 
-@pytest.mark.parametrize("rules", [{"(": 4}, {"a": 9}, {"a": "4"}])
-def test_bad_rules(rules: Any) -> None:
-    with pytest.raises(ValueError, match="rules map regular expressions to bits"):
+@pytest.mark.parametrize(
+    ("rules", "kind", "text"),
+    [
+        ({"a": 9}, ValueError, r"rules\['a'\] is 9; rules map regular expressions to bits"),
+        ({"a": "4"}, ValueError, "rules map regular expressions to bits"),
+        ({"*bias": 4}, ValueError, r"the key '\*bias', which is not a regular .*without \*"),
+        ({3: 4}, ValueError, "the key 3, which is not a regular expression"),
+        ([("bias", 4)], TypeError, r"rules is \[\('bias', 4\)\]; it must be a dict"),
+    ],
+)
+def test_bad_rules(rules: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=f"psum_q: .*{text}"):
         run(lambda v: psum_q({"a": v}, "d", rules=rules), normal(0, 8, 100))
 
 

@@ -23,6 +23,30 @@ def test_import_brings_no_framework() -> None:
         assert f"'{module}'" not in loaded
 
 
+@pytest.mark.parametrize("module", ["torch", "jax", "jaxlib"])
+@pytest.mark.parametrize("built", [True, False])
+def test_missing_framework_is_named_with_its_remedy(module: str, built: bool) -> None:
+    framework = module.removesuffix("lib")
+    versions = {framework: "0.10.2+cpu"} if built else {}
+    printed = _python(f"""
+import sys
+from cgx_ops import _native
+_native.built_with = lambda: {versions}
+sys.modules[{module!r}] = None  # as if it were not installed
+try:
+    import cgx_ops.{framework}
+except ModuleNotFoundError as error:
+    print(error.name, error, sep="|")
+""")
+    name, text = printed.strip().split("|")
+    assert name == module
+    assert text.startswith(f"cgx_ops.{framework} needs {module}, which is not installed: pip ")
+    if built:
+        assert text.endswith(f"pip install '{framework}==0.10.*'")
+    else:
+        assert f"pip install {framework}, then build cgx_ops again: pip install " in text
+
+
 def test_torch_binding_brings_no_compiler() -> None:
     pytest.importorskip("torch")
     code = "import sys, cgx_ops.torch; print({'torch._dynamo', 'torch._inductor'} & {*sys.modules})"

@@ -110,6 +110,15 @@ def test_torchrun(cases: list[str]) -> None:
     check([done.stdout] * 3, "shm")
 
 
+@pytest.mark.parametrize("transport", ["SHM", "TCP"])
+def test_errors_of_gloo_name_the_lost_rank(transport: str) -> None:
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env["COMMUNICATOR_TYPE"] = transport
+    outputs = launch.processes(3, "run_torch_named_loss.py", env=env, check=False)
+    for rank in (0, 2):
+        assert outputs[rank].count(": named") == 6, outputs[rank]
+
+
 def test_lost_ranks_without_mpi() -> None:
     outputs = processes(3, "run_torch_backend_loss.py")
     for rank in (0, 2):

@@ -15,6 +15,7 @@ from torch_bad_calls import BAD_CALLS
 
 import cgx_ops
 from cgx_ops import Communicator, _native
+from cgx_ops.torch import ddp
 
 BackendError = torch.distributed.DistBackendError
 
@@ -86,6 +87,23 @@ def test_a_rank_that_never_calls() -> None:
     for comm in comms:
         comm.close()
     assert tc.allreduce(torch.ones(5)).sum() == 5  # the world is another communicator
+
+
+@pytest.mark.parametrize(
+    ("hook", "kind"),
+    [
+        ("quantized_allreduce_hook", "QuantizedAllreduceState"),
+        ("planned_allreduce_hook", "PlannedAllreduceState"),
+        ("power_sgd_hook", "PowerSGDState"),
+        ("batched_power_sgd_hook", "PowerSGDState"),
+        ("deep_gradient_hook", "DeepGradientState"),
+    ],
+)
+def test_hooks_name_the_state_that_they_need(hook: str, kind: str) -> None:
+    """Hooks of torch accept None, and pass it on at the first backward."""
+    bucket: Any = None
+    with pytest.raises(ValueError, match=f"^{hook}: the state is NoneType; it must be a {kind}: "):
+        getattr(ddp, hook)(None, bucket)
 
 
 def test_another_torch_is_named() -> None:

@@ -200,10 +200,10 @@ def test_a_rule_without_a_layer_is_told_once_and_from_where() -> None:
         warnings.simplefilter("always")
         torch_cgx.exclude_layer("conv")
         layers.check_model([Layer("weight", 2, 12)], layers.process_rules())
-    text = "no layer matches 'conv': the rule has no effect. Layers: weight"
+    text = "no layer matches 'conv': the rule has no effect. Nearest names: weight"
     assert [str(each.message) for each in told] == [
         text,
-        f"DistributedDataParallel's first backward: {text}",
+        f"DistributedDataParallel: {text}",
     ]
 
 

@@ -145,6 +145,8 @@ class Backend final : public c10d::Backend {
   WorkRef forward_reduction(const char* title, at::TensorList shown, Method method,
                             at::TensorList results, const OpOptions& options,
                             Arguments&... arguments);
+  template <typename Start>
+  WorkRef naming_losses(const char* title, at::Device device, Start&& start);
   // The same as forward, but that coalescing does not see the work.
   template <typename Method, typename... Arguments>
   WorkRef start_inner(const char* title, at::TensorList shown, Method method,

@@ -8,6 +8,7 @@
 
 #include "backend.h"
 #include "joint_work.h"
+#include "named_work.h"
 
 namespace cgx::torch_ops {
 namespace {
@@ -90,12 +91,26 @@ Backend::WorkRef Backend::forward_reduction(const char* title, at::TensorList sh
   return coalesced(averaged(std::move(sum), results.vec(), size_));
 }
 
+// Calls start() for the work of an inner backend. NCCL reports lost ranks in its own way.
+template <typename Start>
+Backend::WorkRef Backend::naming_losses(const char* title, at::Device device, Start&& start) {
+  if (!device.is_cpu()) return start();
+  const LossFinder finder(comm_, title);
+  try {
+    return with_named_losses(start(), finder);
+  } catch (...) {  // sends may fail here
+    std::rethrow_exception(finder.named(std::current_exception()));
+  }
+}
+
 template <typename Method, typename... Arguments>
 Backend::WorkRef Backend::start_inner(const char* title, at::TensorList shown, Method method,
                                       Arguments&&... arguments) {
   Shown call(title, shown);
-  c10d::Backend& backend = inner(device_of(shown));
-  WorkRef work = (backend.*method)(std::forward<Arguments>(arguments)...);
+  const at::Device device = device_of(shown);
+  c10d::Backend& backend = inner(device);
+  WorkRef work = naming_losses(
+      title, device, [&] { return (backend.*method)(std::forward<Arguments>(arguments)...); });
   call.until(work);
   // Not every rank calls p2p operations. NCCL gives no work for what it did at once.
   if (!work || !c10d::isP2POp(work->retrieveOpType())) ++sequence_;
@@ -230,7 +245,9 @@ Backend::WorkRef Backend::recvAnysource(Tensors& tensors, int tag) {
 Backend::WorkRef Backend::barrier(const c10d::BarrierOptions& options) {
   Shown call("cgx:barrier", {});
   ++sequence_;
-  WorkRef work = inner(options.device.value_or(at::Device(at::kCPU))).barrier(options);
+  const at::Device device = options.device.value_or(at::Device(at::kCPU));
+  WorkRef work =
+      naming_losses("cgx:barrier", device, [&] { return inner(device).barrier(options); });
   call.until(work);
   return coalesced(std::move(work));
 }

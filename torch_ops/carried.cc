@@ -137,9 +137,10 @@ int64_t rank_in_default_group(const c10d::ProcessGroup& group) {
 c10::intrusive_ptr<c10d::ProcessGroup> find_group(const std::string& name) {
   try {
     return c10d::resolve_process_group(name);
-  } catch (const c10::Error& error) {
-    C10_THROW_ERROR(ValueError, c10::str("group_name is '", name, "', with carrier='c10d': ",
-                                         error.what_without_backtrace()));
+  } catch (const c10::Error&) {
+    C10_THROW_ERROR(ValueError,
+                    c10::str("carrier='c10d': torch.distributed has no process group named '", name,
+                             "': call init_process_group() first, or give group.group_name"));
   }
 }
 

@@ -257,6 +257,14 @@ cgx_status_t cgx_comm_info(int32_t comm, cgx_comm_info_t* info) {
   });
 }
 
+cgx_status_t cgx_comm_find_lost(int32_t comm, double seconds) {
+  return guarded([&] {
+    const auto communicator = Registry::instance().get(comm);
+    const std::string lost = communicator->find_lost(time_limit(seconds));
+    require(lost.empty(), CGX_PEER_FAILED, "communicator '", communicator->name, "': ", lost);
+  });
+}
+
 cgx_status_t cgx_comm_close(int32_t comm) {
   return guarded([&] { close(*Registry::instance().remove(comm)); });
 }

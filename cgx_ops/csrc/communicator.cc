@@ -73,7 +73,7 @@ void check_addresses(const cgx_collective_t& call, device::Device& device) {
 }  // namespace
 
 std::string internal_key(const std::string& name, const std::string& what) {
-  return join("\x01", what, ":", name);
+  return join(kInternal, what, name.empty() ? "" : ":", name);
 }
 
 Communicator::Communicator(std::string name, int rank, int noise_rank,
@@ -217,12 +217,22 @@ std::shared_ptr<Collective> Communicator::planned(const cgx_collective_t& call) 
 
 // One rank alone: identity.
 void Communicator::copy_through(const Plan& plan, Collective* collective) {
-  require(!closed_, CGX_CLOSED, "communicator '", name, "' is closed: it was closed on this rank");
+  require_open();
   collective->started = collective->agreed_at = Clock::now();
   pass_through(plan);
   collective->done = true;
   const std::lock_guard lock(totals_mutex_);
   totals_.add(*collective, Clock::now());
+}
+
+std::string Communicator::find_lost(Seconds at_most) {
+  if (!engine_) return "";
+  return engine_->find_lost(std::chrono::duration_cast<Clock::duration>(at_most));
+}
+
+void Communicator::require_open() const {
+  if (engine_) return engine_->require_open();
+  require(!closed_, CGX_CLOSED, "communicator '", name, "' is closed: it was closed on this rank");
 }
 
 Totals Communicator::totals() const {
@@ -235,7 +245,8 @@ Totals Communicator::totals() const {
 
 device::Group& Communicator::devices(device::Device& device, Seconds at_most) {
   const std::lock_guard lock(devices_mutex_);
-  require(!closed(), CGX_CLOSED, "communicator '", name, "' is closed");
+  if (devices_) devices_->check(/*finish=*/false);  // its failure may be what closed this
+  require_open();
   if (!devices_) {
     devices_ = std::make_unique<device::Group>(device, *link_, type, at_most);
     connected_ = devices_.get();
@@ -257,7 +268,7 @@ void Communicator::enqueue(const cgx_collective_t& call, device::Device& device)
   check_addresses(call, device);
   const Agreement agreement = make_agreement(call, made);
   if (!engine_) {
-    require(!closed_, CGX_CLOSED, "communicator '", name, "' is closed");
+    require_open();
     return device::pass_through(made, *device.wrap(call.stream));
   }
   const Seconds at_most = timeout_of(call);

@@ -72,6 +72,10 @@ class Communicator {
   // "" before the first collective on devices.
   const char* wire_name() const;
   bool closed() const { return engine_ ? engine_->closed() : closed_.load(); }
+  // As Engine::find_lost.
+  std::string find_lost(Seconds at_most);
+  // Throws Error(CGX_CLOSED), with the reason, if it is closed.
+  void require_open() const;
   bool failed() const { return engine_ && engine_->failed(); }
   int64_t bytes_sent() const { return engine_ ? engine_->bytes_sent() : 0; }
   Totals totals() const;

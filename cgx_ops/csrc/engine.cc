@@ -37,9 +37,19 @@ Engine::~Engine() = default;
 
 // ---- the caller's side ---------------------------------------------------------------------
 
+std::string Engine::closed_text() const {
+  return join("communicator '", name_, "' is closed: ", close_reason_);
+}
+
+void Engine::require_open() const {
+  if (!closed_) return;
+  const std::lock_guard lock(mutex_);
+  fail(CGX_CLOSED, closed_text());
+}
+
 void Engine::put(const CollectiveRef& collective) {
   const std::lock_guard lock(mutex_);
-  require(!closed_, CGX_CLOSED, "communicator '", name_, "' is closed: ", close_reason_);
+  if (closed_) fail(CGX_CLOSED, closed_text());
   collective->key = {collective->name, collective->occurrence >= 0
                                            ? static_cast<uint64_t>(collective->occurrence)
                                        : collective->name.empty() ? unnamed_++
@@ -81,15 +91,24 @@ void Engine::run(const CollectiveRef& collective, Clock::duration at_most) {
   wait(*collective, at_most);
 }
 
-void Engine::wait(Collective& collective) { wait_until(collective, std::nullopt); }
-
-void Engine::wait(Collective& collective, Clock::duration at_most) {
-  wait_until(collective, Clock::now() + at_most);
+void Engine::wait(Collective& collective) {
+  wait_until([&] { return collective.done.load(); }, std::nullopt);
 }
 
-void Engine::wait_until(Collective& collective, std::optional<Clock::time_point> limit) {
+void Engine::wait(Collective& collective, Clock::duration at_most) {
+  wait_until([&] { return collective.done.load(); }, Clock::now() + at_most);
+}
+
+std::string Engine::find_lost(Clock::duration at_most) {
+  wait_until([&] { return closed_ || peer_lost_; }, Clock::now() + at_most);
+  const std::lock_guard lock(mutex_);
+  return closed_ ? close_reason_ : losses_;
+}
+
+template <typename Done>
+void Engine::wait_until(Done&& done, std::optional<Clock::time_point> limit) {
   std::unique_lock lock(mutex_);
-  while (!collective.done && !(limit && Clock::now() >= *limit)) {
+  while (!done() && !(limit && Clock::now() >= *limit)) {
     if (role_taken_ || stop_) {  // close() ends what is left
       if (limit)
         changed_.wait_until(lock, *limit);
@@ -99,7 +118,7 @@ void Engine::wait_until(Collective& collective, std::optional<Clock::time_point>
     }
     role_taken_ = true;
     lock.unlock();
-    drive([&] { return collective.done || stop_ || (limit && now_ >= *limit); });
+    drive([&] { return done() || stop_ || (limit && now_ >= *limit); });
     lock.lock();
     give_role();
   }
@@ -231,7 +250,7 @@ bool Engine::progress() {
   for (const auto& collective : submitted) {
     if (!failed_) guard([&] { accept(collective); });
     if (failed_ && !collective->done)  // too late, or it never got among the running
-      end(*collective, CGX_CLOSED, join("communicator '", name_, "' is closed: ", close_reason_));
+      end(*collective, CGX_CLOSED, closed_text());
   }
   guard([&] {
     worked |= transport_->progress(*this);

@@ -45,10 +45,16 @@ class Engine : private Sink {
   // has ended. Once per collective.
   bool notify(Collective& collective, cgx_callback_t callback, void* context);
 
+  // Looks for lost peers, no longer than at_most; returns why they, or the communicator, are lost.
+  // "": none is. With nothing in flight the progress thread does not look.
+  std::string find_lost(Clock::duration at_most);
+
   // Waits until peers have read what they were sent, no longer than at_most, then leaves.
   void close(std::chrono::duration<double> at_most);
 
   bool closed() const { return closed_.load(); }
+  // Throws Error(CGX_CLOSED), with the reason, if the communicator is closed.
+  void require_open() const;
   // It, or a peer, did not end in good order.
   bool failed() const { return failed_ || peer_failed_; }
   int64_t bytes_sent() const { return bytes_sent_.load(); }
@@ -60,8 +66,10 @@ class Engine : private Sink {
   class CollectivePort;
   using CollectiveRef = std::shared_ptr<Collective>;
 
+  std::string closed_text() const;  // with mutex_ held, or the role after a failure
   void put(const CollectiveRef& collective);
-  void wait_until(Collective& collective, std::optional<Clock::time_point> limit);
+  template <typename Done>
+  void wait_until(Done&& done, std::optional<Clock::time_point> limit);
 
   // The progress role.
   bool try_take_role();
@@ -102,6 +110,7 @@ class Engine : private Sink {
                 bool told = false);
   void tell_abort(const std::string& news);
   std::string describe_wait(const Collective& collective) const;
+  std::string loss_text(int rank) const;
   bool waits_for(const Collective& collective, int rank) const;
 
   void on_control(int source, std::span<const std::byte> message) override;
@@ -121,12 +130,12 @@ class Engine : private Sink {
   bool unflushed_ = false;  // the transport still has messages to hand over
   std::atomic<bool> stop_{false};
   std::vector<CollectiveRef> submitted_;
-  std::string close_reason_;
-  uint64_t unnamed_ = 0;  // collectives without a name
+  std::string close_reason_, losses_;  // the latter: of peers, so far
+  uint64_t unnamed_ = 0;               // collectives without a name
   int callbacks_in_flight_ = 0;
   Totals totals_;
   std::thread thread_;
-  std::atomic<bool> closed_{false}, failed_{false}, peer_failed_{false};
+  std::atomic<bool> closed_{false}, failed_{false}, peer_failed_{false}, peer_lost_{false};
   std::atomic<int> in_flight_{0};
   std::atomic<int64_t> bytes_sent_{0};
 

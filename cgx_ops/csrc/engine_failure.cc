@@ -58,6 +58,16 @@ void Engine::on_peer_lost(int rank, Loss how, const std::string& reason) {
   if (how != Loss::kLeft) peer_failed_ = true;
   if (how == Loss::kGaveUp) forget_early(rank);
   next_check_ = {};
+  const std::lock_guard lock(mutex_);
+  losses_ += join(losses_.empty() ? "" : "; ", loss_text(rank));
+  peer_lost_ = true;
+  changed_.notify_all();
+}
+
+// Who gave up has named the rank that it gave up for.
+std::string Engine::loss_text(int rank) const {
+  const auto& [how, reason] = *lost_[rank];
+  return how == Loss::kGaveUp ? reason : join("rank ", rank, " is lost: ", reason);
 }
 
 void Engine::take(int source, const Abort& abort) {
@@ -92,11 +102,8 @@ void Engine::check_waits() {
   for (const auto& [key, collective] : running_) {
     for (const int member : collective->members) {
       if (!lost_[member] || !waits_for(*collective, member)) continue;
-      const auto& [how, reason] = *lost_[member];
-      if (how == Loss::kGaveUp)
-        fail_all(CGX_PEER_FAILED, reason, nullptr, true);
-      else
-        fail_all(CGX_PEER_FAILED, join("rank ", member, " is lost: ", reason));
+      const bool told = lost_[member]->how == Loss::kGaveUp;
+      fail_all(CGX_PEER_FAILED, loss_text(member), nullptr, told);
       return;
     }
     if (now_ < collective->deadline) continue;

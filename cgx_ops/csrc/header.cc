@@ -139,7 +139,7 @@ Answer read_answer(Reader reader) {
 
 std::ostream& operator<<(std::ostream& out, const Key& key) {
   if (key.name.empty()) return out << "call " << key.occurrence;
-  out << "'" << key.name << "'";
+  out << "'" << key.name.substr(key.name.starts_with(kInternal)) << "'";
   return key.occurrence == Key::kNext ? out : out << " (use " << key.occurrence << ")";
 }
 

@@ -41,6 +41,7 @@ struct KeyHash {
 };
 
 inline constexpr size_t kLongestName = 1024;
+inline constexpr char kInternal = '\x01';  // begins names of the core's own; messages leave it out
 
 // Why a rank takes no part in a collective; CGX_OK: it does.
 struct Refused {

@@ -49,7 +49,7 @@ CommunicatorRef Registry::get(int32_t id) const {
   const auto found = communicators_.find(id);
   if (found != communicators_.end()) return found->second;
   const bool existed = id == kWorld ? had_world_ : id > kWorld && id < next_;
-  require(!existed, CGX_CLOSED, "communicator ", id, " was closed");
+  require(!existed, CGX_CLOSED, "communicator ", id, " was closed on this rank: make another one");
   fail(CGX_NOT_FOUND, "no communicator ", id, "; cgx_init makes the world, 0");
 }
 

@@ -9,12 +9,10 @@ averages gradients at 4 bits an element. Without a mesh, in programs of one proc
 `allreduce_q(grads, op="avg", key=key)` does.
 """
 
-import jaxlib.version
-
-from cgx_ops import _native
+from cgx_ops import _versions
 
 # Before what follows, which uses parts of JAX that differ between versions.
-_native.require_binding("jax", jaxlib.version.__version__)
+_versions.require_framework("jax")
 
 from cgx_ops.jax.allreduce import allreduce_q  # noqa: E402
 from cgx_ops.jax.deep_gradient import deep_gradient  # noqa: E402

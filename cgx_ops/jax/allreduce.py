@@ -9,6 +9,7 @@ The primitive is psum_q's (primitive.py); what a communicator makes different is
 file.
 """
 
+import contextlib
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +18,10 @@ from typing import Any, ClassVar, Literal
 import jax
 from jax.interpreters import ad
 
+from cgx_ops import _native
 from cgx_ops.comm import Communicator
 from cgx_ops.config import Algorithm, Compressor, Config
-from cgx_ops.errors import Closed
+from cgx_ops.errors import Closed, PeerFailed
 from cgx_ops.jax import _compat, _runtime
 from cgx_ops.jax.knobs import Rules, checked_knobs, refuse_idle_residual, refuse_on_gpus
 from cgx_ops.jax.primitive import (
@@ -152,6 +154,7 @@ def allreduce_q(
         )
     _refuse_meshes()
     comm = _checked_communicator(comm)
+    knobs.warn_of_unmatched(x)
     pair = reduce_tree(caller, x, residual, Ranks(comm.name, comm.size), op, knobs)
     return pair[0] if residual is None else pair
 
@@ -177,10 +180,19 @@ def _checked_communicator(comm: Communicator | None) -> Communicator:
         )
     if comm.closed:
         raise Closed(
-            f"allreduce_q: the communicator {comm.name!r} is closed, by close() or by a failure. "
-            "Make another one, of another name"
+            f"allreduce_q: the communicator {comm.name!r} is closed: {_why_closed(comm)}. Make "
+            "another one, of another name"
         )
     return comm
+
+
+def _why_closed(comm: Communicator) -> str:
+    with contextlib.suppress(Closed):  # its id is gone
+        try:
+            _native.call("cgx_comm_find_lost", comm.id, 0.0)
+        except PeerFailed as error:
+            return str(error)
+    return "close() was called"
 
 
 # ---- the ranks of a communicator, in order -----------------------------------------------------

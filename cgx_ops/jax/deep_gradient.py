@@ -142,6 +142,7 @@ def deep_gradient(
             _CALLER, mesh, groups, 'give its name: deep_gradient("hosts", dense_axis="devices")'
         )
         check_own(_CALLER, updates, groups.axes + dense)
+        checked.warn_of_unmatched(updates)
         on_gpu = _platform(mesh) != "cpu"
 
         def reduced(x: dict[str, Any], lost: Any, axes: Any, message: str, **knobs: Any) -> Any:

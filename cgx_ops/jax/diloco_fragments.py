@@ -121,9 +121,11 @@ class Method:
     senders: bool
     mesh: Mesh | None
 
-    def keeps_of(self, path: Any) -> bool:
-        """Tell whether what a leaf loses is kept."""
-        return self.keeps(self.checked.config_of(path))
+    def kept(self, tree: Any) -> Any:
+        """Return a tree with None in place of the leaves that have no residual."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf if self.keeps(self.checked.config_of(path)) else None, tree
+        )
 
     def settings(self) -> dict[str, Any]:
         """Return what all processes must have alike, but for what programs say."""

@@ -105,9 +105,8 @@ class DiLoCo:
 
     def _new_state(self, weights: Any) -> DiLoCoState:
         anchor = jax.tree.map(lambda x: x.astype(jnp.float32), values_of(weights))
-        kept = jax.tree_util.tree_map_with_path(
-            lambda path, a: a if self.method.keeps_of(path) else None, anchor
-        )
+        self.method.checked.warn_of_unmatched(anchor)
+        kept = self.method.kept(anchor)
         layout, fragments = self.layout, self.schedule.fragments
         residual = zero_residuals(CALLER, kept, layout.axis_name, layout.mesh)
         parts = [part(anchor, anchor, i, fragments) for i in range(fragments)]

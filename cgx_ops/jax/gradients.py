@@ -62,7 +62,7 @@ def compress_grads(
         TypeError: as `psum_q`; forward-mode differentiation (jax.jvp).
     """
     caller = "compress_grads"
-    checked_knobs(caller, key=key, name=name, **knobs)
+    checked = checked_knobs(caller, key=key, name=name, **knobs)
     axes = mesh_groups(caller, axis_name).axes
     if not _compat.types_are_checked():
         # Around the shard_map JAX would sum what psum_q summed, once more; in the body it would
@@ -75,6 +75,7 @@ def compress_grads(
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         checked_leaf(caller, path, leaf)
         _check_shared(caller, f"params{jax.tree_util.keystr(path)}", leaf, axes, key)
+    checked.warn_of_unmatched(params)
 
     @jax.custom_vjp
     def shared(params: Any, key: jax.Array | None) -> Any:
@@ -169,6 +170,7 @@ def value_and_grad(
         axes = mesh_groups(caller, axis_name).axes
         own_value_and_grad = device_value_and_grad(caller, fun, axes, argnums, has_aux)
         result, gradients = own_value_and_grad(*args, **kwargs)
+        checked_knobs(caller, key=key, name=name, **knobs).warn_of_unmatched(gradients)
         value = jax.lax.pmean(result[0] if has_aux else result, axes)
         mean, _ = reduce_over(caller, gradients, None, axes, "avg", key=key, name=name, **knobs)
         return ((value, result[1]) if has_aux else value), mean

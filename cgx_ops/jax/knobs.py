@@ -20,7 +20,7 @@ from cgx_ops.jax import _compat
 from cgx_ops.jax._keys import check_key
 from cgx_ops.jax.primitive import Carrier, Verb
 from cgx_ops.planner import Plan
-from cgx_ops.rules import EXACT_BITS, Rule
+from cgx_ops.rules import EXACT_BITS, Rule, warn_of_unmatched
 
 Rules = Mapping[str, int | Mapping[str, Any]]
 
@@ -64,6 +64,16 @@ class Knobs:
         """Return how a leaf travels, by its path in the tree."""
         name = name_of_leaf(path)
         return next((config for rule, config in self.rules if rule.matches(name)), self.config)
+
+    def warn_of_unmatched(self, tree: Any) -> None:
+        """Warn, once, of each rule that is for no leaf of a tree, the whole one of the user."""
+        if not self.rules:
+            return
+        names = [name_of_leaf(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        unmatched = [
+            rule.expression.pattern for rule, _ in self.rules if not any(map(rule.matches, names))
+        ]
+        warn_of_unmatched(unmatched, names, f"{self.caller}: ")
 
 
 def name_of_leaf(path: Any) -> str:
@@ -129,7 +139,13 @@ def _require_static(caller: str, knobs: Mapping[str, Any]) -> None:
 
 def _checked_rules(caller: str, base: Config, rules: Rules) -> list[tuple[Rule, Config]]:
     checked = []
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            f"{caller}: rules is {rules!r}; it must be a dict from regular expressions to bits, or "
+            "to a dict of knobs, such as {'bias|norm': 32}"
+        )
     for pattern, given in rules.items():
+        expression = _compiled(caller, pattern)
         own = dict(given) if isinstance(given, Mapping) else {"bits": given}
         _require_static(caller, {f"rules[{pattern!r}]": given, **own})
         try:
@@ -140,9 +156,9 @@ def _checked_rules(caller: str, base: Config, rules: Rules) -> list[tuple[Rule, 
             defaults: dict[str, Any] = {"compressor": base.compressor}
             if base.bits == EXACT_BITS and "compressor" in own:
                 defaults["bits"] = Config().bits
-            rule = Rule(re.compile(pattern), {**defaults, **own})
+            rule = Rule(expression, {**defaults, **own})
             config = base.with_own(**rule.overrides)
-        except (re.error, ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(
                 f"{caller}: rules[{pattern!r}] is {given!r}; rules map regular expressions to "
                 "bits, 1 to 8 or 32, or to a dict of knobs, such as {'compressor': 'topk', "
@@ -150,6 +166,16 @@ def _checked_rules(caller: str, base: Config, rules: Rules) -> list[tuple[Rule, 
             ) from None
         checked.append((rule, config))
     return checked
+
+
+def _compiled(caller: str, pattern: Any) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"{caller}: rules has the key {pattern!r}, which is not a regular expression "
+            f"({error}). It is searched for in a leaf's path: a part of the path will do, without *"
+        ) from None
 
 
 def _require_bits(compressor: Any, bits: Any) -> None:

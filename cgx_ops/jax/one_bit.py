@@ -123,6 +123,7 @@ def one_bit_adam(
         check_feedback(caller, config)
 
     def init(params: Any) -> OneBitAdamState:
+
         def kept(path: Any, leaf: Any) -> Any:
             keep = keeps(checked.config_of(path))
             return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32) if keep else None
@@ -139,6 +140,7 @@ def one_bit_adam(
         del params
         axes = mesh_groups(caller, axis_name).axes
         gradients = _gradients(caller, updates, state.mu, axes)
+        checked.warn_of_unmatched(gradients)
         residual = jax.tree_util.tree_map_with_path(
             lambda path, g, e: own_residual(
                 caller, path, g, e, keeps=keeps(checked.config_of(path))

@@ -119,6 +119,7 @@ def average_gradients(
         del params
         axes = mesh_groups(caller, axis_name).axes
         check_own(caller, updates, axes)
+        checked.warn_of_unmatched(updates)
         noise = None if key is None else jax.random.fold_in(key, state.step)
         residual = state.residual
 

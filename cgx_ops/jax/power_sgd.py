@@ -153,6 +153,7 @@ def power_sgd(
         return side, min(side, rank)
 
     def init(params: Any) -> PowerSGDState:
+
         def first(path: Any, leaf: Any) -> jax.Array | None:
             of_leaf = rank_in(path, leaf)
             if not of_leaf:
@@ -206,6 +207,7 @@ def power_sgd(
         del params
         axes = mesh_groups(_CALLER, axis_name).axes
         check_own(_CALLER, updates, axes)
+        checked.warn_of_unmatched(updates)
         for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
             if batched or rank_in(path, leaf):
                 _check_whole(path, leaf, axes)

@@ -1,10 +1,14 @@
 """psum_q and pmean_q: sums and means over mesh axes whose operands travel compressed."""
 
+import math
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 
+from cgx_ops._warnings import warn_once
 from cgx_ops.config import Algorithm, Compressor
+from cgx_ops.jax import _compat
 from cgx_ops.jax.knobs import Rules, checked_knobs, refuse_idle_residual
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.primitive import Carrier
@@ -120,7 +124,7 @@ def psum_q(
           for 40 s. On GPUs the results are NaN then, and the next call raises.
     """
     refuse_idle_residual("psum_q", residual, bits, rules)
-    pair = reduce_over(
+    pair = _reduce_users(
         "psum_q", x, residual, axis_name, "sum", key=key, name=name, bits=bits,
         bucket_size=bucket_size, algorithm=algorithm, gather_bits=gather_bits,
         intra_bits=intra_bits, skip_incomplete_buckets=skip_incomplete_buckets,
@@ -159,7 +163,7 @@ def pmean_q(
     of `x`, as in `psum_q`: that of the average is multiplied again.
     """
     refuse_idle_residual("pmean_q", residual, bits, rules)
-    pair = reduce_over(
+    pair = _reduce_users(
         "pmean_q", x, residual, axis_name, "avg", key=key, name=name, bits=bits,
         bucket_size=bucket_size, algorithm=algorithm, gather_bits=gather_bits,
         intra_bits=intra_bits, skip_incomplete_buckets=skip_incomplete_buckets,
@@ -167,6 +171,35 @@ def pmean_q(
         rotation=rotation, clip=clip, rules=rules, fuse=fuse, carrier=carrier,
     )  # fmt: skip
     return pair[0] if residual is None else pair
+
+
+def _reduce_users(
+    caller: str, x: Any, residual: Any, axis_name: Axes, op: str, /, **knobs: Any
+) -> tuple[Any, Any]:
+    """Reduce what a user gives, as reduce_over() does, and warn of likely mistakes."""
+    checked = checked_knobs(caller, **knobs)
+    groups = mesh_groups(caller, axis_name)
+    checked.warn_of_unmatched(x)
+    warn_of_equal_leaves(caller, x, groups.axes)
+    return reduce_tree(caller, x, residual, groups, op, checked)
+
+
+def warn_of_equal_leaves(caller: str, x: Any, axes: tuple[Hashable, ...]) -> None:
+    """Warn, once, of leaves that are equal on all devices, as gradients of shared weights are."""
+    if not _compat.types_are_checked():
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        same = [axis for axis in axes if axis not in _compat.varying_axes(leaf)]
+        if math.prod(_compat.axis_size(axis) or 1 for axis in same) == 1:
+            continue
+        warn_once(
+            f"{caller}: x{jax.tree_util.keystr(path)} is the same on all devices of {same}. If it "
+            "is a gradient, jax.grad has summed it over them already, exactly: that sum was not "
+            "compressed, and is not the mean. Use cgx_ops.jax.compress_grads(weights, axis) in the "
+            "loss, or cgx_ops.jax.value_and_grad, or differentiate weights that vary: "
+            'jax.lax.pcast(weights, axis, to="varying")'
+        )
+        return
 
 
 def reduce_over(

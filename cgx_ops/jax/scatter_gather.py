@@ -14,6 +14,7 @@ from cgx_ops.jax._keys import CallSeeds
 from cgx_ops.jax.knobs import Knobs, check_places, checked_knobs
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.primitive import Settings, Verb, bind, vary
+from cgx_ops.jax.psum import warn_of_equal_leaves
 from cgx_ops.jax.trees import checked_leaf, name_of, sends
 
 
@@ -95,6 +96,7 @@ def psum_scatter_q(
         block = (*shape[:dimension], *([length // size] if tiled else []), *shape[dimension + 1 :])
         return kept.reshape(block)
 
+    warn_of_equal_leaves(caller, x, mesh_groups(caller, axis_name).axes)
     return _each_leaf(caller, "reduce_scatter", x, axis_name, knobs, one)
 
 

@@ -10,10 +10,9 @@ Phases: check that the binding fits the installed torch; load libcgx, then the b
 operators what is said in Python.
 """
 
-from cgx_ops import _native
-from cgx_ops.torch import _compat
+from cgx_ops import _versions
 
-_native.require_binding("torch", _compat.TORCH_VERSION)
+_versions.require_framework("torch")
 
 from cgx_ops.torch import backend, ddp_unasked, groups, inductor, launch, ops, work  # noqa: E402
 from cgx_ops.torch.backend import BackendOptions, compressed, uncompressed  # noqa: E402

@@ -39,7 +39,7 @@ from cgx_ops.torch import backend
 from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.adaptation import Adaptation
 from cgx_ops.torch.arithmetic import full_precision
-from cgx_ops.torch.ddp_bucket import decide_bits, layout_of, look_at, refuse
+from cgx_ops.torch.ddp_bucket import decide_bits, layout_of, look_at, refuse, require_state
 from cgx_ops.torch.ddp_deep_gradient import DeepGradientState, deep_gradient_hook
 from cgx_ops.torch.ddp_groups import PlannedAllreduceState, planned_allreduce_hook
 from cgx_ops.torch.ddp_plan import planned_buckets
@@ -184,7 +184,8 @@ def quantized_allreduce_hook(
     GPU it makes the gradients NaN, and is in the next bucket's future.
     """
     hook = "quantized_allreduce_hook"
-    if isinstance(state, HookState) and state.config.bits == AUTO:
+    require_state(hook, state, QuantizedAllreduceState)
+    if state.config.bits == AUTO:
         decide_bits(hook, state, bucket)
     seen = look_at(hook, state, bucket)
     if seen.problem and state.unsupported == "exact":

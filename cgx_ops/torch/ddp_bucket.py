@@ -95,6 +95,19 @@ def look_at(hook: str, state: HookState, bucket: GradBucket) -> Seen:
     )
 
 
+def require_state(hook: str, state: object, kind: type[HookState]) -> None:
+    """Require that a hook was registered with a state of its kind.
+
+    Raises:
+        InvalidArgument: it was not, such as with None, which torch's own hooks accept.
+    """
+    if not isinstance(state, kind):
+        raise InvalidArgument(
+            f"{hook}: the state is {type(state).__name__}; it must be a {kind.__name__}: "
+            f"model.register_comm_hook(ddp.{kind.__name__}(...), ddp.{hook})"
+        )
+
+
 def refuse(hook: str, seen: Seen, remedy: str = "") -> None:
     """Raise TypeError if the core cannot average a bucket."""
     if seen.problem:

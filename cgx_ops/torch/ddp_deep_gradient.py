@@ -26,7 +26,7 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.arithmetic import full_precision
-from cgx_ops.torch.ddp_bucket import Seen, look_at, refuse
+from cgx_ops.torch.ddp_bucket import Seen, look_at, refuse, require_state
 from cgx_ops.torch.ddp_deep_gradient_hosts import Hosts, hosts_of
 from cgx_ops.torch.ddp_deep_gradient_state import DeepGradientState
 from cgx_ops.torch.ddp_state import rules_of
@@ -71,8 +71,7 @@ def deep_gradient_hook(
 
     What goes wrong later is in the future, as with quantized_allreduce_hook.
     """
-    if not isinstance(state, DeepGradientState):
-        raise InvalidArgument(f"{_HOOK}: state is {type(state).__name__}; give a DeepGradientState")
+    require_state(_HOOK, state, DeepGradientState)
     seen = look_at(_HOOK, state, bucket)
     refuse(_HOOK, seen)
     if not all(layer.name for layer in seen.layers):

@@ -27,7 +27,7 @@ from cgx_ops.planner import Plan
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.arithmetic import full_precision
-from cgx_ops.torch.ddp_bucket import Layout, Seen, layout_of, look_at, refuse
+from cgx_ops.torch.ddp_bucket import Layout, Seen, layout_of, look_at, refuse, require_state
 from cgx_ops.torch.ddp_state import HookState, refuse_auto
 from cgx_ops.torch.layers import Rules, layer_name
 from cgx_ops.torch.work import future_of, start_apart
@@ -171,6 +171,7 @@ def planned_allreduce_hook(
     Ranks with different plans hear of it at the first message that differs: what is in its future,
     and so what backward() raises, names the first tensor that differs.
     """
+    require_state(_HOOK, state, PlannedAllreduceState)
     seen = look_at(_HOOK, state, bucket)
     refuse(_HOOK, seen, ", or use quantized_allreduce_hook with unsupported='exact'")
     joining = state.joining(bucket, seen)

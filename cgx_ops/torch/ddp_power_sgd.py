@@ -25,7 +25,15 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.arithmetic import full_precision
-from cgx_ops.torch.ddp_bucket import Seen, decayed, look_at, refuse, residuals_of, seeds_of
+from cgx_ops.torch.ddp_bucket import (
+    Seen,
+    decayed,
+    look_at,
+    refuse,
+    require_state,
+    residuals_of,
+    seeds_of,
+)
 from cgx_ops.torch.ddp_power_sgd_plan import plan_of
 from cgx_ops.torch.ddp_power_sgd_state import PowerSGDState
 from cgx_ops.torch.ddp_unused import nothing, unused_kept
@@ -82,8 +90,7 @@ def batched_power_sgd_hook(
 def _hook(
     hook: str, state: PowerSGDState, bucket: GradBucket, *, batched: bool
 ) -> torch.futures.Future[torch.Tensor]:
-    if not isinstance(state, PowerSGDState):
-        raise InvalidArgument(f"{hook}: state is {type(state).__name__}; give a PowerSGDState")
+    require_state(hook, state, PowerSGDState)
     seen = look_at(hook, state, bucket)
     refuse(hook, seen)
     buffer = bucket.buffer()

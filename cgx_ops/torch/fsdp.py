@@ -120,7 +120,7 @@ def compress(
     gathered_by_name = reduced_by_name = [layers.translated(rule) for rule in rules]
     every = model.named_parameters(remove_duplicate=False)
     known = [layer_name(name) for name, _ in every]
-    layers.warn_of_unmatched(known, Rules(rules))
+    Rules(rules).warn_of_unmatched(known)
     if gradients is None and weights is not None:
         # Ours all the same: a reduction tells that weights were used, and need new noise.
         gradients, reduced_by_name = Config(bits=EXACT_BITS), []

@@ -10,7 +10,6 @@ a layer of another size. What a rule means is said in cgx_ops/rules.py.
 
 import functools
 import operator
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
@@ -19,6 +18,7 @@ from torch import nn
 
 from cgx_ops import Config, Segment
 from cgx_ops import rules as language
+from cgx_ops._warnings import warn_once
 from cgx_ops.config import Compressor, Rounding
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
@@ -146,6 +146,11 @@ class Rules:
         names = list(names)
         return [r.pattern for r in self.rules if not any(r.matches(name) for name in names)]
 
+    def warn_of_unmatched(self, names: Iterable[str], where: str = "") -> None:
+        """Warn, once, of each rule that is for none of these layers; `where` begins the text."""
+        names = list(names)
+        language.warn_of_unmatched(self.unmatched(names), names, where)
+
 
 # ---- CGX's names ---------------------------------------------------------------------------------
 
@@ -203,7 +208,7 @@ def register_model(layers: nn.Module | Iterable[tuple[str, int]]) -> None:
             )
         new[name] = size
     _registered.sizes.update(new)
-    warn_of_unmatched(_registered.sizes, _registered.rules)
+    _registered.rules.warn_of_unmatched(_registered.sizes)
 
 
 def forget_models() -> None:
@@ -262,22 +267,7 @@ def _places_change(function: str) -> InvalidArgument:
 def _add(rule: Rule) -> None:
     _registered.rules.rules.append(rule)
     if _registered.sizes:
-        warn_of_unmatched(_registered.sizes, Rules([rule]))
-
-
-def warn_of_unmatched(names: Iterable[str], rules: Rules, where: str = "") -> None:
-    """Warn of each rule that is for none of these layers, where the caller's caller is.
-
-    where: begins the text, if that is no line of the user's.
-    """
-    names = list(dict.fromkeys(names))
-    for pattern in rules.unmatched(names):
-        warnings.warn(
-            f"{where}no layer matches '{pattern}': the rule has no effect. Layers: "
-            + ", ".join(names[:8])
-            + (", ..." if len(names) > 8 else ""),
-            stacklevel=3,
-        )
+        Rules([rule]).warn_of_unmatched(_registered.sizes)
 
 
 def check_model(layers: Sequence[Layer], rules: Rules) -> None:
@@ -296,13 +286,12 @@ def check_model(layers: Sequence[Layer], rules: Rules) -> None:
     if _registered.sizes:
         missing = [layer.name for layer in layers if layer.name not in _registered.sizes]
         if missing:
-            warnings.warn(
+            warn_once(
                 f"{len(missing)} of {len(layers)} layers were not registered, '{missing[0]}' for "
-                "one; rules by name hold for them too",
-                stacklevel=2,
+                "one; rules by name hold for them too"
             )
     names = [layer.name for layer in layers]
     # Rules for all models of this process; they need not match in each.
     others = _registered.sizes if rules is _registered.rules else ()
-    where = "DistributedDataParallel's first backward: "
-    warn_of_unmatched([*names, *others], rules, where)
+    where = "DistributedDataParallel: "
+    rules.warn_of_unmatched([*names, *others], where)

@@ -4,7 +4,8 @@
 //   1. cases: every verb, dtype, width, rounding, algorithm, list of segments; both wires
 //   2. order: many at once, on several streams, without waiting
 //   3. the codec alone, a rank alone
-//   4. failures: late, lost and disagreeing ranks; devices that cannot be connected
+//
+// Failures are in device_failures_test.cc.
 #include "algorithm/chunks.h"
 #include "device/codec.h"
 #include "device/rounds.h"
@@ -275,186 +276,6 @@ void a_rank_alone() {
         }
 }
 
-// ---- 4. failures ---------------------------------------------------------------------------
-
-void addresses_of_no_values_are_not_looked_at() {
-  const Job job(1, "AUTO");
-  FakeQueue stream(0);
-  Rank call({.numels = {1000, 0}, .residuals = true}, 0, 1);
-  job.devices[0]->freed = call.call.residuals[1];
-  call.enqueue(*job.communicators[0], *job.devices[0], stream);
-  stream.synchronize();
-  job.devices[0]->freed = call.call.residuals[0];
-  error_of([&] { call.enqueue(*job.communicators[0], *job.devices[0], stream); },
-           CGX_INVALID_ARGUMENT);
-}
-
-void the_first_call_has_a_deadline_of_its_own() {
-  const Job job(2, "SHM", 60);
-  job.run([&](int rank) {
-    if (rank == 1) return;
-    FakeQueue stream(rank);
-    Rank call({}, rank, 2);
-    call.call.timeout_s = 0.5;
-    const std::string text = error_of(
-        [&] { call.enqueue(*job.communicators[rank], *job.devices[rank], stream); }, CGX_TIMEOUT);
-    CHECK(contains(text, "within 0.5 s"), "%s", text.c_str());
-  });
-}
-
-void a_rank_that_never_comes_is_a_timeout() {
-  for (const std::string type : {"SHM", "MPI"}) {
-    const Job job(3, type, 60);
-    job.run([&](int rank) {
-      FakeQueue stream(rank);
-      Communicator& communicator = *job.communicators[rank];
-      Rank good({}, rank, job.size()), bad({}, rank, job.size(), "lonely"),
-          late({}, rank, job.size());
-      good.enqueue(communicator, *job.devices[rank], stream);
-      communicator.check_devices(true);
-      if (rank == 1) return;
-      bad.call.timeout_s = 0.3;
-      bad.enqueue(communicator, *job.devices[rank], stream);
-      late.call.timeout_s = 0.3;
-      late.enqueue(communicator, *job.devices[rank],
-                   stream);  // already on the stream when it fails
-      stream.synchronize();
-      CHECK(bad.all_nan() && late.all_nan(), "rank %d kept values", rank);
-      try {
-        communicator.check_devices(true);
-        CHECK(false, "rank %d saw no failure", rank);
-      } catch (const Error& error) {
-        const bool told = error.status() == CGX_TIMEOUT || error.status() == CGX_PEER_FAILED;
-        CHECK(told && contains(error.what(), "closed for devices"), "%s", error.what());
-      }
-      Rank next({}, rank, job.size());
-      try {
-        next.enqueue(communicator, *job.devices[rank], stream);
-        CHECK(false, "rank %d could go on", rank);
-      } catch (const Error&) {
-      }
-    });
-  }
-}
-
-void ranks_that_disagree_are_told_how() {
-  for (const std::string type : {"SHM", "MPI"})
-    for (const Disagreement& each : kDisagreements) {
-      const Job job(2, type, 60);
-      job.run([&](int rank) {
-        FakeQueue stream(rank);
-        Rank call({}, rank, job.size(), "mine");
-        if (rank == 1) each.change(&call);
-        call.enqueue(*job.communicators[rank], *job.devices[rank], stream);
-        stream.synchronize();
-        CHECK(call.all_nan(), "rank %d", rank);
-        const std::string text =
-            error_of([&] { job.communicators[rank]->check_devices(true); }, CGX_MISMATCH);
-        CHECK(contains(text, each.ours), "%s", text.c_str());
-      });
-    }
-}
-
-void more_rounds_than_a_peer_is_a_mismatch_at_once() {
-  const Job job(2, "MPI", 60);
-  job.run([&](int rank) {
-    FakeQueue stream(rank);
-    Case one;
-    one.numels = {rank == 0 ? 1000 : 20'000'000};  // one round, and ten
-    Rank call(one, rank, job.size());
-    call.enqueue(*job.communicators[rank], *job.devices[rank], stream);
-    stream.synchronize();
-    const std::string text =
-        error_of([&] { job.communicators[rank]->check_devices(true); }, CGX_MISMATCH);
-    CHECK(contains(text, "numel"), "%s", text.c_str());
-    Rank cpu({}, rank, job.size());
-    cpu.run(*job.communicators[rank]);  // the CPUs' communicator is whole
-  });
-}
-
-void devices_that_do_not_reach_each_other_are_staged() {
-  const Job job(3, "AUTO");
-  job.devices[1]->reaches_peers = false;
-  int64_t compared = 0;
-  compare(job, {}, &compared);
-  for (const auto& communicator : job.communicators)
-    CHECK(std::string(communicator->wire_name()) == "staged", "%s", communicator->wire_name());
-
-  const Job strict(2, "SHM");
-  strict.devices[1]->reaches_peers = false;
-  strict.run([&](int rank) {
-    FakeQueue stream(rank);
-    Rank call({}, rank, 2);
-    const std::string text =
-        error_of([&] { call.enqueue(*strict.communicators[rank], *strict.devices[rank], stream); },
-                 CGX_SYSTEM);
-    CHECK(contains(text, "rank 1") && contains(text, "does not reach"), "%s", text.c_str());
-  });
-}
-
-void a_device_without_memory_is_everybodys_error() {
-  const Job job(2, "AUTO");
-  job.devices[0]->memory_left = 1000;
-  job.run([&](int rank) {
-    FakeQueue stream(rank);
-    Rank call({}, rank, 2);
-    const std::string text = error_of(
-        [&] { call.enqueue(*job.communicators[rank], *job.devices[rank], stream); }, CGX_SYSTEM);
-    CHECK(contains(text, "rank 0") && contains(text, "wanted"), "%s", text.c_str());
-  });
-}
-
-void what_devices_refuse() {
-  const Job job(2, "MPI");
-  job.run([&](int rank) {
-    FakeQueue stream(rank);
-    Communicator& communicator = *job.communicators[rank];
-    Case ring;
-    ring.algorithm = CGX_RING;
-    Case wide;
-    wide.numels = {4 << 20};
-    wide.bucket_size = 4 << 20;
-    const auto refused = [&](const Case& one, const char* part) {
-      Rank call(one, rank, 2);
-      const std::string text = error_of(
-          [&] { call.enqueue(communicator, *job.devices[rank], stream); }, CGX_UNSUPPORTED);
-      CHECK(contains(text, part), "%s", text.c_str());
-    };
-    refused(ring, "one_shot and sra");
-    Case sparse;
-    sparse.compressor = CGX_TOPK;
-    sparse.density = 300'000'000;
-    refused(sparse, "at most a fourth");
-    sparse.density = 0;
-    sparse.value_bits = 8;
-    refused(sparse, "value_bits=8 is not there for devices");
-    sparse.compressor = CGX_RANDK;
-    sparse.value_bits = 0;
-    sparse.seeds_on_device = true;
-    refused(sparse, "give them on the host");
-    Case whole;
-    whole.compressor = CGX_THRESHOLD;
-    refused(whole, "threshold is not there for devices");
-    Case rotated;
-    rotated.rotation = 64;
-    rotated.bucket_size = 8193;
-    rotated.numels = {20'000};
-    refused(rotated, "8192");
-    refused(wide, "bucket_size");
-    job.devices[rank]->is_recording = true;
-    refused({}, "recording");
-    job.devices[rank]->is_recording = false;
-
-    Rank call({}, rank, 2);
-    error_of([&] { call.call.device = CGX_CUDA, communicator.run(call.call); },
-             CGX_INVALID_ARGUMENT);
-    FakeDevice other(9);
-    const std::string text =
-        error_of([&] { call.enqueue(communicator, other, stream); }, CGX_INVALID_ARGUMENT);
-    CHECK(contains(text, "fake:9"), "%s", text.c_str());
-  });
-}
-
 }  // namespace
 }  // namespace cgx
 
@@ -464,13 +285,5 @@ int main() {
   many_in_flight_on_several_streams();
   the_codec_alone();
   a_rank_alone();
-  addresses_of_no_values_are_not_looked_at();
-  the_first_call_has_a_deadline_of_its_own();
-  a_rank_that_never_comes_is_a_timeout();
-  ranks_that_disagree_are_told_how();
-  more_rounds_than_a_peer_is_a_mismatch_at_once();
-  devices_that_do_not_reach_each_other_are_staged();
-  a_device_without_memory_is_everybodys_error();
-  what_devices_refuse();
   std::puts("device_test: all well");
 }

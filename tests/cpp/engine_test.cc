@@ -189,6 +189,28 @@ void test_leaving_rank(const char* transport) {
   ranks.comms.clear();
 }
 
+// With nothing in flight, and while another collective waits for a rank that is here.
+void test_finding_a_lost_rank(const char* transport) {
+  Ranks ranks(3, transport, 60, "find");
+  ok(cgx_comm_find_lost(ranks.comms[0], 0.05));
+  std::vector<float> values(100);
+  Allreduce waiting(ranks.comms[2], &values, 32, "waiting");
+  cgx_request_t* const request = waiting.start();
+  std::jthread finder([&] {
+    for (const int rank : {0, 2}) {
+      CHECK(cgx_comm_find_lost(ranks.comms[rank], 30) == CGX_PEER_FAILED, "rank %d", rank);
+      const std::string error = cgx_last_error();
+      CHECK(error.find("rank 1 is lost: it closed the communicator") != std::string::npos, "%s",
+            error.c_str());
+    }
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // it looks by now
+  ok(cgx_comm_close(ranks.comms[1]));
+  finder.join();
+  CHECK(cgx_wait(request) == CGX_PEER_FAILED, "%s", cgx_last_error());
+  ranks.comms.erase(ranks.comms.begin() + 1);
+}
+
 // Shards of hundreds of chunks, in both directions of a ring; more ranks than sra keeps messages in
 // flight; one bucket for everything, however large the segment.
 void test_many_messages(const char* transport) {
@@ -291,6 +313,7 @@ int main() {
     test_absent_rank(transport);
     test_rank_that_stands_still(transport);
     for (int repeat = 0; repeat < 20; ++repeat) test_leaving_rank(transport);
+    test_finding_a_lost_rank(transport);
     test_many_messages(transport);
     test_idle_rank_hands_over(transport);
     test_close_while_waiting(transport);

@@ -132,5 +132,5 @@ def bad_states(method: Method) -> None:
 
     model = DistributedDataParallel(network())
     model.register_comm_hook(other, method.hook)  # type: ignore[arg-type]
-    words = f"state is QuantizedAllreduceState; give a {name}"
+    words = f"state is QuantizedAllreduceState; it must be a {name}"
     fails(Exception, words, lambda: backward(model, 0))

@@ -8,6 +8,7 @@ gets, naming the call site. Checks of which none loses a process may share a lau
 
 import faulthandler
 import os
+import re
 import signal
 import sys
 import time
@@ -67,6 +68,15 @@ def fails(launch: Callable[[], Any], *words: str) -> str:
 def other_bits_under_one_name() -> None:
     launch = program(name="g", bits=4 + RANK)
     fails(launch, "psum_q 'g#0' on rank", "disagree on collective 'g#0'", "bits 4 against 5")
+    check_together()
+
+
+def programs_that_follow() -> None:
+    """XLA puts its own words in front of the cause, once for each; docs/failures.md explains it."""
+    failed, follow = program(name="chain", bits=4 + RANK), jax.jit(lambda v: v + 1)
+    text = fails(lambda: follow(follow(follow(failed()))), "psum_q 'chain#0' on rank")
+    cause = text.rpartition("Error dispatching computation: ")[2]
+    assert re.match(r"(\w+: )*psum_q 'chain#0' on rank", cause), text
     check_together()
 
 
@@ -212,8 +222,8 @@ def backend_works() -> None:
 
 checks.run(
     checks.named(
-        other_bits_under_one_name, other_programs_with_one_name, launches_out_of_step,
-        other_programs, never_calls,
+        other_bits_under_one_name, other_programs_with_one_name, programs_that_follow,
+        launches_out_of_step, other_programs, never_calls,
         a_device_fails, one_of_several_devices_fails, raises, exits, exits_at_once, is_killed,
         check_together,
     ),

@@ -113,6 +113,9 @@ CGX_API cgx_status_t cgx_comm_find(const char* name, int32_t* comm);
 /* The communicator with the smallest id above `after`, or -1: start with after = -1 to list all. */
 CGX_API cgx_status_t cgx_comm_next(int32_t after, int32_t* comm);
 CGX_API cgx_status_t cgx_comm_info(int32_t comm, cgx_comm_info_t* info);
+/* Looks for lost ranks, no longer than `seconds`. CGX_PEER_FAILED: ranks, or the communicator, are
+ * lost; cgx_last_error() names them. For errors of another library among the same ranks. */
+CGX_API cgx_status_t cgx_comm_find_lost(int32_t comm, double seconds);
 /* Waits (bounded) until peers have read what was sent to them, then frees. Not collective. */
 CGX_API cgx_status_t cgx_comm_close(int32_t comm);
 

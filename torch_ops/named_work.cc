@@ -1,0 +1,78 @@
+#include "named_work.h"
+
+#include <ATen/core/ivalue.h>
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+#include "cgx/cgx.h"
+
+namespace cgx::torch_ops {
+namespace {
+
+// Over shared memory a rank is seen to be gone within a second.
+constexpr double kSearchSeconds = 2.0;
+
+class NamedWork final : public c10d::Work {
+ public:
+  NamedWork(c10::intrusive_ptr<c10d::Work> work, LossFinder finder)
+      : c10d::Work(/*rank=*/-1, work->retrieveOpType()),
+        work_(std::move(work)),
+        finder_(std::move(finder)) {}
+
+  bool isCompleted() override { return work_->isCompleted(); }
+  bool isSuccess() const override { return work_->isSuccess(); }
+  std::exception_ptr exception() const override {
+    const std::exception_ptr failure = work_->exception();
+    return failure ? finder_.named(failure) : nullptr;
+  }
+  int sourceRank() const override { return work_->sourceRank(); }
+  std::vector<at::Tensor> result() override { return work_->result(); }
+  void synchronize() override { work_->synchronize(); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    try {
+      return work_->wait(timeout);
+    } catch (...) {
+      std::rethrow_exception(finder_.named(std::current_exception()));
+    }
+  }
+  void abort() override { work_->abort(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    const auto future = work_->getFuture();
+    const auto name = [finder = finder_](c10::ivalue::Future& ended) {
+      if (ended.hasError()) std::rethrow_exception(finder.named(ended.exception_ptr()));
+      return ended.value();
+    };
+    return future->then(name, future->elementType());
+  }
+  float getDuration() const override { return work_->getDuration(); }
+  uint64_t getSequencenumber() const override { return work_->getSequencenumber(); }
+
+ private:
+  const c10::intrusive_ptr<c10d::Work> work_;
+  const LossFinder finder_;
+};
+
+}  // namespace
+
+std::exception_ptr LossFinder::named(std::exception_ptr failure) const {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const c10::Error&) {
+    return failure;
+  } catch (const std::exception& error) {
+    if (cgx_comm_find_lost(comm_, kSearchSeconds) != CGX_PEER_FAILED) return failure;
+    const std::string text = c10::str(cgx_last_error(), " [", call_, ": ", error.what(), "]");
+    return std::make_exception_ptr(
+        c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text));
+  } catch (...) {
+    return failure;
+  }
+}
+
+c10::intrusive_ptr<c10d::Work> with_named_losses(c10::intrusive_ptr<c10d::Work> work,
+                                                 LossFinder finder) {
+  return c10::make_intrusive<NamedWork>(std::move(work), std::move(finder));
+}
+
+}  // namespace cgx::torch_ops
