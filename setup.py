@@ -43,7 +43,6 @@ for kind in ("purelib", "platlib"):
 ROOT = Path(__file__).resolve().parent
 CORE, BUILD = ROOT / "cgx_ops/csrc", ROOT / "build"
 VERSION = re.findall(r'CGX_VERSION "(.+)"', (CORE / "include/cgx/cgx.h").read_text())[0]
-UNITS = 4  # into which the files of a binding are joined
 JOBS = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
 if not JOBS.isdecimal() or int(JOBS) < 1:
     sys.exit(f"cgx_ops: MAX_JOBS is {JOBS!r}; it must be an integer of at least 1")
@@ -106,27 +105,29 @@ class Binding(Extension):
 
     `configure` takes paths from the framework, sets `uses_cuda` and returns its version; ImportError
     if it is absent. That of "python" is always built: numpy's arrays show their memory to Python's
-    own interface.
+    own interface. Its files are compiled in so many units; by default each one by itself.
     """
 
-    def __init__(self, framework: str, folder: str, configure: Callable[["Binding"], str]) -> None:
+    def __init__(
+        self, framework: str, folder: str, configure: Callable[["Binding"], str], units: int = 99
+    ) -> None:
         files = files_of(folder)
         sources = [f for f in files if f.endswith(".cc")]
         super().__init__(f"cgx_ops._{Path(folder).name}", sources, depends=files)
         self.framework, self.folder, self.configure = framework, folder, configure
-        self.uses_cuda = False
-        self.library_sources: list[str] = []  # of other projects, compiled as they are
+        self.units, self.uses_cuda = min(units, len(sources)), False
+        self.library_sources: list[str] = []  # of other projects
 
-    def units(self) -> dict[str, str]:
-        """Return the text of each file that is compiled, by its path in build/.
+    def write_units(self) -> list[str]:
+        """Write the files that are compiled; return their paths in build/.
 
-        A unit includes several sources: most of the time goes into the framework's headers.
+        Each includes some of the sources.
         """
-        units = {}
-        for number in range(min(UNITS, len(self.sources))):
-            lines = [f'#include "{ROOT / source}"\n' for source in self.sources[number::UNITS]]
-            units[f"{self.folder}/unit{number}.cc"] = "".join(lines)
-        return units
+        paths = [f"{self.folder}/unit{number}.cc" for number in range(self.units)]
+        for number, path in enumerate(paths):
+            included = self.sources[number :: self.units]
+            write(BUILD / path, "".join(f'#include "{ROOT / source}"\n' for source in included))
+        return paths
 
 
 def folder_of(package: str) -> Path:
@@ -179,7 +180,7 @@ def ninja_file(bindings: dict[str, Binding]) -> str:
     for name, binding in bindings.items():
         system = [word for folder in binding.include_dirs for word in ("-isystem", folder)]
         flags = words(*binding.extra_compile_args, *system)
-        sources = [*binding.units(), *binding.library_sources]
+        sources = [*binding.write_units(), *binding.library_sources]
         objects = {source: f"{binding.folder}/{Path(source).stem}.o" for source in sources}
         for source, result in objects.items():
             lines += [f"build {result}: compile {path(source)}\n  flags = {flags}"]
@@ -302,9 +303,6 @@ class BuildExt(build_ext):
         subprocess.run([ninja, "-C", core, "-j", JOBS, "libcgx.so"], check=True)
         names = {Path(self.get_ext_filename(e.name)).name: e for e in self.extensions}
         bindings = {name: e for name, e in names.items() if isinstance(e, Binding)}
-        for binding in bindings.values():
-            for path, text in binding.units().items():
-                write(BUILD / path, text)
         (BUILD / "build.ninja").write_text(ninja_file(bindings))
         if bindings:
             subprocess.run([ninja, "-C", BUILD, "-j", JOBS], check=True)
@@ -316,7 +314,8 @@ class BuildExt(build_ext):
 
 BINDINGS = [
     Binding("python", "cgx_ops/numpy_ops", lambda _: platform.python_version()),
-    Binding("torch", "torch_ops", configure_torch),
+    # Most of the time goes into torch's headers: each unit reads them once.
+    Binding("torch", "torch_ops", configure_torch, units=4),
     Binding("jax", "xla_ffi", configure_jax),
 ]
 if "sdist" in sys.argv:  # the sources, the same wherever they are packed
