@@ -315,7 +315,7 @@ class BuildExt(build_ext):
 BINDINGS = [
     Binding("python", "cgx_ops/numpy_ops", lambda _: platform.python_version()),
     # Most of the time goes into torch's headers: each unit reads them once.
-    Binding("torch", "torch_ops", configure_torch, units=4),
+    Binding("torch", "torch_ops", configure_torch, units=3),
     Binding("jax", "xla_ffi", configure_jax),
 ]
 if "sdist" in sys.argv:  # the sources, the same wherever they are packed
