@@ -7,11 +7,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CXX_FILES = $(shell find cgx_ops torch_ops xla_ffi tests benchmarks -name '*.cc' -o -name '*.h' \
   -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py pyproject.toml $(shell find cgx_ops/csrc cgx_ops/numpy_ops torch_ops xla_ffi -type f)
-BUILT = build/.installed
+# `make demo` builds CUDA only if the torch or JAX in .venv uses it, all other targets wherever there
+# is an nvcc. Both builds share their object files. CGX_WITH chooses other parts.
+NVCC := $(shell PATH="$$CUDA_HOME/bin:$$CUDA_PATH/bin:$$PATH:/usr/local/cuda/bin" command -v nvcc)
+DEMO_BUILT = build/.installed
+BUILT = $(DEMO_BUILT)$(if $(NVCC),-with-cuda) .venv/.ready-for-tests
 
 .PHONY: demo test test-all bench chaos soak lint sanitize fuzz clean
 
-demo: $(BUILT)
+demo: $(DEMO_BUILT)
 	$(BIN)/python examples/demo.py
 
 # Two halves at once, since few tests keep two cores busy.
@@ -123,11 +127,11 @@ gpu-bench: gpu-build
 gpu-build:
 	@$(PYTHON) benchmarks/gpu_present.py
 	CGX_WITH=torch,jax,cuda $(PYTHON) setup.py --quiet build_ext --inplace
-	rm -f $(BUILT)  # what .venv needs is built again when it is needed
+	rm -f $(DEMO_BUILT)*  # what .venv needs is built again when it is needed
 
 # ---- Set-up --------------------------------------------------------------------------------------
 
-# The project's requirements, and those of all extras but `integrations`; or of the extra named.
+# The project's requirements, and those of the extras named; of all but `integrations` by default.
 define PRINT_REQUIREMENTS
 import sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
@@ -137,16 +141,44 @@ print(*project["dependencies"], *sum(map(extras.get, sorted(names)), []), sep="\
 endef
 export PRINT_REQUIREMENTS
 
-# Before the package itself: it is built for the frameworks it finds.
+# Before the package itself: it is built for the frameworks it finds. The core needs none of them, so
+# it is compiled while pip installs them.
 .venv/.ready: pyproject.toml
+	@echo "Installing PyTorch and JAX into .venv, compiling the core: 2 minutes on 2 cores, and downloads."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -c "$$PRINT_REQUIREMENTS" build > .venv/build-requirements.txt
+	$(PIP) install -r .venv/build-requirements.txt
+	@$(MAKE) --no-print-directory --jobs=2 install-frameworks compile-core
+	touch $@
+
+.PHONY: install-frameworks compile-core
+install-frameworks:
+	$(BIN)/python -c "$$PRINT_REQUIREMENTS" build demo dev > .venv/demo-requirements.txt
+	$(PIP) install -r .venv/demo-requirements.txt
+
+# As setup.py does it, which then finds nothing to do.
+compile-core:
+	$(BIN)/cmake -S cgx_ops/csrc -B build/cmake -G Ninja \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DCGX_MPI_ROOT=$(abspath .venv)
+	$(BIN)/ninja -C build/cmake $(if $(MAX_JOBS),-j $(MAX_JOBS)) libcgx.so
+
+.venv/.ready-for-tests: .venv/.ready
 	$(BIN)/python -c "$$PRINT_REQUIREMENTS" > .venv/requirements.txt
 	$(PIP) install -r .venv/requirements.txt
 	touch $@
 
-$(BUILT): .venv/.ready $(SOURCES)
-	CGX_WITH=torch,jax $(PIP) install --no-build-isolation --no-deps -e .
-	mkdir -p build && touch $@
+INSTALL = $(PIP) install --no-build-isolation --no-deps -e . && cat build/summary.txt
+
+$(DEMO_BUILT): .venv/.ready $(SOURCES)
+	@echo "Building cgx_ops: about a minute on 2 cores after the core."
+	CGX_WITH=$${CGX_WITH-torch,jax} $(INSTALL)
+	touch $@
+
+# It serves the demo, too.
+$(DEMO_BUILT)-with-cuda: .venv/.ready $(SOURCES)
+	@echo "Building cgx_ops with CUDA: about 4 minutes on 2 cores after the core."
+	CGX_WITH=$${CGX_WITH-torch,jax,cuda} $(INSTALL)
+	touch $(DEMO_BUILT) $@
 
 # What was built; .venv stays.
 clean:

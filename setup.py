@@ -1,24 +1,26 @@
 """Builds libcgx.so, then one binding per framework, all side by side in cgx_ops/.
 
-Phases: the core by CMake; the bindings by one ninja file, which tracks headers and commands as
-setuptools does not; a note of what was built against which framework. Object files stay in build/,
-so that editable installs too compile only what changed.
+Phases: choose the parts; the core by CMake; the bindings by one ninja file, which tracks headers and
+commands as setuptools does not; a summary, and the same facts in _build.json. Object files stay in
+build/, so that editable installs too compile only what changed.
 
 Bindings are built for the frameworks of the environment that the package is installed into, also
 where pip builds in isolation and hides them. CGX_WITH=torch,jax names those to build and insists
 on them, CGX_WITH=none builds the core alone; MAX_JOBS limits the compilers at work. What is built
 stands in the version of all but an sdist, such as 0.1.0+torch2.13.jax0.10.cu13: docs/packaging.md.
 
-CUDA is part of the core where there is an nvcc: CUDA_HOME's, CUDA_PATH's, the one on PATH, or that
-of /usr/local/cuda. CGX_WITH=cuda insists on it; with CGX_WITH=none it is left out.
+CUDA is part of the core if the torch or JAX that is built for uses CUDA, or if CGX_WITH names cuda,
+which insists on it. nvcc is CUDA_HOME's, CUDA_PATH's, the one on PATH, or that of /usr/local/cuda.
 """
 
 import fcntl
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
 import re
+import runpy
 import shlex
 import shutil
 import site
@@ -80,7 +82,7 @@ def usable_nvcc() -> tuple[Path | None, str]:
     """Return the compiler, or why there is none."""
     nvcc = find_nvcc()
     if nvcc is None:
-        return None, "no nvcc on PATH or in CUDA_HOME"
+        return None, "no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda"
     version = nvcc_version(nvcc)
     if tuple(map(int, version.split("."))) < (12, 5):
         return None, f"{nvcc} is of CUDA {version}; cgx_ops needs 12.5 or newer"
@@ -91,41 +93,71 @@ def files_of(folder: str) -> list[str]:
     return sorted(str(f.relative_to(ROOT)) for f in (ROOT / folder).rglob("*") if f.is_file())
 
 
+def write(path: Path, text: str) -> None:
+    """Write a file if that changes it: ninja compares times."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
 class Binding(Extension):
     """A folder of C++ that turns one framework's calls into those of cgx.h.
 
-    `configure` takes paths from the framework and returns its version; ImportError if it is absent.
-    That of "python" is always built: numpy's arrays show their memory to Python's own interface.
+    `configure` takes paths from the framework, sets `uses_cuda` and returns its version; ImportError
+    if it is absent. That of "python" is always built: numpy's arrays show their memory to Python's
+    own interface. Its files are compiled in so many units; by default each one by itself.
     """
 
-    def __init__(self, framework: str, folder: str, configure: Callable[["Binding"], str]) -> None:
+    def __init__(
+        self, framework: str, folder: str, configure: Callable[["Binding"], str], units: int = 99
+    ) -> None:
         files = files_of(folder)
         sources = [f for f in files if f.endswith(".cc")]
         super().__init__(f"cgx_ops._{Path(folder).name}", sources, depends=files)
         self.framework, self.folder, self.configure = framework, folder, configure
+        self.units, self.uses_cuda = min(units, len(sources)), False
+        self.library_sources: list[str] = []  # of other projects
+
+    def write_units(self) -> list[str]:
+        """Write the files that are compiled; return their paths in build/.
+
+        Each includes some of the sources.
+        """
+        paths = [f"{self.folder}/unit{number}.cc" for number in range(self.units)]
+        for number, path in enumerate(paths):
+            included = self.sources[number :: self.units]
+            write(BUILD / path, "".join(f'#include "{ROOT / source}"\n' for source in included))
+        return paths
+
+
+def folder_of(package: str) -> Path:
+    """Return the folder of an installed package, without importing it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"{package} is not installed")
+    return Path(spec.origin).parent
 
 
 def configure_torch(binding: Binding) -> str:
-    import torch
-    from torch.utils import cpp_extension
-
+    root = folder_of("torch")
     # torch's own pybind11 is among these; with another one c10d's classes are not known.
-    binding.include_dirs = cpp_extension.include_paths()
-    binding.library_dirs = cpp_extension.library_paths()
+    binding.include_dirs = [f"{root}/include", f"{root}/include/torch/csrc/api/include"]
+    binding.library_dirs = [f"{root}/lib"]
     binding.libraries = ["c10", "torch", "torch_cpu", "torch_python"]
     binding.extra_compile_args = ["-DTORCH_EXTENSION_NAME=_torch_ops"]
-    return torch.__version__
+    version = runpy.run_path(str(root / "version.py"))
+    binding.uses_cuda = version["cuda"] is not None
+    return version["__version__"]
 
 
 def configure_jax(binding: Binding) -> str:
-    import jax.ffi
-    import nanobind
-
-    root = Path(nanobind.include_dir()).parent
-    folders = [f"{root}/include", f"{root}/ext/robin_map/include", jax.ffi.include_dir()]
+    root, nanobind = folder_of("jaxlib"), folder_of("nanobind")
+    folders = [f"{nanobind}/include", f"{nanobind}/ext/robin_map/include", f"{root}/include"]
     binding.include_dirs = folders
-    binding.sources.append(f"{root}/src/nb_combined.cpp")
+    binding.library_sources = [f"{nanobind}/src/nb_combined.cpp"]
     binding.extra_compile_args = ["-fno-strict-aliasing"]  # as nanobind's own build has it
+    names = (distribution.name for distribution in importlib.metadata.distributions())
+    binding.uses_cuda = any(re.fullmatch(r"jax.cuda\d+.plugin", name) for name in names)
     return importlib.metadata.version("jaxlib")
 
 
@@ -148,13 +180,35 @@ def ninja_file(bindings: dict[str, Binding]) -> str:
     for name, binding in bindings.items():
         system = [word for folder in binding.include_dirs for word in ("-isystem", folder)]
         flags = words(*binding.extra_compile_args, *system)
-        objects = {source: f"{binding.folder}/{Path(source).stem}.o" for source in binding.sources}
+        sources = [*binding.write_units(), *binding.library_sources]
+        objects = {source: f"{binding.folder}/{Path(source).stem}.o" for source in sources}
         for source, result in objects.items():
-            lines += [f"build {result}: compile {path(ROOT / source)}\n  flags = {flags}"]
+            lines += [f"build {result}: compile {path(source)}\n  flags = {flags}"]
         libraries = [f"-L{folder}" for folder in binding.library_dirs]
         libraries += [f"-l{library}" for library in binding.libraries]
         lines += [f"build {name}: link {' '.join(objects.values())}\n  flags = {words(*libraries)}"]
     return "\n".join(lines) + "\n"
+
+
+def wanted_parts(known: set[str]) -> list[str]:
+    """Return what CGX_WITH names; nothing: whatever can be built."""
+    words = os.environ.get("CGX_WITH", "")
+    wanted = [word.strip() for word in words.split(",") if word.strip()]
+    if not known.issuperset(wanted) and wanted != ["none"]:
+        sys.exit(
+            f"cgx_ops: CGX_WITH is {words!r}; it must be some of {', '.join(sorted(known))}, with "
+            "commas between them, or none"
+        )
+    return wanted
+
+
+def cuda_compiler(wanted: list[str], chosen: list[Binding]) -> tuple[Path | None, str]:
+    """Return nvcc if CUDA is to be built, else None and the reason."""
+    if "cuda" in wanted or any(binding.uses_cuda for binding in chosen):
+        return usable_nvcc()
+    if wanted == ["none"]:
+        return None, "CGX_WITH is none"
+    return None, "no torch or JAX that uses CUDA is installed, and CGX_WITH does not name cuda"
 
 
 def choose(bindings: list[Binding]) -> tuple[list[Binding], dict[str, Any], Path | None]:
@@ -163,28 +217,14 @@ def choose(bindings: list[Binding]) -> tuple[list[Binding], dict[str, Any], Path
     The second becomes _build.json: versions by name, and under "without" why a part is left out.
     """
     built: dict[str, Any] = {"version": VERSION, "without": {}}
-    words = os.environ.get("CGX_WITH", "")
-    wanted = [word.strip() for word in words.split(",") if word.strip()]  # empty: all there are
-    known = {"cuda", *(binding.framework for binding in bindings)} - {"python"}
-    if not known.issuperset(wanted) and wanted != ["none"]:
-        sys.exit(
-            f"cgx_ops: CGX_WITH is {words!r}; it must be some of {', '.join(sorted(known))}, with "
-            "commas between them, or none"
-        )
+    wanted = wanted_parts({"cuda", *(binding.framework for binding in bindings)} - {"python"})
+    named = [name for name in wanted if name != "cuda"]
 
     def leave_out(name: str, reason: str) -> None:
-        sentence = f"cgx_ops: building without {name}: {reason}"
         if name in wanted:
-            sys.exit(f"{sentence}. CGX_WITH insists on it.")
-        print(sentence, file=sys.stderr)
+            sys.exit(f"cgx_ops: building without {name}: {reason}. CGX_WITH insists on it.")
         built["without"][name] = reason
 
-    nvcc, reason = usable_nvcc() if wanted != ["none"] else (None, "CGX_WITH is none")
-    if nvcc:
-        built["cuda"] = nvcc_version(nvcc)
-    else:
-        leave_out("cuda", reason)
-    named = [name for name in wanted if name != "cuda"]
     chosen = []
     for binding in bindings:
         name = binding.framework
@@ -192,12 +232,28 @@ def choose(bindings: list[Binding]) -> tuple[list[Binding], dict[str, Any], Path
             if not binding.sources:
                 raise ImportError(f"{binding.folder}/ holds no .cc file")
             if named and name not in (*named, "python"):
-                raise ImportError("CGX_WITH did not name it")
+                raise ImportError("CGX_WITH does not name it")
             built[name] = binding.configure(binding)
             chosen.append(binding)
         except ImportError as error:
             leave_out(name, str(error))
+    nvcc, reason = cuda_compiler(wanted, chosen)
+    if nvcc:
+        built["cuda"] = nvcc_version(nvcc)
+    else:
+        leave_out("cuda", reason)
     return chosen, built, nvcc
+
+
+def summary(built: dict[str, Any]) -> str:
+    """Return what a build consists of, a line for each part, and how to get those left out."""
+    without = {name: f"left out: {reason}" for name, reason in built["without"].items()}
+    parts = {name: version for name, version in built.items() if name not in ("version", "without")}
+    lines = [f"  {name:<7} {text}" for name, text in {**parts, **without}.items()]
+    if without:
+        lines += ["To add a part, install what it needs in this environment, then build again:"]
+        lines += ["  pip install --force-reinstall --no-cache-dir --no-deps ."]
+    return "\n".join([f"cgx_ops {built['version']} is built with", *lines, ""])
 
 
 def label(built: dict[str, Any]) -> str:
@@ -230,6 +286,8 @@ class BuildExt(build_ext):
             super().run()
         for folder in [Path(self.build_lib), *([ROOT] if self.inplace else [])]:
             (folder / "cgx_ops/_build.json").write_text(json.dumps(BUILT) + "\n")
+        (BUILD / "summary.txt").write_text(summary(BUILT))
+        print(summary(BUILT), end="", flush=True)
 
     def copy_extensions_to_source(self) -> None:
         for extension in self.extensions:  # a running process keeps its old library
@@ -256,7 +314,8 @@ class BuildExt(build_ext):
 
 BINDINGS = [
     Binding("python", "cgx_ops/numpy_ops", lambda _: platform.python_version()),
-    Binding("torch", "torch_ops", configure_torch),
+    # Most of the time goes into torch's headers: each unit reads them once.
+    Binding("torch", "torch_ops", configure_torch, units=3),
     Binding("jax", "xla_ffi", configure_jax),
 ]
 if "sdist" in sys.argv:  # the sources, the same wherever they are packed

@@ -224,7 +224,7 @@ std::string_view text_of(const Knobs& knobs) {
 }  // namespace
 
 // What an Options is made of.
-#define CGX_PUBLIC_OPTIONS                                         \
+#define CGX_GIVEN_OPTIONS                                         \
   op, /*depth=*/0,                                                 \
       text_of({.bits = bits,                                       \
                .bucket_size = bucket_size,                         \
@@ -242,13 +242,13 @@ std::string_view text_of(const Knobs& knobs) {
       name, group_name, carrier
 
 at::Tensor quantized_allreduce(const at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
-  const Options options(CGX_PUBLIC_OPTIONS);
+  const Options options(CGX_GIVEN_OPTIONS);
   options.check(x);
   return AllReduce::reduce(x, {}, draw_if_needed(options, x), options)[0];
 }
 
 void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
-  const Options options(CGX_PUBLIC_OPTIONS);
+  const Options options(CGX_GIVEN_OPTIONS);
   options.check(x);
   const bool differentiable = require_grad({x});
   if (differentiable && x.is_leaf()) {
@@ -273,7 +273,7 @@ void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
 }
 
 std::vector<at::Tensor> quantized_allreduce_coalesced(at::TensorList xs, CGX_PUBLIC_PARAMETERS) {
-  const Options options(CGX_PUBLIC_OPTIONS);
+  const Options options(CGX_GIVEN_OPTIONS);
   check_list(xs, {}, options);  // before anything is drawn
   if (xs.empty()) return {};
   return AllReduce::reduce(xs, {}, draw_if_needed(options, xs), options);
@@ -282,7 +282,7 @@ std::vector<at::Tensor> quantized_allreduce_coalesced(at::TensorList xs, CGX_PUB
 std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>>
 quantized_allreduce_coalesced_with_feedback(at::TensorList xs, at::TensorList residuals,
                                             CGX_PUBLIC_PARAMETERS) {
-  const Options options(CGX_PUBLIC_OPTIONS);
+  const Options options(CGX_GIVEN_OPTIONS);
   check_list(xs, residuals, options);
   check_pairs(xs, residuals, options);
   check(cgx_config_check_feedback(&options.config));

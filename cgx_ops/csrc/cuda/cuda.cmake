@@ -28,8 +28,13 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
   list(APPEND flags --compress-mode=size)
 endif()
 add_compile_options("$<$<COMPILE_LANGUAGE:CUDA>:${flags}>")
-include_directories(SYSTEM ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})  # cuda/*.cc: the runtime's
 
-file(GLOB CGX_CUDA_SOURCES CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/*.cc
-                                             ${CMAKE_CURRENT_LIST_DIR}/../kernel/cuda/*.cu)
-list(FILTER CGX_CUDA_SOURCES EXCLUDE REGEX "/absent\\.cc$")
+# Only these files include the runtime's headers. The flags of all others are those of a build
+# without CUDA, so that their objects serve both.
+file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/*.cc)
+list(FILTER sources EXCLUDE REGEX "/absent\\.cc$")
+list(TRANSFORM CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES PREPEND -isystem OUTPUT_VARIABLE includes)
+set_source_files_properties(${sources} PROPERTIES COMPILE_OPTIONS "${includes}")
+
+file(GLOB CGX_CUDA_SOURCES CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/../kernel/cuda/*.cu)
+list(APPEND CGX_CUDA_SOURCES ${sources})
