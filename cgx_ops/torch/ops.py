@@ -17,7 +17,8 @@ Kernels for tensors and for tracing, gradient and checks are C++ (`torch_ops/`).
 CUDA) on a GPU; the result has its shape and dtype, is contiguous, and holds the same bits on every
 rank of the group, on a GPU those that the CPU would compute. `bits` is 1 to 8, or 32 for an exact
 result; `op` is sum or avg, and at 32 bits also min, max or product; `group_name` names a
-communicator of cgx_ops, "" is the world; a group of the backend "cgx" is one under its own name.
+communicator of cgx_ops or a process group of any backend; "" means all ranks: the default group if
+torch.distributed is initialized, else the launcher's (docs/hosts.md).
 The other arguments are those of `cgx_ops.Config`, and `name` identifies a collective that is
 started from several threads. Random rounding ("stochastic", "shift") takes its seed from torch's
 default CPU generator, so `torch.manual_seed` and activation checkpointing cover it; nearest
