@@ -9,15 +9,15 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# What makes a tensor of the default dtype, or on the default device, unless it is told otherwise:
-# torch.set_default_dtype() and set_default_device() name them.
+# Functions that use the default dtype or device unless both are given. The defaults are those of
+# torch.set_default_dtype() and torch.set_default_device().
 FACTORIES = {
     "arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full",
     "linspace", "logspace", "nested_tensor", "normal", "ones", "rand", "randint", "randn",
     "randperm", "range", "scalar_tensor", "sparse_coo_tensor", "tensor", "tril_indices",
     "triu_indices", "zeros",
 }  # fmt: skip
-# What has the dtype that it is given, but the default one if that is no dtype.
+# Functions that always use a default.
 LEGACY = {"Tensor", "FloatTensor", "get_default_dtype", "get_default_device"}
 
 

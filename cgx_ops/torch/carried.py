@@ -90,7 +90,7 @@ class Carrier:
         self._thread.submit(self.disconnect, error)
 
     def disconnect(self, error: Exception) -> None:
-        """Give the other ranks an error instead of what they wait for: on the thread alone."""
+        """Fail the collectives of the other ranks: on the thread alone."""
         if self._failure:
             return
         self._failure = f"rank {self._rank} failed first: {reason_of(error)}"

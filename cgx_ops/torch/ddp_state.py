@@ -222,11 +222,11 @@ class HookState:
     def prepared(
         self, name: str, begin: Callable[[], torch.futures.Future[torch.Tensor]]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Return begin(), which prepares and starts a message; of what it fails with a future.
+        """Return begin(), which prepares and starts a message, or a future of its error.
 
         Args:
             name: of the message; the other ranks have the reason in their futures, too.
-            begin: what it finds wrong about arguments is raised.
+            begin: may raise InvalidArgument, which is not put into a future.
         """
         try:
             with self.or_refuse(name):

@@ -1,8 +1,8 @@
 """Steps under torch.amp.GradScaler, which skips those whose gradients overflow on this rank.
 
-1. scaling_of(): for optimizers that average by themselves, and so decide together
-2. after_every_step(): for what counts the steps of any optimizer
-3. refuse_grad_scaler(): for what a GradScaler would skip on one rank only
+1. scaling_of(): for optimizers that average, which skip steps on all ranks or on none
+2. after_every_step(): for counts of the steps of any optimizer
+3. refuse_grad_scaler(): for averages that would be skipped on one rank only
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _Kind = TypeVar("_Kind", bound=Optimizer)
 # the attributes found_inf and grad_scale for that time.
 _HANDLES_OVERFLOW = "_step_supports_amp_scaling"
 
-# ---- 1. optimizers that average by themselves ----------------------------------------------------
+# ---- 1. optimizers that average ------------------------------------------------------------------
 
 
 class Scaling(NamedTuple):
@@ -54,14 +54,14 @@ def scaling_of(optimizer: Optimizer) -> Scaling | None:
     return Scaling(inverse, bool(found))
 
 
-# ---- 2. what counts steps ------------------------------------------------------------------------
+# ---- 2. counts of steps --------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def after_every_step(optimizer: Optimizer, then: Callable[[], object]) -> Iterator[None]:
     """Call then() after each step of an optimizer, within the block, and after each skipped one.
 
-    A step that a GradScaler would skip is one without gradients: parameters stay as they are.
+    A step that a GradScaler would skip runs without gradients and leaves parameters unchanged.
     """
     skipped: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
@@ -93,7 +93,7 @@ def after_every_step(optimizer: Optimizer, then: Callable[[], object]) -> Iterat
         yield
 
 
-# ---- 3. what cannot be skipped -------------------------------------------------------------------
+# ---- 3. averages ---------------------------------------------------------------------------------
 
 
 def refuse_grad_scaler(caller: str, remedy: str) -> None:

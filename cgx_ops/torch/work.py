@@ -170,7 +170,7 @@ def or_refuse(comm: Communicator, name: str, occurrence: int = -1) -> Iterator[N
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what other ranks are told of an error on this one."""
+    """Return the text in which other ranks report an error of this one."""
     return f"{type(error).__name__}: {error}"
 
 

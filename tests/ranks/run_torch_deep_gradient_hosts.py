@@ -201,7 +201,7 @@ def a_rank_that_cannot_start() -> None:
 
 
 def a_rank_that_fails() -> None:
-    """All are told at once: where the first rank of a host fails between messages, or another."""
+    """All ranks raise, whether the first rank of a host fails between messages, or another."""
     places: tuple[tuple[int, Any, str], ...] = (
         (0, _Exchange, "_add"), (1, ddp_deep_gradient, "_clipped")
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Averages do not depend on what the caller has set for the model: to the bit."""
+"""Averages have the same bits whatever dtype, device and autocast the caller has set."""
 
 import contextlib
 from collections.abc import Mapping

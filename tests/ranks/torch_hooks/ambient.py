@@ -1,6 +1,6 @@
-"""Averages do not depend on what the caller has set for the model: to the bit.
+"""Averages have the same bits whatever dtype, device and autocast the caller has set.
 
-1. all methods, each as a model and what makes a step of its gradients
+1. all methods, each as a model and a function that makes a step
 2. the default dtype and device; autocast around backward() and the step
 """
 
