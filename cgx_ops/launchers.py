@@ -82,7 +82,7 @@ def ranks_shown(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
 
 
 def independent(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether CGX_WORLD=single declares that processes do not belong together.
+    """Tell whether CGX_WORLD=single makes processes independent of each other.
 
     Raises:
         InvalidArgument: CGX_WORLD has another value.
@@ -90,7 +90,7 @@ def independent(environ: Mapping[str, str] = os.environ) -> bool:
     text = environ.get("CGX_WORLD", "")
     if text not in ("", "single"):
         raise InvalidArgument(
-            f"CGX_WORLD is {text!r}; accepted: single (each process is a world of its own), or "
+            f"CGX_WORLD is {text!r}; accepted: single (processes are independent), or "
             "unset (the launcher's processes are one)"
         )
     return text == "single"

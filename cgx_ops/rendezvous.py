@@ -3,8 +3,8 @@
     with rendezvous.allgather(host, port, rank, size, seconds) as gather:
         blobs = gather(mine)  # any number of times
 
-It lasts only until the ranks have a communicator. A rank says which it is before anything else;
-whoever does not is not counted. What goes wrong on rank 0 is reported to all ranks that came.
+It lasts only until the ranks have a communicator. A connection begins with the number of its rank;
+any other connection is closed. Rank 0 reports its errors to all ranks that came.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from cgx_ops.errors import CgxError, DeadlineExceeded, MismatchError, PeerFailed
 Allgather = Callable[[bytes], Sequence[bytes]]
 
 _MAGIC = b"cgx_ops rendezvous 1\n"
-_HELLO_S = 2.0  # a rank greets as soon as it is connected
+_HELLO_S = 2.0  # a rank sends its number right after it has connected
 _LONGEST_FRAME = 1 << 24
 _HEADER = struct.Struct("!cI")  # whether it is values or the text of an error, and its length
 _VALUES, _ERROR = b"+", b"-"
@@ -97,8 +97,8 @@ class _Guests:
         self.by_rank[-1 - len(self.by_rank) if twin else rank] = connection
         if twin:
             raise MismatchError(
-                f"two processes are rank {rank} at {self.where}: give each a RANK of its own, and "
-                "each job a MASTER_PORT of its own"
+                f"two processes are rank {rank} at {self.where}: give them different RANKs, and "
+                "different jobs different MASTER_PORTs"
             )
         if (size, version) != (self.size, _native.version()):
             raise MismatchError(
@@ -191,7 +191,7 @@ def _exchange_as_guest(
     if len(blobs) != size * len(mine):
         raise MismatchError(
             f"rank {rank} sent {len(mine)} bytes at {where}, and got {len(blobs)} of {size} ranks: "
-            "another job uses this port? Give each job a MASTER_PORT of its own"
+            "another job uses this port? Give different jobs different MASTER_PORTs"
         )
     return [blobs[at : at + len(mine)] for at in range(0, len(blobs), len(mine))]
 

@@ -5,8 +5,8 @@
 3. The launcher's ranks: mpirun's over MPI, those of torchrun and srun by a rendezvous at
    MASTER_ADDR, port MASTER_PORT + 2.
 
-A process whose environment shows several ranks is never taken for a world of its own, unless
-CGX_WORLD=single says so: what it would return are its own values.
+A process whose environment shows several ranks is never used alone, because a collective would
+return its own values. CGX_WORLD=single allows it.
 """
 
 import sys
@@ -32,8 +32,7 @@ def init() -> Communicator:
     the launcher: mpirun, torchrun (or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) or srun.
     Without a launcher it is this process alone. All ranks must make the first call.
 
-    MPI is started if mpirun started this process, unless somebody (mpi4py) did already; what
-    cgx_ops started ends with the interpreter. Ranks that mpirun did not start meet at MASTER_ADDR,
+    Under mpirun this starts MPI, unless mpi4py has; cgx_ops finalizes what it started at exit. Ranks that mpirun did not start meet at MASTER_ADDR,
     port MASTER_PORT + 2.
 
     Returns:
@@ -53,7 +52,7 @@ def init() -> Communicator:
 
 
 def of_launcher() -> Communicator:
-    """Return the communicator of the launcher's ranks, whatever a framework has of its own."""
+    """Return the communicator of the launcher's ranks, whatever the frameworks have."""
     global _of_launcher
     if _of_launcher is None:
         with _lock:

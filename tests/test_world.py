@@ -245,7 +245,7 @@ def test_versions_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain(n: int, program: str, *args: object, **env: str) -> list[str]:
-    """Start processes with torchrun's four variables, by nobody."""
+    """Start processes without a launcher, with torchrun's four variables."""
     port = free_port()
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **env}
     return launch.processes(n, program, *args, env=env, timeout=200)

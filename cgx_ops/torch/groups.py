@@ -38,7 +38,7 @@ def store_allgather(
 ) -> Callable[[bytes], Sequence[bytes]]:
     """Return an allgather of small blobs over a Store, for the making of one communicator.
 
-    Every round has keys of its own. The last to read a round's blobs deletes them.
+    The rounds have different keys. The last to read a round's blobs deletes them.
     """
     rounds = iter(range(2**31))
 

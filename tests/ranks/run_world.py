@@ -171,7 +171,7 @@ def main() -> None:
     optimizers()
     outer_loops()
     dist.destroy_process_group()
-    dist.init_process_group(BACKEND)  # a group of the same name, with a communicator of its own
+    dist.init_process_group(BACKEND)  # a group of the same name gets a new communicator
     numpy_calls()
     dist.destroy_process_group()
 

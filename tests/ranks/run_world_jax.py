@@ -2,8 +2,8 @@
 
     run_world_jax.py refused|single|initialized
 
-"refused": nobody called initialize(), so calls over a mesh raise and allreduce_q reduces over the
-launcher's ranks. "single": CGX_WORLD=single, so each process is a world of its own.
+"refused": initialize() was not called, so calls over a mesh raise and allreduce_q reduces over the
+launcher's ranks. "single": CGX_WORLD=single, so each process is alone.
 "initialized": the same calls after initialize() give the means over all processes.
 """
 
