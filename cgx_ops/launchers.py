@@ -49,15 +49,14 @@ def place(environ: Mapping[str, str] = os.environ) -> Place:
     Raises:
         InvalidArgument: a variable is not an integer, or a rank is not below the number of ranks.
     """
-    by_mpirun, by_torchrun, by_srun = (
-        _rank_and_size(environ, names) for names in (MPIRUN, TORCHRUN, SRUN)
-    )
+    by_mpirun, by_torchrun = (_rank_and_size(environ, names) for names in (MPIRUN, TORCHRUN))
     # Programs copy mpirun's numbers to torchrun's variables, and so does cgx_ops.torch.
     if by_mpirun and by_torchrun in (None, by_mpirun):
         return Place("mpirun", *by_mpirun)
     if by_torchrun:
         host = environ.get("MASTER_ADDR", "")
         return Place("torchrun", *by_torchrun, host, _integer(environ, "MASTER_PORT") or 0)
+    by_srun = _rank_and_size(environ, SRUN)
     if by_srun and by_srun[1] > 1:  # a batch script is a step of one task
         return Place("srun", *by_srun, *address_by_srun(environ))
     return Place()

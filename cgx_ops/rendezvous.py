@@ -193,7 +193,7 @@ def _exchange_as_guest(
             f"rank {rank} sent {len(mine)} bytes at {where}, and got {len(blobs)} of {size} ranks: "
             "another job uses this port? Give different jobs different MASTER_PORTs"
         )
-    return [blobs[at : at + len(mine)] for at in range(0, len(blobs), len(mine))]
+    return [blobs[peer * len(mine) : (peer + 1) * len(mine)] for peer in range(size)]
 
 
 # ---- frames --------------------------------------------------------------------------------------

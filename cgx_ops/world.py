@@ -32,8 +32,8 @@ def init() -> Communicator:
     the launcher: mpirun, torchrun (or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) or srun.
     Without a launcher it is this process alone. All ranks must make the first call.
 
-    Under mpirun this starts MPI, unless mpi4py has; cgx_ops finalizes what it started at exit. Ranks that mpirun did not start meet at MASTER_ADDR,
-    port MASTER_PORT + 2.
+    Under mpirun this starts MPI, unless mpi4py has; cgx_ops finalizes what it started at exit.
+    Ranks that mpirun did not start meet at MASTER_ADDR, port MASTER_PORT + 2.
 
     Returns:
         The same communicator at each call, until torch.distributed is initialized or destroyed.

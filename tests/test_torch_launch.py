@@ -55,7 +55,7 @@ def test_first_host_of_a_list(nodes: str, first: str) -> None:
     "own",
     [
         {"RANK": "0", "WORLD_SIZE": "2"},  # torchrun's, under srun
-        {"SLURM_STEP_NUM_TASKS": "1"},  # a shell of salloc's
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # a shell of salloc's
     ],
 )
 def test_what_is_set_or_alone_is_left(own: dict[str, str]) -> None:

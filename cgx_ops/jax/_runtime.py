@@ -162,7 +162,6 @@ def processes_of(
           not know JAX's processes.
     """
     if jax.process_count() == 1:
-        require_company()
         return None
     if not isinstance(mesh, jax.sharding.Mesh):
         raise RuntimeError(
@@ -197,14 +196,17 @@ def devices_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> list[int]
     return [device.id for device in mesh.devices.flat]
 
 
-def require_company() -> None:
-    """Raise RuntimeError where JAX's only process is one of several, and nobody has told JAX."""
-    if _initialized or jax.distributed.is_initialized():
+def require_company(caller: str) -> None:
+    """Raise RuntimeError if JAX has one process where the environment shows several.
+
+    Whoever called cgx_ops.jax.initialize() or jax.distributed.initialize() wants it so.
+    """
+    if _initialized or jax.distributed.is_initialized() or jax.process_count() > 1:
         return
     shown, variable = launchers.ranks_shown()
     if shown > 1 and not launchers.independent():
         raise RuntimeError(
-            f"{variable}={shown} shows several processes, but JAX sees this one only, so a sum "
-            "would be that of its own devices. Call cgx_ops.jax.initialize() first, which makes "
-            "one JAX of all; or set CGX_WORLD=single if the processes are independent"
+            f"{caller}: {variable}={shown} shows several processes, but JAX has this one only, so "
+            "the result would be that of its own devices. Call cgx_ops.jax.initialize() first, "
+            "which makes one JAX of all; or set CGX_WORLD=single if the processes are independent"
         )

@@ -52,8 +52,6 @@ class MeshGroups:
 
     def alone(self, leaf: jax.Array) -> jax.Array:
         """Return the sum of a leaf of which there is nothing to send."""
-        if self.size == 1:
-            _runtime.require_company()
         return jax.lax.psum(vary(leaf, frozenset(self.axes)), self.axes)  # its type changes
 
     def lower(
@@ -97,6 +95,7 @@ def mesh_groups(caller: str, axis_name: Axes) -> MeshGroups:
             f"{caller} over {axes} in a shard_map that leaves {automatic} to the compiler: name "
             "these axes too in its axis_names, or nest a shard_map over them around the call"
         )
+    _runtime.require_company(caller)
     return MeshGroups(axes, size)
 
 

@@ -4,8 +4,8 @@
     y = torch.ops.cgx.quantized_allreduce(x, bits=4)
 
 In eager and in `torch.compile`, forward and backward; `ops.py` has the operators' description.
-Importing starts no MPI; the first collective, or `cgx_ops.init()`, does. A call without `group_name`
-reaches all ranks: those of the default process group, whatever its backend, else the launcher's.
+Importing starts no MPI; the first collective, or `cgx_ops.init()`, does. A call without
+`group_name` reaches all ranks: those of the default process group, else the launcher's.
 
 Phases: check that the binding fits the installed torch; load libcgx, then the binding; add to the
 operators what is said in Python.

@@ -139,7 +139,7 @@ def optimizers() -> None:
 
 def outer_loops() -> None:
     model = network()
-    averager = QuantizedModelAverager(period=2)
+    averager = QuantizedModelAverager(period=1)
     steps(model, sgd(model), lambda: averager.average_parameters(model.parameters()))
     for loop in (DiLoCo, sparse_loco):
         model = network()

@@ -75,11 +75,11 @@ OVER_THE_MESH: dict[str, Callable[[], Any]] = {
     ),
     "compress_grads": lambda: (
         over_mesh(
-            lambda x: jax.grad(
-                lambda w: loss(cgx.compress_grads(w, "data", op="avg", bits=4), x[0])
-            )(jnp.zeros(600))
+            lambda x: jax.grad(lambda w: loss(cgx.compress_grads(w, "data", bits=4), x[0]))(
+                jnp.zeros(600)
+            )
         )
-        * 600
+        * (600 / jax.device_count())
     ),
     "value_and_grad": in_plain_jit,
     "average_gradients": lambda: over_mesh(updated(cgx.average_gradients("data", bits=4)), SPLIT),
