@@ -79,12 +79,12 @@ def initialize(
             "once, and nothing else"
         )
     claim()
-    _runtime.note_initialized()
     under_mpirun = launchers.place().launcher == "mpirun"
     if under_mpirun and (ranks := world.of_launcher()).size > 1:
         _initialize_by_mpirun(ranks, coordinator_address, num_processes, process_id)
     elif num_processes is not None or process_id is not None or _launched_by_another():
         _initialize_by_jax(coordinator_address, num_processes, process_id)
+    _runtime.note_initialized()
 
 
 def _launched_by_another() -> bool:

@@ -8,13 +8,11 @@ about an error prints it. Several checks are one story: of errors, initialize() 
 
 import os
 import socket
-import warnings
 from typing import Any
 
 import checks
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, spread
@@ -59,7 +57,8 @@ def works() -> None:
     check_mesh(carrier="xla")
     with cgx_ops.jax.launching("block"):
         check_mesh()
-    assert (cgx_ops.size() > 1) == BY_MPIRUN  # otherwise nothing of MPI's was needed
+    assert cgx_ops.init().name == ("world" if BY_MPIRUN else "jax")  # which needs no MPI
+    assert cgx_ops.size() == SIZE
 
 
 def detected() -> None:
@@ -124,7 +123,8 @@ def a_port_that_is_none() -> None:
 
 def late_on_one_rank() -> None:
     """One rank has a backend already: all are told which, and can work alone."""
-    cgx_ops.init()
+    if BY_MPIRUN:
+        cgx_ops.init()
     late = SIZE - 1
     if late == RANK:
         jax.devices()
@@ -154,13 +154,17 @@ def a_port_that_is_taken() -> None:
 
 
 def not_initialized() -> None:
-    """Without initialize() each process sums over its own devices, and says so."""
+    """Without initialize() a process would sum over its own devices, and raises."""
     x = normal(3, 1, 100)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        rows = np.asarray(on_mesh(mesh_of((1,), ("d",)), lambda v: psum_q(v, "d"))(x))
-    assert same_bits(rows, x)
-    assert any("cgx_ops.jax.initialize" in str(warning.message) for warning in caught)
+    text = error_of(lambda: on_mesh(mesh_of((1,), ("d",)), lambda v: psum_q(v, "d"))(x))
+    assert "RuntimeError: psum_q: " in text
+    assert "Call cgx_ops.jax.initialize() first" in text
+
+
+def works_alone() -> None:
+    """The backend that was started too early serves processes that are independent."""
+    os.environ["CGX_WORLD"] = "single"
+    check_backend()
 
 
 jax.config.update("jax_platforms", "cpu")
@@ -168,6 +172,6 @@ checks.run(
     checks.named(
         another_rank_than_that_of_mpirun, a_port_that_is_taken, a_port_that_is_none,
         one_never_comes, works, twice, detected, by_torchrun, nothing_to_do, unreachable,
-        late_on_one_rank, not_initialized, check_backend,
+        late_on_one_rank, not_initialized, works_alone,
     )
 )  # fmt: skip
