@@ -24,11 +24,15 @@ class Hello:
 
 @dataclass(frozen=True)
 class Play:
-    """Play a round as this rank of it, with a folder for files."""
+    """Play a round as this rank of it.
+
+    store_port: of torch's TCPStore in the referee's process, which no fault of a rank reaches; None
+    if the round needs none.
+    """
 
     round: Round
     rank: int
-    folder: str
+    store_port: int | None
 
 
 @dataclass(frozen=True)

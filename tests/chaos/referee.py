@@ -8,17 +8,19 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import struct
-import tempfile
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
+from typing import Any
 
 from chaos import machine
 from chaos.faults import FAULTS
 from chaos.messages import Check, Checked, Gather, Outcome, Play, Played
 from chaos.pool import Worker
 from chaos.rounds import JOB_DEADLINE, Round
+from chaos.traffic import KINDS, LOOPBACK
 from chaos.worker import USABLE_TIMEOUT
 
 
@@ -78,22 +80,22 @@ class Referee:
     def run(self) -> Result:
         """Play the round."""
         result, spec = self._result, self._spec
-        with tempfile.TemporaryDirectory(prefix="cgx-chaos-") as folder:
-            self._gatherers = list(range(spec.size))
-            for rank, told in enumerate(result.ranks):
-                told.worker.connection.send(Play(spec, rank, folder))
-            deadline = max(spec.deadline, JOB_DEADLINE if spec.by_mpirun else 0)
-            self._until(Played, 4 * (deadline + 2) + spec.lasts)
-            note = result.ranks[spec.victim].worker.log.with_suffix(".fault").read_bytes()
-            result.fault_at = struct.unpack("d", note)[0] or None
-            living = [rank for rank, told in enumerate(result.ranks) if told.there]
-            self._gatherers = living
-            reducible = self._can_reduce(living)
-            for rank in living:
-                with contextlib.suppress(OSError):
-                    message = Check(tuple(living) if reducible else ())
-                    result.ranks[rank].worker.connection.send(message)
-            self._until(Checked, 3 * USABLE_TIMEOUT + 5)
+        store = _serve_store() if KINDS[spec.traffic].needs_store else None
+        self._gatherers = list(range(spec.size))
+        for rank, told in enumerate(result.ranks):
+            told.worker.connection.send(Play(spec, rank, store.port if store else None))
+        deadline = max(spec.deadline, JOB_DEADLINE if spec.by_mpirun else 0)
+        self._until(Played, 4 * (deadline + 2) + spec.lasts)
+        note = result.ranks[spec.victim].worker.log.with_suffix(".fault").read_bytes()
+        result.fault_at = struct.unpack("d", note)[0] or None
+        living = [rank for rank, told in enumerate(result.ranks) if told.there]
+        self._gatherers = living
+        reducible = self._can_reduce(living)
+        for rank in living:
+            with contextlib.suppress(OSError):
+                message = Check(tuple(living) if reducible else ())
+                result.ranks[rank].worker.connection.send(message)
+        self._until(Checked, 3 * USABLE_TIMEOUT + 5)
         return result
 
     def _can_reduce(self, living: list[int]) -> bool:
@@ -189,6 +191,22 @@ class Referee:
         elif now - self._stopped_at > self._spec.lasts:
             self._result.stopped = (self._stopped_at, now)
             os.kill(pid, signal.SIGCONT)
+
+
+def _serve_store() -> Any:
+    """Return a TCPStore for one round.
+
+    It listens on IPv4 only: torch asks for the name of each client's address, and for IPv6 that may
+    wait for a name server.
+    """
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _told(told: Told, kind: type[Played] | type[Checked]) -> bool:

@@ -73,6 +73,7 @@ _PLAIN = (
     Case(40_000, 4, 512, "bfloat16", rounding="nearest"),
 )
 USABLE = _PLAIN[2]
+LOOPBACK = "127.0.0.1"
 LARGEST = _LARGE[0]
 SIZES = sorted({case.size for case in (*_SMALL, *_EXACT, *_LARGE)})
 
@@ -81,13 +82,15 @@ SIZES = sorted({case.size for case in (*_SMALL, *_EXACT, *_LARGE)})
 class Kind:
     """A row of the table.
 
-    starts: it has steps between starting and waiting; framework: what a worker must have imported.
+    starts: it has steps between starting and waiting; framework: what a worker must have imported;
+    needs_store: the referee serves it a store.
     """
 
     run: Callable[[Member, random.Random], None]
     weight: float
     starts: bool = False
     framework: str = "numpy"
+    needs_store: bool = False
 
 
 @functools.lru_cache(maxsize=64)
@@ -279,7 +282,7 @@ def _torch_operators(member: Member, rng: random.Random) -> None:
 
 
 def _torch_backend(member: Member, rng: random.Random) -> None:
-    """Make a default process group over a file, reduce in flight, destroy it."""
+    """Make a default process group over the referee's store, reduce in flight, destroy it."""
     import torch.distributed
 
     dist: Any = torch.distributed
@@ -297,8 +300,9 @@ def _torch_backend(member: Member, rng: random.Random) -> None:
         dist.distributed_c10d._world.group_count = 0
 
         def make() -> None:
-            store = dist.FileStore(member.path("store"), member.size)
-            member.stores.append(store)
+            store = dist.TCPStore(
+                LOOPBACK, member.store_port, member.size, timeout=options["timeout"]
+            )
             dist.init_process_group("cgx", store=store, **options)
 
         member.attempt(None, make, making=True)
@@ -353,7 +357,7 @@ KINDS: dict[str, Kind] = {
     "threads": Kind(_threads, 2, starts=True),
     "groups": Kind(_groups, 3, starts=True),
     "torch operators": Kind(_torch_operators, 0.6, framework="torch"),
-    "torch backend": Kind(_torch_backend, 0.6, starts=True, framework="torch"),
+    "torch backend": Kind(_torch_backend, 0.6, starts=True, framework="torch", needs_store=True),
     "jax": Kind(_jax, 0.6, framework="jax"),
 }
 

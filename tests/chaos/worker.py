@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,7 +68,7 @@ class Member:
     def __init__(
         self, play: Play, connection: Connection, base: Communicator | None, notes: int
     ) -> None:
-        self.round, self.rank, self.folder = play.round, play.rank, Path(play.folder)
+        self.round, self.rank, self.store_port = play.round, play.rank, play.store_port
         self.size, self.is_victim = self.round.size, play.rank == self.round.victim
         self.fault = FAULTS[self.round.fault]
         self.name = f"round {self.round.seed}"
@@ -80,8 +79,6 @@ class Member:
         self.survivors: Communicator | None = None
         self.outcomes: list[Outcome] = []
         self.children: list[int] = []
-        # torch's, which end the process if there is no descriptor for their own end.
-        self.stores: list[Any] = []
         self.threads: list[threading.Thread] = []
         self.timers: list[threading.Thread] = []
         self.passes = self.steps = 0
@@ -100,9 +97,6 @@ class Member:
     def comm(self) -> Communicator:
         assert self._comm is not None
         return self._comm
-
-    def path(self, name: str) -> str:
-        return str(self.folder / name)
 
     # ---- The communicator ------------------------------------------------------------------------
 
@@ -267,8 +261,7 @@ class Member:
 
             kinds.append(torch.distributed.DistError)
             if self.round.traffic == "torch backend" and type(error) is RuntimeError:
-                # Of torch's FileStore, and of gloo inside of the backend.
-                return any(text in str(error) for text in ("Wait timeout", "connectFullMesh"))
+                return "connectFullMesh" in str(error)  # of gloo inside of the backend
         if "jax" in sys.modules:
             import jax
 
@@ -306,7 +299,6 @@ class Member:
             with contextlib.suppress(Failed, NotFound):
                 self.attempt(None, Communicator.find(name).close)
         faults.restore_limits()
-        self.stores.clear()
         for thread in (*self.timers, *self.threads):
             thread.join(self.round.deadline + USABLE_TIMEOUT)
         overwritten = sum(int((canary != 7).sum()) for canary in canaries)
