@@ -1,10 +1,11 @@
-"""The end of a program: communicators are closed, then bindings end what they have.
+"""The end of a process: what is in flight ends, communicators are closed, then bindings finish.
 
 Registered at import, so that it runs after the exit handlers of everything that imports cgx_ops.
 """
 
 import atexit
 import contextlib
+import sys
 from collections.abc import Callable
 
 from cgx_ops import _native
@@ -18,8 +19,18 @@ def then(end: Callable[[], object]) -> None:
     _of_bindings.append(end)
 
 
+def by_exception() -> bool:
+    """Tell whether an exception that nobody caught ends the process.
+
+    Its peers are then to get an error immediately, and Ctrl-C is to end it.
+    """
+    return getattr(sys, "last_type", None) is not None  # set where the traceback was printed
+
+
 def _finish() -> None:
-    with contextlib.suppress(CgxError):  # nobody is left to tell
+    with contextlib.suppress(CgxError):  # nothing is left that could raise it
+        if not by_exception():
+            _native.call("cgx_finish")  # peers need what this process has started
         _native.call("cgx_finalize")  # does nothing if nothing was started
     for end in _of_bindings:
         end()

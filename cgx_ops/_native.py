@@ -297,6 +297,7 @@ _TEXTS = (
 )  # fmt: skip
 _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_init": (POINTER(c_int32),),
+    "cgx_finish": (),
     "cgx_finalize": (),
     "cgx_comm_create": (POINTER(Bootstrap), POINTER(c_int32)),
     "cgx_comm_create_local": (c_int32, c_char_p, c_double, POINTER(c_int32)),

@@ -9,6 +9,8 @@ A process whose environment shows several ranks is never used alone, because a c
 return its own values. CGX_WORLD=single allows it.
 """
 
+import functools
+import importlib
 import sys
 import threading
 from typing import Any
@@ -45,10 +47,13 @@ def init() -> Communicator:
     """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        from cgx_ops.torch.groups import communicator_of  # here alone: torch is there
-
-        return communicator_of(distributed.group.WORLD)
+        return _groups_of_torch().communicator_of(distributed.group.WORLD)
     return _of_jax or of_launcher()
+
+
+@functools.cache
+def _groups_of_torch() -> Any:
+    return importlib.import_module("cgx_ops.torch.groups")  # only where torch is imported already
 
 
 def of_launcher() -> Communicator:

@@ -150,6 +150,17 @@ cgx_status_t cgx_init(int32_t* world) {
   });
 }
 
+cgx_status_t cgx_finish(void) {
+  if (forked) return CGX_OK;
+  return guarded([] {
+    const Registry& registry = Registry::instance();
+    for (int32_t id = -1; (id = registry.next(id)) >= 0;) {
+      const auto communicator = registry.get(id);
+      communicator->finish(communicator->timeout);
+    }
+  });
+}
+
 cgx_status_t cgx_finalize(void) {
   if (forked) return CGX_OK;
   return guarded([] {

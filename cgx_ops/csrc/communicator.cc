@@ -225,6 +225,11 @@ void Communicator::copy_through(const Plan& plan, Collective* collective) {
   totals_.add(*collective, Clock::now());
 }
 
+void Communicator::finish(Seconds at_most) {
+  if (!engine_ || std::string_view(transport_name()) == "thread") return;
+  engine_->finish(std::chrono::duration_cast<Clock::duration>(at_most));
+}
+
 std::string Communicator::find_lost(Seconds at_most) {
   if (!engine_) return "";
   return engine_->find_lost(std::chrono::duration_cast<Clock::duration>(at_most));

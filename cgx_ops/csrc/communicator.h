@@ -72,6 +72,8 @@ class Communicator {
   // "" before the first collective on devices.
   const char* wire_name() const;
   bool closed() const { return engine_ ? engine_->closed() : closed_.load(); }
+  // As Engine::finish, for the sake of other processes: ranks that are threads end with this one.
+  void finish(Seconds at_most);
   // As Engine::find_lost.
   std::string find_lost(Seconds at_most);
   // Throws Error(CGX_CLOSED), with the reason, if it is closed.

@@ -99,6 +99,10 @@ void Engine::wait(Collective& collective, Clock::duration at_most) {
   wait_until([&] { return collective.done.load(); }, Clock::now() + at_most);
 }
 
+void Engine::finish(Clock::duration at_most) {
+  wait_until([&] { return in_flight_ == 0; }, Clock::now() + at_most);
+}
+
 std::string Engine::find_lost(Clock::duration at_most) {
   wait_until([&] { return closed_ || peer_lost_; }, Clock::now() + at_most);
   const std::lock_guard lock(mutex_);

@@ -49,6 +49,9 @@ class Engine : private Sink {
   // "": none is. With nothing in flight the progress thread does not look.
   std::string find_lost(Clock::duration at_most);
 
+  // Waits until no collective is in flight, no longer than at_most; their deadlines bound it, too.
+  void finish(Clock::duration at_most);
+
   // Waits until peers have read what they were sent, no longer than at_most, then leaves.
   void close(std::chrono::duration<double> at_most);
 

@@ -14,6 +14,7 @@ from cgx_ops import _versions
 # Before what follows, which uses parts of JAX that differ between versions.
 _versions.require_framework("jax")
 
+from cgx_ops.jax import _at_exit  # noqa: E402
 from cgx_ops.jax.allreduce import allreduce_q  # noqa: E402
 from cgx_ops.jax.deep_gradient import deep_gradient  # noqa: E402
 from cgx_ops.jax.diloco import diloco, sparse_loco  # noqa: E402
@@ -39,6 +40,8 @@ from cgx_ops.jax.power_sgd import power_sgd  # noqa: E402
 from cgx_ops.jax.psum import pmean_q, psum_q  # noqa: E402
 from cgx_ops.jax.scatter_gather import all_gather_q, psum_scatter_q  # noqa: E402
 from cgx_ops.jax.statistics import statistics  # noqa: E402
+
+_at_exit.register()
 
 __all__ = [
     "AverageGradientsState",

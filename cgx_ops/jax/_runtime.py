@@ -58,6 +58,11 @@ def world() -> Communicator:
     return _world or world_of_ranks.init()
 
 
+def used() -> bool:
+    """Tell whether this process has lowered or loaded collectives."""
+    return _binding.cache_info().currsize > 0
+
+
 def target(name: str, platform: Platform = "cpu") -> str:
     """Return the name that XLA has for a target, such as "psum_q"; registers all if need be."""
     with _lock:

@@ -40,6 +40,11 @@ CGX_API const char* cgx_describe(void);
  * the communicator "world". Without mpirun the world has one rank and needs no MPI. Idempotent. */
 CGX_API cgx_status_t cgx_init(int32_t* world);
 
+/* Waits until no collective of this process is in flight on CPUs. Their deadlines bound it. Call it
+ * before cgx_finalize, so that peers get the results of what this process has started. Does nothing
+ * in a forked child. */
+CGX_API cgx_status_t cgx_finish(void);
+
 /* Closes every communicator and finalizes MPI if cgx started it. Bounded in time; idempotent.
  * Call it from the interpreter's atexit. Does nothing in a forked child. */
 CGX_API cgx_status_t cgx_finalize(void);
