@@ -32,7 +32,14 @@ def test_two_ranks() -> None:
 @pytest.mark.timeout(110)
 def test_three_ranks() -> None:
     """Settings of the caller; a rank that skips a step, or fails: the deadline is 300 seconds."""
-    run(3, "hooks.ambient.*", "hooks.grad_scaler.*", "hooks.failing_rank.*", timeout=100)
+    run(
+        3,
+        "hooks.ambient.*",
+        "hooks.grad_scaler.*",
+        "hooks.failing_rank.*",
+        "hooks.names.*",
+        timeout=100,
+    )
 
 
 @pytest.mark.slow

@@ -146,6 +146,7 @@ def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParal
             "state.process_group = model.process_group"
         )
     ddp_models.check_layers(wrapper, rules_of(state))
+    state.require_layers(ddp_models.layers_under(state))
     ddp_models.watch_dtypes(wrapper)
     state.checked.add(wrapper)
 

@@ -110,6 +110,10 @@ class DeepGradientState(HookState):
         momenta = Residuals.restored(saved["momenta"])
         return super().restored(saved) | {"momenta": momenta, "gathered": set()}
 
+    def by_layer(self) -> list[dict[str, Any]]:
+        """Return what the state has of each layer."""
+        return [*super().by_layer(), self.momenta.tensors]
+
     def keeps_residuals(self) -> bool:
         """Tell whether any layer may have a residual."""
         return True

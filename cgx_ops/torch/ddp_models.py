@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops.torch import _compat, layers
 from cgx_ops.torch.ddp_state import HookState
-from cgx_ops.torch.layers import Layer, Rules, layer_name
+from cgx_ops.torch.layers import Layer, Rules, named_layers
 
 
 @dataclass
@@ -43,8 +43,8 @@ _known: weakref.WeakKeyDictionary[DistributedDataParallel, _Known] = weakref.Wea
 
 def remember(wrapper: DistributedDataParallel, module: nn.Module) -> None:
     """Note the names and dtypes of the module that a DistributedDataParallel was made of."""
-    named = list(module.named_parameters())
-    names = {id(p): layer_name(name) for name, p in named}
+    named = named_layers(module)
+    names = {id(p): name for name, p in named}
     _known[wrapper] = _Known(names, {id(p): p.dtype for _, p in named})
 
 
@@ -77,13 +77,21 @@ def meet(wrapper: DistributedDataParallel) -> None:
         watch_dtypes(wrapper)
 
 
+def layers_under(state: HookState) -> set[str]:
+    """Return the names of the layers of all models whose hook has a state."""
+    found: set[str] = set()
+    for wrapper, known in list(_known.items()):
+        if any(each is state for each in _compat.comm_hook_states(wrapper)):
+            found.update(known.names.values())
+    return found
+
+
 # ---- 3. whether it is the one that was registered ------------------------------------------------
 
 
 def check_layers(wrapper: DistributedDataParallel, rules: Rules) -> None:
     """Compare its layers with what was registered, and with rules, as layers.check_model does."""
-    named = wrapper.module.named_parameters()
-    found = [Layer(layer_name(name), p.dim(), p.numel()) for name, p in named]
+    found = [Layer(name, p.dim(), p.numel()) for name, p in named_layers(wrapper.module)]
     layers.check_model(found, rules)
 
 

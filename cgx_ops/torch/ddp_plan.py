@@ -11,7 +11,7 @@ from cgx_ops.errors import InvalidArgument, Unsupported
 from cgx_ops.planner import Plan
 from cgx_ops.torch._compat import group_or_default
 from cgx_ops.torch.groups import communicator_of
-from cgx_ops.torch.layers import layer_name
+from cgx_ops.torch.layers import layer_name, named_layers
 
 _MIB = 1 << 20
 _KEYWORD = "bucket_cap_mb_list"
@@ -48,8 +48,7 @@ def planned_buckets(
             f"this PyTorch's DistributedDataParallel has no {_KEYWORD}: use 2.13 or later, or "
             "without a plan bucket_cap_mb"
         )
-    named = module.named_parameters()
-    parameters = {layer_name(n): p for n, p in named if p.requires_grad}
+    parameters = {name: p for name, p in named_layers(module) if p.requires_grad}
     numels = {name: parameter.numel() for name, parameter in parameters.items()}
     planned = dict(zip(map(layer_name, plan.names), plan.numels, strict=True))
     for name in [*numels, *planned]:

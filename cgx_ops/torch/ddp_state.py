@@ -7,9 +7,9 @@ import contextlib
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from cgx_ops.torch._compat import group_or_default
 from cgx_ops.torch.carried import Carrier
 from cgx_ops.torch.groups import communicator_of
 from cgx_ops.torch.layers import Rules
+from cgx_ops.torch.loaded import require_layers
 from cgx_ops.torch.residuals import Residuals
 from cgx_ops.torch.sent import Sent
 from cgx_ops.torch.work import Residuals as ResidualsOfSegments
@@ -74,6 +75,7 @@ class HookState:
         self.carrier = carrier
         self.steps = 0
         self.residuals = Residuals()
+        self.loaded: Literal["", "strictly", "partly"] = ""  # and not compared with a model yet
         self.connect()
 
     def connect(self) -> None:
@@ -118,10 +120,12 @@ class HookState:
         """
         self.residuals.consolidate(self.group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Continue, in place, where the state was that state_dict() was called of.
 
         Its process group, its carrier, and the hook that has it, stay. Groups' names do not count.
+        The next backward raises InvalidArgument if the state is of layers that no model of the hook
+        has; with strict=False it drops them, with a warning.
 
         Raises:
             InvalidArgument: this is not the state_dict() of such a state, or it lacks this rank's
@@ -136,6 +140,22 @@ class HookState:
         check_carrier(self.carrier, state_dict["config"], state_dict.get("adaptive"))
         self.__dict__.update(self.restored(state_dict) | {"carrier": self.carrier})
         self.checked = weakref.WeakSet()  # its rules may be others
+        self.loaded = "strictly" if strict else "partly"
+
+    def by_layer(self) -> list[dict[str, Any]]:
+        """Return what the state has of each layer."""
+        return [self.residuals.tensors]
+
+    def require_layers(self, names: Collection[str]) -> None:
+        """Require that what was loaded is of these layers, once after load_state_dict().
+
+        Raises:
+            InvalidArgument: it is not.
+        """
+        if self.loaded:
+            strict = self.loaded == "strictly"
+            require_layers(type(self).__name__, self.by_layer(), names, strict=strict)
+            self.loaded = ""
 
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return attributes from what was saved."""
@@ -155,6 +175,7 @@ class HookState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore it over the default group."""
         self.__dict__.update(self.restored(state))
+        self.loaded = "strictly"
         self.process_group = None
         self.connect()
 

@@ -41,7 +41,8 @@ from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.diloco_fragments import of_modules
 from cgx_ops.torch.exchange import Carriers, Exchange, Flight, check_parameters
 from cgx_ops.torch.grad_scaler import after_every_step
-from cgx_ops.torch.layers import layer_name
+from cgx_ops.torch.layers import named_layers
+from cgx_ops.torch.loaded import require_layers
 
 CALLER = "DiLoCo"
 _KEPT = ("steps", "applied", "mean_over", "outer", "exchange")
@@ -140,8 +141,7 @@ class DiLoCo:
             raise InvalidArgument(f"{CALLER}: config is {config!r}; give cgx_ops.Config(bits=4)")
         count = fragments if isinstance(fragments, SupportsIndex) else len(fragments)
         self.schedule = Schedule(sync_every, count, fragment_sync_delay, fragment_update_alpha)
-        every = model.named_parameters()
-        named = [(layer_name(name), p) for name, p in every if p.requires_grad]
+        named = [(name, p) for name, p in named_layers(model) if p.requires_grad]
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         check_parameters(CALLER, self.parameters)
@@ -302,6 +302,7 @@ class DiLoCo:
         shapes = {name: tuple(x.shape) for name, x in saved.items()}
         own = {name: tuple(anchor.shape) for name, anchor in self._named_anchors()}
         if shapes != own:
+            require_layers(f"{CALLER}.load_state_dict", [shapes], own, strict=True)
             differ = sorted(shapes.items() ^ own.items())
             raise InvalidArgument(
                 f"{CALLER}.load_state_dict: the anchors are another model's: {differ[0][0]!r} has "

@@ -9,6 +9,7 @@ optim.py has the optimizers.
 """
 
 import hashlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -226,7 +227,12 @@ class ExchangingOptimizer(Optimizer):
         self._consolidated = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what torch's optimizers return, and "exchange" and "own". Each rank saves it."""
+        """Return what torch's optimizers return, and "exchange" and "own". Each rank saves it.
+
+        Raises:
+            InvalidArgument: torch's get_state_dict() called it, which drops these two.
+        """
+        self._refuse_get_state_dict()
         saved = {**super().state_dict(), "exchange": self.exchange.saved(), "own": {}}
         if self.of_rank and not self._consolidated:
             states = saved["state"].items()
@@ -236,6 +242,18 @@ class ExchangingOptimizer(Optimizer):
             }
             saved["own"] = {self._own_key(): Own(own)}
         return saved
+
+    def _refuse_get_state_dict(self) -> None:
+        frame = inspect.currentframe()
+        while frame is not None:
+            where = frame.f_globals.get("__name__"), frame.f_code.co_name
+            if where == _DROPS_KEYS:
+                raise InvalidArgument(
+                    f"{self._caller}: torch's get_state_dict() drops the state of the exchange: "
+                    "save optimizer.state_dict() on every rank instead, and give what was saved "
+                    "to optimizer.load_state_dict()"
+                )
+            frame = frame.f_back
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles have; ranks compare theirs at the first step."""
@@ -292,6 +310,10 @@ class ExchangingOptimizer(Optimizer):
             # As they were: torch has cast them to the parameter's dtype.
             self.state[p] = {name: x.to(p.device, copy=True) for name, x in state.items()}
         self._alike, self._consolidated = False, not owned
+
+
+# Keeps "state" and "param_groups" of a state_dict() and drops the rest.
+_DROPS_KEYS = "torch.distributed.checkpoint.state_dict", "_get_optim_state_dict"
 
 
 def _sizes(groups: list[dict[str, Any]]) -> list[int]:

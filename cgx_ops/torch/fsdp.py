@@ -139,6 +139,7 @@ def compress(
             )
         adaptive.check(gradients)
     state = State(feedback, adaptive)
+    state.layers = {*names.values(), *known}
     # Modules that were wrapped together have one group, which goes by the last one's name.
     groups = {
         group: (name, module)

@@ -16,6 +16,7 @@ from cgx_ops.planner import AdaptiveBits
 from cgx_ops.torch import _compat
 from cgx_ops.torch.adaptation import Adaptation
 from cgx_ops.torch.fsdp_feedback import Feedback, Kept
+from cgx_ops.torch.loaded import require_layers
 
 
 class State:
@@ -36,6 +37,7 @@ class State:
         self.adaptive = adaptive
         self.everywhere = True
         self.trained: set[str] = set()  # modules with gradients to reduce
+        self.layers: set[str] = set()  # all modules and parameters of the model, by name
         self._adaptation: Adaptation | None = None
         self._steps = -1
         self._reduced: set[str] = set()  # modules, in this step
@@ -65,12 +67,16 @@ class State:
             saved |= {"steps": self._steps, "adaptive": copy.deepcopy(self.adaptive)}
         return saved
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Continue where the State was that state_dict() was called of.
+
+        Args:
+            state_dict: what it returned.
+            strict: False: drop residuals of layers that the model does not have, with a warning.
 
         Raises:
             InvalidArgument: it has residuals and this has not, or the reverse, or they are those of
-                another rank or kept in another way.
+                another rank or kept in another way, or of layers that the model does not have.
         """
         if (self.kept is None) != ("kept" not in state_dict):
             raise InvalidArgument(
@@ -80,6 +86,8 @@ class State:
             )
         if self.kept is not None:
             self.kept.load_state_dict(state_dict["kept"])
+            residuals = [self.kept.residuals.tensors]
+            require_layers("fsdp.State", residuals, self.layers, strict=strict)
         if (self.adaptive is None) != ("adaptive" not in state_dict):
             raise InvalidArgument(
                 "the checkpoint was made "

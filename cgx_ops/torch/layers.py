@@ -10,11 +10,13 @@ a layer of another size. What a rule means is said in cgx_ops/rules.py.
 
 import functools
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Config, Segment
 from cgx_ops import rules as language
@@ -23,10 +25,38 @@ from cgx_ops.config import Compressor, Rounding
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 
+# How wrappers hold the module that they wrap: torch.compile, checkpoint_wrapper, FSDP1.
+_WRAPPERS = re.compile(
+    r"(?:^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)"
+)
+
 
 def layer_name(name: str) -> str:
-    """Return a name of named_parameters() as it is where torch.compile wraps no module."""
-    return name.replace("_orig_mod.", "")
+    """Return a name of named_parameters(), or of named_modules(), without what wrappers add to it.
+
+    Left out is what torch leaves out of state_dict(): the names by which torch.compile,
+    checkpoint_wrapper and FullyShardedDataParallel hold the modules that they wrap.
+    """
+    return _WRAPPERS.sub("", name).removeprefix(".")
+
+
+def named_layers(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return a model's parameters with the names that they have without wrappers.
+
+    Beside those of layer_name() it leaves out the `module` of DistributedDataParallel.
+    """
+    replicated = [
+        f"{name}.module." if name else "module."
+        for name, module in model.named_modules()
+        if isinstance(module, DistributedDataParallel)
+    ]
+    named = []
+    for name, parameter in model.named_parameters():
+        for prefix in reversed(replicated):  # the inner ones first
+            if name.startswith(prefix):
+                name = prefix.removesuffix("module.") + name.removeprefix(prefix)
+        named.append((layer_name(name), parameter))
+    return named
 
 
 @dataclass(frozen=True)

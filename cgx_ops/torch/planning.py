@@ -16,7 +16,7 @@ from cgx_ops.comm import Communicator
 from cgx_ops.errors import InvalidArgument, Unsupported
 from cgx_ops.planner import ready_times
 from cgx_ops.torch._compat import tree_leaves
-from cgx_ops.torch.layers import layer_name
+from cgx_ops.torch.layers import named_layers
 
 _MOST_STEPS = 64  # that are remembered
 
@@ -50,8 +50,7 @@ class Arrivals:
             InvalidArgument: no parameter needs a gradient.
         """
         module = module.module if isinstance(module, DistributedDataParallel) else module
-        named = module.named_parameters()
-        parameters = {layer_name(n): p for n, p in named if p.requires_grad}
+        parameters = {name: p for name, p in named_layers(module) if p.requires_grad}
         if not parameters:
             raise InvalidArgument("Arrivals: no parameter of the module needs a gradient")
         for name, parameter in parameters.items():

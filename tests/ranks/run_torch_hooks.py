@@ -16,6 +16,7 @@ import torch_hooks.diloco
 import torch_hooks.diloco_ranks
 import torch_hooks.failing_rank
 import torch_hooks.grad_scaler
+import torch_hooks.names
 import torch_hooks.optim
 import torch_hooks.together
 import torch_power_sgd.state
@@ -40,6 +41,7 @@ def main() -> None:
             torch_hooks.ambient,
             torch_hooks.failing_rank,
             torch_hooks.grad_scaler,
+            torch_hooks.names,
         )
     )
     dist.destroy_process_group()

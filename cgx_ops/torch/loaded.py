@@ -1,0 +1,47 @@
+"""Whether a state that was loaded belongs to the model that uses it."""
+
+import warnings
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from cgx_ops.errors import InvalidArgument
+
+_SHOWN = 4  # names of each set in an error
+
+
+def require_layers(
+    caller: str, kept: Sequence[dict[str, Any]], names: Collection[str], *, strict: bool
+) -> None:
+    """Require that what was loaded is of layers that the model has.
+
+    Args:
+        caller: what was loaded, for the error: "PowerSGDState".
+        kept: what it has, by the layer's name.
+        names: of the model's layers.
+        strict: False: remove what belongs to no layer, with a warning.
+
+    Raises:
+        InvalidArgument: strict, and an entry belongs to no layer of the model.
+    """
+    loaded = {name for each in kept for name in each}
+    foreign = sorted(loaded - set(names))
+    if not foreign:
+        return
+    found = (
+        f"{caller}: the loaded state is of layers that this model does not have: {_listed(foreign)}"
+        f"; the model's other layers: {_listed(sorted(set(names) - loaded))}"
+    )
+    if strict:
+        raise InvalidArgument(
+            f"{found}. Load the state of this model; or load it with strict=False, which drops "
+            "these entries"
+        )
+    warnings.warn(f"{found}. These entries are dropped", stacklevel=2)
+    for each in kept:
+        for name in foreign:
+            each.pop(name, None)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (", ".join(f"'{name}'" for name in names[:_SHOWN]) or "none") + more

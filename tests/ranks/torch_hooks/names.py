@@ -1,0 +1,221 @@
+"""States belong to layers by the names that these have without wrappers, and to one model.
+
+1. names: wrappers of torch add nothing to them
+2. states of other layers are refused, or dropped where that is asked for
+3. optimizers: torch's get_state_dict() does not lose their state unnoticed
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from failing import fails
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch_training import RANK, batch
+
+from cgx_ops import Config, InvalidArgument
+from cgx_ops.torch import ddp, fsdp, layers
+from cgx_ops.torch.diloco import DiLoCo
+from cgx_ops.torch.optim import OneBitAdam, Signum
+
+LEVELS = Config(bits=1, compressor="levels", bucket_size=64)
+NAMES = ["first.weight", "first.bias", "module.weight", "module.bias", "last.weight", "last.bias"]
+
+
+class Model(nn.Module):
+    """Three layers, one of which is called as DistributedDataParallel calls its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.module, self.last = (
+            nn.Linear(24, 24),
+            nn.Linear(24, 24),
+            nn.Linear(24, 8),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.module(torch.tanh(self.first(x)))))
+
+
+def compiled(layer: nn.Module) -> Any:
+    return torch.compile(layer, backend="eager")
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "none": lambda layer: layer,
+    "compiled": compiled,
+    "checkpointed": checkpoint_wrapper,
+    "both": lambda layer: compiled(checkpoint_wrapper(layer)),
+    "both, the other way": lambda layer: checkpoint_wrapper(compiled(layer)),
+}
+
+
+def wrapped(how: str) -> Model:
+    model = Model()
+    model.first = WRAPPERS[how](model.first)
+    return model
+
+
+def steps(call: Any, model: nn.Module, steps: range) -> torch.Tensor:
+    """Train; return the weights."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for step in steps:
+        optimizer.zero_grad()
+        call(batch(RANK, step)).square().mean().backward()
+        optimizer.step()
+    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    return torch.cat([p.detach().flatten() for p in whole])
+
+
+# ---- 1. names ------------------------------------------------------------------------------------
+
+
+def without_what_wrappers_add() -> None:
+    for how in WRAPPERS:
+        model = wrapped(how)
+        assert [name for name, _ in layers.named_layers(model)] == NAMES, how
+        holder = nn.ModuleDict({"net": DistributedDataParallel(model)})
+        held = [name for name, _ in layers.named_layers(holder)]
+        assert held == [f"net.{name}" for name in NAMES], (how, held)
+
+
+def hook(kind: str) -> tuple[Any, Any]:
+    if kind == "quantized":
+        return ddp.QuantizedAllreduceState(config=LEVELS), ddp.quantized_allreduce_hook
+    if kind == "PowerSGD":
+        state = ddp.PowerSGDState(start_powerSGD_iter=2, min_compression_rate=0.5)
+        return state, ddp.power_sgd_hook
+    return ddp.DeepGradientState(density=0.05), ddp.deep_gradient_hook
+
+
+def hooked(kind: str, model: nn.Module) -> tuple[Any, Any]:
+    state, function = hook(kind)
+    wrapper = DistributedDataParallel(model)
+    wrapper.register_comm_hook(state, function)
+    return wrapper, state
+
+
+def resumed_under_wrappers() -> None:
+    for kind in ("quantized", "PowerSGD", "DGC"):
+        model = Model()
+        wrapper, state = hooked(kind, model)
+        steps(wrapper, model, range(3))
+        saved, weights = state.state_dict(), model.state_dict()
+        weights = {name: x.clone() for name, x in weights.items()}
+        want = steps(wrapper, model, range(3, 6))
+        for how in WRAPPERS:
+            again = wrapped(how)
+            with torch.no_grad():
+                for p, x in zip(again.parameters(), weights.values(), strict=True):
+                    p.copy_(x)
+            wrapper, state = hooked(kind, again)
+            state.load_state_dict(saved)
+            assert torch.equal(steps(wrapper, again, range(3, 6)), want), (kind, how)
+
+
+def fsdp_under_wrappers() -> None:
+    found = {}
+    for how in ("none", "checkpointed", "both"):
+        model = wrapped(how)
+        fully_shard(model.first)
+        fully_shard(model)
+        state = fsdp.compress(model, LEVELS)
+        end = steps(model, model, range(3))
+        assert state.kept is not None
+        found[how] = sorted(state.kept.residuals.tensors), end
+    assert found["none"][0] == ["", "first"]
+    for how, (names, end) in found.items():
+        assert names == found["none"][0], how
+        assert torch.equal(end, found["none"][1]), how
+
+
+def outer_parameters_under_wrappers() -> None:
+    saved = DiLoCo(Model(), sync_every=2).state_dict()
+    for how in WRAPPERS:
+        DiLoCo(wrapped(how), sync_every=2).load_state_dict(saved)
+        DiLoCo(DistributedDataParallel(wrapped(how)), sync_every=2).load_state_dict(saved)
+    other = DiLoCo(nn.ModuleDict({"net": Model()}), sync_every=2)
+    fails(InvalidArgument, "does not have: 'first.bias'", lambda: other.load_state_dict(saved))
+
+
+# ---- 2. another model's --------------------------------------------------------------------------
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def another_models_state() -> None:
+    for kind in ("quantized", "PowerSGD", "DGC"):
+        model = Model()
+        wrapper, state = hooked(kind, model)
+        steps(wrapper, model, range(3))
+        saved = state.state_dict()
+        model = Held()
+        wrapper, state = hooked(kind, model)
+        state.load_state_dict(saved)
+        loss = wrapper(batch(RANK, 3)).square().mean()
+        fails(InvalidArgument, "strict=False, which drops", loss.backward)
+        wrapper, state = hooked(kind, model)  # torch's reducer ends with an error of its hook
+        state.load_state_dict(saved, strict=False)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            steps(wrapper, model, range(3, 5))
+        said = [str(w.message) for w in warned if "These entries are dropped" in str(w.message)]
+        assert len(said) == 1, (kind, said)
+        assert "'first.weight'" in said[0], said
+        assert all(name.startswith("net.") for each in state.by_layer() for name in each), kind
+
+
+def another_models_fsdp_state() -> None:
+    model: Any = Model()
+    fully_shard(model.first)
+    fully_shard(model)
+    state = fsdp.compress(model, LEVELS)
+    steps(model, model, range(2))
+    saved = state.state_dict()
+    held: Any = Held()
+    fully_shard(held.net.first)
+    fully_shard(held)
+    other = fsdp.compress(held, LEVELS)
+    fails(InvalidArgument, "does not have: 'first'", lambda: other.load_state_dict(saved))
+
+
+# ---- 3. optimizers -------------------------------------------------------------------------------
+
+
+def optimizers_in_get_state_dict() -> None:
+    for make in (lambda p: OneBitAdam(p, lr=1e-3, warmup_steps=2), lambda p: Signum(p, lr=1e-3)):
+        model = Model()
+        optimizer = make(model.parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(RANK, step)).square().mean().backward()
+            optimizer.step()
+        words = "save optimizer.state_dict() on every rank instead"
+        fails(InvalidArgument, words, lambda m=model, o=optimizer: get_state_dict(m, o))
+        optimizer.load_state_dict(optimizer.state_dict())
+    dist.barrier()
+
+
+CHECKS = [
+    without_what_wrappers_add,
+    resumed_under_wrappers,
+    fsdp_under_wrappers,
+    outer_parameters_under_wrappers,
+    another_models_state,
+    another_models_fsdp_state,
+    optimizers_in_get_state_dict,
+]
