@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, Literal, TypedDict
 
-from cgx_ops import _native
+from cgx_ops import _native, variables
 from cgx_ops.errors import InvalidArgument, Unsupported
 
 Compressor = Literal[
@@ -240,7 +240,9 @@ class Config:
         Raises:
             InvalidArgument: names the variable, its text and what it accepts.
         """
-        environ = os.environ if environ is None else environ
+        if environ is None:
+            environ = os.environ
+            variables.warn_of_unknown()
         values: dict[str, Any] = {}
         for variable, name in _VARIABLES.items():
             text = environ.get(variable, "").strip()

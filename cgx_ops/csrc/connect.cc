@@ -143,12 +143,16 @@ CommunicatorRef alone(const std::string& name, int noise_rank, Communicator::Sec
 CommunicatorRef connect(const std::string& name, int rank, int noise_rank, int size,
                         const Allgather& allgather, const std::string& type,
                         Communicator::Seconds timeout) {
-  if (size == 1) return alone(name, noise_rank, timeout);
+  if (size == 1) {
+    (void)env_timeout_seconds();
+    return alone(name, noise_rank, timeout);
+  }
   int64_t unread_bytes = 0;
   Host host{};
   const auto refusal = failure_of([&] {
     Registry::instance().require_free(name);
     unread_bytes = env_fusion_buffer_bytes();
+    (void)env_timeout_seconds();  // also where the caller gives a timeout
     host = this_host();
   });
   const Greeted greeted = exchange_hellos(allgather, type, host, unread_bytes, refusal);

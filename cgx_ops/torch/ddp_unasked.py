@@ -4,10 +4,13 @@ It is noticed when it takes its module, and gets the hook before its first forwa
 who wants another one has registered it. hook_state() gives it the hook at once.
 """
 
+import functools
 import logging
+import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +26,8 @@ from cgx_ops.torch.ddp import QuantizedAllreduceState, quantized_allreduce_hook
 from cgx_ops.torch.ddp_power_sgd_state import Factors
 from cgx_ops.torch.ddp_state import HookState
 from cgx_ops.torch.residuals import Residuals
+
+_CHOOSE_BITS = ("CGX_COMPRESSION_QUANTIZATION_BITS", "CGX_COMPRESSOR")
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +90,21 @@ def _before_first_forward(wrapper: DistributedDataParallel, _inputs: Any) -> Non
         del hooks[number]
 
 
+@functools.cache
+def _report_exact(options: backend.BackendOptions) -> None:
+    """Log once that gradients travel exact where nobody has chosen bits."""
+    chosen = any(os.environ.get(name) for name in _CHOOSE_BITS)
+    if chosen or dist.get_rank() > 0 or options != backend.BackendOptions():
+        return
+    _log.warning(
+        "DistributedDataParallel's gradients travel exact, because no bits are set. To compress "
+        "them set %s=4, or give init_process_group pg_options=BackendOptions(Config(bits=4)); "
+        "exact on purpose: %s=32",
+        _CHOOSE_BITS[0],
+        _CHOOSE_BITS[0],
+    )
+
+
 def _attach(wrapper: DistributedDataParallel) -> None:
     """Give a DistributedDataParallel over the backend "cgx" the hook, if it has none."""
     group = group_or_default(wrapper.process_group)
@@ -101,6 +121,7 @@ def _attach(wrapper: DistributedDataParallel) -> None:
         return
     ddp_models.check_layers(wrapper, layers.process_rules())
     if options.config.bits == EXACT_BITS and not layers.process_rules():
+        _report_exact(options)
         return
     ddp_models.watch_dtypes(wrapper)
     state = QuantizedAllreduceState(group, options.config, unsupported="exact")
