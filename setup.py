@@ -1,8 +1,8 @@
 """Builds libcgx.so, then one binding per framework, all side by side in cgx_ops/.
 
-Phases: choose the parts; the core by CMake; the bindings by one ninja file, which tracks headers and
-commands as setuptools does not; a summary, and the same facts in _build.json. Object files stay in
-build/, so that editable installs too compile only what changed.
+Phases: choose the parts; the core by CMake; the bindings by one ninja file, which tracks headers
+and commands as setuptools does not; a summary, and the same facts in _build.json. Object files stay
+in build/, so that editable installs too compile only what changed.
 
 Bindings are built for the frameworks of the environment that the package is installed into, also
 where pip builds in isolation and hides them. CGX_WITH=torch,jax names those to build and insists
@@ -103,9 +103,9 @@ def write(path: Path, text: str) -> None:
 class Binding(Extension):
     """A folder of C++ that turns one framework's calls into those of cgx.h.
 
-    `configure` takes paths from the framework, sets `uses_cuda` and returns its version; ImportError
-    if it is absent. That of "python" is always built: numpy's arrays show their memory to Python's
-    own interface. Its files are compiled in so many units; by default each one by itself.
+    `configure` takes paths from the framework, sets `uses_cuda` and returns its version;
+    ImportError if it is absent. That of "python" is always built: numpy's arrays show their memory
+    to Python's own interface. Its files are compiled in so many units; by default each by itself.
     """
 
     def __init__(
