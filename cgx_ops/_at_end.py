@@ -20,9 +20,9 @@ def then(end: Callable[[], object]) -> None:
 
 
 def by_exception() -> bool:
-    """Tell whether an exception that nobody caught ends the process.
+    """Return whether an uncaught exception ends the process.
 
-    Its peers are then to get an error immediately, and Ctrl-C is to end it.
+    Then it does not wait: its peers get an error immediately, and Ctrl-C ends it.
     """
     return getattr(sys, "last_type", None) is not None  # set where the traceback was printed
 

@@ -55,7 +55,7 @@ CALLS = {
 
 @pytest.mark.parametrize("path", CALLS)
 def test_a_timeout_that_is_no_number(path: str, tmp_path: Path) -> None:
-    """Also where the caller has a deadline of its own, as process groups have."""
+    """Also where the caller gives a deadline, as process groups do."""
     program = tmp_path / "program.py"
     program.write_text(CALLS[path])
     outputs = launch.mpirun(2, program, env={"CGX_TIMEOUT": "abc"}, check=False)

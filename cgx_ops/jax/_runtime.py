@@ -26,7 +26,7 @@ _lock = threading.Lock()
 
 # The communicator whose ranks are JAX's processes, or why there is none; None: cgx_ops.init()'s.
 _world: Communicator | str | None = None
-# Whether cgx_ops.jax.initialize() was called: then JAX has as many processes as it is to have.
+# Whether cgx_ops.jax.initialize() was called: then the number of JAX's processes is deliberate.
 _initialized = False
 
 

@@ -147,10 +147,10 @@ class HookState:
         return [self.residuals.tensors]
 
     def require_layers(self, names: Collection[str]) -> None:
-        """Require that what was loaded is of these layers, once after load_state_dict().
+        """Compare a loaded state with the model's layers, once after load_state_dict().
 
         Raises:
-            InvalidArgument: it is not.
+            InvalidArgument: it has other layers.
         """
         if self.loaded:
             strict = self.loaded == "strictly"

@@ -92,7 +92,7 @@ def _before_first_forward(wrapper: DistributedDataParallel, _inputs: Any) -> Non
 
 @functools.cache
 def _report_exact(options: backend.BackendOptions) -> None:
-    """Log once that gradients travel exact where nobody has chosen bits."""
+    """Log once that gradients travel exact because no bits are set."""
     chosen = any(os.environ.get(name) for name in _CHOOSE_BITS)
     if chosen or dist.get_rank() > 0 or options != backend.BackendOptions():
         return

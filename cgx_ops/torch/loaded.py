@@ -12,7 +12,7 @@ _SHOWN = 4  # names of each set in an error
 def require_layers(
     caller: str, kept: Sequence[dict[str, Any]], names: Collection[str], *, strict: bool
 ) -> None:
-    """Require that what was loaded is of layers that the model has.
+    """Require that all layers of a loaded state exist in the model.
 
     Args:
         caller: what was loaded, for the error: "PowerSGDState".
