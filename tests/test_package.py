@@ -111,7 +111,8 @@ def test_version_says_what_it_was_built_for() -> None:
     torch, jax = (".".join(built[name].split(".")[:2]) for name in ("torch", "jax"))
     served = f"+torch{torch}.jax{jax}" + (".cu13" if "cuda" in built else "")
     setup = [sys.executable, ROOT / "setup.py", "--version"]
-    said = _output(*setup, env={**os.environ, "CGX_WITH": "torch, jax"}, cwd=ROOT).split()
+    parts = "torch, jax" + (", cuda" if "cuda" in built else "")
+    said = _output(*setup, env={**os.environ, "CGX_WITH": parts}, cwd=ROOT).split()
     assert said[-1] == cgx_ops.__version__ + served
     said = _output(*setup, env={**os.environ, "CGX_WITH": "none"}, cwd=ROOT).split()
     assert said[-1] == cgx_ops.__version__

@@ -14,7 +14,7 @@ from cgx_ops import _versions
 # Before what follows, which uses parts of JAX that differ between versions.
 _versions.require_framework("jax")
 
-from cgx_ops.jax import _at_exit  # noqa: E402
+from cgx_ops.jax import _at_exit, _threads  # noqa: E402
 from cgx_ops.jax.allreduce import allreduce_q  # noqa: E402
 from cgx_ops.jax.deep_gradient import deep_gradient  # noqa: E402
 from cgx_ops.jax.diloco import diloco, sparse_loco  # noqa: E402
@@ -42,6 +42,7 @@ from cgx_ops.jax.scatter_gather import all_gather_q, psum_scatter_q  # noqa: E40
 from cgx_ops.jax.statistics import statistics  # noqa: E402
 
 _at_exit.register()
+_threads.provide()
 
 __all__ = [
     "AverageGradientsState",

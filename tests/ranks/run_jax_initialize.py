@@ -70,11 +70,11 @@ def detected() -> None:
 
 
 def by_torchrun() -> None:
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell all, without torch."""
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are enough, without torch."""
     cgx_ops.jax.initialize()
     assert (jax.process_index(), jax.process_count()) == (RANK, SIZE)
     check_mesh()
-    assert cgx_ops.size() == 1
+    assert cgx_ops.size() == SIZE
 
 
 def nothing_to_do() -> None:

@@ -94,7 +94,7 @@ def main() -> None:
         "ratio": stats.ratio,
         "first": first,
         "again": again,
-        "mpi": cgx_ops.size(),
+        "ranks": cgx_ops.size(),  # of the launcher, now that there is no group
     }
     # In one piece: ranks of a host write into one pipe.
     sys.stdout.write(json.dumps(said) + "\n")
