@@ -224,7 +224,7 @@ std::string_view text_of(const Knobs& knobs) {
 }  // namespace
 
 // What an Options is made of.
-#define CGX_GIVEN_OPTIONS                                         \
+#define CGX_GIVEN_OPTIONS                                          \
   op, /*depth=*/0,                                                 \
       text_of({.bits = bits,                                       \
                .bucket_size = bucket_size,                         \
