@@ -26,7 +26,6 @@ def test_other_numbers_of_devices(devices: int) -> None:
         ({"XLA_FLAGS": "--xla_force_host_platform_device_count=600"}, "1200"),
         ({"XLA_FLAGS": "--xla_force_host_platform_device_count=600", "NPROC": "3"}, None),
         ({"XLA_FLAGS": "--xla_force_host_platform_device_count=600", "PJRT_NPROC": "3"}, "3"),
-        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}, None),
     ],
 )
 def test_threads_that_are_asked_for(environ: dict[str, str], threads: str | None) -> None:

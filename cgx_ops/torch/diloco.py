@@ -302,7 +302,9 @@ class DiLoCo:
         shapes = {name: tuple(x.shape) for name, x in saved.items()}
         own = {name: tuple(anchor.shape) for name, anchor in self._named_anchors()}
         if shapes != own:
-            require_layers(f"{CALLER}.load_state_dict", [shapes], own, strict=True)
+            require_layers(
+                f"{CALLER}.load_state_dict", [shapes], own, strict=True, has_partial=False
+            )
             differ = sorted(shapes.items() ^ own.items())
             raise InvalidArgument(
                 f"{CALLER}.load_state_dict: the anchors are another model's: {differ[0][0]!r} has "

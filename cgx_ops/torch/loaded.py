@@ -10,7 +10,12 @@ _SHOWN = 4  # names of each set in an error
 
 
 def require_layers(
-    caller: str, kept: Sequence[dict[str, Any]], names: Collection[str], *, strict: bool
+    caller: str,
+    kept: Sequence[dict[str, Any]],
+    names: Collection[str],
+    *,
+    strict: bool,
+    has_partial: bool = True,
 ) -> None:
     """Require that all layers of a loaded state exist in the model.
 
@@ -19,6 +24,7 @@ def require_layers(
         kept: what it has, by the layer's name.
         names: of the model's layers.
         strict: False: remove what belongs to no layer, with a warning.
+        has_partial: whether the caller's load_state_dict() accepts strict=False.
 
     Raises:
         InvalidArgument: strict, and an entry belongs to no layer of the model.
@@ -32,10 +38,8 @@ def require_layers(
         f"; the model's other layers: {_listed(sorted(set(names) - loaded))}"
     )
     if strict:
-        raise InvalidArgument(
-            f"{found}. Load the state of this model; or load it with strict=False, which drops "
-            "these entries"
-        )
+        partial = "; or load it with strict=False, which drops these entries" * has_partial
+        raise InvalidArgument(f"{found}. Load the state of this model{partial}")
     warnings.warn(f"{found}. These entries are dropped", stacklevel=2)
     for each in kept:
         for name in foreign:
