@@ -232,3 +232,14 @@ def test_import_defines_the_names_of_torch_cgx() -> None:
     assert torch.ops.cgx.quantized_allreduce is not None
     for name in ("register_model", "exclude_layer", "set_quantization_bits"):
         assert name in torch_cgx.__all__
+
+
+def test_patterns_keep_their_dots_and_lose_wrappers() -> None:
+    """A leading dot separates parts; a wrapper alone would match every layer."""
+    assert not Rule(".bias", bits=2).matches("bias_proj.weight")
+    assert Rule(".bias", bits=2).matches("head.bias")
+    for pattern in ("0._checkpoint_wrapped_module.up.*", "0.up.*", "0._orig_mod.up"):
+        assert Rule(pattern, bits=2).matches("0.up.weight"), pattern
+    for pattern in ("_checkpoint_wrapped_module", "_orig_mod."):
+        with pytest.raises(InvalidArgument, match="names a wrapper of torch"):
+            Rule(pattern, bits=2)

@@ -15,7 +15,7 @@ returns the statistics (cgx_ops.jax.statistics), and its rules are static argume
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -194,6 +194,22 @@ class AdaptiveBits:
                     f"rank 0; rank {communicator.rank} has {self!r}. Give all ranks the same"
                 )
         self.plan().agree(communicator)
+
+    # ---- Whose they are --------------------------------------------------------------------------
+
+    @property
+    def names(self) -> set[str]:
+        """The tensors that have bits, or statistics that are not counted yet."""
+        arrived = (name for sample in self._arrived for name in sample.names)
+        return {*self.bits, *self._names, *arrived}
+
+    def keep(self, names: Collection[str]) -> None:
+        """Drop the bits of all other tensors, and statistics that are of others, too."""
+        self.bits = {name: bits for name, bits in self.bits.items() if name in names}
+        self.numels = {name: numel for name, numel in self.numels.items() if name in names}
+        self._arrived = [each for each in self._arrived if set(each.names) <= set(names)]
+        if not set(self._names) <= set(names):
+            self._names, self._sums, self._seen, self._counted = (), [], 0, 0
 
     # ---- What follows ----------------------------------------------------------------------------
 

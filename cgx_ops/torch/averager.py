@@ -126,11 +126,12 @@ class QuantizedModelAverager(ModelAverager):
         if not known:
             self.last = Average(self.exchange.mean(places, now, exact=True))
         else:
-            if [x.shape for x in known] != [p.shape for p in parameters]:
-                raise InvalidArgument(
-                    f"{_CALLER}: the last average was of {len(known)} parameters, and these are "
-                    f"{len(parameters)}, or of other shapes: it is another model's"
-                )
+            with self.exchange.or_refuse(_CALLER):
+                if [x.shape for x in known] != [p.shape for p in parameters]:
+                    raise InvalidArgument(
+                        f"{_CALLER}: the last average was of {len(known)} parameters, and these "
+                        f"are {len(parameters)}, or of other shapes: it is another model's"
+                    )
             # A checkpoint may have come from another device.
             known = [x.to(p.device) for x, p in zip(known, parameters, strict=True)]
             own = [p - x for p, x in zip(now, known, strict=True)]

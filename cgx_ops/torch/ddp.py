@@ -20,7 +20,7 @@ backend "cgx".
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
@@ -142,6 +142,18 @@ class QuantizedAllreduceState(HookState):
             self._adaptation = Adaptation(self.adaptive, "ddp/statistics")
         return self._adaptation
 
+    def by_layer(self) -> list[dict[str, Any]]:
+        """Return what the state has of each layer."""
+        adaptive = [] if self.adaptive is None else [dict.fromkeys(self.adaptive.names)]
+        return [*super().by_layer(), *adaptive]
+
+    def require_layers(self, names: Collection[str]) -> None:
+        """Compare a loaded state with the model's layers, once after load_state_dict()."""
+        if self.loaded:
+            super().require_layers(names)
+            if self.adaptive is not None:
+                self.adaptive.keep(names)
+
     def saved(self) -> dict[str, Any]:
         """Return what state_dict() does, of whichever group."""
         if self._adaptation is not None:
@@ -188,6 +200,7 @@ def quantized_allreduce_hook(
     if state.config.bits == AUTO:
         decide_bits(hook, state, bucket)
     seen = look_at(hook, state, bucket)
+    seen.raise_refusal(state.or_refuse("ddp"))
     if seen.problem and state.unsupported == "exact":
         with backend.uncompressed():
             return default_hooks.allreduce_hook(state.group, bucket)

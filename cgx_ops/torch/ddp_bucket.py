@@ -8,6 +8,7 @@ bucket, which DistributedDataParallel makes anew after the first step
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -44,6 +45,8 @@ class Seen:
         step: backward passes before this one.
         finds_unused: whether some layers may have been used by no rank.
         problem: what the core cannot average about it, and the remedy; "" if it can.
+        refusal: why the state is another model's, to be raised where the other ranks receive the
+            reason; "" if it is not. An exception here would keep the model alive by its frames.
     """
 
     layers: list[Layer]
@@ -53,6 +56,20 @@ class Seen:
     step: int
     finds_unused: bool
     problem: str
+    refusal: str
+
+    def raise_refusal(self, reported: AbstractContextManager[None]) -> None:
+        """Raise the refusal, if there is one, inside a block that reports it to the other ranks.
+
+        Args:
+            reported: HookState.or_refuse() with the names of the messages that these ranks start.
+
+        Raises:
+            InvalidArgument: the state is another model's.
+        """
+        if self.refusal:
+            with reported:
+                raise InvalidArgument(self.refusal)
 
 
 def look_at(hook: str, state: HookState, bucket: GradBucket) -> Seen:
@@ -74,7 +91,7 @@ def look_at(hook: str, state: HookState, bucket: GradBucket) -> Seen:
         )
     buffer, parameters = bucket.buffer(), bucket.parameters()
     wrappers = ddp_models.wrappers_of(parameters)
-    _check_once(hook, state, wrappers)
+    refusal = _check_once(hook, state, wrappers)
     names = ddp_models.names_of(wrappers[0]) if wrappers else {}
     scope = backend.current_scope()
     config = by_hosts(scope) if isinstance(scope, Config) else state.config
@@ -92,6 +109,7 @@ def look_at(hook: str, state: HookState, bucket: GradBucket) -> Seen:
         step,
         any(w.find_unused_parameters and not w.static_graph for w in wrappers[:1]),
         problem,
+        refusal,
     )
 
 
@@ -130,11 +148,15 @@ def unsupported(state: HookState, buffer: torch.Tensor, parameters: Sequence[tor
     return ""
 
 
-def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParallel]) -> None:
-    """Compare a state with the model whose gradients it gets, when it first gets them."""
+def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParallel]) -> str:
+    """Compare a state with the model whose gradients it gets, when it first gets them.
+
+    Returns:
+        Why it is another model's state; "" if it is not.
+    """
     group = state.group
     if not wrappers or any(wrapper in state.checked for wrapper in wrappers):
-        return
+        return ""
     ranks = dist.get_process_group_ranks(group)
     for wrapper in wrappers:
         if ranks_of(wrapper.process_group) == ranks:
@@ -146,9 +168,13 @@ def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParal
             "state.process_group = model.process_group"
         )
     ddp_models.check_layers(wrapper, rules_of(state))
-    state.require_layers(ddp_models.layers_under(state))
+    try:
+        state.require_layers(ddp_models.layers_under(state))
+    except InvalidArgument as error:
+        return str(error)
     ddp_models.watch_dtypes(wrapper)
     state.checked.add(wrapper)
+    return ""
 
 
 def decide_bits(hook: str, state: HookState, bucket: GradBucket) -> None:
@@ -168,7 +194,8 @@ def decide_bits(hook: str, state: HookState, bucket: GradBucket) -> None:
         )
     numel, element_bytes = buffer.numel(), min(4, buffer.element_size())
     wrappers = ddp_models.wrappers_of(parameters)
-    _check_once(hook, state, wrappers)
+    if refusal := _check_once(hook, state, wrappers):
+        raise InvalidArgument(refusal)
     if wrappers:
         every = sum(p.numel() for p in wrappers[0].module.parameters() if p.requires_grad)
         numel = min(every, wrappers[0].bucket_bytes_cap // element_bytes)

@@ -82,7 +82,9 @@ def deep_gradient_hook(
     for kept in (state.residuals, state.momenta):
         kept.claim(*state.place)
     state.note(bucket.parameters())
-    return _Exchange(state, bucket, seen).start()
+    exchange = _Exchange(state, bucket, seen)
+    seen.raise_refusal(exchange.or_refuse())
+    return exchange.start()
 
 
 # ---- 2. the plan ---------------------------------------------------------------------------------
@@ -220,7 +222,7 @@ class _Exchange:
     def start(self) -> torch.futures.Future[torch.Tensor]:
         """Send what is sparse and what is exact; the rest follows when it is there."""
         try:
-            with self._or_refuse():
+            with self.or_refuse():
                 self._prepare()
         except Exception as error:
             return failed(error)
@@ -238,7 +240,7 @@ class _Exchange:
         return done.then(lambda future: (future.value(), self.buffer)[1])
 
     @contextlib.contextmanager
-    def _or_refuse(self) -> Iterator[None]:
+    def or_refuse(self) -> Iterator[None]:
         """Refuse the messages that wait for no other one if the block, which prepares them, fails.
 
         Their ranks are those of all hosts, or, of sparse layers, those of this host.

@@ -173,6 +173,7 @@ def planned_allreduce_hook(
     """
     require_state(_HOOK, state, PlannedAllreduceState)
     seen = look_at(_HOOK, state, bucket)
+    seen.raise_refusal(state.or_refuse("ddp"))
     refuse(_HOOK, seen, ", or use quantized_allreduce_hook with unsupported='exact'")
     joining = state.joining(bucket, seen)
     with state.or_refuse("ddp"):

@@ -92,11 +92,12 @@ def _hook(
 ) -> torch.futures.Future[torch.Tensor]:
     require_state(hook, state, PowerSGDState)
     seen = look_at(hook, state, bucket)
+    name = f"power_sgd/{bucket.index()}"
+    seen.raise_refusal(state.or_refuse(name))
     refuse(hook, seen)
     buffer = bucket.buffer()
     if seen.config is None or seen.step < state.start_powerSGD_iter:
         whole = [Segment(0, buffer.numel(), bits=EXACT_BITS)]
-        name = f"power_sgd/{bucket.index()}"
         return state.average(buffer, state.config, segments=whole, seed=[0], name=name)
     if not all(layer.name for layer in seen.layers):
         raise InvalidArgument(
@@ -105,10 +106,7 @@ def _hook(
         )
     if state.use_error_feedback:
         state.residuals.claim(*state.place)
-    return state.prepared(
-        f"power_sgd/{bucket.index()}",
-        lambda: _Exchange(hook, state, bucket, seen, batched).start(),
-    )
+    return state.prepared(name, lambda: _Exchange(hook, state, bucket, seen, batched).start())
 
 
 # ---- 2. two exchanges ----------------------------------------------------------------------------

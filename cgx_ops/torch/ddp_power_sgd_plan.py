@@ -19,7 +19,7 @@ from cgx_ops.call import with_segment
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.ddp_bucket import Seen, for_any_bucket
-from cgx_ops.torch.ddp_power_sgd_state import PowerSGDState
+from cgx_ops.torch.ddp_power_sgd_state import PowerSGDState, bucket_name
 from cgx_ops.torch.ddp_state import rules_of
 from cgx_ops.torch.low_rank import Form
 
@@ -119,7 +119,7 @@ def _one_matrix(state: PowerSGDState, seen: Seen) -> Form:
     """Return a bucket as one square matrix."""
     numel = sum(layer.numel for layer in seen.layers)
     side = math.ceil(math.sqrt(numel))
-    name = f"{seen.layers[0].name}...{seen.layers[-1].name} ({numel})"
+    name = bucket_name(seen.layers[0].name, seen.layers[-1].name, numel)
     rank = min(side, state.matrix_approximation_rank)
     return Form((name,), tuple(range(len(seen.layers))), (1, side, side), rank)
 

@@ -5,6 +5,8 @@ ddp_power_sgd.py.
 """
 
 import logging
+import re
+from collections.abc import Collection
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +19,12 @@ from cgx_ops.torch.ddp_state import HookState, refuse_auto
 from cgx_ops.torch.layers import Rules
 
 _log = logging.getLogger(__name__)
+_BUCKET = re.compile(r"(.+)\.\.\.(.+) \([0-9]+\)")
+
+
+def bucket_name(first: str, last: str, numel: int) -> str:
+    """Return the name of a bucket that is one matrix, by its first and last layer and its size."""
+    return f"{first}...{last} ({numel})"
 
 
 class Factors:
@@ -161,6 +169,22 @@ class PowerSGDState(HookState):
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return attributes from what was saved."""
         return super().restored(saved) | {"factors": saved["factors"].copy(), "_rng": None}
+
+    def by_layer(self) -> list[dict[str, Any]]:
+        """Return what the state has of each layer."""
+        return [*super().by_layer(), self.factors.q]
+
+    def require_layers(self, names: Collection[str]) -> None:
+        """Compare a loaded state with the model's layers, once after load_state_dict().
+
+        A Q of batched_power_sgd_hook belongs to a bucket, known by its first and its last layer.
+        """
+        buckets = [
+            name
+            for name in self.factors.q
+            if (ends := _BUCKET.fullmatch(name)) and set(ends.groups()) <= set(names)
+        ]
+        super().require_layers({*names, *buckets})
 
     def keeps_residuals(self) -> bool:
         """Tell whether any layer may have a residual."""

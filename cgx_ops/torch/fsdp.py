@@ -139,13 +139,14 @@ def compress(
             )
         adaptive.check(gradients)
     state = State(feedback, adaptive)
-    state.layers = {*names.values(), *known}
+    state.parameters = set(known)
     # Modules that were wrapped together have one group, which goes by the last one's name.
     groups = {
         group: (name, module)
         for name, module in wrapped.items()
         for group in _compat.fsdp_groups(module)
     }
+    state.modules = {name for name, _ in groups.values()}
     for group, (name, module) in groups.items():
         block = functools.partial(Block, name, group, names, exact)
         gather: Any

@@ -7,7 +7,7 @@ a residual is as long as all blocks together, which is the module's whole gradie
   2. Kept: residuals, by module; what a checkpoint of fsdp.State has of them
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -187,8 +187,16 @@ class Kept:
             "feedback": self.feedback, "counts": counts, "modules": modules, "residuals": saved
         }  # fmt: skip
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], modules: Collection[str], parameters: Collection[str]
+    ) -> None:
         """Continue where the state was that state_dict() was called of.
+
+        Args:
+            state_dict: what it returned.
+            modules: whose parameters are sharded together here.
+            parameters: of the model. The residual of a module that is none of these, or has other
+                parameters, is split into those of its parameters.
 
         Raises:
             InvalidArgument: residuals that were kept in another way, or are another rank's.
@@ -201,6 +209,11 @@ class Kept:
         self.residuals = Residuals.restored(state_dict["residuals"])
         self.counts = dict(state_dict["counts"])
         self._modules = dict(state_dict["modules"])
+        for name, module in list(self._modules.items()):
+            if name not in modules or any(p.name not in parameters for p in module.parameters):
+                self._cut(name)
+                del self._modules[name]
+                self.counts.pop(name, None)
 
 
 torch.serialization.add_safe_globals([Feedback, Kept, _Module, Parameter])

@@ -37,7 +37,8 @@ class State:
         self.adaptive = adaptive
         self.everywhere = True
         self.trained: set[str] = set()  # modules with gradients to reduce
-        self.layers: set[str] = set()  # all modules and parameters of the model, by name
+        self.modules: set[str] = set()  # whose parameters are sharded together
+        self.parameters: set[str] = set()  # of the model
         self._adaptation: Adaptation | None = None
         self._steps = -1
         self._reduced: set[str] = set()  # modules, in this step
@@ -84,18 +85,26 @@ class State:
                 + ("without" if self.kept else "with")
                 + " error feedback: call fsdp.compress() as it was called there"
             )
-        if self.kept is not None:
-            self.kept.load_state_dict(state_dict["kept"])
-            residuals = [self.kept.residuals.tensors]
-            require_layers("fsdp.State", residuals, self.layers, strict=strict)
         if (self.adaptive is None) != ("adaptive" not in state_dict):
             raise InvalidArgument(
                 "the checkpoint was made "
                 + ("without" if self.adaptive else "with")
                 + " adaptive bits: call fsdp.compress() as it was called there"
             )
-        if self.adaptive is not None:
-            self.adaptive, self._adaptation = copy.deepcopy(state_dict["adaptive"]), None
+        kept, adaptive = None, copy.deepcopy(state_dict.get("adaptive"))
+        by_layer: list[dict[str, Any]] = []
+        if self.kept is not None:
+            kept = Kept(self.kept.feedback)
+            kept.load_state_dict(state_dict["kept"], self.modules, self.parameters)
+            by_layer.append(kept.residuals.tensors)
+        if adaptive is not None:
+            by_layer.append(dict.fromkeys(adaptive.names))
+        names = {*self.modules, *self.parameters}
+        require_layers("fsdp.State", by_layer, names, strict=strict)
+        self.kept = kept
+        if adaptive is not None:
+            adaptive.keep(names)
+            self.adaptive, self._adaptation = adaptive, None
             self._steps, self._reduced = int(state_dict["steps"]), set()
         self._draws = int(state_dict["draws"])
         self._reductions = int(state_dict["reductions"])

@@ -10,7 +10,6 @@ a layer of another size. What a rule means is said in cgx_ops/rules.py.
 
 import functools
 import operator
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
@@ -26,9 +25,7 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 
 # How wrappers hold the module that they wrap: torch.compile, checkpoint_wrapper, FSDP1.
-_WRAPPERS = re.compile(
-    r"(?:^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)"
-)
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def layer_name(name: str) -> str:
@@ -37,7 +34,7 @@ def layer_name(name: str) -> str:
     Left out is what torch leaves out of state_dict(): the names by which torch.compile,
     checkpoint_wrapper and FullyShardedDataParallel hold the modules that they wrap.
     """
-    return _WRAPPERS.sub("", name).removeprefix(".")
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def named_layers(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -46,16 +43,17 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     Beside those of layer_name() it leaves out the `module` of DistributedDataParallel.
     """
     replicated = [
-        f"{name}.module." if name else "module."
+        layer_name(f"{name}.module.".removeprefix("."))
         for name, module in model.named_modules()
         if isinstance(module, DistributedDataParallel)
     ]
     named = []
-    for name, parameter in model.named_parameters():
+    for full_name, parameter in model.named_parameters():
+        name = layer_name(full_name)
         for prefix in reversed(replicated):  # the inner ones first
             if name.startswith(prefix):
                 name = prefix.removesuffix("module.") + name.removeprefix(prefix)
-        named.append((layer_name(name), parameter))
+        named.append((name, parameter))
     return named
 
 
@@ -104,6 +102,11 @@ class Rule:
         if not isinstance(self.pattern, str) or not self.pattern:
             raise InvalidArgument(
                 f"the pattern is {self.pattern!r}; it must be a part of a layer's name, or a glob"
+            )
+        if not layer_name(self.pattern):
+            raise InvalidArgument(
+                f"the pattern {self.pattern!r} names a wrapper of torch, which the names of layers "
+                "leave out; give a part of the name that the layer has without it"
             )
         _translate(self)  # refuses what is out of range
 
@@ -216,7 +219,7 @@ def register_model(layers: nn.Module | Iterable[tuple[str, int]]) -> None:
             is no integer of 0 or more.
     """
     if isinstance(layers, nn.Module):
-        layers = [(name, p.numel()) for name, p in layers.named_parameters()]
+        layers = [(name, p.numel()) for name, p in named_layers(layers)]
     new: dict[str, int] = {}
     for name, numel in layers:
         try:

@@ -15,11 +15,12 @@ from failing import fails
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import RANK, batch
 
 from cgx_ops import Config, InvalidArgument
+from cgx_ops.planner import AdaptiveBits
 from cgx_ops.torch import ddp, fsdp, layers
 from cgx_ops.torch.diloco import DiLoCo
 from cgx_ops.torch.optim import OneBitAdam, Signum
@@ -84,6 +85,19 @@ def without_what_wrappers_add() -> None:
         holder = nn.ModuleDict({"net": DistributedDataParallel(model)})
         held = [name for name, _ in layers.named_layers(holder)]
         assert held == [f"net.{name}" for name in NAMES], (how, held)
+        outside = checkpoint_wrapper(DistributedDataParallel(wrapped(how)))
+        assert [name for name, _ in layers.named_layers(outside)] == NAMES, how
+
+
+def names_under_fsdp1() -> None:
+    """FullyShardedDataParallel with the original parameters, nested and checkpointed."""
+    model: Any = Model()
+    model.first = FullyShardedDataParallel(
+        checkpoint_wrapper(model.first), use_orig_params=True, device_id=torch.device("cpu")
+    )
+    whole = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    assert [name for name, _ in layers.named_layers(whole)] == NAMES
+    assert [name for name, _ in layers.named_layers(compiled(whole))] == NAMES
 
 
 def hook(kind: str) -> tuple[Any, Any]:
@@ -190,7 +204,124 @@ def another_models_fsdp_state() -> None:
     fully_shard(held.net.first)
     fully_shard(held)
     other = fsdp.compress(held, LEVELS)
-    fails(InvalidArgument, "does not have: 'first'", lambda: other.load_state_dict(saved))
+    fails(InvalidArgument, "does not have: 'first.weight'", lambda: other.load_state_dict(saved))
+
+
+def another_models_factors() -> None:
+    """Q without error feedback, of layers and of whole buckets."""
+    for function in (ddp.power_sgd_hook, ddp.batched_power_sgd_hook):
+
+        def hooked_to(model: nn.Module, function: Any = function) -> tuple[Any, Any]:
+            state = ddp.PowerSGDState(
+                start_powerSGD_iter=2, min_compression_rate=0.5, use_error_feedback=False
+            )
+            wrapper = DistributedDataParallel(model)
+            wrapper.register_comm_hook(state, function)
+            return wrapper, state
+
+        model = Model()
+        wrapper, state = hooked_to(model)
+        steps(wrapper, model, range(4))
+        saved = state.state_dict()
+        assert saved["factors"].q
+        wrapper, state = hooked_to(Held())
+        state.load_state_dict(saved)
+        loss = wrapper(batch(RANK, 3)).square().mean()
+        fails(InvalidArgument, "layers that this model does not have", loss.backward)
+        again = Model()
+        wrapper, state = hooked_to(again)
+        state.load_state_dict(saved)
+        steps(wrapper, again, range(4, 6))
+
+
+def another_models_adaptive_bits() -> None:
+    def hooked_to(model: nn.Module) -> tuple[Any, Any]:
+        adaptive = AdaptiveBits(every=2, samples=1)
+        state = ddp.QuantizedAllreduceState(config=Config(bits=4), adaptive=adaptive)
+        wrapper = DistributedDataParallel(model)
+        wrapper.register_comm_hook(state, ddp.quantized_allreduce_hook)
+        return wrapper, state
+
+    model = Model()
+    wrapper, state = hooked_to(model)
+    steps(wrapper, model, range(5))
+    saved = state.state_dict()
+    held = Held()
+    wrapper, state = hooked_to(held)
+    state.load_state_dict(saved)
+    loss = wrapper(batch(RANK, 3)).square().mean()
+    fails(InvalidArgument, "does not have: 'first.weight'", loss.backward)
+    held = Held()
+    wrapper, state = hooked_to(held)
+    state.load_state_dict(saved, strict=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        steps(wrapper, held, range(5, 7))
+    assert all(name.startswith("net.") for name in state.adaptive.names), state.adaptive.names
+
+
+def one_ranks_state_is_another_models() -> None:
+    """The other ranks receive the reason instead of waiting; DistributedDataParallel raises it."""
+    for kind in ("quantized", "PowerSGD", "DGC"):
+        model = Model()
+        wrapper, state = hooked(kind, model)
+        steps(wrapper, model, range(3))
+        saved = state.state_dict()
+        wrapper, state = hooked(kind, Held())
+        if RANK == 0:
+            state.load_state_dict(saved)
+        loss = wrapper(batch(RANK, 3)).square().mean()
+        fails(RuntimeError, "does not have: 'first.", loss.backward)
+        dist.barrier()
+
+
+def sharded(model: Any, *parts: Any) -> Any:
+    for part in (*parts, model):
+        fully_shard(part)
+    return model
+
+
+def state_owed(kept: dict[str, Any]) -> torch.Tensor:
+    """Return the residual of the weight of "first", to which fully_shard is applied."""
+    module = dict(kept["modules"])["first"]
+    weight = next(p for p in module.parameters if p.name == "first.weight")
+    rank = f"rank {RANK} of {dist.get_world_size()}"
+    blocks = kept["residuals"][rank].tensors["first"].view(module.ranks, -1)
+    return weight.cut_from(blocks).flatten()
+
+
+def fsdp_state_of_other_modules() -> None:
+    """Residuals follow their parameters; those of another model are found in the root, too."""
+    model = sharded(Model())
+    state = fsdp.compress(model, LEVELS)
+    steps(model, model, range(2))
+    saved = state.state_dict()
+    other = fsdp.compress(sharded(Held()), LEVELS)
+    fails(InvalidArgument, "does not have: 'first.", lambda: other.load_state_dict(saved))
+    assert other.kept is not None
+    assert not other.kept.residuals.tensors, "half of it was loaded"
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        other.load_state_dict(saved, strict=False)
+    assert len(warned) == 1
+    assert not other.kept.residuals.tensors
+
+    again = Model()
+    again = sharded(again, again.first)
+    state = fsdp.compress(again, LEVELS)
+    state.load_state_dict(saved)
+    assert state.kept is not None
+    steps(again, again, range(2, 4))  # the root, which has the residual, reduces last
+    assert sorted(state.kept.residuals.tensors) == ["", "first"]
+    saved = state.state_dict()
+    model = sharded(Model())
+    state = fsdp.compress(model, LEVELS)
+    owed = state_owed(saved["kept"])
+    state.load_state_dict(saved)
+    assert state.kept is not None
+    assert torch.equal(state.kept.residuals.tensors["first.weight"], owed)
+    steps(model, model, range(4, 5))
+    assert sorted(state.kept.residuals.tensors) == [""]
 
 
 # ---- 3. optimizers -------------------------------------------------------------------------------
@@ -212,10 +343,15 @@ def optimizers_in_get_state_dict() -> None:
 
 CHECKS = [
     without_what_wrappers_add,
+    names_under_fsdp1,
     resumed_under_wrappers,
     fsdp_under_wrappers,
     outer_parameters_under_wrappers,
     another_models_state,
     another_models_fsdp_state,
+    another_models_factors,
+    another_models_adaptive_bits,
+    one_ranks_state_is_another_models,
+    fsdp_state_of_other_modules,
     optimizers_in_get_state_dict,
 ]
