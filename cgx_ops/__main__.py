@@ -67,8 +67,9 @@ def _info(_options: argparse.Namespace) -> int:
 def _cuda(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what the core says of CUDA, and of what is missing how to get it."""
     if not found["built"]:
-        remedy = "put nvcc on PATH or set CUDA_HOME, then build cgx_ops again (see README)"
-        return [("built with", f"nothing: built without CUDA; {remedy}")]
+        reason = _native.built_with()["without"]["cuda"]
+        remedy = f"with nvcc on PATH run CGX_WITH=cuda {_native.REBUILD}"
+        return [("built with", f"left out: {reason}. To add CUDA, {remedy}")]
     driver = found["driver"]
     devices = [
         (f"cuda:{i}", "{name}, compute capability {capability}, {memory_gib} GiB".format(**device))
