@@ -8,7 +8,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 
-from cgx_ops import _native
+from cgx_ops import _native, log
 from cgx_ops.errors import CgxError
 
 _of_bindings: list[Callable[[], object]] = []
@@ -31,6 +31,7 @@ def _finish() -> None:
     with contextlib.suppress(CgxError):  # nothing is left that could raise it
         if not by_exception():
             _native.call("cgx_finish")  # peers need what this process has started
+            log.ended()
         _native.call("cgx_finalize")  # does nothing if nothing was started
     for end in _of_bindings:
         end()

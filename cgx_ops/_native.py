@@ -183,6 +183,18 @@ class CommInfo(_Sized):
     )
 
 
+class Traffic(_Sized):
+    """cgx_traffic_t."""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("collectives", c_int64),
+        ("bytes_in", c_int64),
+        ("bytes_plain", c_int64),
+        ("bytes_sent", c_int64),
+    )
+
+
 class Segment(ctypes.Structure):
     """cgx_segment_t."""
 
@@ -306,6 +318,8 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_comm_find": (c_char_p, POINTER(c_int32)),
     "cgx_comm_next": (c_int32, POINTER(c_int32)),
     "cgx_comm_info": (c_int32, POINTER(CommInfo)),
+    "cgx_traffic": (POINTER(Traffic),),
+    "cgx_carried_traffic": (POINTER(Traffic),),
     "cgx_comm_find_lost": (c_int32, c_double),
     "cgx_comm_close": (c_int32,),
     "cgx_start": (POINTER(Collective), c_void_p, c_void_p, POINTER(c_void_p)),

@@ -16,6 +16,9 @@ cgx_version: str
 def find_groups_by(finder: Callable[[str], int]) -> None:
     """Have finder(group_name) return the id of the communicator of a group, or of all ranks."""
 
+def report_start_by(report: Callable[[str, int, int, str], None]) -> None:
+    """Have report(config, rank, size, transport) called at the first call of an operator."""
+
 def on_trace(callback: Callable[[], bool]) -> None:
     """Call callback() whenever an operator is traced, until it returns True. Once per process."""
 

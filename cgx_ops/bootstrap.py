@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_int32, pointer
 
-from cgx_ops import _native, _numpy_ops, variables
+from cgx_ops import _native, _numpy_ops, startup
 from cgx_ops.call import check_timeout
 from cgx_ops.errors import InvalidArgument, require_integer
 
@@ -20,7 +20,7 @@ def create(
     noise_rank: int | None,
 ) -> int:
     """Return a new communicator's id. The arguments are those of Communicator.create()."""
-    variables.warn_of_unknown()
+    startup.check_environment()
     check_timeout(timeout)
     size = require_integer("size", size, 1, 2**31 - 1)
     rank = require_integer("rank", rank, 0, size - 1)

@@ -9,6 +9,7 @@ import contextlib
 import math
 from ctypes import byref
 from dataclasses import dataclass
+from typing import Any
 
 from cgx_ops import _native, break_even
 from cgx_ops.errors import Closed
@@ -28,7 +29,7 @@ class Stats:
         rank: this one's, from 0.
         size: number of ranks.
         transport: how bytes move: "self", "thread", "shm", "hybrid" (shm and mpi), "mpi",
-            "hybrid_tcp" (shm and tcp) or "tcp".
+            "hybrid_tcp" (shm and tcp) or "tcp"; "framework" where torch's or XLA's collectives do.
         collectives: how many.
         bytes_in: of their input values on this rank, as they were given. What lies in no segment
             does not count.
@@ -73,12 +74,12 @@ class Stats:
         return self.bytes_plain / self.bytes_sent if self.bytes_sent else math.nan
 
     def __str__(self) -> str:
-        sent = f"{_with_unit(self.bytes_sent)} sent"
+        sent = f"{with_unit(self.bytes_sent)} sent"
         if self.bytes_sent:
-            sent += f" instead of {_with_unit(self.bytes_plain)} (ratio {self.ratio:.2f})"
+            sent += f" instead of {with_unit(self.bytes_plain)} (ratio {self.ratio:.2f})"
         return (
             f"{self.name}, rank {self.rank} of {self.size} ({self.transport}): "
-            f"{self.collectives} collectives, {_with_unit(self.bytes_in)} in, {sent}; "
+            f"{self.collectives} collectives, {with_unit(self.bytes_in)} in, {sent}; "
             f"agree {self.agree_seconds:.3f} s, move {self.move_seconds:.3f} s, "
             f"compute {self.compute_seconds:.3f} s" + (f"; auto: {self.auto}" if self.auto else "")
         )
@@ -109,21 +110,71 @@ def read_stats(comm: int) -> Stats:
     )
 
 
-def stats() -> dict[str, Stats]:
+class StatsByName(dict[str, Stats]):
+    """Stats by name; print() shows them as a table."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "no communicators"
+        titles = ("name", "rank", "transport", "collectives", "sent", "instead of", "ratio")
+        rows = [titles, *map(_row, self.values())]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        aligned = (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        )
+        return "\n".join(line.rstrip() for line in aligned)
+
+
+def _row(entry: Stats) -> tuple[str, ...]:
+    return (
+        entry.name,
+        f"{entry.rank} of {entry.size}" if entry.size else "-",
+        entry.transport,
+        str(entry.collectives),
+        with_unit(entry.bytes_sent),
+        with_unit(entry.bytes_plain),
+        f"{entry.ratio:.2f}" if entry.bytes_sent else "-",
+    )
+
+
+def traffic(function: str = "cgx_traffic") -> _native.Traffic:
+    """Return what this process has sent since it started, by closed communicators too."""
+    found = _native.Traffic()
+    _native.call(function, byref(found))
+    return found
+
+
+def _carried() -> Stats | None:
+    """Return what carriers of frameworks have sent, over all groups; None: nothing."""
+    found = traffic("cgx_carried_traffic")
+    if not found.collectives:
+        return None
+    values: dict[str, Any] = dict.fromkeys(("rank", "size", "strangers"), 0)
+    values |= dict.fromkeys(("agree_seconds", "move_seconds", "compute_seconds"), math.nan)
+    counts = ("collectives", "bytes_in", "bytes_plain", "bytes_sent")
+    values |= {name: getattr(found, name) for name in counts}
+    return Stats(name="carrier", transport="framework", **values)
+
+
+def stats() -> StatsByName:
     """Return the Stats of every communicator of this process that is not closed, by name.
 
-    Oldest first; those that PyTorch and JAX made are among them. Starts nothing: the world is there
-    once init() or a collective has run.
+    Oldest first; those that PyTorch and JAX made are among them. What carrier="c10d" and "xla" have
+    sent is the last, "carrier", without a rank or times. print() shows a table. Starts nothing: the
+    world is there once init() or a collective has run.
     """
     found = []
     comm = -1
     while (comm := _native.call_for_id("cgx_comm_next", comm)) >= 0:
         with contextlib.suppress(Closed):  # another thread has just closed it
             found.append(read_stats(comm))
-    return {entry.name: entry for entry in found}
+    if carried := _carried():
+        found.append(carried)
+    return StatsByName((entry.name, entry) for entry in found)
 
 
-def _with_unit(count: int) -> str:
+def with_unit(count: int) -> str:
     """Return a number of bytes in decimal units: "999 bytes", "1.5 kB", "64.0 MB"."""
     if count < 1000:
         return f"{count} bytes"

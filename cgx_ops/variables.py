@@ -27,6 +27,7 @@ NAMES = frozenset(
         "CGX_INNER_REDUCTION_TYPE",
         "CGX_INTRA_BROADCAST",
         "CGX_INTRA_COMPRESS",
+        "CGX_LOG",
         "CGX_SOCKET_IFNAME",
         "CGX_THREADS",
         "CGX_TIMEOUT",

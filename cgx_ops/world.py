@@ -15,7 +15,7 @@ import sys
 import threading
 from typing import Any
 
-from cgx_ops import _native, launchers, rendezvous, variables
+from cgx_ops import _native, launchers, rendezvous, startup
 from cgx_ops.comm import Communicator
 from cgx_ops.errors import InvalidArgument, SystemFailure
 
@@ -86,7 +86,7 @@ def require_company(size: int) -> None:
 
 
 def _connect() -> Communicator:
-    variables.warn_of_unknown()
+    startup.check_environment()
     place = launchers.place()
     if launchers.independent():
         return _alone()

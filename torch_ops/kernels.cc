@@ -25,12 +25,25 @@ namespace cgx::torch_ops {
 namespace {
 
 std::atomic<GroupFinder> group_finder{nullptr};
+std::atomic<StartReport> start_report{nullptr};
 
 // The communicator of a name; of a process group without one, and of no name, by Python's rules.
 int32_t find_communicator(const std::string& group_name) {
   int32_t comm = -1;
   if (!group_name.empty() && cgx_comm_find(group_name.c_str(), &comm) == CGX_OK) return comm;
   return group_finder.load()(group_name);
+}
+
+// The communicator of a call.
+int32_t communicator_of(const Options& options) {
+  const int32_t comm = find_communicator(options.group_name);
+  static std::atomic<bool> asked{false};
+  if (!asked.load(std::memory_order_relaxed) && !asked.exchange(true)) {
+    auto info = make<cgx_comm_info_t>();
+    check(cgx_comm_info(comm, &info));
+    report_start(options, info.rank, info.size, info.transport);
+  }
+  return comm;
 }
 
 Addresses addresses_of(const Buffers& buffers) {
@@ -52,11 +65,19 @@ Buffers checked_buffers(const at::Tensor& x, const Seed& seed, const Options& op
 
 void find_groups_by(GroupFinder finder) { group_finder = finder; }
 
+void report_start_by(StartReport report) { start_report = report; }
+
+void report_start(const Options& options, int64_t rank, int64_t size, const char* transport) {
+  static std::atomic<bool> reported{false};
+  if (!reported.load(std::memory_order_relaxed) && !reported.exchange(true))
+    start_report.load()(*options.config_text, rank, size, transport);
+}
+
 void run(const Buffers& buffers, at::IntArrayRef numels, const Seed& seed, const Options& options) {
   const at::Tensor& input = buffers.input;
   with_collective(numels, input.scalar_type(), addresses_of(buffers), seed_of(seed, options),
                   options, [&](cgx_collective_t* collective) {
-                    collective->comm = find_communicator(options.group_name);
+                    collective->comm = communicator_of(options);
                     at::RecordFunction record(at::RecordScope::USER_SCOPE);
                     if (record.isActive()) {
                       const std::vector<c10::IValue> arguments{input};
@@ -74,7 +95,7 @@ c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, at::IntArrayRef numels, c
   buffers.seed = own.on_device;
   with_collective(numels, buffers.input.scalar_type(), addresses_of(buffers), own, options,
                   [&](cgx_collective_t* collective) {
-                    collective->comm = find_communicator(options.group_name);
+                    collective->comm = communicator_of(options);
                     work = start(*collective, std::move(buffers));
                   });
   return work;

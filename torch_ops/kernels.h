@@ -21,6 +21,14 @@ using GroupFinder = int32_t (*)(const std::string& group_name);
 // Has collectives ask `finder`. Before the first of them.
 void find_groups_by(GroupFinder finder);
 
+// Logs that operators start: how their values travel (a text of cgx_config_parse), the rank, the
+// number of ranks, and what moves the bytes.
+using StartReport = void (*)(const std::string& config, int64_t rank, int64_t size,
+                             const char* transport);
+void report_start_by(StartReport report);
+// Calls it, the first time.
+void report_start(const Options& options, int64_t rank, int64_t size, const char* transport);
+
 // Reduces `input` into `output`: contiguous, of one device, dtype and size, perhaps one tensor;
 // `numels` are the sizes of the tensors that lie in it end to end. `seed` is needed if the options
 // say so. They check nothing that Options::check and check_seed did. run() blocks, or puts the

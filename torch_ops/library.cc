@@ -132,6 +132,14 @@ void call_trace_callback() {
   if ((*trace_callback)().cast<bool>()) cgx::torch_ops::set_trace_hook(nullptr);
 }
 
+pybind11::function* start_report = nullptr;  // lives for ever, too
+
+void call_start_report(const std::string& config, int64_t rank, int64_t size,
+                       const char* transport) {
+  const pybind11::gil_scoped_acquire gil;
+  (*start_report)(config, rank, size, transport);
+}
+
 pybind11::function* find_group = nullptr;  // lives for ever, too
 
 int32_t call_find_group(const std::string& name) {
@@ -165,6 +173,14 @@ PYBIND11_MODULE(_torch_ops, m) {
       },
       pybind11::arg("finder"),
       "Have finder(group_name) return the id of the communicator of a group, or of all ranks.");
+  m.def(
+      "report_start_by",
+      [](pybind11::function report) {
+        start_report = new pybind11::function(std::move(report));
+        cgx::torch_ops::report_start_by(call_start_report);
+      },
+      pybind11::arg("report"),
+      "Have report(config, rank, size, transport) called at the first call of an operator.");
   m.def(
       "start",
       [](uintptr_t collective, const at::Tensor& input, const at::Tensor& output,

@@ -2,6 +2,7 @@
 // or write may be null.
 #include "algorithm/carried.h"
 #include "api.h"
+#include "traffic.h"
 
 namespace {
 
@@ -13,6 +14,20 @@ Carried make_carried(const cgx_carried_t* carried, BuffersUsed used) {
   // One rank alone has nothing to carry: decode copies input to output.
   if (carried->size == 1) used.input = used.output;
   return {*carried->call, carried->rank, carried->size, used};
+}
+
+// What a rank gives to each of its peers, and to all of them.
+int64_t to_peers(const cgx_carried_t& carried, int64_t bytes) { return (carried.size - 1) * bytes; }
+
+void count(const cgx_carried_t& carried, const Carried& made, int64_t message_bytes) {
+  int64_t sent = to_peers(carried, message_bytes);
+  if (made.algorithm() != CGX_ONE_SHOT) {
+    sent = 0;
+    for (int32_t owner = 0; owner < carried.size; ++owner)
+      if (owner != carried.rank) sent += made.scatter_bytes(owner);
+  }
+  const int64_t values = made.value_bytes();
+  Traffic::carried().add(1, values, to_peers(carried, 2 * values) / carried.size, sent);
 }
 
 // A caller's buffer. Void is const or not, and so are the bytes.
@@ -42,8 +57,9 @@ cgx_status_t cgx_carried_plan(const cgx_carried_t* carried, int32_t* algorithm,
 
 cgx_status_t cgx_carried_encode(const cgx_carried_t* carried, void* messages, int64_t bytes) {
   return guarded_arithmetic([&] {
-    make_carried(carried, {.input = true, .output = false})
-        .encode(bytes_at(messages, bytes, "messages"));
+    const Carried made = make_carried(carried, {.input = true, .output = false});
+    made.encode(bytes_at(messages, bytes, "messages"));
+    count(*carried, made, bytes);
   });
 }
 
@@ -53,6 +69,7 @@ cgx_status_t cgx_carried_reduce(const cgx_carried_t* carried, const void* arrive
     make_carried(carried, {.input = true, .output = false})
         .reduce(bytes_at(arrived, arrived_bytes, "arrived"),
                 bytes_at(message, message_bytes, "message"));
+    Traffic::carried().add_sent(to_peers(*carried, message_bytes));
   });
 }
 
@@ -60,5 +77,13 @@ cgx_status_t cgx_carried_decode(const cgx_carried_t* carried, const void* gather
   return guarded_arithmetic([&] {
     make_carried(carried, {.input = false, .output = true})
         .decode(bytes_at(gathered, bytes, "gathered"));
+  });
+}
+
+cgx_status_t cgx_carried_traffic(cgx_traffic_t* traffic) {
+  return guarded([&] {
+    check_struct(traffic, "cgx_traffic_t");
+    *traffic = {traffic->struct_size, 0, 0, 0, 0};
+    Traffic::carried().add_to(traffic);
   });
 }

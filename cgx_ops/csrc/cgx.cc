@@ -19,6 +19,7 @@
 #include "connect.h"
 #include "kernel/kernels.h"
 #include "registry.h"
+#include "traffic.h"
 #include "transport/mpi.h"
 
 namespace {
@@ -77,8 +78,14 @@ CommunicatorRef make_world() {
   return connect(Registry::kWorldName, mpi.rank, mpi.rank, mpi.size, allgather, type, timeout);
 }
 
+void add(const Communicator& communicator, Traffic* traffic) {
+  const Totals totals = communicator.totals();
+  traffic->add(totals.collectives, totals.bytes_in, totals.bytes_plain, communicator.bytes_sent());
+}
+
 void close(Communicator& communicator) {
   communicator.close();
+  add(communicator, &Traffic::closed());
   if (communicator.failed()) job_failed = true;
 }
 
@@ -153,11 +160,8 @@ cgx_status_t cgx_init(int32_t* world) {
 cgx_status_t cgx_finish(void) {
   if (forked) return CGX_OK;
   return guarded([] {
-    const Registry& registry = Registry::instance();
-    for (int32_t id = -1; (id = registry.next(id)) >= 0;) {
-      const auto communicator = registry.get(id);
+    for (const auto& communicator : Registry::instance().all())
       communicator->finish(communicator->timeout);
-    }
   });
 }
 
@@ -265,6 +269,17 @@ cgx_status_t cgx_comm_info(int32_t comm, cgx_comm_info_t* info) {
                                  communicator->topology->hosts(),
                                  communicator->strangers()};
     std::memcpy(info, &all, info->struct_size);
+  });
+}
+
+cgx_status_t cgx_traffic(cgx_traffic_t* traffic) {
+  return guarded([&] {
+    check_struct(traffic, "cgx_traffic_t");
+    Traffic open;
+    for (const auto& communicator : Registry::instance().all()) add(*communicator, &open);
+    *traffic = {traffic->struct_size, 0, 0, 0, 0};
+    for (const Traffic* each : {&open, &Traffic::closed(), &Traffic::carried()})
+      each->add_to(traffic);
   });
 }
 

@@ -53,6 +53,13 @@ CommunicatorRef Registry::get(int32_t id) const {
   fail(CGX_NOT_FOUND, "no communicator ", id, "; cgx_init makes the world, 0");
 }
 
+std::vector<CommunicatorRef> Registry::all() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<CommunicatorRef> all;
+  for (const auto& [id, communicator] : communicators_) all.push_back(communicator);
+  return all;
+}
+
 int32_t Registry::next(int32_t after) const {
   const std::lock_guard lock(mutex_);
   const auto found = communicators_.upper_bound(after);

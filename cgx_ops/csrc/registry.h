@@ -25,6 +25,7 @@ class Registry {
   CommunicatorRef get(int32_t id) const;  // throws CGX_NOT_FOUND, or CGX_CLOSED
   CommunicatorRef find_world() const;     // nullptr before cgx_init
   int32_t find(const std::string& name) const;
+  std::vector<CommunicatorRef> all() const;
   int32_t next(int32_t after) const;  // the smallest id above it, or -1
   CommunicatorRef remove(int32_t id);
   std::vector<CommunicatorRef> remove_all();

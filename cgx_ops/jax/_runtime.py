@@ -8,7 +8,7 @@ finds out in which processes the devices of a mesh are.
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -56,6 +56,22 @@ def world() -> Communicator:
             "carrier='xla'"
         )
     return _world or world_of_ranks.init()
+
+
+class Place(NamedTuple):
+    """The number of this process, and how its devices or processes exchange bytes."""
+
+    rank: int
+    transport: str
+
+
+def place() -> Place:
+    """Return where this process stands, without connecting anything."""
+    if jax.process_count() > 1:
+        several = _world.transport if isinstance(_world, Communicator) else "several processes"
+        return Place(jax.process_index(), several)
+    ranks = launchers.place()
+    return Place(ranks.rank, "thread" if jax.device_count() > 1 else "several processes")
 
 
 def used() -> bool:

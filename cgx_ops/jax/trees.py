@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from cgx_ops import log
 from cgx_ops.config import Config
-from cgx_ops.jax import _compat
+from cgx_ops.jax import _compat, _runtime
 from cgx_ops.jax._keys import CallSeeds
 from cgx_ops.jax.knobs import (
     Knobs,
@@ -156,6 +157,8 @@ def reduce_tree(
         else:
             sums.append(groups.alone(leaf.x if leaf.residual is None else leaf.x + leaf.residual))
             residuals[leaf.place] = jnp.zeros_like(leaf.x) if keeps else None
+    if messages:
+        _report(groups, knobs, leaves)
     overlaps = len(messages) > 1 and not groups.effects and knobs.carrier == "native"
     tokens: list[jax.Array] = []
     totals: list[list[jax.Array]] = []
@@ -190,6 +193,21 @@ def reduce_tree(
                 results_of[leaf.place] = result.reshape(leaf.x.shape)
     unflatten = jax.tree_util.tree_unflatten
     return unflatten(tree, sums), None if residual is None else unflatten(tree, residuals)
+
+
+def _report(groups: Groups, knobs: Knobs, leaves: list[Leaf]) -> None:
+    """Log on process 0 that training starts, once per process."""
+    place = _runtime.place()
+    if place.rank > 0:
+        return
+    exact = [
+        leaf.config.bits == log.EXACT_BITS
+        or leaf.x.size < max(log.SMALLEST_COMPRESSED, leaf.config.minimal_size)
+        for leaf in leaves
+    ]
+    transport = "XLA's collectives" if knobs.carrier == "xla" else place.transport
+    tensors = log.Tensors(len(exact), sum(exact))
+    log.started("JAX", "JAX", knobs.config, groups.size, transport, tensors)
 
 
 def sends(groups: Groups, config: Config) -> bool:

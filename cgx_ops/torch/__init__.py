@@ -15,7 +15,7 @@ from cgx_ops import _versions
 
 _versions.require_framework("torch")
 
-from cgx_ops.torch import backend, ddp_unasked, groups, inductor, launch, ops, work  # noqa: E402
+from cgx_ops.torch import backend, ddp_unasked, groups, inductor, launch, ops, reports, work  # noqa: E402
 from cgx_ops.torch.backend import BackendOptions, compressed, uncompressed  # noqa: E402
 from cgx_ops.torch.ddp_unasked import hook_state  # noqa: E402
 from cgx_ops.torch.layers import (  # noqa: E402
@@ -32,6 +32,7 @@ ops.register()
 inductor.register()
 launch.register()
 groups.register()
+reports.register()
 backend.register()
 ddp_unasked.register()
 work.register()

@@ -62,7 +62,7 @@ class Adaptation:
             self._start(communicator)
         self._step = step
         self._take(until=step - LAG)
-        if self._adaptive.advance(step, config):
+        if self._adaptive.advance(step, config) and communicator.rank == 0:
             _log.info(
                 "step %d: %.3g bits a value by the budget of %d: %s",
                 step, self._adaptive.mean_bits, config.bits, self._adaptive.bits,

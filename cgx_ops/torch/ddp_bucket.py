@@ -174,6 +174,7 @@ def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParal
         return str(error)
     ddp_models.watch_dtypes(wrapper)
     state.checked.add(wrapper)
+    state.report(ddp_models.trained_layers(wrapper))
     return ""
 
 

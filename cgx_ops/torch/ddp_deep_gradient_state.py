@@ -17,8 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from cgx_ops import Config
 from cgx_ops.deep_gradient import Method, checked_config
 from cgx_ops.errors import InvalidArgument
+from cgx_ops.log import Tensors
 from cgx_ops.torch.ddp_state import HookState
-from cgx_ops.torch.layers import Rules
+from cgx_ops.torch.layers import Layer, Rules
+from cgx_ops.torch.reports import report_start
 from cgx_ops.torch.residuals import Residuals
 
 # ---- 1. the state --------------------------------------------------------------------------------
@@ -113,6 +115,12 @@ class DeepGradientState(HookState):
     def by_layer(self) -> list[dict[str, Any]]:
         """Return what the state has of each layer."""
         return [*super().by_layer(), self.momenta.tensors]
+
+    def report(self, found: Sequence[Layer]) -> None:
+        """Log that training starts."""
+        what = f"DDP by Deep Gradient Compression of density {self.density:g},"
+        tensors = Tensors(len(found), None)
+        report_start((id(self), what), what, self.process_group, self.config, self.carrier, tensors)
 
     def keeps_residuals(self) -> bool:
         """Tell whether any layer may have a residual."""

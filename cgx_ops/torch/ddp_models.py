@@ -95,6 +95,13 @@ def check_layers(wrapper: DistributedDataParallel, rules: Rules) -> None:
     layers.check_model(found, rules)
 
 
+def trained_layers(wrapper: DistributedDataParallel) -> list[Layer]:
+    """Return the layers whose gradients it averages."""
+    averaged = {id(p) for p in _compat.parameters_of(wrapper) if p.requires_grad}
+    named = named_layers(wrapper.module)
+    return [Layer(name, p.dim(), p.numel()) for name, p in named if id(p) in averaged]
+
+
 # ---- 4. whether its dtypes changed ---------------------------------------------------------------
 
 

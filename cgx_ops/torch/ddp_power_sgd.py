@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from cgx_ops import Segment, low_rank
+from cgx_ops import Segment, log, low_rank
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket
@@ -145,6 +145,8 @@ class _Exchange:
         with self._or_taken_back():
             self.message, self.seeds = self._first(seen, bucket)
         state.count(self.buffer.numel(), plan.sent, bucket.is_last())
+        left_out = (self.buffer.numel() - plan.sent) * self.buffer.element_size()
+        log.leave_out(2 * (self.size - 1) * left_out // self.size)
 
     def start(self) -> torch.futures.Future[torch.Tensor]:
         """Send P and the tensors that are not factored; the rest follows when they are there."""

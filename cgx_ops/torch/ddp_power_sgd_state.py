@@ -6,7 +6,7 @@ ddp_power_sgd.py.
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 from cgx_ops import Config, low_rank
 from cgx_ops.errors import InvalidArgument, require_integer
+from cgx_ops.log import Tensors
 from cgx_ops.torch.ddp_state import HookState, refuse_auto
-from cgx_ops.torch.layers import Rules
+from cgx_ops.torch.layers import Layer, Rules
+from cgx_ops.torch.reports import report_start
 
 _log = logging.getLogger(__name__)
 _BUCKET = re.compile(r"(.+)\.\.\.(.+) \([0-9]+\)")
@@ -186,6 +188,12 @@ class PowerSGDState(HookState):
         ]
         super().require_layers({*names, *buckets})
 
+    def report(self, found: Sequence[Layer]) -> None:
+        """Log that training starts."""
+        what = f"DDP by PowerSGD of rank {self.matrix_approximation_rank}, the rest"
+        tensors = Tensors(len(found), None)
+        report_start((id(self), what), what, self.process_group, self.config, self.carrier, tensors)
+
     def keeps_residuals(self) -> bool:
         """Tell whether any layer may have a residual."""
         return self.use_error_feedback or super().keeps_residuals()
@@ -203,7 +211,7 @@ class PowerSGDState(HookState):
         """Count a bucket's elements, and log the counts where it is time."""
         self.total_numel_before_compression += before
         self.total_numel_after_compression += after
-        if last and self.steps >= self.next_stats_report:
+        if last and self.steps >= self.next_stats_report and self.place[0] == 0:
             rate, *numels = self.compression_stats()
             _log.info("PowerSGD after %d steps: rate %.1f, elements %s", self.steps, rate, numels)
             self.next_stats_report = self.steps + self.compression_stats_logging_frequency

@@ -22,8 +22,9 @@ from cgx_ops.torch import layers
 from cgx_ops.torch._compat import group_or_default
 from cgx_ops.torch.carried import Carrier
 from cgx_ops.torch.groups import communicator_of
-from cgx_ops.torch.layers import Rules
+from cgx_ops.torch.layers import Layer, Rules
 from cgx_ops.torch.loaded import require_layers
+from cgx_ops.torch.reports import report_layers
 from cgx_ops.torch.residuals import Residuals
 from cgx_ops.torch.sent import Sent
 from cgx_ops.torch.work import Residuals as ResidualsOfSegments
@@ -99,6 +100,14 @@ class HookState:
         saved = {"residuals": self.residuals.saved(*self.place, per_rank=self.keeps_residuals())}
         named = {name: getattr(self, name) for name in self.kept}
         return named | saved | {"rules": copy.deepcopy(self.rules)}
+
+    def report(self, found: Sequence[Layer]) -> None:
+        """Log that training starts, and how the layers of a model travel."""
+        segments = rules_of(self).segments(found, [0] * len(found))
+        names = [layer.name for layer in found]
+        report_layers(
+            (id(self), "DDP"), "DDP", self.process_group, self.config, names, segments, self.carrier
+        )
 
     def keeps_residuals(self) -> bool:
         """Tell whether any layer may have a residual."""

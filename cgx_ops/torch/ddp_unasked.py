@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ops import Config
+from cgx_ops import Config, Segment
 from cgx_ops.planner import AdaptiveBits, Plan
 from cgx_ops.planner.adaptive import Sample
 from cgx_ops.rules import EXACT_BITS
@@ -25,6 +25,7 @@ from cgx_ops.torch.averager import Average
 from cgx_ops.torch.ddp import QuantizedAllreduceState, quantized_allreduce_hook
 from cgx_ops.torch.ddp_power_sgd_state import Factors
 from cgx_ops.torch.ddp_state import HookState
+from cgx_ops.torch.reports import report_layers
 from cgx_ops.torch.residuals import Residuals
 
 _CHOOSE_BITS = ("CGX_COMPRESSION_QUANTIZATION_BITS", "CGX_COMPRESSOR")
@@ -90,9 +91,18 @@ def _before_first_forward(wrapper: DistributedDataParallel, _inputs: Any) -> Non
         del hooks[number]
 
 
+def _report_exact(wrapper: DistributedDataParallel, options: backend.BackendOptions) -> None:
+    """Log that gradients travel exact, and warn once if that is because no bits are set."""
+    found = ddp_models.trained_layers(wrapper)
+    names = [layer.name for layer in found]
+    segments = [Segment(0, layer.numel) for layer in found]
+    group = wrapper.process_group
+    report_layers((id(wrapper), "DDP"), "DDP", group, options.config, names, segments)
+    _warn_of_exact(options)
+
+
 @functools.cache
-def _report_exact(options: backend.BackendOptions) -> None:
-    """Log once that gradients travel exact because no bits are set."""
+def _warn_of_exact(options: backend.BackendOptions) -> None:
     chosen = any(os.environ.get(name) for name in _CHOOSE_BITS)
     if chosen or dist.get_rank() > 0 or options != backend.BackendOptions():
         return
@@ -121,7 +131,7 @@ def _attach(wrapper: DistributedDataParallel) -> None:
         return
     ddp_models.check_layers(wrapper, layers.process_rules())
     if options.config.bits == EXACT_BITS and not layers.process_rules():
-        _report_exact(options)
+        _report_exact(wrapper, options)
         return
     ddp_models.watch_dtypes(wrapper)
     state = QuantizedAllreduceState(group, options.config, unsupported="exact")

@@ -28,6 +28,7 @@ residuals (fsdp_state.py).
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from cgx_ops.torch.fsdp_feedback import Feedback
 from cgx_ops.torch.fsdp_state import State
 from cgx_ops.torch.groups import communicator_of
 from cgx_ops.torch.layers import Layer, Rule, Rules, layer_name
+from cgx_ops.torch.reports import report_layers
 from cgx_ops.torch.work import or_refuse, start
 
 GRADIENTS = Config(bits=8, bucket_size=1024)
@@ -147,6 +149,7 @@ def compress(
         for group in _compat.fsdp_groups(module)
     }
     state.modules = {name for name, _ in groups.values()}
+    reducing: list[Block] = []
     for group, (name, module) in groups.items():
         block = functools.partial(Block, name, group, names, exact)
         gather: Any
@@ -158,7 +161,9 @@ def compress(
         if weights is not None:
             gather = _AllGather(block(gathered_by_name), weights, state, gather)
         if gradients is not None:
-            reduce = _ReduceScatter(block(reduced_by_name), gradients, state, reduce)
+            reducing.append(block(reduced_by_name))
+            reduce = _ReduceScatter(reducing[-1], gradients, state, reduce)
+            reduce.before_first = functools.cache(functools.partial(_report, reducing, gradients))
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(reduce)
     if adaptive is not None and not state.everywhere:
@@ -167,6 +172,13 @@ def compress(
             "others for the same parameters: leave `adaptive` out"
         )
     return state
+
+
+def _report(blocks: Sequence[Block], config: Config) -> None:
+    names, segments = (
+        list(chain(*each)) for each in zip(*(b.layers() for b in blocks), strict=True)
+    )
+    report_layers((id(blocks), "FSDP2"), "FSDP2", blocks[0].ranks, config, names, segments)
 
 
 def _plain(communication: Any) -> Any:
@@ -219,6 +231,8 @@ class _AllGather(_Custom):
 
 
 class _ReduceScatter(_Custom):
+    before_first: Callable[[], None]  # logs that training starts
+
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -227,6 +241,7 @@ class _ReduceScatter(_Custom):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
+        self.before_first()
         segments = self._block.reduced(output_tensor.numel(), output_tensor.dtype)
         if segments is None:
             return self.plain(output_tensor, input_tensor, group, op, async_op)

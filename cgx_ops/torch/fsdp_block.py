@@ -86,6 +86,7 @@ class Block:
                 "their gradients' allreduce with cgx_ops.torch.BackendOptions(compress='all')"
             )
         communicator_of(ranks)
+        self.ranks = ranks
 
     def gathered(self, numel: int, dtype: torch.dtype) -> list[Segment] | None:
         """Return the segments of an all-gather; None: it must be exact."""
@@ -118,6 +119,12 @@ class Block:
                 found.append(Parameter(self._name_of(p), p.shape, p.dim, first, p.numel))
                 first += p.numel
         return found
+
+    def layers(self) -> tuple[list[str], list[Segment]]:
+        """Return the names of the trainable parameters, and how each travels."""
+        trainable = [p for p in _compat.fsdp_parameters(self._group) if p.trainable]
+        numel = sum(p.numel for p in trainable)
+        return [self._name_of(p) for p in trainable], self._segments(trainable, numel)
 
     def _name_of(self, parameter: _compat.ShardedParameter) -> str:
         return ".".join(filter(None, (self._names.get(parameter.module), parameter.name)))

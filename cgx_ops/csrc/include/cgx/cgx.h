@@ -99,6 +99,15 @@ typedef struct cgx_comm_info_t {
   int64_t strangers;
 } cgx_comm_info_t;
 
+/* What this process has sent since it started, summed; the bytes as in cgx_comm_info_t. */
+typedef struct cgx_traffic_t {
+  size_t struct_size;
+  int64_t collectives;
+  int64_t bytes_in;
+  int64_t bytes_plain;
+  int64_t bytes_sent;
+} cgx_traffic_t;
+
 /* Collective over the ranks of the bootstrap. */
 CGX_API cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* comm);
 /* `size` ranks inside this process, to be used by `size` threads; comms[i] is rank i, named
@@ -118,6 +127,8 @@ CGX_API cgx_status_t cgx_comm_find(const char* name, int32_t* comm);
 /* The communicator with the smallest id above `after`, or -1: start with after = -1 to list all. */
 CGX_API cgx_status_t cgx_comm_next(int32_t after, int32_t* comm);
 CGX_API cgx_status_t cgx_comm_info(int32_t comm, cgx_comm_info_t* info);
+/* Over all communicators, closed ones too, and all that callers have carried. */
+CGX_API cgx_status_t cgx_traffic(cgx_traffic_t* traffic);
 /* Looks for lost ranks, no longer than `seconds`. CGX_PEER_FAILED: ranks, or the communicator, are
  * lost; cgx_last_error() names them. For errors of another library among the same ranks. */
 CGX_API cgx_status_t cgx_comm_find_lost(int32_t comm, double seconds);
@@ -312,6 +323,8 @@ CGX_API cgx_status_t cgx_carried_reduce(const cgx_carried_t* carried, const void
 /* Writes call->output. `bytes`: of all messages, `size` times a stride. */
 CGX_API cgx_status_t cgx_carried_decode(const cgx_carried_t* carried, const void* gathered,
                                         int64_t bytes);
+/* What callers have carried in this process, over all groups of ranks. */
+CGX_API cgx_status_t cgx_carried_traffic(cgx_traffic_t* traffic);
 
 /* ---- 6. arithmetic on one rank -------------------------------------------------------------- */
 

@@ -1,0 +1,27 @@
+// What this process has sent beside its open communicators: by those that were closed, and by the
+// collectives of frameworks that carry messages of the core (cgx.h, section 5).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "cgx/cgx.h"
+
+namespace cgx {
+
+class Traffic {
+ public:
+  static Traffic& closed();
+  static Traffic& carried();
+
+  // One or several collectives. bytes_plain: as in cgx_comm_info_t.
+  void add(int64_t collectives, int64_t bytes_in, int64_t bytes_plain, int64_t bytes_sent);
+  // Bytes of a collective that was added.
+  void add_sent(int64_t bytes) { bytes_sent_ += bytes; }
+  void add_to(cgx_traffic_t* sum) const;
+
+ private:
+  std::atomic<int64_t> collectives_{0}, bytes_in_{0}, bytes_plain_{0}, bytes_sent_{0};
+};
+
+}  // namespace cgx

@@ -1,0 +1,18 @@
+"""What happens once per process, before its first communicator is made."""
+
+import functools
+
+from cgx_ops import log, variables
+from cgx_ops.config import Config
+
+
+@functools.cache
+def check_environment() -> None:
+    """Set the logger up; warn of unknown variables; refuse invalid ones.
+
+    Raises:
+        InvalidArgument: names the variable, its text and what it accepts.
+    """
+    log.set_up()
+    variables.warn_of_unknown()
+    Config.from_env()
