@@ -1,4 +1,4 @@
-"""The logger cgx_ops: a line when training starts, one at the end, on rank 0 and on stderr alone."""
+"""The logger cgx_ops: a line when training starts and one at the end, on rank 0, on stderr."""
 
 import re
 import subprocess
