@@ -1,7 +1,7 @@
 """The logger `cgx_ops`: a line when training starts, and one when the process ends.
 
-On rank 0, at level INFO. The logger writes to stderr by a handler of its own only where neither it
-nor the root logger has one; CGX_LOG=0 silences it.
+On rank 0, at level INFO. If neither the logger nor the root logger has a handler, the logger gets
+one for stderr. CGX_LOG=0 silences it.
 """
 
 import functools
@@ -44,10 +44,10 @@ class Tensors:
 
 @functools.cache
 def set_up() -> None:
-    """Give the logger a handler if nobody has. Once per process.
+    """Give the logger a handler if there is none. Once per process.
 
     Raises:
-        InvalidArgument: CGX_LOG is neither 0 nor 1.
+        InvalidArgument: CGX_LOG is not 0 or 1.
     """
     text = os.environ.get("CGX_LOG", "")
     if text not in ("", "0", "1"):
@@ -70,7 +70,7 @@ def started(
     Args:
         key: of what starts; another call with the same key does nothing.
         what: "DDP", "FSDP2", "operators", "JAX".
-        config: how tensors travel, but for those with rules.
+        config: how tensors travel for which no rule sets something else.
         ranks: how many take part.
         transport: of their communicator, as Stats has it; or a text of the caller's.
         tensors: of a step; None: not known.

@@ -11,7 +11,7 @@ def check_environment() -> None:
     """Set the logger up; warn of unknown variables; refuse invalid ones.
 
     Raises:
-        InvalidArgument: names the variable, its text and what it accepts.
+        InvalidArgument: names the variable, its text and the accepted values.
     """
     log.set_up()
     variables.warn_of_unknown()

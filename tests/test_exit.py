@@ -7,9 +7,9 @@ import pytest
 @pytest.mark.parametrize("how", ["numpy", "backend", "operators"])
 def test_ranks_that_do_not_wait(how: str) -> None:
     outputs = launch.mpirun(3, "run_exit.py", how)
-    assert outputs[0].endswith("right\n"), outputs
+    assert outputs[0].splitlines().count("right") == 1, outputs
 
 
 def test_ranks_that_do_not_wait_without_mpi() -> None:
     outputs = launch.torchrun(2, "run_exit.py", "backend")
-    assert outputs[0].endswith("right\n"), outputs
+    assert outputs[0].splitlines().count("right") == 1, outputs

@@ -7,7 +7,7 @@ import pytest
 @pytest.mark.parametrize("how", ["global", "local", "allreduce_q"])
 def test_processes_that_do_not_wait(how: str) -> None:
     outputs = launch.mpirun(3, "run_jax_exit.py", how)
-    assert outputs[0].endswith("right\n"), outputs
+    assert outputs[0].splitlines().count("right") == 1, outputs
 
 
 def test_an_exception_with_steps_in_flight() -> None:

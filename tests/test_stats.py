@@ -186,7 +186,7 @@ def test_stats_lists_every_communicator_of_the_process() -> None:
     ours = Communicator.local(2, "listed")
     with Communicator.local(1, "last")[0]:
         everything = cgx_ops.stats()
-        names = list(everything)
+        names = [name for name in everything if name != "carrier"]  # of other tests
         assert names[0] == "world"
         assert names[-3:] == ["listed/0", "listed/1", "last/0"]
         for comm in ours:

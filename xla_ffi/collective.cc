@@ -46,6 +46,11 @@ Message AsRank(const Call& call, const Execution& execution, std::string key) {
   return message;
 }
 
+// Devices of one process that are late have usually got no thread (cgx_ops/jax/_threads.py).
+constexpr const char* kTooFewThreads =
+    ". If many steps were launched without waiting: call jax.block_until_ready at least every 16 "
+    "steps, or set PJRT_NPROC to twice the number of CPU devices before JAX starts";
+
 void StartAmongDevices(std::shared_ptr<Call> call, const Execution& execution) {
   Site& site = execution.site;
   Message message =
@@ -54,8 +59,9 @@ void StartAmongDevices(std::shared_ptr<Call> call, const Execution& execution) {
   message.collective.timeout_s = local_timeout_s;
   const int32_t comm = LocalCommunicator("jax-local", execution.place.group->members,
                                          execution.place.rank, execution.run, local_timeout_s);
-  Start(message, comm,
-        [call](cgx_status_t status, const std::string& text) { CompleteSoon(call, status, text); });
+  Start(message, comm, [call](cgx_status_t status, const std::string& text) {
+    CompleteSoon(call, status, status == CGX_TIMEOUT ? text + kTooFewThreads : text);
+  });
 }
 
 void StartAmongProcesses(std::shared_ptr<Call> call, const Execution& execution, bool alone) {

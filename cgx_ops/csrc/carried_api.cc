@@ -16,7 +16,7 @@ Carried make_carried(const cgx_carried_t* carried, BuffersUsed used) {
   return {*carried->call, carried->rank, carried->size, used};
 }
 
-// What a rank gives to each of its peers, and to all of them.
+// Bytes for all peers of a rank, from those for each.
 int64_t to_peers(const cgx_carried_t& carried, int64_t bytes) { return (carried.size - 1) * bytes; }
 
 void count(const cgx_carried_t& carried, const Carried& made, int64_t message_bytes) {

@@ -1,5 +1,5 @@
-// What this process has sent beside its open communicators: by those that were closed, and by the
-// collectives of frameworks that carry messages of the core (cgx.h, section 5).
+// Sums of what this process has sent: by communicators that were closed, and by the collectives of
+// frameworks that carry messages of the core (cgx.h, section 5).
 #pragma once
 
 #include <atomic>

@@ -12,14 +12,43 @@ from collections.abc import MutableMapping
 
 import jax
 
+from cgx_ops._warnings import warn_once
+from cgx_ops.jax import _compat
+
 _THREADS = "PJRT_NPROC"  # XLA reads it when the backend starts; NPROC is its older name
+_OURS = "_CGX_PJRT_NPROC"  # the number that cgx_ops set: a child process may need another one
 
 
 def provide(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Ask XLA for two threads for each CPU device, unless the user has asked for a number."""
+    """Ask XLA for two threads for each CPU device, unless the user has asked for a number.
+
+    Warns where it is too late for that, or the user's number is too small.
+    """
+    late = _compat.backends_started()
+    devices = _devices_now() if late else _devices_to_come(environ)
+    if not late and environ.get(_THREADS) == environ.get(_OURS):
+        environ.pop(_THREADS, None)  # a parent process set it
+    given = environ.get(_THREADS) or environ.get("NPROC")
+    threads = int(given) if given and given.isdecimal() else len(os.sched_getaffinity(0))
+    if devices == 1 or max(threads, devices) >= 2 * devices:
+        return
+    if late or given:
+        warn_once(
+            f"JAX has {devices} CPU devices in this process and {max(threads, devices)} threads "
+            "for them, so steps that are launched far ahead of their results can fail. "
+            + (f"Set {_THREADS} to {2 * devices}, or i" if given else "I")
+            + "mport cgx_ops.jax before the first use of JAX's devices; or call "
+            "jax.block_until_ready at least every 16 steps"
+        )
+        return
+    environ[_THREADS] = environ[_OURS] = str(2 * devices)
+
+
+def _devices_now() -> int:
+    return jax.local_device_count() if jax.default_backend() == "cpu" else 1
+
+
+def _devices_to_come(environ: MutableMapping[str, str]) -> int:
     flag = re.findall(r"--xla_force_host_platform_device_count=(\d+)", environ.get("XLA_FLAGS", ""))
     option: int = getattr(jax.config, "jax_num_cpu_devices")  # noqa: B009  (it has no stub)
-    devices = max(option, *map(int, flag), 1)
-    cores = len(os.sched_getaffinity(0))
-    if devices > 1 and 2 * devices > cores and not {_THREADS, "NPROC"} & environ.keys():
-        environ[_THREADS] = str(2 * devices)
+    return max(option, *map(int, flag), 1)

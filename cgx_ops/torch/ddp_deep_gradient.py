@@ -82,7 +82,12 @@ def deep_gradient_hook(
     for kept in (state.residuals, state.momenta):
         kept.claim(*state.place)
     state.note(bucket.parameters())
+    loaded = [dict(each) for each in state.by_layer()]
     exchange = _Exchange(state, bucket, seen)
+    if seen.refusal:  # the exchange began entries for the layers of this model
+        for kept, before in zip(state.by_layer(), loaded, strict=True):
+            kept.clear()
+            kept.update(before)
     seen.raise_refusal(exchange.or_refuse())
     return exchange.start()
 

@@ -23,6 +23,8 @@ from cgx_ops.torch import backend
 from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.exchange import Exchange, check_parameters
 from cgx_ops.torch.grad_scaler import Scaling, handles_overflow, scaling_of
+from cgx_ops.torch.layers import layer_name
+from cgx_ops.torch.loaded import require_layers
 
 
 class Trained(NamedTuple):
@@ -296,6 +298,22 @@ class ExchangingOptimizer(Optimizer):
                 f"{self._caller}.load_state_dict: the state is of groups of {there} parameters, "
                 f"and these are {here}: it is another model's"
             )
+        require_layers(
+            f"{self._caller}.load_state_dict",
+            [dict.fromkeys(map(str, each)) for each in (state_dict["state"], own)],
+            set(map(str, numbers)),
+            strict=True,
+            has_partial=False,
+        )
+        there, here = _names(state_dict["param_groups"]), _names(self.param_groups)
+        if there and here:
+            require_layers(
+                f"{self._caller}.load_state_dict",
+                [dict.fromkeys(there)],
+                here,
+                strict=True,
+                has_partial=False,
+            )
         for i, (p, state) in enumerate(zip(parameters, saved, strict=True)):
             found = {name: tuple(x.shape) for name, x in state.items()}
             if found != dict.fromkeys(self.of_state, tuple(p.shape)):
@@ -314,6 +332,11 @@ class ExchangingOptimizer(Optimizer):
 
 # Keeps "state" and "param_groups" of a state_dict() and drops the rest.
 _DROPS_KEYS = "torch.distributed.checkpoint.state_dict", "_get_optim_state_dict"
+
+
+def _names(groups: list[dict[str, Any]]) -> list[str]:
+    """Return the parameters' names, if the optimizer was given named parameters."""
+    return [layer_name(name) for group in groups for name in group.get("param_names", ())]
 
 
 def _sizes(groups: list[dict[str, Any]]) -> list[int]:

@@ -18,7 +18,7 @@ class Carried {
   Carried(const cgx_collective_t& call, int rank, int size, BuffersUsed used);
 
   cgx_algorithm_t algorithm() const { return plan_.algorithm; }
-  // Of the values, as they were given.
+  // Bytes of the values, as they were given.
   int64_t value_bytes() const { return plan_.bytes(plan_.numel()); }
   // To `owner` from each other rank, and from `owner` to everyone.
   int64_t scatter_bytes(int owner) const;

@@ -182,6 +182,7 @@ def another_models_state() -> None:
         state.load_state_dict(saved)
         loss = wrapper(batch(RANK, 3)).square().mean()
         fails(InvalidArgument, "strict=False, which drops", loss.backward)
+        assert not any(name.startswith("net.") for each in state.by_layer() for name in each), kind
         wrapper, state = hooked(kind, model)  # torch's reducer ends with an error of its hook
         state.load_state_dict(saved, strict=False)
         with warnings.catch_warnings(record=True) as warned:
@@ -337,7 +338,17 @@ def optimizers_in_get_state_dict() -> None:
             optimizer.step()
         words = "save optimizer.state_dict() on every rank instead"
         fails(InvalidArgument, words, lambda m=model, o=optimizer: get_state_dict(m, o))
-        optimizer.load_state_dict(optimizer.state_dict())
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        extra = {**saved, "state": saved["state"] | {99: saved["state"][0]}}
+        words = "does not have: '99'"
+        fails(InvalidArgument, words, lambda o=optimizer, s=extra: o.load_state_dict(s))
+        named, again = make(Model().named_parameters()), make(Model().named_parameters())
+        renamed = named.state_dict()
+        again.load_state_dict(renamed)
+        renamed["param_groups"][0]["param_names"] = [f"net.{name}" for name in NAMES]
+        words = "does not have: 'net.first.bias'"
+        fails(InvalidArgument, words, lambda o=again, s=renamed: o.load_state_dict(s))
     dist.barrier()
 
 
