@@ -56,7 +56,7 @@ def mpirun(
         n: number of ranks.
         program: path of the program; a relative one is looked for in tests/ranks/.
         *args: its arguments.
-        env: variables besides this process's own.
+        env: variables besides this process's own. CGX_LOG is 0 unless it is named.
         timeout: seconds until everything is killed.
         mpirun_args: more options of mpirun, such as ("--with-ft", "ulfm").
         hosts: each rank's CGX_HOST_ID, with commas: makes this machine several hosts.
@@ -126,6 +126,7 @@ def _launch(
                 **os.environ,
                 "PYTHONPATH": python_path(),
                 "PYTHONUNBUFFERED": "1",
+                "CGX_LOG": "0",
                 **(env or {}),
                 "CGX_TEST_OUTPUT": output,
             },

@@ -28,7 +28,7 @@ def lines_of(text: str) -> list[str]:
 
 @pytest.mark.parametrize("how", STARTS)
 def test_torch(how: str) -> None:
-    env = {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"}
+    env = {"CGX_COMPRESSION_QUANTIZATION_BITS": "4", "CGX_LOG": "1"}
     first, other = map(lines_of, launch.mpirun(2, "run_log.py", how, env=env))
     assert other == []
     assert first[0] == STARTS[how]
@@ -40,7 +40,7 @@ def test_torch(how: str) -> None:
     ("carrier", "how"), [("native", "shared memory"), ("xla", "XLA's collectives")]
 )
 def test_jax(carrier: str, how: str) -> None:
-    first, other = map(lines_of, launch.mpirun(2, "run_log_jax.py", carrier))
+    first, other = map(lines_of, launch.mpirun(2, "run_log_jax.py", carrier, env={"CGX_LOG": "1"}))
     assert other == []
     assert first[0] == f"cgx: JAX in 4 bits, 2 ranks, {how}; 2 tensors, 1 of them exact"
     assert re.fullmatch(SENT, first[1]), first
@@ -53,7 +53,7 @@ def test_silence() -> None:
 
 
 def test_decisions_are_logged_once_for_each_tensor() -> None:
-    first = launch.mpirun(2, "run_log.py", "decisions")[0].splitlines()
+    first = launch.mpirun(2, "run_log.py", "decisions", env={"CGX_LOG": "1"})[0].splitlines()
     decided = [line for line in first if line.startswith("cgx_ops.torch.backend: DDP, ")]
     assert [line.partition("DDP, ")[2] for line in decided] == [
         "'0.weight', 65536 elements: 4 bits",
