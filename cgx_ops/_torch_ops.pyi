@@ -16,8 +16,11 @@ cgx_version: str
 def find_groups_by(finder: Callable[[str], int]) -> None:
     """Have finder(group_name) return the id of the communicator of a group, or of all ranks."""
 
-def report_start_by(report: Callable[[str, int, int, str], None]) -> None:
-    """Have report(config, rank, size, transport) called at the first call of an operator."""
+def report_start_by(report: Callable[[str, str, int, int, str], None]) -> None:
+    """Have report(what, config, rank, size, transport) called at first uses.
+
+    They are those of operators and of the backend's exact reduce_scatter.
+    """
 
 def on_trace(callback: Callable[[], bool]) -> None:
     """Call callback() whenever an operator is traced, until it returns True. Once per process."""

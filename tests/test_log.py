@@ -47,6 +47,14 @@ def test_jax(carrier: str, how: str) -> None:
     assert len(first) == 2
 
 
+def test_fsdp_that_nobody_compresses() -> None:
+    outputs = launch.mpirun(2, "run_log.py", "exact fsdp", env={"CGX_LOG": "1"})
+    expected = "cgx: reduce_scatter in exact values, 2 ranks, torch's collectives"
+    first, other = map(lines_of, outputs)
+    assert first[0] == expected
+    assert other == []
+
+
 def test_silence() -> None:
     outputs = launch.mpirun(2, "run_log.py", "hook", env={"CGX_LOG": "0"})
     assert [lines_of(text) for text in outputs] == [[], []]

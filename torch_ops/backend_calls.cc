@@ -8,6 +8,7 @@
 
 #include "backend.h"
 #include "joint_work.h"
+#include "kernels.h"
 #include "named_work.h"
 
 namespace cgx::torch_ops {
@@ -203,6 +204,7 @@ Backend::WorkRef Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
 
 Backend::WorkRef Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                const c10d::ReduceScatterOptions& options) {
+  if (size_ > 1 && input.is_floating_point()) report_exact_reduce_scatter(rank_, size_);
   return forward_reduction("cgx:reduce_scatter", input, &c10d::Backend::_reduce_scatter_base,
                            output, options, output, input);
 }

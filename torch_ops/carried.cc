@@ -174,7 +174,7 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, at::TensorList res
     return results;
   }
 
-  report_start(o, rank, size, "torch's collectives");
+  report_operators(o, rank, size, kTorchsCollectives);
   // A message, then residuals.
   std::vector<at::Tensor> step = call(encode, xs, residuals, lengths.encoded);
   if (!lengths.one_shot) {

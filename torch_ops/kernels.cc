@@ -34,14 +34,19 @@ int32_t find_communicator(const std::string& group_name) {
   return group_finder.load()(group_name);
 }
 
+// Whether no earlier call with this flag has returned true.
+bool is_first(std::atomic<bool>& done) {
+  return !done.load(std::memory_order_relaxed) && !done.exchange(true);
+}
+
 // The communicator of a call.
 int32_t communicator_of(const Options& options) {
   const int32_t comm = find_communicator(options.group_name);
   static std::atomic<bool> asked{false};
-  if (!asked.load(std::memory_order_relaxed) && !asked.exchange(true)) {
+  if (is_first(asked)) {
     auto info = make<cgx_comm_info_t>();
     check(cgx_comm_info(comm, &info));
-    report_start(options, info.rank, info.size, info.transport);
+    report_operators(options, info.rank, info.size, info.transport);
   }
   return comm;
 }
@@ -67,10 +72,16 @@ void find_groups_by(GroupFinder finder) { group_finder = finder; }
 
 void report_start_by(StartReport report) { start_report = report; }
 
-void report_start(const Options& options, int64_t rank, int64_t size, const char* transport) {
+void report_operators(const Options& options, int64_t rank, int64_t size, const char* transport) {
   static std::atomic<bool> reported{false};
-  if (!reported.load(std::memory_order_relaxed) && !reported.exchange(true))
-    start_report.load()(*options.config_text, rank, size, transport);
+  if (is_first(reported))
+    start_report.load()("operators", *options.config_text, rank, size, transport);
+}
+
+void report_exact_reduce_scatter(int64_t rank, int64_t size) {
+  static std::atomic<bool> reported{false};
+  if (is_first(reported))
+    start_report.load()("reduce_scatter", "bits=32", rank, size, kTorchsCollectives);
 }
 
 void run(const Buffers& buffers, at::IntArrayRef numels, const Seed& seed, const Options& options) {

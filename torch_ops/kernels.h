@@ -21,13 +21,18 @@ using GroupFinder = int32_t (*)(const std::string& group_name);
 // Has collectives ask `finder`. Before the first of them.
 void find_groups_by(GroupFinder finder);
 
-// Logs that operators start: how their values travel (a text of cgx_config_parse), the rank, the
-// number of ranks, and what moves the bytes.
-using StartReport = void (*)(const std::string& config, int64_t rank, int64_t size,
-                             const char* transport);
+// Logs that something starts to communicate: what, its configuration (a text of cgx_config_parse),
+// the rank, the number of ranks, and what moves the bytes.
+using StartReport = void (*)(const char* what, const std::string& config, int64_t rank,
+                             int64_t size, const char* transport);
 void report_start_by(StartReport report);
-// Calls it, the first time.
-void report_start(const Options& options, int64_t rank, int64_t size, const char* transport);
+// Call the report, each once per process: for the operators, and for the backend's exact
+// reduce_scatter, which FSDP2 uses without compress().
+void report_operators(const Options& options, int64_t rank, int64_t size, const char* transport);
+void report_exact_reduce_scatter(int64_t rank, int64_t size);
+
+// What moves the bytes if it is not a transport of the core.
+inline constexpr char kTorchsCollectives[] = "torch's collectives";
 
 // Reduces `input` into `output`: contiguous, of one device, dtype and size, perhaps one tensor;
 // `numels` are the sizes of the tensors that lie in it end to end. `seed` is needed if the options

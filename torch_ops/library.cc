@@ -134,10 +134,10 @@ void call_trace_callback() {
 
 pybind11::function* start_report = nullptr;  // lives for ever, too
 
-void call_start_report(const std::string& config, int64_t rank, int64_t size,
+void call_start_report(const char* what, const std::string& config, int64_t rank, int64_t size,
                        const char* transport) {
   const pybind11::gil_scoped_acquire gil;
-  (*start_report)(config, rank, size, transport);
+  (*start_report)(what, config, rank, size, transport);
 }
 
 pybind11::function* find_group = nullptr;  // lives for ever, too
@@ -180,7 +180,8 @@ PYBIND11_MODULE(_torch_ops, m) {
         cgx::torch_ops::report_start_by(call_start_report);
       },
       pybind11::arg("report"),
-      "Have report(config, rank, size, transport) called at the first call of an operator.");
+      "Have report(what, config, rank, size, transport) called when operators or the backend's "
+      "exact reduce_scatter are first used.");
   m.def(
       "start",
       [](uintptr_t collective, const at::Tensor& input, const at::Tensor& output,

@@ -20,15 +20,15 @@ _log = logging.getLogger("cgx_ops.torch.backend")
 
 
 def register() -> None:
-    """Have the first call of an operator logged. Once per process."""
-    _torch_ops.report_start_by(_report_operators)
+    """Log the first call of an operator and of an exact reduce_scatter. Call once per process."""
+    _torch_ops.report_start_by(_report_first)
 
 
-def _report_operators(text: str, rank: int, size: int, transport: str) -> None:
-    if rank == 0:
+def _report_first(what: str, text: str, rank: int, size: int, transport: str) -> None:
+    if (dist.get_rank() if dist.is_initialized() else rank) == 0:
         pairs = (pair.split("=") for pair in text.split())
         config = Config(**{name: ast.literal_eval(value) for name, value in pairs})
-        log.started("operators", "operators", config, size, transport, None)
+        log.started(what, what, config, size, transport, None)
 
 
 def report_layers(

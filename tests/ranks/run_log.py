@@ -32,9 +32,10 @@ if HOW == "power_sgd":
     ddp.CommHookType.POWER_SGD.register(call, start_powerSGD_iter=2)
 if HOW == "automatic":
     call = DistributedDataParallel(model)
-if HOW == "fsdp":
+if "fsdp" in HOW:
     fully_shard(model[0])
     fully_shard(model)
+if HOW == "fsdp":
     fsdp.compress(model, Config(bits=4))
 for _ in range(STEPS):
     if "operators" in HOW:
@@ -42,7 +43,7 @@ for _ in range(STEPS):
     else:
         model.zero_grad()
         call(torch.randn(8, 256)).square().mean().backward()
-if dist.get_rank() == 0:
+if dist.get_rank() == 0 and HOW != "exact fsdp":
     found = cgx_ops.stats()
     row = found["carrier" if CARRIER == "c10d" else "0"]
     assert row.collectives >= STEPS, row
