@@ -76,5 +76,7 @@ dist.destroy_process_group()
 def test_exact_gradients_that_nobody_chose(bits: str, count: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(EXACT)
-    outputs = launch.mpirun(2, program, env={"CGX_COMPRESSION_QUANTIZATION_BITS": bits})
+    outputs = launch.mpirun(
+        2, program, env={"CGX_COMPRESSION_QUANTIZATION_BITS": bits, "CGX_LOG": "1"}
+    )
     assert [text.count("no bits are set") for text in outputs] == [count, 0], outputs
