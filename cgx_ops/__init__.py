@@ -26,6 +26,7 @@ from cgx_ops.errors import (
     Unsupported,
 )
 from cgx_ops.request import Request
+from cgx_ops.rules import Rules
 from cgx_ops.stats import Stats, stats
 from cgx_ops.world import init
 
@@ -43,6 +44,7 @@ __all__ = [
     "NotFound",
     "PeerFailed",
     "Request",
+    "Rules",
     "Segment",
     "Stats",
     "SystemFailure",

@@ -1,62 +1,247 @@
-"""Which parameters travel otherwise than the rest: the one language of rules by name.
+"""Rules: settings of a model's parameters by name, one language for PyTorch and JAX.
 
-A rule is a regular expression, and fields of Config for the parameters in whose names it is found.
-Rules count in order: where several set one field of a parameter, the last decides. What is written
-for each framework becomes such rules:
+    Rules([("bias|norm", 32), ("embedding", {"compressor": "topk", "density": 0.01})])
 
-    cgx_ops.jax.psum_q(rules={"bias": 32})            there the first that is found counts, alone
-    cgx_ops.torch.layers.Rule("conv*.weight", bits=2)  a part of a name or a glob: expression_of()
-    exclude_layer(), set_quantization_bits()          CGX's names make the same Rules
-    cgx_ops.torch.fsdp.compress(exact=...)            what is exact where no rule sets the bits
-
-A rule may set every field that a Segment has. One that sets a compressor begins anew: what earlier
-rules said for another one is left behind, as with Config.with_own(), but that bits stay exact.
+A pattern is a regular expression. It is searched for in the parameter's path, whose parts are
+separated by '.': "layers.0.bias". For each field of Config the first matching rule that sets it
+decides. A rule that sets a compressor ends the search for that compressor's own fields.
 """
 
 import difflib
 import fnmatch
+import functools
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from cgx_ops import _native
 from cgx_ops._warnings import warn_once
 from cgx_ops.call import Segment
-from cgx_ops.config import EXACT_BITS, OF_COMPRESSOR, Config
+from cgx_ops.config import AUTO, EXACT_BITS, OF_COMPRESSOR, Config
 from cgx_ops.errors import InvalidArgument
+
+_FIELDS = tuple(field.name for field in fields(Segment))[2:]
+_EXAMPLE = "Rules([('bias|norm', 32), ('embedding', {'compressor': 'topk', 'density': 0.01})])"
+
+_compiled = functools.lru_cache(maxsize=4096)(re.compile)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What parameters of some names have of their own.
+    """One checked rule.
 
     Attributes:
-        expression: it is searched for in a parameter's name.
-        overrides: fields of Config by name, of those that a Segment may set: bits, bucket_size,
-            compressor, density, and others. Without a compressor among them they are for parameters
-            whose own has such fields.
-
-    Raises:
-        InvalidArgument (a ValueError): a value is out of its range.
-        TypeError: a field that no Segment has.
+        pattern: the regular expression.
+        settings: pairs of a field of Config and its value.
+        written: the pattern as the user wrote it, if that was a glob or a part of a name.
     """
 
-    expression: re.Pattern[str]
-    overrides: Mapping[str, Any]
+    pattern: str
+    settings: tuple[tuple[str, Any], ...]
+    written: str = ""
 
-    def __post_init__(self) -> None:
-        Segment(0, 0, **self.overrides)  # knows which fields there are; Config, their values
-        checked = _checked(self.overrides)
-        own = {field: getattr(checked, field) for field in self.overrides}
-        object.__setattr__(self, "overrides", own)
+    @property
+    def label(self) -> str:
+        """The pattern as the user wrote it."""
+        return self.written or self.pattern
 
     def matches(self, name: str) -> bool:
-        """Tell whether the rule is for the parameter of this name."""
-        return self.expression.search(name) is not None
+        """Return whether the rule applies to the parameter of this name."""
+        return _compiled(self.pattern).search(name) is not None
 
 
-def _checked(own: Mapping[str, Any]) -> Config:
+@dataclass(frozen=True, init=False)
+class Rules:
+    """Settings of parameters by name. Immutable, hashable, picklable; equal on all ranks.
+
+    Example:
+        >>> rules = Rules([("head", 8), ("bias|norm", 32), ("", {"bucket_size": 512})])
+        >>> config = rules.of("layers.0.head.weight", 2, Config(bits=4))
+        >>> config.bits, config.bucket_size
+        (8, 512)
+
+    Attributes:
+        rules: in order of decreasing priority.
+        exact_vectors: whether parameters of at most one dimension (biases, norms) are sent exact
+            unless a rule sets their bits. They are few bytes, and sensitive.
+    """
+
+    rules: tuple[Rule, ...]
+    exact_vectors: bool
+
+    def __init__(
+        self,
+        rules: Iterable[tuple[str, int | Mapping[str, Any]]] = (),
+        *,
+        exact_vectors: bool = True,
+    ) -> None:
+        """Check rules.
+
+        Args:
+            rules: pairs of a regular expression and settings: bits (1 to 8, or 32 for exact), or a
+                dict of fields of Config: those that a Segment has.
+            exact_vectors: see the attribute.
+
+        Raises:
+            InvalidArgument (a ValueError): a pattern is not a regular expression; an unknown field;
+                a value out of its range.
+            TypeError: something other than pairs, or exact_vectors is not a bool.
+        """
+        if type(exact_vectors) is not bool:
+            raise TypeError(f"exact_vectors is {exact_vectors!r}; it must be True or False")
+        if isinstance(rules, str | Mapping) or not isinstance(rules, Iterable):
+            raise TypeError(f"rules is {rules!r}; give pairs: {_EXAMPLE}")
+        object.__setattr__(self, "rules", tuple(map(_checked_rule, rules)))
+        object.__setattr__(self, "exact_vectors", exact_vectors)
+
+    def __repr__(self) -> str:
+        """Return the call that makes equal rules."""
+        pairs = [(rule.pattern, dict(rule.settings)) for rule in self.rules]
+        return f"Rules({pairs}, exact_vectors={self.exact_vectors})"
+
+    def __bool__(self) -> bool:
+        """Return whether there is any rule."""
+        return bool(self.rules)
+
+    def with_first(self, *rules: Rule | tuple[str, int | Mapping[str, Any]]) -> "Rules":
+        """Return these rules behind others, which then have the higher priority."""
+        made = Rules(exact_vectors=self.exact_vectors)
+        checked = (rule if isinstance(rule, Rule) else _checked_rule(rule) for rule in rules)
+        object.__setattr__(made, "rules", (*checked, *self.rules))
+        return made
+
+    def of(self, name: str, dimensions: int, config: Config) -> Config:
+        """Return how a parameter is sent.
+
+        Args:
+            name: its path; "" if it is unknown.
+            dimensions: of its shape.
+            config: of the fields that no rule sets.
+
+        Raises:
+            InvalidArgument (a ValueError): settings of several rules, or of one and of `config`,
+                exclude each other.
+        """
+        try:
+            return config.with_own(**self.overrides(name, dimensions, config))
+        except InvalidArgument as error:
+            matching = ", ".join(repr(rule.label) for rule in self.rules if rule.matches(name))
+            raise InvalidArgument(f"rules {matching} for parameter '{name}': {error}") from None
+
+    def overrides(self, name: str, dimensions: int, config: Config) -> dict[str, Any]:
+        """Return the fields that rules set for a parameter; arguments as of()."""
+        found: dict[str, Any] = {}
+        of_compressor = True  # whether the search goes on for fields of the compressor
+        for rule in self.rules:
+            if not rule.matches(name):
+                continue
+            for field, value in rule.settings:
+                if of_compressor or field not in (*OF_COMPRESSOR, "compressor"):
+                    found.setdefault(field, value)
+            of_compressor = of_compressor and "compressor" not in found
+        if self.exact_vectors and dimensions <= 1:
+            found.setdefault("bits", EXACT_BITS)
+        return _with_bits(found, config)
+
+    def match(self, name: str) -> bool:
+        """Return whether any rule applies to the parameter of this name."""
+        return any(rule.matches(name) for rule in self.rules)
+
+    def configs(self, config: Config) -> list[Config]:
+        """Return `config`, and what each rule alone makes of it.
+
+        Raises:
+            InvalidArgument (a ValueError): a rule and `config` exclude each other.
+        """
+        found = [config]
+        for rule in self.rules:
+            try:
+                found.append(config.with_own(**_with_bits(dict(rule.settings), config)))
+            except InvalidArgument as error:
+                raise InvalidArgument(f"the rule '{rule.label}': {error}") from None
+        return found
+
+    def warn_of_unmatched(self, names: Iterable[str], where: str = "") -> None:
+        """Warn, once per pattern, of each rule that matches none of a model's parameters.
+
+        Args:
+            names: of all parameters.
+            where: begins the text, such as "psum_q: ".
+        """
+        names = list(names)
+        named = [name for name in dict.fromkeys(names) if name]
+        for label in self.unmatched(names):
+            nearest = ", ".join(_nearest(label, named)) or "none, the parameters have no names"
+            warn_once(
+                f"{where}no layer matches '{label}': the rule has no effect. "
+                f"Nearest names: {nearest}"
+            )
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """Return the patterns that match none of these names."""
+        names = list(names)
+        return [rule.label for rule in self.rules if not any(map(rule.matches, names))]
+
+
+def rule_of_part(pattern: str, **settings: Any) -> Rule:
+    """Return a rule in CGX's language.
+
+    Args:
+        pattern: a part of the name; with *, ? or [ in it, a glob for the whole name.
+        **settings: fields of Config.
+    """
+    is_glob = any(c in pattern for c in "*?[")
+    expression = r"\A" + fnmatch.translate(pattern) if is_glob else re.escape(pattern)
+    return Rule(expression, _checked_rule((expression, settings)).settings, pattern)
+
+
+def require_rules(rules: Any, where: str = "") -> Rules:
+    """Return the rules; raise TypeError if they are not a Rules."""
+    if not isinstance(rules, Rules):
+        raise TypeError(f"{where}rules is {rules!r}; give cgx_ops.{_EXAMPLE}")
+    return rules
+
+
+def _with_bits(own: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Return settings with bits, where they set a compressor and `config` is exact."""
+    if "compressor" in own and config.bits == EXACT_BITS:
+        own.setdefault("bits", Config().bits)
+    return own
+
+
+def _checked_rule(pair: Any) -> Rule:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise TypeError(f"{pair!r} is not a pair of a pattern and settings; e.g. {_EXAMPLE}")
+    pattern, given = pair
+    try:
+        if not isinstance(pattern, str):
+            raise TypeError(f"a pattern is a str, not {type(pattern).__name__}")
+        _compiled(pattern)
+    except (re.error, TypeError) as error:
+        raise InvalidArgument(
+            f"the pattern {pattern!r} of a rule is not a regular expression ({error}). It is "
+            "searched for in a parameter's path, so a part of the path needs no '*'"
+        ) from None
+    own = dict(given) if isinstance(given, Mapping) else {"bits": given}
+    if unknown := sorted(map(str, own.keys() - set(_FIELDS))):
+        raise InvalidArgument(
+            f"the rule {pattern!r} sets {', '.join(unknown)}, which rules cannot set; "
+            f"accepted: {', '.join(_FIELDS)}"
+        )
+    for field, value in own.items():
+        if value is None or (isinstance(value, str) and value == AUTO):
+            raise InvalidArgument(
+                f"the rule {pattern!r} sets {field} to {value!r}; give a value, or leave it out"
+            )
+    try:
+        config = _checked_settings(own)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"the rule {pattern!r}: {error}") from None
+    return Rule(pattern, tuple((field, getattr(config, field)) for field in own))
+
+
+def _checked_settings(own: Mapping[str, Any]) -> Config:
     """Return a Config with these fields, of the first compressor that has them all."""
     refusals: list[InvalidArgument] = []
     for row in _native.COMPRESSORS if "compressor" not in own else [{"name": own["compressor"]}]:
@@ -67,59 +252,11 @@ def _checked(own: Mapping[str, Any]) -> Config:
     raise refusals[0]
 
 
-def overrides(rules: Iterable[Rule], name: str, *, exact: bool = False) -> dict[str, Any]:
-    """Return the fields of Config that a parameter has of its own.
-
-    Args:
-        rules: in order.
-        name: of the parameter; "" if it is unknown.
-        exact: whether the parameter travels exact unless a rule sets its bits.
-    """
-    own: dict[str, Any] = {"bits": EXACT_BITS} if exact else {}
-    for rule in rules:
-        if not rule.matches(name):
-            continue
-        compressor = own.get("compressor")
-        if rule.overrides.get("compressor", compressor) != compressor:
-            exact = own.get("bits") == EXACT_BITS
-            own = {field: value for field, value in own.items() if field not in OF_COMPRESSOR}
-            own |= {"bits": EXACT_BITS} if exact else {}
-        own |= rule.overrides
-    return own
-
-
-def expression_of(pattern: str) -> re.Pattern[str]:
-    """Return CGX's way to name layers as an expression.
-
-    Args:
-        pattern: a part of the name; with *, ? or [ in it, a glob for the whole name.
-    """
-    if any(c in pattern for c in "*?["):
-        return re.compile(r"\A" + fnmatch.translate(pattern))
-    return re.compile(re.escape(pattern))
-
-
-def warn_of_unmatched(patterns: Iterable[str], names: Iterable[str], where: str = "") -> None:
-    """Warn, once, of each pattern that matches no parameter.
-
-    Args:
-        patterns: those that match none of the names, as the user wrote them.
-        names: of all parameters.
-        where: begins the text, such as "psum_q: ".
-    """
-    named = [name for name in dict.fromkeys(names) if name]
-    for pattern in patterns:
-        nearest = ", ".join(_nearest(pattern, named)) or "none, the parameters have no names"
-        warn_once(
-            f"{where}no layer matches '{pattern}': the rule has no effect. Nearest names: {nearest}"
-        )
-
-
 def _nearest(pattern: str, names: list[str], count: int = 4) -> list[str]:
     """Return the names that are most like a pattern, as a whole or in one of their parts."""
 
     def likeness(name: str) -> float:
-        texts = [name, *re.split("[./]", name)]
+        texts = [name, *name.split(".")]
         return max(
             difflib.SequenceMatcher(None, pattern.lower(), text.lower()).ratio() for text in texts
         )

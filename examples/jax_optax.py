@@ -40,6 +40,7 @@ from jax_shared import (
 )
 
 import cgx_ops.jax
+from cgx_ops import Rules
 
 
 class Perceptron(nnx.Module):
@@ -63,7 +64,9 @@ class Training:
         self.graph, like = nnx.split(nnx.eval_shape(lambda: Perceptron(nnx.Rngs(0))))
         steps = epochs * steps_of_epoch(self.mesh)
         self.optimizer = optax.chain(
-            cgx_ops.jax.average_gradients("data", rules={"bias": 32}, mesh=self.mesh, **knobs),
+            cgx_ops.jax.average_gradients(
+                "data", rules=Rules([("bias", 32)]), mesh=self.mesh, **knobs
+            ),
             optax.sgd(optax.cosine_decay_schedule(LEARNING_RATE, steps), MOMENTUM),
         )
         specs = (P(), cgx_ops.jax.state_specs(self.optimizer, like, "data"))

@@ -31,6 +31,7 @@ from jax_shared import (
 )
 
 import cgx_ops.jax
+from cgx_ops import Rules
 
 Weights = dict[str, Any]
 SPECS = {"hidden": P(None, "model"), "hidden_bias": P("model"), "out": P("model"), "out_bias": P()}
@@ -61,7 +62,7 @@ def train(mesh: jax.sharding.Mesh, bits: int, epochs: int) -> dict[str, Any]:
                    out_specs=(SPECS, SPECS, P()))  # fmt: skip
     def step(weights: Weights, velocity: Weights, images: Any, labels: Any, done: Any) -> Any:
         gradient_of = cgx_ops.jax.value_and_grad(
-            loss_of, "data", bits=bits, rules={"bias": 32}, key=jax.random.key(done)
+            loss_of, "data", bits=bits, rules=Rules([("bias", 32)]), key=jax.random.key(done)
         )
         loss, gradients = gradient_of(weights, images, labels)
         velocity = jax.tree.map(lambda v, g: MOMENTUM * v + g, velocity, gradients)

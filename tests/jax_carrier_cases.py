@@ -11,6 +11,7 @@ import numpy.typing as npt
 import reference
 from jax_cases import normal, seed_of
 
+from cgx_ops import Rules
 from cgx_ops.config import Algorithm
 from cgx_ops.jax import pmean_q, psum_q
 from cgx_ops.jax.primitive import Carrier
@@ -41,7 +42,7 @@ class Case:
         names += ("skip_incomplete_buckets", "minimal_size")
         knobs = {name: getattr(self, name) for name in names}
         # A call that is exact by its own words takes no residual; a leaf of one may be exact.
-        return knobs if self.bits != 32 else {**knobs, "bits": 4, "rules": {".*": 32}}
+        return knobs if self.bits != 32 else {**knobs, "bits": 4, "rules": Rules([("", 32)])}
 
     def inputs(self, devices: int) -> Values:
         """Return each device's values, a row each."""

@@ -96,7 +96,7 @@ def test_its_plan_is_the_bits_in_force() -> None:
     _fed(bits, [SPREAD] * 3)
     plan = bits.plan()
     assert dict(zip(plan.names, plan.bits, strict=True)) == bits.bits
-    assert plan.numels == NUMELS and plan.rules[r"\Aa\Z"] == bits.bits["a"]
+    assert plan.numels == NUMELS and plan.rules.of("a", 2, Config()).bits == bits.bits["a"]
     total = sum(NUMELS)
     assert (
         bits.mean_bits == sum(bits.bits[n] * c for n, c in zip(NAMES, NUMELS, strict=True)) / total

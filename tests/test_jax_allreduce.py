@@ -15,7 +15,7 @@ from jax import export, lax
 from jax_allreduce_cases import AUTO, STEPS, X, check, on_ranks, reduce, seed_on
 from jax_cases import expected, mesh_of, normal, on_mesh, same_bits
 
-from cgx_ops import Communicator
+from cgx_ops import Communicator, Rules
 from cgx_ops.jax import allreduce_q
 
 pytestmark = pytest.mark.timeout(120)
@@ -106,7 +106,7 @@ def test_rules_and_residuals(fuse: bool) -> None:
         def step(residual: Any, _: Any) -> Any:
             total, residual = allreduce_q(
                 jax.tree.map(lambda leaf: leaf[rank], x), comm, algorithm="sra", residual=residual,
-                rules={"bias": 32}, fuse=fuse,
+                rules=Rules([("bias", 32)], exact_vectors=False), fuse=fuse,
             )  # fmt: skip
             return residual, total
 

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax_cases import fetch, same_bits, use_cpu_devices
 from jax_optimizer_cases import mesh_with
 
+from cgx_ops import Rules
 from cgx_ops.jax import (
     deep_gradient,
     diloco,
@@ -49,7 +50,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
         0.01,
         warmup_steps=10,
         weight_decay=0.01,
-        rules={"bias": 32},
+        rules=Rules([("bias", 32)], exact_vectors=False),
         algorithm="sra",
         mesh=mesh,
     ),

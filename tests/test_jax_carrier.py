@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jax_carrier_cases import BF16, CASES, Case
 from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, seed_of, use_cpu_devices
 
-from cgx_ops import Communicator, Config, _native
+from cgx_ops import Communicator, Config, Rules, _native
 from cgx_ops.address import free_address
 from cgx_ops.jax import _runtime, pmean_q, psum_q
 from cgx_ops.jax._calls import call_attributes
@@ -104,7 +104,13 @@ def test_trees(fuse: bool) -> None:
     program = on_mesh(
         mesh_of((8,), ("d",)),
         lambda t: psum_q(
-            t, "d", key=key, algorithm="sra", rules={"bias": 32}, fuse=fuse, carrier="xla"
+            t,
+            "d",
+            key=key,
+            algorithm="sra",
+            rules=Rules([("bias", 32)], exact_vectors=False),
+            fuse=fuse,
+            carrier="xla",
         ),
     )
     sums = program(tree)

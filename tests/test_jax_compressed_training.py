@@ -20,6 +20,7 @@ from jax_cases import Values, fetch, normal, same_bits, use_cpu_devices
 from jax_compressor_cases import KEY, config_of, numpy_result
 from jax_optimizer_cases import mesh_with, program_of
 
+from cgx_ops import Rules
 from cgx_ops.jax import AverageGradientsState, average_gradients, consolidate, state_specs
 
 use_cpu_devices(8)
@@ -33,14 +34,20 @@ TOPK: dict[str, Any] = {"compressor": "topk", "density": 0.05}
 
 # ---- 1. which leaves have error feedback --------------------------------------------------------
 
-RULES = {
-    "bias": 32,
-    "conv": {"compressor": "sign"},
-    "dense": TOPK,
-    "head": {"compressor": "half"},
-    "norm": {"compressor": "levels", "bits": 1},
+RULES = Rules(
+    [
+        ("bias", 32),
+        ("conv", {"compressor": "sign"}),
+        ("dense", TOPK),
+        ("head", {"compressor": "half"}),
+        ("norm", {"compressor": "levels", "bits": 1}),
+    ],
+    exact_vectors=False,
+)
+PARAMS = {
+    name: normal(i, NUMEL)
+    for i, name in enumerate(("bias", "conv", "dense", "head", "norm", "rest"))
 }
-PARAMS = {name: normal(i, NUMEL) for i, name in enumerate((*RULES, "rest"))}
 
 
 def test_by_default_where_it_is_needed() -> None:
@@ -89,11 +96,11 @@ def test_on_request() -> None:
     assert not kept(error_feedback=False, rules=RULES)
     assert not kept(compressor="half")
     assert kept(compressor="half", error_feedback=True) == PARAMS.keys()
-    assert kept(compressor="half", rules={"dense": TOPK}) == {"dense"}
+    assert kept(compressor="half", rules=Rules([("dense", TOPK)], exact_vectors=False)) == {"dense"}
     with pytest.raises(ValueError, match=r"average_gradients: error feedback .*'sign'"):
         kept(rules=RULES, error_feedback=True)
     with pytest.raises(ValueError, match=r"1 bit.*compressor='levels'"):
-        kept(rules={"dense": {"bits": 1}})
+        kept(rules=Rules([("dense", {"bits": 1})], exact_vectors=False))
     assert kept(compressor="levels", bits=1) == PARAMS.keys()
 
 

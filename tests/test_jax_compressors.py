@@ -33,7 +33,7 @@ from jax_cases import (
 from jax_compressor_cases import CASES, CUT, KEPT, KEY, config_of, numpy_result
 
 import cgx_ops.jax
-from cgx_ops import Config
+from cgx_ops import Config, Rules
 from cgx_ops.jax import (
     all_gather_q,
     allreduce_q,
@@ -147,17 +147,20 @@ def test_scatter_and_gather_all_values(name: str) -> None:
 @both_carriers
 @pytest.mark.parametrize("fuse", [True, False])
 def test_leaves_with_compressors_of_their_own(fuse: bool, carrier: Any) -> None:
-    """The first rule that is found counts, alone; some leaves have no residual."""
+    """Each field is of the first rule that sets it; some leaves have no residual."""
     x = {name: normal(83 + i, N, 900) for i, name in enumerate(("bias", "conv", "dense", "other"))}
-    rules = {
-        "bias": 32,
-        "dense": {"compressor": "topk", "density": 0.05},
-        "de|conv": {"compressor": "levels", "bits": 2, "bucket_size": 64},
-    }
+    rules = Rules(
+        [
+            ("bias", 32),
+            ("dense", {"compressor": "topk", "density": 0.05}),
+            ("de|conv", {"compressor": "levels", "bits": 2, "bucket_size": 64}),
+        ],
+        exact_vectors=False,
+    )
     configs = {
         "bias": config_of("uniform", bits=32, algorithm="sra"),
         "conv": config_of("levels", bucket_size=64, algorithm="sra"),
-        "dense": config_of("topk", bucket_size=128, algorithm="sra"),
+        "dense": config_of("topk", bucket_size=64, algorithm="sra"),
         "other": config_of("uniform", bits=3, gather_bits=8, bucket_size=128, algorithm="sra"),
     }
     old = {name: rows / 4 for name, rows in x.items()} | {"other": None}
@@ -182,7 +185,7 @@ def test_leaves_with_compressors_of_their_own(fuse: bool, carrier: Any) -> None:
 
 
 def test_a_rule_compresses_what_the_call_sends_exact() -> None:
-    rules = {"a": {"compressor": "topk", "density": 0.05}, "b": {"bits": 2}}
+    rules = Rules([("a", {"compressor": "topk", "density": 0.05}), ("b", 2)], exact_vectors=False)
     x = {"a": X, "b": OLD, "c": X + OLD}
     sums = run(lambda v: psum_q(v, "d", bits=32, algorithm="sra", rules=rules), x)
     cases: dict[str, dict[str, Any]] = {"a": CASES["topk"], "b": {"bits": 2}, "c": {"bits": 32}}
@@ -195,7 +198,7 @@ def test_a_rule_compresses_what_the_call_sends_exact() -> None:
 def test_a_leaf_that_cannot_be_cut_goes_apart() -> None:
     """One that goes whole to every rank does not take the others along."""
     x = {"a": X, "b": OLD, "c": X + OLD}
-    rules = {"b": CASES["threshold"]}
+    rules = Rules([("b", CASES["threshold"])], exact_vectors=False)
     program = on_mesh(MESH, lambda v: psum_q(v, "d", algorithm="by_hosts", rules=rules))
     assert program.lower(x).as_text().count("stablehlo.custom_call @cgx_psum_q") == 2
     sums = program(x)
@@ -449,7 +452,7 @@ def test_every_device_votes(
 def test_votes_beside_other_leaves(carrier: Any) -> None:
     """A tree whose leaves have compressors of their own, and residuals where there are any."""
     x, old = {"vote": voters(np.float32, 2100), "other": X}, {"vote": None, "other": OLD}
-    rules = {"vote": {"compressor": "sign"}}
+    rules = Rules([("vote", {"compressor": "sign"})], exact_vectors=False)
 
     def reduce(rows: Any, lost: Any) -> Any:
         knobs = {"algorithm": "sra", "carrier": carrier, "rules": rules}

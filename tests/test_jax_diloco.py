@@ -32,6 +32,7 @@ from jax_diloco_cases import (
 )
 from jax_optimizer_cases import mesh_with
 
+from cgx_ops import Rules
 from cgx_ops.jax import diloco
 
 use_cpu_devices(8)
@@ -174,7 +175,7 @@ def test_in_jit_and_inside_shard_map(options: dict[str, Any]) -> None:
 def test_rules_of_senders() -> None:
     """Leaves that a rule, which may be an integer of numpy's, has exact are averaged over all."""
     mesh, w = mesh_with(4), {"a": np.zeros(40, np.float32), "b": np.zeros(40, np.float32)}
-    rules = {"a": np.int64(32), "b": {"density": 0.5}}
+    rules = Rules([("a", 32), ("b", {"density": 0.5})], exact_vectors=False)
     loop = diloco("d", mesh=mesh, **{**SPARSE, "sync_every": 1}, rules=rules)
     own = normal(1, 4, 40)
     params, _ = loop.outer({"a": own, "b": own}, loop.init(w))
@@ -327,7 +328,11 @@ def test_parameters_split_over_another_axis() -> None:
         ({"mean_over": "all"}, "mean_over is 'all'; it must be 'ranks' or 'senders'"),
         ({"mean_over": "senders"}, "mean_over='senders' is of values of which each"),
         (
-            {"mean_over": "senders", "compressor": "topk", "rules": {"a": {"compressor": "half"}}},
+            {
+                "mean_over": "senders",
+                "compressor": "topk",
+                "rules": Rules([("a", {"compressor": "half"})]),
+            },
             "each device sends some",
         ),
         ({"mean_over": "senders", "compressor": "topk", "algorithm": "sra"}, "what is not sent"),

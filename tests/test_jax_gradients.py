@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax_cases import Values, expected, fetch, mesh_of, normal, same_bits, seed_of, use_cpu_devices
 
+from cgx_ops import Rules
 from cgx_ops.jax import compress_grads, psum_q, value_and_grad
 
 use_cpu_devices(8)
@@ -189,7 +190,9 @@ def test_leaves_have_their_own_bits_and_noise(fuse: bool) -> None:
     weights = {"bias": WEIGHTS[:40], "kernel": WEIGHTS[40:]}
 
     def loss(w: Any, row: jax.Array) -> jax.Array:
-        w = compressed(w, key=KEY, bits=2, rules={"bias|norm": 32}, fuse=fuse)
+        w = compressed(
+            w, key=KEY, bits=2, rules=Rules([("bias|norm", 32)], exact_vectors=False), fuse=fuse
+        )
         return linear(w["bias"], row[:40]) + linear(w["kernel"], row[40:])
 
     program: Any = inside(loss)
@@ -392,7 +395,9 @@ def test_rules_and_fusion(check_vma: bool, fuse: bool) -> None:
     def loss(w: Any, row: jax.Array) -> jax.Array:
         return linear(w["layer"]["bias"], row[:40]) + linear(w["layer"]["kernel"], row[40:])
 
-    fun = averaged(loss, rules={"layer/bias": 32, "kernel": 2}, fuse=fuse)
+    fun = averaged(
+        loss, rules=Rules([("layer.bias", 32), ("kernel", 2)], exact_vectors=False), fuse=fuse
+    )
     program: Any = jax.jit(on_rows(fun, check_vma=check_vma))
     got = program(weights, BATCH)[1]["layer"]
     assert same_bits(got["bias"], expected(BATCH[:, :40], bits=32, op="avg"))

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax_cases import fetch, normal, same_bits, use_cpu_devices
 from jax_optimizer_cases import mesh_with, restored
 
+from cgx_ops import Rules
 from cgx_ops.jax import OneBitAdamState, SignumState, consolidate, one_bit_adam, signum, state_specs
 
 use_cpu_devices(8)
@@ -28,7 +29,7 @@ slow = pytest.mark.slow
 STEPS, WARMUP = 50, 10
 SHAPES = {"a": (24, 30), "b": (7, 90), "bias": (20,)}
 WEIGHTS = {name: normal(0, *shape) for name, shape in SHAPES.items()}
-RULES = {"bias": 32}
+RULES = Rules([("bias", 32)], exact_vectors=False)
 
 
 def rows_of(n: int, steps: int = STEPS) -> dict[str, Any]:

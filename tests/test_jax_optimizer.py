@@ -33,6 +33,7 @@ from jax_cases import (
 )
 from launch import mpirun
 
+from cgx_ops import Rules
 from cgx_ops.jax import (
     average_gradients,
     deep_gradient,
@@ -186,7 +187,7 @@ def test_what_is_lost_comes_back(feedback: bool) -> None:
 
 
 def test_one_bit_without_feedback_only() -> None:
-    for knobs in ({"bits": 1}, {"gather_bits": 1}, {"rules": {"kernel": 1}}):
+    for knobs in ({"bits": 1}, {"gather_bits": 1}, {"rules": Rules([("kernel", 1)])}):
         with pytest.raises(ValueError, match=r"'uniform': at 1 bit.*give 2 bits or more"):
             average(**knobs)
         assert average(error_feedback=False, **knobs)
@@ -240,7 +241,7 @@ def test_trees_with_rules_and_dtypes(fuse: bool) -> None:
     params = {
         "bias": WEIGHTS, "half": WEIGHTS.astype(ml_dtypes.bfloat16), "kernel": WEIGHTS,
     }  # fmt: skip
-    optimizer = average(rules={"bias": 32}, fuse=fuse)
+    optimizer = average(rules=Rules([("bias", 32)], exact_vectors=False), fuse=fuse)
     step = program_of(optimizer, params)
     state: Any = optimizer.init(params)
     for row, (mean, residual) in zip(ROWS, oracle(ROWS), strict=True):

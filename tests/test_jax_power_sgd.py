@@ -24,7 +24,7 @@ from jax_optimizer_cases import (
     program_of,
 )
 
-from cgx_ops import low_rank
+from cgx_ops import Rules, low_rank
 from cgx_ops.jax import PowerSGDState, consolidate, power_sgd, state_specs
 
 use_cpu_devices(8)
@@ -116,7 +116,11 @@ KNOBS: dict[str, dict[str, Any]] = {
     "exact": {},
     "16 bits": {"factor_bits": 16},
     "8 bits": {"factor_bits": 8, "key": jax.random.key(1)},
-    "topk": {"compressor": "topk", "density": 0.1, "rules": {"bias": 32}},
+    "topk": {
+        "compressor": "topk",
+        "density": 0.1,
+        "rules": Rules([("bias", 32)], exact_vectors=False),
+    },
 }
 
 
@@ -196,7 +200,14 @@ def matrix_of_all(rows: Any, device: int) -> Any:
 
 def test_all_leaves_as_one_matrix() -> None:
     """Against the reference; the state goes through specs, donation and consolidation."""
-    optimizer = power_sgd("d", rank=2, seed=3, batched=True, mesh=MESH, rules={"bias": 32})
+    optimizer = power_sgd(
+        "d",
+        rank=2,
+        seed=3,
+        batched=True,
+        mesh=MESH,
+        rules=Rules([("bias", 32)], exact_vectors=False),
+    )
     step = program_of(optimizer, WEIGHTS, MESH)
     state: Any = placed(optimizer, WEIGHTS, MESH)
     side = len(matrix_of_all(at(0), 0))

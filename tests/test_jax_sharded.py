@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_cases import mesh_of, use_cpu_devices
 
+from cgx_ops import Rules
 from cgx_ops.jax import pmean_q, psum_scatter_q, value_and_grad
 
 use_cpu_devices(8)
@@ -99,7 +100,11 @@ def test_shared_weights_have_the_bits_of_pmean_q(key: int | None) -> None:
     on = mesh(4, 1)
     params, batch = placed(on, SHARED)
     keys = None if key is None else jax.random.key(key)
-    knobs: dict[str, Any] = {"bits": 4, "rules": {"bias": 32}, "name": "shared"}
+    knobs: dict[str, Any] = {
+        "bits": 4,
+        "rules": Rules([("bias", 32)], exact_vectors=False),
+        "name": "shared",
+    }
 
     def by_hand(params: Any, batch: jax.Array, key: Any) -> Any:
         mine = jax.tree.map(lambda w: lax.pcast(w, "data", to="varying"), params)
@@ -177,7 +182,11 @@ def test_several_arguments_are_one_tree_as_in_a_shard_map() -> None:
     """So equal gradients of two arguments have noise of their own; rules see both alike."""
     on, key = mesh(4, 1), jax.random.key(3)
     both = {"dense": weights()["out"], "exact": weights()["out"]}
-    knobs: dict[str, Any] = {"bits": 2, "key": key, "rules": {"^1/exact$": 32}}
+    knobs: dict[str, Any] = {
+        "bits": 2,
+        "key": key,
+        "rules": Rules([(r"^1\.exact$", 32)], exact_vectors=False),
+    }
 
     def loss(a: Any, b: Any, batch: jax.Array) -> jax.Array:
         total = a["dense"] + a["exact"] + b["dense"] + b["exact"]
@@ -226,9 +235,13 @@ def test_refusals() -> None:
     with pytest.raises(TypeError, match="2 arguments for 1 in_specs"):
         value_and_grad(loss_of, "data", mesh=on, in_specs=(P(),))(params, batch)
     with pytest.raises(ValueError, match="rules with weights that are sharded over the data axes"):
-        value_and_grad(loss_of, "data", mesh=on, in_specs=(FSDP, P("data")), rules={"bias": 32})(
-            params, batch
-        )
+        value_and_grad(
+            loss_of,
+            "data",
+            mesh=on,
+            in_specs=(FSDP, P("data")),
+            rules=Rules([("bias", 32)], exact_vectors=False),
+        )(params, batch)
     with pytest.raises(TypeError, match=r"argnums=\(0, 2\) of a call with 2 positional"):
         value_and_grad(loss_of, "data", (0, 2), in_specs=(SHARED, P("data")), mesh=on)(
             params, batch

@@ -26,6 +26,7 @@ from jax_cases import (
     use_cpu_devices,
 )
 
+from cgx_ops import Rules
 from cgx_ops.jax import all_gather_q, pmean_q, psum_q, psum_scatter_q
 
 use_cpu_devices(8)
@@ -79,7 +80,7 @@ def tree_of(seed: int) -> dict[str, Any]:
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_fused_or_not_the_same_bits(op: str, fuse: bool, check_vma: bool) -> None:
     tree, key = tree_of(0), jax.random.key(5)
-    rules = {"bias|norm": 32, "kernel": 2}
+    rules = Rules([("bias|norm", 32), ("kernel", 2)], exact_vectors=False)
     reduce = psum_q if op == "sum" else pmean_q
     sums = run(
         lambda t: reduce(t, "d", key=key, rules=rules, fuse=fuse, algorithm="sra"), tree,
@@ -139,24 +140,35 @@ def test_vmap_of_a_tree_and_its_gradient(check_vma: bool) -> None:
 
 def test_of_rules_that_name_one_leaf_the_first_counts() -> None:
     x = normal(29, 8, 700)
-    got = run(lambda v: psum_q({"ab": v}, "d", rules={"c": 8, "b": 2, "a": 32}, algorithm="sra"), x)
+    got = run(
+        lambda v: psum_q(
+            {"ab": v},
+            "d",
+            rules=Rules([("c", 8), ("b", 2), ("a", 32)], exact_vectors=False),
+            algorithm="sra",
+        ),
+        x,
+    )
     alone = run(lambda v: psum_q({"ab": v}, "d", bits=2, algorithm="sra"), x)
     assert same_bits(got["ab"], alone["ab"])
 
 
-@pytest.mark.parametrize(
-    ("rules", "kind", "text"),
-    [
-        ({"a": 9}, ValueError, r"rules\['a'\] is 9; rules map regular expressions to bits"),
-        ({"a": "4"}, ValueError, "rules map regular expressions to bits"),
-        ({"*bias": 4}, ValueError, r"the key '\*bias', which is not a regular .*without \*"),
-        ({3: 4}, ValueError, "the key 3, which is not a regular expression"),
-        ([("bias", 4)], TypeError, r"rules is \[\('bias', 4\)\]; it must be a dict"),
-    ],
-)
-def test_bad_rules(rules: Any, kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=f"psum_q: .*{text}"):
-        run(lambda v: psum_q({"a": v}, "d", rules=rules), normal(0, 8, 100))
+def test_vectors_are_exact_where_rules_are_given() -> None:
+    """By default; a call without rules compresses every leaf."""
+    x = {"matrix": normal(29, 8, 30, 20), "vector": normal(30, 8, 600)}
+    got = run(lambda t: psum_q(t, "d", bits=2, rules=Rules(), algorithm="sra"), x)
+    alone = run(lambda t: psum_q(t, "d", bits=2, algorithm="sra"), x)
+    exact = run(lambda t: psum_q(t, "d", bits=32, algorithm="sra"), x)
+    assert same_bits(got["matrix"], alone["matrix"])
+    assert same_bits(got["vector"], exact["vector"])
+    assert not same_bits(got["vector"], alone["vector"])
+
+
+def test_what_is_not_rules() -> None:
+    wrong: list[Any] = [{"bias": 4}, [("bias", 4)], 4]
+    for rules in wrong:
+        with pytest.raises(TypeError, match=r"psum_q: rules is .*; give cgx_ops\.Rules"):
+            run(lambda v, r=rules: psum_q({"a": v}, "d", rules=r), normal(0, 8, 100))
 
 
 # ---- 2. scatter and gather ----------------------------------------------------------------------

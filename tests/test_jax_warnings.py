@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax_cases import mesh_of, use_cpu_devices
 
-from cgx_ops import planner
+from cgx_ops import Rules, planner
 from cgx_ops.jax import (
     allreduce_q,
     average_gradients,
@@ -32,7 +32,7 @@ use_cpu_devices(8)
 
 MESH = mesh_of((4, 2), ("a", "b"))
 WEIGHTS = {"layers": [{"kernel": np.ones((32, 8), np.float32), "bias": np.ones(32, np.float32)}]}
-RULES = {"bias": 32, "Kernal": 32, "0/biases$": 32}
+RULES = Rules([("bias", 32), ("Kernal", 32), ("0.biases$", 32)], exact_vectors=False)
 BATCH = np.ones((8, 8), np.float32)
 
 
@@ -117,15 +117,19 @@ def test_rules_without_a_leaf_are_named_by_outer_loops() -> None:
 
 def check_rules(caller: str, seen: list[warnings.WarningMessage]) -> None:
     begin = f"{caller}: no layer matches "
-    nearest = "the rule has no effect. Nearest names: layers/0/"
+    nearest = "the rule has no effect. Nearest names: layers.0."
     assert [str(each.message) for each in seen] == [
-        f"{begin}'Kernal': {nearest}kernel, layers/0/bias",
-        f"{begin}'0/biases$': {nearest}bias, layers/0/kernel",
+        f"{begin}'Kernal': {nearest}kernel, layers.0.bias",
+        f"{begin}'0.biases$': {nearest}bias, layers.0.kernel",
     ]
 
 
 def test_an_array_without_a_name_has_no_nearest_names() -> None:
-    (seen,) = warned(lambda: allreduce_q(np.ones(50, np.float32), rules={"bias": 32}))
+    (seen,) = warned(
+        lambda: allreduce_q(
+            np.ones(50, np.float32), rules=Rules([("bias", 32)], exact_vectors=False)
+        )
+    )
     assert str(seen.message).endswith("Nearest names: none, the parameters have no names")
 
 
@@ -139,7 +143,9 @@ def test_rules_that_match_are_silent() -> None:
     def step(weights: Any, batch: Any) -> Any:
         own = lax.pcast(weights, ("a", "b"), to="varying")
         gradients = jax.grad(loss_of)(own, batch)
-        optimizer = power_sgd(("a", "b"), rules={"bias": 32}, mesh=MESH)
+        optimizer = power_sgd(
+            ("a", "b"), rules=Rules([("bias", 32)], exact_vectors=False), mesh=MESH
+        )
         updates, _ = optimizer.update(gradients, optimizer.init(weights))
         mean = pmean_q(gradients, ("a", "b"), rules=plan.rules, fuse=plan)
         return optax.apply_updates(updates, mean)

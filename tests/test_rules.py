@@ -1,20 +1,24 @@
-"""cgx_ops.rules: the one language by which parameters get settings of their own."""
+"""cgx_ops.Rules: the one language for settings of parameters by name."""
 
 import fnmatch
+import pickle
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgx_ops import Config, InvalidArgument
-from cgx_ops.rules import EXACT_BITS, Rule, expression_of, overrides
+from cgx_ops import Config, InvalidArgument, Rules
+from cgx_ops.rules import EXACT_BITS, require_rules, rule_of_part
 
+CONFIG = Config(bits=4)
+EXACT = Config(bits=EXACT_BITS)
 # Few letters, so that patterns are often found; those that expressions and globs know.
 NAMES = st.text("ab.1\n", max_size=8)
 PATTERNS = st.text("ab.1*?[]!-^$(+|\\\n", min_size=1, max_size=6)
-OVERRIDES = st.fixed_dictionaries(
+SETTINGS = st.fixed_dictionaries(
     {},
     optional={
         "bits": st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 32]),
@@ -24,82 +28,89 @@ OVERRIDES = st.fixed_dictionaries(
 EXPRESSIONS = st.sampled_from(["a", "b", r"a\.", "^1", "a|b", "1$", "", "never"])
 
 
-def rule(expression: str, **own: Any) -> Rule:
-    return Rule(re.compile(expression), own)
+def own(
+    rules: list[tuple[str, Any]], name: str, *, dimensions: int = 2, config: Config = CONFIG
+) -> dict[str, Any]:
+    return Rules(rules).overrides(name, dimensions, config)
 
 
 # ---- order ---------------------------------------------------------------------------------------
 
 
-def test_the_last_rule_that_sets_a_field_decides_it() -> None:
-    rules = [rule("conv", bits=2, bucket_size=64), rule("conv1", bits=8), rule("fc", bits=1)]
-    assert overrides(rules, "conv1.weight") == {"bits": 8, "bucket_size": 64}
-    assert overrides(rules, "conv2.weight") == {"bits": 2, "bucket_size": 64}
-    assert overrides(rules, "bias") == {}
+def test_the_first_rule_that_sets_a_field_decides_it() -> None:
+    rules: list[tuple[str, Any]] = [
+        ("fc", 1), ("conv1", 8), ("conv", {"bits": 2, "bucket_size": 64}),
+    ]  # fmt: skip
+    assert own(rules, "conv1.weight") == {"bits": 8, "bucket_size": 64}
+    assert own(rules, "conv2.weight") == {"bits": 2, "bucket_size": 64}
+    assert own(rules, "weight") == {}
 
 
-def test_a_compressor_begins_anew() -> None:
-    topk = rule("w", compressor="topk", density=0.1)
-    assert overrides([rule("w", bits=2, bucket_size=8), topk], "w") == {
+def test_a_compressor_ends_the_search_for_its_own_fields() -> None:
+    topk = ("w", {"compressor": "topk", "density": 0.1})
+    assert own([topk, ("w", {"bits": 2, "bucket_size": 8})], "w") == {
         "bucket_size": 8, "compressor": "topk", "density": 0.1,
     }  # fmt: skip
-    assert overrides([topk, rule("w", compressor="topk", value_bits=4)], "w") == {
+    # A rule in front of it sets what it leaves open.
+    assert own([("w", {"value_bits": 4}), topk], "w") == {
         "compressor": "topk", "density": 0.1, "value_bits": 4,
     }  # fmt: skip
-    assert overrides([topk, rule("w", compressor="levels", bits=2)], "w") == {
-        "compressor": "levels", "bits": 2,
-    }  # fmt: skip
-    assert overrides([topk], "w", exact=True) == {**topk.overrides, "bits": EXACT_BITS}
+    levels = ("w", {"compressor": "levels", "bits": 2})
+    assert own([levels, topk], "w") == {"compressor": "levels", "bits": 2}
+    assert own([("w", 32), topk], "w") == {"bits": 32, "compressor": "topk", "density": 0.1}
 
 
-def test_fields_are_for_compressors_that_have_them() -> None:
-    """A rule without a compressor is for parameters whose own has such fields."""
-    assert rule("w", density=0.1).overrides == {"density": 0.1}
-    assert rule("w", bits=1, rounding="nearest").overrides == {"bits": 1, "rounding": "nearest"}
-    for own in ({"density": 0.1, "clip": True}, {"compressor": "topk", "clip": True}):
-        with pytest.raises(InvalidArgument):
-            rule("w", **own)
+def test_to_set_a_compressor_is_to_compress_but_for_vectors() -> None:
+    topk = [("w", {"compressor": "topk"})]
+    assert own(topk, "w") == {"compressor": "topk"}
+    assert own(topk, "w", config=EXACT) == {"compressor": "topk", "bits": 4}
+    assert own(topk, "w", dimensions=1) == {"compressor": "topk", "bits": EXACT_BITS}
+    both = [("w", {"compressor": "levels", "bits": 2})]
+    assert own(both, "w", dimensions=1, config=EXACT) == {"compressor": "levels", "bits": 2}
+    assert Rules(topk).of("w", 2, EXACT) == Config(compressor="topk")
 
 
-@given(st.lists(st.tuples(EXPRESSIONS, OVERRIDES), max_size=6), NAMES, st.booleans())
+@given(st.lists(st.tuples(EXPRESSIONS, SETTINGS), max_size=6), NAMES, st.integers(0, 3))
 def test_every_field_is_decided_by_itself(
-    given_rules: list[tuple[str, dict[str, int]]], name: str, exact: bool
+    rules: list[tuple[str, Mapping[str, int]]], name: str, dimensions: int
 ) -> None:
-    rules = [rule(expression, **own) for expression, own in given_rules]
-    got = overrides(rules, name, exact=exact)
+    got = own(rules, name, dimensions=dimensions)
     for field in ("bits", "bucket_size"):
-        found = [own[field] for e, own in given_rules if field in own and re.search(e, name)]
-        default = EXACT_BITS if exact and field == "bits" else None
-        assert got.get(field) == (found[-1] if found else default)
+        found = [each[field] for e, each in rules if field in each and re.search(e, name)]
+        default = EXACT_BITS if dimensions <= 1 and field == "bits" else None
+        assert got.get(field) == (found[0] if found else default)
     assert got.keys() <= {"bits", "bucket_size"}
 
 
-@given(st.lists(st.tuples(EXPRESSIONS, st.integers(1, 8)), max_size=6), NAMES)
-def test_read_backwards_the_first_that_is_found_decides(
-    given_rules: list[tuple[str, int]], name: str
-) -> None:
-    rules = [rule(expression, bits=bits) for expression, bits in given_rules]
-    first = next((bits for e, bits in given_rules if re.search(e, name)), None)
-    assert overrides(reversed(rules), name).get("bits") == first
+def test_vectors_are_exact_unless_their_bits_are_set() -> None:
+    for dimensions in (0, 1):
+        assert own([], "norm", dimensions=dimensions) == {"bits": EXACT_BITS}
+        assert own([("norm", 8)], "norm", dimensions=dimensions) == {"bits": 8}
+        assert own([("norm", {"bucket_size": 8})], "norm", dimensions=dimensions) == {
+            "bits": EXACT_BITS,
+            "bucket_size": 8,
+        }
+        assert Rules(exact_vectors=False).of("norm", dimensions, CONFIG) == CONFIG
 
 
-def test_rules_win_over_what_is_exact_by_default() -> None:
-    assert overrides([], "norm", exact=True) == {"bits": EXACT_BITS}
-    assert overrides([rule("norm", bits=8)], "norm", exact=True) == {"bits": 8}
-    assert overrides([rule("norm", bucket_size=8)], "norm", exact=True) == {
-        "bits": EXACT_BITS,
-        "bucket_size": 8,
-    }
+def test_rules_in_front_of_others() -> None:
+    rules = Rules([("a", 2)], exact_vectors=False)
+    assert rules.with_first(("a", 8), rule_of_part("b*", bits=1)).rules[2:] == rules.rules
+    assert rules.with_first(("a", 8)).of("a", 1, CONFIG).bits == 8
+    assert rules.with_first(("b", 8)).of("a", 1, CONFIG).bits == 2
+    assert rules == Rules([("a", 2)], exact_vectors=False)  # it has not changed
 
 
 # ---- patterns ------------------------------------------------------------------------------------
 
 
 @given(PATTERNS, NAMES)
-def test_a_pattern_is_a_part_of_the_name_or_a_glob_for_all_of_it(pattern: str, name: str) -> None:
+def test_cgx_has_parts_of_names_and_globs_for_whole_names(pattern: str, name: str) -> None:
     glob = any(c in pattern for c in "*?[")
     want = fnmatch.fnmatchcase(name, pattern) if glob else pattern in name
-    assert Rule(expression_of(pattern), {}).matches(name) == want
+    rule = rule_of_part(pattern, bits=2)
+    assert rule.matches(name) == want
+    assert rule.label == pattern
 
 
 @pytest.mark.parametrize(
@@ -114,38 +125,90 @@ def test_a_pattern_is_a_part_of_the_name_or_a_glob_for_all_of_it(pattern: str, n
         ("b", "", False),
     ],
 )
-def test_patterns(pattern: str, name: str, matches: bool) -> None:
-    assert Rule(expression_of(pattern), {}).matches(name) == matches
+def test_parts_and_globs(pattern: str, name: str, matches: bool) -> None:
+    assert rule_of_part(pattern, bits=2).matches(name) == matches
+
+
+def test_unmatched() -> None:
+    rules = Rules([("conv", 2), ("typo", 3), (r"\.weight$", 4)]).with_first(rule_of_part("b*s"))
+    assert rules.unmatched(["conv.weight"]) == ["b*s", "typo"]
+    assert rules.match("conv.bias") and not rules.match("norm.bias")
 
 
 # ---- what is checked -----------------------------------------------------------------------------
 
 
-def test_values_are_checked_as_config_checks_them() -> None:
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        (9, "the rule 'a': Config.bits is 9"),
+        (True, "bits is True"),
+        (None, "sets bits to None; give a value"),
+        ("auto", "sets bits to 'auto'"),
+        ("four", "bits is 'four'"),
+        (Config(bits=4), "bits is Config"),
+        ({"bits": 0}, "bits is 0"),
+        ({"bucket_size": 0}, "bucket_size is 0"),
+        ({"compressor": "lz4"}, "compressor is 'lz4'; it must be one of"),
+        ({"density": 1.5}, "density is 1.5; it must be"),
+        ({"compressor": "levels", "density": 0.1}, "belongs to topk"),
+        ({"compressor": "levels", "bits": 7}, "from 1 to 4, or 32"),
+        ({"density": 0.1, "rotation": 32}, "does not have"),
+        (
+            {"typo": 1, "seed": 2},
+            "sets seed, typo, which rules cannot set; accepted: bits, bucket_size",
+        ),
+        ({"algorithm": "ring"}, "sets algorithm"),
+    ],
+)
+def test_wrong_settings(what: Any, says: str) -> None:
+    with pytest.raises(InvalidArgument, match=says):
+        Rules([("a", what)])
+
+
+@pytest.mark.parametrize("pattern", ["*.weight", "(", 3, None])
+def test_patterns_that_are_not_regular_expressions(pattern: Any) -> None:
+    says = re.escape(f"the pattern {pattern!r} of a rule is not a regular expression")
+    with pytest.raises(InvalidArgument, match=says):
+        Rules([(pattern, 4)])
+
+
+@pytest.mark.parametrize("rules", [{"bias": 32}, "bias", 4, [("bias",)], ["bi"], [4]])
+def test_what_is_not_pairs(rules: Any) -> None:
+    with pytest.raises(TypeError, match=r"give pairs: Rules\(\[|not a pair .* Rules\(\["):
+        Rules(rules)
+
+
+def test_what_is_not_rules() -> None:
+    with pytest.raises(TypeError, match=r"f: rules is \{'a': 4\}; give cgx_ops.Rules\(\["):
+        require_rules({"a": 4}, "f: ")
+    with pytest.raises(TypeError, match="exact_vectors is 1; it must be True or False"):
+        Rules(exact_vectors=1)  # type: ignore[arg-type]
+
+
+def test_settings_that_exclude_each_other() -> None:
+    rules = Rules([("head.proj", 8), ("head", {"compressor": "levels"})])
+    says = "rules 'head.proj', 'head' for parameter 'head.proj.weight': .*from 1 to 4"
+    with pytest.raises(InvalidArgument, match=says):
+        rules.of("head.proj.weight", 2, CONFIG)
+    with pytest.raises(InvalidArgument, match=r"the rule 'a': .*does not have"):
+        Rules([("a", {"density": 0.1})]).configs(CONFIG)
+
+
+def test_values_are_plain_and_rules_equal_hashable_and_picklable() -> None:
     class Four:  # an integer of some library
         def __index__(self) -> int:
             return 4
 
-    assert type(rule("a", bits=Four()).overrides["bits"]) is int
-    bad: list[tuple[str, Any]] = [("bits", 9), ("bits", None), ("bits", True), ("bucket_size", 0)]
-    for field, value in bad:
-        with pytest.raises(InvalidArgument) as refused:
-            rule("a", **{field: value})
-        with pytest.raises(InvalidArgument) as by_config:
-            Config(**{field: value})
-        assert str(refused.value) == str(by_config.value)
-
-
-@pytest.mark.parametrize("field", ["algorithm", "seed", "offset", "typo"])
-def test_fields_that_no_segment_has_are_refused(field: str) -> None:
-    with pytest.raises(TypeError, match=field):
-        rule("a", **{field: 1})
-
-
-def test_what_a_rule_was_made_of_may_change() -> None:
-    own = {"bits": 4}
-    made = Rule(re.compile("a"), own)
-    own["bits"] = 99
-    assert overrides([made], "a") == {"bits": 4}
-    overrides([made], "a")["bits"] = 5
-    assert overrides([made], "a") == {"bits": 4}
+    settings: dict[str, Any] = {"bits": Four()}
+    rules = Rules([("a", settings)])
+    settings["bits"] = 99
+    assert rules.overrides("a", 2, CONFIG) == {"bits": 4}
+    assert type(rules.overrides("a", 2, CONFIG)["bits"]) is int
+    rules.overrides("a", 2, CONFIG)["bits"] = 5
+    same = Rules([("a", 4)])
+    assert (rules, hash(rules)) == (same, hash(same)) and rules != Rules([("a", 4)] * 2)
+    assert pickle.loads(pickle.dumps(rules)) == rules
+    assert eval(repr(rules), {"Rules": Rules}) == rules
+    with pytest.raises(AttributeError):
+        rules.exact_vectors = False  # type: ignore[misc]

@@ -1,18 +1,17 @@
 """cgx_ops.torch.layers: which layers travel in how many bits."""
 
-import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import nn
 
 import cgx_ops.torch as torch_cgx
-from cgx_ops import Config, InvalidArgument, Segment
+from cgx_ops import Config, InvalidArgument, Rules, Segment
 from cgx_ops.call import with_segment
 from cgx_ops.torch import layers
-from cgx_ops.torch.layers import Layer, Rule, Rules, layer_name
+from cgx_ops.torch.layers import Layer, layer_name, segments_of
 
 CONFIG = Config(bits=4, bucket_size=512)
 
@@ -24,7 +23,7 @@ def _forget() -> Iterator[None]:
 
 
 def bits(rules: Rules, name: str, dimensions: int = 2) -> int:
-    return rules.of(Layer(name, dimensions, 1000), CONFIG).decided_bits
+    return rules.of(name, dimensions, CONFIG).decided_bits
 
 
 @pytest.mark.parametrize(
@@ -41,30 +40,25 @@ def bits(rules: Rules, name: str, dimensions: int = 2) -> int:
         ("BN", "bn.weight", False),
     ],
 )
-def test_patterns(pattern: str, name: str, matches: bool) -> None:
-    assert Rule(pattern).matches(name) == matches
+def test_patterns_of_cgx(pattern: str, name: str, matches: bool) -> None:
+    torch_cgx.exclude_layer(pattern)
+    assert layers.process_rules().match(name) == matches
 
 
-def test_vectors_are_exact_unless_named() -> None:
-    assert bits(Rules(), "w") == 4
-    assert bits(Rules(), "b", dimensions=1) == 32
-    assert bits(Rules(), "scale", dimensions=0) == 32
-    assert bits(Rules(exact_vectors=False), "b", dimensions=1) == 4
-    assert bits(Rules([Rule("b", bits=8)]), "b", dimensions=1) == 8
-    assert bits(Rules([Rule("b", bucket_size=8)]), "b", dimensions=1) == 32
-
-
-def test_later_rules_win() -> None:
-    rules = Rules([Rule("conv", bits=2, bucket_size=64), Rule("conv1", bits=8)])
-    assert rules.of(Layer("conv1.weight", 4, 1000), CONFIG) == Config(bits=8, bucket_size=64)
-    rules.exclude("conv")
-    assert bits(rules, "conv1.weight") == 32
+def test_the_last_call_of_cgx_decides() -> None:
+    torch_cgx.set_quantization_bits("conv", 2)
+    torch_cgx.set_quantization_bucket_size("conv", 64)
+    torch_cgx.set_quantization_bits("conv1", 8)
+    found = layers.process_rules().of("conv1.weight", 4, CONFIG)
+    assert found == Config(bits=8, bucket_size=64)
+    torch_cgx.exclude_layer("conv")
+    assert bits(layers.process_rules(), "conv1.weight") == 32
 
 
 def test_segments_lie_where_the_layers_do() -> None:
     found = [Layer("a", 2, 100), Layer("b", 1, 10), Layer("c", 3, 7)]
-    rules = Rules([Rule("c", bits=1, bucket_size=16)])
-    assert rules.segments(found, [0, 100, 128]) == [
+    rules = Rules([("c", {"bits": 1, "bucket_size": 16})])
+    assert segments_of(rules, found, [0, 100, 128], CONFIG) == [
         Segment(0, 100),
         Segment(100, 10, bits=32),
         Segment(128, 7, bits=1, bucket_size=16),
@@ -74,10 +68,10 @@ def test_segments_lie_where_the_layers_do() -> None:
 def test_a_layer_has_a_compressor_of_its_own() -> None:
     rules = Rules(
         [
-            Rule("emb", compressor="topk", density=0.05, bucket_size=4096),
-            Rule("emb.weight", value_bits=8),
-            Rule("head", compressor="levels", bits=2),
-            Rule("head.proj", compressor="sign"),
+            ("emb.weight", {"value_bits": 8}),
+            ("emb", {"compressor": "topk", "density": 0.05, "bucket_size": 4096}),
+            ("head.proj", {"compressor": "sign"}),
+            ("head", {"compressor": "levels", "bits": 2}),
         ]
     )
     base = Config(bits=8, bucket_size=128, rounding="stochastic", minimal_size=20)
@@ -90,11 +84,11 @@ def test_a_layer_has_a_compressor_of_its_own() -> None:
         "other": base,
     }.items():
         layer = Layer(name, 2, 1000)
-        assert rules.of(layer, base) == own
-        assert with_segment(base, rules.segments([layer], [0])[0]) == own
+        assert rules.of(name, 2, base) == own
+        assert with_segment(base, segments_of(rules, [layer], [0], base)[0]) == own
     # A compressor alone leaves vectors exact, also under feedback that was asked for.
     for config in (base, Config(bits=2, compressor="levels", error_feedback=True)):
-        own = rules.of(Layer("emb.bias", 1, 1000), config)
+        own = rules.of("emb.bias", 1, config)
         assert (own.bits, own.compressor, own.keeps_residuals) == (32, "topk", False)
 
 
@@ -113,30 +107,19 @@ def test_torch_compile_changes_no_names() -> None:
     assert layers.process_rules().unmatched(names) == []
 
 
-def test_rules_pickle() -> None:
-    rules = Rules([Rule("a*", bits=2), Rule("b", bucket_size=3)], exact_vectors=False)
-    again = pickle.loads(pickle.dumps(rules))
-    assert (again.rules, again.exact_vectors) == (rules.rules, False)
-
-
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("call", "words"),
     [
-        ({"pattern": ""}, "part of a layer's name"),
-        ({"pattern": "a", "bits": 9}, "bits is 9"),
-        ({"pattern": "a", "bits": 0}, "bits is 0"),
-        ({"pattern": "a", "bucket_size": 0}, "bucket_size is 0"),
-        ({"pattern": "a", "compressor": "lz4"}, "compressor is 'lz4'; it must be one of"),
-        ({"pattern": "a", "density": 0.0}, "density is 0.0; it must be"),
-        ({"pattern": "a", "density": 1.5}, "density is 1.5; it must be"),
-        ({"pattern": "a", "compressor": "levels", "density": 0.1}, "belongs to topk"),
-        ({"pattern": "a", "compressor": "levels", "bits": 7}, "from 1 to 4, or 32"),
-        ({"pattern": "a", "density": 0.1, "rotation": 32}, "does not have"),
+        (lambda: torch_cgx.exclude_layer(""), "exclude_layer: .* part of a layer's name"),
+        (lambda: torch_cgx.set_quantization_bits("a", 9), "bits is 9"),
+        (lambda: torch_cgx.set_quantization_bits("a", 0), "bits is 0"),
+        (lambda: torch_cgx.set_quantization_bucket_size("a", 0), "bucket_size is 0"),
     ],
 )
-def test_bad_rules_are_refused(options: dict[str, object], words: str) -> None:
+def test_bad_arguments_of_cgx(call: Callable[[], None], words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
-        Rule(**options)  # type: ignore[arg-type]
+        call()
+    assert not layers.process_rules()
 
 
 # ---- CGX's names ---------------------------------------------------------------------------------
@@ -152,9 +135,9 @@ def test_the_readmes_script_runs() -> None:
     rules = layers.process_rules()
     assert bits(rules, "2.weight") == 8
     assert bits(rules, "2.bias") == 32
-    assert rules.of(Layer("0.weight", 4, 216), CONFIG).bucket_size == 128
+    assert rules.of("0.weight", 4, CONFIG).bucket_size == 128
     torch_cgx.forget_models()
-    assert bits(rules, "2.weight") == 4
+    assert bits(layers.process_rules(), "2.weight") == 4
 
 
 def test_mistakes_are_named() -> None:
@@ -190,7 +173,7 @@ def test_rules_of_the_process_need_not_match_in_every_model() -> None:
             layers.check_model([Layer("generator.weight", 2, 12)], layers.process_rules())
     torch_cgx.forget_models()
     with pytest.warns(UserWarning, match="no layer matches 'critic'"):
-        layers.check_model([Layer("generator.weight", 2, 12)], Rules([Rule("critic", bits=2)]))
+        layers.check_model([Layer("generator.weight", 2, 12)], Rules([("critic", 2)]))
 
 
 def test_a_rule_without_a_layer_is_told_once_and_from_where() -> None:
@@ -236,10 +219,13 @@ def test_import_defines_the_names_of_torch_cgx() -> None:
 
 def test_patterns_keep_their_dots_and_lose_wrappers() -> None:
     """A leading dot separates parts; a wrapper alone would match every layer."""
-    assert not Rule(".bias", bits=2).matches("bias_proj.weight")
-    assert Rule(".bias", bits=2).matches("head.bias")
+    torch_cgx.exclude_layer(".bias")
+    assert not layers.process_rules().match("bias_proj.weight")
+    assert layers.process_rules().match("head.bias")
     for pattern in ("0._checkpoint_wrapped_module.up.*", "0.up.*", "0._orig_mod.up"):
-        assert Rule(pattern, bits=2).matches("0.up.weight"), pattern
+        torch_cgx.forget_models()
+        torch_cgx.exclude_layer(pattern)
+        assert layers.process_rules().match("0.up.weight"), pattern
     for pattern in ("_checkpoint_wrapped_module", "_orig_mod."):
         with pytest.raises(InvalidArgument, match="names a wrapper of torch"):
-            Rule(pattern, bits=2)
+            torch_cgx.exclude_layer(pattern)

@@ -23,7 +23,7 @@ from cgx_ops.comm import Communicator
 from cgx_ops.config import Algorithm, Compressor, Config
 from cgx_ops.errors import Closed, PeerFailed
 from cgx_ops.jax import _compat, _runtime
-from cgx_ops.jax.knobs import Rules, checked_knobs, refuse_idle_residual, refuse_on_gpus
+from cgx_ops.jax.knobs import checked_knobs, refuse_idle_residual, refuse_on_gpus
 from cgx_ops.jax.primitive import (
     Carrier,
     Settings,
@@ -34,6 +34,7 @@ from cgx_ops.jax.primitive import (
 )
 from cgx_ops.jax.trees import reduce_tree
 from cgx_ops.planner import Plan
+from cgx_ops.rules import Rules
 
 # Of all calls that the user gave none: a sequence of their own on each communicator. Python calls
 # without a name (cgx_ops.allreduce) have another, since JAX runs behind Python.
@@ -112,7 +113,7 @@ def allreduce_q(
         rotation: so many values of a bucket, a power of two, are rotated by a Hadamard matrix
           before they are encoded; None: none.
         clip: "ternary" clips values at 2.5 times their bucket's root mean square.
-        rules: bits, or a compressor, by leaf, as in `psum_q`.
+        rules: settings of leaves by their paths, as in `psum_q`.
         fuse: one message for all leaves of a dtype. False: one for each leaf. A
           cgx_ops.planner.Plan: one for each of its groups.
         carrier: "native"; "xla" needs a mesh.

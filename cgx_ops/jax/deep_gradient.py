@@ -21,7 +21,7 @@ import numpy as np
 
 from cgx_ops.config import Config
 from cgx_ops.deep_gradient import Method, checked_config, is_sparse, sparse_knobs
-from cgx_ops.jax.knobs import Rules, checked_knobs, name_of_leaf
+from cgx_ops.jax.knobs import checked_knobs, name_of_leaf
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups, require_own_messages
 from cgx_ops.jax.optimizer_state import (
     DeepGradientState,
@@ -34,7 +34,7 @@ from cgx_ops.jax.optimizer_state import (
 from cgx_ops.jax.primitive import Carrier
 from cgx_ops.jax.psum import reduce_over
 from cgx_ops.jax.trees import checked_leaf
-from cgx_ops.rules import EXACT_BITS
+from cgx_ops.rules import EXACT_BITS, Rules
 
 if TYPE_CHECKING:
     import optax
@@ -84,7 +84,7 @@ def deep_gradient(
         compressor: "topk", or "threshold", which is faster and sends about as many.
         value_bits: of the values that are sent: 1-8, 16, 32; None: 32 (exact).
         minimal_size: leaves of fewer than max(16, minimal_size) elements are averaged exactly.
-        rules: as of `psum_q`: 32 (exact), or a dict of compressor, density and value_bits.
+        rules: as of `psum_q`: bits 32 (exact), compressor, density and value_bits.
         dense_axis: axes over which gradients are averaged exactly first, such as that of the
           devices of a host: they have one v and u in common.
         carrier: as of `psum_q`.
@@ -112,7 +112,7 @@ def deep_gradient(
 
     def own_of(path: Any, leaf: Any) -> Config | None:
         """Return how a leaf is sent; None: exact."""
-        own, numel = checked.config_of(path), int(np.prod(jnp.shape(leaf)))
+        own, numel = checked.config_of(path, leaf), int(np.prod(jnp.shape(leaf)))
         if own is checked.config and jnp.ndim(leaf) <= 1:
             return None
         return own if is_sparse(name_of_leaf(path), own, numel) else None
@@ -174,7 +174,10 @@ def deep_gradient(
             }
             whole = {n for n in owed if own[n]["density"] >= 1}
             zeros = {n: None if n in whole else jnp.zeros_like(c) for n, c in owed.items()}
-            by_leaf = {rf"\A{re.escape(n)}\Z": EXACT_BITS if n in whole else own[n] for n in owed}
+            pairs = [(n, EXACT_BITS if n in whole else _given(own[n])) for n in owed]
+            by_leaf = Rules(
+                ((rf"\A{re.escape(n)}\Z", what) for n, what in pairs), exact_vectors=False
+            )
             # Little of a large tree is sent: one message.
             got, lost = reduced(
                 owed, zeros, groups.axes, "sparse",
@@ -197,6 +200,11 @@ def deep_gradient(
         return averages, DeepGradientState(state.step + 1, u, residual)
 
     return optax.GradientTransformation(init, update)
+
+
+def _given(knobs: dict[str, Any]) -> dict[str, Any]:
+    """Return the knobs that are not left to the compressor."""
+    return {knob: value for knob, value in knobs.items() if value is not None}
 
 
 class _Leaf(NamedTuple):

@@ -88,8 +88,8 @@ def diloco(
         param_specs: the PartitionSpecs of one device's parameters over other axes of the mesh, a
           tree like them; None: P() for all.
         **knobs: every other keyword of `psum_q` but residual, such as bits, compressor="levels" and
-          rules={"bias|norm": 32}. algorithm="auto" is "by_hosts" whatever the size, as in torch,
-          and "one_shot" for "senders".
+          rules=Rules([("bias|norm", 32)]). algorithm="auto" is "by_hosts" whatever the size, as in
+          torch, and "one_shot" for "senders".
 
     Raises:
         ImportError: optax is not installed.

@@ -7,7 +7,6 @@
 """
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,8 +82,7 @@ def _members(structure: Any, fragments: int) -> list[frozenset[int]]:
     if not structure.num_leaves:
         return [frozenset()] * fragments
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(places)]
-    # "blocks/3/kernel" is of the layer "blocks.3".
-    names = [name_of_leaf(path).replace("/", ".") for path in paths]
+    names = [name_of_leaf(path) for path in paths]  # "blocks.3.kernel" is of the layer "blocks.3"
     return [frozenset(members) for members in strided(names, fragments)]
 
 
@@ -124,16 +122,16 @@ class Method:
     def kept(self, tree: Any) -> Any:
         """Return a tree with None in place of the leaves that have no residual."""
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf if self.keeps(self.checked.config_of(path)) else None, tree
+            lambda path, leaf: leaf if self.keeps(self.checked.config_of(path, leaf)) else None,
+            tree,
         )
 
     def settings(self) -> dict[str, Any]:
         """Return what all processes must have alike, but for what programs say."""
         checked = self.checked
-        rules = {rule.expression.pattern: config.text for rule, config in checked.rules}
         return {
             "knobs": checked.config.text,
-            "rules": rules,
+            "rules": repr(checked.rules),
             "carrier": checked.carrier,
             "a key": checked.key is not None,
             "error_feedback": self.error_feedback,
@@ -190,7 +188,7 @@ class Method:
         mean, lost = reduce_over(CALLER, delta, own, axes, "avg", name=name, **knobs)
 
         def places(path: Any, d: jax.Array, e: jax.Array | None, kept: Any) -> jax.Array | None:
-            config = self.checked.config_of(path)
+            config = self.checked.config_of(path, d)
             small = d.size < max(_native.SMALLEST_COMPRESSED, config.minimal_size)
             if e is None or small or config.bits == EXACT_BITS:
                 return None
@@ -200,7 +198,9 @@ class Method:
             return (~is_whole).astype(jnp.float32)
 
         sent = jax.tree_util.tree_map_with_path(places, delta, own, lost)
-        ones = {**knobs, "value_bits": 1, "rules": _with_one_bit(knobs.get("rules"))}
+        ones = {**knobs, "value_bits": 1}
+        if (rules := knobs.get("rules")) is not None:  # all values are 1
+            ones["rules"] = rules.with_first(("", {"value_bits": 1}))
         count, _ = reduce_over(CALLER, sent, None, axes, "sum", name=f"{name}/sent", **ones)
         devices = mesh_groups(CALLER, axes).size
 
@@ -221,11 +221,3 @@ class Method:
             return a.astype(p.dtype)[None]
 
         return vary_tree(jax.tree.map(mixed, params, anchor), axes), anchor, outer
-
-
-def _with_one_bit(rules: Any) -> Any:
-    """Return rules by which values travel in one bit: all of them are 1."""
-    return rules and {
-        pattern: {**own, "value_bits": 1} if isinstance(own, Mapping) else own
-        for pattern, own in rules.items()
-    }

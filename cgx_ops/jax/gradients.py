@@ -131,7 +131,7 @@ def value_and_grad(
         argnums: which arguments to differentiate, as of jax.value_and_grad. Each is a pytree of
           float32, float16 or bfloat16. Weights that differ between devices all get the mean of
           their gradients. Gradients of several arguments travel as one tree, the tuple of them; so
-          for rules a leaf's path begins with its place in argnums, such as "0/kernel".
+          for rules a leaf's path begins with its place in argnums, such as "0.kernel".
         has_aux: whether fun returns a pair, of which only the first is differentiated.
         in_specs: how each argument is sharded, a PartitionSpec or a tree of them (a prefix of the
           argument's tree): outside a shard_map. Weights may be sharded over the data axes too,
@@ -143,8 +143,8 @@ def value_and_grad(
         mesh: of in_specs; None: that of jax.set_mesh.
         key: a PRNG key, as of `psum_q`: give another in every step. None: rounds to nearest.
         name: of the collective, as of `psum_q`.
-        **knobs: every other keyword of `psum_q` but residual, such as bits, rules={"bias": 32} and
-          fuse.
+        **knobs: every other keyword of `psum_q` but residual, such as bits, fuse and
+          rules=Rules([("bias", 32)]).
 
     Returns:
         A function with fun's arguments. It returns (value, gradients), or ((value, aux), gradients)

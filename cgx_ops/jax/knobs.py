@@ -6,7 +6,6 @@
 3. what cannot be: a compressor that this collective cannot send, residuals that would not converge
 """
 
-import re
 from collections.abc import Hashable, Iterable, Mapping
 from ctypes import byref
 from dataclasses import dataclass, replace
@@ -16,13 +15,12 @@ import jax
 
 from cgx_ops import _native
 from cgx_ops.config import AUTO, Config
+from cgx_ops.errors import InvalidArgument
 from cgx_ops.jax import _compat
 from cgx_ops.jax._keys import check_key
 from cgx_ops.jax.primitive import Carrier, Verb
 from cgx_ops.planner import Plan
-from cgx_ops.rules import EXACT_BITS, Rule, warn_of_unmatched
-
-Rules = Mapping[str, int | Mapping[str, Any]]
+from cgx_ops.rules import EXACT_BITS, Rules, require_rules
 
 _COMPRESSORS: dict[str, dict[str, Any]] = {row["name"]: row for row in _native.COMPRESSORS}
 # How values are rounded is said by the key.
@@ -42,7 +40,7 @@ class Knobs:
         config: what the core knows.
         key: a PRNG key or None.
         name: the user's, or "".
-        rules: with the config of the leaves that it is for; the first that is found counts.
+        rules: settings of leaves by their paths; None: there are none, not for vectors either.
         fuse: whether all leaves of a dtype are one message; or a plan of who shares one.
         carrier: who moves the bytes.
     """
@@ -51,34 +49,33 @@ class Knobs:
     config: Config
     key: jax.Array | None
     name: str
-    rules: list[tuple[Rule, Config]]
+    rules: Rules | None
     fuse: bool | Plan
     carrier: Carrier
 
     @property
     def configs(self) -> list[Config]:
-        """The call's config, and those of the rules."""
-        return [self.config, *(config for _, config in self.rules)]
+        """Return the call's config, and what each rule makes of it."""
+        return _configs(self.caller, self.config, self.rules, self.key)
 
-    def config_of(self, path: Any) -> Config:
-        """Return how a leaf travels, by its path in the tree."""
-        name = name_of_leaf(path)
-        return next((config for rule, config in self.rules if rule.matches(name)), self.config)
+    def config_of(self, path: Any, leaf: Any) -> Config:
+        """Return how a leaf is sent, by its path in the tree and its shape."""
+        if self.rules is None:
+            return self.config
+        dimensions = len(jax.numpy.shape(leaf))
+        found = self.rules.of(name_of_leaf(path), dimensions, self.config)
+        return _rounded(self.caller, found, self.key)
 
     def warn_of_unmatched(self, tree: Any) -> None:
         """Warn, once, of each rule that is for no leaf of a tree, the whole one of the user."""
-        if not self.rules:
-            return
-        names = [name_of_leaf(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-        unmatched = [
-            rule.expression.pattern for rule, _ in self.rules if not any(map(rule.matches, names))
-        ]
-        warn_of_unmatched(unmatched, names, f"{self.caller}: ")
+        if self.rules:
+            names = [name_of_leaf(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+            self.rules.warn_of_unmatched(names, f"{self.caller}: ")
 
 
 def name_of_leaf(path: Any) -> str:
-    """Return the name by which rules and plans know a leaf: its path, as in "layers/0/bias"."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    """Return the name of a leaf in rules and plans: its path, as in "layers.0.bias"."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def checked_knobs(
@@ -117,12 +114,8 @@ def checked_knobs(
             f"{caller}: bits are part of the compiled program, so 'auto' must be decided before: "
             "bits=cgx_ops.bits_for(cgx_ops.init(), numel), with the values of a message"
         )
-    base = Config(**knobs)
-    by_path = _checked_rules(caller, base, rules or {})
-    checked = Knobs(
-        caller, _rounded(caller, base, key), key, name,
-        [(rule, _rounded(caller, config, key)) for rule, config in by_path], fuse, carrier,
-    )  # fmt: skip
+    config = _rounded(caller, Config(**knobs), key)
+    checked = Knobs(caller, config, key, name, _checked_rules(caller, rules), fuse, carrier)
     for config in checked.configs:
         _require_way(caller, config, verb)
     return checked
@@ -137,55 +130,27 @@ def _require_static(caller: str, knobs: Mapping[str, Any]) -> None:
             )
 
 
-def _checked_rules(caller: str, base: Config, rules: Rules) -> list[tuple[Rule, Config]]:
-    checked = []
-    if not isinstance(rules, Mapping):
-        raise TypeError(
-            f"{caller}: rules is {rules!r}; it must be a dict from regular expressions to bits, or "
-            "to a dict of knobs, such as {'bias|norm': 32}"
-        )
-    for pattern, given in rules.items():
-        expression = _compiled(caller, pattern)
-        own = dict(given) if isinstance(given, Mapping) else {"bits": given}
-        _require_static(caller, {f"rules[{pattern!r}]": given, **own})
-        try:
-            if "rounding" in own:
-                raise TypeError("the key says how values are rounded")
-            _require_bits(own.get("compressor", base.compressor), own.get("bits", EXACT_BITS))
-            # The compressor is the call's unless the rule has one, and to have one is to compress.
-            defaults: dict[str, Any] = {"compressor": base.compressor}
-            if base.bits == EXACT_BITS and "compressor" in own:
-                defaults["bits"] = Config().bits
-            rule = Rule(expression, {**defaults, **own})
-            config = base.with_own(**rule.overrides)
-        except (ValueError, TypeError) as error:
+def _checked_rules(caller: str, rules: Rules | None) -> Rules | None:
+    if rules is None:
+        return None
+    for rule in require_rules(rules, f"{caller}: ").rules:
+        if "rounding" in dict(rule.settings):
             raise ValueError(
-                f"{caller}: rules[{pattern!r}] is {given!r}; rules map regular expressions to "
-                "bits, 1 to 8 or 32, or to a dict of knobs, such as {'compressor': 'topk', "
-                f"'density': 0.01}}: {error}"
-            ) from None
-        checked.append((rule, config))
-    return checked
+                f"{caller}: the rule '{rule.label}' sets rounding; the key says how values are "
+                "rounded: leave it out"
+            )
+    return rules
 
 
-def _compiled(caller: str, pattern: Any) -> re.Pattern[str]:
+def _configs(
+    caller: str, config: Config, rules: Rules | None, key: jax.Array | None
+) -> list[Config]:
+    if rules is None:
+        return [config]
     try:
-        return re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise ValueError(
-            f"{caller}: rules has the key {pattern!r}, which is not a regular expression "
-            f"({error}). It is searched for in a leaf's path: a part of the path will do, without *"
-        ) from None
-
-
-def _require_bits(compressor: Any, bits: Any) -> None:
-    """Refuse bits, the default's too, for a compressor that has a width of its own."""
-    own_width = compressor in _COMPRESSORS and _COMPRESSORS[compressor]["bits"] == [0, 0]
-    if own_width and bits != EXACT_BITS:
-        raise ValueError(
-            f"compressor={compressor!r} has no bits to choose. Give 32 (exact), or another "
-            f"compressor: {{'compressor': 'uniform', 'bits': {bits}}}"
-        )
+        return [_rounded(caller, each, key) for each in rules.configs(config)]
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{caller}: {error}") from None
 
 
 # ---- 2. rounding ---------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from cgx_ops.config import Algorithm, Config
 from cgx_ops.errors import require_integer, require_share
-from cgx_ops.jax.knobs import Rules, check_feedback, checked_knobs, is_vote, keeps_by_default
+from cgx_ops.jax.knobs import check_feedback, checked_knobs, is_vote, keeps_by_default
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.optimizer_state import (
     Mesh,
@@ -32,7 +32,7 @@ from cgx_ops.jax.optimizer_state import (
 from cgx_ops.jax.primitive import Carrier
 from cgx_ops.jax.psum import reduce_over
 from cgx_ops.jax.trees import checked_leaf
-from cgx_ops.rules import EXACT_BITS
+from cgx_ops.rules import EXACT_BITS, Rules
 
 if TYPE_CHECKING:
     import optax
@@ -85,7 +85,7 @@ def one_bit_adam(
         name: of the collectives, as of `psum_q`.
         mesh: of the shard_map, as of `average_gradients`.
         bits: of the momentum, as of `psum_q`; None, and no compressor: compressor "levels" with 1.
-        rules: as of `psum_q`, for the momentum. Give biases and norms 32.
+        rules: as of `psum_q`, for the momentum. Send biases and norms exact by `Rules()`.
         **knobs: every other keyword of `psum_q` but residual.
 
     Returns:
@@ -125,7 +125,7 @@ def one_bit_adam(
     def init(params: Any) -> OneBitAdamState:
 
         def kept(path: Any, leaf: Any) -> Any:
-            keep = keeps(checked.config_of(path))
+            keep = keeps(checked.config_of(path, leaf))
             return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32) if keep else None
 
         by_path = jax.tree_util.tree_map_with_path
@@ -143,7 +143,7 @@ def one_bit_adam(
         checked.warn_of_unmatched(gradients)
         residual = jax.tree_util.tree_map_with_path(
             lambda path, g, e: own_residual(
-                caller, path, g, e, keeps=keeps(checked.config_of(path))
+                caller, path, g, e, keeps=keeps(checked.config_of(path, g))
             ),
             gradients, state.residual,
         )  # fmt: skip

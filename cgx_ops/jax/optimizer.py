@@ -79,7 +79,7 @@ def average_gradients(
         mesh: of the shard_map. Only `init` outside of it asks for it, to know how many devices the
           axis has; None: that of `jax.set_mesh`.
         **knobs: every other keyword of `psum_q` but residual, such as bits, compressor="topk" and
-          rules={"bias|norm": 32}.
+          rules=Rules([("bias|norm", 32)]).
 
     Returns:
         An optax.GradientTransformation, whose state is an `AverageGradientsState`.
@@ -109,7 +109,7 @@ def average_gradients(
     def init(params: Any) -> AverageGradientsState:
         step = jnp.zeros((), jnp.int32)
         kept = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf if keeps(checked.config_of(path)) else None, params
+            lambda path, leaf: leaf if keeps(checked.config_of(path, leaf)) else None, params
         )
         return AverageGradientsState(step, zero_residuals(caller, kept, axis_name, mesh))
 
@@ -124,7 +124,7 @@ def average_gradients(
         residual = state.residual
 
         def own_of(path: Any, update: jax.Array, old: jax.Array | None) -> jax.Array | None:
-            config = checked.config_of(path)
+            config = checked.config_of(path, update)
             must = keeps(config) and config.bits != EXACT_BITS
             own = own_residual(caller, path, update, old, keeps=must)
             return None if own is None else _kept_in(update.dtype, own)

@@ -24,7 +24,7 @@ from cgx_ops import low_rank
 from cgx_ops.config import Config
 from cgx_ops.errors import require_integer
 from cgx_ops.jax import _compat
-from cgx_ops.jax.knobs import Rules, check_feedback, checked_knobs, keeps_by_default, name_of_leaf
+from cgx_ops.jax.knobs import check_feedback, checked_knobs, keeps_by_default, name_of_leaf
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.optimizer_state import (
     Mesh,
@@ -36,7 +36,7 @@ from cgx_ops.jax.optimizer_state import (
 )
 from cgx_ops.jax.psum import reduce_over
 from cgx_ops.jax.trees import checked_leaf
-from cgx_ops.rules import EXACT_BITS
+from cgx_ops.rules import EXACT_BITS, Rules
 
 if TYPE_CHECKING:
     import optax
@@ -105,7 +105,7 @@ def power_sgd(
         mesh: of the shard_map, as of `average_gradients`.
         bits: of leaves that are not factored, as of `psum_q`; None: 32, exact, unless a compressor
           is given.
-        rules: as of `psum_q`; what one is for is not factored.
+        rules: as of `psum_q`. A leaf that a rule matches is not factored.
         **knobs: every other keyword of `psum_q` but residual and fuse.
 
     Returns:
@@ -130,6 +130,8 @@ def power_sgd(
     knobs = {"bits": bits, "key": key, "name": name, **knobs}
     checked = checked_knobs(_CALLER, rules=rules, **knobs)
 
+    own_rules = Rules(exact_vectors=False) if rules is None else rules
+
     def keeps(config: Config) -> bool:
         return error_feedback and config.bits != EXACT_BITS and keeps_by_default(config)
 
@@ -138,14 +140,14 @@ def power_sgd(
 
     def rank_in(path: Any, leaf: Any) -> int:
         """Return the columns of a leaf's own factors; 0: it has none."""
-        if batched or any(rule.matches(name_of_leaf(path)) for rule, _ in checked.rules):
+        if batched or (checked.rules is not None and checked.rules.match(name_of_leaf(path))):
             return 0
         return low_rank.rank_of(*_matrix_of(jnp.shape(leaf)), rank, rate)
 
     def keeps_of(path: Any, leaf: Any) -> bool:
         """Tell whether what is lost of a leaf is kept."""
         factored = batched or rank_in(path, leaf)
-        return error_feedback if factored else keeps(checked.config_of(path))
+        return error_feedback if factored else keeps(checked.config_of(path, leaf))
 
     def all_in_one(numel: int) -> tuple[int, int]:
         """Return the side of the matrix of all leaves, and the columns of its factors."""
@@ -221,7 +223,7 @@ def power_sgd(
             matrices = [m.drawn(jax.random.fold_in(drawn_from, i)) for i, m in enumerate(matrices)]
         noise = None if key is None else jax.random.fold_in(key, state.step)
 
-        def averaged(x: dict[str, Any], residual: Any, message: str, own: Rules) -> Any:
+        def averaged(x: dict[str, Any], residual: Any, message: str, own: Rules | None) -> Any:
             called = f"{name}/{message}" if name else ""
             drawn = None if noise is None else jax.random.fold_in(noise, "pq".find(message) + 1)
             return reduce_over(
@@ -231,12 +233,12 @@ def power_sgd(
 
         def exact(_: Any) -> Any:
             whole = {leaf.name: leaf.x for leaf in leaves}
-            means, _lost = averaged(whole, None, "exact", {"": EXACT_BITS})
+            means, _lost = averaged(whole, None, "exact", Rules([("", EXACT_BITS)]))
             kept = [leaf.residual for leaf in leaves]
             return [means[leaf.name] for leaf in leaves], [m.q for m in matrices], kept
 
         def factored(_: Any) -> Any:
-            return _step(leaves, matrices, how, dict(rules or {}), averaged)
+            return _step(leaves, matrices, how, own_rules, averaged)
 
         if start:
             means, qs, lost = jax.lax.cond(state.step < start, exact, factored, None)
@@ -330,12 +332,12 @@ def _leaves(
 
 
 def _step(
-    leaves: list[_Leaf], matrices: list[_Matrix], how: Any, rules: dict[str, Any], averaged: Any
+    leaves: list[_Leaf], matrices: list[_Matrix], how: Any, rules: Rules, averaged: Any
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Return each leaf's average, what each matrix begins the next step with, and residuals."""
     factored = {leaf.name for matrix in matrices for leaf in matrix.leaves}
     others = {leaf.name: leaf for leaf in leaves if leaf.name not in factored}
-    rules = {rf"\A{re.escape(matrix.name)}\Z": how for matrix in matrices} | rules
+    rules = rules.with_first(*((rf"\A{re.escape(matrix.name)}\Z", how) for matrix in matrices))
     values = {matrix.name: matrix.values() for matrix in matrices}
     bases = {matrix.name: _orthogonalized(matrix.q) for matrix in matrices}
     message = {name: _product(values[name], basis) for name, basis in bases.items()}

@@ -9,11 +9,12 @@ import jax
 from cgx_ops._warnings import warn_once
 from cgx_ops.config import Algorithm, Compressor
 from cgx_ops.jax import _compat
-from cgx_ops.jax.knobs import Rules, checked_knobs, refuse_idle_residual
+from cgx_ops.jax.knobs import checked_knobs, refuse_idle_residual
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.primitive import Carrier
 from cgx_ops.jax.trees import reduce_tree
 from cgx_ops.planner import Plan
+from cgx_ops.rules import Rules
 
 
 def psum_q(
@@ -80,10 +81,9 @@ def psum_q(
         rotation: so many values of a bucket, a power of two, are rotated by a Hadamard matrix
           before they are encoded; None: none.
         clip: "ternary" clips values at 2.5 times their bucket's root mean square.
-        rules: how leaves travel otherwise: the first of these regular expressions that is found in
-          the leaf's path, such as "layers/0/bias", gives its bits, or a dict of its own bits,
-          bucket_size, gather_bits, compressor, density, value_bits, rotation and clip.
-          {"bias|norm": 32, "dense": {"compressor": "topk", "density": 0.01}} keeps some exact.
+        rules: `cgx_ops.Rules`, settings of leaves by their paths, such as "layers.0.bias". None:
+          every leaf is sent as the other arguments say. With rules, leaves of at most one
+          dimension are sent exact unless a rule sets their bits (`exact_vectors`).
         fuse: leaves of a dtype share messages of about 4 MiB of values, the last leaves first; each
           travels while the leaves of others are computed. Less than 8 MiB are one message. False:
           one for each leaf. A cgx_ops.planner.Plan: one for each of its groups (and dtype); the

@@ -134,7 +134,7 @@ def reduce_tree(
     leaves = []
     for place, (path, given) in enumerate(paths_and_leaves):
         leaf, old = checked_leaf(caller, path, given), residuals[place]
-        config = knobs.config_of(path)
+        config = knobs.config_of(path, leaf)
         if old is not None:  # the sum of both varies over the axes of both
             leaf, old = (vary(y, _compat.varying_axes(z)) for y, z in ((leaf, old), (old, leaf)))
             check_feedback(f"{caller}: x{jax.tree_util.keystr(path)}", config)

@@ -17,6 +17,7 @@ from cgx_ops.config import EXACT_BITS, Config
 from cgx_ops.errors import InvalidArgument, MismatchError, require_integer
 from cgx_ops.planner.model import Costs
 from cgx_ops.planner.partition import partition
+from cgx_ops.rules import Rules
 
 _FORMAT = "cgx_ops plan 1"
 _NAME = "cgx_ops.planner.plan"
@@ -122,10 +123,10 @@ class Plan:
         return [i for group in self.groups for i in group]
 
     @property
-    def rules(self) -> dict[str, int]:
-        """The bits of each tensor, as rules by name of cgx_ops.jax (psum_q(rules=...))."""
+    def rules(self) -> Rules:
+        """The bits of each tensor, as rules."""
         named = zip(self.names, self.bits, strict=True)
-        return {rf"\A{re.escape(name)}\Z": bits for name, bits in named}
+        return Rules((rf"\A{re.escape(name)}\Z", bits) for name, bits in named)
 
     # ---- A file ----------------------------------------------------------------------------------
 

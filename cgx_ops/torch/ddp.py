@@ -30,7 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ops import Config
+from cgx_ops import Config, Rules
 from cgx_ops.config import AUTO
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner import AdaptiveBits
@@ -49,7 +49,6 @@ from cgx_ops.torch.ddp_power_sgd import (
     power_sgd_hook,
 )
 from cgx_ops.torch.ddp_state import HookState, check_carrier
-from cgx_ops.torch.layers import Rules
 
 __all__ = [
     "CommHookType",
@@ -89,8 +88,8 @@ class QuantizedAllreduceState(HookState):
             "auto" is "by_hosts" here: what a layer becomes must not depend on the other layers in
             its bucket, since DistributedDataParallel makes its buckets anew after the first step,
             and after each restart.
-        rules: which layers travel otherwise; None: those that cgx_ops.torch.exclude_layer() and its
-            like set. Parameters of one dimension are exact unless a rule names them.
+        rules: cgx_ops.Rules, settings of layers by name. None: the rules of the process, which
+            cgx_ops.torch.exclude_layer() and its like set.
         carrier: "native", cgx_ops' own transports: the group is one of the backend "cgx", or, under
             mpirun, of any backend and all ranks in MPI's order. "c10d": torch's own collectives,
             over any group; CPU tensors only. Same bits either way for one algorithm.

@@ -16,16 +16,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ops import Config, Segment, _native, bits_for
+from cgx_ops import Config, Rules, Segment, _native, bits_for
 from cgx_ops.call import call_seed, with_segment
 from cgx_ops.errors import InvalidArgument
-from cgx_ops.torch import backend, ddp_models, layers
+from cgx_ops.rules import EXACT_BITS
+from cgx_ops.torch import backend, ddp_models
 from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.adaptation import Adaptation
 from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.ddp_state import HookState, by_hosts, ranks_of, rules_of
 from cgx_ops.torch.ddp_unused import nothing, unused_kept
-from cgx_ops.torch.layers import Layer, Rules
+from cgx_ops.torch.layers import Layer, segments_of
 from cgx_ops.torch.work import DTYPES, devices
 
 _log = logging.getLogger(__name__)
@@ -236,7 +237,7 @@ def layout_of(
         InvalidArgument: rules or residuals need names of layers, and they are not known.
     """
     if seen.config is None:
-        whole = Segment(0, bucket.buffer().numel(), bits=layers.EXACT_BITS)
+        whole = Segment(0, bucket.buffer().numel(), bits=EXACT_BITS)
         return Layout(state.config, [whole], [0], None, nothing)
     rules = rules_of(state)
     if rules and not any(layer.name for layer in seen.layers):
@@ -245,7 +246,7 @@ def layout_of(
             "cgx_ops.torch before DistributedDataParallel(model)"
         )
     config = for_any_bucket(seen.config, rules)
-    segments = given = rules.segments(seen.layers, seen.offsets)
+    segments = given = segments_of(rules, seen.layers, seen.offsets, config)
     if adaptation:
         adaptation.begin(state.communicator(), seen.step, config)
         segments = adaptation.segments(seen.layers, given)
@@ -281,7 +282,7 @@ def for_any_bucket(config: Config, rules: Rules) -> Config:
 
     Where one layer cannot be cut, its bucket cannot: then none is.
     """
-    used = {config.compressor, *(rule.compressor for rule in rules.rules)}
+    used = {each.compressor for each in rules.configs(config)}
     if config.algorithm == "by_hosts" and used & _UNCUT:
         return replace(config, algorithm="one_shot")
     return config

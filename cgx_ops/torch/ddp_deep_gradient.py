@@ -31,6 +31,7 @@ from cgx_ops.torch.ddp_deep_gradient_hosts import Hosts, hosts_of
 from cgx_ops.torch.ddp_deep_gradient_state import DeepGradientState
 from cgx_ops.torch.ddp_state import rules_of
 from cgx_ops.torch.ddp_unused import nothing, unused_kept
+from cgx_ops.torch.layers import segments_of
 from cgx_ops.torch.work import failed
 
 _HOOK = "deep_gradient_hook"
@@ -197,7 +198,7 @@ class _Exchange:
         config = Config(bits=EXACT_BITS) if seen.config is None else seen.config
         if config.bits != EXACT_BITS:
             checked_config(config)
-        segments = rules_of(state).segments(seen.layers, seen.offsets)
+        segments = segments_of(rules_of(state), seen.layers, seen.offsets, config)
         lost = torch.zeros_like(self.message)
         found = []
         for layer, place in zip(seen.layers, segments, strict=True):

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cgx_ops import Config
+from cgx_ops import Config, Rules
 from cgx_ops.deep_gradient import Method, checked_config
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.log import Tensors
 from cgx_ops.torch.ddp_state import HookState
-from cgx_ops.torch.layers import Layer, Rules
+from cgx_ops.torch.layers import Layer
 from cgx_ops.torch.reports import report_start
 from cgx_ops.torch.residuals import Residuals
 
@@ -47,8 +47,8 @@ class DeepGradientState(HookState):
             "hierarchical", where ranks of a host add their gradients up, exact, and hosts send to
             each other; "auto" and "by_hosts", whichever of them fits the hosts. A layer's values
             are always chosen from all of it.
-        rules: what layers have of their own: bits=32 (exact), compressor, density, value_bits;
-            None: the rules of the process. Parameters of one dimension are exact.
+        rules: cgx_ops.Rules of bits=32 (exact), compressor, density and value_bits. None: the
+            rules of the process.
         carrier: who moves the bytes, "native" or "c10d", as of QuantizedAllreduceState.
         steps: backward passes so far.
         momenta: u by layer, float32: a rank's own where the layer is sparse, else the average's.

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cgx_ops import Config
+from cgx_ops import Config, Rules
 from cgx_ops.errors import CgxError, InvalidArgument, MismatchError
 from cgx_ops.planner import Plan
 from cgx_ops.rules import EXACT_BITS
@@ -29,7 +29,7 @@ from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.ddp_bucket import Layout, Seen, layout_of, look_at, refuse, require_state
 from cgx_ops.torch.ddp_state import HookState, refuse_auto
-from cgx_ops.torch.layers import Rules, layer_name
+from cgx_ops.torch.layers import layer_name
 from cgx_ops.torch.work import future_of, start_apart
 
 _HOOK = "planned_allreduce_hook"

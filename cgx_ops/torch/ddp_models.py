@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from cgx_ops import Rules
 from cgx_ops.torch import _compat, layers
 from cgx_ops.torch.ddp_state import HookState
-from cgx_ops.torch.layers import Layer, Rules, named_layers
+from cgx_ops.torch.layers import Layer, named_layers
 
 
 @dataclass

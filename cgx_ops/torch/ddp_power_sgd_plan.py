@@ -21,6 +21,7 @@ from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.ddp_bucket import Seen, for_any_bucket
 from cgx_ops.torch.ddp_power_sgd_state import PowerSGDState, bucket_name
 from cgx_ops.torch.ddp_state import rules_of
+from cgx_ops.torch.layers import segments_of
 from cgx_ops.torch.low_rank import Form
 
 # ---- 1. the plan ---------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def plan_of(state: PowerSGDState, seen: Seen, bucket: GradBucket, batched: bool)
     rules = rules_of(state)
     follows_from = (
         batched, seen.layers, seen.offsets, [g.stride() for g in seen.gradients], seen.config,
-        list(rules.rules), rules.exact_vectors, state.matrix_approximation_rank,
+        rules, state.matrix_approximation_rank,
         state.min_compression_rate, state.batch_tensors_with_same_shape, state.factor_bits,
     )  # fmt: skip
     plan = state.plans.get(bucket.index())
@@ -91,7 +92,7 @@ def _found(state: PowerSGDState, seen: Seen, follows_from: tuple[Any, ...]) -> P
     ps = [math.prod(form.p_shape) for form in forms]
     starts = _starts([*ps, *(sizes[i] for i in others)])
     segments = [Segment(at, numel, **how) for at, numel in zip(starts, ps, strict=False)]
-    segments += rules.segments([seen.layers[i] for i in others], starts[len(ps) :])
+    segments += segments_of(rules, [seen.layers[i] for i in others], starts[len(ps) :], config)
     places = [*(None for _ in ps), *range(len(others))]
     config_of_q, qs = config.with_own(**how), [math.prod(form.q_shape) for form in forms]
     of_q = [(Segment(at, n), None) for at, n in zip(_starts(qs), qs, strict=True)]
@@ -127,13 +128,13 @@ def _one_matrix(state: PowerSGDState, seen: Seen) -> Form:
 def _matrices(state: PowerSGDState, seen: Seen) -> list[Form]:
     """Return the layers that are factored, those of one shape behind each other."""
     by_shape: dict[tuple[int, int, int], list[int]] = {}
-    rules = rules_of(state).rules
+    rules = rules_of(state)
     for i, (layer, gradient) in enumerate(zip(seen.layers, seen.gradients, strict=True)):
         rows, columns = _rows_and_columns(gradient)
         rank = low_rank.rank_of(
             rows, columns, state.matrix_approximation_rank, state.min_compression_rate
         )
-        if rank and not any(rule.matches(layer.name) for rule in rules):
+        if rank and not rules.match(layer.name):
             by_shape.setdefault((rows, columns, rank), []).append(i)
     forms = []
     for (rows, columns, rank), alike in by_shape.items():

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cgx_ops import Config, low_rank
+from cgx_ops import Config, Rules, low_rank
 from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.log import Tensors
 from cgx_ops.torch.ddp_state import HookState, refuse_auto
-from cgx_ops.torch.layers import Layer, Rules
+from cgx_ops.torch.layers import Layer
 from cgx_ops.torch.reports import report_start
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class PowerSGDState(HookState):
         config: how tensors travel that are not factored; their error feedback is that of
             QuantizedAllreduceState, but with feedback="torch". Its algorithm is also that of P and
             Q.
-        rules: layers that one names travel as it says, and are not factored; None: the rules of the
+        rules: cgx_ops.Rules. A layer that a rule matches is not factored. None: the rules of the
             process.
         feedback: what a rank's residual is. "local": its matrix without what its own Q made of it,
             so that over all ranks gradients and old residuals are the average (as a sum) and the

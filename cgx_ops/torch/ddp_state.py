@@ -4,7 +4,6 @@ Ranks, Config, rules, steps and residuals; checkpoints of them; who moves the by
 """
 
 import contextlib
-import copy
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ops import Communicator, Config, Segment
+from cgx_ops import Communicator, Config, Rules, Segment
 from cgx_ops.config import AUTO
 from cgx_ops.errors import InvalidArgument
+from cgx_ops.rules import require_rules
 from cgx_ops.torch import layers
 from cgx_ops.torch._compat import group_or_default
 from cgx_ops.torch.carried import Carrier
 from cgx_ops.torch.groups import communicator_of
-from cgx_ops.torch.layers import Layer, Rules
+from cgx_ops.torch.layers import Layer, segments_of
 from cgx_ops.torch.loaded import require_layers
 from cgx_ops.torch.reports import report_layers
 from cgx_ops.torch.residuals import Residuals
@@ -41,7 +41,7 @@ class HookState:
         kept: the names of what goes into checkpoints.
         process_group: whose ranks average; None: the default group.
         config: how values travel.
-        rules: which layers travel otherwise; None: those of the process.
+        rules: settings of layers by name; None: those of the process.
         carrier: who moves the bytes, "native" or "c10d".
         steps: backward passes so far.
         residuals: what was lost so far, by layer, in units of this rank's gradients.
@@ -66,13 +66,11 @@ class HookState:
                 f"config is {config!r}; give cgx_ops.Config(bits=, bucket_size=, minimal_size=); "
                 "minimal_size is CGXState's layer_min_size"
             )
-        if rules is not None and not isinstance(rules, Rules):
-            raise InvalidArgument(f"rules is {rules!r}; give layers.Rules([...])")
         config = by_hosts(config)
         check_carrier(carrier, config)
         self.process_group = process_group
         self.config = config
-        self.rules = rules
+        self.rules = None if rules is None else require_rules(rules)
         self.carrier = carrier
         self.steps = 0
         self.residuals = Residuals()
@@ -99,11 +97,11 @@ class HookState:
         """Return what state_dict() does, of whichever group."""
         saved = {"residuals": self.residuals.saved(*self.place, per_rank=self.keeps_residuals())}
         named = {name: getattr(self, name) for name in self.kept}
-        return named | saved | {"rules": copy.deepcopy(self.rules)}
+        return named | saved
 
     def report(self, found: Sequence[Layer]) -> None:
         """Log that training starts, and how the layers of a model travel."""
-        segments = rules_of(self).segments(found, [0] * len(found))
+        segments = segments_of(rules_of(self), found, [0] * len(found), self.config)
         names = [layer.name for layer in found]
         report_layers(
             (id(self), "DDP"), "DDP", self.process_group, self.config, names, segments, self.carrier
@@ -113,8 +111,7 @@ class HookState:
         """Tell whether any layer may have a residual."""
         if self.residuals.tensors or self.config.keeps_residuals:
             return True
-        own = (layers.translated(rule).overrides for rule in rules_of(self).rules)
-        return any(self.config.with_own(**each).keeps_residuals for each in own)
+        return any(config.keeps_residuals for config in rules_of(self).configs(self.config))
 
     def consolidate(self) -> None:
         """Make the residuals the mean over the ranks, equal everywhere. Collective.
@@ -169,7 +166,7 @@ class HookState:
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return attributes from what was saved."""
         residuals = Residuals.restored(saved["residuals"])
-        return saved | {"residuals": residuals, "rules": copy.deepcopy(saved["rules"])}
+        return saved | {"residuals": residuals}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is saved, for pickles."""

@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ops import Config, Segment
+from cgx_ops import Config, Rules, Segment
 from cgx_ops.planner import AdaptiveBits, Plan
 from cgx_ops.planner.adaptive import Sample
-from cgx_ops.rules import EXACT_BITS
+from cgx_ops.rules import EXACT_BITS, Rule
 from cgx_ops.torch import _compat, backend, ddp, ddp_models, layers
 from cgx_ops.torch._compat import group_or_default
 from cgx_ops.torch.averager import Average
@@ -37,7 +37,7 @@ def register() -> None:
     """Notice every DistributedDataParallel from now on. Once per process."""
     register_module_module_registration_hook(_on_registration)
     planned = [AdaptiveBits, Sample, Plan]
-    saved = [Residuals, Factors, Average, layers.Rules, layers.Rule, Config, *planned]
+    saved = [Residuals, Factors, Average, Rules, Rule, Config, *planned]
     torch.serialization.add_safe_globals([*saved, *(getattr(ddp, name) for name in ddp.__all__)])
 
 

@@ -13,14 +13,14 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from cgx_ops import Config, Segment
+from cgx_ops import Config, Rules, Segment
 from cgx_ops.call import call_seed
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.ddp_bucket import for_any_bucket, residuals_of
 from cgx_ops.torch.ddp_state import HookState, refuse_auto
-from cgx_ops.torch.layers import Layer, Rules
+from cgx_ops.torch.layers import Layer, segments_of
 from cgx_ops.torch.sent import Sent
 from cgx_ops.torch.work import DTYPES, devices
 
@@ -152,7 +152,7 @@ class Exchange(HookState):
         assert rules is not None
         config = for_any_bucket(self.config, rules)
         found = [Layer(n, x.dim(), x.numel()) for n, x in zip(names, tensors, strict=True)]
-        segments = rules.segments(found, starts[:-1])
+        segments = segments_of(rules, found, starts[:-1], config)
         # A copy becomes what is lost; what is kept decays only with it.
         kept = residuals_of(self.caller, self, config, found, segments, tensors)
         lost = None

@@ -36,18 +36,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from cgx_ops import Config
+from cgx_ops import Config, Rules
 from cgx_ops.call import Op, with_segment
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner import AdaptiveBits
-from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch import _compat, layers
+from cgx_ops.rules import EXACT_BITS, require_rules
+from cgx_ops.torch import _compat
 from cgx_ops.torch.fsdp_block import Block, rows_of
 from cgx_ops.torch.fsdp_feedback import LOCO as LOCO
 from cgx_ops.torch.fsdp_feedback import Feedback
 from cgx_ops.torch.fsdp_state import State
 from cgx_ops.torch.groups import communicator_of
-from cgx_ops.torch.layers import Layer, Rule, Rules, layer_name
+from cgx_ops.torch.layers import Layer, layer_name
 from cgx_ops.torch.reports import report_layers
 from cgx_ops.torch.work import or_refuse, start
 
@@ -58,18 +58,12 @@ WEIGHTS = Config(bits=8, bucket_size=1024, rounding="shift")
 _OPS: dict[str, Op] = {"SUM": "sum", "AVG": "avg", "PREMUL_SUM": "sum"}
 
 
-def one_dimensional(name: str, shape: torch.Size) -> bool:
-    """Tell whether a parameter has at most one dimension, as biases and norms have."""
-    return len(shape) <= 1
-
-
 def compress(
     model: nn.Module,
     gradients: Config | None = GRADIENTS,
     weights: Config | None = None,
     *,
-    exact: Callable[[str, torch.Size], bool] = one_dimensional,
-    rules: Sequence[Rule] = (),
+    rules: Rules | None = None,
     feedback: Feedback | None = None,
     adaptive: AdaptiveBits | None = None,
 ) -> State:
@@ -86,15 +80,14 @@ def compress(
             gather_bits, intra_bits and communicator_type counts; "threshold" cannot be cut.
         weights: how they travel to be gathered; `WEIGHTS` for QSDP's; None: exact. Rounding to
             nearest biases training: use "shift" or "stochastic".
-        exact: exact(name, shape) tells which parameters travel exact in either direction, by their
-            names in `model` and the shapes of the whole parameters. Equal on all ranks.
-        rules: a list of cgx_ops.torch.layers.Rule: settings of parameters by name, in both
-            directions but for one that is None. Later rules win, and all win over `exact`. Equal on
-            all ranks. Those of exclude_layer() and its like are for DistributedDataParallel alone.
+        rules: cgx_ops.Rules: settings of parameters by their names in `model`, in each direction
+            that is not None. None: Rules(), by which parameters of at most one dimension are sent
+            exact. Equal on all ranks. Rules of exclude_layer() apply to DistributedDataParallel
+            alone.
         feedback: how residuals of gradients are kept, such as `LOCO`. None: Feedback(), where
             gradients.keeps_residuals says that there are any. On the CPU only.
         adaptive: a planner.AdaptiveBits has the bits of each parameter's gradient follow it, at the
-            error of gradients.bits; those that `exact` or a rule speaks of stay. Measured on the
+            error of gradients.bits; those whose bits follow from `rules` keep them. Measured on the
             host. Where all ranks share all shards only.
 
     Returns:
@@ -105,13 +98,12 @@ def compress(
         InvalidArgument (a ValueError): no module is wrapped, or one is only replicated; a process
             group has no communicator of cgx_ops; feedback for gradients that travel exact, or with
             which it does not converge. ValueError: a module shards its parameters over several
-            meshes. TypeError: gradients or weights is not a Config, or rules is no list of Rule.
+            meshes. TypeError: gradients or weights is not a Config, or rules is not a Rules.
     """
     for role, config in (("gradients", gradients), ("weights", weights)):
         if not isinstance(config, Config | None):
             raise TypeError(f"{role} is {config!r}; it must be a cgx_ops.Config or None")
-    if not isinstance(rules, Sequence) or not all(isinstance(rule, Rule) for rule in rules):
-        raise TypeError(f"rules is {rules!r}; it must be a list of cgx_ops.torch.layers.Rule")
+    gathered = reduced = Rules() if rules is None else require_rules(rules)
     names = {module: layer_name(name) for name, module in model.named_modules()}
     wrapped = {name: module for module, name in names.items() if isinstance(module, FSDPModule)}
     if not wrapped:
@@ -119,21 +111,18 @@ def compress(
             f"no module of this {type(model).__name__} is an FSDPModule: call "
             "torch.distributed.fsdp.fully_shard before compress"
         )
-    gathered_by_name = reduced_by_name = [layers.translated(rule) for rule in rules]
     every = model.named_parameters(remove_duplicate=False)
     known = [layer_name(name) for name, _ in every]
-    Rules(rules).warn_of_unmatched(known)
+    gathered.warn_of_unmatched(known)
     if gradients is None and weights is not None:
         # Ours all the same: a reduction tells that weights were used, and need new noise.
-        gradients, reduced_by_name = Config(bits=EXACT_BITS), []
+        gradients, reduced = Config(bits=EXACT_BITS), Rules()
     if feedback is not None:
         if gradients is None:
             raise InvalidArgument("feedback is given, and gradients travel exact: leave it out")
         gradients = replace(gradients, error_feedback=True)  # refuses what does not converge
-    elif gradients is not None:
-        own = (gradients.with_own(**rule.overrides) for rule in reduced_by_name)
-        if any(each.keeps_residuals for each in (gradients, *own)):
-            feedback = Feedback()
+    elif gradients and any(each.keeps_residuals for each in reduced.configs(gradients)):
+        feedback = Feedback()
     if adaptive is not None:
         if gradients is None or gradients.bits == EXACT_BITS:
             raise InvalidArgument(
@@ -151,7 +140,7 @@ def compress(
     state.modules = {name for name, _ in groups.values()}
     reducing: list[Block] = []
     for group, (name, module) in groups.items():
-        block = functools.partial(Block, name, group, names, exact)
+        block = functools.partial(Block, name, group, names)
         gather: Any
         reduce: Any
         if any(parameter.trainable for parameter in _compat.fsdp_parameters(group)):
@@ -159,9 +148,9 @@ def compress(
         state.everywhere &= _compat.fsdp_mesh_size(group) == dist.get_world_size()
         gather, reduce = map(_plain, _compat.fsdp_communications(group))
         if weights is not None:
-            gather = _AllGather(block(gathered_by_name), weights, state, gather)
+            gather = _AllGather(block(gathered, weights), weights, state, gather)
         if gradients is not None:
-            reducing.append(block(reduced_by_name))
+            reducing.append(block(reduced, gradients))
             reduce = _ReduceScatter(reducing[-1], gradients, state, reduce)
             reduce.before_first = functools.cache(functools.partial(_report, reducing, gradients))
         module.set_custom_all_gather(gather)

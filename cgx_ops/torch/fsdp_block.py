@@ -5,15 +5,14 @@
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from cgx_ops import Segment
-from cgx_ops import rules as language
+from cgx_ops import Config, Rules, Segment
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch import _compat
 from cgx_ops.torch.groups import communicator_of
@@ -73,11 +72,11 @@ class Block:
         name: str,
         group: Any,
         names: dict[nn.Module, str],
-        exact: Callable[[str, torch.Size], bool],
-        rules: list[language.Rule],
+        rules: Rules,
+        config: Config,
     ) -> None:
         self.name, self._group, self._names = name, group, names
-        self._exact, self._rules = exact, rules
+        self._rules, self._config = rules, config
         self._warned: set[str] = set()
         ranks = _compat.fsdp_shard_group(group)
         if ranks is None:
@@ -136,7 +135,7 @@ class Block:
         segments, offset = [], 0
         for p in parameters:
             name = self._name_of(p)
-            own = language.overrides(self._rules, name, exact=self._exact(name, p.shape))
+            own = self._rules.overrides(name, len(p.shape), self._config)
             segments.append(Segment(offset, p.numel, **own))
             offset += p.numel
         if offset == numel:

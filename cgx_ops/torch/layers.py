@@ -1,28 +1,26 @@
 """How each layer of a model travels: in how many bits, by which compressor.
 
-  1. Rules: by name, by dimension; what the DDP hook asks for every parameter of a bucket
-  2. CGX's names, which change the Rules of this process: register_model, exclude_layer,
+  1. the names of layers without torch's wrappers, and the segments that Rules make of layers
+  2. CGX's functions, which change the Rules of this process: register_model, exclude_layer,
      set_quantization_bits, set_quantization_bucket_size
 
-A rule needs no list of layers. Registering one lets mistakes be told: a pattern that no layer has,
-a layer of another size. What a rule means is said in cgx_ops/rules.py.
+Rules need no list of layers. Registering one reports mistakes: a pattern that matches no layer, a
+layer of another size.
 """
 
-import functools
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ops import Config, Segment
-from cgx_ops import rules as language
+from cgx_ops import Config, Rules, Segment
 from cgx_ops._warnings import warn_once
-from cgx_ops.config import Compressor, Rounding
+from cgx_ops.config import EXACT_BITS
 from cgx_ops.errors import InvalidArgument
-from cgx_ops.rules import EXACT_BITS
+from cgx_ops.rules import rule_of_part
 
 # How wrappers hold the module that they wrap: torch.compile, checkpoint_wrapper, FSDP1.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -72,123 +70,20 @@ class Layer:
     numel: int
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What a pattern sets; None leaves it as it is.
-
-        Rule("embedding*", compressor="topk", density=0.01)
-
-    A compressor leaves behind what was said for another one (bits and rounding too: those that it
-    is not given here are its own), but what is exact stays so: vectors need bits as well.
-
-    Attributes:
-        pattern: a part of the name, as in CGX; with *, ? or [ in it, a glob for the whole name.
-        bits: this and the others are fields of Config; 32 is exact.
-        bucket_size, rounding, gather_bits, compressor, density, value_bits, rotation, clip: alike.
-    """
-
-    pattern: str
-    bits: int | None = None
-    bucket_size: int | None = None
-    rounding: Rounding | None = None
-    gather_bits: int | None = None
-    compressor: Compressor | None = None
-    density: float | None = None
-    value_bits: int | None = None
-    rotation: int | None = None
-    clip: bool | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.pattern, str) or not self.pattern:
-            raise InvalidArgument(
-                f"the pattern is {self.pattern!r}; it must be a part of a layer's name, or a glob"
-            )
-        if not layer_name(self.pattern):
-            raise InvalidArgument(
-                f"the pattern {self.pattern!r} names a wrapper of torch, which the names of layers "
-                "leave out; give a part of the name that the layer has without it"
-            )
-        _translate(self)  # refuses what is out of range
-
-    def matches(self, name: str) -> bool:
-        """Tell whether a layer's name has the pattern."""
-        return translated(self).matches(name)
-
-
-def _translate(rule: Rule) -> language.Rule:
-    given = asdict(rule)
-    expression = language.expression_of(layer_name(given.pop("pattern")))
-    return language.Rule(expression, {k: v for k, v in given.items() if v is not None})
-
-
-# Translating takes longer than matching, and every step asks anew.
-translated = functools.lru_cache(maxsize=4096)(_translate)
-
-
-class Rules:
-    """How layers travel. Later rules win; all win over the dimension.
-
-    Parameters of at most one dimension (biases, norms) travel exact unless a rule gives them bits:
-    they are few bytes, and sensitive. Config.minimal_size makes small layers exact, rules or not.
-
-    It pickles, and must be equal on all ranks.
-    """
-
-    def __init__(self, rules: Iterable[Rule] = (), *, exact_vectors: bool = True) -> None:
-        """Make rules.
-
-        Args:
-            rules: in order.
-            exact_vectors: whether parameters of at most one dimension travel exact.
-        """
-        self.rules = list(rules)
-        self.exact_vectors = exact_vectors
-
-    def exclude(self, pattern: str) -> None:
-        """Have layers of this pattern travel exact."""
-        self.set_bits(pattern, EXACT_BITS)
-
-    def set_bits(self, pattern: str, bits: int) -> None:
-        """Have layers of this pattern travel in so many bits: 1 to 8, or 32."""
-        self.rules.append(Rule(pattern, bits=bits))
-
-    def set_bucket_size(self, pattern: str, bucket_size: int) -> None:
-        """Have so many values of layers of this pattern share a minimum and step."""
-        self.rules.append(Rule(pattern, bucket_size=bucket_size))
-
-    def __bool__(self) -> bool:
-        return bool(self.rules)
-
-    def of(self, layer: Layer, config: Config) -> Config:
-        """Return how a layer travels, where `config` is for those that no rule names."""
-        return config.with_own(**self._overrides(layer))
-
-    def segments(self, layers: Sequence[Layer], offsets: Sequence[int]) -> list[Segment]:
-        """Return the layers of a buffer, which begin at `offsets`, each with its own settings."""
-        return [
-            Segment(offset, layer.numel, **self._overrides(layer))
-            for layer, offset in zip(layers, offsets, strict=True)
-        ]
-
-    def _overrides(self, layer: Layer) -> dict[str, Any]:
-        exact = self.exact_vectors and layer.dimensions <= 1
-        return language.overrides(map(translated, self.rules), layer.name, exact=exact)
-
-    def unmatched(self, names: Iterable[str]) -> list[str]:
-        """Return the patterns that none of these layers has."""
-        names = list(names)
-        return [r.pattern for r in self.rules if not any(r.matches(name) for name in names)]
-
-    def warn_of_unmatched(self, names: Iterable[str], where: str = "") -> None:
-        """Warn, once, of each rule that is for none of these layers; `where` begins the text."""
-        names = list(names)
-        language.warn_of_unmatched(self.unmatched(names), names, where)
+def segments_of(
+    rules: Rules, layers: Sequence[Layer], offsets: Sequence[int], config: Config
+) -> list[Segment]:
+    """Return the layers of a buffer, which begin at `offsets`, each with its own settings."""
+    return [
+        Segment(offset, layer.numel, **rules.overrides(layer.name, layer.dimensions, config))
+        for layer, offset in zip(layers, offsets, strict=True)
+    ]
 
 
 # ---- CGX's names ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Registered:
     """What CGX keeps per process: rules, and the layers of registered models."""
 
@@ -247,12 +142,12 @@ def register_model(layers: nn.Module | Iterable[tuple[str, int]]) -> None:
 def forget_models() -> None:
     """Forget registered layers, and every rule that was set for them."""
     _registered.sizes.clear()
-    _registered.rules.rules.clear()
+    _registered.rules = Rules()
 
 
 def exclude_layer(pattern: str) -> None:
     """Have layers travel exact: those with `pattern` in their name, or that a glob matches."""
-    _add(Rule(pattern, bits=EXACT_BITS))
+    _add("exclude_layer", pattern, bits=EXACT_BITS)
 
 
 def set_quantization_bits(pattern: str, bits: int, *position: int) -> None:
@@ -264,13 +159,13 @@ def set_quantization_bits(pattern: str, bits: int, *position: int) -> None:
         *position: CGX's form by place in a bucket, refused.
     """
     _refuse_positions("set_quantization_bits", pattern, position)
-    _add(Rule(pattern, bits=bits))
+    _add("set_quantization_bits", pattern, bits=bits)
 
 
 def set_quantization_bucket_size(pattern: str, bucket_size: int, *position: int) -> None:
     """Have so many values of such layers share a minimum and step; see set_quantization_bits."""
     _refuse_positions("set_quantization_bucket_size", pattern, position)
-    _add(Rule(pattern, bucket_size=bucket_size))
+    _add("set_quantization_bucket_size", pattern, bucket_size=bucket_size)
 
 
 def register_layer(*position: int) -> NoReturn:
@@ -297,10 +192,21 @@ def _places_change(function: str) -> InvalidArgument:
     )
 
 
-def _add(rule: Rule) -> None:
-    _registered.rules.rules.append(rule)
+def _add(function: str, pattern: object, **settings: Any) -> None:
+    """Insert a rule in front of the others: the last call decides."""
+    if not isinstance(pattern, str) or not pattern:
+        raise InvalidArgument(
+            f"{function}: the pattern is {pattern!r}; give a part of a layer's name, or a glob"
+        )
+    if not layer_name(pattern):
+        raise InvalidArgument(
+            f"{function}: the pattern {pattern!r} names a wrapper of torch, which the names of "
+            "layers leave out; give a part of the name that the layer has without it"
+        )
+    rule = rule_of_part(layer_name(pattern), **settings)
+    _registered.rules = _registered.rules.with_first(rule)
     if _registered.sizes:
-        Rules([rule]).warn_of_unmatched(_registered.sizes)
+        Rules().with_first(rule).warn_of_unmatched(_registered.sizes)
 
 
 def check_model(layers: Sequence[Layer], rules: Rules) -> None:

@@ -13,6 +13,7 @@ from common_jax import EPOCHS, batches, report, restore, save
 from jax import NamedSharding, P, lax
 
 import cgx_ops.jax
+from cgx_ops import Rules
 
 
 def train(folder: Path, first: int = 0) -> tuple[Any, list[float]]:
@@ -20,7 +21,7 @@ def train(folder: Path, first: int = 0) -> tuple[Any, list[float]]:
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     model = eqx.nn.MLP(64, 10, width_size=256, depth=2, key=jax.random.key(0))
     weights, static = eqx.partition(model, eqx.is_array)
-    averaged = cgx_ops.jax.average_gradients("data", bits=2, rules={"bias": 32}, mesh=mesh)
+    averaged = cgx_ops.jax.average_gradients("data", bits=2, rules=Rules([("bias", 32)]), mesh=mesh)
     optimizer = optax.chain(averaged, optax.adam(3e-3))
 
     specs = cgx_ops.jax.state_specs(optimizer, weights, "data")

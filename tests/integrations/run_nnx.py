@@ -13,6 +13,7 @@ from flax import nnx
 from jax import NamedSharding, P
 
 import cgx_ops.jax
+from cgx_ops import Rules
 
 
 class Classifier(nnx.Module):
@@ -45,7 +46,7 @@ def train(folder: Path, first: int = 0) -> tuple[Any, list[float]]:
 
         key = jax.random.key(optimizer.step.get_value())
         loss, gradients = cgx_ops.jax.value_and_grad(
-            loss_of, "data", bits=4, key=key, rules={"bias": 32}
+            loss_of, "data", bits=4, key=key, rules=Rules([("bias", 32)])
         )(weights)
         optimizer.update(model, gradients)
         return nnx.state((model, optimizer)), loss

@@ -43,6 +43,7 @@ from jax_cases import (
 )
 
 import cgx_ops.jax
+from cgx_ops import Rules
 from cgx_ops.jax import (
     _runtime,
     all_gather_q,
@@ -252,7 +253,7 @@ def trees() -> None:
 
     def body(v: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
         tree = {"v": v, "w": w, "half": v.astype(jnp.bfloat16), "bias": b}
-        sums = psum_q(tree, "d", rules={"w": 8}, algorithm="sra")
+        sums = psum_q(tree, "d", rules=Rules([("w", 8)], exact_vectors=False), algorithm="sra")
         return jnp.concatenate([sums[name].astype(jnp.float32) for name in tree])
 
     want = [

@@ -25,7 +25,7 @@ from jax_diloco_cases import PLAIN, SPARSE, STREAMING, trained, weights
 
 import cgx_ops
 import cgx_ops.jax
-from cgx_ops import Config
+from cgx_ops import Config, Rules
 from cgx_ops.jax import consolidate, consolidate_copies, diloco, psum_q
 
 use_cpu_devices(1)
@@ -92,7 +92,7 @@ def other_settings() -> None:
     for key, own in (
         ("sync_every", {"sync_every": 6 + 6 * RANK}),
         ("knobs", {"bits": 2 + RANK}),
-        ("rules", {"rules": {"bias": 32} if RANK else {}}),
+        ("rules", {"rules": Rules([("bias", 32)] if RANK else [])}),
         ("residual_decay", {"residual_decay": 1 - RANK / 2}),
         ("the outer optimizer", {"outer_optimizer": optax.sgd(0.5 + RANK)}),
     ):

@@ -22,10 +22,10 @@ from failing import fails
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch
-from cgx_ops import Config, InvalidArgument, Unsupported, break_even
+from cgx_ops import Config, InvalidArgument, Rules, Unsupported, break_even
 from cgx_ops.break_even import Timings
 from cgx_ops.planner import AdaptiveBits, allocate_bits
-from cgx_ops.torch import ddp, layers
+from cgx_ops.torch import ddp
 
 from .common import (
     NEAREST,
@@ -75,7 +75,7 @@ def losses(step: int, names: list[str]) -> np.ndarray:
 
 def bits_follow_the_gradients() -> None:
     """The oracle's statistics, averages, decisions and gradients, in buckets made anew, too."""
-    rules = layers.Rules([layers.Rule("spare.weight", bits=8)])
+    rules = Rules([(r"spare\.weight", 8)])
     for names, own in ((FREE, None), (FREE[:2], rules)):
         model, state = adapting(rules=own)
         numels = {name: p.numel() for name, p in model.module.named_parameters()}

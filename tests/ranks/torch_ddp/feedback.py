@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch
-from cgx_ops import Config, InvalidArgument, Segment
+from cgx_ops import Config, InvalidArgument, Rules, Segment
 from cgx_ops.call import call_seed
-from cgx_ops.torch import ddp, ddp_models, layers
+from cgx_ops.torch import ddp, ddp_models
 
 from .common import (
     RANK,
@@ -123,7 +123,7 @@ def inside_torchs_wrapper() -> None:
 def who_has_residuals() -> None:
     """Layers that are compressed, by codecs that need them, or all if that is asked for."""
     weights = {"first.weight", "spare.weight", "last.weight"}
-    rules = layers.Rules([layers.Rule("spare.weight", compressor="topk", density=0.1)])
+    rules = Rules([(r"spare\.weight", {"compressor": "topk", "density": 0.1})])
     for config, own, named in (
         (LEVELS, None, weights),
         (Config(bits=2), None, set()),
@@ -165,7 +165,7 @@ def what_cannot_be() -> None:
     forward = model(images(RANK), spare=True).square().sum()
     fails(Exception, "'first.weight' has 3 elements, its gradient 800", forward.backward)
     # A rule's own compressor under feedback that was asked for.
-    rules = layers.Rules([layers.Rule("last", compressor="sign")])
+    rules = Rules([("last", {"compressor": "sign"})])
     model, _ = hooked(network(), UNIFORM, rules=rules)
     forward = model(images(RANK), spare=True).square().sum()
     fails(Exception, "a vote has no magnitude", forward.backward)

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ops import Config
-from cgx_ops.torch import compressed, ddp, layers, uncompressed
+from cgx_ops import Config, Rules
+from cgx_ops.torch import compressed, ddp, uncompressed
 
 from .common import (
     NEAREST,
@@ -81,9 +81,7 @@ def carried_by_torch() -> None:
 
 
 def each_layer_in_its_own_bits() -> None:
-    rules = layers.Rules([layers.Rule("first"), layers.Rule("*.weight", bits=2)])
-    rules.exclude("last")
-    rules.set_bits("bn.bias", 8)
+    rules = Rules([(r"bn\.bias", 8), ("last", 32), ("first", {}), (r"\.weight$", 2)])
     model, _ = hooked(network(), rules=rules)
     model(images(RANK), spare=True).square().sum().backward()
     table = {"first.weight": 2, "spare.weight": 2, "bn.bias": 8, "bn.weight": 2}
@@ -239,7 +237,7 @@ def a_large_layer_before_small_ones() -> None:
         def forward(self, scale: float) -> torch.Tensor:
             return sum((p * scale).sum() for p in self.inner.values())  # type: ignore[return-value]
 
-    rules = layers.Rules([layers.Rule("large", bits=1)])
+    rules = Rules([("large", 1)])
     model, _ = hooked(Sum(), rules=rules, bucket_cap_mb=200)
     model(float(RANK + 1)).backward()
     mean = sum(range(1, SIZE + 1)) / SIZE

@@ -12,7 +12,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ops import Config
+from cgx_ops import Config, Rules
 from cgx_ops.torch import ddp, layers
 
 from .backend import Products
@@ -128,7 +128,7 @@ def refuses() -> None:
 
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        model, _ = hooked(network(), rules=layers.Rules([layers.Rule("typo", bits=2)]))
+        model, _ = hooked(network(), rules=Rules([("typo", 2)]))
         model(images(RANK), spare=True).square().sum().backward()
     assert any("no layer matches 'typo'" in str(w.message) for w in warned), warned
 

@@ -26,8 +26,8 @@ from torch_training import (
 )
 
 import cgx_ops.torch
-from cgx_ops import Config, InvalidArgument
-from cgx_ops.torch import ddp, layers
+from cgx_ops import Config, InvalidArgument, Rules
+from cgx_ops.torch import ddp
 
 from .common import MATRICES, hooked
 
@@ -67,8 +67,8 @@ def inside_torchs_wrapper() -> None:
 
 
 def rules_and_blocks() -> None:
-    rules = [layers.Rule("2.weight", bits=32), layers.Rule("4.weight", density=0.5)]
-    model, state = hooked(rules=layers.Rules(rules, exact_vectors=False), momentum=0.0)
+    rules = [(r"2\.weight", 32), (r"4\.weight", {"density": 0.5})]
+    model, state = hooked(rules=Rules(rules, exact_vectors=False), momentum=0.0)
     backward(model, 0)
     # The last bias has 8 elements, which are sent as they are.
     assert state.residuals.tensors.keys() == {"0.weight", "4.weight", "0.bias", "2.bias"}
@@ -165,7 +165,7 @@ def bad_arguments() -> None:
 
 def bad_gradients() -> None:
     method_cases.bad_gradients(METHOD)
-    rules = layers.Rules([layers.Rule("2.weight", compressor="levels", bits=2)])
+    rules = Rules([(r"2\.weight", {"compressor": "levels", "bits": 2})])
     model, _ = hooked(rules=rules)
     fails(Exception, "a rule gives layer '2.weight' compressor='le", lambda: backward(model, 0))
 
@@ -178,10 +178,13 @@ def bad_states() -> None:
         (lambda s: s.residuals.tensors.update({"2.weight": torch.ones(5)}), "has 5 elements"),
         (lambda s: s.momenta.tensors.update({"2.bias": torch.ones(5)}), "has 5 elements"),
         (lambda s: setattr(s.residuals, "owner", (RANK, 7)), f"those of rank {RANK} of 7"),
-        (lambda s: s.rules.exclude("2.weight"), "layer '2.weight' was sparse, and what is kept"),
+        (
+            lambda s: setattr(s, "rules", Rules([("2", 32)])),
+            "layer '2.weight' was sparse, and what is kept",
+        ),
     ):
-        other, broken = hooked(rules=layers.Rules())
-        broken.load_state_dict(state.state_dict() | {"rules": layers.Rules()})
+        other, broken = hooked(rules=Rules())
+        broken.load_state_dict(state.state_dict() | {"rules": Rules()})
         change(broken)
         fails(Exception, words, lambda m=other: backward(m, 0))
     method_cases.bad_states(METHOD)

@@ -17,10 +17,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 
-from cgx_ops import Config, InvalidArgument, Unsupported
+from cgx_ops import Config, InvalidArgument, Rules, Unsupported
 from cgx_ops.planner import AdaptiveBits, allocate_bits
 from cgx_ops.torch import fsdp
-from cgx_ops.torch.layers import Rule
 
 from .common import CLASSES, EXACT, WIDTH, Model, recorded, sharded, weights
 from .feedback import train
@@ -36,7 +35,7 @@ def adaptive(**options: Any) -> AdaptiveBits:
 
 def bits_follow_the_gradients() -> None:
     """Statistics of steps 0 and 2, the mean over ranks, decide of step 4."""
-    for rules in ([], [Rule("blocks.1.linear.weight", bits=8)]):
+    for rules in (Rules(), Rules([(r"blocks\.1\.linear\.weight", 8)])):
         model: Any = sharded(Model())
         state = fsdp.compress(model, NEAREST, adaptive=adaptive(), rules=rules)
         size, steps = dist.get_world_size(), []
@@ -52,7 +51,7 @@ def bits_follow_the_gradients() -> None:
             "head.weight" if head in (s.numel for s in message.segments) else next(linear)
             for message in steps[0]
         ]
-        fixed = {rule.pattern for rule in rules}
+        fixed = {name for name in order if rules.match(name)}
         free = sorted(set(order) - fixed)
         numels = {}
         sums = np.zeros(len(free))

@@ -22,10 +22,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from cgx_ops import Config, InvalidArgument, codec
+from cgx_ops import Config, InvalidArgument, Rules, codec
 from cgx_ops.torch import fsdp
 from cgx_ops.torch.fsdp_feedback import Feedback
-from cgx_ops.torch.layers import Rule
 
 from .common import EXACT, Model, batch, own_parameters, sharded, weights
 from .refusals import refuses
@@ -317,7 +316,9 @@ def bad_feedback() -> None:
 
 def compressors_by_rule() -> None:
     """One module by topk, with residuals; the others in 8 bits, without."""
-    rules = [Rule("head", compressor="topk", density=0.2), Rule("blocks.1", compressor="randk")]
+    rules = Rules(
+        [("head", {"compressor": "topk", "density": 0.2}), (r"blocks\.1", {"compressor": "randk"})]
+    )
     model = sharded(Model())
     state = fsdp.compress(model, Config(bits=8, bucket_size=64), rules=rules)
     with checked() as seen:

@@ -18,7 +18,7 @@ from cgx_ops.torch import fsdp
 from cgx_ops.torch.averager import QuantizedModelAverager
 from cgx_ops.torch.diloco import DiLoCo
 from cgx_ops.torch.fsdp_feedback import Kept
-from cgx_ops.torch.layers import Rule, Rules
+from cgx_ops.torch.layers import Rules
 from cgx_ops.torch.optim import OneBitAdam
 
 from .common import FEW, Block, Model, batch, equals_the_oracle, full, recorded, sharded
@@ -39,9 +39,9 @@ def bad_input() -> None:
     refuses(lambda: fsdp.compress(Model()), InvalidArgument, "fully_shard before compress")
     model = sharded(Model())
     refuses(lambda: fsdp.compress(model, 8), TypeError, "gradients is 8")  # type: ignore[arg-type]
-    wrong: list[Any] = [Rules([Rule("a", bits=2)]), ["head"]]
+    wrong: list[Any] = [[("a", 2)], ["head"], {"head": 2}]
     for rules in wrong:
-        refuses(lambda r=rules: fsdp.compress(model, rules=r), TypeError, "a list of")
+        refuses(lambda r=rules: fsdp.compress(model, rules=r), TypeError, "give cgx_ops.Rules(")
 
 
 def warned(call: Callable[[], object]) -> list[str]:
@@ -132,7 +132,7 @@ def ranks_that_disagree() -> None:
     """Last: it ends the communicator."""
     model = sharded(Model())
     rank = dist.get_rank()
-    fsdp.compress(model, FEW, FEW, exact=lambda name, shape: len(shape) + rank == 1)
+    fsdp.compress(model, FEW, FEW, rules=Rules(exact_vectors=rank == 0))
     x, y = batch(0)
     try:
         nn.functional.cross_entropy(model(x), y).backward()

@@ -2,20 +2,22 @@
 
 from torch import nn
 
+from cgx_ops import Rules
 from cgx_ops.torch import fsdp
-from cgx_ops.torch.layers import Rule
 
 from .common import FEW, Model, batch, equals_the_oracle, own_parameters, recorded, sharded
 from .refusals import warned
 
 
 def rules_by_name() -> None:
-    """Rules win over `exact`, later ones over earlier; what goes in no bits at all has none."""
-    rules = [
-        Rule("blocks.*.weight", bits=2, bucket_size=32),
-        Rule("blocks.1.", bits=8),
-        Rule("head.weight", bits=32),
-    ]
+    """Rules win over exact_vectors, earlier ones over later; an exact direction ignores them."""
+    rules = Rules(
+        [
+            (r"head\.weight", 32),
+            (r"blocks\.1\.", 8),
+            (r"^blocks\..*\.weight$", {"bits": 2, "bucket_size": 32}),
+        ]
+    )
     table = {  # of what rules name: bits and bucket size
         **{f"blocks.{i}.{layer}.weight": (2, 32) for i in (0, 2) for layer in ("norm", "linear")},
         **{f"blocks.1.{layer}.weight": (8, 32) for layer in ("norm", "linear")},
@@ -45,7 +47,7 @@ def rules_by_name() -> None:
             assert message.config.bits == (32 if exact else 4)
             found = [(s.bits, s.bucket_size) for s in message.segments]
             assert found in (plain if exact else ruled), (message.verb, found)
-    (text,) = warned(lambda: fsdp.compress(model, FEW, rules=[*rules, Rule("typo", bits=2)]))
+    (text,) = warned(lambda: fsdp.compress(model, FEW, rules=rules.with_first(("typo", 2))))
     assert "no layer matches 'typo'" in text
 
 

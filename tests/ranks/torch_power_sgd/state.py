@@ -31,8 +31,8 @@ from torch_training import (
 )
 
 import cgx_ops.torch
-from cgx_ops import Config, InvalidArgument
-from cgx_ops.torch import ddp, layers
+from cgx_ops import Config, InvalidArgument, Rules
+from cgx_ops.torch import ddp
 
 from .common import hooked, watched
 
@@ -148,7 +148,7 @@ def channels_last() -> None:
 
 
 def rules_and_blocks() -> None:
-    rules = layers.Rules([layers.Rule("2.weight", bits=32)])
+    rules = Rules([(r"2\.weight", 32)])
     model, state = hooked(rules=rules)
     train(model, range(3))
     assert state.factors.q.keys() == MATRICES - {"2.weight"}
@@ -163,11 +163,11 @@ def rules_and_blocks() -> None:
         mean = torch.stack(gathered(x)).mean(0)
         assert torch.allclose(gradients_of(model.module)[name], mean, rtol=1e-5, atol=1e-7), name
     # A rule that comes later counts from the next step on.
-    model, state = hooked(rules=layers.Rules())
+    model, state = hooked(rules=Rules())
     train(model, range(3))
     before = {name: q.clone() for name, q in state.factors.q.items()}
     assert state.rules is not None
-    state.rules.exclude("2.weight")
+    state.rules = state.rules.with_first((r"2\.weight", 32))
     backward(model, 3)
     kept = {name for name, q in state.factors.q.items() if torch.equal(q, before[name])}
     assert kept == {"2.weight"}

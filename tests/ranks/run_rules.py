@@ -1,0 +1,76 @@
+"""How DDP and FSDP2 send each layer of a model by one rule set: run_rules.py, two ranks.
+
+Rank 0 prints, for each, a line of JSON: the settings that the core is given, by layer.
+"""
+
+import json
+from typing import Any
+
+import rules_cases as cases
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ops.torch
+from cgx_ops.call import with_segment
+from cgx_ops.torch import ddp, ddp_state, fsdp
+
+dist.init_process_group("cgx")
+SIZE = dist.get_world_size()
+
+
+class Model(nn.Module):
+    """Parameters of the names and shapes of the cases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in cases.SHAPES.items():
+            *parents, leaf = name.split(".")
+            at: nn.Module = self
+            for part in parents:
+                if not hasattr(at, part):
+                    at.add_module(part, nn.Module())
+                at = at.get_submodule(part)
+            at.register_parameter(leaf, nn.Parameter(torch.ones(shape)))
+
+    def forward(self) -> torch.Tensor:
+        """Return a loss of which every parameter has a gradient."""
+        return torch.stack([p.square().sum() for p in self.parameters()]).sum()
+
+
+def sent(module: Any, call: nn.Module, shards: int) -> dict[str, Any]:
+    """Return what a backward hands to `module.start`, by layer."""
+    found: dict[str, Any] = {}
+    original = module.start
+
+    def start(comm: Any, verb: str, *tensors: Any, **options: Any) -> Any:
+        config = next(x for x in tensors if isinstance(x, cgx_ops.Config))
+        for segment in options["segments"]:
+            name = cases.name_of(segment.numel * shards)
+            found[name] = cases.settings_of(with_segment(config, segment))
+        return original(comm, verb, *tensors, **options)
+
+    module.start = start
+    try:
+        call().backward()
+    finally:
+        module.start = original
+    return found
+
+
+replicated = DistributedDataParallel(Model())
+state = ddp.QuantizedAllreduceState(config=cases.CONFIG, rules=cases.RULES)
+replicated.register_comm_hook(state, ddp.quantized_allreduce_hook)  # type: ignore[arg-type]
+by_ddp = sent(ddp_state, replicated, 1)
+
+sharded = Model()
+fully_shard(sharded)
+fsdp.compress(sharded, cases.CONFIG, rules=cases.RULES)
+by_fsdp = sent(fsdp, sharded, SIZE)
+
+if dist.get_rank() == 0:
+    print(json.dumps(by_ddp))
+    print(json.dumps(by_fsdp))
+dist.destroy_process_group()
