@@ -128,9 +128,9 @@ COMPRESSORS: list[dict[str, Any]] = json.loads(_library.cgx_compressors())
 
 
 def _words(name: str) -> dict[str, int]:
-    """Return the numbers of a field's words."""
+    """Return the numbers of a field's words, by name."""
     (field,) = (field for field in CONFIG_FIELDS if field["name"] == name)
-    return {word.strip("'"): number for word, number in field["words"].items()}
+    return field["words"]
 
 
 CALLBACK = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p)
@@ -304,10 +304,9 @@ DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 # ---- 3. The functions ----------------------------------------------------------------------------
 
-_TEXTS = (
-    "cgx_last_error", "cgx_version", "cgx_describe", "cgx_config_fields", "cgx_compressors"
-)  # fmt: skip
+_TEXTS = ("cgx_last_error", "cgx_version", "cgx_config_fields", "cgx_compressors")
 _CALLS: dict[str, tuple[Any, ...]] = {
+    "cgx_describe": (POINTER(c_char_p),),
     "cgx_init": (POINTER(c_int32),),
     "cgx_finish": (),
     "cgx_finalize": (),
@@ -382,7 +381,9 @@ def call(name: str, *arguments: Any) -> None:
 def check(status: int) -> None:
     """Raise the CgxError that a status stands for, if it is one."""
     if status:
-        raise errors.from_status(status, text(_library.cgx_last_error()))
+        field = _library.cgx_last_error_field()
+        name = CONFIG_FIELDS[field]["name"] if field >= 0 else None
+        raise errors.from_status(status, text(_library.cgx_last_error()), name)
 
 
 def call_for_id(name: str, *arguments: Any) -> int:
@@ -399,9 +400,9 @@ def version() -> str:
 
 def describe() -> dict[str, Any]:
     """What this build has, as cgx_describe() lists it; CgxError if it cannot. Starts nothing."""
-    if not (found := text(_library.cgx_describe())):
-        raise errors.CgxError(text(_library.cgx_last_error()))
-    return json.loads(found)
+    found = c_char_p()
+    call("cgx_describe", byref(found))
+    return json.loads(text(found.value))
 
 
 _declare(_library)

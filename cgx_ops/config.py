@@ -33,7 +33,6 @@ _COMMUNICATOR_TYPES = ("AUTO", "SHM", "MPI", "TCP", "NCCL")
 _ACCEPTED: dict[str, str] = {field["name"]: field["accepted"] for field in _native.CONFIG_FIELDS}
 _DEFAULTS = {field["name"]: ast.literal_eval(field["default"]) for field in _native.CONFIG_FIELDS}
 
-
 _values = operator.attrgetter(*_ACCEPTED)
 _TEXT = " ".join(f"{name}={{!r}}" for name in _ACCEPTED)
 
@@ -60,7 +59,7 @@ def _accepts(name: str, value: Any) -> bool:
     try:
         _native.Config.parse(f"{name}={value!r}")
     except InvalidArgument as error:
-        return not str(error).endswith(_ACCEPTED[name])
+        return error.field != name
     return True
 
 
@@ -150,11 +149,10 @@ class Config:
             return
         try:
             _parsed(self.text)
-        except InvalidArgument:
-            for name, accepted in _ACCEPTED.items():
-                if not _accepts(name, getattr(self, name)):
-                    self._refuse(name, accepted + (f", or '{AUTO}'" if name == "bits" else ""))
-            raise  # they do not belong together
+        except InvalidArgument as error:
+            if (name := error.field) is None:  # they do not belong together
+                raise
+            self._refuse(name, _ACCEPTED[name] + (f", or '{AUTO}'" if name == "bits" else ""))
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             self._refuse("seed", "an integer of 64 bits, signed")
         if self.communicator_type not in _COMMUNICATOR_TYPES:
@@ -167,7 +165,9 @@ class Config:
             _native.call("cgx_config_check_feedback", byref(self.native))
 
     def _refuse(self, name: str, accepted: str) -> None:
-        raise InvalidArgument(f"Config.{name} is {getattr(self, name)!r}; it must be {accepted}")
+        error = InvalidArgument(f"Config.{name} is {getattr(self, name)!r}; it must be {accepted}")
+        error.field = name
+        raise error from None
 
     def with_own(self, **own: Any) -> "Config":
         """Return this Config with fields of a part's own, such as a layer's.

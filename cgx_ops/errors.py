@@ -13,7 +13,14 @@ class CgxError(RuntimeError):
 
 
 class InvalidArgument(CgxError, ValueError):
-    """A value out of its range: bits, bucket_size, the text of a CGX_* variable."""
+    """A value out of its range: bits, bucket_size, the text of a CGX_* variable.
+
+    Attributes:
+        field: the field of Config that does not accept its value, whatever the other fields are;
+            None for every other failure.
+    """
+
+    field: str | None = None
 
 
 class Unsupported(CgxError, TypeError):
@@ -63,10 +70,19 @@ KINDS: tuple[type[CgxError], ...] = (
 )
 
 
-def from_status(status: int, message: str) -> CgxError:
-    """Return the exception that stands for a failed cgx_status_t."""
+def from_status(status: int, message: str, field: str | None = None) -> CgxError:
+    """Return the exception that stands for a failed cgx_status_t.
+
+    Args:
+        status: the code.
+        message: what people read.
+        field: of Config, if its value is what failed.
+    """
     kind = KINDS[status] if 0 < status < len(KINDS) else InternalError
-    return kind(message or f"cgx status {status}")
+    error = kind(message or f"cgx status {status}")
+    if isinstance(error, InvalidArgument):
+        error.field = field
+    return error
 
 
 def require_share(what: str, value: float) -> None:

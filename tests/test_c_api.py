@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_int32, c_int64, c_void_p
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,24 @@ def test_codec_refuses(name: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         call()
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("bits", 9), ("bucket_size", 0), ("rounding", 4), ("compressor", 11)]
+)
+def test_a_call_names_the_field_at_fault(field: str, value: int) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        encoded_bytes(1024, **{field: value})()
+    assert caught.value.field == field
+
+
+def test_names_of_compressors() -> None:
+    library = ctypes.CDLL(str(Path(_native.__file__).with_name("libcgx.so")))
+    library.cgx_compressor_name.restype = ctypes.c_char_p
+    names = [row["name"].encode() for row in _native.COMPRESSORS]
+    assert [library.cgx_compressor_name(c_int64(i)) for i in range(len(names))] == names
+    for number in (-1, len(names), 2**62):
+        assert library.cgx_compressor_name(c_int64(number)) == b"unknown"
 
 
 def test_nothing_needs_no_memory() -> None:

@@ -1,5 +1,6 @@
 """Config: every field is checked, the core's table is its own, and CGX's variables give it."""
 
+import ctypes
 import dataclasses
 import importlib
 import inspect
@@ -121,7 +122,7 @@ def test_config_has_every_field_of_the_core() -> None:
 def test_words_are_those_of_the_core(name: str, words: Any) -> None:
     field = fields()[name]
     own = {"None"} if name == "rounding" else set()
-    assert {repr(word) for word in get_args(words)} | own == field["words"].keys()
+    assert {*get_args(words)} | own == field["words"].keys()
     assert all(word in field["accepted"] for word in field["words"])
 
 
@@ -182,6 +183,40 @@ def test_bad_texts(text: str, says: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         _native.Config.parse(text)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("bits=9", "bits"),
+        ("clip=1", "clip"),
+        ("bits=4 density=2", "density"),
+        ("compressor='none' bits=9", "compressor"),  # the first
+        ("bits=8 compressor='levels'", None),  # they do not belong together
+        ("density=0.5", None),
+        ("speed=2", None),
+        ("bits=4 bits=9", None),
+    ],
+)
+def test_the_field_at_fault(text: str, field: str | None) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        _native.Config.parse(text)
+    assert caught.value.field == field
+    with pytest.raises(InvalidArgument) as caught:
+        _native.call("cgx_config_check_feedback", ctypes.byref(_native.Config.parse("bits=32")))
+    assert caught.value.field is None  # of the last failure alone
+
+
+def test_config_names_the_field_at_fault() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        Config(bits=4, density=2)
+    assert caught.value.field == "density"
+    with pytest.raises(InvalidArgument) as caught:
+        Config(residual_decay=0)
+    assert caught.value.field == "residual_decay"
+    with pytest.raises(InvalidArgument) as caught:
+        Config(density=0.5)
+    assert caught.value.field is None
 
 
 JAX_FUNCTIONS = ["psum_q", "pmean_q", "allreduce_q", "psum_scatter_q", "all_gather_q"]

@@ -40,7 +40,7 @@ Compression::Compression(const char* config, int64_t seed, std::vector<Larger> l
   cgx::check(cgx_config_seed_use(&this->config, &use));
   seed_use = static_cast<cgx_seed_use_t>(use);
   words = this->config.compressor == CGX_UNIFORM ? std::to_string(this->config.bits) + " bits"
-                                                 : compressor_name(this->config.compressor);
+                                                 : cgx_compressor_name(this->config.compressor);
 }
 
 Scope exchange_scope(Scope scope) {

@@ -9,7 +9,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <string>
 #include <string_view>
 #include <vector>
 
@@ -50,15 +49,6 @@ inline c10::SmallVector<cgx_segment_t, 1> end_to_end(at::IntArrayRef numels,
     offset += numel;
   }
   return segments;
-}
-
-// The name of a compressor, which its row of cgx_compressors() begins with.
-inline std::string compressor_name(int64_t compressor) {
-  constexpr std::string_view kName = "{\"name\": \"";
-  std::string_view rows = cgx_compressors();
-  for (int64_t row = 0; row <= compressor; ++row)
-    rows.remove_prefix(rows.find(kName) + kName.size());
-  return std::string(rows.substr(0, rows.find('"')));
 }
 
 // An operator by name, to be called through the dispatcher, so that tracers and modes see it.

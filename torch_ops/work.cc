@@ -199,7 +199,7 @@ const char* profile_title(const cgx_collective_t& collective) {
     if (segment.bits == kExactBits || config.compressor == CGX_UNIFORM)
       widths.insert(segment.bits);
     else
-      compressors.insert(compressor_name(config.compressor));
+      compressors.insert(cgx_compressor_name(config.compressor));
     numel += segment.numel;
   }
   std::string how;

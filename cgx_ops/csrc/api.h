@@ -1,5 +1,5 @@
-// What every function of cgx.h is wrapped in: failures become a status and this thread's error
-// text.
+// What every function of cgx.h is wrapped in: failures become a status, and this thread's error
+// text and field.
 #pragma once
 
 #include <atomic>
@@ -13,6 +13,7 @@
 namespace cgx {
 
 inline thread_local std::string last_error;
+inline thread_local int32_t last_error_field = Error::kNoField;
 inline std::atomic<bool> forked{false};
 
 // A forked child is refused what this is called for: the threads, the memory, the MPI and the CUDA
@@ -30,10 +31,12 @@ cgx_status_t guarded_arithmetic(Work&& work) {
   const FloatMode mode;
   try {
     last_error.clear();
+    last_error_field = Error::kNoField;
     work();
     return CGX_OK;
   } catch (const Error& error) {
     last_error = error.what();
+    last_error_field = error.field();
     return error.status();
   } catch (const std::bad_alloc&) {
     last_error = "out of memory";

@@ -135,13 +135,15 @@ struct cgx_request_t {
 };
 
 const char* cgx_last_error(void) { return last_error.c_str(); }
+int32_t cgx_last_error_field(void) { return last_error_field; }
 const char* cgx_version(void) { return CGX_VERSION; }
 
-const char* cgx_describe(void) {
-  thread_local std::string text;
-  text.clear();
-  guarded([] { text = describe(); });
-  return text.c_str();
+cgx_status_t cgx_describe(const char** text) {
+  return guarded([&] {
+    thread_local std::string described;
+    described = describe();
+    *text = described.c_str();
+  });
 }
 
 cgx_status_t cgx_init(int32_t* world) {
@@ -284,11 +286,7 @@ cgx_status_t cgx_traffic(cgx_traffic_t* traffic) {
 }
 
 cgx_status_t cgx_comm_find_lost(int32_t comm, double seconds) {
-  return guarded([&] {
-    const auto communicator = Registry::instance().get(comm);
-    const std::string lost = communicator->find_lost(time_limit(seconds));
-    require(lost.empty(), CGX_PEER_FAILED, "communicator '", communicator->name, "': ", lost);
-  });
+  return guarded([&] { Registry::instance().get(comm)->require_peers(time_limit(seconds)); });
 }
 
 cgx_status_t cgx_comm_close(int32_t comm) {

@@ -230,9 +230,8 @@ void Communicator::finish(Seconds at_most) {
   engine_->finish(std::chrono::duration_cast<Clock::duration>(at_most));
 }
 
-std::string Communicator::find_lost(Seconds at_most) {
-  if (!engine_) return "";
-  return engine_->find_lost(std::chrono::duration_cast<Clock::duration>(at_most));
+void Communicator::require_peers(Seconds at_most) {
+  if (engine_) engine_->require_peers(std::chrono::duration_cast<Clock::duration>(at_most));
 }
 
 void Communicator::require_open() const {

@@ -74,8 +74,8 @@ class Communicator {
   bool closed() const { return engine_ ? engine_->closed() : closed_.load(); }
   // As Engine::finish, for the sake of other processes: ranks that are threads end with this one.
   void finish(Seconds at_most);
-  // As Engine::find_lost.
-  std::string find_lost(Seconds at_most);
+  // As Engine::require_peers.
+  void require_peers(Seconds at_most);
   // Throws Error(CGX_CLOSED), with the reason, if it is closed.
   void require_open() const;
   bool failed() const { return engine_ && engine_->failed(); }

@@ -14,20 +14,20 @@ namespace {
 
 // ---- 1. the table ----------------------------------------------------------------------------
 
-constexpr ConfigWord kRoundings[] = {{"'nearest'", CGX_NEAREST},
-                                     {"'stochastic'", CGX_STOCHASTIC},
-                                     {"'shift'", CGX_SHIFT},
-                                     {"None", CGX_CODECS_OWN}};
+constexpr ConfigWord kRoundings[] = {{"nearest", CGX_NEAREST},
+                                     {"stochastic", CGX_STOCHASTIC},
+                                     {"shift", CGX_SHIFT},
+                                     {"None", CGX_CODECS_OWN, false}};
 constexpr ConfigWord kCompressors[] = {
-    {"'uniform'", CGX_UNIFORM},     {"'levels'", CGX_LEVELS},   {"'sign'", CGX_SIGN},
-    {"'onebit'", CGX_ONEBIT},       {"'ternary'", CGX_TERNARY}, {"'qsgd'", CGX_QSGD},
-    {"'natural'", CGX_NATURAL},     {"'half'", CGX_HALF},       {"'topk'", CGX_TOPK},
-    {"'threshold'", CGX_THRESHOLD}, {"'randk'", CGX_RANDK}};
+    {"uniform", CGX_UNIFORM},     {"levels", CGX_LEVELS},   {"sign", CGX_SIGN},
+    {"onebit", CGX_ONEBIT},       {"ternary", CGX_TERNARY}, {"qsgd", CGX_QSGD},
+    {"natural", CGX_NATURAL},     {"half", CGX_HALF},       {"topk", CGX_TOPK},
+    {"threshold", CGX_THRESHOLD}, {"randk", CGX_RANDK}};
 constexpr ConfigWord kAlgorithms[] = {
-    {"'auto'", CGX_AUTO}, {"'one_shot'", CGX_ONE_SHOT},         {"'sra'", CGX_SRA},
-    {"'ring'", CGX_RING}, {"'hierarchical'", CGX_HIERARCHICAL}, {"'by_hosts'", CGX_BY_HOSTS}};
-constexpr ConfigWord kNone[] = {{"None", 0}};
-constexpr ConfigWord kFlags[] = {{"False", 0}, {"True", 1}};
+    {"auto", CGX_AUTO}, {"one_shot", CGX_ONE_SHOT},         {"sra", CGX_SRA},
+    {"ring", CGX_RING}, {"hierarchical", CGX_HIERARCHICAL}, {"by_hosts", CGX_BY_HOSTS}};
+constexpr ConfigWord kNone[] = {{"None", 0, false}};
+constexpr ConfigWord kFlags[] = {{"False", 0, false}, {"True", 1, false}};
 constexpr ConfigRange kBits[] = {{1, 8}, {32, 32}};
 constexpr ConfigRange kValueBits[] = {{1, 8}, {16, 16}, {32, 32}};
 constexpr ConfigRange kPowersOfTwo[] = {{2, 2},   {4, 4},     {8, 8},     {16, 16},   {32, 32},
@@ -86,6 +86,23 @@ const ConfigWord* word_of(const ConfigField& field, int64_t number) {
   return nullptr;
 }
 
+std::string text_of(const ConfigWord& word) {
+  return word.quoted ? join("'", word.name, "'") : word.name;
+}
+
+bool is_written(const ConfigWord& word, std::string_view text) {
+  if (!word.quoted) return text == word.name;
+  const bool quoted = text.size() > 1 && text.front() == '\'' && text.back() == '\'';
+  return quoted && text.substr(1, text.size() - 2) == word.name;
+}
+
+std::string number_text(const ConfigField& field, int64_t number) {
+  if (field.unit == 1) return std::to_string(number);
+  char digits[32];
+  const double units = static_cast<double>(number) / static_cast<double>(field.unit);
+  return {digits, std::to_chars(digits, digits + sizeof(digits), units).ptr};
+}
+
 bool in_ranges(const ConfigField& field, int64_t number) {
   return std::any_of(field.ranges.begin(), field.ranges.end(), [&](const ConfigRange& range) {
     return number >= range.lowest && number <= range.highest;
@@ -95,12 +112,14 @@ bool in_ranges(const ConfigField& field, int64_t number) {
 // ---- 3. texts: the way back ------------------------------------------------------------------
 
 [[noreturn]] void refuse(const ConfigField& field, std::string_view text) {
-  fail(CGX_INVALID_ARGUMENT, field.name, " is ", text, "; it must be ", field.accepted);
+  const auto place = static_cast<int32_t>(&field - std::begin(kTable));
+  throw Error(CGX_INVALID_ARGUMENT, join(field.name, " is ", text, "; it must be ", field.accepted),
+              place);
 }
 
 int64_t parse_value(const ConfigField& field, std::string_view text) {
   for (const ConfigWord& word : field.words)
-    if (word.text == text) return word.number;
+    if (is_written(word, text)) return word.number;
   const char* const last = text.data() + text.size();
   int64_t number = 0;
   auto [end, error] = std::from_chars(text.data(), last, number);
@@ -142,7 +161,7 @@ std::string describe_table() {
   for (const ConfigField& field : kTable) {
     std::string words;
     for (const ConfigWord& word : field.words)
-      words += join(words.empty() ? "\"" : ", \"", word.text, "\": ", word.number);
+      words += join(words.empty() ? "\"" : ", \"", word.name, "\": ", word.number);
     rows += join(rows.empty() ? "" : ", ", "{\"name\": \"", field.name, "\", \"default\": \"",
                  config_text(field, field.by_default), "\", \"accepted\": \"", field.accepted,
                  "\", \"words\": {", words, "}}");
@@ -165,11 +184,12 @@ void check_config(const cgx_config_t& config) {
 
 std::string config_text(const ConfigField& field, int64_t number) {
   const ConfigWord* const word = word_of(field, number);
-  if (word) return std::string(word->text);
-  if (field.unit == 1) return std::to_string(number);
-  char digits[32];
-  const double units = static_cast<double>(number) / static_cast<double>(field.unit);
-  return {digits, std::to_chars(digits, digits + sizeof(digits), units).ptr};
+  return word ? text_of(*word) : number_text(field, number);
+}
+
+std::string config_name(const ConfigField& field, int64_t number) {
+  const ConfigWord* const word = word_of(field, number);
+  return word ? word->name : number_text(field, number);
 }
 
 cgx_config_t parse_config(std::string_view text) {
@@ -195,6 +215,12 @@ cgx_config_t parse_config(std::string_view text) {
 const char* cgx_config_fields(void) {
   static const std::string text = cgx::describe_table();
   return text.c_str();
+}
+
+const char* cgx_compressor_name(int64_t compressor) {
+  for (const cgx::ConfigWord& word : cgx::kCompressors)
+    if (word.number == compressor) return word.name;
+  return "unknown";
 }
 
 const char* cgx_compressors(void) {

@@ -15,10 +15,11 @@
 
 namespace cgx {
 
-// A number that is written as a word; both spelled as in Python: 'nearest', None, True.
+// A number that has a name. Texts spell names as in Python: 'nearest', None, True.
 struct ConfigWord {
-  std::string_view text;
+  const char* name;
   int64_t number;
+  bool quoted = true;  // in texts
 };
 
 struct ConfigRange {
@@ -44,6 +45,8 @@ void check_config(const cgx_config_t& config);
 
 // As the text form has it. A peer's number may be one that no row accepts.
 std::string config_text(const ConfigField& field, int64_t number);
+// The same, without quotes.
+std::string config_name(const ConfigField& field, int64_t number);
 
 // What the text leaves out has its default. Throws Error(CGX_INVALID_ARGUMENT).
 cgx_config_t parse_config(std::string_view text);

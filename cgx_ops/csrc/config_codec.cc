@@ -125,8 +125,7 @@ std::string describe_compressors() {
              ", \"bits\": [", entry.lowest_bits, ", ", entry.highest_bits, "], \"roundings\": [",
              quoted(entry.roundings,
                     [](RoundingMode mode) {
-                      const std::string text = rounding_text(mode);
-                      return text.substr(1, text.size() - 2);
+                      return config_name(field_of("rounding"), static_cast<int64_t>(mode));
                     }),
              "], \"knobs\": [", quoted(entry.knobs, [](std::string_view name) { return name; }),
              "], \"biased\": ", entry.biased ? "true" : "false", ", \"device\": \"", entry.why_not,

@@ -22,8 +22,9 @@ struct Hello {
   char version[32];
   char type[8];
   Host host;
-  int64_t unread_bytes;        // as in Plan
-  char refusal[kReasonBytes];  // why this rank cannot take part; "" if it can
+  int64_t unread_bytes;  // as in Plan
+  int32_t status;        // a cgx_status_t: not CGX_OK where this rank cannot take part
+  char refusal[kReasonBytes];
 };
 struct Offered {
   uint32_t bytes;  // 0: this rank cannot serve the transport
@@ -31,7 +32,8 @@ struct Offered {
   char refusal[kReasonBytes];  // why not
 };
 struct Connected {
-  char failure[kReasonBytes];  // "" when it worked
+  int32_t status;  // a cgx_status_t
+  char failure[kReasonBytes];
 };
 
 template <typename T>
@@ -56,7 +58,10 @@ Greeted exchange_hellos(const Allgather& allgather, const std::string& type, con
   put_text(mine.type, type);
   mine.host = host;
   mine.unread_bytes = unread_bytes;
-  if (refusal) put_text(mine.refusal, refusal->what());
+  if (refusal) {
+    mine.status = refusal->status();
+    put_text(mine.refusal, refusal->what());
+  }
   const auto all = gather(allgather, mine);
   if (refusal) throw *refusal;
   for (size_t rank = 0; rank < all.size(); ++rank) {
@@ -65,7 +70,7 @@ Greeted exchange_hellos(const Allgather& allgather, const std::string& type, con
             rank, " cgx ", version, ": install one version on all hosts");
     require(its_type == type, CGX_MISMATCH, "COMMUNICATOR_TYPE (or the transport asked for) is ",
             type, " on this rank, ", its_type, " on rank ", rank);
-    require(all[rank].refusal[0] == '\0', CGX_SYSTEM, "rank ", rank,
+    require(all[rank].status == CGX_OK, CGX_SYSTEM, "rank ", rank,
             " cannot take part: ", text_of(all[rank].refusal));
   }
   std::vector<Host> hosts;
@@ -122,10 +127,13 @@ std::unique_ptr<Transport> try_transport(const TransportEntry& entry, int rank, 
   Connected result{};
   const Reach everyone{std::vector<bool>(size, true), timeout};
   const auto failure = failure_of([&] { transport = connector->connect(offers, everyone); });
-  if (failure) put_text(result.failure, failure->what());
+  if (failure) {
+    result.status = failure->status();
+    put_text(result.failure, failure->what());
+  }
   const auto results = gather(allgather, result);
   for (size_t peer = 0; peer < results.size(); ++peer) {
-    if (results[peer].failure[0] == '\0') continue;
+    if (results[peer].status == CGX_OK) continue;
     *why = join("rank ", peer, ": ", text_of(results[peer].failure));
     return nullptr;
   }

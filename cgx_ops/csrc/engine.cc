@@ -103,10 +103,11 @@ void Engine::finish(Clock::duration at_most) {
   wait_until([&] { return in_flight_ == 0; }, Clock::now() + at_most);
 }
 
-std::string Engine::find_lost(Clock::duration at_most) {
+void Engine::require_peers(Clock::duration at_most) {
   wait_until([&] { return closed_ || peer_lost_; }, Clock::now() + at_most);
   const std::lock_guard lock(mutex_);
-  return closed_ ? close_reason_ : losses_;
+  require(!closed_ && !peer_lost_, CGX_PEER_FAILED, "communicator '", name_,
+          "': ", closed_ ? close_reason_ : losses_);
 }
 
 template <typename Done>

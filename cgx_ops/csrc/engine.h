@@ -45,9 +45,10 @@ class Engine : private Sink {
   // has ended. Once per collective.
   bool notify(Collective& collective, cgx_callback_t callback, void* context);
 
-  // Looks for lost peers, no longer than at_most; returns why they, or the communicator, are lost.
-  // "": none is. With nothing in flight the progress thread does not look.
-  std::string find_lost(Clock::duration at_most);
+  // Looks for lost peers, no longer than at_most. Throws Error(CGX_PEER_FAILED), with the reasons,
+  // if they, or the communicator, are lost. With nothing in flight the progress thread does not
+  // look.
+  void require_peers(Clock::duration at_most);
 
   // Waits until no collective is in flight, no longer than at_most; their deadlines bound it, too.
   void finish(Clock::duration at_most);

@@ -119,11 +119,6 @@ const char* op_name(int op) {
   static constexpr const char* kNames[] = {"sum", "avg", "min", "max", "product"};
   return name_of(kNames, op);
 }
-// The text of a config's field, without the quotes of a word.
-std::string unquoted(const ConfigField& field, int64_t number) {
-  const std::string text = config_text(field, number);
-  return text.front() == '\'' ? text.substr(1, text.size() - 2) : text;
-}
 
 // Lists of pointers: complete, and for calls that have them.
 void check_lists(const cgx_collective_t& call, const Plan& plan, BuffersUsed used) {
@@ -311,8 +306,8 @@ std::string difference(const Agreement& left, const Agreement& right) {
   };
   for (const auto& row : rows) compare(row.name, row.text(left), row.text(right));
   for (const ConfigField& field : config_table())
-    compare(field.name, unquoted(field, left.config.*field.value),
-            unquoted(field, right.config.*field.value));
+    compare(field.name, config_name(field, left.config.*field.value),
+            config_name(field, right.config.*field.value));
   return text.empty() ? "segments of other sizes or settings, or on devices another name" : text;
 }
 

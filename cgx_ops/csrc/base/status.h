@@ -1,5 +1,5 @@
-// Failure inside the core is an Error that carries a status; cgx.cc turns it into a status code and
-// a thread-local text, so that no exception crosses the library's border.
+// Failure inside the core is an Error that carries a status; api.h turns it into a status code, the
+// field at fault and a thread-local text, so that no exception crosses the library's border.
 #pragma once
 
 #include <sstream>
@@ -12,11 +12,17 @@ namespace cgx {
 
 class Error : public std::runtime_error {
  public:
-  Error(cgx_status_t status, const std::string& text) : std::runtime_error(text), status_(status) {}
+  static constexpr int32_t kNoField = -1;
+
+  Error(cgx_status_t status, const std::string& text, int32_t field = kNoField)
+      : std::runtime_error(text), status_(status), field_(field) {}
   cgx_status_t status() const { return status_; }
+  // As cgx_last_error_field().
+  int32_t field() const { return field_; }
 
  private:
   cgx_status_t status_;
+  int32_t field_;
 };
 
 template <typename... Parts>

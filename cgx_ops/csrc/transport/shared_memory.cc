@@ -166,12 +166,12 @@ bool SharedMemoryTransport::progress(Sink& sink) {
     worked |= flush(peer);
     // The state is read before the ring is drained: what a leaving peer sent comes first.
     const uint32_t state = peers_[peer].control->state.load(std::memory_order_acquire);
-    const bool died = !peers_[peer].died.empty();
+    const bool died = peers_[peer].died.has_value();
     worked |= drain(peer, sink);
     if (peers_[peer].lost || (state == ControlSegment::kHere && !died)) continue;
     forget(peer);
     if (state == ControlSegment::kHere)
-      sink.on_peer_lost(peer, Loss::kDied, peers_[peer].died);
+      sink.on_peer_lost(peer, Loss::kDied, *peers_[peer].died);
     else
       sink.on_peer_lost(peer, state == ControlSegment::kLeft ? Loss::kLeft : Loss::kGaveUp,
                         text_of(peers_[peer].control->reason));
@@ -221,7 +221,7 @@ void SharedMemoryTransport::take_bulk(int source, std::span<const std::byte> bod
       // It is gone, with its memory. What its small messages say counts still: it may have
       // cancelled the collective that this was of, and ended others well.
       peers_[source].unreadable = true;
-      if (peers_[source].died.empty()) peers_[source].died = error.what();
+      if (!peers_[source].died) peers_[source].died = error.what();
       return;
     }
     release(source, frame.token);
@@ -252,7 +252,7 @@ void SharedMemoryTransport::wait(std::chrono::microseconds at_most) {
   if (now - last_check_ < kAliveCheckInterval) return;
   last_check_ = now;
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer)
-    if (peer != rank_ && !peers_[peer].lost && peers_[peer].died.empty() && !store_->alive(peer))
+    if (peer != rank_ && !peers_[peer].lost && !peers_[peer].died && !store_->alive(peer))
       peers_[peer].died = "its process ended";
 }
 

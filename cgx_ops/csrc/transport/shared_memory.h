@@ -147,8 +147,8 @@ class SharedMemoryTransport : public Transport, private Arrival::Release {
     ControlSegment* control = nullptr;
     std::deque<Frame> backlog;  // frames that found the ring full
     bool lost = false;
-    std::string died;         // set by wait(): the process is gone
-    bool unreadable = false;  // its memory is gone: no more bulk messages are taken in
+    std::optional<std::string> died;  // set by wait(): the process is gone, and how that was seen
+    bool unreadable = false;          // its memory is gone: no more bulk messages are taken in
   };
 
   void release(int source, uint64_t token) override;

@@ -1,6 +1,6 @@
 /* The waist of libcgx: everything the bindings (torch_ops/, xla_ffi/, cgx_ops/_native.py) may call.
  *
- *   1. status codes and the error text: status.h
+ *   1. status codes, the field at fault and the error text: status.h
  *   2. the process: init, finalize, describe
  *   3. communicators, as small integers in one process-wide registry
  *   4. collectives: start, test, notify, wait; how their values travel: config.h
@@ -33,8 +33,9 @@ extern "C" {
 /* What this build has, as JSON: {"version", "mpi", "cpu_target", "cpu_targets": [...],
  * "transports" | "wires" | "compressors" | "algorithms": [{"name", "description"}], "cuda":
  * {"built", "driver", "devices": [{"name", "capability", "memory_gib"}]}}. Starts nothing. "mpi" is
- * the version line of the MPI library that is loaded. "": cgx_last_error() says what is wrong. */
-CGX_API const char* cgx_describe(void);
+ * the version line of the MPI library that is loaded. *text is valid until this thread's next
+ * cgx_describe. */
+CGX_API cgx_status_t cgx_describe(const char** text);
 
 /* Starts MPI if this process was launched by mpirun (or somebody already started MPI), and makes
  * the communicator "world". Without mpirun the world has one rank and needs no MPI. Idempotent. */

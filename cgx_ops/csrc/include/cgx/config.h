@@ -76,8 +76,10 @@ typedef struct cgx_config_t {
 #define CGX_SMALLEST_COMPRESSED 16
 
 /* The fields of cgx_config_t in their order, as JSON: [{"name", "default", "accepted": in words for
- * errors, "words": {text: number}}, ...]. */
+ * errors, "words": {name: number}}, ...]. */
 CGX_API const char* cgx_config_fields(void);
+/* The name of a cgx_compressor_t, such as "topk"; "unknown" for every other number. */
+CGX_API const char* cgx_compressor_name(int64_t compressor);
 /* The compressors, as JSON, in the order of cgx_compressor_t: [{"name", "description", "sliced":
  * whether what it encodes can be cut, "bits": [from, to] ([0, 0]: a width of its own), "roundings":
  * [words, its own first], "knobs": [fields of the config that not all have], "biased": whether it

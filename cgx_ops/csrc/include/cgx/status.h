@@ -1,4 +1,4 @@
-/* cgx.h, section 1: status codes and the error text. */
+/* cgx.h, section 1: status codes, the field at fault and the error text. */
 #ifndef CGX_STATUS_H_
 #define CGX_STATUS_H_
 
@@ -6,6 +6,8 @@
 #error "cgx runs on Linux"
 #endif
 #define CGX_API __attribute__((visibility("default")))
+
+#include <stdint.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -24,8 +26,12 @@ typedef enum cgx_status_t {
   CGX_INTERNAL = 9          /* a defect in cgx */
 } cgx_status_t;
 
-/* Text of this thread's last failure; "" if none. Valid until the thread's next cgx call. */
+/* Text of this thread's last failure, for people: programs decide by the status. "" if none. Valid
+ * until the thread's next cgx call. */
 CGX_API const char* cgx_last_error(void);
+/* Index of the field of cgx_config_t (its place in cgx_config_fields) whose value that failure
+ * refused, whatever the other fields are; -1 for every other failure. */
+CGX_API int32_t cgx_last_error_field(void);
 CGX_API const char* cgx_version(void);
 
 #ifdef __cplusplus
