@@ -16,6 +16,9 @@ cgx_version: str
 def find_groups_by(finder: Callable[[str], int]) -> None:
     """Have finder(group_name) return the id of the communicator of a group, or of all ranks."""
 
+def make_errors_by(maker: Callable[[int, str], dist.DistBackendError]) -> None:
+    """Have maker(status, text) return what failures among ranks raise. Once per process."""
+
 def report_start_by(report: Callable[[str, str, int, int, str], None]) -> None:
     """Have report(what, config, rank, size, transport) called at first uses.
 

@@ -1,5 +1,6 @@
 """cgx_ops.torch.work.start: Works and their futures; ranks are threads of this process."""
 
+import pickle
 import threading
 import time
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 import torch.distributed as dist
 import torch_cases as tc
 
+import cgx_ops
 from cgx_ops import Communicator, Config, InvalidArgument, Segment, Unsupported
+from cgx_ops.torch import errors
 from cgx_ops.torch.work import start
 
 NEAREST = Config(bits=4, rounding="nearest", algorithm="sra")
@@ -139,12 +142,28 @@ def test_failures_reach_wait_and_future() -> None:
     def rank_program(rank: int, comm: Communicator) -> None:
         x = torch.ones(1000 + rank)
         work = start(comm, "allreduce", x, x, Config(bits=4))
-        with pytest.raises(RuntimeError, match="numel 1000 against 1001"):
+        with pytest.raises(errors.MismatchError, match="numel 1000 against 1001"):
             work.get_future().wait()
-        with pytest.raises(dist.DistBackendError, match="numel 1000 against 1001"):
+        with pytest.raises(errors.MismatchError, match="numel 1000 against 1001"):
             work.wait()
 
     launch.threads(2, rank_program)
+
+
+@pytest.mark.parametrize(
+    "kind", [cgx_ops.MismatchError, cgx_ops.DeadlineExceeded, cgx_ops.PeerFailed, cgx_ops.Closed,
+             cgx_ops.SystemFailure],
+)  # fmt: skip
+def test_a_status_is_an_error_of_torch_and_of_cgx(kind: type[cgx_ops.CgxError]) -> None:
+    error = errors.as_backend_error(kind("why"), "because")
+    assert isinstance(error, dist.DistBackendError)
+    assert isinstance(error, kind)
+    assert str(error) == "because"
+    assert str(pickle.loads(pickle.dumps(error))) == "because"
+
+
+def test_other_errors_of_the_core_are_backend_errors() -> None:
+    assert type(errors.as_backend_error(cgx_ops.CgxError(), "x")) is dist.DistBackendError
 
 
 def test_a_missing_peer_ends_in_a_torch_error() -> None:
@@ -153,7 +172,7 @@ def test_a_missing_peer_ends_in_a_torch_error() -> None:
             return
         x = torch.ones(1000)
         work = start(comm, "allreduce", x, x, Config(bits=4), timeout=0.3)
-        with pytest.raises(dist.DistBackendError, match="rank 1 has not started it"):
+        with pytest.raises(errors.DeadlineExceeded, match="rank 1 has not started it"):
             work.wait()
 
     launch.threads(2, rank_program)

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
+#include <exception>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "cgx/cgx.h"
 #include "coalesced.h"
 #include "kernels.h"
+#include "status.h"
 #include "work.h"
 
 namespace cgx::torch_ops {
@@ -147,6 +149,19 @@ int32_t call_find_group(const std::string& name) {
   return (*find_group)(name).cast<int32_t>();
 }
 
+pybind11::function* make_error = nullptr;  // lives for ever, too
+
+// Before torch's own translator, which takes a RankFailure for any DistBackendError.
+void translate(std::exception_ptr thrown) {
+  try {
+    if (thrown) std::rethrow_exception(std::move(thrown));
+  } catch (const cgx::torch_ops::RankFailure& failure) {
+    const pybind11::object error =
+        (*make_error)(static_cast<int>(failure.status), failure.what_without_backtrace());
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  }
+}
+
 }  // namespace
 
 namespace cgx::torch_ops {
@@ -173,6 +188,14 @@ PYBIND11_MODULE(_torch_ops, m) {
       },
       pybind11::arg("finder"),
       "Have finder(group_name) return the id of the communicator of a group, or of all ranks.");
+  m.def(
+      "make_errors_by",
+      [](pybind11::function maker) {
+        make_error = new pybind11::function(std::move(maker));
+        pybind11::register_exception_translator(translate);
+      },
+      pybind11::arg("maker"),
+      "Have maker(status, text) return what failures among ranks raise. Once per process.");
   m.def(
       "report_start_by",
       [](pybind11::function report) {

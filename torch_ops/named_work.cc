@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cgx/cgx.h"
+#include "status.h"
 
 namespace cgx::torch_ops {
 namespace {
@@ -64,7 +65,7 @@ std::exception_ptr LossFinder::named(std::exception_ptr failure) const {
     if (cgx_comm_find_lost(comm_, kSearchSeconds) != CGX_PEER_FAILED) return failure;
     const std::string text = c10::str(cgx_last_error(), " [", call_, ": ", error.what(), "]");
     return std::make_exception_ptr(
-        c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text));
+        RankFailure(CGX_PEER_FAILED, {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text));
   } catch (...) {
     return failure;
   }

@@ -2,16 +2,25 @@
 //
 // ValueError: a value or a name; TypeError: a dtype or layout nobody serves;
 // torch.distributed.DistBackendError: ranks that disagree, a deadline, a dead peer, a closed
-// communicator, MPI.
+// communicator, MPI. In Python cgx_ops/torch/errors.py has one of its own for each.
 #pragma once
 
 #include <c10/util/Exception.h>
 
 #include <string>
+#include <utility>
 
 #include "cgx/cgx.h"
 
 namespace cgx::torch_ops {
+
+// A failure among ranks, which keeps its status.
+class RankFailure : public c10::DistBackendError {
+ public:
+  RankFailure(cgx_status_t status, c10::SourceLocation location, std::string text)
+      : c10::DistBackendError(location, std::move(text)), status(status) {}
+  cgx_status_t status;
+};
 
 // Throws for every status but CGX_OK. Call it on the thread that got the status: the text is the
 // calling thread's last failure.
@@ -29,7 +38,7 @@ inline void check(cgx_status_t status) {
     case CGX_PEER_FAILED:
     case CGX_CLOSED:
     case CGX_SYSTEM:
-      C10_THROW_ERROR(DistBackendError, text);
+      throw RankFailure(status, {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);
     default:
       C10_THROW_ERROR(Error, text);
   }

@@ -15,7 +15,17 @@ from cgx_ops import _versions
 
 _versions.require_framework("torch")
 
-from cgx_ops.torch import backend, ddp_unasked, groups, inductor, launch, ops, reports, work  # noqa: E402
+from cgx_ops.torch import (  # noqa: E402
+    backend,
+    ddp_unasked,
+    errors,
+    groups,
+    inductor,
+    launch,
+    ops,
+    reports,
+    work,
+)
 from cgx_ops.torch.backend import BackendOptions, compressed, uncompressed  # noqa: E402
 from cgx_ops.torch.ddp_unasked import hook_state  # noqa: E402
 from cgx_ops.torch.layers import (  # noqa: E402
@@ -28,6 +38,7 @@ from cgx_ops.torch.layers import (  # noqa: E402
 )
 from cgx_ops.torch.rewrite import compress_collectives  # noqa: E402
 
+errors.register()
 ops.register()
 inductor.register()
 launch.register()

@@ -119,7 +119,7 @@ class Carrier:
                 return self._reduce(buffer, config, op, segments, seed, residuals)
             except Exception as error:
                 self.disconnect(error)
-                if isinstance(error, CgxError):
+                if isinstance(error, CgxError) and not isinstance(error, dist.DistBackendError):
                     raise
         raise dist.DistBackendError(f"carrier 'c10d', rank {self._rank}: {self._failure}")
 

@@ -34,7 +34,6 @@ from cgx_ops.torch.work import future_of, start_apart
 
 _HOOK = "planned_allreduce_hook"
 _EXACT = Config(bits=EXACT_BITS)
-_DISAGREE = "disagree on collective"  # the core's words
 _STEPS_AHEAD = 2  # that another plan is announced
 _PIECE = 1 << 16  # a number of steps travels in pieces of 16 bits: float32 has them exact
 
@@ -121,10 +120,10 @@ class PlannedAllreduceState(HookState):
         return self._joining
 
     def explained(self, error: Exception, plan: Plan) -> Exception:
-        """Return why a message failed: ranks that have different plans compare them, once."""
+        """Return why a message on CPUs failed: ranks with different plans compare them, once."""
         with self._comparing:
             communicator = self.communicator()
-            if not self._compared and not communicator.closed and _DISAGREE in str(error):
+            if not (self._compared or communicator.closed) and isinstance(error, MismatchError):
                 # All ranks hear of that, and are here too; of other failures one alone may hear.
                 self._compared = True
                 try:
@@ -243,11 +242,11 @@ class _Message:
     """Buckets of one dtype, device and Config that share a collective."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        self._config = config
+        self._config, self._on_cpu = config, device.type == "cpu"
         self._tensors: list[torch.Tensor] = []
         self._layouts: list[Layout] = []
         # Of what went wrong, or None.
-        devices: Any = None if device.type == "cpu" else [device]
+        devices: Any = None if self._on_cpu else [device]
         self._ended: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
 
     def add(self, buffer: torch.Tensor, layout: Layout) -> torch.futures.Future[torch.Tensor]:
@@ -282,7 +281,7 @@ class _Message:
                 for layout in self._layouts:
                     layout.then()
             except Exception as error:
-                self._ended.set_result(state.explained(error, plan))
+                self._ended.set_result(state.explained(error, plan) if self._on_cpu else error)
             else:
                 self._ended.set_result(None)
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from cgx_ops import Communicator, _torch_ops, world
 from cgx_ops.errors import CgxError, InvalidArgument, NotFound, Unsupported
 from cgx_ops.torch import _compat, launch
+from cgx_ops.torch.errors import as_backend_error
 
 # ---- 1. over a Store -----------------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ def connect(
             "init_process_group('gloo') (or 'nccl') and compress with carrier='c10d'"
         ) from error
     except CgxError as error:
-        raise dist.DistBackendError(f"cgx, group '{name}': {error}") from error
+        raise as_backend_error(error, f"cgx, group '{name}': {error}") from error
 
 
 # ---- 2. of a group -------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ def _id_of(name: str) -> int:
     except (InvalidArgument, dist.DistBackendError):
         raise
     except CgxError as error:
-        raise dist.DistBackendError(str(error)) from error
+        raise as_backend_error(error, str(error)) from error
 
 
 def communicator_of(group: dist.ProcessGroup) -> Communicator:
