@@ -1,9 +1,11 @@
-"""The include rules of docs/design.md, section 2, read off the sources."""
+"""The rules of docs/design.md about includes and errors, read off the sources."""
 
 import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "cgx_ops/csrc"
@@ -144,3 +146,156 @@ def test_one_file_knows_the_libraries_path() -> None:
     for file in (ROOT / "cgx_ops").rglob("*.py"):
         if file.name != "_native.py":
             assert not re.search(r"CDLL|\.so\b", file.read_text()), file
+
+
+# ---- errors by code: nothing compares or searches an error's text --------------------------------
+
+_SEARCHES = {
+    "count", "endswith", "find", "findall", "finditer", "fullmatch", "index", "match", "partition",
+    "removeprefix", "removesuffix", "rfind", "rindex", "rpartition", "rsplit", "search", "split",
+    "splitlines", "startswith",
+}  # fmt: skip
+_IN_CPP = r"(?:find\w*|rfind|starts_with|ends_with|contains|compare|substr)\s*\("
+_TEXT_IN_CPP = r"\b(?:what|what_without_backtrace|cgx_last_error)\(\)"
+_NAMED_IN_CPP = r"\b(?:last_error|message|reason|refusal|failure|why)\b"
+
+
+class _Searches(ast.NodeVisitor):
+    """Finds the lines of a function, or of a file's own statements, that search an error's text."""
+
+    def __init__(self) -> None:
+        self.lines: set[int] = set()
+        self._errors = {"error", "exc", "exception"}
+        self._texts: set[str] = set()
+
+    def _is_text(self, node: ast.AST) -> bool:
+        match node:
+            case ast.Name(id=name):
+                return name in self._texts
+            case ast.Attribute(value=ast.Name(id=name), attr="args" | "strerror"):
+                return name in self._errors
+            case ast.Call(func=ast.Name(id="str" | "repr"), args=[ast.Name(id=name)]):
+                return name in self._errors
+            case ast.FormattedValue(value=ast.Name(id=name)):
+                return name in self._errors
+            case ast.JoinedStr(values=values):
+                return any(map(self._is_text, values))
+            case ast.Call(func=ast.Attribute(value=value)) | ast.Subscript(value=value):
+                return self._is_text(value)
+            case ast.NamedExpr(value=value):
+                return self._is_text(value)
+        return False
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        self._errors.add(node.name or "")
+        self.generic_visit(node)
+
+    def visit_arg(self, node: ast.arg) -> None:
+        if node.annotation and re.search(r"(Error|Exception)\b", ast.unparse(node.annotation)):
+            self._errors.add(node.arg)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        if self._is_text(node.value):
+            self._texts |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
+        self.generic_visit(node)
+        if self._is_text(node.value):
+            self._texts.add(node.target.id)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        self._check(node, node.left, *node.comparators)
+
+    def visit_Match(self, node: ast.Match) -> None:
+        self._check(node, node.subject)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        self._check(node, node.value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _SEARCHES:
+            self._check(node, node.func.value, *node.args)
+        else:
+            self.generic_visit(node)
+
+    def _check(self, node: ast.expr | ast.stmt, *operands: ast.expr) -> None:
+        if any(map(self._is_text, operands)):
+            self.lines.add(node.lineno)
+        self.generic_visit(node)
+
+
+def _searches_of_errors(source: str) -> list[int]:
+    found = _Searches()
+    found.visit(ast.parse(source))
+    return sorted(found.lines)
+
+
+def _searches_in_cpp(text: str) -> list[str]:
+    pattern = (
+        r"\bstrstr\b|\bregex_\w+|"
+        rf"{_TEXT_IN_CPP}\)*\s*(?:[=!]=|\[|\.\s*{_IN_CPP})|"
+        rf"\bstr\w*cmp\s*\([^;]*{_TEXT_IN_CPP}|"
+        rf"{_NAMED_IN_CPP}(?:\(\))?\s*(?:[=!]=\s*\"|(?:\.|->)\s*{_IN_CPP})|"
+        r"\b(?:refusal|failure|reason|why)\[0\]"
+    )
+    found = [match[0] for match in re.finditer(pattern, text)]
+    for match in re.finditer(rf"(\w+) = [^;]*{_TEXT_IN_CPP}[^;]*;", text):
+        rest = text[match.end() :].split("\n}\n")[0]
+        found += re.findall(rf"\b{match[1]}(?:\s*[=!]=|\.{_IN_CPP})", rest)
+    return found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "'closed' in str(error)",
+        "str(error) == 'closed'",
+        "str(error).startswith('UNAVAILABLE')",
+        "str(error).lower().endswith('closed')",
+        "re.search('rank ([0-9]+)', str(error))",
+        "f'{error}'.split(':')",
+        "error.args[0]",
+        "text = str(error); 'closed' in text",
+        "'closed' in (text := repr(error))",
+    ],
+)
+def test_a_search_of_an_error_is_found(line: str) -> None:
+    assert _searches_of_errors(line) == [1]
+    handler = f"try:\n  f()\nexcept OSError as failed:\n  {line.replace('error', 'failed')}"
+    assert _searches_of_errors(handler) == [4]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'std::string(error.what()).find("closed")',
+        'error.what() == "closed"',
+        'strcmp(cgx_last_error(), "closed")',
+        'strstr(text, "closed")',
+        'const std::string text = cgx_last_error();\n  if (text.starts_with("closed")) return;',
+        'message.find("closed")',
+        "hello.refusal[0]",
+    ],
+)
+def test_a_search_of_an_error_is_found_in_cpp(text: str) -> None:
+    assert _searches_in_cpp(text)
+
+
+def test_no_python_searches_an_errors_text() -> None:
+    package = ROOT / "cgx_ops"
+    for file in package.rglob("*.py"):
+        assert not _searches_of_errors(file.read_text()), file
+
+
+def test_no_cpp_searches_an_errors_text() -> None:
+    for folder in ("cgx_ops/csrc", "cgx_ops/numpy_ops", "torch_ops", "xla_ffi"):
+        for file, text in _sources(ROOT / folder):
+            assert not _searches_in_cpp(text), f"{folder}/{file}"
+
+
+def test_bindings_parse_no_lists_of_the_core() -> None:
+    for folder in ("cgx_ops/numpy_ops", "torch_ops", "xla_ffi"):
+        for file, text in _sources(ROOT / folder):
+            lists = re.findall(r"\bcgx_(?:compressors|config_fields|describe)\s*\(", text)
+            assert not lists, f"{folder}/{file}"

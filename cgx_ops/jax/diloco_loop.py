@@ -27,8 +27,9 @@ from cgx_ops.outer_loop import Schedule
 
 # XLA runs what is sent beside the steps that follow; the number is any that nobody else has.
 _STREAM = 0x636778
-# How errors begin after which a communicator is closed (xla_ffi/core.h).
-_CLOSED = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "ABORTED")
+# Codes of errors after which a communicator is closed: DEADLINE_EXCEEDED, ABORTED and UNAVAILABLE
+# (xla_ffi/core.h).
+_CLOSED = (4, 10, 14)
 
 
 class DiLoCo:
@@ -309,7 +310,7 @@ class DiLoCo:
         except jax.errors.JaxRuntimeError as error:
             remedy = "Go on with state = loop.skip(state), in all processes"
             # Devices of one process get new connections; processes do not.
-            if jax.process_count() > 1 and str(error).startswith(_CLOSED):
+            if jax.process_count() > 1 and error.error_code in _CLOSED:
                 remedy = (
                     "cgx's connections are closed, also between processes that are left: start all "
                     "processes anew, from the last checkpoint"
