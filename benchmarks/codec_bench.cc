@@ -108,7 +108,7 @@ std::vector<Setting> settings() {
     all.push_back(
         {cgx::join("levels ", bits, " nearest"), cgx::join("bits=", bits, " compressor='levels'")});
   for (const char* rest : {"sign 1 nearest", "onebit 1 nearest", "ternary 1.6 stochastic",
-                           "natural 8 stochastic", "half 16 nearest", "half 16 stochastic"}) {
+                           "half 16 nearest", "half 16 stochastic"}) {
     const std::string text = rest, name = text.substr(0, text.find(' '));
     const std::string rounding = text.substr(text.rfind(' ') + 1);
     all.push_back({text, cgx::join("rounding='", rounding, "' compressor='", name, "'"),

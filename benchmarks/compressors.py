@@ -61,7 +61,6 @@ CODECS: dict[str, Config] = {
     "ternary": Config(compressor="ternary"),
     "ternary, clip": Config(compressor="ternary", clip=True),
     **{f"qsgd, {b} bits": Config(b, compressor="qsgd") for b in (8, 4)},
-    "natural": Config(compressor="natural"),
     "half, nearest": Config(compressor="half"),
     "half, stochastic": Config(compressor="half", rounding="stochastic"),
     "topk 1 %": topk(0.01),

@@ -19,8 +19,8 @@ from cgx_ops import _native, variables
 from cgx_ops.errors import InvalidArgument, Unsupported
 
 Compressor = Literal[
-    "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "natural", "half", "topk",
-    "threshold", "randk",
+    "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "half", "topk", "threshold",
+    "randk",
 ]  # fmt: skip
 Rounding = Literal["stochastic", "nearest", "shift"]
 Algorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical", "by_hosts"]

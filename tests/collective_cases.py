@@ -178,7 +178,7 @@ def of_compressors() -> Iterator[dict[str, Any]]:
     """Give each row of the table at its settings."""
     yield from ({"compressor": "levels", "bits": bits} for bits in range(1, 5))
     yield from ({"compressor": "qsgd", "bits": bits} for bits in (2, 4, 8))
-    names: tuple[Compressor, ...] = ("sign", "onebit", "ternary", "natural")
+    names: tuple[Compressor, ...] = ("sign", "onebit", "ternary")
     yield from ({"compressor": name} for name in names)
     yield {"compressor": "ternary", "clip": True}
     yield from (

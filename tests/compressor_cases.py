@@ -23,8 +23,8 @@ DTYPES: dict[str, Any] = {
     "bfloat16": ml_dtypes.bfloat16,
 }
 COMPRESSORS = (
-    "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "natural", "half", "topk",
-    "threshold", "randk",
+    "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "half", "topk", "threshold",
+    "randk",
 )  # fmt: skip
 
 
@@ -33,14 +33,14 @@ def _rows() -> list[dict[str, Any]]:
     rows += [{"rounding": "nearest"}, {"rounding": "shift", "bits": 2}]
     rows += [{"compressor": "levels", "bits": bits} for bits in range(1, 5)]
     rows += [{"compressor": "qsgd", "bits": bits} for bits in range(2, 9)]
-    rows += [{"compressor": name} for name in ("sign", "onebit", "ternary", "natural", "half")]
+    rows += [{"compressor": name} for name in ("sign", "onebit", "ternary", "half")]
     rows += [{"compressor": "ternary", "clip": True}]
     rows += [{"compressor": "half", "rounding": "stochastic"}]
     for name, value_bits in itertools.product(("topk", "threshold"), (1, 2, 3, 4, 5, 6, 7, 8, 16)):
         rows.append({"compressor": name, "density": 0.07, "value_bits": value_bits})
     for name, density in itertools.product(("topk", "threshold", "randk"), (1e-9, 0.01, 0.3, 1.0)):
         rows.append({"compressor": name, "density": density})
-    rotated = (("uniform", 3), ("levels", 2), ("onebit", 4), ("qsgd", 5), ("natural", 4))
+    rotated = (("uniform", 3), ("levels", 2), ("onebit", 4), ("qsgd", 5))
     for (name, bits), rotation in itertools.product(rotated, (2, 32, 1024)):
         rows.append({"compressor": name, "bits": bits, "rotation": rotation})
     return [*rows, {"compressor": "ternary", "clip": True, "rotation": 16}]

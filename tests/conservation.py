@@ -30,7 +30,6 @@ FED_BACK: list[dict[str, Any]] = [
     {"compressor": "onebit"},
     {"compressor": "ternary", "clip": True},
     *({"compressor": "qsgd", "bits": bits, "bucket_size": 64} for bits in (5, 8)),
-    {"compressor": "natural"},
     *({"compressor": "half", "rounding": rounding} for rounding in ("nearest", "stochastic")),
     *({"compressor": "topk", "density": 0.05, "value_bits": bits} for bits in (32, 16, 4, 1)),
     {"compressor": "topk", "bucket_size": 5000},

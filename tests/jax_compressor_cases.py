@@ -28,7 +28,6 @@ CASES: dict[str, dict[str, Any]] = {
     "ternary clipped": {"compressor": "ternary", "clip": True},
     "qsgd": {"compressor": "qsgd", "bits": 4},
     "qsgd of small buckets": {"compressor": "qsgd", "bits": 4, "bucket_size": 32},
-    "natural": {"compressor": "natural"},
     "half": {"compressor": "half"},
     "topk": {"compressor": "topk", "density": 0.05},
     "topk of codes": {"compressor": "topk", "density": 0.05, "value_bits": 4},

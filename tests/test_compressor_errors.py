@@ -84,12 +84,6 @@ def qsgd(x: Doubles, bits: int) -> Doubles:
     return f * (1 - f) * np.square(step)
 
 
-def natural(x: Doubles) -> Doubles:
-    """Between two powers of two: the product of the distances to them."""
-    power = 2.0 ** np.floor(np.log2(np.maximum(np.abs(x), 1e-300)))
-    return (np.abs(x) - power) * (2 * power - np.abs(x))
-
-
 def units(x: Doubles, fraction_bits: int) -> Doubles:
     """The square of a unit in the last place."""
     return np.square(2.0 ** (np.floor(np.log2(np.maximum(np.abs(x), 1e-30))) - fraction_bits))
@@ -131,7 +125,6 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Doubles], Doubles]]] = {
         f"qsgd {bits}": ({"compressor": "qsgd", "bits": bits}, lambda x, b=bits: qsgd(x, b))
         for bits in (2, 4, 6, 8)
     },
-    "natural": ({"compressor": "natural"}, natural),
     "half": ({"compressor": "half"}, lambda x: units(x, 7) / 12),
     "half stochastic": (
         {"compressor": "half", "rounding": "stochastic"},
@@ -177,7 +170,6 @@ def test_error_is_below_the_proven_bound(distribution: str) -> None:
         levels = 2 ** (bits - 1) - 1
         bound = min(B / levels**2, math.sqrt(B) / levels)
         assert relative_error(x, Config(compressor="qsgd", bits=bits)) < bound
-    assert relative_error(x, Config(compressor="natural")) < 1 / 8
     for density in (0.01, 0.3):
         config = Config(compressor="topk", density=density)
         assert relative_error(x, config) < 1 - density
@@ -224,10 +216,9 @@ def test_threshold_leaves_what_is_below_one(distribution: str, density: float) -
         {"compressor": "ternary"},
         {"compressor": "qsgd", "bits": 2},
         {"compressor": "qsgd", "bits": 5},
-        {"compressor": "natural"},
         {"compressor": "half", "rounding": "stochastic"},
         {"compressor": "ternary", "rotation": 32},
-        {"compressor": "natural", "rotation": 4},
+        {"compressor": "qsgd", "bits": 5, "rotation": 4},
     ],
     ids=str,
 )

@@ -189,7 +189,6 @@ def test_bytes_are_as_many_as_the_formulas_say() -> None:
         "sign": lambda k: 2 + math.ceil(k / 8),
         "onebit": lambda k: 4 + math.ceil(k / 8),
         "ternary": lambda k: 2 + math.ceil(k / 5),
-        "natural": lambda k: 2 + k,
         "half": lambda k: 2 * k,
     }
     for name, size in per_bucket.items():
@@ -274,8 +273,8 @@ def test_threshold_sends_enough_of_values_much_alike() -> None:
             ({"compressor": name, "rounding": rounding}, f"rounding is '{rounding}'.*'{name}' r")
             for name, rounding in (
                 ("levels", "stochastic"), ("sign", "stochastic"), ("onebit", "shift"),
-                ("ternary", "nearest"), ("qsgd", "nearest"), ("natural", "shift"),
-                ("half", "shift"), ("topk", "stochastic"), ("randk", "stochastic"),
+                ("ternary", "nearest"), ("qsgd", "nearest"), ("half", "shift"),
+                ("topk", "stochastic"), ("randk", "stochastic"),
             )
         ),
         ({"density": 0.5}, "density is 0.5.*'uniform' does not have.*topk, threshold, randk"),
@@ -284,7 +283,7 @@ def test_threshold_sends_enough_of_values_much_alike() -> None:
         ({"rotation": 3}, "Config.rotation is 3; it must be None, or a power of two"),
         *(
             ({"compressor": name, "bits": 2}, f"bits is 2; compressor='{name}' has no bits to")
-            for name in ("sign", "onebit", "ternary", "natural", "half", "topk", "randk")
+            for name in ("sign", "onebit", "ternary", "half", "topk", "randk")
         ),
         ({"compressor": "levels", "bits": 8}, "bits is 8; with compressor='levels'.* 1 to 4"),
         ({"compressor": "qsgd", "bits": 1}, "bits is 1; with compressor='qsgd'.* 2 to 8"),

@@ -71,7 +71,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"compressor": "onebit", "clip": True}, "clip is True, which compressor='onebit'"),
     ({"compressor": "ternary"}, "compressor='ternary' has random rounding only.*give key="),
     ({"compressor": "qsgd"}, "compressor='qsgd' has random rounding only"),
-    ({"compressor": "natural"}, "compressor='natural' has random rounding only"),
     ({"compressor": "randk"}, "'randk' has places that all devices draw alike.*same on all"),
 ]  # fmt: skip
 

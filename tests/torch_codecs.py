@@ -14,7 +14,6 @@ _SETTINGS: tuple[dict[str, Any], ...] = (
     {"compressor": "onebit"},
     {"compressor": "ternary", "clip": True},
     {"compressor": "qsgd", "bits": 6},
-    {"compressor": "natural"},
     {"compressor": "half"},
     {"compressor": "topk", "density": 0.1},
     {"compressor": "topk", "density": 1 / 3, "value_bits": 8},

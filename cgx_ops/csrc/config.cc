@@ -18,11 +18,11 @@ constexpr ConfigWord kRoundings[] = {{"nearest", CGX_NEAREST},
                                      {"stochastic", CGX_STOCHASTIC},
                                      {"shift", CGX_SHIFT},
                                      {"None", CGX_CODECS_OWN, false}};
-constexpr ConfigWord kCompressors[] = {
-    {"uniform", CGX_UNIFORM},     {"levels", CGX_LEVELS},   {"sign", CGX_SIGN},
-    {"onebit", CGX_ONEBIT},       {"ternary", CGX_TERNARY}, {"qsgd", CGX_QSGD},
-    {"natural", CGX_NATURAL},     {"half", CGX_HALF},       {"topk", CGX_TOPK},
-    {"threshold", CGX_THRESHOLD}, {"randk", CGX_RANDK}};
+constexpr ConfigWord kCompressors[] = {{"uniform", CGX_UNIFORM},     {"levels", CGX_LEVELS},
+                                       {"sign", CGX_SIGN},           {"onebit", CGX_ONEBIT},
+                                       {"ternary", CGX_TERNARY},     {"qsgd", CGX_QSGD},
+                                       {"half", CGX_HALF},           {"topk", CGX_TOPK},
+                                       {"threshold", CGX_THRESHOLD}, {"randk", CGX_RANDK}};
 constexpr ConfigWord kAlgorithms[] = {
     {"auto", CGX_AUTO}, {"one_shot", CGX_ONE_SHOT},         {"sra", CGX_SRA},
     {"ring", CGX_RING}, {"hierarchical", CGX_HIERARCHICAL}, {"by_hosts", CGX_BY_HOSTS}};
@@ -68,7 +68,7 @@ constexpr ConfigField kTable[] = {
      CGX_UNIFORM,
      kCompressors,
      {},
-     "one of 'uniform', 'levels', 'sign', 'onebit', 'ternary', 'qsgd', 'natural', 'half', 'topk', "
+     "one of 'uniform', 'levels', 'sign', 'onebit', 'ternary', 'qsgd', 'half', 'topk', "
      "'threshold', 'randk'"},
     {"density", &cgx_config_t::density, 0, kNone, kShares,
      "None (0.01), or more than 0 and at most 1", kBillionths},

@@ -105,8 +105,7 @@ def allreduce_q(
         skip_incomplete_buckets: send a leaf's last bucket exact if it is not full.
         minimal_size: leaves with fewer elements are summed exactly.
         compressor: what values become: "uniform", "levels", "sign" (a sum is a majority vote),
-          "onebit", "ternary", "qsgd", "natural", "half", "topk", "threshold" (on CPUs only) or
-          "randk".
+          "onebit", "ternary", "qsgd", "half", "topk", "threshold" (on CPUs only) or "randk".
         density: of "topk", "threshold" and "randk": the share of values that travel, more than 0
           and at most 1; None: 0.01.
         value_bits: of the values that "topk" and "threshold" send: 1-8, 16 or 32; None: 32, exact.

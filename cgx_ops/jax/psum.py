@@ -63,8 +63,8 @@ def psum_q(
           same; leaves, examples of a vmap, devices, and groups whose values vary over other axes
           (if types are checked) have noise of their own. Devices may have equal or different keys.
           None: rounds to nearest. Compressors that round in one way only do so with and without a
-          key, but "ternary", "qsgd" and "natural" need one, and "randk" one that is equal on all
-          devices: it says which values travel.
+          key, but "ternary" and "qsgd" need one, and "randk" one that is equal on all devices: it
+          says which values travel.
         name: identifies the collective among processes, and is unique among those that run at the
           same time. "": the call's place in the program that is being compiled.
         algorithm: "auto", "by_hosts", "one_shot", "sra", "ring", "hierarchical": see Config.
@@ -73,8 +73,7 @@ def psum_q(
         skip_incomplete_buckets: send a leaf's last bucket exact if it is not full.
         minimal_size: leaves with fewer elements are summed exactly.
         compressor: what values become: "uniform", "levels", "sign" (a sum is a majority vote),
-          "onebit", "ternary", "qsgd", "natural", "half", "topk", "threshold" (on CPUs only) or
-          "randk".
+          "onebit", "ternary", "qsgd", "half", "topk", "threshold" (on CPUs only) or "randk".
         density: of "topk", "threshold" and "randk": the share of values that travel, more than 0
           and at most 1; None: 0.01.
         value_bits: of the values that "topk" and "threshold" send: 1-8, 16 or 32; None: 32, exact.

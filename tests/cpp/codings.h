@@ -27,8 +27,6 @@ inline cgx_compressor_t compressor_of(BucketFormat format) {
       return CGX_TERNARY;
     case BucketFormat::kQsgd:
       return CGX_QSGD;
-    case BucketFormat::kNatural:
-      return CGX_NATURAL;
     default:
       return CGX_UNIFORM;
   }
@@ -87,7 +85,6 @@ inline std::vector<Coding> codings() {
                            {kOnebit, 1},
                            {kTernary, 2},
                            {kTernary, 2, true},
-                           {kNatural, 8},
                            {kUniform, kHalfBits},
                            {kUniform, 4, false, false, 5},  // rotated, these
                            {kLevels, 2, false, false, 7},

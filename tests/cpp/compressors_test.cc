@@ -44,7 +44,6 @@ const FormatRow kFormats[] = {
     {BucketFormat::kOnebit, {1}, RoundingMode::kNearest},
     {BucketFormat::kTernary, {2}, RoundingMode::kStochastic},
     {BucketFormat::kQsgd, {2, 3, 4, 5, 6, 7, 8}, RoundingMode::kStochastic},
-    {BucketFormat::kNatural, {8}, RoundingMode::kStochastic},
     {BucketFormat::kMagnitudes, {2, 3, 4, 5, 6, 7, 8}, RoundingMode::kNearest},
 };
 
@@ -212,7 +211,7 @@ std::vector<CodecSettings> all_settings() {
   for (const int bits : {1, 3, 4, 8}) add(CGX_UNIFORM, bits);
   for (const int bits : {1, 2, 3, 4}) add(CGX_LEVELS, bits);
   for (const int bits : {2, 3, 4, 5, 6, 7, 8}) add(CGX_QSGD, bits);
-  for (const auto row : {CGX_SIGN, CGX_ONEBIT, CGX_TERNARY, CGX_NATURAL, CGX_HALF}) add(row, 4);
+  for (const auto row : {CGX_SIGN, CGX_ONEBIT, CGX_TERNARY, CGX_HALF}) add(row, 4);
   add(CGX_TERNARY, 4, [](CodecSettings& settings) { settings.clip = true; });
   for (const auto row : {CGX_TOPK, CGX_THRESHOLD}) {
     for (const int bits : {1, 2, 3, 4, 5, 6, 7, 8, 16, 32}) add(row, 4, value_bits(bits));

@@ -34,7 +34,6 @@ std::vector<Case> cases_of_compressors() {
                       {CGX_TERNARY, CGX_STOCHASTIC, 4, 0, true},
                       {CGX_TERNARY, CGX_STOCHASTIC, 4, 64, true},
                       {CGX_QSGD, CGX_STOCHASTIC, 4, 0, false},
-                      {CGX_NATURAL, CGX_STOCHASTIC, 4, 0, true},
                       {CGX_HALF, CGX_STOCHASTIC, 4, 0, true},
                       {CGX_HALF, CGX_NEAREST, 4, 0, true},
                       {CGX_TOPK, CGX_NEAREST, 4, 0, true, 10'000'000},

@@ -8,7 +8,7 @@ documents.
     philox         noise: the seeds of segments and blocks, and the lane an element gets
     settings       how a segment's values are encoded
     scales         what a bucket is measured by
-    buckets        records of buckets: uniform, levels, sign, onebit, ternary, qsgd, natural
+    buckets        records of buckets: uniform, levels, sign, onebit, ternary, qsgd
     rotation       Hadamard, before and after
     sparse         topk, threshold, randk
     codec          quantize, dequantize, encoded_bytes

@@ -143,7 +143,7 @@ def _decode_onebit(header: Float32s, codes: Codes, settings: Settings) -> Float3
     return np.where(codes != 0, header[:, 1:], header[:, :1]) + np.float32(0)
 
 
-# ---- ternary, qsgd, natural ----------------------------------------------------------------------
+# ---- ternary, qsgd -------------------------------------------------------------------------------
 
 
 def _encode_ternary(x: Float32s, r: Float32s, settings: Settings) -> tuple[Float32s, Codes]:
@@ -179,32 +179,6 @@ def _decode_qsgd(header: Float32s, codes: Codes, settings: Settings) -> Float32s
     return _with_sign((codes & most).astype(np.float32) * step, codes, settings.bits)
 
 
-def _encode_natural(x: Float32s, r: Float32s, settings: Settings) -> tuple[Float32s, Codes]:
-    del settings
-    exponent = (largest_magnitude(x).view(np.uint32) >> 23).astype(np.int64)[:, None]
-    below = exponent - 126
-    lowest = np.maximum(below + 1, 1)
-    magnitude = np.abs(x)
-    drawn = (r * np.float32(2**23)).astype(np.int64)
-    level = ((magnitude.view(np.uint32).astype(np.int64) + drawn) >> 23) - below
-    least, inverse = ((e.astype(np.uint32) << 23).view(np.float32) for e in (lowest, 254 - lowest))
-    up = magnitude * inverse + r >= ONE
-    k = np.where(magnitude < least, up * (lowest - below), level)
-    k = np.minimum(k, np.where(exponent == 254, 126, 127))
-    power = (exponent.astype(np.uint32) << 23).view(np.float32)  # 0 of what has no normal number
-    return power, np.where(exponent == 0, np.uint8(0), _signed(x, k, 8))
-
-
-def _decode_natural(header: Float32s, codes: Codes, settings: Settings) -> Float32s:
-    del settings
-    k = (codes & 127).astype(np.int64)
-    first, second = (
-        ((e + 64).astype(np.uint32) << 23).view(np.float32) for e in (k // 2, k - k // 2)
-    )
-    magnitude = np.where(k != 0, header * first * second, np.float32(0) * header)
-    return _with_sign(magnitude, codes, 8)
-
-
 # ---- values that were chosen ---------------------------------------------------------------------
 
 
@@ -234,7 +208,6 @@ FORMATS = {
     "onebit": Format(2, 2, _encode_onebit, _decode_onebit),
     "ternary": Format(1, 2, _encode_ternary, _decode_ternary, blank=1),
     "qsgd": Format(1, 2, _encode_qsgd, _decode_qsgd),
-    "natural": Format(1, 2, _encode_natural, _decode_natural),
     "magnitudes": Format(2, 2, _encode_magnitudes, _decode_magnitudes),
 }
 

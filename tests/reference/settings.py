@@ -10,8 +10,8 @@ import numpy as np
 from .values import EXACT_BITS, FLOAT32, RoundingMode
 
 Compressor = Literal[
-    "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "natural", "half", "topk",
-    "threshold", "randk",
+    "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "half", "topk", "threshold",
+    "randk",
 ]  # fmt: skip
 # Those that have no choice; "uniform" and "half" do as they are told.
 _ALWAYS: dict[Compressor, RoundingMode] = {
@@ -20,13 +20,12 @@ _ALWAYS: dict[Compressor, RoundingMode] = {
     "onebit": "nearest",
     "ternary": "stochastic",
     "qsgd": "stochastic",
-    "natural": "stochastic",
     "topk": "nearest",
     "threshold": "nearest",
     "randk": "nearest",
 }
 # Their codes' bits. "uniform", "levels" and "qsgd" have those that are asked for.
-_CODE_BITS: dict[Compressor, int] = {"sign": 1, "onebit": 1, "ternary": 0, "natural": 8}
+_CODE_BITS: dict[Compressor, int] = {"sign": 1, "onebit": 1, "ternary": 0}
 
 
 @dataclass(frozen=True)

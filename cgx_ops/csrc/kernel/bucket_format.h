@@ -17,7 +17,6 @@ enum class BucketFormat : uint8_t {
   kOnebit,      // {bf16 mean of the others, bf16 mean of the negative}; 1 bit
   kTernary,     // {bf16 scale}; -1, 0, 1, five to a byte
   kQsgd,        // {bf16 norm}; sign and level
-  kNatural,     // {bf16 power of two}; sign and exponent, 8 bits
   kMagnitudes,  // {bf16 lowest, bf16 highest magnitude}; sign and level of magnitude
 };
 

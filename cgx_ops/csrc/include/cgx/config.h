@@ -43,11 +43,10 @@ typedef enum cgx_compressor_t {
   CGX_ONEBIT = 3,    /* signs; means of the negative and of the other values */
   CGX_TERNARY = 4,   /* -1, 0 or 1 times a bucket's largest magnitude */
   CGX_QSGD = 5,      /* signs and levels of a bucket's norm */
-  CGX_NATURAL = 6,   /* signs and powers of two */
-  CGX_HALF = 7,      /* 16 bits: bf16 of float32 */
-  CGX_TOPK = 8,      /* a bucket's largest magnitudes */
-  CGX_THRESHOLD = 9, /* what is above a threshold that a sample tells */
-  CGX_RANDK = 10     /* values at places that all ranks draw alike */
+  CGX_HALF = 6,      /* 16 bits: bf16 of float32 */
+  CGX_TOPK = 7,      /* a bucket's largest magnitudes */
+  CGX_THRESHOLD = 8, /* what is above a threshold that a sample tells */
+  CGX_RANDK = 9      /* values at places that all ranks draw alike */
 } cgx_compressor_t;
 
 /* How values travel. What a field accepts, how its numbers are written and its default are told by

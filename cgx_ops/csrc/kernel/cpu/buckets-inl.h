@@ -13,7 +13,6 @@
 #include "kernel/cpu/fields-inl.h"
 #include "kernel/cpu/levels-inl.h"
 #include "kernel/cpu/magnitudes-inl.h"
-#include "kernel/cpu/natural-inl.h"
 #include "kernel/cpu/noise-inl.h"
 #include "kernel/cpu/onebit-inl.h"
 #include "kernel/cpu/qsgd-inl.h"
@@ -55,8 +54,6 @@ template <typename Visit>
       return visit(Ternary{});
     case BucketFormat::kQsgd:
       return with_bits<2, 8>(run.bits, [&](auto bits) { visit(Qsgd<bits()>{}); });
-    case BucketFormat::kNatural:
-      return visit(Natural{});
     case BucketFormat::kMagnitudes:
       return with_bits<2, 8>(run.bits, [&](auto bits) { visit(Magnitudes<bits()>{}); });
   }

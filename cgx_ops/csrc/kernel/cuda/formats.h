@@ -51,11 +51,6 @@ CGX_LANE Header header_of_word(uint64_t word, const Coding& coding) {
 
 // ---- 2. grids ----
 
-// A power of two.
-CGX_LANE float power_of_two(int32_t exponent) {
-  return float_of(static_cast<uint32_t>(exponent) << 23);
-}
-
 CGX_LANE Terms terms_of(const Coding& coding) {
   if (coding.format == BucketFormat::kOnebit) return Terms::kSides;
   return coding.format == BucketFormat::kLevels && coding.bits == 1 ? Terms::kMagnitudes
@@ -101,11 +96,6 @@ CGX_LANE Grid grid_of(const Coding& coding, int64_t numel, float largest, const 
       const float scale = scale_above(norm < largest ? largest : norm);
       return of_scale(scale, divide(static_cast<float>((1 << (coding.bits - 1)) - 1), scale));
     }
-    case BucketFormat::kNatural: {
-      const auto exponent = static_cast<int32_t>(bits_of(largest) >> 23);
-      const float power = exponent == 0 ? 0.0f : power_of_two(exponent);
-      return of_scale(power, power > 0.0f ? 1.0f : 0.0f);
-    }
     default:  // kSign
       return of_scale(1.0f, 1.0f);
   }
@@ -126,25 +116,6 @@ CGX_LANE uint32_t level_of(float magnitude, float scale, int bits) {
   return static_cast<uint32_t>(level);
 }
 
-// Exponents above that of what is sent as 0: a power's own, or the next, at random.
-CGX_LANE uint32_t natural_code(float magnitude, float power, float r) {
-  const auto exponent = static_cast<int32_t>(bits_of(power) >> 23);
-  const int32_t below = exponent - 126;
-  const int32_t lowest = below + 1 > 1 ? below + 1 : 1;
-  const int32_t most = exponent == 254 ? 126 : 127;  // beyond it values would overflow
-  int32_t code;
-  if (magnitude < power_of_two(lowest)) {
-    // That, with a probability of magnitude / power, or 0.
-    code = add(multiply(magnitude, power_of_two(254 - lowest)), r) >= 1.0f ? lowest - below : 0;
-  } else {
-    // The fraction plus r carries into the exponent with a probability of the fraction.
-    const int32_t carried =
-        static_cast<int32_t>(bits_of(magnitude)) + truncated(multiply(r, 8388608.0f));
-    code = (carried >> 23) - below;
-  }
-  return static_cast<uint32_t>(code < most ? code : most);
-}
-
 CGX_LANE uint32_t code_of(float x, const Grid& grid, const Coding& coding, float r) {
   const bool negative = x < 0.0f;
   const float magnitude = float_of(bits_of(x) & 0x7fffffffu);
@@ -161,8 +132,6 @@ CGX_LANE uint32_t code_of(float x, const Grid& grid, const Coding& coding, float
       const float level = smaller(add(multiply(magnitude, grid.inverse), r), most);
       return static_cast<uint32_t>(truncated(level)) | sign;
     }
-    case BucketFormat::kNatural:
-      return natural_code(magnitude, grid.header.first, r) | sign;
     default:  // kSign, kOnebit
       return sign;
   }
@@ -195,14 +164,6 @@ CGX_LANE float value_of_code(uint32_t code, const Header& header, const Coding& 
       return multiply(as_float(static_cast<int32_t>(code) - 1), header.first);
     case BucketFormat::kQsgd:
       return with_sign(multiply(as_float(level), header.second));
-    case BucketFormat::kNatural: {
-      if (level == 0) return with_sign(multiply(0.0f, header.first));
-      // In two factors, each of which is a normal number.
-      const int32_t high = level / 2;
-      const float first = power_of_two(high + (127 - 63));
-      const float second = power_of_two(level - high + (127 - 63));
-      return with_sign(multiply(multiply(header.first, first), second));
-    }
     default:  // kSign
       return with_sign(header.first);
   }
