@@ -31,7 +31,6 @@ from cgx_ops.torch.ddp_unasked import hook_state  # noqa: E402
 from cgx_ops.torch.layers import (  # noqa: E402
     exclude_layer,
     forget_models,
-    register_layer,
     register_model,
     set_quantization_bits,
     set_quantization_bucket_size,
@@ -55,7 +54,6 @@ __all__ = [
     "exclude_layer",
     "forget_models",
     "hook_state",
-    "register_layer",
     "register_model",
     "set_quantization_bits",
     "set_quantization_bucket_size",

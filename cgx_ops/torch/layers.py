@@ -11,7 +11,7 @@ layer of another size.
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -150,46 +150,19 @@ def exclude_layer(pattern: str) -> None:
     _add("exclude_layer", pattern, bits=EXACT_BITS)
 
 
-def set_quantization_bits(pattern: str, bits: int, *position: int) -> None:
+def set_quantization_bits(pattern: str, bits: int) -> None:
     """Have layers travel in so many bits: those with `pattern` in their name, or of a glob.
 
     Args:
         pattern: a part of the name, or a glob.
         bits: 1 to 8, or 32 (exact).
-        *position: CGX's form by place in a bucket, refused.
     """
-    _refuse_positions("set_quantization_bits", pattern, position)
     _add("set_quantization_bits", pattern, bits=bits)
 
 
-def set_quantization_bucket_size(pattern: str, bucket_size: int, *position: int) -> None:
+def set_quantization_bucket_size(pattern: str, bucket_size: int) -> None:
     """Have so many values of such layers share a minimum and step; see set_quantization_bits."""
-    _refuse_positions("set_quantization_bucket_size", pattern, position)
     _add("set_quantization_bucket_size", pattern, bucket_size=bucket_size)
-
-
-def register_layer(*position: int) -> NoReturn:
-    """Refuse CGX's registration by place in a bucket; register_model() replaces it.
-
-    Raises:
-        InvalidArgument: always; it says what to call.
-    """
-    raise _places_change("register_layer")
-
-
-def _refuse_positions(function: str, first: object, rest: Sequence[object]) -> None:
-    if rest or not isinstance(first, str):
-        raise _places_change(function)
-
-
-def _places_change(function: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"{function}: layers are named here, not counted: DistributedDataParallel makes its "
-        "buckets anew after the first step, and places change. Call "
-        "register_model([(name, numel), ...]), then set_quantization_bits(name, bits) and "
-        "set_quantization_bucket_size(name, bucket_size). The hook that does without places, "
-        "torch_cgx's cgx_hook, is cgx_ops.torch.ddp.quantized_allreduce_hook"
-    )
 
 
 def _add(function: str, pattern: object, **settings: Any) -> None:
