@@ -50,7 +50,7 @@ def place(environ: Mapping[str, str] = os.environ) -> Place:
         InvalidArgument: a variable is not an integer, or a rank is not below the number of ranks.
     """
     by_mpirun, by_torchrun = (_rank_and_size(environ, names) for names in (MPIRUN, TORCHRUN))
-    # Programs copy mpirun's numbers to torchrun's variables, and so does cgx_ops.torch.
+    # Programs copy mpirun's numbers to torchrun's variables.
     if by_mpirun and by_torchrun in (None, by_mpirun):
         return Place("mpirun", *by_mpirun)
     if by_torchrun:

@@ -1,7 +1,14 @@
-"""What `import cgx_ops.torch` takes from a launcher's variables, and when it leaves them alone."""
+"""How ranks of mpirun and srun find each other in `init_process_group`; who is left alone."""
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
+from torch.distributed.rendezvous import _rendezvous_handlers
 
+from cgx_ops import launchers
 from cgx_ops.torch import launch
 
 STEP = {
@@ -11,25 +18,33 @@ STEP = {
     "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_STEP_NODELIST": "gpu[07-09,12],login1",
 }
+PORT = 61440 + 70001 % 4094
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "OMPI_", "MASTER_")) or name in launchers.TORCHRUN:
+            monkeypatch.delenv(name)
+
+
+def set_all(monkeypatch: pytest.MonkeyPatch, environ: Mapping[str, str]) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+
+
+# ---- the address under srun ----------------------------------------------------------------------
 
 
 def test_srun() -> None:
-    environ = dict(STEP)
-    launch.register(environ)
-    assert {name: environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} == {
-        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
-    }  # fmt: skip
-    assert environ["MASTER_ADDR"] == "gpu07"
-    assert environ["MASTER_PORT"] == str(61440 + 70001 % 4094)
+    assert launchers.place(STEP) == launchers.Place("srun", 5, 8, "gpu07", PORT)
 
 
 def test_the_two_ports_after_the_last_one_are_left() -> None:
     """JAX's coordinator and the rendezvous of cgx_ops take them."""
-    ports = []
-    for job in range(4096):
-        environ = STEP | {"SLURM_JOB_ID": str(job)}
-        launch.register(environ)
-        ports.append(int(environ["MASTER_PORT"]))
+    jobs = [STEP | {"SLURM_JOB_ID": str(job)} for job in range(4096)]
+    ports = [launchers.place(job).port for job in jobs]
     assert (min(ports), max(ports)) == (61440, 65533)
 
 
@@ -46,30 +61,98 @@ def test_the_two_ports_after_the_last_one_are_left() -> None:
     ],
 )
 def test_first_host_of_a_list(nodes: str, first: str) -> None:
-    environ = STEP | {"SLURM_STEP_NODELIST": nodes}
-    launch.register(environ)
-    assert environ["MASTER_ADDR"] == first
+    assert launchers.place(STEP | {"SLURM_STEP_NODELIST": nodes}).host == first
+
+
+# ---- who gets the handler ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "own",
+    ("environ", "wrapped"),
     [
-        {"RANK": "0", "WORLD_SIZE": "2"},  # torchrun's, under srun
-        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # a shell of salloc's
+        (STEP, True),
+        (MPIRUN, True),
+        ({}, False),
+        (STEP | {"RANK": "0", "WORLD_SIZE": "2"}, False),  # torchrun's, under srun
+        (MPIRUN | {"RANK": "1", "WORLD_SIZE": "4"}, False),
+        (STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),  # a shell of salloc's
     ],
 )
-def test_what_is_set_or_alone_is_left(own: dict[str, str]) -> None:
-    environ = STEP | own
-    before = dict(environ)
-    launch.register(environ)
-    assert environ == before
+def test_who_gets_the_handler(
+    environ: dict[str, str], wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = dict(_rendezvous_handlers)
+    monkeypatch.setitem(_rendezvous_handlers, "env", before["env"])  # puts it back at the end
+    set_all(monkeypatch, environ)
+    everything = dict(os.environ)
+    launch.register()
+    changed = {
+        name for name, handler in _rendezvous_handlers.items() if handler is not before[name]
+    }
+    assert changed == ({"env"} if wrapped else set())
+    assert dict(os.environ) == everything
 
 
-def test_address_of_the_user_stays() -> None:
-    environ = STEP | {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
-    launch.register(environ)
-    assert (environ["MASTER_ADDR"], environ["MASTER_PORT"], environ["RANK"]) == (
-        "elsewhere",
-        "1",
-        "5",
-    )
+# ---- what the handler asks of torch's ------------------------------------------------------------
+
+
+def asked(url: str = "env://") -> tuple[str, str, dict[str, str]]:
+    """Return the scheme, the address and the query of the URL that one of torch's handlers gets."""
+    urls: list[str] = []
+
+    def torchs(url: str, **options: Any) -> Iterator[Any]:
+        assert options == {"timeout": 7}
+        urls.append(url)
+        yield "store"
+
+    everything = dict(os.environ)
+    assert list(launch._by_launcher(torchs, torchs)(url, timeout=7)) == ["store"]
+    assert dict(os.environ) == everything
+    parts = urlsplit(urls[0])
+    return parts.scheme, parts.netloc, dict(parse_qsl(parts.query))
+
+
+@pytest.mark.parametrize(
+    ("url", "query"),
+    [
+        ("env://", {"rank": "5", "world_size": "8"}),
+        ("env://?use_libuv=0", {"rank": "5", "world_size": "8", "use_libuv": "0"}),
+        ("env://?rank=1&world_size=2", {"rank": "1", "world_size": "2"}),
+        ("env://?rank=5&world_size=-1", {"rank": "5", "world_size": "8"}),  # as torch's RPC asks
+    ],
+)
+def test_numbers_of_the_call_come_first(
+    url: str, query: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_all(monkeypatch, STEP)
+    assert asked(url) == ("tcp", f"gpu07:{PORT}", query)
+
+
+@pytest.mark.parametrize(
+    ("address", "netloc"), [("elsewhere", "elsewhere:1"), ("fd00::1", "[fd00::1]:1")]
+)
+def test_address_of_the_user_under_srun(
+    address: str, netloc: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_all(monkeypatch, STEP | {"MASTER_ADDR": address, "MASTER_PORT": "1"})
+    assert asked() == ("tcp", netloc, {"rank": "5", "world_size": "8"})
+
+
+def test_address_of_the_user_under_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's handler reads it."""
+    set_all(monkeypatch, MPIRUN | {"MASTER_ADDR": "elsewhere"})
+    assert asked() == ("env", "", {"rank": "1", "world_size": "4"})
+
+
+def test_agreed_address_under_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, MPIRUN)
+    monkeypatch.setattr(launch, "_agree", lambda: ("10.0.0.1", 500))
+    assert asked() == ("tcp", "10.0.0.1:500", {"rank": "1", "world_size": "4"})
+
+
+@pytest.mark.parametrize("launcher", [MPIRUN, STEP])
+def test_ranks_that_the_program_sets_after_the_import(
+    launcher: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_all(monkeypatch, launcher | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"})
+    assert asked() == ("env", "", {})

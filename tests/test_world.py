@@ -273,11 +273,12 @@ def test_torch_in_three_plain_processes(backend: str) -> None:
     assert all(text.splitlines().count("right") == 1 for text in plain(3, "run_world.py", backend))
 
 
-def test_srun_variables() -> None:
-    """As SLURM sets them, for numpy and operators: ranks meet at the step's first host."""
+@pytest.mark.parametrize("backend", ["none", "cgx"])
+def test_srun_variables(backend: str) -> None:
+    """As SLURM sets them: ranks, and torch's process group, meet at the step's first host."""
     job = str(os.getpid())
     env = {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "localhost"}
-    outputs = launch.processes(2, "run_world_by_srun.py", "none", env=env, timeout=200)
+    outputs = launch.processes(2, "run_world_by_srun.py", backend, env=env, timeout=200)
     assert all(text.splitlines().count("right") == 1 for text in outputs), outputs
 
 

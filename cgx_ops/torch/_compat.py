@@ -8,7 +8,7 @@ import datetime
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,9 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map
 
 TORCH_VERSION: str = torch.__version__
+
+# A handler of URLs: called with one, it yields a store, the rank and the number of ranks.
+Rendezvous = Callable[..., Iterator[Any]]
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -88,11 +91,11 @@ def lower_as_collective(operator: Any, kernel: Any) -> None:
     lowering.register_lowering(operator, type_promotion_kind=None)(lower)
 
 
-def wrap_env_rendezvous(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace what `init_process_group` does with "env://" by wrap(what it did)."""
+def wrap_env_rendezvous(wrap: Callable[[Rendezvous, Rendezvous], Rendezvous]) -> None:
+    """Replace torch's handler of "env://" by wrap(it, the handler of "tcp://")."""
     from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 
-    handlers["env"] = wrap(handlers["env"])
+    handlers["env"] = wrap(handlers["env"], handlers["tcp"])
 
 
 def allow_monitored_barrier(backend: str) -> None:

@@ -1,97 +1,81 @@
 """Processes that mpirun or srun started find each other without a line of configuration.
 
-  1. at import: the rank and the number of ranks, from Open MPI's or SLURM's variables to torch's
-  2. the address of rank 0: under mpirun agreed over MPI, at `init_process_group`; under srun the
-     first host of the step, at a port that follows from the job's number
+`init_process_group` looks for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT before it calls a
+backend, and raises without them. So register() wraps torch's handler of "env://", which reads them:
 
-Both only fill what is missing: under torchrun, and wherever RANK, WORLD_SIZE or MASTER_ADDR are
-set, nothing happens here.
+  1. the rank and the number of ranks, unless the call has them: from the launcher's variables
+  2. the address of rank 0: under mpirun the ranks agree on it over MPI; under srun it is the first
+     host of the step, at a port that follows from the job's number. MASTER_ADDR overrides both
+
+No environment variable is changed. Processes with RANK or WORLD_SIZE, as under torchrun, keep
+torch's handler.
 """
 
-import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator
 from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from cgx_ops import launchers, world
 from cgx_ops.address import exchange, free_address
+from cgx_ops.launchers import Place
 from cgx_ops.torch import _compat
 
-_BY_MPIRUN = {
-    "RANK": launchers.MPIRUN[0],
-    "WORLD_SIZE": launchers.MPIRUN[1],
-    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
-    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
-}
-_BY_SRUN = {
-    "RANK": launchers.SRUN[0],
-    "WORLD_SIZE": launchers.SRUN[1],
-    "LOCAL_RANK": "SLURM_LOCALID",
-}
+_LAUNCHERS = ("mpirun", "srun")
+_NUMBERS = ("rank", "world_size")  # in the query of torch's URLs
+_UNSET = "-1"
 
 
-def under_mpirun(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether mpirun started this process, and no torchrun in between."""
-    return launchers.place(environ).launcher == "mpirun"
+def under_mpirun() -> bool:
+    """Return whether mpirun started this process, without torchrun in between."""
+    return launchers.place().launcher == "mpirun"
 
 
-def register(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set torch's variables from the launcher's, and the address or how it is agreed."""
-    if "RANK" in environ or "WORLD_SIZE" in environ:
+def register() -> None:
+    """Wrap torch's handler of "env://" under mpirun and srun. Call once per process."""
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return
-    launcher = launchers.place(environ).launcher
-    if launcher == "mpirun":
-        _fill(environ, _BY_MPIRUN)
-        _compat.wrap_env_rendezvous(_with_agreed_address)
-    elif launcher == "srun":
-        _fill(environ, _BY_SRUN)
-        host, port = launchers.address_by_srun(environ)
-        environ.setdefault("MASTER_ADDR", host)
-        environ.setdefault("MASTER_PORT", str(port))
+    if launchers.place().launcher in _LAUNCHERS:
+        _compat.wrap_env_rendezvous(_by_launcher)
 
 
-def _fill(environ: MutableMapping[str, str], names: Mapping[str, str]) -> None:
-    for name, source in names.items():
-        if source in environ:
-            environ.setdefault(name, environ[source])
-
-
-def _with_agreed_address(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+def _by_launcher(env: _compat.Rendezvous, tcp: _compat.Rendezvous) -> _compat.Rendezvous:
     def handler(url: str, **options: Any) -> Iterator[Any]:
-        if "MASTER_ADDR" in os.environ or os.environ.get("RANK") != os.environ[_BY_MPIRUN["RANK"]]:
-            yield from original(url, **options)
+        place = launchers.place()
+        if place.launcher not in _LAUNCHERS:  # the program has set RANK and WORLD_SIZE since
+            yield from env(url, **options)
             return
-        address, port = _agree()
-        # For this call only: the next init_process_group is to find a port that is free then.
-        port = int(os.environ.get("MASTER_PORT") or port)
-        with _environment(MASTER_ADDR=address, MASTER_PORT=str(port)):
-            store = next(rendezvous := original(url, **options))
-        yield store
-        yield from rendezvous
+        query = complete_query(urlsplit(url).query, place)
+        if place.launcher == "mpirun" and os.environ.get("MASTER_ADDR"):
+            yield from env(f"env://?{query}", **options)
+            return
+        host, port = _agree() if place.launcher == "mpirun" else (place.host, place.port)
+        host = f"[{host}]" if ":" in host else host
+        yield from tcp(f"tcp://{host}:{port}?{query}", **options)
 
     return handler
 
 
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+def complete_query(query: str, place: Place) -> str:
+    """Return the query of a URL of torch's with the launcher's numbers where it has none.
+
+    Args:
+        query: "rank=0&world_size=2", or a part of it; torch writes -1 for an unknown number.
+        place: of this process.
+    """
+    given = dict(parse_qsl(query))
+    numbers = zip(_NUMBERS, (place.rank, place.size), strict=True)
+    missing = {name: n for name, n in numbers if given.get(name, _UNSET) == _UNSET}
+    return urlencode(given | missing)
 
 
 def _agree() -> tuple[str, int]:
-    """Return rank 0's address, and a port that is free there."""
+    """Return rank 0's address, and a port that is free there now, or MASTER_PORT."""
     name = "cgx_ops.torch.launch"
     ranks = world.of_launcher()
     hosts = exchange(socket.gethostname(), name, ranks)
     mine = free_address(hosts) if ranks.rank == 0 else ("", 0)
     address, port = json.loads(exchange(json.dumps(mine), name, ranks)[0])
-    return address, port
+    return address, int(os.environ.get("MASTER_PORT") or port)

@@ -20,15 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops
 import cgx_ops.torch
-from cgx_ops import Config
+from cgx_ops import Config, launchers
 from cgx_ops.torch import ddp, fsdp
 from cgx_ops.torch.averager import QuantizedModelAverager
 from cgx_ops.torch.diloco import DiLoCo, sparse_loco
 from cgx_ops.torch.optim import OneBitAdam, Signum
 
 BACKEND = sys.argv[1]
-# Importing cgx_ops.torch fills them in under mpirun and srun.
-RANK, SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+PLACE = launchers.place()
+RANK, SIZE = PLACE.rank, PLACE.size
 MEAN = (SIZE - 1) / 2
 CGX = torch.ops.cgx
 
@@ -152,7 +152,7 @@ def main() -> None:
         numpy_calls()
         operators()
         return
-    if "MASTER_ADDR" in os.environ:  # a world that was used before the group is not used after it
+    if PLACE.host:  # a world that was used before the group is not used after it
         assert cgx_ops.init().name == "world"
     dist.init_process_group(BACKEND)
     assert cgx_ops.init().name != "world"
