@@ -100,7 +100,6 @@ variable_list all_reduce_native(at::TensorList xs, at::TensorList residuals, con
     return list.call(xs, residuals, seed, packed, o.group_name);
   };
   if (!is_traced(xs, residuals)) return call(blocking, blocking_list);
-  if (const auto hook = trace_hook.load(); hook != nullptr) hook();
   variable_list results = call(start, start_list);
   for (at::Tensor& result : results) result = wait.call(result);
   return results;
@@ -109,6 +108,8 @@ variable_list all_reduce_native(at::TensorList xs, at::TensorList residuals, con
 // The sums or averages, then the new residuals.
 variable_list all_reduce(at::TensorList xs, at::TensorList residuals, const Seed& seed,
                          const Options& options) {
+  const auto hook = trace_hook.load();
+  if (hook != nullptr && is_traced(xs, residuals)) hook();
   return options.carried() ? all_reduce_carried(xs, residuals, seed, options)
                            : all_reduce_native(xs, residuals, seed, options);
 }

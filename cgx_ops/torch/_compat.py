@@ -57,12 +57,14 @@ def key_compile_caches(files: Iterable[Path]) -> None:
 
     The caches know an operator by its name only, not by what it decomposes into. A carried
     operator decomposes into messages of this rank's own sizes, and ranks share a cache: the key
-    must tell them apart, too. It is made long after this call, when there are groups.
+    must tell them apart, too. Repeated calls have no effect.
     """
+    config: Any = torch.compiler.config
+    if isinstance(config.cache_key_tag, _KeyTag):
+        return
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.read_bytes())
-    config: Any = torch.compiler.config
     config.cache_key_tag = _KeyTag(f"{config.cache_key_tag}cgx_ops:{digest.hexdigest()[:16]};")
 
 

@@ -1,4 +1,7 @@
-"""Tells inductor that cgx's `quantized_all_reduce_start` operators are asynchronous collectives.
+"""What torch.compile needs to know of the operators: both are set up when one is first traced.
+
+1. the keys of its caches on disk
+2. a lowering: `quantized_all_reduce_start` is an asynchronous collective
 
 With the lowering, inductor keeps all collectives of a graph in one order, can overlap them with
 computation, and leaves a collective's input alone until the wait, so that no copy of it is needed.
@@ -6,11 +9,13 @@ Without it (a release of torch that moved the private interface) the operator is
 kernel: right, but from a copy and without overlap.
 
 Inductor takes seconds to import and eager programs never need it, so the lowering is registered at
-the first trace that finds inductor loaded: its own tracing always does.
+the first trace that finds inductor loaded: its own tracing always does. Dynamo traces the operators
+of a graph before anything looks the graph up in a cache.
 """
 
 import logging
 import sys
+from pathlib import Path
 
 import torch
 
@@ -21,8 +26,18 @@ _log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Have the lowering registered when it is needed. Once per process."""
-    _torch_ops.on_trace(_register_lowering)
+    """Have cache keys and lowering set up when they are needed. Call once per process."""
+    _torch_ops.on_trace(_on_trace)
+
+
+def key_caches() -> None:
+    """Make the caches' keys depend on this build of cgx_ops, and on this rank."""
+    _compat.key_compile_caches(map(Path, (_torch_ops.__file__, _compat.__file__, __file__)))
+
+
+def _on_trace() -> bool:
+    key_caches()
+    return _register_lowering()
 
 
 def _register_lowering() -> bool:

@@ -62,12 +62,9 @@ Raises:
         `torch.compile`, refusals while tracing arrive wrapped in torch's own exceptions.
 """
 
-from pathlib import Path
-
 import torch
 
-from cgx_ops import _torch_ops
-from cgx_ops.torch import _compat, inductor
+from cgx_ops.torch import _compat
 
 
 def register() -> None:
@@ -85,6 +82,3 @@ def register() -> None:
         cgx.quantized_all_reduce_coalesced_start.default,
     ):
         _compat.keep_in_graphs(operator)
-    _compat.key_compile_caches(
-        [Path(_torch_ops.__file__), Path(_compat.__file__), Path(inductor.__file__)]
-    )

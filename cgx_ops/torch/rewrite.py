@@ -44,7 +44,7 @@ import torch.fx
 from cgx_ops import Communicator, Config
 from cgx_ops.errors import InvalidArgument, NotFound
 from cgx_ops.planner import Plan
-from cgx_ops.torch import _compat
+from cgx_ops.torch import _compat, inductor
 from cgx_ops.torch.rewrite_groups import AllReduce, joined
 from cgx_ops.torch.work import devices
 
@@ -329,4 +329,5 @@ def compress_collectives(
         if not names:
             raise InvalidArgument("groups is empty; give None for all groups")
     _compat.declare_graph_pass(Rewrite)
+    inductor.key_caches()  # graphs are looked up before the pass traces an operator
     return Rewrite(config, Choice(names, kinds, min_numel), plan)
