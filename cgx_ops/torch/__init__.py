@@ -7,8 +7,9 @@ In eager and in `torch.compile`, forward and backward; `ops.py` has the operator
 Importing starts no MPI; the first collective, or `cgx_ops.init()`, does. A call without
 `group_name` reaches all ranks: those of the default process group, else the launcher's.
 
-Phases: check that the binding fits the installed torch; load libcgx, then the binding; add to the
-operators what is said in Python.
+Phases: check that the binding fits the installed torch; load libcgx, then the binding; register the
+operators' properties, the backend "cgx" and, under mpirun and srun, the rendezvous. docs/torch.md
+lists what the import changes.
 """
 
 from cgx_ops import _versions
@@ -43,7 +44,7 @@ inductor.register()
 launch.register()
 groups.register()
 reports.register()
-backend.register()
+backend.register(prepare=ddp_unasked.notice_models)
 ddp_unasked.register()
 work.register()
 

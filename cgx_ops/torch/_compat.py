@@ -103,7 +103,8 @@ def wrap_env_rendezvous(wrap: Callable[[Rendezvous, Rendezvous], Rendezvous]) ->
 def allow_monitored_barrier(backend: str) -> None:
     """Let `torch.distributed.monitored_barrier` serve a backend that has one.
 
-    It refuses all but gloo by name. Everything but that check happens as torch has it.
+    It refuses all but gloo by name. Everything but that check happens as torch has it. Call once
+    per process.
     """
     from torch.distributed import distributed_c10d as module
 

@@ -35,7 +35,7 @@ import functools
 import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -152,10 +152,23 @@ def leave_gradients_to_hooks(group: dist.ProcessGroup) -> None:
         options.unasked = _torch_ops.Unasked.NOTHING
 
 
-def register() -> None:
-    """Make the backend known to torch.distributed. Once per process."""
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-    _compat.allow_monitored_barrier(NAME)
+def register(prepare: Callable[[], object]) -> None:
+    """Make the backend known to torch.distributed. Call once per process.
+
+    Args:
+        prepare: called once, before the first group is made.
+    """
+
+    @functools.cache
+    def prepare_once() -> None:
+        _compat.allow_monitored_barrier(NAME)
+        prepare()
+
+    def create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
+        prepare_once()
+        return _create(asked, pg_options)
+
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _compression(config: Config) -> _torch_ops.Compression:
@@ -175,7 +188,7 @@ def _by_size(config: Config, communicator: Communicator) -> _torch_ops.Compressi
 
 
 def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
-    """Make the backend of a group: torch calls it on every rank of the group."""
+    """Make the backend of a group; every rank of the group calls it."""
     global _world_options
     default = not asked.global_ranks_in_group
     if pg_options is None and not default and _default_group_is_ours():

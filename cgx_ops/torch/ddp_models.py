@@ -1,11 +1,13 @@
 """Who is who: what is known of the models under DistributedDataParallel.
 
-1. which there are: each is remembered when it takes its module, so that layers have names
+1. which there are: once a backend "cgx" exists, each is remembered when it takes its module. Other
+   models are found at their hook's first bucket
 2. copies, which torch makes without communication hooks
 3. whether a model is the one that was registered
 4. whether its dtypes changed, which DistributedDataParallel would not notice
 """
 
+import gc
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Rules
+from cgx_ops._warnings import warn_once
 from cgx_ops.torch import _compat, layers
 from cgx_ops.torch.ddp_state import HookState
 from cgx_ops.torch.layers import Layer, named_layers
@@ -55,11 +58,39 @@ def names_of(wrapper: DistributedDataParallel) -> dict[int, str]:
 
 
 def wrappers_of(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
-    """Return those who may have made a bucket, the youngest first: one, but for modules in two."""
+    """Return those who may have made a bucket, the youngest first: one, but for modules in two.
+
+    Warns once if there is none.
+    """
     if not parameters:
         return []
+    if not (found := _known_of(parameters)):
+        for wrapper in _unknown_of(parameters):
+            remember(wrapper, wrapper.module)
+        found = _known_of(parameters)
+    if not found:
+        warn_once(
+            "a communication hook finds no DistributedDataParallel with the parameters of its "
+            "bucket, so rules for layers have no effect. Keep the model until backward() ends, and "
+            "call gc.freeze() after the first backward()"
+        )
+    return found
+
+
+def _known_of(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
     known = reversed(list(_known.items()))
     return [w for w, its in known if all(id(p) in its.names for p in parameters)]
+
+
+def _unknown_of(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
+    """Return models over other backends; torch passes a hook the bucket, but not the model.
+
+    Unused copies must stay unknown: see meet().
+    """
+    objects = gc.get_objects()
+    wrappers = [o for o in objects if issubclass(type(o), DistributedDataParallel)]
+    wanted = {id(p) for p in parameters}
+    return [w for w in wrappers if wanted <= {id(p) for p in w.parameters()}]
 
 
 # ---- 2. copies -----------------------------------------------------------------------------------

@@ -33,9 +33,13 @@ _CHOOSE_BITS = ("CGX_COMPRESSION_QUANTIZATION_BITS", "CGX_COMPRESSOR")
 _log = logging.getLogger(__name__)
 
 
-def register() -> None:
-    """Notice every DistributedDataParallel from now on. Once per process."""
+def notice_models() -> None:
+    """Notice every DistributedDataParallel from now on. Call once per process."""
     register_module_module_registration_hook(_on_registration)
+
+
+def register() -> None:
+    """Have torch.load() accept what states consist of. Call once per process."""
     planned = [AdaptiveBits, Sample, Plan]
     saved = [Residuals, Factors, Average, Rules, Rule, Config, *planned]
     torch.serialization.add_safe_globals([*saved, *(getattr(ddp, name) for name in ddp.__all__)])
