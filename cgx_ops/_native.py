@@ -304,8 +304,12 @@ DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 # ---- 3. The functions ----------------------------------------------------------------------------
 
-_TEXTS = ("cgx_last_error", "cgx_version", "cgx_config_fields", "cgx_compressors")
+_TEXTS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("cgx_last_error", "cgx_version", "cgx_config_fields", "cgx_compressors"), ()),
+    "cgx_compressor_name": (c_int64,),
+}
 _CALLS: dict[str, tuple[Any, ...]] = {
+    "cgx_last_error_field": (),  # returns an index
     "cgx_describe": (POINTER(c_char_p),),
     "cgx_init": (POINTER(c_int32),),
     "cgx_finish": (),
@@ -352,10 +356,9 @@ _CALLS: dict[str, tuple[Any, ...]] = {
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    for name in _TEXTS:
-        getattr(library, name).argtypes, getattr(library, name).restype = (), c_char_p
-    for name, arguments in _CALLS.items():
-        getattr(library, name).argtypes, getattr(library, name).restype = arguments, c_int
+    for functions, returned in ((_TEXTS, c_char_p), (_CALLS, c_int)):
+        for name, arguments in functions.items():
+            getattr(library, name).argtypes, getattr(library, name).restype = arguments, returned
 
 
 def encode(text: str) -> bytes:

@@ -73,8 +73,8 @@ def test_python_declares_what_the_header_does() -> None:
         name: 0 if arguments.strip() == "void" else arguments.count(",") + 1
         for name, arguments in re.findall(r"CGX_API [^(;]*?\b(cgx_\w+)\(([^)]*)\);", header)
     }
-    texts = dict.fromkeys(_native._TEXTS, 0)
-    assert functions == texts | {name: len(types) for name, types in _native._CALLS.items()}
+    declared = _native._TEXTS | _native._CALLS
+    assert functions == {name: len(types) for name, types in declared.items()}
 
     plain = {
         "size_t": ctypes.c_size_t,
