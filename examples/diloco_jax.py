@@ -190,7 +190,7 @@ def main() -> None:
         parser.error("--sparse has bits and a compressor of its own")
     if not sparse:
         given |= {"bits": bits or 4, "compressor": compressor or "uniform"}
-    options = {"rules": {"bias|norm": 32}, **given}
+    options = {"rules": cgx_ops.Rules([("bias|norm", 32)]), **given}
     if local:
         options["outer_optimizer"] = optax.sgd(1.0)
     use_cpu_devices(1)
