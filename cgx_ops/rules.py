@@ -148,6 +148,13 @@ class Rules:
         """Return whether any rule applies to the parameter of this name."""
         return any(rule.matches(name) for rule in self.rules)
 
+    @property
+    def compressors(self) -> set[str]:
+        """The compressors that rules set."""
+        return {
+            value for rule in self.rules for field, value in rule.settings if field == "compressor"
+        }
+
     def configs(self, config: Config) -> list[Config]:
         """Return `config`, and what each rule alone makes of it.
 
@@ -182,6 +189,11 @@ class Rules:
         """Return the patterns that match none of these names."""
         names = list(names)
         return [rule.label for rule in self.rules if not any(map(rule.matches, names))]
+
+
+def pattern_of(name: str) -> str:
+    """Return the pattern that matches the parameter of this name, and no other."""
+    return rf"\A{re.escape(name)}\Z"
 
 
 def rule_of_part(pattern: str, **settings: Any) -> Rule:

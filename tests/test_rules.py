@@ -212,3 +212,10 @@ def test_values_are_plain_and_rules_equal_hashable_and_picklable() -> None:
     assert eval(repr(rules), {"Rules": Rules}) == rules
     with pytest.raises(AttributeError):
         rules.exact_vectors = False  # type: ignore[misc]
+
+
+def test_compressors() -> None:
+    """Whatever the config: a rule may need the compressor that another one sets."""
+    rules = Rules([("a.b", {"density": 0.1}), ("a", {"compressor": "topk"}), ("c", 8)])
+    assert rules.compressors == {"topk"}
+    assert rules.of("a.b", 2, CONFIG) == Config(compressor="topk", density=0.1)

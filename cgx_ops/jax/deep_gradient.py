@@ -11,7 +11,6 @@ Distributed Training, ICLR 2018.
 """
 
 import functools
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -34,7 +33,7 @@ from cgx_ops.jax.optimizer_state import (
 from cgx_ops.jax.primitive import Carrier
 from cgx_ops.jax.psum import reduce_over
 from cgx_ops.jax.trees import checked_leaf
-from cgx_ops.rules import EXACT_BITS, Rules
+from cgx_ops.rules import EXACT_BITS, Rules, pattern_of
 
 if TYPE_CHECKING:
     import optax
@@ -175,9 +174,7 @@ def deep_gradient(
             whole = {n for n in owed if own[n]["density"] >= 1}
             zeros = {n: None if n in whole else jnp.zeros_like(c) for n, c in owed.items()}
             pairs = [(n, EXACT_BITS if n in whole else _given(own[n])) for n in owed]
-            by_leaf = Rules(
-                ((rf"\A{re.escape(n)}\Z", what) for n, what in pairs), exact_vectors=False
-            )
+            by_leaf = Rules(((pattern_of(n), what) for n, what in pairs), exact_vectors=False)
             # Little of a large tree is sent: one message.
             got, lost = reduced(
                 owed, zeros, groups.axes, "sparse",

@@ -13,7 +13,6 @@ Optimization, NeurIPS 2019.
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,7 +35,7 @@ from cgx_ops.jax.optimizer_state import (
 )
 from cgx_ops.jax.psum import reduce_over
 from cgx_ops.jax.trees import checked_leaf
-from cgx_ops.rules import EXACT_BITS, Rules
+from cgx_ops.rules import EXACT_BITS, Rules, pattern_of
 
 if TYPE_CHECKING:
     import optax
@@ -337,7 +336,7 @@ def _step(
     """Return each leaf's average, what each matrix begins the next step with, and residuals."""
     factored = {leaf.name for matrix in matrices for leaf in matrix.leaves}
     others = {leaf.name: leaf for leaf in leaves if leaf.name not in factored}
-    rules = rules.with_first(*((rf"\A{re.escape(matrix.name)}\Z", how) for matrix in matrices))
+    rules = rules.with_first(*((pattern_of(matrix.name), how) for matrix in matrices))
     values = {matrix.name: matrix.values() for matrix in matrices}
     bases = {matrix.name: _orthogonalized(matrix.q) for matrix in matrices}
     message = {name: _product(values[name], basis) for name, basis in bases.items()}

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from cgx_ops.config import EXACT_BITS, Config
 from cgx_ops.errors import InvalidArgument, MismatchError, require_integer
 from cgx_ops.planner.model import Costs
 from cgx_ops.planner.partition import partition
-from cgx_ops.rules import Rules
+from cgx_ops.rules import Rules, pattern_of
 
 _FORMAT = "cgx_ops plan 1"
 _NAME = "cgx_ops.planner.plan"
@@ -126,7 +125,7 @@ class Plan:
     def rules(self) -> Rules:
         """The bits of each tensor, as rules."""
         named = zip(self.names, self.bits, strict=True)
-        return Rules((rf"\A{re.escape(name)}\Z", bits) for name, bits in named)
+        return Rules((pattern_of(name), bits) for name, bits in named)
 
     # ---- A file ----------------------------------------------------------------------------------
 

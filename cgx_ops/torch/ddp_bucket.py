@@ -282,7 +282,7 @@ def for_any_bucket(config: Config, rules: Rules) -> Config:
 
     Where one layer cannot be cut, its bucket cannot: then none is.
     """
-    used = {each.compressor for each in rules.configs(config)}
+    used = {config.compressor} | rules.compressors
     if config.algorithm == "by_hosts" and used & _UNCUT:
         return replace(config, algorithm="one_shot")
     return config
