@@ -29,7 +29,7 @@ ROOTS = FRAMEWORKS | {
     "signal", "socket", "subprocess", "sys", "threading", "warnings",
 }  # fmt: skip
 DEPTH = 4  # of objects in objects, from a module
-# What every import changes.
+# Changes of every import.
 OF_IMPORTS = re.compile(r"sys\.(modules|path_importer_cache)\b|.*__warningregistry__")
 LARGEST_KEY = 1 << 20
 CONTAINERS = (dict, list, set)
@@ -51,7 +51,7 @@ def libraries() -> set[str]:
 
 
 def contents(owner: Any) -> dict[Any, Any]:
-    """Return a copy of what an object holds: attributes, or elements."""
+    """Return a copy of the attributes or elements of an object."""
     if isinstance(owner, dict):
         return dict(owner)
     if isinstance(owner, list):
@@ -93,7 +93,7 @@ class Owners:
                 self._add(value, name, depth - 1)
 
     def changed(self) -> list[str]:
-        """Return the names of what is not as it was."""
+        """Return the names whose values have changed."""
         found = set()
         for owner, path, before in self.held.values():
             after = contents(owner)

@@ -29,7 +29,7 @@ RULES = Rules(
 FIELDS = (
     "bits", "bucket_size", "compressor", "density", "gather_bits", "value_bits", "rotation", "clip",
 )  # fmt: skip
-# What the rules mean, written down by hand.
+# The meaning of the rules, written down by hand.
 EXPECTED: dict[str, dict[str, Any]] = {
     "embedding.weight": {"compressor": "topk", "density": 0.05, "bucket_size": 128, "bits": 4},
     "layers.0.up.weight": {"bits": 8, "bucket_size": 64, "rotation": 32},

@@ -31,7 +31,7 @@ void report_start_by(StartReport report);
 void report_operators(const Options& options, int64_t rank, int64_t size, const char* transport);
 void report_exact_reduce_scatter(int64_t rank, int64_t size);
 
-// What moves the bytes if it is not a transport of the core.
+// In reports, instead of a transport of the core.
 inline constexpr char kTorchsCollectives[] = "torch's collectives";
 
 // Reduces `input` into `output`: contiguous, of one device, dtype and size, perhaps one tensor;
