@@ -160,7 +160,7 @@ install-frameworks:
 compile-core:
 	$(BIN)/cmake -S cgx_ops/csrc -B build/cmake -G Ninja \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DCGX_MPI_ROOT=$(abspath .venv)
-	$(BIN)/ninja -C build/cmake $(if $(MAX_JOBS),-j $(MAX_JOBS)) libcgx.so
+	$(BIN)/ninja -C build/cmake $(if $(MAX_JOBS),-j $(MAX_JOBS)) libcgx.so libcgx_mpi.so
 
 .venv/.ready-for-tests: .venv/.ready
 	$(BIN)/python -c "$$PRINT_REQUIREMENTS" > .venv/requirements.txt

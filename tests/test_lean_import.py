@@ -1,9 +1,7 @@
-"""Importing cgx_ops starts nothing, drags in no framework and refuses a second MPI."""
+"""Importing cgx_ops starts nothing and loads no framework and no MPI."""
 
 import subprocess
 import sys
-import sysconfig
-from pathlib import Path
 
 import pytest
 
@@ -53,42 +51,14 @@ def test_torch_binding_brings_no_compiler() -> None:
     assert _python(code) == "set()\n"
 
 
-def test_import_starts_no_mpi_and_no_thread() -> None:
+def test_import_loads_no_mpi_and_starts_no_thread() -> None:
     code = """
-import ctypes, os, cgx_ops
-from cgx_ops import _native
-mpi = ctypes.CDLL(str(_native._find_mpi()))  # the copy that is loaded already
-started = ctypes.c_int(-1)
-assert mpi.MPI_Initialized(ctypes.byref(started)) == 0
-print(started.value, len(os.listdir("/proc/self/task")))
+import os, cgx_ops
+print("libmpi" in open("/proc/self/maps").read(), len(os.listdir("/proc/self/task")))
 """
     alone = int(_python("import os, numpy; print(len(os.listdir('/proc/self/task')))"))
-    assert _python(code).split() == ["0", str(alone)]  # numpy's own threads, and no more
+    assert _python(code).split() == ["False", str(alone)]  # numpy's own threads, and no more
 
 
 def test_exit_without_use_is_silent() -> None:
     assert _python("import cgx_ops") == ""
-
-
-@pytest.mark.parametrize("name", ["libmpi.so.12", "libmpich.so.12", "libmpi.so.40"])
-def test_another_mpi_in_the_process_is_refused(name: str, tmp_path: Path) -> None:
-    other = tmp_path / name  # any library will do: what counts is what it is called
-    any_library = next(Path(sysconfig.get_path("stdlib"), "lib-dynload").glob("*.so"))
-    other.write_bytes(any_library.read_bytes())
-    printed = _python(f"""
-import ctypes
-ctypes.CDLL({str(other)!r})
-try:
-    import cgx_ops
-except RuntimeError as error:
-    print(type(error).__name__, error)
-""")
-    assert printed.startswith("SystemFailure Another MPI library is already loaded")
-    assert str(other) in printed
-
-
-def test_mpi4py_shares_the_library() -> None:
-    for first, second in (("cgx_ops", "mpi4py.MPI"), ("mpi4py.MPI", "cgx_ops")):
-        code = f"import {first}, {second}; print(open('/proc/self/maps').read())"
-        mapped = {line.split()[-1] for line in _python(code).splitlines() if "/libmpi" in line}
-        assert len(mapped) == 1, mapped

@@ -39,31 +39,39 @@ def _dynamic(library: Path, tag: str) -> list[str]:
 
 def test_core_and_bindings_lie_side_by_side() -> None:
     names = {library.name.split(".")[0] for library in LIBRARIES}
-    assert names == {"libcgx", "_numpy_ops", "_torch_ops", "_xla_ffi"}
+    assert names == {"libcgx", "libcgx_mpi", "_numpy_ops", "_torch_ops", "_xla_ffi"}
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name.split(".")[0])
 def test_no_path_of_the_build_machine(library: Path) -> None:
-    core = library.name == "libcgx.so"
-    expected = "$ORIGIN:$ORIGIN/../../.." if core else "$ORIGIN"
-    assert _dynamic(library, "RUNPATH") == [expected]
+    runpath = {"libcgx.so": [], "libcgx_mpi.so": ["$ORIGIN/../../.."]}
+    needed = _dynamic(library, "NEEDED")
+    assert _dynamic(library, "RUNPATH") == runpath.get(library.name, ["$ORIGIN"])
     assert _dynamic(library, "RPATH") == []
-    if core:
-        assert _dynamic(library, "SONAME") == ["libcgx.so"]
-        assert "libmpi.so.40" in _dynamic(library, "NEEDED")
+    if library.name in runpath:
+        assert _dynamic(library, "SONAME") == [library.name]
+        assert "libcgx.so" not in needed
     else:
-        assert "libcgx.so" in _dynamic(library, "NEEDED")
-        assert not [name for name in _dynamic(library, "NEEDED") if "mpi" in name]
-    assert not [name for name in _dynamic(library, "NEEDED") if "/" in name]
+        assert "libcgx.so" in needed
+    of_mpi = ["libmpi.so.40"] if library.name == "libcgx_mpi.so" else []
+    assert [name for name in needed if "mpi" in name] == of_mpi
+    assert not [name for name in needed if "/" in name]
+
+
+def _exported(library: str) -> set[str]:
+    symbols = _output("nm", "--dynamic", "--defined-only", PACKAGE / library)
+    return {line.split()[-1].split("@")[0] for line in symbols.splitlines()}
 
 
 def test_core_exports_the_api_and_nothing_else() -> None:
-    symbols = _output("nm", "--dynamic", "--defined-only", PACKAGE / "libcgx.so")
-    exported = {line.split()[-1].split("@")[0] for line in symbols.splitlines()}
     header = _headers()
     declared = set(re.findall(r"CGX_API [^(;]*?\b(cgx_\w+)\(", header))
     assert len(declared) > 15
-    assert exported == declared
+    assert _exported("libcgx.so") == declared
+
+
+def test_mpi_library_exports_its_entry_alone() -> None:
+    assert _exported("libcgx_mpi.so") == {"cgx_mpi"}
 
 
 def test_python_declares_what_the_header_does() -> None:
@@ -174,6 +182,7 @@ def test_wheel_works_without_the_source_tree(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     for needed in (
         "libcgx.so",
+        "libcgx_mpi.so",
         "py.typed",
         "_build.json",
         "_numpy_ops.pyi",

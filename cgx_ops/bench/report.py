@@ -138,7 +138,7 @@ def describe_machine() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "cpu_target": build["cpu_target"],
-        "mpi": build["mpi"],
+        "mpi": _native.describe_mpi()["library"],
         "versions": {name: version for name, version in versions().items() if version},
     }
 

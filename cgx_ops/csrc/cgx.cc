@@ -1,6 +1,6 @@
-// The waist: the functions of cgx.h, but for sections 5 (carried_api.cc) and 6
-// (codec_api.cc). Each converts and calls one layer below; api.h turns what is thrown into a
-// status.
+// The waist: the functions of cgx.h, but for the descriptions in section 2 (describe_api.cc) and
+// sections 5 (carried_api.cc) and 6 (codec_api.cc). Each converts and calls one layer below; api.h
+// turns what is thrown into a status.
 #include "cgx/cgx.h"
 
 #include <pthread.h>
@@ -67,15 +67,17 @@ CommunicatorRef make_world() {
   const auto timeout = timeout_or_default(0);
   const std::string type = env_transport();
   if (!mpi_wanted()) return connect(Registry::kWorldName, 0, 0, 1, {}, type, timeout);
-  const MpiWorld mpi = mpi_start(timeout);
+  Mpi& mpi = open_mpi();
+  const MpiWorld place = mpi.start(timeout);
   const Allgather allgather = [&](const Bytes& mine) {
-    const Bytes all = mpi_allgather(mine, timeout);
+    const Bytes all = mpi.allgather(mine, timeout);
     std::vector<Bytes> blobs;
-    for (int rank = 0; rank < mpi.size; ++rank)
+    for (int rank = 0; rank < place.size; ++rank)
       blobs.emplace_back(all.begin() + rank * mine.size(), all.begin() + (rank + 1) * mine.size());
     return blobs;
   };
-  return connect(Registry::kWorldName, mpi.rank, mpi.rank, mpi.size, allgather, type, timeout);
+  return connect(Registry::kWorldName, place.rank, place.rank, place.size, allgather, type,
+                 timeout);
 }
 
 void add(const Communicator& communicator, Traffic* traffic) {
@@ -102,31 +104,6 @@ const void* first_buffer(const cgx_collective_t& call) {
   return nullptr;
 }
 
-// One row of cgx_describe: {"name": ..., "description": ...}. Names and texts are our own
-// constants, free of characters that JSON escapes.
-template <typename Table>
-std::string describe_rows(const Table& table) {
-  std::string rows;
-  for (const auto& row : table)
-    rows += join(rows.empty() ? "" : ", ", "{\"name\": \"", row.name, "\", \"description\": \"",
-                 row.description, "\"}");
-  return "[" + rows + "]";
-}
-
-std::string describe() {
-  std::string targets;
-  for (const auto* target : available_kernels())
-    targets += join(targets.empty() ? "\"" : ", \"", target->name, "\"");
-  return join("{\"version\": \"", CGX_VERSION, "\", \"mpi\": \"", mpi_library(),
-              "\", \"mpi_cuda_aware\": ", mpi_cuda_aware() ? "true" : "false",
-              ", \"cpu_target\": \"", kernels().name, "\", \"cpu_targets\": [", targets,
-              "], \"transports\": ", describe_rows(transport_table()),
-              ", \"compressors\": ", describe_rows(codec_table()),
-              ", \"wires\": ", describe_rows(device::wire_table()),
-              ", \"algorithms\": ", describe_rows(algorithm_table()),
-              ", \"cuda\": ", device::describe_devices(), "}");
-}
-
 }  // namespace
 
 struct cgx_request_t {
@@ -137,14 +114,6 @@ struct cgx_request_t {
 const char* cgx_last_error(void) { return last_error.c_str(); }
 int32_t cgx_last_error_field(void) { return last_error_field; }
 const char* cgx_version(void) { return CGX_VERSION; }
-
-cgx_status_t cgx_describe(const char** text) {
-  return guarded([&] {
-    thread_local std::string described;
-    described = describe();
-    *text = described.c_str();
-  });
-}
 
 cgx_status_t cgx_init(int32_t* world) {
   return guarded([&] {
@@ -172,7 +141,7 @@ cgx_status_t cgx_finalize(void) {
   return guarded([] {
     const std::lock_guard lock(init_mutex);
     for (const auto& communicator : Registry::instance().remove_all()) close(*communicator);
-    mpi_finish(!job_failed, timeout_or_default(0));
+    if (Mpi* const mpi = opened_mpi()) mpi->finish(!job_failed, timeout_or_default(0));
   });
 }
 

@@ -15,7 +15,7 @@
 
 #include "device_cases.h"
 #include "registry.h"
-#include "transport/mpi_messages.h"
+#include "transport/mpi.h"
 
 namespace cgx {
 namespace {
@@ -257,8 +257,8 @@ struct Stuck {
 
 // Rank 0 sends what rank 1 does not take; rank 1 waits for what the last does not send.
 void memory_that_mpi_may_still_use_is_kept() {
-  auto messages = std::make_unique<MpiMessages>();
-  messages->connect(exchange("addresses", messages->address()));
+  auto messages = open_mpi().make_messages();
+  CHECK(messages->connect(exchange("addresses", messages->address())), "one job");
   constexpr size_t kBytes = 1000;
   MpiMessages::Memory memory(new std::byte[kBytes](), [](std::byte* at) { delete[] at; });
   const std::weak_ptr<std::byte> left = memory;
@@ -331,6 +331,7 @@ constexpr Entry kTable[] = {{"cases", run_cases},
 
 int main(int, char** arguments) {
   using namespace cgx;
+  ok(cgx_set_mpi_path(LIBMPI));
   ok(cgx_init(nullptr));
   const FloatMode mode;
   for (const Entry& entry : kTable)

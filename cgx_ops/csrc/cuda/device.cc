@@ -160,7 +160,10 @@ std::unique_ptr<Fabric> CudaDevice::make_fabric() {
   return std::make_unique<NcclFabric>(Nccl::find(), *this);
 }
 
-bool CudaDevice::reached_by_mpi() { return mpi_cuda_aware(); }
+bool CudaDevice::reached_by_mpi() {
+  Mpi* const mpi = opened_mpi();
+  return mpi && mpi->cuda_aware();
+}
 
 std::shared_ptr<void> CudaDevice::make_current() { return std::make_shared<Current>(context_); }
 

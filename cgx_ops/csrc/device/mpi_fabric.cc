@@ -10,7 +10,6 @@
 #include "device/fabric.h"
 #include "device/library.h"
 #include "transport/mpi.h"
-#include "transport/mpi_messages.h"
 
 namespace cgx::device {
 namespace {
@@ -93,11 +92,12 @@ class MpiFabric final : public Fabric {
 std::unique_ptr<Wire> connect_mpi(Device& device, HostLink& host,
                                   std::chrono::duration<double> timeout, std::string* why) {
   std::unique_ptr<MpiMessages> messages;
-  if (device.reached_by_mpi()) messages = std::make_unique<MpiMessages>();
+  Mpi* const mpi = opened_mpi();
+  if (mpi && device.reached_by_mpi()) messages = mpi->make_messages();
   const Bytes mine = messages ? messages->address() : Bytes();
   const std::vector<Bytes> addresses = host.exchange("devices by MPI", mine, timeout);
-  if (!MpiMessages::can_connect(addresses)) return nullptr;
-  messages->connect(addresses);
+  // Without messages this rank's own address is empty, and no rank connects.
+  if (!messages || !messages->connect(addresses)) return nullptr;
   return connect_library(
       "mpi", [&] { return std::make_unique<MpiFabric>(device, std::move(messages)); }, device, host,
       timeout, why);

@@ -1,4 +1,5 @@
-// MPI of the process: up, down, and an allgather for the bootstrap of the world.
+// The entry of libcgx_mpi.so: MPI of the process, up, down, and an allgather for the bootstrap of
+// the world.
 #include "transport/mpi.h"
 
 #include <mpi.h>
@@ -10,8 +11,8 @@
 #include <fstream>
 #include <thread>
 
-#include "base/env.h"
 #include "base/status.h"
+#include "cgx/cgx.h"
 #include "transport/doorbell.h"
 #include "transport/mpi_world.h"
 
@@ -79,9 +80,24 @@ void require_mpi() {
 
 const MpiJob& mpi_job() { return job; }
 
-bool mpi_wanted() { return initialized() || env_mpirun_world().has_value(); }
+void mpi_leave_behind() { left_behind = true; }
 
-MpiWorld mpi_start(std::chrono::duration<double> timeout) {
+namespace {
+
+class OpenMpi final : public Mpi {
+ public:
+  MpiWorld start(std::chrono::duration<double> timeout) override;
+  void finish(bool healthy, std::chrono::duration<double> timeout) override;
+  Bytes allgather(const Bytes& mine, std::chrono::duration<double> timeout) override;
+  std::unique_ptr<Connector> make_connector(int rank) override {
+    return make_connector_of_job(rank);
+  }
+  std::unique_ptr<MpiMessages> make_messages() override { return make_messages_of_job(); }
+  std::string library() override;
+  bool cuda_aware() override;
+};
+
+MpiWorld OpenMpi::start(std::chrono::duration<double> timeout) {
   require(!mpi_finalized(), CGX_SYSTEM,
           "MPI was finalized in this process; initialize cgx before that, and finalize it after");
   int level = 0;
@@ -116,7 +132,7 @@ MpiWorld mpi_start(std::chrono::duration<double> timeout) {
   return mine;
 }
 
-void mpi_finish(bool healthy, std::chrono::duration<double> timeout) {
+void OpenMpi::finish(bool healthy, std::chrono::duration<double> timeout) {
   if (!started_by_us || mpi_finalized()) return;
   const bool sound = healthy && !left_behind;
   // A helper may be left behind in MPI_Finalize: it dies with the process.
@@ -136,9 +152,7 @@ void mpi_finish(bool healthy, std::chrono::duration<double> timeout) {
   if (!sound || done->count.load() == seen) remove_shared_files();
 }
 
-void mpi_leave_behind() { left_behind = true; }
-
-Bytes mpi_allgather(const Bytes& mine, std::chrono::duration<double> timeout) {
+Bytes OpenMpi::allgather(const Bytes& mine, std::chrono::duration<double> timeout) {
   int size = 1;
   MPI_Comm_size(job.world, &size);
   struct Buffers {
@@ -160,7 +174,7 @@ Bytes mpi_allgather(const Bytes& mine, std::chrono::duration<double> timeout) {
   return std::move(buffers->all);
 }
 
-std::string mpi_library() {
+std::string OpenMpi::library() {
   char text[MPI_MAX_LIBRARY_VERSION_STRING];
   int length = 0;
   MPI_Get_library_version(text, &length);
@@ -168,7 +182,7 @@ std::string mpi_library() {
   return line.substr(0, line.find_first_of(",\n"));
 }
 
-bool mpi_cuda_aware() {
+bool OpenMpi::cuda_aware() {
 #if defined(OMPI_HAVE_MPI_EXT_CUDA) && OMPI_HAVE_MPI_EXT_CUDA
   return initialized() && !mpi_finalized() ? MPIX_Query_cuda_support() != 0
                                            : MPIX_CUDA_AWARE_SUPPORT != 0;
@@ -177,4 +191,10 @@ bool mpi_cuda_aware() {
 #endif
 }
 
+}  // namespace
 }  // namespace cgx
+
+extern "C" CGX_API cgx::Mpi* cgx_mpi(const char* version) {
+  static cgx::OpenMpi mpi;
+  return version == std::string(CGX_VERSION) ? &mpi : nullptr;
+}

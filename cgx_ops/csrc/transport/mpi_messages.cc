@@ -45,10 +45,9 @@ bool tells_of_death(int code) {
 #endif
 }
 
-}  // namespace
-
 // What is pending, and has been since the last time that nothing was.
-struct MpiMessages::Sets {
+struct Sets {
+  using Memory = MpiMessages::Memory;
   struct Message {
     int peer;
     bool received;
@@ -69,12 +68,34 @@ struct MpiMessages::Sets {
   std::vector<MPI_Status> statuses;
 };
 
-MpiMessages::MpiMessages()
-    : tag_(static_cast<int>(next_tag++ % kTags)), sets_(std::make_unique<Sets>()) {}
+class JobMessages final : public MpiMessages {
+ public:
+  JobMessages() : tag_(static_cast<int>(next_tag++ % kTags)), sets_(std::make_unique<Sets>()) {}
 
-MpiMessages::~MpiMessages() = default;
+  Bytes address() const override;
+  bool connect(const std::vector<Bytes>& addresses) override;
+  void send(int peer, Memory from, size_t bytes) override;
+  void receive(int peer, Memory to, size_t bytes) override;
+  bool pending() const override { return pending_ > 0; }
+  std::set<int> pending_peers() const override;
+  bool progress() override;
+  void abandon(std::chrono::duration<double> at_most) override;
 
-Bytes MpiMessages::address() const {
+ private:
+  struct Peer {
+    int rank;  // in the job
+    int tag;   // of messages to it
+  };
+
+  void require_success(int code, int peer) const;
+
+  const int tag_;  // of messages to this rank
+  std::vector<Peer> peers_;
+  std::unique_ptr<Sets> sets_;
+  int pending_ = 0;
+};
+
+Bytes JobMessages::address() const {
   if (!mpi_job().ready || mpi_finalized()) return {};
   Address mine{mpi_job().number, 0, tag_};
   MPI_Comm_rank(mpi_job().world, &mine.rank);
@@ -83,21 +104,18 @@ Bytes MpiMessages::address() const {
   return bytes;
 }
 
-bool MpiMessages::can_connect(const std::vector<Bytes>& addresses) {
+bool JobMessages::connect(const std::vector<Bytes>& addresses) {
   std::set<int32_t> ranks;
   for (const Bytes& bytes : addresses) {
     if (bytes.size() != sizeof(Address)) return false;
     if (read(bytes).job != read(addresses[0]).job) return false;
     if (!ranks.insert(read(bytes).rank).second) return false;
   }
+  for (const Bytes& bytes : addresses) peers_.push_back({read(bytes).rank, read(bytes).tag});
   return true;
 }
 
-void MpiMessages::connect(const std::vector<Bytes>& addresses) {
-  for (const Bytes& bytes : addresses) peers_.push_back({read(bytes).rank, read(bytes).tag});
-}
-
-void MpiMessages::send(int peer, Memory from, size_t bytes) {
+void JobMessages::send(int peer, Memory from, size_t bytes) {
   require(bytes <= INT_MAX, CGX_INTERNAL, "a message of ", bytes, " bytes for MPI");
   std::byte* const at = from.get();
   sets_->add(peer, false, std::move(from));
@@ -111,7 +129,7 @@ void MpiMessages::send(int peer, Memory from, size_t bytes) {
   ++pending_;
 }
 
-void MpiMessages::receive(int peer, Memory to, size_t bytes) {
+void JobMessages::receive(int peer, Memory to, size_t bytes) {
   require(bytes <= INT_MAX, CGX_INTERNAL, "a message of ", bytes, " bytes for MPI");
   std::byte* const at = to.get();
   sets_->add(peer, true, std::move(to));
@@ -123,14 +141,14 @@ void MpiMessages::receive(int peer, Memory to, size_t bytes) {
   ++pending_;
 }
 
-std::set<int> MpiMessages::pending_peers() const {
+std::set<int> JobMessages::pending_peers() const {
   std::set<int> peers;
   for (size_t i = 0; i < sets_->requests.size(); ++i)
     if (sets_->requests[i] != MPI_REQUEST_NULL) peers.insert(sets_->messages[i].peer);
   return peers;
 }
 
-bool MpiMessages::progress() {
+bool JobMessages::progress() {
   require_mpi();
   auto& [requests, messages, ended, statuses] = *sets_;
   int count = 0;
@@ -150,7 +168,7 @@ bool MpiMessages::progress() {
   return count > 0;
 }
 
-void MpiMessages::abandon(std::chrono::duration<double> at_most) {
+void JobMessages::abandon(std::chrono::duration<double> at_most) {
   const auto deadline = std::chrono::steady_clock::now() + at_most;
   if (!mpi_finalized()) {
     for (size_t i = 0; i < sets_->requests.size(); ++i)
@@ -171,11 +189,15 @@ void MpiMessages::abandon(std::chrono::duration<double> at_most) {
   mpi_leave_behind();
 }
 
-void MpiMessages::require_success(int code, int peer) const {
+void JobMessages::require_success(int code, int peer) const {
   if (code == MPI_SUCCESS) return;
   const bool died = tells_of_death(code);
   fail(died ? CGX_PEER_FAILED : CGX_SYSTEM, "MPI ", died ? "has lost" : "cannot reach", " rank ",
        peer, ", rank ", peers_[peer].rank, " of the job: ", mpi_text(code));
 }
+
+}  // namespace
+
+std::unique_ptr<MpiMessages> make_messages_of_job() { return std::make_unique<JobMessages>(); }
 
 }  // namespace cgx

@@ -331,7 +331,7 @@ class MpiConnector : public Connector {
 
 }  // namespace
 
-std::unique_ptr<Connector> make_mpi_connector(int rank, int) {
+std::unique_ptr<Connector> make_connector_of_job(int rank) {
   if (!mpi_job().ready || mpi_finalized()) return nullptr;
   return std::make_unique<MpiConnector>(rank);
 }

@@ -1,11 +1,15 @@
-// What the MPI transport takes from transport/mpi.cc, in MPI's own types.
+// What the files of libcgx_mpi.so share, some of it in MPI's own types.
 #pragma once
 
 #include <mpi.h>
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
+
+#include "transport/mpi_messages.h"
+#include "transport/transport.h"
 
 namespace cgx {
 
@@ -21,5 +25,10 @@ bool mpi_finalized();
 void require_mpi();  // throws Error(CGX_SYSTEM) once it is finalized
 std::string mpi_text(int code);
 void check_mpi(int code, const char* call);  // throws Error(CGX_SYSTEM)
+// Messages were begun that may never end, and MPI_Finalize may wait for them, too.
+void mpi_leave_behind();
+
+std::unique_ptr<Connector> make_connector_of_job(int rank);  // null while MPI is not up
+std::unique_ptr<MpiMessages> make_messages_of_job();
 
 }  // namespace cgx

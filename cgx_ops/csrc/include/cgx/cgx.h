@@ -30,12 +30,19 @@ extern "C" {
 
 /* ---- 2. the process ----------------------------------------------------------------------- */
 
-/* What this build has, as JSON: {"version", "mpi", "cpu_target", "cpu_targets": [...],
+/* What this build has, as JSON: {"version", "cpu_target", "cpu_targets": [...],
  * "transports" | "wires" | "compressors" | "algorithms": [{"name", "description"}], "cuda":
- * {"built", "driver", "devices": [{"name", "capability", "memory_gib"}]}}. Starts nothing. "mpi" is
- * the version line of the MPI library that is loaded. *text is valid until this thread's next
- * cgx_describe. */
+ * {"built", "driver", "devices": [{"name", "capability", "memory_gib"}]}}. Starts nothing. *text is
+ * valid until this thread's next cgx_describe. */
 CGX_API cgx_status_t cgx_describe(const char** text);
+
+/* The MPI library, as JSON: {"library", "cuda_aware"}. Loads it, but does not start MPI. "library"
+ * is its version line. *text is valid until this thread's next cgx_describe_mpi. */
+CGX_API cgx_status_t cgx_describe_mpi(const char** text);
+
+/* The path of libmpi.so.40. It is loaded when cgx_init or cgx_describe_mpi needs it. Without this
+ * call the dynamic linker finds it. */
+CGX_API cgx_status_t cgx_set_mpi_path(const char* path);
 
 /* Starts MPI if this process was launched by mpirun (or somebody already started MPI), and makes
  * the communicator "world". Without mpirun the world has one rank and needs no MPI. Idempotent. */
