@@ -63,10 +63,6 @@ def _accepts(name: str, value: Any) -> bool:
     return True
 
 
-def _is_share(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value <= 1
-
-
 # What a compressor has of its own, and another one may not.
 OF_COMPRESSOR = ("bits", "rounding", "density", "value_bits", "rotation", "clip", "gather_bits")
 
@@ -109,10 +105,12 @@ class Config:
             "MPI", "TCP", or "AUTO", the best that connects the ranks. "NCCL" carries messages
             between GPUs, and is "AUTO" between processes. Calls on a communicator that is there
             ignore it; for numpy set COMMUNICATOR_TYPE, or give Communicator.create(transport=).
-        error_feedback: where gradients are reduced step by step, whether what is lost of them is
-            kept and added in the next step; None: where the compressor needs it to train.
-        residual_decay: with error feedback, the part of what was lost that is added, more than 0
-            and at most 1. Less than 1 gives the rest up; MergeComp's memory has 0.9.
+        error_feedback: whether training steps keep the quantization error of a gradient as its
+            residual and add it in the next step. None: where the encoding is biased, that is,
+            its expectation is not the value: "uniform" with nearest rounding, "levels", "onebit",
+            "topk", "threshold" and "randk".
+        residual_decay: with error feedback, the part of the residual that is added, more than 0
+            and at most 1. Less than 1 drops the rest; MergeComp's memory has 0.9.
     """
 
     bits: int | Literal["auto"] = _DEFAULTS["bits"]
@@ -130,13 +128,12 @@ class Config:
     clip: bool = _DEFAULTS["clip"]
     seed: int = 0
     communicator_type: CommunicatorType = "AUTO"
-    error_feedback: bool | None = None
-    residual_decay: float = 1.0
+    error_feedback: bool | None = _DEFAULTS["error_feedback"]
+    residual_decay: float = _DEFAULTS["residual_decay"]
 
     def __post_init__(self) -> None:
-        others = {"seed": self.seed, "residual_decay": self.residual_decay}
-        values = (*_values(self), *others.values())
-        for name, value in zip((*_ACCEPTED, *others), values, strict=True):
+        values = (*_values(self), self.seed)
+        for name, value in zip((*_ACCEPTED, "seed"), values, strict=True):
             if type(value) not in (int, float, str, bool, NoneType):
                 object.__setattr__(self, name, _plain(value))
         if self.bits == AUTO:
@@ -157,12 +154,6 @@ class Config:
             self._refuse("seed", "an integer of 64 bits, signed")
         if self.communicator_type not in _COMMUNICATOR_TYPES:
             self._refuse("communicator_type", f"one of {', '.join(map(repr, _COMMUNICATOR_TYPES))}")
-        if self.error_feedback is not None and type(self.error_feedback) is not bool:
-            self._refuse("error_feedback", "True, False or None")
-        if not _is_share(self.residual_decay):
-            self._refuse("residual_decay", "more than 0 and at most 1")
-        if self.error_feedback:
-            _native.call("cgx_config_check_feedback", byref(self.native))
 
     def _refuse(self, name: str, accepted: str) -> None:
         error = InvalidArgument(f"Config.{name} is {getattr(self, name)!r}; it must be {accepted}")
@@ -189,15 +180,23 @@ class Config:
         """Whether a seed counts: for noise, or for the places of "randk"."""
         if self.bits == EXACT_BITS:
             return False
-        own = _COMPRESSORS[self.compressor]["roundings"][0]
-        return (self.rounding or own) != "nearest" or self.compressor == "randk"
+        return self._rounds != "nearest" or self.compressor == "randk"
 
     @property
     def keeps_residuals(self) -> bool:
-        """Whether gradients that are reduced step by step have error feedback."""
-        if self.error_feedback is None:
-            return self.bits != EXACT_BITS and _COMPRESSORS[self.compressor]["biased"]
-        return self.error_feedback
+        """Whether gradients that are reduced step by step have error feedback.
+
+        By default they do where the expectation of the encoding is not the value.
+        """
+        if self.error_feedback is not None:
+            return self.error_feedback
+        biased = _COMPRESSORS[self.compressor]["biased"] and self._rounds == "nearest"
+        return biased and self.bits != EXACT_BITS
+
+    @property
+    def _rounds(self) -> str:
+        """The rounding that is used: the compressor's own where none is given."""
+        return self.rounding or _COMPRESSORS[self.compressor]["roundings"][0]
 
     @property
     def knobs(self) -> dict[str, Any]:
@@ -208,6 +207,29 @@ class Config:
     def text(self) -> str:
         """The knobs as the core reads them: "bits=4 bucket_size=512 ..."."""
         return _TEXT.format(*self._decided())
+
+    def __str__(self) -> str:
+        """Return all fields as text: "bits=4 bucket_size=512 ...". Config.parse() reads it."""
+        return self.text
+
+    @classmethod
+    def parse(cls, text: str) -> "Config":
+        """Return the Config of a text such as "bits=4 rounding='nearest'".
+
+        Args:
+            text: fields as `name=value`, separated by one space, values as Python writes them.
+                A field that is left out has its default.
+
+        Raises:
+            InvalidArgument: names the field, its text and what it accepts.
+
+        Example:
+            >>> Config.parse("bits=2 compressor='levels'") == Config(bits=2, compressor="levels")
+            True
+        """
+        _parsed(text)
+        given = (each.split("=", 1) for each in text.split(" ") if each)
+        return cls(**{name: ast.literal_eval(value) for name, value in given})
 
     @property
     def decided_bits(self) -> int:
@@ -267,7 +289,19 @@ class Config:
 def check_config(config: Config | None) -> None:
     """Refuse what is no Config, where one may be left out."""
     if config is not None and not isinstance(config, Config):
-        raise InvalidArgument(f"config is {config!r}; it must be a cgx_ops.Config, or None")
+        remedy = "; give Rules as rules=" if hasattr(config, "rules") else ""
+        raise InvalidArgument(f"config is {config!r}; it must be a cgx_ops.Config, or None{remedy}")
+
+
+def config_of(config: Config | None, **given: Any) -> Config:
+    """Return the Config of a call: `config`, or Config(), with the keywords that are not None.
+
+    Raises:
+        InvalidArgument: `config` is no Config, or a field is out of its range.
+    """
+    check_config(config)
+    own = {name: value for name, value in given.items() if value is not None}
+    return (config or Config()).with_own(**own)
 
 
 def auto_in_env() -> bool:

@@ -28,6 +28,9 @@ constexpr ConfigWord kAlgorithms[] = {
     {"ring", CGX_RING}, {"hierarchical", CGX_HIERARCHICAL}, {"by_hosts", CGX_BY_HOSTS}};
 constexpr ConfigWord kNone[] = {{"None", 0, false}};
 constexpr ConfigWord kFlags[] = {{"False", 0, false}, {"True", 1, false}};
+constexpr ConfigWord kFeedback[] = {{"None", CGX_FEEDBACK_IF_BIASED, false},
+                                    {"False", CGX_FEEDBACK_OFF, false},
+                                    {"True", CGX_FEEDBACK_ON, false}};
 constexpr ConfigRange kBits[] = {{1, 8}, {32, 32}};
 constexpr ConfigRange kValueBits[] = {{1, 8}, {16, 16}, {32, 32}};
 constexpr ConfigRange kPowersOfTwo[] = {{2, 2},   {4, 4},     {8, 8},     {16, 16},   {32, 32},
@@ -77,6 +80,14 @@ constexpr ConfigField kTable[] = {
     {"rotation", &cgx_config_t::rotation, 0, kNone, kPowersOfTwo,
      "None, or a power of two from 2 to 1024"},
     {"clip", &cgx_config_t::clip, 0, kFlags, {}, "True or False"},
+    {"error_feedback",
+     &cgx_config_t::error_feedback,
+     CGX_FEEDBACK_IF_BIASED,
+     kFeedback,
+     {},
+     "True, False or None (where the encoding is biased)"},
+    {"residual_decay", &cgx_config_t::residual_decay, kBillionths, {}, kShares,
+     "more than 0 and at most 1", kBillionths},
 };
 static_assert(std::size(kTable) * sizeof(int64_t) == sizeof(cgx_config_t), "a field has no row");
 
@@ -205,6 +216,7 @@ cgx_config_t parse_config(std::string_view text) {
     next = at + 1;
   }
   check_compressor(config);
+  if (config.error_feedback == CGX_FEEDBACK_ON) require_feedback(config);
   return config;
 }
 
@@ -231,11 +243,7 @@ const char* cgx_compressors(void) {
 cgx_status_t cgx_config_check_feedback(const cgx_config_t* config) {
   return cgx::guarded_arithmetic([&] {
     cgx::check_config(*config);
-    cgx::require(config->bits != cgx::kExactBits, CGX_INVALID_ARGUMENT,
-                 "error feedback with bits=32: nothing is lost that it could add; leave it out, or "
-                 "give fewer bits");
-    const auto settings = cgx::settings_of(*config, cgx::Dtype::kFloat32);
-    cgx::check_feedback(cgx::settings_by_way(*config, settings).each);
+    cgx::require_feedback(*config);
   });
 }
 

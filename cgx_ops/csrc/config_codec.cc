@@ -110,6 +110,13 @@ void check_compressor(const cgx_config_t& config) {
       "values of a vote are signs, both ways: leave them out");
 }
 
+void require_feedback(const cgx_config_t& config) {
+  require(config.bits != kExactBits, CGX_INVALID_ARGUMENT,
+          "error feedback with bits=32: nothing is lost that it could add; leave it out, or give "
+          "fewer bits");
+  check_feedback(settings_by_way(config, settings_of(config, Dtype::kFloat32)).each);
+}
+
 std::string describe_compressors() {
   const auto quoted = [](const auto& words, const auto& text_of) {
     std::string list;

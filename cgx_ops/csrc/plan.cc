@@ -75,12 +75,12 @@ void check_segments(const cgx_collective_t& call, int64_t most) {
             "segments overlap at element ", ranges[i].first);
 }
 
-// As ranks compare it: CGX_CODECS_OWN is replaced by the rounding that the compressor uses. Of
-// algorithms the call's counts, which is compared by itself.
-cgx_config_t agreed_config(const cgx_collective_t& call, const cgx_segment_t& segment) {
-  cgx_config_t config = segment_config(call, segment);
+// As ranks compare it: CGX_CODECS_OWN is replaced by the rounding that the compressor uses. The
+// call's algorithm is compared by itself. Error feedback is each rank's own business.
+cgx_config_t agreed_config(cgx_config_t config) {
   config.rounding = static_cast<int64_t>(rounding_of(config));
   config.algorithm = CGX_AUTO;
+  config.error_feedback = config.residual_decay = 0;
   return config;
 }
 
@@ -88,12 +88,12 @@ cgx_config_t agreed_config(const cgx_collective_t& call, const cgx_segment_t& se
 uint64_t hash_segments(const cgx_collective_t& call) {
   uint64_t hash = fnv1a({});
   if (call.num_segments == 0) return hash;
-  cgx_config_t first = agreed_config(call, call.segments[0]);
+  cgx_config_t first = agreed_config(segment_config(call, call.segments[0]));
   for (int64_t i = 0; i < call.num_segments; ++i) {  // where they lie is each rank's own business
     const cgx_segment_t& segment = call.segments[i];
     const int64_t fields[] = {segment.numel, segment.bucket_size, segment.bits};
     hash = fnv1a(std::as_bytes(std::span(fields)), hash);
-    const cgx_config_t own = agreed_config(call, segment);
+    const cgx_config_t own = agreed_config(segment_config(call, segment));
     first.bits = own.bits;
     first.bucket_size = own.bucket_size;
     if (!same(own, first)) hash = fnv1a(std::as_bytes(std::span(&own, 1)), hash);
@@ -268,7 +268,8 @@ Agreement make_agreement(const cgx_collective_t& call, const Plan& plan) {
   if (plan.op == Op::kAvg) agreement.divisor = plan.divisor;
   agreement.numel = plan.numel();
   agreement.shared_seeds = shared_seeds(plan).value_or(0);
-  agreement.config = call.num_segments > 0 ? agreed_config(call, call.segments[0]) : call.config;
+  agreement.config = agreed_config(
+      call.num_segments > 0 ? segment_config(call, call.segments[0]) : call.config);
   agreement.config.algorithm = plan.algorithm;
   agreement.segments_hash = hash_segments(call);
   return agreement;

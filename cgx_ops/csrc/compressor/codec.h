@@ -122,7 +122,7 @@ struct CodecEntry {
   int lowest_bits = 0, highest_bits = 0;
   std::vector<RoundingMode> roundings = {RoundingMode::kNearest};
   std::vector<std::string_view> knobs = {};
-  // What it loses is not zero on average, and training needs error feedback.
+  // With nearest rounding its expectation is not the value, and training needs error feedback.
   bool biased = false;
   // Why error feedback would not converge, with these settings; null, or "": it does.
   std::string (*no_feedback)(const CodecSettings& settings) = nullptr;

@@ -91,6 +91,7 @@ std::vector<CodecEntry>& table() {
        .highest_bits = 8,
        .roundings = {kStochastic, kNearest, kShift},
        .knobs = {"rotation"},
+       .biased = true,
        .no_feedback = uniform_diverges},
       {.name = "levels",
        .description = "1-4 bits: fixed levels times each bucket's root mean square",

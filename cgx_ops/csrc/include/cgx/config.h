@@ -49,6 +49,12 @@ typedef enum cgx_compressor_t {
   CGX_RANDK = 9      /* values at places that all ranks draw alike */
 } cgx_compressor_t;
 
+typedef enum cgx_feedback_t {
+  CGX_FEEDBACK_IF_BIASED = 0,
+  CGX_FEEDBACK_OFF = 1,
+  CGX_FEEDBACK_ON = 2
+} cgx_feedback_t;
+
 /* How values travel. What a field accepts, how its numbers are written and its default are told by
  * cgx_config_fields; what else it may be, a call refuses. */
 typedef struct cgx_config_t {
@@ -69,6 +75,9 @@ typedef struct cgx_config_t {
   int64_t value_bits; /* of the values that topk and threshold send: 1-8, 16, 32; 0: 32 */
   int64_t rotation;   /* so many values are rotated by a Hadamard matrix before; 0: none */
   int64_t clip;       /* 1: ternary clips values at 2.5 times the bucket's root mean square */
+  /* Of training steps; a collective ignores both, and ranks need not agree on them. */
+  int64_t error_feedback; /* a cgx_feedback_t */
+  int64_t residual_decay; /* the part of a residual that is added, in billionths */
 } cgx_config_t;
 
 /* Fewer elements cost more as a bucket than exact. */
@@ -81,8 +90,8 @@ CGX_API const char* cgx_config_fields(void);
 CGX_API const char* cgx_compressor_name(int64_t compressor);
 /* The compressors, as JSON, in the order of cgx_compressor_t: [{"name", "description", "sliced":
  * whether what it encodes can be cut, "bits": [from, to] ([0, 0]: a width of its own), "roundings":
- * [words, its own first], "knobs": [fields of the config that not all have], "biased": whether it
- * needs error feedback to train, "device": "" or why devices lack it}, ...]. */
+ * [words, its own first], "knobs": [fields of the config that not all have], "biased": whether its
+ * expectation with nearest rounding is not the value, "device": "" or why devices lack it}, ...]. */
 CGX_API const char* cgx_compressors(void);
 /* What becomes of a collective's seed. */
 typedef enum cgx_seed_use_t {
