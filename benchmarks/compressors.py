@@ -115,8 +115,8 @@ class Training:
         self.generators = [torch.Generator().manual_seed(1000 * seed + r) for r in range(RANKS)]
         self.segments, end = [], 0
         for parameter in self.model.parameters():
-            bits = 32 if parameter.dim() <= 1 else None
-            self.segments.append(Segment(end, parameter.numel(), bits=bits))
+            own = Config(bits=32) if parameter.dim() <= 1 else None
+            self.segments.append(Segment(end, parameter.numel(), own))
             end += parameter.numel()
         self.residuals = [np.zeros(end, np.float32) for _ in range(RANKS)] if feedback else None
 

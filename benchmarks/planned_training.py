@@ -125,7 +125,7 @@ def jax_training(layers: int, seconds: float, config: Config) -> Training:
 
     def planned(plan: Plan) -> Timed:
         def average(gradients: Any) -> Any:
-            return pmean_q(gradients, "data", bits=config.decided_bits, fuse=plan)
+            return pmean_q(gradients, "data", bits=config.bits, fuse=plan)
 
         return Timed(step_of(mesh, layers, batch, average, kept))
 
@@ -142,7 +142,7 @@ def jax_training(layers: int, seconds: float, config: Config) -> Training:
 
 def plan_in(groups: Iterable[Iterable[int]], numels: dict[str, int], config: Config) -> Plan:
     """Return the plan of these groups, in the bits of the config."""
-    bits = (config.decided_bits,) * len(numels)
+    bits = (config.bits,) * len(numels)
     return Plan(tuple(numels), tuple(numels.values()), bits, tuple(map(tuple, groups)))
 
 

@@ -4,6 +4,8 @@ This module is the numpy face and imports no framework; `cgx_ops.torch` and `cgx
 others. Importing it starts nothing: init() or the first collective does.
 """
 
+from typing import Unpack
+
 import numpy.typing as npt
 
 from cgx_ops import _at_end, _native  # noqa: F401  (_at_end: what it does when a program ends)
@@ -12,7 +14,7 @@ from cgx_ops.break_even import bits_for
 from cgx_ops.call import Op, Segment
 from cgx_ops.codec import dequantize, quantize
 from cgx_ops.comm import Communicator
-from cgx_ops.config import Config
+from cgx_ops.config import Config, Keywords
 from cgx_ops.errors import (
     CgxError,
     Closed,
@@ -79,19 +81,20 @@ def allreduce(
     out: Array | None = None,
     name: str = "",
     residual: Array | None = None,
+    **keywords: Unpack[Keywords],
 ) -> Array:
     """Reduce the arrays of all ranks, those of init(); every rank gets the same bits.
 
     Args:
         array: float32, float16 or bfloat16 (of ml_dtypes), any shape, equal on all ranks.
         op: "sum" or "avg"; with 32 bits also "min", "max" and "product".
-        config: None: Config.from_env(), which is exact unless CGX_* variables say otherwise. With
-            bits="auto" the first call measures for up to a second: see bits_for().
+        config: how values travel; None: Config(). Give bits=32 for an exact result.
         out: receives the result: C-contiguous, of the input's shape and dtype; may be the input.
         name: matches this call with those of other ranks, whatever runs in between; needed if
             several threads call.
         residual: error feedback: added to the array, and set to what compression loses of that on
             this rank, for the next call; see Communicator.allreduce.
+        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
 
     Returns:
         `out`, or a new array of the input's shape and dtype.
@@ -99,4 +102,4 @@ def allreduce(
     Raises:
         CgxError: see Communicator and init().
     """
-    return init().allreduce(array, op, config, out=out, name=name, residual=residual)
+    return init().allreduce(array, op, config, out=out, name=name, residual=residual, **keywords)

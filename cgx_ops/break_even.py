@@ -1,4 +1,4 @@
-"""Whether compression pays, by size: what Config(bits="auto") and the verdict of `bench` stand on.
+"""When compression is faster, by size: for bits_for(), auto_bits and the verdict of `bench`.
 
     Timings     seconds of an allreduce by bits and size, as they were measured
     Verdict     bits by size, which follow from Timings alone, and the reason in words
@@ -15,20 +15,17 @@ each choice of bits, at a few sizes; in between, and beyond, time is a line. Wha
   3. 2 bits only where what they lose comes back (Config.keeps_residuals)
 """
 
-import functools
 import hashlib
 import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from cgx_ops._arrays import as_input
-from cgx_ops.config import AUTO, Config, auto_in_env, check_config
+from cgx_ops.config import COMPRESSORS, Config
 from cgx_ops.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -42,7 +39,6 @@ _CHOICES = (8, 4, 2)
 _WORTH = 0.9  # of the exact time, at most
 _BEYOND = 16  # times the largest size that was timed, at most, is what a verdict is given for
 _ALIKE = 1.1  # of the fastest choice's time, at most
-_MOST_DECISIONS = 1024
 _SECONDS = 0.6  # in which measuring is to end
 _MOST_ROUNDS, _MOST_TIMES = 20, 8  # of a size in one of them
 # Where choices may change: eight steps from one power of two to the next.
@@ -79,9 +75,18 @@ class Timings:
 
 
 def choices_of(config: Config) -> tuple[int, ...]:
-    """Return the bits among which a config with bits="auto" has the choice, besides exact."""
+    """Return the bits among which bits_for() chooses, besides exact."""
     fewest = 2 if config.keeps_residuals else 4
     return tuple(bits for bits in _CHOICES if bits >= fewest and _may_have(config, bits))
+
+
+def require_choice(config: Config) -> None:
+    """Raise InvalidArgument unless the compressor has bits to choose from."""
+    if COMPRESSORS[config.compressor]["bits"] == [0, 0]:
+        raise InvalidArgument(
+            f"compressor {config.compressor!r} has no bits to choose: bits_for() and auto_bits "
+            "are for compressors that have"
+        )
 
 
 def _may_have(config: Config, bits: int) -> bool:
@@ -259,9 +264,6 @@ def measured(communicator: "Communicator", config: Config) -> Timings:
 # By communicator and config; measured under a lock of their own, since threads may ask at a time.
 _verdicts: dict[tuple[int, Config], Verdict] = {}
 _locks: dict[tuple[int, Config], threading.Lock] = {}
-# What calls of one form become: to compare configs takes longer than a small allreduce. A form has
-# the config's id, which stays its own since the config is held.
-_decisions: dict[tuple[int, int, int, int, str], tuple[Config, Config]] = {}
 
 
 def verdict_of(communicator: "Communicator", config: Config) -> Verdict:
@@ -274,7 +276,7 @@ def verdict_of(communicator: "Communicator", config: Config) -> Verdict:
             if found is None:
                 found = Verdict.of(measured(communicator, key[1]))
                 _verdicts[key] = found
-                _log.debug("communicator '%s', bits='auto': %s", communicator.name, found)
+                _log.debug("communicator '%s', bits by size: %s", communicator.name, found)
     return found
 
 
@@ -314,44 +316,14 @@ def bits_for(
     return verdict_of(communicator, config).bits(numel, element_bytes)
 
 
-def decided(
-    communicator: "Communicator", config: Config | None, array: npt.ArrayLike, op: str
-) -> Config | None:
-    """Return the config of an allreduce, with "auto" decided; of equal ones the same object."""
-    check_config(config)
-    if config is None and auto_in_env():
-        config = Config.from_env()
-    if config is None or config.bits != AUTO:
-        return config
-    values = as_input(array)
-    form = communicator.id, id(config), values.size, values.itemsize, op
-    found = _decisions.get(form)
-    if found is None:
-        bits = EXACT
-        if op in ("sum", "avg"):
-            bits = bits_for(communicator, values.size, config, element_bytes=values.itemsize)
-        if len(_decisions) >= _MOST_DECISIONS:
-            _decisions.clear()
-        found = _decisions[form] = config, _with_bits(config, bits)
-    return found[1]
-
-
-@functools.lru_cache(maxsize=1024)
-def _with_bits(config: Config, bits: int) -> Config:
-    return config.with_own(bits=bits)
-
-
 def set_verdict(communicator: "Communicator", config: Config, verdict: Verdict) -> None:
-    """Have a communicator go by this verdict, alike on all ranks, and measure nothing.
-
-    Before its first call with this config: numpy's calls are checked once.
-    """
+    """Have a communicator use this verdict, the same on all ranks, and measure nothing."""
     _verdicts[_key(communicator, config)] = verdict
-    _decisions.clear()
 
 
 def _key(communicator: "Communicator", config: Config) -> tuple[int, Config]:
-    return communicator.id, replace(config, bits=AUTO, seed=0)
+    require_choice(config)
+    return communicator.id, config.with_own(bits=Config.bits)
 
 
 def told_of(comm: int) -> str:
@@ -363,7 +335,6 @@ def forget(comm: int) -> None:
     """Forget what was measured of a communicator that is closed."""
     _forget(_verdicts, comm)
     _forget(_locks, comm)
-    _forget(_decisions, comm)
 
 
 def _forget(known: dict[Any, Any], comm: int) -> None:

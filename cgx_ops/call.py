@@ -7,15 +7,15 @@ import operator
 import threading
 from collections.abc import Callable, Sequence
 from ctypes import addressof, byref, c_int64, c_void_p
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from cgx_ops import _native, _numpy_ops
 from cgx_ops._arrays import Array, address, as_output, dtype_code
-from cgx_ops.config import AUTO, EXACT_BITS, Compressor, Config, Rounding, check_config
-from cgx_ops.errors import InvalidArgument
+from cgx_ops.config import EXACT_BITS, Config, check_config
+from cgx_ops.errors import InvalidArgument, checked_seed
 
 Op = Literal["sum", "avg", "min", "max", "product"]
 Verb = Literal["allreduce", "reduce_scatter", "all_gather"]
@@ -28,46 +28,19 @@ class Segment:
     Attributes:
         offset: its first element, counted from the start of the array (or of a rank's block).
         numel: how many elements.
-        bits: this and the others are fields of Config; None: the call's Config decides.
-        bucket_size, rounding, gather_bits, compressor, density, value_bits, rotation, clip: alike.
+        config: how it travels; None: as the call. The call's algorithm counts for all segments.
     """
 
     offset: int
     numel: int
-    bits: int | None = None
-    bucket_size: int | None = None
-    rounding: Rounding | None = None
-    gather_bits: int | None = None
-    compressor: Compressor | None = None
-    density: float | None = None
-    value_bits: int | None = None
-    rotation: int | None = None
-    clip: bool | None = None
+    config: Config | None = None
 
     def __post_init__(self) -> None:
         for name in ("offset", "numel"):
             value = operator.index(getattr(self, name))
             if not 0 <= value < 2**63:
                 raise InvalidArgument(f"Segment.{name} is {value}; it must be an integer >= 0")
-
-
-_OWN = tuple(field.name for field in fields(Segment))[2:]
-_own_of = operator.attrgetter(*_OWN)
-
-
-def with_segment(config: Config, segment: Segment) -> Config:
-    """Return how a segment travels: config's settings where its own are None."""
-    own = _own_of(segment)
-    return config if own == _NONE else _with_own(config, own)
-
-
-_NONE = (None,) * len(_OWN)
-
-
-@functools.lru_cache(maxsize=4096)  # checking takes longer than quantizing a small layer
-def _with_own(config: Config, own: tuple[Any, ...]) -> Config:
-    given = {name: value for name, value in zip(_OWN, own, strict=True) if value is not None}
-    return config.with_own(**given)
+        check_config(self.config)
 
 
 _64_BITS = 2**64 - 1
@@ -77,7 +50,7 @@ def call_seed(seed: int, name: str, occurrence: int, comm: str = "") -> int:
     """Return the seed of one call's noise.
 
     Args:
-        seed: Config.seed.
+        seed: the caller's, such as that of a state of a hook.
         name: of the call.
         occurrence: it is the n-th of this name, from 0.
         comm: the communicator's name: ranks that have two draw different noise in each.
@@ -155,36 +128,31 @@ class Call:
         self,
         verb: Verb,
         op: Op,
-        config: Config | None,
+        config: Config,
         name: str,
         segments: Sequence[Segment] | None,
         seed: int | Sequence[int] | None,
         timeout: float | None,
-        asked: Config | None = None,
     ) -> None:
-        """Check them; `asked`: what the caller gave instead of `config`, if that was decided."""
         if op not in _native.OPS:
             raise InvalidArgument(f"op is {op!r}; it must be one of {', '.join(_native.OPS)}")
         check_timeout(timeout)
-        check_config(config)
         if not isinstance(name, str):
             raise InvalidArgument(f"name is {name!r}; it must be a text")
         self.verb: Verb = verb
         self.op: Op = op
         self.name, self.segments = name, segments
-        self.config = Config.from_env() if config is None else config
+        self.config = config
         self.timeout = timeout
-        own = [with_segment(self.config, each) for each in segments or ()]
+        own = [each.config or config for each in segments or ()]
         used = {self.config, *own}
         self._draws = any(each.draws for each in used)
-        given = asked or config
-        chosen = given is not None and given.bits != AUTO  # not by variables, nor by what pays
         sums = op in ("sum", "avg")  # of others the core says that they have no residuals
-        self._loses_nothing = chosen and sums and all(each.bits == EXACT_BITS for each in used)
+        self._loses_nothing = sums and all(each.bits == EXACT_BITS for each in used)
         # Of each segment: whether its seed is of places, which all ranks draw, not of noise.
         self._places = [each.compressor == "randk" for each in own or [self.config]]
         # Whether the same arguments are the same call again.
-        self.repeatable = config is not None and segments is None and seed is None
+        self.repeatable = segments is None and seed is None
         self.seed = self.seeds = None  # of the call, of its segments
         if isinstance(seed, Sequence):
             if segments is None or len(seed) != len(segments):
@@ -192,14 +160,9 @@ class Call:
                     f"seed is a list of {len(seed)} for "
                     f"{'no' if segments is None else len(segments)} segments; give one each"
                 )
-            self.seeds = [self._checked(each) for each in seed]
+            self.seeds = [checked_seed(each) for each in seed]
         elif seed is not None:
-            self.seed = self._checked(seed)
-
-    def _checked(self, seed: int) -> int:
-        if type(seed) is int and -(2**63) <= seed < 2**63:  # a Config of its own takes long
-            return seed
-        return replace(self.config, seed=seed).seed
+            self.seed = checked_seed(seed)
 
     def seed_stream(self, comm_name: str) -> int:
         """Return the stream of this call's seed if its caller gives none.
@@ -207,7 +170,7 @@ class Call:
         Of places it is the same on ranks that are threads, whose communicators' names differ.
         """
         places = all(self._places)
-        return seed_stream(self.config.seed, self.name, "" if places else comm_name)
+        return seed_stream(0, self.name, "" if places else comm_name)
 
     def collective(
         self,
@@ -252,7 +215,7 @@ class Call:
             return
         native.seed = nth_seed(self.seed_stream(comm_name), number)
         if any(self._places) and not all(self._places):
-            first = nth_seed(seed_stream(self.config.seed, self.name), number), native.seed
+            first = nth_seed(seed_stream(0, self.name), number), native.seed
             seeds = [
                 nth_seed(first[0] if places else first[1], i, _SEGMENTS)
                 for i, places in enumerate(self._places)
@@ -323,12 +286,11 @@ class Repeat:
     def __init__(
         self,
         call: Call,
-        asked: Config,
         pattern: _native.Collective,
         counter: Counter,
         comm_name: str,
     ) -> None:
-        self.config = asked  # held: Communicator knows the call by its id
+        self.config = call.config  # held: Communicator knows the call by its id
         self._pattern, self._address = pattern, addressof(pattern)
         self._stream, self._count = call.seed_stream(comm_name), counter.of(call.name)
 
@@ -364,9 +326,9 @@ def _pattern(
     native = (_native.Segment * len(given))()
     configs = []
     for to, segment in zip(native, given, strict=True):
-        own = with_segment(config, segment)
+        own = segment.config or config
         to.offset, to.numel = segment.offset, segment.numel
-        to.bits, to.bucket_size = own.decided_bits, own.bucket_size
+        to.bits, to.bucket_size = own.bits, own.bucket_size
         if own is not config:
             configs.append(own.native)
             to.config = addressof(configs[-1])

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from cgx_ops import _native
 from cgx_ops._arrays import Array, as_input, dtype_code, dtype_named
-from cgx_ops.config import EXACT_BITS, Config, Knobs, check_config
-from cgx_ops.errors import InvalidArgument, require_integer
+from cgx_ops.config import EXACT_BITS, Config, Keywords, config_of
+from cgx_ops.errors import InvalidArgument, checked_seed, require_integer
 
 _MOST_INT32, _MOST_INT64 = 2**31 - 1, 2**63 - 1
 _OF_KNOWN_LENGTH = {row["name"] for row in _native.COMPRESSORS if row["sliced"]}
@@ -25,7 +25,8 @@ def quantize(
     rank: int = 0,
     phase: int = 0,
     first_index: int = 0,
-    **knobs: Unpack[Knobs],
+    seed: int = 0,
+    **keywords: Unpack[Keywords],
 ) -> bytes:
     """Return what these values are on the wire, in the settings given.
 
@@ -38,16 +39,16 @@ def quantize(
         rank: of the noise: the encoding rank.
         phase: of the noise: 0 on the way to the owner of a shard, 1 on the way back.
         first_index: index of values[0] in its segment, a multiple of bucket_size.
-        **knobs: these replace fields of config: bits, bucket_size, rounding, compressor, ... The
-            seed is used as it is.
+        seed: of the noise, used as it is: a signed integer of 64 bits.
+        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
 
     Raises:
         InvalidArgument: a value out of its range.
         Unsupported: another dtype.
     """
     array = as_input(values)
-    settings = _settings(config, knobs)
-    codec = _codec(settings, array.dtype)
+    settings = config_of(config, **keywords)
+    codec = _codec(settings, array.dtype, seed)
     codec.rank = require_integer("rank", rank, 0, _MOST_INT32)
     codec.phase = require_integer("phase", phase, 0, _MOST_INT32)
     codec.first_index = require_integer("first_index", first_index, 0, _MOST_INT64)
@@ -66,7 +67,8 @@ def dequantize(
     config: Config | None = None,
     *,
     first_index: int = 0,
-    **knobs: Unpack[Knobs],
+    seed: int = 0,
+    **keywords: Unpack[Keywords],
 ) -> Array:
     """Return the `numel` values that quantize() encoded with the same settings.
 
@@ -74,17 +76,18 @@ def dequantize(
         data: what quantize() returned.
         numel: number of values.
         dtype: of the result: float32, float16 or bfloat16. Exact values must be of this dtype.
-        config: as for quantize(); so are the rest. The seed counts for "randk" only.
+        config: as for quantize().
         first_index: as for quantize().
-        **knobs: replace fields of config.
+        seed: as for quantize(); only "randk" needs it.
+        **keywords: as for quantize().
 
     Raises:
         InvalidArgument: a value out of its range, or data that the settings do not give.
         Unsupported: another dtype.
     """
-    settings = _settings(config, knobs)
+    settings = config_of(config, **keywords)
     result_type = dtype_named(dtype)
-    codec = _codec(settings, result_type)
+    codec = _codec(settings, result_type, seed)
     codec.first_index = require_integer("first_index", first_index, 0, _MOST_INT64)
     encoded, most = np.frombuffer(data, np.uint8), _encoded_bytes(codec, numel)
     known = settings.bits == EXACT_BITS or settings.compressor in _OF_KNOWN_LENGTH
@@ -133,13 +136,8 @@ def encoded_bytes(numel: int, config: Config, dtype: npt.DTypeLike = "float32") 
     return _encoded_bytes(_codec(config, dtype_named(dtype)), numel)
 
 
-def _settings(config: Config | None, knobs: Knobs) -> Config:
-    check_config(config)
-    return (Config() if config is None else config).with_own(**knobs)
-
-
-def _codec(settings: Config, dtype: np.dtype[Any]) -> _native.Codec:
-    return _native.Codec(config=settings.native, seed=settings.seed, dtype=dtype_code(dtype))
+def _codec(config: Config, dtype: np.dtype[Any], seed: int = 0) -> _native.Codec:
+    return _native.Codec(config=config.native, seed=checked_seed(seed), dtype=dtype_code(dtype))
 
 
 def _encoded_bytes(codec: _native.Codec, numel: int) -> int:

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 from collections.abc import Sequence
 from ctypes import byref, c_int32
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from cgx_ops import _native, _numpy_ops, bootstrap, break_even, request
 from cgx_ops._arrays import Array, as_input
 from cgx_ops.bootstrap import Allgather
 from cgx_ops.call import Call, Counter, Op, Repeat, Segment, check_timeout
-from cgx_ops.config import Config
+from cgx_ops.config import Config, Keywords, config_of
 from cgx_ops.errors import Closed, InvalidArgument, require_integer
 from cgx_ops.request import Request
 from cgx_ops.stats import Stats, read_stats
@@ -203,21 +203,21 @@ class Communicator:
         seed: int | Sequence[int] | None = None,
         timeout: float | None = None,
         residual: Array | None = None,
+        **keywords: Unpack[Keywords],
     ) -> Array:
         """Reduce the ranks' arrays elementwise; every rank gets the same bits.
 
         Args:
             array: any shape.
             op: "sum" or "avg"; with 32 bits also "min", "max" and "product".
-            config: None: Config.from_env(), which is exact unless CGX_* variables say otherwise.
-                With bits="auto" the first call measures for up to a second: see cgx_ops.bits_for().
+            config: how values travel; None: Config().
             out: receives the result; may be the input itself.
             name: matches this call with those of other ranks, whatever runs in between.
             segments: runs of elements with their own bits and bucket_size; None: one, of all. What
                 lies in no segment is not reduced: `out` keeps it, a new result has zeros there.
             seed: of this call's noise, from which those of segments and of a reduce_scatter's
-                blocks follow; or a list with one for each segment. None: derived from config.seed,
-                the communicator's name and the calls of this name so far.
+                blocks follow; or a list with one for each segment. None: derived from the
+                communicator's name and the calls of this name so far.
             timeout: seconds this call may take; None: the communicator's.
             residual: error feedback, of sums and averages: C-contiguous, of the input's shape and
                 dtype, read and written in place. It is added (in float32) to the input, and
@@ -225,10 +225,12 @@ class Communicator:
                 call: over all ranks, inputs and old residuals are the result (as a sum) and new
                 residuals, up to rounding to float32 and the dtype. Begin with zeros. Undefined
                 after an error. Refused where config says that the call is exact.
+            **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
 
         Returns:
             `out`, or a new array of the input's shape and dtype.
         """
+        config = config_of(config, **keywords)
         if (
             type(array) is np.ndarray
             and type(out) is np.ndarray
@@ -238,9 +240,9 @@ class Communicator:
             repeat = self._repeats.get(form)
             if repeat is not None and repeat.run(array, out):
                 return out
-        source, sent = as_input(array), break_even.decided(self, config, array, op)
-        call = Call("allreduce", op, sent, name, segments, seed, timeout, config)
-        return self._run(call, source, source.shape, source.size, out, residual, asked=config)
+        source = as_input(array)
+        call = Call("allreduce", op, config, name, segments, seed, timeout)
+        return self._run(call, source, source.shape, source.size, out, residual)
 
     def allreduce_async(
         self,
@@ -254,10 +256,11 @@ class Communicator:
         seed: int | Sequence[int] | None = None,
         timeout: float | None = None,
         residual: Array | None = None,
+        **keywords: Unpack[Keywords],
     ) -> Request:
         """Start what allreduce() does and return at once. Leave the arrays alone until wait()."""
-        source, sent = as_input(array), break_even.decided(self, config, array, op)
-        call = Call("allreduce", op, sent, name, segments, seed, timeout, config)
+        source, config = as_input(array), config_of(config, **keywords)
+        call = Call("allreduce", op, config, name, segments, seed, timeout)
         prepared = call.prepare(*self._place(), source, source.shape, source.size, out, residual)
         return request.start(*prepared)
 
@@ -273,6 +276,7 @@ class Communicator:
         seed: int | Sequence[int] | None = None,
         timeout: float | None = None,
         residual: Array | None = None,
+        **keywords: Unpack[Keywords],
     ) -> Array:
         """Reduce the ranks' arrays; rank i gets the i-th of `size` equal blocks of the first axis.
 
@@ -289,6 +293,7 @@ class Communicator:
                 f"array's shape is {source.shape}: pad it"
             )
         shape = (source.shape[0] // self.size, *source.shape[1:])
+        config = config_of(config, **keywords)
         call = Call("reduce_scatter", op, config, name, segments, seed, timeout)
         return self._run(call, source, shape, source.size // self.size, out, residual)
 
@@ -302,6 +307,7 @@ class Communicator:
         segments: Sequence[Segment] | None = None,
         seed: int | Sequence[int] | None = None,
         timeout: float | None = None,
+        **keywords: Unpack[Keywords],
     ) -> Array:
         """Concatenate the ranks' arrays along the first axis, in rank order, on every rank.
 
@@ -312,6 +318,7 @@ class Communicator:
         """
         source = as_input(array)
         shape = (self.size * (source.shape[0] if source.ndim else 1), *source.shape[1:])
+        config = config_of(config, **keywords)
         call = Call("all_gather", "sum", config, name, segments, seed, timeout)
         return self._run(call, source, shape, source.size, out)
 
@@ -323,17 +330,16 @@ class Communicator:
         block: int,
         out: Array | None,
         residual: Array | None = None,
-        asked: Config | None = None,
     ) -> Array:
         prepared = call.prepare(*self._place(), source, shape, block, out, residual)
-        if call.repeatable and asked is not None and residual is None:
+        if call.repeatable and call.verb == "allreduce" and residual is None:
             if len(self._repeats) >= _MOST_REPEATS:
                 self._repeats.clear()
             collective, result, *_ = prepared
             arrays = source.dtype, source.shape, result.dtype, result.shape
-            form = call.op, id(asked), call.name, call.timeout, *arrays
+            form = call.op, id(call.config), call.name, call.timeout, *arrays
             pattern = collective.pattern
-            self._repeats[form] = Repeat(call, asked, pattern, self._counter(), self.name)
+            self._repeats[form] = Repeat(call, pattern, self._counter(), self.name)
         return request.run(*prepared)
 
     def next_call(self, name: str) -> int:

@@ -118,3 +118,10 @@ def require_integer(what: str, value: Any, least: int, most: int | None = None) 
         accepted = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise InvalidArgument(f"{what} is {value!r}; it must be an integer {accepted}")
     return number
+
+
+def checked_seed(seed: Any) -> int:
+    """Return a seed; raise InvalidArgument unless it is a signed integer of 64 bits."""
+    if type(seed) is int and -(2**63) <= seed < 2**63:
+        return seed
+    return require_integer("seed", seed, -(2**63), 2**63 - 1)

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 
 from cgx_ops._native import SMALLEST_COMPRESSED as SMALLEST_COMPRESSED
-from cgx_ops.config import AUTO, Config
+from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS as EXACT_BITS
 from cgx_ops.stats import traffic, with_unit
@@ -102,8 +102,6 @@ def described(config: Config) -> str:
     """Return a config in a few words: "4 bits", "exact", "levels, 1 bit", "topk, density 0.01"."""
     if config.bits == EXACT_BITS:
         return "exact values"
-    if config.bits == AUTO:
-        return "bits by size"
     bits = f"{config.bits} bit" + "s" * (config.bits != 1)
     if config.compressor == "uniform":
         return bits

@@ -12,16 +12,16 @@ import fnmatch
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from cgx_ops import _native
 from cgx_ops._warnings import warn_once
-from cgx_ops.call import Segment
-from cgx_ops.config import AUTO, EXACT_BITS, OF_COMPRESSOR, Config
+from cgx_ops.config import EXACT_BITS, OF_COMPRESSOR, Config
 from cgx_ops.errors import InvalidArgument
 
-_FIELDS = tuple(field.name for field in fields(Segment))[2:]
+# One algorithm serves all tensors of a message.
+_FIELDS = tuple(row["name"] for row in _native.CONFIG_FIELDS if row["name"] != "algorithm")
 _EXAMPLE = "Rules([('bias|norm', 32), ('embedding', {'compressor': 'topk', 'density': 0.01})])"
 
 _compiled = functools.lru_cache(maxsize=4096)(re.compile)
@@ -80,7 +80,7 @@ class Rules:
 
         Args:
             rules: pairs of a regular expression and settings: bits (1 to 8, or 32 for exact), or a
-                dict of fields of Config: those that a Segment has.
+                dict of fields of Config other than algorithm.
             exact_vectors: see the attribute.
 
         Raises:
@@ -123,11 +123,7 @@ class Rules:
             InvalidArgument (a ValueError): settings of several rules, or of one and of `config`,
                 exclude each other.
         """
-        try:
-            return config.with_own(**self.overrides(name, dimensions, config))
-        except InvalidArgument as error:
-            matching = ", ".join(repr(rule.label) for rule in self.rules if rule.matches(name))
-            raise InvalidArgument(f"rules {matching} for parameter '{name}': {error}") from None
+        return _of(self, name, dimensions, config)
 
     def overrides(self, name: str, dimensions: int, config: Config) -> dict[str, Any]:
         """Return the fields that rules set for a parameter; arguments as of()."""
@@ -154,6 +150,17 @@ class Rules:
         return {
             value for rule in self.rules for field, value in rule.settings if field == "compressor"
         }
+
+    def may_keep_residuals(self, config: Config) -> bool:
+        """Return whether some parameter may have error feedback, whatever its name is."""
+
+        def keeps(rule: Rule) -> bool:
+            try:
+                return config.with_own(**_with_bits(dict(rule.settings), config)).keeps_residuals
+            except InvalidArgument:  # another rule sets the compressor that it needs
+                return True
+
+        return config.keeps_residuals or any(map(keeps, self.rules))
 
     def configs(self, config: Config) -> list[Config]:
         """Return `config`, and what each rule alone makes of it.
@@ -189,6 +196,15 @@ class Rules:
         """Return the patterns that match none of these names."""
         names = list(names)
         return [rule.label for rule in self.rules if not any(map(rule.matches, names))]
+
+
+@functools.lru_cache(maxsize=16384)  # hooks ask in every step
+def _of(rules: Rules, name: str, dimensions: int, config: Config) -> Config:
+    try:
+        return config.with_own(**rules.overrides(name, dimensions, config))
+    except InvalidArgument as error:
+        matching = ", ".join(repr(rule.label) for rule in rules.rules if rule.matches(name))
+        raise InvalidArgument(f"rules {matching} for parameter '{name}': {error}") from None
 
 
 def pattern_of(name: str) -> str:
@@ -242,7 +258,7 @@ def _checked_rule(pair: Any) -> Rule:
             f"accepted: {', '.join(_FIELDS)}"
         )
     for field, value in own.items():
-        if value is None or (isinstance(value, str) and value == AUTO):
+        if value is None:
             raise InvalidArgument(
                 f"the rule {pattern!r} sets {field} to {value!r}; give a value, or leave it out"
             )

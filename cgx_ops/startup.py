@@ -1,9 +1,9 @@
 """What happens once per process, before its first communicator is made."""
 
 import functools
+import os
 
-from cgx_ops import log, variables
-from cgx_ops.config import Config
+from cgx_ops import environment, log, variables
 
 
 @functools.cache
@@ -15,4 +15,4 @@ def check_environment() -> None:
     """
     log.set_up()
     variables.warn_of_unknown()
-    Config.from_env()
+    environment.check(os.environ)

@@ -46,7 +46,7 @@ class Stats:
             The rest is waiting, and the transport's own work.
         strangers: connections that were refused while the ranks met by TCP: whoever made them did
             not know the communicator's key, or stood for a rank that was there already.
-        auto: what Config(bits="auto") chooses here from which size on, and by what times; "" if
+        auto: what bits_for() and auto_bits choose here from which size on, and by what times; "" if
             nobody asked for it.
     """
 

@@ -8,6 +8,7 @@ from cgx_ops._warnings import warn_once
 
 NAMES = frozenset(
     {
+        "CGX_AUTO_BITS",
         "CGX_COMPRESSION_BUCKET_SIZE",
         "CGX_COMPRESSION_CLIP",
         "CGX_COMPRESSION_DENSITY",

@@ -383,10 +383,17 @@ def converges(case: Case) -> bool:
     return True
 
 
+def segments_of(case: Case, config: Config) -> list[Segment] | None:
+    """Return the segments of the library's call."""
+    return [
+        Segment(o, n, config.with_own(bits=b, bucket_size=k)) for o, n, b, k in case.segments
+    ] or None
+
+
 def run(case: Case, comm: Communicator) -> str:
     """Call the library on this rank and return its result's digest."""
     config = config_of(case)
-    segments = [Segment(o, n, bits=b, bucket_size=k) for o, n, b, k in case.segments] or None
+    segments = segments_of(case, config)
     x = inputs(case, comm.rank, comm.size)
     kept = x.copy()
     call, residual = getattr(comm, case.verb), residual_of(case, comm.rank)

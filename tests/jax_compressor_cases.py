@@ -68,7 +68,7 @@ def numpy_result(
     values = sums_of([row.reshape(-1) for row in rows], ranks)
     lost = None if residuals is None else [row.copy() for row in sums_of(residuals, ranks)]
     numel = values[0].size // (len(rows) if verb == "reduce_scatter" else 1)
-    segments = [Segment(0, numel, bits=32 if config.bits == 32 else None)]
+    segments = [Segment(0, numel, config)]
     if lost is not None and config.bits == 32:  # refused for a call, but not for a part of one
         config = replace(config, bits=4)
 

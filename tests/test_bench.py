@@ -407,7 +407,7 @@ def test_the_verdict_is_of_what_was_timed() -> None:
         (Config(gather_bits=8), "cgx 4 gather_bits=8"),
         (Config(bits=32, rounding="nearest"), "cgx 32"),
         (Config(bits=32, algorithm="ring"), "cgx 32 algorithm=ring"),
-        (Config(bits="auto", algorithm="sra"), "cgx auto algorithm=sra"),
+        (Config(bits=8, algorithm="sra"), "cgx 8 algorithm=sra"),
         (Config(compressor="levels", bits=2), "cgx levels 2"),
         (Config(compressor="topk", density=0.02), "cgx topk density=0.02"),
     ],

@@ -1,13 +1,12 @@
-"""Config(bits="auto"): what follows from times that are given, alike on all ranks."""
+"""bits_for(): what follows from times that are given, the same on all ranks."""
 
 import logging
 
-import numpy as np
 import pytest
 from launch import threads
 
 import cgx_ops
-from cgx_ops import Communicator, Config, InvalidArgument, Unsupported
+from cgx_ops import Communicator, Config, InvalidArgument
 from cgx_ops.break_even import (
     SIZES,
     Timings,
@@ -21,7 +20,7 @@ from cgx_ops.break_even import (
 )
 from cgx_ops.planner import Costs
 
-AUTO = Config(bits="auto", rounding="nearest")
+NEAREST = Config(rounding="nearest", error_feedback=False)
 
 
 def of(costs: Costs, *, exact_per_value: float = 0.0, bits: tuple[int, ...] = (8, 4)) -> Timings:
@@ -89,11 +88,11 @@ def test_one_size_alone_and_a_line_that_falls() -> None:
 
 
 def test_two_bits_are_for_those_who_get_back_what_is_lost() -> None:
-    assert choices_of(AUTO) == (8, 4)
-    assert choices_of(Config(bits="auto", error_feedback=True)) == (8, 4, 2)
-    assert choices_of(Config(bits="auto", compressor="levels")) == (4, 2)
-    assert choices_of(Config(bits="auto", compressor="levels", error_feedback=False)) == (4,)
-    diverges = Config(bits="auto", compressor="qsgd", error_feedback=True, bucket_size=32)
+    assert choices_of(NEAREST) == (8, 4)
+    assert choices_of(Config(error_feedback=True)) == (8, 4, 2)
+    assert choices_of(Config(compressor="levels")) == (4, 2)
+    assert choices_of(Config(compressor="levels", error_feedback=False)) == (4,)
+    diverges = Config(compressor="qsgd", error_feedback=True, bucket_size=32)
     assert choices_of(diverges) == (8, 4)  # in 2 bits
 
 
@@ -119,32 +118,18 @@ def test_there_is_no_verdict_far_from_what_was_timed() -> None:
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-def test_a_call_is_what_it_is_in_those_bits() -> None:
+def test_bits_follow_from_the_verdict() -> None:
     verdict = Verdict.of(GIGABIT)
 
-    def run(_rank: int, comm: Communicator) -> list[bool]:
-        set_verdict(comm, AUTO, verdict)
-        random = np.random.default_rng(comm.rank)
-        same = []
-        for numel in (100, 3000, 50_000):
-            for dtype in (np.float32, np.float16):
-                x = random.standard_normal(numel).astype(dtype)
-                bits = verdict.bits(numel, x.itemsize)
-                own = Config(bits=bits, rounding="nearest")
-                out = np.empty_like(x)
-                for _ in range(2):  # the second call of a form takes another way
-                    got = comm.allreduce(x, "avg", AUTO, out=out).copy()
-                    want = comm.allreduce(x, "avg", own)
-                    later = comm.allreduce_async(x, "avg", AUTO).wait()
-                    same += [got.tobytes() == want.tobytes() == later.tobytes()]
-        exact = comm.allreduce(x, "max", AUTO).tobytes()
-        same += [exact == comm.allreduce(x, "max", Config(bits=32)).tobytes()]
+    def run(_rank: int, comm: Communicator) -> list[int]:
+        set_verdict(comm, NEAREST, verdict)
+        found = [cgx_ops.bits_for(comm, numel, NEAREST) for numel in (100, 3000, 50_000)]
+        found.append(cgx_ops.bits_for(comm, 3000, NEAREST, element_bytes=2))
         assert "8 bits from 8.72 KiB on, 4 bits from" in comm.stats().auto
         assert "auto: 8 bits" in str(comm.stats())
-        return same
+        return found
 
-    assert all(map(all, threads(3, run)))
-    assert [verdict.bits(n) for n in (100, 3000, 50_000)] == [32, 8, 4]
+    assert threads(3, run) == [[32, 8, 4, verdict.bits(3000, 2)]] * 3
 
 
 def test_what_is_measured_is_the_same_on_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
@@ -153,19 +138,19 @@ def test_what_is_measured_is_the_same_on_all_ranks(caplog: pytest.LogCaptureFixt
     def run(_rank: int, comm: Communicator) -> tuple[Timings, int, str]:
         first = cgx_ops.bits_for(comm, 100_000)
         known = comm.collectives
-        assert cgx_ops.bits_for(comm, 100_000, Config(bits=8, seed=3)) == first
+        assert cgx_ops.bits_for(comm, 100_000, Config(bits=8)) == first
         assert comm.collectives == known, "it was measured again"
         return measured(comm, Config()), first, comm.stats().auto
 
     first, *others = threads(3, run)
     assert others == [first, first]
     assert set(first[0].seconds) == {32, 8, 4}
-    assert "bits='auto': " in caplog.text
+    assert "bits by size: " in caplog.text
 
 
 def test_a_closed_communicators_verdict_is_forgotten() -> None:
     [comm] = Communicator.local(1)
-    set_verdict(comm, AUTO, Verdict.of(GIGABIT))
+    set_verdict(comm, NEAREST, Verdict.of(GIGABIT))
     assert told_of(comm.id)
     comm.close()
     assert not told_of(comm.id)
@@ -178,31 +163,8 @@ def test_one_rank_alone_measures_nothing() -> None:
     comm.close()
 
 
-def test_the_environment_may_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CGX_COMPRESSION_QUANTIZATION_BITS", "auto")
-    config = Config.from_env()
-    assert config.bits == "auto"
-
-    def run(_rank: int, comm: Communicator) -> tuple[bytes, bytes]:
-        set_verdict(comm, config, Verdict.of(GIGABIT))
-        x = np.random.default_rng(0).standard_normal(5000).astype(np.float32)
-        own = Config(bits=4)
-        return comm.allreduce(x, seed=1).tobytes(), comm.allreduce(x, config=own, seed=1).tobytes()
-
-    for asked, given in threads(2, run):
-        assert asked == given
-
-
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="has no bits to choose"):
-        Config(bits="auto", compressor="topk")
-    with pytest.raises(InvalidArgument, match="bucket_size is 0"):
-        Config(bits="auto", bucket_size=0)
-    with pytest.raises(InvalidArgument, match="bits is 'often'"):
-        Config(bits="often")  # pyright: ignore[reportArgumentType]
     [comm] = Communicator.local(1)
-    with pytest.raises(Unsupported, match=r"bits=cgx_ops\.bits_for"):
-        comm.all_gather(np.ones(100, np.float32), AUTO)
     with pytest.raises(InvalidArgument, match="has no bits to choose"):  # as on several ranks
         cgx_ops.bits_for(comm, 100, Config(compressor="half"))
     with pytest.raises(InvalidArgument, match="element_bytes is 8"):

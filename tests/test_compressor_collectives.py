@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import launch
@@ -162,15 +163,17 @@ def test_segments_with_compressors_of_their_own() -> None:
         {"compressor": "half"},
     ]
     numel = 700
-    segments = [Segment(i * numel, numel, **layer) for i, layer in enumerate(layers)]
     want_of = [reference.Segment(i * numel, numel, **layer) for i, layer in enumerate(layers)]
     config = Config(4, rounding="nearest")
 
     for route in ROUTES:
 
         def run(rank: int, comm: Communicator, route: Any = route) -> bytes:
-            x, call = normal(rank, numel * len(layers)), {**config.knobs, "algorithm": route}
-            return comm.allreduce(x, config=Config(**call), segments=segments, seed=rank).tobytes()
+            x, call = normal(rank, numel * len(layers)), replace(config, algorithm=route)
+            segments = [
+                Segment(i * numel, numel, call.with_own(**layer)) for i, layer in enumerate(layers)
+            ]
+            return comm.allreduce(x, config=call, segments=segments, seed=rank).tobytes()
 
         xs = [normal(rank, numel * len(layers)) for rank in range(3)]
         want = reference.allreduce(xs, want_of, algorithm=route, seeds=[0, 1, 2])
@@ -211,7 +214,7 @@ def test_randk_s_seeds_must_agree_and_noise_s_need_not() -> None:
 def test_segments_that_differ_are_a_disagreement() -> None:
     def run(rank: int, comm: Communicator) -> str:
         density = 0.1 if rank else 0.2
-        segments = [Segment(0, 500), Segment(500, 500, compressor="topk", density=density)]
+        segments = [Segment(0, 500), Segment(500, 500, Config(compressor="topk", density=density))]
         with pytest.raises(MismatchError) as caught:
             comm.allreduce(normal(rank, 1000), segments=segments, config=Config())
         return str(caught.value)

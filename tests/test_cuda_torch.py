@@ -205,7 +205,7 @@ def test_which_tensors_the_backend_gives_the_core(
     """There are no streams for what goes to the core, and no inner backend for the rest."""
     if built and torch.version.cuda:
         pytest.skip("the tests with a GPU show it")
-    how = _torch_ops.Compression(Config(rounding="nearest").text, 0)
+    how = _torch_ops.Compression(str(Config(rounding="nearest")), 0)
     options = _torch_ops.Options(how, _torch_ops.Unasked.GRADIENTS, datetime.timedelta(seconds=5))
     backend: Any = _torch_ops.Backend(0, 1, comm.id, {}, built, options, lambda *_: backend)
     to_core, to_inner = "not linked with support for cuda", "nothing that moves tensors of cuda:0"

@@ -32,7 +32,10 @@ def name_of(config: Config) -> str:
 def test_a_rank_keeps_what_its_encodings_lose(size: int) -> None:
     """As quantize() and dequantize() make them, of each segment of each block."""
     config = Config(bits=1, compressor="levels", bucket_size=64)
-    segments = [Segment(0, 500), Segment(500, 150, bits=32), Segment(660, 40, bits=2)]
+    segments = [
+        Segment(at, numel, config.with_own(bits=bits))
+        for at, numel, bits in ((0, 500, 1), (500, 150, 32), (660, 40, 2))
+    ]
 
     def rank_of(rank: int, comm: Communicator) -> tuple[Any, Any, Any, Any]:
         x, old = values(rank, 0, size), values(rank, 1, size) / 8

@@ -106,7 +106,6 @@ def test_a_value_that_is_neither() -> None:
         (Config(bits=32), "exact values"),
         (Config(bits=4), "4 bits"),
         (Config(bits=1), "1 bit"),
-        (Config(bits="auto"), "bits by size"),
         (Config(compressor="levels", bits=2), "levels, 2 bits"),
         (Config(compressor="topk", density=0.01), "topk, density 0.01"),
     ],

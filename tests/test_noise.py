@@ -55,7 +55,7 @@ def test_a_bootstrap_may_number_its_ranks() -> None:
 
     def run(rank: int, comm: Communicator) -> list[Any]:
         def gather(mine: bytes) -> list[bytes]:
-            blob = comm.all_gather(np.frombuffer(mine, np.uint8).astype(np.float32))
+            blob = comm.all_gather(np.frombuffer(mine, np.uint8).astype(np.float32), bits=32)
             return [part.astype(np.uint8).tobytes() for part in np.split(blob, 2)]
 
         results = []
@@ -90,7 +90,10 @@ def test_communicators_of_the_same_ranks() -> None:
 def test_a_segment_beside_one_of_places() -> None:
     """All communicators draw the same places; the noise beside them is each one's own."""
     x = np.tile(values(), 2)
-    segments = [Segment(0, NUMEL, compressor="randk", density=0.5), Segment(NUMEL, NUMEL)]
+    segments = [
+        Segment(0, NUMEL, SRA.with_own(compressor="randk", density=0.5)),
+        Segment(NUMEL, NUMEL),
+    ]
 
     def run(rank: int, comm: Communicator) -> list[Any]:
         both = [comm.split(0, name=name) for name in ("beside", "and beside")]

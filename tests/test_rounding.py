@@ -14,8 +14,8 @@ U = 2.0**-24  # unit roundoff of fp32
 
 def decoded(x: npt.NDArray[Any], bits: int, bucket_size: int, seed: int) -> npt.NDArray[Any]:
     """Return what shift rounding makes of x."""
-    config = Config(bits=bits, bucket_size=bucket_size, rounding="shift", seed=seed)
-    wide = codec.dequantize(codec.quantize(x, config), x.size, "float32", config)
+    config = Config(bits=bits, bucket_size=bucket_size, rounding="shift")
+    wide = codec.dequantize(codec.quantize(x, config, seed=seed), x.size, "float32", config)
     return wide.astype(np.float64)
 
 

@@ -144,7 +144,6 @@ def test_unmatched() -> None:
         (9, "the rule 'a': Config.bits is 9"),
         (True, "bits is True"),
         (None, "sets bits to None; give a value"),
-        ("auto", "sets bits to 'auto'"),
         ("four", "bits is 'four'"),
         (Config(bits=4), "bits is Config"),
         ({"bits": 0}, "bits is 0"),

@@ -44,7 +44,7 @@ def test_every_call_adds_exactly_its_bytes() -> None:
     blocks = values.reshape(3, -1)
     exact = Config(bits=32, algorithm="sra")
     one_shot = Config(bits=4, algorithm="one_shot")
-    some = [Segment(0, 512, bits=4), Segment(1024, 10)]
+    some = [Segment(0, 512), Segment(1024, 10)]
     size = values.nbytes
     # The call, bytes_in, bytes_plain, bytes_sent without headers. To each of 2 peers go its 10
     # buckets and the 10 that this rank has reduced.

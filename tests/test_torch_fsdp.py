@@ -69,10 +69,10 @@ def test_parameters_are_found_in_blocks(dim: int, ranks: int, rows: int) -> None
 
 def test_state_goes_on_from_its_state_dict() -> None:
     state = fsdp.State()
-    seeds = [state.weights_seed(0, name) for name in ("a", "b", "a")]
+    seeds = [state.weights_seed(name) for name in ("a", "b", "a")]
     assert seeds[0] == seeds[2] != seeds[1]
     other = fsdp.State()
     other.load_state_dict({"draws": 7, "reductions": 3, "used": 1})
     assert other.state_dict() == {"draws": 7, "reductions": 3, "used": 1}
-    assert other.weights_seed(0, "a") != seeds[0]
+    assert other.weights_seed("a") != seeds[0]
     assert other.state_dict() == {"draws": 8, "reductions": 3, "used": 0}

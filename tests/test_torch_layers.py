@@ -9,7 +9,6 @@ from torch import nn
 
 import cgx_ops.torch as torch_cgx
 from cgx_ops import Config, InvalidArgument, Rules, Segment
-from cgx_ops.call import with_segment
 from cgx_ops.torch import layers
 from cgx_ops.torch.layers import Layer, layer_name, segments_of
 
@@ -23,7 +22,7 @@ def _forget() -> Iterator[None]:
 
 
 def bits(rules: Rules, name: str, dimensions: int = 2) -> int:
-    return rules.of(name, dimensions, CONFIG).decided_bits
+    return rules.of(name, dimensions, CONFIG).bits
 
 
 @pytest.mark.parametrize(
@@ -59,9 +58,9 @@ def test_segments_lie_where_the_layers_do() -> None:
     found = [Layer("a", 2, 100), Layer("b", 1, 10), Layer("c", 3, 7)]
     rules = Rules([("c", {"bits": 1, "bucket_size": 16})])
     assert segments_of(rules, found, [0, 100, 128], CONFIG) == [
-        Segment(0, 100),
-        Segment(100, 10, bits=32),
-        Segment(128, 7, bits=1, bucket_size=16),
+        Segment(0, 100, CONFIG),
+        Segment(100, 10, CONFIG.with_own(bits=32)),
+        Segment(128, 7, CONFIG.with_own(bits=1, bucket_size=16)),
     ]
 
 
@@ -85,7 +84,7 @@ def test_a_layer_has_a_compressor_of_its_own() -> None:
     }.items():
         layer = Layer(name, 2, 1000)
         assert rules.of(name, 2, base) == own
-        assert with_segment(base, segments_of(rules, [layer], [0], base)[0]) == own
+        assert segments_of(rules, [layer], [0], base)[0].config == own
     # A compressor alone leaves vectors exact, also under feedback that was asked for.
     for config in (base, Config(bits=2, compressor="levels", error_feedback=True)):
         own = rules.of("emb.bias", 1, config)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cgx_ops import InvalidArgument
+from cgx_ops import Config, InvalidArgument, Segment
 from cgx_ops.torch.ddp_bucket import decayed
 from cgx_ops.torch.residuals import Residuals
 
@@ -21,13 +21,17 @@ def test_a_layer_keeps_its_residual() -> None:
 
 def test_decay() -> None:
     kept = [torch.full((4,), 8.0), None]
-    taken, keep = decayed(kept, 0.5)
+    segments, half = [Segment(0, 4), Segment(4, 4)], Config(residual_decay=0.5)
+    taken, keep = decayed(kept, half, segments)
     assert taken is not None and taken[0] is not None and taken[1] is None
     assert taken[0].tolist() == [4] * 4
     taken[0].fill_(3)
     assert kept[0].tolist() == [8] * 4  # a step that fails ends here
     keep()
     assert kept[0].tolist() == [3] * 4
-    whole, _ = decayed(kept, 1.0)
+    whole, _ = decayed(kept, Config(), segments)
     assert whole is not None and whole[0] is kept[0]
-    assert decayed(None, 0.5)[0] is None
+    assert decayed(None, half, segments)[0] is None
+    own = [Segment(0, 4, Config(residual_decay=0.25)), segments[1]]
+    taken, _ = decayed(kept, half, own)
+    assert taken is not None and taken[0] is not None and taken[0].tolist() == [0.75] * 4

@@ -21,7 +21,10 @@ NEAREST = Config(bits=4, rounding="nearest", algorithm="sra")
 
 
 def test_each_verb_equals_the_oracle() -> None:
-    segments = [Segment(0, 500, bits=2), Segment(500, 1500, bucket_size=64)]
+    segments = [
+        Segment(0, 500, NEAREST.with_own(bits=2)),
+        Segment(500, 1500, NEAREST.with_own(bucket_size=64)),
+    ]
     n = 3
 
     def rank_program(rank: int, comm: Communicator) -> list[torch.Tensor]:
@@ -198,9 +201,12 @@ def test_profiler_shows_bits_and_bytes() -> None:
 
 def test_profiler_shows_compressors() -> None:
     """Once each; bits are those of what has no other name."""
-    layers = [Segment(0, 2000), Segment(2000, 1000, bits=32), Segment(3000, 1096, bits=8)]
-    layers[0] = Segment(0, 1000, compressor="topk")
-    layers.insert(1, Segment(1000, 1000, compressor="half"))
+    layers = [
+        Segment(0, 1000, Config(compressor="topk")),
+        Segment(1000, 1000, Config(compressor="half")),
+        Segment(2000, 1000, Config(bits=32)),
+        Segment(3000, 1096, Config(bits=8)),
+    ]
 
     def calls(comm: Communicator) -> None:
         x = torch.ones(4096)

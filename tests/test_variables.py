@@ -8,7 +8,7 @@ from pathlib import Path
 import launch
 import pytest
 
-from cgx_ops import config, variables
+from cgx_ops import environment, variables
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,7 +19,9 @@ def test_the_documents_list_the_same_names() -> None:
 
 
 def test_the_names_of_options_are_among_them() -> None:
-    named = {name for name in (*config._VARIABLES, *config._HOST_SWITCHES) if "CGX_" in name}
+    named = {
+        name for name in (*environment._VARIABLES, *environment._HOST_SWITCHES) if "CGX_" in name
+    }
     assert named <= variables.NAMES
 
 
@@ -33,7 +35,7 @@ def test_the_names_of_options_are_among_them() -> None:
         ("XYZ", ""),
     ],
 )
-@pytest.mark.parametrize("call", ["cgx_ops.init()", "cgx_ops.Config.from_env()"])
+@pytest.mark.parametrize("call", ["cgx_ops.init()"])
 def test_a_misspelt_name(name: str, hint: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "4")
     program = f"import cgx_ops; {call}; {call}"

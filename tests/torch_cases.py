@@ -23,7 +23,7 @@ feedback_list: Any = torch.ops.cgx.quantized_allreduce_coalesced_with_feedback
 
 def packed(config: Config, op: str = "sum", depth: int = 0, name: str = "") -> str:
     """Return what the operators under the public ones take besides tensors and the group."""
-    return f"op={op} depth={depth} {config.text} name={name}"
+    return f"op={op} depth={depth} {config} name={name}"
 
 
 # For rank programs: they import this file too, and share two cores.

@@ -25,7 +25,7 @@ import cgx_ops
 from cgx_ops import Config
 from cgx_ops._arrays import Array
 from cgx_ops.address import free_address
-from cgx_ops.break_even import EXACT, decided
+from cgx_ops.break_even import EXACT
 from cgx_ops.codec import encoded_bytes
 
 if TYPE_CHECKING:
@@ -316,13 +316,11 @@ PEERS = {
 
 
 def cgx(x: Array, out: Array, config: Config) -> Contender:
-    """Return cgx_ops.allreduce() among all ranks of the world. Collective with bits="auto"."""
-    sent = decided(cgx_ops.init(), config, x, "sum")
-    assert sent is not None
+    """Return cgx_ops.allreduce() among all ranks of the world."""
     return Contender(
         lambda: cgx_ops.allreduce(x, config=config, out=out),
         out.copy,
-        encoded_bytes(x.size, sent),
+        encoded_bytes(x.size, config),
     )
 
 

@@ -185,7 +185,7 @@ std::string describe_table() {
 std::span<const ConfigField> config_table() { return kTable; }
 
 void check_config(const cgx_config_t& config) {
-  for (const ConfigField& field : kTable) {
+  for (const ConfigField& field : config_table().first(kAgreedFields)) {
     const int64_t number = config.*field.value;
     if (!word_of(field, number) && !in_ranges(field, number)) [[unlikely]]
       refuse(field, config_text(field, number));

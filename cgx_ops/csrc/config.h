@@ -6,6 +6,8 @@
 //   3. texts: one field, and all of them, "bits=4 rounding='nearest' gather_bits=None"
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -36,11 +38,15 @@ struct ConfigField {
   int64_t unit = 1;                     // what is written as 1; else it is written as a decimal
 };
 
+// Ranks must agree on so many fields, the first ones: what comes after them no message needs.
+inline constexpr size_t kAgreedFields = offsetof(cgx_config_t, error_feedback) / sizeof(int64_t);
+using AgreedConfig = std::array<int64_t, kAgreedFields>;
+
 // In the order of cgx_config_t.
 std::span<const ConfigField> config_table();
 
-// Throws Error(CGX_INVALID_ARGUMENT) that names the first field that is out of its range, or that
-// does not belong to the compressor.
+// Throws Error(CGX_INVALID_ARGUMENT) that names the first agreed field that is out of its range, or
+// that does not belong to the compressor.
 void check_config(const cgx_config_t& config);
 
 // As the text form has it. A peer's number may be one that no row accepts.

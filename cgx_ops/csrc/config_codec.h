@@ -17,7 +17,7 @@ ByWay<CodecSettings> settings_by_way(const cgx_config_t& config, const CodecSett
 RoundingMode rounding_of(const cgx_config_t& config);
 // Throws Error(CGX_INVALID_ARGUMENT) where a field does not belong to the compressor.
 void check_compressor(const cgx_config_t& config);
-// Throws Error(CGX_INVALID_ARGUMENT) that says why error feedback does not converge with it.
+// Throws Error(CGX_INVALID_ARGUMENT) if error feedback does not converge with the config.
 void require_feedback(const cgx_config_t& config);
 // The codecs' table as JSON: cgx_compressors().
 std::string describe_compressors();

@@ -75,28 +75,28 @@ void check_segments(const cgx_collective_t& call, int64_t most) {
             "segments overlap at element ", ranges[i].first);
 }
 
-// As ranks compare it: CGX_CODECS_OWN is replaced by the rounding that the compressor uses. The
-// call's algorithm is compared by itself. Error feedback is each rank's own business.
-cgx_config_t agreed_config(cgx_config_t config) {
+// As ranks compare it: CGX_CODECS_OWN is replaced by the rounding that the compressor uses.
+AgreedConfig agreed_config(cgx_config_t config, int64_t algorithm = CGX_AUTO) {
   config.rounding = static_cast<int64_t>(rounding_of(config));
-  config.algorithm = CGX_AUTO;
-  config.error_feedback = config.residual_decay = 0;
-  return config;
+  config.algorithm = algorithm;
+  AgreedConfig agreed;
+  std::memcpy(agreed.data(), &config, sizeof(agreed));
+  return agreed;
 }
 
 // Of what is not in the agreement, which has the first segment's config.
 uint64_t hash_segments(const cgx_collective_t& call) {
   uint64_t hash = fnv1a({});
   if (call.num_segments == 0) return hash;
-  cgx_config_t first = agreed_config(segment_config(call, call.segments[0]));
+  cgx_config_t first = segment_config(call, call.segments[0]);
   for (int64_t i = 0; i < call.num_segments; ++i) {  // where they lie is each rank's own business
     const cgx_segment_t& segment = call.segments[i];
     const int64_t fields[] = {segment.numel, segment.bucket_size, segment.bits};
     hash = fnv1a(std::as_bytes(std::span(fields)), hash);
-    const cgx_config_t own = agreed_config(segment_config(call, segment));
-    first.bits = own.bits;
-    first.bucket_size = own.bucket_size;
-    if (!same(own, first)) hash = fnv1a(std::as_bytes(std::span(&own, 1)), hash);
+    first.bits = segment.bits;
+    first.bucket_size = segment.bucket_size;
+    const AgreedConfig own = agreed_config(segment_config(call, segment));
+    if (own != agreed_config(first)) hash = fnv1a(std::as_bytes(std::span(own)), hash);
   }
   return hash;
 }
@@ -268,9 +268,9 @@ Agreement make_agreement(const cgx_collective_t& call, const Plan& plan) {
   if (plan.op == Op::kAvg) agreement.divisor = plan.divisor;
   agreement.numel = plan.numel();
   agreement.shared_seeds = shared_seeds(plan).value_or(0);
-  agreement.config = agreed_config(
-      call.num_segments > 0 ? segment_config(call, call.segments[0]) : call.config);
-  agreement.config.algorithm = plan.algorithm;
+  agreement.config =
+      agreed_config(call.num_segments > 0 ? segment_config(call, call.segments[0]) : call.config,
+                    static_cast<int64_t>(plan.algorithm));
   agreement.segments_hash = hash_segments(call);
   return agreement;
 }
@@ -306,9 +306,10 @@ std::string difference(const Agreement& left, const Agreement& right) {
     if (a != b) text += join(text.empty() ? "" : ", ", name, " ", a, " against ", b);
   };
   for (const auto& row : rows) compare(row.name, row.text(left), row.text(right));
-  for (const ConfigField& field : config_table())
-    compare(field.name, config_name(field, left.config.*field.value),
-            config_name(field, right.config.*field.value));
+  for (size_t i = 0; i < kAgreedFields; ++i) {
+    const ConfigField& field = config_table()[i];
+    compare(field.name, config_name(field, left.config[i]), config_name(field, right.config[i]));
+  }
   return text.empty() ? "segments of other sizes or settings, or on devices another name" : text;
 }
 

@@ -19,6 +19,7 @@
 #include "cgx/cgx.h"
 #include "compressor/codec.h"
 #include "compressor/ways.h"
+#include "config.h"
 
 namespace cgx {
 
@@ -81,7 +82,7 @@ struct Plan {
 struct Agreement {
   int32_t verb = 0, dtype = 0, op = 0, launch = 0;
   int64_t num_segments = 0, numel = 0, block_numel = 0, divisor = 0;
-  cgx_config_t config = {};   // of the first segment, but for the algorithm, which is the plan's
+  AgreedConfig config = {};   // of the first segment, with the algorithm of the plan
   uint64_t shared_seeds = 0;  // of places that all ranks draw: their hash
   uint64_t segments_hash = 0;
 };

@@ -20,7 +20,7 @@ def parted(values: Any, feedback: bool = False) -> tuple[list[Any], list[Any], l
 
 def call_attributes(op: str, configs: Sequence[Config]) -> dict[str, Any]:
     """Return what GetSettings and LeafConfigs of xla_ffi/core.h read: leaves share texts."""
-    texts = [config.text for config in configs]
+    texts = [str(config) for config in configs]
     lines = {text: line for line, text in enumerate(dict.fromkeys(texts))}
     return {
         "op": np.int64(_native.OPS[op]),

@@ -130,7 +130,7 @@ class Method:
         """Return what all processes must have alike, but for what programs say."""
         checked = self.checked
         return {
-            "knobs": checked.config.text,
+            "knobs": str(checked.config),
             "rules": repr(checked.rules),
             "carrier": checked.carrier,
             "a key": checked.key is not None,

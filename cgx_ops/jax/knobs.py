@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from cgx_ops import _native
-from cgx_ops.config import AUTO, Config
+from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.jax import _compat
 from cgx_ops.jax._keys import check_key
@@ -109,7 +109,7 @@ def checked_knobs(
     if not isinstance(name, str):
         raise TypeError(f"{caller}: name is {name!r}; it must be a str")
     check_key(caller, key)
-    if knobs.get("bits") == AUTO:
+    if knobs.get("bits") == "auto":
         raise ValueError(
             f"{caller}: bits are part of the compiled program, so 'auto' must be decided before: "
             "bits=cgx_ops.bits_for(cgx_ops.init(), numel), with the values of a message"

@@ -125,7 +125,7 @@ def power_sgd(
     how = _FACTORS[low_rank.checked_factor_bits(factor_bits)]
     decay = Config(residual_decay=residual_decay).residual_decay  # which checks it
     if bits is None:
-        bits = Config().decided_bits if "compressor" in knobs else EXACT_BITS
+        bits = Config().bits if "compressor" in knobs else EXACT_BITS
     knobs = {"bits": bits, "key": key, "name": name, **knobs}
     checked = checked_knobs(_CALLER, rules=rules, **knobs)
 

@@ -136,7 +136,7 @@ class AdaptiveBits:
         Raises:
             Unsupported: its errors cannot be predicted.
         """
-        predicted_error(0.0, config.decided_bits, config)
+        predicted_error(0.0, config.bits, config)
         if self.budget != "clusters" or config.compressor == "levels":
             return config
         return Config(compressor="levels", bucket_size=config.bucket_size)  # whose is the energy
@@ -254,7 +254,7 @@ class AdaptiveBits:
         self, numels: Mapping[str, int], statistics: Sequence[float], config: Config
     ) -> bool:
         counts = list(numels.values())
-        now = [self.bits.get(name, config.decided_bits) for name in numels]
+        now = [self.bits.get(name, config.bits) for name in numels]
         if self.budget == "clusters":
             norms = [math.sqrt(s) for s in statistics]
             found = cluster_bits(norms, counts, self.choices or _CGX_CHOICES)
@@ -271,7 +271,7 @@ class AdaptiveBits:
                 )
                 return math.fsum(squared if self.budget == "squared" else map(math.sqrt, squared))
 
-            uniform = lost([config.decided_bits] * len(counts))
+            uniform = lost([config.bits] * len(counts))
             worth = (
                 _total(counts, found) <= _SAVES * _total(counts, now)
                 or lost(now) > _EXCEEDS * self.alpha * uniform

@@ -96,7 +96,7 @@ def allocate_bits(
     fixed = fixed or {}
     _check(statistics, numels, budget, fixed, alpha)
     allowed = _CHOICES[config.compressor] if choices is None else choices
-    uniform = config.decided_bits
+    uniform = config.bits
     options = sorted({*allowed, uniform})
     free = [i for i in range(len(numels)) if i not in fixed]
 

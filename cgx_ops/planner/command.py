@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace) -> None:
         print(f"The plan is in {options.save}.")
     if options.plot:
         sizes = [encoded_bytes(numel, config) for numel in plan.numels]
-        costs = typical_costs(options.link, options.hosts, config.decided_bits)
+        costs = typical_costs(options.link, options.hosts, config.bits)
         messages = timeline(plan.groups, plan.numels, model.ready, sizes, costs)
         draw(options.plot, f"{table.title}; {len(messages)} messages", messages)
         print(f"The timeline is in {options.plot}.")
@@ -179,9 +179,9 @@ def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tup
     waits: dict[int, float] = {}  # seconds after the backward pass, planned, by bits
     rows: list[list[str]] = []
     for each in (_EXACT, config):
-        costs = typical_costs(link_rate, hosts, each.decided_bits)
+        costs = typical_costs(link_rate, hosts, each.bits)
         plan = Plan.of(model.numels, model.ready, costs, config=each, margin=1)
-        plans[each.decided_bits] = plan
+        plans[each.bits] = plan
         sizes = [encoded_bytes(numel, each) for numel in plan.numels]
         case = plan.numels, model.ready, sizes, costs
         groupings = {
@@ -192,7 +192,7 @@ def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tup
             "planned": plan.groups,
         }
         end = {name: finish(groups, *case) for name, groups in groupings.items()}
-        waits[each.decided_bits] = end["planned"] - max(model.ready)
+        waits[each.bits] = end["planned"] - max(model.ready)
         for name, groups in groupings.items():
             largest = max(sum(sizes[i] for i in group) for group in groups)
             rows.append(
@@ -202,7 +202,7 @@ def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tup
                     time_text(end[name] - max(model.ready)), f"{end[name] / end['planned']:.2f}",
                 ]
             )  # fmt: skip
-    bits = config.decided_bits
+    bits = config.bits
     plan = plans[bits]
     table = Table(
         title=f"{len(plan.names)} tensors, {sum(plan.numels) / 1e6:.1f} M values; {hosts} hosts, "
@@ -214,7 +214,7 @@ def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tup
         notes=[
             "step: until the last gradient is reduced, by docs/planner.md's model with typical "
             "costs; planner.measure() has your route's.",
-            _verdict(bits, waits[_EXACT.decided_bits], waits[bits]),
+            _verdict(bits, waits[_EXACT.bits], waits[bits]),
         ],
     )
     return plan, table

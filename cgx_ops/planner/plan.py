@@ -103,7 +103,7 @@ class Plan:
             InvalidArgument: the margin is less than 1; see Plan and partition().
         """
         config = Config() if config is None else config
-        each = [config.decided_bits] * len(numels) if bits is None else list(bits)
+        each = [config.bits] * len(numels) if bits is None else list(bits)
         if len(each) != len(numels):
             raise InvalidArgument(f"there are {len(each)} bits and {len(numels)} tensors")
         counts = list(numels.values())

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cgx_ops import Communicator, Config, Request, Segment, _native
-from cgx_ops.call import with_segment
+from cgx_ops import Communicator, Config, Request, Rules, Segment, _native
 from cgx_ops.codec import statistic_at
 from cgx_ops.planner.adaptive import LAG, AdaptiveBits, Sample
 from cgx_ops.rules import EXACT_BITS
@@ -24,6 +23,10 @@ from cgx_ops.torch.work import DTYPES
 _log = logging.getLogger(__name__)
 
 Runs = Sequence[torch.Tensor]
+
+
+# A rule that sets one of these fixes the bits of its layers.
+_FIXED = {"bits", "compressor", "rounding", "rotation"}
 
 
 class _Exchange(NamedTuple):
@@ -43,16 +46,18 @@ class Adaptation:
         """Begin; name: of the averages, to match those of other ranks."""
         self._adaptive, self._name = adaptive, name
         self._communicator: Communicator | None = None  # with whose ranks it has agreed
+        self._config, self._rules = Config(), Rules()  # of the message that is next
         self._step = -1
         self._found: dict[str, tuple[int, float]] = {}  # of this step: numel, loss by value
         self._under_way: list[_Exchange] = []
 
-    def begin(self, communicator: Communicator, step: int, config: Config) -> None:
-        """Have the bits be those of a step: before its first message; of the others, nothing.
+    def begin(self, communicator: Communicator, step: int, config: Config, rules: Rules) -> None:
+        """Prepare a message; set the bits for a step before its first one.
 
         The first call in a process is collective, and raises MismatchError where ranks do not begin
         with the same.
         """
+        self._config, self._rules = config, rules
         if self._communicator is None:
             self._adaptive.agree(communicator)
             self._communicator = communicator
@@ -72,8 +77,8 @@ class Adaptation:
         """Return the layers' segments, those that are free with the bits in force."""
         bits = self._adaptive.bits
         return [
-            replace(each, bits=bits[layer.name])
-            if _is_free(layer, each) and layer.name in bits
+            replace(each, config=(each.config or self._config).with_own(bits=bits[layer.name]))
+            if layer.name in bits and self._is_free(layer)
             else each
             for layer, each in zip(layers, segments, strict=True)
         ]
@@ -81,7 +86,6 @@ class Adaptation:
     def measure(
         self,
         communicator: Communicator,
-        config: Config,
         layers: Sequence[Layer],
         segments: Sequence[Segment],
         gradients: Sequence[Runs],
@@ -93,7 +97,6 @@ class Adaptation:
 
         Args:
             communicator: the ranks.
-            config: the call's.
             layers: of the message.
             segments: of each, before segments() gave it bits.
             gradients: of each: runs that have buckets of their own.
@@ -102,16 +105,22 @@ class Adaptation:
         """
         if not self._adaptive.measures(self._step):
             return
-        smallest = max(_native.SMALLEST_COMPRESSED, config.minimal_size)
         lost = residuals or [None] * len(layers)
         for layer, segment, runs, residual in zip(layers, segments, gradients, lost, strict=True):
-            if runs[0].numel() >= smallest and _is_free(layer, segment):
-                how = self._adaptive.measured_by(with_segment(config, segment))
+            config = segment.config or self._config
+            smallest = max(_native.SMALLEST_COMPRESSED, config.minimal_size)
+            if runs[0].numel() >= smallest and self._is_free(layer):
+                how = self._adaptive.measured_by(config)
                 pairs = zip(runs, residual or [None] * len(runs), strict=True)
                 found = sum(_statistic(values, e, how) for values, e in pairs)
                 self._found[layer.name] = layer.numel, found / layer.numel
         if last and self._found:
             self._start(communicator)
+
+    def _is_free(self, layer: Layer) -> bool:
+        """Return whether no rule sets the bits of a layer, or how its values are encoded."""
+        own = self._rules.overrides(layer.name, layer.dimensions, self._config)
+        return bool(layer.name) and not own.keys() & _FIXED
 
     def settle(self) -> None:
         """Wait for what is on its way, or was only measured, so that a checkpoint has it."""
@@ -133,12 +142,6 @@ class Adaptation:
         while self._under_way and self._under_way[0].sample.step <= until:
             sample, request = self._under_way.pop(0)
             self._adaptive.arrive(sample._replace(losses=tuple(request.wait().tolist())))
-
-
-def _is_free(layer: Layer, segment: Segment) -> bool:
-    """Tell whether nobody has said how a layer travels, but perhaps in what buckets."""
-    said = (segment.bits, segment.compressor, segment.rounding, segment.rotation)
-    return bool(layer.name) and said == (None,) * len(said)
 
 
 def _statistic(values: torch.Tensor, residual: torch.Tensor | None, config: Config) -> float:

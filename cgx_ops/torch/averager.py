@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
-from cgx_ops import Config
+from cgx_ops import Config, Rules
 from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.exchange import Carriers, Exchange, check_parameters
@@ -69,7 +69,9 @@ class QuantizedModelAverager(ModelAverager):
         process_group: dist.ProcessGroup | None = None,
         *,
         config: Config | None = None,
+        rules: Rules = Rules(),  # noqa: B008  (immutable)
         carrier: Carriers = "native",
+        seed: int = 0,
     ) -> None:
         """Make an averager, equal on all ranks.
 
@@ -77,10 +79,11 @@ class QuantizedModelAverager(ModelAverager):
             period: at least 1.
             warmup_steps: at least 0; as many as PostLocalSGDState's start_localSGD_iter.
             process_group: None: the default group.
-            config: how differences travel; None: Config.from_env(), which CGX_* variables set. What
-                is lost of them is added to the next ones where config.keeps_residuals says so, as
-                with gradients. Differences of parameters of at most one dimension are exact.
+            config: how differences travel; None: Config(). Residuals are added to the next ones
+                where config.keeps_residuals is True, as with gradients.
+            rules: settings of parameters by their place in the list: "0", "1".
             carrier: who moves the bytes, as of cgx_ops.torch.ddp.QuantizedAllreduceState.
+            seed: of the noise.
 
         Raises:
             InvalidArgument (a ValueError): an argument is out of its range.
@@ -89,7 +92,7 @@ class QuantizedModelAverager(ModelAverager):
         self.warmup_steps = require_integer(f"{_CALLER}: warmup_steps", warmup_steps, 0)
         super().__init__(process_group)
         self.last = Average()
-        self.exchange = Exchange(_CALLER, process_group, config, carrier)
+        self.exchange = Exchange(_CALLER, process_group, config, carrier, rules, seed)
 
     @full_precision()
     def average_parameters(

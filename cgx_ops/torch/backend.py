@@ -34,6 +34,7 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -42,10 +43,10 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 
-from cgx_ops import Communicator, Config, _torch_ops
-from cgx_ops.break_even import verdict_of
-from cgx_ops.config import AUTO
-from cgx_ops.errors import InvalidArgument
+from cgx_ops import Communicator, Config, _torch_ops, environment
+from cgx_ops.break_even import require_choice, verdict_of
+from cgx_ops.config import check_config
+from cgx_ops.errors import InvalidArgument, checked_seed
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import _compat, groups
 from cgx_ops.torch.work import devices
@@ -76,13 +77,22 @@ class BackendOptions:
 
     Attributes:
         config: how values travel; by default Config.from_env(), which is exact unless CGX_*
-            variables say otherwise. bits="auto" is measured when the group is made, for up to a
-            second; groups that are split off have what was found for their parent.
+            variables set bits or a compressor.
         compress: "gradients", or "all": every sum and average of floats, as CGX does.
+        seed: of the noise.
+        transport: "SHM", "MPI", "TCP", or "AUTO", the best that connects the ranks; "NCCL" carries
+            messages between GPUs, and is "AUTO" between processes. None: COMMUNICATOR_TYPE, else
+            "AUTO". Groups that are split off ignore it.
+        auto_bits: choose bits by the size of each message (cgx_ops.bits_for), instead of
+            config.bits; CGX_AUTO_BITS by default. Making the group measures for up to a second;
+            groups that are split off use what was found for their parent.
     """
 
     config: Config = field(default_factory=Config.from_env)
     compress: Literal["gradients", "all"] = "gradients"
+    seed: int = 0
+    transport: Literal["AUTO", "SHM", "MPI", "TCP", "NCCL"] | None = None
+    auto_bits: bool = field(default_factory=lambda: environment.auto_bits(os.environ))
     _timeout: ClassVar[None] = None  # init_device_mesh asks for it: the group's own default
 
     def __post_init__(self) -> None:
@@ -92,10 +102,18 @@ class BackendOptions:
             raise InvalidArgument(
                 f"BackendOptions.compress is {self.compress!r}; it must be 'gradients' or 'all'"
             )
+        checked_seed(self.seed)
+        if self.transport not in (None, *environment.TRANSPORTS):
+            raise InvalidArgument(
+                f"BackendOptions.transport is {self.transport!r}; it must be None or one of "
+                f"{', '.join(environment.TRANSPORTS)}"
+            )
+        if self.auto_bits:
+            require_choice(self.config)
 
 
 @contextlib.contextmanager
-def compressed(config: Config | None = None) -> Iterator[None]:
+def compressed(config: Config | None = None, *, seed: int = 0) -> Iterator[None]:
     """Compress the sums and averages that this thread starts inside, whatever they are for.
 
     It holds for the calling thread. On the CPU, backward runs its hooks on the thread that called
@@ -103,8 +121,10 @@ def compressed(config: Config | None = None) -> Iterator[None]:
 
     Args:
         config: how values travel; None: as the group's BackendOptions say.
+        seed: of the noise, with a config.
     """
-    compression = None if config is None else _compression(config)
+    check_config(config)
+    compression = None if config is None else _compression(config, checked_seed(seed))
     with _scope(_torch_ops.Scope(_torch_ops.ScopeKind.COMPRESSED, compression), config):
         yield
 
@@ -171,20 +191,20 @@ def register(prepare: Callable[[], object]) -> None:
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _compression(config: Config) -> _torch_ops.Compression:
+def _compression(config: Config, seed: int) -> _torch_ops.Compression:
     """Return what the binding knows of a Config."""
-    return _torch_ops.Compression(config.text, config.seed)
+    return _torch_ops.Compression(str(config), seed)
 
 
-def _by_size(config: Config, communicator: Communicator) -> _torch_ops.Compression:
-    """Return what the binding knows of bits="auto" in a group. Collective: it measures."""
+def _by_size(config: Config, seed: int, communicator: Communicator) -> _torch_ops.Compression:
+    """Return what the binding knows of auto_bits in a group. Collective: it measures."""
     exact = config.with_own(bits=EXACT_BITS)
     larger = [
-        (numel, element_bytes, _compression(config.with_own(bits=bits)))
+        (numel, element_bytes, _compression(config.with_own(bits=bits), seed))
         for element_bytes, thresholds in verdict_of(communicator, config).larger.items()
         for numel, bits in thresholds
     ]
-    return _torch_ops.Compression(exact.text, exact.seed, larger)
+    return _torch_ops.Compression(str(exact), seed, larger)
 
 
 def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
@@ -216,22 +236,24 @@ def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
             "compress them build it again with nvcc on PATH or in CUDA_HOME"
         )
     unasked = _UNASKED[pg_options.compress]
-    auto = config.bits == AUTO
+    auto = pg_options.auto_bits
     if auto and torch.cuda.is_available():
         _log.warning(
-            "bits='auto' is measured among CPUs: allreduces of CUDA tensors travel exact. To "
-            "compress them give a number of bits"
+            "auto_bits is measured among CPUs: allreduces of CUDA tensors travel exact. To "
+            "compress them leave it out and give Config(bits=)"
         )
     at_first = config.with_own(bits=EXACT_BITS) if auto else config
-    options = _torch_ops.Options(_compression(at_first), unasked, asked.timeout)
+    options = _torch_ops.Options(_compression(at_first, pg_options.seed), unasked, asked.timeout)
     options.group_name = asked.group_id
     options.global_ranks_in_group = asked.global_ranks_in_group
-    transport = None if config.communicator_type == "AUTO" else config.communicator_type
     made = _make(
-        asked.store, asked.group_rank, asked.group_size, options, transport, _told(pg_options)
-    )
+        asked.store, asked.group_rank, asked.group_size, options, pg_options.transport,
+        _told(pg_options),
+    )  # fmt: skip
     if auto and asked.group_size > 1:
-        options.set_compression(_by_size(config, Communicator.find(asked.group_id)))
+        options.set_compression(
+            _by_size(config, pg_options.seed, Communicator.find(asked.group_id))
+        )
     return made
 
 
@@ -278,10 +300,8 @@ def _make_related(
 
 def _told(options: BackendOptions) -> str:
     """Return what ranks must have alike, as JSON: whether and how gradients travel."""
-    told = {**asdict(options.config), "compress": options.compress}
-    for own in ("seed", "communicator_type"):  # the core looks at the latter
-        del told[own]
-    return json.dumps(told)
+    told = {"compress": options.compress, "auto_bits": options.auto_bits}
+    return json.dumps({**asdict(options.config), **told})
 
 
 def _require_alike(name: str, told: Sequence[dict[str, Any]]) -> None:

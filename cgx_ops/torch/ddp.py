@@ -31,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Config, Rules
-from cgx_ops.config import AUTO
+from cgx_ops.break_even import require_choice
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner import AdaptiveBits
 from cgx_ops.rules import EXACT_BITS
@@ -82,9 +82,7 @@ class QuantizedAllreduceState(HookState):
     Attributes:
         process_group: whose ranks average; None: the default group.
         config: how values travel, and whether what is lost of a gradient is added to the next one:
-            where config.keeps_residuals says so, for layers that are compressed. bits="auto" is
-            decided in the first backward, once: what pays for one of the model's buckets becomes
-            the bits of this config, which checkpoints keep. Its algorithm
+            if config.keeps_residuals is True, for layers that are compressed. Its algorithm
             "auto" is "by_hosts" here: what a layer becomes must not depend on the other layers in
             its bucket, since DistributedDataParallel makes its buckets anew after the first step,
             and after each restart.
@@ -96,15 +94,18 @@ class QuantizedAllreduceState(HookState):
         unsupported: what happens to gradients that the core cannot average (float64, complex,
             sparse, on a GPU if cgx_ops was built without CUDA): "refuse" raises TypeError, "exact"
             has the process group average them.
+        seed: of the noise: that of a layer derives from it, from `steps` and from the names of the
+            layer and of the group.
+        auto_bits: measure in the first backward which bits are fastest for one of the model's
+            buckets (cgx_ops.bits_for), and set the bits of `config` to them. False from then on.
         adaptive: a planner.AdaptiveBits has each layer's bits follow its gradients, at the error of
             config.bits and fewer bytes, where no rule sets bits or a compressor; None: they stay.
             Of compressors "uniform" and "levels", with carrier "native".
-        steps: backward passes so far; the noise of a layer derives from config.seed, this and the
-            names of the layer and of the group.
+        steps: backward passes so far.
         residuals: what was lost so far, by layer, in units of this rank's gradients.
     """
 
-    kept = (*HookState.kept, "unsupported", "adaptive")
+    kept = (*HookState.kept, "unsupported", "auto_bits", "adaptive")
 
     def __init__(
         self,
@@ -113,16 +114,25 @@ class QuantizedAllreduceState(HookState):
         *,
         rules: Rules | None = None,
         carrier: Literal["native", "c10d"] = "native",
+        seed: int = 0,
         unsupported: Literal["refuse", "exact"] = "refuse",
+        auto_bits: bool = False,
         adaptive: AdaptiveBits | None = None,
     ) -> None:
-        """Make a state; config None: Config.from_env(), which CGX_* variables set."""
+        """Make a state; config None: Config()."""
         if unsupported not in ("refuse", "exact"):
             raise InvalidArgument(f"unsupported is {unsupported!r}; it must be 'refuse' or 'exact'")
-        super().__init__(process_group, config, rules, carrier)
+        super().__init__(process_group, config, rules, carrier, seed)
         self.unsupported = unsupported
+        self.auto_bits = auto_bits
         self.adaptive = adaptive
-        check_carrier(carrier, self.config, adaptive)
+        check_carrier(carrier, self.config, chooses_bits=auto_bits or adaptive is not None)
+        if auto_bits and adaptive is not None:
+            raise InvalidArgument(
+                "auto_bits and adaptive both choose the bits of layers: leave one out"
+            )
+        if auto_bits:
+            require_choice(self.config)
         if adaptive is not None and self.config.bits == EXACT_BITS:
             raise InvalidArgument("adaptive bits need config.bits below 32, whose error they keep")
         if adaptive is not None:
@@ -196,8 +206,9 @@ def quantized_allreduce_hook(
     """
     hook = "quantized_allreduce_hook"
     require_state(hook, state, QuantizedAllreduceState)
-    if state.config.bits == AUTO:
+    if state.auto_bits:
         decide_bits(hook, state, bucket)
+        state.auto_bits = False
     seen = look_at(hook, state, bucket)
     seen.raise_refusal(state.or_refuse("ddp"))
     if seen.problem and state.unsupported == "exact":

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Config, Rules, Segment, _native, bits_for
-from cgx_ops.call import call_seed, with_segment
+from cgx_ops.call import call_seed
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import backend, ddp_models
@@ -180,9 +180,9 @@ def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParal
 
 
 def decide_bits(hook: str, state: HookState, bucket: GradBucket) -> None:
-    """Put bits in place of "auto": what pays for one of the model's buckets, for all its layers.
+    """Set the bits of a state's config to the fastest for the model's buckets.
 
-    Not for each bucket: what a layer becomes must not depend on the others in it.
+    All layers get these bits: what a layer becomes must not depend on the others in its bucket.
 
     Raises:
         InvalidArgument: gradients on a GPU, whose link is not what is measured; the model is over
@@ -191,8 +191,8 @@ def decide_bits(hook: str, state: HookState, bucket: GradBucket) -> None:
     buffer, parameters = bucket.buffer(), bucket.parameters()
     if buffer.device.type != "cpu":
         raise InvalidArgument(
-            f"{hook}: bits='auto' measures allreduces on the CPU, and the gradients are on "
-            f"{buffer.device}: give a number of bits"
+            f"{hook}: auto_bits=True measures allreduces on the CPU, and the gradients are on "
+            f"{buffer.device}: give Config(bits=)"
         )
     numel, element_bytes = buffer.numel(), min(4, buffer.element_size())
     wrappers = ddp_models.wrappers_of(parameters)
@@ -203,7 +203,7 @@ def decide_bits(hook: str, state: HookState, bucket: GradBucket) -> None:
         numel = min(every, wrappers[0].bucket_bytes_cap // element_bytes)
     bits = bits_for(state.communicator(), numel, state.config, element_bytes=element_bytes)
     state.config = state.config.with_own(bits=bits)
-    _log.debug("%s: bits='auto' is %d, for messages of %d values", hook, bits, numel)
+    _log.debug("%s: auto_bits chose %d bits, for messages of %d values", hook, bits, numel)
 
 
 # ---- 2. how its layers travel --------------------------------------------------------------------
@@ -237,7 +237,7 @@ def layout_of(
         InvalidArgument: rules or residuals need names of layers, and they are not known.
     """
     if seen.config is None:
-        whole = Segment(0, bucket.buffer().numel(), bits=EXACT_BITS)
+        whole = Segment(0, bucket.buffer().numel(), Config(bits=EXACT_BITS))
         return Layout(state.config, [whole], [0], None, nothing)
     rules = rules_of(state)
     if rules and not any(layer.name for layer in seen.layers):
@@ -248,16 +248,16 @@ def layout_of(
     config = for_any_bucket(seen.config, rules)
     segments = given = segments_of(rules, seen.layers, seen.offsets, config)
     if adaptation:
-        adaptation.begin(state.communicator(), seen.step, config)
+        adaptation.begin(state.communicator(), seen.step, config, rules)
         segments = adaptation.segments(seen.layers, given)
     gradients = seen.gradients
     kept = residuals_of(hook, state, config, seen.layers, segments, gradients)
-    residuals, keep = decayed(kept, config.residual_decay)
-    seeds = seeds_of(state, config, seen.layers, seen.step, bucket)
+    residuals, keep = decayed(kept, config, segments)
+    seeds = seeds_of(state, seen.layers, seen.step, bucket)
     if adaptation:
         lost = None if residuals is None else [e if e is None else [e] for e in residuals]
         adaptation.measure(
-            state.communicator(), config, seen.layers, given, [[g] for g in gradients], lost,
+            state.communicator(), seen.layers, given, [[g] for g in gradients], lost,
             last=bucket.is_last(),
         )  # fmt: skip
     if kept is None or not seen.finds_unused:
@@ -304,7 +304,7 @@ def residuals_of(
     """
     keeps = []
     for segment in segments:
-        own = with_segment(config, segment)
+        own = segment.config or config
         smallest = max(_native.SMALLEST_COMPRESSED, own.minimal_size)
         keeps.append(own.keeps_residuals and segment.numel >= smallest)
     if not any(keeps):
@@ -324,15 +324,16 @@ def residuals_of(
 
 
 def decayed(
-    kept: Sequence[torch.Tensor | None] | None, decay: float
+    kept: Sequence[torch.Tensor | None] | None, config: Config, segments: Sequence[Segment]
 ) -> tuple[list[torch.Tensor | None] | None, Callable[[], None]]:
     """Return what a collective takes for residuals, and what is called when it is done.
 
     With a decay that is a copy: what is kept stays as it is in a step that fails.
     """
-    if kept is None or decay == 1:
+    decays = [(segment.config or config).residual_decay for segment in segments]
+    if kept is None or all(decay == 1 for decay in decays):
         return None if kept is None else list(kept), nothing
-    lost = [None if e is None else e * decay for e in kept]
+    lost = [None if e is None else e * d for e, d in zip(kept, decays, strict=True)]
 
     @full_precision()
     def keep() -> None:
@@ -345,12 +346,10 @@ def decayed(
     return lost, keep
 
 
-def seeds_of(
-    state: HookState, config: Config, found: Sequence[Layer], step: int, bucket: GradBucket
-) -> list[int]:
+def seeds_of(state: HookState, found: Sequence[Layer], step: int, bucket: GradBucket) -> list[int]:
     """Return the seed of each layer's noise, which must not depend on its bucket."""
     name = state.group.group_name
     return [
-        call_seed(config.seed, f"ddp/{layer.name or (bucket.index(), i)}", step, name)
+        call_seed(state.seed, f"ddp/{layer.name or (bucket.index(), i)}", step, name)
         for i, layer in enumerate(found)
     ]

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from cgx_ops import Config, Segment
-from cgx_ops.call import with_segment
 from cgx_ops.deep_gradient import Method, checked_config, is_sparse, sparse_knobs
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
@@ -205,15 +204,15 @@ class _Exchange:
             at, numel = place.offset, layer.numel
             part = slice(at, at + numel)
             values, v, u, rest = self.message[part], None, None, None
-            segment = Segment(at, numel, bits=EXACT_BITS)
-            if is_sparse(layer.name, with_segment(state.config, place), numel):
+            segment = Segment(at, numel, _EXACT)
+            if is_sparse(layer.name, place.config or state.config, numel):
                 v = state.residuals.of(layer.name, values)
-                now = with_segment(config, place)
+                now = place.config or config
                 if is_sparse(layer.name, now, numel) and self.ranks > 1:
                     on_gpu = values.is_cuda
                     knobs = sparse_knobs(method, now, numel, seen.step, gpu=on_gpu)
                     if knobs["density"] < 1:
-                        segment, rest = Segment(at, numel, **knobs), lost[part]
+                        segment, rest = Segment(at, numel, now.with_own(**knobs)), lost[part]
             elif layer.name in state.residuals.tensors:
                 raise InvalidArgument(
                     f"layer '{layer.name}' was sparse, and what is kept of it is each rank's own; "

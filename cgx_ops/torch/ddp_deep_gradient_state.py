@@ -80,7 +80,7 @@ class DeepGradientState(HookState):
             InvalidArgument (a ValueError): an argument is out of its range.
         """
         config = Config(compressor="topk") if config is None else config
-        super().__init__(process_group, config, rules, carrier)
+        super().__init__(process_group, config, rules, carrier, seed=0)
         checked_config(self.config)
         self.density = density
         self.momentum = momentum

@@ -28,7 +28,7 @@ from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.ddp_bucket import Layout, Seen, layout_of, look_at, refuse, require_state
-from cgx_ops.torch.ddp_state import HookState, refuse_auto
+from cgx_ops.torch.ddp_state import HookState
 from cgx_ops.torch.layers import layer_name
 from cgx_ops.torch.work import future_of, start_apart
 
@@ -50,8 +50,8 @@ class PlannedAllreduceState(HookState):
 
     Attributes:
         plan: which parameters share a message, by their names in the model. In checkpoints, too.
-        process_group, config, rules, steps, residuals: as of QuantizedAllreduceState. There is no
-            carrier "c10d".
+        process_group, config, rules, seed, steps, residuals: as of QuantizedAllreduceState. There
+            is no carrier "c10d".
     """
 
     kept = (*HookState.kept, "plan")
@@ -63,12 +63,12 @@ class PlannedAllreduceState(HookState):
         config: Config | None = None,
         *,
         rules: Rules | None = None,
+        seed: int = 0,
     ) -> None:
-        """Make a state; config None: Config.from_env(), which CGX_* variables set."""
+        """Make a state; config None: Config()."""
         if not isinstance(plan, Plan):
             raise InvalidArgument(f"plan is {plan!r}; give a cgx_ops.planner.Plan")
-        super().__init__(process_group, config, rules, "native")
-        refuse_auto("PlannedAllreduceState", self.config)
+        super().__init__(process_group, config, rules, "native", seed)
         self.plan = plan
 
     def connect(self) -> None:

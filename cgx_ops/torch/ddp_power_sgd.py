@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from cgx_ops import Segment, log, low_rank
+from cgx_ops import Config, Segment, log, low_rank
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket
@@ -97,7 +97,7 @@ def _hook(
     refuse(hook, seen)
     buffer = bucket.buffer()
     if seen.config is None or seen.step < state.start_powerSGD_iter:
-        whole = [Segment(0, buffer.numel(), bits=EXACT_BITS)]
+        whole = [Segment(0, buffer.numel(), Config(bits=EXACT_BITS))]
         return state.average(buffer, state.config, segments=whole, seed=[0], name=name)
     if not all(layer.name for layer in seen.layers):
         raise InvalidArgument(
@@ -187,8 +187,9 @@ class _Exchange:
         lossy = [(segment, place) for segment, place in plan.first if place is not None]
         found = [seen.layers[plan.others[place]] for _, place in lossy]
         like = [self.others[place].gradient.float() for _, place in lossy]
-        kept = residuals_of(hook, state, plan.config, found, [each for each, _ in lossy], like)
-        taken, keep = decayed(kept, plan.config.residual_decay)
+        segments = [each for each, _ in lossy]
+        kept = residuals_of(hook, state, plan.config, found, segments, like)
+        taken, keep = decayed(kept, plan.config, segments)
         if taken is None:
             return None, nothing
         own = iter(taken)
@@ -202,7 +203,7 @@ class _Exchange:
         message = torch.cat([*(p.view(-1) for p in ps), *others])
         lossy = [place for _, place in plan.first if place is not None]
         found = [seen.layers[plan.others[place]] for place in lossy]
-        drawn = iter(seeds_of(state, plan.config, found, seen.step, bucket))
+        drawn = iter(seeds_of(state, found, seen.step, bucket))
         return message, [0 if place is None else next(drawn) for _, place in plan.first]
 
     def _old_qs(self, seen: Seen) -> list[torch.Tensor]:

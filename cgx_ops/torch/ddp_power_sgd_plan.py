@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from cgx_ops import Config, Segment, low_rank
-from cgx_ops.call import with_segment
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import GradBucket
 from cgx_ops.torch.ddp_bucket import Seen, for_any_bucket
@@ -91,15 +90,15 @@ def _found(state: PowerSGDState, seen: Seen, follows_from: tuple[Any, ...]) -> P
     config, how = for_any_bucket(seen.config, rules), low_rank.FACTORS[state.factor_bits]
     ps = [math.prod(form.p_shape) for form in forms]
     starts = _starts([*ps, *(sizes[i] for i in others)])
-    segments = [Segment(at, numel, **how) for at, numel in zip(starts, ps, strict=False)]
+    config_of_factors, qs = config.with_own(**how), [math.prod(form.q_shape) for form in forms]
+    segments = [Segment(at, n, config_of_factors) for at, n in zip(starts, ps, strict=False)]
     segments += segments_of(rules, [seen.layers[i] for i in others], starts[len(ps) :], config)
     places = [*(None for _ in ps), *range(len(others))]
-    config_of_q, qs = config.with_own(**how), [math.prod(form.q_shape) for form in forms]
     of_q = [(Segment(at, n), None) for at, n in zip(_starts(qs), qs, strict=True)]
     return Plan(
         follows_from, sizes, forms, others,
         config, _joined(config, zip(segments, places, strict=True)),
-        config_of_q, [segment for segment, _ in _joined(config_of_q, of_q)],
+        config_of_factors, [segment for segment, _ in _joined(config_of_factors, of_q)],
         torch.tensor(
             [form.rank * form.shape[2] for form in forms for _ in form.names],
             dtype=torch.int64, device="cpu",
@@ -153,13 +152,13 @@ def _joined(
         alike = list(run)
         if exact:
             numel = sum(segment.numel for segment, _ in alike)
-            alike = [(Segment(alike[0][0].offset, numel, bits=EXACT_BITS), None)]
+            alike = [(Segment(alike[0][0].offset, numel, Config(bits=EXACT_BITS)), None)]
         joined += alike
     return joined
 
 
 def _is_exact(config: Config, segment: Segment) -> bool:
-    own = with_segment(config, segment)
+    own = segment.config or config
     return own.bits == EXACT_BITS and not own.keeps_residuals
 
 

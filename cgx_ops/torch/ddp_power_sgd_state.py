@@ -16,7 +16,8 @@ import torch.distributed as dist
 from cgx_ops import Config, Rules, low_rank
 from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.log import Tensors
-from cgx_ops.torch.ddp_state import HookState, refuse_auto
+from cgx_ops.rules import EXACT_BITS
+from cgx_ops.torch.ddp_state import HookState
 from cgx_ops.torch.layers import Layer
 from cgx_ops.torch.reports import report_start
 
@@ -121,13 +122,13 @@ class PowerSGDState(HookState):
         factor_bits: int = 32,
         carrier: Literal["native", "c10d"] = "native",
     ) -> None:
-        """Make a state; config None: Config.from_env(), which CGX_* variables set.
+        """Make a state; config None: Config(bits=32), exact values for tensors that are not factored.
 
         Raises:
             InvalidArgument (a ValueError): an argument is out of its range.
         """
-        super().__init__(process_group, config, rules, carrier)
-        refuse_auto("PowerSGDState", self.config)
+        config = Config(bits=EXACT_BITS) if config is None else config
+        super().__init__(process_group, config, rules, carrier, seed=0)
         if feedback not in ("local", "torch"):
             raise InvalidArgument(f"feedback is {feedback!r}; it must be 'local' or 'torch'")
         if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
@@ -150,7 +151,7 @@ class PowerSGDState(HookState):
         self.use_error_feedback = use_error_feedback
         self.warm_start = warm_start
         self.orthogonalization_epsilon = orthogonalization_epsilon
-        self.random_seed = random_seed
+        self.random_seed = self.seed = random_seed
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self.factor_bits = low_rank.checked_factor_bits(factor_bits)

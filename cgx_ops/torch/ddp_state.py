@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Communicator, Config, Rules, Segment
-from cgx_ops.config import AUTO
-from cgx_ops.errors import InvalidArgument
+from cgx_ops.errors import InvalidArgument, checked_seed
 from cgx_ops.rules import require_rules
 from cgx_ops.torch import layers
 from cgx_ops.torch._compat import group_or_default
@@ -43,11 +42,12 @@ class HookState:
         config: how values travel.
         rules: settings of layers by name; None: those of the process.
         carrier: who moves the bytes, "native" or "c10d".
+        seed: of the noise of all layers and steps.
         steps: backward passes so far.
         residuals: what was lost so far, by layer, in units of this rank's gradients.
     """
 
-    kept: ClassVar[tuple[str, ...]] = ("config", "rules", "carrier", "steps", "residuals")
+    kept: ClassVar[tuple[str, ...]] = ("config", "rules", "carrier", "seed", "steps", "residuals")
 
     def __init__(
         self,
@@ -55,12 +55,13 @@ class HookState:
         config: Config | None,
         rules: Rules | None,
         carrier: str,
+        seed: int,
     ) -> None:
         if carrier not in ("native", "c10d"):
             raise InvalidArgument(f"carrier is {carrier!r}; it must be 'native' or 'c10d'")
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise InvalidArgument(f"process_group is {process_group!r}; it must be one, or None")
-        config = Config.from_env() if config is None else config
+        config = Config() if config is None else config
         if not isinstance(config, Config):
             raise InvalidArgument(
                 f"config is {config!r}; give cgx_ops.Config(bits=, bucket_size=, minimal_size=); "
@@ -72,6 +73,7 @@ class HookState:
         self.config = config
         self.rules = None if rules is None else require_rules(rules)
         self.carrier = carrier
+        self.seed = checked_seed(seed)
         self.steps = 0
         self.residuals = Residuals()
         self.loaded: Literal["", "strictly", "partly"] = ""  # and not compared with a model yet
@@ -109,9 +111,7 @@ class HookState:
 
     def keeps_residuals(self) -> bool:
         """Tell whether any layer may have a residual."""
-        if self.residuals.tensors or self.config.keeps_residuals:
-            return True
-        return any(config.keeps_residuals for config in rules_of(self).configs(self.config))
+        return bool(self.residuals.tensors) or rules_of(self).may_keep_residuals(self.config)
 
     def consolidate(self) -> None:
         """Make the residuals the mean over the ranks, equal everywhere. Collective.
@@ -143,7 +143,8 @@ class HookState:
                 f"{type(self).__name__}.load_state_dict: the names are {sorted(state_dict)}, not "
                 f"{sorted(self.kept)}: give what state_dict() returned"
             )
-        check_carrier(self.carrier, state_dict["config"], state_dict.get("adaptive"))
+        chooses = state_dict.get("adaptive") is not None or state_dict.get("auto_bits", False)
+        check_carrier(self.carrier, state_dict["config"], chooses_bits=chooses)
         self.__dict__.update(self.restored(state_dict) | {"carrier": self.carrier})
         self.checked = weakref.WeakSet()  # its rules may be others
         self.loaded = "strictly" if strict else "partly"
@@ -323,24 +324,15 @@ def _next(comm: Communicator, name: str) -> int:
     return comm.next_call(f"{name}, then")
 
 
-def check_carrier(carrier: str, config: Config, adaptive: object = None) -> None:
+def check_carrier(carrier: str, config: Config, *, chooses_bits: bool = False) -> None:
     """Raise InvalidArgument for what the carrier "c10d" does not have."""
     if carrier != "c10d":
         return
     if config.algorithm in ("ring", "hierarchical"):
         raise InvalidArgument(f"carrier 'c10d' has no algorithm {config.algorithm!r}; use 'sra'")
-    if adaptive is not None or config.bits == AUTO:
+    if chooses_bits:
         raise InvalidArgument(
-            "carrier 'c10d' has neither adaptive bits nor bits='auto': use carrier 'native'"
-        )
-
-
-def refuse_auto(caller: str, config: Config) -> None:
-    """Raise InvalidArgument for bits="auto", which quantized_allreduce_hook alone decides."""
-    if config.bits == AUTO:
-        raise InvalidArgument(
-            f"{caller}: bits='auto' is for the backend cgx and quantized_allreduce_hook; give a "
-            "number, such as bits=cgx_ops.bits_for(cgx_ops.init(), numel)"
+            "carrier 'c10d' has no adaptive bits and no auto_bits: use carrier 'native'"
         )
 
 

@@ -134,11 +134,14 @@ def _attach(wrapper: DistributedDataParallel) -> None:
     if _compat.steps_in_backward(wrapper):  # by a communication hook that torch is about to set
         return
     ddp_models.check_layers(wrapper, layers.process_rules())
-    if options.config.bits == EXACT_BITS and not layers.process_rules():
+    exact = options.config.bits == EXACT_BITS and not options.auto_bits
+    if exact and not layers.process_rules():
         _report_exact(wrapper, options)
         return
     ddp_models.watch_dtypes(wrapper)
-    state = QuantizedAllreduceState(group, options.config, unsupported="exact")
+    state = QuantizedAllreduceState(
+        group, options.config, seed=options.seed, unsupported="exact", auto_bits=options.auto_bits
+    )
     wrapper.register_comm_hook(state, quantized_allreduce_hook)
     _log.debug(
         "group '%s': DistributedDataParallel's gradients are compressed layer by layer",

@@ -32,10 +32,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from cgx_ops import Config
+from cgx_ops import Config, Rules
 from cgx_ops.errors import InvalidArgument, Unsupported
 from cgx_ops.outer_loop import Schedule, strided
-from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch import diloco_ranks
 from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.diloco_fragments import of_modules
@@ -96,8 +95,9 @@ class DiLoCo:
         fragments: int | Sequence[nn.Module] = 1,
         fragment_sync_delay: int = 0,
         fragment_update_alpha: float = 0.0,
-        config: Config = Config(bits=4),  # noqa: B008  (it cannot be changed)
-        error_feedback: bool = True,
+        config: Config | None = None,
+        rules: Rules = Rules(),  # noqa: B008  (immutable)
+        seed: int = 0,
         mean_over: Literal["ranks", "senders"] = "ranks",
         process_group: dist.ProcessGroup | None = None,
         carrier: Carriers = "native",
@@ -120,9 +120,9 @@ class DiLoCo:
             fragment_sync_delay: steps from sending a fragment to applying it, less than that.
             fragment_update_alpha: how much of a parameter stays the rank's own when its average is
                 applied, from 0 to 1.
-            config: how differences travel.
-            error_feedback: whether what is lost of them is added to the next ones. Exact values
-                lose nothing.
+            config: how differences travel; None: Config(error_feedback=True), 4 bits.
+            rules: settings of parameters by name.
+            seed: of the noise.
             mean_over: "ranks": the mean over all. "senders": of each value over those that sent it
                 (SparseLoCo), which takes compressor="topk" and error feedback.
             process_group: whose ranks average; None: the default group.
@@ -137,6 +137,7 @@ class DiLoCo:
             TypeError: a parameter is complex, sparse or of float64.
             RuntimeError: a peer is late or gone.
         """
+        config = Config(error_feedback=True) if config is None else config
         if not isinstance(config, Config):
             raise InvalidArgument(f"{CALLER}: config is {config!r}; give cgx_ops.Config(bits=4)")
         count = fragments if isinstance(fragments, SupportsIndex) else len(fragments)
@@ -152,16 +153,14 @@ class DiLoCo:
         if mean_over not in ("ranks", "senders"):
             raise InvalidArgument(f"{CALLER}: mean_over is {mean_over!r}; 'ranks' or 'senders'")
         self.mean_over = mean_over
-        if mean_over == "senders" and (config.compressor != "topk" or not error_feedback):
+        if mean_over == "senders" and (config.compressor != "topk" or not config.keeps_residuals):
             raise InvalidArgument(
                 f"{CALLER}: mean_over='senders' goes by what each rank keeps back: give "
-                "Config(compressor='topk') and error_feedback=True"
+                "Config(compressor='topk'), whose error feedback is on by default"
             )
-        if config.bits != EXACT_BITS:
-            config = replace(config, error_feedback=error_feedback)
         if mean_over == "senders":  # where others send values on, a rank does not know what it sent
             config = replace(config, algorithm="one_shot")
-        self.exchange = Exchange(CALLER, process_group, config, carrier, exact_vectors=False)
+        self.exchange = Exchange(CALLER, process_group, config, carrier, rules, seed)
         device = torch.device(backup_device or self.parameters[0].device)
         pins = pin_memory and device.type == "cpu" and self.parameters[0].is_cuda
         self.anchors = [_anchor(p, device, pins) for p in self.parameters]
@@ -348,7 +347,7 @@ def sparse_loco(
         model: as of DiLoCo().
         sync_every: so.
         density: of what is sent.
-        **more: every other argument of DiLoCo() but config, error_feedback and mean_over.
+        **more: every other argument of DiLoCo() but config and mean_over.
     """
     config = Config(
         compressor="topk", density=density, bucket_size=4096, value_bits=2, error_feedback=True,

@@ -16,15 +16,16 @@ import torch.distributed as dist
 from cgx_ops import Config, Rules, Segment
 from cgx_ops.call import call_seed
 from cgx_ops.errors import InvalidArgument
-from cgx_ops.rules import EXACT_BITS
+from cgx_ops.rules import EXACT_BITS, require_rules
 from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.ddp_bucket import for_any_bucket, residuals_of
-from cgx_ops.torch.ddp_state import HookState, refuse_auto
+from cgx_ops.torch.ddp_state import HookState
 from cgx_ops.torch.layers import Layer, segments_of
 from cgx_ops.torch.sent import Sent
 from cgx_ops.torch.work import DTYPES, devices
 
 Carriers = Literal["native", "c10d"]
+_EXACT = Config(bits=EXACT_BITS)
 
 
 class Flight:
@@ -85,12 +86,11 @@ class Exchange(HookState):
         process_group: dist.ProcessGroup | None,
         config: Config | None,
         carrier: Carriers,
-        *,
-        exact_vectors: bool = True,
+        rules: Rules = Rules(),  # noqa: B008  (immutable)
+        seed: int = 0,
     ) -> None:
-        super().__init__(process_group, config, Rules(exact_vectors=exact_vectors), carrier)
+        super().__init__(process_group, config, require_rules(rules, f"{caller}: "), carrier, seed)
         self.caller = caller
-        refuse_auto(caller, self.config)
 
     def mean(
         self, names: Sequence[str], tensors: Sequence[torch.Tensor], *, exact: bool = False
@@ -143,7 +143,7 @@ class Exchange(HookState):
         starts = list(accumulate((x.numel() for x in tensors), initial=0))
         buffer = torch.cat([x.reshape(-1) for x in tensors])
         if exact:
-            segments = [Segment(0, buffer.numel(), bits=EXACT_BITS)]
+            segments = [Segment(0, buffer.numel(), _EXACT)]
             future = self.average(
                 buffer, self.config, segments=segments, seed=[0], name=self.caller
             )
@@ -157,10 +157,11 @@ class Exchange(HookState):
         kept = residuals_of(self.caller, self, config, found, segments, tensors)
         lost = None
         if kept is not None:
-            lost = [e if e is None else e * config.residual_decay for e in kept]
+            decays = [(segment.config or config).residual_decay for segment in segments]
+            lost = [e if e is None else e * d for e, d in zip(kept, decays, strict=True)]
         group = self.group.group_name
         seeds = [
-            call_seed(config.seed, f"{self.caller}/{layer.name}", step, group) for layer in found
+            call_seed(self.seed, f"{self.caller}/{layer.name}", step, group) for layer in found
         ]
         then: Callable[[Sent], object] = lambda _: None  # noqa: E731
         senders = f"{self.caller}/senders"
@@ -178,7 +179,7 @@ class Exchange(HookState):
     def any_rank(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank. Collective; does not count as an average."""
         share = torch.tensor([flag], dtype=torch.float32, device="cpu")
-        whole = [Segment(0, 1, bits=EXACT_BITS)]
+        whole = [Segment(0, 1, _EXACT)]
         name = f"{self.caller}/any_rank"
         self.average(share, self.config, segments=whole, seed=[0], name=name).wait()
         return bool(share)
@@ -207,12 +208,21 @@ class Exchange(HookState):
             for mine, all_, e in zip(*parts, lost or (), strict=False):
                 if e is not None:
                     torch.ne(all_, e, out=mine)
-            ones = replace(config, value_bits=1, error_feedback=None)
-            one_bit = [replace(s, value_bits=1) if s.value_bits else s for s in segments]
+            ones = _with_one_bit(config)
+            one_bit = [
+                replace(s, config=_with_one_bit(s.config) if s.config else None) for s in segments
+            ]
             sent.follow(count, ones, segments=one_bit, seed=seeds, name=name)
             buffer.mul_(size).div_((count * size).round_().clamp_(min=1))
 
         return then
+
+
+def _with_one_bit(config: Config) -> Config:
+    """Return a config by which the values that a rank sent travel in one bit."""
+    if config.bits == EXACT_BITS:
+        return config
+    return replace(config, value_bits=1, error_feedback=None)
 
 
 def check_parameters(caller: str, parameters: Sequence[torch.Tensor]) -> None:

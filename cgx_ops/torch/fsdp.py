@@ -37,8 +37,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from cgx_ops import Config, Rules
-from cgx_ops.call import Op, with_segment
-from cgx_ops.errors import InvalidArgument
+from cgx_ops.call import Op
+from cgx_ops.errors import InvalidArgument, checked_seed
 from cgx_ops.planner import AdaptiveBits
 from cgx_ops.rules import EXACT_BITS, require_rules
 from cgx_ops.torch import _compat
@@ -66,6 +66,7 @@ def compress(
     rules: Rules | None = None,
     feedback: Feedback | None = None,
     adaptive: AdaptiveBits | None = None,
+    seed: int = 0,
 ) -> State:
     """Have the collectives of every module inside `model` that fully_shard wrapped compressed.
 
@@ -77,7 +78,7 @@ def compress(
     Args:
         model: holds FSDPModules, or is one.
         gradients: how they travel to be reduced; None: exact. Of Config all but the algorithm,
-            gather_bits, intra_bits and communicator_type counts; "threshold" cannot be cut.
+            gather_bits and intra_bits counts; "threshold" cannot be cut.
         weights: how they travel to be gathered; `WEIGHTS` for QSDP's; None: exact. Rounding to
             nearest biases training: use "shift" or "stochastic".
         rules: cgx_ops.Rules: settings of parameters by their names in `model`, in each direction
@@ -89,6 +90,7 @@ def compress(
         adaptive: a planner.AdaptiveBits has the bits of each parameter's gradient follow it, at the
             error of gradients.bits; those whose bits follow from `rules` keep them. Measured on the
             host. Where all ranks share all shards only.
+        seed: of the noise.
 
     Returns:
         The state of the noise and residuals: save it with each checkpoint for a continuation that
@@ -111,7 +113,7 @@ def compress(
             f"no module of this {type(model).__name__} is an FSDPModule: call "
             "torch.distributed.fsdp.fully_shard before compress"
         )
-    every = model.named_parameters(remove_duplicate=False)
+    every = list(model.named_parameters(remove_duplicate=False))
     known = [layer_name(name) for name, _ in every]
     gathered.warn_of_unmatched(known)
     if gradients is None and weights is not None:
@@ -121,7 +123,9 @@ def compress(
         if gradients is None:
             raise InvalidArgument("feedback is given, and gradients travel exact: leave it out")
         gradients = replace(gradients, error_feedback=True)  # refuses what does not converge
-    elif gradients and any(each.keeps_residuals for each in reduced.configs(gradients)):
+    elif gradients and any(
+        reduced.of(layer_name(name), p.dim(), gradients).keeps_residuals for name, p in every
+    ):
         feedback = Feedback()
     if adaptive is not None:
         if gradients is None or gradients.bits == EXACT_BITS:
@@ -129,7 +133,7 @@ def compress(
                 "adaptive bits need gradients of less than 32, whose error they keep"
             )
         adaptive.check(gradients)
-    state = State(feedback, adaptive)
+    state = State(feedback, adaptive, checked_seed(seed))
     state.parameters = set(known)
     # Modules that were wrapped together have one group, which goes by the last one's name.
     groups = {
@@ -211,7 +215,7 @@ class _AllGather(_Custom):
             output_tensor,
             self._config,
             segments=segments,
-            seed=self._state.weights_seed(self._config.seed, name),
+            seed=self._state.weights_seed(name),
             noise_rank=group.rank(),  # so that replicas get the same
             name=name,
             asynchronous=asynchronous,
@@ -243,13 +247,13 @@ class _ReduceScatter(_Custom):
         name = f"fsdp/reduce_scatter/{self._block.name}"
         comm, given = communicator_of(group), segments
         complete = self._block.complete(output_tensor.numel())
-        adaptation = self._state.adaptation(self._block.name, comm, self._config)
+        adaptation = self._state.adaptation(self._block, comm, self._config)
         found: list[Layer] = []
         if adaptation is not None and complete:
             parameters = self._block.parameters()
             found = [Layer(p.name, len(p.shape), p.numel * group.size()) for p in parameters]
             segments = adaptation.segments(found, given)
-        used = [with_segment(self._config, segment) for segment in segments]
+        used = [segment.config or self._config for segment in segments]
         kept, residual, residuals = self._state.kept, None, None
         keeps = [each.keeps_residuals for each in used]
         # Where gradients are missing, nobody knows whose a residual would be: it waits.
@@ -270,7 +274,7 @@ class _ReduceScatter(_Custom):
             measured = given if found else []
             values = [rows(input_tensor, segment) for segment in measured]
             last = self._state.ends_a_step
-            adaptation.measure(comm, self._config, found, measured, values, lost, last=last)
+            adaptation.measure(comm, found, measured, values, lost, last=last)
         shared = any(each.compressor == "randk" for each in used)
         work = start(
             comm,
@@ -280,7 +284,7 @@ class _ReduceScatter(_Custom):
             self._config,
             op=_OPS[kind],
             segments=segments,
-            seed=self._state.gradients_seed(self._config.seed, name, shared=shared),
+            seed=self._state.gradients_seed(name, shared=shared),
             name=name,
             asynchronous=False,
             residuals=residuals,

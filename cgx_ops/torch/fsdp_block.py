@@ -76,7 +76,7 @@ class Block:
         config: Config,
     ) -> None:
         self.name, self._group, self._names = name, group, names
-        self._rules, self._config = rules, config
+        self.rules, self._config = rules, config
         self._warned: set[str] = set()
         ranks = _compat.fsdp_shard_group(group)
         if ranks is None:
@@ -135,8 +135,8 @@ class Block:
         segments, offset = [], 0
         for p in parameters:
             name = self._name_of(p)
-            own = self._rules.overrides(name, len(p.shape), self._config)
-            segments.append(Segment(offset, p.numel, **own))
+            config = self.rules.of(name, len(p.shape), self._config)
+            segments.append(Segment(offset, p.numel, config))
             offset += p.numel
         if offset == numel:
             return segments

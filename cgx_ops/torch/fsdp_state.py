@@ -15,6 +15,7 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner import AdaptiveBits
 from cgx_ops.torch import _compat
 from cgx_ops.torch.adaptation import Adaptation
+from cgx_ops.torch.fsdp_block import Block
 from cgx_ops.torch.fsdp_feedback import Feedback, Kept
 from cgx_ops.torch.loaded import require_layers
 
@@ -31,8 +32,12 @@ class State:
     """
 
     def __init__(
-        self, feedback: Feedback | None = None, adaptive: AdaptiveBits | None = None
+        self,
+        feedback: Feedback | None = None,
+        adaptive: AdaptiveBits | None = None,
+        seed: int = 0,
     ) -> None:
+        self._seed = seed
         self.kept = None if feedback is None else Kept(feedback)
         self.adaptive = adaptive
         self.everywhere = True
@@ -129,19 +134,19 @@ class State:
         if self.kept is not None:
             self.kept.consolidate()
 
-    def weights_seed(self, seed: int, name: str) -> int:
+    def weights_seed(self, name: str) -> int:
         """Return the seed of the gather that begins now. Replicas of a shard get the same."""
         if _compat.in_backward():
             self._used = True
         elif self._used:
             self._draws += 1
             self._used = False
-        return call_seed(seed, name, self._draws)
+        return call_seed(self._seed, name, self._draws)
 
     def adaptation(
-        self, module: str, communicator: Communicator, config: Config
+        self, block: Block, communicator: Communicator, config: Config
     ) -> Adaptation | None:
-        """Return what has the bits of a module's gradients, before they are reduced.
+        """Return what has the bits of a block's gradients, before they are reduced.
 
         A step begins with the first module that comes again.
         """
@@ -149,11 +154,11 @@ class State:
             return None
         if self._adaptation is None:
             self._adaptation = Adaptation(self.adaptive, "fsdp/statistics")
-        if not self._reduced or module in self._reduced:
+        if not self._reduced or block.name in self._reduced:
             self._steps += 1
             self._reduced.clear()
-        self._reduced.add(module)
-        self._adaptation.begin(communicator, self._steps, config)
+        self._reduced.add(block.name)
+        self._adaptation.begin(communicator, self._steps, config, block.rules)
         return self._adaptation
 
     @property
@@ -161,12 +166,12 @@ class State:
         """Whether the module whose gradients are reduced is the last one of its step."""
         return self._reduced == self.trained
 
-    def gradients_seed(self, seed: int, name: str, *, shared: bool = False) -> int:
+    def gradients_seed(self, name: str, *, shared: bool = False) -> int:
         """Return the seed of the reduction that begins now; shared: the same on all ranks."""
         self._used = True
         self._reductions += 1
         owner = "all ranks" if shared else f"rank {dist.get_rank()}"
-        return call_seed(seed, f"{name} of {owner}", self._reductions)
+        return call_seed(self._seed, f"{name} of {owner}", self._reductions)
 
 
 torch.serialization.add_safe_globals([State])

@@ -75,7 +75,7 @@ def segments_of(
 ) -> list[Segment]:
     """Return the layers of a buffer, which begin at `offsets`, each with its own settings."""
     return [
-        Segment(offset, layer.numel, **rules.overrides(layer.name, layer.dimensions, config))
+        Segment(offset, layer.numel, rules.of(layer.name, layer.dimensions, config))
         for layer, offset in zip(layers, offsets, strict=True)
     ]
 

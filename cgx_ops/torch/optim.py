@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cgx_ops import Config
+from cgx_ops import Config, Rules
 from cgx_ops.errors import InvalidArgument, require_integer, require_share
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch.exchange import Carriers, Exchange
@@ -60,7 +60,9 @@ class OneBitAdam(ExchangingOptimizer):
         warmup_steps: int,
         process_group: dist.ProcessGroup | None = None,
         config: Config | None = None,
+        rules: Rules = Rules(),  # noqa: B008  (immutable)
         carrier: Carriers = "native",
+        seed: int = 0,
     ) -> None:
         """Make an optimizer, equal on all ranks.
 
@@ -73,8 +75,10 @@ class OneBitAdam(ExchangingOptimizer):
             warmup_steps: at least 1; 15 to 25 % of training in the paper. v must have settled.
             process_group: whose ranks average; None: the default group.
             config: how the momentum travels; None: 1 bit and a scale for each 512 values
-                (compressor "levels"). Vectors are exact.
+                (compressor "levels").
+            rules: settings of parameters by their place in the groups: "0", "1".
             carrier: who moves the bytes, as of cgx_ops.torch.ddp.QuantizedAllreduceState.
+            seed: of the noise.
 
         Raises:
             InvalidArgument (a ValueError): an argument is out of its range.
@@ -85,7 +89,7 @@ class OneBitAdam(ExchangingOptimizer):
         config = Config(compressor="levels", bits=1) if config is None else config
         if isinstance(config, Config) and config.compressor == "sign" and config.bits != EXACT_BITS:
             raise InvalidArgument("OneBitAdam: a vote has no magnitude: use Signum")
-        exchange = Exchange("OneBitAdam", process_group, config, carrier)
+        exchange = Exchange("OneBitAdam", process_group, config, carrier, rules, seed)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, exchange)
 
@@ -164,9 +168,8 @@ class Signum(ExchangingOptimizer):
             InvalidArgument (a ValueError): an argument is out of its range.
             TypeError: a parameter is complex, sparse or of float64.
         """
-        exchange = Exchange(
-            "Signum", process_group, Config(compressor="sign"), carrier, exact_vectors=False
-        )
+        votes, every = Config(compressor="sign"), Rules(exact_vectors=False)
+        exchange = Exchange("Signum", process_group, votes, carrier, every)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, exchange)
 

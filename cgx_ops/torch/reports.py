@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from cgx_ops import Config, Segment, _torch_ops, log
-from cgx_ops.call import with_segment
 from cgx_ops.torch import _compat
 from cgx_ops.torch.groups import communicator_of
 
@@ -51,10 +50,10 @@ def report_layers(
         segments: each layer's elements and its own settings.
         carrier: "native" or "c10d".
     """
-    reasons = [_reason(with_segment(config, segment), segment) for segment in segments]
+    reasons = [_reason(segment.config or config, segment) for segment in segments]
     if _log.isEnabledFor(logging.DEBUG):
         for name, segment, reason in zip(names, segments, reasons, strict=True):
-            how = reason or log.described(with_segment(config, segment))
+            how = reason or log.described(segment.config or config)
             _log.debug("%s, '%s', %d elements: %s", what, name, segment.numel, how)
     tensors = log.Tensors(len(reasons), sum(map(bool, reasons)))
     report_start(key, what, group, config, carrier, tensors)

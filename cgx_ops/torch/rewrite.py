@@ -301,8 +301,7 @@ def compress_collectives(
     """Compress the all-reduces (sum and avg) of what is compiled in a block, or with an option.
 
     Args:
-        config: how values travel; None: Config(), 4 bits. Its seed is torch's generator's, and
-            communicator_type is not used.
+        config: how values travel; None: Config(), 4 bits.
         groups: process groups, or their names; None: all.
         dtypes: None: float32, float16 and bfloat16.
         min_numel: calls with fewer elements stay as they are.

@@ -84,8 +84,8 @@ def start(
         config: how values travel.
         op: "sum" or "avg"; with 32 bits also "min", "max" and "product". Not for all_gather.
         segments: runs of elements (of a block) with their own bits and bucket_size; None: one.
-        seed: of this call's noise, or a list with one for each segment; None: derived from
-            config.seed, the communicator's name and the calls so far.
+        seed: of this call's noise, or a list with one for each segment; None: derived from the
+            communicator's name and the calls so far.
         noise_rank: this rank's number where noise is drawn; None: that of `comm`, its rank in the
             default group. Groups that give equal numbers, seeds and values get equal results.
         name: matches this call with those of other ranks, whatever runs in between.

@@ -20,7 +20,7 @@ import collective_cases
 import numpy as np
 from collective_cases import Case
 
-from cgx_ops import Communicator, Request, Segment
+from cgx_ops import Communicator, Request
 
 if TYPE_CHECKING:
     from chaos.worker import Member
@@ -119,10 +119,9 @@ def prepare(
     case: Case, comm: Communicator, *, asynchronous: bool = False, **options: Any
 ) -> Callable[[], Any]:
     """Return a call of the library; its input is a copy that nobody else holds."""
-    options["segments"] = [
-        Segment(o, n, bits=b, bucket_size=k) for o, n, b, k in case.segments
-    ] or None
-    options |= {"config": collective_cases.config_of(case), "seed": case.seed(comm.rank)}
+    config = collective_cases.config_of(case)
+    segments = collective_cases.segments_of(case, config)
+    options |= {"config": config, "segments": segments, "seed": case.seed(comm.rank)}
     function = getattr(comm, case.verb + ("_async" if asynchronous else ""))
     arguments = [_inputs(case, comm.rank, comm.size).copy()]
     if case.verb != "all_gather":

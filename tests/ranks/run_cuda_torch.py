@@ -35,7 +35,7 @@ from cgx_ops import Config
 from cgx_ops.torch import BackendOptions, backend, compressed, ddp, fsdp
 
 dist: Any = torch.distributed  # its annotations are those of its own internals
-NEAREST = Config(bits=4, bucket_size=64, rounding="nearest")
+NEAREST = Config(bits=4, bucket_size=64, rounding="nearest", error_feedback=False)
 NUMEL = 300_000
 BUSY = 200_000_000  # cycles that keep the GPU busy: about a tenth of a second
 WORLD = "0"  # the name of the default group

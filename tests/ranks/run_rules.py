@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch
-from cgx_ops.call import with_segment
 from cgx_ops.torch import ddp, ddp_state, fsdp
 
 dist.init_process_group("cgx")
@@ -49,7 +48,7 @@ def sent(module: Any, call: nn.Module, shards: int) -> dict[str, Any]:
         config = next(x for x in tensors if isinstance(x, cgx_ops.Config))
         for segment in options["segments"]:
             name = cases.name_of(segment.numel * shards)
-            found[name] = cases.settings_of(with_segment(config, segment))
+            found[name] = cases.settings_of(segment.config or config)
         return original(comm, verb, *tensors, **options)
 
     module.start = start

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed
 
-from cgx_ops import Config
 from cgx_ops.torch import BackendOptions
 
 dist: Any = torch.distributed  # its annotations are those of its own internals
@@ -24,7 +23,7 @@ def main() -> None:
     assert "MASTER_ADDR" in os.environ, "the launcher's, untouched"
 
     # Nothing connects the ranks: MPI was not started.
-    far = BackendOptions(Config(communicator_type="MPI"))
+    far = BackendOptions(transport="MPI")
     with pytest.raises(
         dist.DistBackendError, match=r"reach each other(.|\n)*gloo(.|\n)*carrier='c10d'"
     ):

@@ -22,8 +22,8 @@ from cgx_ops.torch import ddp
 
 dist.init_process_group("cgx", timeout=datetime.timedelta(seconds=60))
 RANK = dist.get_rank()
-SRA = Config(algorithm="sra", seed=5)
-OPTIONS = cgx_ops.torch.BackendOptions(SRA, compress="all")
+SRA = Config(algorithm="sra")
+OPTIONS = cgx_ops.torch.BackendOptions(SRA, compress="all", seed=5)
 groups: list[Any] = [
     [dist.new_group(ranks, pg_options=OPTIONS) for ranks in ([0, 1], [2, 3])][RANK // 2]
     for _ in range(2)

@@ -11,7 +11,7 @@ import torch_cases as tc
 from cgx_ops import Communicator, Config
 
 dist: Any = torch.distributed  # its annotations are those of its own internals
-NEAREST = Config(bits=4, rounding="nearest")
+NEAREST = Config(bits=4, rounding="nearest", error_feedback=False)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 OPS = {
     "sum": dist.ReduceOp.SUM,

@@ -17,7 +17,7 @@ from cgx_ops.torch import ddp
 
 # mpirun's, which are known before torch's are.
 RANK, SIZE = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
-NEAREST = Config(bits=4, bucket_size=64, rounding="nearest")
+NEAREST = Config(bits=4, bucket_size=64, rounding="nearest", error_feedback=False)
 Hooked = tuple[DistributedDataParallel, ddp.QuantizedAllreduceState]
 
 
@@ -46,7 +46,7 @@ def images(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> torc
 
 
 def hooked(module: nn.Module, config: Config = NEAREST, hook: Any = None, **options: Any) -> Hooked:
-    own = {k: options.pop(k) for k in ("rules", "carrier", "process_group") if k in options}
+    own = {k: options.pop(k) for k in ("rules", "carrier", "process_group", "seed") if k in options}
     model = DistributedDataParallel(module, **options)
     state = ddp.QuantizedAllreduceState(own.pop("process_group", None), config, **own)
     model.register_comm_hook(state, hook or ddp.quantized_allreduce_hook)
@@ -80,14 +80,14 @@ def averaged(
     group_name = world.group_name
     result = {}
     for name, first in gradients[0].items():
-        own = bits(name, first) if bits else config.decided_bits if first.dim() > 1 else 32
+        own = bits(name, first) if bits else config.bits if first.dim() > 1 else 32
         result[name] = tc.expected(
             [g[name] for g in gradients],
             own,
             config.bucket_size,
             op="avg",
             rounding=config.rounding,
-            seeds=[call_seed(config.seed, f"ddp/{name}", step, group_name)] * SIZE,
+            seeds=[call_seed(0, f"ddp/{name}", step, group_name)] * SIZE,
         )
     return result
 

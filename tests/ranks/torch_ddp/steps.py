@@ -7,6 +7,7 @@
 import copy
 import io
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def equals_the_oracle() -> None:
         {"bucket_cap_mb": 0.001},
         {"bucket_cap_mb": 0.001, "static_graph": True, "gradient_as_bucket_view": True},
     ]
-    stochastic = Config(bits=2, bucket_size=100, rounding="stochastic", seed=7)
+    stochastic = Config(bits=2, bucket_size=100, rounding="stochastic")
     for mode in modes:
         for config in (NEAREST, stochastic):
             unused = "find_unused_parameters" in mode
@@ -189,7 +190,7 @@ def layers_of_all_kinds() -> None:
 
 
 def small_layers_are_exact() -> None:
-    config = Config(bits=4, bucket_size=64, rounding="nearest", minimal_size=900)
+    config = replace(NEAREST, minimal_size=900)
     model, _ = hooked(network(), config)
     model(images(RANK), spare=True).square().sum().backward()
     alone = [local_gradients(r, spare=True) for r in range(SIZE)]
@@ -270,7 +271,7 @@ def train(model: nn.Module, steps: range, optimizer: torch.optim.Optimizer) -> N
 
 def resumes_to_the_same_bits() -> None:
     """PyTorch's own end-to-end example, with this hook and state in place of PowerSGD's."""
-    config = Config(bits=3, bucket_size=64, seed=5)
+    config = Config(bits=3, bucket_size=64)
     modes: list[dict[str, Any]] = [{}, {"bucket_cap_mb": 0.001}]
     for mode in modes:
         model, state = hooked(network(), config, **mode)
@@ -318,7 +319,7 @@ class _AcceleratesProject:
 
 def resumes_in_place() -> None:
     """A hook that is registered already goes on with the steps of the checkpoint."""
-    config = Config(bits=3, bucket_size=64, seed=5)
+    config = Config(bits=3, bucket_size=64)
 
     def by_torch(state: Any, folder: str, save: bool) -> None:
         project = _AcceleratesProject(state)
@@ -330,18 +331,18 @@ def resumes_in_place() -> None:
     for checkpoint in (by_torch, by_dcp):
         with folder_of_all() as of_all:
             folder = of_all if checkpoint is by_dcp else tempfile.mkdtemp(dir=of_all)
-            model, state = hooked(network(), config)
+            model, state = hooked(network(), config, seed=5)
             optimizer = torch.optim.SGD(model.parameters(), 1e-4)
             train(model, range(4), optimizer)
             weights = copy.deepcopy(model.module.state_dict())
             checkpoint(state, folder, save=True)
             train(model, range(4, 7), optimizer)
 
-            again, restored = hooked(network(), Config(bits=4, seed=6))
+            again, restored = hooked(network(), Config(bits=4), seed=6)
             train(again, range(1), torch.optim.SGD(again.parameters(), 1e-4))  # its hook is in use
             again.module.load_state_dict(weights)
             checkpoint(restored, folder, save=False)
-            assert (restored.steps, restored.config) == (4, state.config)
+            assert (restored.steps, restored.config, restored.seed) == (4, state.config, 5)
             train(again, range(4, 7), torch.optim.SGD(again.parameters(), 1e-4))
             same(dict(again.module.named_parameters()), dict(model.module.named_parameters()))
     fails(ValueError, "give what state_dict() returned", lambda: state.load_state_dict({"a": 1}))

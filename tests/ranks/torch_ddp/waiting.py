@@ -164,10 +164,10 @@ def goes_over_to_another_group() -> None:
         same(gradients_of(model), local_gradients(RANK, spare=True), carrier)
     # Before the bits of a model are decided, too.
     model = DistributedDataParallel(network(), process_group=alone)
-    state = ddp.QuantizedAllreduceState(config=Config(bits="auto"))
+    state = ddp.QuantizedAllreduceState(auto_bits=True)
     model.register_comm_hook(state, ddp.quantized_allreduce_hook)
     fails(ValueError, "give it the model's", model(images(RANK), spare=True).sum().backward)
-    assert state.config.bits == "auto"
+    assert state.auto_bits
 
 
 CHECKS = [goes_over_to_another_group]

@@ -25,7 +25,7 @@ from .common import CLASSES, EXACT, WIDTH, Model, recorded, sharded, weights
 from .feedback import train
 from .refusals import refuses
 
-NEAREST = Config(bits=4, bucket_size=64, rounding="nearest")
+NEAREST = Config(bits=4, bucket_size=64, rounding="nearest", error_feedback=False)
 KEPT = Config(bits=3, bucket_size=64, error_feedback=True)
 
 

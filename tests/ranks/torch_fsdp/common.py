@@ -142,10 +142,9 @@ def equals_the_oracle(message: Message) -> bool:
     everyones: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, (message.input, message.seed), group)
     segments = [
-        reference.Segment(
-            s.offset, s.numel, s.bits or config.decided_bits, s.bucket_size or config.bucket_size
-        )
+        reference.Segment(s.offset, s.numel, own.bits, own.bucket_size)
         for s in message.segments
+        for own in [s.config or config]
     ]
     options: dict[str, Any] = {
         "rounding": config.rounding or "stochastic",  # uniform's own
@@ -163,13 +162,21 @@ def equals_the_oracle(message: Message) -> bool:
     return bool((tc.to_numpy(message.output).view("V1") == want.view("V1")).all())
 
 
-def expected_segments(module: nn.Module, size: int) -> list[tuple[int, int | None]]:
-    """Return (elements in a block, bits) of a wrapped module's own parameters."""
+def expected_segments(module: nn.Module, size: int, bits: int) -> list[tuple[int, int]]:
+    """Return (elements in a block, bits) of a wrapped module's own parameters.
+
+    bits: of matrices.
+    """
     shapes = [p.shape for _, p in own_parameters(module)]
     return [
-        (-(-shape[0] // size) * shape[1:].numel(), 32 if len(shape) == 1 else None)
+        (-(-shape[0] // size) * shape[1:].numel(), 32 if len(shape) == 1 else bits)
         for shape in shapes
     ]
+
+
+def bits_of(message: Message) -> list[tuple[int, int]]:
+    """Return (elements, bits) of a message's segments."""
+    return [(s.numel, (s.config or message.config).bits) for s in message.segments]
 
 
 def own_parameters(module: nn.Module) -> list[tuple[str, Any]]:

@@ -65,7 +65,11 @@ def checked() -> Iterator[dict[str, list[tuple[torch.Tensor, torch.Tensor]]]]:
             segments=segments, seed=options["seed"], residual=mine,
         )  # fmt: skip
         assert tc.to_numpy(output).tobytes() == want.tobytes()
-        if all(s.bits == 32 for s, r in zip(segments, residuals, strict=True) if r is None):
+        if all(
+            s.config and s.config.bits == 32
+            for s, r in zip(segments, residuals, strict=True)
+            if r is None
+        ):
             assert kept().tobytes() == mine.tobytes()
         seen.setdefault(options["name"], []).append((before, flat.clone()))
         return work

@@ -18,11 +18,12 @@ def rules_by_name() -> None:
             (r"^blocks\..*\.weight$", {"bits": 2, "bucket_size": 32}),
         ]
     )
+    b, k = FEW.bits, FEW.bucket_size
     table = {  # of what rules name: bits and bucket size
         **{f"blocks.{i}.{layer}.weight": (2, 32) for i in (0, 2) for layer in ("norm", "linear")},
         **{f"blocks.1.{layer}.weight": (8, 32) for layer in ("norm", "linear")},
-        **{f"blocks.1.{layer}.bias": (8, None) for layer in ("norm", "linear")},
-        "head.weight": (32, None),
+        **{f"blocks.1.{layer}.bias": (8, k) for layer in ("norm", "linear")},
+        "head.weight": (32, k),
     }
     x, y = batch(0)
     for gradients in (FEW, None):
@@ -37,15 +38,15 @@ def rules_by_name() -> None:
             *((b, f"blocks.{i}.") for i, b in enumerate(model.blocks)),
         ):
             named = [(prefix + name, p) for name, p in own_parameters(module)]
-            default = [32 if p.ndim == 1 else None for _, p in named]
-            plain.append([(bits, None) for bits in default])
+            default = [32 if p.ndim == 1 else b for _, p in named]
+            plain.append([(bits, k) for bits in default])
             ruled.append(
-                [table.get(n, (b, None)) for (n, _), b in zip(named, default, strict=True)]
+                [table.get(n, (own, k)) for (n, _), own in zip(named, default, strict=True)]
             )
         for message in messages:
             exact = gradients is None and message.verb == "reduce_scatter"
             assert message.config.bits == (32 if exact else 4)
-            found = [(s.bits, s.bucket_size) for s in message.segments]
+            found = [(s.config.bits, s.config.bucket_size) for s in message.segments if s.config]
             assert found in (plain if exact else ruled), (message.verb, found)
     (text,) = warned(lambda: fsdp.compress(model, FEW, rules=rules.with_first(("typo", 2))))
     assert "no layer matches 'typo'" in text

@@ -42,7 +42,7 @@ from cgx_ops import Communicator, Config, InvalidArgument
 from cgx_ops.call import call_seed
 from cgx_ops.torch.averager import QuantizedModelAverager
 
-FOUR_BITS = Config(bits=4, bucket_size=64, seed=3)
+FOUR_BITS = Config(bits=4, bucket_size=64)
 ONE_BIT = Config(bits=1, compressor="levels", bucket_size=64)  # with error feedback
 
 
@@ -55,10 +55,10 @@ def mean_of(
     """Return the reference's mean of one parameter's differences."""
     world: Any = dist.group.WORLD
     segment = reference.Segment(
-        0, rows[0].numel(), 32 if rows[0].dim() <= 1 else config.decided_bits, config.bucket_size,
+        0, rows[0].numel(), 32 if rows[0].dim() <= 1 else config.bits, config.bucket_size,
         compressor=config.compressor,
     )  # fmt: skip
-    seed = call_seed(config.seed, f"QuantizedModelAverager/{place}", step, world.group_name)
+    seed = call_seed(0, f"QuantizedModelAverager/{place}", step, world.group_name)
     mean = reference.allreduce(
         [tc.to_numpy(row) for row in rows], [segment], op="avg", algorithm="sra",
         rounding="stochastic" if config.compressor == "uniform" else "nearest",

@@ -48,7 +48,7 @@ from cgx_ops import Communicator, Config, InvalidArgument
 from cgx_ops.torch import ddp
 from cgx_ops.torch.ddp import CommHookType
 
-FOUR_BITS = Config(bits=4, bucket_size=64, rounding="nearest")
+FOUR_BITS = Config(bits=4, bucket_size=64, rounding="nearest", error_feedback=False)
 SMALL: dict[str, Any] = {"bucket_cap_mb": 0.001}  # several buckets
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
