@@ -26,6 +26,7 @@ constexpr ConfigWord kCompressors[] = {{"uniform", CGX_UNIFORM},     {"levels", 
 constexpr ConfigWord kAlgorithms[] = {
     {"auto", CGX_AUTO}, {"one_shot", CGX_ONE_SHOT},         {"sra", CGX_SRA},
     {"ring", CGX_RING}, {"hierarchical", CGX_HIERARCHICAL}, {"by_hosts", CGX_BY_HOSTS}};
+constexpr ConfigWord kWhole[] = {{"1.0", 0, false}};
 constexpr ConfigWord kNone[] = {{"None", 0, false}};
 constexpr ConfigWord kFlags[] = {{"False", 0, false}, {"True", 1, false}};
 constexpr ConfigWord kFeedback[] = {{"None", CGX_FEEDBACK_IF_BIASED, false},
@@ -86,7 +87,7 @@ constexpr ConfigField kTable[] = {
      kFeedback,
      {},
      "True, False or None (where the encoding is biased)"},
-    {"residual_decay", &cgx_config_t::residual_decay, kBillionths, {}, kShares,
+    {"residual_decay", &cgx_config_t::residual_decay, 0, kWhole, kShares,
      "more than 0 and at most 1", kBillionths},
 };
 static_assert(std::size(kTable) * sizeof(int64_t) == sizeof(cgx_config_t), "a field has no row");

@@ -77,7 +77,7 @@ typedef struct cgx_config_t {
   int64_t clip;       /* 1: ternary clips values at 2.5 times the bucket's root mean square */
   /* Of training steps; a collective ignores both, and ranks need not agree on them. */
   int64_t error_feedback; /* a cgx_feedback_t */
-  int64_t residual_decay; /* the part of a residual that is added, in billionths */
+  int64_t residual_decay; /* the part of a residual that is added, in billionths; 0: all */
 } cgx_config_t;
 
 /* Fewer elements cost more as a bucket than exact. */
