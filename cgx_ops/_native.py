@@ -98,9 +98,11 @@ _library = _load()
 # ---- 2. The structs of cgx.h ---------------------------------------------------------------------
 
 # Of cgx_config_t: what cgx_config_fields() tells of each field, of which a struct is made below.
-_library.cgx_config_fields.restype = _library.cgx_compressors.restype = c_char_p
+for _function in (_library.cgx_config_fields, _library.cgx_compressors, _library.cgx_verbs):
+    _function.restype = c_char_p
 CONFIG_FIELDS: list[dict[str, Any]] = json.loads(_library.cgx_config_fields())
 COMPRESSORS: list[dict[str, Any]] = json.loads(_library.cgx_compressors())
+VERBS: dict[str, dict[str, Any]] = {row["name"]: row for row in json.loads(_library.cgx_verbs())}
 
 
 def _words(name: str) -> dict[str, int]:
@@ -273,7 +275,6 @@ class Codec(_Sized):
 
 
 SMALLEST_COMPRESSED = 16  # CGX_SMALLEST_COMPRESSED
-VERBS = {"allreduce": 0, "reduce_scatter": 1, "all_gather": 2}
 OPS = {"sum": 0, "avg": 1, "min": 2, "max": 3, "product": 4}
 ALGORITHMS = _words("algorithm")
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
@@ -281,7 +282,8 @@ DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 # ---- 3. The functions ----------------------------------------------------------------------------
 
 _TEXTS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("cgx_last_error", "cgx_version", "cgx_config_fields", "cgx_compressors"), ()),
+    **dict.fromkeys(("cgx_last_error", "cgx_version"), ()),
+    **dict.fromkeys(("cgx_config_fields", "cgx_compressors", "cgx_verbs"), ()),
     "cgx_compressor_name": (c_int64,),
 }
 _CALLS: dict[str, tuple[Any, ...]] = {

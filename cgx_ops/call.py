@@ -18,7 +18,7 @@ from cgx_ops.config import EXACT_BITS, Config, check_config
 from cgx_ops.errors import InvalidArgument, checked_seed
 
 Op = Literal["sum", "avg", "min", "max", "product"]
-Verb = Literal["allreduce", "reduce_scatter", "all_gather"]
+Verb = str  # a name of _native.VERBS
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class Call:
         """
         result = as_output(out, shape, source.dtype)
         pointers = address(source), address(result)
-        in_place = self.verb == "allreduce" and pointers[0] == pointers[1]
+        in_place = _native.VERBS[self.verb]["shards"] and pointers[0] == pointers[1]
         if not in_place and np.may_share_memory(result, source):
             raise InvalidArgument(
                 f"out overlaps the input of {self.verb}: "
@@ -334,7 +334,7 @@ def _pattern(
             to.config = addressof(configs[-1])
     made = _native.Collective(
         comm=comm,
-        verb=_native.VERBS[verb],
+        verb=_native.VERBS[verb]["id"],
         dtype=dtype,
         op=_native.OPS[op],
         config=config.native,

@@ -63,7 +63,7 @@ def native_call(case: Case, rank: int) -> _native.Collective:
     native = [_native.Segment(o, n, bucket_size, bits) for o, n, bits, bucket_size in segments]
     return _native.Collective(
         comm=-1,
-        verb=_native.VERBS["allreduce"],
+        verb=_native.VERBS["allreduce"]["id"],
         dtype=_native.DTYPES[case.dtype],
         op=_native.OPS[case.op],
         config=collective_cases.config_of(case).native,

@@ -104,6 +104,16 @@ def test_python_declares_what_the_header_does() -> None:
             assert given is wanted if wanted else ctypes.sizeof(given) == pointer, (name, field)
 
 
+def test_table_of_verbs_is_the_headers() -> None:
+    (body,) = re.findall(r"typedef enum cgx_verb_t \{(.*?)\}", _headers(), re.DOTALL)
+    numbers = {name.lower(): int(number) for name, number in re.findall(r"CGX_(\w+) = (\d+)", body)}
+    assert numbers == {name: row["id"] for name, row in _native.VERBS.items()}
+    for row in _native.VERBS.values():
+        assert row["shards"] == (not row["blocks_in"] and not row["blocks_out"])
+        assert row["algorithm"] in _native.ALGORITHMS
+        assert row["reduces"] or not row["residuals"]
+
+
 def test_bindings_export_their_entry_point_alone() -> None:
     for module in ("_numpy_ops", "_torch_ops", "_xla_ffi"):
         entry = f"PyInit_{module}"

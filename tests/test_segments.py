@@ -122,7 +122,7 @@ def test_one_rank_divides_what_it_averages(dtype: str, verb: str) -> None:
         y = np.empty_like(x)
         segment = _native.Segment(0, x.size, 512, 4)
         call = _native.Collective(
-            comm=comm.id, verb=_native.VERBS[verb], dtype=_native.DTYPES[dtype],
+            comm=comm.id, verb=_native.VERBS[verb]["id"], dtype=_native.DTYPES[dtype],
             op=_native.OPS["avg"], segments=(_native.Segment * 1)(segment), num_segments=1,
             occurrence=-1, divisor=divisor,
         )  # fmt: skip
@@ -217,8 +217,8 @@ def test_a_missing_buffer(which: str) -> None:
 def test_lists_are_for_allreduce_and_residuals_for_sums() -> None:
     comm = Communicator.local(2)[0]
     xs = inputs(0, "float32")
-    with pytest.raises(InvalidArgument, match="only an allreduce"):
-        run(call_of(comm, "float32", verb=_native.VERBS["all_gather"]), xs, xs)
+    with pytest.raises(InvalidArgument, match="lie in one buffer"):
+        run(call_of(comm, "float32", verb=_native.VERBS["all_gather"]["id"]), xs, xs)
     exact = call_of(comm, "float32", op=_native.OPS["max"])
     for segment in exact.segments[: len(NUMELS)]:
         segment.bits = 32

@@ -209,12 +209,10 @@ PYBIND11_MODULE(_torch_ops, m) {
       "start",
       [](uintptr_t collective, const at::Tensor& input, const at::Tensor& output,
          std::vector<at::Tensor> residuals, bool asynchronous) {
-        static constexpr c10d::OpType kTypes[] = {
-            c10d::OpType::ALLREDUCE, c10d::OpType::REDUCE_SCATTER, c10d::OpType::ALLGATHER};
         const auto& call = *reinterpret_cast<const cgx_collective_t*>(collective);
         return cgx::torch_ops::start(
             call, {.input = input, .output = output, .residuals = std::move(residuals)},
-            kTypes[call.verb], asynchronous);
+            cgx::torch_ops::torch_verb(call.verb).type, asynchronous);
       },
       pybind11::arg("collective"), pybind11::arg("input"), pybind11::arg("output"),
       pybind11::arg("residuals"), pybind11::arg("asynchronous"),

@@ -175,6 +175,13 @@ class CpuWork final : public c10d::Work {
 
 }  // namespace
 
+TorchVerb torch_verb(int32_t verb) {
+  static constexpr TorchVerb kVerbs[] = {{c10d::OpType::ALLREDUCE, "all_reduce"},
+                                         {c10d::OpType::REDUCE_SCATTER, "reduce_scatter"},
+                                         {c10d::OpType::ALLGATHER, "all_gather"}};
+  return kVerbs[verb];
+}
+
 c10::intrusive_ptr<c10d::Work> start(const cgx_collective_t& collective, Buffers buffers,
                                      c10d::OpType type, bool asynchronous) {
   if (buffers.output.is_cuda()) {
@@ -187,7 +194,6 @@ c10::intrusive_ptr<c10d::Work> start(const cgx_collective_t& collective, Buffers
 }
 
 const char* profile_title(const cgx_collective_t& collective) {
-  static constexpr const char* kVerbs[] = {"all_reduce", "reduce_scatter", "all_gather"};
   static constexpr int64_t kItemSizes[] = {4, 2, 2};
   constexpr int32_t kExactBits = 32;
   std::set<int32_t> widths;
@@ -209,7 +215,7 @@ const char* profile_title(const cgx_collective_t& collective) {
   auto plan = make<cgx_plan_t>();
   check(cgx_plan(&collective, &plan));
   const std::string title =
-      c10::str("cgx:", kVerbs[collective.verb], " ", how, ", ",
+      c10::str("cgx:", torch_verb(collective.verb).name, " ", how, ", ",
                numel * kItemSizes[collective.dtype], " -> ", plan.payload_bytes, " bytes");
   static std::mutex mutex;
   static auto* titles = new std::set<std::string>;

@@ -29,6 +29,13 @@ struct Buffers {
   at::Tensor seed = {};  // perhaps; in the GPU's memory
 };
 
+// torch's names of a cgx_verb_t: in c10d, and in profiles.
+struct TorchVerb {
+  c10d::OpType type;
+  const char* name;
+};
+TorchVerb torch_verb(int32_t verb);
+
 // Starts `collective`, whose input and output are those of `buffers`. Throws if it cannot start.
 // Not asynchronous: CUDA tensors on the current stream; of CPU tensors the caller has to wait.
 c10::intrusive_ptr<c10d::Work> start(const cgx_collective_t& collective, Buffers buffers,

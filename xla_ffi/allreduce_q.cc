@@ -34,7 +34,7 @@ std::string Describe(const ffi::Dictionary& attributes) {
 // Without its seeds.
 Message MakeMessage(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                     const ffi::Dictionary& attributes, const Signature& signature) {
-  return AsRank(Operands(args, rets, signature, /*ranks=*/0), signature, Text(attributes, "name"));
+  return AsRank(Operands(args, rets, signature), signature, Text(attributes, "name"));
 }
 
 int32_t FindCommunicator(const ffi::Dictionary& attributes) {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "cgx/completion_pool.h"
+#include "cgx/verb.h"
 #include "core.h"
 
 namespace cgx::xla {
@@ -19,15 +20,16 @@ void Finish(void* context, cgx_status_t status, const char* text) {
 // ---- Operands -----------------------------------------------------------------------------------
 
 Operands::Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                   const Signature& signature, size_t ranks) {
+                   const Signature& signature) {
   const size_t count = signature.batches.size();
   for (size_t i = 0; i < count; ++i) {
     const int64_t batch = signature.batches[i];
     const auto values = GetBuffer<ffi::AnyBuffer>(args, i);
     auto result = GetBuffer<ffi::AnyBuffer>(rets, i);
     dtype = ToDtype(values.element_type());
-    int64_t elements = static_cast<int64_t>(values.element_count());
-    if (signature.collective.verb == CGX_REDUCE_SCATTER) elements /= static_cast<int64_t>(ranks);
+    // One block: where one side has a block for each rank, the other has one.
+    const auto elements =
+        static_cast<int64_t>(std::min(values.element_count(), result->element_count()));
     void* residual = nullptr;
     if (signature.feedback) residual = GetBuffer<ffi::AnyBuffer>(rets, count + i)->untyped_data();
     leaves.push_back({static_cast<const std::byte*>(values.untyped_data()),
@@ -69,7 +71,7 @@ ffi::Future Failed(const std::exception& error) {
 Call::Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Site& site,
            const Site::Place& place)
     : Completion(site.Describe(place)),
-      operands_(args, rets, site.signature(), place.group->members.size()),
+      operands_(args, rets, site.signature()),
       seeds_(ReadSeeds(SeedsOf(args, site.signature()))) {}
 
 // ---- Message ------------------------------------------------------------------------------------
@@ -120,7 +122,7 @@ const cgx_collective_t& Message::On(int32_t comm) {
 
 Message AsRank(const Operands& operands, const Signature& signature, std::string key) {
   Message message(signature, std::move(key), operands.dtype, /*divisor=*/0);
-  if (signature.collective.verb == CGX_ALLREDUCE) {
+  if (verb_of(signature.collective.verb).lists) {
     for (const Leaf& leaf : operands.leaves) message.Add(leaf);
     return message;
   }

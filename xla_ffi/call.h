@@ -35,9 +35,9 @@ struct Leaf {
 // with feedback, their residuals; its results are those of the leaves, then the new residuals, each
 // in the buffer of the old one.
 struct Operands {
-  // `ranks`: how many reduce together. Throws StatusError.
+  // Throws StatusError.
   Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-           const Signature& signature, size_t ranks);
+           const Signature& signature);
 
   int32_t dtype;
   std::vector<Leaf> leaves;

@@ -133,11 +133,13 @@ struct Signature {
         collective(GetSettings(attributes, configs)),
         feedback(GetAttribute<int64_t>(attributes, "feedback") != 0) {
     collective.verb = static_cast<int32_t>(GetAttribute<int64_t>(attributes, "verb"));
+    function = GetAttribute<std::string_view>(attributes, "function");
     batches = GetList(attributes, "batches");
   }
 
   LeafConfigs configs;
   cgx_collective_t collective;   // verb, op and config
+  std::string function;          // what users call it
   bool feedback;                 // leaves have residuals
   std::vector<int64_t> batches;  // by leaf, equal segments in the operand: the examples of a vmap
 };

@@ -59,8 +59,8 @@ ffi::Error Execute(CUstream_st* stream, ffi::RemainingArgs args, ffi::RemainingR
     const CudaGroup gpus = GroupOf(*place.group, *site);
     try {
       const Signature& signature = site->signature();
-      Message message = AsRank(Operands(args, rets, signature, gpus.devices.size()), signature,
-                               site->NameOf(*place.group));
+      Message message =
+          AsRank(Operands(args, rets, signature), signature, site->NameOf(*place.group));
       message.noise_rank = static_cast<int32_t>(place.rank);
       EnqueueOn(stream, message, SeedsOf(args, signature),
                 CudaCommunicator(gpus, place.rank, run.run_id));

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "cgx/completion_pool.h"
+#include "cgx/verb.h"
 #include "core.h"
 #include "groups.h"
 
@@ -150,16 +151,8 @@ void Meeting::Expire() {
 void Meeting::Run() {
   std::shared_ptr<Message> message;
   try {
-    switch (site_.signature().collective.verb) {
-      case CGX_ALLREDUCE:
-        message = ReduceAll();
-        break;
-      case CGX_REDUCE_SCATTER:
-        message = ReduceScatter();
-        break;
-      default:
-        message = Gather();
-    }
+    const Verb& verb = verb_of(site_.signature().collective.verb);
+    message = !verb.reduces ? Gather() : verb.blocks_in ? ReduceScatter() : ReduceAll();
   } catch (const std::exception& error) {
     Refuse(group_.processes, site_.NameOf(group_), StatusOf(error), error.what());
     End(StatusOf(error), error.what());
@@ -273,7 +266,8 @@ void Meeting::Deliver(int64_t place) {
   const Call& call = *calls_[place];
   const int64_t width = SizeOf(call.dtype());
   const Leaf& first = call.leaves()[0];
-  if (site_.signature().collective.verb == CGX_ALL_GATHER) {
+  const Verb& verb = verb_of(site_.signature().collective.verb);
+  if (!verb.reduces) {
     const int64_t bytes = first.elements() * width;
     const auto locals = static_cast<int64_t>(calls_.size());
     for (size_t rank = 0; rank < group_.members.size(); ++rank) {
@@ -283,7 +277,7 @@ void Meeting::Deliver(int64_t place) {
     }
     return;
   }
-  if (site_.signature().collective.verb == CGX_REDUCE_SCATTER) {
+  if (verb.blocks_in) {
     check(cgx_convert(CGX_FLOAT32, received_.get() + 4 * place * first.elements(), call.dtype(),
                       first.result, first.elements()));
     return;

@@ -92,9 +92,8 @@ int64_t Site::PartitionOf(int64_t device) const {
 }
 
 std::string Site::Describe(const Place& place) const {
-  static constexpr const char* kFunctions[] = {"psum_q", "psum_scatter_q", "all_gather_q"};
-  return std::string(kFunctions[signature_.collective.verb]) + " '" + name_ + "' on rank " +
-         std::to_string(place.rank) + " of " + std::to_string(place.group->members.size());
+  return signature_.function + " '" + name_ + "' on rank " + std::to_string(place.rank) + " of " +
+         std::to_string(place.group->members.size());
 }
 
 int64_t Site::NextOccurrence(int64_t run, int64_t partition) {

@@ -21,13 +21,12 @@ int64_t to_peers(const cgx_carried_t& carried, int64_t bytes) { return (carried.
 
 void count(const cgx_carried_t& carried, const Carried& made, int64_t message_bytes) {
   int64_t sent = to_peers(carried, message_bytes);
-  if (made.algorithm() != CGX_ONE_SHOT) {
+  if (made.plan().algorithm != CGX_ONE_SHOT) {
     sent = 0;
     for (int32_t owner = 0; owner < carried.size; ++owner)
       if (owner != carried.rank) sent += made.scatter_bytes(owner);
   }
-  const int64_t values = made.value_bytes();
-  Traffic::carried().add(1, values, to_peers(carried, 2 * values) / carried.size, sent);
+  Traffic::carried().add(1, made.plan().bytes_in(), made.plan().bytes_plain(), sent);
 }
 
 // A caller's buffer. Void is const or not, and so are the bytes.
@@ -47,7 +46,7 @@ cgx_status_t cgx_carried_plan(const cgx_carried_t* carried, int32_t* algorithm,
     require(algorithm && scatter_bytes && gather_bytes, CGX_INVALID_ARGUMENT,
             "algorithm, scatter_bytes or gather_bytes is a null pointer; give one int32 and twice "
             "`size` int64");
-    *algorithm = made.algorithm();
+    *algorithm = made.plan().algorithm;
     for (int32_t rank = 0; rank < carried->size; ++rank) {
       scatter_bytes[rank] = made.scatter_bytes(rank);
       gather_bytes[rank] = made.gather_bytes(rank);

@@ -203,9 +203,8 @@ std::shared_ptr<Collective> Communicator::planned(const cgx_collective_t& call) 
   require_device(call, CGX_CPU, "cgx_start and cgx_run are for the CPU; use cgx_enqueue");
   Plan made = plan(call);
   auto collective = named(call);
-  const int64_t bytes = made.bytes(made.numel());
-  collective->bytes_in = made.verb == CGX_REDUCE_SCATTER ? size * bytes : bytes;
-  collective->bytes_plain = (size - 1) * (made.verb == CGX_ALLREDUCE ? 2 * bytes / size : bytes);
+  collective->bytes_in = made.bytes_in();
+  collective->bytes_plain = made.bytes_plain();
   if (engine_) {
     collective->agreement = make_agreement(call, made);
     collective->algorithm = make_algorithm(std::move(made));

@@ -1,6 +1,7 @@
 // The functions of cgx.h, section 2, that describe this build and the MPI library.
 #include "algorithm/algorithm.h"
 #include "api.h"
+#include "cgx/verb.h"
 #include "compressor/codec.h"
 #include "device/group.h"
 #include "kernel/kernels.h"
@@ -34,6 +35,28 @@ std::string describe() {
               ", \"cuda\": ", device::describe_devices(), "}");
 }
 
+std::string describe_verbs() {
+  static constexpr const char* kResiduals[] = {"", "cpu", "any"};
+  std::string rows;
+  for (const Verb& verb : kVerbs) {
+    rows += join(rows.empty() ? "" : ", ", "{\"id\": ", verb.id, ", \"name\": \"", verb.name, "\"");
+    const auto add = [&](const char* name, bool value) {
+      rows += join(", \"", name, "\": ", value ? "true" : "false");
+    };
+    add("blocks_in", verb.blocks_in);
+    add("blocks_out", verb.blocks_out);
+    add("reduces", verb.reduces);
+    add("scatters", verb.scatters);
+    add("gathers", verb.gathers);
+    add("lists", verb.lists);
+    add("shards", verb.shards());
+    rows += join(", \"residuals\": \"", kResiduals[static_cast<int>(verb.residuals)],
+                 "\", \"algorithm\": \"",
+                 verb.algorithm == CGX_AUTO ? "auto" : entry_of(verb.algorithm).name, "\"}");
+  }
+  return "[" + rows + "]";
+}
+
 std::string describe_mpi() {
   Mpi& mpi = open_mpi();
   return join("{\"library\": \"", mpi.library(),
@@ -48,6 +71,11 @@ cgx_status_t cgx_describe(const char** text) {
     described = describe();
     *text = described.c_str();
   });
+}
+
+const char* cgx_verbs(void) {
+  static const std::string text = describe_verbs();
+  return text.c_str();
 }
 
 cgx_status_t cgx_describe_mpi(const char** text) {

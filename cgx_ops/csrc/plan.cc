@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <span>
 #include <type_traits>
 
@@ -108,8 +109,7 @@ const char* name_of(const char* const (&names)[N], int number) {
 }
 
 const char* verb_name(int verb) {
-  static constexpr const char* kNames[] = {"allreduce", "reduce_scatter", "all_gather"};
-  return name_of(kNames, verb);
+  return verb >= 0 && verb < std::ssize(kVerbs) ? kVerbs[verb].name : "unknown";
 }
 const char* dtype_name(int dtype) {
   static constexpr const char* kNames[] = {"float32", "float16", "bfloat16"};
@@ -130,18 +130,17 @@ void check_lists(const cgx_collective_t& call, const Plan& plan, BuffersUsed use
   const Row rows[] = {{"inputs", call.inputs, used.input}, {"outputs", call.outputs, used.output}};
   for (const Row& row : rows) {
     if (!row.pointers) continue;
-    require(plan.verb == CGX_ALLREDUCE, CGX_INVALID_ARGUMENT, row.name, " are given for ",
-            verb_name(plan.verb), ": only an allreduce has them");
+    require(plan.verb->lists, CGX_INVALID_ARGUMENT, row.name, " are given for ", plan.verb->name,
+            ", whose segments lie in one buffer: give input and output");
     for (int64_t i = 0; i < call.num_segments && row.used; ++i)
       require(row.pointers[i] || call.segments[i].numel == 0, CGX_INVALID_ARGUMENT, row.name, "[",
               i, "] is a null pointer; it holds ", call.segments[i].numel, " elements");
   }
   if (!call.residuals) return;
-  require(plan.verb != CGX_ALL_GATHER, CGX_INVALID_ARGUMENT, "residuals are given for ",
-          verb_name(plan.verb), ": only an allreduce and a reduce_scatter have them");
-  require(plan.verb == CGX_ALLREDUCE || call.device == CGX_CPU, CGX_UNSUPPORTED,
-          "residuals are given for ", verb_name(plan.verb),
-          " on a device: it has them on the CPU only");
+  require(plan.verb->residuals != Residuals::kNone, CGX_INVALID_ARGUMENT,
+          "residuals are given for ", plan.verb->name, ", which has none: leave them out");
+  require(plan.verb->residuals == Residuals::kAnywhere || call.device == CGX_CPU, CGX_UNSUPPORTED,
+          "residuals are given for ", plan.verb->name, " on a device: it has them on the CPU only");
   require(plan.op == Op::kSum || plan.op == Op::kAvg, CGX_INVALID_ARGUMENT,
           "residuals are given for op ", op_name(call.op), ": only sum and avg have them");
 }
@@ -171,7 +170,7 @@ bool of_other_launches(const Agreement& left, const Agreement& right) {
 
 Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed used) {
   Plan plan;
-  plan.verb = in_range<cgx_verb_t>("verb", call.verb, 0, CGX_ALL_GATHER, "a cgx_verb_t");
+  plan.verb = &kVerbs[in_range("verb", call.verb, 0, std::ssize(kVerbs) - 1, "a cgx_verb_t")];
   plan.dtype = in_range<Dtype>("dtype", call.dtype, 0, CGX_BFLOAT16, "a cgx_dtype_t");
   plan.op = in_range<Op>("op", call.op, 0, CGX_PRODUCT, "sum, avg, min, max, product");
   in_range("divisor", call.divisor, 0, INT64_MAX, "1 or more, or 0 for the number of ranks");
@@ -231,18 +230,16 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     plan.segments.push_back(segment);
   }
   if (in_one_buffer) plan.block_numel = end;
-  require(!compressed || plan.op == Op::kSum || plan.op == Op::kAvg || plan.verb == CGX_ALL_GATHER,
+  require(!compressed || plan.op == Op::kSum || plan.op == Op::kAvg || !plan.verb->reduces,
           CGX_UNSUPPORTED, "op ", op_name(call.op),
           " is not defined on compressed values: use sum or avg, or bits=32 (exact)");
-  const auto check_buffer = [&](const char* what, const void* buffer) {
-    require(end == 0 || buffer, CGX_INVALID_ARGUMENT, what, " is a null pointer; it holds ", end,
-            " elements",
-            plan.verb == CGX_ALLREDUCE ? "" : " or as many blocks of them as there are ranks");
-  };
-  if (used.input && !call.inputs) check_buffer("input", call.input);
-  if (used.output && !call.outputs) check_buffer("output", call.output);
-  if (plan.verb == CGX_ALLREDUCE)
-    plan.algorithm = static_cast<cgx_algorithm_t>(call.config.algorithm);
+  if (used.input && !call.inputs)
+    check_pointer(call.input, end * (plan.verb->blocks_in ? size : 1), "input");
+  if (used.output && !call.outputs)
+    check_pointer(call.output, end * (plan.verb->blocks_out ? size : 1), "output");
+  plan.algorithm = plan.verb->algorithm != CGX_AUTO
+                       ? plan.verb->algorithm
+                       : static_cast<cgx_algorithm_t>(call.config.algorithm);
   return plan;
 }
 
@@ -264,7 +261,7 @@ Agreement make_agreement(const cgx_collective_t& call, const Plan& plan) {
   agreement.op = call.op;
   agreement.launch = call.launch;
   agreement.num_segments = call.num_segments;
-  if (plan.verb != CGX_ALLREDUCE) agreement.block_numel = plan.block_numel;
+  if (!plan.verb->shards()) agreement.block_numel = plan.block_numel;
   if (plan.op == Op::kAvg) agreement.divisor = plan.divisor;
   agreement.numel = plan.numel();
   agreement.shared_seeds = shared_seeds(plan).value_or(0);

@@ -17,6 +17,7 @@
 #include "base/topology.h"
 #include "base/types.h"
 #include "cgx/cgx.h"
+#include "cgx/verb.h"
 #include "compressor/codec.h"
 #include "compressor/ways.h"
 #include "config.h"
@@ -43,7 +44,7 @@ struct Segment {
 inline constexpr int kMostUnreleased = 64;
 
 struct Plan {
-  cgx_verb_t verb = CGX_ALLREDUCE;
+  const Verb* verb = &kVerbs[CGX_ALLREDUCE];
   cgx_algorithm_t algorithm = CGX_SRA;
   Dtype dtype = Dtype::kFloat32;
   Op op = Op::kSum;
@@ -53,7 +54,7 @@ struct Plan {
   std::shared_ptr<const Topology> topology;  // null: not known
   int64_t divisor = 1;                       // of avg
   std::vector<Segment> segments;
-  int64_t block_numel = 0;  // elements from one rank's block to the next; the whole for allreduce
+  int64_t block_numel = 0;  // elements of a block
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   int64_t chunk_bytes = kChunkBytes;  // of encoded values, at most, in a message
@@ -68,11 +69,17 @@ struct Plan {
     return static_cast<int>(std::clamp<int64_t>(fit, 1, kMostUnreleased));
   }
   // Whether one rank alone changes its values: the sum is its own, but divided.
-  bool divides_alone() const { return op == Op::kAvg && divisor != 1 && verb != CGX_ALL_GATHER; }
+  bool divides_alone() const { return op == Op::kAvg && divisor != 1 && verb->reduces; }
   int64_t numel() const {
     int64_t sum = 0;
     for (const Segment& segment : segments) sum += segment.numel;
     return sum;
+  }
+  // As in cgx_comm_info_t.
+  int64_t bytes_in() const { return bytes(numel()) * (verb->blocks_in ? size : 1); }
+  int64_t bytes_plain() const {
+    const int64_t stages = int64_t{verb->scatters} + int64_t{verb->gathers};
+    return (size - 1) * (stages * bytes(numel()) / (verb->shards() ? size : 1));
   }
   // Bytes from the start of a buffer to an element.
   int64_t bytes(int64_t elements) const { return elements * size_of(dtype); }

@@ -170,7 +170,7 @@ def _plan(leaves: list[jax.ShapeDtypeStruct], ranks: int, settings: "Settings") 
     # Lists of pointers, all null: where values are does not matter here, only that they are apart.
     nowhere = (ctypes.c_void_p * len(segments))()
     call = _native.Collective(
-        verb=_native.VERBS["allreduce"],
+        verb=_native.VERBS["allreduce"]["id"],
         dtype=_native.DTYPES[leaves[0].dtype.name],
         op=_native.OPS[settings.op],
         config=own[0],

@@ -245,7 +245,7 @@ def _groups(
 
 def _check_counts(settings: Settings, groups: Rows, processes: list[int]) -> None:
     """Scatter and gather need as many devices of a group in each of its processes."""
-    if settings.verb == "allreduce":
+    if settings.row["shards"]:
         return
     for group in groups:
         counts = Counter(processes[partition] for partition in group)

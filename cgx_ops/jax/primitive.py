@@ -11,6 +11,8 @@ then the new residuals:
     reduce_scatter    (size, batch, n)   (batch, n)
     all_gather        (batch, n)         (size, batch, n)
 
+where the core's table of verbs says that a buffer holds a block for each rank.
+
 An example of the batch (vmap's) is a segment of the message with a seed of its own (also where vmap
 gives all of them one key), compressed as if it were alone. All leaves of one binding are one
 message.
@@ -32,6 +34,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from cgx_ops import _native
+from cgx_ops.call import Verb
 from cgx_ops.config import Config
 from cgx_ops.jax import _compat, _runtime
 from cgx_ops.jax._calls import call_attributes, parted
@@ -43,12 +46,7 @@ if TYPE_CHECKING:
     from cgx_ops.jax.mesh_groups import MeshGroups
 
 Groups: TypeAlias = "MeshGroups | Ranks"
-Verb = Literal["allreduce", "reduce_scatter", "all_gather"]
 Carrier = Literal["native", "xla"]
-
-# By verb: where vmap's examples stand in a leaf and in its result.
-_BATCH_IN = {"allreduce": 0, "reduce_scatter": 1, "all_gather": 0}
-_BATCH_OUT = {"allreduce": 0, "reduce_scatter": 0, "all_gather": 1}
 
 
 # ---- parameters --------------------------------------------------------------------------------
@@ -79,6 +77,16 @@ class Settings:
     feedback: bool = False
     plan: Plan | None = None
     overlaps: bool = False
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row of the core's table."""
+        return _native.VERBS[self.verb]
+
+    @property
+    def batch_axes(self) -> tuple[int, int]:
+        """Where vmap's examples stand in a leaf and in its result: after the ranks' blocks."""
+        return int(self.row["blocks_in"]), int(self.row["blocks_out"])
 
     @property
     def function(self) -> str:
@@ -130,15 +138,13 @@ collective_q_p.def_impl(functools.partial(xla.apply_primitive, collective_q_p))
 @collective_q_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, settings: Settings) -> tuple[list[Any], set[_compat.Effect]]:
     leaves, seeds, residuals = parted(avals, settings.feedback)
-    groups, results = settings.groups, []
+    groups, row, results = settings.groups, settings.row, []
     for leaf, seed in zip(leaves, seeds, strict=True):
-        shape = {
-            "allreduce": leaf.shape,
-            "reduce_scatter": leaf.shape[1:],
-            "all_gather": (groups.size, *leaf.shape),
-        }[settings.verb]
+        shape = leaf.shape[1:] if row["blocks_in"] else leaf.shape
+        if row["blocks_out"]:
+            shape = (groups.size, *shape)
         varying = _compat.varying_axes(leaf) | _compat.varying_axes(seed)
-        if settings.verb == "allreduce":  # all devices of a group get the same
+        if row["shards"]:  # all devices of a group get the same
             varying -= frozenset(groups.axes)
         results.append(_compat.with_varying_axes(leaf.update(shape=shape), varying))
     return results + residuals, groups.effects
@@ -166,11 +172,12 @@ mlir.register_lowering(collective_q_p, _lower_elsewhere)
 
 def message_attributes(ctx: Any, settings: Settings) -> dict[str, Any]:
     """Return what Signature of xla_ffi/core.h reads."""
-    batch_axis = _BATCH_IN[settings.verb]
+    batch_axis, _ = settings.batch_axes
     leaves = parted(ctx.avals_in, settings.feedback)[0]
     return {
         **call_attributes(settings.op, settings.configs),
-        "verb": np.int64(_native.VERBS[settings.verb]),
+        "verb": np.int64(settings.row["id"]),
+        "function": settings.function,
         "batches": np.asarray([leaf.shape[batch_axis] for leaf in leaves], np.int64),
         "feedback": np.int64(settings.feedback),
     }
@@ -232,7 +239,7 @@ def _batch(
             f"{settings.function} over {settings.groups.axes} inside a vmap of that axis_name: use "
             "JAX's own collective for vmap's axes"
         )
-    at, size = _BATCH_IN[settings.verb], axis_data.size
+    (at, at_result), size = settings.batch_axes, axis_data.size
     operands, places = parted(args, settings.feedback), parted(dims, settings.feedback)
     examples: list[tuple[int, int] | None] = []  # of each leaf: vmap's, and those it had before
     for i, of_leaf in enumerate(zip(*filter(None, places), strict=True)):
@@ -249,7 +256,7 @@ def _batch(
                 kind[i], before = _merged(front, axis), front.shape[1 + axis]
         examples.append((size, before))
     results = collective_q_p.bind(*chain(*operands), settings=settings)
-    axes = [_BATCH_OUT[settings.verb]] * len(examples) + [at] * len(operands[2])
+    axes = [at_result] * len(examples) + [at] * len(operands[2])
     examples *= len(results) // len(examples)
     dims_out = [
         None if example is None else axis for axis, example in zip(axes, examples, strict=True)

@@ -40,11 +40,7 @@ def need_counts(
         groups: the partition ids of each group, a row each.
         processes: the process of each partition; None: all are in this one.
     """
-    if (
-        processes is None
-        or settings.verb == "all_gather"
-        or not any(map(is_vote, settings.configs))
-    ):
+    if processes is None or not settings.row["reduces"] or not any(map(is_vote, settings.configs)):
         return False
     counts = (Counter(processes[partition] for partition in group) for group in groups)
     return any(1 < len(count) < groups.shape[1] for count in counts)

@@ -124,10 +124,9 @@ def start(
             raise InvalidArgument(
                 f"{verb}: {role} is not contiguous, or a negative view; give {role}.clone()"
             )
-    block, whole = output.numel(), input.numel()
-    if verb == "all_gather":
-        block, whole = whole, block
-    if whole != block * (1 if verb == "allreduce" else comm.size):
+    row = _native.VERBS[verb]
+    block, rest = divmod(input.numel(), comm.size if row["blocks_in"] else 1)
+    if rest or output.numel() != block * (comm.size if row["blocks_out"] else 1):
         raise InvalidArgument(
             f"{verb} over {comm.size} ranks: input has {input.numel()} elements, output "
             f"{output.numel()}"
@@ -249,8 +248,8 @@ def set_residuals(
             f"residuals is a list of {len(residuals)} for {len(segments)} segments; give one each"
         )
     for residual, segment in zip(residuals, segments, strict=True):
-        scattered = call.verb == "reduce_scatter"
-        numel = like.numel() - segment.offset if scattered else segment.numel
+        has_blocks = _native.VERBS[call.verb]["blocks_in"]
+        numel = like.numel() - segment.offset if has_blocks else segment.numel
         if residual is not None and (
             (residual.dtype, residual.device, residual.numel()) != (like.dtype, like.device, numel)
             or not residual.is_contiguous()

@@ -18,7 +18,7 @@ Plan carried_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed 
       call.device == CGX_CPU, CGX_UNSUPPORTED, "device is ", call.device,
       ": what the caller carries is encoded on the CPU; give CGX_CPU, and values in its memory");
   Plan plan = make_plan(call, rank, size, used);
-  require(plan.verb == CGX_ALLREDUCE, CGX_INVALID_ARGUMENT, "verb is ", call.verb,
+  require(plan.verb->id == CGX_ALLREDUCE, CGX_INVALID_ARGUMENT, "verb is ", call.verb,
           ": only an allreduce can be carried by its caller; give CGX_ALLREDUCE");
   require(plan.algorithm != CGX_RING && plan.algorithm != CGX_HIERARCHICAL, CGX_INVALID_ARGUMENT,
           "algorithm is ", plan.algorithm == CGX_RING ? "ring" : "hierarchical",

@@ -17,9 +17,7 @@ class Carried {
   // Throws Error(CGX_INVALID_ARGUMENT or CGX_UNSUPPORTED).
   Carried(const cgx_collective_t& call, int rank, int size, BuffersUsed used);
 
-  cgx_algorithm_t algorithm() const { return plan_.algorithm; }
-  // Bytes of the values, as they were given.
-  int64_t value_bytes() const { return plan_.bytes(plan_.numel()); }
+  const Plan& plan() const { return plan_; }
   // To `owner` from each other rank, and from `owner` to everyone.
   int64_t scatter_bytes(int owner) const;
   int64_t gather_bytes(int owner) const;

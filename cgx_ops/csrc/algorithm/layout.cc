@@ -29,7 +29,7 @@ Layout::Layout(const Plan& plan) {
   chunk_bytes_ = plan.chunk_bytes;
   value_bytes_ = plan.bytes(1);
   has_intra_ = plan.algorithm == CGX_HIERARCHICAL;
-  if (plan.verb != CGX_ALLREDUCE) block_stride_ = plan.block_numel;
+  if (!plan.verb->shards()) block_stride_ = plan.block_numel;
   for (const auto& segment : plan.segments) {
     int64_t grain = 1;
     for (const CodecSettings& settings : segment.codecs.each)
@@ -41,7 +41,7 @@ Layout::Layout(const Plan& plan) {
              std::min(segment.numel, range.last * grain));
     }
   }
-  if (plan.verb != CGX_REDUCE_SCATTER || !keeps) return;
+  if (!plan.verb->blocks_in || !keeps) return;
   // Blocks are alike in all but their residuals.
   shards_.resize(plan.size, shards_[0]);
   for (int owner = 1; owner < plan.size; ++owner)
@@ -118,7 +118,7 @@ int64_t fitting_chunk_bytes(const Plan& plan, int64_t most) {
     const int bits = std::min(codec.bits, 8 * width);
     bytes += segment.numel / 8 * bits;
   }
-  const bool cut = plan.verb == CGX_ALLREDUCE && plan.algorithm != CGX_ONE_SHOT;
+  const bool cut = plan.verb->shards() && plan.algorithm != CGX_ONE_SHOT;
   const int64_t shard = bytes / (cut ? plan.size : 1);
   return std::clamp(shard / kChunksOfShard, kChunkBytes, std::max(kChunkBytes, most));
 }

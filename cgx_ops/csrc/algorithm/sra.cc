@@ -25,8 +25,8 @@ class Sra : public Algorithm {
   explicit Sra(Plan plan)
       : plan_(std::move(plan)),
         layout_(plan_),
-        scatters_(plan_.verb != CGX_ALL_GATHER),
-        gathers_(plan_.verb != CGX_REDUCE_SCATTER),
+        scatters_(plan_.verb->scatters),
+        gathers_(plan_.verb->gathers),
         most_unreleased_(
             std::max(plan_.most_unreleased(layout_.longest_message()), plan_.size - 1)),
         contributions_(plan_.size),
@@ -236,12 +236,12 @@ const AlgorithmEntry kSra = {
     "scatter-reduce-allgather: 2 steps, 2(n-1)/n x size sent, quantized twice",
     /*passes_sums_on=*/false,
     /*sliced=*/true,
-    [](const Plan& plan) { return plan.verb == CGX_ALLREDUCE ? plan.size : 1; },
+    [](const Plan& plan) { return plan.verb->shards() ? plan.size : 1; },
     [](const Plan& plan, const Layout& layout) {
       int64_t sum = 0;
-      for (int owner = 0; owner < plan.size && plan.verb != CGX_ALL_GATHER; ++owner)
+      for (int owner = 0; owner < plan.size && plan.verb->scatters; ++owner)
         if (owner != plan.rank) sum += layout.shard(owner).bytes(Way::kScatter);
-      if (plan.verb == CGX_REDUCE_SCATTER) return sum;
+      if (!plan.verb->gathers) return sum;
       return sum + (plan.size - 1) * layout.shard(plan.rank).bytes(Way::kGather);
     },
     [](Plan plan) -> std::unique_ptr<Algorithm> { return std::make_unique<Sra>(std::move(plan)); },

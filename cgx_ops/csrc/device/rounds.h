@@ -29,8 +29,8 @@ class Rounds {
  private:
   struct At;  // a round, where it runs
   bool one_shot() const { return plan_.algorithm == CGX_ONE_SHOT; }
-  bool scatters() const { return plan_.verb != CGX_ALL_GATHER; }
-  bool gathers() const { return plan_.verb != CGX_REDUCE_SCATTER; }
+  bool scatters() const { return plan_.verb->scatters; }
+  bool gathers() const { return plan_.verb->gathers; }
   const std::byte* input(int owner) const;
   std::byte* output(int owner) const;
 

@@ -145,11 +145,17 @@ CGX_API cgx_status_t cgx_comm_close(int32_t comm);
 
 /* ---- 4. collectives ----------------------------------------------------------------------- */
 
+/* verb.h has their table. */
 typedef enum cgx_verb_t {
   CGX_ALLREDUCE = 0,
   CGX_REDUCE_SCATTER = 1,
   CGX_ALL_GATHER = 2
 } cgx_verb_t;
+/* That table as JSON, in the order of cgx_verb_t: [{"id", "name", "blocks_in" | "blocks_out":
+ * whether the buffer holds a block for each rank, "shards": neither does, "reduces": whether op
+ * counts, "scatters" | "gathers": the encoded stages, "lists": whether it takes inputs and outputs,
+ * "residuals": "", "cpu" or "any", "algorithm": "auto" or the only one that serves it}, ...]. */
+CGX_API const char* cgx_verbs(void);
 typedef enum cgx_device_t { CGX_CPU = 0, CGX_CUDA = 1 } cgx_device_t;
 
 /* A run of elements with its own compression. Bucket grid, minimal_size and noise index restart at
@@ -171,13 +177,13 @@ typedef struct cgx_collective_t {
   int32_t comm;
   int32_t verb;
   int32_t dtype;
-  int32_t op; /* bits < 32: sum and avg only. Ignored by all_gather */
+  int32_t op; /* bits < 32: sum and avg only. Ignored where nothing is reduced */
   cgx_config_t config;
   /* Of stochastic and shift rounding; ranks need not agree on it, unless the compressor is randk.
    * Each segment, and each block of a reduce_scatter, has noise of its own that follows from it. */
   int64_t seed;
-  /* allreduce: output may be input. reduce_scatter: input holds `size` blocks of block_numel
-   * elements, output one block. all_gather: the reverse. Segments lie inside a block. */
+  /* Each holds one block of block_numel elements or, where verb.h says so, one for each rank.
+   * Segments lie inside a block. allreduce: output may be input. */
   const void* input;
   void* output;
   int64_t block_numel; /* 0: where the last segment ends */
