@@ -323,27 +323,40 @@ def _pattern(
                 f"segment {i} ends at element {segment.offset + segment.numel}, behind the block "
                 "of 0"
             )
-    native = (_native.Segment * len(given))()
+    travels = [(each.offset, each.numel, each.config or config) for each in given]
+    return build(
+        verb, op, config, travels, comm=comm, dtype=dtype, block_numel=block,
+        name=_native.encode(name), timeout_s=timeout or 0.0,
+    )  # fmt: skip
+
+
+def build(
+    verb: Verb, op: str, config: Config, segments: Sequence[tuple[int, int, Config]], **fields: Any
+) -> _native.Collective:
+    """Return a call as a cgx_collective_t.
+
+    Args:
+        verb: which collective.
+        op: how values are reduced.
+        config: the call's.
+        segments: the offset, the number of elements and the config of each.
+        fields: other fields of the struct. By default calls of one name match in program order.
+    """
+    native = (_native.Segment * len(segments))()
     configs = []
-    for to, segment in zip(native, given, strict=True):
-        own = segment.config or config
-        to.offset, to.numel = segment.offset, segment.numel
+    for to, (offset, numel, own) in zip(native, segments, strict=True):
+        to.offset, to.numel = offset, numel
         to.bits, to.bucket_size = own.bits, own.bucket_size
         if own is not config:
             configs.append(own.native)
             to.config = addressof(configs[-1])
     made = _native.Collective(
-        comm=comm,
         verb=_native.VERBS[verb]["id"],
-        dtype=dtype,
         op=_native.OPS[op],
         config=config.native,
-        block_numel=block,
         segments=native,
         num_segments=len(native),
-        name=_native.encode(name),
-        occurrence=-1,
-        timeout_s=timeout or 0.0,
+        **{"occurrence": -1, **fields},
     )
     made.configs = configs  # the segments point to them
     return made

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "backend.h"
+#include "cgx/call.h"
 #include "coalesced.h"
 #include "core.h"
 #include "work.h"
@@ -66,28 +67,23 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
   const Decision decision = decide_and_tell(op, tensors, buffers.input.numel());
   static const Compression exact("bits=32", /*seed=*/0);
   const Compression& how = decision.compression ? *decision.compression : exact;
-  const auto segments = end_to_end(numels_of(tensors), how.config);
 
-  auto collective = cgx::make<cgx_collective_t>();
-  collective.comm = comm_;
-  collective.verb = CGX_ALLREDUCE;
-  collective.dtype = *core_dtype(tensors[0].scalar_type());
-  collective.op = op;
-  collective.config = how.config;
+  CallBuilder call("c10d");  // counted apart from the calls of torch.ops.cgx on this communicator
+  call.fields.comm = comm_;
+  call.fields.verb = CGX_ALLREDUCE;
+  call.fields.dtype = *core_dtype(tensors[0].scalar_type());
+  call.fields.op = op;
+  call.fields.config = how.config;
   if (how.seed_use != CGX_SEED_UNUSED) {
-    collective.seed = nth_seed(named_seed(how.seed, name_), ++draws_);
+    call.fields.seed = nth_seed(named_seed(how.seed, name_), ++draws_);
   }
-  collective.output = buffers.output.mutable_data_ptr();  // first: it may move a lazy copy
-  collective.input = buffers.input.const_data_ptr();
-  collective.segments = segments.data();
-  collective.num_segments = static_cast<int64_t>(segments.size());
-  // Counted apart from the calls of torch.ops.cgx on this communicator.
-  collective.name = "c10d";
-  collective.occurrence = -1;
+  call.fields.output = buffers.output.mutable_data_ptr();  // first: it may move a lazy copy
+  call.fields.input = buffers.input.const_data_ptr();
+  for (const int64_t numel : numels_of(tensors)) call.add(numel);
   const Milliseconds allowed = options.timeout > kNoTimeout ? options.timeout : options_->timeout;
-  collective.timeout_s = std::chrono::duration<double>(allowed).count();
+  call.fields.timeout_s = std::chrono::duration<double>(allowed).count();
   ++sequence_;
-  return coalesced(start(collective, std::move(buffers), type, options.asyncOp));
+  return coalesced(start(call.get(), std::move(buffers), type, options.asyncOp));
 }
 
 Decision Backend::decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t numel) {

@@ -38,15 +38,13 @@ struct Lengths {
 template <typename Use>
 void with_carried(at::IntArrayRef numels, at::ScalarType dtype, const Addresses& at,
                   const OwnSeed& seed, const Options& options, const Place& place, Use&& use) {
-  with_collective(numels, dtype, at, seed, options, [&](cgx_collective_t* collective) {
-    const auto noise_rank = static_cast<int32_t>(place.noise_rank);
-    collective->noise_rank = &noise_rank;
-    auto carried = make<cgx_carried_t>();
-    carried.rank = static_cast<int32_t>(place.rank);
-    carried.size = static_cast<int32_t>(place.size);
-    carried.call = collective;
-    use(&carried);
-  });
+  CallBuilder call = make_call(numels, dtype, at, seed, options);
+  call.noise_rank = static_cast<int32_t>(place.noise_rank);
+  auto carried = make<cgx_carried_t>();
+  carried.rank = static_cast<int32_t>(place.rank);
+  carried.size = static_cast<int32_t>(place.size);
+  carried.call = &call.get();
+  use(&carried);
 }
 
 int64_t sum(const std::vector<int64_t>& values) {

@@ -4,8 +4,6 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/ArrayRef.h>
-#include <c10/util/SmallVector.h>
 
 #include <cstdint>
 #include <optional>
@@ -36,19 +34,6 @@ inline int64_t named_seed(int64_t seed, std::string_view name) {
   uint64_t hash = 0xcbf29ce484222325u;
   for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
   return static_cast<int64_t>(static_cast<uint64_t>(seed) + hash);
-}
-
-// Tensors that lie end to end, each a segment.
-inline c10::SmallVector<cgx_segment_t, 1> end_to_end(at::IntArrayRef numels,
-                                                     const cgx_config_t& config) {
-  c10::SmallVector<cgx_segment_t, 1> segments;
-  int64_t offset = 0;
-  for (const int64_t numel : numels) {
-    segments.push_back({offset, numel, config.bucket_size, static_cast<int32_t>(config.bits),
-                        /*repeats=*/0, nullptr});
-    offset += numel;
-  }
-  return segments;
 }
 
 // An operator by name, to be called through the dispatcher, so that tracers and modes see it.

@@ -86,30 +86,27 @@ void report_exact_reduce_scatter(int64_t rank, int64_t size) {
 
 void run(const Buffers& buffers, at::IntArrayRef numels, const Seed& seed, const Options& options) {
   const at::Tensor& input = buffers.input;
-  with_collective(numels, input.scalar_type(), addresses_of(buffers), seed_of(seed, options),
-                  options, [&](cgx_collective_t* collective) {
-                    collective->comm = communicator_of(options);
-                    at::RecordFunction record(at::RecordScope::USER_SCOPE);
-                    if (record.isActive()) {
-                      const std::vector<c10::IValue> arguments{input};
-                      record.before(profile_title(*collective), &arguments);
-                    }
-                    if (input.is_cuda()) return enqueue(*collective, input.device());
-                    check(cgx_run(collective));
-                  });
+  CallBuilder call = make_call(numels, input.scalar_type(), addresses_of(buffers),
+                               seed_of(seed, options), options);
+  call.fields.comm = communicator_of(options);
+  const cgx_collective_t& collective = call.get();
+  at::RecordFunction record(at::RecordScope::USER_SCOPE);
+  if (record.isActive()) {
+    const std::vector<c10::IValue> arguments{input};
+    record.before(profile_title(collective), &arguments);
+  }
+  if (input.is_cuda()) return enqueue(collective, input.device());
+  check(cgx_run(&collective));
 }
 
 c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, at::IntArrayRef numels, const Seed& seed,
                                       const Options& options) {
-  c10::intrusive_ptr<c10d::Work> work;
   const OwnSeed own = seed_of(seed, options);
   buffers.seed = own.on_device;
-  with_collective(numels, buffers.input.scalar_type(), addresses_of(buffers), own, options,
-                  [&](cgx_collective_t* collective) {
-                    collective->comm = communicator_of(options);
-                    work = start(*collective, std::move(buffers));
-                  });
-  return work;
+  CallBuilder call =
+      make_call(numels, buffers.input.scalar_type(), addresses_of(buffers), own, options);
+  call.fields.comm = communicator_of(options);
+  return start(call.get(), std::move(buffers));
 }
 
 void check_seed(const at::Tensor& x, const Seed& seed, const Options& options) {
@@ -139,26 +136,19 @@ OwnSeed seed_of(const Seed& seed, const Options& options) {
   return own;
 }
 
-void with_collective(at::IntArrayRef numels, at::ScalarType dtype, const Addresses& at,
-                     const OwnSeed& seed, const Options& options,
-                     c10::function_ref<void(cgx_collective_t*)> use) {
-  const auto segments = end_to_end(numels, options.config);
-  cgx_collective_t collective = options.collective();
-  collective.dtype = *core_dtype(dtype);
-  collective.seed = seed.number;
-  if (seed.on_device.defined()) collective.device_seed = seed.on_device.const_data_ptr<int64_t>();
-  collective.input = at.input;
-  collective.output = at.output;
-  collective.segments = segments.data();
-  collective.num_segments = static_cast<int64_t>(segments.size());
-  std::vector<void*> residuals;
-  if (at.residual) {
-    char* const first = static_cast<char*>(at.residual);
-    for (const cgx_segment_t& segment : segments)
-      residuals.push_back(first + segment.offset * at::elementSize(dtype));
-    collective.residuals = residuals.data();
+CallBuilder make_call(at::IntArrayRef numels, at::ScalarType dtype, const Addresses& at,
+                      const OwnSeed& seed, const Options& options) {
+  CallBuilder call = options.collective();
+  call.fields.dtype = *core_dtype(dtype);
+  call.fields.seed = seed.number;
+  if (seed.on_device.defined()) call.fields.device_seed = seed.on_device.const_data_ptr<int64_t>();
+  call.fields.input = at.input;
+  call.fields.output = at.output;
+  for (const int64_t numel : numels) {
+    const auto offset = call.add(numel) * static_cast<int64_t>(at::elementSize(dtype));
+    if (at.residual) call.residuals.push_back(static_cast<char*>(at.residual) + offset);
   }
-  use(&collective);
+  return call;
 }
 
 at::Tensor draw_seed_cpu(const at::Tensor& /*distinct*/) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/FunctionRef.h>
 
 #include <cstdint>
 #include <optional>
@@ -60,11 +59,9 @@ struct Addresses {
   void* residual = nullptr;
 };
 
-// Calls use(collective) with `options` on `numels.size()` tensors, each a segment; `comm` is left
-// for `use` to fill in.
-void with_collective(at::IntArrayRef numels, at::ScalarType dtype, const Addresses& at,
-                     const OwnSeed& seed, const Options& options,
-                     c10::function_ref<void(cgx_collective_t*)> use);
+// A call with `options` on `numels.size()` tensors, each a segment, without its communicator.
+CallBuilder make_call(at::IntArrayRef numels, at::ScalarType dtype, const Addresses& at,
+                      const OwnSeed& seed, const Options& options);
 
 // cgx::draw_seed: an int64 scalar on the argument's device, from that device's default generator of
 // torch. Otherwise the argument only tells draws apart (see draw_if_needed).

@@ -175,14 +175,12 @@ Options Options::gradient() const {
   return options;
 }
 
-cgx_collective_t Options::collective() const {
-  auto c = make<cgx_collective_t>();
-  c.verb = CGX_ALLREDUCE;
-  c.op = choose(kOps, "op", op);
-  c.config = config;
-  c.name = name.c_str();
-  c.occurrence = -1;
-  return c;
+CallBuilder Options::collective() const {
+  CallBuilder call(name);
+  call.fields.verb = CGX_ALLREDUCE;
+  call.fields.op = choose(kOps, "op", op);
+  call.fields.config = config;
+  return call;
 }
 
 // A tuple, because compiled autograd compares whole tuples: all of these shape the program.

@@ -16,6 +16,7 @@
 #include <string>
 #include <string_view>
 
+#include "cgx/call.h"
 #include "cgx/cgx.h"
 
 namespace cgx::torch_ops {
@@ -55,8 +56,8 @@ struct Options {
   // an op without one.
   Options gradient() const;
 
-  // Every field but comm, seed, buffers and segments. Points into this object.
-  cgx_collective_t collective() const;
+  // All but comm, seed, dtype, buffers and segments.
+  CallBuilder collective() const;
 
   // The whole as one value that autograd can keep and compare.
   c10::IValue value() const;

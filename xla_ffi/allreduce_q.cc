@@ -62,7 +62,8 @@ void StartCall(const std::shared_ptr<Completion>& completion, const ffi::Diction
       CompleteSoon(completion, status, text);
     });
   }
-  cgx_refuse(&message.On(comm), CGX_INVALID_ARGUMENT, kOverlap);
+  message.fields.comm = comm;
+  cgx_refuse(&message.get(), CGX_INVALID_ARGUMENT, kOverlap);
   CompleteSoon(completion, CGX_INVALID_ARGUMENT, kOverlap);
 }
 

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "cgx/completion_pool.h"
-#include "cgx/verb.h"
 #include "core.h"
 
 namespace cgx::xla {
@@ -76,61 +75,34 @@ Call::Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const
 
 // ---- Message ------------------------------------------------------------------------------------
 
-Message::Message(const Signature& signature, std::string key, int32_t dtype, int64_t divisor)
-    : collective(signature.collective),
-      key_(std::move(key)),
-      configs_(signature.configs),
-      feedback_(signature.feedback) {
-  // What has no key of its own is counted: executions follow each other, on every rank alike.
-  collective.occurrence = -1;
-  collective.dtype = dtype;
-  collective.divisor = divisor;
+void AddSegments(const Leaf& leaf, Message* message) {
+  for (int64_t row = 0; row < leaf.batch; ++row)  // an example is reduced as if it were alone
+    message->add(leaf.numel, leaf.config, /*repeats=*/row > 0);
 }
 
-void Message::Add(const Leaf& leaf, int64_t at) {
+void AddLeaf(const Leaf& leaf, bool feedback, Message* message) {
+  AddSegments(leaf, message);
   for (int64_t row = 0; row < leaf.batch; ++row) {
-    segments_.push_back(SegmentOf(*leaf.config, at + row * leaf.numel, leaf.numel));
-    segments_.back().repeats = row > 0;  // an example of a vmap is reduced as if it were alone
-  }
-}
-
-void Message::Add(const Leaf& leaf) {
-  Add(leaf, /*at=*/0);
-  for (int64_t row = 0; row < leaf.batch; ++row) {
-    const int64_t at = row * leaf.numel * SizeOf(collective.dtype);
-    inputs_.push_back(leaf.values + at);
-    outputs_.push_back(leaf.result + at);
+    const int64_t at = row * leaf.numel * SizeOf(message->fields.dtype);
+    message->inputs.push_back(leaf.values + at);
+    message->outputs.push_back(leaf.result + at);
     // Also of an empty leaf without a buffer: the list goes by segment.
-    if (feedback_) residuals_.push_back(leaf.residual ? leaf.residual + at : nullptr);
+    if (feedback) message->residuals.push_back(leaf.residual ? leaf.residual + at : nullptr);
   }
-}
-
-const cgx_collective_t& Message::On(int32_t comm) {
-  collective.comm = comm;
-  collective.name = key_.c_str();
-  collective.segments = segments_.data();
-  collective.num_segments = static_cast<int64_t>(segments_.size());
-  if (!seeds.empty()) collective.seeds = seeds.data();
-  if (noise_rank >= 0) collective.noise_rank = &noise_rank;
-  if (!inputs_.empty()) {
-    collective.inputs = inputs_.data();
-    collective.outputs = outputs_.data();
-  }
-  if (!residuals_.empty()) collective.residuals = residuals_.data();
-  return collective;
 }
 
 Message AsRank(const Operands& operands, const Signature& signature, std::string key) {
-  Message message(signature, std::move(key), operands.dtype, /*divisor=*/0);
-  if (verb_of(signature.collective.verb).lists) {
-    for (const Leaf& leaf : operands.leaves) message.Add(leaf);
+  Message message = MakeCall(signature.verb, signature.op, signature.configs, std::move(key));
+  message.fields.dtype = operands.dtype;
+  if (signature.verb.lists) {
+    for (const Leaf& leaf : operands.leaves) AddLeaf(leaf, signature.feedback, &message);
     return message;
   }
   const Leaf& leaf = operands.leaves[0];
-  message.Add(leaf, /*at=*/0);
-  message.collective.input = leaf.values;
-  message.collective.output = leaf.result;
-  message.collective.block_numel = leaf.elements();
+  AddSegments(leaf, &message);
+  message.fields.input = leaf.values;
+  message.fields.output = leaf.result;
+  message.fields.block_numel = leaf.elements();
   return message;
 }
 
@@ -141,7 +113,8 @@ void Start(Message& message, int32_t comm, Done done) {
   cgx_status_t status;
   std::string text;
   try {
-    status = cgx_start(&message.On(comm), &Finish, context, nullptr);
+    message.fields.comm = comm;
+    status = cgx_start(&message.get(), &Finish, context, nullptr);
     if (status != CGX_OK) text = cgx_last_error();
   } catch (const std::exception& error) {
     status = StatusOf(error);
@@ -151,11 +124,12 @@ void Start(Message& message, int32_t comm, Done done) {
 }
 
 void EnqueueOn(CUstream_st* stream, Message& message, const U32Buffer& seeds, int32_t comm) {
-  message.collective.device = CGX_CUDA;
-  message.collective.stream = stream;
+  message.fields.comm = comm;
+  message.fields.device = CGX_CUDA;
+  message.fields.stream = stream;
   // Rows (low half, high half): the device's int64, which is little-endian.
-  message.collective.device_seeds = static_cast<const int64_t*>(seeds.untyped_data());
-  check(cgx_enqueue(&message.On(comm)));
+  message.fields.device_seeds = static_cast<const int64_t*>(seeds.untyped_data());
+  check(cgx_enqueue(&message.get()));
 }
 
 }  // namespace cgx::xla

@@ -93,35 +93,15 @@ class Call : public Completion {
   const std::vector<int64_t> seeds_;
 };
 
-// A rank's part of a collective as the core takes it, with the lists that it points to.
-class Message {
- public:
-  // Everything but values and segments. `divisor`: of averages; 0: the number of ranks.
-  Message(const Signature& signature, std::string key, int32_t dtype, int64_t divisor);
+// A rank's part of a collective. Executions of one name follow each other in the same order on
+// every rank. Its noise_rank is the rank's number in its group, whatever communicator serves that:
+// groups whose noise must differ have different seeds (cgx_ops/jax/_keys.py).
+using Message = CallBuilder;
 
-  // Adds a leaf's segments, wherever its buffers are; a residual may be null.
-  void Add(const Leaf& leaf);
-  // Adds a leaf's segments, `at` elements into the buffers (or blocks) that the collective has.
-  void Add(const Leaf& leaf, int64_t at);
-
-  // The collective, pointed to all of that.
-  const cgx_collective_t& On(int32_t comm);
-
-  // In the noise's counter: a rank's number in its group, whatever communicator serves that. Groups
-  // whose noise must differ have different seeds (cgx_ops/jax/_keys.py). Negative: the
-  // communicator's.
-  int32_t noise_rank = -1;
-  cgx_collective_t collective;  // what is not below may be changed before On
-  std::vector<int64_t> seeds;   // by segment
-
- private:
-  std::string key_;
-  LeafConfigs configs_;  // the segments point to them
-  bool feedback_;
-  std::vector<cgx_segment_t> segments_;
-  std::vector<const void*> inputs_;  // by segment; empty: in one buffer
-  std::vector<void*> outputs_, residuals_;
-};
+// Adds a leaf's segments, in the buffers (or blocks) that the message has.
+void AddSegments(const Leaf& leaf, Message* message);
+// Adds a leaf's segments, wherever its buffers are; with `feedback` it has a residual.
+void AddLeaf(const Leaf& leaf, bool feedback, Message* message);
 
 // The message of a device that is a rank of its own: buffers are used where they are. It has no
 // seeds yet.

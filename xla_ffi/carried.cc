@@ -44,14 +44,12 @@ class CarriedCall {
   // where values belong.
   CarriedCall(const ffi::Dictionary& attributes, const U32Buffer& rank, const U32Buffer& seeds)
       : configs_(attributes),
-        collective_(GetSettings(attributes, configs_)),
-        carried_(make<cgx_carried_t>()),
-        seeds_(ReadSeeds(seeds)) {
-    collective_.verb = CGX_ALLREDUCE;
-    collective_.divisor = GetAttribute<int64_t>(attributes, "divisor");
+        call_(MakeCall(verb_of(CGX_ALLREDUCE), GetInt32(attributes, "op"), configs_)),
+        carried_(make<cgx_carried_t>()) {
+    call_.fields.divisor = GetAttribute<int64_t>(attributes, "divisor");
+    call_.seeds = ReadSeeds(seeds);
     carried_.rank = static_cast<int32_t>(*rank.typed_data());
-    carried_.size = static_cast<int32_t>(GetAttribute<int64_t>(attributes, "size"));
-    carried_.call = &collective_;
+    carried_.size = GetInt32(attributes, "size");
   }
   CarriedCall(const CarriedCall&) = delete;
 
@@ -59,20 +57,17 @@ class CarriedCall {
   // its operand.
   void SetInputs(const ffi::RemainingArgs& leaves, const ffi::RemainingRets& residuals) {
     for (size_t i = 0; i < configs_.size(); ++i) {
-      AddLeaf(GetBuffer<ffi::AnyBuffer>(leaves, i), configs_[i]);
-      if (residuals.size() > 0) AddPointers(*GetBuffer<ffi::AnyBuffer>(residuals, i), residuals_);
+      AddLeaf(GetBuffer<ffi::AnyBuffer>(leaves, i), configs_[i], call_.inputs);
+      if (residuals.size() > 0)
+        AddPointers(*GetBuffer<ffi::AnyBuffer>(residuals, i), call_.residuals);
     }
-    collective_.inputs = values_.data();
+    Require(residuals.size() == 0 || call_.residuals.size() == call_.inputs.size(), "residuals");
     Plan();
-    if (residuals.size() == 0) return;
-    Require(residuals_.size() == segments_.size(), "residuals");
-    collective_.residuals = residuals_.data();
   }
 
   void SetOutputs(const ffi::RemainingRets& results) {
     for (size_t i = 0; i < configs_.size(); ++i)
-      AddLeaf(*GetBuffer<ffi::AnyBuffer>(results, i), configs_[i]);
-    collective_.outputs = values_.data();
+      AddLeaf(*GetBuffer<ffi::AnyBuffer>(results, i), configs_[i], call_.outputs);
     Plan();
   }
 
@@ -85,37 +80,34 @@ class CarriedCall {
   const std::vector<int64_t>& gather_bytes() const { return gather_bytes_; }
 
  private:
-  void AddLeaf(const ffi::AnyBuffer& leaf, const cgx_config_t& config) {
+  template <typename Pointers>
+  void AddLeaf(const ffi::AnyBuffer& leaf, const cgx_config_t& config, Pointers& pointers) {
     Require(leaf.dimensions().size() == 2, "leaves");
-    collective_.dtype = ToDtype(leaf.element_type());
-    segments_.resize(segments_.size() + leaf.dimensions()[0],
-                     SegmentOf(config, /*offset=*/0, leaf.dimensions()[1]));
-    AddPointers(leaf, values_);
+    call_.fields.dtype = ToDtype(leaf.element_type());
+    for (int64_t example = 0; example < leaf.dimensions()[0]; ++example)
+      call_.add(leaf.dimensions()[1], &config);
+    AddPointers(leaf, pointers);
   }
 
-  static void AddPointers(const ffi::AnyBuffer& leaf, std::vector<void*>& pointers) {
+  template <typename Pointers>
+  static void AddPointers(const ffi::AnyBuffer& leaf, Pointers& pointers) {
     const int64_t bytes = leaf.dimensions()[1] * SizeOf(ToDtype(leaf.element_type()));
     for (int64_t example = 0; example < leaf.dimensions()[0]; ++example)
       pointers.push_back(static_cast<std::byte*>(leaf.untyped_data()) + example * bytes);
   }
 
   void Plan() {
-    Require(seeds_.size() == segments_.size(), "seeds");
-    collective_.seeds = seeds_.data();
-    collective_.segments = segments_.data();
-    collective_.num_segments = static_cast<int64_t>(segments_.size());
+    carried_.call = &call_.get();
+    Require(static_cast<int64_t>(call_.seeds.size()) == carried_.call->num_segments, "seeds");
     scatter_bytes_.resize(size());
     gather_bytes_.resize(size());
     check(cgx_carried_plan(&carried_, &algorithm_, scatter_bytes_.data(), gather_bytes_.data()));
   }
 
   const LeafConfigs configs_;
-  cgx_collective_t collective_;
+  CallBuilder call_;
   cgx_carried_t carried_;
-  const std::vector<int64_t> seeds_;
   int32_t algorithm_ = CGX_AUTO;  // that of the plan
-  std::vector<cgx_segment_t> segments_;
-  std::vector<void*> values_, residuals_;  // of each segment
   std::vector<int64_t> scatter_bytes_, gather_bytes_;
 };
 

@@ -42,7 +42,7 @@ Message AsRank(const Call& call, const Execution& execution, std::string key) {
   Message message = AsRank(call.operands(), execution.site.signature(), std::move(key));
   message.noise_rank = static_cast<int32_t>(execution.place.rank);
   message.seeds = call.seeds();
-  message.collective.launch = static_cast<int32_t>(execution.run);
+  message.fields.launch = static_cast<int32_t>(execution.run);
   return message;
 }
 
@@ -55,8 +55,8 @@ void StartAmongDevices(std::shared_ptr<Call> call, const Execution& execution) {
   Site& site = execution.site;
   Message message =
       AsRank(*call, execution, std::to_string(site.serial()) + "@" + std::to_string(execution.run));
-  message.collective.occurrence = site.NextOccurrence(execution.run, execution.partition);
-  message.collective.timeout_s = local_timeout_s;
+  message.fields.occurrence = site.NextOccurrence(execution.run, execution.partition);
+  message.fields.timeout_s = local_timeout_s;
   const int32_t comm = LocalCommunicator("jax-local", execution.place.group->members,
                                          execution.place.rank, execution.run, local_timeout_s);
   Start(message, comm, [call](cgx_status_t status, const std::string& text) {

@@ -12,7 +12,9 @@
 #include <utility>
 #include <vector>
 
+#include "cgx/call.h"
 #include "cgx/cgx.h"
+#include "cgx/verb.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace cgx::xla {
@@ -85,14 +87,18 @@ T GetAttribute(const ffi::Dictionary& attributes, std::string_view name) {
   return *value;
 }
 
+inline int32_t GetInt32(const ffi::Dictionary& attributes, std::string_view name) {
+  return static_cast<int32_t>(GetAttribute<int64_t>(attributes, name));
+}
+
 // A list of int64.
 inline std::vector<int64_t> GetList(const ffi::Dictionary& attributes, std::string_view name) {
   const auto span = GetAttribute<ffi::Span<const int64_t>>(attributes, name);
   return {span.begin(), span.end()};
 }
 
-// How each leaf of a custom call travels (call_attributes of cgx_ops/jax/_calls.py): its config
-// lives as long as a copy of this. Leaves that travel alike share one.
+// How each leaf of a custom call travels (call_attributes of cgx_ops/jax/_calls.py). Leaves that
+// have equal configs share one.
 class LeafConfigs {
  public:
   // Throws StatusError if an attribute is missing or is no config.
@@ -110,18 +116,23 @@ class LeafConfigs {
 
   size_t size() const { return config_of_.size(); }
   const cgx_config_t& operator[](size_t leaf) const { return configs_->at(config_of_.at(leaf)); }
+  std::shared_ptr<const void> held() const { return configs_; }  // they live as long as this
 
  private:
   std::shared_ptr<const std::vector<cgx_config_t>> configs_;
   std::vector<int64_t> config_of_;  // by leaf, its place among them
 };
 
-// An op, and the first leaf's config: what of it counts for the whole call is equal in all.
-inline cgx_collective_t GetSettings(const ffi::Dictionary& attributes, const LeafConfigs& configs) {
-  auto collective = make<cgx_collective_t>();
-  collective.op = static_cast<int32_t>(GetAttribute<int64_t>(attributes, "op"));
-  collective.config = configs[0];
-  return collective;
+// A call without its values, in which segments may have these configs. That of the first leaf is
+// the call's: what of it counts for the whole call is equal in all.
+inline CallBuilder MakeCall(const Verb& verb, int32_t op, const LeafConfigs& configs,
+                            std::string name = "") {
+  CallBuilder call(std::move(name));
+  call.fields.verb = verb.id;
+  call.fields.op = op;
+  call.fields.config = configs[0];
+  call.own_held = configs.held();
+  return call;
 }
 
 // What the attributes of a custom call say of its message, whoever reduces together
@@ -130,23 +141,19 @@ struct Signature {
   // Throws StatusError if an attribute is missing or has the wrong type.
   explicit Signature(const ffi::Dictionary& attributes)
       : configs(attributes),
-        collective(GetSettings(attributes, configs)),
-        feedback(GetAttribute<int64_t>(attributes, "feedback") != 0) {
-    collective.verb = static_cast<int32_t>(GetAttribute<int64_t>(attributes, "verb"));
-    function = GetAttribute<std::string_view>(attributes, "function");
-    batches = GetList(attributes, "batches");
-  }
+        verb(verb_of(GetInt32(attributes, "verb"))),
+        op(GetInt32(attributes, "op")),
+        function(GetAttribute<std::string_view>(attributes, "function")),
+        feedback(GetAttribute<int64_t>(attributes, "feedback") != 0),
+        batches(GetList(attributes, "batches")) {}
 
   LeafConfigs configs;
-  cgx_collective_t collective;   // verb, op and config
+  const Verb& verb;
+  int32_t op;
   std::string function;          // what users call it
   bool feedback;                 // leaves have residuals
   std::vector<int64_t> batches;  // by leaf, equal segments in the operand: the examples of a vmap
 };
-
-inline cgx_segment_t SegmentOf(const cgx_config_t& config, int64_t offset, int64_t numel) {
-  return {offset, numel, config.bucket_size, static_cast<int32_t>(config.bits), 0, &config};
-}
 
 // The buffer at `index` of a custom call's operands or results.
 template <typename Buffer, typename Buffers>

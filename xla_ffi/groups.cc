@@ -10,6 +10,7 @@
 #include <optional>
 #include <utility>
 
+#include "cgx/call.h"
 #include "cgx/completion_pool.h"
 #include "recent_runs.h"
 
@@ -172,11 +173,9 @@ void Refuse(const std::vector<int32_t>& processes, const std::string& name, cgx_
   WithProcessCommunicator(
       processes, [=](int32_t comm, cgx_status_t status, const std::string& /*message*/) {
         if (status != CGX_OK) return;  // without a communicator nobody waits
-        auto collective = make<cgx_collective_t>();
-        collective.comm = comm;
-        collective.name = name.c_str();
-        collective.occurrence = -1;
-        cgx_refuse(&collective, refusal, text.c_str());  // a closed one has told them already
+        CallBuilder call(name);
+        call.fields.comm = comm;
+        cgx_refuse(&call.get(), refusal, text.c_str());  // a closed one has told them already
       });
 }
 

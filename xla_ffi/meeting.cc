@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "cgx/completion_pool.h"
-#include "cgx/verb.h"
 #include "core.h"
 #include "groups.h"
 
@@ -151,15 +150,15 @@ void Meeting::Expire() {
 void Meeting::Run() {
   std::shared_ptr<Message> message;
   try {
-    const Verb& verb = verb_of(site_.signature().collective.verb);
+    const Verb& verb = site_.signature().verb;
     message = !verb.reduces ? Gather() : verb.blocks_in ? ReduceScatter() : ReduceAll();
   } catch (const std::exception& error) {
     Refuse(group_.processes, site_.NameOf(group_), StatusOf(error), error.what());
     End(StatusOf(error), error.what());
     return;
   }
-  message->collective.timeout_s = timeout_s_;
-  message->collective.launch = static_cast<int32_t>(run_);
+  message->fields.timeout_s = timeout_s_;
+  message->fields.launch = static_cast<int32_t>(run_);
   message->noise_rank = static_cast<int32_t>(process_);  // the process is the rank
   auto self = shared_from_this();
   WithProcessCommunicator(group_.processes, [self, message](int32_t comm, cgx_status_t status,
@@ -170,10 +169,17 @@ void Meeting::Run() {
   });
 }
 
+std::shared_ptr<Message> Meeting::NewMessage(int32_t dtype) const {
+  const Signature& signature = site_.signature();
+  auto message = std::make_shared<Message>(
+      MakeCall(signature.verb, signature.op, signature.configs, site_.NameOf(group_)));
+  message->fields.dtype = dtype;
+  message->fields.divisor = static_cast<int64_t>(group_.members.size());
+  return message;
+}
+
 std::shared_ptr<Message> Meeting::ReduceAll() {
-  const auto divisor = static_cast<int64_t>(group_.members.size());
-  auto message =
-      std::make_shared<Message>(site_.signature(), site_.NameOf(group_), CGX_FLOAT32, divisor);
+  auto message = NewMessage(CGX_FLOAT32);
   const std::vector<Leaf>& leaves = calls_[0]->leaves();
   int64_t bytes = 0;
   for (const Leaf& leaf : leaves) bytes += 4 * leaf.elements();
@@ -190,7 +196,7 @@ std::shared_ptr<Message> Meeting::ReduceAll() {
       whole.residual = residual_.get() + at;
       Sum(calls_, residual, whole.elements(), whole.residual);
     }
-    message->Add(whole);
+    AddLeaf(whole, site_.signature().feedback, message.get());
     at += 4 * whole.elements();
   }
   message->seeds = calls_[0]->seeds();
@@ -199,9 +205,7 @@ std::shared_ptr<Message> Meeting::ReduceAll() {
 
 // A block of the processes' message holds the blocks of the process's members, in order.
 std::shared_ptr<Message> Meeting::ReduceScatter() {
-  const auto divisor = static_cast<int64_t>(group_.members.size());
-  auto message =
-      std::make_shared<Message>(site_.signature(), site_.NameOf(group_), CGX_FLOAT32, divisor);
+  auto message = NewMessage(CGX_FLOAT32);
   const Leaf& leaf = calls_[0]->leaves()[0];
   const auto locals = static_cast<int64_t>(calls_.size());
   const int64_t block = leaf.elements();
@@ -216,19 +220,18 @@ std::shared_ptr<Message> Meeting::ReduceScatter() {
     }
   }
   for (int64_t place = 0; place < locals; ++place) {
-    message->Add(leaf, place * block);
+    AddSegments(leaf, message.get());
     AddSeeds(*calls_[0], place, message.get());
   }
-  message->collective.input = sent_.get();
-  message->collective.output = received_.get();
-  message->collective.block_numel = block * locals;
+  message->fields.input = sent_.get();
+  message->fields.output = received_.get();
+  message->fields.block_numel = block * locals;
   return message;
 }
 
 std::shared_ptr<Message> Meeting::Gather() {
   const int32_t dtype = calls_[0]->dtype();
-  auto message =
-      std::make_shared<Message>(site_.signature(), site_.NameOf(group_), dtype, /*divisor=*/0);
+  auto message = NewMessage(dtype);
   const int64_t block = calls_[0]->leaves()[0].elements(), bytes = block * SizeOf(dtype);
   const auto locals = static_cast<int64_t>(calls_.size());
   sent_ = Buffer(bytes * locals);
@@ -236,12 +239,12 @@ std::shared_ptr<Message> Meeting::Gather() {
   for (int64_t place = 0; place < locals; ++place) {
     const Leaf& leaf = calls_[place]->leaves()[0];
     std::memcpy(sent_.get() + place * bytes, leaf.values, bytes);
-    message->Add(leaf, place * block);
+    AddSegments(leaf, message.get());
     AddSeeds(*calls_[place], place, message.get());
   }
-  message->collective.input = sent_.get();
-  message->collective.output = received_.get();
-  message->collective.block_numel = block * locals;
+  message->fields.input = sent_.get();
+  message->fields.output = received_.get();
+  message->fields.block_numel = block * locals;
   return message;
 }
 
@@ -266,7 +269,7 @@ void Meeting::Deliver(int64_t place) {
   const Call& call = *calls_[place];
   const int64_t width = SizeOf(call.dtype());
   const Leaf& first = call.leaves()[0];
-  const Verb& verb = verb_of(site_.signature().collective.verb);
+  const Verb& verb = site_.signature().verb;
   if (!verb.reduces) {
     const int64_t bytes = first.elements() * width;
     const auto locals = static_cast<int64_t>(calls_.size());

@@ -39,6 +39,8 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
   Meeting(const Site& site, const Group& group, int64_t process, int64_t run, double timeout_s);
 
   void Run();
+  // Without values; averages are over the devices, not the processes.
+  std::shared_ptr<Message> NewMessage(int32_t dtype) const;
   std::shared_ptr<Message> ReduceAll();
   std::shared_ptr<Message> ReduceScatter();
   std::shared_ptr<Message> Gather();

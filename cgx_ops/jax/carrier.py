@@ -14,12 +14,11 @@ The steps between the exchanges are FFI calls, pure functions of their operands
 the longest.
 """
 
-import ctypes
 import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from ctypes import byref, c_int32, c_int64
+from ctypes import byref, c_int32, c_int64, pointer
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,8 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 from cgx_ops import _native
-from cgx_ops.config import Algorithm
+from cgx_ops.call import build
+from cgx_ops.config import Algorithm, Config
 from cgx_ops.jax import _compat, _runtime
 from cgx_ops.jax._calls import call_attributes, parted
 
@@ -159,27 +159,19 @@ class _Plan:
 
 def _plan(leaves: list[jax.ShapeDtypeStruct], ranks: int, settings: "Settings") -> _Plan:
     """Plan for leaves (batch, n). "auto" goes by one example, compressed as if it were alone."""
-    own = [config.native for config in settings.configs]  # held: segments point to them
-    segments = [
-        _native.Segment(
-            0, leaf.shape[1], config.bucket_size, config.bits, example > 0, ctypes.addressof(config)
-        )
-        for leaf, config in zip(leaves, own, strict=True)
-        for example in range(leaf.shape[0])
-    ]
-    # Lists of pointers, all null: where values are does not matter here, only that they are apart.
-    nowhere = (ctypes.c_void_p * len(segments))()
-    call = _native.Collective(
-        verb=_native.VERBS["allreduce"]["id"],
-        dtype=_native.DTYPES[leaves[0].dtype.name],
-        op=_native.OPS[settings.op],
-        config=own[0],
-        segments=(_native.Segment * len(segments))(*segments),
-        num_segments=len(segments),
-        inputs=nowhere,
-        outputs=nowhere,
-    )
-    carried = _native.Carried(rank=0, size=ranks, call=ctypes.pointer(call))
+    segments: list[tuple[int, int, Config]] = []
+    repeats: list[bool] = []
+    end = 0
+    for leaf, config in zip(leaves, settings.configs, strict=True):
+        for example in range(leaf.shape[0]):
+            segments.append((end, leaf.shape[1], config))
+            repeats.append(example > 0)
+            end += leaf.shape[1]
+    dtype = _native.DTYPES[leaves[0].dtype.name]
+    call = build("allreduce", settings.op, settings.configs[0], segments, dtype=dtype)
+    for i, repeated in enumerate(repeats):
+        call.segments[i].repeats = repeated
+    carried = _native.Carried(rank=0, size=ranks, call=pointer(call))
     resolved, scatter, gather = c_int32(), (c_int64 * ranks)(), (c_int64 * ranks)()
     _native.call("cgx_carried_plan", byref(carried), byref(resolved), scatter, gather)
     names: dict[int, Any] = {number: name for name, number in _native.ALGORITHMS.items()}
