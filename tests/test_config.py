@@ -183,7 +183,7 @@ def test_text() -> None:
         "rotation": 0,
         "clip": 0,
         "error_feedback": 2,
-        "residual_decay": 1_000_000_000,
+        "residual_decay": 0,
     }
 
 

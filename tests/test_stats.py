@@ -26,7 +26,7 @@ from cgx_ops import (
     _native,
 )
 
-HEADER = 216  # docs/wire_format.md, section 6, without name and payload
+HEADER = 200  # docs/wire_format.md, section 6, without name and payload
 BUCKET = 4 + 4 + 512 * 4 // 8  # 4 bits: minimum, step, levels
 FOUR_BITS = Config(bits=4, bucket_size=512, algorithm="sra")
 COUNTS = ("collectives", "bytes_in", "bytes_plain", "bytes_sent")

@@ -22,7 +22,7 @@ import cgx_ops
 from cgx_ops import Communicator, Config, MismatchError, _native
 from cgx_ops.call import Call
 
-HEADER = 216  # docs/wire_format.md, section 6
+HEADER = 200  # docs/wire_format.md, section 6
 
 
 def check_plan(comm: Communicator, picked: str) -> None:
