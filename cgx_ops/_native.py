@@ -313,6 +313,8 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_wait": (c_void_p,),
     "cgx_wait_for": (c_void_p, c_double, POINTER(c_int32)),
     "cgx_config_parse": (c_char_p, POINTER(Config)),
+    "cgx_config_override": (c_char_p, POINTER(Config)),
+    "cgx_config_text": (POINTER(Config), POINTER(c_char_p)),
     "cgx_config_check_feedback": (POINTER(Config),),
     "cgx_config_seed_use": (POINTER(Config), POINTER(c_int32)),
     "cgx_enqueue": (POINTER(Collective),),

@@ -67,7 +67,7 @@ def of_torch(comm: Communicator, op: Op, config: Config, carrier: str = "native"
     import torch
     import torch_cases as tc
 
-    options = {"op": op, "carrier": carrier, **config.knobs}
+    options = {"op": op, "carrier": carrier, "config": str(config)}
     if carrier == "native":
         options["group_name"] = comm.name
 

@@ -265,12 +265,55 @@ def test_keywords_of_jax(name: str) -> None:
     assert options_in({p.name: p.default for p in signature.parameters.values()}) == KEYWORDS
 
 
-def test_keywords_of_torch() -> None:
+OVERRIDES: list[tuple[Config, dict[str, Any]]] = [
+    (Config(), {}),
+    (Config(3, 64), {"bits": 2, "rounding": "nearest"}),
+    (Config(3, rotation=32, gather_bits=8, intra_bits=8), {"bucket_size": 128}),
+    (Config(3, rotation=32, gather_bits=8, intra_bits=8), {"compressor": "uniform"}),
+    (Config(3, 64, rotation=32, gather_bits=8, intra_bits=8), {"compressor": "levels"}),
+    (Config(8, rounding="shift", minimal_size=99), {"compressor": "levels", "bits": 2}),
+    (Config(compressor="topk", density=0.3, value_bits=8), {"compressor": "uniform"}),
+    (Config(compressor="topk", density=0.3), {"compressor": "threshold"}),
+    (Config(compressor="ternary", clip=True, algorithm="sra"), {"compressor": "sign"}),
+    (Config(32), {"compressor": "topk"}),
+    (Config(32), {"compressor": "levels", "bits": 1}),
+    (Config(2, compressor="levels", error_feedback=True), {"bits": 32}),
+    (Config(2, compressor="levels", error_feedback=True, residual_decay=0.9), {"bits": 1}),
+    (Config(compressor="topk"), {"bits": 2}),
+    (Config(4), {"compressor": "qsgd", "rounding": "nearest"}),
+    (Config(4, error_feedback=True), {"compressor": "sign"}),
+    (Config(4), {"bits": 9}),
+]
+
+
+@pytest.mark.parametrize(("config", "own"), OVERRIDES, ids=str)
+def test_the_core_overrides_as_python_does(config: Config, own: dict[str, Any]) -> None:
+    native = _native.Config.parse(str(config))
+    text = " ".join(f"{name}={value!r}" for name, value in own.items()).encode()
+    before = bytes(native)
+    try:
+        want = config.with_own(**own)
+    except InvalidArgument:
+        with pytest.raises(InvalidArgument):
+            _native.call("cgx_config_override", text, ctypes.byref(native))
+        assert bytes(native) == before
+        return
+    _native.call("cgx_config_override", text, ctypes.byref(native))
+    written = ctypes.c_char_p()
+    _native.call("cgx_config_text", ctypes.byref(native), ctypes.byref(written))
+    assert Config.parse((written.value or b"").decode()) == want
+
+
+def test_operators_of_torch_have_no_defaults_of_their_own() -> None:
     torch = pytest.importorskip("torch")
     importlib.import_module("cgx_ops.torch")
-    for name in ("quantized_allreduce", "quantized_allreduce_", "quantized_allreduce_coalesced"):
-        schema = getattr(torch.ops.cgx, name).default._schema
-        assert options_in({a.name: a.default_value for a in schema.arguments}) == KEYWORDS
+    for form in ("", "_", "_coalesced", "_with_feedback", "_coalesced_with_feedback"):
+        schema = str(getattr(torch.ops.cgx, f"quantized_allreduce{form}").default._schema)
+        assert (
+            ', int? bits=None, int? bucket_size=None, str op="sum", str group_name="", *, '
+            'str? compressor=None, str? rounding=None, str config="", str name="", '
+            'str carrier="native") ->'
+        ) in schema
 
 
 def options_in(defaults: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from jax_diloco_cases import (
 )
 from jax_optimizer_cases import mesh_with
 
-from cgx_ops import Rules
+from cgx_ops import Config, Rules
 from cgx_ops.jax import diloco
 
 use_cpu_devices(8)
@@ -223,8 +223,8 @@ def test_as_torch() -> None:
 
         def rank_program(rank: int, comm: Any, deltas: Any = deltas, owed: Any = owed) -> Any:
             x, e = (list(map(torch.from_numpy, of[rank])) for of in (deltas, owed))
-            knobs: Any = {"compressor": "levels", "algorithm": "sra", "rounding": "nearest"}
-            return tc.feedback_list(x, e, 2, 512, "avg", comm.name, **knobs)
+            config = str(Config(2, 512, "nearest", "sra", compressor="levels"))
+            return tc.feedback_list(x, e, op="avg", group_name=comm.name, config=config)
 
         ranks = launch.threads(n, rank_program)
         params, state = loop.outer(params, state)

@@ -71,7 +71,7 @@ def test_an_empty_list_sends_nothing() -> None:
 def test_gradients_are_reduced_in_one_message() -> None:
     def rank_program(rank: int, comm: Communicator) -> tuple[list[torch.Tensor], int]:
         a, b = (tc.values(rank, size).requires_grad_() for size in (100, 1000))
-        y, z = coalesced([a, b], 4, 64, "avg", comm.name, rounding="nearest", algorithm="sra")
+        y, z = coalesced([a, b], 4, 64, "avg", comm.name, rounding="nearest", config=tc.SRA)
         upstream = [tc.values(rank, 100, call=1), tc.values(rank, 1000, call=2)]
         gradients = torch.autograd.grad([y, z], [a, b], upstream)
         return list(gradients), comm.collectives

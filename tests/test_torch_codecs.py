@@ -19,7 +19,7 @@ def test_results_are_those_of_numpy(n: int) -> None:
     ("options", "words"),
     [
         ({"compressor": "lz4"}, "compressor is 'lz4'; it must be one of 'uniform', 'levels'"),
-        ({"compressor": "topk", "density": 0.0}, "density is 0; it must be"),
+        ({"compressor": "topk", "density": 0.0}, "density is 0.0; it must be"),
         ({"compressor": "topk", "density": 1.5}, "density is 1.5; it must be"),
         ({"compressor": "topk", "density": float("nan")}, "density is nan; it must be"),
         ({"density": 0.1}, "which compressor='uniform' does not have: it belongs to topk"),
@@ -37,4 +37,4 @@ def test_results_are_those_of_numpy(n: int) -> None:
 def test_what_makes_no_sense(options: dict[str, Any], words: str) -> None:
     error: type[Exception] = TypeError if "sra" in options.values() else ValueError
     with pytest.raises(error, match=re.escape(words)):
-        tc.allreduce(torch.ones(100), **options)
+        tc.allreduce(torch.ones(100), **tc.keywords(**options))

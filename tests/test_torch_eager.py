@@ -44,7 +44,7 @@ def test_nearest_equals_the_oracle(
                 op,
                 comm.name,
                 rounding="nearest",
-                algorithm=algorithm,
+                config=str(Config(algorithm=algorithm)),
             )
             for size, bits, op in cases
         ]
@@ -74,7 +74,11 @@ def test_each_option_arrives() -> None:
     def rank_program(rank: int, comm: Communicator) -> list[torch.Tensor]:
         x = tc.values(rank, 1000)
         return [
-            tc.allreduce(x, group_name=comm.name, rounding="nearest", algorithm="sra", **o)
+            tc.allreduce(
+                x,
+                group_name=comm.name,
+                config=str(Config(rounding="nearest", algorithm="sra", **o)),
+            )
             for o in options
         ]
 
@@ -181,7 +185,7 @@ def test_in_place_is_seen_by_autograd() -> None:
 def test_gradient_is_the_same_collective(op: str) -> None:
     def rank_program(rank: int, comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
         x = tc.values(rank, 900).requires_grad_()
-        y = tc.allreduce(x, 3, 128, op, comm.name, rounding="nearest", algorithm="sra", name="g")
+        y = tc.allreduce(x, 3, 128, op, comm.name, rounding="nearest", config=tc.SRA, name="g")
         y.backward(tc.values(rank, 900, call=1))
         assert x.grad is not None
         return y.detach(), x.grad

@@ -36,6 +36,7 @@ def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         {"compressor": "levels", "bits": 2, "rotation": 32},
         {"compressor": "sign"},
     ]
+    codecs = [tc.keywords(**own) for own in codecs]
     public += [((x,), own) for own in codecs] + [((grad,), own) for own in codecs]
     pairs = [
         ((x, y), nearest),
@@ -101,7 +102,7 @@ class Model(torch.nn.Module):
 
     def __init__(self, group: str) -> None:
         super().__init__()
-        self.options = {"group_name": group, "rounding": "nearest", "algorithm": "sra"}
+        self.options = {"group_name": group, "rounding": "nearest", "config": tc.SRA}
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         y = 2 * x

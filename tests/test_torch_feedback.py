@@ -12,7 +12,7 @@ from torch_codecs import FEEDBACK
 
 from cgx_ops import Communicator, Config
 
-NEAREST: dict[str, Any] = {"rounding": "nearest", "algorithm": "sra"}
+NEAREST: dict[str, Any] = {"rounding": "nearest", "config": tc.SRA}
 SIZES = (5000, 17, 0, 600)
 
 
@@ -106,7 +106,9 @@ def test_nothing_is_given_up(size: int, config: Config) -> None:
         residual, total, largest = torch.zeros(numel), *torch.zeros(2, numel).double()
         for step in range(steps):
             x = tc.values(rank, numel, call=step)
-            y, residual = tc.feedback(x, residual, op="avg", group_name=comm.name, **config.knobs)
+            y, residual = tc.feedback(
+                x, residual, op="avg", group_name=comm.name, config=str(config)
+            )
             total += y.double() * size
             largest = torch.maximum(largest, y.double().abs() * size + residual.abs())
         return total, residual.double(), largest

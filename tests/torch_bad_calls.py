@@ -39,11 +39,19 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "bits 9": (lambda: tc.allreduce(X, 9), ValueError, "bits is 9; it must be .* 1 to 8, or 32"),
     "bits 4.5": (lambda: tc.allreduce(X, 4.5), RuntimeError, "bits"),
     "bits 2**40": (lambda: tc.allreduce(X, 2**40), ValueError, "bits is 1099511627776"),
-    "gather_bits": (lambda: tc.allreduce(X, gather_bits=16), ValueError, "gather_bits is 16"),
-    "intra_bits": (lambda: tc.allreduce(X, intra_bits=9), ValueError, "intra_bits is 9"),
+    "gather_bits": (
+        lambda: tc.allreduce(X, config="gather_bits=16"),
+        ValueError,
+        "gather_bits is 16",
+    ),
+    "intra_bits": (lambda: tc.allreduce(X, config="intra_bits=9"), ValueError, "intra_bits is 9"),
     "bucket_size 0": (lambda: tc.allreduce(X, 4, 0), ValueError, "bucket_size is 0.*at least 1"),
     "bucket_size -1": (lambda: tc.allreduce(X, 4, -1), ValueError, "bucket_size is -1"),
-    "minimal_size": (lambda: tc.allreduce(X, minimal_size=-1), ValueError, "minimal_size is -1"),
+    "minimal_size": (
+        lambda: tc.allreduce(X, config="minimal_size=-1"),
+        ValueError,
+        "minimal_size is -1",
+    ),
     "op": (lambda: tc.allreduce(X, op="mean"), ValueError, "op 'mean'.*'sum', 'avg'"),
     "op at 4 bits": (lambda: tc.allreduce(X, op="max"), ValueError, "'max' at 4 bits.*bits=32"),
     "rounding": (
@@ -54,9 +62,23 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a word with a knob": (
         lambda: tc.allreduce(X, rounding="nearest' bits=8 name='"),
         ValueError,
-        "bits is given twice",
+        "rounding is .* one word: see cgx_ops.Config",
     ),
-    "algorithm": (lambda: tc.allreduce(X, algorithm="tree"), ValueError, "'tree'.*'auto'.*'ring'"),
+    "a field that is none": (
+        lambda: tc.allreduce(X, config="seed=1"),
+        ValueError,
+        "a config has no 'seed'; it has bits, bucket_size",
+    ),
+    "a keyword that does not fit": (
+        lambda: tc.allreduce(X, 2, config="compressor='topk'"),
+        ValueError,
+        "bits is 2; compressor='topk' has no bits to choose",
+    ),
+    "algorithm": (
+        lambda: tc.allreduce(X, config="algorithm='tree'"),
+        ValueError,
+        "'tree'.*'auto'.*'ring'",
+    ),
     "group": (lambda: tc.allreduce(X, group_name="no"), ValueError, "'no'.*known: .*'world'"),
     "group of c10d": (
         lambda: tc.allreduce(X, group_name="no", carrier="c10d"),

@@ -21,6 +21,15 @@ feedback: Any = torch.ops.cgx.quantized_allreduce_with_feedback
 feedback_list: Any = torch.ops.cgx.quantized_allreduce_coalesced_with_feedback
 
 
+SRA = str(Config(algorithm="sra"))
+
+
+def keywords(**given: Any) -> dict[str, Any]:
+    """Return keywords of an operator: fields of Config become its `config`, unchecked."""
+    fields = {name: given.pop(name) for name in Config().knobs if name in given}
+    return {"config": " ".join(f"{name}={value!r}" for name, value in fields.items()), **given}
+
+
 def packed(config: Config, op: str = "sum", depth: int = 0, name: str = "") -> str:
     """Return what the operators under the public ones take besides tensors and the group."""
     return f"op={op} depth={depth} {config} name={name}"

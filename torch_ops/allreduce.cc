@@ -17,7 +17,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <charconv>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -171,75 +170,14 @@ class AllReduce : public torch::autograd::Function<AllReduce> {
 
 void set_trace_hook(void (*hook)()) { trace_hook = hook; }
 
-namespace {
-
-// The knobs of a public operator.
-struct Knobs {
-  int64_t bits, bucket_size;
-  std::optional<std::string_view> rounding;
-  std::string_view algorithm;
-  std::optional<int64_t> gather_bits, intra_bits;
-  bool skip_incomplete_buckets;
-  int64_t minimal_size;
-  std::string_view compressor;
-  std::optional<double> density;
-  std::optional<int64_t> value_bits, rotation;
-  bool clip;
-  bool operator==(const Knobs&) const = default;
-};
-
-// Values as Python writes them; a double so that it reads back as it is.
-std::string text_of(int64_t value) { return std::to_string(value); }
-std::string text_of(bool value) { return value ? "True" : "False"; }
-std::string text_of(std::string_view word) { return c10::str("'", word, "'"); }
-std::string text_of(double value) {
-  char digits[32];
-  return {digits, std::to_chars(digits, digits + sizeof(digits), value).ptr};
-}
-template <typename Value>
-std::string text_of(const std::optional<Value>& value) {
-  return value ? text_of(*value) : "None";
-}
-
-// The same as the text that operators under the public ones take (cgx_config_parse). A loop's calls
-// have one: a thread keeps the last that it wrote.
-std::string_view text_of(const Knobs& knobs) {
-  thread_local Knobs known{};
-  thread_local std::string rounding, algorithm, compressor, text;  // their own words may be gone
-  if (known == knobs && !text.empty()) return text;
-  text = c10::str("bits=", knobs.bits, " bucket_size=", knobs.bucket_size,
-                  " rounding=", text_of(knobs.rounding), " algorithm=", text_of(knobs.algorithm),
-                  " gather_bits=", text_of(knobs.gather_bits),
-                  " intra_bits=", text_of(knobs.intra_bits),
-                  " skip_incomplete_buckets=", text_of(knobs.skip_incomplete_buckets),
-                  " minimal_size=", knobs.minimal_size, " compressor=", text_of(knobs.compressor),
-                  " density=", text_of(knobs.density), " value_bits=", text_of(knobs.value_bits),
-                  " rotation=", text_of(knobs.rotation), " clip=", text_of(knobs.clip));
-  known = knobs;
-  if (knobs.rounding) known.rounding = rounding = *knobs.rounding;
-  known.algorithm = algorithm = knobs.algorithm;
-  known.compressor = compressor = knobs.compressor;
-  return text;
-}
-
-}  // namespace
-
 // What an Options is made of.
-#define CGX_GIVEN_OPTIONS                                          \
-  op, /*depth=*/0,                                                 \
-      text_of({.bits = bits,                                       \
-               .bucket_size = bucket_size,                         \
-               .rounding = rounding,                               \
-               .algorithm = algorithm,                             \
-               .gather_bits = gather_bits,                         \
-               .intra_bits = intra_bits,                           \
-               .skip_incomplete_buckets = skip_incomplete_buckets, \
-               .minimal_size = minimal_size,                       \
-               .compressor = compressor,                           \
-               .density = density,                                 \
-               .value_bits = value_bits,                           \
-               .rotation = rotation,                               \
-               .clip = clip}),                                     \
+#define CGX_GIVEN_OPTIONS                     \
+  op, /*depth=*/0,                            \
+      overridden({.config = config,           \
+                  .bits = bits,               \
+                  .bucket_size = bucket_size, \
+                  .compressor = compressor,   \
+                  .rounding = rounding}),     \
       name, group_name, carrier
 
 at::Tensor quantized_allreduce(const at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
@@ -298,9 +236,8 @@ std::tuple<at::Tensor, at::Tensor> quantized_allreduce_with_feedback(const at::T
                                                                      const at::Tensor& residual,
                                                                      CGX_PUBLIC_PARAMETERS) {
   const auto [sums, residuals] = quantized_allreduce_coalesced_with_feedback(
-      {x}, {residual}, bits, bucket_size, op, group_name, rounding, algorithm, gather_bits,
-      intra_bits, skip_incomplete_buckets, minimal_size, compressor, density, value_bits, rotation,
-      clip, name, carrier);
+      {x}, {residual}, bits, bucket_size, op, group_name, compressor, rounding, config, name,
+      carrier);
   return {sums[0], residuals[0]};
 }
 

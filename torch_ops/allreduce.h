@@ -13,13 +13,11 @@ namespace cgx::torch_ops {
 
 // The dispatcher takes plain functions, so each lists these. The schema in library.cc has them in
 // the same order.
-#define CGX_PUBLIC_PARAMETERS                                                          \
-  int64_t bits, int64_t bucket_size, std::string_view op, std::string_view group_name, \
-      std::optional<std::string_view> rounding, std::string_view algorithm,            \
-      std::optional<int64_t> gather_bits, std::optional<int64_t> intra_bits,           \
-      bool skip_incomplete_buckets, int64_t minimal_size, std::string_view compressor, \
-      std::optional<double> density, std::optional<int64_t> value_bits,                \
-      std::optional<int64_t> rotation, bool clip, std::string_view name, std::string_view carrier
+#define CGX_PUBLIC_PARAMETERS                                                                   \
+  std::optional<int64_t> bits, std::optional<int64_t> bucket_size, std::string_view op,         \
+      std::string_view group_name, std::optional<std::string_view> compressor,                  \
+      std::optional<std::string_view> rounding, std::string_view config, std::string_view name, \
+      std::string_view carrier
 
 // cgx::quantized_allreduce: x reduced over the ranks of the group, as a new tensor.
 at::Tensor quantized_allreduce(const at::Tensor& x, CGX_PUBLIC_PARAMETERS);

@@ -20,13 +20,10 @@
 namespace cgx::torch_ops {
 
 // The pieces that schemas share.
-#define CGX_PUBLIC_OPTIONS                                                     \
-  "int bits=4, int bucket_size=512, str op=\"sum\", str group_name=\"\", *, "  \
-  "str? rounding=None, str algorithm=\"auto\", int? gather_bits=None, "        \
-  "int? intra_bits=None, bool skip_incomplete_buckets=False, "                 \
-  "int minimal_size=0, str compressor=\"uniform\", float? density=None, "      \
-  "int? value_bits=None, int? rotation=None, bool clip=False, str name=\"\", " \
-  "str carrier=\"native\""
+#define CGX_PUBLIC_OPTIONS                                                          \
+  "int? bits=None, int? bucket_size=None, str op=\"sum\", str group_name=\"\", *, " \
+  "str? compressor=None, str? rounding=None, str config=\"\", str name=\"\", str "  \
+  "carrier=\"native\""
 
 // `call` is what Options::pack() writes. Inductor reads two things off these: "all_reduce" in the
 // name, and the last argument as the group.

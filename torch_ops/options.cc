@@ -38,6 +38,10 @@ int32_t choose(const std::array<Choice, n>& choices, const char* what, std::stri
                                        "' is unknown; use one of ", known));
 }
 
+[[noreturn]] void refuse_config() {
+  C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: ", cgx_last_error()));
+}
+
 // ---- packed calls --------------------------------------------------------------------------
 
 constexpr std::string_view kName = " name=";
@@ -71,7 +75,7 @@ const Parsed& parsed(std::string_view text) {
   int32_t seed_use = CGX_SEED_UNUSED;
   if (cgx_config_parse(copy->c_str(), &config) != CGX_OK ||
       cgx_config_seed_use(&config, &seed_use) != CGX_OK) {
-    C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: ", cgx_last_error()));
+    refuse_config();
   }
   known = {std::move(copy), config, static_cast<cgx_seed_use_t>(seed_use)};
   return known;
@@ -107,7 +111,49 @@ void check_tensor(const at::Tensor& x) {
   }
 }
 
+// ---- configs -------------------------------------------------------------------------------
+
+// Appends a field of a config's text, if it is given.
+void append(const char* field, const std::optional<int64_t>& value, std::string* text) {
+  if (value) *text += c10::str(text->empty() ? "" : " ", field, "=", *value);
+}
+
+void append(const char* field, const std::optional<std::string_view>& word, std::string* text) {
+  if (!word) return;
+  if (word->find('\'') != word->npos) {
+    C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: ", field, " is \"", *word,
+                                         "\"; it must be one word: see cgx_ops.Config"));
+  }
+  *text += c10::str(text->empty() ? "" : " ", field, "='", *word, "'");
+}
+
 }  // namespace
+
+// A loop's calls have one config: a thread keeps the last that it wrote.
+std::string_view overridden(const GivenConfig& given) {
+  thread_local GivenConfig known;
+  thread_local std::string config, compressor, rounding, text;  // the caller's may be gone
+  if (known == given && !text.empty()) return text;
+  text.clear();
+  std::string own;
+  append("bits", given.bits, &own);
+  append("bucket_size", given.bucket_size, &own);
+  append("compressor", given.compressor, &own);
+  append("rounding", given.rounding, &own);
+  config = given.config;
+  cgx_config_t parsed;
+  const char* written = nullptr;
+  if (cgx_config_parse(config.c_str(), &parsed) != CGX_OK ||
+      cgx_config_override(own.c_str(), &parsed) != CGX_OK ||
+      cgx_config_text(&parsed, &written) != CGX_OK) {
+    refuse_config();
+  }
+  known = given;
+  known.config = config;
+  if (given.compressor) known.compressor = compressor = *given.compressor;
+  if (given.rounding) known.rounding = rounding = *given.rounding;
+  return text = written;
+}
 
 Options::Options(std::string_view op, int64_t depth, std::string_view config, std::string_view name,
                  std::string_view group_name, std::string_view carrier)

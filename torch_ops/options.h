@@ -1,5 +1,6 @@
 // What a caller of quantized_allreduce may say besides the tensor, and the checks of both.
 //
+//   0. overridden(): the config of a call, from its arguments
 //   1. Options: how values travel and what else a call has; packed into one text, which operators
 //      hand on
 //   2. check(): refuses what cannot work, before anything is drawn, allocated or sent; the kernels
@@ -23,6 +24,17 @@ namespace cgx::torch_ops {
 
 // An int64 scalar; none where nothing is drawn.
 using Seed = std::optional<at::Tensor>;
+
+// How values travel, as public operators take it: a config, a text of cgx_config_parse, and the
+// fields that keywords override (cgx_config_override).
+struct GivenConfig {
+  std::string_view config;
+  std::optional<int64_t> bits, bucket_size;
+  std::optional<std::string_view> compressor, rounding;
+  bool operator==(const GivenConfig&) const = default;
+};
+// The same as one text of all fields, valid until this thread's next call. Throws ValueError.
+std::string_view overridden(const GivenConfig& given);
 
 struct Options {
   // `config` is a text of cgx_config_parse. Throws ValueError for one that makes no sense.

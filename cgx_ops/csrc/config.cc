@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cmath>
 #include <iterator>
+#include <vector>
 
 #include "api.h"
 #include "base/status.h"
@@ -40,16 +41,24 @@ constexpr int64_t kBillionths = 1000000000;
 constexpr ConfigRange kShares[] = {{1, kBillionths}};
 constexpr ConfigRange kPositive[] = {{1, INT64_MAX}};
 constexpr ConfigRange kNotNegative[] = {{0, INT64_MAX}};
+constexpr bool kOfCompressor = true;
 
 constexpr ConfigField kTable[] = {
-    {"bits", &cgx_config_t::bits, 4, {}, kBits, "an integer from 1 to 8, or 32 (exact)"},
+    {"bits",
+     &cgx_config_t::bits,
+     4,
+     {},
+     kBits,
+     "an integer from 1 to 8, or 32 (exact)",
+     kOfCompressor},
     {"bucket_size", &cgx_config_t::bucket_size, 512, {}, kPositive, "an integer, at least 1"},
     {"rounding",
      &cgx_config_t::rounding,
      CGX_CODECS_OWN,
      kRoundings,
      {},
-     "one of 'nearest', 'stochastic', 'shift', or None (the compressor's own)"},
+     "one of 'nearest', 'stochastic', 'shift', or None (the compressor's own)",
+     kOfCompressor},
     {"algorithm",
      &cgx_config_t::algorithm,
      CGX_AUTO,
@@ -57,9 +66,9 @@ constexpr ConfigField kTable[] = {
      {},
      "one of 'auto', 'one_shot', 'sra', 'ring', 'hierarchical', 'by_hosts'"},
     {"gather_bits", &cgx_config_t::gather_bits, 0, kNone, kBits,
-     "None (as bits), an integer from 1 to 8, or 32 (exact)"},
+     "None (as bits), an integer from 1 to 8, or 32 (exact)", kOfCompressor},
     {"intra_bits", &cgx_config_t::intra_bits, 0, kNone, kBits,
-     "None or 32 (exact), or an integer from 1 to 8"},
+     "None or 32 (exact), or an integer from 1 to 8", kOfCompressor},
     {"skip_incomplete_buckets",
      &cgx_config_t::skip_incomplete_buckets,
      0,
@@ -75,20 +84,26 @@ constexpr ConfigField kTable[] = {
      "one of 'uniform', 'levels', 'sign', 'onebit', 'ternary', 'qsgd', 'half', 'topk', "
      "'threshold', 'randk'"},
     {"density", &cgx_config_t::density, 0, kNone, kShares,
-     "None (0.01), or more than 0 and at most 1", kBillionths},
+     "None (0.01), or more than 0 and at most 1", kOfCompressor, kBillionths},
     {"value_bits", &cgx_config_t::value_bits, 0, kNone, kValueBits,
-     "None or 32 (exact), 16, or an integer from 1 to 8"},
+     "None or 32 (exact), 16, or an integer from 1 to 8", kOfCompressor},
     {"rotation", &cgx_config_t::rotation, 0, kNone, kPowersOfTwo,
-     "None, or a power of two from 2 to 1024"},
-    {"clip", &cgx_config_t::clip, 0, kFlags, {}, "True or False"},
+     "None, or a power of two from 2 to 1024", kOfCompressor},
+    {"clip", &cgx_config_t::clip, 0, kFlags, {}, "True or False", kOfCompressor},
     {"error_feedback",
      &cgx_config_t::error_feedback,
      CGX_FEEDBACK_IF_BIASED,
      kFeedback,
      {},
      "True, False or None (where the encoding is biased)"},
-    {"residual_decay", &cgx_config_t::residual_decay, 0, kWhole, kShares,
-     "more than 0 and at most 1", kBillionths},
+    {"residual_decay",
+     &cgx_config_t::residual_decay,
+     0,
+     kWhole,
+     kShares,
+     "more than 0 and at most 1",
+     /*of_compressor=*/false,
+     kBillionths},
 };
 static_assert(std::size(kTable) * sizeof(int64_t) == sizeof(cgx_config_t), "a field has no row");
 
@@ -167,6 +182,32 @@ std::string_view take(std::string_view* text, char end) {
   return taken;
 }
 
+struct Given {
+  const ConfigField* field;
+  int64_t number;
+};
+
+std::vector<Given> parse_fields(std::string_view text) {
+  std::vector<Given> fields;
+  fields.reserve(std::size(kTable));
+  bool given[std::size(kTable)] = {};
+  for (size_t next = 0; !text.empty();) {
+    const std::string_view name = take(&text, '=');
+    const size_t at = find_field(name, next);
+    require(!given[at], CGX_INVALID_ARGUMENT, name, " is given twice");
+    given[at] = true;
+    fields.push_back({&kTable[at], parse_value(kTable[at], take(&text, ' '))});
+    next = at + 1;
+  }
+  return fields;
+}
+
+cgx_config_t checked(const cgx_config_t& config) {
+  check_compressor(config);
+  if (config.error_feedback == CGX_FEEDBACK_ON) require_feedback(config);
+  return config;
+}
+
 // [{"name": "bits", "default": "4", "accepted": "an integer ...", "words": {}}, ...]
 std::string describe_table() {
   std::string rows;
@@ -207,18 +248,26 @@ std::string config_name(const ConfigField& field, int64_t number) {
 cgx_config_t parse_config(std::string_view text) {
   cgx_config_t config;
   for (const ConfigField& field : kTable) config.*field.value = field.by_default;
-  bool given[std::size(kTable)] = {};
-  for (size_t next = 0; !text.empty();) {
-    const std::string_view name = take(&text, '=');
-    const size_t at = find_field(name, next);
-    require(!given[at], CGX_INVALID_ARGUMENT, name, " is given twice");
-    given[at] = true;
-    config.*kTable[at].value = parse_value(kTable[at], take(&text, ' '));
-    next = at + 1;
+  for (const auto& [field, number] : parse_fields(text)) config.*field->value = number;
+  return checked(config);
+}
+
+cgx_config_t override_config(const cgx_config_t& config, std::string_view text) {
+  cgx_config_t own = config;
+  const std::vector<Given> given = parse_fields(text);
+  for (const auto& [field, number] : given) {
+    if (field->value != &cgx_config_t::compressor || number == config.compressor) continue;
+    for (const ConfigField& left : kTable)
+      if (left.of_compressor) own.*left.value = left.by_default;
+    if (config.bits == kExactBits) own.bits = kExactBits;
   }
-  check_compressor(config);
-  if (config.error_feedback == CGX_FEEDBACK_ON) require_feedback(config);
-  return config;
+  for (const auto& [field, number] : given) {
+    own.*field->value = number;
+    // Exact calls lose nothing.
+    if (field->value == &cgx_config_t::bits && number == kExactBits)
+      own.error_feedback = CGX_FEEDBACK_IF_BIASED;
+  }
+  return checked(own);
 }
 
 }  // namespace cgx
@@ -262,4 +311,23 @@ cgx_status_t cgx_config_seed_use(const cgx_config_t* config, int32_t* use) {
 
 cgx_status_t cgx_config_parse(const char* text, cgx_config_t* config) {
   return cgx::guarded_arithmetic([&] { *config = cgx::parse_config(text ? text : ""); });
+}
+
+cgx_status_t cgx_config_override(const char* text, cgx_config_t* config) {
+  return cgx::guarded_arithmetic([&] {
+    cgx::check_config(*config);
+    *config = cgx::override_config(*config, text ? text : "");
+  });
+}
+
+cgx_status_t cgx_config_text(const cgx_config_t* config, const char** text) {
+  return cgx::guarded_arithmetic([&] {
+    cgx::check_config(*config);
+    thread_local std::string written;
+    written.clear();
+    for (const cgx::ConfigField& field : cgx::config_table())
+      written += cgx::join(written.empty() ? "" : " ", field.name, "=",
+                           cgx::config_text(field, config->*field.value));
+    *text = written.c_str();
+  });
 }

@@ -35,6 +35,7 @@ struct ConfigField {
   std::span<const ConfigWord> words;
   std::span<const ConfigRange> ranges;  // of numbers that are written as such
   const char* accepted;                 // words and ranges, for errors
+  bool of_compressor = false;           // override_config() resets it with the compressor
   int64_t unit = 1;                     // what is written as 1; else it is written as a decimal
 };
 
@@ -49,12 +50,14 @@ std::span<const ConfigField> config_table();
 // that does not belong to the compressor.
 void check_config(const cgx_config_t& config);
 
-// As the text form has it. A peer's number may be one that no row accepts.
+// One field, as the text form has it. A peer's number may be one that no row accepts.
 std::string config_text(const ConfigField& field, int64_t number);
 // The same, without quotes.
 std::string config_name(const ConfigField& field, int64_t number);
 
 // What the text leaves out has its default. Throws Error(CGX_INVALID_ARGUMENT).
 cgx_config_t parse_config(std::string_view text);
+// The config with the fields that the text gives. See cgx_config_override.
+cgx_config_t override_config(const cgx_config_t& config, std::string_view text);
 
 }  // namespace cgx

@@ -2,10 +2,8 @@
 
 Kernels for tensors and for tracing, gradient and checks are C++ (`torch_ops/`).
 
-    quantized_allreduce(x, bits=4, bucket_size=512, op="sum", group_name="", *,
-                        rounding=None, algorithm="auto", gather_bits=None, intra_bits=None,
-                        skip_incomplete_buckets=False, minimal_size=0, compressor="uniform",
-                        density=None, value_bits=None, rotation=None, clip=False, name="",
+    quantized_allreduce(x, bits=None, bucket_size=None, op="sum", group_name="", *,
+                        compressor=None, rounding=None, config="", name="",
                         carrier="native") -> Tensor
     quantized_allreduce_(x, ...same...) -> None
     quantized_allreduce_coalesced(xs, ...same...) -> list[Tensor]
@@ -15,13 +13,15 @@ Kernels for tensors and for tracing, gradient and checks are C++ (`torch_ops/`).
 
 `x` is a float32, float16 or bfloat16 tensor of any shape, on the CPU or (if cgx_ops is built with
 CUDA) on a GPU; the result has its shape and dtype, is contiguous, and holds the same bits on every
-rank of the group, on a GPU those that the CPU would compute. `bits` is 1 to 8, or 32 for an exact
-result; `op` is sum or avg, and at 32 bits also min, max or product; `group_name` names a
-communicator of cgx_ops or a process group of any backend; "" means all ranks: the default group if
-torch.distributed is initialized, else the launcher's (docs/hosts.md).
-The other arguments are those of `cgx_ops.Config`, and `name` identifies a collective that is
-started from several threads. Random rounding ("stochastic", "shift") takes its seed from torch's
-default CPU generator, so `torch.manual_seed` and activation checkpointing cover it; nearest
+rank of the group, on a GPU those that the CPU would compute. `config` is the text of a
+`cgx_ops.Config`, `str(Config(...))`; "" is the default one. `bits`, `bucket_size`, `compressor` and
+`rounding` override its fields. A new compressor resets the fields that belonged to the old one.
+`op` is sum or avg, and at 32 bits also min, max or product; `group_name` names a communicator of
+cgx_ops or a process group of any backend; "" means all ranks: the default group if
+torch.distributed is initialized, else the launcher's (docs/hosts.md). `name` identifies a
+collective that is started from several threads.
+
+Random rounding ("stochastic", "shift") takes its seed from torch's default CPU generator, so `torch.manual_seed` and activation checkpointing cover it; nearest
 rounding draws nothing. The places that compressor="randk" sends are the same on all ranks, whose
 generators may differ: they follow from `name` and a count of this process's calls of that name on
 that group. So programs must call alike on all ranks, the count begins anew with each process, and
@@ -54,9 +54,9 @@ grad. The in-place form reduces in x's memory where no gradient is recorded.
 
 Raises:
     TypeError: another dtype, a sparse tensor, another device, a GPU in a build without CUDA.
-    ValueError: bits, bucket_size, op, rounding, algorithm, compressor, density or group_name out of
-        range, or knobs that do not belong together; the text names the choices. Feedback with a
-        compressor that it does not converge with.
+    ValueError: a field of `config`, a keyword or group_name out of range, or fields that do not
+        belong together; the text names the choices. Feedback with a compressor that it does not
+        converge with.
     torch.distributed.DistBackendError: ranks that call with different arguments, a peer that died
         or is late. On a GPU that is known late: the result is NaN, and the next call raises. Under
         `torch.compile`, refusals while tracing arrive wrapped in torch's own exceptions.

@@ -124,7 +124,7 @@ def trace(values: list[torch.Tensor], op: str, group: str, config: Config) -> to
     carrier = "native" if has_communicator(group) else "c10d"
 
     def reduce(*xs: torch.Tensor) -> list[torch.Tensor]:
-        options = {"op": op, "group_name": group, "carrier": carrier, **config.knobs}
+        options = {"op": op, "group_name": group, "carrier": carrier, "config": str(config)}
         return torch.ops.cgx.quantized_allreduce_coalesced(list(xs), **options)
 
     return _compat.trace(reduce, values)

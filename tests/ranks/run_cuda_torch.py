@@ -50,7 +50,7 @@ def case(function: Case) -> Case:
 
 
 def allreduce(x: torch.Tensor, bits: int = 4, op: str = "sum", **options: Any) -> torch.Tensor:
-    return tc.allreduce(x, bits, 64, op, options.pop("group_name", WORLD), **options)
+    return tc.allreduce(x, bits, 64, op, options.pop("group_name", WORLD), **tc.keywords(**options))
 
 
 def everybodys(n: int, numel: int, dtype: torch.dtype = torch.float32, call: int = 0) -> list[Any]:

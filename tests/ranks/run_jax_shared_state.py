@@ -49,7 +49,10 @@ def with_jax() -> Any:
 
 def with_torch(group_name: str) -> Any:
     y = torch.ops.cgx.quantized_allreduce(
-        torch.from_numpy(x[rank].copy()), algorithm="sra", rounding="nearest", group_name=group_name
+        torch.from_numpy(x[rank].copy()),
+        config="algorithm='sra'",
+        rounding="nearest",
+        group_name=group_name,
     )
     return y.numpy()
 

@@ -44,7 +44,7 @@ class Group:
         self.seeds = [tc.drawn_seeds(rank)[0] for rank in range(self.size)]
 
     def options(self, **options: Any) -> dict[str, Any]:
-        return {"carrier": "c10d", "group_name": self.name, **options}
+        return tc.keywords(**{"carrier": "c10d", "group_name": self.name, **options})
 
     def check_equal(self, tensors: Sequence[torch.Tensor]) -> None:
         """Fail unless every rank has these bits."""

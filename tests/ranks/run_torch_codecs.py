@@ -65,7 +65,7 @@ def each_call_as_numpy() -> None:
                 for numel in SIZES:
                     x, name = tc.values(RANK, numel, dtype), next(_names)
                     seed = seed_of(config, name)
-                    y = tc.allreduce(x, op="avg", name=name, carrier=carrier, **config.knobs)
+                    y = tc.allreduce(x, op="avg", name=name, carrier=carrier, config=str(config))
                     (want,) = by_numpy([x], config, seed)
                     assert tc.same_bits(y, want), (config, dtype, carrier, numel)
 
@@ -75,7 +75,7 @@ def lists_as_numpy() -> None:
     for config in CONFIGS:
         xs = [tc.values(RANK, numel, call=i) for i, numel in enumerate((700, 40, 3, 1200))]
         for carrier in CARRIERS:
-            options = {"op": "avg", "carrier": carrier, **config.knobs}
+            options = {"op": "avg", "carrier": carrier, "config": str(config)}
             name = next(_names)
             seed = seed_of(config, name)
             want = by_numpy(xs, config, seed)
@@ -103,7 +103,7 @@ def gradients_as_numpy() -> None:
         for carrier in CARRIERS:
             x, name = tc.values(RANK, 900).requires_grad_(), next(_names)
             seed = seed_of(config, name, depth=1)
-            y = tc.allreduce(x, op="avg", name=name, carrier=carrier, **config.knobs)
+            y = tc.allreduce(x, op="avg", name=name, carrier=carrier, config=str(config))
             y.backward(upward := tc.values(RANK, 900, call=1))
             (want,) = by_numpy([upward], config, seed)
             assert x.grad is not None
@@ -115,7 +115,7 @@ def places_follow_from_a_count() -> None:
     config = next(each for each in CONFIGS if each.compressor == "randk")
     x = tc.values(RANK, 600)
     for name in ("", "named"):
-        ys = [tc.allreduce(x, name=name, **config.knobs) for _ in range(2)]
+        ys = [tc.allreduce(x, name=name, config=str(config)) for _ in range(2)]
         everyones: list[Any] = [None] * SIZE
         dist.all_gather_object(everyones, ys)
         for other in everyones:
@@ -142,7 +142,7 @@ def ranks_that_differ() -> None:
         ),
     ):
         try:
-            tc.allreduce(tc.values(RANK, 600), **options)
+            tc.allreduce(tc.values(RANK, 600), **tc.keywords(**options))
         except dist.DistBackendError as error:
             assert words in str(error) and "against" in str(error), error
         else:
@@ -160,7 +160,7 @@ def in_graphs() -> None:
         for carrier in CARRIERS:
             torch._dynamo.reset()  # it counts how often one piece of code was compiled
             name = next(_names)
-            options = {"op": "avg", "name": name, "carrier": carrier, **config.knobs}
+            options = {"op": "avg", "name": name, "carrier": carrier, "config": str(config)}
 
             @torch.compile(fullgraph=True)
             def step(x: torch.Tensor, options: Any = options) -> torch.Tensor:

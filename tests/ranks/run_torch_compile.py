@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import cgx_ops
 
 RANK, SIZE = cgx_ops.rank(), cgx_ops.size()
-OPTIONS: dict[str, Any] = {"bits": 3, "bucket_size": 64, "algorithm": "sra"}
+OPTIONS: dict[str, Any] = {"bits": 3, "bucket_size": 64, "config": tc.SRA}
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 

@@ -34,7 +34,7 @@ X = torch.from_numpy(values())
 
 def by_operator(**options: Any) -> torch.Tensor:
     torch.manual_seed(0)
-    return tc.allreduce(X, algorithm="sra", group_name=PAIR.group_name, **options)
+    return tc.allreduce(X, config=tc.SRA, group_name=PAIR.group_name, **options)
 
 
 def by_backend(group: dist.ProcessGroup = PAIR) -> torch.Tensor:
@@ -85,7 +85,7 @@ def of_groups_of_the_same_ranks() -> None:
 def of_tensors() -> None:
     for options in ({}, {"carrier": "c10d"}):
         torch.manual_seed(0)
-        pair = tc.coalesced([X, X], algorithm="sra", **options)
+        pair = tc.coalesced([X, X], config=tc.SRA, **options)
         check_independent(*(errors(y, 4 * X) for y in pair))
 
 

@@ -91,7 +91,8 @@ CGX_API const char* cgx_compressor_name(int64_t compressor);
 /* The compressors, as JSON, in the order of cgx_compressor_t: [{"name", "description", "sliced":
  * whether what it encodes can be cut, "bits": [from, to] ([0, 0]: a width of its own), "roundings":
  * [words, its own first], "knobs": [fields of the config that not all have], "biased": whether its
- * expectation with nearest rounding is not the value, "device": "" or why devices lack it}, ...]. */
+ * expectation with nearest rounding is not the value, "device": "" or why devices lack it}, ...].
+ */
 CGX_API const char* cgx_compressors(void);
 /* What becomes of a collective's seed. */
 typedef enum cgx_seed_use_t {
@@ -106,6 +107,12 @@ CGX_API cgx_status_t cgx_config_check_feedback(const cgx_config_t* config);
 /* A config as a text: "bits=4 rounding='nearest' gather_bits=None". Names and values are separated
  * by one space and written as Python writes them; what is left out has its default. */
 CGX_API cgx_status_t cgx_config_parse(const char* text, cgx_config_t* config);
+/* Overrides the fields of a config that the text gives. A change of the compressor resets the
+ * fields that belong to the compressor, except those that the text gives; 32 bits remain. If the
+ * text gives 32 bits, error_feedback becomes CGX_FEEDBACK_IF_BIASED. An error changes nothing. */
+CGX_API cgx_status_t cgx_config_override(const char* text, cgx_config_t* config);
+/* All fields as a text that cgx_config_parse reads. Valid until this thread's next call. */
+CGX_API cgx_status_t cgx_config_text(const cgx_config_t* config, const char** text);
 
 #ifdef __cplusplus
 } /* extern "C" */
