@@ -55,8 +55,8 @@ def _native_of(config: "Config") -> _native.Config:
     return _parsed(str(config))
 
 
-# What a compressor has of its own, and another one may not.
-OF_COMPRESSOR = ("bits", "rounding", "density", "value_bits", "rotation", "clip", "gather_bits")
+# Set for one compressor, they mean nothing for another.
+OF_COMPRESSOR = tuple(row["name"] for row in _native.CONFIG_FIELDS if row["of_compressor"])
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Config:
             left = {name: _DEFAULTS[name] for name in OF_COMPRESSOR}
             if self.bits == EXACT_BITS:
                 del left["bits"]
-            own = {**left, "intra_bits": None, **own}
+            own = {**left, **own}
         if own.get("bits") == EXACT_BITS:
             own["error_feedback"] = None  # nothing is lost
         return replace(self, **own) if own else self

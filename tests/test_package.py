@@ -114,6 +114,13 @@ def test_table_of_verbs_is_the_headers() -> None:
         assert row["reduces"] or not row["residuals"]
 
 
+def test_page_of_options_is_the_cores_table() -> None:
+    row = "| `{name}` | `{default}` | {accepted} | {documentation} |"
+    rows = [row.format(**field) for field in _native.CONFIG_FIELDS]
+    page = (ROOT / "docs/options.md").read_text().splitlines()
+    assert [line for line in page if line.startswith("| `")] == rows
+
+
 def test_bindings_export_their_entry_point_alone() -> None:
     for module in ("_numpy_ops", "_torch_ops", "_xla_ffi"):
         entry = f"PyInit_{module}"

@@ -31,12 +31,13 @@ struct ConfigRange {
 struct ConfigField {
   std::string_view name;
   int64_t cgx_config_t::* value;
-  int64_t by_default;
-  std::span<const ConfigWord> words;
-  std::span<const ConfigRange> ranges;  // of numbers that are written as such
-  const char* accepted;                 // words and ranges, for errors
-  bool of_compressor = false;           // override_config() resets it with the compressor
-  int64_t unit = 1;                     // what is written as 1; else it is written as a decimal
+  int64_t by_default = 0;
+  std::span<const ConfigWord> words = {};
+  std::span<const ConfigRange> ranges = {};  // of numbers that are written as such
+  const char* accepted;                      // words and ranges, for errors
+  const char* documentation;                 // one line
+  bool of_compressor = false;                // set for one compressor, it means nothing for another
+  int64_t unit = 1;  // what is written as 1; else it is written as a decimal
 };
 
 // Ranks must agree on so many fields, the first ones: what comes after them no message needs.

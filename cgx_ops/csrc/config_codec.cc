@@ -21,19 +21,19 @@ void check_bits(const CodecEntry& entry, std::string_view name, int64_t bits) {
        "' it must be from ", entry.lowest_bits, " to ", entry.highest_bits, ", or 32 (exact)");
 }
 
+bool has(const CodecEntry& entry, const ConfigField& field) {
+  return std::find(entry.knobs.begin(), entry.knobs.end(), field.name) != entry.knobs.end();
+}
+
 // Fields that not all compressors have, and whose 0 says that nothing was given.
 void check_knobs(const CodecEntry& entry, const cgx_config_t& config) {
-  static constexpr std::string_view kOptional[] = {"density", "value_bits", "rotation", "clip"};
   for (const ConfigField& field : config_table()) {
     const int64_t number = config.*field.value;
-    const auto has = [&](const auto& names) {
-      return std::find(std::begin(names), std::end(names), field.name) != std::end(names);
-    };
-    if (number == 0 || !has(kOptional) || has(entry.knobs)) continue;
+    if (number == 0 || !field.of_compressor || has(entry, field)) continue;
     std::string others;
     for (const CodecEntry& other : codec_table())
-      if (std::find(other.knobs.begin(), other.knobs.end(), field.name) != other.knobs.end())
-        others += join(others.empty() ? "" : ", ", other.name);
+      if (has(other, field)) others += join(others.empty() ? "" : ", ", other.name);
+    if (others.empty()) continue;  // all compressors have it
     fail(CGX_INVALID_ARGUMENT, field.name, " is ", config_text(field, number),
          ", which compressor='", entry.name, "' does not have: it belongs to ", others);
   }

@@ -1,9 +1,10 @@
 """Statistics of the world and of a group across processes: both ranks count alike."""
 
+
 import numpy as np
 
 import cgx_ops
-from cgx_ops import Config
+from cgx_ops import Config, _native
 
 world = cgx_ops.init()
 pair = world.split(0, name="pair")

@@ -55,8 +55,8 @@ typedef enum cgx_feedback_t {
   CGX_FEEDBACK_ON = 2
 } cgx_feedback_t;
 
-/* How values travel. What a field accepts, how its numbers are written and its default are told by
- * cgx_config_fields; what else it may be, a call refuses. */
+/* How values travel. cgx_config_fields describes each field: what it accepts and how its numbers
+ * are written, its default, its documentation. A call refuses every other value. */
 typedef struct cgx_config_t {
   int64_t bits;        /* of an element: 1-8, or 32: exact, whatever the compressor */
   int64_t bucket_size; /* elements that share one minimum and step */
@@ -84,15 +84,15 @@ typedef struct cgx_config_t {
 #define CGX_SMALLEST_COMPRESSED 16
 
 /* The fields of cgx_config_t in their order, as JSON: [{"name", "default", "accepted": in words for
- * errors, "words": {name: number}}, ...]. */
+ * errors, "documentation": one line, "of_compressor": set for one compressor, it means nothing for
+ * another, "words": {name: number}}, ...]. */
 CGX_API const char* cgx_config_fields(void);
 /* The name of a cgx_compressor_t, such as "topk"; "unknown" for every other number. */
 CGX_API const char* cgx_compressor_name(int64_t compressor);
 /* The compressors, as JSON, in the order of cgx_compressor_t: [{"name", "description", "sliced":
  * whether what it encodes can be cut, "bits": [from, to] ([0, 0]: a width of its own), "roundings":
  * [words, its own first], "knobs": [fields of the config that not all have], "biased": whether its
- * expectation with nearest rounding is not the value, "device": "" or why devices lack it}, ...].
- */
+ * expectation with nearest rounding is not the value, "device": "", or why devices lack it}]. */
 CGX_API const char* cgx_compressors(void);
 /* What becomes of a collective's seed. */
 typedef enum cgx_seed_use_t {
