@@ -40,7 +40,7 @@ from jax_shared import (
 )
 
 import cgx_ops.jax
-from cgx_ops import Rules
+from cgx_ops import Config
 
 
 class Perceptron(nnx.Module):
@@ -58,15 +58,13 @@ class Perceptron(nnx.Module):
 class Training:
     """A model, its optimizer and their state, on a mesh of all devices."""
 
-    def __init__(self, epochs: int, **knobs: Any) -> None:
+    def __init__(self, epochs: int, config: Config) -> None:
         self.mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
         self.epoch = 0
         self.graph, like = nnx.split(nnx.eval_shape(lambda: Perceptron(nnx.Rngs(0))))
         steps = epochs * steps_of_epoch(self.mesh)
         self.optimizer = optax.chain(
-            cgx_ops.jax.average_gradients(
-                "data", rules=Rules([("bias", 32)]), mesh=self.mesh, **knobs
-            ),
+            cgx_ops.jax.average_gradients("data", config=config, mesh=self.mesh),
             optax.sgd(optax.cosine_decay_schedule(LEARNING_RATE, steps), MOMENTUM),
         )
         specs = (P(), cgx_ops.jax.state_specs(self.optimizer, like, "data"))
@@ -132,11 +130,12 @@ def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def train(
-    bits: int, compressor: str, feedback: bool, epochs: int, stop: int, folder: Path | None
+    bits: int, compressor: Any, feedback: bool, epochs: int, stop: int, folder: Path | None
 ) -> None:
     # None: error feedback where the compressor can have it and gains by it.
     error_feedback = None if feedback else False
-    training = Training(epochs, bits=bits, compressor=compressor, error_feedback=error_feedback)
+    config = Config(bits=bits, compressor=compressor, error_feedback=error_feedback)
+    training = Training(epochs, config)
     if folder:
         training.restore(folder)
     losses = []

@@ -84,17 +84,15 @@ def of_torch_c10d(comm: Communicator, op: Op, config: Config) -> Reduce:
 
 
 def of_jax(comm: Communicator, op: Op, config: Config) -> Reduce:
-    """On a device of this rank; rounding is by the key, or to nearest without one."""
+    """On a device of this rank."""
     import jax
 
     from cgx_ops.jax import allreduce_q
 
-    knobs = {name: value for name, value in config.knobs.items() if name != "rounding"}
-
     @jax.jit
     def call(x: jax.Array, residual: jax.Array, key: jax.Array) -> Any:
         given = key if config.draws else None
-        return allreduce_q(x, comm, op=op, key=given, residual=residual, **knobs)
+        return allreduce_q(x, comm, op=op, key=given, residual=residual, config=config)
 
     def reduce(x: Values, residual: Values, seed: int) -> tuple[Values, Values]:
         with jax.default_device(jax.devices()[comm.rank % len(jax.devices())]):

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax_cases import expected, normal, same_bits, seed_of, use_cpu_devices
+from jax_cases import SRA, expected, normal, same_bits, seed_of, use_cpu_devices
 from launch import threads
 
 from cgx_ops import Communicator
@@ -47,4 +47,4 @@ STEPS = [expected(X[:, step]) for step in range(4)]
 
 
 def reduce(comm: Communicator) -> Callable[[jax.Array], jax.Array]:
-    return lambda v: allreduce_q(v, comm, algorithm="sra")
+    return lambda v: allreduce_q(v, comm, config=SRA)

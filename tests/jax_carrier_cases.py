@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import reference
-from jax_cases import normal, seed_of
+from jax_cases import normal, seed_of, with_config
 
 from cgx_ops import Rules
 from cgx_ops.config import Algorithm
@@ -69,7 +69,9 @@ class Case:
         """Reduce on a device; return (result, residual)."""
         key = None if self.keys == "none" else jax.random.key(seed)
         reduce = {"sum": psum_q, "avg": pmean_q}[self.op]
-        return reduce(x, axes, key=key, carrier=carrier, residual=residual, **self.knobs())
+        return reduce(
+            x, axes, key=key, carrier=carrier, residual=residual, **with_config(**self.knobs())
+        )
 
     def expected(
         self, group: Sequence[int], processes: Sequence[int], axes: Any = "d"

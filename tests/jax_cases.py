@@ -22,10 +22,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cgx_ops.jax
+from cgx_ops import Config
 from cgx_ops.jax import psum_q
 
 Values = npt.NDArray[Any]
 
+SRA = Config(algorithm="sra")
 CALLS, NUMEL = 64, 65536  # of the programs that show that order does not matter
 INNER_CALLS = 32
 
@@ -114,6 +116,13 @@ def spread(mesh: Mesh, x: Any, spec: P) -> jax.Array:
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(spread(mesh, np.asarray(jax.random.key_data(x)), spec))
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda at: x[at])
+
+
+def with_config(**options: Any) -> dict[str, Any]:
+    """Return the arguments of a call, those that are fields of Config in its config."""
+    own = {name: value for name, value in options.items() if name in Config.__annotations__}
+    others = {name: value for name, value in options.items() if name not in own}
+    return {**others, "config": Config(**own)}
 
 
 def fetch(tree: Any) -> Any:
@@ -252,36 +261,36 @@ def same_bits(a: Any, b: Any) -> bool:
 
 def independent(x: jax.Array) -> jax.Array:
     """CALLS calls that XLA may start in any order."""
-    return jnp.stack([psum_q(x[i], "d", algorithm="sra") for i in range(CALLS)])
+    return jnp.stack([psum_q(x[i], "d", config=SRA) for i in range(CALLS)])
 
 
 def inner_jit(x: jax.Array) -> jax.Array:
     """One function, lowered once and called INNER_CALLS times: equal custom calls."""
-    inner = jax.jit(lambda v: psum_q(v, "d", algorithm="sra"))
+    inner = jax.jit(lambda v: psum_q(v, "d", config=SRA))
     return jnp.stack([inner(x[i]) for i in range(INNER_CALLS)])
 
 
 def scanned(x: jax.Array) -> jax.Array:
     """One call, executed CALLS times in a loop."""
-    return lax.scan(lambda c, v: (c, psum_q(v, "d", algorithm="sra")), 0, x)[1]
+    return lax.scan(lambda c, v: (c, psum_q(v, "d", config=SRA)), 0, x)[1]
 
 
 def unrolled(x: jax.Array) -> jax.Array:
     """A loop of which XLA sees eight steps at a time."""
-    return lax.scan(lambda c, v: (c, psum_q(v, "d", algorithm="sra")), 0, x, unroll=8)[1]
+    return lax.scan(lambda c, v: (c, psum_q(v, "d", config=SRA)), 0, x, unroll=8)[1]
 
 
 def mixed(x: jax.Array) -> jax.Array:
     """Half of the calls, and as many independent collectives of XLA's own between them."""
     half = CALLS // 2
-    ours = [psum_q(x[i], "d", algorithm="sra") for i in range(half)]
+    ours = [psum_q(x[i], "d", config=SRA) for i in range(half)]
     theirs = [lax.psum(x[i], "d") for i in range(half)]
     return jnp.stack([y + 0 * jnp.isnan(t).sum() for y, t in zip(ours, theirs, strict=True)])
 
 
 def chained(x: jax.Array) -> jax.Array:
     """XLA's own collectives wait for each call: completing it resumes a program that blocks."""
-    return jnp.stack([lax.pmax(psum_q(x[i], "d", algorithm="sra"), "d") for i in range(CALLS // 2)])
+    return jnp.stack([lax.pmax(psum_q(x[i], "d", config=SRA), "d") for i in range(CALLS // 2)])
 
 
 PROGRAMS = {f.__name__: f for f in (independent, inner_jit, scanned, unrolled, mixed, chained)}

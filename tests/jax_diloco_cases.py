@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax_cases import Values, normal, same_bits, spread
+from jax_cases import Values, normal, same_bits, spread, with_config
 
 from cgx_ops.jax import DiLoCo
 
@@ -29,6 +29,11 @@ SPARSE: dict[str, Any] = {
     "sync_every": 2, "compressor": "topk", "density": 4 / 64, "bucket_size": 64,
     "mean_over": "senders", "residual_decay": 0.95, "outer_optimizer": optax.sgd(0.8),
 }  # fmt: skip
+
+
+def loop_options(options: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the arguments of diloco(), which compresses all leaves."""
+    return with_config(**{"rules": None, **options, **more})
 
 
 def weights(dtype: Any = np.float32) -> Any:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jax_cases import expected, mesh_of, normal, same_bits, spread
+from jax_cases import SRA, expected, mesh_of, normal, same_bits, spread
 
 from cgx_ops.jax import psum_q
 
@@ -30,7 +30,7 @@ def check_backend() -> None:
     mesh, x = mesh_of((len(devices),), ("d",), devices), normal(2, len(devices), 3000)
     step = jax.jit(
         jax.shard_map(
-            lambda v: psum_q(v[0], "d", algorithm="sra"),
+            lambda v: psum_q(v[0], "d", config=SRA),
             mesh=mesh,
             in_specs=P("d"),
             out_specs=P(),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax import export, lax
 from jax_allreduce_cases import AUTO, STEPS, X, check, on_ranks, reduce, seed_on
-from jax_cases import expected, mesh_of, normal, on_mesh, same_bits
+from jax_cases import SRA, expected, mesh_of, normal, on_mesh, same_bits, with_config
 
 from cgx_ops import Communicator, Rules
 from cgx_ops.jax import allreduce_q
@@ -56,7 +56,7 @@ def test_sizes_and_dtypes(ranks: int, dtype: Any, where: Any) -> None:
 def test_knobs(knobs: dict[str, Any]) -> None:
     x = normal(1, 3, 3000)
     knobs = {"algorithm": "sra", **knobs}
-    results = on_ranks(3, lambda rank, comm: allreduce_q(x[rank], comm, **knobs))
+    results = on_ranks(3, lambda rank, comm: allreduce_q(x[rank], comm, **with_config(**knobs)))
     check(results, expected(x, **knobs))
 
 
@@ -67,9 +67,7 @@ def test_keys(make: Callable[[int], jax.Array]) -> None:
     keys = [make(7 + rank) for rank in range(3)]
 
     def body(rank: int, comm: Communicator) -> Any:
-        return jax.jit(lambda v, k: allreduce_q(v, comm, key=k, algorithm="sra"))(
-            x[rank], keys[rank]
-        )
+        return jax.jit(lambda v, k: allreduce_q(v, comm, key=k, config=SRA))(x[rank], keys[rank])
 
     seeds = [seed_on(rank, key) for rank, key in enumerate(keys)]
     check(on_ranks(3, body, "noise"), expected(x, seeds=seeds))
@@ -105,7 +103,7 @@ def test_rules_and_residuals(fuse: bool) -> None:
     def body(rank: int, comm: Communicator) -> Any:
         def step(residual: Any, _: Any) -> Any:
             total, residual = allreduce_q(
-                jax.tree.map(lambda leaf: leaf[rank], x), comm, algorithm="sra", residual=residual,
+                jax.tree.map(lambda leaf: leaf[rank], x), comm, config=SRA, residual=residual,
                 rules=Rules([("bias", 32)], exact_vectors=False), fuse=fuse,
             )  # fmt: skip
             return residual, total
@@ -128,7 +126,7 @@ def test_residuals_under_vmap_and_grad() -> None:
 
     def body(rank: int, comm: Communicator) -> Any:
         def q(v: jax.Array, e: jax.Array) -> Any:
-            return allreduce_q(v, comm, algorithm="sra", residual=e)
+            return allreduce_q(v, comm, config=SRA, residual=e)
 
         def loss(v: jax.Array, e: jax.Array) -> jax.Array:
             total, residual = q(v, e)
@@ -244,7 +242,7 @@ def test_examples_have_their_own_keys() -> None:
     keys = jax.random.split(jax.random.key(5), 4)
 
     def body(rank: int, comm: Communicator) -> Any:
-        noisy = lambda v, k: allreduce_q(v, comm, key=k, algorithm="sra")  # noqa: E731
+        noisy = lambda v, k: allreduce_q(v, comm, key=k, config=SRA)  # noqa: E731
         return jax.vmap(noisy)(X[rank], keys), jax.vmap(noisy, (None, 0))(X[rank, 0], keys)
 
     seeds = [[seed_on(rank, key) for rank in range(3)] for key in keys]

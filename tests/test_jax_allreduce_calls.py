@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax_allreduce_cases import AUTO, STEPS, X, check, on_ranks, reduce
-from jax_cases import expected, mesh_of, normal, on_mesh, same_bits
+from jax_cases import SRA, expected, mesh_of, normal, on_mesh, same_bits, with_config
 from launch import check_ok, mpirun
 
 import cgx_ops
@@ -102,7 +102,7 @@ def test_among_calls_from_python() -> None:
         if rank == 0:
             request = comm.allreduce_async(X[rank, 1], config=config)
             sums = reduce(comm)(X[rank, 0])
-            both = allreduce_q(X[rank, 2], comm, name="both", algorithm="sra")
+            both = allreduce_q(X[rank, 2], comm, name="both", config=SRA)
         else:
             sums = reduce(comm)(X[rank, 0])
             request = comm.allreduce_async(X[rank, 1], config=config)
@@ -135,7 +135,7 @@ def test_threads_with_names() -> None:
 
         def dispatch(index: int) -> None:
             with jax.default_device(jax.devices()[4 * rank + index]):
-                call = jax.jit(lambda v: allreduce_q(v, comm, name=str(index), algorithm="sra"))
+                call = jax.jit(lambda v: allreduce_q(v, comm, name=str(index), config=SRA))
                 for _ in range(10):
                     results[index] = np.asarray(call(X[rank, index]))
 
@@ -177,9 +177,7 @@ def test_float64(pair: list[Communicator]) -> None:
     check(on_ranks(3, body), STEPS[0])
 
 
-@pytest.mark.parametrize(
-    "knob", ["bits", "bucket_size", "minimal_size", "gather_bits", "intra_bits"]
-)
+@pytest.mark.parametrize("knob", ["bits", "bucket_size", "compressor", "rounding"])
 def test_traced_knobs(knob: str, pair: list[Communicator]) -> None:
     with pytest.raises(TypeError, match=f"allreduce_q: {knob} must be a static Python value"):
         jax.jit(lambda v: allreduce_q(np.ones(3), pair[0], **{knob: v}))(4)
@@ -203,7 +201,7 @@ def test_knobs_out_of_range(
     knobs: dict[str, Any], error: type[Exception], words: str, pair: list[Communicator]
 ) -> None:
     with pytest.raises(error, match=re.escape(words)):
-        allreduce_q(np.ones(3, np.float32), pair[0], **knobs)
+        allreduce_q(np.ones(3, np.float32), pair[0], **with_config(**knobs))
 
 
 @pytest.mark.parametrize("comm", ["world", 0, object()], ids=repr)

@@ -92,7 +92,7 @@ def test_steps(name: str, setting: Callable[[], AbstractContextManager[Any]]) ->
 def test_outer_loops(kind: str, setting: Callable[[], AbstractContextManager[Any]]) -> None:
     def looped() -> Any:
         mesh = cases.mesh_with(N)
-        loop = diloco("d", mesh=mesh, **getattr(loops, kind))
+        loop = diloco("d", mesh=mesh, **loops.loop_options(getattr(loops, kind)))
         return fetch(loops.trained(loop, mesh, loops.started(loop), range(1, 7)))
 
     want = looped()

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax_cases import fetch, same_bits, use_cpu_devices
 from jax_optimizer_cases import mesh_with
 
-from cgx_ops import Rules
+from cgx_ops import Config, Rules
 from cgx_ops.jax import (
     deep_gradient,
     diloco,
@@ -37,7 +37,7 @@ EXACT: Any = {"bias": 32}
 SPARSE: dict[str, Any] = {"density": 0.02, "warmup_steps": 20, "clip": 2.0}
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "power_sgd": lambda mesh: optax.chain(
-        power_sgd("d", rank=2, start=2, mesh=mesh), optax.sgd(0.02)
+        power_sgd("d", rank=2, start=2, bits=32, mesh=mesh), optax.sgd(0.02)
     ),
     "deep_gradient": lambda mesh: optax.chain(
         deep_gradient("d", mesh=mesh, **SPARSE), optax.sgd(0.01)
@@ -50,8 +50,8 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
         0.01,
         warmup_steps=10,
         weight_decay=0.01,
-        rules=Rules([("bias", 32)], exact_vectors=False),
-        algorithm="sra",
+        rules=Rules([("bias", 32)]),
+        config=Config(compressor="levels", bits=1, algorithm="sra"),
         mesh=mesh,
     ),
     "signum": lambda mesh: signum("d", 0.002, weight_decay=0.01, mesh=mesh),
@@ -63,14 +63,16 @@ HALVES = optax.sgd(0.5, momentum=0.5, nesterov=True)
 OUTER_LOOPS: dict[str, Callable[[Any], Any]] = {
     "diloco": lambda mesh: diloco(
         "d", sync_every=5, bits=4, bucket_size=64, outer_optimizer=HALVES,
-        mesh=mesh,
+        rules=None, mesh=mesh,
     ),
     "streaming": lambda mesh: diloco(
         "d", sync_every=6, fragments=3, fragment_sync_delay=1, fragment_update_alpha=0.5,
         bits=2, compressor="levels", bucket_size=64, outer_optimizer=HALVES,
-        mesh=mesh,
+        rules=None, mesh=mesh,
     ),
-    "sparse_loco": lambda mesh: sparse_loco("d", sync_every=5, density=1 / 32, mesh=mesh),
+    "sparse_loco": lambda mesh: sparse_loco(
+        "d", sync_every=5, density=1 / 32, rules=None, mesh=mesh
+    ),
 }  # fmt: skip
 
 

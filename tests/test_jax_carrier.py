@@ -20,7 +20,17 @@ import reference
 from jax import lax
 from jax.sharding import Mesh
 from jax_carrier_cases import BF16, CASES, Case
-from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, seed_of, use_cpu_devices
+from jax_cases import (
+    SRA,
+    expected,
+    mesh_of,
+    normal,
+    on_mesh,
+    same_bits,
+    seed_of,
+    use_cpu_devices,
+    with_config,
+)
 
 from cgx_ops import Communicator, Config, Rules, _native
 from cgx_ops.address import free_address
@@ -107,7 +117,7 @@ def test_trees(fuse: bool) -> None:
             t,
             "d",
             key=key,
-            algorithm="sra",
+            config=SRA,
             rules=Rules([("bias", 32)], exact_vectors=False),
             fuse=fuse,
             carrier="xla",
@@ -189,7 +199,7 @@ def test_among_processes(processes: int, devices: int, with_mpi: bool) -> None:
 
 def sent(case: Case, mesh: Mesh) -> dict[str, list[list[int]]]:
     """Return the shapes of the bytes that a device gives to XLA's collectives, by their names."""
-    program = on_mesh(mesh, lambda x: psum_q(x, "d", carrier="xla", **case.knobs()))
+    program = on_mesh(mesh, lambda x: psum_q(x, "d", carrier="xla", **with_config(**case.knobs())))
     text = program.lower(case.inputs(mesh.size)).as_text()
     shapes: dict[str, list[list[int]]] = {}
     for name, shape in re.findall(r'"stablehlo\.(\w+)"\(.*: \(tensor<([0-9x]+)xui8>\)', text):
@@ -286,7 +296,7 @@ def test_vmap(check_vma: bool) -> None:
     case = Case(3000, algorithm="auto")
 
     def body(rows: jax.Array) -> jax.Array:
-        alone = lambda v, key: psum_q(v, "d", key=key, carrier="xla", **case.knobs())  # noqa: E731
+        alone = lambda v, key: psum_q(v, "d", key=key, carrier="xla", **with_config(**case.knobs()))  # noqa: E731
         return jax.vmap(alone)(rows, keys)
 
     got = np.asarray(on_mesh(mesh_of((8,), ("d",)), body, check_vma)(x))
@@ -297,7 +307,7 @@ def test_vmap(check_vma: bool) -> None:
 
 
 def _mean(x: jax.Array, bits: int = 4) -> jax.Array:
-    return pmean_q(x, "d", bits=bits, algorithm="sra", carrier="xla")
+    return pmean_q(x, "d", bits=bits, config=SRA, carrier="xla")
 
 
 def _scanned(x: jax.Array) -> jax.Array:
@@ -358,7 +368,8 @@ def test_unused_results_are_dropped_everywhere() -> None:
 @pytest.mark.parametrize("algorithm", ["ring", "hierarchical"])
 def test_algorithms_that_pass_messages_on_are_refused(algorithm: Any) -> None:
     program = on_mesh(
-        mesh_of((8,), ("d",)), lambda v: psum_q(v, "d", algorithm=algorithm, carrier="xla")
+        mesh_of((8,), ("d",)),
+        lambda v: psum_q(v, "d", config=Config(algorithm=algorithm), carrier="xla"),
     )
     with pytest.raises(ValueError, match="use 'auto', 'one_shot' or 'sra'"):
         program(normal(12, 8, 100))

@@ -16,11 +16,11 @@ import orbax.checkpoint as ocp
 import pytest
 from jax import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_cases import Values, fetch, normal, same_bits, use_cpu_devices
+from jax_cases import SRA, Values, fetch, normal, same_bits, use_cpu_devices, with_config
 from jax_compressor_cases import KEY, config_of, numpy_result
 from jax_optimizer_cases import mesh_with, program_of
 
-from cgx_ops import Rules
+from cgx_ops import Config, Rules
 from cgx_ops.jax import AverageGradientsState, average_gradients, consolidate, state_specs
 
 use_cpu_devices(8)
@@ -51,13 +51,13 @@ PARAMS = {
 
 
 def test_by_default_where_it_is_needed() -> None:
-    """And of "uniform", as ever; the others' leaves keep nothing."""
+    """Where the encoding is biased; exact leaves and others keep nothing."""
     mesh = mesh_with(2)
-    ours = average_gradients("d", bits=2, algorithm="sra", rules=RULES, mesh=mesh)
+    ours = average_gradients("d", bits=2, config=SRA, rules=RULES, mesh=mesh)
     optimizer = optax.chain(ours, optax.scale(0.5))
     state: Any = optimizer.init(PARAMS)
     kept = {name for name, leaf in state[0].residual.items() if leaf is not None}
-    assert kept == {"bias", "dense", "norm", "rest"}
+    assert kept == {"dense", "norm", "rest"}
     specs = state_specs(optimizer, PARAMS, "d")
     assert specs[0].residual == {name: P("d") if name in kept else None for name in PARAMS}
     step = program_of(optimizer, PARAMS, mesh)
@@ -90,14 +90,16 @@ def test_on_request() -> None:
     mesh = mesh_with(2)
 
     def kept(**knobs: Any) -> set[str]:
-        state: Any = average_gradients("d", mesh=mesh, **knobs).init(PARAMS)
+        state: Any = average_gradients(
+            "d", mesh=mesh, **with_config(**{"rules": None, **knobs})
+        ).init(PARAMS)
         return {name for name, leaf in state.residual.items() if leaf is not None}
 
     assert not kept(error_feedback=False, rules=RULES)
     assert not kept(compressor="half")
     assert kept(compressor="half", error_feedback=True) == PARAMS.keys()
     assert kept(compressor="half", rules=Rules([("dense", TOPK)], exact_vectors=False)) == {"dense"}
-    with pytest.raises(ValueError, match=r"average_gradients: error feedback .*'sign'"):
+    with pytest.raises(ValueError, match=r"average_gradients: .*'conv': error feedback .*'sign'"):
         kept(rules=RULES, error_feedback=True)
     with pytest.raises(ValueError, match=r"1 bit.*compressor='levels'"):
         kept(rules=Rules([("dense", {"bits": 1})], exact_vectors=False))
@@ -158,7 +160,10 @@ def test_another_number_of_devices_goes_on(
     """
 
     def make(size: int) -> optax.GradientTransformation:
-        return optax.chain(average_gradients("d", mesh=mesh_with(size), **knobs), optax.identity())
+        return optax.chain(
+            average_gradients("d", mesh=mesh_with(size), **with_config(**knobs, rules=None)),
+            optax.identity(),
+        )
 
     old, new = make(2), make(devices)
     state, missing, rounded = run(old, old.init(WEIGHTS), 2, range(10))
@@ -223,7 +228,9 @@ def test_decay() -> None:
     rows = {"a": normal(2, 2 * NUMEL).reshape(2, NUMEL)}
 
     def step(decay: float, state: Any) -> Any:
-        optimizer = average_gradients("d", mesh=mesh, residual_decay=decay, **TOPK)
+        optimizer = average_gradients(
+            "d", mesh=mesh, rules=None, config=Config(residual_decay=decay, **TOPK)
+        )
         state = optimizer.init(params) if state is None else state
         return program_of(optimizer, params, mesh)(params, state, rows)
 
@@ -233,4 +240,4 @@ def test_decay() -> None:
     assert same_bits(fetch(decayed["a"]), fetch(expected["a"]))
     assert not same_bits(fetch(decayed["a"]), fetch(step(1.0, lost)[0]["a"]))
     with pytest.raises(ValueError, match=r"residual_decay is 1.5; it must be more than 0"):
-        average_gradients("d", residual_decay=1.5)
+        average_gradients("d", config=Config(residual_decay=1.5))

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from compressor_cases import DISAGREE
 from jax_allreduce_cases import on_ranks
-from jax_cases import mesh_of, normal, on_mesh, use_cpu_devices
+from jax_cases import SRA, mesh_of, normal, on_mesh, use_cpu_devices, with_config
 from jax_compressor_cases import CASES
 
-from cgx_ops import Communicator, Rules
+from cgx_ops import Communicator, Config, Rules
 from cgx_ops.jax import (
     all_gather_q,
     allreduce_q,
@@ -42,15 +42,17 @@ def trace(body: Callable[..., Any], *operands: Any, check_vma: bool = False) -> 
 
 
 CALLS: dict[str, Callable[..., Any]] = {
-    "psum_q": lambda v, **knobs: psum_q(v, "d", **knobs),
-    "pmean_q": lambda v, **knobs: pmean_q(v, "d", **knobs),
-    "psum_scatter_q": lambda v, **knobs: psum_scatter_q(v, "d", **knobs),
-    "all_gather_q": lambda v, **knobs: all_gather_q(v, "d", **knobs),
-    "allreduce_q": lambda v, **knobs: allreduce_q(v, Communicator.local(2)[0], **knobs),
-    "value_and_grad": lambda v, **knobs: value_and_grad(jnp.sum, "d", **knobs)(v),
-    "average_gradients": lambda v, **knobs: average_gradients("d", **knobs),
-    "compress_grads": lambda v, **knobs: compress_grads(v, "d", **knobs),
+    "psum_q": lambda v, **given: psum_q(v, "d", **given),
+    "pmean_q": lambda v, **given: pmean_q(v, "d", **given),
+    "psum_scatter_q": lambda v, **given: psum_scatter_q(v, "d", **given),
+    "all_gather_q": lambda v, **given: all_gather_q(v, "d", **given),
+    "allreduce_q": lambda v, **given: allreduce_q(v, Communicator.local(2)[0], **given),
+    "value_and_grad": lambda v, **given: value_and_grad(jnp.sum, "d", **given)(v),
+    "average_gradients": lambda v, **given: average_gradients("d", **given).init(v),
+    "compress_grads": lambda v, **given: compress_grads(v, "d", **given),
 }
+# The others refuse the shard_map of trace().
+TRACED = [name for name in CALLS if name not in ("allreduce_q", "compress_grads")]
 WITH_RULES = [name for name in CALLS if name not in ("psum_scatter_q", "all_gather_q")]
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -69,9 +71,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"compressor": "levels", "value_bits": 8}, "value_bits is 8, which compressor='levels'"),
     ({"compressor": "topk", "rotation": 32}, "rotation is 32, which compressor='topk'"),
     ({"compressor": "onebit", "clip": True}, "clip is True, which compressor='onebit'"),
-    ({"compressor": "ternary"}, "compressor='ternary' has random rounding only.*give key="),
-    ({"compressor": "qsgd"}, "compressor='qsgd' has random rounding only"),
-    ({"compressor": "randk"}, "'randk' has places that all devices draw alike.*same on all"),
+    ({"compressor": "ternary"}, "'ternary' with rounding='stochastic' is random.*give key="),
+    ({"compressor": "qsgd"}, "compressor='qsgd' with rounding='stochastic' is random"),
+    ({"compressor": "randk"}, "'randk' draws which values are sent.*equal on all devices"),
 ]  # fmt: skip
 
 
@@ -79,51 +81,81 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_knobs(knobs: dict[str, Any], said: str) -> None:
     for call in CALLS.values():
         with pytest.raises(ValueError, match=said):
-            trace(lambda v, c=call: c(v, **knobs))
+            trace(lambda v, c=call: c(v, **with_config(**knobs)))
 
 
-@pytest.mark.parametrize("knob", ["compressor", "density", "value_bits", "rotation", "clip"])
-def test_traced_knobs(knob: str) -> None:
+def test_traced_arguments() -> None:
     for call in CALLS.values():
-        with pytest.raises(TypeError, match=f"{knob} must be a static Python value"):
-            trace(lambda v, c=call: c(v, **{knob: v[0]}))
-    with pytest.raises(ValueError, match=f"the rule 'w': Config.{knob} is "):
-        trace(lambda v: psum_q(v, "d", rules=Rules([("w", {knob: v[0]})], exact_vectors=False)))
+        for name in ("bits", "bucket_size", "compressor", "rounding"):
+            with pytest.raises(TypeError, match=f"{name} must be a static Python value"):
+                trace(lambda v, c=call, n=name: c(v, **{n: v[0]}))
+    with pytest.raises(ValueError, match=r"Config\.density is "):
+        trace(lambda v: psum_q(v, "d", config=Config(compressor="topk", density=v[0])))
+    with pytest.raises(ValueError, match=r"the rule 'w': Config\.bits is "):
+        trace(lambda v: psum_q(v, "d", rules=Rules([("w", v[0])])))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_configs(name: str) -> None:
+    """What is wrong with config= and with what is given beside it."""
+
+    def refused(error: type[Exception], said: str, **given: Any) -> None:
+        with pytest.raises(error, match=said):
+            trace(lambda v: CALLS[name](v, **given))
+
+    refused(ValueError, rf"{name}: config is Rules.*; give Rules as rules=", config=Rules())
+    refused(ValueError, f"{name}: config is 'bits=4'; it must be a cgx_ops.Config", config="bits=4")
+    refused(ValueError, f"{name}: Config.bits is '4'; it must be", config=Config(bits=2), bits="4")
+    refused(ValueError, f"{name}: bits is 5; with", config=Config(compressor="levels"), bits=5)
+    refused(TypeError, "unexpected keyword argument 'density'", density=0.1)
+    refused(
+        ValueError, f"{name}: .*rounding='shift' is random, .*give key=.*'near", rounding="shift"
+    )
+    if name in TRACED:
+        trace(lambda v: CALLS[name](v, key=KEY, rounding="shift"))
 
 
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
         ({"density": 0.1}, "density is 0.1, which compressor='uniform' does not have"),
-        ({"rounding": "shift"}, "the key says how values are rounded"),
-        ({"compressor": "ternary"}, "'ternary' has random rounding only"),
-        ({"compressor": "randk"}, "'randk' has places"),
+        ({"rounding": "shift"}, "rounding='shift' is random, and there is no key"),
+        ({"compressor": "ternary"}, "rounding='stochastic' is random"),
+        ({"compressor": "randk"}, "'randk' draws which values are sent"),
     ],
     ids=str,
 )
 def test_rules(rule: Any, said: str) -> None:
-    """Also of rules that no leaf is for."""
+    """Of leaves that there are: another rule may set what one needs."""
     for name in WITH_RULES:
-        with pytest.raises(ValueError, match=said) as error:
-            trace(
-                lambda v, c=CALLS[name]: c(v, rules=Rules([("nothing", rule)], exact_vectors=False))
-            )
-        assert name in str(error.value)
+        if name in TRACED:
+            with pytest.raises(ValueError, match=f"{name}: .*{said}"):
+                trace(lambda v, c=CALLS[name]: c(v, rules=Rules([("", rule)], exact_vectors=False)))
         with pytest.raises(TypeError, match=rf"{name}: rules is .* give cgx_ops.Rules\("):
             trace(lambda v, c=CALLS[name]: c(v, rules={"nothing": rule}))
+    rules = Rules([("w", {"density": 0.1}), ("", {"compressor": "topk"})], exact_vectors=False)
+    trace(lambda v: psum_q({"w": v}, "d", rules=rules))
 
 
 def test_what_cannot_be_cut() -> None:
     algorithm: Any
     for algorithm in ("sra", "ring", "hierarchical"):
         with pytest.raises(ValueError, match=rf"'threshold' sends cannot be cut.*'{algorithm}'"):
-            trace(lambda v, a=algorithm: psum_q(v, "d", compressor="threshold", algorithm=a))
+            trace(
+                lambda v, a=algorithm: psum_q(
+                    v, "d", compressor="threshold", config=Config(algorithm=a)
+                )
+            )
     for call in (psum_scatter_q, all_gather_q):
         with pytest.raises(ValueError, match=rf"cannot be cut.*{call.__name__} does: use psum_q"):
             trace(lambda v, c=call: c(v, "d", compressor="threshold"))
     for algorithm in ("auto", "one_shot", "by_hosts"):
-        trace(lambda v, a=algorithm: psum_q(v, "d", compressor="threshold", algorithm=a))
-    trace(lambda v: psum_q(v, "d", compressor="threshold", algorithm="sra", bits=32))
+        trace(
+            lambda v, a=algorithm: psum_q(
+                v, "d", compressor="threshold", config=Config(algorithm=a)
+            )
+        )
+    trace(lambda v: psum_q(v, "d", compressor="threshold", config=SRA, bits=32))
 
 
 @pytest.mark.parametrize(
@@ -135,15 +167,16 @@ def test_what_cannot_be_cut() -> None:
     ],
 )
 def test_feedback_that_does_not_converge(case: str, said: str) -> None:
+    config = Config(**CASES[case])
     for reduce in (psum_q, pmean_q):
         name = rf"{reduce.__name__}: x\['w'\]: error feedback .*'{case}': {said}"
         with pytest.raises(ValueError, match=name):
-            trace(lambda v, f=reduce: f({"w": v}, "d", key=KEY, residual={"w": v}, **CASES[case]))
-    with pytest.raises(ValueError, match=f"average_gradients: error feedback.*'{case}': {said}"):
-        average_gradients("d", key=KEY, error_feedback=True, **CASES[case])
-    average_gradients("d", key=KEY, **CASES[case])
+            trace(lambda v, f=reduce: f({"w": v}, "d", key=KEY, residual={"w": v}, config=config))
+    with pytest.raises(ValueError, match=f"error feedback.*'{case}': {said}"):
+        Config(error_feedback=True, **CASES[case])
+    average_gradients("d", key=KEY, config=Config(**CASES[case]))
     # Not of leaves that keep nothing.
-    trace(lambda v: psum_q([v], "d", key=KEY, residual=[None], **CASES[case]))
+    trace(lambda v: psum_q([v], "d", key=KEY, residual=[None], config=Config(**CASES[case])))
 
 
 def test_residuals_of_exact_calls() -> None:
@@ -163,10 +196,12 @@ def test_residuals_of_exact_calls() -> None:
 
 @pytest.mark.parametrize("make", [average_gradients, functools.partial(diloco, sync_every=2)])
 def test_feedback_of_exact_transformations(make: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="with error_feedback=True and bits=32: an exact call"):
-        make("d", error_feedback=True, rules=Rules([("bias", 32)], exact_vectors=False), bits=32)
-    make("d", error_feedback=True, rules=Rules([("kernel", 4)], exact_vectors=False), bits=32)
-    make("d", bits=32)
+    tree, on = {"kernel": np.ones((8, 4)), "bias": np.ones(8)}, {"mesh": MESH}
+    feedback = Config(error_feedback=True)
+    with pytest.raises(ValueError, match="with error_feedback=True and only exact leaves"):
+        make("d", config=feedback, rules=Rules([("kernel", 32)]), **on).init(tree)
+    make("d", config=feedback, **on).init(tree)
+    make("d", bits=32, **on).init(tree)
 
 
 def test_keys_that_differ_where_places_are_drawn() -> None:
@@ -181,7 +216,8 @@ def test_keys_that_differ_where_places_are_drawn() -> None:
         with pytest.raises(ValueError, match=said):
             trace(lambda v, key, f=reduce: call(v, key, f), x, keys, check_vma=True)
     for knobs in (
-        {}, {"carrier": "xla", "algorithm": "sra"}, {"carrier": "xla", "algorithm": "one_shot"},
+        {}, {"carrier": "xla", "config": SRA},
+        {"carrier": "xla", "config": Config(algorithm="one_shot")},
     ):  # fmt: skip
         program = on_mesh(MESH, functools.partial(call, **knobs))
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"the seed of the places .* against"):
@@ -202,7 +238,7 @@ def test_ranks_that_differ(what: str) -> None:
     def body(rank: int, comm: Communicator) -> str:
         x, knobs = normal(rank, 1000), theirs if rank == 2 else ours
         with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-            jax.block_until_ready(allreduce_q(x, comm, key=keys[rank], **knobs))
+            jax.block_until_ready(allreduce_q(x, comm, key=keys[rank], **with_config(**knobs)))
         jax.block_until_ready(allreduce_q(x, comm, bits=8))
         return str(caught.value)
 
@@ -211,7 +247,9 @@ def test_ranks_that_differ(what: str) -> None:
 
 def test_gpus() -> None:
     """The table says which compressors have no kernels there, and why."""
-    program = on_mesh(MESH, lambda v: psum_q(v, "d", compressor="threshold", algorithm="one_shot"))
+    program = on_mesh(
+        MESH, lambda v: psum_q(v, "d", compressor="threshold", config=Config(algorithm="one_shot"))
+    )
     traced = program.jitted.trace(jax.ShapeDtypeStruct((8, 600), jnp.float32))
     said = re.escape("psum_q with compressor='threshold' on GPUs: it has kernels for the CPU only")
     with pytest.raises(NotImplementedError, match=said):

@@ -8,6 +8,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jax_allreduce_cases import on_ranks
 from jax_cases import (
     PROCESSES,
+    SRA,
     fetch,
     has_part_in,
     mesh_of,
@@ -72,7 +74,7 @@ def run(body: Callable[..., Any], *operands: Any, mesh: Any = MESH) -> Any:
 
 def of_all(names: list[str], call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a program of one call for each case: a compilation takes longer than the calls."""
-    return lambda *operands: {name: call(*operands, **CASES[name]) for name in names}
+    return lambda *operands: {name: call(*operands, config=Config(**CASES[name])) for name in names}
 
 
 # ---- 1. values ----------------------------------------------------------------------------------
@@ -97,8 +99,9 @@ def test_sums_and_means(dtype: Any, carrier: Any) -> None:
 def test_algorithms_with_residuals(algorithm: Any, carrier: Any) -> None:
     names = [name for name in KEPT if algorithm == "one_shot" or name in CUT]
 
-    def call(v: jax.Array, old: jax.Array, **knobs: Any) -> Any:
-        return psum_q(v, "d", key=KEY, carrier=carrier, algorithm=algorithm, residual=old, **knobs)
+    def call(v: jax.Array, old: jax.Array, config: Config) -> Any:
+        config = replace(config, algorithm=algorithm)
+        return psum_q(v, "d", key=KEY, carrier=carrier, config=config, residual=old)
 
     got = run(of_all(names, call), X, OLD)
     for name in names:
@@ -134,10 +137,10 @@ def test_scatter_and_gather() -> None:
 
 
 @pytest.mark.parametrize("name", ["topk", "randk"])
-def test_scatter_and_gather_all_values(name: str) -> None:
+def test_scatter_and_gather_all_values(name: Any) -> None:
     """With a density of 1 all places travel, each to its own."""
     blocks = normal(87, N, N, 700)
-    knobs: dict[str, Any] = {"compressor": name, "density": 1.0, "key": KEY}
+    knobs: dict[str, Any] = {"config": Config(compressor=name, density=1.0), "key": KEY}
     got = run(lambda v: psum_scatter_q(v, "d", **knobs), blocks)
     exact = blocks.sum(0, np.float64)
     assert np.abs(got - exact).max() <= N * U[np.float32] * np.abs(blocks).sum(0).max()
@@ -167,8 +170,8 @@ def test_leaves_with_compressors_of_their_own(fuse: bool, carrier: Any) -> None:
 
     def body(v: Any, e: Any) -> Any:
         return psum_q(
-            v, "d", key=KEY, bits=3, gather_bits=8, bucket_size=128, rules=rules, fuse=fuse,
-            carrier=carrier, algorithm="sra", residual={**e, "other": None},
+            v, "d", key=KEY, bits=3, bucket_size=128, rules=rules, fuse=fuse, carrier=carrier,
+            config=Config(gather_bits=8, algorithm="sra"), residual={**e, "other": None},
         )  # fmt: skip
 
     sums, new = run(body, x, {name: rows for name, rows in old.items() if rows is not None})
@@ -187,7 +190,7 @@ def test_leaves_with_compressors_of_their_own(fuse: bool, carrier: Any) -> None:
 def test_a_rule_compresses_what_the_call_sends_exact() -> None:
     rules = Rules([("a", {"compressor": "topk", "density": 0.05}), ("b", 2)], exact_vectors=False)
     x = {"a": X, "b": OLD, "c": X + OLD}
-    sums = run(lambda v: psum_q(v, "d", bits=32, algorithm="sra", rules=rules), x)
+    sums = run(lambda v: psum_q(v, "d", bits=32, config=SRA, rules=rules), x)
     cases: dict[str, dict[str, Any]] = {"a": CASES["topk"], "b": {"bits": 2}, "c": {"bits": 32}}
     for name, case in cases.items():
         config = Config(algorithm="sra", rounding="nearest", **case)
@@ -199,7 +202,9 @@ def test_a_leaf_that_cannot_be_cut_goes_apart() -> None:
     """One that goes whole to every rank does not take the others along."""
     x = {"a": X, "b": OLD, "c": X + OLD}
     rules = Rules([("b", CASES["threshold"])], exact_vectors=False)
-    program = on_mesh(MESH, lambda v: psum_q(v, "d", algorithm="by_hosts", rules=rules))
+    program = on_mesh(
+        MESH, lambda v: psum_q(v, "d", config=Config(algorithm="by_hosts"), rules=rules)
+    )
     assert program.lower(x).as_text().count("stablehlo.custom_call @cgx_psum_q") == 2
     sums = program(x)
     threshold = config_of("threshold", key=None, algorithm="one_shot")
@@ -217,7 +222,7 @@ def test_gradients() -> None:
     def loss(w: jax.Array, row: jax.Array) -> jax.Array:
         return (w * row).sum()
 
-    knobs: dict[str, Any] = {"key": KEY, **CASES["topk"]}
+    knobs: dict[str, Any] = {"key": KEY, "config": Config(**CASES["topk"]), "rules": None}
     around = run(lambda row: value_and_grad(loss, "d", **knobs)(jnp.asarray(weights), row)[1], X)
     want = numpy_result("allreduce", X, config_of("topk"), op="avg")
     assert all(map(same_bits, around, want))
@@ -235,11 +240,11 @@ def test_allreduce_q() -> None:
     """Ranks are threads, whose communicators' names tell their noise apart, but not places."""
 
     def body(rank: int, comm: Any) -> Any:
-        def call(v: jax.Array, old: jax.Array, **knobs: Any) -> Any:
-            return allreduce_q(v, comm, key=KEY, residual=old, **knobs)
+        def call(v: jax.Array, old: jax.Array, config: Config) -> Any:
+            return allreduce_q(v, comm, key=KEY, residual=old, config=config)
 
         def vote(v: jax.Array) -> jax.Array:
-            return allreduce_q(v, comm, op="avg", **CASES["sign"])
+            return allreduce_q(v, comm, op="avg", config=Config(**CASES["sign"]))
 
         return jax.jit(of_all(KEPT, call))(X[rank], OLD[rank]), jax.jit(vote)(X[rank])
 
@@ -303,7 +308,7 @@ def test_nothing_is_given_up(ranks: int, carrier: Any, algorithm: Any) -> None:
             for name in names:
                 sums[name], new[name] = psum_q(
                     row, "d", key=key, residual=residuals[name], carrier=carrier,
-                    algorithm=algorithm, **CASES[name],
+                    config=Config(algorithm=algorithm, **CASES[name]),
                 )  # fmt: skip
             return new, (sums, new)
 
@@ -342,7 +347,7 @@ transformed = pytest.mark.parametrize("name", TRANSFORMED)
 
 
 def call(v: jax.Array, name: str, **knobs: Any) -> jax.Array:
-    return psum_q(v, "d", key=KEY, **CASES[name], **knobs)
+    return psum_q(v, "d", key=KEY, config=Config(**CASES[name]), **knobs)
 
 
 @both_carriers
@@ -371,7 +376,7 @@ def test_vmap_and_scan(name: str) -> None:
     keys = jax.random.split(KEY, 3)
 
     def body(rows: jax.Array) -> Any:
-        one = lambda v, key: psum_q(v, "d", key=key, **CASES[name])  # noqa: E731
+        one = lambda v, key: psum_q(v, "d", key=key, config=Config(**CASES[name]))  # noqa: E731
         scanned = lax.scan(lambda c, given: (c, one(*given)), 0, (rows, keys))[1]
         return jax.vmap(one)(rows, keys), scanned
 
@@ -455,8 +460,8 @@ def test_votes_beside_other_leaves(carrier: Any) -> None:
     rules = Rules([("vote", {"compressor": "sign"})], exact_vectors=False)
 
     def reduce(rows: Any, lost: Any) -> Any:
-        knobs = {"algorithm": "sra", "carrier": carrier, "rules": rules}
-        return psum_q(rows, "d", residual=lost, **CASES["levels"], **knobs)
+        config = Config(algorithm="sra", **CASES["levels"])
+        return psum_q(rows, "d", residual=lost, config=config, carrier=carrier, rules=rules)
 
     sums, lost = run(reduce, x, old)
     residuals = OLD.copy()

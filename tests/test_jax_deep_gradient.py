@@ -26,7 +26,7 @@ from jax_optimizer_cases import (
     program_of,
 )
 
-from cgx_ops import Rules
+from cgx_ops import Config, Rules
 from cgx_ops.deep_gradient import Method
 from cgx_ops.jax import (
     DeepGradientState,
@@ -163,11 +163,11 @@ def given_up(optimizer: Any, steps: int, devices: int = 4) -> None:
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"value_bits": 16},
+        {"config": Config(compressor="topk", value_bits=16)},
         pytest.param({"compressor": "threshold"}, marks=slow),
-        pytest.param({"compressor": "threshold", "value_bits": 4}, marks=slow),
+        pytest.param({"config": Config(compressor="threshold", value_bits=4)}, marks=slow),
         pytest.param(
-            {"carrier": "xla", "rules": Rules([("conv", {"density": 0.3})], exact_vectors=False)},
+            {"carrier": "xla", "rules": Rules([("conv", {"density": 0.3})])},
             marks=slow,
         ),
     ],
@@ -209,9 +209,7 @@ def test_what_is_sparse_is_one_message_of_any_tree() -> None:
     """And what is exact one for each 4 MiB or so."""
     weights = {str(i): jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(6)}
     rows = {name: jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float32) for name in weights}
-    optimizer = deep_gradient(
-        "d", density=0.001, rules=Rules([("[01]", 32)], exact_vectors=False), mesh=MESH
-    )
+    optimizer = deep_gradient("d", density=0.001, rules=Rules([("[01]", 32)]), mesh=MESH)
     step = program_of(optimizer, weights, MESH)
     text = step.lower(weights, jax.eval_shape(optimizer.init, weights), rows).as_text()
     assert text.count("stablehlo.custom_call @cgx_psum_q") == 1 + 2
@@ -339,7 +337,7 @@ def test_parameters_with_none() -> None:
         ({"momentum": float("nan")}, "momentum is nan"),
         ({"density": True}, "density is True"),
         ({"compressor": "levels"}, "compressor is 'levels'; Deep Gradient Compression sends"),
-        ({"value_bits": 9}, "value_bits is 9"),
+        ({"config": Config(compressor="topk", density=0.1)}, "density is 0.1; give density as an"),
     ],
 )
 def test_bad_arguments(knobs: Any, words: str) -> None:
@@ -380,7 +378,7 @@ def test_bad_states_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     other = {**good.momentum, "bias": jnp.ones(7)}
     with pytest.raises(ValueError, match=r"has a momentum of shape \(7,\): the state is another"):
         step(WEIGHTS, good._replace(momentum=other), at(0))
-    ruled = deep_gradient("d", rules=Rules([("a", 32)], exact_vectors=False), mesh=MESH)
+    ruled = deep_gradient("d", rules=Rules([("a", 32)]), mesh=MESH)
     with pytest.raises(ValueError, match=r"updates\['a'\] of shape \(24, 20\) is sparse here, and"):
         step(WEIGHTS, ruled.init(WEIGHTS), at(0))
     complex_rows = at(0) | {"bias": at(0)["bias"].astype(np.complex64)}
@@ -390,7 +388,7 @@ def test_bad_states_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         deep_gradient("d").init(WEIGHTS)
     levels = deep_gradient(
         "d",
-        rules=Rules([("a", {"compressor": "levels", "bits": 2})], exact_vectors=False),
+        rules=Rules([("a", {"compressor": "levels", "bits": 2})]),
         mesh=MESH,
     )
     with pytest.raises(ValueError, match="a rule gives layer 'a' compressor='levels'"):

@@ -26,6 +26,7 @@ from jax_diloco_cases import (
     STREAMING,
     all_same,
     leaf_of,
+    loop_options,
     started,
     trained,
     weights,
@@ -119,7 +120,7 @@ def test_as_data_parallel_training() -> None:
 )
 def test_transcription(options: dict[str, Any], n: int) -> None:
     mesh = mesh_with(n)
-    loop = diloco("d", mesh=mesh, **options)
+    loop = diloco("d", mesh=mesh, **loop_options(options))
     own = {
         knob: options[knob]
         for knob in ("bits", "compressor", "density", "bucket_size", "value_bits")
@@ -158,7 +159,7 @@ def test_transcription(options: dict[str, Any], n: int) -> None:
 def test_in_jit_and_inside_shard_map(options: dict[str, Any]) -> None:
     """By a switch on the count of steps: the same, but for how XLA contracts products and sums."""
     mesh = mesh_with(4)
-    loop = diloco("d", mesh=mesh, **options)
+    loop = diloco("d", mesh=mesh, **loop_options(options))
     specs = loop.copy_specs(weights()), loop.state_specs(weights())
     mapped = jax.shard_map(loop.outer, mesh=mesh, in_specs=specs, out_specs=specs)
     inside = jax.jit(mapped, donate_argnums=(0, 1))
@@ -176,7 +177,7 @@ def test_rules_of_senders() -> None:
     """Leaves that a rule, which may be an integer of numpy's, has exact are averaged over all."""
     mesh, w = mesh_with(4), {"a": np.zeros(40, np.float32), "b": np.zeros(40, np.float32)}
     rules = Rules([("a", 32), ("b", {"density": 0.5})], exact_vectors=False)
-    loop = diloco("d", mesh=mesh, **{**SPARSE, "sync_every": 1}, rules=rules)
+    loop = diloco("d", mesh=mesh, **loop_options(SPARSE, sync_every=1, rules=rules))
     own = normal(1, 4, 40)
     params, _ = loop.outer({"a": own, "b": own}, loop.init(w))
     assert np.allclose(fetch(params["a"]), 0.8 * own.mean(0), atol=1e-6)
@@ -185,7 +186,7 @@ def test_rules_of_senders() -> None:
 
 @slow
 def test_in_a_scan_with_init_inside() -> None:
-    mesh, loop = mesh_with(4), diloco("d", **PLAIN)
+    mesh, loop = mesh_with(4), diloco("d", **loop_options(PLAIN))
 
     def train(w: Any, by: Any) -> Any:
         def one(carry: Any, d: Any) -> Any:
@@ -198,7 +199,7 @@ def test_in_a_scan_with_init_inside() -> None:
     steps = jax.tree.map(lambda *x: np.stack(x), *by)
     mapped = jax.shard_map(train, mesh=mesh, in_specs=(P(), P(None, "d")), out_specs=P("d"))
     got = jax.jit(mapped)(weights(), steps)
-    outside = diloco("d", mesh=mesh, **PLAIN)
+    outside = diloco("d", mesh=mesh, **loop_options(PLAIN))
     want, _ = trained(outside, mesh, started(outside), range(5))
     for name in SHAPES:
         assert np.abs(fetch(leaf_of(got, name)) - fetch(leaf_of(want, name))).max() <= 1e-5
@@ -211,8 +212,8 @@ def test_as_torch() -> None:
     """
     n, mesh, decay = 4, mesh_with(4), 0.75
     loop = diloco(
-        "d", mesh=mesh, sync_every=1, bits=2, compressor="levels", algorithm="sra",
-        residual_decay=decay, outer_optimizer=optax.sgd(1.0),
+        "d", mesh=mesh, sync_every=1, bits=2, compressor="levels", rules=None,
+        config=Config(algorithm="sra", residual_decay=decay), outer_optimizer=optax.sgd(1.0),
     )  # fmt: skip
     params, state = started(loop)
     for step in range(4):
@@ -283,7 +284,7 @@ def test_leaves_left_alone_twice_in_the_tree_empty_and_none() -> None:
 
 def test_what_is_not_finite_is_seen_by_all() -> None:
     mesh = mesh_with(4)
-    loop = diloco("d", mesh=mesh, **PLAIN)
+    loop = diloco("d", mesh=mesh, **loop_options(PLAIN))
     params, state = trained(loop, mesh, started(loop), range(1))
     spoilt = fetch(params["head"]["kernel"]).copy()
     spoilt[2, 3] = np.nan
@@ -331,7 +332,7 @@ def test_parameters_split_over_another_axis() -> None:
             {
                 "mean_over": "senders",
                 "compressor": "topk",
-                "rules": Rules([("a", {"compressor": "half"})]),
+                "rules": Rules([("kernel", {"compressor": "half"})]),
             },
             "each device sends some",
         ),
@@ -344,12 +345,12 @@ def test_parameters_split_over_another_axis() -> None:
 )
 def test_bad_arguments(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        diloco("d", **{"sync_every": 6, "bits": 4, **options})
+        diloco("d", mesh=mesh_with(4), **loop_options(PLAIN, **options)).init(weights())
 
 
 def test_bad_calls() -> None:
     mesh = mesh_with(4)
-    loop = diloco("d", mesh=mesh, **PLAIN)
+    loop = diloco("d", mesh=mesh, **loop_options(PLAIN))
     params, state = started(loop)
     with pytest.raises(
         ValueError, match=r"\['bias'\] has shape \(12,\) here, not \(4, 12\): begin"
@@ -358,13 +359,13 @@ def test_bad_calls() -> None:
     with pytest.raises(ValueError, match="the state is another model's"):
         loop.outer({"a": params["head"]}, state)
     with pytest.raises(ValueError, match="needs the sizes of the axes"):
-        diloco("d", **PLAIN).init(weights())
+        diloco("d", **loop_options(PLAIN)).init(weights())
     with pytest.raises(ValueError, match="fragments is 3, but there are 1 layers"):
-        diloco("d", mesh=mesh, **STREAMING).init({"a": np.ones(40, np.float32)})
+        diloco("d", mesh=mesh, **loop_options(STREAMING)).init({"a": np.ones(40, np.float32)})
     with pytest.raises(TypeError, match="has dtype complex64"):
         loop.init({"a": np.ones(40, np.complex64)})
-    with pytest.raises(TypeError, match="diloco has no knob residuals"):
-        diloco("d", sync_every=2, residuals=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'residuals'"):
+        diloco("d", sync_every=2, residuals=1)  # pyright: ignore[reportCallIssue]
     whole = P()
     shared = jax.shard_map(loop.outer, mesh=mesh, in_specs=whole, out_specs=whole)
     with pytest.raises(ValueError, match="copy_specs"):

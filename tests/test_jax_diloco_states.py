@@ -16,7 +16,17 @@ import pytest
 from jax import P
 from jax.sharding import AxisType
 from jax_cases import fetch, normal, same_bits, use_cpu_devices
-from jax_diloco_cases import PLAIN, SHAPES, SPARSE, STREAMING, all_same, leaf_of, started, trained
+from jax_diloco_cases import (
+    PLAIN,
+    SHAPES,
+    SPARSE,
+    STREAMING,
+    all_same,
+    leaf_of,
+    loop_options,
+    started,
+    trained,
+)
 from jax_optimizer_cases import mesh_with, restored
 
 from cgx_ops.jax import DiLoCoState, consolidate, consolidate_copies, diloco
@@ -32,13 +42,13 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize("stop", [5, pytest.param(4, marks=slow)])
 def test_checkpoint(stop: int, tmp_path: Path) -> None:
     """By orbax, with a fragment in flight (5) and without: it goes on to the same bits."""
-    mesh, loop = mesh_with(4), diloco("d", mesh=mesh_with(4), **STREAMING)
+    mesh, loop = mesh_with(4), diloco("d", mesh=mesh_with(4), **loop_options(STREAMING))
     params, state = trained(loop, mesh, started(loop), range(stop))
     assert int(state.flight.fragment) == (2 if stop == 5 else -1)
     saved, kept = restored((params, state), tmp_path)
     assert isinstance(kept, DiLoCoState)
     want = trained(loop, mesh, (params, state), range(stop, stop + 7))
-    other = diloco("d", mesh=mesh, **STREAMING)
+    other = diloco("d", mesh=mesh, **loop_options(STREAMING))
     got = trained(other, mesh, (saved, kept), range(stop, stop + 7))
     assert all_same(got, want)
     assert got[1].residual["head"]["kernel"].sharding.spec == P("d")
@@ -46,7 +56,7 @@ def test_checkpoint(stop: int, tmp_path: Path) -> None:
 
 def test_another_number_of_devices() -> None:
     """What is owed to the average stays the same, with a fragment in flight too."""
-    mesh, loop = mesh_with(4), diloco("d", mesh=mesh_with(4), **STREAMING)
+    mesh, loop = mesh_with(4), diloco("d", mesh=mesh_with(4), **loop_options(STREAMING))
     params, state = trained(loop, mesh, started(loop), range(5))
     few, after = consolidate_copies(params, devices=3), consolidate(state, devices=3)
     for old, new in ((params, few), (state.residual, after.residual)):
@@ -57,7 +67,7 @@ def test_another_number_of_devices() -> None:
     assert jax.tree.leaves(after.flight.lost)[0].shape[0] == 3
     assert consolidate_copies(np.arange(4), 2).tolist() == [0, 0]
     fewer = mesh_with(3)
-    other = diloco("d", mesh=fewer, **STREAMING)
+    other = diloco("d", mesh=fewer, **loop_options(STREAMING))
     params, state = trained(other, fewer, jax.device_get((few, after)), range(5, 14))
     for name in SHAPES:
         assert np.isfinite(fetch(leaf_of(params, name))).all()
@@ -99,8 +109,8 @@ def test_leaves_that_have_no_mean(axis_type: AxisType) -> None:
 def test_states_of_other_loops(old: Any, new: Any, devices: int, words: str) -> None:
     """Of another number of devices each took the residual of the first that it got."""
     w = {"a": np.ones(40, np.float32), "b": np.ones(40, np.float32)}
-    state = jax.device_get(diloco("d", mesh=mesh_with(4), **PLAIN, **old).init(w))
-    loop = diloco("d", mesh=mesh_with(devices), **PLAIN, **new)
+    state = jax.device_get(diloco("d", mesh=mesh_with(4), **loop_options(PLAIN, **old)).init(w))
+    loop = diloco("d", mesh=mesh_with(devices), **loop_options(PLAIN, **new))
     with pytest.raises(ValueError, match=r"diloco: state\." + words):
         loop.outer(loop.replicate(w), state)
 
@@ -109,7 +119,7 @@ def test_states_of_other_loops(old: Any, new: Any, devices: int, words: str) -> 
 def test_leaves_that_become_exact_send_what_they_owe(delay: int) -> None:
     mesh, w, owed = mesh_with(4), {"w": np.zeros(40, np.float32)}, normal(1, 4, 40)
     options = {"sync_every": 2, "fragment_sync_delay": delay, "outer_optimizer": optax.sgd(1.0)}
-    lossy, exact = (diloco("d", mesh=mesh, bits=bits, **options) for bits in (4, 32))
+    lossy, exact = (diloco("d", mesh=mesh, bits=bits, rules=None, **options) for bits in (4, 32))
     rows = jax.NamedSharding(mesh, P("d"))
     for outer in (exact.outer, jax.jit(exact.outer)):
         state = lossy.init(w)._replace(residual={"w": jax.device_put(owed, rows)})
@@ -122,7 +132,7 @@ def test_leaves_that_become_exact_send_what_they_owe(delay: int) -> None:
 
 def test_restart_and_skip() -> None:
     """From the anchors; and past a synchronisation, whose fragment then is sent a round later."""
-    mesh, loop = mesh_with(4), diloco("d", mesh=mesh_with(4), **STREAMING)
+    mesh, loop = mesh_with(4), diloco("d", mesh=mesh_with(4), **loop_options(STREAMING))
     params, state = trained(loop, mesh, started(loop), range(5))
     params = cases.moved(params, cases.spread_moves(mesh, 5, 4))
     before = fetch((params, state.anchor, state.residual))
@@ -141,7 +151,7 @@ def test_restart_and_skip() -> None:
 
 
 def test_nothing_is_launched_where_nothing_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = diloco("d", mesh=mesh_with(4), **{**PLAIN, "sync_every": 3})
+    loop = diloco("d", mesh=mesh_with(4), **loop_options(PLAIN, sync_every=3))
     params, state = started(loop)
     monkeypatch.setattr(loop, "_done", None)
     for step in (1, 2):
@@ -174,7 +184,7 @@ def test_bits_of_two_processes(tmp_path: Path) -> None:
     """To the bits of two devices of one process, by either carrier."""
     mesh, ends = mesh_with(2), {}
     for name, options in (("plain", PLAIN), ("streaming", STREAMING), ("sparse", SPARSE)):
-        loop = diloco("d", mesh=mesh, **options)
+        loop = diloco("d", mesh=mesh, **loop_options(options))
         params, _ = trained(loop, mesh, started(loop), range(8))
         ends[name] = np.concatenate([x.reshape(2, -1) for x in jax.tree.leaves(fetch(params))], 1)
     np.savez(tmp_path / "run.npz", **ends)

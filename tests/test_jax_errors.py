@@ -11,11 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, use_cpu_devices
+from jax_cases import (
+    SRA,
+    expected,
+    mesh_of,
+    normal,
+    on_mesh,
+    same_bits,
+    use_cpu_devices,
+    with_config,
+)
 
 from cgx_ops import CgxError, _xla_ffi, launchers
 from cgx_ops.jax import all_gather_q, pmean_q, psum_q, psum_scatter_q
-from cgx_ops.jax.launching import _Ticket, _Tickets
+from cgx_ops.jax._launching import _Ticket, _Tickets
 
 use_cpu_devices(8)
 
@@ -30,7 +39,7 @@ def run(body: Callable[..., Any], x: Any) -> Any:
 def usable_afterwards() -> Any:
     yield
     x = normal(0, 8, 1000)
-    assert same_bits(run(lambda v: psum_q(v, "d", algorithm="sra"), x)[0], expected(x))
+    assert same_bits(run(lambda v: psum_q(v, "d", config=SRA), x)[0], expected(x))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +73,7 @@ def test_float64() -> None:
         with pytest.raises(TypeError, match=r"float64.*cast it to float32"):
             run(lambda v: psum_q(v, "d"), np.zeros((8, 100)))
         x = normal(1, 8, 1000)
-        assert same_bits(run(lambda v: psum_q(v, "d", algorithm="sra"), x)[0], expected(x))
+        assert same_bits(run(lambda v: psum_q(v, "d", config=SRA), x)[0], expected(x))
 
 
 @pytest.mark.parametrize("where", [lambda f: f, jax.jit])
@@ -80,9 +89,7 @@ def test_an_axis_named_twice() -> None:
         run(lambda v: psum_q(v, ("d", "d")), np.ones((8, 100), np.float32))
 
 
-@pytest.mark.parametrize(
-    "knob", ["bits", "bucket_size", "minimal_size", "gather_bits", "intra_bits"]
-)
+@pytest.mark.parametrize("knob", ["bits", "bucket_size", "compressor", "rounding"])
 def test_traced_knobs(knob: str) -> None:
     with pytest.raises(TypeError, match=f"{knob} must be a static Python value"):
         run(lambda v: psum_q(v, "d", **{knob: v[0].astype(int)}), np.ones((8, 100), np.float32))
@@ -107,7 +114,7 @@ def test_traced_knobs(knob: str) -> None:
 )
 def test_knobs_out_of_range(knob: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{knob} is {re.escape(repr(value))}"):
-        run(lambda v: psum_q(v, "d", **{knob: value}), np.ones((8, 100), np.float32))
+        run(lambda v: psum_q(v, "d", **with_config(**{knob: value})), np.ones((8, 100), np.float32))
 
 
 @pytest.mark.parametrize(

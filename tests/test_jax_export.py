@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from jax_cases import (
+    SRA,
     Values,
     expected,
     gather_expected,
@@ -37,11 +38,11 @@ Body = Callable[[jax.Array], jax.Array]
 # What to export, and the rows that it gives.
 BODIES: dict[str, tuple[Body, Callable[[Values], Any]]] = {
     "psum_q": (
-        lambda v: psum_q(v, "d", algorithm="sra"),
+        lambda v: psum_q(v, "d", config=SRA),
         lambda x: [expected(x)] * 8,
     ),
     "psum_q by XLA": (
-        lambda v: psum_q(v, "d", algorithm="sra", carrier="xla"),
+        lambda v: psum_q(v, "d", config=SRA, carrier="xla"),
         lambda x: [expected(x)] * 8,
     ),
     "psum_scatter_q": (lambda v: psum_scatter_q(v, "d"), scatter_expected),

@@ -14,7 +14,17 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax_cases import Values, expected, fetch, mesh_of, normal, same_bits, seed_of, use_cpu_devices
+from jax_cases import (
+    SRA,
+    Values,
+    expected,
+    fetch,
+    mesh_of,
+    normal,
+    same_bits,
+    seed_of,
+    use_cpu_devices,
+)
 
 from cgx_ops import Rules
 from cgx_ops.jax import compress_grads, psum_q, value_and_grad
@@ -39,11 +49,11 @@ def linear(weights: jax.Array, row: jax.Array) -> jax.Array:
 
 
 def compressed(weights: Any, **knobs: Any) -> Any:
-    return compress_grads(weights, "d", **{"algorithm": "sra", **knobs})
+    return compress_grads(weights, "d", **{"config": SRA, "rules": None, **knobs})
 
 
 def averaged(loss: Callable[..., Any], *args: Any, **knobs: Any) -> Callable[..., Any]:
-    return value_and_grad(loss, "d", *args, **{"algorithm": "sra", **knobs})
+    return value_and_grad(loss, "d", *args, **{"config": SRA, "rules": None, **knobs})
 
 
 def varying(tree: Any) -> Any:
@@ -411,7 +421,7 @@ def test_rules_and_fusion(check_vma: bool, fuse: bool) -> None:
 def test_two_axes(check_vma: bool, axes: Any) -> None:
     """Over "d" alone, each place of "m" is a model of its own."""
     mesh, batch = mesh_of((4, 2), ("d", "m")), normal(11, 4, 2, NUMEL)
-    fun = value_and_grad(linear, axes, algorithm="sra")
+    fun = value_and_grad(linear, axes, config=SRA, rules=None)
     weights = normal(12, 2, NUMEL)
     specs = (P("m"), P("m")) if axes == "d" else (P(), P())
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax_cases import Values, expected, mesh_of, normal, on_mesh, same_bits, use_cpu_devices
+from jax_cases import SRA, Values, expected, mesh_of, normal, on_mesh, same_bits, use_cpu_devices
 from jax_mesh_cases import MESHES, MeshCase, carriers_and_modes
 
 from cgx_ops.jax import psum_q
@@ -208,7 +208,7 @@ def test_values_tangents_and_gradients(
     devices = len(case.devices)
     x = normal(1, devices, ROWS, NUMEL)
     t, w = small_integers(2, devices), small_integers(3, devices)
-    apply = WAYS[way](lambda u: psum_q(u, case.axes, algorithm="sra", carrier=carrier))
+    apply = WAYS[way](lambda u: psum_q(u, case.axes, config=SRA, carrier=carrier))
 
     def inside(v: jax.Array, tangent: jax.Array, weight: jax.Array) -> dict[str, jax.Array]:
         """Differentiate on each device."""
@@ -243,7 +243,7 @@ def test_eager(carrier: Any, check_vma: bool) -> None:
     x, w = normal(4, 8, ROWS, NUMEL), small_integers(5, 8)
 
     def apply(v: jax.Array) -> jax.Array:
-        return jax.vmap(lambda u: psum_q(u, case.axes, algorithm="sra", carrier=carrier))(v)
+        return jax.vmap(lambda u: psum_q(u, case.axes, config=SRA, carrier=carrier))(v)
 
     def both(v: jax.Array, weight: jax.Array) -> Any:
         return apply(v), jax.grad(lambda u: (apply(u) * weight).sum())(v)
@@ -257,7 +257,9 @@ def test_eager(carrier: Any, check_vma: bool) -> None:
 def test_donation(carrier: Any, check_vma: bool) -> None:
     x = normal(6, 8, 5000)
     program = on_mesh(
-        mesh_of((8,), ("d",)), lambda v: psum_q(v, "d", algorithm="sra", carrier=carrier), check_vma
+        mesh_of((8,), ("d",)),
+        lambda v: psum_q(v, "d", config=SRA, carrier=carrier),
+        check_vma,
     )
     (operand,) = program.spread((x,))
     donating = jax.jit(program.eager, donate_argnums=0)
@@ -271,7 +273,7 @@ def test_x64(carrier: Any, check_vma: bool) -> None:
     x = normal(7, 8, 5000)
 
     def body(v: jax.Array) -> jax.Array:
-        return psum_q(v, "d", algorithm="sra", carrier=carrier)
+        return psum_q(v, "d", config=SRA, carrier=carrier)
 
     with jax.enable_x64(True):
         rows = on_mesh(mesh_of((8,), ("d",)), body, check_vma)(x)
@@ -313,7 +315,7 @@ def test_trees(carrier: Any, check_vma: bool) -> None:
             products = jax.tree.map(lambda s, v: (s * v).sum(), sums, weights)
             return jnp.stack(jax.tree.leaves(products)).sum()
 
-        return psum_q(t, "d", algorithm="sra", carrier=carrier), jax.grad(loss)(t)
+        return psum_q(t, "d", config=SRA, carrier=carrier), jax.grad(loss)(t)
 
     values, gradients = on_mesh(mesh_of((8,), ("d",)), body, check_vma)(tree, w)
     assert jax.tree.structure(values) == jax.tree.structure(tree)

@@ -21,6 +21,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import PartitionSpec as P
 from jax_cases import (
     PROCESSES,
+    SRA,
     Values,
     expected,
     fetch,
@@ -63,8 +64,9 @@ class Call:
     def on_device(self, v: jax.Array, device: jax.Array, axes: Any, carrier: Any) -> jax.Array:
         key = None if self.keys == "none" else self.key(device)
         reduce = {"sum": psum_q, "avg": pmean_q}[self.op]
-        knobs: dict[str, Any] = {"algorithm": "sra", "carrier": carrier}
-        return reduce(v.astype(self.dtype), axes, bits=self.bits, key=key, **knobs)
+        return reduce(
+            v.astype(self.dtype), axes, config=SRA, bits=self.bits, key=key, carrier=carrier
+        )
 
     def expected(
         self, case: MeshCase, check_vma: bool, x: Values, places: list[int], devices: list[int]
@@ -168,7 +170,11 @@ def test_several_meshes_in_one_program(check_vma: bool) -> None:
     x = normal(3, 8, 1500)
     cases = [case for case in MESHES if case.devices == list(range(8))]
     programs = [
-        on_mesh(case.mesh, lambda v, axes=case.axes: psum_q(v, axes, algorithm="sra"), check_vma)
+        on_mesh(
+            case.mesh,
+            lambda v, axes=case.axes: psum_q(v, axes, config=SRA),
+            check_vma,
+        )
         for case in cases
     ]
     first = programs[0]
@@ -183,13 +189,13 @@ def test_meshes_that_know_nothing_of_each_other() -> None:
     for part in ([6, 1], [4, 5, 0, 2], [7, 3]):
         mesh = mesh_of((len(part),), ("d",), [jax.devices()[device] for device in part])
         if has_part_in(mesh):
-            rows = on_mesh(mesh, lambda v: psum_q(v, "d", algorithm="sra"))(x[: len(part)])
+            rows = on_mesh(mesh, lambda v: psum_q(v, "d", config=SRA))(x[: len(part)])
             want = expected(x[: len(part)], at=part)
             assert all(same_bits(row, want) for row in rows)
     own = [device.id for device in jax.local_devices()]
     places = [place for place, device in enumerate(jax.devices()) if device.id in own]
     mesh = mesh_of((len(own),), ("d",), jax.local_devices())
-    rows = on_mesh(mesh, lambda v: psum_q(v, "d", algorithm="sra"))(x[places])
+    rows = on_mesh(mesh, lambda v: psum_q(v, "d", config=SRA))(x[places])
     want = expected(x[places], at=places) if len(own) > 1 else x[places[0]]
     assert all(same_bits(row, want) for row in rows)
 

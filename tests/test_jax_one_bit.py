@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax_cases import fetch, normal, same_bits, use_cpu_devices
 from jax_optimizer_cases import mesh_with, restored
 
-from cgx_ops import Rules
+from cgx_ops import Config, Rules
 from cgx_ops.jax import OneBitAdamState, SignumState, consolidate, one_bit_adam, signum, state_specs
 
 use_cpu_devices(8)
@@ -30,6 +30,7 @@ STEPS, WARMUP = 50, 10
 SHAPES = {"a": (24, 30), "b": (7, 90), "bias": (20,)}
 WEIGHTS = {name: normal(0, *shape) for name, shape in SHAPES.items()}
 RULES = Rules([("bias", 32)], exact_vectors=False)
+ONE_BIT = Config(compressor="levels", bits=1, algorithm="sra")
 
 
 def rows_of(n: int, steps: int = STEPS) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def rows_of(n: int, steps: int = STEPS) -> dict[str, Any]:
 
 
 def adam(mesh: Any, **options: Any) -> Any:
-    own = {"warmup_steps": WARMUP, "weight_decay": 0.01, "rules": RULES, "algorithm": "sra"}
+    own = {"warmup_steps": WARMUP, "weight_decay": 0.01, "rules": RULES, "config": ONE_BIT}
     options = {**own, **options}
     return one_bit_adam("d", 0.01, mesh=mesh, **options)
 
@@ -259,12 +260,16 @@ def test_another_number_of_devices(name: str) -> None:
         (adam, {"compressor": "sign"}, "a vote has no magnitude: use cgx_ops.jax.signum"),
         (adam, {"bits": 1, "compressor": "uniform"}, "at 1 bit the error may be as large"),
         (voting, {"momentum": 1}, "momentum is 1; it must be"),
-        (voting, {"algorithm": "fast"}, "algorithm"),
+        (
+            voting,
+            {"config": Config()},
+            r"signum: config is Config\(.*give Config\(compressor='sign",
+        ),
     ],
 )
 def test_bad_arguments(make: Any, options: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        make(None, **options)
+        make(mesh_with(2), **options).init(WEIGHTS)
 
 
 def test_numbers_of_numpys() -> None:

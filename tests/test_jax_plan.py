@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from jax_cases import mesh_of, normal, on_mesh, same_bits, use_cpu_devices
+from jax_cases import SRA, mesh_of, normal, on_mesh, same_bits, use_cpu_devices
 from launch import mpirun, threads
 
 from cgx_ops import Communicator, MismatchError
@@ -51,7 +51,7 @@ def test_groups_are_messages_and_change_no_bits() -> None:
     def body(fuse: Any) -> Any:
         def reduce(t: Any) -> Any:
             zeros = jax.tree.map(jnp.zeros_like, t)
-            return psum_q(t, "d", key=key, fuse=fuse, algorithm="sra", residual=zeros)
+            return psum_q(t, "d", key=key, fuse=fuse, config=SRA, residual=zeros)
 
         return on_mesh(mesh_of((2,), ("d",)), reduce)
 
@@ -78,7 +78,7 @@ def test_optax_takes_a_plan() -> None:
     mesh = mesh_of((2,), ("d",))
 
     def step(fuse: Any) -> Any:
-        optimizer = average_gradients("d", bits=2, fuse=fuse, algorithm="sra", mesh=mesh)
+        optimizer = average_gradients("d", bits=2, fuse=fuse, config=SRA, mesh=mesh)
 
         def body(gradients: Any) -> Any:
             return optimizer.update(gradients, optimizer.init(gradients))[0]

@@ -14,7 +14,7 @@ import pytest
 import reference
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax_cases import fetch, mesh_of, normal, same_bits, use_cpu_devices
+from jax_cases import fetch, mesh_of, normal, same_bits, use_cpu_devices, with_config
 from jax_optimizer_cases import (
     check_none_is_no_leaf,
     check_resumed,
@@ -24,7 +24,7 @@ from jax_optimizer_cases import (
     program_of,
 )
 
-from cgx_ops import Rules, low_rank
+from cgx_ops import Config, Rules, low_rank
 from cgx_ops.jax import PowerSGDState, consolidate, power_sgd, state_specs
 
 use_cpu_devices(8)
@@ -55,7 +55,7 @@ slow = pytest.mark.slow
     [(1, True), pytest.param(3, True, marks=slow), pytest.param(3, False, marks=slow)],
 )
 def test_steps_with_donated_state(rank: int, check_vma: bool) -> None:
-    optimizer = power_sgd("d", rank=rank, seed=3, mesh=MESH)
+    optimizer = power_sgd("d", bits=32, rank=rank, seed=3, mesh=MESH)
     step = program_of(optimizer, WEIGHTS, MESH, check_vma=check_vma)
     state: Any = placed(optimizer, WEIGHTS, MESH)
     references = {
@@ -102,7 +102,7 @@ def test_steps_in_a_scan_with_init_inside() -> None:
 
     program = jax.shard_map(train, mesh=MESH, in_specs=(P(), P(None, "d")), out_specs=(P(), P("d")))
     means, residual = jax.jit(program)(WEIGHTS, ROWS)
-    outside = power_sgd("d", rank=2, mesh=MESH)
+    outside = power_sgd("d", bits=32, rank=2, mesh=MESH)
     step = program_of(outside, WEIGHTS, MESH)
     state: Any = outside.init(WEIGHTS)
     for i in range(STEPS):
@@ -113,14 +113,10 @@ def test_steps_in_a_scan_with_init_inside() -> None:
 
 
 KNOBS: dict[str, dict[str, Any]] = {
-    "exact": {},
-    "16 bits": {"factor_bits": 16},
-    "8 bits": {"factor_bits": 8, "key": jax.random.key(1)},
-    "topk": {
-        "compressor": "topk",
-        "density": 0.1,
-        "rules": Rules([("bias", 32)], exact_vectors=False),
-    },
+    "exact": {"bits": 32},
+    "16 bits": {"bits": 32, "factor_bits": 16},
+    "8 bits": {"bits": 32, "factor_bits": 8, "key": jax.random.key(1)},
+    "topk": {"compressor": "topk", "density": 0.1, "rules": Rules([("bias", 32)])},
 }
 
 
@@ -138,7 +134,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_nothing_is_given_up(how: str, dtype: str) -> None:
-    optimizer = power_sgd("d", rank=2, mesh=MESH, **KNOBS[how])
+    optimizer = power_sgd("d", rank=2, mesh=MESH, **with_config(**KNOBS[how]))
     weights = {name: jnp.asarray(x, dtype) for name, x in WEIGHTS.items()}
     step, state = program_of(optimizer, weights, MESH), placed(optimizer, weights, MESH)
     for i in range(3):
@@ -164,7 +160,7 @@ def test_nothing_is_given_up(how: str, dtype: str) -> None:
 
 def test_zeros_and_what_is_not_finite() -> None:
     """No NaN of zeros, which tell nothing; one device's NaN is all of its leaf's average, once."""
-    optimizer = power_sgd("d", rank=2, mesh=MESH)
+    optimizer = power_sgd("d", bits=32, rank=2, mesh=MESH)
     step, state = program_of(optimizer, WEIGHTS, MESH), placed(optimizer, WEIGHTS, MESH)
     zeros = jax.tree.map(np.zeros_like, at(0))
     spoilt = at(1) | {"a": at(1)["a"].copy()}
@@ -179,7 +175,7 @@ def test_zeros_and_what_is_not_finite() -> None:
 
 
 def test_exact_at_the_start() -> None:
-    optimizer = power_sgd("d", start=2, mesh=MESH)
+    optimizer = power_sgd("d", bits=32, start=2, mesh=MESH)
     step, state = program_of(optimizer, WEIGHTS, MESH), placed(optimizer, WEIGHTS, MESH)
     first: Any = copied(state)
     for i in range(3):
@@ -236,7 +232,7 @@ def test_all_leaves_as_one_matrix() -> None:
 @pytest.mark.parametrize("batched", [False, True])
 def test_without_warm_start(batched: bool) -> None:
     """Each step draws its Q: another one in every step, and the same ones in every run."""
-    optimizer = power_sgd("d", rank=2, batched=batched, warm_start=False, mesh=MESH)
+    optimizer = power_sgd("d", bits=32, rank=2, batched=batched, warm_start=False, mesh=MESH)
     step = program_of(optimizer, WEIGHTS, MESH)
     found = []
     for _ in range(2):
@@ -252,7 +248,7 @@ def test_without_warm_start(batched: bool) -> None:
 
 
 def test_two_messages_a_step() -> None:
-    optimizer = power_sgd("d", rank=2, mesh=MESH, compressor="topk", density=0.1)
+    optimizer = power_sgd("d", rank=2, mesh=MESH, config=Config(compressor="topk", density=0.1))
     step = program_of(optimizer, WEIGHTS, MESH)
     text = step.lower(WEIGHTS, optimizer.init(WEIGHTS), at(0)).as_text()
     assert text.count("stablehlo.custom_call @cgx") == 2
@@ -263,7 +259,7 @@ def test_two_messages_a_step() -> None:
 
 def test_checkpoint(tmp_path: Path) -> None:
     """By orbax, in a chain: restored state lies where it lay, and goes on to the same bits."""
-    optimizer = optax.chain(power_sgd("d", rank=2, mesh=MESH), optax.trace(0.9))
+    optimizer = optax.chain(power_sgd("d", bits=32, rank=2, mesh=MESH), optax.trace(0.9))
     specs = state_specs(optimizer, WEIGHTS, "d")
     assert specs[0].residual["a"] == P("d")
     assert specs[0].q["a"] == P()
@@ -273,7 +269,7 @@ def test_checkpoint(tmp_path: Path) -> None:
 
 def test_another_number_of_devices() -> None:
     """What is pending, the mean of residuals, is what was pending; Q goes on."""
-    optimizer = power_sgd("d", rank=2, mesh=MESH)
+    optimizer = power_sgd("d", bits=32, rank=2, mesh=MESH)
     step, state = program_of(optimizer, WEIGHTS, MESH), placed(optimizer, WEIGHTS, MESH)
     for i in range(2):
         _, state = step(WEIGHTS, state, at(i))
@@ -282,7 +278,7 @@ def test_another_number_of_devices() -> None:
     pending = fetch(state.residual["a"]).mean(0, np.float64)
     assert other.residual["a"].shape == (2, 24, 20)
     assert same_bits(other.q["a"], state.q["a"])
-    program = program_of(power_sgd("d", rank=2, mesh=mesh), WEIGHTS, mesh)
+    program = program_of(power_sgd("d", bits=32, rank=2, mesh=mesh), WEIGHTS, mesh)
     zeros = {name: np.zeros((2, *shape), np.float32) for name, shape in SHAPES.items()}
     got, other = program(WEIGHTS, other, zeros)
     left = fetch(other.residual["a"]).mean(0, np.float64)
@@ -292,14 +288,14 @@ def test_another_number_of_devices() -> None:
 @pytest.mark.parametrize("batched", [False, True])
 def test_parameters_with_none(batched: bool) -> None:
     """As equinox.partition leaves them: None is no leaf, and changes no other's average."""
-    optimizer = power_sgd("d", rank=2, start=1, batched=batched, mesh=MESH)
+    optimizer = power_sgd("d", bits=32, rank=2, start=1, batched=batched, mesh=MESH)
     check_none_is_no_leaf(optimizer, WEIGHTS, at(0), MESH)
 
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_no_parameters(batched: bool) -> None:
     """A model all of whose weights are frozen: a step of nothing."""
-    optimizer = power_sgd("d", rank=2, batched=batched, mesh=MESH)
+    optimizer = power_sgd("d", bits=32, rank=2, batched=batched, mesh=MESH)
     got, _ = program_of(optimizer, {}, MESH)({}, placed(optimizer, {}, MESH), {})
     assert got == {}
 
@@ -327,7 +323,7 @@ def test_no_parameters(batched: bool) -> None:
 )
 def test_bad_arguments(knobs: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        power_sgd("d", **knobs)
+        power_sgd("d", mesh=MESH, **with_config(**knobs)).init(WEIGHTS)
 
 
 def test_numbers_of_numpys() -> None:
@@ -342,16 +338,16 @@ def test_knobs_that_there_are_not() -> None:
 
 
 def test_bad_states_and_gradients() -> None:
-    optimizer = power_sgd("d", rank=2, mesh=MESH)
+    optimizer = power_sgd("d", bits=32, rank=2, mesh=MESH)
     step = program_of(optimizer, WEIGHTS, MESH)
     good: Any = optimizer.init(WEIGHTS)
     for q in (jnp.ones((20, 1)), jnp.ones((9, 2))):
         with pytest.raises(ValueError, match=r"updates\['a'\].*the state is another model's"):
             step(WEIGHTS, good._replace(q={**good.q, "a": q}), at(0))
-    one = power_sgd("d", rank=2, batched=True, mesh=MESH)
+    one = power_sgd("d", bits=32, rank=2, batched=True, mesh=MESH)
     other: Any = one.init(WEIGHTS)
     for bad, words in (
-        (good, r"updates\['bias'\] is kept, .* or by other settings"),
+        (good, r"updates\['bias'\] has error feedback, .* or with other settings"),
         (other._replace(q=jnp.ones((3, 2))), r"all updates together need a q of shape \(34, 2\)"),
         (other._replace(q=good.q), r"without batched=True"),
     ):

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax_cases import (
+    SRA,
     expected,
     fetch,
     has_part_in,
@@ -21,8 +22,10 @@ from jax_cases import (
     seed_of,
     spread,
     use_cpu_devices,
+    with_config,
 )
 
+from cgx_ops import Config
 from cgx_ops.jax import pmean_q, psum_q
 
 use_cpu_devices(8)
@@ -53,7 +56,7 @@ def test_equals_the_oracle(bits: int, dtype: Any, check_vma: bool) -> None:
     x = normal(bits, 8, 5000, dtype=dtype)
     program = on_mesh(
         mesh_of((8,), ("d",)),
-        lambda v: psum_q(v, "d", bits=bits, bucket_size=100, algorithm="sra"),
+        lambda v: psum_q(v, "d", bits=bits, bucket_size=100, config=SRA),
         check_vma,
     )
     check_rows(program(x), expected(x, bits=bits, bucket_size=100))
@@ -66,14 +69,14 @@ def test_algorithms_and_devices(ranks: int, algorithm: Any) -> None:
     mesh = mesh_of((ranks,), ("d",), jax.devices()[:ranks])
     if not has_part_in(mesh):
         return
-    rows = on_mesh(mesh, lambda v: psum_q(v, "d", algorithm=algorithm))(x)
+    rows = on_mesh(mesh, lambda v: psum_q(v, "d", config=Config(algorithm=algorithm)))(x)
     check_rows(rows, expected(x, algorithm=algorithm))
 
 
 @pytest.mark.parametrize("numel", [1, 15, 16, 17, 511, 512, 513])
 def test_sizes_around_a_bucket(numel: int) -> None:
     x = normal(2, 8, numel)
-    rows = on_mesh(mesh_of((8,), ("d",)), lambda v: psum_q(v, "d", algorithm="sra"))(x)
+    rows = on_mesh(mesh_of((8,), ("d",)), lambda v: psum_q(v, "d", config=SRA))(x)
     check_rows(rows, expected(x))
 
 
@@ -91,16 +94,18 @@ def test_every_knob_reaches_the_core() -> None:
         "bits": 2, "bucket_size": 64, "gather_bits": 8, "skip_incomplete_buckets": True
     }  # fmt: skip
     mesh = mesh_of((8,), ("d",))
-    rows = on_mesh(mesh, lambda v: psum_q(v, "d", algorithm="sra", **knobs))(x)
+    rows = on_mesh(mesh, lambda v: psum_q(v, "d", **with_config(algorithm="sra", **knobs)))(x)
     check_rows(rows, expected(x, **knobs))
-    exact = on_mesh(mesh, lambda v: psum_q(v, "d", algorithm="sra", minimal_size=1001))(x)
+    exact = on_mesh(
+        mesh, lambda v: psum_q(v, "d", config=Config(algorithm="sra", minimal_size=1001))
+    )(x)
     check_rows(exact, expected(x, minimal_size=1001))
     assert not same_bits(exact, rows)
 
 
 def test_mean() -> None:
     x = normal(5, 8, 4096)
-    rows = on_mesh(mesh_of((8,), ("d",)), lambda v: pmean_q(v, "d", algorithm="sra"))(x)
+    rows = on_mesh(mesh_of((8,), ("d",)), lambda v: pmean_q(v, "d", config=SRA))(x)
     check_rows(rows, expected(x, op="avg"))
 
 
@@ -110,7 +115,7 @@ def test_a_key_rounds_stochastically(typed: bool) -> None:
     key = jax.random.key(11) if typed else jax.random.PRNGKey(11)
 
     def body(v: jax.Array) -> jax.Array:
-        return psum_q(v, "d", key=key, algorithm="sra")
+        return psum_q(v, "d", key=key, config=SRA)
 
     rows = on_mesh(mesh_of((8,), ("d",)), body)(x)
     check_rows(rows, expected(x, seeds=[seed_of(key)] * 8))
@@ -119,7 +124,7 @@ def test_a_key_rounds_stochastically(typed: bool) -> None:
 def test_devices_may_have_different_keys() -> None:
     x = normal(7, 8, 4096)
     keys = jax.random.split(jax.random.key(3), 8)
-    body = lambda v, key: psum_q(v, "d", key=key, algorithm="sra")  # noqa: E731
+    body = lambda v, key: psum_q(v, "d", key=key, config=SRA)  # noqa: E731
     for check_vma in (True, False):
         rows = on_mesh(mesh_of((8,), ("d",)), body, check_vma)(x, keys)
         check_rows(rows, expected(x, seeds=[seed_of(key) for key in keys]))
@@ -128,7 +133,8 @@ def test_devices_may_have_different_keys() -> None:
 def test_another_key_is_another_noise_in_one_program() -> None:
     x = normal(8, 8, 4096)
     program = on_mesh(
-        mesh_of((8,), ("d",)), lambda v, s: psum_q(v, "d", key=jax.random.key(s), algorithm="sra")
+        mesh_of((8,), ("d",)),
+        lambda v, s: psum_q(v, "d", key=jax.random.key(s), config=SRA),
     )
     a, b, again = (np.asarray(program(x, np.full(8, s, np.int32))) for s in (1, 2, 1))
     assert not same_bits(a, b)
@@ -138,7 +144,7 @@ def test_another_key_is_another_noise_in_one_program() -> None:
 def test_pytree_leaves_are_compressed_by_themselves() -> None:
     tree = {"a": normal(9, 8, 700), "b": [normal(10, 8, 3, 40), normal(11, 8, 2, dtype=BF16)]}
     key = jax.random.key(5)
-    program = on_mesh(mesh_of((8,), ("d",)), lambda t: psum_q(t, "d", key=key, algorithm="sra"))
+    program = on_mesh(mesh_of((8,), ("d",)), lambda t: psum_q(t, "d", key=key, config=SRA))
     sums = program(tree)
     for leaf, (got, x) in enumerate(zip(jax.tree.leaves(sums), jax.tree.leaves(tree), strict=True)):
         check_rows(got, expected(x, seeds=[seed_of(key, leaf)] * 8))
@@ -147,7 +153,7 @@ def test_pytree_leaves_are_compressed_by_themselves() -> None:
 def test_scalars_and_empty_arrays() -> None:
     x = normal(12, 8)
     mesh = mesh_of((8,), ("d",))
-    check_rows(on_mesh(mesh, lambda v: psum_q(v, "d", algorithm="sra"))(x), expected(x))
+    check_rows(on_mesh(mesh, lambda v: psum_q(v, "d", config=SRA))(x), expected(x))
     for check_vma in (True, False):
         empty = on_mesh(mesh, lambda v: psum_q(v, "d"), check_vma)(np.zeros((8, 0, 3), np.float32))
         assert empty.shape == (8, 0, 3)
@@ -162,7 +168,7 @@ def test_nan_and_inf_are_not_hidden() -> None:
     x = normal(13, 8, 2048)
     x[3, 700] = np.nan
     x[5, 1900] = np.inf
-    rows = np.asarray(on_mesh(mesh_of((8,), ("d",)), lambda v: psum_q(v, "d", algorithm="sra"))(x))
+    rows = np.asarray(on_mesh(mesh_of((8,), ("d",)), lambda v: psum_q(v, "d", config=SRA))(x))
     check_rows(rows, expected(x))
     assert np.isnan(rows[:, 512:1024]).all()
     assert not np.isfinite(rows[:, 1536:]).any()
@@ -172,7 +178,8 @@ def test_nan_and_inf_are_not_hidden() -> None:
 def test_denormals_survive_xla() -> None:
     x = normal(14, 8, 1024) * np.float32(1e-40)
     check_rows(
-        on_mesh(mesh_of((8,), ("d",)), lambda v: psum_q(v, "d", algorithm="sra"))(x), expected(x)
+        on_mesh(mesh_of((8,), ("d",)), lambda v: psum_q(v, "d", config=SRA))(x),
+        expected(x),
     )
 
 
@@ -184,7 +191,7 @@ def test_denormals_survive_xla() -> None:
 def test_axes_of_a_mesh(axes: Any, check_vma: bool) -> None:
     x = normal(15, 8, 2000)
     mesh = mesh_of((2, 4), ("a", "b"))
-    rows = np.asarray(on_mesh(mesh, lambda v: psum_q(v, axes, algorithm="sra"), check_vma)(x))
+    rows = np.asarray(on_mesh(mesh, lambda v: psum_q(v, axes, config=SRA), check_vma)(x))
     grid = np.arange(8).reshape(2, 4)
     groups = {
         "a": grid.T,
@@ -205,7 +212,7 @@ def test_devices_of_the_mesh_in_another_order() -> None:
         ("b", [[0, 1, 2, 3], [4, 5, 6, 7]]),
     ):
         mesh = jax.sharding.Mesh(devices.reshape(2, 4), ("a", "b"))
-        rows = np.asarray(on_mesh(mesh, lambda v, a=axis: psum_q(v, a, algorithm="sra"))(x))
+        rows = np.asarray(on_mesh(mesh, lambda v, a=axis: psum_q(v, a, config=SRA))(x))
         for group in groups:
             check_rows(rows[group], expected(x[group], at=order[group].tolist()))
 
@@ -215,7 +222,7 @@ def test_axis_of_one_device_changes_nothing() -> None:
     mesh = mesh_of((8, 1), ("d", "one"))
     for check_vma in (True, False):
         check_rows(on_mesh(mesh, lambda v: psum_q(v, "one", bits=1), check_vma)(x)[:1], x[0])
-        rows = on_mesh(mesh, lambda v: psum_q(v, ("d", "one"), algorithm="sra"), check_vma)(x)
+        rows = on_mesh(mesh, lambda v: psum_q(v, ("d", "one"), config=SRA), check_vma)(x)
         check_rows(rows, expected(x))
 
 
@@ -226,7 +233,9 @@ def test_abstract_and_explicit_meshes() -> None:
         operand = jax.device_put(x, jax.NamedSharding(mesh, P("d")))
         program = jax.jit(
             jax.shard_map(
-                lambda v: psum_q(v[0], "d", algorithm="sra"), in_specs=P("d"), out_specs=P()
+                lambda v: psum_q(v[0], "d", config=SRA),
+                in_specs=P("d"),
+                out_specs=P(),
             )
         )
         assert same_bits(program(operand), expected(x))
@@ -235,10 +244,10 @@ def test_abstract_and_explicit_meshes() -> None:
 def test_eager_shard_map_and_closed_over_values() -> None:
     x = normal(19, 8, 1000)
     mesh = mesh_of((8,), ("d",))
-    eager = on_mesh(mesh, lambda v: psum_q(v, "d", algorithm="sra"), check_vma=True)
+    eager = on_mesh(mesh, lambda v: psum_q(v, "d", config=SRA), check_vma=True)
     check_rows(eager.eagerly(x), expected(x))
     same = np.stack([x[0]] * 8)
-    closed = on_mesh(mesh, lambda v: psum_q(jnp.asarray(x[0]), "d", algorithm="sra") + 0 * v, True)
+    closed = on_mesh(mesh, lambda v: psum_q(jnp.asarray(x[0]), "d", config=SRA) + 0 * v, True)
     assert np.array_equal(np.asarray(closed(np.zeros((8, 1), np.float32)))[0], expected(same))
 
 
@@ -247,7 +256,10 @@ def test_the_sum_of_checked_types_needs_no_cast() -> None:
     mesh = mesh_of((8,), ("d",))
     program = jax.jit(
         jax.shard_map(
-            lambda v: psum_q(v[0], "d", algorithm="sra"), mesh=mesh, in_specs=P("d"), out_specs=P()
+            lambda v: psum_q(v[0], "d", config=SRA),
+            mesh=mesh,
+            in_specs=P("d"),
+            out_specs=P(),
         )
     )
     assert same_bits(program(spread(mesh, x, P("d"))), expected(x))
@@ -264,7 +276,7 @@ def test_unused_results_still_meet_and_equal_calls_stay_two() -> None:
 
     def body(v: jax.Array) -> jax.Array:
         psum_q(v, "d")
-        return psum_q(v, "d", algorithm="sra") + psum_q(v, "d", algorithm="sra")
+        return psum_q(v, "d", config=SRA) + psum_q(v, "d", config=SRA)
 
     x = normal(21, 8, 1000)
     program = on_mesh(mesh, body)
@@ -278,7 +290,7 @@ def test_donated_operand() -> None:
     mesh = mesh_of((8,), ("d",))
     program = jax.jit(
         jax.shard_map(
-            lambda v: psum_q(v, "d", algorithm="sra"),
+            lambda v: psum_q(v, "d", config=SRA),
             mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False,
         ),
         donate_argnums=0,
@@ -290,7 +302,7 @@ def test_donated_operand() -> None:
 def test_exported_and_called() -> None:
     x = normal(23, 8, 1000)
     mesh = mesh_of((8,), ("d",))
-    program = on_mesh(mesh, lambda v: psum_q(v, "d", algorithm="sra"))
+    program = on_mesh(mesh, lambda v: psum_q(v, "d", config=SRA))
     operand = jax.device_put(x, jax.NamedSharding(mesh, P("d")))
     allowed = [jax.export.DisabledSafetyCheck.custom_call("cgx_psum_q")]
     exported = jax.export.export(program.jitted, disabled_checks=allowed)(operand)

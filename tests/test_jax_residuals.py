@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jax_cases import (
     EMPTY_OPERANDS,
     PROCESSES,
+    SRA,
     Values,
     expected,
     mesh_of,
@@ -28,9 +29,10 @@ from jax_cases import (
     seed_of,
     spread,
     use_cpu_devices,
+    with_config,
 )
 
-from cgx_ops import Rules
+from cgx_ops import Config, Rules
 from cgx_ops.jax import compress_grads, pmean_q, psum_q, value_and_grad
 
 use_cpu_devices(8)
@@ -53,7 +55,7 @@ def run(body: Callable[..., Any], *operands: Any, check_vma: bool = False) -> An
 
 
 def q(x: Any, residual: Any, **knobs: Any) -> Any:
-    return psum_q(x, "d", residual=residual, **{"algorithm": "sra", **knobs})
+    return psum_q(x, "d", residual=residual, **with_config(**{"algorithm": "sra", **knobs}))
 
 
 def oracle(x: Values, old: Values, **knobs: Any) -> tuple[Values, Values]:
@@ -81,7 +83,8 @@ def test_equals_the_oracle(algorithm: Any, op: str, carrier: Any, check_vma: boo
     reduce = {"sum": psum_q, "avg": pmean_q}[op]
     got = run(
         lambda x, old: reduce(
-            x, "d", key=key, bits=2, algorithm=algorithm, carrier=carrier, residual=old
+            x, "d", key=key, bits=2, config=Config(algorithm=algorithm), carrier=carrier,
+            residual=old,
         ),
         X, OLD, check_vma=check_vma,
     )  # fmt: skip
@@ -119,7 +122,7 @@ def test_equals_the_sum_of_both(carrier: Any, key: Any) -> None:
         return q(x, old, key=key, carrier=carrier)[0]
 
     def together(x: jax.Array, old: jax.Array) -> jax.Array:
-        return psum_q(x + old, "d", key=key, carrier=carrier, algorithm="sra")
+        return psum_q(x + old, "d", key=key, carrier=carrier, config=SRA)
 
     assert same_bits(run(apart, X, OLD), run(together, X, OLD))
 
@@ -305,9 +308,9 @@ def test_residuals_unlike_x(residual: Any, error: type[Exception], message: str)
 
 def test_who_takes_none() -> None:
     calls = {
-        "compress_grads": lambda x: compress_grads(x, "d", residual=x),
-        "value_and_grad": lambda x: value_and_grad(jnp.sum, "d", residual=x)(x),
+        "compress_grads": lambda x, **more: compress_grads(x, "d", **more),
+        "value_and_grad": lambda x, **more: value_and_grad(jnp.sum, "d", **more)(x),
     }
     for name, call in calls.items():
-        with pytest.raises(TypeError, match=f"{name} takes no residual: psum_q and pmean_q do"):
-            run(call, X)
+        with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected .*'residual'"):
+            run(lambda x, c=call: c(x, residual=x), X)

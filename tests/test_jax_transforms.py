@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from jax_cases import (
+    SRA,
     expected,
     fetch,
     mesh_of,
@@ -34,7 +35,7 @@ both_modes = pytest.mark.parametrize(
 
 
 def q(x: Any, **knobs: Any) -> Any:
-    return psum_q(x, "d", algorithm="sra", **knobs)
+    return psum_q(x, "d", config=SRA, **knobs)
 
 
 def run(body: Callable[..., Any], *operands: Any, check_vma: bool = False) -> Any:

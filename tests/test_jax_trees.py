@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 from jax_cases import (
     EMPTY_OPERANDS,
+    SRA,
     expected,
     gather_expected,
     mesh_of,
@@ -83,7 +84,7 @@ def test_fused_or_not_the_same_bits(op: str, fuse: bool, check_vma: bool) -> Non
     rules = Rules([("bias|norm", 32), ("kernel", 2)], exact_vectors=False)
     reduce = psum_q if op == "sum" else pmean_q
     sums = run(
-        lambda t: reduce(t, "d", key=key, rules=rules, fuse=fuse, algorithm="sra"), tree,
+        lambda t: reduce(t, "d", key=key, rules=rules, fuse=fuse, config=SRA), tree,
         check_vma=check_vma,
     )  # fmt: skip
     bits = {"kernel": 2, "bias": 32, "norm": 32, "half": 4, "empty": 4}
@@ -117,7 +118,7 @@ def test_vmap_of_a_tree_and_its_gradient(check_vma: bool) -> None:
     a, b = normal(30, 8, 3, 600), normal(31, 8, 700)
 
     def both(u: jax.Array, v: jax.Array) -> Any:
-        sums = jax.vmap(lambda x: psum_q({"a": x, "b": v}, "d", algorithm="sra"))(u)
+        sums = jax.vmap(lambda x: psum_q({"a": x, "b": v}, "d", config=SRA))(u)
         return sums["a"], sums["b"]
 
     got_a, got_b = run(both, a, b, check_vma=check_vma)
@@ -133,7 +134,7 @@ def test_vmap_of_a_tree_and_its_gradient(check_vma: bool) -> None:
         return run(jax.grad(lambda u, v: loss(u, v, f), argnums=(0, 1)), a, b, check_vma=check_vma)
 
     exact = gradient(lambda t: jax.tree.map(lambda x: lax.psum(x, "d"), t))
-    ours = gradient(lambda t: psum_q(t, "d", bits=32, algorithm="sra"))
+    ours = gradient(lambda t: psum_q(t, "d", bits=32, config=SRA))
     for x, y in zip(ours, exact, strict=True):
         assert np.allclose(x, y, rtol=1e-4, atol=1e-5)
 
@@ -145,20 +146,20 @@ def test_of_rules_that_name_one_leaf_the_first_counts() -> None:
             {"ab": v},
             "d",
             rules=Rules([("c", 8), ("b", 2), ("a", 32)], exact_vectors=False),
-            algorithm="sra",
+            config=SRA,
         ),
         x,
     )
-    alone = run(lambda v: psum_q({"ab": v}, "d", bits=2, algorithm="sra"), x)
+    alone = run(lambda v: psum_q({"ab": v}, "d", bits=2, config=SRA), x)
     assert same_bits(got["ab"], alone["ab"])
 
 
 def test_vectors_are_exact_where_rules_are_given() -> None:
     """By default; a call without rules compresses every leaf."""
     x = {"matrix": normal(29, 8, 30, 20), "vector": normal(30, 8, 600)}
-    got = run(lambda t: psum_q(t, "d", bits=2, rules=Rules(), algorithm="sra"), x)
-    alone = run(lambda t: psum_q(t, "d", bits=2, algorithm="sra"), x)
-    exact = run(lambda t: psum_q(t, "d", bits=32, algorithm="sra"), x)
+    got = run(lambda t: psum_q(t, "d", bits=2, rules=Rules(), config=SRA), x)
+    alone = run(lambda t: psum_q(t, "d", bits=2, config=SRA), x)
+    exact = run(lambda t: psum_q(t, "d", bits=32, config=SRA), x)
     assert same_bits(got["matrix"], alone["matrix"])
     assert same_bits(got["vector"], exact["vector"])
     assert not same_bits(got["vector"], alone["vector"])

@@ -17,7 +17,7 @@ import reference
 import torch_cases as tc
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax_cases import mesh_of, use_cpu_devices
+from jax_cases import SRA, mesh_of, use_cpu_devices
 from noise_cases import NUMEL, check_independent, errors, values
 
 from cgx_ops import Communicator, Config, InvalidArgument, Segment, call
@@ -26,8 +26,6 @@ from cgx_ops.jax import all_gather_q, allreduce_q, psum_q, psum_scatter_q
 use_cpu_devices(8)
 
 pytestmark = pytest.mark.timeout(120)
-
-SRA = Config(algorithm="sra")
 
 # ---- 1. numpy -----------------------------------------------------------------------------------
 
@@ -177,8 +175,8 @@ def everywhere(x: jax.Array) -> jax.Array:
 
 
 BODIES = {
-    "psum_q": lambda x: psum_q(x, "fsdp", key=KEY, algorithm="sra")[None],
-    "carried": lambda x: psum_q(x, "fsdp", key=KEY, algorithm="sra", carrier="xla")[None],
+    "psum_q": lambda x: psum_q(x, "fsdp", key=KEY, config=SRA)[None],
+    "carried": lambda x: psum_q(x, "fsdp", key=KEY, config=SRA, carrier="xla")[None],
     "psum_scatter_q": lambda x: psum_scatter_q(x, "fsdp", key=KEY, tiled=True)[None],
     "all_gather_q": lambda x: all_gather_q(x, "fsdp", key=KEY).reshape(1, -1)[:, :NUMEL],
 }
@@ -203,7 +201,11 @@ def test_replicas_of_the_same_values_stay_equal(carrier: Any) -> None:
 
     def body(x: jax.Array) -> jax.Array:
         total = psum_q(
-            lax.pcast(x, "fsdp", to="varying"), "fsdp", key=KEY, algorithm="sra", carrier=carrier
+            lax.pcast(x, "fsdp", to="varying"),
+            "fsdp",
+            key=KEY,
+            config=SRA,
+            carrier=carrier,
         )
         assert not jax.typeof(total).mat.varying
         return lax.pcast(total, "replica", to="varying")[None]
@@ -217,7 +219,7 @@ def test_axes_one_after_the_other() -> None:
 
     def one(axis: str) -> np.ndarray:
         other = {"replica": "fsdp", "fsdp": "replica"}[axis]
-        sums = lambda x: psum_q(everywhere(x), axis, key=KEY, algorithm="sra")[None]  # noqa: E731
+        sums = lambda x: psum_q(everywhere(x), axis, key=KEY, config=SRA)[None]  # noqa: E731
         return on_four(sums, P(other))[0]
 
     check_independent(*(errors(one(axis), 2 * values()) for axis in ("replica", "fsdp")))
@@ -228,7 +230,7 @@ def test_examples_of_a_vmap_under_one_key() -> None:
 
     def body(x: jax.Array) -> jax.Array:
         x = jnp.tile(everywhere(x), (2, 2, 1))
-        reduce = lambda v: psum_q(v, ("replica", "fsdp"), key=KEY, algorithm="sra")  # noqa: E731
+        reduce = lambda v: psum_q(v, ("replica", "fsdp"), key=KEY, config=SRA)  # noqa: E731
         return jax.vmap(jax.vmap(reduce))(x)
 
     rows = on_four(body, P()).reshape(4, -1)

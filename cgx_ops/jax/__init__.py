@@ -15,15 +15,17 @@ from cgx_ops import _versions
 _versions.require_framework("jax")
 
 from cgx_ops.jax import _at_exit, _threads  # noqa: E402
+from cgx_ops.jax._deep_gradient import deep_gradient  # noqa: E402
+from cgx_ops.jax._diloco import diloco, sparse_loco  # noqa: E402
+from cgx_ops.jax._initialize import initialize  # noqa: E402
+from cgx_ops.jax._launching import launching  # noqa: E402
+from cgx_ops.jax._power_sgd import power_sgd  # noqa: E402
+from cgx_ops.jax._statistics import statistics  # noqa: E402
 from cgx_ops.jax.allreduce import allreduce_q  # noqa: E402
-from cgx_ops.jax.deep_gradient import deep_gradient  # noqa: E402
-from cgx_ops.jax.diloco import diloco, sparse_loco  # noqa: E402
 from cgx_ops.jax.diloco_loop import DiLoCo  # noqa: E402
 from cgx_ops.jax.diloco_state import DiLoCoState, Flight, consolidate_copies  # noqa: E402
 from cgx_ops.jax.exporting import register  # noqa: E402
 from cgx_ops.jax.gradients import compress_grads, value_and_grad  # noqa: E402
-from cgx_ops.jax.initialize import initialize  # noqa: E402
-from cgx_ops.jax.launching import launching  # noqa: E402
 from cgx_ops.jax.one_bit import one_bit_adam, signum  # noqa: E402
 from cgx_ops.jax.optimizer import average_gradients  # noqa: E402
 from cgx_ops.jax.optimizer_state import (  # noqa: E402
@@ -36,10 +38,8 @@ from cgx_ops.jax.optimizer_state import (  # noqa: E402
     state_specs,
 )
 from cgx_ops.jax.plans import estimated_ready, numels_of  # noqa: E402
-from cgx_ops.jax.power_sgd import power_sgd  # noqa: E402
 from cgx_ops.jax.psum import pmean_q, psum_q  # noqa: E402
 from cgx_ops.jax.scatter_gather import all_gather_q, psum_scatter_q  # noqa: E402
-from cgx_ops.jax.statistics import statistics  # noqa: E402
 
 _at_exit.register()
 _threads.provide()

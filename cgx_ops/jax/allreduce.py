@@ -20,10 +20,10 @@ from jax.interpreters import ad
 
 from cgx_ops import _native
 from cgx_ops.comm import Communicator
-from cgx_ops.config import Algorithm, Compressor, Config
+from cgx_ops.config import Compressor, Config, Rounding
 from cgx_ops.errors import Closed, PeerFailed
 from cgx_ops.jax import _compat, _runtime
-from cgx_ops.jax.knobs import checked_knobs, refuse_idle_residual, refuse_on_gpus
+from cgx_ops.jax.options import checked_options, refuse_on_gpus
 from cgx_ops.jax.primitive import (
     Carrier,
     Settings,
@@ -46,31 +46,25 @@ def allreduce_q(
     comm: Communicator | None = None,
     *,
     op: Literal["sum", "avg"] = "sum",
-    bits: int = 4,
-    bucket_size: int = 512,
+    config: Config | None = None,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    compressor: Compressor | None = None,
+    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
-    algorithm: Algorithm = "auto",
-    gather_bits: int | None = None,
-    intra_bits: int | None = None,
-    skip_incomplete_buckets: bool = False,
-    minimal_size: int = 0,
-    compressor: Compressor = "uniform",
-    density: float | None = None,
-    value_bits: int | None = None,
-    rotation: int | None = None,
-    clip: bool = False,
     rules: Rules | None = None,
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
     residual: Any = None,
 ) -> Any:
-    """Reduce `x` over the processes of a communicator, sending `bits` bits an element.
+    """Reduce `x` over the processes of a communicator, compressed: 4 bits an element by default.
 
     For process-per-rank programs, inside and outside `jax.jit`; neither a mesh nor
     `cgx_ops.jax.initialize()` is needed. Every rank gets the same bits. Leaves with fewer than
-    max(16, minimal_size) elements are summed exactly. Every leaf, and each example of a vmap, is
-    compressed by itself, as if it were reduced alone; all leaves of a dtype are one message.
+    max(16, config.minimal_size) elements are summed exactly. Every leaf, and each example of a
+    vmap, is compressed by itself, as if it were reduced alone; all leaves of a dtype are one
+    message.
 
     Calls run one after another, in Python's order and, in a scan, while or cond, in that of
     execution. The n-th call of a rank on a communicator meets the n-th of the others, whatever else
@@ -92,26 +86,16 @@ def allreduce_q(
         comm: whose ranks reduce; None: all processes, those of mpirun or of
           `cgx_ops.jax.initialize()`.
         op: "sum" or "avg".
-        bits: of an element, as in `psum_q`; 32: exact.
-        bucket_size: elements that share one minimum and step, >= 1.
-        key: a PRNG key (typed or raw): rounds stochastically, unbiased. Give another key in every
-          step. Two calls with one key have the same noise if their communicator and name are the
-          same; leaves and examples of a vmap have their own. Ranks may have equal or different
-          keys, but for "randk". None: rounds to nearest; some compressors need a key, see `psum_q`.
+        config: as in `psum_q`.
+        bits: overrides this field of `config`, as do the next three.
+        bucket_size: as of `psum_q`.
+        compressor: as of `psum_q`.
+        rounding: as of `psum_q`.
+        key: a PRNG key (typed or raw), as in `psum_q`. Give another key in every step. Two calls
+          with one key have the same noise if their communicator and name are the same; leaves and
+          examples of a vmap have their own. Ranks may have equal or different keys, but for
+          "randk".
         name: identifies the call among ranks; "": its place in the rank's sequence does.
-        algorithm: "auto", "by_hosts", "one_shot", "sra", "ring", "hierarchical": see Config.
-        gather_bits: bits of the reduced values on their way back; None: as `bits`.
-        intra_bits: in "hierarchical", bits of values that their own host sums; None: exact.
-        skip_incomplete_buckets: send a leaf's last bucket exact if it is not full.
-        minimal_size: leaves with fewer elements are summed exactly.
-        compressor: what values become: "uniform", "levels", "sign" (a sum is a majority vote),
-          "onebit", "ternary", "qsgd", "half", "topk", "threshold" (on CPUs only) or "randk".
-        density: of "topk", "threshold" and "randk": the share of values that travel, more than 0
-          and at most 1; None: 0.01.
-        value_bits: of the values that "topk" and "threshold" send: 1-8, 16 or 32; None: 32, exact.
-        rotation: so many values of a bucket, a power of two, are rotated by a Hadamard matrix
-          before they are encoded; None: none.
-        clip: "ternary" clips values at 2.5 times their bucket's root mean square.
         rules: settings of leaves by their paths, as in `psum_q`.
         fuse: one message for all leaves of a dtype. False: one for each leaf. A
           cgx_ops.planner.Plan: one for each of its groups.
@@ -126,25 +110,27 @@ def allreduce_q(
         NotImplementedError: inside a shard_map or an explicit mesh of several devices (psum_q is
           for that), or on a platform other than CPU and CUDA.
         TypeError: a leaf is not float32, float16 or bfloat16; a residual has another dtype than its
-          leaf; a knob is not a static value; `comm` is not a Communicator; `key` is not a key.
-        ValueError: a knob is out of its range, or does not belong to the compressor; the compressor
-          needs a key; error feedback would not converge, or bits=32 leaves it nothing;
-          `residual` has another structure or shape than `x`; carrier="xla"; or the program is
-          compiled for several devices.
+          leaf; an argument is not a static value; `comm` is not a Communicator; `key` is not a key.
+        ValueError: a field is out of its range, or does not belong to the compressor; the config is
+          random and there is no key; error feedback would not converge, or bits=32 leaves it
+          nothing; `residual` has another structure or shape than `x`; carrier="xla"; or the program
+          is compiled for several devices.
         cgx_ops.Closed: the communicator was closed.
         jax.errors.JaxRuntimeError: at run time; a peer is late or dead or called something else.
           The deadline is the communicator's. Launches that wait behind the failed one fail too. On
           GPUs results are NaN then, and the next call raises.
+
+    Example:
+        >>> (comm,) = Communicator.local(1)
+        >>> allreduce_q(jax.numpy.ones(4), comm, bits=8)
+        Array([1., 1., 1., 1.], dtype=float32)
     """
     caller = "allreduce_q"
-    knobs = checked_knobs(
-        caller, key=key, name=name, bits=bits, bucket_size=bucket_size, algorithm=algorithm,
-        gather_bits=gather_bits, intra_bits=intra_bits,
-        skip_incomplete_buckets=skip_incomplete_buckets, minimal_size=minimal_size,
-        compressor=compressor, density=density, value_bits=value_bits, rotation=rotation, clip=clip,
-        rules=rules, fuse=fuse, carrier=carrier,
+    options = checked_options(
+        caller, config, bits, bucket_size, compressor, rounding,
+        key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
     )  # fmt: skip
-    refuse_idle_residual(caller, residual, bits, rules)
+    options.refuse_idle_residual(residual)
     if op not in ("sum", "avg"):
         raise ValueError(f"{caller}: op is {op!r}; it must be 'sum' or 'avg'")
     if carrier == "xla":
@@ -154,9 +140,9 @@ def allreduce_q(
         )
     _refuse_meshes()
     comm = _checked_communicator(comm)
-    knobs.warn_of_unmatched(x)
-    pair = reduce_tree(caller, x, residual, Ranks(comm.name, comm.size), op, knobs)
-    return pair[0] if residual is None else pair
+    options.warn_of_unmatched(x)
+    total, lost = reduce_tree(options, x, residual, Ranks(comm.name, comm.size), op)
+    return total if residual is None else (total, lost)
 
 
 def _refuse_meshes() -> None:

@@ -1,4 +1,4 @@
-"""Whether parameters and a state are those of an outer loop (diloco.py), by their shapes."""
+"""Whether parameters and a state are those of an outer loop (_diloco.py), by their shapes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What an outer loop (diloco.py) does with one fragment of the parameters, inside of shard_map.
+"""What an outer loop (_diloco.py) does with one fragment of the parameters, inside of shard_map.
 
 1. fragments of a tree: the same tree, with None in place of the leaves that are in others
 2. send: the average over devices of how far parameters have come from the anchors, with what
@@ -7,7 +7,7 @@
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 
 from cgx_ops import _native
 from cgx_ops.config import Config
-from cgx_ops.jax.knobs import Knobs, keeps_by_default, name_of_leaf
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups, require_own_messages
+from cgx_ops.jax.options import Options, name_of_leaf
 from cgx_ops.jax.primitive import vary_tree
 from cgx_ops.jax.psum import reduce_over
 from cgx_ops.jax.trees import checked_leaf
@@ -101,10 +101,7 @@ class Method:
         axis_name: the mesh axes over which devices train by themselves.
         optimizer: the outer one, an optax.GradientTransformation.
         alpha: how much of a parameter stays the device's own when it is applied.
-        checked: how leaves travel; `knobs` unchecked, as `psum_q` takes them.
-        knobs: so.
-        error_feedback: as of diloco().
-        residual_decay: so.
+        options: how leaves are sent.
         senders: whether a mean is over the devices that sent a value, not over all.
         mesh: of the devices, if it is known.
     """
@@ -112,38 +109,36 @@ class Method:
     axis_name: Axes
     optimizer: Any
     alpha: float
-    checked: Knobs
-    knobs: dict[str, Any]
-    error_feedback: bool | None
-    residual_decay: float
+    options: Options
     senders: bool
     mesh: Mesh | None
 
     def kept(self, tree: Any) -> Any:
         """Return a tree with None in place of the leaves that have no residual."""
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf if self.keeps(self.checked.config_of(path, leaf)) else None,
-            tree,
-        )
+
+        def kept(path: Any, leaf: Any) -> Any:
+            config = self.options.of(path, leaf)
+            if self.senders and config.bits != EXACT_BITS and config.compressor != "topk":
+                raise ValueError(
+                    f"{CALLER}: mean_over='senders' is of values of which each device sends some, "
+                    f"and '{name_of_leaf(path)}' has {config}: give compressor='topk', and rules "
+                    "that have it or 32 bits"
+                )
+            return leaf if self.options.keeps(path, leaf) else None
+
+        self.options.refuse_idle_feedback(tree)
+        return jax.tree_util.tree_map_with_path(kept, tree)
 
     def settings(self) -> dict[str, Any]:
-        """Return what all processes must have alike, but for what programs say."""
-        checked = self.checked
+        """Return what all processes must have alike, but for what programs contain."""
+        options = self.options
         return {
-            "knobs": str(checked.config),
-            "rules": repr(checked.rules),
-            "carrier": checked.carrier,
-            "a key": checked.key is not None,
-            "error_feedback": self.error_feedback,
-            "residual_decay": self.residual_decay,
+            "config": str(options.config),
+            "rules": repr(options.rules),
+            "carrier": options.carrier,
+            "a key": options.key is not None,
             "mean_over": "senders" if self.senders else "ranks",
         }
-
-    def keeps(self, config: Config) -> bool:
-        """Tell whether what leaves lose that travel so is kept."""
-        if config.bits == EXACT_BITS:
-            return False
-        return keeps_by_default(config) if self.error_feedback is None else self.error_feedback
 
     def send(
         self, fragment: int, params: Any, anchor: Any, residual: Any, step: jax.Array
@@ -163,32 +158,32 @@ class Method:
             require_own_messages(CALLER, self.mesh, groups, "spread parameters over it")
         # float32 subtracts here, and adds the residual in the core: all frameworks do.
         delta = jax.tree.map(lambda a, p: a - p[0].astype(jnp.float32), anchor, params)
-        own = jax.tree.map(lambda e: e[0], residual)
-        if self.residual_decay != 1:
-            own = jax.tree.map(lambda e: e * self.residual_decay, own)
-        key = self.checked.key
-        noise = None if key is None else jax.random.fold_in(key, step)
-        name = f"{self.checked.name}/{fragment}"
-        knobs = {**self.knobs, "key": noise}
-        average = self._average_of_senders if self.senders else self._average
-        mean, lost = average(delta, own, axes, name, knobs)
+        configs = self.options.of_tree(delta)
+
+        def decayed(config: Config, e: jax.Array | None) -> jax.Array | None:
+            if e is None:
+                return None
+            return e[0] if config.residual_decay == 1 else e[0] * config.residual_decay
+
+        own = jax.tree.map(decayed, configs, residual)
+        options = self.options.at_step(step).of_message(str(fragment))
+        mean, lost = reduce_over(options, delta, own, axes, "avg", configs)
+        if self.senders:
+            mean = self._of_senders(options, mean, delta, own, lost, configs)
         return mean, jax.tree.map(lambda e: e[None], lost)
 
-    def _average(self, delta: Any, own: Any, axes: Any, name: str, knobs: Any) -> tuple[Any, Any]:
-        return reduce_over(CALLER, delta, own, axes, "avg", name=name, **knobs)
+    def _of_senders(
+        self, options: Options, mean: Any, delta: Any, own: Any, lost: Any, configs: Any
+    ) -> Any:
+        """Return the average over the devices that sent a value, from that over all devices.
 
-    def _average_of_senders(
-        self, delta: Any, own: Any, axes: Any, name: str, knobs: Any
-    ) -> tuple[Any, Any]:
-        """Average what devices have sent over those that sent it.
-
-        How many these were is a second message, in which each says 1 at its places. It costs their
+        How many these were is a second message, in which each sends 1 at its indices. It costs the
         indices once more, which is still a small part of a bit a value.
         """
-        mean, lost = reduce_over(CALLER, delta, own, axes, "avg", name=name, **knobs)
 
-        def places(path: Any, d: jax.Array, e: jax.Array | None, kept: Any) -> jax.Array | None:
-            config = self.checked.config_of(path, d)
+        def places(
+            config: Config, d: jax.Array, e: jax.Array | None, kept: Any
+        ) -> jax.Array | None:
             small = d.size < max(_native.SMALLEST_COMPRESSED, config.minimal_size)
             if e is None or small or config.bits == EXACT_BITS:
                 return None
@@ -197,17 +192,18 @@ class Method:
             is_whole = jnp.abs(kept - (d + e)) <= 2.0**-22 * (jnp.abs(d) + jnp.abs(e))
             return (~is_whole).astype(jnp.float32)
 
-        sent = jax.tree_util.tree_map_with_path(places, delta, own, lost)
-        ones = {**knobs, "value_bits": 1}
-        if (rules := knobs.get("rules")) is not None:  # all values are 1
-            ones["rules"] = rules.with_first(("", {"value_bits": 1}))
-        count, _ = reduce_over(CALLER, sent, None, axes, "sum", name=f"{name}/sent", **ones)
+        sent = jax.tree.map(places, configs, delta, own, lost)
+        ones = jax.tree.map(
+            lambda config, s: None if s is None else replace(config, value_bits=1), configs, sent
+        )
+        axes = mesh_groups(CALLER, self.axis_name).axes
+        count, _ = reduce_over(options.of_message("sent"), sent, None, axes, "sum", ones)
         devices = mesh_groups(CALLER, axes).size
 
         def of_senders(x: jax.Array, n: jax.Array | None) -> jax.Array:
             return x if n is None else x * devices / jnp.maximum(jnp.round(n), 1)
 
-        return jax.tree.map(of_senders, mean, count), lost
+        return jax.tree.map(of_senders, mean, count)
 
     def apply(self, params: Any, anchor: Any, outer: Any, average: Any) -> tuple[Any, Any, Any]:
         """Return parameters, anchors and the outer optimizer's state after its step."""

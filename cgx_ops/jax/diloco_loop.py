@@ -106,7 +106,7 @@ class DiLoCo:
 
     def _new_state(self, weights: Any) -> DiLoCoState:
         anchor = jax.tree.map(lambda x: x.astype(jnp.float32), values_of(weights))
-        self.method.checked.warn_of_unmatched(anchor)
+        self.method.options.warn_of_unmatched(anchor)
         kept = self.method.kept(anchor)
         layout, fragments = self.layout, self.schedule.fragments
         residual = zero_residuals(CALLER, kept, layout.axis_name, layout.mesh)
@@ -144,7 +144,7 @@ class DiLoCo:
               was short of memory.
             cgx_ops.MismatchError: in all processes: their anchors differ.
         """
-        agree(self.layout.found_mesh(), self.method.checked.name, {}, {"the anchors": state.anchor})
+        agree(self.layout.found_mesh(), self.method.options.name, {}, {"the anchors": state.anchor})
         flight = state.flight
         if flight is not None:  # what failed would make errors of all that is computed with it
             average, lost = jax.tree.map(_zeros_like, (flight.average, flight.lost))
@@ -323,7 +323,7 @@ class DiLoCo:
     def _beside(self) -> contextlib.AbstractContextManager[None]:
         """Have what is launched here run beside the steps that follow, where XLA can do that."""
         # XLA's own collectives are matched by their order.
-        ours = self.method.checked.carrier == "native" and self.schedule.fragment_sync_delay
+        ours = self.method.options.carrier == "native" and self.schedule.fragment_sync_delay
         return _compat.execution_stream(_STREAM) if ours else contextlib.nullcontext()
 
     # ---- 4. what all of it needs -----------------------------------------------------------------
@@ -367,7 +367,7 @@ class DiLoCo:
         of_first = [self._part(state, x, 0) for x in (values_of(params), state.anchor)]
         update = self._apply_program.lower(*of_first, state.outer[0], of_first[1]).as_text()
         agree(
-            self.layout.found_mesh(), self.method.checked.name,
+            self.layout.found_mesh(), self.method.options.name,
             {**asdict(self.schedule), **self.method.settings(), "the step": _int(state.step)},
             {"the outer optimizer": update.encode(), "the anchors": state.anchor},
         )  # fmt: skip

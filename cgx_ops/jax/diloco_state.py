@@ -1,4 +1,4 @@
-"""What an outer loop (diloco.py) keeps.
+"""What an outer loop (_diloco.py) keeps.
 
 1. the state
 2. where it lies on the devices

@@ -15,18 +15,33 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from cgx_ops.config import Compressor, Config, Rounding
 from cgx_ops.jax import _compat
 from cgx_ops.jax.device_gradients import device_value_and_grad
-from cgx_ops.jax.knobs import checked_knobs
 from cgx_ops.jax.mesh_groups import Axes, axes_of, mesh_groups
-from cgx_ops.jax.primitive import vary_tree
+from cgx_ops.jax.options import checked_options
+from cgx_ops.jax.primitive import Carrier, vary_tree
 from cgx_ops.jax.psum import reduce_over
 from cgx_ops.jax.sharded import value_and_grad_of_shards
 from cgx_ops.jax.trees import checked_leaf
+from cgx_ops.planner import Plan
+from cgx_ops.rules import Rules
 
 
 def compress_grads(
-    params: Any, axis_name: Axes, *, key: jax.Array | None = None, name: str = "", **knobs: Any
+    params: Any,
+    axis_name: Axes,
+    *,
+    config: Config | None = None,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    compressor: Compressor | None = None,
+    rounding: Rounding | None = None,
+    key: jax.Array | None = None,
+    name: str = "",
+    rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
+    fuse: bool | Plan = True,
+    carrier: Carrier = "native",
 ) -> Any:
     """Return `params` as they are; their gradient is summed over mesh axes by `psum_q`.
 
@@ -45,24 +60,41 @@ def compress_grads(
         params: an array or a pytree of arrays of float32, float16 or bfloat16, any shape, equal on
           all devices of the axis: passed to shard_map with in_specs that do not name it.
         axis_name: name of a mesh axis, or a tuple of names.
-        key: a PRNG key, as of `psum_q`: give another in every step. None: rounds to nearest.
+        config: as of `psum_q`; there is no error feedback: `average_gradients` has it.
+        bits: overrides this field of `config`, as do the next three.
+        bucket_size: as of `psum_q`.
+        compressor: as of `psum_q`.
+        rounding: as of `psum_q`.
+        key: a PRNG key, as of `psum_q`: give another in every step.
         name: of the collective, as of `psum_q`.
-        **knobs: every other keyword of `psum_q` but residual, fuse among them: by default small
-          trees are one message, which goes when the last gradient is computed. To overlap that
-          with the rest of the backward pass, give fuse=False.
+        rules: as of `psum_q`. By default leaves of at most one dimension are sent exact; None
+          compresses them too.
+        fuse: as of `psum_q`: by default small trees are one message, which goes when the last
+          gradient is computed. To overlap that with the rest of the backward pass, give False.
+        carrier: as of `psum_q`.
 
     Returns:
         `params`, varying over the axes for JAX's type checks.
 
     Raises:
         NameError: an axis name is not bound here: there is no shard_map around the call.
-        ValueError: `params` vary over the axes already; a knob is out of its range.
+        ValueError: `params` vary over the axes already; else as `psum_q`.
         NotImplementedError: the shard_map has check_vma=False, where this cannot be right in every
           place that jax.grad may stand in; else as `psum_q`.
         TypeError: as `psum_q`; forward-mode differentiation (jax.jvp).
+
+    Example:
+        >>> loss = lambda w: (compress_grads(w, "d", bits=8) ** 2).sum()
+        >>> mesh = jax.make_mesh((1,), ("d",))
+        >>> step = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+        >>> step(jax.numpy.ones(4))
+        Array([2., 2., 2., 2.], dtype=float32)
     """
     caller = "compress_grads"
-    checked = checked_knobs(caller, key=key, name=name, **knobs)
+    options = checked_options(
+        caller, config, bits, bucket_size, compressor, rounding,
+        key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
+    )  # fmt: skip
     axes = mesh_groups(caller, axis_name).axes
     if not _compat.types_are_checked():
         # Around the shard_map JAX would sum what psum_q summed, once more; in the body it would
@@ -74,8 +106,9 @@ def compress_grads(
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         checked_leaf(caller, path, leaf)
+        options.of(path, leaf)  # which checks it
         _check_shared(caller, f"params{jax.tree_util.keystr(path)}", leaf, axes, key)
-    checked.warn_of_unmatched(params)
+    options.warn_of_unmatched(params)
 
     @jax.custom_vjp
     def shared(params: Any, key: jax.Array | None) -> Any:
@@ -87,8 +120,7 @@ def compress_grads(
 
     def backward(key: jax.Array | None, cotangents: Any) -> tuple[Any, None]:
         # The key came as a residual: the forward pass's own may belong to another shard_map.
-        sums, _ = reduce_over(caller, cotangents, None, axes, "sum", key=key, name=name, **knobs)
-        return sums, None
+        return reduce_over(options.with_key(key), cotangents, None, axes, "sum")[0], None
 
     shared.defvjp(forward, backward)
     return shared(params, key)
@@ -102,9 +134,16 @@ def value_and_grad(
     *,
     in_specs: Sequence[Any] | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    config: Config | None = None,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    compressor: Compressor | None = None,
+    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
-    **knobs: Any,
+    rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
+    fuse: bool | Plan = True,
+    carrier: Carrier = "native",
 ) -> Callable[..., Any]:
     """Do as `jax.value_and_grad`, and average over mesh axes: the value exactly, gradients in bits.
 
@@ -141,10 +180,17 @@ def value_and_grad(
           Only differentiated arguments are gathered. A frozen weight with a data axis in its spec
           reaches fun as a shard, like a batch.
         mesh: of in_specs; None: that of jax.set_mesh.
-        key: a PRNG key, as of `psum_q`: give another in every step. None: rounds to nearest.
+        config: as of `psum_q`; there is no error feedback: `average_gradients` has it.
+        bits: overrides this field of `config`, as do the next three.
+        bucket_size: as of `psum_q`.
+        compressor: as of `psum_q`.
+        rounding: as of `psum_q`.
+        key: a PRNG key, as of `psum_q`: give another in every step.
         name: of the collective, as of `psum_q`.
-        **knobs: every other keyword of `psum_q` but residual, such as bits, fuse and
-          rules=Rules([("bias", 32)]).
+        rules: as of `psum_q`. By default leaves of at most one dimension are sent exact; None
+          compresses them too.
+        fuse: as of `psum_q`.
+        carrier: as of `psum_q`.
 
     Returns:
         A function with fun's arguments. It returns (value, gradients), or ((value, aux), gradients)
@@ -156,12 +202,22 @@ def value_and_grad(
           no in_specs.
         ValueError: at the call; the value is equal on all devices, so it was reduced already.
         TypeError, NotImplementedError, jax.errors.JaxRuntimeError: as `psum_q`.
+
+    Example:
+        >>> gradient_of = value_and_grad(lambda w: (w * w).sum(), "d", bits=8)
+        >>> mesh = jax.make_mesh((1,), ("d",))
+        >>> step = jax.shard_map(gradient_of, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+        >>> step(jax.numpy.ones(4))
+        (Array(4., dtype=float32), Array([2., 2., 2., 2.], dtype=float32))
     """
     caller = "value_and_grad"
+    options = checked_options(
+        caller, config, bits, bucket_size, compressor, rounding,
+        key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
+    )  # fmt: skip
     if in_specs is not None:
-        checked_knobs(caller, key=key, name=name, **knobs)
         return value_and_grad_of_shards(
-            fun, axes_of(axis_name), argnums, has_aux, in_specs, mesh, key, name=name, **knobs
+            fun, axes_of(axis_name), argnums, has_aux, in_specs, mesh, options
         )
     if mesh is not None:
         raise ValueError(f"{caller}: mesh without in_specs: inside a shard_map give neither")
@@ -170,9 +226,9 @@ def value_and_grad(
         axes = mesh_groups(caller, axis_name).axes
         own_value_and_grad = device_value_and_grad(caller, fun, axes, argnums, has_aux)
         result, gradients = own_value_and_grad(*args, **kwargs)
-        checked_knobs(caller, key=key, name=name, **knobs).warn_of_unmatched(gradients)
+        options.warn_of_unmatched(gradients)
         value = jax.lax.pmean(result[0] if has_aux else result, axes)
-        mean, _ = reduce_over(caller, gradients, None, axes, "avg", key=key, name=name, **knobs)
+        mean, _ = reduce_over(options, gradients, None, axes, "avg")
         return ((value, result[1]) if has_aux else value), mean
 
     return differentiated

@@ -20,8 +20,8 @@ from jax.interpreters import ad
 
 from cgx_ops.jax import _compat, _runtime, carrier
 from cgx_ops.jax._calls import parted
-from cgx_ops.jax.knobs import refuse_on_gpus
-from cgx_ops.jax.launching import launcher
+from cgx_ops.jax._launching import launcher
+from cgx_ops.jax.options import refuse_on_gpus
 from cgx_ops.jax.plans import agree
 from cgx_ops.jax.primitive import Settings, Verb, custom_call, message_attributes, vary
 from cgx_ops.jax.trees import exact_twin

@@ -11,14 +11,14 @@ ICML 2021. Bernstein, Zhao, Azizzadenesheli, Anandkumar: signSGD with Majority V
 Efficient and Fault Tolerant, ICLR 2019.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from cgx_ops.config import Algorithm, Config
+from cgx_ops.config import Compressor, Config, Rounding
 from cgx_ops.errors import require_integer, require_share
-from cgx_ops.jax.knobs import check_feedback, checked_knobs, is_vote, keeps_by_default
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.optimizer_state import (
     Mesh,
@@ -29,9 +29,11 @@ from cgx_ops.jax.optimizer_state import (
     own_residual,
     zero_residuals,
 )
+from cgx_ops.jax.options import Options, checked_options, is_vote
 from cgx_ops.jax.primitive import Carrier
 from cgx_ops.jax.psum import reduce_over
 from cgx_ops.jax.trees import checked_leaf
+from cgx_ops.planner import Plan
 from cgx_ops.rules import EXACT_BITS, Rules
 
 if TYPE_CHECKING:
@@ -49,12 +51,17 @@ def one_bit_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    config: Config | None = None,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    compressor: Compressor | None = None,
+    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
+    rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
+    fuse: bool | Plan = True,
+    carrier: Carrier = "native",
     mesh: Mesh | None = None,
-    bits: int | None = None,
-    rules: Rules | None = None,
-    **knobs: Any,
 ) -> "optax.GradientTransformation":
     """Return 1-bit Adam as an optax optimizer, which averages over mesh axes by itself.
 
@@ -81,12 +88,17 @@ def one_bit_adam(
         b2: of nu, alike.
         eps: added to the root of nu; more than 0.
         weight_decay: at least 0.
+        config: of the momentum, as of `average_gradients`; None: compressor "levels" with 1 bit.
+        bits: overrides this field of `config`, as do the next three.
+        bucket_size: as of `psum_q`.
+        compressor: as of `psum_q`.
+        rounding: as of `psum_q`.
         key: a PRNG key, as of `average_gradients`.
         name: of the collectives, as of `psum_q`.
+        rules: as of `average_gradients`, for the momentum.
+        fuse: as of `psum_q`.
+        carrier: as of `psum_q`.
         mesh: of the shard_map, as of `average_gradients`.
-        bits: of the momentum, as of `psum_q`; None, and no compressor: compressor "levels" with 1.
-        rules: as of `psum_q`, for the momentum. Send biases and norms exact by `Rules()`.
-        **knobs: every other keyword of `psum_q` but residual.
 
     Returns:
         An optax.GradientTransformation, the first of whose states is a `OneBitAdamState`.
@@ -105,28 +117,23 @@ def one_bit_adam(
     require_share(f"{caller}: b2", b2)
     if not eps > 0:
         raise ValueError(f"{caller}: eps is {eps!r}; it must be more than 0")
-    if bits is None and "compressor" not in knobs:
-        bits, knobs = 1, {"compressor": "levels", **knobs}
-    if bits is not None:
-        knobs["bits"] = bits
-    knobs |= {"key": key, "name": name, "rules": rules}
-    checked = checked_knobs(caller, **knobs)
-    if any(map(is_vote, checked.configs)):
-        raise ValueError(f"{caller}: a vote has no magnitude: use cgx_ops.jax.signum")
-    ways = ("algorithm", "carrier", "fuse")
-    exact = {"bits": EXACT_BITS, **{knob: knobs[knob] for knob in ways if knob in knobs}}
+    config = Config(compressor="levels", bits=1) if config is None else config
+    options = checked_options(
+        caller, config, bits, bucket_size, compressor, rounding,
+        key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
+    )  # fmt: skip
+    exact = replace(options, config=options.config.with_own(bits=EXACT_BITS), rules=None)
 
-    def keeps(config: Config) -> bool:
-        return config.bits != EXACT_BITS and keeps_by_default(config)
-
-    for config in filter(keeps, checked.configs):
-        check_feedback(caller, config)
+    def keeps(path: Any, leaf: Any) -> bool:
+        if is_vote(options.of(path, leaf)):
+            raise ValueError(f"{caller}: a vote has no magnitude: use cgx_ops.jax.signum")
+        return options.keeps(path, leaf)
 
     def init(params: Any) -> OneBitAdamState:
 
         def kept(path: Any, leaf: Any) -> Any:
-            keep = keeps(checked.config_of(path, leaf))
-            return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32) if keep else None
+            like = jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32)
+            return like if keeps(path, leaf) else None
 
         by_path = jax.tree_util.tree_map_with_path
         mu = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype=jnp.float32), params)
@@ -140,29 +147,26 @@ def one_bit_adam(
         del params
         axes = mesh_groups(caller, axis_name).axes
         gradients = _gradients(caller, updates, state.mu, axes)
-        checked.warn_of_unmatched(gradients)
-        residual = jax.tree_util.tree_map_with_path(
-            lambda path, g, e: own_residual(
-                caller, path, g, e, keeps=keeps(checked.config_of(path, g))
-            ),
-            gradients, state.residual,
-        )  # fmt: skip
-        noise = None if key is None else jax.random.fold_in(key, state.step)
+        options.warn_of_unmatched(gradients)
 
-        def averaged(x: Any, lost: Any, message: str, how: dict[str, Any]) -> Any:
-            called = f"{name}/{message}" if name else ""
-            return reduce_over(
-                caller, x, lost, axes, "avg", **{**how, "key": noise, "name": called}
-            )
+        def own_of(path: Any, g: jax.Array, e: jax.Array | None) -> jax.Array | None:
+            decay = options.of(path, g).residual_decay
+            return own_residual(caller, path, g, e, keeps=keeps(path, g), decay=decay)
+
+        residual = jax.tree_util.tree_map_with_path(own_of, gradients, state.residual)
+
+        def averaged(how: Options, x: Any, lost: Any, message: str) -> Any:
+            how = how.at_step(state.step).of_message(message)
+            return reduce_over(how, x, lost, axes, "avg")
 
         def warming_up(_: Any) -> Any:
-            g, _lost = averaged(gradients, None, "exact", exact)
+            g, _lost = averaged(exact, gradients, None, "exact")
             square = lambda v, x: v * b2 + x * x * (1 - b2)  # noqa: E731
             nu = jax.tree.map(square, state.nu, g)
             return _followed(state.mu, g, b1), nu, residual
 
         def frozen(_: Any) -> Any:
-            mu, lost = averaged(_followed(state.mu, gradients, b1), residual, "momentum", knobs)
+            mu, lost = averaged(options, _followed(state.mu, gradients, b1), residual, "momentum")
             return mu, state.nu, lost
 
         mu, nu, residual = jax.lax.cond(state.step < warmup_steps, warming_up, frozen, None)
@@ -185,10 +189,11 @@ def signum(
     *,
     momentum: float = 0.9,
     weight_decay: float = 0.0,
+    config: Config | None = None,
     name: str = "",
-    mesh: Mesh | None = None,
-    algorithm: Algorithm = "auto",
+    fuse: bool | Plan = True,
     carrier: Carrier = "native",
+    mesh: Mesh | None = None,
 ) -> "optax.GradientTransformation":
     """Return SigNUM with majority vote as an optax optimizer: every device votes with signs.
 
@@ -203,10 +208,12 @@ def signum(
         learning_rate: a number, or an optax schedule.
         momentum: at least 0 (signSGD) and less than 1.
         weight_decay: at least 0.
+        config: as of `psum_q`, of compressor "sign"; None: Config(compressor="sign"). All leaves
+          vote, so there are no rules.
         name: of the collective, as of `psum_q`.
-        mesh: of the shard_map, as of `average_gradients`.
-        algorithm: as of `psum_q`.
+        fuse: as of `psum_q`.
         carrier: as of `psum_q`.
+        mesh: of the shard_map, as of `average_gradients`.
 
     Returns:
         An optax.GradientTransformation, the first of whose states is a `SignumState`.
@@ -217,10 +224,12 @@ def signum(
     caller = "signum"
     optax = import_optax(caller)
     require_share(f"{caller}: momentum", momentum)
-    knobs: dict[str, Any] = {
-        "compressor": "sign", "key": None, "name": name, "algorithm": algorithm, "carrier": carrier,
-    }  # fmt: skip
-    checked_knobs(caller, **knobs)
+    config = Config(compressor="sign") if config is None else config
+    options = checked_options(caller, config, name=name, fuse=fuse, carrier=carrier)
+    if not is_vote(options.config):
+        raise ValueError(
+            f"{caller}: config is {config!r}; give Config(compressor='sign'), without bits"
+        )
 
     def init(params: Any) -> SignumState:
         wide = jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.float32), params)
@@ -237,7 +246,7 @@ def signum(
         own = _followed(own, gradients, momentum)
         side = jnp.where(state.step % 2 == 0, 1.0, -1.0).astype(jnp.float32)
         votes, _lost = reduce_over(
-            caller, jax.tree.map(lambda m: m * side, own), None, axes, "avg", **knobs
+            options, jax.tree.map(lambda m: m * side, own), None, axes, "avg"
         )
         steps = jax.tree.map(lambda vote, x: (vote * side).astype(x.dtype), votes, updates)
         return steps, SignumState(state.step + 1, jax.tree.map(lambda m: m[None], own))

@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from cgx_ops.config import Config
-from cgx_ops.jax.knobs import (
-    check_feedback,
-    checked_knobs,
-    keeps_by_default,
-    refuse_idle_feedback,
-)
+from cgx_ops.config import Compressor, Config, Rounding
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.optimizer_state import (
     AverageGradientsState,
@@ -32,8 +26,11 @@ from cgx_ops.jax.optimizer_state import (
     own_residual,
     zero_residuals,
 )
+from cgx_ops.jax.options import checked_options
+from cgx_ops.jax.primitive import Carrier
 from cgx_ops.jax.psum import reduce_over
-from cgx_ops.rules import EXACT_BITS
+from cgx_ops.planner import Plan
+from cgx_ops.rules import Rules
 
 if TYPE_CHECKING:
     import optax
@@ -42,12 +39,17 @@ if TYPE_CHECKING:
 def average_gradients(
     axis_name: Axes,
     *,
-    error_feedback: bool | None = None,
-    residual_decay: float = 1.0,
+    config: Config | None = None,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    compressor: Compressor | None = None,
+    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
+    rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
+    fuse: bool | Plan = True,
+    carrier: Carrier = "native",
     mesh: Mesh | None = None,
-    **knobs: Any,
 ) -> "optax.GradientTransformation":
     """Return an optax transformation that averages gradients over mesh axes, compressed.
 
@@ -66,50 +68,54 @@ def average_gradients(
 
     Args:
         axis_name: name of a mesh axis, or a tuple of names.
-        error_feedback: keep what compression loses, and add it to the next step's gradients. It
-          takes the memory of one more copy of the parameters on every device, and of "uniform" 2
-          bits or more. None: for leaves that travel by "uniform", or by a compressor that does not
-          train without: "levels", "onebit", "topk", "threshold", "randk".
-        residual_decay: the part of what was lost that is added, more than 0 and at most 1, as of
-          `cgx_ops.Config`.
-        key: a PRNG key, as of `psum_q`, not traced: the count of steps is folded into it. None
-          rounds to nearest, which is the better choice with error feedback: it loses half as much
-          in a step, and what it loses always in one direction comes back too.
+        config: as of `psum_q`. Its `error_feedback` decides for each leaf whether what compression
+          loses is kept and added to the next step's gradients, which takes the memory of one more
+          copy of the parameters on every device. None: where the encoding is biased: "uniform" with
+          nearest rounding (2 bits or more), "levels", "onebit", "topk", "threshold" and "randk".
+          `residual_decay` is the part of it that is added.
+        bits: overrides this field of `config`, as do the next three.
+        bucket_size: as of `psum_q`.
+        compressor: as of `psum_q`.
+        rounding: as of `psum_q`. To nearest is the better choice with error feedback: it loses half
+          as much in a step, and what it loses always in one direction comes back too.
+        key: a PRNG key, as of `psum_q`, not traced: the count of steps is folded into it.
         name: of the collective, as of `psum_q`.
+        rules: as of `psum_q`. By default leaves of at most one dimension are sent exact; None
+          compresses them too.
+        fuse: as of `psum_q`.
+        carrier: as of `psum_q`.
         mesh: of the shard_map. Only `init` outside of it asks for it, to know how many devices the
           axis has; None: that of `jax.set_mesh`.
-        **knobs: every other keyword of `psum_q` but residual, such as bits, compressor="topk" and
-          rules=Rules([("bias|norm", 32)]).
 
     Returns:
         An optax.GradientTransformation, whose state is an `AverageGradientsState`.
 
     Raises:
         ImportError: optax is not installed.
-        ValueError: at init, no mesh is known; at update, the gradients are equal on all devices
-          already, or the state has other shapes than the gradients, or was made without error
-          feedback; a knob is out of its range;
-          error_feedback=True with a compressor with which it does not converge, or where all is
-          exact.
+        ValueError: a field is out of its range; at init, no mesh is known, error feedback does not
+          converge, or all leaves are exact with error_feedback=True; at update, the gradients are
+          equal on all devices already, or the state has other shapes than the gradients, or was
+          made without error feedback.
         NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `psum_q`.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("d",))
+        >>> state = average_gradients("d", bits=2, mesh=mesh).init(jax.numpy.ones((3, 4)))
+        >>> state.residual.shape
+        (1, 3, 4)
     """
     caller = "average_gradients"
     optax = import_optax(caller)
-    checked = checked_knobs(caller, key=key, name=name, **knobs)
-    decay = Config(residual_decay=residual_decay).residual_decay  # which checks it
-
-    def keeps(config: Config) -> bool:
-        return keeps_by_default(config) if error_feedback is None else error_feedback
-
-    if error_feedback:
-        refuse_idle_feedback(caller, checked.configs)
-    for config in filter(keeps, checked.configs):
-        check_feedback(caller, config)
+    options = checked_options(
+        caller, config, bits, bucket_size, compressor, rounding,
+        key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
+    )  # fmt: skip
 
     def init(params: Any) -> AverageGradientsState:
+        options.refuse_idle_feedback(params)
         step = jnp.zeros((), jnp.int32)
         kept = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf if keeps(checked.config_of(path, leaf)) else None, params
+            lambda path, leaf: leaf if options.keeps(path, leaf) else None, params
         )
         return AverageGradientsState(step, zero_residuals(caller, kept, axis_name, mesh))
 
@@ -119,21 +125,19 @@ def average_gradients(
         del params
         axes = mesh_groups(caller, axis_name).axes
         check_own(caller, updates, axes)
-        checked.warn_of_unmatched(updates)
-        noise = None if key is None else jax.random.fold_in(key, state.step)
-        residual = state.residual
+        options.warn_of_unmatched(updates)
 
         def own_of(path: Any, update: jax.Array, old: jax.Array | None) -> jax.Array | None:
-            config = checked.config_of(path, update)
-            must = keeps(config) and config.bits != EXACT_BITS
-            own = own_residual(caller, path, update, old, keeps=must)
+            config = options.of(path, update)
+            own = own_residual(
+                caller, path, update, old,
+                keeps=config.keeps_residuals, decay=config.residual_decay,
+            )  # fmt: skip
             return None if own is None else _kept_in(update.dtype, own)
 
-        own = jax.tree_util.tree_map_with_path(own_of, updates, residual)
-        if decay != 1:
-            own = jax.tree.map(lambda e: e * decay, own)
-        mean, lost = reduce_over(caller, updates, own, axes, "avg", key=noise, name=name, **knobs)
-        residual = jax.tree.map(lambda e, old: _kept_in(old.dtype, e)[None], lost, residual)
+        own = jax.tree_util.tree_map_with_path(own_of, updates, state.residual)
+        mean, lost = reduce_over(options.at_step(state.step), updates, own, axes, "avg")
+        residual = jax.tree.map(lambda e, old: _kept_in(old.dtype, e)[None], lost, state.residual)
         return mean, AverageGradientsState(state.step + 1, residual)
 
     return optax.GradientTransformation(init, update)

@@ -315,21 +315,28 @@ def check_own(caller: str, updates: Any, axes: tuple[Hashable, ...]) -> None:
 
 
 def own_residual(
-    caller: str, path: Any, update: jax.Array, residual: jax.Array | None, *, keeps: bool = False
+    caller: str,
+    path: Any,
+    update: jax.Array,
+    residual: jax.Array | None,
+    *,
+    keeps: bool = False,
+    decay: float = 1.0,
 ) -> jax.Array | None:
-    """Return this device's part of a residual, if the leaf has one; it must where it `keeps`."""
+    """Return this device's part of a residual, decayed, if the leaf has one; it must if `keeps`."""
+    where = f"updates{jax.tree_util.keystr(path)}"
     if residual is None and keeps:
         raise ValueError(
-            f"{caller}: what is lost of updates{jax.tree_util.keystr(path)} is kept, and the state "
-            "has no residual for it: the state was made without error feedback, or by other "
-            "settings. Make it by init, with these"
+            f"{caller}: {where} has error feedback, and the state has no residual for it: the "
+            "state was made without error feedback, or with other settings. Make it by init, with "
+            "these"
         )
     if residual is None:
         return None
     if residual.shape != (1, *update.shape):
         raise ValueError(
-            f"{caller}: the residual of updates{jax.tree_util.keystr(path)} has shape "
-            f"{residual.shape} here, not {(1, *update.shape)}: give shard_map the state with the "
-            "in_specs and out_specs of cgx_ops.jax.state_specs"
+            f"{caller}: the residual of {where} has shape {residual.shape} here, not "
+            f"{(1, *update.shape)}: give shard_map the state with the in_specs and out_specs of "
+            "cgx_ops.jax.state_specs"
         )
-    return residual[0]
+    return residual[0] if decay == 1 else residual[0] * decay

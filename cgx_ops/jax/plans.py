@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from cgx_ops.jax import _runtime
-from cgx_ops.jax.knobs import name_of_leaf
+from cgx_ops.jax.options import name_of_leaf
 from cgx_ops.planner import Plan
 
 # Of values. Of 25 million float32 on links from 100 Mbit/s to memory: docs/planner.md.

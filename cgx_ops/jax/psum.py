@@ -7,10 +7,10 @@ from typing import Any
 import jax
 
 from cgx_ops._warnings import warn_once
-from cgx_ops.config import Algorithm, Compressor
+from cgx_ops.config import Compressor, Config, Rounding
 from cgx_ops.jax import _compat
-from cgx_ops.jax.knobs import checked_knobs, refuse_idle_residual
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
+from cgx_ops.jax.options import Options, checked_options
 from cgx_ops.jax.primitive import Carrier
 from cgx_ops.jax.trees import reduce_tree
 from cgx_ops.planner import Plan
@@ -21,30 +21,23 @@ def psum_q(
     x: Any,
     axis_name: Axes,
     *,
-    bits: int = 4,
-    bucket_size: int = 512,
+    config: Config | None = None,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    compressor: Compressor | None = None,
+    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
-    algorithm: Algorithm = "auto",
-    gather_bits: int | None = None,
-    intra_bits: int | None = None,
-    skip_incomplete_buckets: bool = False,
-    minimal_size: int = 0,
-    compressor: Compressor = "uniform",
-    density: float | None = None,
-    value_bits: int | None = None,
-    rotation: int | None = None,
-    clip: bool = False,
     rules: Rules | None = None,
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
     residual: Any = None,
 ) -> Any:
-    """Sum `x` over mesh axes like `jax.lax.psum`, sending `bits` bits an element.
+    """Sum `x` over mesh axes like `jax.lax.psum`, compressed: 4 bits an element by default.
 
     Inside `jax.shard_map` only. Every device of a group gets the same bits. Leaves with fewer than
-    max(16, minimal_size) elements are summed exactly. Every leaf, and each example of a vmap, is
-    compressed by itself, as if it were summed alone.
+    max(16, config.minimal_size) elements are summed exactly. Every leaf, and each example of a
+    vmap, is compressed by itself, as if it were summed alone.
 
     Where a group has several devices in each of several processes, the devices of a process are
     summed first, exactly, and processes send compressed sums to each other.
@@ -55,34 +48,23 @@ def psum_q(
     Args:
         x: an array or a pytree of arrays of float32, float16 or bfloat16, any shape.
         axis_name: name of a mesh axis, or a tuple of names, as for `jax.lax.psum`.
-        bits: of an element: 1 to 8 ("levels" has 1 to 4, "qsgd" 2 to 8, other compressors but
-          "uniform" a width of their own), or 32: exact, whatever the compressor.
-        bucket_size: elements that share one minimum and step, >= 1.
-        key: a PRNG key (typed or raw): rounds stochastically, unbiased. Give another key in every
-          step. Two calls with one key have the same noise if their verb, axes and name are the
-          same; leaves, examples of a vmap, devices, and groups whose values vary over other axes
-          (if types are checked) have noise of their own. Devices may have equal or different keys.
-          None: rounds to nearest. Compressors that round in one way only do so with and without a
-          key, but "ternary" and "qsgd" need one, and "randk" one that is equal on all devices: it
-          says which values travel.
+        config: `cgx_ops.Config`, how values are sent; None: Config(). Its `error_feedback` and
+          `residual_decay` have no effect here.
+        bits: overrides this field of `config`: 1 to 8, or 32 (exact).
+        bucket_size: likewise: elements that share one minimum and step.
+        compressor: likewise: "uniform", "levels", "sign" (a sum is a majority vote), "onebit",
+          "ternary", "qsgd", "half", "topk", "threshold" (on CPUs only) or "randk".
+        rounding: likewise: "nearest", "stochastic" or "shift". None, here and in `config`: to
+          nearest without `key`, at random with it, as far as the compressor can.
+        key: a PRNG key (typed or raw), the source of randomness. Give another key in every step.
+          Two calls with one key have the same noise if their verb, axes and name are the same;
+          leaves, examples of a vmap, devices, and groups whose values vary over other axes (if
+          types are checked) have noise of their own. Devices may have equal or different keys, but
+          for "randk", whose key decides which values are sent and must be equal on all devices.
         name: identifies the collective among processes, and is unique among those that run at the
           same time. "": the call's place in the program that is being compiled.
-        algorithm: "auto", "by_hosts", "one_shot", "sra", "ring", "hierarchical": see Config.
-        gather_bits: bits of the reduced values on their way back; None: as `bits`.
-        intra_bits: in "hierarchical", bits of values that their own host sums; None: exact.
-        skip_incomplete_buckets: send a leaf's last bucket exact if it is not full.
-        minimal_size: leaves with fewer elements are summed exactly.
-        compressor: what values become: "uniform", "levels", "sign" (a sum is a majority vote),
-          "onebit", "ternary", "qsgd", "half", "topk", "threshold" (on CPUs only) or "randk".
-        density: of "topk", "threshold" and "randk": the share of values that travel, more than 0
-          and at most 1; None: 0.01.
-        value_bits: of the values that "topk" and "threshold" send: 1-8, 16 or 32; None: 32, exact.
-        rotation: so many values of a bucket, a power of two, are rotated by a Hadamard matrix
-          before they are encoded; None: none.
-        clip: "ternary" clips values at 2.5 times their bucket's root mean square.
         rules: `cgx_ops.Rules`, settings of leaves by their paths, such as "layers.0.bias". None:
-          every leaf is sent as the other arguments say. With rules, leaves of at most one
-          dimension are sent exact unless a rule sets their bits (`exact_vectors`).
+          all leaves are sent by `config`, vectors too.
         fuse: leaves of a dtype share messages of about 4 MiB of values, the last leaves first; each
           travels while the leaves of others are computed. Less than 8 MiB are one message. False:
           one for each leaf. A cgx_ops.planner.Plan: one for each of its groups (and dtype); the
@@ -110,10 +92,10 @@ def psum_q(
           the platform is neither CPU nor CUDA. On CUDA: carrier="xla"; a group has several GPUs in
           each of several processes.
         TypeError: a leaf is not float32, float16 or bfloat16; a residual has another dtype than its
-          leaf; a knob is not a static value; `key` is not a key.
-        ValueError: a knob is out of its range, or does not belong to the compressor; the compressor
-          needs a key; error feedback would not converge, or bits=32 leaves it nothing;
-          `residual` has another structure or shape than `x`; the plan is of another tree.
+          leaf; an argument is not a static value; `key` is not a key.
+        ValueError: a field is out of its range, or does not belong to the compressor; the config is
+          random and there is no key; error feedback would not converge, or bits=32 leaves it
+          nothing; `residual` has another structure or shape than `x`; the plan is of another tree.
         cgx_ops.MismatchError: processes have different plans; it names the first leaf that differs.
         RuntimeError: processes of the mesh cannot reach each other natively; the shard_map has no
           jax.sharding.Mesh, of several processes or GPUs.
@@ -121,36 +103,34 @@ def psum_q(
           The deadline is CGX_TIMEOUT; unless that is set, 300 s where each process has one device
           of the group, and 20 s otherwise, because XLA:CPU aborts a process whose own devices wait
           for 40 s. On GPUs the results are NaN then, and the next call raises.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("d",))
+        >>> total = jax.shard_map(
+        ...     lambda x: psum_q(x, "d", config=Config(algorithm="sra"), bits=8),
+        ...     mesh=mesh, in_specs=jax.P(), out_specs=jax.P(),
+        ... )
+        >>> total(jax.numpy.ones(4))
+        Array([1., 1., 1., 1.], dtype=float32)
     """
-    refuse_idle_residual("psum_q", residual, bits, rules)
-    pair = _reduce_users(
-        "psum_q", x, residual, axis_name, "sum", key=key, name=name, bits=bits,
-        bucket_size=bucket_size, algorithm=algorithm, gather_bits=gather_bits,
-        intra_bits=intra_bits, skip_incomplete_buckets=skip_incomplete_buckets,
-        minimal_size=minimal_size, compressor=compressor, density=density, value_bits=value_bits,
-        rotation=rotation, clip=clip, rules=rules, fuse=fuse, carrier=carrier,
+    options = checked_options(
+        "psum_q", config, bits, bucket_size, compressor, rounding,
+        key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
     )  # fmt: skip
-    return pair[0] if residual is None else pair
+    return _reduce_users(options, x, residual, axis_name, "sum")
 
 
 def pmean_q(
     x: Any,
     axis_name: Axes,
     *,
-    bits: int = 4,
-    bucket_size: int = 512,
+    config: Config | None = None,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    compressor: Compressor | None = None,
+    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
-    algorithm: Algorithm = "auto",
-    gather_bits: int | None = None,
-    intra_bits: int | None = None,
-    skip_incomplete_buckets: bool = False,
-    minimal_size: int = 0,
-    compressor: Compressor = "uniform",
-    density: float | None = None,
-    value_bits: int | None = None,
-    rotation: int | None = None,
-    clip: bool = False,
     rules: Rules | None = None,
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
@@ -161,26 +141,21 @@ def pmean_q(
     The float32 sum is divided before the reduced values are compressed. Residuals are in the units
     of `x`, as in `psum_q`: that of the average is multiplied again.
     """
-    refuse_idle_residual("pmean_q", residual, bits, rules)
-    pair = _reduce_users(
-        "pmean_q", x, residual, axis_name, "avg", key=key, name=name, bits=bits,
-        bucket_size=bucket_size, algorithm=algorithm, gather_bits=gather_bits,
-        intra_bits=intra_bits, skip_incomplete_buckets=skip_incomplete_buckets,
-        minimal_size=minimal_size, compressor=compressor, density=density, value_bits=value_bits,
-        rotation=rotation, clip=clip, rules=rules, fuse=fuse, carrier=carrier,
+    options = checked_options(
+        "pmean_q", config, bits, bucket_size, compressor, rounding,
+        key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
     )  # fmt: skip
-    return pair[0] if residual is None else pair
+    return _reduce_users(options, x, residual, axis_name, "avg")
 
 
-def _reduce_users(
-    caller: str, x: Any, residual: Any, axis_name: Axes, op: str, /, **knobs: Any
-) -> tuple[Any, Any]:
+def _reduce_users(options: Options, x: Any, residual: Any, axis_name: Axes, op: str) -> Any:
     """Reduce what a user gives, as reduce_over() does, and warn of likely mistakes."""
-    checked = checked_knobs(caller, **knobs)
-    groups = mesh_groups(caller, axis_name)
-    checked.warn_of_unmatched(x)
-    warn_of_equal_leaves(caller, x, groups.axes)
-    return reduce_tree(caller, x, residual, groups, op, checked)
+    options.refuse_idle_residual(residual)
+    groups = mesh_groups(options.caller, axis_name)
+    options.warn_of_unmatched(x)
+    warn_of_equal_leaves(options.caller, x, groups.axes)
+    total, lost = reduce_tree(options, x, residual, groups, op)
+    return total if residual is None else (total, lost)
 
 
 def warn_of_equal_leaves(caller: str, x: Any, axes: tuple[Hashable, ...]) -> None:
@@ -202,16 +177,15 @@ def warn_of_equal_leaves(caller: str, x: Any, axes: tuple[Hashable, ...]) -> Non
 
 
 def reduce_over(
-    caller: str, x: Any, residual: Any, axis_name: Axes, op: str, /, *, parts: bool = True,
-    **knobs: Any,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Reduce a tree as psum_q (op "sum") or pmean_q ("avg") do; `knobs` are theirs.
-
-    parts: whether a large tree is several messages.
-
-    Returns:
-        The reduced tree, and the new residual (None without one).
-    """
-    checked = checked_knobs(caller, **knobs)
-    groups = mesh_groups(caller, axis_name)
-    return reduce_tree(caller, x, residual, groups, op, checked, parts=parts)
+    options: Options,
+    x: Any,
+    residual: Any,
+    axis_name: Axes,
+    op: str,
+    configs: Any = None,
+    *,
+    parts: bool = True,
+) -> tuple[Any, Any]:
+    """Reduce a tree over mesh axes; arguments and results are those of reduce_tree()."""
+    groups = mesh_groups(options.caller, axis_name)
+    return reduce_tree(options, x, residual, groups, op, configs, parts=parts)

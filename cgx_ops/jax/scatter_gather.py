@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
-from cgx_ops.config import Compressor
+from cgx_ops.config import Compressor, Config, Rounding
 from cgx_ops.jax._keys import CallSeeds
-from cgx_ops.jax.knobs import Knobs, check_places, checked_knobs
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
-from cgx_ops.jax.primitive import Settings, Verb, bind, vary
+from cgx_ops.jax.options import Options, check_places, checked_options
+from cgx_ops.jax.primitive import Settings, bind, vary
 from cgx_ops.jax.psum import warn_of_equal_leaves
 from cgx_ops.jax.trees import checked_leaf, name_of, sends
 
@@ -24,22 +24,18 @@ def psum_scatter_q(
     *,
     scatter_dimension: int = 0,
     tiled: bool = False,
-    bits: int = 4,
-    bucket_size: int = 512,
+    config: Config | None = None,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    compressor: Compressor | None = None,
+    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
-    skip_incomplete_buckets: bool = False,
-    minimal_size: int = 0,
-    compressor: Compressor = "uniform",
-    density: float | None = None,
-    value_bits: int | None = None,
-    rotation: int | None = None,
-    clip: bool = False,
 ) -> Any:
     """Sum `x` over mesh axes and keep one block a device, like `jax.lax.psum_scatter`.
 
-    Values travel in `bits` bits and are summed in float32; the sum is not compressed again. The
-    derivative is that of `jax.lax.psum_scatter`, exact.
+    Values travel compressed and are summed in float32; the sum is not compressed again. Buckets are
+    those of a block. The derivative is that of `jax.lax.psum_scatter`, exact.
 
     Args:
         x: an array or a pytree of arrays of float32, float16 or bfloat16; each is a message of its
@@ -48,17 +44,14 @@ def psum_scatter_q(
         scatter_dimension: the dimension of `x` that is cut into a block for each device of a group.
         tiled: False: that dimension has the size of the group, and is gone in the result. True: it
           is a multiple of that, and stays.
-        bits: 1 to 8 bits an element, or 32: exact.
-        bucket_size: elements of a block that share one minimum and step, >= 1.
+        config: as in `psum_q`. Not "threshold", which cannot be cut into blocks. `algorithm`,
+          `gather_bits` and `intra_bits` have no effect.
+        bits: overrides this field of `config`, as do the next three.
+        bucket_size: as of `psum_q`.
+        compressor: as of `psum_q`.
+        rounding: as of `psum_q`.
         key: as in `psum_q`.
         name: as in `psum_q`.
-        skip_incomplete_buckets: send a block's last bucket exact if it is not full.
-        minimal_size: blocks with fewer elements travel exact.
-        compressor: as in `psum_q`, but "threshold", which cannot be cut into blocks.
-        density: this and the others are the compressor's, as in `psum_q`.
-        value_bits: as in `psum_q`.
-        rotation: as in `psum_q`.
-        clip: as in `psum_q`.
 
     Returns:
         This device's block of the sums.
@@ -66,14 +59,29 @@ def psum_scatter_q(
     Raises:
         ValueError: the dimension cannot be cut so.
         Other: as `psum_q`.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("d",))
+        >>> blocks = jax.shard_map(
+        ...     lambda x: psum_scatter_q(x, "d", tiled=True, bits=8),
+        ...     mesh=mesh, in_specs=jax.P(), out_specs=jax.P("d"),
+        ... )
+        >>> blocks(jax.numpy.ones(4))
+        Array([1., 1., 1., 1.], dtype=float32)
     """
-    caller = "psum_scatter_q"
-    knobs = checked_knobs(
-        caller, key=key, name=name, bits=bits, bucket_size=bucket_size,
-        skip_incomplete_buckets=skip_incomplete_buckets, minimal_size=minimal_size,
-        compressor=compressor, density=density, value_bits=value_bits, rotation=rotation, clip=clip,
-        verb="reduce_scatter",
+    options = checked_options(
+        "psum_scatter_q", config, bits, bucket_size, compressor, rounding,
+        key=key, name=name, verb="reduce_scatter",
     )  # fmt: skip
+    warn_of_equal_leaves(options.caller, x, mesh_groups(options.caller, axis_name).axes)
+    return scatter_over(options, x, axis_name, scatter_dimension, tiled=tiled)
+
+
+def scatter_over(
+    options: Options, x: Any, axis_name: Axes, scatter_dimension: int, *, tiled: bool
+) -> Any:
+    """Reduce as psum_scatter_q() does."""
+    caller = options.caller
 
     def one(leaf: jax.Array, settings: Settings, seed: jax.Array) -> jax.Array:
         dimension = _dimension(caller, "scatter_dimension", scatter_dimension, leaf.ndim)
@@ -84,7 +92,7 @@ def psum_scatter_q(
                 f"{caller}: dimension {dimension} of {leaf.shape} has size {length}; the axes "
                 f"{settings.groups.axes} have {size} devices, so it must be {wanted}"
             )
-        if leaf.size == 0 or not sends(settings.groups, knobs.config):  # but the type changes
+        if leaf.size == 0 or not sends(settings.groups, settings.configs[0]):  # the type changes
             leaf = vary(leaf, frozenset(settings.groups.axes))
             return jax.lax.psum_scatter(
                 leaf, settings.groups.axes, scatter_dimension=dimension, tiled=tiled
@@ -96,8 +104,7 @@ def psum_scatter_q(
         block = (*shape[:dimension], *([length // size] if tiled else []), *shape[dimension + 1 :])
         return kept.reshape(block)
 
-    warn_of_equal_leaves(caller, x, mesh_groups(caller, axis_name).axes)
-    return _each_leaf(caller, "reduce_scatter", x, axis_name, knobs, one)
+    return _each_leaf(options, x, axis_name, one)
 
 
 def all_gather_q(
@@ -106,19 +113,15 @@ def all_gather_q(
     *,
     axis: int = 0,
     tiled: bool = False,
-    bits: int = 4,
-    bucket_size: int = 512,
+    config: Config | None = None,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    compressor: Compressor | None = None,
+    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
-    skip_incomplete_buckets: bool = False,
-    minimal_size: int = 0,
-    compressor: Compressor = "uniform",
-    density: float | None = None,
-    value_bits: int | None = None,
-    rotation: int | None = None,
-    clip: bool = False,
 ) -> Any:
-    """Gather the `x` of all devices of a group, like `jax.lax.all_gather`, in `bits` bits.
+    """Gather the `x` of all devices of a group, compressed, like `jax.lax.all_gather`.
 
     Every device gets the same bits: its own values, too, as the others see them. Their checked type
     still varies over the axes, as that of `jax.lax.all_gather`. The derivative is exact.
@@ -129,17 +132,13 @@ def all_gather_q(
         axis_name: name of a mesh axis, or a tuple of names.
         axis: the dimension of the result along which devices follow each other.
         tiled: False: that dimension is new. True: the blocks are concatenated along it.
-        bits: 1 to 8 bits an element, or 32: exact.
-        bucket_size: elements that share one minimum and step, >= 1.
+        config: as in `psum_scatter_q`.
+        bits: overrides this field of `config`, as do the next three.
+        bucket_size: as of `psum_q`.
+        compressor: as of `psum_q`.
+        rounding: as of `psum_q`.
         key: as in `psum_q`.
         name: as in `psum_q`.
-        skip_incomplete_buckets: send the last bucket exact if it is not full.
-        minimal_size: arrays with fewer elements travel exact.
-        compressor: as in `psum_q`, but "threshold", which cannot be cut into blocks.
-        density: this and the others are the compressor's, as in `psum_q`.
-        value_bits: as in `psum_q`.
-        rotation: as in `psum_q`.
-        clip: as in `psum_q`.
 
     Returns:
         The gathered values.
@@ -147,18 +146,24 @@ def all_gather_q(
     Raises:
         ValueError: there is no such dimension.
         Other: as `psum_q`.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("d",))
+        >>> gather = jax.shard_map(
+        ...     lambda x: all_gather_q(x, "d", tiled=True, bits=8),
+        ...     mesh=mesh, in_specs=jax.P(), out_specs=jax.P("d"),
+        ... )
+        >>> gather(jax.numpy.ones(4))
+        Array([1., 1., 1., 1.], dtype=float32)
     """
-    caller = "all_gather_q"
-    knobs = checked_knobs(
-        caller, key=key, name=name, bits=bits, bucket_size=bucket_size,
-        skip_incomplete_buckets=skip_incomplete_buckets, minimal_size=minimal_size,
-        compressor=compressor, density=density, value_bits=value_bits, rotation=rotation, clip=clip,
-        verb="all_gather",
+    options = checked_options(
+        "all_gather_q", config, bits, bucket_size, compressor, rounding,
+        key=key, name=name, verb="all_gather",
     )  # fmt: skip
 
     def one(leaf: jax.Array, settings: Settings, seed: jax.Array) -> jax.Array:
-        dimension = _dimension(caller, "axis", axis, leaf.ndim + (not tiled))
-        if leaf.size == 0 or not sends(settings.groups, knobs.config):
+        dimension = _dimension(options.caller, "axis", axis, leaf.ndim + (not tiled))
+        if leaf.size == 0 or not sends(settings.groups, settings.configs[0]):
             leaf = vary(leaf, frozenset(settings.groups.axes))
             return jax.lax.all_gather(leaf, settings.groups.axes, axis=dimension, tiled=tiled)
         blocks = bind([leaf.reshape(1, -1)], [seed], settings)[0]
@@ -169,20 +174,20 @@ def all_gather_q(
         length = settings.groups.size * shape[dimension]
         return blocks.reshape(*shape[:dimension], length, *shape[dimension + 1 :])
 
-    return _each_leaf(caller, "all_gather", x, axis_name, knobs, one)
+    return _each_leaf(options, x, axis_name, one)
 
 
-def _each_leaf(caller: str, verb: Verb, x: Any, axis_name: Axes, knobs: Knobs, one: Any) -> Any:
+def _each_leaf(options: Options, x: Any, axis_name: Axes, one: Any) -> Any:
+    caller, name = options.caller, options.name
     groups = mesh_groups(caller, axis_name)
-    check_places(knobs, groups.axes)
     paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(x)
-    seeds = CallSeeds(knobs.key, groups.call_text(verb, knobs.name), groups.axes)
+    seeds = CallSeeds(options.key, groups.call_text(options.verb, name), groups.axes)
     results = []
     for index, (path, given) in enumerate(paths_and_leaves):
-        leaf = checked_leaf(caller, path, given)
-        settings = Settings(
-            verb, "sum", groups, (knobs.config,), name_of(knobs.name, index, len(paths_and_leaves))
-        )  # fmt: skip
+        leaf, config = checked_leaf(caller, path, given), options.of(path, given)
+        check_places(caller, options.key, [config], groups.axes)
+        called = name_of(name, index, len(paths_and_leaves))
+        settings = Settings(options.verb, "sum", groups, (config,), called)
         results.append(one(leaf, settings, seeds.of(index, leaf)))
     return jax.tree_util.tree_unflatten(tree, results)
 

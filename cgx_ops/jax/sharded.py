@@ -10,17 +10,20 @@ XLA's partitioner reduces such gradients by itself, exactly, and there is no cal
      a weight that its spec makes its own
 """
 
-import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from cgx_ops.config import Config
 from cgx_ops.jax import _compat
 from cgx_ops.jax.device_gradients import device_value_and_grad, differentiated_places
-from cgx_ops.jax.psum import pmean_q
-from cgx_ops.jax.scatter_gather import psum_scatter_q
+from cgx_ops.jax.options import Options
+from cgx_ops.jax.psum import reduce_over
+from cgx_ops.jax.scatter_gather import scatter_over
+from cgx_ops.planner import Plan
 
 Specs = Any  # a pytree of PartitionSpec
 
@@ -32,11 +35,10 @@ def value_and_grad_of_shards(
     has_aux: bool,
     in_specs: Sequence[Specs],
     mesh: Mesh | AbstractMesh | None,
-    key: jax.Array | None,
-    **knobs: Any,
+    options: Options,
 ) -> Callable[..., Any]:
-    """Return what gradients.value_and_grad() says of in_specs; it checks the knobs."""
-    caller = "value_and_grad"
+    """Return what gradients.value_and_grad() documents for in_specs."""
+    caller = options.caller
     own_value_and_grad = device_value_and_grad(caller, fun, axes, argnums, has_aux)
 
     def differentiated(*args: Any) -> Any:
@@ -62,7 +64,7 @@ def value_and_grad_of_shards(
                 for place, (shard, spec) in enumerate(zip(shards, specs, strict=True))
             ]
             result, gradients = own_value_and_grad(*whole)
-            reduced = _reduced(gradients, of_gradients(specs), axes, key, knobs)
+            reduced = _reduced(gradients, of_gradients(specs), axes, options.with_key(key))
             return jax.lax.pmean(result, axes), reduced
 
         return jax.shard_map(
@@ -71,7 +73,7 @@ def value_and_grad_of_shards(
             in_specs=(PartitionSpec(), *data),
             out_specs=(PartitionSpec(), of_gradients(data)),
             axis_names=set(axes),
-        )(key, *args)
+        )(options.key, *args)
 
     return differentiated
 
@@ -117,19 +119,15 @@ def _gathered(weights: Any, specs: Specs, axes: tuple[Any, ...]) -> Any:
     return jax.tree.map(whole, weights, specs)
 
 
-def _reduced(
-    gradients: Any,
-    specs: Specs,
-    axes: tuple[Any, ...],
-    key: jax.Array | None,
-    knobs: dict[str, Any],
-) -> Any:
+def _reduced(gradients: Any, specs: Specs, axes: tuple[Any, ...], options: Options) -> Any:
     """Return the mean over the data axes, each leaf sharded as its weights are."""
+    options.warn_of_unmatched(gradients)
     leaves, tree = jax.tree.flatten(gradients)
+    configs = jax.tree.leaves(options.of_tree(gradients))
     of_leaves = tree.flatten_up_to(specs)
     dimensions = [_sharded_dimension(spec, axes) for spec in of_leaves]
     if any(dimension is not None for dimension in dimensions):
-        _check_scattered(knobs)
+        _check_scattered(options)
 
     size = jax.lax.axis_size(axes)
     rest = [_part(spec, axes, others=True) for spec in of_leaves]
@@ -143,13 +141,14 @@ def _reduced(
             of_blocks[number] = PartitionSpec(*spec[:d], None, *spec[d:])
 
     def reduce(key: jax.Array | None, leaves: list[jax.Array]) -> list[jax.Array]:
+        own = options.with_key(key)
         pairs = list(zip(leaves, dimensions, strict=True))
-        # None holds a sharded leaf's place, so that rules meet the key paths of the whole tree.
+        # None holds a sharded leaf's place, so that rules match the paths of the whole tree.
         shared = tree.unflatten([leaf if d is None else None for leaf, d in pairs])
-        shared = iter(jax.tree.leaves(pmean_q(shared, axes, key=key, **knobs)))
+        means = iter(jax.tree.leaves(reduce_over(own, shared, None, axes, "avg")[0]))
         return [
-            next(shared) if d is None else _scattered(leaf / size, d, axes, number, key, knobs)
-            for number, (leaf, d) in enumerate(pairs)
+            next(means) if d is None else _scattered(leaf / size, d, axes, i, own, configs[i])
+            for i, (leaf, d) in enumerate(pairs)
         ]
 
     named = {axis for spec in rest for entry in _entries(spec) for axis in entry}
@@ -158,17 +157,16 @@ def _reduced(
         reduce = jax.shard_map(
             reduce, in_specs=(PartitionSpec(), of_blocks), out_specs=rest, axis_names=others
         )
-    return tree.unflatten(reduce(key, leaves))
+    return tree.unflatten(reduce(options.key, leaves))
 
 
-def _check_scattered(knobs: dict[str, Any]) -> None:
-    takes = inspect.signature(psum_scatter_q).parameters
-    foreign = sorted(set(knobs) - set(takes))
-    if foreign:
+def _check_scattered(options: Options) -> None:
+    if options.carrier != "native" or isinstance(options.fuse, Plan):
+        what = "a plan" if options.carrier == "native" else f"carrier={options.carrier!r}"
         raise ValueError(
-            f"value_and_grad: {', '.join(foreign)} with weights that are sharded over the data "
-            "axes: their gradients go by psum_scatter_q, which has no such knob. Leave it out, or "
-            "give these weights a spec without the data axes"
+            f"{options.caller}: {what} with weights that are sharded over the data axes: their "
+            "gradients go by psum_scatter_q, which has neither. Leave it out, or give these "
+            "weights a spec without the data axes"
         )
 
 
@@ -177,12 +175,12 @@ def _scattered(
     dimension: int,
     axes: tuple[Any, ...],
     number: int,
-    key: jax.Array | None,
-    knobs: dict[str, Any],
+    options: Options,
+    config: Config,
 ) -> jax.Array:
     """Return this device's block of a leaf's sum. Every leaf has a name and noise of its own."""
-    name = knobs.get("name", "")
-    own = {**knobs, "name": f"{name}/{number}" if name else ""}
-    if key is not None:
-        key = jax.random.fold_in(key, number)
-    return psum_scatter_q(leaf, axes, scatter_dimension=dimension, key=key, **own)
+    own = replace(
+        options.of_message(str(number)), config=config, rules=None, verb="reduce_scatter",
+        key=None if options.key is None else jax.random.fold_in(options.key, number),
+    )  # fmt: skip
+    return scatter_over(own, leaf, axes, dimension, tiled=False)

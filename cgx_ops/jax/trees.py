@@ -17,8 +17,8 @@ from cgx_ops import log
 from cgx_ops.config import Config
 from cgx_ops.jax import _compat, _runtime
 from cgx_ops.jax._keys import CallSeeds
-from cgx_ops.jax.knobs import (
-    Knobs,
+from cgx_ops.jax.options import (
+    Options,
     can_be_cut,
     check_feedback,
     check_places,
@@ -111,40 +111,49 @@ class Leaf(NamedTuple):
 
 
 def reduce_tree(
-    caller: str, x: Any, residual: Any, groups: Groups, op: str, knobs: Knobs, parts: bool = True
+    options: Options,
+    x: Any,
+    residual: Any,
+    groups: Groups,
+    op: str,
+    configs: Any = None,
+    *,
+    parts: bool = True,
 ) -> tuple[Any, Any]:
     """Reduce a tree over groups.
 
     Args:
-        caller: for errors.
+        options: how leaves are sent.
         x: a pytree of arrays.
         residual: a tree like `x`, or None; or None in place of a leaf.
         groups: who reduces together.
         op: "sum" or "avg".
-        knobs: how leaves travel.
-        parts: whether a large tree is several messages, if knobs.fuse is True.
+        configs: how each leaf is sent, a tree like `x`; None: by the options.
+        parts: whether a large tree is several messages, if options.fuse is True.
 
     Returns:
         The reduced tree, and the new residual (None without one).
     """
+    caller = options.caller
     paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(x)
     # Calls in the order of the program go one after the other: parts would gain nothing.
-    message_of = messages_of(caller, x, knobs.fuse, parts=parts and not groups.effects)
+    message_of = messages_of(caller, x, options.fuse, parts=parts and not groups.effects)
     residuals = _checked_residuals(caller, x, residual)
+    given_configs = [None] * len(residuals) if configs is None else tree.flatten_up_to(configs)
     leaves = []
     for place, (path, given) in enumerate(paths_and_leaves):
         leaf, old = checked_leaf(caller, path, given), residuals[place]
-        config = knobs.config_of(path, leaf)
+        config = given_configs[place] or options.of(path, leaf)
         if old is not None:  # the sum of both varies over the axes of both
             leaf, old = (vary(y, _compat.varying_axes(z)) for y, z in ((leaf, old), (old, leaf)))
             check_feedback(f"{caller}: x{jax.tree_util.keystr(path)}", config)
         leaves.append(Leaf(place, leaf, config, old))
-    check_places(knobs, groups.axes)
+    check_places(caller, options.key, [leaf.config for leaf in leaves], groups.axes)
 
     @functools.cache
     def seeds(places: bool) -> CallSeeds:
-        text = groups.call_text("allreduce", knobs.name, places=places)
-        return CallSeeds(knobs.key, text, groups.axes)
+        text = groups.call_text("allreduce", options.name, places=places)
+        return CallSeeds(options.key, text, groups.axes)
 
     messages: dict[tuple[int, Hashable, bool, bool], list[Leaf]] = {}
     sums: list[Any] = []
@@ -158,8 +167,8 @@ def reduce_tree(
             sums.append(groups.alone(leaf.x if leaf.residual is None else leaf.x + leaf.residual))
             residuals[leaf.place] = jnp.zeros_like(leaf.x) if keeps else None
     if messages:
-        _report(groups, knobs, leaves)
-    overlaps = len(messages) > 1 and not groups.effects and knobs.carrier == "native"
+        _report(groups, options, leaves)
+    overlaps = len(messages) > 1 and not groups.effects and options.carrier == "native"
     tokens: list[jax.Array] = []
     totals: list[list[jax.Array]] = []
     losses: list[list[jax.Array]] = []
@@ -167,9 +176,9 @@ def reduce_tree(
     for (*_, keeps), message in in_order:
         settings = Settings(
             "allreduce", op, groups, tuple(leaf.config for leaf in message),
-            name_of(knobs.name, message[0].place, len(messages)),
-            knobs.carrier if groups.size > 1 else "native", feedback=keeps,
-            plan=knobs.fuse if isinstance(knobs.fuse, Plan) else None, overlaps=overlaps,
+            name_of(options.name, message[0].place, len(messages)),
+            options.carrier if groups.size > 1 else "native", feedback=keeps,
+            plan=options.fuse if isinstance(options.fuse, Plan) else None, overlaps=overlaps,
         )  # fmt: skip
         xs = [leaf.x.reshape(1, -1) for leaf in message]
         if overlaps:
@@ -195,7 +204,7 @@ def reduce_tree(
     return unflatten(tree, sums), None if residual is None else unflatten(tree, residuals)
 
 
-def _report(groups: Groups, knobs: Knobs, leaves: list[Leaf]) -> None:
+def _report(groups: Groups, options: Options, leaves: list[Leaf]) -> None:
     """Log on process 0 that training starts, once per process."""
     place = _runtime.place()
     if place.rank > 0:
@@ -205,9 +214,9 @@ def _report(groups: Groups, knobs: Knobs, leaves: list[Leaf]) -> None:
         or leaf.x.size < max(log.SMALLEST_COMPRESSED, leaf.config.minimal_size)
         for leaf in leaves
     ]
-    transport = "XLA's collectives" if knobs.carrier == "xla" else place.transport
+    transport = "XLA's collectives" if options.carrier == "xla" else place.transport
     tensors = log.Tensors(len(exact), sum(exact))
-    log.started("JAX", "JAX", knobs.config, groups.size, transport, tensors)
+    log.started("JAX", "JAX", options.config, groups.size, transport, tensors)
 
 
 def sends(groups: Groups, config: Config) -> bool:

@@ -22,7 +22,7 @@ from jax.interpreters import mlir
 from cgx_ops.config import Config
 from cgx_ops.jax import _compat
 from cgx_ops.jax._calls import parted
-from cgx_ops.jax.knobs import is_vote
+from cgx_ops.jax.options import is_vote
 from cgx_ops.jax.primitive import Settings, collective_q_p
 from cgx_ops.rules import EXACT_BITS
 

@@ -28,6 +28,7 @@ from jax import lax
 from jax.interpreters import mlir
 from jax_cases import (
     PROCESSES,
+    SRA,
     expected,
     gather_expected,
     independent,
@@ -43,7 +44,7 @@ from jax_cases import (
 )
 
 import cgx_ops.jax
-from cgx_ops import Rules
+from cgx_ops import Config, Rules
 from cgx_ops.jax import (
     _runtime,
     all_gather_q,
@@ -118,8 +119,11 @@ def check(results: list[Any], want: Sequence[Any]) -> None:
 def values() -> None:
     for dtype in (np.float32, np.float16, jnp.bfloat16):
         x = normal(1, RANKS, 3000, dtype=dtype)
-        check(on_ranks(lambda v: psum_q(v, "d", algorithm="sra"), x), [expected(x)] * RANKS)
-        got = on_ranks(lambda v: pmean_q(v, "d", bits=2, bucket_size=64, algorithm="sra"), x)
+        check(
+            on_ranks(lambda v: psum_q(v, "d", config=SRA), x),
+            [expected(x)] * RANKS,
+        )
+        got = on_ranks(lambda v: pmean_q(v, "d", bits=2, bucket_size=64, config=SRA), x)
         check(got, [expected(x, op="avg", bits=2, bucket_size=64)] * RANKS)
 
 
@@ -130,7 +134,7 @@ def keys() -> None:
     raw = np.stack([np.asarray(jax.random.key_data(key)) for key in own])
 
     def body(v: jax.Array, w: jax.Array, key: jax.Array) -> jax.Array:
-        sums = psum_q([v, w], "d", key=jax.random.wrap_key_data(key), algorithm="sra")
+        sums = psum_q([v, w], "d", key=jax.random.wrap_key_data(key), config=SRA)
         return jnp.concatenate(sums)
 
     want = [
@@ -159,7 +163,7 @@ def examples() -> None:
 
     def body(v: jax.Array) -> jax.Array:
         def step(_: int, u: jax.Array) -> tuple[int, jax.Array]:
-            reduced = jax.vmap(lambda w, k: psum_q(w, "d", key=k, algorithm="sra"))(u, keys)
+            reduced = jax.vmap(lambda w, k: psum_q(w, "d", key=k, config=SRA))(u, keys)
             return 0, reduced
 
         return lax.scan(step, 0, v)[1]
@@ -180,7 +184,7 @@ def residuals() -> None:
     sums = expected(x, residuals=list(new))
 
     def body(v: jax.Array, e: jax.Array) -> jax.Array:
-        return jnp.stack(psum_q(v, "d", bits=4, algorithm="sra", residual=e))
+        return jnp.stack(psum_q(v, "d", bits=4, config=SRA, residual=e))
 
     check(on_ranks(body, x, old), [np.stack([sums, row]) for row in new])
 
@@ -201,7 +205,7 @@ def in_order() -> None:
 
     @jax.jit
     def step(v: jax.Array) -> jax.Array:
-        return jnp.stack([allreduce_q(row, key=key, algorithm="sra") for row in v])
+        return jnp.stack([allreduce_q(row, key=key, config=SRA) for row in v])
 
     for _ in range(2):
         for i, row in enumerate(np.asarray(step(mine))):
@@ -212,7 +216,7 @@ def in_order() -> None:
 def failure() -> None:
     """One device's error is all devices', at once; then a new communicator works."""
     x = normal(13, RANKS, 3000)
-    step = on_mesh(mesh_of((RANKS,), ("d",)), lambda v: psum_q(v, "d", algorithm="sra"))
+    step = on_mesh(mesh_of((RANKS,), ("d",)), lambda v: psum_q(v, "d", config=SRA))
     for times in (1, RANKS):
         LIBRARY.fail_next(times)
         try:
@@ -229,7 +233,7 @@ def failure() -> None:
 def sizes() -> None:
     for size in (0, 1, 17, 511, 512, 513, 2**20 + 7):
         x = normal(size, RANKS, size)
-        got = on_ranks(lambda v: psum_q(v, "d", algorithm="sra"), x)
+        got = on_ranks(lambda v: psum_q(v, "d", config=SRA), x)
         check(got, [expected(x) if size else x[0]] * RANKS)
 
 
@@ -244,7 +248,7 @@ def bits_and_dtypes() -> None:
 
 
 def mean_of(bits: int, algorithm: Any) -> Callable[[jax.Array], jax.Array]:
-    return lambda v: pmean_q(v, "d", bits=bits, algorithm=algorithm)
+    return lambda v: pmean_q(v, "d", bits=bits, config=Config(algorithm=algorithm))
 
 
 def trees() -> None:
@@ -253,7 +257,7 @@ def trees() -> None:
 
     def body(v: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
         tree = {"v": v, "w": w, "half": v.astype(jnp.bfloat16), "bias": b}
-        sums = psum_q(tree, "d", rules=Rules([("w", 8)], exact_vectors=False), algorithm="sra")
+        sums = psum_q(tree, "d", rules=Rules([("w", 8)], exact_vectors=False), config=SRA)
         return jnp.concatenate([sums[name].astype(jnp.float32) for name in tree])
 
     want = [
@@ -270,7 +274,7 @@ def gradients() -> None:
 
     def body(v: jax.Array) -> jax.Array:
         gradient = jax.grad(lambda w: (w * w).sum() / 2)(v)  # w
-        return psum_q(gradient, "d", algorithm="sra")
+        return psum_q(gradient, "d", config=SRA)
 
     check(on_ranks(body, x), [expected(x)] * RANKS)
 
@@ -278,7 +282,7 @@ def gradients() -> None:
 def two_programs() -> None:
     """In turns, without waiting for one another."""
     mesh, inputs = mesh_of((RANKS,), ("d",)), [normal(18, RANKS, 3000), normal(19, RANKS, 40000)]
-    step = on_mesh(mesh, lambda v: psum_q(v, "d", algorithm="sra"))
+    step = on_mesh(mesh, lambda v: psum_q(v, "d", config=SRA))
     operands = [step.spread([x]) for x in inputs]
     results = [step.jitted(*operands[i % 2]) for i in range(10)]
     for i, result in enumerate(results):
@@ -322,7 +326,7 @@ def mismatch() -> None:
 
 def late() -> None:
     x = normal(22, RANKS, 3000)
-    step = on_mesh(mesh_of((RANKS,), ("d",)), lambda v: psum_q(v, "d", algorithm="sra"))
+    step = on_mesh(mesh_of((RANKS,), ("d",)), lambda v: psum_q(v, "d", config=SRA))
     operands = step.spread([x])
     first = step.jitted(*operands)
     assert same_bits(np.asarray(first.addressable_shards[0].data)[0], expected(x))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import io_callback
-from jax_cases import expected, normal, same_bits, seed_of
+from jax_cases import SRA, expected, normal, same_bits, seed_of
 
 import cgx_ops
 from cgx_ops import Config
@@ -30,7 +30,7 @@ WORLD = cgx_ops.init()
 RANK, SIZE = WORLD.rank, WORLD.size
 X = normal(5, SIZE, 4, 3000)
 AUTO: dict[str, Any] = {"algorithm": "auto"}  # the oracle's too
-reduce = functools.partial(allreduce_q, algorithm="sra")
+reduce = functools.partial(allreduce_q, config=SRA)
 
 
 def same_on_all_ranks(data: bytes) -> bool:

@@ -11,7 +11,7 @@ import sys
 import jax
 
 from cgx_ops.jax import _compat
-from cgx_ops.jax.initialize import initialize
+from cgx_ops.jax._initialize import initialize
 
 jax.config.update("jax_platforms", "cpu")
 rank = int(os.environ["RANK"])

@@ -21,7 +21,7 @@ import optax
 import orbax.checkpoint as ocp
 from failing import fails
 from jax_cases import fetch, mesh_of, normal, on_mesh, spread, use_cpu_devices
-from jax_diloco_cases import PLAIN, SPARSE, STREAMING, trained, weights
+from jax_diloco_cases import PLAIN, SPARSE, STREAMING, loop_options, trained, weights
 
 import cgx_ops
 import cgx_ops.jax
@@ -38,7 +38,7 @@ RUNS = {"plain": PLAIN, "streaming": STREAMING, "sparse": SPARSE}
 
 def made(**options: Any) -> Any:
     """Return a loop, with parameters and state."""
-    loop = diloco("d", mesh=MESH, **options)
+    loop = diloco("d", mesh=MESH, **loop_options(options))
     return loop, loop.replicate(weights()), loop.init(weights())
 
 
@@ -91,9 +91,9 @@ def other_settings() -> None:
     options = dict(STREAMING)
     for key, own in (
         ("sync_every", {"sync_every": 6 + 6 * RANK}),
-        ("knobs", {"bits": 2 + RANK}),
+        ("config", {"bits": 2 + RANK}),
         ("rules", {"rules": Rules([("bias", 32)] if RANK else [])}),
-        ("residual_decay", {"residual_decay": 1 - RANK / 2}),
+        ("config", {"residual_decay": 1 - RANK / 2}),
         ("the outer optimizer", {"outer_optimizer": optax.sgd(0.5 + RANK)}),
     ):
         loop, params, state = made(**{**options, **own})

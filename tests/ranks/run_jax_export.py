@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import serialize_executable
 from jax.sharding import PartitionSpec as P
 from jax_cases import (
+    SRA,
     Values,
     expected,
     gather_expected,
@@ -54,9 +55,12 @@ OPERAND = spread(MESH, X, P("d"))
 def sums(v: jax.Array, carrier: Carrier) -> jax.Array:
     """Two calls, one of them in a loop, and a collective of XLA's."""
     twice = lax.fori_loop(
-        0, 2, lambda _, s: s + psum_q(v, "d", algorithm="sra", carrier=carrier), 0 * v
+        0,
+        2,
+        lambda _, s: s + psum_q(v, "d", config=SRA, carrier=carrier),
+        0 * v,
     )
-    once = psum_q(v, "d", algorithm="sra", carrier=carrier)
+    once = psum_q(v, "d", config=SRA, carrier=carrier)
     return once + 0 * lax.psum(twice, "d")
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, spread
+from jax_cases import SRA, expected, mesh_of, normal, on_mesh, same_bits, spread
 from jax_fault_cases import check_backend, error_of
 
 import cgx_ops.jax
@@ -40,7 +40,7 @@ X = normal(1, DEVICES, 3000)
 
 def program(body: Callable[..., Any] | None = None, **knobs: Any) -> Callable[[], Any]:
     """Return the launch of a program that sums over all devices."""
-    step = on_mesh(MESH, body or (lambda v: psum_q(v, "d", algorithm="sra", **knobs))).jitted
+    step = on_mesh(MESH, body or (lambda v: psum_q(v, "d", config=SRA, **knobs))).jitted
     operand = spread(MESH, X, P("d"))
     return lambda: step(operand)
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax_cases import expected, mesh_of, normal, on_mesh, same_bits, spread
+from jax_cases import SRA, expected, mesh_of, normal, on_mesh, same_bits, spread
 from jax_fault_cases import check_backend, error_of
 
 import cgx_ops
@@ -41,7 +41,7 @@ def check_mesh(**knobs: Any) -> None:
     mesh = mesh_of((count,), ("d",))
 
     def both(v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return psum_q(v, "d", algorithm="sra", **knobs), lax.psum(jnp.ones(()), "d")
+        return psum_q(v, "d", config=SRA, **knobs), lax.psum(jnp.ones(()), "d")
 
     ours, theirs = on_mesh(mesh, both).jitted(spread(mesh, x, P("d")))
     for shard in ours.addressable_shards:

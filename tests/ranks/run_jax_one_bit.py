@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jax_cases import fetch, mesh_of, use_cpu_devices
 
 import cgx_ops.jax
+from cgx_ops import Config
 from cgx_ops.jax import one_bit_adam, signum, state_specs
 
 DEVICES = int(sys.argv[2])
@@ -26,14 +27,16 @@ use_cpu_devices(DEVICES)
 cgx_ops.jax.initialize()
 RUN = np.load(sys.argv[1])
 MESH = mesh_of((2 * DEVICES,), ("d",))
+ONE_BIT = Config(compressor="levels", bits=1, algorithm="sra")
+VOTES = Config(compressor="sign", algorithm="sra")
 MAKERS = {
-    "one_bit_adam": partial(one_bit_adam, "d", 0.01, warmup_steps=10),
-    "signum": partial(signum, "d", 0.002),
+    "one_bit_adam": partial(one_bit_adam, "d", 0.01, warmup_steps=10, config=ONE_BIT, rules=None),
+    "signum": partial(signum, "d", 0.002, config=VOTES),
 }
 
 
-def check(name: str, carrier: str) -> None:
-    optimizer = MAKERS[name](mesh=MESH, algorithm="sra", carrier=carrier, weight_decay=0.01)
+def check(name: str, carrier: Any) -> None:
+    optimizer = MAKERS[name](mesh=MESH, carrier=carrier, weight_decay=0.01)
     x: Any = RUN["x"]
     specs = state_specs(optimizer, x, "d")
 

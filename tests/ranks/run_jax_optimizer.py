@@ -16,7 +16,7 @@ import optax
 import orbax.checkpoint as ocp
 from jax import NamedSharding, lax
 from jax.sharding import PartitionSpec as P
-from jax_cases import expected, mesh_of, normal, same_bits, seed_of, use_cpu_devices
+from jax_cases import SRA, expected, mesh_of, normal, same_bits, seed_of, use_cpu_devices
 
 import cgx_ops.jax
 from cgx_ops.jax import average_gradients, state_specs
@@ -47,7 +47,8 @@ def on_devices(rows: Any) -> jax.Array:
 
 
 optimizer = optax.chain(
-    average_gradients("d", bits=2, algorithm="sra", key=KEY, mesh=MESH), optax.identity()
+    average_gradients("d", bits=2, config=SRA, key=KEY, mesh=MESH),
+    optax.identity(),
 )
 weights = np.zeros(NUMEL, np.float32)
 specs = state_specs(optimizer, weights, "d")

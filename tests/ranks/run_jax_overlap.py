@@ -33,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 from jax_cases import (
     CALLS,
     NUMEL,
+    SRA,
     Values,
     expected,
     mesh_of,
@@ -79,7 +80,7 @@ def independent() -> None:
         looped = lax.fori_loop(0, 100, lambda _, v: jnp.sin(v), start)
         same = lambda _: callback(inputs[rank])  # noqa: E731
         last = jax.pure_callback(same, jax.typeof(xs[0]), looped)
-        return [psum_q(x, "d", algorithm="sra") for x in [*xs, last]]
+        return [psum_q(x, "d", config=SRA) for x in [*xs, last]]
 
     operands = [rows_of_processes(mesh, inputs[rank]) for _ in range(CALLS)]
     start = rows_of_processes(mesh, np.zeros(1, np.float32))

@@ -22,6 +22,7 @@ for framework in frameworks if even else reversed(frameworks):
 
 import torch  # noqa: E402
 from jax_cases import (  # noqa: E402
+    SRA,
     expected,
     mesh_of,
     normal,
@@ -43,7 +44,7 @@ want = expected(x)
 
 def with_jax() -> Any:
     mesh = mesh_of((size,), ("d",))
-    step = on_mesh(mesh, lambda v: cgx_ops.jax.psum_q(v, "d", algorithm="sra"))
+    step = on_mesh(mesh, lambda v: cgx_ops.jax.psum_q(v, "d", config=SRA))
     return np.asarray(step(rows_of_processes(mesh, x[rank])).addressable_data(0))[0]
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax_cases import (
     PROGRAMS,
+    SRA,
     Values,
     expected,
     mesh_of,
@@ -104,7 +105,7 @@ def names() -> None:
     x = normal(1, THREADS, MESH.size, 16, 4096)
 
     def body(v: jax.Array, name: str) -> jax.Array:
-        return jnp.stack([psum_q(row, "d", algorithm="sra", name=name) for row in v])
+        return jnp.stack([psum_q(row, "d", config=SRA, name=name) for row in v])
 
     def work(thread: int) -> None:
         step = on_mesh(MESH, partial(body, name=f"thread {thread}"))
@@ -118,7 +119,7 @@ def names() -> None:
 def exported() -> None:
     """What process 0 exports, the others only load: in every program that has it the calls meet."""
     x = normal(5, MESH.size, 3000)
-    step = on_mesh(MESH, lambda v: psum_q(v, "d", algorithm="sra", name="exported"))
+    step = on_mesh(MESH, lambda v: psum_q(v, "d", config=SRA, name="exported"))
 
     def work() -> None:
         vouched_for = cgx_ops.jax.register()
@@ -141,7 +142,7 @@ def exported() -> None:
 def refused(name: str, remedies: list[str]) -> None:
     """Launch one function, without blocks: nobody gets a result, and this thread goes on."""
     x = normal(2, MESH.size, 3000)
-    step = on_mesh(MESH, lambda v: psum_q(v, "d", algorithm="sra", name=name))
+    step = on_mesh(MESH, lambda v: psum_q(v, "d", config=SRA, name=name))
 
     def work(_: int) -> None:
         try:
@@ -169,7 +170,7 @@ def names_of_several_devices() -> None:
 def names_of_blocks() -> None:
     """A block that cannot begin does not keep the others waiting."""
     x = normal(4, MESH.size, 3000)
-    step = on_mesh(MESH, lambda v: psum_q(v, "d", algorithm="sra"))
+    step = on_mesh(MESH, lambda v: psum_q(v, "d", config=SRA))
     for name in ("x" * 5000, "a\0b"):
         try:
             with launching(name):
@@ -193,7 +194,7 @@ def one_name() -> None:
     """
     x = normal(3, SIZE, 3000)
     operand, want = operand_of(x), expected(x)
-    step = on_mesh(MESH, lambda v: psum_q(v, "d", algorithm="sra", name="one"))
+    step = on_mesh(MESH, lambda v: psum_q(v, "d", config=SRA, name="one"))
 
     def launch() -> str:
         try:

@@ -12,15 +12,15 @@ Distributed Training, ICLR 2018.
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_ops.config import Config
+from cgx_ops.config import Compressor, Config, Rounding
 from cgx_ops.deep_gradient import Method, checked_config, is_sparse, sparse_knobs
-from cgx_ops.jax.knobs import checked_knobs, name_of_leaf
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups, require_own_messages
 from cgx_ops.jax.optimizer_state import (
     DeepGradientState,
@@ -30,10 +30,11 @@ from cgx_ops.jax.optimizer_state import (
     own_residual,
     zero_residuals,
 )
+from cgx_ops.jax.options import checked_options, name_of_leaf
 from cgx_ops.jax.primitive import Carrier
 from cgx_ops.jax.psum import reduce_over
 from cgx_ops.jax.trees import checked_leaf
-from cgx_ops.rules import EXACT_BITS, Rules, pattern_of
+from cgx_ops.rules import EXACT_BITS, Rules
 
 if TYPE_CHECKING:
     import optax
@@ -49,13 +50,15 @@ def deep_gradient(
     nesterov: bool = False,
     clip: float | None = None,
     warmup_steps: int = 0,
-    compressor: Literal["topk", "threshold"] = "topk",
-    value_bits: int | None = None,
-    minimal_size: int = 0,
-    rules: Rules | None = None,
     dense_axis: Axes | None = None,
-    carrier: Carrier = "native",
+    config: Config | None = None,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    compressor: Compressor | None = None,
+    rounding: Rounding | None = None,
     name: str = "",
+    rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
+    carrier: Carrier = "native",
     mesh: Mesh | None = None,
 ) -> "optax.GradientTransformation":
     """Return an optax transformation that averages gradients with momentum, sent sparse.
@@ -68,8 +71,8 @@ def deep_gradient(
 
     and sends the largest values of v; there v and u become 0, or v what the values lost on their
     way. The average of what all devices sent stands for the gradient, momentum included. Leaves of
-    at most one dimension, small ones, and those that a rule says, are averaged exactly, and the
-    mean of g goes through the momentum.
+    at most one dimension, small ones, and those that `rules` send exact, are averaged exactly, and
+    the mean of g goes through the momentum.
 
     Args:
         axis_name: name of a mesh axis, or a tuple of names.
@@ -80,14 +83,18 @@ def deep_gradient(
           this leaf's elements, of at most clip / sqrt(W) for W devices; None: it is not.
         warmup_steps: steps with more than `density`: a quarter of them each with 25 %, 6.25 %,
           1.5625 % and 0.390625 %, where that is more. The program has a branch for each.
-        compressor: "topk", or "threshold", which is faster and sends about as many.
-        value_bits: of the values that are sent: 1-8, 16, 32; None: 32 (exact).
-        minimal_size: leaves of fewer than max(16, minimal_size) elements are averaged exactly.
-        rules: as of `psum_q`: bits 32 (exact), compressor, density and value_bits.
         dense_axis: axes over which gradients are averaged exactly first, such as that of the
           devices of a host: they have one v and u in common.
-        carrier: as of `psum_q`.
+        config: as of `psum_q`; None: Config(compressor="topk"). The compressor is "topk", or
+          "threshold", which is faster and sends about as many. `value_bits` and `minimal_size`
+          count; `density` is the argument, and buckets are whole leaves.
+        bits: overrides this field of `config`, as do the next three.
+        bucket_size: likewise; it has no effect on leaves that are sent sparse.
+        compressor: as of `config`.
+        rounding: as of `psum_q`.
         name: of the collectives, as of `psum_q`.
+        rules: as of `average_gradients`: bits 32 (exact), compressor, density and value_bits.
+        carrier: as of `psum_q`.
         mesh: of the shard_map, as of `average_gradients`. Where several processes have several
           devices, update needs it too.
 
@@ -104,16 +111,16 @@ def deep_gradient(
     """
     optax = import_optax(_CALLER)
     method = Method(density, momentum, nesterov, clip, warmup_steps)
-    base = Config(compressor=compressor, value_bits=value_bits, minimal_size=minimal_size)
-    how = {"compressor": compressor, "value_bits": value_bits, "minimal_size": minimal_size}
-    checked_config(base)
-    checked = checked_knobs(_CALLER, key=None, name=name, rules=rules, carrier=carrier, **how)
+    config = Config(compressor="topk") if config is None else config
+    options = checked_options(
+        _CALLER, config, bits, bucket_size, compressor, rounding,
+        name=name, rules=rules, carrier=carrier,
+    )  # fmt: skip
+    checked_config(options.config)
 
     def own_of(path: Any, leaf: Any) -> Config | None:
         """Return how a leaf is sent; None: exact."""
-        own, numel = checked.config_of(path, leaf), int(np.prod(jnp.shape(leaf)))
-        if own is checked.config and jnp.ndim(leaf) <= 1:
-            return None
+        own, numel = options.of(path, leaf), int(np.prod(jnp.shape(leaf)))
         return own if is_sparse(name_of_leaf(path), own, numel) else None
 
     def init(params: Any) -> DeepGradientState:
@@ -141,21 +148,24 @@ def deep_gradient(
             _CALLER, mesh, groups, 'give its name: deep_gradient("hosts", dense_axis="devices")'
         )
         check_own(_CALLER, updates, groups.axes + dense)
-        checked.warn_of_unmatched(updates)
+        options.warn_of_unmatched(updates)
         on_gpu = _platform(mesh) != "cpu"
 
-        def reduced(x: dict[str, Any], lost: Any, axes: Any, message: str, **knobs: Any) -> Any:
-            called = f"{name}/{message}" if name else ""
-            knobs = {"key": None, "carrier": carrier, "name": called, **knobs}
-            return reduce_over(_CALLER, x, lost, axes, "avg", **knobs) if x else ({}, {})
+        def reduced(
+            x: dict[str, Any], lost: Any, axes: Any, message: str, configs: Any = None, **more: Any
+        ) -> Any:
+            if configs is None:
+                configs = dict.fromkeys(x, Config(bits=EXACT_BITS))
+            how = options.of_message(message)
+            return reduce_over(how, x, lost, axes, "avg", configs, **more) if x else ({}, {})
 
         leaves = _leaves(updates, state, own_of)
         ranks = groups.size * (mesh_groups(_CALLER, dense).size if dense else 1)
         gradients = {n: _clipped(leaf.x, method.limit(ranks)) for n, leaf in leaves.items()}
         if dense:
-            gradients, _ = reduced(gradients, None, dense, "dense", bits=EXACT_BITS)
+            gradients, _ = reduced(gradients, None, dense, "dense")
         exact = {n: g for n, g in gradients.items() if leaves[n].v is None}
-        means, _ = reduced(exact, None, groups.axes, "exact", bits=EXACT_BITS)
+        means, _ = reduced(exact, None, groups.axes, "exact")
 
         us, owed = {}, {}
         for n, leaf in leaves.items():
@@ -167,19 +177,15 @@ def deep_gradient(
 
         def sent(step: int) -> Any:
             """Return the averages and what is not sent, at the density of a step."""
-            own = {
-                n: sparse_knobs(method, leaves[n].own, c.size, step, gpu=on_gpu)
-                for n, c in owed.items()
-            }
-            whole = {n for n in owed if own[n]["density"] >= 1}
+            own = {}
+            for n, c in owed.items():
+                knobs = sparse_knobs(method, leaves[n].own, c.size, step, gpu=on_gpu)
+                own[n] = replace(leaves[n].own, algorithm="one_shot", **knobs)
+            whole = {n for n in owed if own[n].density >= 1}
+            own |= {n: own[n].with_own(bits=EXACT_BITS) for n in whole}
             zeros = {n: None if n in whole else jnp.zeros_like(c) for n, c in owed.items()}
-            pairs = [(n, EXACT_BITS if n in whole else _given(own[n])) for n in owed]
-            by_leaf = Rules(((pattern_of(n), what) for n, what in pairs), exact_vectors=False)
             # Little of a large tree is sent: one message.
-            got, lost = reduced(
-                owed, zeros, groups.axes, "sparse",
-                rules=by_leaf, algorithm="one_shot", parts=False, **how,
-            )  # fmt: skip
+            got, lost = reduced(owed, zeros, groups.axes, "sparse", own, parts=False)
             return got, {n: jnp.zeros_like(c) if n in whole else lost[n] for n, c in owed.items()}
 
         got, lost = _at_its_stage(method, state.step, sent)
@@ -197,11 +203,6 @@ def deep_gradient(
         return averages, DeepGradientState(state.step + 1, u, residual)
 
     return optax.GradientTransformation(init, update)
-
-
-def _given(knobs: dict[str, Any]) -> dict[str, Any]:
-    """Return the knobs that are not left to the compressor."""
-    return {knob: value for knob, value in knobs.items() if value is not None}
 
 
 class _Leaf(NamedTuple):

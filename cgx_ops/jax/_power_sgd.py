@@ -20,10 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from cgx_ops import low_rank
-from cgx_ops.config import Config
+from cgx_ops.config import Compressor, Config, Rounding
 from cgx_ops.errors import require_integer
 from cgx_ops.jax import _compat
-from cgx_ops.jax.knobs import check_feedback, checked_knobs, keeps_by_default, name_of_leaf
 from cgx_ops.jax.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax.optimizer_state import (
     Mesh,
@@ -33,21 +32,16 @@ from cgx_ops.jax.optimizer_state import (
     own_residual,
     zero_residuals,
 )
+from cgx_ops.jax.options import Options, checked_options, name_of_leaf
+from cgx_ops.jax.primitive import Carrier
 from cgx_ops.jax.psum import reduce_over
 from cgx_ops.jax.trees import checked_leaf
-from cgx_ops.rules import EXACT_BITS, Rules, pattern_of
+from cgx_ops.rules import EXACT_BITS, Rules
 
 if TYPE_CHECKING:
     import optax
 
 _CALLER = "power_sgd"
-# How P and Q travel, by factor_bits, as rules say it: the key says how values are rounded.
-_FACTORS: dict[int, Any] = {
-    32: EXACT_BITS,
-    16: {"compressor": "half"},
-    8: {"compressor": "uniform", "bits": 8, "gather_bits": 8, "bucket_size": 512},
-}
-
 # ---- 1. the transformation -----------------------------------------------------------------------
 
 
@@ -61,14 +55,16 @@ def power_sgd(
     factor_bits: int = 32,
     batched: bool = False,
     warm_start: bool = True,
-    error_feedback: bool = True,
-    residual_decay: float = 1.0,
+    config: Config | None = None,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    compressor: Compressor | None = None,
+    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
+    rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
+    carrier: Carrier = "native",
     mesh: Mesh | None = None,
-    bits: int | None = None,
-    rules: Rules | None = None,
-    **knobs: Any,
 ) -> "optax.GradientTransformation":
     """Return an optax transformation that averages gradients over mesh axes, in low rank.
 
@@ -88,7 +84,7 @@ def power_sgd(
         axis_name: name of a mesh axis, or a tuple of names.
         rank: columns of P and Q, at least 1.
         min_compression_rate: a leaf is factored if P and Q have more than so many times fewer
-          elements than it, and no rule is for it; others travel by the knobs.
+          elements than it, and no rule is for it; others are sent by `config`.
         start: so many steps first are averaged exactly.
         seed: of the first Q, which follow from it and the leaves' paths; without warm_start of all.
         factor_bits: how P and Q travel: 32 exact, 16 as bfloat16, 8 quantized; what is lost of Q
@@ -96,16 +92,19 @@ def power_sgd(
         batched: whether all leaves together, one behind the other, are one nearly square matrix,
           and no rule applies: fewer bytes and products, and a worse average.
         warm_start: whether a step begins with the last one's Q, or with one that is drawn anew.
-        error_feedback: whether there are residuals: of what is factored, and of leaves that lose
-          something, as average_gradients has them by default.
-        residual_decay: the part of residuals that is added, more than 0 and at most 1.
+        config: as of `psum_q`, of leaves that are not factored. `error_feedback=False` leaves all
+          residuals out; else there are some of what is factored, and of other leaves as
+          `average_gradients` has them. `residual_decay` is the part of residuals that is added. Its
+          algorithm is that of P and Q too, which are rounded to nearest.
+        bits: overrides this field of `config`, as do the next three.
+        bucket_size: as of `psum_q`.
+        compressor: as of `psum_q`.
+        rounding: as of `psum_q`.
         key: a PRNG key, as of `average_gradients`.
         name: of the collectives, as of `psum_q`.
+        rules: as of `average_gradients`. A leaf that a rule matches is not factored.
+        carrier: as of `psum_q`.
         mesh: of the shard_map, as of `average_gradients`.
-        bits: of leaves that are not factored, as of `psum_q`; None: 32, exact, unless a compressor
-          is given.
-        rules: as of `psum_q`. A leaf that a rule matches is not factored.
-        **knobs: every other keyword of `psum_q` but residual and fuse.
 
     Returns:
         An optax.GradientTransformation, whose state is a `PowerSGDState`.
@@ -117,36 +116,29 @@ def power_sgd(
         NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `psum_q`.
     """
     optax = import_optax(_CALLER)
-    if "fuse" in knobs:
-        raise TypeError(f"{_CALLER} has no knob fuse: its messages are those of all leaves")
     rank = require_integer(f"{_CALLER}: rank", rank, 1)
     start = require_integer(f"{_CALLER}: start", start, 0)
     rate = low_rank.checked_rate(min_compression_rate)
-    how = _FACTORS[low_rank.checked_factor_bits(factor_bits)]
-    decay = Config(residual_decay=residual_decay).residual_decay  # which checks it
-    if bits is None:
-        bits = Config().bits if "compressor" in knobs else EXACT_BITS
-    knobs = {"bits": bits, "key": key, "name": name, **knobs}
-    checked = checked_knobs(_CALLER, rules=rules, **knobs)
-
-    own_rules = Rules(exact_vectors=False) if rules is None else rules
-
-    def keeps(config: Config) -> bool:
-        return error_feedback and config.bits != EXACT_BITS and keeps_by_default(config)
-
-    for config in filter(keeps, checked.configs):
-        check_feedback(_CALLER, config)
+    options = checked_options(
+        _CALLER, config, bits, bucket_size, compressor, rounding,
+        key=key, name=name, rules=rules, carrier=carrier,
+    )  # fmt: skip
+    how = _factors(options, low_rank.checked_factor_bits(factor_bits))
 
     def rank_in(path: Any, leaf: Any) -> int:
         """Return the columns of a leaf's own factors; 0: it has none."""
-        if batched or (checked.rules is not None and checked.rules.match(name_of_leaf(path))):
+        if batched or (rules is not None and rules.match(name_of_leaf(path))):
             return 0
         return low_rank.rank_of(*_matrix_of(jnp.shape(leaf)), rank, rate)
 
-    def keeps_of(path: Any, leaf: Any) -> bool:
-        """Tell whether what is lost of a leaf is kept."""
-        factored = batched or rank_in(path, leaf)
-        return error_feedback if factored else keeps(checked.config_of(path, leaf))
+    def is_factored(path: Any, leaf: Any) -> bool:
+        return batched or rank_in(path, leaf) > 0
+
+    def keeps(path: Any, leaf: Any) -> bool:
+        """Return whether a leaf has a residual: low rank is biased, whatever its encoding."""
+        if is_factored(path, leaf):
+            return options.config.error_feedback is not False
+        return options.keeps(path, leaf)
 
     def all_in_one(numel: int) -> tuple[int, int]:
         """Return the side of the matrix of all leaves, and the columns of its factors."""
@@ -163,7 +155,7 @@ def power_sgd(
             return jnp.asarray(low_rank.first_q(seed, name_of_leaf(path), 0, columns, of_leaf))
 
         def kept(path: Any, leaf: Any) -> Any:
-            keep = keeps_of(path, leaf)
+            keep = keeps(path, leaf)
             return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32) if keep else None
 
         by_path = jax.tree_util.tree_map_with_path
@@ -208,11 +200,11 @@ def power_sgd(
         del params
         axes = mesh_groups(_CALLER, axis_name).axes
         check_own(_CALLER, updates, axes)
-        checked.warn_of_unmatched(updates)
+        options.warn_of_unmatched(updates)
         for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
-            if batched or rank_in(path, leaf):
+            if is_factored(path, leaf):
                 _check_whole(path, leaf, axes)
-        leaves = _leaves(updates, state, decay, keeps_of)
+        leaves = _leaves(options, updates, state, keeps)
         if not leaves:  # such as a part of a partition that has none
             return updates, state._replace(step=state.step + 1)
         tree = jax.tree.structure(updates)
@@ -220,24 +212,24 @@ def power_sgd(
         if not warm_start:
             drawn_from = jax.random.fold_in(jax.random.key(seed), state.step)
             matrices = [m.drawn(jax.random.fold_in(drawn_from, i)) for i, m in enumerate(matrices)]
-        noise = None if key is None else jax.random.fold_in(key, state.step)
+        own = options.at_step(state.step)
 
-        def averaged(x: dict[str, Any], residual: Any, message: str, own: Rules | None) -> Any:
-            called = f"{name}/{message}" if name else ""
-            drawn = None if noise is None else jax.random.fold_in(noise, "pq".find(message) + 1)
-            return reduce_over(
-                _CALLER, x, residual, axes, "avg",
-                **{**knobs, "key": drawn, "name": called, "rules": own},
-            )  # fmt: skip
+        def averaged(x: dict[str, Any], residual: Any, message: str, configs: Any) -> Any:
+            of_message = own.of_message(message)
+            if own.key is not None:
+                drawn = jax.random.fold_in(own.key, "pq".find(message) + 1)
+                of_message = of_message.with_key(drawn)
+            return reduce_over(of_message, x, residual, axes, "avg", configs)
 
         def exact(_: Any) -> Any:
             whole = {leaf.name: leaf.x for leaf in leaves}
-            means, _lost = averaged(whole, None, "exact", Rules([("", EXACT_BITS)]))
+            configs = dict.fromkeys(whole, _factors(options, EXACT_BITS))
+            means, _lost = averaged(whole, None, "exact", configs)
             kept = [leaf.residual for leaf in leaves]
             return [means[leaf.name] for leaf in leaves], [m.q for m in matrices], kept
 
         def factored(_: Any) -> Any:
-            return _step(leaves, matrices, how, own_rules, averaged)
+            return _step(leaves, matrices, how, averaged)
 
         if start:
             means, qs, lost = jax.lax.cond(state.step < start, exact, factored, None)
@@ -248,6 +240,11 @@ def power_sgd(
         return tree.unflatten(means), PowerSGDState(state.step + 1, q, residual)
 
     return optax.GradientTransformation(init, update)
+
+
+def _factors(options: Options, bits: int) -> Config:
+    """Return how P and Q are sent."""
+    return options.config.with_own(**low_rank.FACTORS[bits], error_feedback=None)
 
 
 def _check_whole(path: Any, leaf: Any, axes: Any) -> None:
@@ -272,11 +269,12 @@ def _matrix_of(shape: Sequence[int]) -> tuple[int, int]:
 
 
 class _Leaf(NamedTuple):
-    """A gradient; its residual, decayed, if it has one."""
+    """A gradient; how it is sent unless it is factored; its residual, decayed, if it has one."""
 
     path: Any
     name: str
     x: jax.Array
+    config: Config
     residual: jax.Array | None
 
 
@@ -311,7 +309,7 @@ class _Matrix(NamedTuple):
 
 
 def _leaves(
-    updates: Any, state: PowerSGDState, decay: float, keeps_of: Callable[[Any, Any], bool]
+    options: Options, updates: Any, state: PowerSGDState, keeps: Callable[[Any, Any], bool]
 ) -> list[_Leaf]:
     """Return the leaves of a tree of gradients with what the state has of each."""
     residuals = jax.tree.structure(updates).flatten_up_to(state.residual)
@@ -319,9 +317,11 @@ def _leaves(
     paths = jax.tree_util.tree_leaves_with_path(updates)
     for (path, given), kept in zip(paths, residuals, strict=True):
         x = checked_leaf(_CALLER, path, given)
-        residual = own_residual(_CALLER, path, x, kept, keeps=keeps_of(path, x))
-        decayed = residual if residual is None or decay == 1 else residual * decay
-        leaves.append(_Leaf(path, name_of_leaf(path), x, decayed))
+        config = options.of(path, x)
+        residual = own_residual(
+            _CALLER, path, x, kept, keeps=keeps(path, x), decay=config.residual_decay
+        )
+        leaves.append(_Leaf(path, name_of_leaf(path), x, config, residual))
     if len({leaf.name for leaf in leaves}) < len(leaves):
         raise ValueError(f"{_CALLER}: two leaves have one path: {[leaf.name for leaf in leaves]}")
     return leaves
@@ -331,26 +331,30 @@ def _leaves(
 
 
 def _step(
-    leaves: list[_Leaf], matrices: list[_Matrix], how: Any, rules: Rules, averaged: Any
+    leaves: list[_Leaf], matrices: list[_Matrix], how: Config, averaged: Any
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Return each leaf's average, what each matrix begins the next step with, and residuals."""
     factored = {leaf.name for matrix in matrices for leaf in matrix.leaves}
     others = {leaf.name: leaf for leaf in leaves if leaf.name not in factored}
-    rules = rules.with_first(*((pattern_of(matrix.name), how) for matrix in matrices))
+    configs = {matrix.name: how for matrix in matrices}
     values = {matrix.name: matrix.values() for matrix in matrices}
     bases = {matrix.name: _orthogonalized(matrix.q) for matrix in matrices}
     message = {name: _product(values[name], basis) for name, basis in bases.items()}
     message |= {name: leaf.x.astype(jnp.float32) for name, leaf in others.items()}
-    residuals = None
+    residuals: Any = None
     if any(leaf.residual is not None for leaf in others.values()):
-        # Residuals for P too, or leaves with residuals would be a message of their own.
+        # Residuals for P and exact leaves too: leaves without are a message of their own.
         residuals = {name: jnp.zeros_like(message[name]) for name in values}
-        residuals |= {name: leaf.residual for name, leaf in others.items()}
-    first, lost = averaged(message, residuals, "p", rules)
+        for name, leaf in others.items():
+            zeros = jnp.zeros_like(message[name]) if leaf.config.bits == EXACT_BITS else None
+            residuals[name] = zeros if leaf.residual is None else leaf.residual
+    first, lost = averaged(
+        message, residuals, "p", configs | {name: leaf.config for name, leaf in others.items()}
+    )
     ps = {name: _orthogonalized(first[name]) for name in values}
     own = {name: _product(values[name].T, ps[name]) for name in values}
-    zeros = None if how == EXACT_BITS else jax.tree.map(jnp.zeros_like, own)
-    second, lost_of_q = averaged(own, zeros, "q", rules) if own else ({}, None)
+    zeros = None if how.bits == EXACT_BITS else jax.tree.map(jnp.zeros_like, own)
+    second, lost_of_q = averaged(own, zeros, "q", configs) if own else ({}, None)
 
     means, kept, qs = {}, {}, []
     for name, leaf in others.items():

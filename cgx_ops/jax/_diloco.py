@@ -12,19 +12,22 @@ DiLoCo with overlapping communication, 2025. Stich: Local SGD Converges Fast and
 Little, ICLR 2019. Sarfi et al.: Communication Efficient LLM Pre-training with SparseLoCo, 2025.
 """
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
 
-from cgx_ops.config import Config
+from cgx_ops.config import Algorithm, Compressor, Config, Rounding
 from cgx_ops.jax.diloco_fragments import CALLER, Method
 from cgx_ops.jax.diloco_loop import DiLoCo
 from cgx_ops.jax.diloco_state import Layout
-from cgx_ops.jax.knobs import check_feedback, checked_knobs, refuse_idle_feedback
 from cgx_ops.jax.mesh_groups import Axes
 from cgx_ops.jax.optimizer_state import import_optax
+from cgx_ops.jax.options import checked_options
+from cgx_ops.jax.primitive import Carrier
 from cgx_ops.outer_loop import Schedule
-from cgx_ops.rules import EXACT_BITS
+from cgx_ops.planner import Plan
+from cgx_ops.rules import Rules
 
 
 def diloco(
@@ -36,13 +39,18 @@ def diloco(
     fragment_update_alpha: float = 0.0,
     outer_optimizer: Any = None,
     mean_over: Literal["ranks", "senders"] = "ranks",
-    error_feedback: bool | None = None,
-    residual_decay: float = 1.0,
+    config: Config | None = None,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    compressor: Compressor | None = None,
+    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = CALLER,
+    rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
+    fuse: bool | Plan = True,
+    carrier: Carrier = "native",
     mesh: jax.sharding.Mesh | None = None,
     param_specs: Any = None,
-    **knobs: Any,
 ) -> DiLoCo:
     """Return an outer loop: parameters that differ between devices, averaged every few steps.
 
@@ -80,21 +88,25 @@ def diloco(
           nesterov=True).
         mean_over: "ranks": the mean over all devices. "senders": of each value over those that
           sent it (SparseLoCo), which takes compressor="topk".
-        error_feedback: as of `average_gradients`.
-        residual_decay: so.
-        key: so.
+        config: as of `average_gradients`. algorithm="auto" is "by_hosts" whatever the size, as in
+          torch, and "one_shot" for "senders".
+        bits: overrides this field of `config`, as do the next three.
+        bucket_size: as of `psum_q`.
+        compressor: as of `psum_q`.
+        rounding: as of `psum_q`.
+        key: as of `average_gradients`.
         name: of the collectives, as of `psum_q`: another one for each outer loop in a program.
+        rules: as of `average_gradients`.
+        fuse: as of `psum_q`.
+        carrier: as of `psum_q`.
         mesh: of the devices; None: that of `jax.set_mesh`.
         param_specs: the PartitionSpecs of one device's parameters over other axes of the mesh, a
           tree like them; None: P() for all.
-        **knobs: every other keyword of `psum_q` but residual, such as bits, compressor="levels" and
-          rules=Rules([("bias|norm", 32)]). algorithm="auto" is "by_hosts" whatever the size, as in
-          torch, and "one_shot" for "senders".
 
     Raises:
         ImportError: optax is not installed.
-        ValueError: an argument is out of its range; error_feedback=True with a compressor with
-          which it does not converge, or where all is exact; "senders" without compressor="topk".
+        ValueError: an argument is out of its range; "senders" without compressor="topk"; at init,
+          error feedback does not converge, or all leaves are exact with error_feedback=True.
         NotImplementedError: when it sends; "senders" where several processes have several devices
           of the axis each, whose values are summed before they are sent.
         TypeError: as `psum_q`.
@@ -106,32 +118,25 @@ def diloco(
     if mean_over not in ("ranks", "senders"):
         raise ValueError(f"{CALLER}: mean_over is {mean_over!r}; it must be 'ranks' or 'senders'")
     senders = mean_over == "senders"
-    # A device knows what it sent only where nobody sends its values on.
-    if knobs.get("algorithm", "auto") == "auto":
-        knobs["algorithm"] = "one_shot" if senders else "by_hosts"
-    if senders and (knobs["algorithm"] != "one_shot" or error_feedback is False):
+    options = checked_options(
+        CALLER, config, bits, bucket_size, compressor, rounding,
+        key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
+    )  # fmt: skip
+    if options.config.algorithm == "auto":
+        # A device can tell what it sent only if no other device sends its values on.
+        algorithm: Algorithm = "one_shot" if senders else "by_hosts"
+        options = replace(options, config=replace(options.config, algorithm=algorithm))
+    if senders and (
+        options.config.algorithm != "one_shot" or options.config.error_feedback is False
+    ):
         raise ValueError(
             f"{CALLER}: mean_over='senders' goes by what is not sent: give error_feedback=None "
             "and algorithm='one_shot', or leave them out"
         )
-    checked = checked_knobs(CALLER, key=key, name=name, **knobs)
     if not name:
         raise ValueError(f"{CALLER}: name is ''; give one, by which processes find each other")
-    if senders and any(
-        config.bits != EXACT_BITS and config.compressor != "topk" for config in checked.configs
-    ):
-        raise ValueError(
-            f"{CALLER}: mean_over='senders' is of values of which each device sends some: give "
-            "compressor='topk', and rules that have it or 32 bits"
-        )
-    method = Method(
-        axis_name, outer_optimizer, schedule.fragment_update_alpha, checked, knobs, error_feedback,
-        Config(residual_decay=residual_decay).residual_decay, senders, mesh,
-    )  # fmt: skip
-    if error_feedback:
-        refuse_idle_feedback(CALLER, checked.configs)
-    for config in filter(method.keeps, checked.configs):
-        check_feedback(CALLER, config)
+    alpha = schedule.fragment_update_alpha
+    method = Method(axis_name, outer_optimizer, alpha, options, senders, mesh)
     return DiLoCo(schedule, method, Layout(axis_name, mesh, param_specs))
 
 
@@ -146,13 +151,13 @@ def sparse_loco(
 
     Args:
         axis_name: as of diloco().
-        sync_every: so.
+        sync_every: as of diloco().
         density: of what is sent.
-        **more: every other argument of diloco().
+        **more: every other argument of diloco() but config and mean_over.
     """
     optax = import_optax("sparse_loco")
-    settings: dict[str, Any] = {
-        "compressor": "topk", "bucket_size": 4096, "value_bits": 2, "mean_over": "senders",
-        "residual_decay": 0.95, "outer_optimizer": optax.sgd(1.0),
-    }  # fmt: skip
-    return diloco(axis_name, sync_every=sync_every, density=density, **{**settings, **more})
+    config = Config(
+        compressor="topk", density=density, bucket_size=4096, value_bits=2, residual_decay=0.95
+    )
+    more.setdefault("outer_optimizer", optax.sgd(1.0))
+    return diloco(axis_name, sync_every=sync_every, config=config, mean_over="senders", **more)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from cgx_ops.errors import InvalidArgument
-from cgx_ops.jax.knobs import name_of_leaf
+from cgx_ops.jax.options import name_of_leaf
 
 
 def statistics(

@@ -28,7 +28,7 @@ import jax
 from cgx_ops import Communicator, Unsupported, _native, launchers, world
 from cgx_ops.address import exchange, free_address
 from cgx_ops.jax import _compat, _runtime
-from cgx_ops.jax.launching import claim
+from cgx_ops.jax._launching import claim
 
 _NAME = "cgx_ops.jax.initialize"  # of the collectives here
 _LAST_PORT = 65535
