@@ -97,7 +97,7 @@ def test_traced_arguments() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_configs(name: str) -> None:
-    """What is wrong with config= and with what is given beside it."""
+    """Wrong configs, and wrong keywords beside a config."""
 
     def refused(error: type[Exception], said: str, **given: Any) -> None:
         with pytest.raises(error, match=said):

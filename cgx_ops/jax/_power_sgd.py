@@ -93,8 +93,8 @@ def power_sgd(
           and no rule applies: fewer bytes and products, and a worse average.
         warm_start: whether a step begins with the last one's Q, or with one that is drawn anew.
         config: as of `psum_q`, of leaves that are not factored. `error_feedback=False` leaves all
-          residuals out; else there are some of what is factored, and of other leaves as
-          `average_gradients` has them. `residual_decay` is the part of residuals that is added. Its
+          residuals out; else factored leaves have residuals, and others as in
+          `average_gradients`. `residual_decay` is the part of residuals that is added. Its
           algorithm is that of P and Q too, which are rounded to nearest.
         bits: overrides this field of `config`, as do the next three.
         bucket_size: as of `psum_q`.
@@ -343,7 +343,7 @@ def _step(
     message |= {name: leaf.x.astype(jnp.float32) for name, leaf in others.items()}
     residuals: Any = None
     if any(leaf.residual is not None for leaf in others.values()):
-        # Residuals for P and exact leaves too: leaves without are a message of their own.
+        # Residuals for P and exact leaves too: leaves without need another message.
         residuals = {name: jnp.zeros_like(message[name]) for name in values}
         for name, leaf in others.items():
             zeros = jnp.zeros_like(message[name]) if leaf.config.bits == EXACT_BITS else None

@@ -63,7 +63,7 @@ def allreduce_q(
     For process-per-rank programs, inside and outside `jax.jit`; neither a mesh nor
     `cgx_ops.jax.initialize()` is needed. Every rank gets the same bits. Leaves with fewer than
     max(16, config.minimal_size) elements are summed exactly. Every leaf, and each example of a
-    vmap, is compressed by itself, as if it were reduced alone; all leaves of a dtype are one
+    vmap, is compressed separately; all leaves of a dtype are one
     message.
 
     Calls run one after another, in Python's order and, in a scan, while or cond, in that of
@@ -93,8 +93,8 @@ def allreduce_q(
         rounding: as of `psum_q`.
         key: a PRNG key (typed or raw), as in `psum_q`. Give another key in every step. Two calls
           with one key have the same noise if their communicator and name are the same; leaves and
-          examples of a vmap have their own. Ranks may have equal or different keys, but for
-          "randk".
+          examples of a vmap have their own. Ranks may have equal or different keys;
+          "randk" needs equal ones.
         name: identifies the call among ranks; "": its place in the rank's sequence does.
         rules: settings of leaves by their paths, as in `psum_q`.
         fuse: one message for all leaves of a dtype. False: one for each leaf. A

@@ -1,4 +1,4 @@
-"""Whether the processes of an outer loop (_diloco.py) are of one mind, before anything is sent.
+"""Whether the processes of an outer loop (_diloco.py) agree, before anything is sent.
 
 Other settings would have them wait for messages that nobody sends, and another outer optimizer or
 other anchors would part them without a word.

@@ -130,7 +130,7 @@ class Method:
         return jax.tree_util.tree_map_with_path(kept, tree)
 
     def settings(self) -> dict[str, Any]:
-        """Return what all processes must have alike, but for what programs contain."""
+        """Return the settings that are the same in all processes and not part of programs."""
         options = self.options
         return {
             "config": str(options.config),

@@ -76,8 +76,8 @@ def average_gradients(
         bits: overrides this field of `config`, as do the next three.
         bucket_size: as of `psum_q`.
         compressor: as of `psum_q`.
-        rounding: as of `psum_q`. To nearest is the better choice with error feedback: it loses half
-          as much in a step, and what it loses always in one direction comes back too.
+        rounding: as of `psum_q`. "nearest" is the better choice with error feedback: its error is
+          half as large in a step, and its bias comes back too.
         key: a PRNG key, as of `psum_q`, not traced: the count of steps is folded into it.
         name: of the collective, as of `psum_q`.
         rules: as of `psum_q`. By default leaves of at most one dimension are sent exact; None

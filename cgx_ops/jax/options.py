@@ -101,7 +101,7 @@ class Options:
         return replace(self, key=key)
 
     def of_message(self, message: str) -> "Options":
-        """Return these options for one of several messages: a name of its own, if there is any."""
+        """Return these options for one of several messages, whose names differ."""
         return replace(self, name=f"{self.name}/{message}" if self.name else "")
 
     def warn_of_unmatched(self, tree: Any) -> None:
@@ -131,7 +131,7 @@ def checked_options(
     carrier: Carrier = "native",
     verb: Verb = "allreduce",
 ) -> Options:
-    """Check a call's arguments, which must be static but for the key."""
+    """Check a call's arguments; all except the key must be static."""
     fields = {"bits": bits, "bucket_size": bucket_size, "compressor": compressor}
     fields["rounding"] = rounding
     for argument, value in {**fields, "name": name, "carrier": carrier, "fuse": fuse}.items():
@@ -254,7 +254,7 @@ def check_feedback(caller: str, config: Config) -> None:
     """Require that error feedback converges, if anything is lost.
 
     Raises:
-        InvalidArgument (a ValueError): says why it does not.
+        InvalidArgument (a ValueError): it does not; the text has the reason.
     """
     if config.bits == EXACT_BITS:
         return

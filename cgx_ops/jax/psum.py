@@ -37,7 +37,7 @@ def psum_q(
 
     Inside `jax.shard_map` only. Every device of a group gets the same bits. Leaves with fewer than
     max(16, config.minimal_size) elements are summed exactly. Every leaf, and each example of a
-    vmap, is compressed by itself, as if it were summed alone.
+    vmap, is compressed separately.
 
     Where a group has several devices in each of several processes, the devices of a process are
     summed first, exactly, and processes send compressed sums to each other.
@@ -59,8 +59,8 @@ def psum_q(
         key: a PRNG key (typed or raw), the source of randomness. Give another key in every step.
           Two calls with one key have the same noise if their verb, axes and name are the same;
           leaves, examples of a vmap, devices, and groups whose values vary over other axes (if
-          types are checked) have noise of their own. Devices may have equal or different keys, but
-          for "randk", whose key decides which values are sent and must be equal on all devices.
+          types are checked) have different noise. Devices may have equal or different keys;
+          "randk", whose key decides which values are sent, needs equal ones.
         name: identifies the collective among processes, and is unique among those that run at the
           same time. "": the call's place in the program that is being compiled.
         rules: `cgx_ops.Rules`, settings of leaves by their paths, such as "layers.0.bias". None:
