@@ -32,8 +32,9 @@ What differs, and why:
 - **`fuse`** divides a JAX tree into messages. PyTorch's buckets do that for DDP.
 - **`mesh`**, `in_specs` and `argnums` are arguments of `jax.shard_map` and `jax.value_and_grad`.
 - **`carrier`** names the framework's own collectives as the transport: "c10d" or "xla".
-- **State** is an argument of optax transformations and an object of its own in PyTorch, so DDP states have
-  `process_group`, `unsupported` and `adaptive`. PowerSGD has the argument names of torch's PowerSGDState.
+- **State** is an argument of optax transformations and an object of its own in PyTorch, so DDP
+  states have `process_group`, `unsupported` and `adaptive`.
+- **PowerSGD** has the argument names of torch's PowerSGDState in PyTorch.
 """
 
 # A concept, and its calls in numpy, PyTorch and JAX.

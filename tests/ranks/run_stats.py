@@ -1,10 +1,9 @@
 """Statistics of the world and of a group across processes: both ranks count alike."""
 
-
 import numpy as np
 
 import cgx_ops
-from cgx_ops import Config, _native
+from cgx_ops import Config
 
 world = cgx_ops.init()
 pair = world.split(0, name="pair")
