@@ -121,7 +121,7 @@ void test_carried() {
     for (int rank = 0; rank < kSize; ++rank) {
       carried.emplace_back(call_of(&segment, 1, inputs[rank].data(), outputs[rank].data()), rank,
                            kSize, BuffersUsed{});
-      CHECK(carried[rank].algorithm() == CGX_ONE_SHOT, "auto");
+      CHECK(carried[rank].plan().algorithm == CGX_ONE_SHOT, "auto");
       messages[rank].resize(carried[rank].gather_bytes(rank));
       carried[rank].encode(messages[rank]);
       gathered.insert(gathered.end(), messages[rank].begin(), messages[rank].end());
