@@ -13,8 +13,8 @@ __file__: str
 torch_version: str
 cgx_version: str
 
-def find_groups_by(finder: Callable[[str], int]) -> None:
-    """Have finder(group_name) return the id of the communicator of a group, or of all ranks."""
+def find_groups_by(finder: Callable[[str], int], sizer: Callable[[str], int]) -> None:
+    """Have finder(group_name) return a communicator's id, sizer(group_name) the number of ranks."""
 
 def make_errors_by(maker: Callable[[int, str], dist.DistBackendError]) -> None:
     """Have maker(status, text) return what failures among ranks raise. Once per process."""

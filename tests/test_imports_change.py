@@ -39,6 +39,9 @@ ATTRIBUTES = {
         "torch.distributed.distributed_c10d.Backend.backend_capability[cgx]",
         "torch.distributed.distributed_c10d.Backend.backend_list[]",
         "torch.distributed.distributed_c10d.Backend.backend_type_map[cgx]",
+        # Config and Rules are constants in compiled functions; functions have overloads.
+        "torch._library.opaque_object._OPAQUE_TYPES_BY_NAME[cgx]",
+        "torch.fx.operator_schemas._type_eval_globals['_overload_registry'][cgx]",
         # The types of states, for torch.load().
         "torch._weights_only_unpickler._marked_safe_globals_set",
     },

@@ -52,7 +52,20 @@ def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         for residuals in ([], ys)
         for r in ("nearest", "shift")
     ]
+    seed, call, group = kernel_options(rounding="stochastic")
+    scatter = [((x, kept, seed, call, 1, group), {}) for kept in ([], [y])]
+    scatter.append(((x, [], *kernel_options()[:2], 1, group), {}))
+    gather = [((x, seed, call, 1, group), {}), ((x, *kernel_options()[:2], 1, group), {})]
     return {
+        "quantized_reduce_scatter": in_blocks(public),
+        "quantized_reduce_scatter_with_feedback": in_blocks(pairs),
+        "quantized_all_gather": [((x,), nearest), ((grad,), nearest), ((grad,), {"bits": 32})],
+        "quantized_reduce_scatter_tensor": scatter,
+        "quantized_reduce_scatter_tensor_start": scatter,
+        "quantized_reduce_scatter_tensor_start.borrow": scatter,
+        "quantized_all_gather_into_tensor": gather,
+        "quantized_all_gather_into_tensor_start": gather,
+        "quantized_all_gather_into_tensor_start.borrow": gather,
         "quantized_allreduce": public,
         "quantized_allreduce_": [((x,), nearest), ((grad * 2,), nearest), ((x,), exact)],
         "quantized_allreduce_coalesced": [((xs,), nearest), (([grad, x],), exact), (([],), {})],
@@ -75,6 +88,11 @@ def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         ],
         "carried_decode": [((xs, gathered, *kernel_options(rank=1)), {})],
     }[name]
+
+
+def in_blocks(calls: list[Any]) -> list[Any]:
+    """Return the calls whose compressor's output can be cut into the ranks' blocks."""
+    return [each for each in calls if "threshold" not in str(each[1])]
 
 
 OPERATORS = sorted(

@@ -10,13 +10,11 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
-#include <atomic>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -29,6 +27,7 @@
 #include "kernels.h"
 #include "options.h"
 #include "status.h"
+#include "tracing.h"
 
 namespace cgx::torch_ops {
 namespace {
@@ -36,48 +35,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-std::atomic<void (*)()> trace_hook{nullptr};
-
-// ---- 1. the parts --------------------------------------------------------------------------
-
-// Whether a graph is being built. Modes of a user (a profile, a flop count, opcheck) build none.
-bool is_traced(at::TensorList xs, at::TensorList residuals = {}) {
-  using c10::impl::TorchDispatchModeKey;
-  using c10::impl::TorchDispatchModeTLS;
-  constexpr c10::DispatchKeySet tracing(
-      {c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
-  const auto traces = [&](const at::Tensor& x) { return x.key_set().has_any(tracing); };
-  return std::any_of(xs.begin(), xs.end(), traces) ||
-         std::any_of(residuals.begin(), residuals.end(), traces) ||
-         TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE).has_value() ||
-         TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::PROXY).has_value() ||
-         TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
-}
-
-// Noise: from the CPU's generator, a number that costs the GPU nothing. Not so for CUDA tensors in
-// a graph, a compiled or a recorded one: a number would be the same at every replay, so there it is
-// the GPU's generator that draws, in the GPU's memory.
-//
-// Each draw of a graph gets an empty tensor of its own: compilers merge equal expressions, a custom
-// random operator's too, but never take two at::empty for one. Outside of graphs one serves all.
-//
-// Places must be the same on all ranks, whose generators may differ: they follow from a count.
-Seed draw_if_needed(const Options& options, at::TensorList xs, at::TensorList residuals = {}) {
-  static const auto seed = find_operator<decltype(draw_seed_cpu)>("cgx::draw_seed");
-  static const auto places = find_operator<decltype(draw_places_cpu)>("cgx::draw_places");
-  const auto empty_on = [](at::Device device) {
-    return at::empty({0}, at::TensorOptions(at::kFloat).device(device));
-  };
-  if (!options.needs_seed()) return std::nullopt;
-  if (options.seed_use == CGX_SEED_OF_PLACES)
-    return places.call(empty_on(at::kCPU), options.group_name, options.name);
-  const bool traced = is_traced(xs, residuals);
-  const at::Device device = xs[0].device();
-  const bool on_gpu = device.is_cuda() && (traced || capturing(device));
-  if (traced || on_gpu) return seed.call(empty_on(on_gpu ? device : at::kCPU));
-  static const auto& shared = *new at::Tensor(empty_on(at::kCPU));  // never destroyed
-  return seed.call(shared);
-}
+// ---- 1. the parts
+// --------------------------------------------------------------------------
 
 // The parts for one tensor, and for a list of tensors, with residuals or without.
 variable_list all_reduce_native(at::TensorList xs, at::TensorList residuals, const Seed& seed,
@@ -107,18 +66,12 @@ variable_list all_reduce_native(at::TensorList xs, at::TensorList residuals, con
 // The sums or averages, then the new residuals.
 variable_list all_reduce(at::TensorList xs, at::TensorList residuals, const Seed& seed,
                          const Options& options) {
-  const auto hook = trace_hook.load();
-  if (hook != nullptr && is_traced(xs, residuals)) hook();
+  notice_trace(xs, residuals);
   return options.carried() ? all_reduce_carried(xs, residuals, seed, options)
                            : all_reduce_native(xs, residuals, seed, options);
 }
 
 // ---- 2. the differentiable whole -----------------------------------------------------------
-
-bool require_grad(at::TensorList xs) {
-  return c10::GradMode::is_enabled() &&
-         std::any_of(xs.begin(), xs.end(), [](const at::Tensor& x) { return x.requires_grad(); });
-}
 
 // Every rank's output is the same sum (or mean) of all inputs, so the gradient of one rank's input
 // is the sum (or mean) of all ranks' output gradients: the same collective, quantized like it. A
@@ -168,26 +121,14 @@ class AllReduce : public torch::autograd::Function<AllReduce> {
 
 // ---- 3. the public operators ---------------------------------------------------------------
 
-void set_trace_hook(void (*hook)()) { trace_hook = hook; }
-
-// What an Options is made of.
-#define CGX_GIVEN_OPTIONS                     \
-  op, /*depth=*/0,                            \
-      overridden({.config = config,           \
-                  .bits = bits,               \
-                  .bucket_size = bucket_size, \
-                  .compressor = compressor,   \
-                  .rounding = rounding}),     \
-      name, group_name, carrier
-
 at::Tensor quantized_allreduce(const at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
-  const Options options(CGX_GIVEN_OPTIONS);
+  const Options options(op, CGX_GIVEN_OPTIONS(CGX_ALLREDUCE));
   options.check(x);
   return AllReduce::reduce(x, {}, draw_if_needed(options, x), options)[0];
 }
 
 void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
-  const Options options(CGX_GIVEN_OPTIONS);
+  const Options options(op, CGX_GIVEN_OPTIONS(CGX_ALLREDUCE));
   options.check(x);
   const bool differentiable = require_grad({x});
   if (differentiable && x.is_leaf()) {
@@ -212,7 +153,7 @@ void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
 }
 
 std::vector<at::Tensor> quantized_allreduce_coalesced(at::TensorList xs, CGX_PUBLIC_PARAMETERS) {
-  const Options options(CGX_GIVEN_OPTIONS);
+  const Options options(op, CGX_GIVEN_OPTIONS(CGX_ALLREDUCE));
   check_list(xs, {}, options);  // before anything is drawn
   if (xs.empty()) return {};
   return AllReduce::reduce(xs, {}, draw_if_needed(options, xs), options);
@@ -221,7 +162,7 @@ std::vector<at::Tensor> quantized_allreduce_coalesced(at::TensorList xs, CGX_PUB
 std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>>
 quantized_allreduce_coalesced_with_feedback(at::TensorList xs, at::TensorList residuals,
                                             CGX_PUBLIC_PARAMETERS) {
-  const Options options(CGX_GIVEN_OPTIONS);
+  const Options options(op, CGX_GIVEN_OPTIONS(CGX_ALLREDUCE));
   check_list(xs, residuals, options);
   check_pairs(xs, residuals, options);
   check(cgx_config_check_feedback(&options.config));

@@ -19,6 +19,17 @@ namespace cgx::torch_ops {
       std::optional<std::string_view> rounding, std::string_view config, std::string_view name, \
       std::string_view carrier
 
+// Arguments of the constructor of Options after the op; verb: a cgx_verb_t.
+#define CGX_GIVEN_OPTIONS(verb)               \
+  /*depth=*/0,                                \
+      overridden({.config = config,           \
+                  .bits = bits,               \
+                  .bucket_size = bucket_size, \
+                  .compressor = compressor,   \
+                  .rounding = rounding},      \
+                 verb),                       \
+      name, group_name, carrier, verb
+
 // cgx::quantized_allreduce: x reduced over the ranks of the group, as a new tensor.
 at::Tensor quantized_allreduce(const at::Tensor& x, CGX_PUBLIC_PARAMETERS);
 
@@ -37,8 +48,5 @@ std::tuple<at::Tensor, at::Tensor> quantized_allreduce_with_feedback(const at::T
 std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>>
 quantized_allreduce_coalesced_with_feedback(at::TensorList xs, at::TensorList residuals,
                                             CGX_PUBLIC_PARAMETERS);
-
-// Has `hook` called before an operator becomes part of a graph; null: no longer.
-void set_trace_hook(void (*hook)());
 
 }  // namespace cgx::torch_ops

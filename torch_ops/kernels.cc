@@ -25,6 +25,7 @@ namespace cgx::torch_ops {
 namespace {
 
 std::atomic<GroupFinder> group_finder{nullptr};
+std::atomic<GroupSizer> group_sizer{nullptr};
 std::atomic<StartReport> start_report{nullptr};
 
 // The communicator of a name; of a process group without one, and of no name, by Python's rules.
@@ -68,7 +69,12 @@ Buffers checked_buffers(const at::Tensor& x, const Seed& seed, const Options& op
 
 }  // namespace
 
-void find_groups_by(GroupFinder finder) { group_finder = finder; }
+void find_groups_by(GroupFinder finder, GroupSizer sizer) {
+  group_finder = finder;
+  group_sizer = sizer;
+}
+
+int64_t group_size(const std::string& group_name) { return group_sizer.load()(group_name); }
 
 void report_start_by(StartReport report) { start_report = report; }
 
@@ -106,7 +112,8 @@ c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, at::IntArrayRef numels, c
   CallBuilder call =
       make_call(numels, buffers.input.scalar_type(), addresses_of(buffers), own, options);
   call.fields.comm = communicator_of(options);
-  return start(call.get(), std::move(buffers));
+  const auto type = torch_verb(options.verb).type;
+  return start(call.get(), std::move(buffers), type);
 }
 
 void check_seed(const at::Tensor& x, const Seed& seed, const Options& options) {

@@ -17,8 +17,11 @@ namespace cgx::torch_ops {
 // Returns the communicator's id of a process group that has none under its own name, and of all
 // ranks for an empty name; throws if there is none.
 using GroupFinder = int32_t (*)(const std::string& group_name);
-// Has collectives ask `finder`. Before the first of them.
-void find_groups_by(GroupFinder finder);
+// Returns the number of ranks of such a group; connects no ranks of a process group.
+using GroupSizer = int64_t (*)(const std::string& group_name);
+// Has collectives ask these. Before the first of them.
+void find_groups_by(GroupFinder finder, GroupSizer sizer);
+int64_t group_size(const std::string& group_name);
 
 // Logs that something starts to communicate: what, its configuration (a text of cgx_config_parse),
 // the rank, the number of ranks, and what moves the bytes.

@@ -14,22 +14,30 @@
 #include "cgx/cgx.h"
 #include "coalesced.h"
 #include "kernels.h"
+#include "sharded.h"
 #include "status.h"
+#include "tracing.h"
 #include "work.h"
 
 namespace cgx::torch_ops {
 
 // The pieces that schemas share.
-#define CGX_PUBLIC_OPTIONS                                                          \
-  "int? bits=None, int? bucket_size=None, str op=\"sum\", str group_name=\"\", *, " \
-  "str? compressor=None, str? rounding=None, str config=\"\", str name=\"\", str "  \
-  "carrier=\"native\""
+#define CGX_FIRST_OPTIONS "int? bits=None, int? bucket_size=None, "
+#define CGX_OTHER_OPTIONS                                                               \
+  "str group_name=\"\", *, str? compressor=None, str? rounding=None, str config=\"\", " \
+  "str name=\"\", str carrier=\"native\""
+#define CGX_PUBLIC_OPTIONS CGX_FIRST_OPTIONS "str op=\"sum\", " CGX_OTHER_OPTIONS
 
-// `call` is what Options::pack() writes. Inductor reads two things off these: "all_reduce" in the
-// name, and the last argument as the group.
+// `call` is what Options::pack() writes. Inductor reads two things off these: "all_reduce",
+// "reduce_scatter" or "all_gather" in the name, and the last argument as the group.
 #define CGX_ALL_REDUCE_SCHEMA "(Tensor x, Tensor? seed, str call, str group_name) -> Tensor"
 #define CGX_COALESCED_SCHEMA \
   "(Tensor[] xs, Tensor[] residuals, Tensor? seed, str call, str group_name) -> Tensor[]"
+#define CGX_REDUCE_SCATTER_SCHEMA                                                           \
+  "(Tensor x, Tensor[] residuals, Tensor? seed, str call, int group_size, str group_name) " \
+  "-> Tensor[]"
+#define CGX_ALL_GATHER_SCHEMA \
+  "(Tensor x, Tensor? seed, str call, int group_size, str group_name) -> Tensor"
 #define CGX_CARRIED_OPTIONS "Tensor? seed, str call, int rank, int size, int noise_rank"
 
 TORCH_LIBRARY(cgx, m) {
@@ -47,6 +55,11 @@ TORCH_LIBRARY(cgx, m) {
       "quantized_allreduce_coalesced_with_feedback(Tensor[] xs, Tensor[] "
       "residuals, " CGX_PUBLIC_OPTIONS ") -> (Tensor[], Tensor[])");
 
+  define("quantized_reduce_scatter(Tensor x, " CGX_PUBLIC_OPTIONS ") -> Tensor");
+  define("quantized_reduce_scatter_with_feedback(Tensor x, Tensor residual, " CGX_PUBLIC_OPTIONS
+         ") -> (Tensor, Tensor)");
+  define("quantized_all_gather(Tensor x, " CGX_FIRST_OPTIONS CGX_OTHER_OPTIONS ") -> Tensor");
+
   // `distinct` has no strides to keep: checkpoints in compiled autograd ask for that.
   const std::vector<at::Tag> draws = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded,
                                       at::Tag::flexible_layout};
@@ -58,6 +71,11 @@ TORCH_LIBRARY(cgx, m) {
   define("quantized_all_reduce_coalesced" CGX_COALESCED_SCHEMA);
   define("quantized_all_reduce_coalesced_start" CGX_COALESCED_SCHEMA);
 
+  for (const std::string form : {"", "_start", "_start.borrow"}) {
+    define(("quantized_reduce_scatter_tensor" + form + CGX_REDUCE_SCATTER_SCHEMA).c_str());
+    define(("quantized_all_gather_into_tensor" + form + CGX_ALL_GATHER_SCHEMA).c_str());
+  }
+
   define("carried_encode(Tensor[] xs, Tensor[] residuals, int bytes, " CGX_CARRIED_OPTIONS
          ") -> Tensor[]");
   define(
@@ -66,10 +84,14 @@ TORCH_LIBRARY(cgx, m) {
   define("carried_decode(Tensor[] like, Tensor gathered, " CGX_CARRIED_OPTIONS ") -> Tensor[]");
 }
 
+#undef CGX_ALL_GATHER_SCHEMA
+#undef CGX_REDUCE_SCATTER_SCHEMA
 #undef CGX_COALESCED_SCHEMA
 #undef CGX_ALL_REDUCE_SCHEMA
 #undef CGX_CARRIED_OPTIONS
 #undef CGX_PUBLIC_OPTIONS
+#undef CGX_OTHER_OPTIONS
+#undef CGX_FIRST_OPTIONS
 
 TORCH_LIBRARY_IMPL(cgx, CompositeImplicitAutograd, m) {
   m.impl("quantized_allreduce", quantized_allreduce);
@@ -78,22 +100,31 @@ TORCH_LIBRARY_IMPL(cgx, CompositeImplicitAutograd, m) {
   m.impl("quantized_allreduce_with_feedback", quantized_allreduce_with_feedback);
   m.impl("quantized_allreduce_coalesced_with_feedback",
          quantized_allreduce_coalesced_with_feedback);
+  m.impl("quantized_reduce_scatter", quantized_reduce_scatter);
+  m.impl("quantized_reduce_scatter_with_feedback", quantized_reduce_scatter_with_feedback);
+  m.impl("quantized_all_gather", quantized_all_gather);
 }
 
 // None is tagged cudagraph_unsafe, as torch's own collectives are not. What compilers record into a
 // CUDA graph is a start and its wait: the tag would leave the start out, and the wait, which is
 // torch's operator, would be recorded alone. Where a communicator cannot be recorded the core says
 // so.
-static void impl_reductions(torch::Library& m) {
+static void impl_collectives(torch::Library& m) {
   m.impl("quantized_all_reduce", all_reduce_kernel);
   m.impl("quantized_all_reduce_start", start_kernel);
   m.impl("quantized_all_reduce_start.borrow", borrow_kernel);
   m.impl("quantized_all_reduce_coalesced", all_reduce_coalesced_kernel);
   m.impl("quantized_all_reduce_coalesced_start", start_coalesced_kernel);
+  m.impl("quantized_reduce_scatter_tensor", reduce_scatter_kernel);
+  m.impl("quantized_reduce_scatter_tensor_start", start_reduce_scatter_kernel);
+  m.impl("quantized_reduce_scatter_tensor_start.borrow", borrow_reduce_scatter_kernel);
+  m.impl("quantized_all_gather_into_tensor", all_gather_kernel);
+  m.impl("quantized_all_gather_into_tensor_start", start_all_gather_kernel);
+  m.impl("quantized_all_gather_into_tensor_start.borrow", borrow_all_gather_kernel);
 }
 
 TORCH_LIBRARY_IMPL(cgx, CPU, m) {
-  impl_reductions(m);
+  impl_collectives(m);
   m.impl("draw_seed", draw_seed_cpu);
   m.impl("draw_places", draw_places_cpu);
   m.impl("carried_encode", carried_encode_cpu);
@@ -102,7 +133,7 @@ TORCH_LIBRARY_IMPL(cgx, CPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(cgx, CUDA, m) {
-  impl_reductions(m);
+  impl_collectives(m);
   m.impl("draw_seed", draw_seed_cuda);
 }
 
@@ -114,6 +145,10 @@ TORCH_LIBRARY_IMPL(cgx, Meta, m) {
   m.impl("quantized_all_reduce_start.borrow", all_reduce_meta);
   m.impl("quantized_all_reduce_coalesced", all_reduce_coalesced_meta);
   m.impl("quantized_all_reduce_coalesced_start", all_reduce_coalesced_meta);
+  for (const std::string form : {"", "_start", "_start.borrow"}) {
+    m.impl(("quantized_reduce_scatter_tensor" + form).c_str(), reduce_scatter_meta);
+    m.impl(("quantized_all_gather_into_tensor" + form).c_str(), all_gather_meta);
+  }
   m.impl("carried_encode", carried_encode_meta);
   m.impl("carried_reduce", carried_reduce_meta);
   m.impl("carried_decode", carried_decode_meta);
@@ -144,6 +179,13 @@ pybind11::function* find_group = nullptr;  // lives for ever, too
 int32_t call_find_group(const std::string& name) {
   const pybind11::gil_scoped_acquire gil;
   return (*find_group)(name).cast<int32_t>();
+}
+
+pybind11::function* size_group = nullptr;  // lives for ever, too
+
+int64_t call_size_group(const std::string& name) {
+  const pybind11::gil_scoped_acquire gil;
+  return (*size_group)(name).cast<int64_t>();
 }
 
 pybind11::function* make_error = nullptr;  // lives for ever, too
@@ -179,12 +221,14 @@ PYBIND11_MODULE(_torch_ops, m) {
       "Call callback() whenever an operator is traced, until it returns True. Once per process.");
   m.def(
       "find_groups_by",
-      [](pybind11::function finder) {
+      [](pybind11::function finder, pybind11::function sizer) {
         find_group = new pybind11::function(std::move(finder));
-        cgx::torch_ops::find_groups_by(call_find_group);
+        size_group = new pybind11::function(std::move(sizer));
+        cgx::torch_ops::find_groups_by(call_find_group, call_size_group);
       },
-      pybind11::arg("finder"),
-      "Have finder(group_name) return the id of the communicator of a group, or of all ranks.");
+      pybind11::arg("finder"), pybind11::arg("sizer"),
+      "Have finder(group_name) return the id of the communicator of a group, or of all ranks, and "
+      "sizer(group_name) the number of its ranks.");
   m.def(
       "make_errors_by",
       [](pybind11::function maker) {

@@ -28,18 +28,19 @@ constexpr std::array<Choice, 5> kOps = {{{"sum", CGX_SUM},
 constexpr std::array<Choice, 2> kCarriers = {{{"native", 0}, {"c10d", 1}}};
 
 template <size_t n>
-int32_t choose(const std::array<Choice, n>& choices, const char* what, std::string_view text) {
+int32_t choose(const std::array<Choice, n>& choices, const char* caller, const char* what,
+               std::string_view text) {
   std::string known;
   for (const Choice& choice : choices) {
     if (choice.text == text) return choice.value;
     known += (known.empty() ? "'" : ", '") + std::string(choice.text) + "'";
   }
-  C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: ", what, " '", text,
-                                       "' is unknown; use one of ", known));
+  C10_THROW_ERROR(ValueError,
+                  c10::str(caller, ": ", what, " '", text, "' is unknown; use one of ", known));
 }
 
-[[noreturn]] void refuse_config() {
-  C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: ", cgx_last_error()));
+[[noreturn]] void refuse_config(const char* caller) {
+  C10_THROW_ERROR(ValueError, c10::str(caller, ": ", cgx_last_error()));
 }
 
 // ---- packed calls --------------------------------------------------------------------------
@@ -67,7 +68,7 @@ struct Parsed {
 };
 
 // A loop's calls have one config: a thread keeps the last that it parsed.
-const Parsed& parsed(std::string_view text) {
+const Parsed& parsed(const char* caller, std::string_view text) {
   thread_local Parsed known;
   if (known.text && *known.text == text) return known;
   auto copy = std::make_shared<const std::string>(text);
@@ -75,7 +76,7 @@ const Parsed& parsed(std::string_view text) {
   int32_t seed_use = CGX_SEED_UNUSED;
   if (cgx_config_parse(copy->c_str(), &config) != CGX_OK ||
       cgx_config_seed_use(&config, &seed_use) != CGX_OK) {
-    refuse_config();
+    refuse_config(caller);
   }
   known = {std::move(copy), config, static_cast<cgx_seed_use_t>(seed_use)};
   return known;
@@ -85,10 +86,10 @@ const Parsed& parsed(std::string_view text) {
 
 bool is_linear(int32_t op) { return op == CGX_SUM || op == CGX_AVG; }
 
-void check_tensor(const at::Tensor& x) {
+void check_tensor(const char* caller, const at::Tensor& x) {
   if (x.layout() != at::kStrided) {
-    C10_THROW_ERROR(TypeError, c10::str("cgx::quantized_allreduce: the tensor has layout ",
-                                        x.layout(), "; give it dense: x.to_dense()"));
+    C10_THROW_ERROR(TypeError, c10::str(caller, ": the tensor has layout ", x.layout(),
+                                        "; give it dense: x.to_dense()"));
   }
   const at::ScalarType dtype = x.scalar_type();
   if (!core_dtype(dtype)) {
@@ -96,18 +97,19 @@ void check_tensor(const at::Tensor& x) {
                          : dtype == at::kDouble   ? "convert it: x.float()"
                                                   : "convert it, x.float(), if values up to 2**24 "
                                                     "are enough; else use torch.distributed";
-    C10_THROW_ERROR(TypeError, c10::str("cgx::quantized_allreduce: the tensor is ", dtype,
+    C10_THROW_ERROR(TypeError, c10::str(caller, ": the tensor is ", dtype,
                                         "; float32, float16 and bfloat16 are served: ", remedy));
   }
   if (!x.device().is_cpu() && !x.device().is_cuda() && !x.device().is_meta()) {
-    C10_THROW_ERROR(TypeError, c10::str("cgx::quantized_allreduce: the tensor is on ", x.device(),
+    C10_THROW_ERROR(TypeError, c10::str(caller, ": the tensor is on ", x.device(),
                                         "; the CPU and CUDA are served: use x.cpu()"));
   }
   // A dual tensor's tangent would be lost without a word.
   if (x._fw_grad(/*level=*/0).defined()) {
     C10_THROW_ERROR(NotImplementedError,
-                    "cgx::quantized_allreduce: forward-mode differentiation is not supported; "
-                    "use reverse mode (backward) or x.detach()");
+                    c10::str(caller,
+                             ": forward-mode differentiation is not supported; use "
+                             "reverse mode (backward) or x.detach()"));
   }
 }
 
@@ -118,10 +120,11 @@ void append(const char* field, const std::optional<int64_t>& value, std::string*
   if (value) *text += c10::str(text->empty() ? "" : " ", field, "=", *value);
 }
 
-void append(const char* field, const std::optional<std::string_view>& word, std::string* text) {
+void append(const char* field, const std::optional<std::string_view>& word, int32_t verb,
+            std::string* text) {
   if (!word) return;
   if (word->find('\'') != word->npos) {
-    C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: ", field, " is \"", *word,
+    C10_THROW_ERROR(ValueError, c10::str(operator_name(verb), ": ", field, " is \"", *word,
                                          "\"; it must be one word: see cgx_ops.Config"));
   }
   *text += c10::str(text->empty() ? "" : " ", field, "='", *word, "'");
@@ -129,24 +132,30 @@ void append(const char* field, const std::optional<std::string_view>& word, std:
 
 }  // namespace
 
+const char* operator_name(int32_t verb) {
+  static constexpr const char* kNames[] = {
+      "cgx::quantized_allreduce", "cgx::quantized_reduce_scatter", "cgx::quantized_all_gather"};
+  return kNames[verb];
+}
+
 // A loop's calls have one config: a thread keeps the last that it wrote.
-std::string_view overridden(const GivenConfig& given) {
+std::string_view overridden(const GivenConfig& given, int32_t verb) {
   thread_local GivenConfig known;
   thread_local std::string config, compressor, rounding, text;  // the caller's may be gone
-  if (known == given && !text.empty()) return text;
+  if (!text.empty() && known == given) return text;
   text.clear();
   std::string own;
   append("bits", given.bits, &own);
   append("bucket_size", given.bucket_size, &own);
-  append("compressor", given.compressor, &own);
-  append("rounding", given.rounding, &own);
+  append("compressor", given.compressor, verb, &own);
+  append("rounding", given.rounding, verb, &own);
   config = given.config;
   cgx_config_t parsed;
   const char* written = nullptr;
   if (cgx_config_parse(config.c_str(), &parsed) != CGX_OK ||
       cgx_config_override(own.c_str(), &parsed) != CGX_OK ||
       cgx_config_text(&parsed, &written) != CGX_OK) {
-    refuse_config();
+    refuse_config(operator_name(verb));
   }
   known = given;
   known.config = config;
@@ -156,9 +165,9 @@ std::string_view overridden(const GivenConfig& given) {
 }
 
 Options::Options(std::string_view op, int64_t depth, std::string_view config, std::string_view name,
-                 std::string_view group_name, std::string_view carrier)
-    : op(op), depth(depth), name(name), group_name(group_name), carrier(carrier) {
-  const Parsed& known = parsed(config);
+                 std::string_view group_name, std::string_view carrier, int32_t verb)
+    : verb(verb), op(op), depth(depth), name(name), group_name(group_name), carrier(carrier) {
+  const Parsed& known = parsed(operator_name(verb), config);
   config_text = known.text;
   this->config = known.config;
   seed_use = known.seed_use;
@@ -177,64 +186,75 @@ std::string Options::pack() const {
 }
 
 Options Options::unpack(std::string_view call, std::string_view group_name,
-                        std::string_view carrier) {
+                        std::string_view carrier, int32_t verb) {
   std::string_view rest = call;
   const std::string_view op = take(call, "op=", &rest), depth = take(call, "depth=", &rest);
   int64_t number = -1;
   std::from_chars(depth.data(), depth.data() + depth.size(), number);
   const size_t name = rest.find(kName);  // the last: it may hold anything
   if (number < 0 || name == rest.npos) refuse(call);
-  return {op, number, rest.substr(0, name), rest.substr(name + kName.size()), group_name, carrier};
+  return {op,      number, rest.substr(0, name), rest.substr(name + kName.size()), group_name,
+          carrier, verb};
 }
 
 void Options::check(const at::Tensor& x) const {
-  check_tensor(x);
-  const int32_t reduction = choose(kOps, "op", op);
-  choose(kCarriers, "carrier", carrier);
+  const char* const caller = operator_name(verb);
+  check_tensor(caller, x);
+  const int32_t reduction = choose(kOps, caller, "op", op);
+  choose(kCarriers, caller, "carrier", carrier);
   if (carried() && (config.algorithm == CGX_RING || config.algorithm == CGX_HIERARCHICAL)) {
-    C10_THROW_ERROR(ValueError,
-                    c10::str("cgx::quantized_allreduce: carrier 'c10d' has no algorithm '",
-                             config.algorithm == CGX_RING ? "ring" : "hierarchical",
-                             "'; use auto, sra or one_shot"));
+    C10_THROW_ERROR(ValueError, c10::str(caller, ": carrier 'c10d' has no algorithm '",
+                                         config.algorithm == CGX_RING ? "ring" : "hierarchical",
+                                         "'; use auto, sra or one_shot"));
   }
   if (carried() && x.is_cuda()) {
-    C10_THROW_ERROR(TypeError, c10::str("cgx::quantized_allreduce: the tensor is on ", x.device(),
+    C10_THROW_ERROR(TypeError, c10::str(caller, ": the tensor is on ", x.device(),
                                         ", and what carrier 'c10d' sends is encoded on the CPU: "
                                         "use carrier='native', or x.cpu()"));
   }
   if (!is_linear(reduction) && config.bits != 32) {
-    C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: op '", op, "' at ", config.bits,
+    C10_THROW_ERROR(ValueError, c10::str(caller, ": op '", op, "' at ", config.bits,
                                          " bits; only sum and avg can be quantized: use bits=32"));
   }
 }
 
 Options Options::gradient() const {
-  if (!is_linear(choose(kOps, "op", op))) {
-    C10_THROW_ERROR(NotImplementedError,
-                    c10::str("cgx::quantized_allreduce: op '", op,
-                             "' has no gradient; call it on x.detach() or under torch.no_grad()"));
+  const char* const caller = operator_name(verb);
+  if (!is_linear(choose(kOps, caller, "op", op))) {
+    C10_THROW_ERROR(NotImplementedError, c10::str(caller, ": op '", op,
+                                                  "' has no gradient; call it on x.detach() or "
+                                                  "under torch.no_grad()"));
   }
   Options options = *this;
   // A name of its own: forward and backward calls count their occurrences apart.
   if (!name.empty()) options.name += "/grad";
   ++options.depth;
+  if (verb == CGX_REDUCE_SCATTER) {
+    options.verb = CGX_ALL_GATHER;
+    options.op = "sum";  // an average's caller divides
+  } else if (verb == CGX_ALL_GATHER) {
+    options.verb = CGX_REDUCE_SCATTER;
+  }
   return options;
 }
 
 CallBuilder Options::collective() const {
   CallBuilder call(name);
-  call.fields.verb = CGX_ALLREDUCE;
-  call.fields.op = choose(kOps, "op", op);
+  call.fields.verb = verb;
+  call.fields.op = choose(kOps, operator_name(verb), "op", op);
   call.fields.config = config;
   return call;
 }
 
 // A tuple, because compiled autograd compares whole tuples: all of these shape the program.
-c10::IValue Options::value() const { return std::make_tuple(pack(), group_name, carrier); }
+c10::IValue Options::value() const {
+  return std::make_tuple(pack(), group_name, carrier, int64_t{verb});
+}
 
 Options Options::of(const c10::IValue& value) {
   const std::vector<c10::IValue> e = value.toTuple()->elements().vec();
-  return unpack(e[0].toStringRef(), e[1].toStringRef(), e[2].toStringRef());
+  return unpack(e[0].toStringRef(), e[1].toStringRef(), e[2].toStringRef(),
+                static_cast<int32_t>(e[3].toInt()));
 }
 
 }  // namespace cgx::torch_ops

@@ -34,13 +34,18 @@ struct GivenConfig {
   bool operator==(const GivenConfig&) const = default;
 };
 // The same as one text of all fields, valid until this thread's next call. Throws ValueError.
-std::string_view overridden(const GivenConfig& given);
+std::string_view overridden(const GivenConfig& given, int32_t verb = CGX_ALLREDUCE);
+
+// The public operator of a cgx_verb_t, for errors.
+const char* operator_name(int32_t verb);
 
 struct Options {
   // `config` is a text of cgx_config_parse. Throws ValueError for one that makes no sense.
   Options(std::string_view op, int64_t depth, std::string_view config, std::string_view name,
-          std::string_view group_name, std::string_view carrier = "native");
+          std::string_view group_name, std::string_view carrier = "native",
+          int32_t verb = CGX_ALLREDUCE);
 
+  int32_t verb;  // a cgx_verb_t
   std::string op;
   int64_t depth;  // 0: a forward call, n: the gradient of one of depth n - 1
   std::shared_ptr<const std::string> config_text;
@@ -50,12 +55,12 @@ struct Options {
   std::string group_name;
   std::string carrier;
 
-  // What operators under the public ones take, "op=sum depth=0 bits=4 ... name=": all but the
-  // group and the carrier.
+  // The text that operators under the public ones take, "op=sum depth=0 bits=4 ... name=": all but
+  // the verb, the group and the carrier.
   std::string pack() const;
   // Throws ValueError for what pack() does not write.
   static Options unpack(std::string_view call, std::string_view group_name,
-                        std::string_view carrier = "native");
+                        std::string_view carrier = "native", int32_t verb = CGX_ALLREDUCE);
 
   // Throws ValueError (options) or TypeError (tensor), naming the remedy.
   void check(const at::Tensor& x) const;
@@ -64,8 +69,8 @@ struct Options {
   // Whether torch's own collectives move the bytes.
   bool carried() const { return carrier == "c10d"; }
 
-  // What the gradient of a call with these options is called with. Throws NotImplementedError for
-  // an op without one.
+  // The call that is the gradient of one with these options: of a reduce_scatter an all_gather, of
+  // an all_gather a reduce_scatter. Throws NotImplementedError for an op without one.
   Options gradient() const;
 
   // All but comm, seed, dtype, buffers and segments.

@@ -1,9 +1,10 @@
-"""Quantized allreduce for PyTorch: importing this registers `torch.ops.cgx.*`.
+"""Quantized collectives for PyTorch: importing this registers `torch.ops.cgx.*`.
 
     import torch, cgx_ops.torch
-    y = torch.ops.cgx.quantized_allreduce(x, bits=4)
+    y = cgx_ops.torch.all_reduce(x, bits=4)
 
-In eager and in `torch.compile`, forward and backward; `ops.py` has the operators' description.
+In eager and in `torch.compile`, forward and backward; `functional.py` has the functions, `ops.py`
+the operators under them.
 Importing starts no MPI; the first collective, or `cgx_ops.init()`, does. A call without
 `group_name` reaches all ranks: those of the default process group, else the launcher's.
 
@@ -20,6 +21,7 @@ from cgx_ops.torch import (  # noqa: E402
     backend,
     ddp_unasked,
     errors,
+    functional,
     groups,
     inductor,
     launch,
@@ -29,6 +31,8 @@ from cgx_ops.torch import (  # noqa: E402
 )
 from cgx_ops.torch.backend import BackendOptions, compressed, uncompressed  # noqa: E402
 from cgx_ops.torch.ddp_unasked import hook_state  # noqa: E402
+from cgx_ops.torch.functional import all_gather, all_reduce, reduce_scatter  # noqa: E402
+from cgx_ops.torch.gradients import compress_grads  # noqa: E402
 from cgx_ops.torch.layers import (  # noqa: E402
     exclude_layer,
     forget_models,
@@ -40,6 +44,7 @@ from cgx_ops.torch.rewrite import compress_collectives  # noqa: E402
 
 errors.register()
 ops.register()
+functional.register()
 inductor.register()
 launch.register()
 groups.register()
@@ -50,11 +55,15 @@ work.register()
 
 __all__ = [
     "BackendOptions",
+    "all_gather",
+    "all_reduce",
     "compress_collectives",
+    "compress_grads",
     "compressed",
     "exclude_layer",
     "forget_models",
     "hook_state",
+    "reduce_scatter",
     "register_model",
     "set_quantization_bits",
     "set_quantization_bucket_size",

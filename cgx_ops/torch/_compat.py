@@ -135,6 +135,22 @@ def allow_monitored_barrier(backend: str) -> None:
     distributed.monitored_barrier = monitored_barrier
 
 
+def compile_as_constants(*classes: type) -> None:
+    """Let compiled functions make objects of these classes, and use them as constants.
+
+    Objects are compared with ==, and a function is compiled again for another value. Each class has
+    a method `__fx_repr__`. A release without such types has Dynamo trace the classes' own code.
+    """
+    try:
+        from torch._library.opaque_object import MemberType, register_opaque_type
+    except ImportError:
+        return
+    for each in classes:
+        names = {name for name in dir(each) if not name.startswith("__")}
+        members = dict.fromkeys(names | {"__str__", "__repr__", "__eq__"}, MemberType.USE_REAL)
+        register_opaque_type(each, typ="value", members=members)
+
+
 # ---- for rewrite.py ------------------------------------------------------------------------------
 
 

@@ -119,16 +119,28 @@ _slots_lock = threading.Lock()
 
 def register() -> None:
     """Have operators find the communicators of groups here. Once per process."""
-    _torch_ops.find_groups_by(_id_of)
+    _torch_ops.find_groups_by(_id_of, _size_of)
+
+
+def _size_of(name: str) -> int:
+    """Return the number of a group's ranks; of all ranks for an empty name. Connects no group."""
+    if not name and dist.is_initialized():
+        return dist.get_world_size()
+    group = _compat.group_by_name(name) if name else None
+    return _found(name).size if group is None else group.size()
 
 
 def _id_of(name: str) -> int:
     """Return the id of a group's communicator; of all ranks for an empty name."""
+    return _found(name).id
+
+
+def _found(name: str) -> Communicator:
     try:
         if not name:
-            return world.init().id
+            return world.init()
         group = _compat.group_by_name(name)
-        return (Communicator.find(name) if group is None else communicator_of(group)).id
+        return Communicator.find(name) if group is None else communicator_of(group)
     except NotFound as error:
         raise InvalidArgument(str(error)) from None
     except (InvalidArgument, dist.DistBackendError):

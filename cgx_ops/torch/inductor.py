@@ -1,7 +1,7 @@
 """What torch.compile needs to know of the operators: both are set up when one is first traced.
 
 1. the keys of its caches on disk
-2. a lowering: `quantized_all_reduce_start` is an asynchronous collective
+2. a lowering: `quantized_all_reduce_start` and its kin are asynchronous collectives
 
 With the lowering, inductor keeps all collectives of a graph in one order, can overlap them with
 computation, and leaves a collective's input alone until the wait, so that no copy of it is needed.
@@ -44,10 +44,15 @@ def _register_lowering() -> bool:
     """Register the lowering if inductor is loaded; tell whether that was the last try."""
     if "torch._inductor.lowering" not in sys.modules:
         return False
-    start = torch.ops.cgx.quantized_all_reduce_start
-    lists = torch.ops.cgx.quantized_all_reduce_coalesced_start.default
+    cgx = torch.ops.cgx
+    lists = cgx.quantized_all_reduce_coalesced_start.default
     try:
-        _compat.lower_as_collective(start.default, start.borrow)
+        for start in (
+            cgx.quantized_all_reduce_start,
+            cgx.quantized_reduce_scatter_tensor_start,
+            cgx.quantized_all_gather_into_tensor_start,
+        ):
+            _compat.lower_as_collective(start.default, start.borrow)
         _compat.lower_as_collective(lists, lists)
     except (ImportError, AttributeError) as error:
         _log.warning(
