@@ -3,7 +3,6 @@
 import ctypes
 import dataclasses
 import importlib
-import inspect
 import pickle
 from typing import Any, get_args
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from cgx_ops import CgxError, Config, InvalidArgument, _native, environment
-from cgx_ops.config import Algorithm, Compressor, Keywords, Rounding
+from cgx_ops.config import Algorithm, Compressor, Rounding
 
 
 def test_defaults() -> None:
@@ -254,17 +253,6 @@ def test_config_names_the_field_at_fault() -> None:
     assert caught.value.field is None
 
 
-JAX_FUNCTIONS = ["psum_q", "pmean_q", "allreduce_q", "psum_scatter_q", "all_gather_q"]
-KEYWORDS = dict.fromkeys(Keywords.__annotations__)
-
-
-@pytest.mark.parametrize("name", JAX_FUNCTIONS)
-def test_keywords_of_jax(name: str) -> None:
-    pytest.importorskip("jax")
-    signature = inspect.signature(getattr(importlib.import_module("cgx_ops.jax"), name))
-    assert options_in({p.name: p.default for p in signature.parameters.values()}) == KEYWORDS
-
-
 OVERRIDES: list[tuple[Config, dict[str, Any]]] = [
     (Config(), {}),
     (Config(3, 64), {"bits": 2, "rounding": "nearest"}),
@@ -314,11 +302,6 @@ def test_operators_of_torch_have_no_defaults_of_their_own() -> None:
             'str? compressor=None, str? rounding=None, str config="", str name="", '
             'str carrier="native") ->'
         ) in schema
-
-
-def options_in(defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the defaults of the arguments that are options: a call has four beside config."""
-    return {name: value for name, value in defaults.items() if name in fields()}
 
 
 # ---- the environment -----------------------------------------------------------------------------

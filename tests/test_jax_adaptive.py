@@ -108,5 +108,3 @@ def test_the_snippet_of_the_documentation() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="compressor is 'topk'"):
         statistics({}, compressor="topk")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"'auto' must be decided before: bits=cgx_ops.bits_for"):
-        psum_q(np.ones(100, np.float32), "d", bits="auto")  # pyright: ignore[reportArgumentType]

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import inspect
 import pkgutil
 from typing import Any
 
@@ -11,13 +12,23 @@ import pytest
 from jax_cases import SRA, expected, mesh_of, normal, on_mesh, same_bits, seed_of, use_cpu_devices
 
 import cgx_ops.jax
-from cgx_ops import Config, Rules
+from cgx_ops import Config, Rules, _native
 from cgx_ops.jax import psum_q
 
 use_cpu_devices(8)
 
 KEY, MESH = jax.random.key(11), mesh_of((8,), ("d",))
 X = normal(6, 8, 4096)
+
+KEYWORDS = {"bits", "bucket_size", "compressor", "rounding"}
+FOR_GRADIENTS: list[Any] = [
+    cgx_ops.jax.compress_grads, cgx_ops.jax.value_and_grad, cgx_ops.jax.average_gradients,
+    cgx_ops.jax.power_sgd, cgx_ops.jax.deep_gradient, cgx_ops.jax.one_bit_adam, cgx_ops.jax.diloco,
+]  # fmt: skip
+CALLS: list[Any] = [
+    psum_q, cgx_ops.jax.pmean_q, cgx_ops.jax.allreduce_q, cgx_ops.jax.psum_scatter_q,
+    cgx_ops.jax.all_gather_q, *FOR_GRADIENTS,
+]  # fmt: skip
 
 
 def total(**options: Any) -> Any:
@@ -27,6 +38,19 @@ def total(**options: Any) -> Any:
 def test_no_function_has_the_name_of_a_module() -> None:
     modules = {module.name for module in pkgutil.iter_modules(cgx_ops.jax.__path__)}
     assert not modules & set(cgx_ops.jax.__all__)
+
+
+def test_all_calls_take_the_same_options() -> None:
+    """`config` and four keywords beside it. Only signum has no keywords."""
+    for call in CALLS:
+        taken = inspect.signature(call).parameters
+        fields = {row["name"] for row in _native.CONFIG_FIELDS}
+        if call is cgx_ops.jax.deep_gradient:  # its own
+            fields -= {"density", "clip"}
+        assert taken.keys() & fields == KEYWORDS
+        assert all(taken[name].default is None for name in {"config", *KEYWORDS})
+        rules = taken.get("rules")
+        assert rules is None or rules.default == (Rules() if call in FOR_GRADIENTS else None)
 
 
 @pytest.mark.parametrize("name", ["psum", "scatter_gather", "allreduce", "gradients", "optimizer"])
