@@ -13,7 +13,7 @@ from jax_cases import SRA, expected, mesh_of, normal, on_mesh, same_bits, seed_o
 
 import cgx_ops.jax
 from cgx_ops import Config, Rules, _native
-from cgx_ops.jax import psum_q
+from cgx_ops.jax import average_gradients, psum_q
 
 use_cpu_devices(8)
 
@@ -75,3 +75,33 @@ def test_rounding_is_obeyed(carrier: Any) -> None:
     )
     rules = Rules([("", {"rounding": "shift"})], exact_vectors=False)
     assert same_bits(total(config=SRA, rules=rules, **options), shift)
+
+
+def test_residuals_by_rules() -> None:
+    """Rules set feedback and its decay for each leaf."""
+    rules = Rules([("a", {"error_feedback": False}), ("b", {"residual_decay": 0.5})])
+    optimizer = average_gradients("d", bits=2, rules=rules, mesh=MESH)
+    tree = {name: normal(i, 8, 40, 30) for i, name in enumerate("abc")}
+    state: Any = optimizer.init({name: leaf[0] for name, leaf in tree.items()})
+    kept = {name: leaf is not None for name, leaf in state.residual.items()}
+    assert kept == {"a": False, "b": True, "c": True}
+
+    def step(scale: float) -> Any:
+        old = {
+            name: None if x is None else scale * tree[name] for name, x in state.residual.items()
+        }
+        given = {name: x for name, x in old.items() if x is not None}
+
+        def body(rows: Any, lost: Any) -> Any:
+            residual = {"a": None} | {name: e[None] for name, e in lost.items()}
+            return optimizer.update(rows, state._replace(residual=residual))[0]
+
+        return on_mesh(MESH, body)(tree, given)
+
+    whole, half = step(1.0), step(0.5)
+    again = on_mesh(
+        MESH, lambda v, e: cgx_ops.jax.pmean_q(v, "d", bits=2, residual=e)[0]
+    )(tree["b"], 0.5 * tree["b"])  # fmt: skip
+    assert same_bits(whole["b"], again)
+    assert same_bits(whole["a"], half["a"])
+    assert not same_bits(whole["c"], half["c"])
