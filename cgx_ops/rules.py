@@ -162,20 +162,6 @@ class Rules:
 
         return config.keeps_residuals or any(map(keeps, self.rules))
 
-    def configs(self, config: Config) -> list[Config]:
-        """Return `config`, and what each rule alone makes of it.
-
-        Raises:
-            InvalidArgument (a ValueError): a rule and `config` exclude each other.
-        """
-        found = [config]
-        for rule in self.rules:
-            try:
-                found.append(config.with_own(**_with_bits(dict(rule.settings), config)))
-            except InvalidArgument as error:
-                raise InvalidArgument(f"the rule '{rule.label}': {error}") from None
-        return found
-
     def warn_of_unmatched(self, names: Iterable[str], where: str = "") -> None:
         """Warn, once per pattern, of each rule that matches none of a model's parameters.
 

@@ -17,18 +17,18 @@ from cgx_ops.torch import averager, ddp, diloco, fsdp, optim
 _INTRODUCTION = """\
 # The three APIs side by side
 
-Every public call that sends values, with its arguments and their defaults. `=` without a value is a
-required argument, `-` a call that does not have it. This page is generated:
-`python docs/generate_interfaces.py > docs/interfaces.md`. [options.md](options.md) has the fields of `Config`.
+Every public call that sends values, with its arguments and their defaults. `=` without a value is
+a required argument, `-` a call that does not have it. [options.md](options.md) has the fields of
+`Config`. This page is generated: `python docs/generate_interfaces.py > docs/interfaces.md`.
 
 What differs, and why:
 
-- **Names of the calls** are those of the framework: `psum`, `pmean` and `all_gather` in JAX, `all_reduce`
-  in PyTorch, methods of a communicator in numpy.
-- **Ranks** are a communicator in numpy, a process group (`group`, `process_group`) in PyTorch and mesh axes
-  (`axis_name`) in JAX.
+- **Names of the calls** are those of the framework: `psum`, `pmean` and `all_gather` in JAX,
+  `all_reduce` in PyTorch, methods of a communicator in numpy.
+- **Ranks** are a communicator in numpy, a process group (`group`, `process_group`) in PyTorch and
+  mesh axes (`axis_name`) in JAX.
 - **`key`** is JAX's source of randomness. PyTorch and numpy have seeds and counters instead.
-- **`out`**, `segments` and `timeout` belong to numpy: frameworks own their memory and their messages.
+- **`out`**, `segments` and `timeout` belong to numpy: frameworks own memory and messages.
 - **`fuse`** divides a JAX tree into messages. PyTorch's buckets do that for DDP.
 - **`mesh`**, `in_specs` and `argnums` are arguments of `jax.shard_map` and `jax.value_and_grad`.
 - **`carrier`** names the framework's own collectives as the transport: "c10d" or "xla".

@@ -190,8 +190,18 @@ def test_settings_that_exclude_each_other() -> None:
     says = "rules 'head.proj', 'head' for parameter 'head.proj.weight': .*from 1 to 4"
     with pytest.raises(InvalidArgument, match=says):
         rules.of("head.proj.weight", 2, CONFIG)
-    with pytest.raises(InvalidArgument, match=r"the rule 'a': .*does not have"):
-        Rules([("a", {"density": 0.1})]).configs(CONFIG)
+    with pytest.raises(InvalidArgument, match=r"rules 'a' for parameter 'a.b': .*does not have"):
+        Rules([("a", {"density": 0.1})]).of("a.b", 2, CONFIG)
+    # Another rule may set the compressor.
+    both = Rules([("a.b", {"density": 0.1}), ("a", {"compressor": "topk"})])
+    assert both.of("a.b", 2, CONFIG).density == 0.1
+
+
+def test_who_may_keep_residuals() -> None:
+    assert not Rules([("a", 8)]).may_keep_residuals(CONFIG)
+    assert Rules([("a", {"compressor": "levels"})]).may_keep_residuals(CONFIG)
+    assert Rules([("a", {"error_feedback": True})]).may_keep_residuals(CONFIG)
+    assert Rules([("a", {"density": 0.1})]).may_keep_residuals(CONFIG)  # of another's topk
 
 
 def test_values_are_plain_and_rules_equal_hashable_and_picklable() -> None:

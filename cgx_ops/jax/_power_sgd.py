@@ -92,8 +92,8 @@ def power_sgd(
         batched: whether all leaves together, one behind the other, are one nearly square matrix,
           and no rule applies: fewer bytes and products, and a worse average.
         warm_start: whether a step begins with the last one's Q, or with one that is drawn anew.
-        config: as of `psum_q`, of leaves that are not factored. `error_feedback=False` leaves all
-          residuals out; else factored leaves have residuals, and others as in
+        config: how leaves travel that are not factored; None: exact. `error_feedback=False`
+          leaves all residuals out; else factored leaves have residuals, and others as in
           `average_gradients`. `residual_decay` is the part of residuals that is added. Its
           algorithm is that of P and Q too, which are rounded to nearest.
         bits: overrides this field of `config`, as do the next three.
@@ -119,6 +119,8 @@ def power_sgd(
     rank = require_integer(f"{_CALLER}: rank", rank, 1)
     start = require_integer(f"{_CALLER}: start", start, 0)
     rate = low_rank.checked_rate(min_compression_rate)
+    if config is bits is compressor is None:
+        bits = EXACT_BITS
     options = checked_options(
         _CALLER, config, bits, bucket_size, compressor, rounding,
         key=key, name=name, rules=rules, carrier=carrier,

@@ -13,13 +13,14 @@ That differences are what to quantize: Reisizadeh et al.: FedPAQ, AISTATS 2020.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
 from cgx_ops import Config, Rules
+from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.torch.arithmetic import full_precision
 from cgx_ops.torch.exchange import Carriers, Exchange, check_parameters
@@ -72,6 +73,7 @@ class QuantizedModelAverager(ModelAverager):
         rules: Rules = Rules(),  # noqa: B008  (immutable)
         carrier: Carriers = "native",
         seed: int = 0,
+        **keywords: Unpack[Keywords],
     ) -> None:
         """Make an averager, equal on all ranks.
 
@@ -84,6 +86,7 @@ class QuantizedModelAverager(ModelAverager):
             rules: settings of parameters by their place in the list: "0", "1".
             carrier: who moves the bytes, as of cgx_ops.torch.ddp.QuantizedAllreduceState.
             seed: of the noise.
+            **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
 
         Raises:
             InvalidArgument (a ValueError): an argument is out of its range.
@@ -92,7 +95,9 @@ class QuantizedModelAverager(ModelAverager):
         self.warmup_steps = require_integer(f"{_CALLER}: warmup_steps", warmup_steps, 0)
         super().__init__(process_group)
         self.last = Average()
-        self.exchange = Exchange(_CALLER, process_group, config, carrier, rules, seed)
+        self.exchange = Exchange(
+            _CALLER, process_group, config_of(config, **keywords), carrier, rules, seed
+        )
 
     @full_precision()
     def average_parameters(

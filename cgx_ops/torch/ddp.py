@@ -22,7 +22,7 @@ backend "cgx".
 import copy
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Config, Rules
 from cgx_ops.break_even import require_choice
+from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner import AdaptiveBits
 from cgx_ops.rules import EXACT_BITS
@@ -118,11 +119,12 @@ class QuantizedAllreduceState(HookState):
         unsupported: Literal["refuse", "exact"] = "refuse",
         auto_bits: bool = False,
         adaptive: AdaptiveBits | None = None,
+        **keywords: Unpack[Keywords],
     ) -> None:
-        """Make a state; config None: Config()."""
+        """Make a state; config None: Config(). Keywords replace fields of config: bits, ..."""
         if unsupported not in ("refuse", "exact"):
             raise InvalidArgument(f"unsupported is {unsupported!r}; it must be 'refuse' or 'exact'")
-        super().__init__(process_group, config, rules, carrier, seed)
+        super().__init__(process_group, config_of(config, **keywords), rules, carrier, seed)
         self.unsupported = unsupported
         self.auto_bits = auto_bits
         self.adaptive = adaptive

@@ -8,13 +8,14 @@ The hook is in ddp_deep_gradient.py.
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cgx_ops import Config, Rules
+from cgx_ops.config import Keywords, config_of
 from cgx_ops.deep_gradient import Method, checked_config
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.log import Tensors
@@ -73,13 +74,16 @@ class DeepGradientState(HookState):
         config: Config | None = None,
         rules: Rules | None = None,
         carrier: Literal["native", "c10d"] = "native",
+        **keywords: Unpack[Keywords],
     ) -> None:
         """Make a state; config None: Config(compressor="topk").
+
+        Keywords replace fields of config: bits, bucket_size, compressor, rounding.
 
         Raises:
             InvalidArgument (a ValueError): an argument is out of its range.
         """
-        config = Config(compressor="topk") if config is None else config
+        config = config_of(config or Config(compressor="topk"), **keywords)
         super().__init__(process_group, config, rules, carrier, seed=0)
         checked_config(self.config)
         self.density = density

@@ -15,13 +15,14 @@ as buckets, in any PyTorch, and another plan needs no other buckets.
 
 import threading
 from collections import Counter
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from cgx_ops import Config, Rules
+from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import CgxError, InvalidArgument, MismatchError
 from cgx_ops.planner import Plan
 from cgx_ops.rules import EXACT_BITS
@@ -64,11 +65,12 @@ class PlannedAllreduceState(HookState):
         *,
         rules: Rules | None = None,
         seed: int = 0,
+        **keywords: Unpack[Keywords],
     ) -> None:
-        """Make a state; config None: Config()."""
+        """Make a state; config None: Config(). Keywords replace fields of config: bits, ..."""
         if not isinstance(plan, Plan):
             raise InvalidArgument(f"plan is {plan!r}; give a cgx_ops.planner.Plan")
-        super().__init__(process_group, config, rules, "native", seed)
+        super().__init__(process_group, config_of(config, **keywords), rules, "native", seed)
         self.plan = plan
 
     def connect(self) -> None:

@@ -7,13 +7,14 @@ ddp_power_sgd.py.
 import logging
 import re
 from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from cgx_ops import Config, Rules, low_rank
+from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.log import Tensors
 from cgx_ops.rules import EXACT_BITS
@@ -121,14 +122,18 @@ class PowerSGDState(HookState):
         batch_tensors_with_same_shape: bool = False,
         factor_bits: int = 32,
         carrier: Literal["native", "c10d"] = "native",
+        **keywords: Unpack[Keywords],
     ) -> None:
-        """Make a state; config None: Config(bits=32), exact values for tensors that are not factored.
+        """Make a state; config None: tensors that are not factored travel exact.
+
+        Keywords replace fields of config: bits, bucket_size, compressor, rounding.
 
         Raises:
             InvalidArgument (a ValueError): an argument is out of its range.
         """
-        config = Config(bits=EXACT_BITS) if config is None else config
-        super().__init__(process_group, config, rules, carrier, seed=0)
+        if config is keywords.get("compressor") is None:
+            keywords = {"bits": EXACT_BITS, **keywords}
+        super().__init__(process_group, config_of(config, **keywords), rules, carrier, seed=0)
         if feedback not in ("local", "torch"):
             raise InvalidArgument(f"feedback is {feedback!r}; it must be 'local' or 'torch'")
         if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:

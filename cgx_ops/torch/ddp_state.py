@@ -52,7 +52,7 @@ class HookState:
     def __init__(
         self,
         process_group: dist.ProcessGroup | None,
-        config: Config | None,
+        config: Config,
         rules: Rules | None,
         carrier: str,
         seed: int,
@@ -61,12 +61,6 @@ class HookState:
             raise InvalidArgument(f"carrier is {carrier!r}; it must be 'native' or 'c10d'")
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise InvalidArgument(f"process_group is {process_group!r}; it must be one, or None")
-        config = Config() if config is None else config
-        if not isinstance(config, Config):
-            raise InvalidArgument(
-                f"config is {config!r}; give cgx_ops.Config(bits=, bucket_size=, minimal_size=); "
-                "minimal_size is CGXState's layer_min_size"
-            )
         config = by_hosts(config)
         check_carrier(carrier, config)
         self.process_group = process_group

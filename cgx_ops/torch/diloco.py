@@ -25,7 +25,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex, Unpack
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from cgx_ops import Config, Rules
+from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import InvalidArgument, Unsupported
 from cgx_ops.outer_loop import Schedule, strided
 from cgx_ops.torch import diloco_ranks
@@ -103,6 +104,7 @@ class DiLoCo:
         carrier: Carriers = "native",
         backup_device: torch.device | str | None = None,
         pin_memory: bool = True,
+        **keywords: Unpack[Keywords],
     ) -> None:
         """Make all ranks begin with the parameters of the first one. Collective.
 
@@ -130,6 +132,7 @@ class DiLoCo:
             backup_device: where anchors and the outer optimizer's state lie; None: with the
                 parameters. "cpu" frees a GPU's memory.
             pin_memory: whether anchors on the CPU of a model on a GPU lie in pinned memory.
+            **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
 
         Raises:
             InvalidArgument (a ValueError): an argument is out of its range, or ranks differ in it,
@@ -137,9 +140,7 @@ class DiLoCo:
             TypeError: a parameter is complex, sparse or of float64.
             RuntimeError: a peer is late or gone.
         """
-        config = Config(error_feedback=True) if config is None else config
-        if not isinstance(config, Config):
-            raise InvalidArgument(f"{CALLER}: config is {config!r}; give cgx_ops.Config(bits=4)")
+        config = config_of(config or Config(error_feedback=True), **keywords)
         count = fragments if isinstance(fragments, SupportsIndex) else len(fragments)
         self.schedule = Schedule(sync_every, count, fragment_sync_delay, fragment_update_alpha)
         named = [(name, p) for name, p in named_layers(model) if p.requires_grad]

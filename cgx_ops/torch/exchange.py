@@ -84,7 +84,7 @@ class Exchange(HookState):
         self,
         caller: str,
         process_group: dist.ProcessGroup | None,
-        config: Config | None,
+        config: Config,
         carrier: Carriers,
         rules: Rules = Rules(),  # noqa: B008  (immutable)
         seed: int = 0,

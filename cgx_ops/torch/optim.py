@@ -11,12 +11,13 @@ CommHookType.NOOP, which copies parameters and buffers at the start. What both d
 exchanging_optimizer.py.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 
 from cgx_ops import Config, Rules
+from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import InvalidArgument, require_integer, require_share
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch.exchange import Carriers, Exchange
@@ -63,6 +64,7 @@ class OneBitAdam(ExchangingOptimizer):
         rules: Rules = Rules(),  # noqa: B008  (immutable)
         carrier: Carriers = "native",
         seed: int = 0,
+        **keywords: Unpack[Keywords],
     ) -> None:
         """Make an optimizer, equal on all ranks.
 
@@ -79,6 +81,7 @@ class OneBitAdam(ExchangingOptimizer):
             rules: settings of parameters by their place in the groups: "0", "1".
             carrier: who moves the bytes, as of cgx_ops.torch.ddp.QuantizedAllreduceState.
             seed: of the noise.
+            **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
 
         Raises:
             InvalidArgument (a ValueError): an argument is out of its range.
@@ -86,8 +89,8 @@ class OneBitAdam(ExchangingOptimizer):
         """
         # At least 1, for v to be more than 0.
         self.warmup_steps = require_integer("OneBitAdam: warmup_steps", warmup_steps, 1)
-        config = Config(compressor="levels", bits=1) if config is None else config
-        if isinstance(config, Config) and config.compressor == "sign" and config.bits != EXACT_BITS:
+        config = config_of(config or Config(compressor="levels", bits=1), **keywords)
+        if config.compressor == "sign" and config.bits != EXACT_BITS:
             raise InvalidArgument("OneBitAdam: a vote has no magnitude: use Signum")
         exchange = Exchange("OneBitAdam", process_group, config, carrier, rules, seed)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -152,6 +155,7 @@ class Signum(ExchangingOptimizer):
         weight_decay: float = 0.0,
         *,
         process_group: dist.ProcessGroup | None = None,
+        config: Config | None = None,
         carrier: Carriers = "native",
     ) -> None:
         """Make an optimizer, equal on all ranks.
@@ -162,14 +166,20 @@ class Signum(ExchangingOptimizer):
             momentum: at least 0 (signSGD) and less than 1.
             weight_decay: at least 0.
             process_group: whose ranks vote; None: the default group.
+            config: how votes travel; its compressor is "sign". None: Config(compressor="sign").
             carrier: who moves the bytes, as of cgx_ops.torch.ddp.QuantizedAllreduceState.
 
         Raises:
             InvalidArgument (a ValueError): an argument is out of its range.
             TypeError: a parameter is complex, sparse or of float64.
         """
-        votes, every = Config(compressor="sign"), Rules(exact_vectors=False)
-        exchange = Exchange("Signum", process_group, votes, carrier, every)
+        config = config_of(config or Config(compressor="sign"))
+        if config.compressor != "sign" or config.bits == EXACT_BITS:
+            raise InvalidArgument(
+                f"Signum: config is {config}; give one with compressor='sign', whose sum is a vote"
+            )
+        every = Rules(exact_vectors=False)
+        exchange = Exchange("Signum", process_group, config, carrier, every)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, exchange)
 
