@@ -12,12 +12,12 @@ import cgx_ops.jax
 import cgx_ops.torch
 from cgx_ops import Communicator
 from cgx_ops.config import Keywords
-from cgx_ops.torch import averager, ddp, diloco, fsdp, optim
+from cgx_ops.torch import ddp, diloco, optim
 
 _INTRODUCTION = """\
 # The three APIs side by side
 
-Every public call that sends values, with its arguments and their defaults. `=` without a value is
+The calls that several APIs have, with its arguments and their defaults. `=` without a value is
 a required argument, `-` a call that does not have it. [options.md](options.md) has the fields of
 `Config`. This page is generated: `python docs/generate_interfaces.py > docs/interfaces.md`.
 
@@ -30,7 +30,7 @@ What differs, and why:
 - **`key`** is JAX's source of randomness. PyTorch and numpy have seeds and counters instead.
 - **`out`**, `segments` and `timeout` belong to numpy: frameworks own memory and messages.
 - **`fuse`** divides a JAX tree into messages. PyTorch's buckets do that for DDP.
-- **`mesh`**, `in_specs` and `argnums` are arguments of `jax.shard_map` and `jax.value_and_grad`.
+- **`mesh`** is that of `jax.shard_map`.
 - **`carrier`** names the framework's own collectives as the transport: "c10d" or "xla".
 - **State** is an argument of optax transformations and an object of its own in PyTorch, so DDP
   states have `process_group`, `unsupported` and `adaptive`.
@@ -49,7 +49,6 @@ _CALLS: _Calls = [
     ),
     ("Gather", Communicator.all_gather, cgx_ops.torch.all_gather, cgx_ops.jax.all_gather_q),
     ("Gradients in backward", None, cgx_ops.torch.compress_grads, cgx_ops.jax.compress_grads),
-    ("Sharded training", None, fsdp.compress, cgx_ops.jax.value_and_grad),
     (
         "Gradients with error feedback",
         None,
@@ -61,10 +60,10 @@ _CALLS: _Calls = [
     ("1-bit Adam", None, optim.OneBitAdam, cgx_ops.jax.one_bit_adam),
     ("SigNUM", None, optim.Signum, cgx_ops.jax.signum),
     ("DiLoCo", None, diloco.DiLoCo, cgx_ops.jax.diloco),
-    ("Post-local SGD", None, averager.QuantizedModelAverager, None),
-    ("Process groups", None, cgx_ops.torch.BackendOptions, None),
-    ("Encoding alone", cgx_ops.quantize, None, None),
 ]
+
+
+_KEYWORDS = "`, `".join(Keywords.__annotations__)
 
 
 def arguments_of(call: Callable[..., Any] | None) -> dict[str, str]:
@@ -76,15 +75,17 @@ def arguments_of(call: Callable[..., Any] | None) -> dict[str, str]:
         if name == "self" or name.startswith("_"):
             continue
         if parameter.kind is parameter.VAR_KEYWORD and "Keywords" in str(parameter.annotation):
-            found |= dict.fromkeys(Keywords.__annotations__, "None")
+            found[_KEYWORDS] = "None"
+            continue
+        if name in Keywords.__annotations__:
+            assert parameter.default is None
+            found[_KEYWORDS] = "None"
             continue
         default = parameter.default
         if default is parameter.empty:
             found[name] = "="
-        elif callable(default) or "factory" in repr(default):  # of a dataclass
-            found[name] = "from the environment"
         else:
-            found[name] = str(default) if isinstance(default, cgx_ops.Config) else repr(default)
+            found[name] = "Rules()" if default == cgx_ops.Rules() else repr(default)
     return found
 
 

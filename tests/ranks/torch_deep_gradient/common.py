@@ -26,7 +26,8 @@ def hooked(
     **options: Any,
 ) -> Hooked:
     model = DistributedDataParallel(module or network(), **(wrapper or {}))
-    state = ddp.DeepGradientState(**{"density": DENSITY, **options})
+    options.setdefault("density", DENSITY)
+    state = ddp.DeepGradientState(**options)
     model.register_comm_hook(state, hook)
     return model, state
 

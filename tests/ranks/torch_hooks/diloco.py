@@ -457,11 +457,12 @@ def ranks_that_differ() -> None:
     if SIZE == 1:
         return
     last = RANK == SIZE - 1
-    for options, words in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"sync_every": 4 if last else 2}, "rank 0 has sync_every 2, rank"),
         ({"config": LEVELS if last else NEAREST}, "has config"),
         ({"outer_optimizer": halves if last else None}, "has outer_optimizer SGD"),
-    ):
+    ]
+    for options, words in cases:
         fails(InvalidArgument, words, lambda o=options: DiLoCo(network(), **{"sync_every": 2, **o}))
     wide = nn.Linear(24, 25 if last else 24)
     fails(InvalidArgument, "parameter 0 weight float32[24, 24]", lambda: DiLoCo(wide, sync_every=2))

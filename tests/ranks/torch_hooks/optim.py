@@ -36,10 +36,9 @@ from cgx_ops.torch.ddp import CommHookType
 from cgx_ops.torch.optim import OneBitAdam, Signum
 
 SHIFT = 0.1  # between ranks' data
+ADAM: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.01, "warmup_steps": 10}
 MAKERS: dict[str, Any] = {
-    "one_bit_adam": lambda params, **options: OneBitAdam(
-        params, **{"lr": 0.01, "weight_decay": 0.01, "warmup_steps": 10, **options}
-    ),
+    "one_bit_adam": lambda params, **options: OneBitAdam(params, **ADAM | options),
     "signum": lambda params, **options: Signum(
         params, **{"lr": 0.002, "weight_decay": 0.01, **options}
     ),
