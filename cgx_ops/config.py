@@ -224,7 +224,7 @@ def accepted_values(name: str) -> str:
 def check_config(config: Config | None) -> None:
     """Refuse what is no Config, where one may be left out."""
     if config is not None and not isinstance(config, Config):
-        remedy = "; give Rules as rules=" if hasattr(config, "rules") else ""
+        remedy = "; calls with several tensors take rules=" if hasattr(config, "rules") else ""
         raise InvalidArgument(f"config is {config!r}; it must be a cgx_ops.Config, or None{remedy}")
 
 

@@ -27,12 +27,14 @@ What differs, and why:
   `all_reduce` in PyTorch, methods of a communicator in numpy.
 - **Ranks** are a communicator in numpy, a process group (`group`, `process_group`) in PyTorch and
   mesh axes (`axis_name`) in JAX.
+- **`op`** is an argument in numpy and PyTorch. JAX has a function for each (`psum_q`, `pmean_q`),
+  and its `compress_grads` sums, as `jax.grad` does.
 - **`key`** is JAX's source of randomness. PyTorch and numpy have seeds and counters instead.
 - **`out`**, `segments` and `timeout` belong to numpy: frameworks own memory and messages.
 - **`fuse`** divides a JAX tree into messages. PyTorch's buckets do that for DDP.
 - **`mesh`** is that of `jax.shard_map`.
 - **`carrier`** names the framework's own collectives as the transport: "c10d" or "xla".
-- **State** is an argument of optax transformations and an object of its own in PyTorch, so DDP
+- **State** is an argument of optax transformations and a separate object in PyTorch, so DDP
   states have `process_group`, `unsupported` and `adaptive`.
 - **PowerSGD** has the argument names of torch's PowerSGDState in PyTorch.
 """

@@ -22,7 +22,6 @@ def pytest_report_header() -> list[str]:
     bindings = [name for name in ("torch", "jax") if name in _native.built_with()]
     return [
         f"cgx_ops: {cgx_ops.__version__}, bindings: {', '.join(bindings) or 'none'}",
-        f"MPI: {build['mpi']}",
         f"CPU target: {build['cpu_target']} of {', '.join(build['cpu_targets'])}",
     ]
 

@@ -16,6 +16,7 @@ from cgx_ops import (
     DeadlineExceeded,
     InvalidArgument,
     NotFound,
+    Rules,
     Segment,
     Unsupported,
 )
@@ -115,6 +116,9 @@ _READ_ONLY.flags.writeable = False
         (lambda: cgx_ops.init().reduce_scatter(np.float32(1), config=EXACT), "first axis"),
         (lambda: _world(_BASE, name=5), "name is 5; it must be a text"),
         (lambda: cgx_ops.allreduce(_BASE, "sum", cast(Any, 4)), "config is 4; it must be a"),
+        (lambda: cgx_ops.allreduce(_BASE, config=cast(Any, Rules())), r"is Rules.*take rules="),
+        (lambda: _world(_BASE, bits="4"), "bits is '4'; it must be an integer"),
+        (lambda: _world(_BASE, rounding="up"), "rounding is 'up'; it must be one of"),
         (lambda: Communicator.local(0), "size is 0"),
         (lambda: Communicator.local(2, timeout=-1), "timeout is -1"),
         (lambda: Communicator.create(0, 1, lambda mine: [mine], "x", timeout=0), "timeout is 0"),

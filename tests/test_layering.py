@@ -19,7 +19,7 @@ ALLOWED = {
     "config.h": set(),
     "compressor": {"base", "kernel", "config.h", "compressor"},
     "transport": {"base", "transport"},
-    "plan.h": {"base", "compressor"},
+    "plan.h": {"base", "config.h", "compressor"},
     "algorithm": {"base", "kernel", "compressor", "plan.h", "transport", "algorithm"},
     "device": {"base", "kernel", "compressor", "plan.h", "transport", "algorithm", "device"},
     "cuda": {"base", "kernel", "transport", "device", "cuda"},
@@ -36,9 +36,9 @@ ALLOWED = {
     },
 }
 # Its enums and status codes are everybody's.
-WAIST = {f"cgx/{header}.h" for header in ("cgx", "config", "status")}
+WAIST = {f"cgx/{header}.h" for header in ("cgx", "config", "status", "verb")}
 # Helpers in C++ that bindings share.
-SHARED = {"cgx/call_seeds.h", "cgx/completion_pool.h"}
+SHARED = {"cgx/call.h", "cgx/call_seeds.h", "cgx/completion_pool.h"}
 
 
 def _sources(folder: Path = CORE) -> Iterator[tuple[Path, str]]:

@@ -253,11 +253,11 @@ def test_a_divisor_must_be_the_same() -> None:
 )
 def test_what_segments_take_from_the_call_must_be_the_same(own: int, other: Any) -> None:
     """Whichever of them has a compressor of its own."""
-    segments = [Segment(1000 * i, 1000) for i in range(3)]
-    segments[own] = replace(segments[own], compressor="onebit")
 
     def rank_of(rank: int, comm: Communicator) -> None:
         config = Config(**(other if rank else {}))
+        segments = [Segment(1000 * i, 1000) for i in range(3)]
+        segments[own] = replace(segments[own], config=config.with_own(compressor="onebit"))
         with pytest.raises(MismatchError):
             comm.allreduce(np.ones(3000, np.float32), config=config, segments=segments)
 

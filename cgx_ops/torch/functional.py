@@ -16,7 +16,7 @@ from cgx_ops.call import Op
 from cgx_ops.config import Compressor, Rounding, check_config
 from cgx_ops.torch import _compat
 
-# What names the ranks of a call; None: all.
+# The ranks of a call; None: all.
 Group = dist.ProcessGroup | DeviceMesh | str | None
 
 

@@ -126,7 +126,7 @@ def by_jax() -> None:
             y = np.asarray(jax.jit(reduce)(on_devices(rows)).addressable_data(0))[0]
             assert np.array_equal(y, mean_of_kept(rows)), (carrier, numel)
 
-    optimizer = cgx_ops.jax.average_gradients("d", bits=BITS, mesh=mesh)
+    optimizer = cgx_ops.jax.average_gradients("d", bits=BITS, rules=None, mesh=mesh)
     state = optimizer.init(jnp.zeros(5000))
     specs = cgx_ops.jax.state_specs(optimizer, jnp.zeros(5000), "d")
 

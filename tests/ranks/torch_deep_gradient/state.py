@@ -157,7 +157,7 @@ def bad_arguments() -> None:
         ({"config": Config(compressor="topk", residual_decay=0.9)}, "residual_decay 0.9"),
         ({"config": Config(compressor="topk", error_feedback=False)}, "error_feedback is False"),
         ({"carrier": "mpi"}, "carrier is 'mpi'; it must be 'native' or 'c10d'"),
-        ({"config": 4}, "config is 4; give cgx_ops.Config"),
+        ({"config": 4}, "config is 4; it must be a cgx_ops.Config"),
     ]
     for options, words in refused:
         fails(InvalidArgument, words, lambda own=options: ddp.DeepGradientState(**own))

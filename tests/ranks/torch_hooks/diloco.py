@@ -462,8 +462,10 @@ def ranks_that_differ() -> None:
         ({"config": LEVELS if last else NEAREST}, "has config"),
         ({"outer_optimizer": halves if last else None}, "has outer_optimizer SGD"),
     ]
+    make: Any = DiLoCo
     for options, words in cases:
-        fails(InvalidArgument, words, lambda o=options: DiLoCo(network(), **{"sync_every": 2, **o}))
+        given = {"sync_every": 2} | options
+        fails(InvalidArgument, words, lambda o=given: make(network(), **o))
     wide = nn.Linear(24, 25 if last else 24)
     fails(InvalidArgument, "parameter 0 weight float32[24, 24]", lambda: DiLoCo(wide, sync_every=2))
 

@@ -240,7 +240,7 @@ def bad_arguments() -> None:
         ({"random_seed": -1}, "random_seed is -1; it must be 0 to 2**32 - 1"),
         ({"factor_bits": 4}, "factor_bits is 4; it must be one of 32, 16, 8"),
         ({"carrier": "mpi"}, "carrier is 'mpi'; it must be 'native' or 'c10d'"),
-        ({"config": 4}, "config is 4; give cgx_ops.Config"),
+        ({"config": 4}, "config is 4; it must be a cgx_ops.Config"),
     ]
     for options, words in refused:
         fails(InvalidArgument, words, lambda own=options: ddp.PowerSGDState(**own))
