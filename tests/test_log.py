@@ -17,8 +17,8 @@ STARTS = {
     "fsdp": "cgx: FSDP2 in 4 bits, 2 ranks, shared memory; 4 tensors, 2 of them exact",
     "operators": "cgx: operators in 4 bits, 2 ranks, shared memory",
     "carried operators": "cgx: operators in 4 bits, 2 ranks, torch's collectives",
-    "power_sgd": "cgx: DDP by PowerSGD of rank 1, the rest in exact values, 2 ranks, shared memory; "
-    "4 tensors",
+    "power_sgd": "cgx: DDP by PowerSGD of rank 1, the rest in exact values, 2 ranks, shared "
+    "memory; 4 tensors",
 }
 
 
