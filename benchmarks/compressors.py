@@ -108,7 +108,7 @@ class Training:
 
     def __init__(self, task: Task, seed: int, config: Config, feedback: bool) -> None:
         torch.manual_seed(seed)
-        self.task, self.config = task, Config(**{**asdict(config), "seed": seed})
+        self.task, self.config, self.name = task, config, f"seed {seed}"
         self.model = task.model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), task.rate, momentum=MOMENTUM)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, task.steps)
@@ -137,7 +137,12 @@ class Training:
         def average(rank: int) -> Floats:
             residual = None if self.residuals is None else self.residuals[rank]
             return comms[rank].allreduce(
-                gradients[rank], "avg", self.config, segments=self.segments, residual=residual
+                gradients[rank],
+                "avg",
+                self.config,
+                segments=self.segments,
+                residual=residual,
+                name=self.name,
             )
 
         mean, other = pool.map(average, range(RANKS))

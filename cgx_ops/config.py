@@ -9,6 +9,7 @@ import numbers
 import operator
 import os
 from collections.abc import Mapping
+from ctypes import byref
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, Literal, TypedDict
@@ -221,6 +222,16 @@ def accepted_values(name: str) -> str:
     return _ACCEPTED[name]
 
 
+def require_feedback(config: Config) -> None:
+    """Raise InvalidArgument if a config has error feedback, and that would not converge."""
+    if not config.keeps_residuals:
+        return
+    try:
+        _native.call("cgx_config_check_feedback", byref(config.native))
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{error}; or Config(error_feedback=False)") from None
+
+
 def check_config(config: Config | None) -> None:
     """Refuse what is no Config, where one may be left out."""
     if config is not None and not isinstance(config, Config):
@@ -257,7 +268,10 @@ def config_of(
     config = config or _DEFAULT
     if bits is bucket_size is compressor is rounding is None:
         return config
-    return _overridden(config, bits, bucket_size, compressor, rounding)
+    try:
+        return _overridden(config, bits, bucket_size, compressor, rounding)
+    except TypeError:  # a value that cannot be hashed: the core refuses it
+        return _overridden.__wrapped__(config, bits, bucket_size, compressor, rounding)
 
 
 @functools.lru_cache(maxsize=1024, typed=True)  # repeated calls are known by their Config's id

@@ -63,8 +63,13 @@ def check(environ: Mapping[str, str]) -> None:
     Raises:
         InvalidArgument: names the variable, its text and the accepted values.
     """
-    config(environ)
-    auto_bits(environ)
+    described = config(environ)
+    if auto_bits(environ) and COMPRESSORS[described.compressor]["bits"] == [0, 0]:
+        _refuse(
+            "CGX_AUTO_BITS", "1", f"0 or not set: {described.compressor!r} has no bits to choose"
+        )
+    if auto_bits(environ) and _flag(environ, "CGX_INTRA_COMPRESS"):
+        _refuse("CGX_AUTO_BITS", "1", "0 or not set where CGX_INTRA_COMPRESS=1 needs a number")
     transport = _text(environ, "COMMUNICATOR_TYPE").upper() or "AUTO"
     if transport not in TRANSPORTS:
         _refuse("COMMUNICATOR_TYPE", transport, f"one of {', '.join(TRANSPORTS)}")

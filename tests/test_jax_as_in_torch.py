@@ -63,15 +63,15 @@ HALVES = optax.sgd(0.5, momentum=0.5, nesterov=True)
 OUTER_LOOPS: dict[str, Callable[[Any], Any]] = {
     "diloco": lambda mesh: diloco(
         "d", sync_every=5, bits=4, bucket_size=64, outer_optimizer=HALVES,
-        rules=None, mesh=mesh,
+        mesh=mesh,
     ),
     "streaming": lambda mesh: diloco(
         "d", sync_every=6, fragments=3, fragment_sync_delay=1, fragment_update_alpha=0.5,
         bits=2, compressor="levels", bucket_size=64, outer_optimizer=HALVES,
-        rules=None, mesh=mesh,
+        mesh=mesh,
     ),
     "sparse_loco": lambda mesh: sparse_loco(
-        "d", sync_every=5, density=1 / 32, rules=None, mesh=mesh
+        "d", sync_every=5, density=1 / 32, mesh=mesh
     ),
 }  # fmt: skip
 

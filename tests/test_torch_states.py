@@ -1,13 +1,17 @@
 """States of hooks, averagers and optimizers in one process: what they refuse, and what is saved."""
 
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from torch import nn
 
-from cgx_ops import Config, InvalidArgument
+from cgx_ops import Config, InvalidArgument, Rules, environment
 from cgx_ops.planner import AdaptiveBits, Plan
-from cgx_ops.torch import ddp
+from cgx_ops.torch import BackendOptions, ddp
+from cgx_ops.torch.diloco import DiLoCo
+from cgx_ops.torch.optim import OneBitAdam, Signum
 
 MODEL = nn.Linear(4, 4)
 PLAN = Plan(("weight", "bias"), (16, 4), (4, 4), ((1, 0),))
@@ -29,3 +33,49 @@ def test_a_state_keeps_its_carrier() -> None:
         with pytest.raises(InvalidArgument, match=f"carrier 'c10d' .*{words}"):
             state.load_state_dict(other.state_dict())
         assert state.config.bits == 4
+
+
+KEEPS_NOTHING = Rules([("weight", {"error_feedback": False})])
+VOTES = Rules([("0", {"compressor": "sign"})])
+SENDERS: dict[str, Any] = {
+    "sync_every": 1,
+    "mean_over": "senders",
+    "config": Config(compressor="topk"),
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda: ddp.QuantizedAllreduceState(bits=1, rounding="nearest"),
+            r"1 bit .*or Config\(error_feedback=False\)",
+        ),
+        (lambda: ddp.QuantizedAllreduceState(bits=[4]), r"Config.bits is \[4\]; it must be"),
+        (lambda: ddp.QuantizedAllreduceState(seed=2**63), "seed is 9223372036854775808"),
+        (lambda: BackendOptions(seed=0.5), "seed is 0.5"),
+        (lambda: BackendOptions(transport="UCC"), "transport is 'UCC'; it must be None or one of"),
+        (lambda: BackendOptions(Config(compressor="topk"), auto_bits=True), "no bits to choose"),
+        (lambda: OneBitAdam(MODEL.parameters(), warmup_steps=1, rules=VOTES), "use Signum"),
+        (lambda: Signum(MODEL.parameters(), config=Config(bits=4)), "compressor='sign'"),
+        (lambda: DiLoCo(MODEL, **SENDERS, rules=KEEPS_NOTHING), "sent by 'topk', with error_f"),
+    ],
+)
+def test_what_states_refuse(make: Callable[[], Any], says: str) -> None:
+    with pytest.raises(InvalidArgument, match=says):
+        make()
+
+
+def test_power_sgd_sends_the_rest_exact_by_default() -> None:
+    assert ddp.PowerSGDState().config.bits == ddp.PowerSGDState(bits=None).config.bits == 32
+    assert ddp.PowerSGDState(bits=4).config.bits == 4
+    assert ddp.PowerSGDState(compressor="levels").config.bits == 4
+
+
+def test_auto_bits_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CGX_AUTO_BITS", "1")
+    assert BackendOptions().auto_bits
+    assert not BackendOptions(Config(bits=2)).auto_bits
+    for name, value in (("CGX_COMPRESSOR", "topk"), ("CGX_INTRA_COMPRESS", "1")):
+        with pytest.raises(InvalidArgument, match="CGX_AUTO_BITS is '1'"):
+            environment.check({"CGX_AUTO_BITS": "1", name: value})

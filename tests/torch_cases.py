@@ -22,11 +22,12 @@ feedback_list: Any = torch.ops.cgx.quantized_allreduce_coalesced_with_feedback
 
 
 SRA = str(Config(algorithm="sra"))
+FIELDS = tuple(Config().knobs)
 
 
 def keywords(**given: Any) -> dict[str, Any]:
     """Return keywords of an operator: fields of Config become its `config`, unchecked."""
-    fields = {name: given.pop(name) for name in Config().knobs if name in given}
+    fields = {name: given.pop(name) for name in FIELDS if name in given}
     return {"config": " ".join(f"{name}={value!r}" for name, value in fields.items()), **given}
 
 

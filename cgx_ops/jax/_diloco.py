@@ -119,7 +119,7 @@ def diloco(
         raise ValueError(f"{CALLER}: mean_over is {mean_over!r}; it must be 'ranks' or 'senders'")
     senders = mean_over == "senders"
     options = checked_options(
-        CALLER, config, bits, bucket_size, compressor, rounding,
+        CALLER, config or Config(error_feedback=True), bits, bucket_size, compressor, rounding,
         key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
     )  # fmt: skip
     if options.config.algorithm == "auto":

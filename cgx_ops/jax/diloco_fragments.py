@@ -118,7 +118,9 @@ class Method:
 
         def kept(path: Any, leaf: Any) -> Any:
             config = self.options.of(path, leaf)
-            if self.senders and config.bits != EXACT_BITS and config.compressor != "topk":
+            whole = config.bits == EXACT_BITS
+            kept_back = config.compressor == "topk" and config.keeps_residuals
+            if self.senders and not (whole or kept_back):
                 raise ValueError(
                     f"{CALLER}: mean_over='senders' is of values of which each device sends some, "
                     f"and '{name_of_leaf(path)}' has {config}: give compressor='topk', and rules "
@@ -126,7 +128,6 @@ class Method:
                 )
             return leaf if self.options.keeps(path, leaf) else None
 
-        self.options.refuse_idle_feedback(tree)
         return jax.tree_util.tree_map_with_path(kept, tree)
 
     def settings(self) -> dict[str, Any]:

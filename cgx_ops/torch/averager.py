@@ -131,6 +131,7 @@ class QuantizedModelAverager(ModelAverager):
         check_parameters(_CALLER, parameters)
         known, now = self.last.tensors, [p.to(torch.float32) for p in parameters]
         places = [str(i) for i in range(len(parameters))]
+        self.exchange.warn_of_unmatched(places)
         if not known:
             self.last = Average(self.exchange.mean(places, now, exact=True))
         else:

@@ -84,15 +84,15 @@ class BackendOptions:
             messages between GPUs, and is "AUTO" between processes. None: COMMUNICATOR_TYPE, else
             "AUTO". Groups that are split off ignore it.
         auto_bits: choose bits by the size of each message (cgx_ops.bits_for), instead of
-            config.bits; CGX_AUTO_BITS by default. Making the group measures for up to a second;
-            groups that are split off use what was found for their parent.
+            config.bits. Making the group measures for up to a second; groups that are split off
+            use the result of their parent. None: CGX_AUTO_BITS, if config is Config.from_env().
     """
 
     config: Config = field(default_factory=Config.from_env)
     compress: Literal["gradients", "all"] = "gradients"
     seed: int = 0
     transport: Literal["AUTO", "SHM", "MPI", "TCP", "NCCL"] | None = None
-    auto_bits: bool = field(default_factory=lambda: environment.auto_bits(os.environ))
+    auto_bits: bool | None = None
     _timeout: ClassVar[None] = None  # init_device_mesh asks for it: the group's own default
 
     def __post_init__(self) -> None:
@@ -108,6 +108,9 @@ class BackendOptions:
                 f"BackendOptions.transport is {self.transport!r}; it must be None or one of "
                 f"{', '.join(environment.TRANSPORTS)}"
             )
+        if self.auto_bits is None:
+            from_env = self.config == Config.from_env()
+            object.__setattr__(self, "auto_bits", from_env and environment.auto_bits(os.environ))
         if self.auto_bits:
             require_choice(self.config)
 
@@ -121,7 +124,7 @@ def compressed(config: Config | None = None, *, seed: int = 0) -> Iterator[None]
 
     Args:
         config: how values travel; None: as the group's BackendOptions say.
-        seed: of the noise, with a config.
+        seed: of the noise, with a config; communication hooks use the seed of their state.
     """
     check_config(config)
     compression = None if config is None else _compression(config, checked_seed(seed))

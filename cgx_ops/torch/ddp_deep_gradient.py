@@ -197,7 +197,8 @@ class _Exchange:
         config = Config(bits=EXACT_BITS) if seen.config is None else seen.config
         if config.bits != EXACT_BITS:
             checked_config(config)
-        segments = segments_of(rules_of(state), seen.layers, seen.offsets, config)
+        rules = rules_of(state)
+        segments = segments_of(rules, seen.layers, seen.offsets, config)
         lost = torch.zeros_like(self.message)
         found = []
         for layer, place in zip(seen.layers, segments, strict=True):
@@ -205,9 +206,9 @@ class _Exchange:
             part = slice(at, at + numel)
             values, v, u, rest = self.message[part], None, None, None
             segment = Segment(at, numel, _EXACT)
-            if is_sparse(layer.name, place.config or state.config, numel):
+            if is_sparse(layer.name, rules.of(layer.name, layer.dimensions, state.config), numel):
                 v = state.residuals.of(layer.name, values)
-                now = place.config or config
+                now = _EXACT if seen.config is None else place.config or config
                 if is_sparse(layer.name, now, numel) and self.ranks > 1:
                     on_gpu = values.is_cuda
                     knobs = sparse_knobs(method, now, numel, seen.step, gpu=on_gpu)

@@ -131,8 +131,8 @@ class PowerSGDState(HookState):
         Raises:
             InvalidArgument (a ValueError): an argument is out of its range.
         """
-        if config is keywords.get("compressor") is None:
-            keywords = {"bits": EXACT_BITS, **keywords}
+        if config is keywords.get("compressor") is keywords.get("bits") is None:
+            keywords["bits"] = EXACT_BITS
         super().__init__(process_group, config_of(config, **keywords), rules, carrier, seed=0)
         if feedback not in ("local", "torch"):
             raise InvalidArgument(f"feedback is {feedback!r}; it must be 'local' or 'torch'")

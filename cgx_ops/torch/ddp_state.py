@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Communicator, Config, Rules, Segment
+from cgx_ops.config import require_feedback
 from cgx_ops.errors import InvalidArgument, checked_seed
 from cgx_ops.rules import require_rules
 from cgx_ops.torch import layers
@@ -63,6 +64,7 @@ class HookState:
             raise InvalidArgument(f"process_group is {process_group!r}; it must be one, or None")
         config = by_hosts(config)
         check_carrier(carrier, config)
+        require_feedback(config)
         self.process_group = process_group
         self.config = config
         self.rules = None if rules is None else require_rules(rules)

@@ -140,7 +140,11 @@ def _attach(wrapper: DistributedDataParallel) -> None:
         return
     ddp_models.watch_dtypes(wrapper)
     state = QuantizedAllreduceState(
-        group, options.config, seed=options.seed, unsupported="exact", auto_bits=options.auto_bits
+        group,
+        options.config,
+        seed=options.seed,
+        unsupported="exact",
+        auto_bits=bool(options.auto_bits),
     )
     wrapper.register_comm_hook(state, quantized_allreduce_hook)
     _log.debug(

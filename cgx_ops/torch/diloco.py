@@ -154,14 +154,12 @@ class DiLoCo:
         if mean_over not in ("ranks", "senders"):
             raise InvalidArgument(f"{CALLER}: mean_over is {mean_over!r}; 'ranks' or 'senders'")
         self.mean_over = mean_over
-        if mean_over == "senders" and (config.compressor != "topk" or not config.keeps_residuals):
-            raise InvalidArgument(
-                f"{CALLER}: mean_over='senders' goes by what each rank keeps back: give "
-                "Config(compressor='topk'), whose error feedback is on by default"
-            )
         if mean_over == "senders":  # where others send values on, a rank does not know what it sent
             config = replace(config, algorithm="one_shot")
         self.exchange = Exchange(CALLER, process_group, config, carrier, rules, seed)
+        self.exchange.warn_of_unmatched(self.names)
+        if mean_over == "senders":
+            self.exchange.require_kept(self.names, self.parameters)
         device = torch.device(backup_device or self.parameters[0].device)
         pins = pin_memory and device.type == "cpu" and self.parameters[0].is_cuda
         self.anchors = [_anchor(p, device, pins) for p in self.parameters]

@@ -72,6 +72,7 @@ def _told(loop: "DiLoCo") -> dict[str, Any]:
         "fragment_sync_delay": schedule.fragment_sync_delay,
         "fragment_update_alpha": schedule.fragment_update_alpha,
         "config": str(exchange.config),
+        "rules": repr(exchange.rules),
         "carrier": exchange.carrier,
         "mean_over": loop.mean_over,
         "outer_optimizer": _settings(loop.outer_optimizer),

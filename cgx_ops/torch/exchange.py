@@ -92,6 +92,23 @@ class Exchange(HookState):
         super().__init__(process_group, config, require_rules(rules, f"{caller}: "), carrier, seed)
         self.caller = caller
 
+    def warn_of_unmatched(self, names: Sequence[str]) -> None:
+        """Warn, once, of rules that match none of these parameters, which are all."""
+        assert self.rules is not None
+        self.rules.warn_of_unmatched(names, f"{self.caller}: ")
+
+    def require_kept(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """Require that a rank keeps the values that it does not send, for means over senders."""
+        assert self.rules is not None
+        for name, x in zip(names, tensors, strict=True):
+            own = self.rules.of(name, x.dim(), self.config)
+            if own.bits != EXACT_BITS and (own.compressor != "topk" or not own.keeps_residuals):
+                raise InvalidArgument(
+                    f"{self.caller}: mean_over='senders' needs the values that each rank keeps "
+                    f"back, and '{name}' is sent by {own.compressor!r}, with "
+                    f"error_feedback={own.keeps_residuals}: give Config(compressor='topk')"
+                )
+
     def mean(
         self, names: Sequence[str], tensors: Sequence[torch.Tensor], *, exact: bool = False
     ) -> list[torch.Tensor]:

@@ -38,6 +38,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from cgx_ops import Config, Rules
 from cgx_ops.call import Op
+from cgx_ops.config import require_feedback
 from cgx_ops.errors import InvalidArgument, checked_seed
 from cgx_ops.planner import AdaptiveBits
 from cgx_ops.rules import EXACT_BITS, require_rules
@@ -119,6 +120,8 @@ def compress(
     if gradients is None and weights is not None:
         # Ours all the same: a reduction tells that weights were used, and need new noise.
         gradients, reduced = Config(bits=EXACT_BITS), Rules()
+    if gradients is not None:
+        require_feedback(gradients)
     if feedback is not None:
         if gradients is None:
             raise InvalidArgument("feedback is given, and gradients travel exact: leave it out")
@@ -261,6 +264,10 @@ class _ReduceScatter(_Custom):
             own = [p for p, keep in zip(self._block.parameters(), keeps, strict=True) if keep]
             with or_refuse(comm, name):
                 residual = kept.take(self._block.name, input_tensor, group.size(), own)
+            for segment, each in zip(segments, used, strict=True):
+                if each.residual_decay != 1:
+                    for row in rows_of(residual, segment, group.size()):
+                        row.mul_(each.residual_decay)
             residuals = [
                 residual[segment.offset :] if own else None
                 for segment, own in zip(segments, keeps, strict=True)

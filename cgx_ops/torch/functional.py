@@ -107,7 +107,7 @@ def all_reduce(
         torch.Size([100])
     """
     options: Any = (bits, bucket_size, op, group_name(group))
-    keywords = _keywords(config, compressor, rounding, name, carrier)
+    keywords = _keywords(config, bits, compressor, rounding, name, carrier)
     if residual is None:
         return torch.ops.cgx.quantized_allreduce(x, *options, **keywords)
     return torch.ops.cgx.quantized_allreduce_with_feedback(x, residual, *options, **keywords)
@@ -185,7 +185,7 @@ def reduce_scatter(
         torch.Size([2, 100])
     """
     options: Any = (bits, bucket_size, op, group_name(group))
-    keywords = _keywords(config, compressor, rounding, name, "native")
+    keywords = _keywords(config, bits, compressor, rounding, name, "native")
     if residual is None:
         return torch.ops.cgx.quantized_reduce_scatter(x, *options, **keywords)
     return torch.ops.cgx.quantized_reduce_scatter_with_feedback(x, residual, *options, **keywords)
@@ -226,7 +226,7 @@ def all_gather(
         >>> cgx_ops.torch.all_gather(torch.ones(2, 100), bits=8).shape[0] == 2 * world_size
         True
     """
-    keywords = _keywords(config, compressor, rounding, name, "native")
+    keywords = _keywords(config, bits, compressor, rounding, name, "native")
     return torch.ops.cgx.quantized_all_gather(x, bits, bucket_size, group_name(group), **keywords)
 
 
@@ -254,12 +254,15 @@ def group_name(group: Group) -> str:
 
 def _keywords(
     config: Config | None,
+    bits: int | None,
     compressor: str | None,
     rounding: str | None,
     name: str,
     carrier: str,
 ) -> dict[str, Any]:
     check_config(config)
+    if isinstance(bits, bool):  # torch takes it for 0 or 1
+        raise ValueError(f"bits is {bits}; it must be an integer from 1 to 8, or 32 (exact)")
     return {
         "compressor": compressor,
         "rounding": rounding,

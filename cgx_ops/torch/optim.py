@@ -19,7 +19,7 @@ import torch.distributed as dist
 from cgx_ops import Config, Rules
 from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import InvalidArgument, require_integer, require_share
-from cgx_ops.rules import EXACT_BITS
+from cgx_ops.rules import EXACT_BITS, require_rules
 from cgx_ops.torch.exchange import Carriers, Exchange
 from cgx_ops.torch.exchanging_optimizer import ExchangingOptimizer, Trained
 
@@ -90,11 +90,14 @@ class OneBitAdam(ExchangingOptimizer):
         # At least 1, for v to be more than 0.
         self.warmup_steps = require_integer("OneBitAdam: warmup_steps", warmup_steps, 1)
         config = config_of(config or Config(compressor="levels", bits=1), **keywords)
-        if config.compressor == "sign" and config.bits != EXACT_BITS:
+        votes = config.compressor == "sign" and config.bits != EXACT_BITS
+        if votes or "sign" in require_rules(rules, "OneBitAdam: ").compressors:
             raise InvalidArgument("OneBitAdam: a vote has no magnitude: use Signum")
         exchange = Exchange("OneBitAdam", process_group, config, carrier, rules, seed)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, exchange)
+        count = sum(len(group["params"]) for group in self.param_groups)
+        exchange.warn_of_unmatched([str(i) for i in range(count)])
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise InvalidArgument if a setting of a group of parameters is out of its range."""

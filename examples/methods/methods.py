@@ -10,7 +10,7 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -125,7 +125,7 @@ def torch_power_sgd(model: nn.Module, run: Run) -> Prepared:
 def codec(config: Config) -> Method:
     def prepare(model: nn.Module, run: Run) -> Prepared:
         wrapped = parallel(model)
-        state = ddp.QuantizedAllreduceState(config=replace(config, seed=run.seed))
+        state = ddp.QuantizedAllreduceState(config=config, seed=run.seed)
         wrapped.register_comm_hook(state, ddp.quantized_allreduce_hook)
         return wrapped, run.optimizer(wrapped)
 
@@ -198,9 +198,8 @@ def outer_loop(
 ) -> Method:
     def prepare(model: nn.Module, run: Run) -> Prepared:
         optimizer = run.optimizer(model)
-        if config is not None:
-            settings["config"] = replace(config, seed=run.seed)
-        loop = make(model, sync_every=SYNC_EVERY, **settings)
+        own = {} if config is None else {"config": config, "seed": run.seed}
+        loop = make(model, sync_every=SYNC_EVERY, **settings, **own)
         optimizer.register_step_post_hook(lambda *_: loop.step())
         return Alone(model), optimizer
 

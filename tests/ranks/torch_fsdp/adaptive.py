@@ -58,7 +58,7 @@ def bits_follow_the_gradients() -> None:
         for step in (0, 2):
             mine = dict.fromkeys(free, 0.0)
             for name, message in zip(order, steps[step], strict=True):
-                (segment,) = [s for s in message.segments if s.bits != 32]
+                (segment,) = [s for s in message.segments if s.config.bits != 32]
                 if name not in mine:
                     continue
                 rows = tc.to_numpy(message.input).reshape(size, -1)
@@ -78,7 +78,7 @@ def bits_follow_the_gradients() -> None:
         assert state.adaptive.bits == want
         for step, sent in enumerate(steps):
             for name, message in zip(order, sent, strict=True):
-                (bits,) = [s.bits or 4 for s in message.segments if s.bits != 32]
+                (bits,) = [s.config.bits for s in message.segments if s.config.bits != 32]
                 assert bits == (8 if name in fixed else want[name] if step >= 4 else 4), (
                     step,
                     name,
