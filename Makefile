@@ -18,7 +18,8 @@ BUILT = $(DEMO_BUILT)$(if $(NVCC),-with-cuda) .venv/.ready-for-tests
 demo: $(DEMO_BUILT)
 	$(BIN)/python examples/demo.py
 
-# Two halves at once, since few tests keep two cores busy.
+# Two halves at once, since few tests keep two cores busy. test_cpp.py is with the bindings, so that
+# both take as long.
 HALVES = $(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target
 DAILY = not exhaustive and not slow
 SLOW = slow and not exhaustive
@@ -31,11 +32,11 @@ test: $(BUILT)
 # less time. test-all has them.
 test-bindings: export XLA_FLAGS := --xla_backend_optimization_level=0
 test-bindings: $(BUILT)
-	$(BIN)/python -m pytest tests/test_jax_*.py tests/test_torch_*.py -m "$(DAILY)"
+	$(BIN)/python -m pytest tests/test_jax_*.py tests/test_torch_*.py tests/test_cpp.py -m "$(DAILY)"
 
 test-core: $(BUILT)
 	$(BIN)/python -m pytest tests --ignore-glob="tests/test_jax_*" --ignore-glob="tests/test_torch_*" \
-	  -m "$(DAILY)"
+	  --ignore=tests/test_cpp.py -m "$(DAILY)"
 
 # What .ci/run has beside these, in halves that take as long.
 test-slow: $(BUILT)

@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch import nn
@@ -51,10 +51,16 @@ SENDERS: dict[str, Any] = {
             lambda: ddp.QuantizedAllreduceState(bits=1, rounding="nearest"),
             r"1 bit .*or Config\(error_feedback=False\)",
         ),
-        (lambda: ddp.QuantizedAllreduceState(bits=[4]), r"Config.bits is \[4\]; it must be"),
+        (
+            lambda: ddp.QuantizedAllreduceState(bits=cast(Any, [4])),
+            r"Config.bits is \[4\]; it must be",
+        ),
         (lambda: ddp.QuantizedAllreduceState(seed=2**63), "seed is 9223372036854775808"),
-        (lambda: BackendOptions(seed=0.5), "seed is 0.5"),
-        (lambda: BackendOptions(transport="UCC"), "transport is 'UCC'; it must be None or one of"),
+        (lambda: BackendOptions(seed=cast(Any, 0.5)), "seed is 0.5"),
+        (
+            lambda: BackendOptions(transport=cast(Any, "UCC")),
+            "transport is 'UCC'; it must be None or one of",
+        ),
         (lambda: BackendOptions(Config(compressor="topk"), auto_bits=True), "no bits to choose"),
         (lambda: OneBitAdam(MODEL.parameters(), warmup_steps=1, rules=VOTES), "use Signum"),
         (lambda: Signum(MODEL.parameters(), config=Config(bits=4)), "compressor='sign'"),
