@@ -230,7 +230,8 @@ class Communicator:
         Returns:
             `out`, or a new array of the input's shape and dtype.
         """
-        config = config_of(config, **keywords)
+        if keywords or type(config) is not Config:
+            config = config_of(config, **keywords)
         if (
             type(array) is np.ndarray
             and type(out) is np.ndarray
