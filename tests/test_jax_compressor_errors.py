@@ -103,7 +103,11 @@ def test_configs(name: str) -> None:
         with pytest.raises(error, match=said):
             trace(lambda v: CALLS[name](v, **given))
 
-    refused(ValueError, rf"{name}: config is Rules.*; give Rules as rules=", config=Rules())
+    refused(
+        ValueError,
+        rf"{name}: config is Rules.*; calls with several tensors take rules=",
+        config=Rules(),
+    )
     refused(ValueError, f"{name}: config is 'bits=4'; it must be a cgx_ops.Config", config="bits=4")
     refused(ValueError, f"{name}: Config.bits is '4'; it must be", config=Config(bits=2), bits="4")
     refused(ValueError, f"{name}: bits is 5; with", config=Config(compressor="levels"), bits=5)
@@ -202,6 +206,7 @@ def test_feedback_of_exact_transformations(make: Callable[..., Any]) -> None:
         make("d", config=feedback, rules=Rules([("kernel", 32)]), **on).init(tree)
     make("d", config=feedback, **on).init(tree)
     make("d", bits=32, **on).init(tree)
+    make("d", rules=Rules([("kernel", 32)]), **on).init(tree)  # nothing was asked for
 
 
 def test_keys_that_differ_where_places_are_drawn() -> None:

@@ -136,7 +136,9 @@ def diloco(
     if not name:
         raise ValueError(f"{CALLER}: name is ''; give one, by which processes find each other")
     alpha = schedule.fragment_update_alpha
-    method = Method(axis_name, outer_optimizer, alpha, options, senders, mesh)
+    method = Method(
+        axis_name, outer_optimizer, alpha, options, senders, mesh, is_configured=config is not None
+    )
     return DiLoCo(schedule, method, Layout(axis_name, mesh, param_specs))
 
 

@@ -104,6 +104,7 @@ class Method:
         options: how leaves are sent.
         senders: whether a mean is over the devices that sent a value, not over all.
         mesh: of the devices, if it is known.
+        is_configured: whether the user gave a config, whose settings must not be idle.
     """
 
     axis_name: Axes
@@ -112,6 +113,7 @@ class Method:
     options: Options
     senders: bool
     mesh: Mesh | None
+    is_configured: bool
 
     def kept(self, tree: Any) -> Any:
         """Return a tree with None in place of the leaves that have no residual."""
@@ -128,6 +130,8 @@ class Method:
                 )
             return leaf if self.options.keeps(path, leaf) else None
 
+        if self.is_configured:
+            self.options.refuse_idle_feedback(tree)
         return jax.tree_util.tree_map_with_path(kept, tree)
 
     def settings(self) -> dict[str, Any]:
