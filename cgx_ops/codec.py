@@ -39,7 +39,7 @@ def quantize(
         rank: of the noise: the encoding rank.
         phase: of the noise: 0 on the way to the owner of a shard, 1 on the way back.
         first_index: index of values[0] in its segment, a multiple of bucket_size.
-        seed: of the noise, used as it is: a signed integer of 64 bits.
+        seed: of the noise, used unchanged: a signed integer of 64 bits.
         **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
 
     Raises:

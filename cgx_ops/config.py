@@ -68,7 +68,7 @@ class Config:
 
     Attributes:
         bits: of a quantized value: "uniform" has 1-8, "levels" 1-4, "qsgd" 2-8, other compressors
-            a width of their own; 32 sends everything exact, whatever the compressor.
+            a fixed width; 32 sends everything exact, whatever the compressor.
             cgx_ops.bits_for() measures which bits are fastest.
         bucket_size: elements that share one minimum and step, scale, or choice of the largest.
         rounding: "stochastic" is unbiased; "nearest" has half the worst error; "shift" is unbiased
@@ -185,7 +185,7 @@ class Config:
                 A field that is left out has its default.
 
         Raises:
-            InvalidArgument: names the field, its text and what it accepts.
+            InvalidArgument: names the field, its text and the accepted values.
 
         Example:
             >>> Config.parse("bits=2 compressor='levels'") == Config(bits=2, compressor="levels")

@@ -136,11 +136,11 @@ def _bits_within_hosts(bits: int = Config.bits, compressor: str = "uniform", **_
 TRANSPORTS = ("AUTO", "SHM", "MPI", "TCP", "NCCL")
 _ASK_FOR_NCCL = "set COMMUNICATOR_TYPE=NCCL, by which NCCL carries all messages between GPUs"
 _NO_RING = "in a ring values are quantized once per rank, here twice at most"
-# What else CGX lets choose of its two levels. None: that is how `hierarchical` works; else why not.
+# CGX's choices for its two levels. None: `hierarchical` works like this; else the reason for a no.
 _HOST_SWITCHES: dict[str, dict[str, str | None]] = {
     "CGX_INTRA_BROADCAST": {
         "0": None,
-        "1": "all ranks of a host share in what it sends to others, which no single rank does",
+        "1": "all ranks of a host send a part of its values; no single rank sends all",
     },
     "CGX_INNER_COMMUNICATOR_TYPE": {
         "SHM": None,

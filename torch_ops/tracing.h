@@ -1,4 +1,4 @@
-// What all public operators do before their collective: they ask whether a graph is being built,
+// The steps of all public operators before their collective: check whether a graph is being built,
 // and draw a seed.
 #pragma once
 

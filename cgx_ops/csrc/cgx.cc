@@ -1,4 +1,4 @@
-// The waist: the functions of cgx.h, but for the descriptions in section 2 (describe_api.cc) and
+// The waist: the functions of cgx.h, except the descriptions in section 2 (describe_api.cc) and
 // sections 5 (carried_api.cc) and 6 (codec_api.cc). Each converts and calls one layer below; api.h
 // turns what is thrown into a status.
 #include "cgx/cgx.h"

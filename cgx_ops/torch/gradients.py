@@ -7,7 +7,7 @@ import torch
 
 from cgx_ops import Config, Rules
 from cgx_ops.call import Op
-from cgx_ops.config import Compressor, Rounding, check_config
+from cgx_ops.config import Compressor, Rounding, config_of
 from cgx_ops.rules import require_rules
 from cgx_ops.torch.functional import Group, group_name
 
@@ -31,7 +31,7 @@ def compress_grads(
     name: str = "",
     carrier: str = "native",
 ) -> _Params:
-    """Return `params` as they are; backward reduces their gradients over the ranks.
+    """Return `params` unchanged; backward reduces their gradients over the ranks.
 
     Call it on the weights before they are used, in eager or compiled code. Gradients of one dtype
     and Config are one message. A tensor without a gradient is sent as zeros. Tensors that do not
@@ -65,19 +65,13 @@ def compress_grads(
         >>> weight.grad.shape
         torch.Size([10, 10])
     """
-    check_config(config)
     if op not in ("sum", "avg"):
         raise ValueError(f"op is {op!r}; it must be 'sum' or 'avg'")
     rules = Rules() if rules is None else require_rules(rules, "compress_grads: ")
     names, tensors = _named(params)
-    given = {
-        "bits": bits,
-        "bucket_size": bucket_size,
-        "compressor": compressor,
-        "rounding": rounding,
-    }
-    own = {field: value for field, value in given.items() if value is not None}
-    base = (Config() if config is None else config).with_own(**own)
+    base = config_of(
+        config, bits=bits, bucket_size=bucket_size, compressor=compressor, rounding=rounding
+    )
     rules.warn_of_unmatched(names, "compress_grads: ")
     trained = [i for i, x in enumerate(tensors) if x.requires_grad]
     if trained and torch.is_grad_enabled():

@@ -117,7 +117,7 @@ def residuals(group: Group) -> None:
 
 
 def gradients(group: Group) -> None:
-    """Each verb's is the other one; compressed alike."""
+    """Each verb's is the other one; compressed in the same way."""
     upward = group.inputs(600 * group.size, call=1)
     blocks = group.inputs(600, call=2)
     for op in ("sum", "avg"):

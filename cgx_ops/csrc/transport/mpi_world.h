@@ -1,4 +1,4 @@
-// What the files of libcgx_mpi.so share, some of it in MPI's own types.
+// Declarations that the files of libcgx_mpi.so share, some in MPI's own types.
 #pragma once
 
 #include <mpi.h>
