@@ -19,7 +19,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cgx_ops import _native
+from cgx_ops._core import library
 from cgx_ops.bench.measure import Summary
 from cgx_ops.bench.report import Report, Table
 
@@ -176,7 +176,7 @@ def table_of(results: list[Result]) -> Table:
         sections=[i for i in range(1, len(rows)) if rows[i][0] != rows[i - 1][0]],
         notes=[
             f"memcpy of fp32 values: {', '.join(copies)}. Memory: {SIZES['memory']:,} values; "
-            f"cache: {SIZES['cache']:,}. Kernels: {_native.describe()['cpu_target']}.",
+            f"cache: {SIZES['cache']:,}. Kernels: {library.describe()['cpu_target']}.",
             "Instr.: instructions per value, "
             + (
                 f"counted by callgrind in the {COUNTED_TARGET} kernels: it knows no AVX-512."

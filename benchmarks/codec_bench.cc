@@ -21,7 +21,7 @@
 
 #include "algorithm/chunks.h"
 #include "algorithm/layout.h"
-#include "api.h"
+#include "api/api.h"
 #include "base/float_mode.h"
 #include "compressor/codec.h"
 #include "config.h"

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from cgx_ops import Communicator, Config, _native
-from cgx_ops.call import Call
+from cgx_ops import Communicator, Config
+from cgx_ops._core import library
+from cgx_ops._core.call import Call
 
 CUDA = 1  # cgx_device_t
 
@@ -24,12 +25,12 @@ class Ready:
     """A call of libcgx with its arguments; it holds the tensors that these point to."""
 
     function: str
-    struct: _native.Collective | _native.Codec
+    struct: library.Collective | library.Codec
     arguments: tuple[int, ...]
     tensors: tuple[torch.Tensor, ...]
 
     def __call__(self) -> None:
-        _native.call(self.function, byref(self.struct), *self.arguments)
+        library.call(self.function, byref(self.struct), *self.arguments)
 
 
 def stream() -> int:
@@ -39,7 +40,7 @@ def stream() -> int:
 
 def dtype_code(dtype: torch.dtype) -> int:
     """Return the cgx_dtype_t."""
-    return _native.DTYPES[str(dtype).removeprefix("torch.")]
+    return library.DTYPES[str(dtype).removeprefix("torch.")]
 
 
 def allreduce(comm: Communicator, x: torch.Tensor, y: torch.Tensor, config: Config) -> Enqueue:
@@ -54,14 +55,14 @@ def allreduce(comm: Communicator, x: torch.Tensor, y: torch.Tensor, config: Conf
 
 def wire(comm: Communicator) -> str:
     """Return how the ranks' GPUs are connected, "direct" or "staged"; "" before the first call."""
-    return _native.text(comm._info().wire)
+    return library.text(comm._info().wire)
 
 
 class Codec:
     """The kernels of one rank, on tensors of one dtype."""
 
     def __init__(self, dtype: torch.dtype, config: Config) -> None:
-        self.codec = _native.Codec(
+        self.codec = library.Codec(
             config=config.native,
             dtype=dtype_code(dtype),
             seed=1,
@@ -71,7 +72,7 @@ class Codec:
 
     def encoded_bytes(self, numel: int) -> int:
         count = c_int64()
-        _native.call("cgx_encoded_bytes", byref(self.codec), numel, byref(count))
+        library.call("cgx_encoded_bytes", byref(self.codec), numel, byref(count))
         return count.value
 
     def quantize(self, values: torch.Tensor, message: torch.Tensor) -> Enqueue:
@@ -91,7 +92,7 @@ class Codec:
 
 def settings() -> dict[str, Any]:
     """Return the GPU and its software, for a report."""
-    cuda = _native.describe()["cuda"]
+    cuda = library.describe()["cuda"]
     return {
         "gpu": torch.cuda.get_device_name(),
         "gpus": torch.cuda.device_count(),

@@ -31,7 +31,7 @@ import numpy as np
 
 import cgx_ops
 from cgx_ops import Communicator, Config
-from cgx_ops._arrays import Array
+from cgx_ops._core.arrays import Array
 from cgx_ops.bench.allreduce import parse_size
 from cgx_ops.bench.measure import Ranks, Summary, Timed, measure
 from cgx_ops.bench.peers import PEERS, MpiRanks

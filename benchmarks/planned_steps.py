@@ -20,9 +20,9 @@ import numpy as np
 
 import cgx_ops
 from cgx_ops import Communicator, Config
-from cgx_ops._arrays import Array
+from cgx_ops._core.arrays import Array
+from cgx_ops._core.codec import encoded_bytes
 from cgx_ops.bench.report import Report, Table, time_text
-from cgx_ops.codec import encoded_bytes
 from cgx_ops.planner import Costs, Plan, baselines, finish, measure, timeline
 from cgx_ops.planner.plot import draw
 

@@ -25,10 +25,10 @@ from steps import LAYERS, WIDTH, Step, calibrate, publish, where
 
 import cgx_ops
 from cgx_ops import Config
+from cgx_ops._core.codec import encoded_bytes
 from cgx_ops.bench.measure import Summary, Timed, measure
 from cgx_ops.bench.peers import MpiRanks
 from cgx_ops.bench.report import Report, Table, time_text
-from cgx_ops.codec import encoded_bytes
 from cgx_ops.planner import Costs, Plan, finish, tune
 from cgx_ops.planner import measure as measure_costs
 
@@ -63,7 +63,7 @@ def torch_training(layers: int, seconds: float, config: Config) -> Training:
 
     import cgx_ops.torch
     from cgx_ops.torch import ddp
-    from cgx_ops.torch.planning import Arrivals
+    from cgx_ops.torch.ddp.arrivals import Arrivals
 
     torch.set_num_threads(1)
     dist.init_process_group("cgx")

@@ -8,12 +8,14 @@ from typing import Unpack
 
 import numpy.typing as npt
 
-from cgx_ops import _at_end, _native  # noqa: F401  (_at_end: what it does when a program ends)
-from cgx_ops._arrays import Array
-from cgx_ops.break_even import bits_for
-from cgx_ops.call import Op, Segment
-from cgx_ops.codec import dequantize, quantize
-from cgx_ops.comm import Communicator
+from cgx_ops._core import at_exit, library  # noqa: F401  (at_exit: what it does when a program ends)
+from cgx_ops._core.arrays import Array
+from cgx_ops._core.call import Op, Segment
+from cgx_ops._core.codec import dequantize, quantize
+from cgx_ops._core.request import Request
+from cgx_ops._core.world import init
+from cgx_ops.autotune import bits_for
+from cgx_ops.communicator import Communicator
 from cgx_ops.config import Config, Keywords
 from cgx_ops.errors import (
     CgxError,
@@ -27,12 +29,10 @@ from cgx_ops.errors import (
     SystemFailure,
     Unsupported,
 )
-from cgx_ops.request import Request
 from cgx_ops.rules import Rules
 from cgx_ops.stats import Stats, stats
-from cgx_ops.world import init
 
-__version__ = _native.version()
+__version__ = library.version()
 
 __all__ = [
     "CgxError",

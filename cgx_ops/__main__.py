@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cgx_ops import _native
-from cgx_ops._versions import how_to_install, installed, versions
+from cgx_ops._core import library
+from cgx_ops._core.versions import how_to_install, installed, versions
 from cgx_ops.bench import allreduce
 from cgx_ops.errors import CgxError
 from cgx_ops.planner import command as plan
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _info(_options: argparse.Namespace) -> int:
     try:
-        build = _native.describe()
+        build = library.describe()
     except CgxError as error:
         print(f"python -m cgx_ops info: {error}", file=sys.stderr)
         return 2
@@ -66,7 +66,7 @@ def _info(_options: argparse.Namespace) -> int:
 def _mpi() -> list[tuple[str, str]]:
     """Return what is known of the MPI library, or why it cannot be loaded."""
     try:
-        found = _native.describe_mpi()
+        found = library.describe_mpi()
     except CgxError as error:
         return [("MPI library", f"missing: {error}")]
     return [
@@ -78,8 +78,8 @@ def _mpi() -> list[tuple[str, str]]:
 def _cuda(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what the core says of CUDA, and of what is missing how to get it."""
     if not found["built"]:
-        reason = _native.built_with()["without"]["cuda"]
-        remedy = f"with nvcc on PATH run CGX_WITH=cuda {_native.REBUILD}"
+        reason = library.built_with()["without"]["cuda"]
+        remedy = f"with nvcc on PATH run CGX_WITH=cuda {library.REBUILD}"
         return [("built with", f"left out: {reason}. To add CUDA, {remedy}")]
     driver = found["driver"]
     devices = [
@@ -103,16 +103,16 @@ def _versions() -> Table:
 
 def _binding(framework: str) -> tuple[str, str]:
     """Return the framework and the state of its binding, without importing either."""
-    library, module = _FRAMEWORKS[framework]
-    version = installed(library)
-    built = _native.built_with().get(framework)
+    package, module = _FRAMEWORKS[framework]
+    version = installed(package)
+    built = library.built_with().get(framework)
     if version is None:
-        return framework, f"missing: {library} is not installed: {how_to_install(framework)}"
+        return framework, f"missing: {package} is not installed: {how_to_install(framework)}"
     try:
-        _native.require_binding(framework, version)
+        library.require_binding(framework, version)
     except ImportError as error:
         return framework, f"missing: {error}"
-    return framework, f"cgx_ops.{module}, built for {library} {built}"
+    return framework, f"cgx_ops.{module}, built for {package} {built}"
 
 
 def _table(title: str, *rows: Iterable[str]) -> Table:

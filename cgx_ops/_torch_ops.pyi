@@ -40,7 +40,7 @@ def start(
     Not asynchronous: CUDA tensors on the current stream.
     """
 
-# ---- The backend "cgx": cgx_ops/torch/backend.py ------------------------------------------------
+# ---- The backend "cgx": cgx_ops/torch/backend/process_group.py --------------------------------
 
 class Compression:
     """Config.text and Config.seed as the core wants them.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, Literal, TypedDict
 
-from cgx_ops import _native
+from cgx_ops._core import library
 from cgx_ops.errors import InvalidArgument
 
 Compressor = Literal[
@@ -26,9 +26,9 @@ Algorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical", "by_hosts
 
 EXACT_BITS = 32
 # The core's table of compressors, by name.
-COMPRESSORS: dict[str, dict[str, Any]] = {row["name"]: row for row in _native.COMPRESSORS}
-_ACCEPTED: dict[str, str] = {field["name"]: field["accepted"] for field in _native.CONFIG_FIELDS}
-_DEFAULTS = {field["name"]: ast.literal_eval(field["default"]) for field in _native.CONFIG_FIELDS}
+COMPRESSORS: dict[str, dict[str, Any]] = {row["name"]: row for row in library.COMPRESSORS}
+_ACCEPTED: dict[str, str] = {field["name"]: field["accepted"] for field in library.CONFIG_FIELDS}
+_DEFAULTS = {field["name"]: ast.literal_eval(field["default"]) for field in library.CONFIG_FIELDS}
 
 _values = operator.attrgetter(*_ACCEPTED)
 _TEXT = " ".join(f"{name}={{!r}}" for name in _ACCEPTED)
@@ -47,17 +47,17 @@ def _plain(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)  # to look a text up takes a tenth of the time
-def _parsed(text: str) -> _native.Config:
-    return _native.Config.parse(text)
+def _parsed(text: str) -> library.Config:
+    return library.Config.parse(text)
 
 
 @functools.lru_cache(maxsize=4096)  # to write a text takes as long as to quantize a small layer
-def _native_of(config: "Config") -> _native.Config:
+def _native_of(config: "Config") -> library.Config:
     return _parsed(str(config))
 
 
 # Set for one compressor, they mean nothing for another.
-OF_COMPRESSOR = tuple(row["name"] for row in _native.CONFIG_FIELDS if row["of_compressor"])
+OF_COMPRESSOR = tuple(row["name"] for row in library.CONFIG_FIELDS if row["of_compressor"])
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Config:
         return cls(**{name: ast.literal_eval(value) for name, value in given})
 
     @property
-    def native(self) -> _native.Config:
+    def native(self) -> library.Config:
         """The fields as a cgx_config_t, to be copied."""
         return _native_of(self)
 
@@ -212,7 +212,7 @@ class Config:
         Raises:
             InvalidArgument: names the variable, its text and what it accepts.
         """
-        from cgx_ops import environment  # which imports this module
+        from cgx_ops._core import environment  # which imports this module
 
         return environment.config(os.environ if environ is None else environ)
 
@@ -227,7 +227,7 @@ def require_feedback(config: Config) -> None:
     if not config.keeps_residuals:
         return
     try:
-        _native.call("cgx_config_check_feedback", byref(config.native))
+        library.call("cgx_config_check_feedback", byref(config.native))
     except InvalidArgument as error:
         raise InvalidArgument(f"{error}; or Config(error_feedback=False)") from None
 

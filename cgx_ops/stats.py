@@ -11,7 +11,8 @@ from ctypes import byref
 from dataclasses import dataclass
 from typing import Any
 
-from cgx_ops import _native, break_even
+from cgx_ops import autotune
+from cgx_ops._core import library
 from cgx_ops.errors import Closed
 
 
@@ -91,13 +92,13 @@ def read_stats(comm: int) -> Stats:
     Raises:
         Closed, NotFound: there is none any more, or never was.
     """
-    info = _native.CommInfo()
-    _native.call("cgx_comm_info", comm, byref(info))
+    info = library.CommInfo()
+    library.call("cgx_comm_info", comm, byref(info))
     return Stats(
-        name=_native.text(info.name),
+        name=library.text(info.name),
         rank=info.rank,
         size=info.size,
-        transport=_native.text(info.transport),
+        transport=library.text(info.transport),
         collectives=info.collectives,
         bytes_in=info.bytes_in,
         bytes_plain=info.bytes_plain,
@@ -106,7 +107,7 @@ def read_stats(comm: int) -> Stats:
         move_seconds=info.move_ns / 1e9,
         compute_seconds=info.compute_ns / 1e9,
         strangers=info.strangers,
-        auto=break_even.told_of(comm),
+        auto=autotune.told_of(comm),
     )
 
 
@@ -138,10 +139,10 @@ def _row(entry: Stats) -> tuple[str, ...]:
     )
 
 
-def traffic(function: str = "cgx_traffic") -> _native.Traffic:
+def traffic(function: str = "cgx_traffic") -> library.Traffic:
     """Return what this process has sent since it started, by closed communicators too."""
-    found = _native.Traffic()
-    _native.call(function, byref(found))
+    found = library.Traffic()
+    library.call(function, byref(found))
     return found
 
 
@@ -166,7 +167,7 @@ def stats() -> StatsByName:
     """
     found = []
     comm = -1
-    while (comm := _native.call_for_id("cgx_comm_next", comm)) >= 0:
+    while (comm := library.call_for_id("cgx_comm_next", comm)) >= 0:
         with contextlib.suppress(Closed):  # another thread has just closed it
             found.append(read_stats(comm))
     if carried := _carried():

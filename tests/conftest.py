@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 
 import cgx_ops
-from cgx_ops import _native, _warnings
+from cgx_ops._core import library, user_warnings
 
 # A busy machine fails no test: each has pyproject.toml's limit.
 hypothesis.settings.register_profile("without deadlines", deadline=None)
@@ -18,8 +18,8 @@ hypothesis.settings.load_profile("without deadlines")
 
 def pytest_report_header() -> list[str]:
     """Show which libraries are tested."""
-    build = _native.describe()
-    bindings = [name for name in ("torch", "jax") if name in _native.built_with()]
+    build = library.describe()
+    bindings = [name for name in ("torch", "jax") if name in library.built_with()]
     return [
         f"cgx_ops: {cgx_ops.__version__}, bindings: {', '.join(bindings) or 'none'}",
         f"CPU target: {build['cpu_target']} of {', '.join(build['cpu_targets'])}",
@@ -28,7 +28,7 @@ def pytest_report_header() -> list[str]:
 
 def pytest_runtest_setup() -> None:
     """Show each test the warnings that earlier ones have seen."""
-    _warnings.forget()
+    user_warnings.forget()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import launch
 import pytest
 
-from cgx_ops import _native
+from cgx_ops._core import library
 
 REQUIRED = os.environ.get("CGX_REQUIRE_GPU") == "1"
 
@@ -24,7 +24,7 @@ REQUIRED = os.environ.get("CGX_REQUIRE_GPU") == "1"
 
 def missing_gpu() -> str:
     """Say what libcgx lacks to use a GPU here; "" if nothing."""
-    cuda = _native.describe()["cuda"]
+    cuda = library.describe()["cuda"]
     if not cuda["built"]:
         return "cgx_ops was built without CUDA"
     if not cuda["driver"]:

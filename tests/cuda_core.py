@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cgx_ops import Communicator, Config, _native
-from cgx_ops.call import Call, Op
+from cgx_ops import Communicator, Config
+from cgx_ops._core import library
+from cgx_ops._core.call import Call, Op
 
 CUDA = 1  # cgx_device_t
 NUMEL = 300_000
@@ -90,7 +91,7 @@ def allreduce(
     timeout: float | None = None,
 ) -> None:
     """Put an allreduce of x into y on the current stream. Arguments are cgx.h's."""
-    dtype = _native.DTYPES[str(x.dtype).removeprefix("torch.")]
+    dtype = library.DTYPES[str(x.dtype).removeprefix("torch.")]
     call = Call("allreduce", op, config, "", None, seed, timeout)
     collective = call.collective(comm.id, dtype, 0, 0, x.numel())
     if device_seeds is not None:
@@ -98,16 +99,16 @@ def allreduce(
     enqueue(collective, x.data_ptr(), y.data_ptr())
 
 
-def enqueue(collective: _native.Collective, source: int | None, result: int | None) -> None:
+def enqueue(collective: library.Collective, source: int | None, result: int | None) -> None:
     """Call cgx_enqueue with these addresses, on the current stream."""
     collective.input, collective.output = source, result
     collective.device, collective.stream = CUDA, torch.cuda.current_stream().cuda_stream
-    _native.call("cgx_enqueue", byref(collective))
+    library.call("cgx_enqueue", byref(collective))
 
 
 def check(comm: Communicator, *, finish: bool = False) -> None:
     """Raise what collectives on the GPU have failed with; finish: when all have ended."""
-    _native.call("cgx_comm_check", comm.id, finish)
+    library.call("cgx_comm_check", comm.id, finish)
 
 
 def differs(y: torch.Tensor, want: np.ndarray) -> bool:

@@ -14,7 +14,7 @@ from jax_cases import normal, seed_of, with_config
 from cgx_ops import Rules
 from cgx_ops.config import Algorithm
 from cgx_ops.jax import pmean_q, psum_q
-from cgx_ops.jax.primitive import Carrier
+from cgx_ops.jax._src.collectives.primitive import Carrier
 
 Values = npt.NDArray[Any]
 BF16 = ml_dtypes.bfloat16

@@ -7,7 +7,7 @@ from launch import threads
 
 import cgx_ops
 from cgx_ops import Communicator, Config, InvalidArgument
-from cgx_ops.break_even import (
+from cgx_ops.autotune import (
     SIZES,
     Timings,
     Verdict,
@@ -133,7 +133,7 @@ def test_bits_follow_from_the_verdict() -> None:
 
 
 def test_what_is_measured_is_the_same_on_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "cgx_ops.break_even")
+    caplog.set_level(logging.DEBUG, "cgx_ops.autotune")
 
     def run(_rank: int, comm: Communicator) -> tuple[Timings, int, str]:
         first = cgx_ops.bits_for(comm, 100_000)

@@ -18,29 +18,30 @@ import numpy as np
 import pytest
 
 import cgx_ops
-from cgx_ops import Communicator, InvalidArgument, SystemFailure, _native
+from cgx_ops import Communicator, InvalidArgument, SystemFailure
+from cgx_ops._core import library
 
 HUGE = 2**62
 X = np.ones(1024, np.float32)
 DATA = np.zeros(8192, np.uint8)
 NUMEL = X.size
-FLOAT32 = _native.DTYPES["float32"]
+FLOAT32 = library.DTYPES["float32"]
 
 
-def codec(**fields: int) -> _native.Codec:
-    codec = _native.Codec(config=_native.Config(bits=4, bucket_size=512))
+def codec(**fields: int) -> library.Codec:
+    codec = library.Codec(config=library.Config(bits=4, bucket_size=512))
     for field, value in fields.items():
         set_field(codec, field, value)
     return codec
 
 
-def set_field(struct: _native.Codec | _native.Collective, field: str, value: Any) -> None:
+def set_field(struct: library.Codec | library.Collective, field: str, value: Any) -> None:
     """Set a field of a call, or of its config."""
     setattr(struct.config if hasattr(struct.config, field) else struct, field, value)
 
 
 def of_codec(function: str, *arguments: Any, **fields: int) -> Callable[[], None]:
-    return lambda: _native.call(function, byref(codec(**fields)), *arguments)
+    return lambda: library.call(function, byref(codec(**fields)), *arguments)
 
 
 def encoded_bytes(numel: int, **fields: int) -> Callable[[], None]:
@@ -64,17 +65,17 @@ def sum_encoded(
 
 
 def exact_sum(values: Any, count: int = 1, numel: int = NUMEL, total: Any = X) -> Any:
-    return lambda: _native.call("cgx_sum", FLOAT32, values, count, numel, at(total))
+    return lambda: library.call("cgx_sum", FLOAT32, values, count, numel, at(total))
 
 
 def convert(source: Any = X, result: Any = X, numel: int = NUMEL) -> Any:
     dtype = FLOAT32
-    return lambda: _native.call("cgx_convert", dtype, at(source), dtype, at(result), c_int64(numel))
+    return lambda: library.call("cgx_convert", dtype, at(source), dtype, at(result), c_int64(numel))
 
 
 def convert_residual(source: Any = X, result: Any = X, numel: int = NUMEL) -> Any:
     call = at(source), FLOAT32, at(result), c_int64(numel)
-    return lambda: _native.call("cgx_convert_residual", *call)
+    return lambda: library.call("cgx_convert_residual", *call)
 
 
 def at(array: Any) -> int | None:
@@ -87,7 +88,7 @@ def pointers(*arrays: Any) -> Any:
 
 CODEC_CALLS: dict[str, tuple[Callable[[], None], str]] = {
     "no codec": (
-        lambda: _native.call("cgx_encoded_bytes", None, 1, byref(c_int64())),
+        lambda: library.call("cgx_encoded_bytes", None, 1, byref(c_int64())),
         "cgx_codec_t is a null",
     ),
     "no bytes": (of_codec("cgx_encoded_bytes", 1, None), "bytes is a null pointer"),
@@ -153,12 +154,12 @@ def test_a_call_names_the_field_at_fault(field: str, value: int) -> None:
 
 
 def test_names_of_compressors() -> None:
-    library = ctypes.CDLL(str(Path(_native.__file__).with_name("libcgx.so")))
-    library.cgx_compressor_name.restype = ctypes.c_char_p
-    names = [row["name"].encode() for row in _native.COMPRESSORS]
-    assert [library.cgx_compressor_name(c_int64(i)) for i in range(len(names))] == names
+    core = ctypes.CDLL(str(Path(cgx_ops.__file__).with_name("libcgx.so")))
+    core.cgx_compressor_name.restype = ctypes.c_char_p
+    names = [row["name"].encode() for row in library.COMPRESSORS]
+    assert [core.cgx_compressor_name(c_int64(i)) for i in range(len(names))] == names
     for number in (-1, len(names), 2**62):
-        assert library.cgx_compressor_name(c_int64(number)) == b"unknown"
+        assert core.cgx_compressor_name(c_int64(number)) == b"unknown"
 
 
 def test_nothing_needs_no_memory() -> None:
@@ -186,12 +187,12 @@ def test_python_refuses_what_cannot_be() -> None:
 # ---- plans --------------------------------------------------------------------------------------
 
 
-def segment(offset: int = 0, numel: int = NUMEL, bits: int = 4) -> _native.Segment:
-    return _native.Segment(offset, numel, 512, bits)
+def segment(offset: int = 0, numel: int = NUMEL, bits: int = 4) -> library.Segment:
+    return library.Segment(offset, numel, 512, bits)
 
 
 # The segments (None: no pointer), their number if it is another, other fields, the error's text.
-PLANS: dict[str, tuple[list[_native.Segment] | None, int | None, dict[str, Any], str]] = {
+PLANS: dict[str, tuple[list[library.Segment] | None, int | None, dict[str, Any], str]] = {
     "no segments": (None, 1, {}, "segments is a null pointer; it holds 1 segments"),
     "negative count": (None, -1, {}, "num_segments is -1"),
     "endless count": (None, HUGE, {}, "num_segments is"),
@@ -212,10 +213,10 @@ PLANS: dict[str, tuple[list[_native.Segment] | None, int | None, dict[str, Any],
 def test_plan_refuses(name: str, carried: bool) -> None:
     segments, count, fields, text = PLANS[name]
     fields = dict(fields)
-    call = _native.Collective(comm=Communicator.local(2)[0].id)
+    call = library.Collective(comm=Communicator.local(2)[0].id)
     call.input = call.output = X.ctypes.data
     if segments is not None:
-        call.segments = (_native.Segment * len(segments))(*segments)
+        call.segments = (library.Segment * len(segments))(*segments)
         call.num_segments = len(segments)
         if fields.pop("lists", False):
             call.inputs = call.outputs = (c_void_p * len(segments))(*[X.ctypes.data] * 5)
@@ -223,14 +224,14 @@ def test_plan_refuses(name: str, carried: bool) -> None:
         call.num_segments = count
     for field, value in fields.items():
         set_field(call, field, value)
-    native = _native.Carried(rank=0, size=2, call=ctypes.pointer(call))
+    native = library.Carried(rank=0, size=2, call=ctypes.pointer(call))
     sizes = (c_int64 * 2)(), (c_int64 * 2)()
     function = "cgx_carried_plan" if carried else "cgx_plan"
-    arguments: tuple[Any, ...] = byref(call), byref(_native.Plan())
+    arguments: tuple[Any, ...] = byref(call), byref(library.Plan())
     if carried:
         arguments = byref(native), byref(c_int32()), *sizes
     with pytest.raises(InvalidArgument) as caught:
-        _native.call(function, *arguments)
+        library.call(function, *arguments)
     assert text in str(caught.value)
 
 
@@ -260,7 +261,7 @@ def test_an_allgather_that_does_nothing_is_noticed(step: int) -> None:
             ctypes.memmove(everything, blobs[now, 0] + blobs[now, 1], 2 * count)
             return 0
 
-        bootstrap = _native.Bootstrap(
+        bootstrap = library.Bootstrap(
             rank=rank,
             size=2,
             allgather=ctypes.cast(allgather, c_void_p),
@@ -268,7 +269,7 @@ def test_an_allgather_that_does_nothing_is_noticed(step: int) -> None:
             transport=b"SHM",
         )
         with pytest.raises(SystemFailure) as raised:
-            _native.call_for_id("cgx_comm_create", byref(bootstrap))
+            library.call_for_id("cgx_comm_create", byref(bootstrap))
         return str(raised.value)
 
     with ThreadPoolExecutor(2) as ranks:

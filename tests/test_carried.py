@@ -21,14 +21,8 @@ import numpy.typing as npt
 import pytest
 from collective_cases import COMPRESSORS, DTYPES, FEATURES, Case
 
-from cgx_ops import (
-    CgxError,
-    Communicator,
-    InvalidArgument,
-    MismatchError,
-    Unsupported,
-    _native,
-)
+from cgx_ops import CgxError, Communicator, InvalidArgument, MismatchError, Unsupported
+from cgx_ops._core import library
 from cgx_ops.config import Algorithm, Rounding
 
 GUARD = 64
@@ -57,19 +51,19 @@ class Guarded:
         assert (outside == 0xA5).all(), "written outside of the buffer"
 
 
-def native_call(case: Case, rank: int) -> _native.Collective:
+def native_call(case: Case, rank: int) -> library.Collective:
     """Return the case as a rank calls it, without buffers."""
     segments = case.segments or ((0, case.size, case.bits, case.bucket_size),)
-    native = [_native.Segment(o, n, bucket_size, bits) for o, n, bits, bucket_size in segments]
-    return _native.Collective(
+    native = [library.Segment(o, n, bucket_size, bits) for o, n, bits, bucket_size in segments]
+    return library.Collective(
         comm=-1,
-        verb=_native.VERBS["allreduce"]["id"],
-        dtype=_native.DTYPES[case.dtype],
-        op=_native.OPS[case.op],
+        verb=library.VERBS["allreduce"]["id"],
+        dtype=library.DTYPES[case.dtype],
+        op=library.OPS[case.op],
         config=collective_cases.config_of(case).native,
         seed=case.seed(rank),
         block_numel=case.size,
-        segments=(_native.Segment * len(native))(*native),
+        segments=(library.Segment * len(native))(*native),
         num_segments=len(native),
     )
 
@@ -81,12 +75,12 @@ class Rank:
         self.x = collective_cases.inputs(case, rank, size)
         self.result = np.zeros(case.size, self.x.dtype)
         self.call = native_call(case, rank)
-        self.carried = _native.Carried(rank=rank, size=size, call=ctypes.pointer(self.call))
+        self.carried = library.Carried(rank=rank, size=size, call=ctypes.pointer(self.call))
         self.rank, self.size = rank, size
         algorithm = c_int32(-1)
         sizes = (c_int64 * size)(*[-1] * size), (c_int64 * size)(*[-1] * size)
-        _native.call("cgx_carried_plan", byref(self.carried), byref(algorithm), *sizes)
-        self.one_shot = algorithm.value == _native.ALGORITHMS["one_shot"]
+        library.call("cgx_carried_plan", byref(self.carried), byref(algorithm), *sizes)
+        self.one_shot = algorithm.value == library.ALGORITHMS["one_shot"]
         self.scatter_bytes, self.gather_bytes = (list(given) for given in sizes)
 
     def use(self, values: npt.NDArray[Any] | None, result: npt.NDArray[Any] | None) -> None:
@@ -101,7 +95,7 @@ class Rank:
         if self.one_shot:
             sizes = [self.gather_bytes[self.rank]]
         messages = Guarded(sum(sizes))
-        _native.call("cgx_carried_encode", byref(self.carried), messages.address, sum(sizes))
+        library.call("cgx_carried_encode", byref(self.carried), messages.address, sum(sizes))
         messages.check()
         return np.split(messages.bytes, np.cumsum(sizes)[:-1])
 
@@ -113,7 +107,7 @@ class Rank:
         message = Guarded(self.gather_bytes[self.rank])
         source = (joined.ctypes.data if joined.size else None), joined.size
         sizes = message.address, self.gather_bytes[self.rank]
-        _native.call("cgx_carried_reduce", byref(self.carried), *source, *sizes)
+        library.call("cgx_carried_reduce", byref(self.carried), *source, *sizes)
         message.check()
         return message.bytes
 
@@ -125,7 +119,7 @@ class Rank:
         for rank, message in enumerate(messages):
             gathered[rank * stride : rank * stride + len(message)] = message
         self.use(self.x if self.size == 1 else None, self.result)
-        _native.call("cgx_carried_decode", byref(self.carried), gathered.ctypes.data, gathered.size)
+        library.call("cgx_carried_decode", byref(self.carried), gathered.ctypes.data, gathered.size)
         return collective_cases.digest(self.result)
 
 
@@ -151,8 +145,8 @@ def payload_bytes(case: Case, comm: Communicator) -> int:
     call = native_call(case, comm.rank)
     some = np.empty(1)
     call.comm, call.input, call.output = comm.id, some.ctypes.data, some.ctypes.data
-    plan = _native.Plan()
-    _native.call("cgx_plan", byref(call), byref(plan))
+    plan = library.Plan()
+    library.call("cgx_plan", byref(call), byref(plan))
     return plan.payload_bytes
 
 
@@ -257,28 +251,28 @@ def test_in_place() -> None:
 # ---- 3. bad calls -------------------------------------------------------------------------------
 
 
-def _plan(carried: _native.Carried | None) -> None:
+def _plan(carried: library.Carried | None) -> None:
     sizes = (c_int64 * 4)(), (c_int64 * 4)()
     given = None if carried is None else byref(carried)
-    _native.call("cgx_carried_plan", given, byref(c_int32()), *sizes)
+    library.call("cgx_carried_plan", given, byref(c_int32()), *sizes)
 
 
-def _encode(carried: _native.Carried) -> None:
-    _native.call("cgx_carried_encode", byref(carried), np.empty(9000, np.uint8).ctypes.data, 9000)
+def _encode(carried: library.Carried) -> None:
+    library.call("cgx_carried_encode", byref(carried), np.empty(9000, np.uint8).ctypes.data, 9000)
 
 
-def _decode(carried: _native.Carried) -> None:
+def _decode(carried: library.Carried) -> None:
     gathered = np.empty(9000, np.uint8)
-    _native.call("cgx_carried_decode", byref(carried), gathered.ctypes.data, 9000)
+    library.call("cgx_carried_decode", byref(carried), gathered.ctypes.data, 9000)
 
 
-def _nowhere(step: str, *arguments: int | None) -> Callable[[_native.Carried], None]:
-    return lambda carried: _native.call(f"cgx_carried_{step}", byref(carried), *arguments)
+def _nowhere(step: str, *arguments: int | None) -> Callable[[library.Carried], None]:
+    return lambda carried: library.call(f"cgx_carried_{step}", byref(carried), *arguments)
 
 
-def _reduce_to_null(carried: _native.Carried) -> None:
+def _reduce_to_null(carried: library.Carried) -> None:
     arrived = np.zeros(258, np.uint8)
-    _native.call("cgx_carried_reduce", byref(carried), arrived.ctypes.data, 258, None, 258)
+    library.call("cgx_carried_reduce", byref(carried), arrived.ctypes.data, 258, None, 258)
 
 
 # step, what is wrong in the cgx_carried_t and in its call, the kind and the text of the error
@@ -339,9 +333,9 @@ def test_refuses(name: str) -> None:
     call.input = call.output = x.ctypes.data
     for field, value in of_call.items():
         setattr(call.config if hasattr(call.config, field) else call, field, value)
-    carried = _native.Carried(rank=1, size=2, call=ctypes.pointer(call))
+    carried = library.Carried(rank=1, size=2, call=ctypes.pointer(call))
     for field, value in of_carried.items():
-        setattr(carried, field, POINTER(_native.Collective)() if value is None else value)
+        setattr(carried, field, POINTER(library.Collective)() if value is None else value)
     with pytest.raises(kind) as caught:
         step(carried)
     assert isinstance(caught.value, CgxError)

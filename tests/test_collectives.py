@@ -22,12 +22,13 @@ import numpy as np
 import pytest
 import reference
 
-from cgx_ops import Communicator, Config, _native
-from cgx_ops.call import Call, Op
+from cgx_ops import Communicator, Config
+from cgx_ops._core import library
+from cgx_ops._core.call import Call, Op
 from cgx_ops.config import Rounding
 
 PROGRAM = Path(__file__).parent / "ranks" / "run_collectives.py"
-TARGETS = _native.describe()["cpu_targets"]
+TARGETS = library.describe()["cpu_targets"]
 SOME = "compressors, some"
 
 
@@ -260,10 +261,10 @@ def test_partial_sums_of_16_bits_are_counted_as_they_travel(op: Op, width: int) 
         config = Config(bits=32, algorithm="ring")
         comm.allreduce(x, op, config)
         call = Call("allreduce", op, config, "", None, 0, None).collective(
-            comm.id, _native.DTYPES["float16"], x.ctypes.data, x.ctypes.data, x.size
+            comm.id, library.DTYPES["float16"], x.ctypes.data, x.ctypes.data, x.size
         )
-        plan = _native.Plan()
-        _native.call("cgx_plan", byref(call), byref(plan))
+        plan = library.Plan()
+        library.call("cgx_plan", byref(call), byref(plan))
         return plan.payload_bytes, comm.bytes_sent - header * (size - 1)
 
     sent = (size - 1) * numel // size * (width + 2)

@@ -20,8 +20,8 @@ from cgx_ops import (
     Segment,
     Unsupported,
 )
-from cgx_ops.address import exchange
-from cgx_ops.call import call_seed
+from cgx_ops._core.address import exchange
+from cgx_ops._core.call import call_seed
 
 EXACT = Config(bits=32)
 

@@ -34,10 +34,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from cgx_ops import Config, InvalidArgument, _native, codec, dequantize, quantize
+from cgx_ops import Config, InvalidArgument, dequantize, quantize
+from cgx_ops._core import codec, library
 
 PROGRAM = Path(__file__).parent / "ranks" / "run_compressors.py"
-TARGETS = _native.describe()["cpu_targets"]
+TARGETS = library.describe()["cpu_targets"]
 LARGE = 2**20 + 7
 
 # ---- 1. against the oracle -----------------------------------------------------------------------

@@ -9,7 +9,8 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from cgx_ops import CgxError, Config, InvalidArgument, _native, environment
+from cgx_ops import CgxError, Config, InvalidArgument
+from cgx_ops._core import environment, library
 from cgx_ops.config import Algorithm, Compressor, Rounding
 
 
@@ -101,7 +102,7 @@ def test_is_a_value() -> None:
 
 
 def fields() -> dict[str, dict[str, Any]]:
-    return {field["name"]: field for field in _native.CONFIG_FIELDS}
+    return {field["name"]: field for field in library.CONFIG_FIELDS}
 
 
 def test_config_has_every_field_of_the_core() -> None:
@@ -187,7 +188,7 @@ def test_text() -> None:
 
 
 def test_a_text_may_leave_fields_out_and_have_any_order() -> None:
-    parse = _native.Config.parse
+    parse = library.Config.parse
     assert bytes(parse("")) == bytes(Config().native)
     short = parse("rounding='nearest' bits=8")
     assert bytes(short) == bytes(Config(8, rounding="nearest").native)
@@ -215,7 +216,7 @@ def test_a_text_may_leave_fields_out_and_have_any_order() -> None:
 )
 def test_bad_texts(text: str, says: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        _native.Config.parse(text)
+        library.Config.parse(text)
     assert says in str(caught.value)
 
 
@@ -234,10 +235,10 @@ def test_bad_texts(text: str, says: str) -> None:
 )
 def test_the_field_at_fault(text: str, field: str | None) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        _native.Config.parse(text)
+        library.Config.parse(text)
     assert caught.value.field == field
     with pytest.raises(InvalidArgument) as caught:
-        _native.call("cgx_config_check_feedback", ctypes.byref(_native.Config.parse("bits=32")))
+        library.call("cgx_config_check_feedback", ctypes.byref(library.Config.parse("bits=32")))
     assert caught.value.field is None  # of the last failure alone
 
 
@@ -276,19 +277,19 @@ OVERRIDES: list[tuple[Config, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("config", "own"), OVERRIDES, ids=str)
 def test_the_core_overrides_as_python_does(config: Config, own: dict[str, Any]) -> None:
-    native = _native.Config.parse(str(config))
+    native = library.Config.parse(str(config))
     text = " ".join(f"{name}={value!r}" for name, value in own.items()).encode()
     before = bytes(native)
     try:
         want = config.with_own(**own)
     except InvalidArgument:
         with pytest.raises(InvalidArgument):
-            _native.call("cgx_config_override", text, ctypes.byref(native))
+            library.call("cgx_config_override", text, ctypes.byref(native))
         assert bytes(native) == before
         return
-    _native.call("cgx_config_override", text, ctypes.byref(native))
+    library.call("cgx_config_override", text, ctypes.byref(native))
     written = ctypes.c_char_p()
-    _native.call("cgx_config_text", ctypes.byref(native), ctypes.byref(written))
+    library.call("cgx_config_text", ctypes.byref(native), ctypes.byref(written))
     assert Config.parse((written.value or b"").decode()) == want
 
 

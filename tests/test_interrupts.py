@@ -43,7 +43,7 @@ def _raise_at(step: int, call: Callable[[], object]) -> bool:
 
     def trace(frame: FrameType, event: str, _argument: Any) -> Any:
         code = frame.f_code
-        if not code.co_filename.endswith("cgx_ops/request.py") and code.co_name not in (
+        if not code.co_filename.endswith("cgx_ops/_core/request.py") and code.co_name not in (
             "allreduce_async",
             "call",
         ):

@@ -8,7 +8,8 @@ import warnings
 import launch
 import pytest
 
-from cgx_ops.jax import _compat, _threads
+from cgx_ops.jax._src.runtime import compat
+from cgx_ops.jax._src.runtime import threads as _threads
 
 
 @pytest.mark.parametrize("how", ["ours", "mixed", "twice", "jit"])
@@ -45,7 +46,7 @@ def test_threads_that_are_asked_for(
     environ: dict[str, str], threads: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers of the user's stay; those that cgx_ops set for a parent process do not."""
-    monkeypatch.setattr(_compat, "backends_started", lambda: False)
+    monkeypatch.setattr(compat, "backends_started", lambda: False)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         _threads.provide(environ)

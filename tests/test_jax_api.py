@@ -12,7 +12,8 @@ import pytest
 from jax_cases import SRA, expected, mesh_of, normal, on_mesh, same_bits, seed_of, use_cpu_devices
 
 import cgx_ops.jax
-from cgx_ops import Config, Rules, _native
+from cgx_ops import Config, Rules
+from cgx_ops._core import library
 from cgx_ops.jax import average_gradients, psum_q
 
 use_cpu_devices(8)
@@ -44,7 +45,7 @@ def test_all_calls_take_the_same_options() -> None:
     """`config` and four keywords beside it. Only signum has no keywords."""
     for call in CALLS:
         taken = inspect.signature(call).parameters
-        fields = {row["name"] for row in _native.CONFIG_FIELDS}
+        fields = {row["name"] for row in library.CONFIG_FIELDS}
         if call is cgx_ops.jax.deep_gradient:  # its own
             fields -= {"density", "clip"}
         assert taken.keys() & fields == KEYWORDS

@@ -32,10 +32,12 @@ from jax_cases import (
     with_config,
 )
 
-from cgx_ops import Communicator, Config, Rules, _native
-from cgx_ops.address import free_address
-from cgx_ops.jax import _runtime, pmean_q, psum_q
-from cgx_ops.jax._calls import call_attributes
+from cgx_ops import Communicator, Config, Rules
+from cgx_ops._core import library
+from cgx_ops._core.address import free_address
+from cgx_ops.jax import pmean_q, psum_q
+from cgx_ops.jax._src.collectives.calls import call_attributes
+from cgx_ops.jax._src.runtime import handlers
 
 use_cpu_devices(8)
 
@@ -149,12 +151,12 @@ IN_HIERARCHIES = [
 @pytest.mark.parametrize(("case", "processes"), IN_HIERARCHIES)
 def test_hierarchy(case: Case, processes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the devices were in these processes: a process is one rank."""
-    monkeypatch.setattr(_runtime, "processes_of", lambda *_: processes)
+    monkeypatch.setattr(handlers, "processes_of", lambda *_: processes)
     check(case, mesh_of((8,), ("d",)), "d", [range(8)], processes)
 
 
 def test_sums_in_a_process_hide_and_flush_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_runtime, "processes_of", lambda *_: [0, 1] * 4)
+    monkeypatch.setattr(handlers, "processes_of", lambda *_: [0, 1] * 4)
     for dtype, tiny in ((np.float32, 1e-40), (np.float16, 1e-6), (BF16, 1e-40)):
         x = (normal(6, 8, 100) * np.float32(tiny)).astype(dtype)
         program = on_mesh(mesh_of((8,), ("d",)), lambda v: psum_q(v, "d", bits=32, carrier="xla"))
@@ -211,15 +213,15 @@ def payload(case: Case, ranks: int) -> int:
     """Return the bytes that all ranks together would send natively, as cgx_plan says."""
     total = 0
     for comm in Communicator.local(ranks):
-        segment = _native.Segment(0, case.numel, case.bucket_size, case.bits)
+        segment = library.Segment(0, case.numel, case.bucket_size, case.bits)
         somewhere = np.empty(1)
-        call = _native.Collective(
+        call = library.Collective(
             comm=comm.id, config=Config(algorithm=case.algorithm).native, num_segments=1,
-            segments=(_native.Segment * 1)(segment),
+            segments=(library.Segment * 1)(segment),
             input=somewhere.ctypes.data, output=somewhere.ctypes.data,
         )  # fmt: skip
-        plan = _native.Plan()
-        _native.call("cgx_plan", call, plan)
+        plan = library.Plan()
+        library.call("cgx_plan", call, plan)
         total += plan.payload_bytes
         comm.close()
     return total
@@ -255,7 +257,7 @@ def test_bytes_of_one_shot() -> None:
 
 def test_nothing_crosses_between_processes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes of four devices: these send a quarter each, and share what comes."""
-    monkeypatch.setattr(_runtime, "processes_of", lambda *_: [0, 0, 0, 0, 1, 1, 1, 1])
+    monkeypatch.setattr(handlers, "processes_of", lambda *_: [0, 0, 0, 0, 1, 1, 1, 1])
     case = Case(16 * 512)
     shapes = sent(case, mesh_of((8,), ("d",)))
     (one,) = set(shard_bytes(case, 2))
@@ -274,7 +276,7 @@ def test_padding_is_zeros(step: str) -> None:
     operands = [np.uint32(1), np.zeros((1, 2), np.uint32), *arrived, values]
     before = np.full((4, 300) if step == "encode" else (300,), 0xA5, np.uint8)
     call = jax.ffi.ffi_call(
-        _runtime.target(f"carried_{step}"),
+        handlers.target(f"carried_{step}"),
         jax.ShapeDtypeStruct(before.shape, before.dtype),
         input_output_aliases={len(operands): 0},
     )
@@ -386,7 +388,7 @@ def test_algorithms_that_pass_messages_on_are_refused(algorithm: Any) -> None:
 def test_uneven_groups_are_refused(
     processes: list[int], axes: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_runtime, "processes_of", lambda *_: processes)
+    monkeypatch.setattr(handlers, "processes_of", lambda *_: processes)
     program = on_mesh(mesh_of((2, 4), ("a", "b")), lambda v: psum_q(v, axes, carrier="xla"))
     with pytest.raises(NotImplementedError, match=text):
         program(normal(13, 8, 100))

@@ -1,4 +1,4 @@
-"""cgx_ops/jax/_compat.py: each function does what it says with the JAX that is installed.
+"""cgx_ops/jax/_src/runtime/compat.py: each function does what it says with the installed JAX.
 
 The first to fail after an update of JAX, and the only one that should need to.
 """
@@ -26,8 +26,8 @@ from jax_cases import mesh_of, on_mesh, use_cpu_devices
 from launch import processes
 
 import cgx_ops.jax
-from cgx_ops.address import free_address
-from cgx_ops.jax import _compat
+from cgx_ops._core.address import free_address
+from cgx_ops.jax._src.runtime import compat
 
 use_cpu_devices(8)
 
@@ -82,29 +82,29 @@ def test_all_of_it_is_used() -> None:
 
 
 def test_varying_axes() -> None:
-    assert inside(_compat.varying_axes) == [{"a"}]
-    assert inside(lambda x: _compat.varying_axes(lax.psum(x, "a"))) == [set()]
-    assert inside(lambda x: _compat.varying_axes(lax.pcast(x, "b", to="varying"))) == [{"a", "b"}]
-    assert inside(lambda x: _compat.varying_axes(jax.typeof(x))) == [{"a"}]
-    assert _compat.varying_axes(1.5) == set()
+    assert inside(compat.varying_axes) == [{"a"}]
+    assert inside(lambda x: compat.varying_axes(lax.psum(x, "a"))) == [set()]
+    assert inside(lambda x: compat.varying_axes(lax.pcast(x, "b", to="varying"))) == [{"a", "b"}]
+    assert inside(lambda x: compat.varying_axes(jax.typeof(x))) == [{"a"}]
+    assert compat.varying_axes(1.5) == set()
 
 
 def test_with_varying_axes() -> None:
     def both(x: jax.Array) -> Any:
-        aval = _compat.with_varying_axes(jax.typeof(x), frozenset("b"))
-        return aval.shape, aval.dtype, aval.weak_type, _compat.varying_axes(aval)
+        aval = compat.with_varying_axes(jax.typeof(x), frozenset("b"))
+        return aval.shape, aval.dtype, aval.weak_type, compat.varying_axes(aval)
 
     assert inside(both) == [((2,), np.float32, False, {"b"})]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_types_are_checked(check_vma: bool) -> None:
-    assert inside(lambda _: _compat.types_are_checked(), check_vma=check_vma) == [check_vma]
+    assert inside(lambda _: compat.types_are_checked(), check_vma=check_vma) == [check_vma]
 
 
 def test_zero_tangent() -> None:
-    zero = _compat.zero_tangent(np.ones(3, np.float32))
-    assert type(zero) is type(_compat.zero_tangent(2.0))
+    zero = compat.zero_tangent(np.ones(3, np.float32))
+    assert type(zero) is type(compat.zero_tangent(2.0))
     assert (zero.aval.shape, zero.aval.dtype) == ((3,), np.float32)
 
 
@@ -113,20 +113,20 @@ def test_axes() -> None:
         under_vmap = []
 
         def example(row: jax.Array) -> jax.Array:
-            under_vmap.append((_compat.axis_size("i"), _compat.is_shard_map_axis("i")))
+            under_vmap.append((compat.axis_size("i"), compat.is_shard_map_axis("i")))
             return row
 
         jax.vmap(example, axis_name="i")(jnp.ones((3, 5)))
-        return _compat.axis_size("a"), _compat.is_shard_map_axis("a"), under_vmap
+        return compat.axis_size("a"), compat.is_shard_map_axis("a"), under_vmap
 
     assert inside(found) == [(4, True, [(3, False)])]
-    assert inside(lambda _: _compat.axis_size("c")) == [None]
-    assert _compat.axis_size("a") is None
-    assert inside(lambda _: _compat.automatic_axes()) == [()]
-    assert inside(lambda _: _compat.automatic_axes(), axis_names={"a"}) == [("b",)]
+    assert inside(lambda _: compat.axis_size("c")) == [None]
+    assert compat.axis_size("a") is None
+    assert inside(lambda _: compat.automatic_axes()) == [()]
+    assert inside(lambda _: compat.automatic_axes(), axis_names={"a"}) == [("b",)]
     with_one = mesh_of((4, 1), ("a", "b"))
-    assert inside(lambda _: _compat.automatic_axes(), with_one, axis_names={"a"}) == [()]
-    assert _compat.automatic_axes() == ()
+    assert inside(lambda _: compat.automatic_axes(), with_one, axis_names={"a"}) == [()]
+    assert compat.automatic_axes() == ()
 
 
 # ---- a lowering ----------------------------------------------------------------------------------
@@ -138,14 +138,14 @@ def test_where_a_lowering_happens() -> None:
     probe_p.def_abstract_eval(lambda x: x)
 
     def lower(ctx: Any, x: Any) -> list[Any]:
-        mesh = _compat.mesh_of(ctx)
-        plain = _compat.plain(ctx.avals_in[0])
-        assert (plain.shape, plain.dtype, _compat.varying_axes(plain)) == (
+        mesh = compat.mesh_of(ctx)
+        plain = compat.plain(ctx.avals_in[0])
+        assert (plain.shape, plain.dtype, compat.varying_axes(plain)) == (
             (2, 1),
             np.float32,
             set(),
         )
-        found.append((_compat.module_name(ctx), _compat.next_index(ctx), mesh.axis_names))
+        found.append((compat.module_name(ctx), compat.next_index(ctx), mesh.axis_names))
         return [x]
 
     mlir.register_lowering(probe_p, lower, cacheable=False)
@@ -169,20 +169,20 @@ def test_where_a_lowering_happens() -> None:
 
 
 def test_small_values() -> None:
-    scalar = _compat.scalar_u32()
+    scalar = compat.scalar_u32()
     assert (scalar.shape, scalar.dtype) == ((), np.uint32)
     with mlir.make_ir_context():
-        assert re.search(r"handle = \d+, type = \d+", str(_compat.collective_channel()))
+        assert re.search(r"handle = \d+, type = \d+", str(compat.collective_channel()))
 
 
 # ---- ordered effects -----------------------------------------------------------------------------
 
 
-class Order(_compat.Effect):
+class Order(compat.Effect):
     pass
 
 
-_compat.register_ordered_effect(Order)
+compat.register_ordered_effect(Order)
 ORDER = Order()
 
 
@@ -193,7 +193,7 @@ def test_effects_in_order() -> None:
 
     def lower(ctx: Any, x: Any) -> Any:
         rule = jax.ffi.ffi_lowering("cgx_test_no_such_target", has_side_effect=True)
-        return _compat.lower_in_order(ctx, ORDER, rule, ctx.avals_in, x)
+        return compat.lower_in_order(ctx, ORDER, rule, ctx.avals_in, x)
 
     mlir.register_lowering(call_p, lower, platform="cpu")
     twice = jax.jit(lambda x: call_p.bind(call_p.bind(x)))
@@ -216,7 +216,7 @@ def test_tokens_of_launches() -> None:
         def block_until_ready(self) -> None:
             raise jax.errors.JaxRuntimeError("the launch failed")
 
-    tokens: Any = _compat.dispatch.RuntimeTokenSet()
+    tokens: Any = compat.dispatch.RuntimeTokenSet()
     here, there = jax.devices()[:2]
     token = tokens.get_token_input(ORDER, [here])
     assert tokens.get_token_input(ORDER, [here]) is token
@@ -230,7 +230,7 @@ def test_tokens_of_launches() -> None:
 
 def test_compilations_are_reported() -> None:
     events: list[str] = []
-    _compat.call_around_compile(lambda: events.append("begin"), lambda: events.append("end"))
+    compat.call_around_compile(lambda: events.append("begin"), lambda: events.append("end"))
     program = jax.jit(lambda x: x * 3.25)
     program.lower(jnp.ones(7))
     assert events.count("begin") == events.count("end")
@@ -244,24 +244,24 @@ def test_compilations_are_reported() -> None:
 def test_backends_started() -> None:
     """Before they do: see ranks/run_jax_compat.py."""
     jax.devices()
-    assert _compat.backends_started()
+    assert compat.backends_started()
 
 
 def test_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not _compat.cluster_is_detected()
-    assert _compat.detected_place("here:1", 4, 2, 10) == ("here:1", 4, 2)
+    assert not compat.cluster_is_detected()
+    assert compat.detected_place("here:1", 4, 2, 10) == ("here:1", 4, 2)
     variables = {"JOB_ID": "1", "STEP_NODELIST": "here", "NTASKS": "3", "PROCID": "2", "LOCALID": 2}
     for name, value in variables.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
-    assert _compat.cluster_is_detected()
+    assert compat.cluster_is_detected()
     options = [f"jax_{kind}_visible_devices" for kind in ("cuda", "rocm")]
     before = [jax.config.values[option] for option in options]
-    address, size, rank = _compat.detected_place(None, None, None, 10)
+    address, size, rank = compat.detected_place(None, None, None, 10)
     assert [jax.config.values[option] for option in options] == ["2", "2"]
     assert str(address).startswith("here:")
     assert (size, rank) == (3, 2)
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "there:5")
-    assert _compat.detected_place(None, None, None, 10) == ("there:5", 3, 2)
+    assert compat.detected_place(None, None, None, 10) == ("there:5", 3, 2)
     for option, value in zip(options, before, strict=True):
         jax.config.update(option, value)
 
@@ -272,7 +272,7 @@ def test_execution_stream() -> None:
     long = jax.jit(lambda x: lax.fori_loop(0, 50_000, lambda _, y: jnp.sin(y * 2 + 1), x * 2))
     short = jax.jit(lambda x: (x * 2).sum())
     short(x).block_until_ready()
-    with _compat.execution_stream(1):
+    with compat.execution_stream(1):
         first = long(x)
     short(x).block_until_ready()
     assert not first.is_ready()
@@ -296,8 +296,8 @@ def test_who_loses_the_service_ends() -> None:
         port = coordinator.stdout.readline().split()[0]
         code = f"""
 import os, time
-from cgx_ops.jax import _compat
-_compat.connect("127.0.0.1:{port}", 1, 0, 30)
+from cgx_ops.jax import compat
+compat.connect("127.0.0.1:{port}", 1, 0, 30)
 os.kill({coordinator.pid}, 9)
 time.sleep(60)
 """

@@ -44,8 +44,8 @@ from cgx_ops.jax import (
     psum_q,
     psum_scatter_q,
     value_and_grad,
-    votes,
 )
+from cgx_ops.jax._src.collectives import votes
 
 use_cpu_devices(8)
 

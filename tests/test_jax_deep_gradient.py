@@ -27,7 +27,6 @@ from jax_optimizer_cases import (
 )
 
 from cgx_ops import Config, Rules
-from cgx_ops.deep_gradient import Method
 from cgx_ops.jax import (
     DeepGradientState,
     average_gradients,
@@ -35,6 +34,7 @@ from cgx_ops.jax import (
     deep_gradient,
     state_specs,
 )
+from cgx_ops.methods.deep_gradient import Method
 
 use_cpu_devices(8)
 

@@ -22,9 +22,10 @@ from jax_cases import (
     with_config,
 )
 
-from cgx_ops import CgxError, _xla_ffi, launchers
+from cgx_ops import CgxError, _xla_ffi
+from cgx_ops._core import launchers
 from cgx_ops.jax import all_gather_q, pmean_q, psum_q, psum_scatter_q
-from cgx_ops.jax._launching import _Ticket, _Tickets
+from cgx_ops.jax._src.runtime.launching import _Ticket, _Tickets
 
 use_cpu_devices(8)
 
@@ -185,8 +186,8 @@ def test_any_exception_of_a_handler_is_an_error() -> None:
     """Attributes that no release of ours writes: more leaves than configs."""
     script = """
 import jax, numpy as np
-from cgx_ops.jax import _runtime
-target = _runtime.target("psum_q")
+from cgx_ops.jax._src.runtime import handlers
+target = handlers.target("psum_q")
 attributes = dict.fromkeys(("named", "op", "verb", "feedback", "group_size"), np.int64(0))
 attributes |= {"groups": np.zeros(1, np.int64), "group_size": np.int64(1), "call": "a call",
                "config": "bits=4", "config_of": np.zeros(1, np.int64),

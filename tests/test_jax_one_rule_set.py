@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax_cases import mesh_of, use_cpu_devices
 
 import cgx_ops.jax
-from cgx_ops.jax import trees
+from cgx_ops.jax._src.collectives import trees
 
 use_cpu_devices(8)
 

@@ -24,8 +24,9 @@ from jax_optimizer_cases import (
     program_of,
 )
 
-from cgx_ops import Config, Rules, low_rank
+from cgx_ops import Config, Rules
 from cgx_ops.jax import PowerSGDState, consolidate, power_sgd, state_specs
+from cgx_ops.methods import low_rank
 
 use_cpu_devices(8)
 

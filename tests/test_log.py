@@ -7,7 +7,8 @@ import sys
 import launch
 import pytest
 
-from cgx_ops import Config, log
+from cgx_ops import Config
+from cgx_ops._core import log
 
 SENT = r"cgx: sent \d+\.\d kB instead of \d+\.\d [kM]B"
 STARTS = {
@@ -84,7 +85,8 @@ def test_decisions_are_logged_once_for_each_tensor() -> None:
 )
 def test_handlers(before: str, after: str, count: int) -> None:
     program = (
-        f"import logging; {before} import cgx_ops; from cgx_ops import log; cgx_ops.init(); {after}"
+        f"import logging; {before} import cgx_ops; from cgx_ops._core import log; cgx_ops.init(); "
+        f"{after}"
         "[log.started(1, 'X', cgx_ops.Config(bits=4), 2, 'shm', None) for _ in range(2)]"
     )
     command = [sys.executable, "-c", program]

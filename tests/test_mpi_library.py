@@ -67,8 +67,8 @@ def test_missing_mpi_is_an_error_with_its_remedy(tmp_path: Path) -> None:
 import os
 os.environ.update(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
 import cgx_ops
-from cgx_ops import _native
-_native.call("cgx_set_mpi_path", {str(tmp_path / "libmpi.so.40")!r}.encode())
+from cgx_ops._core import library
+library.call("cgx_set_mpi_path", {str(tmp_path / "libmpi.so.40")!r}.encode())
 try:
     cgx_ops.init()
 except RuntimeError as error:
@@ -79,7 +79,7 @@ except RuntimeError as error:
 
 
 def test_mpi4py_shares_the_library() -> None:
-    ours = "from cgx_ops import _native; _native.describe_mpi()"
+    ours = "from cgx_ops._core import library; library.describe_mpi()"
     for first, second in ((ours, "import mpi4py.MPI"), ("import mpi4py.MPI", ours)):
         code = f"{first}\n{second}\nprint(open('/proc/self/maps').read())"
         mapped = {line.split()[-1] for line in _python(code).splitlines() if "/libmpi" in line}

@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 from jax_cases import SRA, mesh_of, use_cpu_devices
 from noise_cases import NUMEL, check_independent, errors, values
 
-from cgx_ops import Communicator, Config, InvalidArgument, Segment, call
+from cgx_ops import Communicator, Config, InvalidArgument, Segment
+from cgx_ops._core import call
 from cgx_ops.jax import all_gather_q, allreduce_q, psum_q, psum_scatter_q
 
 use_cpu_devices(8)

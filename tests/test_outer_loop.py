@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cgx_ops.errors import InvalidArgument
-from cgx_ops.outer_loop import Schedule, strided
+from cgx_ops.methods.outer_loop import Schedule, strided
 
 
 def _events(schedule: Schedule, steps: int) -> list[tuple[int, str, int]]:

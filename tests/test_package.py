@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import cgx_ops
-from cgx_ops import _native
+from cgx_ops._core import library
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(cgx_ops.__file__).parent
@@ -81,7 +81,7 @@ def test_python_declares_what_the_header_does() -> None:
         name: 0 if arguments.strip() == "void" else arguments.count(",") + 1
         for name, arguments in re.findall(r"CGX_API [^(;]*?\b(cgx_\w+)\(([^)]*)\);", header)
     }
-    declared = _native._TEXTS | _native._CALLS
+    declared = library._TEXTS | library._CALLS
     assert functions == {name: len(types) for name, types in declared.items()}
 
     plain = {
@@ -90,13 +90,13 @@ def test_python_declares_what_the_header_does() -> None:
         "int64_t": ctypes.c_int64,
         "double": ctypes.c_double,
         "const char*": ctypes.c_char_p,
-        "cgx_config_t": _native.Config,
+        "cgx_config_t": library.Config,
     }
     pointer = ctypes.sizeof(ctypes.c_void_p)
     structs = re.findall(r"typedef struct cgx_(\w+)_t \{(.*?)\}", header, re.DOTALL)
     assert len(structs) > 5
     for name, body in structs:
-        declared = getattr(_native, "".join(word.capitalize() for word in name.split("_")))._fields_
+        declared = getattr(library, "".join(word.capitalize() for word in name.split("_")))._fields_
         fields = re.findall(r"([\w ]+?\*?)\s*(\w+);", body)
         assert [field for _, field in fields] == [field for field, _ in declared], name
         for (c_type, field), (_, given) in zip(fields, declared, strict=True):
@@ -107,16 +107,16 @@ def test_python_declares_what_the_header_does() -> None:
 def test_table_of_verbs_is_the_headers() -> None:
     (body,) = re.findall(r"typedef enum cgx_verb_t \{(.*?)\}", _headers(), re.DOTALL)
     numbers = {name.lower(): int(number) for name, number in re.findall(r"CGX_(\w+) = (\d+)", body)}
-    assert numbers == {name: row["id"] for name, row in _native.VERBS.items()}
-    for row in _native.VERBS.values():
+    assert numbers == {name: row["id"] for name, row in library.VERBS.items()}
+    for row in library.VERBS.values():
         assert row["shards"] == (not row["blocks_in"] and not row["blocks_out"])
-        assert row["algorithm"] in _native.ALGORITHMS
+        assert row["algorithm"] in library.ALGORITHMS
         assert row["reduces"] or not row["residuals"]
 
 
 def test_page_of_options_is_the_cores_table() -> None:
     row = "| `{name}` | `{default}` | {accepted} | {documentation} |"
-    rows = [row.format(**field) for field in _native.CONFIG_FIELDS]
+    rows = [row.format(**field) for field in library.CONFIG_FIELDS]
     page = (ROOT / "docs/options.md").read_text().splitlines()
     assert [line for line in page if line.startswith("| `")] == rows
 
@@ -132,7 +132,7 @@ def test_bindings_export_their_entry_point_alone() -> None:
 
 
 def test_version_says_what_it_was_built_for() -> None:
-    built = _native.built_with()
+    built = library.built_with()
     torch, jax = (".".join(built[name].split(".")[:2]) for name in ("torch", "jax"))
     served = f"+torch{torch}.jax{jax}" + (".cu13" if "cuda" in built else "")
     setup = [sys.executable, ROOT / "setup.py", "--version"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from launch import threads
 
 from cgx_ops import Communicator, Config, InvalidArgument
-from cgx_ops.codec import encoded_bytes
+from cgx_ops._core.codec import encoded_bytes
 from cgx_ops.planner import Costs, Plan, Tuned, finish, tune
 from cgx_ops.planner.baselines import ddp_buckets, per_tensor, whole
 from cgx_ops.planner.model import Tensors

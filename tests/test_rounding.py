@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cgx_ops import Config, codec
+from cgx_ops import Config
+from cgx_ops._core import codec
 
 U = 2.0**-24  # unit roundoff of fp32
 

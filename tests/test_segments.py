@@ -19,15 +19,8 @@ import numpy.typing as npt
 import pytest
 import reference
 
-from cgx_ops import (
-    CgxError,
-    Communicator,
-    Config,
-    InvalidArgument,
-    MismatchError,
-    Segment,
-    _native,
-)
+from cgx_ops import CgxError, Communicator, Config, InvalidArgument, MismatchError, Segment
+from cgx_ops._core import library
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 NUMELS = (5000, 17, 0, 512, 3)
@@ -44,13 +37,13 @@ def pointers(arrays: Sequence[npt.NDArray[Any]]) -> Any:
     return (c_void_p * len(arrays))(*(a.ctypes.data if a.size else None for a in arrays))
 
 
-def call_of(comm: Communicator, dtype: str, **fields: Any) -> _native.Collective:
+def call_of(comm: Communicator, dtype: str, **fields: Any) -> library.Collective:
     """Return an allreduce of NUMELS elements, of which `fields` say the rest."""
-    segments = (_native.Segment * len(NUMELS))(
-        *(_native.Segment(0, n, 512, bits) for n, bits in zip(NUMELS, BITS, strict=True))
+    segments = (library.Segment * len(NUMELS))(
+        *(library.Segment(0, n, 512, bits) for n, bits in zip(NUMELS, BITS, strict=True))
     )
-    return _native.Collective(
-        comm=comm.id, dtype=_native.DTYPES[dtype], segments=segments, num_segments=len(NUMELS),
+    return library.Collective(
+        comm=comm.id, dtype=library.DTYPES[dtype], segments=segments, num_segments=len(NUMELS),
         occurrence=-1, **fields,
     )  # fmt: skip
 
@@ -62,14 +55,14 @@ def inputs(rank: int, dtype: str, scale: float = 1) -> list[npt.NDArray[Any]]:
 
 
 def run(
-    call: _native.Collective, xs: Any, ys: Any, seeds: Any = None, residuals: Any = None
+    call: library.Collective, xs: Any, ys: Any, seeds: Any = None, residuals: Any = None
 ) -> None:
     call.inputs, call.outputs = pointers(xs), pointers(ys)
     if seeds is not None:
         call.seeds = (c_int64 * len(seeds))(*seeds)
     if residuals is not None:
         call.residuals = pointers(residuals)
-    _native.call("cgx_run", byref(call))
+    library.call("cgx_run", byref(call))
 
 
 # ---- 2. results and residuals -------------------------------------------------------------------
@@ -92,7 +85,7 @@ def test_segments_anywhere(size: int, dtype: str, algorithm: Any, op: Any) -> No
         xs = inputs(rank, dtype)
         ys, residuals = [np.full_like(x, 7) for x in xs], old_residuals(rank, dtype)
         call = call_of(
-            comm, dtype, op=_native.OPS[op], config=Config(algorithm=algorithm).native,
+            comm, dtype, op=library.OPS[op], config=Config(algorithm=algorithm).native,
             divisor=divisor,
         )  # fmt: skip
         run(call, xs, ys, [100 * rank + i for i in range(len(xs))], residuals)
@@ -112,7 +105,7 @@ def test_segments_anywhere(size: int, dtype: str, algorithm: Any, op: Any) -> No
             assert residuals[i].tobytes() == lost[rank].tobytes(), (i, rank)
 
 
-@pytest.mark.parametrize("verb", _native.VERBS)
+@pytest.mark.parametrize("verb", library.VERBS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_rank_divides_what_it_averages(dtype: str, verb: str) -> None:
     """The sum over one rank is its own values; an average of them still has its divisor."""
@@ -120,14 +113,14 @@ def test_one_rank_divides_what_it_averages(dtype: str, verb: str) -> None:
     x = inputs(0, dtype)[0]
     for divisor in (0, 1, 3):
         y = np.empty_like(x)
-        segment = _native.Segment(0, x.size, 512, 4)
-        call = _native.Collective(
-            comm=comm.id, verb=_native.VERBS[verb]["id"], dtype=_native.DTYPES[dtype],
-            op=_native.OPS["avg"], segments=(_native.Segment * 1)(segment), num_segments=1,
+        segment = library.Segment(0, x.size, 512, 4)
+        call = library.Collective(
+            comm=comm.id, verb=library.VERBS[verb]["id"], dtype=library.DTYPES[dtype],
+            op=library.OPS["avg"], segments=(library.Segment * 1)(segment), num_segments=1,
             occurrence=-1, divisor=divisor,
         )  # fmt: skip
         call.input, call.output = x.ctypes.data, y.ctypes.data
-        _native.call("cgx_run", byref(call))
+        library.call("cgx_run", byref(call))
         by = np.float32(1 if verb == "all_gather" else divisor or 1)
         assert y.tobytes() == (x.astype(np.float32) / by).astype(x.dtype).tobytes(), divisor
 
@@ -142,7 +135,7 @@ def test_nothing_is_lost_for_good(op: Any, algorithm: Any) -> None:
         xs = inputs(rank, "float32")
         ys, residuals = [np.empty_like(x) for x in xs], old_residuals(rank, "float32")
         config = Config(algorithm=algorithm, rounding="nearest").native
-        call = call_of(comm, "float32", op=_native.OPS[op], config=config)
+        call = call_of(comm, "float32", op=library.OPS[op], config=config)
         run(call, xs, ys, residuals=residuals)
         return ys, residuals
 
@@ -193,7 +186,7 @@ def test_lists_meet_one_buffer() -> None:
             call.segments[i].offset = at
             at += numel
         call.input = call.output = flat.ctypes.data
-        _native.call("cgx_run", byref(call))
+        library.call("cgx_run", byref(call))
         return flat
 
     first, second = launch.threads(2, rank_of)
@@ -218,8 +211,8 @@ def test_lists_are_for_allreduce_and_residuals_for_sums() -> None:
     comm = Communicator.local(2)[0]
     xs = inputs(0, "float32")
     with pytest.raises(InvalidArgument, match="lie in one buffer"):
-        run(call_of(comm, "float32", verb=_native.VERBS["all_gather"]["id"]), xs, xs)
-    exact = call_of(comm, "float32", op=_native.OPS["max"])
+        run(call_of(comm, "float32", verb=library.VERBS["all_gather"]["id"]), xs, xs)
+    exact = call_of(comm, "float32", op=library.OPS["max"])
     for segment in exact.segments[: len(NUMELS)]:
         segment.bits = 32
     with pytest.raises(InvalidArgument, match="only sum and avg"):
@@ -229,7 +222,7 @@ def test_lists_are_for_allreduce_and_residuals_for_sums() -> None:
 def test_a_divisor_must_be_the_same() -> None:
     def rank_of(rank: int, comm: Communicator) -> None:
         xs = inputs(rank, "float32")
-        call = call_of(comm, "float32", op=_native.OPS["avg"], divisor=4 + rank)
+        call = call_of(comm, "float32", op=library.OPS["avg"], divisor=4 + rank)
         with pytest.raises(MismatchError, match="divisor 4 against 5"):
             run(call, xs, xs)
 
@@ -270,15 +263,15 @@ def test_lists_of_one_side_leave_the_other_a_buffer() -> None:
         call = call_of(comm, "float32")
         setattr(call, side, pointers(inputs(0, "float32")))
         with pytest.raises(InvalidArgument, match=f"{missing} is a null pointer"):
-            _native.call("cgx_run", byref(call))
+            library.call("cgx_run", byref(call))
 
 
 # ---- 4. refusals --------------------------------------------------------------------------------
 
 
 def refuse(comm: Communicator, name: str, text: str) -> None:
-    call = _native.Collective(comm=comm.id, name=name.encode(), occurrence=-1)
-    _native.call("cgx_refuse", byref(call), 1, text.encode())
+    call = library.Collective(comm=comm.id, name=name.encode(), occurrence=-1)
+    library.call("cgx_refuse", byref(call), 1, text.encode())
 
 
 @pytest.mark.parametrize("refusing", [(0,), (2,), (0, 1), (0, 1, 2)])
@@ -318,14 +311,14 @@ def test_what_is_too_long_ends_with_a_character() -> None:
 
 def test_a_refusal_needs_a_reason() -> None:
     comm = Communicator.local(2)[0]
-    call = _native.Collective(comm=comm.id, name=b"x", occurrence=-1)
+    call = library.Collective(comm=comm.id, name=b"x", occurrence=-1)
     for status, text, says in (
         (0, b"why", "status is 0"),
         (99, b"why", "status is 99"),
         (1, None, "needs a message"),
     ):
         with pytest.raises(InvalidArgument, match=says):
-            _native.call("cgx_refuse", byref(call), status, text)
+            library.call("cgx_refuse", byref(call), status, text)
 
 
 def test_exact_sums() -> None:
@@ -333,13 +326,13 @@ def test_exact_sums() -> None:
     values = [inputs(rank, "float16", 1000)[0] for rank in range(3)]
     total = np.empty(len(values[0]), np.float32)
     lists = pointers(values)
-    functions: Callable[..., Any] = _native.call
-    functions("cgx_sum", _native.DTYPES["float16"], lists, 3, total.size, total.ctypes.data)
+    functions: Callable[..., Any] = library.call
+    functions("cgx_sum", library.DTYPES["float16"], lists, 3, total.size, total.ctypes.data)
     want = values[0].astype(np.float32)
     for value in values[1:]:
         want = want + value.astype(np.float32)
     assert total.tobytes() == want.tobytes()
     half = np.empty(total.size, np.float16)
-    args = (_native.DTYPES["float32"], total.ctypes.data, _native.DTYPES["float16"])
+    args = (library.DTYPES["float32"], total.ctypes.data, library.DTYPES["float16"])
     functions("cgx_convert", *args, half.ctypes.data, ctypes.c_int64(half.size))
     assert half.tobytes() == want.astype(np.float16).tobytes()

@@ -25,7 +25,7 @@ from cost_model import ALGORITHMS, HEADER_BYTES, PEERS, Constants, Path, Ranks, 
 from ranks.run_plan import algorithm_of, plan
 
 from cgx_ops import Communicator, Config
-from cgx_ops.codec import encoded_bytes
+from cgx_ops._core.codec import encoded_bytes
 
 EVERY = {**ALGORITHMS, **PEERS}
 BITS = (2, 4, 8, 32)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import reference
 
-from cgx_ops import Config, InvalidArgument, Unsupported, _native
+from cgx_ops import Config, InvalidArgument, Unsupported
+from cgx_ops._core import library
 from cgx_ops.planner import statistic
 
 _SIZES = (1, 5, 511, 1000, 3000)
@@ -54,7 +55,7 @@ def test_is_the_same_on_every_cpu_target() -> None:
         "import hashlib, struct, test_statistic as t; found = t._of_core();"
         "print(hashlib.sha256(struct.pack(f'{len(found)}d', *found)).hexdigest())"
     )
-    targets = _native.describe()["cpu_targets"]
+    targets = library.describe()["cpu_targets"]
     assert len(targets) > 1
     told = {
         target: subprocess.run(

@@ -8,7 +8,7 @@ import pytest
 import torch_cases as tc
 
 from cgx_ops import Config, InvalidArgument
-from cgx_ops.deep_gradient import Method, sparse_knobs
+from cgx_ops.methods.deep_gradient import Method, sparse_knobs
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from torch import nn
 
 from cgx_ops import InvalidArgument
 from cgx_ops.torch import fsdp
-from cgx_ops.torch.fsdp_block import Parameter
+from cgx_ops.torch.fsdp.block import Parameter
 
 ON_TWO = ["messages_equal_the_oracle", "what_forward_sees", "other_layouts", "training.*"]
 ON_TWO += ["rules.*", "refusals.*", "ambient.*"]

@@ -8,8 +8,8 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from cgx_ops import launchers
-from cgx_ops.torch import launch
+from cgx_ops._core import launchers
+from cgx_ops.torch.backend import launch
 
 STEP = {
     "SLURM_JOB_ID": "70001",

@@ -1,4 +1,4 @@
-"""cgx_ops.torch.layers: which layers travel in how many bits."""
+"""cgx_ops.torch.averaging.layers: which layers travel in how many bits."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,8 +9,8 @@ from torch import nn
 
 import cgx_ops.torch as torch_cgx
 from cgx_ops import Config, InvalidArgument, Rules, Segment
-from cgx_ops.torch import layers
-from cgx_ops.torch.layers import Layer, layer_name, segments_of
+from cgx_ops.torch.averaging import layers
+from cgx_ops.torch.averaging.layers import Layer, layer_name, segments_of
 
 CONFIG = Config(bits=4, bucket_size=512)
 

@@ -89,7 +89,7 @@ def test_several_dtypes_are_refused() -> None:
 def test_a_torch_without_limits_for_each_bucket_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cgx_ops.torch.ddp_plan._KEYWORD", "no_such_keyword")
+    monkeypatch.setattr("cgx_ops.torch.ddp.plan._KEYWORD", "no_such_keyword")
     with pytest.raises(Unsupported, match=r"use 2[.]13 or later"):
         ddp.planned_buckets(_plan(_model()), _model())
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from cgx_ops import Communicator, InvalidArgument, Unsupported
 from cgx_ops.planner import Costs, Plan
-from cgx_ops.torch.planning import Arrivals
+from cgx_ops.torch.ddp.arrivals import Arrivals
 
 
 class _Pause(torch.autograd.Function):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cgx_ops import low_rank
-from cgx_ops.torch.low_rank import Form, Matrices, Part, orthogonalized, told_by
+from cgx_ops.methods import low_rank
+from cgx_ops.torch.ddp.power_sgd.linear_algebra import Form, Matrices, Part, orthogonalized, told_by
 
 
 @pytest.mark.parametrize("columns", [1, 2, 5])

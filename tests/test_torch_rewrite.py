@@ -8,8 +8,8 @@ import torch
 import torch_cases as tc
 
 from cgx_ops.planner import Plan
-from cgx_ops.torch.rewrite import compress_collectives
-from cgx_ops.torch.rewrite_groups import AllReduce, joined
+from cgx_ops.torch.graph.rewrite import compress_collectives
+from cgx_ops.torch.graph.rewrite_groups import AllReduce, joined
 
 _functional = torch.ops._c10d_functional
 

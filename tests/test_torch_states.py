@@ -7,7 +7,8 @@ from typing import Any, cast
 import pytest
 from torch import nn
 
-from cgx_ops import Config, InvalidArgument, Rules, environment
+from cgx_ops import Config, InvalidArgument, Rules
+from cgx_ops._core import environment
 from cgx_ops.planner import AdaptiveBits, Plan
 from cgx_ops.torch import BackendOptions, ddp
 from cgx_ops.torch.diloco import DiLoCo

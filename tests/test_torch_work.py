@@ -1,4 +1,4 @@
-"""cgx_ops.torch.work.start: Works and their futures; ranks are threads of this process."""
+"""cgx_ops.torch.graph.work.start: Works and their futures; ranks are threads of this process."""
 
 import pickle
 import threading
@@ -14,8 +14,8 @@ import torch_cases as tc
 
 import cgx_ops
 from cgx_ops import Communicator, Config, InvalidArgument, Segment, Unsupported
-from cgx_ops.torch import errors
-from cgx_ops.torch.work import start
+from cgx_ops.torch.backend import errors
+from cgx_ops.torch.graph.work import start
 
 NEAREST = Config(bits=4, rounding="nearest", algorithm="sra")
 

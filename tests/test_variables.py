@@ -8,7 +8,7 @@ from pathlib import Path
 import launch
 import pytest
 
-from cgx_ops import environment, variables
+from cgx_ops._core import environment, variables
 
 ROOT = Path(__file__).resolve().parent.parent
 

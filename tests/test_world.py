@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import launch
 import pytest
 
-from cgx_ops import CgxError, InvalidArgument, SystemFailure, _native, launchers, rendezvous, world
-from cgx_ops.launchers import Place
+from cgx_ops import CgxError, InvalidArgument, SystemFailure
+from cgx_ops._core import launchers, library, rendezvous, world
+from cgx_ops._core.launchers import Place
 
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
@@ -238,7 +239,7 @@ def test_versions_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
         with guest:
             guest.sendall(b"cgx_ops rendezvous 1\n" + frame)
             error = host.result()
-    assert f"with cgx_ops {_native.version()}, rank 1 one of 2 with cgx_ops 0.0.0" in str(error)
+    assert f"with cgx_ops {library.version()}, rank 1 one of 2 with cgx_ops 0.0.0" in str(error)
 
 
 # ---- processes -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@
 //   - all other calls: the inner backend of the tensors' device, shown to profilers as "cgx:...".
 //     Averages of CPU tensors are gloo's sums, divided (joint_work.h)
 //
-// The inner backends and the communicator are made in Python (cgx_ops/torch/backend.py): torch does
+// The inner backends and the communicator are made in Python (cgx_ops/torch/backend/process_group.py): torch does
 // not ship what it takes to make a gloo backend in C++.
 #pragma once
 

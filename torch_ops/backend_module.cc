@@ -1,4 +1,4 @@
-// What Python sees of the backend "cgx": cgx_ops/torch/backend.py makes and documents it.
+// What Python sees of the backend "cgx": cgx_ops/torch/backend/process_group.py makes and documents it.
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>

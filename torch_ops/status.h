@@ -2,7 +2,7 @@
 //
 // ValueError: a value or a name; TypeError: a dtype or layout nobody serves;
 // torch.distributed.DistBackendError: ranks that disagree, a deadline, a dead peer, a closed
-// communicator, MPI. In Python cgx_ops/torch/errors.py has one of its own for each.
+// communicator, MPI. In Python cgx_ops/torch/backend/errors.py has one of its own for each.
 #pragma once
 
 #include <c10/util/Exception.h>

@@ -95,7 +95,7 @@ class Call : public Completion {
 
 // A rank's part of a collective. Executions of one name follow each other in the same order on
 // every rank. Its noise_rank is the rank's number in its group, whatever communicator serves that:
-// groups whose noise must differ have different seeds (cgx_ops/jax/_keys.py).
+// groups whose noise must differ have different seeds (cgx_ops/jax/_src/collectives/keys.py).
 using Message = CallBuilder;
 
 // Adds a leaf's segments, in the buffers (or blocks) that the message has.

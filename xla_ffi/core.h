@@ -97,7 +97,7 @@ inline std::vector<int64_t> GetList(const ffi::Dictionary& attributes, std::stri
   return {span.begin(), span.end()};
 }
 
-// How each leaf of a custom call travels (call_attributes of cgx_ops/jax/_calls.py). Leaves that
+// How each leaf of a custom call travels (call_attributes of cgx_ops/jax/_src/collectives/calls.py). Leaves that
 // have equal configs share one.
 class LeafConfigs {
  public:
@@ -136,7 +136,7 @@ inline CallBuilder MakeCall(const Verb& verb, int32_t op, const LeafConfigs& con
 }
 
 // What the attributes of a custom call say of its message, whoever reduces together
-// (message_attributes of cgx_ops/jax/primitive.py).
+// (message_attributes of cgx_ops/jax/_src/collectives/primitive.py).
 struct Signature {
   // Throws StatusError if an attribute is missing or has the wrong type.
   explicit Signature(const ffi::Dictionary& attributes)

@@ -21,12 +21,12 @@ import numpy as np
 
 import cgx_ops
 from cgx_ops import Config
-from cgx_ops._arrays import Array
+from cgx_ops._core.arrays import Array
+from cgx_ops.autotune import EXACT, Timings, choices_of, sentence
 from cgx_ops.bench.measure import Summary, Timed, measure
 from cgx_ops.bench.peers import PEERS, Contender, MpiRanks, cgx, cgx_name
 from cgx_ops.bench.report import Report, rate_text
 from cgx_ops.bench.results import Result, limit_seconds, table_of
-from cgx_ops.break_even import EXACT, Timings, choices_of, sentence
 from cgx_ops.config import Rounding
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from cgx_ops import _native
-from cgx_ops._versions import versions
+from cgx_ops._core import library
+from cgx_ops._core.versions import versions
 
 _WIDTH = 120
 
@@ -131,14 +131,14 @@ def rate_text(rate: float) -> str:
 
 def describe_machine() -> dict[str, Any]:
     """Return the machine, its software and the time (UTC), as plain values."""
-    build = _native.describe()
+    build = library.describe()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "platform": platform.platform(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "cpu_target": build["cpu_target"],
-        "mpi": _native.describe_mpi()["library"],
+        "mpi": library.describe_mpi()["library"],
         "versions": {name: version for name, version in versions().items() if version},
     }
 

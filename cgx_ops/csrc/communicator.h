@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "device/group.h"
-#include "engine.h"
+#include "engine/engine.h"
 
 namespace cgx {
 

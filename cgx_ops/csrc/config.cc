@@ -6,7 +6,6 @@
 #include <iterator>
 #include <vector>
 
-#include "api.h"
 #include "base/status.h"
 #include "config_codec.h"
 
@@ -245,22 +244,6 @@ cgx_config_t checked(const cgx_config_t& config) {
   return config;
 }
 
-// See cgx_config_fields.
-std::string describe_table() {
-  std::string rows;
-  for (const ConfigField& field : kTable) {
-    std::string words;
-    for (const ConfigWord& word : field.words)
-      words += join(words.empty() ? "\"" : ", \"", word.name, "\": ", word.number);
-    rows += join(rows.empty() ? "" : ", ", "{\"name\": \"", field.name, "\", \"default\": \"",
-                 config_text(field, field.by_default), "\", \"accepted\": \"", field.accepted,
-                 "\", \"documentation\": \"", field.documentation,
-                 "\", \"of_compressor\": ", field.of_compressor ? "true" : "false",
-                 ", \"words\": {", words, "}}");
-  }
-  return "[" + rows + "]";
-}
-
 }  // namespace
 
 std::span<const ConfigField> config_table() { return kTable; }
@@ -309,64 +292,25 @@ cgx_config_t override_config(const cgx_config_t& config, std::string_view text) 
   return checked(own);
 }
 
-}  // namespace cgx
-
-// ---- The functions of cgx.h -------------------------------------------------------------------
-
-const char* cgx_config_fields(void) {
-  static const std::string text = cgx::describe_table();
-  return text.c_str();
+std::string describe_config() {
+  std::string rows;
+  for (const ConfigField& field : kTable) {
+    std::string words;
+    for (const ConfigWord& word : field.words)
+      words += join(words.empty() ? "\"" : ", \"", word.name, "\": ", word.number);
+    rows += join(rows.empty() ? "" : ", ", "{\"name\": \"", field.name, "\", \"default\": \"",
+                 config_text(field, field.by_default), "\", \"accepted\": \"", field.accepted,
+                 "\", \"documentation\": \"", field.documentation,
+                 "\", \"of_compressor\": ", field.of_compressor ? "true" : "false",
+                 ", \"words\": {", words, "}}");
+  }
+  return "[" + rows + "]";
 }
 
-const char* cgx_compressor_name(int64_t compressor) {
-  for (const cgx::ConfigWord& word : cgx::kCompressors)
+const char* compressor_name(int64_t compressor) {
+  for (const ConfigWord& word : kCompressors)
     if (word.number == compressor) return word.name;
   return "unknown";
 }
 
-const char* cgx_compressors(void) {
-  static const std::string text = cgx::describe_compressors();
-  return text.c_str();
-}
-
-cgx_status_t cgx_config_check_feedback(const cgx_config_t* config) {
-  return cgx::guarded_arithmetic([&] {
-    cgx::check_config(*config);
-    cgx::require_feedback(*config);
-  });
-}
-
-cgx_status_t cgx_config_seed_use(const cgx_config_t* config, int32_t* use) {
-  return cgx::guarded_arithmetic([&] {
-    cgx::check_config(*config);
-    const bool exact = config->bits == cgx::kExactBits;
-    const bool rounds = cgx::rounding_of(*config) != cgx::RoundingMode::kNearest;
-    *use = exact                             ? CGX_SEED_UNUSED
-           : config->compressor == CGX_RANDK ? CGX_SEED_OF_PLACES
-           : rounds                          ? CGX_SEED_OF_NOISE
-                                             : CGX_SEED_UNUSED;
-  });
-}
-
-cgx_status_t cgx_config_parse(const char* text, cgx_config_t* config) {
-  return cgx::guarded_arithmetic([&] { *config = cgx::parse_config(text ? text : ""); });
-}
-
-cgx_status_t cgx_config_override(const char* text, cgx_config_t* config) {
-  return cgx::guarded_arithmetic([&] {
-    cgx::check_config(*config);
-    *config = cgx::override_config(*config, text ? text : "");
-  });
-}
-
-cgx_status_t cgx_config_text(const cgx_config_t* config, const char** text) {
-  return cgx::guarded_arithmetic([&] {
-    cgx::check_config(*config);
-    thread_local std::string written;
-    written.clear();
-    for (const cgx::ConfigField& field : cgx::config_table())
-      written += cgx::join(written.empty() ? "" : " ", field.name, "=",
-                           cgx::config_text(field, config->*field.value));
-    *text = written.c_str();
-  });
-}
+}  // namespace cgx

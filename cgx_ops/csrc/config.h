@@ -61,4 +61,9 @@ cgx_config_t parse_config(std::string_view text);
 // The config with the fields that the text gives. See cgx_config_override.
 cgx_config_t override_config(const cgx_config_t& config, std::string_view text);
 
+// The table as JSON: see cgx_config_fields.
+std::string describe_config();
+// "unknown" for a number that is no compressor.
+const char* compressor_name(int64_t compressor);
+
 }  // namespace cgx

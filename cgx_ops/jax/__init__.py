@@ -9,26 +9,26 @@ averages gradients at 4 bits an element. Without a mesh, in programs of one proc
 `allreduce_q(grads, op="avg", key=key)` does.
 """
 
-from cgx_ops import _versions
+from cgx_ops._core import versions
 
 # Before what follows, which uses parts of JAX that differ between versions.
-_versions.require_framework("jax")
+versions.require_framework("jax")
 
-from cgx_ops.jax import _at_exit, _threads  # noqa: E402
-from cgx_ops.jax._deep_gradient import deep_gradient  # noqa: E402
-from cgx_ops.jax._diloco import diloco, sparse_loco  # noqa: E402
-from cgx_ops.jax._initialize import initialize  # noqa: E402
-from cgx_ops.jax._launching import launching  # noqa: E402
-from cgx_ops.jax._power_sgd import power_sgd  # noqa: E402
-from cgx_ops.jax._statistics import statistics  # noqa: E402
-from cgx_ops.jax.allreduce import allreduce_q  # noqa: E402
-from cgx_ops.jax.diloco_loop import DiLoCo  # noqa: E402
-from cgx_ops.jax.diloco_state import DiLoCoState, Flight, consolidate_copies  # noqa: E402
-from cgx_ops.jax.exporting import register  # noqa: E402
-from cgx_ops.jax.gradients import compress_grads, value_and_grad  # noqa: E402
-from cgx_ops.jax.one_bit import one_bit_adam, signum  # noqa: E402
-from cgx_ops.jax.optimizer import average_gradients  # noqa: E402
-from cgx_ops.jax.optimizer_state import (  # noqa: E402
+from cgx_ops.jax._src.collectives.allreduce import allreduce_q  # noqa: E402
+from cgx_ops.jax._src.collectives.plans import estimated_ready, numels_of  # noqa: E402
+from cgx_ops.jax._src.collectives.psum import pmean_q, psum_q  # noqa: E402
+from cgx_ops.jax._src.collectives.scatter_gather import all_gather_q, psum_scatter_q  # noqa: E402
+from cgx_ops.jax._src.diloco.loop import DiLoCo  # noqa: E402
+from cgx_ops.jax._src.diloco.state import DiLoCoState, Flight, consolidate_copies  # noqa: E402
+from cgx_ops.jax._src.diloco.transform import diloco, sparse_loco  # noqa: E402
+from cgx_ops.jax._src.gradients.statistics import statistics  # noqa: E402
+from cgx_ops.jax._src.gradients.value_and_grad import compress_grads, value_and_grad  # noqa: E402
+from cgx_ops.jax._src.runtime import at_exit, threads  # noqa: E402
+from cgx_ops.jax._src.runtime.export import register  # noqa: E402
+from cgx_ops.jax._src.runtime.initialize import initialize  # noqa: E402
+from cgx_ops.jax._src.runtime.launching import launching  # noqa: E402
+from cgx_ops.jax._src.transforms.average_gradients import average_gradients  # noqa: E402
+from cgx_ops.jax._src.transforms.base import (  # noqa: E402
     AverageGradientsState,
     DeepGradientState,
     OneBitAdamState,
@@ -37,12 +37,12 @@ from cgx_ops.jax.optimizer_state import (  # noqa: E402
     consolidate,
     state_specs,
 )
-from cgx_ops.jax.plans import estimated_ready, numels_of  # noqa: E402
-from cgx_ops.jax.psum import pmean_q, psum_q  # noqa: E402
-from cgx_ops.jax.scatter_gather import all_gather_q, psum_scatter_q  # noqa: E402
+from cgx_ops.jax._src.transforms.deep_gradient import deep_gradient  # noqa: E402
+from cgx_ops.jax._src.transforms.one_bit import one_bit_adam, signum  # noqa: E402
+from cgx_ops.jax._src.transforms.power_sgd import power_sgd  # noqa: E402
 
-_at_exit.register()
-_threads.provide()
+at_exit.register()
+threads.provide()
 
 __all__ = [
     "AverageGradientsState",

@@ -1,6 +1,6 @@
 // The Python module cgx_ops._numpy_ops: collectives on numpy arrays, from the start to the end, and
 // how communicators are made.
-// What a call means and whether it is allowed is known to Python (cgx_ops/call.py).
+// What a call means and whether it is allowed is known to Python (cgx_ops/_core/call.py).
 //
 // After a millisecond of other work the processor has forgotten Python's code and data, and each
 // step there costs ten times what it costs in a loop: more than the collective. That is why

@@ -19,7 +19,7 @@ and CGX (Markov et al., "CGX: Adaptive System Support for Communication-Efficien
 Middleware 2022). docs/planner.md has it all on a page.
 """
 
-from cgx_ops.codec import statistic
+from cgx_ops._core.codec import statistic
 from cgx_ops.planner.adaptive import AdaptiveBits
 from cgx_ops.planner.bits import allocate_bits, predicted_error
 from cgx_ops.planner.clusters import cluster_bits

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cgx_ops.comm import Communicator
+from cgx_ops.communicator import Communicator
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument, MismatchError, require_integer
 from cgx_ops.planner.bits import allocate_bits, predicted_error

@@ -1,7 +1,7 @@
 """In how many bits each tensor travels: the fewest bytes at the error of uniform bits.
 
     statistic()        one number of a tensor, from which its error follows for all bits; the core
-                       measures it, as its encoder does (cgx_ops/codec.py)
+                       measures it, as its encoder does (cgx_ops/_core/codec.py)
     predicted_error()  that error
     allocate_bits()    bits for all tensors, with an error budget
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cgx_ops.codec import dequantize, encoded_bytes, quantize
-from cgx_ops.comm import Communicator
+from cgx_ops._core.codec import dequantize, encoded_bytes, quantize
+from cgx_ops.communicator import Communicator
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner.model import Costs

@@ -10,8 +10,8 @@ from typing import Self
 
 import numpy as np
 
-from cgx_ops.codec import encoded_bytes
-from cgx_ops.comm import Communicator
+from cgx_ops._core.codec import encoded_bytes
+from cgx_ops.communicator import Communicator
 from cgx_ops.config import EXACT_BITS, Config
 from cgx_ops.errors import InvalidArgument, MismatchError, require_integer
 from cgx_ops.planner.model import Costs

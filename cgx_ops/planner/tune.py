@@ -20,8 +20,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 
-from cgx_ops.codec import encoded_bytes
-from cgx_ops.comm import Communicator
+from cgx_ops._core.codec import encoded_bytes
+from cgx_ops.communicator import Communicator
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner import baselines

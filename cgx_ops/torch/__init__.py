@@ -13,34 +13,26 @@ operators' properties, the backend "cgx" and, under mpirun and srun, the rendezv
 lists what the import changes.
 """
 
-from cgx_ops import _versions
+from cgx_ops._core import versions
 
-_versions.require_framework("torch")
+versions.require_framework("torch")
 
-from cgx_ops.torch import (  # noqa: E402
-    backend,
-    ddp_unasked,
-    errors,
-    functional,
-    groups,
-    inductor,
-    launch,
-    ops,
-    reports,
-    work,
-)
-from cgx_ops.torch.backend import BackendOptions, compressed, uncompressed  # noqa: E402
-from cgx_ops.torch.ddp_unasked import hook_state  # noqa: E402
-from cgx_ops.torch.functional import all_gather, all_reduce, reduce_scatter  # noqa: E402
-from cgx_ops.torch.gradients import compress_grads  # noqa: E402
-from cgx_ops.torch.layers import (  # noqa: E402
+from cgx_ops.torch.averaging import reports  # noqa: E402
+from cgx_ops.torch.averaging.layers import (  # noqa: E402
     exclude_layer,
     forget_models,
     register_model,
     set_quantization_bits,
     set_quantization_bucket_size,
 )
-from cgx_ops.torch.rewrite import compress_collectives  # noqa: E402
+from cgx_ops.torch.backend import errors, groups, launch, process_group  # noqa: E402
+from cgx_ops.torch.backend.process_group import BackendOptions, compressed, uncompressed  # noqa: E402
+from cgx_ops.torch.ddp import automatic as ddp_unasked  # noqa: E402
+from cgx_ops.torch.ddp.automatic import hook_state  # noqa: E402
+from cgx_ops.torch.graph import functional, inductor, ops, work  # noqa: E402
+from cgx_ops.torch.graph.functional import all_gather, all_reduce, reduce_scatter  # noqa: E402
+from cgx_ops.torch.graph.gradients import compress_grads  # noqa: E402
+from cgx_ops.torch.graph.rewrite import compress_collectives  # noqa: E402
 
 errors.register()
 ops.register()
@@ -49,7 +41,7 @@ inductor.register()
 launch.register()
 groups.register()
 reports.register()
-backend.register(prepare=ddp_unasked.notice_models)
+process_group.register(prepare=ddp_unasked.notice_models)
 ddp_unasked.register()
 work.register()
 

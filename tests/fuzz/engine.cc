@@ -1,7 +1,7 @@
 // Rank 0's engine, whose peers send what the fuzzer wants: headers and values as they should be,
 // spoiled ones, and any bytes, while a collective of each algorithm is in flight. It ends: done, or
 // with an Error; whatever comes is in memory of exactly its length.
-#include "engine.h"
+#include "engine/engine.h"
 
 #include <array>
 #include <map>

@@ -1,7 +1,7 @@
 // Control messages: whatever bytes come, they are read as a message, which has as many bytes when
 // it is written again, or refused with an Error that names the sender.
 #include "base/status.h"
-#include "header.h"
+#include "engine/header.h"
 #include "input.h"
 
 using namespace cgx;

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from cgx_ops.torch.lightning import SaveHookState
+from cgx_ops.torch.integrations.lightning import SaveHookState
 
 
 class Classifier(lightning.LightningModule):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from common import report
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-from cgx_ops.torch.transformers import SaveHookState
+from cgx_ops.torch.integrations.transformers import SaveHookState
 
 _WORDS, _LENGTH, _STEPS = 64, 16, 60
 

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from cuda_core import CONFIG, CUDA, NUMEL, Finding, allreduce, check, differs, enqueue
 
-from cgx_ops import CgxError, Communicator, Config, _native
+from cgx_ops import CgxError, Communicator, Config
+from cgx_ops._core import library
 
 
 def failure(call: Callable[[], object]) -> list[str] | None:
@@ -104,18 +105,18 @@ def bad(comm: Communicator) -> Finding:
     torch.cuda.empty_cache()
 
     def call(source: int | None, result: int | None, **fields: Any) -> Callable[[], None]:
-        segment = _native.Segment(0, NUMEL, 512, 4)
-        fields = {"segments": (_native.Segment * 1)(segment), "num_segments": 1, **fields}
-        collective = _native.Collective(comm=comm.id, occurrence=-1, **fields)
+        segment = library.Segment(0, NUMEL, 512, 4)
+        fields = {"segments": (library.Segment * 1)(segment), "num_segments": 1, **fields}
+        collective = library.Collective(comm=comm.id, occurrence=-1, **fields)
         return lambda: enqueue(collective, source, result)
 
     def on(device: int, function: str) -> Callable[[], None]:
-        segments = (_native.Segment * 1)(_native.Segment(0, NUMEL, 512, 4))
-        collective = _native.Collective(
+        segments = (library.Segment * 1)(library.Segment(0, NUMEL, 512, 4))
+        collective = library.Collective(
             comm=comm.id, segments=segments, num_segments=1, occurrence=-1,
             input=x.data_ptr(), output=y.data_ptr(), device=device,
         )  # fmt: skip
-        return lambda: _native.call(function, byref(collective))
+        return lambda: library.call(function, byref(collective))
 
     ring, nested = Config(algorithm="ring").native, Config(algorithm="hierarchical").native
     calls = {
@@ -126,7 +127,7 @@ def bad(comm: Communicator) -> Finding:
         "ring": call(x.data_ptr(), y.data_ptr(), config=ring),
         "bits": call(
             x.data_ptr(), y.data_ptr(),
-            segments=(_native.Segment * 1)(_native.Segment(0, NUMEL, 512, 9)),
+            segments=(library.Segment * 1)(library.Segment(0, NUMEL, 512, 9)),
         ),
         "cgx_run of a GPU's memory": on(CUDA, "cgx_run"),
         "cgx_enqueue for the CPU": on(0, "cgx_enqueue"),

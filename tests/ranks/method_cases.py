@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_training import RANK, backward, batch, loss_of, network, train
 
 from cgx_ops import Communicator, InvalidArgument
-from cgx_ops.torch import ddp, ddp_models
+from cgx_ops.torch import ddp
+from cgx_ops.torch.ddp import models as ddp_models
 
 
 @dataclass(frozen=True)

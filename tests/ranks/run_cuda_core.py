@@ -45,7 +45,8 @@ from cuda_core import (
 from cuda_failures import bad, lost, memory, mismatch
 
 import cgx_ops
-from cgx_ops import CgxError, Communicator, Config, _native
+from cgx_ops import CgxError, Communicator, Config
+from cgx_ops._core import library
 
 # ---- 1. results ----------------------------------------------------------------------------------
 
@@ -80,16 +81,16 @@ def results(comm: Communicator, sets: list[str]) -> Finding:
     combinations = list(itertools.product(DTYPES, ("one_shot", "sra"), ROUNDINGS, (0, 3)))
     for dtype, algorithm, rounding, divisor in combinations:
         options = {
-            "dtype": _native.DTYPES[dtype],
+            "dtype": library.DTYPES[dtype],
             "config": Config(algorithm=algorithm, rounding=rounding).native,
-            "op": _native.OPS["avg"],
+            "op": library.OPS["avg"],
             "divisor": divisor,
         }
         want = layers(comm, dtype, options, "cpu")
         for seeds in ("gpu", "gpu, its seeds too"):
             if layers(comm, dtype, options, seeds) != want:
                 wrong.append(f"layers of {options}, {seeds}")
-    wire = _native.text(comm._info().wire)
+    wire = library.text(comm._info().wire)
     return {"count": len(cases) + 2 * len(combinations), "wrong": wrong, "wire": wire}
 
 
@@ -105,15 +106,15 @@ def layers(comm: Communicator, dtype: str, options: dict[str, Any], where: str) 
     ys = [np.zeros_like(x) for x in xs]
     lost = [(random.standard_normal(n) / 8).astype(scalar) for n, _, _ in LAYERS]
     seeds = random.integers(-(2**63), 2**63, len(LAYERS), np.int64)
-    segments = (_native.Segment * len(LAYERS))(*(_native.Segment(0, n, k, b) for n, b, k in LAYERS))
-    collective = _native.Collective(
+    segments = (library.Segment * len(LAYERS))(*(library.Segment(0, n, k, b) for n, b, k in LAYERS))
+    collective = library.Collective(
         comm=comm.id, segments=segments, num_segments=len(LAYERS), occurrence=-1, **options
     )
     if where == "cpu":
         for name, arrays in (("inputs", xs), ("outputs", ys), ("residuals", lost)):
             setattr(collective, name, pointers([a.ctypes.data for a in arrays], arrays))
         collective.seeds = (c_int64 * len(LAYERS))(*seeds)
-        _native.call("cgx_run", byref(collective))
+        library.call("cgx_run", byref(collective))
         return [a.tobytes() for a in ys + lost]
     on_gpu = [[Values(a) for a in arrays] for arrays in (xs, ys, lost)]
     for name, values, arrays in zip(
@@ -142,16 +143,16 @@ def codec(_comm: Communicator) -> Finding:
     wrong = []
     cases = list(itertools.product(SIZES, BITS, DTYPES, ROUNDINGS))
     for size, bits, dtype, rounding in cases:
-        native = _native.Codec(
+        native = library.Codec(
             config=Config(bits, 512, rounding).native,
-            dtype=_native.DTYPES[dtype],
+            dtype=library.DTYPES[dtype],
             seed=size,
             rank=1,
             first_index=1024,
             stream=torch.cuda.current_stream().cuda_stream,
         )
         count = c_int64()
-        _native.call("cgx_encoded_bytes", byref(native), size, byref(count))
+        library.call("cgx_encoded_bytes", byref(native), size, byref(count))
         x = np.random.default_rng(bits).standard_normal((3, size)).astype(np.float32)
         x = x.astype(collective_cases.DTYPES[dtype])
         found = []
@@ -162,10 +163,10 @@ def codec(_comm: Communicator) -> Finding:
             decoded, total = place(np.zeros_like(x[0])), place(np.zeros(count.value, np.uint8))
             for row, value in enumerate(values):
                 at = messages.address + row * count.value
-                _native.call("cgx_quantize", byref(native), value.address, size, at)
+                library.call("cgx_quantize", byref(native), value.address, size, at)
             every = (messages.address, 3, count.value, size, total.address)
-            _native.call("cgx_sum_encoded", byref(native), *every)
-            _native.call("cgx_dequantize", byref(native), total.address, size, decoded.address)
+            library.call("cgx_sum_encoded", byref(native), *every)
+            library.call("cgx_dequantize", byref(native), total.address, size, decoded.address)
             found.append([held.array().tobytes() for held in (messages, total, decoded)])
         if found[0] != found[1]:
             wrong.append(f"{size} {dtype}, {bits} bits, {rounding}")

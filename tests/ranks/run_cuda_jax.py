@@ -45,16 +45,9 @@ from jax_cases import (
 
 import cgx_ops.jax
 from cgx_ops import Config, Rules
-from cgx_ops.jax import (
-    _runtime,
-    all_gather_q,
-    allreduce_q,
-    overlap,
-    pmean_q,
-    primitive,
-    psum_q,
-    psum_scatter_q,
-)
+from cgx_ops.jax import all_gather_q, allreduce_q, pmean_q, psum_q, psum_scatter_q
+from cgx_ops.jax._src.collectives import overlap, primitive
+from cgx_ops.jax._src.runtime import handlers
 
 ON_CPU = sys.argv[1] == "--on-cpu"
 CASES = sys.argv[3 if ON_CPU else 1 :]
@@ -76,20 +69,20 @@ def address(capsule: Any) -> ctypes.c_void_p:
 
 def register_for_cpu() -> tuple[str, ...]:
     """Do what _register_cuda does, with XLA:CPU for the GPU and its devices for GPUs."""
-    binding = _runtime._binding()
+    binding = handlers._binding()
     # As DeviceOrdinal, XLA:CPU gives the id.
     binding.set_cuda_devices({device.id: device.id for device in jax.local_devices()})
     jax.ffi.register_ffi_type("cuda_site_on_cpu", binding.cuda_site_type())
-    handlers = binding.cuda_handlers()
-    stages = handlers["cgx_psum_q"]  # all collectives' one
-    LIBRARY.set_handlers(address(stages["execute"]), address(handlers["cgx_allreduce_q"]))
+    table = binding.cuda_handlers()
+    stages = table["cgx_psum_q"]  # all collectives' one
+    LIBRARY.set_handlers(address(stages["execute"]), address(table["cgx_allreduce_q"]))
     stages["execute"] = jax.ffi.pycapsule(LIBRARY.collective_execute)
-    handlers["cgx_allreduce_q"] = jax.ffi.pycapsule(LIBRARY.allreduce_q)
-    return _runtime._register(handlers, "cpu")
+    table["cgx_allreduce_q"] = jax.ffi.pycapsule(LIBRARY.allreduce_q)
+    return handlers._register(table, "cpu")
 
 
 def use_cuda_handlers() -> None:
-    _runtime._REGISTER["cuda"] = register_for_cpu
+    handlers._REGISTER["cuda"] = register_for_cpu
     lower = functools.partial(primitive._lower, platform="cuda")
     mlir.register_lowering(primitive.collective_q_p, lower, platform="cpu", cacheable=False)
     mlir.register_lowering(overlap.gate_p, mlir.lower_fun(overlap.pass_on), platform="cpu")

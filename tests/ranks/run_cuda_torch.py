@@ -32,7 +32,8 @@ from torch.library import opcheck
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Config
-from cgx_ops.torch import BackendOptions, backend, compressed, ddp, fsdp
+from cgx_ops.torch import BackendOptions, compressed, ddp, fsdp
+from cgx_ops.torch.backend import process_group
 
 dist: Any = torch.distributed  # its annotations are those of its own internals
 NEAREST = Config(bits=4, bucket_size=64, rounding="nearest", error_feedback=False)
@@ -466,13 +467,13 @@ def mismatch(r: int, n: int) -> None:
 def share_the_gpu() -> None:
     """Have gloo move what is not the core's: NCCL refuses ranks that share a GPU."""
     dist.is_nccl_available = lambda: False
-    make = backend._inner
+    make = process_group._inner
 
     def inner(*arguments: Any) -> dict[str, Any]:
         made = make(*arguments)
         return {**made, "cuda": made["cpu"]}
 
-    backend._inner = inner
+    process_group._inner = inner
 
 
 def main() -> None:

@@ -19,8 +19,9 @@ import collective_cases
 import numpy as np
 
 import cgx_ops
-from cgx_ops import Communicator, Config, MismatchError, _native
-from cgx_ops.call import Call
+from cgx_ops import Communicator, Config, MismatchError
+from cgx_ops._core import library
+from cgx_ops._core.call import Call
 
 HEADER = 200  # docs/wire_format.md, section 6
 
@@ -38,11 +39,11 @@ def check_plan(comm: Communicator, picked: str) -> None:
         before = comm.stats().bytes_sent
         comm.allreduce(x, config=config)
         call = Call("allreduce", "sum", config, "", None, 0, None).collective(
-            comm.id, _native.DTYPES[dtype], x.ctypes.data, x.ctypes.data, x.size
+            comm.id, library.DTYPES[dtype], x.ctypes.data, x.ctypes.data, x.size
         )
-        plan = _native.Plan()
-        _native.call("cgx_plan", byref(call), byref(plan))
-        assert plan.algorithm == _native.ALGORITHMS[picked], plan.algorithm
+        plan = library.Plan()
+        library.call("cgx_plan", byref(call), byref(plan))
+        assert plan.algorithm == library.ALGORITHMS[picked], plan.algorithm
         sent = comm.stats().bytes_sent - before - HEADER * (comm.size - 1)
         assert sent == plan.payload_bytes, (config, sent, plan.payload_bytes)
 
@@ -68,10 +69,10 @@ def residuals(comm: Communicator, op: str, intra_bits: int) -> list[str]:
         algorithm="hierarchical", rounding="nearest", gather_bits=8, intra_bits=intra_bits
     )
     call = Call("allreduce", op, config, "", None, 0, None).collective(  # pyright: ignore[reportArgumentType]
-        comm.id, _native.DTYPES["float32"], x.ctypes.data, result.ctypes.data, x.size
+        comm.id, library.DTYPES["float32"], x.ctypes.data, result.ctypes.data, x.size
     )
     call.residuals = (c_void_p * 1)(lost.ctypes.data)
-    _native.call("cgx_run", byref(call))
+    library.call("cgx_run", byref(call))
     return [collective_cases.digest(result), collective_cases.digest(lost)]
 
 

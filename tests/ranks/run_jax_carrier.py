@@ -22,9 +22,9 @@ from jax_carrier_cases import BF16, CASES, Case, Values
 from jax_cases import expected, mesh_of, on_mesh, same_bits, use_cpu_devices
 
 import cgx_ops.jax
-from cgx_ops import _native
+from cgx_ops._core import library
 from cgx_ops.jax import psum_q
-from cgx_ops.jax.primitive import Carrier
+from cgx_ops.jax._src.collectives.primitive import Carrier
 
 use_cpu_devices(int(sys.argv[1]))
 ALONE = len(sys.argv) > 2
@@ -109,7 +109,7 @@ def many() -> None:
 
 
 def nothing_of_mpi_s() -> None:
-    assert _native.call_for_id("cgx_comm_next", -1) == -1, "a communicator was made"
+    assert library.call_for_id("cgx_comm_next", -1) == -1, "a communicator was made"
 
 
 found = [one_axis, two_axes, another_order, many]

@@ -25,7 +25,7 @@ from jax_cases import (
 )
 
 import cgx_ops.jax
-from cgx_ops.jax._compat import dispatch
+from cgx_ops.jax._src.runtime.compat import dispatch
 
 COMPILATION_BEGINS = dispatch.BACKEND_COMPILE_EVENT
 

@@ -40,7 +40,7 @@ from jax_cases import (
 import cgx_ops
 import cgx_ops.jax
 from cgx_ops.jax import launching, psum_q
-from cgx_ops.jax._compat import gather_from_processes
+from cgx_ops.jax._src.runtime.compat import gather_from_processes
 
 THREADS, LAUNCHES = 4, 5
 

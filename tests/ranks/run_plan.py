@@ -10,24 +10,25 @@ from ctypes import byref
 import numpy as np
 
 import cgx_ops
-from cgx_ops import Communicator, Config, _native
-from cgx_ops.call import Call
+from cgx_ops import Communicator, Config
+from cgx_ops._core import library
+from cgx_ops._core.call import Call
 
 
-def plan(comm: Communicator, algorithm: str, values: int, bits: int) -> _native.Plan:
+def plan(comm: Communicator, algorithm: str, values: int, bits: int) -> library.Plan:
     """Return the plan of an allreduce of fp32 values."""
     config = Config(bits=bits, algorithm=algorithm)  # pyright: ignore[reportArgumentType]
     some = np.empty(1).ctypes.data
     call = Call("allreduce", "sum", config, "", None, 0, None)
-    native = call.collective(comm.id, _native.DTYPES["float32"], some, some, values)
-    planned = _native.Plan()
-    _native.call("cgx_plan", byref(native), byref(planned))
+    native = call.collective(comm.id, library.DTYPES["float32"], some, some, values)
+    planned = library.Plan()
+    library.call("cgx_plan", byref(native), byref(planned))
     return planned
 
 
-def algorithm_of(planned: _native.Plan) -> str:
+def algorithm_of(planned: library.Plan) -> str:
     """Return the name of its algorithm."""
-    return next(name for name, number in _native.ALGORITHMS.items() if number == planned.algorithm)
+    return next(name for name, number in library.ALGORITHMS.items() if number == planned.algorithm)
 
 
 if __name__ == "__main__":

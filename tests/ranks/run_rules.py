@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch
-from cgx_ops.torch import ddp, ddp_state, fsdp
+from cgx_ops.torch import ddp, fsdp
+from cgx_ops.torch.averaging import state as ddp_state
 
 dist.init_process_group("cgx")
 SIZE = dist.get_world_size()

@@ -33,9 +33,10 @@ from torch_training import (
 
 import cgx_ops.torch
 from cgx_ops import Communicator, Config
-from cgx_ops.torch import ddp_deep_gradient, ddp_deep_gradient_hosts
-from cgx_ops.torch.ddp_deep_gradient import _Exchange
-from cgx_ops.torch.ddp_deep_gradient_hosts import Hosts, hosts_of
+from cgx_ops.torch.ddp.deep_gradient import hook as ddp_deep_gradient
+from cgx_ops.torch.ddp.deep_gradient import hosts as ddp_deep_gradient_hosts
+from cgx_ops.torch.ddp.deep_gradient.hook import _Exchange
+from cgx_ops.torch.ddp.deep_gradient.hosts import Hosts, hosts_of
 
 HOSTS = [int(host) for host in sys.argv[1].split(",")]
 

@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from cgx_ops import Config
+from cgx_ops.torch.averaging.exchange import Exchange
 from cgx_ops.torch.diloco import DiLoCo
-from cgx_ops.torch.exchange import Exchange
 
 EVERY = 4
 

@@ -21,7 +21,8 @@ import torch_cases as tc
 from torch.distributed.device_mesh import init_device_mesh
 
 from cgx_ops import Config, Rules
-from cgx_ops.torch import all_gather, all_reduce, compress_grads, groups, reduce_scatter
+from cgx_ops.torch import all_gather, all_reduce, compress_grads, reduce_scatter
+from cgx_ops.torch.backend import groups
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SIZES = (0, 1, 17, 513)

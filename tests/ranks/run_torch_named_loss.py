@@ -17,7 +17,7 @@ import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ops.torch import errors
+from cgx_ops.torch.backend import errors
 
 dist: Any = torch.distributed  # its annotations are of internals
 

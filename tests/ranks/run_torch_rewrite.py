@@ -34,7 +34,7 @@ import cgx_ops
 from cgx_ops import Config
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner import Plan
-from cgx_ops.torch.rewrite import NothingRewritten, compress_collectives
+from cgx_ops.torch.graph.rewrite import NothingRewritten, compress_collectives
 
 NEAREST = Config(bits=3, bucket_size=64, rounding="nearest", algorithm="sra")
 SALT, HOW = [sys.argv[1]], sys.argv[2]

@@ -20,9 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops
 import cgx_ops.torch
-from cgx_ops import Config, launchers
+from cgx_ops import Config
+from cgx_ops._core import launchers
 from cgx_ops.torch import ddp, fsdp
-from cgx_ops.torch.averager import QuantizedModelAverager
+from cgx_ops.torch.averaging.averager import QuantizedModelAverager
 from cgx_ops.torch.diloco import DiLoCo, sparse_loco
 from cgx_ops.torch.optim import OneBitAdam, Signum
 

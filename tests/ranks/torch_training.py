@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cgx_ops import Communicator
-from cgx_ops.torch import work
+from cgx_ops.torch.graph import work
 
 # mpirun's, which are known before torch's are.
 RANK, SIZE = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import cgx_ops
 from cgx_ops import Communicator, Config
 from cgx_ops.torch import BackendOptions, compressed
-from cgx_ops.torch.backend import options_of
+from cgx_ops.torch.backend.process_group import options_of
 
 from .common import NEAREST, Case, dist, everybodys
 

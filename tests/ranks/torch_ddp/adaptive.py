@@ -22,8 +22,8 @@ from failing import fails
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch
-from cgx_ops import Config, InvalidArgument, Rules, Unsupported, break_even
-from cgx_ops.break_even import Timings
+from cgx_ops import Config, InvalidArgument, Rules, Unsupported, autotune
+from cgx_ops.autotune import Timings
 from cgx_ops.planner import AdaptiveBits, allocate_bits
 from cgx_ops.torch import ddp
 
@@ -187,16 +187,16 @@ def what_cannot_be() -> None:
 @contextmanager
 def measured(timings: Timings) -> Iterator[None]:
     """Have ranks find these times."""
-    truly, break_even.measured = break_even.measured, lambda *_: timings
+    truly, autotune.measured = autotune.measured, lambda *_: timings
     try:
         yield
     finally:
-        break_even.measured = truly
+        autotune.measured = truly
 
 
 def of_link(seconds_a_byte: float) -> Timings:
     """Return times of a link on which a codec takes 10 us and 1 ns a value."""
-    sizes = break_even.SIZES
+    sizes = autotune.SIZES
     bits = {32: 32, 8: 8, 4: 4}
     return Timings(
         sizes,
@@ -230,7 +230,7 @@ def auto_of_a_group_goes_by_size() -> None:
     with measured(of_link(1e-7)):
         options = cgx_ops.torch.BackendOptions(NEAREST, compress="all", auto_bits=True)
         group: Any = dist.new_group(backend="cgx", pg_options=options)
-    verdict = break_even.Verdict.of(of_link(1e-7))
+    verdict = autotune.Verdict.of(of_link(1e-7))
     for dtype in (torch.float32, torch.bfloat16):
         for numel in (500, 1500, 60_000):
             bits = verdict.bits(numel, dtype.itemsize)

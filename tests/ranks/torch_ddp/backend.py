@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch
 from cgx_ops import Config
-from cgx_ops.torch import _compat, ddp, trainer_state
+from cgx_ops.torch import _compat, ddp
+from cgx_ops.torch.integrations import trainer_state
 
 from .common import (
     NEAREST,
@@ -273,7 +274,7 @@ def a_copy_has_the_hook_and_a_state_of_its_own() -> None:
         try:
             model(images(RANK), spare=True).square().sum().backward()
             for asked in (True, False):
-                with unittest.TestCase().assertNoLogs("cgx_ops.torch.ddp_state"):
+                with unittest.TestCase().assertNoLogs("cgx_ops.torch.averaging.state"):
                     copies = _copies(model)
                 for copied in copies:
                     state = cgx_ops.torch.hook_state(copied) if asked else None

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch
 from cgx_ops import Config
-from cgx_ops.call import call_seed
+from cgx_ops._core.call import call_seed
 from cgx_ops.torch import ddp
 
 # mpirun's, which are known before torch's are.

@@ -23,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch
 from cgx_ops import Config, InvalidArgument, Rules, Segment
-from cgx_ops.call import call_seed
-from cgx_ops.torch import ddp, ddp_models
+from cgx_ops._core.call import call_seed
+from cgx_ops.torch import ddp
+from cgx_ops.torch.ddp import models as ddp_models
 
 from .common import (
     RANK,

@@ -17,7 +17,8 @@ from torch_training import refused_start
 import cgx_ops
 from cgx_ops import Config, MismatchError
 from cgx_ops.planner import Costs, Plan, tune
-from cgx_ops.torch import ddp, ddp_groups
+from cgx_ops.torch import ddp
+from cgx_ops.torch.ddp import groups as ddp_groups
 
 from .common import (
     RANK,

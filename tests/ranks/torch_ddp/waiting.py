@@ -13,7 +13,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Config, Rules
-from cgx_ops.torch import ddp, layers
+from cgx_ops.torch import ddp
+from cgx_ops.torch.averaging import layers
 
 from .backend import Products
 from .common import (

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_training import RANK, SIZE, gathered, network
 
 from cgx_ops.torch import ddp
-from cgx_ops.torch.residuals import Residuals
+from cgx_ops.torch.averaging.residuals import Residuals
 
 Hooked = tuple[DistributedDataParallel, ddp.DeepGradientState]
 MATRICES = {"0.weight", "2.weight", "4.weight"}

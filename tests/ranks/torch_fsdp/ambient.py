@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from cgx_ops import Config
 from cgx_ops.torch import fsdp
-from cgx_ops.torch.fsdp_feedback import Feedback
+from cgx_ops.torch.fsdp.feedback import Feedback
 
 from .common import Model, batch, sharded, weights
 

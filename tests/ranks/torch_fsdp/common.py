@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from cgx_ops import Config, Segment
-from cgx_ops.torch import fsdp
+from cgx_ops.torch.fsdp import hooks
 
 WIDTH, CLASSES, BATCH = 33, 10, 8
 EXACT = Config(bits=32)
@@ -109,7 +109,7 @@ class Message:
 def recorded() -> Iterator[list[Message]]:
     """Give a list of the messages that FSDP hands to the core inside."""
     messages: list[Message] = []
-    original: Callable[..., dist.Work] = fsdp.start
+    original: Callable[..., dist.Work] = hooks.start
 
     def start(comm: Any, verb: Any, source: Any, output: Any, config: Config, **options: Any):
         before = source.clone()
@@ -129,11 +129,11 @@ def recorded() -> Iterator[list[Message]]:
         )
         return work
 
-    fsdp.start = start
+    hooks.start = start
     try:
         yield messages
     finally:
-        fsdp.start = original
+        hooks.start = original
 
 
 def equals_the_oracle(message: Message) -> bool:

@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from cgx_ops import Config, InvalidArgument, Rules, codec
+from cgx_ops import Config, InvalidArgument, Rules
+from cgx_ops._core import codec
 from cgx_ops.torch import fsdp
-from cgx_ops.torch.fsdp_feedback import Feedback
+from cgx_ops.torch.fsdp import hooks
+from cgx_ops.torch.fsdp.feedback import Feedback
 
 from .common import EXACT, Model, batch, own_parameters, sharded, weights
 from .refusals import refuses
@@ -38,7 +40,7 @@ KEPT = Config(bits=8, bucket_size=512, rounding="nearest")
 def checked() -> Iterator[dict[str, list[tuple[torch.Tensor, torch.Tensor]]]]:
     """Compare every reduce-scatter inside; give residuals before and after, by module."""
     seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    original = fsdp.start
+    original = hooks.start
 
     def start(
         comm: Any, verb: Any, source: Any, output: Any, config: Config, **options: Any
@@ -74,11 +76,11 @@ def checked() -> Iterator[dict[str, list[tuple[torch.Tensor, torch.Tensor]]]]:
         seen.setdefault(options["name"], []).append((before, flat.clone()))
         return work
 
-    fsdp.start = start
+    hooks.start = start
     try:
         yield seen
     finally:
-        fsdp.start = original
+        hooks.start = original
 
 
 def train(model: Any, steps: range) -> None:

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 
 from cgx_ops import Config, InvalidArgument
 from cgx_ops.torch import fsdp
-from cgx_ops.torch.averager import QuantizedModelAverager
+from cgx_ops.torch.averaging.averager import QuantizedModelAverager
+from cgx_ops.torch.averaging.layers import Rules
 from cgx_ops.torch.diloco import DiLoCo
-from cgx_ops.torch.fsdp_feedback import Kept
-from cgx_ops.torch.layers import Rules
+from cgx_ops.torch.fsdp.feedback import Kept
 from cgx_ops.torch.optim import OneBitAdam
 
 from .common import FEW, Block, Model, batch, equals_the_oracle, full, recorded, sharded

@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_training import RANK, SIZE, backward, network, refused_start, weights_of
 
 from cgx_ops import Config
-from cgx_ops.torch import ddp, ddp_state
-from cgx_ops.torch.ddp_state import Sent
+from cgx_ops.torch import ddp
+from cgx_ops.torch.averaging import state as ddp_state
+from cgx_ops.torch.averaging.state import Sent
 from cgx_ops.torch.optim import OneBitAdam, Signum
 
 DISAGREE = "ranks 0 and 1 disagree"

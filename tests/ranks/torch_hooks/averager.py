@@ -39,8 +39,8 @@ from torch_training import (
 )
 
 from cgx_ops import Communicator, Config, InvalidArgument
-from cgx_ops.call import call_seed
-from cgx_ops.torch.averager import QuantizedModelAverager
+from cgx_ops._core.call import call_seed
+from cgx_ops.torch.averaging.averager import QuantizedModelAverager
 
 FOUR_BITS = Config(bits=4, bucket_size=64)
 ONE_BIT = Config(bits=1, compressor="levels", bucket_size=64)  # with error feedback

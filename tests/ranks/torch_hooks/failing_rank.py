@@ -19,10 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_training import RANK, backward, identical_on_all_ranks, network, weights_of
 
 from cgx_ops import Config
-from cgx_ops.torch import ddp, ddp_bucket, ddp_deep_gradient, exchange
-from cgx_ops.torch.ddp_deep_gradient import _Layer
+from cgx_ops.torch import ddp
+from cgx_ops.torch.averaging import exchange
+from cgx_ops.torch.ddp import bucket as ddp_bucket
+from cgx_ops.torch.ddp.deep_gradient import hook as ddp_deep_gradient
+from cgx_ops.torch.ddp.deep_gradient.hook import _Layer
+from cgx_ops.torch.ddp.power_sgd.linear_algebra import Matrices
 from cgx_ops.torch.diloco import sparse_loco
-from cgx_ops.torch.low_rank import Matrices
 from cgx_ops.torch.optim import OneBitAdam, Signum
 
 REASON = "ValueError: an accident"

@@ -21,7 +21,8 @@ from torch_training import RANK, batch
 
 from cgx_ops import Config, InvalidArgument
 from cgx_ops.planner import AdaptiveBits
-from cgx_ops.torch import ddp, fsdp, layers
+from cgx_ops.torch import ddp, fsdp
+from cgx_ops.torch.averaging import layers
 from cgx_ops.torch.diloco import DiLoCo
 from cgx_ops.torch.optim import OneBitAdam, Signum
 

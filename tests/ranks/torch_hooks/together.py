@@ -17,7 +17,7 @@ from torch_training import RANK, batch, loss_of, network, weights_of
 
 from cgx_ops.planner import Plan
 from cgx_ops.torch import ddp
-from cgx_ops.torch.ddp_state import HookState
+from cgx_ops.torch.averaging.state import HookState
 from cgx_ops.torch.diloco import DiLoCo, sparse_loco
 
 CARRIERS = ("native", "c10d")

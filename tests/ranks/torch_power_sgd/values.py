@@ -14,7 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorch
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import RANK, SIZE, backward, gathered, identical_on_all_ranks, network, train
 
-from cgx_ops import Config, low_rank
+from cgx_ops import Config
+from cgx_ops.methods import low_rank
 from cgx_ops.torch import ddp
 
 from .common import hooked, watched

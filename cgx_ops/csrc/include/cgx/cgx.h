@@ -1,4 +1,5 @@
-/* The waist of libcgx: everything the bindings (torch_ops/, xla_ffi/, cgx_ops/_native.py) may call.
+/* The waist of libcgx: everything the bindings (torch_ops/, xla_ffi/, cgx_ops/_core/library.py) may
+ * call.
  *
  *   1. status codes, the field at fault and the error text: status.h
  *   2. the process: init, finalize, describe

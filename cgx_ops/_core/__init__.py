@@ -1,0 +1,1 @@
+"""What every framework shares below its API: libcgx by ctypes, calls, launchers, the process."""

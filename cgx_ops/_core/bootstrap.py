@@ -1,0 +1,50 @@
+"""How processes that can already exchange small messages make a communicator."""
+
+from collections.abc import Callable, Sequence
+from ctypes import addressof, c_int32, pointer
+
+from cgx_ops import _numpy_ops
+from cgx_ops._core import library, startup
+from cgx_ops._core.call import check_timeout
+from cgx_ops.errors import InvalidArgument, require_integer
+
+Allgather = Callable[[bytes], Sequence[bytes]]
+
+
+def create(
+    rank: int,
+    size: int,
+    allgather: Allgather,
+    name: str,
+    transport: str | None,
+    timeout: float | None,
+    noise_rank: int | None,
+) -> int:
+    """Return a new communicator's id. The arguments are those of Communicator.create()."""
+    startup.check_environment()
+    check_timeout(timeout)
+    size = require_integer("size", size, 1, 2**31 - 1)
+    rank = require_integer("rank", rank, 0, size - 1)
+    if noise_rank is not None:
+        noise_rank = require_integer("noise_rank", noise_rank, 0, 2**31 - 1)
+
+    def gather(mine: bytes) -> bytes:
+        blobs = allgather(mine)
+        if len(blobs) != size or any(len(blob) != len(mine) for blob in blobs):
+            raise InvalidArgument(
+                f"allgather must return {size} blobs of {len(mine)} bytes; it returned those of "
+                f"{[len(blob) for blob in blobs]} bytes"
+            )
+        return b"".join(blobs)
+
+    bootstrap = library.Bootstrap(
+        rank=rank,
+        size=size,
+        name=library.encode(name),
+        transport=None if transport is None else library.encode(transport),
+        timeout_s=timeout or 0.0,
+        noise_rank=None if noise_rank is None else pointer(c_int32(noise_rank)),
+    )
+    made = c_int32(-1)
+    library.check(_numpy_ops.create(addressof(bootstrap), gather, addressof(made)))
+    return made.value

@@ -1,0 +1,367 @@
+"""One collective call on arrays: its arguments checked, and turned into a cgx_collective_t."""
+
+import functools
+import hashlib
+import itertools
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from ctypes import addressof, byref, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from cgx_ops import _numpy_ops
+from cgx_ops._core import library
+from cgx_ops._core.arrays import Array, address, as_output, dtype_code
+from cgx_ops.config import EXACT_BITS, Config, check_config
+from cgx_ops.errors import InvalidArgument, checked_seed
+
+Op = Literal["sum", "avg", "min", "max", "product"]
+Verb = str  # a name of library.VERBS
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of elements with its own compression: one tensor of a fused message.
+
+    Attributes:
+        offset: its first element, counted from the start of the array (or of a rank's block).
+        numel: how many elements.
+        config: how it travels; None: as the call. The call's algorithm counts for all segments.
+    """
+
+    offset: int
+    numel: int
+    config: Config | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("offset", "numel"):
+            value = operator.index(getattr(self, name))
+            if not 0 <= value < 2**63:
+                raise InvalidArgument(f"Segment.{name} is {value}; it must be an integer >= 0")
+        check_config(self.config)
+
+
+_64_BITS = 2**64 - 1
+
+
+def call_seed(seed: int, name: str, occurrence: int, comm: str = "") -> int:
+    """Return the seed of one call's noise.
+
+    Args:
+        seed: the caller's, such as that of a state of a hook.
+        name: of the call.
+        occurrence: it is the n-th of this name, from 0.
+        comm: the communicator's name: ranks that have two draw different noise in each.
+    """
+    return nth_seed(seed_stream(seed, name, comm), occurrence)
+
+
+@functools.lru_cache(maxsize=4096)  # hashing takes longer than the rest of a seed
+def seed_stream(seed: int, name: str, comm: str = "") -> int:
+    """Return the first seed of those of the calls of one name: see call_seed()."""
+    digest = hashlib.blake2b(repr((seed, name, comm)).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+_CALLS, _SEGMENTS = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95  # from one seed to the next
+
+
+def nth_seed(stream: int, n: int, step: int = _CALLS) -> int:
+    """Return the n-th seed of a stream, as cgx/call_seeds.h and csrc/base/seeds.h do."""
+    if n == 0:
+        return stream
+    z = stream + n * step & _64_BITS
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _64_BITS
+    z ^= z >> 31
+    return z - (z >> 63 << 64)
+
+
+class Counter:
+    """Counts a communicator's calls by name, for the seeds of their noise.
+
+    Threads that start named collectives in any order so draw the same noise in every run. Of names
+    that come and go only the last MOST are kept. A forgotten one that comes back goes on at the
+    highest count of any that was forgotten, as new ones do: no seed is drawn twice. From then on a
+    new name's count depends on the order of names, which ranks that draw places must share.
+    """
+
+    MOST = 16384
+
+    def __init__(self) -> None:
+        self._unnamed = itertools.count()  # calls without a name
+        self._counts: dict[str, int] = {}  # of other names; that used last is the last
+        self._forgotten = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def of(self, name: str) -> Callable[[], int]:
+        """Return what does next(name); without a name no line of Python."""
+        return functools.partial(self.next, name) if name else self._unnamed.__next__
+
+    def next(self, name: str) -> int:
+        """Return how many calls of this name there were before."""
+        if not name:
+            return next(self._unnamed)
+        with self._lock:
+            count = self._counts.pop(name, self._forgotten)
+            self._counts[name] = count + 1
+            if len(self._counts) > self.MOST:
+                self._forgotten = max(self._forgotten, self._counts.pop(next(iter(self._counts))))
+            return count
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Refuse what is no time."""
+    if timeout is not None and not timeout > 0:
+        raise InvalidArgument(f"timeout is {timeout!r}; it must be seconds > 0, or None")
+
+
+class Call:
+    """The arguments of one collective, checked."""
+
+    def __init__(
+        self,
+        verb: Verb,
+        op: Op,
+        config: Config,
+        name: str,
+        segments: Sequence[Segment] | None,
+        seed: int | Sequence[int] | None,
+        timeout: float | None,
+    ) -> None:
+        if op not in library.OPS:
+            raise InvalidArgument(f"op is {op!r}; it must be one of {', '.join(library.OPS)}")
+        check_timeout(timeout)
+        if not isinstance(name, str):
+            raise InvalidArgument(f"name is {name!r}; it must be a text")
+        self.verb: Verb = verb
+        self.op: Op = op
+        self.name, self.segments = name, segments
+        self.config = config
+        self.timeout = timeout
+        own = [each.config or config for each in segments or ()]
+        used = {self.config, *own}
+        self._draws = any(each.draws for each in used)
+        sums = op in ("sum", "avg")  # of others the core says that they have no residuals
+        self._loses_nothing = sums and all(each.bits == EXACT_BITS for each in used)
+        # Of each segment: whether its seed is of places, which all ranks draw, not of noise.
+        self._places = [each.compressor == "randk" for each in own or [self.config]]
+        # Whether the same arguments are the same call again.
+        self.repeatable = segments is None and seed is None
+        self.seed = self.seeds = None  # of the call, of its segments
+        if isinstance(seed, Sequence):
+            if segments is None or len(seed) != len(segments):
+                raise InvalidArgument(
+                    f"seed is a list of {len(seed)} for "
+                    f"{'no' if segments is None else len(segments)} segments; give one each"
+                )
+            self.seeds = [checked_seed(each) for each in seed]
+        elif seed is not None:
+            self.seed = checked_seed(seed)
+
+    def seed_stream(self, comm_name: str) -> int:
+        """Return the stream of this call's seed if its caller gives none.
+
+        Of places it is the same on ranks that are threads, whose communicators' names differ.
+        """
+        places = all(self._places)
+        return seed_stream(0, self.name, "" if places else comm_name)
+
+    def collective(
+        self,
+        comm: int,
+        dtype: int,
+        source: int,
+        result: int,
+        block: int,
+    ) -> library.Collective:
+        """Return the call as a cgx_collective_t on contiguous memory, with its caller's seed.
+
+        comm: the communicator's id. dtype: a cgx_dtype_t. source, result: addresses, of `block`
+        elements a rank.
+        """
+        config = self.config
+        make = _known_pattern if self.segments is None else _pattern
+        pattern = make(
+            comm, self.verb, self.op, config, self.name, self.timeout, dtype, block, self.segments
+        )
+        native = _copy(pattern)
+        native.pattern = pattern  # holds what the copy's pointers lead to
+        native.seed, native.input, native.output = self.seed or 0, source, result
+        if self.seeds is not None:
+            native.seeds = (c_int64 * len(self.seeds))(*self.seeds)
+        return native
+
+    def draw_seed(
+        self, native: library.Collective, comm_name: str, next_call: Callable[[str], int]
+    ) -> None:
+        """Count the call, and give it a seed if its caller gave none: the last step before it.
+
+        What is refused on one rank alone must not count there, or that rank would draw other places
+        than the rest from then on. So where there are places the core checks the call first.
+
+        native: what collective() returned. comm_name: the communicator's. next_call: counts calls
+        by name.
+        """
+        if any(self._places):
+            library.call("cgx_plan", byref(native), byref(library.Plan()))
+        number = next_call(self.name)
+        if self.seed is not None or self.seeds is not None or not self._draws:
+            return
+        native.seed = nth_seed(self.seed_stream(comm_name), number)
+        if any(self._places) and not all(self._places):
+            first = nth_seed(seed_stream(0, self.name), number), native.seed
+            seeds = [
+                nth_seed(first[0] if places else first[1], i, _SEGMENTS)
+                for i, places in enumerate(self._places)
+            ]
+            native.seeds = (c_int64 * len(seeds))(*seeds)
+
+    def prepare(
+        self,
+        comm: int,
+        comm_name: str,
+        counter: Counter,
+        source: Array,
+        shape: tuple[int, ...],
+        block: int,
+        out: Array | None,
+        residual: Array | None = None,
+    ) -> tuple[library.Collective, *tuple[Array, ...]]:
+        """Return the call, with `block` elements a rank, its result, and the other arrays it uses.
+
+        comm, comm_name, counter: the communicator's id, name and count of calls. shape: the
+        result's.
+        """
+        result = as_output(out, shape, source.dtype)
+        pointers = address(source), address(result)
+        in_place = library.VERBS[self.verb]["shards"] and pointers[0] == pointers[1]
+        if not in_place and np.may_share_memory(result, source):
+            raise InvalidArgument(
+                f"out overlaps the input of {self.verb}: "
+                "only allreduce may write to its input, and to all of it"
+            )
+        if out is None and self.segments is not None:
+            result.fill(0)
+        collective = self.collective(comm, dtype_code(source.dtype), *pointers, block)
+        arrays = [result, source]
+        if residual is not None:
+            collective.residuals = self._residuals(residual, source, result)
+            arrays.append(residual)
+        self.draw_seed(collective, comm_name, counter.next)
+        return collective, *arrays
+
+    def _residuals(self, residual: Array, source: Array, result: Array) -> Any:
+        """Return the addresses of the segments' residuals."""
+        if self._loses_nothing:
+            raise InvalidArgument(
+                f"{self.verb} with a residual and bits=32: an exact call loses nothing that "
+                "feedback could add: leave the residual out, or compress"
+            )
+        as_output(residual, source.shape, source.dtype, "residual")
+        if np.may_share_memory(residual, source) or np.may_share_memory(residual, result):
+            raise InvalidArgument("residual overlaps the input or out: give it memory of its own")
+        start, width = address(residual), source.itemsize
+        offsets = [0] if self.segments is None else [each.offset for each in self.segments]
+        return (c_void_p * len(offsets))(*(start + width * at for at in offsets))
+
+
+_copy = library.Collective.from_buffer_copy
+
+
+class Repeat:
+    """A call that was checked once. For arrays of the same form only addresses and a seed are new.
+
+    After a millisecond of other work the processor has forgotten Python's code and data, and each
+    step costs ten times what it costs in a loop: checking again took longer than the collective.
+    """
+
+    __slots__ = ("_address", "_count", "_pattern", "_stream", "config")
+
+    def __init__(
+        self,
+        call: Call,
+        pattern: library.Collective,
+        counter: Counter,
+        comm_name: str,
+    ) -> None:
+        self.config = call.config  # held: Communicator knows the call by its id
+        self._pattern, self._address = pattern, addressof(pattern)
+        self._stream, self._count = call.seed_stream(comm_name), counter.of(call.name)
+
+    def run(self, source: Array, result: Array) -> bool:
+        """Run the call and return True; or do nothing, as these arrays must be checked."""
+        status = _numpy_ops.repeat(self._address, source, result, self._stream, self._count)
+        if status == _numpy_ops.MUST_BE_CHECKED:
+            return False
+        if status:
+            library.check(status)
+        return True
+
+
+def _pattern(
+    comm: int,
+    verb: Verb,
+    op: Op,
+    config: Config,
+    name: str,
+    timeout: float | None,
+    dtype: int,
+    block: int,
+    segments: Sequence[Segment] | None,
+) -> library.Collective:
+    """Return a call as a cgx_collective_t, but for its seed and its addresses."""
+    given = [Segment(0, block)] if segments is None else segments
+    for i, segment in enumerate(given if block == 0 else ()):
+        if segment.numel:  # the core takes a block of 0 to end where its last segment does
+            raise InvalidArgument(
+                f"segment {i} ends at element {segment.offset + segment.numel}, behind the block "
+                "of 0"
+            )
+    travels = [(each.offset, each.numel, each.config or config) for each in given]
+    return build(
+        verb, op, config, travels, comm=comm, dtype=dtype, block_numel=block,
+        name=library.encode(name), timeout_s=timeout or 0.0,
+    )  # fmt: skip
+
+
+def build(
+    verb: Verb, op: str, config: Config, segments: Sequence[tuple[int, int, Config]], **fields: Any
+) -> library.Collective:
+    """Return a call as a cgx_collective_t.
+
+    Args:
+        verb: which collective.
+        op: how values are reduced.
+        config: the call's.
+        segments: the offset, the number of elements and the config of each.
+        fields: other fields of the struct. By default calls of one name match in program order.
+    """
+    native = (library.Segment * len(segments))()
+    configs = []
+    for to, (offset, numel, own) in zip(native, segments, strict=True):
+        to.offset, to.numel = offset, numel
+        to.bits, to.bucket_size = own.bits, own.bucket_size
+        if own is not config:
+            configs.append(own.native)
+            to.config = addressof(configs[-1])
+    made = library.Collective(
+        verb=library.VERBS[verb]["id"],
+        op=library.OPS[op],
+        config=config.native,
+        segments=native,
+        num_segments=len(native),
+        **{"occurrence": -1, **fields},
+    )
+    made.configs = configs  # the segments point to them
+    return made
+
+
+# Filling the struct takes longer than a small allreduce.
+_known_pattern = functools.lru_cache(maxsize=1024)(_pattern)

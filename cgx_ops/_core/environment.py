@@ -1,0 +1,163 @@
+"""The variables that configure compression, with the names of CGX: docs/environment.md.
+
+    config()      the Config that they describe, which the backend "cgx" uses
+    auto_bits()   CGX_AUTO_BITS
+    check()       all of them, before the first communicator is made
+
+The core reads COMMUNICATOR_TYPE and others itself.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from cgx_ops._core import library
+from cgx_ops.config import COMPRESSORS, EXACT_BITS, Config, accepted_values
+from cgx_ops.errors import InvalidArgument
+
+_VARIABLES = {
+    "CGX_COMPRESSION_QUANTIZATION_BITS": "bits",
+    "CGX_COMPRESSION_BUCKET_SIZE": "bucket_size",
+    "CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS": "skip_incomplete_buckets",
+    "CGX_COMPRESSION_MINIMAL_SIZE": "minimal_size",
+    "CGX_COMPRESSOR": "compressor",
+    "CGX_COMPRESSION_ROUNDING": "rounding",
+    "CGX_COMPRESSION_DENSITY": "density",
+    "CGX_COMPRESSION_VALUE_BITS": "value_bits",
+    "CGX_COMPRESSION_ROTATION": "rotation",
+    "CGX_COMPRESSION_CLIP": "clip",
+}
+_WORDS = ("compressor", "rounding")
+_FLAGS = ("skip_incomplete_buckets", "clip")
+_FLAG_VALUES = {"0": False, "false": False, "off": False, "1": True, "true": True, "on": True}
+
+
+def config(environ: Mapping[str, str]) -> Config:
+    """Return the Config that the variables describe; exact unless they set bits or a compressor.
+
+    Raises:
+        InvalidArgument: names the variable, its text and the accepted values.
+    """
+    given = {variable: text for variable in _VARIABLES if (text := _text(environ, variable))}
+    values: dict[str, Any] = {
+        _VARIABLES[variable]: _parsed(variable, text) for variable, text in given.items()
+    }
+    if "compressor" not in values:
+        values.setdefault("bits", EXACT_BITS)
+    if _flag(environ, "CGX_INTRA_COMPRESS"):
+        values["intra_bits"] = _bits_within_hosts(**values)
+    try:
+        return Config(**values)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{', '.join(given)}: {error}") from None
+
+
+def auto_bits(environ: Mapping[str, str]) -> bool:
+    """Return whether CGX_AUTO_BITS asks for bits by the size of a message."""
+    return _flag(environ, "CGX_AUTO_BITS")
+
+
+def check(environ: Mapping[str, str]) -> None:
+    """Refuse variables that are invalid, or ask of CGX's two levels what does not exist here.
+
+    Raises:
+        InvalidArgument: names the variable, its text and the accepted values.
+    """
+    described = config(environ)
+    if auto_bits(environ) and COMPRESSORS[described.compressor]["bits"] == [0, 0]:
+        _refuse(
+            "CGX_AUTO_BITS", "1", f"0 or not set: {described.compressor!r} has no bits to choose"
+        )
+    if auto_bits(environ) and _flag(environ, "CGX_INTRA_COMPRESS"):
+        _refuse("CGX_AUTO_BITS", "1", "0 or not set where CGX_INTRA_COMPRESS=1 needs a number")
+    transport = _text(environ, "COMMUNICATOR_TYPE").upper() or "AUTO"
+    if transport not in TRANSPORTS:
+        _refuse("COMMUNICATOR_TYPE", transport, f"one of {', '.join(TRANSPORTS)}")
+    for variable, words in _HOST_SWITCHES.items():
+        text = _text(environ, variable)
+        if text and not (variable in _OF_TRANSPORTS and text.upper() == transport):
+            _check_switch(variable, words, text)
+
+
+def _text(environ: Mapping[str, str], variable: str) -> str:
+    return environ.get(variable, "").strip()
+
+
+def _flag(environ: Mapping[str, str], variable: str) -> bool:
+    text = _text(environ, variable)
+    if text and text.lower() not in _FLAG_VALUES:
+        _refuse(variable, text, "0 or 1")
+    return _FLAG_VALUES.get(text.lower(), False)
+
+
+def _parsed(variable: str, text: str) -> float | bool | str:
+    """Return the variable's text as the value of its field."""
+    name = _VARIABLES[variable]
+    if name in _FLAGS:
+        return _flag({variable: text}, variable)
+    value = text.lower() if name in _WORDS else _number(text)
+    if value is None or not _accepts(name, value):
+        # Where a field may be None, the variable is not set.
+        _refuse(variable, text, accepted_values(name).replace("None", "not set"))
+    return value
+
+
+def _refuse(variable: str, text: str, accepted: str) -> NoReturn:
+    raise InvalidArgument(f"The environment variable {variable} is {text!r}; it must be {accepted}")
+
+
+def _accepts(name: str, value: Any) -> bool:
+    """Return whether the core accepts this value of a field, whatever the others are."""
+    try:
+        library.Config.parse(f"{name}={value!r}")
+    except InvalidArgument as error:
+        return error.field != name
+    return True
+
+
+def _number(text: str) -> float | None:
+    """Return an integer or a decimal; None if the text is neither."""
+    if re.fullmatch("-?[0-9]+", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]+)?", text.lower()) else None
+
+
+def _bits_within_hosts(bits: int = Config.bits, compressor: str = "uniform", **_: Any) -> int:
+    """Return what intra_bits is where CGX_INTRA_COMPRESS is 1: bits."""
+    if bits != EXACT_BITS and COMPRESSORS[compressor]["bits"] == [0, 0]:
+        raise InvalidArgument(
+            "The environment variable CGX_INTRA_COMPRESS asks for as many bits within hosts as "
+            f"between them, but CGX_COMPRESSOR is {compressor!r}, which has no bits to choose: "
+            "leave CGX_INTRA_COMPRESS unset"
+        )
+    return bits
+
+
+TRANSPORTS = ("AUTO", "SHM", "MPI", "TCP", "NCCL")
+_ASK_FOR_NCCL = "set COMMUNICATOR_TYPE=NCCL, by which NCCL carries all messages between GPUs"
+_NO_RING = "in a ring values are quantized once per rank, here twice at most"
+# CGX's choices for its two levels. None: `hierarchical` works like this; else the reason for a no.
+_HOST_SWITCHES: dict[str, dict[str, str | None]] = {
+    "CGX_INTRA_BROADCAST": {
+        "0": None,
+        "1": "all ranks of a host send a part of its values; no single rank sends all",
+    },
+    "CGX_INNER_COMMUNICATOR_TYPE": {
+        "SHM": None,
+        "MPI": "set COMMUNICATOR_TYPE=MPI, which carries everything by MPI",
+        "NCCL": _ASK_FOR_NCCL,
+    },
+    "CGX_CROSS_COMMUNICATOR_TYPE": {"MPI": None, "NCCL": _ASK_FOR_NCCL},
+    "CGX_INNER_REDUCTION_TYPE": {"SRA": None, "RING": _NO_RING},
+    "CGX_CROSS_REDUCTION_TYPE": {"SRA": None, "RING": _NO_RING},
+}
+# They may also say what COMMUNICATOR_TYPE says.
+_OF_TRANSPORTS = ("CGX_INNER_COMMUNICATOR_TYPE", "CGX_CROSS_COMMUNICATOR_TYPE")
+
+
+def _check_switch(variable: str, words: Mapping[str, str | None], text: str) -> None:
+    """Raise unless the variable asks for what happens anyway."""
+    accepted = next(word for word, refusal in words.items() if refusal is None)
+    refusal = words.get(text.upper(), "")
+    if refusal is not None:
+        _refuse(variable, text, f"{accepted}, or not set" + (f": {refusal}" if refusal else ""))

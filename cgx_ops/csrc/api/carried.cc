@@ -1,0 +1,89 @@
+// The functions of cgx.h, section 5: they need no communicator. Buffers that a step does not read
+// or write may be null.
+#include "algorithm/carried.h"
+
+#include "api/api.h"
+#include "traffic.h"
+
+namespace {
+
+using namespace cgx;
+
+Carried make_carried(const cgx_carried_t* carried, BuffersUsed used) {
+  check_struct(carried, "cgx_carried_t");
+  check_struct(carried->call, "cgx_collective_t");
+  // One rank alone has nothing to carry: decode copies input to output.
+  if (carried->size == 1) used.input = used.output;
+  return {*carried->call, carried->rank, carried->size, used};
+}
+
+// Bytes for all peers of a rank, from those for each.
+int64_t to_peers(const cgx_carried_t& carried, int64_t bytes) { return (carried.size - 1) * bytes; }
+
+void count(const cgx_carried_t& carried, const Carried& made, int64_t message_bytes) {
+  int64_t sent = to_peers(carried, message_bytes);
+  if (made.plan().algorithm != CGX_ONE_SHOT) {
+    sent = 0;
+    for (int32_t owner = 0; owner < carried.size; ++owner)
+      if (owner != carried.rank) sent += made.scatter_bytes(owner);
+  }
+  Traffic::carried().add(1, made.plan().bytes_in(), made.plan().bytes_plain(), sent);
+}
+
+// A caller's buffer. Void is const or not, and so are the bytes.
+template <typename Void>
+auto bytes_at(Void* buffer, int64_t bytes, const char* what) {
+  using Byte = std::conditional_t<std::is_const_v<Void>, const std::byte, std::byte>;
+  require(bytes >= 0, CGX_INVALID_ARGUMENT, what, " has ", bytes, " bytes; give its length");
+  return std::span<Byte>(static_cast<Byte*>(buffer), bytes);
+}
+
+}  // namespace
+
+cgx_status_t cgx_carried_plan(const cgx_carried_t* carried, int32_t* algorithm,
+                              int64_t* scatter_bytes, int64_t* gather_bytes) {
+  return guarded_arithmetic([&] {
+    const Carried made = make_carried(carried, {.input = false, .output = false});
+    require(algorithm && scatter_bytes && gather_bytes, CGX_INVALID_ARGUMENT,
+            "algorithm, scatter_bytes or gather_bytes is a null pointer; give one int32 and twice "
+            "`size` int64");
+    *algorithm = made.plan().algorithm;
+    for (int32_t rank = 0; rank < carried->size; ++rank) {
+      scatter_bytes[rank] = made.scatter_bytes(rank);
+      gather_bytes[rank] = made.gather_bytes(rank);
+    }
+  });
+}
+
+cgx_status_t cgx_carried_encode(const cgx_carried_t* carried, void* messages, int64_t bytes) {
+  return guarded_arithmetic([&] {
+    const Carried made = make_carried(carried, {.input = true, .output = false});
+    made.encode(bytes_at(messages, bytes, "messages"));
+    count(*carried, made, bytes);
+  });
+}
+
+cgx_status_t cgx_carried_reduce(const cgx_carried_t* carried, const void* arrived,
+                                int64_t arrived_bytes, void* message, int64_t message_bytes) {
+  return guarded_arithmetic([&] {
+    make_carried(carried, {.input = true, .output = false})
+        .reduce(bytes_at(arrived, arrived_bytes, "arrived"),
+                bytes_at(message, message_bytes, "message"));
+    Traffic::carried().add_sent(to_peers(*carried, message_bytes));
+  });
+}
+
+cgx_status_t cgx_carried_decode(const cgx_carried_t* carried, const void* gathered, int64_t bytes) {
+  return guarded_arithmetic([&] {
+    make_carried(carried, {.input = false, .output = true})
+        .decode(bytes_at(gathered, bytes, "gathered"));
+  });
+}
+
+cgx_status_t cgx_carried_traffic(cgx_traffic_t* traffic) {
+  return guarded([&] {
+    check_struct(traffic, "cgx_traffic_t");
+    *traffic = {traffic->struct_size, 0, 0, 0, 0};
+    Traffic::carried().add_to(traffic);
+  });
+}

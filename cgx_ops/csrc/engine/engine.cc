@@ -1,0 +1,282 @@
+#include "engine/engine.h"
+
+#include <algorithm>
+#include <cstring>
+#include <system_error>
+
+#include "base/cores.h"
+#include "base/float_mode.h"
+#include "base/status.h"
+
+namespace cgx {
+namespace {
+
+constexpr auto kLongestSleep = std::chrono::milliseconds(10);
+// How long a rank looks before it sleeps. To wake one costs its peer 30 us and itself 30 to 90 (a
+// virtual machine), so it looks for about as long; but not where it keeps a core from a peer.
+constexpr auto kSpinTime = std::chrono::microseconds(100);
+constexpr auto kCrowdedSpinTime = std::chrono::microseconds(50);
+constexpr int kLooks = 64;  // without giving way: about 10 us, longer than a small message takes
+constexpr auto kGrace = std::chrono::microseconds(200);
+constexpr auto kFailedGrace = std::chrono::milliseconds(250);
+
+}  // namespace
+
+Engine::Engine(std::string name, int rank, int size, std::unique_ptr<Transport> transport)
+    : name_(std::move(name)),
+      rank_(rank),
+      size_(size),
+      transport_(std::move(transport)),
+      crowded_(crowded()),
+      headers_sent_(size),
+      headers_taken_(size),
+      last_serial_(size, UINT32_MAX),
+      lost_(size) {}
+
+Engine::~Engine() = default;
+
+// ---- the caller's side ---------------------------------------------------------------------
+
+std::string Engine::closed_text() const {
+  return join("communicator '", name_, "' is closed: ", close_reason_);
+}
+
+void Engine::require_open() const {
+  if (!closed_) return;
+  const std::lock_guard lock(mutex_);
+  fail(CGX_CLOSED, closed_text());
+}
+
+void Engine::put(const CollectiveRef& collective) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) fail(CGX_CLOSED, closed_text());
+  collective->key = {collective->name, collective->occurrence >= 0
+                                           ? static_cast<uint64_t>(collective->occurrence)
+                                       : collective->name.empty() ? unnamed_++
+                                                                  : Key::kNext};
+  collective->started = Clock::now();
+  collective->deadline =
+      collective->started + std::chrono::duration_cast<Clock::duration>(collective->timeout);
+  submitted_.push_back(collective);
+  ++in_flight_;
+  if (collective->callback) ++callbacks_in_flight_;
+  if (role_taken_) transport_->wake();
+}
+
+void Engine::submit(const CollectiveRef& collective) {
+  try {
+    const std::lock_guard lock(mutex_);
+    need_thread();  // before put: nothing may fail after it
+  } catch (const std::system_error& error) {
+    // A refusal is sent below, and needs no thread after that.
+    require(collective->refusal.status != CGX_OK, CGX_SYSTEM,
+            "cannot start the thread that moves collectives on: ", error.what(),
+            ". Raise the limit of processes (ulimit -u, or the container's)");
+  }
+  put(collective);
+  if (try_take_role()) {  // announce it now: peers may be waiting for the header
+    progress();
+    const std::lock_guard lock(mutex_);
+    give_role();
+  }
+}
+
+void Engine::run(const CollectiveRef& collective) {
+  put(collective);
+  wait(*collective);
+}
+
+void Engine::run(const CollectiveRef& collective, Clock::duration at_most) {
+  put(collective);
+  wait(*collective, at_most);
+}
+
+void Engine::wait(Collective& collective) {
+  wait_until([&] { return collective.done.load(); }, std::nullopt);
+}
+
+void Engine::wait(Collective& collective, Clock::duration at_most) {
+  wait_until([&] { return collective.done.load(); }, Clock::now() + at_most);
+}
+
+void Engine::finish(Clock::duration at_most) {
+  wait_until([&] { return in_flight_ == 0; }, Clock::now() + at_most);
+}
+
+void Engine::require_peers(Clock::duration at_most) {
+  wait_until([&] { return closed_ || peer_lost_; }, Clock::now() + at_most);
+  const std::lock_guard lock(mutex_);
+  require(!closed_ && !peer_lost_, CGX_PEER_FAILED, "communicator '", name_,
+          "': ", closed_ ? close_reason_ : losses_);
+}
+
+template <typename Done>
+void Engine::wait_until(Done&& done, std::optional<Clock::time_point> limit) {
+  std::unique_lock lock(mutex_);
+  while (!done() && !(limit && Clock::now() >= *limit)) {
+    if (role_taken_ || stop_) {  // close() ends what is left
+      if (limit)
+        changed_.wait_until(lock, *limit);
+      else
+        changed_.wait(lock);
+      continue;
+    }
+    role_taken_ = true;
+    lock.unlock();
+    drive([&] { return done() || stop_ || (limit && now_ >= *limit); });
+    lock.lock();
+    give_role();
+  }
+}
+
+bool Engine::notify(Collective& collective, cgx_callback_t callback, void* context) {
+  const std::lock_guard lock(mutex_);
+  if (collective.done) return false;
+  collective.callback = callback;
+  collective.context = context;
+  ++callbacks_in_flight_;
+  work_given_.notify_one();  // nobody may be going to wait: the progress thread's grace is over
+  return true;
+}
+
+Totals Engine::totals() const {
+  const std::lock_guard lock(mutex_);
+  return totals_;
+}
+
+void Engine::close(std::chrono::duration<double> at_most) {
+  std::unique_lock lock(mutex_);
+  if (stop_) return;
+  stop_ = true;
+  if (!closed_.exchange(true)) close_reason_ = "it was closed on this rank";
+  work_given_.notify_all();
+  transport_->wake();
+  changed_.wait(lock, [&] { return !role_taken_; });
+  role_taken_ = true;
+  lock.unlock();
+  if (thread_.joinable()) thread_.join();
+
+  progress();  // takes in what was submitted last
+  if (in_flight_) fail_all(CGX_CLOSED, "it was closed on this rank");
+  // After a failure too: peers may still be about to read what ended well before it.
+  if (failed_) at_most = std::min<std::chrono::duration<double>>(at_most, kFailedGrace);
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(at_most);
+  drive([&] { return transport_->drained() || Clock::now() >= deadline; });
+  if (!failed_) transport_->leave(transport_->drained(), "it closed the communicator");
+}
+
+// ---- the progress role ---------------------------------------------------------------------
+
+bool Engine::try_take_role() {
+  const std::lock_guard lock(mutex_);
+  return !std::exchange(role_taken_, true);
+}
+
+// With mutex_ held.
+void Engine::give_role() {
+  // What a peer needs must not lie here until this rank's next call.
+  unflushed_ = !failed_ && !transport_->flushed();
+  role_taken_ = false;
+  changed_.notify_all();
+  if (in_flight_ == 0 && !unflushed_) return;
+  try {
+    need_thread();                      // whoever waits may stop waiting
+  } catch (const std::system_error&) {  // no thread to be had: the next call goes on
+  }
+  work_given_.notify_one();
+}
+
+// With mutex_ held.
+void Engine::need_thread() {
+  if (!thread_.joinable() && !stop_) thread_ = std::thread([this] { progress_thread(); });
+}
+
+void Engine::progress_thread() {
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    if (role_taken_ || (in_flight_ == 0 && !unflushed_)) {
+      work_given_.wait(lock);
+      continue;
+    }
+    // Who starts a collective without a callback mostly waits for it at once, and takes the role.
+    if (callbacks_in_flight_ == 0 &&
+        work_given_.wait_for(lock, kGrace) == std::cv_status::no_timeout)
+      continue;
+    if (role_taken_ || stop_) continue;
+    role_taken_ = true;
+    lock.unlock();
+    drive([&] { return stop_ || (in_flight_ == 0 && (failed_ || transport_->flushed())); });
+    lock.lock();
+    give_role();
+  }
+}
+
+template <typename Until>
+void Engine::drive(Until&& until) {
+  // Looks again at once for a moment, then gives way before it sleeps: with more ranks than cores
+  // the peer that is waited for may need this one.
+  const auto spin_time = crowded_ ? kCrowdedSpinTime : kSpinTime;
+  auto last_work = Clock::now(), last_idle = last_work;
+  int looks = 0;
+  // Whether looking for so long found something the last time. While a slow link moves much it does
+  // not, and takes a tenth of a core from the backward pass that it is hidden behind.
+  bool worthwhile = true;
+  while (!until()) {
+    if (progress()) {
+      if (last_idle != last_work) worthwhile = last_idle - last_work < 2 * spin_time;
+      last_work = last_idle = now_;
+      looks = 0;
+    } else if (worthwhile && now_ - last_work < spin_time) {
+      last_idle = now_;
+      if (crowded_ || ++looks > kLooks) std::this_thread::yield();
+    } else if (!anything_submitted()) {  // what is put after this rings the transport's bell
+      transport_->wait(kLongestSleep);
+      last_idle = Clock::now();
+    }
+  }
+}
+
+bool Engine::anything_submitted() {
+  const std::lock_guard lock(mutex_);
+  return !submitted_.empty();
+}
+
+bool Engine::progress() {
+  const FloatMode mode;
+  std::vector<CollectiveRef> submitted;
+  {
+    const std::lock_guard lock(mutex_);
+    submitted.swap(submitted_);
+  }
+  bool worked = !submitted.empty();
+  // Who has not looked for long may have been given up: that comes before what it starts now.
+  if (worked && submitted.front()->started - now_ > kLongestSleep)
+    guard([&] { transport_->progress(*this); });
+  for (const auto& collective : submitted) {
+    if (!failed_) guard([&] { accept(collective); });
+    if (failed_ && !collective->done)  // too late, or it never got among the running
+      end(*collective, CGX_CLOSED, closed_text());
+  }
+  guard([&] {
+    worked |= transport_->progress(*this);
+    worked |= run_queue();
+  });
+  now_ = Clock::now();
+  if (now_ >= next_check_) guard([&] { check_waits(); });
+  return worked;
+}
+
+template <typename Work>
+void Engine::guard(Work&& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    fail_all(error.status(), error.what());
+  } catch (const std::bad_alloc&) {
+    fail_all(CGX_SYSTEM, "out of memory");
+  } catch (const std::exception& error) {
+    fail_all(CGX_INTERNAL, error.what());
+  }
+}
+
+}  // namespace cgx

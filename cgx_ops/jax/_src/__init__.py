@@ -1,0 +1,1 @@
+"""The implementation of cgx_ops.jax. Nothing here is public."""

@@ -1,0 +1,1 @@
+"""psum_q and its like, their primitive and how it is lowered."""

@@ -1,0 +1,29 @@
+"""What all calls take: leaves, seeds and perhaps residuals as operands; an op, leaves' configs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cgx_ops._core import library
+from cgx_ops.config import Config
+
+
+def parted(values: Any, feedback: bool = False) -> tuple[list[Any], list[Any], list[Any]]:
+    """Part operands, or what there is one of for each: of leaves, of seeds, of residuals.
+
+    There are as many of each, but without `feedback` no residuals.
+    """
+    count = len(values) // (3 if feedback else 2)
+    return list(values[:count]), list(values[count : 2 * count]), list(values[2 * count :])
+
+
+def call_attributes(op: str, configs: Sequence[Config]) -> dict[str, Any]:
+    """Return what GetSettings and LeafConfigs of xla_ffi/core.h read: leaves share texts."""
+    texts = [str(config) for config in configs]
+    lines = {text: line for line, text in enumerate(dict.fromkeys(texts))}
+    return {
+        "op": np.int64(library.OPS[op]),
+        "config": "\n".join(lines),
+        "config_of": np.asarray([lines[text] for text in texts], np.int64),
+    }

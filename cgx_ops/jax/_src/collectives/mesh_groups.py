@@ -1,0 +1,299 @@
+"""Groups along mesh axes: how a collective inside shard_map is lowered and differentiated.
+
+1. axes, which must be bound by a shard_map
+2. lowering: who is in which group and process, and what identifies the call among them
+3. derivatives: those of JAX's own collectives
+"""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import ad
+
+from cgx_ops.jax._src.collectives import carrier
+from cgx_ops.jax._src.collectives.calls import parted
+from cgx_ops.jax._src.collectives.options import refuse_on_gpus
+from cgx_ops.jax._src.collectives.plans import agree
+from cgx_ops.jax._src.collectives.primitive import (
+    Settings,
+    Verb,
+    custom_call,
+    message_attributes,
+    vary,
+)
+from cgx_ops.jax._src.collectives.trees import exact_twin
+from cgx_ops.jax._src.collectives.votes import lower_by_counts, need_counts
+from cgx_ops.jax._src.runtime import compat, handlers
+from cgx_ops.jax._src.runtime.launching import launcher
+
+Axes = Hashable | tuple[Hashable, ...] | list[Hashable]
+Rows = npt.NDArray[np.int64]  # the partition ids of each group, a row each, in rank order
+
+
+# ---- 1. axes -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MeshGroups:
+    """The devices along some axes of a mesh: `size` of them over `axes`, in that order."""
+
+    axes: tuple[Hashable, ...]
+    size: int
+    effects: ClassVar[set[compat.Effect]] = set()
+    functions: ClassVar[dict[Verb, str]] = {
+        "allreduce": "psum_q", "reduce_scatter": "psum_scatter_q", "all_gather": "all_gather_q"
+    }  # fmt: skip
+
+    def call_text(self, verb: Verb, name: str, *, places: bool = False) -> str:
+        """Return what tells the noise, or the places, of calls apart that have one key."""
+        del places  # all devices of a group say the same
+        return f"{verb} over {','.join(map(str, self.axes))}: {name}"
+
+    def alone(self, leaf: jax.Array) -> jax.Array:
+        """Return the sum of a leaf of which there is nothing to send."""
+        return jax.lax.psum(vary(leaf, frozenset(self.axes)), self.axes)  # its type changes
+
+    def lower(
+        self, ctx: Any, operands: Sequence[Any], settings: Settings, platform: handlers.Platform
+    ) -> Any:
+        """Return the HLO values of the results."""
+        return {"cpu": _lower_cpu, "cuda": _lower_cuda}[platform](ctx, operands, settings)
+
+    def exact(self, tangents: list[Any], seeds: list[Any], settings: Settings) -> list[Any]:
+        """Return what an exact collective makes of tangents: of zeros zeros."""
+        return [leaf if type(leaf) is ad.Zero else _exact(leaf, settings) for leaf in tangents]
+
+    def transposed(
+        self, cotangents: list[Any], leaves: list[Any], seeds: list[Any], settings: Settings
+    ) -> list[Any]:
+        """Return the cotangents of leaves, those of an exact collective."""
+
+        def of(cotangent: Any, leaf: Any) -> Any:
+            aval = leaf.aval if ad.is_undefined_primal(leaf) else jax.typeof(leaf)
+            if type(cotangent) is ad.Zero:
+                return ad.Zero(aval)
+            return jax.linear_transpose(lambda x: _exact(x, settings), aval)(cotangent)[0]
+
+        return list(map(of, cotangents, leaves))
+
+
+def axes_of(axis_name: Axes) -> tuple[Hashable, ...]:
+    """Return the axes that an axis_name names: one, or, as jax.lax takes them, a tuple or list."""
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+
+
+def mesh_groups(caller: str, axis_name: Axes) -> MeshGroups:
+    """Return the groups along one axis or several, if a shard_map binds them."""
+    axes = axes_of(axis_name)
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{caller}: an axis is named twice: {axes}")
+    size = math.prod(_axis_size(caller, axis) for axis in axes)
+    automatic = compat.automatic_axes()
+    if automatic:
+        raise NotImplementedError(
+            f"{caller} over {axes} in a shard_map that leaves {automatic} to the compiler: name "
+            "these axes too in its axis_names, or nest a shard_map over them around the call"
+        )
+    handlers.require_company(caller)
+    return MeshGroups(axes, size)
+
+
+def _axis_size(caller: str, axis: Hashable) -> int:
+    size = compat.axis_size(axis)
+    if size is None:
+        raise NameError(
+            f"{caller}: unbound axis name: {axis!r}. Call it inside jax.shard_map over a mesh that "
+            "has this axis; in plain jax.jit use cgx_ops.jax.value_and_grad with in_specs, which "
+            "brings one"
+        )
+    if not compat.is_shard_map_axis(axis):
+        raise NotImplementedError(
+            f"{caller}: the axis {axis!r} belongs to a vmap, so its elements are in one device and "
+            f"there is nothing to send. Use {exact_twin(caller)} for it, or jax.shard_map to "
+            "spread it"
+        )
+    return size
+
+
+def require_own_messages(
+    caller: str,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None,
+    groups: MeshGroups,
+    remedy: str,
+) -> None:
+    """Refuse groups with several devices in each of several processes.
+
+    A process sums the values of its devices before they are sent, so that none of them knows which
+    of its own were. `remedy`: what to do with an axis of a process's devices.
+    """
+    if jax.process_count() in (1, jax.device_count()):
+        return
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise ValueError(
+            f"{caller}: processes have several devices each: give it the mesh of the shard_map, a "
+            "jax.sharding.Mesh"
+        )
+    places = [mesh.axis_names.index(axis) for axis in groups.axes]
+    devices = np.moveaxis(mesh.devices, places, range(-len(places), 0))
+    for group in devices.reshape(-1, groups.size):
+        counts = Counter(device.process_index for device in group)
+        if 1 < len(counts) < len(group):
+            raise NotImplementedError(
+                f"{caller} over {groups.axes}: a group of the mesh has {sorted(counts.values())} "
+                f"devices in its {len(counts)} processes. Make an axis of a process's devices, "
+                f"and {remedy}"
+            )
+
+
+# ---- 2. lowering -------------------------------------------------------------------------------
+
+
+def _lower_cpu(ctx: Any, operands: Sequence[Any], settings: Settings) -> Any:
+    mesh = compat.mesh_of(ctx)
+    groups = _groups(mesh, settings.groups.axes)
+    processes = handlers.processes_of(mesh, settings.carrier)
+    if need_counts(settings, groups, processes):
+        return lower_by_counts(ctx, operands, settings)
+    if settings.carrier == "xla":
+        return carrier.lower(ctx, operands, settings=settings, groups=groups, processes=processes)
+    several = processes is not None and len(set(processes)) < len(processes)
+    if processes is not None:
+        _check_counts(settings, groups, processes)
+    attributes = _attributes(
+        ctx, settings, groups=groups, processes=processes, names_suffice=not several
+    )
+    # XLA tells a handler the device, not which partition of the program it runs.
+    partition = (compat.scalar_u32(), stablehlo.partition_id())
+    target = handlers.target(settings.function)
+    return custom_call(ctx, target, operands, settings, attributes, [partition])
+
+
+def _lower_cuda(ctx: Any, operands: Sequence[Any], settings: Settings) -> Any:
+    if settings.carrier == "xla":
+        raise NotImplementedError(
+            f"{settings.function} with carrier='xla' computes on the CPU, and its operands are "
+            "on GPUs: use carrier='native'"
+        )
+    refuse_on_gpus(settings.function, settings.configs)
+    mesh = compat.mesh_of(ctx)
+    groups = _groups(mesh, settings.groups.axes)
+    devices = handlers.devices_of(mesh)
+    processes = handlers.processes_of(mesh, settings.carrier)
+    if processes is not None:
+        _check_spread(settings, groups, processes)
+    settings = replace(settings, overlaps=False)  # streams have an order of their own
+    # On a GPU collectives of all names run one after the other.
+    attributes = _attributes(
+        ctx, settings, groups=groups, processes=processes, names_suffice=False, devices=devices
+    )
+    target = handlers.target(settings.function, "cuda")
+    return custom_call(ctx, target, operands, settings, attributes)
+
+
+def _attributes(
+    ctx: Any,
+    settings: Settings,
+    *,
+    groups: Rows,
+    processes: list[int] | None,
+    names_suffice: bool,
+    devices: list[int] | None = None,
+) -> dict[str, Any]:
+    """Return what Site of xla_ffi/site.cc reads.
+
+    Args:
+        ctx: of the lowering.
+        settings: what is static in the call.
+        groups: the partition ids of each group, a row each.
+        processes: the process of each partition; None: all are in this one.
+        names_suffice: whether threads that launch at the same time may name their calls instead.
+        devices: the id of each partition's device, where the handler goes by that.
+    """
+    handlers.note_collective()
+    attributes = {
+        **message_attributes(ctx, settings),
+        "groups": groups.reshape(-1),
+        "group_size": np.int64(groups.shape[1]),
+    }
+    launched_by = ""
+    if devices is not None:
+        attributes["devices"] = np.asarray(devices, np.int64)
+    if processes is not None:
+        attributes["processes"] = np.asarray(processes, np.int64)
+        if settings.plan is not None:
+            agree(settings.plan, tuple(sorted(set(processes))))
+        launched_by = launcher(named=bool(settings.name), names_suffice=names_suffice)
+    call = settings.name or _call_id(ctx, settings, attributes)
+    attributes["call"] = f"{launched_by}/{call}" if launched_by else call
+    attributes["named"] = np.int64(bool(settings.name or launched_by))
+    return attributes
+
+
+def _groups(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, axes: tuple[Hashable, ...]
+) -> Rows:
+    """Return a row for each group: the partition ids of its ranks, in order.
+
+    Partition ids count the places of the mesh, whichever devices are there.
+    """
+    places = np.arange(mesh.size, dtype=np.int64).reshape(mesh.axis_sizes)
+    last = range(-len(axes), 0)
+    places = np.moveaxis(places, [mesh.axis_names.index(axis) for axis in axes], last)
+    return places.reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
+
+
+def _check_counts(settings: Settings, groups: Rows, processes: list[int]) -> None:
+    """Scatter and gather need as many devices of a group in each of its processes."""
+    if settings.row["shards"]:
+        return
+    for group in groups:
+        counts = Counter(processes[partition] for partition in group)
+        if len(set(counts.values())) > 1:
+            raise NotImplementedError(
+                f"{settings.function} over {settings.groups.axes}: a group of the mesh has "
+                f"{sorted(counts.values())} devices in its processes, and needs as many in each. "
+                "Choose the devices of the mesh so, or use JAX's own collective"
+            )
+
+
+def _check_spread(settings: Settings, groups: Rows, processes: list[int]) -> None:
+    """GPUs of a group are all in one process, or each in one of its own."""
+    for group in groups:
+        counts = Counter(processes[partition] for partition in group)
+        if 1 < len(counts) < len(group):
+            raise NotImplementedError(
+                f"{settings.function} over {settings.groups.axes}: a group of the mesh has "
+                f"{sorted(counts.values())} GPUs in its {len(counts)} processes; it may have all "
+                "of them in one process, or one in each. Start a process for each GPU: under "
+                "mpirun cgx_ops.jax.initialize() gives each its own, elsewhere CUDA_VISIBLE_DEVICES"
+            )
+
+
+def _call_id(ctx: Any, settings: Settings, attributes: dict[str, Any]) -> str:
+    """Names the call by its place in the module, the same in every process that compiles it."""
+    avals = [(aval.shape, aval.dtype.name) for aval in parted(ctx.avals_in, settings.feedback)[0]]
+    values = {knob: np.asarray(value).tolist() for knob, value in sorted(attributes.items())}
+    digest = hashlib.sha256(repr((avals, settings.groups.axes, values)).encode()).hexdigest()[:8]
+    return f"{compat.module_name(ctx)}/{compat.next_index(ctx)}:{digest}"
+
+
+# ---- 3. derivatives ----------------------------------------------------------------------------
+
+
+def _exact(leaf: jax.Array, settings: Settings) -> jax.Array:
+    axes = settings.groups.axes
+    if settings.verb == "all_gather":
+        return jax.lax.all_gather(leaf, axes)
+    if settings.verb == "allreduce":
+        total = jax.lax.psum(leaf, axes)
+    else:
+        total = jax.lax.psum_scatter(leaf, axes)
+    return total / settings.groups.size if settings.op == "avg" else total

@@ -1,0 +1,269 @@
+"""How the leaves of a call are sent: checked once, where the call is traced.
+
+1. options: the call's Config and rules, its key and name
+2. rounding: explicit, or what follows from the key
+3. refusals: compressors that a collective cannot send, error feedback that does not converge
+"""
+
+import contextlib
+import functools
+from collections.abc import Hashable, Iterable, Iterator
+from ctypes import byref
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from cgx_ops._core import library
+from cgx_ops.config import Compressor, Config, Rounding, config_of
+from cgx_ops.errors import InvalidArgument
+from cgx_ops.jax._src.collectives.keys import check_key
+from cgx_ops.jax._src.collectives.primitive import Carrier, Verb
+from cgx_ops.jax._src.runtime import compat
+from cgx_ops.planner import Plan
+from cgx_ops.rules import EXACT_BITS, Rules, require_rules
+
+_COMPRESSORS: dict[str, dict[str, Any]] = {row["name"]: row for row in library.COMPRESSORS}
+_WHOLE = ("auto", "one_shot", "by_hosts")  # algorithms for encodings that cannot be cut
+
+
+# ---- 1. options ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the leaves of a call are sent, checked.
+
+    Attributes:
+        caller: for errors.
+        config: as the user gave it; rules and the key decide the rest for each leaf.
+        key: a PRNG key or None.
+        name: the user's, or "".
+        rules: settings of leaves by their paths; None: `config` for all leaves, vectors too.
+        fuse: whether leaves of a dtype share messages; or a plan of which leaves do.
+        carrier: who moves the bytes.
+        verb: which collective sends them.
+    """
+
+    caller: str
+    config: Config
+    key: jax.Array | None
+    name: str
+    rules: Rules | None
+    fuse: bool | Plan
+    carrier: Carrier
+    verb: Verb
+
+    def of(self, path: Any, leaf: Any) -> Config:
+        """Return how a leaf is sent, by its path in the tree and its shape."""
+        with _named(self.caller):
+            config = self.config
+            if self.rules is not None:
+                config = self.rules.of(name_of_leaf(path), len(jax.numpy.shape(leaf)), config)
+            config = _rounded(config, self.key is not None)
+        _require_whole(self.caller, config, self.verb)
+        return config
+
+    def of_tree(self, tree: Any) -> Any:
+        """Return how each leaf of a tree is sent, as a tree like it."""
+        return jax.tree_util.tree_map_with_path(self.of, tree)
+
+    def keeps(self, path: Any, leaf: Any) -> bool:
+        """Return whether a leaf has a residual; raise ValueError if it would not converge."""
+        config = self.of(path, leaf)
+        if config.keeps_residuals:
+            check_feedback(f"{self.caller}: {name_of_leaf(path) or 'x'}", config)
+        return config.keeps_residuals
+
+    def refuse_idle_feedback(self, tree: Any) -> None:
+        """Refuse error_feedback=True where all leaves of a tree are exact."""
+        if self.config.error_feedback and _all_exact(self, tree):
+            raise ValueError(
+                f"{self.caller} with error_feedback=True and only exact leaves: an exact call "
+                "loses nothing that feedback could add: leave error_feedback out, or compress"
+            )
+
+    def refuse_idle_residual(self, residual: Any) -> None:
+        """Refuse a residual of a call that is exact by its own arguments."""
+        exact = self.config.bits == EXACT_BITS and not self.rules
+        if exact and jax.tree.leaves(residual):
+            raise ValueError(
+                f"{self.caller} with a residual and bits=32: an exact call loses nothing that "
+                "feedback could add: leave the residual out, or compress"
+            )
+
+    def at_step(self, step: jax.Array) -> "Options":
+        """Return these options with the noise of one step."""
+        return self if self.key is None else self.with_key(jax.random.fold_in(self.key, step))
+
+    def with_key(self, key: jax.Array | None) -> "Options":
+        """Return these options with another key."""
+        return replace(self, key=key)
+
+    def of_message(self, message: str) -> "Options":
+        """Return these options for one of several messages, whose names differ."""
+        return replace(self, name=f"{self.name}/{message}" if self.name else "")
+
+    def warn_of_unmatched(self, tree: Any) -> None:
+        """Warn, once, of each rule that matches no leaf of a tree: all that the user gave."""
+        if self.rules:
+            names = [name_of_leaf(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+            self.rules.warn_of_unmatched(names, f"{self.caller}: ")
+
+
+def name_of_leaf(path: Any) -> str:
+    """Return the name of a leaf in rules and plans: its path, as in "layers.0.bias"."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def checked_options(
+    caller: str,
+    config: Config | None,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    compressor: Compressor | None = None,
+    rounding: Rounding | None = None,
+    *,
+    key: jax.Array | None = None,
+    name: str = "",
+    rules: Rules | None = None,
+    fuse: bool | Plan = True,
+    carrier: Carrier = "native",
+    verb: Verb = "allreduce",
+) -> Options:
+    """Check a call's arguments; all except the key must be static."""
+    fields = {"bits": bits, "bucket_size": bucket_size, "compressor": compressor}
+    fields["rounding"] = rounding
+    for argument, value in {**fields, "name": name, "carrier": carrier, "fuse": fuse}.items():
+        if isinstance(value, compat.Tracer):
+            raise TypeError(
+                f"{caller}: {argument} must be a static Python value, not {value!r}: it is part of "
+                "the compiled program. Pass it by closure, functools.partial or static_argnames"
+            )
+    with _named(caller):
+        config = config_of(config, **fields)
+    if carrier not in ("native", "xla"):
+        raise ValueError(f"{caller}: carrier is {carrier!r}; it must be 'native' or 'xla'")
+    if carrier == "xla" and config.algorithm in ("ring", "hierarchical"):
+        raise ValueError(
+            f"{caller}: in algorithm={config.algorithm!r} ranks pass messages on, one after the "
+            "other, which carrier='xla' cannot: use 'auto', 'one_shot' or 'sra'"
+        )
+    if not isinstance(fuse, bool | Plan):
+        raise TypeError(f"{caller}: fuse is {fuse!r}; it must be a bool or a cgx_ops.planner.Plan")
+    if not isinstance(name, str):
+        raise TypeError(f"{caller}: name is {name!r}; it must be a str")
+    check_key(caller, key)
+    if rules is not None:
+        require_rules(rules, f"{caller}: ")
+    options = Options(caller, config, key, name, rules, fuse, carrier, verb)
+    if not rules:  # else what a leaf needs is known with its path
+        options.of((), jax.ShapeDtypeStruct((1, 1), "float32"))
+    return options
+
+
+@contextlib.contextmanager
+def _named(caller: str) -> Iterator[None]:
+    """Have errors of a Config or of rules begin with the caller."""
+    try:
+        yield
+    except InvalidArgument as error:
+        named = InvalidArgument(f"{caller}: {error}")
+        named.field = error.field
+        raise named from None
+
+
+# ---- 2. rounding ---------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def _rounded(config: Config, has_key: bool) -> Config:
+    """Return a config whose rounding is explicit: its own, or the one that follows from the key."""
+    if config.rounding is None:
+        served = _COMPRESSORS[config.compressor]["roundings"]
+        wanted = "stochastic" if has_key else "nearest"
+        config = replace(config, rounding=wanted if wanted in served else served[0])
+    if config.draws and not has_key:
+        if is_randk(config):
+            what = "compressor='randk' draws which values are sent"
+            remedy = "key=jax.random.key(step), equal on all devices"
+        else:
+            what = f"compressor={config.compressor!r} with rounding={config.rounding!r} is random"
+            remedy = "key=jax.random.key(step)"
+            if "nearest" in _COMPRESSORS[config.compressor]["roundings"]:
+                remedy += ", or rounding='nearest'"
+        raise InvalidArgument(f"{what}, and there is no key: give {remedy}")
+    return config
+
+
+def is_randk(config: Config) -> bool:
+    """Return whether the key decides which values are sent."""
+    return config.compressor == "randk" and config.bits != EXACT_BITS
+
+
+def check_places(
+    caller: str, key: jax.Array | None, configs: Iterable[Config], axes: tuple[Hashable, ...]
+) -> None:
+    """Require one key of all devices of the axes where it decides indices, as far as types tell."""
+    if key is None or not any(map(is_randk, configs)):
+        return
+    differs = compat.varying_axes(key) & frozenset(axes)
+    if differs:
+        raise ValueError(
+            f"{caller}: compressor='randk' needs an equal key on all devices, and the key varies "
+            f"over {sorted(differs, key=str)}: they would send values of different places. Pass "
+            "the key with in_specs=P()"
+        )
+
+
+# ---- 3. refusals ---------------------------------------------------------------------------------
+
+
+def is_vote(config: Config) -> bool:
+    """Return whether a sum is a majority vote."""
+    return config.compressor == "sign" and config.bits != EXACT_BITS
+
+
+def refuse_on_gpus(function: str, configs: Iterable[Config]) -> None:
+    """Refuse, as a program is lowered for GPUs, what the core would refuse when it runs."""
+    for config in configs:
+        why = _COMPRESSORS[config.compressor]["device"]
+        if why and config.bits != EXACT_BITS:
+            raise NotImplementedError(
+                f"{function} with compressor={config.compressor!r} on GPUs: {why}. Use "
+                "'levels' or another one that GPUs have, or reduce on CPU devices"
+            )
+
+
+def can_be_cut(config: Config) -> bool:
+    """Return whether shards of a leaf can be sent apart; else one_shot sends its message."""
+    return config.bits == EXACT_BITS or _COMPRESSORS[config.compressor]["sliced"]
+
+
+def _require_whole(caller: str, config: Config, verb: Verb) -> None:
+    """Refuse to cut an encoding that cannot be cut."""
+    if not can_be_cut(config) and (verb != "allreduce" or config.algorithm not in _WHOLE):
+        raise ValueError(
+            f"{caller}: what compressor={config.compressor!r} sends cannot be cut into shards, as "
+            f"{caller if verb != 'allreduce' else f'algorithm={config.algorithm!r}'} does: use "
+            "psum_q, pmean_q or allreduce_q with algorithm 'auto' or 'one_shot', or 'topk'"
+        )
+
+
+def check_feedback(caller: str, config: Config) -> None:
+    """Require that error feedback converges, if anything is lost.
+
+    Raises:
+        InvalidArgument (a ValueError): it does not; the text has the reason.
+    """
+    if config.bits == EXACT_BITS:
+        return
+    try:
+        library.call("cgx_config_check_feedback", byref(config.native))
+    except ValueError as error:
+        raise type(error)(f"{caller}: {error}") from None
+
+
+def _all_exact(options: Options, tree: Any) -> bool:
+    configs = jax.tree.leaves(options.of_tree(tree))
+    return bool(configs) and all(config.bits == EXACT_BITS for config in configs)

@@ -1,0 +1,109 @@
+"""How messages of a tree travel while XLA:CPU computes the rest of it.
+
+XLA:CPU runs whatever needs nothing that is still under way. But it lays out memory as if a program
+ran line by line: a buffer that is read for the last time is given to what is computed next, which
+then has to wait for that reading. A message reads gradients, and whoever uses its sums reads those:
+so the backward pass waited for every message. Two gates, which do nothing when they run, keep it
+from that:
+
+    1. mark    before a message: tells by a token that its leaves are there; its sums will be in
+               their buffers
+    2. hold    behind it: hands on the sums when the leaves of later messages are there, too, so
+               that what is computed next is given the buffers of an earlier message
+
+At a time the leaves of AHEAD messages more than the one under way are in memory.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+from cgx_ops.jax._src.runtime import compat, handlers
+
+# Two keep the link busy. With more, on two processors, a step took longer: docs/planner.md.
+AHEAD = 2
+
+
+def mark(leaves: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    """Return the leaves of a message, and a token that is there when they are."""
+    *same, token = gate_p.bind(*leaves, taken=0, made=1)
+    return same, token
+
+
+def hold(messages: Sequence[list[jax.Array]], tokens: Sequence[jax.Array]) -> list[list[jax.Array]]:
+    """Return each message's sums, which can be used when the leaves of AHEAD later ones are there.
+
+    Args:
+        messages: their sums, in the order in which leaves are computed.
+        tokens: of their leaves.
+    """
+    last = len(messages) - 1
+    held = [
+        gate_p.bind(*sums, tokens[min(number + AHEAD, last)], taken=1, made=0)
+        for number, sums in enumerate(messages[:last])
+    ]
+    return [*held, messages[last]]
+
+
+# Results are the operands, but for the tokens, which come last: `taken` ones and `made` ones.
+gate_p = Primitive("cgx_gate")
+gate_p.multiple_results = True
+gate_p.def_impl(functools.partial(xla.apply_primitive, gate_p))
+
+
+@gate_p.def_abstract_eval
+def _abstract_eval(*avals: Any, taken: int, made: int) -> list[Any]:
+    same = avals[: len(avals) - taken]
+    axes = frozenset[Any]().union(*map(compat.varying_axes, avals))
+    token = avals[0].update(shape=(), dtype=np.dtype(np.uint32))
+    token = compat.with_varying_axes(token, axes)
+    return [*same, *[token] * made]
+
+
+def _lower_cpu(ctx: Any, *operands: Any, taken: int, made: int) -> Any:
+    del made
+    in_place = {i: i for i in range(len(operands) - taken)}
+    return jax.ffi.ffi_lowering(handlers.target("gate"), operand_output_aliases=in_place)(
+        ctx, *operands
+    )
+
+
+def pass_on(*operands: jax.Array, taken: int, made: int) -> list[jax.Array]:
+    """Elsewhere there is nothing to keep back: on a GPU a stream has its order."""
+    return [*operands[: len(operands) - taken], *[jnp.uint32(0)] * made]
+
+
+def _batch(
+    operands: Sequence[Any], dims: Sequence[int | None], *, taken: int, made: int
+) -> tuple[list[Any], list[int | None]]:
+    results = gate_p.bind(*operands, taken=taken, made=made)
+    return results, [*dims[: len(dims) - taken], *[None] * made]
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, taken: int, made: int
+) -> tuple[list[Any], list[Any]]:
+    results = gate_p.bind(*primals, taken=taken, made=made)
+    same = len(primals) - taken
+    return results, [*tangents[:same], *map(compat.zero_tangent, results[same:])]
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, taken: int, made: int) -> list[Any]:
+    """Hand cotangents back; tokens have none."""
+    del made
+    same = len(operands) - taken
+    pairs = zip(operands[:same], cotangents[:same], strict=True)
+    return [*(ct if ad.is_undefined_primal(x) else None for x, ct in pairs), *[None] * taken]
+
+
+mlir.register_lowering(gate_p, _lower_cpu, platform="cpu")
+mlir.register_lowering(gate_p, mlir.lower_fun(pass_on))
+batching.primitive_batchers[gate_p] = _batch
+ad.primitive_jvps[gate_p] = _jvp
+ad.primitive_transposes[gate_p] = _transpose

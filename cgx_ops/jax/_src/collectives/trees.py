@@ -1,0 +1,229 @@
+"""What every collective does with its tree.
+
+1. check the leaves
+2. give every leaf its config (rules), its seed (key) and its residual
+3. one collective for each message (plans.py) and dtype; leaves with residuals, and those that
+   cannot be cut, are apart from the others
+"""
+
+import functools
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from cgx_ops._core import log
+from cgx_ops.config import Config
+from cgx_ops.jax._src.collectives.keys import CallSeeds
+from cgx_ops.jax._src.collectives.options import (
+    Options,
+    can_be_cut,
+    check_feedback,
+    check_places,
+    is_randk,
+    is_vote,
+)
+from cgx_ops.jax._src.collectives.overlap import hold, mark
+from cgx_ops.jax._src.collectives.plans import messages_of
+from cgx_ops.jax._src.collectives.primitive import Groups, Settings, bind, vary
+from cgx_ops.jax._src.runtime import compat, handlers
+from cgx_ops.planner import Plan
+
+_DTYPES = ("float32", "float16", "bfloat16")
+_EXACT_TWINS = {  # of callers, for error messages
+    "psum_q": "jax.lax.psum",
+    "pmean_q": "jax.lax.pmean",
+    "psum_scatter_q": "jax.lax.psum_scatter",
+    "all_gather_q": "jax.lax.all_gather",
+    "compress_grads": "jax.lax.psum",
+    "value_and_grad": "jax.lax.pmean",
+    "average_gradients": "jax.lax.pmean",
+    "power_sgd": "jax.lax.pmean",
+    "deep_gradient": "jax.lax.pmean",
+}
+
+
+# ---- 1. checks ---------------------------------------------------------------------------------
+
+
+def exact_twin(caller: str) -> str:
+    """Return the name of JAX's exact function in place of one of ours."""
+    return _EXACT_TWINS.get(caller, "JAX's own collective")
+
+
+def checked_leaf(caller: str, path: Any, leaf: Any) -> jax.Array:
+    """Return a leaf as an array, if it can be compressed."""
+    dtype = jnp.result_type(leaf)
+    if dtype.name not in _DTYPES:
+        where = jax.tree_util.keystr(path)
+        if dtype.name == "float64":
+            remedy = f"cast it to float32, or reduce it exactly with {exact_twin(caller)}"
+        elif jnp.issubdtype(dtype, jnp.complexfloating):
+            remedy = f"reduce its real and imaginary parts, or use {exact_twin(caller)}"
+        else:
+            remedy = f"reduce it exactly with {exact_twin(caller)}, or cast it to float32"
+        raise TypeError(
+            f"{caller}: x{where} has dtype {dtype}, and only {', '.join(_DTYPES)} can be "
+            f"compressed: {remedy}"
+        )
+    return jnp.asarray(leaf, dtype)
+
+
+def _checked_residuals(caller: str, x: Any, residual: Any) -> list[Any]:
+    """Return the residual of each leaf of x, if it is a tree like x, or None, also for some."""
+    if residual is None:
+        return [None] * len(jax.tree.leaves(x))
+    remedy = "begin with jax.tree.map(jnp.zeros_like, x)"
+    wanted, given = jax.tree.structure(x), jax.tree.structure(residual)
+    try:
+        olds = wanted.flatten_up_to(residual)
+        alike = jax.tree_util.all_leaves([old for old in olds if old is not None])
+    except ValueError:
+        olds, alike = [], False
+    if not alike:
+        raise ValueError(f"{caller}: residual is {given}, and x is {wanted}: {remedy}")
+    for (path, leaf), old in zip(jax.tree_util.tree_leaves_with_path(x), olds, strict=True):
+        if old is None:
+            continue
+        where = jax.tree_util.keystr(path)
+        for what, of, error in (
+            ("shape", jnp.shape, ValueError), ("dtype", jnp.result_type, TypeError)
+        ):  # fmt: skip
+            if of(old) != of(leaf):
+                raise error(
+                    f"{caller}: residual{where} has {what} {of(old)}, and x{where} has {of(leaf)}: "
+                    f"{remedy}"
+                )
+    return [None if old is None else jnp.asarray(old) for old in olds]
+
+
+# ---- 2, 3. leaves and messages -----------------------------------------------------------------
+
+
+class Leaf(NamedTuple):
+    """One array of a tree, its place there, how it travels and what was lost of it before."""
+
+    place: int
+    x: jax.Array
+    config: Config
+    residual: jax.Array | None
+
+
+def reduce_tree(
+    options: Options,
+    x: Any,
+    residual: Any,
+    groups: Groups,
+    op: str,
+    configs: Any = None,
+    *,
+    parts: bool = True,
+) -> tuple[Any, Any]:
+    """Reduce a tree over groups.
+
+    Args:
+        options: how leaves are sent.
+        x: a pytree of arrays.
+        residual: a tree like `x`, or None; or None in place of a leaf.
+        groups: who reduces together.
+        op: "sum" or "avg".
+        configs: how each leaf is sent, a tree like `x`; None: by the options.
+        parts: whether a large tree is several messages, if options.fuse is True.
+
+    Returns:
+        The reduced tree, and the new residual (None without one).
+    """
+    caller = options.caller
+    paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(x)
+    # Calls in the order of the program go one after the other: parts would gain nothing.
+    message_of = messages_of(caller, x, options.fuse, parts=parts and not groups.effects)
+    residuals = _checked_residuals(caller, x, residual)
+    given_configs = [None] * len(residuals) if configs is None else tree.flatten_up_to(configs)
+    leaves = []
+    for place, (path, given) in enumerate(paths_and_leaves):
+        leaf, old = checked_leaf(caller, path, given), residuals[place]
+        config = given_configs[place] or options.of(path, leaf)
+        if old is not None:  # the sum of both varies over the axes of both
+            leaf, old = (vary(y, compat.varying_axes(z)) for y, z in ((leaf, old), (old, leaf)))
+            check_feedback(f"{caller}: x{jax.tree_util.keystr(path)}", config)
+        leaves.append(Leaf(place, leaf, config, old))
+    check_places(caller, options.key, [leaf.config for leaf in leaves], groups.axes)
+
+    @functools.cache
+    def seeds(places: bool) -> CallSeeds:
+        text = groups.call_text("allreduce", options.name, places=places)
+        return CallSeeds(options.key, text, groups.axes)
+
+    messages: dict[tuple[int, Hashable, bool, bool], list[Leaf]] = {}
+    sums: list[Any] = []
+    for leaf in leaves:
+        keeps = leaf.residual is not None
+        if leaf.x.size > 0 and sends(groups, leaf.config):
+            sums.append(None)
+            kind = message_of[leaf.place], leaf.x.dtype, can_be_cut(leaf.config), keeps
+            messages.setdefault(kind, []).append(leaf)
+        else:
+            sums.append(groups.alone(leaf.x if leaf.residual is None else leaf.x + leaf.residual))
+            residuals[leaf.place] = jnp.zeros_like(leaf.x) if keeps else None
+    if messages:
+        _report(groups, options, leaves)
+    overlaps = len(messages) > 1 and not groups.effects and options.carrier == "native"
+    tokens: list[jax.Array] = []
+    totals: list[list[jax.Array]] = []
+    losses: list[list[jax.Array]] = []
+    in_order = sorted(messages.items(), key=lambda entry: entry[0][0])
+    for (*_, keeps), message in in_order:
+        settings = Settings(
+            "allreduce", op, groups, tuple(leaf.config for leaf in message),
+            name_of(options.name, message[0].place, len(messages)),
+            options.carrier if groups.size > 1 else "native", feedback=keeps,
+            plan=options.fuse if isinstance(options.fuse, Plan) else None, overlaps=overlaps,
+        )  # fmt: skip
+        xs = [leaf.x.reshape(1, -1) for leaf in message]
+        if overlaps:
+            xs, token = mark(xs)
+            tokens.append(token)
+        results = bind(
+            xs,
+            [seeds(is_randk(leaf.config)).of(leaf.place, leaf.x) for leaf in message],
+            settings,
+            [leaf.residual.reshape(1, -1) for leaf in message if leaf.residual is not None],
+        )
+        totals.append(results[: len(message)])
+        losses.append(results[len(message) :])
+    if overlaps:
+        totals = hold(totals, tokens)
+    for results_of, given in ((sums, totals), (residuals, losses)):
+        for (_, message), results in zip(in_order, given, strict=True):
+            for leaf, result in zip(
+                message, results, strict=False
+            ):  # losses: of those with residuals
+                results_of[leaf.place] = result.reshape(leaf.x.shape)
+    unflatten = jax.tree_util.tree_unflatten
+    return unflatten(tree, sums), None if residual is None else unflatten(tree, residuals)
+
+
+def _report(groups: Groups, options: Options, leaves: list[Leaf]) -> None:
+    """Log on process 0 that training starts, once per process."""
+    place = handlers.place()
+    if place.rank > 0:
+        return
+    exact = [
+        leaf.config.bits == log.EXACT_BITS
+        or leaf.x.size < max(log.SMALLEST_COMPRESSED, leaf.config.minimal_size)
+        for leaf in leaves
+    ]
+    transport = "XLA's collectives" if options.carrier == "xla" else place.transport
+    tensors = log.Tensors(len(exact), sum(exact))
+    log.started("JAX", "JAX", options.config, groups.size, transport, tensors)
+
+
+def sends(groups: Groups, config: Config) -> bool:
+    """Tell whether a leaf goes through the core: one device sends nothing, but votes too."""
+    return groups.size > 1 or is_vote(config)
+
+
+def name_of(name: str, index: int, messages: int) -> str:
+    """Return the name of one of several messages of a call: the user's, numbered."""
+    return f"{name}/{index}" if name and messages > 1 else name

@@ -1,0 +1,1 @@
+"""Outer loops: DiLoCo and SparseLoCo."""

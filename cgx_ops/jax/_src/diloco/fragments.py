@@ -1,0 +1,224 @@
+"""What an outer loop (_diloco.py) does with one fragment of the parameters, inside of shard_map.
+
+1. fragments of a tree: the same tree, with None in place of the leaves that are in others
+2. send: the average over devices of how far parameters have come from the anchors, with what
+   compression lost before
+3. apply: the outer optimizer steps from the anchors, and parameters follow
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from cgx_ops._core import library
+from cgx_ops.config import Config
+from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups, require_own_messages
+from cgx_ops.jax._src.collectives.options import Options, name_of_leaf
+from cgx_ops.jax._src.collectives.primitive import vary_tree
+from cgx_ops.jax._src.collectives.psum import reduce_over
+from cgx_ops.jax._src.collectives.trees import checked_leaf
+from cgx_ops.methods.outer_loop import strided
+from cgx_ops.rules import EXACT_BITS
+
+CALLER = "diloco"
+
+# ---- 1. fragments of a tree ----------------------------------------------------------------------
+
+
+def values_of(tree: Any) -> Any:
+    """Return a tree with None for the leaves that an outer loop leaves alone: see is_value().
+
+    Raises:
+        TypeError: a leaf is of float64 or complex.
+    """
+
+    def value(path: Any, leaf: Any) -> Any:
+        return checked_leaf(CALLER, path, leaf) if is_value(leaf) else None
+
+    return jax.tree_util.tree_map_with_path(value, tree)
+
+
+def is_value(leaf: Any) -> bool:
+    """Tell whether a leaf is averaged: it is floating-point and not empty.
+
+    jaxlib 0.11 crashes while it compiles a shard_map in which some operands are empty.
+    """
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) and 0 not in jnp.shape(leaf)
+
+
+def merged(tree: Any, values: Any) -> Any:
+    """Return a tree with the leaves of `values`, a tree like it, where there are some."""
+    return jax.tree.map(
+        lambda value, leaf: leaf if value is None else value, values, tree, is_leaf=_is_none
+    )
+
+
+def part(like: Any, tree: Any, fragment: int, fragments: int) -> Any:
+    """Return a fragment of a tree.
+
+    Args:
+        like: the anchors; it says which leaves there are, and in which fragments.
+        tree: like it, or with None in place of some more leaves.
+        fragment: which one.
+        fragments: how many there are.
+
+    Raises:
+        InvalidArgument (a ValueError): there are fewer layers than fragments.
+    """
+    structure = jax.tree.structure(like)
+    members = _members(structure, fragments)[fragment]
+    leaves = structure.flatten_up_to(tree)
+    return structure.unflatten([x if i in members else None for i, x in enumerate(leaves)])
+
+
+@functools.cache
+def _members(structure: Any, fragments: int) -> list[frozenset[int]]:
+    """Return which leaves each fragment has, by their places."""
+    places = structure.unflatten(range(structure.num_leaves))
+    if not structure.num_leaves:
+        return [frozenset()] * fragments
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(places)]
+    names = [name_of_leaf(path) for path in paths]  # "blocks.3.kernel" is of the layer "blocks.3"
+    return [frozenset(members) for members in strided(names, fragments)]
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+# ---- 2, 3. send and apply ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """How fragments are sent and applied.
+
+    Attributes:
+        axis_name: the mesh axes over which devices train by themselves.
+        optimizer: the outer one, an optax.GradientTransformation.
+        alpha: how much of a parameter stays the device's own when it is applied.
+        options: how leaves are sent.
+        senders: whether a mean is over the devices that sent a value, not over all.
+        mesh: of the devices, if it is known.
+        is_configured: whether the user gave a config, whose settings must not be idle.
+    """
+
+    axis_name: Axes
+    optimizer: Any
+    alpha: float
+    options: Options
+    senders: bool
+    mesh: Mesh | None
+    is_configured: bool
+
+    def kept(self, tree: Any) -> Any:
+        """Return a tree with None in place of the leaves that have no residual."""
+
+        def kept(path: Any, leaf: Any) -> Any:
+            config = self.options.of(path, leaf)
+            whole = config.bits == EXACT_BITS
+            kept_back = config.compressor == "topk" and config.keeps_residuals
+            if self.senders and not (whole or kept_back):
+                raise ValueError(
+                    f"{CALLER}: mean_over='senders' is of values of which each device sends some, "
+                    f"and '{name_of_leaf(path)}' has {config}: give compressor='topk', and rules "
+                    "that have it or 32 bits"
+                )
+            return leaf if self.options.keeps(path, leaf) else None
+
+        if self.is_configured:
+            self.options.refuse_idle_feedback(tree)
+        return jax.tree_util.tree_map_with_path(kept, tree)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that are the same in all processes and not part of programs."""
+        options = self.options
+        return {
+            "config": str(options.config),
+            "rules": repr(options.rules),
+            "carrier": options.carrier,
+            "a key": options.key is not None,
+            "mean_over": "senders" if self.senders else "ranks",
+        }
+
+    def send(
+        self, fragment: int, params: Any, anchor: Any, residual: Any, step: jax.Array
+    ) -> tuple[Any, Any]:
+        """Return the average of a fragment, and what is lost of it: the next residual.
+
+        Args:
+            fragment: its number.
+            params: (1, *shape), as all that is a device's own.
+            anchor: float32.
+            residual: what was lost before, or None.
+            step: the inner steps done: of noise, if there is a key.
+        """
+        groups = mesh_groups(CALLER, self.axis_name)
+        axes = groups.axes
+        if self.senders:
+            require_own_messages(CALLER, self.mesh, groups, "spread parameters over it")
+        # float32 subtracts here, and adds the residual in the core: all frameworks do.
+        delta = jax.tree.map(lambda a, p: a - p[0].astype(jnp.float32), anchor, params)
+        configs = self.options.of_tree(delta)
+
+        def decayed(config: Config, e: jax.Array | None) -> jax.Array | None:
+            if e is None:
+                return None
+            return e[0] if config.residual_decay == 1 else e[0] * config.residual_decay
+
+        own = jax.tree.map(decayed, configs, residual)
+        options = self.options.at_step(step).of_message(str(fragment))
+        mean, lost = reduce_over(options, delta, own, axes, "avg", configs)
+        if self.senders:
+            mean = self._of_senders(options, mean, delta, own, lost, configs)
+        return mean, jax.tree.map(lambda e: e[None], lost)
+
+    def _of_senders(
+        self, options: Options, mean: Any, delta: Any, own: Any, lost: Any, configs: Any
+    ) -> Any:
+        """Return the average over the devices that sent a value, from that over all devices.
+
+        How many these were is a second message, in which each sends 1 at its indices. It costs the
+        indices once more, which is still a small part of a bit a value.
+        """
+
+        def places(
+            config: Config, d: jax.Array, e: jax.Array | None, kept: Any
+        ) -> jax.Array | None:
+            small = d.size < max(library.SMALLEST_COMPRESSED, config.minimal_size)
+            if e is None or small or config.bits == EXACT_BITS:
+                return None
+            # What is not sent is kept whole: the core's d + e, from which XLA's may differ by the
+            # rounding of e's decay and of the sum, each at most 2^-24 of |d| + |e|.
+            is_whole = jnp.abs(kept - (d + e)) <= 2.0**-22 * (jnp.abs(d) + jnp.abs(e))
+            return (~is_whole).astype(jnp.float32)
+
+        sent = jax.tree.map(places, configs, delta, own, lost)
+        ones = jax.tree.map(
+            lambda config, s: None if s is None else replace(config, value_bits=1), configs, sent
+        )
+        axes = mesh_groups(CALLER, self.axis_name).axes
+        count, _ = reduce_over(options.of_message("sent"), sent, None, axes, "sum", ones)
+        devices = mesh_groups(CALLER, axes).size
+
+        def of_senders(x: jax.Array, n: jax.Array | None) -> jax.Array:
+            return x if n is None else x * devices / jnp.maximum(jnp.round(n), 1)
+
+        return jax.tree.map(of_senders, mean, count)
+
+    def apply(self, params: Any, anchor: Any, outer: Any, average: Any) -> tuple[Any, Any, Any]:
+        """Return parameters, anchors and the outer optimizer's state after its step."""
+        axes = mesh_groups(CALLER, self.axis_name).axes
+        updates, outer = self.optimizer.update(average, outer, anchor)
+        anchor = jax.tree.map(lambda a, u: (a + u).astype(jnp.float32), anchor, updates)
+
+        def mixed(p: jax.Array, a: jax.Array) -> jax.Array:
+            if self.alpha:
+                a = self.alpha * p[0].astype(jnp.float32) + (1 - self.alpha) * a
+            return a.astype(p.dtype)[None]
+
+        return vary_tree(jax.tree.map(mixed, params, anchor), axes), anchor, outer

@@ -1,0 +1,400 @@
+"""The outer loop that diloco() makes: when fragments are sent and applied, and by what programs.
+
+1. states: made, begun anew, gone on with after a failure
+2. steps: what is due, decided by Python, or by a lax.switch where the count of steps is traced
+3. programs outside of jit: of what is sent one of its own, which runs beside the next steps
+4. what all of it needs
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cgx_ops.jax._src.collectives.mesh_groups import axes_of
+from cgx_ops.jax._src.diloco.agreement import agree
+from cgx_ops.jax._src.diloco.checks import check_state, check_values, shapes_of
+from cgx_ops.jax._src.diloco.fragments import CALLER, Method, merged, part, values_of
+from cgx_ops.jax._src.diloco.state import DiLoCoState, Flight, Layout, first_of
+from cgx_ops.jax._src.runtime import compat
+from cgx_ops.jax._src.transforms.base import devices_of, import_optax, zero_residuals
+from cgx_ops.methods.outer_loop import Schedule
+
+# XLA runs what is sent beside the steps that follow; the number is any that nobody else has.
+_STREAM = 0x636778
+# Codes of errors after which a communicator is closed: DEADLINE_EXCEEDED, ABORTED and UNAVAILABLE
+# (xla_ffi/core.h).
+_CLOSED = (4, 10, 14)
+
+
+class DiLoCo:
+    """An outer loop over the devices of mesh axes; diloco() makes it.
+
+    What changes is in a `DiLoCoState`. `init` and `outer` are pure, and work in jit and inside
+    shard_map too.
+
+    Attributes:
+        schedule: when fragments are sent and applied.
+        method: how.
+        layout: where arrays lie.
+    """
+
+    def __init__(self, schedule: Schedule, method: Method, layout: Layout) -> None:
+        self.schedule, self.method, self.layout = schedule, method, layout
+        self._has_agreed = False
+
+    # ---- 1. states -------------------------------------------------------------------------------
+
+    def init(self, weights: Any) -> DiLoCoState:
+        """Return the state before the first step; made outside of jit it is where it belongs.
+
+        Args:
+            weights: one device's parameters, without an axis for the devices; equal on all. Leaves
+              that are not floating-point, or empty, are left alone.
+
+        Raises:
+            ValueError: no mesh is known; the model has fewer layers than fragments.
+            TypeError: a leaf is of float64 or complex.
+        """
+        if self._is_inside() or _is_traced(weights):
+            return self._new_state(weights)
+        return self.layout.placed(self._new_state, self.state_specs(weights), weights)
+
+    def replicate(self, tree: Any) -> Any:
+        """Return a copy for each device, (devices, *shape), outside of shard_map.
+
+        Args:
+            tree: one device's parameters; or, without param_specs, any other tree of which each
+              device is to have its own, such as the first state of the inner optimizer.
+        """
+        devices = self._devices()
+
+        def copies(tree: Any) -> Any:
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (devices, *jnp.shape(x))), tree)
+
+        if _is_traced(tree):
+            return copies(tree)
+        return self.layout.placed(copies, self.copy_specs(tree), tree)
+
+    def copy_specs(self, tree: Any) -> Any:
+        """Return the PartitionSpecs of what replicate() returns."""
+        return self.layout.own(tree)
+
+    def state_specs(self, weights: Any) -> Any:
+        """Return the PartitionSpecs of what init() returns, as such a state.
+
+        Args:
+            weights: one device's parameters, or their jax.ShapeDtypeStructs.
+        """
+        return self._specs_of(jax.eval_shape(self._new_state, weights))
+
+    def _specs_of(self, state: DiLoCoState) -> DiLoCoState:
+        optax, layout = import_optax(CALLER), self.layout
+        anchor, residual = layout.shared(state.anchor), layout.own(state.residual)
+        outer = tuple(
+            layout.of_outer(optax, self.method.optimizer, of, self._part(state, state.anchor, i))
+            for i, of in enumerate(state.outer)
+        )
+        whole: Any = jax.P()
+        flight = state.flight and Flight(whole, anchor, residual)
+        return DiLoCoState(whole, anchor, outer, residual, flight)
+
+    def _new_state(self, weights: Any) -> DiLoCoState:
+        anchor = jax.tree.map(lambda x: x.astype(jnp.float32), values_of(weights))
+        self.method.options.warn_of_unmatched(anchor)
+        kept = self.method.kept(anchor)
+        layout, fragments = self.layout, self.schedule.fragments
+        residual = zero_residuals(CALLER, kept, layout.axis_name, layout.mesh)
+        parts = [part(anchor, anchor, i, fragments) for i in range(fragments)]
+        flight = None
+        if self.schedule.fragment_sync_delay:
+            zeros = jax.tree.map(jnp.zeros_like, (anchor, residual))
+            flight = Flight(jnp.int32(-1), *zeros)
+        outer = tuple(map(self.method.optimizer.init, parts))
+        return DiLoCoState(jnp.int32(0), anchor, outer, residual, flight)
+
+    def restart(self, params: Any, state: DiLoCoState) -> Any:
+        """Return parameters that begin again from the anchors, equal on all devices.
+
+        Outside of shard_map. They are also the model that has been trained: what is on any device.
+        """
+
+        def begin(params: Any, anchor: Any) -> Any:
+            def of(p: Any, a: Any) -> Any:
+                own = first_of(p) if a is None else a.astype(p.dtype)
+                return jnp.broadcast_to(own, p.shape)
+
+            return jax.tree.map(of, params, anchor)
+
+        return self.layout.placed(begin, self.copy_specs(_weights_of(params)), params, state.anchor)
+
+    def skip(self, state: DiLoCoState) -> DiLoCoState:
+        """Return the state after a step whose synchronisation has failed: nothing is done in it.
+
+        Collective among processes, all of which got an error of outer() that names it. Parameters,
+        anchors and residuals are what they were; what devices have learnt is sent the next time.
+
+        Raises:
+            jax.errors.JaxRuntimeError: another process does not come here, as where this one alone
+              was short of memory.
+            cgx_ops.MismatchError: in all processes: their anchors differ.
+        """
+        agree(self.layout.found_mesh(), self.method.options.name, {}, {"the anchors": state.anchor})
+        flight = state.flight
+        if flight is not None:  # what failed would make errors of all that is computed with it
+            average, lost = jax.tree.map(_zeros_like, (flight.average, flight.lost))
+            flight = Flight(self._number(-1), average, lost)
+        return state._replace(step=self._number(_int(state.step) + 1), flight=flight)
+
+    # ---- 2. steps --------------------------------------------------------------------------------
+
+    def outer(self, params: Any, state: DiLoCoState) -> tuple[Any, DiLoCoState]:
+        """Count a step, and send and apply what is due after it. Call it after every inner step.
+
+        Outside of jit, Python decides by the count of steps, and most steps launch nothing. What is
+        sent is not waited for until it is applied. A fragment's parameters, anchors and outer
+        optimizer's state are donated when it is applied.
+
+        In jit, or inside shard_map with the specs of copy_specs() and state_specs(), a lax.switch
+        decides by the count that the state has.
+
+        Args:
+            params: all devices' parameters after the inner step, (devices, *shape); inside
+              shard_map (1, *shape).
+            state: of init(), or what the last call returned.
+
+        Returns:
+            The parameters and the state to go on with.
+
+        Raises:
+            ValueError: the parameters do not fit the state, or the state is of a loop with other
+              settings, or of another number of devices (see `consolidate`).
+            cgx_ops.MismatchError: at the first call outside of jit, in all processes: they have
+              other settings or other anchors; it names both sides.
+            jax.errors.JaxRuntimeError: a synchronisation has failed. Outside of jit `params` and
+              `state` are then as they were: see skip().
+        """
+        if self._is_inside():
+            self._check(params, state, 1)
+            return self._switched(params, state)
+        if _is_traced((params, state)):
+            self._check(params, state, self._devices())
+            specs = self.copy_specs(_weights_of(params)), self._specs_of(state)
+            program = jax.shard_map(
+                self._switched, mesh=self.layout.mesh, in_specs=specs, out_specs=specs
+            )
+            return program(params, state)
+        if not self._has_agreed:
+            self._check(params, state, self._devices())
+            self._agree(params, state)
+        step = _int(state.step) + 1
+        state = state._replace(step=self._number(step))
+        sent, applied = self.schedule.sent_after(step), self.schedule.applied_after(step)
+        if sent is None and (state.flight is None or _int(state.flight.fragment) != applied):
+            return params, state
+        self._check(params, state, self._devices())
+        return self._done(sent, applied, params, state)
+
+    def _switched(self, params: Any, state: DiLoCoState) -> tuple[Any, DiLoCoState]:
+        """Do, inside shard_map, what is due after the step that the state is before."""
+        schedule, steps = self.schedule, range(1, self.schedule.sync_every + 1)
+        state = state._replace(step=state.step + 1)
+        due = [(schedule.sent_after(step), schedule.applied_after(step)) for step in steps]
+        kinds = list(dict.fromkeys([(None, None), *due]))
+        at = (state.step - 1) % len(steps)
+        which = jnp.asarray([kinds.index(kind) for kind in due])[at]
+        if state.flight is not None:
+            wanted = jnp.asarray([-1 if a is None else a for _, a in due])[at]
+            was_skipped = (wanted >= 0) & (wanted != state.flight.fragment)
+            which = jnp.where(was_skipped, 0, which)
+        elif len(steps) == 1:
+            return self._done(*due[0], params, state)
+        branches = [functools.partial(self._done, *kind) for kind in kinds]
+        return jax.lax.switch(which, branches, params, state)
+
+    def _done(
+        self, sent: int | None, applied: int | None, params: Any, state: DiLoCoState
+    ) -> tuple[Any, DiLoCoState]:
+        """Send a fragment, apply one, or do both with the same one."""
+        if sent is not None:
+            average, lost = self._send(sent, params, state)
+            if applied is not None:
+                return self._apply(applied, params, state, average, lost)
+            flight = state.flight
+            assert flight is not None
+            flight = Flight(
+                self._number(sent), merged(flight.average, average), merged(flight.lost, lost)
+            )
+            return params, state._replace(flight=flight)
+        if applied is not None and state.flight is not None:
+            average, lost = (
+                self._part(state, tree, applied)
+                for tree in (state.flight.average, state.flight.lost)
+            )
+            none = state.flight._replace(fragment=self._number(-1))
+            return self._apply(applied, params, state._replace(flight=none), average, lost)
+        return params, state
+
+    def _send(self, fragment: int, params: Any, state: DiLoCoState) -> tuple[Any, Any]:
+        """Return the average of a fragment, and what it has lost; outside of jit of the future."""
+        own, anchor, residual = (
+            self._part(state, tree, fragment)
+            for tree in (values_of(params), state.anchor, state.residual)
+        )
+        if self._is_inside():
+            return self.method.send(fragment, own, anchor, residual, state.step)
+        if self.schedule.fragment_sync_delay:
+            own = _copied(own)  # the next step may donate the parameters before they are sent
+        with self._failing(fragment), self._beside():
+            return self._send_program(fragment, own, anchor, residual, np.int32(_int(state.step)))
+
+    def _apply(
+        self, fragment: int, params: Any, state: DiLoCoState, average: Any, lost: Any
+    ) -> tuple[Any, DiLoCoState]:
+        """Return what becomes of parameters and state by a fragment's average."""
+        apply = self.method.apply
+        if not self._is_inside():
+            with self._failing(fragment):
+                jax.block_until_ready((average, lost))
+            apply = self._apply_program
+        own, anchor = (
+            self._part(state, tree, fragment) for tree in (values_of(params), state.anchor)
+        )
+        own, anchor, outer = apply(own, anchor, state.outer[fragment], average)
+        outers = tuple(outer if i == fragment else x for i, x in enumerate(state.outer))
+        return merged(params, own), state._replace(
+            anchor=merged(state.anchor, anchor), outer=outers, residual=merged(state.residual, lost)
+        )
+
+    # ---- 3. programs outside of jit --------------------------------------------------------------
+
+    @functools.cached_property
+    def _send_program(self) -> Any:
+        """method.send over the mesh: a program for each fragment."""
+
+        def send(fragment: int, params: Any, anchor: Any, residual: Any, step: Any) -> Any:
+            layout = self.layout
+            copies, anchors, lost = layout.own(params), layout.shared(anchor), layout.own(residual)
+            return jax.shard_map(
+                functools.partial(self.method.send, fragment), mesh=layout.mesh,
+                in_specs=(copies, anchors, lost, jax.P()), out_specs=(anchors, lost),
+            )(params, anchor, residual, step)  # fmt: skip
+
+        return jax.jit(send, static_argnums=0)
+
+    @functools.cached_property
+    def _apply_program(self) -> Any:
+        """method.apply over the mesh: a program for each fragment."""
+
+        def apply(params: Any, anchor: Any, outer: Any, average: Any) -> Any:
+            layout = self.layout
+            copies, anchors = layout.own(params), layout.shared(anchor)
+            outers = layout.of_outer(import_optax(CALLER), self.method.optimizer, outer, anchor)
+            return jax.shard_map(
+                self.method.apply, mesh=layout.mesh, in_specs=(copies, anchors, outers, anchors),
+                out_specs=(copies, anchors, outers),
+            )(params, anchor, outer, average)  # fmt: skip
+
+        return jax.jit(apply, donate_argnums=(0, 1, 2))
+
+    @contextlib.contextmanager
+    def _failing(self, fragment: int) -> Iterator[None]:
+        """Say of a failed synchronisation what it leaves."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            remedy = "Go on with state = loop.skip(state), in all processes"
+            # Devices of one process get new connections; processes do not.
+            if jax.process_count() > 1 and error.error_code in _CLOSED:
+                remedy = (
+                    "cgx's connections are closed, also between processes that are left: start all "
+                    "processes anew, from the last checkpoint"
+                )
+            raise jax.errors.JaxRuntimeError(
+                f"{CALLER}: fragment {fragment} was not averaged; parameters, anchors and "
+                f"residuals are as they were. {remedy}: {error}"
+            ) from error
+
+    def _beside(self) -> contextlib.AbstractContextManager[None]:
+        """Have what is launched here run beside the steps that follow, where XLA can do that."""
+        # XLA's own collectives are matched by their order.
+        ours = self.method.options.carrier == "native" and self.schedule.fragment_sync_delay
+        return compat.execution_stream(_STREAM) if ours else contextlib.nullcontext()
+
+    # ---- 4. what all of it needs -----------------------------------------------------------------
+
+    def _part(self, state: DiLoCoState, tree: Any, fragment: int) -> Any:
+        return part(state.anchor, tree, fragment, self.schedule.fragments)
+
+    def _axes(self) -> tuple[Hashable, ...]:
+        return axes_of(self.layout.axis_name)
+
+    def _devices(self) -> int:
+        return devices_of(CALLER, self._axes(), self.layout.mesh)
+
+    def _is_inside(self) -> bool:
+        """Tell whether this is inside of a shard_map over the axes."""
+        return any(compat.axis_size(axis) is not None for axis in self._axes())
+
+    def _number(self, value: int) -> jax.Array:
+        return jnp.int32(value) if self._is_inside() else self.layout.number(value)
+
+    def _check(self, params: Any, state: DiLoCoState, devices: int) -> None:
+        """Require that parameters and the state are of this loop and have an axis for devices."""
+        values = values_of(params)
+        check_values(CALLER, values, state.anchor, devices)
+        weights, tree = jax.tree.flatten(_weights_of(params))
+        check_state(CALLER, state, self._shapes_of_new(tree, tuple(weights), devices), values)
+
+    @functools.cached_property
+    def _shapes_of_new(self) -> Callable[..., dict[str, tuple[int, ...]]]:
+        """The shapes of a new state; tracing one takes longer than most of what is compared."""
+
+        @functools.cache
+        def shapes(tree: Any, weights: tuple[Any, ...], devices: int) -> dict[str, tuple[int, ...]]:
+            del devices  # of _new_state, which finds them itself
+            return shapes_of(jax.eval_shape(self._new_state, tree.unflatten(weights)))
+
+        return shapes
+
+    def _agree(self, params: Any, state: DiLoCoState) -> None:
+        """Require that all processes do the same from the same anchors."""
+        of_first = [self._part(state, x, 0) for x in (values_of(params), state.anchor)]
+        update = self._apply_program.lower(*of_first, state.outer[0], of_first[1]).as_text()
+        agree(
+            self.layout.found_mesh(), self.method.options.name,
+            {**asdict(self.schedule), **self.method.settings(), "the step": _int(state.step)},
+            {"the outer optimizer": update.encode(), "the anchors": state.anchor},
+        )  # fmt: skip
+        self._has_agreed = True
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(leaf, compat.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def _int(number: Any) -> int:
+    return int(np.asarray(number))
+
+
+def _weights_of(params: Any) -> Any:
+    """Return what one device's parameters are like."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), params
+    )
+
+
+@jax.jit
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
+
+
+def _zeros_like(x: jax.Array) -> jax.Array:
+    """Return zeros that lie as an array does, whatever that holds."""
+    zeros = jax.jit(lambda: jnp.zeros(x.shape, x.dtype), out_shardings=x.sharding)
+    return zeros()

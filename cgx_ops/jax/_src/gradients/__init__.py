@@ -1,0 +1,1 @@
+"""value_and_grad and compress_grads."""

@@ -1,0 +1,1 @@
+"""JAX, its processes, and the handlers that run in them."""

@@ -1,0 +1,279 @@
+"""initialize(): one JAX over several processes, and a communicator of cgx's over the same.
+
+Started by mpirun, which JAX does not recognize (Open MPI 5), ranks agree over cgx's communicator:
+
+  1. every rank says whether it can start, and its host name; all ranks raise if one cannot
+  2. each takes one of the GPUs of its host, if there are any
+  3. rank 0 starts the coordinator (_coordinator.py) and sends its address to all
+  4. every rank connects to it
+
+Started by anything else that JAX knows or that is told to it, they agree over the coordinator:
+
+  1. process 0 starts it; every process connects, even one that comes too late
+  2. every process says whether it can go on; all raise if one cannot
+  3. they make a communicator: over shared memory within a host, TCP between hosts
+"""
+
+import itertools
+import json
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from cgx_ops import Communicator, Unsupported
+from cgx_ops._core import launchers, library, world
+from cgx_ops._core.address import exchange, free_address
+from cgx_ops.jax._src.runtime import compat, handlers
+from cgx_ops.jax._src.runtime.launching import claim
+
+_NAME = "cgx_ops.jax.initialize"  # of the collectives here
+_LAST_PORT = 65535
+
+_lifeline: socket.socket | None = None  # open until this process ends: see _coordinator.py
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> None:
+    """Start jax.distributed, and connect its processes for psum_q.
+
+    Call it once, in every process, from the thread that launches programs, before anything that
+    starts an XLA backend (jax.devices(), jax.numpy computations). A process may have several CPU
+    devices (jax_num_cpu_devices). XLA's own CPU collectives (`jax.lax.psum`) go through gloo.
+
+    Under mpirun no argument is needed: process i of JAX is rank i of cgx, and sees one GPU: those
+    of its host in turns, unless jax_cuda_visible_devices says otherwise. Otherwise the arguments
+    are those of jax.distributed.initialize, and what is not given is taken from RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT, if all are set (torchrun; the coordinator's port is the one after
+    MASTER_PORT, where torch's store may be), else found out by JAX (SLURM, Kubernetes). Without
+    mpirun, arguments and a launcher that is known there is one process, and nothing to do.
+
+    Processes that mpirun did not start reach each other by shared memory within a host and by TCP
+    between hosts; CGX_SOCKET_IFNAME chooses the interfaces.
+
+    The death of a process, also of the first, does not end the others, as it does after
+    jax.distributed.initialize: their collectives raise.
+
+    Args:
+        coordinator_address: "host:port" of a free port on the host of process 0. Under mpirun it is
+          needed only where other hosts cannot reach rank 0 by the address of its route to them.
+        num_processes: how many there are.
+        process_id: which of them this is, from 0.
+
+    Raises:
+        RuntimeError: this process called it twice; in every process, if any called it too late, or
+          under mpirun with another process_id or num_processes than its rank and their number; the
+          coordinator does not start; a process does not come within CGX_TIMEOUT.
+        ValueError: an argument is missing that JAX does not find out; the coordinator's address
+          has no port, or one over 65535.
+    """
+    if jax.distributed.is_initialized():
+        raise RuntimeError(
+            "cgx_ops.jax.initialize: jax.distributed is initialized already. Call initialize() "
+            "once, and nothing else"
+        )
+    claim()
+    under_mpirun = launchers.place().launcher == "mpirun"
+    if under_mpirun and (ranks := world.of_launcher()).size > 1:
+        _initialize_by_mpirun(ranks, coordinator_address, num_processes, process_id)
+    elif num_processes is not None or process_id is not None or _launched_by_another():
+        _initialize_by_jax(coordinator_address, num_processes, process_id)
+    handlers.note_initialized()
+
+
+def _launched_by_another() -> bool:
+    """Tell whether the launcher is known; mpirun -n 1 in a job of SLURM's is not SLURM's."""
+    if launchers.place().launcher == "mpirun" or launchers.independent():
+        return False
+    return compat.cluster_is_detected() or _place_by_torchrun() is not None
+
+
+def _place_by_torchrun() -> tuple[str, int, int] | None:
+    """Return the coordinator's address, the processes and this one by torchrun's variables."""
+    place = launchers.place()
+    if place.launcher != "torchrun" or not place.host or not place.port:
+        return None
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    return f"{host}:{place.port + 1}", place.size, place.rank
+
+
+# ---- mpirun ------------------------------------------------------------------------------------
+
+
+def _initialize_by_mpirun(
+    ranks: Communicator,
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+) -> None:
+    rank, size = ranks.rank, ranks.size
+    obstacle = _obstacle()
+    if num_processes not in (None, size) or process_id not in (None, rank):
+        obstacle = (
+            f"this is process {process_id} of {num_processes} by its arguments but rank {rank} of "
+            f"{size} by mpirun. Leave them out"
+        )
+    mine = json.dumps([obstacle, socket.gethostname()])
+    said = [json.loads(text) for text in exchange(mine, _NAME, ranks)]
+    _require_none([what for what, _ in said])
+    _choose_gpu([host for _, host in said], rank)
+    found: tuple[_Coordinator | None, str] = (None, "")
+    if rank == 0:
+        address = coordinator_address or f"{free_address([host for _, host in said])[0]}:0"
+        try:
+            found = (_start_coordinator(address, size), "")
+        except RuntimeError as error:
+            found = (None, str(error))
+    coordinator, failure = json.loads(exchange(json.dumps(found), _NAME, ranks)[0])
+    if failure:
+        raise RuntimeError(failure)
+    address = _hold(_Coordinator(*coordinator))
+    _meet(address, size, rank)
+    handlers.set_world(ranks)
+
+
+def _choose_gpu(hosts: list[str], rank: int) -> None:
+    """Have each process of a host see one of its GPUs, in turns; they share them if need be."""
+    gpus = len(library.describe()["cuda"]["devices"])
+    if gpus:
+        compat.choose_gpu(hosts[:rank].count(hosts[rank]) % gpus)
+
+
+# ---- other launchers ---------------------------------------------------------------------------
+
+
+def _initialize_by_jax(
+    coordinator_address: str | None, num_processes: int | None, process_id: int | None
+) -> None:
+    timeout_s = launchers.timeout()
+    known = _place_by_torchrun() or (None, None, None)
+    place = compat.detected_place(
+        known[0] if coordinator_address is None else coordinator_address,
+        known[1] if num_processes is None else num_processes,
+        known[2] if process_id is None else process_id,
+        timeout_s,
+    )
+    address, size, rank = place
+    if address is None or size is None or rank is None:
+        raise ValueError(
+            "cgx_ops.jax.initialize: coordinator_address, num_processes and process_id are "
+            f"{place}, and JAX does not recognize the launcher: give all three, or use mpirun"
+        )
+    port = address.rpartition(":")[2]
+    if not port.isdecimal() or int(port) > _LAST_PORT:
+        raise ValueError(
+            f"cgx_ops.jax.initialize: the coordinator's address is {address!r}; it must end with a "
+            f"port, of at most {_LAST_PORT}. By torchrun's variables that is MASTER_PORT + 1"
+        )
+    obstacle = _obstacle()
+    coordinator = _start_coordinator(address, size) if rank == 0 else None
+    _meet(address, size, rank)
+    steps = itertools.count()
+
+    def allgather(mine: bytes) -> list[bytes]:
+        return compat.gather_from_processes(f"{_NAME}/{next(steps)}", mine, timeout_s)
+
+    said = [json.loads(text) for text in allgather(json.dumps([obstacle, coordinator]).encode())]
+    _hold(_Coordinator(*said[0][1]))
+    obstacles = [what for what, _ in said]
+    if any(obstacles):
+        compat.leave_distributed()
+        _require_none(obstacles)
+    try:
+        handlers.set_world(Communicator.create(rank, size, allgather, "jax"))
+    except Unsupported as error:
+        handlers.set_world(str(error))
+
+
+# ---- shared by both ----------------------------------------------------------------------------
+
+
+def _obstacle() -> str:
+    """Why this process cannot initialize; "" if it can."""
+    if compat.backends_started():
+        return (
+            "an XLA backend is running already. Call initialize() before jax.devices(), array "
+            "creation or any other computation"
+        )
+    return ""
+
+
+def _require_none(obstacles: list[str]) -> None:
+    found = [f"rank {rank}: {what}" for rank, what in enumerate(obstacles) if what]
+    if found:
+        raise RuntimeError("cgx_ops.jax.initialize: " + "; ".join(found))
+
+
+def _meet(address: str, size: int, rank: int) -> None:
+    """Connect to the coordinator, as all processes do.
+
+    Raises:
+        RuntimeError: not all have come within CGX_TIMEOUT.
+    """
+    timeout_s = launchers.timeout()
+    try:
+        compat.connect(address, size, rank, timeout_s)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"cgx_ops.jax.initialize: process {rank} of {size} did not meet the others at "
+            f"{address} within {timeout_s:g} s: each must call it, with this address and a "
+            "process_id of its own, and process 0 must find the port free"
+        ) from error
+
+
+class _Coordinator(NamedTuple):
+    """Where it is, the port of its lifeline, and the word that it knows our processes by."""
+
+    address: str
+    lifeline: int
+    word: str
+
+
+def _start_coordinator(address: str, processes: int) -> _Coordinator:
+    """Start it at an address here, with port 0 at any.
+
+    Raises:
+        RuntimeError: it does not start.
+    """
+    host, _, port = address.rpartition(":")
+    program = Path(__file__).with_name("coordinator.py")
+    timeout_s = launchers.timeout()
+    process = subprocess.Popen(
+        [sys.executable, "-P", program, host, port, str(processes), str(timeout_s)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # a launcher that reads ours would wait for its end
+        process_group=0,  # what kills this process by its group spares it
+        text=True,
+    )
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], timeout_s)
+    said = process.stdout.readline().split() if ready else []
+    if len(said) != 3:
+        process.kill()
+        raise RuntimeError(
+            f"cgx_ops.jax.initialize: process 0 cannot start the coordinator at {address}: is the "
+            "port free?"
+        )
+    return _Coordinator(f"{host}:{said[0]}", int(said[1]), said[2])
+
+
+def _hold(coordinator: _Coordinator) -> str:
+    """Keep the coordinator until this process ends; have XLA's collectives go over gloo.
+
+    Returns:
+        Its address.
+    """
+    global _lifeline
+    host = coordinator.address.rpartition(":")[0].strip("[]")
+    _lifeline = socket.create_connection((host, coordinator.lifeline), launchers.timeout())
+    _lifeline.sendall(coordinator.word.encode())
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    return coordinator.address

@@ -1,0 +1,54 @@
+"""Enough threads for XLA:CPU to launch steps of several devices ahead of their collectives.
+
+XLA runs the programs of a process's CPU devices on as many threads as there are cores, or devices
+if these are more. A thread waits while it launches a program on a device that has 32 in flight, and
+another one while a program waits for a collective. So each device may take two: with fewer, the
+program that the others wait for gets none.
+"""
+
+import os
+import re
+from collections.abc import MutableMapping
+
+import jax
+
+from cgx_ops._core.user_warnings import warn_once
+from cgx_ops.jax._src.runtime import compat
+
+_THREADS = "PJRT_NPROC"  # XLA reads it when the backend starts; NPROC is its older name
+_OURS = "_CGX_PJRT_NPROC"  # the number that cgx_ops set: a child process may need another one
+
+
+def provide(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Ask XLA for two threads for each CPU device, unless the user has asked for a number.
+
+    Warns where it is too late for that, or the user's number is too small.
+    """
+    late = compat.backends_started()
+    devices = _devices_now() if late else _devices_to_come(environ)
+    if not late and environ.get(_THREADS) == environ.get(_OURS):
+        environ.pop(_THREADS, None)  # a parent process set it
+    given = environ.get(_THREADS) or environ.get("NPROC")
+    threads = int(given) if given and given.isdecimal() else len(os.sched_getaffinity(0))
+    if devices == 1 or max(threads, devices) >= 2 * devices:
+        return
+    if late or given:
+        warn_once(
+            f"JAX has {devices} CPU devices in this process and {max(threads, devices)} threads "
+            "for them, so steps that are launched far ahead of their results can fail. "
+            + (f"Set {_THREADS} to {2 * devices}, or i" if given else "I")
+            + "mport cgx_ops.jax before the first use of JAX's devices; or call "
+            "jax.block_until_ready at least every 16 steps"
+        )
+        return
+    environ[_THREADS] = environ[_OURS] = str(2 * devices)
+
+
+def _devices_now() -> int:
+    return jax.local_device_count() if jax.default_backend() == "cpu" else 1
+
+
+def _devices_to_come(environ: MutableMapping[str, str]) -> int:
+    flag = re.findall(r"--xla_force_host_platform_device_count=(\d+)", environ.get("XLA_FLAGS", ""))
+    option: int = getattr(jax.config, "jax_num_cpu_devices")  # noqa: B009  (it has no stub)
+    return max(option, *map(int, flag), 1)

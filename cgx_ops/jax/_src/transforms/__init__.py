@@ -1,0 +1,1 @@
+"""Optax transformations that reduce gradients."""

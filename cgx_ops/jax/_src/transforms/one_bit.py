@@ -1,0 +1,296 @@
+"""one_bit_adam and signum: optimizers that send a momentum in one bit instead of gradients.
+
+  1. one_bit_adam: Adam, whose variance stays as it is after a warm-up, while momentum is compressed
+  2. signum: the majority's signs of the devices' momenta
+  3. trees of gradients
+
+The arithmetic is that of cgx_ops.torch.optim.
+
+Tang et al.: 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed,
+ICML 2021. Bernstein, Zhao, Azizzadenesheli, Anandkumar: signSGD with Majority Vote is Communication
+Efficient and Fault Tolerant, ICLR 2019.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from cgx_ops.config import Compressor, Config, Rounding
+from cgx_ops.errors import require_integer, require_share
+from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups
+from cgx_ops.jax._src.collectives.options import Options, checked_options, is_vote
+from cgx_ops.jax._src.collectives.primitive import Carrier
+from cgx_ops.jax._src.collectives.psum import reduce_over
+from cgx_ops.jax._src.collectives.trees import checked_leaf
+from cgx_ops.jax._src.transforms.base import (
+    Mesh,
+    OneBitAdamState,
+    SignumState,
+    check_own,
+    import_optax,
+    own_residual,
+    zero_residuals,
+)
+from cgx_ops.planner import Plan
+from cgx_ops.rules import EXACT_BITS, Rules
+
+if TYPE_CHECKING:
+    import optax
+
+# ---- 1. one_bit_adam -----------------------------------------------------------------------------
+
+
+def one_bit_adam(
+    axis_name: Axes,
+    learning_rate: Any,
+    *,
+    warmup_steps: int,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    config: Config | None = None,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    compressor: Compressor | None = None,
+    rounding: Rounding | None = None,
+    key: jax.Array | None = None,
+    name: str = "",
+    rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
+    fuse: bool | Plan = True,
+    carrier: Carrier = "native",
+    mesh: Mesh | None = None,
+) -> "optax.GradientTransformation":
+    """Return 1-bit Adam as an optax optimizer, which averages over mesh axes by itself.
+
+    Its `update` is called inside `jax.shard_map`, with each device's own gradients, and is used as
+    `average_gradients` is, with `state_specs` and `consolidate`; nothing is chained before it that
+    averages.
+
+    The first `warmup_steps` steps are Adam's: gradients are averaged exact, mu and nu follow. Then
+    nu stays. Each device adds its own gradient to mu, sends that compressed, and all go on with the
+    average as mu. What compression loses, of a device's own message and of averages that it
+    encodes, is its residual, added to what it sends next. So over all devices momenta and old
+    residuals are the average (as a sum) and the new residuals, but for what float32 rounds.
+
+    As in the paper's algorithm and in DeepSpeed's code mu and nu are not divided by 1 - b^t: in the
+    first steps, while nu is small, steps are up to (1 - b1) / sqrt(1 - b2) = 3.2 times Adam's.
+    Begin with a small learning rate. Weight decay is decoupled, as in adamw. Elements whose nu is 0
+    when the warm-up ends stay where they are: of one bit they would get what their neighbours have.
+
+    Args:
+        axis_name: name of a mesh axis, or a tuple of names.
+        learning_rate: a number, or an optax schedule.
+        warmup_steps: at least 1; 15 to 25 % of training in the paper. nu must have settled.
+        b1: of mu, at least 0 and less than 1.
+        b2: of nu, alike.
+        eps: added to the root of nu; more than 0.
+        weight_decay: at least 0.
+        config: of the momentum, as of `average_gradients`; None: compressor "levels" with 1 bit.
+        bits: overrides this field of `config`, as do the next three.
+        bucket_size: as of `psum_q`.
+        compressor: as of `psum_q`.
+        rounding: as of `psum_q`.
+        key: a PRNG key, as of `average_gradients`.
+        name: of the collectives, as of `psum_q`.
+        rules: as of `average_gradients`, for the momentum.
+        fuse: as of `psum_q`.
+        carrier: as of `psum_q`.
+        mesh: of the shard_map, as of `average_gradients`.
+
+    Returns:
+        An optax.GradientTransformation, the first of whose states is a `OneBitAdamState`.
+
+    Raises:
+        ImportError: optax is not installed.
+        ValueError: an argument is out of its range; at init, no mesh is known; at update, the
+          gradients are equal on all devices already, or do not fit the state.
+        NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `psum_q`.
+    """
+    caller = "one_bit_adam"
+    optax = import_optax(caller)
+    # At least 1, for nu to be more than 0.
+    warmup_steps = require_integer(f"{caller}: warmup_steps", warmup_steps, 1)
+    require_share(f"{caller}: b1", b1)
+    require_share(f"{caller}: b2", b2)
+    if not eps > 0:
+        raise ValueError(f"{caller}: eps is {eps!r}; it must be more than 0")
+    config = Config(compressor="levels", bits=1) if config is None else config
+    options = checked_options(
+        caller, config, bits, bucket_size, compressor, rounding,
+        key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
+    )  # fmt: skip
+    exact = replace(options, config=options.config.with_own(bits=EXACT_BITS), rules=None)
+
+    def keeps(path: Any, leaf: Any) -> bool:
+        if is_vote(options.of(path, leaf)):
+            raise ValueError(f"{caller}: a vote has no magnitude: use cgx_ops.jax.signum")
+        return options.keeps(path, leaf)
+
+    def init(params: Any) -> OneBitAdamState:
+
+        def kept(path: Any, leaf: Any) -> Any:
+            like = jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32)
+            return like if keeps(path, leaf) else None
+
+        by_path = jax.tree_util.tree_map_with_path
+        mu = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype=jnp.float32), params)
+        nu = jax.tree.map(jnp.zeros_like, mu)  # arrays of its own: both can be donated
+        residual = zero_residuals(caller, by_path(kept, params), axis_name, mesh)
+        return OneBitAdamState(jnp.zeros((), jnp.int32), mu, nu, residual)
+
+    def update(
+        updates: Any, state: OneBitAdamState, params: Any = None
+    ) -> tuple[Any, OneBitAdamState]:
+        del params
+        axes = mesh_groups(caller, axis_name).axes
+        gradients = _gradients(caller, updates, state.mu, axes)
+        options.warn_of_unmatched(gradients)
+
+        def own_of(path: Any, g: jax.Array, e: jax.Array | None) -> jax.Array | None:
+            decay = options.of(path, g).residual_decay
+            return own_residual(caller, path, g, e, keeps=keeps(path, g), decay=decay)
+
+        residual = jax.tree_util.tree_map_with_path(own_of, gradients, state.residual)
+
+        def averaged(how: Options, x: Any, lost: Any, message: str) -> Any:
+            how = how.at_step(state.step).of_message(message)
+            return reduce_over(how, x, lost, axes, "avg")
+
+        def warming_up(_: Any) -> Any:
+            g, _lost = averaged(exact, gradients, None, "exact")
+            square = lambda v, x: v * b2 + x * x * (1 - b2)  # noqa: E731
+            nu = jax.tree.map(square, state.nu, g)
+            return _followed(state.mu, g, b1), nu, residual
+
+        def frozen(_: Any) -> Any:
+            mu, lost = averaged(options, _followed(state.mu, gradients, b1), residual, "momentum")
+            return mu, state.nu, lost
+
+        mu, nu, residual = jax.lax.cond(state.step < warmup_steps, warming_up, frozen, None)
+        steps = jax.tree.map(
+            lambda m, v, x: jnp.where(v == 0, 0, m / (jnp.sqrt(v) + eps)).astype(x.dtype),
+            mu, nu, updates,
+        )  # fmt: skip
+        residual = jax.tree.map(lambda e: e[None], residual)
+        return steps, OneBitAdamState(state.step + 1, mu, nu, residual)
+
+    return _with_rate(optax, init, update, caller, learning_rate, weight_decay)
+
+
+# ---- 2. signum -----------------------------------------------------------------------------------
+
+
+def signum(
+    axis_name: Axes,
+    learning_rate: Any,
+    *,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    config: Config | None = None,
+    name: str = "",
+    fuse: bool | Plan = True,
+    carrier: Carrier = "native",
+    mesh: Mesh | None = None,
+) -> "optax.GradientTransformation":
+    """Return SigNUM with majority vote as an optax optimizer: every device votes with signs.
+
+    Used as `one_bit_adam` is. One bit an element goes each way (16 where several processes have
+    several devices of a group each), and all elements step by the learning rate, to where most
+    devices' momenta point. A vote has no zero: where as many devices
+    vote + as -, and where a momentum is 0, it counts as + in even steps and as - in odd ones, so
+    that nobody drifts (the paper's sign(0) is 0; on average this is, too).
+
+    Args:
+        axis_name: name of a mesh axis, or a tuple of names.
+        learning_rate: a number, or an optax schedule.
+        momentum: at least 0 (signSGD) and less than 1.
+        weight_decay: at least 0.
+        config: as of `psum_q`, of compressor "sign"; None: Config(compressor="sign"). All leaves
+          vote, so there are no rules.
+        name: of the collective, as of `psum_q`.
+        fuse: as of `psum_q`.
+        carrier: as of `psum_q`.
+        mesh: of the shard_map, as of `average_gradients`.
+
+    Returns:
+        An optax.GradientTransformation, the first of whose states is a `SignumState`.
+
+    Raises:
+        ImportError, ValueError, NameError, TypeError, JaxRuntimeError: as `one_bit_adam`.
+    """
+    caller = "signum"
+    optax = import_optax(caller)
+    require_share(f"{caller}: momentum", momentum)
+    config = Config(compressor="sign") if config is None else config
+    options = checked_options(caller, config, name=name, fuse=fuse, carrier=carrier)
+    if not is_vote(options.config):
+        raise ValueError(
+            f"{caller}: config is {config!r}; give Config(compressor='sign'), without bits"
+        )
+
+    def init(params: Any) -> SignumState:
+        wide = jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.float32), params)
+        own = zero_residuals(caller, wide, axis_name, mesh)
+        return SignumState(jnp.zeros((), jnp.int32), own)
+
+    def update(updates: Any, state: SignumState, params: Any = None) -> tuple[Any, SignumState]:
+        del params
+        axes = mesh_groups(caller, axis_name).axes
+        gradients = _gradients(caller, updates, state.momentum, axes)
+        own = jax.tree_util.tree_map_with_path(
+            lambda path, g, m: own_residual(caller, path, g, m), gradients, state.momentum
+        )
+        own = _followed(own, gradients, momentum)
+        side = jnp.where(state.step % 2 == 0, 1.0, -1.0).astype(jnp.float32)
+        votes, _lost = reduce_over(
+            options, jax.tree.map(lambda m: m * side, own), None, axes, "avg"
+        )
+        steps = jax.tree.map(lambda vote, x: (vote * side).astype(x.dtype), votes, updates)
+        return steps, SignumState(state.step + 1, jax.tree.map(lambda m: m[None], own))
+
+    return _with_rate(optax, init, update, caller, learning_rate, weight_decay)
+
+
+# ---- 3. trees of gradients -----------------------------------------------------------------------
+
+
+def _gradients(caller: str, updates: Any, state: Any, axes: Any) -> Any:
+    """Return a device's own gradients in float32, which must be like the state."""
+    check_own(caller, updates, axes)
+    found, known = jax.tree.structure(updates), jax.tree.structure(state)
+    if found != known:
+        raise ValueError(
+            f"{caller}: the gradients are {found}, the state {known}: it is another model's"
+        )
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(updates), jax.tree.leaves(state), strict=True
+    ):
+        if jnp.shape(x) != jnp.shape(y)[jnp.ndim(y) - jnp.ndim(x) :]:
+            raise ValueError(
+                f"{caller}: updates{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, and the "
+                f"state {jnp.shape(y)}: it is another model's"
+            )
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: checked_leaf(caller, path, x).astype(jnp.float32), updates
+    )
+
+
+def _followed(momenta: Any, gradients: Any, beta: float) -> Any:
+    """Return momenta that have followed gradients."""
+    return jax.tree.map(lambda m, g: m * beta + g * (1 - beta), momenta, gradients)
+
+
+def _with_rate(
+    optax: Any, init: Any, update: Any, caller: str, learning_rate: Any, weight_decay: float
+) -> "optax.GradientTransformation":
+    """Return an optimizer of what to step by."""
+    if not weight_decay >= 0:
+        raise ValueError(f"{caller}: weight_decay is {weight_decay!r}; it must be at least 0")
+    return optax.chain(
+        optax.GradientTransformation(init, update),
+        optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity(),
+        optax.scale_by_learning_rate(learning_rate),
+    )

@@ -1,0 +1,154 @@
+"""Adaptive bits of DDP and FSDP2: what belongs to this process of a planner.AdaptiveBits.
+
+1. a step begins: averages that are due are counted, and perhaps bits decided
+2. each of its messages: layers that are free get their bits, and are measured where it is time
+3. its last message, or the next step: ranks start to average what they measured, beside gradients
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from cgx_ops import Communicator, Config, Request, Rules, Segment
+from cgx_ops._core import library
+from cgx_ops._core.codec import statistic_at
+from cgx_ops.planner.adaptive import LAG, AdaptiveBits, Sample
+from cgx_ops.rules import EXACT_BITS
+from cgx_ops.torch.averaging.layers import Layer
+from cgx_ops.torch.graph.work import DTYPES
+
+_log = logging.getLogger(__name__)
+
+Runs = Sequence[torch.Tensor]
+
+
+# A rule that sets one of these fixes the bits of its layers.
+_FIXED = {"bits", "compressor", "rounding", "rotation"}
+
+
+class _Exchange(NamedTuple):
+    """Averages on their way: a sample whose losses the request will have."""
+
+    sample: Sample
+    request: Request
+
+
+class Adaptation:
+    """AdaptiveBits of one model's gradients, in this process.
+
+    It is fed message by message: begin(), segments(), measure().
+    """
+
+    def __init__(self, adaptive: AdaptiveBits, name: str) -> None:
+        """Begin; name: of the averages, to match those of other ranks."""
+        self._adaptive, self._name = adaptive, name
+        self._communicator: Communicator | None = None  # with whose ranks it has agreed
+        self._config, self._rules = Config(), Rules()  # of the message that is next
+        self._step = -1
+        self._found: dict[str, tuple[int, float]] = {}  # of this step: numel, loss by value
+        self._under_way: list[_Exchange] = []
+
+    def begin(self, communicator: Communicator, step: int, config: Config, rules: Rules) -> None:
+        """Prepare a message; set the bits for a step before its first one.
+
+        The first call in a process is collective, and raises MismatchError where ranks do not begin
+        with the same.
+        """
+        self._config, self._rules = config, rules
+        if self._communicator is None:
+            self._adaptive.agree(communicator)
+            self._communicator = communicator
+        if step == self._step:
+            return
+        if self._found:  # nobody said which message was the last one
+            self._start(communicator)
+        self._step = step
+        self._take(until=step - LAG)
+        if self._adaptive.advance(step, config) and communicator.rank == 0:
+            _log.info(
+                "step %d: %.3g bits a value by the budget of %d: %s",
+                step, self._adaptive.mean_bits, config.bits, self._adaptive.bits,
+            )  # fmt: skip
+
+    def segments(self, layers: Sequence[Layer], segments: Sequence[Segment]) -> list[Segment]:
+        """Return the layers' segments, those that are free with the bits in force."""
+        bits = self._adaptive.bits
+        return [
+            replace(each, config=(each.config or self._config).with_own(bits=bits[layer.name]))
+            if layer.name in bits and self._is_free(layer)
+            else each
+            for layer, each in zip(layers, segments, strict=True)
+        ]
+
+    def measure(
+        self,
+        communicator: Communicator,
+        layers: Sequence[Layer],
+        segments: Sequence[Segment],
+        gradients: Sequence[Runs],
+        residuals: Sequence[Runs | None] | None,
+        *,
+        last: bool,
+    ) -> None:
+        """Measure a message, if it is time, before it is reduced; after the last one exchange.
+
+        Args:
+            communicator: the ranks.
+            layers: of the message.
+            segments: of each, before segments() gave it bits.
+            gradients: of each: runs that have buckets of their own.
+            residuals: of each or None: what travels is the sum.
+            last: whether it is known to be the last message of the step.
+        """
+        if not self._adaptive.measures(self._step):
+            return
+        lost = residuals or [None] * len(layers)
+        for layer, segment, runs, residual in zip(layers, segments, gradients, lost, strict=True):
+            config = segment.config or self._config
+            smallest = max(library.SMALLEST_COMPRESSED, config.minimal_size)
+            if runs[0].numel() >= smallest and self._is_free(layer):
+                how = self._adaptive.measured_by(config)
+                pairs = zip(runs, residual or [None] * len(runs), strict=True)
+                found = sum(_statistic(values, e, how) for values, e in pairs)
+                self._found[layer.name] = layer.numel, found / layer.numel
+        if last and self._found:
+            self._start(communicator)
+
+    def _is_free(self, layer: Layer) -> bool:
+        """Return whether no rule sets the bits of a layer, or how its values are encoded."""
+        own = self._rules.overrides(layer.name, layer.dimensions, self._config)
+        return bool(layer.name) and not own.keys() & _FIXED
+
+    def settle(self) -> None:
+        """Wait for what is on its way, or was only measured, so that a checkpoint has it."""
+        if self._found and self._communicator is not None:
+            self._start(self._communicator)
+        self._take(until=self._step)
+
+    def _start(self, communicator: Communicator) -> None:
+        names = tuple(sorted(self._found))  # buckets are made anew after the first step
+        numels, losses = zip(*(self._found[name] for name in names), strict=True)
+        request = communicator.allreduce_async(
+            np.array(losses, np.float32), "avg", Config(bits=EXACT_BITS), name=self._name
+        )
+        self._found = {}
+        self._under_way.append(_Exchange(Sample(self._step, names, numels, ()), request))
+
+    def _take(self, until: int) -> None:
+        """Give AdaptiveBits the averages of steps up to this one."""
+        while self._under_way and self._under_way[0].sample.step <= until:
+            sample, request = self._under_way.pop(0)
+            self._adaptive.arrive(sample._replace(losses=tuple(request.wait().tolist())))
+
+
+def _statistic(values: torch.Tensor, residual: torch.Tensor | None, config: Config) -> float:
+    """Return the statistic of what travels of a gradient, measured on the host."""
+    flat = values.detach().reshape(-1)
+    if residual is not None:
+        flat = flat.float() + residual.float()
+    flat = flat.cpu().contiguous()
+    return statistic_at(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], config)

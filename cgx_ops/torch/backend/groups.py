@@ -1,0 +1,198 @@
+"""The communicators of torch's process groups, whatever their backend.
+
+A group of the backend "cgx" is made with its communicator, under the group's name. Any other group
+gets one over its own Store when cgx_ops is first asked for it: a collective call of its ranks.
+
+1. how a communicator is made over a Store
+2. which communicator a group has
+"""
+
+import contextlib
+import datetime
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from cgx_ops import Communicator, _torch_ops
+from cgx_ops._core import world
+from cgx_ops.errors import CgxError, InvalidArgument, NotFound, Unsupported
+from cgx_ops.torch import _compat
+from cgx_ops.torch.backend import launch
+from cgx_ops.torch.backend.errors import as_backend_error
+
+# ---- 1. over a Store -----------------------------------------------------------------------------
+
+
+def own_store(store: _compat.Store, name: str, rank: int) -> _compat.Store:
+    """Return the part of a group's store that belongs to one communicator of this name.
+
+    A store may outlive its groups (torchrun's does), and with it what was stored for an earlier
+    group of this name. So ranks count how often they came here.
+    """
+    store = _compat.PrefixStore(f"{name}/cgx", store)
+    return _compat.PrefixStore(str(store.add(f"made/{rank}", 1)), store)
+
+
+def store_allgather(
+    store: _compat.Store, rank: int, size: int, name: str, timeout: datetime.timedelta
+) -> Callable[[bytes], Sequence[bytes]]:
+    """Return an allgather of small blobs over a Store, for the making of one communicator.
+
+    The rounds have different keys. The last to read a round's blobs deletes them.
+    """
+    rounds = iter(range(2**31))
+
+    def allgather(mine: bytes) -> Sequence[bytes]:
+        prefix = str(next(rounds))
+        keys = [f"{prefix}/{peer}" for peer in range(size)]
+        store.set(keys[rank], mine.hex())
+        try:
+            store.wait(keys, timeout)
+        except RuntimeError as error:  # a FileStore raises no DistError
+            late = [peer for peer, key in enumerate(keys) if not store.check([key])]
+            raise dist.DistBackendError(
+                f"cgx, group '{name}': rank {rank} waited {timeout.total_seconds():g} s for ranks "
+                f"{late} of {size} to connect"
+            ) from error
+        blobs = [bytes.fromhex(store.get(key).decode()) for key in keys]
+        if store.add(f"{prefix}/read", 1) == size:
+            for key in (*keys, f"{prefix}/read"):
+                store.delete_key(key)
+        return blobs
+
+    return allgather
+
+
+def connect(
+    gather: Callable[[bytes], Sequence[bytes]],
+    rank: int,
+    size: int,
+    name: str,
+    timeout: datetime.timedelta,
+    transport: str | None,
+) -> Communicator:
+    """Make the communicator of a group. Collective over its ranks.
+
+    Raises:
+        DistBackendError: its ranks cannot be connected, or one of them does not come.
+    """
+    if launch.under_mpirun():
+        world.of_launcher()  # so that MPI is there for ranks on several hosts
+    with contextlib.suppress(NotFound):
+        old = Communicator.find(name)
+        if old.closed:  # it failed, and its group was not destroyed
+            old.close()
+    try:
+        return Communicator.create(
+            rank,
+            size,
+            gather,
+            name,
+            transport=transport,
+            timeout=timeout.total_seconds(),
+            noise_rank=dist.get_rank() if dist.is_initialized() else rank,
+        )
+    except Unsupported as error:
+        raise dist.DistBackendError(
+            f"cgx, group '{name}': {error}. Where ranks cannot reach each other, use "
+            "init_process_group('gloo') (or 'nccl') and compress with carrier='c10d'"
+        ) from error
+    except CgxError as error:
+        raise as_backend_error(error, f"cgx, group '{name}': {error}") from error
+
+
+# ---- 2. of a group -------------------------------------------------------------------------------
+
+
+class _Slot:
+    """The communicator of one group, once it is known; the lock is held while it is made."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.communicator: Communicator | None = None
+
+
+_slots: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Slot]" = weakref.WeakKeyDictionary()
+_slots_lock = threading.Lock()
+
+
+def register() -> None:
+    """Have operators find the communicators of groups here. Once per process."""
+    _torch_ops.find_groups_by(_id_of, _size_of)
+
+
+def _size_of(name: str) -> int:
+    """Return the number of a group's ranks; of all ranks for an empty name. Connects no group."""
+    if not name and dist.is_initialized():
+        return dist.get_world_size()
+    group = _compat.group_by_name(name) if name else None
+    return _found(name).size if group is None else group.size()
+
+
+def _id_of(name: str) -> int:
+    """Return the id of a group's communicator; of all ranks for an empty name."""
+    return _found(name).id
+
+
+def _found(name: str) -> Communicator:
+    try:
+        if not name:
+            return world.init()
+        group = _compat.group_by_name(name)
+        return Communicator.find(name) if group is None else communicator_of(group)
+    except NotFound as error:
+        raise InvalidArgument(str(error)) from None
+    except (InvalidArgument, dist.DistBackendError):
+        raise
+    except CgxError as error:
+        raise as_backend_error(error, str(error)) from error
+
+
+def communicator_of(group: dist.ProcessGroup) -> Communicator:
+    """Return the communicator of a process group. Collective over its ranks the first time.
+
+    Raises:
+        InvalidArgument: torch.distributed does not list the group, so that it has no store.
+        DistBackendError: the ranks cannot be connected, or one of them does not come.
+    """
+    slot = _slots.get(group)
+    if slot is None:
+        with _slots_lock:
+            slot = _slots.setdefault(group, _Slot())
+    if slot.communicator is None:
+        with slot.lock:
+            slot.communicator = slot.communicator or _find_or_make(group)
+    return slot.communicator
+
+
+def _find_or_make(group: dist.ProcessGroup) -> Communicator:
+    with contextlib.suppress(NotFound):
+        return Communicator.find(group.group_name)
+    store = _compat.store_of(group)
+    if store is None:
+        raise InvalidArgument(
+            f"torch.distributed does not list the process group '{group.group_name}', so cgx_ops "
+            "cannot connect its ranks: make it with torch.distributed.new_group"
+        )
+    name = f"{dist.get_backend(group)}/{group.group_name}"
+    rank, size = group.rank(), group.size()
+    timeout = _compat.group_timeout(group) or dist.default_pg_timeout
+    gather = store_allgather(own_store(store, name, rank), rank, size, name, timeout)
+    _close_stale(name)
+    made = connect(gather, rank, size, name, timeout, None)
+    weakref.finalize(group, _close_if_open, made).atexit = False
+    return made
+
+
+def _close_stale(name: str) -> None:
+    """Close the communicator of an earlier group of this name that somebody still references."""
+    with contextlib.suppress(NotFound):
+        Communicator.find(name).close()
+
+
+def _close_if_open(communicator: Communicator) -> Any:
+    with contextlib.suppress(CgxError):
+        communicator.close()

@@ -1,0 +1,81 @@
+"""Processes that mpirun or srun started find each other without a line of configuration.
+
+`init_process_group` looks for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT before it calls a
+backend, and raises without them. So register() wraps torch's handler of "env://", which reads them:
+
+  1. the rank and the number of ranks, unless the call has them: from the launcher's variables
+  2. the address of rank 0: under mpirun the ranks agree on it over MPI; under srun it is the first
+     host of the step, at a port that follows from the job's number. MASTER_ADDR overrides both
+
+No environment variable is changed. Processes with RANK or WORLD_SIZE, as under torchrun, keep
+torch's handler.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from cgx_ops._core import launchers, world
+from cgx_ops._core.address import exchange, free_address
+from cgx_ops._core.launchers import Place
+from cgx_ops.torch import _compat
+
+_LAUNCHERS = ("mpirun", "srun")
+_NUMBERS = ("rank", "world_size")  # in the query of torch's URLs
+_UNSET = "-1"
+
+
+def under_mpirun() -> bool:
+    """Return whether mpirun started this process, without torchrun in between."""
+    return launchers.place().launcher == "mpirun"
+
+
+def register() -> None:
+    """Wrap torch's handler of "env://" under mpirun and srun. Call once per process."""
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return
+    if launchers.place().launcher in _LAUNCHERS:
+        _compat.wrap_env_rendezvous(_by_launcher)
+
+
+def _by_launcher(env: _compat.Rendezvous, tcp: _compat.Rendezvous) -> _compat.Rendezvous:
+    def handler(url: str, **options: Any) -> Iterator[Any]:
+        place = launchers.place()
+        if place.launcher not in _LAUNCHERS:  # the program has set RANK and WORLD_SIZE since
+            yield from env(url, **options)
+            return
+        query = complete_query(urlsplit(url).query, place)
+        if place.launcher == "mpirun" and os.environ.get("MASTER_ADDR"):
+            yield from env(f"env://?{query}", **options)
+            return
+        host, port = _agree() if place.launcher == "mpirun" else (place.host, place.port)
+        host = f"[{host}]" if ":" in host else host
+        yield from tcp(f"tcp://{host}:{port}?{query}", **options)
+
+    return handler
+
+
+def complete_query(query: str, place: Place) -> str:
+    """Return the query of a URL of torch's with the launcher's numbers where it has none.
+
+    Args:
+        query: "rank=0&world_size=2", or a part of it; torch writes -1 for an unknown number.
+        place: of this process.
+    """
+    given = dict(parse_qsl(query))
+    numbers = zip(_NUMBERS, (place.rank, place.size), strict=True)
+    missing = {name: n for name, n in numbers if given.get(name, _UNSET) == _UNSET}
+    return urlencode(given | missing)
+
+
+def _agree() -> tuple[str, int]:
+    """Return rank 0's address, and a port that is free there now, or MASTER_PORT."""
+    name = "cgx_ops.torch.backend.launch"
+    ranks = world.of_launcher()
+    hosts = exchange(socket.gethostname(), name, ranks)
+    mine = free_address(hosts) if ranks.rank == 0 else ("", 0)
+    address, port = json.loads(exchange(json.dumps(mine), name, ranks)[0])
+    return address, int(os.environ.get("MASTER_PORT") or port)

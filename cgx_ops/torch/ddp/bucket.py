@@ -1,0 +1,357 @@
+"""What all communication hooks ask of a bucket of gradients.
+
+1. who made it, whether the core can average it, the names of its layers
+2. how they travel: each one's segment, noise and residual
+3. for layers that the core compresses: routes, residuals and noise that do not depend on the
+bucket, which DistributedDataParallel makes anew after the first step
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from cgx_ops import Config, Rules, Segment, bits_for
+from cgx_ops._core import library
+from cgx_ops._core.call import call_seed
+from cgx_ops.errors import InvalidArgument
+from cgx_ops.rules import EXACT_BITS
+from cgx_ops.torch._compat import GradBucket
+from cgx_ops.torch.averaging.adaptation import Adaptation
+from cgx_ops.torch.averaging.arithmetic import full_precision
+from cgx_ops.torch.averaging.layers import Layer, segments_of
+from cgx_ops.torch.averaging.state import HookState, by_hosts, ranks_of, rules_of
+from cgx_ops.torch.backend import process_group
+from cgx_ops.torch.ddp import models as ddp_models
+from cgx_ops.torch.ddp.unused_parameters import nothing, unused_kept
+from cgx_ops.torch.graph.work import DTYPES, devices
+
+_log = logging.getLogger(__name__)
+
+# ---- 1. what a hook looks at first ---------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """A bucket, as a hook found it.
+
+    Attributes:
+        layers: of its gradients, in order; without a name where that is not known.
+        gradients: of the layers, in the bucket's buffer; none if there is a problem.
+        offsets: where each begins in the buffer.
+        config: of the state, or of the block compressed(); None inside uncompressed().
+        step: backward passes before this one.
+        finds_unused: whether some layers may have been used by no rank.
+        problem: what the core cannot average about it, and the remedy; "" if it can.
+        refusal: why the state is another model's, to be raised where the other ranks receive the
+            reason; "" if it is not. An exception here would keep the model alive by its frames.
+    """
+
+    layers: list[Layer]
+    gradients: list[torch.Tensor]
+    offsets: list[int]
+    config: Config | None
+    step: int
+    finds_unused: bool
+    problem: str
+    refusal: str
+
+    def raise_refusal(self, reported: AbstractContextManager[None]) -> None:
+        """Raise the refusal, if there is one, inside a block that reports it to the other ranks.
+
+        Args:
+            reported: HookState.or_refuse() with the names of the messages that these ranks start.
+
+        Raises:
+            InvalidArgument: the state is another model's.
+        """
+        if self.refusal:
+            with reported:
+                raise InvalidArgument(self.refusal)
+
+
+def look_at(hook: str, state: HookState, bucket: GradBucket) -> Seen:
+    """Look at a bucket, and count the step that it is the last one of.
+
+    Args:
+        hook: its name, for errors.
+        state: the hook's.
+        bucket: which DistributedDataParallel gave the hook.
+
+    Raises:
+        TypeError: it is no bucket. InvalidArgument: the model is over other ranks.
+    """
+    if not isinstance(bucket, GradBucket):
+        raise TypeError(
+            f"{hook}: bucket is {type(bucket).__name__}, not a GradBucket. With "
+            'torch._dynamo.config.optimize_ddp = "python_reducer" there are no buckets: use '
+            "cgx_ops.torch.compress_collectives() there"
+        )
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    wrappers = ddp_models.wrappers_of(parameters)
+    refusal = _check_once(hook, state, wrappers)
+    names = ddp_models.names_of(wrappers[0]) if wrappers else {}
+    scope = process_group.current_scope()
+    config = by_hosts(scope) if isinstance(scope, Config) else state.config
+    config = None if scope == "uncompressed" else config
+    step = state.steps
+    if bucket.is_last():
+        state.steps += 1
+    problem = unsupported(state, buffer, parameters)
+    gradients = [] if problem else bucket.gradients()
+    return Seen(
+        [Layer(names.get(id(p), ""), p.dim(), p.numel()) for p in parameters],
+        gradients,
+        [int(g.storage_offset() - buffer.storage_offset()) for g in gradients],
+        config,
+        step,
+        any(w.find_unused_parameters and not w.static_graph for w in wrappers[:1]),
+        problem,
+        refusal,
+    )
+
+
+def require_state(hook: str, state: object, kind: type[HookState]) -> None:
+    """Require that a hook was registered with a state of its kind.
+
+    Raises:
+        InvalidArgument: it was not, such as with None, which torch's own hooks accept.
+    """
+    if not isinstance(state, kind):
+        raise InvalidArgument(
+            f"{hook}: the state is {type(state).__name__}; it must be a {kind.__name__}: "
+            f"model.register_comm_hook(ddp.{kind.__name__}(...), ddp.{hook})"
+        )
+
+
+def refuse(hook: str, seen: Seen, remedy: str = "") -> None:
+    """Raise TypeError if the core cannot average a bucket."""
+    if seen.problem:
+        listed = ", ".join(f"'{layer.name}'" for layer in seen.layers[:4])
+        raise TypeError(f"{hook}: the gradients of {listed} are {seen.problem}{remedy}")
+
+
+def unsupported(state: HookState, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> str:
+    """Return what the core cannot average about a bucket, and the remedy; "" if it can."""
+    if buffer.layout != torch.strided:
+        return f"{buffer.layout}; make the layer with sparse=False"
+    if buffer.device.type not in devices():
+        return f"on {buffer.device}; build cgx_ops with CUDA (nvcc on PATH or in CUDA_HOME)"
+    if state.carrier == "c10d" and buffer.device.type != "cpu":
+        return f"on {buffer.device}; carrier 'c10d' encodes on the CPU: use the backend 'cgx'"
+    # Buckets of complex parameters are real, with twice as many elements.
+    for dtype in (buffer.dtype, *(p.dtype for p in parameters if p.is_complex())):
+        if dtype not in DTYPES:
+            return f"{dtype}; train it in float32, float16 or bfloat16: model.float()"
+    return ""
+
+
+def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParallel]) -> str:
+    """Compare a state with the model whose gradients it gets, when it first gets them.
+
+    Returns:
+        Why it is another model's state; "" if it is not.
+    """
+    group = state.group
+    if not wrappers or any(wrapper in state.checked for wrapper in wrappers):
+        return ""
+    ranks = dist.get_process_group_ranks(group)
+    for wrapper in wrappers:
+        if ranks_of(wrapper.process_group) == ranks:
+            break
+    else:
+        raise InvalidArgument(
+            f"{hook}: the state averages over ranks {ranks}, DistributedDataParallel over "
+            f"{ranks_of(wrappers[0].process_group)}; give it the model's group: "
+            "state.process_group = model.process_group"
+        )
+    ddp_models.check_layers(wrapper, rules_of(state))
+    try:
+        state.require_layers(ddp_models.layers_under(state))
+    except InvalidArgument as error:
+        return str(error)
+    ddp_models.watch_dtypes(wrapper)
+    state.checked.add(wrapper)
+    state.report(ddp_models.trained_layers(wrapper))
+    return ""
+
+
+def decide_bits(hook: str, state: HookState, bucket: GradBucket) -> None:
+    """Set the bits of a state's config to the fastest for the model's buckets.
+
+    All layers get these bits: what a layer becomes must not depend on the others in its bucket.
+
+    Raises:
+        InvalidArgument: gradients on a GPU, whose link is not what is measured; the model is over
+            other ranks.
+    """
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    if buffer.device.type != "cpu":
+        raise InvalidArgument(
+            f"{hook}: auto_bits=True measures allreduces on the CPU, and the gradients are on "
+            f"{buffer.device}: give Config(bits=)"
+        )
+    numel, element_bytes = buffer.numel(), min(4, buffer.element_size())
+    wrappers = ddp_models.wrappers_of(parameters)
+    if refusal := _check_once(hook, state, wrappers):
+        raise InvalidArgument(refusal)
+    if wrappers:
+        every = sum(p.numel() for p in wrappers[0].module.parameters() if p.requires_grad)
+        numel = min(every, wrappers[0].bucket_bytes_cap // element_bytes)
+    bits = bits_for(state.communicator(), numel, state.config, element_bytes=element_bytes)
+    state.config = state.config.with_own(bits=bits)
+    _log.debug("%s: auto_bits chose %d bits, for messages of %d values", hook, bits, numel)
+
+
+# ---- 2. how its layers travel --------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """What a collective on a bucket takes beside its buffer: a list has one entry for a segment.
+
+    then: called when it is done, and before the bucket is used.
+    """
+
+    config: Config
+    segments: list[Segment]
+    seeds: list[int]
+    residuals: list[torch.Tensor | None] | None
+    then: Callable[[], object]
+
+
+def layout_of(
+    hook: str,
+    state: HookState,
+    bucket: GradBucket,
+    seen: Seen,
+    adaptation: Adaptation | None = None,
+) -> Layout:
+    """Return how the layers of a bucket that the core can average travel.
+
+    adaptation: gives segments their bits, and measures what travels, in the steps that it says.
+
+    Raises:
+        InvalidArgument: rules or residuals need names of layers, and they are not known.
+    """
+    if seen.config is None:
+        whole = Segment(0, bucket.buffer().numel(), Config(bits=EXACT_BITS))
+        return Layout(state.config, [whole], [0], None, nothing)
+    rules = rules_of(state)
+    if rules and not any(layer.name for layer in seen.layers):
+        raise InvalidArgument(
+            f"{hook}: a rule names layers, but this model's names are not known: import "
+            "cgx_ops.torch before DistributedDataParallel(model)"
+        )
+    config = for_any_bucket(seen.config, rules)
+    segments = given = segments_of(rules, seen.layers, seen.offsets, config)
+    if adaptation:
+        adaptation.begin(state.communicator(), seen.step, config, rules)
+        segments = adaptation.segments(seen.layers, given)
+    gradients = seen.gradients
+    kept = residuals_of(hook, state, config, seen.layers, segments, gradients)
+    residuals, keep = decayed(kept, config, segments)
+    seeds = seeds_of(state, seen.layers, seen.step, bucket)
+    if adaptation:
+        lost = None if residuals is None else [e if e is None else [e] for e in residuals]
+        adaptation.measure(
+            state.communicator(), seen.layers, given, [[g] for g in gradients], lost,
+            last=bucket.is_last(),
+        )  # fmt: skip
+    if kept is None or not seen.finds_unused:
+        return Layout(config, segments, seeds, residuals, keep)
+    restore = unused_kept(state, gradients, [[residual] for residual in kept], "ddp")
+
+    def then() -> None:
+        keep()
+        restore()
+
+    return Layout(config, segments, seeds, residuals, then)
+
+
+# ---- 3. layers that the core compresses ----------------------------------------------------------
+
+# What cannot be cut travels by one_shot.
+_UNCUT = {row["name"] for row in library.COMPRESSORS if not row["sliced"]}
+
+
+def for_any_bucket(config: Config, rules: Rules) -> Config:
+    """Return a config by which a layer becomes the same in any bucket.
+
+    Where one layer cannot be cut, its bucket cannot: then none is.
+    """
+    used = {config.compressor} | rules.compressors
+    if config.algorithm == "by_hosts" and used & _UNCUT:
+        return replace(config, algorithm="one_shot")
+    return config
+
+
+def residuals_of(
+    hook: str,
+    state: HookState,
+    config: Config,
+    found: Sequence[Layer],
+    segments: Sequence[Segment],
+    values: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None] | None:
+    """Return the residual of each layer that is compressed and has one; None if none has.
+
+    They have not decayed yet.
+
+    values: what travels of each layer, whose dtype and device its residual has.
+    """
+    keeps = []
+    for segment in segments:
+        own = segment.config or config
+        smallest = max(library.SMALLEST_COMPRESSED, own.minimal_size)
+        keeps.append(own.keeps_residuals and segment.numel >= smallest)
+    if not any(keeps):
+        return None
+    state.residuals.claim(*state.place)
+    for layer, kept in zip(found, keeps, strict=True):
+        if kept and not layer.name:
+            raise InvalidArgument(
+                f"{hook}: error feedback keeps residuals by layer, but this "
+                "model's names are not known: import cgx_ops.torch before "
+                "DistributedDataParallel(model), or give Config(error_feedback=False)"
+            )
+    return [
+        state.residuals.of(layer.name, value) if kept else None
+        for layer, value, kept in zip(found, values, keeps, strict=True)
+    ]
+
+
+def decayed(
+    kept: Sequence[torch.Tensor | None] | None, config: Config, segments: Sequence[Segment]
+) -> tuple[list[torch.Tensor | None] | None, Callable[[], None]]:
+    """Return what a collective takes for residuals, and what is called when it is done.
+
+    With a decay that is a copy: what is kept stays as it is in a step that fails.
+    """
+    decays = [(segment.config or config).residual_decay for segment in segments]
+    if kept is None or all(decay == 1 for decay in decays):
+        return None if kept is None else list(kept), nothing
+    lost = [None if e is None else e * d for e, d in zip(kept, decays, strict=True)]
+
+    @full_precision()
+    def keep() -> None:
+        for e, new in zip(kept, lost, strict=True):
+            if e is not None and new is not None:
+                if new.is_cuda:  # callbacks have a stream of their own
+                    new.record_stream(torch.cuda.current_stream(new.device))
+                e.copy_(new)
+
+    return lost, keep
+
+
+def seeds_of(state: HookState, found: Sequence[Layer], step: int, bucket: GradBucket) -> list[int]:
+    """Return the seed of each layer's noise, which must not depend on its bucket."""
+    name = state.group.group_name
+    return [
+        call_seed(state.seed, f"ddp/{layer.name or (bucket.index(), i)}", step, name)
+        for i, layer in enumerate(found)
+    ]

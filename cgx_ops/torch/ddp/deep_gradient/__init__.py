@@ -1,0 +1,1 @@
+"""Deep Gradient Compression as a communication hook."""

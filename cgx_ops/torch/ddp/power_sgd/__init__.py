@@ -1,0 +1,1 @@
+"""PowerSGD as a communication hook."""

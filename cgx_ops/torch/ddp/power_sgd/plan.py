@@ -1,0 +1,168 @@
+"""What PowerSGD does with a bucket of gradients in every step, found once.
+
+1. plan_of(): the plan of the step before, if it still holds
+2. its parts: which matrices a bucket has, and how all of it travels
+
+To find it takes longer than a step's arithmetic. The hooks are in ddp_power_sgd.py.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cgx_ops import Config, Segment
+from cgx_ops.methods import low_rank
+from cgx_ops.rules import EXACT_BITS
+from cgx_ops.torch._compat import GradBucket
+from cgx_ops.torch.averaging.layers import segments_of
+from cgx_ops.torch.averaging.state import rules_of
+from cgx_ops.torch.ddp.bucket import Seen, for_any_bucket
+from cgx_ops.torch.ddp.power_sgd.linear_algebra import Form
+from cgx_ops.torch.ddp.power_sgd.state import PowerSGDState, bucket_name
+
+# ---- 1. the plan ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A bucket's matrices, its other layers, and its two messages.
+
+    Attributes:
+        follows_from: all that decides the rest.
+        sizes: elements of the bucket's layers.
+        forms: its matrices, those of one shape behind each other.
+        others: which layers are not factored.
+        config: of the first message: all P, then the other layers.
+        first: its segments, each with its place in `others`, if it is one of these and compressed.
+        config_of_q: of the second message.
+        second: its segments.
+        of_q: elements of each matrix's Q.
+    """
+
+    follows_from: tuple[Any, ...]
+    sizes: list[int]
+    forms: list[Form]
+    others: list[int]
+    config: Config
+    first: list[tuple[Segment, int | None]]
+    config_of_q: Config
+    second: list[Segment]
+    of_q: torch.Tensor
+
+    @property
+    def sent(self) -> int:
+        """Elements of both messages."""
+        last, end = self.first[-1][0], self.second[-1] if self.second else Segment(0, 0)
+        return last.offset + last.numel + end.offset + end.numel
+
+
+def plan_of(state: PowerSGDState, seen: Seen, bucket: GradBucket, batched: bool) -> Plan:
+    """Return what a step does with a bucket, whatever its gradients are.
+
+    batched: whether the bucket is one matrix.
+    """
+    rules = rules_of(state)
+    follows_from = (
+        batched, seen.layers, seen.offsets, [g.stride() for g in seen.gradients], seen.config,
+        rules, state.matrix_approximation_rank,
+        state.min_compression_rate, state.batch_tensors_with_same_shape, state.factor_bits,
+    )  # fmt: skip
+    plan = state.plans.get(bucket.index())
+    if plan is None or plan.follows_from != follows_from:
+        plan = state.plans[bucket.index()] = _found(state, seen, follows_from)
+    return plan
+
+
+# ---- 2. its parts --------------------------------------------------------------------------------
+
+
+def _found(state: PowerSGDState, seen: Seen, follows_from: tuple[Any, ...]) -> Plan:
+    batched, rules = follows_from[0], rules_of(state)
+    assert seen.config is not None
+    sizes = [layer.numel for layer in seen.layers]
+    assert seen.offsets == _starts(sizes), "a bucket's layers lie end to end"
+    forms = [_one_matrix(state, seen)] if batched else _matrices(state, seen)
+    factored = {i for form in forms for i in form.members}
+    others = [i for i in range(len(sizes)) if i not in factored]
+    config, how = for_any_bucket(seen.config, rules), low_rank.FACTORS[state.factor_bits]
+    ps = [math.prod(form.p_shape) for form in forms]
+    starts = _starts([*ps, *(sizes[i] for i in others)])
+    config_of_factors, qs = config.with_own(**how), [math.prod(form.q_shape) for form in forms]
+    segments = [Segment(at, n, config_of_factors) for at, n in zip(starts, ps, strict=False)]
+    segments += segments_of(rules, [seen.layers[i] for i in others], starts[len(ps) :], config)
+    places = [*(None for _ in ps), *range(len(others))]
+    of_q = [(Segment(at, n), None) for at, n in zip(_starts(qs), qs, strict=True)]
+    return Plan(
+        follows_from, sizes, forms, others,
+        config, _joined(config, zip(segments, places, strict=True)),
+        config_of_factors, [segment for segment, _ in _joined(config_of_factors, of_q)],
+        torch.tensor(
+            [form.rank * form.shape[2] for form in forms for _ in form.names],
+            dtype=torch.int64, device="cpu",
+        ),
+    )  # fmt: skip
+
+
+def _rows_and_columns(gradient: torch.Tensor) -> tuple[int, int]:
+    """Return the shape of a gradient as a matrix, as it lies in memory."""
+    if gradient.numel() == 0 or gradient.dim() == 0:
+        return 1, gradient.numel()
+    outermost = max(range(gradient.dim()), key=gradient.stride)
+    rows = gradient.shape[outermost]
+    return rows, gradient.numel() // rows
+
+
+def _one_matrix(state: PowerSGDState, seen: Seen) -> Form:
+    """Return a bucket as one square matrix."""
+    numel = sum(layer.numel for layer in seen.layers)
+    side = math.ceil(math.sqrt(numel))
+    name = bucket_name(seen.layers[0].name, seen.layers[-1].name, numel)
+    rank = min(side, state.matrix_approximation_rank)
+    return Form((name,), tuple(range(len(seen.layers))), (1, side, side), rank)
+
+
+def _matrices(state: PowerSGDState, seen: Seen) -> list[Form]:
+    """Return the layers that are factored, those of one shape behind each other."""
+    by_shape: dict[tuple[int, int, int], list[int]] = {}
+    rules = rules_of(state)
+    for i, (layer, gradient) in enumerate(zip(seen.layers, seen.gradients, strict=True)):
+        rows, columns = _rows_and_columns(gradient)
+        rank = low_rank.rank_of(
+            rows, columns, state.matrix_approximation_rank, state.min_compression_rate
+        )
+        if rank and not rules.match(layer.name):
+            by_shape.setdefault((rows, columns, rank), []).append(i)
+    forms = []
+    for (rows, columns, rank), alike in by_shape.items():
+        for batch in [alike] if state.batch_tensors_with_same_shape else [[i] for i in alike]:
+            names = tuple(seen.layers[i].name for i in batch)
+            forms.append(Form(names, tuple(batch), (len(batch), rows, columns), rank))
+    return forms
+
+
+def _joined(
+    config: Config, segments: Iterable[tuple[Segment, int | None]]
+) -> list[tuple[Segment, int | None]]:
+    """Return segments of which those that are exact are one where they meet."""
+    joined: list[tuple[Segment, int | None]] = []
+    for exact, run in itertools.groupby(segments, lambda each: _is_exact(config, each[0])):
+        alike = list(run)
+        if exact:
+            numel = sum(segment.numel for segment, _ in alike)
+            alike = [(Segment(alike[0][0].offset, numel, Config(bits=EXACT_BITS)), None)]
+        joined += alike
+    return joined
+
+
+def _is_exact(config: Config, segment: Segment) -> bool:
+    own = segment.config or config
+    return own.bits == EXACT_BITS and not own.keeps_residuals
+
+
+def _starts(numels: Sequence[int]) -> list[int]:
+    """Return where each of several pieces begins, one behind the other."""
+    return list(itertools.accumulate(numels, initial=0))[:-1]

@@ -1,0 +1,160 @@
+"""What lies in a rank's block of the messages of FSDP2: the parameters that are sharded together.
+
+1. Parameter: where it lies in all ranks' blocks, which depends on how many ranks there are
+2. Block: one group of parameters, as segments of a message
+"""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from cgx_ops import Config, Rules, Segment
+from cgx_ops.errors import InvalidArgument
+from cgx_ops.torch import _compat
+from cgx_ops.torch.backend.groups import communicator_of
+from cgx_ops.torch.graph.work import DTYPES
+
+# ---- 1. parameters -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter in the blocks of its module's gradient, one block for each rank.
+
+    Attributes:
+        name: in the model.
+        shape: of the whole parameter.
+        dim: along which each rank gets a part of it, padded at the end.
+        first, numel: its elements in a block.
+    """
+
+    name: str
+    shape: torch.Size
+    dim: int
+    first: int
+    numel: int
+
+    def _padded(self, ranks: int) -> list[int]:
+        shape = list(self.shape)
+        shape[self.dim] = -(-shape[self.dim] // ranks) * ranks
+        return shape
+
+    def cut_from(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return it, whole, of (ranks, elements of a block)."""
+        ranks, shape = len(blocks), self._padded(len(blocks))
+        shape[self.dim] //= ranks
+        parts = blocks[:, self.first : self.first + self.numel].reshape(ranks, *shape)
+        return torch.cat(parts.unbind(), self.dim).narrow(self.dim, 0, self.shape[self.dim])
+
+    def put_into(self, blocks: torch.Tensor, whole: torch.Tensor) -> None:
+        """Write it, whole, to (ranks, elements of a block); what is padded there stays."""
+        padded = blocks.new_zeros(self._padded(len(blocks)))
+        padded.narrow(self.dim, 0, self.shape[self.dim]).copy_(whole)
+        parts = torch.stack(padded.chunk(len(blocks), self.dim)).flatten(1)
+        blocks[:, self.first : self.first + self.numel] = parts
+
+
+# ---- 2. blocks -----------------------------------------------------------------------------------
+
+
+class Block:
+    """What lies in a rank's block of one group of parameters' messages, in one direction.
+
+    Raises InvalidArgument if the group's ranks cannot communicate through cgx_ops.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: Any,
+        names: dict[nn.Module, str],
+        rules: Rules,
+        config: Config,
+    ) -> None:
+        self.name, self._group, self._names = name, group, names
+        self.rules, self._config = rules, config
+        self._warned: set[str] = set()
+        ranks = _compat.fsdp_shard_group(group)
+        if ranks is None:
+            raise InvalidArgument(
+                f"the parameters of module '{name}' are replicated, not sharded: compress "
+                "their gradients' allreduce with cgx_ops.torch.BackendOptions(compress='all')"
+            )
+        communicator_of(ranks)
+        self.ranks = ranks
+
+    def gathered(self, numel: int, dtype: torch.dtype) -> list[Segment] | None:
+        """Return the segments of an all-gather; None: it must be exact."""
+        if not _compat.fsdp_gathers_shards(self._group):
+            return None  # parts of what was gathered: quantized once already
+        parameters = _compat.fsdp_parameters(self._group)
+        if dtype not in DTYPES or not all(parameter.plain for parameter in parameters):
+            self._warn(f"its parameters are gathered exact: they travel as {dtype}")
+            return None
+        return self._segments(parameters, numel)
+
+    def reduced(self, numel: int, dtype: torch.dtype) -> list[Segment] | None:
+        """Return the segments of a reduce-scatter; None: it must be exact."""
+        if dtype not in DTYPES:
+            self._warn(f"its gradients are reduced exact: they travel as {dtype}")
+            return None
+        trainable = [p for p in _compat.fsdp_parameters(self._group) if p.trainable]
+        return self._segments(trainable, numel)
+
+    def complete(self, numel: int) -> bool:
+        """Tell whether the gradients of all trainable parameters are in a block of this size."""
+        parameters = _compat.fsdp_parameters(self._group)
+        return numel == sum(p.numel for p in parameters if p.trainable)
+
+    def parameters(self) -> list[Parameter]:
+        """Return what lies in a block of complete gradients."""
+        found, first = [], 0
+        for p in _compat.fsdp_parameters(self._group):
+            if p.trainable:
+                found.append(Parameter(self._name_of(p), p.shape, p.dim, first, p.numel))
+                first += p.numel
+        return found
+
+    def layers(self) -> tuple[list[str], list[Segment]]:
+        """Return the names of the trainable parameters, and how each travels."""
+        trainable = [p for p in _compat.fsdp_parameters(self._group) if p.trainable]
+        numel = sum(p.numel for p in trainable)
+        return [self._name_of(p) for p in trainable], self._segments(trainable, numel)
+
+    def _name_of(self, parameter: _compat.ShardedParameter) -> str:
+        return ".".join(filter(None, (self._names.get(parameter.module), parameter.name)))
+
+    def _segments(
+        self, parameters: Iterable[_compat.ShardedParameter], numel: int
+    ) -> list[Segment]:
+        """Return one for each parameter; one for the whole block if it holds something else."""
+        segments, offset = [], 0
+        for p in parameters:
+            name = self._name_of(p)
+            config = self.rules.of(name, len(p.shape), self._config)
+            segments.append(Segment(offset, p.numel, config))
+            offset += p.numel
+        if offset == numel:
+            return segments
+        self._warn(
+            "some of its parameters got no gradient, so what travels is quantized as one run, with "
+            "what was to stay exact; set_reduce_scatter_unused_params(True) on the module prevents "
+            "this"
+        )
+        return [Segment(0, numel)]
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            module = f"module '{self.name}'" if self.name else "the root module"
+            warnings.warn(f"cgx_ops.torch.fsdp, {module}: {text}", stacklevel=2)
+
+
+def rows_of(blocks: torch.Tensor, segment: Segment, ranks: int) -> list[torch.Tensor]:
+    """Return what lies of a segment in each rank's block."""
+    rows = blocks.view(ranks, -1)[:, segment.offset : segment.offset + segment.numel]
+    return list(rows.unbind())

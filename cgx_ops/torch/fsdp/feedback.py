@@ -1,0 +1,220 @@
+"""Error feedback for FSDP2: what compression has lost of a module's gradients on this rank.
+
+In a reduce-scatter a rank loses of its own values only: its encoding of each other rank's block. So
+a residual is as long as all blocks together, which is the module's whole gradient.
+
+  1. Feedback: how residuals are kept: as they are, or as LoCo does it
+  2. Kept: residuals, by module; what a checkpoint of fsdp.State has of them
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cgx_ops import Config
+from cgx_ops._core import codec
+from cgx_ops.errors import InvalidArgument
+from cgx_ops.torch._compat import group_or_default
+from cgx_ops.torch.averaging.arithmetic import full_precision
+from cgx_ops.torch.averaging.residuals import Residuals
+from cgx_ops.torch.fsdp.block import Parameter
+
+# How residuals of 8 bits are kept: a byte a value, and 8 bytes for each bucket.
+_EIGHT_BITS = Config(bits=8, bucket_size=512, rounding="nearest")
+
+# ---- 1. how --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """How residuals are kept between steps. The default gives nothing up.
+
+    `LOCO` is that of Xie, Lin, Toh, Zhou: LoCo, Low-Bit Communication Adaptor for Large-Scale Model
+    Training (2024): a quarter of the memory, and errors of single steps are averaged out.
+
+    Attributes:
+        bits: 32: in the gradients' dtype; 8: in 8 bits, in buckets of 512.
+        average: share of the old residual in the new one, at least 0 and less than 1: a residual
+            becomes average * residual + (1 - average) * what this step lost.
+        reset: it becomes zero after so many steps; 0: never.
+    """
+
+    bits: Literal[8, 32] = 32
+    average: float = 0.0
+    reset: int = 0
+
+    def __post_init__(self) -> None:
+        for name, right, accepted in (
+            ("bits", self.bits in (8, 32), "8 or 32"),
+            ("average", 0 <= self.average < 1, "at least 0 and less than 1"),
+            ("reset", type(self.reset) is int and self.reset >= 0, "a number of steps, or 0"),
+        ):
+            if not right:
+                value = getattr(self, name)
+                raise InvalidArgument(f"Feedback.{name} is {value!r}; it must be {accepted}")
+
+
+LOCO = Feedback(bits=8, average=0.8, reset=1024)
+
+
+def _encoded(residual: torch.Tensor) -> torch.Tensor:
+    encoded = codec.quantize(residual.numpy(), _EIGHT_BITS)
+    return torch.from_numpy(np.frombuffer(encoded, np.uint8).copy())
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module's gradient: elements of as many blocks as there are ranks, and what lies in each."""
+
+    ranks: int
+    numel: int
+    parameters: Sequence[Parameter]
+
+
+# ---- 2. what -------------------------------------------------------------------------------------
+
+
+class Kept:
+    """The residuals of a model's modules on this rank, and how often each was used.
+
+    By the module's name, in the layout of its last reduce-scatter; by each parameter's, those that
+    were consolidated, or whose parameters no longer get gradients, until a reduce-scatter of the
+    module lays them out.
+    """
+
+    def __init__(self, feedback: Feedback) -> None:
+        self.feedback = feedback
+        self.residuals = Residuals()
+        self.counts: dict[str, int] = {}
+        self._modules: dict[str, _Module] = {}
+
+    @full_precision()
+    def take(
+        self, name: str, values: torch.Tensor, ranks: int, parameters: Sequence[Parameter]
+    ) -> torch.Tensor:
+        """Return a module's residual for a reduce-scatter, which changes it.
+
+        Args:
+            name: of the module.
+            values: what is reduced and scattered.
+            ranks: that do so.
+            parameters: of the module, those that have residuals.
+        """
+        self.residuals.claim(dist.get_rank(), dist.get_world_size())
+        module = _Module(ranks, values.numel(), parameters)
+        if self._modules.get(name) != module:  # parameters were frozen, or others no longer are
+            self._cut(name)
+        self._modules[name] = module
+        self._lay_out(name, values)
+        if self.feedback.bits == 32:
+            residual = self.residuals.of(name, values)
+            return residual if self.feedback.average == 0 else residual.clone()
+        return self._decoded(name, values.numel()).to(values.dtype)
+
+    @full_precision()
+    def put(self, name: str, lost: torch.Tensor) -> None:
+        """Keep what a reduce-scatter has made of what take() returned."""
+        feedback, share = self.feedback, self.feedback.average
+        count = self.counts[name] = self.counts.get(name, 0) + 1
+        known = self.residuals.tensors
+        if feedback.bits == 32:
+            if share:
+                known[name].mul_(share).add_(lost, alpha=1 - share)
+        else:
+            new = self._decoded(name, lost.numel()).mul_(share).add_(lost.float(), alpha=1 - share)
+            known[name] = _encoded(new)
+        if feedback.reset and count % feedback.reset == 0:
+            del known[name]
+
+    def _decoded(self, name: str, numel: int) -> torch.Tensor:
+        encoded = self.residuals.tensors.get(name)
+        if encoded is None:
+            return torch.zeros(numel, dtype=torch.float32, device="cpu")
+        return torch.from_numpy(
+            codec.dequantize(encoded.numpy().tobytes(), numel, "float32", _EIGHT_BITS)
+        )
+
+    def _lay_out(self, name: str, values: torch.Tensor) -> None:
+        """Make a module's residual of those of its parameters, where these were consolidated."""
+        known = self.residuals.tensors
+        module = self._modules[name]
+        whole = [p for p in module.parameters if p.name in known]
+        if not whole:
+            return
+        residual = torch.zeros(module.numel, dtype=torch.float32, device=values.device)
+        for parameter in whole:
+            found = known.pop(parameter.name)
+            if found.numel() != parameter.shape.numel():
+                raise InvalidArgument(
+                    f"the residual of parameter '{parameter.name}' has {found.numel()} elements, "
+                    f"the parameter {parameter.shape.numel()}: the state is another model's"
+                )
+            parameter.put_into(residual.view(module.ranks, -1), found.view(parameter.shape))
+        known[name] = residual.to(values.dtype) if self.feedback.bits == 32 else _encoded(residual)
+
+    def _cut(self, name: str) -> None:
+        """Make a module's residual, if it has one, those of its parameters."""
+        known = self.residuals.tensors
+        if name not in known:
+            return
+        module, quantized = self._modules[name], self.feedback.bits == 8
+        residual = self._decoded(name, module.numel) if quantized else known[name]
+        for parameter in module.parameters:
+            whole = parameter.cut_from(residual.view(module.ranks, -1))
+            known[parameter.name] = whole.float().flatten()
+        del known[name]
+
+    def consolidate(self) -> None:
+        """Make them the mean over all ranks, by parameter. Collective.
+
+        Raises:
+            InvalidArgument: ranks have residuals of other parameters.
+        """
+        for name in self._modules:
+            self._cut(name)
+        self.residuals.consolidate(group_or_default(None))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has; residuals under a key of this rank's own."""
+        place = dist.get_rank(), dist.get_world_size()
+        saved = self.residuals.saved(*place, per_rank=True)
+        # Lists: torch.distributed.checkpoint would ask for the keys that these dicts have now.
+        counts, modules = list(self.counts.items()), list(self._modules.items())
+        return {
+            "feedback": self.feedback, "counts": counts, "modules": modules, "residuals": saved
+        }  # fmt: skip
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], modules: Collection[str], parameters: Collection[str]
+    ) -> None:
+        """Continue where the state was that state_dict() was called of.
+
+        Args:
+            state_dict: what it returned.
+            modules: whose parameters are sharded together here.
+            parameters: of the model. The residual of a module that is none of these, or has other
+                parameters, is split into those of its parameters.
+
+        Raises:
+            InvalidArgument: residuals that were kept in another way, or are another rank's.
+        """
+        if state_dict["feedback"] != self.feedback:
+            raise InvalidArgument(
+                f"the checkpoint has {state_dict['feedback']}, fsdp.compress() was given "
+                f"{self.feedback}: give it the same"
+            )
+        self.residuals = Residuals.restored(state_dict["residuals"])
+        self.counts = dict(state_dict["counts"])
+        self._modules = dict(state_dict["modules"])
+        for name, module in list(self._modules.items()):
+            if name not in modules or any(p.name not in parameters for p in module.parameters):
+                self._cut(name)
+                del self._modules[name]
+                self.counts.pop(name, None)
+
+
+torch.serialization.add_safe_globals([Feedback, Kept, _Module, Parameter])

@@ -1,0 +1,1 @@
+"""Operators, functions, inductor, and the rewriting of compiled graphs."""

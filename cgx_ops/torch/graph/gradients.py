@@ -1,0 +1,152 @@
+"""compress_grads(): an identity whose gradients are reduced over the ranks."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from cgx_ops import Config, Rules
+from cgx_ops._core.call import Op
+from cgx_ops.config import Compressor, Rounding, config_of
+from cgx_ops.rules import require_rules
+from cgx_ops.torch.graph.functional import Group, group_name
+
+_Params = TypeVar("_Params", bound=torch.Tensor | list[torch.Tensor] | dict[str, torch.Tensor])
+
+# A message: the text of its Config, and the indices of its tensors.
+_Message = tuple[str, tuple[int, ...]]
+
+
+def compress_grads(
+    params: _Params,
+    *,
+    op: Op = "avg",
+    config: Config | None = None,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    compressor: Compressor | None = None,
+    rounding: Rounding | None = None,
+    rules: Rules | None = None,
+    group: Group = None,
+    name: str = "",
+    carrier: str = "native",
+) -> _Params:
+    """Return `params` unchanged; backward reduces their gradients over the ranks.
+
+    Call it on the weights before they are used, in eager or compiled code. Gradients of one dtype
+    and Config are one message. A tensor without a gradient is sent as zeros. Tensors that do not
+    require grad are returned untouched.
+
+    Args:
+        params: a tensor, a list, or a dict by name; float32, float16 or bfloat16.
+        op: "avg" or "sum".
+        config: how gradients are sent; None: Config().
+        bits: overrides this field of `config`; likewise `bucket_size`, `compressor` and `rounding`.
+        bucket_size: as of all_reduce().
+        compressor: as of all_reduce().
+        rounding: as of all_reduce().
+        rules: settings by name: the keys of a dict, "0", "1", ... of a list, "" of a tensor. None:
+            Rules(), which sends tensors of at most one dimension exact.
+        group: as of all_reduce(); so are `name` and `carrier`.
+        name: as of all_reduce().
+        carrier: as of all_reduce().
+
+    Returns:
+        Tensors with the values of `params`, in the same container.
+
+    Raises:
+        ValueError: an op without a gradient, a field of `config` or of a rule out of range.
+        TypeError: `params` is something else; a tensor of another dtype that requires grad.
+
+    Example:
+        >>> weight = torch.ones(10, 10, requires_grad=True)
+        >>> (used,) = cgx_ops.torch.compress_grads([weight], config=Config(bits=4))
+        >>> used.sum().backward()
+        >>> weight.grad.shape
+        torch.Size([10, 10])
+    """
+    if op not in ("sum", "avg"):
+        raise ValueError(f"op is {op!r}; it must be 'sum' or 'avg'")
+    rules = Rules() if rules is None else require_rules(rules, "compress_grads: ")
+    names, tensors = _named(params)
+    base = config_of(
+        config, bits=bits, bucket_size=bucket_size, compressor=compressor, rounding=rounding
+    )
+    rules.warn_of_unmatched(names, "compress_grads: ")
+    trained = [i for i, x in enumerate(tensors) if x.requires_grad]
+    if trained and torch.is_grad_enabled():
+        messages = _messages([(names[i], tensors[i]) for i in trained], base, rules)
+        options = (op, group_name(group), name, carrier)
+        results = _Reduced.apply(messages, options, *(tensors[i] for i in trained))
+        for i, result in zip(trained, results, strict=True):
+            tensors[i] = result
+    result: Any = tensors
+    if isinstance(params, torch.Tensor):
+        (result,) = tensors
+    elif isinstance(params, Mapping):
+        result = dict(zip(names, tensors, strict=True))
+    return result
+
+
+def _named(params: Any) -> tuple[list[str], list[torch.Tensor]]:
+    if isinstance(params, torch.Tensor):
+        return [""], [params]
+    if isinstance(params, Mapping):
+        names, tensors = list(params.keys()), list(params.values())
+    elif isinstance(params, list):
+        names, tensors = [str(i) for i in range(len(params))], list(params)
+    else:
+        raise TypeError(f"params is {params!r}; give a tensor, or a list or a dict of tensors")
+    for each, tensor in zip(names, tensors, strict=True):
+        if not isinstance(each, str):
+            raise TypeError(f"params: the key {each!r} is no str; rules need names")
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"params: '{each}' is {tensor!r}; it must be a tensor")
+    return names, tensors
+
+
+def _messages(
+    named: list[tuple[str, torch.Tensor]], config: Config, rules: Rules
+) -> tuple[_Message, ...]:
+    """Return the messages, in the order of their first tensors."""
+    found: dict[tuple[torch.dtype, str], list[int]] = {}
+    for i, (name, x) in enumerate(named):
+        if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise TypeError(
+                f"params: '{name}' is {x.dtype}; float32, float16 and bfloat16 are served: leave "
+                "it out and reduce its gradient with torch.distributed"
+            )
+        key = x.dtype, str(rules.of(name, x.dim(), config))
+        found.setdefault(key, []).append(i)
+    return tuple((text, tuple(indices)) for (_, text), indices in found.items())
+
+
+class _Reduced(torch.autograd.Function):
+    """The identity; backward sends the messages."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        messages: tuple[_Message, ...],
+        options: tuple[str, str, str, str],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.messages, ctx.options = messages, options
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        op, group, name, carrier = ctx.options
+        results = list(gradients)
+        for text, indices in ctx.messages:
+            reduced = torch.ops.cgx.quantized_allreduce_coalesced(
+                [gradients[i] for i in indices],
+                op=op,
+                group_name=group,
+                config=text,
+                name=name,
+                carrier=carrier,
+            )
+            for i, each in zip(indices, reduced, strict=True):
+                results[i] = each
+        return (None, None, *results)

@@ -1,0 +1,343 @@
+"""ExchangingOptimizer: what optimizers do alike that average over the ranks by themselves.
+
+  1. parameters, whose state is float32, and their settings
+  2. a step: this rank's own gradients, the exchange, the parameters
+  3. ranks that differ are told at the first step
+  4. checkpoints
+
+optim.py has the optimizers.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from cgx_ops.errors import InvalidArgument
+from cgx_ops.torch.averaging.arithmetic import full_precision
+from cgx_ops.torch.averaging.exchange import Exchange, check_parameters
+from cgx_ops.torch.averaging.grad_scaler import Scaling, handles_overflow, scaling_of
+from cgx_ops.torch.averaging.layers import layer_name
+from cgx_ops.torch.averaging.loaded import require_layers
+from cgx_ops.torch.backend import process_group
+
+
+class Trained(NamedTuple):
+    """A parameter that is about to be stepped.
+
+    Attributes:
+        name: its place among the optimizer's parameters.
+        group: its settings.
+        state: what is kept of it.
+        parameter: itself.
+        gradient: this rank's own, float32.
+    """
+
+    name: str
+    group: dict[str, Any]
+    state: dict[str, torch.Tensor]
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+
+
+@dataclass
+class Own:
+    """What of parameters' states is one rank's own.
+
+    An object of its own, so that torch.distributed.checkpoint saves that of each rank whole.
+
+    Attributes:
+        state: by parameter's number and name.
+    """
+
+    state: dict[int, dict[str, torch.Tensor]]
+
+
+torch.serialization.add_safe_globals([Own])
+
+
+@handles_overflow
+class ExchangingOptimizer(Optimizer):
+    """An optimizer that averages over ranks what it steps by.
+
+    Attributes:
+        of_state: names of a parameter's state, which is float32 and of its shape.
+        of_rank: those of them that differ between ranks.
+        of_copy: attributes that copies and pickles have besides those of torch's optimizers.
+        exchange: what travels how, steps so far, and what was lost.
+    """
+
+    of_state: ClassVar[tuple[str, ...]] = ()
+    of_rank: ClassVar[tuple[str, ...]] = ()
+    of_copy: ClassVar[tuple[str, ...]] = ("exchange", "_consolidated")
+
+    def __init__(self, params: Any, defaults: dict[str, Any], exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._alike = self._consolidated = False
+        super().__init__(params, defaults)
+
+    @property
+    def _caller(self) -> str:
+        return self.exchange.caller
+
+    # ---- 1. parameters ---------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, on all ranks alike; before the first step.
+
+        Raises:
+            TypeError: one is complex, sparse or of float64.
+            InvalidArgument: an argument is out of its range; it is too late.
+        """
+        if self.exchange.steps:
+            raise InvalidArgument(
+                f"{self._caller}: parameters are known by their order: add them before the first "
+                "step"
+            )
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self.check_group(group)
+        check_parameters(self._caller, [p for g in self.param_groups for p in g["params"]])
+        for parameter in group["params"]:
+            zeros = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+            self.state[parameter] = {name: zeros.clone() for name in self.of_state}
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise InvalidArgument if a setting of a group of parameters is out of its range."""
+        for name in ("lr", "weight_decay"):
+            if not group[name] >= 0:
+                raise InvalidArgument(
+                    f"{self._caller}: {name} is {group[name]!r}; it must be at least 0"
+                )
+
+    # ---- 2. a step -------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step all parameters. Collective: all ranks call it, after as many backward passes each.
+
+        A parameter without a gradient counts as one whose gradient is zero: other ranks may have
+        one. Those that require none are left alone. Under a torch.amp.GradScaler a step in which
+        the gradients of any rank overflow is skipped on all ranks.
+
+        Raises:
+            TypeError: a gradient is sparse or complex.
+            InvalidArgument: ranks differ in parameters or settings (at the first step, on all
+                ranks); the process group cannot be served, or the state is another rank's.
+            RuntimeError: a peer is late or gone, or sent something else; it says who and what.
+                Parameters and their states are then as they were, and the step may be made again.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_together()
+        return loss
+
+    @full_precision()
+    def _step_together(self) -> None:
+        scaling = scaling_of(self)
+        if not self._alike:
+            self._require_alike("without a GradScaler" if scaling is None else "by a GradScaler")
+        if scaling is not None and self.exchange.any_rank(scaling.overflows):
+            return
+        self._consolidated = False
+        known = [(group, p) for group in self.param_groups for p in group["params"]]
+        with self.exchange.or_refuse(self._caller):
+            trained = [
+                Trained(str(i), group, self.state[p], p, self._gradient_of(i, p, scaling))
+                for i, (group, p) in enumerate(known)
+                if p.requires_grad
+            ]
+        for each, update in zip(trained, self.updates(trained), strict=True):
+            lr, decay = each.group["lr"], each.group["weight_decay"]
+            wide = each.parameter.to(torch.float32)
+            each.parameter.copy_(wide - lr * (update + decay * wide))
+
+    def updates(self, trained: list[Trained]) -> list[torch.Tensor]:
+        """Change the states of parameters by their gradients; return what to step by."""
+        raise NotImplementedError
+
+    def averaged(
+        self, trained: list[Trained], tensors: list[torch.Tensor], *, exact: bool = False
+    ) -> list[torch.Tensor]:
+        """Return the mean over the ranks of a tensor of each parameter."""
+        return self.exchange.mean([each.name for each in trained], tensors, exact=exact)
+
+    def _gradient_of(
+        self, place: int, parameter: torch.Tensor, scaling: Scaling | None
+    ) -> torch.Tensor:
+        gradient = parameter.grad
+        if gradient is None:
+            return torch.zeros_like(parameter, dtype=torch.float32)
+        if gradient.layout != torch.strided or gradient.is_complex():
+            raise TypeError(
+                f"{self._caller}: the gradient of parameter {place} of shape "
+                f"{tuple(parameter.shape)} is {gradient.layout}, {gradient.dtype}; it must be "
+                "dense and real: make the layer with sparse=False"
+            )
+        wide = gradient.to(torch.float32)
+        return wide if scaling is None else wide * scaling.inverse
+
+    # ---- 3. ranks that differ --------------------------------------------------------------------
+
+    def _require_alike(self, stepped: str) -> None:
+        """Compare parameters and settings with those of the other ranks. Collective."""
+        digest = hashlib.sha256()
+        for group in self.param_groups:
+            for p in group["params"]:
+                digest.update(repr(tuple(p.shape)).encode())
+                digest.update(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        settings = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        mine = (digest.hexdigest(), f"{settings} step {self.exchange.steps}, {stepped}")
+        group = self.exchange.group
+        everyones: list[tuple[str, str] | None] = [None] * group.size()
+        with process_group.uncompressed():
+            dist.all_gather_object(everyones, mine, group)
+        for rank, other in enumerate(everyones):
+            assert other is not None and everyones[0] is not None
+            if other[1] != everyones[0][1]:
+                raise InvalidArgument(
+                    f"{self._caller}: rank 0 has {everyones[0][1]}, rank {rank} {other[1]}"
+                )
+            if other != everyones[0]:
+                raise InvalidArgument(
+                    f"{self._caller}: ranks 0 and {rank} have other parameters: broadcast them "
+                    "first, as DistributedDataParallel does, or load one checkpoint"
+                )
+        self._alike = True
+
+    # ---- 4. checkpoints --------------------------------------------------------------------------
+
+    def consolidate(self) -> None:
+        """Make what is each rank's own its mean over the ranks. Collective.
+
+        What is saved then can be loaded on any number of ranks.
+        """
+        group = self.exchange.group
+        self.exchange.consolidate()
+        for state in self.state.values():
+            for name in self.of_rank:
+                mean = state[name].contiguous()
+                with process_group.uncompressed():
+                    dist.all_reduce(mean, group=group)
+                state[name] = mean / group.size()
+        self._consolidated = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's optimizers return, and "exchange" and "own". Each rank saves it.
+
+        Raises:
+            InvalidArgument: torch's get_state_dict() called it, which drops these two.
+        """
+        self._refuse_get_state_dict()
+        saved = {**super().state_dict(), "exchange": self.exchange.saved(), "own": {}}
+        if self.of_rank and not self._consolidated:
+            states = saved["state"].items()
+            own = {i: {n: x for n, x in s.items() if n in self.of_rank} for i, s in states}
+            saved["state"] = {
+                i: {n: x for n, x in s.items() if n not in self.of_rank} for i, s in states
+            }
+            saved["own"] = {self._own_key(): Own(own)}
+        return saved
+
+    def _refuse_get_state_dict(self) -> None:
+        frame = inspect.currentframe()
+        while frame is not None:
+            where = frame.f_globals.get("__name__"), frame.f_code.co_name
+            if where == _DROPS_KEYS:
+                raise InvalidArgument(
+                    f"{self._caller}: torch's get_state_dict() drops the state of the exchange: "
+                    "save optimizer.state_dict() on every rank instead, and give what was saved "
+                    "to optimizer.load_state_dict()"
+                )
+            frame = frame.f_back
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles have; ranks compare theirs at the first step."""
+        own = {name: getattr(self, name) for name in self.of_copy}
+        return {**super().__getstate__(), **own, "_alike": False}
+
+    def _own_key(self) -> str:
+        group = self.exchange.group
+        return f"rank {group.rank()} of {group.size()}"
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Continue where the optimizer was that state_dict() was called of, to the bit.
+
+        Raises:
+            InvalidArgument: it is of another optimizer or another model, or lacks this rank's
+                residuals.
+        """
+        if "exchange" not in state_dict:
+            raise InvalidArgument(
+                f"{self._caller}.load_state_dict: there is no 'exchange': give what the "
+                f"state_dict() of a {self._caller} returned"
+            )
+        caller = state_dict["exchange"].get("caller")
+        if caller != self._caller:
+            raise InvalidArgument(f"{self._caller}.load_state_dict: the state is a {caller}'s")
+        owned = state_dict["own"]
+        if owned and self._own_key() not in owned:
+            raise InvalidArgument(
+                f"{self._caller}.load_state_dict: the state is of {', '.join(owned)}, and this is "
+                f"{self._own_key()}: load each rank's own, or, for another number of ranks, call "
+                "consolidate() on all ranks before the checkpoint is saved"
+            )
+        own = owned[self._own_key()].state if owned else {}
+        numbers = [i for g in state_dict["param_groups"] for i in g["params"]]
+        parameters = [p for g in self.param_groups for p in g["params"]]
+        saved = [state_dict["state"].get(i, {}) | own.get(i, {}) for i in numbers]
+        there, here = _sizes(state_dict["param_groups"]), _sizes(self.param_groups)
+        if there != here:  # told before anything is changed
+            raise InvalidArgument(
+                f"{self._caller}.load_state_dict: the state is of groups of {there} parameters, "
+                f"and these are {here}: it is another model's"
+            )
+        require_layers(
+            f"{self._caller}.load_state_dict",
+            [dict.fromkeys(map(str, each)) for each in (state_dict["state"], own)],
+            set(map(str, numbers)),
+            strict=True,
+            has_partial=False,
+        )
+        there, here = _names(state_dict["param_groups"]), _names(self.param_groups)
+        if there and here:
+            require_layers(
+                f"{self._caller}.load_state_dict",
+                [dict.fromkeys(there)],
+                here,
+                strict=True,
+                has_partial=False,
+            )
+        for i, (p, state) in enumerate(zip(parameters, saved, strict=True)):
+            found = {name: tuple(x.shape) for name, x in state.items()}
+            if found != dict.fromkeys(self.of_state, tuple(p.shape)):
+                raise InvalidArgument(
+                    f"{self._caller}.load_state_dict: parameter {i} has shape {tuple(p.shape)}, "
+                    f"and its saved state {found}: the state is another model's"
+                )
+        self.exchange.load_state_dict(state_dict["exchange"])
+        kept = {k: v for k, v in state_dict.items() if k not in ("exchange", "own")}
+        super().load_state_dict(kept)
+        for p, state in zip(parameters, saved, strict=True):
+            # As they were: torch has cast them to the parameter's dtype.
+            self.state[p] = {name: x.to(p.device, copy=True) for name, x in state.items()}
+        self._alike, self._consolidated = False, not owned
+
+
+# Keeps "state" and "param_groups" of a state_dict() and drops the rest.
+_DROPS_KEYS = "torch.distributed.checkpoint.state_dict", "_get_optim_state_dict"
+
+
+def _names(groups: list[dict[str, Any]]) -> list[str]:
+    """Return the parameters' names, if the optimizer was given named parameters."""
+    return [layer_name(name) for group in groups for name in group.get("param_names", ())]
+
+
+def _sizes(groups: list[dict[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
