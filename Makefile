@@ -18,8 +18,8 @@ BUILT = $(DEMO_BUILT)$(if $(NVCC),-with-cuda) .venv/.ready-for-tests
 demo: $(DEMO_BUILT)
 	$(BIN)/python examples/demo.py
 
-# Two halves at once, since few tests keep two cores busy. test_cpp.py is with the bindings, so that
-# both take as long.
+# Two halves at once, since few tests keep two cores busy. The C++ tests are with the bindings, so
+# that both take as long.
 HALVES = $(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target
 DAILY = not exhaustive and not slow
 SLOW = slow and not exhaustive
@@ -32,11 +32,11 @@ test: $(BUILT)
 # less time. test-all has them.
 test-bindings: export XLA_FLAGS := --xla_backend_optimization_level=0
 test-bindings: $(BUILT)
-	$(BIN)/python -m pytest tests/test_jax_*.py tests/test_torch_*.py tests/test_cpp.py -m "$(DAILY)"
+	$(BIN)/python -m pytest tests/jax tests/torch tests/cpp/test_cpp.py -m "$(DAILY)"
 
 test-core: $(BUILT)
-	$(BIN)/python -m pytest tests --ignore-glob="tests/test_jax_*" --ignore-glob="tests/test_torch_*" \
-	  --ignore=tests/test_cpp.py -m "$(DAILY)"
+	$(BIN)/python -m pytest tests --ignore=tests/jax --ignore=tests/torch \
+	  --ignore=tests/cpp/test_cpp.py -m "$(DAILY)"
 
 # What .ci/run has beside these, in halves that take as long.
 test-slow: $(BUILT)
@@ -44,10 +44,10 @@ test-slow: $(BUILT)
 	@$(HALVES) slow-torch slow-rest
 
 slow-torch: $(BUILT)
-	$(BIN)/python -m pytest tests/test_torch_*.py -m "$(SLOW)"
+	$(BIN)/python -m pytest tests/torch -m "$(SLOW)"
 
 slow-rest: $(BUILT)
-	$(BIN)/python -m pytest tests --ignore-glob="tests/test_torch_*" -m "$(SLOW)"
+	$(BIN)/python -m pytest tests --ignore=tests/torch -m "$(SLOW)"
 
 test-all: $(BUILT)
 	$(BIN)/python -m pytest tests
@@ -108,10 +108,10 @@ fuzz: .venv/.ready
 	  build/fuzz/fuzz_$$target -runs=$(RUNS) -max_len=512 -artifact_prefix=build/fuzz/$$target- \
 	    build/fuzz/corpus/$$target tests/fuzz/corpus/$$target; done
 
-# The kernels of aarch64, under QEMU: tests/test_neon.py says what that needs.
+# The kernels of aarch64, under QEMU: tests/cpp/test_neon.py says what that needs.
 .PHONY: neon
 neon: $(BUILT)
-	$(BIN)/python -m pytest tests/test_neon.py
+	$(BIN)/python -m pytest tests/cpp/test_neon.py
 
 # With a GPU: the tests of CUDA, then its benchmarks, which write docs/gpu.md's tables. They use the
 # packages of PYTHON, not .venv, and no network; nothing is installed.
@@ -120,7 +120,7 @@ gpu: gpu-test gpu-bench
 
 gpu-test gpu-bench: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-test: gpu-build
-	CGX_REQUIRE_GPU=1 $(PYTHON) -m pytest tests/test_cuda_*.py
+	CGX_REQUIRE_GPU=1 $(PYTHON) -m pytest tests/cuda
 
 gpu-bench: gpu-build
 	$(PYTHON) benchmarks/gpu.py

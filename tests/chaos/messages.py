@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from collective_cases import Case
+from support.collective_cases import Case
 
 from chaos.rounds import Round
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import collective_cases
 import numpy as np
-from collective_cases import Case
+from support import collective_cases
+from support.collective_cases import Case
 
 from cgx_ops import Communicator, Request
 

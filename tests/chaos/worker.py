@@ -24,7 +24,7 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import numpy as np
-from collective_cases import Case
+from support.collective_cases import Case
 
 import cgx_ops
 from cgx_ops import (

@@ -1,6 +1,6 @@
 // The hierarchical allreduce with threads as ranks, of hosts that are made up: exact results, any
 // number in flight, more messages than may be unread, ranks that leave; and the topology's
-// arithmetic. Bits are tests/test_hierarchical.py's; this is for ThreadSanitizer and
+// arithmetic. Bits are tests/core/test_hierarchical.py's; this is for ThreadSanitizer and
 // AddressSanitizer too.
 #include <numeric>
 

@@ -1,5 +1,5 @@
 // The wire `mpi` between processes, each with a device made of a thread, whose memory any MPI
-// reaches. Started under mpirun by tests/test_mpi_fabric.py; the argument is one of:
+// reaches. Started under mpirun by tests/core/test_mpi_fabric.py; the argument is one of:
 //
 //   cases    as on CPUs, to the bit: all ranks, a few of them, several communicators at once; and
 //            where the wire is not for these ranks

@@ -1,5 +1,5 @@
 // Segments that lie anywhere, with residuals, and refused collectives, many in flight, on threads
-// as ranks. Their bits are tests/test_segments.py's; this is for ThreadSanitizer and
+// as ranks. Their bits are tests/numpy/test_segments.py's; this is for ThreadSanitizer and
 // AddressSanitizer.
 #include <algorithm>
 #include <memory>

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
+from support import launch
 
 BITS = {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"}
 HERE = Path(__file__).parent

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-import launch
 import pytest
+from support import launch
 
 pytest.importorskip("lightning")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cuda_core import CONFIG, CUDA, NUMEL, Finding, allreduce, check, differs, enqueue
+from support.cuda_core import CONFIG, CUDA, NUMEL, Finding, allreduce, check, differs, enqueue
 
 from cgx_ops import CgxError, Communicator, Config
 from cgx_ops._core import library

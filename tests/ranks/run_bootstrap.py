@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mpi4py
 import numpy as np
-from file_store import allgather_by_files
+from support.file_store import allgather_by_files
 
 from cgx_ops import Communicator, Config
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from jax import NamedSharding, lax
 from jax.sharding import PartitionSpec as P
-from jax_cases import mesh_of, use_cpu_devices
+from support.jax_cases import mesh_of, use_cpu_devices
 
 import cgx_ops.jax
 import cgx_ops.torch

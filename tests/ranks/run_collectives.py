@@ -11,8 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import collective_cases
-import launch
+from support import collective_cases, launch
 
 import cgx_ops
 

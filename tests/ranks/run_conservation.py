@@ -8,8 +8,8 @@ Each rank writes <folder>/<rank>.npz: by row of conservation.FED_BACK what conse
 import sys
 from pathlib import Path
 
-import conservation
 import numpy as np
+from support import conservation
 
 import cgx_ops
 from cgx_ops import Config
@@ -23,7 +23,7 @@ def main(folder: str, binding: str, algorithm: str) -> None:
     comm = cgx_ops.init()
     if binding == "torch c10d":
         import torch.distributed as dist
-        import torch_cases  # noqa: F401  cgx_ops.torch, which tells torch the ranks
+        from support import torch_cases  # noqa: F401  cgx_ops.torch, which tells torch the ranks
 
         dist.init_process_group("gloo")
     found = {}

@@ -24,13 +24,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import collective_cases
-import launch
 import numpy as np
 import torch
-from collective_cases import Case
-from cuda_cases import BITS, DTYPES, ROUNDINGS, SIZES
-from cuda_core import (
+from cuda_failures import bad, lost, memory, mismatch
+from support import collective_cases, launch
+from support.collective_cases import Case
+from support.cuda_cases import BITS, DTYPES, ROUNDINGS, SIZES
+from support.cuda_core import (
     CONFIG,
     CUDA,
     NUMEL,
@@ -42,7 +42,6 @@ from cuda_core import (
     differs,
     enqueue,
 )
-from cuda_failures import bad, lost, memory, mismatch
 
 import cgx_ops
 from cgx_ops import CgxError, Communicator, Config

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import mlir
-from jax_cases import (
+from support.jax_cases import (
     PROCESSES,
     SRA,
     expected,

@@ -21,8 +21,8 @@ import checks
 import pytest
 import torch
 import torch.distributed
-import torch_cases as tc
-from cuda_cases import BITS, DTYPES, ROUNDINGS, SIZES
+from support import torch_cases as tc
+from support.cuda_cases import BITS, DTYPES, ROUNDINGS, SIZES
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh

@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import collective_cases
 import numpy as np
+from support import collective_cases
 
 import cgx_ops
 from cgx_ops import Communicator, Config, MismatchError

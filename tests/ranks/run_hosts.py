@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import collective_cases
+from support import collective_cases
 
 import cgx_ops
 

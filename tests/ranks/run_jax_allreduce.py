@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import io_callback
-from jax_cases import SRA, expected, normal, same_bits, seed_of
+from support.jax_cases import SRA, expected, normal, same_bits, seed_of
 
 import cgx_ops
 from cgx_ops import Config

@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_carrier_cases import BF16, CASES, Case, Values
-from jax_cases import expected, mesh_of, on_mesh, same_bits, use_cpu_devices
+from support.jax_carrier_cases import BF16, CASES, Case, Values
+from support.jax_cases import expected, mesh_of, on_mesh, same_bits, use_cpu_devices
 
 import cgx_ops.jax
 from cgx_ops._core import library

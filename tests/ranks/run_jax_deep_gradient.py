@@ -13,7 +13,7 @@ import reference
 from failing import fails
 from jax import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_cases import mesh_of, normal, use_cpu_devices
+from support.jax_cases import mesh_of, normal, use_cpu_devices
 
 import cgx_ops.jax
 from cgx_ops.jax import deep_gradient, state_specs

@@ -15,13 +15,13 @@ from typing import Any
 
 import checks
 import jax
-import jax_diloco_cases as cases
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from failing import fails
-from jax_cases import fetch, mesh_of, normal, on_mesh, spread, use_cpu_devices
-from jax_diloco_cases import PLAIN, SPARSE, STREAMING, loop_options, trained, weights
+from support import jax_diloco_cases as cases
+from support.jax_cases import fetch, mesh_of, normal, on_mesh, spread, use_cpu_devices
+from support.jax_diloco_cases import PLAIN, SPARSE, STREAMING, loop_options, trained, weights
 
 import cgx_ops
 import cgx_ops.jax

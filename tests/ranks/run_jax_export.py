@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import serialize_executable
 from jax.sharding import PartitionSpec as P
-from jax_cases import (
+from support.jax_cases import (
     SRA,
     Values,
     expected,

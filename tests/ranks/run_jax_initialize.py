@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax_cases import SRA, expected, mesh_of, normal, on_mesh, same_bits, spread
-from jax_fault_cases import check_backend, error_of
+from support.jax_cases import SRA, expected, mesh_of, normal, on_mesh, same_bits, spread
+from support.jax_fault_cases import check_backend, error_of
 
 import cgx_ops
 import cgx_ops.jax

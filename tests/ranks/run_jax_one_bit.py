@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_cases import fetch, mesh_of, use_cpu_devices
+from support.jax_cases import fetch, mesh_of, use_cpu_devices
 
 import cgx_ops.jax
 from cgx_ops import Config

@@ -16,7 +16,7 @@ import optax
 import orbax.checkpoint as ocp
 from jax import NamedSharding, lax
 from jax.sharding import PartitionSpec as P
-from jax_cases import SRA, expected, mesh_of, normal, same_bits, seed_of, use_cpu_devices
+from support.jax_cases import SRA, expected, mesh_of, normal, same_bits, seed_of, use_cpu_devices
 
 import cgx_ops.jax
 from cgx_ops.jax import average_gradients, state_specs

@@ -14,7 +14,7 @@ import threading
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jax_cases import (
+from support.jax_cases import (
     PROGRAMS,
     mesh_of,
     on_mesh,

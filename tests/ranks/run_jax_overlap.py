@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax_cases import (
+from support.jax_cases import (
     CALLS,
     NUMEL,
     SRA,

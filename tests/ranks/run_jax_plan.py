@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_cases import mesh_of, use_cpu_devices
+from support.jax_cases import mesh_of, use_cpu_devices
 
 import cgx_ops.jax
 from cgx_ops.planner import Plan

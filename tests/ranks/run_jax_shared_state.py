@@ -21,7 +21,7 @@ for framework in frameworks if even else reversed(frameworks):
     importlib.import_module(f"cgx_ops.{framework}")
 
 import torch  # noqa: E402
-from jax_cases import (  # noqa: E402
+from support.jax_cases import (  # noqa: E402
     SRA,
     expected,
     mesh_of,

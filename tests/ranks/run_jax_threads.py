@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jax_cases import (
+from support.jax_cases import (
     PROGRAMS,
     SRA,
     Values,

@@ -6,9 +6,9 @@ Rank 0 prints, for each, a line of JSON: the settings that the core is given, by
 import json
 from typing import Any
 
-import rules_cases as cases
 import torch
 import torch.distributed as dist
+from support import rules_cases as cases
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from file_store import allgather_by_files
+from support.file_store import allgather_by_files
 
 from cgx_ops import Communicator, Config, DeadlineExceeded, PeerFailed, SystemFailure
 

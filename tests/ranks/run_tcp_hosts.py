@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import collective_cases
 import mpi4py
 import numpy as np
-from file_store import allgather_by_files
 from run_hosts import CASES
+from support import collective_cases
+from support.file_store import allgather_by_files
 
 from cgx_ops import CgxError, Communicator, Config
 

@@ -18,7 +18,7 @@ import numpy as np
 import reference
 import torch
 import torch.distributed as dist
-import torch_cases as tc
+from support import torch_cases as tc
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config

@@ -12,8 +12,8 @@ from typing import Any
 import checks
 import torch
 import torch.distributed as dist
-import torch_cases as tc
-from torch_codecs import CONFIGS, FEEDBACK
+from support import torch_cases as tc
+from support.torch_codecs import CONFIGS, FEEDBACK
 
 import cgx_ops
 from cgx_ops import Config

@@ -14,8 +14,8 @@ from typing import Any
 
 import checks
 import torch
-import torch_cases as tc
 import torch_refused
+from support import torch_cases as tc
 from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config

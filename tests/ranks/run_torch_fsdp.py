@@ -2,13 +2,13 @@
 
     mpirun -np 2 python run_torch_fsdp.py CHECK ...
 
-Some checks need four ranks: test_torch_fsdp.py says which. Every message that FSDP hands to the
+Some checks need four ranks: torch/test_fsdp.py says which. Every message that FSDP hands to the
 core is recorded, and compared with the oracle's. The checks are in torch_fsdp/.
 """
 
 import checks
 import torch.distributed as dist
-import torch_cases as tc
+from support import torch_cases as tc
 from torch_fsdp import adaptive, ambient, feedback, messages, refusals, rules, training
 
 

@@ -17,7 +17,7 @@ import reference
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-import torch_cases as tc
+from support import torch_cases as tc
 from torch.distributed.device_mesh import init_device_mesh
 
 from cgx_ops import Config, Rules

@@ -11,8 +11,8 @@ import checks
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch_cases as tc
-from noise_cases import Errors, check_independent, errors, values
+from support import torch_cases as tc
+from support.noise_cases import Errors, check_independent, errors, values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

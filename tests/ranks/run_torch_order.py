@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import checks
 import torch
-import torch_cases as tc
+from support import torch_cases as tc
 from torch._inductor import config as inductor_config
 
 import cgx_ops

@@ -20,7 +20,7 @@ import checks
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-import torch_cases as tc
+from support import torch_cases as tc
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass

@@ -3,9 +3,9 @@
 import re
 
 import torch
-import torch_cases as tc
+from support import torch_cases as tc
+from support.torch_bad_calls import BAD_CALLS
 from torch._dynamo.exc import TorchRuntimeError
-from torch_bad_calls import BAD_CALLS
 
 import cgx_ops
 

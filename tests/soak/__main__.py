@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import launch
 from rich.console import Console
 from rich.table import Table
+from support import launch
 
 from soak.loads import BATCHES, LOADS, WINDOWS, count
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from collective_cases import Case, config_of, converges, digest, of_compressors, result_of
+from support.collective_cases import Case, config_of, converges, digest, of_compressors, result_of
 
 from cgx_ops import Communicator, Config
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-import torch_cases as tc
+from support import torch_cases as tc
 
 from cgx_ops import Communicator, Config
 

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed
-import torch_cases as tc
+from support import torch_cases as tc
+from support.torch_codecs import CONFIGS
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch_codecs import CONFIGS
 
 from cgx_ops import Communicator, Config
 from cgx_ops.torch import BackendOptions, compressed, uncompressed

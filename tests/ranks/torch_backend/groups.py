@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed
-import torch_cases as tc
+from support import torch_cases as tc
 from torch.distributed.device_mesh import init_device_mesh
 
 import cgx_ops

@@ -7,7 +7,7 @@ import pytest
 import reference
 import torch
 import torch.distributed
-import torch_cases as tc
+from support import torch_cases as tc
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from cgx_ops import Communicator

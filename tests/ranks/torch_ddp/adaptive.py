@@ -17,8 +17,8 @@ import numpy as np
 import reference
 import torch
 import torch.distributed as dist
-import torch_cases as tc
 from failing import fails
+from support import torch_cases as tc
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch_cases as tc
+from support import torch_cases as tc
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch_cases as tc
 from failing import fails
 from shared_folder import folder_of_all
+from support import torch_cases as tc
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load

@@ -11,8 +11,8 @@ import numpy as np
 import reference
 import torch
 import torch.distributed as dist
-import torch_cases as tc
 from shared_folder import folder_of_all
+from support import torch_cases as tc
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard

@@ -12,7 +12,7 @@ from typing import Any
 import reference
 import torch
 import torch.distributed as dist
-import torch_cases as tc
+from support import torch_cases as tc
 from torch import nn
 from torch.distributed.distributed_c10d import (
     _resolve_process_group,  # pyright: ignore[reportPrivateImportUsage]

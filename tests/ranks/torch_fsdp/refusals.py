@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch_cases as tc
+from support import torch_cases as tc
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch_cases as tc
 from shared_folder import folder_of_all
+from support import torch_cases as tc
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch_cases as tc
 from ambient_settings import DEFAULTS, Setting, around_backward, autocast
+from support import torch_cases as tc
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import RANK, batch, identical_on_all_ranks, loss_of, network, weights_of

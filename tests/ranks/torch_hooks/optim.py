@@ -13,9 +13,9 @@ import numpy as np
 import reference
 import torch
 import torch.distributed as dist
-import torch_cases as tc
 from failing import fails
 from shared_folder import folder_of_all
+from support import torch_cases as tc
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save

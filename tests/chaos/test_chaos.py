@@ -1,0 +1,26 @@
+"""A slice of `make chaos`: what must hold when ranks die, stop, run out of something or raise."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support import launch
+
+ROUNDS = [("shm", 12), ("tcp", 8), ("mpi", 4), ("hybrid", 4)]
+ROUNDS += [pytest.param(*more, marks=pytest.mark.exhaustive) for more in [("shm", 40), ("tcp", 40)]]
+ROUNDS += [pytest.param(each, 12, marks=pytest.mark.exhaustive) for each in ("mpi", "hybrid")]
+
+
+@pytest.mark.parametrize(("transport", "rounds"), ROUNDS)
+def test_survivors(transport: str, rounds: int) -> None:
+    """Each has the oracle's bits or an error in time, is usable, and has left nothing."""
+    command = [sys.executable, "-m", "chaos", "--transport", transport, "--rounds", str(rounds)]
+    done = subprocess.run(
+        [*command, "--seed", "1", "--seconds", "200"],
+        env={**os.environ, "PYTHONPATH": launch.python_path()},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

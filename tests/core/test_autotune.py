@@ -1,0 +1,172 @@
+"""bits_for(): what follows from times that are given, the same on all ranks."""
+
+import logging
+
+import pytest
+from support.launch import threads
+
+import cgx_ops
+from cgx_ops import Communicator, Config, InvalidArgument
+from cgx_ops.autotune import (
+    SIZES,
+    Timings,
+    Verdict,
+    best_bits,
+    choices_of,
+    measured,
+    sentence,
+    set_verdict,
+    told_of,
+)
+from cgx_ops.planner import Costs
+
+NEAREST = Config(rounding="nearest", error_feedback=False)
+
+
+def of(costs: Costs, *, exact_per_value: float = 0.0, bits: tuple[int, ...] = (8, 4)) -> Timings:
+    """Return what allreduces would take by the planner's model, exact and in some bits."""
+    link = [costs.latency + costs.link_fixed + 4 * n * costs.link_per_byte for n in SIZES]
+    seconds = {
+        32: tuple(
+            each + exact_per_value * n for each, n in zip(link, SIZES, strict=True)
+        )
+    }  # fmt: skip
+    for b in bits:
+        seconds[b] = tuple(
+            costs.latency + costs.encode_fixed + costs.link_fixed + costs.decode_fixed
+            + n * (costs.encode_per_value + costs.decode_per_value + b / 8 * costs.link_per_byte)
+            for n in SIZES
+        )  # fmt: skip
+    return Timings(SIZES, seconds)
+
+
+CODEC = {"encode_fixed": 2e-5, "decode_fixed": 2e-5, "encode_per_value": 5e-10}
+GIGABIT = of(Costs(**CODEC, link_per_byte=8e-9, latency=1e-4))
+MEMORY = of(Costs(**CODEC, link_per_byte=5e-11, latency=1e-5))
+
+
+# ---- what follows from times ---------------------------------------------------------------------
+
+
+def test_break_even_is_where_the_lines_say() -> None:
+    verdict = Verdict.of(GIGABIT)
+    eight = (1.4e-4 - 0.9e-4) / (0.9 * 32e-9 - 4.5e-9)  # 0.9 (1e-4 + 32e-9 n) = 1.4e-4 + 4.5e-9 n
+    four = 0.14e-4 / (8.5e-9 - 1.1 * 4.5e-9)  # 1.4e-4 + 8.5e-9 n = 1.1 (1.4e-4 + 4.5e-9 n)
+    assert [bits for _, bits in verdict.larger[4]] == [8, 4]
+    for (at, bits), exactly in zip(verdict.larger[4], (eight, four), strict=True):
+        assert exactly <= at <= exactly * 2 ** (1 / 8)
+        assert verdict.bits(at - 1) != verdict.bits(at) == bits
+    assert verdict.bits(10**9) == 4
+
+
+def test_halves_pay_later() -> None:
+    verdict = Verdict.of(GIGABIT)
+    assert verdict.larger[2][0][0] > verdict.larger[4][0][0]
+    assert verdict.bits(10**6, element_bytes=2) == 4
+
+
+def test_memory_needs_no_compression() -> None:
+    assert Verdict.of(MEMORY).larger == {4: (), 2: ()}
+
+
+def test_of_equally_fast_choices_the_most_bits() -> None:
+    slow_sums = of(Costs(encode_per_value=1e-7, link_per_byte=1e-9), exact_per_value=2e-7)
+    assert best_bits(slow_sums, 10**6) == 8  # 204 ms exact, 101 in 8 bits, 100.5 in 4
+    bits = (8, 4, 2)
+    assert best_bits(of(Costs(**CODEC, link_per_byte=1e-8), bits=bits), 10**6) == 2
+
+
+def test_noise_shall_not_cost_accuracy() -> None:
+    timings = Timings((1024, 65536), {32: (1.0, 1.0), 8: (0.95, 0.95), 4: (0.92, 0.92)})
+    assert Verdict.of(timings).larger[4] == ()
+
+
+def test_one_size_alone_and_a_line_that_falls() -> None:
+    alone = Timings((1024,), {32: (1.0,), 4: (0.5,)})
+    assert alone.at(32, 512) == 1 and alone.at(32, 4096) == 4
+    assert Timings((1024, 4096), {32: (2.0, 1.0)}).at(32, 10**6) == 2
+
+
+def test_two_bits_are_for_those_who_get_back_what_is_lost() -> None:
+    assert choices_of(NEAREST) == (8, 4)
+    assert choices_of(Config(error_feedback=True)) == (8, 4, 2)
+    assert choices_of(Config(compressor="levels")) == (4, 2)
+    assert choices_of(Config(compressor="levels", error_feedback=False)) == (4,)
+    diverges = Config(compressor="qsgd", error_feedback=True, bucket_size=32)
+    assert choices_of(diverges) == (8, 4)  # in 2 bits
+
+
+def test_the_verdict_is_a_sentence() -> None:
+    told = sentence(GIGABIT, 25_000_000)
+    assert told == (
+        "On this link 4 bits pay from 8.72 KiB on; a step of your 25 M parameters: 800 ms -> "
+        "113 ms."
+    )
+    assert sentence(MEMORY, 25_000_000).startswith("On this link compression does not pay")
+
+
+def test_there_is_no_verdict_far_from_what_was_timed() -> None:
+    told = sentence(GIGABIT, 16 * GIGABIT.numels[-1] + 4)
+    assert told.startswith("No verdict for ")
+    assert "the largest at least" in told
+    one = Timings((1024,), {32: (1e-3,), 8: (5e-4,)})
+    assert sentence(one, 1024).startswith("No verdict for 0.00102 M parameters, 4 KiB")
+    two = Timings((1024, 2048), {32: (1e-3, 2e-3), 8: (1e-4, 2e-4)})
+    assert "8 bits pay from 4 KiB on" in sentence(two, 4096)
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+def test_bits_follow_from_the_verdict() -> None:
+    verdict = Verdict.of(GIGABIT)
+
+    def run(_rank: int, comm: Communicator) -> list[int]:
+        set_verdict(comm, NEAREST, verdict)
+        found = [cgx_ops.bits_for(comm, numel, NEAREST) for numel in (100, 3000, 50_000)]
+        found.append(cgx_ops.bits_for(comm, 3000, NEAREST, element_bytes=2))
+        assert "8 bits from 8.72 KiB on, 4 bits from" in comm.stats().auto
+        assert "auto: 8 bits" in str(comm.stats())
+        return found
+
+    assert threads(3, run) == [[32, 8, 4, verdict.bits(3000, 2)]] * 3
+
+
+def test_what_is_measured_is_the_same_on_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "cgx_ops.autotune")
+
+    def run(_rank: int, comm: Communicator) -> tuple[Timings, int, str]:
+        first = cgx_ops.bits_for(comm, 100_000)
+        known = comm.collectives
+        assert cgx_ops.bits_for(comm, 100_000, Config(bits=8)) == first
+        assert comm.collectives == known, "it was measured again"
+        return measured(comm, Config()), first, comm.stats().auto
+
+    first, *others = threads(3, run)
+    assert others == [first, first]
+    assert set(first[0].seconds) == {32, 8, 4}
+    assert "bits by size: " in caplog.text
+
+
+def test_a_closed_communicators_verdict_is_forgotten() -> None:
+    [comm] = Communicator.local(1)
+    set_verdict(comm, NEAREST, Verdict.of(GIGABIT))
+    assert told_of(comm.id)
+    comm.close()
+    assert not told_of(comm.id)
+
+
+def test_one_rank_alone_measures_nothing() -> None:
+    [comm] = Communicator.local(1)
+    assert cgx_ops.bits_for(comm, 10**9) == 32
+    assert comm.collectives == 0
+    comm.close()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    [comm] = Communicator.local(1)
+    with pytest.raises(InvalidArgument, match="has no bits to choose"):  # as on several ranks
+        cgx_ops.bits_for(comm, 100, Config(compressor="half"))
+    with pytest.raises(InvalidArgument, match="element_bytes is 8"):
+        cgx_ops.bits_for(comm, 100, element_bytes=8)
+    comm.close()

@@ -1,0 +1,105 @@
+"""The statistic of a tensor: the core's is the oracle's to the bit, on all CPU targets."""
+
+import os
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference
+from support.launch import python_path
+
+from cgx_ops import Config, InvalidArgument, Unsupported
+from cgx_ops._core import library
+from cgx_ops.planner import statistic
+
+_SIZES = (1, 5, 511, 1000, 3000)
+_BUCKETS = (20, 64, 512, 2**40)
+
+
+def _tensors() -> list[np.ndarray]:
+    """Return values of all dtypes: usual, tiny, huge, constant, zero."""
+    random = np.random.default_rng(0)
+    found = []
+    for numel in _SIZES:
+        usual = random.standard_t(3, numel)
+        for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
+            found += [usual.astype(dtype), np.full(numel, 0.75, dtype), np.zeros(numel, dtype)]
+        found += [(usual * scale).astype(np.float32) for scale in (1e-38, 1e-42, 1e35)]
+    return found
+
+
+def _of_core() -> list[float]:
+    configs = [
+        Config(bits=4, bucket_size=size, compressor=compressor)
+        for size in _BUCKETS
+        for compressor in ("uniform", "levels")
+    ]
+    return [statistic(values, config) for values in _tensors() for config in configs]
+
+
+def test_is_the_oracles_to_the_bit() -> None:
+    expected = [
+        reference.statistic(values, size, ranges=ranges)
+        for values in _tensors()
+        for size in _BUCKETS
+        for ranges in (True, False)
+    ]
+    assert all(map(np.isfinite, expected))
+    assert _of_core() == expected
+
+
+@pytest.mark.slow
+def test_is_the_same_on_every_cpu_target() -> None:
+    program = (
+        "import hashlib, struct, test_statistic as t; found = t._of_core();"
+        "print(hashlib.sha256(struct.pack(f'{len(found)}d', *found)).hexdigest())"
+    )
+    targets = library.describe()["cpu_targets"]
+    assert len(targets) > 1
+    told = {
+        target: subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "CGX_CPU_TARGET": target, "PYTHONPATH": python_path()},
+            cwd=os.path.dirname(__file__),
+            check=True,
+            capture_output=True,
+            timeout=120,
+        ).stdout
+        for target in targets
+    }
+    assert len(set(told.values())) == 1, told
+
+
+@pytest.mark.parametrize("compressor", ["uniform", "levels"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_shows(compressor: str, bad: float) -> None:
+    values = np.ones(1000, np.float32)
+    values[700] = bad
+    config = Config(compressor=compressor)  # pyright: ignore[reportArgumentType]
+    assert np.isnan(statistic(values, config))
+
+
+def test_a_range_that_overflows_shows() -> None:
+    assert np.isnan(statistic(np.array([3e38, -3e38], np.float32)))
+
+
+def test_a_bucket_that_travels_exact_loses_nothing() -> None:
+    values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    some = Config(skip_incomplete_buckets=True)
+    assert statistic(values, some) == statistic(values[:512])
+    assert statistic(values[:500], some) == 0
+    # One bucket that the tensor does not fill.
+    assert statistic(values, Config(bucket_size=4096, skip_incomplete_buckets=True)) == 0
+
+
+@pytest.mark.parametrize("config", [Config(compressor="topk"), Config(rotation=32)])
+def test_what_cannot_be_predicted_is_refused(config: Config) -> None:
+    with pytest.raises(Unsupported, match="predicted"):
+        statistic(np.ones(4, np.float32), config)
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises((Unsupported, InvalidArgument), match="float64"):
+        statistic(np.ones(4))

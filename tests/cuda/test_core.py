@@ -1,0 +1,153 @@
+"""The core on a GPU that ranks share: results to the bit, streams, graphs, failures.
+
+Ranks are processes over both wires (COMMUNICATOR_TYPE: SHM is direct, MPI is staged through the
+host), or threads of one process. What they run is in tests/ranks/run_cuda_core.py.
+"""
+
+import json
+from typing import Any
+
+import pytest
+from support.cuda_cases import WIRES, missing_gpu, missing_torch_gpu, needs_torch_gpu, on_one_gpu
+
+pytestmark = [needs_torch_gpu, pytest.mark.timeout(900)]
+PROGRAM = "run_cuda_core.py"
+
+
+def ranks(n: int, *args: object, **options: Any) -> list[Any]:
+    """Return what each rank found."""
+    outputs = on_one_gpu(n, PROGRAM, *args, **options)
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def test_gpu_is_found() -> None:
+    """Under `make gpu` (CGX_REQUIRE_GPU=1) this says what is missing; else all of this skips."""
+    assert missing_gpu() == ""
+    assert missing_torch_gpu() == ""
+
+
+# ---- 1. Results ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "wire", "sets"),
+    [
+        (1, "SHM", ["features", "by_size"]),
+        (2, "SHM", ["matrix", "features", "by_size", "compressors"]),
+        (2, "MPI", ["sample", "features", "by_size"]),
+        (2, "AUTO", ["sample"]),
+        (4, "SHM", ["sample", "features", "by_size"]),
+        (4, "MPI", ["sample", "features", "compressors, some"]),
+    ],
+)
+def test_results_are_the_cpu_s(n: int, wire: str, sets: list[str]) -> None:
+    """To the bit, with CPU and GPU collectives of one communicator in turns."""
+    for rank, found in enumerate(ranks(n, "results", *sets, wire=wire, timeout=800)):
+        assert n == 1 or found["wire"] == WIRES.get(wire, "direct")
+        assert found["count"] > 300
+        assert not found["wrong"], f"rank {rank}: {len(found['wrong'])} of {found['count']} differ"
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_results_of_threads(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many ranks in one process, each on a stream of its own."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # docs/gpu.md says why
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+    args = ("results", "--threads", n, "features", "by_size")
+    (output,) = on_one_gpu(1, PROGRAM, *args, timeout=800)
+    found = [json.loads(line) for line in output.splitlines()[-n:]]
+    assert [(each["count"] > 300, each["wrong"]) for each in found] == [(True, [])] * n
+
+
+def test_codec() -> None:
+    """The kernels of one rank by themselves."""
+    (found,) = ranks(1, "codec")
+    assert found["count"] > 300 and not found["wrong"], found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("wire", WIRES)
+def test_more_than_two_to_the_31_bytes(wire: str) -> None:
+    assert ranks(2, "large", wire=wire, timeout=800) == [True, True]
+
+
+# ---- 2. Streams and graphs -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("n", [2, 4])
+def test_streams(n: int, wire: str) -> None:
+    """Work before and after on the stream, side streams, several communicators at once."""
+    assert ranks(n, "streams", wire=wire) == [[]] * n
+
+
+@pytest.mark.parametrize(("n", "wire"), [(2, "SHM"), (4, "SHM"), (2, "MPI"), (2, "AUTO")])
+def test_graphs(n: int, wire: str) -> None:
+    """Recorded and replayed where devices are connected directly; else refused, with the reason."""
+    for found in ranks(n, "graphs", wire=wire):
+        assert found["wrong"] == []
+        if WIRES.get(wire) == "staged":
+            kind, text = found["refused"]
+            assert kind == "Unsupported" and "graph" in text, found["refused"]
+        else:  # ranks of one host are connected directly unless they are told otherwise
+            assert found["refused"] is None
+
+
+# ---- 3. Failures ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("n", [2, 4])
+def test_mismatch(n: int, wire: str) -> None:
+    """All ranks hear what differs, no output looks like a result; CPU collectives go on."""
+    for found in ranks(n, "mismatch", wire=wire):
+        assert found["whole"]
+        assert len(found["outcomes"]) == 8
+        for word, outcome in found["outcomes"].items():
+            kind, text = outcome["error"]
+            assert kind == "MismatchError" and word in text and "against" in text, outcome
+            assert outcome["at once"] is None and outcome["nan"] and outcome["next"], outcome
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(("n", "how"), [(2, "kill"), (4, "kill"), (4, "absent")])
+def test_lost_rank(n: int, how: str, wire: str) -> None:
+    """The others raise within the deadline (else the launch's ends them); their outputs are NaN."""
+    outputs = on_one_gpu(n, PROGRAM, "lost", how, 5, wire=wire, timeout=120, kills=True)
+    found = [json.loads(output.splitlines()[-1]) for output in outputs[:-1]]
+    for each in found:
+        assert each["error"][0] in ("PeerFailed", "DeadlineExceeded"), each
+        assert each["nan"] and each["next"], each
+    # The first to see it tells the others, which then name the one that told them.
+    assert any(f"rank {n - 1}" in each["error"][1] for each in found), found
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_bad_calls(wire: str) -> None:
+    """Each is refused with the remedy, and the communicator stays whole."""
+    remedies = {
+        "input on the host": ("InvalidArgument", "host"),
+        "output on the host": ("InvalidArgument", "host"),
+        "freed": ("InvalidArgument", "freed"),
+        "null": ("InvalidArgument", "input"),
+        "ring": ("Unsupported", "sra"),
+        "bits": ("InvalidArgument", "bits"),
+        "cgx_run of a GPU's memory": ("InvalidArgument", "cgx_enqueue"),
+        "cgx_enqueue for the CPU": ("InvalidArgument", "cgx_run"),
+        "another device": ("InvalidArgument", "cuda:1"),
+    }
+    for found in ranks(2, "bad", wire=wire):
+        assert found["whole"]
+        assert len(found["errors"]) >= len(remedies) - 1  # the last takes two GPUs
+        for name, error in found["errors"].items():
+            kind, word = remedies[name]
+            assert error and error[0] == kind and word in error[1], (name, error)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_no_memory_is_left(wire: str) -> None:
+    """An error that says so, in bounded time; memory that is free again serves."""
+    found = ranks(2, "memory", wire=wire)
+    assert all(each["later"] for each in found)
+    errors = [each["error"] for each in found if each["error"]]
+    assert any(kind == "SystemFailure" and "memory" in text for kind, text in errors), found

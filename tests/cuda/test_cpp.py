@@ -1,0 +1,46 @@
+"""The C++ tests of CUDA on a GPU: as they are, and under compute-sanitizer.
+
+cpp/test_cpp.py runs the same programs in `make test`. Those that need a GPU end with status 77
+there. Here that is a failure.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support import cpp_programs
+from support.cuda_cases import needs_gpu
+
+pytestmark = [needs_gpu, pytest.mark.timeout(900)]
+TESTS = sorted(path.stem for path in (Path(__file__).parents[1] / "cpp").glob("cuda_*_test.cc"))
+NEED_GPU = [name for name in TESTS if "device" in name]
+# Calls that fail are part of the tests; memory that is misused is not.
+TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ()}
+
+
+@pytest.fixture(scope="module")
+def programs() -> Path:
+    """Build the C++ tests; return their folder."""
+    return cpp_programs.build(*TESTS)
+
+
+def test_there_are_some() -> None:
+    assert NEED_GPU, TESTS
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_alone(name: str, programs: Path) -> None:
+    cpp_programs.run(programs / name)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("name", NEED_GPU)
+def test_under_compute_sanitizer(name: str, tool: str, programs: Path) -> None:
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path="/usr/local/cuda/bin"
+    )
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is neither on PATH nor in /usr/local/cuda/bin")
+    options = ("--tool", tool, *TOOLS[tool], "--target-processes", "all", "--error-exitcode", 1)
+    found = cpp_programs.run(sanitizer, *options, programs / name)
+    assert "ERROR SUMMARY: 0 errors" in found or "RACECHECK SUMMARY: 0 hazards" in found, found

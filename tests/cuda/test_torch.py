@@ -1,0 +1,267 @@
+"""torch.ops.cgx and the backend "cgx" on CUDA tensors.
+
+Without a GPU: which operators have kernels, and what fake CUDA tensors show of shapes, graphs and
+refusals. With one: the rank program says what is shown.
+"""
+
+import datetime
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import torch_cases as tc
+from support.cuda_cases import WIRES, needs_torch_gpu, on_one_gpu
+from support.launch import check_ok
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from cgx_ops import Communicator, Config, _torch_ops
+from cgx_ops.errors import InvalidArgument, Unsupported
+from cgx_ops.torch import ddp
+from cgx_ops.torch.ddp import bucket as ddp_bucket
+from cgx_ops.torch.graph import rewrite, work
+
+CUDA = torch.device("cuda:0")
+REDUCTIONS = [
+    "quantized_all_reduce",
+    "quantized_all_reduce_start",
+    "quantized_all_reduce_start.borrow",
+    "quantized_all_reduce_coalesced",
+    "quantized_all_reduce_coalesced_start",
+]
+
+# ---- With a GPU ----------------------------------------------------------------------------------
+
+CASES = ["values", "lists", "layouts", "in_place", "gradients", "streams", "works", "backend_calls"]
+CASES += ["what_is_compressed", "data_parallel", "sharded", "operators"]
+
+
+def ends_well(n: int, *arguments: str, wire: str = "SHM", timeout: float = 300) -> None:
+    check_ok(on_one_gpu(n, "run_cuda_torch.py", *arguments, wire=wire, timeout=timeout))
+
+
+@needs_torch_gpu
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("n", [2, 4])
+def test_every_case(n: int, wire: str) -> None:
+    ends_well(n, *CASES, wire=wire)
+
+
+@needs_torch_gpu
+def test_recorded_graphs() -> None:
+    ends_well(2, "recorded")
+
+
+@needs_torch_gpu
+def test_what_cannot_be_recorded_says_so() -> None:
+    ends_well(2, "not_recorded", wire="MPI")
+
+
+@needs_torch_gpu
+@pytest.mark.timeout(620)
+def test_compiled() -> None:
+    ends_well(2, "compiled", "compiled_and_recorded", timeout=600)
+
+
+@needs_torch_gpu
+@pytest.mark.parametrize("wire", WIRES)
+def test_ranks_that_fail(wire: str) -> None:
+    ends_well(3, "late_rank", "mismatch", wire=wire)
+
+
+# ---- Without -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake() -> Iterator[Callable[..., torch.Tensor]]:
+    """Return what makes CUDA tensors without memory; no GPU is needed for them."""
+    with FakeTensorMode():
+        yield lambda *size, **options: torch.empty(*size, **{"device": CUDA, **options})
+
+
+def test_which_operators_have_kernels() -> None:
+    def serves(name: str) -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(f"cgx::{name}", "CUDA")
+
+    assert all(map(serves, [*REDUCTIONS, "draw_seed"]))
+    assert not any(map(serves, ["carried_encode", "carried_reduce", "carried_decode"]))
+
+
+def test_no_operator_is_kept_out_of_recorded_graphs() -> None:
+    for name in REDUCTIONS:
+        packet, _, overload = name.partition(".")
+        operator = getattr(getattr(torch.ops.cgx, packet), overload or "default")
+        assert torch.Tag.cudagraph_unsafe not in operator.tags
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_results_are_where_the_input_is(fake: Callable[..., torch.Tensor], dtype: Any) -> None:
+    x = fake(20, 30, dtype=dtype).t()
+    y = tc.allreduce(x, 4)
+    assert (y.device, y.dtype, y.shape) == (CUDA, dtype, x.shape) and y.is_contiguous()
+    a, b = tc.coalesced([x, fake(3, dtype=dtype)], 4)
+    assert (a.device, b.device) == (CUDA, CUDA)
+    assert (a.shape, b.shape) == ((30, 20), (3,))
+    tc.allreduce_(x)
+    assert torch.ops.cgx.draw_seed(fake(0)).device == CUDA
+
+
+def test_a_cpu_tensor_stays_on_the_cpu(fake: Callable[..., torch.Tensor]) -> None:
+    assert tc.allreduce(fake(20, device="cpu")).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda make: tc.allreduce(make(9), carrier="c10d"), TypeError, r"CPU: use carrier='nat"),
+        (lambda make: tc.allreduce(make(9), 9), ValueError, "bits is 9"),
+        (lambda make: tc.allreduce(make(9, dtype=torch.float64)), TypeError, "Double"),
+        (
+            lambda make: tc.coalesced([make(9), make(9, device="cpu")]),
+            ValueError,
+            "tensors on cuda:0 and cpu; one message has one device",
+        ),
+        (
+            lambda make: tc.coalesced([make(9), make(9, device="cuda:1")]),
+            ValueError,
+            "tensors on cuda:0 and cuda:1",
+        ),
+        (lambda make: tc.allreduce(make(9, device="xpu")), TypeError, "the CPU and CUDA are"),
+    ],
+)
+def test_refused(
+    fake: Callable[..., torch.Tensor],
+    call: Callable[[Callable[..., torch.Tensor]], object],
+    error: type[Exception],
+    words: str,
+) -> None:
+    with pytest.raises(error, match=words):
+        call(fake)
+
+
+def test_a_seed_must_be_where_it_can_be_read() -> None:
+    options = (tc.packed(Config()), "")
+    seed = torch.empty((), dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=r"seed is on meta, x on cpu; use seed.cpu\(\)"):
+        torch.ops.cgx.quantized_all_reduce(torch.ones(20), seed, *options)
+
+
+def targets(graph: torch.fx.Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+def test_seeds_are_drawn_on_the_gpu_in_graphs(fake: Callable[..., torch.Tensor]) -> None:
+    """A number would be the same at every replay of a recorded graph."""
+    graph = make_fx(lambda x: 2 * tc.allreduce(x), tracing_mode="fake")(fake(20)).graph
+    found = targets(graph)
+    wanted = ["draw_seed.default", "quantized_all_reduce_start.default", "wait_tensor.default"]
+    assert [name.split(".", 1)[1] for name in found if name.startswith(("cgx", "_c10d"))] == wanted
+    seeds = [node for node in graph.nodes if "draw_seed" in str(node.target)]
+    assert seeds[0].meta["val"].device == CUDA
+    graph = make_fx(lambda x: 2 * tc.allreduce(x), tracing_mode="fake")(fake(20, device="cpu"))
+    seeds = [node for node in graph.graph.nodes if "draw_seed" in str(node.target)]
+    assert seeds[0].meta["val"].device.type == "cpu"
+
+
+class Model(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return tc.allreduce(2 * x, 4, rounding="nearest") + 1
+
+
+def test_export_keeps_the_operator(fake: Callable[..., torch.Tensor]) -> None:
+    exported = torch.export.export(Model(), (fake(20),))
+    assert "cgx.quantized_allreduce.default" in targets(exported.graph)
+    lowered = exported.run_decompositions()
+    assert "cgx.quantized_all_reduce_start.default" in targets(lowered.graph)
+    results = [node for node in lowered.graph.nodes if node.op == "call_function"]
+    assert all(node.meta["val"].device == CUDA for node in results)
+
+
+# ---- A build without CUDA, and one with ----------------------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["without CUDA", "with CUDA"])
+def built(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Make cgx_ops.torch believe that libcgx was built so."""
+    for module in (work, ddp_bucket, rewrite):
+        monkeypatch.setattr(
+            module, "devices", lambda: ("cpu", "cuda") if request.param else ("cpu",)
+        )
+    return request.param
+
+
+@pytest.fixture
+def comm() -> Iterator[Communicator]:
+    (made,) = Communicator.local(1)
+    yield made
+    made.close()
+
+
+def test_which_tensors_the_backend_gives_the_core(
+    fake: Callable[..., torch.Tensor], comm: Communicator, built: bool
+) -> None:
+    """There are no streams for what goes to the core, and no inner backend for the rest."""
+    if built and torch.version.cuda:
+        pytest.skip("the tests with a GPU show it")
+    how = _torch_ops.Compression(str(Config(rounding="nearest")), 0)
+    options = _torch_ops.Options(how, _torch_ops.Unasked.GRADIENTS, datetime.timedelta(seconds=5))
+    backend: Any = _torch_ops.Backend(0, 1, comm.id, {}, built, options, lambda *_: backend)
+    to_core, to_inner = "not linked with support for cuda", "nothing that moves tensors of cuda:0"
+    x, reductions = fake(600), dist.ReduceOp
+    for tensor, op, words in (
+        (x, reductions.SUM, to_core if built else to_inner),
+        (x.t(), reductions.AVG, to_core if built else to_inner),
+        (x.double(), reductions.SUM, to_inner),
+        (x, reductions.BAND, to_inner),
+    ):
+        call: Any = dist.AllreduceOptions()
+        call.reduceOp = op
+        with pytest.raises(RuntimeError, match=words):
+            backend.allreduce([tensor], call)
+    if built:
+        with pytest.raises(ValueError, match="tensors on cuda:0 and cuda:1; one message has one"):
+            backend.allreduce_coalesced([x, fake(600, device="cuda:1")])
+
+
+def test_start_refuses_what_the_build_lacks(
+    fake: Callable[..., torch.Tensor], comm: Communicator, built: bool
+) -> None:
+    x = fake(600)
+    if not built:
+        with pytest.raises(Unsupported, match="on cuda:0; it must be a dense tensor on the CPU"):
+            work.start(comm, "allreduce", x, x, Config())
+    else:
+        with pytest.raises(InvalidArgument, match="input is on cuda:0, output on cpu"):
+            work.start(comm, "allreduce", x, fake(600, device="cpu"), Config())
+
+
+def test_the_hook_says_what_the_build_lacks(fake: Callable[..., torch.Tensor], built: bool) -> None:
+    native, carried = (
+        ddp.QuantizedAllreduceState(config=Config(), carrier=carrier)
+        for carrier in ("native", "c10d")
+    )
+    problem = ddp_bucket.unsupported(native, fake(600), [])
+    assert problem == "" if built else "build cgx_ops with CUDA" in problem
+    assert ddp_bucket.unsupported(native, fake(600, device="cpu"), []) == ""
+    problem = ddp_bucket.unsupported(carried, fake(600), [])
+    assert ("use the backend 'cgx'" if built else "build cgx_ops with CUDA") in problem
+
+
+def test_what_is_rewritten(
+    fake: Callable[..., torch.Tensor], comm: Communicator, built: bool
+) -> None:
+    choice = rewrite.Choice(None, (torch.float32,), 0)
+    refusal = choice.refusal([fake(600)], "sum", comm.name)
+    assert (
+        refusal is None
+        if built
+        else refusal == ("tensors on cuda, which this build of cgx_ops does not serve")
+    )
+    words = "tensors on cuda, which a group of another backend than 'cgx' does not serve"
+    assert choice.refusal([fake(600)], "sum", "some group") == words
+    several = [fake(600), fake(600, device="cuda:1")]
+    assert choice.refusal(several, "sum", comm.name) == "tensors on several devices in one call"

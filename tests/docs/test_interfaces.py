@@ -1,0 +1,15 @@
+"""docs/interfaces.md is what its generator prints."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_the_page_is_current() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    generator = runpy.run_path(str(DOCS / "generate_interfaces.py"))
+    assert generator["page"]() == (DOCS / "interfaces.md").read_text()

@@ -1,0 +1,365 @@
+"""allreduce_q: the order of calls, errors, processes.
+
+Ranks are threads with a device each; ranks/run_jax_allreduce.py has the processes.
+"""
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from support.jax_allreduce_cases import AUTO, STEPS, X, check, on_ranks, reduce
+from support.jax_cases import SRA, expected, mesh_of, normal, on_mesh, same_bits, with_config
+from support.launch import check_ok, mpirun
+
+import cgx_ops
+from cgx_ops import Communicator, Config
+from cgx_ops.jax import allreduce_q
+
+pytestmark = pytest.mark.timeout(120)
+
+Values = npt.NDArray[Any]
+ENVIRONMENT = {
+    "XLA_FLAGS": "",
+    "JAX_PLATFORMS": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "CGX_TIMEOUT": "30",  # where a defect hangs
+}
+
+
+# ---- order -------------------------------------------------------------------------------------
+
+
+def test_independent_calls_keep_their_order() -> None:
+    """No data connects them, and no two are alike: calls that met others would fail."""
+    inputs = [normal(size, 3, size) for size in range(600, 664)]
+
+    def body(rank: int, comm: Communicator) -> Any:
+        mine = [x[rank] for x in inputs]
+        program = jax.jit(lambda xs: [reduce(comm)(x) for x in reversed(xs)])
+        return [program(mine) for _ in range(5)][-1]
+
+    check(on_ranks(3, body), [expected(x) for x in reversed(inputs)])
+
+
+def test_ranks_that_run_different_programs() -> None:
+    """A loop, calls from Python, and launches of two calls meet, and a rank compiles more."""
+
+    def loop(f: Any, x: jax.Array) -> Any:
+        return jax.jit(lambda x: lax.map(f, x))(x)
+
+    def eager(f: Any, x: jax.Array) -> Any:
+        jax.jit(lambda v: v + jax.jit(lambda v: v * 2)(v))(x)
+        return jnp.stack([f(row) for row in x])
+
+    def launches(f: Any, x: jax.Array) -> Any:
+        pair = jax.jit(lambda a, b: jnp.stack([f(a), f(b)]))
+        return jnp.concatenate([pair(x[0], x[1]), pair(x[2], x[3])])
+
+    programs = (loop, eager, launches)
+    results = on_ranks(3, lambda r, comm: programs[r](reduce(comm), jnp.asarray(X[r])))
+    check(results, np.stack(STEPS))
+
+
+def test_two_communicators() -> None:
+    """One program reduces over all ranks, over a pair, and over all again."""
+
+    def body(rank: int, comm: Communicator) -> Any:
+        pair = comm.split(None if rank == 2 else 0, name=f"{comm.name.split('/')[0]}-pair")
+
+        def program(x: jax.Array) -> Any:
+            first = reduce(comm)(x[0])
+            inside = reduce(pair)(x[1]) if pair else jnp.zeros_like(x[1])
+            return first, inside, reduce(comm)(x[2])
+
+        try:
+            return jax.block_until_ready(jax.jit(program)(X[rank]))
+        finally:
+            if pair:
+                pair.close()
+
+    results = on_ranks(3, body)
+    check(results[:2], (STEPS[0], expected(X[:2, 1]), STEPS[2]))
+    check(results[2:], (STEPS[0], np.zeros(1000, np.float32), STEPS[2]))
+
+
+def test_among_calls_from_python() -> None:
+    """Calls without a name meet their own kind, whichever is first; a name crosses the border."""
+    config = Config(rounding="nearest", algorithm="sra")
+
+    def body(rank: int, comm: Communicator) -> Any:
+        if rank == 0:
+            request = comm.allreduce_async(X[rank, 1], config=config)
+            sums = reduce(comm)(X[rank, 0])
+            both = allreduce_q(X[rank, 2], comm, name="both", config=SRA)
+        else:
+            sums = reduce(comm)(X[rank, 0])
+            request = comm.allreduce_async(X[rank, 1], config=config)
+            both = comm.allreduce(X[rank, 2], config=config, name="both")
+        return [sums, request.wait(), both]
+
+    check(on_ranks(3, body), STEPS[:3])
+
+
+def test_names_of_a_tree() -> None:
+    """The messages of two dtypes have names of their own, by their first leaf."""
+    config = Config(rounding="nearest")
+    tree = (normal(0, 2, 900), normal(1, 2, 900, dtype=np.float16))
+
+    def body(rank: int, comm: Communicator) -> Any:
+        if rank == 0:
+            return allreduce_q((tree[0][0], tree[1][0]), comm, name="t")
+        second = comm.allreduce_async(tree[1][1], config=config, name="t/1")
+        first = comm.allreduce(tree[0][1], config=config, name="t/0")
+        return first, second.wait()
+
+    check(on_ranks(2, body), tuple(expected(x, **AUTO) for x in tree))
+
+
+def test_threads_with_names() -> None:
+    """Each of four threads of a rank dispatches calls of its own name."""
+
+    def body(rank: int, comm: Communicator) -> Any:
+        results: list[Any] = [None] * 4
+
+        def dispatch(index: int) -> None:
+            with jax.default_device(jax.devices()[4 * rank + index]):
+                call = jax.jit(lambda v: allreduce_q(v, comm, name=str(index), config=SRA))
+                for _ in range(10):
+                    results[index] = np.asarray(call(X[rank, index]))
+
+        started = [threading.Thread(target=dispatch, args=(index,)) for index in range(4)]
+        for thread in started[:: 1 - 2 * rank]:
+            thread.start()
+        for thread in started:
+            thread.join()
+        return results
+
+    check(on_ranks(2, body), [expected(X[:2, row]) for row in range(4)])
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair() -> Any:
+    communicators = Communicator.local(2, timeout=20)
+    yield communicators
+    for communicator in communicators:
+        communicator.close()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.complex64])
+def test_dtypes(dtype: Any, pair: list[Communicator]) -> None:
+    with pytest.raises(TypeError, match=r"allreduce_q: x\['w'\] has dtype .*float32"):
+        allreduce_q({"w": np.zeros(3, dtype)}, pair[0])
+
+
+def test_float64(pair: list[Communicator]) -> None:
+    with jax.enable_x64(True), pytest.raises(TypeError, match=r"float64.*cast it to float32"):
+        allreduce_q(np.ones(3), pair[0])
+
+    def body(rank: int, comm: Communicator) -> Any:
+        with jax.enable_x64(True):
+            return reduce(comm)(X[rank, 0])
+
+    check(on_ranks(3, body), STEPS[0])
+
+
+@pytest.mark.parametrize("knob", ["bits", "bucket_size", "compressor", "rounding"])
+def test_traced_knobs(knob: str, pair: list[Communicator]) -> None:
+    with pytest.raises(TypeError, match=f"allreduce_q: {knob} must be a static Python value"):
+        jax.jit(lambda v: allreduce_q(np.ones(3), pair[0], **{knob: v}))(4)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "error", "words"),
+    [
+        ({"bits": 9}, ValueError, "bits is 9"),
+        ({"bucket_size": 0}, ValueError, "bucket_size is 0"),
+        ({"algorithm": "fast"}, ValueError, "algorithm is 'fast'"),
+        ({"op": "max"}, ValueError, "op is 'max'; it must be 'sum' or 'avg'"),
+        ({"carrier": "xla"}, ValueError, "use carrier='native', or psum_q in a jax.shard_map"),
+        ({"residual": [1]}, ValueError, "residual is PyTreeDef([*]), and x is PyTreeDef(*)"),
+        ({"name": 3}, TypeError, "name is 3"),
+        ({"key": 3}, TypeError, "key is 3, not a PRNG key"),
+    ],
+    ids=str,
+)
+def test_knobs_out_of_range(
+    knobs: dict[str, Any], error: type[Exception], words: str, pair: list[Communicator]
+) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        allreduce_q(np.ones(3, np.float32), pair[0], **with_config(**knobs))
+
+
+@pytest.mark.parametrize("comm", ["world", 0, object()], ids=repr)
+def test_what_is_no_communicator(comm: Any) -> None:
+    with pytest.raises(TypeError, match=r"comm is .*cgx_ops\.Communicator, or None"):
+        allreduce_q(np.ones(3, np.float32), comm)
+
+
+def test_devices(pair: list[Communicator]) -> None:
+    """Several devices in one program: psum_q's affair, as each way to get there says."""
+    mesh, x = mesh_of((4,), ("d",)), np.ones((4, 100), np.float32)
+    with pytest.raises(NotImplementedError, match=r"4 devices.*psum_q\(x, \('d',\)\)"):
+        on_mesh(mesh, lambda v: allreduce_q(v, pair[0]))(x)
+    with jax.set_mesh(jax.make_mesh((4,), ("d",), (AxisType.Explicit,))):  # noqa: SIM117
+        with pytest.raises(NotImplementedError, match=r"explicit mesh of 4 devices.*psum_q"):
+            allreduce_q(jnp.asarray(x), pair[0])
+    spread = jax.device_put(x, jax.NamedSharding(mesh, P("d")))
+    with pytest.raises(ValueError, match=r"allreduce_q \(.*psum_q in jax\.shard_map"):
+        jax.jit(lambda v: allreduce_q(v, pair[0]))(spread)
+    with pytest.raises(NotImplementedError, match="CPU and CUDA devices, not on tpu"):
+        jax.jit(lambda v: allreduce_q(v, pair[0])).trace(x).lower(lowering_platforms=("tpu",))
+
+
+def test_a_closed_communicator(pair: list[Communicator]) -> None:
+    x = jnp.ones(100)
+    program = jax.jit(lambda v: allreduce_q(v, pair[0]))
+    program.lower(x)
+    pair[0].close()
+    with pytest.raises(cgx_ops.Closed, match=r"is closed.*Make another"):
+        allreduce_q(x, pair[0])
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"NOT_FOUND.*trace the program again"):
+        jax.block_until_ready(program(x))
+
+
+def test_a_communicator_that_a_late_rank_has_closed() -> None:
+    comms = Communicator.local(2, timeout=0.3)
+    with pytest.raises(cgx_ops.DeadlineExceeded):
+        comms[0].allreduce(np.ones(100, np.float32))
+    with pytest.raises(cgx_ops.Closed, match=r"is closed: .*rank 1 has not started.*Make another"):
+        allreduce_q(jnp.ones(100), comms[0])
+    for comm in comms:
+        comm.close()
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        jax.block_until_ready(call())
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_shapes_that_differ(in_background: bool) -> None:
+    """Every rank is told, and goes on with the same program and communicator.
+
+    XLA runs a small program where it is dispatched, unless it waits for an operand: then the error
+    comes later, and JAX's token with it.
+    """
+
+    def body(rank: int, comm: Communicator) -> Any:
+        program = jax.jit(reduce(comm))
+        late = jax.jit(lambda v, m: v + 0 * (m @ m @ m @ m)[0, 0])
+        matrix = jnp.ones((1500, 1500)) if in_background else jnp.ones((1, 1))
+        operands = [jnp.ones(numel) for numel in (100, 100 + rank)]
+        for operand in operands:
+            jax.block_until_ready(late(operand, matrix))
+        program(operands[0])
+        text = error_of(lambda: program(late(operands[1], matrix)))
+        return text, [program(operands[0]) for _ in range(3)]
+
+    for text, later in on_ranks(2, body):
+        assert "FAILED_PRECONDITION: allreduce_q 'cgx_ops.jax.allreduce_q' on 'local-" in text
+        assert "numel 100 against 101" in text
+        assert all(same_bits(sums, np.full(100, 2, np.float32)) for sums in later)
+
+
+def test_a_rank_that_never_calls() -> None:
+    comms = Communicator.local(2, timeout=1)
+    text = error_of(lambda: allreduce_q(np.ones(100, np.float32), comms[0], name="lonely"))
+    assert "DEADLINE_EXCEEDED: allreduce_q 'lonely'" in text
+    assert "rank 1 has not started it" in text
+    with pytest.raises(cgx_ops.Closed):
+        allreduce_q(np.ones(100, np.float32), comms[0])
+    check(on_ranks(2, lambda rank, comm: reduce(comm)(X[rank, 0])), expected(X[:2, 0]))
+    for comm in comms:
+        comm.close()
+
+
+def test_threads_without_names(pair: list[Communicator]) -> None:
+    """While a call of one thread waits for its peer, another thread's is refused on all ranks.
+
+    The first one is an error, too: nobody knows which of the two the peer has met.
+    """
+    programs = [jax.jit(reduce(comm)) for comm in pair]
+    wanted = expected(X[:2, 0])
+
+    def call(rank: int, row: int, device: int | None = None) -> Values:
+        with jax.default_device(jax.devices()[rank if device is None else device]):
+            return np.asarray(programs[rank](X[rank, row]))
+
+    def in_background(rank: int, row: int) -> Future[Values]:
+        future: Future[Values] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call(rank, row))
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
+
+    first = in_background(0, 0)
+    assert same_bits(call(1, 0), wanted)  # both have compiled
+    assert same_bits(first.result(), wanted)
+    sent = pair[0].bytes_sent
+    waiting = in_background(0, 0)
+    while pair[0].bytes_sent == sent:  # the header says that it has started
+        time.sleep(0.001)
+    refused = error_of(lambda: call(0, 1, device=2))
+    assert re.search("INVALID_ARGUMENT.*several Python threads", refused)
+    assert same_bits(call(1, 0), wanted)
+    assert "several Python threads" in error_of(lambda: waiting.result(timeout=60))
+    assert "several Python threads" in error_of(lambda: call(1, 1))
+
+
+# ---- processes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(3, marks=pytest.mark.slow),
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 4)),
+    ],
+)
+def test_processes(ranks: int) -> None:
+    names = ["values", "different_programs", "two_communicators", "threads_with_names"]
+    names += ["one_program_for_all", "training"]
+    check_ok(mpirun(ranks, "run_jax_allreduce.py", *names, env=ENVIRONMENT, timeout=220), names)
+
+
+def test_among_other_ordered_effects() -> None:
+    names = ["among_other_ordered_effects"]
+    check_ok(mpirun(2, "run_jax_allreduce.py", *names, env=ENVIRONMENT, timeout=100), names)
+
+
+def test_processes_that_fail() -> None:
+    environment, names = {**ENVIRONMENT, "CGX_TIMEOUT": "3"}, ["mismatch", "late"]
+    check_ok(mpirun(2, "run_jax_allreduce.py", *names, env=environment, timeout=100), names)
+
+
+@pytest.mark.slow
+def test_the_persistent_cache(tmp_path: Path) -> None:
+    """Both ranks load what a run of rank 0's compiled: nothing in it is a process's own."""
+    outputs = mpirun(2, "run_jax_allreduce.py", "cached", tmp_path, env=ENVIRONMENT)
+    assert any("misses: 1" in output for output in outputs), outputs
+    for output in mpirun(2, "run_jax_allreduce.py", "cached", tmp_path, env=ENVIRONMENT):
+        assert "hits: 1, misses: 0" in output

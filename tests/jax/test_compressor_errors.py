@@ -1,0 +1,267 @@
+"""Compressors that cannot be: what is refused, as the call is traced, and with which words."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.compressor_cases import DISAGREE
+from support.jax_allreduce_cases import on_ranks
+from support.jax_cases import SRA, mesh_of, normal, on_mesh, use_cpu_devices, with_config
+from support.jax_compressor_cases import CASES
+
+from cgx_ops import Communicator, Config, Rules
+from cgx_ops.jax import (
+    all_gather_q,
+    allreduce_q,
+    average_gradients,
+    compress_grads,
+    diloco,
+    pmean_q,
+    psum_q,
+    psum_scatter_q,
+    value_and_grad,
+)
+
+use_cpu_devices(8)
+
+pytestmark = pytest.mark.timeout(120)
+
+KEY = jax.random.key(1)
+MESH = mesh_of((8,), ("d",))
+
+
+def trace(body: Callable[..., Any], *operands: Any, check_vma: bool = False) -> None:
+    """Trace a program; nothing is compiled and nothing runs."""
+    operands = operands or (np.ones((8, 8, 100), np.float32),)
+    jax.eval_shape(on_mesh(MESH, body, check_vma).eager, *operands)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "psum_q": lambda v, **given: psum_q(v, "d", **given),
+    "pmean_q": lambda v, **given: pmean_q(v, "d", **given),
+    "psum_scatter_q": lambda v, **given: psum_scatter_q(v, "d", **given),
+    "all_gather_q": lambda v, **given: all_gather_q(v, "d", **given),
+    "allreduce_q": lambda v, **given: allreduce_q(v, Communicator.local(2)[0], **given),
+    "value_and_grad": lambda v, **given: value_and_grad(jnp.sum, "d", **given)(v),
+    "average_gradients": lambda v, **given: average_gradients("d", **given).init(v),
+    "compress_grads": lambda v, **given: compress_grads(v, "d", **given),
+}
+# The others refuse the shard_map of trace().
+TRACED = [name for name in CALLS if name not in ("allreduce_q", "compress_grads")]
+WITH_RULES = [name for name in CALLS if name not in ("psum_scatter_q", "all_gather_q")]
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"compressor": "gzip"}, "compressor is 'gzip'; it must be one of 'uniform', 'levels'"),
+    ({"compressor": 4}, "compressor is 4"),
+    ({"compressor": "topk", "density": 0}, "density is 0; it must be .*more than 0 and at most 1"),
+    ({"compressor": "topk", "density": 1.5}, "density is 1.5"),
+    ({"compressor": "topk", "density": -0.1}, "density is -0.1"),
+    ({"compressor": "topk", "density": float("nan")}, "density is nan"),
+    ({"compressor": "topk", "value_bits": 12}, "value_bits is 12"),
+    ({"compressor": "levels", "rotation": 48}, "rotation is 48; it must be .*power of two"),
+    ({"compressor": "ternary", "clip": 2, "key": KEY}, "clip is 2"),
+    ({"density": 0.1}, "density is 0.1, which compressor='uniform' does not have: .*topk"),
+    ({"compressor": "levels", "bits": 5}, "bits is 5; with compressor='levels' .*from 1 to 4"),
+    ({"compressor": "onebit", "bits": 2}, "bits is 2; compressor='onebit' has no bits to choose"),
+    ({"compressor": "levels", "value_bits": 8}, "value_bits is 8, which compressor='levels'"),
+    ({"compressor": "topk", "rotation": 32}, "rotation is 32, which compressor='topk'"),
+    ({"compressor": "onebit", "clip": True}, "clip is True, which compressor='onebit'"),
+    ({"compressor": "ternary"}, "'ternary' with rounding='stochastic' is random.*give key="),
+    ({"compressor": "qsgd"}, "compressor='qsgd' with rounding='stochastic' is random"),
+    ({"compressor": "randk"}, "'randk' draws which values are sent.*equal on all devices"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("knobs", "said"), BAD, ids=lambda value: str(value)[:40])
+def test_knobs(knobs: dict[str, Any], said: str) -> None:
+    for call in CALLS.values():
+        with pytest.raises(ValueError, match=said):
+            trace(lambda v, c=call: c(v, **with_config(**knobs)))
+
+
+def test_traced_arguments() -> None:
+    for call in CALLS.values():
+        for name in ("bits", "bucket_size", "compressor", "rounding"):
+            with pytest.raises(TypeError, match=f"{name} must be a static Python value"):
+                trace(lambda v, c=call, n=name: c(v, **{n: v[0]}))
+    with pytest.raises(ValueError, match=r"Config\.density is "):
+        trace(lambda v: psum_q(v, "d", config=Config(compressor="topk", density=v[0])))
+    with pytest.raises(ValueError, match=r"the rule 'w': Config\.bits is "):
+        trace(lambda v: psum_q(v, "d", rules=Rules([("w", v[0])])))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_configs(name: str) -> None:
+    """Wrong configs, and wrong keywords beside a config."""
+
+    def refused(error: type[Exception], said: str, **given: Any) -> None:
+        with pytest.raises(error, match=said):
+            trace(lambda v: CALLS[name](v, **given))
+
+    refused(
+        ValueError,
+        rf"{name}: config is Rules.*; calls with several tensors take rules=",
+        config=Rules(),
+    )
+    refused(ValueError, f"{name}: config is 'bits=4'; it must be a cgx_ops.Config", config="bits=4")
+    refused(ValueError, f"{name}: Config.bits is '4'; it must be", config=Config(bits=2), bits="4")
+    refused(ValueError, f"{name}: bits is 5; with", config=Config(compressor="levels"), bits=5)
+    refused(TypeError, "unexpected keyword argument 'density'", density=0.1)
+    refused(
+        ValueError, f"{name}: .*rounding='shift' is random, .*give key=.*'near", rounding="shift"
+    )
+    if name in TRACED:
+        trace(lambda v: CALLS[name](v, key=KEY, rounding="shift"))
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ({"density": 0.1}, "density is 0.1, which compressor='uniform' does not have"),
+        ({"rounding": "shift"}, "rounding='shift' is random, and there is no key"),
+        ({"compressor": "ternary"}, "rounding='stochastic' is random"),
+        ({"compressor": "randk"}, "'randk' draws which values are sent"),
+    ],
+    ids=str,
+)
+def test_rules(rule: Any, said: str) -> None:
+    """Of leaves that there are: another rule may set what one needs."""
+    for name in WITH_RULES:
+        if name in TRACED:
+            with pytest.raises(ValueError, match=f"{name}: .*{said}"):
+                trace(lambda v, c=CALLS[name]: c(v, rules=Rules([("", rule)], exact_vectors=False)))
+        with pytest.raises(TypeError, match=rf"{name}: rules is .* give cgx_ops.Rules\("):
+            trace(lambda v, c=CALLS[name]: c(v, rules={"nothing": rule}))
+    rules = Rules([("w", {"density": 0.1}), ("", {"compressor": "topk"})], exact_vectors=False)
+    trace(lambda v: psum_q({"w": v}, "d", rules=rules))
+
+
+def test_what_cannot_be_cut() -> None:
+    algorithm: Any
+    for algorithm in ("sra", "ring", "hierarchical"):
+        with pytest.raises(ValueError, match=rf"'threshold' sends cannot be cut.*'{algorithm}'"):
+            trace(
+                lambda v, a=algorithm: psum_q(
+                    v, "d", compressor="threshold", config=Config(algorithm=a)
+                )
+            )
+    for call in (psum_scatter_q, all_gather_q):
+        with pytest.raises(ValueError, match=rf"cannot be cut.*{call.__name__} does: use psum_q"):
+            trace(lambda v, c=call: c(v, "d", compressor="threshold"))
+    for algorithm in ("auto", "one_shot", "by_hosts"):
+        trace(
+            lambda v, a=algorithm: psum_q(
+                v, "d", compressor="threshold", config=Config(algorithm=a)
+            )
+        )
+    trace(lambda v: psum_q(v, "d", compressor="threshold", config=SRA, bits=32))
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("sign", "a vote has no magnitude.*compressor='levels' with bits=1"),
+        ("ternary", "without clip=True its error is larger than the signal"),
+        ("qsgd", "the error of 4 bits in buckets of 512 .*smaller buckets"),
+    ],
+)
+def test_feedback_that_does_not_converge(case: str, said: str) -> None:
+    config = Config(**CASES[case])
+    for reduce in (psum_q, pmean_q):
+        name = rf"{reduce.__name__}: x\['w'\]: error feedback .*'{case}': {said}"
+        with pytest.raises(ValueError, match=name):
+            trace(lambda v, f=reduce: f({"w": v}, "d", key=KEY, residual={"w": v}, config=config))
+    with pytest.raises(ValueError, match=f"error feedback.*'{case}': {said}"):
+        Config(error_feedback=True, **CASES[case])
+    average_gradients("d", key=KEY, config=Config(**CASES[case]))
+    # Not of leaves that keep nothing.
+    trace(lambda v: psum_q([v], "d", key=KEY, residual=[None], config=Config(**CASES[case])))
+
+
+def test_residuals_of_exact_calls() -> None:
+    for reduce in (psum_q, pmean_q):
+        with pytest.raises(ValueError, match=rf"{reduce.__name__} with a residual and bits=32"):
+            trace(lambda v, f=reduce: f({"w": v}, "d", key=KEY, residual={"w": v}, bits=32))
+    x = np.ones(100, np.float32)
+    with pytest.raises(ValueError, match="allreduce_q with a residual and bits=32"):
+        CALLS["allreduce_q"](x, residual=x, bits=32)
+    # A leaf that loses something is enough.
+    trace(
+        lambda v: psum_q(
+            [v, v], "d", key=KEY, residual=[v, v], rules=Rules([("0", 32)], exact_vectors=False)
+        )
+    )
+
+
+@pytest.mark.parametrize("make", [average_gradients, functools.partial(diloco, sync_every=2)])
+def test_feedback_of_exact_transformations(make: Callable[..., Any]) -> None:
+    tree, on = {"kernel": np.ones((8, 4)), "bias": np.ones(8)}, {"mesh": MESH}
+    feedback = Config(error_feedback=True)
+    with pytest.raises(ValueError, match="with error_feedback=True and only exact leaves"):
+        make("d", config=feedback, rules=Rules([("kernel", 32)]), **on).init(tree)
+    make("d", config=feedback, **on).init(tree)
+    make("d", bits=32, **on).init(tree)
+    make("d", rules=Rules([("kernel", 32)]), **on).init(tree)  # nothing was asked for
+
+
+def test_keys_that_differ_where_places_are_drawn() -> None:
+    """Seen by the types, where they are checked; by the core, where they are not."""
+    keys, x = jax.random.split(KEY, 8), normal(1, 8, 8, 100)
+
+    def call(v: jax.Array, key: jax.Array, reduce: Any = psum_q, **knobs: Any) -> Any:
+        return reduce(v, "d", key=key, compressor="randk", **knobs)
+
+    for reduce in (psum_q, psum_scatter_q, all_gather_q):
+        said = rf"{reduce.__name__}: compressor='randk' needs an equal key.*varies over \['d'\]"
+        with pytest.raises(ValueError, match=said):
+            trace(lambda v, key, f=reduce: call(v, key, f), x, keys, check_vma=True)
+    for knobs in (
+        {}, {"carrier": "xla", "config": SRA},
+        {"carrier": "xla", "config": Config(algorithm="one_shot")},
+    ):  # fmt: skip
+        program = on_mesh(MESH, functools.partial(call, **knobs))
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"the seed of the places .* against"):
+            jax.block_until_ready(program(x, keys))
+        program(x, jnp.stack([KEY] * 8))
+
+
+@pytest.mark.parametrize("what", DISAGREE)
+def test_ranks_that_differ(what: str) -> None:
+    """One error on every rank, which names both sides; the communicator is whole."""
+    ours, theirs, said = DISAGREE[what]
+    ours, theirs = ({k: v for k, v in c.items() if k != "rounding"} for c in (ours, theirs))
+    keys = [KEY] * 3
+    if what == "rounding":  # of which the key tells
+        ours, theirs, said = {}, {}, "rounding nearest against stochastic"
+        keys = [None, None, KEY]
+
+    def body(rank: int, comm: Communicator) -> str:
+        x, knobs = normal(rank, 1000), theirs if rank == 2 else ours
+        with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+            jax.block_until_ready(allreduce_q(x, comm, key=keys[rank], **with_config(**knobs)))
+        jax.block_until_ready(allreduce_q(x, comm, bits=8))
+        return str(caught.value)
+
+    assert all(said in text for text in on_ranks(3, body))
+
+
+def test_gpus() -> None:
+    """The table says which compressors have no kernels there, and why."""
+    program = on_mesh(
+        MESH, lambda v: psum_q(v, "d", compressor="threshold", config=Config(algorithm="one_shot"))
+    )
+    traced = program.jitted.trace(jax.ShapeDtypeStruct((8, 600), jnp.float32))
+    said = re.escape("psum_q with compressor='threshold' on GPUs: it has kernels for the CPU only")
+    with pytest.raises(NotImplementedError, match=said):
+        traced.lower(lowering_platforms=("cuda",))
+    traced.lower(lowering_platforms=("cpu",))
+    comm = Communicator.local(2)[0]
+    traced = jax.jit(lambda v: allreduce_q(v, comm, compressor="threshold")).trace(jnp.zeros(600))
+    said = "allreduce_q with compressor='threshold' on GPUs"
+    with pytest.raises(NotImplementedError, match=said):
+        traced.lower(lowering_platforms=("cuda",))

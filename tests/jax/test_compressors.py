@@ -1,0 +1,485 @@
+"""Every compressor in every call of JAX, to the bit of the numpy collectives.
+
+1. values: verbs, carriers, dtypes, trees whose leaves have compressors of their own
+2. nothing is given up
+3. transformations, donation, export
+4. votes
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from support.jax_allreduce_cases import on_ranks
+from support.jax_cases import (
+    PROCESSES,
+    SRA,
+    fetch,
+    has_part_in,
+    mesh_of,
+    normal,
+    on_mesh,
+    processes_of,
+    same_bits,
+    spread,
+    use_cpu_devices,
+)
+from support.jax_compressor_cases import CASES, CUT, KEPT, KEY, config_of, numpy_result
+
+import cgx_ops.jax
+from cgx_ops import Config, Rules
+from cgx_ops.jax import (
+    all_gather_q,
+    allreduce_q,
+    compress_grads,
+    pmean_q,
+    psum_q,
+    psum_scatter_q,
+    value_and_grad,
+)
+from cgx_ops.jax._src.collectives import votes
+
+use_cpu_devices(8)
+
+one_process = pytest.mark.skipif(PROCESSES > 1, reason="is about one process")
+both_carriers = pytest.mark.parametrize("carrier", ["native", "xla"])
+
+BF16 = ml_dtypes.bfloat16
+U = {np.float32: 2.0**-24, BF16: 2.0**-9}  # what an operation rounds, of its result
+N = 4
+# Of several processes, as many devices of each.
+AT = list(range(0, 8, 8 // N))
+MESH = mesh_of((N,), ("d",), [jax.devices()[i] for i in AT])
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.mpirun,
+    pytest.mark.skipif(not has_part_in(MESH), reason="other processes' devices"),
+]
+X, OLD = normal(80, N, 3000), normal(81, N, 3000) / 4
+# Else the devices of a process are one of numpy's ranks, which divides by their number.
+EACH_IS_A_RANK = len(set(processes_of(AT))) in (1, N)
+
+
+def run(body: Callable[..., Any], *operands: Any, mesh: Any = MESH) -> Any:
+    return jax.tree.map(np.asarray, on_mesh(mesh, body)(*operands))
+
+
+def of_all(names: list[str], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a program of one call for each case: a compilation takes longer than the calls."""
+    return lambda *operands: {name: call(*operands, config=Config(**CASES[name])) for name in names}
+
+
+# ---- 1. values ----------------------------------------------------------------------------------
+
+
+@both_carriers
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_sums_and_means(dtype: Any, carrier: Any) -> None:
+    x = X.astype(dtype)
+    for op, reduce in (("sum", psum_q), ("avg", pmean_q)):
+        if op == "avg" and not EACH_IS_A_RANK:
+            continue
+        call = functools.partial(reduce, axis_name="d", key=KEY, carrier=carrier)
+        got = run(of_all(list(CASES), call), x)
+        for name in CASES:
+            want = numpy_result("allreduce", x, config_of(name), op=op, at=AT)
+            assert all(map(same_bits, got[name], want)), (op, name)
+
+
+@both_carriers
+@pytest.mark.parametrize("algorithm", ["one_shot", "sra"])
+def test_algorithms_with_residuals(algorithm: Any, carrier: Any) -> None:
+    names = [name for name in KEPT if algorithm == "one_shot" or name in CUT]
+
+    def call(v: jax.Array, old: jax.Array, config: Config) -> Any:
+        config = replace(config, algorithm=algorithm)
+        return psum_q(v, "d", key=KEY, carrier=carrier, config=config, residual=old)
+
+    got = run(of_all(names, call), X, OLD)
+    for name in names:
+        residuals = OLD.copy()
+        config = config_of(name, algorithm=algorithm)
+        want = numpy_result("allreduce", X, config, residuals=list(residuals), at=AT)
+        assert all(map(same_bits, got[name][0], want)), name
+        assert all(map(same_bits, got[name][1], residuals)), name
+
+
+def test_without_a_key() -> None:
+    names = ["levels", "onebit", "half", "topk", "threshold"]
+    got = run(of_all(names, lambda v, **k: psum_q(v, "d", **k)), X)
+    for name in names:
+        want = numpy_result("allreduce", X, config_of(name, key=None), key=None, at=AT)
+        assert all(map(same_bits, got[name], want)), name
+
+
+@one_process
+def test_scatter_and_gather() -> None:
+    """Numpy's results are those of ranks one after the other, as blocks and as a whole."""
+    blocks = normal(82, N, N, 700)
+    names = [name for name in CUT if "gather_bits" not in CASES[name]]
+    got = run(of_all(names, lambda v, **k: psum_scatter_q(v, "d", key=KEY, **k)), blocks)
+    for name in names:
+        call = "reduce_scatter over d: "
+        want = numpy_result("reduce_scatter", blocks, config_of(name), call=call)
+        assert all(map(same_bits, got[name], want)), name
+    got = run(of_all(names, lambda v, **k: all_gather_q(v, "d", key=KEY, tiled=True, **k)), X)
+    for name in names:
+        want = numpy_result("all_gather", X, config_of(name), call="all_gather over d: ")
+        assert all(map(same_bits, got[name], want)), name
+
+
+@pytest.mark.parametrize("name", ["topk", "randk"])
+def test_scatter_and_gather_all_values(name: Any) -> None:
+    """With a density of 1 all places travel, each to its own."""
+    blocks = normal(87, N, N, 700)
+    knobs: dict[str, Any] = {"config": Config(compressor=name, density=1.0), "key": KEY}
+    got = run(lambda v: psum_scatter_q(v, "d", **knobs), blocks)
+    exact = blocks.sum(0, np.float64)
+    assert np.abs(got - exact).max() <= N * U[np.float32] * np.abs(blocks).sum(0).max()
+    assert all(same_bits(rows, X) for rows in run(lambda v: all_gather_q(v, "d", **knobs), X))
+
+
+@both_carriers
+@pytest.mark.parametrize("fuse", [True, False])
+def test_leaves_with_compressors_of_their_own(fuse: bool, carrier: Any) -> None:
+    """Each field is of the first rule that sets it; some leaves have no residual."""
+    x = {name: normal(83 + i, N, 900) for i, name in enumerate(("bias", "conv", "dense", "other"))}
+    rules = Rules(
+        [
+            ("bias", 32),
+            ("dense", {"compressor": "topk", "density": 0.05}),
+            ("de|conv", {"compressor": "levels", "bits": 2, "bucket_size": 64}),
+        ],
+        exact_vectors=False,
+    )
+    configs = {
+        "bias": config_of("uniform", bits=32, algorithm="sra"),
+        "conv": config_of("levels", bucket_size=64, algorithm="sra"),
+        "dense": config_of("topk", bucket_size=64, algorithm="sra"),
+        "other": config_of("uniform", bits=3, gather_bits=8, bucket_size=128, algorithm="sra"),
+    }
+    old = {name: rows / 4 for name, rows in x.items()} | {"other": None}
+
+    def body(v: Any, e: Any) -> Any:
+        return psum_q(
+            v, "d", key=KEY, bits=3, bucket_size=128, rules=rules, fuse=fuse, carrier=carrier,
+            config=Config(gather_bits=8, algorithm="sra"), residual={**e, "other": None},
+        )  # fmt: skip
+
+    sums, new = run(body, x, {name: rows for name, rows in old.items() if rows is not None})
+    assert new["other"] is None
+    for leaf, (name, rows) in enumerate(x.items()):
+        given = old[name]
+        residuals = None if given is None else given.copy()
+        want = numpy_result(
+            "allreduce", rows, configs[name], leaf=leaf, at=AT,
+            residuals=None if residuals is None else list(residuals),
+        )  # fmt: skip
+        assert all(map(same_bits, sums[name], want)), name
+        assert residuals is None or all(map(same_bits, new[name], residuals)), name
+
+
+def test_a_rule_compresses_what_the_call_sends_exact() -> None:
+    rules = Rules([("a", {"compressor": "topk", "density": 0.05}), ("b", 2)], exact_vectors=False)
+    x = {"a": X, "b": OLD, "c": X + OLD}
+    sums = run(lambda v: psum_q(v, "d", bits=32, config=SRA, rules=rules), x)
+    cases: dict[str, dict[str, Any]] = {"a": CASES["topk"], "b": {"bits": 2}, "c": {"bits": 32}}
+    for name, case in cases.items():
+        config = Config(algorithm="sra", rounding="nearest", **case)
+        want = numpy_result("allreduce", x[name], config, key=None, at=AT)
+        assert all(map(same_bits, sums[name], want)), name
+
+
+def test_a_leaf_that_cannot_be_cut_goes_apart() -> None:
+    """One that goes whole to every rank does not take the others along."""
+    x = {"a": X, "b": OLD, "c": X + OLD}
+    rules = Rules([("b", CASES["threshold"])], exact_vectors=False)
+    program = on_mesh(
+        MESH, lambda v: psum_q(v, "d", config=Config(algorithm="by_hosts"), rules=rules)
+    )
+    assert program.lower(x).as_text().count("stablehlo.custom_call @cgx_psum_q") == 2
+    sums = program(x)
+    threshold = config_of("threshold", key=None, algorithm="one_shot")
+    others = config_of("uniform", bits=4, key=None, algorithm="sra")
+    for name, config in (("a", others), ("b", threshold), ("c", others)):
+        want = numpy_result("allreduce", x[name], config, key=None, at=AT)
+        assert all(map(same_bits, np.asarray(sums[name]), want)), name
+
+
+@one_process
+def test_gradients() -> None:
+    """What is built on psum_q takes its knobs."""
+    weights = normal(84, 3000)
+
+    def loss(w: jax.Array, row: jax.Array) -> jax.Array:
+        return (w * row).sum()
+
+    knobs: dict[str, Any] = {"key": KEY, "config": Config(**CASES["topk"]), "rules": None}
+    around = run(lambda row: value_and_grad(loss, "d", **knobs)(jnp.asarray(weights), row)[1], X)
+    want = numpy_result("allreduce", X, config_of("topk"), op="avg")
+    assert all(map(same_bits, around, want))
+
+    def within(w: jax.Array, row: jax.Array) -> jax.Array:
+        return lax.psum(loss(compress_grads(w, "d", **knobs), row[0]), "d")
+
+    program = jax.shard_map(jax.grad(within), mesh=MESH, in_specs=(P(), P("d")), out_specs=P())
+    got = jax.jit(program)(weights, X)
+    assert same_bits(got, numpy_result("allreduce", X, config_of("topk"))[0])
+
+
+@one_process
+def test_allreduce_q() -> None:
+    """Ranks are threads, whose communicators' names tell their noise apart, but not places."""
+
+    def body(rank: int, comm: Any) -> Any:
+        def call(v: jax.Array, old: jax.Array, config: Config) -> Any:
+            return allreduce_q(v, comm, key=KEY, residual=old, config=config)
+
+        def vote(v: jax.Array) -> jax.Array:
+            return allreduce_q(v, comm, op="avg", config=Config(**CASES["sign"]))
+
+        return jax.jit(of_all(KEPT, call))(X[rank], OLD[rank]), jax.jit(vote)(X[rank])
+
+    results = on_ranks(2, body, "noise")
+    for name in KEPT:
+        calls = [f"allreduce_q on noise/{rank}: " for rank in range(2)]
+        residuals = OLD[:2].copy()
+        want = numpy_result(
+            "allreduce", X[:2], config_of(name), residuals=list(residuals),
+            call=["allreduce_q on : "] * 2 if name == "randk" else calls,
+        )  # fmt: skip
+        for rank, (result, _) in enumerate(results):
+            assert same_bits(result[name][0], want[rank]), name
+            assert same_bits(result[name][1], residuals[rank]), name
+    votes = numpy_result("allreduce", X[:2], config_of("sign"), op="avg")
+    assert all(same_bits(result[1], want) for result, want in zip(results, votes, strict=True))
+
+
+# ---- 2. nothing is given up ---------------------------------------------------------------------
+
+
+WAYS = [
+    ("native", "auto"),
+    ("native", "sra"),
+    ("native", "ring"),
+    ("xla", "one_shot"),
+    ("xla", "sra"),
+]
+# Every day each way on three ranks, whose shards are uneven, and on another number of ranks.
+ON_RANKS = [
+    pytest.param(
+        ranks, *way, marks=[] if ranks in (3, (1, 2, 4)[i % 3]) else pytest.mark.exhaustive
+    )
+    for ranks in (1, 2, 3, 4)
+    for i, way in enumerate(WAYS)
+]
+
+
+@pytest.mark.parametrize(("ranks", "carrier", "algorithm"), ON_RANKS)
+def test_nothing_is_given_up(ranks: int, carrier: Any, algorithm: Any) -> None:
+    """Inputs and old residuals are the result and new ones: 50 steps in a scan, donated.
+
+    But for roundings, as in jax/test_residuals.py: a step rounds each device's sum of both, its
+    residual and the sum over devices, 4 operations a device, of values of at most what all devices
+    have. A rotation adds two butterflies of 5 stages, there and back: 10 more.
+    """
+    steps, numel = 50, 1500
+    if PROCESSES > 1 and (ranks == 3 or (carrier == "xla" and ranks > PROCESSES)):
+        pytest.skip("of several processes: as many devices each, and for xla one")
+    mesh = mesh_of((ranks,), ("d",), jax.devices()[:: 8 // ranks][:ranks])
+    if not has_part_in(mesh):
+        pytest.skip("other processes' devices")
+    names = KEPT if algorithm in ("auto", "one_shot") else [name for name in KEPT if name in CUT]
+    x = normal(90, ranks, steps, numel)
+
+    def body(rows: jax.Array, old: Any) -> Any:
+        def step(residuals: Any, given: Any) -> Any:
+            row, number = given
+            key = jax.random.fold_in(KEY, number)
+            sums, new = {}, {}
+            for name in names:
+                sums[name], new[name] = psum_q(
+                    row, "d", key=key, residual=residuals[name], carrier=carrier,
+                    config=Config(algorithm=algorithm, **CASES[name]),
+                )  # fmt: skip
+            return new, (sums, new)
+
+        new, kept = lax.scan(step, jax.tree.map(lambda e: e[0], old), (rows[0], jnp.arange(steps)))
+        return jax.tree.map(lambda y: y[None], (new, kept))
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
+    zeros = {name: spread(mesh, np.zeros((ranks, numel), np.float32), P("d")) for name in names}
+    last, (sums, residuals) = jax.jit(mapped, donate_argnums=1)(spread(mesh, x, P("d")), zeros)
+    for name in names:
+        assert zeros[name].is_deleted(), "it was not donated"
+        found = (fetch(tree[name]) for tree in (last, sums, residuals))
+        given_up(name, x, *(np.asarray(y, np.float64) for y in found))
+
+
+def given_up(name: str, x: Any, last: Any, sums: Any, residuals: Any) -> None:
+    """Check the steps' sums and residuals of each device, and the last residuals."""
+    ranks, _, numel = x.shape
+    assert np.array_equal(last, residuals[:, -1]), name
+    before = np.concatenate([np.zeros((ranks, 1, numel)), residuals[:, :-1]], 1)
+    given = np.float64(x) + before
+    largest = (np.abs(given).sum(0) + np.abs(residuals).sum(0) + np.abs(sums[0])).max(1)
+    operations = 4 * ranks + 10 * (ranks + 1) * ("rotation" in CASES[name])
+    bound = operations * U[np.float32] * largest  # of each step
+    missing = given.sum(0) - sums[0] - residuals.sum(0)
+    assert (np.abs(missing).max(1) <= bound).all(), name
+    whole = np.float64(x).sum((0, 1)) - sums[0].sum(0) - last.sum(0)
+    assert np.abs(whole).max() <= bound.sum(), name
+    assert (np.abs(last).max() > 0) == (ranks > 1), name
+
+
+# ---- 3. transformations, donation, export -------------------------------------------------------
+
+TRANSFORMED = ["topk", "levels", "sign", "ternary", "threshold"]
+transformed = pytest.mark.parametrize("name", TRANSFORMED)
+
+
+def call(v: jax.Array, name: str, **knobs: Any) -> jax.Array:
+    return psum_q(v, "d", key=KEY, config=Config(**CASES[name]), **knobs)
+
+
+@both_carriers
+def test_gradients_are_exact(carrier: Any) -> None:
+    """Those of the exact sum, whatever the compressor."""
+
+    def gradients(reduce: Any) -> Any:
+        return lambda v, w: jax.grad(lambda u: (reduce(u) * w).sum())(v)
+
+    exact = run(gradients(lambda u: lax.psum(u, "d")), X, OLD)
+    got = run(
+        lambda v, w: {
+            name: gradients(lambda u, n=name: call(u, n, carrier=carrier))(v, w)
+            for name in TRANSFORMED
+        },
+        X, OLD,
+    )  # fmt: skip
+    for name in TRANSFORMED:
+        assert same_bits(got[name], exact), name
+
+
+@transformed
+def test_vmap_and_scan(name: str) -> None:
+    """Each example, and each step, is as if alone."""
+    x = normal(85, N, 3, 800)
+    keys = jax.random.split(KEY, 3)
+
+    def body(rows: jax.Array) -> Any:
+        one = lambda v, key: psum_q(v, "d", key=key, config=Config(**CASES[name]))  # noqa: E731
+        scanned = lax.scan(lambda c, given: (c, one(*given)), 0, (rows, keys))[1]
+        return jax.vmap(one)(rows, keys), scanned
+
+    mapped, scanned = run(body, x)
+    for i in range(3):
+        want = numpy_result("allreduce", x[:, i], config_of(name), key=keys[i], at=AT)
+        assert all(map(same_bits, mapped[:, i], want))
+        assert all(map(same_bits, scanned[:, i], want))
+
+
+def test_examples_under_one_key_have_places_of_their_own() -> None:
+    x = np.ones((N, 3, 2000), np.float32)
+    sums = run(lambda rows: jax.vmap(lambda v: call(v, "randk"))(rows), x)
+    places = [set(np.flatnonzero(row).tolist()) for row in sums[0]]
+    assert all(len(each) == 3 * 26 + 24 for each in places)  # 5 % of each bucket, rounded up
+    assert places[0] != places[1] != places[2] != places[0]
+
+
+@one_process
+@transformed
+def test_exported(name: str) -> None:
+    program, operand = on_mesh(MESH, lambda v: call(v, name)).jitted, spread(MESH, X, P("d"))
+    exported = jax.export.export(program, disabled_checks=cgx_ops.jax.register())(operand)
+    loaded = jax.export.deserialize(exported.serialize())
+    want = numpy_result("allreduce", X, config_of(name))
+    assert all(map(same_bits, jax.jit(loaded.call)(operand), want))
+
+
+# ---- 4. votes -----------------------------------------------------------------------------------
+
+
+@one_process
+@both_carriers
+def test_a_vote_of_one(carrier: Any) -> None:
+    """One device alone sends nothing, and votes too."""
+    mesh = mesh_of((N, 1), ("d", "one"), MESH.devices.flat)
+    x = {"long": X, "short": X[:, :3]}
+    for reduce in (psum_q, pmean_q):
+        got = run(lambda v, f=reduce: f(v, "one", compressor="sign", carrier=carrier), x, mesh=mesh)
+        for name in x:
+            assert same_bits(got[name], np.where(x[name] < 0, -1, 1).astype(np.float32))
+    alone = run(lambda v: psum_scatter_q(v, "one", compressor="sign", tiled=True), X, mesh=mesh)
+    assert same_bits(alone, np.where(X < 0, -1, 1).astype(np.float32))
+
+
+def voters(dtype: Any, *shape: int) -> Any:
+    """Values near which the votes differ: ties, both zeros, the smallest ones, buckets of NaN."""
+    x = normal(86, N, *shape).astype(dtype)
+    tiny = np.finfo(dtype).smallest_subnormal
+    x[..., :8] = np.array([0, -0.0, tiny, -tiny, 1, -1, 1, -1])
+    x[::2, ..., 4:6] *= -1
+    x[1, ..., 600], x[2, ..., 1800] = np.nan, -np.inf  # in the second bucket and in the fourth
+    return x
+
+
+@both_carriers
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("most_in_half", [256, 1])
+def test_every_device_votes(
+    carrier: Any, dtype: Any, most_in_half: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a process has several, whose counts travel in 16 bits, or else exact."""
+    monkeypatch.setattr(votes, "_MOST_IN_HALF", most_in_half)
+    x = voters(dtype, 3, 2100)
+    for op, reduce in (("sum", psum_q), ("avg", pmean_q)):
+        vote = functools.partial(reduce, axis_name="d", compressor="sign", carrier=carrier)
+        got = run(lambda rows, f=vote: {"tree": f(rows), "vmap": jax.vmap(f)(rows)}, x)
+        config = config_of("sign", key=None)
+        flat = numpy_result("allreduce", x.reshape(N, -1), config, op=op, at=AT)
+        assert all(map(same_bits, got["tree"].reshape(N, -1), flat)), op
+        for example in range(3):
+            want = numpy_result("allreduce", x[:, example], config, op=op, at=AT)
+            assert np.isnan(want[0]).sum() == 2 * 512
+            assert all(map(same_bits, got["vmap"][:, example], want)), (op, example)
+
+
+@both_carriers
+def test_votes_beside_other_leaves(carrier: Any) -> None:
+    """A tree whose leaves have compressors of their own, and residuals where there are any."""
+    x, old = {"vote": voters(np.float32, 2100), "other": X}, {"vote": None, "other": OLD}
+    rules = Rules([("vote", {"compressor": "sign"})], exact_vectors=False)
+
+    def reduce(rows: Any, lost: Any) -> Any:
+        config = Config(algorithm="sra", **CASES["levels"])
+        return psum_q(rows, "d", residual=lost, config=config, carrier=carrier, rules=rules)
+
+    sums, lost = run(reduce, x, old)
+    residuals = OLD.copy()
+    config = config_of("levels", key=None, algorithm="sra")
+    want = numpy_result("allreduce", X, config, residuals=list(residuals), at=AT)
+    assert all(map(same_bits, sums["other"], want))
+    assert all(map(same_bits, lost["other"], residuals))
+    won = numpy_result("allreduce", x["vote"], config_of("sign", key=None), at=AT)
+    assert all(map(same_bits, sums["vote"], won))
+
+
+def test_scattered_votes() -> None:
+    blocks = voters(np.float32, N, 2100)
+    got = run(lambda v: psum_scatter_q(v, "d", compressor="sign"), blocks)
+    won = np.stack(
+        [
+            numpy_result("allreduce", blocks[:, rank], config_of("sign", key=None), at=AT)[0]
+            for rank in range(N)
+        ]
+    )
+    assert same_bits(got.reshape(won.shape), won)

@@ -1,0 +1,16 @@
+"""A process that ends with steps in flight finishes them, since its peers need them."""
+
+import pytest
+from support import launch
+
+
+@pytest.mark.parametrize("how", ["global", "local", "allreduce_q"])
+def test_processes_that_do_not_wait(how: str) -> None:
+    outputs = launch.mpirun(3, "run_jax_exit.py", how)
+    assert outputs[0].splitlines().count("right") == 1, outputs
+
+
+def test_an_exception_with_steps_in_flight() -> None:
+    """The exception ends its process; what it had launched still reaches the others."""
+    outputs = launch.mpirun(2, "run_jax_exit.py", "raises", check=False)
+    assert "an error of the script's own" in outputs[1], outputs

@@ -1,0 +1,140 @@
+"""Devices and processes that disagree, are late, fail or end: what the others are told, how soon.
+
+The checks are in ranks/run_jax_faults.py: each surviving process gets an error that names the call,
+within its own deadline, computes on afterwards, and ends with status 0.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+from support.launch import check_ok, mpirun, processes
+
+from cgx_ops._core.address import free_address
+
+pytestmark = pytest.mark.timeout(120)
+
+PROGRAM = "run_jax_faults.py"
+
+
+def environment(devices: int, timeout_s: int) -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": "1",
+        "CGX_TIMEOUT": str(timeout_s),
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+
+
+def by_mpirun(*args: object, env: dict[str, str], check: bool = True) -> list[str]:
+    # Without ULFM, mpirun ends all when one is killed; with it, its status hides signals.
+    ulfm = ("--with-ft", "ulfm")
+    return mpirun(2, PROGRAM, *args, env=env, timeout=100, mpirun_args=ulfm, check=check)
+
+
+def by_plain_mpirun(*args: object, env: dict[str, str]) -> list[str]:
+    return mpirun(2, PROGRAM, *args, env=env, timeout=100)
+
+
+def by_arguments(*args: object, env: dict[str, str], check: bool = True) -> list[str]:
+    env = {**env, "COORDINATOR": "{}:{}".format(*free_address([""]))}
+    return processes(2, PROGRAM, *args, env=env, timeout=100, check=check)
+
+
+def check_outputs(outputs: list[str], victim: int = -1) -> None:
+    """Require that every process but the victim came to the end of its checks."""
+    for rank, output in enumerate(outputs):
+        # Not the last line: JAX may report a launch that failed once more at exit.
+        if rank == victim:
+            assert "ok all" not in output.splitlines(), output
+        else:
+            check_ok([output])
+
+
+exhaustive = pytest.mark.exhaustive
+by_devices = pytest.mark.parametrize("devices", [pytest.param(1, marks=exhaustive), 2])
+
+# What leaves all processes and their communicator whole.
+WHOLE = ("other_bits_under_one_name", "other_programs_with_one_name", "programs_that_follow")
+
+
+@exhaustive  # test_the_end() has it on two devices
+def test_processes_that_disagree() -> None:
+    check_outputs(by_mpirun(-1, *WHOLE, env=environment(1, 60)))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_launches_out_of_step(devices: int) -> None:
+    check_outputs(by_mpirun(-1, "launches_out_of_step", env=environment(devices, 60)))
+
+
+@by_devices
+@pytest.mark.parametrize(
+    ("victim", "check"),
+    [
+        pytest.param(-1, "other_programs", marks=exhaustive),
+        pytest.param(0, "never_calls", marks=exhaustive),
+        (1, "never_calls"),
+    ],
+)
+def test_processes_that_do_not_come(victim: int, check: str, devices: int) -> None:
+    check_outputs(by_mpirun(victim, check, env=environment(devices, 5)))
+
+
+def test_the_device_of_a_process() -> None:
+    check_outputs(by_mpirun(-1, "a_device_fails", env=environment(1, 60)))
+
+
+def test_a_device_of_one_process() -> None:
+    env, check = environment(8, 60), "one_of_several_devices_fails"
+    check_outputs(processes(1, PROGRAM, -1, check, env=env, timeout=100))
+
+
+@exhaustive  # by mpirun test_the_end() has it
+def test_a_device_of_several_in_a_process() -> None:
+    check_outputs(by_arguments(-1, "one_of_several_devices_fails", env=environment(2, 60)))
+
+
+DAILY_ENDS = [("raises", by_mpirun, 0), ("is_killed", by_arguments, 0)]
+
+
+@by_devices
+@pytest.mark.parametrize(
+    ("how", "launch", "victim"),
+    [
+        pytest.param(*end, marks=[] if end in DAILY_ENDS else exhaustive)
+        for end in itertools.product(
+            ("raises", "exits", "exits_at_once", "is_killed"), (by_mpirun, by_arguments), (0, 1)
+        )
+    ],
+)
+def test_processes_that_end(
+    how: str, launch: Callable[..., list[str]], victim: int, devices: int
+) -> None:
+    """The deadline is long: only the news of the end comes in time."""
+    status_is_the_survivor_s = how.startswith("exits")
+    outputs = launch(victim, how, env=environment(devices, 60), check=status_is_the_survivor_s)
+    check_outputs(outputs, victim)
+
+
+# ---- the end -----------------------------------------------------------------------------------
+
+# After success, after errors of all, after the loss of a process: launch, victim, checks, and the
+# devices of a process that they need.
+# Not with ULFM: mpirun then ends with status 0 though all ranks crash.
+ENDS: list[tuple[Callable[..., list[str]], int, tuple[str, ...], int]] = [
+    (by_plain_mpirun, -1, ("check_together",), 1),
+    (by_plain_mpirun, -1, (*WHOLE, "one_of_several_devices_fails"), 2),
+    (by_plain_mpirun, 1, ("exits",), 1),
+    (by_arguments, 0, ("exits_at_once",), 1),
+]
+LAUNCHES = 50
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(i, marks=() if i < len(ENDS) else exhaustive) for i in range(LAUNCHES)]
+)
+def test_the_end(number: int) -> None:
+    """Status 0 of all, every time: nothing crashes while JAX, MPI and cgx end."""
+    launch, victim, checks, least = ENDS[number % len(ENDS)]
+    devices = max(least, 1 + (number + number // len(ENDS)) % 2)
+    check_outputs(launch(victim, *checks, env=environment(devices, 60)), victim)

@@ -1,0 +1,129 @@
+"""initialize(): by mpirun, by a launcher that JAX knows, by arguments; called twice or too late."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.launch import check_ok, mpirun, processes
+
+import cgx_ops
+from cgx_ops._core.address import free_address
+
+pytestmark = pytest.mark.timeout(120)
+
+PROGRAM = "run_jax_initialize.py"
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "CGX_TIMEOUT": "60",
+    "XLA_FLAGS": "",
+}
+
+
+def by_arguments(n: int, *checks: str, **env: str) -> None:
+    address = "{}:{}".format(*free_address([""]))
+    own = {"COORDINATOR": address, "PROCESSES": str(n)}
+    check_ok(processes(n, PROGRAM, *checks, env={**ENVIRONMENT, **own, **env}, timeout=110), checks)
+
+
+def by_mpirun(n: int, *checks: str, **env: str) -> None:
+    check_ok(mpirun(n, PROGRAM, *checks, env={**ENVIRONMENT, **env}, timeout=110), checks)
+
+
+exhaustive = pytest.mark.exhaustive
+Launch = Callable[..., None]
+both = pytest.mark.parametrize("launch", [by_mpirun, by_arguments])
+
+
+@pytest.mark.parametrize(
+    ("launch", "devices"),
+    [
+        pytest.param(launch, n, marks=[] if (launch, n) == (by_arguments, 2) else exhaustive)
+        for launch in (by_mpirun, by_arguments)
+        for n in (1, 2, 4)
+    ],
+)
+def test_all_devices_are_one_mesh(launch: Launch, devices: int) -> None:
+    launch(2, "works", XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}")
+
+
+def test_after_errors_and_twice() -> None:
+    """By mpirun, on devices by JAX's own option."""
+    checks = ["another_rank_than_that_of_mpirun", "a_port_that_is_taken", "works", "twice"]
+    by_mpirun(2, *checks, JAX_NUM_CPU_DEVICES="2")
+
+
+@exhaustive
+def test_twice_by_arguments() -> None:
+    """What mpirun shows, asked of JAX alone."""
+    by_arguments(2, "works", "twice")
+
+
+@pytest.mark.slow
+def test_after_a_process_that_never_came() -> None:
+    by_arguments(2, "one_never_comes", "works")
+
+
+def test_a_launcher_that_jax_knows() -> None:
+    """SLURM's variables, by which JAX recognizes it. Each process adds its own place."""
+    address, port = free_address([""])
+    by_arguments(
+        2, "detected", SLURM_JOB_ID="1", SLURM_STEP_NODELIST=address, SLURM_NTASKS="2",
+        JAX_COORDINATOR_PORT=str(port),
+    )  # fmt: skip
+
+
+@both
+def test_alone_there_is_nothing_to_do(launch: Launch) -> None:
+    launch(1, "nothing_to_do")
+
+
+def test_processes_that_only_xla_connects() -> None:
+    """The core may use nothing but MPI, which nobody started."""
+    by_arguments(2, "unreachable", COMMUNICATOR_TYPE="MPI")
+
+
+@pytest.mark.parametrize(
+    ("launch", "checks"),
+    [
+        (by_mpirun, ["late_on_one_rank", "not_initialized", "works_alone"]),
+        (by_arguments, ["a_port_that_is_none", "late_on_one_rank", "works_alone"]),
+    ],
+)
+def test_called_too_late(launch: Launch, checks: list[str]) -> None:
+    launch(2, *checks)
+
+
+def test_the_coordinator_knows_its_processes() -> None:
+    """Who does not say the word is not counted, and keeps nobody waiting."""
+    program = Path(cgx_ops.__file__).parent / "jax/_src/runtime/coordinator.py"
+    command = [sys.executable, "-P", str(program), "127.0.0.1", "0", "2", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as coordinator:
+        assert coordinator.stdout is not None
+        port, lifeline, word = coordinator.stdout.readline().split()
+        for wanted in (port, lifeline):  # it listens to this machine alone
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.2", int(wanted)))
+        at = ("127.0.0.1", int(lifeline))
+        silent = socket.create_connection(at)
+        strangers = [socket.create_connection(at) for _ in range(3)]
+        strangers[0].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        strangers[1].sendall(b"0" * len(word))
+        strangers[2].close()
+        for stranger in strangers[:2]:
+            stranger.settimeout(60)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""  # it was sent away
+        known = [socket.create_connection(at) for _ in range(2)]
+        known[0].sendall(word[:5].encode())
+        known[1].sendall(word.encode())
+        known[0].sendall(word[5:].encode())
+        known[0].close()
+        with pytest.raises(subprocess.TimeoutExpired):
+            coordinator.wait(0.5)
+        known[1].close()
+        assert coordinator.wait(60) == 0
+        silent.close()

@@ -1,0 +1,299 @@
+"""one_bit_adam and signum: steps against the reference, states, checkpoints, bad input.
+
+The gradients here are the device's rows of the batch, whatever the weights are.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import reference
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from support import jax_optimizer_cases as cases
+from support import launch
+from support.jax_cases import fetch, normal, same_bits, use_cpu_devices
+from support.jax_optimizer_cases import mesh_with, restored
+
+from cgx_ops import Config, Rules
+from cgx_ops.jax import OneBitAdamState, SignumState, consolidate, one_bit_adam, signum, state_specs
+
+use_cpu_devices(8)
+
+pytestmark = pytest.mark.timeout(120)
+slow = pytest.mark.slow
+
+STEPS, WARMUP = 50, 10
+SHAPES = {"a": (24, 30), "b": (7, 90), "bias": (20,)}
+WEIGHTS = {name: normal(0, *shape) for name, shape in SHAPES.items()}
+RULES = Rules([("bias", 32)], exact_vectors=False)
+ONE_BIT = Config(compressor="levels", bits=1, algorithm="sra")
+
+
+def rows_of(n: int, steps: int = STEPS) -> dict[str, Any]:
+    return {
+        name: 0.3 * normal(2, 1, 1, *shape) + normal(1, steps, n, *shape)
+        for name, shape in SHAPES.items()
+    }
+
+
+def adam(mesh: Any, **options: Any) -> Any:
+    own = {"warmup_steps": WARMUP, "weight_decay": 0.01, "rules": RULES, "config": ONE_BIT}
+    options = {**own, **options}
+    return one_bit_adam("d", 0.01, mesh=mesh, **options)
+
+
+def voting(mesh: Any, **options: Any) -> Any:
+    return signum("d", 0.002, mesh=mesh, **{"weight_decay": 0.01, **options})
+
+
+MAKERS = {"one_bit_adam": adam, "signum": voting}
+
+
+def program_of(optimizer: Any, mesh: Any, params: Any = WEIGHTS, check_vma: bool = True) -> Any:
+    """Return step(params, state, rows), which gives new parameters and the new state."""
+    return cases.program_of(optimizer, params, mesh, check_vma, applies=True)
+
+
+def placed(optimizer: Any, mesh: Any) -> Any:
+    return cases.placed(optimizer, WEIGHTS, mesh)
+
+
+# ---- 1. steps ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("n", "check_vma"),
+    [
+        (4, True),
+        pytest.param(1, True, marks=slow),
+        pytest.param(2, True, marks=slow),
+        pytest.param(2, False, marks=slow),
+    ],
+)
+def test_steps(name: str, n: int, check_vma: bool) -> None:
+    mesh, rows = mesh_with(n), rows_of(n)
+    optimizer = MAKERS[name](mesh)
+    step, state, params = program_of(optimizer, mesh, check_vma=check_vma), None, WEIGHTS
+    state = placed(optimizer, mesh)
+    wants: dict[str, Any] = {}
+    for leaf, x in WEIGHTS.items():
+        own: dict[str, Any] = {"bits": 1, "compressor": "levels"} if x.ndim > 1 else {"bits": 32}
+        segment = reference.Segment(0, x.size, **own)
+        wants[leaf] = (
+            reference.Signum(n, x, lr=0.002, decay=0.01)
+            if name == "signum"
+            else reference.OneBitAdam(n, x, lr=0.01, warmup=WARMUP, decay=0.01, segment=segment)
+        )
+    for i in range(STEPS):
+        params, state = step(params, state, {leaf: x[i] for leaf, x in rows.items()})
+        now: Any = fetch(state[0])
+        for leaf, want in wants.items():
+            want.step(list(rows[leaf][i]))
+            got = fetch(params[leaf]).ravel()
+            assert np.abs(got - want.x).max() <= 1e-5 * max(1, np.abs(want.x).max()), (leaf, i)
+            if name == "signum":
+                found = now.momentum[leaf].reshape(n, -1)
+                assert np.allclose(found, want.momenta, rtol=1e-5, atol=1e-6), (leaf, i)
+            elif leaf == "bias":
+                assert now.residual[leaf] is None
+            else:
+                found = now.residual[leaf].reshape(n, -1)
+                assert np.allclose(found, want.residuals, rtol=1e-5, atol=1e-5), (leaf, i)
+    assert int(state[0].step) == STEPS
+
+
+def test_nothing_is_given_up() -> None:
+    """Momenta and old residuals are the average (as a sum) and the new residuals."""
+    mesh, rows = mesh_with(4), rows_of(4, 16)
+    optimizer = adam(mesh)
+    step, state, params = program_of(optimizer, mesh), placed(optimizer, mesh), WEIGHTS
+    for i in range(16):
+        old: Any = fetch(state[0])
+        params, state = step(params, state, {leaf: x[i] for leaf, x in rows.items()})
+        new: Any = fetch(state[0])
+        if i < WARMUP:
+            assert not new.residual["a"].any()
+            assert new.nu["a"].all()
+            continue
+        assert same_bits(old.nu["a"], new.nu["a"])
+        for leaf in ("a", "b"):
+            own = old.mu[leaf][None].astype(np.float64) * 0.9 + rows[leaf][i] * (1 - 0.9)
+            values = own + old.residual[leaf]
+            lost = values.sum(0) - new.residual[leaf].sum(0, np.float64) - 4 * new.mu[leaf]
+            # As in tests/ranks/torch_hooks/optim.py, and the momenta, which are rounded here alone.
+            bound = (2 * 4 + 12) * 2.0**-24 * 4 * np.abs(values).sum(0).max()
+            assert (np.abs(lost) <= bound).all(), (leaf, i)
+
+
+@slow
+@pytest.mark.parametrize("name", MAKERS)
+def test_in_a_scan_with_init_inside(name: str) -> None:
+    mesh, rows = mesh_with(4), rows_of(4, 14)
+    optimizer = MAKERS[name](None)
+
+    def train(params: Any, rows: Any) -> Any:
+        def one(carry: Any, row: Any) -> Any:
+            updates, state = optimizer.update(jax.tree.map(lambda x: x[0], row), carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        return lax.scan(one, (params, optimizer.init(params)), rows)[0][0]
+
+    program = jax.shard_map(train, mesh=mesh, in_specs=(P(), P(None, "d")), out_specs=P())
+    got = jax.jit(program)(WEIGHTS, rows)
+    outside = MAKERS[name](mesh)
+    step, state, params = program_of(outside, mesh), outside.init(WEIGHTS), WEIGHTS
+    for i in range(14):
+        params, state = step(params, state, {leaf: x[i] for leaf, x in rows.items()})
+    for leaf, want in params.items():
+        assert np.allclose(fetch(got[leaf]), fetch(want), atol=1e-5), leaf
+
+
+def test_elements_without_gradients_and_what_is_not_finite() -> None:
+    mesh = mesh_with(4)
+    rows = {leaf: x[0] for leaf, x in rows_of(4, 1).items()}
+    rows["a"][:, 3] = 0
+    spoilt = {leaf: x.copy() for leaf, x in rows.items()}
+    spoilt["b"][2, 1, 1] = np.nan
+    optimizer = adam(mesh, warmup_steps=2, weight_decay=0.0)
+    step, state, params = program_of(optimizer, mesh), placed(optimizer, mesh), WEIGHTS
+    for _ in range(6):
+        params, state = step(params, state, rows)
+    moved = np.abs(fetch(params["a"]) - WEIGHTS["a"])
+    assert not moved[3].any()
+    assert np.delete(moved, 3, axis=0).all()
+    params, state = step(params, state, spoilt)
+    assert np.isnan(fetch(params["b"])[1, 1])
+    assert np.isfinite(fetch(params["a"])).all()
+    assert all(np.isfinite(e).all() for e in jax.tree.leaves(fetch(state[0].residual)))
+
+    votes = voting(mesh, weight_decay=0.0)
+    step, state, params = program_of(votes, mesh), placed(votes, mesh), WEIGHTS
+    for _ in range(6):
+        params, state = step(params, state, rows)
+    assert np.abs(fetch(params["a"]) - WEIGHTS["a"])[3].max() <= 1e-5, "it drifts"
+    params, state = step(params, state, spoilt)
+    assert np.isnan(fetch(params["b"])[1, 1])
+
+
+@slow
+@pytest.mark.parametrize(("devices", "names"), [(1, [*MAKERS]), (2, ["signum"])])
+def test_two_processes(devices: int, names: list[str], tmp_path: Path) -> None:
+    """To the bits of as many devices of one process, by either carrier.
+
+    The values of a process's devices are summed exact before they travel, and all but votes then
+    are other messages than in one process.
+    """
+    mesh, rows, ends = mesh_with(2 * devices), normal(1, 14, 2 * devices, 24, 30), {}
+    for name in names:
+        make = MAKERS[name]
+        optimizer = make(mesh)
+        weights: dict[str, Any] = {"a": WEIGHTS["a"]}
+        step, state = program_of(optimizer, mesh, weights), optimizer.init(weights)
+        for row in rows:
+            weights, state = step(weights, state, {"a": row})
+        ends[name] = fetch(weights["a"])
+    np.savez(tmp_path / "run.npz", x=WEIGHTS["a"], rows=rows, **ends)
+    program = ("run_jax_one_bit.py", tmp_path / "run.npz", devices)
+    launch.check_ok(launch.mpirun(2, *program, timeout=100))
+
+
+# ---- 2. states -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["one_bit_adam", pytest.param("signum", marks=slow)])
+def test_checkpoint(name: str, tmp_path: Path) -> None:
+    """By orbax: restored state lies where it lay, and goes on to the same bits."""
+    mesh, rows = mesh_with(4), rows_of(4, 16)
+    optimizer = MAKERS[name](mesh)
+    step, state, params = program_of(optimizer, mesh), placed(optimizer, mesh), WEIGHTS
+    at = lambda i: {leaf: x[i] for leaf, x in rows.items()}  # noqa: E731
+    for i in range(12):
+        params, state = step(params, state, at(i))
+    again = restored(state, tmp_path)
+    for i in range(12, 16):
+        want, state = step(params, state, at(i))
+        got, again = step(params, again, at(i))
+        params = want
+        assert all(same_bits(got[leaf], want[leaf]) for leaf in SHAPES), i
+    own = state[0].residual if name == "one_bit_adam" else state[0].momentum
+    assert own["a"].sharding.spec == P("d")
+    assert isinstance(again[0], OneBitAdamState if name == "one_bit_adam" else SignumState)
+
+
+@pytest.mark.parametrize("name", [pytest.param("one_bit_adam", marks=slow), "signum"])
+def test_another_number_of_devices(name: str) -> None:
+    mesh, rows = mesh_with(4), rows_of(4, 13)
+    optimizer = MAKERS[name](mesh)
+    step, state, params = program_of(optimizer, mesh), placed(optimizer, mesh), WEIGHTS
+    for i in range(13):
+        params, state = step(params, state, {leaf: x[i] for leaf, x in rows.items()})
+    field = "residual" if name == "one_bit_adam" else "momentum"
+    before = fetch(getattr(state[0], field)["a"])
+    after = consolidate(state, devices=2)
+    mean = fetch(getattr(after[0], field)["a"])
+    assert mean.shape == (2, *SHAPES["a"])
+    assert np.allclose(mean, before.mean(0, np.float64), atol=1e-6)
+    fewer = mesh_with(2)
+    step = program_of(MAKERS[name](fewer), fewer)
+    step(jax.device_get(params), jax.device_get(after), {n: x[0] for n, x in rows_of(2, 1).items()})
+
+
+# ---- 3. bad input --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (adam, {"warmup_steps": True}, "warmup_steps is True"),
+        (adam, {"warmup_steps": 2.0}, r"warmup_steps is 2\.0"),
+        (adam, {"warmup_steps": 0}, "warmup_steps is 0; it must be an integer of at least 1"),
+        (adam, {"warmup_steps": 1.5}, "warmup_steps is 1.5"),
+        (adam, {"b1": 1.0}, "b1 is 1.0; it must be at least 0 and less than 1"),
+        (adam, {"b2": -0.1}, "b2 is -0.1"),
+        (adam, {"eps": 0}, "eps is 0; it must be more than 0"),
+        (adam, {"weight_decay": -1}, "weight_decay is -1; it must be at least 0"),
+        (adam, {"compressor": "sign"}, "a vote has no magnitude: use cgx_ops.jax.signum"),
+        (adam, {"bits": 1, "compressor": "uniform"}, "at 1 bit the error may be as large"),
+        (voting, {"momentum": 1}, "momentum is 1; it must be"),
+        (
+            voting,
+            {"config": Config()},
+            r"signum: config is Config\(.*give Config\(compressor='sign",
+        ),
+    ],
+)
+def test_bad_arguments(make: Any, options: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make(mesh_with(2), **options).init(WEIGHTS)
+
+
+def test_numbers_of_numpys() -> None:
+    assert adam(None, warmup_steps=np.int64(5), b1=np.float32(0.9))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_bad_states_and_gradients(name: str) -> None:
+    mesh = mesh_with(4)
+    optimizer = MAKERS[name](mesh)
+    step, state = program_of(optimizer, mesh), optimizer.init(WEIGHTS)
+    rows = {leaf: x[0] for leaf, x in rows_of(4, 1).items()}
+    with pytest.raises(TypeError, match=r"\['bias'\] has dtype complex64"):
+        step(WEIGHTS, state, rows | {"bias": rows["bias"].astype(np.complex64)})
+    other = {**WEIGHTS, "a": np.ones((3, 5), np.float32)}
+    with pytest.raises(
+        ValueError, match=r"updates\['a'\] has shape \(24, 30\), and the state .*an"
+    ):
+        step(WEIGHTS, optimizer.init(other), rows)
+    with pytest.raises(ValueError, match="needs the sizes of the axes"):
+        MAKERS[name](None).init(WEIGHTS)
+    shared = jax.shard_map(
+        lambda s, x: optimizer.update(x, s)[0], mesh=mesh, out_specs=P(),
+        in_specs=(state_specs(optimizer, WEIGHTS, "d"), P()),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="is the same on all devices"):
+        jax.eval_shape(shared, state, WEIGHTS)

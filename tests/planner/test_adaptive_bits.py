@@ -1,0 +1,148 @@
+"""AdaptiveBits: when it decides, what it counts, what keeps bits from changing. No framework."""
+
+import pickle
+from dataclasses import replace
+
+import pytest
+from support.launch import threads
+
+from cgx_ops import Communicator, Config, InvalidArgument, MismatchError, Unsupported
+from cgx_ops.planner import AdaptiveBits, allocate_bits
+from cgx_ops.planner.adaptive import LAG, Sample
+
+NAMES, NUMELS = ("a", "b", "c"), (1000, 50_000, 2000)
+CONFIG = Config(bits=4, rounding="nearest")
+SPREAD = (9.0, 0.1, 400.0)  # losses a value
+
+
+def _fed(
+    bits: AdaptiveBits, losses: list[tuple[float, ...]], first: int = 0
+) -> list[dict[str, int]]:
+    """Return the bits of each step, of which every one gives a sample."""
+    found = []
+    for step, each in enumerate(losses, first):
+        bits.advance(step, CONFIG)
+        found.append(dict(bits.bits))
+        if bits.measures(step):
+            bits.arrive(Sample(step, NAMES, NUMELS, each))
+    return found
+
+
+def _allocated(losses: tuple[float, ...]) -> dict[str, int]:
+    statistics = [n * x for n, x in zip(NUMELS, losses, strict=True)]
+    return dict(zip(NAMES, allocate_bits(statistics, NUMELS, config=CONFIG), strict=True))
+
+
+def test_it_decides_by_the_mean_and_a_lag_later() -> None:
+    twice = tuple(2 * x for x in SPREAD)
+    nothing = (0.0,) * 3
+    found = _fed(AdaptiveBits(every=4, samples=4), [SPREAD, twice, SPREAD, twice, nothing, nothing])
+    assert found[: 3 + LAG] == [{}] * (3 + LAG)
+    assert found[3 + LAG] == _allocated(SPREAD)
+
+
+def test_samples_are_spread_over_the_period() -> None:
+    bits = AdaptiveBits(every=100, samples=10)
+    assert [step for step in range(100) if bits.measures(step)] == list(range(0, 100, 10))
+
+
+def test_what_is_not_finite_or_zero_is_not_counted() -> None:
+    nan, zero = (float("nan"), 1.0, 1.0), (0.0, 0.0, 0.0)
+    bits = AdaptiveBits(every=3, samples=3)
+    _fed(bits, [nan, SPREAD, zero, nan, nan])
+    assert bits.bits == _allocated(SPREAD)
+    only = AdaptiveBits(every=2, samples=2)
+    _fed(only, [nan, zero, nan, zero, nan])
+    assert only.bits == {} and only.changes == 0
+
+
+def test_bits_stay_where_little_is_gained() -> None:
+    bits = AdaptiveBits(every=1, samples=1)
+    _fed(bits, [SPREAD, SPREAD, SPREAD])
+    assert bits.changes == 1
+    before = dict(bits.bits)
+    _fed(bits, [tuple(1.02 * x for x in SPREAD)] * 3, first=3)
+    assert bits.bits == before and bits.changes == 1
+    _fed(bits, [SPREAD[::-1]] * 4, first=6)  # what is in force now loses too much
+    assert bits.bits == _allocated(SPREAD[::-1]) and bits.changes == 2
+
+
+def test_changes_may_be_bounded() -> None:
+    bits = AdaptiveBits(every=1, samples=1, most_changes=1)
+    _fed(bits, [SPREAD] * 3 + [SPREAD[::-1]] * 4)
+    assert bits.bits == _allocated(SPREAD)
+
+
+def test_other_tensors_begin_anew() -> None:
+    bits = AdaptiveBits(every=2, samples=2)
+    bits.arrive(Sample(0, ("x",), (100,), (5.0,)))
+    _fed(bits, [SPREAD, SPREAD, SPREAD, SPREAD], first=1)
+    bits.advance(9, CONFIG)
+    assert bits.bits == _allocated(SPREAD)
+
+
+def test_one_that_was_pickled_goes_on() -> None:
+    straight, saved = (AdaptiveBits(every=3, samples=3) for _ in range(2))
+    _fed(straight, [SPREAD] * 5)
+    _fed(saved, [SPREAD] * 2)
+    restored = pickle.loads(pickle.dumps(saved))
+    _fed(restored, [SPREAD] * 3, first=2)
+    assert restored.bits == straight.bits != {}
+
+
+def test_its_plan_is_the_bits_in_force() -> None:
+    bits = AdaptiveBits(every=1, samples=1)
+    _fed(bits, [SPREAD] * 3)
+    plan = bits.plan()
+    assert dict(zip(plan.names, plan.bits, strict=True)) == bits.bits
+    assert plan.numels == NUMELS and plan.rules.of("a", 2, Config()).bits == bits.bits["a"]
+    total = sum(NUMELS)
+    assert (
+        bits.mean_bits == sum(bits.bits[n] * c for n, c in zip(NAMES, NUMELS, strict=True)) / total
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"choices": [9]}, "bits is 9"),
+        ({"choices": [77], "budget": "clusters"}, "bits is 77"),
+        ({"choices": []}, "choices is empty"),
+        ({"most_changes": -1}, "most_changes is -1"),
+        ({"most_changes": 1.5}, "most_changes is 1.5"),
+        ({"alpha": 0}, "alpha"),
+        ({"budget": "clusters", "alpha": -3}, "alpha is -3"),
+        ({"every": 7, "samples": 2}, "every is 7"),
+        ({"budget": "cubed"}, "budget is 'cubed'"),
+    ],
+)
+def test_settings_are_checked_at_once(settings: dict, says: str) -> None:
+    with pytest.raises(InvalidArgument, match=says):
+        AdaptiveBits(**settings)
+
+
+def test_choices_are_checked_with_the_config() -> None:
+    levels = Config(bits=3, compressor="levels")
+    AdaptiveBits(choices=(1, 4, 32)).check(levels)
+    AdaptiveBits(budget="clusters").check(levels)
+    with pytest.raises(InvalidArgument, match=r"choices is \(2, 6\): bits is 6; .*'levels'"):
+        AdaptiveBits(budget="clusters", choices=(2, 6)).check(levels)
+    with pytest.raises(InvalidArgument, match=r"choices is \(1, 8\): .*error feedback"):
+        AdaptiveBits(choices=(1, 8)).check(Config(bits=3, error_feedback=True))
+    with pytest.raises(Unsupported, match="leave rotation out"):
+        AdaptiveBits().check(replace(levels, rotation=64))
+
+
+def test_ranks_agree_or_all_are_told() -> None:
+    def run(rank: int, comm: Communicator) -> None:
+        bits = AdaptiveBits(every=1, samples=1)
+        bits.agree(comm)
+        _fed(bits, [SPREAD] * 3)
+        bits.agree(comm)
+        bits.bits["b"] += rank
+        with pytest.raises(MismatchError, match=r"'b' \(50000 values"):
+            bits.agree(comm)
+        with pytest.raises(MismatchError, match="rank 1 has others than rank 0"):
+            AdaptiveBits(every=10 * (1 + rank)).agree(comm)
+
+    threads(2, run)

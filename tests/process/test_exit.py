@@ -1,0 +1,15 @@
+"""A process that ends with collectives in flight finishes them, since its peers need them."""
+
+import pytest
+from support import launch
+
+
+@pytest.mark.parametrize("how", ["numpy", "backend", "operators"])
+def test_ranks_that_do_not_wait(how: str) -> None:
+    outputs = launch.mpirun(3, "run_exit.py", how)
+    assert outputs[0].splitlines().count("right") == 1, outputs
+
+
+def test_ranks_that_do_not_wait_without_mpi() -> None:
+    outputs = launch.torchrun(2, "run_exit.py", "backend")
+    assert outputs[0].splitlines().count("right") == 1, outputs

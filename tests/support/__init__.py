@@ -1,0 +1,1 @@
+"""What tests and rank programs share: launchers, cases, comparisons."""

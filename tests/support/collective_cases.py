@@ -1,0 +1,450 @@
+"""The collectives that are compared with the oracle, on every transport and CPU target.
+
+A case says everything about one call; its inputs follow from it and the rank. Ranks print a digest
+of each result (tests/ranks/run_collectives.py), the test computes the oracle's once.
+
+    MATRIX    bits x dtype x rounding x bucket_size x size, by sra and one_shot
+    SAMPLE    a seventh of it, with every pair of two arguments' values
+    FEATURES  verbs, ops, algorithms, gather_bits, minimal_size, incomplete buckets, many segments,
+              special values
+    COMPRESSORS  every row of the table at its settings: algorithms x ops x sizes, and the features
+    HIERARCHICAL  several hosts: bits x intra_bits x dtype x op x size, and the features
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import reference
+
+from cgx_ops import Communicator, Config, InvalidArgument, Segment
+from cgx_ops.config import Algorithm, Compressor, Rounding
+
+DTYPES: dict[str, Any] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+}
+SIZES = (0, 1, 15, 16, 17, 511, 512, 513, 100_003)
+BUCKETS = (1, 7, 64, 512, 1000)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective. segments: (offset, numel, bits, bucket_size); size is that of a block.
+
+    feedback: an allreduce with a residual, whose new values are part of the result.
+    """
+
+    size: int
+    bits: int = 4
+    bucket_size: int = 512
+    dtype: str = "float32"
+    rounding: Rounding = "stochastic"
+    verb: str = "allreduce"
+    op: str = "sum"
+    algorithm: Algorithm = "auto"
+    gather_bits: int = 0
+    intra_bits: int = 0
+    minimal_size: int = 0
+    skip_incomplete_buckets: bool = False
+    segments: tuple[tuple[int, int, int, int], ...] = ()
+    special: str = ""
+    compressor: Compressor = "uniform"
+    density: float | None = None
+    value_bits: int | None = None
+    rotation: int | None = None
+    clip: bool = False
+    feedback: bool = False
+
+    def seed(self, rank: int) -> int:
+        """Return the seed of a rank's noise: 64 bits that differ between ranks and cases.
+
+        Places that all draw come from one seed.
+        """
+        rank = 0 if self.compressor == "randk" else rank
+        # Not str(self): where Ctrl-C has struck inside of it, as in tests/chaos, a dataclass takes
+        # every later one for a recursion and says "...".
+        text = cast(Any, Case.__repr__).__wrapped__(self)
+        digest = hashlib.blake2b(f"{text}/{rank}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
+
+
+_SHIFTED: tuple[tuple[int, Algorithm], ...] = ((17, "one_shot"), (513, "sra"), (5003, "sra"))
+MATRIX = [
+    Case(size, bits, bucket_size, dtype, rounding, algorithm=algorithm)
+    for bits, dtype, rounding, bucket_size, size in itertools.product(
+        range(1, 9), DTYPES, ("nearest", "stochastic"), BUCKETS, SIZES
+    )
+    for algorithm in (("sra",) if size == SIZES[-1] else ("sra", "one_shot"))
+] + [  # shift differs from nearest in each bucket's header alone: fewer sizes
+    Case(size, bits, bucket_size, dtype, "shift", algorithm=algorithm)
+    for bits, dtype, bucket_size, (size, algorithm) in itertools.product(
+        range(1, 9), DTYPES, BUCKETS, _SHIFTED
+    )
+]
+
+
+def _features() -> list[Case]:
+    layers = ((0, 700, 4, 512), (700, 9, 4, 512), (709, 1000, 8, 64), (2000, 5000, 32, 1))
+    cases = [
+        Case(size, bits, 64, dtype, op=op, algorithm=algorithm)
+        for size, (bits, op), dtype, algorithm in itertools.product(
+            (33, 3000),
+            ((4, "sum"), (3, "avg"), (32, "sum"), (32, "avg"), (32, "min"), (32, "max")),
+            DTYPES,
+            ("auto", "one_shot", "sra", "ring"),
+        )
+    ]
+    cases += [Case(2000, 32, op="product", dtype=dtype) for dtype in DTYPES]
+    cases += [
+        Case(size, bits, 100, dtype, verb=verb, op=op)
+        for size, bits, dtype, verb, op in itertools.product(
+            (0, 5, 1234), (2, 8, 32), DTYPES, ("reduce_scatter", "all_gather"), ("sum", "avg")
+        )
+    ]
+    for verb in ("allreduce", "reduce_scatter", "all_gather"):
+        cases += [
+            Case(8000, verb=verb, segments=layers),
+            Case(8000, verb=verb, segments=layers[::-1], dtype="float16", rounding="nearest"),
+            Case(8000, verb=verb, segments=layers, skip_incomplete_buckets=True),
+            Case(8000, verb=verb, segments=layers, minimal_size=1000),
+            Case(8000, verb=verb, segments=layers, rounding="shift"),
+            Case(64 * 300, verb=verb, segments=tuple((64 * i, 60, 4, 16) for i in range(300))),
+        ]
+    cases += [
+        Case(size, bits, 128, dtype, gather_bits=8, algorithm=algorithm)
+        for size, bits, dtype, algorithm in itertools.product(
+            (300, 40_000), (4, 2), DTYPES, ("sra", "ring")
+        )
+    ]
+    cases += [
+        Case(
+            5000,
+            3,
+            128,
+            dtype,
+            "shift",
+            gather_bits=g,
+            skip_incomplete_buckets=skip,
+            op="avg",
+            algorithm=a,
+        )
+        for dtype, g, skip, a in itertools.product(
+            DTYPES, (0, 8), (False, True), ("sra", "ring", "one_shot")
+        )
+    ]
+    cases += [
+        Case(size, 5, 64, dtype, skip_incomplete_buckets=True, algorithm=algorithm)
+        for size, dtype, algorithm in itertools.product(
+            (63, 1000, 1024), DTYPES, ("one_shot", "sra", "ring")
+        )
+    ]
+    cases += [Case(size, minimal_size=100) for size in (99, 100, 101)]
+    # A bucket larger than any message, and a message of more bytes than the exact values.
+    cases += [Case(300_000, bucket_size=1 << 20), Case(5000, 8, 1, "float16", algorithm="sra")]
+    cases += [
+        Case(1500, bits, 64, dtype, special=special, algorithm=algorithm)
+        for bits, dtype, special, algorithm in itertools.product(
+            (1, 4, 8), DTYPES, ("nan", "inf", "huge", "tiny", "zeros", "constant"), ("sra", "ring")
+        )
+    ]
+    cases += [
+        Case(40_000, 32, dtype=dtype, op=op, algorithm="ring", special="large")
+        for dtype, op in itertools.product(DTYPES, ("sum", "avg", "min", "max", "product"))
+    ]
+    cases += [
+        Case(5000, bits, 3, rounding="shift", special="lowest", algorithm="sra", verb=verb)
+        for bits, verb in itertools.product((1, 5), ("allreduce", "all_gather"))
+    ]
+    cases += [
+        Case(1500, bits, 64, dtype, "shift", special=special, algorithm="sra")
+        for bits, dtype, special in itertools.product(
+            (1, 4, 8), DTYPES, ("nan", "inf", "huge", "tiny", "zeros", "constant")
+        )
+    ]
+    return cases
+
+
+def of_compressors() -> Iterator[dict[str, Any]]:
+    """Give each row of the table at its settings."""
+    yield from ({"compressor": "levels", "bits": bits} for bits in range(1, 5))
+    yield from ({"compressor": "qsgd", "bits": bits} for bits in (2, 4, 8))
+    names: tuple[Compressor, ...] = ("sign", "onebit", "ternary")
+    yield from ({"compressor": name} for name in names)
+    yield {"compressor": "ternary", "clip": True}
+    yield from (
+        {"compressor": "half", "rounding": rounding} for rounding in ("nearest", "stochastic")
+    )
+    for density, value_bits in ((None, None), (0.05, 16), (0.1, 1), (0.3, 4), (1.0, 2), (0.001, 8)):
+        yield {"compressor": "topk", "density": density, "value_bits": value_bits}
+        yield {"compressor": "threshold", "density": density, "value_bits": value_bits}
+    yield from ({"compressor": "randk", "density": density} for density in (None, 0.2, 1.0))
+    rotated: tuple[tuple[Compressor, int], ...] = (("levels", 2), ("uniform", 3), ("onebit", 4))
+    for (name, bits), rotation in zip(rotated, (32, 2, 256), strict=True):
+        yield {"compressor": name, "bits": bits, "rotation": rotation}
+
+
+# Seven, so that whatever else takes turns meets each of them.
+_DTYPES_IN_TURN = ("float32", "float16", "bfloat16", "float32", "bfloat16", "float16", "float32")
+
+
+def _hierarchical() -> list[Case]:
+    layers = ((0, 700, 4, 512), (700, 9, 4, 512), (709, 1000, 8, 64), (2000, 50_000, 32, 1))
+    cases = [
+        Case(size, bits, 64, dtype, op=op, algorithm="hierarchical", intra_bits=intra)
+        for size, (bits, intra), dtype, op in itertools.product(
+            (0, 1, 17, 511, 512, 513, 5003),
+            ((4, 0), (4, 8), (2, 2), (32, 0)),
+            DTYPES,
+            ("sum", "avg"),
+        )
+    ]
+    cases += [
+        Case(2003, bits, 100, dtype, rounding, algorithm="hierarchical", intra_bits=intra)
+        for bits, dtype, rounding, intra in itertools.product(
+            range(1, 9), DTYPES, ("nearest", "shift"), (0, 3)
+        )
+    ]
+    cases += [
+        Case(3000, 32, dtype=dtype, op=op, algorithm="hierarchical")
+        for dtype, op in itertools.product(DTYPES, ("min", "max", "product"))
+    ]
+    cases += [
+        Case(1500, bits, 64, dtype, special=special, algorithm="hierarchical", intra_bits=intra)
+        for bits, dtype, special, intra in itertools.product(
+            (1, 8), DTYPES, ("nan", "inf", "huge", "tiny", "zeros", "constant"), (0, 8)
+        )
+    ]
+    large: dict[str, Any] = {"algorithm": "hierarchical", "special": "large"}
+    cases += [
+        Case(60_000, 32, dtype=dtype, op=op, **large)
+        for dtype, op in itertools.product(DTYPES, ("sum", "avg", "min", "max", "product"))
+    ]
+    cases += [
+        Case(60_000, segments=layers, dtype=dtype, op="avg", skip_incomplete_buckets=skip, **large)
+        for dtype, skip in itertools.product(DTYPES, (False, True))
+    ]
+    for dtype in DTYPES:
+        options: dict[str, Any] = {"dtype": dtype, "algorithm": "hierarchical", "intra_bits": 8}
+        cases += [
+            Case(5000, 2, 128, op="avg", gather_bits=8, **options),
+            Case(1000, 5, 64, skip_incomplete_buckets=True, **options),
+            Case(60_000, segments=layers, **options),
+            Case(60_000, segments=layers[::-1], minimal_size=1000, **options),
+        ]
+    dtypes = itertools.cycle(_DTYPES_IN_TURN)
+    for row in of_compressors():
+        if row["compressor"] == "threshold":
+            continue
+        row |= {"algorithm": "hierarchical", "bucket_size": 64}
+        cases += [Case(2003, dtype=next(dtypes), op=op, **row) for op in ("sum", "avg")]
+        cases += [Case(1000, dtype=next(dtypes), special=each, **row) for each in ("nan", "zeros")]
+        if row["compressor"] in ("levels", "qsgd"):
+            cases.append(Case(1500, dtype=next(dtypes), intra_bits=4, **row))
+    # Picked: the first by size, the others by the hosts. These five are in the sample.
+    cases += [Case(1000), Case(100_003), Case(2**20 + 7, intra_bits=8)]
+    cases += [Case(2**20 + 7, 32, op="avg"), Case(300_000, bucket_size=1 << 20)]
+    return cases
+
+
+def _compressors() -> list[Case]:
+    cases, dtypes = [], itertools.cycle(_DTYPES_IN_TURN)
+
+    def add(size: int, bucket_size: int, **knobs: Any) -> None:
+        cases.append(Case(size, bucket_size=bucket_size, **{"dtype": next(dtypes), **knobs}))
+
+    sizes = ((0, 512), (15, 16), (513, 512), (5003, 100), (4000, 8192))
+    specials = ("nan", "inf", "huge", "tiny", "zeros", "constant")
+    for row in of_compressors():
+        cut = row["compressor"] != "threshold"
+        algorithms: tuple[Algorithm, ...] = ("one_shot", "sra", "ring") if cut else ("one_shot",)
+        for algorithm in algorithms:
+            for (size, bucket_size), op in itertools.product(sizes, ("sum", "avg")):
+                add(size, bucket_size, op=op, algorithm=algorithm, **row)
+            for special in specials:
+                add(1500, 64, algorithm=algorithm, special=special, **row)
+            if row["compressor"] != "sign":
+                add(1000, 96, algorithm=algorithm, skip_incomplete_buckets=True, **row)
+        add(40_000, 512, **row)
+        add(1, 512, algorithm="one_shot", **row)
+        verbs = ("reduce_scatter", "all_gather") if cut else ()
+        for verb, op, special in itertools.product(verbs, ("sum", "avg"), ("", "zeros")):
+            add(1234, 100, verb=verb, op=op, special=special, **row)
+    gathered: tuple[tuple[Compressor, int, int], ...] = (
+        ("levels", 2, 4), ("qsgd", 4, 8), ("topk", 4, 32), ("onebit", 4, 32), ("half", 4, 32),
+    )  # fmt: skip
+    for (name, bits, back), algorithm in itertools.product(gathered, ("sra", "ring")):
+        add(5000, 128, bits=bits, gather_bits=back, algorithm=algorithm, compressor=name)
+    return cases
+
+
+SAMPLE = MATRIX[::7]  # 7 divides no argument's number of values: core/test_collectives.py
+FEATURES = _features()
+COMPRESSORS = _compressors()
+_NESTED = _hierarchical()
+# On several hosts: tests/core/test_hierarchical.py. 5 divides no argument's number of values.
+HIERARCHICAL = {"all": _NESTED, "sample": _NESTED[:-5:5] + _NESTED[-5:]}
+SETS = {
+    "matrix": MATRIX,
+    "sample": SAMPLE,
+    "features": FEATURES,
+    "compressors": COMPRESSORS,
+    "compressors, some": COMPRESSORS[::17],
+}
+
+
+def has_rounding(case: Case) -> bool:
+    """Tell whether the compressor has a choice of roundings."""
+    return case.compressor in ("uniform", "half")
+
+
+def inputs(case: Case, rank: int, world_size: int) -> npt.NDArray[Any]:
+    """Return what a rank gives: `world_size` blocks for reduce_scatter, else one."""
+    random = np.random.default_rng([abs(case.seed(rank)) % 2**32, rank])
+    numel = case.size * (world_size if case.verb == "reduce_scatter" else 1)
+    x = random.standard_normal(numel).astype(np.float32)
+    if case.special and numel:
+        at = random.integers(0, numel, 3)
+        if case.special in ("nan", "inf"):
+            # Of both signs, on one rank only: every rank must see it.
+            if rank == world_size - 1:
+                x[at] = [np.nan, -np.nan, np.nan] if case.special == "nan" else [np.inf, -np.inf, 1]
+        elif case.special == "large":
+            # Whose sums and products of two exceed fp16, but not the average or product of all.
+            x = np.clip(x, -0.5, 0.5) + 1
+            inverted = case.op == "product" and 2 * rank >= world_size
+            x *= {"product": 1 / 300 if inverted else 300}.get(case.op, 40_000)
+        elif case.special == "lowest":
+            # Shifted grids that begin below the lowest number; all of it is on one rank.
+            lowest = np.finfo(np.float32).min
+            x = lowest * random.choice([0, 0.3, 1], numel).astype(np.float32) * (rank == 0)
+        else:
+            scale = {"huge": 3e38, "tiny": 1e-41, "zeros": -0.0, "constant": 0.0}[case.special]
+            x = np.clip(x, -1, 1) * np.float32(scale)
+            if case.special == "constant":
+                x += np.float32(rank + 0.1)
+    with np.errstate(all="ignore"):
+        return x.astype(DTYPES[case.dtype])
+
+
+def residual_of(case: Case, rank: int) -> npt.NDArray[Any] | None:
+    """Return what a rank has lost before; None without feedback."""
+    if not case.feedback:
+        return None
+    random = np.random.default_rng([abs(case.seed(rank)) % 2**32, rank, 1])
+    x = random.standard_normal(case.size).astype(np.float32)
+    return (x / np.float32(8)).astype(DTYPES[case.dtype])
+
+
+def result_of(result: npt.NDArray[Any], residual: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+    """Return all that a call has given on a rank."""
+    return result if residual is None else np.concatenate([result, residual])
+
+
+def digest(result: npt.NDArray[Any]) -> str:
+    """Return a digest of the result's bits."""
+    return hashlib.blake2b(result.tobytes(), digest_size=12).hexdigest()
+
+
+def config_of(case: Case) -> Config:
+    """Return how a case's values travel."""
+    return Config(
+        bits=case.bits,
+        bucket_size=case.bucket_size,
+        rounding=case.rounding if has_rounding(case) else None,
+        algorithm=case.algorithm,
+        gather_bits=case.gather_bits or None,
+        intra_bits=case.intra_bits or None,
+        minimal_size=case.minimal_size,
+        skip_incomplete_buckets=case.skip_incomplete_buckets,
+        compressor=case.compressor,
+        density=case.density,
+        value_bits=case.value_bits,
+        rotation=case.rotation,
+        clip=case.clip,
+    )
+
+
+def converges(case: Case) -> bool:
+    """Tell whether error feedback does."""
+    try:
+        replace(config_of(case), error_feedback=True)
+    except InvalidArgument:
+        return False
+    return True
+
+
+def segments_of(case: Case, config: Config) -> list[Segment] | None:
+    """Return the segments of the library's call."""
+    return [
+        Segment(o, n, config.with_own(bits=b, bucket_size=k)) for o, n, b, k in case.segments
+    ] or None
+
+
+def run(case: Case, comm: Communicator) -> str:
+    """Call the library on this rank and return its result's digest."""
+    config = config_of(case)
+    segments = segments_of(case, config)
+    x = inputs(case, comm.rank, comm.size)
+    kept = x.copy()
+    call, residual = getattr(comm, case.verb), residual_of(case, comm.rank)
+    op = () if case.verb == "all_gather" else (case.op,)
+    lost = {} if residual is None else {"residual": residual}
+    result = call(x, *op, config=config, segments=segments, seed=case.seed(comm.rank), **lost)
+    assert x.tobytes() == kept.tobytes(), f"the input changed: {case}"
+    return digest(result_of(result, residual))
+
+
+@functools.cache
+def expected(
+    case: Case,
+    world_size: int,
+    hosts: tuple[int, ...] | None = None,
+    noise_ranks: tuple[int, ...] | None = None,
+) -> list[str]:
+    """Return the digest of the oracle's result, by rank.
+
+    hosts: of each rank, if not one. noise_ranks: of an allreduce in a group, by which number each
+    one draws noise.
+    """
+    xs = [inputs(case, rank, world_size) for rank in range(world_size)]
+    segments = [reference.Segment(*s) for s in case.segments] or [
+        reference.Segment(
+            0,
+            case.size,
+            case.bits,
+            case.bucket_size,
+            case.compressor,
+            case.density or 0.01,
+            case.value_bits or 32,
+            case.rotation or 0,
+            case.clip,
+        )
+    ]
+    options: dict[str, Any] = {
+        "rounding": case.rounding,
+        "seeds": [case.seed(rank) for rank in range(world_size)],
+        "minimal_size": case.minimal_size,
+        "skip_incomplete_buckets": case.skip_incomplete_buckets,
+    }
+    with np.errstate(all="ignore"):
+        if case.verb == "all_gather":
+            return [digest(reference.all_gather(xs, segments, **options))] * world_size
+        options["op"] = case.op
+        if case.verb == "reduce_scatter":
+            return [digest(y) for y in reference.reduce_scatter(xs, segments, **options)]
+        options |= {"algorithm": case.algorithm, "hosts": hosts}
+        options |= {"gather_bits": case.gather_bits, "intra_bits": case.intra_bits}
+        lost = [residual_of(case, rank) for rank in range(world_size)]
+        options |= {"residuals": lost if case.feedback else None, "noise_ranks": noise_ranks}
+        result = reference.allreduce(xs, segments, **options)
+        return [digest(result_of(result, residual)) for residual in lost]

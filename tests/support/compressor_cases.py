@@ -1,0 +1,163 @@
+"""Rows of the table of compressors at their settings, and values of all kinds to give them.
+
+ROWS     knobs of cgx_ops.Config, by a name
+bits_of, settings_of, reference_knobs    what a row is to the library and to the oracle
+values   of a kind
+DISAGREE  settings of two ranks, and what of them the error names
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from cgx_ops import Config, dequantize, quantize
+from cgx_ops._core import codec
+
+DTYPES: dict[str, Any] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+}
+COMPRESSORS = (
+    "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "half", "topk", "threshold",
+    "randk",
+)  # fmt: skip
+
+
+def _rows() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [{"bits": bits} for bits in (1, 3, 8)]
+    rows += [{"rounding": "nearest"}, {"rounding": "shift", "bits": 2}]
+    rows += [{"compressor": "levels", "bits": bits} for bits in range(1, 5)]
+    rows += [{"compressor": "qsgd", "bits": bits} for bits in range(2, 9)]
+    rows += [{"compressor": name} for name in ("sign", "onebit", "ternary", "half")]
+    rows += [{"compressor": "ternary", "clip": True}]
+    rows += [{"compressor": "half", "rounding": "stochastic"}]
+    for name, value_bits in itertools.product(("topk", "threshold"), (1, 2, 3, 4, 5, 6, 7, 8, 16)):
+        rows.append({"compressor": name, "density": 0.07, "value_bits": value_bits})
+    for name, density in itertools.product(("topk", "threshold", "randk"), (1e-9, 0.01, 0.3, 1.0)):
+        rows.append({"compressor": name, "density": density})
+    rotated = (("uniform", 3), ("levels", 2), ("onebit", 4), ("qsgd", 5))
+    for (name, bits), rotation in itertools.product(rotated, (2, 32, 1024)):
+        rows.append({"compressor": name, "bits": bits, "rotation": rotation})
+    return [*rows, {"compressor": "ternary", "clip": True, "rotation": 16}]
+
+
+ROWS = {" ".join(f"{name}={value}" for name, value in row.items()): row for row in _rows()}
+# Settings of some ranks and of another, and what of both the error names.
+DISAGREE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "compressor": ({}, {"compressor": "levels"}, "compressor uniform against levels"),
+    "density": (
+        {"compressor": "topk"},
+        {"compressor": "topk", "density": 0.5},
+        "density None against 0.5",
+    ),
+    "value_bits": (
+        {"compressor": "topk", "value_bits": 16},
+        {"compressor": "topk", "value_bits": 8},
+        "value_bits 16 against 8",
+    ),
+    "rotation": ({"rotation": 32}, {"rotation": 64}, "rotation 32 against 64"),
+    "clip": (
+        {"compressor": "ternary"},
+        {"compressor": "ternary", "clip": True},
+        "clip False against True",
+    ),
+    "rounding": (
+        {"compressor": "half"},
+        {"compressor": "half", "rounding": "stochastic"},
+        "rounding nearest against stochastic",
+    ),
+}
+KINDS = ("normal", "heavy", "sizes", "ties", "zeros", "denormal", "huge", "nan", "inf")
+# Elements, bucket_size.
+SHAPES = (
+    (0, 512), (1, 512), (17, 16), (511, 512), (512, 512), (513, 512), (3000, 77), (5000, 1000),
+    (1700, 2048),
+)  # fmt: skip
+
+
+def settings_of(row: dict[str, Any], bucket_size: int, **more: Any) -> Config:
+    """Return a row as the library takes it."""
+    return Config(bucket_size=bucket_size, **row, **more)
+
+
+def reference_knobs(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row as keyword arguments of the oracle's codec, but for the bits."""
+    own = "stochastic" if row.get("compressor", "uniform") == "uniform" else "nearest"
+    return {"rounding": own, **{name: row[name] for name in row if name != "bits"}}
+
+
+def values(kind: str, numel: int, dtype: str, seed: int = 0) -> npt.NDArray[Any]:
+    """Return values of a kind; "sizes" are from the smallest to the largest numbers.
+
+    An even number of them lies around 2^-32 and 2^32, where sums over a bucket begin to be scaled.
+    """
+    random = np.random.default_rng([KINDS.index(kind), numel, seed])
+    x = random.standard_normal(numel).astype(np.float32)
+    at = random.integers(0, max(1, numel), 3)
+    with np.errstate(all="ignore"):
+        if kind == "heavy":
+            x = random.standard_t(2, numel).astype(np.float32)
+        elif kind == "sizes":
+            at = random.integers(-149, 125, numel)
+            if numel % 2 == 0:
+                around = random.choice([-32, 32], numel // 256 + 1) + random.integers(-2, 2)
+                at = np.repeat(around, 256)[:numel] - random.integers(0, 3, numel)
+            x = np.ldexp(x, at).astype(np.float32)
+        elif kind == "ties":
+            x = np.round(x)
+        elif kind == "zeros":
+            x = np.where(x < 0, np.float32(-0.0), np.float32(0))
+        elif kind == "denormal":
+            x *= np.float32(1e-40)
+        elif kind == "huge":
+            x = np.clip(x, -1, 1) * np.finfo(np.float32).max
+        elif kind in ("nan", "inf") and numel:
+            x[at] = [np.nan, np.nan, 1] if kind == "nan" else [np.inf, -np.inf, 1]
+        return x.astype(DTYPES[dtype])
+
+
+# ---- digests of what each CPU target makes of them -----------------------------------------------
+
+Case = tuple[str, str, str, int, int, bool]  # row, kind, dtype, elements, bucket_size, skip
+
+
+def _cases() -> list[Case]:
+    """Give each row all kinds, dtypes and shapes; of their product one in seven, and large ones."""
+    skips = {name: row.get("compressor") != "sign" for name, row in ROWS.items()}
+    product = itertools.product(ROWS, KINDS, DTYPES, SHAPES, (False, True))
+    cases: list[Case] = [
+        (row, kind, dtype, *shape, skip and skips[row])
+        for row, kind, dtype, shape, skip in itertools.islice(product, 0, None, 7)
+    ]
+    return cases
+
+
+CASES = _cases()
+
+
+def digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=12).hexdigest()
+
+
+def library_digests(
+    row: str, kind: str, dtype: str, numel: int, bucket_size: int, skip: bool
+) -> list[str]:
+    """Return digests of the bytes that the library makes, and of what it decodes them to."""
+    config = settings_of(ROWS[row], bucket_size, skip_incomplete_buckets=skip)
+    first = 3 * bucket_size
+    data = quantize(values(kind, numel, dtype), config, rank=2, phase=1, first_index=first, seed=-5)
+    assert len(data) <= codec.encoded_bytes(numel, config, dtype)
+    back = dequantize(data, numel, dtype, config, first_index=first, seed=-5)
+    return [digest(data), digest(with_one_nan(back))]
+
+
+def with_one_nan(x: Any) -> bytes:
+    """Return bytes of values; raw ones keep their NaN, of which the oracle has one."""
+    return np.where(np.isnan(x), x.dtype.type(np.nan), x).tobytes()

@@ -1,0 +1,42 @@
+"""Builds the C++ tests beside libcgx.so, from the same objects."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build" / "cmake"  # where setup.py built the core
+
+
+def tool(name: str) -> str:
+    """Return the program of this environment, else the one on PATH."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    assert found, "pip install cmake ninja"
+    return found
+
+
+def run(*command: object, timeout: float = 800) -> str:
+    """Run a command to its end and return what it wrote; its status must be 0."""
+    # make's jobserver is behind descriptors that do not come along: ctest 4.4 aborts without them.
+    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+    done = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+    )
+    said = done.stdout[-6000:] + done.stderr[-4000:]
+    assert done.returncode == 0, f"status {done.returncode}\n{said}"
+    return said
+
+
+def build(*targets: str) -> Path:
+    """Build these targets, by default all; return their folder."""
+    assert BUILD.exists(), f"{BUILD} is missing: build with pip install --no-build-isolation -e ."
+    cmake = tool("cmake")
+    run(cmake, "-S", ROOT / "cgx_ops/csrc", "-B", BUILD, "-DCGX_BUILD_TESTS=ON")
+    run(cmake, "--build", BUILD, *(("--target", *targets) if targets else ()))
+    return BUILD

@@ -1,0 +1,94 @@
+"""What the tests of compressors in JAX share: settings, and numpy's results to compare with."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy.typing as npt
+import reference
+
+from cgx_ops import Communicator, Config, Segment
+from support.jax_cases import processes_of, ranks_of, seed_of, sums_of, use_cpu_devices
+from support.launch import threads
+
+use_cpu_devices(8)
+
+Values = npt.NDArray[Any]
+
+KEY = jax.random.key(5)  # the same on all devices
+CASES: dict[str, dict[str, Any]] = {
+    "uniform": {"bits": 2},
+    "levels": {"compressor": "levels", "bits": 2},
+    "levels of one bit": {"compressor": "levels", "bits": 1, "gather_bits": 4},
+    "levels rotated": {"compressor": "levels", "bits": 2, "rotation": 32},
+    "sign": {"compressor": "sign"},
+    "onebit": {"compressor": "onebit"},
+    "ternary": {"compressor": "ternary"},
+    "ternary clipped": {"compressor": "ternary", "clip": True},
+    "qsgd": {"compressor": "qsgd", "bits": 4},
+    "qsgd of small buckets": {"compressor": "qsgd", "bits": 4, "bucket_size": 32},
+    "half": {"compressor": "half"},
+    "topk": {"compressor": "topk", "density": 0.05},
+    "topk of codes": {"compressor": "topk", "density": 0.05, "value_bits": 4},
+    "threshold": {"compressor": "threshold", "density": 0.05},
+    "randk": {"compressor": "randk", "density": 0.05},
+}
+# With which error feedback converges.
+KEPT = [name for name in CASES if name not in ("sign", "ternary", "qsgd")]
+CUT = [name for name in CASES if name != "threshold"]
+
+
+def config_of(case: str, *, key: Any = KEY, **knobs: Any) -> Config:
+    """Return the Config of a case, as psum_q rounds with the key or without."""
+    config = Config(**{**CASES[case], **knobs})
+    wanted = "nearest" if key is None else "stochastic"
+    try:
+        return Config(**{**CASES[case], **knobs, "rounding": wanted})
+    except ValueError:
+        return config
+
+
+def numpy_result(
+    verb: str, rows: Values, config: Config, *, op: Any = "sum", key: Any = KEY, leaf: int = 0,
+    call: str | Sequence[str] = "allreduce over d: ", residuals: Sequence[Values] | None = None,
+    at: Sequence[int] | None = None,
+) -> list[Values]:  # fmt: skip
+    """Return what each rank's numpy collective gives, rows[r] being that of device r.
+
+    call: verb, axes and name, of all ranks or of each. residuals[r]: of allreduce; flat, read and
+    written in place. at: which of jax.devices() holds each row. Where a process has several of a
+    group, it is one rank, as in jax_cases.expected(); but each of them has its vote.
+    """
+    ranks = ranks_of(processes_of(range(len(rows)) if at is None else at))
+    if config.compressor == "sign" and config.bits != 32:
+        ranks = [[row] for row in range(len(rows))]
+    texts = [call] * len(ranks) if isinstance(call, str) else call
+    seeds = [0 if key is None else seed_of(key, leaf, call=text) for text in texts]
+    values = sums_of([row.reshape(-1) for row in rows], ranks)
+    lost = None if residuals is None else [row.copy() for row in sums_of(residuals, ranks)]
+    numel = values[0].size // (len(rows) if verb == "reduce_scatter" else 1)
+    segments = [Segment(0, numel, config)]
+    if lost is not None and config.bits == 32:  # refused for a call, but not for a part of one
+        config = replace(config, bits=4)
+
+    def run(rank: int, comm: Communicator) -> Values:
+        given: dict[str, Any] = {} if verb == "all_gather" else {"op": op}
+        if lost is not None:
+            given["residual"] = lost[rank]
+        collective = getattr(comm, verb)
+        return collective(
+            values[rank], config=config, segments=segments, seed=[seeds[rank]], **given
+        )
+
+    results = threads(len(ranks), run)
+    if residuals is not None and lost is not None:
+        for residual in residuals:
+            residual[:] = 0
+        for members, new in zip(ranks, lost, strict=True):
+            residuals[members[0]][:] = reference.round_to(reference.widen(new), rows[0].dtype)
+    if verb == "allreduce":  # every rank has the same
+        assert len({result.tobytes() for result in results}) == 1
+        wide = reference.widen(results[0])
+        return [reference.round_to(wide, rows.dtype).reshape(rows[0].shape)] * len(rows)
+    return results

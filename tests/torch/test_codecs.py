@@ -1,0 +1,40 @@
+"""Every compressor by torch.ops.cgx: the rank program says what is shown; and bad arguments."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from support import launch
+from support import torch_cases as tc
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("n", [1, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_results_are_those_of_numpy(n: int) -> None:
+    launch.check_ok(launch.mpirun(n, "run_torch_codecs.py", env=tc.ENVIRONMENT, timeout=180))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"compressor": "lz4"}, "compressor is 'lz4'; it must be one of 'uniform', 'levels'"),
+        ({"compressor": "topk", "density": 0.0}, "density is 0.0; it must be"),
+        ({"compressor": "topk", "density": 1.5}, "density is 1.5; it must be"),
+        ({"compressor": "topk", "density": float("nan")}, "density is nan; it must be"),
+        ({"density": 0.1}, "which compressor='uniform' does not have: it belongs to topk"),
+        ({"clip": True}, "it belongs to ternary"),
+        ({"compressor": "topk", "value_bits": 9}, "value_bits is 9"),
+        ({"compressor": "levels", "rotation": 33}, "rotation is 33"),
+        ({"compressor": "levels", "bits": 5}, "from 1 to 4, or 32"),
+        ({"compressor": "topk", "bits": 2}, "bits is 2; compressor='topk' has no bits to choose"),
+        ({"compressor": "qsgd", "rounding": "nearest"}, "rounds 'stochastic': give that, or None"),
+        ({"compressor": "levels", "bits": 2, "rounding": "stochastic"}, "rounds 'nearest'"),
+        ({"compressor": "sign", "gather_bits": 4}, "gather_bits"),
+        ({"compressor": "threshold", "algorithm": "sra"}, "cannot be cut"),
+    ],
+)
+def test_what_makes_no_sense(options: dict[str, Any], words: str) -> None:
+    error: type[Exception] = TypeError if "sra" in options.values() else ValueError
+    with pytest.raises(error, match=re.escape(words)):
+        tc.allreduce(torch.ones(100), **tc.keywords(**options))

@@ -1,0 +1,73 @@
+"""Deep Gradient Compression: where ranks share hosts, and its warm-up.
+
+torch/test_hooks.py has the hook.
+"""
+
+import pytest
+from support import launch
+from support import torch_cases as tc
+
+from cgx_ops import Config, InvalidArgument
+from cgx_ops.methods.deep_gradient import Method, sparse_knobs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "hosts", ["a,a,b,b", pytest.param("a,b,b,b", marks=pytest.mark.exhaustive)]
+)
+def test_ranks_that_share_hosts(hosts: str) -> None:
+    numbers = hosts.replace("a", "0").replace("b", "1")
+    program = "run_torch_deep_gradient_hosts.py"
+    launch.check_ok(
+        launch.mpirun(4, program, numbers, env=tc.ENVIRONMENT, hosts=hosts, timeout=100)
+    )
+
+
+# ---- the warm-up ---------------------------------------------------------------------------------
+
+
+def method(density: float = 0.001, warmup_steps: int = 0) -> Method:
+    return Method(density, 0.9, nesterov=False, clip=None, warmup_steps=warmup_steps)
+
+
+@pytest.mark.parametrize(
+    ("warmup_steps", "stages"),
+    [
+        (0, [(0, 0.0)]),
+        (400, [(0, 0.25), (100, 0.0625), (200, 0.015625), (300, 0.00390625), (400, 0.0)]),
+        (6, [(0, 0.25), (2, 0.0625), (3, 0.015625), (5, 0.00390625), (6, 0.0)]),
+        (2, [(0, 0.25), (1, 0.015625), (2, 0.0)]),
+        (1, [(0, 0.25), (1, 0.0)]),
+    ],
+)
+def test_stages_of_the_warmup(warmup_steps: int, stages: list[tuple[int, float]]) -> None:
+    found = method(warmup_steps=warmup_steps)
+    assert found.stages() == stages
+    for step in range(warmup_steps + 3):
+        expected = next(least for start, least in reversed(stages) if start <= step)
+        assert found.least_density(step) == expected
+
+
+def test_how_a_layer_is_sent() -> None:
+    own = Config(compressor="topk", value_bits=16)
+    found = sparse_knobs(method(warmup_steps=4), own, 100_000, 1, gpu=False)
+    assert found == {
+        "compressor": "topk", "density": 0.0625, "value_bits": 16, "bucket_size": 100_000
+    }  # fmt: skip
+    ruled = Config(compressor="threshold", density=0.5)
+    assert sparse_knobs(method(warmup_steps=4), ruled, 9, 1, gpu=True)["density"] == 0.5
+    assert sparse_knobs(method(), own, 100_000, 9, gpu=True)["bucket_size"] == 8192
+    assert sparse_knobs(method(), own, 100, 9, gpu=True)["bucket_size"] == 100
+
+
+def test_limit_of_each_rank() -> None:
+    assert method().limit(4) is None
+    assert Method(0.1, 0.9, nesterov=False, clip=3.0, warmup_steps=0).limit(4) == 1.5
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(InvalidArgument, match="density is True"):
+        method(density=True)
+    with pytest.raises(InvalidArgument, match="warmup_steps is True"):
+        method(warmup_steps=True)

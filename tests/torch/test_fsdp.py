@@ -1,0 +1,78 @@
+"""FSDP2 whose collectives are compressed: every message to the bit, every way to train, HSDP."""
+
+import re
+
+import pytest
+import torch
+from support import launch
+from support import torch_cases as tc
+from torch import nn
+
+from cgx_ops import InvalidArgument
+from cgx_ops.torch import fsdp
+from cgx_ops.torch.fsdp.block import Parameter
+
+ON_TWO = ["messages_equal_the_oracle", "what_forward_sees", "other_layouts", "training.*"]
+ON_TWO += ["rules.*", "refusals.*", "ambient.*"]
+FEEDBACK = ["feedback_to_the_bit", "averaged_in_eight_bits", "compressors_by_rule"]
+FEEDBACK += ["resumed_feedback_is_the_same_to_the_bit", "bad_feedback"]
+WHOSE = ["residuals_stay_with_their_parameters", "what_was_loaded_is_consolidated_alike"]
+ON_FOUR = ["messages_equal_the_oracle", "hybrid", "smaller_mesh_after_forward"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "checks"),
+    [
+        pytest.param(2, ON_TWO + FEEDBACK + WHOSE, marks=pytest.mark.exhaustive),
+        pytest.param(2, ["adaptive.*"], marks=pytest.mark.slow),
+        (4, [*ON_FOUR, *WHOSE, "feedback_to_the_bit", "ambient.defaults", "a_rank_that_fails"]),
+        pytest.param(
+            4,
+            [*FEEDBACK, "consolidated_residuals_fit_any_number_of_shards"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_ranks(ranks: int, checks: list[str]) -> None:
+    launch.check_ok(
+        launch.mpirun(ranks, "run_torch_fsdp.py", *checks, env=tc.ENVIRONMENT, timeout=150)
+    )
+
+
+def test_a_model_without_fsdp_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=re.escape("fully_shard before compress")):
+        fsdp.compress(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("rows", [1, 5, 24])
+def test_parameters_are_found_in_blocks(dim: int, ranks: int, rows: int) -> None:
+    """FSDP pads the last shards of dimension 0; of others all are as long."""
+    shape = torch.Size((rows, 24, 3))
+    whole = torch.arange(1.0, shape.numel() + 1).view(shape)
+    length = -(-shape[dim] // ranks)
+    numel = shape.numel() // shape[dim] * length
+    blocks = torch.full((ranks, numel + 7), -1.0)
+    parameter = Parameter("p", shape, dim, 5, numel)
+    parameter.put_into(blocks, whole)
+    for rank in range(ranks):
+        part = whole.narrow(dim, min(rank * length, shape[dim]), 0)
+        if rank * length < shape[dim]:
+            part = whole.narrow(dim, rank * length, min(length, shape[dim] - rank * length))
+        mine = blocks[rank, 5 : 5 + numel]
+        assert mine[: part.numel()].equal(part.flatten())
+        assert not mine[part.numel() :].any()
+    assert (blocks[:, :5] == -1).all() and (blocks[:, 5 + numel :] == -1).all()
+    assert parameter.cut_from(blocks).equal(whole)
+
+
+def test_state_goes_on_from_its_state_dict() -> None:
+    state = fsdp.State()
+    seeds = [state.weights_seed(name) for name in ("a", "b", "a")]
+    assert seeds[0] == seeds[2] != seeds[1]
+    other = fsdp.State()
+    other.load_state_dict({"draws": 7, "reductions": 3, "used": 1})
+    assert other.state_dict() == {"draws": 7, "reductions": 3, "used": 1}
+    assert other.weights_seed("a") != seeds[0]
+    assert other.state_dict() == {"draws": 8, "reductions": 3, "used": 0}
