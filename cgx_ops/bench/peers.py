@@ -23,9 +23,9 @@ import numpy as np
 
 import cgx_ops
 from cgx_ops import Config
-from cgx_ops._core.address import free_address
 from cgx_ops._core.arrays import Array
 from cgx_ops._core.codec import encoded_bytes
+from cgx_ops._core.exchange import free_address
 from cgx_ops.autotune import EXACT
 
 if TYPE_CHECKING:

@@ -13,16 +13,15 @@ AdaptiveBits knows no framework. cgx_ops.torch.ddp feeds it bucket by bucket; in
 returns the statistics (cgx_ops.jax.statistics), and its rules are static arguments.
 """
 
-import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-import numpy as np
-
+from cgx_ops._core.consistency import require_same
+from cgx_ops._core.exchange import exchange
 from cgx_ops.communicator import Communicator
 from cgx_ops.config import Config
-from cgx_ops.errors import InvalidArgument, MismatchError, require_integer
+from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.planner.bits import allocate_bits, predicted_error
 from cgx_ops.planner.clusters import cluster_bits
 from cgx_ops.planner.plan import Plan
@@ -180,19 +179,17 @@ class AdaptiveBits:
         Collective: every rank calls it, before the first step that uses them.
 
         Raises:
-            MismatchError: on every rank; it names a rank with other settings, or the first tensor
-                that does not have the same bits on all of them.
+            MismatchError: on every rank; it names the first setting that differs, or the first
+                tensor that does not have the same bits on all of them.
         """
-        digest = hashlib.sha256(repr(self).encode()).digest()
-        mine = np.frombuffer(digest, np.uint16, 4).astype(np.float32)  # which are exact in it
-        exact = Config(bits=EXACT_BITS)
-        rows = communicator.all_gather(mine[None], exact, name="cgx_ops.planner.adaptive")
-        for rank in range(communicator.size):
-            if (rows[rank] != rows[0]).any():
-                raise MismatchError(
-                    f"ranks have different settings of adaptive bits: rank {rank} has others than "
-                    f"rank 0; rank {communicator.rank} has {self!r}. Give all ranks the same"
-                )
+        own = ("bits", "numels")  # the plan below has them
+        settings = {k: v for k, v in vars(self).items() if not k.startswith("_") and k not in own}
+        require_same(
+            "ranks have different settings of adaptive bits",
+            settings,
+            lambda mine: exchange(mine, "cgx_ops.planner.adaptive", communicator),
+            "Give all ranks the same",
+        )
         self.plan().agree(communicator)
 
     # ---- Whose they are --------------------------------------------------------------------------

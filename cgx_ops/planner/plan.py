@@ -1,6 +1,5 @@
 """A plan: tensors by name, their bits, and which of them share a message."""
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -8,19 +7,18 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Self
 
-import numpy as np
-
 from cgx_ops._core.codec import encoded_bytes
+from cgx_ops._core.consistency import require_same
+from cgx_ops._core.exchange import exchange
 from cgx_ops.communicator import Communicator
 from cgx_ops.config import EXACT_BITS, Config
-from cgx_ops.errors import InvalidArgument, MismatchError, require_integer
+from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.planner.model import Costs
 from cgx_ops.planner.partition import partition
 from cgx_ops.rules import Rules, pattern_of
 
 _FORMAT = "cgx_ops plan 1"
 _NAME = "cgx_ops.planner.plan"
-_EXACT = Config(bits=EXACT_BITS)
 
 
 @dataclass(frozen=True)
@@ -179,25 +177,13 @@ class Plan:
 
         Raises:
             MismatchError: on every rank; it names the first tensor, in the order of sending, that
-                is not the same on all of them, and what each rank has there.
+                differs, and what two ranks have there.
         """
-        entries = self._entries()
-        # Ranks may have different numbers of tensors, so that goes first.
-        counts = _of_all(communicator, name, [len(entries)])[:, 0].astype(int)
-        hashes = np.array([_hash(entry) for entry in entries[: counts.min()]]).reshape(-1)
-        differs = (lambda rows: (rows != rows[0]).any(axis=0))(_of_all(communicator, name, hashes))
-        at = int(differs.argmax()) // _PIECES if differs.any() else int(counts.min())
-        if at == counts.max():
-            return
-        mine = (entries[at] if at < len(entries) else "no tensor any more").encode()
-        longest = int(_of_all(communicator, name, [len(mine)]).max())
-        rows = _of_all(communicator, name, list(mine.ljust(longest, b"\0")))
-        texts = [bytes(row.astype(np.uint8)).rstrip(b"\0").decode() for row in rows]
-        different = {text: texts.index(text) for text in texts}
-        told = "; ".join(f"rank {rank} has {text}" for text, rank in different.items())
-        raise MismatchError(
-            f"ranks have different plans. The first difference is in place {at}: {told}. Give all "
-            "ranks one plan: let rank 0 save it, and the others load it"
+        require_same(
+            "ranks have different plans",
+            {f"tensor {place}": entry for place, entry in enumerate(self._entries())},
+            lambda mine: exchange(mine, name, communicator),
+            "Give all ranks one plan: let rank 0 save it, and the others load it",
         )
 
     def _entries(self) -> list[str]:
@@ -215,21 +201,3 @@ def _integers(field: str, values: Sequence[int], least: int, most: int) -> tuple
         require_integer(f"a plan's {field}[{i}]", value, least, most)
         for i, value in enumerate(values)
     )
-
-
-# What ranks tell each other is in float32, in which integers of 16 bits are exact.
-
-_PIECES = 4  # of a hash of 64 bits
-
-
-def _of_all(
-    communicator: Communicator, name: str, numbers: Sequence[int] | np.ndarray
-) -> np.ndarray:
-    """Return the numbers of all ranks, (ranks, numbers)."""
-    mine = np.asarray(numbers, np.float32)
-    return communicator.all_gather(mine[None], _EXACT, name=name)
-
-
-def _hash(text: str) -> list[int]:
-    digest = hashlib.sha256(text.encode()).digest()
-    return np.frombuffer(digest, np.uint16, _PIECES).tolist()

@@ -34,7 +34,7 @@ from support.jax_cases import (
 
 from cgx_ops import Communicator, Config, Rules
 from cgx_ops._core import library
-from cgx_ops._core.address import free_address
+from cgx_ops._core.exchange import free_address
 from cgx_ops.jax import pmean_q, psum_q
 from cgx_ops.jax._src.collectives.calls import call_attributes
 from cgx_ops.jax._src.runtime import handlers

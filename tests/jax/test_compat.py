@@ -26,7 +26,7 @@ from support.jax_cases import mesh_of, on_mesh, use_cpu_devices
 from support.launch import processes
 
 import cgx_ops.jax
-from cgx_ops._core.address import free_address
+from cgx_ops._core.exchange import free_address
 from cgx_ops.jax._src.runtime import compat
 
 use_cpu_devices(8)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from support.launch import check_ok, mpirun, processes
 
-from cgx_ops._core.address import free_address
+from cgx_ops._core.exchange import free_address
 
 pytestmark = pytest.mark.timeout(120)
 

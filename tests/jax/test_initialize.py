@@ -11,7 +11,7 @@ import pytest
 from support.launch import check_ok, mpirun, processes
 
 import cgx_ops
-from cgx_ops._core.address import free_address
+from cgx_ops._core.exchange import free_address
 
 pytestmark = pytest.mark.timeout(120)
 

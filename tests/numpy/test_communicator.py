@@ -20,8 +20,8 @@ from cgx_ops import (
     Segment,
     Unsupported,
 )
-from cgx_ops._core.address import exchange
 from cgx_ops._core.call import call_seed
+from cgx_ops._core.exchange import exchange
 
 EXACT = Config(bits=32)
 
@@ -323,7 +323,8 @@ def test_failures_of_the_bootstrap_are_raised(
         Communicator.find("broken")
 
 
-def test_what_ranks_say_is_cut_between_characters() -> None:
-    assert exchange("a" + "\N{EURO SIGN}" * 200, "cut", cgx_ops.init()) == [
-        "a" + "\N{EURO SIGN}" * 170
-    ]
+@pytest.mark.parametrize("lengths", [(0, 0), (508, 1), (509, 0), (3, 70_000)])
+def test_ranks_exchange_bytes_of_any_lengths(lengths: tuple[int, int]) -> None:
+    said = [(bytes(range(256)) * 300)[:length] for length in lengths]
+    found = threads(2, lambda rank, ranks: exchange(said[rank], "bytes", ranks), timeout=20)
+    assert found == [said, said]

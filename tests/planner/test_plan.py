@@ -90,15 +90,15 @@ def test_plans_that_do_not_fit_together_are_refused(own: dict, says: str) -> Non
 
 
 _OTHERS = {
-    "bits": (replace(_PLAN, bits=(4, 8, 2)), "place 1: rank 0 has 'b' .20 values, 32 bits"),
-    "name": (replace(_PLAN, names=("a", "b", "d")), "place 2: rank 0 has 'c' .*; rank 2 has 'd'"),
-    "groups": (replace(_PLAN, groups=((0,), (1, 2))), "place 1: .*group 0.*; rank 2 .*group 1"),
-    "order": (replace(_PLAN, groups=((1, 0), (2,))), "place 0: rank 0 has 'a'.*; rank 2 has 'b'"),
+    "bits": (replace(_PLAN, bits=(4, 8, 2)), "has tensor 1 'b' .20 values, 32 bits"),
+    "name": (replace(_PLAN, names=("a", "b", "d")), "has tensor 2 'c' .*, rank 2 has 'd'"),
+    "groups": (replace(_PLAN, groups=((0,), (1, 2))), "tensor 1 .*group 0.*, rank 2 .*group 1"),
+    "order": (replace(_PLAN, groups=((1, 0), (2,))), "has tensor 0 'a'.*, rank 2 has 'b'"),
     "shorter": (
         Plan(("a", "b"), (10, 20), (4, 32), ((0, 1),)),
-        "place 2: rank 0 has 'c' .*; rank 2 has no tensor any more",
+        "rank 0 has tensor 2 'c' .*, rank 2 has nothing",
     ),
-    "none": (Plan((), (), (), ()), "place 0: rank 0 has 'a'.*; rank 2 has no tensor"),
+    "none": (Plan((), (), (), ()), "rank 0 has tensor 0 'a'.*, rank 2 has nothing"),
     "long": (
         replace(_PLAN, names=("a" * 500, "b", "c")),
         "rank 2 has 'a{500}' .10 values, 4 bits, group 0.[.] Give",

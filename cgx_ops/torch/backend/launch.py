@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from cgx_ops._core import launchers, world
-from cgx_ops._core.address import exchange, free_address
+from cgx_ops._core.exchange import exchange, free_address
 from cgx_ops._core.launchers import Place
 from cgx_ops.torch import _compat
 
@@ -75,7 +75,7 @@ def _agree() -> tuple[str, int]:
     """Return rank 0's address, and a port that is free there now, or MASTER_PORT."""
     name = "cgx_ops.torch.backend.launch"
     ranks = world.of_launcher()
-    hosts = exchange(socket.gethostname(), name, ranks)
+    hosts = [host.decode() for host in exchange(socket.gethostname().encode(), name, ranks)]
     mine = free_address(hosts) if ranks.rank == 0 else ("", 0)
-    address, port = json.loads(exchange(json.dumps(mine), name, ranks)[0])
+    address, port = json.loads(exchange(json.dumps(mine).encode(), name, ranks)[0])
     return address, int(os.environ.get("MASTER_PORT") or port)

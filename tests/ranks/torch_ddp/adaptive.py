@@ -156,7 +156,7 @@ def resumed_bits_are_the_same() -> None:
 def ranks_that_differ_are_told() -> None:
     for other, words in (
         (adaptive(), "'last.weight' (200 values, 3 bits"),
-        (adaptive(alpha=1.0 + RANK), "rank 1 has others than rank 0"),
+        (adaptive(alpha=1.0 + RANK), "rank 0 has alpha 1.0, rank 1 has 2.0"),
     ):
         other.numels = {"first.weight": 800, "last.weight": 200}
         other.bits = {"first.weight": 4, "last.weight": 3 if RANK == 1 else 5}

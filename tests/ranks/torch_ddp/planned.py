@@ -141,8 +141,8 @@ def another_plan_is_an_error_that_names_the_tensor() -> None:
         _step(model, 0)  # in one bucket, before DistributedDataParallel makes its own
         begin = time.monotonic()
         words = (
-            f"different plans. The first difference is in place {place}: rank 0 has '{name}' "
-            f"({_NUMELS[name]} values, 4 bits, group {groups[0]}); rank {last} has '{name}' "
+            f"different plans: rank 0 has tensor {place} '{name}' "
+            f"({_NUMELS[name]} values, 4 bits, group {groups[0]}), rank {last} has '{name}' "
             f"({_NUMELS[name]} values, 4 bits, group {groups[1]})"
         )
         fails(RuntimeError, words, lambda model=model: _step(model, 1))
@@ -175,7 +175,7 @@ def buckets_of_different_plans_are_refused() -> None:
     module = network()
     plan = EACH if RANK == 0 else THREE
     if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
-        words = "The first difference is in place 1: rank 0 has 'last.weight'"
+        words = "ranks have different plans: rank 0 has tensor 1 'last.weight'"
         fails(MismatchError, words, lambda: ddp.planned_buckets(plan, module))
 
 

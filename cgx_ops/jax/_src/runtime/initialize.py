@@ -27,7 +27,7 @@ import jax
 
 from cgx_ops import Communicator, Unsupported
 from cgx_ops._core import launchers, library, world
-from cgx_ops._core.address import exchange, free_address
+from cgx_ops._core.exchange import exchange, free_address
 from cgx_ops.jax._src.runtime import compat, handlers
 from cgx_ops.jax._src.runtime.launching import claim
 
@@ -120,7 +120,7 @@ def _initialize_by_mpirun(
             f"this is process {process_id} of {num_processes} by its arguments but rank {rank} of "
             f"{size} by mpirun. Leave them out"
         )
-    mine = json.dumps([obstacle, socket.gethostname()])
+    mine = json.dumps([obstacle, socket.gethostname()]).encode()
     said = [json.loads(text) for text in exchange(mine, _NAME, ranks)]
     _require_none([what for what, _ in said])
     _choose_gpu([host for _, host in said], rank)
@@ -131,7 +131,7 @@ def _initialize_by_mpirun(
             found = (_start_coordinator(address, size), "")
         except RuntimeError as error:
             found = (None, str(error))
-    coordinator, failure = json.loads(exchange(json.dumps(found), _NAME, ranks)[0])
+    coordinator, failure = json.loads(exchange(json.dumps(found).encode(), _NAME, ranks)[0])
     if failure:
         raise RuntimeError(failure)
     address = _hold(_Coordinator(*coordinator))

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 
 from cgx_ops._core import launchers
-from cgx_ops._core.address import exchange
+from cgx_ops._core.exchange import exchange
 from cgx_ops.errors import CgxError
 from cgx_ops.jax._src.runtime import handlers
 
@@ -162,7 +162,7 @@ def _agree(name: str) -> _Ticket:
     def ask() -> None:
         drawn = _tickets.draw() if world.rank == 0 else None
         try:
-            text = exchange(json.dumps(drawn), f"cgx_ops.jax.launching:{name}", world)[0]
+            text = exchange(json.dumps(drawn).encode(), f"cgx_ops.jax.launching:{name}", world)[0]
             answer.set_result(_Ticket(*json.loads(text)))
         except Exception as error:
             if drawn is not None:

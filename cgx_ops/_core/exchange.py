@@ -1,0 +1,60 @@
+"""Bytes among the ranks of a communicator, and the address at which one rank can be reached.
+
+Frameworks use these before they have collectives of their own.
+"""
+
+import socket
+
+import numpy as np
+
+from cgx_ops.communicator import Communicator
+from cgx_ops.config import Config
+
+_BLOCK = 512  # bytes of the first message: four of the length, then data
+
+
+def exchange(mine: bytes, name: str, communicator: Communicator) -> list[bytes]:
+    """Return every rank's bytes, in rank order. Ranks may give different lengths.
+
+    Args:
+        mine: this rank's bytes; up to 508 travel in one collective, more in two.
+        name: of the collectives, the same on all ranks.
+        communicator: the ranks.
+    """
+    data = len(mine).to_bytes(4, "little") + mine
+    rows = _gather(data[:_BLOCK].ljust(_BLOCK, b"\0"), name, communicator)
+    lengths = [4 + int.from_bytes(row[:4], "little") for row in rows]
+    if (longest := max(lengths)) > _BLOCK:
+        rest = _gather(data[_BLOCK:].ljust(longest - _BLOCK, b"\0"), name, communicator)
+        rows = [row + more for row, more in zip(rows, rest, strict=True)]
+    return [row[4:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+def _gather(data: bytes, name: str, communicator: Communicator) -> list[bytes]:
+    """Send bytes of one length on all ranks as float32 numbers, which are exact."""
+    numbers = np.frombuffer(data, np.uint8).astype(np.float32)
+    rows = communicator.all_gather(numbers[None], Config(bits=32), name=name)
+    return [row.astype(np.uint8).tobytes() for row in rows]
+
+
+def free_address(hosts: list[str]) -> tuple[str, int]:
+    """Return an address of this host that processes on all the hosts can reach, and a free port.
+
+    Args:
+        hosts: host names of all ranks; hosts[0] is this one.
+    """
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    others = [host for host in hosts if host != hosts[0]]
+    return (_address_towards(others[0]) if others else "127.0.0.1"), port
+
+
+def _address_towards(host: str) -> str:
+    """Return the address that this host sends from to another; nothing is sent to find out."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+    except OSError:  # the name cannot be resolved from here
+        return socket.getfqdn()
