@@ -24,9 +24,11 @@ from mpi4py import MPI
 
 import cgx_ops
 from cgx_ops import Config
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import size_text, time_text
 from cgx_ops.bench.measure import Summary
 from cgx_ops.bench.peers import PEERS, cgx, cgx_name
-from cgx_ops.bench.report import Report, Table, size_text, time_text
+from cgx_ops.bench.report import Report
 
 NUMEL, CALLS, ROUNDS, WARM_UP = 1024, 100, 201, 5
 _WORK_SECONDS, _WORK_NUMEL = 1e-3, 200_000

@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cgx_ops._core import library
+from cgx_ops._core.table import Table
 from cgx_ops.bench.measure import Summary
-from cgx_ops.bench.report import Report, Table
+from cgx_ops.bench.report import Report
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "cmake"  # where setup.py built the core

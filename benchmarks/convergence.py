@@ -31,7 +31,9 @@ import hosts
 from plots import losses
 from rich.console import Console
 
-from cgx_ops.bench.report import Report, Table, time_text
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import time_text
+from cgx_ops.bench.report import Report
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "methods"

@@ -19,7 +19,8 @@ from typing import Any
 import gpu_present
 from suite import ROOT, Run, run
 
-from cgx_ops.bench.report import Report, Table
+from cgx_ops._core.table import Table
+from cgx_ops.bench.report import Report
 
 DOCUMENT = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- tables of benchmarks/gpu.py -->", "<!-- end of tables -->"

@@ -33,9 +33,10 @@ from growth import ThreadRank
 
 import cgx_ops
 from cgx_ops import Communicator, Config
-from cgx_ops.bench.allreduce import parse_size
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import parse_size, size_text, time_text
 from cgx_ops.bench.measure import Ranks, Summary, Timed, measure
-from cgx_ops.bench.report import Report, Table, size_text, time_text
+from cgx_ops.bench.report import Report
 
 SIZES = ("4KiB", "64KiB", "1MiB", "16MiB", "64MiB", "256MiB", "1GiB")
 DIRECT_BITS, STAGED_BITS = (32, 8, 4, 2), (32, 4)

@@ -21,8 +21,10 @@ import torch
 from gpu_calls import Codec, Enqueue
 
 from cgx_ops import Config
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import time_text
 from cgx_ops.bench.measure import Summary
-from cgx_ops.bench.report import Report, Table, time_text
+from cgx_ops.bench.report import Report
 
 NUMEL = 2**28  # 1 GiB of fp32
 BITS = range(1, 9)

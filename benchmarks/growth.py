@@ -32,10 +32,11 @@ import numpy as np
 import cgx_ops
 from cgx_ops import Communicator, Config
 from cgx_ops._core.arrays import Array
-from cgx_ops.bench.allreduce import parse_size
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import parse_size, size_text, time_text
 from cgx_ops.bench.measure import Ranks, Summary, Timed, measure
 from cgx_ops.bench.peers import PEERS, MpiRanks
-from cgx_ops.bench.report import Report, Table, size_text, time_text
+from cgx_ops.bench.report import Report
 
 RANKS = (2, 4, 8, 16)
 SIZES = ("4KiB", "64KiB", "1MiB", "16MiB")

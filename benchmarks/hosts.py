@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
-from cgx_ops.bench.allreduce import parse_rate
+from cgx_ops._core.units import parse_rate
 
 SUBNET = "10.99.0"  # seen by these hosts only
 MAX_HOSTS = 100

@@ -20,8 +20,9 @@ from mpi4py import MPI
 
 import cgx_ops
 from cgx_ops import Communicator, Config
-from cgx_ops.bench.allreduce import parse_size
-from cgx_ops.bench.report import Report, Table, size_text
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import parse_size, size_text
+from cgx_ops.bench.report import Report
 
 SIZES = ("1MiB", "4MiB", "16MiB", "64MiB", "256MiB")
 IN_FLIGHT = 8

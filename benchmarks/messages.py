@@ -15,9 +15,11 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import size_text, time_text
 from cgx_ops.bench.measure import Summary, Timed, measure
 from cgx_ops.bench.peers import MpiRanks
-from cgx_ops.bench.report import Report, Table, size_text, time_text
+from cgx_ops.bench.report import Report
 
 LENGTHS = (128, 32 << 10)
 _WINDOW = 64  # messages under way

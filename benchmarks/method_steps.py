@@ -23,10 +23,11 @@ from steps import publish, where
 from torch import nn
 from training import Training, start
 
-from cgx_ops.bench.allreduce import parse_rate
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import parse_rate, time_text
 from cgx_ops.bench.measure import Summary, Timed, measure
 from cgx_ops.bench.peers import MpiRanks
-from cgx_ops.bench.report import Report, Table, time_text
+from cgx_ops.bench.report import Report
 
 TASKS = {"images": images, "characters": characters, "boxes": boxes}
 WARM = "warm-up of "

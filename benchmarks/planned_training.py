@@ -26,9 +26,11 @@ from steps import LAYERS, WIDTH, Step, calibrate, publish, where
 import cgx_ops
 from cgx_ops import Config
 from cgx_ops._core.codec import encoded_bytes
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import time_text
 from cgx_ops.bench.measure import Summary, Timed, measure
 from cgx_ops.bench.peers import MpiRanks
-from cgx_ops.bench.report import Report, Table, time_text
+from cgx_ops.bench.report import Report
 from cgx_ops.planner import Costs, Plan, finish, tune
 from cgx_ops.planner import measure as measure_costs
 

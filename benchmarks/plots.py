@@ -27,7 +27,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from cgx_ops.bench.report import Report, rate_text, size_text
+from cgx_ops._core.units import rate_text, size_text
+from cgx_ops.bench.report import Report
 from cgx_ops.bench.results import Result
 
 RESULTS = Path(__file__).resolve().parent / "results"

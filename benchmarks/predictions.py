@@ -32,8 +32,8 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cgx_ops.bench.allreduce import parse_rate
-from cgx_ops.bench.report import Table, rate_text, size_text, time_text
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import parse_rate, rate_text, size_text, time_text
 
 RATES = ("1gbit", "10gbit")
 PER_HOST = (1, 8)

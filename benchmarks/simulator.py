@@ -33,9 +33,10 @@ from cost_model import EXACT, PEERS, Machine, Ranks
 from growth import MPI_ALLREDUCE, Cost
 from scipy.optimize import least_squares
 
-from cgx_ops.bench.allreduce import parse_rate
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import parse_rate, rate_text, size_text, time_text
 from cgx_ops.bench.measure import Alone, Summary, Timed, measure
-from cgx_ops.bench.report import Report, Table, rate_text, size_text, time_text
+from cgx_ops.bench.report import Report
 
 CORES = len(os.sched_getaffinity(0))
 

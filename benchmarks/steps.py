@@ -21,10 +21,11 @@ from typing import Any
 
 from mpi4py import MPI
 
-from cgx_ops.bench.allreduce import parse_rate
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import parse_rate, time_text
 from cgx_ops.bench.measure import Summary, Timed, measure
 from cgx_ops.bench.peers import MpiRanks
-from cgx_ops.bench.report import Report, Table, time_text
+from cgx_ops.bench.report import Report
 
 Step = Callable[[], object]  # one step, to its end
 

@@ -19,10 +19,12 @@ from mpi4py import MPI
 import cgx_ops
 from cgx_ops import Communicator, Config
 from cgx_ops._core.codec import encoded_bytes
-from cgx_ops.bench.allreduce import SIZES, parse_rate, parse_size
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import parse_rate, parse_size, rate_text, size_text, time_text
+from cgx_ops.bench.allreduce import SIZES
 from cgx_ops.bench.measure import Summary, Timed, measure
 from cgx_ops.bench.peers import PEERS, MpiRanks
-from cgx_ops.bench.report import Report, Table, rate_text, size_text, time_text
+from cgx_ops.bench.report import Report
 
 CONFIGS = {"exact": Config(bits=32), "4 bits": Config(rounding="nearest")}
 ROUNDS = 21

@@ -1,77 +1,32 @@
-"""When compression is faster, by size: for bits_for(), auto_bits and the verdict of `bench`.
+"""Bits by measurement: bits_for(), and auto_bits of the backend "cgx".
 
-    Timings     seconds of an allreduce by bits and size, as they were measured
-    Verdict     bits by size, which follow from Timings alone, and the reason in words
-    measured()  Timings among ranks: the same on all of them
-    sentence    the verdict for a step, in one sentence
+    measured()  times of allreduces among ranks: the same on all of them
     bits_for    a communicator's answer, measured when it is first asked for
 
-A prediction from a rate and a ratio does not tell: where the link is memory it is the codec's speed
-that decides, and an allreduce overlaps encoding with sending. So allreduces are timed, exact and in
-each choice of bits, at a few sizes; in between, and beyond, time is a line. What pays:
-
-  1. exact, unless the fastest choice takes a tenth less time: noise shall not cost accuracy
-  2. of the choices, the most bits of those that take at most a tenth more than the fastest one
-  3. 2 bits only where what they lose comes back (Config.keeps_residuals)
+_core/verdicts.py says what follows from the times. Two bits are a choice only where error feedback
+returns what they lose (Config.keeps_residuals).
 """
 
 import hashlib
 import logging
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import numpy as np
 
+from cgx_ops._core.verdicts import EXACT, Slot, Timings, Verdict, slot_of
+from cgx_ops.communicator import Communicator
 from cgx_ops.config import COMPRESSORS, Config
 from cgx_ops.errors import InvalidArgument
 
-if TYPE_CHECKING:
-    from cgx_ops.communicator import Communicator
-
 _log = logging.getLogger(__name__)
 
-EXACT = 32
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22)  # values: 4 KiB to 16 MiB of float32
 _CHOICES = (8, 4, 2)
-_WORTH = 0.9  # of the exact time, at most
-_BEYOND = 16  # times the largest size that was timed, at most, is what a verdict is given for
-_ALIKE = 1.1  # of the fastest choice's time, at most
 _SECONDS = 0.6  # in which measuring is to end
 _MOST_ROUNDS, _MOST_TIMES = 20, 8  # of a size in one of them
-# Where choices may change: eight steps from one power of two to the next.
-_GRID = [int(2.0 ** (step / 8)) for step in range(8 * 10, 8 * 31)]
 
-
-# ---- 1. times ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Timings:
-    """What an allreduce takes.
-
-    Attributes:
-        numels: values of float32 of the messages that were timed, rising.
-        seconds: by bits, 32 among them, one for each of numels.
-    """
-
-    numels: tuple[int, ...]
-    seconds: Mapping[int, tuple[float, ...]]
-
-    def at(self, bits: int, numel: float) -> float:
-        """Return the seconds of a message: on the line through the two nearest sizes."""
-        sizes, times = self.numels, self.seconds[bits]
-        if len(sizes) == 1:
-            return times[0] * max(1.0, numel / sizes[0])
-        right = min(max(1, int(np.searchsorted(sizes, numel))), len(sizes) - 1)
-        (n0, n1), (t0, t1) = sizes[right - 1 : right + 1], times[right - 1 : right + 1]
-        slope = max(0.0, (t1 - t0) / (n1 - n0))
-        return max(0.0, t0 + slope * (numel - n0))
-
-
-# ---- 2. what follows -----------------------------------------------------------------------------
+# ---- 1. choices ----------------------------------------------------------------------------------
 
 
 def choices_of(config: Config) -> tuple[int, ...]:
@@ -98,123 +53,10 @@ def _may_have(config: Config, bits: int) -> bool:
     return True
 
 
-def best_bits(timings: Timings, numel: int, element_bytes: int = 4) -> int:
-    """Return in how many bits a message travels best, by the rules at the top of this file.
-
-    Args:
-        timings: 32 bits and any choices.
-        numel: of the message.
-        element_bytes: 2 of float16 and bfloat16, which take half the time exact.
-    """
-    if numel < timings.numels[0]:
-        return EXACT
-    exact = timings.at(EXACT, numel * element_bytes / 4)
-    times = {bits: timings.at(bits, numel) for bits in timings.seconds if bits != EXACT}
-    fastest = min(times.values(), default=exact)
-    if fastest > _WORTH * exact:
-        return EXACT
-    return max(bits for bits, seconds in times.items() if seconds <= _ALIKE * fastest)
+# ---- 2. measure ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Bits by the size of a message.
-
-    Attributes:
-        timings: from which they follow.
-        larger: (from so many values on, bits) by bytes of an element, rising; below the first,
-            exact.
-    """
-
-    timings: Timings
-    larger: Mapping[int, tuple[tuple[int, int], ...]]
-
-    @classmethod
-    def of(cls, timings: Timings) -> "Verdict":
-        """Return what follows from times alone: equal times, equal bits."""
-        return cls(timings, {width: _thresholds(timings, width) for width in (4, 2)})
-
-    def bits(self, numel: int, element_bytes: int = 4) -> int:
-        """Return the bits of a message."""
-        found = EXACT
-        for first, bits in self.larger[element_bytes]:
-            if numel < first:
-                break
-            found = bits
-        return found
-
-    def __str__(self) -> str:
-        """Return what pays from which size of float32 on, and by what times."""
-        pays = ", ".join(
-            f"{_name(bits)} from {_size(4 * first)} on" for first, bits in self.larger[4]
-        )
-        numel = self.timings.numels[-1]
-        times = ", ".join(
-            f"{_name(bits)} {1e3 * seconds[-1]:.3g} ms"
-            for bits, seconds in self.timings.seconds.items()
-        )
-        return f"{pays or 'exact at all sizes'} ({_size(4 * numel)} takes {times})"
-
-
-def _thresholds(timings: Timings, element_bytes: int) -> tuple[tuple[int, int], ...]:
-    found: list[tuple[int, int]] = []
-    for numel in _GRID:
-        bits = best_bits(timings, numel, element_bytes)
-        if bits != (found[-1][1] if found else EXACT):
-            found.append((numel, bits))
-    return tuple(found)
-
-
-def _name(bits: int) -> str:
-    return "exact" if bits == EXACT else f"{bits} bits"
-
-
-def _size(size: float) -> str:
-    """Return bytes in three digits: "96 KiB", "1.5 MiB"."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"
-
-
-def sentence(timings: Timings, parameters: int) -> str:
-    """Return whether compression pays, and what a step of so many parameters takes.
-
-    A step is one allreduce of all gradients, of float32. It must be near the sizes that were timed:
-    what small messages take says little of large ones.
-    """
-    least = timings.numels[0]
-    if len(timings.numels) < 2 or not least <= parameters <= _BEYOND * timings.numels[-1]:
-        return (
-            f"No verdict for {parameters / 1e6:.3g} M parameters, {_size(4 * parameters)}: time "
-            f"two sizes or more, the largest at least {_size(4 * parameters / _BEYOND)}."
-        )
-    bits = best_bits(timings, parameters)
-    pays = Verdict.of(timings).larger[4]
-    model = f"your {parameters / 1e6:.3g} M parameters"
-    exact = _duration(timings.at(EXACT, parameters))
-    if bits == EXACT:
-        return f"On this link compression does not pay for {model}: a step takes {exact}, exact."
-    first = 0  # from there to the step's size something pays
-    for numel, each in pays:
-        if numel <= parameters:
-            first = 0 if each == EXACT else first or numel
-    compressed = _duration(timings.at(bits, parameters))
-    return (
-        f"On this link {_name(bits)} pay from {_size(4 * max(first, least))} on; a step of "
-        f"{model}: {exact} -> {compressed}."
-    )
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-# ---- 3. measure ----------------------------------------------------------------------------------
-
-
-def measured(communicator: "Communicator", config: Config) -> Timings:
+def measured(communicator: Communicator, config: Config) -> Timings:
     """Time allreduces of float32 among these ranks: the least of several rounds, the same on all.
 
     Collective: every rank calls it with an equal config. It takes under a second: on slow links
@@ -259,29 +101,22 @@ def measured(communicator: "Communicator", config: Config) -> Timings:
     return Timings(sizes, dict(zip(ways, map(tuple, table.T.tolist()), strict=True)))
 
 
-# ---- 4. each communicator's ----------------------------------------------------------------------
-
-# By communicator and config; measured under a lock of their own, since threads may ask at a time.
-_verdicts: dict[tuple[int, Config], Verdict] = {}
-_locks: dict[tuple[int, Config], threading.Lock] = {}
+# ---- 3. each communicator's ----------------------------------------------------------------------
 
 
-def verdict_of(communicator: "Communicator", config: Config) -> Verdict:
+def verdict_of(communicator: Communicator, config: Config) -> Verdict:
     """Return a communicator's verdict for a config; the first call is collective, and measures."""
-    key = _key(communicator, config)
-    found = _verdicts.get(key)
-    if found is None:
-        with _locks.setdefault(key, threading.Lock()):
-            found = _verdicts.get(key)
-            if found is None:
-                found = Verdict.of(measured(communicator, key[1]))
-                _verdicts[key] = found
-                _log.debug("communicator '%s', bits by size: %s", communicator.name, found)
-    return found
+    slot, uniform = _slot(communicator, config)
+    if slot.verdict is None:
+        with slot.lock:
+            if slot.verdict is None:
+                slot.verdict = Verdict.of(measured(communicator, uniform))
+                _log.debug("communicator '%s', bits by size: %s", communicator.name, slot.verdict)
+    return slot.verdict
 
 
 def bits_for(
-    communicator: "Communicator",
+    communicator: Communicator,
     numel: int,
     config: Config | None = None,
     *,
@@ -311,32 +146,18 @@ def bits_for(
         raise InvalidArgument(f"numel is {numel}; it must be 0 or more")
     config = Config() if config is None else config
     if communicator.size == 1:
-        _key(communicator, config)  # which refuses a compressor without bits to choose
+        require_choice(config)
         return EXACT
     return verdict_of(communicator, config).bits(numel, element_bytes)
 
 
-def set_verdict(communicator: "Communicator", config: Config, verdict: Verdict) -> None:
+def set_verdict(communicator: Communicator, config: Config, verdict: Verdict) -> None:
     """Have a communicator use this verdict, the same on all ranks, and measure nothing."""
-    _verdicts[_key(communicator, config)] = verdict
+    _slot(communicator, config)[0].verdict = verdict
 
 
-def _key(communicator: "Communicator", config: Config) -> tuple[int, Config]:
+def _slot(communicator: Communicator, config: Config) -> tuple[Slot, Config]:
+    """Return where the verdict is, and the config with the bits that count for none."""
     require_choice(config)
-    return communicator.id, config.with_own(bits=Config.bits)
-
-
-def told_of(comm: int) -> str:
-    """Return the verdicts of the communicator of this id in words; "" if none was asked for."""
-    return "; ".join(str(verdict) for (id_, _), verdict in list(_verdicts.items()) if id_ == comm)
-
-
-def forget(comm: int) -> None:
-    """Forget what was measured of a communicator that is closed."""
-    _forget(_verdicts, comm)
-    _forget(_locks, comm)
-
-
-def _forget(known: dict[Any, Any], comm: int) -> None:
-    for key in [key for key in list(known) if key[0] == comm]:
-        known.pop(key, None)
+    uniform = config.with_own(bits=Config.bits)
+    return slot_of(communicator.id, uniform), uniform

@@ -9,8 +9,8 @@ from typing import Any, Self, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from cgx_ops import _numpy_ops, autotune
-from cgx_ops._core import bootstrap, library, request
+from cgx_ops import _numpy_ops
+from cgx_ops._core import bootstrap, library, request, verdicts
 from cgx_ops._core.arrays import Array, as_input
 from cgx_ops._core.bootstrap import Allgather
 from cgx_ops._core.call import Call, Counter, Op, Repeat, Segment, check_timeout
@@ -366,7 +366,7 @@ class Communicator:
             library.call("cgx_comm_close", self.id)
         _numpy_ops.collect_dropped()  # they hold what the communicator has
         _calls.pop(self.id, None)
-        autotune.forget(self.id)
+        verdicts.forget(self.id)
 
     def __enter__(self) -> Self:
         return self

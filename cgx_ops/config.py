@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, Literal, TypedDict
 
-from cgx_ops._core import library
+from cgx_ops._core import environment, library
+from cgx_ops._core.tables import ACCEPTED, COMPRESSORS, DEFAULTS, EXACT_BITS, OF_COMPRESSOR
 from cgx_ops.errors import InvalidArgument
 
 Compressor = Literal[
@@ -24,14 +25,8 @@ Compressor = Literal[
 Rounding = Literal["stochastic", "nearest", "shift"]
 Algorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical", "by_hosts"]
 
-EXACT_BITS = 32
-# The core's table of compressors, by name.
-COMPRESSORS: dict[str, dict[str, Any]] = {row["name"]: row for row in library.COMPRESSORS}
-_ACCEPTED: dict[str, str] = {field["name"]: field["accepted"] for field in library.CONFIG_FIELDS}
-_DEFAULTS = {field["name"]: ast.literal_eval(field["default"]) for field in library.CONFIG_FIELDS}
-
-_values = operator.attrgetter(*_ACCEPTED)
-_TEXT = " ".join(f"{name}={{!r}}" for name in _ACCEPTED)
+_values = operator.attrgetter(*ACCEPTED)
+_TEXT = " ".join(f"{name}={{!r}}" for name in ACCEPTED)
 
 
 def _plain(value: Any) -> Any:
@@ -54,10 +49,6 @@ def _parsed(text: str) -> library.Config:
 @functools.lru_cache(maxsize=4096)  # to write a text takes as long as to quantize a small layer
 def _native_of(config: "Config") -> library.Config:
     return _parsed(str(config))
-
-
-# Set for one compressor, they mean nothing for another.
-OF_COMPRESSOR = tuple(row["name"] for row in library.CONFIG_FIELDS if row["of_compressor"])
 
 
 @dataclass(frozen=True)
@@ -98,24 +89,24 @@ class Config:
             and at most 1. Less than 1 drops the rest; MergeComp's memory has 0.9.
     """
 
-    bits: int = _DEFAULTS["bits"]
-    bucket_size: int = _DEFAULTS["bucket_size"]
-    rounding: Rounding | None = _DEFAULTS["rounding"]
-    algorithm: Algorithm = _DEFAULTS["algorithm"]
-    gather_bits: int | None = _DEFAULTS["gather_bits"]
-    intra_bits: int | None = _DEFAULTS["intra_bits"]
-    skip_incomplete_buckets: bool = _DEFAULTS["skip_incomplete_buckets"]
-    minimal_size: int = _DEFAULTS["minimal_size"]
-    compressor: Compressor = _DEFAULTS["compressor"]
-    density: float | None = _DEFAULTS["density"]
-    value_bits: int | None = _DEFAULTS["value_bits"]
-    rotation: int | None = _DEFAULTS["rotation"]
-    clip: bool = _DEFAULTS["clip"]
-    error_feedback: bool | None = _DEFAULTS["error_feedback"]
-    residual_decay: float = _DEFAULTS["residual_decay"]
+    bits: int = DEFAULTS["bits"]
+    bucket_size: int = DEFAULTS["bucket_size"]
+    rounding: Rounding | None = DEFAULTS["rounding"]
+    algorithm: Algorithm = DEFAULTS["algorithm"]
+    gather_bits: int | None = DEFAULTS["gather_bits"]
+    intra_bits: int | None = DEFAULTS["intra_bits"]
+    skip_incomplete_buckets: bool = DEFAULTS["skip_incomplete_buckets"]
+    minimal_size: int = DEFAULTS["minimal_size"]
+    compressor: Compressor = DEFAULTS["compressor"]
+    density: float | None = DEFAULTS["density"]
+    value_bits: int | None = DEFAULTS["value_bits"]
+    rotation: int | None = DEFAULTS["rotation"]
+    clip: bool = DEFAULTS["clip"]
+    error_feedback: bool | None = DEFAULTS["error_feedback"]
+    residual_decay: float = DEFAULTS["residual_decay"]
 
     def __post_init__(self) -> None:
-        for name, value in zip(_ACCEPTED, _values(self), strict=True):
+        for name, value in zip(ACCEPTED, _values(self), strict=True):
             if type(value) not in (int, float, str, bool, NoneType):
                 object.__setattr__(self, name, _plain(value))
         try:
@@ -124,7 +115,7 @@ class Config:
             if (name := error.field) is None:  # fields that do not belong together
                 raise
             refusal = InvalidArgument(
-                f"Config.{name} is {getattr(self, name)!r}; it must be {_ACCEPTED[name]}"
+                f"Config.{name} is {getattr(self, name)!r}; it must be {ACCEPTED[name]}"
             )
             refusal.field = name
             raise refusal from None
@@ -136,7 +127,7 @@ class Config:
         exact: what it has itself is its default, unless it is among `own`.
         """
         if own.get("compressor", self.compressor) != self.compressor:
-            left = {name: _DEFAULTS[name] for name in OF_COMPRESSOR}
+            left = {name: DEFAULTS[name] for name in OF_COMPRESSOR}
             if self.bits == EXACT_BITS:
                 del left["bits"]
             own = {**left, **own}
@@ -170,7 +161,7 @@ class Config:
     @property
     def knobs(self) -> dict[str, Any]:
         """The fields by name."""
-        return dict(zip(_ACCEPTED, _values(self), strict=True))
+        return dict(zip(ACCEPTED, _values(self), strict=True))
 
     def __str__(self) -> str:
         """Return all fields as text: "bits=4 bucket_size=512 ...". Config.parse() reads it."""
@@ -212,14 +203,7 @@ class Config:
         Raises:
             InvalidArgument: names the variable, its text and what it accepts.
         """
-        from cgx_ops._core import environment  # which imports this module
-
-        return environment.config(os.environ if environ is None else environ)
-
-
-def accepted_values(name: str) -> str:
-    """Return the values that a field accepts, in words."""
-    return _ACCEPTED[name]
+        return cls(**environment.fields(os.environ if environ is None else environ))
 
 
 def require_feedback(config: Config) -> None:

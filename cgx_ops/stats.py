@@ -11,8 +11,7 @@ from ctypes import byref
 from dataclasses import dataclass
 from typing import Any
 
-from cgx_ops import autotune
-from cgx_ops._core import library
+from cgx_ops._core import library, verdicts
 from cgx_ops.errors import Closed
 
 
@@ -107,7 +106,7 @@ def read_stats(comm: int) -> Stats:
         move_seconds=info.move_ns / 1e9,
         compute_seconds=info.compute_ns / 1e9,
         strangers=info.strangers,
-        auto=autotune.told_of(comm),
+        auto=verdicts.in_words(comm),
     )
 
 

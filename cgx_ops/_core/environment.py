@@ -1,6 +1,6 @@
 """The variables that configure compression, with the names of CGX: docs/environment.md.
 
-    config()      the Config that they describe, which the backend "cgx" uses
+    fields()      the fields of the Config that they describe, which the backend "cgx" uses
     auto_bits()   CGX_AUTO_BITS
     check()       all of them, before the first communicator is made
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from cgx_ops._core import library
-from cgx_ops.config import COMPRESSORS, EXACT_BITS, Config, accepted_values
+from cgx_ops._core.tables import ACCEPTED, COMPRESSORS, DEFAULTS, EXACT_BITS
 from cgx_ops.errors import InvalidArgument
 
 _VARIABLES = {
@@ -32,8 +32,8 @@ _FLAGS = ("skip_incomplete_buckets", "clip")
 _FLAG_VALUES = {"0": False, "false": False, "off": False, "1": True, "true": True, "on": True}
 
 
-def config(environ: Mapping[str, str]) -> Config:
-    """Return the Config that the variables describe; exact unless they set bits or a compressor.
+def fields(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of Config that the variables describe: exact unless they set bits.
 
     Raises:
         InvalidArgument: names the variable, its text and the accepted values.
@@ -47,9 +47,10 @@ def config(environ: Mapping[str, str]) -> Config:
     if _flag(environ, "CGX_INTRA_COMPRESS"):
         values["intra_bits"] = _bits_within_hosts(**values)
     try:
-        return Config(**values)
+        library.Config.parse(" ".join(f"{name}={value!r}" for name, value in values.items()))
     except InvalidArgument as error:
         raise InvalidArgument(f"{', '.join(given)}: {error}") from None
+    return values
 
 
 def auto_bits(environ: Mapping[str, str]) -> bool:
@@ -63,11 +64,9 @@ def check(environ: Mapping[str, str]) -> None:
     Raises:
         InvalidArgument: names the variable, its text and the accepted values.
     """
-    described = config(environ)
-    if auto_bits(environ) and COMPRESSORS[described.compressor]["bits"] == [0, 0]:
-        _refuse(
-            "CGX_AUTO_BITS", "1", f"0 or not set: {described.compressor!r} has no bits to choose"
-        )
+    compressor = fields(environ).get("compressor", DEFAULTS["compressor"])
+    if auto_bits(environ) and not _has_bits(compressor):
+        _refuse("CGX_AUTO_BITS", "1", f"0 or not set: {compressor!r} has no bits to choose")
     if auto_bits(environ) and _flag(environ, "CGX_INTRA_COMPRESS"):
         _refuse("CGX_AUTO_BITS", "1", "0 or not set where CGX_INTRA_COMPRESS=1 needs a number")
     transport = _text(environ, "COMMUNICATOR_TYPE").upper() or "AUTO"
@@ -98,7 +97,7 @@ def _parsed(variable: str, text: str) -> float | bool | str:
     value = text.lower() if name in _WORDS else _number(text)
     if value is None or not _accepts(name, value):
         # Where a field may be None, the variable is not set.
-        _refuse(variable, text, accepted_values(name).replace("None", "not set"))
+        _refuse(variable, text, ACCEPTED[name].replace("None", "not set"))
     return value
 
 
@@ -122,9 +121,16 @@ def _number(text: str) -> float | None:
     return float(text) if re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]+)?", text.lower()) else None
 
 
-def _bits_within_hosts(bits: int = Config.bits, compressor: str = "uniform", **_: Any) -> int:
+def _has_bits(compressor: str) -> bool:
+    """Return whether a compressor has a choice of bits."""
+    return COMPRESSORS[compressor]["bits"] != [0, 0]
+
+
+def _bits_within_hosts(
+    bits: int = DEFAULTS["bits"], compressor: str = DEFAULTS["compressor"], **_: Any
+) -> int:
     """Return what intra_bits is where CGX_INTRA_COMPRESS is 1: bits."""
-    if bits != EXACT_BITS and COMPRESSORS[compressor]["bits"] == [0, 0]:
+    if bits != EXACT_BITS and not _has_bits(compressor):
         raise InvalidArgument(
             "The environment variable CGX_INTRA_COMPRESS asks for as many bits within hosts as "
             f"between them, but CGX_COMPRESSOR is {compressor!r}, which has no bits to choose: "

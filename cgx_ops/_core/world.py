@@ -9,10 +9,10 @@ A process whose environment shows several ranks is never used alone, because a c
 return its own values. CGX_WORLD=single allows it.
 """
 
-import functools
 import importlib
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from cgx_ops._core import launchers, library, rendezvous, startup
@@ -24,6 +24,8 @@ NAME = "world"
 _lock = threading.Lock()
 _of_launcher: Communicator | None = None
 _of_jax: Communicator | None = None
+_of_torch: Callable[[], Communicator] | None = None  # of its default group
+_BINDING_OF_TORCH = "cgx_ops.torch"  # which calls adopt_torch()
 
 
 def init() -> Communicator:
@@ -47,15 +49,11 @@ def init() -> Communicator:
     """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return _groups_of_torch().communicator_of(distributed.group.WORLD)
+        if _of_torch is None:
+            importlib.import_module(_BINDING_OF_TORCH)
+        assert _of_torch is not None
+        return _of_torch()
     return _of_jax or of_launcher()
-
-
-@functools.cache
-def _groups_of_torch() -> Any:
-    return importlib.import_module(
-        "cgx_ops.torch.backend.groups"
-    )  # only where torch is imported already
 
 
 def of_launcher() -> Communicator:
@@ -65,6 +63,12 @@ def of_launcher() -> Communicator:
         with _lock:
             _of_launcher = _of_launcher or _connect()
     return _of_launcher
+
+
+def adopt_torch(of_default_group: Callable[[], Communicator]) -> None:
+    """Have init() return what this returns, where torch.distributed is initialized."""
+    global _of_torch
+    _of_torch = of_default_group
 
 
 def adopt_jax(communicator: Communicator) -> None:

@@ -9,9 +9,7 @@ import argparse
 import ast
 import faulthandler
 import importlib
-import math
 import platform
-import re
 import sys
 import traceback
 from collections.abc import Mapping
@@ -22,10 +20,12 @@ import numpy as np
 import cgx_ops
 from cgx_ops import Config
 from cgx_ops._core.arrays import Array
-from cgx_ops.autotune import EXACT, Timings, choices_of, sentence
+from cgx_ops._core.units import parse_count, parse_rate, parse_seconds, parse_size, rate_text
+from cgx_ops._core.verdicts import EXACT, Timings, sentence
+from cgx_ops.autotune import choices_of
 from cgx_ops.bench.measure import Summary, Timed, measure
 from cgx_ops.bench.peers import PEERS, Contender, MpiRanks, cgx, cgx_name
-from cgx_ops.bench.report import Report, rate_text
+from cgx_ops.bench.report import Report
 from cgx_ops.bench.results import Result, limit_seconds, table_of
 from cgx_ops.config import Rounding
 
@@ -34,57 +34,10 @@ if TYPE_CHECKING:
 
 SIZES = ("4KiB", "16KiB", "64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 _COPY = "memcpy"  # the contender that is a limit
-_LONGEST_S = 1e6  # faulthandler takes no wait of many more
 _DEADLINE = 600  # seconds beyond the budget that a size may take; then all ranks end
 
 
 # ---- The command line ----------------------------------------------------------------------------
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of "4096", "4KiB", "64MiB" or "1GiB"; a multiple of 4."""
-    found = re.fullmatch(r"(\d+)(|KiB|MiB|GiB)", text)
-    size = int(found[1]) * 1024 ** ["", "KiB", "MiB", "GiB"].index(found[2]) if found else 0
-    if size <= 0 or size % 4:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no size: bytes, a multiple of 4 (fp32), as in 4096, 64KiB, 16MiB"
-        )
-    return size
-
-
-class NoRate(argparse.ArgumentTypeError, ValueError):
-    """Text that is no rate: of an option, which argparse reports, or of an argument in Python."""
-
-
-def parse_rate(text: str) -> float:
-    """Return the bytes a second of "100mbit", "1gbit" or "2.5gbit", as tc writes rates.
-
-    Raises:
-        NoRate: it is none; it shows what is.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", text)
-    rate = float(found[1]) * 1000 ** ["", "k", "m", "g"].index(found[2]) / 8 if found else 0.0
-    if not 0 < rate < math.inf:
-        raise NoRate(f"{text!r} is no rate: give a number and a unit, such as 100mbit or 1gbit")
-    return rate
-
-
-def parse_count(text: str) -> int:
-    """Return an option that is an integer of at least 1, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer >= 1")
-    return int(text)
-
-
-def parse_seconds(text: str) -> float:
-    """Return an option that is a number of seconds, from 0 to eleven days, for argparse."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds <= _LONGEST_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to 1000000")
-    return seconds
 
 
 def _config(text: str) -> Config:

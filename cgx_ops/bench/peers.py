@@ -26,7 +26,7 @@ from cgx_ops import Config
 from cgx_ops._core.arrays import Array
 from cgx_ops._core.codec import encoded_bytes
 from cgx_ops._core.exchange import free_address
-from cgx_ops.autotune import EXACT
+from cgx_ops._core.verdicts import EXACT
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,6 @@ A Report is one JSON file. It carries its tables with it, so that whoever collec
 them without knowing what was measured.
 """
 
-import io
 import json
 import os
 import platform
@@ -16,61 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from rich import box
-from rich.console import Console
-from rich.table import Table as RichTable
-
 from cgx_ops._core import library
+from cgx_ops._core.table import Table
 from cgx_ops._core.versions import versions
-
-_WIDTH = 120
-
-
-@dataclass(frozen=True)
-class Table:
-    """Cells, as text.
-
-    Attributes:
-        title: one line.
-        columns: headings.
-        rows: as many cells each as there are columns.
-        text_columns: how many of the first columns are words; the others are numbers.
-        sections: numbers of the rows that begin a group, which a line divides from the last.
-        notes: sentences below it.
-    """
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-    text_columns: int = 1
-    sections: list[int] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def print(self) -> None:
-        """Print it, at least _WIDTH columns wide: what mpirun starts thinks that it has 80."""
-        console = Console(width=max(Console().width, _WIDTH), highlight=False, markup=False)
-        console.print(self._rich(box.SIMPLE_HEAD, self.title))
-        for note in self.notes:
-            console.print(note)
-
-    def markdown(self) -> str:
-        """Return it in Markdown, under a heading of the third level."""
-        text = io.StringIO()
-        Console(file=text, width=1000, markup=False).print(self._rich(box.MARKDOWN, None))
-        rows = (line.strip() for line in text.getvalue().splitlines())
-        return "\n\n".join([f"### {self.title}", "\n".join(filter(None, rows)), *self.notes])
-
-    def _rich(self, style: box.Box, title: str | None) -> RichTable:
-        lines = style is not box.MARKDOWN
-        table = RichTable(title=title, title_justify="left", box=style, show_edge=not lines)
-        for index, column in enumerate(self.columns):
-            justify = "left" if index < self.text_columns else "right"
-            table.add_column(column, justify=justify, no_wrap=True)
-        for index, row in enumerate(self.rows):
-            if lines and index in self.sections:
-                table.add_section()
-            table.add_row(*row)
-        return table
 
 
 @dataclass(frozen=True)
@@ -104,29 +51,6 @@ class Report:
         fields = json.loads(Path(path).read_text())
         fields["tables"] = [Table(**table) for table in fields["tables"]]
         return cls(**fields)
-
-
-def size_text(size: int) -> str:
-    """Return bytes in powers of 1024: "64 KiB"."""
-    power = next(power for power in (3, 2, 1, 0) if size % 1024**power == 0)
-    return f"{size // 1024**power} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
-
-
-def time_text(seconds: float) -> str:
-    """Return a time in three digits: "7.12 us", "36.5 ms", "1.20 s"."""
-    unit, factor = next(
-        (unit, factor)
-        for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6))
-        if seconds * factor >= 1 or unit == "us"
-    )
-    value = seconds * factor
-    digits = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:.{digits}f} {unit}"
-
-
-def rate_text(rate: float) -> str:
-    """Return bytes a second in bits: "100 Mbit/s", "2.5 Gbit/s"."""
-    return f"{rate * 8 / 1e9:g} Gbit/s" if rate >= 125e6 else f"{rate * 8 / 1e6:g} Mbit/s"
 
 
 def describe_machine() -> dict[str, Any]:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
-from cgx_ops.bench.report import Table, size_text, time_text
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import size_text, time_text
 
 
 @dataclass(frozen=True)

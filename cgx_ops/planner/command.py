@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cgx_ops._core.codec import encoded_bytes
-from cgx_ops.bench.allreduce import parse_count, parse_rate, parse_seconds
-from cgx_ops.bench.report import Table, rate_text, time_text
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import parse_count, parse_rate, parse_seconds, rate_text, time_text
 from cgx_ops.config import Config
 from cgx_ops.errors import CgxError, InvalidArgument
 from cgx_ops.planner import baselines

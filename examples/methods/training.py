@@ -27,7 +27,8 @@ from task import Batch, Task
 
 import cgx_ops
 import cgx_ops.torch
-from cgx_ops.bench.report import Table, time_text
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import time_text
 
 TURNS = 10
 OUT = Path(__file__).resolve().parents[1] / "out"

@@ -7,17 +7,8 @@ from support.launch import threads
 
 import cgx_ops
 from cgx_ops import Communicator, Config, InvalidArgument
-from cgx_ops.autotune import (
-    SIZES,
-    Timings,
-    Verdict,
-    best_bits,
-    choices_of,
-    measured,
-    sentence,
-    set_verdict,
-    told_of,
-)
+from cgx_ops._core.verdicts import Timings, Verdict, best_bits, in_words, sentence
+from cgx_ops.autotune import SIZES, choices_of, measured, set_verdict
 from cgx_ops.planner import Costs
 
 NEAREST = Config(rounding="nearest", error_feedback=False)
@@ -151,9 +142,9 @@ def test_what_is_measured_is_the_same_on_all_ranks(caplog: pytest.LogCaptureFixt
 def test_a_closed_communicators_verdict_is_forgotten() -> None:
     [comm] = Communicator.local(1)
     set_verdict(comm, NEAREST, Verdict.of(GIGABIT))
-    assert told_of(comm.id)
+    assert in_words(comm.id)
     comm.close()
-    assert not told_of(comm.id)
+    assert not in_words(comm.id)
 
 
 def test_one_rank_alone_measures_nothing() -> None:

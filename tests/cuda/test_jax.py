@@ -164,7 +164,7 @@ def test_processes_share_the_gpus_of_their_host(
     module = importlib.import_module(initialize.__module__)
     monkeypatch.setattr(library, "describe", lambda: {"cuda": {"devices": [{}] * gpus}})
     chosen: list[int] = []
-    monkeypatch.setattr(module._compat, "choose_gpu", chosen.append)
+    monkeypatch.setattr(module.compat, "choose_gpu", chosen.append)
     for rank in range(len(hosts)):
         module._choose_gpu(list(hosts), rank)
     assert chosen == list(map(int, seen))

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ops.torch
 from cgx_ops.torch import ddp, fsdp
 from cgx_ops.torch.averaging import state as ddp_state
+from cgx_ops.torch.fsdp import hooks
 
 dist.init_process_group("cgx")
 SIZE = dist.get_world_size()
@@ -68,7 +69,7 @@ by_ddp = sent(ddp_state, replicated, 1)
 sharded = Model()
 fully_shard(sharded)
 fsdp.compress(sharded, cases.CONFIG, rules=cases.RULES)
-by_fsdp = sent(fsdp, sharded, SIZE)
+by_fsdp = sent(hooks, sharded, SIZE)
 
 if dist.get_rank() == 0:
     print(json.dumps(by_ddp))

@@ -15,10 +15,12 @@ from support.launch import mpirun
 
 import cgx_ops
 from cgx_ops import Config
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import parse_rate, parse_size, rate_text, size_text, time_text
 from cgx_ops.bench import allreduce, measure, report
 from cgx_ops.bench.measure import Alone, Summary, Timed
 from cgx_ops.bench.peers import PEERS
-from cgx_ops.bench.report import Report, Table, rate_text, size_text, time_text
+from cgx_ops.bench.report import Report
 from cgx_ops.bench.results import Result, limit_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,9 +163,9 @@ def test_limit_is_the_slower_of_copy_and_link(
 
 def test_sizes_and_rates() -> None:
     sizes = ("4096", "4KiB", "64MiB", "1GiB")
-    assert [allreduce.parse_size(s) for s in sizes] == [4096, 4096, 64 << 20, 1 << 30]
+    assert [parse_size(s) for s in sizes] == [4096, 4096, 64 << 20, 1 << 30]
     rates = ("100bit", "3kbit", "100mbit", "2.5gbit")
-    assert [allreduce.parse_rate(r) for r in rates] == [12.5, 375, 12.5e6, 312.5e6]
+    assert [parse_rate(r) for r in rates] == [12.5, 375, 12.5e6, 312.5e6]
     assert [size_text(s) for s in (20, 4096, 3 << 20)] == ["20 bytes", "4 KiB", "3 MiB"]
     assert [rate_text(r) for r in (12.5e6, 312.5e6)] == ["100 Mbit/s", "2.5 Gbit/s"]
     times = (7.119e-6, 0.0365, 0.1234, 1.2, 0.0)

@@ -9,8 +9,10 @@ import plots
 import pytest
 import suite
 
+from cgx_ops._core.table import Table
+from cgx_ops._core.units import parse_rate
 from cgx_ops.bench import allreduce
-from cgx_ops.bench.report import Report, Table
+from cgx_ops.bench.report import Report
 from cgx_ops.bench.results import Result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +31,7 @@ def test_suite_runs_programs_that_exist_with_arguments_they_know() -> None:
     for one in runs:
         if one.program[:3] == ("-m", "cgx_ops", "bench"):
             options = options_of(*one.program[3:])
-            assert options.link_rate == (one.rate and allreduce.parse_rate(one.rate)), one.name
+            assert options.link_rate == (one.rate and parse_rate(one.rate)), one.name
         else:
             assert (ROOT / one.program[0]).exists(), one.name
         assert one.command()[-2:] == ["--json", str(one.report)]

@@ -36,7 +36,7 @@ def test_refused_with_the_remedy(case: str) -> None:
 )
 def test_refused_on_the_meta_device(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, kind, text = BAD_CALLS[case]
-    monkeypatch.setattr("torch_bad_calls.X", torch.ones(40, device="meta"))
+    monkeypatch.setattr("support.torch_bad_calls.X", torch.ones(40, device="meta"))
     with pytest.raises(kind, match=re.compile(text, re.DOTALL)):
         call()
 

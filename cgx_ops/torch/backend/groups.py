@@ -120,8 +120,9 @@ _slots_lock = threading.Lock()
 
 
 def register() -> None:
-    """Have operators find the communicators of groups here. Once per process."""
+    """Have operators, and init(), find the communicators of groups here. Once per process."""
     _torch_ops.find_groups_by(_id_of, _size_of)
+    world.adopt_torch(lambda: communicator_of(_compat.group_or_default(None)))
 
 
 def _size_of(name: str) -> int:

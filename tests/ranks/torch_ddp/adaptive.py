@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch
 from cgx_ops import Config, InvalidArgument, Rules, Unsupported, autotune
-from cgx_ops.autotune import Timings
+from cgx_ops._core.verdicts import Timings, Verdict
 from cgx_ops.planner import AdaptiveBits, allocate_bits
 from cgx_ops.torch import ddp
 
@@ -230,7 +230,7 @@ def auto_of_a_group_goes_by_size() -> None:
     with measured(of_link(1e-7)):
         options = cgx_ops.torch.BackendOptions(NEAREST, compress="all", auto_bits=True)
         group: Any = dist.new_group(backend="cgx", pg_options=options)
-    verdict = autotune.Verdict.of(of_link(1e-7))
+    verdict = Verdict.of(of_link(1e-7))
     for dtype in (torch.float32, torch.bfloat16):
         for numel in (500, 1500, 60_000):
             bits = verdict.bits(numel, dtype.itemsize)

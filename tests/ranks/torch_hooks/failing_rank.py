@@ -22,6 +22,7 @@ from cgx_ops import Config
 from cgx_ops.torch import ddp
 from cgx_ops.torch.averaging import exchange
 from cgx_ops.torch.ddp import bucket as ddp_bucket
+from cgx_ops.torch.ddp import hook as ddp_hook
 from cgx_ops.torch.ddp.deep_gradient import hook as ddp_deep_gradient
 from cgx_ops.torch.ddp.deep_gradient.hook import _Layer
 from cgx_ops.torch.ddp.power_sgd.linear_algebra import Matrices
@@ -61,7 +62,7 @@ HOOKS: dict[str, tuple[Make, Any, list[tuple[Any, str]]]] = {
     "quantized": (
         lambda **o: ddp.QuantizedAllreduceState(config=LEVELS, **o),
         ddp.quantized_allreduce_hook,
-        [(ddp, "layout_of"), (ddp_bucket, "decayed")],
+        [(ddp_hook, "layout_of"), (ddp_bucket, "decayed")],
     ),
     "power_sgd": (
         lambda **o: ddp.PowerSGDState(start_powerSGD_iter=2, **o),
