@@ -65,7 +65,7 @@ def torch_training(layers: int, seconds: float, config: Config) -> Training:
 
     import cgx_ops.torch
     from cgx_ops.torch import ddp
-    from cgx_ops.torch.ddp.arrivals import Arrivals
+    from cgx_ops.torch.ddp import Arrivals
 
     torch.set_num_threads(1)
     dist.init_process_group("cgx")
