@@ -27,19 +27,15 @@ from cgx_ops.jax._src.runtime import at_exit, threads  # noqa: E402
 from cgx_ops.jax._src.runtime.export import register  # noqa: E402
 from cgx_ops.jax._src.runtime.initialize import initialize  # noqa: E402
 from cgx_ops.jax._src.runtime.launching import launching  # noqa: E402
-from cgx_ops.jax._src.transforms.average_gradients import average_gradients  # noqa: E402
-from cgx_ops.jax._src.transforms.base import (  # noqa: E402
+from cgx_ops.jax._src.transforms.average_gradients import (  # noqa: E402
     AverageGradientsState,
-    DeepGradientState,
-    OneBitAdamState,
-    PowerSGDState,
-    SignumState,
-    consolidate,
-    state_specs,
+    average_gradients,
 )
-from cgx_ops.jax._src.transforms.deep_gradient import deep_gradient  # noqa: E402
-from cgx_ops.jax._src.transforms.one_bit import one_bit_adam, signum  # noqa: E402
-from cgx_ops.jax._src.transforms.power_sgd import power_sgd  # noqa: E402
+from cgx_ops.jax._src.transforms.base import consolidate, state_specs  # noqa: E402
+from cgx_ops.jax._src.transforms.deep_gradient import DeepGradientState, deep_gradient  # noqa: E402
+from cgx_ops.jax._src.transforms.one_bit_adam import OneBitAdamState, one_bit_adam  # noqa: E402
+from cgx_ops.jax._src.transforms.power_sgd import PowerSGDState, power_sgd  # noqa: E402
+from cgx_ops.jax._src.transforms.signum import SignumState, signum  # noqa: E402
 
 at_exit.register()
 threads.provide()

@@ -63,9 +63,18 @@ def test_all_calls_take_the_same_options() -> None:
         assert rules is None or rules.default == (Rules() if call in FOR_GRADIENTS else None)
 
 
-@pytest.mark.parametrize("name", ["psum", "scatter_gather", "allreduce", "gradients", "optimizer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "collectives.psum",
+        "collectives.scatter_gather",
+        "collectives.allreduce",
+        "gradients.value_and_grad",
+        "transforms.average_gradients",
+    ],
+)
 def test_examples_of_docstrings(name: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"cgx_ops.jax.{name}")).failed == 0
+    assert doctest.testmod(importlib.import_module(f"cgx_ops.jax._src.{name}")).failed == 0
 
 
 @pytest.mark.parametrize("carrier", ["native", "xla"])

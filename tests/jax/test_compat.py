@@ -33,6 +33,7 @@ use_cpu_devices(8)
 
 MESH = mesh_of((4, 2), ("a", "b"))
 PACKAGE = Path(inspect.getfile(cgx_ops.jax)).parent
+RUNTIME = PACKAGE / "_src/runtime"
 
 
 def inside(body: Callable[[jax.Array], Any], mesh: Mesh = MESH, **knobs: Any) -> list[Any]:
@@ -53,8 +54,8 @@ def inside(body: Callable[[jax.Array], Any], mesh: Mesh = MESH, **knobs: Any) ->
 
 
 def test_private_names_are_here_alone() -> None:
-    # _coordinator.py says why it stands apart.
-    files = set(PACKAGE.glob("*.py")) - {PACKAGE / "_compat.py", PACKAGE / "_coordinator.py"}
+    # coordinator.py says why it stands apart.
+    files = set(PACKAGE.rglob("*.py")) - {RUNTIME / "compat.py", RUNTIME / "coordinator.py"}
     assert len(files) > 10
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -71,11 +72,11 @@ def test_private_names_are_here_alone() -> None:
 
 def test_all_of_it_is_used() -> None:
     """What an older JAX needed must go with it."""
-    users = "".join(file.read_text() for file in PACKAGE.glob("*.py"))
-    tree = ast.parse((PACKAGE / "_compat.py").read_text())
+    users = "".join(file.read_text() for file in PACKAGE.rglob("*.py"))
+    tree = ast.parse((RUNTIME / "compat.py").read_text())
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     for name in names:
-        assert f"_compat.{name}" in users or name.startswith("_"), name
+        assert f"compat.{name}" in users or name.startswith("_"), name
 
 
 # ---- types inside shard_map ----------------------------------------------------------------------
@@ -290,13 +291,13 @@ def test_processes() -> None:
 
 def test_who_loses_the_service_ends() -> None:
     """After the start as by JAX's own: with the signal of abort()."""
-    service = [sys.executable, "-P", PACKAGE / "_coordinator.py", "127.0.0.1", "0", "1", "60"]
+    service = [sys.executable, "-P", RUNTIME / "coordinator.py", "127.0.0.1", "0", "1", "60"]
     with subprocess.Popen(service, stdout=subprocess.PIPE, text=True) as coordinator:
         assert coordinator.stdout is not None
         port = coordinator.stdout.readline().split()[0]
         code = f"""
 import os, time
-from cgx_ops.jax import compat
+from cgx_ops.jax._src.runtime import compat
 compat.connect("127.0.0.1:{port}", 1, 0, 30)
 os.kill({coordinator.pid}, 9)
 time.sleep(60)

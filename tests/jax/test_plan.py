@@ -131,7 +131,7 @@ def test_without_a_plan_large_trees_are_messages_of_4_mib() -> None:
 
 def test_some_of_the_processes_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     own = threading.local()
-    monkeypatch.setattr("cgx_ops.jax._src.runtime.handlers.world", lambda: own.world)
+    monkeypatch.setattr("cgx_ops.jax._src.collectives.plans.world", lambda: own.world)
     other = replace(PLAN, bits=(4, 8, 32, 4))
 
     def run(rank: int, world: Communicator) -> None:

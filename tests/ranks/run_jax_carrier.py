@@ -24,7 +24,7 @@ from support.jax_cases import expected, mesh_of, on_mesh, same_bits, use_cpu_dev
 import cgx_ops.jax
 from cgx_ops._core import library
 from cgx_ops.jax import psum_q
-from cgx_ops.jax._src.collectives.primitive import Carrier
+from cgx_ops.jax._src.collectives.options import Carrier
 
 use_cpu_devices(int(sys.argv[1]))
 ALONE = len(sys.argv) > 2

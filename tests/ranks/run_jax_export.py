@@ -35,7 +35,7 @@ from support.jax_cases import (
 
 import cgx_ops.jax
 from cgx_ops.jax import all_gather_q, psum_q, psum_scatter_q
-from cgx_ops.jax._src.collectives.primitive import Carrier
+from cgx_ops.jax._src.collectives.options import Carrier
 
 FOLDER, DEVICES = Path(sys.argv[1]), int(sys.argv[2])
 

@@ -13,7 +13,7 @@ import reference
 from cgx_ops import Rules
 from cgx_ops.config import Algorithm
 from cgx_ops.jax import pmean_q, psum_q
-from cgx_ops.jax._src.collectives.primitive import Carrier
+from cgx_ops.jax._src.collectives.options import Carrier
 from support.jax_cases import normal, seed_of, with_config
 
 Values = npt.NDArray[Any]

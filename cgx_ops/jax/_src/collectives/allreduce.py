@@ -22,9 +22,8 @@ from cgx_ops._core import library
 from cgx_ops.communicator import Communicator
 from cgx_ops.config import Compressor, Config, Rounding
 from cgx_ops.errors import Closed, PeerFailed
-from cgx_ops.jax._src.collectives.options import checked_options, refuse_on_gpus
+from cgx_ops.jax._src.collectives.options import Carrier, checked_options, refuse_on_gpus
 from cgx_ops.jax._src.collectives.primitive import (
-    Carrier,
     Settings,
     Verb,
     bind,
@@ -33,6 +32,7 @@ from cgx_ops.jax._src.collectives.primitive import (
 )
 from cgx_ops.jax._src.collectives.trees import reduce_tree
 from cgx_ops.jax._src.runtime import compat, handlers
+from cgx_ops.jax._src.runtime.processes import world
 from cgx_ops.planner import Plan
 from cgx_ops.rules import Rules
 
@@ -158,7 +158,7 @@ def _refuse_meshes() -> None:
 
 def _checked_communicator(comm: Communicator | None) -> Communicator:
     if comm is None:
-        return handlers.world()
+        return world()
     if not isinstance(comm, Communicator):
         raise TypeError(
             f"allreduce_q: comm is {comm!r}; it must be a cgx_ops.Communicator, or None for all "
@@ -209,7 +209,7 @@ class Ranks:
 
     comm: str
     size: int
-    axes: ClassVar[tuple[Hashable, ...]] = ()
+    axes: tuple[Hashable, ...] = ()
     effects: ClassVar[set[compat.Effect]] = {_in_order}
     functions: ClassVar[dict[Verb, str]] = {"allreduce": "allreduce_q"}
 

@@ -33,6 +33,7 @@ from cgx_ops.jax._src.collectives.trees import exact_twin
 from cgx_ops.jax._src.collectives.votes import lower_by_counts, need_counts
 from cgx_ops.jax._src.runtime import compat, handlers
 from cgx_ops.jax._src.runtime.launching import launcher
+from cgx_ops.jax._src.runtime.processes import devices_of, processes_of, require_company
 
 Axes = Hashable | tuple[Hashable, ...] | list[Hashable]
 Rows = npt.NDArray[np.int64]  # the partition ids of each group, a row each, in rank order
@@ -102,7 +103,7 @@ def mesh_groups(caller: str, axis_name: Axes) -> MeshGroups:
             f"{caller} over {axes} in a shard_map that leaves {automatic} to the compiler: name "
             "these axes too in its axis_names, or nest a shard_map over them around the call"
         )
-    handlers.require_company(caller)
+    require_company(caller)
     return MeshGroups(axes, size)
 
 
@@ -159,7 +160,7 @@ def require_own_messages(
 def _lower_cpu(ctx: Any, operands: Sequence[Any], settings: Settings) -> Any:
     mesh = compat.mesh_of(ctx)
     groups = _groups(mesh, settings.groups.axes)
-    processes = handlers.processes_of(mesh, settings.carrier)
+    processes = processes_of(mesh, settings.carrier)
     if need_counts(settings, groups, processes):
         return lower_by_counts(ctx, operands, settings)
     if settings.carrier == "xla":
@@ -185,8 +186,8 @@ def _lower_cuda(ctx: Any, operands: Sequence[Any], settings: Settings) -> Any:
     refuse_on_gpus(settings.function, settings.configs)
     mesh = compat.mesh_of(ctx)
     groups = _groups(mesh, settings.groups.axes)
-    devices = handlers.devices_of(mesh)
-    processes = handlers.processes_of(mesh, settings.carrier)
+    devices = devices_of(mesh)
+    processes = processes_of(mesh, settings.carrier)
     if processes is not None:
         _check_spread(settings, groups, processes)
     settings = replace(settings, overlaps=False)  # streams have an order of their own

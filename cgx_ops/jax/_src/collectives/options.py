@@ -10,18 +10,20 @@ import functools
 from collections.abc import Hashable, Iterable, Iterator
 from ctypes import byref
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from cgx_ops._core import library
+from cgx_ops._core.call import Verb
 from cgx_ops.config import Compressor, Config, Rounding, config_of
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.jax._src.collectives.keys import check_key
-from cgx_ops.jax._src.collectives.primitive import Carrier, Verb
 from cgx_ops.jax._src.runtime import compat
 from cgx_ops.planner import Plan
 from cgx_ops.rules import EXACT_BITS, Rules, require_rules
+
+Carrier = Literal["native", "xla"]
 
 _COMPRESSORS: dict[str, dict[str, Any]] = {row["name"]: row for row in library.COMPRESSORS}
 _WHOLE = ("auto", "one_shot", "by_hosts")  # algorithms for encodings that cannot be cut

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from cgx_ops.jax._src.collectives.options import name_of_leaf
-from cgx_ops.jax._src.runtime import handlers
+from cgx_ops.jax._src.runtime.processes import world
 from cgx_ops.planner import Plan
 
 # Of values. Of 25 million float32 on links from 100 Mbit/s to memory: docs/planner.md.
@@ -149,10 +149,10 @@ def agree(plan: Plan, processes: tuple[int, ...]) -> None:
     Raises:
         MismatchError: on all of them; it names the first leaf that differs.
     """
-    world = handlers.world()
-    if processes == tuple(range(world.size)):
-        plan.agree(world)
+    everyone = world()
+    if processes == tuple(range(everyone.size)):
+        plan.agree(everyone)
         return
     name = f"cgx_ops.jax._src.collectives.plans/{','.join(map(str, processes))}"
-    with world.group(processes, name=name) as some:
+    with everyone.group(processes, name=name) as some:
         plan.agree(some)

@@ -17,15 +17,15 @@ An example of the batch (vmap's) is a segment of the message with a seed of its 
 gives all of them one key), compressed as if it were alone. All leaves of one binding are one
 message.
 
-Who reduces together are the devices along mesh axes (mesh_groups.py) or the ranks of a
-communicator, in order (allreduce.py). That makes a difference where these have methods.
+`Groups` reduce together: the devices along mesh axes (mesh_groups.py) or the ranks of a
+communicator (allreduce.py). Each of the two implements the methods in which they differ.
 """
 
 import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -38,18 +38,60 @@ from cgx_ops._core.call import Verb
 from cgx_ops.config import Config
 from cgx_ops.jax._src.collectives.calls import call_attributes, parted
 from cgx_ops.jax._src.collectives.keys import example_seeds
+from cgx_ops.jax._src.collectives.options import Carrier
 from cgx_ops.jax._src.runtime import compat, handlers
 from cgx_ops.planner import Plan
 
-if TYPE_CHECKING:
-    from cgx_ops.jax._src.collectives.allreduce import Ranks
-    from cgx_ops.jax._src.collectives.mesh_groups import MeshGroups
-
-Groups: TypeAlias = "MeshGroups | Ranks"
-Carrier = Literal["native", "xla"]
-
-
 # ---- parameters --------------------------------------------------------------------------------
+
+
+class Groups(Protocol):
+    """The devices or processes that reduce together, equal and hashable by value.
+
+    Attributes:
+        axes: the mesh axes along which they lie; () for a communicator.
+        size: members of each group.
+        effects: JAX's effects of a call.
+        functions: the public name of each collective, for errors and targets.
+    """
+
+    effects: ClassVar[set[compat.Effect]]
+    functions: ClassVar[dict[Verb, str]]
+
+    @property
+    def axes(self) -> tuple[Hashable, ...]: ...
+    @property
+    def size(self) -> int: ...
+
+    def call_text(self, verb: Verb, name: str, *, places: bool = False) -> str:
+        """Return the text that separates the seeds of calls with one key.
+
+        Args:
+            verb: the collective.
+            name: the user's.
+            places: whether the seeds draw indices, which all members must share.
+        """
+        ...
+
+    def alone(self, leaf: jax.Array) -> jax.Array:
+        """Return the sum of a leaf that is not sent."""
+        ...
+
+    def lower(
+        self, ctx: Any, operands: Sequence[Any], settings: "Settings", platform: handlers.Platform
+    ) -> Any:
+        """Return the HLO values of the results."""
+        ...
+
+    def exact(self, tangents: list[Any], seeds: list[Any], settings: "Settings") -> list[Any]:
+        """Apply the exact collective to tangents."""
+        ...
+
+    def transposed(
+        self, cotangents: list[Any], leaves: list[Any], seeds: list[Any], settings: "Settings"
+    ) -> list[Any]:
+        """Apply the transpose of the exact collective to cotangents."""
+        ...
 
 
 @dataclass(frozen=True)

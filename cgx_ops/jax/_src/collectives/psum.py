@@ -9,8 +9,7 @@ import jax
 from cgx_ops._core.user_warnings import warn_once
 from cgx_ops.config import Compressor, Config, Rounding
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups
-from cgx_ops.jax._src.collectives.options import Options, checked_options
-from cgx_ops.jax._src.collectives.primitive import Carrier
+from cgx_ops.jax._src.collectives.options import Carrier, Options, checked_options
 from cgx_ops.jax._src.collectives.trees import reduce_tree
 from cgx_ops.jax._src.runtime import compat
 from cgx_ops.planner import Plan

@@ -27,7 +27,7 @@ from cgx_ops.jax._src.collectives.options import (
 from cgx_ops.jax._src.collectives.overlap import hold, mark
 from cgx_ops.jax._src.collectives.plans import messages_of
 from cgx_ops.jax._src.collectives.primitive import Groups, Settings, bind, vary
-from cgx_ops.jax._src.runtime import compat, handlers
+from cgx_ops.jax._src.runtime import compat, processes
 from cgx_ops.planner import Plan
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -206,15 +206,15 @@ def reduce_tree(
 
 def _report(groups: Groups, options: Options, leaves: list[Leaf]) -> None:
     """Log on process 0 that training starts, once per process."""
-    place = handlers.place()
-    if place.rank > 0:
+    here = processes.place()
+    if here.rank > 0:
         return
     exact = [
         leaf.config.bits == log.EXACT_BITS
         or leaf.x.size < max(log.SMALLEST_COMPRESSED, leaf.config.minimal_size)
         for leaf in leaves
     ]
-    transport = "XLA's collectives" if options.carrier == "xla" else place.transport
+    transport = "XLA's collectives" if options.carrier == "xla" else here.transport
     tensors = log.Tensors(len(exact), sum(exact))
     log.started("JAX", "JAX", options.config, groups.size, transport, tensors)
 

@@ -21,6 +21,7 @@ from cgx_ops.jax._src.collectives.options import Options, name_of_leaf
 from cgx_ops.jax._src.collectives.primitive import vary_tree
 from cgx_ops.jax._src.collectives.psum import reduce_over
 from cgx_ops.jax._src.collectives.trees import checked_leaf
+from cgx_ops.jax._src.transforms.base import is_none
 from cgx_ops.methods.outer_loop import strided
 from cgx_ops.rules import EXACT_BITS
 
@@ -53,7 +54,7 @@ def is_value(leaf: Any) -> bool:
 def merged(tree: Any, values: Any) -> Any:
     """Return a tree with the leaves of `values`, a tree like it, where there are some."""
     return jax.tree.map(
-        lambda value, leaf: leaf if value is None else value, values, tree, is_leaf=_is_none
+        lambda value, leaf: leaf if value is None else value, values, tree, is_leaf=is_none
     )
 
 
@@ -84,10 +85,6 @@ def _members(structure: Any, fragments: int) -> list[frozenset[int]]:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(places)]
     names = [name_of_leaf(path) for path in paths]  # "blocks.3.kernel" is of the layer "blocks.3"
     return [frozenset(members) for members in strided(names, fragments)]
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
 
 
 # ---- 2, 3. send and apply ------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from cgx_ops.jax._src.collectives.mesh_groups import axes_of
 from cgx_ops.jax._src.diloco.agreement import agree
 from cgx_ops.jax._src.diloco.checks import check_state, check_values, shapes_of
 from cgx_ops.jax._src.diloco.fragments import CALLER, Method, merged, part, values_of
-from cgx_ops.jax._src.diloco.state import DiLoCoState, Flight, Layout, first_of
+from cgx_ops.jax._src.diloco.state import DiLoCoState, Flight, Layout
 from cgx_ops.jax._src.runtime import compat
-from cgx_ops.jax._src.transforms.base import devices_of, import_optax, zero_residuals
+from cgx_ops.jax._src.transforms.base import devices_of, first_of, import_optax, zero_residuals
 from cgx_ops.methods.outer_loop import Schedule
 
 # XLA runs what is sent beside the steps that follow; the number is any that nobody else has.

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from cgx_ops.jax._src.transforms.base import is_none, mean_over, per_device, specs_like_params
 
 # ---- 1. the state --------------------------------------------------------------------------------
 
 
+@per_device("lost")
 class Flight(NamedTuple):
     """What an outer loop has sent and not applied yet.
 
@@ -31,6 +33,7 @@ class Flight(NamedTuple):
     lost: Any
 
 
+@per_device("residual")
 class DiLoCoState(NamedTuple):
     """What an outer loop keeps between steps. All of it is float32, but for counts.
 
@@ -76,7 +79,7 @@ class Layout:
             return jax.tree.map(lambda _: jax.P(), tree)
         return jax.tree.map(
             lambda leaf, spec: None if leaf is None else spec,
-            tree, self.param_specs, is_leaf=_is_none,
+            tree, self.param_specs, is_leaf=is_none,
         )  # fmt: skip
 
     def own(self, tree: Any) -> Any:
@@ -85,12 +88,7 @@ class Layout:
 
     def of_outer(self, optax: Any, optimizer: Any, state: Any, anchor: Any) -> Any:
         """Return the specs of the outer optimizer's state of a fragment."""
-        # What has no residual is no leaf for JAX, but one for the specs.
-        masked = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
-        return optax.tree.map_params(
-            optimizer, lambda leaf, spec: leaf if masked(leaf) else spec, state,
-            self.shared(anchor), transform_non_params=lambda _: jax.P(), is_leaf=masked,
-        )  # fmt: skip
+        return specs_like_params(optax, optimizer, state, self.shared(anchor))
 
     def placed(self, function: Callable[..., Any], specs: Any, *args: Any) -> Any:
         """Return what a function makes of its arguments, by these specs."""
@@ -110,10 +108,6 @@ class Layout:
     def found_mesh(self) -> jax.sharding.Mesh:
         """Return the mesh that it was given, or that of jax.set_mesh."""
         return self.mesh or jax.sharding.get_mesh()
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
 
 
 # ---- 3. on another number of devices -------------------------------------------------------------
@@ -138,30 +132,3 @@ def consolidate_copies(copies: Any, devices: int | None = None) -> Any:
         ValueError: `devices` is less than 1.
     """
     return jax.tree.map(mean_over("consolidate_copies", devices), copies)
-
-
-def mean_over(caller: str, devices: int | None) -> Callable[[Any], jax.Array]:
-    """Return what makes (n, *shape) the mean over n, (devices, *shape)."""
-    if devices is not None and devices < 1:
-        raise ValueError(f"{caller}: devices is {devices}; it must be at least 1")
-
-    def mean_of(own: Any) -> jax.Array:
-        own = jnp.asarray(own)
-        is_float = jnp.issubdtype(own.dtype, jnp.floating)
-        mean = (
-            jnp.mean(own, axis=0, dtype=jnp.float32).astype(own.dtype)
-            if is_float
-            else first_of(own)
-        )
-        return jnp.broadcast_to(mean, (devices or len(own), *mean.shape))
-
-    return mean_of
-
-
-def first_of(own: jax.Array) -> jax.Array:
-    """Return own[0]; JAX cuts no axis that its types have sharded (an explicit mesh)."""
-    sharding = jax.typeof(own).sharding
-    if sharding.spec[0] is not None:
-        whole = jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec[1:]))
-        own = jax.sharding.reshard(own, whole)
-    return own[0]

@@ -19,8 +19,7 @@ import jax
 
 from cgx_ops.config import Algorithm, Compressor, Config, Rounding
 from cgx_ops.jax._src.collectives.mesh_groups import Axes
-from cgx_ops.jax._src.collectives.options import checked_options
-from cgx_ops.jax._src.collectives.primitive import Carrier
+from cgx_ops.jax._src.collectives.options import Carrier, checked_options
 from cgx_ops.jax._src.diloco.fragments import CALLER, Method
 from cgx_ops.jax._src.diloco.loop import DiLoCo
 from cgx_ops.jax._src.diloco.state import Layout

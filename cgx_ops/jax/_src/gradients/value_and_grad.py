@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from cgx_ops.config import Compressor, Config, Rounding
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, axes_of, mesh_groups
-from cgx_ops.jax._src.collectives.options import checked_options
-from cgx_ops.jax._src.collectives.primitive import Carrier, vary_tree
+from cgx_ops.jax._src.collectives.options import Carrier, checked_options
+from cgx_ops.jax._src.collectives.primitive import vary_tree
 from cgx_ops.jax._src.collectives.psum import reduce_over
 from cgx_ops.jax._src.collectives.trees import checked_leaf
 from cgx_ops.jax._src.gradients.device_gradients import device_value_and_grad

@@ -1,6 +1,6 @@
 """A program: the service by which JAX's processes find each other, in a process of its own.
 
-    _coordinator.py HOST PORT PROCESSES SECONDS
+    coordinator.py HOST PORT PROCESSES SECONDS
 
 JAX has its process 0 run this service, and aborts every process that loses it: when process 0 is
 killed, nobody lives to see an error. Here it outlives any of them. It does not end the others when
@@ -13,7 +13,7 @@ one dies, nor does it wait for all at their end: cgx tells of both. In this orde
   3. end when all these connections have: their processes did, however they ended
 
 It does not import JAX, which would take longer than all of this, and so stands apart from
-_compat.py.
+compat.py.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ Started by mpirun, which JAX does not recognize (Open MPI 5), ranks agree over c
 
   1. every rank says whether it can start, and its host name; all ranks raise if one cannot
   2. each takes one of the GPUs of its host, if there are any
-  3. rank 0 starts the coordinator (_coordinator.py) and sends its address to all
+  3. rank 0 starts the coordinator (coordinator.py) and sends its address to all
   4. every rank connects to it
 
 Started by anything else that JAX knows or that is told to it, they agree over the coordinator:
@@ -28,13 +28,13 @@ import jax
 from cgx_ops import Communicator, Unsupported
 from cgx_ops._core import launchers, library, world
 from cgx_ops._core.exchange import exchange, free_address
-from cgx_ops.jax._src.runtime import compat, handlers
+from cgx_ops.jax._src.runtime import compat, processes
 from cgx_ops.jax._src.runtime.launching import claim
 
 _NAME = "cgx_ops.jax.initialize"  # of the collectives here
 _LAST_PORT = 65535
 
-_lifeline: socket.socket | None = None  # open until this process ends: see _coordinator.py
+_lifeline: socket.socket | None = None  # open until this process ends: see coordinator.py
 
 
 def initialize(
@@ -85,7 +85,7 @@ def initialize(
         _initialize_by_mpirun(ranks, coordinator_address, num_processes, process_id)
     elif num_processes is not None or process_id is not None or _launched_by_another():
         _initialize_by_jax(coordinator_address, num_processes, process_id)
-    handlers.note_initialized()
+    processes.note_initialized()
 
 
 def _launched_by_another() -> bool:
@@ -136,7 +136,7 @@ def _initialize_by_mpirun(
         raise RuntimeError(failure)
     address = _hold(_Coordinator(*coordinator))
     _meet(address, size, rank)
-    handlers.set_world(ranks)
+    processes.set_world(ranks)
 
 
 def _choose_gpu(hosts: list[str], rank: int) -> None:
@@ -187,9 +187,9 @@ def _initialize_by_jax(
         compat.leave_distributed()
         _require_none(obstacles)
     try:
-        handlers.set_world(Communicator.create(rank, size, allgather, "jax"))
+        processes.set_world(Communicator.create(rank, size, allgather, "jax"))
     except Unsupported as error:
-        handlers.set_world(str(error))
+        processes.set_world(str(error))
 
 
 # ---- shared by both ----------------------------------------------------------------------------

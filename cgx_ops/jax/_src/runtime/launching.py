@@ -24,7 +24,7 @@ import jax
 from cgx_ops._core import launchers
 from cgx_ops._core.exchange import exchange
 from cgx_ops.errors import CgxError
-from cgx_ops.jax._src.runtime import handlers
+from cgx_ops.jax._src.runtime import processes
 
 _MAIN = True  # the context of the thread that launches without a name
 # None, _MAIN or the name of a block.
@@ -156,7 +156,7 @@ def _agree(name: str) -> _Ticket:
     Another thread asks: who waits here may be interrupted (Ctrl-C), and the other processes, which
     are not, count on this block's end.
     """
-    world = handlers.world()
+    world = processes.world()
     answer: Future[_Ticket] = Future()
 
     def ask() -> None:

@@ -11,22 +11,21 @@ that of the reduced values, whose error goes to the device that compressed them 
 et al., ICML 2019).
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from cgx_ops.config import Compressor, Config, Rounding
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups
-from cgx_ops.jax._src.collectives.options import checked_options
-from cgx_ops.jax._src.collectives.primitive import Carrier
+from cgx_ops.jax._src.collectives.options import Carrier, checked_options
 from cgx_ops.jax._src.collectives.psum import reduce_over
 from cgx_ops.jax._src.transforms.base import (
-    AverageGradientsState,
     Mesh,
     check_own,
     import_optax,
     own_residual,
+    per_device,
     zero_residuals,
 )
 from cgx_ops.planner import Plan
@@ -34,6 +33,21 @@ from cgx_ops.rules import Rules
 
 if TYPE_CHECKING:
     import optax
+
+
+@per_device("residual")
+class AverageGradientsState(NamedTuple):
+    """The state of average_gradients between steps.
+
+    Attributes:
+        step: int32 scalar: the steps done, equal on all devices.
+        residual: a tree like the parameters, with None for leaves without error feedback. A leaf
+          has one more axis in front, over the devices of the axis: (devices, *shape) outside of
+          shard_map, (1, *shape) inside.
+    """
+
+    step: jax.Array
+    residual: Any
 
 
 def average_gradients(
@@ -113,11 +127,8 @@ def average_gradients(
 
     def init(params: Any) -> AverageGradientsState:
         options.refuse_idle_feedback(params)
-        step = jnp.zeros((), jnp.int32)
-        kept = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf if options.keeps(path, leaf) else None, params
-        )
-        return AverageGradientsState(step, zero_residuals(caller, kept, axis_name, mesh))
+        residual = zero_residuals(caller, params, axis_name, mesh, keeps=options.keeps, dtype=None)
+        return AverageGradientsState(jnp.zeros((), jnp.int32), residual)
 
     def update(
         updates: Any, state: AverageGradientsState, params: Any = None

@@ -1,111 +1,107 @@
-"""States of the optax transformations that average gradients: where they lie, what they are worth.
+"""The base of the optax transformations that average gradients, and of their states.
 
-1. the states
-2. specs for shard_map, and consolidation for another number of devices
-3. what all of them do alike
+A state declares, in its method's file, the fields that each device has of its own:
+
+    @per_device("residual")
+    class AverageGradientsState(NamedTuple):
+
+1. the declaration
+2. what follows from it: specs for shard_map, and consolidation for another number of devices
+3. what all methods share
+4. what optimizers share that average a momentum
 """
 
 import math
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, axes_of, mesh_groups
 from cgx_ops.jax._src.collectives.primitive import vary_tree
-from cgx_ops.jax._src.diloco.state import DiLoCoState, mean_over
+from cgx_ops.jax._src.collectives.trees import checked_leaf
 from cgx_ops.jax._src.runtime import compat
 
 if TYPE_CHECKING:
     import optax
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+State = TypeVar("State", bound=NamedTuple)
 
-# ---- 1. the states -------------------------------------------------------------------------------
+# ---- 1. the declaration --------------------------------------------------------------------------
 
 
-class AverageGradientsState(NamedTuple):
-    """What average_gradients keeps between steps.
+class _Declared(NamedTuple):
+    """The arguments of per_device() for one class of states."""
 
-    Attributes:
-        step: int32 scalar: the steps done, equal on all devices.
-        residual: a tree like the parameters, with None for leaves without error feedback. A leaf
-          has one more axis in front, over the devices of the axis: (devices, *shape) outside of
-          shard_map, (1, *shape) inside.
+    fields: tuple[str, ...]
+    where: Mapping[str, str]
+    replicated: Sequence[str]
+    check: Callable[[Any, Any], None] | None
+
+
+_declared: dict[type, _Declared] = {}
+
+
+def per_device(
+    *fields: str,
+    where: Mapping[str, str] | None = None,
+    replicated: Sequence[str] = (),
+    check: Callable[[Any, Any], None] | None = None,
+) -> Callable[[type[State]], type[State]]:
+    """Declare which fields of a state, a NamedTuple, hold values of each device's own.
+
+    Their leaves have an axis of the devices in front: (devices, *shape) outside of shard_map, and
+    (1, *shape) inside. All other fields are equal on all devices, except those of a declared state
+    inside this one.
+
+    Args:
+        *fields: trees like the parameters, with None for leaves without a value.
+        where: for a field of which only some leaves are a device's own: the field that is not None
+            at these leaves.
+        replicated: fields that are trees like the parameters, but are never sharded.
+        check: called by state_specs() with the shapes of this state and of the whole optimizer's.
     """
 
-    step: jax.Array
-    residual: Any
+    def declare(state: type[State]) -> type[State]:
+        _declared[state] = _Declared(fields, where or {}, replicated, check)
+        return state
+
+    return declare
 
 
-class PowerSGDState(NamedTuple):
-    """What power_sgd keeps between steps.
-
-    Attributes:
-        step: int32 scalar: the steps done, equal on all devices.
-        q: a tree like the parameters: float32 (columns, rank) of each matrix that is factored,
-          equal on all devices; None for other leaves. With batched=True one array.
-        residual: as of AverageGradientsState, but float32.
-    """
-
-    step: jax.Array
-    q: Any
-    residual: Any
+def _is_declared(node: Any) -> bool:
+    return type(node) in _declared
 
 
-class DeepGradientState(NamedTuple):
-    """What deep_gradient keeps between steps. All of it is float32, but for the step.
-
-    Attributes:
-        step: int32 scalar: the steps done, equal on all devices.
-        momentum: u, a tree like the parameters: of sparse leaves a device's own, as residuals are;
-          of the others of the leaf's shape, equal on all devices. None without momentum.
-        residual: v, what is not sent yet, as of AverageGradientsState, with None for leaves that
-          are not sparse.
-    """
-
-    step: jax.Array
-    momentum: Any
-    residual: Any
+def _map_declared(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Replace the declared states in a tree."""
+    return jax.tree.map(
+        lambda node: change(node) if _is_declared(node) else node, tree, is_leaf=_is_declared
+    )
 
 
-class OneBitAdamState(NamedTuple):
-    """What one_bit_adam keeps between steps.
+def _map_per_device(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to the leaves of each device's own in all declared states of a tree."""
 
-    Attributes:
-        step: int32 scalar: the steps done, equal on all devices.
-        mu: momentum, a tree like the parameters, float32, equal on all devices.
-        nu: variance, alike.
-        residual: as of AverageGradientsState, but float32.
-    """
+    def changed(state: Any) -> Any:
+        declared = _declared[type(state)]
 
-    step: jax.Array
-    mu: Any
-    nu: Any
-    residual: Any
+        def of(field: str, value: Any) -> Any:
+            if field not in declared.fields:
+                return _map_per_device(change, value)
+            if value is None:
+                return None
+            return jax.tree.map(
+                lambda own, leaf: leaf if own is None else change(leaf),
+                getattr(state, declared.where.get(field, field)), value, is_leaf=is_none,
+            )  # fmt: skip
 
+        return type(state)(*map(of, state._fields, state))
 
-class SignumState(NamedTuple):
-    """What signum keeps between steps.
+    return _map_declared(changed, tree)
 
-    Attributes:
-        step: int32 scalar: the steps done, equal on all devices.
-        momentum: each device's own, float32, with an axis of the devices in front, as residuals.
-    """
-
-    step: jax.Array
-    momentum: Any
-
-
-_States = (
-    AverageGradientsState
-    | DiLoCoState
-    | PowerSGDState
-    | DeepGradientState
-    | OneBitAdamState
-    | SignumState
-)
 
 # ---- 2. specs, consolidation ---------------------------------------------------------------------
 
@@ -118,19 +114,18 @@ def state_specs(
 ) -> Any:
     """Return the PartitionSpecs of an optimizer's state, for shard_map or out_shardings.
 
-    Residuals of `average_gradients`, `power_sgd`, `deep_gradient` and `one_bit_adam`, momenta of
-    `deep_gradient`'s sparse leaves and of `signum` are spread over their axes, q of `power_sgd` are
-    whole everywhere, everything else lies like the parameters. To make the state where it belongs,
-    at once on all devices:
+    Residuals, and momenta of each device's own, are sharded over the axes. Factors of `power_sgd`
+    are replicated. Everything else has the spec of its parameter. To make the state on all devices,
+    with each array where it belongs:
 
         specs = state_specs(optimizer, params, "data")
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         state = jax.jit(optimizer.init, out_shardings=shardings)(params)
 
     Args:
-        optimizer: an optax transformation with one of these somewhere in it.
+        optimizer: an optax transformation that contains one of cgx_ops.jax's.
         params: the parameters, or their jax.ShapeDtypeStructs.
-        axis_name: theirs.
+        axis_name: the axis name of cgx_ops.jax's transformation.
         param_specs: the PartitionSpecs of the parameters, a tree like `params`; None: P() for all.
 
     Returns:
@@ -144,122 +139,90 @@ def state_specs(
     optax = import_optax("state_specs")
     if param_specs is None:
         param_specs = jax.tree.map(lambda _: jax.P(), params)
-    # What has no residual is no leaf for JAX, but one for the specs.
-    masked = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
     state = jax.eval_shape(optimizer.init, params)
-    _refuse_momentum_twice(state)
-    specs = optax.tree.map_params(
-        optimizer,
-        lambda leaf, spec: leaf if masked(leaf) else spec,
-        state,
-        param_specs,
-        transform_non_params=lambda _: jax.P(),
-        is_leaf=masked,
-    )
+    for node in jax.tree.leaves(state, is_leaf=_is_declared):
+        if _is_declared(node) and (check := _declared[type(node)].check):
+            check(node, state)
 
-    def spread(node: Any) -> Any:
-        if not isinstance(node, _States):
-            return node
+    def replicated(state: Any) -> Any:
+        fields = {field: getattr(state, field) for field in _declared[type(state)].replicated}
+        return state._replace(**jax.tree.map(lambda _: jax.P(), fields))
 
-        def over_devices(tree: Any) -> Any:
-            return jax.tree.map(lambda spec: jax.P(axis_name, *spec), tree)
-
-        if isinstance(node, SignumState):
-            return node._replace(momentum=over_devices(node.momentum))
-        residual = over_devices(node.residual)
-        if isinstance(node, PowerSGDState):
-            node = node._replace(q=jax.tree.map(lambda _: jax.P(), node.q))
-        if isinstance(node, DeepGradientState):
-            node = node._replace(momentum=_of_sparse(lambda _, v: v, node, residual))
-        return node._replace(residual=residual)
-
-    return jax.tree.map(spread, specs, is_leaf=lambda node: isinstance(node, _States))
+    specs = _map_declared(replicated, specs_like_params(optax, optimizer, state, param_specs))
+    return _map_per_device(lambda spec: jax.P(axis_name, *spec), specs)
 
 
-def _of_sparse(change: Any, node: DeepGradientState, *others: Any) -> Any:
-    """Return the momenta of a state, those of sparse leaves changed; `others`: like residuals."""
-    if node.momentum is None:
-        return None
-    return jax.tree.map(
-        lambda v, u, *rest: u if v is None else change(u, *rest),
-        node.residual, node.momentum, *others, is_leaf=lambda leaf: leaf is None,
+def specs_like_params(optax: Any, optimizer: Any, state: Any, param_specs: Any) -> Any:
+    """Return the specs of an optax state: those of the parameters for trees like them, else P()."""
+    # A leaf without a residual is no leaf for JAX, but one for the specs.
+    masked = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
+    return optax.tree.map_params(
+        optimizer, lambda leaf, spec: leaf if masked(leaf) else spec, state, param_specs,
+        transform_non_params=lambda _: jax.P(), is_leaf=masked,
     )  # fmt: skip
 
 
-def _refuse_momentum_twice(state: Any) -> None:
-    """Require that nothing else has momentum of a leaf of which deep_gradient has."""
-
-    # What optax calls momentum: of sgd and others, of adam and its like.
-    def has_own(node: Any) -> bool:
-        return isinstance(node, tuple) and (hasattr(node, "trace") or hasattr(node, "mu"))
-
-    is_node = lambda node: isinstance(node, _States) or has_own(node)  # noqa: E731
-    nodes = jax.tree.leaves(state, is_leaf=is_node)
-    ours = _paths_of([node.momentum for node in nodes if isinstance(node, DeepGradientState)])
-    for node in filter(has_own, nodes):
-        if ours & _paths_of([node.trace if hasattr(node, "trace") else node.mu]):
-            raise ValueError(
-                f"state_specs: deep_gradient has momentum, and so has {type(node).__name__}, which "
-                "would apply it twice: chain optax.sgd(rate) behind it, without momentum, or give "
-                "deep_gradient momentum=0"
-            )
-
-
-def _paths_of(trees: Sequence[Any]) -> set[Any]:
-    """Return the paths of the leaves of trees that are all like the parameters."""
-    return {path for tree in trees for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
-
-
 def consolidate(state: Any, devices: int | None = None) -> Any:
-    """Return an optimizer's state whose residuals are their mean over devices, equal on all.
+    """Return an optimizer's state with each device's own values replaced by their mean.
 
-    So are momenta of `deep_gradient`'s sparse leaves, and of `signum`, and what an outer loop
-    (`diloco`) has in flight.
-
-    What is owed to the average, which is the mean of the residuals, stays the same, whatever the
-    number of devices. So a run of another number can take the state over:
+    These are residuals, momenta of `deep_gradient`'s sparse leaves and of `signum`, and what an
+    outer loop (`diloco`) has in flight. The average needs only the mean of the residuals, which
+    stays the same for any number of devices. So a run on another number can continue from the
+    state:
 
         saved = consolidate(state, devices=1)                # in the old run, before it is saved
         state = consolidate(restored, devices=jax.device_count())               # in the new one
 
-    Residuals per device, as `state` has them, give the same bits where their number stays.
+    On the same number of devices, a state that was not consolidated gives the same bits.
 
     Args:
-        state: of an outer loop, or of an optax transformation with one of those that `state_specs`
-          names somewhere in it, outside of shard_map. In jax.jit, out_shardings from `state_specs`
-          put the result where it belongs.
-        devices: for how many; None: for as many as `state` is.
+        state: of an outer loop, or of an optax transformation that contains one of cgx_ops.jax's,
+          outside of shard_map. In jax.jit, out_shardings from `state_specs` put the result where
+          it belongs.
+        devices: how many the result is for; None: as many as `state` is for.
 
     Returns:
-        A state like `state`; what is a device's own is (devices, *shape). The mean is taken in
-        float32.
+        A state like `state`, whose values of each device's own are (devices, *shape). The mean is
+        computed in float32.
 
     Raises:
-        ValueError: there is no state of one of them in `state`; `devices` is less than 1.
+        ValueError: `state` contains no state of cgx_ops.jax; `devices` is less than 1.
     """
     mean_of = mean_over("consolidate", devices)
-    is_ours = lambda node: isinstance(node, _States)  # noqa: E731
-    nodes, tree = jax.tree.flatten(state, is_leaf=is_ours)
-    if not any(map(is_ours, nodes)):
+    if not any(map(_is_declared, jax.tree.leaves(state, is_leaf=_is_declared))):
         raise ValueError(
-            "consolidate: there is no AverageGradientsState in the state, nor a PowerSGDState, "
-            "DeepGradientState, DiLoCoState, OneBitAdamState or SignumState"
+            "consolidate: the state contains no state of cgx_ops.jax: give it that of an optimizer "
+            "with average_gradients, power_sgd or the like in it, or that of an outer loop"
         )
-
-    def consolidated(node: Any) -> Any:
-        if isinstance(node, SignumState):
-            return node._replace(momentum=jax.tree.map(mean_of, node.momentum))
-        if isinstance(node, DeepGradientState):
-            node = node._replace(momentum=_of_sparse(mean_of, node))
-        if isinstance(node, DiLoCoState) and node.flight is not None:
-            lost = jax.tree.map(mean_of, node.flight.lost)
-            node = node._replace(flight=node.flight._replace(lost=lost))
-        return node._replace(residual=jax.tree.map(mean_of, node.residual))
-
-    return tree.unflatten(consolidated(node) if is_ours(node) else node for node in nodes)
+    return _map_per_device(mean_of, state)
 
 
-# ---- 3. what all do -----------------------------------------------------------------------------
+def mean_over(caller: str, devices: int | None) -> Callable[[Any], jax.Array]:
+    """Return a function that replaces (n, *shape) by the mean over n, as (devices, *shape)."""
+    if devices is not None and devices < 1:
+        raise ValueError(f"{caller}: devices is {devices}; it must be at least 1")
+
+    def mean_of(own: Any) -> jax.Array:
+        own = jnp.asarray(own)
+        if jnp.issubdtype(own.dtype, jnp.floating):
+            mean = jnp.mean(own, axis=0, dtype=jnp.float32).astype(own.dtype)
+        else:
+            mean = first_of(own)
+        return jnp.broadcast_to(mean, (devices or len(own), *mean.shape))
+
+    return mean_of
+
+
+def first_of(own: jax.Array) -> jax.Array:
+    """Return own[0]; JAX cuts no axis that its types have sharded (an explicit mesh)."""
+    sharding = jax.typeof(own).sharding
+    if sharding.spec[0] is not None:
+        whole = jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec[1:]))
+        own = jax.sharding.reshard(own, whole)
+    return own[0]
+
+
+# ---- 3. what all methods share -------------------------------------------------------------------
 
 
 def import_optax(caller: str) -> Any:
@@ -271,18 +234,44 @@ def import_optax(caller: str) -> Any:
     return optax
 
 
-def zero_residuals(caller: str, kept: Any, axis_name: Axes, mesh: Mesh | None) -> Any:
-    """Return residuals for a tree of parameters, with None for leaves without one.
+def is_none(leaf: Any) -> bool:
+    """Return whether a leaf is None, as is_leaf of jax.tree.map()."""
+    return leaf is None
 
-    Inside of shard_map each has an axis of one in front, outside one of the devices.
+
+def zero_residuals(
+    caller: str,
+    params: Any,
+    axis_name: Axes,
+    mesh: Mesh | None,
+    *,
+    keeps: Callable[[Any, Any], bool] = lambda path, leaf: True,
+    dtype: Any = jnp.float32,
+) -> Any:
+    """Return zeros for a tree of parameters, an array for each device.
+
+    Args:
+        caller: for errors.
+        params: the parameters, without an axis for the devices.
+        axis_name: the axes of the devices.
+        mesh: of the devices; None: that of jax.set_mesh.
+        keeps: whether a leaf, by its path, has a residual; else there is None for it.
+        dtype: of the zeros; None: that of each leaf.
+
+    Returns:
+        A tree like `params`, of arrays (1, *shape) inside of shard_map and (devices, *shape)
+        outside.
     """
+    kept = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if keeps(path, leaf) else None, params
+    )
     names = axes_of(axis_name)
     if any(compat.axis_size(axis) is not None for axis in names):
         axes = mesh_groups(caller, axis_name).axes
-        return vary_tree(jax.tree.map(lambda leaf: jnp.zeros_like(leaf)[None], kept), axes)
+        return vary_tree(jax.tree.map(lambda x: jnp.zeros_like(x, dtype=dtype)[None], kept), axes)
     devices = devices_of(caller, names, mesh) if jax.tree.leaves(kept) else 0
     return jax.tree.map(
-        lambda leaf: jnp.zeros((devices, *jnp.shape(leaf)), jnp.result_type(leaf)), kept
+        lambda x: jnp.zeros((devices, *jnp.shape(x)), dtype or jnp.result_type(x)), kept
     )
 
 
@@ -340,3 +329,45 @@ def own_residual(
             "cgx_ops.jax.state_specs"
         )
     return residual[0] if decay == 1 else residual[0] * decay
+
+
+# ---- 4. optimizers that average a momentum ------------------------------------------------------
+
+
+def checked_gradients(caller: str, updates: Any, state: Any, axes: Any) -> Any:
+    """Return a device's own gradients in float32, which must be like the state."""
+    check_own(caller, updates, axes)
+    found, known = jax.tree.structure(updates), jax.tree.structure(state)
+    if found != known:
+        raise ValueError(
+            f"{caller}: the gradients are {found}, the state {known}: it is another model's"
+        )
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(updates), jax.tree.leaves(state), strict=True
+    ):
+        if jnp.shape(x) != jnp.shape(y)[jnp.ndim(y) - jnp.ndim(x) :]:
+            raise ValueError(
+                f"{caller}: updates{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, and the "
+                f"state {jnp.shape(y)}: it is another model's"
+            )
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: checked_leaf(caller, path, x).astype(jnp.float32), updates
+    )
+
+
+def followed(momenta: Any, gradients: Any, beta: float) -> Any:
+    """Return momenta that have followed gradients."""
+    return jax.tree.map(lambda m, g: m * beta + g * (1 - beta), momenta, gradients)
+
+
+def with_rate(
+    optax: Any, init: Any, update: Any, caller: str, learning_rate: Any, weight_decay: float
+) -> "optax.GradientTransformation":
+    """Return an optimizer of what to step by."""
+    if not weight_decay >= 0:
+        raise ValueError(f"{caller}: weight_decay is {weight_decay!r}; it must be at least 0")
+    return optax.chain(
+        optax.GradientTransformation(init, update),
+        optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity(),
+        optax.scale_by_learning_rate(learning_rate),
+    )

@@ -21,16 +21,15 @@ import numpy as np
 
 from cgx_ops.config import Compressor, Config, Rounding
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups, require_own_messages
-from cgx_ops.jax._src.collectives.options import checked_options, name_of_leaf
-from cgx_ops.jax._src.collectives.primitive import Carrier
+from cgx_ops.jax._src.collectives.options import Carrier, checked_options, name_of_leaf
 from cgx_ops.jax._src.collectives.psum import reduce_over
 from cgx_ops.jax._src.collectives.trees import checked_leaf
 from cgx_ops.jax._src.transforms.base import (
-    DeepGradientState,
     Mesh,
     check_own,
     import_optax,
     own_residual,
+    per_device,
     zero_residuals,
 )
 from cgx_ops.methods.deep_gradient import Method, checked_config, is_sparse, sparse_knobs
@@ -40,6 +39,46 @@ if TYPE_CHECKING:
     import optax
 
 _CALLER = "deep_gradient"
+
+
+def _refuse_momentum_twice(state: "DeepGradientState", whole: Any) -> None:
+    """Require that no other state of an optimizer has momentum of a leaf that this one has."""
+
+    # Optax's names of momentum: "trace" of sgd and others, "mu" of adam and others.
+    def momentum_of(node: Any) -> Any:
+        return getattr(node, "trace", getattr(node, "mu", None))
+
+    def is_other(node: Any) -> bool:
+        return isinstance(node, tuple) and momentum_of(node) is not None
+
+    for node in filter(is_other, jax.tree.leaves(whole, is_leaf=is_other)):
+        if _paths_of(state.momentum) & _paths_of(momentum_of(node)):
+            raise ValueError(
+                f"state_specs: deep_gradient has momentum, and so has {type(node).__name__}, which "
+                "would apply it twice: chain optax.sgd(rate) behind it, without momentum, or give "
+                "deep_gradient momentum=0"
+            )
+
+
+def _paths_of(tree: Any) -> set[Any]:
+    return {path for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+@per_device("momentum", "residual", where={"momentum": "residual"}, check=_refuse_momentum_twice)
+class DeepGradientState(NamedTuple):
+    """The state of deep_gradient between steps. All of it is float32, except the step.
+
+    Attributes:
+        step: int32 scalar: the steps done, equal on all devices.
+        momentum: u, a tree like the parameters: of sparse leaves a device's own, as residuals are;
+          of the others of the leaf's shape, equal on all devices. None without momentum.
+        residual: v, what is not sent yet, as of AverageGradientsState, with None for leaves that
+          are not sparse.
+    """
+
+    step: jax.Array
+    momentum: Any
+    residual: Any
 
 
 def deep_gradient(
@@ -124,19 +163,15 @@ def deep_gradient(
         return own if is_sparse(name_of_leaf(path), own, numel) else None
 
     def init(params: Any) -> DeepGradientState:
-        like = lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32)  # noqa: E731
-        kept = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: like(leaf) if own_of(path, leaf) else None, params
-        )
-        residual = zero_residuals(_CALLER, kept, axis_name, mesh)
+        is_own = lambda path, leaf: own_of(path, leaf) is not None  # noqa: E731
+        zeros = functools.partial(zero_residuals, _CALLER, params, axis_name, mesh, keeps=is_own)
         u = None
         if momentum:
-            zeros = zero_residuals(_CALLER, kept, axis_name, mesh)
             u = jax.tree.map(
                 lambda leaf, own: jnp.zeros(jnp.shape(leaf), jnp.float32) if own is None else own,
-                params, zeros,
+                params, zeros(),
             )  # fmt: skip
-        return DeepGradientState(jnp.zeros((), jnp.int32), u, residual)
+        return DeepGradientState(jnp.zeros((), jnp.int32), u, zeros())
 
     def update(
         updates: Any, state: DeepGradientState, params: Any = None

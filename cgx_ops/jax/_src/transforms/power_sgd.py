@@ -22,17 +22,16 @@ import jax.numpy as jnp
 from cgx_ops.config import Compressor, Config, Rounding
 from cgx_ops.errors import require_integer
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups
-from cgx_ops.jax._src.collectives.options import Options, checked_options, name_of_leaf
-from cgx_ops.jax._src.collectives.primitive import Carrier
+from cgx_ops.jax._src.collectives.options import Carrier, Options, checked_options, name_of_leaf
 from cgx_ops.jax._src.collectives.psum import reduce_over
 from cgx_ops.jax._src.collectives.trees import checked_leaf
 from cgx_ops.jax._src.runtime import compat
 from cgx_ops.jax._src.transforms.base import (
     Mesh,
-    PowerSGDState,
     check_own,
     import_optax,
     own_residual,
+    per_device,
     zero_residuals,
 )
 from cgx_ops.methods import low_rank
@@ -42,7 +41,24 @@ if TYPE_CHECKING:
     import optax
 
 _CALLER = "power_sgd"
+
 # ---- 1. the transformation -----------------------------------------------------------------------
+
+
+@per_device("residual", replicated=["q"])
+class PowerSGDState(NamedTuple):
+    """The state of power_sgd between steps.
+
+    Attributes:
+        step: int32 scalar: the steps done, equal on all devices.
+        q: a tree like the parameters: float32 (columns, rank) of each matrix that is factored,
+          equal on all devices; None for other leaves. With batched=True one array.
+        residual: as of AverageGradientsState, but float32.
+    """
+
+    step: jax.Array
+    q: Any
+    residual: Any
 
 
 def power_sgd(
@@ -156,17 +172,12 @@ def power_sgd(
             columns = _matrix_of(jnp.shape(leaf))[1]
             return jnp.asarray(low_rank.first_q(seed, name_of_leaf(path), 0, columns, of_leaf))
 
-        def kept(path: Any, leaf: Any) -> Any:
-            keep = keeps(path, leaf)
-            return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32) if keep else None
-
-        by_path = jax.tree_util.tree_map_with_path
         if batched:
             side, columns = all_in_one(sum(map(jnp.size, jax.tree.leaves(params))))
             q: Any = jnp.asarray(low_rank.first_q(seed, "", 0, side, columns))
         else:
-            q = by_path(first, params)
-        residual = zero_residuals(_CALLER, by_path(kept, params), axis_name, mesh)
+            q = jax.tree_util.tree_map_with_path(first, params)
+        residual = zero_residuals(_CALLER, params, axis_name, mesh, keeps=keeps)
         return PowerSGDState(jnp.zeros((), jnp.int32), q, residual)
 
     def planned(tree: Any, leaves: list[_Leaf], qs: Any) -> list[_Matrix]:

@@ -1,18 +1,13 @@
-"""one_bit_adam and signum: optimizers that send a momentum in one bit instead of gradients.
-
-  1. one_bit_adam: Adam, whose variance stays as it is after a warm-up, while momentum is compressed
-  2. signum: the majority's signs of the devices' momenta
-  3. trees of gradients
+"""one_bit_adam: Adam that sends its momentum in one bit, instead of gradients, after a warm-up.
 
 The arithmetic is that of cgx_ops.torch.optim.
 
 Tang et al.: 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed,
-ICML 2021. Bernstein, Zhao, Azizzadenesheli, Anandkumar: signSGD with Majority Vote is Communication
-Efficient and Fault Tolerant, ICLR 2019.
+ICML 2021.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +15,16 @@ import jax.numpy as jnp
 from cgx_ops.config import Compressor, Config, Rounding
 from cgx_ops.errors import require_integer, require_share
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups
-from cgx_ops.jax._src.collectives.options import Options, checked_options, is_vote
-from cgx_ops.jax._src.collectives.primitive import Carrier
+from cgx_ops.jax._src.collectives.options import Carrier, Options, checked_options, is_vote
 from cgx_ops.jax._src.collectives.psum import reduce_over
-from cgx_ops.jax._src.collectives.trees import checked_leaf
 from cgx_ops.jax._src.transforms.base import (
     Mesh,
-    OneBitAdamState,
-    SignumState,
-    check_own,
+    checked_gradients,
+    followed,
     import_optax,
     own_residual,
+    per_device,
+    with_rate,
     zero_residuals,
 )
 from cgx_ops.planner import Plan
@@ -39,7 +33,22 @@ from cgx_ops.rules import EXACT_BITS, Rules
 if TYPE_CHECKING:
     import optax
 
-# ---- 1. one_bit_adam -----------------------------------------------------------------------------
+
+@per_device("residual")
+class OneBitAdamState(NamedTuple):
+    """The state of one_bit_adam between steps.
+
+    Attributes:
+        step: int32 scalar: the steps done, equal on all devices.
+        mu: momentum, a tree like the parameters, float32, equal on all devices.
+        nu: variance, likewise.
+        residual: as of AverageGradientsState, but float32.
+    """
+
+    step: jax.Array
+    mu: Any
+    nu: Any
+    residual: Any
 
 
 def one_bit_adam(
@@ -130,15 +139,9 @@ def one_bit_adam(
         return options.keeps(path, leaf)
 
     def init(params: Any) -> OneBitAdamState:
-
-        def kept(path: Any, leaf: Any) -> Any:
-            like = jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32)
-            return like if keeps(path, leaf) else None
-
-        by_path = jax.tree_util.tree_map_with_path
         mu = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype=jnp.float32), params)
         nu = jax.tree.map(jnp.zeros_like, mu)  # arrays of its own: both can be donated
-        residual = zero_residuals(caller, by_path(kept, params), axis_name, mesh)
+        residual = zero_residuals(caller, params, axis_name, mesh, keeps=keeps)
         return OneBitAdamState(jnp.zeros((), jnp.int32), mu, nu, residual)
 
     def update(
@@ -146,7 +149,7 @@ def one_bit_adam(
     ) -> tuple[Any, OneBitAdamState]:
         del params
         axes = mesh_groups(caller, axis_name).axes
-        gradients = _gradients(caller, updates, state.mu, axes)
+        gradients = checked_gradients(caller, updates, state.mu, axes)
         options.warn_of_unmatched(gradients)
 
         def own_of(path: Any, g: jax.Array, e: jax.Array | None) -> jax.Array | None:
@@ -163,10 +166,10 @@ def one_bit_adam(
             g, _lost = averaged(exact, gradients, None, "exact")
             square = lambda v, x: v * b2 + x * x * (1 - b2)  # noqa: E731
             nu = jax.tree.map(square, state.nu, g)
-            return _followed(state.mu, g, b1), nu, residual
+            return followed(state.mu, g, b1), nu, residual
 
         def frozen(_: Any) -> Any:
-            mu, lost = averaged(options, _followed(state.mu, gradients, b1), residual, "momentum")
+            mu, lost = averaged(options, followed(state.mu, gradients, b1), residual, "momentum")
             return mu, state.nu, lost
 
         mu, nu, residual = jax.lax.cond(state.step < warmup_steps, warming_up, frozen, None)
@@ -177,120 +180,4 @@ def one_bit_adam(
         residual = jax.tree.map(lambda e: e[None], residual)
         return steps, OneBitAdamState(state.step + 1, mu, nu, residual)
 
-    return _with_rate(optax, init, update, caller, learning_rate, weight_decay)
-
-
-# ---- 2. signum -----------------------------------------------------------------------------------
-
-
-def signum(
-    axis_name: Axes,
-    learning_rate: Any,
-    *,
-    momentum: float = 0.9,
-    weight_decay: float = 0.0,
-    config: Config | None = None,
-    name: str = "",
-    fuse: bool | Plan = True,
-    carrier: Carrier = "native",
-    mesh: Mesh | None = None,
-) -> "optax.GradientTransformation":
-    """Return SigNUM with majority vote as an optax optimizer: every device votes with signs.
-
-    Used as `one_bit_adam` is. One bit an element goes each way (16 where several processes have
-    several devices of a group each), and all elements step by the learning rate, to where most
-    devices' momenta point. A vote has no zero: where as many devices
-    vote + as -, and where a momentum is 0, it counts as + in even steps and as - in odd ones, so
-    that nobody drifts (the paper's sign(0) is 0; on average this is, too).
-
-    Args:
-        axis_name: name of a mesh axis, or a tuple of names.
-        learning_rate: a number, or an optax schedule.
-        momentum: at least 0 (signSGD) and less than 1.
-        weight_decay: at least 0.
-        config: as of `psum_q`, of compressor "sign"; None: Config(compressor="sign"). All leaves
-          vote, so there are no rules.
-        name: of the collective, as of `psum_q`.
-        fuse: as of `psum_q`.
-        carrier: as of `psum_q`.
-        mesh: of the shard_map, as of `average_gradients`.
-
-    Returns:
-        An optax.GradientTransformation, the first of whose states is a `SignumState`.
-
-    Raises:
-        ImportError, ValueError, NameError, TypeError, JaxRuntimeError: as `one_bit_adam`.
-    """
-    caller = "signum"
-    optax = import_optax(caller)
-    require_share(f"{caller}: momentum", momentum)
-    config = Config(compressor="sign") if config is None else config
-    options = checked_options(caller, config, name=name, fuse=fuse, carrier=carrier)
-    if not is_vote(options.config):
-        raise ValueError(
-            f"{caller}: config is {config!r}; give Config(compressor='sign'), without bits"
-        )
-
-    def init(params: Any) -> SignumState:
-        wide = jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.float32), params)
-        own = zero_residuals(caller, wide, axis_name, mesh)
-        return SignumState(jnp.zeros((), jnp.int32), own)
-
-    def update(updates: Any, state: SignumState, params: Any = None) -> tuple[Any, SignumState]:
-        del params
-        axes = mesh_groups(caller, axis_name).axes
-        gradients = _gradients(caller, updates, state.momentum, axes)
-        own = jax.tree_util.tree_map_with_path(
-            lambda path, g, m: own_residual(caller, path, g, m), gradients, state.momentum
-        )
-        own = _followed(own, gradients, momentum)
-        side = jnp.where(state.step % 2 == 0, 1.0, -1.0).astype(jnp.float32)
-        votes, _lost = reduce_over(
-            options, jax.tree.map(lambda m: m * side, own), None, axes, "avg"
-        )
-        steps = jax.tree.map(lambda vote, x: (vote * side).astype(x.dtype), votes, updates)
-        return steps, SignumState(state.step + 1, jax.tree.map(lambda m: m[None], own))
-
-    return _with_rate(optax, init, update, caller, learning_rate, weight_decay)
-
-
-# ---- 3. trees of gradients -----------------------------------------------------------------------
-
-
-def _gradients(caller: str, updates: Any, state: Any, axes: Any) -> Any:
-    """Return a device's own gradients in float32, which must be like the state."""
-    check_own(caller, updates, axes)
-    found, known = jax.tree.structure(updates), jax.tree.structure(state)
-    if found != known:
-        raise ValueError(
-            f"{caller}: the gradients are {found}, the state {known}: it is another model's"
-        )
-    for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(updates), jax.tree.leaves(state), strict=True
-    ):
-        if jnp.shape(x) != jnp.shape(y)[jnp.ndim(y) - jnp.ndim(x) :]:
-            raise ValueError(
-                f"{caller}: updates{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, and the "
-                f"state {jnp.shape(y)}: it is another model's"
-            )
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: checked_leaf(caller, path, x).astype(jnp.float32), updates
-    )
-
-
-def _followed(momenta: Any, gradients: Any, beta: float) -> Any:
-    """Return momenta that have followed gradients."""
-    return jax.tree.map(lambda m, g: m * beta + g * (1 - beta), momenta, gradients)
-
-
-def _with_rate(
-    optax: Any, init: Any, update: Any, caller: str, learning_rate: Any, weight_decay: float
-) -> "optax.GradientTransformation":
-    """Return an optimizer of what to step by."""
-    if not weight_decay >= 0:
-        raise ValueError(f"{caller}: weight_decay is {weight_decay!r}; it must be at least 0")
-    return optax.chain(
-        optax.GradientTransformation(init, update),
-        optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity(),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    return with_rate(optax, init, update, caller, learning_rate, weight_decay)
