@@ -140,9 +140,9 @@ class Training:
         return time.perf_counter() - begin
 
     def held(self) -> tuple[float, float]:
-        """Return loss and score, percent, of the anchors on what was held back."""
-        anchors = jax.tree.map(lambda x: x.addressable_data(0), self.outer.anchor)
-        loss, right = self.loss_of(anchors, self.texts.held)
+        """Return loss and score, percent, of the outer parameters on what was held back."""
+        weights = jax.tree.map(lambda x: x.addressable_data(0), self.outer.outer_parameters)
+        loss, right = self.loss_of(weights, self.texts.held)
         return float(loss), 100 * float(right)
 
     def save(self, folder: Path) -> None:
@@ -209,8 +209,8 @@ def main() -> None:
     loss, score = training.held()
     say(
         **given, step=training.step, loss=loss, score=score, seconds=seconds,
-        bytes_per_step=per_step, identical=same_everywhere(training.outer.anchor),
-        digest=digest(training.outer.anchor),
+        bytes_per_step=per_step, identical=same_everywhere(training.outer.outer_parameters),
+        digest=digest(training.outer.outer_parameters),
     )  # fmt: skip
 
 

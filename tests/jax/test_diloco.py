@@ -71,8 +71,8 @@ def test_parameter_averaging(n: int) -> None:
         for name in SHAPES:
             own, got = leaf_of(before, name), leaf_of(fetch(params), name)
             assert all(same_bits(row, got[0]) for row in got), name
-            assert same_bits(got[0], leaf_of(fetch(state.anchor), name))
-            # The differences to the anchor round, their n - 1 sums, the quotient, the last
+            assert same_bits(got[0], leaf_of(fetch(state.outer_parameters), name))
+            # The differences to outer parameters round, their n - 1 sums, the quotient, the last
             # difference: each by 2^-24 of at most the largest sum of magnitudes that there is.
             bound = (n + 3) * 2.0**-24 * 2 * np.abs(own).max()
             assert np.abs(got[0] - own.mean(0, np.float64)).max() <= bound, (name, step)
@@ -146,7 +146,7 @@ def test_transcription(options: dict[str, Any], n: int) -> None:
         for name in SHAPES:
             for found, known in (
                 (leaf_of(params, name), [of[name] for of in want.params]),
-                (leaf_of(state.anchor, name), want.anchor[name]),
+                (leaf_of(state.outer_parameters, name), want.anchor[name]),
                 (leaf_of(state.residual, name), want.residuals[name]),
             ):
                 if found is not None:
@@ -208,7 +208,7 @@ def test_in_a_scan_with_init_inside() -> None:
 def test_as_torch() -> None:
     """The same deltas give the averages and residuals of torch's operators, to the bit.
 
-    And the same anchors, by an SGD of rate 1; by others they differ as products and sums round.
+    And the same outer parameters, by an SGD of rate 1; by others they round differently.
     """
     n, mesh, decay = 4, mesh_with(4), 0.75
     loop = diloco(
@@ -218,7 +218,7 @@ def test_as_torch() -> None:
     params, state = started(loop)
     for step in range(4):
         params = cases.moved(params, cases.spread_moves(mesh, step, n))
-        own, anchor, kept = fetch((params, state.anchor, state.residual))
+        own, anchor, kept = fetch((params, state.outer_parameters, state.residual))
         deltas = [[leaf_of(anchor, s) - leaf_of(own, s)[r] for s in SHAPES] for r in range(n)]
         owed = [[leaf_of(kept, s)[r] * np.float32(decay) for s in SHAPES] for r in range(n)]
 
@@ -231,7 +231,7 @@ def test_as_torch() -> None:
         params, state = loop.outer(params, state)
         for place, s in enumerate(SHAPES):
             stepped = leaf_of(anchor, s) - ranks[0][0][place].numpy()
-            assert same_bits(leaf_of(state.anchor, s), stepped), (s, step)
+            assert same_bits(leaf_of(state.outer_parameters, s), stepped), (s, step)
             for rank, (_, lost) in enumerate(ranks):
                 found = fetch(leaf_of(state.residual, s))[rank]
                 assert same_bits(found, lost[place].numpy()), (s, step, rank)
@@ -241,18 +241,18 @@ def test_as_torch() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(np.float16, marks=slow)])
-def test_half_precision_has_anchors_in_float32(dtype: Any) -> None:
+def test_half_precision_has_outer_parameters_in_float32(dtype: Any) -> None:
     mesh = mesh_with(4)
     loop = exact(mesh, sync_every=2)
     first = weights(dtype)
     params, state = loop.replicate(first), loop.init(first)
     params, state = trained(loop, mesh, (params, state), range(2))
     for name in SHAPES:
-        got, anchor = fetch((leaf_of(params, name), leaf_of(state.anchor, name)))
+        got, anchor = fetch((leaf_of(params, name), leaf_of(state.outer_parameters, name)))
         assert anchor.dtype == np.float32
         assert got.dtype == dtype
         assert all(same_bits(row, anchor.astype(dtype)) for row in got)
-        assert (anchor != got[0].astype(np.float32)).any(), "the anchor has been rounded"
+        assert (anchor != got[0].astype(np.float32)).any(), "the outer parameters were rounded"
 
 
 def test_leaves_left_alone_twice_in_the_tree_empty_and_none() -> None:
@@ -264,7 +264,7 @@ def test_leaves_left_alone_twice_in_the_tree_empty_and_none() -> None:
     }  # fmt: skip
     loop = exact(mesh, sync_every=1)
     params, state = loop.replicate(tree), loop.init(tree)
-    assert state.anchor["count"] is None
+    assert state.outer_parameters["count"] is None
     counts = jnp.arange(4)
     params = {**params, "count": counts, "a": params["a"] + 1.0, "b": params["b"] + 1.0}
     params, state = loop.outer(params, state)
@@ -310,7 +310,7 @@ def test_parameters_split_over_another_axis() -> None:
         params, state = loop.outer(params, state)
         wanted, known = trained(whole, mesh_with(4), (wanted, known), [step])
     assert params["head"]["kernel"].sharding.spec == P("d", "model")
-    assert state.anchor["head"]["kernel"].sharding.spec == P("model")
+    assert state.outer_parameters["head"]["kernel"].sharding.spec == P("model")
     for name in SHAPES:
         off = np.abs(fetch(leaf_of(params, name)) - fetch(leaf_of(wanted, name))).max()
         assert off <= 1e-6, name

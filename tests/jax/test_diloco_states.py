@@ -126,28 +126,32 @@ def test_leaves_that_become_exact_send_what_they_owe(delay: int) -> None:
         params = exact.replicate(w)
         for _ in range(3):
             params, state = outer(params, state)
-        assert np.allclose(fetch(state.anchor["w"]), -owed.mean(0), atol=1e-6)
+        assert np.allclose(fetch(state.outer_parameters["w"]), -owed.mean(0), atol=1e-6)
         assert not fetch(state.residual["w"]).any()
 
 
 def test_restart_and_skip() -> None:
-    """From the anchors; and past a synchronisation, whose fragment then is sent a round later."""
+    """From the outer parameters; and past a synchronisation, whose fragment then is sent a round later."""
     mesh, loop = mesh_with(4), diloco("d", mesh=mesh_with(4), **loop_options(STREAMING))
     params, state = trained(loop, mesh, started(loop), range(5))
     params = cases.moved(params, cases.spread_moves(mesh, 5, 4))
-    before = fetch((params, state.anchor, state.residual))
+    before = fetch((params, state.outer_parameters, state.residual))
     skipped = loop.skip(state)
     assert int(skipped.step) == 6
-    assert all_same(before, (params, skipped.anchor, skipped.residual))
+    assert all_same(before, (params, skipped.outer_parameters, skipped.residual))
     again = fetch(loop.restart(params, state))
     for name in SHAPES:
         rows = leaf_of(again, name)
         assert all(same_bits(row, leaf_of(before[1], name)) for row in rows)
     # Nothing was in flight when step 6 would have applied it.
     params, state = trained(loop, mesh, (params, skipped), range(6, 11))
-    assert same_bits(leaf_of(state.anchor, "head/kernel"), leaf_of(before[1], "head/kernel"))
+    assert same_bits(
+        leaf_of(state.outer_parameters, "head/kernel"), leaf_of(before[1], "head/kernel")
+    )
     params, state = trained(loop, mesh, (params, state), [11])
-    assert (fetch(leaf_of(state.anchor, "head/kernel")) != leaf_of(before[1], "head/kernel")).any()
+    assert (
+        fetch(leaf_of(state.outer_parameters, "head/kernel")) != leaf_of(before[1], "head/kernel")
+    ).any()
 
 
 def test_nothing_is_launched_where_nothing_is_due(monkeypatch: pytest.MonkeyPatch) -> None:

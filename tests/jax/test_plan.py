@@ -140,7 +140,7 @@ def test_some_of_the_processes_agree(monkeypatch: pytest.MonkeyPatch) -> None:
             return
         agree.__wrapped__(PLAN, (0, 2))
         with pytest.raises(
-            MismatchError, match=r"place 3: .*'dense.kernel' .*; rank 1 has .* 8 bi"
+            MismatchError, match=r"rank 0 has tensor 3 'dense.kernel' .*, rank 1 has .* 8 bits"
         ):
             agree.__wrapped__(other if rank else PLAN, (0, 2))
 

@@ -77,7 +77,7 @@ def steps_run_while_it_is_sent() -> None:
             ran.touch()
         params, state = loop.outer(params, state)
     assert int(state.flight.fragment) == -1
-    is_equal_everywhere(state.anchor)
+    is_equal_everywhere(state.outer_parameters)
 
 
 def is_equal_everywhere(tree: Any) -> None:
@@ -98,13 +98,17 @@ def other_settings() -> None:
     ):
         loop, params, state = made(**{**options, **own})
         fails(
-            cgx_ops.MismatchError, f"disagree on {key}: process 0 has",
+            cgx_ops.MismatchError, f"process 0 has {key} ",
             lambda loop=loop, params=params, state=state: loop.outer(params, state),
         )  # fmt: skip
     loop, params, state = made(**options)
     other = jax.tree.map(lambda x: x + RANK, weights())
     state = loop.init(other)
-    fails(cgx_ops.MismatchError, "disagree on the anchors", lambda: loop.outer(params, state))
+    fails(
+        cgx_ops.MismatchError,
+        "process 0 has the outer parameters",
+        lambda: loop.outer(params, state),
+    )
     loop, params, state = made(**options)
     trained(loop, MESH, (params, state), range(3))
 
@@ -120,7 +124,7 @@ def a_synchronisation_fails() -> None:
         failures = 0
         for step in range(1, 13):
             params = cases.moved(params, cases.spread_moves(MESH, step, SIZE))
-            before = parts_of((params, state.anchor, state.residual, state.outer))
+            before = parts_of((params, state.outer_parameters, state.residual, state.outer))
             if RANK == 1 and step == sent:
                 fails(RuntimeError, "disagree", lambda: jax.block_until_ready(foreign(values)))
                 state, failures = loop.skip(state), failures + 1
@@ -134,11 +138,11 @@ def a_synchronisation_fails() -> None:
             else:
                 params, state = loop.outer(params, state)
                 continue
-            after = parts_of((params, state.anchor, state.residual, state.outer))
+            after = parts_of((params, state.outer_parameters, state.residual, state.outer))
             assert all(map(np.array_equal, before, after))
         assert failures == 1
         assert int(state.step) == 12
-        is_equal_everywhere(state.anchor)
+        is_equal_everywhere(state.outer_parameters)
 
 
 def one_skips_alone() -> None:
@@ -147,13 +151,13 @@ def one_skips_alone() -> None:
     params, state = trained(loop, MESH, (params, state), range(1))
     if RANK == 1:
         os.environ["CGX_TIMEOUT"] = "2"
-        words = "not all of the processes [0, 1] have come to compare anchors"
+        words = "not all of the processes [0, 1] compared their outer parameters in time"
         fails(jax.errors.JaxRuntimeError, words, lambda: loop.skip(state))
         os.environ["CGX_TIMEOUT"] = "30"
     loop, params, state = made(**PLAIN, name="both")
-    ahead = jax.tree.map(lambda x: x + RANK, state.anchor)
-    words = "disagree on the anchors: process 0 has"
-    fails(cgx_ops.MismatchError, words, lambda: loop.skip(state._replace(anchor=ahead)))
+    ahead = jax.tree.map(lambda x: x + RANK, state.outer_parameters)
+    words = "process 0 has the outer parameters sha256"
+    fails(cgx_ops.MismatchError, words, lambda: loop.skip(state._replace(outer_parameters=ahead)))
 
 
 def parts_of(tree: Any) -> list[Any]:
@@ -196,11 +200,12 @@ def goes_on() -> None:
         assert (all_of == one).all()
     assert int(state.step) == 5
     assert int(state.flight.fragment) == 2
-    before = parts_of(state.anchor)
+    before = parts_of(state.outer_parameters)
     params, state = trained(loop, MESH, (params, state), range(5, 14))
-    is_equal_everywhere(state.anchor)
+    is_equal_everywhere(state.outer_parameters)
     assert all(
-        np.abs(a - b).max() > 0.01 for a, b in zip(before, parts_of(state.anchor), strict=True)
+        np.abs(a - b).max() > 0.01
+        for a, b in zip(before, parts_of(state.outer_parameters), strict=True)
     )
 
 
@@ -215,7 +220,7 @@ def a_process_is_lost() -> None:
     before = parts_of((params, state))
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    words = "start all processes anew, from the last checkpoint"
+    words = "restart all processes from the last checkpoint"
     for _ in range(2):  # by the loss, then by the connections that it has closed
         fails(jax.errors.JaxRuntimeError, words, lambda: loop.outer(params, state))
     assert all(map(np.array_equal, before, parts_of((params, state))))

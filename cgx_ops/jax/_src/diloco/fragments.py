@@ -1,9 +1,8 @@
-"""What an outer loop (_diloco.py) does with one fragment of the parameters, inside of shard_map.
+"""How an outer loop sends and applies one fragment of the parameters, inside of shard_map.
 
 1. fragments of a tree: the same tree, with None in place of the leaves that are in others
-2. send: the average over devices of how far parameters have come from the anchors, with what
-   compression lost before
-3. apply: the outer optimizer steps from the anchors, and parameters follow
+2. send: average over devices the difference of parameters to the outer parameters, plus residuals
+3. apply: the outer optimizer steps from the outer parameters, and parameters follow
 """
 
 import functools
@@ -31,7 +30,7 @@ CALLER = "diloco"
 
 
 def values_of(tree: Any) -> Any:
-    """Return a tree with None for the leaves that an outer loop leaves alone: see is_value().
+    """Return a tree with None for the leaves that are not averaged: see is_value().
 
     Raises:
         TypeError: a leaf is of float64 or complex.
@@ -62,7 +61,7 @@ def part(like: Any, tree: Any, fragment: int, fragments: int) -> Any:
     """Return a fragment of a tree.
 
     Args:
-        like: the anchors; it says which leaves there are, and in which fragments.
+        like: the outer parameters, whose leaves and their order decide the fragments.
         tree: like it, or with None in place of some more leaves.
         fragment: which one.
         fragments: how many there are.
@@ -143,15 +142,15 @@ class Method:
         }
 
     def send(
-        self, fragment: int, params: Any, anchor: Any, residual: Any, step: jax.Array
+        self, fragment: int, params: Any, outer_parameters: Any, residual: Any, step: jax.Array
     ) -> tuple[Any, Any]:
-        """Return the average of a fragment, and what is lost of it: the next residual.
+        """Return the average of a fragment, and its quantization error: the next residual.
 
         Args:
             fragment: its number.
             params: (1, *shape), as all that is a device's own.
-            anchor: float32.
-            residual: what was lost before, or None.
+            outer_parameters: float32.
+            residual: the last quantization error, or None.
             step: the inner steps done: of noise, if there is a key.
         """
         groups = mesh_groups(CALLER, self.axis_name)
@@ -159,7 +158,7 @@ class Method:
         if self.senders:
             require_own_messages(CALLER, self.mesh, groups, "spread parameters over it")
         # float32 subtracts here, and adds the residual in the core: all frameworks do.
-        delta = jax.tree.map(lambda a, p: a - p[0].astype(jnp.float32), anchor, params)
+        delta = jax.tree.map(lambda a, p: a - p[0].astype(jnp.float32), outer_parameters, params)
         configs = self.options.of_tree(delta)
 
         def decayed(config: Config, e: jax.Array | None) -> jax.Array | None:
@@ -207,15 +206,17 @@ class Method:
 
         return jax.tree.map(of_senders, mean, count)
 
-    def apply(self, params: Any, anchor: Any, outer: Any, average: Any) -> tuple[Any, Any, Any]:
-        """Return parameters, anchors and the outer optimizer's state after its step."""
+    def apply(
+        self, params: Any, outer_parameters: Any, outer: Any, average: Any
+    ) -> tuple[Any, Any, Any]:
+        """Return parameters, outer parameters and the outer optimizer's state after its step."""
         axes = mesh_groups(CALLER, self.axis_name).axes
-        updates, outer = self.optimizer.update(average, outer, anchor)
-        anchor = jax.tree.map(lambda a, u: (a + u).astype(jnp.float32), anchor, updates)
+        updates, outer = self.optimizer.update(average, outer, outer_parameters)
+        stepped = jax.tree.map(lambda a, u: (a + u).astype(jnp.float32), outer_parameters, updates)
 
         def mixed(p: jax.Array, a: jax.Array) -> jax.Array:
             if self.alpha:
                 a = self.alpha * p[0].astype(jnp.float32) + (1 - self.alpha) * a
             return a.astype(p.dtype)[None]
 
-        return vary_tree(jax.tree.map(mixed, params, anchor), axes), anchor, outer
+        return vary_tree(jax.tree.map(mixed, params, stepped), axes), stepped, outer

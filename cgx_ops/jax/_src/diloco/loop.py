@@ -1,14 +1,12 @@
-"""The outer loop that diloco() makes: when fragments are sent and applied, and by what programs.
+"""The outer loop that diloco() makes: when fragments are sent and applied.
 
-1. states: made, begun anew, gone on with after a failure
+1. states: created, restarted, continued after a failure
 2. steps: what is due, decided by Python, or by a lax.switch where the count of steps is traced
-3. programs outside of jit: of what is sent one of its own, which runs beside the next steps
-4. what all of it needs
+3. helpers
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import asdict
 from typing import Any
 
@@ -17,19 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from cgx_ops.jax._src.collectives.mesh_groups import axes_of
-from cgx_ops.jax._src.diloco.agreement import agree
-from cgx_ops.jax._src.diloco.checks import check_state, check_values, shapes_of
+from cgx_ops.jax._src.diloco.checks import (
+    check_state,
+    check_values,
+    require_same_processes,
+    shapes_of,
+)
 from cgx_ops.jax._src.diloco.fragments import CALLER, Method, merged, part, values_of
+from cgx_ops.jax._src.diloco.programs import Programs
 from cgx_ops.jax._src.diloco.state import DiLoCoState, Flight, Layout
 from cgx_ops.jax._src.runtime import compat
 from cgx_ops.jax._src.transforms.base import devices_of, first_of, import_optax, zero_residuals
 from cgx_ops.methods.outer_loop import Schedule
-
-# XLA runs what is sent beside the steps that follow; the number is any that nobody else has.
-_STREAM = 0x636778
-# Codes of errors after which a communicator is closed: DEADLINE_EXCEEDED, ABORTED and UNAVAILABLE
-# (xla_ffi/core.h).
-_CLOSED = (4, 10, 14)
 
 
 class DiLoCo:
@@ -46,7 +43,8 @@ class DiLoCo:
 
     def __init__(self, schedule: Schedule, method: Method, layout: Layout) -> None:
         self.schedule, self.method, self.layout = schedule, method, layout
-        self._has_agreed = False
+        self._programs = Programs(method, layout, is_delayed=schedule.fragment_sync_delay > 0)
+        self._is_compared = False
 
     # ---- 1. states -------------------------------------------------------------------------------
 
@@ -95,56 +93,58 @@ class DiLoCo:
 
     def _specs_of(self, state: DiLoCoState) -> DiLoCoState:
         optax, layout = import_optax(CALLER), self.layout
-        anchor, residual = layout.shared(state.anchor), layout.own(state.residual)
+        shared, residual = layout.shared(state.outer_parameters), layout.own(state.residual)
+        parts = [self._part(state, state.outer_parameters, i) for i in range(len(state.outer))]
         outer = tuple(
-            layout.of_outer(optax, self.method.optimizer, of, self._part(state, state.anchor, i))
-            for i, of in enumerate(state.outer)
+            layout.of_outer(optax, self.method.optimizer, of, part)
+            for of, part in zip(state.outer, parts, strict=True)
         )
         whole: Any = jax.P()
-        flight = state.flight and Flight(whole, anchor, residual)
-        return DiLoCoState(whole, anchor, outer, residual, flight)
+        flight = state.flight and Flight(whole, shared, residual)
+        return DiLoCoState(whole, shared, outer, residual, flight)
 
     def _new_state(self, weights: Any) -> DiLoCoState:
-        anchor = jax.tree.map(lambda x: x.astype(jnp.float32), values_of(weights))
-        self.method.options.warn_of_unmatched(anchor)
-        kept = self.method.kept(anchor)
+        parameters = jax.tree.map(lambda x: x.astype(jnp.float32), values_of(weights))
+        self.method.options.warn_of_unmatched(parameters)
+        kept = self.method.kept(parameters)
         layout, fragments = self.layout, self.schedule.fragments
         residual = zero_residuals(CALLER, kept, layout.axis_name, layout.mesh)
-        parts = [part(anchor, anchor, i, fragments) for i in range(fragments)]
+        parts = [part(parameters, parameters, i, fragments) for i in range(fragments)]
         flight = None
         if self.schedule.fragment_sync_delay:
-            zeros = jax.tree.map(jnp.zeros_like, (anchor, residual))
+            zeros = jax.tree.map(jnp.zeros_like, (parameters, residual))
             flight = Flight(jnp.int32(-1), *zeros)
         outer = tuple(map(self.method.optimizer.init, parts))
-        return DiLoCoState(jnp.int32(0), anchor, outer, residual, flight)
+        return DiLoCoState(jnp.int32(0), parameters, outer, residual, flight)
 
     def restart(self, params: Any, state: DiLoCoState) -> Any:
-        """Return parameters that begin again from the anchors, equal on all devices.
+        """Return the outer parameters in place of the parameters, equal on all devices.
 
-        Outside of shard_map. They are also the model that has been trained: what is on any device.
+        Outside of shard_map. They are also the trained model, on any of the devices.
         """
 
-        def begin(params: Any, anchor: Any) -> Any:
+        def begin(params: Any, outer_parameters: Any) -> Any:
             def of(p: Any, a: Any) -> Any:
                 own = first_of(p) if a is None else a.astype(p.dtype)
                 return jnp.broadcast_to(own, p.shape)
 
-            return jax.tree.map(of, params, anchor)
+            return jax.tree.map(of, params, outer_parameters)
 
-        return self.layout.placed(begin, self.copy_specs(_weights_of(params)), params, state.anchor)
+        specs = self.copy_specs(_weights_of(params))
+        return self.layout.placed(begin, specs, params, state.outer_parameters)
 
     def skip(self, state: DiLoCoState) -> DiLoCoState:
         """Return the state after a step whose synchronisation has failed: nothing is done in it.
 
         Collective among processes, all of which got an error of outer() that names it. Parameters,
-        anchors and residuals are what they were; what devices have learnt is sent the next time.
+        outer parameters and residuals stay as they were; the progress is sent the next time.
 
         Raises:
-            jax.errors.JaxRuntimeError: another process does not come here, as where this one alone
-              was short of memory.
-            cgx_ops.MismatchError: in all processes: their anchors differ.
+            jax.errors.JaxRuntimeError: another process does not call it, such as where this one
+              alone was short of memory.
+            cgx_ops.MismatchError: in all processes: their outer parameters differ.
         """
-        agree(self.layout.found_mesh(), self.method.options.name, {}, {"the anchors": state.anchor})
+        self._require_same({}, {}, state)
         flight = state.flight
         if flight is not None:  # what failed would make errors of all that is computed with it
             average, lost = jax.tree.map(_zeros_like, (flight.average, flight.lost))
@@ -157,8 +157,8 @@ class DiLoCo:
         """Count a step, and send and apply what is due after it. Call it after every inner step.
 
         Outside of jit, Python decides by the count of steps, and most steps launch nothing. What is
-        sent is not waited for until it is applied. A fragment's parameters, anchors and outer
-        optimizer's state are donated when it is applied.
+        sent is not waited for until it is applied. A fragment's parameters, outer parameters and
+        outer optimizer's state are donated when it is applied.
 
         In jit, or inside shard_map with the specs of copy_specs() and state_specs(), a lax.switch
         decides by the count that the state has.
@@ -175,7 +175,7 @@ class DiLoCo:
             ValueError: the parameters do not fit the state, or the state is of a loop with other
               settings, or of another number of devices (see `consolidate`).
             cgx_ops.MismatchError: at the first call outside of jit, in all processes: they have
-              other settings or other anchors; it names both sides.
+              other settings or other outer parameters; it names both sides.
             jax.errors.JaxRuntimeError: a synchronisation has failed. Outside of jit `params` and
               `state` are then as they were: see skip().
         """
@@ -189,9 +189,9 @@ class DiLoCo:
                 self._switched, mesh=self.layout.mesh, in_specs=specs, out_specs=specs
             )
             return program(params, state)
-        if not self._has_agreed:
+        if not self._is_compared:
             self._check(params, state, self._devices())
-            self._agree(params, state)
+            self._compare(params, state)
         step = _int(state.step) + 1
         state = state._replace(step=self._number(step))
         sent, applied = self.schedule.sent_after(step), self.schedule.applied_after(step)
@@ -242,16 +242,16 @@ class DiLoCo:
 
     def _send(self, fragment: int, params: Any, state: DiLoCoState) -> tuple[Any, Any]:
         """Return the average of a fragment, and what it has lost; outside of jit of the future."""
-        own, anchor, residual = (
+        own, outer_parameters, residual = (
             self._part(state, tree, fragment)
-            for tree in (values_of(params), state.anchor, state.residual)
+            for tree in (values_of(params), state.outer_parameters, state.residual)
         )
         if self._is_inside():
-            return self.method.send(fragment, own, anchor, residual, state.step)
+            return self.method.send(fragment, own, outer_parameters, residual, state.step)
         if self.schedule.fragment_sync_delay:
             own = _copied(own)  # the next step may donate the parameters before they are sent
-        with self._failing(fragment), self._beside():
-            return self._send_program(fragment, own, anchor, residual, np.int32(_int(state.step)))
+        step = np.int32(_int(state.step))
+        return self._programs.send(fragment, own, outer_parameters, residual, step)
 
     def _apply(
         self, fragment: int, params: Any, state: DiLoCoState, average: Any, lost: Any
@@ -259,77 +259,23 @@ class DiLoCo:
         """Return what becomes of parameters and state by a fragment's average."""
         apply = self.method.apply
         if not self._is_inside():
-            with self._failing(fragment):
-                jax.block_until_ready((average, lost))
-            apply = self._apply_program
-        own, anchor = (
-            self._part(state, tree, fragment) for tree in (values_of(params), state.anchor)
+            self._programs.wait(fragment, (average, lost))
+            apply = self._programs.apply
+        own, stepped = (
+            self._part(state, tree, fragment)
+            for tree in (values_of(params), state.outer_parameters)
         )
-        own, anchor, outer = apply(own, anchor, state.outer[fragment], average)
-        outers = tuple(outer if i == fragment else x for i, x in enumerate(state.outer))
+        own, stepped, outer = apply(own, stepped, state.outer[fragment], average)
         return merged(params, own), state._replace(
-            anchor=merged(state.anchor, anchor), outer=outers, residual=merged(state.residual, lost)
+            outer_parameters=merged(state.outer_parameters, stepped),
+            outer=tuple(outer if i == fragment else x for i, x in enumerate(state.outer)),
+            residual=merged(state.residual, lost),
         )
 
-    # ---- 3. programs outside of jit --------------------------------------------------------------
-
-    @functools.cached_property
-    def _send_program(self) -> Any:
-        """method.send over the mesh: a program for each fragment."""
-
-        def send(fragment: int, params: Any, anchor: Any, residual: Any, step: Any) -> Any:
-            layout = self.layout
-            copies, anchors, lost = layout.own(params), layout.shared(anchor), layout.own(residual)
-            return jax.shard_map(
-                functools.partial(self.method.send, fragment), mesh=layout.mesh,
-                in_specs=(copies, anchors, lost, jax.P()), out_specs=(anchors, lost),
-            )(params, anchor, residual, step)  # fmt: skip
-
-        return jax.jit(send, static_argnums=0)
-
-    @functools.cached_property
-    def _apply_program(self) -> Any:
-        """method.apply over the mesh: a program for each fragment."""
-
-        def apply(params: Any, anchor: Any, outer: Any, average: Any) -> Any:
-            layout = self.layout
-            copies, anchors = layout.own(params), layout.shared(anchor)
-            outers = layout.of_outer(import_optax(CALLER), self.method.optimizer, outer, anchor)
-            return jax.shard_map(
-                self.method.apply, mesh=layout.mesh, in_specs=(copies, anchors, outers, anchors),
-                out_specs=(copies, anchors, outers),
-            )(params, anchor, outer, average)  # fmt: skip
-
-        return jax.jit(apply, donate_argnums=(0, 1, 2))
-
-    @contextlib.contextmanager
-    def _failing(self, fragment: int) -> Iterator[None]:
-        """Say of a failed synchronisation what it leaves."""
-        try:
-            yield
-        except jax.errors.JaxRuntimeError as error:
-            remedy = "Go on with state = loop.skip(state), in all processes"
-            # Devices of one process get new connections; processes do not.
-            if jax.process_count() > 1 and error.error_code in _CLOSED:
-                remedy = (
-                    "cgx's connections are closed, also between processes that are left: start all "
-                    "processes anew, from the last checkpoint"
-                )
-            raise jax.errors.JaxRuntimeError(
-                f"{CALLER}: fragment {fragment} was not averaged; parameters, anchors and "
-                f"residuals are as they were. {remedy}: {error}"
-            ) from error
-
-    def _beside(self) -> contextlib.AbstractContextManager[None]:
-        """Have what is launched here run beside the steps that follow, where XLA can do that."""
-        # XLA's own collectives are matched by their order.
-        ours = self.method.options.carrier == "native" and self.schedule.fragment_sync_delay
-        return compat.execution_stream(_STREAM) if ours else contextlib.nullcontext()
-
-    # ---- 4. what all of it needs -----------------------------------------------------------------
+    # ---- 3. helpers ------------------------------------------------------------------------------
 
     def _part(self, state: DiLoCoState, tree: Any, fragment: int) -> Any:
-        return part(state.anchor, tree, fragment, self.schedule.fragments)
+        return part(state.outer_parameters, tree, fragment, self.schedule.fragments)
 
     def _axes(self) -> tuple[Hashable, ...]:
         return axes_of(self.layout.axis_name)
@@ -347,7 +293,7 @@ class DiLoCo:
     def _check(self, params: Any, state: DiLoCoState, devices: int) -> None:
         """Require that parameters and the state are of this loop and have an axis for devices."""
         values = values_of(params)
-        check_values(CALLER, values, state.anchor, devices)
+        check_values(CALLER, values, state.outer_parameters, devices)
         weights, tree = jax.tree.flatten(_weights_of(params))
         check_state(CALLER, state, self._shapes_of_new(tree, tuple(weights), devices), values)
 
@@ -362,16 +308,20 @@ class DiLoCo:
 
         return shapes
 
-    def _agree(self, params: Any, state: DiLoCoState) -> None:
-        """Require that all processes do the same from the same anchors."""
-        of_first = [self._part(state, x, 0) for x in (values_of(params), state.anchor)]
-        update = self._apply_program.lower(*of_first, state.outer[0], of_first[1]).as_text()
-        agree(
-            self.layout.found_mesh(), self.method.options.name,
+    def _compare(self, params: Any, state: DiLoCoState) -> None:
+        """Require that all processes have one loop and one state."""
+        own, outer = (self._part(state, x, 0) for x in (values_of(params), state.outer_parameters))
+        lowered = self._programs.apply.lower(own, outer, state.outer[0], outer)
+        self._require_same(
             {**asdict(self.schedule), **self.method.settings(), "the step": _int(state.step)},
-            {"the outer optimizer": update.encode(), "the anchors": state.anchor},
+            {"the outer optimizer": lowered.as_text().encode()}, state,
         )  # fmt: skip
-        self._has_agreed = True
+        self._is_compared = True
+
+    def _require_same(self, settings: Any, contents: Any, state: DiLoCoState) -> None:
+        contents = {**contents, "the outer parameters": state.outer_parameters}
+        mesh, name = self.layout.found_mesh(), self.method.options.name
+        require_same_processes(mesh, name, settings, contents)
 
 
 def _is_traced(tree: Any) -> bool:

@@ -1,8 +1,8 @@
-"""What an outer loop (_diloco.py) keeps.
+"""The state of an outer loop.
 
 1. the state
 2. where it lies on the devices
-3. what it is worth on another number of them
+3. copies for another number of devices
 """
 
 import functools
@@ -20,12 +20,12 @@ from cgx_ops.jax._src.transforms.base import is_none, mean_over, per_device, spe
 
 @per_device("lost")
 class Flight(NamedTuple):
-    """What an outer loop has sent and not applied yet.
+    """A fragment that an outer loop has sent and not applied yet.
 
     Attributes:
-        fragment: int32 scalar: of which fragment; -1: of none, whatever else is here.
-        average: a tree like the anchors, equal on all devices.
-        lost: a tree like the residuals, which it becomes: what the average has lost.
+        fragment: int32 scalar: its number; -1: there is none, and the other fields do not count.
+        average: a tree like the outer parameters, equal on all devices.
+        lost: a tree like the residuals, whose next value it is: the quantization error.
     """
 
     fragment: jax.Array
@@ -35,19 +35,19 @@ class Flight(NamedTuple):
 
 @per_device("residual")
 class DiLoCoState(NamedTuple):
-    """What an outer loop keeps between steps. All of it is float32, but for counts.
+    """The state of an outer loop between steps. All of it is float32, except counts.
 
     Attributes:
         step: int32 scalar: the inner steps done, equal on all devices.
-        anchor: what parameters were when they were last equal on all devices: a tree like those of
-          one device, with None for leaves that are left alone.
+        outer_parameters: the parameters when they were last equal on all devices: a tree like
+          those of one device, with None for leaves that are not averaged.
         outer: the outer optimizer's state of each fragment, equal on all devices.
         residual: as of AverageGradientsState.
         flight: None without a delay.
     """
 
     step: jax.Array
-    anchor: Any
+    outer_parameters: Any
     outer: tuple[Any, ...]
     residual: Any
     flight: Flight | None
@@ -86,9 +86,9 @@ class Layout:
         """Return the specs of what each device has of its own, with an axis in front."""
         return jax.tree.map(lambda spec: jax.P(self.axis_name, *spec), self.shared(tree))
 
-    def of_outer(self, optax: Any, optimizer: Any, state: Any, anchor: Any) -> Any:
+    def of_outer(self, optax: Any, optimizer: Any, state: Any, parameters: Any) -> Any:
         """Return the specs of the outer optimizer's state of a fragment."""
-        return specs_like_params(optax, optimizer, state, self.shared(anchor))
+        return specs_like_params(optax, optimizer, state, self.shared(parameters))
 
     def placed(self, function: Callable[..., Any], specs: Any, *args: Any) -> Any:
         """Return what a function makes of its arguments, by these specs."""
@@ -110,15 +110,15 @@ class Layout:
         return self.mesh or jax.sharding.get_mesh()
 
 
-# ---- 3. on another number of devices -------------------------------------------------------------
+# ---- 3. copies for another number of devices -----------------------------------------------------
 
 
 def consolidate_copies(copies: Any, devices: int | None = None) -> Any:
     """Return copies, one a device, that are their mean over the devices, equal on all.
 
-    For what an outer loop's devices have of their own besides its state: the parameters, and the
-    state of the optimizer inside. The mean of what they have come to since the anchors stays the
-    same, whatever the number of devices.
+    For what each device has of its own besides the outer loop's state: the parameters, and the
+    state of the inner optimizer. The mean difference to the outer parameters stays the same for any
+    number of devices.
 
     Args:
         copies: a tree of arrays (devices, *shape), outside of shard_map.

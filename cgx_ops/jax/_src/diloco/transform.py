@@ -1,11 +1,11 @@
-"""diloco: devices train by themselves, and average what they have learnt every so many steps.
+"""diloco: devices train independently, and average their progress every few steps.
 
 After a step in which a fragment of the parameters is due, on each device:
 
-  1. send: how far its parameters have come from the anchor, with what was lost of that before, is
-     averaged, compressed, in a program of its own, for whose end nobody waits
-  2. apply, some steps later: an outer optimizer steps from the anchor by the average; parameters
-     become the anchor, or a mixture of both
+  1. send: the difference of its parameters to the outer parameters, plus the residual, is averaged,
+     compressed, in a separate program that runs beside the next steps
+  2. apply, some steps later: an outer optimizer steps from the outer parameters by the average;
+     parameters become the outer parameters, or a mixture of both
 
 Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models, 2023; Streaming
 DiLoCo with overlapping communication, 2025. Stich: Local SGD Converges Fast and Communicates
@@ -82,9 +82,9 @@ def diloco(
         fragment_sync_delay: steps from sending a fragment to applying it, less than that.
         fragment_update_alpha: how much of a parameter stays the device's own when its average is
           applied, from 0 to 1.
-        outer_optimizer: an optax transformation, which gets the average of anchor - parameter as a
-          gradient of the anchor, a fragment at a time; None: optax.sgd(0.7, momentum=0.9,
-          nesterov=True).
+        outer_optimizer: an optax transformation. It gets the average of outer parameter - parameter
+          as the gradient of the outer parameter, a fragment at a time. None: optax.sgd(0.7,
+          momentum=0.9, nesterov=True).
         mean_over: "ranks": the mean over all devices. "senders": of each value over those that
           sent it (SparseLoCo), which takes compressor="topk".
         config: as of `average_gradients`. algorithm="auto" is "by_hosts" whatever the size, as in
