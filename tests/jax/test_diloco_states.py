@@ -131,7 +131,7 @@ def test_leaves_that_become_exact_send_what_they_owe(delay: int) -> None:
 
 
 def test_restart_and_skip() -> None:
-    """From the outer parameters; and past a synchronisation, whose fragment then is sent a round later."""
+    """From the outer parameters; a skipped fragment is sent a round later."""
     mesh, loop = mesh_with(4), diloco("d", mesh=mesh_with(4), **loop_options(STREAMING))
     params, state = trained(loop, mesh, started(loop), range(5))
     params = cases.moved(params, cases.spread_moves(mesh, 5, 4))
