@@ -69,7 +69,7 @@ def exchange_scope(scope: Scope) -> Scope:
 def drain(seconds: float) -> None:
     """Wait until no callback of a future runs, or the seconds have passed."""
 
-class Unasked(enum.Enum):
+class Automatic(enum.Enum):
     """What a group compresses that nobody asked for by a scope."""
 
     GRADIENTS = ...
@@ -79,10 +79,10 @@ class Unasked(enum.Enum):
 class Options(c10d.Backend.Options):
     """The settings of one group's backend."""
 
-    unasked: Unasked
+    automatic: Automatic
 
     def __init__(
-        self, compression: Compression, unasked: Unasked, timeout: datetime.timedelta
+        self, compression: Compression, automatic: Automatic, timeout: datetime.timedelta
     ) -> None: ...
     def set_compression(self, compression: Compression) -> None: ...
 

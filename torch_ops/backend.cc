@@ -68,7 +68,7 @@ Backend::BackendRef Backend::related(const c10::intrusive_ptr<c10d::Store>& stor
   copied->group_name = options->group_name;
   copied->timeout = options->timeout;
   // A hook over this group is none over that one.
-  if (copied->unasked == Unasked::kNothing) copied->unasked = Unasked::kGradients;
+  if (copied->automatic == Automatic::kNothing) copied->automatic = Automatic::kGradients;
   BackendRef made = make_backend_(store, rank, size, std::move(copied));
   related_store_ = store;
   related_ = made;

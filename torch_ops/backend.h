@@ -8,8 +8,9 @@
 //   - all other calls: the inner backend of the tensors' device, shown to profilers as "cgx:...".
 //     Averages of CPU tensors are gloo's sums, divided (joint_work.h)
 //
-// The inner backends and the communicator are made in Python (cgx_ops/torch/backend/process_group.py): torch does
-// not ship what it takes to make a gloo backend in C++.
+// The inner backends and the communicator are made in Python
+// (cgx_ops/torch/backend/process_group.py): torch does not ship what it takes to make a gloo
+// backend in C++.
 #pragma once
 
 #include <atomic>
@@ -39,17 +40,17 @@ void without_lock(const std::function<void()>& work);  // runs it without the GI
 class Backend final : public c10d::Backend {
  public:
   struct Options : c10d::Backend::Options {
-    Options(std::shared_ptr<const Compression> compression, Unasked unasked,
+    Options(std::shared_ptr<const Compression> compression, Automatic automatic,
             std::chrono::milliseconds timeout)
         : c10d::Backend::Options("cgx", timeout),
           compression(std::move(compression)),
-          unasked(unasked) {}
+          automatic(automatic) {}
     // Virtual from torch 2.14 on: groups that are split off get a copy.
     c10::intrusive_ptr<c10d::Backend::Options> clone() const {
       return c10::make_intrusive<Options>(*this);
     }
     std::shared_ptr<const Compression> compression;
-    Unasked unasked;
+    Automatic automatic;
   };
   using Milliseconds = std::chrono::milliseconds;
   using WorkRef = c10::intrusive_ptr<c10d::Work>;

@@ -89,7 +89,7 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
 Decision Backend::decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t numel) {
   // What pays was measured among CPUs.
   const auto element_bytes = tensors[0].is_cpu() ? tensors[0].element_size() : 0;
-  Decision decision = decide(options_->compression, options_->unasked, op, numel,
+  Decision decision = decide(options_->compression, options_->automatic, op, numel,
                              static_cast<int64_t>(element_bytes));
   const auto call = [&] {
     return c10::str("group '", name_, "': allreduce of ", numel, " ", tensors[0].dtype().name(),
@@ -104,8 +104,8 @@ Decision Backend::decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t n
     warn(c10::str(
         call(), " stays exact though the group has ", options_->compression->words, " (",
         decision.reason,
-        "): only gradients are compressed unasked, while autograd completes them and no hook of "
-        "the user's sees to them. To compress this call too, make it inside "
+        "): only gradients are compressed automatically, while autograd completes them and no "
+        "hook of the user's sees to them. To compress this call too, make it inside "
         "`with cgx_ops.torch.compressed():`; to have it exact and hear nothing, inside "
         "`with cgx_ops.torch.uncompressed():`. Said once per process."));
   }

@@ -1,4 +1,4 @@
-// What Python sees of the backend "cgx": cgx_ops/torch/backend/process_group.py makes and documents it.
+// The backend "cgx" in Python: cgx_ops/torch/backend/process_group.py makes and documents it.
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -84,18 +84,18 @@ void bind_backend(py::module_& module) {
   module.def("exchange_scope", exchange_scope, py::arg("scope"),
              "Make `scope` the calling thread's and return what it was.");
 
-  py::enum_<Unasked>(module, "Unasked")
-      .value("GRADIENTS", Unasked::kGradients)
-      .value("EVERYTHING", Unasked::kEverything)
-      .value("NOTHING", Unasked::kNothing);
+  py::enum_<Automatic>(module, "Automatic")
+      .value("GRADIENTS", Automatic::kGradients)
+      .value("EVERYTHING", Automatic::kEverything)
+      .value("NOTHING", Automatic::kNothing);
   using Options = Backend::Options;
   py::class_<Options, c10::intrusive_ptr<Options>, c10d::Backend::Options>(module, "Options")
-      .def(py::init([](std::shared_ptr<Compression> compression, Unasked unasked,
+      .def(py::init([](std::shared_ptr<Compression> compression, Automatic automatic,
                        Backend::Milliseconds timeout) {
-             return c10::make_intrusive<Options>(std::move(compression), unasked, timeout);
+             return c10::make_intrusive<Options>(std::move(compression), automatic, timeout);
            }),
-           py::arg("compression"), py::arg("unasked"), py::arg("timeout"))
-      .def_readwrite("unasked", &Options::unasked)
+           py::arg("compression"), py::arg("automatic"), py::arg("timeout"))
+      .def_readwrite("automatic", &Options::automatic)
       .def("set_compression",
            [](Options& self, std::shared_ptr<Compression> compression) {
              self.compression = std::move(compression);

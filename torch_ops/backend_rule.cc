@@ -61,7 +61,7 @@ bool completing_gradients() {
   return torch::autograd::get_current_graph_task_id() >= 0;
 }
 
-Decision decide(const std::shared_ptr<const Compression>& group, Unasked unasked, cgx_op_t op,
+Decision decide(const std::shared_ptr<const Compression>& group, Automatic automatic, cgx_op_t op,
                 int64_t numel, int64_t element_bytes) {
   const Scope& scope = thread_context().scope;
   if (scope.kind == Scope::Kind::kUncompressed) return {nullptr, "inside uncompressed()"};
@@ -75,8 +75,8 @@ Decision decide(const std::shared_ptr<const Compression>& group, Unasked unasked
     return {nullptr, "fewer elements than minimal_size"};
   }
   if (scope.kind == Scope::Kind::kCompressed) return {compression, "inside compressed()"};
-  if (unasked == Unasked::kEverything) return {compression, "the group compresses all"};
-  if (unasked == Unasked::kNothing) {
+  if (automatic == Automatic::kEverything) return {compression, "the group compresses all"};
+  if (automatic == Automatic::kNothing) {
     return {nullptr, "a communication hook of the user's synchronises gradients",
             numel >= kWorthAWord && completing_gradients()};
   }

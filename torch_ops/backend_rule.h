@@ -71,7 +71,7 @@ class ContextGuard {
 };
 
 // What a group compresses that nobody asked for by a scope.
-enum class Unasked { kGradients, kEverything, kNothing };
+enum class Automatic { kGradients, kEverything, kNothing };
 
 struct Decision {
   std::shared_ptr<const Compression> compression;  // null: exact
@@ -81,7 +81,7 @@ struct Decision {
 
 // On an allreduce of `numel` floating values of `element_bytes` each (0: on a
 // device) with `op`. `group` is the communication group's own setting.
-Decision decide(const std::shared_ptr<const Compression>& group, Unasked unasked, cgx_op_t op,
+Decision decide(const std::shared_ptr<const Compression>& group, Automatic automatic, cgx_op_t op,
                 int64_t numel, int64_t element_bytes);
 
 }  // namespace cgx::torch_ops

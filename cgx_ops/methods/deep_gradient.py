@@ -2,7 +2,8 @@
 
 A rank adds its gradients, with momentum, to what it has not sent yet, sends the largest values of
 that, and keeps the rest (Lin, Han, Mao, Wang, Dally: Deep Gradient Compression, ICLR 2018).
-torch/ddp_deep_gradient.py and jax/_deep_gradient.py do it, each in its framework's arrays.
+torch/ddp/deep_gradient/ and jax/_src/transforms/deep_gradient.py do it, each in its framework's
+arrays.
 """
 
 import math

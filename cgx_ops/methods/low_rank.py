@@ -1,8 +1,8 @@
 """What PowerSGD is in any framework: which tensors gain by it, where it starts, how factors travel.
 
 A gradient M of n rows and m columns is sent as P (n, r) and Q (m, r), of which P Q^T is nearly M
-(Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019). torch/ddp_power_sgd.py and jax/_power_sgd.py
-do the linear algebra, each in its framework's arrays.
+(Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019). torch/ddp/power_sgd/ and
+jax/_src/transforms/power_sgd.py do the linear algebra, each in its framework's arrays.
 """
 
 from typing import Any

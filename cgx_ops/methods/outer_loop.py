@@ -4,7 +4,7 @@ Ranks train by themselves. Every `sync_every` steps they average what their para
 since, and an outer optimizer applies it to the anchor, which is equal on all ranks (Douillard et
 al.: DiLoCo, 2023). In fragments a part of the model at a time is sent, and applied some steps after
 that, while training goes on (Douillard et al.: Streaming DiLoCo, 2025).
-torch/diloco.py and jax/_diloco.py do it, each in its framework's arrays.
+torch/diloco/ and jax/_src/diloco/ do it, each in its framework's arrays.
 """
 
 from collections.abc import Sequence

@@ -27,7 +27,7 @@ from cgx_ops.torch.averaging.layers import (  # noqa: E402
 )
 from cgx_ops.torch.backend import errors, groups, launch, process_group  # noqa: E402
 from cgx_ops.torch.backend.process_group import BackendOptions, compressed, uncompressed  # noqa: E402
-from cgx_ops.torch.ddp import automatic as ddp_unasked  # noqa: E402
+from cgx_ops.torch.ddp import automatic  # noqa: E402
 from cgx_ops.torch.ddp.automatic import hook_state  # noqa: E402
 from cgx_ops.torch.graph import functional, inductor, ops, work  # noqa: E402
 from cgx_ops.torch.graph.functional import all_gather, all_reduce, reduce_scatter  # noqa: E402
@@ -41,8 +41,8 @@ inductor.register()
 launch.register()
 groups.register()
 reports.register()
-process_group.register(prepare=ddp_unasked.notice_models)
-ddp_unasked.register()
+process_group.register(prepare=automatic.notice_models)
+automatic.register()
 work.register()
 
 __all__ = [

@@ -208,7 +208,7 @@ def test_which_tensors_the_backend_gives_the_core(
     if built and torch.version.cuda:
         pytest.skip("the tests with a GPU show it")
     how = _torch_ops.Compression(str(Config(rounding="nearest")), 0)
-    options = _torch_ops.Options(how, _torch_ops.Unasked.GRADIENTS, datetime.timedelta(seconds=5))
+    options = _torch_ops.Options(how, _torch_ops.Automatic.GRADIENTS, datetime.timedelta(seconds=5))
     backend: Any = _torch_ops.Backend(0, 1, comm.id, {}, built, options, lambda *_: backend)
     to_core, to_inner = "not linked with support for cuda", "nothing that moves tensors of cuda:0"
     x, reductions = fake(600), dist.ReduceOp

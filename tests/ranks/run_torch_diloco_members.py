@@ -80,11 +80,11 @@ def main() -> None:
         losses.append(loss.item())
         if loop.steps + 1 in dies:
             setattr(Exchange, "start", die)  # noqa: B010  # once on their way its values may arrive
-        before = [anchor.detach().clone() for anchor in loop.anchors]
+        before = [outer.detach().clone() for outer in loop.outer_parameters]
         try:
             loop.step()
         except RuntimeError as error:
-            assert all(map(torch.equal, before, loop.anchors))
+            assert all(map(torch.equal, before, loop.outer_parameters))
             failures.append(str(error))
             sizes.append(join(handler))
             loop.regroup()

@@ -77,8 +77,8 @@ def outer_loops() -> None:
             for n, p in model.named_parameters():
                 p.data += torch.from_numpy(found[f"moves/{n}"][step, RANK])
             loop.step()
-        for n, anchor, p in zip(loop.names, loop.anchors, loop.parameters, strict=True):
-            found[f"anchor/{n}"] = anchor.detach().numpy()
+        for n, outer, p in zip(loop.names, loop.outer_parameters, loop.parameters, strict=True):
+            found[f"outer/{n}"] = outer.detach().numpy()
             found[f"params/{n}"] = torch.stack(gathered(p.detach())).numpy()
             lost = loop.exchange.residuals.tensors.get(n)
             if lost is not None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cgx_ops import Config, InvalidArgument, Unsupported
 from cgx_ops.planner import Costs, Plan
 from cgx_ops.torch import ddp
-from cgx_ops.torch._compat import GradBucket
+from cgx_ops.torch._compat.parallel import GradBucket
 
 needs_limits = pytest.mark.skipif(
     "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters,

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from cgx_ops.methods import low_rank
-from cgx_ops.torch.ddp.power_sgd.linear_algebra import Form, Matrices, Part, orthogonalized, told_by
+from cgx_ops.torch.ddp.power_sgd.linear_algebra import (
+    Form,
+    Matrices,
+    Part,
+    orthogonalized,
+    usable_of,
+)
 
 
 @pytest.mark.parametrize("columns", [1, 2, 5])
@@ -77,20 +83,20 @@ def test_a_gradient_of_that_rank_is_kept_whole() -> None:
     assert torch.allclose(average, torch.stack(gradients).mean(0), atol=1e-5)
 
 
-def test_nothing_is_told_by_zeros() -> None:
+def test_zeros_are_not_usable() -> None:
     """The next step begins with the Q that this one began with."""
     m = rank_of(torch.zeros(8, 12), torch.zeros(8, 12))
     q = torch.from_numpy(low_rank.first_q(0, "x", 0, 12, 1))[None]
     zero = m.project_back(m.project(q), 0.0)
     assert not zero.any()
-    (told,) = told_by(zero.flatten(), torch.tensor([12]), [1])
-    assert torch.equal(m.finish(zero, zero, told), orthogonalized(q))
+    (usable,) = usable_of(zero.flatten(), torch.tensor([12]), [1])
+    assert torch.equal(m.finish(zero, zero, usable), orthogonalized(q))
 
 
 def test_what_averages_tell_is_of_each_matrix() -> None:
     means, numels, counts = torch.ones(17), torch.tensor([6, 6, 5]), [2, 1]
-    assert told_by(means, numels, counts) == [None, None]
-    for at, to, finite, tells in (
+    assert usable_of(means, numels, counts) == [None, None]
+    for at, to, finite, nonzero in (
         (slice(6, 12), 0.0, [True] * 3, [True, False, True]),
         (slice(6, 11), 0.0, [True] * 3, [True] * 3),
         (slice(11, 12), float("nan"), [True, False, True], [True, False, True]),
@@ -98,9 +104,9 @@ def test_what_averages_tell_is_of_each_matrix() -> None:
     ):
         spoilt = means.clone()
         spoilt[at] = to
-        told = told_by(spoilt, numels, counts)
-        got = [torch.cat(each).tolist() for each in zip(*filter(None, told), strict=True)]
-        assert got == ([] if all(tells) else [finite, tells]), (at, to)
+        usable = usable_of(spoilt, numels, counts)
+        got = [torch.cat(each).tolist() for each in zip(*filter(None, usable), strict=True)]
+        assert got == ([] if all(nonzero) else [finite, nonzero]), (at, to)
 
 
 def test_first_q_is_agreed_by_seed() -> None:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from cgx_ops import Config, InvalidArgument, Segment
-from cgx_ops.torch.averaging.residuals import Residuals
-from cgx_ops.torch.ddp.bucket import decayed
+from cgx_ops.torch.averaging.residuals import Residuals, decayed
 
 
 def test_a_layer_keeps_its_residual() -> None:

@@ -1,8 +1,8 @@
 """Exchange: the average of a list of tensors over the ranks, one message, in a Config's bits.
 
-For what is no bucket of gradients: differences of weights (averager.py, diloco.py), momenta
-(optim.py). What compression loses of each tensor, by name, is added to the next one, where the
-Config says so. An exchange that fails leaves that as it was.
+For differences of weights (averager.py, diloco/) and momenta (optim/). With error feedback the
+residual of each tensor, by name, is added to the next one. An exchange that fails leaves residuals
+unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Config, Rules, Segment
-from cgx_ops._core.call import call_seed
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS, require_rules
 from cgx_ops.torch.averaging.arithmetic import full_precision
 from cgx_ops.torch.averaging.layers import Layer, segments_of
+from cgx_ops.torch.averaging.residuals import decayed, nothing
 from cgx_ops.torch.averaging.sent import Sent
-from cgx_ops.torch.averaging.state import HookState
-from cgx_ops.torch.ddp.bucket import for_any_bucket, residuals_of
+from cgx_ops.torch.averaging.state import AveragingState, for_any_message
 from cgx_ops.torch.graph.work import DTYPES, devices
 
 Carriers = Literal["native", "c10d"]
@@ -39,17 +38,17 @@ class Flight:
         self,
         like: Sequence[torch.Tensor],
         future: torch.futures.Future[torch.Tensor] | None = None,
-        residuals: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+        keep: Callable[[], None] = nothing,
     ) -> None:
         """Have them under way.
 
         Args:
             like: the tensors.
             future: of the means, flat, end to end; None: these are they already.
-            residuals: (what is kept, what it becomes when they are there).
+            keep: called when they are there; it changes the residuals.
         """
         self.like = like
-        self._future, self._residuals = future, residuals
+        self._future, self._keep = future, keep
 
     @full_precision()
     def wait(self) -> list[torch.Tensor]:
@@ -60,25 +59,22 @@ class Flight:
         """
         if self._future is not None:
             buffer = self._future.wait()
-            for kept, lost in self._residuals:
-                kept.copy_(lost)
+            self._keep()
             pieces = buffer.split([x.numel() for x in self.like])
             self.like = [piece.view(x.shape) for piece, x in zip(pieces, self.like, strict=True)]
-            self._future, self._residuals = None, ()
+            self._future = None
         return list(self.like)
 
 
-class Exchange(HookState):
+class Exchange(AveragingState):
     """The ranks, the Config and the residuals of averages that follow each other.
-
-    It is saved, restored and consolidated as a hook's state is.
 
     Attributes:
         caller: its owner's name, for errors and to match messages.
         steps: averages so far.
     """
 
-    kept = (*HookState.kept, "caller")
+    kept = (*AveragingState.kept, "caller")
 
     def __init__(
         self,
@@ -167,19 +163,12 @@ class Exchange(HookState):
             return Flight(tensors, future)
         rules = self.rules
         assert rules is not None
-        config = for_any_bucket(self.config, rules)
+        config = for_any_message(self.config, rules)
         found = [Layer(n, x.dim(), x.numel()) for n, x in zip(names, tensors, strict=True)]
         segments = segments_of(rules, found, starts[:-1], config)
-        # A copy becomes what is lost; what is kept decays only with it.
-        kept = residuals_of(self.caller, self, config, found, segments, tensors)
-        lost = None
-        if kept is not None:
-            decays = [(segment.config or config).residual_decay for segment in segments]
-            lost = [e if e is None else e * d for e, d in zip(kept, decays, strict=True)]
-        group = self.group.group_name
-        seeds = [
-            call_seed(self.seed, f"{self.caller}/{layer.name}", step, group) for layer in found
-        ]
+        kept = self.residuals_of(self.caller, config, found, segments, tensors)
+        lost, keep = decayed(kept, config, segments, copies=True)
+        seeds = self.seeds_of([f"{self.caller}/{name}" for name in names], step)
         then: Callable[[Sent], object] = lambda _: None  # noqa: E731
         senders = f"{self.caller}/senders"
         if of_senders:
@@ -188,9 +177,7 @@ class Exchange(HookState):
             buffer, config, segments=segments, seed=seeds, name=self.caller, residuals=lost,
             then=then, followers=[senders] if of_senders else [],
         )  # fmt: skip
-        pairs = zip(kept or (), lost or (), strict=True)
-        changes = [(k, e) for k, e in pairs if k is not None and e is not None]
-        return Flight(tensors, future, changes)
+        return Flight(tensors, future, keep)
 
     @full_precision()
     def any_rank(self, flag: bool) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from cgx_ops import Config, Segment, _torch_ops
 from cgx_ops._core import log
-from cgx_ops.torch import _compat
+from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.backend.groups import communicator_of
 
 CARRIER = "torch's collectives"  # in place of a transport
@@ -71,7 +71,7 @@ def report_start(
     """Log on rank 0 that training starts, once for each key."""
     if dist.get_rank() > 0:
         return
-    found = _compat.group_or_default(group)
+    found = parallel.group_or_default(group)
     transport = CARRIER if carrier == "c10d" else communicator_of(found).transport
     log.started(key, what, config, found.size(), transport, tensors)
 

@@ -4,17 +4,21 @@
 2. whose they are: one rank's own, or (consolidated) equal on all ranks
 3. checkpoints: a rank's own under a key of its own, so that torch.distributed.checkpoint, which
    saves equal keys once, keeps those of all ranks
+4. decay: on copies, which replace the residuals once a step has succeeded
 
 By name, because DistributedDataParallel makes its buckets anew after the first step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
+from cgx_ops import Config, Segment
+from cgx_ops._core.consistency import require_same
 from cgx_ops.errors import InvalidArgument
-from cgx_ops.torch.backend import process_group
+from cgx_ops.torch.averaging.arithmetic import full_precision
+from cgx_ops.torch.averaging.exact import gather_over, mean_over
 
 # Keys of what is saved.
 _OWNERS, _SHARED = "owners", "all ranks"
@@ -83,20 +87,16 @@ class Residuals:
         Raises:
             InvalidArgument: ranks have residuals of other layers (on every rank).
         """
-        mine = [(name, tensor.numel()) for name, tensor in sorted(self.tensors.items())]
-        everyones: list[list[tuple[str, int]] | None] = [None] * group.size()
-        dist.all_gather_object(everyones, mine, group)
-        for rank, other in enumerate(everyones):
-            if other != everyones[0]:
-                raise InvalidArgument(
-                    f"consolidate: rank 0 has residuals of {everyones[0]}, rank {rank} of {other}: "
-                    "call it after the same step on all ranks"
-                )
-        for name, _ in mine:
-            mean = self.tensors[name].float()
-            with process_group.uncompressed():
-                dist.all_reduce(mean, group=group)
-            self.tensors[name].copy_(mean / group.size())
+        mine = sorted(self.tensors.items())
+        require_same(
+            "consolidate",
+            {f"a residual of '{name}', elements:": tensor.numel() for name, tensor in mine},
+            gather_over(group),
+            "Call it after the same step on all ranks",
+            error=InvalidArgument,
+        )
+        for _, tensor in mine:
+            tensor.copy_(mean_over(group, tensor))
         self.owner, self.consolidated = None, True
 
     # ---- 3. checkpoints --------------------------------------------------------------------------
@@ -146,3 +146,43 @@ class Residuals:
                 "before it is saved"
             )
         return found._copy()
+
+
+# ---- 4. decay ------------------------------------------------------------------------------------
+
+
+def nothing() -> None:
+    """Do nothing when averages are there."""
+
+
+def decayed(
+    kept: Sequence[torch.Tensor | None] | None,
+    config: Config,
+    segments: Sequence[Segment],
+    *,
+    copies: bool = False,
+) -> tuple[list[torch.Tensor | None] | None, Callable[[], None]]:
+    """Return the residuals for a collective, and a function to call when it is done.
+
+    With a decay that is a copy, so that a step that fails leaves the residuals unchanged.
+
+    Args:
+        kept: the residual of each segment, or None.
+        config: of the message.
+        segments: of the message.
+        copies: copy them whatever the decay.
+    """
+    decays = [(segment.config or config).residual_decay for segment in segments]
+    if kept is None or (all(decay == 1 for decay in decays) and not copies):
+        return None if kept is None else list(kept), nothing
+    lost = [None if e is None else e * d for e, d in zip(kept, decays, strict=True)]
+
+    @full_precision()
+    def keep() -> None:
+        for e, new in zip(kept, lost, strict=True):
+            if e is not None and new is not None:
+                if new.is_cuda:  # callbacks run on another stream
+                    new.record_stream(torch.cuda.current_stream(new.device))
+                e.copy_(new)
+
+    return lost, keep

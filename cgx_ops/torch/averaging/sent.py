@@ -10,7 +10,7 @@ from cgx_ops.torch.graph.work import Residuals, reason_of, refuse, start
 
 
 class Sent:
-    """A message of HookState.average() that is there, and the messages that follow it."""
+    """A message of AveragingState.average() that is there, and the messages that follow it."""
 
     def __init__(self, by: Communicator | Carrier, number: int, followers: Sequence[str]) -> None:
         """Describe a message.

@@ -1,4 +1,4 @@
-"""HookState: what the states of all communication hooks share.
+"""AveragingState: what averages that follow each other share, of a hook or of an optimizer.
 
 Ranks, Config, rules, steps and residuals; checkpoints of them; who moves the bytes.
 """
@@ -6,36 +6,39 @@ Ranks, Config, rules, steps and residuals; checkpoints of them; who moves the by
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Communicator, Config, Rules, Segment
+from cgx_ops._core import library
+from cgx_ops._core.call import call_seed
 from cgx_ops.config import require_feedback
 from cgx_ops.errors import InvalidArgument, checked_seed
 from cgx_ops.rules import require_rules
-from cgx_ops.torch._compat import group_or_default
+from cgx_ops.torch._compat.parallel import group_or_default
 from cgx_ops.torch.averaging import layers
-from cgx_ops.torch.averaging.layers import Layer, segments_of
-from cgx_ops.torch.averaging.loaded import require_layers
-from cgx_ops.torch.averaging.reports import report_layers
+from cgx_ops.torch.averaging.layers import Layer
 from cgx_ops.torch.averaging.residuals import Residuals
 from cgx_ops.torch.averaging.sent import Sent
 from cgx_ops.torch.backend.groups import communicator_of
 from cgx_ops.torch.graph.carried import Carrier
 from cgx_ops.torch.graph.work import Residuals as ResidualsOfSegments
-from cgx_ops.torch.graph.work import failed, future_of, reason_of, refuse, start
+from cgx_ops.torch.graph.work import future_of, reason_of, refuse, start
 
 _log = logging.getLogger(__name__)
 _GROUP = "group of rank"  # the name of a group in checkpoints: with its lowest rank
 
 
-class HookState:
-    """What a hook needs of one model: see QuantizedAllreduceState and PowerSGDState.
+# Compressors whose messages cannot be cut use one_shot.
+_UNCUT = {row["name"] for row in library.COMPRESSORS if not row["sliced"]}
+
+
+class AveragingState:
+    """What is needed to average the tensors of one model over the ranks, step by step.
 
     Attributes:
         kept: the names of what goes into checkpoints.
@@ -72,7 +75,6 @@ class HookState:
         self.seed = checked_seed(seed)
         self.steps = 0
         self.residuals = Residuals()
-        self.loaded: Literal["", "strictly", "partly"] = ""  # and not compared with a model yet
         self.connect()
 
     def connect(self) -> None:
@@ -80,7 +82,6 @@ class HookState:
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         self._communicator: Communicator | None = None
         self._carrier: Carrier | None = None
-        self.checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but what belongs to this process, as copies.
@@ -96,14 +97,6 @@ class HookState:
         saved = {"residuals": self.residuals.saved(*self.place, per_rank=self.keeps_residuals())}
         named = {name: getattr(self, name) for name in self.kept}
         return named | saved
-
-    def report(self, found: Sequence[Layer]) -> None:
-        """Log that training starts, and how the layers of a model travel."""
-        segments = segments_of(rules_of(self), found, [0] * len(found), self.config)
-        names = [layer.name for layer in found]
-        report_layers(
-            (id(self), "DDP"), "DDP", self.process_group, self.config, names, segments, self.carrier
-        )
 
     def keeps_residuals(self) -> bool:
         """Tell whether any layer may have a residual."""
@@ -122,12 +115,10 @@ class HookState:
         """
         self.residuals.consolidate(self.group)
 
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, in place, where the state was that state_dict() was called of.
 
         Its process group, its carrier, and the hook that has it, stay. Groups' names do not count.
-        The next backward raises InvalidArgument if the state is of layers that no model of the hook
-        has; with strict=False it drops them, with a warning.
 
         Raises:
             InvalidArgument: this is not the state_dict() of such a state, or it lacks this rank's
@@ -139,31 +130,16 @@ class HookState:
                 f"{type(self).__name__}.load_state_dict: the names are {sorted(state_dict)}, not "
                 f"{sorted(self.kept)}: give what state_dict() returned"
             )
-        chooses = state_dict.get("adaptive") is not None or state_dict.get("auto_bits", False)
-        check_carrier(self.carrier, state_dict["config"], chooses_bits=chooses)
-        self.__dict__.update(self.restored(state_dict) | {"carrier": self.carrier})
-        self.checked = weakref.WeakSet()  # its rules may be others
-        self.loaded = "strictly" if strict else "partly"
-
-    def by_layer(self) -> list[dict[str, Any]]:
-        """Return what the state has of each layer."""
-        return [self.residuals.tensors]
-
-    def require_layers(self, names: Collection[str]) -> None:
-        """Compare a loaded state with the model's layers, once after load_state_dict().
-
-        Raises:
-            InvalidArgument: it has other layers.
-        """
-        if self.loaded:
-            strict = self.loaded == "strictly"
-            require_layers(type(self).__name__, self.by_layer(), names, strict=strict)
-            self.loaded = ""
+        self.__dict__.update(self.restored(state_dict | {"carrier": self.carrier}))
 
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return attributes from what was saved."""
-        residuals = Residuals.restored(saved["residuals"])
-        return saved | {"residuals": residuals}
+        """Return attributes from a checkpoint.
+
+        Raises:
+            InvalidArgument: this rank's residuals are not there; the carrier cannot do this.
+        """
+        check_carrier(saved["carrier"], saved["config"])
+        return saved | {"residuals": Residuals.restored(saved["residuals"])}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is saved, for pickles."""
@@ -178,7 +154,6 @@ class HookState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore it over the default group."""
         self.__dict__.update(self.restored(state))
-        self.loaded = "strictly"
         self.process_group = None
         self.connect()
 
@@ -221,6 +196,52 @@ class HookState:
             self._carrier = Carrier(group)
         return self._carrier
 
+    def residuals_of(
+        self,
+        caller: str,
+        config: Config,
+        layers: Sequence[Layer],
+        segments: Sequence[Segment],
+        values: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor | None] | None:
+        """Return the residual of each layer that is compressed and has one; None if none has.
+
+        They have not decayed yet.
+
+        Args:
+            caller: for errors.
+            config: of the message.
+            layers: in the message.
+            segments: of each.
+            values: what travels of each, whose dtype and device its residual has.
+
+        Raises:
+            InvalidArgument: such a layer has no name; the residuals are another rank's.
+        """
+        keeps = []
+        for segment in segments:
+            own = segment.config or config
+            smallest = max(library.SMALLEST_COMPRESSED, own.minimal_size)
+            keeps.append(own.keeps_residuals and segment.numel >= smallest)
+        if not any(keeps):
+            return None
+        self.residuals.claim(*self.place)
+        if any(keep and not layer.name for layer, keep in zip(layers, keeps, strict=True)):
+            raise InvalidArgument(
+                f"{caller}: error feedback keeps residuals by layer, but this "
+                "model's names are not known: import cgx_ops.torch before "
+                "DistributedDataParallel(model), or give Config(error_feedback=False)"
+            )
+        return [
+            self.residuals.of(layer.name, value) if keep else None
+            for layer, value, keep in zip(layers, values, keeps, strict=True)
+        ]
+
+    def seeds_of(self, names: Sequence[str], step: int) -> list[int]:
+        """Return the seed of the noise of each layer, which does not depend on its message."""
+        group = self.group.group_name
+        return [call_seed(self.seed, name, step, group) for name in names]
+
     @contextlib.contextmanager
     def or_refuse(self, *names: str) -> Iterator[None]:
         """Refuse this rank's next messages of average() if the block that prepares them fails.
@@ -242,23 +263,6 @@ class HookState:
                     refuse(by, name, -1, reason_of(error))
                     _next(by, name)
             raise
-
-    def prepared(
-        self, name: str, begin: Callable[[], torch.futures.Future[torch.Tensor]]
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Return begin(), which prepares and starts a message, or a future of its error.
-
-        Args:
-            name: of the message; the other ranks have the reason in their futures, too.
-            begin: may raise InvalidArgument, which is not put into a future.
-        """
-        try:
-            with self.or_refuse(name):
-                return begin()
-        except InvalidArgument:
-            raise
-        except Exception as error:
-            return failed(error)
 
     def average(
         self,
@@ -337,6 +341,17 @@ def by_hosts(config: Config) -> Config:
     return replace(config, algorithm="by_hosts") if config.algorithm == "auto" else config
 
 
+def for_any_message(config: Config, rules: Rules) -> Config:
+    """Return a config by which a layer becomes the same in any message.
+
+    Where one layer cannot be cut, its message cannot: then none is.
+    """
+    used = {config.compressor} | rules.compressors
+    if config.algorithm == "by_hosts" and used & _UNCUT:
+        return replace(config, algorithm="one_shot")
+    return config
+
+
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     """Return the ranks of a group, None for the default one; none if torch does not list it."""
     try:
@@ -345,6 +360,6 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
         return []
 
 
-def rules_of(state: HookState) -> Rules:
+def rules_of(state: AveragingState) -> Rules:
     """Return which layers travel otherwise."""
     return layers.process_rules() if state.rules is None else state.rules

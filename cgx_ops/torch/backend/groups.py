@@ -11,34 +11,35 @@ import contextlib
 import datetime
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from cgx_ops import Communicator, _torch_ops
 from cgx_ops._core import world
+from cgx_ops._core.consistency import Gather
 from cgx_ops.errors import CgxError, InvalidArgument, NotFound, Unsupported
-from cgx_ops.torch import _compat
+from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.backend import launch
 from cgx_ops.torch.backend.errors import as_backend_error
 
 # ---- 1. over a Store -----------------------------------------------------------------------------
 
 
-def own_store(store: _compat.Store, name: str, rank: int) -> _compat.Store:
+def own_store(store: parallel.Store, name: str, rank: int) -> parallel.Store:
     """Return the part of a group's store that belongs to one communicator of this name.
 
     A store may outlive its groups (torchrun's does), and with it what was stored for an earlier
     group of this name. So ranks count how often they came here.
     """
-    store = _compat.PrefixStore(f"{name}/cgx", store)
-    return _compat.PrefixStore(str(store.add(f"made/{rank}", 1)), store)
+    store = parallel.PrefixStore(f"{name}/cgx", store)
+    return parallel.PrefixStore(str(store.add(f"made/{rank}", 1)), store)
 
 
 def store_allgather(
-    store: _compat.Store, rank: int, size: int, name: str, timeout: datetime.timedelta
-) -> Callable[[bytes], Sequence[bytes]]:
+    store: parallel.Store, rank: int, size: int, name: str, timeout: datetime.timedelta
+) -> Gather:
     """Return an allgather of small blobs over a Store, for the making of one communicator.
 
     The rounds have different keys. The last to read a round's blobs deletes them.
@@ -67,7 +68,7 @@ def store_allgather(
 
 
 def connect(
-    gather: Callable[[bytes], Sequence[bytes]],
+    gather: Gather,
     rank: int,
     size: int,
     name: str,
@@ -129,7 +130,7 @@ def _size_of(name: str) -> int:
     """Return the number of a group's ranks; of all ranks for an empty name. Connects no group."""
     if not name and dist.is_initialized():
         return dist.get_world_size()
-    group = _compat.group_by_name(name) if name else None
+    group = parallel.group_by_name(name) if name else None
     return _found(name).size if group is None else group.size()
 
 
@@ -142,7 +143,7 @@ def _found(name: str) -> Communicator:
     try:
         if not name:
             return world.init()
-        group = _compat.group_by_name(name)
+        group = parallel.group_by_name(name)
         return Communicator.find(name) if group is None else communicator_of(group)
     except NotFound as error:
         raise InvalidArgument(str(error)) from None
@@ -172,7 +173,7 @@ def communicator_of(group: dist.ProcessGroup) -> Communicator:
 def _find_or_make(group: dist.ProcessGroup) -> Communicator:
     with contextlib.suppress(NotFound):
         return Communicator.find(group.group_name)
-    store = _compat.store_of(group)
+    store = parallel.store_of(group)
     if store is None:
         raise InvalidArgument(
             f"torch.distributed does not list the process group '{group.group_name}', so cgx_ops "
@@ -180,7 +181,7 @@ def _find_or_make(group: dist.ProcessGroup) -> Communicator:
         )
     name = f"{dist.get_backend(group)}/{group.group_name}"
     rank, size = group.rank(), group.size()
-    timeout = _compat.group_timeout(group) or dist.default_pg_timeout
+    timeout = parallel.group_timeout(group) or dist.default_pg_timeout
     gather = store_allgather(own_store(store, name, rank), rank, size, name, timeout)
     _close_stale(name)
     made = connect(gather, rank, size, name, timeout, None)

@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from cgx_ops._core import launchers, world
 from cgx_ops._core.exchange import exchange, free_address
 from cgx_ops._core.launchers import Place
-from cgx_ops.torch import _compat
+from cgx_ops.torch._compat import parallel
 
 _LAUNCHERS = ("mpirun", "srun")
 _NUMBERS = ("rank", "world_size")  # in the query of torch's URLs
@@ -38,10 +38,10 @@ def register() -> None:
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return
     if launchers.place().launcher in _LAUNCHERS:
-        _compat.wrap_env_rendezvous(_by_launcher)
+        parallel.wrap_env_rendezvous(_by_launcher)
 
 
-def _by_launcher(env: _compat.Rendezvous, tcp: _compat.Rendezvous) -> _compat.Rendezvous:
+def _by_launcher(env: parallel.Rendezvous, tcp: parallel.Rendezvous) -> parallel.Rendezvous:
     def handler(url: str, **options: Any) -> Iterator[Any]:
         place = launchers.place()
         if place.launcher not in _LAUNCHERS:  # the program has set RANK and WORLD_SIZE since

@@ -21,10 +21,10 @@ only if all of this holds:
 
 The callbacks of an allreduce's future count as being where it was started.
 
-DistributedDataParallel over a group with bits < 32 gets the hook of ddp.py unasked, which reduces
-layer by layer. So statistics of SyncBatchNorm, softmax over ranks, metrics and tensor parallelism
-stay exact. The logger "cgx_ops.torch.backend" says at level DEBUG what was decided and why. Exact
-means `none` of the core: the full values travel.
+cgx_ops.torch.ddp registers its hook automatically with a DistributedDataParallel over a group with
+bits < 32; the hook reduces layer by layer. So statistics of SyncBatchNorm, softmax over ranks,
+metrics and tensor parallelism stay exact. The logger "cgx_ops.torch.backend" says at level DEBUG
+what was decided and why. Exact means `none` of the core: the full values travel.
 
 Phases of making a group: ranks compare their options over the Store; their communicator, over the
 Store too; inner backends; both joined.
@@ -32,11 +32,10 @@ Store too; inner backends; both joined.
 
 import contextlib
 import functools
-import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -45,11 +44,12 @@ import torch.distributed as dist
 
 from cgx_ops import Communicator, Config, _torch_ops
 from cgx_ops._core import environment
+from cgx_ops._core.consistency import Gather, require_same
 from cgx_ops.autotune import require_choice, verdict_of
 from cgx_ops.config import check_config
 from cgx_ops.errors import InvalidArgument, checked_seed
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch import _compat
+from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.backend import groups
 from cgx_ops.torch.graph.work import devices
 
@@ -62,9 +62,9 @@ _world_options: "BackendOptions | None" = None
 _options: "dict[str, BackendOptions]" = {}
 # What the binding knows of each group's.
 _native_options: dict[str, _torch_ops.Options] = {}
-_UNASKED = {
-    "gradients": _torch_ops.Unasked.GRADIENTS,
-    "all": _torch_ops.Unasked.EVERYTHING,
+_AUTOMATIC = {
+    "gradients": _torch_ops.Automatic.GRADIENTS,
+    "all": _torch_ops.Automatic.EVERYTHING,
 }
 # What _torch_ops.exchange_scope() was told last on each thread.
 _thread = threading.local()
@@ -161,20 +161,20 @@ def current_scope() -> Config | Literal["uncompressed"] | None:
 
 def options_of(group: dist.ProcessGroup) -> BackendOptions | None:
     """Return the options of a group that torch.distributed has over the backend "cgx", or None."""
-    if NAME not in (_compat.backends_of(group) or ""):
+    if NAME not in (parallel.backends_of(group) or ""):
         return None
     return _options.get(group.group_name, _world_options)
 
 
 def leave_gradients_to_hooks(group: dist.ProcessGroup) -> None:
-    """Have a group compress nothing unasked from now on, unless it compresses all.
+    """Have a group compress nothing automatically from now on, unless it compresses all.
 
     A communication hook of the user's says itself what becomes of gradients, on several threads:
     torch runs the callbacks of a future wherever it is completed.
     """
     options = _native_options[group.group_name]
-    if options.unasked == _torch_ops.Unasked.GRADIENTS:
-        options.unasked = _torch_ops.Unasked.NOTHING
+    if options.automatic == _torch_ops.Automatic.GRADIENTS:
+        options.automatic = _torch_ops.Automatic.NOTHING
 
 
 def register(prepare: Callable[[], object]) -> None:
@@ -186,7 +186,7 @@ def register(prepare: Callable[[], object]) -> None:
 
     @functools.cache
     def prepare_once() -> None:
-        _compat.allow_monitored_barrier(NAME)
+        parallel.allow_monitored_barrier(NAME)
         prepare()
 
     def create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
@@ -240,7 +240,7 @@ def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
             "cgx_ops was built without CUDA: allreduces of CUDA tensors travel exact, by NCCL. To "
             "compress them build it again with nvcc on PATH or in CUDA_HOME"
         )
-    unasked = _UNASKED[pg_options.compress]
+    automatic = _AUTOMATIC[pg_options.compress]
     auto = pg_options.auto_bits
     if auto and torch.cuda.is_available():
         _log.warning(
@@ -248,12 +248,11 @@ def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
             "compress them leave it out and give Config(bits=)"
         )
     at_first = config.with_own(bits=EXACT_BITS) if auto else config
-    options = _torch_ops.Options(_compression(at_first, pg_options.seed), unasked, asked.timeout)
+    options = _torch_ops.Options(_compression(at_first, pg_options.seed), automatic, asked.timeout)
     options.group_name = asked.group_id
     options.global_ranks_in_group = asked.global_ranks_in_group
     made = _make(
-        asked.store, asked.group_rank, asked.group_size, options, pg_options.transport,
-        _told(pg_options),
+        asked.store, asked.group_rank, asked.group_size, options, pg_options.transport, pg_options
     )  # fmt: skip
     if auto and asked.group_size > 1:
         options.set_compression(
@@ -267,22 +266,23 @@ def _default_group_is_ours() -> bool:
 
 
 def _make(
-    store: _compat.Store,
+    store: parallel.Store,
     rank: int,
     size: int,
     options: _torch_ops.Options,
     transport: str | None = None,
-    told: str = "{}",
+    chosen: BackendOptions | None = None,
 ) -> _torch_ops.Backend:
     """Make a backend. Collective over the group's ranks.
 
-    told: what ranks must have alike, as JSON.
+    chosen: compared across ranks; None: they have those of another group.
     """
     name, timeout = options.group_name, options._timeout
     _native_options[name] = options
     store = groups.own_store(store, name, rank)
     gather = groups.store_allgather(store, rank, size, name, timeout)
-    _require_alike(name, [json.loads(each) for each in gather(told.encode())])
+    if chosen is not None:
+        _require_alike(name, chosen, gather)
     comm = groups.connect(gather, rank, size, name, timeout, transport)
     try:
         inner = _inner(store, rank, size, options)
@@ -295,7 +295,7 @@ def _make(
 
 
 def _make_related(
-    origin: str, store: _compat.Store, rank: int, size: int, options: _torch_ops.Options
+    origin: str, store: parallel.Store, rank: int, size: int, options: _torch_ops.Options
 ) -> _torch_ops.Backend:
     """Make the backend of a group that is split off another or merged from it, with its options."""
     if origin in _options:
@@ -303,39 +303,32 @@ def _make_related(
     return _make(store, rank, size, options)
 
 
-def _told(options: BackendOptions) -> str:
-    """Return what ranks must have alike, as JSON: whether and how gradients travel."""
-    told = {"compress": options.compress, "auto_bits": options.auto_bits}
-    return json.dumps({**asdict(options.config), **told})
-
-
-def _require_alike(name: str, told: Sequence[dict[str, Any]]) -> None:
+def _require_alike(name: str, options: BackendOptions, gather: Gather) -> None:
     """Raise on every rank if ranks would compress differently.
 
     They could wait for each other: some by the hook of DistributedDataParallel, others without.
     """
-    for rank, other in enumerate(told):
-        for knob, first in told[0].items():
-            if other[knob] != first:
-                raise dist.DistBackendError(
-                    f"the backend cgx, group '{name}': rank 0 has {knob}={first!r}, rank {rank} "
-                    f"{knob}={other[knob]!r}. Give all ranks the same BackendOptions and the same "
-                    "variables CGX_*; mpirun passes a variable on to other hosts if it is named: "
-                    "mpirun -x CGX_COMPRESSION_QUANTIZATION_BITS"
-                )
+    require_same(
+        f"the backend cgx, group '{name}'",
+        asdict(options.config) | {"compress": options.compress, "auto_bits": options.auto_bits},
+        gather,
+        "Give all ranks the same BackendOptions and the same variables CGX_*; mpirun passes a "
+        "variable on to other hosts if it is named: mpirun -x CGX_COMPRESSION_QUANTIZATION_BITS",
+        error=dist.DistBackendError,
+    )
 
 
 def _inner(
-    store: _compat.Store, rank: int, size: int, options: _torch_ops.Options
+    store: parallel.Store, rank: int, size: int, options: _torch_ops.Options
 ) -> dict[str, Any]:
     """Make what moves everything but the core's allreduces, by kind of device."""
     timeout = options._timeout
-    gloo = dist.ProcessGroupGloo(_compat.PrefixStore("gloo", store), rank, size, timeout=timeout)
+    gloo = dist.ProcessGroupGloo(parallel.PrefixStore("gloo", store), rank, size, timeout=timeout)
     inner: dict[str, Any] = {"cpu": gloo}
     if torch.cuda.is_available() and dist.is_nccl_available():
         nccl_options = dist.ProcessGroupNCCL.Options()
         nccl_options._timeout = timeout
-        nccl_store = _compat.PrefixStore("nccl", store)
+        nccl_store = parallel.PrefixStore("nccl", store)
         inner["cuda"] = dist.ProcessGroupNCCL(nccl_store, rank, size, nccl_options)
     for backend in inner.values():
         backend.options.group_name = options.group_name

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from cgx_ops.communicator import Communicator
 from cgx_ops.errors import InvalidArgument, Unsupported
 from cgx_ops.planner import ready_times
-from cgx_ops.torch._compat import tree_leaves
+from cgx_ops.torch._compat.graphs import tree_leaves
 from cgx_ops.torch.averaging.layers import named_layers
 
 _MOST_STEPS = 64  # that are remembered

@@ -1,7 +1,7 @@
-"""Over the backend "cgx" a DistributedDataParallel gets the hook of ddp.py unasked.
+"""The hook of hook.py, registered automatically with models over the backend "cgx".
 
-It is noticed when it takes its module, and gets the hook before its first forward: by then a user
-who wants another one has registered it. hook_state() gives it the hook at once.
+A DistributedDataParallel is noticed when it takes its module. It gets the hook before its first
+forward: by then a user who wants another one has registered it. hook_state() gives it immediately.
 """
 
 import functools
@@ -19,17 +19,18 @@ from cgx_ops import Config, Rules, Segment
 from cgx_ops.planner import AdaptiveBits, Plan
 from cgx_ops.planner.adaptive import Sample
 from cgx_ops.rules import EXACT_BITS, Rule
-from cgx_ops.torch import _compat, ddp
-from cgx_ops.torch._compat import group_or_default
+from cgx_ops.torch import ddp
+from cgx_ops.torch._compat import graphs, parallel
+from cgx_ops.torch._compat.parallel import group_or_default
 from cgx_ops.torch.averaging import layers
 from cgx_ops.torch.averaging.averager import Average
 from cgx_ops.torch.averaging.reports import report_layers
 from cgx_ops.torch.averaging.residuals import Residuals
-from cgx_ops.torch.averaging.state import HookState
 from cgx_ops.torch.backend import process_group
-from cgx_ops.torch.ddp import models as ddp_models
+from cgx_ops.torch.ddp import models
 from cgx_ops.torch.ddp.hook import QuantizedAllreduceState, quantized_allreduce_hook
 from cgx_ops.torch.ddp.power_sgd.state import Factors
+from cgx_ops.torch.ddp.state import HookState
 
 _CHOOSE_BITS = ("CGX_COMPRESSION_QUANTIZATION_BITS", "CGX_COMPRESSOR")
 
@@ -64,16 +65,16 @@ def hook_state(model: DistributedDataParallel) -> HookState | None:
     Raises:
         TypeError: this is no DistributedDataParallel.
     """
-    model = _compat.uncompiled(model)
+    model = parallel.uncompiled(model)
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"hook_state: {type(model).__name__} is no DistributedDataParallel; give the wrapper, "
             "not the module in it"
         )
-    ddp_models.meet(model)
-    if _before_first_forward in _compat.forward_pre_hooks(model).values():
+    models.adopt_copy(model)
+    if _before_first_forward in parallel.forward_pre_hooks(model).values():
         _before_first_forward(model, None)
-    states = [state for state in _compat.comm_hook_states(model) if isinstance(state, HookState)]
+    states = [state for state in parallel.comm_hook_states(model) if isinstance(state, HookState)]
     return states[0] if states else None
 
 
@@ -83,24 +84,24 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
         return
     if name != "module" or not isinstance(parent, DistributedDataParallel) or child is None:
         return
-    ddp_models.remember(parent, child)
+    models.remember(parent, child)
     if process_group.options_of(group_or_default(parent.process_group)) is not None:
         hook: Any = _before_first_forward  # of this module, by its own name: models pickle
         parent.register_forward_pre_hook(hook)
 
 
-@_compat.not_compiled
+@graphs.not_compiled
 def _before_first_forward(wrapper: DistributedDataParallel, _inputs: Any) -> None:
-    ddp_models.meet(wrapper)  # copies have this hook, too
+    models.adopt_copy(wrapper)  # copies have this hook, too
     _attach(wrapper)
-    hooks = _compat.forward_pre_hooks(wrapper)  # without handles: copies have none
+    hooks = parallel.forward_pre_hooks(wrapper)  # without handles: copies have none
     for number in [n for n, hook in hooks.items() if hook is _before_first_forward]:
         del hooks[number]
 
 
 def _report_exact(wrapper: DistributedDataParallel, options: process_group.BackendOptions) -> None:
     """Log that gradients travel exact, and warn once if that is because no bits are set."""
-    found = ddp_models.trained_layers(wrapper)
+    found = models.trained_layers(wrapper)
     names = [layer.name for layer in found]
     segments = [Segment(0, layer.numel) for layer in found]
     group = wrapper.process_group
@@ -127,21 +128,21 @@ def _attach(wrapper: DistributedDataParallel) -> None:
     group = group_or_default(wrapper.process_group)
     options = process_group.options_of(group)
     # Its Python reducer has no buckets; compress_collectives() is for that.
-    if options is None or _compat.has_python_reducer(wrapper):
+    if options is None or parallel.has_python_reducer(wrapper):
         return
-    if hooks := _compat.comm_hooks(wrapper):
+    if hooks := parallel.comm_hooks(wrapper):
         # That of mixed precision is torch's own, and has the process group sum each bucket.
-        if quantized_allreduce_hook not in hooks and not _compat.has_mixed_precision(wrapper):
+        if quantized_allreduce_hook not in hooks and not parallel.has_mixed_precision(wrapper):
             process_group.leave_gradients_to_hooks(group)
         return
-    if _compat.steps_in_backward(wrapper):  # by a communication hook that torch is about to set
+    if parallel.steps_in_backward(wrapper):  # by a communication hook that torch is about to set
         return
-    ddp_models.check_layers(wrapper, layers.process_rules())
+    models.check_layers(wrapper, layers.process_rules())
     exact = options.config.bits == EXACT_BITS and not options.auto_bits
     if exact and not layers.process_rules():
         _report_exact(wrapper, options)
         return
-    ddp_models.watch_dtypes(wrapper)
+    models.watch_dtypes(wrapper)
     state = QuantizedAllreduceState(
         group,
         options.config,

@@ -1,34 +1,32 @@
 """What all communication hooks ask of a bucket of gradients.
 
 1. who made it, whether the core can average it, the names of its layers
-2. how they travel: each one's segment, noise and residual
-3. for layers that the core compresses: routes, residuals and noise that do not depend on the
-bucket, which DistributedDataParallel makes anew after the first step
+2. how they travel: each one's segment, noise and residual, which do not depend on the bucket:
+   DistributedDataParallel makes new buckets after the first step
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ops import Config, Rules, Segment, bits_for
-from cgx_ops._core import library
-from cgx_ops._core.call import call_seed
+from cgx_ops import Config, Segment, bits_for
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch._compat import GradBucket
+from cgx_ops.torch._compat.parallel import GradBucket
 from cgx_ops.torch.averaging.adaptation import Adaptation
-from cgx_ops.torch.averaging.arithmetic import full_precision
 from cgx_ops.torch.averaging.layers import Layer, segments_of
-from cgx_ops.torch.averaging.state import HookState, by_hosts, ranks_of, rules_of
+from cgx_ops.torch.averaging.residuals import decayed, nothing
+from cgx_ops.torch.averaging.state import by_hosts, for_any_message, ranks_of, rules_of
 from cgx_ops.torch.backend import process_group
-from cgx_ops.torch.ddp import models as ddp_models
-from cgx_ops.torch.ddp.unused_parameters import nothing, unused_kept
+from cgx_ops.torch.ddp import models
+from cgx_ops.torch.ddp.state import HookState
+from cgx_ops.torch.ddp.unused_parameters import unused_kept
 from cgx_ops.torch.graph.work import DTYPES, devices
 
 _log = logging.getLogger(__name__)
@@ -37,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Seen:
+class BucketInfo:
     """A bucket, as a hook found it.
 
     Attributes:
@@ -75,7 +73,7 @@ class Seen:
                 raise InvalidArgument(self.refusal)
 
 
-def look_at(hook: str, state: HookState, bucket: GradBucket) -> Seen:
+def inspect_bucket(hook: str, state: HookState, bucket: GradBucket) -> BucketInfo:
     """Look at a bucket, and count the step that it is the last one of.
 
     Args:
@@ -93,9 +91,9 @@ def look_at(hook: str, state: HookState, bucket: GradBucket) -> Seen:
             "cgx_ops.torch.compress_collectives() there"
         )
     buffer, parameters = bucket.buffer(), bucket.parameters()
-    wrappers = ddp_models.wrappers_of(parameters)
+    wrappers = models.wrappers_of(parameters)
     refusal = _check_once(hook, state, wrappers)
-    names = ddp_models.names_of(wrappers[0]) if wrappers else {}
+    names = models.names_of(wrappers[0]) if wrappers else {}
     scope = process_group.current_scope()
     config = by_hosts(scope) if isinstance(scope, Config) else state.config
     config = None if scope == "uncompressed" else config
@@ -104,7 +102,7 @@ def look_at(hook: str, state: HookState, bucket: GradBucket) -> Seen:
         state.steps += 1
     problem = unsupported(state, buffer, parameters)
     gradients = [] if problem else bucket.gradients()
-    return Seen(
+    return BucketInfo(
         [Layer(names.get(id(p), ""), p.dim(), p.numel()) for p in parameters],
         gradients,
         [int(g.storage_offset() - buffer.storage_offset()) for g in gradients],
@@ -129,11 +127,11 @@ def require_state(hook: str, state: object, kind: type[HookState]) -> None:
         )
 
 
-def refuse(hook: str, seen: Seen, remedy: str = "") -> None:
+def refuse(hook: str, info: BucketInfo, remedy: str = "") -> None:
     """Raise TypeError if the core cannot average a bucket."""
-    if seen.problem:
-        listed = ", ".join(f"'{layer.name}'" for layer in seen.layers[:4])
-        raise TypeError(f"{hook}: the gradients of {listed} are {seen.problem}{remedy}")
+    if info.problem:
+        listed = ", ".join(f"'{layer.name}'" for layer in info.layers[:4])
+        raise TypeError(f"{hook}: the gradients of {listed} are {info.problem}{remedy}")
 
 
 def unsupported(state: HookState, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> str:
@@ -170,14 +168,14 @@ def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParal
             f"{ranks_of(wrappers[0].process_group)}; give it the model's group: "
             "state.process_group = model.process_group"
         )
-    ddp_models.check_layers(wrapper, rules_of(state))
+    models.check_layers(wrapper, rules_of(state))
     try:
-        state.require_layers(ddp_models.layers_under(state))
+        state.require_layers(models.layers_under(state))
     except InvalidArgument as error:
         return str(error)
-    ddp_models.watch_dtypes(wrapper)
+    models.watch_dtypes(wrapper)
     state.checked.add(wrapper)
-    state.report(ddp_models.trained_layers(wrapper))
+    state.report(models.trained_layers(wrapper))
     return ""
 
 
@@ -197,7 +195,7 @@ def decide_bits(hook: str, state: HookState, bucket: GradBucket) -> None:
             f"{buffer.device}: give Config(bits=)"
         )
     numel, element_bytes = buffer.numel(), min(4, buffer.element_size())
-    wrappers = ddp_models.wrappers_of(parameters)
+    wrappers = models.wrappers_of(parameters)
     if refusal := _check_once(hook, state, wrappers):
         raise InvalidArgument(refusal)
     if wrappers:
@@ -228,7 +226,7 @@ def layout_of(
     hook: str,
     state: HookState,
     bucket: GradBucket,
-    seen: Seen,
+    info: BucketInfo,
     adaptation: Adaptation | None = None,
 ) -> Layout:
     """Return how the layers of a bucket that the core can average travel.
@@ -238,31 +236,31 @@ def layout_of(
     Raises:
         InvalidArgument: rules or residuals need names of layers, and they are not known.
     """
-    if seen.config is None:
+    if info.config is None:
         whole = Segment(0, bucket.buffer().numel(), Config(bits=EXACT_BITS))
         return Layout(state.config, [whole], [0], None, nothing)
     rules = rules_of(state)
-    if rules and not any(layer.name for layer in seen.layers):
+    if rules and not any(layer.name for layer in info.layers):
         raise InvalidArgument(
             f"{hook}: a rule names layers, but this model's names are not known: import "
             "cgx_ops.torch before DistributedDataParallel(model)"
         )
-    config = for_any_bucket(seen.config, rules)
-    segments = given = segments_of(rules, seen.layers, seen.offsets, config)
+    config = for_any_message(info.config, rules)
+    segments = given = segments_of(rules, info.layers, info.offsets, config)
     if adaptation:
-        adaptation.begin(state.communicator(), seen.step, config, rules)
-        segments = adaptation.segments(seen.layers, given)
-    gradients = seen.gradients
-    kept = residuals_of(hook, state, config, seen.layers, segments, gradients)
+        adaptation.begin(state.communicator(), info.step, config, rules)
+        segments = adaptation.segments(info.layers, given)
+    gradients = info.gradients
+    kept = state.residuals_of(hook, config, info.layers, segments, gradients)
     residuals, keep = decayed(kept, config, segments)
-    seeds = seeds_of(state, seen.layers, seen.step, bucket)
+    seeds = seeds_of(state, info.layers, info.step, bucket)
     if adaptation:
         lost = None if residuals is None else [e if e is None else [e] for e in residuals]
         adaptation.measure(
-            state.communicator(), seen.layers, given, [[g] for g in gradients], lost,
+            state.communicator(), info.layers, given, [[g] for g in gradients], lost,
             last=bucket.is_last(),
         )  # fmt: skip
-    if kept is None or not seen.finds_unused:
+    if kept is None or not info.finds_unused:
         return Layout(config, segments, seeds, residuals, keep)
     restore = unused_kept(state, gradients, [[residual] for residual in kept], "ddp")
 
@@ -273,85 +271,7 @@ def layout_of(
     return Layout(config, segments, seeds, residuals, then)
 
 
-# ---- 3. layers that the core compresses ----------------------------------------------------------
-
-# What cannot be cut travels by one_shot.
-_UNCUT = {row["name"] for row in library.COMPRESSORS if not row["sliced"]}
-
-
-def for_any_bucket(config: Config, rules: Rules) -> Config:
-    """Return a config by which a layer becomes the same in any bucket.
-
-    Where one layer cannot be cut, its bucket cannot: then none is.
-    """
-    used = {config.compressor} | rules.compressors
-    if config.algorithm == "by_hosts" and used & _UNCUT:
-        return replace(config, algorithm="one_shot")
-    return config
-
-
-def residuals_of(
-    hook: str,
-    state: HookState,
-    config: Config,
-    found: Sequence[Layer],
-    segments: Sequence[Segment],
-    values: Sequence[torch.Tensor],
-) -> list[torch.Tensor | None] | None:
-    """Return the residual of each layer that is compressed and has one; None if none has.
-
-    They have not decayed yet.
-
-    values: what travels of each layer, whose dtype and device its residual has.
-    """
-    keeps = []
-    for segment in segments:
-        own = segment.config or config
-        smallest = max(library.SMALLEST_COMPRESSED, own.minimal_size)
-        keeps.append(own.keeps_residuals and segment.numel >= smallest)
-    if not any(keeps):
-        return None
-    state.residuals.claim(*state.place)
-    for layer, kept in zip(found, keeps, strict=True):
-        if kept and not layer.name:
-            raise InvalidArgument(
-                f"{hook}: error feedback keeps residuals by layer, but this "
-                "model's names are not known: import cgx_ops.torch before "
-                "DistributedDataParallel(model), or give Config(error_feedback=False)"
-            )
-    return [
-        state.residuals.of(layer.name, value) if kept else None
-        for layer, value, kept in zip(found, values, keeps, strict=True)
-    ]
-
-
-def decayed(
-    kept: Sequence[torch.Tensor | None] | None, config: Config, segments: Sequence[Segment]
-) -> tuple[list[torch.Tensor | None] | None, Callable[[], None]]:
-    """Return what a collective takes for residuals, and what is called when it is done.
-
-    With a decay that is a copy: what is kept stays as it is in a step that fails.
-    """
-    decays = [(segment.config or config).residual_decay for segment in segments]
-    if kept is None or all(decay == 1 for decay in decays):
-        return None if kept is None else list(kept), nothing
-    lost = [None if e is None else e * d for e, d in zip(kept, decays, strict=True)]
-
-    @full_precision()
-    def keep() -> None:
-        for e, new in zip(kept, lost, strict=True):
-            if e is not None and new is not None:
-                if new.is_cuda:  # callbacks have a stream of their own
-                    new.record_stream(torch.cuda.current_stream(new.device))
-                e.copy_(new)
-
-    return lost, keep
-
-
-def seeds_of(state: HookState, found: Sequence[Layer], step: int, bucket: GradBucket) -> list[int]:
+def seeds_of(state: HookState, layers: Sequence[Layer], step: int, bucket: GradBucket) -> list[int]:
     """Return the seed of each layer's noise, which must not depend on its bucket."""
-    name = state.group.group_name
-    return [
-        call_seed(state.seed, f"ddp/{layer.name or (bucket.index(), i)}", step, name)
-        for i, layer in enumerate(found)
-    ]
+    names = [f"ddp/{layer.name or (bucket.index(), i)}" for i, layer in enumerate(layers)]
+    return state.seeds_of(names, step)

@@ -26,11 +26,18 @@ from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import CgxError, InvalidArgument, MismatchError
 from cgx_ops.planner import Plan
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch._compat import GradBucket
+from cgx_ops.torch._compat.parallel import GradBucket
 from cgx_ops.torch.averaging.arithmetic import full_precision
 from cgx_ops.torch.averaging.layers import layer_name
-from cgx_ops.torch.averaging.state import HookState
-from cgx_ops.torch.ddp.bucket import Layout, Seen, layout_of, look_at, refuse, require_state
+from cgx_ops.torch.ddp.bucket import (
+    BucketInfo,
+    Layout,
+    inspect_bucket,
+    layout_of,
+    refuse,
+    require_state,
+)
+from cgx_ops.torch.ddp.state import HookState
 from cgx_ops.torch.graph.work import future_of, start_apart
 
 _HOOK = "planned_allreduce_hook"
@@ -81,7 +88,7 @@ class PlannedAllreduceState(HookState):
         self._number: int | None = None  # of this state, as all ranks count them
         self._comparing = threading.Lock()
         self._compared = False
-        self._told: MismatchError | None = None  # how plans differ
+        self._difference: MismatchError | None = None  # how plans differ
 
     def replan(self, plan: Plan) -> int:
         """Go on by another plan of the same parameters, on all ranks from the same step on.
@@ -110,12 +117,12 @@ class PlannedAllreduceState(HookState):
         """Return attributes from what was saved; a plan that was announced is not of that run."""
         return super().restored(saved) | {"_next": None}
 
-    def joining(self, bucket: GradBucket, seen: Seen) -> "_Joining":
+    def joining(self, bucket: GradBucket, info: BucketInfo) -> "_Joining":
         """Return what joins the buckets of the backward pass that this one belongs to."""
         if self._number is None:
             self._number = self.communicator().next_call(_HOOK)
         if self._joining is None or bucket.index() == 0:
-            if self._next is not None and seen.step >= self._next[0]:
+            if self._next is not None and info.step >= self._next[0]:
                 _, self.plan = self._next
                 self._next = None
             self._joining = _Joining(self.plan)  # what a pass that failed has left is dropped
@@ -130,11 +137,11 @@ class PlannedAllreduceState(HookState):
                 self._compared = True
                 try:
                     plan.agree(communicator, name=f"{_HOOK}/{self._number}")
-                except MismatchError as told:
-                    self._told = told
+                except MismatchError as difference:
+                    self._difference = difference
                 except CgxError:  # what went wrong first says more
                     pass
-            return self._told or error
+            return self._difference or error
 
 
 def _require_same(old: Plan, new: Plan) -> None:
@@ -173,14 +180,14 @@ def planned_allreduce_hook(
     and so what backward() raises, names the first tensor that differs.
     """
     require_state(_HOOK, state, PlannedAllreduceState)
-    seen = look_at(_HOOK, state, bucket)
-    seen.raise_refusal(state.or_refuse("ddp"))
-    refuse(_HOOK, seen, ", or use quantized_allreduce_hook with unsupported='exact'")
-    joining = state.joining(bucket, seen)
+    info = inspect_bucket(_HOOK, state, bucket)
+    info.raise_refusal(state.or_refuse("ddp"))
+    refuse(_HOOK, info, ", or use quantized_allreduce_hook with unsupported='exact'")
+    joining = state.joining(bucket, info)
     with state.or_refuse("ddp"):
-        layout = layout_of(_HOOK, state, bucket, seen)
+        layout = layout_of(_HOOK, state, bucket, info)
     future = joining.add(state, bucket, layout)
-    if joining.completes(seen, last=bucket.is_last()):
+    if joining.completes(info, last=bucket.is_last()):
         joining.start(state)
     return future
 
@@ -205,10 +212,10 @@ class _Joining:
         message = self._waiting.setdefault(kind, _Message(layout.config, buffer.device))
         return message.add(buffer, layout)
 
-    def completes(self, seen: Seen, *, last: bool) -> bool:
+    def completes(self, info: BucketInfo, *, last: bool) -> bool:
         """Count the tensors of a bucket, and tell whether they complete a group, or the pass."""
         complete = last
-        for layer in seen.layers:
+        for layer in info.layers:
             if not layer.name:
                 raise InvalidArgument(
                     f"{_HOOK}: a plan knows parameters by name, but this model's names are not "

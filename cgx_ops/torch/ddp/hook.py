@@ -11,12 +11,7 @@
      returns its future
   3. hooks in bfloat16; all hooks by name, for programs that choose one by a flag
 
-The layout of torch's own hooks (torch.distributed.algorithms.ddp_comm_hooks), PowerSGD's above all.
-ddp_state.py and ddp_bucket.py have what hooks share; adaptation.py is bits that follow the
-gradients. Found here too: ddp_power_sgd.py, PowerSGD; ddp_deep_gradient.py, Deep Gradient
-Compression; ddp_plan.py and ddp_groups.py, buckets that are a plan's groups, and buckets that are
-joined to them. ddp_models.py knows the names of layers; ddp_unasked.py attaches the hook over the
-backend "cgx".
+The layout is that of torch's own hooks (torch.distributed.algorithms.ddp_comm_hooks).
 """
 
 import copy
@@ -36,16 +31,17 @@ from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner import AdaptiveBits
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch._compat import GradBucket
+from cgx_ops.torch._compat.parallel import GradBucket
 from cgx_ops.torch.averaging.adaptation import Adaptation
 from cgx_ops.torch.averaging.arithmetic import full_precision
-from cgx_ops.torch.averaging.state import HookState, check_carrier
+from cgx_ops.torch.averaging.state import check_carrier
 from cgx_ops.torch.backend import process_group
-from cgx_ops.torch.ddp.bucket import decide_bits, layout_of, look_at, refuse, require_state
+from cgx_ops.torch.ddp.bucket import decide_bits, inspect_bucket, layout_of, refuse, require_state
 from cgx_ops.torch.ddp.deep_gradient.hook import DeepGradientState, deep_gradient_hook
 from cgx_ops.torch.ddp.groups import PlannedAllreduceState, planned_allreduce_hook
 from cgx_ops.torch.ddp.plan import planned_buckets
 from cgx_ops.torch.ddp.power_sgd.hook import PowerSGDState, batched_power_sgd_hook, power_sgd_hook
+from cgx_ops.torch.ddp.state import HookState
 
 __all__ = [
     "CommHookType",
@@ -169,6 +165,8 @@ class QuantizedAllreduceState(HookState):
 
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return attributes from what was saved."""
+        chooses = saved["adaptive"] is not None or saved["auto_bits"]
+        check_carrier(saved["carrier"], saved["config"], chooses_bits=chooses)
         own = {"adaptive": copy.deepcopy(saved["adaptive"]), "_adaptation": None}
         return super().restored(saved) | own
 
@@ -207,16 +205,16 @@ def quantized_allreduce_hook(
     if state.auto_bits:
         decide_bits(hook, state, bucket)
         state.auto_bits = False
-    seen = look_at(hook, state, bucket)
-    seen.raise_refusal(state.or_refuse("ddp"))
-    if seen.problem and state.unsupported == "exact":
+    info = inspect_bucket(hook, state, bucket)
+    info.raise_refusal(state.or_refuse("ddp"))
+    if info.problem and state.unsupported == "exact":
         with process_group.uncompressed():
             return default_hooks.allreduce_hook(state.group, bucket)
-    refuse(hook, seen, ", or give QuantizedAllreduceState(unsupported='exact')")
+    refuse(hook, info, ", or give QuantizedAllreduceState(unsupported='exact')")
 
     def begin() -> torch.futures.Future[torch.Tensor]:
-        adaptation = None if seen.config is None else state.adaptation(seen.config)
-        layout = layout_of(hook, state, bucket, seen, adaptation)
+        adaptation = None if info.config is None else state.adaptation(info.config)
+        layout = layout_of(hook, state, bucket, info, adaptation)
         return state.average(
             bucket.buffer(), layout.config, segments=layout.segments, seed=layout.seeds, name="ddp",
             residuals=layout.residuals, then=lambda _: layout.then(),

@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Rules
 from cgx_ops._core.user_warnings import warn_once
-from cgx_ops.torch import _compat
+from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.averaging import layers
 from cgx_ops.torch.averaging.layers import Layer, named_layers
-from cgx_ops.torch.averaging.state import HookState
+from cgx_ops.torch.ddp.state import HookState
 
 
 @dataclass
@@ -86,7 +86,7 @@ def _known_of(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParalle
 def _unknown_of(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
     """Return models over other backends; torch passes a hook the bucket, but not the model.
 
-    Unused copies must stay unknown: see meet().
+    Unused copies must stay unknown: see adopt_copy().
     """
     objects = gc.get_objects()
     wrappers = [o for o in objects if issubclass(type(o), DistributedDataParallel)]
@@ -97,7 +97,7 @@ def _unknown_of(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParal
 # ---- 2. copies -----------------------------------------------------------------------------------
 
 
-def meet(wrapper: DistributedDataParallel) -> None:
+def adopt_copy(wrapper: DistributedDataParallel) -> None:
     """Remember one that was not seen taking its module: a copy of another, or one from a file.
 
     It lists the hooks of that one, with states of its own, and its reducer, which is new, has none:
@@ -106,7 +106,7 @@ def meet(wrapper: DistributedDataParallel) -> None:
     if wrapper in _known:
         return
     remember(wrapper, wrapper.module)
-    if _compat.renew_comm_hooks(wrapper, HookState):
+    if parallel.renew_comm_hooks(wrapper, HookState):
         watch_dtypes(wrapper)
 
 
@@ -114,7 +114,7 @@ def layers_under(state: HookState) -> set[str]:
     """Return the names of the layers of all models whose hook has a state."""
     found: set[str] = set()
     for wrapper, known in list(_known.items()):
-        if any(each is state for each in _compat.comm_hook_states(wrapper)):
+        if any(each is state for each in parallel.comm_hook_states(wrapper)):
             found.update(known.names.values())
     return found
 
@@ -130,7 +130,7 @@ def check_layers(wrapper: DistributedDataParallel, rules: Rules) -> None:
 
 def trained_layers(wrapper: DistributedDataParallel) -> list[Layer]:
     """Return the layers whose gradients it averages."""
-    averaged = {id(p) for p in _compat.parameters_of(wrapper) if p.requires_grad}
+    averaged = {id(p) for p in parallel.parameters_of(wrapper) if p.requires_grad}
     named = named_layers(wrapper.module)
     return [Layer(name, p.dim(), p.numel()) for name, p in named if id(p) in averaged]
 
@@ -155,13 +155,13 @@ def watch_dtypes(wrapper: DistributedDataParallel) -> None:
 
 def _before_forward(wrapper: DistributedDataParallel, _inputs: Any) -> None:
     if not torch.compiler.is_compiling():
-        meet(wrapper)  # copies have this hook, too
+        adopt_copy(wrapper)  # copies have this hook, too
         _refuse_new_dtypes(wrapper)
 
 
 def _refuse_new_dtypes(wrapper: DistributedDataParallel) -> None:
     known = _known[wrapper]
-    for parameter in _compat.parameters_of(wrapper):
+    for parameter in parallel.parameters_of(wrapper):
         was = known.dtypes.get(id(parameter), parameter.dtype)
         if parameter.dtype != was and parameter.requires_grad:
             raise TypeError(

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops.errors import InvalidArgument, Unsupported
 from cgx_ops.planner import Plan
-from cgx_ops.torch._compat import group_or_default
+from cgx_ops.torch._compat.parallel import group_or_default
 from cgx_ops.torch.averaging.layers import layer_name, named_layers
 from cgx_ops.torch.backend.groups import communicator_of
 

@@ -11,17 +11,14 @@ import torch
 from cgx_ops import Config, Segment
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch.averaging.arithmetic import full_precision
-from cgx_ops.torch.averaging.state import HookState
+from cgx_ops.torch.averaging.residuals import nothing
+from cgx_ops.torch.averaging.state import AveragingState
 
 _EXACT = Config(bits=EXACT_BITS, algorithm="by_hosts")
 
 
-def nothing() -> None:
-    """Do nothing when averages are there."""
-
-
 def unused_kept(
-    state: HookState,
+    state: AveragingState,
     gradients: Sequence[torch.Tensor],
     kept: Sequence[Sequence[torch.Tensor | None]],
     name: str,

@@ -1,4 +1,4 @@
-"""Fragments of an outer loop (diloco.py) that are a model's modules."""
+"""Fragments of an outer loop that are a model's modules."""
 
 from collections.abc import Sequence
 

@@ -9,16 +9,15 @@
 
 After a step in which a fragment of the parameters is due:
 
-  1. send: how far its parameters have come from the anchor, with what was lost of that before, is
+  1. send: the differences of its parameters from the outer parameters, with their residuals, are
      averaged, compressed, in the background
-  2. apply, some steps later: an outer optimizer steps from the anchor by the average; parameters
-     become the anchor, or a mixture of both
+  2. apply, some steps later: an outer optimizer steps the outer parameters by the average; the
+     parameters become these, or a mixture of both
 
 Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models, 2023; Streaming
 DiLoCo with overlapping communication, 2025. Stich: Local SGD Converges Fast and Communicates
 Little, ICLR 2019. Sarfi et al.: Communication Efficient LLM Pre-training with SparseLoCo, 2025.
-diloco_ranks.py says which ranks there are, and what they have in common; diloco_fragments.py which
-parameters a fragment has. docs/diloco.md.
+ranks.py: the same start on all ranks; fragments.py: the parameters of a fragment. docs/diloco.md.
 """
 
 import contextlib
@@ -41,10 +40,9 @@ from cgx_ops.torch.averaging.exchange import Carriers, Exchange, Flight, check_p
 from cgx_ops.torch.averaging.grad_scaler import after_every_step
 from cgx_ops.torch.averaging.layers import named_layers
 from cgx_ops.torch.averaging.loaded import require_layers
-from cgx_ops.torch.diloco import ranks as diloco_ranks
 from cgx_ops.torch.diloco.fragments import of_modules
+from cgx_ops.torch.diloco.ranks import CALLER, synchronize
 
-CALLER = "DiLoCo"
 _KEPT = ("steps", "applied", "mean_over", "outer", "exchange")
 
 
@@ -55,12 +53,12 @@ class Outer:
     An object of its own, so that torch.distributed.checkpoint saves it whole, whatever is in it.
 
     Attributes:
-        anchors: by name.
+        parameters: the outer ones, by name.
         optimizer: the outer one's state_dict().
         flight: the fragment that was sent and not yet applied, and its means; or None.
     """
 
-    anchors: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
     flight: tuple[int, list[torch.Tensor]] | None
 
@@ -71,16 +69,17 @@ torch.serialization.add_safe_globals([Outer])
 class DiLoCo:
     """An outer loop over the parameters of a model, on the ranks of a process group.
 
-    Argument names are torchft's and torchtitan's. A rank takes the memory of the anchors (float32),
-    of the outer optimizer's state and, with error feedback, of what was lost, beside the model.
+    Argument names are torchft's and torchtitan's. A rank takes the memory of the outer
+    parameters (float32), of the outer optimizer's state and, with error feedback, of the residuals,
+    beside the model.
 
     Attributes:
         schedule: when fragments are sent and applied.
         fragments: the places of each fragment's parameters.
         names: of the parameters.
         parameters: those of the model that require gradients.
-        anchors: what they were when they were applied last: equal on all ranks.
-        outer_optimizer: steps the anchors.
+        outer_parameters: what they were when they were applied last, float32, equal on all ranks.
+        outer_optimizer: steps the outer parameters.
         exchange: how differences travel, and what was lost of them.
         mean_over: whose mean it is.
         steps: inner steps so far.
@@ -111,9 +110,9 @@ class DiLoCo:
         Args:
             model: one rank's; not in DistributedDataParallel, whose gradients are averaged. What
                 requires no gradient, and buffers, stay each rank's own.
-            outer_optimizer: gets the average of anchor - parameter as the anchors' gradient. One
+            outer_optimizer: gets the average of outer parameter - parameter as the gradient. One
                 made over the model's parameters, as torchft takes it, which from now on has the
-                anchors in place of them; or what makes one from the anchors; None: torch.optim.SGD
+                outer ones in place of them; or what makes one from these; None: torch.optim.SGD
                 with lr=0.7, momentum=0.9, nesterov=True.
             sync_every: steps from one synchronisation of a parameter to the next. 1 to 500 are in
                 use.
@@ -129,9 +128,10 @@ class DiLoCo:
                 (SparseLoCo), which takes compressor="topk" and error feedback.
             process_group: whose ranks average; None: the default group.
             carrier: who moves the bytes, as of cgx_ops.torch.ddp.QuantizedAllreduceState.
-            backup_device: where anchors and the outer optimizer's state lie; None: with the
-                parameters. "cpu" frees a GPU's memory.
-            pin_memory: whether anchors on the CPU of a model on a GPU lie in pinned memory.
+            backup_device: where outer parameters and the outer optimizer's state lie; None: with
+                the parameters. "cpu" frees a GPU's memory.
+            pin_memory: whether outer parameters on the CPU of a model on a GPU lie in pinned
+                memory.
             **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
 
         Raises:
@@ -162,11 +162,11 @@ class DiLoCo:
             self.exchange.require_kept(self.names, self.parameters)
         device = torch.device(backup_device or self.parameters[0].device)
         pins = pin_memory and device.type == "cpu" and self.parameters[0].is_cuda
-        self.anchors = [_anchor(p, device, pins) for p in self.parameters]
-        self.outer_optimizer = _outer(outer_optimizer, self.parameters, self.anchors)
+        self.outer_parameters = [_outer_parameter(p, device, pins) for p in self.parameters]
+        self.outer_optimizer = _outer(outer_optimizer, self.parameters, self.outer_parameters)
         self.steps = self.applied = 0
         self._flight: tuple[int, Flight] | None = None
-        diloco_ranks.meet(self, is_new=True)
+        synchronize(self, is_new=True)
 
     # ---- 1. steps --------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class DiLoCo:
 
         Raises:
             RuntimeError: a synchronisation has failed, since a peer is late or gone, or differs.
-                Parameters, anchors and what was lost are as they were before it: go on with
+                Parameters, outer parameters and residuals are as they were before it: go on with
                 regroup(), or train on, where the group still serves.
         """
         self.steps += 1
@@ -206,7 +206,7 @@ class DiLoCo:
 
     def _send(self, fragment: int) -> Flight:
         places = self.fragments[fragment]
-        pairs = [(self.anchors[i], self.parameters[i]) for i in places]
+        pairs = [(self.outer_parameters[i], self.parameters[i]) for i in places]
         deltas = [a.to(p.device, non_blocking=True) - p.to(torch.float32) for a, p in pairs]
         names = [self.names[i] for i in places]
         return self.exchange.start(names, deltas, of_senders=self.mean_over == "senders")
@@ -214,14 +214,14 @@ class DiLoCo:
     def _apply(self, fragment: int, means: Sequence[torch.Tensor]) -> None:
         places = self.fragments[fragment]
         for i, mean in zip(places, means, strict=True):
-            self.anchors[i].grad = mean.to(self.anchors[i].device)
+            self.outer_parameters[i].grad = mean.to(self.outer_parameters[i].device)
         with torch.enable_grad():  # some optimizers differentiate
             self.outer_optimizer.step()
         alpha = self.schedule.fragment_update_alpha
         for i in places:
-            parameter, anchor = self.parameters[i], self.anchors[i]
-            anchor.grad = None
-            new = anchor.to(parameter.device, non_blocking=True)
+            parameter, outer = self.parameters[i], self.outer_parameters[i]
+            outer.grad = None
+            new = outer.to(parameter.device, non_blocking=True)
             if alpha:
                 new = alpha * parameter.to(torch.float32) + (1 - alpha) * new
             parameter.copy_(new)
@@ -233,9 +233,9 @@ class DiLoCo:
         """Go on with the ranks of another group: after some are lost, or with new ones. Collective.
 
         Newcomers make a DiLoCo over the group where the others call this. Whoever has applied the
-        most has the anchors, the outer optimizer's state and the count of steps of all, exactly;
-        who lacks some of that begins again from these anchors. What was lost stays with those who
-        have it: it is part of the next averages. What is under way is given up.
+        most has the outer parameters, the outer optimizer's state and the count of steps of all,
+        exactly; who lacks some of that begins again from these. Residuals stay with those who have
+        them: they are part of the next averages. A fragment under way is given up.
 
         Args:
             process_group: the new one; None: the default group.
@@ -248,13 +248,13 @@ class DiLoCo:
         self.exchange.connect()
         self.exchange.residuals.owner = None  # a rank's number may be another one now
         self.exchange.residuals.claim(*self.exchange.place)
-        diloco_ranks.meet(self, is_new=False)
+        synchronize(self, is_new=False)
 
     @full_precision()
     def restart(self) -> None:
-        """Have the parameters begin again from the anchors, which are equal on all ranks."""
-        for parameter, anchor in zip(self.parameters, self.anchors, strict=True):
-            parameter.copy_(anchor)
+        """Have the parameters begin again from the outer ones, equal on all ranks."""
+        for parameter, outer in zip(self.parameters, self.outer_parameters, strict=True):
+            parameter.copy_(outer)
 
     # ---- 3. checkpoints --------------------------------------------------------------------------
 
@@ -270,8 +270,8 @@ class DiLoCo:
         if self._flight is not None:
             with _failing(self._flight[0]):
                 flight = self._flight[0], [mean.clone() for mean in self._flight[1].wait()]
-        anchors = {name: anchor.detach().clone() for name, anchor in self._named_anchors()}
-        outer = Outer(anchors, copy.deepcopy(self.outer_optimizer.state_dict()), flight)
+        parameters = {name: p.detach().clone() for name, p in self._named_outer()}
+        outer = Outer(parameters, copy.deepcopy(self.outer_optimizer.state_dict()), flight)
         counts = {"steps": self.steps, "applied": self.applied, "mean_over": self.mean_over}
         return {**counts, "outer": outer, "exchange": self.exchange.saved()}
 
@@ -279,7 +279,7 @@ class DiLoCo:
         """Continue, in place, where the one was that state_dict() was called of.
 
         Parameters are those of the model's own checkpoint: each rank's, to go on as if nothing had
-        been; or restart() has them begin from the anchors.
+        been; or restart() has them begin from the outer ones.
 
         Raises:
             InvalidArgument: this is not the state_dict() of a DiLoCo, or another model's, or of
@@ -296,22 +296,22 @@ class DiLoCo:
                 f"{self.mean_over!r} here: give {CALLER}() what it was given there"
             )
         outer: Outer = state_dict["outer"]
-        saved = outer.anchors
+        saved = outer.parameters
         shapes = {name: tuple(x.shape) for name, x in saved.items()}
-        own = {name: tuple(anchor.shape) for name, anchor in self._named_anchors()}
+        own = {name: tuple(p.shape) for name, p in self._named_outer()}
         if shapes != own:
             require_layers(
                 f"{CALLER}.load_state_dict", [shapes], own, strict=True, has_partial=False
             )
-            differ = sorted(shapes.items() ^ own.items())
+            name = min(shapes.items() ^ own.items())[0]
             raise InvalidArgument(
-                f"{CALLER}.load_state_dict: the anchors are another model's: {differ[0][0]!r} has "
-                f"shape {shapes.get(differ[0][0])} there and {own.get(differ[0][0])} here"
+                f"{CALLER}.load_state_dict: the outer parameters are another model's: "
+                f"{name!r} has shape {shapes.get(name)} there and {own.get(name)} here"
             )
         self.exchange.load_state_dict(state_dict["exchange"])
         with full_precision():
-            for name, anchor in self._named_anchors():
-                anchor.copy_(saved[name])
+            for name, parameter in self._named_outer():
+                parameter.copy_(saved[name])
         self.outer_optimizer.load_state_dict(copy.deepcopy(outer.optimizer))
         self.steps, self.applied = state_dict["steps"], state_dict["applied"]
         self._flight = None
@@ -329,8 +329,8 @@ class DiLoCo:
                 self._flight[1].wait()
         self.exchange.consolidate()
 
-    def _named_anchors(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return zip(self.names, self.anchors, strict=True)
+    def _named_outer(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return zip(self.names, self.outer_parameters, strict=True)
 
 
 def sparse_loco(
@@ -352,7 +352,7 @@ def sparse_loco(
         compressor="topk", density=density, bucket_size=4096, value_bits=2, error_feedback=True,
         residual_decay=0.95,
     )  # fmt: skip
-    more.setdefault("outer_optimizer", lambda anchors: SGD(anchors, lr=1.0))
+    more.setdefault("outer_optimizer", lambda params: SGD(params, lr=1.0))
     return DiLoCo(model, sync_every=sync_every, config=config, mean_over="senders", **more)
 
 
@@ -365,12 +365,12 @@ def _failing(fragment: int) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise RuntimeError(
-            f"{CALLER}: fragment {fragment} was not averaged; parameters, anchors and what was "
-            f"lost are as they were. Go on with the ranks that are left by regroup(): {error}"
+            f"{CALLER}: fragment {fragment} was not averaged; parameters, outer parameters and "
+            f"residuals are as they were. Go on with the ranks that are left by regroup(): {error}"
         ) from error
 
 
-def _anchor(parameter: torch.Tensor, device: torch.device, pinned: bool) -> nn.Parameter:
+def _outer_parameter(parameter: torch.Tensor, device: torch.device, pinned: bool) -> nn.Parameter:
     values = parameter.detach().to(device=device, dtype=torch.float32, copy=True)
     return nn.Parameter(values.pin_memory() if pinned else values)
 
@@ -378,21 +378,21 @@ def _anchor(parameter: torch.Tensor, device: torch.device, pinned: bool) -> nn.P
 def _outer(
     given: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None,
     parameters: Sequence[nn.Parameter],
-    anchors: list[nn.Parameter],
+    outer: list[nn.Parameter],
 ) -> Optimizer:
-    """Return the outer optimizer, over the anchors."""
+    """Return the outer optimizer, over the outer parameters."""
     if given is None:
-        return SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
+        return SGD(outer, lr=0.7, momentum=0.9, nesterov=True)
     if not isinstance(given, Optimizer):
-        return given(anchors)
-    anchor_of = dict(zip(parameters, anchors, strict=True))
+        return given(outer)
+    outer_of = dict(zip(parameters, outer, strict=True))
     known = {p for group in given.param_groups for p in group["params"] if p.requires_grad}
     if known != set(parameters) or given.state:
         raise InvalidArgument(
             f"{CALLER}: outer_optimizer must be new, over all parameters of the model: "
             "torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True); or give "
-            "what makes it: lambda anchors: torch.optim.SGD(anchors, lr=0.7)"
+            "what makes it: lambda params: torch.optim.SGD(params, lr=0.7)"
         )
     for group in given.param_groups:
-        group["params"] = [anchor_of[p] for p in group["params"] if p.requires_grad]
+        group["params"] = [outer_of[p] for p in group["params"] if p.requires_grad]
     return given

@@ -1,40 +1,63 @@
-"""The ranks of an outer loop (diloco.py): what they have in common when they meet.
+"""The ranks of an outer loop (loop.py): what they have in common when they start or regroup.
 
-1. settings and parameters are alike, or all ranks get an error that names both sides
-2. one rank's anchors, outer optimizer's state and count of steps become those of all, exactly; so
-   does the highest number of exchanges, from which their random choices follow
+1. settings and parameters are the same on all ranks, or all ranks get an error
+2. one rank's outer parameters, outer optimizer's state and count of steps become those of all,
+   exactly; so does the highest number of exchanges, from which their random choices follow
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
+from cgx_ops._core.consistency import require_same
 from cgx_ops.errors import InvalidArgument
+from cgx_ops.methods.outer_loop import Schedule
 from cgx_ops.torch.averaging.arithmetic import full_precision
+from cgx_ops.torch.averaging.exact import gather_over
+from cgx_ops.torch.averaging.exchange import Exchange
 from cgx_ops.torch.backend import process_group
 
-if TYPE_CHECKING:
-    from cgx_ops.torch.diloco.loop import DiLoCo
+CALLER = "DiLoCo"
 
 
-def meet(loop: "DiLoCo", *, is_new: bool) -> None:
-    """Have all ranks go on alike. Collective over the loop's group.
+class OuterLoop(Protocol):
+    """What ranks compare and exchange of a DiLoCo."""
+
+    schedule: Schedule
+    fragments: list[list[int]]
+    names: list[str]
+    parameters: list[nn.Parameter]
+    outer_parameters: list[nn.Parameter]
+    outer_optimizer: Optimizer
+    exchange: Exchange
+    mean_over: str
+    steps: int
+    applied: int
+
+    def restart(self) -> None:
+        """Have the parameters begin again from the outer parameters."""
+
+
+def synchronize(loop: OuterLoop, *, is_new: bool) -> None:
+    """Have all ranks continue from the same state. Collective over the loop's group.
 
     Args:
         loop: this rank's.
         is_new: whether it has just been made: then it takes what the others have. Where all are
-            new, the first rank's parameters are the anchors.
+            new, the first rank's parameters are the outer parameters.
 
     Raises:
         InvalidArgument: ranks differ (on every rank).
     """
     group = loop.exchange.group
-    mine = (-1 if is_new else loop.applied, loop.steps, loop.exchange.steps, _told(loop))
+    remedy = "Give all ranks the same"
+    require_same(CALLER, _shared(loop), gather_over(group), remedy, error=InvalidArgument)
+    mine = (-1 if is_new else loop.applied, loop.steps, loop.exchange.steps)
     everyones: list[Any] = [None] * group.size()
     dist.all_gather_object(everyones, mine, group)
-    _require_alike([told for *_, told in everyones])
-
     applied, steps, *_ = max(everyones, key=lambda each: each[0])
     source = next(rank for rank, each in enumerate(everyones) if each[0] == applied)
     if applied > 0:
@@ -43,23 +66,20 @@ def meet(loop: "DiLoCo", *, is_new: bool) -> None:
         if mine[0] < applied:
             loop.outer_optimizer.load_state_dict(state[0])
     with full_precision(), process_group.uncompressed():
-        for parameter, anchor in zip(loop.parameters, loop.anchors, strict=True):
+        for parameter, outer in zip(loop.parameters, loop.outer_parameters, strict=True):
             # What is broadcast goes by memory, whose order may be another one elsewhere.
-            values = anchor.detach().to(parameter.device).contiguous()
+            values = outer.detach().to(parameter.device).contiguous()
             dist.broadcast(values, dist.get_global_rank(group, source), group)
-            anchor.copy_(values)
+            outer.copy_(values)
     if mine[0] < applied or is_new:
         loop.exchange.residuals.tensors.clear()  # of averages that are not its own
         loop.restart()
     loop.applied, loop.steps = max(applied, 0), steps
-    loop.exchange.steps = max(exchanges for *_, exchanges, _ in everyones)
+    loop.exchange.steps = max(exchanges for *_, exchanges in everyones)
 
 
-# ---- 1. what must be alike -----------------------------------------------------------------------
-
-
-def _told(loop: "DiLoCo") -> dict[str, Any]:
-    """Return what ranks must have alike, in words."""
+def _shared(loop: OuterLoop) -> dict[str, object]:
+    """Return what must be the same on all ranks."""
     schedule, exchange = loop.schedule, loop.exchange
     parameters = [
         f"{name} {str(p.dtype).removeprefix('torch.')}{list(p.shape)} in fragment {fragment}"
@@ -71,8 +91,8 @@ def _told(loop: "DiLoCo") -> dict[str, Any]:
         "fragments": schedule.fragments,
         "fragment_sync_delay": schedule.fragment_sync_delay,
         "fragment_update_alpha": schedule.fragment_update_alpha,
-        "config": str(exchange.config),
-        "rules": repr(exchange.rules),
+        "config": exchange.config,
+        "rules": exchange.rules,
         "carrier": exchange.carrier,
         "mean_over": loop.mean_over,
         "outer_optimizer": _settings(loop.outer_optimizer),
@@ -81,19 +101,8 @@ def _told(loop: "DiLoCo") -> dict[str, Any]:
 
 
 def _settings(optimizer: Optimizer) -> str:
-    groups = [
+    groups: Sequence[dict[str, Any]] = [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
     return f"{type(optimizer).__name__} {groups}"
-
-
-def _require_alike(told: list[dict[str, Any]]) -> None:
-    for rank, other in enumerate(told):
-        for name in told[0] | other:
-            first, second = told[0].get(name), other.get(name)
-            if first != second:
-                raise InvalidArgument(
-                    f"DiLoCo: rank 0 has {name} {first}, rank {rank} {second}: ranks must be given "
-                    "the same"
-                )

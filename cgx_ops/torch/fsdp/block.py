@@ -14,7 +14,7 @@ from torch import nn
 
 from cgx_ops import Config, Rules, Segment
 from cgx_ops.errors import InvalidArgument
-from cgx_ops.torch import _compat
+from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.backend.groups import communicator_of
 from cgx_ops.torch.graph.work import DTYPES
 
@@ -78,7 +78,7 @@ class Block:
         self.name, self._group, self._names = name, group, names
         self.rules, self._config = rules, config
         self._warned: set[str] = set()
-        ranks = _compat.fsdp_shard_group(group)
+        ranks = parallel.fsdp_shard_group(group)
         if ranks is None:
             raise InvalidArgument(
                 f"the parameters of module '{name}' are replicated, not sharded: compress "
@@ -89,9 +89,9 @@ class Block:
 
     def gathered(self, numel: int, dtype: torch.dtype) -> list[Segment] | None:
         """Return the segments of an all-gather; None: it must be exact."""
-        if not _compat.fsdp_gathers_shards(self._group):
+        if not parallel.fsdp_gathers_shards(self._group):
             return None  # parts of what was gathered: quantized once already
-        parameters = _compat.fsdp_parameters(self._group)
+        parameters = parallel.fsdp_parameters(self._group)
         if dtype not in DTYPES or not all(parameter.plain for parameter in parameters):
             self._warn(f"its parameters are gathered exact: they travel as {dtype}")
             return None
@@ -102,18 +102,18 @@ class Block:
         if dtype not in DTYPES:
             self._warn(f"its gradients are reduced exact: they travel as {dtype}")
             return None
-        trainable = [p for p in _compat.fsdp_parameters(self._group) if p.trainable]
+        trainable = [p for p in parallel.fsdp_parameters(self._group) if p.trainable]
         return self._segments(trainable, numel)
 
     def complete(self, numel: int) -> bool:
         """Tell whether the gradients of all trainable parameters are in a block of this size."""
-        parameters = _compat.fsdp_parameters(self._group)
+        parameters = parallel.fsdp_parameters(self._group)
         return numel == sum(p.numel for p in parameters if p.trainable)
 
     def parameters(self) -> list[Parameter]:
         """Return what lies in a block of complete gradients."""
         found, first = [], 0
-        for p in _compat.fsdp_parameters(self._group):
+        for p in parallel.fsdp_parameters(self._group):
             if p.trainable:
                 found.append(Parameter(self._name_of(p), p.shape, p.dim, first, p.numel))
                 first += p.numel
@@ -121,15 +121,15 @@ class Block:
 
     def layers(self) -> tuple[list[str], list[Segment]]:
         """Return the names of the trainable parameters, and how each travels."""
-        trainable = [p for p in _compat.fsdp_parameters(self._group) if p.trainable]
+        trainable = [p for p in parallel.fsdp_parameters(self._group) if p.trainable]
         numel = sum(p.numel for p in trainable)
         return [self._name_of(p) for p in trainable], self._segments(trainable, numel)
 
-    def _name_of(self, parameter: _compat.ShardedParameter) -> str:
+    def _name_of(self, parameter: parallel.ShardedParameter) -> str:
         return ".".join(filter(None, (self._names.get(parameter.module), parameter.name)))
 
     def _segments(
-        self, parameters: Iterable[_compat.ShardedParameter], numel: int
+        self, parameters: Iterable[parallel.ShardedParameter], numel: int
     ) -> list[Segment]:
         """Return one for each parameter; one for the whole block if it holds something else."""
         segments, offset = [], 0

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from cgx_ops import Config
 from cgx_ops._core import codec
 from cgx_ops.errors import InvalidArgument
-from cgx_ops.torch._compat import group_or_default
+from cgx_ops.torch._compat.parallel import group_or_default
 from cgx_ops.torch.averaging.arithmetic import full_precision
 from cgx_ops.torch.averaging.residuals import Residuals
 from cgx_ops.torch.fsdp.block import Parameter

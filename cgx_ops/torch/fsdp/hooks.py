@@ -16,13 +16,13 @@ shifted grids; gradients are rounded stochastically; one-dimensional parameters 
 travel exact. QSDP's defaults are 8 bits for both, in buckets of 1024.
 
 Gradients by a biased compressor, such as Config(bits=1, compressor="levels"), have error feedback
-(fsdp_feedback.py). With planner.AdaptiveBits the bits of each parameter's gradient follow it
-(adaptation.py).
+(feedback.py). With planner.AdaptiveBits the bits of each parameter's gradient follow it
+(averaging/adaptation.py).
 
 Phases: compress() puts an all-gather and a reduce-scatter of ours into every module that
 fully_shard wrapped (FSDP2's custom communication); these divide a rank's block into the parameters
-that lie in it (fsdp_block.py), each with buckets of its own; State numbers the noise, and holds
-residuals (fsdp_state.py).
+that lie in it (block.py), each with its buckets; State numbers the noise, and holds
+residuals (state.py).
 """
 
 import functools
@@ -42,7 +42,7 @@ from cgx_ops.config import require_feedback
 from cgx_ops.errors import InvalidArgument, checked_seed
 from cgx_ops.planner import AdaptiveBits
 from cgx_ops.rules import EXACT_BITS, require_rules
-from cgx_ops.torch import _compat
+from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.averaging.layers import Layer, layer_name
 from cgx_ops.torch.averaging.reports import report_layers
 from cgx_ops.torch.backend.groups import communicator_of
@@ -141,7 +141,7 @@ def compress(
     groups = {
         group: (name, module)
         for name, module in wrapped.items()
-        for group in _compat.fsdp_groups(module)
+        for group in parallel.fsdp_groups(module)
     }
     state.modules = {name for name, _ in groups.values()}
     reducing: list[Block] = []
@@ -149,10 +149,10 @@ def compress(
         block = functools.partial(Block, name, group, names)
         gather: Any
         reduce: Any
-        if any(parameter.trainable for parameter in _compat.fsdp_parameters(group)):
+        if any(parameter.trainable for parameter in parallel.fsdp_parameters(group)):
             state.trained.add(name)
-        state.everywhere &= _compat.fsdp_mesh_size(group) == dist.get_world_size()
-        gather, reduce = map(_plain, _compat.fsdp_communications(group))
+        state.everywhere &= parallel.fsdp_mesh_size(group) == dist.get_world_size()
+        gather, reduce = map(_plain, parallel.fsdp_communications(group))
         if weights is not None:
             gather = _AllGather(block(gathered, weights), weights, state, gather)
         if gradients is not None:

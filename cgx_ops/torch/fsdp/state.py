@@ -13,7 +13,7 @@ from cgx_ops import Communicator, Config
 from cgx_ops._core.call import call_seed
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner import AdaptiveBits
-from cgx_ops.torch import _compat
+from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.averaging.adaptation import Adaptation
 from cgx_ops.torch.averaging.loaded import require_layers
 from cgx_ops.torch.fsdp.block import Block
@@ -136,7 +136,7 @@ class State:
 
     def weights_seed(self, name: str) -> int:
         """Return the seed of the gather that begins now. Replicas of a shard get the same."""
-        if _compat.in_backward():
+        if parallel.in_backward():
             self._used = True
         elif self._used:
             self._draws += 1

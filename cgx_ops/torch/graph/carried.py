@@ -1,7 +1,9 @@
 """The steps of an allreduce that torch's own collectives carry, for one process group.
 
-What `carrier="c10d"` of the operators is in graphs, this is for the DDP hook: lists of layers with
-bits of their own, in the background, in the order in which they were started.
+It is for states of averages: each layer with its settings, seed and residual, in place, in the
+background, in the order in which they were started. The operators with `carrier="c10d"`
+(torch_ops/carried.cc) are for graphs: one Config for all tensors, which are copied. Neither can
+stand for the other; both call the same steps of the core.
 """
 
 import contextlib
@@ -18,7 +20,7 @@ from cgx_ops import Config, Segment
 from cgx_ops._core import library
 from cgx_ops._core.call import Call, Op
 from cgx_ops.errors import CgxError
-from cgx_ops.torch import _compat
+from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.graph.work import DTYPES, Residuals, reason_of, set_residuals
 
 _FAILURE = "failure"  # key of the store: which rank failed first, and why
@@ -36,10 +38,12 @@ class Carrier:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         rank, size = group.rank(), group.size()
-        store = _compat.PrefixStore(f"cgx_ops/carrier/{group.group_name}", _compat.default_store())
+        store = parallel.PrefixStore(
+            f"cgx_ops/carrier/{group.group_name}", parallel.default_store()
+        )
         # Keys of their own for each Carrier, also where a store outlives its groups.
-        store = _compat.PrefixStore(str(store.add(f"made/{rank}", 1)), store)
-        timeout = _compat.group_timeout(group) or dist.default_pg_timeout
+        store = parallel.PrefixStore(str(store.add(f"made/{rank}", 1)), store)
+        timeout = parallel.group_timeout(group) or dist.default_pg_timeout
         self._rank, self._size, self._noise_rank = rank, size, dist.get_rank()
         self._store, self._failure = store, ""
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cgx_ops import Config, Rules
 from cgx_ops._core.call import Op
 from cgx_ops.config import Compressor, Rounding, check_config
-from cgx_ops.torch import _compat
+from cgx_ops.torch._compat import graphs
 
 # The ranks of a call; None: all.
 Group = dist.ProcessGroup | DeviceMesh | str | None
@@ -24,7 +24,7 @@ def register() -> None:
     """Let compiled functions use Config and Rules. Once per process."""
     for each in (Config, Rules):
         each.__fx_repr__ = _written  # type: ignore[attr-defined]
-    _compat.compile_as_constants(Config, Rules)
+    graphs.compile_as_constants(Config, Rules)
 
 
 def _written(value: Any) -> tuple[str, dict[str, type]]:

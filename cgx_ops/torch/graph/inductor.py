@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from cgx_ops import _torch_ops
-from cgx_ops.torch import _compat
+from cgx_ops.torch._compat import graphs
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def register() -> None:
 
 def key_caches() -> None:
     """Make the caches' keys depend on this build of cgx_ops, and on this rank."""
-    _compat.key_compile_caches(map(Path, (_torch_ops.__file__, _compat.__file__, __file__)))
+    graphs.key_compile_caches(map(Path, (_torch_ops.__file__, graphs.__file__, __file__)))
 
 
 def _on_trace() -> bool:
@@ -52,13 +52,13 @@ def _register_lowering() -> bool:
             cgx.quantized_reduce_scatter_tensor_start,
             cgx.quantized_all_gather_into_tensor_start,
         ):
-            _compat.lower_as_collective(start.default, start.borrow)
-        _compat.lower_as_collective(lists, lists)
+            graphs.lower_as_collective(start.default, start.borrow)
+        graphs.lower_as_collective(lists, lists)
     except (ImportError, AttributeError) as error:
         _log.warning(
             "torch %s has no collective lowering that cgx_ops knows (%s): compiled models stay "
             "right, but copy the input of each allreduce and overlap less",
-            _compat.TORCH_VERSION,
+            graphs.TORCH_VERSION,
             error,
         )
     return True

@@ -73,7 +73,7 @@ Raises:
 
 import torch
 
-from cgx_ops.torch import _compat
+from cgx_ops.torch._compat import graphs
 
 
 def register() -> None:
@@ -97,4 +97,4 @@ def register() -> None:
         cgx.quantized_all_gather_into_tensor.default,
         cgx.quantized_all_gather_into_tensor_start.default,
     ):
-        _compat.keep_in_graphs(operator)
+        graphs.keep_in_graphs(operator)

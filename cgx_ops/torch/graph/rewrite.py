@@ -44,7 +44,7 @@ import torch.fx
 from cgx_ops import Communicator, Config
 from cgx_ops.errors import InvalidArgument, NotFound
 from cgx_ops.planner import Plan
-from cgx_ops.torch import _compat
+from cgx_ops.torch._compat import graphs
 from cgx_ops.torch.graph import inductor, rewrite_groups
 from cgx_ops.torch.graph.rewrite_groups import AllReduce, joined
 from cgx_ops.torch.graph.work import devices
@@ -58,7 +58,7 @@ _WAIT = _functional.wait_tensor.default
 _FORMS = (_functional.all_reduce.default, _functional.all_reduce_coalesced.default)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # What decides what becomes of a graph.
-_SOURCES = [Path(str(module.__file__)) for module in (_compat, rewrite_groups)] + [Path(__file__)]
+_SOURCES = [Path(str(module.__file__)) for module in (graphs, rewrite_groups)] + [Path(__file__)]
 
 
 class NothingRewritten(UserWarning):
@@ -128,7 +128,7 @@ def trace(values: list[torch.Tensor], op: str, group: str, config: Config) -> to
         options = {"op": op, "group_name": group, "carrier": carrier, "config": str(config)}
         return torch.ops.cgx.quantized_allreduce_coalesced(list(xs), **options)
 
-    return _compat.trace(reduce, values)
+    return graphs.trace(reduce, values)
 
 
 def splice(graph: torch.fx.Graph, reduced: AllReduce, traced: torch.fx.Graph) -> None:
@@ -190,11 +190,11 @@ class Rewrite:
     # so that a hit counts like the compilation did.
 
     def _count(self, what: str) -> None:
-        _compat.compile_counters()[f"cgx_ops rewrite {self._settings}: {what}"] += 1
+        graphs.compile_counters()[f"cgx_ops rewrite {self._settings}: {what}"] += 1
 
     def _counted(self) -> Counter[str]:
         start = f"cgx_ops rewrite {self._settings}: "
-        counted = _compat.compile_counters().items()
+        counted = graphs.compile_counters().items()
         return Counter({k.removeprefix(start): n for k, n in counted if k.startswith(start)})
 
     @property
@@ -215,15 +215,15 @@ class Rewrite:
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Rewrite one graph in place."""
         self._count("graphs")
-        _compat.sort_graph(graph)
+        graphs.sort_graph(graph)
         found = []
         for node in list(graph.nodes):
             if node.op != "call_function" or node.target not in _FORMS:
                 continue
-            inputs, op, group = _compat.arguments(node)
+            inputs, op, group = graphs.arguments(node)
             nodes = inputs if isinstance(inputs, (list, tuple)) else [inputs]
             values = [each.meta["val"] for each in nodes]
-            op, group = op.lower(), _compat.group_name(group)
+            op, group = op.lower(), graphs.group_name(group)
             refusal = self.choice.refusal(values, op, group)
             _log.debug("all_reduce %s: %s", node, refusal or "compressed")
             self._count(refusal or "rewritten")
@@ -241,7 +241,7 @@ class Rewrite:
         digest = hashlib.sha256()
         for path in _SOURCES:
             digest.update(path.read_bytes())
-        groups = [(name, *where, has_communicator(name)) for name, where in _compat.groups()]
+        groups = [(name, *where, has_communicator(name)) for name, where in graphs.groups()]
         return digest.hexdigest(), self._settings, devices(), groups
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -252,7 +252,7 @@ class Rewrite:
         if self._installed is not None:
             raise InvalidArgument("this compress_collectives() block is open; make another one")
         self._before = self._counted()
-        self._installed = _compat.post_grad_pass(self)
+        self._installed = graphs.post_grad_pass(self)
         self._installed.__enter__()
         return self
 
@@ -270,13 +270,13 @@ class Rewrite:
 
     def _why_nothing(self) -> str:
         counts = self.counts
-        graphs = counts.pop("graphs", 0)
+        compiled = counts.pop("graphs", 0)
         text = "compress_collectives() compressed nothing: "
         if counts:
             filtered = "; ".join(f"{n} of {what}" for what, n in counts.items())
-            return text + f"every all-reduce of {graphs} compiled graphs was left out: {filtered}"
-        if graphs:
-            text += f"{graphs} graphs were compiled in the block and none has an all-reduce. "
+            return text + f"every all-reduce of {compiled} compiled graphs was left out: {filtered}"
+        if compiled:
+            text += f"{compiled} graphs were compiled in the block and none has an all-reduce. "
         else:
             text += (
                 "no graph was compiled in the block. A model that ran before keeps its graphs: "
@@ -285,7 +285,7 @@ class Rewrite:
         text += (
             "DistributedDataParallel reduces gradients outside of graphs unless "
             'torch._dynamo.config.optimize_ddp is "python_reducer" when it is made (now it is '
-            f"{_compat.optimize_ddp()!r}) and backward() runs under compiled autograd. "
+            f"{graphs.optimize_ddp()!r}) and backward() runs under compiled autograd. "
             'The backend "cgx" and the hook of cgx_ops.torch.ddp compress what it reduces there.'
         )
         return text
@@ -325,9 +325,9 @@ def compress_collectives(
         raise InvalidArgument(f"min_numel is {min_numel}; it must be 0 or more")
     names = None
     if groups is not None:
-        names = tuple(map(_compat.group_name, groups))
+        names = tuple(map(graphs.group_name, groups))
         if not names:
             raise InvalidArgument("groups is empty; give None for all groups")
-    _compat.declare_graph_pass(Rewrite)
+    graphs.declare_graph_pass(Rewrite)
     inductor.key_caches()  # graphs are looked up before the pass traces an operator
     return Rewrite(config, Choice(names, kinds, min_numel), plan)

@@ -16,7 +16,7 @@ import torch
 import torch.fx
 
 from cgx_ops.planner import Plan
-from cgx_ops.torch import _compat
+from cgx_ops.torch._compat import graphs
 
 _functional = torch.ops._c10d_functional
 
@@ -130,7 +130,7 @@ def _join(graph: torch.fx.Graph, members: Sequence[AllReduce]) -> AllReduce:
     last = members[-1].node
     inputs = [x for member in members for x in member.inputs]
     values = [value for member in members for value in member.values]
-    _, op, group = _compat.arguments(last)
+    _, op, group = graphs.arguments(last)
     with graph.inserting_after(last):
         call = graph.call_function(_functional.all_reduce_coalesced.default, (inputs, op, group))
     call.meta["val"] = values

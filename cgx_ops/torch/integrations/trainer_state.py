@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ops.torch import _compat
-from cgx_ops.torch.averaging.state import HookState
+from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.ddp.automatic import hook_state
+from cgx_ops.torch.ddp.state import HookState
 
 
 def save_for_all_ranks(model: object) -> dict[str, Any] | None:
@@ -32,5 +32,5 @@ def restore(model: object, saved: dict[str, Any]) -> None:
 
 
 def _state_of(model: object) -> HookState | None:
-    model = _compat.uncompiled(model)
+    model = parallel.uncompiled(model)
     return hook_state(model) if isinstance(model, DistributedDataParallel) else None

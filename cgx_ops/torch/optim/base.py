@@ -1,11 +1,9 @@
 """ExchangingOptimizer: what optimizers do alike that average over the ranks by themselves.
 
-  1. parameters, whose state is float32, and their settings
-  2. a step: this rank's own gradients, the exchange, the parameters
-  3. ranks that differ are told at the first step
-  4. checkpoints
-
-optim.py has the optimizers.
+1. parameters, whose state is float32, and their settings
+2. a step: this rank's own gradients, the exchange, the parameters
+3. ranks are compared at the first step
+4. checkpoints
 """
 
 import hashlib
@@ -15,19 +13,19 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
+from cgx_ops._core.consistency import require_same
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch.averaging.arithmetic import full_precision
+from cgx_ops.torch.averaging.exact import gather_over, mean_over
 from cgx_ops.torch.averaging.exchange import Exchange, check_parameters
 from cgx_ops.torch.averaging.grad_scaler import Scaling, handles_overflow, scaling_of
 from cgx_ops.torch.averaging.layers import layer_name
 from cgx_ops.torch.averaging.loaded import require_layers
-from cgx_ops.torch.backend import process_group
 
 
-class Trained(NamedTuple):
+class ParamUpdate(NamedTuple):
     """A parameter that is about to be stepped.
 
     Attributes:
@@ -46,7 +44,7 @@ class Trained(NamedTuple):
 
 
 @dataclass
-class Own:
+class RankLocalState:
     """What of parameters' states is one rank's own.
 
     An object of its own, so that torch.distributed.checkpoint saves that of each rank whole.
@@ -58,7 +56,7 @@ class Own:
     state: dict[int, dict[str, torch.Tensor]]
 
 
-torch.serialization.add_safe_globals([Own])
+torch.serialization.add_safe_globals([RankLocalState])
 
 
 @handles_overflow
@@ -142,31 +140,31 @@ class ExchangingOptimizer(Optimizer):
     def _step_together(self) -> None:
         scaling = scaling_of(self)
         if not self._alike:
-            self._require_alike("without a GradScaler" if scaling is None else "by a GradScaler")
+            self._require_alike(by_scaler=scaling is not None)
         if scaling is not None and self.exchange.any_rank(scaling.overflows):
             return
         self._consolidated = False
         known = [(group, p) for group in self.param_groups for p in group["params"]]
         with self.exchange.or_refuse(self._caller):
-            trained = [
-                Trained(str(i), group, self.state[p], p, self._gradient_of(i, p, scaling))
+            params = [
+                ParamUpdate(str(i), group, self.state[p], p, self._gradient_of(i, p, scaling))
                 for i, (group, p) in enumerate(known)
                 if p.requires_grad
             ]
-        for each, update in zip(trained, self.updates(trained), strict=True):
+        for each, update in zip(params, self.updates(params), strict=True):
             lr, decay = each.group["lr"], each.group["weight_decay"]
             wide = each.parameter.to(torch.float32)
             each.parameter.copy_(wide - lr * (update + decay * wide))
 
-    def updates(self, trained: list[Trained]) -> list[torch.Tensor]:
+    def updates(self, params: list[ParamUpdate]) -> list[torch.Tensor]:
         """Change the states of parameters by their gradients; return what to step by."""
         raise NotImplementedError
 
     def averaged(
-        self, trained: list[Trained], tensors: list[torch.Tensor], *, exact: bool = False
+        self, params: list[ParamUpdate], tensors: list[torch.Tensor], *, exact: bool = False
     ) -> list[torch.Tensor]:
         """Return the mean over the ranks of a tensor of each parameter."""
-        return self.exchange.mean([each.name for each in trained], tensors, exact=exact)
+        return self.exchange.mean([each.name for each in params], tensors, exact=exact)
 
     def _gradient_of(
         self, place: int, parameter: torch.Tensor, scaling: Scaling | None
@@ -185,30 +183,24 @@ class ExchangingOptimizer(Optimizer):
 
     # ---- 3. ranks that differ --------------------------------------------------------------------
 
-    def _require_alike(self, stepped: str) -> None:
+    def _require_alike(self, *, by_scaler: bool) -> None:
         """Compare parameters and settings with those of the other ranks. Collective."""
-        digest = hashlib.sha256()
-        for group in self.param_groups:
-            for p in group["params"]:
-                digest.update(repr(tuple(p.shape)).encode())
-                digest.update(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        settings = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-        mine = (digest.hexdigest(), f"{settings} step {self.exchange.steps}, {stepped}")
-        group = self.exchange.group
-        everyones: list[tuple[str, str] | None] = [None] * group.size()
-        with process_group.uncompressed():
-            dist.all_gather_object(everyones, mine, group)
-        for rank, other in enumerate(everyones):
-            assert other is not None and everyones[0] is not None
-            if other[1] != everyones[0][1]:
-                raise InvalidArgument(
-                    f"{self._caller}: rank 0 has {everyones[0][1]}, rank {rank} {other[1]}"
-                )
-            if other != everyones[0]:
-                raise InvalidArgument(
-                    f"{self._caller}: ranks 0 and {rank} have other parameters: broadcast them "
-                    "first, as DistributedDataParallel does, or load one checkpoint"
-                )
+        fields: dict[str, object] = {"step": self.exchange.steps, "a GradScaler:": by_scaler}
+        for i, group in enumerate(self.param_groups):
+            settings = {name: value for name, value in group.items() if name != "params"}
+            fields |= {f"group {i}'s {name}": value for name, value in settings.items()}
+        for i, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            values = p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            digest = hashlib.sha256(values).hexdigest()[:16]
+            fields[f"parameter {i}"] = f"of shape {tuple(p.shape)} and digest {digest}"
+        require_same(
+            self._caller,
+            fields,
+            gather_over(self.exchange.group),
+            "Give all ranks the same settings and parameters: broadcast them first, as "
+            "DistributedDataParallel does, or load one checkpoint",
+            error=InvalidArgument,
+        )
         self._alike = True
 
     # ---- 4. checkpoints --------------------------------------------------------------------------
@@ -222,10 +214,7 @@ class ExchangingOptimizer(Optimizer):
         self.exchange.consolidate()
         for state in self.state.values():
             for name in self.of_rank:
-                mean = state[name].contiguous()
-                with process_group.uncompressed():
-                    dist.all_reduce(mean, group=group)
-                state[name] = mean / group.size()
+                state[name] = mean_over(group, state[name])
         self._consolidated = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,7 +231,7 @@ class ExchangingOptimizer(Optimizer):
             saved["state"] = {
                 i: {n: x for n, x in s.items() if n not in self.of_rank} for i, s in states
             }
-            saved["own"] = {self._own_key(): Own(own)}
+            saved["own"] = {self._own_key(): RankLocalState(own)}
         return saved
 
     def _refuse_get_state_dict(self) -> None:

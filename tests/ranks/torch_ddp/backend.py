@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch
 from cgx_ops import Config
-from cgx_ops.torch import _compat, ddp
+from cgx_ops.torch import ddp
+from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.integrations import trainer_state
 
 from .common import (
@@ -293,7 +294,7 @@ def a_copy_has_the_hook_and_a_state_of_its_own() -> None:
 
 def a_group_that_torch_does_not_list_is_left_alone() -> None:
     """Those of torchft are such, and parts that split off by themselves."""
-    store = _compat.PrefixStore("not listed", _compat.default_store())
+    store = parallel.PrefixStore("not listed", parallel.default_store())
     bare: Any = dist.ProcessGroup(store, RANK, SIZE)
     gloo = dist.ProcessGroupGloo(store, RANK, SIZE, timeout=timedelta(seconds=60))
     bare._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)

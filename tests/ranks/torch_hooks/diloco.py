@@ -47,12 +47,12 @@ EXACT = Config(bits=32)
 HALVES: dict[str, Any] = {"lr": 0.5, "momentum": 0.5, "nesterov": True}
 
 
-def halves(anchors: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(anchors, **HALVES)
+def halves(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, **HALVES)
 
 
-def of_rate_one(anchors: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(anchors, lr=1.0)
+def of_rate_one(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1.0)
 
 
 # Loops that tests of JAX make too, by the same names.
@@ -115,15 +115,15 @@ def check_rounds(loop: DiLoCo, model: nn.Module, oracle: reference.OuterLoop, st
         oracle.step()
         for name, mine in flat(model).items():
             assert np.array_equal(mine, oracle.params[RANK][name]), (step, name)
-    for name, anchor in zip(loop.names, loop.anchors, strict=True):
-        assert np.array_equal(tc.to_numpy(anchor.detach().flatten()), oracle.anchor[name]), name
-        identical_on_all_ranks(anchor.detach())
+    for name, outer in zip(loop.names, loop.outer_parameters, strict=True):
+        assert np.array_equal(tc.to_numpy(outer.detach().flatten()), oracle.anchor[name]), name
+        identical_on_all_ranks(outer.detach())
     for name, e in loop.exchange.residuals.tensors.items():
         assert np.array_equal(tc.to_numpy(e), oracle.residuals[name][RANK]), name
 
 
 def as_the_reference() -> None:
-    """Every rank's parameters after every step, anchors and what is lost: to the bit."""
+    """Every rank's parameters after every step, outer parameters and residuals: to the bit."""
     halved: Any = halves, {"rate": 0.5, "momentum": 0.5}
     plain: Any = of_rate_one, {"rate": 1.0, "momentum": 0.0}
     cases: Any = (
@@ -151,8 +151,8 @@ def by_default() -> None:
     """Nesterov's momentum of 0.9 at a rate of 0.7, in 32 bits."""
     model = network()
     loop = DiLoCo(model, sync_every=2, config=EXACT)
-    anchor = {n: x.astype(np.float64) for n, x in flat(model).items()}
-    momentum = {n: 0 * x for n, x in anchor.items()}
+    outer = {n: x.astype(np.float64) for n, x in flat(model).items()}
+    momentum = {n: 0 * x for n, x in outer.items()}
     for step in range(40):
         move(model, step)
         everyones = gathered(weights_of(model))
@@ -161,14 +161,14 @@ def by_default() -> None:
         if step % 2 == 0:
             continue
         start = 0
-        for name, a in anchor.items():
+        for name, a in outer.items():
             delta = a - mean[start : start + a.size]
             start += a.size
             momentum[name] = 0.9 * momentum[name] + delta
-            anchor[name] = a - 0.7 * (delta + 0.9 * momentum[name])
+            outer[name] = a - 0.7 * (delta + 0.9 * momentum[name])
             # Some ten operations a round are rounded, of values below 16; rounds add up.
             bound = 10 * (step + 1) * 2.0**-24 * 16
-            assert np.abs(flat(model)[name] - anchor[name]).max() <= bound, (step, name)
+            assert np.abs(flat(model)[name] - outer[name]).max() <= bound, (step, name)
 
 
 # ---- 2. plain settings ---------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def models() -> None:
         left = [model.frozen.weight.clone(), model.norm.running_mean.clone()]
         loop = DiLoCo(model, sync_every=2, config=NEAREST)
         assert loop.names == ["first.weight", "first.bias", "norm.weight", "norm.bias"]
-        assert all(a.dtype == torch.float32 for a in loop.anchors)
+        assert all(a.dtype == torch.float32 for a in loop.outer_parameters)
         trained = torch.cat([p.detach().flatten().float() for p in loop.parameters])
         identical_on_all_ranks(trained)
         for step in range(4):
@@ -269,8 +269,8 @@ def models() -> None:
                 for p in loop.parameters:
                     p += torch.full_like(p, 0.01 * (RANK + step))
             loop.step()
-        for p, anchor in zip(loop.parameters, loop.anchors, strict=True):
-            assert torch.equal(p, anchor.to(dtype))
+        for p, outer in zip(loop.parameters, loop.outer_parameters, strict=True):
+            assert torch.equal(p, outer.to(dtype))
             identical_on_all_ranks(p.detach().float())
         now = [model.frozen.weight, model.norm.running_mean]
         assert all(map(torch.equal, now, left))
@@ -329,9 +329,9 @@ def resumed() -> None:
         "fragment_update_alpha": 0.25,
     }  # fmt: skip
 
-    def in_place(anchors: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    def in_place(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """Return one that changes gradients, as PyTorch's do on GPUs."""
-        return torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True, foreach=True)
+        return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True, foreach=True)
 
     def run(model: nn.Module, loop: DiLoCo, steps: range) -> None:
         for step in steps:
@@ -387,12 +387,12 @@ def another_number_of_ranks() -> None:
         other = DiLoCo(network(), of_rate_one, sync_every=1, config=LEVELS, process_group=alone)
         other.load_state_dict(saved)
         other.restart()
-        before = [a.detach().clone() for a in other.anchors]
+        before = [a.detach().clone() for a in other.outer_parameters]
         other.step()  # nothing was learnt: what is pending is all that there is
-        for name, anchor, a in zip(other.names, other.anchors, before, strict=True):
+        for name, outer, a in zip(other.names, other.outer_parameters, before, strict=True):
             want = a.double().flatten() - pending[name] if name in pending else a.double().flatten()
             bound = SIZE * 2.0**-22 * max(1.0, float(want.abs().max()))
-            assert (anchor.detach().double().flatten() - want).abs().max() <= bound, name
+            assert (outer.detach().double().flatten() - want).abs().max() <= bound, name
         if SIZE > 1:
             other.load_state_dict(own)
             fails(InvalidArgument, f"of rank 0 of {SIZE}", other.step)

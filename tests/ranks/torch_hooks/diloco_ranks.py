@@ -1,4 +1,4 @@
-"""The ranks of an outer loop that come and go: what they have in common when they meet again."""
+"""The ranks of an outer loop that come and go: what they have in common when they regroup."""
 
 from typing import Any
 
@@ -66,9 +66,9 @@ def memory_formats_may_differ() -> None:
     if RANK == SIZE - 1:
         model = model.to(memory_format=torch.channels_last)
     loop = DiLoCo(model, sync_every=1, config=Config(bits=32))
-    assert torch.equal(loop.anchors[0], want) and torch.equal(model.weight, want)
+    assert torch.equal(loop.outer_parameters[0], want) and torch.equal(model.weight, want)
     loop.regroup()
-    assert torch.equal(loop.anchors[0], want) and torch.equal(model.weight, want)
+    assert torch.equal(loop.outer_parameters[0], want) and torch.equal(model.weight, want)
 
 
 CHECKS = [saved_once_regrouped, newcomers_choose_the_same_values, memory_formats_may_differ]

@@ -21,7 +21,7 @@ from torch_training import RANK, backward, identical_on_all_ranks, network, weig
 from cgx_ops import Config
 from cgx_ops.torch import ddp
 from cgx_ops.torch.averaging import exchange
-from cgx_ops.torch.ddp import bucket as ddp_bucket
+from cgx_ops.torch.ddp import bucket
 from cgx_ops.torch.ddp import hook as ddp_hook
 from cgx_ops.torch.ddp.deep_gradient import hook as ddp_deep_gradient
 from cgx_ops.torch.ddp.deep_gradient.hook import _Layer
@@ -62,7 +62,7 @@ HOOKS: dict[str, tuple[Make, Any, list[tuple[Any, str]]]] = {
     "quantized": (
         lambda **o: ddp.QuantizedAllreduceState(config=LEVELS, **o),
         ddp.quantized_allreduce_hook,
-        [(ddp_hook, "layout_of"), (ddp_bucket, "decayed")],
+        [(ddp_hook, "layout_of"), (bucket, "decayed")],
     ),
     "power_sgd": (
         lambda **o: ddp.PowerSGDState(start_powerSGD_iter=2, **o),
@@ -113,7 +113,7 @@ def gradients_of(model: nn.Module) -> torch.Tensor:
 def outer_loops() -> None:
     """Between the message and the number of its senders, and before it."""
     for carrier in ("native", "c10d"):
-        for of, name in ((torch, "ne"), (exchange, "for_any_bucket")):
+        for of, name in ((torch, "ne"), (exchange, "for_any_message")):
             model = network()
             gloo: Any = dist.new_group(backend="gloo") if carrier == "c10d" else None
             loop = sparse_loco(model, sync_every=1, process_group=gloo, carrier=carrier)

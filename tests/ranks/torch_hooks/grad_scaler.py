@@ -66,11 +66,11 @@ def looped(make: Make, *, after: bool, unscales: bool) -> torch.Tensor:
         assert loop.steps == STEPS
         iterate(model, optimizer, scaler, STEPS)  # as it was before the block
         assert loop.steps == STEPS
-        return loop.anchors[0].detach().clone()
+        return loop.outer_parameters[0].detach().clone()
     for step in range(STEPS):
         iterate(model, optimizer, scaler, step, unscales=unscales)
         loop.step()
-    return loop.anchors[0].detach().clone()
+    return loop.outer_parameters[0].detach().clone()
 
 
 def loops_count_iterations() -> None:

@@ -17,7 +17,7 @@ from torch_training import RANK, batch, loss_of, network, weights_of
 
 from cgx_ops.planner import Plan
 from cgx_ops.torch import ddp
-from cgx_ops.torch.averaging.state import HookState
+from cgx_ops.torch.averaging.state import AveragingState
 from cgx_ops.torch.diloco import DiLoCo, sparse_loco
 
 CARRIERS = ("native", "c10d")
@@ -28,7 +28,7 @@ def options_of(carrier: str) -> dict[str, Any]:
     return {"carrier": carrier, "process_group": gloo}
 
 
-def late_on_rank(rank: int, state: HookState) -> None:
+def late_on_rank(rank: int, state: AveragingState) -> None:
     """Have a rank be late with what follows a message."""
     average = state.average
 

@@ -1,1 +1,4 @@
-"""Deep Gradient Compression as a communication hook."""
+"""Deep Gradient Compression as a communication hook.
+
+hook.py: the hook; state.py: settings, momenta and residuals; hosts.py: sums within a host.
+"""

@@ -10,7 +10,7 @@
   3. a step: momentum; what is sparse and what is exact, a message each; what is kept
 
 Lin, Han, Mao, Wang, Dally: Deep Gradient Compression: Reducing the Communication Bandwidth for
-Distributed Training, ICLR 2018. The state is in ddp_deep_gradient_state.py.
+Distributed Training, ICLR 2018. The state is in state.py.
 """
 
 import contextlib
@@ -23,14 +23,15 @@ from cgx_ops import Config, Segment
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.methods.deep_gradient import Method, checked_config, is_sparse, sparse_knobs
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch._compat import GradBucket
+from cgx_ops.torch._compat.parallel import GradBucket
 from cgx_ops.torch.averaging.arithmetic import full_precision
 from cgx_ops.torch.averaging.layers import segments_of
+from cgx_ops.torch.averaging.residuals import nothing
 from cgx_ops.torch.averaging.state import rules_of
-from cgx_ops.torch.ddp.bucket import Seen, look_at, refuse, require_state
+from cgx_ops.torch.ddp.bucket import BucketInfo, inspect_bucket, refuse, require_state
 from cgx_ops.torch.ddp.deep_gradient.hosts import Hosts, hosts_of
 from cgx_ops.torch.ddp.deep_gradient.state import DeepGradientState
-from cgx_ops.torch.ddp.unused_parameters import nothing, unused_kept
+from cgx_ops.torch.ddp.unused_parameters import unused_kept
 from cgx_ops.torch.graph.work import failed
 
 _HOOK = "deep_gradient_hook"
@@ -72,9 +73,9 @@ def deep_gradient_hook(
     What goes wrong later is in the future, as with quantized_allreduce_hook.
     """
     require_state(_HOOK, state, DeepGradientState)
-    seen = look_at(_HOOK, state, bucket)
-    refuse(_HOOK, seen)
-    if not all(layer.name for layer in seen.layers):
+    info = inspect_bucket(_HOOK, state, bucket)
+    refuse(_HOOK, info)
+    if not all(layer.name for layer in info.layers):
         raise InvalidArgument(
             f"{_HOOK}: its state is kept by layer, but this model's names are not known: import "
             "cgx_ops.torch before DistributedDataParallel(model)"
@@ -83,12 +84,12 @@ def deep_gradient_hook(
         kept.claim(*state.place)
     state.note(bucket.parameters())
     loaded = [dict(each) for each in state.by_layer()]
-    exchange = _Exchange(state, bucket, seen)
-    if seen.refusal:  # the exchange began entries for the layers of this model
+    exchange = _Exchange(state, bucket, info)
+    if info.refusal:  # the exchange began entries for the layers of this model
         for kept, before in zip(state.by_layer(), loaded, strict=True):
             kept.clear()
             kept.update(before)
-    seen.raise_refusal(exchange.or_refuse())
+    info.raise_refusal(exchange.or_refuse())
     return exchange.start()
 
 
@@ -169,21 +170,21 @@ def _clipped(gradient: torch.Tensor, limit: float | None) -> None:
 class _Exchange:
     """One bucket's way through a step."""
 
-    def __init__(self, state: DeepGradientState, bucket: GradBucket, seen: Seen) -> None:
+    def __init__(self, state: DeepGradientState, bucket: GradBucket, info: BucketInfo) -> None:
         self.state, self.method, self.buffer = state, state.method, bucket.buffer()
         self.message = self.buffer.float()  # the buffer itself, if that is what it is
         self.name = f"deep_gradient/{bucket.index()}"
         self.name_of_exact = f"{self.name}, exact"
         self.ranks = state.group.size()
         self.hosts = self._hosts()
-        layers = self._planned(seen)
+        layers = self._planned(info)
         # What the ranks of a host add up goes its way whole, too.
         self.sparse = [x for x in layers if x.lost is not None or (self.hosts and x.v is not None)]
         self.exact = [x for x in layers if x not in self.sparse]
         if self.hosts is not None:
             self._gather(self.hosts)
         self.restore = nothing
-        if seen.finds_unused:
+        if info.finds_unused:
             values, kept = [x.values for x in layers], [(x.u, x.v) for x in layers]
             self.restore = unused_kept(state, values, kept, self.name)
 
@@ -192,26 +193,26 @@ class _Exchange:
         flat = state.carrier != "native" or state.config.algorithm == "one_shot"
         return None if flat or self.ranks == 1 else hosts_of(state.communicator())
 
-    def _planned(self, seen: Seen) -> list[_Layer]:
+    def _planned(self, info: BucketInfo) -> list[_Layer]:
         state, method = self.state, self.method
-        config = Config(bits=EXACT_BITS) if seen.config is None else seen.config
+        config = Config(bits=EXACT_BITS) if info.config is None else info.config
         if config.bits != EXACT_BITS:
             checked_config(config)
         rules = rules_of(state)
-        segments = segments_of(rules, seen.layers, seen.offsets, config)
+        segments = segments_of(rules, info.layers, info.offsets, config)
         lost = torch.zeros_like(self.message)
         found = []
-        for layer, place in zip(seen.layers, segments, strict=True):
+        for layer, place in zip(info.layers, segments, strict=True):
             at, numel = place.offset, layer.numel
             part = slice(at, at + numel)
             values, v, u, rest = self.message[part], None, None, None
             segment = Segment(at, numel, _EXACT)
             if is_sparse(layer.name, rules.of(layer.name, layer.dimensions, state.config), numel):
                 v = state.residuals.of(layer.name, values)
-                now = _EXACT if seen.config is None else place.config or config
+                now = _EXACT if info.config is None else place.config or config
                 if is_sparse(layer.name, now, numel) and self.ranks > 1:
                     on_gpu = values.is_cuda
-                    knobs = sparse_knobs(method, now, numel, seen.step, gpu=on_gpu)
+                    knobs = sparse_knobs(method, now, numel, info.step, gpu=on_gpu)
                     if knobs["density"] < 1:
                         segment, rest = Segment(at, numel, now.with_own(**knobs)), lost[part]
             elif layer.name in state.residuals.tensors:

@@ -3,7 +3,7 @@
 1. the state; all of it goes into checkpoints, but for what belongs to the process
 2. whether an optimizer applies momentum a second time
 
-The hook is in ddp_deep_gradient.py.
+The hook is in hook.py.
 """
 
 import weakref
@@ -22,7 +22,7 @@ from cgx_ops.methods.deep_gradient import Method, checked_config
 from cgx_ops.torch.averaging.layers import Layer
 from cgx_ops.torch.averaging.reports import report_start
 from cgx_ops.torch.averaging.residuals import Residuals
-from cgx_ops.torch.averaging.state import HookState
+from cgx_ops.torch.ddp.state import HookState
 
 # ---- 1. the state --------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@
   2. two exchanges: all P with what is not factored, then all Q
 
 Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-Optimization, NeurIPS 2019. The state is in ddp_power_sgd_state.py, which matrices a bucket has in
-ddp_power_sgd_plan.py, the linear algebra in low_rank.py. Names are those of
+Optimization, NeurIPS 2019. The state is in state.py, which matrices a bucket has in plan.py, the
+linear algebra in linear_algebra.py. Names are those of
 torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.
 """
 
@@ -25,22 +25,21 @@ from cgx_ops._core import log
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.methods import low_rank
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch._compat import GradBucket
+from cgx_ops.torch._compat.parallel import GradBucket
 from cgx_ops.torch.averaging.arithmetic import full_precision
+from cgx_ops.torch.averaging.residuals import decayed, nothing
 from cgx_ops.torch.averaging.sent import Sent
 from cgx_ops.torch.ddp.bucket import (
-    Seen,
-    decayed,
-    look_at,
+    BucketInfo,
+    inspect_bucket,
     refuse,
     require_state,
-    residuals_of,
     seeds_of,
 )
-from cgx_ops.torch.ddp.power_sgd.linear_algebra import Matrices, Part, Told, told_by
+from cgx_ops.torch.ddp.power_sgd.linear_algebra import Matrices, Part, Usable, usable_of
 from cgx_ops.torch.ddp.power_sgd.plan import plan_of
 from cgx_ops.torch.ddp.power_sgd.state import PowerSGDState
-from cgx_ops.torch.ddp.unused_parameters import nothing, unused_kept
+from cgx_ops.torch.ddp.unused_parameters import unused_kept
 
 # ---- 1. the hooks --------------------------------------------------------------------------------
 
@@ -93,22 +92,22 @@ def _hook(
     hook: str, state: PowerSGDState, bucket: GradBucket, *, batched: bool
 ) -> torch.futures.Future[torch.Tensor]:
     require_state(hook, state, PowerSGDState)
-    seen = look_at(hook, state, bucket)
+    info = inspect_bucket(hook, state, bucket)
     name = f"power_sgd/{bucket.index()}"
-    seen.raise_refusal(state.or_refuse(name))
-    refuse(hook, seen)
+    info.raise_refusal(state.or_refuse(name))
+    refuse(hook, info)
     buffer = bucket.buffer()
-    if seen.config is None or seen.step < state.start_powerSGD_iter:
+    if info.config is None or info.step < state.start_powerSGD_iter:
         whole = [Segment(0, buffer.numel(), Config(bits=EXACT_BITS))]
         return state.average(buffer, state.config, segments=whole, seed=[0], name=name)
-    if not all(layer.name for layer in seen.layers):
+    if not all(layer.name for layer in info.layers):
         raise InvalidArgument(
             f"{hook}: its state is kept by layer, but this model's names are not known: import "
             "cgx_ops.torch before DistributedDataParallel(model)"
         )
     if state.use_error_feedback:
         state.residuals.claim(*state.place)
-    return state.prepared(name, lambda: _Exchange(hook, state, bucket, seen, batched).start())
+    return state.prepared(name, lambda: _Exchange(hook, state, bucket, info, batched).start())
 
 
 # ---- 2. two exchanges ----------------------------------------------------------------------------
@@ -118,10 +117,10 @@ class _Exchange:
     """One bucket's way through a step."""
 
     def __init__(
-        self, hook: str, state: PowerSGDState, bucket: GradBucket, seen: Seen, batched: bool
+        self, hook: str, state: PowerSGDState, bucket: GradBucket, info: BucketInfo, batched: bool
     ) -> None:
         self.state, self.buffer = state, bucket.buffer()
-        self.plan = plan = plan_of(state, seen, bucket, batched)
+        self.plan = plan = plan_of(state, info, bucket, batched)
         self.size = state.group.size()
         self.name = f"power_sgd/{bucket.index()}"
         parts = [Part(gradient, None) for gradient in self.buffer.split(plan.sizes)]
@@ -134,18 +133,18 @@ class _Exchange:
                 if i not in cores:
                     part.decay = plan.config.residual_decay
                     part.residual = state.residuals.of(
-                        seen.layers[i].name, part.gradient, dtype=torch.float32
+                        info.layers[i].name, part.gradient, dtype=torch.float32
                     )
-        self.residuals, self.keep = self._cores(hook, seen)
-        self.qs = self._old_qs(seen)
+        self.residuals, self.keep = self._cores(hook, info)
+        self.qs = self._old_qs(info)
         self.restore = nothing
-        if seen.finds_unused:
+        if info.finds_unused:
             by_layer = state.residuals.tensors, state.factors.q
-            kept = [[each.get(layer.name) for each in by_layer] for layer in seen.layers]
+            kept = [[each.get(layer.name) for each in by_layer] for layer in info.layers]
             gradients = [part.gradient for part in parts]
             self.restore = unused_kept(state, gradients, kept, self.name)
         with self._or_taken_back():
-            self.message, self.seeds = self._first(seen, bucket)
+            self.message, self.seeds = self._first(info, bucket)
         state.count(self.buffer.numel(), plan.sent, bucket.is_last())
         left_out = (self.buffer.numel() - plan.sent) * self.buffer.element_size()
         log.leave_out(2 * (self.size - 1) * left_out // self.size)
@@ -177,7 +176,7 @@ class _Exchange:
             raise
 
     def _cores(
-        self, hook: str, seen: Seen
+        self, hook: str, info: BucketInfo
     ) -> tuple[list[torch.Tensor | None] | None, Callable[[], None]]:
         """Return the residuals that the core keeps, of the first message's segments.
 
@@ -187,28 +186,28 @@ class _Exchange:
         if state.feedback != "local":
             return None, nothing
         lossy = [(segment, place) for segment, place in plan.first if place is not None]
-        found = [seen.layers[plan.others[place]] for _, place in lossy]
+        found = [info.layers[plan.others[place]] for _, place in lossy]
         like = [self.others[place].gradient.float() for _, place in lossy]
         segments = [each for each, _ in lossy]
-        kept = residuals_of(hook, state, plan.config, found, segments, like)
+        kept = state.residuals_of(hook, plan.config, found, segments, like)
         taken, keep = decayed(kept, plan.config, segments)
         if taken is None:
             return None, nothing
         own = iter(taken)
         return [None if place is None else next(own) for _, place in plan.first], keep
 
-    def _first(self, seen: Seen, bucket: GradBucket) -> tuple[torch.Tensor, list[int]]:
+    def _first(self, info: BucketInfo, bucket: GradBucket) -> tuple[torch.Tensor, list[int]]:
         """Return the first message, and its segments' seeds."""
         state, plan = self.state, self.plan
         ps = [m.project(q) for m, q in zip(self.matrices, self.qs, strict=True)]
         others = [part.added().float() for part in self.others]
         message = torch.cat([*(p.view(-1) for p in ps), *others])
         lossy = [place for _, place in plan.first if place is not None]
-        found = [seen.layers[plan.others[place]] for place in lossy]
-        drawn = iter(seeds_of(state, found, seen.step, bucket))
+        found = [info.layers[plan.others[place]] for place in lossy]
+        drawn = iter(seeds_of(state, found, info.step, bucket))
         return message, [0 if place is None else next(drawn) for _, place in plan.first]
 
-    def _old_qs(self, seen: Seen) -> list[torch.Tensor]:
+    def _old_qs(self, info: BucketInfo) -> list[torch.Tensor]:
         """Return the Q that each of the matrices begins with, (count, columns, rank).
 
         With a warm start they are what the state knows, to be changed in place.
@@ -223,7 +222,7 @@ class _Exchange:
             elif drawn is not None:
                 q = drawn[i]
             else:
-                draw = 0 if state.warm_start else seen.step
+                draw = 0 if state.warm_start else info.step
                 q = torch.from_numpy(
                     np.stack(
                         [
@@ -274,20 +273,20 @@ class _Exchange:
             m.project_back(p, epsilon).view(-1)
             for m, p in zip(self.matrices, means[: len(ps)], strict=True)
         ]
-        mean_qs, shares, tolds = self._averaged(own, sent) if own else ((), (), ())
+        mean_qs, shares, usables = self._averaged(own, sent) if own else ((), (), ())
         self.added = []
         for part, mean in zip(self.others, means[len(ps) :], strict=True):
             part.gradient.copy_(mean)
             if part.residual is not None:
                 part.residual.sub_(mean).nan_to_num_(0.0, 0.0, 0.0)
-        steps = zip(self.matrices, self.qs, mean_qs, shares, tolds, strict=True)
-        for m, q, mean, share, told in steps:
-            q.copy_(m.finish(mean, share, told))
+        steps = zip(self.matrices, self.qs, mean_qs, shares, usables, strict=True)
+        for m, q, mean, share, usable in steps:
+            q.copy_(m.finish(mean, share, usable))
 
     def _averaged(
         self, own: Sequence[torch.Tensor], sent: Sent
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[Told | None]]:
-        """Return the averages of all Q, this rank's residual's share of each, and what they tell.
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[Usable | None]]:
+        """Return the averages of all Q, this rank's residual's share of each, and which are usable.
 
         With "torch" the share is the average; else its own, without what was lost of it on the way.
         """
@@ -301,8 +300,8 @@ class _Exchange:
             name=f"{self.name}/q", residuals=lost,
         )  # fmt: skip
         means = message.split(numels)
-        tolds = told_by(message, plan.of_q, [form.shape[0] for form in plan.forms])
+        usables = usable_of(message, plan.of_q, [form.shape[0] for form in plan.forms])
         if state.feedback == "torch":
-            return means, means, tolds
+            return means, means, usables
         shares = own if lost is None else [q - e for q, e in zip(own, lost, strict=True)]
-        return means, shares, tolds
+        return means, shares, usables

@@ -99,11 +99,11 @@ class Form:
         return self.shape[0], self.rank, self.shape[2]
 
 
-class Told(NamedTuple):
-    """What averages of Q tell: of each matrix, whether they are finite, and not all zero either."""
+class Usable(NamedTuple):
+    """For each matrix, whether the average of its Q is finite, and whether it is nonzero too."""
 
     finite: torch.Tensor
-    tells: torch.Tensor
+    nonzero: torch.Tensor
 
 
 class Matrices:
@@ -147,7 +147,7 @@ class Matrices:
         return torch.bmm(self.p.mT, self.values)
 
     def finish(
-        self, mean_q: torch.Tensor, share: torch.Tensor, told: Told | None = None
+        self, mean_q: torch.Tensor, share: torch.Tensor, usable: Usable | None = None
     ) -> torch.Tensor:
         """Write the averages into the gradients, and what is lost into the residuals.
 
@@ -157,7 +157,7 @@ class Matrices:
             mean_q: the average of Q, as it travelled.
             share: what counts as this rank's part of it, alike: its residual is its matrix without
                 P share^T.
-            told: by each average; None: all are finite, and none is zero.
+            usable: which averages are; None: all.
 
         Returns:
             What to begin the next step with, (count, columns, rank): the average; of matrices where
@@ -166,8 +166,8 @@ class Matrices:
         mean_q, share = mean_q.view(self.form.q_shape), share.view(self.form.q_shape)
         if self.parts[0].residual is not None:
             self.values.baddbmm_(self.p, share, alpha=-1)
-            if told is not None:
-                self.values.masked_fill_(~told.finite[:, None, None], 0.0)
+            if usable is not None:
+                self.values.masked_fill_(~usable.finite[:, None, None], 0.0)
             for part, lost in zip(self.parts, self._pieces(self.values), strict=True):
                 assert part.residual is not None
                 if part.residual.data_ptr() != lost.data_ptr():
@@ -180,7 +180,7 @@ class Matrices:
             for part, piece in zip(self.parts, self._pieces(average), strict=True):
                 part.gradient.copy_(piece)
         q = mean_q.mT
-        return q if told is None else torch.where(told.tells[:, None, None], q, self.basis)
+        return q if usable is None else torch.where(usable.nonzero[:, None, None], q, self.basis)
 
     def _pieces(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return what of (count, rows, columns) values belongs to each part."""
@@ -191,8 +191,10 @@ class Matrices:
         return values.view(-1).split([*sizes, rest])[: len(sizes)]
 
 
-def told_by(means: torch.Tensor, numels: torch.Tensor, counts: Sequence[int]) -> list[Told | None]:
-    """Return what averages of Q tell; None where all are finite, and none is zero.
+def usable_of(
+    means: torch.Tensor, numels: torch.Tensor, counts: Sequence[int]
+) -> list[Usable | None]:
+    """Return which averages of Q are usable; None where all are finite, and none is zero.
 
     Args:
         means: of all matrices, flat, end to end.
@@ -201,7 +203,7 @@ def told_by(means: torch.Tensor, numels: torch.Tensor, counts: Sequence[int]) ->
     """
     largest = torch.segment_reduce(means.abs(), "max", lengths=numels.to(means.device))
     finite = largest < math.inf  # which NaN is not
-    tells = finite & (largest > 0)
-    if means.device.type == "cpu" and tells.all():  # a GPU is not waited for
+    nonzero = finite & (largest > 0)
+    if means.device.type == "cpu" and nonzero.all():  # a GPU is not waited for
         return [None] * len(counts)
-    return list(map(Told, finite.split(counts), tells.split(counts)))
+    return list(map(Usable, finite.split(counts), nonzero.split(counts)))

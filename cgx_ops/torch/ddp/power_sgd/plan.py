@@ -3,7 +3,7 @@
 1. plan_of(): the plan of the step before, if it still holds
 2. its parts: which matrices a bucket has, and how all of it travels
 
-To find it takes longer than a step's arithmetic. The hooks are in ddp_power_sgd.py.
+To find it takes longer than a step's arithmetic. The hooks are in hook.py.
 """
 
 import itertools
@@ -17,10 +17,10 @@ import torch
 from cgx_ops import Config, Segment
 from cgx_ops.methods import low_rank
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch._compat import GradBucket
+from cgx_ops.torch._compat.parallel import GradBucket
 from cgx_ops.torch.averaging.layers import segments_of
-from cgx_ops.torch.averaging.state import rules_of
-from cgx_ops.torch.ddp.bucket import Seen, for_any_bucket
+from cgx_ops.torch.averaging.state import for_any_message, rules_of
+from cgx_ops.torch.ddp.bucket import BucketInfo
 from cgx_ops.torch.ddp.power_sgd.linear_algebra import Form
 from cgx_ops.torch.ddp.power_sgd.state import PowerSGDState, bucket_name
 
@@ -60,40 +60,40 @@ class Plan:
         return last.offset + last.numel + end.offset + end.numel
 
 
-def plan_of(state: PowerSGDState, seen: Seen, bucket: GradBucket, batched: bool) -> Plan:
+def plan_of(state: PowerSGDState, info: BucketInfo, bucket: GradBucket, batched: bool) -> Plan:
     """Return what a step does with a bucket, whatever its gradients are.
 
     batched: whether the bucket is one matrix.
     """
     rules = rules_of(state)
     follows_from = (
-        batched, seen.layers, seen.offsets, [g.stride() for g in seen.gradients], seen.config,
+        batched, info.layers, info.offsets, [g.stride() for g in info.gradients], info.config,
         rules, state.matrix_approximation_rank,
         state.min_compression_rate, state.batch_tensors_with_same_shape, state.factor_bits,
     )  # fmt: skip
     plan = state.plans.get(bucket.index())
     if plan is None or plan.follows_from != follows_from:
-        plan = state.plans[bucket.index()] = _found(state, seen, follows_from)
+        plan = state.plans[bucket.index()] = _found(state, info, follows_from)
     return plan
 
 
 # ---- 2. its parts --------------------------------------------------------------------------------
 
 
-def _found(state: PowerSGDState, seen: Seen, follows_from: tuple[Any, ...]) -> Plan:
+def _found(state: PowerSGDState, info: BucketInfo, follows_from: tuple[Any, ...]) -> Plan:
     batched, rules = follows_from[0], rules_of(state)
-    assert seen.config is not None
-    sizes = [layer.numel for layer in seen.layers]
-    assert seen.offsets == _starts(sizes), "a bucket's layers lie end to end"
-    forms = [_one_matrix(state, seen)] if batched else _matrices(state, seen)
+    assert info.config is not None
+    sizes = [layer.numel for layer in info.layers]
+    assert info.offsets == _starts(sizes), "a bucket's layers lie end to end"
+    forms = [_one_matrix(state, info)] if batched else _matrices(state, info)
     factored = {i for form in forms for i in form.members}
     others = [i for i in range(len(sizes)) if i not in factored]
-    config, how = for_any_bucket(seen.config, rules), low_rank.FACTORS[state.factor_bits]
+    config, how = for_any_message(info.config, rules), low_rank.FACTORS[state.factor_bits]
     ps = [math.prod(form.p_shape) for form in forms]
     starts = _starts([*ps, *(sizes[i] for i in others)])
     config_of_factors, qs = config.with_own(**how), [math.prod(form.q_shape) for form in forms]
     segments = [Segment(at, n, config_of_factors) for at, n in zip(starts, ps, strict=False)]
-    segments += segments_of(rules, [seen.layers[i] for i in others], starts[len(ps) :], config)
+    segments += segments_of(rules, [info.layers[i] for i in others], starts[len(ps) :], config)
     places = [*(None for _ in ps), *range(len(others))]
     of_q = [(Segment(at, n), None) for at, n in zip(_starts(qs), qs, strict=True)]
     return Plan(
@@ -116,20 +116,20 @@ def _rows_and_columns(gradient: torch.Tensor) -> tuple[int, int]:
     return rows, gradient.numel() // rows
 
 
-def _one_matrix(state: PowerSGDState, seen: Seen) -> Form:
+def _one_matrix(state: PowerSGDState, info: BucketInfo) -> Form:
     """Return a bucket as one square matrix."""
-    numel = sum(layer.numel for layer in seen.layers)
+    numel = sum(layer.numel for layer in info.layers)
     side = math.ceil(math.sqrt(numel))
-    name = bucket_name(seen.layers[0].name, seen.layers[-1].name, numel)
+    name = bucket_name(info.layers[0].name, info.layers[-1].name, numel)
     rank = min(side, state.matrix_approximation_rank)
-    return Form((name,), tuple(range(len(seen.layers))), (1, side, side), rank)
+    return Form((name,), tuple(range(len(info.layers))), (1, side, side), rank)
 
 
-def _matrices(state: PowerSGDState, seen: Seen) -> list[Form]:
+def _matrices(state: PowerSGDState, info: BucketInfo) -> list[Form]:
     """Return the layers that are factored, those of one shape behind each other."""
     by_shape: dict[tuple[int, int, int], list[int]] = {}
     rules = rules_of(state)
-    for i, (layer, gradient) in enumerate(zip(seen.layers, seen.gradients, strict=True)):
+    for i, (layer, gradient) in enumerate(zip(info.layers, info.gradients, strict=True)):
         rows, columns = _rows_and_columns(gradient)
         rank = low_rank.rank_of(
             rows, columns, state.matrix_approximation_rank, state.min_compression_rate
@@ -139,7 +139,7 @@ def _matrices(state: PowerSGDState, seen: Seen) -> list[Form]:
     forms = []
     for (rows, columns, rank), alike in by_shape.items():
         for batch in [alike] if state.batch_tensors_with_same_shape else [[i] for i in alike]:
-            names = tuple(seen.layers[i].name for i in batch)
+            names = tuple(info.layers[i].name for i in batch)
             forms.append(Form(names, tuple(batch), (len(batch), rows, columns), rank))
     return forms
 

@@ -1,7 +1,6 @@
 """PowerSGDState: settings of PowerSGD's hooks, each matrix's Q, and what was lost so far.
 
-All of it goes into checkpoints, but for what belongs to the process. The hooks are in
-ddp_power_sgd.py.
+All of it goes into checkpoints, except parts of this process. The hooks are in hook.py.
 """
 
 import logging
@@ -21,7 +20,7 @@ from cgx_ops.methods import low_rank
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch.averaging.layers import Layer
 from cgx_ops.torch.averaging.reports import report_start
-from cgx_ops.torch.averaging.state import HookState
+from cgx_ops.torch.ddp.state import HookState
 
 _log = logging.getLogger(__name__)
 _BUCKET = re.compile(r"(.+)\.\.\.(.+) \([0-9]+\)")

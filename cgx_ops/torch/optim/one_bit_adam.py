@@ -1,15 +1,4 @@
-"""Optimizers that average by themselves, and send a momentum in one bit instead of gradients.
-
-    from cgx_ops.torch.optim import OneBitAdam, Signum
-    optimizer = OneBitAdam(model.parameters(), lr=1e-3, warmup_steps=1000)
-
-  1. OneBitAdam: Adam, whose variance is kept as it is after a warm-up, while momentum is compressed
-  2. Signum: the majority's signs of the ranks' momenta
-
-Gradients must be each rank's own: a model without DistributedDataParallel, or in one with the hook
-CommHookType.NOOP, which copies parameters and buffers at the start. What both do alike is in
-exchanging_optimizer.py.
-"""
+"""OneBitAdam: Adam, whose variance is fixed after a warm-up, while momentum is compressed."""
 
 from typing import Any, Unpack
 
@@ -21,9 +10,7 @@ from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import InvalidArgument, require_integer, require_share
 from cgx_ops.rules import EXACT_BITS, require_rules
 from cgx_ops.torch.averaging.exchange import Carriers, Exchange
-from cgx_ops.torch.optim.base import ExchangingOptimizer, Trained
-
-# ---- 1. 1-bit Adam -------------------------------------------------------------------------------
+from cgx_ops.torch.optim.base import ExchangingOptimizer, ParamUpdate
 
 
 class OneBitAdam(ExchangingOptimizer):
@@ -107,98 +94,25 @@ class OneBitAdam(ExchangingOptimizer):
         if not group["eps"] > 0:
             raise InvalidArgument(f"OneBitAdam: eps is {group['eps']!r}; it must be more than 0")
 
-    def updates(self, trained: list[Trained]) -> list[torch.Tensor]:
+    def updates(self, params: list[ParamUpdate]) -> list[torch.Tensor]:
         """Change the states of parameters by their gradients; return what to step by."""
         warming_up = self.exchange.steps < self.warmup_steps
-        gradients = [each.gradient for each in trained]
+        gradients = [each.gradient for each in params]
         if warming_up:
-            gradients = self.averaged(trained, gradients, exact=True)
+            gradients = self.averaged(params, gradients, exact=True)
         momenta = []
-        for (_, group, state, *_), g in zip(trained, gradients, strict=True):
+        for (_, group, state, *_), g in zip(params, gradients, strict=True):
             beta1, beta2 = group["betas"]
             momenta.append(state["exp_avg"] * beta1 + g * (1 - beta1))
             if warming_up:
                 state["exp_avg_sq"] = state["exp_avg_sq"] * beta2 + g * g * (1 - beta2)
         if not warming_up:
-            momenta = [mean.clone() for mean in self.averaged(trained, momenta)]
-        for each, m in zip(trained, momenta, strict=True):
+            momenta = [mean.clone() for mean in self.averaged(params, momenta)]
+        for each, m in zip(params, momenta, strict=True):
             each.state["exp_avg"] = m
-        return [_adams_step(each.state, each.group["eps"]) for each in trained]
+        return [_adams_step(each.state, each.group["eps"]) for each in params]
 
 
 def _adams_step(state: dict[str, torch.Tensor], eps: float) -> torch.Tensor:
     m, v = state["exp_avg"], state["exp_avg_sq"]
     return torch.where(v == 0, 0.0, m / (v.sqrt() + eps))
-
-
-# ---- 2. SigNUM -----------------------------------------------------------------------------------
-
-
-class Signum(ExchangingOptimizer):
-    """SigNUM with majority vote (Bernstein et al., ICLR 2019): every rank votes with signs.
-
-        m <- momentum m + (1 - momentum) gradient          on each rank, of its own gradients
-        x <- x - lr (the sign that most ranks' m have + weight_decay x)
-
-    One bit an element goes each way, and all elements step by lr. A vote has no zero: where as many
-    ranks vote + as -, and where an m is 0, it counts as + in even steps and as - in odd ones, so
-    that nobody drifts (the paper's sign(0) is 0; on average this is, too). All parameters vote,
-    vectors, too.
-
-    A parameter's state: momentum_buffer (m), float32, each rank's own.
-    """
-
-    of_state = of_rank = ("momentum_buffer",)
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-4,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        *,
-        process_group: dist.ProcessGroup | None = None,
-        config: Config | None = None,
-        carrier: Carriers = "native",
-    ) -> None:
-        """Make an optimizer, equal on all ranks.
-
-        Args:
-            params: parameters, or groups of them, as of torch's optimizers.
-            lr: what an element steps by.
-            momentum: at least 0 (signSGD) and less than 1.
-            weight_decay: at least 0.
-            process_group: whose ranks vote; None: the default group.
-            config: how votes travel; its compressor is "sign". None: Config(compressor="sign").
-            carrier: who moves the bytes, as of cgx_ops.torch.ddp.QuantizedAllreduceState.
-
-        Raises:
-            InvalidArgument (a ValueError): an argument is out of its range.
-            TypeError: a parameter is complex, sparse or of float64.
-        """
-        config = config_of(config or Config(compressor="sign"))
-        if config.compressor != "sign" or config.bits == EXACT_BITS:
-            raise InvalidArgument(
-                f"Signum: config is {config}; give one with compressor='sign', whose sum is a vote"
-            )
-        every = Rules(exact_vectors=False)
-        exchange = Exchange("Signum", process_group, config, carrier, every)
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, defaults, exchange)
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Raise InvalidArgument if a setting of a group of parameters is out of its range."""
-        super().check_group(group)
-        require_share("Signum: momentum", group["momentum"])
-
-    def updates(self, trained: list[Trained]) -> list[torch.Tensor]:
-        """Change the states of parameters by their gradients; return what to step by."""
-        side = 1.0 if self.exchange.steps % 2 == 0 else -1.0
-        momenta = []
-        for _, group, state, _, g in trained:
-            beta = group["momentum"]
-            momenta.append(state["momentum_buffer"] * beta + g * (1 - beta))
-        votes = self.averaged(trained, [m * side for m in momenta])
-        for each, m in zip(trained, momenta, strict=True):
-            each.state["momentum_buffer"] = m
-        return [vote * side for vote in votes]
