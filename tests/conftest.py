@@ -7,6 +7,7 @@ import os
 
 import hypothesis
 import pytest
+from support import rank_checks
 
 import cgx_ops
 from cgx_ops._core import library, user_warnings
@@ -31,10 +32,23 @@ def pytest_runtest_setup() -> None:
     user_warnings.forget()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, under mpirun, what starts processes of its own or is about one process."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip, under mpirun, what starts processes of its own or is about one process.
+
+    Raises:
+        UsageError: whole files have no item for a check of a rank program that they launch.
+    """
+    if not any("::" in argument for argument in config.args):
+        for program, names in rank_checks.left_out(items).items():
+            raise pytest.UsageError(f"no test runs {', '.join(names)} of {program}")
     if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) == 1:
         return
     for item in items:
         if not item.get_closest_marker("mpirun"):
             item.add_marker(pytest.mark.skip(reason="is about one process, or starts its own"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Have rank programs run the checks that are selected."""
+    rank_checks.select(session.items)

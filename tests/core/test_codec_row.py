@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import cpp_programs, launch
+from support.rank_checks import Launch, RankCheck, rank_checks
 
 import cgx_ops
 
@@ -25,9 +26,10 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(700)
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_a_codec_of_unknown_length(package: Path, n: int) -> None:
+@rank_checks(
+    Launch(2, "run_codec_row.py", timeout=600),
+    Launch(3, "run_codec_row.py", timeout=600, marks=[pytest.mark.exhaustive]),
+)
+def test_a_codec_of_unknown_length(check: RankCheck, package: Path) -> None:
     path = os.pathsep.join([str(package), launch.python_path()])
-    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    launch.check_ok(launch.mpirun(n, "run_codec_row.py", env=environment, timeout=300))
+    check.passes(env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})

@@ -19,6 +19,7 @@ from support import launch
 from support import torch_cases as tc
 from support.jax_cases import SRA, mesh_of, use_cpu_devices
 from support.noise_cases import NUMEL, check_independent, errors, values
+from support.rank_checks import Launch, RankCheck, rank_checks
 
 from cgx_ops import Communicator, Config, InvalidArgument, Segment
 from cgx_ops._core import call
@@ -153,9 +154,9 @@ def test_calls_are_counted_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) ->
 # ---- 2. torch -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_torch() -> None:
-    launch.check_ok(launch.mpirun(4, "run_torch_noise.py", env=tc.ENVIRONMENT, timeout=100))
+@rank_checks(Launch(4, "run_torch_noise.py", env=tc.ENVIRONMENT, marks=[pytest.mark.slow]))
+def test_torch(check: RankCheck) -> None:
+    check.passes()
 
 
 # ---- 3. JAX -------------------------------------------------------------------------------------

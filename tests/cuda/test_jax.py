@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from support import launch
 from support.cuda_cases import WIRES, needs_jax_gpu, on_one_gpu
 from support.jax_cases import mesh_of, normal, on_mesh, use_cpu_devices
+from support.rank_checks import Launch, RankCheck, listed, rank_checks
 
 from cgx_ops import Communicator, Config
 from cgx_ops._core import library
@@ -185,47 +186,48 @@ def handlers_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
+PROGRAM = "run_cuda_jax.py"
+NAMES = listed(PROGRAM)
 CASES = (
     "values", "keys", "halves", "examples", "residuals", "permuted", "sizes", "bits_and_dtypes",
     "trees", "gradients", "two_programs",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("processes", "cases"),
-    [
-        (1, (*CASES, "failure")),
-        pytest.param(2, (*CASES, "in_order", "mismatch"), marks=pytest.mark.slow),
-    ],
-)
-def test_handlers(handlers_on_cpu: Path, processes: int, cases: tuple[str, ...]) -> None:
-    start = launch.mpirun if processes > 1 else launch.processes
+@rank_checks(
+    Launch(1, PROGRAM, *CASES, "failure", names=NAMES, by=launch.processes, timeout=250),
+    Launch(
+        2, PROGRAM, *CASES, "in_order", "mismatch", names=NAMES, timeout=250,
+        marks=[pytest.mark.slow],
+    ),
+)  # fmt: skip
+def test_handlers(check: RankCheck, handlers_on_cpu: Path) -> None:
     env = {"LD_PRELOAD": str(handlers_on_cpu), "CGX_TIMEOUT": "60"}
-    args = ("--on-cpu", handlers_on_cpu, *cases)
-    launch.check_ok(start(processes, "run_cuda_jax.py", *args, env=env, timeout=250), cases)
+    check.passes("--on-cpu", handlers_on_cpu, env=env)
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 
-@needs_jax_gpu
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_on_one_gpu(ranks: int, wire: str) -> None:
-    cases = (*CASES, "in_order", "independent_calls")
-    launch.check_ok(on_one_gpu(ranks, "run_cuda_jax.py", *cases, wire=wire), cases)
+def on(ranks: int, wire: str, *names: str, kills: bool = False) -> Launch:
+    return Launch(
+        ranks, PROGRAM, *names, names=NAMES, by=on_one_gpu, wire=wire, kills=kills, timeout=300
+    )
+
+
+# A group of one sends nothing: what JAX itself does, and no custom call.
+ALONE = Launch(
+    1, PROGRAM, "alone", names=NAMES, by=launch.processes,
+    env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+)  # fmt: skip
 
 
 @needs_jax_gpu
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("case", ["mismatch", "late"])
-def test_failures_on_one_gpu(case: str, wire: str) -> None:
-    kills = case == "late"
-    launch.check_ok(on_one_gpu(2, "run_cuda_jax.py", case, wire=wire, kills=kills), [case])
-
-
-@needs_jax_gpu
-def test_one_device_alone() -> None:
-    """A group of one sends nothing: what JAX itself does, and no custom call."""
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    launch.check_ok(launch.processes(1, "run_cuda_jax.py", "alone", env=environment), ["alone"])
+@rank_checks(
+    *(on(n, wire, *CASES, "in_order", "independent_calls") for n in (2, 4) for wire in WIRES),
+    *(on(2, wire, "mismatch") for wire in WIRES),
+    *(on(2, wire, "late", kills=True) for wire in WIRES),
+    ALONE,
+)
+def test_on_one_gpu(check: RankCheck) -> None:
+    check.passes()

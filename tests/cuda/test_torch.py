@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from support import torch_cases as tc
 from support.cuda_cases import WIRES, needs_torch_gpu, on_one_gpu
-from support.launch import check_ok
+from support.rank_checks import Launch, RankCheck, listed, rank_checks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -35,42 +35,26 @@ REDUCTIONS = [
 
 # ---- With a GPU ----------------------------------------------------------------------------------
 
+PROGRAM = "run_cuda_torch.py"
+NAMES = listed(PROGRAM)
 CASES = ["values", "lists", "layouts", "in_place", "gradients", "streams", "works", "backend_calls"]
 CASES += ["what_is_compressed", "data_parallel", "sharded", "operators"]
 
 
-def ends_well(n: int, *arguments: str, wire: str = "SHM", timeout: float = 300) -> None:
-    check_ok(on_one_gpu(n, "run_cuda_torch.py", *arguments, wire=wire, timeout=timeout))
+def on(n: int, wire: str, *names: str, timeout: float = 300) -> Launch:
+    return Launch(n, PROGRAM, *names, names=NAMES, by=on_one_gpu, wire=wire, timeout=timeout)
 
 
 @needs_torch_gpu
-@pytest.mark.timeout(320)
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("n", [2, 4])
-def test_every_case(n: int, wire: str) -> None:
-    ends_well(n, *CASES, wire=wire)
-
-
-@needs_torch_gpu
-def test_recorded_graphs() -> None:
-    ends_well(2, "recorded")
-
-
-@needs_torch_gpu
-def test_what_cannot_be_recorded_says_so() -> None:
-    ends_well(2, "not_recorded", wire="MPI")
-
-
-@needs_torch_gpu
-@pytest.mark.timeout(620)
-def test_compiled() -> None:
-    ends_well(2, "compiled", "compiled_and_recorded", timeout=600)
-
-
-@needs_torch_gpu
-@pytest.mark.parametrize("wire", WIRES)
-def test_ranks_that_fail(wire: str) -> None:
-    ends_well(3, "late_rank", "mismatch", wire=wire)
+@rank_checks(
+    *(on(n, wire, *CASES) for n in (2, 4) for wire in WIRES),
+    on(2, "SHM", "recorded"),
+    on(2, "MPI", "not_recorded"),
+    on(2, "SHM", "compiled", "compiled_and_recorded", timeout=600),
+    *(on(3, wire, "late_rank", "mismatch") for wire in WIRES),
+)
+def test_on_a_gpu(check: RankCheck) -> None:
+    check.passes()
 
 
 # ---- Without -------------------------------------------------------------------------------------

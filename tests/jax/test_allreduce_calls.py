@@ -21,7 +21,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support.jax_allreduce_cases import AUTO, STEPS, X, check, on_ranks, reduce
 from support.jax_cases import SRA, expected, mesh_of, normal, on_mesh, same_bits, with_config
-from support.launch import check_ok, mpirun
+from support.launch import mpirun
+from support.rank_checks import Launch, RankCheck, rank_checks
 
 import cgx_ops
 from cgx_ops import Communicator, Config
@@ -332,28 +333,23 @@ def test_threads_without_names(pair: list[Communicator]) -> None:
 # ---- processes ---------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        pytest.param(3, marks=pytest.mark.slow),
-        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 4)),
-    ],
+PROGRAM = "run_jax_allreduce.py"
+RIGHT = ["values", "different_programs", "two_communicators", "threads_with_names"]
+RIGHT += ["one_program_for_all", "training"]
+
+
+def on(ranks: int, mark: pytest.MarkDecorator) -> Launch:
+    return Launch(ranks, PROGRAM, *RIGHT, env=ENVIRONMENT, timeout=220, marks=[mark])
+
+
+@rank_checks(
+    Launch(2, PROGRAM, "among_other_ordered_effects", env=ENVIRONMENT),
+    Launch(2, PROGRAM, "mismatch", "late", env={**ENVIRONMENT, "CGX_TIMEOUT": "3"}),
+    on(3, pytest.mark.slow),
+    *(on(n, pytest.mark.exhaustive) for n in (1, 2, 4)),
 )
-def test_processes(ranks: int) -> None:
-    names = ["values", "different_programs", "two_communicators", "threads_with_names"]
-    names += ["one_program_for_all", "training"]
-    check_ok(mpirun(ranks, "run_jax_allreduce.py", *names, env=ENVIRONMENT, timeout=220), names)
-
-
-def test_among_other_ordered_effects() -> None:
-    names = ["among_other_ordered_effects"]
-    check_ok(mpirun(2, "run_jax_allreduce.py", *names, env=ENVIRONMENT, timeout=100), names)
-
-
-def test_processes_that_fail() -> None:
-    environment, names = {**ENVIRONMENT, "CGX_TIMEOUT": "3"}, ["mismatch", "late"]
-    check_ok(mpirun(2, "run_jax_allreduce.py", *names, env=environment, timeout=100), names)
+def test_processes(check: RankCheck) -> None:
+    check.passes()
 
 
 @pytest.mark.slow

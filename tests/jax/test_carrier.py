@@ -31,6 +31,7 @@ from support.jax_cases import (
     use_cpu_devices,
     with_config,
 )
+from support.rank_checks import Launch, RankCheck, rank_checks
 
 from cgx_ops import Communicator, Config, Rules
 from cgx_ops._core import library
@@ -167,33 +168,34 @@ def test_sums_in_a_process_hide_and_flush_nothing(monkeypatch: pytest.MonkeyPatc
         assert all(same_bits(row, want) for row in np.asarray(program(x))), dtype
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(150)
-@pytest.mark.parametrize(
-    "with_mpi",
-    [True, pytest.param(False, marks=pytest.mark.exhaustive)],
-    ids=["mpirun", "without"],
+PROGRAM = "run_jax_carrier.py"
+OF_MESHES = ["one_axis", "two_axes", "another_order", "many"]
+# Without LLVM's optimizations, which take long: above the same calls have them.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+
+def by_mpirun(processes: int, devices: int, mark: pytest.MarkDecorator) -> Launch:
+    return Launch(
+        processes, PROGRAM, *OF_MESHES, arguments=[devices, "", processes], env=ENVIRONMENT,
+        timeout=140, marks=[mark],
+    )  # fmt: skip
+
+
+def without_mpi(processes: int, devices: int) -> Launch:
+    return Launch(
+        processes, PROGRAM, by=launch.processes, timeout=140, marks=[pytest.mark.exhaustive],
+        arguments=[devices, "{}:{}".format(*free_address([""])), processes], env=ENVIRONMENT,
+    )  # fmt: skip
+
+
+@rank_checks(
+    by_mpirun(2, 2, pytest.mark.slow),
+    by_mpirun(2, 1, pytest.mark.exhaustive),
+    by_mpirun(4, 1, pytest.mark.exhaustive),
+    *(without_mpi(processes, devices) for processes, devices in ((2, 2), (2, 1), (4, 1))),
 )
-@pytest.mark.parametrize(
-    ("processes", "devices"),
-    [(2, 2), *(pytest.param(n, 1, marks=pytest.mark.exhaustive) for n in (2, 4))],
-)
-def test_among_processes(processes: int, devices: int, with_mpi: bool) -> None:
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        # Without LLVM's optimizations, which take long: above the same calls have them.
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-    }  # fmt: skip
-    program = "run_jax_carrier.py"
-    if with_mpi:
-        outputs = launch.mpirun(processes, program, devices, env=environment, timeout=140)
-    else:
-        coordinator = "{}:{}".format(*free_address([""]))
-        outputs = launch.processes(
-            processes, program, devices, coordinator, processes, env=environment, timeout=140
-        )
-    names = ["one_axis", "two_axes", "another_order", "many"]
-    launch.check_ok(outputs, names if with_mpi else [*names, "nothing_of_mpi_s"])
+def test_among_processes(check: RankCheck) -> None:
+    check.passes()
 
 
 # ---- 3. what crosses, to the byte ----------------------------------------------------------------

@@ -14,9 +14,9 @@ import reference
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from support import jax_optimizer_cases as cases
-from support import launch
 from support.jax_cases import fetch, normal, same_bits, use_cpu_devices
 from support.jax_optimizer_cases import mesh_with, restored
+from support.rank_checks import Launch, RankCheck, rank_checks
 
 from cgx_ops import Config, Rules
 from cgx_ops.jax import OneBitAdamState, SignumState, consolidate, one_bit_adam, signum, state_specs
@@ -180,14 +180,12 @@ def test_elements_without_gradients_and_what_is_not_finite() -> None:
     assert np.isnan(fetch(params["b"])[1, 1])
 
 
-@slow
-@pytest.mark.parametrize(("devices", "names"), [(1, [*MAKERS]), (2, ["signum"])])
-def test_two_processes(devices: int, names: list[str], tmp_path: Path) -> None:
-    """To the bits of as many devices of one process, by either carrier.
+PROGRAM = "run_jax_one_bit.py"
+BY = [f"{name} by {carrier}" for name in MAKERS for carrier in ("native", "xla")]
 
-    The values of a process's devices are summed exact before they travel, and all but votes then
-    are other messages than in one process.
-    """
+
+def in_one_process(devices: int, names: list[str], file: Path) -> None:
+    """Make the file of the rank program."""
     mesh, rows, ends = mesh_with(2 * devices), normal(1, 14, 2 * devices, 24, 30), {}
     for name in names:
         make = MAKERS[name]
@@ -197,9 +195,28 @@ def test_two_processes(devices: int, names: list[str], tmp_path: Path) -> None:
         for row in rows:
             weights, state = step(weights, state, {"a": row})
         ends[name] = fetch(weights["a"])
-    np.savez(tmp_path / "run.npz", x=WEIGHTS["a"], rows=rows, **ends)
-    program = ("run_jax_one_bit.py", tmp_path / "run.npz", devices)
-    launch.check_ok(launch.mpirun(2, *program, timeout=100))
+    np.savez(file, x=WEIGHTS["a"], rows=rows, **ends)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for devices, names in ((1, [*MAKERS]), (2, ["signum"])):
+        in_one_process(devices, names, folder / f"{devices}.npz")
+    return folder
+
+
+@rank_checks(
+    Launch(2, PROGRAM, names=BY, arguments=[1], marks=[slow]),
+    Launch(2, PROGRAM, "signum by *", names=BY, arguments=[2], marks=[slow]),
+)
+def test_two_processes(check: RankCheck, files: Path) -> None:
+    """To the bits of as many devices of one process, by either carrier.
+
+    The values of a process's devices are summed exact before they travel, and all but votes then
+    are other messages than in one process.
+    """
+    check.passes(files)
 
 
 # ---- 2. states -----------------------------------------------------------------------------------

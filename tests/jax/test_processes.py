@@ -8,13 +8,14 @@ What goes wrong is in jax/test_faults.py.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.jax_cases import PROGRAMS, order_expected, order_inputs
-from support.launch import check_ok, mpirun
+from support.launch import mpirun
+from support.rank_checks import Launch, RankCheck, rank_checks
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {
@@ -151,17 +152,18 @@ def test_xla_computes_while_messages_wait(program: str, tmp_path: Path) -> None:
 # ---- 3. threads ---------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("devices", "cases"),
-    [
-        (1, ["names", "exported", "unnamed", "one_name"]),
-        pytest.param(
-            2, ["own_functions", "unnamed", "names_of_several_devices"], marks=pytest.mark.slow
-        ),
-        pytest.param(2, ["one_function"], marks=pytest.mark.exhaustive),
-    ],
+def threads(devices: int, *names: str, marks: Sequence[pytest.MarkDecorator] = ()) -> Launch:
+    return Launch(
+        2, "run_jax_threads.py", *names, arguments=[devices], env=ENVIRONMENT, timeout=100,
+        marks=marks,
+    )  # fmt: skip
+
+
+@rank_checks(
+    threads(1, "names", "exported", "unnamed", "one_name"),
+    threads(2, "own_functions", "unnamed", "names_of_*", marks=[pytest.mark.slow]),
+    threads(2, "one_function", marks=[pytest.mark.exhaustive]),
 )
-def test_threads(devices: int, cases: list[str]) -> None:
+def test_threads(check: RankCheck) -> None:
     """In one launch: a refusal, too, leaves the communicator whole."""
-    check_ok(mpirun(2, "run_jax_threads.py", devices, *cases, env=ENVIRONMENT, timeout=100), cases)
+    check.passes()

@@ -6,6 +6,7 @@
 A check is a function without arguments that raises to fail.
 """
 
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,8 @@ def run(
 ) -> None:
     """Run the checks that a pattern names, or all if there is none; at the end print "ok all".
 
+    support/rank_checks.py reads what is printed.
+
     Args:
         checks: by name.
         patterns: of whole names or of what follows a name's dots; sys.argv's by default.
@@ -54,10 +57,11 @@ def run(
     """
     patterns = sys.argv[1:] if patterns is None else patterns
     for pattern in patterns:
-        if not any(_is_of(pattern, name) for name in checks):
+        if not any(is_of(pattern, name) for name in checks):
             raise ValueError(f"no check is {pattern!r}; there are {', '.join(checks)}")
+    print(f"checks: {json.dumps(list(checks))}", flush=True)
     for name, check in checks.items():
-        if patterns and not any(_is_of(pattern, name) for pattern in patterns):
+        if patterns and not any(is_of(pattern, name) for pattern in patterns):
             continue
         start = time.monotonic()
         try:
@@ -71,7 +75,8 @@ def run(
     print("ok all", flush=True)
 
 
-def _is_of(pattern: str, name: str) -> bool:
+def is_of(pattern: str, name: str) -> bool:
+    """Return whether a pattern is of a whole name, or of what follows one of its dots."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 

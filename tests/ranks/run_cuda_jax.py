@@ -330,6 +330,27 @@ def late() -> None:
         time.sleep(3 * LATE_S)
 
 
+CHECKS = [
+    values,
+    keys,
+    halves,
+    examples,
+    residuals,
+    permuted,
+    in_order,
+    failure,
+    sizes,
+    bits_and_dtypes,
+    trees,
+    gradients,
+    two_programs,
+    independent_calls,
+    alone,
+    mismatch,
+    late,
+]
+
+
 def main() -> None:
     if "late" in CASES:
         os.environ["CGX_TIMEOUT"] = str(LATE_S)
@@ -343,7 +364,7 @@ def main() -> None:
     if ON_CPU:
         use_cuda_handlers()
     assert len(jax.devices()) >= RANKS
-    checks.run({case: globals()[case] for case in CASES}, [])
+    checks.run(checks.named(*CHECKS), CASES)
 
 
 main()

@@ -41,14 +41,6 @@ NUMEL = 300_000
 BUSY = 200_000_000  # cycles that keep the GPU busy: about a tenth of a second
 WORLD = "0"  # the name of the default group
 
-Case = Callable[[int, int], None]
-CASES: dict[str, Case] = {}
-
-
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
-
 
 def allreduce(x: torch.Tensor, bits: int = 4, op: str = "sum", **options: Any) -> torch.Tensor:
     return tc.allreduce(x, bits, 64, op, options.pop("group_name", WORLD), **tc.keywords(**options))
@@ -84,7 +76,6 @@ def late(x: torch.Tensor) -> torch.Tensor:
 # ---- The operators -------------------------------------------------------------------------------
 
 
-@case
 def values(r: int, n: int) -> None:
     for size, bits, name, rounding in itertools.product(SIZES, BITS, DTYPES, ROUNDINGS):
         for algorithm in ("auto", "one_shot", "sra") if size < 1000 else ("auto",):
@@ -100,7 +91,6 @@ def values(r: int, n: int) -> None:
         as_on_the_cpu(lambda x, o=extra: allreduce(x, **o), x, extra)
 
 
-@case
 def lists(r: int, n: int) -> None:
     sizes = [513, 0, 17, 1, 5000, 512, 8]
 
@@ -115,7 +105,6 @@ def lists(r: int, n: int) -> None:
             tc.coalesced([torch.ones(9).cuda(0), torch.ones(9).cuda(1)], group_name=WORLD)
 
 
-@case
 def layouts(r: int, n: int) -> None:
     views: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda x: x.t(),
@@ -127,7 +116,6 @@ def layouts(r: int, n: int) -> None:
         as_on_the_cpu(lambda x, view=view: allreduce(view(x)), tc.values(r, 600).reshape(20, 30))
 
 
-@case
 def in_place(r: int, n: int) -> None:
     def call(x: torch.Tensor) -> torch.Tensor:
         address, version = x.data_ptr(), x._version
@@ -141,7 +129,6 @@ def in_place(r: int, n: int) -> None:
     as_on_the_cpu(lambda x: call(x.clone().t()), x)
 
 
-@case
 def gradients(r: int, n: int) -> None:
     upstream = tc.values(r, 5000, call=1)
 
@@ -155,7 +142,6 @@ def gradients(r: int, n: int) -> None:
     as_on_the_cpu(call, tc.values(r, 5000))
 
 
-@case
 def operators(r: int, n: int) -> None:
     for options in ({"rounding": "nearest"}, {"bits": 32, "op": "avg"}):
         for grad in (False, True):
@@ -168,7 +154,6 @@ def operators(r: int, n: int) -> None:
 # ---- Streams -------------------------------------------------------------------------------------
 
 
-@case
 def streams(r: int, n: int) -> None:
     """A call comes after what was on the current stream before, and before what comes then."""
     given = tc.values(r, NUMEL)
@@ -184,7 +169,6 @@ def streams(r: int, n: int) -> None:
         same(z, want, stream)
 
 
-@case
 def works(r: int, n: int) -> None:
     """Asynchronous calls: streams wait, the host does not; memory is left alone until then."""
     given = tc.values(r, NUMEL)
@@ -228,7 +212,6 @@ def works(r: int, n: int) -> None:
     same(z, allreduce(given, rounding="nearest"))
 
 
-@case
 def recorded(r: int, n: int) -> None:
     """A recorded graph reduces what is in its memory when it is replayed."""
     x = torch.zeros(NUMEL, device="cuda")
@@ -260,7 +243,6 @@ def recorded(r: int, n: int) -> None:
     assert not tc.same_bits(noises[0], noises[2]), "replays draw noise of their own"
 
 
-@case
 def not_recorded(r: int, n: int) -> None:
     x = torch.ones(NUMEL, device="cuda")
     allreduce(x)
@@ -278,7 +260,6 @@ def step(x: torch.Tensor, rounding: str = "nearest") -> torch.Tensor:
     return 2 * allreduce(2 * x.relu(), rounding=rounding)
 
 
-@case
 def compiled(r: int, n: int) -> None:
     function = torch.compile(step, fullgraph=True)
     upstream = tc.values(r, 5000, call=1)
@@ -300,7 +281,6 @@ def compiled(r: int, n: int) -> None:
     assert not tc.same_bits(results[0], results[2])
 
 
-@case
 def compiled_and_recorded(r: int, n: int) -> None:
     function = torch.compile(step, fullgraph=True, mode="reduce-overhead")
     counters.clear()
@@ -318,7 +298,6 @@ def compiled_and_recorded(r: int, n: int) -> None:
 # ---- The backend ---------------------------------------------------------------------------------
 
 
-@case
 def backend_calls(r: int, n: int) -> None:
     ops = ["SUM", "AVG", "MIN", "MAX", "PRODUCT"]
     for name, op, asynchronous in itertools.product(DTYPES, ops, (False, True)):
@@ -345,7 +324,6 @@ def backend_calls(r: int, n: int) -> None:
         dist.destroy_process_group(pair)
 
 
-@case
 def what_is_compressed(r: int, n: int) -> None:
     mine = everybodys(n, 5000)
     for asynchronous in (False, True):
@@ -382,7 +360,6 @@ def train(model: nn.Module, rank: int, device: str, call: int = 0) -> list[torch
     return [a.detach(), b.detach()]
 
 
-@case
 def data_parallel(r: int, n: int) -> None:
     compressing = dist.new_group(backend="cgx", pg_options=BackendOptions(NEAREST))
 
@@ -406,7 +383,6 @@ def data_parallel(r: int, n: int) -> None:
             same(model.module.vector.grad, tc.expected(vectors, 32, op="avg"), what)
 
 
-@case
 def sharded(r: int, n: int) -> None:
     """FSDP2 on the GPU does what it does on the CPU."""
     found: dict[str, list[torch.Tensor]] = {}
@@ -441,7 +417,6 @@ def fails_on_all(group: Any, numel: int) -> str:
     return str(raised.value)
 
 
-@case
 def late_rank(r: int, n: int) -> None:
     group = dist.new_group(timeout=datetime.timedelta(seconds=3))
     dist.all_reduce(torch.ones(9, device="cuda"), group=group)
@@ -453,7 +428,6 @@ def late_rank(r: int, n: int) -> None:
     dist.barrier()
 
 
-@case
 def mismatch(r: int, n: int) -> None:
     group = dist.new_group(timeout=datetime.timedelta(seconds=20))
     dist.all_reduce(torch.ones(9, device="cuda"), group=group)
@@ -476,6 +450,28 @@ def share_the_gpu() -> None:
     process_group._inner = inner
 
 
+CHECKS: list[Callable[[int, int], None]] = [
+    values,
+    lists,
+    layouts,
+    in_place,
+    gradients,
+    operators,
+    streams,
+    works,
+    recorded,
+    not_recorded,
+    compiled,
+    compiled_and_recorded,
+    backend_calls,
+    what_is_compressed,
+    data_parallel,
+    sharded,
+    late_rank,
+    mismatch,
+]
+
+
 def main() -> None:
     torch.cuda.set_device(0)
     tc.forget_compiled_graphs()
@@ -487,7 +483,8 @@ def main() -> None:
         torch.cuda.synchronize()
         dist.barrier()
 
-    checks.run({name: partial(check, rank, size) for name, check in CASES.items()}, after=at_rest)
+    of_rank = {check.__name__: partial(check, rank, size) for check in CHECKS}
+    checks.run(of_rank, after=at_rest)
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
 """Rank program: carrier="xla" over gloo, on meshes of processes with one or two devices each.
 
-    run_jax_carrier.py <devices> [<coordinator> <processes>]
+    run_jax_carrier.py <devices> <coordinator, or ""> <processes> CHECK...
 
 With a coordinator JAX starts by itself, as process RANK, and nothing of cgx's own may start: no
 communicator, no MPI. Without one the program runs under mpirun, and the native carrier must give
@@ -27,7 +27,7 @@ from cgx_ops.jax import psum_q
 from cgx_ops.jax._src.collectives.options import Carrier
 
 use_cpu_devices(int(sys.argv[1]))
-ALONE = len(sys.argv) > 2
+ALONE = bool(sys.argv[2])
 if ALONE:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(sys.argv[2], int(sys.argv[3]), int(os.environ["RANK"]))
@@ -112,5 +112,4 @@ def nothing_of_mpi_s() -> None:
     assert library.call_for_id("cgx_comm_next", -1) == -1, "a communicator was made"
 
 
-found = [one_axis, two_axes, another_order, many]
-checks.run(checks.named(*found, *([nothing_of_mpi_s] if ALONE else [])), [])
+checks.run(checks.named(one_axis, two_axes, another_order, many, nothing_of_mpi_s), sys.argv[4:])

@@ -1,13 +1,15 @@
 """Rank program: one_bit_adam and signum on two processes, to the weights of as many devices of one.
 
-    mpirun -np 2 python run_jax_one_bit.py FILE DEVICES
+    mpirun -np 2 python run_jax_one_bit.py DEVICES FOLDER CHECK...
 
-By either carrier, with so many devices in each process. FILE has "x", a weight; "rows", its
-gradients (steps, devices, ...); "one_bit_adam" and "signum" or one of them, what that came to.
+By either carrier, with so many devices in each process. FOLDER/DEVICES.npz has "x", a weight;
+"rows", its gradients (steps, devices, ...); "one_bit_adam" and "signum" or one of them, what that
+came to.
 """
 
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import checks
@@ -22,10 +24,10 @@ import cgx_ops.jax
 from cgx_ops import Config
 from cgx_ops.jax import one_bit_adam, signum, state_specs
 
-DEVICES = int(sys.argv[2])
+DEVICES = int(sys.argv[1])
 use_cpu_devices(DEVICES)
 cgx_ops.jax.initialize()
-RUN = np.load(sys.argv[1])
+RUN = np.load(Path(sys.argv[2], f"{DEVICES}.npz"))
 MESH = mesh_of((2 * DEVICES,), ("d",))
 ONE_BIT = Config(compressor="levels", bits=1, algorithm="sra")
 VOTES = Config(compressor="sign", algorithm="sra")
@@ -60,8 +62,7 @@ checks.run(
     {
         f"{name} by {carrier}": partial(check, name, carrier)
         for name in MAKERS
-        if name in RUN.files
         for carrier in ("native", "xla")
     },
-    [],
+    sys.argv[3:],
 )

@@ -1,12 +1,10 @@
 """Rank program: every compressor by torch.ops.cgx, against cgx_ops' own allreduce, to the bit.
 
-    mpirun -np 3 python run_torch_codecs.py             # eager: all compressors, both carriers
-    mpirun -np 2 python run_torch_codecs.py in_graphs    # the same, forward and backward
+    mpirun -np 3 python run_torch_codecs.py CHECK...     # all compressors, by both carriers
 
 The ranks' generators of torch are seeded apart, as those of data loaders are.
 """
 
-import sys
 from typing import Any
 
 import checks
@@ -200,10 +198,12 @@ def in_graphs() -> None:
 def main() -> None:
     tc.forget_compiled_graphs()
     dist.init_process_group("gloo")
-    eager = [each_call_as_numpy, lists_as_numpy, gradients_as_numpy]
-    if SIZE > 1:
-        eager += [places_follow_from_a_count, ranks_that_differ]
-    checks.run(checks.named(in_graphs) if "in_graphs" in sys.argv else checks.named(*eager))
+    checks.run(
+        checks.named(
+            each_call_as_numpy, lists_as_numpy, gradients_as_numpy,
+            places_follow_from_a_count, ranks_that_differ, in_graphs,
+        )
+    )  # fmt: skip
     dist.destroy_process_group()
 
 

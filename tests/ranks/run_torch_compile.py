@@ -1,6 +1,6 @@
 """Rank program: refused calls; torch.compile'd functions against eager ones and the oracle.
 
-    run_torch_compile.py [--no-lowering]
+    run_torch_compile.py [--no-lowering] CHECK...
 
 With --no-lowering torch's private lowering of collectives is hidden from cgx_ops. The functions
 around the collectives use only operations that inductor computes to the same bits as eager. The
@@ -272,8 +272,8 @@ def with_lowering() -> None:
     assert "all_reduce_start.default(" not in code
 
 
-def without_lowering() -> None:
-    """It reads a copy of it. The first graph of a process decides this for all."""
+def hide_lowering() -> None:
+    """Have it read a copy of it. The first graph of a process decides this for all."""
     create = ir._CollectiveKernel.create_out_of_place
     del ir._CollectiveKernel.create_out_of_place
     code = generated_code()
@@ -284,15 +284,19 @@ def without_lowering() -> None:
 
 def main() -> None:
     tc.forget_compiled_graphs()
-    if "--no-lowering" in sys.argv:
-        found = checks.named(without_lowering, forward_and_backward, input_left_alone)
-    else:
-        found = checks.of_modules(torch_refused) | checks.named(
-            with_lowering, forward_and_backward, in_place_on_the_input, dynamic_shapes,
-            checkpointed, seeds, lists, steps_with_feedback, compiled_autograd,
+    names = sys.argv[1:]
+    if "--no-lowering" in names:
+        names.remove("--no-lowering")
+        hide_lowering()
+    checks.run(
+        checks.of_modules(torch_refused) | checks.named(
+            with_lowering, forward_and_backward, in_place_on_the_input,
+            dynamic_shapes, checkpointed, seeds, lists, steps_with_feedback, compiled_autograd,
             checkpointed_in_a_whole_step, operators, input_left_alone,
-        )  # fmt: skip
-    checks.run(found, [], after=torch._dynamo.reset)
+        ),
+        names,
+        after=torch._dynamo.reset,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

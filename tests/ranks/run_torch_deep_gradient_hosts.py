@@ -231,11 +231,15 @@ def groups_that_are_made_anew() -> None:
 
 def main() -> None:
     dist.init_process_group("cgx")
-    found = (as_the_reference, what_is_sent, buckets, what_a_rank_had_is_its_hosts)
-    found += (what_is_gathered_in_a_step_without_the_layer, models_in_one_backward)
-    found += (ranks_that_disagree, a_rank_that_cannot_start, a_rank_that_fails)
-    found += (groups_that_are_made_anew,)
-    checks.run(checks.named(*found), sys.argv[2:])
+    checks.run(
+        checks.named(
+            as_the_reference, what_is_sent, buckets, what_a_rank_had_is_its_hosts,
+            what_is_gathered_in_a_step_without_the_layer, models_in_one_backward,
+            ranks_that_disagree, a_rank_that_cannot_start, a_rank_that_fails,
+            groups_that_are_made_anew,
+        ),
+        sys.argv[2:],
+    )  # fmt: skip
     dist.destroy_process_group()
 
 

@@ -6,6 +6,7 @@ Results and gradients against the oracle, over groups of 1 to 4 ranks; compiled 
 eager ones.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -355,22 +356,26 @@ def bad_calls() -> None:
         compress_grads(x, rules=[("a", 8)])  # type: ignore[arg-type]
 
 
+def nothing() -> None:
+    """A rank outside of a group has no part in its checks."""
+
+
+CHECKS = [values, shapes, residuals, gradients, gradients_as_torch, compressed_gradients]
+ON_TWO = [compiled, compiled_gradients, compiled_over]
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     tc.forget_compiled_graphs()
     world = dist.get_world_size()
-    members = [dist.new_group(list(range(size))) for size in range(1, world + 1)]
+    groups = [dist.new_group(list(range(size))) for size in range(1, world + 1)]
     by_name: dict[str, checks.Check] = {}
-    for size, each in enumerate(members, 1):
-        if dist.get_rank() >= size:
-            continue
-        assert isinstance(each, dist.ProcessGroup)
-        of_group = [values, shapes, residuals, gradients, gradients_as_torch, compressed_gradients]
-        if size == 2:
-            of_group += [compiled, compiled_gradients, compiled_over]
-        group = Group(each)
-        by_name |= {f"{check.__name__} on {size}": partial(check, group) for check in of_group}
-    checks.run(by_name | checks.named(group_forms, bad_calls), [])
+    for size, members in enumerate(groups, 1):
+        mine = Group(members) if isinstance(members, dist.ProcessGroup) else None
+        for check in CHECKS + (ON_TWO if size == 2 else []):
+            on_group = partial(check, mine) if mine and dist.get_rank() < size else nothing
+            by_name[f"{check.__name__} on {size}"] = on_group
+    checks.run(by_name | checks.named(group_forms, bad_calls), sys.argv[1:])
     dist.destroy_process_group()
 
 

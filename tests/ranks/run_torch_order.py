@@ -99,7 +99,7 @@ def independent_calls() -> None:
 
 def main() -> None:
     tc.forget_compiled_graphs()
-    checks.run(checks.named(unused_results, equal_calls, independent_calls), [])
+    checks.run(checks.named(unused_results, equal_calls, independent_calls), sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def main() -> None:
             else partial(load, method, goes_on, folder / name)
             for name, (method, goes_on) in METHODS.items()
         },
-        [],
+        sys.argv[3:],
     )
     dist.destroy_process_group()
 

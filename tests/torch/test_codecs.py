@@ -5,14 +5,26 @@ from typing import Any
 
 import pytest
 import torch
-from support import launch
 from support import torch_cases as tc
+from support.rank_checks import Launch, RankCheck, rank_checks
+
+# Two compilers share two cores.
+ENVIRONMENT = {**tc.ENVIRONMENT, "CGX_TIMEOUT": "90"}
+PROGRAM = "run_torch_codecs.py"
+EACH = [f"{each}_as_numpy" for each in ("each_call", "lists", "gradients")]
+OF_SEVERAL = [*EACH, "places_follow_from_a_count", "ranks_that_differ"]
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("n", [1, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_results_are_those_of_numpy(n: int) -> None:
-    launch.check_ok(launch.mpirun(n, "run_torch_codecs.py", env=tc.ENVIRONMENT, timeout=180))
+@rank_checks(
+    Launch(1, PROGRAM, *EACH, env=tc.ENVIRONMENT, timeout=180),
+    Launch(3, PROGRAM, *OF_SEVERAL, env=tc.ENVIRONMENT, timeout=180),
+    Launch(2, PROGRAM, "in_graphs", env=ENVIRONMENT, timeout=600, marks=[pytest.mark.slow]),
+    Launch(
+        4, PROGRAM, *OF_SEVERAL, env=tc.ENVIRONMENT, timeout=180, marks=[pytest.mark.exhaustive]
+    ),
+)
+def test_results_are_those_of_numpy(check: RankCheck) -> None:
+    check.passes()
 
 
 @pytest.mark.parametrize(

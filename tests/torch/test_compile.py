@@ -1,39 +1,35 @@
 """torch.ops.cgx under torch.compile, on two processes: see the rank programs for what is shown."""
 
+from typing import Any
+
 import pytest
-from support import launch
 from support import torch_cases as tc
+from support.rank_checks import Launch, RankCheck, rank_checks
 
 # Two compilers share two cores, so deadlines are far above the usual half minute to a minute. A
 # collective that misses its peer fails long before, and says so.
-ENVIRONMENT = {**tc.ENVIRONMENT, "CGX_TIMEOUT": "90"}
+OPTIONS: dict[str, Any] = {"env": {**tc.ENVIRONMENT, "CGX_TIMEOUT": "90"}, "timeout": 600}
+slow, exhaustive = [pytest.mark.slow], [pytest.mark.exhaustive]
 
 
-def ends_well(program: str, *arguments: str) -> None:
-    launch.check_ok(launch.mpirun(2, program, *arguments, env=ENVIRONMENT, timeout=600))
+@rank_checks(Launch(2, "run_torch_compile.py", **OPTIONS))
+def test_refusals_and_results_are_those_of_eager(check: RankCheck) -> None:
+    check.passes()
 
 
-@pytest.mark.timeout(620)
-def test_refusals_and_results_are_those_of_eager() -> None:
-    ends_well("run_torch_compile.py")
+@rank_checks(
+    Launch(
+        2, "run_torch_compile.py", "forward_and_backward", "input_left_alone",
+        arguments=["--no-lowering"], marks=exhaustive, **OPTIONS,
+    )
+)  # fmt: skip
+def test_results_without_inductors_lowering(check: RankCheck) -> None:
+    check.passes()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.timeout(620)
-def test_results_without_inductors_lowering() -> None:
-    ends_well("run_torch_compile.py", "--no-lowering")
-
-
-@pytest.mark.timeout(620)
-@pytest.mark.parametrize(
-    "runs",
-    [pytest.param(4, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.exhaustive)],
+@rank_checks(
+    Launch(2, "run_torch_order.py", arguments=[4], marks=slow, **OPTIONS),
+    Launch(2, "run_torch_order.py", arguments=[12], marks=exhaustive, **OPTIONS),
 )
-def test_ranks_start_the_same_collectives(runs: int) -> None:
-    ends_well("run_torch_order.py", str(runs))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(620)
-def test_compressors_in_graphs() -> None:
-    ends_well("run_torch_codecs.py", "in_graphs")
+def test_ranks_start_the_same_collectives(check: RankCheck) -> None:
+    check.passes()

@@ -1,11 +1,15 @@
 """DistributedDataParallel with the quantized hook: the rank program says what is shown."""
 
 import pytest
-from support import launch
 from support import torch_cases as tc
+from support.rank_checks import Launch, RankCheck, rank_checks
+
+PROGRAM = "run_torch_ddp.py"
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
-def test_ddp(n: int) -> None:
-    launch.check_ok(launch.mpirun(n, "run_torch_ddp.py", env=tc.ENVIRONMENT, timeout=180))
+@rank_checks(
+    Launch(3, PROGRAM, env=tc.ENVIRONMENT, timeout=180),
+    Launch(2, PROGRAM, env=tc.ENVIRONMENT, timeout=180, marks=[pytest.mark.exhaustive]),
+)
+def test_ddp(check: RankCheck) -> None:
+    check.passes()

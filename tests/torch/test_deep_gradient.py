@@ -4,24 +4,24 @@ torch/test_hooks.py has the hook.
 """
 
 import pytest
-from support import launch
 from support import torch_cases as tc
+from support.rank_checks import Launch, RankCheck, rank_checks
 
 from cgx_ops import Config, InvalidArgument
 from cgx_ops.methods.deep_gradient import Method, sparse_knobs
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "hosts", ["a,a,b,b", pytest.param("a,b,b,b", marks=pytest.mark.exhaustive)]
-)
-def test_ranks_that_share_hosts(hosts: str) -> None:
+def on(hosts: str, *marks: pytest.MarkDecorator) -> Launch:
     numbers = hosts.replace("a", "0").replace("b", "1")
-    program = "run_torch_deep_gradient_hosts.py"
-    launch.check_ok(
-        launch.mpirun(4, program, numbers, env=tc.ENVIRONMENT, hosts=hosts, timeout=100)
-    )
+    return Launch(
+        4, "run_torch_deep_gradient_hosts.py", arguments=[numbers], env=tc.ENVIRONMENT,
+        hosts=hosts, timeout=100, marks=marks,
+    )  # fmt: skip
+
+
+@rank_checks(on("a,a,b,b", pytest.mark.slow), on("a,b,b,b", pytest.mark.exhaustive))
+def test_ranks_that_share_hosts(check: RankCheck) -> None:
+    check.passes()
 
 
 # ---- the warm-up ---------------------------------------------------------------------------------

@@ -4,39 +4,33 @@ import re
 
 import pytest
 import torch
-from support import launch
 from support import torch_cases as tc
+from support.rank_checks import Launch, RankCheck, rank_checks
 from torch import nn
 
 from cgx_ops import InvalidArgument
 from cgx_ops.torch import fsdp
 from cgx_ops.torch.fsdp.block import Parameter
 
-ON_TWO = ["messages_equal_the_oracle", "what_forward_sees", "other_layouts", "training.*"]
-ON_TWO += ["rules.*", "refusals.*", "ambient.*"]
 FEEDBACK = ["feedback_to_the_bit", "averaged_in_eight_bits", "compressors_by_rule"]
 FEEDBACK += ["resumed_feedback_is_the_same_to_the_bit", "bad_feedback"]
 WHOSE = ["residuals_stay_with_their_parameters", "what_was_loaded_is_consolidated_alike"]
-ON_FOUR = ["messages_equal_the_oracle", "hybrid", "smaller_mesh_after_forward"]
+ON_TWO = ["messages_equal_the_oracle", "what_forward_sees", "other_layouts", "training.*"]
+ON_TWO += ["rules.*", "refusals.*", "ambient.*", *FEEDBACK, *WHOSE]
+ON_FOUR = ["messages_equal_the_oracle", "hybrid", "smaller_mesh_after_forward", *WHOSE]
+ON_FOUR += ["feedback_to_the_bit", "ambient.defaults", "a_rank_that_fails"]
+LONGER = [*FEEDBACK, "consolidated_residuals_fit_any_number_of_shards"]
+PROGRAM = "run_torch_fsdp.py"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "checks"),
-    [
-        pytest.param(2, ON_TWO + FEEDBACK + WHOSE, marks=pytest.mark.exhaustive),
-        pytest.param(2, ["adaptive.*"], marks=pytest.mark.slow),
-        (4, [*ON_FOUR, *WHOSE, "feedback_to_the_bit", "ambient.defaults", "a_rank_that_fails"]),
-        pytest.param(
-            4,
-            [*FEEDBACK, "consolidated_residuals_fit_any_number_of_shards"],
-            marks=pytest.mark.slow,
-        ),
-    ],
+@rank_checks(
+    Launch(4, PROGRAM, *ON_FOUR, env=tc.ENVIRONMENT, timeout=150),
+    Launch(2, PROGRAM, "adaptive.*", env=tc.ENVIRONMENT, timeout=150, marks=[pytest.mark.slow]),
+    Launch(4, PROGRAM, *LONGER, env=tc.ENVIRONMENT, timeout=150, marks=[pytest.mark.slow]),
+    Launch(2, PROGRAM, *ON_TWO, env=tc.ENVIRONMENT, timeout=150, marks=[pytest.mark.exhaustive]),
 )
-def test_ranks(ranks: int, checks: list[str]) -> None:
-    launch.check_ok(
-        launch.mpirun(ranks, "run_torch_fsdp.py", *checks, env=tc.ENVIRONMENT, timeout=150)
-    )
+def test_ranks(check: RankCheck) -> None:
+    check.passes()
 
 
 def test_a_model_without_fsdp_is_refused() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support import launch
 from support import torch_cases as tc
+from support.rank_checks import Launch, RankCheck, rank_checks
 
 PROGRAM = "run_torch_hooks.py"
 DAILY = ["power_sgd.values.*as_the_reference", "pytorchs_trajectory_by_default"]
@@ -18,55 +19,35 @@ DAILY += ["diloco.*", "diloco_ranks.*", "hooks.together.*", "hooks.again.*"]
 DAILY += ["by_name", "bad_names", "zero_redundancy", "post_local_sgd"]
 DAILY += ["optim.another_number_of_ranks"]
 DAILY += [f"hooks.*.{check}" for check in ("as_the_reference", "what_is_sent", "resumed")]
+# Settings of the caller; a rank that skips a step, or fails: the deadline is 300 seconds.
+ON_THREE = [f"hooks.{each}.*" for each in ("ambient", "grad_scaler", "failing_rank", "names")]
+LONGER = ["pytorchs_trajectory_with_its_options", "residuals_stay_bounded"]
+
+slow, exhaustive = [pytest.mark.slow], [pytest.mark.exhaustive]
 
 
-def run(n: int, *checks: str, timeout: float) -> None:
-    launch.check_ok(launch.mpirun(n, PROGRAM, *checks, env=tc.ENVIRONMENT, timeout=timeout))
+@rank_checks(
+    Launch(2, PROGRAM, *DAILY, env=tc.ENVIRONMENT, timeout=250),
+    Launch(3, PROGRAM, *ON_THREE, env=tc.ENVIRONMENT, timeout=100),
+    Launch(1, PROGRAM, "hooks.optim.*", env=tc.ENVIRONMENT, timeout=250, marks=slow),
+    Launch(2, PROGRAM, *LONGER, env=tc.ENVIRONMENT, timeout=250, marks=slow),
+)
+def test_hooks(check: RankCheck) -> None:
+    check.passes()
 
 
-@pytest.mark.timeout(270)
-def test_two_ranks() -> None:
-    run(2, *DAILY, timeout=250)
-
-
-@pytest.mark.timeout(110)
-def test_three_ranks() -> None:
-    """Settings of the caller; a rank that skips a step, or fails: the deadline is 300 seconds."""
-    run(
-        3,
-        "hooks.ambient.*",
-        "hooks.grad_scaler.*",
-        "hooks.failing_rank.*",
-        "hooks.names.*",
-        timeout=100,
+@rank_checks(
+    *(
+        Launch(n, PROGRAM, f"{module}.*", env=tc.ENVIRONMENT, timeout=550, marks=exhaustive)
+        for module, n in [
+            *(("power_sgd", n) for n in (2, 4)),
+            *(("deep_gradient", n) for n in (1, 2, 4)),
+            *(("hooks", n) for n in (2, 4)),
+        ]
     )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(270)
-@pytest.mark.parametrize(
-    ("n", "checks"),
-    [
-        (1, ["hooks.optim.*"]),
-        (2, ["pytorchs_trajectory_with_its_options", "residuals_stay_bounded"]),
-    ],
 )
-def test_one_rank_and_longer(n: int, checks: list[str]) -> None:
-    run(n, *checks, timeout=250)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("module", "n"),
-    [
-        *(("power_sgd", n) for n in (2, 4)),
-        *(("deep_gradient", n) for n in (1, 2, 4)),
-        *(("hooks", n) for n in (2, 4)),
-    ],
-)
-def test_all(module: str, n: int) -> None:
-    run(n, f"{module}.*", timeout=550)
+def test_all(check: RankCheck) -> None:
+    check.passes()
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """compress_collectives() under torchrun: see the rank program for what is shown."""
 
 import uuid
+from collections.abc import Sequence
 
 import pytest
 import torch
 from support import launch
 from support import torch_cases as tc
+from support.rank_checks import Launch, RankCheck, listed, rank_checks
 
 from cgx_ops.planner import Plan
 from cgx_ops.torch.graph.rewrite import compress_collectives
@@ -71,17 +73,23 @@ def test_a_graph_that_comes_out_of_order_is_sorted() -> None:
     assert len(graph.nodes) == len(nodes)
 
 
-@pytest.mark.timeout(320)
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param("in_turns", marks=pytest.mark.slow),
-        pytest.param("each", marks=pytest.mark.exhaustive),
-    ],
+PROGRAM = "run_torch_rewrite.py"
+CHECKS = listed(PROGRAM)
+NAMES = [f"{check} over {carrier}" for check in CHECKS for carrier in ("gloo", "cgx")]
+IN_TURNS = [f"{check} over {('gloo', 'cgx')[i % 2]}" for i, check in enumerate(CHECKS)]
+
+
+def on_two(*names: str, marks: Sequence[pytest.MarkDecorator]) -> Launch:
+    return Launch(
+        2, PROGRAM, *names, names=NAMES, by=launch.torchrun, arguments=[uuid.uuid4().hex],
+        env=tc.ENVIRONMENT, timeout=300, marks=marks,
+    )  # fmt: skip
+
+
+@rank_checks(
+    on_two(*IN_TURNS, f"{CHECKS[0]} over cgx", marks=[pytest.mark.slow]),
+    on_two(marks=[pytest.mark.exhaustive]),
 )
-def test_collectives_in_graphs_are_compressed(how: str) -> None:
+def test_collectives_in_graphs_are_compressed(check: RankCheck) -> None:
     """Every check on one of two groups, whose carriers differ, or on each."""
-    arguments = (uuid.uuid4().hex, how)
-    launch.check_ok(
-        launch.torchrun(2, "run_torch_rewrite.py", *arguments, env=tc.ENVIRONMENT, timeout=300)
-    )
+    check.passes()
