@@ -35,7 +35,7 @@ ALLOWED = {
     "jax.collectives": {"core", "planner", "jax.runtime"},
     "jax.gradients": _SHARED | _JAX,
     "jax.transforms": _SHARED | _JAX,
-    "jax.diloco": _SHARED | _JAX,
+    "jax.diloco": _SHARED | _JAX | {"jax.transforms"},
     "jax": {"core", "jax.gradients", "jax.transforms", "jax.diloco"} | _JAX,
 }
 

@@ -45,6 +45,7 @@ ALLOWED = {
         "transport",
         "algorithm",
         "api",
+        "device",
     },
 }
 # Its enums and status codes are everybody's.

@@ -123,7 +123,7 @@ _slots_lock = threading.Lock()
 def register() -> None:
     """Have operators, and init(), find the communicators of groups here. Once per process."""
     _torch_ops.find_groups_by(_id_of, _size_of)
-    world.adopt_torch(lambda: communicator_of(_compat.group_or_default(None)))
+    world.adopt_torch(lambda: communicator_of(parallel.group_or_default(None)))
 
 
 def _size_of(name: str) -> int:
