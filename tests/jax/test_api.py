@@ -4,7 +4,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from support.jax_cases import (
 import cgx_ops.jax
 from cgx_ops import Config, Rules
 from cgx_ops._core import library
+from cgx_ops.config import Keywords
 from cgx_ops.jax import average_gradients, psum_q
 
 use_cpu_devices(8)
@@ -30,7 +31,6 @@ use_cpu_devices(8)
 KEY, MESH = jax.random.key(11), mesh_of((8,), ("d",))
 X = normal(6, 8, 4096)
 
-KEYWORDS = {"bits", "bucket_size", "compressor", "rounding"}
 FOR_GRADIENTS: list[Any] = [
     cgx_ops.jax.compress_grads, cgx_ops.jax.value_and_grad, cgx_ops.jax.average_gradients,
     cgx_ops.jax.power_sgd, cgx_ops.jax.deep_gradient, cgx_ops.jax.one_bit_adam, cgx_ops.jax.diloco,
@@ -50,15 +50,21 @@ def test_no_function_has_the_name_of_a_module() -> None:
     assert not modules & set(cgx_ops.jax.__all__)
 
 
+def test_unknown_keywords() -> None:
+    with pytest.raises(TypeError, match=r"average_gradients\(\) got an unexpected .* 'algorithm'"):
+        average_gradients("d", algorithm="sra")  # pyright: ignore
+
+
 def test_all_calls_take_the_same_options() -> None:
-    """`config` and four keywords beside it. Only signum has no keywords."""
+    """`config` and its keywords, as in torch and numpy. Only signum has no keywords."""
     for call in CALLS:
         taken = inspect.signature(call).parameters
         fields = {row["name"] for row in library.CONFIG_FIELDS}
         if call is cgx_ops.jax.deep_gradient:  # its own
             fields -= {"density", "clip"}
-        assert taken.keys() & fields == KEYWORDS
-        assert all(taken[name].default is None for name in {"config", *KEYWORDS})
+        assert not taken.keys() & fields
+        assert taken["config"].default is None
+        assert taken["keywords"].annotation == Unpack[Keywords]
         rules = taken.get("rules")
         assert rules is None or rules.default == (Rules() if call in FOR_GRADIENTS else None)
 

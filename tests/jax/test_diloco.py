@@ -52,7 +52,8 @@ HALVES: dict[str, Any] = {**SPARSE, "residual_decay": 0.5, "outer_optimizer": op
 
 
 def exact(mesh: Any, **options: Any) -> Any:
-    return diloco("d", mesh=mesh, **{"outer_optimizer": optax.sgd(1.0), "bits": 32, **options})
+    options = {"outer_optimizer": optax.sgd(1.0), "bits": 32, **options}
+    return diloco("d", mesh=mesh, **options)
 
 
 # ---- 1. what it comes to -------------------------------------------------------------------------

@@ -49,7 +49,8 @@ def linear(weights: jax.Array, row: jax.Array) -> jax.Array:
 
 
 def compressed(weights: Any, **knobs: Any) -> Any:
-    return compress_grads(weights, "d", **{"config": SRA, "rules": None, **knobs})
+    options: dict[str, Any] = {"config": SRA, "rules": None, **knobs}
+    return compress_grads(weights, "d", **options)
 
 
 def averaged(loss: Callable[..., Any], *args: Any, **knobs: Any) -> Callable[..., Any]:

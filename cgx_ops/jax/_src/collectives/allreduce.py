@@ -13,14 +13,14 @@ import contextlib
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 import jax
 from jax.interpreters import ad
 
 from cgx_ops._core import library
 from cgx_ops.communicator import Communicator
-from cgx_ops.config import Compressor, Config, Rounding
+from cgx_ops.config import Config, Keywords
 from cgx_ops.errors import Closed, PeerFailed
 from cgx_ops.jax._src.collectives.options import Carrier, checked_options, refuse_on_gpus
 from cgx_ops.jax._src.collectives.primitive import (
@@ -47,16 +47,13 @@ def allreduce_q(
     *,
     op: Literal["sum", "avg"] = "sum",
     config: Config | None = None,
-    bits: int | None = None,
-    bucket_size: int | None = None,
-    compressor: Compressor | None = None,
-    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
     rules: Rules | None = None,
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
     residual: Any = None,
+    **keywords: Unpack[Keywords],
 ) -> Any:
     """Reduce `x` over the processes of a communicator, compressed: 4 bits an element by default.
 
@@ -87,10 +84,6 @@ def allreduce_q(
           `cgx_ops.jax.initialize()`.
         op: "sum" or "avg".
         config: as in `psum_q`.
-        bits: overrides this field of `config`, as do the next three.
-        bucket_size: as of `psum_q`.
-        compressor: as of `psum_q`.
-        rounding: as of `psum_q`.
         key: a PRNG key (typed or raw), as in `psum_q`. Give another key in every step. Two calls
           with one key have the same noise if their communicator and name are the same; leaves and
           examples of a vmap have their own. Ranks may have equal or different keys;
@@ -101,6 +94,7 @@ def allreduce_q(
           cgx_ops.planner.Plan: one for each of its groups.
         carrier: "native"; "xla" needs a mesh.
         residual: what compression lost before, as in `psum_q`.
+        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
 
     Returns:
         The sums or averages, in the structure, shapes and dtypes of `x`. One rank alone gets `x`.
@@ -127,9 +121,8 @@ def allreduce_q(
     """
     caller = "allreduce_q"
     options = checked_options(
-        caller, config, bits, bucket_size, compressor, rounding,
-        key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
-    )  # fmt: skip
+        caller, config, keywords, key=key, name=name, rules=rules, fuse=fuse, carrier=carrier
+    )
     options.refuse_idle_residual(residual)
     if op not in ("sum", "avg"):
         raise ValueError(f"{caller}: op is {op!r}; it must be 'sum' or 'avg'")

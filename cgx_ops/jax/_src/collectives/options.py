@@ -16,7 +16,7 @@ import jax
 
 from cgx_ops._core import library
 from cgx_ops._core.call import Verb
-from cgx_ops.config import Compressor, Config, Rounding, config_of
+from cgx_ops.config import Config, Keywords, config_of
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.jax._src.collectives.keys import check_key
 from cgx_ops.jax._src.runtime import compat
@@ -121,10 +121,7 @@ def name_of_leaf(path: Any) -> str:
 def checked_options(
     caller: str,
     config: Config | None,
-    bits: int | None = None,
-    bucket_size: int | None = None,
-    compressor: Compressor | None = None,
-    rounding: Rounding | None = None,
+    keywords: Keywords,
     *,
     key: jax.Array | None = None,
     name: str = "",
@@ -134,16 +131,17 @@ def checked_options(
     verb: Verb = "allreduce",
 ) -> Options:
     """Check a call's arguments; all except the key must be static."""
-    fields = {"bits": bits, "bucket_size": bucket_size, "compressor": compressor}
-    fields["rounding"] = rounding
-    for argument, value in {**fields, "name": name, "carrier": carrier, "fuse": fuse}.items():
+    unknown = keywords.keys() - Keywords.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"{caller}() got an unexpected keyword argument {min(unknown)!r}")
+    for argument, value in {**keywords, "name": name, "carrier": carrier, "fuse": fuse}.items():
         if isinstance(value, compat.Tracer):
             raise TypeError(
                 f"{caller}: {argument} must be a static Python value, not {value!r}: it is part of "
                 "the compiled program. Pass it by closure, functools.partial or static_argnames"
             )
     with _named(caller):
-        config = config_of(config, **fields)
+        config = config_of(config, **keywords)
     if carrier not in ("native", "xla"):
         raise ValueError(f"{caller}: carrier is {carrier!r}; it must be 'native' or 'xla'")
     if carrier == "xla" and config.algorithm in ("ring", "hierarchical"):

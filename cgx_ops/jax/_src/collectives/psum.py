@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
 from cgx_ops._core.user_warnings import warn_once
-from cgx_ops.config import Compressor, Config, Rounding
+from cgx_ops.config import Config, Keywords
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax._src.collectives.options import Carrier, Options, checked_options
 from cgx_ops.jax._src.collectives.trees import reduce_tree
@@ -21,16 +21,13 @@ def psum_q(
     axis_name: Axes,
     *,
     config: Config | None = None,
-    bits: int | None = None,
-    bucket_size: int | None = None,
-    compressor: Compressor | None = None,
-    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
     rules: Rules | None = None,
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
     residual: Any = None,
+    **keywords: Unpack[Keywords],
 ) -> Any:
     """Sum `x` over mesh axes like `jax.lax.psum`, compressed: 4 bits an element by default.
 
@@ -49,12 +46,6 @@ def psum_q(
         axis_name: name of a mesh axis, or a tuple of names, as for `jax.lax.psum`.
         config: `cgx_ops.Config`, how values are sent; None: Config(). Its `error_feedback` and
           `residual_decay` have no effect here.
-        bits: overrides this field of `config`: 1 to 8, or 32 (exact).
-        bucket_size: likewise: elements that share one minimum and step.
-        compressor: likewise: "uniform", "levels", "sign" (a sum is a majority vote), "onebit",
-          "ternary", "qsgd", "half", "topk", "threshold" (on CPUs only) or "randk".
-        rounding: likewise: "nearest", "stochastic" or "shift". None, here and in `config`: to
-          nearest without `key`, at random with it, as far as the compressor can.
         key: a PRNG key (typed or raw), the source of randomness. Give another key in every step.
           Two calls with one key have the same noise if their verb, axes and name are the same;
           leaves, examples of a vmap, devices, and groups whose values vary over other axes (if
@@ -76,6 +67,11 @@ def psum_q(
         residual: error feedback: what compression lost before, a tree like `x`, added to it in
           float32. None, also for some leaves: nothing is added, and what is lost now is not
           returned. Compressors with which it would not converge refuse it.
+        **keywords: fields that replace those of `config`: `bits`, 1 to 8, or 32 (exact);
+          `bucket_size`, elements that share one minimum and step; `compressor`, "uniform",
+          "levels", "sign" (a sum is a majority vote), "onebit", "ternary", "qsgd", "half", "topk",
+          "threshold" (on CPUs only) or "randk"; `rounding`, "nearest", "stochastic" or "shift",
+          by default nearest without `key`, at random with it, if the compressor can.
 
     Returns:
         The sums, in the structure, shapes and dtypes of `x`; equal on all devices of a group. With
@@ -113,9 +109,8 @@ def psum_q(
         Array([1., 1., 1., 1.], dtype=float32)
     """
     options = checked_options(
-        "psum_q", config, bits, bucket_size, compressor, rounding,
-        key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
-    )  # fmt: skip
+        "psum_q", config, keywords, key=key, name=name, rules=rules, fuse=fuse, carrier=carrier
+    )
     return _reduce_users(options, x, residual, axis_name, "sum")
 
 
@@ -124,16 +119,13 @@ def pmean_q(
     axis_name: Axes,
     *,
     config: Config | None = None,
-    bits: int | None = None,
-    bucket_size: int | None = None,
-    compressor: Compressor | None = None,
-    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
     rules: Rules | None = None,
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
     residual: Any = None,
+    **keywords: Unpack[Keywords],
 ) -> Any:
     """Average `x` over mesh axes like `jax.lax.pmean`; everything else as in `psum_q`.
 
@@ -141,9 +133,8 @@ def pmean_q(
     of `x`, as in `psum_q`: that of the average is multiplied again.
     """
     options = checked_options(
-        "pmean_q", config, bits, bucket_size, compressor, rounding,
-        key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
-    )  # fmt: skip
+        "pmean_q", config, keywords, key=key, name=name, rules=rules, fuse=fuse, carrier=carrier
+    )
     return _reduce_users(options, x, residual, axis_name, "avg")
 
 

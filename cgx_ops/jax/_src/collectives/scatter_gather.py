@@ -5,11 +5,11 @@ The block that a device keeps or gives is compressed by itself. Their shapes are
 """
 
 import operator
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
-from cgx_ops.config import Compressor, Config, Rounding
+from cgx_ops.config import Config, Keywords
 from cgx_ops.jax._src.collectives.keys import CallSeeds
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax._src.collectives.options import Options, check_places, checked_options
@@ -25,12 +25,9 @@ def psum_scatter_q(
     scatter_dimension: int = 0,
     tiled: bool = False,
     config: Config | None = None,
-    bits: int | None = None,
-    bucket_size: int | None = None,
-    compressor: Compressor | None = None,
-    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
+    **keywords: Unpack[Keywords],
 ) -> Any:
     """Sum `x` over mesh axes and keep one block a device, like `jax.lax.psum_scatter`.
 
@@ -46,12 +43,9 @@ def psum_scatter_q(
           is a multiple of that, and stays.
         config: as in `psum_q`. Not "threshold", which cannot be cut into blocks. `algorithm`,
           `gather_bits` and `intra_bits` have no effect.
-        bits: overrides this field of `config`, as do the next three.
-        bucket_size: as of `psum_q`.
-        compressor: as of `psum_q`.
-        rounding: as of `psum_q`.
         key: as in `psum_q`.
         name: as in `psum_q`.
+        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
 
     Returns:
         This device's block of the sums.
@@ -70,9 +64,8 @@ def psum_scatter_q(
         Array([1., 1., 1., 1.], dtype=float32)
     """
     options = checked_options(
-        "psum_scatter_q", config, bits, bucket_size, compressor, rounding,
-        key=key, name=name, verb="reduce_scatter",
-    )  # fmt: skip
+        "psum_scatter_q", config, keywords, key=key, name=name, verb="reduce_scatter"
+    )
     warn_of_equal_leaves(options.caller, x, mesh_groups(options.caller, axis_name).axes)
     return scatter_over(options, x, axis_name, scatter_dimension, tiled=tiled)
 
@@ -114,12 +107,9 @@ def all_gather_q(
     axis: int = 0,
     tiled: bool = False,
     config: Config | None = None,
-    bits: int | None = None,
-    bucket_size: int | None = None,
-    compressor: Compressor | None = None,
-    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
+    **keywords: Unpack[Keywords],
 ) -> Any:
     """Gather the `x` of all devices of a group, compressed, like `jax.lax.all_gather`.
 
@@ -133,12 +123,9 @@ def all_gather_q(
         axis: the dimension of the result along which devices follow each other.
         tiled: False: that dimension is new. True: the blocks are concatenated along it.
         config: as in `psum_scatter_q`.
-        bits: overrides this field of `config`, as do the next three.
-        bucket_size: as of `psum_q`.
-        compressor: as of `psum_q`.
-        rounding: as of `psum_q`.
         key: as in `psum_q`.
         name: as in `psum_q`.
+        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
 
     Returns:
         The gathered values.
@@ -157,9 +144,8 @@ def all_gather_q(
         Array([1., 1., 1., 1.], dtype=float32)
     """
     options = checked_options(
-        "all_gather_q", config, bits, bucket_size, compressor, rounding,
-        key=key, name=name, verb="all_gather",
-    )  # fmt: skip
+        "all_gather_q", config, keywords, key=key, name=name, verb="all_gather"
+    )
 
     def one(leaf: jax.Array, settings: Settings, seed: jax.Array) -> jax.Array:
         dimension = _dimension(options.caller, "axis", axis, leaf.ndim + (not tiled))

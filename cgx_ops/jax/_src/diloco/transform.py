@@ -13,11 +13,11 @@ Little, ICLR 2019. Sarfi et al.: Communication Efficient LLM Pre-training with S
 """
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 
-from cgx_ops.config import Algorithm, Compressor, Config, Rounding
+from cgx_ops.config import Algorithm, Config, Keywords
 from cgx_ops.jax._src.collectives.mesh_groups import Axes
 from cgx_ops.jax._src.collectives.options import Carrier, checked_options
 from cgx_ops.jax._src.diloco.fragments import CALLER, Method
@@ -39,10 +39,6 @@ def diloco(
     outer_optimizer: Any = None,
     mean_over: Literal["ranks", "senders"] = "ranks",
     config: Config | None = None,
-    bits: int | None = None,
-    bucket_size: int | None = None,
-    compressor: Compressor | None = None,
-    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = CALLER,
     rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
@@ -50,6 +46,7 @@ def diloco(
     carrier: Carrier = "native",
     mesh: jax.sharding.Mesh | None = None,
     param_specs: Any = None,
+    **keywords: Unpack[Keywords],
 ) -> DiLoCo:
     """Return an outer loop: parameters that differ between devices, averaged every few steps.
 
@@ -89,10 +86,6 @@ def diloco(
           sent it (SparseLoCo), which takes compressor="topk".
         config: as of `average_gradients`. algorithm="auto" is "by_hosts" whatever the size, as in
           torch, and "one_shot" for "senders".
-        bits: overrides this field of `config`, as do the next three.
-        bucket_size: as of `psum_q`.
-        compressor: as of `psum_q`.
-        rounding: as of `psum_q`.
         key: as of `average_gradients`.
         name: of the collectives, as of `psum_q`: another one for each outer loop in a program.
         rules: as of `average_gradients`.
@@ -101,6 +94,7 @@ def diloco(
         mesh: of the devices; None: that of `jax.set_mesh`.
         param_specs: the PartitionSpecs of one device's parameters over other axes of the mesh, a
           tree like them; None: P() for all.
+        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
 
     Raises:
         ImportError: optax is not installed.
@@ -118,7 +112,7 @@ def diloco(
         raise ValueError(f"{CALLER}: mean_over is {mean_over!r}; it must be 'ranks' or 'senders'")
     senders = mean_over == "senders"
     options = checked_options(
-        CALLER, config or Config(error_feedback=True), bits, bucket_size, compressor, rounding,
+        CALLER, config or Config(error_feedback=True), keywords,
         key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
     )  # fmt: skip
     if options.config.algorithm == "auto":

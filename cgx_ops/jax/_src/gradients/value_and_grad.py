@@ -10,12 +10,12 @@ axis. Both do that first; a psum_q after JAX's own sum would be N times too larg
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from cgx_ops.config import Compressor, Config, Rounding
+from cgx_ops.config import Config, Keywords
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, axes_of, mesh_groups
 from cgx_ops.jax._src.collectives.options import Carrier, checked_options
 from cgx_ops.jax._src.collectives.primitive import vary_tree
@@ -33,15 +33,12 @@ def compress_grads(
     axis_name: Axes,
     *,
     config: Config | None = None,
-    bits: int | None = None,
-    bucket_size: int | None = None,
-    compressor: Compressor | None = None,
-    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
     rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
+    **keywords: Unpack[Keywords],
 ) -> Any:
     """Return `params` as they are; their gradient is summed over mesh axes by `psum_q`.
 
@@ -61,10 +58,6 @@ def compress_grads(
           all devices of the axis: passed to shard_map with in_specs that do not name it.
         axis_name: name of a mesh axis, or a tuple of names.
         config: as of `psum_q`; there is no error feedback: `average_gradients` has it.
-        bits: overrides this field of `config`, as do the next three.
-        bucket_size: as of `psum_q`.
-        compressor: as of `psum_q`.
-        rounding: as of `psum_q`.
         key: a PRNG key, as of `psum_q`: give another in every step.
         name: of the collective, as of `psum_q`.
         rules: as of `psum_q`. By default leaves of at most one dimension are sent exact; None
@@ -72,6 +65,7 @@ def compress_grads(
         fuse: as of `psum_q`: by default small trees are one message, which goes when the last
           gradient is computed. To overlap that with the rest of the backward pass, give False.
         carrier: as of `psum_q`.
+        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
 
     Returns:
         `params`, varying over the axes for JAX's type checks.
@@ -92,9 +86,8 @@ def compress_grads(
     """
     caller = "compress_grads"
     options = checked_options(
-        caller, config, bits, bucket_size, compressor, rounding,
-        key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
-    )  # fmt: skip
+        caller, config, keywords, key=key, name=name, rules=rules, fuse=fuse, carrier=carrier
+    )
     axes = mesh_groups(caller, axis_name).axes
     if not compat.types_are_checked():
         # Around the shard_map JAX would sum what psum_q summed, once more; in the body it would
@@ -135,15 +128,12 @@ def value_and_grad(
     in_specs: Sequence[Any] | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     config: Config | None = None,
-    bits: int | None = None,
-    bucket_size: int | None = None,
-    compressor: Compressor | None = None,
-    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
     rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
+    **keywords: Unpack[Keywords],
 ) -> Callable[..., Any]:
     """Do as `jax.value_and_grad`, and average over mesh axes: the value exactly, gradients in bits.
 
@@ -181,16 +171,13 @@ def value_and_grad(
           reaches fun as a shard, like a batch.
         mesh: of in_specs; None: that of jax.set_mesh.
         config: as of `psum_q`; there is no error feedback: `average_gradients` has it.
-        bits: overrides this field of `config`, as do the next three.
-        bucket_size: as of `psum_q`.
-        compressor: as of `psum_q`.
-        rounding: as of `psum_q`.
         key: a PRNG key, as of `psum_q`: give another in every step.
         name: of the collective, as of `psum_q`.
         rules: as of `psum_q`. By default leaves of at most one dimension are sent exact; None
           compresses them too.
         fuse: as of `psum_q`.
         carrier: as of `psum_q`.
+        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
 
     Returns:
         A function with fun's arguments. It returns (value, gradients), or ((value, aux), gradients)
@@ -212,9 +199,8 @@ def value_and_grad(
     """
     caller = "value_and_grad"
     options = checked_options(
-        caller, config, bits, bucket_size, compressor, rounding,
-        key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
-    )  # fmt: skip
+        caller, config, keywords, key=key, name=name, rules=rules, fuse=fuse, carrier=carrier
+    )
     if in_specs is not None:
         return value_and_grad_of_shards(
             fun, axes_of(axis_name), argnums, has_aux, in_specs, mesh, options

@@ -11,12 +11,12 @@ that of the reduced values, whose error goes to the device that compressed them 
 et al., ICML 2019).
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from cgx_ops.config import Compressor, Config, Rounding
+from cgx_ops.config import Config, Keywords
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax._src.collectives.options import Carrier, checked_options
 from cgx_ops.jax._src.collectives.psum import reduce_over
@@ -54,16 +54,13 @@ def average_gradients(
     axis_name: Axes,
     *,
     config: Config | None = None,
-    bits: int | None = None,
-    bucket_size: int | None = None,
-    compressor: Compressor | None = None,
-    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
     rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
     mesh: Mesh | None = None,
+    **keywords: Unpack[Keywords],
 ) -> "optax.GradientTransformation":
     """Return an optax transformation that averages gradients over mesh axes, compressed.
 
@@ -87,11 +84,6 @@ def average_gradients(
           copy of the parameters on every device. None: where the encoding is biased: "uniform" with
           nearest rounding (2 bits or more), "levels", "onebit", "topk", "threshold" and "randk".
           `residual_decay` is the part of it that is added.
-        bits: overrides this field of `config`, as do the next three.
-        bucket_size: as of `psum_q`.
-        compressor: as of `psum_q`.
-        rounding: as of `psum_q`. "nearest" is the better choice with error feedback: its error is
-          half as large in a step, and its bias comes back too.
         key: a PRNG key, as of `psum_q`, not traced: the count of steps is folded into it.
         name: of the collective, as of `psum_q`.
         rules: as of `psum_q`. By default leaves of at most one dimension are sent exact; None
@@ -100,6 +92,8 @@ def average_gradients(
         carrier: as of `psum_q`.
         mesh: of the shard_map. Only `init` outside of it asks for it, to know how many devices the
           axis has; None: that of `jax.set_mesh`.
+        **keywords: bits, bucket_size, compressor and rounding, which replace those of config. With
+          error feedback `rounding="nearest"` is better: its error is half as large in a step.
 
     Returns:
         An optax.GradientTransformation, whose state is an `AverageGradientsState`.
@@ -121,9 +115,8 @@ def average_gradients(
     caller = "average_gradients"
     optax = import_optax(caller)
     options = checked_options(
-        caller, config, bits, bucket_size, compressor, rounding,
-        key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
-    )  # fmt: skip
+        caller, config, keywords, key=key, name=name, rules=rules, fuse=fuse, carrier=carrier
+    )
 
     def init(params: Any) -> AverageGradientsState:
         options.refuse_idle_feedback(params)

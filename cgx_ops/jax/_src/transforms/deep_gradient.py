@@ -13,13 +13,13 @@ Distributed Training, ICLR 2018.
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cgx_ops.config import Compressor, Config, Rounding
+from cgx_ops.config import Config, Keywords
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups, require_own_messages
 from cgx_ops.jax._src.collectives.options import Carrier, checked_options, name_of_leaf
 from cgx_ops.jax._src.collectives.psum import reduce_over
@@ -91,14 +91,11 @@ def deep_gradient(
     warmup_steps: int = 0,
     dense_axis: Axes | None = None,
     config: Config | None = None,
-    bits: int | None = None,
-    bucket_size: int | None = None,
-    compressor: Compressor | None = None,
-    rounding: Rounding | None = None,
     name: str = "",
     rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
     carrier: Carrier = "native",
     mesh: Mesh | None = None,
+    **keywords: Unpack[Keywords],
 ) -> "optax.GradientTransformation":
     """Return an optax transformation that averages gradients with momentum, sent sparse.
 
@@ -127,15 +124,12 @@ def deep_gradient(
         config: as of `psum_q`; None: Config(compressor="topk"). The compressor is "topk", or
           "threshold", which is faster and sends about as many. `value_bits` and `minimal_size`
           count; `density` is the argument, and buckets are whole leaves.
-        bits: overrides this field of `config`, as do the next three.
-        bucket_size: likewise; it has no effect on leaves that are sent sparse.
-        compressor: as of `config`.
-        rounding: as of `psum_q`.
         name: of the collectives, as of `psum_q`.
         rules: as of `average_gradients`: bits 32 (exact), compressor, density and value_bits.
         carrier: as of `psum_q`.
         mesh: of the shard_map, as of `average_gradients`. Where several processes have several
           devices, update needs it too.
+        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
 
     Returns:
         An optax.GradientTransformation, whose state is a `DeepGradientState`.
@@ -151,10 +145,7 @@ def deep_gradient(
     optax = import_optax(_CALLER)
     method = Method(density, momentum, nesterov, clip, warmup_steps)
     config = Config(compressor="topk") if config is None else config
-    options = checked_options(
-        _CALLER, config, bits, bucket_size, compressor, rounding,
-        name=name, rules=rules, carrier=carrier,
-    )  # fmt: skip
+    options = checked_options(_CALLER, config, keywords, name=name, rules=rules, carrier=carrier)
     checked_config(options.config)
 
     def own_of(path: Any, leaf: Any) -> Config | None:

@@ -7,12 +7,12 @@ ICML 2021.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from cgx_ops.config import Compressor, Config, Rounding
+from cgx_ops.config import Config, Keywords
 from cgx_ops.errors import require_integer, require_share
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax._src.collectives.options import Carrier, Options, checked_options, is_vote
@@ -61,16 +61,13 @@ def one_bit_adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     config: Config | None = None,
-    bits: int | None = None,
-    bucket_size: int | None = None,
-    compressor: Compressor | None = None,
-    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
     rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
     mesh: Mesh | None = None,
+    **keywords: Unpack[Keywords],
 ) -> "optax.GradientTransformation":
     """Return 1-bit Adam as an optax optimizer, which averages over mesh axes by itself.
 
@@ -98,16 +95,13 @@ def one_bit_adam(
         eps: added to the root of nu; more than 0.
         weight_decay: at least 0.
         config: of the momentum, as of `average_gradients`; None: compressor "levels" with 1 bit.
-        bits: overrides this field of `config`, as do the next three.
-        bucket_size: as of `psum_q`.
-        compressor: as of `psum_q`.
-        rounding: as of `psum_q`.
         key: a PRNG key, as of `average_gradients`.
         name: of the collectives, as of `psum_q`.
         rules: as of `average_gradients`, for the momentum.
         fuse: as of `psum_q`.
         carrier: as of `psum_q`.
         mesh: of the shard_map, as of `average_gradients`.
+        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
 
     Returns:
         An optax.GradientTransformation, the first of whose states is a `OneBitAdamState`.
@@ -128,9 +122,8 @@ def one_bit_adam(
         raise ValueError(f"{caller}: eps is {eps!r}; it must be more than 0")
     config = Config(compressor="levels", bits=1) if config is None else config
     options = checked_options(
-        caller, config, bits, bucket_size, compressor, rounding,
-        key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
-    )  # fmt: skip
+        caller, config, keywords, key=key, name=name, rules=rules, fuse=fuse, carrier=carrier
+    )
     exact = replace(options, config=options.config.with_own(bits=EXACT_BITS), rules=None)
 
     def keeps(path: Any, leaf: Any) -> bool:

@@ -14,12 +14,12 @@ Optimization, NeurIPS 2019.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from cgx_ops.config import Compressor, Config, Rounding
+from cgx_ops.config import Config, Keywords
 from cgx_ops.errors import require_integer
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups
 from cgx_ops.jax._src.collectives.options import Carrier, Options, checked_options, name_of_leaf
@@ -72,15 +72,12 @@ def power_sgd(
     batched: bool = False,
     warm_start: bool = True,
     config: Config | None = None,
-    bits: int | None = None,
-    bucket_size: int | None = None,
-    compressor: Compressor | None = None,
-    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     name: str = "",
     rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
     carrier: Carrier = "native",
     mesh: Mesh | None = None,
+    **keywords: Unpack[Keywords],
 ) -> "optax.GradientTransformation":
     """Return an optax transformation that averages gradients over mesh axes, in low rank.
 
@@ -112,15 +109,12 @@ def power_sgd(
           leaves all residuals out; else factored leaves have residuals, and others as in
           `average_gradients`. `residual_decay` is the part of residuals that is added. Its
           algorithm is that of P and Q too, which are rounded to nearest.
-        bits: overrides this field of `config`, as do the next three.
-        bucket_size: as of `psum_q`.
-        compressor: as of `psum_q`.
-        rounding: as of `psum_q`.
         key: a PRNG key, as of `average_gradients`.
         name: of the collectives, as of `psum_q`.
         rules: as of `average_gradients`. A leaf that a rule matches is not factored.
         carrier: as of `psum_q`.
         mesh: of the shard_map, as of `average_gradients`.
+        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
 
     Returns:
         An optax.GradientTransformation, whose state is a `PowerSGDState`.
@@ -135,12 +129,11 @@ def power_sgd(
     rank = require_integer(f"{_CALLER}: rank", rank, 1)
     start = require_integer(f"{_CALLER}: start", start, 0)
     rate = low_rank.checked_rate(min_compression_rate)
-    if config is bits is compressor is None:
-        bits = EXACT_BITS
+    if config is keywords.get("bits") is keywords.get("compressor") is None:
+        keywords["bits"] = EXACT_BITS
     options = checked_options(
-        _CALLER, config, bits, bucket_size, compressor, rounding,
-        key=key, name=name, rules=rules, carrier=carrier,
-    )  # fmt: skip
+        _CALLER, config, keywords, key=key, name=name, rules=rules, carrier=carrier
+    )
     how = _factors(options, low_rank.checked_factor_bits(factor_bits))
 
     def rank_in(path: Any, leaf: Any) -> int:

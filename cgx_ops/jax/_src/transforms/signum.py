@@ -87,7 +87,7 @@ def signum(
     optax = import_optax(caller)
     require_share(f"{caller}: momentum", momentum)
     config = Config(compressor="sign") if config is None else config
-    options = checked_options(caller, config, name=name, fuse=fuse, carrier=carrier)
+    options = checked_options(caller, config, {}, name=name, fuse=fuse, carrier=carrier)
     if not is_vote(options.config):
         raise ValueError(
             f"{caller}: config is {config!r}; give Config(compressor='sign'), without bits"
