@@ -337,7 +337,10 @@ def test_parameters_split_over_another_axis() -> None:
             },
             "each device sends some",
         ),
-        ({"mean_over": "senders", "compressor": "topk", "algorithm": "sra"}, "what is not sent"),
+        (
+            {"mean_over": "senders", "compressor": "topk", "algorithm": "sra"},
+            "needs error feedback",
+        ),
         ({"name": ""}, "name is ''; give one"),
         ({"residual_decay": 0}, "residual_decay"),
         ({"bits": 1, "error_feedback": True}, "at 1 bit the error may be as large"),

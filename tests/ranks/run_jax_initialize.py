@@ -107,7 +107,7 @@ def one_never_comes() -> None:
     before = os.environ["CGX_TIMEOUT"]
     os.environ["CGX_TIMEOUT"] = "1"
     text = error_of(lambda: cgx_ops.jax.initialize(os.environ["COORDINATOR"], SIZE + 1, RANK))
-    assert f"process {RANK} of {SIZE + 1} did not meet the others at " in text
+    assert f"process {RANK} of {SIZE + 1} did not reach the others at " in text
     assert "within 1 s: each must call it" in text
     assert not jax.distributed.is_initialized()
     os.environ["CGX_TIMEOUT"] = before

@@ -1,9 +1,9 @@
 """allreduce_q: sums among processes outside shard_map, ordered as the program is.
 
-For programs of which mpirun starts one process a rank, each with a JAX of its own: no mesh, no
-jax.distributed. Ranks may run different programs, so calls match in the order in which each rank
-makes them, as MPI's do. An ordered effect of JAX keeps that order: every call takes a token from
-the one before it, within a program and from launch to launch.
+For programs with one process for each rank, each with a separate JAX: no mesh, no jax.distributed.
+Ranks may run different programs, so calls match in the order in which each rank makes them, as
+MPI's do. An ordered effect of JAX keeps that order: every call takes a token from the one before
+it, within a program and from launch to launch.
 
 The primitive is psum_q's (primitive.py); what a communicator makes different is at the end of this
 file.
@@ -36,8 +36,8 @@ from cgx_ops.jax._src.runtime.processes import world
 from cgx_ops.planner import Plan
 from cgx_ops.rules import Rules
 
-# Of all calls that the user gave none: a sequence of their own on each communicator. Python calls
-# without a name (cgx_ops.allreduce) have another, since JAX runs behind Python.
+# The name of all calls without one: a separate sequence on each communicator. Python calls without
+# a name (cgx_ops.allreduce) have another name, since JAX runs behind Python.
 _UNNAMED = "cgx_ops.jax.allreduce_q"
 
 
@@ -64,17 +64,17 @@ def allreduce_q(
     message.
 
     Calls run one after another, in Python's order and, in a scan, while or cond, in that of
-    execution. The n-th call of a rank on a communicator meets the n-th of the others, whatever else
-    their programs do: all ranks must make equal calls in equal order. Calls with a `name` meet the
-    others' calls of that name instead, also those from Python (`Communicator.allreduce`). Python
-    threads that dispatch calls at the same time must name them, and be no more than this process
-    has cores or CPU devices (jax_num_cpu_devices): XLA runs no more programs at once. On GPUs calls
-    of all names meet in the order of dispatch: one thread dispatches them.
+    execution. The n-th call of a rank on a communicator matches the n-th of the others: all ranks
+    must make equal calls in equal order. Calls with a `name` match the others' calls of that name
+    instead, also those from Python (`Communicator.allreduce`). Python threads that dispatch calls
+    at the same time must name them, and be no more than this process has cores or CPU devices
+    (jax_num_cpu_devices), because XLA runs no more programs in parallel. On GPUs calls of all names
+    match in the order of dispatch: one thread dispatches them.
 
     The derivative is that of an exact sum over ranks, whose transpose is an exact sum over ranks:
     tangents and cotangents travel too, and jax.grad gives the gradient of the sum of all ranks'
-    losses. (mpi4jax transposes a sum to the identity: there each rank gets the gradient of its own
-    loss alone.) All ranks must differentiate alike. jax.checkpoint keeps results: nothing is
+    losses. (mpi4jax transposes a sum to the identity: there each rank gets the gradient of its loss
+    alone.) All ranks must differentiate in the same way. jax.checkpoint keeps results: nothing is
     communicated twice. To compress gradients, apply allreduce_q to the gradients.
 
     Args:
@@ -207,14 +207,14 @@ class Ranks:
     functions: ClassVar[dict[Verb, str]] = {"allreduce": "allreduce_q"}
 
     def call_text(self, verb: Verb, name: str, *, places: bool = False) -> str:
-        """Return what tells the noise of calls apart that have one key; `places`: on all ranks.
+        """Return the text that separates the seeds of calls with one key.
 
-        The communicators of ranks that are threads have names of their own.
+        It has the communicator's name, which differs between threads, unless ranks share indices.
         """
         return f"allreduce_q on {'' if places else self.comm}: {name}"
 
     def alone(self, leaf: jax.Array) -> jax.Array:
-        """Return the sum of a leaf of which there is nothing to send."""
+        """Return the sum of a leaf that is not sent."""
         return leaf
 
     def lower(

@@ -6,12 +6,12 @@ their values exactly in float32 and then share its messages, so that nothing cro
     1. routes: the ranks of each group, and who sends to whom
     2. the plan: which algorithm it is, and the lengths of its messages
     3. the program: sum? -> encode -> all-to-all -> reduce -> all-gather -> decode; one_shot has
-       neither all-to-all nor reduce
+       no all-to-all and no reduce
     4. XLA's collectives over groups of partition ids
 
 The steps between the exchanges are FFI calls, pure functions of their operands
-(xla_ffi/carried.cc). Their bits and bytes are the native carrier's, but that messages are padded to
-the longest.
+(xla_ffi/carried.cc). Their bits and bytes are the native carrier's, except that messages are padded
+to the longest.
 """
 
 import functools

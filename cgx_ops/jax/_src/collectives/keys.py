@@ -42,7 +42,7 @@ class CallSeeds:
     """The seeds of one call's leaves, from its key.
 
     Errors of the groups along one mesh axis may be summed along another, so their noise must
-    differ: beside the call itself, a seed says where the device is along the other axes over which
+    differ: a seed depends on the call, and on the device's place along the other axes over which
     its leaf varies. Where it does not vary, groups hold the same values, and get the same sums.
     """
 
@@ -53,7 +53,7 @@ class CallSeeds:
         of other verbs, axes and names with this key have other noise. axes: those it reduces over.
         """
         self._axes = frozenset(axes)
-        self._keys: dict[tuple[Hashable, ...], jax.Array] = {}  # by the axes that tell groups apart
+        self._keys: dict[tuple[Hashable, ...], jax.Array] = {}  # by axes that part groups
         if key is not None:
             self._keys[()] = jax.random.fold_in(key, zlib.crc32(call.encode()))
 

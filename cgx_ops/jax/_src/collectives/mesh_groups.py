@@ -29,7 +29,7 @@ from cgx_ops.jax._src.collectives.primitive import (
     message_attributes,
     vary,
 )
-from cgx_ops.jax._src.collectives.trees import exact_twin
+from cgx_ops.jax._src.collectives.trees import uncompressed
 from cgx_ops.jax._src.collectives.votes import lower_by_counts, need_counts
 from cgx_ops.jax._src.runtime import compat, handlers
 from cgx_ops.jax._src.runtime.launching import launcher
@@ -54,12 +54,12 @@ class MeshGroups:
     }  # fmt: skip
 
     def call_text(self, verb: Verb, name: str, *, places: bool = False) -> str:
-        """Return what tells the noise, or the places, of calls apart that have one key."""
-        del places  # all devices of a group say the same
+        """Return the text that separates the seeds of calls with one key."""
+        del places  # it is the same on all devices of a group
         return f"{verb} over {','.join(map(str, self.axes))}: {name}"
 
     def alone(self, leaf: jax.Array) -> jax.Array:
-        """Return the sum of a leaf of which there is nothing to send."""
+        """Return the sum of a leaf that is not sent."""
         return jax.lax.psum(vary(leaf, frozenset(self.axes)), self.axes)  # its type changes
 
     def lower(
@@ -118,7 +118,7 @@ def _axis_size(caller: str, axis: Hashable) -> int:
     if not compat.is_shard_map_axis(axis):
         raise NotImplementedError(
             f"{caller}: the axis {axis!r} belongs to a vmap, so its elements are in one device and "
-            f"there is nothing to send. Use {exact_twin(caller)} for it, or jax.shard_map to "
+            f"there is nothing to send. Use {uncompressed(caller)} for it, or jax.shard_map to "
             "spread it"
         )
     return size
@@ -132,8 +132,8 @@ def require_own_messages(
 ) -> None:
     """Refuse groups with several devices in each of several processes.
 
-    A process sums the values of its devices before they are sent, so that none of them knows which
-    of its own were. `remedy`: what to do with an axis of a process's devices.
+    A process sums the values of its devices before it sends them, so a device cannot find out which
+    of its values were sent. `remedy`: what to do with an axis of a process's devices.
     """
     if jax.process_count() in (1, jax.device_count()):
         return
@@ -171,7 +171,7 @@ def _lower_cpu(ctx: Any, operands: Sequence[Any], settings: Settings) -> Any:
     attributes = _attributes(
         ctx, settings, groups=groups, processes=processes, names_suffice=not several
     )
-    # XLA tells a handler the device, not which partition of the program it runs.
+    # XLA gives a handler the device, not the partition of the program.
     partition = (compat.scalar_u32(), stablehlo.partition_id())
     target = handlers.target(settings.function)
     return custom_call(ctx, target, operands, settings, attributes, [partition])
@@ -190,7 +190,7 @@ def _lower_cuda(ctx: Any, operands: Sequence[Any], settings: Settings) -> Any:
     processes = processes_of(mesh, settings.carrier)
     if processes is not None:
         _check_spread(settings, groups, processes)
-    settings = replace(settings, overlaps=False)  # streams have an order of their own
+    settings = replace(settings, overlaps=False)  # a stream is in order
     # On a GPU collectives of all names run one after the other.
     attributes = _attributes(
         ctx, settings, groups=groups, processes=processes, names_suffice=False, devices=devices
@@ -266,7 +266,7 @@ def _check_counts(settings: Settings, groups: Rows, processes: list[int]) -> Non
 
 
 def _check_spread(settings: Settings, groups: Rows, processes: list[int]) -> None:
-    """GPUs of a group are all in one process, or each in one of its own."""
+    """GPUs of a group are all in one process, or each in a separate one."""
     for group in groups:
         counts = Counter(processes[partition] for partition in group)
         if 1 < len(counts) < len(group):

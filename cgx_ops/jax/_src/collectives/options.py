@@ -204,7 +204,7 @@ def is_randk(config: Config) -> bool:
 def check_places(
     caller: str, key: jax.Array | None, configs: Iterable[Config], axes: tuple[Hashable, ...]
 ) -> None:
-    """Require one key of all devices of the axes where it decides indices, as far as types tell."""
+    """Require one key of all devices of the axes where it decides indices, as far as types show."""
     if key is None or not any(map(is_randk, configs)):
         return
     differs = compat.varying_axes(key) & frozenset(axes)

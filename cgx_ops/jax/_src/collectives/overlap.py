@@ -1,15 +1,14 @@
 """How messages of a tree travel while XLA:CPU computes the rest of it.
 
 XLA:CPU runs whatever needs nothing that is still under way. But it lays out memory as if a program
-ran line by line: a buffer that is read for the last time is given to what is computed next, which
+ran line by line: a buffer that is read for the last time is given to the next computation, which
 then has to wait for that reading. A message reads gradients, and whoever uses its sums reads those:
 so the backward pass waited for every message. Two gates, which do nothing when they run, keep it
 from that:
 
-    1. mark    before a message: tells by a token that its leaves are there; its sums will be in
-               their buffers
-    2. hold    behind it: hands on the sums when the leaves of later messages are there, too, so
-               that what is computed next is given the buffers of an earlier message
+    1. mark    before a message: a token depends on its leaves; its sums will be in their buffers
+    2. hold    behind it: passes the sums on when the leaves of later messages are computed, too, so
+               that the next computation is given the buffers of an earlier message
 
 At a time the leaves of AHEAD messages more than the one under way are in memory.
 """
@@ -51,7 +50,7 @@ def hold(messages: Sequence[list[jax.Array]], tokens: Sequence[jax.Array]) -> li
     return [*held, messages[last]]
 
 
-# Results are the operands, but for the tokens, which come last: `taken` ones and `made` ones.
+# Results are the operands, except the tokens, which come last: `taken` ones and `made` ones.
 gate_p = Primitive("cgx_gate")
 gate_p.multiple_results = True
 gate_p.def_impl(functools.partial(xla.apply_primitive, gate_p))

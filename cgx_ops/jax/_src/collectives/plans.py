@@ -1,7 +1,7 @@
-"""Which leaves of a tree share a message, and what a plan of that asks of JAX.
+"""Which leaves of a tree share a message: by a plan, or by size.
 
 1. leaves by name, and when their gradients are ready
-2. messages: of a plan, or of a tree that nobody planned
+2. messages, with a plan or without one
 3. agreement: processes that compile a planned program compare their plans
 """
 
@@ -24,12 +24,12 @@ _MESSAGE_BYTES = 4 << 20
 
 
 def numels_of(tree: Any) -> dict[str, int]:
-    """Return the number of values of each leaf of a tree, by the name that rules and plans know.
+    """Return the number of values of each leaf of a tree, by its name in rules and plans.
 
     For cgx_ops.planner.Plan.of(), in the order of the leaves.
 
     Args:
-        tree: a pytree of arrays, or of what has a shape, such as jax.eval_shape() returns.
+        tree: a pytree of arrays or jax.ShapeDtypeStructs.
 
     Raises:
         ValueError: two leaves have one name.
@@ -37,7 +37,7 @@ def numels_of(tree: Any) -> dict[str, int]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     numels = {name_of_leaf(path): math.prod(getattr(leaf, "shape", ())) for path, leaf in leaves}
     if len(numels) < len(leaves):
-        raise ValueError("two leaves have one name, and no plan can tell them apart: rename one")
+        raise ValueError("two leaves have one name, which a plan cannot distinguish: rename one")
     return numels
 
 
@@ -46,8 +46,8 @@ def estimated_ready(
 ) -> list[float]:
     """Return an estimate of when each leaf's gradient is ready, for Plan.of().
 
-    A compiled program tells nobody when it has computed what, so nothing is measured here but the
-    whole. The estimate: gradients become ready one after the other, that of the leaf used last
+    A compiled program does not report when it has computed which gradient, so only the whole is
+    measured. The estimate: gradients become ready one after the other, that of the leaf used last
     first, and each takes time in proportion to its number of values. That is what dense layers
     take; a convolution's values take longer, an embedding's less. Ranks must give equal arguments.
 
@@ -112,13 +112,13 @@ def _planned(caller: str, x: Any, plan: Plan) -> Sequence[int]:
     planned = dict(zip(plan.names, plan.numels, strict=True))
     for name in [*numels, *planned]:
         if numels.get(name) != planned.get(name):
-            told = [
+            has = [
                 "no such leaf" if of.get(name) is None else f"{of[name]} values"
                 for of in (numels, planned)
             ]
             raise ValueError(
-                f"{caller}: the plan is of another tree: of {name!r}, x has {told[0]} and the plan "
-                f"{told[1]}. Make it with Plan.of(cgx_ops.jax.numels_of(x), ...)"
+                f"{caller}: the plan is of another tree: of {name!r}, x has {has[0]} and the plan "
+                f"{has[1]}. Make it with Plan.of(cgx_ops.jax.numels_of(x), ...)"
             )
     group_of = {plan.names[i]: number for number, of in enumerate(plan.groups) for i in of}
     return [group_of[name] for name in numels]

@@ -13,8 +13,8 @@ then the new residuals:
 
 where the core's table of verbs says that a buffer holds a block for each rank.
 
-An example of the batch (vmap's) is a segment of the message with a seed of its own (also where vmap
-gives all of them one key), compressed as if it were alone. All leaves of one binding are one
+An example of the batch (vmap's) is a segment of the message, compressed as if it were alone, with
+a separate seed, also where vmap gives all of them one key. All leaves of one binding are one
 message.
 
 `Groups` reduce together: the devices along mesh axes (mesh_groups.py) or the ranks of a
@@ -106,7 +106,7 @@ class Settings:
         name: the user's; "" to name the call by its place in the program.
         carrier: "native": the core moves the bytes; "xla": XLA's own collectives do.
         feedback: whether leaves have residuals; of allreduce only.
-        plan: that says which leaves these are, if there is one.
+        plan: by which these leaves share a message, if there is one.
         overlaps: whether results are in the leaves' buffers, as overlap.py wants it.
     """
 
@@ -203,7 +203,7 @@ def _lower_elsewhere(ctx: Any, *_: Any, settings: Settings) -> Any:
     raise NotImplementedError(handlers.refusal(settings.function, ctx.module_context.platforms))
 
 
-# A cached lowering would give equal calls one id; they are told apart then too, but less clearly.
+# A cached lowering would give equal calls one id, and errors could not name them.
 for _platform in ("cpu", "cuda"):
     mlir.register_lowering(
         collective_q_p, functools.partial(_lower, platform=_platform), platform=_platform,
@@ -328,7 +328,7 @@ def _jvp(
 ) -> tuple[list[jax.Array], list[Any]]:
     """Straight through: the tangent is that of the exact collective, which JAX can transpose.
 
-    Residuals count as what they are added to; what is lost is constant.
+    Residuals count as part of their leaves; quantization errors are constant.
     """
     results = collective_q_p.bind(*primals, settings=settings)
     sums, _, residuals = parted(tangents, settings.feedback)

@@ -65,8 +65,8 @@ def psum_q(
           algorithm. Not for "ring" and "hierarchical", nor for groups with more devices in one
           process than in another.
         residual: error feedback: what compression lost before, a tree like `x`, added to it in
-          float32. None, also for some leaves: nothing is added, and what is lost now is not
-          returned. Compressors with which it would not converge refuse it.
+          float32. None, also for some leaves: nothing is added, and the new quantization error is
+          not returned. Compressors with which it would not converge refuse it.
         **keywords: fields that replace those of `config`: `bits`, 1 to 8, or 32 (exact);
           `bucket_size`, elements that share one minimum and step; `compressor`, "uniform",
           "levels", "sign" (a sum is a majority vote), "onebit", "ternary", "qsgd", "half", "topk",
@@ -77,14 +77,14 @@ def psum_q(
         The sums, in the structure, shapes and dtypes of `x`; equal on all devices of a group. With
         `residual` a pair of them and the new residual, a tree like `x` too, which varies over the
         axes: over all devices, `x` and the old residuals add up to the result (as a sum) and the
-        new residuals, but for what float32 sums and the dtype round. Given to the next call, it
-        makes sure that nothing is lost for good. Where devices of a process are summed first, the
-        first of them has what all of them lost. A loss that is not finite becomes 0.
+        new residuals, up to rounding in float32 and the dtype. Given to the next call, it makes
+        sure that errors are only delayed. Where devices of a process are summed first, the first
+        of them has the residual of all. A residual that is not finite becomes 0.
 
     Raises:
         NameError: an axis name is not bound here.
         NotImplementedError: an axis belongs to a vmap; the shard_map leaves axes to the compiler;
-          the platform is neither CPU nor CUDA. On CUDA: carrier="xla"; a group has several GPUs in
+          the platform is not CPU or CUDA. On CUDA: carrier="xla"; a group has several GPUs in
           each of several processes.
         TypeError: a leaf is not float32, float16 or bfloat16; a residual has another dtype than its
           leaf; an argument is not a static value; `key` is not a key.

@@ -1,6 +1,6 @@
-"""psum_scatter_q and all_gather_q: the two halves of an allreduce, each by itself.
+"""psum_scatter_q and all_gather_q: the two halves of an allreduce, each alone.
 
-The block that a device keeps or gives is compressed by itself. Their shapes are those of
+The block that a device keeps or gives is compressed separately. Their shapes are those of
 `jax.lax.psum_scatter` and `jax.lax.all_gather`.
 """
 

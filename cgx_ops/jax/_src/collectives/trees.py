@@ -31,7 +31,7 @@ from cgx_ops.jax._src.runtime import compat, processes
 from cgx_ops.planner import Plan
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_EXACT_TWINS = {  # of callers, for error messages
+_UNCOMPRESSED = {  # by caller, for error messages
     "psum_q": "jax.lax.psum",
     "pmean_q": "jax.lax.pmean",
     "psum_scatter_q": "jax.lax.psum_scatter",
@@ -47,9 +47,9 @@ _EXACT_TWINS = {  # of callers, for error messages
 # ---- 1. checks ---------------------------------------------------------------------------------
 
 
-def exact_twin(caller: str) -> str:
-    """Return the name of JAX's exact function in place of one of ours."""
-    return _EXACT_TWINS.get(caller, "JAX's own collective")
+def uncompressed(caller: str) -> str:
+    """Return the name of JAX's uncompressed equivalent of a caller."""
+    return _UNCOMPRESSED.get(caller, "JAX's own collective")
 
 
 def checked_leaf(caller: str, path: Any, leaf: Any) -> jax.Array:
@@ -58,11 +58,11 @@ def checked_leaf(caller: str, path: Any, leaf: Any) -> jax.Array:
     if dtype.name not in _DTYPES:
         where = jax.tree_util.keystr(path)
         if dtype.name == "float64":
-            remedy = f"cast it to float32, or reduce it exactly with {exact_twin(caller)}"
+            remedy = f"cast it to float32, or reduce it exactly with {uncompressed(caller)}"
         elif jnp.issubdtype(dtype, jnp.complexfloating):
-            remedy = f"reduce its real and imaginary parts, or use {exact_twin(caller)}"
+            remedy = f"reduce its real and imaginary parts, or use {uncompressed(caller)}"
         else:
-            remedy = f"reduce it exactly with {exact_twin(caller)}, or cast it to float32"
+            remedy = f"reduce it exactly with {uncompressed(caller)}, or cast it to float32"
         raise TypeError(
             f"{caller}: x{where} has dtype {dtype}, and only {', '.join(_DTYPES)} can be "
             f"compressed: {remedy}"
@@ -78,10 +78,10 @@ def _checked_residuals(caller: str, x: Any, residual: Any) -> list[Any]:
     wanted, given = jax.tree.structure(x), jax.tree.structure(residual)
     try:
         olds = wanted.flatten_up_to(residual)
-        alike = jax.tree_util.all_leaves([old for old in olds if old is not None])
+        matches = jax.tree_util.all_leaves([old for old in olds if old is not None])
     except ValueError:
-        olds, alike = [], False
-    if not alike:
+        olds, matches = [], False
+    if not matches:
         raise ValueError(f"{caller}: residual is {given}, and x is {wanted}: {remedy}")
     for (path, leaf), old in zip(jax.tree_util.tree_leaves_with_path(x), olds, strict=True):
         if old is None:
@@ -102,7 +102,7 @@ def _checked_residuals(caller: str, x: Any, residual: Any) -> list[Any]:
 
 
 class Leaf(NamedTuple):
-    """One array of a tree, its place there, how it travels and what was lost of it before."""
+    """One array of a tree, its place there, its config and its residual."""
 
     place: int
     x: jax.Array
@@ -220,7 +220,7 @@ def _report(groups: Groups, options: Options, leaves: list[Leaf]) -> None:
 
 
 def sends(groups: Groups, config: Config) -> bool:
-    """Tell whether a leaf goes through the core: one device sends nothing, but votes too."""
+    """Return whether a leaf goes through the core; that of one device does only as a vote."""
     return groups.size > 1 or is_vote(config)
 
 

@@ -2,7 +2,7 @@
 
     1. who votes: each device casts 1 or -1 for each value, before its process sums
     2. counts: they are what processes send each other, exact, in 16 bits where that is exact
-    3. the vote is the sign of what comes
+    3. the vote is the sign of the sum
 
 Between hosts the core does the same (docs/wire_format.md, "sign"); votes are equal to the bit.
 """
@@ -33,7 +33,7 @@ _MOST_IN_HALF = 256
 def need_counts(
     settings: Settings, groups: npt.NDArray[np.int64], processes: Sequence[int] | None
 ) -> bool:
-    """Tell whether a call has votes of devices that are summed before they travel.
+    """Return whether devices of a call have votes that are summed before they are sent.
 
     Args:
         settings: what is static in the call.

@@ -43,7 +43,7 @@ def values_of(tree: Any) -> Any:
 
 
 def is_value(leaf: Any) -> bool:
-    """Tell whether a leaf is averaged: it is floating-point and not empty.
+    """Return whether a leaf is averaged: it is floating-point and not empty.
 
     jaxlib 0.11 crashes while it compiles a shard_map in which some operands are empty.
     """
@@ -94,7 +94,7 @@ class Method:
     """How fragments are sent and applied.
 
     Attributes:
-        axis_name: the mesh axes over which devices train by themselves.
+        axis_name: the mesh axes over which devices train independently.
         optimizer: the outer one, an optax.GradientTransformation.
         alpha: how much of a parameter stays the device's own when it is applied.
         options: how leaves are sent.
@@ -188,8 +188,8 @@ class Method:
             small = d.size < max(library.SMALLEST_COMPRESSED, config.minimal_size)
             if e is None or small or config.bits == EXACT_BITS:
                 return None
-            # What is not sent is kept whole: the core's d + e, from which XLA's may differ by the
-            # rounding of e's decay and of the sum, each at most 2^-24 of |d| + |e|.
+            # A value that is not sent stays whole: the core's d + e, from which XLA's may differ by
+            # the rounding of e's decay and of the sum, each at most 2^-24 of |d| + |e|.
             is_whole = jnp.abs(kept - (d + e)) <= 2.0**-22 * (jnp.abs(d) + jnp.abs(e))
             return (~is_whole).astype(jnp.float32)
 

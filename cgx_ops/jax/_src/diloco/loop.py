@@ -32,7 +32,7 @@ from cgx_ops.methods.outer_loop import Schedule
 class DiLoCo:
     """An outer loop over the devices of mesh axes; diloco() makes it.
 
-    What changes is in a `DiLoCoState`. `init` and `outer` are pure, and work in jit and inside
+    The mutable part is a `DiLoCoState`. `init` and `outer` are pure, and work in jit and inside
     shard_map too.
 
     Attributes:
@@ -68,7 +68,7 @@ class DiLoCo:
 
         Args:
             tree: one device's parameters; or, without param_specs, any other tree of which each
-              device is to have its own, such as the first state of the inner optimizer.
+              device gets a copy, such as the first state of the inner optimizer.
         """
         devices = self._devices()
 
@@ -241,7 +241,7 @@ class DiLoCo:
         return params, state
 
     def _send(self, fragment: int, params: Any, state: DiLoCoState) -> tuple[Any, Any]:
-        """Return the average of a fragment, and what it has lost; outside of jit of the future."""
+        """Return the average of a fragment and its quantization error; futures outside of jit."""
         own, outer_parameters, residual = (
             self._part(state, tree, fragment)
             for tree in (values_of(params), state.outer_parameters, state.residual)
@@ -284,7 +284,7 @@ class DiLoCo:
         return devices_of(CALLER, self._axes(), self.layout.mesh)
 
     def _is_inside(self) -> bool:
-        """Tell whether this is inside of a shard_map over the axes."""
+        """Return whether this is inside of a shard_map over the axes."""
         return any(compat.axis_size(axis) is not None for axis in self._axes())
 
     def _number(self, value: int) -> jax.Array:
@@ -299,7 +299,7 @@ class DiLoCo:
 
     @functools.cached_property
     def _shapes_of_new(self) -> Callable[..., dict[str, tuple[int, ...]]]:
-        """The shapes of a new state; tracing one takes longer than most of what is compared."""
+        """The shapes of a new state; tracing one takes longer than the comparison."""
 
         @functools.cache
         def shapes(tree: Any, weights: tuple[Any, ...], devices: int) -> dict[str, tuple[int, ...]]:

@@ -61,7 +61,7 @@ class Layout:
     """Where arrays of an outer loop lie.
 
     Attributes:
-        axis_name: the axes over which devices train by themselves.
+        axis_name: the axes over which devices train independently.
         mesh: of the devices; None: that of jax.set_mesh.
         param_specs: the PartitionSpecs of one device's parameters; None: P() for all.
     """
@@ -71,7 +71,7 @@ class Layout:
     param_specs: Any
 
     def shared(self, tree: Any) -> Any:
-        """Return the specs of what is equal on all devices: a tree like the weights, or part of it.
+        """Return the specs of values equal on all devices: a tree like the weights, or part of it.
 
         None stays None.
         """
@@ -83,7 +83,7 @@ class Layout:
         )  # fmt: skip
 
     def own(self, tree: Any) -> Any:
-        """Return the specs of what each device has of its own, with an axis in front."""
+        """Return the specs of values that differ between devices, with an axis in front."""
         return jax.tree.map(lambda spec: jax.P(self.axis_name, *spec), self.shared(tree))
 
     def of_outer(self, optax: Any, optimizer: Any, state: Any, parameters: Any) -> Any:

@@ -50,8 +50,8 @@ def diloco(
 ) -> DiLoCo:
     """Return an outer loop: parameters that differ between devices, averaged every few steps.
 
-    Each device has parameters and an optimizer of its own, in arrays with one more axis in front,
-    over the devices; what one device does in a step knows nothing of the others:
+    Each device has separate parameters and a separate optimizer, in arrays with one more axis in
+    front, over the devices. A step of one device does not depend on the others:
 
         loop = diloco("data", sync_every=30, bits=4, mesh=mesh)
         params, state = loop.replicate(weights), loop.init(weights)
@@ -72,7 +72,7 @@ def diloco(
     torchtitan's words. Docs: docs/diloco.md.
 
     Args:
-        axis_name: name of a mesh axis, or a tuple of names, over which devices train by themselves.
+        axis_name: name of a mesh axis, or a tuple of names, over which devices train independently.
         sync_every: steps from one synchronisation of a parameter to the next.
         fragments: parts of the model that take turns, every fragments-th layer each, one every
           sync_every / fragments steps; they divide sync_every.
@@ -116,15 +116,15 @@ def diloco(
         key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
     )  # fmt: skip
     if options.config.algorithm == "auto":
-        # A device can tell what it sent only if no other device sends its values on.
+        # A device can find out what it sent only if no other device sends its values on.
         algorithm: Algorithm = "one_shot" if senders else "by_hosts"
         options = replace(options, config=replace(options.config, algorithm=algorithm))
     if senders and (
         options.config.algorithm != "one_shot" or options.config.error_feedback is False
     ):
         raise ValueError(
-            f"{CALLER}: mean_over='senders' goes by what is not sent: give error_feedback=None "
-            "and algorithm='one_shot', or leave them out"
+            f"{CALLER}: mean_over='senders' needs error feedback and algorithm='one_shot': leave "
+            "error_feedback and algorithm out"
         )
     if not name:
         raise ValueError(f"{CALLER}: name is ''; give one, by which processes find each other")
@@ -140,14 +140,14 @@ def sparse_loco(
 ) -> DiLoCo:
     """Return SparseLoCo: the largest values of chunks of 4096, feedback in place of momentum.
 
-    Each device sends a share `density` of what it owes, values in 2 bits, and keeps 0.95 of the
-    rest; the outer optimizer is plain SGD of rate 1 over the mean of those that sent a value (Sarfi
-    et al., 2025; the outer rate and the decay are Covenant-72B's).
+    Each device sends a share `density` of differences plus residuals, in 2 bits, and keeps 0.95
+    of the rest; the outer optimizer is plain SGD of rate 1 over the mean of those that sent a value
+    (Sarfi et al., 2025; the outer rate and the decay are Covenant-72B's).
 
     Args:
         axis_name: as of diloco().
         sync_every: as of diloco().
-        density: of what is sent.
+        density: the share of values that is sent.
         **more: every other argument of diloco() but config and mean_over.
     """
     optax = import_optax("sparse_loco")

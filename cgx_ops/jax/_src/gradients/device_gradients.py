@@ -1,8 +1,8 @@
 """What value_and_grad differentiates: each device's own value, before anything is sent.
 
-JAX sums the gradients of weights that all devices share by itself, exactly. So the weights are made
-to vary first; and a value that all devices share is refused, because its gradients are shares of
-one sum, not each device's own.
+JAX automatically sums, exactly, the gradients of weights that all devices share. So the weights are
+made to vary first; and a value that all devices share is refused, because its gradients are shares
+of one sum, not each device's own.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -33,7 +33,7 @@ def device_value_and_grad(
     argnums: int | Sequence[int],
     has_aux: bool,
 ) -> Callable[..., Any]:
-    """Return jax.value_and_grad of `fun`, for the body of a shard_map, on each device by itself.
+    """Return jax.value_and_grad of `fun`, for the body of a shard_map, on each device separately.
 
     Raises:
         ValueError: at the call; the value is equal on all devices, so it was reduced already.

@@ -1,6 +1,7 @@
 """value_and_grad from outside a shard_map: in plain jax.jit, over arrays with shardings.
 
-XLA's partitioner reduces such gradients by itself, exactly, and there is no call to replace. So:
+XLA's partitioner reduces such gradients automatically and exactly, and there is no call to replace.
+So:
 
   1. a shard_map over the data axes alone; other axes stay the compiler's
   2. weights that are sharded over data axes (FSDP, ZeRO) are gathered, exactly; then the loss of
@@ -134,7 +135,7 @@ def _reduced(gradients: Any, specs: Specs, axes: tuple[Any, ...], options: Optio
     of_blocks = list(rest)
     for number, d in enumerate(dimensions):
         if d is not None:
-            # Devices' blocks get an axis of their own, which no other axis of the mesh cuts.
+            # Devices' blocks get a separate axis, which no other axis of the mesh cuts.
             shape, spec = leaves[number].shape, rest[number]
             cut = (*shape[:d], size, shape[d] // size, *shape[d + 1 :])
             leaves[number] = leaves[number].reshape(cut)
@@ -178,7 +179,7 @@ def _scattered(
     options: Options,
     config: Config,
 ) -> jax.Array:
-    """Return this device's block of a leaf's sum. Every leaf has a name and noise of its own."""
+    """Return this device's block of a leaf's sum. Every leaf has another name and other noise."""
     own = replace(
         options.of_message(str(number)), config=config, rules=None, verb="reduce_scatter",
         key=None if options.key is None else jax.random.fold_in(options.key, number),

@@ -21,7 +21,7 @@ def statistics(
         found = jax.lax.pmean(statistics(gradients), "data")
 
     where gradients are each device's own: of jax.lax.pcast(params, "data", to="varying") where
-    shard_map checks types, because JAX sums those of shared params by itself.
+    shard_map checks types, because JAX sums those of shared params automatically.
 
     Args:
         tree: a pytree of arrays, such as a device's own gradients.
@@ -29,7 +29,7 @@ def statistics(
         compressor: as they travel: "uniform" has sums of B R^2 / 12, "levels" of squares.
 
     Returns:
-        A scalar for each leaf that has values, by the name that rules and plans know.
+        A scalar for each leaf that has values, by its name in rules and plans.
 
     Raises:
         InvalidArgument: another compressor, or no bucket size.

@@ -5,8 +5,8 @@ Two ways to one result, for weights that all devices of the axis share:
     compress_grads(weights, axis)      inside the loss: its backward pass is psum_q
     value_and_grad(loss, axis)         around the loss: jax.value_and_grad, then pmean_q
 
-JAX sums the gradients of shared weights by itself, exactly, unless they are made to vary over the
-axis. Both do that first; a psum_q after JAX's own sum would be N times too large, and say nothing.
+JAX sums the gradients of shared weights automatically and exactly, unless the weights vary over the
+axis. Both make them vary first; a psum_q after JAX's sum would silently be N times too large.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -40,7 +40,7 @@ def compress_grads(
     carrier: Carrier = "native",
     **keywords: Unpack[Keywords],
 ) -> Any:
-    """Return `params` as they are; their gradient is summed over mesh axes by `psum_q`.
+    """Return `params` unchanged; their gradient is summed over mesh axes by `psum_q`.
 
     Call it on the weights inside `jax.shard_map`, before they are used:
 
@@ -50,8 +50,8 @@ def compress_grads(
 
     It stands where JAX would sum over the devices itself and changes how that sum travels, never
     what it means: jax.grad of `loss`, in the body or around the shard_map, gives the gradient that
-    it gives without this call, but for the compression. So of a loss that is averaged over the axis
-    it is the gradient of the average; of each device's own loss, that of their sum.
+    it gives without this call, except for the compression. So of a loss that is averaged over the
+    axis it is the gradient of the average; of each device's own loss, that of their sum.
 
     Args:
         params: an array or a pytree of arrays of float32, float16 or bfloat16, any shape, equal on
@@ -144,8 +144,8 @@ def value_and_grad(
 
     where `loss_of` is the device's own mean loss. Both results are those of the mean over devices.
 
-    In plain `jax.jit`, over arrays with shardings, where XLA would reduce gradients by itself, it
-    brings a shard_map of its own:
+    In plain `jax.jit`, over arrays with shardings, where XLA would reduce gradients automatically,
+    it adds a shard_map:
 
         gradient_of = cgx_ops.jax.value_and_grad(
             loss_of, "data", in_specs=(P(), P("data")), mesh=mesh, bits=4, key=key
@@ -165,10 +165,10 @@ def value_and_grad(
         in_specs: how each argument is sharded, a PartitionSpec or a tree of them (a prefix of the
           argument's tree): outside a shard_map. Weights may be sharded over the data axes too,
           along one dimension (FSDP): they are gathered, exactly, before fun, and their gradients
-          come back sharded alike, by `psum_scatter_q`. Other axes that a weight's spec names are
-          those of its parts (tensor parallelism): each part's gradient is sent by its own devices.
-          Only differentiated arguments are gathered. A frozen weight with a data axis in its spec
-          reaches fun as a shard, like a batch.
+          come back in the same shards, by `psum_scatter_q`. Other axes that a weight's spec names
+          are those of its parts (tensor parallelism): each part's gradient is sent by its own
+          devices. Only differentiated arguments are gathered. A frozen weight with a data axis in
+          its spec reaches fun as a shard, like a batch.
         mesh: of in_specs; None: that of jax.set_mesh.
         config: as of `psum_q`; there is no error feedback: `average_gradients` has it.
         key: a PRNG key, as of `psum_q`: give another in every step.
@@ -223,7 +223,7 @@ def value_and_grad(
 def _check_shared(
     caller: str, what: str, leaf: Any, axes: tuple[Hashable, ...], key: jax.Array | None
 ) -> None:
-    """Require that a leaf is the same on all devices of the axes, and stays so, as types say."""
+    """Require that a leaf is the same on all devices of the axes, and stays so, as types show."""
     own = compat.varying_axes(leaf)
     if own & frozenset(axes):
         raise ValueError(

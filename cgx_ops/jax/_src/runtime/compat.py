@@ -35,7 +35,7 @@ def with_varying_axes(aval: core.ShapedArray, axes: frozenset[Hashable]) -> core
 
 
 def types_are_checked() -> bool:
-    """Tell whether the shard_map here has check_vma=True, so that types say what varies."""
+    """Return whether the shard_map here has check_vma=True, so that types show what varies."""
     return config._check_vma.value
 
 
@@ -51,7 +51,7 @@ def axis_size(name: Hashable) -> int | None:
 
 
 def is_shard_map_axis(name: Hashable) -> bool:
-    """Tell whether a bound axis is one of shard_map's, not of vmap's."""
+    """Return whether a bound axis is one of shard_map's, not of vmap's."""
     return name in jax.sharding.get_abstract_mesh().manual_axes
 
 
@@ -179,7 +179,7 @@ def lower_in_order(
 
 
 def backends_started() -> bool:
-    """Tell whether some XLA backend exists already, so that jax.distributed comes too late."""
+    """Return whether some XLA backend exists already, so that jax.distributed comes too late."""
     return xla_bridge.backends_are_initialized()
 
 
@@ -203,7 +203,7 @@ def choose_gpu(number: int) -> None:
 
 
 def cluster_is_detected() -> bool:
-    """Tell whether JAX recognizes the launcher of this process, such as SLURM's."""
+    """Return whether JAX recognizes the launcher of this process, such as SLURM's."""
     kinds = clusters.ClusterEnv._cluster_types
     return any(kind.is_env_present() for kind in kinds if not kind.opt_in_only_method)
 
@@ -229,11 +229,11 @@ def connect(address: str, size: int, rank: int, timeout_s: float) -> None:
     """Do what jax.distributed.initialize does, with a service that another process runs.
 
     Raises:
-        RuntimeError: the processes do not meet there in time.
+        RuntimeError: not all processes connect in time.
     """
     # jaxlib's own callback ends the process where they do not meet, too. With another one jaxlib
     # raises std::bad_cast, since it cannot hand over the status: out of connect(), and after the
-    # start, when the service is lost, on a thread of its own, which aborts the process as before.
+    # start, when the service is lost, on a separate thread, which aborts the process as before.
     # It is no function of Python's: that would keep the client from being shut down at exit.
     client = _jax.get_distributed_runtime_client(
         address,

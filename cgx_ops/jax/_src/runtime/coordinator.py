@@ -1,15 +1,15 @@
-"""A program: the service by which JAX's processes find each other, in a process of its own.
+"""A program: the service by which JAX's processes find each other, in a separate process.
 
     coordinator.py HOST PORT PROCESSES SECONDS
 
 JAX has its process 0 run this service, and aborts every process that loses it: when process 0 is
-killed, nobody lives to see an error. Here it outlives any of them. It does not end the others when
-one dies, nor does it wait for all at their end: cgx tells of both. In this order:
+killed, no process is left to see an error. Here it outlives any of them. It does not end the others
+when one dies, and does not wait for all at their end: cgx reports both. In this order:
 
   1. start the service at PORT, or at a free port if that is 0; where HOST, by which the processes
-     reach it, is this machine's loopback, nobody else is listened to
+     reach it, is this machine's loopback, it listens there only
   2. print "<port> <lifeline> <word>": another port, to which every process connects within SECONDS,
-     and what it says there; who says anything else is not counted
+     and the word that it sends there; connections that send anything else do not count
   3. end when all these connections have: their processes did, however they ended
 
 It does not import JAX, which would take longer than all of this, and so stands apart from
@@ -26,7 +26,7 @@ import time
 
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]  # a module without stubs
 
-_SILENCE_S = 24 * 3600  # after which JAX would call a process dead; its connections tell sooner
+_SILENCE_S = 24 * 3600  # after which JAX would call a process dead; its connections end sooner
 # By host: where to listen. All others are reached from outside, by whatever interface.
 _LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1"}
 
@@ -72,7 +72,7 @@ def _connections(
         while len(known) < processes:
             ready = selector.select(max(0, deadline - time.monotonic()))
             if time.monotonic() >= deadline:
-                return []  # somebody failed before it came here
+                return []  # a process failed before it connected
             for key, _ in ready:
                 if key.fileobj is lifeline:
                     try:

@@ -8,9 +8,9 @@ from cgx_ops.jax._src.runtime import handlers
 def register() -> list[jax.export.DisabledSafetyCheck]:
     """Make cgx's custom calls known to XLA, and return their names as jax.export takes them.
 
-    A process that traces a collective registers them by itself. Call this where a program is only
-    loaded, in the thread that runs it first, before that compiles it, and where one is exported,
-    since jax.export refuses custom calls that nobody vouches for:
+    A process that traces a collective registers them automatically. Call this where a program is
+    only loaded, in the thread that runs it first, before that compiles it, and where one is
+    exported, since jax.export refuses custom calls without it:
 
         exported = jax.export.export(step, disabled_checks=cgx_ops.jax.register())(weights, batch)
         file.write_bytes(exported.serialize())

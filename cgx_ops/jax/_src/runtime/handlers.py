@@ -1,4 +1,4 @@
-"""The compiled handlers: registered with XLA, a platform at a time, and told of compilations.
+"""The compiled handlers: registered with XLA, a platform at a time, and their compilations counted.
 
 They are registered at the first lowering for a platform. That is not at import: an import starts no
 backend, and XLA:CPU refuses a state type that is registered before the backend exists.
@@ -24,7 +24,7 @@ _lock = threading.Lock()
 
 
 def used() -> bool:
-    """Tell whether this process has lowered or loaded collectives."""
+    """Return whether this process has lowered or loaded collectives."""
     return _binding.cache_info().currsize > 0
 
 
@@ -65,8 +65,8 @@ _of_thread = _OfThread()
 def note_collective() -> None:
     """Note that this thread lowers or loads collectives: from here on its compilations are counted.
 
-    Those of a thread that never does are nobody's business. Counted, they would keep what is
-    counted by compilation (xla_ffi/site.h) from beginning anew, in this process alone.
+    Compilations of other threads must not count: they would keep the counts by compilation
+    (xla_ffi/site.h) from starting again at 0, in this process alone.
     """
     _of_thread.compiles_collectives = True
 
@@ -78,7 +78,7 @@ def _count_compilations(begins: Callable[[], None], ends: Callable[[], None]) ->
             begins()
 
     def end() -> None:
-        if _of_thread.under_way:  # else it began before anybody listened, or counted
+        if _of_thread.under_way:  # else it began before compilations were counted
             _of_thread.under_way -= 1
             ends()
 
@@ -115,7 +115,7 @@ _REGISTER: dict[Platform, Callable[[], tuple[str, ...]]] = {
 
 
 def refusal(function: str, platforms: Sequence[str]) -> str:
-    """Say that a function is not served on some platform, and what to do."""
+    """Return the error for a platform that a function does not support, with the remedy."""
     return (
         f"{function} runs on CPU and CUDA devices, not on {'/'.join(platforms)}: set "
         "JAX_PLATFORMS=cpu or JAX_PLATFORMS=cuda, or use JAX's own collective"

@@ -2,15 +2,15 @@
 
 Started by mpirun, which JAX does not recognize (Open MPI 5), ranks agree over cgx's communicator:
 
-  1. every rank says whether it can start, and its host name; all ranks raise if one cannot
+  1. every rank sends whether it can start, and its host name; all ranks raise if one cannot
   2. each takes one of the GPUs of its host, if there are any
   3. rank 0 starts the coordinator (coordinator.py) and sends its address to all
   4. every rank connects to it
 
-Started by anything else that JAX knows or that is told to it, they agree over the coordinator:
+Started by another launcher that JAX detects, or by arguments, they agree over the coordinator:
 
   1. process 0 starts it; every process connects, even one that comes too late
-  2. every process says whether it can go on; all raise if one cannot
+  2. every process sends whether it can go on; all raise if one cannot
   3. they make a communicator: over shared memory within a host, TCP between hosts
 """
 
@@ -49,8 +49,8 @@ def initialize(
     devices (jax_num_cpu_devices). XLA's own CPU collectives (`jax.lax.psum`) go through gloo.
 
     Under mpirun no argument is needed: process i of JAX is rank i of cgx, and sees one GPU: those
-    of its host in turns, unless jax_cuda_visible_devices says otherwise. Otherwise the arguments
-    are those of jax.distributed.initialize, and what is not given is taken from RANK, WORLD_SIZE,
+    of its host in turns, unless jax_cuda_visible_devices is set. Elsewhere the arguments are those
+    of jax.distributed.initialize, and missing ones are taken from RANK, WORLD_SIZE,
     MASTER_ADDR and MASTER_PORT, if all are set (torchrun; the coordinator's port is the one after
     MASTER_PORT, where torch's store may be), else found out by JAX (SLURM, Kubernetes). Without
     mpirun, arguments and a launcher that is known there is one process, and nothing to do.
@@ -89,7 +89,7 @@ def initialize(
 
 
 def _launched_by_another() -> bool:
-    """Tell whether the launcher is known; mpirun -n 1 in a job of SLURM's is not SLURM's."""
+    """Return whether the launcher is known; mpirun -n 1 in a job of SLURM's is not SLURM's."""
     if launchers.place().launcher == "mpirun" or launchers.independent():
         return False
     return compat.cluster_is_detected() or _place_by_torchrun() is not None
@@ -135,12 +135,12 @@ def _initialize_by_mpirun(
     if failure:
         raise RuntimeError(failure)
     address = _hold(_Coordinator(*coordinator))
-    _meet(address, size, rank)
+    _connect(address, size, rank)
     processes.set_world(ranks)
 
 
 def _choose_gpu(hosts: list[str], rank: int) -> None:
-    """Have each process of a host see one of its GPUs, in turns; they share them if need be."""
+    """Give each process of a host one of its GPUs, in turns; several may share one."""
     gpus = len(library.describe()["cuda"]["devices"])
     if gpus:
         compat.choose_gpu(hosts[:rank].count(hosts[rank]) % gpus)
@@ -174,7 +174,7 @@ def _initialize_by_jax(
         )
     obstacle = _obstacle()
     coordinator = _start_coordinator(address, size) if rank == 0 else None
-    _meet(address, size, rank)
+    _connect(address, size, rank)
     steps = itertools.count()
 
     def allgather(mine: bytes) -> list[bytes]:
@@ -211,7 +211,7 @@ def _require_none(obstacles: list[str]) -> None:
         raise RuntimeError("cgx_ops.jax.initialize: " + "; ".join(found))
 
 
-def _meet(address: str, size: int, rank: int) -> None:
+def _connect(address: str, size: int, rank: int) -> None:
     """Connect to the coordinator, as all processes do.
 
     Raises:
@@ -222,14 +222,14 @@ def _meet(address: str, size: int, rank: int) -> None:
         compat.connect(address, size, rank, timeout_s)
     except RuntimeError as error:
         raise RuntimeError(
-            f"cgx_ops.jax.initialize: process {rank} of {size} did not meet the others at "
+            f"cgx_ops.jax.initialize: process {rank} of {size} did not reach the others at "
             f"{address} within {timeout_s:g} s: each must call it, with this address and a "
-            "process_id of its own, and process 0 must find the port free"
+            "separate process_id, and the port must be free on process 0's host"
         ) from error
 
 
 class _Coordinator(NamedTuple):
-    """Where it is, the port of its lifeline, and the word that it knows our processes by."""
+    """Its address, the port of its lifeline, and the word that identifies our processes."""
 
     address: str
     lifeline: int

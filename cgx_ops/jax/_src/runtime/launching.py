@@ -3,7 +3,7 @@
 The n-th launch of a program must be the same in every process. One thread that dispatches all of
 them sees to that. Several do not: which of them is first differs between processes, and XLA:CPU
 runs programs of several devices one after the other, so that two processes may wait for each other
-for ever. XLA tells a handler nothing of threads. So this makes the thread a part of jit's cache key
+for ever. XLA does not give a handler the thread. So this makes the thread a part of jit's cache key
 (jax.make_user_context): each kind of thread lowers its own program, and that is where it is known.
 
     claim      the thread that called initialize() launches as it likes
@@ -40,15 +40,15 @@ def launcher(named: bool, names_suffice: bool) -> str:
     """Return the name of the block that lowers a program here; "" if it needs none.
 
     Args:
-        named: the call has a name of the user's, which tells the threads' calls apart.
+        named: the call has a name of the user's, which distinguishes the threads' calls.
         names_suffice: such names are enough: each process has one device, a CPU.
 
     Raises:
-        RuntimeError: a thread that nobody knows launches what only one thread may.
+        RuntimeError: an unnamed thread launches a program that only one thread may launch.
     """
     launching_here = _context.value
     if launching_here is None and threading.current_thread() is threading.main_thread():
-        claim()  # somebody called jax.distributed.initialize() instead of ours
+        claim()  # jax.distributed.initialize() was called instead of ours
         return ""
     if launching_here is None and not (named and names_suffice):
         raise RuntimeError(
@@ -112,7 +112,7 @@ class _Tickets:
             return ticket
 
     def void(self, ticket: _Ticket) -> None:
-        """Take back a ticket that was given to nobody."""
+        """Take back a ticket that no process got."""
         with self._changed:
             if self._last == ticket.number:
                 self._last = ticket.previous

@@ -21,7 +21,7 @@ def note_initialized() -> None:
 
 
 def set_world(world: Communicator | str) -> None:
-    """Set the communicator of JAX's processes, or say why there is none. Before any lowering."""
+    """Set the communicator of JAX's processes, or why there is none. Before any lowering."""
     global _world
     _world = world
     if isinstance(world, Communicator):
@@ -71,7 +71,7 @@ def processes_of(
 
     Raises:
         RuntimeError: the mesh has no devices; or cgx, which is to carry the bytes ("native"), does
-          not know JAX's processes.
+          not connect JAX's processes.
     """
     if jax.process_count() == 1:
         return None
@@ -119,6 +119,6 @@ def require_company(caller: str) -> None:
     if shown > 1 and not launchers.independent():
         raise RuntimeError(
             f"{caller}: {variable}={shown} shows several processes, but JAX has this one only, so "
-            "the result would be that of its own devices. Call cgx_ops.jax.initialize() first, "
+            "the result would be that of its devices alone. Call cgx_ops.jax.initialize() first, "
             "which makes one JAX of all; or set CGX_WORLD=single if the processes are independent"
         )

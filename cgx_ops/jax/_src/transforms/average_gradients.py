@@ -2,8 +2,8 @@
 
 Each step, on each device:
 
-  1. reduce compressed, with the residual: what compression lost of this device's gradients before
-  2. keep what is lost now as the residual: nothing is lost for good, only late
+  1. reduce compressed, with the residual: the earlier quantization error of this device
+  2. keep the new quantization error as the residual, so that errors are only delayed
 
 So few bits converge where they would stall without (1-bit SGD, Seide et al., Interspeech 2014; a
 proof in Karimireddy et al., ICML 2019). Both compressions are fed back, that of a contribution and
@@ -90,8 +90,8 @@ def average_gradients(
           compresses them too.
         fuse: as of `psum_q`.
         carrier: as of `psum_q`.
-        mesh: of the shard_map. Only `init` outside of it asks for it, to know how many devices the
-          axis has; None: that of `jax.set_mesh`.
+        mesh: of the shard_map. Only `init` outside of it needs it, for the number of devices that
+          the axis has; None: that of `jax.set_mesh`.
         **keywords: bits, bucket_size, compressor and rounding, which replace those of config. With
           error feedback `rounding="nearest"` is better: its error is half as large in a step.
 

@@ -1,6 +1,6 @@
 """The base of the optax transformations that average gradients, and of their states.
 
-A state declares, in its method's file, the fields that each device has of its own:
+A state declares, in its method's file, the fields that differ between devices:
 
     @per_device("residual")
     class AverageGradientsState(NamedTuple):
@@ -134,7 +134,7 @@ def state_specs(
     Raises:
         ImportError: optax is not installed.
         ValueError: as `optimizer.init`, outside of shard_map; momentum would be applied twice to
-          a leaf: by deep_gradient and by what is chained behind it.
+          a leaf: by deep_gradient and by a transformation behind it.
     """
     optax = import_optax("state_specs")
     if param_specs is None:
@@ -165,8 +165,8 @@ def specs_like_params(optax: Any, optimizer: Any, state: Any, param_specs: Any) 
 def consolidate(state: Any, devices: int | None = None) -> Any:
     """Return an optimizer's state with each device's own values replaced by their mean.
 
-    These are residuals, momenta of `deep_gradient`'s sparse leaves and of `signum`, and what an
-    outer loop (`diloco`) has in flight. The average needs only the mean of the residuals, which
+    These are residuals, momenta of `deep_gradient`'s sparse leaves and of `signum`, and the flight
+    of an outer loop (`diloco`). The average needs only the mean of the residuals, which
     stays the same for any number of devices. So a run on another number can continue from the
     state:
 
@@ -192,7 +192,7 @@ def consolidate(state: Any, devices: int | None = None) -> Any:
     if not any(map(_is_declared, jax.tree.leaves(state, is_leaf=_is_declared))):
         raise ValueError(
             "consolidate: the state contains no state of cgx_ops.jax: give it that of an optimizer "
-            "with average_gradients, power_sgd or the like in it, or that of an outer loop"
+            "with one of its transformations, or that of an outer loop"
         )
     return _map_per_device(mean_of, state)
 
@@ -289,7 +289,7 @@ def devices_of(caller: str, axes: tuple[Hashable, ...], mesh: Mesh | None) -> in
 
 
 def check_own(caller: str, updates: Any, axes: tuple[Hashable, ...]) -> None:
-    """Require that gradients are each device's own, where types tell."""
+    """Require that gradients are each device's own, where types show it."""
     if not compat.types_are_checked():
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(updates):

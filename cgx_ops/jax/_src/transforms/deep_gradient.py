@@ -2,9 +2,9 @@
 
 Each step, on each device:
 
-  1. clip the gradient, and add it to momentum and to what is not sent yet
+  1. clip the gradient, and add it to the momentum and to the residual
   2. send the largest values of that; average exactly the leaves that are not sparse
-  3. keep the rest; where something was sent, momentum begins anew
+  3. keep the rest as the residual; where a value was sent, momentum is 0 again
 
 Lin, Han, Mao, Wang, Dally: Deep Gradient Compression: Reducing the Communication Bandwidth for
 Distributed Training, ICLR 2018.
@@ -202,7 +202,7 @@ def deep_gradient(
                 owed[n] = leaf.v + g
 
         def sent(step: int) -> Any:
-            """Return the averages and what is not sent, at the density of a step."""
+            """Return the averages and the new residuals, at the density of a step."""
             own = {}
             for n, c in owed.items():
                 knobs = sparse_knobs(method, leaves[n].own, c.size, step, gpu=on_gpu)
@@ -242,7 +242,7 @@ class _Leaf(NamedTuple):
 
 
 def _leaves(updates: Any, state: DeepGradientState, own_of: Any) -> dict[str, _Leaf]:
-    """Return the leaves of a tree of gradients by name, with what the state has of each."""
+    """Return the leaves of a tree of gradients by name, each with its part of the state."""
     tree = jax.tree.structure(updates)
     vs = tree.flatten_up_to(state.residual)
     us = [None] * len(vs) if state.momentum is None else tree.flatten_up_to(state.momentum)
@@ -309,6 +309,6 @@ def _kept(leaf: _Leaf, u: jax.Array) -> jax.Array:
 
 
 def _platform(mesh: Mesh | None) -> str:
-    """Return the platform of the devices of a mesh, as far as it is known."""
+    """Return the platform of the devices of a mesh; of an abstract one, the default."""
     known = isinstance(mesh, jax.sharding.Mesh)
     return mesh.devices.flat[0].platform if known else jax.default_backend()

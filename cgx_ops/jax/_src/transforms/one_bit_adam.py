@@ -69,7 +69,7 @@ def one_bit_adam(
     mesh: Mesh | None = None,
     **keywords: Unpack[Keywords],
 ) -> "optax.GradientTransformation":
-    """Return 1-bit Adam as an optax optimizer, which averages over mesh axes by itself.
+    """Return 1-bit Adam as an optax optimizer, which averages over mesh axes itself.
 
     Its `update` is called inside `jax.shard_map`, with each device's own gradients, and is used as
     `average_gradients` is, with `state_specs` and `consolidate`; nothing is chained before it that
@@ -77,9 +77,9 @@ def one_bit_adam(
 
     The first `warmup_steps` steps are Adam's: gradients are averaged exact, mu and nu follow. Then
     nu stays. Each device adds its own gradient to mu, sends that compressed, and all go on with the
-    average as mu. What compression loses, of a device's own message and of averages that it
-    encodes, is its residual, added to what it sends next. So over all devices momenta and old
-    residuals are the average (as a sum) and the new residuals, but for what float32 rounds.
+    average as mu. The quantization error, of a device's message and of averages that it
+    encodes, is its residual, added to its next message. So over all devices momenta and old
+    residuals are the average (as a sum) and the new residuals, up to float32 rounding.
 
     As in the paper's algorithm and in DeepSpeed's code mu and nu are not divided by 1 - b^t: in the
     first steps, while nu is small, steps are up to (1 - b1) / sqrt(1 - b2) = 3.2 times Adam's.
@@ -91,7 +91,7 @@ def one_bit_adam(
         learning_rate: a number, or an optax schedule.
         warmup_steps: at least 1; 15 to 25 % of training in the paper. nu must have settled.
         b1: of mu, at least 0 and less than 1.
-        b2: of nu, alike.
+        b2: of nu, likewise.
         eps: added to the root of nu; more than 0.
         weight_decay: at least 0.
         config: of the momentum, as of `average_gradients`; None: compressor "levels" with 1 bit.
@@ -133,7 +133,7 @@ def one_bit_adam(
 
     def init(params: Any) -> OneBitAdamState:
         mu = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype=jnp.float32), params)
-        nu = jax.tree.map(jnp.zeros_like, mu)  # arrays of its own: both can be donated
+        nu = jax.tree.map(jnp.zeros_like, mu)  # separate arrays: both can be donated
         residual = zero_residuals(caller, params, axis_name, mesh, keeps=keeps)
         return OneBitAdamState(jnp.zeros((), jnp.int32), mu, nu, residual)
 

@@ -85,10 +85,10 @@ def power_sgd(
     `consolidate`. A leaf is a matrix M of n rows and m columns, its dimensions parted where n + m
     is least: (height * width * in, out) of a convolution. It is sent as P (n, rank) and Q
     (m, rank): 4 rank (n + m) bytes in place of 4 n m. All P are a message, with leaves that are not
-    factored, and all Q another one; from 8 MiB on each is several, as of `psum_q`. What of a
-    device's matrix its own Q does not tell is its residual, added in the next step. So
-    over all devices gradients and old residuals are the average (as a sum) and the new residuals,
-    but for what float32 and the leaf's dtype round.
+    factored, and all Q another one; from 8 MiB on each is several, as of `psum_q`. The part
+    of a device's matrix that its factors do not represent is its residual, added in the next step.
+    So over all devices gradients and old residuals are the average (as a sum) and the new
+    residuals, up to rounding in float32 and in the leaf's dtype.
 
     Parameters must be whole on each device: what is split over other axes of the mesh belongs to
     average_gradients, by optax.partition.
@@ -104,7 +104,7 @@ def power_sgd(
           is in the residuals too.
         batched: whether all leaves together, one behind the other, are one nearly square matrix,
           and no rule applies: fewer bytes and products, and a worse average.
-        warm_start: whether a step begins with the last one's Q, or with one that is drawn anew.
+        warm_start: whether a step begins with the last one's Q, or with a newly drawn one.
         config: how leaves travel that are not factored; None: exact. `error_feedback=False`
           leaves all residuals out; else factored leaves have residuals, and others as in
           `average_gradients`. `residual_decay` is the part of residuals that is added. Its
@@ -317,7 +317,7 @@ class _Matrix(NamedTuple):
 def _leaves(
     options: Options, updates: Any, state: PowerSGDState, keeps: Callable[[Any, Any], bool]
 ) -> list[_Leaf]:
-    """Return the leaves of a tree of gradients with what the state has of each."""
+    """Return the leaves of a tree of gradients, each with its part of the state."""
     residuals = jax.tree.structure(updates).flatten_up_to(state.residual)
     leaves = []
     paths = jax.tree_util.tree_leaves_with_path(updates)
@@ -376,7 +376,7 @@ def _step(
         for leaf, mean, rest in zip(matrix.leaves, average, matrix.pieces(left), strict=True):
             means[leaf.name] = mean.astype(leaf.x.dtype)
             kept[leaf.name] = None if leaf.residual is None else rest
-        # A Q of zeros, or that is not finite, tells nothing: the next step begins as this one did.
+        # A Q of zeros, or that is not finite, is useless: the next step begins as this one did.
         qs.append(jnp.where(finite & (q != 0).any(), q, bases[name]))
     return [means[leaf.name] for leaf in leaves], qs, [kept[leaf.name] for leaf in leaves]
 

@@ -63,7 +63,7 @@ def signum(
     several devices of a group each), and all elements step by the learning rate, to where most
     devices' momenta point. A vote has no zero: where as many devices
     vote + as -, and where a momentum is 0, it counts as + in even steps and as - in odd ones, so
-    that nobody drifts (the paper's sign(0) is 0; on average this is, too).
+    that votes do not drift (the paper's sign(0) is 0; on average this is, too).
 
     Args:
         axis_name: name of a mesh axis, or a tuple of names.
