@@ -9,33 +9,28 @@ averages gradients at 4 bits an element. Without a mesh, in programs of one proc
 `allreduce_q(grads, op="avg", key=key)` does.
 """
 
-from cgx_ops._core import versions
-
-# Before what follows, which uses parts of JAX that differ between versions.
-versions.require_framework("jax")
-
-from cgx_ops.jax._src.collectives.allreduce import allreduce_q  # noqa: E402
-from cgx_ops.jax._src.collectives.plans import estimated_ready, numels_of  # noqa: E402
-from cgx_ops.jax._src.collectives.psum import pmean_q, psum_q  # noqa: E402
-from cgx_ops.jax._src.collectives.scatter_gather import all_gather_q, psum_scatter_q  # noqa: E402
-from cgx_ops.jax._src.diloco.loop import DiLoCo  # noqa: E402
-from cgx_ops.jax._src.diloco.state import DiLoCoState, Flight, consolidate_copies  # noqa: E402
-from cgx_ops.jax._src.diloco.transform import diloco, sparse_loco  # noqa: E402
-from cgx_ops.jax._src.gradients.statistics import statistics  # noqa: E402
-from cgx_ops.jax._src.gradients.value_and_grad import compress_grads, value_and_grad  # noqa: E402
-from cgx_ops.jax._src.runtime import at_exit, threads  # noqa: E402
-from cgx_ops.jax._src.runtime.export import register  # noqa: E402
-from cgx_ops.jax._src.runtime.initialize import initialize  # noqa: E402
-from cgx_ops.jax._src.runtime.launching import launching  # noqa: E402
-from cgx_ops.jax._src.transforms.average_gradients import (  # noqa: E402
+from cgx_ops.jax._src.collectives.allreduce import allreduce_q
+from cgx_ops.jax._src.collectives.plans import estimated_ready, numels_of
+from cgx_ops.jax._src.collectives.psum import pmean_q, psum_q
+from cgx_ops.jax._src.collectives.scatter_gather import all_gather_q, psum_scatter_q
+from cgx_ops.jax._src.diloco.loop import DiLoCo
+from cgx_ops.jax._src.diloco.state import DiLoCoState, Flight, consolidate_copies
+from cgx_ops.jax._src.diloco.transform import diloco, sparse_loco
+from cgx_ops.jax._src.gradients.statistics import statistics
+from cgx_ops.jax._src.gradients.value_and_grad import compress_grads, value_and_grad
+from cgx_ops.jax._src.runtime import at_exit, threads
+from cgx_ops.jax._src.runtime.export import register
+from cgx_ops.jax._src.runtime.initialize import initialize
+from cgx_ops.jax._src.runtime.launching import launching
+from cgx_ops.jax._src.transforms.average_gradients import (
     AverageGradientsState,
     average_gradients,
 )
-from cgx_ops.jax._src.transforms.base import consolidate, state_specs  # noqa: E402
-from cgx_ops.jax._src.transforms.deep_gradient import DeepGradientState, deep_gradient  # noqa: E402
-from cgx_ops.jax._src.transforms.one_bit_adam import OneBitAdamState, one_bit_adam  # noqa: E402
-from cgx_ops.jax._src.transforms.power_sgd import PowerSGDState, power_sgd  # noqa: E402
-from cgx_ops.jax._src.transforms.signum import SignumState, signum  # noqa: E402
+from cgx_ops.jax._src.transforms.base import consolidate, state_specs
+from cgx_ops.jax._src.transforms.deep_gradient import DeepGradientState, deep_gradient
+from cgx_ops.jax._src.transforms.one_bit_adam import OneBitAdamState, one_bit_adam
+from cgx_ops.jax._src.transforms.power_sgd import PowerSGDState, power_sgd
+from cgx_ops.jax._src.transforms.signum import SignumState, signum
 
 at_exit.register()
 threads.provide()

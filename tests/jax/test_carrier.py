@@ -37,6 +37,7 @@ from cgx_ops import Communicator, Config, Rules
 from cgx_ops._core import library
 from cgx_ops._core.exchange import free_address
 from cgx_ops.jax import pmean_q, psum_q
+from cgx_ops.jax._src.collectives import mesh_groups
 from cgx_ops.jax._src.collectives.calls import call_attributes
 from cgx_ops.jax._src.runtime import handlers
 
@@ -152,12 +153,12 @@ IN_HIERARCHIES = [
 @pytest.mark.parametrize(("case", "processes"), IN_HIERARCHIES)
 def test_hierarchy(case: Case, processes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the devices were in these processes: a process is one rank."""
-    monkeypatch.setattr(handlers, "processes_of", lambda *_: processes)
+    monkeypatch.setattr(mesh_groups, "processes_of", lambda *_: processes)
     check(case, mesh_of((8,), ("d",)), "d", [range(8)], processes)
 
 
 def test_sums_in_a_process_hide_and_flush_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "processes_of", lambda *_: [0, 1] * 4)
+    monkeypatch.setattr(mesh_groups, "processes_of", lambda *_: [0, 1] * 4)
     for dtype, tiny in ((np.float32, 1e-40), (np.float16, 1e-6), (BF16, 1e-40)):
         x = (normal(6, 8, 100) * np.float32(tiny)).astype(dtype)
         program = on_mesh(mesh_of((8,), ("d",)), lambda v: psum_q(v, "d", bits=32, carrier="xla"))
@@ -259,7 +260,7 @@ def test_bytes_of_one_shot() -> None:
 
 def test_nothing_crosses_between_processes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes of four devices: these send a quarter each, and share what comes."""
-    monkeypatch.setattr(handlers, "processes_of", lambda *_: [0, 0, 0, 0, 1, 1, 1, 1])
+    monkeypatch.setattr(mesh_groups, "processes_of", lambda *_: [0, 0, 0, 0, 1, 1, 1, 1])
     case = Case(16 * 512)
     shapes = sent(case, mesh_of((8,), ("d",)))
     (one,) = set(shard_bytes(case, 2))
@@ -390,7 +391,7 @@ def test_algorithms_that_pass_messages_on_are_refused(algorithm: Any) -> None:
 def test_uneven_groups_are_refused(
     processes: list[int], axes: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handlers, "processes_of", lambda *_: processes)
+    monkeypatch.setattr(mesh_groups, "processes_of", lambda *_: processes)
     program = on_mesh(mesh_of((2, 4), ("a", "b")), lambda v: psum_q(v, axes, carrier="xla"))
     with pytest.raises(NotImplementedError, match=text):
         program(normal(13, 8, 100))

@@ -2,3 +2,8 @@
 
 Imports point down: transforms, gradients, diloco -> collectives -> runtime -> cgx_ops._core.
 """
+
+from cgx_ops._core import versions
+
+# Before any module here, which use parts of JAX that differ between versions.
+versions.require_framework("jax")

@@ -31,16 +31,12 @@ from cgx_ops.jax._src.runtime import compat, processes
 from cgx_ops.planner import Plan
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_UNCOMPRESSED = {  # by caller, for error messages
+_UNCOMPRESSED = {  # by caller, for error messages; that of all others is jax.lax.pmean
     "psum_q": "jax.lax.psum",
-    "pmean_q": "jax.lax.pmean",
     "psum_scatter_q": "jax.lax.psum_scatter",
     "all_gather_q": "jax.lax.all_gather",
     "compress_grads": "jax.lax.psum",
-    "value_and_grad": "jax.lax.pmean",
-    "average_gradients": "jax.lax.pmean",
-    "power_sgd": "jax.lax.pmean",
-    "deep_gradient": "jax.lax.pmean",
+    "allreduce_q": "JAX's own collective",
 }
 
 
@@ -49,7 +45,7 @@ _UNCOMPRESSED = {  # by caller, for error messages
 
 def uncompressed(caller: str) -> str:
     """Return the name of JAX's uncompressed equivalent of a caller."""
-    return _UNCOMPRESSED.get(caller, "JAX's own collective")
+    return _UNCOMPRESSED.get(caller, "jax.lax.pmean")
 
 
 def checked_leaf(caller: str, path: Any, leaf: Any) -> jax.Array:

@@ -75,12 +75,7 @@ def processes_of(
     """
     if jax.process_count() == 1:
         return None
-    if not isinstance(mesh, jax.sharding.Mesh):
-        raise RuntimeError(
-            "psum_q needs to know the devices of the mesh when there are several processes: give "
-            "jax.shard_map a jax.sharding.Mesh, or call jax.set_mesh"
-        )
-    processes = [device.process_index for device in mesh.devices.flat]
+    processes = [device.process_index for device in _devices(mesh, "there are several processes")]
     if set(processes) == {jax.process_index()}:
         return None
     if carrier == "xla":
@@ -100,12 +95,16 @@ def devices_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> list[int]
     Raises:
         RuntimeError: the mesh has no devices.
     """
+    return [device.id for device in _devices(mesh, "they are GPUs")]
+
+
+def _devices(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, when: str) -> list[jax.Device]:
     if not isinstance(mesh, jax.sharding.Mesh):
         raise RuntimeError(
-            "psum_q needs to know the devices of the mesh when they are GPUs: give jax.shard_map a "
+            f"psum_q needs the devices of the mesh when {when}: give jax.shard_map a "
             "jax.sharding.Mesh, or call jax.set_mesh"
         )
-    return [device.id for device in mesh.devices.flat]
+    return list(mesh.devices.flat)
 
 
 def require_company(caller: str) -> None:
