@@ -38,6 +38,26 @@ test-core: $(BUILT)
 	$(BIN)/python -m pytest tests --ignore=tests/jax --ignore=tests/torch \
 	  --ignore=tests/cpp/test_cpp.py -m "$(DAILY)"
 
+# A sample of each subject, for every change: under a minute on two quiet cores.
+FAST_TORCH = tests/torch/test_eager.py tests/torch/test_coalesced.py tests/torch/test_states.py \
+  "tests/torch/test_ddp.py::test_ddp[ddp.steps.equals_the_oracle-3]" \
+  "tests/torch/test_backend.py::test_every_case_under_mpirun[backend.reductions.exact_allreduce-4]"
+FAST_JAX = tests/jax/test_psum.py tests/jax/test_trees.py tests/jax/test_api.py
+FAST_CORE = tests/core/test_collectives.py tests/core/test_compressors.py tests/core/test_config.py \
+  tests/core/test_consistency.py tests/core/test_outer_loop.py tests/core/test_rules.py
+FAST_REST = tests/docs/test_layering.py tests/docs/test_interfaces.py tests/numpy/test_communicator.py \
+  tests/numpy/test_feedback.py tests/planner/test_model.py tests/planner/test_plan.py
+.PHONY: test-fast fast-bindings fast-core
+test-fast: $(BUILT)
+	@$(HALVES) fast-bindings fast-core
+
+fast-bindings: export XLA_FLAGS := --xla_backend_optimization_level=0
+fast-bindings: $(BUILT)
+	$(BIN)/python -m pytest $(FAST_JAX) $(FAST_TORCH) -q -m "$(DAILY)"
+
+fast-core: $(BUILT)
+	$(BIN)/python -m pytest $(FAST_CORE) $(FAST_REST) -q -m "$(DAILY)"
+
 # What .ci/run has beside these, in halves that take as long.
 test-slow: $(BUILT)
 	@echo "The slow tests of torch and the other slow ones run side by side."

@@ -4,7 +4,9 @@ import pytest
 from support import launch
 
 
-@pytest.mark.parametrize("how", ["global", "local", "allreduce_q"])
+@pytest.mark.parametrize(
+    "how", ["global", pytest.param("local", marks=pytest.mark.slow), "allreduce_q"]
+)
 def test_processes_that_do_not_wait(how: str) -> None:
     outputs = launch.mpirun(3, "run_jax_exit.py", how)
     assert outputs[0].splitlines().count("right") == 1, outputs

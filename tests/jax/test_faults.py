@@ -62,7 +62,7 @@ def test_processes_that_disagree() -> None:
     check_outputs(by_mpirun(-1, *WHOLE, env=environment(1, 60)))
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@by_devices
 def test_launches_out_of_step(devices: int) -> None:
     check_outputs(by_mpirun(-1, "launches_out_of_step", env=environment(devices, 60)))
 
@@ -131,7 +131,13 @@ LAUNCHES = 50
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(i, marks=() if i < len(ENDS) else exhaustive) for i in range(LAUNCHES)]
+    "number",
+    [
+        pytest.param(
+            i, marks=() if i in (1, 3) else pytest.mark.slow if i < len(ENDS) else exhaustive
+        )
+        for i in range(LAUNCHES)
+    ],
 )
 def test_the_end(number: int) -> None:
     """Status 0 of all, every time: nothing crashes while JAX, MPI and cgx end."""

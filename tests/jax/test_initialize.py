@@ -89,10 +89,13 @@ def test_processes_that_only_xla_connects() -> None:
 @pytest.mark.parametrize(
     ("launch", "checks"),
     [
-        (by_mpirun, ["late_on_one_rank", "not_initialized", "works_alone"]),
+        pytest.param(
+            by_mpirun, ["late_on_one_rank", "not_initialized", "works_alone"],
+            marks=pytest.mark.slow,
+        ),
         (by_arguments, ["a_port_that_is_none", "late_on_one_rank", "works_alone"]),
     ],
-)
+)  # fmt: skip
 def test_called_too_late(launch: Launch, checks: list[str]) -> None:
     launch(2, *checks)
 

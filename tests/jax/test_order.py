@@ -66,7 +66,7 @@ def test_launches_queue_up_behind_each_other(case: tuple[Values, Values]) -> Non
     "programs",
     [
         pytest.param(["mixed"] * 4, marks=pytest.mark.exhaustive),
-        ["mixed", "inner_jit", "unrolled", "independent"],
+        pytest.param(["mixed", "inner_jit", "unrolled", "independent"], marks=pytest.mark.slow),
     ],
     ids=["one_function", "own_functions"],
 )

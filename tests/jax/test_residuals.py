@@ -44,7 +44,6 @@ both_modes = pytest.mark.parametrize(
 both_carriers = pytest.mark.parametrize("carrier", ["native", "xla"])
 
 BF16 = ml_dtypes.bfloat16
-U = {np.float32: 2.0**-24, BF16: 2.0**-9}  # what an operation rounds, of its result
 MESH = mesh_of((8,), ("d",))
 X, OLD = normal(50, 8, 2000), normal(51, 8, 2000)
 
@@ -89,29 +88,6 @@ def test_equals_the_oracle(algorithm: Any, op: str, carrier: Any, check_vma: boo
         X, OLD, check_vma=check_vma,
     )  # fmt: skip
     check(got, oracle(X, OLD, bits=2, op=op, algorithm=algorithm, seeds=[seed_of(key)] * 8))
-
-
-@both_carriers
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("algorithm", ["sra", "one_shot"])
-def test_nothing_is_given_up(algorithm: Any, ranks: int, dtype: Any, carrier: Any) -> None:
-    """Over all devices: inputs and old residuals are the result and new residuals.
-
-    But for roundings: of a device's sum of both, its residual, the sums over devices, and the
-    result; 4 operations a device, of values of at most what all devices have.
-    """
-    if ranks == 3 and PROCESSES > 1:
-        pytest.skip("not as many devices in each process")
-    mesh = mesh_of((ranks,), ("d",), jax.devices()[:: 8 // ranks][:ranks])
-    x, old = normal(52, ranks, 3000, dtype=dtype), normal(53, ranks, 3000, dtype=dtype)
-    program = on_mesh(mesh, lambda v, e: q(v, e, bits=2, algorithm=algorithm, carrier=carrier))
-    sums, new = (np.asarray(rows, np.float64) for rows in program(x, old))
-    given = np.asarray(x, np.float64) + np.asarray(old, np.float64)
-    largest = np.abs(given).sum(0).max() + np.abs(new).sum(0).max() + np.abs(sums).max()
-    missing = given.sum(0) - sums[0] - new.sum(0)
-    assert np.abs(missing).max() <= 4 * ranks * U[dtype] * largest
-    assert np.abs(new).max() > 0.1
 
 
 @pytest.mark.skipif(PROCESSES > 1, reason="there devices' values and residuals are summed apart")

@@ -76,7 +76,7 @@ def run(
 
 
 def is_of(pattern: str, name: str) -> bool:
-    """Return whether a pattern is of a whole name, or of what follows one of its dots."""
+    """Return whether a pattern matches a name, or the rest of it after any of its dots."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 

@@ -1,4 +1,4 @@
-"""What runs the checks of rank programs, and what makes pytest items of them."""
+"""The runner of the checks of rank programs, and the pytest items of them."""
 
 import sys
 from pathlib import Path

@@ -16,7 +16,7 @@ OF_SEVERAL = [*EACH, "places_follow_from_a_count", "ranks_that_differ"]
 
 
 @rank_checks(
-    Launch(1, PROGRAM, *EACH, env=tc.ENVIRONMENT, timeout=180),
+    Launch(1, PROGRAM, *EACH, env=tc.ENVIRONMENT, timeout=180, marks=[pytest.mark.slow]),
     Launch(3, PROGRAM, *OF_SEVERAL, env=tc.ENVIRONMENT, timeout=180),
     Launch(2, PROGRAM, "in_graphs", env=ENVIRONMENT, timeout=600, marks=[pytest.mark.slow]),
     Launch(

@@ -12,7 +12,16 @@ OPTIONS: dict[str, Any] = {"env": {**tc.ENVIRONMENT, "CGX_TIMEOUT": "90"}, "time
 slow, exhaustive = [pytest.mark.slow], [pytest.mark.exhaustive]
 
 
-@rank_checks(Launch(2, "run_torch_compile.py", **OPTIONS))
+DAILY = ["refused.*", "with_lowering", "forward_and_backward", "lists", "steps_with_feedback"]
+DAILY += ["input_left_alone", "checkpointed", "seeds"]
+LONGER = ["in_place_on_the_input", "dynamic_shapes", "compiled_autograd", "operators"]
+LONGER += ["checkpointed_in_a_whole_step"]
+
+
+@rank_checks(
+    Launch(2, "run_torch_compile.py", *DAILY, **OPTIONS),
+    Launch(2, "run_torch_compile.py", *LONGER, marks=slow, **OPTIONS),
+)
 def test_refusals_and_results_are_those_of_eager(check: RankCheck) -> None:
     check.passes()
 

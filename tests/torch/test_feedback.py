@@ -8,7 +8,6 @@ import reference
 import torch
 from support import launch
 from support import torch_cases as tc
-from support.torch_codecs import FEEDBACK
 
 from cgx_ops import Communicator, Config
 
@@ -90,40 +89,6 @@ def test_an_input_and_its_residual_have_one_gradient() -> None:
     for of_x, of_residual in launch.threads(2, rank_program):
         assert tc.same_bits(of_x, want)
         assert tc.same_bits(of_residual, want)
-
-
-def name_of(config: Config) -> str:
-    return "-".join(str(v) for k, v in config.knobs.items() if v != getattr(Config(), k))
-
-
-@pytest.mark.parametrize("config", FEEDBACK, ids=name_of)
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive), 4])
-def test_nothing_is_given_up(size: int, config: Config) -> None:
-    """Over 50 steps: the inputs are the results (as sums) and the last residuals."""
-    steps, numel = 50, 700
-
-    def rank_program(rank: int, comm: Communicator) -> tuple[torch.Tensor, ...]:
-        residual, total, largest = torch.zeros(numel), *torch.zeros(2, numel).double()
-        for step in range(steps):
-            x = tc.values(rank, numel, call=step)
-            y, residual = tc.feedback(
-                x, residual, op="avg", group_name=comm.name, config=str(config)
-            )
-            total += y.double() * size
-            largest = torch.maximum(largest, y.double().abs() * size + residual.abs())
-        return total, residual.double(), largest
-
-    ranks = launch.threads(size, rank_program)
-    given_up = -ranks[0][0]
-    for rank, (_, residual, _) in enumerate(ranks):
-        given_up += sum(tc.values(rank, numel, call=step).double() for step in range(steps))
-        given_up -= residual
-    # In a step each rank's value passes at most 2 (size + 3) operations of fp32 (sums, a quotient,
-    # differences, a product), each off by 2^-24 of a number that is no larger than all ranks'
-    # inputs, residuals and results together.
-    bound = 6 * size + sum(largest for *_, largest in ranks)
-    assert (given_up.abs() <= steps * 2 * (size + 3) * 2.0**-24 * bound).all()
-    assert any(residual.any() for _, residual, _ in ranks) == (size > 1)
 
 
 @pytest.mark.parametrize(
