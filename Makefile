@@ -38,14 +38,15 @@ test-core: $(BUILT)
 	$(BIN)/python -m pytest tests --ignore=tests/jax --ignore=tests/torch \
 	  --ignore=tests/cpp/test_cpp.py -m "$(DAILY)"
 
-# A sample of each subject, for every change: under a minute on two quiet cores.
-FAST_TORCH = tests/torch/test_eager.py tests/torch/test_coalesced.py tests/torch/test_states.py \
-  "tests/torch/test_ddp.py::test_ddp[ddp.steps.equals_the_oracle-3]" \
-  "tests/torch/test_backend.py::test_every_case_under_mpirun[backend.reductions.exact_allreduce-4]"
-FAST_JAX = tests/jax/test_psum.py tests/jax/test_trees.py tests/jax/test_api.py
-FAST_CORE = tests/core/test_collectives.py tests/core/test_compressors.py tests/core/test_config.py \
-  tests/core/test_consistency.py tests/core/test_outer_loop.py tests/core/test_rules.py
-FAST_REST = tests/docs/test_layering.py tests/docs/test_interfaces.py tests/numpy/test_communicator.py \
+# A sample of each subject, for every change: under a minute on two quiet cores after the build.
+FAST_BINDINGS = tests/jax/test_psum.py tests/jax/test_api.py tests/torch/test_eager.py \
+  tests/torch/test_coalesced.py tests/torch/test_states.py \
+  "tests/torch/test_ddp.py::test_ddp[ddp.steps.equals_the_oracle-3]"
+FAST_CORE = "tests/core/test_collectives.py::test_threads[features-baseline-3]" \
+  "tests/core/test_collectives.py::test_mpirun[names2-TCP-3]" \
+  "tests/core/test_compressors.py::test_against_the_oracle[baseline]" tests/core/test_config.py \
+  tests/core/test_consistency.py tests/core/test_outer_loop.py tests/core/test_rules.py \
+  tests/docs/test_layering.py tests/docs/test_interfaces.py tests/numpy/test_communicator.py \
   tests/numpy/test_feedback.py tests/planner/test_model.py tests/planner/test_plan.py
 .PHONY: test-fast fast-bindings fast-core
 test-fast: $(BUILT)
@@ -53,10 +54,10 @@ test-fast: $(BUILT)
 
 fast-bindings: export XLA_FLAGS := --xla_backend_optimization_level=0
 fast-bindings: $(BUILT)
-	$(BIN)/python -m pytest $(FAST_JAX) $(FAST_TORCH) -q -m "$(DAILY)"
+	$(BIN)/python -m pytest $(FAST_BINDINGS) -q -m "$(DAILY)"
 
 fast-core: $(BUILT)
-	$(BIN)/python -m pytest $(FAST_CORE) $(FAST_REST) -q -m "$(DAILY)"
+	$(BIN)/python -m pytest $(FAST_CORE) -q -m "$(DAILY)"
 
 # What .ci/run has beside these, in halves that take as long.
 test-slow: $(BUILT)
