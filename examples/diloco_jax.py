@@ -140,7 +140,7 @@ class Training:
         return time.perf_counter() - begin
 
     def held(self) -> tuple[float, float]:
-        """Return loss and score, percent, of the outer parameters on what was held back."""
+        """Return loss and score, percent, of the outer parameters on held-out texts."""
         weights = jax.tree.map(lambda x: x.addressable_data(0), self.outer.outer_parameters)
         loss, right = self.loss_of(weights, self.texts.held)
         return float(loss), 100 * float(right)

@@ -54,7 +54,7 @@ def inside(body: Callable[[jax.Array], Any], mesh: Mesh = MESH, **knobs: Any) ->
 
 
 def test_private_names_are_here_alone() -> None:
-    # coordinator.py says why it stands apart.
+    # The docstring of coordinator.py has the reason.
     files = set(PACKAGE.rglob("*.py")) - {RUNTIME / "compat.py", RUNTIME / "coordinator.py"}
     assert len(files) > 10
     for file in files:

@@ -2,7 +2,7 @@
 
 1. shapes, on each process
 2. settings and contents, across processes, before anything is sent: with other settings a process
-   would wait for messages that nobody sends, and with other outer parameters models would drift
+   would wait for messages that no process sends, and with other outer parameters models would drift
    apart silently
 """
 

@@ -116,7 +116,7 @@ class Layout:
 def consolidate_copies(copies: Any, devices: int | None = None) -> Any:
     """Return copies, one a device, that are their mean over the devices, equal on all.
 
-    For what each device has of its own besides the outer loop's state: the parameters, and the
+    For the values of each device outside of the outer loop's state: the parameters, and the
     state of the inner optimizer. The mean difference to the outer parameters stays the same for any
     number of devices.
 

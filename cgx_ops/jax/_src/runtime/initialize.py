@@ -49,8 +49,8 @@ def initialize(
     devices (jax_num_cpu_devices). XLA's own CPU collectives (`jax.lax.psum`) go through gloo.
 
     Under mpirun no argument is needed: process i of JAX is rank i of cgx, and sees one GPU: those
-    of its host in turns, unless jax_cuda_visible_devices is set. Elsewhere the arguments are those
-    of jax.distributed.initialize, and missing ones are taken from RANK, WORLD_SIZE,
+    of its host, round-robin, unless jax_cuda_visible_devices is set. Elsewhere the arguments are
+    those of jax.distributed.initialize, and missing ones are taken from RANK, WORLD_SIZE,
     MASTER_ADDR and MASTER_PORT, if all are set (torchrun; the coordinator's port is the one after
     MASTER_PORT, where torch's store may be), else found out by JAX (SLURM, Kubernetes). Without
     mpirun, arguments and a launcher that is known there is one process, and nothing to do.
@@ -140,7 +140,7 @@ def _initialize_by_mpirun(
 
 
 def _choose_gpu(hosts: list[str], rank: int) -> None:
-    """Give each process of a host one of its GPUs, in turns; several may share one."""
+    """Give each process of a host one of its GPUs, round-robin."""
     gpus = len(library.describe()["cuda"]["devices"])
     if gpus:
         compat.choose_gpu(hosts[:rank].count(hosts[rank]) % gpus)

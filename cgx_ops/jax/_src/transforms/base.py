@@ -356,14 +356,14 @@ def checked_gradients(caller: str, updates: Any, state: Any, axes: Any) -> Any:
 
 
 def followed(momenta: Any, gradients: Any, beta: float) -> Any:
-    """Return momenta that have followed gradients."""
+    """Return momenta after a step: exponential moving averages of gradients."""
     return jax.tree.map(lambda m, g: m * beta + g * (1 - beta), momenta, gradients)
 
 
 def with_rate(
     optax: Any, init: Any, update: Any, caller: str, learning_rate: Any, weight_decay: float
 ) -> "optax.GradientTransformation":
-    """Return an optimizer of what to step by."""
+    """Return an optimizer that scales the updates of a transformation by the learning rate."""
     if not weight_decay >= 0:
         raise ValueError(f"{caller}: weight_decay is {weight_decay!r}; it must be at least 0")
     return optax.chain(
