@@ -10,6 +10,7 @@ kind in time, be usable, and have left nothing behind.
     faults.py    the table of faults, and what a rank does to itself
     traffic.py   the table of traffic: calls whose results the oracle knows
     worker.py    a rank: plays rounds, then checks its own process
+    member.py    a rank in one round
     zygote.py    imports once, then forks workers for rounds over shared memory or TCP
     pool.py      the processes that rounds are played with: forked ones, or jobs of mpirun
     referee.py   leads one round and collects what its ranks tell

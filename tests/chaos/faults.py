@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 if TYPE_CHECKING:
-    from chaos.worker import Member
+    from chaos.member import Member
 
 MIB = 1 << 20
 

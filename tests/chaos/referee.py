@@ -17,11 +17,11 @@ from typing import Any
 
 from chaos import machine
 from chaos.faults import FAULTS
+from chaos.member import USABLE_TIMEOUT
 from chaos.messages import Check, Checked, Gather, Outcome, Play, Played
 from chaos.pool import Worker
 from chaos.rounds import JOB_DEADLINE, Round
 from chaos.traffic import KINDS, LOOPBACK
-from chaos.worker import USABLE_TIMEOUT
 
 
 @dataclass

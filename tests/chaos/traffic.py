@@ -23,7 +23,7 @@ from support.collective_cases import Case
 from cgx_ops import Communicator, Request
 
 if TYPE_CHECKING:
-    from chaos.worker import Member
+    from chaos.member import Member
 
 # Every compressor, short and in shards; with a residual where error feedback converges.
 _COMPRESSED = [

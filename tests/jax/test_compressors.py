@@ -287,7 +287,7 @@ ON_RANKS = [
 def test_nothing_is_given_up(ranks: int, carrier: Any, algorithm: Any) -> None:
     """Inputs and old residuals are the result and new ones: 50 steps in a scan, donated.
 
-    But for roundings, as in jax/test_residuals.py: a step rounds each device's sum of both, its
+    But for roundings: a step rounds each device's sum of both, its
     residual and the sum over devices, 4 operations a device, of values of at most what all devices
     have. A rotation adds two butterflies of 5 stages, there and back: 10 more.
     """
