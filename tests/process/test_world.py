@@ -8,6 +8,7 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from support import launch
@@ -245,6 +246,10 @@ def test_versions_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- processes -----------------------------------------------------------------------------------
 
 
+def slow(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def plain(n: int, program: str, *args: object, **env: str) -> list[str]:
     """Start processes without a launcher, with torchrun's four variables."""
     port = free_port()
@@ -252,13 +257,13 @@ def plain(n: int, program: str, *args: object, **env: str) -> list[str]:
     return launch.processes(n, program, *args, env=env, timeout=200)
 
 
-@pytest.mark.parametrize("backend", ["none", "cgx", "gloo"])
+@pytest.mark.parametrize("backend", ["none", "cgx", slow("gloo")])
 def test_torch_and_numpy_under_torchrun(backend: str) -> None:
     outputs = launch.torchrun(2, "run_world.py", backend, timeout=250)
     assert all(text.splitlines().count("right") == 1 for text in outputs), outputs
 
 
-@pytest.mark.parametrize(("backend", "ranks"), [("none", 3), ("gloo", 2)])
+@pytest.mark.parametrize(("backend", "ranks"), [slow("none", 3), ("gloo", 2)])
 def test_torch_and_numpy_under_mpirun(backend: str, ranks: int) -> None:
     outputs = launch.mpirun(ranks, "run_world.py", backend, timeout=250)
     assert all(text.splitlines().count("right") == 1 for text in outputs), outputs
@@ -274,7 +279,7 @@ def test_torch_in_three_plain_processes(backend: str) -> None:
     assert all(text.splitlines().count("right") == 1 for text in plain(3, "run_world.py", backend))
 
 
-@pytest.mark.parametrize("backend", ["none", "cgx"])
+@pytest.mark.parametrize("backend", ["none", slow("cgx")])
 def test_srun_variables(backend: str) -> None:
     """As SLURM sets them: ranks, and torch's process group, meet at the step's first host."""
     job = str(os.getpid())
