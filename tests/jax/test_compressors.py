@@ -3,7 +3,8 @@
 1. values: verbs, carriers, dtypes, trees whose leaves have compressors of their own
 2. nothing is given up
 3. transformations, donation, export
-4. votes
+
+jax/test_votes.py has those of votes.
 """
 
 import functools
@@ -32,7 +33,21 @@ from support.jax_cases import (
     spread,
     use_cpu_devices,
 )
-from support.jax_compressor_cases import CASES, CUT, KEPT, KEY, config_of, numpy_result
+from support.jax_compressor_cases import (
+    AT,
+    CASES,
+    CUT,
+    KEPT,
+    KEY,
+    MESH,
+    OLD,
+    N,
+    X,
+    check_given_up,
+    config_of,
+    numpy_result,
+    run,
+)
 
 import cgx_ops.jax
 from cgx_ops import Config, Rules
@@ -45,7 +60,6 @@ from cgx_ops.jax import (
     psum_scatter_q,
     value_and_grad,
 )
-from cgx_ops.jax._src.collectives import votes
 
 use_cpu_devices(8)
 
@@ -54,22 +68,13 @@ both_carriers = pytest.mark.parametrize("carrier", ["native", "xla"])
 
 BF16 = ml_dtypes.bfloat16
 U = {np.float32: 2.0**-24, BF16: 2.0**-9}  # what an operation rounds, of its result
-N = 4
-# Of several processes, as many devices of each.
-AT = list(range(0, 8, 8 // N))
-MESH = mesh_of((N,), ("d",), [jax.devices()[i] for i in AT])
 pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.mpirun,
     pytest.mark.skipif(not has_part_in(MESH), reason="other processes' devices"),
 ]
-X, OLD = normal(80, N, 3000), normal(81, N, 3000) / 4
 # Else the devices of a process are one of numpy's ranks, which divides by their number.
 EACH_IS_A_RANK = len(set(processes_of(AT))) in (1, N)
-
-
-def run(body: Callable[..., Any], *operands: Any, mesh: Any = MESH) -> Any:
-    return jax.tree.map(np.asarray, on_mesh(mesh, body)(*operands))
 
 
 def of_all(names: list[str], call: Callable[..., Any]) -> Callable[..., Any]:
@@ -321,23 +326,7 @@ def test_nothing_is_given_up(ranks: int, carrier: Any, algorithm: Any) -> None:
     for name in names:
         assert zeros[name].is_deleted(), "it was not donated"
         found = (fetch(tree[name]) for tree in (last, sums, residuals))
-        given_up(name, x, *(np.asarray(y, np.float64) for y in found))
-
-
-def given_up(name: str, x: Any, last: Any, sums: Any, residuals: Any) -> None:
-    """Check the steps' sums and residuals of each device, and the last residuals."""
-    ranks, _, numel = x.shape
-    assert np.array_equal(last, residuals[:, -1]), name
-    before = np.concatenate([np.zeros((ranks, 1, numel)), residuals[:, :-1]], 1)
-    given = np.float64(x) + before
-    largest = (np.abs(given).sum(0) + np.abs(residuals).sum(0) + np.abs(sums[0])).max(1)
-    operations = 4 * ranks + 10 * (ranks + 1) * ("rotation" in CASES[name])
-    bound = operations * U[np.float32] * largest  # of each step
-    missing = given.sum(0) - sums[0] - residuals.sum(0)
-    assert (np.abs(missing).max(1) <= bound).all(), name
-    whole = np.float64(x).sum((0, 1)) - sums[0].sum(0) - last.sum(0)
-    assert np.abs(whole).max() <= bound.sum(), name
-    assert (np.abs(last).max() > 0) == (ranks > 1), name
+        check_given_up(name, x, *(np.asarray(y, np.float64) for y in found))
 
 
 # ---- 3. transformations, donation, export -------------------------------------------------------
@@ -403,83 +392,3 @@ def test_exported(name: str) -> None:
     loaded = jax.export.deserialize(exported.serialize())
     want = numpy_result("allreduce", X, config_of(name))
     assert all(map(same_bits, jax.jit(loaded.call)(operand), want))
-
-
-# ---- 4. votes -----------------------------------------------------------------------------------
-
-
-@one_process
-@both_carriers
-def test_a_vote_of_one(carrier: Any) -> None:
-    """One device alone sends nothing, and votes too."""
-    mesh = mesh_of((N, 1), ("d", "one"), MESH.devices.flat)
-    x = {"long": X, "short": X[:, :3]}
-    for reduce in (psum_q, pmean_q):
-        got = run(lambda v, f=reduce: f(v, "one", compressor="sign", carrier=carrier), x, mesh=mesh)
-        for name in x:
-            assert same_bits(got[name], np.where(x[name] < 0, -1, 1).astype(np.float32))
-    alone = run(lambda v: psum_scatter_q(v, "one", compressor="sign", tiled=True), X, mesh=mesh)
-    assert same_bits(alone, np.where(X < 0, -1, 1).astype(np.float32))
-
-
-def voters(dtype: Any, *shape: int) -> Any:
-    """Values near which the votes differ: ties, both zeros, the smallest ones, buckets of NaN."""
-    x = normal(86, N, *shape).astype(dtype)
-    tiny = np.finfo(dtype).smallest_subnormal
-    x[..., :8] = np.array([0, -0.0, tiny, -tiny, 1, -1, 1, -1])
-    x[::2, ..., 4:6] *= -1
-    x[1, ..., 600], x[2, ..., 1800] = np.nan, -np.inf  # in the second bucket and in the fourth
-    return x
-
-
-@both_carriers
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-@pytest.mark.parametrize("most_in_half", [256, 1])
-def test_every_device_votes(
-    carrier: Any, dtype: Any, most_in_half: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where a process has several, whose counts travel in 16 bits, or else exact."""
-    monkeypatch.setattr(votes, "_MOST_IN_HALF", most_in_half)
-    x = voters(dtype, 3, 2100)
-    for op, reduce in (("sum", psum_q), ("avg", pmean_q)):
-        vote = functools.partial(reduce, axis_name="d", compressor="sign", carrier=carrier)
-        got = run(lambda rows, f=vote: {"tree": f(rows), "vmap": jax.vmap(f)(rows)}, x)
-        config = config_of("sign", key=None)
-        flat = numpy_result("allreduce", x.reshape(N, -1), config, op=op, at=AT)
-        assert all(map(same_bits, got["tree"].reshape(N, -1), flat)), op
-        for example in range(3):
-            want = numpy_result("allreduce", x[:, example], config, op=op, at=AT)
-            assert np.isnan(want[0]).sum() == 2 * 512
-            assert all(map(same_bits, got["vmap"][:, example], want)), (op, example)
-
-
-@both_carriers
-def test_votes_beside_other_leaves(carrier: Any) -> None:
-    """A tree whose leaves have compressors of their own, and residuals where there are any."""
-    x, old = {"vote": voters(np.float32, 2100), "other": X}, {"vote": None, "other": OLD}
-    rules = Rules([("vote", {"compressor": "sign"})], exact_vectors=False)
-
-    def reduce(rows: Any, lost: Any) -> Any:
-        config = Config(algorithm="sra", **CASES["levels"])
-        return psum_q(rows, "d", residual=lost, config=config, carrier=carrier, rules=rules)
-
-    sums, lost = run(reduce, x, old)
-    residuals = OLD.copy()
-    config = config_of("levels", key=None, algorithm="sra")
-    want = numpy_result("allreduce", X, config, residuals=list(residuals), at=AT)
-    assert all(map(same_bits, sums["other"], want))
-    assert all(map(same_bits, lost["other"], residuals))
-    won = numpy_result("allreduce", x["vote"], config_of("sign", key=None), at=AT)
-    assert all(map(same_bits, sums["vote"], won))
-
-
-def test_scattered_votes() -> None:
-    blocks = voters(np.float32, N, 2100)
-    got = run(lambda v: psum_scatter_q(v, "d", compressor="sign"), blocks)
-    won = np.stack(
-        [
-            numpy_result("allreduce", blocks[:, rank], config_of("sign", key=None), at=AT)[0]
-            for rank in range(N)
-        ]
-    )
-    assert same_bits(got.reshape(won.shape), won)

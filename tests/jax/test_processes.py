@@ -60,7 +60,7 @@ def test_residuals_of_several_devices_a_process() -> None:
 @pytest.mark.timeout(240)
 def test_meshes_and_compressors_of_several_devices_a_process() -> None:
     some = "test_meshes or sums or residuals or places or vote or [topk-4] or [randk-4]"
-    files = [HERE / f"test_{subject}.py" for subject in ("meshes", "compressors")]
+    files = [HERE / f"test_{subject}.py" for subject in ("meshes", "compressors", "votes")]
     check_pytest(2, "-m", "not exhaustive", "-k", some, *files, timeout=220, env=UNOPTIMIZED)
 
 

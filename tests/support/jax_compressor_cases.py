@@ -1,21 +1,36 @@
 """What the tests of compressors in JAX share: settings, and numpy's results to compare with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 import numpy.typing as npt
 import reference
 
 from cgx_ops import Communicator, Config, Segment
-from support.jax_cases import processes_of, ranks_of, seed_of, sums_of, use_cpu_devices
+from support.jax_cases import (
+    mesh_of,
+    normal,
+    on_mesh,
+    processes_of,
+    ranks_of,
+    seed_of,
+    sums_of,
+    use_cpu_devices,
+)
 from support.launch import threads
 
 use_cpu_devices(8)
 
 Values = npt.NDArray[Any]
 
+N = 4
+# Of several processes, as many devices of each.
+AT = list(range(0, 8, 8 // N))
+MESH = mesh_of((N,), ("d",), [jax.devices()[i] for i in AT])
+X, OLD = normal(80, N, 3000), normal(81, N, 3000) / 4
 KEY = jax.random.key(5)  # the same on all devices
 CASES: dict[str, dict[str, Any]] = {
     "uniform": {"bits": 2},
@@ -37,6 +52,10 @@ CASES: dict[str, dict[str, Any]] = {
 # With which error feedback converges.
 KEPT = [name for name in CASES if name not in ("sign", "ternary", "qsgd")]
 CUT = [name for name in CASES if name != "threshold"]
+
+
+def run(body: Callable[..., Any], *operands: Any, mesh: Any = MESH) -> Any:
+    return jax.tree.map(np.asarray, on_mesh(mesh, body)(*operands))
 
 
 def config_of(case: str, *, key: Any = KEY, **knobs: Any) -> Config:
@@ -92,3 +111,19 @@ def numpy_result(
         wide = reference.widen(results[0])
         return [reference.round_to(wide, rows.dtype).reshape(rows[0].shape)] * len(rows)
     return results
+
+
+def check_given_up(name: str, x: Any, last: Any, sums: Any, residuals: Any) -> None:
+    """Check the steps' sums and residuals of each device, and the last residuals."""
+    ranks, _, numel = x.shape
+    assert np.array_equal(last, residuals[:, -1]), name
+    before = np.concatenate([np.zeros((ranks, 1, numel)), residuals[:, :-1]], 1)
+    given = np.float64(x) + before
+    largest = (np.abs(given).sum(0) + np.abs(residuals).sum(0) + np.abs(sums[0])).max(1)
+    operations = 4 * ranks + 10 * (ranks + 1) * ("rotation" in CASES[name])
+    bound = operations * 2.0**-24 * largest  # of each step
+    missing = given.sum(0) - sums[0] - residuals.sum(0)
+    assert (np.abs(missing).max(1) <= bound).all(), name
+    whole = np.float64(x).sum((0, 1)) - sums[0].sum(0) - last.sum(0)
+    assert np.abs(whole).max() <= bound.sum(), name
+    assert (np.abs(last).max() > 0) == (ranks > 1), name
