@@ -1,4 +1,4 @@
-"""full_precision(): how hooks, optimizers and outer loops compute, whatever the model does."""
+"""How hooks, optimizers and outer loops compute, whatever the model and the streams do."""
 
 import contextlib
 from collections.abc import Iterator
@@ -25,3 +25,10 @@ def full_precision() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def use_on_this_stream(*tensors: torch.Tensor | None) -> None:
+    """Keep the memory of CUDA tensors until the current stream, a callback's, has used them."""
+    for x in tensors:
+        if x is not None and x.is_cuda:
+            x.record_stream(torch.cuda.current_stream(x.device))

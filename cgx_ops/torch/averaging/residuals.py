@@ -17,7 +17,7 @@ import torch.distributed as dist
 from cgx_ops import Config, Segment
 from cgx_ops._core.consistency import require_same
 from cgx_ops.errors import InvalidArgument
-from cgx_ops.torch.averaging.arithmetic import full_precision
+from cgx_ops.torch.averaging.arithmetic import full_precision, use_on_this_stream
 from cgx_ops.torch.averaging.exact import gather_over, mean_over
 
 # Keys of what is saved.
@@ -181,8 +181,7 @@ def decayed(
     def keep() -> None:
         for e, new in zip(kept, lost, strict=True):
             if e is not None and new is not None:
-                if new.is_cuda:  # callbacks run on another stream
-                    new.record_stream(torch.cuda.current_stream(new.device))
+                use_on_this_stream(new)
                 e.copy_(new)
 
     return lost, keep

@@ -127,6 +127,19 @@ def require_state(hook: str, state: object, kind: type[HookState]) -> None:
         )
 
 
+def require_names(hook: str, info: BucketInfo) -> None:
+    """Require that the names of all layers of a bucket are known.
+
+    Raises:
+        InvalidArgument: they are not.
+    """
+    if not all(layer.name for layer in info.layers):
+        raise InvalidArgument(
+            f"{hook}: settings and state are by layer, but this model's names are not known: "
+            "import cgx_ops.torch before DistributedDataParallel(model)"
+        )
+
+
 def refuse(hook: str, info: BucketInfo, remedy: str = "") -> None:
     """Raise TypeError if the core cannot average a bucket."""
     if info.problem:
@@ -240,11 +253,8 @@ def layout_of(
         whole = Segment(0, bucket.buffer().numel(), Config(bits=EXACT_BITS))
         return Layout(state.config, [whole], [0], None, nothing)
     rules = rules_of(state)
-    if rules and not any(layer.name for layer in info.layers):
-        raise InvalidArgument(
-            f"{hook}: a rule names layers, but this model's names are not known: import "
-            "cgx_ops.torch before DistributedDataParallel(model)"
-        )
+    if rules:
+        require_names(hook, info)
     config = for_any_message(info.config, rules)
     segments = given = segments_of(rules, info.layers, info.offsets, config)
     if adaptation:

@@ -35,6 +35,7 @@ from cgx_ops.torch.ddp.bucket import (
     inspect_bucket,
     layout_of,
     refuse,
+    require_names,
     require_state,
 )
 from cgx_ops.torch.ddp.state import HookState
@@ -214,13 +215,9 @@ class _Joining:
 
     def completes(self, info: BucketInfo, *, last: bool) -> bool:
         """Count the tensors of a bucket, and tell whether they complete a group, or the pass."""
+        require_names(_HOOK, info)
         complete = last
         for layer in info.layers:
-            if not layer.name:
-                raise InvalidArgument(
-                    f"{_HOOK}: a plan knows parameters by name, but this model's names are not "
-                    "known: import cgx_ops.torch before DistributedDataParallel(model)"
-                )
             if self._numels.pop(layer.name, None) != layer.numel:
                 raise InvalidArgument(
                     f"{_HOOK}: the plan is of another model: it has no parameter {layer.name!r} "

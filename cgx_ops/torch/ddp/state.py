@@ -11,10 +11,11 @@ from typing import Any, Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from cgx_ops._core.log import Tensors
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch.averaging.layers import Layer, segments_of
 from cgx_ops.torch.averaging.loaded import require_layers
-from cgx_ops.torch.averaging.reports import report_layers
+from cgx_ops.torch.averaging.reports import report_layers, report_start
 from cgx_ops.torch.averaging.state import AveragingState, rules_of
 from cgx_ops.torch.graph.work import failed
 
@@ -41,6 +42,11 @@ class HookState(AveragingState):
         report_layers(
             (id(self), "DDP"), "DDP", self.process_group, self.config, names, segments, self.carrier
         )
+
+    def report_method(self, what: str, found: Sequence[Layer]) -> None:
+        """Log that training starts by a method, such as "PowerSGD of rank 1, the rest"."""
+        what, tensors = f"DDP by {what}", Tensors(len(found), None)
+        report_start((id(self), what), what, self.process_group, self.config, self.carrier, tensors)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Continue, in place, where the state was that state_dict() was called of.

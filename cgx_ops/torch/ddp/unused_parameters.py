@@ -10,7 +10,7 @@ import torch
 
 from cgx_ops import Config, Segment
 from cgx_ops.rules import EXACT_BITS
-from cgx_ops.torch.averaging.arithmetic import full_precision
+from cgx_ops.torch.averaging.arithmetic import full_precision, use_on_this_stream
 from cgx_ops.torch.averaging.residuals import nothing
 from cgx_ops.torch.averaging.state import AveragingState
 
@@ -54,10 +54,7 @@ def unused_kept(
     @full_precision()
     def restore() -> None:
         answer.wait()
-        if shares.is_cuda:  # callbacks have a stream of their own
-            here = torch.cuda.current_stream(shares.device)
-            for x in (shares, *(copy for pairs in before for _, copy in pairs)):
-                x.record_stream(here)
+        use_on_this_stream(shares, *(copy for pairs in before for _, copy in pairs))
         for used, gradient, idle, pairs in zip(shares > 0, gradients, mine, before, strict=True):
             if idle:
                 gradient.masked_fill_(~used, 0.0)

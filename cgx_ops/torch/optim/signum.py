@@ -22,7 +22,7 @@ class Signum(ExchangingOptimizer):
     One bit an element goes each way, and all elements step by lr. A vote has no zero: where as many
     ranks vote + as -, and where an m is 0, it counts as + in even steps and as - in odd ones, so
     that no element drifts (in the paper sign(0) is 0; on average this is, too). All parameters
-    vote, vectors too.
+    vote, vectors, too.
 
     A parameter's state: momentum_buffer (m), float32, each rank's own.
     """

@@ -24,11 +24,17 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.methods.deep_gradient import Method, checked_config, is_sparse, sparse_knobs
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat.parallel import GradBucket
-from cgx_ops.torch.averaging.arithmetic import full_precision
+from cgx_ops.torch.averaging.arithmetic import full_precision, use_on_this_stream
 from cgx_ops.torch.averaging.layers import segments_of
 from cgx_ops.torch.averaging.residuals import nothing
 from cgx_ops.torch.averaging.state import rules_of
-from cgx_ops.torch.ddp.bucket import BucketInfo, inspect_bucket, refuse, require_state
+from cgx_ops.torch.ddp.bucket import (
+    BucketInfo,
+    inspect_bucket,
+    refuse,
+    require_names,
+    require_state,
+)
 from cgx_ops.torch.ddp.deep_gradient.hosts import Hosts, hosts_of
 from cgx_ops.torch.ddp.deep_gradient.state import DeepGradientState
 from cgx_ops.torch.ddp.unused_parameters import unused_kept
@@ -75,11 +81,7 @@ def deep_gradient_hook(
     require_state(_HOOK, state, DeepGradientState)
     info = inspect_bucket(_HOOK, state, bucket)
     refuse(_HOOK, info)
-    if not all(layer.name for layer in info.layers):
-        raise InvalidArgument(
-            f"{_HOOK}: its state is kept by layer, but this model's names are not known: import "
-            "cgx_ops.torch before DistributedDataParallel(model)"
-        )
+    require_names(_HOOK, info)
     for kept in (state.residuals, state.momenta):
         kept.claim(*state.place)
     state.note(bucket.parameters())
@@ -315,11 +317,7 @@ class _Exchange:
     def _finish(self) -> None:
         """Keep what was not sent; write the averages."""
         layers = self.sparse + self.exact
-        if self.message.is_cuda:  # callbacks have a stream of their own
-            here = torch.cuda.current_stream(self.message.device)
-            for x in (self.message, *(x for each in layers for x in (each.u, each.v, each.lost))):
-                if x is not None:
-                    x.record_stream(here)
+        use_on_this_stream(self.message, *(x for e in layers for x in (e.u, e.v, e.lost)))
         for layer in layers:
             layer.keep()
             layer.finish(self.method)

@@ -15,12 +15,10 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cgx_ops import Config, Rules
-from cgx_ops._core.log import Tensors
 from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.methods.deep_gradient import Method, checked_config
 from cgx_ops.torch.averaging.layers import Layer
-from cgx_ops.torch.averaging.reports import report_start
 from cgx_ops.torch.averaging.residuals import Residuals
 from cgx_ops.torch.ddp.state import HookState
 
@@ -122,9 +120,7 @@ class DeepGradientState(HookState):
 
     def report(self, found: Sequence[Layer]) -> None:
         """Log that training starts."""
-        what = f"DDP by Deep Gradient Compression of density {self.density:g},"
-        tensors = Tensors(len(found), None)
-        report_start((id(self), what), what, self.process_group, self.config, self.carrier, tensors)
+        self.report_method(f"Deep Gradient Compression of density {self.density:g},", found)
 
     def keeps_residuals(self) -> bool:
         """Tell whether any layer may have a residual."""

@@ -26,13 +26,14 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.methods import low_rank
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat.parallel import GradBucket
-from cgx_ops.torch.averaging.arithmetic import full_precision
+from cgx_ops.torch.averaging.arithmetic import full_precision, use_on_this_stream
 from cgx_ops.torch.averaging.residuals import decayed, nothing
 from cgx_ops.torch.averaging.sent import Sent
 from cgx_ops.torch.ddp.bucket import (
     BucketInfo,
     inspect_bucket,
     refuse,
+    require_names,
     require_state,
     seeds_of,
 )
@@ -100,11 +101,7 @@ def _hook(
     if info.config is None or info.step < state.start_powerSGD_iter:
         whole = [Segment(0, buffer.numel(), Config(bits=EXACT_BITS))]
         return state.average(buffer, state.config, segments=whole, seed=[0], name=name)
-    if not all(layer.name for layer in info.layers):
-        raise InvalidArgument(
-            f"{hook}: its state is kept by layer, but this model's names are not known: import "
-            "cgx_ops.torch before DistributedDataParallel(model)"
-        )
+    require_names(hook, info)
     if state.use_error_feedback:
         state.residuals.claim(*state.place)
     return state.prepared(name, lambda: _Exchange(hook, state, bucket, info, batched).start())
@@ -262,10 +259,7 @@ class _Exchange:
     def _second(self, sent: Sent) -> None:
         """Take what the first message became; send Q and wait; write the averages."""
         epsilon = self.state.orthogonalization_epsilon / self.size
-        if self.message.is_cuda:  # callbacks have a stream of their own
-            here = torch.cuda.current_stream(self.message.device)
-            for x in (self.message, *(x for m in self.matrices for x in (m.values, m.basis))):
-                x.record_stream(here)
+        use_on_this_stream(self.message, *(x for m in self.matrices for x in (m.values, m.basis)))
         ps, others = [math.prod(form.p_shape) for form in self.plan.forms], self.plan.others
         means = self.message.split([*ps, *(self.plan.sizes[i] for i in others)])
         # PyTorch adds epsilon to the norms of the sum.

@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Config, Rules
-from cgx_ops._core.log import Tensors
 from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.methods import low_rank
 from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch.averaging.layers import Layer
-from cgx_ops.torch.averaging.reports import report_start
 from cgx_ops.torch.ddp.state import HookState
 
 _log = logging.getLogger(__name__)
@@ -196,9 +194,7 @@ class PowerSGDState(HookState):
 
     def report(self, found: Sequence[Layer]) -> None:
         """Log that training starts."""
-        what = f"DDP by PowerSGD of rank {self.matrix_approximation_rank}, the rest"
-        tensors = Tensors(len(found), None)
-        report_start((id(self), what), what, self.process_group, self.config, self.carrier, tensors)
+        self.report_method(f"PowerSGD of rank {self.matrix_approximation_rank}, the rest", found)
 
     def keeps_residuals(self) -> bool:
         """Tell whether any layer may have a residual."""
