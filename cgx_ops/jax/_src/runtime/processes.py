@@ -1,6 +1,6 @@
 """JAX's processes: their communicator, and where they hold the devices of a mesh."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -98,7 +98,7 @@ def devices_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> list[int]
     return [device.id for device in _devices(mesh, "they are GPUs")]
 
 
-def _devices(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, when: str) -> list[jax.Device]:
+def _devices(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, when: str) -> list[Any]:
     if not isinstance(mesh, jax.sharding.Mesh):
         raise RuntimeError(
             f"psum_q needs the devices of the mesh when {when}: give jax.shard_map a "
