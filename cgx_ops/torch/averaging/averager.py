@@ -25,6 +25,7 @@ from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.torch.averaging.arithmetic import full_precision
 from cgx_ops.torch.averaging.exchange import Carriers, Exchange, check_parameters
 from cgx_ops.torch.averaging.grad_scaler import refuse_grad_scaler
+from cgx_ops.torch.averaging.loaded import require_keys
 
 _CALLER = "QuantizedModelAverager"
 _KEPT = ("step", "last", "exchange")
@@ -161,11 +162,7 @@ class QuantizedModelAverager(ModelAverager):
             InvalidArgument: this is not the state_dict() of an averager, or lacks this rank's
                 residuals.
         """
-        if set(state_dict) != set(_KEPT):
-            raise InvalidArgument(
-                f"{_CALLER}.load_state_dict: the names are {sorted(state_dict)}, not "
-                f"{sorted(_KEPT)}: give what state_dict() returned"
-            )
+        require_keys(_CALLER, state_dict, _KEPT)
         self.exchange.load_state_dict(state_dict["exchange"])
         self.step, self.last = state_dict["step"], Average(state_dict["last"].tensors)
 

@@ -1,12 +1,21 @@
-"""Whether a state that was loaded belongs to the model that uses it."""
+"""Whether a state that was loaded is one, and belongs to the model that uses it."""
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from cgx_ops.errors import InvalidArgument
 
 _SHOWN = 4  # names of each set in an error
+
+
+def require_keys(caller: str, state_dict: Mapping[str, Any], keys: Collection[str]) -> None:
+    """Raise InvalidArgument unless a state_dict has the keys that the caller's has."""
+    if set(state_dict) != set(keys):
+        raise InvalidArgument(
+            f"{caller}.load_state_dict: the names are {sorted(state_dict)}, not {sorted(keys)}: "
+            "give what state_dict() returned"
+        )
 
 
 def require_layers(

@@ -22,6 +22,7 @@ from cgx_ops.rules import require_rules
 from cgx_ops.torch._compat.parallel import group_or_default
 from cgx_ops.torch.averaging import layers
 from cgx_ops.torch.averaging.layers import Layer
+from cgx_ops.torch.averaging.loaded import require_keys
 from cgx_ops.torch.averaging.residuals import Residuals
 from cgx_ops.torch.averaging.sent import Sent
 from cgx_ops.torch.backend.groups import communicator_of
@@ -125,11 +126,7 @@ class AveragingState:
                 residuals, or its carrier cannot do what is asked there.
         """
         state_dict = next((x for n, x in state_dict.items() if n.startswith(_GROUP)), state_dict)
-        if set(state_dict) != set(self.kept):
-            raise InvalidArgument(
-                f"{type(self).__name__}.load_state_dict: the names are {sorted(state_dict)}, not "
-                f"{sorted(self.kept)}: give what state_dict() returned"
-            )
+        require_keys(type(self).__name__, state_dict, self.kept)
         self.__dict__.update(self.restored(state_dict | {"carrier": self.carrier}))
 
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from cgx_ops.torch.averaging.arithmetic import full_precision
 from cgx_ops.torch.averaging.exchange import Carriers, Exchange, Flight, check_parameters
 from cgx_ops.torch.averaging.grad_scaler import after_every_step
 from cgx_ops.torch.averaging.layers import named_layers
-from cgx_ops.torch.averaging.loaded import require_layers
+from cgx_ops.torch.averaging.loaded import require_keys, require_layers
 from cgx_ops.torch.diloco.fragments import of_modules
 from cgx_ops.torch.diloco.ranks import CALLER, synchronize
 
@@ -285,11 +285,7 @@ class DiLoCo:
             InvalidArgument: this is not the state_dict() of a DiLoCo, or another model's, or of
                 another mean_over, or lacks this rank's residuals.
         """
-        if set(state_dict) != set(_KEPT):
-            raise InvalidArgument(
-                f"{CALLER}.load_state_dict: the names are {sorted(state_dict)}, not "
-                f"{sorted(_KEPT)}: give what state_dict() returned"
-            )
+        require_keys(CALLER, state_dict, _KEPT)
         if state_dict["mean_over"] != self.mean_over:  # the exchange has a config for one of them
             raise InvalidArgument(
                 f"{CALLER}.load_state_dict: mean_over is {state_dict['mean_over']!r} there and "

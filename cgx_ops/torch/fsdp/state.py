@@ -84,18 +84,13 @@ class State:
             InvalidArgument: it has residuals and this has not, or the reverse, or they are those of
                 another rank or kept in another way, or of layers that the model does not have.
         """
-        if (self.kept is None) != ("kept" not in state_dict):
-            raise InvalidArgument(
-                "the checkpoint was made "
-                + ("without" if self.kept else "with")
-                + " error feedback: call fsdp.compress() as it was called there"
-            )
-        if (self.adaptive is None) != ("adaptive" not in state_dict):
-            raise InvalidArgument(
-                "the checkpoint was made "
-                + ("without" if self.adaptive else "with")
-                + " adaptive bits: call fsdp.compress() as it was called there"
-            )
+        for key, what in (("kept", "error feedback"), ("adaptive", "adaptive bits")):
+            has = getattr(self, key) is not None
+            if has != (key in state_dict):
+                raise InvalidArgument(
+                    f"the checkpoint was made {'without' if has else 'with'} {what}: call "
+                    "fsdp.compress() as it was called there"
+                )
         kept, adaptive = None, copy.deepcopy(state_dict.get("adaptive"))
         by_layer: list[dict[str, Any]] = []
         if self.kept is not None:

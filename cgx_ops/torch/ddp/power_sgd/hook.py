@@ -14,6 +14,7 @@ torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -220,16 +221,11 @@ class _Exchange:
                 q = drawn[i]
             else:
                 draw = 0 if state.warm_start else info.step
-                q = torch.from_numpy(
-                    np.stack(
-                        [
-                            low_rank.first_q(
-                                state.random_seed, name, draw, form.shape[2], form.rank
-                            )
-                            for name in form.names
-                        ]
-                    )
-                )
+                each = functools.partial(
+                    low_rank.first_q, state.random_seed, draw=draw, columns=form.shape[2],
+                    rank=form.rank,
+                )  # fmt: skip
+                q = torch.from_numpy(np.stack([each(name=name) for name in form.names]))
             if q.shape != (form.shape[0], form.shape[2], form.rank):
                 raise InvalidArgument(
                     f"the Q of layer '{form.names[0]}' has shape {tuple(q.shape[1:])}, and must "
