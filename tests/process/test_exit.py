@@ -4,7 +4,9 @@ import pytest
 from support import launch
 
 
-@pytest.mark.parametrize("how", ["numpy", "backend", "operators"])
+@pytest.mark.parametrize(
+    "how", ["numpy", "backend", pytest.param("operators", marks=pytest.mark.slow)]
+)
 def test_ranks_that_do_not_wait(how: str) -> None:
     outputs = launch.mpirun(3, "run_exit.py", how)
     assert outputs[0].splitlines().count("right") == 1, outputs

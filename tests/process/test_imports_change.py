@@ -89,7 +89,10 @@ def changes(package: str, launcher: str = "", **env: str) -> dict[str, Any]:
     return json.loads(output.splitlines()[-1])
 
 
-@pytest.mark.parametrize("launcher", ["", "mpirun", "srun", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher",
+    ["", "mpirun", *(pytest.param(x, marks=pytest.mark.slow) for x in ("srun", "torchrun"))],
+)
 @pytest.mark.parametrize("package", ATTRIBUTES)
 def test_what_an_import_changes(package: str, launcher: str) -> None:
     found = changes(package, launcher)

@@ -27,7 +27,12 @@ def lines_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if "cgx:" in line]
 
 
-@pytest.mark.parametrize("how", STARTS)
+DAILY = ("hook", "operators", "fsdp")
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[] if how in DAILY else pytest.mark.slow) for how in STARTS]
+)
 def test_torch(how: str) -> None:
     env = {"CGX_COMPRESSION_QUANTIZATION_BITS": "4", "CGX_LOG": "1"}
     first, other = map(lines_of, launch.mpirun(2, "run_log.py", how, env=env))
