@@ -23,7 +23,7 @@ import cgx_ops.torch
 from cgx_ops import Config
 from cgx_ops._core import launchers
 from cgx_ops.torch import ddp, fsdp
-from cgx_ops.torch.averaging.averager import QuantizedModelAverager
+from cgx_ops.torch.averaging import QuantizedModelAverager
 from cgx_ops.torch.diloco import DiLoCo, sparse_loco
 from cgx_ops.torch.optim import OneBitAdam, Signum
 

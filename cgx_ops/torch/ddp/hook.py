@@ -9,21 +9,18 @@
      of it goes into checkpoints
   2. the hook: starts a bucket's collective, each layer with buckets (and bits) of its own, and
      returns its future
-  3. hooks in bfloat16; all hooks by name, for programs that choose one by a flag
+  3. a wrapper: hooks in bfloat16
 
 The layout is that of torch's own hooks (torch.distributed.algorithms.ddp_comm_hooks).
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping
-from enum import Enum
-from typing import Any, Literal, NamedTuple, Unpack
+from collections.abc import Callable, Collection
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Config, Rules
 from cgx_ops.autotune import require_choice
@@ -37,26 +34,7 @@ from cgx_ops.torch.averaging.arithmetic import full_precision
 from cgx_ops.torch.averaging.state import check_carrier
 from cgx_ops.torch.backend import process_group
 from cgx_ops.torch.ddp.bucket import decide_bits, inspect_bucket, layout_of, refuse, require_state
-from cgx_ops.torch.ddp.deep_gradient.hook import DeepGradientState, deep_gradient_hook
-from cgx_ops.torch.ddp.groups import PlannedAllreduceState, planned_allreduce_hook
-from cgx_ops.torch.ddp.plan import planned_buckets
-from cgx_ops.torch.ddp.power_sgd.hook import PowerSGDState, batched_power_sgd_hook, power_sgd_hook
 from cgx_ops.torch.ddp.state import HookState
-
-__all__ = [
-    "CommHookType",
-    "DeepGradientState",
-    "PlannedAllreduceState",
-    "PowerSGDState",
-    "QuantizedAllreduceState",
-    "batched_power_sgd_hook",
-    "bf16_compress_wrapper",
-    "deep_gradient_hook",
-    "planned_allreduce_hook",
-    "planned_buckets",
-    "power_sgd_hook",
-    "quantized_allreduce_hook",
-]
 
 # ---- 1. the state --------------------------------------------------------------------------------
 
@@ -240,61 +218,3 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
         return wrapped(state, bucket)  # type: ignore[arg-type]
 
     return hook_in_bf16
-
-
-class _Hook(NamedTuple):
-    """One row of the table: a hook, what makes its state, and arguments of that."""
-
-    hook: Hook
-    make_state: Callable[..., HookState | None]
-    options: Mapping[str, Any]
-
-
-def _no_state(process_group: dist.ProcessGroup) -> None:
-    del process_group
-
-
-class CommHookType(Enum):
-    """All hooks of cgx_ops, in the style of torch's DDPCommHookType.
-
-        state = CommHookType["POWER_SGD_RANK2"].register(model, start_powerSGD_iter=100)
-
-    NOOP is torch's noop_hook, which leaves every rank its own gradients: what a step takes with it
-    is what no compression can be faster than.
-    """
-
-    QUANTIZED_ALLREDUCE = _Hook(quantized_allreduce_hook, QuantizedAllreduceState, {})
-    POWER_SGD = _Hook(power_sgd_hook, PowerSGDState, {"matrix_approximation_rank": 1})
-    POWER_SGD_RANK2 = _Hook(power_sgd_hook, PowerSGDState, {"matrix_approximation_rank": 2})
-    BATCHED_POWER_SGD = _Hook(
-        batched_power_sgd_hook, PowerSGDState, {"matrix_approximation_rank": 1}
-    )
-    BATCHED_POWER_SGD_RANK2 = _Hook(
-        batched_power_sgd_hook, PowerSGDState, {"matrix_approximation_rank": 2}
-    )
-    DEEP_GRADIENT = _Hook(deep_gradient_hook, DeepGradientState, {})
-    NOOP = _Hook(noop_hook, _no_state, {})
-
-    def register(self, model: DistributedDataParallel, **options: Any) -> HookState | None:
-        """Give a model this hook, over the model's process group.
-
-        Args:
-            model: without a communication hook so far.
-            **options: of the hook's state.
-
-        Returns:
-            The hook's state, to be saved beside the model; None of NOOP.
-
-        Raises:
-            TypeError: model is no DistributedDataParallel; an option that the state does not have.
-            InvalidArgument: an option is out of its range.
-        """
-        if not isinstance(model, DistributedDataParallel):
-            raise TypeError(
-                f"{self.name}.register: model is {type(model).__name__}; give a "
-                "DistributedDataParallel"
-            )
-        row = self.value
-        state = row.make_state(**{"process_group": model.process_group, **row.options, **options})
-        model.register_comm_hook(state, row.hook)  # type: ignore[arg-type]
-        return state

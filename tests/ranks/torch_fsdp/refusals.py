@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from cgx_ops import Config, InvalidArgument
 from cgx_ops.torch import fsdp
-from cgx_ops.torch.averaging.averager import QuantizedModelAverager
+from cgx_ops.torch.averaging import QuantizedModelAverager
 from cgx_ops.torch.averaging.layers import Rules
 from cgx_ops.torch.diloco import DiLoCo
 from cgx_ops.torch.fsdp.feedback import Kept

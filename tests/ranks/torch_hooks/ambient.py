@@ -19,7 +19,7 @@ from torch_training import RANK, batch, identical_on_all_ranks, loss_of, network
 from cgx_ops import Config
 from cgx_ops.planner import Plan
 from cgx_ops.torch import ddp
-from cgx_ops.torch.averaging.averager import QuantizedModelAverager
+from cgx_ops.torch.averaging import QuantizedModelAverager
 from cgx_ops.torch.diloco import DiLoCo, sparse_loco
 from cgx_ops.torch.optim import OneBitAdam, Signum
 

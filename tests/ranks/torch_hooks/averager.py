@@ -40,7 +40,7 @@ from torch_training import (
 
 from cgx_ops import Communicator, Config, InvalidArgument
 from cgx_ops._core.call import call_seed
-from cgx_ops.torch.averaging.averager import QuantizedModelAverager
+from cgx_ops.torch.averaging import QuantizedModelAverager
 
 FOUR_BITS = Config(bits=4, bucket_size=64)
 ONE_BIT = Config(bits=1, compressor="levels", bucket_size=64)  # with error feedback

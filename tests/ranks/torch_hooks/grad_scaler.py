@@ -16,7 +16,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch_training import RANK, batch, identical_on_all_ranks, loss_of, network, weights_of
 
 from cgx_ops import Config, InvalidArgument
-from cgx_ops.torch.averaging.averager import QuantizedModelAverager
+from cgx_ops.torch.averaging import QuantizedModelAverager
 from cgx_ops.torch.diloco import DiLoCo
 from cgx_ops.torch.optim import OneBitAdam, Signum
 
