@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cgx_ops import Communicator, Config
-from cgx_ops._core import library
+from cgx_ops._core import library, structs, tables
 from cgx_ops._core.call import Call
 
 CUDA = 1  # cgx_device_t
@@ -25,7 +25,7 @@ class Ready:
     """A call of libcgx with its arguments; it holds the tensors that these point to."""
 
     function: str
-    struct: library.Collective | library.Codec
+    struct: structs.Collective | structs.Codec
     arguments: tuple[int, ...]
     tensors: tuple[torch.Tensor, ...]
 
@@ -40,7 +40,7 @@ def stream() -> int:
 
 def dtype_code(dtype: torch.dtype) -> int:
     """Return the cgx_dtype_t."""
-    return library.DTYPES[str(dtype).removeprefix("torch.")]
+    return tables.DTYPES[str(dtype).removeprefix("torch.")]
 
 
 def allreduce(comm: Communicator, x: torch.Tensor, y: torch.Tensor, config: Config) -> Enqueue:
@@ -62,7 +62,7 @@ class Codec:
     """The kernels of one rank, on tensors of one dtype."""
 
     def __init__(self, dtype: torch.dtype, config: Config) -> None:
-        self.codec = library.Codec(
+        self.codec = structs.Codec(
             config=config.native,
             dtype=dtype_code(dtype),
             seed=1,

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cgx_ops._core import library
+from cgx_ops._core import binary, library
 from cgx_ops._core.versions import how_to_install, installed, versions
 from cgx_ops.bench import allreduce
 from cgx_ops.errors import CgxError
@@ -78,8 +78,8 @@ def _mpi() -> list[tuple[str, str]]:
 def _cuda(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what the core says of CUDA, and of what is missing how to get it."""
     if not found["built"]:
-        reason = library.built_with()["without"]["cuda"]
-        remedy = f"with nvcc on PATH run CGX_WITH=cuda {library.REBUILD}"
+        reason = binary.built_with()["without"]["cuda"]
+        remedy = f"with nvcc on PATH run CGX_WITH=cuda {binary.REBUILD}"
         return [("built with", f"left out: {reason}. To add CUDA, {remedy}")]
     driver = found["driver"]
     devices = [
@@ -105,11 +105,11 @@ def _binding(framework: str) -> tuple[str, str]:
     """Return the framework and the state of its binding, without importing either."""
     package, module = _FRAMEWORKS[framework]
     version = installed(package)
-    built = library.built_with().get(framework)
+    built = binary.built_with().get(framework)
     if version is None:
         return framework, f"missing: {package} is not installed: {how_to_install(framework)}"
     try:
-        library.require_binding(framework, version)
+        binary.require_binding(framework, version)
     except ImportError as error:
         return framework, f"missing: {error}"
     return framework, f"cgx_ops.{module}, built for {package} {built}"

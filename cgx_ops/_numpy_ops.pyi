@@ -3,7 +3,7 @@
 Used by cgx_ops/_core/request.py, call.py, comm.py and bootstrap.py.
 
 A status is one of cgx.h; library.check() raises what it stands for. An address is that of a
-library.Collective.
+structs.Collective.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def repeat(pattern: int, source: Any, result: Any, stream: int, count: Callable[
     """
 
 def create(bootstrap: int, allgather: Callable[[bytes], bytes], comm: int) -> int:
-    """Make a communicator by the library.Bootstrap at this address and return a status.
+    """Make a communicator by the structs.Bootstrap at this address and return a status.
 
     allgather, in place of its own, returns all ranks' bytes end to end; what it raises, and what a
     signal's handler raises meanwhile, is raised here. comm: the address that receives the id.

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cgx_ops import _numpy_ops
-from cgx_ops._core import bootstrap, library, request, verdicts
+from cgx_ops._core import bootstrap, library, request, structs, verdicts
 from cgx_ops._core.arrays import Array, as_input
 from cgx_ops._core.bootstrap import Allgather
 from cgx_ops._core.call import Call, Counter, Op, Repeat, Segment, check_timeout
@@ -146,8 +146,8 @@ class Communicator:
 
     # ---- What it is ------------------------------------------------------------------------------
 
-    def _info(self) -> library.CommInfo:
-        info = library.CommInfo()
+    def _info(self) -> structs.CommInfo:
+        info = structs.CommInfo()
         library.call("cgx_comm_info", self.id, byref(info))
         return info
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, Literal, TypedDict
 
-from cgx_ops._core import environment, library
+from cgx_ops._core import environment, library, structs
 from cgx_ops._core.tables import ACCEPTED, COMPRESSORS, DEFAULTS, EXACT_BITS, OF_COMPRESSOR
 from cgx_ops.errors import InvalidArgument
 
@@ -42,12 +42,12 @@ def _plain(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)  # to look a text up takes a tenth of the time
-def _parsed(text: str) -> library.Config:
-    return library.Config.parse(text)
+def _parsed(text: str) -> structs.Config:
+    return library.parse_config(text)
 
 
 @functools.lru_cache(maxsize=4096)  # to write a text takes as long as to quantize a small layer
-def _native_of(config: "Config") -> library.Config:
+def _native_of(config: "Config") -> structs.Config:
     return _parsed(str(config))
 
 
@@ -187,7 +187,7 @@ class Config:
         return cls(**{name: ast.literal_eval(value) for name, value in given})
 
     @property
-    def native(self) -> library.Config:
+    def native(self) -> structs.Config:
         """The fields as a cgx_config_t, to be copied."""
         return _native_of(self)
 

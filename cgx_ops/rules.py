@@ -15,13 +15,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cgx_ops._core import library
+from cgx_ops._core import tables
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops._core.user_warnings import warn_once
-from cgx_ops.config import EXACT_BITS, OF_COMPRESSOR, Config
+from cgx_ops.config import OF_COMPRESSOR, Config
 from cgx_ops.errors import InvalidArgument
 
 # One algorithm serves all tensors of a message.
-_FIELDS = tuple(row["name"] for row in library.CONFIG_FIELDS if row["name"] != "algorithm")
+_FIELDS = tuple(row["name"] for row in tables.CONFIG_FIELDS if row["name"] != "algorithm")
 _EXAMPLE = "Rules([('bias|norm', 32), ('embedding', {'compressor': 'topk', 'density': 0.01})])"
 
 _compiled = functools.lru_cache(maxsize=4096)(re.compile)
@@ -258,7 +259,9 @@ def _checked_rule(pair: Any) -> Rule:
 def _checked_settings(own: Mapping[str, Any]) -> Config:
     """Return a Config with these fields, of the first compressor that has them all."""
     refusals: list[InvalidArgument] = []
-    for row in library.COMPRESSORS if "compressor" not in own else [{"name": own["compressor"]}]:
+    for row in (
+        tables.COMPRESSORS.values() if "compressor" not in own else [{"name": own["compressor"]}]
+    ):
         try:
             return Config(**{"compressor": row["name"], **own})
         except InvalidArgument as error:

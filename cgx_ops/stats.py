@@ -11,7 +11,7 @@ from ctypes import byref
 from dataclasses import dataclass
 from typing import Any
 
-from cgx_ops._core import library, verdicts
+from cgx_ops._core import library, structs, verdicts
 from cgx_ops.errors import Closed
 
 
@@ -91,7 +91,7 @@ def read_stats(comm: int) -> Stats:
     Raises:
         Closed, NotFound: there is none any more, or never was.
     """
-    info = library.CommInfo()
+    info = structs.CommInfo()
     library.call("cgx_comm_info", comm, byref(info))
     return Stats(
         name=library.text(info.name),
@@ -138,9 +138,9 @@ def _row(entry: Stats) -> tuple[str, ...]:
     )
 
 
-def traffic(function: str = "cgx_traffic") -> library.Traffic:
+def traffic(function: str = "cgx_traffic") -> structs.Traffic:
     """Return what this process has sent since it started, by closed communicators too."""
-    found = library.Traffic()
+    found = structs.Traffic()
     library.call(function, byref(found))
     return found
 

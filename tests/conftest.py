@@ -10,7 +10,7 @@ import pytest
 from support import rank_checks
 
 import cgx_ops
-from cgx_ops._core import library, user_warnings
+from cgx_ops._core import binary, library, user_warnings
 
 # A busy machine fails no test: each has pyproject.toml's limit.
 hypothesis.settings.register_profile("without deadlines", deadline=None)
@@ -20,7 +20,7 @@ hypothesis.settings.load_profile("without deadlines")
 def pytest_report_header() -> list[str]:
     """Show which libraries are tested."""
     build = library.describe()
-    bindings = [name for name in ("torch", "jax") if name in library.built_with()]
+    bindings = [name for name in ("torch", "jax") if name in binary.built_with()]
     return [
         f"cgx_ops: {cgx_ops.__version__}, bindings: {', '.join(bindings) or 'none'}",
         f"CPU target: {build['cpu_target']} of {', '.join(build['cpu_targets'])}",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cgx_ops._core.library import DTYPES
+from cgx_ops._core.tables import DTYPES
 from cgx_ops.errors import InvalidArgument, Unsupported
 
 Array = npt.NDArray[Any]

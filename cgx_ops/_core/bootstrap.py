@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from ctypes import addressof, c_int32, pointer
 
 from cgx_ops import _numpy_ops
-from cgx_ops._core import library, startup
+from cgx_ops._core import library, startup, structs
 from cgx_ops._core.call import check_timeout
 from cgx_ops.errors import InvalidArgument, require_integer
 
@@ -37,7 +37,7 @@ def create(
             )
         return b"".join(blobs)
 
-    bootstrap = library.Bootstrap(
+    bootstrap = structs.Bootstrap(
         rank=rank,
         size=size,
         name=library.encode(name),

@@ -13,13 +13,14 @@ from typing import Any, Literal
 import numpy as np
 
 from cgx_ops import _numpy_ops
-from cgx_ops._core import library
+from cgx_ops._core import library, structs, tables
 from cgx_ops._core.arrays import Array, address, as_output, dtype_code
-from cgx_ops.config import EXACT_BITS, Config, check_config
+from cgx_ops._core.tables import EXACT_BITS
+from cgx_ops.config import Config, check_config
 from cgx_ops.errors import InvalidArgument, checked_seed
 
 Op = Literal["sum", "avg", "min", "max", "product"]
-Verb = str  # a name of library.VERBS
+Verb = str  # a name of tables.VERBS
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,8 @@ class Call:
         seed: int | Sequence[int] | None,
         timeout: float | None,
     ) -> None:
-        if op not in library.OPS:
-            raise InvalidArgument(f"op is {op!r}; it must be one of {', '.join(library.OPS)}")
+        if op not in tables.OPS:
+            raise InvalidArgument(f"op is {op!r}; it must be one of {', '.join(tables.OPS)}")
         check_timeout(timeout)
         if not isinstance(name, str):
             raise InvalidArgument(f"name is {name!r}; it must be a text")
@@ -180,7 +181,7 @@ class Call:
         source: int,
         result: int,
         block: int,
-    ) -> library.Collective:
+    ) -> structs.Collective:
         """Return the call as a cgx_collective_t on contiguous memory, with its caller's seed.
 
         comm: the communicator's id. dtype: a cgx_dtype_t. source, result: addresses, of `block`
@@ -199,7 +200,7 @@ class Call:
         return native
 
     def draw_seed(
-        self, native: library.Collective, comm_name: str, next_call: Callable[[str], int]
+        self, native: structs.Collective, comm_name: str, next_call: Callable[[str], int]
     ) -> None:
         """Count the call, and give it a seed if its caller gave none: the last step before it.
 
@@ -210,7 +211,7 @@ class Call:
         by name.
         """
         if any(self._places):
-            library.call("cgx_plan", byref(native), byref(library.Plan()))
+            library.call("cgx_plan", byref(native), byref(structs.Plan()))
         number = next_call(self.name)
         if self.seed is not None or self.seeds is not None or not self._draws:
             return
@@ -233,7 +234,7 @@ class Call:
         block: int,
         out: Array | None,
         residual: Array | None = None,
-    ) -> tuple[library.Collective, *tuple[Array, ...]]:
+    ) -> tuple[structs.Collective, *tuple[Array, ...]]:
         """Return the call, with `block` elements a rank, its result, and the other arrays it uses.
 
         comm, comm_name, counter: the communicator's id, name and count of calls. shape: the
@@ -241,7 +242,7 @@ class Call:
         """
         result = as_output(out, shape, source.dtype)
         pointers = address(source), address(result)
-        in_place = library.VERBS[self.verb]["shards"] and pointers[0] == pointers[1]
+        in_place = tables.VERBS[self.verb]["shards"] and pointers[0] == pointers[1]
         if not in_place and np.may_share_memory(result, source):
             raise InvalidArgument(
                 f"out overlaps the input of {self.verb}: "
@@ -272,7 +273,7 @@ class Call:
         return (c_void_p * len(offsets))(*(start + width * at for at in offsets))
 
 
-_copy = library.Collective.from_buffer_copy
+_copy = structs.Collective.from_buffer_copy
 
 
 class Repeat:
@@ -287,7 +288,7 @@ class Repeat:
     def __init__(
         self,
         call: Call,
-        pattern: library.Collective,
+        pattern: structs.Collective,
         counter: Counter,
         comm_name: str,
     ) -> None:
@@ -315,7 +316,7 @@ def _pattern(
     dtype: int,
     block: int,
     segments: Sequence[Segment] | None,
-) -> library.Collective:
+) -> structs.Collective:
     """Return a call as a cgx_collective_t, but for its seed and its addresses."""
     given = [Segment(0, block)] if segments is None else segments
     for i, segment in enumerate(given if block == 0 else ()):
@@ -333,7 +334,7 @@ def _pattern(
 
 def build(
     verb: Verb, op: str, config: Config, segments: Sequence[tuple[int, int, Config]], **fields: Any
-) -> library.Collective:
+) -> structs.Collective:
     """Return a call as a cgx_collective_t.
 
     Args:
@@ -343,7 +344,7 @@ def build(
         segments: the offset, the number of elements and the config of each.
         fields: other fields of the struct. By default calls of one name match in program order.
     """
-    native = (library.Segment * len(segments))()
+    native = (structs.Segment * len(segments))()
     configs = []
     for to, (offset, numel, own) in zip(native, segments, strict=True):
         to.offset, to.numel = offset, numel
@@ -351,9 +352,9 @@ def build(
         if own is not config:
             configs.append(own.native)
             to.config = addressof(configs[-1])
-    made = library.Collective(
-        verb=library.VERBS[verb]["id"],
-        op=library.OPS[op],
+    made = structs.Collective(
+        verb=tables.VERBS[verb]["id"],
+        op=tables.OPS[op],
         config=config.native,
         segments=native,
         num_segments=len(native),

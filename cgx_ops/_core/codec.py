@@ -9,13 +9,14 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from cgx_ops._core import library
+from cgx_ops._core import library, structs, tables
 from cgx_ops._core.arrays import Array, as_input, dtype_code, dtype_named
-from cgx_ops.config import EXACT_BITS, Config, Keywords, config_of
+from cgx_ops._core.tables import EXACT_BITS
+from cgx_ops.config import Config, Keywords, config_of
 from cgx_ops.errors import InvalidArgument, checked_seed, require_integer
 
 _MOST_INT32, _MOST_INT64 = 2**31 - 1, 2**63 - 1
-_OF_KNOWN_LENGTH = {row["name"] for row in library.COMPRESSORS if row["sliced"]}
+_OF_KNOWN_LENGTH = {row["name"] for row in tables.COMPRESSORS.values() if row["sliced"]}
 
 
 def quantize(
@@ -126,7 +127,7 @@ def statistic(values: npt.ArrayLike, config: Config | None = None) -> float:
 
 def statistic_at(values: int, numel: int, dtype: int, config: Config) -> float:
     """Return the statistic of so many values at an address, of a cgx_dtype_t."""
-    codec, found = library.Codec(config=config.native, dtype=dtype), c_double()
+    codec, found = structs.Codec(config=config.native, dtype=dtype), c_double()
     library.call("cgx_statistic", byref(codec), values, numel, byref(found))
     return found.value
 
@@ -136,11 +137,11 @@ def encoded_bytes(numel: int, config: Config, dtype: npt.DTypeLike = "float32") 
     return _encoded_bytes(_codec(config, dtype_named(dtype)), numel)
 
 
-def _codec(config: Config, dtype: np.dtype[Any], seed: int = 0) -> library.Codec:
-    return library.Codec(config=config.native, seed=checked_seed(seed), dtype=dtype_code(dtype))
+def _codec(config: Config, dtype: np.dtype[Any], seed: int = 0) -> structs.Codec:
+    return structs.Codec(config=config.native, seed=checked_seed(seed), dtype=dtype_code(dtype))
 
 
-def _encoded_bytes(codec: library.Codec, numel: int) -> int:
+def _encoded_bytes(codec: structs.Codec, numel: int) -> int:
     count, numel = c_int64(), require_integer("numel", numel, 0, _MOST_INT64)
     library.call("cgx_encoded_bytes", byref(codec), numel, byref(count))
     return count.value

@@ -47,7 +47,7 @@ def fields(environ: Mapping[str, str]) -> dict[str, Any]:
     if _flag(environ, "CGX_INTRA_COMPRESS"):
         values["intra_bits"] = _bits_within_hosts(**values)
     try:
-        library.Config.parse(" ".join(f"{name}={value!r}" for name, value in values.items()))
+        library.parse_config(" ".join(f"{name}={value!r}" for name, value in values.items()))
     except InvalidArgument as error:
         raise InvalidArgument(f"{', '.join(given)}: {error}") from None
     return values
@@ -108,7 +108,7 @@ def _refuse(variable: str, text: str, accepted: str) -> NoReturn:
 def _accepts(name: str, value: Any) -> bool:
     """Return whether the core accepts this value of a field, whatever the others are."""
     try:
-        library.Config.parse(f"{name}={value!r}")
+        library.parse_config(f"{name}={value!r}")
     except InvalidArgument as error:
         return error.field != name
     return True

@@ -9,10 +9,9 @@ import logging
 import os
 from dataclasses import dataclass
 
-from cgx_ops._core.library import SMALLEST_COMPRESSED as SMALLEST_COMPRESSED
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument
-from cgx_ops.rules import EXACT_BITS as EXACT_BITS
 from cgx_ops.stats import traffic, with_unit
 
 logger = logging.getLogger("cgx_ops")

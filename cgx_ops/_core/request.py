@@ -8,7 +8,7 @@ which lets go of them at the core's word only.
 from ctypes import addressof
 
 from cgx_ops import _numpy_ops
-from cgx_ops._core import library
+from cgx_ops._core import library, structs
 from cgx_ops._core.arrays import Array
 
 
@@ -37,14 +37,14 @@ class Request:
         return self._result
 
 
-def start(collective: library.Collective, result: Array, *others: Array) -> Request:
+def start(collective: structs.Collective, result: Array, *others: Array) -> Request:
     """Start a collective that writes `result` and reads or writes the others."""
     request = Request(_numpy_ops.Flight((result, *others)), result)
     library.check(request._flight.start(addressof(collective)))
     return request
 
 
-def run(collective: library.Collective, result: Array, *others: Array) -> Array:
+def run(collective: structs.Collective, result: Array, *others: Array) -> Array:
     """Start such a collective, wait for its end and return its result."""
     library.check(_numpy_ops.run(addressof(collective), (result, *others)))
     return result

@@ -1,14 +1,31 @@
-"""The core's tables, as the core reports them: compressors, and the fields of a Config."""
+"""The core's tables, as the core reports them, and the numbers of words in cgx.h."""
 
 import ast
+import json
+from ctypes import c_char_p
 from typing import Any
 
-from cgx_ops._core import library
+from cgx_ops._core.binary import LIBRARY
 
+
+def _table(function: str) -> list[dict[str, Any]]:
+    reports = getattr(LIBRARY, function)
+    reports.restype = c_char_p
+    return json.loads(reports())
+
+
+CONFIG_FIELDS = _table("cgx_config_fields")
+COMPRESSORS = {row["name"]: row for row in _table("cgx_compressors")}
+VERBS = {row["name"]: row for row in _table("cgx_verbs")}
+OPS = {"sum": 0, "avg": 1, "min": 2, "max": 3, "product": 4}
+DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+ALGORITHMS: dict[str, int] = next(
+    row["words"] for row in CONFIG_FIELDS if row["name"] == "algorithm"
+)
 EXACT_BITS = 32
-COMPRESSORS: dict[str, dict[str, Any]] = {row["name"]: row for row in library.COMPRESSORS}
+SMALLEST_COMPRESSED = 16  # CGX_SMALLEST_COMPRESSED
 # Of each field of Config: the accepted values in words, and the default.
-ACCEPTED: dict[str, str] = {row["name"]: row["accepted"] for row in library.CONFIG_FIELDS}
-DEFAULTS = {row["name"]: ast.literal_eval(row["default"]) for row in library.CONFIG_FIELDS}
+ACCEPTED: dict[str, str] = {row["name"]: row["accepted"] for row in CONFIG_FIELDS}
+DEFAULTS = {row["name"]: ast.literal_eval(row["default"]) for row in CONFIG_FIELDS}
 # Fields that one compressor has and another has not.
-OF_COMPRESSOR = tuple(row["name"] for row in library.CONFIG_FIELDS if row["of_compressor"])
+OF_COMPRESSOR = tuple(row["name"] for row in CONFIG_FIELDS if row["of_compressor"])

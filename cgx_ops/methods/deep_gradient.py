@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from cgx_ops._core import library
+from cgx_ops._core import tables
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument, is_number, require_integer
-from cgx_ops.rules import EXACT_BITS
 
 # The densities of the warm-up, for a quarter of its steps each: as in the paper.
 WARMUP = (0.25, 0.0625, 0.015625, 0.00390625)
@@ -121,7 +121,7 @@ def is_sparse(layer: str, own: Config, numel: int) -> bool:
     Raises:
         InvalidArgument: a rule has it travel in another way.
     """
-    if own.bits == EXACT_BITS or numel < max(library.SMALLEST_COMPRESSED, own.minimal_size):
+    if own.bits == EXACT_BITS or numel < max(tables.SMALLEST_COMPRESSED, own.minimal_size):
         return False
     if own.compressor not in COMPRESSORS:
         raise InvalidArgument(

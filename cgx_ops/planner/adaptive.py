@@ -19,13 +19,13 @@ from typing import Literal, NamedTuple
 
 from cgx_ops._core.consistency import require_same
 from cgx_ops._core.exchange import exchange
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.communicator import Communicator
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.planner.bits import allocate_bits, predicted_error
 from cgx_ops.planner.clusters import cluster_bits
 from cgx_ops.planner.plan import Plan
-from cgx_ops.rules import EXACT_BITS
 
 LAG = 2  # steps from a statistic to its average, so that nobody waits for it
 _SAVES = 0.97  # of the bits, at most: else what is in force stays,

@@ -19,10 +19,10 @@ from typing import Literal
 
 import numpy as np
 
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument, Unsupported
 from cgx_ops.planner.cheapest import cheapest
-from cgx_ops.rules import EXACT_BITS
 
 Budget = Literal["squared", "norm"]
 

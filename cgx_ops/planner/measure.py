@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cgx_ops._core.codec import dequantize, encoded_bytes, quantize
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.communicator import Communicator
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner.model import Costs
-from cgx_ops.rules import EXACT_BITS
 
 _SECONDS = 0.6  # after which no round begins,
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 30  # but for the first ones: a single one may be disturbed

@@ -10,8 +10,9 @@ from typing import Self
 from cgx_ops._core.codec import encoded_bytes
 from cgx_ops._core.consistency import require_same
 from cgx_ops._core.exchange import exchange
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.communicator import Communicator
-from cgx_ops.config import EXACT_BITS, Config
+from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.planner.model import Costs
 from cgx_ops.planner.partition import partition

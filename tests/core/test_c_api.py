@@ -19,23 +19,23 @@ import pytest
 
 import cgx_ops
 from cgx_ops import Communicator, InvalidArgument, SystemFailure
-from cgx_ops._core import library
+from cgx_ops._core import library, structs, tables
 
 HUGE = 2**62
 X = np.ones(1024, np.float32)
 DATA = np.zeros(8192, np.uint8)
 NUMEL = X.size
-FLOAT32 = library.DTYPES["float32"]
+FLOAT32 = tables.DTYPES["float32"]
 
 
-def codec(**fields: int) -> library.Codec:
-    codec = library.Codec(config=library.Config(bits=4, bucket_size=512))
+def codec(**fields: int) -> structs.Codec:
+    codec = structs.Codec(config=structs.Config(bits=4, bucket_size=512))
     for field, value in fields.items():
         set_field(codec, field, value)
     return codec
 
 
-def set_field(struct: library.Codec | library.Collective, field: str, value: Any) -> None:
+def set_field(struct: structs.Codec | structs.Collective, field: str, value: Any) -> None:
     """Set a field of a call, or of its config."""
     setattr(struct.config if hasattr(struct.config, field) else struct, field, value)
 
@@ -156,7 +156,7 @@ def test_a_call_names_the_field_at_fault(field: str, value: int) -> None:
 def test_names_of_compressors() -> None:
     core = ctypes.CDLL(str(Path(cgx_ops.__file__).with_name("libcgx.so")))
     core.cgx_compressor_name.restype = ctypes.c_char_p
-    names = [row["name"].encode() for row in library.COMPRESSORS]
+    names = [row["name"].encode() for row in tables.COMPRESSORS.values()]
     assert [core.cgx_compressor_name(c_int64(i)) for i in range(len(names))] == names
     for number in (-1, len(names), 2**62):
         assert core.cgx_compressor_name(c_int64(number)) == b"unknown"
@@ -187,12 +187,12 @@ def test_python_refuses_what_cannot_be() -> None:
 # ---- plans --------------------------------------------------------------------------------------
 
 
-def segment(offset: int = 0, numel: int = NUMEL, bits: int = 4) -> library.Segment:
-    return library.Segment(offset, numel, 512, bits)
+def segment(offset: int = 0, numel: int = NUMEL, bits: int = 4) -> structs.Segment:
+    return structs.Segment(offset, numel, 512, bits)
 
 
 # The segments (None: no pointer), their number if it is another, other fields, the error's text.
-PLANS: dict[str, tuple[list[library.Segment] | None, int | None, dict[str, Any], str]] = {
+PLANS: dict[str, tuple[list[structs.Segment] | None, int | None, dict[str, Any], str]] = {
     "no segments": (None, 1, {}, "segments is a null pointer; it holds 1 segments"),
     "negative count": (None, -1, {}, "num_segments is -1"),
     "endless count": (None, HUGE, {}, "num_segments is"),
@@ -213,10 +213,10 @@ PLANS: dict[str, tuple[list[library.Segment] | None, int | None, dict[str, Any],
 def test_plan_refuses(name: str, carried: bool) -> None:
     segments, count, fields, text = PLANS[name]
     fields = dict(fields)
-    call = library.Collective(comm=Communicator.local(2)[0].id)
+    call = structs.Collective(comm=Communicator.local(2)[0].id)
     call.input = call.output = X.ctypes.data
     if segments is not None:
-        call.segments = (library.Segment * len(segments))(*segments)
+        call.segments = (structs.Segment * len(segments))(*segments)
         call.num_segments = len(segments)
         if fields.pop("lists", False):
             call.inputs = call.outputs = (c_void_p * len(segments))(*[X.ctypes.data] * 5)
@@ -224,10 +224,10 @@ def test_plan_refuses(name: str, carried: bool) -> None:
         call.num_segments = count
     for field, value in fields.items():
         set_field(call, field, value)
-    native = library.Carried(rank=0, size=2, call=ctypes.pointer(call))
+    native = structs.Carried(rank=0, size=2, call=ctypes.pointer(call))
     sizes = (c_int64 * 2)(), (c_int64 * 2)()
     function = "cgx_carried_plan" if carried else "cgx_plan"
-    arguments: tuple[Any, ...] = byref(call), byref(library.Plan())
+    arguments: tuple[Any, ...] = byref(call), byref(structs.Plan())
     if carried:
         arguments = byref(native), byref(c_int32()), *sizes
     with pytest.raises(InvalidArgument) as caught:
@@ -261,7 +261,7 @@ def test_an_allgather_that_does_nothing_is_noticed(step: int) -> None:
             ctypes.memmove(everything, blobs[now, 0] + blobs[now, 1], 2 * count)
             return 0
 
-        bootstrap = library.Bootstrap(
+        bootstrap = structs.Bootstrap(
             rank=rank,
             size=2,
             allgather=ctypes.cast(allgather, c_void_p),

@@ -21,7 +21,7 @@ from support import collective_cases, launch
 from support.collective_cases import COMPRESSORS, DTYPES, FEATURES, Case
 
 from cgx_ops import CgxError, Communicator, InvalidArgument, MismatchError, Unsupported
-from cgx_ops._core import library
+from cgx_ops._core import library, structs, tables
 from cgx_ops.config import Algorithm, Rounding
 
 GUARD = 64
@@ -50,19 +50,19 @@ class Guarded:
         assert (outside == 0xA5).all(), "written outside of the buffer"
 
 
-def native_call(case: Case, rank: int) -> library.Collective:
+def native_call(case: Case, rank: int) -> structs.Collective:
     """Return the case as a rank calls it, without buffers."""
     segments = case.segments or ((0, case.size, case.bits, case.bucket_size),)
-    native = [library.Segment(o, n, bucket_size, bits) for o, n, bits, bucket_size in segments]
-    return library.Collective(
+    native = [structs.Segment(o, n, bucket_size, bits) for o, n, bits, bucket_size in segments]
+    return structs.Collective(
         comm=-1,
-        verb=library.VERBS["allreduce"]["id"],
-        dtype=library.DTYPES[case.dtype],
-        op=library.OPS[case.op],
+        verb=tables.VERBS["allreduce"]["id"],
+        dtype=tables.DTYPES[case.dtype],
+        op=tables.OPS[case.op],
         config=collective_cases.config_of(case).native,
         seed=case.seed(rank),
         block_numel=case.size,
-        segments=(library.Segment * len(native))(*native),
+        segments=(structs.Segment * len(native))(*native),
         num_segments=len(native),
     )
 
@@ -74,12 +74,12 @@ class Rank:
         self.x = collective_cases.inputs(case, rank, size)
         self.result = np.zeros(case.size, self.x.dtype)
         self.call = native_call(case, rank)
-        self.carried = library.Carried(rank=rank, size=size, call=ctypes.pointer(self.call))
+        self.carried = structs.Carried(rank=rank, size=size, call=ctypes.pointer(self.call))
         self.rank, self.size = rank, size
         algorithm = c_int32(-1)
         sizes = (c_int64 * size)(*[-1] * size), (c_int64 * size)(*[-1] * size)
         library.call("cgx_carried_plan", byref(self.carried), byref(algorithm), *sizes)
-        self.one_shot = algorithm.value == library.ALGORITHMS["one_shot"]
+        self.one_shot = algorithm.value == tables.ALGORITHMS["one_shot"]
         self.scatter_bytes, self.gather_bytes = (list(given) for given in sizes)
 
     def use(self, values: npt.NDArray[Any] | None, result: npt.NDArray[Any] | None) -> None:
@@ -144,7 +144,7 @@ def payload_bytes(case: Case, comm: Communicator) -> int:
     call = native_call(case, comm.rank)
     some = np.empty(1)
     call.comm, call.input, call.output = comm.id, some.ctypes.data, some.ctypes.data
-    plan = library.Plan()
+    plan = structs.Plan()
     library.call("cgx_plan", byref(call), byref(plan))
     return plan.payload_bytes
 
@@ -250,26 +250,26 @@ def test_in_place() -> None:
 # ---- 3. bad calls -------------------------------------------------------------------------------
 
 
-def _plan(carried: library.Carried | None) -> None:
+def _plan(carried: structs.Carried | None) -> None:
     sizes = (c_int64 * 4)(), (c_int64 * 4)()
     given = None if carried is None else byref(carried)
     library.call("cgx_carried_plan", given, byref(c_int32()), *sizes)
 
 
-def _encode(carried: library.Carried) -> None:
+def _encode(carried: structs.Carried) -> None:
     library.call("cgx_carried_encode", byref(carried), np.empty(9000, np.uint8).ctypes.data, 9000)
 
 
-def _decode(carried: library.Carried) -> None:
+def _decode(carried: structs.Carried) -> None:
     gathered = np.empty(9000, np.uint8)
     library.call("cgx_carried_decode", byref(carried), gathered.ctypes.data, 9000)
 
 
-def _nowhere(step: str, *arguments: int | None) -> Callable[[library.Carried], None]:
+def _nowhere(step: str, *arguments: int | None) -> Callable[[structs.Carried], None]:
     return lambda carried: library.call(f"cgx_carried_{step}", byref(carried), *arguments)
 
 
-def _reduce_to_null(carried: library.Carried) -> None:
+def _reduce_to_null(carried: structs.Carried) -> None:
     arrived = np.zeros(258, np.uint8)
     library.call("cgx_carried_reduce", byref(carried), arrived.ctypes.data, 258, None, 258)
 
@@ -332,9 +332,9 @@ def test_refuses(name: str) -> None:
     call.input = call.output = x.ctypes.data
     for field, value in of_call.items():
         setattr(call.config if hasattr(call.config, field) else call, field, value)
-    carried = library.Carried(rank=1, size=2, call=ctypes.pointer(call))
+    carried = structs.Carried(rank=1, size=2, call=ctypes.pointer(call))
     for field, value in of_carried.items():
-        setattr(carried, field, POINTER(library.Collective)() if value is None else value)
+        setattr(carried, field, POINTER(structs.Collective)() if value is None else value)
     with pytest.raises(kind) as caught:
         step(carried)
     assert isinstance(caught.value, CgxError)

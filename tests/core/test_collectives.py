@@ -22,7 +22,7 @@ import reference
 from support import collective_cases, launch
 
 from cgx_ops import Communicator, Config
-from cgx_ops._core import library
+from cgx_ops._core import library, structs, tables
 from cgx_ops._core.call import Call, Op
 from cgx_ops.config import Rounding
 
@@ -260,9 +260,9 @@ def test_partial_sums_of_16_bits_are_counted_as_they_travel(op: Op, width: int) 
         config = Config(bits=32, algorithm="ring")
         comm.allreduce(x, op, config)
         call = Call("allreduce", op, config, "", None, 0, None).collective(
-            comm.id, library.DTYPES["float16"], x.ctypes.data, x.ctypes.data, x.size
+            comm.id, tables.DTYPES["float16"], x.ctypes.data, x.ctypes.data, x.size
         )
-        plan = library.Plan()
+        plan = structs.Plan()
         library.call("cgx_plan", byref(call), byref(plan))
         return plan.payload_bytes, comm.bytes_sent - header * (size - 1)
 

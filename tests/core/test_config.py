@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cgx_ops import CgxError, Config, InvalidArgument
-from cgx_ops._core import library
+from cgx_ops._core import library, tables
 from cgx_ops.config import Algorithm, Compressor, Rounding
 
 
@@ -102,7 +102,7 @@ def test_is_a_value() -> None:
 
 
 def fields() -> dict[str, dict[str, Any]]:
-    return {field["name"]: field for field in library.CONFIG_FIELDS}
+    return {field["name"]: field for field in tables.CONFIG_FIELDS}
 
 
 def test_config_has_every_field_of_the_core() -> None:
@@ -188,7 +188,7 @@ def test_text() -> None:
 
 
 def test_a_text_may_leave_fields_out_and_have_any_order() -> None:
-    parse = library.Config.parse
+    parse = library.parse_config
     assert bytes(parse("")) == bytes(Config().native)
     short = parse("rounding='nearest' bits=8")
     assert bytes(short) == bytes(Config(8, rounding="nearest").native)
@@ -216,7 +216,7 @@ def test_a_text_may_leave_fields_out_and_have_any_order() -> None:
 )
 def test_bad_texts(text: str, says: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        library.Config.parse(text)
+        library.parse_config(text)
     assert says in str(caught.value)
 
 
@@ -235,10 +235,10 @@ def test_bad_texts(text: str, says: str) -> None:
 )
 def test_the_field_at_fault(text: str, field: str | None) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        library.Config.parse(text)
+        library.parse_config(text)
     assert caught.value.field == field
     with pytest.raises(InvalidArgument) as caught:
-        library.call("cgx_config_check_feedback", ctypes.byref(library.Config.parse("bits=32")))
+        library.call("cgx_config_check_feedback", ctypes.byref(library.parse_config("bits=32")))
     assert caught.value.field is None  # of the last failure alone
 
 
@@ -277,7 +277,7 @@ OVERRIDES: list[tuple[Config, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("config", "own"), OVERRIDES, ids=str)
 def test_the_core_overrides_as_python_does(config: Config, own: dict[str, Any]) -> None:
-    native = library.Config.parse(str(config))
+    native = library.parse_config(str(config))
     text = " ".join(f"{name}={value!r}" for name, value in own.items()).encode()
     before = bytes(native)
     try:

@@ -16,7 +16,7 @@ from support.launch import threads
 
 import cgx_ops
 from cgx_ops import Closed, Communicator, Config, DeadlineExceeded, InvalidArgument, Segment, Stats
-from cgx_ops._core import library
+from cgx_ops._core import library, structs
 
 HEADER = 200  # docs/wire_format.md, section 6, without name and payload
 BUCKET = 4 + 4 + 512 * 4 // 8  # 4 bits: minimum, step, levels
@@ -240,14 +240,14 @@ def test_the_world_s_name_is_taken() -> None:
 def test_an_older_caller_s_struct_is_filled_as_far_as_it_goes() -> None:
     world = cgx_ops.init()
     world.allreduce(np.ones(100, np.float32), config=FOUR_BITS)
-    appended = library.CommInfo.bytes_in.offset
-    older = library.CommInfo(bytes_in=-1, agree_ns=-2, bytes_plain=-3)
+    appended = structs.CommInfo.bytes_in.offset
+    older = structs.CommInfo(bytes_in=-1, agree_ns=-2, bytes_plain=-3)
     older.struct_size = appended
     library.call("cgx_comm_info", world.id, byref(older))
     assert (older.size, older.collectives) == (1, world.collectives)
     assert (older.struct_size, older.bytes_in, older.agree_ns) == (appended, -1, -2)
     assert older.bytes_plain == -3
-    for size in (0, appended - 8, library.CommInfo().struct_size + 8):
+    for size in (0, appended - 8, structs.CommInfo().struct_size + 8):
         older.struct_size = size
         with pytest.raises(InvalidArgument, match=f"struct_size is {size}.*different versions"):
             library.call("cgx_comm_info", world.id, byref(older))

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 import cgx_ops
-from cgx_ops._core import library
+from cgx_ops._core import binary
 
 LIBRARY = Path(cgx_ops.__file__).parent / "libcgx.so"
 ARCHITECTURES = ("sm_80", "sm_90")
 DTYPES = ("Float32", "Float16", "Bfloat16")
 
 pytestmark = pytest.mark.skipif(
-    "cuda" not in library.built_with(), reason="cgx_ops was built without CUDA: no nvcc was found"
+    "cuda" not in binary.built_with(), reason="cgx_ops was built without CUDA: no nvcc was found"
 )
 
 

@@ -22,7 +22,7 @@ from support.jax_cases import (
 
 import cgx_ops.jax
 from cgx_ops import Config, Rules
-from cgx_ops._core import library
+from cgx_ops._core import tables
 from cgx_ops.config import Keywords
 from cgx_ops.jax import average_gradients, psum_q
 
@@ -59,7 +59,7 @@ def test_all_calls_take_the_same_options() -> None:
     """`config` and its keywords, as in torch and numpy. Only signum has no keywords."""
     for call in CALLS:
         taken = inspect.signature(call).parameters
-        fields = {row["name"] for row in library.CONFIG_FIELDS}
+        fields = {row["name"] for row in tables.CONFIG_FIELDS}
         if call is cgx_ops.jax.deep_gradient:  # its own
             fields -= {"density", "clip"}
         assert not taken.keys() & fields

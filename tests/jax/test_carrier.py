@@ -34,7 +34,7 @@ from support.jax_cases import (
 from support.rank_checks import Launch, RankCheck, rank_checks
 
 from cgx_ops import Communicator, Config, Rules
-from cgx_ops._core import library
+from cgx_ops._core import library, structs
 from cgx_ops._core.exchange import free_address
 from cgx_ops.jax import pmean_q, psum_q
 from cgx_ops.jax._src.collectives import mesh_groups
@@ -216,14 +216,14 @@ def payload(case: Case, ranks: int) -> int:
     """Return the bytes that all ranks together would send natively, as cgx_plan says."""
     total = 0
     for comm in Communicator.local(ranks):
-        segment = library.Segment(0, case.numel, case.bucket_size, case.bits)
+        segment = structs.Segment(0, case.numel, case.bucket_size, case.bits)
         somewhere = np.empty(1)
-        call = library.Collective(
+        call = structs.Collective(
             comm=comm.id, config=Config(algorithm=case.algorithm).native, num_segments=1,
-            segments=(library.Segment * 1)(segment),
+            segments=(structs.Segment * 1)(segment),
             input=somewhere.ctypes.data, output=somewhere.ctypes.data,
         )  # fmt: skip
-        plan = library.Plan()
+        plan = structs.Plan()
         library.call("cgx_plan", call, plan)
         total += plan.payload_bytes
         comm.close()

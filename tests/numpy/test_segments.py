@@ -20,7 +20,7 @@ import reference
 from support import launch
 
 from cgx_ops import CgxError, Communicator, Config, InvalidArgument, MismatchError, Segment
-from cgx_ops._core import library
+from cgx_ops._core import library, structs, tables
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 NUMELS = (5000, 17, 0, 512, 3)
@@ -37,13 +37,13 @@ def pointers(arrays: Sequence[npt.NDArray[Any]]) -> Any:
     return (c_void_p * len(arrays))(*(a.ctypes.data if a.size else None for a in arrays))
 
 
-def call_of(comm: Communicator, dtype: str, **fields: Any) -> library.Collective:
+def call_of(comm: Communicator, dtype: str, **fields: Any) -> structs.Collective:
     """Return an allreduce of NUMELS elements, of which `fields` say the rest."""
-    segments = (library.Segment * len(NUMELS))(
-        *(library.Segment(0, n, 512, bits) for n, bits in zip(NUMELS, BITS, strict=True))
+    segments = (structs.Segment * len(NUMELS))(
+        *(structs.Segment(0, n, 512, bits) for n, bits in zip(NUMELS, BITS, strict=True))
     )
-    return library.Collective(
-        comm=comm.id, dtype=library.DTYPES[dtype], segments=segments, num_segments=len(NUMELS),
+    return structs.Collective(
+        comm=comm.id, dtype=tables.DTYPES[dtype], segments=segments, num_segments=len(NUMELS),
         occurrence=-1, **fields,
     )  # fmt: skip
 
@@ -55,7 +55,7 @@ def inputs(rank: int, dtype: str, scale: float = 1) -> list[npt.NDArray[Any]]:
 
 
 def run(
-    call: library.Collective, xs: Any, ys: Any, seeds: Any = None, residuals: Any = None
+    call: structs.Collective, xs: Any, ys: Any, seeds: Any = None, residuals: Any = None
 ) -> None:
     call.inputs, call.outputs = pointers(xs), pointers(ys)
     if seeds is not None:
@@ -85,7 +85,7 @@ def test_segments_anywhere(size: int, dtype: str, algorithm: Any, op: Any) -> No
         xs = inputs(rank, dtype)
         ys, residuals = [np.full_like(x, 7) for x in xs], old_residuals(rank, dtype)
         call = call_of(
-            comm, dtype, op=library.OPS[op], config=Config(algorithm=algorithm).native,
+            comm, dtype, op=tables.OPS[op], config=Config(algorithm=algorithm).native,
             divisor=divisor,
         )  # fmt: skip
         run(call, xs, ys, [100 * rank + i for i in range(len(xs))], residuals)
@@ -105,7 +105,7 @@ def test_segments_anywhere(size: int, dtype: str, algorithm: Any, op: Any) -> No
             assert residuals[i].tobytes() == lost[rank].tobytes(), (i, rank)
 
 
-@pytest.mark.parametrize("verb", library.VERBS)
+@pytest.mark.parametrize("verb", tables.VERBS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_rank_divides_what_it_averages(dtype: str, verb: str) -> None:
     """The sum over one rank is its own values; an average of them still has its divisor."""
@@ -113,10 +113,10 @@ def test_one_rank_divides_what_it_averages(dtype: str, verb: str) -> None:
     x = inputs(0, dtype)[0]
     for divisor in (0, 1, 3):
         y = np.empty_like(x)
-        segment = library.Segment(0, x.size, 512, 4)
-        call = library.Collective(
-            comm=comm.id, verb=library.VERBS[verb]["id"], dtype=library.DTYPES[dtype],
-            op=library.OPS["avg"], segments=(library.Segment * 1)(segment), num_segments=1,
+        segment = structs.Segment(0, x.size, 512, 4)
+        call = structs.Collective(
+            comm=comm.id, verb=tables.VERBS[verb]["id"], dtype=tables.DTYPES[dtype],
+            op=tables.OPS["avg"], segments=(structs.Segment * 1)(segment), num_segments=1,
             occurrence=-1, divisor=divisor,
         )  # fmt: skip
         call.input, call.output = x.ctypes.data, y.ctypes.data
@@ -135,7 +135,7 @@ def test_nothing_is_lost_for_good(op: Any, algorithm: Any) -> None:
         xs = inputs(rank, "float32")
         ys, residuals = [np.empty_like(x) for x in xs], old_residuals(rank, "float32")
         config = Config(algorithm=algorithm, rounding="nearest").native
-        call = call_of(comm, "float32", op=library.OPS[op], config=config)
+        call = call_of(comm, "float32", op=tables.OPS[op], config=config)
         run(call, xs, ys, residuals=residuals)
         return ys, residuals
 
@@ -211,8 +211,8 @@ def test_lists_are_for_allreduce_and_residuals_for_sums() -> None:
     comm = Communicator.local(2)[0]
     xs = inputs(0, "float32")
     with pytest.raises(InvalidArgument, match="lie in one buffer"):
-        run(call_of(comm, "float32", verb=library.VERBS["all_gather"]["id"]), xs, xs)
-    exact = call_of(comm, "float32", op=library.OPS["max"])
+        run(call_of(comm, "float32", verb=tables.VERBS["all_gather"]["id"]), xs, xs)
+    exact = call_of(comm, "float32", op=tables.OPS["max"])
     for segment in exact.segments[: len(NUMELS)]:
         segment.bits = 32
     with pytest.raises(InvalidArgument, match="only sum and avg"):
@@ -222,7 +222,7 @@ def test_lists_are_for_allreduce_and_residuals_for_sums() -> None:
 def test_a_divisor_must_be_the_same() -> None:
     def rank_of(rank: int, comm: Communicator) -> None:
         xs = inputs(rank, "float32")
-        call = call_of(comm, "float32", op=library.OPS["avg"], divisor=4 + rank)
+        call = call_of(comm, "float32", op=tables.OPS["avg"], divisor=4 + rank)
         with pytest.raises(MismatchError, match="divisor 4 against 5"):
             run(call, xs, xs)
 
@@ -270,7 +270,7 @@ def test_lists_of_one_side_leave_the_other_a_buffer() -> None:
 
 
 def refuse(comm: Communicator, name: str, text: str) -> None:
-    call = library.Collective(comm=comm.id, name=name.encode(), occurrence=-1)
+    call = structs.Collective(comm=comm.id, name=name.encode(), occurrence=-1)
     library.call("cgx_refuse", byref(call), 1, text.encode())
 
 
@@ -311,7 +311,7 @@ def test_what_is_too_long_ends_with_a_character() -> None:
 
 def test_a_refusal_needs_a_reason() -> None:
     comm = Communicator.local(2)[0]
-    call = library.Collective(comm=comm.id, name=b"x", occurrence=-1)
+    call = structs.Collective(comm=comm.id, name=b"x", occurrence=-1)
     for status, text, says in (
         (0, b"why", "status is 0"),
         (99, b"why", "status is 99"),
@@ -327,12 +327,12 @@ def test_exact_sums() -> None:
     total = np.empty(len(values[0]), np.float32)
     lists = pointers(values)
     functions: Callable[..., Any] = library.call
-    functions("cgx_sum", library.DTYPES["float16"], lists, 3, total.size, total.ctypes.data)
+    functions("cgx_sum", tables.DTYPES["float16"], lists, 3, total.size, total.ctypes.data)
     want = values[0].astype(np.float32)
     for value in values[1:]:
         want = want + value.astype(np.float32)
     assert total.tobytes() == want.tobytes()
     half = np.empty(total.size, np.float16)
-    args = (library.DTYPES["float32"], total.ctypes.data, library.DTYPES["float16"])
+    args = (tables.DTYPES["float32"], total.ctypes.data, tables.DTYPES["float16"])
     functions("cgx_convert", *args, half.ctypes.data, ctypes.c_int64(half.size))
     assert half.tobytes() == want.astype(np.float16).tobytes()

@@ -28,8 +28,8 @@ def test_missing_framework_is_named_with_its_remedy(module: str, built: bool) ->
     versions = {framework: "0.10.2+cpu"} if built else {}
     printed = _python(f"""
 import sys
-from cgx_ops._core import library
-library.built_with = lambda: {versions}
+from cgx_ops._core import binary, library
+binary.built_with = lambda: {versions}
 sys.modules[{module!r}] = None  # as if it were not installed
 try:
     import cgx_ops.{framework}

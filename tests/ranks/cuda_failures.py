@@ -15,7 +15,7 @@ import torch
 from support.cuda_core import CONFIG, CUDA, NUMEL, Finding, allreduce, check, differs, enqueue
 
 from cgx_ops import CgxError, Communicator, Config
-from cgx_ops._core import library
+from cgx_ops._core import library, structs
 
 
 def failure(call: Callable[[], object]) -> list[str] | None:
@@ -105,14 +105,14 @@ def bad(comm: Communicator) -> Finding:
     torch.cuda.empty_cache()
 
     def call(source: int | None, result: int | None, **fields: Any) -> Callable[[], None]:
-        segment = library.Segment(0, NUMEL, 512, 4)
-        fields = {"segments": (library.Segment * 1)(segment), "num_segments": 1, **fields}
-        collective = library.Collective(comm=comm.id, occurrence=-1, **fields)
+        segment = structs.Segment(0, NUMEL, 512, 4)
+        fields = {"segments": (structs.Segment * 1)(segment), "num_segments": 1, **fields}
+        collective = structs.Collective(comm=comm.id, occurrence=-1, **fields)
         return lambda: enqueue(collective, source, result)
 
     def on(device: int, function: str) -> Callable[[], None]:
-        segments = (library.Segment * 1)(library.Segment(0, NUMEL, 512, 4))
-        collective = library.Collective(
+        segments = (structs.Segment * 1)(structs.Segment(0, NUMEL, 512, 4))
+        collective = structs.Collective(
             comm=comm.id, segments=segments, num_segments=1, occurrence=-1,
             input=x.data_ptr(), output=y.data_ptr(), device=device,
         )  # fmt: skip
@@ -127,7 +127,7 @@ def bad(comm: Communicator) -> Finding:
         "ring": call(x.data_ptr(), y.data_ptr(), config=ring),
         "bits": call(
             x.data_ptr(), y.data_ptr(),
-            segments=(library.Segment * 1)(library.Segment(0, NUMEL, 512, 9)),
+            segments=(structs.Segment * 1)(structs.Segment(0, NUMEL, 512, 9)),
         ),
         "cgx_run of a GPU's memory": on(CUDA, "cgx_run"),
         "cgx_enqueue for the CPU": on(0, "cgx_enqueue"),

@@ -45,7 +45,7 @@ from support.cuda_core import (
 
 import cgx_ops
 from cgx_ops import CgxError, Communicator, Config
-from cgx_ops._core import library
+from cgx_ops._core import library, structs, tables
 
 # ---- 1. results ----------------------------------------------------------------------------------
 
@@ -80,9 +80,9 @@ def results(comm: Communicator, sets: list[str]) -> Finding:
     combinations = list(itertools.product(DTYPES, ("one_shot", "sra"), ROUNDINGS, (0, 3)))
     for dtype, algorithm, rounding, divisor in combinations:
         options = {
-            "dtype": library.DTYPES[dtype],
+            "dtype": tables.DTYPES[dtype],
             "config": Config(algorithm=algorithm, rounding=rounding).native,
-            "op": library.OPS["avg"],
+            "op": tables.OPS["avg"],
             "divisor": divisor,
         }
         want = layers(comm, dtype, options, "cpu")
@@ -105,8 +105,8 @@ def layers(comm: Communicator, dtype: str, options: dict[str, Any], where: str) 
     ys = [np.zeros_like(x) for x in xs]
     lost = [(random.standard_normal(n) / 8).astype(scalar) for n, _, _ in LAYERS]
     seeds = random.integers(-(2**63), 2**63, len(LAYERS), np.int64)
-    segments = (library.Segment * len(LAYERS))(*(library.Segment(0, n, k, b) for n, b, k in LAYERS))
-    collective = library.Collective(
+    segments = (structs.Segment * len(LAYERS))(*(structs.Segment(0, n, k, b) for n, b, k in LAYERS))
+    collective = structs.Collective(
         comm=comm.id, segments=segments, num_segments=len(LAYERS), occurrence=-1, **options
     )
     if where == "cpu":
@@ -142,9 +142,9 @@ def codec(_comm: Communicator) -> Finding:
     wrong = []
     cases = list(itertools.product(SIZES, BITS, DTYPES, ROUNDINGS))
     for size, bits, dtype, rounding in cases:
-        native = library.Codec(
+        native = structs.Codec(
             config=Config(bits, 512, rounding).native,
-            dtype=library.DTYPES[dtype],
+            dtype=tables.DTYPES[dtype],
             seed=size,
             rank=1,
             first_index=1024,

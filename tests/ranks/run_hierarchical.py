@@ -20,7 +20,7 @@ from support import collective_cases
 
 import cgx_ops
 from cgx_ops import Communicator, Config, MismatchError
-from cgx_ops._core import library
+from cgx_ops._core import library, structs, tables
 from cgx_ops._core.call import Call
 
 HEADER = 200  # docs/wire_format.md, section 6
@@ -39,11 +39,11 @@ def check_plan(comm: Communicator, picked: str) -> None:
         before = comm.stats().bytes_sent
         comm.allreduce(x, config=config)
         call = Call("allreduce", "sum", config, "", None, 0, None).collective(
-            comm.id, library.DTYPES[dtype], x.ctypes.data, x.ctypes.data, x.size
+            comm.id, tables.DTYPES[dtype], x.ctypes.data, x.ctypes.data, x.size
         )
-        plan = library.Plan()
+        plan = structs.Plan()
         library.call("cgx_plan", byref(call), byref(plan))
-        assert plan.algorithm == library.ALGORITHMS[picked], plan.algorithm
+        assert plan.algorithm == tables.ALGORITHMS[picked], plan.algorithm
         sent = comm.stats().bytes_sent - before - HEADER * (comm.size - 1)
         assert sent == plan.payload_bytes, (config, sent, plan.payload_bytes)
 
@@ -69,7 +69,7 @@ def residuals(comm: Communicator, op: str, intra_bits: int) -> list[str]:
         algorithm="hierarchical", rounding="nearest", gather_bits=8, intra_bits=intra_bits
     )
     call = Call("allreduce", op, config, "", None, 0, None).collective(  # pyright: ignore[reportArgumentType]
-        comm.id, library.DTYPES["float32"], x.ctypes.data, result.ctypes.data, x.size
+        comm.id, tables.DTYPES["float32"], x.ctypes.data, result.ctypes.data, x.size
     )
     call.residuals = (c_void_p * 1)(lost.ctypes.data)
     library.call("cgx_run", byref(call))

@@ -11,24 +11,24 @@ import numpy as np
 
 import cgx_ops
 from cgx_ops import Communicator, Config
-from cgx_ops._core import library
+from cgx_ops._core import library, structs, tables
 from cgx_ops._core.call import Call
 
 
-def plan(comm: Communicator, algorithm: str, values: int, bits: int) -> library.Plan:
+def plan(comm: Communicator, algorithm: str, values: int, bits: int) -> structs.Plan:
     """Return the plan of an allreduce of fp32 values."""
     config = Config(bits=bits, algorithm=algorithm)  # pyright: ignore[reportArgumentType]
     some = np.empty(1).ctypes.data
     call = Call("allreduce", "sum", config, "", None, 0, None)
-    native = call.collective(comm.id, library.DTYPES["float32"], some, some, values)
-    planned = library.Plan()
+    native = call.collective(comm.id, tables.DTYPES["float32"], some, some, values)
+    planned = structs.Plan()
     library.call("cgx_plan", byref(native), byref(planned))
     return planned
 
 
-def algorithm_of(planned: library.Plan) -> str:
+def algorithm_of(planned: structs.Plan) -> str:
     """Return the name of its algorithm."""
-    return next(name for name, number in library.ALGORITHMS.items() if number == planned.algorithm)
+    return next(name for name, number in tables.ALGORITHMS.items() if number == planned.algorithm)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from cgx_ops import Communicator, Config
-from cgx_ops._core import library
+from cgx_ops._core import library, structs, tables
 from cgx_ops._core.call import Call, Op
 
 CUDA = 1  # cgx_device_t
@@ -91,7 +91,7 @@ def allreduce(
     timeout: float | None = None,
 ) -> None:
     """Put an allreduce of x into y on the current stream. Arguments are cgx.h's."""
-    dtype = library.DTYPES[str(x.dtype).removeprefix("torch.")]
+    dtype = tables.DTYPES[str(x.dtype).removeprefix("torch.")]
     call = Call("allreduce", op, config, "", None, seed, timeout)
     collective = call.collective(comm.id, dtype, 0, 0, x.numel())
     if device_seeds is not None:
@@ -99,7 +99,7 @@ def allreduce(
     enqueue(collective, x.data_ptr(), y.data_ptr())
 
 
-def enqueue(collective: library.Collective, source: int | None, result: int | None) -> None:
+def enqueue(collective: structs.Collective, source: int | None, result: int | None) -> None:
     """Call cgx_enqueue with these addresses, on the current stream."""
     collective.input, collective.output = source, result
     collective.device, collective.stream = CUDA, torch.cuda.current_stream().cuda_stream

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cgx_ops import __main__
-from cgx_ops._core import library
+from cgx_ops._core import binary
 
 ROOT = Path(__file__).parents[2]
 # Runs setup.py up to its call of setup(). Arguments: the folder of the frameworks, and those that
@@ -162,7 +162,7 @@ def test_a_framework_that_is_named_is_required(tmp_path: Path) -> None:
 
 
 def test_info_shows_why_cuda_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "built_with", lambda: {"without": {"cuda": "no nvcc on PATH"}})
+    monkeypatch.setattr(binary, "built_with", lambda: {"without": {"cuda": "no nvcc on PATH"}})
     ((_, text),) = __main__._cuda({"built": None})
     assert text.startswith(
         "left out: no nvcc on PATH. To add CUDA, with nvcc on PATH run CGX_WITH="

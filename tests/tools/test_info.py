@@ -9,7 +9,7 @@ import pytest
 
 import cgx_ops
 from cgx_ops import CgxError, __main__
-from cgx_ops._core import library
+from cgx_ops._core import binary, library
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -68,36 +68,36 @@ def test_info_says_why_the_core_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> 
 def test_missing_framework_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.13.0", "jaxlib": None}
     monkeypatch.setattr(__main__, "installed", versions.get)
-    monkeypatch.setattr(library, "built_with", lambda: {"version": "0", "torch": "2.12.1"})
+    monkeypatch.setattr(binary, "built_with", lambda: {"version": "0", "torch": "2.12.1"})
     assert __main__._binding("torch")[1].startswith("missing: cgx_ops was built for torch 2.12.1")
     assert "jaxlib is not installed: pip install jax, then build" in __main__._binding("jax")[1]
 
 
 def test_binding_of_another_minor_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     built = {"torch": "2.13.0+cpu", "without": {"jax": "No module named 'nanobind'"}}
-    monkeypatch.setattr(library, "built_with", lambda: built)
-    library.require_binding("torch", "2.13.1")
+    monkeypatch.setattr(binary, "built_with", lambda: built)
+    binary.require_binding("torch", "2.13.1")
     with pytest.raises(ImportError) as refused:
-        library.require_binding("torch", "2.14.0")
+        binary.require_binding("torch", "2.14.0")
     assert "built for torch 2.13.0+cpu, but torch 2.14.0" in str(refused.value)
     assert "pip install 'torch==2.13.*'. Or" in str(refused.value)
     assert "pip install --force-reinstall --no-cache-dir --no-deps ." in str(refused.value)
     assert "a wheel whose name has torch2.14" in str(refused.value)
     with pytest.raises(ImportError, match="without its jax binding: No module named 'nanobind'"):
-        library.require_binding("jax", "0.10.2")
+        binary.require_binding("jax", "0.10.2")
 
 
 def test_jax_is_pinned_with_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "built_with", lambda: {"jax": "0.10.2"})
+    monkeypatch.setattr(binary, "built_with", lambda: {"jax": "0.10.2"})
     with pytest.raises(ImportError, match=r"pip install 'jax==0\.10\.\*' 'jaxlib==0\.10\.\*'"):
-        library.require_binding("jax", "0.11.1")
+        binary.require_binding("jax", "0.11.1")
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_import_is_refused_first_of_all(framework: str) -> None:
     code = f"""
 from cgx_ops import library
-library.built_with = lambda: {{"{framework}": "0.9.1"}}
+binary.built_with = lambda: {{"{framework}": "0.9.1"}}
 import cgx_ops.{framework}
 """
     command = [sys.executable, "-c", code]

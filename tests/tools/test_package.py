@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import cgx_ops
-from cgx_ops._core import library
+from cgx_ops._core import binary, library, structs, tables
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(cgx_ops.__file__).parent
@@ -90,13 +90,13 @@ def test_python_declares_what_the_header_does() -> None:
         "int64_t": ctypes.c_int64,
         "double": ctypes.c_double,
         "const char*": ctypes.c_char_p,
-        "cgx_config_t": library.Config,
+        "cgx_config_t": structs.Config,
     }
     pointer = ctypes.sizeof(ctypes.c_void_p)
-    structs = re.findall(r"typedef struct cgx_(\w+)_t \{(.*?)\}", header, re.DOTALL)
-    assert len(structs) > 5
-    for name, body in structs:
-        declared = getattr(library, "".join(word.capitalize() for word in name.split("_")))._fields_
+    declarations = re.findall(r"typedef struct cgx_(\w+)_t \{(.*?)\}", header, re.DOTALL)
+    assert len(declarations) > 5
+    for name, body in declarations:
+        declared = getattr(structs, "".join(word.capitalize() for word in name.split("_")))._fields_
         fields = re.findall(r"([\w ]+?\*?)\s*(\w+);", body)
         assert [field for _, field in fields] == [field for field, _ in declared], name
         for (c_type, field), (_, given) in zip(fields, declared, strict=True):
@@ -107,16 +107,16 @@ def test_python_declares_what_the_header_does() -> None:
 def test_table_of_verbs_is_the_headers() -> None:
     (body,) = re.findall(r"typedef enum cgx_verb_t \{(.*?)\}", _headers(), re.DOTALL)
     numbers = {name.lower(): int(number) for name, number in re.findall(r"CGX_(\w+) = (\d+)", body)}
-    assert numbers == {name: row["id"] for name, row in library.VERBS.items()}
-    for row in library.VERBS.values():
+    assert numbers == {name: row["id"] for name, row in tables.VERBS.items()}
+    for row in tables.VERBS.values():
         assert row["shards"] == (not row["blocks_in"] and not row["blocks_out"])
-        assert row["algorithm"] in library.ALGORITHMS
+        assert row["algorithm"] in tables.ALGORITHMS
         assert row["reduces"] or not row["residuals"]
 
 
 def test_page_of_options_is_the_cores_table() -> None:
     row = "| `{name}` | `{default}` | {accepted} | {documentation} |"
-    rows = [row.format(**field) for field in library.CONFIG_FIELDS]
+    rows = [row.format(**field) for field in tables.CONFIG_FIELDS]
     page = (ROOT / "docs/options.md").read_text().splitlines()
     assert [line for line in page if line.startswith("| `")] == rows
 
@@ -132,7 +132,7 @@ def test_bindings_export_their_entry_point_alone() -> None:
 
 
 def test_version_says_what_it_was_built_for() -> None:
-    built = library.built_with()
+    built = binary.built_with()
     torch, jax = (".".join(built[name].split(".")[:2]) for name in ("torch", "jax"))
     served = f"+torch{torch}.jax{jax}" + (".cu13" if "cuda" in built else "")
     setup = [sys.executable, ROOT / "setup.py", "--version"]

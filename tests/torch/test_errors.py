@@ -15,7 +15,7 @@ from support.torch_bad_calls import BAD_CALLS
 
 import cgx_ops
 from cgx_ops import Communicator
-from cgx_ops._core import library
+from cgx_ops._core import binary
 from cgx_ops.torch import ddp
 from cgx_ops.torch.backend import errors
 
@@ -108,4 +108,4 @@ def test_hooks_name_the_state_that_they_need(hook: str, kind: str) -> None:
 
 def test_another_torch_is_named() -> None:
     with pytest.raises(ImportError, match=r"built for torch .* 2\.0\.1 is installed"):
-        library.require_binding("torch", "2.0.1")
+        binary.require_binding("torch", "2.0.1")

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Config, Rules, Segment
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops._core.user_warnings import warn_once
-from cgx_ops.config import EXACT_BITS
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import rule_of_part
 

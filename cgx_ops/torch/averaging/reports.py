@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from cgx_ops import Config, Segment, _torch_ops
 from cgx_ops._core import log
+from cgx_ops._core.tables import EXACT_BITS, SMALLEST_COMPRESSED
 from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.backend.groups import communicator_of
 
@@ -78,7 +79,7 @@ def report_start(
 
 def _reason(config: Config, segment: Segment) -> str:
     """Return why a layer travels exact; "" if it does not."""
-    if config.bits == log.EXACT_BITS:
+    if config.bits == EXACT_BITS:
         return "exact, its bits are 32"
-    smallest = max(log.SMALLEST_COMPRESSED, config.minimal_size)
+    smallest = max(SMALLEST_COMPRESSED, config.minimal_size)
     return f"exact, fewer than {smallest} elements" if segment.numel < smallest else ""

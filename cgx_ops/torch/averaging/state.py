@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Communicator, Config, Rules, Segment
-from cgx_ops._core import library
+from cgx_ops._core import tables
 from cgx_ops._core.call import call_seed
 from cgx_ops.config import require_feedback
 from cgx_ops.errors import InvalidArgument, checked_seed
@@ -35,7 +35,7 @@ _GROUP = "group of rank"  # the name of a group in checkpoints: with its lowest 
 
 
 # Compressors whose messages cannot be cut use one_shot.
-_UNCUT = {row["name"] for row in library.COMPRESSORS if not row["sliced"]}
+_UNCUT = {row["name"] for row in tables.COMPRESSORS.values() if not row["sliced"]}
 
 
 class AveragingState:
@@ -218,7 +218,7 @@ class AveragingState:
         keeps = []
         for segment in segments:
             own = segment.config or config
-            smallest = max(library.SMALLEST_COMPRESSED, own.minimal_size)
+            smallest = max(tables.SMALLEST_COMPRESSED, own.minimal_size)
             keeps.append(own.keeps_residuals and segment.numel >= smallest)
         if not any(keeps):
             return None

@@ -45,10 +45,10 @@ import torch.distributed as dist
 from cgx_ops import Communicator, Config, _torch_ops
 from cgx_ops._core import environment
 from cgx_ops._core.consistency import Gather, require_same
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.autotune import require_choice, verdict_of
 from cgx_ops.config import check_config
 from cgx_ops.errors import InvalidArgument, checked_seed
-from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.backend import groups
 from cgx_ops.torch.graph.work import devices

@@ -38,10 +38,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from cgx_ops import Config, Rules
 from cgx_ops._core.call import Op
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import require_feedback
 from cgx_ops.errors import InvalidArgument, checked_seed
 from cgx_ops.planner import AdaptiveBits
-from cgx_ops.rules import EXACT_BITS, require_rules
+from cgx_ops.rules import require_rules
 from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.averaging.layers import Layer, layer_name
 from cgx_ops.torch.averaging.reports import report_layers

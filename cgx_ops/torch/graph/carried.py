@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Config, Segment
-from cgx_ops._core import library
+from cgx_ops._core import library, structs, tables
 from cgx_ops._core.call import Call, Op
 from cgx_ops.errors import CgxError
 from cgx_ops.torch._compat import parallel
@@ -143,7 +143,7 @@ class Carrier:
         collective = call.collective(0, DTYPES[buffer.dtype], address, address, buffer.numel())
         collective.noise_rank = ctypes.pointer(c_int32(self._noise_rank))
         set_residuals(collective, call, buffer, residuals)
-        carried = library.Carried(rank=rank, size=size, call=ctypes.pointer(collective))
+        carried = structs.Carried(rank=rank, size=size, call=ctypes.pointer(collective))
         algorithm, scatter, gather = c_int32(), (c_int64 * size)(), (c_int64 * size)()
         library.call("cgx_carried_plan", byref(carried), byref(algorithm), scatter, gather)
         stride = max(gather)
@@ -156,7 +156,7 @@ class Carrier:
         if size == 1:
             library.call("cgx_carried_decode", byref(carried), None, 0)
             return
-        if algorithm.value == library.ALGORITHMS["one_shot"]:
+        if algorithm.value == tables.ALGORITHMS["one_shot"]:
             message = step("cgx_carried_encode", stride)
         else:
             to = [0 if peer == rank else count for peer, count in enumerate(scatter)]

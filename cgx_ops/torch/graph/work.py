@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Communicator, Config, Segment, _torch_ops
-from cgx_ops._core import at_exit, library
+from cgx_ops._core import at_exit, library, structs, tables
 from cgx_ops._core.call import Call, Op, Verb
 from cgx_ops.errors import KINDS, Closed, InvalidArgument, PeerFailed, Unsupported
 
@@ -125,7 +125,7 @@ def start(
             raise InvalidArgument(
                 f"{verb}: {role} is not contiguous, or a negative view; give {role}.clone()"
             )
-    row = library.VERBS[verb]
+    row = tables.VERBS[verb]
     block, rest = divmod(input.numel(), comm.size if row["blocks_in"] else 1)
     if rest or output.numel() != block * (comm.size if row["blocks_out"] else 1):
         raise InvalidArgument(
@@ -148,7 +148,7 @@ def start(
 
 def refuse(comm: Communicator, name: str, occurrence: int, reason: str) -> None:
     """Tell the other ranks, at once, that this one will not start a call; theirs raises why."""
-    call = library.Collective(comm=comm.id, name=library.encode(name), occurrence=occurrence)
+    call = structs.Collective(comm=comm.id, name=library.encode(name), occurrence=occurrence)
     with contextlib.suppress(Closed):  # then they have been told
         library.call("cgx_refuse", byref(call), KINDS.index(PeerFailed), library.encode(reason))
 
@@ -235,7 +235,7 @@ def failed(error: Exception) -> torch.futures.Future[Any]:
 
 
 def set_residuals(
-    collective: library.Collective, call: Call, like: torch.Tensor, residuals: Residuals | None
+    collective: structs.Collective, call: Call, like: torch.Tensor, residuals: Residuals | None
 ) -> list[torch.Tensor]:
     """Have a collective on an input `like` this use residuals; return the tensors that it uses.
 
@@ -249,7 +249,7 @@ def set_residuals(
             f"residuals is a list of {len(residuals)} for {len(segments)} segments; give one each"
         )
     for residual, segment in zip(residuals, segments, strict=True):
-        has_blocks = library.VERBS[call.verb]["blocks_in"]
+        has_blocks = tables.VERBS[call.verb]["blocks_in"]
         numel = like.numel() - segment.offset if has_blocks else segment.numel
         if residual is not None and (
             (residual.dtype, residual.device, residual.numel()) != (like.dtype, like.device, numel)

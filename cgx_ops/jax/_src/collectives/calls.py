@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from cgx_ops._core import library
+from cgx_ops._core import tables
 from cgx_ops.config import Config
 
 
@@ -23,7 +23,7 @@ def call_attributes(op: str, configs: Sequence[Config]) -> dict[str, Any]:
     texts = [str(config) for config in configs]
     lines = {text: line for line, text in enumerate(dict.fromkeys(texts))}
     return {
-        "op": np.int64(library.OPS[op]),
+        "op": np.int64(tables.OPS[op]),
         "config": "\n".join(lines),
         "config_of": np.asarray([lines[text] for text in texts], np.int64),
     }

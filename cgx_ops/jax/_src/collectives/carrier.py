@@ -30,7 +30,7 @@ from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from cgx_ops._core import library
+from cgx_ops._core import library, structs, tables
 from cgx_ops._core.call import build
 from cgx_ops.config import Algorithm, Config
 from cgx_ops.jax._src.collectives.calls import call_attributes, parted
@@ -167,14 +167,14 @@ def _plan(leaves: list[jax.ShapeDtypeStruct], ranks: int, settings: "Settings") 
             segments.append((end, leaf.shape[1], config))
             repeats.append(example > 0)
             end += leaf.shape[1]
-    dtype = library.DTYPES[leaves[0].dtype.name]
+    dtype = tables.DTYPES[leaves[0].dtype.name]
     call = build("allreduce", settings.op, settings.configs[0], segments, dtype=dtype)
     for i, repeated in enumerate(repeats):
         call.segments[i].repeats = repeated
-    carried = library.Carried(rank=0, size=ranks, call=pointer(call))
+    carried = structs.Carried(rank=0, size=ranks, call=pointer(call))
     resolved, scatter, gather = c_int32(), (c_int64 * ranks)(), (c_int64 * ranks)()
     library.call("cgx_carried_plan", byref(carried), byref(resolved), scatter, gather)
-    names: dict[int, Any] = {number: name for name, number in library.ALGORITHMS.items()}
+    names: dict[int, Any] = {number: name for name, number in tables.ALGORITHMS.items()}
     return _Plan(names[resolved.value], list(scatter), list(gather))
 
 

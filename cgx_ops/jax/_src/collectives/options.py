@@ -16,16 +16,16 @@ import jax
 
 from cgx_ops._core import library
 from cgx_ops._core.call import Verb
+from cgx_ops._core.tables import COMPRESSORS, EXACT_BITS
 from cgx_ops.config import Config, Keywords, config_of
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.jax._src.collectives.keys import check_key
 from cgx_ops.jax._src.runtime import compat
 from cgx_ops.planner import Plan
-from cgx_ops.rules import EXACT_BITS, Rules, require_rules
+from cgx_ops.rules import Rules, require_rules
 
 Carrier = Literal["native", "xla"]
 
-_COMPRESSORS: dict[str, dict[str, Any]] = {row["name"]: row for row in library.COMPRESSORS}
 _WHOLE = ("auto", "one_shot", "by_hosts")  # algorithms for encodings that cannot be cut
 
 
@@ -180,7 +180,7 @@ def _named(caller: str) -> Iterator[None]:
 def _rounded(config: Config, has_key: bool) -> Config:
     """Return a config whose rounding is explicit: its own, or the one that follows from the key."""
     if config.rounding is None:
-        served = _COMPRESSORS[config.compressor]["roundings"]
+        served = COMPRESSORS[config.compressor]["roundings"]
         wanted = "stochastic" if has_key else "nearest"
         config = replace(config, rounding=wanted if wanted in served else served[0])
     if config.draws and not has_key:
@@ -190,7 +190,7 @@ def _rounded(config: Config, has_key: bool) -> Config:
         else:
             what = f"compressor={config.compressor!r} with rounding={config.rounding!r} is random"
             remedy = "key=jax.random.key(step)"
-            if "nearest" in _COMPRESSORS[config.compressor]["roundings"]:
+            if "nearest" in COMPRESSORS[config.compressor]["roundings"]:
                 remedy += ", or rounding='nearest'"
         raise InvalidArgument(f"{what}, and there is no key: give {remedy}")
     return config
@@ -227,7 +227,7 @@ def is_vote(config: Config) -> bool:
 def refuse_on_gpus(function: str, configs: Iterable[Config]) -> None:
     """Refuse, as a program is lowered for GPUs, what the core would refuse when it runs."""
     for config in configs:
-        why = _COMPRESSORS[config.compressor]["device"]
+        why = COMPRESSORS[config.compressor]["device"]
         if why and config.bits != EXACT_BITS:
             raise NotImplementedError(
                 f"{function} with compressor={config.compressor!r} on GPUs: {why}. Use "
@@ -237,7 +237,7 @@ def refuse_on_gpus(function: str, configs: Iterable[Config]) -> None:
 
 def can_be_cut(config: Config) -> bool:
     """Return whether shards of a leaf can be sent apart; else one_shot sends its message."""
-    return config.bits == EXACT_BITS or _COMPRESSORS[config.compressor]["sliced"]
+    return config.bits == EXACT_BITS or COMPRESSORS[config.compressor]["sliced"]
 
 
 def _require_whole(caller: str, config: Config, verb: Verb) -> None:

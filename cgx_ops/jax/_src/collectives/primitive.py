@@ -33,7 +33,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from cgx_ops._core import library
+from cgx_ops._core import tables
 from cgx_ops._core.call import Verb
 from cgx_ops.config import Config
 from cgx_ops.jax._src.collectives.calls import call_attributes, parted
@@ -123,7 +123,7 @@ class Settings:
     @property
     def row(self) -> dict[str, Any]:
         """The row of the core's table."""
-        return library.VERBS[self.verb]
+        return tables.VERBS[self.verb]
 
     @property
     def batch_axes(self) -> tuple[int, int]:

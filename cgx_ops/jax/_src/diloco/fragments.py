@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from cgx_ops._core import library
+from cgx_ops._core import tables
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import Config
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups, require_own_messages
 from cgx_ops.jax._src.collectives.options import Options, name_of_leaf
@@ -22,7 +23,6 @@ from cgx_ops.jax._src.collectives.psum import reduce_over
 from cgx_ops.jax._src.collectives.trees import checked_leaf
 from cgx_ops.jax._src.transforms.base import is_none
 from cgx_ops.methods.outer_loop import strided
-from cgx_ops.rules import EXACT_BITS
 
 CALLER = "diloco"
 
@@ -185,7 +185,7 @@ class Method:
         def places(
             config: Config, d: jax.Array, e: jax.Array | None, kept: Any
         ) -> jax.Array | None:
-            small = d.size < max(library.SMALLEST_COMPRESSED, config.minimal_size)
+            small = d.size < max(tables.SMALLEST_COMPRESSED, config.minimal_size)
             if e is None or small or config.bits == EXACT_BITS:
                 return None
             # A value that is not sent stays whole: the core's d + e, from which XLA's may differ by

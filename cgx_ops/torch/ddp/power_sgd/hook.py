@@ -23,9 +23,9 @@ import torch
 
 from cgx_ops import Config, Segment
 from cgx_ops._core import log
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.methods import low_rank
-from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat.parallel import GradBucket
 from cgx_ops.torch.averaging.arithmetic import full_precision, use_on_this_stream
 from cgx_ops.torch.averaging.residuals import decayed, nothing
