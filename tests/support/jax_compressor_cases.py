@@ -27,7 +27,7 @@ use_cpu_devices(8)
 Values = npt.NDArray[Any]
 
 N = 4
-# Of several processes, as many devices of each.
+# The same number of devices of each process, if there are several.
 AT = list(range(0, 8, 8 // N))
 MESH = mesh_of((N,), ("d",), [jax.devices()[i] for i in AT])
 X, OLD = normal(80, N, 3000), normal(81, N, 3000) / 4
