@@ -2,12 +2,14 @@
 
 #include <array>
 #include <charconv>
+#include <iterator>
 #include <memory>
 #include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "cgx/verb.h"
 #include "core.h"
 #include "status.h"
 
@@ -135,6 +137,7 @@ void append(const char* field, const std::optional<std::string_view>& word, int3
 const char* operator_name(int32_t verb) {
   static constexpr const char* kNames[] = {
       "cgx::quantized_allreduce", "cgx::quantized_reduce_scatter", "cgx::quantized_all_gather"};
+  static_assert(std::size(kNames) == std::size(kVerbs));
   return kNames[verb];
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -14,6 +15,7 @@
 
 #include "backend_rule.h"
 #include "cgx/completion_pool.h"
+#include "cgx/verb.h"
 #include "core.h"
 #include "cuda.h"
 #include "status.h"
@@ -176,10 +178,11 @@ class CpuWork final : public c10d::Work {
 }  // namespace
 
 TorchVerb torch_verb(int32_t verb) {
-  static constexpr TorchVerb kVerbs[] = {{c10d::OpType::ALLREDUCE, "all_reduce"},
+  static constexpr TorchVerb kNames[] = {{c10d::OpType::ALLREDUCE, "all_reduce"},
                                          {c10d::OpType::REDUCE_SCATTER, "reduce_scatter"},
                                          {c10d::OpType::ALLGATHER, "all_gather"}};
-  return kVerbs[verb];
+  static_assert(std::size(kNames) == std::size(kVerbs));
+  return kNames[verb];
 }
 
 c10::intrusive_ptr<c10d::Work> start(const cgx_collective_t& collective, Buffers buffers,

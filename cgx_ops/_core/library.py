@@ -1,7 +1,6 @@
 """The functions of cgx.h: calls, statuses that become exceptions, what the build describes.
 
-Importing this gives libcgx the path of libmpi. libcgx opens it, and libcgx_mpi.so, when cgx_init
-finds an MPI job.
+Importing this gives libcgx the path of libmpi, which libcgx opens when cgx_init finds an MPI job.
 """
 
 import ctypes

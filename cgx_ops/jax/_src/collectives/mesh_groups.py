@@ -8,7 +8,7 @@
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad
 
+from cgx_ops._core import tables
 from cgx_ops.jax._src.collectives import carrier
 from cgx_ops.jax._src.collectives.calls import parted
 from cgx_ops.jax._src.collectives.options import refuse_on_gpus
@@ -289,12 +290,14 @@ def _call_id(ctx: Any, settings: Settings, attributes: dict[str, Any]) -> str:
 # ---- 3. derivatives ----------------------------------------------------------------------------
 
 
+_EXACT: dict[Verb, Callable[..., jax.Array]] = {
+    "allreduce": jax.lax.psum,
+    "reduce_scatter": jax.lax.psum_scatter,
+    "all_gather": jax.lax.all_gather,
+}
+
+
 def _exact(leaf: jax.Array, settings: Settings) -> jax.Array:
-    axes = settings.groups.axes
-    if settings.verb == "all_gather":
-        return jax.lax.all_gather(leaf, axes)
-    if settings.verb == "allreduce":
-        total = jax.lax.psum(leaf, axes)
-    else:
-        total = jax.lax.psum_scatter(leaf, axes)
-    return total / settings.groups.size if settings.op == "avg" else total
+    result = _EXACT[settings.verb](leaf, settings.groups.axes)
+    mean = settings.op == "avg" and tables.VERBS[settings.verb]["reduces"]
+    return result / settings.groups.size if mean else result
