@@ -3,7 +3,6 @@
 Importing this gives libcgx the path of libmpi, which libcgx opens when cgx_init finds an MPI job.
 """
 
-import ctypes
 import json
 import os
 from ctypes import POINTER, byref, c_char_p, c_double, c_int, c_int32, c_int64, c_void_p
@@ -80,10 +79,10 @@ _CALLS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _declare(library: ctypes.CDLL) -> None:
-    for functions, returned in ((_TEXTS, c_char_p), (_CALLS, c_int)):
-        for name, arguments in functions.items():
-            getattr(library, name).argtypes, getattr(library, name).restype = arguments, returned
+for _functions, _returned in ((_TEXTS, c_char_p), (_CALLS, c_int)):
+    for _name, _arguments in _functions.items():
+        _function = getattr(LIBRARY, _name)
+        _function.argtypes, _function.restype = _arguments, _returned
 
 
 def encode(text: str) -> bytes:
@@ -155,7 +154,6 @@ def _described(function: str) -> dict[str, Any]:
     return json.loads(text(found.value))
 
 
-_declare(LIBRARY)
 if version() != built_with()["version"]:
     raise errors.SystemFailure(
         f"The process has libcgx {version()} loaded, but this cgx_ops is "

@@ -1,6 +1,6 @@
-// The C API: the functions of cgx.h, except the descriptions in section 2 (describe.cc) and sections
-// 4 (config.cc), 5 (carried.cc) and 6 (codec.cc). Each converts and calls one layer below; api.h
-// turns exceptions into a status.
+// The C API: the functions of cgx.h, except the descriptions in section 2 (describe.cc) and
+// sections 4 (config.cc), 5 (carried.cc) and 6 (codec.cc). Each converts and calls one layer below;
+// api.h turns exceptions into a status.
 #include "cgx/cgx.h"
 
 #include <pthread.h>
