@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "cgx_ops/csrc"
 
@@ -270,6 +272,42 @@ def _searches_in_cpp(text: str) -> list[str]:
         rest = text[match.end() :].split("\n}\n")[0]
         found += re.findall(rf"\b{match[1]}(?:\s*[=!]=|\.{_IN_CPP})", rest)
     return found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "'closed' in str(error)",
+        "str(error) == 'closed'",
+        "str(error).startswith('UNAVAILABLE')",
+        "str(error).lower().endswith('closed')",
+        "re.search('rank ([0-9]+)', str(error))",
+        "f'{error}'.split(':')",
+        "error.args[0]",
+        "text = str(error); 'closed' in text",
+        "'closed' in (text := repr(error))",
+    ],
+)
+def test_a_search_of_an_error_is_found(line: str) -> None:
+    assert _searches_of_errors(line) == [1]
+    handler = f"try:\n  f()\nexcept OSError as failed:\n  {line.replace('error', 'failed')}"
+    assert _searches_of_errors(handler) == [4]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'std::string(error.what()).find("closed")',
+        'error.what() == "closed"',
+        'strcmp(cgx_last_error(), "closed")',
+        'strstr(text, "closed")',
+        'const std::string text = cgx_last_error();\n  if (text.starts_with("closed")) return;',
+        'message.find("closed")',
+        "hello.refusal[0]",
+    ],
+)
+def test_a_search_of_an_error_is_found_in_cpp(text: str) -> None:
+    assert _searches_in_cpp(text)
 
 
 def test_no_python_searches_an_errors_text() -> None:

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 # Functions that use the default dtype or device unless both are given. The defaults are those of
@@ -38,6 +40,22 @@ def test_every_tensor_is_given_its_dtype_and_device() -> None:
     assert len(files) > 50
     found = [(file.name, *each) for file in files for each in incomplete(file.read_text())]
     assert not found
+
+
+@pytest.mark.parametrize(
+    ("source", "complete"),
+    [
+        ("torch.zeros(3)", False),
+        ("torch.zeros(3, dtype=torch.float32)", False),
+        ("torch.tensor([1.0], device='cpu')", False),
+        ("torch.FloatTensor(3)", False),
+        ("torch.zeros(3, dtype=torch.float32, device='cpu')", True),
+        ("torch.zeros_like(x)", True),
+        ("np.zeros(3)", True),
+    ],
+)
+def test_incomplete_calls_are_found(source: str, complete: bool) -> None:
+    assert (not list(incomplete(source))) == complete
 
 
 def test_the_bindings_make_tensors_with_options() -> None:
