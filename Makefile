@@ -18,25 +18,26 @@ BUILT = $(DEMO_BUILT)$(if $(NVCC),-with-cuda) .venv/.ready-for-tests
 demo: $(DEMO_BUILT)
 	$(BIN)/python examples/demo.py
 
-# Two halves at once, since few tests keep two cores busy. The C++ tests are with the bindings, so
-# that both take as long.
-HALVES = $(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target
+# Parts side by side, since few tests keep two cores busy.
+PARTS = $(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target
 DAILY = not exhaustive and not slow
 SLOW = slow and not exhaustive
-.PHONY: test-bindings test-core test-slow slow-torch slow-rest
+.PHONY: test-jax test-torch test-core test-slow slow-torch slow-rest
 test: $(BUILT)
-	@echo "The tests of the bindings and of the rest run side by side; each is shown when it has ended."
-	@$(HALVES) test-bindings test-core
+	@echo "The tests of JAX, of torch and of the rest run side by side; each is shown when it has ended."
+	@$(PARTS) test-core test-jax test-torch
 
 # XLA compiles the programs of the tests' own process without LLVM's optimizations: in a quarter
 # less time. test-all has them.
-test-bindings: export XLA_FLAGS := --xla_backend_optimization_level=0
-test-bindings: $(BUILT)
-	$(BIN)/python -m pytest tests/jax tests/torch tests/cpp/test_cpp.py -m "$(DAILY)"
+test-jax test-torch: export XLA_FLAGS := --xla_backend_optimization_level=0
+test-jax: $(BUILT)
+	$(BIN)/python -m pytest tests/jax -m "$(DAILY)"
+
+test-torch: $(BUILT)
+	$(BIN)/python -m pytest tests/torch -m "$(DAILY)"
 
 test-core: $(BUILT)
-	$(BIN)/python -m pytest tests --ignore=tests/jax --ignore=tests/torch \
-	  --ignore=tests/cpp/test_cpp.py -m "$(DAILY)"
+	$(BIN)/python -m pytest tests --ignore=tests/jax --ignore=tests/torch -m "$(DAILY)"
 
 # A sample of each subject, for every change: under a minute on two quiet cores after the build.
 FAST_BINDINGS = tests/jax/test_psum.py tests/jax/test_api.py tests/torch/test_eager.py \
@@ -46,11 +47,12 @@ FAST_CORE = "tests/core/test_collectives.py::test_threads[features-baseline-3]" 
   "tests/core/test_collectives.py::test_mpirun[names2-TCP-3]" \
   "tests/core/test_compressors.py::test_against_the_oracle[baseline]" tests/core/test_config.py \
   tests/core/test_consistency.py tests/core/test_outer_loop.py tests/core/test_rules.py \
-  tests/docs/test_layering.py tests/docs/test_interfaces.py tests/numpy/test_communicator.py \
-  tests/numpy/test_feedback.py tests/planner/test_model.py tests/planner/test_plan.py
+  tests/docs/test_layering.py tests/docs/test_import_graph.py tests/docs/test_interfaces.py \
+  tests/numpy/test_communicator.py tests/numpy/test_feedback.py \
+  tests/planner/test_model.py tests/planner/test_plan.py
 .PHONY: test-fast fast-bindings fast-core
 test-fast: $(BUILT)
-	@$(HALVES) fast-bindings fast-core
+	@$(PARTS) fast-bindings fast-core
 
 fast-bindings: export XLA_FLAGS := --xla_backend_optimization_level=0
 fast-bindings: $(BUILT)
@@ -62,7 +64,7 @@ fast-core: $(BUILT)
 # What .ci/run has beside these, in halves that take as long.
 test-slow: $(BUILT)
 	@echo "The slow tests of torch and the other slow ones run side by side."
-	@$(HALVES) slow-torch slow-rest
+	@$(PARTS) slow-torch slow-rest
 
 slow-torch: $(BUILT)
 	$(BIN)/python -m pytest tests/torch -m "$(SLOW)"

@@ -213,7 +213,7 @@ def test_the_same_number_of_devices() -> None:
 @pytest.mark.parametrize(
     ("state", "devices", "said"),
     [
-        ({"a": jnp.ones(3)}, None, "no AverageGradientsState in the state"),
+        ({"a": jnp.ones(3)}, None, "the state contains no state of cgx_ops.jax"),
         (AverageGradientsState(jnp.int32(0), None), 0, "devices is 0; it must be at least 1"),
     ],
 )

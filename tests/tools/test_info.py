@@ -96,7 +96,7 @@ def test_jax_is_pinned_with_its_library(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_import_is_refused_first_of_all(framework: str) -> None:
     code = f"""
-from cgx_ops import library
+from cgx_ops._core import binary
 binary.built_with = lambda: {{"{framework}": "0.9.1"}}
 import cgx_ops.{framework}
 """
