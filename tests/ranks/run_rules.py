@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch
 from cgx_ops.torch import ddp, fsdp
-from cgx_ops.torch.averaging import state as ddp_state
+from cgx_ops.torch.averaging import state as averaging_state
 from cgx_ops.torch.fsdp import hooks
 
 dist.init_process_group("cgx")
@@ -64,7 +64,7 @@ def sent(module: Any, call: nn.Module, shards: int) -> dict[str, Any]:
 replicated = DistributedDataParallel(Model())
 state = ddp.QuantizedAllreduceState(config=cases.CONFIG, rules=cases.RULES)
 replicated.register_comm_hook(state, ddp.quantized_allreduce_hook)  # type: ignore[arg-type]
-by_ddp = sent(ddp_state, replicated, 1)
+by_ddp = sent(averaging_state, replicated, 1)
 
 sharded = Model()
 fully_shard(sharded)

@@ -15,7 +15,7 @@ from torch_training import RANK, SIZE, backward, network, refused_start, weights
 
 from cgx_ops import Config
 from cgx_ops.torch import ddp
-from cgx_ops.torch.averaging import state as ddp_state
+from cgx_ops.torch.averaging import state as averaging_state
 from cgx_ops.torch.averaging.state import Sent
 from cgx_ops.torch.optim import OneBitAdam, Signum
 
@@ -69,7 +69,9 @@ def _lose_the_second(_state: Any) -> Callable[[], None]:
 
 def _cannot_start(_state: Any) -> Callable[[], None]:
     """Have rank 1 get no thread for what the hook sends first."""
-    patch = mock.patch.object(ddp_state, "start", refused_start if RANK == 1 else ddp_state.start)
+    patch = mock.patch.object(
+        averaging_state, "start", refused_start if RANK == 1 else averaging_state.start
+    )
     patch.start()
     return patch.stop
 

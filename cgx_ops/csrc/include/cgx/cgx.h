@@ -1,4 +1,4 @@
-/* The waist of libcgx: everything the bindings (torch_ops/, xla_ffi/, cgx_ops/_core/library.py) may
+/* The waist of libcgx: everything the bindings (torch_ops/, xla_ffi/, cgx_ops/_core/) may
  * call.
  *
  *   1. status codes, the field at fault and the error text: status.h
