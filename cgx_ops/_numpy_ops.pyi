@@ -1,6 +1,6 @@
 """Collectives on numpy arrays in flight, and bootstraps (numpy_ops/*.cc).
 
-Used by cgx_ops/_core/request.py, call.py, comm.py and bootstrap.py.
+Used by cgx_ops/_core/request.py, call.py, communicator.py and bootstrap.py.
 
 A status is one of cgx.h; library.check() raises what it stands for. An address is that of a
 structs.Collective.

@@ -3,7 +3,7 @@
     measured()  times of allreduces among ranks: the same on all of them
     bits_for    a communicator's answer, measured when it is first asked for
 
-_core/verdicts.py says what follows from the times. Two bits are a choice only where error feedback
+_core/verdicts.py chooses bits from the times. Two bits are a choice only where error feedback
 returns what they lose (Config.keeps_residuals).
 """
 
@@ -14,16 +14,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cgx_ops._core.tables import COMPRESSORS
 from cgx_ops._core.verdicts import EXACT, Slot, Timings, Verdict, slot_of
 from cgx_ops.communicator import Communicator
-from cgx_ops.config import COMPRESSORS, Config
+from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument
 
 _log = logging.getLogger(__name__)
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22)  # values: 4 KiB to 16 MiB of float32
 _CHOICES = (8, 4, 2)
-_SECONDS = 0.6  # in which measuring is to end
+_SECONDS = 0.6  # measuring ends within this time
 _MOST_ROUNDS, _MOST_TIMES = 20, 8  # of a size in one of them
 
 # ---- 1. choices ----------------------------------------------------------------------------------
@@ -128,12 +129,12 @@ def bits_for(
     16 MiB are timed, for a second at most, and ranks agree on the times. All else follows from
     those, so that all ranks get the same answers: exact, unless 8, 4 or 2 bits take a tenth less
     time; then the most bits that take little more than the fastest; 2 only where what is lost
-    comes back (config.keeps_residuals). stats() tells what was found.
+    comes back (config.keeps_residuals). stats() reports the result.
 
     Args:
         communicator: of the ranks.
         numel: values of the message.
-        config: how values travel but for the bits; None: Config().
+        config: the other fields of the config; None: Config().
         element_bytes: 4, or 2 of float16 and bfloat16.
 
     Raises:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from cgx_ops import _numpy_ops
 from cgx_ops._core import bootstrap, library, request, structs, verdicts
 from cgx_ops._core.arrays import Array, as_input
-from cgx_ops._core.bootstrap import Allgather
 from cgx_ops._core.call import Call, Counter, Op, Repeat, Segment, check_timeout
+from cgx_ops._core.consistency import Gather
 from cgx_ops._core.request import Request
 from cgx_ops.config import Config, Keywords, config_of
 from cgx_ops.errors import Closed, InvalidArgument, require_integer
@@ -80,7 +80,7 @@ class Communicator:
         cls,
         rank: int,
         size: int,
-        allgather: Allgather,
+        allgather: Gather,
         name: str,
         *,
         transport: str | None = None,

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cgx_ops._core import tables
-from cgx_ops._core.tables import EXACT_BITS
+from cgx_ops._core.tables import EXACT_BITS, OF_COMPRESSOR
 from cgx_ops._core.user_warnings import warn_once
-from cgx_ops.config import OF_COMPRESSOR, Config
+from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument
 
 # One algorithm serves all tensors of a message.

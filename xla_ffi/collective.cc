@@ -46,7 +46,8 @@ Message AsRank(const Call& call, const Execution& execution, std::string key) {
   return message;
 }
 
-// Devices of one process that are late have usually got no thread (cgx_ops/jax/_src/runtime/threads.py).
+// Devices of one process that are late have usually got no thread
+// (cgx_ops/jax/_src/runtime/threads.py).
 constexpr const char* kTooFewThreads =
     ". If many steps were launched without waiting: call jax.block_until_ready at least every 16 "
     "steps, or set PJRT_NPROC to twice the number of CPU devices before JAX starts";

@@ -97,8 +97,8 @@ inline std::vector<int64_t> GetList(const ffi::Dictionary& attributes, std::stri
   return {span.begin(), span.end()};
 }
 
-// How each leaf of a custom call travels (call_attributes of cgx_ops/jax/_src/collectives/calls.py). Leaves that
-// have equal configs share one.
+// How each leaf of a custom call travels (call_attributes of
+// cgx_ops/jax/_src/collectives/calls.py). Leaves that have equal configs share one.
 class LeafConfigs {
  public:
   // Throws StatusError if an attribute is missing or is no config.

@@ -35,8 +35,8 @@ nb::dict CollectiveHandlers(XLA_FFI_Handler* instantiate, XLA_FFI_Handler* execu
   return handlers;
 }
 
-// The gates of cgx_ops/jax/_src/collectives/overlap.py. It does nothing: what matters is that XLA runs it when all
-// of its operands are there, and that its results are in their buffers.
+// The gates of cgx_ops/jax/_src/collectives/overlap.py. It does nothing: what matters is that XLA
+// runs it when all of its operands are there, and that its results are in their buffers.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     Gate, [](ffi::RemainingArgs, ffi::RemainingRets) { return ffi::Error::Success(); },
     ffi::Ffi::Bind().RemainingArgs().RemainingRets());

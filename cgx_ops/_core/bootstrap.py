@@ -1,20 +1,18 @@
 """How processes that can already exchange small messages make a communicator."""
 
-from collections.abc import Callable, Sequence
 from ctypes import addressof, c_int32, pointer
 
 from cgx_ops import _numpy_ops
 from cgx_ops._core import library, startup, structs
 from cgx_ops._core.call import check_timeout
+from cgx_ops._core.consistency import Gather
 from cgx_ops.errors import InvalidArgument, require_integer
-
-Allgather = Callable[[bytes], Sequence[bytes]]
 
 
 def create(
     rank: int,
     size: int,
-    allgather: Allgather,
+    allgather: Gather,
     name: str,
     transport: str | None,
     timeout: float | None,

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cgx_ops.errors import MismatchError
 
+_LONGEST = 2000  # characters of a value in an error
+
 Gather = Callable[[bytes], Sequence[bytes]]
 """An allgather of bytes, of any length on each rank."""
 
@@ -44,5 +46,10 @@ def require_same(
             ours, theirs = first.get(name, "nothing"), other.get(name, "nothing")
             if ours != theirs:
                 raise error(
-                    f"{caller}: {members[0]} has {name} {ours}, {member} has {theirs}. {remedy}"
+                    f"{caller}: {members[0]} has {name} {_cut(ours)}, {member} has {_cut(theirs)}. "
+                    f"{remedy}"
                 )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

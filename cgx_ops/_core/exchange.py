@@ -1,6 +1,6 @@
 """Bytes among the ranks of a communicator, and the address at which one rank can be reached.
 
-Frameworks use these before they have collectives of their own.
+Frameworks use these before their own collectives work.
 """
 
 import socket

@@ -12,12 +12,11 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from cgx_ops._core import library
+from cgx_ops._core.consistency import Gather
 from cgx_ops.errors import CgxError, DeadlineExceeded, MismatchError, PeerFailed, SystemFailure
-
-Allgather = Callable[[bytes], Sequence[bytes]]
 
 _MAGIC = b"cgx_ops rendezvous 1\n"
 _HELLO_S = 2.0  # a rank sends its number right after it has connected
@@ -29,7 +28,7 @@ _LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1"}
 
 
 @contextlib.contextmanager
-def allgather(host: str, port: int, rank: int, size: int, seconds: float) -> Iterator[Allgather]:
+def allgather(host: str, port: int, rank: int, size: int, seconds: float) -> Iterator[Gather]:
     """Meet the other ranks; yield what gives every rank's bytes to all, in rank order.
 
     Args:

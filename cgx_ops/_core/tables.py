@@ -24,7 +24,7 @@ ALGORITHMS: dict[str, int] = next(
 )
 EXACT_BITS = 32
 SMALLEST_COMPRESSED = 16  # CGX_SMALLEST_COMPRESSED
-# Of each field of Config: the accepted values in words, and the default.
+# The accepted values of each field of Config, in words, and its default.
 ACCEPTED: dict[str, str] = {row["name"]: row["accepted"] for row in CONFIG_FIELDS}
 DEFAULTS = {row["name"]: ast.literal_eval(row["default"]) for row in CONFIG_FIELDS}
 # Fields that one compressor has and another has not.

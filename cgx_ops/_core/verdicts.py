@@ -24,7 +24,7 @@ from cgx_ops.config import Config
 
 EXACT = 32
 _WORTH = 0.9  # of the exact time, at most
-_BEYOND = 16  # times the largest size that was timed, at most, is what a verdict is given for
+_BEYOND = 16  # a verdict reaches this many times the largest size that was timed
 _ALIKE = 1.1  # of the fastest choice's time, at most
 # Where choices may change: eight steps from one power of two to the next.
 _GRID = [int(2.0 ** (step / 8)) for step in range(8 * 10, 8 * 31)]
@@ -140,7 +140,7 @@ def _size(size: float) -> str:
 
 
 def sentence(timings: Timings, parameters: int) -> str:
-    """Return whether compression pays, and what a step of so many parameters takes.
+    """Return whether compression is faster, and the time of a step of so many parameters.
 
     A step is one allreduce of all gradients, of float32. It must be near the sizes that were timed:
     what small messages take says little of large ones.

@@ -1,8 +1,8 @@
 """What an outer loop is in any framework: its settings, which fragment is due when, its layers.
 
 Ranks train by themselves. Every `sync_every` steps they average what their parameters have become
-since, and an outer optimizer applies it to the anchor, which is equal on all ranks (Douillard et
-al.: DiLoCo, 2023). In fragments a part of the model at a time is sent, and applied some steps after
+since, and an outer optimizer applies it to the outer parameters, which are equal on all ranks
+(Douillard et al.: DiLoCo, 2023). In fragments a part of the model at a time is sent, and applied some steps after
 that, while training goes on (Douillard et al.: Streaming DiLoCo, 2025).
 torch/diloco/ and jax/_src/diloco/ do it, each in its framework's arrays.
 """
@@ -23,8 +23,8 @@ class Schedule:
         sync_every: steps from one synchronisation of a parameter to the next, at least 1.
         fragments: parts of the model; they divide sync_every.
         fragment_sync_delay: steps from sending to applying, less than sync_every / fragments.
-        fragment_update_alpha: how much of a parameter stays the rank's own when the anchor is
-            applied, from 0 (nothing: the anchor replaces it) to 1.
+        fragment_update_alpha: how much of a parameter stays the rank's own when the outer
+            parameters are applied, from 0 (nothing: they replace it) to 1.
     """
 
     sync_every: int

@@ -49,6 +49,9 @@ class Sample(NamedTuple):
     losses: tuple[float, ...]
 
 
+_SETTINGS = ("every", "samples", "budget", "choices", "alpha", "most_changes")
+
+
 class AdaptiveBits:
     """In how many bits each tensor travels, decided anew every so many steps.
 
@@ -182,11 +185,9 @@ class AdaptiveBits:
             MismatchError: on every rank; it names the first setting that differs, or the first
                 tensor that does not have the same bits on all of them.
         """
-        own = ("bits", "numels")  # the plan below has them
-        settings = {k: v for k, v in vars(self).items() if not k.startswith("_") and k not in own}
         require_same(
             "ranks have different settings of adaptive bits",
-            settings,
+            {name: getattr(self, name) for name in _SETTINGS},
             lambda mine: exchange(mine, "cgx_ops.planner.adaptive", communicator),
             "Give all ranks the same",
         )
@@ -224,10 +225,8 @@ class AdaptiveBits:
         return sum(self.bits[n] * self.numels[n] for n in self.bits) / total if total else math.nan
 
     def __repr__(self) -> str:
-        return (
-            f"AdaptiveBits(every={self.every}, samples={self.samples}, budget={self.budget!r}, "
-            f"choices={self.choices}, alpha={self.alpha}, most_changes={self.most_changes})"
-        )
+        settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in _SETTINGS)
+        return f"AdaptiveBits({settings})"
 
     def _count(self, sample: Sample, config: Config) -> bool:
         if sample.names != self._names:

@@ -1,4 +1,4 @@
-"""The variables that set Config.environment(): names, values, what is refused."""
+"""The variables of Config.from_env(): names, values, what is refused."""
 
 import pytest
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgx_ops import Config, InvalidArgument, Rules
-from cgx_ops.rules import EXACT_BITS, require_rules, rule_of_part
+from cgx_ops._core.tables import EXACT_BITS
+from cgx_ops.rules import require_rules, rule_of_part
 
 CONFIG = Config(bits=4)
 EXACT = Config(bits=EXACT_BITS)

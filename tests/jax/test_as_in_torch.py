@@ -142,7 +142,8 @@ def test_outer_loops(name: str, torchs: Path) -> None:
     for step in range(50):
         params = jax.tree.map(lambda p, m, i=step: p + m[i], params, moves)
         params, state = loop.outer(params, state)
-    for kind, found in (("params", params), ("anchor", state.anchor), ("residual", state.residual)):
+    kinds = {"params": params, "outer": state.outer_parameters, "residual": state.residual}
+    for kind, found in kinds.items():
         want, got = of(kind), fetch(found)
         assert want, kind
         for layer, leaves in want.items():

@@ -6,7 +6,7 @@ import pytest
 from support.launch import mpirun
 
 pytestmark = pytest.mark.skipif(
-    not (importlib.util.find_spec("torch") and importlib.util.find_spec("jax")),
+    not (importlib.util.find_spec("torch.nn") and importlib.util.find_spec("jax.numpy")),
     reason="needs torch and jax",
 )
 

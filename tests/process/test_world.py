@@ -263,6 +263,11 @@ def test_torch_and_numpy_under_torchrun(backend: str) -> None:
     assert all(text.splitlines().count("right") == 1 for text in outputs), outputs
 
 
+def test_a_group_of_torch_without_the_binding() -> None:
+    outputs = launch.torchrun(2, "run_world_without_binding.py")
+    assert all("right" in text.splitlines() for text in outputs), outputs
+
+
 @pytest.mark.parametrize(("backend", "ranks"), [slow("none", 3), ("gloo", 2)])
 def test_torch_and_numpy_under_mpirun(backend: str, ranks: int) -> None:
     outputs = launch.mpirun(ranks, "run_world.py", backend, timeout=250)

@@ -1,4 +1,4 @@
-"""Rank program: the functions of _compat.py about several processes.
+"""Rank program: the functions of compat.py about several processes.
 
     run_jax_compat.py ADDRESS
 

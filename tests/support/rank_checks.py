@@ -74,6 +74,9 @@ class Launch:
                 outputs, failure = self.by(*arguments, **options), ""
             except launch.Failed as error:
                 outputs, failure = error.outputs, str(error)
+            except BaseException as error:  # a time limit, Ctrl-C: nothing is launched again
+                self._failures = dict.fromkeys(self.selected, f"the launch failed: {error!r}")
+                raise
             self._failures = failures_of(outputs, self.names, self.selected, failure)
         return self._failures
 

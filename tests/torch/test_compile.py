@@ -13,8 +13,9 @@ slow, exhaustive = [pytest.mark.slow], [pytest.mark.exhaustive]
 
 
 DAILY = ["refused.*", "with_lowering", "forward_and_backward", "lists", "steps_with_feedback"]
-DAILY += ["input_left_alone", "checkpointed", "seeds"]
-LONGER = ["in_place_on_the_input", "dynamic_shapes", "compiled_autograd", "operators"]
+DAILY += ["input_left_alone", "checkpointed", "seeds", "in_place_on_the_input"]
+DAILY += ["compiled_autograd"]
+LONGER = ["dynamic_shapes", "operators"]
 LONGER += ["checkpointed_in_a_whole_step"]
 
 

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Config, Rules, Segment
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.errors import InvalidArgument
-from cgx_ops.rules import EXACT_BITS, require_rules
+from cgx_ops.rules import require_rules
 from cgx_ops.torch.averaging.arithmetic import full_precision
 from cgx_ops.torch.averaging.layers import Layer, segments_of
 from cgx_ops.torch.averaging.residuals import decayed, nothing

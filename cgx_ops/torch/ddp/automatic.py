@@ -16,9 +16,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Config, Rules, Segment
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.planner import AdaptiveBits, Plan
 from cgx_ops.planner.adaptive import Sample
-from cgx_ops.rules import EXACT_BITS, Rule
+from cgx_ops.rules import Rule
 from cgx_ops.torch import ddp
 from cgx_ops.torch._compat import graphs, parallel
 from cgx_ops.torch._compat.parallel import group_or_default

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Config, Segment, bits_for
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.errors import InvalidArgument
-from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat.parallel import GradBucket
 from cgx_ops.torch.averaging.adaptation import Adaptation
 from cgx_ops.torch.averaging.layers import Layer, segments_of

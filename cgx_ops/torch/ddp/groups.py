@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Config, Rules
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import CgxError, InvalidArgument, MismatchError
 from cgx_ops.planner import Plan
-from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat.parallel import GradBucket
 from cgx_ops.torch.averaging.arithmetic import full_precision
 from cgx_ops.torch.averaging.layers import layer_name

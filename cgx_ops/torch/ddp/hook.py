@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from cgx_ops import Config, Rules
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.autotune import require_choice
 from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner import AdaptiveBits
-from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat.parallel import GradBucket
 from cgx_ops.torch.averaging.adaptation import Adaptation
 from cgx_ops.torch.averaging.arithmetic import full_precision

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cgx_ops import Config, Segment
-from cgx_ops.rules import EXACT_BITS
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.torch.averaging.arithmetic import full_precision, use_on_this_stream
 from cgx_ops.torch.averaging.residuals import nothing
 from cgx_ops.torch.averaging.state import AveragingState

@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Config, Rules
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import InvalidArgument, require_integer, require_share
-from cgx_ops.rules import EXACT_BITS, require_rules
+from cgx_ops.rules import require_rules
 from cgx_ops.torch.averaging.exchange import Carriers, Exchange
 from cgx_ops.torch.optim.base import ExchangingOptimizer, ParamUpdate
 

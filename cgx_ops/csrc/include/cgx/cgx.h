@@ -1,5 +1,4 @@
-/* The waist of libcgx: everything the bindings (torch_ops/, xla_ffi/, cgx_ops/_core/) may
- * call.
+/* The C API of libcgx: all that the bindings (torch_ops/, xla_ffi/, cgx_ops/_core/) may call.
  *
  *   1. status codes, the field at fault and the error text: status.h
  *   2. the process: init, finalize, describe

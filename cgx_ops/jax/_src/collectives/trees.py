@@ -32,12 +32,15 @@ from cgx_ops.jax._src.runtime import compat, processes
 from cgx_ops.planner import Plan
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_UNCOMPRESSED = {  # by caller, for error messages; that of all others is jax.lax.pmean
+_UNCOMPRESSED = {  # by caller, for error messages
+    **dict.fromkeys(
+        ("pmean_q", "value_and_grad", "average_gradients", "power_sgd", "deep_gradient"),
+        "jax.lax.pmean",
+    ),
     "psum_q": "jax.lax.psum",
     "psum_scatter_q": "jax.lax.psum_scatter",
     "all_gather_q": "jax.lax.all_gather",
     "compress_grads": "jax.lax.psum",
-    "allreduce_q": "JAX's own collective",
 }
 
 
@@ -46,7 +49,7 @@ _UNCOMPRESSED = {  # by caller, for error messages; that of all others is jax.la
 
 def uncompressed(caller: str) -> str:
     """Return the name of JAX's uncompressed equivalent of a caller."""
-    return _UNCOMPRESSED.get(caller, "jax.lax.pmean")
+    return _UNCOMPRESSED.get(caller, "JAX's own collective")
 
 
 def checked_leaf(caller: str, path: Any, leaf: Any) -> jax.Array:

@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 from jax.interpreters import mlir
 
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import Config
 from cgx_ops.jax._src.collectives.calls import parted
 from cgx_ops.jax._src.collectives.options import is_vote
 from cgx_ops.jax._src.collectives.primitive import Settings, collective_q_p
 from cgx_ops.jax._src.runtime import compat
-from cgx_ops.rules import EXACT_BITS
 
 # bf16 has all whole numbers up to here, and fp16 has.
 _MOST_IN_HALF = 256

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import Config, Keywords
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups, require_own_messages
 from cgx_ops.jax._src.collectives.options import Carrier, checked_options, name_of_leaf
@@ -33,7 +34,7 @@ from cgx_ops.jax._src.transforms.base import (
     zero_residuals,
 )
 from cgx_ops.methods.deep_gradient import Method, checked_config, is_sparse, sparse_knobs
-from cgx_ops.rules import EXACT_BITS, Rules
+from cgx_ops.rules import Rules
 
 if TYPE_CHECKING:
     import optax

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import Config, Keywords
 from cgx_ops.errors import require_integer
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups
@@ -35,7 +36,7 @@ from cgx_ops.jax._src.transforms.base import (
     zero_residuals,
 )
 from cgx_ops.methods import low_rank
-from cgx_ops.rules import EXACT_BITS, Rules
+from cgx_ops.rules import Rules
 
 if TYPE_CHECKING:
     import optax

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from cgx_ops import Config, Segment
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.methods.deep_gradient import Method, checked_config, is_sparse, sparse_knobs
-from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat.parallel import GradBucket
 from cgx_ops.torch.averaging.arithmetic import full_precision, use_on_this_stream
 from cgx_ops.torch.averaging.layers import segments_of

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from cgx_ops import Config, Segment
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.methods import low_rank
-from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch._compat.parallel import GradBucket
 from cgx_ops.torch.averaging.layers import segments_of
 from cgx_ops.torch.averaging.state import for_any_message, rules_of

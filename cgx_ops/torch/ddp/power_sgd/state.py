@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Config, Rules
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.methods import low_rank
-from cgx_ops.rules import EXACT_BITS
 from cgx_ops.torch.averaging.layers import Layer
 from cgx_ops.torch.ddp.state import HookState
 
