@@ -2,8 +2,8 @@
 
 Ranks train by themselves. Every `sync_every` steps they average what their parameters have become
 since, and an outer optimizer applies it to the outer parameters, which are equal on all ranks
-(Douillard et al.: DiLoCo, 2023). In fragments a part of the model at a time is sent, and applied some steps after
-that, while training goes on (Douillard et al.: Streaming DiLoCo, 2025).
+(Douillard et al.: DiLoCo, 2023). In fragments a part of the model at a time is sent, and applied
+some steps after that, while training goes on (Douillard et al.: Streaming DiLoCo, 2025).
 torch/diloco/ and jax/_src/diloco/ do it, each in its framework's arrays.
 """
 
