@@ -22,7 +22,7 @@ demo: $(DEMO_BUILT)
 PARTS = $(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target
 DAILY = not exhaustive and not slow
 SLOW = slow and not exhaustive
-.PHONY: test-jax test-torch test-core test-slow slow-torch slow-rest
+.PHONY: test-jax test-torch test-core test-slow slow-jax slow-torch slow-rest
 test: $(BUILT)
 	@echo "The tests of JAX, of torch and of the rest run side by side; each is shown when it has ended."
 	@$(PARTS) test-core test-jax test-torch
@@ -30,11 +30,8 @@ test: $(BUILT)
 # XLA compiles the programs of the tests' own process without LLVM's optimizations: in a quarter
 # less time. test-all has them.
 test-jax test-torch: export XLA_FLAGS := --xla_backend_optimization_level=0
-test-jax: $(BUILT)
-	$(BIN)/python -m pytest tests/jax -m "$(DAILY)"
-
-test-torch: $(BUILT)
-	$(BIN)/python -m pytest tests/torch -m "$(DAILY)"
+test-jax test-torch: test-%: $(BUILT)
+	$(BIN)/python -m pytest tests/$* -m "$(DAILY)"
 
 test-core: $(BUILT)
 	$(BIN)/python -m pytest tests --ignore=tests/jax --ignore=tests/torch -m "$(DAILY)"
@@ -61,16 +58,16 @@ fast-bindings: $(BUILT)
 fast-core: $(BUILT)
 	$(BIN)/python -m pytest $(FAST_CORE) -q -m "$(DAILY)"
 
-# What .ci/run has beside these, in halves that take as long.
+# .ci/run has these, too.
 test-slow: $(BUILT)
-	@echo "The slow tests of torch and the other slow ones run side by side."
-	@$(PARTS) slow-torch slow-rest
+	@echo "The slow tests of JAX, of torch and of the rest run side by side."
+	@$(PARTS) slow-rest slow-jax slow-torch
 
-slow-torch: $(BUILT)
-	$(BIN)/python -m pytest tests/torch -m "$(SLOW)"
+slow-jax slow-torch: slow-%: $(BUILT)
+	$(BIN)/python -m pytest tests/$* -m "$(SLOW)"
 
 slow-rest: $(BUILT)
-	$(BIN)/python -m pytest tests --ignore=tests/torch -m "$(SLOW)"
+	$(BIN)/python -m pytest tests --ignore=tests/jax --ignore=tests/torch -m "$(SLOW)"
 
 test-all: $(BUILT)
 	$(BIN)/python -m pytest tests
