@@ -22,10 +22,11 @@ demo: $(DEMO_BUILT)
 PARTS = $(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target
 DAILY = not exhaustive and not slow
 SLOW = slow and not exhaustive
-.PHONY: test-jax test-torch test-core test-slow slow-jax slow-torch slow-rest
+CORE = tests/core tests/numpy tests/planner
+.PHONY: test-jax test-torch test-core test-rest test-slow slow-jax slow-torch slow-rest
 test: $(BUILT)
-	@echo "The tests of JAX, of torch and of the rest run side by side; each is shown when it has ended."
-	@$(PARTS) test-core test-jax test-torch
+	@echo "The tests of the core, JAX, torch and the rest run side by side; each is shown at its end."
+	@$(PARTS) test-jax test-core test-rest test-torch
 
 # XLA compiles the programs of the tests' own process without LLVM's optimizations: in a quarter
 # less time. test-all has them.
@@ -34,7 +35,10 @@ test-jax test-torch: test-%: $(BUILT)
 	$(BIN)/python -m pytest tests/$* -m "$(DAILY)"
 
 test-core: $(BUILT)
-	$(BIN)/python -m pytest tests --ignore=tests/jax --ignore=tests/torch -m "$(DAILY)"
+	$(BIN)/python -m pytest $(CORE) -m "$(DAILY)"
+
+test-rest: $(BUILT)
+	$(BIN)/python -m pytest tests $(addprefix --ignore=,tests/jax tests/torch $(CORE)) -m "$(DAILY)"
 
 # A sample of each subject, for every change: under a minute on two quiet cores after the build.
 FAST_BINDINGS = tests/jax/test_psum.py tests/jax/test_api.py tests/torch/test_eager.py \
