@@ -191,7 +191,8 @@ _slots: dict[int, dict[Config, Slot]] = {}
 
 def slot_of(comm: int, config: Config) -> Slot:
     """Return the slot of the communicator of this id."""
-    return _slots.setdefault(comm, {}).setdefault(config, Slot())
+    slots = _slots.setdefault(comm, {})
+    return slots.get(config) or slots.setdefault(config, Slot())
 
 
 def in_words(comm: int) -> str:

@@ -1,6 +1,6 @@
 """QuantizedModelAverager: weights are averaged every few steps, and travel as what changed.
 
-    from cgx_ops.torch.averaging.averager import QuantizedModelAverager
+    from cgx_ops.torch.averaging import QuantizedModelAverager
     averager = QuantizedModelAverager(period=4, warmup_steps=100, config=cgx_ops.Config(bits=4))
     optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), 0.1), averager)
 

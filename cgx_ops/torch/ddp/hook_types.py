@@ -31,8 +31,8 @@ class CommHookType(Enum):
 
         state = CommHookType["POWER_SGD_RANK2"].register(model, start_powerSGD_iter=100)
 
-    NOOP is torch's noop_hook, which leaves every rank its own gradients: what a step takes with it
-    is what no compression can be faster than.
+    NOOP is torch's noop_hook, which leaves every rank its own gradients. No compression makes a
+    step faster than that.
     """
 
     QUANTIZED_ALLREDUCE = _Hook(quantized_allreduce_hook, QuantizedAllreduceState, {})
