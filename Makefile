@@ -76,7 +76,7 @@ slow-rest: $(BUILT)
 test-all: $(BUILT)
 	$(BIN)/python -m pytest tests
 
-# Trainers that others wrote: docs/integrations.md. Their packages go into .venv here, and are needed
+# Trainers that others wrote: docs/guides/trainers.md. Their packages go into .venv here, and are needed
 # nowhere else.
 .PHONY: test-integrations
 test-integrations: $(BUILT)
@@ -137,7 +137,7 @@ fuzz: .venv/.ready
 neon: $(BUILT)
 	$(BIN)/python -m pytest tests/cpp/test_neon.py
 
-# With a GPU: the tests of CUDA, then its benchmarks, which write docs/gpu.md's tables. They use the
+# With a GPU: the tests of CUDA, then its benchmarks, which write docs/explanation/gpu.md's tables. They use the
 # packages of PYTHON, not .venv, and no network; nothing is installed.
 .PHONY: gpu gpu-test gpu-bench gpu-build
 gpu: gpu-test gpu-bench

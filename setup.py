@@ -7,7 +7,7 @@ in build/, so that editable installs too compile only what changed.
 Bindings are built for the frameworks of the environment that the package is installed into, also
 where pip builds in isolation and hides them. CGX_WITH=torch,jax names those to build and insists
 on them, CGX_WITH=none builds the core alone; MAX_JOBS limits the compilers at work. What is built
-stands in the version of all but an sdist, such as 0.1.0+torch2.13.jax0.10.cu13: docs/packaging.md.
+stands in the version of all but an sdist, such as 0.1.0+torch2.13.jax0.10.cu13: docs/guides/install.md.
 
 CUDA is part of the core if the torch or JAX that is built for uses CUDA, or if CGX_WITH names cuda,
 which insists on it. nvcc is CUDA_HOME's, CUDA_PATH's, the one on PATH, or that of /usr/local/cuda.

@@ -1,4 +1,4 @@
-"""Measures what docs/gpu.md shows, and writes its tables; `make gpu` runs it after the tests.
+"""Measures what docs/explanation/gpu.md shows, and writes its tables; `make gpu` runs it after the tests.
 
     python benchmarks/gpu.py            # the runs below, then the tables
     python benchmarks/gpu.py --tables   # only these, from the reports in benchmarks/results/gpu/
@@ -170,7 +170,7 @@ def write(document: Path, reports: Reports) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measures on a GPU; writes docs/gpu.md's tables")
+    parser = argparse.ArgumentParser(description="Measures on a GPU; writes docs/explanation/gpu.md's tables")
     parser.add_argument("--tables", action="store_true", help="only write, from older reports")
     options = parser.parse_args()
     os.chdir(ROOT)
@@ -184,7 +184,7 @@ def main() -> None:
             failed |= outcome != "done"
     reports = {one.name: Report.read(one.report) for one in RUNS if one.report.exists()}
     if not reports:
-        sys.exit("There is no report in benchmarks/results/gpu/: docs/gpu.md is as it was.")
+        sys.exit("There is no report in benchmarks/results/gpu/: docs/explanation/gpu.md is as it was.")
     write(DOCUMENT, reports)
     targets_table(reports).print()
     sys.exit(failed)

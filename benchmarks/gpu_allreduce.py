@@ -286,7 +286,7 @@ def main() -> None:
     options = parser.parse_args()
     faulthandler.dump_traceback_later(_TIMEOUT, exit=True)
     if options.threads:
-        # CUDA has not started yet; docs/gpu.md says why.
+        # CUDA has not started yet; docs/explanation/gpu.md says why.
         os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
     try:
         results = as_threads(options) if options.threads else as_process(options)

@@ -23,7 +23,7 @@ from cgx_ops.planner import command as plan
 _FRAMEWORKS = {"torch": ("torch", "_torch_ops"), "jax": ("jaxlib", "_xla_ffi")}
 _MPI_TAKES = {
     True: "CUDA-aware: it takes addresses of GPUs' memory",
-    False: "not CUDA-aware: it takes the host's memory only (docs/gpu.md)",
+    False: "not CUDA-aware: it takes the host's memory only (docs/explanation/gpu.md)",
 }
 
 

@@ -73,7 +73,7 @@ class Config:
         intra_bits: hierarchical: bits of values that their own host sums; None: exact.
         skip_incomplete_buckets: send a last bucket that is not full exact.
         minimal_size: tensors of fewer than max(16, minimal_size) elements travel exact.
-        compressor: what values become: docs/wire_format.md, section 8, and docs/numerics.md have
+        compressor: what values become: docs/reference/wire_format.md, section 8, and docs/explanation/numerics.md have
             each one's bytes and error.
         density: of "topk", "threshold" and "randk": the share of values that travel, more than 0
             and at most 1; None: 0.01.

@@ -1,6 +1,6 @@
-"""Print docs/interfaces.md: the arguments and defaults of the three APIs, side by side.
+"""Print docs/reference/interfaces.md: the arguments and defaults of the three APIs, side by side.
 
-python docs/generate_interfaces.py > docs/interfaces.md
+python docs/generate_interfaces.py > docs/reference/interfaces.md
 """
 
 import inspect
@@ -19,7 +19,7 @@ _INTRODUCTION = """\
 
 The calls that several APIs have, with its arguments and their defaults. `=` without a value is
 a required argument, `-` a call that does not have it. [options.md](options.md) has the fields of
-`Config`. This page is generated: `python docs/generate_interfaces.py > docs/interfaces.md`.
+`Config`. This page is generated: `python docs/generate_interfaces.py > docs/reference/interfaces.md`.
 
 What differs, and why:
 

@@ -10,7 +10,7 @@
 
 A transformer learns the next character of Python's own help texts. Each process is a host with one
 CPU device, its own copy of the model, its own AdamW and its own texts. Between hosts start it as
-docs/hosts.md says. A run that is stopped goes on from --folder, to the same bits. Rank 0 prints a
+docs/guides/launchers.md says. A run that is stopped goes on from --folder, to the same bits. Rank 0 prints a
 line of JSON after every tenth of the steps, of the model that all hosts share, and at the end.
 """
 

@@ -1,6 +1,6 @@
 // Why a graph gets start + wait and not one operator: inductor drops, merges and reorders a plain
 // functional operator as it likes, and then ranks wait for each other for ever. It keeps a start
-// that _c10d_functional.wait_tensor waits for, in the order of all collectives (docs/design.md, 5).
+// that _c10d_functional.wait_tensor waits for, in the order of all collectives (docs/explanation/architecture.md, 5).
 // Outside of graphs one blocking operator does it: nothing to register, one thing in a profile.
 //
 //   1. the parts, called by the dispatcher, so that tracers and modes see them

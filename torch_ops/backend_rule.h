@@ -6,7 +6,7 @@
 //   Context       that, and whether gradients are being completed. The callbacks of a future have
 //                 the context of the call that it is of, whichever thread runs them: else ranks
 //                 would decide by who was faster
-//   decide()      the rule; docs/torch.md, "What is compressed", has it in words
+//   decide()      the rule; docs/guides/torch.md, "What is compressed", has it in words
 #pragma once
 
 #include <cstdint>

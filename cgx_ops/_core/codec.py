@@ -1,4 +1,4 @@
-"""The quantizer alone, on one rank: values to bytes and back, as in docs/wire_format.md.
+"""The quantizer alone, on one rank: values to bytes and back, as in docs/reference/wire_format.md.
 
 And what it must lose of values, measured as it measures buckets: statistic().
 """

@@ -1,4 +1,4 @@
-"""The variables that configure compression, with the names of CGX: docs/environment.md.
+"""The variables that configure compression, with the names of CGX: docs/reference/environment.md.
 
     fields()      the fields of the Config that they describe, which the backend "cgx" uses
     auto_bits()   CGX_AUTO_BITS

@@ -16,7 +16,7 @@ Groups are after MergeComp (Wang et al., "MergeComp: A Compression Scheduler for
 Communication-Efficient Distributed Training", 2021), bits after L-GreCo (Alimohammadi et al.,
 "L-GreCo: Layerwise-Adaptive Gradient Compression for Efficient and Accurate Deep Learning", 2022)
 and CGX (Markov et al., "CGX: Adaptive System Support for Communication-Efficient Deep Learning",
-Middleware 2022). docs/planner.md has it all on a page.
+Middleware 2022). docs/guides/planner.md has it all on a page.
 """
 
 from cgx_ops._core.codec import statistic

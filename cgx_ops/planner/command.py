@@ -212,7 +212,7 @@ def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tup
         text_columns=2,
         sections=[len(rows) // 2],
         notes=[
-            "step: until the last gradient is reduced, by docs/planner.md's model with typical "
+            "step: until the last gradient is reduced, by docs/guides/planner.md's model with typical "
             "costs; planner.measure() has your route's.",
             _verdict(bits, waits[_EXACT.bits], waits[bits]),
         ],

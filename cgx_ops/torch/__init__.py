@@ -9,7 +9,7 @@ Importing starts no MPI; the first collective, or `cgx_ops.init()`, does. A call
 `group_name` reaches all ranks: those of the default process group, else the launcher's.
 
 Phases: check that the binding fits the installed torch; load libcgx, then the binding; register the
-operators' properties, the backend "cgx" and, under mpirun and srun, the rendezvous. docs/torch.md
+operators' properties, the backend "cgx" and, under mpirun and srun, the rendezvous. docs/guides/torch.md
 lists what the import changes.
 """
 

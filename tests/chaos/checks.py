@@ -94,7 +94,7 @@ def _times(result: Result, slack: float) -> list[str]:
             begin = max(begin, min(result.stopped[1], outcome.end))
         # Making one: a bootstrap of the harness (twice the deadline), then waits of the core.
         allowed = outcome.deadline * (3 if outcome.making else 1) + GRACE + slack
-        # Frameworks, and making and closing communicators, notice it at the end: docs/failures.md.
+        # Frameworks, and making and closing communicators, notice it at the end: docs/explanation/failures.md.
         looks_up = spec.framework == "numpy" and outcome.case
         if outcome.error == "KeyboardInterrupt" and result.fault_at and looks_up:
             begin, allowed = max(begin, result.fault_at), NOTICED + slack

@@ -1,4 +1,4 @@
-"""Shift rounding, on one rank: its error's bound, mean and distribution (docs/numerics.md)."""
+"""Shift rounding, on one rank: its error's bound, mean and distribution (docs/explanation/numerics.md)."""
 
 from typing import Any
 

@@ -376,7 +376,7 @@ void test_places() {
   CHECK(places_bytes(64, 4) == 3, "bytes");
   write_places(places, 64, bytes.data());
   CHECK(bytes[0] == std::byte{0x11} && bytes[1] == std::byte{0x11} && bytes[2] == std::byte{0x55},
-        "as in docs/wire_format.md");
+        "as in docs/reference/wire_format.md");
   const auto with = [&](uint8_t low, uint8_t middle, uint8_t high) {
     return std::vector<std::byte>{std::byte{low}, std::byte{middle}, std::byte{high}};
   };

@@ -1,4 +1,4 @@
-// A second, slow codec, straight from docs/wire_format.md, one bit at a time.
+// A second, slow codec, straight from docs/reference/wire_format.md, one bit at a time.
 #pragma once
 
 #include <algorithm>

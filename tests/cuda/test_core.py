@@ -51,7 +51,7 @@ def test_results_are_the_cpu_s(n: int, wire: str, sets: list[str]) -> None:
 @pytest.mark.parametrize("n", [2, 4])
 def test_results_of_threads(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many ranks in one process, each on a stream of its own."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # docs/gpu.md says why
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # docs/explanation/gpu.md says why
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
     args = ("results", "--threads", n, "features", "by_size")
     (output,) = on_one_gpu(1, PROGRAM, *args, timeout=800)

@@ -1,4 +1,4 @@
-"""The packages of cgx_ops import each other one way, and no files in a circle (docs/design.md)."""
+"""The packages of cgx_ops import each other one way, and no files in a circle (docs/explanation/architecture.md)."""
 
 from pathlib import Path
 

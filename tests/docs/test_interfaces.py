@@ -1,4 +1,4 @@
-"""docs/interfaces.md is what its generator prints."""
+"""docs/reference/interfaces.md is what its generator prints."""
 
 import runpy
 from pathlib import Path

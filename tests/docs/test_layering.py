@@ -1,4 +1,4 @@
-"""The rules of docs/design.md about includes and errors, read off the sources."""
+"""The rules of docs/explanation/architecture.md about includes and errors, read off the sources."""
 
 import ast
 import re

@@ -1,10 +1,10 @@
-"""docs/integrations.md shows lines of the programs that are tested here, and no others."""
+"""docs/guides/trainers.md shows lines of the programs that are tested here, and no others."""
 
 import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
-TEXT = (HERE.parents[1] / "docs/integrations.md").read_text()
+TEXT = (HERE.parents[1] / "docs/guides/trainers.md").read_text()
 
 
 def test_recipes_are_what_is_tested() -> None:

@@ -167,7 +167,7 @@ def test_what_is_lost_comes_back(feedback: bool) -> None:
     """At two bits a bucket's largest value hides the others, in every step the same.
 
     With feedback the steps' means add up to the gradients but for the residuals, and these stay
-    within the bound of docs/jax.md, 2 / (n - 2) with n = 3. A step rounds fewer than 32 times, and
+    within the bound of docs/guides/jax.md, 2 / (n - 2) with n = 3. A step rounds fewer than 32 times, and
     values of at most the gradients plus the residuals.
     """
     rows = normal(2, N, NUMEL) / 10

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_documents_list_the_same_names() -> None:
-    text = (ROOT / "docs/environment.md").read_text()
+    text = (ROOT / "docs/reference/environment.md").read_text()
     assert set(re.findall(r"`(CGX_[A-Z_]+)`", text)) == variables.NAMES
 
 
@@ -30,7 +30,7 @@ def test_the_names_of_options_are_among_them() -> None:
     [
         ("CGX_COMPRESION_QUANTIZATION_BITS", "did you mean CGX_COMPRESSION_QUANTIZATION_BITS?"),
         ("CGX_TIMEOUTS", "did you mean CGX_TIMEOUT?"),
-        ("CGX_XYZ", "docs/environment.md lists them"),
+        ("CGX_XYZ", "docs/reference/environment.md lists them"),
         ("CGX_TEST_XYZ", ""),
         ("XYZ", ""),
     ],

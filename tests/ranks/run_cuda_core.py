@@ -57,7 +57,7 @@ SETS = {**collective_cases.SETS, "by_size": BY_SIZE}
 
 
 def served(case: Case) -> bool:
-    """Return whether the GPU takes it: docs/gpu.md says what it does not."""
+    """Return whether the GPU takes it: docs/explanation/gpu.md says what it does not."""
     whole = case.rotation is not None or case.compressor in ("topk", "randk")
     return (
         case.algorithm not in ("ring", "hierarchical")

@@ -1,6 +1,6 @@
 """The numpy oracle: what every collective and the codec must give, to the bit.
 
-Written from docs/wire_format.md and docs/design.md, and never by calling the library. Slow and
+Written from docs/reference/wire_format.md and docs/explanation/architecture.md, and never by calling the library. Slow and
 plain on purpose. All arithmetic is fp32 (numpy rounds every operation); the names follow the
 documents.
 

@@ -1,4 +1,4 @@
-"""The codec: quantize, dequantize, encoded_bytes. It follows docs/wire_format.md.
+"""The codec: quantize, dequantize, encoded_bytes. It follows docs/reference/wire_format.md.
 
 encode, decode and message_bytes are the same of Settings, for the collectives.
 """

@@ -1,4 +1,4 @@
-"""What quantization must lose, as one number of a tensor: what allocates bits (docs/planner.md)."""
+"""What quantization must lose, as one number of a tensor: what allocates bits (docs/guides/planner.md)."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_table_of_verbs_is_the_headers() -> None:
 def test_page_of_options_is_the_cores_table() -> None:
     row = "| `{name}` | `{default}` | {accepted} | {documentation} |"
     rows = [row.format(**field) for field in tables.CONFIG_FIELDS]
-    page = (ROOT / "docs/options.md").read_text().splitlines()
+    page = (ROOT / "docs/reference/options.md").read_text().splitlines()
     assert [line for line in page if line.startswith("| `")] == rows
 
 

@@ -1,4 +1,4 @@
-// Where the noise of an element is among what Philox makes (docs/wire_format.md, section 4).
+// Where the noise of an element is among what Philox makes (docs/reference/wire_format.md, section 4).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Seeds that follow from one seed, so that values whose errors may be added up never share noise:
-// those of a call's segments, and of a reduce_scatter's blocks. docs/wire_format.md, section 4, has
+// those of a call's segments, and of a reduce_scatter's blocks. docs/reference/wire_format.md, section 4, has
 // the numbers, and tests/reference the same functions.
 #pragma once
 

@@ -7,7 +7,7 @@
 
 namespace cgx {
 
-// What travels. Its number is the noise's phase (docs/wire_format.md).
+// What travels. Its number is the noise's phase (docs/reference/wire_format.md).
 enum class Way : uint32_t {
   kScatter = 0,  // a rank's own values, or partial sums, on their way to the owner
   kGather = 1,   // reduced values, on their way back

@@ -1,6 +1,6 @@
 // How values lie in a message: as they are, in 16 bits, or in buckets. A bucket is a header, then a
 // field of small codes. Each format of buckets has its arithmetic in a file of its name in
-// kernel/cpu; for GPUs in kernel/cuda/uniform.h and formats.h; docs/wire_format.md spells it out.
+// kernel/cpu; for GPUs in kernel/cuda/uniform.h and formats.h; docs/reference/wire_format.md spells it out.
 #pragma once
 
 #include <cstdint>

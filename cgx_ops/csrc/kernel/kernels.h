@@ -1,5 +1,5 @@
 // Arithmetic on one rank, over raw pointers: the contract that every CPU target, and kernel/cuda,
-// fulfils to the same bit. docs/wire_format.md and docs/numerics.md spell the arithmetic out.
+// fulfils to the same bit. docs/reference/wire_format.md and docs/explanation/numerics.md spell the arithmetic out.
 //
 // All targets are compiled from kernel/cpu/kernels-inl.h; kernels() picks one at first use: the
 // best that this CPU runs, or the one that CGX_CPU_TARGET names.

@@ -1,4 +1,4 @@
-// What all processors know of a rotation (docs/wire_format.md): a bucket is cut into groups of
+// What all processors know of a rotation (docs/reference/wire_format.md): a bucket is cut into groups of
 // `size` rows of sixteen values, and a last one of as many columns as are left; what fills no row
 // is not rotated. A group's columns are transformed side by side: signs, then a Hadamard matrix,
 // divided by the root of `size` by powers of two: a part of it on the way there, the rest on the

@@ -17,7 +17,7 @@ After a step in which a fragment of the parameters is due:
 Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models, 2023; Streaming
 DiLoCo with overlapping communication, 2025. Stich: Local SGD Converges Fast and Communicates
 Little, ICLR 2019. Sarfi et al.: Communication Efficient LLM Pre-training with SparseLoCo, 2025.
-ranks.py: the same start on all ranks; fragments.py: the parameters of a fragment. docs/diloco.md.
+ranks.py: the same start on all ranks; fragments.py: the parameters of a fragment. docs/guides/diloco.md.
 """
 
 import contextlib

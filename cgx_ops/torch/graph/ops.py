@@ -21,7 +21,7 @@ rank of the group, on a GPU those that the CPU would compute. `config` is the te
 `rounding` override its fields. A new compressor resets the fields that belonged to the old one.
 `op` is sum or avg, and at 32 bits also min, max or product; `group_name` names a communicator of
 cgx_ops or a process group of any backend; "" means all ranks: the default group if
-torch.distributed is initialized, else the launcher's (docs/hosts.md). `name` identifies a
+torch.distributed is initialized, else the launcher's (docs/guides/launchers.md). `name` identifies a
 collective that is started from several threads.
 
 Random rounding ("stochastic", "shift") takes its seed from torch's default CPU generator, so

@@ -35,7 +35,7 @@ typedef enum cgx_rounding_t {
   CGX_CODECS_OWN = 3 /* the one that the compressor names first */
 } cgx_rounding_t;
 
-/* docs/wire_format.md has the bytes of each, docs/numerics.md its error. */
+/* docs/reference/wire_format.md has the bytes of each, docs/explanation/numerics.md its error. */
 typedef enum cgx_compressor_t {
   CGX_UNIFORM = 0,   /* levels between a bucket's minimum and maximum */
   CGX_LEVELS = 1,    /* fixed levels times a bucket's root mean square */

@@ -1,6 +1,6 @@
 // What quantizing a tensor must lose follows from one number, whatever the bits: of buckets between
 // their minimum and maximum the sum of n * range^2, of other formats the sum of squares
-// (docs/planner.md, "Bits"). Buckets are measured as the encoder does, and added in order.
+// (docs/guides/planner.md, "Bits"). Buckets are measured as the encoder does, and added in order.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The noise of stochastic and shift rounding, in blocks of 128 elements (docs/wire_format.md,
+// The noise of stochastic and shift rounding, in blocks of 128 elements (docs/reference/wire_format.md,
 // section 4): sixteen Philox counters in the lanes of vector registers give eight elements each.
 // A few blocks are made at once and kept, since short buckets need one block many times. Shift
 // rounding needs one element a bucket, and makes no more.

@@ -1,4 +1,4 @@
-// The arithmetic of docs/wire_format.md, operation by operation: nothing contracts, nothing is
+// The arithmetic of docs/reference/wire_format.md, operation by operation: nothing contracts, nothing is
 // flushed, NaNs are one NaN. And a Dtype's values: how they are stored, widened to fp32, rounded.
 //
 // The GPU converts halves by instructions that give the bits of base/half.h but for NaNs.

@@ -1,4 +1,4 @@
-// What a bucket's values are measured by: extremes, and sums in the order of docs/wire_format.md.
+// What a bucket's values are measured by: extremes, and sums in the order of docs/reference/wire_format.md.
 // Both look at one tile after another.
 //
 //   1. extremes

@@ -1,4 +1,4 @@
-// The noise of stochastic rounding (docs/wire_format.md, section 4): of one element, or of whole
+// The noise of stochastic rounding (docs/reference/wire_format.md, section 4): of one element, or of whole
 // blocks into shared memory.
 #pragma once
 

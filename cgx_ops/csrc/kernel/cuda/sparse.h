@@ -1,4 +1,4 @@
-// Sparse buckets (docs/wire_format.md): a few values, and their places where these do not follow
+// Sparse buckets (docs/reference/wire_format.md): a few values, and their places where these do not follow
 // from a seed. A group holds a bucket as a whole.
 //
 //   1. what lies where in shared memory

@@ -1,4 +1,4 @@
-// Trits in bytes (docs/wire_format.md): five to a byte, in groups of 80 whose byte j has codes j,
+// Trits in bytes (docs/reference/wire_format.md): five to a byte, in groups of 80 whose byte j has codes j,
 // 16 + j, ... 64 + j; a last group of b bytes has its codes b apart. In registers a unit's codes
 // have two bits each.
 //

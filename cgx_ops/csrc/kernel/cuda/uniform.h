@@ -1,4 +1,4 @@
-// Buckets <-> levels between their minimum and maximum, in registers (docs/wire_format.md, sections
+// Buckets <-> levels between their minimum and maximum, in registers (docs/reference/wire_format.md, sections
 // 2 and 3). And what all formats of buckets share: a header, and the grid that encoding needs.
 //
 //   1. headers and grids

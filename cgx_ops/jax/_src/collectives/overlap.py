@@ -25,7 +25,7 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from cgx_ops.jax._src.runtime import compat, handlers
 
-# Two keep the link busy. With more, on two processors, a step took longer: docs/planner.md.
+# Two keep the link busy. With more, on two processors, a step took longer: docs/guides/planner.md.
 AHEAD = 2
 
 

@@ -17,7 +17,7 @@ from cgx_ops.jax._src.collectives.options import name_of_leaf
 from cgx_ops.jax._src.runtime.processes import world
 from cgx_ops.planner import Plan
 
-# Of values. Of 25 million float32 on links from 100 Mbit/s to memory: docs/planner.md.
+# Of values. Of 25 million float32 on links from 100 Mbit/s to memory: docs/guides/planner.md.
 _MESSAGE_BYTES = 4 << 20
 
 # ---- 1. leaves ---------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def psum_q(
           travels while the leaves of others are computed. Less than 8 MiB are one message. False:
           one for each leaf. A cgx_ops.planner.Plan: one for each of its groups (and dtype); the
           plan has every leaf, by its path, and processes compare it when they compile it, unless
-          XLA carries the bytes. See docs/planner.md.
+          XLA carries the bytes. See docs/guides/planner.md.
         carrier: "native": cgx moves the bytes, through memory and MPI. "xla": XLA's own collectives
           do, wherever those work, with or without MPI; the bits of the result are those of the same
           algorithm. Not for "ring" and "hierarchical", nor for groups with more devices in one

@@ -4,7 +4,7 @@
     2. counts: they are what processes send each other, exact, in 16 bits where that is exact
     3. the vote is the sign of the sum
 
-Between hosts the core does the same (docs/wire_format.md, "sign"); votes are equal to the bit.
+Between hosts the core does the same (docs/reference/wire_format.md, "sign"); votes are equal to the bit.
 """
 
 import functools

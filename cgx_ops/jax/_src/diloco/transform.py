@@ -69,7 +69,7 @@ def diloco(
             params, state = loop.outer(params, state)
 
     `sync_every`, `fragments`, `fragment_sync_delay` and `fragment_update_alpha` are torchft's and
-    torchtitan's words. Docs: docs/diloco.md.
+    torchtitan's words. Docs: docs/guides/diloco.md.
 
     Args:
         axis_name: name of a mesh axis, or a tuple of names, over which devices train independently.
