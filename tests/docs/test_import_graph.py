@@ -1,4 +1,7 @@
-"""The packages of cgx_ops import each other one way, and no files in a circle (docs/explanation/architecture.md)."""
+"""The packages of cgx_ops import each other in one direction, and files never in a circle.
+
+The arrows are those of docs/explanation/architecture.md.
+"""
 
 from pathlib import Path
 

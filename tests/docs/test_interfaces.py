@@ -12,4 +12,4 @@ def test_the_page_is_current() -> None:
     pytest.importorskip("torch.nn")
     pytest.importorskip("jax.numpy")
     generator = runpy.run_path(str(DOCS / "generate_interfaces.py"))
-    assert generator["page"]() == (DOCS / "interfaces.md").read_text()
+    assert generator["page"]() == (DOCS / "reference/interfaces.md").read_text()
