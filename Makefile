@@ -76,8 +76,7 @@ slow-rest: $(BUILT)
 test-all: $(BUILT)
 	$(BIN)/python -m pytest tests
 
-# Trainers that others wrote: docs/guides/trainers.md. Their packages go into .venv here, and are needed
-# nowhere else.
+# The trainers of docs/guides/trainers.md. No other target installs their packages into .venv.
 .PHONY: test-integrations
 test-integrations: $(BUILT)
 	$(BIN)/python -c "$$PRINT_REQUIREMENTS" integrations > .venv/integrations.txt
@@ -104,6 +103,12 @@ lint: $(BUILT)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+# The site, in build/docs; a warning is an error. It needs no network.
+.PHONY: docs
+docs: $(BUILT)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+	@echo "The site is in build/docs/index.html."
 
 # The C++ tests under ThreadSanitizer, then under AddressSanitizer and UndefinedBehaviorSanitizer.
 SANITIZED = build/sanitize-thread build/sanitize-address,undefined
@@ -137,8 +142,8 @@ fuzz: .venv/.ready
 neon: $(BUILT)
 	$(BIN)/python -m pytest tests/cpp/test_neon.py
 
-# With a GPU: the tests of CUDA, then its benchmarks, which write docs/explanation/gpu.md's tables. They use the
-# packages of PYTHON, not .venv, and no network; nothing is installed.
+# With a GPU: the tests of CUDA, then its benchmarks, which write the tables of
+# docs/explanation/gpu.md. They use the packages of PYTHON, not .venv, and no network.
 .PHONY: gpu gpu-test gpu-bench gpu-build
 gpu: gpu-test gpu-bench
 

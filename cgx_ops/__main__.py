@@ -29,14 +29,19 @@ _MPI_TAKES = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
+    options = parser().parse_args(arguments)
+    return options.run(options)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(prog="python -m cgx_ops")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="versions, MPI, CPU target, CUDA, what is missing")
     info.set_defaults(run=_info)
     allreduce.add_arguments(commands.add_parser("bench", help="time allreduce among ranks"))
     plan.add_arguments(commands.add_parser("plan", help="groups for a model's own sizes"))
-    options = parser.parse_args(arguments)
-    return options.run(options)
+    return parser
 
 
 def _info(_options: argparse.Namespace) -> int:

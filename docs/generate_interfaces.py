@@ -1,4 +1,4 @@
-"""Print docs/reference/interfaces.md: the arguments and defaults of the three APIs, side by side.
+"""Print docs/reference/interfaces.md: arguments and defaults of the APIs, side by side.
 
 python docs/generate_interfaces.py > docs/reference/interfaces.md
 """
@@ -17,11 +17,11 @@ from cgx_ops.torch import ddp, diloco, optim
 _INTRODUCTION = """\
 # The three APIs side by side
 
-The calls that several APIs have, with its arguments and their defaults. `=` without a value is
-a required argument, `-` a call that does not have it. [options.md](options.md) has the fields of
-`Config`. This page is generated: `python docs/generate_interfaces.py > docs/reference/interfaces.md`.
+Each table shows one collective or method, its arguments and their defaults. `=` marks a required
+argument, `-` an argument that the call does not have. [Options](options.md) lists the fields of
+`Config`. `python docs/generate_interfaces.py > docs/reference/interfaces.md` writes this page.
 
-What differs, and why:
+The APIs differ in these points:
 
 - **Names of the calls** are those of the framework: `psum`, `pmean` and `all_gather` in JAX,
   `all_reduce` in PyTorch, methods of a communicator in numpy.

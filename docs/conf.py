@@ -1,0 +1,43 @@
+"""The configuration of Sphinx: `make docs` builds the site."""
+
+import cgx_ops
+
+project = "cgx_ops"
+author = "The cgx_ops authors"
+copyright = f"2026, {author}"  # noqa: A001  (Sphinx's name)
+version = release = cgx_ops.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinxarg.ext",
+]
+
+html_theme = "furo"
+html_title = "cgx_ops"
+html_theme_options = {"navigation_with_keys": True}
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+myst_ref_domains = ["py", "std"]
+
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+# The packages of trainers are not installed where the site is built.
+autodoc_mock_imports = ["lightning", "transformers"]
+autosummary_generate = False
+maximum_signature_line_length = 88
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+python_use_unqualified_type_names = True
