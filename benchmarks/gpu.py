@@ -1,4 +1,4 @@
-"""Measures what docs/explanation/gpu.md shows, and writes its tables; `make gpu` runs it after the tests.
+"""Measure on a GPU and write the tables of docs/explanation/gpu.md; `make gpu` runs it.
 
     python benchmarks/gpu.py            # the runs below, then the tables
     python benchmarks/gpu.py --tables   # only these, from the reports in benchmarks/results/gpu/
@@ -170,7 +170,9 @@ def write(document: Path, reports: Reports) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measures on a GPU; writes docs/explanation/gpu.md's tables")
+    parser = argparse.ArgumentParser(
+        description="Measures on a GPU; writes docs/explanation/gpu.md's tables"
+    )
     parser.add_argument("--tables", action="store_true", help="only write, from older reports")
     options = parser.parse_args()
     os.chdir(ROOT)
@@ -184,7 +186,9 @@ def main() -> None:
             failed |= outcome != "done"
     reports = {one.name: Report.read(one.report) for one in RUNS if one.report.exists()}
     if not reports:
-        sys.exit("There is no report in benchmarks/results/gpu/: docs/explanation/gpu.md is as it was.")
+        sys.exit(
+            "There is no report in benchmarks/results/gpu/: docs/explanation/gpu.md is as it was."
+        )
     write(DOCUMENT, reports)
     targets_table(reports).print()
     sys.exit(failed)

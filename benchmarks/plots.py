@@ -7,8 +7,9 @@ to draw:
 
     time_by_size.png      a panel for each allreduce report: contenders as lines, limits dashed
     speedup_by_link.png   over the fastest exact peer, from slow links to shared memory
-    steps.png             a panel for each report whose settings have "phases":
+    steps.png             a panel for each report at 1 Gbit/s whose settings have "phases":
                           {contender: {"compute_s": ..., "communicate_s": ...}}
+    step_by_link.png      a training step of DDP by link rate
     convergence.png       loss against wall time, a panel for each task and link
 """
 
@@ -49,6 +50,13 @@ _STYLE: dict[str, dict[str, Any]] = {
     "cgx 2 nearest": {"color": "#009e73", "marker": "o", "linewidth": 2.5},
 }
 _LIMITS = ("cgx 32", "cgx 4 nearest")  # whose limits are drawn
+_GIGABIT = 125e6  # bytes a second
+_STEPS = {  # the contenders of step_by_link.png
+    "gloo": ("gloo, exact", "#7f7f7f"),
+    "gloo, fp16 hook": ("fp16 hook", "#cc79a7"),
+    "gloo, PowerSGD rank 4": ("PowerSGD hook, rank 4", "#56b4e9"),
+    "cgx 4 bits": ("cgx_ops, 4 bits", "#d55e00"),
+}
 _PHASES = {"compute_s": ("compute", "#999999"), "communicate_s": ("communicate", "#d55e00")}
 
 
@@ -57,12 +65,14 @@ def draw(folder: Path) -> list[Path]:
     reports = [Report.read(path) for path in sorted(folder.glob("*.json"))]
     allreduces = sorted((r for r in reports if r.part == "allreduce"), key=_by_link)
     steps = [report for report in reports if "phases" in report.settings]
+    by_link = sorted((r for r in steps if r.part == "DDP step"), key=_by_link)
     trainings = [report for report in reports if report.part == "convergence"]
     trained = max(trainings, key=lambda report: len(report.results), default=None)
-    figures = {
+    figures: dict[str, Figure | None] = {
         "time_by_size.png": time_by_size(allreduces) if allreduces else None,
         "speedup_by_link.png": speedup_by_link(allreduces) if allreduces else None,
-        "steps.png": stacked_steps(steps) if steps else None,
+        "steps.png": stacked_steps([r for r in steps if r.settings["link_rate"] == _GIGABIT]),
+        "step_by_link.png": step_by_link(by_link),
         "convergence.png": losses(trained) if trained else None,
     }
     written = []
@@ -134,7 +144,7 @@ def _label_sizes(panel: Axes, sizes: list[int]) -> None:
     panel.set_xticks(sizes, [size_text(size).replace("iB", "") for size in sizes])
 
 
-def _legend(figure: Figure, panels: Any) -> None:
+def _legend(figure: Figure, panels: Any, columns: int = 7) -> None:
     """Put one legend for all panels below them, in the order of _STYLE."""
     handles = {}
     for panel in panels:
@@ -142,7 +152,9 @@ def _legend(figure: Figure, panels: Any) -> None:
         handles |= dict(zip(labels, found, strict=True))
     order = [*_STYLE, *handles]
     handles = {label: handles[label] for label in sorted(handles, key=order.index)}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=7, frameon=False)
+    figure.legend(
+        handles.values(), handles, loc="outside lower center", ncols=columns, frameon=False
+    )
 
 
 def speedup_by_link(reports: Sequence[Report]) -> Figure:
@@ -172,8 +184,37 @@ def speedup_by_link(reports: Sequence[Report]) -> Figure:
     return figure
 
 
-def stacked_steps(reports: Sequence[Report]) -> Figure:
+def step_by_link(reports: Sequence[Report]) -> Figure | None:
+    """Draw the time of a DDP step: a group of bars for each link rate, one for each contender."""
+    if not reports:
+        return None
+    figure, panel = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    width = 0.8 / len(_STEPS)
+    for place, report in enumerate(reports):
+        seconds = {result["contender"]: result["seconds"] for result in report.results}
+        for index, (name, (label, color)) in enumerate(_STEPS.items()):
+            x = place + (index - (len(_STEPS) - 1) / 2) * width
+            milliseconds = 1e3 * seconds[name]
+            bars = panel.bar(x, milliseconds, width, color=color, label=label)
+            panel.bar_label(bars, [f"{milliseconds:.0f}"], padding=2, fontsize=9)
+        compute = 1e3 * report.results[0]["compute_s"]
+        span = (place - 0.45, place + 0.45)
+        panel.plot(span, (compute, compute), "k--", linewidth=1, label="computation alone")
+    panel.set_yscale("log")
+    panel.margins(y=0.12)
+    panel.set_xticks(range(len(reports)), [rate_text(r.settings["link_rate"]) for r in reports])
+    panel.set_xlabel("link of each host")
+    panel.set_ylabel("milliseconds a step")
+    millions = reports[0].settings["parameters"] / 1e6
+    panel.set_title(f"A DDP step of {millions:.0f} million parameters on 2 hosts")
+    _legend(figure, [panel], columns=3)
+    return figure
+
+
+def stacked_steps(reports: Sequence[Report]) -> Figure | None:
     """Draw a training step of each contender, divided into its phases."""
+    if not reports:
+        return None
     figure, axes = plt.subplots(
         1, len(reports), figsize=(6.5 * len(reports), 4.5), layout="constrained", squeeze=False
     )

@@ -84,10 +84,10 @@ def allreduce(
     return Run(f"allreduce-{name}", program, ranks, hosts, rate)
 
 
-def training(program: str) -> Run:
-    """Return a run of a training benchmark, on 2 hosts and 1 Gbit/s."""
-    words = (f"benchmarks/{program}.py", "--link-rate", "1gbit")
-    return Run(program, words, hosts=2, rate="1gbit")
+def training(program: str, name: str = "", rate: str = "1gbit") -> Run:
+    """Return a run of a training benchmark on 2 hosts."""
+    words = (f"benchmarks/{program}.py", "--link-rate", rate)
+    return Run(name or program, words, hosts=2, rate=rate)
 
 
 def transports(name: str, hosts: int, rate: str | None = None) -> Run:
@@ -132,7 +132,12 @@ PARTS: dict[str, tuple[Run, ...]] = {
         transports("1gbit-4", 4, "1gbit"),
         transports("unshaped-2", 2),
     ),
-    "steps": (training("ddp_step"), training("jax_step")),
+    "steps": (
+        training("ddp_step"),
+        training("ddp_step", "ddp_step-100mbit", "100mbit"),
+        training("ddp_step", "ddp_step-10gbit", "10gbit"),
+        training("jax_step"),
+    ),
     "convergence": (
         Run(
             "convergence-characters",  # convergence.json has all tasks, which take two hours
