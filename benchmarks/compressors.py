@@ -1,6 +1,6 @@
 """Every compressor: what it sends, what it loses, how long it takes, and how models train with it.
 
-    python benchmarks/compressors.py [--seeds 5] [--json FILE] [--docs docs/reference/compressors.md]
+    python benchmarks/compressors.py [--seeds 5] [--json FILE] [--docs FILE]
 
 Phases:
 

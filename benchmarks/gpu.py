@@ -22,7 +22,7 @@ from suite import ROOT, Run, run
 from cgx_ops._core.table import Table
 from cgx_ops.bench.report import Report
 
-DOCUMENT = ROOT / "docs" / "gpu.md"
+DOCUMENT = ROOT / "docs/explanation/gpu.md"
 BEGIN, END = "<!-- tables of benchmarks/gpu.py -->", "<!-- end of tables -->"
 
 RUNS = (
@@ -186,9 +186,7 @@ def main() -> None:
             failed |= outcome != "done"
     reports = {one.name: Report.read(one.report) for one in RUNS if one.report.exists()}
     if not reports:
-        sys.exit(
-            "There is no report in benchmarks/results/gpu/: docs/explanation/gpu.md is as it was."
-        )
+        sys.exit("No report in benchmarks/results/gpu/: docs/explanation/gpu.md is unchanged.")
     write(DOCUMENT, reports)
     targets_table(reports).print()
     sys.exit(failed)

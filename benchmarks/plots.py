@@ -71,7 +71,9 @@ def draw(folder: Path) -> list[Path]:
     figures: dict[str, Figure | None] = {
         "time_by_size.png": time_by_size(allreduces) if allreduces else None,
         "speedup_by_link.png": speedup_by_link(allreduces) if allreduces else None,
-        "steps.png": stacked_steps([r for r in steps if r.settings["link_rate"] == _GIGABIT]),
+        "steps.png": stacked_steps(
+            [r for r in steps if r.settings.get("link_rate", _GIGABIT) == _GIGABIT]
+        ),
         "step_by_link.png": step_by_link(by_link),
         "convergence.png": losses(trained) if trained else None,
     }
