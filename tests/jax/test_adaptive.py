@@ -81,7 +81,7 @@ def test_a_program_for_each_change() -> None:
 
 
 def test_the_snippet_of_the_documentation() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/guides/planner.md").read_text()
     block = re.search(r"\n\n(    bits = AdaptiveBits.*?)\n\n\S", page, re.DOTALL)
     assert block is not None
     params, batches = {"w": normal(1, 40, 40)}, normal(2, 1, 8, 40)
