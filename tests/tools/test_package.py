@@ -186,7 +186,7 @@ def test_sdist_is_the_tracked_tree(tmp_path: Path) -> None:
     generated = {name for name in packed if name.startswith("cgx_ops.egg-info/")}
     generated |= {"PKG-INFO", "setup.cfg"}
     checkout = {".gitignore", ".pre-commit-config.yaml"}
-    checkout |= {name for name in tracked if name.startswith(".ci/")}
+    checkout |= {name for name in tracked if name.startswith((".ci/", ".github/"))}
     assert packed - generated == tracked - checkout
 
 
