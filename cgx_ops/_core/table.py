@@ -1,6 +1,7 @@
-"""Tables of text, for terminals and in Markdown."""
+"""Tables of text for terminals and in Markdown, and the console that prints them."""
 
 import io
+import os
 from dataclasses import dataclass, field
 
 from rich import box
@@ -10,17 +11,37 @@ from rich.table import Table as RichTable
 _WIDTH = 120
 
 
+def console(least_width: int = 0) -> Console:
+    """Return a console for stdout. It writes escape codes only to the user's terminal.
+
+    mpirun gives each rank a pseudo-terminal, even if its own output goes to a pipe or a file. A
+    rank cannot tell these cases apart, so all ranks under mpirun write plain text. As usual, a
+    non-empty variable FORCE_COLOR turns colours on.
+
+    Args:
+        least_width: columns to use even if the terminal has fewer. Pipes and files get 120.
+    """
+    under_mpirun = "OMPI_COMM_WORLD_RANK" in os.environ
+    plain = under_mpirun and not os.environ.get("FORCE_COLOR")
+    found = Console(force_terminal=False if plain else None, highlight=False, markup=False)
+    if not found.is_terminal:
+        least_width = _WIDTH
+    found.width = max(found.width, least_width)
+    return found
+
+
 @dataclass(frozen=True)
 class Table:
-    """Cells, as text.
+    """Cells of text.
 
     Attributes:
-        title: one line.
-        columns: headings.
-        rows: as many cells each as there are columns.
-        text_columns: how many of the first columns are words; the others are numbers.
-        sections: numbers of the rows that begin a group, which a line divides from the last.
-        notes: sentences below it.
+        title: One line above the table.
+        columns: The headings.
+        rows: The rows, each with one cell per column.
+        text_columns: How many of the first columns hold words. The others hold numbers, which are
+            aligned to the right.
+        sections: Indices of the rows that start a section; a line separates it from the last one.
+        notes: Sentences below the table.
     """
 
     title: str
@@ -31,14 +52,14 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def print(self) -> None:
-        """Print it, at least _WIDTH columns wide: what mpirun starts thinks that it has 80."""
-        console = Console(width=max(Console().width, _WIDTH), highlight=False, markup=False)
-        console.print(self._rich(box.SIMPLE_HEAD, self.title))
+        """Print the table and its notes, at least 120 columns wide."""
+        output = console(_WIDTH)
+        output.print(self._rich(box.SIMPLE_HEAD, self.title))
         for note in self.notes:
-            console.print(note)
+            output.print(note)
 
     def markdown(self) -> str:
-        """Return it in Markdown, under a heading of the third level."""
+        """Return the table in Markdown, under a heading of the third level."""
         text = io.StringIO()
         Console(file=text, width=1000, markup=False).print(self._rich(box.MARKDOWN, None))
         rows = (line.strip() for line in text.getvalue().splitlines())

@@ -46,5 +46,7 @@ def warn_of_unknown() -> None:
         if not name.startswith("CGX_") or name in NAMES or name.startswith(_OF_TESTS):
             continue
         nearest = difflib.get_close_matches(name, NAMES, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else "docs/reference/environment.md lists them"
+        hint = (
+            f"did you mean {nearest[0]}?" if nearest else "docs/reference/environment.md lists them"
+        )
         warn_once(f"cgx_ops has no environment variable {name}, so it has no effect: {hint}")

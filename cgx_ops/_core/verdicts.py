@@ -1,20 +1,19 @@
-"""Which bits are fastest, by the size of a message: what follows from measured times.
+"""Choose the fastest bits for a message size from measured times.
 
-    Timings     seconds of an allreduce by bits and size, as they were measured
-    Verdict     bits by size, which follow from Timings alone, and the reason in words
-    sentence    the verdict for a step, in one sentence
-    slot_of     where the verdict of a communicator is
+    Timings     seconds of an allreduce by bits and message size, as measured
+    Verdict     the bits for each message size, derived from Timings alone
+    slot_of     the place where a communicator stores its verdict
 
-A prediction from a rate and a ratio is not enough: between ranks that share memory the codec's
-speed decides, and an allreduce overlaps encoding with sending. So allreduces are timed
-(autotune.py), exact and in each choice of bits, at a few sizes. Between and beyond these sizes time
-is a line. The choice:
+The choice needs measured times. The link rate and the compression ratio are not enough: between
+ranks that share memory the speed of the codec decides, and an allreduce overlaps encoding and
+sending. So autotune.py times allreduces of a few sizes, exact and in each number of bits. Between
+these sizes, and beyond the largest, time is a straight line. The rules:
 
-  1. exact, unless the fastest choice takes a tenth less time: noise shall not cost accuracy
-  2. of the choices, the most bits of those that take at most a tenth more than the fastest one
+  1. Exact, unless the fastest bits take at least a tenth less time. Noise must not cost accuracy.
+  2. Otherwise the most bits that take at most a tenth more time than the fastest bits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -23,68 +22,84 @@ import numpy as np
 from cgx_ops.config import Config
 
 EXACT = 32
-_WORTH = 0.9  # of the exact time, at most
-_BEYOND = 16  # a verdict reaches this many times the largest size that was timed
-_ALIKE = 1.1  # of the fastest choice's time, at most
-# Where choices may change: eight steps from one power of two to the next.
+# Step times that differ by a smaller share count as equal (the commands bench and plan).
+NO_DIFFERENCE = 0.03
+_WORTH = 0.9  # rule 1: largest share of the exact time
+_ALIKE = 1.1  # rule 2: largest multiple of the time of the fastest bits
+# The sizes at which bits may change: eight steps between two powers of two.
 _GRID = [int(2.0 ** (step / 8)) for step in range(8 * 10, 8 * 31)]
 
 
 # ---- 1. times ------------------------------------------------------------------------------------
 
 
+def time_at(numels: Sequence[int], seconds: Sequence[float], numel: float) -> float:
+    """Return the seconds of a message from the straight line through the two nearest sizes.
+
+    Args:
+        numels: Values of the measured messages, in rising order.
+        seconds: The time of each of them.
+        numel: Values of the message.
+    """
+    if len(numels) == 1:
+        return seconds[0] * max(1.0, numel / numels[0])
+    right = min(max(1, int(np.searchsorted(numels, numel))), len(numels) - 1)
+    (n0, n1), (t0, t1) = numels[right - 1 : right + 1], seconds[right - 1 : right + 1]
+    slope = max(0.0, (t1 - t0) / (n1 - n0))
+    return max(0.0, t0 + slope * (numel - n0))
+
+
 @dataclass(frozen=True)
 class Timings:
-    """What an allreduce takes.
+    """Measured times of allreduces.
 
     Attributes:
-        numels: values of float32 of the messages that were timed, rising.
-        seconds: by bits, 32 among them, one for each of numels.
+        numels: float32 values of the measured messages, in rising order.
+        seconds: By bits (including 32), the time of each message.
     """
 
     numels: tuple[int, ...]
     seconds: Mapping[int, tuple[float, ...]]
 
     def at(self, bits: int, numel: float) -> float:
-        """Return the seconds of a message: on the line through the two nearest sizes."""
-        sizes, times = self.numels, self.seconds[bits]
-        if len(sizes) == 1:
-            return times[0] * max(1.0, numel / sizes[0])
-        right = min(max(1, int(np.searchsorted(sizes, numel))), len(sizes) - 1)
-        (n0, n1), (t0, t1) = sizes[right - 1 : right + 1], times[right - 1 : right + 1]
-        slope = max(0.0, (t1 - t0) / (n1 - n0))
-        return max(0.0, t0 + slope * (numel - n0))
+        """Return the seconds of a message of `numel` values in these bits."""
+        return time_at(self.numels, self.seconds[bits], numel)
 
 
-# ---- 2. what follows -----------------------------------------------------------------------------
+# ---- 2. bits -------------------------------------------------------------------------------------
+
+
+def most_bits(times: Mapping[int, float]) -> int:
+    """Return the most bits that take at most a tenth more time than the fastest bits."""
+    fastest = min(times.values())
+    return max(bits for bits, seconds in times.items() if seconds <= _ALIKE * fastest)
 
 
 def best_bits(timings: Timings, numel: int, element_bytes: int = 4) -> int:
-    """Return in how many bits a message travels best, by the rules at the top of this file.
+    """Return the bits for a message by the rules at the top of this file; 32 means exact.
 
     Args:
-        timings: 32 bits and any choices.
-        numel: of the message.
-        element_bytes: 2 of float16 and bfloat16, which take half the time exact.
+        timings: Times of 32 bits and of any other numbers of bits.
+        numel: Values of the message.
+        element_bytes: 4, or 2 for float16 and bfloat16, which take half the time if sent exact.
     """
     if numel < timings.numels[0]:
         return EXACT
     exact = timings.at(EXACT, numel * element_bytes / 4)
     times = {bits: timings.at(bits, numel) for bits in timings.seconds if bits != EXACT}
-    fastest = min(times.values(), default=exact)
-    if fastest > _WORTH * exact:
+    if min(times.values(), default=exact) > _WORTH * exact:
         return EXACT
-    return max(bits for bits, seconds in times.items() if seconds <= _ALIKE * fastest)
+    return most_bits(times)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Bits by the size of a message.
+    """The bits for each message size.
 
     Attributes:
-        timings: from which they follow.
-        larger: (from so many values on, bits) by bytes of an element, rising; below the first,
-            exact.
+        timings: The times from which the bits follow.
+        larger: By bytes of an element, pairs (numel, bits) in rising order: messages of at least
+            `numel` values use these bits. Smaller messages are exact.
     """
 
     timings: Timings
@@ -92,11 +107,11 @@ class Verdict:
 
     @classmethod
     def of(cls, timings: Timings) -> "Verdict":
-        """Return what follows from times alone: equal times, equal bits."""
+        """Return the verdict for these times. It depends on nothing else."""
         return cls(timings, {width: _thresholds(timings, width) for width in (4, 2)})
 
     def bits(self, numel: int, element_bytes: int = 4) -> int:
-        """Return the bits of a message."""
+        """Return the bits for a message of `numel` values; 32 means exact."""
         found = EXACT
         for first, bits in self.larger[element_bytes]:
             if numel < first:
@@ -105,16 +120,16 @@ class Verdict:
         return found
 
     def __str__(self) -> str:
-        """Return what pays from which size of float32 on, and by what times."""
-        pays = ", ".join(
-            f"{_name(bits)} from {_size(4 * first)} on" for first, bits in self.larger[4]
+        """Return the bits by size of float32 messages, and the times of the largest message."""
+        chosen = ", ".join(
+            f"{_name(bits)} from {size_digits(4 * first)} on" for first, bits in self.larger[4]
         )
         numel = self.timings.numels[-1]
         times = ", ".join(
             f"{_name(bits)} {1e3 * seconds[-1]:.3g} ms"
             for bits, seconds in self.timings.seconds.items()
         )
-        return f"{pays or 'exact at all sizes'} ({_size(4 * numel)} takes {times})"
+        return f"{chosen or 'exact at all sizes'} ({size_digits(4 * numel)} takes {times})"
 
 
 def _thresholds(timings: Timings, element_bytes: int) -> tuple[tuple[int, int], ...]:
@@ -130,7 +145,7 @@ def _name(bits: int) -> str:
     return "exact" if bits == EXACT else f"{bits} bits"
 
 
-def _size(size: float) -> str:
+def size_digits(size: float) -> str:
     """Return bytes in three digits: "96 KiB", "1.5 MiB"."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1000:
@@ -139,47 +154,14 @@ def _size(size: float) -> str:
     return f"{size:.3g} GiB"
 
 
-def sentence(timings: Timings, parameters: int) -> str:
-    """Return whether compression is faster, and the time of a step of so many parameters.
-
-    A step is one allreduce of all gradients, of float32. It must be near the sizes that were timed:
-    what small messages take says little of large ones.
-    """
-    least = timings.numels[0]
-    if len(timings.numels) < 2 or not least <= parameters <= _BEYOND * timings.numels[-1]:
-        return (
-            f"No verdict for {parameters / 1e6:.3g} M parameters, {_size(4 * parameters)}: time "
-            f"two sizes or more, the largest at least {_size(4 * parameters / _BEYOND)}."
-        )
-    bits = best_bits(timings, parameters)
-    pays = Verdict.of(timings).larger[4]
-    model = f"your {parameters / 1e6:.3g} M parameters"
-    exact = _duration(timings.at(EXACT, parameters))
-    if bits == EXACT:
-        return f"On this link compression does not pay for {model}: a step takes {exact}, exact."
-    first = 0  # from there to the step's size something pays
-    for numel, each in pays:
-        if numel <= parameters:
-            first = 0 if each == EXACT else first or numel
-    compressed = _duration(timings.at(bits, parameters))
-    return (
-        f"On this link {_name(bits)} pay from {_size(4 * max(first, least))} on; a step of "
-        f"{model}: {exact} -> {compressed}."
-    )
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
 # ---- 3. by communicator --------------------------------------------------------------------------
 
 
 @dataclass
 class Slot:
-    """The verdict of one communicator and config, once it is known.
+    """The verdict of one communicator and config, None until it is measured.
 
-    The lock is held while it is measured: threads may ask at the same time.
+    Hold the lock while measuring: several threads may request the verdict at the same time.
     """
 
     verdict: Verdict | None = None
@@ -190,17 +172,17 @@ _slots: dict[int, dict[Config, Slot]] = {}
 
 
 def slot_of(comm: int, config: Config) -> Slot:
-    """Return the slot of the communicator of this id."""
+    """Return the slot for this communicator (by id) and config."""
     slots = _slots.setdefault(comm, {})
     return slots.get(config) or slots.setdefault(config, Slot())
 
 
 def in_words(comm: int) -> str:
-    """Return the verdicts of the communicator of this id in words; "" if there are none."""
+    """Return the verdicts of this communicator (by id) as text; "" if there are none."""
     slots = list(_slots.get(comm, {}).values())
     return "; ".join(str(slot.verdict) for slot in slots if slot.verdict)
 
 
 def forget(comm: int) -> None:
-    """Forget the verdicts of a communicator that is closed."""
+    """Drop the verdicts of a closed communicator (by id)."""
     _slots.pop(comm, None)

@@ -1,8 +1,8 @@
-"""`python -m cgx_ops bench`: allreduce beside what a user would take instead, and the limit.
+"""`python -m cgx_ops bench`: time allreduce, compressed and exact, beside other libraries.
 
-Phases for each size: every contender once, for the error of its result; interleaved rounds
-(measure.py), a copy of the tensor among them. Then a table (results.py), a verdict in one sentence
-and, with --json, a report.
+For each message size, run() runs every contender once to find the error of its result. Then it
+times them in interleaved rounds (measure.py), with a copy of the tensor for the limit. It prints a
+table (results.py) and a verdict (verdict.py), and writes a report (--json) and a plot (--plot).
 """
 
 import argparse
@@ -13,6 +13,8 @@ import platform
 import sys
 import traceback
 from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
@@ -20,21 +22,31 @@ import numpy as np
 import cgx_ops
 from cgx_ops import Config
 from cgx_ops._core.arrays import Array
-from cgx_ops._core.units import parse_count, parse_rate, parse_seconds, parse_size, rate_text
-from cgx_ops._core.verdicts import EXACT, Timings, sentence
+from cgx_ops._core.picture import new_figure
+from cgx_ops._core.units import (
+    parse_count,
+    parse_milliseconds,
+    parse_rate,
+    parse_seconds,
+    parse_size,
+    rate_text,
+)
+from cgx_ops._core.verdicts import EXACT, NO_DIFFERENCE
 from cgx_ops.autotune import choices_of
 from cgx_ops.bench.measure import Summary, Timed, measure
 from cgx_ops.bench.peers import PEERS, Contender, MpiRanks, cgx, cgx_name
+from cgx_ops.bench.plot import draw
 from cgx_ops.bench.report import Report
 from cgx_ops.bench.results import Result, limit_seconds, table_of
+from cgx_ops.bench.verdict import Contenders, out_of_reach, parameters_for, verdict
 from cgx_ops.config import Rounding
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 SIZES = ("4KiB", "16KiB", "64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")
-_COPY = "memcpy"  # the contender that is a limit
-_DEADLINE = 600  # seconds beyond the budget that a size may take; then all ranks end
+_COPY = "memcpy"  # timed for the limit only
+_DEADLINE = 600  # seconds that a size may take beyond the budget; then all ranks end
 
 
 # ---- The command line ----------------------------------------------------------------------------
@@ -47,25 +59,35 @@ def _config(text: str) -> Config:
         try:
             fields[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            fields[name] = value  # a word
+            fields[name] = value  # a word, such as topk
     try:
         return Config(**fields)
     except (cgx_ops.InvalidArgument, TypeError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no Config: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid Config: {error}") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to a parser."""
     lines = "\n".join(f"  {name:10} {peer.description}" for name, peer in PEERS.items())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = "Times allreduce among the ranks that mpirun starts.\n\npeers:\n" + lines
+    parser.description = (
+        "Time allreduce among the ranks that mpirun starts, compressed and exact, beside other\n"
+        "libraries. At the end, a verdict compares the recommended compressed setting with the\n"
+        "fastest exact way that was measured.\n\n"
+        "    mpirun -n 2 python -m cgx_ops bench --compute 120\n\n"
+        "other libraries (--peers):\n" + lines
+    )
+    parser.epilog = (
+        'The verdict is "no difference" if the step times differ by less than '
+        f"{NO_DIFFERENCE:.0%}, or if the\ninterquartile ranges of the measured times overlap."
+    )
     choose = parser.add_argument
     choose(
         "--sizes",
         type=parse_size,
         nargs="+",
         default=[parse_size(s) for s in SIZES],
-        help=f"of the tensors (default {' '.join(SIZES)})",
+        help=f"message sizes in bytes (default {' '.join(SIZES)})",
     )
     choose(
         "--bits",
@@ -73,14 +95,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         choices=(*range(1, 9), 32),
         default=(32, 8, 4, 2),
-        help="a contender each; 32: exact (default 32 8 4 2)",
+        help="bits to measure; 32 is exact (default 32 8 4 2)",
     )
     choose(
         "--rounding",
         nargs="+",
         choices=get_args(Rounding),
         default=("nearest", "stochastic"),
-        help="of each number of bits (default nearest and stochastic)",
+        help="roundings to measure with each number of bits; the verdict is about the first one "
+        "(default nearest stochastic)",
     )
     choose(
         "--config",
@@ -90,15 +113,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="FIELD=VALUE",
-        help="fields of a Config, such as compressor=topk,density=0.01: another contender each",
+        help="fields of one more Config to measure, such as compressor=topk,density=0.01; "
+        "the verdict covers it, too",
     )
     choose(
         "--peers",
         nargs="*",
         choices=PEERS,
-        help="without names: none; default: all there are",
+        help="other libraries to measure (default: all that are installed; without names: none)",
     )
-    choose("--rounds", type=parse_count, default=21, help="at most (default 21)")
+    choose("--rounds", type=parse_count, default=21, help="largest number of rounds (default 21)")
     choose(
         "--budget",
         type=parse_seconds,
@@ -108,11 +132,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choose(
         "--parameters",
         type=parse_count,
-        default=25_000_000,
-        help="of your model: the verdict tells what a step takes (default 25000000)",
+        help="number of your model's parameters, for the verdict (default 25000000, or the values "
+        "of the largest size if the sizes are much smaller)",
     )
-    choose("--link-rate", type=parse_rate, help="of each host, as in 1gbit: for the limit")
-    choose("--json", metavar="FILE", help="also write the results there")
+    choose(
+        "--compute",
+        type=parse_milliseconds,
+        metavar="MS",
+        help="milliseconds of your model's step without communication. The verdict then compares "
+        "step times: compute, then one allreduce of all gradients, without overlap",
+    )
+    choose("--link-rate", type=parse_rate, help="rate of each host's link, for the limit: 1gbit")
+    choose("--json", metavar="FILE", help="write the results to this file, too")
+    choose("--plot", metavar="FILE", help="draw the measured times: a .png, .svg or .pdf file")
     parser.set_defaults(run=run)
 
 
@@ -120,50 +152,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; return its exit status. A failure of one rank ends all."""
-    if cgx_ops.init().size == 1:
-        print(
-            "python -m cgx_ops bench: an allreduce takes two ranks or more, and this process is "
-            "alone. Start it by the mpirun of this environment:\n"
+    """Run the command and return its exit status. The failure of one rank ends all ranks."""
+    communicator = cgx_ops.init()
+    if communicator.size == 1:
+        return _refuse(
+            "an allreduce needs two ranks or more, and this process is alone. Start it with the "
+            "mpirun of this environment:\n"
             "    mpirun -n 2 python -m cgx_ops bench\n"
-            "(as root with --allow-run-as-root; with more ranks than cores --oversubscribe; on "
-            "several hosts --host a,b)",
-            file=sys.stderr,
+            "As root add --allow-run-as-root, with more ranks than cores --oversubscribe, on "
+            "several hosts --host a,b."
         )
-        return 2
     try:
         from mpi4py import MPI
     except ImportError as error:
-        print(f"python -m cgx_ops bench: {error}: pip install mpi4py", file=sys.stderr)
-        return 2
+        return _refuse(f"mpi4py cannot be imported ({error}): pip install mpi4py")
     try:
-        report = _measure_all(MPI.COMM_WORLD, options)
+        # Only rank 0 writes files, so only its host is checked; all ranks follow its answer.
+        problem = MPI.COMM_WORLD.bcast(_problem(options) if MPI.COMM_WORLD.rank == 0 else "")
+        if problem:
+            return _refuse(problem) if MPI.COMM_WORLD.rank == 0 else 2
+        report, results = _measure_all(MPI.COMM_WORLD, options)
         if MPI.COMM_WORLD.rank == 0:
             for table in report.tables:
                 table.print()
             if options.json:
                 report.write(options.json)
-    except BaseException:  # the others would wait for this rank for ever
+            if options.plot:
+                draw(options.plot, report.tables[0].title, results)
+                print(f"The measured times are drawn in {options.plot}.")
+    except BaseException:  # the other ranks would wait for this one until their deadline
         traceback.print_exc()
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(1)
     return 0
 
 
-def _measure_all(world: "MPI.Intracomm", options: argparse.Namespace) -> Report:
+def _refuse(problem: str) -> int:
+    print(f"python -m cgx_ops bench: {problem}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _problem(options: argparse.Namespace) -> str:
+    """Return why these options cannot be used, "" if they can. This takes no measurement."""
+    if options.parameters is not None:
+        reason = out_of_reach(options.parameters, options.sizes)
+        if reason:
+            return f"--parameters: no verdict is possible from these sizes. {reason}"
+    if options.plot:
+        try:
+            Path(options.plot).parent.mkdir(parents=True, exist_ok=True)
+            new_figure(options.plot, 1, 1)
+        except (cgx_ops.CgxError, OSError) as error:
+            return f"--plot: {error}"
+    return ""
+
+
+def _measure_all(
+    world: "MPI.Intracomm", options: argparse.Namespace
+) -> tuple[Report, list[Result]]:
     peers, notes = _available(options.peers)
     hosts = len(set(world.allgather(platform.node())))
     configs = [
         Config(bits=bits, rounding=rounding)
         for bits in options.bits
-        for rounding in (options.rounding if bits < 32 else ("nearest",))
+        for rounding in (options.rounding if bits < EXACT else ("nearest",))
     ] + options.configs
     results = []
     for size in options.sizes:
         faulthandler.dump_traceback_later(_DEADLINE + options.budget, exit=True)
         results += _measure_size(world, size, peers, configs, hosts, options)
         faulthandler.cancel_dump_traceback_later()
-    settings = {
+    settings: dict[str, Any] = {
         "ranks": world.size,
         "hosts": hosts,
         "transport": cgx_ops.init().transport,
@@ -172,35 +231,45 @@ def _measure_all(world: "MPI.Intracomm", options: argparse.Namespace) -> Report:
     where = f"{world.size} ranks on {hosts} host{'s'[: hosts > 1]}, {settings['transport']}"
     if options.link_rate:
         where += f", links of {rate_text(options.link_rate)}"
-    notes += _verdict(results, options)
-    table = table_of(f"allreduce of fp32, {where}", results, notes)
-    return Report("allreduce", settings, [result.record() for result in results], [table])
+    lines, settings["verdict"] = _verdict(results, options)
+    table = table_of(f"allreduce of fp32, {where}", results, notes + lines)
+    report = Report("allreduce", settings, [result.record() for result in results], [table])
+    return report, results
 
 
-def _verdict(results: list[Result], options: argparse.Namespace) -> list[str]:
-    """Return whether compression pays, in one sentence, in the bits that "auto" would choose from.
-
-    None without times of exact and of bits, or of sizes that do not rise.
-    """
-    names = {
-        bits: cgx_name(Config(bits=bits, rounding=options.rounding[0]))
-        for bits in options.bits
-        if bits in (EXACT, *choices_of(Config()))
+def _verdict(
+    results: list[Result], options: argparse.Namespace
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the verdict as sentences, and as plain values for the report."""
+    compressed = [bits for bits in options.bits if bits != EXACT]
+    # bits_for() chooses from these by default: fewer bits need error feedback.
+    choices = [bits for bits in compressed if bits in choices_of(Config())] or compressed
+    contenders = Contenders(
+        exact=[name for name in PEERS if PEERS[name].exact] + [cgx_name(Config(bits=EXACT))],
+        recommended={
+            bits: cgx_name(Config(bits=bits, rounding=options.rounding[0])) for bits in choices
+        },
+        configs=[cgx_name(config) for config in options.configs if config.bits != EXACT],
+        peers=[name for name in PEERS if not PEERS[name].exact],
+    )
+    parameters = options.parameters or parameters_for(options.sizes)
+    lines, found = verdict(results, contenders, parameters, options.compute)
+    plain = {
+        "parameters": parameters,
+        "compute_s": options.compute,
+        "comparisons": [asdict(each) for each in found],
     }
-    seconds = {
-        bits: tuple(result.seconds for result in results if result.contender == name)
-        for bits, name in names.items()
-    }
-    if EXACT not in seconds or len(seconds) < 2 or sorted({*options.sizes}) != options.sizes:
-        return []
-    timings = Timings(tuple(size // 4 for size in options.sizes), seconds)
-    return [sentence(timings, options.parameters)]
+    return lines, plain
 
 
 def _available(wanted: list[str] | None) -> tuple[list[str], list[str]]:
-    """Return the peers that can run here, and a sentence on those that cannot.
+    """Return the peers that can run here, and a sentence for each that cannot.
 
-    Raises ImportError if one that was asked for cannot.
+    Args:
+        wanted: Names of peers; None for all that are installed.
+
+    Raises:
+        ImportError: A peer in `wanted` cannot run here.
     """
     names, notes = [], []
     for name in wanted if wanted is not None else PEERS:
@@ -255,12 +324,12 @@ def _measure_size(
 
 
 def _values(rank: int, numel: int) -> Array:
-    """Return what a rank contributes."""
+    """Return the values that a rank contributes."""
     return np.random.default_rng(rank).standard_normal(numel, np.float32)
 
 
 def _errors(world: "MPI.Intracomm", contenders: Mapping[str, Contender]) -> dict[str, float]:
-    """Run each contender once and return the relative errors, which rank 0 finds."""
+    """Run each contender once; return their relative errors, computed by rank 0."""
     exact: Array | None = None
     errors = {}
     for name, contender in contenders.items():

@@ -1,8 +1,8 @@
-"""`python -m cgx_ops plan`: what planning gains for a user's own model on a given link.
+"""`python -m cgx_ops plan`: predict whether compression makes a model's steps faster on a link.
 
-1. the model: tensors by name, and when their gradients are ready
-2. what messages cost on such a link: typical values, or those that were measured
-3. the table: the same model in the usual groups and in planned ones, and a verdict
+1. The model: tensors by name, and when their gradients are ready.
+2. The costs of messages on such a link: typical values.
+3. The table: exact and compressed steps in the usual groups and in planned ones, and a verdict.
 """
 
 import argparse
@@ -14,25 +14,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cgx_ops._core.codec import encoded_bytes
+from cgx_ops._core.picture import new_figure
 from cgx_ops._core.table import Table
 from cgx_ops._core.units import parse_count, parse_rate, parse_seconds, rate_text, time_text
+from cgx_ops._core.verdicts import EXACT, NO_DIFFERENCE
 from cgx_ops.config import Config
 from cgx_ops.errors import CgxError, InvalidArgument
 from cgx_ops.planner import baselines
-from cgx_ops.planner.model import Costs, finish, timeline
+from cgx_ops.planner.model import Costs, Passage, finish, timeline
 from cgx_ops.planner.plan import Plan
 from cgx_ops.planner.plot import draw
 
-_BITS = (*range(1, 9), 32)
-_EXACT = Config(bits=32)
-_WORTH = 0.97  # of the time without compression: what is nearer than that may as well be noise
+_EXACT = Config(bits=EXACT)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to a parser."""
     parser.description = (
-        "Prints when the gradients of a step are reduced on a link, by groups that share a "
-        "message: the usual ones, and those of cgx_ops.planner.partition."
+        "Predict the step time of a model on a link: exact and compressed, in the usual groups of "
+        "tensors that share a message, and in the groups that cgx_ops.planner.partition finds. "
+        "Nothing is measured: costs are typical values."
+    )
+    parser.epilog = (
+        'The verdict is "no difference" if the planned steps, exact and compressed, differ by less '
+        f"than {NO_DIFFERENCE:.0%}."
     )
     choose = parser.add_argument
     choose(
@@ -40,28 +45,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=_tensors,
         metavar="SIZES",
-        help="of tensors, in the model's order: numbers of values, or a JSON file that maps names "
+        help="the tensors in the model's order: numbers of values, or a JSON file that maps names "
         "to a number or a shape, such as {n: list(p.shape) for n, p in model.named_parameters()}",
     )
-    choose("--link", type=parse_rate, default="1gbit", help="of each host (default 1gbit)")
-    choose("--hosts", type=_hosts, default=2, help="one rank on each (default 2)")
-    choose("--bits", type=int, choices=_BITS[:-1], default=4, help="of a value (default 4)")
+    choose("--link", type=parse_rate, default="1gbit", help="rate of each host (default 1gbit)")
+    choose("--hosts", type=_hosts, default=2, help="hosts with one rank each (default 2)")
+    choose("--bits", type=int, choices=range(1, 9), default=4, help="bits per value (default 4)")
     default = Config().bucket_size
-    choose("--bucket-size", type=parse_count, default=default, help=f"values (default {default})")
+    choose(
+        "--bucket-size",
+        type=parse_count,
+        default=default,
+        help=f"values per bucket (default {default})",
+    )
     choose(
         "--backward",
         type=parse_seconds,
         default=0.1,
-        help="seconds of the backward pass, in which tensors become ready one after the other, "
-        "evenly, the last first (default 0.1)",
+        help="seconds of the backward pass. Gradients become ready evenly, the last tensor's "
+        "first (default 0.1)",
     )
-    choose("--save", metavar="FILE", help="write the plan there, for Plan.load()")
-    choose("--plot", metavar="FILE", help="draw the planned step's timeline there: a .png or .svg")
+    choose("--save", metavar="FILE", help="write the plan to this file, for Plan.load()")
+    choose("--plot", metavar="FILE", help="draw both planned steps: a .png, .svg or .pdf file")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; return its exit status."""
+    """Run the command and return its exit status."""
     try:
         _run(options)
     except (CgxError, OSError, ValueError) as error:
@@ -76,26 +86,38 @@ def _run(options: argparse.Namespace) -> None:
     if not tensors:
         raise InvalidArgument("the model has no tensors")
     if len(model.numels) < len(tensors):
-        raise InvalidArgument("two tensors have one name")
+        raise InvalidArgument("two tensors have the same name; names must be unique")
+    if options.plot:
+        new_figure(options.plot, 1, 1)  # a bad file name is refused before the table is printed
     config = Config(bits=options.bits, bucket_size=options.bucket_size)
-    plan, table = _planned(model, config, options.hosts, options.link)
+    plans, table = _planned(model, config, options.hosts, options.link)
     table.print()
     if options.save:
-        plan.save(options.save)
+        plans[config].save(options.save)
         print(f"The plan is in {options.save}.")
     if options.plot:
-        sizes = [encoded_bytes(numel, config) for numel in plan.numels]
-        costs = typical_costs(options.link, options.hosts, config.bits)
-        messages = timeline(plan.groups, plan.numels, model.ready, sizes, costs)
-        draw(options.plot, f"{table.title}; {len(messages)} messages", messages)
+        exact, compressed = (
+            _timeline(plan, model, each, options.hosts, options.link)
+            for each, plan in plans.items()
+        )
+        count = f"{len(exact)} messages exact, {len(compressed)} in {config.bits} bits"
+        draw(options.plot, f"{table.title}; {count}", compressed, exact=exact)
         print(f"The timeline is in {options.plot}.")
+
+
+def _timeline(
+    plan: Plan, model: "_Model", config: Config, hosts: int, link_rate: float
+) -> list[Passage]:
+    sizes = [encoded_bytes(numel, config) for numel in plan.numels]
+    costs = typical_costs(link_rate, hosts, config.bits)
+    return timeline(plan.groups, plan.numels, model.ready, sizes, costs)
 
 
 # ---- 1. the model --------------------------------------------------------------------------------
 
 
 class _Model(NamedTuple):
-    """Tensors by name, and seconds until each one's gradient is ready."""
+    """The values of each tensor by name, and the seconds until each gradient is ready."""
 
     numels: dict[str, int]
     ready: list[float]
@@ -108,7 +130,7 @@ class _Model(NamedTuple):
 
 
 def _tensors(text: str) -> list[tuple[str, int]]:
-    """Return names and numels: of a number, which has no name, or of a JSON file."""
+    """Return (name, numel) pairs from a number (without a name) or from a JSON file."""
     if text.isdecimal():
         return [("", int(text))]
     try:
@@ -139,7 +161,7 @@ def _numel(name: str, of: Any) -> int:
 def _hosts(text: str) -> int:
     if not 2 <= parse_count(text) < 2**31:
         raise argparse.ArgumentTypeError(
-            f"{text} hosts: on one nothing is sent, and 2^31 are too many"
+            f"{text!r} is not a valid number of hosts: give 2 to 2^31 - 1 (one host sends nothing)"
         )
     return int(text)
 
@@ -148,15 +170,15 @@ def _hosts(text: str) -> int:
 
 
 def typical_costs(link_rate: float, hosts: int, bits: int) -> Costs:
-    """Return what messages cost by TCP between hosts with a rank each, by experience.
+    """Return typical costs of messages over TCP between hosts with one rank each.
 
-    Codecs as on one core with AVX2; 0.2 ms for each host that takes part in a message. measure()
-    has the costs of a route that is there.
+    The codec's costs are those of one core with AVX2. Each host in a message adds 0.2 ms.
+    measure() returns the costs of the network that you have.
 
     Args:
-        link_rate: bytes a second of each host's link, each way.
-        hosts: at least 2.
-        bits: of a value; in 32 the sum alone takes time.
+        link_rate: Bytes per second of each host's link, in each direction.
+        hosts: Number of hosts, at least 2.
+        bits: Bits per value. 32 bits need no encoding: only the sum takes time.
     """
     encode, decode = (0.0, 0.25e-9) if bits == _EXACT.bits else (0.4e-9, 0.2e-9)
     return Costs(
@@ -173,15 +195,17 @@ def typical_costs(link_rate: float, hosts: int, bits: int) -> Costs:
 # ---- 3. the table --------------------------------------------------------------------------------
 
 
-def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tuple[Plan, Table]:
-    """Return the plan for compressed gradients, and what it is compared with."""
-    plans: dict[int, Plan] = {}
-    waits: dict[int, float] = {}  # seconds after the backward pass, planned, by bits
+def _planned(
+    model: _Model, config: Config, hosts: int, link_rate: float
+) -> tuple[dict[Config, Plan], Table]:
+    """Return the plans for exact and compressed gradients, and the table."""
+    plans: dict[Config, Plan] = {}
+    steps: list[float] = []  # planned: exact, compressed
     rows: list[list[str]] = []
     for each in (_EXACT, config):
         costs = typical_costs(link_rate, hosts, each.bits)
         plan = Plan.of(model.numels, model.ready, costs, config=each, margin=1)
-        plans[each.bits] = plan
+        plans[each] = plan
         sizes = [encoded_bytes(numel, each) for numel in plan.numels]
         case = plan.numels, model.ready, sizes, costs
         groupings = {
@@ -192,7 +216,7 @@ def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tup
             "planned": plan.groups,
         }
         end = {name: finish(groups, *case) for name, groups in groupings.items()}
-        waits[each.bits] = end["planned"] - max(model.ready)
+        steps.append(end["planned"])
         for name, groups in groupings.items():
             largest = max(sum(sizes[i] for i in group) for group in groups)
             rows.append(
@@ -202,32 +226,29 @@ def _planned(model: _Model, config: Config, hosts: int, link_rate: float) -> tup
                     time_text(end[name] - max(model.ready)), f"{end[name] / end['planned']:.2f}",
                 ]
             )  # fmt: skip
-    bits = config.bits
-    plan = plans[bits]
+    plan = plans[config]
     table = Table(
         title=f"{len(plan.names)} tensors, {sum(plan.numels) / 1e6:.1f} M values; {hosts} hosts, "
         f"{rate_text(link_rate)}; backward {time_text(max(model.ready))}",
-        columns=["", "groups", "messages", "largest, MiB", "step", "after backward", "to planned"],
+        columns=["", "groups", "messages", "largest, MiB", "step", "after backward", "vs. planned"],
         rows=rows,
         text_columns=2,
         sections=[len(rows) // 2],
         notes=[
-            "step: until the last gradient is reduced, by docs/guides/planner.md's model with typical "
-            "costs; planner.measure() has your route's.",
-            _verdict(bits, waits[_EXACT.bits], waits[bits]),
+            "step: from the start of the backward pass until the last gradient is reduced. "
+            "Predicted with typical costs; docs/guides/planner.md shows how to measure yours.",
+            _verdict(config.bits, *steps),
         ],
     )
-    return plan, table
+    return plans, table
 
 
 def _verdict(bits: int, exact: float, compressed: float) -> str:
-    """Return whether compression pays, in one sentence; times are after the backward pass."""
-    if compressed < _WORTH * exact:
-        return (
-            f"On this link {bits} bits pay: after its backward pass a step waits "
-            f"{time_text(compressed)} for gradients instead of {time_text(exact)}."
-        )
-    return (
-        f"On this link {bits} bits do not pay: after its backward pass a step waits "
-        f"{time_text(compressed)} for gradients, and {time_text(exact)} if they are exact."
-    )
+    """Return in one sentence whether the compressed step is faster than the exact one."""
+    times = f"a planned step takes {time_text(compressed)} in {bits} bits, {time_text(exact)} exact"
+    if abs(exact - compressed) < NO_DIFFERENCE * max(exact, compressed):
+        return f"Verdict: no difference; {times} (less than {NO_DIFFERENCE:.0%} apart)."
+    if compressed < exact:
+        ratio = f"{exact / compressed:.3g} times as fast"
+        return f"Verdict: {bits} bits are faster; {times} ({ratio})."
+    return f"Verdict: {bits} bits are slower; {times} ({compressed / exact:.3g} times as long)."

@@ -1,18 +1,23 @@
-"""A step's timeline as a picture: compute, encode, link, decode, a colour for each message.
+"""Draw the timeline of a step: compute, encode, link and decode, one colour per message.
 
-Lanes are the model's; below them, where a program has timed it, how long each message was in flight
-from its start to its end. Statistics do not tell encoding, link and decoding of one message apart,
-so nothing finer is measured.
+The lanes are those of the model. If a program timed the messages, a lane below them shows how long
+each one was in flight. Nothing finer is measured: the statistics do not separate the encoding, the
+sending and the decoding of one message.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cgx_ops.errors import InvalidArgument, Unsupported
+from cgx_ops._core.picture import COLOURS, new_figure
 from cgx_ops.planner.model import Passage
 
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # Okabe and Ito
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _HEIGHT = 0.7  # of a lane
+_Bars = dict[str, list[tuple[float, float]]]  # by lane: the begin and the end of each message
 
 
 def draw(
@@ -20,64 +25,68 @@ def draw(
     title: str,
     predicted: Sequence[Passage],
     measured: Sequence[tuple[float, float]] = (),
+    *,
+    exact: Sequence[Passage] = (),
 ) -> None:
-    """Draw a step to a file, whose name says the format: .png, .svg, .pdf.
+    """Draw a step to a file.
 
     Args:
-        path: of the file.
-        title: of the picture.
-        predicted: its messages, as timeline() returns them: at least one.
-        measured: when each of them was started and when its result was there, in seconds from the
-            start of the backward pass. None: the picture says that nothing is measured.
+        path: The file to write. Its ending is the format: .png, .svg, .pdf.
+        title: The title of the picture.
+        predicted: The messages of the compressed step, as timeline() returns them; at least one.
+        measured: The start and the end of each message in seconds from the start of the backward
+            pass. Empty: the picture says that nothing is measured.
+        exact: The messages of the same step in 32 bits. If given, a panel above shows them on the
+            same axis.
 
     Raises:
-        InvalidArgument: the file's name ends with no format.
-        Unsupported: there is no matplotlib.
+        InvalidArgument: The file name does not end with a format that matplotlib can write.
+        Unsupported: matplotlib is not installed.
     """
-    if not Path(path).suffix:  # matplotlib would write to another file
-        raise InvalidArgument(f"{path} does not say its format: end it with .png, .svg or .pdf")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise Unsupported(
-            "the timeline is drawn by matplotlib, which is not installed: pip install matplotlib"
-        ) from None
-
-    # By lane, the begin and the end of each message in it.
-    begins = [0.0, *(message.ready for message in predicted)]
-    lanes = {
-        "compute": [
-            (begin, max(begin, m.ready)) for begin, m in zip(begins, predicted, strict=False)
-        ],
-        "encode": [m.encode for m in predicted],
-        "link": [m.link for m in predicted],
-        "decode": [m.decode for m in predicted],
-    }
-    names = [f"{name}, predicted" for name in lanes]
-    bars = list(lanes.values())
+    compressed = _lanes(predicted)
     if measured:
-        names.append("in flight, measured")
-        bars.append(list(measured))
-    figure = Figure(figsize=(11, 1 + 0.55 * len(bars)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for lane, messages in enumerate(bars):
-        for number, (begin, end) in enumerate(messages):
+        compressed["in flight, measured"] = list(measured)
+    panels = {"exact (32 bits)": _lanes(exact)} if exact else {}
+    panels["compressed"] = compressed
+    heights = [len(bars) for bars in panels.values()]
+    figure = new_figure(path, 11, 1 + 0.55 * sum(heights) + 0.4 * (len(panels) - 1))
+    all_axes = figure.subplots(len(panels), sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+    for axes, (name, bars) in zip(all_axes, panels.items(), strict=True):
+        _bars(axes, bars)
+        ends = {"predicted": bars["decode, predicted"][-1][1]}
+        if measured and name == "compressed":
+            ends["measured"] = max(end for _, end in measured)
+        for kind, end in ends.items():
+            style = "--" if kind == "predicted" else ":"
+            label = f"{name}, {kind}: {1e3 * end:.1f} ms"
+            axes.axvline(1e3 * end, color="black", linestyle=style, label=label)
+        axes.legend(loc="lower right", fontsize="small")
+        if exact:
+            axes.set_title(name, loc="left", fontsize="medium")
+    all_axes[-1].set_xlim(left=0)
+    all_axes[-1].set_xlabel("ms from the start of the backward pass")
+    figure.suptitle(title if measured else f"{title} (predicted; nothing is measured here)")
+    figure.savefig(path, dpi=150)
+
+
+def _lanes(messages: Sequence[Passage]) -> _Bars:
+    """Return the bars of each lane, from top to bottom."""
+    ready = [0.0, *(message.ready for message in messages)]
+    lanes = {
+        "compute": [(begin, max(begin, end)) for begin, end in pairwise(ready)],
+        "encode": [message.encode for message in messages],
+        "link": [message.link for message in messages],
+        "decode": [message.decode for message in messages],
+    }
+    return {f"{name}, predicted": bars for name, bars in lanes.items()}
+
+
+def _bars(axes: "Axes", lanes: _Bars) -> None:
+    for lane, messages in enumerate(lanes.values()):
+        for index, (begin, end) in enumerate(messages):
             axes.broken_barh(
                 [(1e3 * begin, 1e3 * (end - begin))], (lane - _HEIGHT / 2, _HEIGHT),
-                facecolor=_COLOURS[number % len(_COLOURS)], edgecolor="white", linewidth=0.4,
+                facecolor=COLOURS[index % 6], edgecolor="white", linewidth=0.4,
             )  # fmt: skip
-    ends = {"predicted": predicted[-1].decode[1]}
-    if measured:
-        ends["measured"] = max(end for _, end in measured)
-    for name, end in ends.items():
-        style = "--" if name == "predicted" else ":"
-        axes.axvline(1e3 * end, color="black", linestyle=style, label=f"{name}: {1e3 * end:.1f} ms")
-    axes.set_yticks(range(len(bars)), names)
+    axes.set_yticks(range(len(lanes)), list(lanes))
     axes.invert_yaxis()
-    axes.set_xlim(left=0)
-    axes.set_xlabel("ms from the start of the backward pass")
-    axes.set_title(title if measured else f"{title} (predicted; nothing is measured here)")
-    figure.legend(loc="outside lower right", ncols=2, fontsize="small")
-    figure.savefig(path, dpi=150)
