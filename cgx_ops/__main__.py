@@ -1,8 +1,8 @@
-"""The command line: info, plan, and bench under mpirun.
+"""The command line, `python -m cgx_ops COMMAND`.
 
-info: what this installation has, what it lacks, and how to get that.
-plan: what compression and planned groups gain for a user's own model (cgx_ops/planner/).
-bench: allreduce beside other libraries, among the ranks that mpirun started (cgx_ops/bench/).
+info: what this installation supports, and how to add what is missing.
+plan: predict the gain of compression for your model (cgx_ops/planner/).
+bench: time allreduce among the ranks that mpirun starts (cgx_ops/bench/).
 """
 
 import argparse
@@ -10,20 +10,20 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from cgx_ops._core import binary, library
+from cgx_ops._core.table import console
 from cgx_ops._core.versions import how_to_install, installed, versions
 from cgx_ops.bench import allreduce
 from cgx_ops.errors import CgxError
 from cgx_ops.planner import command as plan
 
-# Framework -> what is compared with the build, the extension module.
+# Framework -> the package whose version must match the build, and the extension module.
 _FRAMEWORKS = {"torch": ("torch", "_torch_ops"), "jax": ("jaxlib", "_xla_ffi")}
 _MPI_TAKES = {
-    True: "CUDA-aware: it takes addresses of GPUs' memory",
-    False: "not CUDA-aware: it takes the host's memory only (docs/explanation/gpu.md)",
+    True: "CUDA-aware: it accepts GPU memory",
+    False: "not CUDA-aware: it accepts host memory only (docs/explanation/gpu.md)",
 }
 
 
@@ -35,12 +35,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(prog="python -m cgx_ops")
+    parser = argparse.ArgumentParser(
+        prog="python -m cgx_ops", description="Quantized collectives for PyTorch and JAX."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    info = commands.add_parser("info", help="versions, MPI, CPU target, CUDA, what is missing")
+    info = commands.add_parser(
+        "info", help="show what this installation supports: bindings, MPI, CPU, CUDA"
+    )
     info.set_defaults(run=_info)
-    allreduce.add_arguments(commands.add_parser("bench", help="time allreduce among ranks"))
-    plan.add_arguments(commands.add_parser("plan", help="groups for a model's own sizes"))
+    allreduce.add_arguments(
+        commands.add_parser("bench", help="time allreduce among the ranks that mpirun starts")
+    )
+    plan.add_arguments(
+        commands.add_parser("plan", help="predict the gain of compression for a model")
+    )
     return parser
 
 
@@ -50,9 +58,10 @@ def _info(_options: argparse.Namespace) -> int:
     except CgxError as error:
         print(f"python -m cgx_ops info: {error}", file=sys.stderr)
         return 2
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
-    console.print(_versions())
-    console.print(
+    output = console()
+    output.print(_table("Bindings", *map(_binding, _FRAMEWORKS)))
+    output.print(_versions())
+    output.print(
         _table(
             "Machine",
             *_mpi(),
@@ -60,16 +69,15 @@ def _info(_options: argparse.Namespace) -> int:
             ("CPU targets here", ", ".join(build["cpu_targets"])),
         )
     )
-    console.print(_table("CUDA", *_cuda(build["cuda"])))
+    output.print(_table("CUDA", *_cuda(build["cuda"])))
     for kind in ("transports", "compressors", "algorithms", "wires"):
         rows = ((entry["name"], entry["description"]) for entry in build[kind])
-        console.print(_table(kind.capitalize(), *rows))
-    console.print(_table("Bindings", *map(_binding, _FRAMEWORKS)))
+        output.print(_table(kind.capitalize(), *rows))
     return 0
 
 
 def _mpi() -> list[tuple[str, str]]:
-    """Return what is known of the MPI library, or why it cannot be loaded."""
+    """Return rows that describe the MPI library, or say why it cannot be loaded."""
     try:
         found = library.describe_mpi()
     except CgxError as error:
@@ -81,11 +89,11 @@ def _mpi() -> list[tuple[str, str]]:
 
 
 def _cuda(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what the core says of CUDA, and of what is missing how to get it."""
+    """Return rows that describe CUDA, and say how to add what is missing."""
     if not found["built"]:
         reason = binary.built_with()["without"]["cuda"]
         remedy = f"with nvcc on PATH run CGX_WITH=cuda {binary.REBUILD}"
-        return [("built with", f"left out: {reason}. To add CUDA, {remedy}")]
+        return [("built with", f"no CUDA: {reason}. To add CUDA, {remedy}")]
     driver = found["driver"]
     devices = [
         (f"cuda:{i}", "{name}, compute capability {capability}, {memory_gib} GiB".format(**device))
@@ -95,7 +103,7 @@ def _cuda(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("built with", f"CUDA {found['built']}"),
         (
             "driver",
-            f"of CUDA {driver}" if driver else "missing: no NVIDIA driver here",
+            f"supports CUDA {driver}" if driver else "missing: no NVIDIA driver here",
         ),
         *(devices or [("devices", "none")]),
     ]
@@ -107,17 +115,23 @@ def _versions() -> Table:
 
 
 def _binding(framework: str) -> tuple[str, str]:
-    """Return the framework and the state of its binding, without importing either."""
+    """Return the framework and whether its binding is usable, without importing either."""
     package, module = _FRAMEWORKS[framework]
     version = installed(package)
     built = binary.built_with().get(framework)
     if version is None:
-        return framework, f"missing: {package} is not installed: {how_to_install(framework)}"
+        problem = f"{package} is not installed: {how_to_install(framework)}"
+        return (
+            framework,
+            f"not usable: {f'built for {package} {built}, but ' * bool(built)}{problem}",
+        )
     try:
         binary.require_binding(framework, version)
     except ImportError as error:
-        return framework, f"missing: {error}"
-    return framework, f"cgx_ops.{module}, built for {package} {built}"
+        return framework, f"not usable: {error}"
+    return framework, (
+        f"usable: built for {package} {built}, and {version} is installed (cgx_ops.{module})"
+    )
 
 
 def _table(title: str, *rows: Iterable[str]) -> Table:

@@ -204,7 +204,7 @@ def main() -> int:
     columns = "{task.description:<14}", BarColumn(), MofNCompleteColumn(), "{task.fields[loss]}"
     results: list[Result] = []
     try:
-        with Progress(*columns, console=console) as progress:
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             for framework, script in EXAMPLES.items():
                 task = progress.add_task(f"{framework} starts", total=None, loss="")
                 results += run(

@@ -53,16 +53,15 @@ def draw(
     all_axes = figure.subplots(len(panels), sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     for axes, (name, bars) in zip(all_axes, panels.items(), strict=True):
         _bars(axes, bars)
-        ends = {"predicted": bars["decode, predicted"][-1][1]}
+        ends = {"predicted": (bars["decode, predicted"][-1][1], "dashed")}
         if measured and name == "compressed":
-            ends["measured"] = max(end for _, end in measured)
-        for kind, end in ends.items():
-            style = "--" if kind == "predicted" else ":"
-            label = f"{name}, {kind}: {1e3 * end:.1f} ms"
-            axes.axvline(1e3 * end, color="black", linestyle=style, label=label)
-        axes.legend(loc="lower right", fontsize="small")
-        if exact:
-            axes.set_title(name, loc="left", fontsize="medium")
+            ends["measured"] = max(end for _, end in measured), "dotted"
+        for end, style in ends.values():
+            axes.axvline(1e3 * end, color="black", linestyle=style)
+        labels = ", ".join(
+            f"{kind} {1e3 * end:.1f} ms ({style})" for kind, (end, style) in ends.items()
+        )
+        axes.set_title(f"{name}: {labels}", loc="left", fontsize="medium")
     all_axes[-1].set_xlim(left=0)
     all_axes[-1].set_xlabel("ms from the start of the backward pass")
     figure.suptitle(title if measured else f"{title} (predicted; nothing is measured here)")

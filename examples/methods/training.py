@@ -27,7 +27,7 @@ from task import Batch, Task
 
 import cgx_ops
 import cgx_ops.torch
-from cgx_ops._core.table import Table
+from cgx_ops._core.table import Table, console
 from cgx_ops._core.units import time_text
 
 TURNS = 10
@@ -137,10 +137,12 @@ def start() -> dist.ProcessGroup:
 
 
 def train(run: Run, methods: Sequence[str], steps: int) -> list[Curve]:
-    """Train with each method; rank 0 shows how far they are."""
+    """Train with each method; rank 0 shows the progress if it writes to a terminal."""
     trainings = [Training(method, run, steps) for method in methods]
     columns = "{task.description:<16}", BarColumn(), MofNCompleteColumn(), "{task.fields[loss]}"
-    with Progress(*columns, disable=dist.get_rank() != 0) as progress:
+    output = console()
+    shown = dist.get_rank() == 0 and output.is_terminal
+    with Progress(*columns, console=output, disable=not shown) as progress:
         bars = [progress.add_task(method, total=steps, loss="") for method in methods]
         for turn in range(TURNS):
             count = steps * (turn + 1) // TURNS - steps * turn // TURNS

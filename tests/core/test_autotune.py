@@ -1,4 +1,4 @@
-"""bits_for(): what follows from times that are given, the same on all ranks."""
+"""bits_for(): the bits that follow from given times are the same on all ranks."""
 
 import logging
 
@@ -7,7 +7,7 @@ from support.launch import threads
 
 import cgx_ops
 from cgx_ops import Communicator, Config, InvalidArgument
-from cgx_ops._core.verdicts import Timings, Verdict, best_bits, in_words, sentence
+from cgx_ops._core.verdicts import Timings, Verdict, best_bits, in_words
 from cgx_ops.autotune import SIZES, choices_of, measured, set_verdict
 from cgx_ops.planner import Costs
 
@@ -85,25 +85,6 @@ def test_two_bits_are_for_those_who_get_back_what_is_lost() -> None:
     assert choices_of(Config(compressor="levels", error_feedback=False)) == (4,)
     diverges = Config(compressor="qsgd", error_feedback=True, bucket_size=32)
     assert choices_of(diverges) == (8, 4)  # in 2 bits
-
-
-def test_the_verdict_is_a_sentence() -> None:
-    told = sentence(GIGABIT, 25_000_000)
-    assert told == (
-        "On this link 4 bits pay from 8.72 KiB on; a step of your 25 M parameters: 800 ms -> "
-        "113 ms."
-    )
-    assert sentence(MEMORY, 25_000_000).startswith("On this link compression does not pay")
-
-
-def test_there_is_no_verdict_far_from_what_was_timed() -> None:
-    told = sentence(GIGABIT, 16 * GIGABIT.numels[-1] + 4)
-    assert told.startswith("No verdict for ")
-    assert "the largest at least" in told
-    one = Timings((1024,), {32: (1e-3,), 8: (5e-4,)})
-    assert sentence(one, 1024).startswith("No verdict for 0.00102 M parameters, 4 KiB")
-    two = Timings((1024, 2048), {32: (1e-3, 2e-3), 8: (1e-4, 2e-4)})
-    assert "8 bits pay from 4 KiB on" in sentence(two, 4096)
 
 
 # ---- calls ---------------------------------------------------------------------------------------

@@ -191,7 +191,8 @@ def test_the_command_prints_a_table_and_a_verdict_and_saves_the_plan(
     printed = capsys.readouterr().out
     for text in ("11 tensors, 23.6 M", "4 hosts", "1 Gbit/s", "per tensor", "whole", "planned"):
         assert text in printed
-    assert "On this link 4 bits pay" in printed
+    assert "Verdict: 4 bits are faster; a planned step takes" in printed
+    assert "\x1b" not in printed
     plan = Plan.load(saved)
     assert plan.names == tuple(shapes)
     assert plan.order == list(range(10, -1, -1))  # the last layer's gradient is ready first
@@ -204,7 +205,7 @@ def test_the_command_draws_the_timeline(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(Unsupported, match="pip install matplotlib"):
         draw(path, "a step", [])
-    with pytest.raises(InvalidArgument, match=r"step does not say its format: .* [.]png"):
+    with pytest.raises(InvalidArgument, match=r"step' has no ending: .* [.]png"):
         draw(path.with_suffix(""), "a step", [])
     monkeypatch.undo()
     pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"  # text stays text
@@ -214,16 +215,27 @@ def test_the_command_draws_the_timeline(
     for lane in ("compute", "encode", "link", "decode"):
         assert f">{lane}, predicted<" in picture
     assert "nothing is measured here" in picture
+    for panel in ("exact (32 bits): predicted ", "compressed: predicted "):
+        assert f">{panel}" in picture
     messages = timeline([[1], [0]], [10, 20], [0.02, 0.01], [10, 20], _COSTS)
     draw(path, "a step", messages, [(0.01, 0.013), (0.02, 0.025)])
     assert ">in flight, measured<" in path.read_text()
 
 
-def test_the_command_says_where_compression_does_not_pay(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("link", "backward", "verdict"),
+    [
+        ("400gbit", "0.1", "Verdict: no difference; a planned step takes 1"),  # 0.5 ms of 101 ms
+        ("400gbit", "0.0001", "Verdict: 4 bits are slower; a planned step takes "),
+        ("1gbit", "0.0001", "Verdict: 4 bits are faster; a planned step takes "),
+    ],
+)
+def test_the_command_compares_whole_steps(
+    link: str, backward: str, verdict: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert __main__.main(["plan", "1000000", "1000000", "--link", "400gbit"]) == 0
-    assert "4 bits do not pay" in capsys.readouterr().out
+    tensors = ("1000000", "1000000")
+    assert __main__.main(["plan", *tensors, "--link", link, "--backward", backward]) == 0
+    assert verdict in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -231,10 +243,10 @@ def test_the_command_says_where_compression_does_not_pay(
     [
         (("no/such.json",), "no/such.json"),
         (("12x",), "12x"),
-        ((1000, "--link", "fast"), "'fast' is no rate"),
+        ((1000, "--link", "fast"), "'fast' is not a valid rate"),
         ((1000, "--hosts", "1"), "--hosts"),
         ((1000, "--hosts", "9" * 400), "--hosts"),
-        ((1000, "--link", "9" * 400 + "gbit"), "is no rate"),
+        ((1000, "--link", "9" * 400 + "gbit"), "is not a valid rate"),
         ((1000, "--backward", "1e300"), "--backward"),
         ((1000, "--bits", "9"), "--bits"),
     ],

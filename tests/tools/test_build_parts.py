@@ -164,6 +164,4 @@ def test_a_framework_that_is_named_is_required(tmp_path: Path) -> None:
 def test_info_shows_why_cuda_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binary, "built_with", lambda: {"without": {"cuda": "no nvcc on PATH"}})
     ((_, text),) = __main__._cuda({"built": None})
-    assert text.startswith(
-        "left out: no nvcc on PATH. To add CUDA, with nvcc on PATH run CGX_WITH="
-    )
+    assert text.startswith("no CUDA: no nvcc on PATH. To add CUDA, with nvcc on PATH run CGX_WITH=")

@@ -1,4 +1,4 @@
-"""`python -m cgx_ops info` names what is here, and how to get what is not."""
+"""`python -m cgx_ops info` lists what the installation supports, and how to add the rest."""
 
 import json
 import subprocess
@@ -17,9 +17,11 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_info_shows_all_that_the_core_describes() -> None:
+def test_info_shows_bindings_first_and_all_that_the_core_describes() -> None:
     result = _run("info")
     assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[0].strip() == "Bindings"
+    assert "\x1b" not in result.stdout
     words = " ".join(result.stdout.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
     build = library.describe()
     for text in (cgx_ops.__version__, build["cpu_target"], *build["cpu_targets"]):
@@ -69,8 +71,19 @@ def test_missing_framework_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch
     versions = {"torch": "2.13.0", "jaxlib": None}
     monkeypatch.setattr(__main__, "installed", versions.get)
     monkeypatch.setattr(binary, "built_with", lambda: {"version": "0", "torch": "2.12.1"})
-    assert __main__._binding("torch")[1].startswith("missing: cgx_ops was built for torch 2.12.1")
-    assert "jaxlib is not installed: pip install jax, then build" in __main__._binding("jax")[1]
+    refused = "not usable: cgx_ops was built for torch 2.12.1"
+    assert __main__._binding("torch")[1].startswith(refused)
+    missing = "not usable: jaxlib is not installed: pip install jax, then build"
+    assert __main__._binding("jax")[1].startswith(missing)
+    versions["torch"] = None
+    assert __main__._binding("torch")[1] == (
+        "not usable: built for torch 2.12.1, but torch is not installed: "
+        "pip install 'torch==2.12.*'"
+    )
+    versions["torch"] = "2.12.3"
+    assert __main__._binding("torch")[1] == (
+        "usable: built for torch 2.12.1, and 2.12.3 is installed (cgx_ops._torch_ops)"
+    )
 
 
 def test_binding_of_another_minor_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
