@@ -1,4 +1,4 @@
-// The builder of a cgx_collective_t and of the lists that it points to, for all bindings.
+// CallBuilder: builds a cgx_collective_t and the lists that it points to. All bindings use it.
 #ifndef CGX_CALL_H_
 #define CGX_CALL_H_
 
@@ -13,24 +13,29 @@
 
 namespace cgx {
 
-// One call. Its segments lie end to end.
+// The arguments of one collective, whose segments are contiguous.
+//
+//
+// Set the public members and call add() for each segment, then pass get() to cgx_start, cgx_run or
+// cgx_enqueue. Not thread-safe.
 class CallBuilder {
  public:
   explicit CallBuilder(std::string name = "") : name(std::move(name)) { fields.occurrence = -1; }
 
-  // get() fills in the fields that the members below describe.
+  // All other arguments. get() sets the fields that the members below replace.
   cgx_collective_t fields = make<cgx_collective_t>();
 
   std::string name;
-  std::vector<int64_t> seeds;            // by segment; empty: they follow from fields.seed
-  std::vector<const void*> inputs;       // by segment; empty: fields.input
-  std::vector<void*> outputs;            // by segment; empty: fields.output
-  std::vector<void*> residuals;          // by segment; empty: none
-  std::optional<int32_t> noise_rank;     // none: the communicator's
-  std::shared_ptr<const void> own_held;  // keeps the segments' own configs alive, if needed
+  std::vector<int64_t> seeds;            // per segment; empty: derived from fields.seed
+  std::vector<const void*> inputs;       // per segment; empty: use fields.input
+  std::vector<void*> outputs;            // per segment; empty: use fields.output
+  std::vector<void*> residuals;          // per segment; empty: none
+  std::optional<int32_t> noise_rank;     // unset: the communicator's
+  std::shared_ptr<const void> own_held;  // owns the configs passed to add(), if needed
 
-  // Adds a segment behind the last; returns its offset. `own`: its config; null: fields.config,
-  // which must be set by now. `repeats`: as in cgx_segment_t.
+  // Appends a segment of `numel` elements and returns its offset. `own` is its config, which must
+  // outlive this object; null: fields.config, which must be set before this call. `repeats`: see
+  // cgx_segment_t.
   int64_t add(int64_t numel, const cgx_config_t* own = nullptr, bool repeats = false) {
     const cgx_config_t& config = own ? *own : fields.config;
     if (fields.num_segments == 1) segments_.push_back(first_);
@@ -44,7 +49,7 @@ class CallBuilder {
     return segment.offset;
   }
 
-  // The call as the core takes it, until this object changes, moves or ends.
+  // Returns the arguments for the C API. Valid until this object is modified, moved or destroyed.
   const cgx_collective_t& get() {
     fields.name = name.c_str();
     fields.segments = segments_.empty() ? &first_ : segments_.data();
@@ -62,7 +67,7 @@ class CallBuilder {
     return values.empty() ? nullptr : values.data();
   }
 
-  cgx_segment_t first_ = {};  // alone, it needs no allocation
+  cgx_segment_t first_ = {};  // saves an allocation for calls of one segment
   std::vector<cgx_segment_t> segments_;
   int64_t end_ = 0;
 };

@@ -1,4 +1,4 @@
-// The seeds of calls that follow each other, for all bindings: the n-th of a stream.
+// Seeds of successive calls. All bindings use it.
 #ifndef CGX_CALL_SEEDS_H_
 #define CGX_CALL_SEEDS_H_
 
@@ -6,13 +6,13 @@
 
 namespace cgx {
 
-// The steps of SplitMix64: n times the golden ratio.
+// Returns the distance of the n-th state of SplitMix64 from the first: n times the golden ratio.
 inline int64_t nth_offset(int64_t n) {
   return static_cast<int64_t>(static_cast<uint64_t>(n) * 0x9e3779b97f4a7c15u);
 }
 
-// The n-th seed of the stream that begins with `seed`: SplitMix64's output function. (The core's
-// seeds of segments and blocks have other steps: base/seeds.h.)
+// Returns the n-th seed of the stream that begins with `seed`, by SplitMix64's output function.
+// (base/seeds.h derives the seeds of segments and blocks from it, with other step sizes.)
 inline int64_t nth_seed(int64_t seed, int64_t n) {
   if (n == 0) return seed;
   uint64_t z = static_cast<uint64_t>(seed) + static_cast<uint64_t>(nth_offset(n));

@@ -1,12 +1,14 @@
-// A pool of threads that tell frameworks of collectives that ended.
+// A thread pool that delivers the completions of collectives to frameworks.
 //
-// What a framework does then may block: XLA resumes a program inline, on the thread that completes
-// its future, and torch runs the callbacks of a future there, which may wait for other collectives.
-// So the core's progress thread, which calls back when a collective ends, may do none of it, and no
-// thread may take up a second completion while it is inside a first. The pool therefore starts a
-// thread whenever no idle one is left for the work at hand; threads that stay idle leave.
 //
-// Header only: each binding has a pool of its own.
+// A framework may block in a completion: XLA continues a program on the thread that completes its
+// future, and torch runs a future's callbacks there. Both may wait for other collectives. So
+// completions must not run on the core's progress thread, and a thread must not start a second
+// completion inside a first. The pool therefore starts a new thread whenever no idle thread is
+// left. Idle threads exit after a while.
+//
+//
+// Header only: each binding has its own pool.
 #ifndef CGX_COMPLETION_POOL_H_
 #define CGX_COMPLETION_POOL_H_
 
@@ -25,9 +27,9 @@ namespace cgx {
 
 class CompletionPool {
  public:
-  // Lives until the process ends: frameworks may still run when static objects are destroyed. The
-  // first call makes its first thread and throws std::system_error where it cannot: so call it
-  // before anything starts that the pool is to complete.
+  // Returns the pool, which is never destroyed: frameworks may complete work while static objects
+  // are destroyed. The first call starts a thread, and throws std::system_error if it cannot. Make
+  // it before starting collectives that the pool will complete.
   static CompletionPool& get() {
     static CompletionPool* pool = [] {
       auto* made = new CompletionPool;
@@ -37,24 +39,24 @@ class CompletionPool {
     return *pool;
   }
 
-  // Waits until nothing is left to do, or the time has passed.
+  // Waits until all work is done, or the time has passed.
   void drain(std::chrono::duration<double> at_most) {
     std::unique_lock lock(mutex_);
     ended_.wait_for(lock, at_most, [this] { return queue_.empty() && busy_ == 0; });
   }
 
-  // Runs `work` soon, on a thread that has nothing else to do. Never throws. Where no thread can be
-  // had, work waits for one of those there are, of which one never leaves; where not even the queue
-  // gets memory, work is done here and now, and may block: that is better than never.
+  // Runs `work` soon on an idle thread. If no thread can be started, the work waits for an existing
+  // one; the first thread never exits. If even the queue cannot grow, the work runs here, and may
+  // block: that is better than never.
   void run(std::function<void()> work) noexcept {
     std::unique_lock lock(mutex_);
     try {
       queue_.push_back(std::move(work));
-    } catch (const std::bad_alloc&) {  // then work was not moved
+    } catch (const std::bad_alloc&) {  // push_back failed before the move
       lock.unlock();
       return work();
     }
-    // Every idle thread takes one item, so items beyond them need threads of their own.
+    // Each idle thread takes one item; any further item needs a new thread.
     if (queue_.size() <= idle_) {
       wake_.notify_one();
       return;
@@ -85,7 +87,7 @@ class CompletionPool {
         ++busy_;
         lock.unlock();
         work();
-      }  // what the work holds is released without the mutex
+      }  // destroys the work, and what it captured, without holding the mutex
       lock.lock();
       --busy_;
       ended_.notify_all();
@@ -96,8 +98,8 @@ class CompletionPool {
   std::condition_variable wake_;
   std::condition_variable ended_;
   std::deque<std::function<void()>> queue_;
-  size_t idle_ = 0;  // threads that wait in wake_, counted until they hold the mutex again
-  size_t busy_ = 0;  // threads that do something
+  size_t idle_ = 0;  // threads waiting in wake_, counted until they hold the mutex again
+  size_t busy_ = 0;  // threads that run work
 };
 
 }  // namespace cgx

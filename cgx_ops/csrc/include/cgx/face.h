@@ -1,4 +1,5 @@
-/* The inline C++ face of cgx.h: cgx::check() throws in the module of its caller. */
+/* C++ helpers for callers of cgx.h. They are inline, so exceptions are thrown and caught in the
+ * caller's module. */
 #ifndef CGX_FACE_H_
 #define CGX_FACE_H_
 
@@ -9,6 +10,7 @@
 
 namespace cgx {
 
+/** A status other than CGX_OK, with the text of cgx_last_error(). */
 class StatusError : public std::runtime_error {
  public:
   StatusError(cgx_status_t status, const std::string& text)
@@ -16,18 +18,21 @@ class StatusError : public std::runtime_error {
   cgx_status_t status;
 };
 
+/** Throw StatusError unless status is CGX_OK. Call it on the thread that got the status. */
 inline void check(cgx_status_t status) {
   if (status != CGX_OK) throw StatusError(status, cgx_last_error());
 }
 
-/* cgx_config_parse; by default the default config. */
+/** Return the config that cgx_config_parse makes of a text; by default, the default config. Throws
+ * StatusError for an invalid text. */
 inline cgx_config_t config_of(const char* text = "") {
   cgx_config_t config;
   check(cgx_config_parse(text, &config));
   return config;
 }
 
-/* Zero-initialised with struct_size set: auto c = cgx::make<cgx_collective_t>(); */
+/** Return a zero-initialized struct with struct_size set: auto c = cgx::make<cgx_collective_t>();
+ */
 template <typename T>
 T make() {
   T t{};

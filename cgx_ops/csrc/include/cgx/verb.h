@@ -1,5 +1,8 @@
-// The table of collectives, for the core and the bindings. A new collective is a row here, a value
-// of cgx_verb_t, an algorithm that serves it, and the public functions.
+// The table of collectives, for the core and the bindings.
+//
+//
+// A new collective needs a row here, a value of cgx_verb_t, an algorithm that supports it, and
+// public functions in the bindings.
 #ifndef CGX_VERB_H_
 #define CGX_VERB_H_
 
@@ -12,25 +15,26 @@
 
 namespace cgx {
 
-// Whether a collective can have residuals.
+// Where a collective supports residuals (error feedback).
 enum class Residuals { kNone, kOnCpu, kAnywhere };
 
 struct Verb {
   cgx_verb_t id;
   const char* name;
-  // Whether a buffer holds a block of block_numel elements for each rank; else it holds one block.
+  // Whether the buffer holds one block of block_numel elements per rank; otherwise it holds one
+  // block.
   bool blocks_in = false, blocks_out = false;
-  // Whether values of several ranks are summed; else `op` is ignored.
+  // Whether values of several ranks are reduced. If not, `op` is ignored.
   bool reduces = false;
-  // The stages that encode values. Scatter: each rank sends every owner its part. Gather: each
-  // owner sends its part of the result to all; without it the owner alone has it. A rank owns its
-  // block or, where both buffers hold one block, a shard of that.
+  // The stages, which encode values. Scatter: each rank sends every owner that owner's part.
+  // Gather: each owner sends its result to all ranks; without this stage only the owner has it. A
+  // rank owns its block or, if both buffers hold a single block, a shard of that block.
   bool scatters = false, gathers = false;
-  bool lists = false;  // of pointers, one for each segment, may stand for the buffers
+  bool lists = false;  // whether lists of pointers, one per segment, may replace the buffers
   Residuals residuals = Residuals::kNone;
-  cgx_algorithm_t algorithm = CGX_AUTO;  // the only one that serves it; CGX_AUTO: the config's
+  cgx_algorithm_t algorithm = CGX_AUTO;  // the only one that supports it; CGX_AUTO: the config's
 
-  constexpr bool shards() const { return !blocks_in && !blocks_out; }  // what a rank owns
+  constexpr bool shards() const { return !blocks_in && !blocks_out; }  // whether ranks own shards
 };
 
 // In the order of cgx_verb_t.
@@ -56,10 +60,11 @@ inline constexpr Verb kVerbs[] = {
      .algorithm = CGX_SRA},
 };
 
-// Throws StatusError for a number that has no row.
+// Returns the row of a cgx_verb_t. Throws StatusError for any other number.
 constexpr const Verb& verb_of(int32_t id) {
   if (id < 0 || id >= std::ssize(kVerbs))
-    throw StatusError(CGX_INVALID_ARGUMENT, "verb is " + std::to_string(id) + "; no row has it");
+    throw StatusError(CGX_INVALID_ARGUMENT,
+                      "verb is " + std::to_string(id) + "; accepted: a cgx_verb_t");
   return kVerbs[id];
 }
 
