@@ -1,10 +1,10 @@
-// Why a graph gets start + wait and not one operator: inductor drops, merges and reorders a plain
-// functional operator as it likes, and then ranks wait for each other for ever. It keeps a start
-// that _c10d_functional.wait_tensor waits for, in the order of all collectives (docs/explanation/architecture.md, 5).
-// Outside of graphs one blocking operator does it: nothing to register, one thing in a profile.
+// Graphs get two operators (start and wait) instead of one. Inductor may drop, merge or reorder a
+// plain functional operator, and then ranks would deadlock. It keeps the order of starts that
+// _c10d_functional.wait_tensor waits for (docs/explanation/architecture.md). Eager calls use one
+// blocking operator, which is one entry in a profile and needs no registration.
 //
-//   1. the parts, called by the dispatcher, so that tracers and modes see them
-//   2. AllReduce: the differentiable whole
+//   1. the parts, called through the dispatcher, so that tracers and modes see them
+//   2. AllReduce: the differentiable operator
 //   3. the public operators
 #include "allreduce.h"
 
@@ -38,7 +38,7 @@ using torch::autograd::variable_list;
 // ---- 1. the parts
 // --------------------------------------------------------------------------
 
-// The parts for one tensor, and for a list of tensors, with residuals or without.
+// For one tensor or a list, with or without residuals.
 variable_list all_reduce_native(at::TensorList xs, at::TensorList residuals, const Seed& seed,
                                 const Options& o) {
   static const auto blocking =
@@ -63,7 +63,7 @@ variable_list all_reduce_native(at::TensorList xs, at::TensorList residuals, con
   return results;
 }
 
-// The sums or averages, then the new residuals.
+// Returns the sums or averages, then the new residuals.
 variable_list all_reduce(at::TensorList xs, at::TensorList residuals, const Seed& seed,
                          const Options& options) {
   notice_trace(xs, residuals);
@@ -71,25 +71,25 @@ variable_list all_reduce(at::TensorList xs, at::TensorList residuals, const Seed
                            : all_reduce_native(xs, residuals, seed, options);
 }
 
-// ---- 2. the differentiable whole -----------------------------------------------------------
+// ---- 2. the differentiable operator ---------------------------------------------------------
 
-// Every rank's output is the same sum (or mean) of all inputs, so the gradient of one rank's input
-// is the sum (or mean) of all ranks' output gradients: the same collective, quantized like it. A
-// residual is added to its input, so both have one gradient; nothing flows through new residuals.
+// Every rank's output is the same sum (or mean) of all inputs. So the gradient of an input is the
+// sum (or mean) of all ranks' output gradients: the same collective, quantized in the same way. A
+// residual is added to its input, so both have the same gradient. New residuals have none.
 class AllReduce : public torch::autograd::Function<AllReduce> {
  public:
-  static constexpr bool is_traceable = true;  // backward holds no state that tracing would miss
+  static constexpr bool is_traceable = true;  // backward has no state that tracing would miss
 
-  // New residuals go into *lost. Among the results they would have to be marked as not
-  // differentiable, which compiled autograd refuses.
+  // New residuals are returned in *new_residuals. As results they would have to be marked as not
+  // differentiable, which compiled autograd does not support.
   static variable_list forward(AutogradContext* context, at::TensorList xs,
                                at::TensorList residuals, const Seed& seed, const Options& options,
-                               variable_list* lost) {
+                               variable_list* new_residuals) {
     context->saved_data["gradient"] = options.gradient().value();
     context->saved_data["has_residuals"] = !residuals.empty();
     context->save_for_backward({seed.value_or(at::Tensor())});
     variable_list results = all_reduce(xs, residuals, seed, options);
-    lost->assign(results.begin() + xs.size(), results.end());
+    new_residuals->assign(results.begin() + xs.size(), results.end());
     results.resize(xs.size());
     return results;
   }
@@ -103,7 +103,7 @@ class AllReduce : public torch::autograd::Function<AllReduce> {
       const variable_list again = results;
       results.insert(results.end(), again.begin(), again.end());
     }
-    results.resize(results.size() + 3);  // none for seed, options and lost
+    results.resize(results.size() + 3);  // undefined gradients of seed, options and new_residuals
     return results;
   }
 
@@ -111,8 +111,8 @@ class AllReduce : public torch::autograd::Function<AllReduce> {
                               const Options& options) {
     if (!require_grad(xs) && !require_grad(residuals))
       return all_reduce(xs, residuals, seed, options);
-    variable_list lost, results = apply(xs, residuals, seed, options, &lost);
-    results.insert(results.end(), lost.begin(), lost.end());
+    variable_list new_residuals, results = apply(xs, residuals, seed, options, &new_residuals);
+    results.insert(results.end(), new_residuals.begin(), new_residuals.end());
     return results;
   }
 };
@@ -133,7 +133,7 @@ void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
   const bool differentiable = require_grad({x});
   if (differentiable && x.is_leaf()) {
     C10_THROW_ERROR(ValueError,
-                    "cgx::quantized_allreduce_: x is a leaf that requires grad and cannot be "
+                    "cgx::quantized_allreduce_: x is a leaf that requires grad, so it cannot be "
                     "changed in place; call it under torch.no_grad() or on x.grad");
   }
   at::assert_no_internal_overlap(x);
@@ -143,7 +143,7 @@ void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
     x.copy_(AllReduce::reduce({x}, {}, seed, options)[0]);
     return;
   }
-  const at::Tensor buffer = x.resolve_neg().contiguous();  // its memory is to hold what it means
+  const at::Tensor buffer = x.resolve_neg().contiguous();  // materializes a lazy negation
   run({.input = buffer, .output = buffer}, {buffer.numel()}, seed, options);
   if (!buffer.is_same(x)) {
     x.copy_(buffer);
@@ -154,7 +154,7 @@ void quantized_allreduce_(at::Tensor& x, CGX_PUBLIC_PARAMETERS) {
 
 std::vector<at::Tensor> quantized_allreduce_coalesced(at::TensorList xs, CGX_PUBLIC_PARAMETERS) {
   const Options options(op, CGX_GIVEN_OPTIONS(CGX_ALLREDUCE));
-  check_list(xs, {}, options);  // before anything is drawn
+  check_list(xs, {}, options);  // before drawing a seed
   if (xs.empty()) return {};
   return AllReduce::reduce(xs, {}, draw_if_needed(options, xs), options);
 }

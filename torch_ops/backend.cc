@@ -28,8 +28,7 @@ Backend::Backend(int rank, int size, int32_t comm, Inner inner, bool cuda,
   init();
 }
 
-// Python may hold the last reference, and its lock: threads that the inner backends wait for may
-// need that lock to free tensors.
+// Releases the GIL: threads that the inner backends join may need it to free tensors.
 Backend::~Backend() {
   without_lock([this] {
     close_communicator();
@@ -59,7 +58,7 @@ Backend::BackendRef Backend::merge(const c10::intrusive_ptr<c10d::Store>& store,
 
 Backend::BackendRef Backend::related(const c10::intrusive_ptr<c10d::Store>& store,
                                      const OptionsRef& options, int rank, int size) {
-  // torch asks once for each kind of device, with one store, but keeps one backend for all.
+  // torch calls this once per device type with the same store, and uses one backend for all.
   if (related_store_ == store) {
     if (auto made = related_.lock()) return made;
   }
@@ -67,7 +66,7 @@ Backend::BackendRef Backend::related(const c10::intrusive_ptr<c10d::Store>& stor
   auto copied = c10::make_intrusive<Options>(ours ? *ours : *options_);
   copied->group_name = options->group_name;
   copied->timeout = options->timeout;
-  // A hook over this group is none over that one.
+  // A communication hook over this group is not one over the new group.
   if (copied->automatic == Automatic::kNothing) copied->automatic = Automatic::kGradients;
   BackendRef made = make_backend_(store, rank, size, std::move(copied));
   related_store_ = store;
@@ -106,14 +105,14 @@ void Backend::shutdown() {
 }
 
 void Backend::close_communicator() {
-  if (!closed_.exchange(true)) cgx_comm_close(comm_);  // fails if cgx_finalize closed it before
+  if (!closed_.exchange(true)) cgx_comm_close(comm_);  // fails if cgx_finalize has closed it
 }
 
 // ---- Coalescing --------------------------------------------------------------------------------
 
 void Backend::startCoalescing() {
   const std::lock_guard<std::mutex> lock(coalescing_mutex_);
-  coalescing_.emplace();  // anew: an exception inside a block leaves it open
+  coalescing_.emplace();  // also replaces a block that an exception left open
 }
 
 Backend::WorkRef Backend::endCoalescing() {

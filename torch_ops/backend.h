@@ -1,16 +1,15 @@
-// The torch.distributed backend "cgx": allreduce goes to the core, everything else to an inner
-// backend of torch (gloo for CPU tensors, NCCL for CUDA tensors).
+// The torch.distributed backend "cgx". The core runs allreduce; an inner backend (gloo for CPU
+// tensors, NCCL for CUDA tensors) runs all other collectives.
 //
-//   - allreduce of one dense tensor, or of a list, of float32, float16 or bfloat16, with sum, avg,
-//     min, max or product: the core, compressed where backend_rule.h says so, else exact. CPU
-//     tensors, and CUDA tensors if the core has CUDA; these as NCCL does it: a call with
-//     async_op=False is put on the current stream, all others on a stream of the group's own
-//   - all other calls: the inner backend of the tensors' device, shown to profilers as "cgx:...".
-//     Averages of CPU tensors are gloo's sums, divided (joint_work.h)
+// - Allreduce of one dense tensor or a list, of float32, float16 or bfloat16, with sum, avg, min,
+//   max or product: the core. Whether it is compressed is decided in backend_rule.h. CUDA tensors
+//   need a core with CUDA. As with NCCL, a call with async_op=False runs on the current stream, and
+//   all others on a stream of the group.
+// - All other calls: the inner backend of the tensors' device. Profilers show them as "cgx:...".
+//   gloo does not average, so its sums are divided (joint_work.h).
 //
-// The inner backends and the communicator are made in Python
-// (cgx_ops/torch/backend/process_group.py): torch does not ship what it takes to make a gloo
-// backend in C++.
+// Python makes the inner backends and the communicator (cgx_ops/torch/backend/process_group.py),
+// because torch does not ship the headers to make a gloo backend in C++.
 #pragma once
 
 #include <atomic>
@@ -31,11 +30,11 @@
 
 namespace cgx::torch_ops {
 
-// What a backend wants of Python (backend_module.cc).
-bool debug_wanted();                                   // whether debug lines are
-void debug(const std::string& line);                   // one line per decision
-void warn(const std::string& line);                    // at most once per process
-void without_lock(const std::function<void()>& work);  // runs it without the GIL
+// Python services that the backend uses (backend_module.cc).
+bool debug_wanted();                                   // whether debug logging is enabled
+void debug(const std::string& line);                   // logs one line per decision
+void warn(const std::string& line);                    // logs a warning, at most once per process
+void without_lock(const std::function<void()>& work);  // runs `work` without the GIL
 
 class Backend final : public c10d::Backend {
  public:
@@ -45,7 +44,7 @@ class Backend final : public c10d::Backend {
         : c10d::Backend::Options("cgx", timeout),
           compression(std::move(compression)),
           automatic(automatic) {}
-    // Virtual from torch 2.14 on: groups that are split off get a copy.
+    // Virtual from torch 2.14 on. Groups that are split off get a copy.
     c10::intrusive_ptr<c10d::Backend::Options> clone() const {
       return c10::make_intrusive<Options>(*this);
     }
@@ -58,12 +57,12 @@ class Backend final : public c10d::Backend {
   using OptionsRef = c10::intrusive_ptr<c10d::Backend::Options>;
   using Inner = std::map<c10::DeviceType, BackendRef>;
   using Tensors = std::vector<at::Tensor>;
-  // Makes the backend of another group, whose name is in the options: (store, rank, size, options).
+  // Makes the backend of another group: (store, rank, size, options). The options hold its name.
   using MakeBackend = std::function<BackendRef(c10::intrusive_ptr<c10d::Store>, int, int,
                                                c10::intrusive_ptr<Options>)>;
 
-  // `comm` is the cgx communicator of the group; the backend closes it. `cuda`: whether the core
-  // reduces CUDA tensors.
+  // `comm` is the group's cgx communicator, which the backend closes. `cuda`: whether the core
+  // supports CUDA tensors.
   Backend(int rank, int size, int32_t comm, Inner inner, bool cuda,
           c10::intrusive_ptr<Options> options, MakeBackend make_backend);
   ~Backend() override;
@@ -78,8 +77,8 @@ class Backend final : public c10d::Backend {
                    const int& rank, const int& size) override;
   void eagerConnectSingleDevice(at::Device device) override;
 
-  // Collectives started between the two have one Work. Point-to-point calls keep their own:
-  // supportsCoalescing() stays false, as gloo's is.
+  // Collectives started between these two calls share one Work. Point-to-point calls keep their
+  // own: supportsCoalescing() is false, as for gloo.
   void startCoalescing() override;
   WorkRef endCoalescing() override;
 
@@ -120,57 +119,58 @@ class Backend final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
 
   void setSequenceNumberForGroup() override;
-  // The collectives called so far; equal on all ranks that are at the same place.
+  // The number of collectives called so far, equal on all ranks at the same point of the program.
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   void enableCollectivesTiming() override;
   c10d::ErrorType getError() override;
-  // Both end the communicator: what is in flight fails, what has ended is delivered to peers.
+  // Both close the communicator: collectives in flight fail; finished ones are delivered to peers.
   void abort() override;
   void shutdown() override;
 
   int32_t communicator() const { return comm_; }
 
  private:
-  // The inner backend for a device. Throws if there is none.
+  // Returns the inner backend of a device. Throws if there is none.
   c10d::Backend& inner(at::Device device) const;
-  // The core's name of an operation; none if the core does not reduce such tensors with it.
+  // Returns the core's op for a call, or nullopt if the core does not support these tensors or this
+  // op.
   std::optional<cgx_op_t> served(at::TensorList tensors, const c10d::ReduceOp& op) const;
   WorkRef reduce_in_core(at::TensorList tensors, cgx_op_t op, const c10d::AllreduceOptions& options,
                          c10d::OpType type);
-  Decision decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t numel);
-  // Calls a method of the inner backend of the device of `shown`, with the call shown to profilers.
+  Decision decide_and_log(cgx_op_t op, at::TensorList tensors, int64_t numel);
+  // Calls a method of the inner backend of the device of `shown`, and records it for profilers.
   template <typename Method, typename... Arguments>
   WorkRef forward(const char* title, at::TensorList shown, Method method, Arguments&&... arguments);
-  // The same of a reduction to `results`, and its averages where the inner backend has none.
+  // The same for a reduction to `results`. Computes averages if the inner backend cannot.
   template <typename Method, typename OpOptions, typename... Arguments>
   WorkRef forward_reduction(const char* title, at::TensorList shown, Method method,
                             at::TensorList results, const OpOptions& options,
                             Arguments&... arguments);
   template <typename Start>
   WorkRef naming_losses(const char* title, at::Device device, Start&& start);
-  // The same as forward, but that coalescing does not see the work.
+  // Like forward(), but does not add the work to a coalesced block.
   template <typename Method, typename... Arguments>
   WorkRef start_inner(const char* title, at::TensorList shown, Method method,
                       Arguments&&... arguments);
-  // Notes the work of a call between startCoalescing and endCoalescing.
+  // Adds the work of a call between startCoalescing and endCoalescing to the block.
   WorkRef coalesced(WorkRef work);
   BackendRef related(const c10::intrusive_ptr<c10d::Store>& store, const OptionsRef& options,
                      int rank, int size);
   void close_communicator();
 
   const int32_t comm_;
-  const std::string name_;  // of the communicator
+  const std::string name_;  // the communicator's
   Inner inner_;
   const bool cuda_;
   const c10::intrusive_ptr<Options> options_;
   const MakeBackend make_backend_;
-  c10::intrusive_ptr<c10d::Store> related_store_;  // of the group made last by split or merge
+  c10::intrusive_ptr<c10d::Store> related_store_;  // of the group that split or merge made last
   c10::weak_intrusive_ptr<c10d::Backend> related_{c10::intrusive_ptr<c10d::Backend>()};
   std::atomic<uint64_t> sequence_{0};
-  std::atomic<int64_t> draws_{0};  // seeds given to calls that round at random
+  std::atomic<int64_t> draws_{0};  // seeds used so far by calls with random rounding
   std::atomic<bool> closed_{false};
   std::mutex coalescing_mutex_;
-  std::optional<std::vector<WorkRef>> coalescing_;  // set between startCoalescing and the end
+  std::optional<std::vector<WorkRef>> coalescing_;  // set between startCoalescing and endCoalescing
 };
 
 }  // namespace cgx::torch_ops

@@ -1,4 +1,4 @@
-// What the core does of the backend "cgx": which reductions it serves, whether they are compressed,
+// The backend's allreduce in the core: which calls the core supports, whether they are compressed,
 // and their start.
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -26,8 +26,10 @@ std::optional<cgx_op_t> core_op(const c10d::ReduceOp& op) {
   return found->second;
 }
 
-// The values can be read and written where they lie.
-bool plain(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_neg(); }
+// Whether the core can use the tensor's memory directly.
+bool usable_in_place(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_neg();
+}
 
 }  // namespace
 
@@ -45,18 +47,19 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
   for (const at::Tensor& tensor : tensors) {
     if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
       C10_THROW_ERROR(ValueError,
-                      "allreduce: elements of the tensor share memory (it was expanded); "
-                      "give it tensor.contiguous()");
+                      "allreduce: elements of the tensor share memory (it was expanded); pass "
+                      "tensor.contiguous()");
     }
     if (tensor.device() != tensors[0].device()) {
-      C10_THROW_ERROR(ValueError, c10::str("allreduce: the list holds tensors on ",
-                                           tensors[0].device(), " and ", tensor.device(),
-                                           "; one message has one device: call it once for each"));
+      C10_THROW_ERROR(ValueError,
+                      c10::str("allreduce: the list holds tensors on ", tensors[0].device(),
+                               " and ", tensor.device(),
+                               "; all tensors must be on one device: call it once per device"));
     }
   }
   Buffers buffers;
   buffers.results = tensors.vec();
-  if (tensors.size() == 1 && plain(tensors[0])) {
+  if (tensors.size() == 1 && usable_in_place(tensors[0])) {
     buffers.input = tensors[0];
   } else {
     buffers.input = pack(tensors);
@@ -64,11 +67,11 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
   }
   buffers.output = buffers.input;
 
-  const Decision decision = decide_and_tell(op, tensors, buffers.input.numel());
+  const Decision decision = decide_and_log(op, tensors, buffers.input.numel());
   static const Compression exact("bits=32", /*seed=*/0);
   const Compression& how = decision.compression ? *decision.compression : exact;
 
-  CallBuilder call("c10d");  // counted apart from the calls of torch.ops.cgx on this communicator
+  CallBuilder call("c10d");  // counted separately from calls of torch.ops.cgx on this communicator
   call.fields.comm = comm_;
   call.fields.verb = CGX_ALLREDUCE;
   call.fields.dtype = *core_dtype(tensors[0].scalar_type());
@@ -77,7 +80,8 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
   if (how.seed_use != CGX_SEED_UNUSED) {
     call.fields.seed = nth_seed(named_seed(how.seed, name_), ++draws_);
   }
-  call.fields.output = buffers.output.mutable_data_ptr();  // first: it may move a lazy copy
+  call.fields.output = buffers.output.mutable_data_ptr();  // first, because it may materialize a
+                                                           // lazy copy
   call.fields.input = buffers.input.const_data_ptr();
   for (const int64_t numel : numels_of(tensors)) call.add(numel);
   const Milliseconds allowed = options.timeout > kNoTimeout ? options.timeout : options_->timeout;
@@ -86,8 +90,8 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
   return coalesced(start(call.get(), std::move(buffers), type, options.asyncOp));
 }
 
-Decision Backend::decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t numel) {
-  // What pays was measured among CPUs.
+Decision Backend::decide_and_log(cgx_op_t op, at::TensorList tensors, int64_t numel) {
+  // The thresholds of bits="auto" were measured between CPUs.
   const auto element_bytes = tensors[0].is_cpu() ? tensors[0].element_size() : 0;
   Decision decision = decide(options_->compression, options_->automatic, op, numel,
                              static_cast<int64_t>(element_bytes));
@@ -101,13 +105,13 @@ Decision Backend::decide_and_tell(cgx_op_t op, at::TensorList tensors, int64_t n
   }
   static std::atomic<bool> warned{false};
   if (decision.surprising && size_ > 1 && !warned.exchange(true)) {
-    warn(c10::str(
-        call(), " stays exact though the group has ", options_->compression->words, " (",
-        decision.reason,
-        "): only gradients are compressed automatically, while autograd completes them and no "
-        "hook of the user's sees to them. To compress this call too, make it inside "
-        "`with cgx_ops.torch.compressed():`; to have it exact and hear nothing, inside "
-        "`with cgx_ops.torch.uncompressed():`. Said once per process."));
+    warn(
+        c10::str(call(), " is not compressed, although the group has ",
+                 options_->compression->words, " (", decision.reason,
+                 "): only gradients are compressed automatically, while autograd completes them "
+                 "and no communication hook handles them. To compress this call, wrap it in `with "
+                 "cgx_ops.torch.compressed():`. To keep it exact without this warning, wrap it in "
+                 "`with cgx_ops.torch.uncompressed():`. This warning is logged once per process."));
   }
   return decision;
 }

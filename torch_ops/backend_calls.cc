@@ -1,6 +1,6 @@
-// The calls of torch.distributed: a reduction that the core serves goes there
-// (backend_allreduce.cc), everything else to the inner backend of the tensors' device, shown to
-// profilers.
+// The calls of torch.distributed: reductions that the core supports go there
+// (backend_allreduce.cc), and all others to the inner backend of the tensors' device. Both are
+// recorded for profilers.
 #include <ATen/record_function.h>
 
 #include <memory>
@@ -14,14 +14,15 @@
 namespace cgx::torch_ops {
 namespace {
 
-// Shows a call to profilers from now until the work's end; where that cannot be had, its start.
-class Shown {
+// Records a call for profilers until its work ends or, if the work has no future, until it has
+// started.
+class ProfiledCall {
  public:
-  Shown(const char* title, at::TensorList tensors) {
+  ProfiledCall(const char* title, at::TensorList tensors) {
     if (!at::hasCallbacks()) return;
     record_ = std::make_shared<at::RecordFunction>(at::RecordScope::USER_SCOPE);
     if (!record_->isActive()) return;
-    record_->_setAsync();  // it may end on another thread
+    record_->_setAsync();  // may end on another thread
     const std::vector<c10::IValue> values(tensors.begin(), tensors.end());
     record_->before(title, &values);
   }
@@ -38,34 +39,35 @@ class Shown {
   std::shared_ptr<at::RecordFunction> record_;
 };
 
-// Where gloo takes the memory from a tensor's first value on for all its values.
-void refuse_gaps(const char* call, at::TensorList tensors) {
+// For calls in which gloo treats a tensor as contiguous memory.
+void require_dense(const char* call, at::TensorList tensors) {
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.is_cpu() || tensor.layout() != at::kStrided) continue;
     if (tensor.is_non_overlapping_and_dense()) continue;
-    C10_THROW_ERROR(ValueError, c10::str("the backend cgx: ", call, " of a tensor of shape ",
-                                         tensor.sizes(), " and strides ", tensor.strides(),
-                                         ", whose values do not lie one behind the other: give it "
-                                         "tensor.contiguous()"));
+    C10_THROW_ERROR(ValueError,
+                    c10::str("the backend cgx: ", call, " of a tensor of shape ", tensor.sizes(),
+                             " and strides ", tensor.strides(),
+                             ", which is not dense in memory: pass tensor.contiguous()"));
   }
 }
 
-// Of no tensor at all, gloo says what is wrong.
+// Let gloo report empty lists of tensors.
 at::Device device_of(at::TensorList tensors) {
   return tensors.empty() ? at::Device(at::kCPU) : tensors[0].device();
 }
 
 }  // namespace
 
-// ---- to an inner backend -----------------------------------------------------------------------
+// ---- forwarding to an inner backend ------------------------------------------------------------
 
 c10d::Backend& Backend::inner(at::Device device) const {
   const auto found = inner_.find(device.type());
   if (found != inner_.end()) return *found->second;
   C10_THROW_ERROR(
       NotImplementedError,
-      c10::str("the backend cgx has nothing that moves tensors of ", device, " here",
-               device.is_cuda() ? ": this torch has no NCCL; move the tensor to the CPU" : ""));
+      c10::str("the backend cgx cannot move tensors on ", device, " here",
+               device.is_cuda() ? ": this torch was built without NCCL; move the tensor to the CPU"
+                                : ""));
 }
 
 template <typename Method, typename... Arguments>
@@ -83,7 +85,7 @@ Backend::WorkRef Backend::forward_reduction(const char* title, at::TensorList sh
     return forward(title, shown, method, arguments..., options);
   if (!shown.empty() && shown[0].scalar_type() == at::kBool) {
     C10_THROW_ERROR(TypeError,
-                    "the backend cgx has no average of bool tensors, as NCCL has none: average "
+                    "the backend cgx does not average bool tensors (NCCL does not either): average "
                     "x.float(), or reduce with MAX (any) or MIN (all)");
   }
   OpOptions of_sum = options;
@@ -92,7 +94,8 @@ Backend::WorkRef Backend::forward_reduction(const char* title, at::TensorList sh
   return coalesced(averaged(std::move(sum), results.vec(), size_));
 }
 
-// Calls start() for the work of an inner backend. NCCL reports lost ranks in its own way.
+// Starts a work of an inner backend and lets its errors name lost ranks. Not for NCCL, which
+// reports them itself.
 template <typename Start>
 Backend::WorkRef Backend::naming_losses(const char* title, at::Device device, Start&& start) {
   if (!device.is_cpu()) return start();
@@ -107,13 +110,14 @@ Backend::WorkRef Backend::naming_losses(const char* title, at::Device device, St
 template <typename Method, typename... Arguments>
 Backend::WorkRef Backend::start_inner(const char* title, at::TensorList shown, Method method,
                                       Arguments&&... arguments) {
-  Shown call(title, shown);
+  ProfiledCall call(title, shown);
   const at::Device device = device_of(shown);
   c10d::Backend& backend = inner(device);
   WorkRef work = naming_losses(
       title, device, [&] { return (backend.*method)(std::forward<Arguments>(arguments)...); });
   call.until(work);
-  // Not every rank calls p2p operations. NCCL gives no work for what it did at once.
+  // Point-to-point calls are not collective, so they do not count. NCCL returns no work for calls
+  // that have ended already.
   if (!work || !c10d::isP2POp(work->retrieveOpType())) ++sequence_;
   return work;
 }
@@ -124,7 +128,7 @@ Backend::WorkRef Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
   if (const auto op = served(tensors, options.reduceOp); op && tensors.size() == 1) {
     return reduce_in_core(tensors, *op, options, c10d::OpType::ALLREDUCE);
   }
-  refuse_gaps("all_reduce", tensors);
+  require_dense("all_reduce", tensors);
   return forward_reduction("cgx:all_reduce", tensors, &c10d::Backend::allreduce, tensors, options,
                            tensors);
 }
@@ -145,13 +149,13 @@ Backend::WorkRef Backend::allreduce_sparse(Tensors& tensors,
 }
 
 Backend::WorkRef Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  refuse_gaps("broadcast", tensors);
+  require_dense("broadcast", tensors);
   return forward("cgx:broadcast", tensors, &c10d::Backend::broadcast, tensors, options);
 }
 
 Backend::WorkRef Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  refuse_gaps("reduce", tensors);
-  // What other ranks are left with is not defined.
+  require_dense("reduce", tensors);
+  // Tensors of other ranks are unspecified after a reduce.
   const Tensors results = options.rootRank == rank_ ? tensors : Tensors{};
   return forward_reduction("cgx:reduce", tensors, &c10d::Backend::reduce, results, options,
                            tensors);
@@ -186,18 +190,18 @@ Backend::WorkRef Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
 
 Backend::WorkRef Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                   const c10d::ScatterOptions& options) {
-  // Only the root has inputs; they tell what profilers should show.
+  // Only the root has inputs.
   const Tensors shown = inputs.empty() ? outputs : inputs[0];
-  refuse_gaps("scatter", outputs);
-  refuse_gaps("scatter", shown);
+  require_dense("scatter", outputs);
+  require_dense("scatter", shown);
   return forward("cgx:scatter", shown, &c10d::Backend::scatter, outputs, inputs, options);
 }
 
 Backend::WorkRef Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                          const c10d::ReduceScatterOptions& options) {
   const Tensors shown = inputs.empty() ? outputs : inputs[0];
-  refuse_gaps("reduce_scatter", outputs);
-  refuse_gaps("reduce_scatter", shown);
+  require_dense("reduce_scatter", outputs);
+  require_dense("reduce_scatter", shown);
   return forward_reduction("cgx:reduce_scatter", shown, &c10d::Backend::reduce_scatter, outputs,
                            options, outputs, inputs);
 }
@@ -220,15 +224,15 @@ Backend::WorkRef Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                         std::vector<int64_t>& output_sizes,
                                         std::vector<int64_t>& input_sizes,
                                         const c10d::AllToAllOptions& options) {
-  refuse_gaps("all_to_all", {output, input});
+  require_dense("all_to_all", {output, input});
   return forward("cgx:all_to_all", input, &c10d::Backend::alltoall_base, output, input,
                  output_sizes, input_sizes, options);
 }
 
 Backend::WorkRef Backend::alltoall(Tensors& outputs, Tensors& inputs,
                                    const c10d::AllToAllOptions& options) {
-  refuse_gaps("all_to_all", outputs);
-  refuse_gaps("all_to_all", inputs);
+  require_dense("all_to_all", outputs);
+  require_dense("all_to_all", inputs);
   return forward("cgx:all_to_all", inputs, &c10d::Backend::alltoall, outputs, inputs, options);
 }
 
@@ -245,7 +249,7 @@ Backend::WorkRef Backend::recvAnysource(Tensors& tensors, int tag) {
 }
 
 Backend::WorkRef Backend::barrier(const c10d::BarrierOptions& options) {
-  Shown call("cgx:barrier", {});
+  ProfiledCall call("cgx:barrier", {});
   ++sequence_;
   const at::Device device = options.device.value_or(at::Device(at::kCPU));
   WorkRef work =

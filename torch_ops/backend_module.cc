@@ -1,4 +1,5 @@
-// The backend "cgx" in Python: cgx_ops/torch/backend/process_group.py makes and documents it.
+// Python bindings of the backend "cgx". cgx_ops/torch/backend/process_group.py uses and documents
+// them.
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -19,7 +20,7 @@ namespace {
 
 constexpr auto kLogger = "cgx_ops.torch.backend";
 
-// Lives for ever: collectives may outlast the interpreter's own objects.
+// Never destroyed: collectives may outlive the interpreter's objects.
 py::object& logger() {
   static auto* logger = new py::object(py::module_::import("logging").attr("getLogger")(kLogger));
   return *logger;
@@ -27,7 +28,7 @@ py::object& logger() {
 
 }  // namespace
 
-// Asks Python once a second: a look at the clock is all that a call costs when the level is off.
+// Asks Python once a second, so that a call costs only a clock read if debug logging is off.
 bool debug_wanted() {
   using Clock = std::chrono::steady_clock;
   static std::atomic<Clock::rep> asked_again_at{0};
@@ -58,8 +59,8 @@ void without_lock(const std::function<void()>& work) {
 }
 
 void bind_backend(py::module_& module) {
-  py::module_::import("torch.distributed");  // its classes are the bases of these
-  logger();  // found now: an import inside a static's making could wait for itself
+  py::module_::import("torch.distributed");  // registers the base classes of these bindings
+  logger();  // initialize here: an import during the initialization of a static could deadlock
 
   using Larger = std::tuple<int64_t, int64_t, std::shared_ptr<Compression>>;
   py::class_<Compression, std::shared_ptr<Compression>>(module, "Compression")
@@ -82,7 +83,7 @@ void bind_backend(py::module_& module) {
            }),
            py::arg("kind"), py::arg("compression") = nullptr);
   module.def("exchange_scope", exchange_scope, py::arg("scope"),
-             "Make `scope` the calling thread's and return what it was.");
+             "Set the calling thread's scope and return the previous one.");
 
   py::enum_<Automatic>(module, "Automatic")
       .value("GRADIENTS", Automatic::kGradients)
@@ -120,7 +121,7 @@ void bind_backend(py::module_& module) {
       .def_property_readonly("communicator", &Backend::communicator)
       .def_property_readonly("_timeout",
                              [](Backend& self) { return self.getBackendOptions()->timeout; })
-      // torch calls it on ranks that a new group leaves out, if the backend can split.
+      // torch calls it on ranks outside of a new group, if the backend supports splitting.
       .def(
           "perform_nocolor_split", [](Backend&, const py::object& /*device*/) {},
           py::arg("device"));
@@ -129,7 +130,7 @@ void bind_backend(py::module_& module) {
       "drain",
       [](double seconds) { CompletionPool::get().drain(std::chrono::duration<double>(seconds)); },
       py::arg("seconds"), py::call_guard<py::gil_scoped_release>(),
-      "Wait until no callback of a future runs, or the seconds have passed.");
+      "Wait until no future callback runs, or the given seconds have passed.");
 }
 
 }  // namespace cgx::torch_ops

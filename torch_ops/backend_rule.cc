@@ -14,9 +14,9 @@ namespace cgx::torch_ops {
 namespace {
 
 constexpr int32_t kExactBits = 32;
-constexpr int64_t kWorthAWord = 64 << 10;  // elements: below, nobody misses the compression
+constexpr int64_t kWarnFromNumel = 64 << 10;  // elements; smaller tensors are not worth a warning
 
-// The calling thread's. Its completing_gradients is set in callbacks of collectives that were
+// The calling thread's context. completing_gradients is set in callbacks of collectives that
 // started while gradients were being completed.
 Context& thread_context() {
   thread_local Context context;
@@ -68,20 +68,21 @@ Decision decide(const std::shared_ptr<const Compression>& group, Automatic autom
   const auto& asked = scope.compression ? scope.compression : group;
   const auto compression = for_message(asked, numel, element_bytes);
   if (compression->config.bits == kExactBits) {
-    return {nullptr, asked->larger.empty() ? "bits are 32" : "compression does not pay (auto)"};
+    return {nullptr, asked->larger.empty() ? "bits are 32"
+                                           : "compression is not faster at this size (auto)"};
   }
-  if (op != CGX_SUM && op != CGX_AVG) return {nullptr, "neither a sum nor an average"};
+  if (op != CGX_SUM && op != CGX_AVG) return {nullptr, "op is not sum or avg"};
   if (numel < std::max<int64_t>(CGX_SMALLEST_COMPRESSED, compression->config.minimal_size)) {
     return {nullptr, "fewer elements than minimal_size"};
   }
   if (scope.kind == Scope::Kind::kCompressed) return {compression, "inside compressed()"};
   if (automatic == Automatic::kEverything) return {compression, "the group compresses all"};
   if (automatic == Automatic::kNothing) {
-    return {nullptr, "a communication hook of the user's synchronises gradients",
-            numel >= kWorthAWord && completing_gradients()};
+    return {nullptr, "a user's communication hook handles gradients",
+            numel >= kWarnFromNumel && completing_gradients()};
   }
   if (completing_gradients()) return {compression, "autograd is completing gradients"};
-  return {nullptr, "outside gradient synchronisation", numel >= kWorthAWord};
+  return {nullptr, "outside gradient synchronisation", numel >= kWarnFromNumel};
 }
 
 }  // namespace cgx::torch_ops

@@ -1,12 +1,11 @@
-// Which allreduces of the backend "cgx" are compressed.
+// Decides which allreduces of the backend "cgx" are compressed.
 //
-//   Compression   how values travel: a cgx_ops.Config as the core wants it, or, by the size of a
-//                 message, one of several (bits="auto")
-//   Scope         what `with compressed():` and `with uncompressed():` say, on the calling thread
-//   Context       that, and whether gradients are being completed. The callbacks of a future have
-//                 the context of the call that it is of, whichever thread runs them: else ranks
-//                 would decide by who was faster
-//   decide()      the rule; docs/guides/torch.md, "What is compressed", has it in words
+//   Compression   a cgx_ops.Config or, for bits="auto", several that depend on the message size
+//   Scope         `with compressed():` or `with uncompressed():` on the calling thread
+//   Context       the scope, and whether gradients are being completed. A future's callbacks run in
+//                 the context of the call that started it, on any thread. Otherwise the decision
+//                 would depend on timing, and ranks would differ.
+//   decide()      the rule; the PyTorch guide explains it ("What is compressed")
 #pragma once
 
 #include <cstdint>
@@ -19,16 +18,16 @@
 namespace cgx::torch_ops {
 
 struct Compression {
-  // From so many elements on, messages of elements of so many bytes travel by another one. Of
-  // those on devices (0 bytes) none does.
+  // Messages of at least `numel` elements of `element_bytes` bytes use this compression instead.
+  // CUDA tensors (element_bytes 0) never do.
   struct Larger {
     int64_t numel;
     int64_t element_bytes;
     std::shared_ptr<const Compression> compression;
   };
 
-  // `config` is a text of cgx_config_parse. Throws what the core has against it. `larger`: by
-  // rising numel.
+  // `config` is a text for cgx_config_parse. Throws the core's error. `larger` is in ascending
+  // order of numel.
   Compression(const char* config, int64_t seed, std::vector<Larger> larger = {});
   cgx_config_t config;
   int64_t seed;
@@ -40,16 +39,16 @@ struct Compression {
 struct Scope {
   enum class Kind { kNone, kCompressed, kUncompressed };
   Kind kind = Kind::kNone;
-  std::shared_ptr<const Compression> compression;  // kCompressed: null means the group's
+  std::shared_ptr<const Compression> compression;  // for kCompressed: null means the group's
 };
 
-// Makes `scope` the calling thread's and returns what it was.
+// Sets the calling thread's scope and returns the previous one.
 Scope exchange_scope(Scope scope);
 
-// Whether the caller is inside the part of backward that completes gradients: while autograd
-// accumulates a leaf's gradient (DDP's reducer and hooks on parameters run there), or in the
-// callbacks at the end of backward (where DDP reduces with static_graph). Or in a callback of a
-// collective that was.
+// Whether the caller runs in the part of backward that completes gradients: while autograd
+// accumulates a leaf's gradient (DDP's reducer and parameter hooks run there), or in the callbacks
+// at the end of backward (DDP reduces there with static_graph). Also true in a callback of a
+// collective that started there.
 bool completing_gradients();
 
 struct Context {
@@ -58,7 +57,7 @@ struct Context {
   bool completing_gradients = false;
 };
 
-// Makes `context` the calling thread's, until it is destroyed.
+// Sets the calling thread's context until it is destroyed.
 class ContextGuard {
  public:
   explicit ContextGuard(const Context& context);
@@ -70,17 +69,18 @@ class ContextGuard {
   const Context outer_;
 };
 
-// What a group compresses that nobody asked for by a scope.
+// The allreduces that a group compresses outside of scopes.
 enum class Automatic { kGradients, kEverything, kNothing };
 
 struct Decision {
-  std::shared_ptr<const Compression> compression;  // null: exact
+  std::shared_ptr<const Compression> compression;  // null: uncompressed
   const char* reason;
-  bool surprising = false;  // exact though bits are set, and nobody asked for that
+  bool surprising = false;  // uncompressed, though the group has bits and the caller did not ask
+                            // for it
 };
 
-// On an allreduce of `numel` floating values of `element_bytes` each (0: on a
-// device) with `op`. `group` is the communication group's own setting.
+// Decides on an allreduce of `numel` floating-point values of `element_bytes` bytes each (0: CUDA).
+// `group` is the group's own compression.
 Decision decide(const std::shared_ptr<const Compression>& group, Automatic automatic, cgx_op_t op,
                 int64_t numel, int64_t element_bytes);
 

@@ -20,19 +20,19 @@
 namespace cgx::torch_ops {
 namespace {
 
-// ---- the core's part -----------------------------------------------------------------------
+// ---- the core's steps ----------------------------------------------------------------------
 
-// Of a rank in its group; noise_rank: in the default group, for noise (cgx.h).
+// A rank in its group. noise_rank is its rank in the default group (see cgx.h).
 struct Place {
   int64_t rank, size;
   int64_t noise_rank = 0;
 };
 
-// What the steps of a call make, in bytes.
+// Message sizes of a call, in bytes.
 struct Lengths {
   bool one_shot = false;
-  std::vector<int64_t> to, from;     // each rank, in the all-to-all
-  int64_t encoded = 0, reduced = 0;  // the messages of encode and reduce
+  std::vector<int64_t> to, from;     // per rank, in the all-to-all
+  int64_t encoded = 0, reduced = 0;  // messages of encode and reduce
 };
 
 template <typename Use>
@@ -54,12 +54,12 @@ int64_t sum(const std::vector<int64_t>& values) {
 Lengths lengths_of(at::TensorList xs, const Options& options, int64_t rank, int64_t size) {
   std::vector<int64_t> scatter(size), gather(size);
   int32_t algorithm = 0;
-  // Messages are as long whatever the seed.
+  // Sizes do not depend on the seed.
   with_carried(numels_of(xs), xs[0].scalar_type(), {}, OwnSeed{}, options, {rank, size},
                [&](const cgx_carried_t* carried) {
                  check(cgx_carried_plan(carried, &algorithm, scatter.data(), gather.data()));
                });
-  // Those of the all-gather are as long as the longest.
+  // all_gather_into_tensor needs equal sizes.
   Lengths lengths{.one_shot = algorithm == CGX_ONE_SHOT,
                   .to = std::move(scatter),
                   .reduced = *std::max_element(gather.begin(), gather.end())};
@@ -69,28 +69,28 @@ Lengths lengths_of(at::TensorList xs, const Options& options, int64_t rank, int6
   return lengths;
 }
 
-// Throws unless a step can work on these tensors.
+// Throws unless a step supports these tensors.
 Options checked_options(at::TensorList xs, at::TensorList residuals, const Seed& seed,
                         std::string_view call) {
-  TORCH_CHECK_VALUE(!xs.empty(), "cgx::carried_*: no tensors; give one or more");
+  TORCH_CHECK_VALUE(!xs.empty(), "cgx::carried_*: the list of tensors is empty; pass at least one");
   return checked_list(xs, residuals, seed, call, /*group_name=*/"");
 }
 
 at::Tensor as_bytes(const at::Tensor& messages) {
-  TORCH_CHECK_TYPE(messages.scalar_type() == at::kByte, "cgx::carried_*: the messages are of ",
-                   messages.scalar_type(), " elements; give uint8");
+  TORCH_CHECK_TYPE(messages.scalar_type() == at::kByte, "cgx::carried_*: the messages have dtype ",
+                   messages.scalar_type(), "; expected uint8");
   return messages.contiguous();
 }
 
-// One tensor needs no packing.
+// A single tensor is not packed.
 at::Tensor flat_of(at::TensorList xs) {
   return xs.size() == 1 ? xs[0].contiguous().view({-1}) : pack(xs);
 }
 
 at::TensorOptions bytes_like(at::TensorList xs) { return xs[0].options().dtype(at::kByte); }
 
-// A step that has make(carried, message) write a message of `bytes`: returns that, then the
-// residuals that it has completed.
+// Runs make(carried, message), which writes a message of `bytes`. Returns the message, then the
+// updated residuals.
 template <typename Make>
 std::vector<at::Tensor> make_message(at::TensorList xs, at::TensorList residuals, int64_t bytes,
                                      const Seed& seed, std::string_view call, const Place& place,
@@ -109,9 +109,9 @@ std::vector<at::Tensor> make_message(at::TensorList xs, at::TensorList residuals
   return results;
 }
 
-// ---- torch's part --------------------------------------------------------------------------
+// ---- torch's collectives -------------------------------------------------------------------
 
-// Boxed, since the type of group_name in these schemas differs between releases of torch.
+// A boxed call, since the type of group_name in these schemas differs between torch releases.
 template <typename... Arguments>
 at::Tensor functional(const char* name, Arguments&&... arguments) {
   torch::jit::Stack stack{c10::IValue(std::forward<Arguments>(arguments))...};
@@ -119,10 +119,11 @@ at::Tensor functional(const char* name, Arguments&&... arguments) {
   return stack.at(0).toTensor();
 }
 
-// The name that init_process_group gives it.
+// The name that init_process_group gives the default group.
 constexpr const char* kDefaultGroup = "0";
 
-// Its ranks in turn number the ranks of all groups; who has made a group without it has no other.
+// Ranks of the default group identify ranks in all groups. A program that never made it has only
+// one numbering.
 int64_t rank_in_default_group(const c10d::ProcessGroup& group) {
   if (group.getGroupName() == kDefaultGroup) return group.getRank();
   try {
@@ -138,7 +139,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> find_group(const std::string& name) {
   } catch (const c10::Error&) {
     C10_THROW_ERROR(ValueError,
                     c10::str("carrier='c10d': torch.distributed has no process group named '", name,
-                             "': call init_process_group() first, or give group.group_name"));
+                             "': call init_process_group() first, or pass group.group_name"));
   }
 }
 

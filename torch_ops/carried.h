@@ -1,12 +1,12 @@
-// carrier="c10d": the allreduce whose bytes torch's own collectives move, so that it runs wherever
-// torch.distributed does (torchrun, gloo), and as ordinary functional collectives in graphs.
+// carrier="c10d": an allreduce whose messages torch's own collectives send. So it runs wherever
+// torch.distributed does (torchrun, gloo), and as functional collectives in graphs.
 //
 //   carried_encode -> all_to_all_single -> carried_reduce -> all_gather_into_tensor ->
 //   carried_decode
 //
-// or, for small tensors (one_shot), carried_encode -> all_gather_into_tensor -> carried_decode. The
-// core does the arithmetic (cgx.h, section 5): same bits and same payloads as its own transports. A
-// rank's message of the all-gather is padded to the longest one's, at most a bucket.
+// Small tensors use one_shot: carried_encode -> all_gather_into_tensor -> carried_decode. The core
+// does the arithmetic (cgx.h, section 5): results and payloads are equal to those of the core's
+// transports. In the all-gather, messages are padded to the longest one, by at most one bucket.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,15 +17,15 @@
 
 namespace cgx::torch_ops {
 
-// The whole, by calls of the dispatcher. options.group_name is a group of torch.distributed, "" the
-// default one. Results, then new residuals.
+// The whole allreduce, by dispatcher calls. options.group_name is a torch.distributed group; "" is
+// the default group. Returns the results, then the new residuals.
 std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, at::TensorList residuals,
                                            const Seed& seed, const Options& options);
 
-// The kernels between the collectives, and their Meta kernels. Messages are 1-D uint8 tensors.
-// bytes: of the message that a step returns, as the core plans it. noise_rank: as in cgx.h; of the
-// default group. encode and reduce return a message, then the residuals as they are by now: what
-// one has lost is completed by the other.
+// The CPU and Meta kernels between the collectives. Messages are 1-D uint8 tensors. `bytes` is the
+// planned size of the message that a step returns. `noise_rank` is the rank in the default group
+// (see cgx.h). encode and reduce return a message, then the updated residuals: encode writes this
+// rank's encoding error, and reduce adds that of the sum.
 std::vector<at::Tensor> carried_encode_cpu(at::TensorList xs, at::TensorList residuals,
                                            int64_t bytes, const Seed& seed, std::string_view call,
                                            int64_t rank, int64_t size, int64_t noise_rank);
@@ -33,8 +33,8 @@ std::vector<at::Tensor> carried_reduce_cpu(at::TensorList xs, at::TensorList res
                                            const at::Tensor& arrived, int64_t bytes,
                                            const Seed& seed, std::string_view call, int64_t rank,
                                            int64_t size, int64_t noise_rank);
-// Of `like` only shapes and dtype are used, but by one rank alone, whose values it copies (or votes
-// with).
+// Uses only shapes and dtype of `like`; for one rank also its values, which are copied (or, for
+// sign, voted on).
 std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor& gathered,
                                            const Seed& seed, std::string_view call, int64_t rank,
                                            int64_t size, int64_t noise_rank);

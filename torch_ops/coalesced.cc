@@ -15,19 +15,19 @@ namespace cgx::torch_ops {
 
 namespace {
 
-// Throws unless the tensors can share a message: they are of one dtype, on one device.
+// Throws unless both tensors have one dtype and device.
 void check_alike(const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() != b.scalar_type()) {
-    C10_THROW_ERROR(TypeError, c10::str("cgx::quantized_allreduce_coalesced: the list holds ",
-                                        a.scalar_type(), " and ", b.scalar_type(),
-                                        " tensors; one message has one dtype: call it once for "
-                                        "each"));
+    C10_THROW_ERROR(
+        TypeError,
+        c10::str("cgx::quantized_allreduce_coalesced: the list holds ", a.scalar_type(), " and ",
+                 b.scalar_type(), " tensors; one message has one dtype: call it once per dtype"));
   }
   if (a.device() != b.device()) {
-    C10_THROW_ERROR(
-        ValueError,
-        c10::str("cgx::quantized_allreduce_coalesced: the list holds tensors on ", a.device(),
-                 " and ", b.device(), "; one message has one device: call it once for each"));
+    C10_THROW_ERROR(ValueError,
+                    c10::str("cgx::quantized_allreduce_coalesced: the list holds tensors on ",
+                             a.device(), " and ", b.device(),
+                             "; all tensors must be on one device: call it once per device"));
   }
 }
 
@@ -48,12 +48,12 @@ void check_pairs(at::TensorList xs, at::TensorList residuals, const Options& opt
   };
   if (!std::equal(xs.begin(), xs.end(), residuals.begin(), residuals.end(), same_shape)) {
     C10_THROW_ERROR(ValueError,
-                    "cgx::quantized_allreduce_with_feedback: there must be a residual for each "
-                    "tensor, of its shape: begin with torch.zeros_like(x)");
+                    "cgx::quantized_allreduce_with_feedback: pass a residual for each tensor, of "
+                    "its shape; start with torch.zeros_like(x)");
   }
   if (options.op != "sum" && options.op != "avg") {
     C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce_with_feedback: op '", options.op,
-                                         "' has no residual: give sum or avg"));
+                                         "' does not support residuals: use sum or avg"));
   }
 }
 
@@ -93,7 +93,7 @@ std::vector<at::Tensor> empty_like(at::TensorList xs) {
 }
 
 void unpack(const at::Tensor& flat, at::TensorList into) {
-  // Whoever waits may be inside or outside of inference mode; no version counts this write.
+  // Waiters may be inside or outside of inference mode, and this write must not bump versions.
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   int64_t offset = 0;
   for (const at::Tensor& x : into) {
@@ -104,7 +104,7 @@ void unpack(const at::Tensor& flat, at::TensorList into) {
 
 namespace {
 
-// The buffers of a message of these tensors; with `residuals`, whose new values are results too.
+// The buffers of a message of these tensors. With `residuals`, their new values are results too.
 Buffers buffers_of(at::TensorList xs, at::TensorList residuals) {
   const at::Tensor flat = pack(xs);
   Buffers buffers{.input = flat, .output = flat, .results = empty_like(xs)};

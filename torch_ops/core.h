@@ -1,5 +1,4 @@
-// What torch's types and operators are called in the core, and the small arithmetic that all of
-// this binding shares.
+// Conversions from torch's types to the core's, and helpers that all files of this binding use.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -15,7 +14,7 @@
 
 namespace cgx::torch_ops {
 
-// The core's name of a dtype; none for those that it does not serve.
+// Returns the core's dtype, or nullopt if the core does not support it.
 inline std::optional<cgx_dtype_t> core_dtype(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat:
@@ -29,14 +28,14 @@ inline std::optional<cgx_dtype_t> core_dtype(at::ScalarType dtype) {
   }
 }
 
-// A seed under a name (of a group): the seed plus FNV-1a of the name.
+// Returns a seed that depends on a name: the seed plus FNV-1a of the name.
 inline int64_t named_seed(int64_t seed, std::string_view name) {
   uint64_t hash = 0xcbf29ce484222325u;
   for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
   return static_cast<int64_t>(static_cast<uint64_t>(seed) + hash);
 }
 
-// An operator by name, to be called through the dispatcher, so that tracers and modes see it.
+// Finds an operator by name. Call it through the dispatcher, so that tracers and modes see it.
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();

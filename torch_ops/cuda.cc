@@ -24,7 +24,7 @@ using c10::ivalue::Future;
 
 c10::impl::VirtualGuardImpl cuda() { return c10::impl::VirtualGuardImpl(at::kCUDA); }
 
-// One for each communicator and device: groups must not wait for each other, since ranks may use
+// One stream per communicator and device. Groups must not wait for each other, since ranks may use
 // them in different orders.
 c10::Stream side_stream(int32_t comm, at::Device device) {
   static std::mutex mutex;
@@ -36,7 +36,7 @@ c10::Stream side_stream(int32_t comm, at::Device device) {
   return streams->emplace(key, cuda().getStreamFromGlobalPool(device)).first->second;
 }
 
-// A collective of no elements has no memory that would tell the device; all ranks leave it out.
+// Without elements there is no address that identifies the device. All ranks skip such calls.
 bool empty(const cgx_collective_t& collective) {
   const cgx_segment_t* const segments = collective.segments;
   return std::all_of(segments, segments + collective.num_segments,
@@ -52,10 +52,10 @@ void enqueue_on(const c10::Stream& stream, const cgx_collective_t& collective) {
   check(cgx_enqueue(&call));
 }
 
-// What the communicator's device collectives failed with, as far as is known; null if none did.
+// Returns the known failure of the communicator's GPU collectives, or null.
 std::exception_ptr failure_of(int32_t comm) {
   const cgx_status_t status = cgx_comm_check(comm, /*finish=*/0);
-  // Of a group that was destroyed nothing more is known.
+  // A closed communicator has no further failures.
   if (status == CGX_OK || status == CGX_CLOSED) return nullptr;
   try {
     check(status);
@@ -65,12 +65,14 @@ std::exception_ptr failure_of(int32_t comm) {
   return nullptr;
 }
 
-// The memory of a collective on a side stream was allocated for another stream, whose next kernels
-// may get it as soon as it is free. So the Work owns it until somebody waits: what that stream does
-// then comes after the collective. Telling the caching allocator instead (record_stream) would keep
-// every call's memory from being reused until the host sees the end, and forbids reuse inside of
-// CUDA graphs. It is told only where no wait orders the streams: the Work is dropped, or another
-// stream waits.
+// The Work of a CUDA collective.
+//
+// On a side stream, the collective's memory was allocated for another stream. That stream's next
+// kernels could reuse it once it is freed. So the Work owns the memory until a caller waits:
+// later work of that stream then comes after the collective. The alternative, record_stream, would
+// delay the reuse of every call's memory until the host sees the end, and prevent reuse in CUDA
+// graphs. It is used only if no wait orders the streams: the Work is dropped, or a third stream
+// waits.
 class CudaWork final : public c10d::Work {
  public:
   CudaWork(Buffers buffers, c10d::OpType type, const char* title, int32_t comm, c10::Stream stream)
@@ -87,12 +89,13 @@ class CudaWork final : public c10d::Work {
 
   ~CudaWork() override { release(/*ordered=*/false); }
 
-  // The stream is current.
+  // The collective's stream must be current.
   void put(const cgx_collective_t& collective) {
     enqueue_on(stream_, collective);
     if (buffers_.deliver) buffers_.deliver();
     end_.record(stream_);
-    future_->markCompleted(c10::IValue(results_));  // for streams: who uses the value waits for it
+    future_->markCompleted(c10::IValue(results_));  // CUDA futures synchronize streams, so this may
+                                                    // complete before the collective ends
     if (recordFunctionEndCallback_) std::exchange(recordFunctionEndCallback_, nullptr)();
   }
 
@@ -101,10 +104,10 @@ class CudaWork final : public c10d::Work {
   bool isSuccess() const override { return end_.query() && !exception(); }
 
   std::exception_ptr exception() const override {
-    return failure(end_.query());  // asked first: who has ended has told
+    return failure(end_.query());  // query first: a failure is recorded before the end
   }
 
-  // Has the current stream wait; with a timeout, the host too. Throws what is known to have failed.
+  // Blocks the current stream and, if there is a timeout, the host. Throws if a failure is known.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
     const c10::Stream current = cuda().getStream(stream_.device());
     end_.block(current);
@@ -125,14 +128,14 @@ class CudaWork final : public c10d::Work {
       if (std::chrono::steady_clock::now() >= deadline) {
         C10_THROW_ERROR(DistBackendError,
                         c10::str("cgx: the collective has not ended after the ", timeout.count(),
-                                 " ms given to wait(); it goes on until its own deadline"));
+                                 " ms given to wait(); it continues until its own deadline"));
       }
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
     if (const std::exception_ptr known = failure(/*ended=*/true)) std::rethrow_exception(known);
   }
 
-  // Looks once more unless the end was seen before: what fails later is not this collective.
+  // Checks again unless the end was seen before: later failures belong to later collectives.
   std::exception_ptr failure(bool ended) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!settled_) failure_ = failure_of(comm_);
@@ -140,7 +143,7 @@ class CudaWork final : public c10d::Work {
     return failure_;
   }
 
-  // Gives the memory up; `ordered`: the stream it belongs to waits for the collective.
+  // Releases the memory. `ordered`: its stream waits for the collective.
   void release(bool ordered) {
     Buffers buffers;
     {
@@ -162,7 +165,7 @@ class CudaWork final : public c10d::Work {
   Buffers buffers_;
   c10::Event end_;
   const c10::intrusive_ptr<Future> future_;
-  mutable bool settled_ = false;  // failure_ is the last word
+  mutable bool settled_ = false;  // whether failure_ is final
   mutable std::exception_ptr failure_;
 };
 

@@ -1,13 +1,13 @@
-// Collectives of CUDA tensors: the core puts them on a stream, and the host goes on. Neither a
-// header nor a library of CUDA is needed for it: streams, events and the allocator are behind c10's
-// device guards, which a torch with CUDA registers, and a torch without CUDA makes no such tensors.
+// Collectives of CUDA tensors. The core enqueues them on a stream, and the host continues. This
+// needs no CUDA headers or libraries: c10's device guards provide streams, events and the
+// allocator.
 //
 //   enqueue()       on the current stream, as any kernel
-//   start_cuda()    on a stream of the communicator's own, beside the current one, with a Work:
-//                   wait() has the then-current stream wait, not the host
-//   capturing()     whether what is put on the current stream is recorded into a CUDA graph
+//   start_cuda()    on a stream of the communicator, concurrent with the current one. Returns a
+//                   Work, whose wait() blocks the then-current stream, not the host
+//   capturing()     whether the current stream is being captured into a CUDA graph
 //
-// What fails on the device is known late: the outputs are NaN, and wait() or the next call throws.
+// Failures on the device are reported late: outputs become NaN, and wait() or the next call throws.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -19,12 +19,12 @@
 
 namespace cgx::torch_ops {
 
-// `collective` as it is for the CPU, with buffers on `device`. Throws what is wrong with the call,
-// and what an earlier one on the communicator failed with.
+// Takes the same arguments as on the CPU, with buffers on `device`. Throws if the call is invalid,
+// or the failure of an earlier collective of the communicator.
 void enqueue(const cgx_collective_t& collective, at::Device device);
 
-// The same as a Work; `buffers` hold the collective's memory. Not asynchronous: on the current
-// stream.
+// The same, as a Work. `buffers` own the collective's memory. If not asynchronous, it uses the
+// current stream.
 c10::intrusive_ptr<c10d::Work> start_cuda(const cgx_collective_t& collective, Buffers buffers,
                                           c10d::OpType type, bool asynchronous);
 

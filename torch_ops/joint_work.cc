@@ -17,15 +17,15 @@ namespace {
 
 using WorkRef = c10::intrusive_ptr<c10d::Work>;
 
-// The tensors of a future's value: a list, or a list of lists.
+// Appends the tensors of a future's value: a list, or a list of lists.
 void append_tensors(const c10::IValue& value, c10::List<at::Tensor>* tensors) {
   if (value.isTensor()) tensors->push_back(value.toTensor());
   if (!value.isList()) return;
   for (const c10::IValue& element : value.toListRef()) append_tensors(element, tensors);
 }
 
-// `then`, where there is one, is called when all have ended well: by who waits, and by what the
-// future calls. Some of gloo's works have no future, and write their results in wait().
+// Joins works. `then`, if given, is called after all have succeeded, by every waiter and by the
+// future's callback. Some gloo works have no future and write their results in wait().
 class JointWork final : public c10d::Work {
  public:
   JointWork(std::vector<WorkRef> works, c10d::OpType type, std::function<void()> then = nullptr)
@@ -48,7 +48,7 @@ class JointWork final : public c10d::Work {
     return nullptr;
   }
   bool wait(std::chrono::milliseconds timeout) override {
-    for (const auto& work : works_) work->wait(timeout);  // throws what it failed with
+    for (const auto& work : works_) work->wait(timeout);  // throws the failure
     if (then_) then_();
     return true;
   }
@@ -63,14 +63,14 @@ class JointWork final : public c10d::Work {
     }
     return all;
   }
-  // Of the list of all works' tensors.
+  // The future's value is the list of all works' tensors.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     using Future = c10::intrusive_ptr<c10::ivalue::Future>;
     const auto tensors = c10::ListType::create(c10::TensorType::get());
     c10::List<Future> futures(c10::FutureType::create(tensors));
     for (const auto& work : works_) futures.push_back(work->getFuture());
     const auto collect = [futures, then = then_](c10::ivalue::Future& all) {
-      all.value();  // throws what one of them failed with
+      all.value();  // throws the first failure
       if (then) then();
       c10::List<at::Tensor> values;
       for (const Future& future : futures) append_tensors(future->value(), &values);
@@ -91,7 +91,7 @@ WorkRef join_works(std::vector<WorkRef> works) {
 }
 
 WorkRef averaged(WorkRef sum, std::vector<at::Tensor> results, int64_t divisor) {
-  // Once, whoever comes first: a waiter, or what the future calls.
+  // Waiters and the future may both call it.
   auto divide = [once = std::make_shared<std::once_flag>(), results = std::move(results), divisor] {
     std::call_once(*once, [&] {
       const at::AutoDispatchBelowADInplaceOrView no_autograd;

@@ -1,4 +1,4 @@
-// Works made of other works.
+// Works that combine other works.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,13 +9,13 @@
 
 namespace cgx::torch_ops {
 
-// What endCoalescing() returns. Ends when all have ended, with the first failure among them; its
-// result is all their tensors.
+// The Work that endCoalescing() returns. It ends when all works have ended, with the first failure
+// among them. Its result holds all their tensors.
 c10::intrusive_ptr<c10d::Work> join_works(std::vector<c10::intrusive_ptr<c10d::Work>> works);
 
-// The work of `sum` and of the division of `results` by `divisor` after it. Whoever waits for it,
-// or for its future, sees averages. For gloo, which itself has none of integers, and in older
-// releases of torch none at all. In the tensor's own dtype; integers towards zero, as NCCL does it.
+// Returns a Work that divides `results` by `divisor` after `sum` has ended. Waiters and future
+// callbacks see averages. gloo needs it: it cannot average integers and, in older torch releases,
+// anything. Divides in the tensor's dtype; integers round towards zero, as with NCCL.
 c10::intrusive_ptr<c10d::Work> averaged(c10::intrusive_ptr<c10d::Work> sum,
                                         std::vector<at::Tensor> results, int64_t divisor);
 

@@ -28,19 +28,19 @@ std::atomic<GroupFinder> group_finder{nullptr};
 std::atomic<GroupSizer> group_sizer{nullptr};
 std::atomic<StartReport> start_report{nullptr};
 
-// The communicator of a name; of a process group without one, and of no name, by Python's rules.
+// Returns the communicator of a name. Python finds process groups without one, and the empty name.
 int32_t find_communicator(const std::string& group_name) {
   int32_t comm = -1;
   if (!group_name.empty() && cgx_comm_find(group_name.c_str(), &comm) == CGX_OK) return comm;
   return group_finder.load()(group_name);
 }
 
-// Whether no earlier call with this flag has returned true.
+// True for the first call with this flag only.
 bool is_first(std::atomic<bool>& done) {
   return !done.load(std::memory_order_relaxed) && !done.exchange(true);
 }
 
-// The communicator of a call.
+// Returns the communicator of a call, and logs the first call.
 int32_t communicator_of(const Options& options) {
   const int32_t comm = find_communicator(options.group_name);
   static std::atomic<bool> asked{false};
@@ -54,13 +54,14 @@ int32_t communicator_of(const Options& options) {
 
 Addresses addresses_of(const Buffers& buffers) {
   Addresses at;
-  at.output = buffers.output.mutable_data_ptr();  // first: it may move a lazy copy, the input too
+  at.output = buffers.output.mutable_data_ptr();  // first, because it may materialize a lazy copy,
+                                                  // of the input too
   if (!buffers.residuals.empty()) at.residual = buffers.residuals[0].mutable_data_ptr();
   at.input = buffers.input.const_data_ptr();
   return at;
 }
 
-// Checks x; where it is reduced from, and into.
+// Checks x and returns the buffers of its reduction.
 Buffers checked_buffers(const at::Tensor& x, const Seed& seed, const Options& options) {
   options.check(x);
   check_seed(x, seed, options);
@@ -120,9 +121,9 @@ void check_seed(const at::Tensor& x, const Seed& seed, const Options& options) {
   if (!options.needs_seed()) return;
   if (!seed.has_value() || seed->scalar_type() != at::kLong || seed->dim() != 0) {
     C10_THROW_ERROR(ValueError,
-                    c10::str("cgx::quantized_all_reduce: rounding at random needs seed, an int64 "
-                             "tensor without dimensions: "
-                             "torch.ops.cgx.draw_seed(torch.empty(0)); randk has draw_places"));
+                    c10::str("cgx::quantized_all_reduce: this config needs a seed, an int64 tensor "
+                             "without dimensions: torch.ops.cgx.draw_seed(torch.empty(0)), or "
+                             "torch.ops.cgx.draw_places for randk"));
   }
   if (!seed->is_cpu() && seed->device() != x.device()) {
     C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_all_reduce: seed is on ", seed->device(),
@@ -133,8 +134,8 @@ void check_seed(const at::Tensor& x, const Seed& seed, const Options& options) {
 OwnSeed seed_of(const Seed& seed, const Options& options) {
   OwnSeed own;
   if (!options.needs_seed()) return own;
-  // A gradient has its own noise without a draw from the generator in backward, where checkpointing
-  // does not restore it.
+  // The gradient's seed is derived from the forward seed: backward must not draw from the
+  // generator, because checkpointing does not restore it there.
   if (seed->is_cpu()) {
     own.number = nth_seed(*seed->const_data_ptr<int64_t>(), options.depth);
   } else {
@@ -182,7 +183,7 @@ at::Tensor draw_places_cpu(const at::Tensor& /*distinct*/, std::string_view grou
   static auto* counts = new std::map<std::pair<std::string, std::string>, int64_t>;
   const std::lock_guard<std::mutex> lock(mutex);
   const int64_t count = ++(*counts)[{std::string(group_name), std::string(name)}];
-  // Not of the group's name: that of ranks that are threads differs.
+  // The group's name is not used, because it differs between ranks that are threads.
   return at::scalar_tensor(nth_seed(named_seed(/*seed=*/0, name), count),
                            at::TensorOptions().dtype(at::kLong).device(at::kCPU));
 }

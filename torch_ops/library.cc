@@ -1,4 +1,4 @@
-// The operators of torch.ops.cgx: schemas and which function serves them; and the Python module
+// The operators of torch.ops.cgx: schemas and implementations. Also the Python module
 // cgx_ops._torch_ops, whose import registers them.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -21,15 +21,15 @@
 
 namespace cgx::torch_ops {
 
-// The pieces that schemas share.
+// Parts that schemas share.
 #define CGX_FIRST_OPTIONS "int? bits=None, int? bucket_size=None, "
 #define CGX_OTHER_OPTIONS                                                               \
   "str group_name=\"\", *, str? compressor=None, str? rounding=None, str config=\"\", " \
   "str name=\"\", str carrier=\"native\""
 #define CGX_PUBLIC_OPTIONS CGX_FIRST_OPTIONS "str op=\"sum\", " CGX_OTHER_OPTIONS
 
-// `call` is what Options::pack() writes. Inductor reads two things off these: "all_reduce",
-// "reduce_scatter" or "all_gather" in the name, and the last argument as the group.
+// `call` is a text of Options::pack(). Inductor requires "all_reduce", "reduce_scatter" or
+// "all_gather" in the name, and the group as the last argument.
 #define CGX_ALL_REDUCE_SCHEMA "(Tensor x, Tensor? seed, str call, str group_name) -> Tensor"
 #define CGX_COALESCED_SCHEMA \
   "(Tensor[] xs, Tensor[] residuals, Tensor? seed, str call, str group_name) -> Tensor[]"
@@ -60,7 +60,8 @@ TORCH_LIBRARY(cgx, m) {
          ") -> (Tensor, Tensor)");
   define("quantized_all_gather(Tensor x, " CGX_FIRST_OPTIONS CGX_OTHER_OPTIONS ") -> Tensor");
 
-  // `distinct` has no strides to keep: checkpoints in compiled autograd ask for that.
+  // flexible_layout: `distinct` has no strides to keep, which checkpoints in compiled autograd
+  // would check otherwise.
   const std::vector<at::Tag> draws = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded,
                                       at::Tag::flexible_layout};
   define("draw_seed(Tensor distinct) -> Tensor", draws);
@@ -105,10 +106,9 @@ TORCH_LIBRARY_IMPL(cgx, CompositeImplicitAutograd, m) {
   m.impl("quantized_all_gather", quantized_all_gather);
 }
 
-// None is tagged cudagraph_unsafe, as torch's own collectives are not. What compilers record into a
-// CUDA graph is a start and its wait: the tag would leave the start out, and the wait, which is
-// torch's operator, would be recorded alone. Where a communicator cannot be recorded the core says
-// so.
+// No operator is tagged cudagraph_unsafe; torch's own collectives are not either. Compilers capture
+// a start and its wait in a CUDA graph. The tag would exclude the start but not the wait, which is
+// torch's operator. If a communicator does not support capture, the core returns an error.
 static void impl_collectives(torch::Library& m) {
   m.impl("quantized_all_reduce", all_reduce_kernel);
   m.impl("quantized_all_reduce_start", start_kernel);
@@ -158,7 +158,7 @@ TORCH_LIBRARY_IMPL(cgx, Meta, m) {
 
 namespace {
 
-// Lives for ever: tracing may outlast the interpreter's own objects.
+// Never destroyed: tracing may outlive the interpreter's objects.
 pybind11::function* trace_callback = nullptr;
 
 void call_trace_callback() {
@@ -166,7 +166,7 @@ void call_trace_callback() {
   if ((*trace_callback)().cast<bool>()) cgx::torch_ops::set_trace_hook(nullptr);
 }
 
-pybind11::function* start_report = nullptr;  // lives for ever, too
+pybind11::function* start_report = nullptr;  // never destroyed
 
 void call_start_report(const char* what, const std::string& config, int64_t rank, int64_t size,
                        const char* transport) {
@@ -174,23 +174,24 @@ void call_start_report(const char* what, const std::string& config, int64_t rank
   (*start_report)(what, config, rank, size, transport);
 }
 
-pybind11::function* find_group = nullptr;  // lives for ever, too
+pybind11::function* find_group = nullptr;  // never destroyed
 
 int32_t call_find_group(const std::string& name) {
   const pybind11::gil_scoped_acquire gil;
   return (*find_group)(name).cast<int32_t>();
 }
 
-pybind11::function* size_group = nullptr;  // lives for ever, too
+pybind11::function* size_group = nullptr;  // never destroyed
 
 int64_t call_size_group(const std::string& name) {
   const pybind11::gil_scoped_acquire gil;
   return (*size_group)(name).cast<int64_t>();
 }
 
-pybind11::function* make_error = nullptr;  // lives for ever, too
+pybind11::function* make_error = nullptr;  // never destroyed
 
-// Before torch's own translator, which takes a RankFailure for any DistBackendError.
+// Registered before torch's own translator, which would treat a RankFailure as any
+// DistBackendError.
 void translate(std::exception_ptr thrown) {
   try {
     if (thrown) std::rethrow_exception(std::move(thrown));
@@ -227,8 +228,8 @@ PYBIND11_MODULE(_torch_ops, m) {
         cgx::torch_ops::find_groups_by(call_find_group, call_size_group);
       },
       pybind11::arg("finder"), pybind11::arg("sizer"),
-      "Have finder(group_name) return the id of the communicator of a group, or of all ranks, and "
-      "sizer(group_name) the number of its ranks.");
+      "Set the functions that find groups: finder(group_name) returns the communicator id of a "
+      "group (of all ranks for an empty name); sizer(group_name) returns its number of ranks.");
   m.def(
       "make_errors_by",
       [](pybind11::function maker) {
@@ -236,7 +237,8 @@ PYBIND11_MODULE(_torch_ops, m) {
         pybind11::register_exception_translator(translate);
       },
       pybind11::arg("maker"),
-      "Have maker(status, text) return what failures among ranks raise. Once per process.");
+      "Set maker(status, text), which makes the exception of a failure among ranks. Once per "
+      "process.");
   m.def(
       "report_start_by",
       [](pybind11::function report) {
@@ -244,8 +246,8 @@ PYBIND11_MODULE(_torch_ops, m) {
         cgx::torch_ops::report_start_by(call_start_report);
       },
       pybind11::arg("report"),
-      "Have report(what, config, rank, size, transport) called when operators or the backend's "
-      "exact reduce_scatter are first used.");
+      "Set report(what, config, rank, size, transport), which is called when the operators, or the "
+      "backend's exact reduce_scatter, are first used.");
   m.def(
       "start",
       [](uintptr_t collective, const at::Tensor& input, const at::Tensor& output,
@@ -258,7 +260,7 @@ PYBIND11_MODULE(_torch_ops, m) {
       pybind11::arg("collective"), pybind11::arg("input"), pybind11::arg("output"),
       pybind11::arg("residuals"), pybind11::arg("asynchronous"),
       pybind11::call_guard<pybind11::gil_scoped_release>(),
-      "Start the cgx_collective_t at this address, on these tensors' memory; return its Work. Not "
-      "asynchronous: CUDA tensors on the current stream.");
+      "Start the cgx_collective_t at this address, on these tensors' memory, and return its Work. "
+      "If not asynchronous, CUDA tensors use the current stream.");
   cgx::torch_ops::bind_backend(m);
 }

@@ -11,7 +11,7 @@
 namespace cgx::torch_ops {
 namespace {
 
-// Over shared memory a rank is seen to be gone within a second.
+// Over shared memory the loss of a rank is detected within a second.
 constexpr double kSearchSeconds = 2.0;
 
 class NamedWork final : public c10d::Work {

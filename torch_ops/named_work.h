@@ -1,4 +1,4 @@
-// Works of an inner backend whose errors name the rank that is lost.
+// Works of an inner backend whose errors name the lost rank.
 #pragma once
 
 #include <cstdint>
@@ -8,15 +8,16 @@
 
 namespace cgx::torch_ops {
 
-// Where gloo's connections break it reports an address ("Connection reset by peer"). The core finds
-// out which rank of the same group is lost.
+// Finds the lost rank after a gloo failure. gloo only reports an address ("Connection reset by
+// peer"), so the finder asks the core's communicator of the same group.
 class LossFinder {
  public:
-  // comm: of the group. call: what failed, such as "cgx:broadcast".
+  // `comm` is the group's communicator. `call` names the failed call, such as "cgx:broadcast".
   LossFinder(int32_t comm, std::string call) : comm_(comm), call_(std::move(call)) {}
 
-  // Returns a DistBackendError that begins with the lost rank; the failure itself if none is found
-  // within two seconds, or if it is an error of torch's own, such as a bad argument.
+  // Returns a DistBackendError that begins with the lost rank. Returns the failure unchanged if no
+  // lost rank is found within two seconds, or if it is an error of torch itself, such as a bad
+  // argument.
   std::exception_ptr named(std::exception_ptr failure) const;
 
  private:
@@ -24,7 +25,7 @@ class LossFinder {
   std::string call_;
 };
 
-// The same work, whose failure is passed through the finder.
+// Returns the same work, with its failures passed through the finder.
 c10::intrusive_ptr<c10d::Work> with_named_losses(c10::intrusive_ptr<c10d::Work> work,
                                                  LossFinder finder);
 

@@ -26,7 +26,7 @@ constexpr std::array<Choice, 5> kOps = {{{"sum", CGX_SUM},
                                          {"min", CGX_MIN},
                                          {"max", CGX_MAX},
                                          {"product", CGX_PRODUCT}}};
-// The value is whether torch's collectives carry it.
+// The value is whether torch's own collectives send the messages.
 constexpr std::array<Choice, 2> kCarriers = {{{"native", 0}, {"c10d", 1}}};
 
 template <size_t n>
@@ -50,11 +50,12 @@ int32_t choose(const std::array<Choice, n>& choices, const char* caller, const c
 constexpr std::string_view kName = " name=";
 
 [[noreturn]] void refuse(std::string_view call) {
-  C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_allreduce: '", call, "' is no packed call; ",
-                                       "such as 'op=sum depth=0 bits=4 name=' is one"));
+  C10_THROW_ERROR(ValueError,
+                  c10::str("cgx::quantized_allreduce: '", call, "' is not a packed call; ",
+                           "an example is 'op=sum depth=0 bits=4 name='"));
 }
 
-// Takes "<key>value " off the front of `rest`, which is a part of `call`.
+// Removes "<key>value " from the front of `rest`, which is a part of `call`, and returns the value.
 std::string_view take(std::string_view call, std::string_view key, std::string_view* rest) {
   const size_t end = rest->find(' ');
   if (rest->substr(0, key.size()) != key || end == rest->npos) refuse(call);
@@ -69,7 +70,7 @@ struct Parsed {
   cgx_seed_use_t seed_use;
 };
 
-// A loop's calls have one config: a thread keeps the last that it parsed.
+// Caches the last config of each thread, since calls in a loop usually share it.
 const Parsed& parsed(const char* caller, std::string_view text) {
   thread_local Parsed known;
   if (known.text && *known.text == text) return known;
@@ -91,22 +92,23 @@ bool is_linear(int32_t op) { return op == CGX_SUM || op == CGX_AVG; }
 void check_tensor(const char* caller, const at::Tensor& x) {
   if (x.layout() != at::kStrided) {
     C10_THROW_ERROR(TypeError, c10::str(caller, ": the tensor has layout ", x.layout(),
-                                        "; give it dense: x.to_dense()"));
+                                        "; only dense tensors are supported: use x.to_dense()"));
   }
   const at::ScalarType dtype = x.scalar_type();
   if (!core_dtype(dtype)) {
-    const char* remedy = at::isComplexType(dtype) ? "reduce torch.view_as_real(x)"
-                         : dtype == at::kDouble   ? "convert it: x.float()"
-                                                  : "convert it, x.float(), if values up to 2**24 "
-                                                    "are enough; else use torch.distributed";
+    const char* remedy =
+        at::isComplexType(dtype) ? "reduce torch.view_as_real(x)"
+        : dtype == at::kDouble
+            ? "convert it: x.float()"
+            : "convert it, x.float(), if values are at most 2**24; else use torch.distributed";
     C10_THROW_ERROR(TypeError, c10::str(caller, ": the tensor is ", dtype,
-                                        "; float32, float16 and bfloat16 are served: ", remedy));
+                                        "; float32, float16 and bfloat16 are supported: ", remedy));
   }
   if (!x.device().is_cpu() && !x.device().is_cuda() && !x.device().is_meta()) {
     C10_THROW_ERROR(TypeError, c10::str(caller, ": the tensor is on ", x.device(),
-                                        "; the CPU and CUDA are served: use x.cpu()"));
+                                        "; CPU and CUDA tensors are supported: use x.cpu()"));
   }
-  // A dual tensor's tangent would be lost without a word.
+  // Otherwise the tangent of a dual tensor would be dropped silently.
   if (x._fw_grad(/*level=*/0).defined()) {
     C10_THROW_ERROR(NotImplementedError,
                     c10::str(caller,
@@ -117,7 +119,7 @@ void check_tensor(const char* caller, const at::Tensor& x) {
 
 // ---- configs -------------------------------------------------------------------------------
 
-// Appends a field of a config's text, if it is given.
+// Appends a field to a config's text, if it is given.
 void append(const char* field, const std::optional<int64_t>& value, std::string* text) {
   if (value) *text += c10::str(text->empty() ? "" : " ", field, "=", *value);
 }
@@ -141,10 +143,11 @@ const char* operator_name(int32_t verb) {
   return kNames[verb];
 }
 
-// A loop's calls have one config: a thread keeps the last that it wrote.
+// Caches the last config text of each thread, since calls in a loop usually share it.
 std::string_view overridden(const GivenConfig& given, int32_t verb) {
   thread_local GivenConfig known;
-  thread_local std::string config, compressor, rounding, text;  // the caller's may be gone
+  thread_local std::string config, compressor, rounding, text;  // copies, because the caller's
+                                                                // views may dangle
   if (!text.empty() && known == given) return text;
   text.clear();
   std::string own;
@@ -194,7 +197,7 @@ Options Options::unpack(std::string_view call, std::string_view group_name,
   const std::string_view op = take(call, "op=", &rest), depth = take(call, "depth=", &rest);
   int64_t number = -1;
   std::from_chars(depth.data(), depth.data() + depth.size(), number);
-  const size_t name = rest.find(kName);  // the last: it may hold anything
+  const size_t name = rest.find(kName);  // the name is last and may contain anything
   if (number < 0 || name == rest.npos) refuse(call);
   return {op,      number, rest.substr(0, name), rest.substr(name + kName.size()), group_name,
           carrier, verb};
@@ -211,12 +214,14 @@ void Options::check(const at::Tensor& x) const {
                                          "'; use auto, sra or one_shot"));
   }
   if (carried() && x.is_cuda()) {
-    C10_THROW_ERROR(TypeError, c10::str(caller, ": the tensor is on ", x.device(),
-                                        ", and what carrier 'c10d' sends is encoded on the CPU: "
-                                        "use carrier='native', or x.cpu()"));
+    C10_THROW_ERROR(
+        TypeError,
+        c10::str(
+            caller, ": the tensor is on ", x.device(),
+            ", and carrier 'c10d' supports CPU tensors only: use carrier='native', or x.cpu()"));
   }
   if (!is_linear(reduction) && config.bits != 32) {
-    C10_THROW_ERROR(ValueError, c10::str(caller, ": op '", op, "' at ", config.bits,
+    C10_THROW_ERROR(ValueError, c10::str(caller, ": op '", op, "' with ", config.bits,
                                          " bits; only sum and avg can be quantized: use bits=32"));
   }
 }
@@ -229,12 +234,13 @@ Options Options::gradient() const {
                                                   "under torch.no_grad()"));
   }
   Options options = *this;
-  // A name of its own: forward and backward calls count their occurrences apart.
+  // Forward and backward calls have different names, so that their occurrences are counted
+  // separately.
   if (!name.empty()) options.name += "/grad";
   ++options.depth;
   if (verb == CGX_REDUCE_SCATTER) {
     options.verb = CGX_ALL_GATHER;
-    options.op = "sum";  // an average's caller divides
+    options.op = "sum";  // backward divides by the group's size itself
   } else if (verb == CGX_ALL_GATHER) {
     options.verb = CGX_REDUCE_SCATTER;
   }
@@ -249,7 +255,7 @@ CallBuilder Options::collective() const {
   return call;
 }
 
-// A tuple, because compiled autograd compares whole tuples: all of these shape the program.
+// A tuple, because compiled autograd compares whole tuples, and all these values shape the graph.
 c10::IValue Options::value() const {
   return std::make_tuple(pack(), group_name, carrier, int64_t{verb});
 }

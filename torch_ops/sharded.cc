@@ -1,9 +1,8 @@
-// As in allreduce.cc, a graph gets start + wait, all else one blocking
-// operator.
+// As in allreduce.cc, graphs get start and wait, and eager calls get one blocking operator.
 //
 //   1. checks and shapes
 //   2. kernels
-//   3. ReduceScatter, AllGather: the differentiable wholes
+//   3. Sharded: the differentiable operator
 //   4. the public operators
 #include "sharded.h"
 
@@ -30,7 +29,7 @@ using torch::autograd::variable_list;
 
 using Shape = c10::SymDimVector;
 
-// The shape of a block of x among `size` ranks. Throws ValueError if there is none.
+// Returns the shape of a block of x for `size` ranks. Throws ValueError if it is not divisible.
 Shape block_shape(const at::Tensor& x, int64_t size) {
   Shape shape(x.sym_sizes().begin(), x.sym_sizes().end());
   if (size < 1 || shape.empty() || (shape[0] % size).guard_int(__FILE__, __LINE__) != 0) {
@@ -43,7 +42,7 @@ Shape block_shape(const at::Tensor& x, int64_t size) {
   return shape;
 }
 
-// The shape of the ranks' x along the first dimension; numbers become one of `size`.
+// Returns the shape of the concatenated x of `size` ranks. Scalars become vectors.
 Shape gathered_shape(const at::Tensor& x, int64_t size) {
   Shape shape(x.sym_sizes().begin(), x.sym_sizes().end());
   if (shape.empty()) shape.push_back(1);
@@ -56,8 +55,8 @@ void check_options(const Options& options, const at::Tensor& x) {
   if (options.carried()) {
     C10_THROW_ERROR(NotImplementedError,
                     c10::str(operator_name(options.verb),
-                             ": carrier 'c10d' serves quantized_allreduce alone; use "
-                             "carrier='native', which takes groups of any backend"));
+                             ": carrier 'c10d' supports quantized_allreduce only; use "
+                             "carrier='native', which supports groups of any backend"));
   }
 }
 
@@ -66,21 +65,22 @@ void check_residual(const Options& options, const at::Tensor& x, const at::Tenso
   options.check(residual);
   if (!x.device().is_cpu() && !x.is_meta()) {
     C10_THROW_ERROR(NotImplementedError,
-                    c10::str(caller, ": a residual with x on ", x.device(),
-                             "; error feedback of a reduce_scatter is for CPU tensors: use "
+                    c10::str(caller, ": a residual is given for x on ", x.device(),
+                             "; reduce_scatter supports error feedback for CPU tensors only: use "
                              "x.cpu(), or quantized_allreduce_with_feedback"));
   }
   if (residual.scalar_type() != x.scalar_type() || residual.device() != x.device() ||
       residual.sym_sizes() != x.sym_sizes()) {
-    C10_THROW_ERROR(ValueError,
-                    c10::str(caller, ": residual is ", residual.scalar_type(), " of shape ",
-                             residual.sym_sizes(), " on ", residual.device(), ", x ",
-                             x.scalar_type(), " of shape ", x.sym_sizes(), " on ", x.device(),
-                             "; they must be equal: begin with torch.zeros_like(x)"));
+    C10_THROW_ERROR(
+        ValueError,
+        c10::str(caller, ": residual is ", residual.scalar_type(), " of shape ",
+                 residual.sym_sizes(), " on ", residual.device(), ", x ", x.scalar_type(),
+                 " of shape ", x.sym_sizes(), " on ", x.device(),
+                 "; they must have one dtype, shape and device: start with torch.zeros_like(x)"));
   }
   if (options.op != "sum" && options.op != "avg") {
-    C10_THROW_ERROR(ValueError,
-                    c10::str(caller, ": op '", options.op, "' has no residual: give sum or avg"));
+    C10_THROW_ERROR(ValueError, c10::str(caller, ": op '", options.op,
+                                         "' does not support residuals: use sum or avg"));
   }
   check(cgx_config_check_feedback(&options.config));
 }
@@ -98,7 +98,7 @@ Checked checked(int32_t verb, const at::Tensor& x, at::TensorList residuals, con
   check_options(options, x);
   check_seed(x, seed, options);
   TORCH_CHECK_VALUE(residuals.size() < 2, operator_name(verb), ": ", residuals.size(),
-                    " residuals; give one, or none");
+                    " residuals; at most one is supported");
   for (const at::Tensor& residual : residuals) check_residual(options, x, residual);
   Shape shape = verb == CGX_ALL_GATHER ? gathered_shape(x, size) : block_shape(x, size);
   return {std::move(options), std::move(shape)};
@@ -203,9 +203,9 @@ at::Tensor all_gather_meta(const at::Tensor& x, const Seed& seed, std::string_vi
 
 namespace {
 
-// ---- 3. the differentiable wholes ----------------------------------------------------------
+// ---- 3. the differentiable operator --------------------------------------------------------
 
-// The block or the gathered tensor, then the new residual.
+// Returns the block or the gathered tensor, then the new residual.
 variable_list call_parts(const at::Tensor& x, at::TensorList residuals, const Seed& seed,
                          const Options& o, int64_t size) {
   static const auto scatter =
@@ -233,17 +233,17 @@ variable_list call_parts(const at::Tensor& x, at::TensorList residuals, const Se
   return results;
 }
 
-// A collective that returns or takes blocks. Its gradient is the other one: what a rank's block of
-// x has reached is gathered from all, what all blocks have reached is summed up. A residual is
-// added to x, so both have one gradient.
+// reduce_scatter or all_gather. Each is the other's gradient: the gradient of x is gathered from
+// all ranks' blocks, or summed over all ranks. A residual is added to x, so both have the same
+// gradient.
 class Sharded : public torch::autograd::Function<Sharded> {
  public:
   static constexpr bool is_traceable = true;
 
-  // A new residual goes into *lost: see AllReduce.
+  // A new residual is returned in *new_residuals: see AllReduce.
   static variable_list forward(AutogradContext* context, const at::Tensor& x,
                                at::TensorList residuals, const Seed& seed, const Options& options,
-                               int64_t size, variable_list* lost) {
+                               int64_t size, variable_list* new_residuals) {
     context->saved_data["gradient"] = options.gradient().value();
     context->saved_data["has_residual"] = !residuals.empty();
     context->saved_data["size"] = size;
@@ -251,7 +251,7 @@ class Sharded : public torch::autograd::Function<Sharded> {
     context->saved_data["is_number"] = x.dim() == 0;
     context->save_for_backward({seed.value_or(at::Tensor())});
     variable_list results = call_parts(x, residuals, seed, options, size);
-    lost->assign(results.begin() + 1, results.end());
+    new_residuals->assign(results.begin() + 1, results.end());
     results.resize(1);
     return results;
   }
@@ -267,7 +267,8 @@ class Sharded : public torch::autograd::Function<Sharded> {
     if (context->saved_data["is_number"].toBool()) gradient = gradient.squeeze(0);
     variable_list results = {gradient};
     if (context->saved_data["has_residual"].toBool()) results.push_back(gradient);
-    results.resize(results.size() + 4);  // none for seed, options, size and lost
+    results.resize(results.size() +
+                   4);  // undefined gradients of seed, options, size and new_residuals
     return results;
   }
 
@@ -275,8 +276,8 @@ class Sharded : public torch::autograd::Function<Sharded> {
                               const Options& options, int64_t size) {
     if (!require_grad({x}) && !require_grad(residuals))
       return call_parts(x, residuals, seed, options, size);
-    variable_list lost, results = apply(x, residuals, seed, options, size, &lost);
-    results.insert(results.end(), lost.begin(), lost.end());
+    variable_list new_residuals, results = apply(x, residuals, seed, options, size, &new_residuals);
+    results.insert(results.end(), new_residuals.begin(), new_residuals.end());
     return results;
   }
 };
@@ -285,7 +286,7 @@ variable_list sharded(const Options& options, const at::Tensor& x, at::TensorLis
   check_options(options, x);
   for (const at::Tensor& residual : residuals) check_residual(options, x, residual);
   const int64_t size = group_size(options.group_name);
-  if (options.verb == CGX_REDUCE_SCATTER) block_shape(x, size);  // before anything is drawn
+  if (options.verb == CGX_REDUCE_SCATTER) block_shape(x, size);  // before drawing a seed
   return Sharded::reduce(x, residuals, draw_if_needed(options, x, residuals), options, size);
 }
 

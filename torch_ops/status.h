@@ -1,8 +1,9 @@
-// From a cgx status to the exception a PyTorch user expects.
+// Converts a cgx status to the exception that PyTorch users expect.
 //
-// ValueError: a value or a name; TypeError: a dtype or layout nobody serves;
-// torch.distributed.DistBackendError: ranks that disagree, a deadline, a dead peer, a closed
-// communicator, MPI. In Python cgx_ops/torch/backend/errors.py has one of its own for each.
+// ValueError: an invalid value or name. TypeError: an unsupported dtype or layout.
+// torch.distributed.DistBackendError: all failures among ranks, such as a mismatch, a deadline, a
+// dead peer, a closed communicator, or MPI. Python has a class for each
+// (cgx_ops/torch/backend/errors.py).
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -14,7 +15,7 @@
 
 namespace cgx::torch_ops {
 
-// A failure among ranks, which keeps its status.
+// A failure among ranks. It keeps its status.
 class RankFailure : public c10::DistBackendError {
  public:
   RankFailure(cgx_status_t status, c10::SourceLocation location, std::string text)
@@ -22,8 +23,8 @@ class RankFailure : public c10::DistBackendError {
   cgx_status_t status;
 };
 
-// Throws for every status but CGX_OK. Call it on the thread that got the status: the text is the
-// calling thread's last failure.
+// Throws unless `status` is CGX_OK. Call it on the thread that got the status: it takes the text of
+// that thread's last failure.
 inline void check(cgx_status_t status) {
   if (status == CGX_OK) return;
   const std::string text = cgx_last_error();

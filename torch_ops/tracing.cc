@@ -45,14 +45,15 @@ bool notice_trace(at::TensorList xs, at::TensorList residuals) {
   return traced;
 }
 
-// Noise: from the CPU's generator, a number that costs the GPU nothing. Not so for CUDA tensors in
-// a graph, a compiled or a recorded one: a number would be the same at every replay, so there it is
-// the GPU's generator that draws, in the GPU's memory.
+// Noise: the CPU's generator draws a number, which costs the GPU nothing. CUDA tensors in a graph
+// (compiled or captured) need the GPU's generator instead, which writes to GPU memory: a number
+// would be equal in every replay.
 //
-// Each draw of a graph gets an empty tensor of its own: compilers merge equal expressions, a custom
-// random operator's too, but never take two at::empty for one. Outside of graphs one serves all.
+// In a traced graph, each draw gets its own empty tensor. Compilers merge equal expressions, even
+// of custom random operators, but they never merge two at::empty. Eager draws share one tensor.
 //
-// Places must be the same on all ranks, whose generators may differ: they follow from a count.
+// Indices (randk) must be equal on all ranks, whose generators may differ. So their seed is derived
+// from a count of calls.
 Seed draw_if_needed(const Options& options, at::TensorList xs, at::TensorList residuals) {
   static const auto seed = find_operator<decltype(draw_seed_cpu)>("cgx::draw_seed");
   static const auto places = find_operator<decltype(draw_places_cpu)>("cgx::draw_places");

@@ -25,7 +25,8 @@ namespace {
 
 using c10::ivalue::Future;
 
-// Of CPU tensors. Owns the request and keeps its buffers alive until the collective has ended.
+// The Work of CPU tensors. Owns the request, and keeps its buffers alive until the collective has
+// ended.
 class CpuWork final : public c10d::Work {
  public:
   CpuWork(Buffers buffers, c10d::OpType type, const char* title)
@@ -36,12 +37,12 @@ class CpuWork final : public c10d::Work {
         results_(buffers_.results.empty() ? std::vector<at::Tensor>{buffers_.output}
                                           : buffers_.results) {}
 
-  // Memory that the core still writes must not be freed: if nobody waited, another thread does,
-  // since this one may hold Python's lock.
+  // The core may still write to the buffers. If no caller waited, a pool thread does: this thread
+  // may hold the GIL.
   ~CpuWork() override {
     if (request_ == nullptr) return;
     CompletionPool::get().run([request = request_, buffers = std::move(buffers_)] {
-      (void)cgx_wait(request);  // nobody is left to tell
+      (void)cgx_wait(request);  // no caller is left to handle the status
     });
   }
 
@@ -51,7 +52,7 @@ class CpuWork final : public c10d::Work {
 
   bool isCompleted() override {
     const std::unique_lock<std::mutex> lock(request_mutex_, std::try_to_lock);
-    // Another thread is inside wait(): then it has not ended.
+    // If another thread holds the lock, it is in wait(), so the collective has not ended.
     return lock.owns_lock() && poll();
   }
 
@@ -60,8 +61,8 @@ class CpuWork final : public c10d::Work {
     return completed_ && !exception_;
   }
 
-  // Throws what the collective failed with. A timeout shorter than the collective's own throws
-  // DistBackendError and leaves the collective running.
+  // Throws the collective's failure. A timeout shorter than the collective's own throws
+  // DistBackendError, and the collective continues.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
     if (timeout > kNoTimeout) {
       const auto deadline = std::chrono::steady_clock::now() + timeout;
@@ -70,7 +71,7 @@ class CpuWork final : public c10d::Work {
         if (std::chrono::steady_clock::now() >= deadline) {
           C10_THROW_ERROR(DistBackendError,
                           c10::str("cgx: the collective has not ended after the ", timeout.count(),
-                                   " ms given to wait(); it goes on until its own deadline"));
+                                   " ms given to wait(); it continues until its own deadline"));
         }
         std::this_thread::sleep_for(pause);
         pause = std::min(pause * 2, std::chrono::microseconds(1000));
@@ -80,7 +81,7 @@ class CpuWork final : public c10d::Work {
       const std::lock_guard<std::mutex> lock(request_mutex_);
       join();
     }
-    // Who has waited may read the future at once, as DistributedDataParallel does when it joins.
+    // After wait() the future must be complete: DistributedDataParallel reads it when it joins.
     c10::intrusive_ptr<Future> future;
     {
       const std::lock_guard<std::mutex> lock(future_mutex_);
@@ -94,13 +95,13 @@ class CpuWork final : public c10d::Work {
   void synchronize() override { wait(); }
   std::vector<at::Tensor> result() override { return results_; }
 
-  // Of a list of tensors: result().
+  // The future's value is the list of tensors of result().
   c10::intrusive_ptr<Future> getFuture() override {
     const std::lock_guard<std::mutex> lock(future_mutex_);
     if (future_) return future_;
-    CompletionPool::get();  // throws where it can have no thread: nobody has the future yet
+    CompletionPool::get();  // may throw: before anyone has the future
     future_ = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
-    // The callback holds this object: nobody else may, once the caller has the future.
+    // The callback keeps this object alive, since the caller may keep only the future.
     using Self = c10::intrusive_ptr<CpuWork>;
     auto self = std::make_unique<Self>(Self::unsafe_reclaim_from_nonowning(this));
     const auto callback = [](void* context, cgx_status_t, const char*) {
@@ -112,23 +113,23 @@ class CpuWork final : public c10d::Work {
     };
     const std::unique_lock<std::mutex> request_lock(request_mutex_, std::try_to_lock);
     if (!request_lock.owns_lock()) {
-      // A thread in wait() is about to see the end: the pool waits for that one.
+      // A thread in wait() is about to see the end, so let the pool wait for that thread.
       callback(self.release(), CGX_OK, "");
     } else if (request_ != nullptr) {
       check(cgx_notify(request_, callback, self.get()));
       self.release();
     } else {
-      mark_future();  // it has no callbacks yet that could block
+      mark_future();  // there are no callbacks yet that could block
     }
     return future_;
   }
 
  private:
-  // Whether the collective has ended. Like join(), it needs request_mutex_ held.
+  // Whether the collective has ended. Needs request_mutex_, as join() does.
   bool poll() {
     if (request_ == nullptr) return true;
     int32_t done = 0;
-    // A failure of the question itself is also an end; cgx_wait tells the reason.
+    // If cgx_test fails, cgx_wait returns the reason.
     if (cgx_test(request_, &done) == CGX_OK && done == 0) return false;
     join();
     return true;
@@ -156,7 +157,7 @@ class CpuWork final : public c10d::Work {
     mark_future();
   }
 
-  // After the end.
+  // Call after the end.
   void mark_future() {
     const ContextGuard guard(context_);
     if (const std::exception_ptr failure = exception()) {
@@ -166,11 +167,11 @@ class CpuWork final : public c10d::Work {
     }
   }
 
-  std::mutex request_mutex_;  // held by the one thread that is inside the core with request_
+  std::mutex request_mutex_;          // held by the thread that calls the core with request_
   cgx_request_t* request_ = nullptr;  // null once the collective has ended
   Buffers buffers_;
   const std::vector<at::Tensor> results_;
-  const Context context_ = Context::current();  // of the call, for the future's callbacks
+  const Context context_ = Context::current();  // the call's context, for the future's callbacks
   std::mutex future_mutex_;
   c10::intrusive_ptr<Future> future_;
 };

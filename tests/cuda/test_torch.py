@@ -101,20 +101,24 @@ def test_a_cpu_tensor_stays_on_the_cpu(fake: Callable[..., torch.Tensor]) -> Non
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda make: tc.allreduce(make(9), carrier="c10d"), TypeError, r"CPU: use carrier='nat"),
+        (
+            lambda make: tc.allreduce(make(9), carrier="c10d"),
+            TypeError,
+            r"CPU tensors only: use carrier='nat",
+        ),
         (lambda make: tc.allreduce(make(9), 9), ValueError, "bits is 9"),
         (lambda make: tc.allreduce(make(9, dtype=torch.float64)), TypeError, "Double"),
         (
             lambda make: tc.coalesced([make(9), make(9, device="cpu")]),
             ValueError,
-            "tensors on cuda:0 and cpu; one message has one device",
+            "tensors on cuda:0 and cpu; all tensors must be on one device",
         ),
         (
             lambda make: tc.coalesced([make(9), make(9, device="cuda:1")]),
             ValueError,
             "tensors on cuda:0 and cuda:1",
         ),
-        (lambda make: tc.allreduce(make(9, device="xpu")), TypeError, "the CPU and CUDA are"),
+        (lambda make: tc.allreduce(make(9, device="xpu")), TypeError, "CPU and CUDA tensors are"),
     ],
 )
 def test_refused(
@@ -194,7 +198,7 @@ def test_which_tensors_the_backend_gives_the_core(
     how = _torch_ops.Compression(str(Config(rounding="nearest")), 0)
     options = _torch_ops.Options(how, _torch_ops.Automatic.GRADIENTS, datetime.timedelta(seconds=5))
     backend: Any = _torch_ops.Backend(0, 1, comm.id, {}, built, options, lambda *_: backend)
-    to_core, to_inner = "not linked with support for cuda", "nothing that moves tensors of cuda:0"
+    to_core, to_inner = "not linked with support for cuda", "cannot move tensors on cuda:0"
     x, reductions = fake(600), dist.ReduceOp
     for tensor, op, words in (
         (x, reductions.SUM, to_core if built else to_inner),
@@ -207,7 +211,7 @@ def test_which_tensors_the_backend_gives_the_core(
         with pytest.raises(RuntimeError, match=words):
             backend.allreduce([tensor], call)
     if built:
-        with pytest.raises(ValueError, match="tensors on cuda:0 and cuda:1; one message has one"):
+        with pytest.raises(ValueError, match="tensors on cuda:0 and cuda:1; all tensors must"):
             backend.allreduce_coalesced([x, fake(600, device="cuda:1")])
 
 

@@ -358,7 +358,7 @@ def bad_calls(group: Group) -> None:
     with refused(ValueError, "only sum and avg can be quantized"):
         tc.allreduce(x, **group.options(op="max"))
     assert tc.allreduce(x, 32, **group.options(op="max")).tolist() == [1.0] * 100
-    with refused(TypeError, "float32, float16 and bfloat16 are served"):
+    with refused(TypeError, "float32, float16 and bfloat16 are supported"):
         tc.allreduce(x.long(), **group.options())
 
 

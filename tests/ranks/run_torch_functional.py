@@ -337,12 +337,12 @@ def bad_calls() -> None:
             function(x, config=4)  # type: ignore[call-overload]
         with refused(ValueError, f"quantized_{function.__name__}: bits is 9"):
             function(x, bits=9)
-        with refused(NotImplementedError, "carrier 'c10d' serves quantized_allreduce alone"):
+        with refused(NotImplementedError, "carrier 'c10d' supports quantized_allreduce only"):
             getattr(ops, f"quantized_{function.__name__}")(x, carrier="c10d")
     nearest = Config(4, rounding="nearest")
     with refused(ValueError, "residual is Float of shape [39]", "torch.zeros_like(x)"):
         reduce_scatter(x, config=nearest, residual=x[:39])
-    with refused(ValueError, "op 'max' has no residual"):
+    with refused(ValueError, "op 'max' does not support residuals"):
         reduce_scatter(x, "max", bits=32, residual=x)
     with refused(ValueError, "bits=32: nothing is lost"):
         reduce_scatter(x, bits=32, residual=x)

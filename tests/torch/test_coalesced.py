@@ -100,7 +100,11 @@ def test_a_tensor_without_gradient_in_the_list() -> None:
     ("xs", "error", "words"),
     [
         ([torch.ones(8), torch.ones(8).half()], TypeError, "one message has one dtype"),
-        ([torch.ones(8, dtype=torch.int32)], TypeError, "float32, float16 and bfloat16 are served"),
+        (
+            [torch.ones(8, dtype=torch.int32)],
+            TypeError,
+            "float32, float16 and bfloat16 are supported",
+        ),
         ([torch.ones(8), torch.ones(8).to_sparse()], TypeError, r"to_dense\(\)"),
     ],
 )
@@ -126,7 +130,7 @@ def test_messages_of_a_wrong_size_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"has (room for )?3 bytes"):
             call()
-    with pytest.raises(TypeError, match="give uint8"):
+    with pytest.raises(TypeError, match="expected uint8"):
         cgx.carried_decode(x, few.float(), *options, 0, 2, 0)
     for rank, size in ((0, -1), (2, 2), (-1, 2)):
         with pytest.raises(ValueError, match=f"rank is {rank} and size {size}"):

@@ -272,7 +272,7 @@ def data_parallel(r: int, n: int) -> None:
             ddp.zero_grad()
         ddp(tc.values(r, 400).reshape(8, 50)).sum().backward()
         lines = DECISIONS.taken()
-        assert lines and all("exact, a communication hook" in line for line in lines), lines
+        assert lines and all("exact, a user's communication hook" in line for line in lines), lines
     # The gradient of one bucket, to the bit: the hook divides by n first.
     layer = torch.nn.Linear(100, 70, bias=False)
     ddp = DistributedDataParallel(layer, process_group=group)

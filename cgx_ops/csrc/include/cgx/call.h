@@ -15,7 +15,6 @@ namespace cgx {
 
 // The arguments of one collective, whose segments are contiguous.
 //
-//
 // Set the public members and call add() for each segment, then pass get() to cgx_start, cgx_run or
 // cgx_enqueue. Not thread-safe.
 class CallBuilder {

@@ -1,12 +1,10 @@
 // A thread pool that delivers the completions of collectives to frameworks.
 //
-//
 // A framework may block in a completion: XLA continues a program on the thread that completes its
 // future, and torch runs a future's callbacks there. Both may wait for other collectives. So
 // completions must not run on the core's progress thread, and a thread must not start a second
 // completion inside a first. The pool therefore starts a new thread whenever no idle thread is
 // left. Idle threads exit after a while.
-//
 //
 // Header only: each binding has its own pool.
 #ifndef CGX_COMPLETION_POOL_H_

@@ -1,6 +1,5 @@
 // The table of collectives, for the core and the bindings.
 //
-//
 // A new collective needs a row here, a value of cgx_verb_t, an algorithm that supports it, and
 // public functions in the bindings.
 #ifndef CGX_VERB_H_
