@@ -98,7 +98,7 @@ def lists(r: int, n: int) -> None:
         return tc.coalesced(list(flat.split(sizes)), 4, 64, "avg", WORLD)
 
     as_on_the_cpu(call, tc.values(r, sum(sizes)))
-    with pytest.raises(ValueError, match="tensors on cuda:0 and cpu; all tensors must be on one device"):
+    with pytest.raises(ValueError, match="tensors on cuda:0 and cpu; all tensors must"):
         tc.coalesced([torch.ones(9).cuda(), torch.ones(9)], group_name=WORLD)
     if torch.cuda.device_count() > 1:
         with pytest.raises(ValueError, match="tensors on cuda:0 and cuda:1"):

@@ -108,7 +108,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "in place, dtype": (lambda: tc.allreduce_(X.double()), TypeError, "Double"),
     "no packed call": (_start("bits=4"), ValueError, "'bits=4' is not a packed call"),
     "packed without name": (_start("op=sum depth=0 bits=4"), ValueError, "is not a packed call"),
-    "packed without depth": (_start("op=sum depth= bits=4 name="), ValueError, "is not a packed call"),
+    "packed without depth": (_start("op=sum depth= bits=4 name="), ValueError, "not a packed call"),
     "packed bits": (_start("op=sum depth=0 bits=9 name="), ValueError, "bits is 9"),
     "start without seed": (_start_without_seed, ValueError, "needs seed.*draw_seed"),
 }

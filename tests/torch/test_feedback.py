@@ -115,7 +115,12 @@ def test_feedback_that_diverges(keywords: dict[str, Any], words: str) -> None:
     [
         (torch.zeros(99), {}, ValueError, "a residual for each tensor, of its shape"),
         (torch.zeros(100).half(), {}, TypeError, "one message has one dtype"),
-        (torch.zeros(100), {"op": "max", "bits": 32}, ValueError, "op 'max' does not support residuals"),
+        (
+            torch.zeros(100),
+            {"op": "max", "bits": 32},
+            ValueError,
+            "'max' does not support residuals",
+        ),
         (torch.zeros(100), {"bits": 32}, ValueError, "bits=32: nothing is lost that it could add"),
     ],
 )
