@@ -1,16 +1,8 @@
-"""Quantized collectives for PyTorch: importing this registers `torch.ops.cgx.*`.
+"""Quantized collectives, DDP and FSDP2 hooks, and the backend "cgx" for PyTorch.
 
-    import torch, cgx_ops.torch
-    y = cgx_ops.torch.all_reduce(x, bits=4)
-
-In eager and in `torch.compile`, forward and backward; `functional.py` has the functions, `ops.py`
-the operators under them.
-Importing starts no MPI; the first collective, or `cgx_ops.init()`, does. A call without
-`group_name` reaches all ranks: those of the default process group, else the launcher's.
-
-Phases: check that the binding fits the installed torch; load libcgx, then the binding; register the
-operators' properties, the backend "cgx" and, under mpirun and srun, the rendezvous. docs/guides/torch.md
-lists what the import changes.
+Importing this module registers the operators `torch.ops.cgx.*` and the `torch.distributed` backend
+"cgx". It starts no MPI; the first collective or `cgx_ops.init` does. A call without `group`
+includes all ranks: those of the default process group if there is one, else those of the launcher.
 """
 
 from cgx_ops._core import versions

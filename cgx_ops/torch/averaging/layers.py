@@ -1,11 +1,8 @@
-"""How each layer of a model travels: in how many bits, by which compressor.
+"""Settings by layer: names of layers, and CGX's functions that change them for this process.
 
-  1. the names of layers without torch's wrappers, and the segments that Rules make of layers
-  2. CGX's functions, which change the Rules of this process: register_model, exclude_layer,
-     set_quantization_bits, set_quantization_bucket_size
-
-Rules need no list of layers. Registering one reports mistakes: a pattern that matches no layer, a
-layer of another size.
+The functions (register_model, exclude_layer, set_quantization_bits, set_quantization_bucket_size)
+change the Rules of this process. Rules need no list of layers. Registering a model only adds
+checks: a pattern that matches no layer, or a layer of another size, is reported.
 """
 
 import operator
@@ -22,23 +19,24 @@ from cgx_ops._core.user_warnings import warn_once
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import rule_of_part
 
-# How wrappers hold the module that they wrap: torch.compile, checkpoint_wrapper, FSDP1.
+# Attribute names of wrapped modules: torch.compile, checkpoint_wrapper, FSDP1.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def layer_name(name: str) -> str:
-    """Return a name of named_parameters(), or of named_modules(), without what wrappers add to it.
+    """Return the name of a parameter or module without the parts that torch's wrappers add.
 
-    Left out is what torch leaves out of state_dict(): the names by which torch.compile,
-    checkpoint_wrapper and FullyShardedDataParallel hold the modules that they wrap.
+    Removes the attribute names of torch.compile, checkpoint_wrapper and FullyShardedDataParallel,
+    as state_dict() does.
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def named_layers(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return a model's parameters with the names that they have without wrappers.
+    """Return a model's parameters by the names that they have without wrappers.
 
-    Beside those of layer_name() it leaves out the `module` of DistributedDataParallel.
+    Besides the parts that layer_name() removes, this removes the `module` of
+    DistributedDataParallel.
     """
     replicated = [
         layer_name(f"{name}.module.".removeprefix("."))
@@ -57,11 +55,11 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @dataclass(frozen=True)
 class Layer:
-    """A parameter as rules see it.
+    """The properties of a parameter that rules depend on.
 
     Attributes:
-        name: as model.named_parameters() has it, by layer_name(); "" if unknown.
-        dimensions: of its shape.
+        name: as in model.named_parameters(), through layer_name(); "" if unknown.
+        dimensions: number of dimensions.
         numel: number of elements.
     """
 
@@ -73,19 +71,19 @@ class Layer:
 def segments_of(
     rules: Rules, layers: Sequence[Layer], offsets: Sequence[int], config: Config
 ) -> list[Segment]:
-    """Return the layers of a buffer, which begin at `offsets`, each with its own settings."""
+    """Return the segments of layers that start at `offsets` in a buffer, with their settings."""
     return [
         Segment(offset, layer.numel, rules.of(layer.name, layer.dimensions, config))
         for layer, offset in zip(layers, offsets, strict=True)
     ]
 
 
-# ---- CGX's names ---------------------------------------------------------------------------------
+# ---- CGX's functions -----------------------------------------------------------------------------
 
 
 @dataclass
 class _Registered:
-    """What CGX keeps per process: rules, and the layers of registered models."""
+    """The process-wide state: rules, and the sizes of registered layers by name."""
 
     rules: Rules
     sizes: dict[str, int]
@@ -95,23 +93,30 @@ _registered = _Registered(Rules(), {})
 
 
 def process_rules() -> Rules:
-    """Return the Rules that CGX's functions change: those of every hook that is given none."""
+    """Return the rules of this process, which every hook without its own rules uses."""
     return _registered.rules
 
 
 def register_model(layers: nn.Module | Iterable[tuple[str, int]]) -> None:
-    """Tell the layers of a model, so that wrong names and sizes are noticed.
+    """Register the layers of a model, so that wrong layer names and sizes are reported.
 
-    Call it before DistributedDataParallel's first forward. Unlike in CGX it restricts nothing: an
-    allreduce that is no gradient bucket stays legal, and models may follow each other.
+    Optional. Call it before the first forward of DistributedDataParallel. Registration restricts
+    nothing: other allreduces and other models remain possible.
 
     Args:
-        layers: (name, number of elements) of each, as from `[(name, p.numel()) for name, p in
-            model.named_parameters()]`; or the model itself.
+        layers: the model; or (name, number of elements) of each layer, as in `[(name, p.numel())
+            for name, p in model.named_parameters()]`.
 
     Raises:
-        InvalidArgument: a layer listed twice, registered before with another size, or whose size
-            is no integer of 0 or more.
+        InvalidArgument: a layer is listed twice, was registered before with another size, or its
+            size is not an integer of 0 or more.
+
+    Example:
+        >>> import torch
+        >>> import cgx_ops.torch
+        >>> cgx_ops.torch.register_model(torch.nn.Linear(8, 2))
+        >>> cgx_ops.torch.set_quantization_bits("weight", 8)
+        >>> cgx_ops.torch.forget_models()
     """
     if isinstance(layers, nn.Module):
         layers = [(name, p.numel()) for name, p in named_layers(layers)]
@@ -123,7 +128,7 @@ def register_model(layers: nn.Module | Iterable[tuple[str, int]]) -> None:
             size = -1
         if size < 0:
             raise InvalidArgument(
-                f"register_model: layer '{name}' has {numel!r} elements; give p.numel()"
+                f"register_model: layer '{name}' has {numel!r} elements; pass p.numel()"
             )
         name = layer_name(name)
         if name in new:
@@ -132,7 +137,7 @@ def register_model(layers: nn.Module | Iterable[tuple[str, int]]) -> None:
         if known != size:
             raise InvalidArgument(
                 f"register_model: layer '{name}' was registered with {known} elements and now has "
-                f"{size}; call cgx_ops.torch.forget_models() before another model"
+                f"{size}; call cgx_ops.torch.forget_models() before registering another model"
             )
         new[name] = size
     _registered.sizes.update(new)
@@ -140,41 +145,92 @@ def register_model(layers: nn.Module | Iterable[tuple[str, int]]) -> None:
 
 
 def forget_models() -> None:
-    """Forget registered layers, and every rule that was set for them."""
+    """Remove all registered layers and all rules that were set for them.
+
+    Example:
+        >>> import cgx_ops.torch
+        >>> cgx_ops.torch.exclude_layer("head")
+        >>> cgx_ops.torch.forget_models()  # no layer is excluded any more
+    """
     _registered.sizes.clear()
     _registered.rules = Rules()
 
 
 def exclude_layer(pattern: str) -> None:
-    """Have layers travel exact: those with `pattern` in their name, or that a glob matches."""
+    """Send the gradients of matching layers exact.
+
+    The last call that matches a layer decides. The settings apply to every DDP hook state without
+    rules of its own.
+
+    Args:
+        pattern: part of a layer's name, or a glob such as `*.bias`.
+
+    Raises:
+        InvalidArgument: the pattern is empty, is not a str, or names only a wrapper of torch.
+
+    Example:
+        >>> import cgx_ops.torch
+        >>> cgx_ops.torch.exclude_layer("lm_head")
+        >>> cgx_ops.torch.exclude_layer("*.bias")
+        >>> cgx_ops.torch.forget_models()
+    """
     _add("exclude_layer", pattern, bits=EXACT_BITS)
 
 
 def set_quantization_bits(pattern: str, bits: int) -> None:
-    """Have layers travel in so many bits: those with `pattern` in their name, or of a glob.
+    """Set the bits of matching layers.
+
+    The last call that matches a layer decides. The settings apply to every DDP hook state without
+    rules of its own.
 
     Args:
-        pattern: a part of the name, or a glob.
+        pattern: part of a layer's name, or a glob such as `*.bias`.
         bits: 1 to 8, or 32 (exact).
+
+    Raises:
+        InvalidArgument: the bits are out of range; or the pattern is empty, is not a str, or names
+            only a wrapper of torch.
+
+    Example:
+        >>> import cgx_ops.torch
+        >>> cgx_ops.torch.set_quantization_bits("embedding", 8)
+        >>> cgx_ops.torch.forget_models()
     """
     _add("set_quantization_bits", pattern, bits=bits)
 
 
 def set_quantization_bucket_size(pattern: str, bucket_size: int) -> None:
-    """Have so many values of such layers share a minimum and step; see set_quantization_bits."""
+    """Set how many values of matching layers share one minimum and step.
+
+    The last call that matches a layer decides. The settings apply to every DDP hook state without
+    rules of its own.
+
+    Args:
+        pattern: part of a layer's name, or a glob such as `*.bias`.
+        bucket_size: number of values.
+
+    Raises:
+        InvalidArgument: the bucket size is out of range; or the pattern is empty, is not a str, or
+            names only a wrapper of torch.
+
+    Example:
+        >>> import cgx_ops.torch
+        >>> cgx_ops.torch.set_quantization_bucket_size("attention", 128)
+        >>> cgx_ops.torch.forget_models()
+    """
     _add("set_quantization_bucket_size", pattern, bucket_size=bucket_size)
 
 
 def _add(function: str, pattern: object, **settings: Any) -> None:
-    """Insert a rule in front of the others: the last call decides."""
+    """Insert a rule before the others, so that the last call takes precedence."""
     if not isinstance(pattern, str) or not pattern:
         raise InvalidArgument(
-            f"{function}: the pattern is {pattern!r}; give a part of a layer's name, or a glob"
+            f"{function}: the pattern is {pattern!r}; pass a part of a layer's name, or a glob"
         )
     if not layer_name(pattern):
         raise InvalidArgument(
-            f"{function}: the pattern {pattern!r} names a wrapper of torch, which the names of "
-            "layers leave out; give a part of the name that the layer has without it"
+            f"{function}: the pattern {pattern!r} names a wrapper of torch, which is not part of "
+            "layer names; pass a part of the name that the layer has without the wrapper"
         )
     rule = rule_of_part(layer_name(pattern), **settings)
     _registered.rules = _registered.rules.with_first(rule)
@@ -183,27 +239,27 @@ def _add(function: str, pattern: object, **settings: Any) -> None:
 
 
 def check_model(layers: Sequence[Layer], rules: Rules) -> None:
-    """Compare a model that is about to train with what was registered, and with its rules.
+    """Compare a model that is about to train with the registered layers and with its rules.
 
     Raises:
-        InvalidArgument: a layer of the model was registered with another size.
+        InvalidArgument: a layer was registered with another size.
     """
     for layer in layers:
         numel = _registered.sizes.get(layer.name, layer.numel)
         if numel != layer.numel:
             raise InvalidArgument(
-                f"layer '{layer.name}' was registered with {numel} elements, and has {layer.numel} "
-                "in the model that DistributedDataParallel trains: register this model"
+                f"layer '{layer.name}' was registered with {numel} elements, but has {layer.numel} "
+                "in the model that DistributedDataParallel trains: register this model instead"
             )
     if _registered.sizes:
         missing = [layer.name for layer in layers if layer.name not in _registered.sizes]
         if missing:
             warn_once(
-                f"{len(missing)} of {len(layers)} layers were not registered, '{missing[0]}' for "
-                "one; rules by name hold for them too"
+                f"{len(missing)} of {len(layers)} layers were not registered, for example "
+                f"'{missing[0]}'; rules by name apply to them, too"
             )
     names = [layer.name for layer in layers]
-    # Rules for all models of this process; they need not match in each.
+    # The process's rules are for all its models; a rule need not match a layer of each.
     others = _registered.sizes if rules is _registered.rules else ()
     where = "DistributedDataParallel: "
     rules.warn_of_unmatched([*names, *others], where)

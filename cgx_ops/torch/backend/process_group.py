@@ -1,33 +1,24 @@
-"""The torch.distributed backend "cgx": allreduce by the core, all else by an inner gloo or NCCL.
+"""The torch.distributed backend "cgx".
 
-    import cgx_ops.torch
-    torch.distributed.init_process_group("cgx")
-
-Under mpirun (MPI between hosts), and under torchrun, srun or multiprocessing without MPI (TCP
-between hosts); ranks of one host share memory. The communicator of a group has the group's name:
+cgx_ops runs every allreduce of float32, float16 and bfloat16 tensors (sum, avg, min, max, product)
+on CPU tensors, and on CUDA tensors if cgx_ops was built with CUDA. An inner gloo or NCCL backend
+runs all other collectives. The communicator of a group has the group's name:
 `cgx_ops.Communicator.find(group.group_name)`.
 
-Every allreduce of float32, float16 or bfloat16 tensors with sum, avg, min, max or product goes to
-the core: of CPU tensors, and of CUDA tensors where cgx_ops is built with CUDA. It is compressed
-only if all of this holds:
+An allreduce is compressed only if all of the following holds; otherwise it is exact:
 
-  - the group's Config has bits < 32 (`CGX_COMPRESSION_QUANTIZATION_BITS`, or BackendOptions);
-  - it is a sum or an average of at least max(16, minimal_size) elements;
-  - it synchronises gradients: it starts while autograd accumulates the gradient of a leaf (DDP's
-    reducer and hooks on parameters do) or in the callbacks at the end of backward (DDP with
-    static_graph), and no DistributedDataParallel over the group has a communication hook of the
-    user's; or it is inside `with compressed():`, or the group was made with compress="all";
-  - it is not inside `with uncompressed():`.
+- The group's Config has fewer than 32 bits (`CGX_COMPRESSION_QUANTIZATION_BITS` or BackendOptions).
+- It is a sum or an average of at least max(16, minimal_size) elements.
+- It synchronizes gradients, it is inside a `compressed()` block, or the group has compress="all".
+- It is not inside an `uncompressed()` block.
 
-The callbacks of an allreduce's future count as being where it was started.
+An allreduce synchronizes gradients if it starts while autograd accumulates the gradient of a leaf,
+as DDP's reducer and hooks on parameters do, or in the callbacks at the end of backward, as DDP with
+static_graph does. It does not if a DistributedDataParallel over the group has a communication hook
+of the user's. The callbacks of an allreduce's future count as the place where it was started.
 
-cgx_ops.torch.ddp registers its hook automatically with a DistributedDataParallel over a group with
-bits < 32; the hook reduces layer by layer. So statistics of SyncBatchNorm, softmax over ranks,
-metrics and tensor parallelism stay exact. The logger "cgx_ops.torch.backend" says at level DEBUG
-what was decided and why. Exact means `none` of the core: the full values travel.
-
-Phases of making a group: ranks compare their options over the Store; their communicator, over the
-Store too; inner backends; both joined.
+So SyncBatchNorm statistics, softmax over ranks, metrics and tensor parallelism stay exact. The
+logger "cgx_ops.torch.backend" logs each decision and its reason at level DEBUG.
 """
 
 import contextlib
@@ -58,36 +49,62 @@ NAME = "cgx"
 _log = logging.getLogger(__name__)
 # The options of the default group, which its sub-groups inherit.
 _world_options: "BackendOptions | None" = None
-# Those of each group, by its name; groups that were split off have those of the default group.
+# Options by group name; groups that were split off have those of the default group.
 _options: "dict[str, BackendOptions]" = {}
-# What the binding knows of each group's.
+# The binding's options by group name.
 _native_options: dict[str, _torch_ops.Options] = {}
 _AUTOMATIC = {
     "gradients": _torch_ops.Automatic.GRADIENTS,
     "all": _torch_ops.Automatic.EVERYTHING,
 }
-# What _torch_ops.exchange_scope() was told last on each thread.
+# The current scope of each thread, as last passed to _torch_ops.exchange_scope().
 _thread = threading.local()
 
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What a group compresses and how: the pg_options of init_process_group and new_group.
+    """Options of a process group of the backend "cgx": what it compresses, and how.
 
-    Without pg_options, a sub-group has those of the default group, and the default group
-    BackendOptions().
+    Pass it as `pg_options` to `init_process_group` or `new_group`. Without pg_options a new group
+    inherits the options of the default group, and the default group has `BackendOptions()`.
+
+    Args:
+        config: compressor, bits and the other settings. Default: `Config.from_env()`, which is
+            exact unless `CGX_*` variables set bits or a compressor.
+        compress: "gradients" (default) compresses only allreduces that synchronize gradients; "all"
+            compresses every sum and average of floats, as CGX does.
+        seed: seed of random rounding, 0 or more.
+        transport: "SHM", "MPI", "TCP", "NCCL" (messages between GPUs) or "AUTO", the best one that
+            connects the ranks. None: the variable COMMUNICATOR_TYPE, else "AUTO". Groups that are
+            split off ignore it.
+        auto_bits: choose the bits from the size of each message (`cgx_ops.bits_for`) instead of
+            `config.bits`. Creating the group then measures for up to a second; groups that are
+            split off reuse the result. None: the variable CGX_AUTO_BITS if `config` is
+            `Config.from_env()`, else False.
 
     Attributes:
-        config: how values travel; by default Config.from_env(), which is exact unless CGX_*
-            variables set bits or a compressor.
-        compress: "gradients", or "all": every sum and average of floats, as CGX does.
-        seed: of the noise.
-        transport: "SHM", "MPI", "TCP", or "AUTO", the best that connects the ranks; "NCCL" carries
-            messages between GPUs, and is "AUTO" between processes. None: COMMUNICATOR_TYPE, else
-            "AUTO". Groups that are split off ignore it.
-        auto_bits: choose bits by the size of each message (cgx_ops.bits_for), instead of
-            config.bits. Making the group measures for up to a second; groups that are split off
-            use the result of their parent. None: CGX_AUTO_BITS, if config is Config.from_env().
+        config: compressor, bits and the other settings.
+        compress: "gradients" or "all".
+        seed: seed of random rounding.
+        transport: name of the transport, or None.
+        auto_bits: whether bits follow from message sizes.
+
+    Raises:
+        InvalidArgument: an argument is out of range or has the wrong type, or `auto_bits` cannot
+            choose for this config.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from cgx_ops import Config
+        >>> from cgx_ops.torch import BackendOptions
+        >>> options = BackendOptions(Config(bits=4))
+        >>> dist.init_process_group(
+        ...     "cgx", pg_options=options, store=dist.HashStore(), rank=0, world_size=1
+        ... )  # under mpirun or torchrun: init_process_group("cgx", pg_options=options)
+        >>> dist.get_backend()
+        'cgx'
+        >>> dist.destroy_process_group()
     """
 
     config: Config = field(default_factory=Config.from_env)
@@ -95,11 +112,11 @@ class BackendOptions:
     seed: int = 0
     transport: Literal["AUTO", "SHM", "MPI", "TCP", "NCCL"] | None = None
     auto_bits: bool | None = None
-    _timeout: ClassVar[None] = None  # init_device_mesh asks for it: the group's own default
+    _timeout: ClassVar[None] = None  # read by init_device_mesh; None: the group's default
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, Config):
-            raise InvalidArgument(f"BackendOptions.config is {self.config!r}; give a Config")
+            raise InvalidArgument(f"BackendOptions.config is {self.config!r}; it must be a Config")
         if self.compress not in ("gradients", "all"):
             raise InvalidArgument(
                 f"BackendOptions.compress is {self.compress!r}; it must be 'gradients' or 'all'"
@@ -119,14 +136,31 @@ class BackendOptions:
 
 @contextlib.contextmanager
 def compressed(config: Config | None = None, *, seed: int = 0) -> Iterator[None]:
-    """Compress the sums and averages that this thread starts inside, whatever they are for.
+    """Compress every sum and average that this thread starts inside the block.
 
-    It holds for the calling thread. On the CPU, backward runs its hooks on the thread that called
-    it, so they are inside too; of a CUDA model it runs them on a thread of autograd's, outside.
+    The block applies to the calling thread only. On the CPU, backward runs hooks on the thread that
+    called it, so they are inside. For a CUDA model, backward runs hooks on an autograd thread,
+    which is outside.
 
     Args:
-        config: how values travel; None: as the group's BackendOptions say.
-        seed: of the noise, with a config; communication hooks use the seed of their state.
+        config: compressor, bits and the other settings. None: those of the group's BackendOptions.
+        seed: seed of random rounding, used together with `config`. DDP communication hooks use the
+            seed of their state.
+
+    Raises:
+        TypeError: `config` is not a Config.
+        InvalidArgument: `seed` is out of range.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from cgx_ops import Config
+        >>> from cgx_ops.torch import compressed
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> x = torch.ones(1000)
+        >>> with compressed(Config(bits=8)):
+        ...     dist.all_reduce(x)
+        >>> dist.destroy_process_group()
     """
     check_config(config)
     compression = None if config is None else _compression(config, checked_seed(seed))
@@ -136,7 +170,20 @@ def compressed(config: Config | None = None, *, seed: int = 0) -> Iterator[None]
 
 @contextlib.contextmanager
 def uncompressed() -> Iterator[None]:
-    """Send everything that this thread starts inside exact, gradients too."""
+    """Send everything that this thread starts inside the block exact, including gradients.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from cgx_ops.torch import uncompressed
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> loss = torch.tensor([0.25])
+        >>> with uncompressed():
+        ...     dist.all_reduce(loss)
+        >>> loss
+        tensor([0.2500])
+        >>> dist.destroy_process_group()
+    """
     with _scope(_torch_ops.Scope(_torch_ops.ScopeKind.UNCOMPRESSED), "uncompressed"):
         yield
 
@@ -155,22 +202,28 @@ def _scope(
 
 
 def current_scope() -> Config | Literal["uncompressed"] | None:
-    """Return what compressed() (a Config, if given one) or uncompressed() says on this thread."""
+    """Return this thread's innermost compressed() or uncompressed() block.
+
+    Returns:
+        The Config given to compressed(), "uncompressed", or None: no block, or compressed() without
+        a config.
+    """
     return getattr(_thread, "scope", None)
 
 
 def options_of(group: dist.ProcessGroup) -> BackendOptions | None:
-    """Return the options of a group that torch.distributed has over the backend "cgx", or None."""
+    """Return the options of a group over the backend "cgx"; None for any other group."""
     if NAME not in (parallel.backends_of(group) or ""):
         return None
     return _options.get(group.group_name, _world_options)
 
 
 def leave_gradients_to_hooks(group: dist.ProcessGroup) -> None:
-    """Have a group compress nothing automatically from now on, unless it compresses all.
+    """Stop a group from compressing gradients automatically; compress="all" is unaffected.
 
-    A communication hook of the user's says itself what becomes of gradients, on several threads:
-    torch runs the callbacks of a future wherever it is completed.
+    For groups whose DDP model has a communication hook of the user's: it decides itself how
+    gradients are sent. It may run on several threads, because torch runs a future's callbacks
+    wherever the future is completed.
     """
     options = _native_options[group.group_name]
     if options.automatic == _torch_ops.Automatic.GRADIENTS:
@@ -178,10 +231,10 @@ def leave_gradients_to_hooks(group: dist.ProcessGroup) -> None:
 
 
 def register(prepare: Callable[[], object]) -> None:
-    """Make the backend known to torch.distributed. Call once per process.
+    """Register the backend with torch.distributed. Call once per process.
 
     Args:
-        prepare: called once, before the first group is made.
+        prepare: called once, before the first group is created.
     """
 
     @functools.cache
@@ -197,12 +250,12 @@ def register(prepare: Callable[[], object]) -> None:
 
 
 def _compression(config: Config, seed: int) -> _torch_ops.Compression:
-    """Return what the binding knows of a Config."""
+    """Return the binding's form of a Config."""
     return _torch_ops.Compression(str(config), seed)
 
 
 def _by_size(config: Config, seed: int, communicator: Communicator) -> _torch_ops.Compression:
-    """Return what the binding knows of auto_bits in a group. Collective: it measures."""
+    """Return the binding's form of auto_bits in a group. Collective: it measures."""
     exact = config.with_own(bits=EXACT_BITS)
     larger = [
         (numel, element_bytes, _compression(config.with_own(bits=bits), seed))
@@ -213,7 +266,7 @@ def _by_size(config: Config, seed: int, communicator: Communicator) -> _torch_op
 
 
 def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
-    """Make the backend of a group; every rank of the group calls it."""
+    """Create the backend of a group; called on every rank of the group."""
     global _world_options
     default = not asked.global_ranks_in_group
     if pg_options is None and not default and _default_group_is_ours():
@@ -222,7 +275,7 @@ def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
         pg_options = BackendOptions()
     if not isinstance(pg_options, BackendOptions):
         raise TypeError(
-            f"pg_options is {type(pg_options).__name__}; the backend cgx takes a "
+            f"pg_options is {type(pg_options).__name__}; with the backend cgx it must be "
             "cgx_ops.torch.BackendOptions"
         )
     if default:
@@ -237,15 +290,15 @@ def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
         and "cuda" not in devices()
     ):
         _log.warning(
-            "cgx_ops was built without CUDA: allreduces of CUDA tensors travel exact, by NCCL. To "
-            "compress them build it again with nvcc on PATH or in CUDA_HOME"
+            "cgx_ops was built without CUDA: NCCL sends allreduces of CUDA tensors uncompressed. "
+            "To compress them, rebuild cgx_ops with nvcc on PATH or in CUDA_HOME"
         )
     automatic = _AUTOMATIC[pg_options.compress]
     auto = pg_options.auto_bits
     if auto and torch.cuda.is_available():
         _log.warning(
-            "auto_bits is measured among CPUs: allreduces of CUDA tensors travel exact. To "
-            "compress them leave it out and give Config(bits=)"
+            "auto_bits is measured with CPU tensors only: allreduces of CUDA tensors are sent "
+            "exact. To compress them, leave auto_bits out and set Config(bits=...)"
         )
     at_first = config.with_own(bits=EXACT_BITS) if auto else config
     options = _torch_ops.Options(_compression(at_first, pg_options.seed), automatic, asked.timeout)
@@ -273,9 +326,16 @@ def _make(
     transport: str | None = None,
     chosen: BackendOptions | None = None,
 ) -> _torch_ops.Backend:
-    """Make a backend. Collective over the group's ranks.
+    """Create a backend: compare options, connect the ranks, add the inner backends. Collective.
 
-    chosen: compared across ranks; None: they have those of another group.
+    Args:
+        store: the group's store.
+        rank: this rank in the group.
+        size: number of ranks.
+        options: the binding's options.
+        transport: name of the transport, or None.
+        chosen: options that are compared across ranks. None: they come from another group, where
+            they were compared already.
     """
     name, timeout = options.group_name, options._timeout
     _native_options[name] = options
@@ -297,23 +357,24 @@ def _make(
 def _make_related(
     origin: str, store: parallel.Store, rank: int, size: int, options: _torch_ops.Options
 ) -> _torch_ops.Backend:
-    """Make the backend of a group that is split off another or merged from it, with its options."""
+    """Create the backend of a group split off or merged from another one, with its options."""
     if origin in _options:
         _options[options.group_name] = _options[origin]
     return _make(store, rank, size, options)
 
 
 def _require_alike(name: str, options: BackendOptions, gather: Gather) -> None:
-    """Raise on every rank if ranks would compress differently.
+    """Raise on every rank if ranks have different compression options.
 
-    They could wait for each other: some by the hook of DistributedDataParallel, others without.
+    With different options, ranks could wait for each other: some would use the DDP hook, others
+    not.
     """
     require_same(
         f"the backend cgx, group '{name}'",
         asdict(options.config) | {"compress": options.compress, "auto_bits": options.auto_bits},
         gather,
-        "Give all ranks the same BackendOptions and the same variables CGX_*; mpirun passes a "
-        "variable on to other hosts if it is named: mpirun -x CGX_COMPRESSION_QUANTIZATION_BITS",
+        "Use the same BackendOptions and the same CGX_* variables on all ranks. mpirun forwards a "
+        "variable to other hosts only if you name it: mpirun -x CGX_COMPRESSION_QUANTIZATION_BITS",
         error=dist.DistBackendError,
     )
 
@@ -321,7 +382,7 @@ def _require_alike(name: str, options: BackendOptions, gather: Gather) -> None:
 def _inner(
     store: parallel.Store, rank: int, size: int, options: _torch_ops.Options
 ) -> dict[str, Any]:
-    """Make what moves everything but the core's allreduces, by kind of device."""
+    """Create the backends that run everything except the core's allreduces, by device type."""
     timeout = options._timeout
     gloo = dist.ProcessGroupGloo(parallel.PrefixStore("gloo", store), rank, size, timeout=timeout)
     inner: dict[str, Any] = {"cpu": gloo}

@@ -1,7 +1,7 @@
-"""The hook of hook.py, registered automatically with models over the backend "cgx".
+"""Register the quantized DDP hook automatically with models over the backend "cgx".
 
-A DistributedDataParallel is noticed when it takes its module. It gets the hook before its first
-forward: by then a user who wants another one has registered it. hook_state() gives it immediately.
+A DistributedDataParallel is found when it takes its module. It gets the hook before its first
+forward, so that a user can register another hook first, or when hook_state() is called.
 """
 
 import functools
@@ -39,38 +39,54 @@ _log = logging.getLogger(__name__)
 
 
 def notice_models() -> None:
-    """Notice every DistributedDataParallel from now on. Call once per process."""
+    """Track every DistributedDataParallel that is made from now on. Call once per process."""
     register_module_module_registration_hook(_on_registration)
 
 
 def register() -> None:
-    """Have torch.load() accept what states consist of. Call once per process."""
+    """Allow torch.load() to load the classes of hook states. Call once per process."""
     planned = [AdaptiveBits, Sample, Plan]
     saved = [Residuals, Factors, Average, Rules, Rule, Config, *planned]
     torch.serialization.add_safe_globals([*saved, *(getattr(ddp, name) for name in ddp.__all__)])
 
 
 def hook_state(model: DistributedDataParallel) -> HookState | None:
-    """Return the state of the hook of cgx_ops that a model has, to be saved and restored.
+    """Return the state of a model's cgx_ops communication hook, to save and restore it.
 
-    For those who did not make it: trainers, over the backend "cgx". There a model that has no hook
-    gets its own at its first forward, or here. Restore it in place, by load_state_dict().
+    Use it for models over the backend "cgx", whose hook is registered automatically. If the model
+    has no hook yet, this call registers it. Restore the state in place with its `load_state_dict`.
 
     Args:
-        model: as training calls it, also what torch.compile(model) returned.
+        model: a DistributedDataParallel, or what torch.compile returned for one.
 
     Returns:
-        The state, as ddp.QuantizedAllreduceState; None if no hook of cgx_ops is there: gradients
-        are exact, or a hook of the user's has them.
+        The state, for example a `ddp.QuantizedAllreduceState`. None if the model has no hook of
+        cgx_ops: its gradients are sent exact, or another hook is registered.
 
     Raises:
-        TypeError: this is no DistributedDataParallel.
+        TypeError: `model` is not a DistributedDataParallel.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> from cgx_ops import Config
+        >>> from cgx_ops.torch import BackendOptions, hook_state
+        >>> options = BackendOptions(Config(bits=4))
+        >>> dist.init_process_group(
+        ...     "cgx", pg_options=options, store=dist.HashStore(), rank=0, world_size=1
+        ... )
+        >>> model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        >>> model(torch.ones(8, 64)).sum().backward()  # gradients are averaged in 4 bits
+        >>> checkpoint = {"model": model.state_dict(), "hook": hook_state(model).state_dict()}
+        >>> hook_state(model).load_state_dict(checkpoint["hook"])
+        >>> dist.destroy_process_group()
     """
     model = parallel.uncompiled(model)
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
-            f"hook_state: {type(model).__name__} is no DistributedDataParallel; give the wrapper, "
-            "not the module in it"
+            f"hook_state: model is {type(model).__name__}; pass the DistributedDataParallel, not "
+            "the module in it"
         )
     models.adopt_copy(model)
     if _before_first_forward in parallel.forward_pre_hooks(model).values():
@@ -80,28 +96,29 @@ def hook_state(model: DistributedDataParallel) -> HookState | None:
 
 
 def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """See DistributedDataParallel take its module: torch calls this for every submodule."""
-    if torch.compiler.is_compiling():  # modules that dynamo looks into are made already
+    """Track a DistributedDataParallel that takes its module; called for every submodule."""
+    if torch.compiler.is_compiling():  # the modules that dynamo traces exist already
         return
     if name != "module" or not isinstance(parent, DistributedDataParallel) or child is None:
         return
     models.remember(parent, child)
     if process_group.options_of(group_or_default(parent.process_group)) is not None:
-        hook: Any = _before_first_forward  # of this module, by its own name: models pickle
+        hook: Any = _before_first_forward  # a function of this module, so that models pickle
         parent.register_forward_pre_hook(hook)
 
 
 @graphs.not_compiled
 def _before_first_forward(wrapper: DistributedDataParallel, _inputs: Any) -> None:
-    models.adopt_copy(wrapper)  # copies have this hook, too
+    """Attach the hook before the first forward, then remove this pre-hook."""
+    models.adopt_copy(wrapper)  # copies have this pre-hook, too
     _attach(wrapper)
-    hooks = parallel.forward_pre_hooks(wrapper)  # without handles: copies have none
+    hooks = parallel.forward_pre_hooks(wrapper)  # by function: copies have no handles
     for number in [n for n, hook in hooks.items() if hook is _before_first_forward]:
         del hooks[number]
 
 
 def _report_exact(wrapper: DistributedDataParallel, options: process_group.BackendOptions) -> None:
-    """Log that gradients travel exact, and warn once if that is because no bits are set."""
+    """Log that gradients are sent exact, and warn once if no bits were chosen."""
     found = models.trained_layers(wrapper)
     names = [layer.name for layer in found]
     segments = [Segment(0, layer.numel) for layer in found]
@@ -116,27 +133,27 @@ def _warn_of_exact(options: process_group.BackendOptions) -> None:
     if chosen or dist.get_rank() > 0 or options != process_group.BackendOptions():
         return
     _log.warning(
-        "DistributedDataParallel's gradients travel exact, because no bits are set. To compress "
-        "them set %s=4, or give init_process_group pg_options=BackendOptions(Config(bits=4)); "
-        "exact on purpose: %s=32",
+        "DistributedDataParallel's gradients are sent exact, because no bits are set. To compress "
+        "them, set %s=4 or pass pg_options=BackendOptions(Config(bits=4)) to "
+        "init_process_group(). To silence this warning, set %s=32",
         _CHOOSE_BITS[0],
         _CHOOSE_BITS[0],
     )
 
 
 def _attach(wrapper: DistributedDataParallel) -> None:
-    """Give a DistributedDataParallel over the backend "cgx" the hook, if it has none."""
+    """Register the hook with a DistributedDataParallel over the backend "cgx" that has none."""
     group = group_or_default(wrapper.process_group)
     options = process_group.options_of(group)
-    # Its Python reducer has no buckets; compress_collectives() is for that.
+    # The Python reducer has no buckets; use compress_collectives() with it.
     if options is None or parallel.has_python_reducer(wrapper):
         return
     if hooks := parallel.comm_hooks(wrapper):
-        # That of mixed precision is torch's own, and has the process group sum each bucket.
+        # DDP's mixed precision registers a hook of torch's, which calls this group's allreduce.
         if quantized_allreduce_hook not in hooks and not parallel.has_mixed_precision(wrapper):
             process_group.leave_gradients_to_hooks(group)
         return
-    if parallel.steps_in_backward(wrapper):  # by a communication hook that torch is about to set
+    if parallel.steps_in_backward(wrapper):  # torch is about to set a hook
         return
     models.check_layers(wrapper, layers.process_rules())
     exact = options.config.bits == EXACT_BITS and not options.auto_bits
@@ -153,6 +170,6 @@ def _attach(wrapper: DistributedDataParallel) -> None:
     )
     wrapper.register_comm_hook(state, quantized_allreduce_hook)
     _log.debug(
-        "group '%s': DistributedDataParallel's gradients are compressed layer by layer",
+        "group '%s': DistributedDataParallel's gradients are compressed by layer",
         group.group_name,
     )

@@ -1,8 +1,6 @@
-"""Quantized collectives as functions with gradients, in eager and in compiled code.
+"""Quantized collectives as differentiable functions, for eager and compiled code.
 
-    y = cgx_ops.torch.all_reduce(x, "avg", config=Config(bits=4))
-
-A Config may be a global, an argument of the compiled function, or made inside it.
+A `Config` may be a global, an argument of the compiled function, or made inside it.
 """
 
 from typing import Any, overload
@@ -16,12 +14,12 @@ from cgx_ops._core.call import Op
 from cgx_ops.config import Compressor, Rounding, check_config
 from cgx_ops.torch._compat import graphs
 
-# The ranks of a call; None: all.
+# The ranks of a call; None: all ranks.
 Group = dist.ProcessGroup | DeviceMesh | str | None
 
 
 def register() -> None:
-    """Let compiled functions use Config and Rules. Once per process."""
+    """Let compiled functions use Config and Rules as constants. Call once per process."""
     for each in (Config, Rules):
         each.__fx_repr__ = _written  # type: ignore[attr-defined]
     graphs.compile_as_constants(Config, Rules)
@@ -75,36 +73,52 @@ def all_reduce(
     name: str = "",
     carrier: str = "native",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Reduce the ranks' tensors elementwise; every rank gets the same bits.
+    """Reduce a tensor over all ranks with compressed messages.
 
-    The gradient of a sum or an average is the same collective on the incoming gradient.
+    Every rank receives the same bits. The gradient of a sum or an average is the same collective,
+    applied to the incoming gradient.
 
     Args:
-        x: float32, float16 or bfloat16, any shape, on the CPU or a GPU.
-        op: "sum" or "avg"; with 32 bits also "min", "max" and "product", without a gradient.
-        config: how values are sent; None: Config().
-        bits: overrides this field of `config`; likewise `bucket_size`, `compressor` and `rounding`.
-        bucket_size: elements that share one scale.
-        compressor: a new one resets the fields that belonged to the old one.
-        rounding: "stochastic" and "shift" take their seed from torch's default CPU generator.
-        group: a process group of any backend, a DeviceMesh of one dimension, or a name; None: all
-            ranks.
-        residual: error feedback: x + residual is reduced. Of x's shape and dtype; begin with zeros.
-        name: matches this call with those of other ranks, if several threads start collectives.
-        carrier: "native", or "c10d": torch's own collectives move the bytes of CPU tensors.
+        x: a float32, float16 or bfloat16 tensor of any shape, on the CPU or a GPU.
+        op: "sum" or "avg". With 32 bits also "min", "max" and "product", which have no gradient.
+        config: compressor, bits and the other settings. None: `Config()`, which is 4 bits.
+        bits: overrides `config.bits`: 1 to 8, or 32 (exact).
+        bucket_size: overrides `config.bucket_size`: how many elements share one scale.
+        compressor: overrides `config.compressor`, and resets the fields that only the previous
+            compressor uses.
+        rounding: overrides `config.rounding`. Random rounding draws its seed from torch's default
+            CPU generator.
+        group: the ranks: a process group of any backend, a one-dimensional DeviceMesh, or a group's
+            name. None: all ranks.
+        residual: error feedback: reduces `x + residual` and returns a new residual. Same shape and
+            dtype as `x`; start with zeros.
+        name: identifies the call across ranks. Needed only if several threads start collectives.
+        carrier: "native" sends by cgx_ops' own transports. "c10d" sends CPU tensors by the
+            collectives of the process group, for example gloo.
 
     Returns:
-        A new tensor of x's shape and dtype. With a residual: that, and the new residual.
+        A new tensor with the shape and dtype of `x`. With a residual: a tuple of this tensor and
+        the new residual.
 
     Raises:
-        ValueError: an op, a field or a group out of range, a residual of another shape.
-        TypeError: another dtype, layout or device; `config` or `group` of another type.
-        torch.distributed.DistBackendError: ranks that disagree, or a peer that failed.
+        ValueError: `op`, a field of the config or the group is invalid, or the residual has another
+            shape.
+        TypeError: the dtype, layout or device is not supported, or `config` or `group` has the
+            wrong type.
+        torch.distributed.DistBackendError: ranks called with different arguments, or a peer failed.
 
     Example:
-        >>> x = torch.ones(100)
-        >>> cgx_ops.torch.all_reduce(x, "avg", config=Config(bits=4)).shape
-        torch.Size([100])
+        >>> import torch
+        >>> import cgx_ops.torch
+        >>> x = torch.ones(1000)
+        >>> cgx_ops.torch.all_reduce(x, "avg", bits=4).shape
+        torch.Size([1000])
+
+        With error feedback, pass each call's residual to the next one:
+
+        >>> y, residual = cgx_ops.torch.all_reduce(x, "avg", bits=2, residual=torch.zeros(1000))
+        >>> torch.allclose(y + residual, x, atol=1e-5)
+        True
     """
     options: Any = (bits, bucket_size, op, group_name(group))
     keywords = _keywords(config, bits, compressor, rounding, name, carrier)
@@ -154,35 +168,47 @@ def reduce_scatter(
     residual: torch.Tensor | None = None,
     name: str = "",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Reduce the ranks' tensors; rank i gets the i-th of `size` equal blocks of dimension 0.
+    """Reduce a tensor over all ranks with compressed messages; each rank receives one block.
 
-    The gradient is an all_gather of the incoming gradient, which is sent as `config` says.
+    The first dimension of `x` is split into as many equal blocks as there are ranks. Rank i
+    receives the reduced block i. The gradient is an all_gather of the incoming gradient with the
+    same config; with op="avg" it is divided by the number of ranks.
 
     Args:
-        x: as of all_reduce(). The number of ranks divides its first dimension.
-        op: as of all_reduce(). The gradient of an average is divided by the number of ranks.
-        config: as of all_reduce(); so are the keywords that override it, `group` and `name`.
-        bits: as of all_reduce().
-        bucket_size: as of all_reduce().
-        compressor: as of all_reduce().
-        rounding: as of all_reduce().
-        group: as of all_reduce().
-        residual: error feedback, of CPU tensors: x + residual is reduced. Of x's shape and dtype.
-        name: as of all_reduce().
+        x: a float32, float16 or bfloat16 tensor whose first dimension is divisible by the number of
+            ranks.
+        op: "sum" or "avg". With 32 bits also "min", "max" and "product", which have no gradient.
+        config: compressor, bits and the other settings. None: `Config()`, which is 4 bits.
+        bits: overrides `config.bits`: 1 to 8, or 32 (exact).
+        bucket_size: overrides `config.bucket_size`: how many elements share one scale.
+        compressor: overrides `config.compressor`, and resets the fields that only the previous
+            compressor uses.
+        rounding: overrides `config.rounding`. Random rounding draws its seed from torch's default
+            CPU generator.
+        group: the ranks: a process group of any backend, a one-dimensional DeviceMesh, or a group's
+            name. None: all ranks.
+        residual: error feedback for CPU tensors: reduces `x + residual` and returns a new residual.
+            Same shape and dtype as `x`; start with zeros.
+        name: identifies the call across ranks. Needed only if several threads start collectives.
 
     Returns:
-        A tensor of shape (x.shape[0] / size, *x.shape[1:]). With a residual: that, and the new
-        residual, of x's shape.
+        A tensor of shape (x.shape[0] / ranks, *x.shape[1:]). With a residual: a tuple of this
+        tensor and the new residual, which has the shape of `x`.
 
     Raises:
-        ValueError: as all_reduce(); a first dimension that the ranks do not divide.
-        NotImplementedError: a residual of a CUDA tensor.
-        TypeError, torch.distributed.DistBackendError: as all_reduce().
+        ValueError: `op`, a field of the config or the group is invalid, the residual has another
+            shape, or the first dimension is not divisible by the number of ranks.
+        NotImplementedError: a residual was given for a CUDA tensor.
+        TypeError: the dtype, layout or device is not supported, or `config` or `group` has the
+            wrong type.
+        torch.distributed.DistBackendError: ranks called with different arguments, or a peer failed.
 
     Example:
-        >>> x = torch.ones(2 * world_size, 100)
-        >>> cgx_ops.torch.reduce_scatter(x, "avg", bits=8).shape
-        torch.Size([2, 100])
+        >>> import torch
+        >>> import cgx_ops.torch
+        >>> x = torch.ones(4, 1000)
+        >>> cgx_ops.torch.reduce_scatter(x, "avg", bits=8).shape  # one rank: one block
+        torch.Size([4, 1000])
     """
     options: Any = (bits, bucket_size, op, group_name(group))
     keywords = _keywords(config, bits, compressor, rounding, name, "native")
@@ -202,29 +228,39 @@ def all_gather(
     group: Group = None,
     name: str = "",
 ) -> torch.Tensor:
-    """Concatenate the ranks' tensors along dimension 0, in rank order, on every rank.
+    """Concatenate the tensors of all ranks along dimension 0 with compressed messages.
 
-    The gradient is a reduce_scatter (a sum) of the incoming gradient, sent as `config` says.
+    Every rank receives the same bits, in rank order. The gradient is a reduce_scatter (a sum) of
+    the incoming gradient with the same config.
 
     Args:
-        x: as of all_reduce(), of the same shape on all ranks.
-        config: as of all_reduce(); so are the keywords that override it, `group` and `name`.
-        bits: as of all_reduce().
-        bucket_size: as of all_reduce().
-        compressor: as of all_reduce().
-        rounding: as of all_reduce().
-        group: as of all_reduce().
-        name: as of all_reduce().
+        x: a float32, float16 or bfloat16 tensor, of the same shape on all ranks, on the CPU or a
+            GPU.
+        config: compressor, bits and the other settings. None: `Config()`, which is 4 bits.
+        bits: overrides `config.bits`: 1 to 8, or 32 (exact).
+        bucket_size: overrides `config.bucket_size`: how many elements share one scale.
+        compressor: overrides `config.compressor`, and resets the fields that only the previous
+            compressor uses.
+        rounding: overrides `config.rounding`. Random rounding draws its seed from torch's default
+            CPU generator.
+        group: the ranks: a process group of any backend, a one-dimensional DeviceMesh, or a group's
+            name. None: all ranks.
+        name: identifies the call across ranks. Needed only if several threads start collectives.
 
     Returns:
-        A tensor of shape (size * x.shape[0], *x.shape[1:]); (size,) for a scalar.
+        A tensor of shape (ranks * x.shape[0], *x.shape[1:]); (ranks,) if `x` is a scalar.
 
     Raises:
-        ValueError, TypeError, torch.distributed.DistBackendError: as all_reduce().
+        ValueError: a field of the config or the group is invalid.
+        TypeError: the dtype, layout or device is not supported, or `config` or `group` has the
+            wrong type.
+        torch.distributed.DistBackendError: ranks called with different arguments, or a peer failed.
 
     Example:
-        >>> cgx_ops.torch.all_gather(torch.ones(2, 100), bits=8).shape[0] == 2 * world_size
-        True
+        >>> import torch
+        >>> import cgx_ops.torch
+        >>> cgx_ops.torch.all_gather(torch.ones(4, 1000), bits=8).shape  # one rank
+        torch.Size([4, 1000])
     """
     keywords = _keywords(config, bits, compressor, rounding, name, "native")
     return torch.ops.cgx.quantized_all_gather(x, bits, bucket_size, group_name(group), **keywords)
@@ -234,15 +270,15 @@ def group_name(group: Group) -> str:
     """Return the name by which operators find a group.
 
     Raises:
-        TypeError: `group` is something else.
-        ValueError: a DeviceMesh of several dimensions.
+        TypeError: `group` has another type.
+        ValueError: `group` is a DeviceMesh of several dimensions.
     """
     if group is None or isinstance(group, str):
         return group or ""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"group is a DeviceMesh of {group.ndim} dimensions; give one of them: mesh['name']"
+                f"group is a DeviceMesh of {group.ndim} dimensions; pass one of them: mesh['name']"
             )
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
@@ -261,7 +297,7 @@ def _keywords(
     carrier: str,
 ) -> dict[str, Any]:
     check_config(config)
-    if isinstance(bits, bool):  # torch takes it for 0 or 1
+    if isinstance(bits, bool):  # torch would convert it to 0 or 1
         raise ValueError(f"bits is {bits}; it must be an integer from 1 to 8, or 32 (exact)")
     return {
         "compressor": compressor,

@@ -1,4 +1,4 @@
-"""compress_grads(): an identity whose gradients are reduced over the ranks."""
+"""compress_grads(): an identity that reduces the gradients of parameters in backward."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from cgx_ops.torch.graph.functional import Group, group_name
 
 _Params = TypeVar("_Params", bound=torch.Tensor | list[torch.Tensor] | dict[str, torch.Tensor])
 
-# A message: the text of its Config, and the indices of its tensors.
+# A message: its Config as text, and the indices of its tensors.
 _Message = tuple[str, tuple[int, ...]]
 
 
@@ -31,37 +31,46 @@ def compress_grads(
     name: str = "",
     carrier: str = "native",
 ) -> _Params:
-    """Return `params` unchanged; backward reduces their gradients over the ranks.
+    """Return parameters unchanged and reduce their gradients over the ranks in backward.
 
-    Call it on the weights before they are used, in eager or compiled code. Gradients of one dtype
-    and Config are one message. A tensor without a gradient is sent as zeros. Tensors that do not
-    require grad are returned untouched.
+    Call it on the weights before the model uses them, in eager or compiled code. Gradients with the
+    same dtype and config share a message. A parameter that got no gradient contributes zeros.
+    Tensors that do not require grad are returned as they are.
 
     Args:
-        params: a tensor, a list, or a dict by name; float32, float16 or bfloat16.
+        params: a tensor, a list of tensors, or a dict of tensors by name; float32, float16 or
+            bfloat16.
         op: "avg" or "sum".
-        config: how gradients are sent; None: Config().
-        bits: overrides this field of `config`; likewise `bucket_size`, `compressor` and `rounding`.
-        bucket_size: as of all_reduce().
-        compressor: as of all_reduce().
-        rounding: as of all_reduce().
-        rules: settings by name: the keys of a dict, "0", "1", ... of a list, "" of a tensor. None:
-            Rules(), which sends tensors of at most one dimension exact.
-        group: as of all_reduce(); so are `name` and `carrier`.
-        name: as of all_reduce().
-        carrier: as of all_reduce().
+        config: compressor, bits and the other settings. None: `Config()`, which is 4 bits.
+        bits: overrides `config.bits`: 1 to 8, or 32 (exact).
+        bucket_size: overrides `config.bucket_size`: how many elements share one scale.
+        compressor: overrides `config.compressor`, and resets the fields that only the previous
+            compressor uses.
+        rounding: overrides `config.rounding`. Random rounding draws its seed from torch's default
+            CPU generator.
+        rules: settings by parameter name: a dict's key, "0", "1", ... in a list, "" for a single
+            tensor. None: `Rules()`, which sends biases and other one-dimensional tensors exact.
+        group: the ranks: a process group of any backend, a one-dimensional DeviceMesh, or a group's
+            name. None: all ranks.
+        name: identifies the call across ranks. Needed only if several threads start collectives.
+        carrier: "native" sends by cgx_ops' own transports. "c10d" sends CPU tensors by the
+            collectives of the process group, for example gloo.
 
     Returns:
-        Tensors with the values of `params`, in the same container.
+        Tensors with the values of `params`, in the same kind of container.
 
     Raises:
-        ValueError: an op without a gradient, a field of `config` or of a rule out of range.
-        TypeError: `params` is something else; a tensor of another dtype that requires grad.
+        ValueError: `op` is not "avg" or "sum", or a field of the config or of a rule is out of
+            range.
+        TypeError: `params` is no tensor, list or dict of tensors, or a tensor that requires grad
+            has an unsupported dtype.
 
     Example:
+        >>> import torch
+        >>> import cgx_ops.torch
         >>> weight = torch.ones(10, 10, requires_grad=True)
-        >>> (used,) = cgx_ops.torch.compress_grads([weight], config=Config(bits=4))
-        >>> used.sum().backward()
+        >>> used = cgx_ops.torch.compress_grads(weight, bits=4)
+        >>> used.sum().backward()  # weight.grad is now the average over the ranks
         >>> weight.grad.shape
         torch.Size([10, 10])
     """
@@ -96,10 +105,12 @@ def _named(params: Any) -> tuple[list[str], list[torch.Tensor]]:
     elif isinstance(params, list):
         names, tensors = [str(i) for i in range(len(params))], list(params)
     else:
-        raise TypeError(f"params is {params!r}; give a tensor, or a list or a dict of tensors")
+        raise TypeError(f"params is {params!r}; pass a tensor, or a list or a dict of tensors")
     for each, tensor in zip(names, tensors, strict=True):
         if not isinstance(each, str):
-            raise TypeError(f"params: the key {each!r} is no str; rules need names")
+            raise TypeError(
+                f"params: the key {each!r} is not a str; rules match by name"
+            )
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"params: '{each}' is {tensor!r}; it must be a tensor")
     return names, tensors
@@ -108,13 +119,13 @@ def _named(params: Any) -> tuple[list[str], list[torch.Tensor]]:
 def _messages(
     named: list[tuple[str, torch.Tensor]], config: Config, rules: Rules
 ) -> tuple[_Message, ...]:
-    """Return the messages, in the order of their first tensors."""
+    """Group tensors into messages by dtype and config, in the order of their first tensors."""
     found: dict[tuple[torch.dtype, str], list[int]] = {}
     for i, (name, x) in enumerate(named):
         if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise TypeError(
-                f"params: '{name}' is {x.dtype}; float32, float16 and bfloat16 are served: leave "
-                "it out and reduce its gradient with torch.distributed"
+                f"params: '{name}' is {x.dtype}; it must be float32, float16 or bfloat16. Leave it "
+                "out and reduce its gradient with torch.distributed"
             )
         key = x.dtype, str(rules.of(name, x.dim(), config))
         found.setdefault(key, []).append(i)
@@ -122,7 +133,7 @@ def _messages(
 
 
 class _Reduced(torch.autograd.Function):
-    """The identity; backward sends the messages."""
+    """The identity; backward reduces the gradients, one collective for each message."""
 
     @staticmethod
     def forward(

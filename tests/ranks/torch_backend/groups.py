@@ -111,11 +111,11 @@ def profiler(r: int, n: int) -> None:
 def bad_input(r: int, n: int) -> None:
     with pytest.raises(ValueError, match="share memory"):
         dist.all_reduce(torch.ones(1).expand(20))
-    with pytest.raises(TypeError, match=r"a\s*cgx_ops\.torch\.BackendOptions"):
+    with pytest.raises(TypeError, match=r"must be\s*cgx_ops\.torch\.BackendOptions"):
         dist.new_group(pg_options=Config())
     with pytest.raises(ValueError, match="'gradients' or 'all'"):
         BackendOptions(compress="everything")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="give a Config"):
+    with pytest.raises(ValueError, match="it must be a Config"):
         BackendOptions(4)  # pyright: ignore[reportArgumentType]
     world = dist.group.WORLD
     assert world is not None

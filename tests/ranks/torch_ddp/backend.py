@@ -98,7 +98,7 @@ def the_state_of_its_hook_can_be_had_and_restored() -> None:
     model(images(RANK), spare=True).square().sum().backward()
     assert cgx_ops.torch.hook_state(model) is state and state.steps == 1
     module: Any = model.module
-    fails(TypeError, "no DistributedDataParallel", lambda: cgx_ops.torch.hook_state(module))
+    fails(TypeError, "pass the DistributedDataParallel", lambda: cgx_ops.torch.hook_state(module))
 
     compiled: Any = torch.compile(model, backend="eager")
     assert cgx_ops.torch.hook_state(compiled) is state
